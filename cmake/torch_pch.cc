@@ -1,0 +1,1 @@
+// Compiles torch_pch.h once; see torch.cmake.

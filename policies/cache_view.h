@@ -1,0 +1,38 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "absl/types/span.h"
+#include "policies/protection.h"
+
+namespace epikv {
+
+// One sequence's cache between two steps, as a policy sees it. Owned by the runtime, valid for the
+// call it is passed to. A lane is named by (layer, head); lanes that share one keep decision
+// (PolicyTraits::granularity) share `index` and the columns. Slots hold tokens in no particular
+// order: `index` says which. There are no holes.
+class CacheView {
+ public:
+  virtual ~CacheView() = default;
+
+  virtual int64_t num_layers() const = 0;
+  virtual int64_t num_kv_heads() const = 0;
+  virtual int64_t prompt_tokens() const = 0;
+  virtual int64_t newest() const = 0;  // index of the newest cached token
+  virtual const Protection& protection() const = 0;
+
+  // Entries that must leave this lane to meet its budget, >= 0.
+  virtual int64_t excess(int64_t layer, int64_t head) const = 0;
+  // Birth order of the token in each slot. [used], unique.
+  virtual absl::Span<const int32_t> index(int64_t layer, int64_t head) const = 0;
+  // A declared per-slot column, by its place in PolicyTraits::columns. [used]
+  virtual absl::Span<float> column(int64_t place, int64_t layer, int64_t head) = 0;
+  // K and V rows of one lane, after RoPE, in the model's dtype. [used, width]. Pulled lazily;
+  // declared by Signal::kKeys and kValues.
+  virtual at::Tensor keys(int64_t layer, int64_t head) const = 0;
+  virtual at::Tensor values(int64_t layer, int64_t head) const = 0;
+};
+
+}  // namespace epikv

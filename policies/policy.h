@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "policies/cache_view.h"
+#include "policies/signals.h"
+#include "policies/spec.h"
+
+namespace epikv {
+
+enum class Phase { kPrefill, kDecode };
+
+// What a policy remembers of one sequence. Owned by the sequence.
+class PolicyState {
+ public:
+  virtual ~PolicyState() = default;
+  virtual std::unique_ptr<PolicyState> Clone() const = 0;
+};
+
+struct SequenceInfo {
+  int64_t prompt_tokens = 0;
+  int64_t budget = 0;  // tokens
+  uint64_t seed = 0;   // of the request; for counter-based random numbers
+  Protection protection;
+};
+
+// One sequence's tokens that were just cached: indexes [first, first + count). In decode count
+// is 1.
+struct SequenceStep {
+  PolicyState* state;  // what NewState returned
+  CacheView& cache;
+  Phase phase;
+  int64_t first;
+  int64_t count;
+  Signals signals;
+};
+
+struct EvictionTask {
+  PolicyState* state;  // what NewState returned
+  CacheView& cache;
+};
+
+// Victims by index. kToken: one list; kLayer: [layers]; kHead: [layers x kv_heads], heads inner.
+// Each list holds at least the lane's excess, unprotected and cached, none twice.
+struct Eviction {
+  absl::Status status;
+  std::vector<std::vector<int32_t>> victims;
+};
+
+// Decides what to drop. Immutable and shared by all requests with the same name and parameters;
+// called on the engine thread only, in batches. A policy that throws or answers an invalid set
+// fails its request alone.
+class Policy {
+ public:
+  virtual ~Policy() = default;
+
+  // Null: the policy keeps no state.
+  virtual std::unique_ptr<PolicyState> NewState(const SequenceInfo& info) const { return nullptr; }
+
+  // After each step, for every sequence that cached something.
+  virtual void Observe(absl::Span<SequenceStep> steps) const {}
+
+  // For the sequences over budget + slack. One Eviction for each task, in order.
+  virtual std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const = 0;
+};
+
+}  // namespace epikv

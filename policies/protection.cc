@@ -1,0 +1,50 @@
+#include "policies/protection.h"
+
+#include <algorithm>
+
+namespace epikv {
+namespace {
+
+constexpr int64_t kEqualSinks = 4;
+constexpr int64_t kMostRecent = 128;
+
+}  // namespace
+
+int64_t Protection::Size() const {
+  // Tokens protected for good, counted once however many rules name them.
+  const int64_t front = std::max(prompt, sinks);
+  int64_t size = front + recent;
+  std::vector<TokenSpan> sorted = spans;
+  std::sort(sorted.begin(), sorted.end(),
+            [](const TokenSpan& a, const TokenSpan& b) { return a.begin < b.begin; });
+  int64_t counted_to = front;
+  for (const TokenSpan& span : sorted) {
+    size += std::max<int64_t>(0, span.end - std::max(span.begin, counted_to));
+    counted_to = std::max(counted_to, span.end);
+  }
+  return size;
+}
+
+ResolvedProtection ResolveProtection(const ProtectionOptions& options, const PolicyTraits& traits,
+                                     int64_t prompt_tokens, int64_t budget) {
+  const bool fits = prompt_tokens + kRoomBesidePrompt <= budget;
+  ResolvedProtection resolved;
+  Protection& p = resolved.protection;
+  p.prompt = options.prompt.value_or(fits) ? prompt_tokens : 0;
+  p.sinks = options.equal ? kEqualSinks : options.sinks.value_or(traits.sinks);
+  p.spans = options.spans;
+
+  const int64_t fixed = p.Size();
+  const int64_t room = std::max<int64_t>(0, budget - fixed);
+  const int64_t rule = std::min({kMostRecent, budget / 4, room});
+  // The current token always survives its own round, or the model would never have said it.
+  p.recent = options.recent.value_or(std::max<int64_t>(1, rule));
+  resolved.smallest_budget = fixed + options.recent.value_or(1);
+  if (!fits && traits.prompt == PromptEviction::kRefuses) {
+    resolved.smallest_budget =
+        std::max(resolved.smallest_budget, prompt_tokens + kRoomBesidePrompt);
+  }
+  return resolved;
+}
+
+}  // namespace epikv

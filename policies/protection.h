@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "policies/spec.h"
+
+namespace epikv {
+
+struct TokenSpan {
+  int64_t begin = 0, end = 0;  // indexes, half open
+  bool operator==(const TokenSpan&) const = default;
+};
+
+// What a request asks to be kept. Absent: the published policy's default, by the rule below.
+struct ProtectionOptions {
+  bool equal = false;  // the comparison rule: prompt by the rule, 4 sinks, R; excludes the others
+  std::optional<bool> prompt;
+  std::optional<int64_t> sinks;
+  std::optional<int64_t> recent;
+  std::vector<TokenSpan> spans;
+};
+
+// The tokens that no policy may evict. One owner, the runtime: unequal protection is the classic
+// way to cheat in this field.
+class Protection {
+ public:
+  int64_t prompt = 0;  // the first `prompt` tokens; 0: the prompt is not protected as such
+  int64_t sinks = 0;
+  int64_t recent = 0;  // the newest `recent` tokens, the current one included
+  std::vector<TokenSpan> spans;
+
+  // `newest`: index of the newest cached token.
+  bool Covers(int64_t index, int64_t newest) const {
+    if (index < prompt || index < sinks || index > newest - recent) return true;
+    for (const TokenSpan& s : spans) {
+      if (index >= s.begin && index < s.end) return true;
+    }
+    return false;
+  }
+  // True for tokens protected for good, whatever the newest is.
+  bool CoversForever(int64_t index) const { return Covers(index, INT64_MAX / 2); }
+
+  // Most tokens that can be protected at once.
+  int64_t Size() const;
+  bool operator==(const Protection&) const = default;
+};
+
+// The prompt counts as fitting when this much room is left beside it.
+inline constexpr int64_t kRoomBesidePrompt = 16;
+
+struct ResolvedProtection {
+  Protection protection;
+  // Smallest budget under which the request could run; larger than the budget given = refused.
+  int64_t smallest_budget = 0;
+};
+
+// The rule (DESIGN section 5): the whole prompt is protected whenever prompt + 16 <= budget; recent
+// R = min(128, budget / 4, what is left). `budget` in tokens, the prompt included.
+ResolvedProtection ResolveProtection(const ProtectionOptions& options, const PolicyTraits& traits,
+                                     int64_t prompt_tokens, int64_t budget);
+
+}  // namespace epikv

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+
+#include "absl/types/span.h"
+
+namespace epikv {
+
+// What the runtime measured of one sequence during one step, if its policy declared it.
+struct Signals {
+  // Signal::kResidualStep: |h^l_t - h^l_{t-1}|_2 of the one new token, fp32, in the order of
+  // PolicyTraits::residual_layers. h^l is the residual stream after block l. Empty in prefill.
+  absl::Span<const float> residual_step;
+
+  // Signal::kAttentionRow: probabilities the new query gave each slot of a lane, averaged over the
+  // query heads of its group, recomputed in fp32. Empty in prefill.
+  class AttentionRow {
+   public:
+    virtual ~AttentionRow() = default;
+    virtual absl::Span<const float> at(int64_t layer, int64_t head) const = 0;  // [used]
+  };
+  const AttentionRow* attention = nullptr;
+};
+
+}  // namespace epikv

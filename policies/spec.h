@@ -1,0 +1,168 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+
+// What a policy is called, which parameters it takes and what it needs from the runtime. Without
+// torch: services describe policies from it and admission computes their peak from it.
+
+namespace epikv {
+
+class Policy;
+
+// What a policy may read. The runtime computes a signal only for the requests that declared it.
+enum class Signal : uint32_t {
+  kResidualStep = 1u << 0,  // pushed: |h^l_t - h^l_{t-1}|_2 of every decode token, at chosen layers
+  kAttentionRow = 1u << 1,  // pushed: the decode query's attention over the cache
+  kKeys = 1u << 2,          // pulled: cached K rows
+  kValues = 1u << 3,        // pulled: cached V rows
+};
+absl::string_view SignalName(Signal signal);
+
+class SignalSet {
+ public:
+  constexpr SignalSet() = default;
+  constexpr SignalSet(Signal signal)
+      : bits_(static_cast<uint32_t>(signal)) {}  // NOLINT: a set of one
+  constexpr bool Has(Signal signal) const { return bits_ & static_cast<uint32_t>(signal); }
+  constexpr SignalSet operator|(SignalSet other) const { return SignalSet(bits_ | other.bits_); }
+  std::vector<absl::string_view> Names() const;
+
+ private:
+  explicit constexpr SignalSet(uint32_t bits) : bits_(bits) {}
+  uint32_t bits_ = 0;
+};
+constexpr SignalSet operator|(Signal a, Signal b) { return SignalSet(a) | SignalSet(b); }
+
+// The set of lanes that share one keep decision, and hence one slot order.
+enum class Granularity { kToken, kLayer, kHead };
+absl::string_view GranularityName(Granularity granularity);
+
+// What a policy does with a prompt that does not fit its budget.
+enum class PromptEviction {
+  kRefuses,  // it cannot rank prompt tokens: such a request is refused
+  kByChunk,  // evicts at fixed multiples of the prefill chunk
+  kAtEnd,    // sees the whole prompt cached once, then evicts to its budget
+};
+absl::string_view PromptEvictionName(PromptEviction eviction);
+
+// Parameters: typed values by name.
+enum class ParamType { kBool, kInt, kFloat, kChoice, kIntList };
+absl::string_view ParamTypeName(ParamType type);
+using ParamValue = std::variant<bool, int64_t, double, std::string, std::vector<int64_t>>;
+
+struct ParamSpec {
+  absl::string_view name;
+  ParamType type = ParamType::kInt;
+  // Absent: the default depends on the model (see `help`).
+  std::optional<ParamValue> fallback;
+  double min = 0, max = 0;                           // of numbers, inclusive
+  absl::Span<const absl::string_view> choices = {};  // of kChoice
+  absl::string_view help;
+};
+
+// A resolved set of parameters. Precondition of the getters: the spec declares the name and type.
+class Params {
+ public:
+  bool Has(absl::string_view name) const { return values_.contains(name); }
+  bool Bool(absl::string_view name) const { return std::get<bool>(At(name)); }
+  int64_t Int(absl::string_view name) const { return std::get<int64_t>(At(name)); }
+  double Float(absl::string_view name) const { return std::get<double>(At(name)); }
+  const std::string& Choice(absl::string_view name) const {
+    return std::get<std::string>(At(name));
+  }
+  const std::vector<int64_t>& IntList(absl::string_view name) const {
+    return std::get<std::vector<int64_t>>(At(name));
+  }
+  void Set(absl::string_view name, ParamValue value) {
+    values_[std::string(name)] = std::move(value);
+  }
+  const std::map<std::string, ParamValue, std::less<>>& values() const { return values_; }
+  bool operator==(const Params&) const = default;
+
+ private:
+  const ParamValue& At(absl::string_view name) const { return values_.find(name)->second; }
+  std::map<std::string, ParamValue, std::less<>> values_;
+};
+
+// What a policy may know of the model when its parameters are resolved.
+struct ModelShape {
+  int64_t num_layers = 0;
+  int64_t num_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t key_width = 0, value_width = 0;  // channels
+  int64_t hidden_size = 0;
+  // Parameter values a confirmed or unconfirmed calibration of this model gives, by policy name.
+  std::map<std::string, std::map<std::string, ParamValue>> calibrated;
+};
+
+// What the runtime must provide for one (policy, parameters).
+struct PolicyTraits {
+  bool evicts = true;  // false: the whole cache is kept, budgets do not apply
+  Granularity granularity = Granularity::kToken;
+  SignalSet signals;
+  std::vector<int64_t> residual_layers;  // of kResidualStep: block numbers, 0-based, ascending
+  // Names of the policy's per-slot fp32 columns; they travel with K and V.
+  std::vector<absl::string_view> columns;
+  PromptEviction prompt = PromptEviction::kRefuses;
+  // A round happens when a lane holds more than budget + slack entries, and ends at the budget.
+  int64_t slack = 0;
+  // First tokens that the published policy always keeps; a request may override.
+  int64_t sinks = 0;
+  // Bytes of the policy's own state: per cached token of a sequence, and fixed.
+  int64_t state_bytes_per_token = 0;
+  int64_t state_bytes = 0;
+  // The parameters came from no measurement on this model (flagged in the summary).
+  bool uncalibrated = false;
+};
+
+struct PolicySpec {
+  absl::string_view name;
+  absl::string_view summary;
+  absl::string_view paper;  // arXiv number and section, or where it comes from
+  absl::Span<const ParamSpec> params = {};
+  bool evaluation_only = false;  // needs knowledge that no production caller has
+
+  // Fills the parameters whose default depends on the model; checks those that do. May be null.
+  absl::Status (*complete)(Params&, const ModelShape&) = nullptr;
+  PolicyTraits (*traits)(const Params&, const ModelShape&) = nullptr;
+  // Budgets of the lanes in tokens, [layers x kv_heads], summing to budget x layers x kv_heads.
+  // Null: every lane has the request's budget.
+  std::vector<int64_t> (*lane_budgets)(const Params&, const ModelShape&, int64_t budget) = nullptr;
+  std::shared_ptr<const Policy> (*make)(const Params&, const ModelShape&) = nullptr;
+};
+
+using PolicyCatalog = absl::Span<const PolicySpec* const>;  // sorted by name
+
+// Null if there is none.
+const PolicySpec* FindPolicy(PolicyCatalog catalog, absl::string_view name);
+
+// Names joined by ", ".
+std::string KnownPolicies(PolicyCatalog catalog);
+
+struct ParamViolation {
+  std::string param;
+  std::string description;
+};
+
+struct ResolvedParams {
+  Params params;
+  std::vector<ParamViolation> violations;  // all of them; `params` is usable only if empty
+};
+
+// Checks names, types, ranges and choices of `given`, fills defaults, and lets the spec complete
+// what depends on the model. Numbers are accepted as int or float where the value is whole.
+ResolvedParams ResolveParams(const PolicySpec& spec, const std::map<std::string, ParamValue>& given,
+                             const ModelShape& shape);
+
+}  // namespace epikv
