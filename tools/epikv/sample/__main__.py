@@ -1,0 +1,85 @@
+"""Command line of the sample model: `python -m epikv.sample`."""
+
+import json
+from pathlib import Path
+
+import click
+
+from epikv.sample import programs
+
+MODEL = click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+
+
+@click.group()
+def main() -> None:
+    """Make, train, calibrate and simulate the sample model."""
+
+
+@main.command()
+@click.option("--seed", default=0, show_default=True)
+@click.option("--lines", default=18, show_default=True, help="Assignments in the program.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def problem(seed: int, lines: int, as_json: bool) -> None:
+    """Print a problem: prompt, expected trace, expected answers."""
+    task = programs.problem(seed, lines)
+    if as_json:
+        fields = {"prompt": task.prompt, "trace": task.trace, "answers": task.answers}
+        click.echo(json.dumps(fields))
+        return
+    answers = ", ".join(f"{variable} = {value}" for variable, value in task.answers.items())
+    click.echo(f"{task.prompt}\n\n{task.trace}\n\n{answers}")
+
+
+@main.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--seed", required=True, type=int)
+@click.option("--recall-tokens", default=2_000_000, show_default=True)
+@click.option("--program-tokens", default=5_000_000, show_default=True)
+@DEVICE
+def train(folder: Path, seed: int, recall_tokens: int, program_tokens: int, device: str) -> None:
+    """Train a model into FOLDER, or go on with the run found there."""
+    from epikv.sample.train import Recipe, Run
+
+    Run(Recipe(seed, recall_tokens, program_tokens), folder, device).train()
+
+
+@main.command()
+@MODEL
+@click.option("--select", default=60, show_default=True, help="Problems to measure and rank on.")
+@click.option("--confirm", default=60, show_default=True, help="Problems to confirm on.")
+@DEVICE
+def calibrate(model: Path, select: int, confirm: int, device: str) -> None:
+    """Find the pair of layers and sign for MODEL; writes its calibration.json."""
+    from epikv.sample.calibrate import calibrate as find
+    from epikv.sample.model import load
+
+    result = find(load(model, device), select, confirm)
+    (model / "calibration.json").write_text(json.dumps(result, indent=1) + "\n")
+    click.echo(f"{model}: layers {result['layers']}, sign {result['sign']:+d}")
+
+
+@main.command()
+@MODEL
+@click.option("--count", default=200, show_default=True, help="Test problems.")
+@click.option("--fraction", "fractions", multiple=True, type=float, default=(0.5, 0.35))
+@DEVICE
+def simulate(model: Path, count: int, fractions: tuple[float, ...], device: str) -> None:
+    """Run every policy on MODEL's held-out problems; writes its results.json."""
+    from epikv.sample.compare import compare
+    from epikv.sample.model import load
+
+    calibration = json.loads((model / "calibration.json").read_text())
+    rows = compare(load(model, device), calibration, count, fractions)
+    results = []
+    for row in rows:
+        results.append(row)
+        click.echo(
+            f"{row['policy']:<20} {row['fraction']:>5.0%}  exact {row['exact']:.3f}"
+            f"  answers {row['answer_accuracy']:.3f}"
+        )
+    (model / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Free-running greedy decoding under eviction, batched over problems.
+
+The rules are the daemon's (token granularity, one decision for all layers and heads): the prompt
+and the newest R = min(128, K / 4, K - prompt) tokens are protected, every token counts inside the
+budget of K tokens, a new token is cached before one is evicted, and tokens keep their true
+positions. B problems of one prompt length P run together; t counts generated tokens from 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from epikv.sample.model import Cache, Llama, Taps
+from epikv.sample.programs import EOS, TOKEN_IDS, Problem, decode, encode
+
+RECENT = 128
+WINDOW = 64
+EPSILON = 1e-6
+SLACK_TOKENS = 32  # how far past its expected trace a run may go on
+
+
+class Scorer(Protocol):
+    """Ranks generated tokens; the lowest scored unprotected one is evicted, the older of equals."""
+
+    def begin(self, residuals: Tensor, capacity: int) -> None:
+        """Start a run of up to `capacity` tokens after a prompt whose last token left
+        `residuals` [L, B, C]."""
+
+    def score(self, t: int, residuals: Tensor, attention: Tensor) -> Tensor:
+        """Scores [B, t + 1], given token t's `residuals` [L, B, C] and the `attention` [B, t + 1]
+        it paid to the generated tokens, summed over layers and heads."""
+
+
+class Frozen:
+    """Scores [B, T] known beforehand, such as an oracle's."""
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+
+    def begin(self, residuals: Tensor, capacity: int) -> None:
+        missing = max(0, capacity - self.scores.shape[1])
+        self.scores = torch.nn.functional.pad(self.scores, (0, missing))
+
+    def score(self, t: int, residuals: Tensor, attention: Tensor) -> Tensor:
+        return self.scores[:, : t + 1]
+
+
+class Recency:
+    """The oldest goes first."""
+
+    def begin(self, residuals: Tensor, capacity: int) -> None:
+        self.ages = torch.arange(capacity, dtype=torch.float32, device=residuals.device)
+        self.batch = residuals.shape[1]
+
+    def score(self, t: int, residuals: Tensor, attention: Tensor) -> Tensor:
+        return self.ages[: t + 1].expand(self.batch, -1)
+
+
+class Uniform:
+    """A fresh uniform victim at every eviction."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def begin(self, residuals: Tensor, capacity: int) -> None:
+        self.rng = torch.Generator(residuals.device).manual_seed(self.seed)
+
+    def score(self, t: int, residuals: Tensor, attention: Tensor) -> Tensor:
+        return torch.rand(attention.shape, generator=self.rng, device=attention.device)
+
+
+class H2O:
+    """Attention received since the first generated token, over all layers and heads."""
+
+    def begin(self, residuals: Tensor, capacity: int) -> None:
+        self.received = residuals.new_zeros(residuals.shape[1], capacity)
+
+    def score(self, t: int, residuals: Tensor, attention: Tensor) -> Tensor:
+        self.received[:, : t + 1] += attention
+        return self.received[:, : t + 1]
+
+
+@dataclass
+class EpikvFlat:
+    """sign * (Z64(step of layer a) - Z64(step of layer b)), frozen at birth."""
+
+    a: int
+    b: int
+    sign: int
+
+    def begin(self, residuals: Tensor, capacity: int) -> None:
+        self.previous = residuals[[self.a, self.b]]
+        self.steps = residuals.new_zeros(2, residuals.shape[1], capacity)
+        self.scores = residuals.new_zeros(residuals.shape[1], capacity)
+
+    def score(self, t: int, residuals: Tensor, attention: Tensor) -> Tensor:
+        current = residuals[[self.a, self.b]]
+        self.steps[:, :, t] = (current - self.previous).norm(dim=-1)
+        self.previous = current
+        z = newest_z(self.steps[:, :, : t + 1])
+        self.scores[:, t] = self.sign * (z[0] - z[1])
+        return self.scores[:, : t + 1]
+
+
+def newest_z(steps: Tensor) -> Tensor:
+    """The newest of `steps` [..., t] as a z-score [...] among the last 64, itself included."""
+    window = steps[..., -WINDOW:]
+    deviation = window[..., -1] - window.mean(-1)
+    return deviation / (window.std(-1, unbiased=False) + EPSILON)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a set of problems went: by problem, which asked variables were answered rightly."""
+
+    correct: list[list[bool]]
+
+    @property
+    def exact(self) -> int:
+        return sum(all(row) for row in self.correct)
+
+    @property
+    def right_answers(self) -> int:
+        return sum(map(sum, self.correct))
+
+    def summary(self) -> dict[str, object]:
+        """Counts, shares and 95 % Wilson intervals; a problem's answers are not independent."""
+        problems, answers = len(self.correct), sum(map(len, self.correct))
+        return {
+            "problems": problems,
+            "exact": self.exact / problems,
+            "exact_interval": wilson(self.exact, problems),
+            "answers": answers,
+            "answer_accuracy": self.right_answers / answers,
+            "answer_interval": wilson(self.right_answers, answers),
+        }
+
+
+def budgets(problems: Sequence[Problem], fraction: float) -> list[int]:
+    """Tokens in all: each problem's prompt and this fraction of its expected trace."""
+    return [
+        len(task.prompt.split()) + round(fraction * len(task.trace_tokens)) for task in problems
+    ]
+
+
+def recent(budget: int, prompt: int) -> int:
+    """How many of the newest tokens are protected."""
+    return min(RECENT, budget // 4, budget - prompt)
+
+
+@torch.inference_mode()
+def run(
+    model: Llama,
+    problems: Sequence[Problem],
+    scorer: Scorer | None = None,
+    budget: Sequence[int] = (),
+) -> list[str]:
+    """The completions of `problems`, each within its `budget`; without a scorer, nothing is
+    evicted. The prompts must be of one length."""
+    device = model.lm_head.weight.device
+    prompts = torch.tensor([encode(task.prompt) for task in problems], device=device)
+    batch, prompt = prompts.shape
+    capacity = max(len(task.trace_tokens) for task in problems) + SLACK_TOKENS
+    cache = Cache.empty(batch, prompt + capacity, device)
+    taps = Taps([])
+    token = model(prompts, cache=cache, taps=taps)[:, -1].argmax(-1)
+    if scorer is not None:
+        scorer.begin(torch.stack([residual[:, -1] for residual in taps.residuals]), capacity)
+        limits = torch.tensor(budget, device=device)
+        protected = torch.tensor([recent(k, prompt) for k in budget], device=device)
+        if int(protected.min()) < 1:
+            raise ValueError(f"a budget of {min(budget)} tokens leaves none beside the prompt")
+
+    generated: list[Tensor] = []
+    finished = torch.zeros(batch, dtype=torch.bool, device=device)
+    for t in range(capacity):
+        generated.append(token)
+        finished |= token == TOKEN_IDS[EOS]
+        if bool(finished.all()):
+            break
+        taps = Taps([])
+        logits = model(token[:, None], cache=cache, taps=taps)
+        token = logits[:, -1].argmax(-1)
+        if scorer is not None:
+            residuals = torch.stack(taps.residuals)[:, :, 0]
+            scores = scorer.score(t, residuals, taps.attention[:, prompt:])
+            evict_one(cache.visible[:, : cache.length], scores, limits, protected)
+    return [_until_eos(ids) for ids in torch.stack(generated, 1).tolist()]
+
+
+def evict_one(visible: Tensor, scores: Tensor, limits: Tensor, protected: Tensor) -> None:
+    """Hide one token of every sequence over its limit.
+
+    visible [B, n] (changed), scores [B, g] of the newest g columns, limits and protected [B].
+    """
+    over = visible.sum(1) > limits
+    if not bool(over.any()):
+        return
+    generated = scores.shape[1]
+    columns = torch.arange(generated, device=scores.device)
+    old = columns < (generated - protected)[:, None]
+    candidates = visible[:, -generated:] & old
+    victims = scores.masked_fill(~candidates, torch.inf).argmin(1)
+    rows = over.nonzero()[:, 0]
+    visible[rows, visible.shape[1] - generated + victims[rows]] = False
+
+
+def judge(problems: Sequence[Problem], completions: Sequence[str]) -> Outcome:
+    """Score completions by the asked variables' names."""
+    return Outcome([task.correct(text) for task, text in zip(problems, completions, strict=True)])
+
+
+@torch.inference_mode()
+def z_scores(model: Llama, problems: Sequence[Problem]) -> list[Tensor]:
+    """Z64 of every layer's residual steps along each expected trace, under the full cache: one
+    tensor [L, T] a problem."""
+    device = model.lm_head.weight.device
+    result = []
+    for task in problems:
+        prompt = len(task.prompt.split())
+        taps = Taps([])
+        model(torch.tensor([encode(f"{task.prompt} {task.trace}")], device=device), taps=taps)
+        states = torch.stack(taps.residuals)[:, 0, prompt - 1 :]  # [L, T + 1, C]
+        steps = states.diff(dim=1).norm(dim=-1)
+        columns = [newest_z(steps[:, : t + 1]) for t in range(steps.shape[1])]
+        result.append(torch.stack(columns, dim=1))
+    return result
+
+
+def wilson(hits: int, count: int) -> tuple[float, float]:
+    """The 95 % Wilson score interval of a share."""
+    z, share = 1.96, hits / count
+    centre = share + z * z / (2 * count)
+    margin = z * sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return (round((centre - margin) / scale, 4), round((centre + margin) / scale, 4))
+
+
+def _until_eos(ids: list[int]) -> str:
+    end = ids.index(TOKEN_IDS[EOS]) + 1 if TOKEN_IDS[EOS] in ids else len(ids)
+    return decode(ids[:end])
