@@ -1,0 +1,55 @@
+"""Checks a scripted module's graph against the model contract, as the daemon does at load."""
+
+import torch
+
+_OPERATORS = ("epikv::block", "epikv::attention")
+
+
+def violations(module: torch.jit.ScriptModule, num_layers: int) -> list[str]:
+    """What `module` breaks: its forward, the operators' calls, their order, their results' use.
+
+    Reads the inlined graph before freezing: freezing merges equal calls of `block`, deletes
+    unused ones, and so would hide a broken module.
+    """
+    graph = module.inlined_graph
+    found = _signature(graph)
+    calls = []
+    for node in graph.findAllNodes("prim::fork"):
+        found.append(f"forks at {_where(node)}")
+    for kind in _OPERATORS:
+        nested = len(list(graph.findAllNodes(kind))) - len(list(graph.findAllNodes(kind, False)))
+        if nested:
+            found.append(f"{kind} is called {nested} times under a condition or in a loop")
+    for node in graph.nodes():
+        if node.kind() in _OPERATORS:
+            layer = list(node.inputs())[-1].toIValue()
+            name = f"{node.kind()}({'?' if layer is None else layer})"
+            calls.append(name)
+            if layer is None:
+                found.append(f"{node.kind()} is called with a layer that is not constant")
+            if not node.output().uses():
+                found.append(f"the result of {name} is not used")
+    wanted = [f"{kind}({layer})" for layer in range(num_layers) for kind in _OPERATORS]
+    wanted.append(f"epikv::block({num_layers})")
+    for name in sorted(set(wanted) | set(calls)):
+        count = calls.count(name)
+        if count != wanted.count(name):
+            found.append(f"{name} is called {count} times, not {wanted.count(name)}")
+    if sorted(calls) == sorted(wanted) and calls != wanted:
+        found.append(f"the calls come in the order {', '.join(calls)}")
+    return found
+
+
+def _signature(graph: torch.Graph) -> list[str]:
+    inputs = [str(value.type()) for value in list(graph.inputs())[1:]]
+    outputs = [str(value.type()) for value in graph.outputs()]
+    if inputs == ["Tensor"] * 3 and outputs == ["Tensor"]:
+        return []
+    return [
+        "forward must take (token_ids, positions, last) and return logits, all tensors;"
+        f" it takes ({', '.join(inputs)}) and returns {', '.join(outputs)}"
+    ]
+
+
+def _where(node: torch.Node) -> str:
+    return node.sourceRange().strip().splitlines()[-1].strip()

@@ -1,0 +1,151 @@
+"""The two operators every model calls, as a plain reference in Python.
+
+The daemon registers the same schemas in C++. `block` may return its argument, so its schema says
+that they alias. `attention` writes the KV cache, which no schema can say: it is registered as
+CONSERVATIVE, so the TorchScript compiler never merges, moves or deletes a call. (Under the default
+analysis, freezing merges equal calls and deletes unused ones without a word.)
+
+Shapes use n packed rows of all sequences, S cached tokens, H query heads, G key-value heads and
+D channels.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from epikv.export.manifest import Layer, Manifest, Rope
+
+_library = torch.library.Library("epikv", "DEF")
+_library.define("block(Tensor(a) residual, int layer) -> Tensor(a)", alias_analysis="FROM_SCHEMA")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor normed, int layer) -> Tensor",
+    alias_analysis="CONSERVATIVE",
+)
+
+
+@dataclass
+class KvCache:
+    """Keys and values of one sequence. A forward that throws leaves it undefined."""
+
+    keys: list[Tensor]  # per layer [S, G, D], rotated
+    values: list[Tensor]  # per layer [S, G, D]
+
+    @classmethod
+    def empty(cls, manifest: Manifest) -> "KvCache":
+        dtype = getattr(torch, manifest.dtype)
+        heads = manifest.num_kv_heads
+        return cls(
+            [torch.empty(0, heads, layer.key_width, dtype=dtype) for layer in manifest.layers],
+            [torch.empty(0, heads, layer.value_width, dtype=dtype) for layer in manifest.layers],
+        )
+
+    def __len__(self) -> int:
+        return self.keys[0].shape[0]
+
+
+@dataclass
+class Step:
+    """One forward: whose rows it packs, and what the operators saw."""
+
+    manifest: Manifest
+    caches: list[KvCache]
+    counts: list[int]  # rows of each sequence, in packed order
+    positions: Tensor  # [n], RoPE positions
+    residuals: list[Tensor] = field(default_factory=list)  # entering block l: [n, hidden]
+    attended: list[int] = field(default_factory=list)  # layers whose attention ran, in order
+
+
+_current: ContextVar[Step] = ContextVar("epikv_step")
+
+
+def forward(
+    module: torch.jit.ScriptModule,
+    manifest: Manifest,
+    batch: Sequence[tuple[KvCache, Sequence[int]]],
+    last: Sequence[int] | None = None,
+) -> Tensor:
+    """Feeds each sequence its new token ids and appends to its cache.
+
+    Returns float32 logits of the packed rows `last` (default: all), [len(last), vocabulary].
+    Positions continue each sequence's cache.
+    """
+    counts = [len(token_ids) for _, token_ids in batch]
+    positions = torch.cat(
+        [torch.arange(len(cache), len(cache) + n) for (cache, _), n in zip(batch, counts)]
+    )
+    token_ids = torch.tensor([token for _, ids in batch for token in ids])
+    rows = torch.arange(len(token_ids)) if last is None else torch.tensor(last, dtype=torch.int64)
+    with running(Step(manifest, [cache for cache, _ in batch], counts, positions)):
+        return module(token_ids, positions, rows)
+
+
+@contextmanager
+def running(step: Step) -> Iterator[Step]:
+    """Binds the operators to `step` on this thread, without gradients."""
+    token = _current.set(step)
+    try:
+        with torch.inference_mode():
+            yield step
+    finally:
+        _current.reset(token)
+
+
+def _block(residual: Tensor, layer: int) -> Tensor:
+    step = _current.get()
+    if layer != len(step.residuals):
+        raise RuntimeError(f"block({layer}) was called where block({len(step.residuals)}) was due")
+    step.residuals.append(residual.clone())
+    return residual
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, normed: Tensor, layer: int) -> Tensor:
+    step = _current.get()
+    if layer != len(step.attended):
+        raise RuntimeError(
+            f"attention({layer}) was called where attention({len(step.attended)}) was due"
+        )
+    step.attended.append(layer)
+    facts = step.manifest.layers[layer]
+    rope = step.manifest.ropes[facts.rope]
+    q, k = _rotate(q, rope, step.positions), _rotate(k, rope, step.positions)
+    result = []
+    for cache, *new in zip(step.caches, *(t.split(step.counts) for t in (q, k, v))):
+        cache.keys[layer] = torch.cat([cache.keys[layer], new[1]])
+        cache.values[layer] = torch.cat([cache.values[layer], new[2]])
+        result.append(_attend(new[0], cache.keys[layer], cache.values[layer], facts))
+    return torch.cat(result)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, facts: Layer) -> Tensor:
+    """Causal attention of the newest rows q [n, H, D] over keys, values [S, G, D], in float32."""
+    groups = q.shape[1] // keys.shape[1]
+    keys, values = (t.float().repeat_interleave(groups, dim=1) for t in (keys, values))
+    logits = torch.einsum("nhd,shd->hns", q.float(), keys) * facts.scale
+    if facts.soft_cap is not None:
+        logits = facts.soft_cap * torch.tanh(logits / facts.soft_cap)
+    age = torch.arange(keys.shape[0] - q.shape[0], keys.shape[0])[:, None] - torch.arange(
+        keys.shape[0]
+    )
+    hidden = age < 0 if facts.window is None else (age < 0) | (age >= facts.window)
+    weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hns,shd->nhd", weights, values).to(q.dtype)
+
+
+def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
+    """RoPE of x [n, heads, D] at `positions` [n], in float32, back in x's dtype."""
+    if rope.layout != "half":
+        raise NotImplementedError(f"RoPE layout '{rope.layout}'")
+    angles = positions[:, None].float() * torch.tensor(rope.inv_freq, dtype=torch.float32)
+    cos = (angles.cos() * rope.attention_factor)[:, None]  # [n, 1, D / 2]
+    sin = (angles.sin() * rope.attention_factor)[:, None]
+    half = angles.shape[1]
+    low, high, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1).to(x.dtype)
+
+
+_library.impl("block", _block, "CPU")
+_library.impl("attention", _attention, "CPU")

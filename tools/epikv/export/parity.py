@@ -1,0 +1,163 @@
+"""Compares an exported file with `transformers` before it ships."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.utils import logging
+
+from epikv.export.manifest import Manifest
+from epikv.export.operators import KvCache, forward
+
+FLOAT32_TOLERANCE = 1e-4  # largest absolute difference of a logit
+BFLOAT16_FACTOR = 1.5  # error against float32, in units of the error transformers makes itself
+PROMPT_LENGTHS = (1, 7, 33)  # tokens, fed packed in one forward
+STEPS = 8  # decode steps, one token a sequence each
+
+logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far the exported logits are from the reference, over all rows compared."""
+
+    dtype: str
+    rows: int
+    max_error: float  # largest absolute difference from transformers in float32
+    error: float  # the measure that is limited: max in float32, root mean square in bfloat16
+    limit: float
+    greedy_rows: int  # rows whose two best logits are further apart than twice the error
+    greedy_equal: int  # of those, rows with the same greedy token
+
+    def passed(self) -> bool:
+        return self.error <= self.limit and self.greedy_equal == self.greedy_rows
+
+    def __str__(self) -> str:
+        measure = "max" if self.dtype == "float32" else "rms"
+        return (
+            f"logits: {measure} error {self.error:.2e} (limit {self.limit:.2e}) over {self.rows} rows,"
+            f" prefill and decode, against transformers; greedy tokens equal on"
+            f" {self.greedy_equal} of {self.greedy_rows} clear rows"
+        )
+
+
+def compare(module: torch.jit.ScriptModule, manifest: Manifest, directory: Path) -> Report:
+    """Runs both models on the same random tokens: packed prompts, then packed decode steps.
+
+    In bfloat16 the reference is transformers in float32 on the same rounded weights, and the limit
+    is what transformers in bfloat16 misses it by.
+    """
+    prompts = random_prompts(manifest.vocab_size, manifest.context_length - STEPS, PROMPT_LENGTHS)
+    reference = load_reference(directory, manifest.dtype)
+    texts = [_extend(reference, prompt, STEPS) for prompt in prompts]
+    wanted = torch.cat([_logits(reference, text) for text in texts])
+    ours = _packed_logits(module, manifest, texts, [len(prompt) for prompt in prompts])
+    max_error = (ours - wanted).abs().max().item()
+    if manifest.dtype == "float32":
+        error, limit = max_error, FLOAT32_TOLERANCE
+    else:
+        rounded = LlamaForCausalLM.from_pretrained(
+            directory, dtype=torch.bfloat16, attn_implementation="eager"
+        ).eval()
+        theirs = torch.cat([_logits(rounded, text) for text in texts])
+        error, limit = _rms(ours - wanted), BFLOAT16_FACTOR * _rms(theirs - wanted)
+    best = wanted.topk(2).values
+    clear = best[:, 0] - best[:, 1] > 2 * max(error, limit)
+    equal = ours.argmax(-1) == wanted.argmax(-1)
+    return Report(
+        dtype=manifest.dtype,
+        rows=len(wanted),
+        max_error=max_error,
+        error=error,
+        limit=limit,
+        greedy_rows=int(clear.sum()),
+        greedy_equal=int((clear & equal).sum()),
+    )
+
+
+def load_reference(directory: Path, dtype: str) -> LlamaForCausalLM:
+    """The directory's model in transformers, computing in float32 with weights of `dtype`."""
+    model = LlamaForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    if dtype == "bfloat16":
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(weight.bfloat16())
+    return model.eval()
+
+
+def random_prompts(vocab_size: int, longest: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Token ids that are the same on every run, each at most `longest`."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(vocab_size, (max(1, min(n, longest)),), generator=generator).tolist()
+        for n in lengths
+    ]
+
+
+def reference_cases(
+    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], steps: int
+) -> list[dict[str, object]]:
+    """What a faithful engine must reproduce, for tests in other languages.
+
+    Each case: `token_ids` of the prompt, `logits` of its every position [n][vocabulary], `greedy`
+    continuation of `steps` tokens, and per greedy token the `margins` of the best logit over the
+    second.
+    """
+    cases = []
+    for prompt in prompts:
+        text = _extend(model, prompt, steps)
+        logits = _logits(model, text)
+        best = logits[len(prompt) - 1 : len(text) - 1].topk(2).values
+        cases.append(
+            {
+                "token_ids": list(prompt),
+                "logits": logits[: len(prompt)].tolist(),
+                "greedy": text[len(prompt) :],
+                "margins": (best[:, 0] - best[:, 1]).tolist(),
+            }
+        )
+    return cases
+
+
+@torch.inference_mode()
+def _extend(model: LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[int]:
+    """The prompt and its greedy continuation of exactly `steps` tokens, end tokens or not."""
+    text = list(prompt)
+    fed, cache = text, None
+    for _ in range(steps):
+        output = model(torch.tensor([fed]), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        fed = [int(output.logits[0, -1].argmax())]
+        text.extend(fed)
+    return text
+
+
+@torch.inference_mode()
+def _logits(model: LlamaForCausalLM, text: Sequence[int]) -> Tensor:
+    """Float32 logits at every position of one sequence, [len(text), vocabulary]."""
+    return model(torch.tensor([text])).logits[0].float()
+
+
+def _packed_logits(
+    module: torch.jit.ScriptModule,
+    manifest: Manifest,
+    texts: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+) -> Tensor:
+    """Logits of all texts, one after the other, fed packed: the prompts, then a token each."""
+    caches = [KvCache.empty(manifest) for _ in texts]
+    batch = [(c, text[:n]) for c, text, n in zip(caches, texts, prompt_lengths)]
+    rows = [list(forward(module, manifest, batch).split(list(prompt_lengths)))]
+    for step in range(len(texts[0]) - prompt_lengths[0]):
+        batch = [(c, text[n + step : n + step + 1]) for c, text, n in zip(caches, texts, prompt_lengths)]
+        rows.append(list(forward(module, manifest, batch).split(1)))
+    return torch.cat([torch.cat(of_text) for of_text in zip(*rows)])
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()

@@ -1,0 +1,103 @@
+"""Random-weight models of any Llama shape, for tests and benches."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from epikv.export.exporter import export
+
+
+def random_model(
+    config: Mapping[str, Any],
+    path: Path,
+    dtype: str = "float32",
+    seed: int = 0,
+    *,
+    name: str = "random",
+    calibration: Path | None = None,
+    check: bool = True,
+) -> None:
+    """Writes an exported model with random weights to `path`.
+
+    `config` are arguments of `transformers.LlamaConfig`; other arguments are those of `export`.
+    The tokenizer has one made-up word per id: w0, w1, ...
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        write_directory(config, Path(directory), dtype, seed)
+        export(
+            Path(directory), path, dtype=dtype, name=name, calibration=calibration, check=check
+        )
+
+
+def write_directory(
+    config: Mapping[str, Any],
+    directory: Path,
+    dtype: str = "float32",
+    seed: int = 0,
+    tokenizer: str = "words",
+) -> None:
+    """A Hugging Face directory with random weights, large enough that greedy tokens vary.
+
+    `tokenizer` is "words" (w0, w1, ...) or "bytes" (byte-level BPE; vocab_size >= 256).
+    """
+    llama = LlamaConfig(**{"bos_token_id": None, "eos_token_id": None, **config})
+    with torch.device("meta"):
+        shapes = {k: w.shape for k, w in LlamaForCausalLM(llama).state_dict().items()}
+    generator = torch.Generator().manual_seed(seed)
+    weights = {k: _random(k, shape, generator) for k, shape in shapes.items()}
+    if llama.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {k: w.to(getattr(torch, dtype)).contiguous() for k, w in weights.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    raw = {**llama.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": dtype}
+    (directory / "config.json").write_text(json.dumps(raw))
+    make = {"words": word_tokenizer, "bytes": byte_tokenizer}[tokenizer]
+    make(llama.vocab_size).save(str(directory / "tokenizer.json"))
+
+
+def word_tokenizer(vocab_size: int) -> Tokenizer:
+    """One token per word w0 .. w<vocab_size - 1>; unknown words are w0."""
+    result = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    result.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return result
+
+
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level BPE: ids 0 .. 255 are the bytes, higher ones pairs of lower-case letters."""
+    if vocab_size < 256:
+        raise ValueError(f"a byte-level tokenizer needs 256 tokens, vocab_size is {vocab_size}")
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    symbols = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    merges = [(a, b) for a in letters for b in letters][: vocab_size - len(symbols)]
+    words = symbols + [a + b for a, b in merges]
+    result = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    result.decoder = decoders.ByteLevel()
+    return result
+
+
+def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Unit-variance activations throughout; queries and keys larger, so that attention differs."""
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name:
+        return 1 + 0.1 * noise
+    if name.endswith("bias"):
+        return 0.1 * noise
+    if "embed_tokens" in name:
+        return noise
+    gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+    return gain * shape[1] ** -0.5 * noise
