@@ -1,0 +1,368 @@
+"""The exporter: what it writes equals transformers, and what it cannot write it refuses."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import broken_models
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from epikv.export import ExportError, export, exporter, load, random_model
+from epikv.export.contract import violations
+from epikv.export.llama import Llama, Shape, build
+from epikv.export.operators import KvCache, Step, forward, running
+from epikv.export.parity import load_reference, random_prompts
+from epikv.export.synthetic import byte_tokenizer, write_directory
+
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 256,
+}
+
+SHAPES = {
+    "mha": {"num_key_value_heads": 4},
+    "mqa_wide_heads": {"num_key_value_heads": 1, "head_dim": 24},
+    "tied_with_biases": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "rope_linear": {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    },
+    "rope_llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 500000.0,
+        }
+    },
+    "rope_yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 10000.0,
+        }
+    },
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A tiny Hugging Face directory that exports."""
+    write_directory(TINY, tmp_path / "hf", seed=3)
+    return tmp_path / "hf"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Sets fields of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def reference_logits(directory: Path, text: list[int]) -> torch.Tensor:
+    """Of transformers in float32, [len(text), vocabulary]."""
+    with torch.inference_mode():
+        return load_reference(directory, "float32")(torch.tensor([text])).logits[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_logits_equal_transformers(tmp_path: Path, shape: dict[str, Any]) -> None:
+    write_directory({**TINY, **shape}, tmp_path / "hf", seed=5)
+    export(tmp_path / "hf", tmp_path / "model.pt", check=False)
+    module, manifest, _ = load(tmp_path / "model.pt")
+    text = random_prompts(61, 256, [40])[0]
+    logits = forward(module, manifest, [(KvCache.empty(manifest), text)])
+    assert (logits - reference_logits(tmp_path / "hf", text)).abs().max() < 1e-4
+    assert logits.dtype == torch.float32
+
+
+def test_reports_parity_in_float32(directory: Path, tmp_path: Path) -> None:
+    report = export(directory, tmp_path / "model.pt")
+    assert report.passed() and report.max_error < 1e-4
+    assert report.rows == 1 + 7 + 33 + 3 * 8
+    assert report.greedy_rows == report.greedy_equal > report.rows / 2
+
+
+def test_bfloat16_is_as_close_as_transformers_itself(directory: Path, tmp_path: Path) -> None:
+    report = export(directory, tmp_path / "model.pt", dtype="bfloat16")
+    module, manifest, _ = load(tmp_path / "model.pt")
+    assert report.passed() and 0 < report.error <= report.limit
+    assert manifest.dtype == "bfloat16"
+    assert {w.dtype for w in module.parameters()} == {torch.bfloat16}
+
+
+def test_packed_equals_separate_and_chunked_equals_whole(directory: Path, tmp_path: Path) -> None:
+    export(directory, tmp_path / "model.pt", check=False)
+    module, manifest, _ = load(tmp_path / "model.pt")
+    a, b = random_prompts(61, 256, [9, 20])
+    alone = [forward(module, manifest, [(KvCache.empty(manifest), t)]) for t in (a, b)]
+    caches = [KvCache.empty(manifest), KvCache.empty(manifest)]
+    first = forward(module, manifest, [(caches[0], a[:4]), (caches[1], b[:13])])
+    second = forward(module, manifest, [(caches[1], b[13:]), (caches[0], a[4:])])
+    packed = [torch.cat([first[:4], second[7:]]), torch.cat([first[4:], second[:7]])]
+    for got, want in zip(packed, alone, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_logits_are_of_the_rows_asked_for(directory: Path, tmp_path: Path) -> None:
+    export(directory, tmp_path / "model.pt", check=False)
+    module, manifest, _ = load(tmp_path / "model.pt")
+    text = random_prompts(61, 256, [10])[0]
+    all_rows = forward(module, manifest, [(KvCache.empty(manifest), text)])
+    some = forward(module, manifest, [(KvCache.empty(manifest), text)], last=[9, 2])
+    none = forward(module, manifest, [(KvCache.empty(manifest), text)], last=[])
+    torch.testing.assert_close(some, all_rows[[9, 2]], rtol=0, atol=1e-5)
+    assert none.shape == (0, 61)
+
+
+def test_block_sees_the_hidden_states_of_transformers(directory: Path, tmp_path: Path) -> None:
+    export(directory, tmp_path / "model.pt", check=False)
+    module, manifest, _ = load(tmp_path / "model.pt")
+    text = torch.tensor(random_prompts(61, 256, [12])[0])
+    step = Step(manifest, [KvCache.empty(manifest)], [12], torch.arange(12))
+    with running(step):
+        module(text, torch.arange(12), torch.tensor([11]))
+        expected = load_reference(directory, "float32")(text[None], output_hidden_states=True)
+    assert len(step.residuals) == 4 and step.attended == [0, 1, 2]
+    for got, want in zip(step.residuals[:3], expected.hidden_states[:3], strict=True):
+        torch.testing.assert_close(got, want[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_graph_keeps_the_contract(directory: Path, tmp_path: Path, freeze: bool) -> None:
+    export(directory, tmp_path / "model.pt", check=False)
+    module, _, _ = load(tmp_path / "model.pt")
+    assert violations(torch.jit.freeze(module) if freeze else module, 3) == []
+
+
+def test_manifest_says_what_the_model_is(directory: Path, tmp_path: Path) -> None:
+    edit(directory / "config.json", bos_token_id=1, eos_token_id=2)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    export(directory, tmp_path / "model.pt", name="tiny", check=False)
+    module, manifest, tokenizer = load(tmp_path / "model.pt")
+    assert (manifest.format, manifest.name) == ("epikv.model/1", "tiny")
+    assert (manifest.bos_token_id, manifest.eos_token_ids) == (1, [2, 5])
+    assert (manifest.num_heads, manifest.num_kv_heads, manifest.context_length) == (4, 2, 256)
+    assert len(manifest.ropes[0].inv_freq) == manifest.layers[0].key_width / 2 == 4
+    names = dict(module.named_parameters())
+    assert all(names[layer.output_projection].shape == (32, 32) for layer in manifest.layers)
+    assert json.loads(tokenizer)["model"]["type"] == "WordLevel"
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    sizes = []
+    for tied in (False, True):
+        config = {**TINY, "vocab_size": 20000, "tie_word_embeddings": tied}
+        random_model(config, tmp_path / "model.pt", check=False)
+        sizes.append((tmp_path / "model.pt").stat().st_size)
+    assert sizes[0] - sizes[1] > 0.9 * 20000 * 32 * 4
+
+
+def test_reads_shards(directory: Path, tmp_path: Path) -> None:
+    export(directory, tmp_path / "whole.pt", check=False)
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = sorted(weights)
+    shards = {"one.safetensors": names[:9], "two.safetensors": names[9:]}
+    for file, part in shards.items():
+        save_file({name: weights[name] for name in part}, directory / file)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    export(directory, tmp_path / "sharded.pt", check=False)
+    whole, sharded = (load(tmp_path / f"{name}.pt")[0] for name in ("whole", "sharded"))
+    for a, b in zip(whole.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_calibration_travels_in_the_manifest(directory: Path, tmp_path: Path) -> None:
+    content = {
+        "policy": "epikv_flat",
+        "layers": {"a": 2, "b": 0},
+        "sign": -1,
+        "window": 64,
+        "recall": 0.97,
+        "confirmed": {"exact": 0.9},
+    }
+    (directory / "calibration.json").write_text(json.dumps(content))
+    export(directory, tmp_path / "model.pt", check=False)
+    calibration = load(tmp_path / "model.pt")[1].calibration
+    assert (calibration.layer_a, calibration.layer_b, calibration.sign) == (2, 0, -1)
+    assert calibration.confirmed and calibration.figures["recall"] == 0.97
+    edit(directory / "calibration.json", layers={"a": 3, "b": 0})
+    with pytest.raises(ExportError, match=r"layers\.a is 3"):
+        export(directory, tmp_path / "model.pt", check=False)
+
+
+def test_exports_a_byte_level_tokenizer(directory: Path, tmp_path: Path) -> None:
+    write_directory({**TINY, "vocab_size": 300}, tmp_path / "bytes", tokenizer="bytes")
+    export(tmp_path / "bytes", tmp_path / "model.pt", check=False)
+    tokenizer = byte_tokenizer(300)
+    assert json.loads(load(tmp_path / "model.pt")[2]) == json.loads(tokenizer.to_str())
+    text = "añ 水"
+    assert tokenizer.encode(text).ids == list(text.encode())
+    assert tokenizer.encode("ab").ids == [257]
+
+
+REFUSED = {
+    "architectures": {"architectures": ["MistralForCausalLM"]},
+    "hidden_act": {"hidden_act": "gelu"},
+    "sliding_window": {"sliding_window": 128},
+    "num_local_experts": {"num_local_experts": 8},
+    "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
+    "num_key_value_heads": {"num_key_value_heads": 3},
+    "head_dim": {"head_dim": 7},
+    "eos_token_id": {"eos_token_id": 61},
+    "rope_type": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0] * 4,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "vocab_size": {"vocab_size": 60},
+    "attention_bias": {"attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_refuses_config_by_field(directory: Path, tmp_path: Path, named: str) -> None:
+    edit(directory / "config.json", **REFUSED[named])
+    # What the config promises and the weights do not hold is named as the missing tensor.
+    with pytest.raises(ExportError, match=named.replace("attention_bias", "q_proj.bias")):
+        export(directory, tmp_path / "model.pt")
+    assert list(tmp_path.iterdir()) == [directory]
+
+
+def spoil_tokenizer(directory: Path) -> None:
+    raw = json.loads((directory / "tokenizer.json").read_text())
+    raw["model"]["type"] = "Unigram"
+    (directory / "tokenizer.json").write_text(json.dumps(raw))
+
+
+def truncate_weights(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def escape_directory(directory: Path) -> None:
+    content = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (spoil_tokenizer, "model.type is 'Unigram'"),
+        (truncate_weights, "model.safetensors"),
+        (escape_directory, "weight_map"),
+        (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
+        (lambda d: (d / "config.json").write_text("[]"), "config.json"),
+    ],
+)
+def test_refuses_broken_files(
+    directory: Path, tmp_path: Path, spoil: Callable[[Path], object], named: str
+) -> None:
+    spoil(directory)
+    with pytest.raises(ExportError, match=named):
+        export(directory, tmp_path / "model.pt")
+    assert list(tmp_path.iterdir()) == [directory]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "swapped", [("mlp.gate_proj", "mlp.up_proj"), ("self_attn.k_proj", "self_attn.v_proj")]
+)
+def test_a_model_that_differs_is_not_written(
+    directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    swapped: tuple[str, str],
+    dtype: str,
+) -> None:
+    def faulty(shape: Shape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Llama:
+        one, other = (f"model.layers.1.{part}.weight" for part in swapped)
+        return build(shape, {**weights, one: weights[other], other: weights[one]}, dtype)
+
+    monkeypatch.setattr(exporter, "build", faulty)
+    (tmp_path / "model.pt").write_bytes(b"the one before")
+    with pytest.raises(ExportError, match=r"nothing was written.*error \d\.\d+e.*limit"):
+        export(directory, tmp_path / "model.pt", dtype=dtype)
+    assert (tmp_path / "model.pt").read_bytes() == b"the one before"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "model.pt"]
+
+
+def test_a_contract_breach_is_not_written(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "build", lambda *_: broken_models.WrongOrder().eval())
+    with pytest.raises(ExportError, match="breaks the contract"):
+        export(directory, tmp_path / "model.pt")
+    assert list(tmp_path.iterdir()) == [directory]
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    out = tmp_path_factory.mktemp("broken")
+    broken_models.write(out)
+    yield out
+
+
+def test_the_valid_model_among_the_broken_ones_is_valid(broken: Path) -> None:
+    module, manifest, _ = load(broken / "valid.pt")
+    assert violations(module, 2) == []
+    assert forward(module, manifest, [(KvCache.empty(manifest), [1, 2, 3])]).shape == (3, 11)
+
+
+BREACHES = {
+    "missing_block": r"block\(1\) is called 0 times",
+    "missing_last_block": r"block\(2\) is called 0 times",
+    "missing_attention": r"attention\(1\) is called 0 times",
+    "duplicated_block": r"block\(1\) is called 2 times",
+    "duplicated_attention": r"attention\(0\) is called 2 times",
+    "unused_attention": r"result of epikv::attention\(1\) is not used",
+    "wrong_order": "the calls come in the order",
+    "layer_not_constant": "not constant",
+    "conditional": "under a condition",
+    "forked": "forks",
+    "wrong_inputs": "forward must take",
+    "wrong_output": "forward must take",
+}
+
+
+@pytest.mark.parametrize("name", BREACHES)
+def test_every_breach_is_named(broken: Path, name: str) -> None:
+    found = violations(torch.jit.load(str(broken / f"{name}.pt")), 2)
+    assert any(re.search(BREACHES[name], line) for line in found), found
+
+
+def test_random_model_command_writes_a_reference(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "epikv.export.random", "--hidden", "32", "--layers", "2"]
+    command += ["--vocab", "50", "--seed", "7", "--out", str(tmp_path / "m.pt"), "--no-check"]
+    command += ["--reference", str(tmp_path / "m.json"), "--reference-ids", "3 1 4"]
+    subprocess.run(command, check=True, capture_output=True)
+    module, manifest, _ = load(tmp_path / "m.pt")
+    (case,) = json.loads((tmp_path / "m.json").read_text())["cases"]
+    cache = KvCache.empty(manifest)
+    logits = forward(module, manifest, [(cache, case["token_ids"])])
+    torch.testing.assert_close(logits, torch.tensor(case["logits"]), rtol=0, atol=1e-4)
+    for token, margin in zip(case["greedy"], case["margins"], strict=True):
+        assert margin < 1e-3 or int(logits[-1].argmax()) == token
+        logits = forward(module, manifest, [(cache, [token])])
