@@ -27,7 +27,8 @@ class CacheView {
   virtual int64_t excess(int64_t layer, int64_t head) const = 0;
   // Birth order of the token in each slot. [used], unique.
   virtual absl::Span<const int32_t> index(int64_t layer, int64_t head) const = 0;
-  // A declared per-slot column, by its place in PolicyTraits::columns. [used]
+  // A declared per-slot column, by its place in PolicyTraits::columns. [used]. 0 for a token just
+  // cached.
   virtual absl::Span<float> column(int64_t place, int64_t layer, int64_t head) = 0;
   // K and V rows of one lane, after RoPE, in the model's dtype. [used, width]. Pulled lazily;
   // declared by Signal::kKeys and kValues.

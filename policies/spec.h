@@ -71,6 +71,15 @@ struct ParamSpec {
   absl::string_view help;
 };
 
+// The parameter of every policy that evicts: how far a lane may outgrow its budget between rounds.
+constexpr ParamSpec SlackParam(int64_t fallback) {
+  return {.name = "slack",
+          .type = ParamType::kInt,
+          .fallback = fallback,
+          .max = 65536,
+          .help = "entries over the budget that a lane may hold before a round"};
+}
+
 // A resolved set of parameters. Precondition of the getters: the spec declares the name and type.
 class Params {
  public:

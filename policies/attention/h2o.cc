@@ -1,0 +1,94 @@
+#include "policies/scored_policy.h"
+
+namespace epikv {
+namespace {
+
+constexpr absl::string_view kScopes[] = {"head", "model"};
+
+const ParamSpec kParams[] = {
+    {.name = "scope",
+     .type = ParamType::kChoice,
+     .fallback = std::string("head"),
+     .choices = kScopes,
+     .help = "head: every layer and KV head keeps its own tokens; model: one mask, mass averaged "
+             "over layers and heads (as in the EpiKV authors' comparison)"},
+    SlackParam(0),
+};
+
+Granularity GranularityOf(const Params& params) {
+  return params.Choice("scope") == "head" ? Granularity::kHead : Granularity::kToken;
+}
+
+// Column `mass`: the attention probability each token received from decode queries since it was
+// cached, its own included. Deviations from the paper: the prompt's own attention is not counted
+// (accumulation starts at the first decode step); the query heads of a KV head share its tokens;
+// how many recent tokens are kept is the request's protection, not half of the budget.
+class H2o final : public ScoredPolicy {
+ public:
+  explicit H2o(Granularity granularity) : ScoredPolicy(granularity), granularity_(granularity) {}
+
+  void Observe(absl::Span<SequenceStep> steps) const override {
+    for (SequenceStep& step : steps) {
+      if (step.phase == Phase::kPrefill) continue;
+      if (granularity_ == Granularity::kHead) {
+        AddPerHead(*step.signals.attention, step.cache);
+      } else {
+        AddMean(*step.signals.attention, step.cache);
+      }
+    }
+  }
+
+ private:
+  static void AddPerHead(const Signals::AttentionRow& attention, CacheView& cache) {
+    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+      for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
+        const absl::Span<float> mass = cache.column(0, layer, head);
+        const absl::Span<const float> row = attention.at(layer, head);
+        for (size_t slot = 0; slot < mass.size(); ++slot) mass[slot] += row[slot];
+      }
+    }
+  }
+
+  static void AddMean(const Signals::AttentionRow& attention, CacheView& cache) {
+    const absl::Span<float> mass = cache.column(0, 0, 0);
+    std::vector<float> sum(mass.size());
+    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+      for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
+        const absl::Span<const float> row = attention.at(layer, head);
+        for (size_t slot = 0; slot < sum.size(); ++slot) sum[slot] += row[slot];
+      }
+    }
+    const float lanes = cache.num_layers() * cache.num_kv_heads();
+    for (size_t slot = 0; slot < mass.size(); ++slot) mass[slot] += sum[slot] / lanes;
+  }
+
+  std::vector<float> Score(const EvictionTask& task, int64_t layer, int64_t head) const override {
+    const absl::Span<const float> mass = task.cache.column(0, layer, head);
+    return {mass.begin(), mass.end()};
+  }
+
+  const Granularity granularity_;
+};
+
+}  // namespace
+
+extern constinit const PolicySpec kH2o{
+    .name = "h2o",
+    .summary = "drops the tokens that attention has used least",
+    .paper = "arXiv 2306.14048",
+    .params = kParams,
+    .traits =
+        [](const Params& params, const ModelShape&) {
+          const Granularity granularity = GranularityOf(params);
+          return PolicyTraits{.granularity = granularity,
+                              .signals = Signal::kAttentionRow,
+                              .columns = {"mass"},
+                              .slack = params.Int("slack"),
+                              .sinks = granularity == Granularity::kHead ? 0 : 4};
+        },
+    .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
+      return std::make_shared<H2o>(GranularityOf(params));
+    },
+};
+
+}  // namespace epikv

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace epikv {
+
+// z-score of the newest of a stream of numbers among its last `window` ones, itself included:
+// (x - mean) / (population standard deviation + 1e-6); 0 for the first. Summed anew at every step,
+// in double: no drift, and a number that is not finite is forgotten after `window` more.
+class RollingZ {
+ public:
+  explicit RollingZ(int64_t window) : window_(window) {}
+
+  double Push(float x) {
+    if (values_.size() < window_) {
+      values_.push_back(x);
+    } else {
+      values_[oldest_] = x;
+      oldest_ = (oldest_ + 1) % window_;
+    }
+    if (values_.size() < 2) return 0;
+    double sum = 0;
+    for (float value : values_) sum += value;
+    const double mean = sum / values_.size();
+    double squares = 0;
+    for (float value : values_) squares += (value - mean) * (value - mean);
+    return (x - mean) / (std::sqrt(squares / values_.size()) + 1e-6);
+  }
+
+ private:
+  size_t window_;
+  size_t oldest_ = 0;          // once the window is full
+  std::vector<float> values_;  // a ring
+};
+
+// EpiKV-Flat's score of each decode token in turn.
+class FlatScore {
+ public:
+  // sign: 1 or -1
+  FlatScore(int64_t window, int64_t sign) : sign_(sign), z_a_(window), z_b_(window) {}
+
+  float Push(float step_a, float step_b) { return sign_ * (z_a_.Push(step_a) - z_b_.Push(step_b)); }
+
+ private:
+  double sign_;
+  RollingZ z_a_, z_b_;
+};
+
+}  // namespace epikv

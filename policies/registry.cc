@@ -1,0 +1,26 @@
+#include "policies/registry.h"
+
+namespace epikv {
+
+extern const PolicySpec kEpikvFlat;
+extern const PolicySpec kFull;
+extern const PolicySpec kH2o;
+extern const PolicySpec kKnorm;
+extern const PolicySpec kOracle;
+extern const PolicySpec kRandom;
+extern const PolicySpec kSliding;
+
+PolicyCatalog AllPolicies() {
+  static constexpr const PolicySpec* kAll[] = {
+      &kEpikvFlat,  //
+      &kFull,       //
+      &kH2o,        //
+      &kKnorm,      //
+      &kOracle,     //
+      &kRandom,     //
+      &kSliding,    //
+  };
+  return kAll;
+}
+
+}  // namespace epikv
