@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "policies/spec.h"
+#include "runtime/manifest.h"
+#include "runtime/step_executor.h"
+
+// Where torch begins: the one door from the server to what includes it.
+
+namespace epikv {
+
+struct RuntimeOptions {
+  std::string model_path;         // file that `epikv export` wrote
+  int64_t threads = 0;            // of the engine; 0: CPU quota minus one, at least one
+  int64_t kv_pool_bytes = 0;      // 0: kv_memory_share of what is left after weights and scratch
+  double kv_memory_share = 0.5;   // in (0, 1]
+  int64_t max_step_tokens = 512;  // bounds the scratch of a step
+  int64_t prefill_chunk_tokens = 256;
+  int64_t max_running_requests = 256;
+  bool deterministic = false;
+  std::string decode_kernel = "auto";
+  // Hears what is being done, before each long stage of loading ("warming up"). May be null.
+  std::function<void(absl::string_view)> progress;
+};
+
+// A model that is loaded, warmed up and ready to run steps.
+struct LoadedModel {
+  Manifest manifest;
+  std::string tokenizer_json;  // the model file's tokenizer.json
+  PolicyCatalog policies;      // of this build
+  std::unique_ptr<StepExecutor> executor;
+  int64_t kv_capacity_bytes = 0;
+  int64_t threads = 0;
+  std::string decode_kernel;
+  // What was found and chosen (weights, pool, kernels and their times), a line each, for people.
+  std::vector<std::string> description;
+  // Runs first on the thread that will call the executor: it sets that thread's team size.
+  std::function<void()> on_engine_thread_start;
+};
+
+// Loads the file, checks the model contract (DESIGN section 3), takes the KV pool, measures kernels
+// and warms every shape up. The error names every violation. DATA_LOSS: the file is damaged.
+absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options);
+
+}  // namespace epikv

@@ -1,0 +1,165 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "runtime/step_executor.h"
+
+namespace epikv {
+
+// What a FakeExecutor does and what it has done. A test keeps it beside the engine that owns the
+// executor. Hooks are set before the engine runs and called on its thread; they may block or throw.
+struct FakeScript {
+  // The model: the token after `token`.
+  std::function<int32_t(int32_t token)> next = [](int32_t token) { return (token + 1) % 64; };
+
+  // Before a forward. Not OK: it fails as a whole.
+  std::function<absl::Status(absl::Span<const WorkItem>)> on_forward;
+  // Not OK: this sequence alone fails, in Open, Forward or Settle.
+  std::function<absl::Status(const Request&)> on_open;
+  std::function<absl::Status(const WorkItem&)> on_item;
+  std::function<absl::Status(const WorkItem&)> on_settle;
+
+  // Read from any thread.
+  std::atomic<int64_t> used_bytes{0};
+  std::atomic<int64_t> open_sequences{0};
+  std::atomic<int64_t> forwards{0};  // that succeeded
+};
+
+// A StepExecutor without tensors: the next token is a function of the last one, and eviction drops
+// the oldest unprotected tokens of all lanes down to the budget.
+class FakeExecutor final : public StepExecutor {
+ public:
+  // bytes_per_token: of K and V of one token over all lanes.
+  FakeExecutor(std::shared_ptr<FakeScript> script, int64_t bytes_per_token)
+      : script_(std::move(script)), bytes_per_token_(bytes_per_token) {}
+
+  absl::Status Open(SequenceId id, const Request& request) override {
+    sequences_[id] = {.request = &request};
+    ++script_->open_sequences;
+    return script_->on_open ? script_->on_open(request) : absl::OkStatus();
+  }
+
+  absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override {
+    if (script_->on_forward) {
+      if (absl::Status status = script_->on_forward(items); !status.ok()) return status;
+    }
+    std::vector<ForwardOutcome> outcomes;
+    for (const WorkItem& item : items) outcomes.push_back(Run(item));
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (outcomes[i].status.ok()) Cache(items[i]);
+    }
+    ++script_->forwards;
+    return outcomes;
+  }
+
+  std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override {
+    std::vector<SettleOutcome> outcomes;
+    for (const WorkItem& item : items) outcomes.push_back(SettleOne(item));
+    return outcomes;
+  }
+
+  CacheFacts Facts(SequenceId id) const override {
+    const Held& held = sequences_.at(id);
+    const int64_t lanes = static_cast<int64_t>(held.request->demand.budget.size());
+    const int64_t tokens = static_cast<int64_t>(held.tokens.size());
+    return {.entries = tokens * lanes,
+            .peak_entries = held.peak_tokens * lanes,
+            .bytes = tokens * bytes_per_token_,
+            .peak_bytes = held.peak_tokens * bytes_per_token_,
+            .kept = held.request->output.kept ? held.tokens : std::vector<int32_t>()};
+  }
+
+  void Close(SequenceId id) override {
+    script_->used_bytes -= static_cast<int64_t>(sequences_.at(id).tokens.size()) * bytes_per_token_;
+    sequences_.erase(id);
+    --script_->open_sequences;
+  }
+
+  int64_t used_bytes() const override { return script_->used_bytes; }
+  void AddStageTimes(StepStats& step) const override {}
+
+ private:
+  struct Held {
+    const Request* request = nullptr;
+    std::vector<int32_t> tokens;  // by index, ascending
+    int64_t peak_tokens = 0;
+  };
+
+  ForwardOutcome Run(const WorkItem& item) const {
+    ForwardOutcome outcome;
+    if (script_->on_item) outcome.status = script_->on_item(item);
+    if (!outcome.status.ok()) return outcome;
+    const int64_t first_row = static_cast<int64_t>(item.tokens.size()) - item.num_outputs;
+    for (int64_t i = 0; i < item.num_outputs; ++i) {
+      const int32_t likeliest = script_->next(item.tokens[first_row + i]);
+      const int32_t token = item.forced.empty() ? likeliest : item.forced[i];
+      outcome.outputs.push_back({.token = token,
+                                 .logprob = token == likeliest ? -0.125f : -4.0f,
+                                 .greedy = token == likeliest});
+    }
+    if (item.decode && item.request->output.residual_steps) {
+      outcome.residual_steps = {static_cast<float>(item.tokens.front()), 1.0f};
+    }
+    return outcome;
+  }
+
+  void Cache(const WorkItem& item) {
+    Held& held = sequences_.at(item.id);
+    const int64_t count = static_cast<int64_t>(item.tokens.size());
+    for (int64_t i = 0; i < count; ++i) {
+      held.tokens.push_back(static_cast<int32_t>(item.first + i));
+    }
+    held.peak_tokens = std::max(held.peak_tokens, static_cast<int64_t>(held.tokens.size()));
+    script_->used_bytes += count * bytes_per_token_;
+  }
+
+  SettleOutcome SettleOne(const WorkItem& item) {
+    SettleOutcome outcome;
+    if (script_->on_settle) outcome.status = script_->on_settle(item);
+    Held& held = sequences_.at(item.id);
+    const Request& request = *held.request;
+    const int64_t lanes = static_cast<int64_t>(request.demand.budget.size());
+    const int64_t budget = request.demand.budget.front();
+    const int64_t slack = item.decode ? request.traits.slack : 0;
+    const bool due = item.decode || item.evicts_prefill;
+    if (!outcome.status.ok() || !due) return outcome;
+    if (static_cast<int64_t>(held.tokens.size()) <= budget + slack) return outcome;
+
+    const std::vector<int32_t> victims = Evict(held, budget);
+    outcome.evicted_entries = static_cast<int64_t>(victims.size()) * lanes;
+    if (request.output.kv_trace) {
+      outcome.trace = {.at_token = held.tokens.back(), .victims = {{.index = victims}}};
+    }
+    return outcome;
+  }
+
+  std::vector<int32_t> Evict(Held& held, int64_t budget) {
+    const int64_t newest = held.tokens.back();
+    int64_t excess = static_cast<int64_t>(held.tokens.size()) - budget;
+    std::vector<int32_t> victims, kept;
+    for (int32_t index : held.tokens) {
+      if (excess > 0 && !held.request->protection.Covers(index, newest)) {
+        victims.push_back(index);
+        --excess;
+      } else {
+        kept.push_back(index);
+      }
+    }
+    held.tokens = std::move(kept);
+    script_->used_bytes -= static_cast<int64_t>(victims.size()) * bytes_per_token_;
+    return victims;
+  }
+
+  const std::shared_ptr<FakeScript> script_;
+  const int64_t bytes_per_token_;
+  std::map<SequenceId, Held> sequences_;
+};
+
+}  // namespace epikv
