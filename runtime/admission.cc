@@ -1,0 +1,385 @@
+#include "runtime/admission.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+
+namespace epikv {
+namespace {
+
+constexpr size_t kMaxStopStrings = 16, kMaxStopStringBytes = 256, kMaxStopTokens = 64;
+constexpr size_t kMaxIdBytes = 128, kMaxSpans = 64;
+
+// Fills one Request step by step and collects everything that is wrong on the way.
+class Resolver {
+ public:
+  Resolver(const Admission& admission, RequestOptions options)
+      : admission_(admission), options_(std::move(options)) {}
+
+  void CheckTokens();
+  void CheckSampling();
+  void CheckStop();
+  void ResolveLengths();
+  const PolicySpec* ResolvePolicy();
+  void ResolveBudget();
+  void ResolveProtectionAndDemand();
+
+  bool ok() const { return rejection_.violations.empty(); }
+  Request& request() { return request_; }
+  Rejection TakeRejection();
+
+ private:
+  void Violate(absl::string_view field, std::string description) {
+    rejection_.violations.push_back({std::string(field), std::move(description)});
+  }
+  // The first specific reason wins; plain violations are INVALID_REQUEST.
+  void Because(absl::string_view reason, std::map<std::string, std::string> metadata,
+               absl::StatusCode code = absl::StatusCode::kInvalidArgument) {
+    if (!rejection_.reason.empty()) return;
+    rejection_.reason = std::string(reason);
+    rejection_.metadata = std::move(metadata);
+    rejection_.code = code;
+  }
+  void CheckRange(absl::string_view field, const std::vector<int32_t>& ids);
+
+  const Admission& admission_;
+  RequestOptions options_;
+  Request request_;
+  Rejection rejection_;
+};
+
+void Resolver::CheckRange(absl::string_view field, const std::vector<int32_t>& ids) {
+  const int64_t vocab = admission_.manifest().vocab_size;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] >= 0 && ids[i] < vocab) continue;
+    Violate(absl::StrCat(field, "[", i, "]"),
+            absl::StrCat("token id ", ids[i], " is outside the vocabulary [0, ", vocab, ")"));
+    Because("TOKEN_RANGE", {{"vocab_size", absl::StrCat(vocab)}}, absl::StatusCode::kOutOfRange);
+    return;  // one of a kind is enough
+  }
+}
+
+void Resolver::CheckTokens() {
+  if (options_.id.size() > kMaxIdBytes) {
+    Violate("request_id",
+            absl::StrCat("has ", options_.id.size(), " bytes, at most ", kMaxIdBytes));
+  }
+  if (options_.prompt.empty()) Violate("prompt", "is empty; at least one token is needed");
+  CheckRange("prompt.token_ids.ids", options_.prompt);
+  CheckRange("continuation", options_.forced);
+}
+
+void Resolver::CheckSampling() {
+  const SamplingParams& s = options_.sampling;
+  if (s.temperature.has_value() && !(std::isfinite(*s.temperature) && *s.temperature >= 0)) {
+    Violate("sampling.temperature",
+            absl::StrCat("must be a finite number >= 0, is ", *s.temperature));
+  }
+  if (s.top_p.has_value() && !(*s.top_p > 0 && *s.top_p <= 1)) {
+    Violate("sampling.top_p", absl::StrCat("must be in (0, 1], is ", *s.top_p));
+  }
+  if (s.top_k.has_value() && *s.top_k < 0) {
+    Violate("sampling.top_k", absl::StrCat("must be >= 0, is ", *s.top_k));
+  }
+}
+
+void Resolver::CheckStop() {
+  const StopOptions& stop = options_.stop;
+  if (stop.strings.size() > kMaxStopStrings) {
+    Violate("stop.stop_strings",
+            absl::StrCat("has ", stop.strings.size(), " items, at most ", kMaxStopStrings));
+  }
+  for (size_t i = 0; i < stop.strings.size(); ++i) {
+    if (!stop.strings[i].empty() && stop.strings[i].size() <= kMaxStopStringBytes) continue;
+    Violate(absl::StrCat("stop.stop_strings[", i, "]"),
+            absl::StrCat("must have 1 to ", kMaxStopStringBytes, " bytes, has ",
+                         stop.strings[i].size()));
+  }
+  if (stop.tokens.size() > kMaxStopTokens) {
+    Violate("stop.stop_token_ids",
+            absl::StrCat("has ", stop.tokens.size(), " items, at most ", kMaxStopTokens));
+  }
+  CheckRange("stop.stop_token_ids", stop.tokens);
+  if (stop.max_output_tokens.has_value() && *stop.max_output_tokens < 1) {
+    Violate("stop.max_output_tokens", "must be at least 1");
+  }
+}
+
+void Resolver::ResolveLengths() {
+  const int64_t context = admission_.manifest().context_length;
+  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
+  const int64_t left = context - prompt;
+  int64_t& max_output = request_.max_output_tokens;
+  if (!options_.forced.empty()) {
+    max_output = static_cast<int64_t>(options_.forced.size());
+  } else {
+    max_output = options_.stop.max_output_tokens.value_or(
+        std::max<int64_t>(1, std::min(admission_.limits().default_max_output_tokens, left)));
+  }
+  if (max_output > left) {
+    Violate(prompt >= context ? "prompt" : "stop.max_output_tokens",
+            absl::StrCat("prompt (", prompt, ") + max output (", max_output,
+                         ") tokens are over the context length ", context));
+    Because("CONTEXT_LENGTH", {{"context_length", absl::StrCat(context)},
+                               {"prompt_tokens", absl::StrCat(prompt)},
+                               {"max_output_tokens", absl::StrCat(max_output)}});
+  }
+}
+
+const PolicySpec* Resolver::ResolvePolicy() {
+  const bool has_budget = !std::holds_alternative<std::monostate>(options_.kv.budget);
+  std::string name = options_.kv.policy;
+  if (name.empty()) name = has_budget ? admission_.DefaultPolicy() : "full";
+  if (name.empty()) {
+    Violate("kv.policy", absl::StrCat("a budget needs a policy: this model has no default; known: ",
+                                      KnownPolicies(admission_.catalog())));
+    return nullptr;
+  }
+  const PolicySpec* spec = FindPolicy(admission_.catalog(), name);
+  if (spec == nullptr) {
+    Violate("kv.policy", absl::StrCat("unknown policy '", name,
+                                      "'; known: ", KnownPolicies(admission_.catalog())));
+    return nullptr;
+  }
+  ResolvedParams resolved = ResolveParams(*spec, options_.kv.params, admission_.shape());
+  for (ParamViolation& violation : resolved.violations) {
+    Violate(violation.param.empty() ? std::string("kv.policy_params")
+                                    : absl::StrCat("kv.policy_params.", violation.param),
+            std::move(violation.description));
+  }
+  if (!resolved.violations.empty()) return nullptr;
+  request_.spec = spec;
+  request_.params = std::move(resolved.params);
+  request_.traits = spec->traits(request_.params, admission_.shape());
+  if (request_.traits.evicts && !has_budget) {
+    Violate("kv.budget", absl::StrCat("policy '", name, "' needs max_tokens or keep_ratio"));
+    return nullptr;
+  }
+  if (options_.force_in_chunks && request_.traits.evicts) {
+    Violate("cadence",
+            absl::StrCat("scoring in chunks is only possible under 'full', not '", name, "'"));
+  }
+  return spec;
+}
+
+void Resolver::ResolveBudget() {
+  const int64_t total = static_cast<int64_t>(options_.prompt.size()) + request_.max_output_tokens;
+  request_.budget = total;
+  if (const auto* tokens = std::get_if<int64_t>(&options_.kv.budget)) {
+    if (*tokens < 1) Violate("kv.max_tokens", "must be at least 1");
+    if (request_.spec != nullptr && request_.traits.evicts) request_.budget = *tokens;
+  }
+  if (const auto* ratio = std::get_if<double>(&options_.kv.budget)) {
+    if (!(*ratio > 0 && *ratio <= 1)) {
+      Violate("kv.keep_ratio", absl::StrCat("must be in (0, 1], is ", *ratio));
+    } else if (request_.spec != nullptr && request_.traits.evicts) {
+      request_.budget = static_cast<int64_t>(std::ceil(*ratio * static_cast<double>(total)));
+    }
+  }
+}
+
+// Lane capacities from lengths alone. budgets: of each lane; longest: tokens ever cached.
+KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, int64_t longest,
+                  int64_t chunk, const KvLayout& layout) {
+  KvDemand demand;
+  const int64_t prefill = request.prefill_tokens();
+  for (int64_t budget : budgets) {
+    int64_t while_prefilling = prefill, while_decoding = longest;
+    if (request.traits.evicts) {
+      while_decoding = std::min(longest, budget + request.traits.slack + 1);
+      if (request.traits.prompt == PromptEviction::kByChunk) {
+        while_prefilling = std::min(prefill, budget + chunk);
+      }
+    }
+    demand.budget.push_back(budget);
+    demand.prefill.push_back(std::max(while_prefilling, while_decoding));
+    demand.decode.push_back(while_decoding);
+  }
+  demand.prefill_bytes = BytesOf(layout, demand.prefill);
+  demand.decode_bytes = BytesOf(layout, demand.decode);
+  return demand;
+}
+
+void Resolver::ResolveProtectionAndDemand() {
+  const ModelShape& shape = admission_.shape();
+  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
+  // The last output token is never cached.
+  const int64_t longest = prompt + request_.max_output_tokens - 1;
+  const bool evicts = request_.traits.evicts && request_.budget < longest;
+
+  std::vector<int64_t> budgets(shape.num_layers * shape.num_kv_heads,
+                               evicts ? request_.budget : longest);
+  if (evicts && request_.spec->lane_budgets != nullptr) {
+    budgets = request_.spec->lane_budgets(request_.params, shape, request_.budget);
+  }
+  const int64_t least = *std::min_element(budgets.begin(), budgets.end());
+  const ProtectionOptions& asked = options_.kv.protection;
+  const ResolvedProtection resolved = ResolveProtection(asked, request_.traits, prompt, least);
+  request_.protection = resolved.protection;
+  for (size_t i = 0; i < asked.spans.size(); ++i) {
+    if (asked.spans[i].begin < asked.spans[i].end && asked.spans[i].end <= longest + 1) continue;
+    Violate(absl::StrCat("kv.protected_spans[", i, "]"),
+            absl::StrCat("must not be empty and must end at or before prompt + max output (",
+                         longest + 1, ")"));
+  }
+  if (asked.spans.size() > kMaxSpans) {
+    Violate("kv.protected_spans",
+            absl::StrCat("has ", asked.spans.size(), " items, at most ", kMaxSpans));
+  }
+  if (asked.equal && (asked.prompt.has_value() || asked.sinks.has_value() ||
+                      asked.recent.has_value() || !asked.spans.empty())) {
+    Violate("kv.equal_protection", "excludes the other protection settings");
+  }
+  if (evicts && resolved.smallest_budget > least) {
+    const int64_t smallest = resolved.smallest_budget + (request_.budget - least);
+    Violate("kv.budget",
+            absl::StrCat("a budget of ", request_.budget, " tokens does not hold what policy '",
+                         request_.spec->name, "' must keep of a prompt of ", prompt,
+                         " tokens; the smallest is ", smallest));
+    Because("KV_BUDGET",
+            {{"budget", absl::StrCat(request_.budget)}, {"min", absl::StrCat(smallest)}});
+  }
+  request_.tap_layers = request_.traits.residual_layers;
+  if (options_.output.residual_steps) {
+    request_.tap_layers.resize(shape.num_layers);
+    std::iota(request_.tap_layers.begin(), request_.tap_layers.end(), int64_t{0});
+  }
+  const KvLayout layout = LayoutOf(shape, admission_.manifest().dtype, request_.traits,
+                                   static_cast<int64_t>(request_.tap_layers.size()));
+  request_.demand =
+      DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
+  const int64_t capacity = admission_.limits().kv_capacity_bytes;
+  if (request_.demand.peak_bytes() > capacity) {
+    Violate("kv.budget",
+            absl::StrCat("the request can hold up to ", request_.demand.peak_bytes(),
+                         " bytes of KV cache and the pool has ", capacity,
+                         ": it can never run here; lower the budget or max_output_tokens"));
+    Because("KV_POOL_TOO_SMALL",
+            {{"needed_bytes", absl::StrCat(request_.demand.peak_bytes())},
+             {"capacity_bytes", absl::StrCat(capacity)}},
+            absl::StatusCode::kFailedPrecondition);
+  }
+}
+
+Rejection Resolver::TakeRejection() {
+  if (rejection_.reason.empty()) rejection_.reason = "INVALID_REQUEST";
+  const FieldViolation& first = rejection_.violations.front();
+  rejection_.message = absl::StrCat(first.field, ": ", first.description);
+  if (rejection_.violations.size() > 1) {
+    absl::StrAppend(&rejection_.message, " (and ", rejection_.violations.size() - 1, " more)");
+    // Several kinds of fault at once are one bad request.
+    rejection_.code = absl::StatusCode::kInvalidArgument;
+  }
+  return std::move(rejection_);
+}
+
+}  // namespace
+
+ModelShape ShapeOf(const Manifest& manifest) {
+  ModelShape shape{.num_layers = manifest.num_layers(),
+                   .num_heads = manifest.num_heads,
+                   .num_kv_heads = manifest.num_kv_heads,
+                   .key_width = manifest.layers.front().key_width,
+                   .value_width = manifest.layers.front().value_width,
+                   .hidden_size = manifest.hidden_size};
+  if (manifest.calibration.has_value()) {
+    const Calibration& c = *manifest.calibration;
+    shape.calibrated[c.policy] = {
+        {"layer_a", c.layer_a}, {"layer_b", c.layer_b}, {"sign", c.sign}, {"window", c.window}};
+  }
+  return shape;
+}
+
+KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& traits,
+                  int64_t num_tap_layers) {
+  const int64_t element = dtype == DType::kFloat32 ? 4 : 2;
+  KvLayout layout;
+  layout.num_lanes = shape.num_layers * shape.num_kv_heads;
+  layout.row_bytes = (shape.key_width + shape.value_width) * element;
+  layout.num_tables = traits.granularity == Granularity::kToken   ? 1
+                      : traits.granularity == Granularity::kLayer ? shape.num_layers
+                                                                  : layout.num_lanes;
+  layout.slot_bytes = 2 * sizeof(int32_t) + traits.columns.size() * sizeof(float);
+  layout.state_bytes_per_token = traits.state_bytes_per_token;
+  // The residual before, and the one of the step that is not yet committed.
+  layout.state_bytes = traits.state_bytes + 2 * num_tap_layers * shape.hidden_size * 4;
+  return layout;
+}
+
+int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities) {
+  const int64_t lanes_per_table = layout.num_lanes / layout.num_tables;
+  int64_t bytes = layout.state_bytes, longest = 0;
+  for (int64_t table = 0; table < layout.num_tables; ++table) {
+    int64_t slots = 0;
+    for (int64_t lane = table * lanes_per_table; lane < (table + 1) * lanes_per_table; ++lane) {
+      bytes += capacities[lane] * layout.row_bytes;
+      slots = std::max(slots, capacities[lane]);
+    }
+    bytes += slots * layout.slot_bytes;
+    longest = std::max(longest, slots);
+  }
+  return bytes + longest * layout.state_bytes_per_token;
+}
+
+Admission::Admission(const Manifest& manifest, PolicyCatalog catalog, AdmissionLimits limits)
+    : manifest_(manifest),
+      shape_(ShapeOf(manifest)),
+      catalog_(catalog),
+      limits_(std::move(limits)) {}
+
+std::string Admission::DefaultPolicy() const {
+  const auto& calibration = manifest_.calibration;
+  if (calibration.has_value() && calibration->confirmed) return calibration->policy;
+  return limits_.default_policy;
+}
+
+int64_t Admission::kv_bytes_per_token() const {
+  return shape_.num_layers * shape_.num_kv_heads *
+         LayoutOf(shape_, manifest_.dtype, {}, 0).row_bytes;
+}
+
+std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) const {
+  Resolver resolver(*this, options);
+  Request& request = resolver.request();
+  request.prompt = options.prompt;
+  request.forced = options.forced;
+  request.force_in_chunks = options.force_in_chunks;
+  resolver.CheckTokens();
+  resolver.CheckSampling();
+  resolver.CheckStop();
+  resolver.ResolveLengths();
+  const PolicySpec* spec = resolver.ResolvePolicy();
+  resolver.ResolveBudget();
+  // Lengths of a faulty request say nothing of its demand.
+  if (spec != nullptr && resolver.ok()) resolver.ResolveProtectionAndDemand();
+  if (!resolver.ok()) return resolver.TakeRejection();
+
+  request.id = std::move(options.id);
+  request.sampling = options.sampling;
+  request.stop_strings = std::move(options.stop.strings);
+  request.stop_tokens = std::move(options.stop.tokens);
+  request.end_tokens = manifest_.eos_tokens;
+  request.include_stop = options.stop.include;
+  request.output = options.output;
+  request.positions = options.kv.positions;
+  request.policy = Share(*spec, request.params);
+  request.arrival = options.arrival;
+  request.deadline = options.deadline;
+  return std::move(request);
+}
+
+std::shared_ptr<const Policy> Admission::Share(const PolicySpec& spec, const Params& params) const {
+  absl::MutexLock lock(&mu_);
+  std::weak_ptr<const Policy>& slot = shared_[{std::string(spec.name), params.values()}];
+  std::shared_ptr<const Policy> policy = slot.lock();
+  if (policy == nullptr) {
+    policy = spec.make(params, shape_);
+    slot = policy;
+    std::erase_if(shared_, [](const auto& entry) { return entry.second.expired(); });
+  }
+  return policy;
+}
+
+}  // namespace epikv

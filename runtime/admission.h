@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "runtime/manifest.h"
+#include "runtime/request.h"
+
+namespace epikv {
+
+struct FieldViolation {
+  std::string field;  // path in the request: "kv.policy_params.layer_a"
+  std::string description;
+};
+
+// Why a request is refused: one code, one sentence, and everything that is wrong with it.
+struct Rejection {
+  absl::StatusCode code = absl::StatusCode::kInvalidArgument;
+  std::string reason;  // of ErrorInfo: "KV_BUDGET", "CONTEXT_LENGTH", "INVALID_REQUEST", ...
+  std::string message;
+  std::vector<FieldViolation> violations;
+  std::map<std::string, std::string> metadata;  // limits and given values
+};
+
+struct AdmissionLimits {
+  int64_t kv_capacity_bytes = 0;
+  int64_t prefill_chunk_tokens = 256;
+  int64_t default_max_output_tokens = 1024;
+  std::string default_policy;  // may be empty
+};
+
+// Turns what a client asks for into a request that can run: fills defaults, finds every violation
+// at once and computes the exact peak. Immutable but for the shared policy objects; thread-safe.
+class Admission {
+ public:
+  Admission(const Manifest& manifest, PolicyCatalog catalog, AdmissionLimits limits);
+
+  std::variant<Request, Rejection> Resolve(RequestOptions options) const;
+
+  const Manifest& manifest() const { return manifest_; }
+  const ModelShape& shape() const { return shape_; }
+  PolicyCatalog catalog() const { return catalog_; }
+  const AdmissionLimits& limits() const { return limits_; }
+  // Name used when a request gives a budget and no policy; empty: such a request is refused.
+  std::string DefaultPolicy() const;
+  // Bytes of K and V of one token over all layers.
+  int64_t kv_bytes_per_token() const;
+
+ private:
+  std::shared_ptr<const Policy> Share(const PolicySpec& spec, const Params& params) const;
+
+  const Manifest manifest_;
+  const ModelShape shape_;
+  const PolicyCatalog catalog_;
+  const AdmissionLimits limits_;
+  mutable absl::Mutex mu_;
+  // Live policy objects by name and parameters: requests that share one are called in one batch.
+  mutable std::map<std::pair<std::string, std::map<std::string, ParamValue, std::less<>>>,
+                   std::weak_ptr<const Policy>>
+      shared_ ABSL_GUARDED_BY(mu_);
+};
+
+ModelShape ShapeOf(const Manifest& manifest);
+
+// Sizes of what a sequence stores, in bytes.
+struct KvLayout {
+  int64_t num_lanes = 0;   // layers x kv_heads
+  int64_t row_bytes = 0;   // one K and one V row
+  int64_t num_tables = 0;  // slot tables: one, one per layer, or one per lane
+  int64_t slot_bytes = 0;  // of one slot in one table: index, rope position, policy columns
+  int64_t state_bytes_per_token = 0;
+  int64_t state_bytes = 0;
+};
+KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& traits,
+                  int64_t num_tap_layers);
+
+// Bytes of lanes with these capacities (tokens), tables and state included.
+int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities);
+
+}  // namespace epikv

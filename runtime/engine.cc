@@ -1,0 +1,395 @@
+#include "runtime/engine.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/text_stream.h"
+
+namespace epikv {
+namespace {
+
+absl::Time EarlierOf(absl::Time a, absl::Time b) { return a < b ? a : b; }
+
+absl::Duration ThreadCpu() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return absl::DurationFromTimespec(now);
+}
+
+// Charges wall and CPU time to one stage after another.
+class StageClock {
+ public:
+  explicit StageClock(StepStats& step) : step_(step) {}
+  void Charge(Stage stage) {
+    const absl::Time wall = absl::Now();
+    const absl::Duration cpu = ThreadCpu();
+    step_.wall[static_cast<int>(stage)] += wall - wall_;
+    step_.cpu[static_cast<int>(stage)] += cpu - cpu_;
+    wall_ = wall;
+    cpu_ = cpu;
+  }
+  void ChargeTotal() {
+    step_.total_wall = wall_ - start_wall_;
+    step_.total_cpu = cpu_ - start_cpu_;
+  }
+
+ private:
+  StepStats& step_;
+  absl::Time wall_ = absl::Now();
+  absl::Duration cpu_ = ThreadCpu();
+  const absl::Time start_wall_ = wall_;
+  const absl::Duration start_cpu_ = cpu_;
+};
+
+}  // namespace
+
+// A request in the engine. Its tokens are the prompt, then what was sampled (or forced).
+struct Sequence {
+  Sequence(SequenceId id, Request r, std::shared_ptr<RequestSink> s, const Tokenizer& tokenizer)
+      : id(id),
+        request(std::move(r)),
+        sink(std::move(s)),
+        tokens(request.prompt),
+        text(tokenizer, {.stop_strings = request.stop_strings,
+                         .stop_token_ids = StopTokens(request),
+                         .include_stop = request.include_stop}) {
+    if (request.force_in_chunks) {
+      tokens.insert(tokens.end(), request.forced.begin(), request.forced.end() - 1);
+    }
+  }
+
+  static std::vector<int32_t> StopTokens(const Request& request) {
+    std::vector<int32_t> tokens = request.stop_tokens;
+    tokens.insert(tokens.end(), request.end_tokens.begin(), request.end_tokens.end());
+    return tokens;
+  }
+  bool scores() const { return !request.forced.empty(); }
+
+  const SequenceId id;
+  const Request request;
+  const std::shared_ptr<RequestSink> sink;
+  std::vector<int32_t> tokens;  // known so far; [0, cached) are in the cache
+  int64_t cached = 0;
+  int64_t num_outputs = 0;
+  TextStream text;
+  std::optional<StopMatch> stop;
+  bool open = false;  // holds KV
+  bool finished = false;
+  int64_t rounds = 0, evicted_entries = 0, trace_victims = 0;
+  bool trace_truncated = false;
+  absl::Time admitted, first_token, last_token;
+  absl::Duration eviction_time;
+};
+
+Engine::Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor,
+               const Tokenizer& tokenizer, EngineObserver& observer,
+               absl::FunctionRef<absl::Time()> now)
+    : options_(std::move(options)),
+      executor_(std::move(executor)),
+      tokenizer_(tokenizer),
+      observer_(observer),
+      now_(now),
+      ledger_(options_.kv_capacity_bytes) {}
+
+Engine::~Engine() { CancelAll(absl::CancelledError("the engine has ended")); }
+
+void Engine::Submit(Request request, std::shared_ptr<RequestSink> sink) {
+  queue_.push_back(std::make_unique<Sequence>(SequenceId(next_id_++), std::move(request),
+                                              std::move(sink), tokenizer_));
+}
+
+bool Engine::Cancel(const std::string& request_id, absl::Status status) {
+  auto end_in = [&](auto& sequences) {
+    for (SequencePtr& s : sequences) {
+      if (s->finished || s->request.id != request_id) continue;
+      Finish(*s, FinishReason::kCancelled, std::move(status));
+      return true;
+    }
+    return false;
+  };
+  const bool found = end_in(queue_) || end_in(running_);
+  DropFinished();
+  return found;
+}
+
+void Engine::CancelAll(absl::Status status) {
+  for (SequencePtr& s : queue_) Finish(*s, FinishReason::kCancelled, status);
+  for (SequencePtr& s : running_) Finish(*s, FinishReason::kCancelled, status);
+  DropFinished();
+}
+
+absl::Time Engine::NextDeadline() const {
+  absl::Time next = absl::InfiniteFuture();
+  for (const SequencePtr& s : queue_) next = EarlierOf(next, s->request.deadline);
+  for (const SequencePtr& s : running_) next = EarlierOf(next, s->request.deadline);
+  return next;
+}
+
+int64_t Engine::waiting_tokens() const {
+  int64_t tokens = 0;
+  for (const SequencePtr& s : queue_) {
+    tokens += static_cast<int64_t>(s->request.prompt.size()) + s->request.max_output_tokens;
+  }
+  return tokens;
+}
+
+bool Engine::Step() {
+  StepStats step;
+  StageClock clock(step);
+  ExpireDeadlines();
+  Admit();
+  std::vector<Sequence*> sequences;
+  const std::vector<WorkItem> items = PlanStep(sequences);
+  clock.Charge(Stage::kSchedule);
+  if (items.empty()) return false;
+
+  std::vector<ForwardOutcome> outcomes = RunForward(items);
+  clock.Charge(Stage::kForward);
+
+  for (size_t i = 0; i < items.size(); ++i)
+    Deliver(*sequences[i], items[i], std::move(outcomes[i]));
+  clock.Charge(Stage::kDeliver);
+
+  Settle(items, sequences);
+  clock.Charge(Stage::kEvict);
+  executor_->AddStageTimes(step);
+
+  DropFinished();
+  for (const WorkItem& item : items) {
+    (item.decode ? step.decode_tokens : step.prefill_tokens) += item.tokens.size();
+  }
+  step.sequences = static_cast<int64_t>(items.size());
+  step.running = running();
+  step.waiting = waiting();
+  step.kv_used_bytes = executor_->used_bytes();
+  step.kv_reserved_bytes = ledger_.reserved();
+  step.kv_capacity_bytes = ledger_.capacity();
+  clock.ChargeTotal();
+  observer_.OnStep(step);
+  return true;
+}
+
+void Engine::ExpireDeadlines() {
+  const absl::Time now = now_();
+  auto expire = [&](auto& sequences) {
+    for (SequencePtr& s : sequences) {
+      if (s->request.deadline > now) continue;
+      Finish(*s, FinishReason::kDeadline,
+             absl::DeadlineExceededError(s->open ? "the deadline passed while running"
+                                                 : "the deadline passed in the queue"));
+    }
+  };
+  expire(queue_);
+  expire(running_);
+  DropFinished();
+}
+
+void Engine::Admit() {
+  while (!queue_.empty() && running() < options_.max_running_requests) {
+    Sequence& s = *queue_.front();
+    const int64_t bytes = s.request.demand.peak_bytes();
+    if (!ledger_.Fits(bytes)) break;
+    ledger_.Reserve(s.id, bytes);
+    s.open = true;
+    s.admitted = now_();
+    running_.push_back(std::move(queue_.front()));
+    queue_.pop_front();
+    if (absl::Status status = executor_->Open(s.id, s.request); !status.ok()) {
+      Finish(s, FinishReason::kError, std::move(status));
+      continue;
+    }
+    observer_.OnAdmitted(s.request, s.admitted - s.request.arrival);
+  }
+  DropFinished();
+}
+
+std::vector<WorkItem> Engine::PlanStep(std::vector<Sequence*>& sequences) {
+  std::vector<SequenceView> views;
+  views.reserve(running_.size());
+  for (const SequencePtr& s : running_) {
+    views.push_back({.prefill_tokens = s->request.prefill_tokens(),
+                     .cached_tokens = s->cached,
+                     .ready = s->sink->Ready()});
+  }
+  std::vector<WorkItem> items;
+  const int64_t chunk = options_.scheduler.prefill_chunk_tokens;
+  for (const PlannedItem& planned : Plan(views, options_.scheduler)) {
+    Sequence& s = *running_[planned.sequence];
+    const int64_t prompt = static_cast<int64_t>(s.request.prompt.size());
+    const int64_t prefill = s.request.prefill_tokens();
+    const int64_t end = s.cached + planned.num_tokens;
+    WorkItem item{.id = s.id,
+                  .request = &s.request,
+                  .tokens = absl::MakeConstSpan(s.tokens).subspan(s.cached, planned.num_tokens),
+                  .first = s.cached,
+                  .decode = s.cached >= prefill,
+                  .draw = s.num_outputs};
+    item.ends_prefill = !item.decode && end == prefill;
+    item.evicts_prefill = !item.decode && (end % chunk == 0 || item.ends_prefill);
+    // Row i predicts token first + i + 1: outputs begin with the prompt's last row.
+    item.num_outputs = std::max<int64_t>(0, end - std::max(item.first, prompt - 1));
+    if (s.scores()) {
+      item.forced = absl::MakeConstSpan(s.request.forced).subspan(s.num_outputs, item.num_outputs);
+    }
+    items.push_back(item);
+    sequences.push_back(&s);
+  }
+  return items;
+}
+
+// If the forward fails as a whole, each sequence runs once alone, so that only the guilty one
+// fails.
+std::vector<ForwardOutcome> Engine::RunForward(absl::Span<const WorkItem> items) {
+  absl::StatusOr<std::vector<ForwardOutcome>> together = executor_->Forward(items);
+  if (together.ok()) return *std::move(together);
+  std::vector<ForwardOutcome> outcomes;
+  for (const WorkItem& item : items) {
+    absl::StatusOr<std::vector<ForwardOutcome>> alone =
+        items.size() > 1 ? executor_->Forward({&item, 1}) : std::move(together);
+    if (alone.ok()) {
+      outcomes.push_back(std::move(alone->front()));
+    } else {
+      outcomes.push_back({.status = absl::InternalError(
+                              absl::StrCat("the forward failed: ", alone.status().message()))});
+    }
+  }
+  return outcomes;
+}
+
+void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) {
+  if (!outcome.status.ok()) return Finish(s, FinishReason::kError, std::move(outcome.status));
+  s.cached += static_cast<int64_t>(item.tokens.size());
+  Delta delta;
+  if (!outcome.residual_steps.empty()) {
+    delta.residual_steps.push_back(std::move(outcome.residual_steps));
+  }
+  std::optional<StopMatch> stop;
+  for (const OutputToken& output : outcome.outputs) {
+    const absl::Time now = now_();
+    if (s.num_outputs == 0) {
+      s.first_token = now;
+      observer_.OnFirstToken(s.request, now - s.request.arrival);
+    }
+    s.last_token = now;
+    ++s.num_outputs;
+    if (!s.request.force_in_chunks) s.tokens.push_back(output.token);
+    delta.tokens.push_back(output.token);
+    if (s.scores() || s.request.output.logprobs) delta.logprobs.push_back(output.logprob);
+    if (s.scores()) {
+      delta.greedy.push_back(output.greedy);
+      continue;
+    }
+    TextStream::Piece piece = s.text.Append(output.token);
+    delta.text += piece.text;
+    stop = std::move(piece.stop);
+  }
+  const bool at_length = s.num_outputs == s.request.max_output_tokens;
+  if (!stop.has_value() && at_length && !s.scores()) delta.text += s.text.Flush().text;
+  if (!s.request.output.text) delta.text.clear();
+  if (!delta.tokens.empty() || !delta.residual_steps.empty()) s.sink->OnDelta(std::move(delta));
+
+  if (stop.has_value()) {
+    s.stop = std::move(stop);
+    Finish(s, ReasonOf(s), absl::OkStatus());
+  } else if (at_length) {
+    Finish(s, FinishReason::kLength);
+  }
+}
+
+void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences) {
+  std::vector<WorkItem> live;
+  std::vector<Sequence*> owners;
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (sequences[i]->finished) continue;
+    live.push_back(items[i]);
+    owners.push_back(sequences[i]);
+  }
+  if (live.empty()) return;
+  const absl::Time begin = absl::Now();
+  std::vector<SettleOutcome> outcomes = executor_->Settle(live);
+  const absl::Duration share = (absl::Now() - begin) / static_cast<int64_t>(live.size());
+  for (size_t i = 0; i < live.size(); ++i) {
+    Sequence& s = *owners[i];
+    SettleOutcome& outcome = outcomes[i];
+    s.eviction_time += share;
+    if (!outcome.status.ok()) {
+      Finish(s, FinishReason::kError, std::move(outcome.status));
+      continue;
+    }
+    if (live[i].ends_prefill) ledger_.Shrink(s.id, s.request.demand.decode_bytes);
+    if (outcome.evicted_entries == 0) continue;
+    ++s.rounds;
+    s.evicted_entries += outcome.evicted_entries;
+    observer_.OnEvicted(
+        {.request = s.request, .entries = outcome.evicted_entries, .in_prefill = !live[i].decode});
+    if (s.request.output.kv_trace) DeliverTrace(s, std::move(outcome.trace));
+  }
+}
+
+void Engine::DeliverTrace(Sequence& s, EvictionTrace trace) {
+  for (const EvictionTrace::Victims& victims : trace.victims) {
+    s.trace_victims += static_cast<int64_t>(victims.index.size());
+  }
+  if (s.trace_victims > options_.max_trace_victims) {
+    s.trace_truncated = true;
+    return;
+  }
+  Delta delta;
+  delta.evictions.push_back(std::move(trace));
+  s.sink->OnDelta(std::move(delta));
+}
+
+FinishReason Engine::ReasonOf(const Sequence& s) {
+  const auto* token = std::get_if<StopToken>(&*s.stop);
+  if (token == nullptr) return FinishReason::kStopString;
+  const auto& user = s.request.stop_tokens;
+  const bool asked = std::find(user.begin(), user.end(), token->id) != user.end();
+  return asked ? FinishReason::kStopToken : FinishReason::kEnd;
+}
+
+void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
+  if (s.finished) return;
+  s.finished = true;
+  const absl::Time now = now_();
+  Finished finished{.reason = reason,
+                    .status = std::move(status),
+                    .prompt_tokens = static_cast<int64_t>(s.request.prompt.size()),
+                    .output_tokens = s.num_outputs,
+                    .kv_trace_truncated = s.trace_truncated};
+  if (reason == FinishReason::kStopString) {
+    finished.stop_string = s.request.stop_strings[std::get<StopString>(*s.stop).index];
+  }
+  if (reason == FinishReason::kStopToken) finished.stop_token = std::get<StopToken>(*s.stop).id;
+  finished.timings.queue = (s.open ? s.admitted : now) - s.request.arrival;
+  if (s.num_outputs > 0) {
+    finished.timings.prefill = s.first_token - s.admitted;
+    finished.timings.time_to_first_token = s.first_token - s.request.arrival;
+    finished.timings.decode = s.last_token - s.first_token;
+  }
+  finished.timings.eviction = s.eviction_time;
+  if (s.open) {
+    CacheFacts facts = executor_->Facts(s.id);
+    finished.kv = {.peak_entries = facts.peak_entries,
+                   .final_entries = facts.entries,
+                   .evicted_entries = s.evicted_entries,
+                   .rounds = s.rounds,
+                   .peak_bytes = facts.peak_bytes,
+                   .kept = std::move(facts.kept)};
+    executor_->Close(s.id);
+    ledger_.Release(s.id);
+  }
+  observer_.OnFinished(s.request, finished);
+  s.sink->OnFinished(std::move(finished));
+}
+
+void Engine::DropFinished() {
+  auto finished = [](const SequencePtr& s) { return s->finished; };
+  std::erase_if(queue_, finished);
+  std::erase_if(running_, finished);
+}
+
+}  // namespace epikv

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/time/clock.h"
+#include "runtime/ledger.h"
+#include "runtime/observer.h"
+#include "runtime/request.h"
+#include "runtime/scheduler.h"
+#include "runtime/step_executor.h"
+#include "runtime/tokenizer.h"
+
+namespace epikv {
+
+struct EngineOptions {
+  SchedulerOptions scheduler;
+  int64_t kv_capacity_bytes = 0;
+  int64_t max_running_requests = 256;
+  int64_t max_trace_victims = 65536;  // of one request's eviction trace
+};
+
+struct Sequence;  // engine.cc
+
+// Serves requests step by step: admit -> plan -> forward -> sample -> deliver -> observe -> evict.
+// Owns queue, sequences and ledger; has no thread of its own and no locks: one thread calls it.
+class Engine {
+ public:
+  // `tokenizer` and `observer` outlive the engine. now: the clock, for tests.
+  Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor, const Tokenizer& tokenizer,
+         EngineObserver& observer, absl::FunctionRef<absl::Time()> now = absl::Now);
+  ~Engine();
+
+  // Queues a request. Its sink hears from Step, or from Cancel.
+  void Submit(Request request, std::shared_ptr<RequestSink> sink);
+
+  // Ends a live request with `status`; its KV is free on return. False if there is none.
+  bool Cancel(const std::string& request_id, absl::Status status);
+  void CancelAll(absl::Status status);
+
+  // Ends what is past its deadline, admits what fits, and runs one step of what is ready.
+  // False: nothing could run.
+  bool Step();
+
+  // When Step has to be called next although nothing can run: the earliest deadline.
+  absl::Time NextDeadline() const;
+
+  int64_t running() const { return static_cast<int64_t>(running_.size()); }
+  int64_t waiting() const { return static_cast<int64_t>(queue_.size()); }
+  int64_t waiting_tokens() const;  // prompts and max outputs
+  const Ledger& ledger() const { return ledger_; }
+  const StepExecutor& executor() const { return *executor_; }
+
+ private:
+  using SequencePtr = std::unique_ptr<Sequence>;
+
+  void ExpireDeadlines();
+  void Admit();
+  std::vector<WorkItem> PlanStep(std::vector<Sequence*>& sequences);
+  std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items);
+  void Deliver(Sequence& sequence, const WorkItem& item, ForwardOutcome outcome);
+  void Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences);
+  void DeliverTrace(Sequence& sequence, EvictionTrace trace);
+  static FinishReason ReasonOf(const Sequence& sequence);
+  // Ends a sequence: frees its KV, tells sink and observer. It is dropped at the step's end.
+  void Finish(Sequence& sequence, FinishReason reason, absl::Status status = absl::OkStatus());
+  void DropFinished();
+
+  const EngineOptions options_;
+  const std::unique_ptr<StepExecutor> executor_;
+  const Tokenizer& tokenizer_;
+  EngineObserver& observer_;
+  const absl::FunctionRef<absl::Time()> now_;
+  Ledger ledger_;
+  std::deque<SequencePtr> queue_;
+  std::vector<SequencePtr> running_;  // in order of admission
+  int64_t next_id_ = 0;
+};
+
+}  // namespace epikv

@@ -1,0 +1,137 @@
+#include "runtime/engine_thread.h"
+
+#include <utility>
+
+#include "absl/time/clock.h"
+
+namespace epikv {
+
+// Tells the thread's counters when a request leaves the queue and when it ends.
+class EngineThread::TrackedSink final : public RequestSink {
+ public:
+  TrackedSink(EngineThread& thread, const Request& request, std::shared_ptr<RequestSink> sink)
+      : thread_(thread), request_id_(request.id), sink_(std::move(sink)) {}
+
+  bool Ready() const override { return sink_->Ready(); }
+  void OnDelta(Delta delta) override { sink_->OnDelta(std::move(delta)); }
+  void OnFinished(Finished finished) override {
+    // The id is free before the client hears of the end, so that it may use it again.
+    thread_.OnEnded(request_id_);
+    sink_->OnFinished(std::move(finished));
+  }
+
+ private:
+  EngineThread& thread_;
+  const std::string request_id_;
+  const std::shared_ptr<RequestSink> sink_;
+};
+
+EngineThread::EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits,
+                           std::function<void()> on_start)
+    : limits_(limits), engine_(std::move(engine)) {
+  thread_ = std::thread([this, on_start = std::move(on_start)] {
+    if (on_start) on_start();
+    Run();
+  });
+}
+
+EngineThread::~EngineThread() {
+  {
+    absl::MutexLock lock(&mu_);
+    draining_ = true;
+    stopping_ = true;
+  }
+  thread_.join();
+}
+
+SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> sink) {
+  const int64_t tokens = static_cast<int64_t>(request.prompt.size()) + request.max_output_tokens;
+  absl::MutexLock lock(&mu_);
+  if (draining_) return {.error = SubmitError::kDraining};
+  if (live_.contains(request.id)) return {.error = SubmitError::kDuplicateId};
+  const int64_t waiting = queued_.requests + submitted_.requests;
+  if (waiting >= limits_.max_requests ||
+      queued_.tokens + submitted_.tokens + tokens > limits_.max_tokens) {
+    return {.error = SubmitError::kQueueFull, .queue_position = waiting};
+  }
+  live_.insert(request.id);
+  submitted_ += {.requests = 1, .tokens = tokens};
+  auto tracked = std::make_shared<TrackedSink>(*this, request, std::move(sink));
+  inbox_.push_back(Submitted{std::move(request), std::move(tracked)});
+  return {.queue_position = waiting};
+}
+
+bool EngineThread::Cancel(const std::string& request_id, absl::Status status) {
+  absl::MutexLock lock(&mu_);
+  if (!live_.contains(request_id)) return false;
+  inbox_.push_back(Cancelled{request_id, std::move(status)});
+  return true;
+}
+
+void EngineThread::Wake() {
+  absl::MutexLock lock(&mu_);
+  woken_ = true;
+}
+
+void EngineThread::StartDraining() {
+  absl::MutexLock lock(&mu_);
+  draining_ = true;
+}
+
+void EngineThread::Drain(absl::Time deadline) {
+  absl::MutexLock lock(&mu_);
+  draining_ = true;
+  auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return live_.empty(); };
+  if (mu_.AwaitWithDeadline(absl::Condition(&idle), deadline)) return;
+  for (const std::string& id : live_) {
+    inbox_.push_back(Cancelled{id, absl::UnavailableError("the server is shutting down")});
+  }
+  mu_.Await(absl::Condition(&idle));
+}
+
+std::vector<EngineThread::Message> EngineThread::TakeInbox(bool wait, absl::Time until) {
+  absl::MutexLock lock(&mu_);
+  auto called = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return !inbox_.empty() || woken_ || stopping_;
+  };
+  if (wait) mu_.AwaitWithDeadline(absl::Condition(&called), until);
+  woken_ = false;
+  // Counted as waiting until the engine says how many of them are.
+  queued_ += std::exchange(submitted_, {});
+  return std::exchange(inbox_, {});
+}
+
+void EngineThread::Handle(std::vector<Message> messages) {
+  for (Message& message : messages) {
+    if (auto* submitted = std::get_if<Submitted>(&message)) {
+      engine_->Submit(std::move(submitted->request), std::move(submitted->sink));
+    } else {
+      auto& cancelled = std::get<Cancelled>(message);
+      engine_->Cancel(cancelled.request_id, std::move(cancelled.status));
+    }
+  }
+}
+
+bool EngineThread::Publish() {
+  absl::MutexLock lock(&mu_);
+  queued_ = {.requests = engine_->waiting(), .tokens = engine_->waiting_tokens()};
+  return !stopping_;
+}
+
+void EngineThread::OnEnded(const std::string& request_id) {
+  absl::MutexLock lock(&mu_);
+  live_.erase(request_id);
+}
+
+void EngineThread::Run() {
+  bool busy = false;
+  do {
+    Handle(TakeInbox(/*wait=*/!busy, engine_->NextDeadline()));
+    busy = engine_->Step();
+  } while (Publish());
+  // Nothing is submitted once draining; what came before ends here.
+  Handle(TakeInbox(/*wait=*/false, absl::InfinitePast()));
+  engine_->CancelAll(absl::UnavailableError("the server is shutting down"));
+}
+
+}  // namespace epikv

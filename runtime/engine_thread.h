@@ -1,0 +1,97 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <variant>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "runtime/engine.h"
+#include "runtime/request.h"
+
+namespace epikv {
+
+struct QueueLimits {
+  int64_t max_requests = 1024;   // waiting
+  int64_t max_tokens = 4 << 20;  // of waiting requests: prompts and max outputs
+};
+
+// Why Submit refused.
+enum class SubmitError { kNone, kQueueFull, kDuplicateId, kDraining };
+
+struct SubmitResult {
+  SubmitError error = SubmitError::kNone;
+  int64_t queue_position = 0;  // requests waiting before this one
+};
+
+// Runs one Engine on a thread of its own. All other threads meet it here and nowhere else: a mutex,
+// and an inbox that is swapped whole once per step.
+class EngineThread {
+ public:
+  // `on_start` runs first on the new thread (it sets the thread's OpenMP team size).
+  EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits, std::function<void()> on_start);
+  // Cancels what is live and joins.
+  ~EngineThread();
+
+  SubmitResult Submit(Request request, std::shared_ptr<RequestSink> sink);
+
+  // False if no such request is live. Its sink's OnFinished follows within one step.
+  bool Cancel(const std::string& request_id, absl::Status status);
+
+  // A sink that was not Ready has become so.
+  void Wake();
+
+  // Refuses new requests from now on and returns; live ones go on.
+  void StartDraining();
+  // Blocks until nothing is live, at most until `deadline`; then cancels the rest and waits for
+  // their ends. Implies StartDraining.
+  void Drain(absl::Time deadline);
+
+ private:
+  struct Submitted {
+    Request request;
+    std::shared_ptr<RequestSink> sink;
+  };
+  struct Cancelled {
+    std::string request_id;
+    absl::Status status;
+  };
+  using Message = std::variant<Submitted, Cancelled>;
+  class TrackedSink;
+
+  struct QueueSize {
+    int64_t requests = 0, tokens = 0;
+    QueueSize& operator+=(QueueSize other) {
+      requests += other.requests;
+      tokens += other.tokens;
+      return *this;
+    }
+  };
+
+  void Run();
+  // `wait`: until there is something to do, at most until `until`.
+  std::vector<Message> TakeInbox(bool wait, absl::Time until);
+  void Handle(std::vector<Message> messages);
+  bool Publish();  // the queue's size; false: stop
+  void OnEnded(const std::string& request_id);
+
+  const QueueLimits limits_;
+  absl::Mutex mu_;
+  std::vector<Message> inbox_ ABSL_GUARDED_BY(mu_);
+  bool woken_ ABSL_GUARDED_BY(mu_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  bool draining_ ABSL_GUARDED_BY(mu_) = false;
+  absl::flat_hash_set<std::string> live_ ABSL_GUARDED_BY(mu_);
+  QueueSize submitted_ ABSL_GUARDED_BY(mu_);  // in the inbox
+  QueueSize queued_ ABSL_GUARDED_BY(mu_);     // in the engine, not yet admitted
+  const std::unique_ptr<Engine> engine_;      // of the thread alone
+  std::thread thread_;
+};
+
+}  // namespace epikv

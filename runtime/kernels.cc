@@ -1,0 +1,250 @@
+#include "runtime/kernels.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+// Sanitizers run before the loader can pick a clone.
+#if defined(EPIKV_SANITIZED) || !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
+#define EPIKV_CLONES
+#else
+#define EPIKV_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#endif
+#define EPIKV_INLINE inline __attribute__((always_inline))
+
+namespace epikv {
+namespace {
+
+// Keys of one block: its fp32 copies of K and V stay in the first-level cache.
+constexpr int64_t kBlock = 32;
+
+EPIKV_INLINE float Load(const float* p) { return *p; }
+EPIKV_INLINE float Load(const uint16_t* p) {
+  return std::bit_cast<float>(static_cast<uint32_t>(*p) << 16);
+}
+EPIKV_INLINE void Store(float* p, float x) { *p = x; }
+EPIKV_INLINE void Store(uint16_t* p, float x) {  // to the nearest, ties to even
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  *p = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
+}
+
+// exp(x) for x <= 0 to 2 ulp: 2^n times a polynomial of the rest (Cephes expf). 0 below -87.
+EPIKV_INLINE float ExpNegative(float x) {
+  const float clamped = x < -87.0f ? -87.0f : x;
+  const float n = std::floor(clamped * 1.44269504f + 0.5f);
+  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const float scale = std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+  return x < -87.0f ? 0.0f : p * scale;
+}
+
+template <class T>
+EPIKV_INLINE void Widen(const T* in, float* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) out[i] = Load(in + i);
+}
+
+// kWidth: the row width if it is known to the compiler, else 0.
+template <int64_t kWidth>
+EPIKV_INLINE float Dot(const float* a, const float* b, int64_t width) {
+  const int64_t n = kWidth > 0 ? kWidth : width;
+  float sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+template <int64_t kWidth>
+EPIKV_INLINE void AddScaled(float* acc, const float* row, float factor, int64_t width) {
+  const int64_t n = kWidth > 0 ? kWidth : width;
+  for (int64_t i = 0; i < n; ++i) acc[i] += factor * row[i];
+}
+
+template <class T, int64_t kKey, int64_t kValue>
+EPIKV_INLINE void DecodeBody(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+  const int64_t group = shape.group, dk = shape.key_width, dv = shape.value_width;
+  float* q = scratch;             // [group, dk], scaled
+  float* acc = q + group * dk;    // [group, dv]
+  float* k = acc + group * dv;    // [kBlock, dk]
+  float* v = k + kBlock * dk;     // [kBlock, dv]
+  float* peak = v + kBlock * dv;  // [group] running maximum
+  float* mass = peak + group;     // [group] running sum
+  Widen(static_cast<const T*>(lane.q), q, group * dk);
+  for (int64_t i = 0; i < group * dk; ++i) q[i] *= shape.scale;
+  std::fill(acc, acc + group * dv, 0.0f);
+  std::fill(peak, peak + group, -INFINITY);
+  std::fill(mass, mass + group, 0.0f);
+
+  for (int64_t begin = 0; begin < lane.used; begin += kBlock) {
+    const int64_t count = std::min(kBlock, lane.used - begin);
+    Widen(static_cast<const T*>(lane.keys) + begin * dk, k, count * dk);
+    Widen(static_cast<const T*>(lane.values) + begin * dv, v, count * dv);
+    for (int64_t g = 0; g < group; ++g) {
+      float logit[kBlock];
+      float top = peak[g];
+      for (int64_t j = 0; j < count; ++j) logit[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
+      for (int64_t j = 0; j < count; ++j) top = std::max(top, logit[j]);
+      for (int64_t j = count; j < kBlock; ++j) logit[j] = -INFINITY;
+      if (top > peak[g]) {
+        const float shrink = ExpNegative(peak[g] - top);
+        for (int64_t i = 0; i < dv; ++i) acc[g * dv + i] *= shrink;
+        mass[g] *= shrink;
+        peak[g] = top;
+      }
+      for (int64_t j = 0; j < kBlock; ++j) logit[j] = ExpNegative(logit[j] - top);
+      float sum = 0;
+      for (int64_t j = 0; j < kBlock; ++j) sum += logit[j];
+      mass[g] += sum;
+      for (int64_t j = 0; j < count; ++j) {
+        AddScaled<kValue>(acc + g * dv, v + j * dv, logit[j], dv);
+      }
+    }
+  }
+  T* out = static_cast<T*>(lane.out);
+  for (int64_t g = 0; g < group; ++g) {
+    const float norm = 1.0f / mass[g];
+    for (int64_t i = 0; i < dv; ++i) Store(out + g * dv + i, acc[g * dv + i] * norm);
+  }
+}
+
+template <class T>
+EPIKV_INLINE void DecodeOf(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+  if (shape.key_width == 64 && shape.value_width == 64) {
+    DecodeBody<T, 64, 64>(lane, shape, scratch);
+  } else if (shape.key_width == 128 && shape.value_width == 128) {
+    DecodeBody<T, 128, 128>(lane, shape, scratch);
+  } else if (shape.key_width == 32 && shape.value_width == 32) {
+    DecodeBody<T, 32, 32>(lane, shape, scratch);
+  } else {
+    DecodeBody<T, 0, 0>(lane, shape, scratch);
+  }
+}
+
+EPIKV_CLONES void DecodeFloat(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+  DecodeOf<float>(lane, shape, scratch);
+}
+EPIKV_CLONES void DecodeBFloat16(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+  DecodeOf<uint16_t>(lane, shape, scratch);
+}
+
+template <class T>
+EPIKV_INLINE void RowOf(const DecodeLane& lane, const DecodeShape& shape, float* row,
+                        float* logits) {
+  const int64_t dk = shape.key_width;
+  const T* q = static_cast<const T*>(lane.q);
+  const T* keys = static_cast<const T*>(lane.keys);
+  std::fill(row, row + lane.used, 0.0f);
+  for (int64_t g = 0; g < shape.group; ++g) {
+    float top = -INFINITY;
+    for (int64_t j = 0; j < lane.used; ++j) {
+      float sum = 0;
+      for (int64_t i = 0; i < dk; ++i) sum += Load(q + g * dk + i) * Load(keys + j * dk + i);
+      logits[j] = sum * shape.scale;
+    }
+    for (int64_t j = 0; j < lane.used; ++j) top = std::max(top, logits[j]);
+    float mass = 0;
+    for (int64_t j = 0; j < lane.used; ++j) logits[j] = ExpNegative(logits[j] - top);
+    for (int64_t j = 0; j < lane.used; ++j) mass += logits[j];
+    const float norm = 1.0f / (mass * static_cast<float>(shape.group));
+    for (int64_t j = 0; j < lane.used; ++j) row[j] += logits[j] * norm;
+  }
+}
+
+EPIKV_CLONES void RowFloat(const DecodeLane& lane, const DecodeShape& shape, float* row,
+                           float* scratch) {
+  RowOf<float>(lane, shape, row, scratch);
+}
+EPIKV_CLONES void RowBFloat16(const DecodeLane& lane, const DecodeShape& shape, float* row,
+                              float* scratch) {
+  RowOf<uint16_t>(lane, shape, row, scratch);
+}
+
+template <class T>
+EPIKV_INLINE void RotateOf(const T* in, T* out, int64_t width, int64_t half, bool interleaved,
+                           const float* cos_sin) {
+  const int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
+  for (int64_t i = 0; i < half; ++i) {
+    const float x = Load(in + i * step), y = Load(in + i * step + apart);
+    Store(out + i * step, x * cos_sin[i] - y * cos_sin[half + i]);
+    Store(out + i * step + apart, y * cos_sin[i] + x * cos_sin[half + i]);
+  }
+  std::memmove(out + 2 * half, in + 2 * half, (width - 2 * half) * sizeof(T));
+}
+
+EPIKV_CLONES void RotateFloat(const float* in, float* out, int64_t width, int64_t half,
+                              bool interleaved, const float* cos_sin) {
+  RotateOf(in, out, width, half, interleaved, cos_sin);
+}
+EPIKV_CLONES void RotateBFloat16(const uint16_t* in, uint16_t* out, int64_t width, int64_t half,
+                                 bool interleaved, const float* cos_sin) {
+  RotateOf(in, out, width, half, interleaved, cos_sin);
+}
+
+template <class T>
+EPIKV_INLINE float StepNormOf(const T* now, const float* before, float* stored, int64_t width) {
+  // Sixteen partial sums keep long rows accurate without a double pass.
+  float sums[16] = {};
+  for (int64_t i = 0; i < width; ++i) {
+    const float x = Load(now + i);
+    const float d = x - before[i];
+    stored[i] = x;
+    sums[i % 16] += d * d;
+  }
+  float total = 0;
+  for (float s : sums) total += s;
+  return std::sqrt(total);
+}
+
+EPIKV_CLONES float StepNormFloat(const float* now, const float* before, float* stored, int64_t w) {
+  return StepNormOf(now, before, stored, w);
+}
+EPIKV_CLONES float StepNormBFloat16(const uint16_t* now, const float* before, float* stored,
+                                    int64_t w) {
+  return StepNormOf(now, before, stored, w);
+}
+
+}  // namespace
+
+int64_t DecodeScratchFloats(const DecodeShape& shape) {
+  return (shape.group + kBlock) * (shape.key_width + shape.value_width) + 2 * shape.group;
+}
+
+void DecodeAttention(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+  shape.bfloat16 ? DecodeBFloat16(lane, shape, scratch) : DecodeFloat(lane, shape, scratch);
+}
+
+void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, float* scratch) {
+  shape.bfloat16 ? RowBFloat16(lane, shape, row, scratch) : RowFloat(lane, shape, row, scratch);
+}
+
+void Rotate(const void* in, void* out, int64_t width, int64_t half, bool interleaved,
+            const float* cos_sin, bool bfloat16) {
+  if (bfloat16) {
+    RotateBFloat16(static_cast<const uint16_t*>(in), static_cast<uint16_t*>(out), width, half,
+                   interleaved, cos_sin);
+  } else {
+    RotateFloat(static_cast<const float*>(in), static_cast<float*>(out), width, half, interleaved,
+                cos_sin);
+  }
+}
+
+float StepNorm(const void* now, const float* before, float* stored, int64_t width, bool bfloat16) {
+  return bfloat16 ? StepNormBFloat16(static_cast<const uint16_t*>(now), before, stored, width)
+                  : StepNormFloat(static_cast<const float*>(now), before, stored, width);
+}
+
+void ToFloat(const void* in, float* out, int64_t width, bool bfloat16) {
+  if (bfloat16) {
+    Widen(static_cast<const uint16_t*>(in), out, width);
+  } else {
+    std::memcpy(out, in, width * sizeof(float));
+  }
+}
+
+}  // namespace epikv

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+
+// The inner loops of attention on raw memory: what the compiler vectorises best, for the machine it
+// finds at start-up (AVX-512, AVX2 or plain). Without torch. Elements are float or bfloat16 (stored
+// as uint16_t); all arithmetic is fp32.
+
+namespace epikv {
+
+// One KV head's cache and the queries of its group.
+struct DecodeLane {
+  const void* q = nullptr;       // [group, key_width], rotated
+  const void* keys = nullptr;    // [used, key_width]
+  const void* values = nullptr;  // [used, value_width]
+  int64_t used = 0;              // >= 1
+  void* out = nullptr;           // [group, value_width]
+};
+
+struct DecodeShape {
+  int64_t group = 1;  // query heads of one KV head
+  int64_t key_width = 0, value_width = 0;
+  float scale = 1;
+  bool bfloat16 = false;  // elements of q, keys, values and out
+};
+
+// Floats of scratch that one DecodeAttention call needs.
+int64_t DecodeScratchFloats(const DecodeShape& shape);
+
+// out = softmax(scale * q keys^T) values, in one pass over the cache (online softmax).
+void DecodeAttention(const DecodeLane& lane, const DecodeShape& shape, float* scratch);
+
+// Probabilities that the group's queries give each slot, averaged over the group: row [used].
+// scratch: [used].
+void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, float* scratch);
+
+// Rotates one head's channels by RoPE. cos_sin: [rotary / 2] cosines, then as many sines. Channels
+// beyond 2 x half are copied. in and out may be the same.
+void Rotate(const void* in, void* out, int64_t width, int64_t half, bool interleaved,
+            const float* cos_sin, bool bfloat16);
+
+// Euclidean length of now - before; `now` is also written to `stored`, as fp32.
+// now: [width] elements; before, stored: [width] fp32.
+float StepNorm(const void* now, const float* before, float* stored, int64_t width, bool bfloat16);
+
+// Copies a row to fp32.
+void ToFloat(const void* in, float* out, int64_t width, bool bfloat16);
+
+}  // namespace epikv

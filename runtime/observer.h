@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+
+#include "absl/time/time.h"
+#include "runtime/request.h"
+
+namespace epikv {
+
+// Where a step's time went. CPU: of the engine thread.
+enum class Stage { kSchedule, kForward, kTaps, kSample, kDeliver, kObserve, kEvict };
+inline constexpr int kNumStages = 7;
+
+struct StepStats {
+  int64_t prefill_tokens = 0;
+  int64_t decode_tokens = 0;
+  int64_t sequences = 0;
+  absl::Duration wall[kNumStages];  // kTaps is a part of kForward
+  absl::Duration cpu[kNumStages];
+  absl::Duration total_wall, total_cpu;
+  // After the step.
+  int64_t running = 0, waiting = 0;
+  int64_t kv_used_bytes = 0, kv_reserved_bytes = 0, kv_capacity_bytes = 0;
+};
+
+struct EvictedStats {
+  const Request& request;
+  int64_t entries = 0;
+  bool in_prefill = false;
+};
+
+// Watches the engine: metrics, logs and tests all see the same five events. Called on the engine
+// thread with no lock held; must not block, throw, or call back into the engine.
+class EngineObserver {
+ public:
+  virtual ~EngineObserver() = default;
+  virtual void OnAdmitted(const Request& request, absl::Duration queued) {}
+  virtual void OnStep(const StepStats& step) {}
+  virtual void OnFirstToken(const Request& request, absl::Duration since_arrival) {}
+  virtual void OnEvicted(const EvictedStats& evicted) {}
+  virtual void OnFinished(const Request& request, const Finished& finished) {}
+};
+
+}  // namespace epikv

@@ -1,0 +1,169 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "policies/protection.h"
+#include "policies/spec.h"
+#include "runtime/sampler.h"
+
+// What goes into the engine and what comes out of it. Without torch and without protobuf.
+
+namespace epikv {
+
+enum class PositionMode {
+  kAbsolute,  // a token keeps its true index for life
+  kCompact,   // a new token's position is the number of tokens retained before it
+};
+
+struct KvOptions {
+  std::string policy;  // empty: see Admission
+  // Tokens, or a share of prompt + max output; neither: the whole cache is kept.
+  std::variant<std::monostate, int64_t, double> budget;
+  std::map<std::string, ParamValue> params;
+  ProtectionOptions protection;
+  PositionMode positions = PositionMode::kAbsolute;
+};
+
+struct StopOptions {
+  std::optional<int64_t> max_output_tokens;
+  std::vector<std::string> strings;
+  std::vector<int32_t> tokens;  // beside the model's end-of-sequence tokens
+  bool include = false;         // leave the match in the text
+};
+
+struct OutputOptions {
+  bool text = true;
+  bool logprobs = false;
+  bool kv_trace = false;        // victims of every round
+  bool residual_steps = false;  // of every cached output token, after every block
+  bool kept = false;            // indexes held at the end
+};
+
+// What a client asks for.
+struct RequestOptions {
+  std::string id;
+  std::vector<int32_t> prompt;
+  SamplingParams sampling;
+  StopOptions stop;
+  OutputOptions output;
+  KvOptions kv;
+  // Scoring: these tokens are forced instead of sampled, and their log-probabilities returned.
+  std::vector<int32_t> forced;
+  bool force_in_chunks =
+      false;  // with the prompt, in prefill chunks; only where nothing is evicted
+  absl::Time arrival = absl::InfinitePast();
+  absl::Time deadline = absl::InfiniteFuture();
+};
+
+// The most KV memory a request can hold, computed from lengths alone (Admission). Tokens per lane;
+// lanes are [layers x kv_heads], heads inner.
+struct KvDemand {
+  std::vector<int64_t> budget;   // a lane over budget + slack has a round, down to the budget
+  std::vector<int64_t> prefill;  // capacity until the prompt is cached and settled
+  std::vector<int64_t> decode;   // capacity from then on
+  int64_t prefill_bytes = 0;     // K, V, slot columns and policy state
+  int64_t decode_bytes = 0;
+  int64_t peak_bytes() const { return prefill_bytes > decode_bytes ? prefill_bytes : decode_bytes; }
+};
+
+// A request with every default filled in and every limit checked. Immutable.
+struct Request {
+  std::string id;
+  std::vector<int32_t> prompt;
+  std::vector<int32_t> forced;
+  bool force_in_chunks = false;
+  SamplingParams sampling;
+  int64_t max_output_tokens = 0;
+  std::vector<std::string> stop_strings;
+  std::vector<int32_t> stop_tokens;
+  std::vector<int32_t> end_tokens;  // the model's
+  bool include_stop = false;
+  OutputOptions output;
+
+  const PolicySpec* spec = nullptr;
+  Params params;
+  PolicyTraits traits;
+  std::shared_ptr<const Policy> policy;  // shared by all requests with the same name and parameters
+  int64_t budget = 0;                    // tokens
+  Protection protection;
+  PositionMode positions = PositionMode::kAbsolute;
+  // Blocks whose residual step is measured for each decode token, ascending: the policy's and,
+  // where the request asks for residual steps, all.
+  std::vector<int64_t> tap_layers;
+  KvDemand demand;
+
+  absl::Time arrival = absl::InfinitePast();
+  absl::Time deadline = absl::InfiniteFuture();
+
+  // Tokens that are prefilled: the prompt, and what is scored in chunks with it.
+  int64_t prefill_tokens() const {
+    return static_cast<int64_t>(prompt.size() + (force_in_chunks ? forced.size() - 1 : 0));
+  }
+};
+
+enum class FinishReason { kLength, kEnd, kStopToken, kStopString, kCancelled, kDeadline, kError };
+
+struct EvictionTrace {
+  struct Victims {
+    std::optional<int64_t> layer, head;  // absent: of all
+    std::vector<int32_t> index;
+  };
+  int64_t at_token = 0;  // index of the newest token
+  std::vector<Victims> victims;
+};
+
+struct KvUsage {
+  int64_t peak_entries = 0;
+  int64_t final_entries = 0;
+  int64_t evicted_entries = 0;
+  int64_t rounds = 0;
+  int64_t peak_bytes = 0;
+  std::vector<int32_t> kept;  // on request
+};
+
+struct Timings {
+  absl::Duration queue, prefill, time_to_first_token, decode, eviction;
+};
+
+struct Finished {
+  FinishReason reason = FinishReason::kLength;
+  absl::Status status;  // not OK: kCancelled, kDeadline, kError
+  std::string stop_string;
+  std::optional<int32_t> stop_token;
+  int64_t prompt_tokens = 0;
+  int64_t output_tokens = 0;
+  KvUsage kv;
+  Timings timings;
+  bool kv_trace_truncated = false;
+};
+
+struct Delta {
+  std::string text;  // whole code points; may lag behind the tokens
+  std::vector<int32_t> tokens;
+  std::vector<float> logprobs;  // if asked for
+  std::vector<bool> greedy;     // of forced tokens: whether it was the most likely one
+  // [tokens cached][layers], if asked for: the i-th of the whole stream belongs to output token i.
+  std::vector<std::vector<float>> residual_steps;
+  std::vector<EvictionTrace> evictions;  // if asked for
+};
+
+// Receives one request's output. Called on the engine thread, which it must not block; OnFinished
+// is the last call, exactly one for each submitted request, however it ended.
+class RequestSink {
+ public:
+  virtual ~RequestSink() = default;
+  // False while its outbox is full: the engine pauses the request. Any thread.
+  virtual bool Ready() const = 0;
+  virtual void OnDelta(Delta delta) = 0;
+  virtual void OnFinished(Finished finished) = 0;
+};
+
+}  // namespace epikv

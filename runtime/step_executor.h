@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "runtime/observer.h"
+#include "runtime/request.h"
+
+namespace epikv {
+
+enum class SequenceId : int64_t {};
+
+// One sequence's share of a step.
+struct WorkItem {
+  SequenceId id{};
+  const Request* request = nullptr;
+  absl::Span<const int32_t> tokens;  // to cache
+  int64_t first = 0;                 // index of tokens[0]
+  bool decode = false;               // false: prefill
+  bool ends_prefill = false;
+  bool evicts_prefill = false;  // at a multiple of the prefill chunk, or at the prompt's end
+  int64_t draw = 0;             // output tokens before this step: the random draw's number
+  // The last `num_outputs` rows give an output token each: sampled, or forced where `forced` is
+  // not empty (then equally long).
+  int64_t num_outputs = 0;
+  absl::Span<const int32_t> forced;
+};
+
+struct OutputToken {
+  int32_t token = 0;
+  float logprob = 0;    // where the request asks for it or forces tokens
+  bool greedy = false;  // of forced tokens
+};
+
+struct ForwardOutcome {
+  absl::Status status;  // not OK: this sequence alone has failed
+  std::vector<OutputToken> outputs;
+  std::vector<float> residual_steps;  // [layers] of a decode token, where asked for
+};
+
+struct SettleOutcome {
+  absl::Status status;  // not OK: this sequence's policy has failed
+  int64_t evicted_entries = 0;
+  EvictionTrace trace;  // where the request asks for it
+};
+
+struct CacheFacts {
+  int64_t entries = 0, peak_entries = 0;
+  int64_t bytes = 0, peak_bytes = 0;
+  std::vector<int32_t> kept;  // where the request asks for it; ascending
+};
+
+// Runs what the engine has planned: the boundary between scheduling (without torch) and tensors.
+// Used by the engine's thread alone.
+class StepExecutor {
+ public:
+  virtual ~StepExecutor() = default;
+
+  // Makes room and state for a sequence whose demand has been reserved. `request` outlives it.
+  virtual absl::Status Open(SequenceId id, const Request& request) = 0;
+
+  // One forward over all items; caches their tokens and gives their outputs, in order. Nothing is
+  // committed unless it returns OK. Not OK: the forward failed as a whole.
+  virtual absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) = 0;
+
+  // Lets the policies observe what the last Forward cached and evicts; in order of `items`, which
+  // are those of the last Forward or fewer.
+  virtual std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) = 0;
+
+  virtual CacheFacts Facts(SequenceId id) const = 0;
+  virtual void Close(SequenceId id) = 0;
+
+  // Bytes held by open sequences: entries, columns and state.
+  virtual int64_t used_bytes() const = 0;
+  // Moves the times of the last step's parts to their own stages: kSample out of kForward, kObserve
+  // out of kEvict; kTaps stays a part of kForward.
+  virtual void AddStageTimes(StepStats& step) const = 0;
+};
+
+}  // namespace epikv
