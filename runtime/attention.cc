@@ -1,0 +1,249 @@
+#include "runtime/attention.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "absl/time/clock.h"
+#include "runtime/kernels.h"
+
+namespace epikv {
+namespace {
+
+DecodeShape KernelShape(const AttentionShape& shape) {
+  return {.group = shape.group(),
+          .key_width = shape.key_width,
+          .value_width = shape.value_width,
+          .scale = static_cast<float>(shape.scale),
+          .bfloat16 = shape.dtype == at::kBFloat16};
+}
+
+// Rows [begin, end) of `heads` lanes from `head` on as one tensor, [1, heads, end - begin, width].
+// Precondition: their capacities are equal.
+at::Tensor View(char* first, int64_t capacity, int64_t heads, int64_t begin, int64_t end,
+                int64_t width, at::ScalarType dtype) {
+  char* const data = first + begin * width * static_cast<int64_t>(c10::elementSize(dtype));
+  return at::from_blob(data, {1, heads, end - begin, width},
+                       {heads * capacity * width, capacity * width, width, 1},
+                       at::TensorOptions().dtype(dtype));
+}
+
+struct Partial {
+  at::Tensor out;  // [1, heads, rows, value_width]
+  at::Tensor lse;  // [1, heads, rows], fp32
+};
+
+Partial Flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+              double scale) {
+  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, /*dropout_p=*/0.0,
+                                                                    causal, std::nullopt, scale);
+  return {std::move(out), std::move(lse)};
+}
+
+// Attention over two disjoint sets of keys from the attention over each.
+at::Tensor Join(const Partial& a, const Partial& b) {
+  const at::Tensor top = at::maximum(a.lse, b.lse);
+  const at::Tensor wa = at::exp(a.lse - top).unsqueeze(-1);
+  const at::Tensor wb = at::exp(b.lse - top).unsqueeze(-1);
+  return (a.out.to(at::kFloat) * wa + b.out.to(at::kFloat) * wb) / (wa + wb);
+}
+
+// softmax(scale q k^T) v, with the softmax in fp32.
+at::Tensor Matmul(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+  const int64_t heads = q.size(1), kv_heads = k.size(1), rows = q.size(2);
+  // Queries of a group become rows of one product: [kv_heads, group x rows, width].
+  const at::Tensor grouped = q.reshape({kv_heads, heads / kv_heads * rows, q.size(3)});
+  const at::Tensor logits = at::matmul(grouped, k[0].transpose(1, 2)).to(at::kFloat).mul_(scale);
+  const at::Tensor weights = at::softmax(logits, -1).to(v.scalar_type());
+  return at::matmul(weights, v[0]).reshape({1, heads, rows, v.size(3)});
+}
+
+// The lanes of KV heads [head, head + heads) of one item.
+struct LaneGroup {
+  int64_t head = 0, heads = 0, used = 0;
+};
+
+std::vector<LaneGroup> GroupsOf(const AttentionItem& item, int64_t layer, int64_t kv_heads) {
+  if (item.cache->Uniform(layer)) return {{.head = 0, .heads = kv_heads, .used = item.used[0]}};
+  std::vector<LaneGroup> groups;
+  for (int64_t h = 0; h < kv_heads; ++h) {
+    groups.push_back({.head = h, .heads = 1, .used = item.used[h]});
+  }
+  return groups;
+}
+
+// [1, query heads of the group, rows, width] of a packed [n, heads, width] tensor.
+at::Tensor Rows(const at::Tensor& packed, const AttentionItem& item, const LaneGroup& group,
+                int64_t per_kv_head) {
+  return packed.narrow(0, item.row, item.num_rows)
+      .narrow(1, group.head * per_kv_head, group.heads * per_kv_head)
+      .transpose(0, 1)
+      .unsqueeze(0);
+}
+
+void Prefill(const at::Tensor& q, at::Tensor& out, int64_t layer, const AttentionItem& item,
+             const AttentionShape& shape) {
+  for (const LaneGroup& group : GroupsOf(item, layer, shape.num_kv_heads)) {
+    const LaneRows lane = item.cache->Lane(layer, group.head);
+    const int64_t past = group.used - item.num_rows;
+    auto keys = [&](int64_t begin, int64_t end) {
+      return View(lane.keys, lane.capacity, group.heads, begin, end, shape.key_width, shape.dtype);
+    };
+    auto values = [&](int64_t begin, int64_t end) {
+      return View(lane.values, lane.capacity, group.heads, begin, end, shape.value_width,
+                  shape.dtype);
+    };
+    const at::Tensor rows = Rows(q, item, group, shape.group());
+    const Partial self =
+        Flash(rows, keys(past, group.used), values(past, group.used), true, shape.scale);
+    at::Tensor result = self.out;
+    if (past > 0) {
+      result = Join(Flash(rows, keys(0, past), values(0, past), false, shape.scale), self);
+    }
+    Rows(out, item, group, shape.group()).copy_(result);
+  }
+}
+
+void DecodeAlone(DecodeKernel kernel, const at::Tensor& q, at::Tensor& out, int64_t layer,
+                 const AttentionItem& item, const AttentionShape& shape) {
+  for (const LaneGroup& group : GroupsOf(item, layer, shape.num_kv_heads)) {
+    const LaneRows lane = item.cache->Lane(layer, group.head);
+    const at::Tensor k =
+        View(lane.keys, lane.capacity, group.heads, 0, group.used, shape.key_width, shape.dtype);
+    const at::Tensor v = View(lane.values, lane.capacity, group.heads, 0, group.used,
+                              shape.value_width, shape.dtype);
+    const at::Tensor rows = Rows(q, item, group, shape.group());
+    Rows(out, item, group, shape.group())
+        .copy_(kernel == DecodeKernel::kFlash ? Flash(rows, k, v, false, shape.scale).out
+                                              : Matmul(rows, k, v, shape.scale));
+  }
+}
+
+DecodeLane LaneOf(const at::Tensor& q, at::Tensor* out, int64_t layer, int64_t head,
+                  const AttentionItem& item, const AttentionShape& shape) {
+  const LaneRows lane = item.cache->Lane(layer, head);
+  const int64_t element = static_cast<int64_t>(c10::elementSize(shape.dtype));
+  const int64_t place = item.row * shape.num_heads + head * shape.group();
+  return {.q = static_cast<const char*>(q.const_data_ptr()) + place * shape.key_width * element,
+          .keys = lane.keys,
+          .values = lane.values,
+          .used = item.used[head],
+          .out = out == nullptr ? nullptr
+                                : static_cast<char*>(out->mutable_data_ptr()) +
+                                      place * shape.value_width * element};
+}
+
+void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
+                    absl::Span<const AttentionItem* const> items, const AttentionShape& shape) {
+  const DecodeShape kernel_shape = KernelShape(shape);
+  const int64_t lanes = static_cast<int64_t>(items.size()) * shape.num_kv_heads;
+  at::parallel_for(0, lanes, 1, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> scratch;
+    scratch.resize(DecodeScratchFloats(kernel_shape));
+    for (int64_t i = begin; i < end; ++i) {
+      const AttentionItem& item = *items[i / shape.num_kv_heads];
+      DecodeAttention(LaneOf(q, &out, layer, i % shape.num_kv_heads, item, shape), kernel_shape,
+                      scratch.data());
+    }
+  });
+}
+
+}  // namespace
+
+absl::string_view DecodeKernelName(DecodeKernel kernel) {
+  switch (kernel) {
+    case DecodeKernel::kBatch:
+      return "batch";
+    case DecodeKernel::kFlash:
+      return "flash";
+    case DecodeKernel::kMatmul:
+      return "matmul";
+  }
+  return "";
+}
+
+at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const AttentionItem> items,
+                          const AttentionShape& shape) const {
+  at::Tensor out = at::empty({q.size(0), shape.num_heads, shape.value_width}, q.options());
+  std::vector<const AttentionItem*> together;
+  for (const AttentionItem& item : items) {
+    if (!item.decode) {
+      Prefill(q, out, layer, item, shape);
+    } else if (decode_ == DecodeKernel::kBatch) {
+      together.push_back(&item);
+    } else {
+      DecodeAlone(decode_, q, out, layer, item, shape);
+    }
+  }
+  if (!together.empty()) DecodeTogether(q, out, layer, together, shape);
+  return out;
+}
+
+void Attention::Rows(const at::Tensor& q, int64_t layer, const AttentionItem& item,
+                     const AttentionShape& shape, absl::Span<float> rows) const {
+  std::vector<int64_t> starts(shape.num_kv_heads);
+  for (int64_t head = 1; head < shape.num_kv_heads; ++head) {
+    starts[head] = starts[head - 1] + item.used[head - 1];
+  }
+  const DecodeShape kernel_shape = KernelShape(shape);
+  at::parallel_for(0, shape.num_kv_heads, 1, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> scratch;
+    for (int64_t head = begin; head < end; ++head) {
+      scratch.resize(item.used[head]);
+      AttentionRow(LaneOf(q, nullptr, layer, head, item, shape), kernel_shape,
+                   rows.data() + starts[head], scratch.data());
+    }
+  });
+}
+
+std::vector<KernelTiming> MeasureDecodeKernels(const AttentionShape& shape) {
+  constexpr int64_t kSequences = 8, kTokens = 512;
+  constexpr int kRuns = 5;
+  const Request request = [&] {
+    Request r;
+    r.demand.budget.assign(shape.num_kv_heads, kTokens);
+    r.demand.prefill = r.demand.decode = r.demand.budget;
+    return r;
+  }();
+  const ModelShape model{.num_layers = 1,
+                         .num_heads = shape.num_heads,
+                         .num_kv_heads = shape.num_kv_heads,
+                         .key_width = shape.key_width,
+                         .value_width = shape.value_width};
+  KvPool pool(kSequences * kTokens * shape.num_kv_heads, shape.key_width, shape.value_width,
+              shape.dtype);
+  const std::vector<int64_t> used(shape.num_kv_heads, kTokens);
+  std::vector<std::unique_ptr<SequenceCache>> caches;
+  std::vector<AttentionItem> items;
+  for (int64_t s = 0; s < kSequences; ++s) {
+    caches.push_back(std::make_unique<SequenceCache>(pool, SequenceId(s), request, model));
+    for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+      const LaneRows lane = caches.back()->Lane(0, head);
+      View(lane.keys, kTokens, 1, 0, kTokens, shape.key_width, shape.dtype).normal_();
+      View(lane.values, kTokens, 1, 0, kTokens, shape.value_width, shape.dtype).normal_();
+    }
+    items.push_back(
+        {.cache = caches.back().get(), .row = s, .num_rows = 1, .decode = true, .used = used});
+  }
+  const at::Tensor q = at::randn({kSequences, shape.num_heads, shape.key_width}).to(shape.dtype);
+  std::vector<KernelTiming> timings;
+  for (DecodeKernel kernel : {DecodeKernel::kBatch, DecodeKernel::kFlash, DecodeKernel::kMatmul}) {
+    // Flash takes V as wide as K.
+    if (kernel == DecodeKernel::kFlash && shape.key_width != shape.value_width) continue;
+    const Attention attention(kernel);
+    absl::Duration least = absl::InfiniteDuration();
+    for (int run = 0; run < kRuns; ++run) {
+      const absl::Time begin = absl::Now();
+      attention.Run(q, 0, items, shape);
+      least = std::min(least, absl::Now() - begin);
+    }
+    timings.push_back({kernel, absl::ToDoubleMicroseconds(least)});
+  }
+  std::sort(timings.begin(), timings.end(),
+            [](const auto& a, const auto& b) { return a.microseconds < b.microseconds; });
+  return timings;
+}
+
+}  // namespace epikv

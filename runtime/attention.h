@@ -1,0 +1,72 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "runtime/manifest.h"
+#include "runtime/sequence_cache.h"
+
+namespace epikv {
+
+// How one decode query attends. Chosen at start-up by measuring, never by the policy.
+enum class DecodeKernel {
+  kBatch,   // our loop, one call for all sequences' lanes
+  kFlash,   // the SDPA flash kernel, one call a sequence
+  kMatmul,  // a grouped matmul, softmax, matmul, a few calls a sequence
+};
+absl::string_view DecodeKernelName(DecodeKernel kernel);
+
+// One sequence's rows of a step, at one layer. Its K and V are already in the lanes.
+struct AttentionItem {
+  const SequenceCache* cache = nullptr;
+  int64_t row = 0;  // first row of q and out
+  int64_t num_rows = 0;
+  bool decode = false;  // one row, which sees every slot
+  // Per KV head: slots to read, the new rows included. Prefill: the new rows are the last.
+  absl::Span<const int64_t> used;
+};
+
+struct AttentionShape {
+  int64_t num_heads = 0, num_kv_heads = 0;
+  int64_t key_width = 0, value_width = 0;
+  double scale = 1;
+  at::ScalarType dtype = at::kFloat;
+  int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+// Attention of all items at one layer. Stateless but for scratch; engine thread.
+class Attention {
+ public:
+  explicit Attention(DecodeKernel decode) : decode_(decode) {}
+
+  // q [n, heads, key_width], rotated, contiguous -> out [n, heads, value_width].
+  at::Tensor Run(const at::Tensor& q, int64_t layer, absl::Span<const AttentionItem> items,
+                 const AttentionShape& shape) const;
+
+  // Probabilities of a decode item's query over each slot, averaged over the group, in fp32: of
+  // every KV head, one after another, `used` floats each.
+  void Rows(const at::Tensor& q, int64_t layer, const AttentionItem& item,
+            const AttentionShape& shape, absl::Span<float> rows) const;
+
+  DecodeKernel decode_kernel() const { return decode_; }
+
+ private:
+  const DecodeKernel decode_;
+};
+
+struct KernelTiming {
+  DecodeKernel kernel;
+  double microseconds = 0;  // of one layer, 8 sequences of 512 tokens; the least of several runs
+};
+
+// Times every kernel on this machine with the calling thread's team. Fastest first.
+std::vector<KernelTiming> MeasureDecodeKernels(const AttentionShape& shape);
+
+}  // namespace epikv

@@ -1,0 +1,471 @@
+#include "runtime/executor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "policies/policy.h"
+#include "runtime/kernels.h"
+#include "runtime/reason.h"
+#include "runtime/sampler.h"
+
+namespace epikv {
+namespace {
+
+// Charges the time of a scope to one stage.
+class StageTimer {
+ public:
+  StageTimer(StepStats& step, Stage stage) : step_(step), stage_(static_cast<int>(stage)) {}
+  ~StageTimer() {
+    step_.wall[stage_] += absl::Now() - wall_;
+    step_.cpu[stage_] += Cpu() - cpu_;
+  }
+  StageTimer(const StageTimer&) = delete;
+  StageTimer& operator=(const StageTimer&) = delete;
+
+ private:
+  static absl::Duration Cpu() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return absl::DurationFromTimespec(now);
+  }
+  StepStats& step_;
+  const int stage_;
+  const absl::Time wall_ = absl::Now();
+  const absl::Duration cpu_ = Cpu();
+};
+
+at::ScalarType ScalarTypeOf(DType dtype) {
+  return dtype == DType::kFloat32 ? at::kFloat : at::kBFloat16;
+}
+
+}  // namespace
+
+struct Executor::OpenSequence {
+  OpenSequence(KvPool& pool, SequenceId id, const Request& r, const ModelShape& shape)
+      : request(r), cache(pool, id, r, shape), tap(r.tap_layers, shape.hidden_size) {}
+
+  const Request& request;
+  SequenceCache cache;
+  ResidualTap tap;
+  LaneRowsOfStep attention_rows;
+  std::unique_ptr<PolicyState> state;  // null: the policy keeps none
+};
+
+// A work item while its forward runs.
+struct Executor::StepItem {
+  const WorkItem* work = nullptr;
+  OpenSequence* sequence = nullptr;
+  int64_t row = 0;                 // its first row in the forward
+  std::vector<int64_t> slots;      // [tables] that its first token takes
+  std::vector<int64_t> positions;  // [tables] RoPE position of its first token
+  std::vector<int64_t> used;       // [layers x kv_heads] slots that attention reads
+  at::Tensor logits;               // [num_outputs, vocab]
+
+  int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
+  bool wants_attention_rows() const {
+    return work->decode && sequence->request.traits.signals.Has(Signal::kAttentionRow);
+  }
+};
+
+namespace {
+
+// A sequence's cache as its policy sees it.
+template <class OpenSequence>
+class View final : public CacheView {
+ public:
+  View(OpenSequence& sequence, const KvPool& pool) : sequence_(sequence), pool_(pool) {}
+
+  int64_t num_layers() const override { return sequence_.cache.num_layers(); }
+  int64_t num_kv_heads() const override { return sequence_.cache.num_kv_heads(); }
+  int64_t prompt_tokens() const override {
+    return static_cast<int64_t>(sequence_.request.prompt.size());
+  }
+  int64_t newest() const override { return sequence_.cache.newest(); }
+  const Protection& protection() const override { return sequence_.request.protection; }
+  int64_t excess(int64_t layer, int64_t head) const override {
+    return sequence_.cache.Excess(sequence_.cache.TableOf(layer, head));
+  }
+  absl::Span<const int32_t> index(int64_t layer, int64_t head) const override {
+    return Table(layer, head).index();
+  }
+  absl::Span<float> column(int64_t place, int64_t layer, int64_t head) override {
+    return Table(layer, head).column(place);
+  }
+  at::Tensor keys(int64_t layer, int64_t head) const override {
+    return at::from_blob(sequence_.cache.Lane(layer, head).keys,
+                         {Table(layer, head).used(), pool_.key_width()},
+                         at::TensorOptions().dtype(pool_.dtype()));
+  }
+  at::Tensor values(int64_t layer, int64_t head) const override {
+    return at::from_blob(sequence_.cache.Lane(layer, head).values,
+                         {Table(layer, head).used(), pool_.value_width()},
+                         at::TensorOptions().dtype(pool_.dtype()));
+  }
+
+ private:
+  SlotTable& Table(int64_t layer, int64_t head) const {
+    return sequence_.cache.table(sequence_.cache.TableOf(layer, head));
+  }
+  OpenSequence& sequence_;
+  const KvPool& pool_;
+};
+
+EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims, const SequenceCache& cache,
+                      Granularity granularity) {
+  EvictionTrace trace{.at_token = cache.newest()};
+  for (size_t t = 0; t < victims.size(); ++t) {
+    if (victims[t].empty()) continue;
+    EvictionTrace::Victims of{.index = victims[t]};
+    const int64_t table = static_cast<int64_t>(t);
+    if (granularity == Granularity::kLayer) of.layer = table;
+    if (granularity == Granularity::kHead) {
+      of.layer = table / cache.num_kv_heads();
+      of.head = table % cache.num_kv_heads();
+    }
+    trace.victims.push_back(std::move(of));
+  }
+  return trace;
+}
+
+}  // namespace
+
+Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
+    : model_(std::move(model)),
+      options_(options),
+      shape_(ShapeOf(model_->manifest())),
+      attention_(options.decode_kernel),
+      pool_(options.pool_rows, shape_.key_width, shape_.value_width,
+            ScalarTypeOf(model_->manifest().dtype)),
+      taps_(shape_.num_layers) {
+  const Manifest& manifest = model_->manifest();
+  for (const Rope& rope : manifest.ropes) ropes_.emplace_back(rope, manifest.context_length);
+}
+
+Executor::~Executor() = default;
+
+absl::Status Executor::Open(SequenceId id, const Request& request) {
+  try {
+    auto sequence = std::make_unique<OpenSequence>(pool_, id, request, shape_);
+    if (request.traits.evicts) {
+      sequence->state =
+          request.policy->NewState({.prompt_tokens = static_cast<int64_t>(request.prompt.size()),
+                                    .budget = request.budget,
+                                    .seed = request.sampling.seed,
+                                    .protection = request.protection});
+    }
+    open_[id] = std::move(sequence);
+    return absl::OkStatus();
+  } catch (const std::exception& e) {
+    return absl::InternalError(absl::StrCat("the request could not be opened: ", e.what()));
+  }
+}
+
+std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
+  std::vector<StepItem> step;
+  step.reserve(items.size());
+  for (const WorkItem& work : items) {
+    StepItem item{.work = &work, .sequence = open_.at(work.id).get()};
+    const SequenceCache& cache = item.sequence->cache;
+    for (int64_t t = 0; t < cache.num_tables(); ++t) {
+      item.slots.push_back(cache.table(t).NextSlot());
+      item.positions.push_back(cache.NextPosition(t, work.first));
+    }
+    for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+      for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
+        item.used.push_back(cache.table(cache.TableOf(layer, head)).UsedAfter(item.num_rows()));
+      }
+    }
+    if (item.wants_attention_rows()) {
+      item.sequence->attention_rows.Resize(item.used, shape_.num_kv_heads);
+    }
+    step.push_back(std::move(item));
+  }
+  return step;
+}
+
+absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const WorkItem> items) {
+  times_ = StepStats();
+  std::vector<StepItem> step = Prepare(items);
+  try {
+    // Without --deterministic one forward holds all rows.
+    size_t begin = 0;
+    while (begin < step.size()) {
+      size_t end = begin;
+      int64_t rows = 0;
+      while (end < step.size() &&
+             (!options_.deterministic || rows + step[end].num_rows() <= kDeterministicRows)) {
+        step[end].row = rows;
+        rows += step[end++].num_rows();
+      }
+      RunModel(absl::MakeSpan(step).subspan(begin, end - begin));
+      begin = end;
+    }
+  } catch (const std::exception& e) {
+    return absl::InternalError(e.what());
+  }
+  std::vector<ForwardOutcome> outcomes;
+  const StageTimer timer(times_, Stage::kSample);
+  for (StepItem& item : step) outcomes.push_back(Finish(item));
+  return outcomes;
+}
+
+void Executor::RunModel(absl::Span<StepItem> items) {
+  std::vector<int64_t> tokens, positions, last;
+  for (const StepItem& item : items) {
+    for (int64_t i = 0; i < item.num_rows(); ++i) {
+      tokens.push_back(item.work->tokens[i]);
+      positions.push_back(item.positions.front() + i);
+    }
+    for (int64_t i = item.work->num_outputs; i > 0; --i) {
+      last.push_back(item.row + item.num_rows() - i);
+    }
+  }
+  const size_t num_last = last.size();
+  if (options_.deterministic) {  // a product's bits depend on its number of rows
+    tokens.resize(kDeterministicRows);
+    positions.resize(kDeterministicRows);
+    last.resize(kDeterministicRows);
+  }
+  for (std::vector<Tap>& taps : taps_) taps.clear();
+  for (StepItem& item : items) {
+    const std::vector<int64_t>& layers = item.sequence->tap.layers();
+    for (size_t place = 0; place < layers.size(); ++place) {
+      taps_[layers[place]].push_back({&item, static_cast<int64_t>(place)});
+    }
+  }
+  running_ = items;
+  const at::Tensor logits =
+      model_->Forward(at::tensor(tokens, at::kLong), at::tensor(positions, at::kLong),
+                      at::tensor(last, at::kLong), *this);
+  running_ = {};
+  int64_t row = 0;
+  for (StepItem& item : items) {
+    item.logits = logits.narrow(0, row, item.work->num_outputs).contiguous();
+    row += item.work->num_outputs;
+  }
+  TORCH_CHECK(row == static_cast<int64_t>(num_last), "logits rows do not match the batch");
+}
+
+at::Tensor Executor::Block(const at::Tensor& residual, int64_t layer) {
+  // Entering block `layer` is the residual after block layer - 1.
+  if (layer == 0 || taps_[layer - 1].empty()) return residual;
+  const StageTimer timer(times_, Stage::kTaps);
+  const at::Tensor rows = residual.contiguous();
+  const bool bfloat16 = rows.scalar_type() == at::kBFloat16;
+  const char* const data = static_cast<const char*>(rows.const_data_ptr());
+  const int64_t row_bytes = shape_.hidden_size * static_cast<int64_t>(rows.element_size());
+  for (const Tap& tap : taps_[layer - 1]) {
+    const int64_t row = tap.item->row + tap.item->num_rows() - 1;
+    tap.item->sequence->tap.Take(tap.place, data + row * row_bytes, bfloat16);
+  }
+  return residual;
+}
+
+at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                               const at::Tensor& normed, int64_t layer) {
+  const LayerFacts& facts = model_->manifest().layers[layer];
+  const AttentionShape shape{.num_heads = shape_.num_heads,
+                             .num_kv_heads = shape_.num_kv_heads,
+                             .key_width = shape_.key_width,
+                             .value_width = shape_.value_width,
+                             .scale = facts.scale,
+                             .dtype = pool_.dtype()};
+  // Padding rows of deterministic mode stay zero and are attended by nobody.
+  at::Tensor rotated = options_.deterministic ? at::zeros_like(q, at::MemoryFormat::Contiguous)
+                                              : at::empty_like(q, at::MemoryFormat::Contiguous);
+  Append(running_, q.contiguous(), k.contiguous(), v.contiguous(), layer, rotated);
+
+  std::vector<AttentionItem> items;
+  items.reserve(running_.size());
+  for (const StepItem& item : running_) {
+    items.push_back({.cache = &item.sequence->cache,
+                     .row = item.row,
+                     .num_rows = item.num_rows(),
+                     .decode = item.work->decode,
+                     .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
+                                                                    shape_.num_kv_heads)});
+  }
+  at::Tensor out = attention_.Run(rotated, layer, items, shape);
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (!running_[i].wants_attention_rows()) continue;
+    const StageTimer timer(times_, Stage::kTaps);
+    attention_.Rows(rotated, layer, items[i], shape,
+                    running_[i].sequence->attention_rows.layer(layer));
+  }
+  return out;
+}
+
+// Rotates queries into `rotated`, and writes rotated keys and values into the slots the step takes.
+void Executor::Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
+                      const at::Tensor& v, int64_t layer, at::Tensor& rotated) {
+  const RopeTable& rope = ropes_[model_->manifest().layers[layer].rope];
+  const bool bfloat16 = pool_.dtype() == at::kBFloat16;
+  const int64_t kv_heads = shape_.num_kv_heads, group = shape_.num_heads / kv_heads;
+  const int64_t key_bytes = pool_.key_bytes(), value_bytes = pool_.value_bytes();
+  const char* const q_data = static_cast<const char*>(q.const_data_ptr());
+  const char* const k_data = static_cast<const char*>(k.const_data_ptr());
+  const char* const v_data = static_cast<const char*>(v.const_data_ptr());
+  char* const out_data = static_cast<char*>(rotated.mutable_data_ptr());
+  auto rotate = [&](const char* in, char* out, const float* cos_sin) {
+    Rotate(in, out, shape_.key_width, rope.half(), rope.interleaved(), cos_sin, bfloat16);
+  };
+  for (const StepItem& item : items) {
+    const SequenceCache& cache = item.sequence->cache;
+    at::parallel_for(0, item.num_rows(), 16, [&](int64_t begin, int64_t end) {
+      for (int64_t head = 0; head < kv_heads; ++head) {
+        const int64_t table = cache.TableOf(layer, head);
+        const LaneRows lane = cache.Lane(layer, head);
+        for (int64_t i = begin; i < end; ++i) {
+          const float* const cos_sin = rope.at(item.positions[table] + i);
+          const int64_t slot = item.slots[table] + i;
+          const int64_t kv_row = (item.row + i) * kv_heads + head;
+          rotate(k_data + kv_row * key_bytes, lane.keys + slot * key_bytes, cos_sin);
+          std::memcpy(lane.values + slot * value_bytes, v_data + kv_row * value_bytes, value_bytes);
+          const int64_t q_row = (item.row + i) * shape_.num_heads + head * group;
+          for (int64_t g = 0; g < group; ++g) {
+            rotate(q_data + (q_row + g) * key_bytes, out_data + (q_row + g) * key_bytes, cos_sin);
+          }
+        }
+      }
+    });
+  }
+}
+
+// Commits one item and takes its output tokens.
+ForwardOutcome Executor::Finish(StepItem& item) {
+  const WorkItem& work = *item.work;
+  OpenSequence& sequence = *item.sequence;
+  sequence.cache.Append(work.first, item.num_rows());
+  sequence.tap.Commit(work.decode);
+
+  ForwardOutcome outcome;
+  if (sequence.request.output.residual_steps) {
+    const absl::Span<const float> steps = sequence.tap.steps();
+    outcome.residual_steps.assign(steps.begin(), steps.end());
+  }
+  const int64_t vocab = item.logits.size(1);
+  for (int64_t i = 0; i < work.num_outputs; ++i) {
+    const absl::Span<const float> logits(item.logits.const_data_ptr<float>() + i * vocab, vocab);
+    const absl::StatusOr<int32_t> chosen =
+        work.forced.empty()
+            ? Sample(logits, sequence.request.sampling, static_cast<uint64_t>(work.draw + i))
+            : Argmax(logits);
+    if (!chosen.ok()) {
+      outcome.status = chosen.status();
+      return outcome;
+    }
+    OutputToken output{.token = work.forced.empty() ? *chosen : work.forced[i]};
+    output.greedy = !work.forced.empty() && output.token == *chosen;
+    if (!work.forced.empty() || sequence.request.output.logprobs) {
+      const absl::StatusOr<float> logprob = LogProb(logits, output.token);
+      if (!logprob.ok()) {
+        outcome.status = logprob.status();
+        return outcome;
+      }
+      output.logprob = *logprob;
+    }
+    outcome.outputs.push_back(output);
+  }
+  return outcome;
+}
+
+std::vector<SettleOutcome> Executor::Settle(absl::Span<const WorkItem> items) {
+  std::vector<SettleOutcome> outcomes;
+  outcomes.reserve(items.size());
+  for (const WorkItem& item : items) {
+    // One policy call a sequence: whatever it throws has exactly one owner.
+    try {
+      outcomes.push_back(SettleOne(*open_.at(item.id), item));
+    } catch (const std::exception& e) {
+      outcomes.push_back(
+          {.status = absl::InternalError(
+               absl::StrCat("policy '", item.request->spec->name.data(), "' failed: ", e.what()))});
+    }
+  }
+  return outcomes;
+}
+
+SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) {
+  const Request& request = sequence.request;
+  SettleOutcome outcome;
+  if (request.traits.evicts) {
+    View<OpenSequence> view(sequence, pool_);
+    {
+      const StageTimer timer(times_, Stage::kObserve);
+      const std::vector<float> steps = sequence.tap.StepsOf(request.traits.residual_layers);
+      SequenceStep step{.state = sequence.state.get(),
+                        .cache = view,
+                        .phase = item.decode ? Phase::kDecode : Phase::kPrefill,
+                        .first = item.first,
+                        .count = static_cast<int64_t>(item.tokens.size()),
+                        .signals = {.residual_step = steps}};
+      if (item.decode && request.traits.signals.Has(Signal::kAttentionRow)) {
+        step.signals.attention = &sequence.attention_rows;
+      }
+      request.policy->Observe({&step, 1});
+    }
+    // Rounds in prefill are at fixed places and end at the budget; at decode they allow slack.
+    const bool in_prefill = item.evicts_prefill &&
+                            (request.traits.prompt != PromptEviction::kAtEnd || item.ends_prefill);
+    const int64_t slack = item.decode ? request.traits.slack : 0;
+    if ((item.decode || in_prefill) && sequence.cache.OverBudget(slack)) {
+      EvictionTask task{.state = sequence.state.get(), .cache = view};
+      std::vector<Eviction> answers = request.policy->Evict({&task, 1});
+      TORCH_CHECK(answers.size() == 1, "the policy gave ", answers.size(), " answers to one task");
+      Eviction& eviction = answers.front();
+      if (!eviction.status.ok()) return {.status = std::move(eviction.status)};
+      absl::StatusOr<int64_t> entries = sequence.cache.Evict(eviction.victims, item.decode);
+      if (!entries.ok()) return {.status = entries.status()};
+      outcome.evicted_entries = *entries;
+      if (request.output.kv_trace) {
+        outcome.trace = TraceOf(eviction.victims, sequence.cache, request.traits.granularity);
+      }
+    }
+  }
+  if (item.ends_prefill) sequence.cache.ShrinkToDecode();
+  return outcome;
+}
+
+CacheFacts Executor::Facts(SequenceId id) const {
+  const auto found = open_.find(id);
+  if (found == open_.end()) return {};  // Open failed
+  const SequenceCache& cache = found->second->cache;
+  CacheFacts facts{.entries = cache.entries(),
+                   .peak_entries = cache.peak_entries(),
+                   .bytes = cache.bytes(),
+                   .peak_bytes = cache.peak_bytes()};
+  if (found->second->request.output.kept) facts.kept = cache.KeptIndexes();
+  return facts;
+}
+
+void Executor::Close(SequenceId id) { open_.erase(id); }
+
+int64_t Executor::used_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& [id, sequence] : open_) bytes += sequence->cache.bytes();
+  return bytes;
+}
+
+void Executor::AddStageTimes(StepStats& step) const {
+  auto charge = [&](Stage part, std::optional<Stage> whole) {
+    const int p = static_cast<int>(part);
+    step.wall[p] += times_.wall[p];
+    step.cpu[p] += times_.cpu[p];
+    if (!whole.has_value()) return;
+    const int w = static_cast<int>(*whole);
+    step.wall[w] -= times_.wall[p];
+    step.cpu[w] -= times_.cpu[p];
+  };
+  charge(Stage::kTaps, std::nullopt);
+  charge(Stage::kSample, Stage::kForward);
+  charge(Stage::kObserve, Stage::kEvict);
+}
+
+}  // namespace epikv

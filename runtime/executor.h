@@ -1,0 +1,80 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "runtime/attention.h"
+#include "runtime/kv_pool.h"
+#include "runtime/model.h"
+#include "runtime/operators.h"
+#include "runtime/rope_table.h"
+#include "runtime/signals.h"
+#include "runtime/step_executor.h"
+
+namespace epikv {
+
+struct ExecutorOptions {
+  int64_t pool_rows = 0;
+  DecodeKernel decode_kernel = DecodeKernel::kBatch;
+  // Forwards of exactly kDeterministicRows rows, so that a row's bits do not depend on the others.
+  bool deterministic = false;
+};
+inline constexpr int64_t kDeterministicRows = 16;
+
+// Runs steps on a Model: builds the packed batch, answers the model's two operators from the lanes,
+// commits, samples, and lets policies observe and evict. Engine thread.
+class Executor final : public StepExecutor, private ForwardHooks {
+ public:
+  Executor(std::unique_ptr<Model> model, ExecutorOptions options);
+  ~Executor() override;
+
+  absl::Status Open(SequenceId id, const Request& request) override;
+  absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override;
+  std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override;
+  CacheFacts Facts(SequenceId id) const override;
+  void Close(SequenceId id) override;
+  int64_t used_bytes() const override;
+  void AddStageTimes(StepStats& step) const override;
+
+  const KvPool& pool() const { return pool_; }
+  const Model& model() const { return *model_; }
+
+ private:
+  struct OpenSequence;
+  struct StepItem;
+  struct Tap {
+    StepItem* item = nullptr;
+    int64_t place = 0;  // in the sequence's ResidualTap
+  };
+
+  at::Tensor Block(const at::Tensor& residual, int64_t layer) override;
+  at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const at::Tensor& normed, int64_t layer) override;
+
+  std::vector<StepItem> Prepare(absl::Span<const WorkItem> items);
+  // Runs the model over consecutive items and leaves their logits with them.
+  void RunModel(absl::Span<StepItem> items);
+  void Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
+              const at::Tensor& v, int64_t layer, at::Tensor& rotated);
+  ForwardOutcome Finish(StepItem& item);
+  SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);
+
+  const std::unique_ptr<Model> model_;
+  const ExecutorOptions options_;
+  const ModelShape shape_;
+  std::vector<RopeTable> ropes_;
+  const epikv::Attention attention_;
+  KvPool pool_;
+  absl::flat_hash_map<SequenceId, std::unique_ptr<OpenSequence>> open_;
+
+  // The forward that runs.
+  absl::Span<StepItem> running_;
+  std::vector<std::vector<Tap>> taps_;  // by block number
+  StepStats times_;                     // of the last step's parts
+};
+
+}  // namespace epikv

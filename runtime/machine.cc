@@ -1,0 +1,85 @@
+#include "runtime/machine.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <fstream>
+#include <limits>
+#include <optional>
+#include <string>
+
+namespace epikv {
+namespace {
+
+constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+
+// The first whitespace-separated words of a file; nothing if it cannot be read.
+std::optional<std::pair<std::string, std::string>> FirstWords(const std::string& path) {
+  std::ifstream file(path);
+  std::pair<std::string, std::string> words;
+  if (!(file >> words.first)) return std::nullopt;
+  file >> words.second;
+  return words;
+}
+
+int64_t NumberIn(const std::string& path) {
+  const auto words = FirstWords(path);
+  if (!words.has_value() || words->first == "max") return kUnlimited;
+  return std::stoll(words->first);
+}
+
+// The folder of this process's cgroup in the v2 hierarchy; containers see theirs as the root.
+std::string CgroupFolder() {
+  std::ifstream file("/proc/self/cgroup");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("0::", 0) != 0) continue;
+    const std::string folder = "/sys/fs/cgroup" + line.substr(3);
+    if (std::ifstream(folder + "/cgroup.controllers")) return folder;
+  }
+  return "/sys/fs/cgroup";
+}
+
+int64_t QuotaOfCgroup() {
+  if (const auto words = FirstWords(CgroupFolder() + "/cpu.max"); words.has_value()) {
+    if (words->first == "max") return kUnlimited;
+    return std::stoll(words->first) / std::stoll(words->second);
+  }
+  const int64_t quota = NumberIn("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
+  const int64_t period = NumberIn("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+  if (quota == kUnlimited || quota <= 0 || period == kUnlimited) return kUnlimited;
+  return quota / period;
+}
+
+int64_t MemoryLeftInCgroup() {
+  const std::string folder = CgroupFolder();
+  int64_t limit = NumberIn(folder + "/memory.max");
+  int64_t used = NumberIn(folder + "/memory.current");
+  if (limit == kUnlimited) {
+    limit = NumberIn("/sys/fs/cgroup/memory/memory.limit_in_bytes");
+    used = NumberIn("/sys/fs/cgroup/memory/memory.usage_in_bytes");
+  }
+  if (limit == kUnlimited || used == kUnlimited) return kUnlimited;
+  return std::max<int64_t>(0, limit - used);
+}
+
+int64_t MemoryAvailable() {
+  std::ifstream file("/proc/meminfo");
+  std::string name, unit;
+  for (int64_t kilobytes; file >> name >> kilobytes; std::getline(file, unit)) {
+    if (name == "MemAvailable:") return kilobytes * 1024;
+  }
+  return kUnlimited;
+}
+
+}  // namespace
+
+int64_t CpuQuota() {
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  const int64_t affinity = sched_getaffinity(0, sizeof(mask), &mask) == 0 ? CPU_COUNT(&mask) : 1;
+  return std::max<int64_t>(1, std::min(affinity, QuotaOfCgroup()));
+}
+
+int64_t AvailableMemoryBytes() { return std::min(MemoryAvailable(), MemoryLeftInCgroup()); }
+
+}  // namespace epikv

@@ -1,0 +1,194 @@
+#include "runtime/runtime.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "policies/registry.h"
+#include "runtime/admission.h"
+#include "runtime/attention.h"
+#include "runtime/executor.h"
+#include "runtime/machine.h"
+#include "runtime/model.h"
+
+namespace epikv {
+namespace {
+
+// Stands in for lanes and taps where only the model itself is to run.
+class NullHooks final : public ForwardHooks {
+ public:
+  at::Tensor Block(const at::Tensor& residual, int64_t) override { return residual; }
+  at::Tensor Attention(const at::Tensor& q, const at::Tensor&, const at::Tensor& v,
+                       const at::Tensor&, int64_t) override {
+    return at::zeros({q.size(0), q.size(1), v.size(2)}, q.options());
+  }
+};
+
+// The model's scratch for the largest step is taken now, so that the pool is sized from what is
+// left.
+void TouchScratch(const Model& model, int64_t rows) {
+  NullHooks hooks;
+  const at::Tensor ids = at::zeros({rows}, at::kLong);
+  model.Forward(ids, ids, ids, hooks);
+}
+
+absl::Status CheckSupported(const Manifest& manifest) {
+  for (size_t l = 0; l < manifest.layers.size(); ++l) {
+    const LayerFacts& layer = manifest.layers[l];
+    if (layer.window.has_value() || layer.soft_cap.has_value()) {
+      return absl::UnimplementedError(absl::StrCat(
+          "manifest.layers[", l, "]: ", layer.window.has_value() ? "window" : "soft_cap",
+          " is not supported yet"));
+    }
+    if (layer.key_width != layer.value_width) {
+      return absl::UnimplementedError(
+          absl::StrCat("manifest.layers[", l, "]: value_width must equal key_width"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<DecodeKernel> ChooseKernel(const std::string& asked, const AttentionShape& shape,
+                                          std::vector<std::string>& description) {
+  const std::vector<KernelTiming> timings = MeasureDecodeKernels(shape);
+  std::string line = "decode kernels, microseconds a layer at 8 x 512 tokens:";
+  for (const KernelTiming& t : timings) {
+    absl::StrAppendFormat(&line, " %s %.0f", DecodeKernelName(t.kernel), t.microseconds);
+  }
+  std::optional<DecodeKernel> chosen;
+  if (asked == "auto") chosen = timings.front().kernel;
+  for (const KernelTiming& t : timings) {
+    if (asked == DecodeKernelName(t.kernel)) chosen = t.kernel;
+  }
+  if (!chosen.has_value()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("decode_kernel '", asked,
+                     "' is none of auto, batch, flash, matmul, or not for this model"));
+  }
+  description.push_back(absl::StrCat(line, "; using ", DecodeKernelName(*chosen)));
+  return *chosen;
+}
+
+// Runs every batch size once, so that no request pays for the kernels' first calls.
+absl::Status WarmUp(Executor& executor, const Admission& admission, const RuntimeOptions& options) {
+  const int64_t room =
+      admission.limits().kv_capacity_bytes * 9 / 10 / admission.kv_bytes_per_token();
+  const int64_t chunk = options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens;
+  RequestOptions asked;  // under `full`; no client sent it
+  asked.prompt.assign(
+      std::max<int64_t>(1, std::min({chunk, admission.manifest().context_length - 2, room - 2})),
+      0);
+  asked.stop.max_output_tokens = 2;
+  auto resolved = admission.Resolve(std::move(asked));
+  if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the KV pool is too small to run anything: ", rejection->message));
+  }
+  const Request& request = std::get<Request>(resolved);
+  const int64_t fits = admission.limits().kv_capacity_bytes / request.demand.peak_bytes();
+  const int64_t largest = std::min({fits, options.max_running_requests, int64_t{64}});
+  for (int64_t size = 1; size <= largest; size *= 2) {
+    std::vector<WorkItem> prefill, decode;
+    const std::vector<int32_t> token = {0};
+    for (int64_t s = 0; s < size; ++s) {
+      const SequenceId id{-1 - s};
+      if (absl::Status status = executor.Open(id, request); !status.ok()) return status;
+      WorkItem item{.id = id, .request = &request, .tokens = request.prompt, .num_outputs = 1};
+      item.ends_prefill = item.evicts_prefill = true;
+      prefill.push_back(item);
+      decode.push_back({.id = id,
+                        .request = &request,
+                        .tokens = token,
+                        .first = static_cast<int64_t>(request.prompt.size()),
+                        .decode = true,
+                        .num_outputs = 1});
+    }
+    // Prompts one by one: a step never holds this many of them.
+    for (const WorkItem& item : prefill) {
+      if (auto outcome = executor.Forward({&item, 1}); !outcome.ok()) return outcome.status();
+      executor.Settle({&item, 1});
+    }
+    auto outcome = executor.Forward(decode);
+    if (!outcome.ok()) return outcome.status();
+    executor.Settle(decode);
+    for (const WorkItem& item : decode) executor.Close(item.id);
+  }
+  return absl::OkStatus();
+}
+
+std::string Megabytes(int64_t bytes) { return absl::StrFormat("%.1f MB", bytes / 1e6); }
+
+}  // namespace
+
+absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
+  auto progress = [&](absl::string_view stage) {
+    if (options.progress) options.progress(stage);
+  };
+  LoadedModel loaded;
+  loaded.threads = options.threads > 0 ? options.threads : std::max<int64_t>(1, CpuQuota() - 1);
+  at::set_num_threads(static_cast<int>(loaded.threads));
+
+  progress("loading the model");
+  absl::StatusOr<std::unique_ptr<Model>> model = LoadTorchScript(options.model_path);
+  if (!model.ok()) return model.status();
+  loaded.manifest = (*model)->manifest();
+  loaded.tokenizer_json = (*model)->tokenizer_json();
+  loaded.policies = AllPolicies();
+  loaded.description.push_back(
+      absl::StrCat((*model)->description(), ", weights ", Megabytes((*model)->weight_bytes())));
+  if (absl::Status status = CheckSupported(loaded.manifest); !status.ok()) return status;
+
+  progress("taking memory");
+  TouchScratch(**model, options.deterministic ? kDeterministicRows : options.max_step_tokens);
+  const int64_t available = AvailableMemoryBytes();
+  loaded.kv_capacity_bytes =
+      options.kv_pool_bytes > 0
+          ? options.kv_pool_bytes
+          : static_cast<int64_t>(options.kv_memory_share * static_cast<double>(available));
+  const Admission admission(loaded.manifest, loaded.policies,
+                            {.kv_capacity_bytes = loaded.kv_capacity_bytes,
+                             .prefill_chunk_tokens = options.prefill_chunk_tokens});
+  const int64_t token_bytes = admission.kv_bytes_per_token();
+  const int64_t lanes = admission.shape().num_layers * admission.shape().num_kv_heads;
+  const int64_t pool_rows = loaded.kv_capacity_bytes / (token_bytes / lanes);
+  loaded.description.push_back(absl::StrCat("KV pool ", Megabytes(loaded.kv_capacity_bytes), " of ",
+                                            Megabytes(available),
+                                            " available = ", loaded.kv_capacity_bytes / token_bytes,
+                                            " tokens of ", token_bytes, " bytes"));
+
+  progress("measuring kernels");
+  const ModelShape& shape = admission.shape();
+  absl::StatusOr<DecodeKernel> kernel =
+      ChooseKernel(options.decode_kernel,
+                   {.num_heads = shape.num_heads,
+                    .num_kv_heads = shape.num_kv_heads,
+                    .key_width = shape.key_width,
+                    .value_width = shape.value_width,
+                    .scale = loaded.manifest.layers.front().scale,
+                    .dtype = loaded.manifest.dtype == DType::kFloat32 ? at::kFloat : at::kBFloat16},
+                   loaded.description);
+  if (!kernel.ok()) return kernel.status();
+  loaded.decode_kernel = std::string(DecodeKernelName(*kernel));
+
+  progress("warming up");
+  auto executor = std::make_unique<Executor>(
+      *std::move(model), ExecutorOptions{.pool_rows = pool_rows,
+                                         .decode_kernel = *kernel,
+                                         .deterministic = options.deterministic});
+  if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
+  loaded.executor = std::move(executor);
+  loaded.on_engine_thread_start = [threads = loaded.threads] {
+    at::set_num_threads(static_cast<int>(threads));
+  };
+  loaded.description.push_back(absl::StrCat("engine threads ", loaded.threads,
+                                            options.deterministic ? ", deterministic" : ""));
+  return loaded;
+} catch (const std::exception& e) {
+  return absl::InternalError(absl::StrCat("loading failed: ", e.what()));
+}
+
+}  // namespace epikv

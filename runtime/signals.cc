@@ -1,0 +1,61 @@
+#include "runtime/signals.h"
+
+#include <algorithm>
+
+#include "runtime/kernels.h"
+
+namespace epikv {
+
+ResidualTap::ResidualTap(std::vector<int64_t> layers, int64_t hidden_size)
+    : layers_(std::move(layers)),
+      hidden_size_(hidden_size),
+      before_(layers_.size() * hidden_size),
+      taken_(before_.size()),
+      steps_(layers_.size()),
+      taken_steps_(layers_.size()) {}
+
+void ResidualTap::Take(int64_t place, const void* residual, bool bfloat16) {
+  const int64_t at = place * hidden_size_;
+  taken_steps_[place] =
+      StepNorm(residual, before_.data() + at, taken_.data() + at, hidden_size_, bfloat16);
+}
+
+void ResidualTap::Commit(bool decode) {
+  before_.swap(taken_);
+  steps_.swap(taken_steps_);
+  decode_ = decode && any_;
+  any_ = true;
+}
+
+absl::Span<const float> ResidualTap::steps() const {
+  return decode_ ? absl::MakeConstSpan(steps_) : absl::Span<const float>();
+}
+
+std::vector<float> ResidualTap::StepsOf(absl::Span<const int64_t> layers) const {
+  std::vector<float> of;
+  if (!decode_) return of;
+  of.reserve(layers.size());
+  for (int64_t layer : layers) {
+    of.push_back(steps_[std::lower_bound(layers_.begin(), layers_.end(), layer) - layers_.begin()]);
+  }
+  return of;
+}
+
+void LaneRowsOfStep::Resize(absl::Span<const int64_t> used, int64_t num_kv_heads) {
+  num_kv_heads_ = num_kv_heads;
+  starts_.assign(1, 0);
+  for (int64_t slots : used) starts_.push_back(starts_.back() + slots);
+  rows_.resize(starts_.back());
+}
+
+absl::Span<float> LaneRowsOfStep::layer(int64_t layer) {
+  const int64_t begin = starts_[layer * num_kv_heads_], end = starts_[(layer + 1) * num_kv_heads_];
+  return absl::MakeSpan(rows_).subspan(begin, end - begin);
+}
+
+absl::Span<const float> LaneRowsOfStep::at(int64_t layer, int64_t head) const {
+  const int64_t lane = layer * num_kv_heads_ + head;
+  return absl::MakeConstSpan(rows_).subspan(starts_[lane], starts_[lane + 1] - starts_[lane]);
+}
+
+}  // namespace epikv

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "policies/signals.h"
+
+namespace epikv {
+
+// Measures how far the residual stream of one sequence moves between two of its tokens, after
+// chosen blocks: step^l_t = |h^l_t - h^l_{t-1}|_2 in fp32. The first output token's step starts
+// from the last prompt token. Engine thread.
+class ResidualTap {
+ public:
+  // layers: block numbers l, 0-based, ascending.
+  ResidualTap(std::vector<int64_t> layers, int64_t hidden_size);
+
+  const std::vector<int64_t>& layers() const { return layers_; }
+
+  // Takes h^l of the newest row of the step that runs. place: of l in layers(). residual:
+  // [hidden_size] elements.
+  void Take(int64_t place, const void* residual, bool bfloat16);
+  // The step is committed: what was taken is now "before".
+  void Commit(bool decode);
+
+  // [layers], of the last committed step; empty if that was prefill.
+  absl::Span<const float> steps() const;
+  // The same for some of the layers, in their order.
+  std::vector<float> StepsOf(absl::Span<const int64_t> layers) const;
+
+ private:
+  const std::vector<int64_t> layers_;
+  const int64_t hidden_size_;
+  bool any_ = false;  // `before_` holds a token
+  bool decode_ = false;
+  std::vector<float> before_, taken_;       // [layers, hidden_size]
+  std::vector<float> steps_, taken_steps_;  // [layers]
+};
+
+// Attention rows of one sequence's decode query, lane by lane.
+class LaneRowsOfStep final : public Signals::AttentionRow {
+ public:
+  // used: slots of each lane, [layers x kv_heads].
+  void Resize(absl::Span<const int64_t> used, int64_t num_kv_heads);
+  absl::Span<float> layer(int64_t layer);  // its heads, one after another
+  absl::Span<const float> at(int64_t layer, int64_t head) const override;
+
+ private:
+  int64_t num_kv_heads_ = 0;
+  std::vector<int64_t> starts_;  // [lanes + 1]
+  std::vector<float> rows_;
+};
+
+}  // namespace epikv
