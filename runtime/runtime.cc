@@ -73,51 +73,58 @@ absl::StatusOr<DecodeKernel> ChooseKernel(const std::string& asked, const Attent
   return *chosen;
 }
 
-// Runs every batch size once, so that no request pays for the kernels' first calls.
+// Runs `size` sequences through prefill, one by one, and one decode step together.
+absl::Status RunOnce(Executor& executor, const Request& request, int64_t size) {
+  const std::vector<int32_t> token = {0};
+  std::vector<WorkItem> decode;
+  for (int64_t s = 0; s < size; ++s) {
+    const SequenceId id{-1 - s};
+    if (absl::Status status = executor.Open(id, request); !status.ok()) return status;
+    const WorkItem prefill{.id = id,
+                           .request = &request,
+                           .tokens = request.prompt,
+                           .ends_prefill = true,
+                           .evicts_prefill = true,
+                           .num_outputs = 1};
+    if (auto outcome = executor.Forward({&prefill, 1}); !outcome.ok()) return outcome.status();
+    executor.Settle({&prefill, 1});
+    decode.push_back({.id = id,
+                      .request = &request,
+                      .tokens = token,
+                      .first = static_cast<int64_t>(request.prompt.size()),
+                      .decode = true,
+                      .num_outputs = 1});
+  }
+  if (auto outcome = executor.Forward(decode); !outcome.ok()) return outcome.status();
+  executor.Settle(decode);
+  for (const WorkItem& item : decode) executor.Close(item.id);
+  return absl::OkStatus();
+}
+
+// Runs a full prompt chunk and every batch size once, so that no request pays for first calls.
 absl::Status WarmUp(Executor& executor, const Admission& admission, const RuntimeOptions& options) {
-  const int64_t room =
-      admission.limits().kv_capacity_bytes * 9 / 10 / admission.kv_bytes_per_token();
-  const int64_t chunk = options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens;
-  RequestOptions asked;  // under `full`; no client sent it
-  asked.prompt.assign(
-      std::max<int64_t>(1, std::min({chunk, admission.manifest().context_length - 2, room - 2})),
-      0);
-  asked.stop.max_output_tokens = 2;
-  auto resolved = admission.Resolve(std::move(asked));
-  if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
+  const int64_t capacity = admission.limits().kv_capacity_bytes;
+  auto resolve = [&](int64_t prompt) {  // under `full`; no client sent it
+    RequestOptions asked;
+    asked.prompt.assign(std::max<int64_t>(1, prompt), 0);
+    asked.stop.max_output_tokens = 2;
+    return admission.Resolve(std::move(asked));
+  };
+  const auto least = resolve(1);
+  if (const auto* rejection = std::get_if<Rejection>(&least)) {
     return absl::FailedPreconditionError(
         absl::StrCat("the KV pool is too small to run anything: ", rejection->message));
   }
-  const Request& request = std::get<Request>(resolved);
-  const int64_t fits = admission.limits().kv_capacity_bytes / request.demand.peak_bytes();
+  const int64_t fits = capacity / std::get<Request>(least).demand.peak_bytes();
   const int64_t largest = std::min({fits, options.max_running_requests, int64_t{64}});
   for (int64_t size = 1; size <= largest; size *= 2) {
-    std::vector<WorkItem> prefill, decode;
-    const std::vector<int32_t> token = {0};
-    for (int64_t s = 0; s < size; ++s) {
-      const SequenceId id{-1 - s};
-      if (absl::Status status = executor.Open(id, request); !status.ok()) return status;
-      WorkItem item{.id = id, .request = &request, .tokens = request.prompt, .num_outputs = 1};
-      item.ends_prefill = item.evicts_prefill = true;
-      prefill.push_back(item);
-      decode.push_back({.id = id,
-                        .request = &request,
-                        .tokens = token,
-                        .first = static_cast<int64_t>(request.prompt.size()),
-                        .decode = true,
-                        .num_outputs = 1});
-    }
-    // Prompts one by one: a step never holds this many of them.
-    for (const WorkItem& item : prefill) {
-      if (auto outcome = executor.Forward({&item, 1}); !outcome.ok()) return outcome.status();
-      executor.Settle({&item, 1});
-    }
-    auto outcome = executor.Forward(decode);
-    if (!outcome.ok()) return outcome.status();
-    executor.Settle(decode);
-    for (const WorkItem& item : decode) executor.Close(item.id);
+    absl::Status status = RunOnce(executor, std::get<Request>(least), size);
+    if (!status.ok()) return status;
   }
-  return absl::OkStatus();
+  const int64_t chunk = options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens;
+  const auto longest = resolve(std::min(chunk, admission.manifest().context_length - 2));
+  if (!std::holds_alternative<Request>(longest)) return absl::OkStatus();  // a small pool
+  return RunOnce(executor, std::get<Request>(longest), 1);
 }
 
 std::string Megabytes(int64_t bytes) { return absl::StrFormat("%.1f MB", bytes / 1e6); }
