@@ -184,9 +184,7 @@ class WrongInputs(Tiny):
 class WrongOutput(Tiny):
     """forward returns a pair"""
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, last: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, token_ids: Tensor, positions: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         x = torch.ops.epikv.block(self.embed(token_ids), 0)
         x = self.first(x, 0)
         x = self.second(torch.ops.epikv.block(x, 1), 1)
@@ -330,7 +328,9 @@ def _write_files(out: Path, extra: dict[str, str]) -> dict[str, str]:
     (out / "truncated.pt").write_bytes(whole[: len(whole) * 2 // 3])
     (out / "empty.pt").write_bytes(b"")
     (out / "not_a_model.pt").write_bytes(b"not a model at all\n" * 64)
-    _rewrite_code(out / "valid.pt", out / "wrong_schema.pt", ", kv, kv, x, layer)", ", kv, kv, layer)")
+    _rewrite_code(
+        out / "valid.pt", out / "wrong_schema.pt", ", kv, kv, x, layer)", ", kv, kv, layer)"
+    )
     _rewrite_code(out / "valid.pt", out / "wrong_code.pt", "return", "retrun")
     return {
         "no_manifest": "there is no manifest.json",

@@ -1,0 +1,32 @@
+"""The tools around `epikvd`: client, command line, exporter, sample model, benches.
+
+The client's names live here; they load grpc on first use, so that the other parts need not have it.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "epikv.client": ("Client", "Stream"),
+    "epikv.errors": ("FieldViolation", "RpcError"),
+    "epikv.messages": (
+        "Accepted",
+        "Delta",
+        "Event",
+        "EvictionEvent",
+        "GenerateResult",
+        "Model",
+        "Policy",
+        "ScoreResponse",
+        "Summary",
+    ),
+    "epikv.options": ("Kv", "Output", "Sampling", "Stop"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'epikv' has no attribute '{name}'")
+    return getattr(import_module(_HOME_OF[name]), name)

@@ -1,4 +1,4 @@
-"""Reads a Llama-family directory in the Hugging Face layout, and refuses what would not be exact."""
+"""Reads a Llama-family directory in the Hugging Face layout; refuses what would not be exact."""
 
 import json
 from dataclasses import dataclass
@@ -145,7 +145,9 @@ def _check_shape(config: LlamaConfig) -> None:
         "max_position_embeddings",
     ):
         if getattr(config, name) < 1:
-            raise ExportError(f"config.json: {name} is {getattr(config, name)}; it must be positive")
+            raise ExportError(
+                f"config.json: {name} is {getattr(config, name)}; it must be positive"
+            )
     if config.num_attention_heads % config.num_key_value_heads:
         raise ExportError(
             f"config.json: num_attention_heads is {config.num_attention_heads}, which"
@@ -257,7 +259,9 @@ def _read_calibration(path: Path, num_layers: int) -> Calibration:
         raise ExportError(f"{path}: field {error} is missing or of the wrong type") from error
     for name, layer in (("a", result.layer_a), ("b", result.layer_b)):
         if not 0 <= layer < num_layers:
-            raise ExportError(f"{path}: layers.{name} is {layer}; the model has {num_layers} layers")
+            raise ExportError(
+                f"{path}: layers.{name} is {layer}; the model has {num_layers} layers"
+            )
     if result.sign not in (1, -1):
         raise ExportError(f"{path}: sign is {result.sign}; it must be 1 or -1")
     if result.window < 2:

@@ -11,6 +11,8 @@ from epikv.export.errors import ExportError
 from epikv.export.llama import build
 from epikv.export.manifest import Manifest
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # short names, for command lines
+
 
 def export(
     directory: Path,
@@ -41,7 +43,10 @@ def export(
             warnings.simplefilter("ignore", DeprecationWarning)
             torch.jit.script(module).save(
                 str(temporary),
-                _extra_files={"manifest.json": manifest.to_json(), "tokenizer.json": source.tokenizer},
+                _extra_files={
+                    "manifest.json": manifest.to_json(),
+                    "tokenizer.json": source.tokenizer,
+                },
             )
         del module
         report = _check(temporary, source.directory if check else None)

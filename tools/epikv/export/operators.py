@@ -75,7 +75,10 @@ def forward(
     """
     counts = [len(token_ids) for _, token_ids in batch]
     positions = torch.cat(
-        [torch.arange(len(cache), len(cache) + n) for (cache, _), n in zip(batch, counts)]
+        [
+            torch.arange(len(cache), len(cache) + n)
+            for (cache, _), n in zip(batch, counts, strict=True)
+        ]
     )
     token_ids = torch.tensor([token for _, ids in batch for token in ids])
     rows = torch.arange(len(token_ids)) if last is None else torch.tensor(last, dtype=torch.int64)
@@ -113,7 +116,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, normed: Tensor, layer: int) -> T
     rope = step.manifest.ropes[facts.rope]
     q, k = _rotate(q, rope, step.positions), _rotate(k, rope, step.positions)
     result = []
-    for cache, *new in zip(step.caches, *(t.split(step.counts) for t in (q, k, v))):
+    split = (t.split(step.counts) for t in (q, k, v))
+    for cache, *new in zip(step.caches, *split, strict=True):
         cache.keys[layer] = torch.cat([cache.keys[layer], new[1]])
         cache.values[layer] = torch.cat([cache.values[layer], new[2]])
         result.append(_attend(new[0], cache.keys[layer], cache.values[layer], facts))

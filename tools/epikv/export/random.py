@@ -8,9 +8,8 @@ from pathlib import Path
 import click
 
 from epikv.export import parity
-from epikv.export.cli import DTYPES
 from epikv.export.errors import ExportError
-from epikv.export.exporter import export
+from epikv.export.exporter import DTYPES, export
 from epikv.export.synthetic import write_directory
 
 

@@ -32,9 +32,7 @@ def random_model(
     """
     with tempfile.TemporaryDirectory() as directory:
         write_directory(config, Path(directory), dtype, seed)
-        export(
-            Path(directory), path, dtype=dtype, name=name, calibration=calibration, check=check
-        )
+        export(Path(directory), path, dtype=dtype, name=name, calibration=calibration, check=check)
 
 
 def write_directory(

@@ -1,20 +1,14 @@
-"""The `epikv export` command."""
+"""`epikv export`"""
 
-import sys
 from pathlib import Path
 
 import click
-
-from epikv.export.errors import ExportError
-from epikv.export.exporter import export
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @click.command("export")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("model", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Default: as stored.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: as stored.")
 @click.option("--name", help="What the daemon calls the model. Default: the directory's name.")
 @click.option(
     "--calibration",
@@ -35,6 +29,12 @@ def command(
     The file is compared with transformers before it appears: logits and greedy tokens.
     """
     try:
+        from epikv.export.exporter import DTYPES, ExportError, export
+    except ImportError as error:
+        raise click.ClickException(
+            f"{error}; install what export needs: pip install 'epikv[export]'"
+        ) from error
+    try:
         report = export(
             directory,
             model,
@@ -44,6 +44,6 @@ def command(
             check=check,
         )
     except (ExportError, OSError) as error:
-        sys.exit(f"epikv export: {error}")
+        raise click.ClickException(str(error)) from error
     click.echo(f"{model}: {model.stat().st_size / 1e6:.1f} MB")
     click.echo(report or "not compared with transformers")

@@ -1,0 +1,301 @@
+"""The Python client and the command line, against a stand-in for the daemon."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import fake_epikvd
+import grpc
+import pytest
+from click.testing import CliRunner, Result
+
+import epikv
+from epikv import (
+    Accepted,
+    Client,
+    Delta,
+    EvictionEvent,
+    Kv,
+    Output,
+    RpcError,
+    Sampling,
+    Stop,
+    Summary,
+)
+from epikv.bench import targets
+from epikv.cli import main
+from epikv.messages import MESSAGES
+from epikv.testing import Daemon, DaemonError
+from epikv.v1 import generation_pb2, kv_pb2
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[fake_epikvd.Fake]:
+    with fake_epikvd.serve() as fake:
+        yield fake
+
+
+@pytest.fixture
+def fake(server: fake_epikvd.Fake) -> fake_epikvd.Fake:
+    server.requests.clear()
+    server.ended.clear()
+    return server
+
+
+@pytest.fixture
+def client(fake: fake_epikvd.Fake) -> Iterator[Client]:
+    with Client(fake.address) as result:
+        yield result
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_dataclasses_mirror_the_messages(name: str) -> None:
+    descriptor = generation_pb2.DESCRIPTOR.pool.FindMessageTypeByName(name)
+    assert [f.name for f in fields(MESSAGES[name])] == [f.name for f in descriptor.fields]
+
+
+def test_all_public_names_load() -> None:
+    assert all(getattr(epikv, name) is not None for name in epikv.__all__)
+
+
+def test_streams_typed_events(client: Client) -> None:
+    events = list(client.generate("one two", output=Output(kv_trace=True)))
+    assert [type(event) for event in events] == [Accepted, Delta, Delta, EvictionEvent, Summary]
+    first, one, _, eviction, last = events
+    assert first.kv.policy_params == {"layer_a": 1, "ratio": 0.5}
+    assert isinstance(first.kv.policy_params["layer_a"], int)
+    assert first.kv.positions == "absolute"
+    assert (first.sampling.seed, first.sampling.temperature) == (5, None)
+    assert (one.text, one.token_ids, one.logprobs) == ("one ", [0], [-0.5])
+    assert (eviction.at_token, eviction.victims[0].layer, eviction.victims[0].head) == (12, 0, None)
+    assert eviction.victims[0].index == [4, 9]
+    assert (last.finish_reason, last.stop_string, last.stop_token_id) == (
+        "stop_string",
+        "end",
+        None,
+    )
+    assert (last.timings.time_to_first_token, last.timings.decode) == (0.25, 2.0)
+    assert last.timings.queue is None
+
+
+def test_sends_what_was_asked_and_nothing_else(client: Client, fake: fake_epikvd.Fake) -> None:
+    list(client.generate("x"))
+    list(
+        client.generate(
+            [4, 5],
+            kv=Kv(
+                policy="sliding",
+                budget=64,
+                params={"n": 3, "flag": True},
+                positions="compact",
+                protect_prompt=False,
+                recent_tokens=0,
+                protected_spans=[(2, 5)],
+            ),
+            sampling=Sampling(temperature=0.5, top_k=3),
+            stop=Stop(max_output_tokens=9, stop_strings=["a"], stop_token_ids=[1]),
+            output=Output(text=False, logprobs=True),
+            model="fake",
+            request_id="mine",
+        )
+    )
+    list(client.generate("x", kv=Kv(budget=0.25)))
+    plain, full, ratio = fake.requests
+    assert plain.WhichOneof("prompt") == "text" and plain.kv == kv_pb2.KvOptions()
+    assert plain.sampling == generation_pb2.SamplingParams()
+    assert plain.stop == generation_pb2.StopParams()
+    assert not plain.output.HasField("text")
+    assert full.token_ids.ids == [4, 5] and full.request_id == "mine" and full.model == "fake"
+    assert full.kv.WhichOneof("budget") == "max_tokens" and full.kv.max_tokens == 64
+    assert dict(full.kv.policy_params) == {"n": 3, "flag": True}
+    assert full.kv.positions == kv_pb2.POSITION_MODE_COMPACT
+    assert full.kv.HasField("protect_prompt") and not full.kv.protect_prompt
+    assert full.kv.HasField("recent_tokens") and not full.kv.HasField("sink_tokens")
+    assert [(s.begin, s.end) for s in full.kv.protected_spans] == [(2, 5)]
+    assert full.sampling.HasField("top_k") and not full.sampling.HasField("seed")
+    assert full.stop.stop_strings == ["a"] and full.output.HasField("text")
+    assert ratio.kv.WhichOneof("budget") == "keep_ratio" and ratio.kv.keep_ratio == 0.25
+
+
+def test_unary_calls(client: Client, fake: fake_epikvd.Fake) -> None:
+    assert client.generate_once("abc").text == "ABC"
+    score = client.score("a b", [3, 4], chunked=True)
+    assert (score.logprobs, score.greedy, score.accepted) == ([-1.0, -2.0], [True, False], None)
+    assert fake.requests[-1].cadence == generation_pb2.SCORE_CADENCE_CHUNK
+    assert fake.requests[-1].WhichOneof("continuation") == "continuation_ids"
+    assert client.tokenize("a bb") == [1, 1, 2]
+    assert client.tokenize("a bb", add_special_tokens=False) == [1, 2]
+    assert client.detokenize([3, 4]) == "t3 t4"
+    assert [m.name for m in client.models()] == ["fake"] and client.model("fake").layers == 2
+    assert [p.name for p in client.policies()] == ["epikv_flat", "oracle"]
+    assert [p.default_value for p in client.policy("epikv_flat").params] == [None, 64]
+    client.cancel("r9")
+    assert fake.requests[-1].request_id == "r9"
+
+
+def test_errors_carry_every_detail(client: Client) -> None:
+    with pytest.raises(RpcError) as caught:
+        list(client.generate("x", kv=Kv(policy="nope", budget=1)))
+    error = caught.value
+    assert error.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert (error.reason, error.metadata) == ("KV_BUDGET", {"smallest": "24"})
+    assert [v.field for v in error.field_violations] == ["kv.max_tokens", "kv.policy"]
+    assert error.retry_delay == 1.5
+    assert str(error).splitlines() == [
+        "INVALID_ARGUMENT (KV_BUDGET): 2 fields are invalid",
+        "  kv.max_tokens: too small",
+        "  kv.policy: unknown",
+    ]
+
+
+def test_errors_without_details(client: Client) -> None:
+    with pytest.raises(RpcError, match="NOT_FOUND: no model 'other'") as caught:
+        client.model("other")
+    assert (caught.value.reason, caught.value.retry_delay) == ("", None)
+
+
+def test_leaving_a_stream_cancels_it(client: Client, fake: fake_epikvd.Fake) -> None:
+    with client.generate("endless") as stream:
+        assert isinstance(next(stream), Accepted)
+        assert not fake.ended.is_set()
+    assert fake.ended.wait(5)
+
+
+def test_a_cancelled_stream_says_so(client: Client) -> None:
+    stream = client.generate("endless")
+    next(stream)
+    stream.cancel()
+    with pytest.raises(RpcError) as caught:
+        next(stream)
+    assert caught.value.code is grpc.StatusCode.CANCELLED
+
+
+def test_timeout_is_the_deadline(client: Client, fake: fake_epikvd.Fake) -> None:
+    with pytest.raises(RpcError) as caught:
+        list(client.generate("endless", timeout=0.2))
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert fake.ended.wait(5)
+
+
+def run(*arguments: str, **kwargs: object) -> Result:
+    return CliRunner().invoke(main, arguments, **kwargs)
+
+
+def test_generate_prints_text_and_facts_apart(fake: fake_epikvd.Fake) -> None:
+    result = run("generate", "two words", "--server", fake.address, "--budget", "50%")
+    assert result.exit_code == 0 and result.stdout == "two words \n"
+    assert "stop_string: end" in result.stderr and "3 in, 2 out" in result.stderr
+    assert fake.requests[-1].kv.keep_ratio == 0.5
+
+
+def test_generate_json_is_one_object_an_event(fake: fake_epikvd.Fake) -> None:
+    result = run(
+        "generate", "a [b]", "--server", fake.address, "--json", "--trace", "--param", "n=3",
+        "--param", "scope=head", "--budget", "32", "--protect", "0:4", "--no-protect-prompt",
+    )  # fmt: skip
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds == ["accepted", "delta", "delta", "eviction", "summary"]
+    assert events[2]["text"] == "[b] " and events[4]["kv"]["budget_tokens"] == 5
+    kv = fake.requests[-1].kv
+    assert dict(kv.policy_params) == {"n": 3, "scope": "head"}
+    assert kv.max_tokens == 32 and not kv.protect_prompt and kv.HasField("protect_prompt")
+
+
+def test_prompt_from_stdin_file_and_ids(fake: fake_epikvd.Fake, tmp_path: Path) -> None:
+    run("generate", "--server", fake.address, input="from stdin")
+    (tmp_path / "prompt").write_text("from file")
+    run("generate", "--server", fake.address, "--file", str(tmp_path / "prompt"))
+    run("generate", "--server", fake.address, "--ids", "3 1 4")
+    stdin, file, ids = fake.requests
+    assert (stdin.text, file.text, ids.token_ids.ids) == ("from stdin", "from file", [3, 1, 4])
+
+
+def test_failures_are_one_message_and_exit_1(fake: fake_epikvd.Fake) -> None:
+    refused = run("generate", "x", "--policy", "nope", "--server", fake.address)
+    assert refused.exit_code == 1 and refused.stdout == ""
+    assert "epikv: INVALID_ARGUMENT (KV_BUDGET)" in refused.stderr
+    assert "kv.max_tokens: too small" in refused.stderr
+    absent = run("models", "--server", "127.0.0.1:1")
+    assert absent.exit_code == 1 and "--server" in absent.stderr
+    negative = run("generate", "x", "--budget", "-3", "--server", fake.address)
+    assert negative.exit_code == 1 and "-3" in negative.stderr
+    assert run("generate", "x", "--budget", "many").exit_code == 2
+    assert run("generate", "x", "--param", "k").exit_code == 2
+
+
+def test_score_policies_and_models(fake: fake_epikvd.Fake) -> None:
+    scored = run("score", "x y", "--prompt", "a", "--server", fake.address)
+    assert '"t4"' in scored.stdout and "sum -3.0000, perplexity 4.4817" in scored.stdout
+    as_json = run("score", "x y", "--prompt", "a", "--server", fake.address, "--json")
+    assert json.loads(as_json.stdout)["logprobs"] == [-1.0, -2.0]
+    listed = run("policies", "--server", fake.address)
+    assert "epikv_flat" in listed.stdout and "oracle *" in listed.stdout
+    described = run("policies", "epikv_flat", "--server", fake.address)
+    assert "window" in described.stdout and "2 .. " in described.stdout
+    assert "fake" in run("models", "--server", fake.address).stdout
+    assert run("cancel", "r1", "--server", fake.address).exit_code == 0
+
+
+def test_bench_group_and_help_load_nothing_heavy() -> None:
+    assert run("bench", "--help").exit_code == 0
+    assert run("bench", "nothing").exit_code == 2
+    assert "Commands:" in run("--help").stdout
+
+
+def test_targets_want_the_whole_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    met = targets.Target("cost", targets.Estimate(0.01, 0.009, 0.019), 0.02)
+    exact = targets.Target("streams", targets.Estimate.exact(7), 7, at_least=True)
+    targets.finish("demo", [met, exact], {"samples": [1]}, tmp_path / "out.json")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["demo.cost 0.01 [0.009,0.019] <=0.02 ok", "demo.streams 7 [7,7] >=7 ok"]
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["samples"] == [1] and content["targets"][1]["ok"] is True
+    short = targets.Target("cost", targets.Estimate(0.01, 0.009, 0.021), 0.02)
+    with pytest.raises(SystemExit) as stopped:
+        targets.finish("demo", [short, exact], {})
+    assert stopped.value.code == 1
+    assert capsys.readouterr().out.splitlines()[0].endswith("<=0.02 short")
+
+
+def test_bootstrap_brackets_the_statistic() -> None:
+    estimate = targets.bootstrap([float(i) for i in range(101)])
+    assert estimate.value == 50 and 35 < estimate.low < 50 < estimate.high < 65
+    assert targets.bootstrap([float(i) for i in range(101)]) == estimate
+    pairs = [(2.0 * i, float(i)) for i in range(1, 50)]
+    ratio = targets.bootstrap(pairs, lambda s: sum(a for a, _ in s) / sum(b for _, b in s))
+    assert ratio == targets.Estimate.exact(2.0)
+
+
+@pytest.fixture
+def binary(tmp_path: Path) -> Path:
+    """The stand-in as a program."""
+    path = tmp_path / "epikvd"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_epikvd.__file__} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_daemon_serves_and_stops(binary: Path) -> None:
+    with Daemon("m.pt", binary=binary) as daemon:
+        with daemon.client() as client:
+            assert client.generate_once("hi").text == "HI"
+        assert daemon.metrics == "127.0.0.1:1"
+        assert "loading m.pt" in daemon.log
+        pid = daemon.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_daemon_failures_show_its_log(binary: Path) -> None:
+    early = pytest.raises(DaemonError, match=r"(?s)status 1 before it served.*made up")
+    with early, Daemon("m.pt", "--fail", binary=binary):
+        pass
+    late = pytest.raises(DaemonError, match=r"(?s)status 3.*loading")
+    with late, Daemon("m.pt", "--exit_status=3", binary=binary):
+        pass

@@ -1,0 +1,217 @@
+"""A stand-in for the daemon that speaks epikv.v1, for tests of the client alone.
+
+In a test: `serve()`. As a program it takes the daemon's flags, prints its line and ends on SIGTERM;
+--fail makes it end at once, --exit_status=N with N at the end.
+"""
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from epikv.v1 import (
+    errors_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    kv_pb2,
+    model_pb2,
+    model_pb2_grpc,
+    policy_pb2,
+    policy_pb2_grpc,
+    tokenization_pb2,
+    tokenization_pb2_grpc,
+)
+
+MODEL = model_pb2.Model(name="fake", layers=2, kv_heads=1, eos_token_ids=[7], threads=1)
+FLAT = policy_pb2.Policy(
+    name="epikv_flat",
+    summary="keeps what changed the residual",
+    granularity="token",
+    prompt_eviction="refuses",
+    params=[
+        policy_pb2.PolicyParam(name="layer_a", type="int", min=0, max=1),
+        policy_pb2.PolicyParam(name="window", type="int", min=2),
+    ],
+)
+FLAT.params[1].default_value.number_value = 64
+ORACLE = policy_pb2.Policy(name="oracle", granularity="token", evaluation_only=True)
+
+
+@dataclass
+class Fake:
+    """The running server: where it listens, and what it was asked."""
+
+    address: str = ""
+    requests: list[Message] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)  # of an endless stream
+
+
+def accepted(request: generation_pb2.GenerateRequest) -> generation_pb2.Accepted:
+    result = generation_pb2.Accepted(
+        request_id=request.request_id or "r1",
+        model="fake",
+        kv=kv_pb2.ResolvedKv(
+            policy=request.kv.policy or "full", positions=kv_pb2.POSITION_MODE_ABSOLUTE
+        ),
+        sampling=generation_pb2.SamplingParams(seed=5),
+        arm="none",
+    )
+    result.kv.policy_params.update({"layer_a": 1, "ratio": 0.5})
+    return result
+
+
+def summary() -> generation_pb2.Summary:
+    return generation_pb2.Summary(
+        finish_reason=generation_pb2.FINISH_REASON_STOP_STRING,
+        stop_string="end",
+        usage=generation_pb2.Usage(prompt_tokens=3, output_tokens=2),
+        kv=kv_pb2.KvUsage(policy="full", budget_tokens=5, peak_tokens=5),
+        timings=generation_pb2.Timings(
+            time_to_first_token=Duration(nanos=250_000_000), decode=Duration(seconds=2)
+        ),
+    )
+
+
+def abort(context: grpc.ServicerContext) -> None:
+    """A refusal with all its details."""
+    details = [
+        errors_pb2.ErrorInfo(reason="KV_BUDGET", domain="epikv", metadata={"smallest": "24"}),
+        errors_pb2.BadRequest(
+            field_violations=[
+                errors_pb2.BadRequest.FieldViolation(
+                    field="kv.max_tokens", description="too small"
+                ),
+                errors_pb2.BadRequest.FieldViolation(field="kv.policy", description="unknown"),
+            ]
+        ),
+        errors_pb2.RetryInfo(retry_delay=Duration(seconds=1, nanos=500_000_000)),
+    ]
+    packed = [
+        any_pb2.Any(
+            type_url=f"type.googleapis.com/google.rpc.{detail.DESCRIPTOR.name}",
+            value=detail.SerializeToString(),
+        )
+        for detail in details
+    ]
+    packed.append(any_pb2.Any(type_url="type.googleapis.com/google.rpc.Help", value=b"\xff"))
+    status = errors_pb2.Status(code=3, message="2 fields are invalid", details=packed)
+    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+    context.abort(grpc.StatusCode.INVALID_ARGUMENT, status.message)
+
+
+class _Generation(generation_pb2_grpc.GenerationServiceServicer):
+    def __init__(self, fake: Fake) -> None:
+        self._fake = fake
+
+    def Generate(self, request, context):
+        self._fake.requests.append(request)
+        if request.kv.policy == "nope":
+            abort(context)
+        yield generation_pb2.GenerateResponse(accepted=accepted(request))
+        if request.text == "endless":
+            context.add_callback(self._fake.ended.set)
+            self._fake.ended.wait(10)
+            return
+        for token, word in enumerate(request.text.split()):
+            delta = generation_pb2.Delta(text=f"{word} ", token_ids=[token], logprobs=[-0.5])
+            yield generation_pb2.GenerateResponse(delta=delta)
+        if request.output.kv_trace:
+            victims = [kv_pb2.EvictionEvent.Victims(layer=0, index=[4, 9])]
+            event = kv_pb2.EvictionEvent(at_token=12, victims=victims)
+            yield generation_pb2.GenerateResponse(eviction=event)
+        yield generation_pb2.GenerateResponse(summary=summary())
+
+    def GenerateOnce(self, request, context):
+        self._fake.requests.append(request)
+        return generation_pb2.GenerateResult(
+            accepted=accepted(request), text=request.text.upper(), summary=summary()
+        )
+
+    def Score(self, request, context):
+        self._fake.requests.append(request)
+        if request.kv.policy == "nope":
+            abort(context)
+        return generation_pb2.ScoreResponse(
+            token_ids=[3, 4], logprobs=[-1.0, -2.0], greedy=[True, False], summary=summary()
+        )
+
+    def CancelRequest(self, request, context):
+        self._fake.requests.append(request)
+        return generation_pb2.CancelRequestResponse()
+
+
+class _Tokenization(tokenization_pb2_grpc.TokenizationServiceServicer):
+    def Tokenize(self, request, context):
+        ids = [len(word) for word in request.text.split()]
+        tokens = generation_pb2.TokenIds(ids=[1, *ids] if request.add_special_tokens else ids)
+        return tokenization_pb2.TokenizeResponse(tokens=tokens)
+
+    def Detokenize(self, request, context):
+        text = " ".join(f"t{token}" for token in request.tokens.ids)
+        return tokenization_pb2.DetokenizeResponse(text=text)
+
+
+class _Models(model_pb2_grpc.ModelServiceServicer):
+    def ListModels(self, request, context):
+        return model_pb2.ListModelsResponse(models=[MODEL])
+
+    def GetModel(self, request, context):
+        if request.name != MODEL.name:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no model '{request.name}'")
+        return MODEL
+
+
+class _Policies(policy_pb2_grpc.PolicyServiceServicer):
+    def ListPolicies(self, request, context):
+        return policy_pb2.ListPoliciesResponse(policies=[FLAT, ORACLE])
+
+    def GetPolicy(self, request, context):
+        return FLAT
+
+
+@contextmanager
+def serve(listen: str = "127.0.0.1:0") -> Iterator[Fake]:
+    """Serves until the block ends."""
+    fake = Fake()
+    server = grpc.server(ThreadPoolExecutor(4))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(_Generation(fake), server)
+    tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(_Tokenization(), server)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(_Models(), server)
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(_Policies(), server)
+    status = health.HealthServicer()
+    status.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    fake.address = f"127.0.0.1:{server.add_insecure_port(listen)}"
+    server.start()
+    try:
+        yield fake
+    finally:
+        server.stop(None).wait()
+
+
+def main() -> None:
+    flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in sys.argv[1:])
+    print("loading", flags["model"], file=sys.stderr)
+    if "fail" in flags:
+        sys.exit("cannot load the model: it is made up")
+    terminated = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    with serve(flags["listen"]) as fake:
+        print(json.dumps({"grpc": fake.address, "metrics": "127.0.0.1:1"}), flush=True)
+        while not terminated.wait(0.05):
+            pass
+    sys.exit(int(flags.get("exit_status", 0)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""How a bench says what it found: one line a target, an exit status, and everything as JSON."""
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and its 95 % interval; of an exact count, the interval is the value."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def exact(cls, value: float) -> "Estimate":
+        return cls(value, value, value)
+
+
+def bootstrap(
+    samples: Sequence[Any], statistic: Callable[[Sequence[Any]], float] = median
+) -> Estimate:
+    """The statistic of independent samples, with its percentile-bootstrap interval.
+
+    Samples that belong together (a baseline and its pair) go in as one tuple. Repeatable.
+    """
+    draw = random.Random(0)
+    resampled = sorted(statistic(draw.choices(samples, k=len(samples))) for _ in range(RESAMPLES))
+    low, high = (resampled[round(share * (RESAMPLES - 1))] for share in (0.025, 0.975))
+    return Estimate(statistic(samples), low, high)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What `metric` was to reach: at most, or at least, `bound`."""
+
+    metric: str
+    estimate: Estimate
+    bound: float
+    at_least: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the whole interval meets the bound."""
+        if self.at_least:
+            return self.estimate.low >= self.bound
+        return self.estimate.high <= self.bound
+
+    def __str__(self) -> str:
+        e, sign = self.estimate, ">=" if self.at_least else "<="
+        return (
+            f"{self.metric} {e.value:.4g} [{e.low:.4g},{e.high:.4g}] {sign}{self.bound:g}"
+            f" {'ok' if self.ok else 'short'}"
+        )
+
+
+def finish(
+    bench: str,
+    targets: Sequence[Target],
+    details: Mapping[str, Any],
+    json_file: Path | None = None,
+) -> None:
+    """Prints `bench`.metric value interval target ok|short, as the last lines; exits 1 if short.
+
+    `details` is everything measured; with the targets it goes to `json_file`.
+    """
+    if json_file is not None:
+        found = [{**asdict(target), "ok": target.ok} for target in targets]
+        content = {"bench": bench, "targets": found, **details}
+        json_file.write_text(json.dumps(content, indent=1) + "\n")
+    for target in targets:
+        print(f"{bench}.{target}")
+    if not all(target.ok for target in targets):
+        sys.exit(1)

@@ -1,0 +1,41 @@
+"""The `epikv` command. Nothing heavy is loaded here: commands that need torch import it inside."""
+
+from typing import Any
+
+import click
+import grpc
+
+from epikv import bench
+from epikv.cli import cancel, export, generate, listing, score
+from epikv.errors import RpcError
+
+
+class _Main(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RpcError as error:
+            click.echo(f"epikv: {error}", err=True)
+            if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
+                click.echo("Start a daemon (epikvd), or name one with --server.", err=True)
+            ctx.exit(1)
+        except ValueError as error:  # what no request can carry: negative counts, broken UTF-8
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Main)
+@click.version_option(package_name="epikv")
+def main() -> None:
+    """Talk to epikvd: completions whose KV cache is held to a budget by a policy you choose."""
+
+
+for command in (
+    bench.command,
+    cancel.command,
+    export.command,
+    generate.command,
+    listing.models,
+    listing.policies,
+    score.command,
+):
+    main.add_command(command)

@@ -1,0 +1,126 @@
+"""Options and arguments that several commands share."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from epikv.client import DEFAULT_SERVER, Prompt
+from epikv.options import POSITIONS, Kv
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+server = click.option(
+    "--server",
+    default=DEFAULT_SERVER,
+    envvar="EPIKV_SERVER",
+    show_default=True,
+    show_envvar=True,
+    metavar="HOST:PORT",
+)
+model = click.option("--model", default="", help="Needed only where several are served.")
+as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+text_file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
+
+
+class Budget(click.ParamType):
+    """A number of tokens, or a share of prompt + max output: 0.5, 50%."""
+
+    name = "tokens|share"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int | float:
+        if not isinstance(value, str):
+            return value
+        try:
+            if value.endswith("%"):
+                return float(value[:-1]) / 100
+            return float(value) if "." in value else int(value)
+        except ValueError:
+            self.fail(f"'{value}' is neither a number of tokens (256) nor a share (0.5, 50%)")
+
+
+class Param(click.ParamType):
+    """name=value, the value in JSON or else as it stands."""
+
+    name = "name=value"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, Any]:
+        if not isinstance(value, str):
+            return value
+        name, equals, text = value.partition("=")
+        if not name or not equals:
+            self.fail(f"'{value}' is not of the form name=value")
+        try:
+            return name, json.loads(text)
+        except ValueError:
+            return name, text
+
+
+class Span(click.ParamType):
+    """begin:end, by token index."""
+
+    name = "begin:end"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int]:
+        if not isinstance(value, str):
+            return value
+        begin, _, end = value.partition(":")
+        try:
+            return int(begin), int(end)
+        except ValueError:
+            self.fail(f"'{value}' is not of the form begin:end")
+
+
+_KV = (
+    click.option("--policy", default="", help="Which tokens to drop; see `epikv policies`."),
+    click.option("--budget", type=Budget(), help="Tokens to keep (256), or a share (0.5, 50%)."),
+    click.option("--param", "params", type=Param(), multiple=True, help="Of the policy."),
+    click.option("--positions", type=click.Choice(list(POSITIONS))),
+    click.option("--protect-prompt/--no-protect-prompt", default=None),
+    click.option("--sinks", type=int, help="Protect the first tokens."),
+    click.option("--recent", type=int, help="Protect the newest tokens."),
+    click.option("--protect", "spans", type=Span(), multiple=True, help="Protect these tokens."),
+    click.option("--equal-protection", is_flag=True, help="The rule that comparisons use."),
+)
+
+
+def kv(command: Command) -> Command:
+    """Gives a command the options that `take_kv` turns into its Kv."""
+    for option in reversed(_KV):
+        command = option(command)
+    return command
+
+
+def take_kv(options: dict[str, Any]) -> Kv:
+    """The Kv of a command's options, which are taken out of `options`."""
+    return Kv(
+        policy=options.pop("policy"),
+        budget=options.pop("budget"),
+        params=dict(options.pop("params")),
+        positions=options.pop("positions"),
+        protect_prompt=options.pop("protect_prompt"),
+        sink_tokens=options.pop("sinks"),
+        recent_tokens=options.pop("recent"),
+        protected_spans=options.pop("spans"),
+        equal_protection=options.pop("equal_protection"),
+    )
+
+
+def read_prompt(text: str | None, file: Path | None, ids: bool) -> Prompt:
+    """The prompt from the argument, the file, or standard input; `ids`: token ids, by spaces."""
+    if text is not None and file is not None:
+        raise click.UsageError("give the prompt as an argument or with --file, not both")
+    if text is None:
+        if file is None and sys.stdin.isatty():
+            raise click.UsageError("no prompt: give it as an argument, with --file, or on stdin")
+        text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text("utf-8")
+    if not ids:
+        return text
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError as error:
+        message = f"with --ids a prompt is token ids separated by spaces: {error}"
+        raise click.UsageError(message) from error

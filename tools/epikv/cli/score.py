@@ -1,0 +1,62 @@
+"""`epikv score`"""
+
+import json
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from epikv.cli import options, show
+from epikv.client import Client
+from epikv.messages import ScoreResponse
+
+
+@click.command("score")
+@click.argument("continuation")
+@click.option("--prompt", help="What comes before.")
+@click.option("--file", type=options.text_file, help="Read the prompt from here; - is stdin.")
+@click.option("--ids", is_flag=True, help="Prompt and continuation are token ids.")
+@options.kv
+@click.option("--chunked", is_flag=True, help="In prefill chunks: faster, only under `full`.")
+@click.option("--signals", "residual_steps", is_flag=True, help="Residual steps, with --json.")
+@click.option("--trace", "kv_trace", is_flag=True, help="Every eviction, with --json.")
+@click.option("--kept", is_flag=True, help="Which tokens are held at the end, with --json.")
+@click.option("--timeout", type=float, help="Seconds.")
+@click.option("--request-id", default="")
+@options.model
+@options.server
+@options.as_json
+def command(
+    continuation: str,
+    prompt: str | None,
+    file: Path | None,
+    ids: bool,
+    server: str,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Log-probabilities of CONTINUATION after --prompt (or --file, or stdin), with evictions."""
+    before = options.read_prompt(prompt, file, ids)
+    scored = options.read_prompt(continuation, None, ids)
+    kv = options.take_kv(given)
+    with Client(server) as client:
+        result = client.score(before, scored, kv=kv, **given)
+        if as_json:
+            show.json_line("score", result)
+        else:
+            _print(result, [client.detokenize([token]) for token in result.token_ids])
+
+
+def _print(result: ScoreResponse, words: list[str]) -> None:
+    table = Table("token", "id", "logprob", "likeliest")
+    for word, token, logprob, greedy in zip(
+        words, result.token_ids, result.logprobs, result.greedy, strict=True
+    ):
+        table.add_row(json.dumps(word), str(token), f"{logprob:.4f}", "yes" if greedy else "")
+    show.out.print(table)
+    total = sum(result.logprobs)
+    show.out.print(f"sum {total:.4f}, perplexity {exp(-total / len(words)):.4f}")
+    if result.summary is not None:
+        show.summary(result.summary)

@@ -1,0 +1,52 @@
+"""How results look: JSON lines for programs, rich for people."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from epikv.messages import Summary
+
+out = Console(highlight=False, markup=False, soft_wrap=True)
+err = Console(highlight=False, markup=False, stderr=True)
+
+
+def json_line(event: str, message: Any) -> None:
+    """Prints one dataclass as one line, its kind first."""
+    click.echo(json.dumps({"event": event, **asdict(message)}))
+
+
+def summary(message: Summary) -> None:
+    """Prints the facts of a finished request to stderr, so that stdout holds its text alone."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in _facts(message):
+        table.add_row(name, value)
+    err.print(table)
+
+
+def _facts(message: Summary) -> list[tuple[str, str]]:
+    stop = message.stop_string if message.stop_token_id is None else message.stop_token_id
+    finish = message.finish_reason if stop is None else f"{message.finish_reason}: {stop}"
+    facts = [("finish", finish)]
+    if message.usage is not None:
+        facts.append(
+            ("tokens", f"{message.usage.prompt_tokens} in, {message.usage.output_tokens} out")
+        )
+    kv, timings = message.kv, message.timings
+    if kv is not None:
+        facts += [
+            ("policy", f"{kv.policy} (uncalibrated)" if kv.uncalibrated else kv.policy),
+            ("cache", f"budget {kv.budget_tokens} tokens, peak {kv.peak_tokens}"),
+            ("evicted", f"{kv.evicted_tokens} tokens in {kv.rounds} rounds"),
+        ]
+    if timings is not None and timings.time_to_first_token is not None:
+        facts.append(("first token", f"{timings.time_to_first_token * 1e3:.0f} ms"))
+    if timings is not None and timings.decode and message.usage is not None:
+        # The first output token comes from the prefill.
+        facts.append(
+            ("speed", f"{(message.usage.output_tokens - 1) / timings.decode:.1f} tokens/s")
+        )
+    return facts

@@ -1,0 +1,226 @@
+"""A thin, typed client of epikvd."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from epikv.errors import RpcError
+from epikv.messages import (
+    Event,
+    GenerateResult,
+    Model,
+    Policy,
+    ScoreResponse,
+    from_proto,
+)
+from epikv.options import Kv, Output, Sampling, Stop
+from epikv.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+    policy_pb2,
+    policy_pb2_grpc,
+    tokenization_pb2,
+    tokenization_pb2_grpc,
+)
+
+DEFAULT_SERVER = "127.0.0.1:50051"
+
+Prompt = str | Sequence[int]  # text, or token ids
+Reply = TypeVar("Reply", bound=Message)
+
+
+class Stream:
+    """A running completion: iterate over its events; leaving a `with` block cancels what is left.
+
+    Iterating raises RpcError when the call fails, CANCELLED after `cancel()` included.
+    """
+
+    def __init__(self, call: grpc.Call) -> None:
+        self._call = call
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        try:
+            message = next(self._call)
+        except grpc.RpcError as error:
+            raise RpcError.from_grpc(error) from None
+        return from_proto(getattr(message, message.WhichOneof("event")))
+
+    def cancel(self) -> None:
+        """Ends the request, from any thread; the server frees its KV cache within one step."""
+        self._call.cancel()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+
+class Client:
+    """One connection to a server, for any number of threads. Every call raises RpcError.
+
+    `timeout`, where a method has it, is the call's deadline in seconds; `model` may be left empty
+    where one model is served.
+    """
+
+    def __init__(
+        self, server: str = DEFAULT_SERVER, options: Sequence[tuple[str, Any]] = ()
+    ) -> None:
+        """`options` are gRPC channel arguments, over this client's own."""
+        own = [("grpc.max_receive_message_length", -1)]
+        self._channel = grpc.insecure_channel(server, [*own, *options])
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._tokenization = tokenization_pb2_grpc.TokenizationServiceStub(self._channel)
+        self._models = model_pb2_grpc.ModelServiceStub(self._channel)
+        self._policies = policy_pb2_grpc.PolicyServiceStub(self._channel)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels what is running and closes the connection."""
+        self._channel.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        kv: Kv = Kv(),
+        sampling: Sampling = Sampling(),
+        stop: Stop = Stop(),
+        output: Output = Output(),
+        model: str = "",
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Stream:
+        """Starts a completion: Accepted, Deltas (and EvictionEvents, if asked for), Summary."""
+        request = _generate_request(prompt, kv, sampling, stop, output, model, request_id)
+        return Stream(self._generation.Generate(request, timeout=timeout))
+
+    def generate_once(
+        self,
+        prompt: Prompt,
+        *,
+        kv: Kv = Kv(),
+        sampling: Sampling = Sampling(),
+        stop: Stop = Stop(),
+        output: Output = Output(),
+        model: str = "",
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> GenerateResult:
+        """The whole completion at once."""
+        request = _generate_request(prompt, kv, sampling, stop, output, model, request_id)
+        return from_proto(_call(self._generation.GenerateOnce, request, timeout))
+
+    def score(
+        self,
+        prompt: Prompt,
+        continuation: Prompt,
+        *,
+        kv: Kv = Kv(),
+        chunked: bool = False,
+        kv_trace: bool = False,
+        residual_steps: bool = False,
+        kept: bool = False,
+        model: str = "",
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> ScoreResponse:
+        """Log-probabilities of `continuation` after `prompt`, evicting as generating would.
+
+        `chunked` forces it through in prefill chunks: faster, only under the policy `full`.
+        """
+        request = generation_pb2.ScoreRequest(
+            request_id=request_id,
+            model=model,
+            kv=kv.to_proto(),
+            cadence=generation_pb2.SCORE_CADENCE_CHUNK if chunked else None,
+            kv_trace=kv_trace,
+            residual_steps=residual_steps,
+            kept=kept,
+            **_either("text", "token_ids", prompt),
+            **_either("continuation_text", "continuation_ids", continuation),
+        )
+        return from_proto(_call(self._generation.Score, request, timeout))
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a running or queued request of anyone's; NOT_FOUND if there is none."""
+        request = generation_pb2.CancelRequestRequest(request_id=request_id)
+        _call(self._generation.CancelRequest, request)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True, model: str = "") -> list[int]:
+        request = tokenization_pb2.TokenizeRequest(
+            model=model, text=text, add_special_tokens=add_special_tokens
+        )
+        return list(_call(self._tokenization.Tokenize, request).tokens.ids)
+
+    def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, model: str = ""
+    ) -> str:
+        request = tokenization_pb2.DetokenizeRequest(
+            model=model,
+            tokens=generation_pb2.TokenIds(ids=token_ids),
+            skip_special_tokens=skip_special_tokens,
+        )
+        return _call(self._tokenization.Detokenize, request).text
+
+    def models(self) -> list[Model]:
+        reply = _call(self._models.ListModels, model_pb2.ListModelsRequest())
+        return [from_proto(model) for model in reply.models]
+
+    def model(self, name: str) -> Model:
+        return from_proto(_call(self._models.GetModel, model_pb2.GetModelRequest(name=name)))
+
+    def policies(self, *, model: str = "") -> list[Policy]:
+        """All policies by name, with their defaults for `model`."""
+        reply = _call(self._policies.ListPolicies, policy_pb2.ListPoliciesRequest(model=model))
+        return [from_proto(policy) for policy in reply.policies]
+
+    def policy(self, name: str, *, model: str = "") -> Policy:
+        request = policy_pb2.GetPolicyRequest(name=name, model=model)
+        return from_proto(_call(self._policies.GetPolicy, request))
+
+
+def _call(method: Callable[..., Reply], request: Message, timeout: float | None = None) -> Reply:
+    try:
+        return method(request, timeout=timeout)
+    except grpc.RpcError as error:
+        raise RpcError.from_grpc(error) from None
+
+
+def _generate_request(
+    prompt: Prompt,
+    kv: Kv,
+    sampling: Sampling,
+    stop: Stop,
+    output: Output,
+    model: str,
+    request_id: str,
+) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(
+        request_id=request_id,
+        model=model,
+        sampling=sampling.to_proto(),
+        stop=stop.to_proto(),
+        output=output.to_proto(),
+        kv=kv.to_proto(),
+        **_either("text", "token_ids", prompt),
+    )
+
+
+def _either(text: str, token_ids: str, prompt: Prompt) -> dict[str, Any]:
+    """The one field of a prompt that is set: by these names, text or token ids."""
+    if isinstance(prompt, str):
+        return {text: prompt}
+    return {token_ids: generation_pb2.TokenIds(ids=prompt)}

@@ -1,0 +1,85 @@
+"""What a failed call says."""
+
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from epikv.v1 import errors_pb2
+
+DETAILS = "grpc-status-details-bin"  # the trailer with a serialized google.rpc.Status
+
+
+@dataclass(frozen=True)
+class FieldViolation:
+    field: str  # path in the request: "kv.policy_params.layer_a"
+    description: str
+
+
+class RpcError(Exception):
+    """A call that the server, or the way to it, refused or ended.
+
+    `reason` is the server's own word ("KV_BUDGET"), empty where it gave none; `metadata` holds
+    limits and given values; `field_violations` all that is wrong with the request; `retry_delay`
+    seconds to wait before trying again, where the server gave a hint.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        reason: str = "",
+        metadata: dict[str, str] | None = None,
+        field_violations: tuple[FieldViolation, ...] = (),
+        retry_delay: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.reason = reason
+        self.metadata = metadata or {}
+        self.field_violations = field_violations
+        self.retry_delay = retry_delay
+
+    def __str__(self) -> str:
+        name = f"{self.code.name} ({self.reason})" if self.reason else self.code.name
+        lines = [f"{name}: {self.message}"]
+        lines += [f"  {v.field}: {v.description}" for v in self.field_violations]
+        return "\n".join(lines)
+
+    @classmethod
+    def from_grpc(cls, error: grpc.RpcError) -> "RpcError":
+        """Decodes a call's status and its typed details; details it cannot read are left out."""
+        details = _details(error)
+        info = details.get("ErrorInfo", errors_pb2.ErrorInfo())
+        request = details.get("BadRequest", errors_pb2.BadRequest())
+        retry = details.get("RetryInfo")
+        return cls(
+            error.code(),
+            error.details() or "",
+            reason=info.reason,
+            metadata=dict(info.metadata),
+            field_violations=tuple(
+                FieldViolation(v.field, v.description) for v in request.field_violations
+            ),
+            retry_delay=retry and retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9,
+        )
+
+
+def _details(error: grpc.RpcError) -> dict[str, Message]:
+    """The known details by message name, the last of each kind."""
+    found: dict[str, Message] = {}
+    for key, value in error.trailing_metadata() or ():
+        if key != DETAILS:
+            continue
+        try:
+            for detail in errors_pb2.Status.FromString(value).details:
+                name = detail.type_url.rpartition(".")[
+                    2
+                ]  # type.googleapis.com/google.rpc.ErrorInfo
+                if name in ("ErrorInfo", "BadRequest", "RetryInfo"):
+                    found[name] = getattr(errors_pb2, name).FromString(detail.value)
+        except DecodeError:
+            continue
+    return found

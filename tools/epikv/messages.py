@@ -1,0 +1,267 @@
+"""The messages of epikv.v1 that a caller reads, as plain dataclasses of the same names and fields.
+
+Durations are seconds, enums their names in lower case without prefix, absent fields None. What a
+field means stands in the .proto files; a test holds the two in agreement.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from epikv.options import Sampling
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ResolvedKv:
+    policy: str
+    budget_tokens: int
+    policy_params: dict[str, Any] | None
+    positions: str  # "absolute", "compact"
+    protected_prompt_tokens: int
+    sink_tokens: int
+    recent_tokens: int
+    protected_spans: list[TokenSpan]
+    reserved_bytes: int
+    uncalibrated: bool
+
+
+@dataclass(frozen=True)
+class Accepted:
+    request_id: str
+    model: str
+    kv: ResolvedKv | None
+    sampling: Sampling | None
+    prompt_tokens: int
+    max_output_tokens: int
+    stop_token_ids: list[int]
+    queue_position: int
+    arm: str
+
+
+@dataclass(frozen=True)
+class TokenSignals:
+    residual_steps: list[float]
+
+
+@dataclass(frozen=True)
+class Delta:
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    signals: list[TokenSignals]
+
+
+@dataclass(frozen=True)
+class Victims:
+    layer: int | None
+    head: int | None
+    index: list[int]
+
+
+@dataclass(frozen=True)
+class EvictionEvent:
+    at_token: int
+    victims: list[Victims]
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class KvUsage:
+    policy: str
+    budget_tokens: int
+    peak_tokens: int
+    final_tokens: int
+    evicted_entries: int
+    evicted_tokens: int
+    rounds: int
+    peak_bytes: int
+    uncalibrated: bool
+    kept: list[int]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds."""
+
+    queue: float | None
+    prefill: float | None
+    time_to_first_token: float | None
+    decode: float | None
+    eviction: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    finish_reason: str  # "length", "end", "stop_token", "stop_string"
+    stop_string: str | None
+    stop_token_id: int | None
+    usage: Usage | None
+    kv: KvUsage | None
+    timings: Timings | None
+    kv_trace_truncated: bool
+    arm: str
+
+
+Event: TypeAlias = Accepted | Delta | EvictionEvent | Summary
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    accepted: Accepted | None
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    signals: list[TokenSignals]
+    evictions: list[EvictionEvent]
+    summary: Summary | None
+
+
+@dataclass(frozen=True)
+class ScoreResponse:
+    accepted: Accepted | None
+    token_ids: list[int]
+    logprobs: list[float]
+    greedy: list[bool]
+    signals: list[TokenSignals]
+    evictions: list[EvictionEvent]
+    summary: Summary | None
+
+
+@dataclass(frozen=True)
+class PolicyParam:
+    name: str
+    type: str
+    default_value: Any
+    min: float | None
+    max: float | None
+    choices: list[str]
+    help: str
+
+
+@dataclass(frozen=True)
+class Policy:
+    name: str
+    summary: str
+    paper: str
+    params: list[PolicyParam]
+    signals: list[str]
+    granularity: str
+    prompt_eviction: str
+    sink_tokens: int
+    slack_tokens: int
+    evaluation_only: bool
+
+
+@dataclass(frozen=True)
+class Calibration:
+    policy: str
+    layer_a: int
+    layer_b: int
+    sign: int
+    window: int
+    confirmed: bool
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    context_length: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden_size: int
+    kv_bytes_per_token: int
+    kv_capacity_tokens: int
+    kv_capacity_bytes: int
+    default_policy: str
+    calibration: Calibration | None
+    bos_token_id: int | None
+    eos_token_ids: list[int]
+    deterministic: bool
+    decode_kernel: str
+    threads: int
+
+
+MESSAGES: dict[str, type] = {
+    "epikv.v1.Accepted": Accepted,
+    "epikv.v1.Calibration": Calibration,
+    "epikv.v1.Delta": Delta,
+    "epikv.v1.EvictionEvent": EvictionEvent,
+    "epikv.v1.EvictionEvent.Victims": Victims,
+    "epikv.v1.GenerateResult": GenerateResult,
+    "epikv.v1.KvUsage": KvUsage,
+    "epikv.v1.Model": Model,
+    "epikv.v1.Policy": Policy,
+    "epikv.v1.PolicyParam": PolicyParam,
+    "epikv.v1.ResolvedKv": ResolvedKv,
+    "epikv.v1.SamplingParams": Sampling,
+    "epikv.v1.ScoreResponse": ScoreResponse,
+    "epikv.v1.Summary": Summary,
+    "epikv.v1.Timings": Timings,
+    "epikv.v1.TokenSignals": TokenSignals,
+    "epikv.v1.TokenSpan": TokenSpan,
+    "epikv.v1.Usage": Usage,
+}
+
+
+def from_proto(message: Message) -> Any:
+    """The dataclass of a message in MESSAGES; of well-known types, their Python value."""
+    name = message.DESCRIPTOR.full_name
+    if name == "google.protobuf.Duration":
+        return message.seconds + message.nanos / 1e9
+    if name in ("google.protobuf.Struct", "google.protobuf.Value"):
+        return _whole(MessageToDict(message))
+    return MESSAGES[name](
+        **{field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
+    )
+
+
+def _field(message: Message, field: FieldDescriptor) -> Any:
+    value = getattr(message, field.name)
+    if field.is_repeated:
+        return [_value(item, field) for item in value]
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    return _value(value, field)
+
+
+def _value(value: Any, field: FieldDescriptor) -> Any:
+    if field.message_type is not None:
+        return from_proto(value)
+    if field.enum_type is not None:
+        return _enum_name(field.enum_type, value)
+    return value
+
+
+def _enum_name(enum: EnumDescriptor, number: int) -> str:
+    """FINISH_REASON_STOP_TOKEN is "stop_token"; a number this version does not know is itself."""
+    if number not in enum.values_by_number:
+        return str(number)
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return enum.values_by_number[number].name.removeprefix(prefix).lower()
+
+
+def _whole(value: Any) -> Any:
+    """A JSON value with its whole numbers as ints: protobuf knows only doubles."""
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,91 @@
+"""What a caller may ask of a request. Everything left out is the server's default."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from epikv.v1 import generation_pb2, kv_pb2
+
+POSITIONS = {"absolute": kv_pb2.POSITION_MODE_ABSOLUTE, "compact": kv_pb2.POSITION_MODE_COMPACT}
+
+
+@dataclass(frozen=True)
+class Kv:
+    """How the KV cache is held to a budget.
+
+    `budget` counts tokens when it is an int, and is a share of prompt + max output, in (0, 1], when
+    it is a float. `positions` is "absolute" or "compact". The four protections replace the policy's
+    own; `equal_protection` replaces them all by the rule that comparisons use.
+    """
+
+    policy: str = ""
+    budget: int | float | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    positions: str | None = None
+    protect_prompt: bool | None = None
+    sink_tokens: int | None = None
+    recent_tokens: int | None = None
+    protected_spans: Sequence[tuple[int, int]] = ()  # [begin, end) by token index
+    equal_protection: bool = False
+
+    def to_proto(self) -> kv_pb2.KvOptions:
+        """Raises ValueError for an unknown position mode or a value no field can hold."""
+        if self.positions is not None and self.positions not in POSITIONS:
+            raise ValueError(f"positions is '{self.positions}'; known: {', '.join(POSITIONS)}")
+        result = kv_pb2.KvOptions(
+            policy=self.policy,
+            positions=POSITIONS[self.positions] if self.positions else None,
+            protect_prompt=self.protect_prompt,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
+            protected_spans=[kv_pb2.TokenSpan(begin=b, end=e) for b, e in self.protected_spans],
+            equal_protection=self.equal_protection,
+        )
+        if self.params:
+            result.policy_params.update(self.params)
+        if isinstance(self.budget, float):
+            result.keep_ratio = self.budget
+        elif self.budget is not None:
+            result.max_tokens = self.budget
+        return result
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Greedy unless `temperature` is above 0."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+    def to_proto(self) -> generation_pb2.SamplingParams:
+        return generation_pb2.SamplingParams(**vars(self))
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When to end, beside the model's end-of-sequence tokens."""
+
+    max_output_tokens: int | None = None
+    stop_strings: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop: bool = False
+
+    def to_proto(self) -> generation_pb2.StopParams:
+        return generation_pb2.StopParams(**vars(self))
+
+
+@dataclass(frozen=True)
+class Output:
+    """What to send back."""
+
+    text: bool | None = None  # default: true
+    token_ids: bool = False
+    logprobs: bool = False
+    kv_trace: bool = False
+    residual_steps: bool = False
+    kept: bool = False
+
+    def to_proto(self) -> generation_pb2.OutputOptions:
+        return generation_pb2.OutputOptions(**vars(self))

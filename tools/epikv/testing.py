@@ -1,0 +1,152 @@
+"""A daemon of one's own, for end-to-end tests and benches."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from epikv.client import Client
+
+_POLL_SECONDS = 0.02
+
+
+class DaemonError(Exception):
+    """The daemon did not start, serve or stop as it should; the message ends with its log."""
+
+
+class Daemon:
+    """A running `epikvd`, from the moment it serves until the `with` block ends.
+
+        with Daemon(model, "--deterministic=true") as daemon, Client(daemon.grpc) as client: ...
+
+    Listens on free loopback ports. Leaving the block sends SIGTERM and expects exit status 0.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        binary: Path | str | None = None,
+        start_seconds: float = 120,
+        stop_seconds: float = 60,
+    ) -> None:
+        """`binary`: default find_binary(). Flags come after the defaults and win over them."""
+        self._command = [
+            str(binary or find_binary()),
+            "--listen=127.0.0.1:0",
+            "--metrics_listen=127.0.0.1:0",
+            f"--model={model}",
+            *flags,
+        ]
+        self._start_seconds = start_seconds
+        self._stop_seconds = stop_seconds
+        self.addresses: dict[str, str] = {}  # what it printed when it began to serve
+
+    def __enter__(self) -> Self:
+        self._directory = tempfile.TemporaryDirectory(prefix="epikvd-")
+        out, log = (Path(self._directory.name) / name for name in ("out", "log"))
+        self._out, self._log = out, log
+        with out.open("wb") as stdout, log.open("wb") as stderr:
+            self._process = subprocess.Popen(self._command, stdout=stdout, stderr=stderr)
+        try:
+            self._wait_until_serving()
+        except BaseException:
+            self.kill()
+            self._directory.cleanup()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            status = self.stop()
+            if status != 0 and kind is None:
+                raise DaemonError(f"epikvd ended with status {status}\n{self.log}")
+        finally:
+            self._directory.cleanup()
+
+    @property
+    def grpc(self) -> str:
+        return self.addresses["grpc"]
+
+    @property
+    def metrics(self) -> str:
+        return self.addresses["metrics"]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """All it has written to stderr so far."""
+        return self._log.read_text(errors="replace")
+
+    def client(self) -> Client:
+        return Client(self.grpc)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM and does not wait."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> int:
+        """Sends SIGTERM, if it still runs, and waits; its exit status."""
+        self.terminate()
+        try:
+            return self._process.wait(self._stop_seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise DaemonError(
+                f"epikvd ran {self._stop_seconds} s after SIGTERM\n{self.log}"
+            ) from None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _wait_until_serving(self) -> None:
+        deadline = time.monotonic() + self._start_seconds
+        while not (line := self._out.read_bytes()).endswith(b"\n"):
+            if self._process.poll() is not None:
+                status = self._process.returncode
+                raise DaemonError(f"epikvd ended with status {status} before it served\n{self.log}")
+            if time.monotonic() > deadline:
+                raise DaemonError(
+                    f"epikvd did not serve within {self._start_seconds} s\n{self.log}"
+                )
+            time.sleep(_POLL_SECONDS)
+        self.addresses = json.loads(line.splitlines()[0])
+        with grpc.insecure_channel(self.grpc) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest()
+            timeout = max(deadline - time.monotonic(), 1)
+            status = health.Check(request, wait_for_ready=True, timeout=timeout).status
+        if status != health_pb2.HealthCheckResponse.SERVING:
+            name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+            raise DaemonError(f"epikvd printed its addresses but its health is {name}\n{self.log}")
+
+
+def find_binary() -> Path:
+    """The `epikvd` of $EPIKVD, of the checkout this package is installed from, or of PATH."""
+    if given := os.environ.get("EPIKVD"):
+        return Path(given)
+    builds = Path(__file__).resolve().parents[2] / "build"
+    for preset in ("release", "dev"):
+        if (built := builds / preset / "server" / "epikvd").exists():
+            return built
+    if found := shutil.which("epikvd"):
+        return Path(found)
+    raise DaemonError("no epikvd found: build it, or name it with $EPIKVD")

@@ -1,0 +1,1 @@
+"""The wire contract, generated from proto/epikv/v1 when the package is installed."""
