@@ -117,9 +117,11 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
         self._fake.requests.append(request)
         if request.kv.policy == "nope":
             abort(context)
+        endless = request.text == "endless"
+        if endless and not context.add_callback(self._fake.ended.set):
+            self._fake.ended.set()  # it ended before it began
         yield generation_pb2.GenerateResponse(accepted=accepted(request))
-        if request.text == "endless":
-            context.add_callback(self._fake.ended.set)
+        if endless:
             self._fake.ended.wait(10)
             return
         for token, word in enumerate(request.text.split()):
