@@ -1,0 +1,246 @@
+#include <ATen/ATen.h>
+#include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/frontend/error_report.h>
+#include <torch/csrc/jit/ir/ir.h>
+#include <torch/csrc/jit/passes/freeze_module.h>
+#include <torch/csrc/jit/passes/inliner.h>
+#include <torch/csrc/jit/runtime/interpreter.h>
+#include <torch/csrc/jit/serialization/import.h>
+
+#include <malloc.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "runtime/model.h"
+#include "runtime/model_contract.h"
+#include "runtime/packed_linear.h"
+
+namespace epikv {
+namespace {
+
+using torch::jit::Block;
+using torch::jit::Graph;
+using torch::jit::Module;
+using torch::jit::Node;
+
+// What a model file holds.
+struct Contents {
+  Manifest manifest;
+  std::string tokenizer_json;
+  Module module;
+};
+
+// A module's forward as one graph of three inputs, its weights constants inside.
+struct FrozenForward {
+  std::shared_ptr<Graph> graph;
+  // The functions that were inlined: an error's traceback names them, by plain pointers.
+  std::shared_ptr<torch::jit::CompilationUnit> functions;
+};
+
+class TorchScriptModel final : public Model {
+ public:
+  TorchScriptModel(ModelFacts facts, const FrozenForward& forward,
+                   std::vector<at::Tensor> output_projections)
+      : Model(std::move(facts)),
+        functions_(forward.functions),
+        code_(forward.graph, "forward"),
+        output_projections_(std::move(output_projections)) {}
+
+  // Straight through the interpreter: no executor rewrites the graph on the way, or profiles it.
+  at::Tensor Forward(const at::Tensor& token_ids, const at::Tensor& positions,
+                     const at::Tensor& last, ForwardHooks& hooks) const override {
+    const c10::InferenceMode inference;
+    const HooksScope scope(hooks);
+    torch::jit::Stack stack = {token_ids, positions, last};
+    torch::jit::InterpreterState(code_).run(stack);
+    return stack.back().toTensor();
+  }
+
+  at::Tensor output_projection(int64_t layer) const override {
+    const at::Tensor& weight = output_projections_.at(layer);
+    return weight.is_mkldnn() ? weight.to_dense() : weight;
+  }
+
+ private:
+  const std::shared_ptr<torch::jit::CompilationUnit> functions_;
+  const torch::jit::Code code_;
+  const std::vector<at::Tensor> output_projections_;  // dense or packed; [layers]
+};
+
+absl::Status Broken(const std::string& path, const std::vector<std::string>& violations) {
+  return absl::FailedPreconditionError(
+      absl::StrCat(path, " breaks the model contract: ", absl::StrJoin(violations, "; "),
+                   ". Export it again with `epikv export`"));
+}
+
+absl::Status Damaged(const std::string& path, absl::string_view what) {
+  return absl::DataLossError(absl::StrCat(path, " is damaged or no TorchScript file: ", what));
+}
+
+// What TorchScript's compiler says is wrong, without the excerpt of the code that follows.
+std::string CompilerMessage(absl::string_view what) {
+  const absl::string_view message = what.substr(0, what.find("\n:\n"));
+  return absl::StrJoin(absl::StrSplit(message, '\n', absl::SkipWhitespace()), " ");
+}
+
+// The first sentence of an exception's text: torch adds guesses and traces.
+std::string FirstSentence(absl::string_view what) {
+  const absl::string_view line = what.substr(0, what.find('\n'));
+  return std::string(line.substr(0, line.find(". ")));
+}
+
+absl::StatusOr<std::string> ReadExtra(caffe2::serialize::PyTorchStreamReader& reader,
+                                      const std::string& name) {
+  if (!reader.hasRecord("extra/" + name)) {
+    return absl::NotFoundError(absl::StrCat("it holds no ", name));
+  }
+  const auto [data, size] = reader.getRecord("extra/" + name);
+  return std::string(static_cast<const char*>(data.get()), size);
+}
+
+// The extra files, then the module: a manifest that is wrong is told before the weights are read.
+absl::StatusOr<Contents> Read(const std::string& path) {
+  if (!std::ifstream(path)) {
+    return absl::Status(absl::ErrnoToStatusCode(errno),
+                        absl::StrCat("cannot open ", path, ": ", std::strerror(errno)));
+  }
+  Contents contents;
+  try {
+    caffe2::serialize::PyTorchStreamReader reader(path);
+    std::vector<std::string> violations;
+    const absl::StatusOr<std::string> json = ReadExtra(reader, "manifest.json");
+    if (!json.ok()) {
+      violations.emplace_back(json.status().message());
+    } else if (absl::StatusOr<Manifest> manifest = Manifest::Parse(*json); manifest.ok()) {
+      contents.manifest = *std::move(manifest);
+    } else {
+      violations.emplace_back(manifest.status().message());
+    }
+    absl::StatusOr<std::string> tokenizer = ReadExtra(reader, "tokenizer.json");
+    if (!tokenizer.ok()) {
+      violations.emplace_back(tokenizer.status().message());
+    } else if (!nlohmann::json::accept(*tokenizer)) {
+      violations.emplace_back("its tokenizer.json is not JSON");
+    } else {
+      contents.tokenizer_json = *std::move(tokenizer);
+    }
+    if (!violations.empty()) return Broken(path, violations);
+    contents.module = torch::jit::load(path, c10::kCPU);
+  } catch (const torch::jit::ErrorReport& error) {
+    return Broken(path,
+                  {absl::StrCat("its code does not compile: ", CompilerMessage(error.what()))});
+  } catch (const std::exception& error) {
+    return Damaged(path, FirstSentence(error.what()));
+  }
+  if (!contents.module.find_method("forward")) return Broken(path, {"it has no forward"});
+  return contents;
+}
+
+// Takes the last handle to the module, so that the graph alone holds the weights.
+absl::StatusOr<FrozenForward> Freeze(Module module) {
+  try {
+    torch::jit::freeze_module_inplace(&module);
+  } catch (const std::exception& error) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("forward cannot be frozen: ", FirstSentence(error.what())));
+  }
+  std::shared_ptr<Graph> graph = module.get_method("forward").graph();
+  if (graph->inputs()[0]->hasUses()) {
+    return absl::FailedPreconditionError("forward changes the module; a module keeps no state");
+  }
+  graph->eraseInput(0);
+  return FrozenForward{.graph = graph, .functions = module._ivalue()->compilation_unit()};
+}
+
+int64_t ConstantBytes(const Block* block) {
+  int64_t bytes = 0;
+  for (const Node* node : block->nodes()) {
+    for (const Block* inner : node->blocks()) bytes += ConstantBytes(inner);
+    if (node->kind() == c10::prim::Constant && node->hasAttribute(c10::attr::value) &&
+        node->kindOf(c10::attr::value) == torch::jit::AttributeKind::t) {
+      bytes += static_cast<int64_t>(node->t(c10::attr::value).nbytes());
+    }
+  }
+  return bytes;
+}
+
+int64_t PackedBytes(const PackedLinears& packed) {
+  int64_t bytes = 0;
+  for (const auto& [address, weight] : packed.weights) {
+    bytes += weight.numel() * static_cast<int64_t>(weight.itemsize());
+  }
+  return bytes;
+}
+
+std::string Describe(const Manifest& manifest, const PackedLinears& packed, bool prepack) {
+  const std::string linears =
+      packed.count > 0 ? absl::StrCat(packed.count, " linears prepacked for oneDNN")
+      : prepack        ? "linears not prepacked: no oneDNN kernels for them on this machine"
+                       : "linears not prepacked, as asked";
+  return absl::StrCat("TorchScript, ", manifest.dtype == DType::kBFloat16 ? "bfloat16" : "float32",
+                      ", ", linears);
+}
+
+// Undefined where the module has no such parameter.
+std::vector<at::Tensor> OutputProjections(const Module& module, const Manifest& manifest) {
+  std::unordered_map<std::string, at::Tensor> parameters;
+  for (const auto& [name, tensor] : module.named_parameters()) parameters.emplace(name, tensor);
+  std::vector<at::Tensor> projections;
+  for (const LayerFacts& layer : manifest.layers) {
+    projections.push_back(parameters[layer.output_projection]);
+  }
+  return projections;
+}
+
+// Takes the last handle to the module, so that weights are freed as they are packed.
+absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOptions options) {
+  std::vector<at::Tensor> projections = OutputProjections(contents.module, contents.manifest);
+  absl::StatusOr<FrozenForward> forward = Freeze(std::move(contents.module));
+  if (!forward.ok()) return forward.status();
+  Graph& graph = *forward->graph;
+  const PackedLinears packed = options.prepack ? PackLinears(graph) : PackedLinears();
+  for (at::Tensor& projection : projections) {
+    if (!projection.defined()) continue;
+    const auto found = packed.weights.find(projection.const_data_ptr());
+    if (found != packed.weights.end()) projection = found->second;
+  }
+  ModelFacts facts = {.manifest = std::move(contents.manifest),
+                      .tokenizer_json = std::move(contents.tokenizer_json),
+                      .weight_bytes = ConstantBytes(graph.block()) + PackedBytes(packed)};
+  facts.description = Describe(facts.manifest, packed, options.prepack);
+  return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
+                                                       TorchScriptOptions options) {
+  absl::StatusOr<Contents> contents = Read(path);
+  if (!contents.ok()) return contents.status();
+  contents->module.eval();
+  // With the executor's optimiser off, freezing deletes methods that are still called.
+  torch::jit::Inline(*contents->module.get_method("forward").graph());
+  ContractReport report = CheckContract(contents->module, contents->manifest);
+  if (!report.runnable) return Broken(path, report.violations);
+
+  absl::StatusOr<std::unique_ptr<Model>> model = Compile(*std::move(contents), options);
+  const std::vector<std::string> more =
+      model.ok() ? ProbeViolations(**model)
+                 : std::vector<std::string>{std::string(model.status().message())};
+  report.violations.insert(report.violations.end(), more.begin(), more.end());
+  if (!report.violations.empty()) return Broken(path, report.violations);
+  malloc_trim(0);  // what packing has freed lies between what it has kept
+  return model;
+}
+
+}  // namespace epikv
