@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from epikv.export import ExportError, export, exporter, load, random_model
 from epikv.export.contract import violations
 from epikv.export.llama import Llama, Shape, build
+from epikv.export.manifest import Manifest
 from epikv.export.operators import KvCache, Step, forward, running
 from epikv.export.parity import load_reference, random_prompts
 from epikv.export.synthetic import byte_tokenizer, write_directory
@@ -69,6 +70,14 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.jit.ScriptModule, Manifest]:
+    """The tiny model, exported."""
+    out = tmp_path_factory.mktemp("exported") / "model.pt"
+    random_model(TINY, out, seed=3, check=False)
+    return load(out)[:2]
+
+
 def edit(path: Path, **changes: Any) -> None:
     """Sets fields of a JSON file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
@@ -106,9 +115,10 @@ def test_bfloat16_is_as_close_as_transformers_itself(directory: Path, tmp_path: 
     assert {w.dtype for w in module.parameters()} == {torch.bfloat16}
 
 
-def test_packed_equals_separate_and_chunked_equals_whole(directory: Path, tmp_path: Path) -> None:
-    export(directory, tmp_path / "model.pt", check=False)
-    module, manifest, _ = load(tmp_path / "model.pt")
+def test_packed_equals_separate_and_chunked_equals_whole(
+    exported: tuple[torch.jit.ScriptModule, Manifest],
+) -> None:
+    module, manifest = exported
     a, b = random_prompts(61, 256, [9, 20])
     alone = [forward(module, manifest, [(KvCache.empty(manifest), t)]) for t in (a, b)]
     caches = [KvCache.empty(manifest), KvCache.empty(manifest)]
@@ -119,9 +129,10 @@ def test_packed_equals_separate_and_chunked_equals_whole(directory: Path, tmp_pa
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
-def test_logits_are_of_the_rows_asked_for(directory: Path, tmp_path: Path) -> None:
-    export(directory, tmp_path / "model.pt", check=False)
-    module, manifest, _ = load(tmp_path / "model.pt")
+def test_logits_are_of_the_rows_asked_for(
+    exported: tuple[torch.jit.ScriptModule, Manifest],
+) -> None:
+    module, manifest = exported
     text = random_prompts(61, 256, [10])[0]
     all_rows = forward(module, manifest, [(KvCache.empty(manifest), text)])
     some = forward(module, manifest, [(KvCache.empty(manifest), text)], last=[9, 2])
@@ -130,9 +141,10 @@ def test_logits_are_of_the_rows_asked_for(directory: Path, tmp_path: Path) -> No
     assert none.shape == (0, 61)
 
 
-def test_block_sees_the_hidden_states_of_transformers(directory: Path, tmp_path: Path) -> None:
-    export(directory, tmp_path / "model.pt", check=False)
-    module, manifest, _ = load(tmp_path / "model.pt")
+def test_block_sees_the_hidden_states_of_transformers(
+    directory: Path, exported: tuple[torch.jit.ScriptModule, Manifest]
+) -> None:
+    module, manifest = exported
     text = torch.tensor(random_prompts(61, 256, [12])[0])
     step = Step(manifest, [KvCache.empty(manifest)], [12], torch.arange(12))
     with running(step):
@@ -144,10 +156,11 @@ def test_block_sees_the_hidden_states_of_transformers(directory: Path, tmp_path:
 
 
 @pytest.mark.parametrize("freeze", [False, True])
-def test_graph_keeps_the_contract(directory: Path, tmp_path: Path, freeze: bool) -> None:
-    export(directory, tmp_path / "model.pt", check=False)
-    module, _, _ = load(tmp_path / "model.pt")
-    assert violations(torch.jit.freeze(module) if freeze else module, 3) == []
+def test_graph_keeps_the_contract(
+    exported: tuple[torch.jit.ScriptModule, Manifest], freeze: bool
+) -> None:
+    module = torch.jit.freeze(exported[0]) if freeze else exported[0]
+    assert violations(module, 3) == []
 
 
 def test_manifest_says_what_the_model_is(directory: Path, tmp_path: Path) -> None:
@@ -192,7 +205,7 @@ def test_reads_shards(directory: Path, tmp_path: Path) -> None:
 def test_calibration_travels_in_the_manifest(directory: Path, tmp_path: Path) -> None:
     content = {
         "policy": "epikv_flat",
-        "layers": {"a": 2, "b": 0},
+        "layers": {"a": 1, "b": 0},
         "sign": -1,
         "window": 64,
         "recall": 0.97,
@@ -201,10 +214,10 @@ def test_calibration_travels_in_the_manifest(directory: Path, tmp_path: Path) ->
     (directory / "calibration.json").write_text(json.dumps(content))
     export(directory, tmp_path / "model.pt", check=False)
     calibration = load(tmp_path / "model.pt")[1].calibration
-    assert (calibration.layer_a, calibration.layer_b, calibration.sign) == (2, 0, -1)
+    assert (calibration.layer_a, calibration.layer_b, calibration.sign) == (1, 0, -1)
     assert calibration.confirmed and calibration.figures["recall"] == 0.97
-    edit(directory / "calibration.json", layers={"a": 3, "b": 0})
-    with pytest.raises(ExportError, match=r"layers\.a is 3"):
+    edit(directory / "calibration.json", layers={"a": 2, "b": 0})
+    with pytest.raises(ExportError, match=r"layers\.a is 2"):
         export(directory, tmp_path / "model.pt", check=False)
 
 
@@ -251,10 +264,16 @@ def test_refuses_config_by_field(directory: Path, tmp_path: Path, named: str) ->
     assert list(tmp_path.iterdir()) == [directory]
 
 
-def spoil_tokenizer(directory: Path) -> None:
-    raw = json.loads((directory / "tokenizer.json").read_text())
-    raw["model"]["type"] = "Unigram"
-    (directory / "tokenizer.json").write_text(json.dumps(raw))
+def spoil_tokenizer(part: str, **changes: Any) -> Callable[[Path], None]:
+    """Sets fields of one part of tokenizer.json."""
+
+    def spoil(directory: Path) -> None:
+        path = directory / "tokenizer.json"
+        raw = json.loads(path.read_text())
+        raw[part] = {**(raw[part] or {}), **changes}
+        path.write_text(json.dumps(raw))
+
+    return spoil
 
 
 def truncate_weights(directory: Path) -> None:
@@ -270,11 +289,16 @@ def escape_directory(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (spoil_tokenizer, "model.type is 'Unigram'"),
+        (spoil_tokenizer("model", type="Unigram"), "model.type is 'Unigram'"),
+        (spoil_tokenizer("pre_tokenizer", type="Metaspace"), "pre_tokenizer is 'Metaspace'"),
+        (spoil_tokenizer("model", type="BPE"), "pre_tokenizer must hold ByteLevel"),
+        (spoil_tokenizer("decoder", type="Fuse"), "decoder"),
+        (spoil_tokenizer("normalizer", type="Sequence", normalizers=[{"type": "NFD"}]), "NFD"),
         (truncate_weights, "model.safetensors"),
         (escape_directory, "weight_map"),
         (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda d: (d / "config.json").write_text("[]"), "config.json"),
+        (lambda d: (d / "config.json").write_text('{"a": NaN}'), "NaN"),
     ],
 )
 def test_refuses_broken_files(

@@ -18,6 +18,7 @@ from epikv.export.llama import Shape, output_projection
 from epikv.export.manifest import Calibration, Layer, Manifest, Rope
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # those that a list of frequencies can say
+PRE_TOKENIZERS = ("ByteLevel", "Digits", "Split", "Whitespace", "WhitespaceSplit")
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Fields that change the computation in ways the contract or this exporter does not know, with the
@@ -214,20 +215,32 @@ def _read_weights(directory: Path, tied: bool) -> dict[str, Tensor]:
 
 
 def _read_tokenizer(path: Path, vocab_size: int) -> str:
-    """The file's text, after checking that the daemon's tokenizer kinds cover it."""
+    """The file's text without truncation and padding, after checking that the daemon knows it."""
     raw = _read_json(path)
-    kind = raw.get("model", {}).get("type")
-    if kind == "BPE":
-        if raw["model"].get("byte_fallback"):
-            raise ExportError(f"{path}: model.byte_fallback is true; only byte-level BPE is known")
-        if not _mentions(raw.get("pre_tokenizer"), "ByteLevel"):
-            raise ExportError(f"{path}: pre_tokenizer is not ByteLevel, which BPE needs here")
-        if not _mentions(raw.get("decoder"), "ByteLevel"):
-            raise ExportError(f"{path}: decoder is not ByteLevel, which BPE needs here")
-    elif kind != "WordLevel":
-        raise ExportError(f"{path}: model.type is '{kind}'; only WordLevel and BPE are known")
-    text = path.read_text(encoding="utf-8")
-    highest = max(Tokenizer.from_str(text).get_vocab(with_added_tokens=True).values())
+    model = raw.get("model")
+    kind = model.get("type") if isinstance(model, dict) else None
+    before = _kinds(raw.get("pre_tokenizer"))
+    if kind not in ("BPE", "WordLevel"):
+        raise ExportError(f"{path}: model.type is '{kind}'; only BPE and WordLevel are known")
+    if model.get("byte_fallback"):
+        raise ExportError(f"{path}: model.byte_fallback is true; only byte-level BPE is known")
+    for found in before:
+        if found not in PRE_TOKENIZERS:
+            raise ExportError(
+                f"{path}: pre_tokenizer is '{found}'; known: {', '.join(PRE_TOKENIZERS)}"
+            )
+    if ("ByteLevel" in before) != (kind == "BPE"):
+        raise ExportError(f"{path}: pre_tokenizer must hold ByteLevel with BPE, and only then")
+    if _kinds(raw.get("decoder")) != (["ByteLevel"] if kind == "BPE" else []):
+        raise ExportError(f"{path}: decoder must be ByteLevel with BPE, else null")
+    if _kinds(raw.get("normalizer")) not in ([], ["NFC"]):
+        raise ExportError(f"{path}: normalizer is {_kinds(raw['normalizer'])}; known: null, NFC")
+    text = json.dumps({**raw, "truncation": None, "padding": None}, ensure_ascii=False)
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ExportError(f"{path}: {error}") from error
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if highest >= vocab_size:
         raise ExportError(
             f"{path}: token id {highest} is outside config.json's vocab_size {vocab_size}"
@@ -235,12 +248,16 @@ def _read_tokenizer(path: Path, vocab_size: int) -> str:
     return text
 
 
-def _mentions(part: dict[str, Any] | None, kind: str) -> bool:
-    """Whether a tokenizer part is of this kind, or a sequence that holds one."""
+def _kinds(part: Any) -> list[str]:
+    """The types of a tokenizer part, sequences taken apart; of what is none, how it is written."""
     if part is None:
-        return False
-    children = part.get("pretokenizers", []) + part.get("decoders", [])
-    return part.get("type") == kind or any(_mentions(child, kind) for child in children)
+        return []
+    if not isinstance(part, dict):
+        return [repr(part)]
+    if part.get("type") != "Sequence":
+        return [str(part.get("type"))]
+    children = [child for value in part.values() if isinstance(value, list) for child in value]
+    return [kind for child in children for kind in _kinds(child)]
 
 
 def _read_calibration(path: Path, num_layers: int) -> Calibration:
@@ -258,10 +275,12 @@ def _read_calibration(path: Path, num_layers: int) -> Calibration:
     except (KeyError, TypeError) as error:
         raise ExportError(f"{path}: field {error} is missing or of the wrong type") from error
     for name, layer in (("a", result.layer_a), ("b", result.layer_b)):
-        if not 0 <= layer < num_layers:
+        if not 0 <= layer < num_layers - 1:
             raise ExportError(
-                f"{path}: layers.{name} is {layer}; the model has {num_layers} layers"
+                f"{path}: layers.{name} is {layer}; the model's steps end at {num_layers - 2}"
             )
+    if result.layer_a == result.layer_b:
+        raise ExportError(f"{path}: layers.a and layers.b are both {result.layer_a}")
     if result.sign not in (1, -1):
         raise ExportError(f"{path}: sign is {result.sign}; it must be 1 or -1")
     if result.window < 2:
@@ -271,9 +290,13 @@ def _read_calibration(path: Path, num_layers: int) -> Calibration:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except (OSError, ValueError) as error:
         raise ExportError(f"{path}: {error}") from error
     if not isinstance(raw, dict):
         raise ExportError(f"{path}: not a JSON object")
     return raw
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
