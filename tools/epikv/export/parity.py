@@ -1,4 +1,4 @@
-"""Compares an exported file with `transformers` before it ships."""
+"""Compares an exported file with `transformers`, before it ships."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,8 +53,8 @@ def compare(module: torch.jit.ScriptModule, manifest: Manifest, directory: Path)
     """
     prompts = random_prompts(manifest.vocab_size, manifest.context_length - STEPS, PROMPT_LENGTHS)
     reference = load_reference(directory, manifest.dtype)
-    texts = [_extend(reference, prompt, STEPS) for prompt in prompts]
-    wanted = torch.cat([_logits(reference, text) for text in texts])
+    texts = [extend(reference, prompt, STEPS) for prompt in prompts]
+    wanted = torch.cat([logits(reference, text) for text in texts])
     ours = _packed_logits(module, manifest, texts, [len(prompt) for prompt in prompts])
     max_error = (ours - wanted).abs().max().item()
     if manifest.dtype == "float32":
@@ -63,7 +63,7 @@ def compare(module: torch.jit.ScriptModule, manifest: Manifest, directory: Path)
         rounded = LlamaForCausalLM.from_pretrained(
             directory, dtype=torch.bfloat16, attn_implementation="eager"
         ).eval()
-        theirs = torch.cat([_logits(rounded, text) for text in texts])
+        theirs = torch.cat([logits(rounded, text) for text in texts])
         error, limit = _rms(ours - wanted), BFLOAT16_FACTOR * _rms(theirs - wanted)
     best = wanted.topk(2).values
     clear = best[:, 0] - best[:, 1] > CLEAR * limit
@@ -100,33 +100,8 @@ def random_prompts(vocab_size: int, longest: int, lengths: Sequence[int]) -> lis
     ]
 
 
-def reference_cases(
-    model: LlamaForCausalLM, prompts: Sequence[Sequence[int]], steps: int
-) -> list[dict[str, object]]:
-    """What a faithful engine must reproduce, for tests in other languages.
-
-    Each case: `token_ids` of the prompt, `logits` of its every position [n][vocabulary], `greedy`
-    continuation of `steps` tokens, and per greedy token the `margins` of the best logit over the
-    second.
-    """
-    cases = []
-    for prompt in prompts:
-        text = _extend(model, prompt, steps)
-        logits = _logits(model, text)
-        best = logits[len(prompt) - 1 : len(text) - 1].topk(2).values
-        cases.append(
-            {
-                "token_ids": list(prompt),
-                "logits": logits[: len(prompt)].tolist(),
-                "greedy": text[len(prompt) :],
-                "margins": (best[:, 0] - best[:, 1]).tolist(),
-            }
-        )
-    return cases
-
-
 @torch.inference_mode()
-def _extend(model: LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[int]:
+def extend(model: LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[int]:
     """The prompt and its greedy continuation of exactly `steps` tokens, end tokens or not."""
     text = list(prompt)
     fed, cache = text, None
@@ -139,7 +114,7 @@ def _extend(model: LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[
 
 
 @torch.inference_mode()
-def _logits(model: LlamaForCausalLM, text: Sequence[int]) -> Tensor:
+def logits(model: LlamaForCausalLM, text: Sequence[int]) -> Tensor:
     """Float32 logits at every position of one sequence, [len(text), vocabulary]."""
     return model(torch.tensor([text])).logits[0].float()
 

@@ -1,15 +1,15 @@
 """`python -m epikv.export.random`: a random-weight model, for tests and benches."""
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 
 import click
 
-from epikv.export import parity
 from epikv.export.errors import ExportError
 from epikv.export.exporter import DTYPES, export
+from epikv.export.reference import prompts_of
+from epikv.export.reference import write as write_reference
 from epikv.export.synthetic import write_directory
 
 
@@ -91,11 +91,8 @@ def main(
         except (ExportError, ValueError) as error:
             sys.exit(f"epikv.export.random: {error}")
         if reference is not None:
-            prompts = [[int(token) for token in ids.split()] for ids in reference_ids]
-            prompts = prompts or parity.random_prompts(vocab, context, parity.PROMPT_LENGTHS)
-            model = parity.load_reference(directory, stored)
-            cases = parity.reference_cases(model, prompts, reference_steps)
-            reference.write_text(json.dumps({"dtype": stored, "cases": cases}))
+            prompts = prompts_of(reference_ids, vocab, context - reference_steps)
+            write_reference(directory, reference, stored, prompts, reference_steps)
     click.echo(f"{out}: {report or 'not compared with transformers'}")
 
 
