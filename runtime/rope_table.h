@@ -8,7 +8,7 @@
 namespace epikv {
 
 // Cosines and sines of one Rope at every position of the context, as Rotate (kernels.h) takes them.
-// Angles in double, values in fp32. Immutable.
+// Angles are fp32 products, as models were trained with. Immutable.
 class RopeTable {
  public:
   RopeTable(const Rope& rope, int64_t context_length);

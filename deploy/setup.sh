@@ -1,0 +1,105 @@
+# Sourced by deploy/quickstart.sh and tests/*.sh: installs what is missing and builds.
+#
+# Settings (environment):
+#   EPIKV_TORCH_INDEX   pip index to take the torch wheel from, e.g. PyTorch's own index of CPU
+#                       builds; default: pip's own configuration
+#   EPIKV_JOBS          compiler processes; default: 2, or the number of CPUs if fewer
+#   EPIKV_SKIP_APT=1    the packages are there under other names; do not look
+
+set -euo pipefail
+EPIKV_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+EPIKV_VENV=$EPIKV_ROOT/.venv
+EPIKV_PYTHON=$EPIKV_VENV/bin/python
+EPIKV_LOGS=$EPIKV_ROOT/build/logs
+EPIKV_JOBS=${EPIKV_JOBS:-$(($(nproc) < 2 ? 1 : 2))}
+TORCH_VERSION=2.13.0
+
+# The five packages of the daemon, what they need, and the tools of the build.
+EPIKV_PACKAGES=(
+  ca-certificates ccache cmake g++ libabsl-dev libgmock-dev libgrpc++-dev libgtest-dev
+  libpcre2-dev libprotobuf-dev librandom123-dev libutf8proc-dev ninja-build nlohmann-json3-dev
+  pkg-config prometheus-cpp-dev protobuf-compiler protobuf-compiler-grpc python3 python3-venv
+)
+
+fail() {  # what happened; what to do
+  printf '\nerror: %s\n  %s\n' "$1" "$2" >&2
+  exit 1
+}
+
+# stage NAME COMMAND...: runs it with its output in a log, and shows the last line and the time.
+stage() {
+  local name=$1 log begin=$SECONDS pid
+  shift
+  mkdir -p "$EPIKV_LOGS"
+  log=$EPIKV_LOGS/${name// /-}.log
+  "$@" >"$log" 2>&1 &
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null; do
+    if [ -t 1 ]; then
+      printf '\r\033[K%-24s %4d s  %.70s' "$name" $((SECONDS - begin)) "$(tail -n 1 "$log" | tr -d '\r')"
+    elif [ $(((SECONDS - begin) % 30)) -eq 29 ]; then
+      printf '%-24s %4d s  %.70s\n' "$name" $((SECONDS - begin)) "$(tail -n 1 "$log" | tr -d '\r')"
+    fi
+    sleep 1
+  done
+  [ -t 1 ] && printf '\r\033[K'
+  if ! wait "$pid"; then
+    tail -n 25 "$log" >&2
+    fail "$name failed after $((SECONDS - begin)) s" "the whole output is in $log"
+  fi
+  printf '%-24s %4d s\n' "$name" $((SECONDS - begin))
+}
+
+install_packages() {
+  local missing=() package
+  [ "${EPIKV_SKIP_APT:-}" = 1 ] && return 0
+  command -v dpkg-query >/dev/null || fail "this is not a Debian system" \
+    "install the equivalents of: ${EPIKV_PACKAGES[*]}; then set EPIKV_SKIP_APT=1"
+  for package in "${EPIKV_PACKAGES[@]}"; do
+    [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" = installed ] ||
+      missing+=("$package")
+  done
+  [ ${#missing[@]} -eq 0 ] && return 0
+  [ "$(id -u)" -eq 0 ] || fail "packages are missing: ${missing[*]}" \
+    "run as root: apt-get install ${missing[*]}"
+  stage "package lists" apt-get update
+  stage "Debian packages" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y --no-install-recommends "${missing[@]}"
+}
+
+pip() { "$EPIKV_PYTHON" -m pip --disable-pip-version-check "$@"; }
+
+# The virtual environment, made again when what it depends on has changed.
+install_python() {
+  local stamp wanted
+  stamp=$EPIKV_VENV/epikv.stamp
+  wanted=$(cat "$EPIKV_ROOT"/tools/pyproject.toml "$EPIKV_ROOT"/tools/setup.py \
+    "$EPIKV_ROOT"/proto/epikv/v1/*.proto | sha256sum)
+  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return 0
+  [ -x "$EPIKV_PYTHON" ] || stage "virtual environment" python3 -m venv "$EPIKV_VENV"
+  local index=()
+  [ -n "${EPIKV_TORCH_INDEX:-}" ] && index=(--index-url "$EPIKV_TORCH_INDEX")
+  stage "LibTorch $TORCH_VERSION" pip install "torch==$TORCH_VERSION" "${index[@]}"
+  stage "Python packages" pip install -e "$EPIKV_ROOT/tools[export,test]"
+  echo "$wanted" >"$stamp"
+}
+
+# setup: packages, Python, configured build tree (in build/dev).
+setup() {
+  install_packages
+  install_python
+  EPIKV_TORCH_DIR=$("$EPIKV_PYTHON" -c \
+    'import importlib.util, os; print(os.path.dirname(importlib.util.find_spec("torch").origin))')
+  export EPIKV_TORCH_DIR EPIKV_PYTHON
+  # Some indexes give a CUDA build of several GB under the same name: say which one it is.
+  printf '%-24s %s\n' "torch wheel" "$(pip list --format=freeze 2>/dev/null | grep '^torch=')"
+  cd "$EPIKV_ROOT"
+  export CCACHE_DIR=${CCACHE_DIR:-$EPIKV_ROOT/build/ccache}
+  stage "configure" cmake --preset dev
+}
+
+build() {  # targets; none: all
+  local targets=()
+  [ $# -gt 0 ] && targets=(--target "$@")
+  stage "build" cmake --build "$EPIKV_ROOT/build/dev" -j "$EPIKV_JOBS" "${targets[@]}"
+}

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/admission.h"
+#include "runtime/engine.h"
+#include "runtime/runtime.h"
+
+namespace epikv {
+
+// What one request got.
+struct Transcript {
+  std::vector<int32_t> tokens;
+  std::vector<float> logprobs;
+  std::vector<bool> greedy;
+  std::string text;
+  std::vector<std::vector<float>> residual_steps;
+  std::vector<EvictionTrace> evictions;
+  std::optional<Finished> finished;
+
+  bool ok() const { return finished.has_value() && finished->status.ok(); }
+};
+
+// An engine over a real model file, stepped by hand: for tests of what it computes.
+class EngineHarness {
+ public:
+  struct Options {
+    int64_t kv_pool_bytes = 64 << 20;
+    int64_t max_step_tokens = 512;
+    int64_t prefill_chunk_tokens = 256;
+    bool deterministic = false;
+    std::string decode_kernel = "batch";
+    PolicyCatalog policies = {};  // empty: of this build
+  };
+  // Ends the test program if the model does not load.
+  EngineHarness(const std::string& model_path, Options options);
+
+  // Queues a request; the transcript fills as Step runs.
+  std::shared_ptr<Transcript> Submit(RequestOptions options);
+  // What Admission says of a request that it refuses.
+  Rejection Refusal(RequestOptions options) const;
+  // Steps until nothing can run.
+  void RunAll();
+  // Submit, RunAll.
+  Transcript Run(RequestOptions options);
+
+  Engine& engine() { return *engine_; }
+  const Admission& admission() const { return *admission_; }
+  const Manifest& manifest() const { return manifest_; }
+  // Called after every step.
+  void OnStep(std::function<void()> check) { on_step_ = std::move(check); }
+
+ private:
+  Manifest manifest_;
+  std::unique_ptr<Tokenizer> tokenizer_;
+  std::unique_ptr<Admission> admission_;
+  EngineObserver observer_;
+  std::unique_ptr<Engine> engine_;
+  std::function<void()> on_step_;
+  int64_t next_id_ = 0;
+};
+
+}  // namespace epikv
