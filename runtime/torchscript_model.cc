@@ -21,6 +21,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "runtime/checksums.h"
 #include "runtime/model.h"
 #include "runtime/model_contract.h"
 #include "runtime/packed_linear.h"
@@ -117,6 +118,9 @@ absl::StatusOr<Contents> Read(const std::string& path) {
   Contents contents;
   try {
     caffe2::serialize::PyTorchStreamReader reader(path);
+    if (absl::Status status = VerifyChecksums(reader, path); !status.ok()) {
+      return Damaged(path, status.message());
+    }
     std::vector<std::string> violations;
     const absl::StatusOr<std::string> json = ReadExtra(reader, "manifest.json");
     if (!json.ok()) {
@@ -228,7 +232,6 @@ absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
   absl::StatusOr<Contents> contents = Read(path);
   if (!contents.ok()) return contents.status();
   contents->module.eval();
-  // With the executor's optimiser off, freezing deletes methods that are still called.
   torch::jit::Inline(*contents->module.get_method("forward").graph());
   ContractReport report = CheckContract(contents->module, contents->manifest);
   if (!report.runnable) return Broken(path, report.violations);

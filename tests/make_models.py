@@ -1,0 +1,95 @@
+"""Makes the model files that the C++ tests load.
+
+    python tests/make_models.py --out DIR
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "python")]
+
+import broken_models  # noqa: E402
+import torch  # noqa: E402
+from epikv.export import random_model  # noqa: E402
+from epikv.export.synthetic import word_tokenizer  # noqa: E402
+
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 97,
+    "max_position_embeddings": 4096,
+}
+# Wide enough for the kernels' blocking to show.
+WIDE = {
+    **TINY,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mha": ("float32", {**TINY, "num_key_value_heads": 4}),
+    "gqa": ("float32", {**TINY, "num_key_value_heads": 2}),
+    "mqa": ("float32", {**TINY, "num_key_value_heads": 1, "head_dim": 24}),
+    "tied": (
+        "float32",
+        {**TINY, "num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True},
+    ),
+    "gqa_bf16": ("bfloat16", {**TINY, "num_key_value_heads": 2}),
+    "wide": ("float32", WIDE),
+    "wide_bf16": ("bfloat16", WIDE),
+}
+
+
+def write_many_faults(path: Path) -> None:
+    """A module and a manifest with five faults between them."""
+    manifest = broken_models.manifest()
+    layers = [replace(manifest.layers[0], output_projection="nowhere.weight"), manifest.layers[1]]
+    manifest = replace(manifest, vocab_size=10, layers=layers)
+    extra = {
+        "manifest.json": manifest.to_json(),
+        "tokenizer.json": word_tokenizer(manifest.vocab_size).to_str(),
+    }
+    broken_models.save(ManyFaults(), path, extra)
+
+
+class ManyFaults(broken_models.Tiny):
+    """block(1) is called twice, attention(1) is not used, and an embedding is wider."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = torch.nn.Embedding(2, 8, dtype=torch.float64)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor
+    ) -> torch.Tensor:
+        x = torch.ops.epikv.block(self.embed(token_ids), 0)
+        x = self.first(x, 0) + self.wide(token_ids * 0).float()
+        x = torch.ops.epikv.block(x, 1) + torch.ops.epikv.block(x, 1)
+        q = self.second.q_proj(x).view(-1, 2, 4)
+        kv = self.second.k_proj(x).view(-1, 1, 4)
+        torch.ops.epikv.attention(q, kv, kv, x, 1)
+        return self.finish(torch.ops.epikv.block(x, 2), last)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    broken_models.write(out / "broken")
+    write_many_faults(out / "many_faults.pt")
+    for name, (dtype, config) in MODELS.items():
+        random_model(config, out / f"{name}.pt", dtype, seed=1, name=name, check=False)
+
+
+if __name__ == "__main__":
+    main()
