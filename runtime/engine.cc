@@ -145,7 +145,10 @@ bool Engine::Step() {
   std::vector<Sequence*> sequences;
   const std::vector<WorkItem> items = PlanStep(sequences);
   clock.Charge(Stage::kSchedule);
-  if (items.empty()) return false;
+  if (items.empty()) {
+    Report(StepStats());  // what ended without a step shows
+    return false;
+  }
 
   std::vector<ForwardOutcome> outcomes = RunForward(items);
   clock.Charge(Stage::kForward);
@@ -163,14 +166,18 @@ bool Engine::Step() {
     (item.decode ? step.decode_tokens : step.prefill_tokens) += item.tokens.size();
   }
   step.sequences = static_cast<int64_t>(items.size());
+  clock.ChargeTotal();
+  Report(step);
+  return true;
+}
+
+void Engine::Report(StepStats step) {
   step.running = running();
   step.waiting = waiting();
   step.kv_used_bytes = executor_->used_bytes();
   step.kv_reserved_bytes = ledger_.reserved();
   step.kv_capacity_bytes = ledger_.capacity();
-  clock.ChargeTotal();
   observer_.OnStep(step);
-  return true;
 }
 
 void Engine::ExpireDeadlines() {

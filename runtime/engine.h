@@ -70,6 +70,7 @@ class Engine {
   // Ends a sequence: frees its KV, tells sink and observer. It is dropped at the step's end.
   void Finish(Sequence& sequence, FinishReason reason, absl::Status status = absl::OkStatus());
   void DropFinished();
+  void Report(StepStats step);
 
   const EngineOptions options_;
   const std::unique_ptr<StepExecutor> executor_;

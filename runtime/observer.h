@@ -35,6 +35,7 @@ class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
   virtual void OnAdmitted(const Request& request, absl::Duration queued) {}
+  // After each step, and (with 0 sequences) when nothing could run.
   virtual void OnStep(const StepStats& step) {}
   virtual void OnFirstToken(const Request& request, absl::Duration since_arrival) {}
   virtual void OnEvicted(const EvictedStats& evicted) {}
