@@ -1,0 +1,344 @@
+#include "server/config.h"
+
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/io/tokenizer.h>
+#include <google/protobuf/text_format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "epikv/v1/config.pb.h"
+#include "server/default_config.h"
+
+namespace epikv {
+namespace {
+
+namespace pb = google::protobuf;
+
+// A coalesced message has to fit into the 4 MiB that clients receive by default.
+constexpr uint64_t kMaxOutboxBytes = 2 << 20;
+// A prompt chunk is a whole number of deterministic forwards.
+constexpr uint32_t kDeterministicRows = 16;
+
+using Problems = std::vector<std::string>;
+
+// What the parser of text format has to say, one line each.
+class ProblemCollector final : public pb::io::ErrorCollector {
+ public:
+  // where: what was read.
+  ProblemCollector(std::string where, Problems& problems)
+      : where_(std::move(where)), problems_(problems) {}
+  void AddError(int line, int column, const std::string& message) override {
+    problems_.push_back(line < 0 ? absl::StrCat(where_, ": ", message)
+                                 : absl::StrCat(where_, ":", line + 1, ": ", message));
+  }
+  // An unknown field: the parser goes on, so that all of them are named; we do not.
+  void AddWarning(int line, int column, const std::string& message) override {
+    AddError(line, column, message);
+  }
+
+ private:
+  const std::string where_;
+  Problems& problems_;
+};
+
+v1::ServerConfig ParseText(const std::string& text, const std::string& where, Problems& problems) {
+  v1::ServerConfig config;
+  ProblemCollector collector(where, problems);
+  pb::TextFormat::Parser parser;
+  parser.RecordErrorsTo(&collector);
+  parser.AllowUnknownField(true);
+  parser.ParseFromString(text, &config);
+  return config;
+}
+
+// A field of ServerConfig as deploy/epikvd.textproto presents it.
+struct Setting {
+  const pb::FieldDescriptor* field;
+  std::vector<std::string> comment;  // lines without "# "
+};
+
+const std::vector<Setting>& Settings() {
+  static const auto& settings = *[] {
+    auto* all = new std::vector<Setting>;
+    std::vector<std::string> comment;
+    for (absl::string_view line : absl::StrSplit(kDefaultConfig, '\n')) {
+      if (absl::ConsumePrefix(&line, "#")) {
+        comment.push_back(std::string(absl::StripPrefix(line, " ")));
+        continue;
+      }
+      const std::string name(line.substr(0, line.find(':')));
+      const pb::FieldDescriptor* field = v1::ServerConfig::descriptor()->FindFieldByName(name);
+      if (field != nullptr) all->push_back({field, comment});
+      comment.clear();
+    }
+    return all;
+  }();
+  return settings;
+}
+
+std::string ValueText(const v1::ServerConfig& config, const pb::FieldDescriptor& field) {
+  std::string text;
+  pb::TextFormat::PrintFieldValueToString(config, &field, -1, &text);
+  return text;
+}
+
+// Least number of inserted, deleted and replaced characters.
+size_t EditDistance(absl::string_view a, absl::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
+    }
+  }
+  return row[b.size()];
+}
+
+std::string UnknownFlag(absl::string_view name) {
+  std::vector<std::string> close;
+  for (const Setting& setting : Settings()) {
+    const std::string& known = setting.field->name();
+    if (EditDistance(name, known) <= 1 + known.size() / 4 ||
+        (name.size() >= 3 && absl::StrContains(known, name))) {
+      close.push_back(absl::StrCat("--", known));
+    }
+  }
+  return absl::StrCat("unknown flag --", name,
+                      close.empty()
+                          ? "; --help lists all"
+                          : absl::StrCat("; did you mean ", absl::StrJoin(close, ", "), "?"));
+}
+
+// A flag as it was given.
+struct Flag {
+  std::string name;
+  std::optional<std::string> value;
+};
+
+// The command line, sorted out.
+struct Arguments {
+  bool help = false, print_config = false;
+  std::optional<std::string> file;
+  std::vector<Flag> flags;
+};
+
+bool TakesValue(const std::string& name) {
+  if (name == "config") return true;
+  const auto* field = v1::ServerConfig::descriptor()->FindFieldByName(name);
+  return field != nullptr && field->cpp_type() != pb::FieldDescriptor::CPPTYPE_BOOL;
+}
+
+Arguments SortArguments(absl::Span<const std::string> args, Problems& problems) {
+  Arguments sorted;
+  for (size_t i = 0; i < args.size(); ++i) {
+    absl::string_view arg = args[i];
+    if (!absl::ConsumePrefix(&arg, "--")) {
+      problems.push_back(absl::StrCat("'", args[i], "' is no flag; a setting is --name=value"));
+      continue;
+    }
+    const std::pair<std::string, std::string> split = absl::StrSplit(arg, absl::MaxSplits('=', 1));
+    Flag flag{.name = absl::StrReplaceAll(split.first, {{"-", "_"}})};
+    if (absl::StrContains(arg, '=')) flag.value = split.second;
+    const bool needs_value = TakesValue(flag.name) && !flag.value.has_value();
+    if (needs_value && i + 1 == args.size()) {
+      problems.push_back(absl::StrCat("--", flag.name, " needs a value"));
+      continue;
+    }
+    if (needs_value) flag.value = args[++i];
+    if (flag.name == "help") {
+      sorted.help = true;
+    } else if (flag.name == "print_config") {
+      sorted.print_config = true;
+    } else if (flag.name == "config") {
+      sorted.file = flag.value;
+    } else {
+      sorted.flags.push_back(std::move(flag));
+    }
+  }
+  return sorted;
+}
+
+void ApplyFile(const std::string& path, v1::ServerConfig& config, Problems& problems) {
+  std::ifstream file(path);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  if (!file) {
+    problems.push_back(absl::StrCat("--config: cannot read '", path, "'"));
+    return;
+  }
+  config.MergeFrom(ParseText(text, path, problems));
+}
+
+void ApplyFlag(const Flag& flag, v1::ServerConfig& config, Problems& problems) {
+  const auto* field = v1::ServerConfig::descriptor()->FindFieldByName(flag.name);
+  if (field == nullptr) {
+    problems.push_back(UnknownFlag(flag.name));
+    return;
+  }
+  std::string text = flag.value.value_or("true");
+  if (field->cpp_type() == pb::FieldDescriptor::CPPTYPE_STRING) {
+    text = absl::StrCat("\"", absl::CEscape(text), "\"");
+  }
+  ProblemCollector collector(absl::StrCat("--", flag.name), problems);
+  pb::TextFormat::Parser parser;
+  parser.RecordErrorsTo(&collector);
+  parser.ParseFieldValueFromString(text, field, &config);
+}
+
+// Collects the settings that are out of range.
+class Checker {
+ public:
+  Checker(const v1::ServerConfig& config, Problems& problems)
+      : config_(config), problems_(problems) {}
+
+  void Require(bool ok, const std::string& name, absl::string_view must) {
+    if (ok) return;
+    const auto* field = v1::ServerConfig::descriptor()->FindFieldByName(name);
+    problems_.push_back(
+        absl::StrCat("--", name, " must ", must, ", is ", ValueText(config_, *field)));
+  }
+  void RequireAddress(const std::string& address, const std::string& name) {
+    const size_t colon = address.rfind(':');
+    int port = -1;
+    const bool ok = colon != std::string::npos && colon > 0 &&
+                    absl::SimpleAtoi(address.substr(colon + 1), &port) && port >= 0 &&
+                    port <= 65535;
+    Require(ok, name, "be host:port with a port of 0 to 65535");
+  }
+
+ private:
+  const v1::ServerConfig& config_;
+  Problems& problems_;
+};
+
+void Check(const v1::ServerConfig& c, Problems& problems) {
+  constexpr uint64_t kMost = INT64_MAX;
+  Checker check(c, problems);
+  check.RequireAddress(c.listen(), "listen");
+  if (!c.metrics_listen().empty()) check.RequireAddress(c.metrics_listen(), "metrics_listen");
+  check.Require(!c.model().empty(), "model", "name the file that `epikv export` wrote");
+  check.Require(c.threads() <= 1024, "threads", "be at most 1024");
+  check.Require(c.kv_pool_bytes() <= kMost, "kv_pool_bytes", "be below 2^63");
+  check.Require(c.kv_memory_share() > 0 && c.kv_memory_share() <= 1, "kv_memory_share",
+                "be in (0, 1]");
+  check.Require(c.max_step_tokens() >= 1, "max_step_tokens", "be at least 1");
+  check.Require(c.prefill_chunk_tokens() >= 1, "prefill_chunk_tokens", "be at least 1");
+  check.Require(!c.deterministic() || c.prefill_chunk_tokens() % kDeterministicRows == 0,
+                "prefill_chunk_tokens", "be a multiple of 16 with --deterministic");
+  check.Require(c.max_running_requests() >= 1, "max_running_requests", "be at least 1");
+  check.Require(c.max_queued_requests() >= 1, "max_queued_requests", "be at least 1");
+  check.Require(c.max_queued_tokens() >= 1 && c.max_queued_tokens() <= kMost, "max_queued_tokens",
+                "be at least 1 and below 2^63");
+  constexpr absl::string_view kKernels[] = {"auto", "flash", "matmul", "batch"};
+  check.Require(
+      std::find(std::begin(kKernels), std::end(kKernels), c.decode_kernel()) != std::end(kKernels),
+      "decode_kernel", "be auto, flash, matmul or batch");
+  check.Require(std::isfinite(c.stream_stall_seconds()) && c.stream_stall_seconds() > 0,
+                "stream_stall_seconds", "be above 0");
+  check.Require(c.outbox_messages() >= 2, "outbox_messages", "be at least 2");
+  check.Require(c.outbox_bytes() >= 1024 && c.outbox_bytes() <= kMaxOutboxBytes, "outbox_bytes",
+                "be 1024 to 2097152");
+  check.Require(std::isfinite(c.drain_seconds()) && c.drain_seconds() >= 0, "drain_seconds",
+                "be at least 0");
+  check.Require(c.max_message_bytes() >= 1024 && c.max_message_bytes() <= INT32_MAX,
+                "max_message_bytes", "be 1024 to 2147483647");
+  check.Require(c.metrics_max_series() >= 1, "metrics_max_series", "be at least 1");
+}
+
+Config ToConfig(const v1::ServerConfig& c) {
+  return {.listen = c.listen(),
+          .metrics_listen = c.metrics_listen(),
+          .model_name = c.model_name(),
+          .runtime = {.model_path = c.model(),
+                      .threads = c.threads(),
+                      .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
+                      .kv_memory_share = c.kv_memory_share(),
+                      .max_step_tokens = c.max_step_tokens(),
+                      .prefill_chunk_tokens = c.prefill_chunk_tokens(),
+                      .max_running_requests = c.max_running_requests(),
+                      .deterministic = c.deterministic(),
+                      .decode_kernel = c.decode_kernel()},
+          .scheduler = {.max_step_tokens = c.max_step_tokens(),
+                        .prefill_chunk_tokens = c.prefill_chunk_tokens(),
+                        .fixed_chunk_tokens = c.deterministic() ? kDeterministicRows : 0},
+          .max_running_requests = c.max_running_requests(),
+          .queue = {.max_requests = c.max_queued_requests(),
+                    .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
+          .default_policy = c.default_policy(),
+          .outbox = {.max_messages = c.outbox_messages(),
+                     .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
+                     .stall = absl::Seconds(c.stream_stall_seconds())},
+          .drain = absl::Seconds(c.drain_seconds()),
+          .max_message_bytes = c.max_message_bytes(),
+          .metrics_max_series = c.metrics_max_series(),
+          .reflection = c.reflection()};
+}
+
+PrintConfig ToPrintConfig(const v1::ServerConfig& config) {
+  PrintConfig print;
+  for (const Setting& setting : Settings()) {
+    for (const std::string& line : setting.comment) absl::StrAppend(&print.text, "# ", line, "\n");
+    absl::StrAppend(&print.text, setting.field->name(), ": ", ValueText(config, *setting.field),
+                    "\n\n");
+  }
+  return print;
+}
+
+PrintHelp ToPrintHelp(const v1::ServerConfig& defaults) {
+  PrintHelp help{.text =
+                     "epikvd serves a TorchScript model over gRPC, each request's KV cache held to "
+                     "a budget of its own.\n\n"
+                     "  epikvd --model=model.pt [--config=FILE] [--name=value ...]\n\n"
+                     "  --config=FILE   settings in text format; deploy/epikvd.textproto has all\n"
+                     "  --print_config  print the settings as they are after file and flags\n"
+                     "  --help          this\n\n"};
+  for (const Setting& setting : Settings()) {
+    absl::StrAppend(&help.text, "  --", setting.field->name(), "=",
+                    ValueText(defaults, *setting.field), "\n");
+    for (const std::string& line : setting.comment) {
+      absl::StrAppend(&help.text, "      ", line, "\n");
+    }
+  }
+  return help;
+}
+
+}  // namespace
+
+absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args) {
+  Problems problems;
+  v1::ServerConfig config = ParseText(kDefaultConfig, "defaults", problems);
+  const Arguments arguments = SortArguments(args, problems);
+  if (arguments.help) return ToPrintHelp(config);
+  if (arguments.file.has_value()) ApplyFile(*arguments.file, config, problems);
+  for (const Flag& flag : arguments.flags) ApplyFlag(flag, config, problems);
+  if (arguments.print_config && problems.empty()) return ToPrintConfig(config);
+  Check(config, problems);
+  if (problems.empty()) return ToConfig(config);
+  return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
+}
+
+absl::Status CheckDefaultPolicy(const Config& config, PolicyCatalog catalog) {
+  if (config.default_policy.empty() || FindPolicy(catalog, config.default_policy) != nullptr) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat("--default_policy: unknown policy '",
+                                                 config.default_policy,
+                                                 "'; known: ", KnownPolicies(catalog)));
+}
+
+}  // namespace epikv

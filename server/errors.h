@@ -1,0 +1,45 @@
+#pragma once
+
+#include <grpcpp/support/status.h>
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "runtime/admission.h"
+
+// What clients are told when something fails: one canonical code, one sentence, and the details of
+// google.rpc in the trailer `grpc-status-details-bin`, of which ErrorInfo is never missing.
+
+namespace epikv {
+
+// ErrorInfo.reason of what the server itself refuses or ends.
+inline constexpr absl::string_view kSlowReader = "SLOW_READER";
+inline constexpr absl::string_view kNotUtf8 = "NOT_UTF8";
+inline constexpr absl::string_view kMalformed = "MALFORMED";
+inline constexpr absl::string_view kQueueFull = "QUEUE_FULL";
+inline constexpr absl::string_view kDraining = "DRAINING";
+inline constexpr absl::string_view kDuplicateId = "DUPLICATE_ID";
+inline constexpr absl::string_view kNotFound = "NOT_FOUND";
+
+// Clients accept at most 8 KiB of metadata: what does not fit is counted, not sent.
+grpc::Status ToGrpc(const Rejection& rejection);
+
+// Of a request that has ended. Its reason is the payload of runtime/reason.h, else the code's name.
+grpc::Status ToGrpc(const absl::Status& status);
+
+grpc::Status NotFound(absl::string_view type, absl::string_view name,
+                      absl::string_view description);
+grpc::Status AlreadyExists(absl::string_view type, absl::string_view name,
+                           absl::string_view description);
+// subject: what is used up; retry_after: when it may be free again.
+grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
+                       absl::Duration retry_after);
+grpc::Status Unavailable(absl::string_view reason, absl::string_view description,
+                         absl::Duration retry_after);
+
+// "INVALID_ARGUMENT"; "UNKNOWN" for codes that gRPC does not have.
+absl::string_view CodeName(grpc::StatusCode code);
+
+}  // namespace epikv

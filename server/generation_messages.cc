@@ -1,0 +1,305 @@
+#include "server/generation_messages.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "server/param_values.h"
+
+namespace epikv {
+namespace {
+
+// Experiments are not built yet.
+constexpr char kNoArm[] = "none";
+
+// Fills an AskedRequest from messages and collects what cannot be converted.
+class Reader {
+ public:
+  explicit Reader(const Tokenizer& tokenizer) : tokenizer_(tokenizer) {}
+
+  std::vector<int32_t> Encode(const std::string& field, const std::string& text,
+                              const EncodeOptions& options) {
+    absl::StatusOr<std::vector<int32_t>> tokens = tokenizer_.Encode(text, options);
+    if (tokens.ok()) return *std::move(tokens);
+    Violate(field, std::string(tokens.status().message()));
+    return {};
+  }
+  template <typename Message>
+  std::vector<int32_t> Prompt(const Message& request) {
+    if (request.has_text()) return Encode("text", request.text(), {});
+    return Ids(request.token_ids());
+  }
+  static std::vector<int32_t> Ids(const v1::TokenIds& ids) {
+    return {ids.ids().begin(), ids.ids().end()};
+  }
+
+  KvOptions Kv(const v1::KvOptions& kv);
+  void Violate(std::string field, std::string description) {
+    violations_.push_back({std::move(field), std::move(description)});
+  }
+  std::vector<FieldViolation> TakeViolations() { return std::move(violations_); }
+
+ private:
+  const Tokenizer& tokenizer_;
+  std::vector<FieldViolation> violations_;
+};
+
+PositionMode ModeOf(v1::PositionMode mode) {
+  return mode == v1::POSITION_MODE_COMPACT ? PositionMode::kCompact : PositionMode::kAbsolute;
+}
+
+KvOptions Reader::Kv(const v1::KvOptions& kv) {
+  KvOptions options{.policy = kv.policy(), .positions = ModeOf(kv.positions())};
+  if (kv.has_max_tokens()) options.budget = int64_t{kv.max_tokens()};
+  if (kv.has_keep_ratio()) options.budget = kv.keep_ratio();
+  if (!v1::PositionMode_IsValid(kv.positions())) {
+    Violate("kv.positions", absl::StrCat("unknown value ", kv.positions()));
+  }
+  GivenParams given = FromStruct(kv.policy_params(), "kv.policy_params");
+  options.params = std::move(given.params);
+  for (FieldViolation& violation : given.violations) violations_.push_back(std::move(violation));
+
+  options.protection.equal = kv.equal_protection();
+  if (kv.has_protect_prompt()) options.protection.prompt = kv.protect_prompt();
+  if (kv.has_sink_tokens()) options.protection.sinks = kv.sink_tokens();
+  if (kv.has_recent_tokens()) options.protection.recent = kv.recent_tokens();
+  for (const v1::TokenSpan& span : kv.protected_spans()) {
+    options.protection.spans.push_back({.begin = span.begin(), .end = span.end()});
+  }
+  return options;
+}
+
+SamplingParams FromProto(const v1::SamplingParams& proto) {
+  SamplingParams params;
+  if (proto.has_temperature()) params.temperature = proto.temperature();
+  if (proto.has_top_p()) params.top_p = proto.top_p();
+  if (proto.has_top_k()) {
+    // No vocabulary is larger.
+    constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();
+    params.top_k = static_cast<int32_t>(std::min(proto.top_k(), kMost));
+  }
+  params.seed = proto.seed();
+  return params;
+}
+
+StopOptions FromProto(const v1::StopParams& proto) {
+  StopOptions stop{.strings = {proto.stop_strings().begin(), proto.stop_strings().end()},
+                   .tokens = {proto.stop_token_ids().begin(), proto.stop_token_ids().end()},
+                   .include = proto.include_stop()};
+  if (proto.has_max_output_tokens()) stop.max_output_tokens = proto.max_output_tokens();
+  return stop;
+}
+
+v1::SamplingParams ToProto(const SamplingParams& params) {
+  v1::SamplingParams proto;
+  proto.set_temperature(params.temperature.value_or(0));
+  proto.set_top_p(params.top_p.value_or(1));
+  proto.set_top_k(params.top_k.value_or(0));
+  proto.set_seed(params.seed);
+  return proto;
+}
+
+v1::ResolvedKv ResolvedKvOf(const Request& request) {
+  v1::ResolvedKv kv;
+  kv.set_policy(std::string(request.spec->name));
+  kv.set_budget_tokens(request.budget);
+  *kv.mutable_policy_params() = ToStruct(request.params);
+  kv.set_positions(request.positions == PositionMode::kCompact ? v1::POSITION_MODE_COMPACT
+                                                               : v1::POSITION_MODE_ABSOLUTE);
+  kv.set_protected_prompt_tokens(request.protection.prompt);
+  kv.set_sink_tokens(request.protection.sinks);
+  kv.set_recent_tokens(request.protection.recent);
+  for (const TokenSpan& span : request.protection.spans) {
+    v1::TokenSpan& added = *kv.add_protected_spans();
+    added.set_begin(span.begin);
+    added.set_end(span.end);
+  }
+  kv.set_reserved_bytes(request.demand.peak_bytes());
+  kv.set_uncalibrated(request.traits.uncalibrated);
+  return kv;
+}
+
+google::protobuf::Duration ToProto(absl::Duration duration) {
+  google::protobuf::Duration proto;
+  const absl::Duration seconds = absl::Trunc(duration, absl::Seconds(1));
+  proto.set_seconds(absl::ToInt64Seconds(seconds));
+  proto.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration - seconds)));
+  return proto;
+}
+
+v1::Timings ToProto(const Timings& timings) {
+  v1::Timings proto;
+  *proto.mutable_queue() = ToProto(timings.queue);
+  *proto.mutable_prefill() = ToProto(timings.prefill);
+  *proto.mutable_time_to_first_token() = ToProto(timings.time_to_first_token);
+  *proto.mutable_decode() = ToProto(timings.decode);
+  *proto.mutable_eviction() = ToProto(timings.eviction);
+  return proto;
+}
+
+v1::KvUsage KvUsageOf(const v1::ResolvedKv& kv, const KvUsage& usage, int64_t lanes) {
+  v1::KvUsage proto;
+  proto.set_policy(kv.policy());
+  proto.set_budget_tokens(kv.budget_tokens());
+  proto.set_uncalibrated(kv.uncalibrated());
+  proto.set_peak_tokens((usage.peak_entries + lanes - 1) / lanes);
+  proto.set_final_tokens((usage.final_entries + lanes - 1) / lanes);
+  proto.set_evicted_entries(usage.evicted_entries);
+  proto.set_evicted_tokens(usage.evicted_entries / lanes);
+  proto.set_rounds(usage.rounds);
+  proto.set_peak_bytes(usage.peak_bytes);
+  proto.mutable_kept()->Add(usage.kept.begin(), usage.kept.end());
+  return proto;
+}
+
+v1::FinishReason ToProto(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::kLength:
+      return v1::FINISH_REASON_LENGTH;
+    case FinishReason::kEnd:
+      return v1::FINISH_REASON_END;
+    case FinishReason::kStopToken:
+      return v1::FINISH_REASON_STOP_TOKEN;
+    case FinishReason::kStopString:
+      return v1::FINISH_REASON_STOP_STRING;
+    case FinishReason::kCancelled:
+    case FinishReason::kDeadline:
+    case FinishReason::kError:
+      break;  // these end the RPC with a status, not with a summary
+  }
+  return v1::FINISH_REASON_UNSPECIFIED;
+}
+
+bool Mentions(const std::vector<FieldViolation>& violations, const std::string& field) {
+  return std::any_of(violations.begin(), violations.end(),
+                     [&](const FieldViolation& v) { return v.field == field; });
+}
+
+}  // namespace
+
+AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& tokenizer) {
+  Reader reader(tokenizer);
+  const v1::OutputOptions& output = request.output();
+  return {.options = {.id = request.request_id(),
+                      .prompt = reader.Prompt(request),
+                      .sampling = FromProto(request.sampling()),
+                      .stop = FromProto(request.stop()),
+                      .output = {.text = !output.has_text() || output.text(),
+                                 .logprobs = output.logprobs(),
+                                 .kv_trace = output.kv_trace(),
+                                 .residual_steps = output.residual_steps(),
+                                 .kept = output.kept()},
+                      .kv = reader.Kv(request.kv())},
+          .token_ids = output.token_ids(),
+          .violations = reader.TakeViolations()};
+}
+
+AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokenizer) {
+  Reader reader(tokenizer);
+  if (!v1::ScoreCadence_IsValid(request.cadence())) {
+    reader.Violate("cadence", absl::StrCat("unknown value ", request.cadence()));
+  }
+  std::vector<int32_t> prompt = reader.Prompt(request);
+  // In the middle of a text: nothing that marks a beginning is added.
+  std::vector<int32_t> forced =
+      request.has_continuation_text()
+          ? reader.Encode("continuation_text", request.continuation_text(), {.add_special = false})
+          : reader.Ids(request.continuation_ids());
+  KvOptions kv = reader.Kv(request.kv());
+  std::vector<FieldViolation> violations = reader.TakeViolations();
+  if (forced.empty() && !Mentions(violations, "continuation_text")) {
+    violations.push_back({"continuation", "is empty; at least one token is needed"});
+  }
+  return {.options = {.id = request.request_id(),
+                      .prompt = std::move(prompt),
+                      .output = {.text = false,
+                                 .logprobs = true,
+                                 .kv_trace = request.kv_trace(),
+                                 .residual_steps = request.residual_steps(),
+                                 .kept = request.kept()},
+                      .kv = std::move(kv),
+                      .forced = std::move(forced),
+                      .force_in_chunks = request.cadence() == v1::SCORE_CADENCE_CHUNK},
+          .token_ids = true,
+          .violations = std::move(violations)};
+}
+
+std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& admission) {
+  std::variant<Request, Rejection> resolved = admission.Resolve(std::move(asked.options));
+  if (asked.violations.empty()) return resolved;
+
+  Rejection rejection{.code = absl::StatusCode::kInvalidArgument,
+                      .reason = "INVALID_REQUEST",
+                      .violations = std::move(asked.violations)};
+  if (auto* more = std::get_if<Rejection>(&resolved)) {
+    rejection.metadata = std::move(more->metadata);
+    // A prompt that the tokenizer refused only looks empty.
+    const bool has_prompt = Mentions(rejection.violations, "text");
+    for (FieldViolation& violation : more->violations) {
+      if (has_prompt && violation.field == "prompt") continue;
+      rejection.violations.push_back(std::move(violation));
+    }
+  }
+  const FieldViolation& first = rejection.violations.front();
+  rejection.message = absl::StrCat(first.field, ": ", first.description);
+  if (rejection.violations.size() > 1) {
+    absl::StrAppend(&rejection.message, " (and ", rejection.violations.size() - 1, " more)");
+  }
+  return rejection;
+}
+
+v1::Accepted AcceptedOf(const Request& request, const std::string& model) {
+  v1::Accepted accepted;
+  accepted.set_request_id(request.id);
+  accepted.set_model(model);
+  *accepted.mutable_kv() = ResolvedKvOf(request);
+  *accepted.mutable_sampling() = ToProto(request.sampling);
+  accepted.set_prompt_tokens(request.prompt.size());
+  accepted.set_max_output_tokens(request.max_output_tokens);
+  for (const auto& tokens : {request.stop_tokens, request.end_tokens}) {
+    accepted.mutable_stop_token_ids()->Add(tokens.begin(), tokens.end());
+  }
+  accepted.set_arm(kNoArm);
+  return accepted;
+}
+
+v1::Delta ToProto(const Delta& delta) {
+  v1::Delta proto;
+  proto.set_text(delta.text);
+  proto.mutable_token_ids()->Add(delta.tokens.begin(), delta.tokens.end());
+  proto.mutable_logprobs()->Add(delta.logprobs.begin(), delta.logprobs.end());
+  for (const std::vector<float>& steps : delta.residual_steps) {
+    proto.add_signals()->mutable_residual_steps()->Add(steps.begin(), steps.end());
+  }
+  return proto;
+}
+
+v1::EvictionEvent ToProto(const EvictionTrace& trace) {
+  v1::EvictionEvent event;
+  event.set_at_token(trace.at_token);
+  for (const EvictionTrace::Victims& victims : trace.victims) {
+    v1::EvictionEvent::Victims& added = *event.add_victims();
+    if (victims.layer.has_value()) added.set_layer(*victims.layer);
+    if (victims.head.has_value()) added.set_head(*victims.head);
+    added.mutable_index()->Add(victims.index.begin(), victims.index.end());
+  }
+  return event;
+}
+
+v1::Summary SummaryOf(const v1::Accepted& accepted, const Finished& finished, int64_t lanes) {
+  v1::Summary summary;
+  summary.set_finish_reason(ToProto(finished.reason));
+  if (finished.reason == FinishReason::kStopString) summary.set_stop_string(finished.stop_string);
+  if (finished.stop_token.has_value()) summary.set_stop_token_id(*finished.stop_token);
+  summary.mutable_usage()->set_prompt_tokens(finished.prompt_tokens);
+  summary.mutable_usage()->set_output_tokens(finished.output_tokens);
+  *summary.mutable_kv() = KvUsageOf(accepted.kv(), finished.kv, lanes);
+  *summary.mutable_timings() = ToProto(finished.timings);
+  summary.set_kv_trace_truncated(finished.kv_trace_truncated);
+  summary.set_arm(accepted.arm());
+  return summary;
+}
+
+}  // namespace epikv

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "epikv/v1/generation.pb.h"
+#include "runtime/admission.h"
+#include "runtime/request.h"
+#include "runtime/tokenizer.h"
+
+// The messages of GenerationService, to and from the types of the runtime.
+
+namespace epikv {
+
+// A request as far as its message can say it. Ranges and limits are checked by Admission;
+// `violations` holds only what does not survive the conversion: unknown enum values, parameters of
+// impossible kinds, text that the tokenizer refuses.
+struct AskedRequest {
+  RequestOptions options;
+  bool token_ids = false;  // the client wants them
+  std::vector<FieldViolation> violations;
+};
+
+AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& tokenizer);
+AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokenizer);
+
+// Admission's answer, with the violations of the conversion beside its own.
+std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& admission);
+
+// `queue_position` is not set yet.
+v1::Accepted AcceptedOf(const Request& request, const std::string& model);
+v1::Delta ToProto(const Delta& delta);
+v1::EvictionEvent ToProto(const EvictionTrace& trace);
+// lanes: layers x KV heads.
+v1::Summary SummaryOf(const v1::Accepted& accepted, const Finished& finished, int64_t lanes);
+
+}  // namespace epikv

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <variant>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "epikv/v1/generation.grpc.pb.h"
+#include "runtime/engine_thread.h"
+#include "server/courier.h"
+#include "server/metrics.h"
+#include "server/outbox.h"
+#include "server/served_model.h"
+
+namespace epikv {
+
+// How many calls have not ended. Thread-safe.
+class LiveCalls {
+ public:
+  void Add(int calls) {
+    absl::MutexLock lock(&mu_);
+    count_ += calls;
+  }
+  void AwaitNone(absl::Time deadline) {
+    absl::MutexLock lock(&mu_);
+    auto none = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return count_ == 0; };
+    mu_.AwaitWithDeadline(absl::Condition(&none), deadline);
+  }
+
+ private:
+  absl::Mutex mu_;
+  int64_t count_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+// Takes requests, hands them to the engine and streams what comes back. Thread-safe; everything
+// given to it outlives it, and it outlives its calls.
+class GenerationService final
+    : public v1::GenerationService::WithRawCallbackMethod_Generate<
+          v1::GenerationService::WithRawCallbackMethod_GenerateOnce<
+              v1::GenerationService::WithRawCallbackMethod_Score<
+                  v1::GenerationService::WithRawCallbackMethod_CancelRequest<
+                      v1::GenerationService::Service>>>> {
+ public:
+  GenerationService(const ServedModel& model, EngineThread& engine, Courier& courier,
+                    Metrics& metrics, OutboxLimits outbox_limits);
+
+  grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext* context,
+                                                       const grpc::ByteBuffer* in) override;
+  grpc::ServerUnaryReactor* GenerateOnce(grpc::CallbackServerContext* context,
+                                         const grpc::ByteBuffer* in,
+                                         grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* Score(grpc::CallbackServerContext* context, const grpc::ByteBuffer* in,
+                                  grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* CancelRequest(grpc::CallbackServerContext* context,
+                                          const grpc::ByteBuffer* in,
+                                          grpc::ByteBuffer* out) override;
+
+  // Blocks until no call is left, at most until `deadline`.
+  void AwaitCalls(absl::Time deadline) { live_calls_.AwaitNone(deadline); }
+
+ private:
+  struct Prepared {
+    Request request;
+    bool token_ids = false;
+  };
+
+  // Submits the request of `in` and starts the call, or fails it. Call: in generation_service.cc.
+  template <typename Message, typename Call>
+  void Begin(grpc::CallbackServerContext& context, const grpc::ByteBuffer& in, Call& call);
+  template <typename Message>
+  std::variant<Prepared, grpc::Status> Prepare(grpc::CallbackServerContext& context,
+                                               const grpc::ByteBuffer& in);
+  OutboxHooks HooksOf(const std::string& request_id);
+  grpc::Status RefusalOf(grpc::CallbackServerContext& context, const SubmitResult& submitted,
+                         const std::string& request_id);
+  std::string NewRequestId();
+
+  const ServedModel& model_;
+  EngineThread& engine_;
+  Courier& courier_;
+  Metrics& metrics_;
+  const OutboxLimits outbox_limits_;
+  const int64_t lanes_;
+  const std::string id_prefix_;  // differs between processes
+  std::atomic<int64_t> next_id_{0};
+  LiveCalls live_calls_;
+};
+
+}  // namespace epikv

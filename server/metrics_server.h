@@ -1,0 +1,29 @@
+#pragma once
+
+#include <prometheus/exposer.h>
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "server/metrics.h"
+
+namespace epikv {
+
+// The HTTP port with /metrics. Has threads of its own.
+class MetricsServer {
+ public:
+  // address: host:port. The error names it.
+  static absl::StatusOr<std::unique_ptr<MetricsServer>> Start(const std::string& address);
+
+  // From now on these are served. `metrics` outlives the server.
+  void Serve(const Metrics& metrics);
+  int port() const { return exposer_.GetListeningPorts().front(); }
+
+ private:
+  explicit MetricsServer(const std::string& address) : exposer_(address, /*num_threads=*/2) {}
+
+  prometheus::Exposer exposer_;
+};
+
+}  // namespace epikv

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
+
+#include "epikv/v1/model.grpc.pb.h"
+#include "server/metrics.h"
+#include "server/served_model.h"
+
+namespace epikv {
+
+// What is served here. Thread-safe; everything given to it outlives it.
+class ModelService final
+    : public v1::ModelService::WithRawCallbackMethod_ListModels<
+          v1::ModelService::WithRawCallbackMethod_GetModel<v1::ModelService::Service>> {
+ public:
+  ModelService(const ServedModel& model, Metrics& metrics) : model_(model), metrics_(metrics) {}
+
+  grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
+                                       const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
+                                     const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+
+ private:
+  const ServedModel& model_;
+  Metrics& metrics_;
+};
+
+}  // namespace epikv

@@ -1,0 +1,127 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <variant>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "runtime/request.h"
+
+namespace epikv {
+
+class Courier;
+
+// The request is in the queue, behind this many others. A stream's first message.
+struct Queued {
+  int64_t position = 0;
+};
+
+// A stream is Queued, then Deltas (without evictions) and EvictionTraces, then Finished if it
+// ended well.
+using OutboxMessage = std::variant<Queued, Delta, EvictionTrace, Finished>;
+
+// Where an outbox's messages go. Called by one thread at a time, never while a call is under way;
+// each message after the one before it was written.
+class StreamWriter {
+ public:
+  virtual ~StreamWriter() = default;
+  // Starts one write. Outbox::OnWritten follows once: on any thread, perhaps inside this call.
+  virtual void Send(OutboxMessage message) = 0;
+  // Breaks off the write under way, whose OnWritten(false) follows soon.
+  virtual void Abort() = 0;
+  // The last call: the writer may be gone when it returns.
+  virtual void End(const absl::Status& status) = 0;
+};
+
+struct OutboxLimits {
+  int64_t max_messages = 256;
+  int64_t max_bytes = 1 << 20;
+  // A client that reads nothing for this long, while a message waits, loses its request; after
+  // twice this long, its stream.
+  absl::Duration stall = absl::Seconds(30);
+};
+
+// How an outbox reaches the world. Called with no lock held, on any thread.
+struct OutboxHooks {
+  std::function<void()> wake_engine;
+  std::function<void(absl::Status)> cancel_request;
+  std::function<void(absl::Duration)> was_full;  // for so long
+};
+
+// One stream's undelivered messages, bounded in count and bytes: the sink of its request. The
+// engine fills it, the courier and the write completions empty it; at most one write is under way,
+// and what comes meanwhile joins the newest waiting delta.
+//
+// Shared by engine and stream, which end in unknown order.
+class Outbox final : public RequestSink, public std::enable_shared_from_this<Outbox> {
+ public:
+  // `writer` lives until its End; `courier` outlives the outbox. token_ids: whether deltas keep
+  // them. now: the clock, for tests.
+  Outbox(OutboxLimits limits, OutboxHooks hooks, bool token_ids, StreamWriter& writer,
+         Courier& courier, std::function<absl::Time()> now = absl::Now);
+
+  // Once the request is queued. Nothing is sent before.
+  void Open(Queued queued);
+
+  // Of the engine's thread.
+  bool Ready() const override;
+  void OnDelta(Delta delta) override;
+  void OnFinished(Finished finished) override;
+
+  // The write under way is over; not ok: so is the stream.
+  void OnWritten(bool ok);
+  // The client has gone: its request ends with `status`, if it has not ended.
+  void OnClientGone(absl::Status status);
+
+  // Sends what can be sent. By the courier.
+  void Deliver();
+  // Ends what nobody reads. By the courier, now and then.
+  void CheckStall();
+
+ private:
+  struct AbortWrite {};
+  struct EndStream {
+    absl::Status status;
+  };
+  using Action = std::variant<OutboxMessage, AbortWrite, EndStream>;
+
+  void Pump();
+  bool StartPumping();
+  std::optional<Action> NextAction();
+  void Push(OutboxMessage message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DropMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool WantsCourier() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // How long the outbox was full, if it no longer is.
+  std::optional<absl::Duration> UpdateFull() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  const OutboxLimits limits_;
+  const OutboxHooks hooks_;
+  const bool token_ids_;
+  StreamWriter& writer_;
+  Courier& courier_;
+  const std::function<absl::Time()> now_;
+
+  mutable absl::Mutex mu_;
+  std::deque<OutboxMessage> waiting_ ABSL_GUARDED_BY(mu_);
+  int64_t waiting_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t writing_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  bool opened_ ABSL_GUARDED_BY(mu_) = false;
+  bool with_courier_ ABSL_GUARDED_BY(mu_) = false;  // posted, not yet delivered
+  bool pumping_ ABSL_GUARDED_BY(mu_) = false;       // some thread is calling the writer
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Time write_began_ ABSL_GUARDED_BY(mu_);
+  std::optional<absl::Time> full_since_ ABSL_GUARDED_BY(mu_);
+  bool broken_ ABSL_GUARDED_BY(mu_) = false;   // nobody reads: messages are dropped
+  bool stalled_ ABSL_GUARDED_BY(mu_) = false;  // broken because the client read nothing
+  bool abort_ ABSL_GUARDED_BY(mu_) = false;    // the write under way has to be broken off
+  std::optional<absl::Status> end_ ABSL_GUARDED_BY(mu_);  // the request has ended
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;               // the writer was told
+};
+
+}  // namespace epikv

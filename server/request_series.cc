@@ -1,0 +1,192 @@
+#include "server/request_series.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "absl/time/clock.h"
+#include "runtime/reason.h"
+
+namespace epikv {
+namespace {
+
+using prometheus::Counter;
+using prometheus::Family;
+using prometheus::Labels;
+
+// The closed sets of label values. Experiments are not built yet: one arm.
+constexpr absl::string_view kArm = "none";
+constexpr absl::string_view kPhases[] = {"prefill", "decode"};
+constexpr absl::string_view kOperations[] = {"text_completion", "score"};
+constexpr absl::string_view kReasons[] = {"length",      "end",      "stop_token",
+                                          "stop_string", "deadline", "error",
+                                          "slow_reader", "drained",  "cancelled"};
+constexpr size_t kNumFailures = 5;  // of the reasons, the last ones
+
+// A cancel says by its status who cancelled.
+absl::string_view ReasonLabel(const Finished& finished) {
+  switch (finished.reason) {
+    case FinishReason::kLength:
+      return "length";
+    case FinishReason::kEnd:
+      return "end";
+    case FinishReason::kStopToken:
+      return "stop_token";
+    case FinishReason::kStopString:
+      return "stop_string";
+    case FinishReason::kDeadline:
+      return "deadline";
+    case FinishReason::kError:
+      return "error";
+    case FinishReason::kCancelled:
+      break;
+  }
+  switch (finished.status.code()) {
+    case absl::StatusCode::kDeadlineExceeded:
+      return "deadline";
+    case absl::StatusCode::kResourceExhausted:
+      return "slow_reader";
+    case absl::StatusCode::kUnavailable:
+      return "drained";
+    default:
+      return "cancelled";
+  }
+}
+
+Bounds KvTokenBounds() { return PowersOfTwo(5, 17); }
+
+}  // namespace
+
+RequestSeries::RequestSeries(Declarations& declare, const RequestSeriesOptions& options)
+    : options_(options),
+      duration_(declare, "gen_ai_server_request_duration_seconds",
+                "From arrival to the end, by operation and error_type (empty: it ended well).",
+                options.policies.size() * std::size(kOperations) * (kNumFailures + 1),
+                RequestBounds()),
+      first_token_(declare, "gen_ai_server_time_to_first_token_seconds",
+                   "From arrival to the first output token.", options.policies.size(),
+                   FirstTokenBounds()),
+      per_token_(declare, "gen_ai_server_time_per_output_token_seconds",
+                 "Mean time of a request's output tokens after the first.", options.policies.size(),
+                 PerTokenBounds()),
+      queue_(declare, "epikv_request_queue_seconds", "From arrival to admission.", 1,
+             Decades(.001, 200)),
+      prefill_(declare, "epikv_request_prefill_seconds",
+               "From admission to the first output token.", 1, Decades(.001, 200)),
+      decode_(declare, "epikv_request_decode_seconds", "From the first to the last output token.",
+              1, Decades(.001, 200)),
+      budget_(declare, "epikv_request_kv_budget_tokens", "A request's KV budget.",
+              options.policies.size(), KvTokenBounds()),
+      peak_(declare, "epikv_request_kv_peak_tokens", "Most tokens that a request held.",
+            options.policies.size(), KvTokenBounds()),
+      final_held_(declare, "epikv_request_kv_final_tokens",
+                  "Tokens that a request held at its end.", options.policies.size(),
+                  KvTokenBounds()),
+      kept_(declare, "epikv_request_kv_kept_ratio",
+            "Share of a request's cached tokens that it held at its end.", options.policies.size(),
+            {.05, .1, .15, .2, .25, .3, .4, .5, .6, .7, .8, .9, 1}),
+      finished_(declare.Counters("epikv_requests_finished_total",
+                                 "Requests that have ended, by how.",
+                                 options.policies.size() * std::size(kReasons))),
+      tokens_(declare.Counters("epikv_tokens_total",
+                               "Tokens of requests that have ended: of prompts and of output.",
+                               options.policies.size() * 2)),
+      evicted_entries_(declare.Counters("epikv_kv_entries_evicted_total",
+                                        "Entries evicted; one is a token of one layer and KV head.",
+                                        options.policies.size() * std::size(kPhases))),
+      evicted_tokens_(declare.Counters("epikv_kv_tokens_evicted_total",
+                                       "Entries evicted over layers x KV heads.",
+                                       options.policies.size() * std::size(kPhases))),
+      rounds_(declare.Counters("epikv_kv_eviction_rounds_total",
+                               "Evictions that removed at least one entry.",
+                               options.policies.size() * std::size(kPhases))),
+      overrun_(declare.Counters("epikv_kv_budget_overrun_tokens_total",
+                                "Tokens held above a request's reservation. Must stay 0.",
+                                options.policies.size())),
+      policy_errors_(declare.Counters("epikv_policy_errors_total",
+                                      "Requests that failed because their policy threw or "
+                                      "answered an invalid set.",
+                                      options.policies.size())) {}
+
+RequestSeries::OfPolicy& RequestSeries::Of(const Request& request) {
+  const auto known = by_policy_.find(request.spec->name);
+  if (known != by_policy_.end()) return known->second;
+  const Labels labels{{"policy", std::string(request.spec->name)}, {"arm", std::string(kArm)}};
+  auto by_phase = [&](Family<Counter>& family) {
+    return std::array<Counter*, 2>{&family.Add(With(labels, "phase", kPhases[0])),
+                                   &family.Add(With(labels, "phase", kPhases[1]))};
+  };
+  OfPolicy series{.labels = labels,
+                  .first_token = first_token_.Of(labels),
+                  .per_token = per_token_.Of(labels),
+                  .budget = budget_.Of(labels),
+                  .peak = peak_.Of(labels),
+                  .final_held = final_held_.Of(labels),
+                  .kept = kept_.Of(labels),
+                  .prompt_tokens = tokens_.Add(With(labels, "kind", "prompt")),
+                  .output_tokens = tokens_.Add(With(labels, "kind", "output")),
+                  .overrun = overrun_.Add(labels),
+                  .evicted_entries = by_phase(evicted_entries_),
+                  .evicted_tokens = by_phase(evicted_tokens_),
+                  .rounds = by_phase(rounds_)};
+  policy_errors_.Add(labels);
+  return by_policy_.emplace(request.spec->name, std::move(series)).first->second;
+}
+
+void RequestSeries::OnAdmitted(absl::Duration queued) { queue_.Of({}).Observe(Seconds(queued)); }
+
+void RequestSeries::OnFirstToken(const Request& request, absl::Duration since_arrival) {
+  Of(request).first_token.Observe(Seconds(since_arrival));
+}
+
+void RequestSeries::OnEvicted(const EvictedStats& evicted) {
+  OfPolicy& policy = Of(evicted.request);
+  const size_t phase = evicted.in_prefill ? 0 : 1;
+  const double entries = static_cast<double>(evicted.entries);
+  policy.evicted_entries[phase]->Increment(entries);
+  policy.evicted_tokens[phase]->Increment(entries / static_cast<double>(options_.lanes));
+  policy.rounds[phase]->Increment();
+}
+
+void RequestSeries::OnFinished(const Request& request, const Finished& finished) {
+  const OfPolicy& policy = Of(request);
+  CountOutcome(policy, request, finished);
+  CountTimes(policy, finished);
+  if (finished.kv.peak_entries > 0) CountKv(policy, request, finished.kv);
+}
+
+void RequestSeries::CountOutcome(const OfPolicy& policy, const Request& request,
+                                 const Finished& finished) {
+  const absl::string_view reason = ReasonLabel(finished);
+  finished_.Add(With(policy.labels, "reason", reason)).Increment();
+  if (ReasonOf(finished.status) == kPolicyFailed) policy_errors_.Add(policy.labels).Increment();
+  const absl::string_view operation = kOperations[request.forced.empty() ? 0 : 1];
+  const Labels labels = With(policy.labels, "gen_ai_operation_name", operation);
+  duration_.Of(With(labels, "error_type", finished.status.ok() ? "" : reason))
+      .Observe(Seconds(absl::Now() - request.arrival));
+  policy.prompt_tokens.Increment(static_cast<double>(finished.prompt_tokens));
+  policy.output_tokens.Increment(static_cast<double>(finished.output_tokens));
+}
+
+void RequestSeries::CountTimes(const OfPolicy& policy, const Finished& finished) {
+  if (finished.output_tokens == 0) return;
+  prefill_.Of({}).Observe(Seconds(finished.timings.prefill));
+  decode_.Of({}).Observe(Seconds(finished.timings.decode));
+  if (finished.output_tokens == 1) return;
+  policy.per_token.Observe(Seconds(finished.timings.decode) /
+                           static_cast<double>(finished.output_tokens - 1));
+}
+
+void RequestSeries::CountKv(const OfPolicy& policy, const Request& request, const KvUsage& kv) {
+  const double lanes = static_cast<double>(options_.lanes);
+  const double held = static_cast<double>(kv.final_entries);
+  policy.budget.Observe(static_cast<double>(request.budget));
+  policy.peak.Observe(static_cast<double>(kv.peak_entries) / lanes);
+  policy.final_held.Observe(held / lanes);
+  policy.kept.Observe(held / std::max(1.0, held + static_cast<double>(kv.evicted_entries)));
+  const int64_t over = std::max<int64_t>(0, kv.peak_bytes - request.demand.peak_bytes());
+  policy.overrun.Increment(static_cast<double>(over) /
+                           static_cast<double>(options_.kv_bytes_per_token));
+}
+
+}  // namespace epikv

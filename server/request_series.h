@@ -1,0 +1,54 @@
+#pragma once
+
+#include <array>
+#include <functional>
+#include <map>
+#include <string>
+
+#include "policies/spec.h"
+#include "runtime/observer.h"
+#include "server/metric_families.h"
+
+namespace epikv {
+
+struct RequestSeriesOptions {
+  PolicyCatalog policies;
+  int64_t lanes = 1;               // layers x KV heads
+  int64_t kv_bytes_per_token = 1;  // K and V of all lanes
+};
+
+// What each request adds to: latency, tokens, KV facts and evictions, by policy and arm. Of the
+// engine's thread.
+class RequestSeries {
+ public:
+  RequestSeries(Declarations& declare, const RequestSeriesOptions& options);
+
+  void OnAdmitted(absl::Duration queued);
+  void OnFirstToken(const Request& request, absl::Duration since_arrival);
+  void OnEvicted(const EvictedStats& evicted);
+  void OnFinished(const Request& request, const Finished& finished);
+
+ private:
+  // Of one policy; made when its first request comes.
+  struct OfPolicy {
+    prometheus::Labels labels;
+    prometheus::Histogram &first_token, &per_token;
+    prometheus::Histogram &budget, &peak, &final_held, &kept;
+    prometheus::Counter &prompt_tokens, &output_tokens, &overrun;
+    std::array<prometheus::Counter*, 2> evicted_entries, evicted_tokens, rounds;  // by phase
+  };
+  OfPolicy& Of(const Request& request);
+  void CountOutcome(const OfPolicy& policy, const Request& request, const Finished& finished);
+  void CountTimes(const OfPolicy& policy, const Finished& finished);
+  void CountKv(const OfPolicy& policy, const Request& request, const KvUsage& kv);
+
+  const RequestSeriesOptions options_;
+  HistogramFamily duration_, first_token_, per_token_, queue_, prefill_, decode_;
+  HistogramFamily budget_, peak_, final_held_, kept_;
+  prometheus::Family<prometheus::Counter>&finished_, &tokens_;
+  prometheus::Family<prometheus::Counter>&evicted_entries_, &evicted_tokens_, &rounds_;
+  prometheus::Family<prometheus::Counter>&overrun_, &policy_errors_;
+  std::map<std::string, OfPolicy, std::less<>> by_policy_;
+};
+
+}  // namespace epikv

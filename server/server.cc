@@ -1,0 +1,113 @@
+#include "server/server.h"
+
+#include <grpc/grpc.h>
+#include <grpc/support/log.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server_builder.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+
+namespace epikv {
+namespace {
+
+// What calls that were cut still need to wind up.
+constexpr absl::Duration kCutGrace = absl::Seconds(1);
+
+void AddPort(grpc::ServerBuilder& builder, const std::string& listen, int* port) {
+  builder.AddListeningPort(listen, grpc::InsecureServerCredentials(), port);
+  // Otherwise a second daemon would share the port in silence.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+}
+
+void SetTransport(grpc::ServerBuilder& builder, const ServerOptions& options) {
+  builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
+  // Prefill is silent for long, so clients may ping; ours find half-open connections.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+}
+
+// Builds with gRPC's own log of failed binds silenced: our error says it better.
+std::unique_ptr<grpc::Server> BuildQuietly(grpc::ServerBuilder& builder) {
+  gpr_set_log_verbosity(static_cast<gpr_log_severity>(GPR_LOG_SEVERITY_ERROR + 1));
+  std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  gpr_set_log_verbosity(GPR_LOG_SEVERITY_ERROR);
+  return server;
+}
+
+absl::Status CannotListen(const std::string& listen) {
+  return absl::UnavailableError(
+      absl::StrCat("cannot listen on ", listen,
+                   ": the port is in use, or the host is not this machine's; choose another with "
+                   "--listen"));
+}
+
+}  // namespace
+
+Server::Server(const ServedModel& model, EngineThread& engine, Courier& courier, Metrics& metrics,
+               const OutboxLimits& outbox)
+    : generation_(model, engine, courier, metrics, outbox),
+      tokenization_(model, metrics),
+      models_(model, metrics),
+      policies_(model, metrics) {}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
+                                                      const ServedModel& model,
+                                                      EngineThread& engine, Courier& courier,
+                                                      Metrics& metrics) {
+  std::unique_ptr<Server> server(new Server(model, engine, courier, metrics, options.outbox));
+  grpc::EnableDefaultHealthCheckService(true);
+  if (options.reflection) {
+    static std::once_flag once;  // a process-wide plugin; naming it also makes the linker keep it
+    std::call_once(once, grpc::reflection::InitProtoReflectionServerBuilderPlugin);
+  }
+  grpc::ServerBuilder builder;
+  AddPort(builder, options.listen, &server->port_);
+  SetTransport(builder, options);
+  builder.RegisterService(&server->generation_)
+      .RegisterService(&server->tokenization_)
+      .RegisterService(&server->models_)
+      .RegisterService(&server->policies_);
+  server->server_ = BuildQuietly(builder);
+  if (server->server_ == nullptr || server->port_ == 0) return CannotListen(options.listen);
+  server->Advertise(model.name);
+  return server;
+}
+
+absl::Status Server::CheckAddress(const std::string& listen) {
+  grpc::ServerBuilder builder;
+  int port = 0;
+  AddPort(builder, listen, &port);
+  const std::unique_ptr<grpc::Server> server = BuildQuietly(builder);
+  if (server == nullptr || port == 0) return CannotListen(listen);
+  server->Shutdown();
+  return absl::OkStatus();
+}
+
+void Server::Advertise(const std::string& model) {
+  grpc::HealthCheckServiceInterface& health = *server_->GetHealthCheckService();
+  const std::string names[] = {"",
+                               "epikv.v1.GenerationService",
+                               "epikv.v1.TokenizationService",
+                               "epikv.v1.ModelService",
+                               "epikv.v1.PolicyService",
+                               absl::StrCat("models/", model)};
+  for (const std::string& name : names) health.SetServingStatus(name, true);
+}
+
+void Server::StopAdvertising() { server_->GetHealthCheckService()->SetServingStatus(false); }
+
+void Server::Shutdown(absl::Time deadline) {
+  generation_.AwaitCalls(deadline);
+  // Not `deadline`: a health watch would hold the server until then.
+  server_->Shutdown(absl::ToChronoTime(absl::Now() + kCutGrace));
+  server_->Wait();
+}
+
+}  // namespace epikv

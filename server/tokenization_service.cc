@@ -1,0 +1,59 @@
+#include "server/tokenization_service.h"
+
+#include "absl/strings/str_cat.h"
+#include "server/rpc.h"
+
+namespace epikv {
+namespace {
+
+Rejection BadField(const std::string& field, absl::string_view description) {
+  return {.reason = "INVALID_REQUEST",
+          .message = absl::StrCat(field, ": ", description),
+          .violations = {{field, std::string(description)}}};
+}
+
+}  // namespace
+
+grpc::ServerUnaryReactor* TokenizationService::Tokenize(grpc::CallbackServerContext* context,
+                                                        const grpc::ByteBuffer* in,
+                                                        grpc::ByteBuffer* out) {
+  auto tokenize = [this](const v1::TokenizeRequest& request) -> Answer<v1::TokenizeResponse> {
+    if (auto refusal = model_.Refuse(request.model())) return *std::move(refusal);
+    const bool add_special = !request.has_add_special_tokens() || request.add_special_tokens();
+    const auto tokens = model_.tokenizer.Encode(request.text(), {.add_special = add_special});
+    if (!tokens.ok()) return ToGrpc(BadField("text", tokens.status().message()));
+    v1::TokenizeResponse response;
+    response.mutable_tokens()->mutable_ids()->Add(tokens->begin(), tokens->end());
+    return response;
+  };
+  return AnswerAtOnce<v1::TokenizeRequest>("TokenizationService/Tokenize", metrics_, *context, *in,
+                                           *out, tokenize);
+}
+
+grpc::ServerUnaryReactor* TokenizationService::Detokenize(grpc::CallbackServerContext* context,
+                                                          const grpc::ByteBuffer* in,
+                                                          grpc::ByteBuffer* out) {
+  auto detokenize = [this](const v1::DetokenizeRequest& request) -> Answer<v1::DetokenizeResponse> {
+    if (auto refusal = model_.Refuse(request.model())) return *std::move(refusal);
+    const auto& ids = request.tokens().ids();
+    const int64_t vocab = model_.admission.manifest().vocab_size;
+    for (int i = 0; i < ids.size(); ++i) {
+      if (ids[i] >= 0 && ids[i] < vocab) continue;
+      Rejection rejection = BadField(
+          absl::StrCat("tokens.ids[", i, "]"),
+          absl::StrCat("token id ", ids[i], " is outside the vocabulary [0, ", vocab, ")"));
+      rejection.code = absl::StatusCode::kOutOfRange;
+      rejection.reason = "TOKEN_RANGE";
+      return ToGrpc(rejection);
+    }
+    const bool skip = !request.has_skip_special_tokens() || request.skip_special_tokens();
+    v1::DetokenizeResponse response;
+    response.set_text(model_.tokenizer.Decode({ids.data(), static_cast<size_t>(ids.size())},
+                                              {.skip_special = skip}));
+    return response;
+  };
+  return AnswerAtOnce<v1::DetokenizeRequest>("TokenizationService/Detokenize", metrics_, *context,
+                                             *in, *out, detokenize);
+}
+
+}  // namespace epikv
