@@ -22,15 +22,18 @@ class RollingZ {
       oldest_ = (oldest_ + 1) % window_;
     }
     if (values_.size() < 2) return 0;
+    // Relative to x, so that equal numbers give exactly 0 and tie.
     double sum = 0;
-    for (float value : values_) sum += value;
+    for (float value : values_) sum += value - double{x};
     const double mean = sum / values_.size();
     double squares = 0;
-    for (float value : values_) squares += (value - mean) * (value - mean);
-    return (x - mean) / (std::sqrt(squares / values_.size()) + 1e-6);
+    for (float value : values_) squares += Square(value - double{x} - mean);
+    return -mean / (std::sqrt(squares / values_.size()) + 1e-6);
   }
 
  private:
+  static double Square(double x) { return x * x; }
+
   size_t window_;
   size_t oldest_ = 0;          // once the window is full
   std::vector<float> values_;  // a ring
