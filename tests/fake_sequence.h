@@ -1,0 +1,104 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "policies/policy.h"
+
+namespace epikv {
+
+// What a model would have shown a policy. Pure functions, so that nothing depends on slots.
+struct FakeWorld {
+  // Of decode token `token`, after block `layer`.
+  std::function<float(int64_t layer, int64_t token)> residual_step;
+  // The row of query `query` over the tokens `index` of a lane. [index]
+  std::function<std::vector<float>(int64_t layer, int64_t head, int64_t query,
+                                   absl::Span<const int32_t> index)>
+      attention;
+  // K (and V) row of a token.
+  std::function<std::vector<float>(int64_t layer, int64_t head, int64_t token)> key;
+};
+
+// Every value is drawn from `levels` different ones: few levels make ties.
+FakeWorld RandomWorld(uint64_t seed, int64_t levels);
+
+// One sequence and its cache without model, pool or engine: the runtime's side of policy.h in its
+// simplest form. Every breach of the contract, by a policy or by its test, fails the running test.
+class FakeSequence final : public CacheView {
+ public:
+  struct Options {
+    const PolicySpec* spec = nullptr;
+    std::map<std::string, ParamValue> params;
+    ModelShape shape = {.num_layers = 3, .num_heads = 4, .num_kv_heads = 2};
+    Protection protection;
+    int64_t prompt_tokens = 0;
+    int64_t budget = 0;
+    uint64_t seed = 0;
+  };
+
+  FakeSequence(const Options& options, FakeWorld world);
+  // A copy that shares nothing with `other`.
+  FakeSequence(const FakeSequence& other);
+
+  void Prefill(int64_t count);  // caches `count` prompt tokens
+  void Decode();                // caches one more
+  // True if a round is due.
+  bool OverBudget() const;
+  // The policy's answer, not acted upon. The policy may have changed its state.
+  Eviction Ask();
+  // Checks the answer against the contract and drops the victims.
+  void Drop(const Eviction& eviction);
+  // A round, if one is due. Returns its victims, sorted, by lane; empty if there was none.
+  std::vector<std::vector<int32_t>> Round();
+
+  // Rearranges the slots of every lane.
+  void Shuffle(std::mt19937& random);
+
+  // Indexes cached in a lane, ascending.
+  std::vector<int32_t> Kept(int64_t layer = 0, int64_t head = 0) const;
+  const PolicyTraits& traits() const { return traits_; }
+  const Policy& policy() const { return *policy_; }
+  EvictionTask task() { return {state_.get(), *this}; }
+
+  int64_t num_layers() const override { return shape_.num_layers; }
+  int64_t num_kv_heads() const override { return shape_.num_kv_heads; }
+  int64_t prompt_tokens() const override { return prompt_tokens_; }
+  int64_t newest() const override { return next_ - 1; }
+  const Protection& protection() const override { return protection_; }
+  int64_t excess(int64_t layer, int64_t head) const override;
+  absl::Span<const int32_t> index(int64_t layer, int64_t head) const override;
+  absl::Span<float> column(int64_t place, int64_t layer, int64_t head) override;
+  at::Tensor keys(int64_t layer, int64_t head) const override;
+  at::Tensor values(int64_t layer, int64_t head) const override;
+
+ private:
+  // Lanes that share a keep decision are one.
+  struct Lane {
+    int64_t budget = 0;
+    std::vector<int32_t> index;
+    std::vector<std::vector<float>> columns;  // [columns][used]
+  };
+
+  size_t LaneOf(int64_t layer, int64_t head) const;
+  int64_t ExcessOf(const Lane& lane) const;
+  void Append(int64_t count, Phase phase);
+  void Remove(Lane& lane, absl::Span<const int32_t> victims);
+  at::Tensor Rows(Signal signal, int64_t layer, int64_t head) const;
+
+  const ModelShape shape_;
+  const Protection protection_;
+  const int64_t prompt_tokens_;
+  PolicyTraits traits_;
+  std::shared_ptr<const Policy> policy_;
+  std::unique_ptr<PolicyState> state_;
+  std::vector<Lane> lanes_;
+  int64_t next_ = 0;  // index of the next token
+  FakeWorld world_;
+};
+
+}  // namespace epikv

@@ -1,0 +1,251 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "policies/registry.h"
+#include "tests/fake_sequence.h"
+#include "tests/ragged_policy.h"
+
+// Every policy of the registry, with every choice and switch of its parameters, against the laws of
+// policy.h. FakeSequence checks each answer: enough victims, cached, unprotected, none twice; and
+// that nothing undeclared is read.
+
+namespace epikv {
+namespace {
+
+struct Case {
+  const PolicySpec* spec;
+  std::map<std::string, ParamValue> params;
+};
+
+std::string Name(const Case& c) {
+  std::string name(c.spec->name);
+  for (const auto& [param, value] : c.params) {
+    absl::StrAppend(&name, "_", param);
+    if (const auto* b = std::get_if<bool>(&value)) absl::StrAppend(&name, "_", *b);
+    if (const auto* i = std::get_if<int64_t>(&value)) absl::StrAppend(&name, "_", *i);
+    if (const auto* s = std::get_if<std::string>(&value)) absl::StrAppend(&name, "_", *s);
+  }
+  return name;
+}
+
+std::vector<Case> Cases() {
+  std::vector<const PolicySpec*> specs(AllPolicies().begin(), AllPolicies().end());
+  specs.push_back(&kRaggedPolicy);
+  std::vector<Case> cases;
+  for (const PolicySpec* spec : specs) {
+    std::vector<std::map<std::string, ParamValue>> variants = {{}};
+    for (const ParamSpec& param : spec->params) {
+      const std::string name(param.name);
+      if (param.type == ParamType::kBool) {
+        for (bool value : {false, true}) variants.push_back({{name, value}});
+      } else if (param.type == ParamType::kChoice) {
+        for (absl::string_view v : param.choices) variants.push_back({{name, std::string(v)}});
+      } else if (param.type == ParamType::kIntList) {
+        variants.push_back({{name, std::vector<int64_t>{31, 8, 9, 55, 70, 71, 90}}});
+      } else if (name == "slack") {
+        for (int64_t value : {0, 7}) variants.push_back({{name, value}});
+      }
+    }
+    for (auto& params : variants) cases.push_back({spec, std::move(params)});
+  }
+  return cases;
+}
+
+class PolicyContract : public testing::TestWithParam<Case> {
+ protected:
+  // A prompt of 10, of which 6 are protected, and room for 30 more.
+  FakeSequence::Options Options() const {
+    return {.spec = GetParam().spec,
+            .params = GetParam().params,
+            .protection = {.prompt = 6, .sinks = 2, .recent = 5, .spans = {{20, 24}}},
+            .prompt_tokens = 10,
+            .budget = 40,
+            .seed = 7};
+  }
+  // Few levels: equal scores are common.
+  FakeSequence Sequence() const { return FakeSequence(Options(), RandomWorld(3, 8)); }
+};
+class EvictingPolicyContract : public PolicyContract {};
+class MeasuringPolicyContract : public PolicyContract {};
+
+PolicyTraits TraitsOf(const Case& c) {
+  const ModelShape shape = FakeSequence::Options().shape;
+  return c.spec->traits(ResolveParams(*c.spec, c.params, shape).params, shape);
+}
+
+// Of the registry: those that rank by what the runtime measures.
+std::vector<Case> MeasuringCases() {
+  std::vector<Case> cases = Cases();
+  std::erase_if(cases, [](const Case& c) {
+    return TraitsOf(c).signals.Names().empty() || c.spec == &kRaggedPolicy;
+  });
+  return cases;
+}
+
+std::vector<Case> EvictingCases() {
+  std::vector<Case> cases = Cases();
+  std::erase_if(cases, [](const Case& c) { return !TraitsOf(c).evicts; });
+  return cases;
+}
+
+using Victims = std::vector<std::vector<std::vector<int32_t>>>;  // [rounds][lanes][victims]
+
+Victims Play(FakeSequence& sequence, int64_t tokens) {
+  Victims victims;
+  for (int64_t i = 0; i < tokens; ++i) {
+    sequence.Decode();
+    if (auto round = sequence.Round(); !round.empty()) victims.push_back(std::move(round));
+  }
+  return victims;
+}
+
+TEST_P(EvictingPolicyContract, AnswersAreValidInEveryRound) {
+  FakeSequence sequence = Sequence();
+  sequence.Prefill(10);
+  const Victims victims = Play(sequence, 200);
+  int64_t num_victims = 0;
+  for (const auto& round : victims) num_victims += round[0].size();
+  EXPECT_GE(victims.size(), 5u);
+  EXPECT_GE(num_victims, 50);
+}
+
+TEST_P(PolicyContract, OrderOfSlotsDoesNotMatter) {
+  FakeSequence sequence = Sequence(), shuffled = Sequence();
+  std::mt19937 random(1);
+  sequence.Prefill(10);
+  shuffled.Prefill(10);
+  for (int i = 0; i < 200; ++i) {
+    shuffled.Shuffle(random);
+    sequence.Decode();
+    shuffled.Decode();
+    shuffled.Shuffle(random);
+    ASSERT_EQ(sequence.Round(), shuffled.Round()) << "after decode token " << i;
+  }
+}
+
+TEST_P(PolicyContract, AskedTwiceAnswersAlike) {
+  FakeSequence sequence = Sequence();
+  sequence.Prefill(10);
+  for (int i = 0; i < 200; ++i) {
+    sequence.Decode();
+    if (!sequence.OverBudget()) continue;
+    FakeSequence again = sequence;
+    EXPECT_EQ(again.Round(), sequence.Round());
+  }
+}
+
+TEST_P(PolicyContract, CloneGoesOnAloneAndAlike) {
+  FakeSequence sequence = Sequence(), undisturbed = Sequence();
+  sequence.Prefill(10);
+  undisturbed.Prefill(10);
+  EXPECT_EQ(Play(sequence, 80), Play(undisturbed, 80));
+  FakeSequence clone = sequence;
+  const Victims ahead = Play(clone, 60);
+  EXPECT_EQ(Play(sequence, 60), ahead);
+  EXPECT_EQ(Play(undisturbed, 60), ahead);
+}
+
+TEST_P(EvictingPolicyContract, OneUnprotectedTokenIsEnough) {
+  FakeSequence::Options options = Options();
+  options.protection = {.prompt = 10, .recent = 30};
+  if (options.spec->lane_budgets != nullptr) options.params["spread"] = 0.0;
+  FakeSequence sequence(options, RandomWorld(3, 8));
+  sequence.Prefill(10);
+  const int64_t slack = sequence.traits().slack;
+  for (int64_t i = 0; i < 100 + slack; ++i) {
+    sequence.Decode();
+    const auto round = sequence.Round();
+    if (round.empty()) continue;
+    // Only what has just left the recent window.
+    for (const std::vector<int32_t>& victims : round) {
+      ASSERT_EQ(static_cast<int64_t>(victims.size()), 1 + slack);
+      EXPECT_EQ(victims.back(), sequence.newest() - 30);
+    }
+  }
+}
+
+TEST_P(EvictingPolicyContract, BatchAnswersAsOneByOne) {
+  FakeSequence::Options options = Options();
+  FakeSequence first(options, RandomWorld(3, 8));
+  options.seed = 8;
+  FakeSequence second(options, RandomWorld(4, 8));
+  first.Prefill(10);
+  second.Prefill(10);
+  while (!first.OverBudget() || !second.OverBudget()) {
+    first.Decode();
+    second.Decode();
+  }
+  FakeSequence first_alone = first, second_alone = second;
+  std::vector<EvictionTask> tasks;
+  tasks.push_back(first.task());
+  tasks.push_back(second.task());
+  const std::vector<Eviction> batch = first.policy().Evict(absl::MakeSpan(tasks));
+  ASSERT_EQ(batch.size(), 2u);
+  EXPECT_EQ(batch[0].victims, first_alone.Ask().victims);
+  EXPECT_EQ(batch[1].victims, second_alone.Ask().victims);
+}
+
+// A number that is not one must not silently decide what is dropped.
+TEST_P(MeasuringPolicyContract, NanIsAnError) {
+  FakeWorld world = RandomWorld(3, 8);
+  constexpr int64_t kToken = 15;
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  world.residual_step = [=, good = world.residual_step](int64_t layer, int64_t token) {
+    return token == kToken ? nan : good(layer, token);
+  };
+  world.attention = [=, good = world.attention](int64_t layer, int64_t head, int64_t query,
+                                                absl::Span<const int32_t> index) {
+    std::vector<float> row = good(layer, head, query, index);
+    for (size_t slot = 0; slot < row.size(); ++slot) {
+      if (index[slot] == kToken) row[slot] = nan;
+    }
+    return row;
+  };
+  world.key = [=, good = world.key](int64_t layer, int64_t head, int64_t token) {
+    return token == kToken ? std::vector<float>(4, nan) : good(layer, head, token);
+  };
+  FakeSequence sequence(Options(), world);
+  sequence.Prefill(10);
+  while (!sequence.OverBudget()) sequence.Decode();
+  EXPECT_EQ(sequence.Ask().status.code(), absl::StatusCode::kInternal);
+}
+
+TEST_P(PolicyContract, SpecIsWhole) {
+  const PolicySpec& spec = *GetParam().spec;
+  EXPECT_THAT(std::string(spec.name), testing::MatchesRegex("[a-z][a-z0-9_]*"));
+  EXPECT_FALSE(spec.summary.empty());
+  std::set<absl::string_view> names;
+  for (const ParamSpec& param : spec.params) {
+    SCOPED_TRACE(param.name);
+    EXPECT_TRUE(names.insert(param.name).second) << "named twice";
+    EXPECT_FALSE(param.help.empty());
+    EXPECT_EQ(param.type == epikv::ParamType::kChoice, !param.choices.empty());
+    if (!param.fallback.has_value()) continue;
+    const ResolvedParams own =
+        ResolveParams(spec, {{std::string(param.name), *param.fallback}}, Options().shape);
+    EXPECT_TRUE(own.violations.empty()) << "its own default is refused";
+  }
+  const PolicyTraits traits = Sequence().traits();
+  EXPECT_EQ(traits.evicts, names.contains("slack"));
+  EXPECT_EQ(traits.signals.Has(Signal::kResidualStep), !traits.residual_layers.empty());
+  EXPECT_TRUE(std::is_sorted(traits.residual_layers.begin(), traits.residual_layers.end()));
+  for (int64_t layer : traits.residual_layers) {
+    EXPECT_GE(layer, 0);
+    EXPECT_LT(layer, Options().shape.num_layers);
+  }
+}
+
+constexpr auto kName = [](const auto& info) { return Name(info.param); };
+INSTANTIATE_TEST_SUITE_P(All, PolicyContract, testing::ValuesIn(Cases()), kName);
+INSTANTIATE_TEST_SUITE_P(All, EvictingPolicyContract, testing::ValuesIn(EvictingCases()), kName);
+INSTANTIATE_TEST_SUITE_P(All, MeasuringPolicyContract, testing::ValuesIn(MeasuringCases()), kName);
+
+}  // namespace
+}  // namespace epikv

@@ -1,0 +1,146 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "policies/registry.h"
+
+// A policy is one file, one registry line, one scenario and one row in policies/README.md. This
+// keeps files, registry and README in agreement; policy_scenarios_test.cc asks for the scenario.
+// Run with EPIKV_REWRITE=1 it writes the README's table.
+
+namespace epikv {
+namespace {
+
+constexpr absl::string_view kBegin = "<!-- table: begin -->\n";
+constexpr absl::string_view kEnd = "<!-- table: end -->";
+constexpr char kReadme[] = EPIKV_SOURCE_DIR "/policies/README.md";
+
+std::string ReadFile(const std::string& path) {
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+// The traits under the defaults, and under each value of each choice.
+std::vector<PolicyTraits> TraitsOf(const PolicySpec& spec) {
+  const ModelShape shape{.num_layers = 32, .num_heads = 32, .num_kv_heads = 8};
+  std::vector<std::map<std::string, ParamValue>> variants = {{}};
+  for (const ParamSpec& param : spec.params) {
+    for (absl::string_view choice : param.choices) {
+      variants.push_back({{std::string(param.name), std::string(choice)}});
+    }
+  }
+  std::vector<PolicyTraits> traits;
+  for (const auto& given : variants) {
+    traits.push_back(spec.traits(ResolveParams(spec, given, shape).params, shape));
+  }
+  return traits;
+}
+
+// The different values of one trait, joined by " or ".
+template <typename Of>
+std::string Distinct(const std::vector<PolicyTraits>& traits, const Of& of) {
+  std::vector<std::string> values;
+  for (const PolicyTraits& t : traits) {
+    const std::string value(of(t));
+    if (std::find(values.begin(), values.end(), value) == values.end()) values.push_back(value);
+  }
+  return absl::StrJoin(values, " or ");
+}
+
+std::string Show(const ParamValue& value) {
+  if (const auto* b = std::get_if<bool>(&value)) return *b ? "true" : "false";
+  if (const auto* i = std::get_if<int64_t>(&value)) return absl::StrCat(*i);
+  if (const auto* d = std::get_if<double>(&value)) return absl::StrCat(*d);
+  if (const auto* s = std::get_if<std::string>(&value)) return *s;
+  return absl::StrCat("[", absl::StrJoin(std::get<std::vector<int64_t>>(value), ", "), "]");
+}
+
+std::string Show(const ParamSpec& param) {
+  return absl::StrCat("`", param.name, "` ",
+                      param.choices.empty() ? std::string(ParamTypeName(param.type))
+                                            : absl::StrJoin(param.choices, "\\|"),
+                      param.fallback ? absl::StrCat(" = ", Show(*param.fallback)) : ", by model");
+}
+
+std::string Row(const PolicySpec& spec) {
+  const std::vector<PolicyTraits> traits = TraitsOf(spec);
+  const bool evicts = traits[0].evicts;
+  const std::vector<std::string> cells = {
+      absl::StrCat("`", spec.name, "`", spec.evaluation_only ? " (evaluation only)" : ""),
+      std::string(spec.summary),
+      Distinct(traits, [](const auto& t) { return absl::StrJoin(t.signals.Names(), ", "); }),
+      evicts ? Distinct(traits, [](const auto& t) { return GranularityName(t.granularity); }) : "",
+      evicts ? Distinct(traits, [](const auto& t) { return PromptEvictionName(t.prompt); }) : "",
+      absl::StrJoin(spec.params, ", ",
+                    [](std::string* out, const ParamSpec& p) { absl::StrAppend(out, Show(p)); }),
+      std::string(spec.paper),
+  };
+  return absl::StrCat("| ", absl::StrJoin(cells, " | "), " |\n");
+}
+
+std::string Table() {
+  std::string table =
+      "| name | idea | signals | shares a decision | prompt over budget | parameters | paper |\n"
+      "|---|---|---|---|---|---|---|\n";
+  for (const PolicySpec* spec : AllPolicies()) table += Row(*spec);
+  return table;
+}
+
+TEST(PolicyRegistry, IsSortedAndUnique) {
+  std::vector<absl::string_view> names;
+  for (const PolicySpec* spec : AllPolicies()) names.push_back(spec->name);
+  EXPECT_TRUE(std::is_sorted(names.begin(), names.end()));
+  EXPECT_EQ(std::adjacent_find(names.begin(), names.end()), names.end());
+}
+
+// <family>/<name>.cc, or without the family where the policy's name begins with it.
+TEST(PolicyRegistry, EveryFileIsOnePolicy) {
+  std::multiset<std::string> files;
+  for (const auto& entry :
+       std::filesystem::recursive_directory_iterator(EPIKV_SOURCE_DIR "/policies")) {
+    const std::filesystem::path path = entry.path();
+    const std::string family = path.parent_path().filename();
+    if (family == "policies" || path.extension() != ".cc") continue;
+    const std::string name = path.stem();
+    const std::string full_name = absl::StrCat(family, "_", name);
+    files.insert(FindPolicy(AllPolicies(), full_name) != nullptr ? full_name : name);
+  }
+  std::multiset<std::string> registered;
+  for (const PolicySpec* spec : AllPolicies()) registered.insert(std::string(spec->name));
+  EXPECT_EQ(files, registered);
+}
+
+TEST(PolicyRegistry, ReadmeShowsTheTable) {
+  const std::string readme = ReadFile(kReadme);
+  const size_t begin = readme.find(std::string(kBegin)) + kBegin.size();
+  const size_t end = readme.find(std::string(kEnd));
+  ASSERT_NE(end, std::string::npos);
+  ASSERT_LE(begin, end);
+  const std::string shown = readme.substr(begin, end - begin);
+  if (std::getenv("EPIKV_REWRITE") != nullptr) {
+    std::ofstream(kReadme) << readme.substr(0, begin) << Table() << readme.substr(end);
+    return;
+  }
+  EXPECT_EQ(shown, Table()) << "policies/README.md is out of date; rewrite its table with\n"
+                               "  EPIKV_REWRITE=1 build/dev/tests/policy_registry_test";
+}
+
+TEST(PolicyRegistry, ReadmeDescribesEveryPolicy) {
+  const std::string readme = ReadFile(kReadme);
+  for (const PolicySpec* spec : AllPolicies()) {
+    EXPECT_THAT(readme, testing::HasSubstr(absl::StrCat("- **", spec->name, "**: ")));
+  }
+}
+
+}  // namespace
+}  // namespace epikv
