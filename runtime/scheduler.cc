@@ -5,7 +5,8 @@
 namespace epikv {
 namespace {
 
-// Even when decoding fills a step, prefill advances by at least this much: nobody waits for ever.
+// Even when decoding fills a step, prefill advances by at least this much, or by one fixed chunk:
+// nobody waits for ever.
 constexpr int64_t kLeastPrefillTokens = 16;
 
 // Tokens of the next prefill chunk that fit into `room`; 0 if none.
@@ -29,8 +30,8 @@ std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
       plan.push_back({.sequence = static_cast<int64_t>(i), .num_tokens = 1});
     }
   }
-  int64_t room = std::max<int64_t>(options.max_step_tokens - static_cast<int64_t>(plan.size()),
-                                   kLeastPrefillTokens);
+  int64_t room = std::max({options.max_step_tokens - static_cast<int64_t>(plan.size()),
+                           kLeastPrefillTokens, options.fixed_chunk_tokens});
   for (size_t i = 0; i < running.size() && room > 0; ++i) {
     const SequenceView& s = running[i];
     if (!s.ready || s.cached_tokens >= s.prefill_tokens) continue;

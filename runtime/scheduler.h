@@ -8,6 +8,7 @@
 namespace epikv {
 
 struct SchedulerOptions {
+  // A step may exceed it where decoding leaves prefill less than 16 tokens, or one fixed chunk.
   int64_t max_step_tokens = 512;
   // Prefill evictions happen at its multiples, counted from the request's start; a chunk never
   // crosses one, so what is kept does not depend on the neighbours.
