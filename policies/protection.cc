@@ -38,12 +38,16 @@ ResolvedProtection ResolveProtection(const ProtectionOptions& options, const Pol
   const int64_t room = std::max<int64_t>(0, budget - fixed);
   const int64_t rule = std::min({kMostRecent, budget / 4, room});
   // The current token always survives its own round, or the model would never have said it.
-  p.recent = options.recent.value_or(std::max<int64_t>(1, rule));
-  resolved.smallest_budget = fixed + options.recent.value_or(1);
-  if (!fits && traits.prompt == PromptEviction::kRefuses) {
-    resolved.smallest_budget =
-        std::max(resolved.smallest_budget, prompt_tokens + kRoomBesidePrompt);
+  const int64_t least_recent = options.recent.value_or(1);
+  resolved.smallest_budget = fixed + least_recent;
+  const int64_t fitting = prompt_tokens + kRoomBesidePrompt;
+  if (!fits && (traits.prompt == PromptEviction::kRefuses || resolved.smallest_budget >= fitting)) {
+    // Only a budget that the prompt fits will do, and there the prompt may be protected too.
+    Protection there = p;
+    there.prompt = options.prompt.value_or(true) ? prompt_tokens : 0;
+    resolved.smallest_budget = std::max(fitting, there.Size() + least_recent);
   }
+  p.recent = options.recent.value_or(std::max<int64_t>(1, rule));
   return resolved;
 }
 

@@ -21,9 +21,10 @@ class Resolver {
   void CheckTokens();
   void CheckSampling();
   void CheckStop();
-  void ResolveLengths();
+  // False: they are at fault, and say nothing of what follows from them.
+  bool ResolveLengths();
   const PolicySpec* ResolvePolicy();
-  void ResolveBudget();
+  bool ResolveBudget();
   void ResolveProtectionAndDemand();
 
   bool ok() const { return rejection_.violations.empty(); }
@@ -43,6 +44,11 @@ class Resolver {
     rejection_.code = code;
   }
   void CheckRange(absl::string_view field, const std::vector<int32_t>& ids);
+  bool CheckProtection(int64_t total);
+  // Budgets of the lanes under a budget of the request.
+  std::vector<int64_t> LaneBudgets(int64_t budget) const;
+  ResolvedProtection ProtectionUnder(int64_t budget) const;
+  int64_t SmallestBudget(int64_t longest) const;
 
   const Admission& admission_;
   RequestOptions options_;
@@ -107,25 +113,28 @@ void Resolver::CheckStop() {
   }
 }
 
-void Resolver::ResolveLengths() {
+bool Resolver::ResolveLengths() {
   const int64_t context = admission_.manifest().context_length;
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   const int64_t left = context - prompt;
-  int64_t& max_output = request_.max_output_tokens;
-  if (!options_.forced.empty()) {
-    max_output = static_cast<int64_t>(options_.forced.size());
-  } else {
-    max_output = options_.stop.max_output_tokens.value_or(
-        std::max<int64_t>(1, std::min(admission_.limits().default_max_output_tokens, left)));
-  }
+  const bool scores = !options_.forced.empty();
+  const int64_t max_output =
+      scores ? static_cast<int64_t>(options_.forced.size())
+             : options_.stop.max_output_tokens.value_or(std::max<int64_t>(
+                   1, std::min(admission_.limits().default_max_output_tokens, left)));
   if (max_output > left) {
-    Violate(prompt >= context ? "prompt" : "stop.max_output_tokens",
+    Violate(prompt >= context ? "prompt"
+            : scores          ? "continuation"
+                              : "stop.max_output_tokens",
             absl::StrCat("prompt (", prompt, ") + max output (", max_output,
                          ") tokens are over the context length ", context));
     Because("CONTEXT_LENGTH", {{"context_length", absl::StrCat(context)},
                                {"prompt_tokens", absl::StrCat(prompt)},
                                {"max_output_tokens", absl::StrCat(max_output)}});
+    return false;
   }
+  request_.max_output_tokens = max_output;
+  return prompt > 0 && max_output > 0;
 }
 
 const PolicySpec* Resolver::ResolvePolicy() {
@@ -164,23 +173,40 @@ const PolicySpec* Resolver::ResolvePolicy() {
   return spec;
 }
 
-void Resolver::ResolveBudget() {
+bool Resolver::ResolveBudget() {
   const int64_t total = static_cast<int64_t>(options_.prompt.size()) + request_.max_output_tokens;
   request_.budget = total;
+  const bool evicts = request_.spec != nullptr && request_.traits.evicts;
   if (const auto* tokens = std::get_if<int64_t>(&options_.kv.budget)) {
-    if (*tokens < 1) Violate("kv.max_tokens", "must be at least 1");
-    if (request_.spec != nullptr && request_.traits.evicts) request_.budget = *tokens;
+    if (*tokens < 1) {
+      Violate("kv.max_tokens", "must be at least 1");
+      return false;
+    }
+    if (evicts) request_.budget = *tokens;
   }
   if (const auto* ratio = std::get_if<double>(&options_.kv.budget)) {
     if (!(*ratio > 0 && *ratio <= 1)) {
       Violate("kv.keep_ratio", absl::StrCat("must be in (0, 1], is ", *ratio));
-    } else if (request_.spec != nullptr && request_.traits.evicts) {
-      request_.budget = static_cast<int64_t>(std::ceil(*ratio * static_cast<double>(total)));
+      return false;
     }
+    // Of 100 tokens 0.07 are 7, though in doubles they are a little more.
+    constexpr double kRounding = 1 - 1e-15;
+    if (evicts) request_.budget = static_cast<int64_t>(std::ceil(*ratio * total * kRounding));
   }
+  return true;
 }
 
-// Lane capacities from lengths alone. budgets: of each lane; longest: tokens ever cached.
+// Most tokens that a lane holds while a prompt is cached in chunks, with a round after each.
+int64_t PeakByChunk(int64_t prefill, int64_t budget, int64_t chunk) {
+  const int64_t whole = prefill / chunk * chunk;  // the last chunk may be a part of one
+  const int64_t in_last_part = std::min(budget, whole) + prefill - whole;
+  if (whole == 0) return in_last_part;
+  return std::max(in_last_part, std::min(budget, whole - chunk) + chunk);
+}
+
+// Lane capacities from lengths alone. budgets: of each lane; longest: tokens ever cached. Exact
+// where all lanes have the same budget; an upper bound where they differ, for they have their
+// rounds together.
 KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, int64_t longest,
                   int64_t chunk, const KvLayout& layout) {
   KvDemand demand;
@@ -188,9 +214,11 @@ KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, i
   for (int64_t budget : budgets) {
     int64_t while_prefilling = prefill, while_decoding = longest;
     if (request.traits.evicts) {
-      while_decoding = std::min(longest, budget + request.traits.slack + 1);
+      const int64_t after_prefill = std::min(prefill, budget);
+      while_decoding =
+          std::min(after_prefill + longest - prefill, budget + request.traits.slack + 1);
       if (request.traits.prompt == PromptEviction::kByChunk) {
-        while_prefilling = std::min(prefill, budget + chunk);
+        while_prefilling = PeakByChunk(prefill, budget, chunk);
       }
     }
     demand.budget.push_back(budget);
@@ -202,38 +230,78 @@ KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, i
   return demand;
 }
 
-void Resolver::ResolveProtectionAndDemand() {
+std::vector<int64_t> Resolver::LaneBudgets(int64_t budget) const {
   const ModelShape& shape = admission_.shape();
-  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
-  // The last output token is never cached.
-  const int64_t longest = prompt + request_.max_output_tokens - 1;
-  const bool evicts = request_.traits.evicts && request_.budget < longest;
+  if (request_.spec->lane_budgets != nullptr) {
+    return request_.spec->lane_budgets(request_.params, shape, budget);
+  }
+  return std::vector<int64_t>(shape.num_layers * shape.num_kv_heads, budget);
+}
 
-  std::vector<int64_t> budgets(shape.num_layers * shape.num_kv_heads,
-                               evicts ? request_.budget : longest);
-  if (evicts && request_.spec->lane_budgets != nullptr) {
-    budgets = request_.spec->lane_budgets(request_.params, shape, request_.budget);
-  }
+// Protection is the same in all lanes, so the leanest one decides.
+ResolvedProtection Resolver::ProtectionUnder(int64_t budget) const {
+  const std::vector<int64_t> budgets = LaneBudgets(budget);
   const int64_t least = *std::min_element(budgets.begin(), budgets.end());
-  const ProtectionOptions& asked = options_.kv.protection;
-  const ResolvedProtection resolved = ResolveProtection(asked, request_.traits, prompt, least);
-  request_.protection = resolved.protection;
-  for (size_t i = 0; i < asked.spans.size(); ++i) {
-    if (asked.spans[i].begin < asked.spans[i].end && asked.spans[i].end <= longest + 1) continue;
-    Violate(absl::StrCat("kv.protected_spans[", i, "]"),
-            absl::StrCat("must not be empty and must end at or before prompt + max output (",
-                         longest + 1, ")"));
+  ResolvedProtection resolved = ResolveProtection(
+      options_.kv.protection, request_.traits, static_cast<int64_t>(options_.prompt.size()), least);
+  resolved.smallest_budget += budget - least;
+  return resolved;
+}
+
+// The smallest budget, from the one asked for on, under which the request can run. A lane's budget
+// grows no faster than the request's, so no step goes too far.
+int64_t Resolver::SmallestBudget(int64_t longest) const {
+  int64_t budget = request_.budget;
+  while (budget < longest) {
+    const int64_t smallest = ProtectionUnder(budget).smallest_budget;
+    if (smallest <= budget) break;
+    budget = smallest;
   }
-  if (asked.spans.size() > kMaxSpans) {
-    Violate("kv.protected_spans",
-            absl::StrCat("has ", asked.spans.size(), " items, at most ", kMaxSpans));
-  }
+  return std::min(budget, longest);  // under which nothing is evicted
+}
+
+// total: prompt + max output.
+bool Resolver::CheckProtection(int64_t total) {
+  ProtectionOptions& asked = options_.kv.protection;
+  const size_t faults = rejection_.violations.size();
   if (asked.equal && (asked.prompt.has_value() || asked.sinks.has_value() ||
                       asked.recent.has_value() || !asked.spans.empty())) {
     Violate("kv.equal_protection", "excludes the other protection settings");
   }
-  if (evicts && resolved.smallest_budget > least) {
-    const int64_t smallest = resolved.smallest_budget + (request_.budget - least);
+  auto check = [&](absl::string_view field, std::optional<int64_t>& tokens) {
+    if (!tokens.has_value()) return;
+    if (*tokens < 0) Violate(field, absl::StrCat("must be at least 0, is ", *tokens));
+    tokens = std::min(*tokens, total);
+  };
+  check("kv.sink_tokens", asked.sinks);
+  check("kv.recent_tokens", asked.recent);
+  if (asked.spans.size() > kMaxSpans) {
+    Violate("kv.protected_spans",
+            absl::StrCat("has ", asked.spans.size(), " items, at most ", kMaxSpans));
+  }
+  for (size_t i = 0; i < std::min(asked.spans.size(), kMaxSpans); ++i) {
+    const TokenSpan& span = asked.spans[i];
+    if (0 <= span.begin && span.begin < span.end && span.end <= total) continue;
+    Violate(absl::StrCat("kv.protected_spans[", i, "]"),
+            absl::StrCat("must not be empty, must begin at 0 or later and must end at or before "
+                         "prompt + max output (",
+                         total, ")"));
+  }
+  return rejection_.violations.size() == faults;
+}
+
+void Resolver::ResolveProtectionAndDemand() {
+  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
+  // The last output token is never cached.
+  const int64_t longest = prompt + request_.max_output_tokens - 1;
+  if (!CheckProtection(longest + 1)) return;
+  const bool evicts = request_.traits.evicts && request_.budget < longest;
+  const ResolvedProtection resolved =
+      evicts ? ProtectionUnder(request_.budget)
+             : ResolveProtection(options_.kv.protection, request_.traits, prompt, longest);
+  request_.protection = resolved.protection;
+  if (evicts && resolved.smallest_budget > request_.budget) {
+    const int64_t smallest = SmallestBudget(longest);
     Violate("kv.budget",
             absl::StrCat("a budget of ", request_.budget, " tokens does not hold what policy '",
                          request_.spec->name, "' must keep of a prompt of ", prompt,
@@ -243,11 +311,13 @@ void Resolver::ResolveProtectionAndDemand() {
   }
   request_.tap_layers = request_.traits.residual_layers;
   if (options_.output.residual_steps) {
-    request_.tap_layers.resize(shape.num_layers);
+    request_.tap_layers.resize(admission_.shape().num_layers);
     std::iota(request_.tap_layers.begin(), request_.tap_layers.end(), int64_t{0});
   }
-  const KvLayout layout = LayoutOf(shape, admission_.manifest().dtype, request_.traits,
+  const KvLayout layout = LayoutOf(admission_.shape(), admission_.manifest().dtype, request_.traits,
                                    static_cast<int64_t>(request_.tap_layers.size()));
+  const std::vector<int64_t> budgets =
+      evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
   const int64_t capacity = admission_.limits().kv_capacity_bytes;
@@ -345,15 +415,14 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   Request& request = resolver.request();
   request.prompt = options.prompt;
   request.forced = options.forced;
-  request.force_in_chunks = options.force_in_chunks;
+  request.force_in_chunks = options.force_in_chunks && !options.forced.empty();
   resolver.CheckTokens();
   resolver.CheckSampling();
   resolver.CheckStop();
-  resolver.ResolveLengths();
+  const bool has_lengths = resolver.ResolveLengths();
   const PolicySpec* spec = resolver.ResolvePolicy();
-  resolver.ResolveBudget();
-  // Lengths of a faulty request say nothing of its demand.
-  if (spec != nullptr && resolver.ok()) resolver.ResolveProtectionAndDemand();
+  const bool has_budget = resolver.ResolveBudget();
+  if (has_lengths && has_budget && spec != nullptr) resolver.ResolveProtectionAndDemand();
   if (!resolver.ok()) return resolver.TakeRejection();
 
   request.id = std::move(options.id);
