@@ -1,7 +1,10 @@
 #include "tests/engine_harness.h"
 
+#include <ATen/Parallel.h>
+
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 
 #include "absl/strings/str_cat.h"
 
@@ -34,31 +37,48 @@ class TranscriptSink final : public RequestSink {
   std::abort();
 }
 
+std::shared_ptr<const Model> LoadOnce(const std::string& path) {
+  static auto& models = *new std::map<std::string, std::shared_ptr<const Model>>;
+  std::shared_ptr<const Model>& model = models[path];
+  if (model == nullptr) {
+    at::set_num_threads(1);
+    auto loaded = LoadTorchScript(path);
+    if (!loaded.ok()) Die(absl::StrCat(path, ": ", loaded.status().ToString()));
+    model = *std::move(loaded);
+  }
+  return model;
+}
+
 }  // namespace
 
-EngineHarness::EngineHarness(const std::string& model_path, Options options) {
-  auto loaded = LoadModel({.model_path = model_path,
-                           .threads = 1,
-                           .kv_pool_bytes = options.kv_pool_bytes,
-                           .max_step_tokens = options.max_step_tokens,
-                           .prefill_chunk_tokens = options.prefill_chunk_tokens,
-                           .deterministic = options.deterministic,
-                           .decode_kernel = options.decode_kernel});
-  if (!loaded.ok()) Die(absl::StrCat(model_path, ": ", loaded.status().ToString()));
-  manifest_ = loaded->manifest;
-  auto tokenizer = Tokenizer::FromJson(loaded->tokenizer_json);
+EngineHarness::EngineHarness(const std::string& model_path, HarnessOptions options)
+    : EngineHarness(LoadOnce(model_path), std::move(options)) {}
+
+EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions options) {
+  auto law_model = std::make_unique<LawModel>(std::move(model));
+  model_ = law_model.get();
+  auto tokenizer = Tokenizer::FromJson(model_->tokenizer_json());
   if (!tokenizer.ok()) Die(tokenizer.status().ToString());
   tokenizer_ = *std::move(tokenizer);
   admission_ = std::make_unique<Admission>(
-      manifest_, options.policies.empty() ? loaded->policies : options.policies,
-      AdmissionLimits{.kv_capacity_bytes = loaded->kv_capacity_bytes,
+      manifest(), options.policies,
+      AdmissionLimits{.kv_capacity_bytes = options.kv_pool_bytes,
                       .prefill_chunk_tokens = options.prefill_chunk_tokens});
+  const ModelShape& shape = admission_->shape();
+  const int64_t lanes = shape.num_layers * shape.num_kv_heads;
+  auto executor = std::make_unique<Executor>(
+      std::move(law_model), ExecutorOptions{.pool_rows = options.kv_pool_bytes /
+                                                         (admission_->kv_bytes_per_token() / lanes),
+                                            .decode_kernel = options.decode_kernel,
+                                            .deterministic = options.deterministic});
+  executor_ = executor.get();
   engine_ = std::make_unique<Engine>(
-      EngineOptions{.scheduler = {.max_step_tokens = options.max_step_tokens,
-                                  .prefill_chunk_tokens = options.prefill_chunk_tokens,
-                                  .fixed_chunk_tokens = options.deterministic ? 16 : 0},
-                    .kv_capacity_bytes = loaded->kv_capacity_bytes},
-      std::move(loaded->executor), *tokenizer_, observer_);
+      EngineOptions{
+          .scheduler = {.max_step_tokens = options.max_step_tokens,
+                        .prefill_chunk_tokens = options.prefill_chunk_tokens,
+                        .fixed_chunk_tokens = options.deterministic ? kDeterministicRows : 0},
+          .kv_capacity_bytes = options.kv_pool_bytes},
+      std::move(executor), *tokenizer_, observer_);
 }
 
 std::shared_ptr<Transcript> EngineHarness::Submit(RequestOptions options) {

@@ -1,14 +1,17 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "policies/registry.h"
 #include "runtime/admission.h"
 #include "runtime/engine.h"
-#include "runtime/runtime.h"
+#include "runtime/executor.h"
+#include "tests/law_model.h"
 
 namespace epikv {
 
@@ -25,19 +28,21 @@ struct Transcript {
   bool ok() const { return finished.has_value() && finished->status.ok(); }
 };
 
+struct HarnessOptions {
+  int64_t kv_pool_bytes = 64 << 20;
+  int64_t max_step_tokens = 512;
+  int64_t prefill_chunk_tokens = 256;
+  bool deterministic = false;
+  DecodeKernel decode_kernel = DecodeKernel::kBatch;
+  PolicyCatalog policies = AllPolicies();
+};
+
 // An engine over a real model file, stepped by hand: for tests of what it computes.
 class EngineHarness {
  public:
-  struct Options {
-    int64_t kv_pool_bytes = 64 << 20;
-    int64_t max_step_tokens = 512;
-    int64_t prefill_chunk_tokens = 256;
-    bool deterministic = false;
-    std::string decode_kernel = "batch";
-    PolicyCatalog policies = {};  // empty: of this build
-  };
-  // Ends the test program if the model does not load.
-  EngineHarness(const std::string& model_path, Options options);
+  explicit EngineHarness(std::shared_ptr<const Model> model, HarnessOptions options = {});
+  // Ends the test program if the model does not load. Loaded once a path.
+  explicit EngineHarness(const std::string& model_path, HarnessOptions options = {});
 
   // Queues a request; the transcript fills as Step runs.
   std::shared_ptr<Transcript> Submit(RequestOptions options);
@@ -50,12 +55,15 @@ class EngineHarness {
 
   Engine& engine() { return *engine_; }
   const Admission& admission() const { return *admission_; }
-  const Manifest& manifest() const { return manifest_; }
+  const Manifest& manifest() const { return model_->manifest(); }
+  LawModel& model() { return *model_; }
+  const Executor& executor() const { return *executor_; }
   // Called after every step.
   void OnStep(std::function<void()> check) { on_step_ = std::move(check); }
 
  private:
-  Manifest manifest_;
+  LawModel* model_ = nullptr;           // owned by the executor
+  const Executor* executor_ = nullptr;  // owned by the engine
   std::unique_ptr<Tokenizer> tokenizer_;
   std::unique_ptr<Admission> admission_;
   EngineObserver observer_;

@@ -5,6 +5,7 @@
 
 import argparse
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "python")]
 import broken_models  # noqa: E402
 import torch  # noqa: E402
 from epikv.export import random_model  # noqa: E402
-from epikv.export.synthetic import word_tokenizer  # noqa: E402
+from epikv.export.reference import prompts_of, write  # noqa: E402
+from epikv.export.synthetic import word_tokenizer, write_directory  # noqa: E402
 
 TINY = {
     "hidden_size": 64,
@@ -80,6 +82,13 @@ class ManyFaults(broken_models.Tiny):
         return self.finish(torch.ops.epikv.block(x, 2), last)
 
 
+def write_reference(config: dict[str, Any], path: Path) -> None:
+    """What transformers computes with the weights of the model of this config (law 1)."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_directory(config, Path(folder), "float32", seed=1)
+        write(Path(folder), path, "float32", prompts_of((), config["vocab_size"], 100), 16)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -89,6 +98,8 @@ def main() -> None:
     write_many_faults(out / "many_faults.pt")
     for name, (dtype, config) in MODELS.items():
         random_model(config, out / f"{name}.pt", dtype, seed=1, name=name, check=False)
+        if dtype == "float32":
+            write_reference(config, out / f"{name}.json")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# From a bare Debian 12 to a streamed completion under a KV budget. Run it as root, or install the
+# packages it names first. --keep leaves the daemon running and prints its addresses.
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+keep=
+for argument in "$@"; do
+  case $argument in
+    --keep) keep=1 ;;
+    *) fail "unknown argument '$argument'" "usage: bash deploy/quickstart.sh [--keep]" ;;
+  esac
+done
+
+# A problem, and a budget at which at least 40 % of its generated tokens are dropped
+# (tools/sample_model/README.md).
+PROBLEM_SEED=${PROBLEM_SEED:-0}
+BUDGET=${BUDGET:-400}
+POLICY=${POLICY:-epikv_flat}
+
+setup
+build epikvd
+
+sample=$EPIKV_ROOT/tools/sample_model/$(cat "$EPIKV_ROOT/tools/sample_model/SHIPPED")
+model=$EPIKV_ROOT/build/sample/$(sha256sum "$sample"/*.* "$EPIKV_ROOT"/tools/epikv/export/*.py |
+  sha256sum | cut -c1-16).pt
+if [ ! -f "$model" ]; then
+  mkdir -p "$(dirname "$model")"
+  stage "export" "$EPIKV_VENV/bin/epikv" export "$sample" "$model" --name sample
+fi
+
+run=$EPIKV_ROOT/build/run
+mkdir -p "$run"
+export OMP_WAIT_POLICY=PASSIVE
+"$EPIKV_ROOT/build/dev/server/epikvd" --model="$model" --model_name=sample \
+  --listen=127.0.0.1:0 --metrics_listen=127.0.0.1:0 >"$run/addresses.json" 2>"$run/epikvd.log" &
+daemon=$!
+stop_daemon() { kill "$daemon" 2>/dev/null && wait "$daemon" 2>/dev/null || true; }
+trap stop_daemon EXIT
+
+for _ in $(seq 600); do
+  [ -s "$run/addresses.json" ] && break
+  kill -0 "$daemon" 2>/dev/null || { cat "$run/epikvd.log" >&2; fail "epikvd did not start" "its log is above"; }
+  sleep 0.1
+done
+address() { "$EPIKV_PYTHON" -c "import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])" "$run/addresses.json" "$1"; }
+server=$(address grpc)
+printf '%-24s gRPC %s, metrics http://%s/metrics\n\n' "serving" "$server" "$(address metrics)"
+
+"$EPIKV_PYTHON" -m epikv.sample demo --server "$server" --seed "$PROBLEM_SEED" \
+  --policy "$POLICY" --budget "$BUDGET" ||
+  fail "the completion is not what the sample model promises" "the daemon's log is $run/epikvd.log"
+
+if [ -n "$keep" ]; then
+  trap - EXIT
+  disown "$daemon"
+  printf '\nstill serving (stop it with: kill %s)\n  gRPC     %s\n  metrics  http://%s/metrics\n  try      %s generate --server %s --policy sliding --budget 300 "..."\n' \
+    "$daemon" "$server" "$(address metrics)" "$EPIKV_VENV/bin/epikv" "$server"
+fi

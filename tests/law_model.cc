@@ -1,0 +1,120 @@
+#include "tests/law_model.h"
+
+#include <ATen/ATen.h>
+
+namespace epikv {
+namespace {
+
+class MeddlingHooks final : public ForwardHooks {
+ public:
+  MeddlingHooks(ForwardHooks& hooks, const LawModel::Meddle& meddle, const at::Tensor& token_ids)
+      : hooks_(hooks), meddle_(meddle), token_ids_(token_ids) {}
+
+  at::Tensor Block(const at::Tensor& residual, int64_t layer) override {
+    return hooks_.Block(residual, layer);
+  }
+  at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const at::Tensor& normed, int64_t layer) override {
+    at::Tensor changed_q = q.clone(), changed_k = k.clone(), changed_v = v.clone();
+    meddle_(token_ids_, changed_q, changed_k, changed_v, layer);
+    return hooks_.Attention(changed_q, changed_k, changed_v, normed, layer);
+  }
+
+ private:
+  ForwardHooks& hooks_;
+  const LawModel::Meddle& meddle_;
+  const at::Tensor token_ids_;
+};
+
+// Rotates one token's heads [heads, width] at `positions` [heads].
+at::Tensor Rotated(const at::Tensor& x, const std::vector<int64_t>& positions, const Rope& rope) {
+  const int64_t half = static_cast<int64_t>(rope.inv_freq.size());
+  const at::Tensor angle = at::outer(at::tensor(positions).to(at::kFloat),
+                                     at::tensor(rope.inv_freq, at::kDouble).to(at::kFloat));
+  const at::Tensor cos = angle.cos(), sin = angle.sin();
+  const at::Tensor a = x.narrow(1, 0, half), b = x.narrow(1, half, half);
+  return at::cat({a * cos - b * sin, b * cos + a * sin}, 1);
+}
+
+// Plain attention of one new token over all tokens so far, masked lane by lane.
+class MaskedHooks final : public ForwardHooks {
+ public:
+  MaskedHooks(const Manifest& manifest, bool compact)
+      : manifest_(manifest),
+        compact_(compact),
+        keys_(manifest.num_layers()),
+        values_(manifest.num_layers()),
+        alive_(manifest.num_layers() * manifest.num_kv_heads) {}
+
+  void Drop(int64_t layer, int64_t head, int64_t index) {
+    alive_[layer * manifest_.num_kv_heads + head][index] = false;
+  }
+
+  at::Tensor Block(const at::Tensor& residual, int64_t) override { return residual; }
+
+  at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const at::Tensor&, int64_t layer) override {
+    const int64_t kv_heads = manifest_.num_kv_heads, group = manifest_.num_heads / kv_heads;
+    const LayerFacts& facts = manifest_.layers[layer];
+    std::vector<int64_t> positions, query_positions;
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      std::vector<bool>& alive = alive_[layer * kv_heads + head];
+      positions.push_back(compact_ ? std::count(alive.begin(), alive.end(), true)
+                                   : static_cast<int64_t>(alive.size()));
+      query_positions.insert(query_positions.end(), group, positions.back());
+      alive.push_back(true);
+    }
+    const Rope& rope = manifest_.ropes[facts.rope];
+    keys_[layer].push_back(Rotated(k[0], positions, rope));
+    values_[layer].push_back(v[0].clone());
+    const at::Tensor query = Rotated(q[0], query_positions, rope);
+    const at::Tensor keys = at::stack(keys_[layer], 1);  // [kv_heads, tokens, width]
+    const at::Tensor values = at::stack(values_[layer], 1);
+    std::vector<at::Tensor> out;
+    for (int64_t h = 0; h < manifest_.num_heads; ++h) {
+      const int64_t head = h / group;
+      std::vector<float> mask;
+      for (bool alive : alive_[layer * kv_heads + head]) mask.push_back(alive ? 0 : -INFINITY);
+      const at::Tensor logits = at::mv(keys[head], query[h]) * facts.scale + at::tensor(mask);
+      out.push_back(at::mv(values[head].t(), at::softmax(logits, 0)));
+    }
+    return at::stack(out).unsqueeze(0);
+  }
+
+ private:
+  const Manifest& manifest_;
+  const bool compact_;
+  std::vector<std::vector<at::Tensor>> keys_, values_;  // [layers][tokens] of [kv_heads, width]
+  std::vector<std::vector<bool>> alive_;                // [lanes][tokens]
+};
+
+}  // namespace
+
+at::Tensor LawModel::Forward(const at::Tensor& token_ids, const at::Tensor& positions,
+                             const at::Tensor& last, ForwardHooks& hooks) const {
+  MeddlingHooks meddling(hooks, meddle_, token_ids);
+  at::Tensor logits = model_->Forward(token_ids, positions, last, meddle_ ? meddling : hooks);
+  for (int64_t row = 0; row < logits.size(0); ++row) logits_.push_back(logits[row].clone());
+  return logits;
+}
+
+std::vector<at::Tensor> MaskedReference::Logits(const std::vector<int32_t>& tokens,
+                                                int64_t first_wanted,
+                                                const std::vector<Dropped>& dropped,
+                                                bool compact) const {
+  MaskedHooks hooks(model_.manifest(), compact);
+  std::vector<at::Tensor> logits;
+  size_t next = 0;
+  for (int64_t t = 0; t < static_cast<int64_t>(tokens.size()); ++t) {
+    const at::Tensor one = at::zeros({1}, at::kLong);
+    logits.push_back(model_.Forward(at::full({1}, tokens[t], at::kLong),
+                                    at::full({1}, t, at::kLong), one, hooks)[0]);
+    for (; next < dropped.size() && dropped[next].at_token == t; ++next) {
+      hooks.Drop(dropped[next].layer, dropped[next].head, dropped[next].index);
+    }
+  }
+  logits.erase(logits.begin(), logits.begin() + first_wanted);
+  return logits;
+}
+
+}  // namespace epikv

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "runtime/model.h"
+
+namespace epikv {
+
+// A model as laws look at it: records the logits of every wanted row, and may change what the
+// attention operator is given.
+class LawModel final : public Model {
+ public:
+  using Meddle = std::function<void(const at::Tensor& token_ids, at::Tensor& q, at::Tensor& k,
+                                    at::Tensor& v, int64_t layer)>;
+
+  explicit LawModel(std::shared_ptr<const Model> model)
+      : Model({.manifest = model->manifest(), .tokenizer_json = model->tokenizer_json()}),
+        model_(std::move(model)) {}
+
+  at::Tensor Forward(const at::Tensor& token_ids, const at::Tensor& positions,
+                     const at::Tensor& last, ForwardHooks& hooks) const override;
+  at::Tensor output_projection(int64_t layer) const override {
+    return model_->output_projection(layer);
+  }
+
+  void SetMeddle(Meddle meddle) { meddle_ = std::move(meddle); }
+  // Rows of logits since the last call, each [vocab], in the order of the forwards. Padding rows
+  // of deterministic mode are among them.
+  std::vector<at::Tensor> TakeLogits() const { return std::exchange(logits_, {}); }
+
+ private:
+  const std::shared_ptr<const Model> model_;
+  Meddle meddle_;
+  mutable std::vector<at::Tensor> logits_;
+};
+
+// What a sequence's logits are by definition: token by token over tensors that hold every token
+// ever cached, with plain attention under a mask of what is still kept. Shares no code with the
+// executor. fp32.
+class MaskedReference {
+ public:
+  explicit MaskedReference(const Model& model) : model_(model) {}
+
+  struct Dropped {
+    int64_t at_token = 0;  // after the step that cached this token
+    int64_t layer = 0, head = 0;
+    int64_t index = 0;
+  };
+
+  // Logits after each token from `first_wanted` on, [vocab] each. compact: a token's position is
+  // the number of tokens its lane retains before it.
+  std::vector<at::Tensor> Logits(const std::vector<int32_t>& tokens, int64_t first_wanted,
+                                 const std::vector<Dropped>& dropped, bool compact) const;
+
+ private:
+  const Model& model_;
+};
+
+}  // namespace epikv

@@ -1,0 +1,531 @@
+// The laws of DESIGN section 8, 1 to 7, on random tiny models: each test names its law. Law 8 is
+// golden_policies_test.cc.
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "tests/engine_harness.h"
+#include "tests/law_model.h"
+#include "tests/ragged_policy.h"
+
+namespace epikv {
+namespace {
+
+std::string ModelPath(const std::string& name) {
+  return absl::StrCat(EPIKV_TEST_MODELS, "/", name, ".pt");
+}
+
+// Every policy of the build that evicts, and the one whose lanes differ.
+PolicyCatalog LawPolicies() {
+  static const auto& all = *new std::vector<const PolicySpec*>([] {
+    std::vector<const PolicySpec*> specs(AllPolicies().begin(), AllPolicies().end());
+    specs.push_back(&kRaggedPolicy);
+    std::sort(specs.begin(), specs.end(),
+              [](const PolicySpec* a, const PolicySpec* b) { return a->name < b->name; });
+    return specs;
+  }());
+  return all;
+}
+
+struct PolicyCase {
+  std::string label;  // of the test
+  std::string policy;
+  std::map<std::string, ParamValue> params;
+};
+
+std::vector<PolicyCase> EvictingPolicies() {
+  return {
+      {"EpikvFlat", "epikv_flat", {}},
+      {"EpikvFlatSlack", "epikv_flat", {{"slack", int64_t{5}}}},
+      {"H2oHead", "h2o", {{"scope", "head"}}},
+      {"H2oModel", "h2o", {{"scope", "model"}}},
+      {"Knorm", "knorm", {{"slack", int64_t{7}}}},
+      {"KnormEachStep", "knorm", {{"slack", int64_t{0}}}},
+      {"Oracle", "oracle", {{"prefer", std::vector<int64_t>{3, 5, 50, 51, 52, 60, 61, 70, 90}}}},
+      {"Ragged", "ragged", {}},
+      {"RaggedSlack", "ragged", {{"slack", int64_t{6}}}},
+      {"Random", "random", {}},
+      {"RandomFrozen", "random", {{"frozen", true}}},
+      {"Sliding", "sliding", {}},
+  };
+}
+
+std::vector<int32_t> RandomTokens(int64_t count, int64_t vocab, uint64_t seed) {
+  std::mt19937_64 rng(seed);
+  std::vector<int32_t> tokens;
+  for (int64_t i = 0; i < count; ++i) tokens.push_back(static_cast<int32_t>(rng() % vocab));
+  return tokens;
+}
+
+RequestOptions Scoring(int64_t prompt, int64_t forced, int64_t vocab, uint64_t seed) {
+  RequestOptions options;
+  options.prompt = RandomTokens(prompt, vocab, seed);
+  options.forced = RandomTokens(forced, vocab, seed + 1);
+  options.sampling.seed = seed;
+  return options;
+}
+
+RequestOptions WithPolicy(RequestOptions options, const PolicyCase& c, int64_t budget) {
+  options.kv.policy = c.policy;
+  options.kv.params = c.params;
+  options.kv.budget = budget;
+  options.output.kv_trace = true;
+  options.output.kept = true;
+  return options;
+}
+
+float LargestDifference(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  EXPECT_EQ(a.size(), b.size());
+  float largest = 0;
+  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    largest = std::max(largest, (a[i] - b[i]).abs().max().item<float>());
+  }
+  return largest;
+}
+
+bool SameBits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!at::equal(a[i], b[i])) return false;
+  }
+  return true;
+}
+
+// ---------------------------------------------------------------------------------------------
+// Law 1: `full` equals the reference model.
+
+class FullEqualsTransformers
+    : public ::testing::TestWithParam<std::tuple<const char*, DecodeKernel>> {};
+
+TEST_P(FullEqualsTransformers, LogitsAndGreedyTokens) {
+  const auto [model, kernel] = GetParam();
+  std::ifstream file(absl::StrCat(EPIKV_TEST_MODELS, "/", model, ".json"));
+  const auto reference = nlohmann::json::parse(file);
+  EngineHarness harness(ModelPath(model), {.decode_kernel = kernel});
+  int64_t rows = 0;
+  for (const auto& c : reference["cases"]) {
+    const std::vector<int32_t> ids = c["token_ids"];
+    if (ids.size() < 2) continue;
+    for (bool in_chunks : {false, true}) {
+      const size_t prompt = in_chunks ? 1 : (ids.size() + 1) / 2;
+      RequestOptions options;
+      options.prompt.assign(ids.begin(), ids.begin() + prompt);
+      options.forced.assign(ids.begin() + prompt, ids.end());
+      options.force_in_chunks = in_chunks;
+      const Transcript transcript = harness.Run(options);
+      ASSERT_TRUE(transcript.ok());
+      const std::vector<at::Tensor> logits = harness.model().TakeLogits();
+      ASSERT_EQ(logits.size(), ids.size() - prompt);
+      for (size_t i = 0; i < logits.size(); ++i, ++rows) {
+        const at::Tensor expected =
+            at::tensor(c["logits"][prompt - 1 + i].get<std::vector<float>>());
+        EXPECT_LT((logits[i] - expected).abs().max().item<float>(), 1e-4);
+      }
+    }
+  }
+  EXPECT_GT(rows, 30);
+  for (const auto& c : reference["cases"]) {
+    const std::vector<int32_t> greedy = c["greedy"];
+    RequestOptions options;
+    options.prompt = c["token_ids"].get<std::vector<int32_t>>();
+    options.stop.max_output_tokens = greedy.size();
+    const Transcript transcript = harness.Run(options);
+    for (size_t i = 0; i < transcript.tokens.size(); ++i) {
+      if (c["margins"][i].get<float>() < 2e-4) break;  // either token is right from here on
+      EXPECT_EQ(transcript.tokens[i], greedy[i]);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Law1, FullEqualsTransformers,
+                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "tied", "wide"),
+                                            ::testing::Values(DecodeKernel::kBatch,
+                                                              DecodeKernel::kFlash,
+                                                              DecodeKernel::kMatmul)),
+                         [](const auto& info) {
+                           return absl::StrCat(
+                               std::get<0>(info.param), "_",
+                               std::string(DecodeKernelName(std::get<1>(info.param))));
+                         });
+
+// ---------------------------------------------------------------------------------------------
+// Laws over every policy.
+
+class EveryPolicy : public ::testing::TestWithParam<std::tuple<std::string, PolicyCase>> {
+ protected:
+  const std::string& model() const { return std::get<0>(GetParam()); }
+  const PolicyCase& policy() const { return std::get<1>(GetParam()); }
+  EngineHarness Harness(HarnessOptions options = {}) {
+    options.policies = LawPolicies();
+    return EngineHarness(ModelPath(model()), std::move(options));
+  }
+};
+
+class EveryPolicyInFp32 : public EveryPolicy {};
+
+std::string CaseName(const ::testing::TestParamInfo<std::tuple<std::string, PolicyCase>>& info) {
+  return absl::StrCat(std::get<0>(info.param), "_", std::get<1>(info.param).label);
+}
+
+// Law 2: a budget that holds everything gives the same bits as `full`.
+TEST_P(EveryPolicy, Law2_EnoughBudgetGivesTheBitsOfFull) {
+  EngineHarness harness = Harness();
+  RequestOptions options = Scoring(40, 60, harness.manifest().vocab_size, 7);
+  ASSERT_TRUE(harness.Run(options).ok());
+  const std::vector<at::Tensor> full = harness.model().TakeLogits();
+  // 200, so that lanes with half of it hold 99 tokens too.
+  const Transcript transcript = harness.Run(WithPolicy(options, policy(), 200));
+  ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+  EXPECT_EQ(transcript.finished->kv.rounds, 0);
+  EXPECT_TRUE(SameBits(full, harness.model().TakeLogits()));
+}
+
+// What a trace says is kept, lane by lane.
+class TraceReplay {
+ public:
+  TraceReplay(const Manifest& manifest, int64_t tokens)
+      : layers_(manifest.num_layers()),
+        heads_(manifest.num_kv_heads),
+        dropped_at_(layers_ * heads_, std::vector<int64_t>(tokens, INT64_MAX)) {}
+
+  // False if a victim was dropped before or is not yet born.
+  bool Apply(const EvictionTrace& trace) {
+    for (const auto& victims : trace.victims) {
+      for (int64_t layer = 0; layer < layers_; ++layer) {
+        if (victims.layer.value_or(layer) != layer) continue;
+        for (int64_t head = 0; head < heads_; ++head) {
+          if (victims.head.value_or(head) != head) continue;
+          for (int32_t index : victims.index) {
+            int64_t& at = dropped_at_[layer * heads_ + head][index];
+            if (at != INT64_MAX || index > trace.at_token) return false;
+            at = trace.at_token;
+            dropped.push_back({trace.at_token, layer, head, index});
+          }
+        }
+      }
+    }
+    return true;
+  }
+  int64_t Held(int64_t lane, int64_t newest) const {
+    int64_t held = 0;
+    for (int64_t i = 0; i <= newest; ++i) held += dropped_at_[lane][i] > newest ? 1 : 0;
+    return held;
+  }
+  int64_t num_lanes() const { return layers_ * heads_; }
+  const std::vector<int64_t>& dropped_at(int64_t lane) const { return dropped_at_[lane]; }
+
+  std::vector<MaskedReference::Dropped> dropped;
+
+ private:
+  const int64_t layers_, heads_;
+  std::vector<std::vector<int64_t>> dropped_at_;  // [lanes][tokens]
+};
+
+// Law 3: kept is a subset of cached, protected of kept; used <= budget after each round and <= the
+// reserved peak always. (Columns stay with their tokens: RaggedPolicy checks its own each round.)
+TEST_P(EveryPolicy, Law3_RoundsMeetTheBudgetAndSpareTheProtected) {
+  EngineHarness harness = Harness();
+  constexpr int64_t kPrompt = 24, kForced = 200, kBudget = 64;
+  const RequestOptions options =
+      WithPolicy(Scoring(kPrompt, kForced, harness.manifest().vocab_size, 11), policy(), kBudget);
+  auto resolved = harness.admission().Resolve(options);
+  ASSERT_TRUE(std::holds_alternative<Request>(resolved)) << std::get<Rejection>(resolved).message;
+  const Request& request = std::get<Request>(resolved);
+
+  const auto transcript = harness.Submit(options);
+  harness.OnStep([&] {
+    EXPECT_LE(harness.executor().used_bytes(), harness.engine().ledger().reserved());
+    EXPECT_LE(harness.engine().ledger().reserved(), harness.engine().ledger().capacity());
+  });
+  harness.RunAll();
+  ASSERT_TRUE(transcript->ok()) << transcript->finished->status;
+  const KvUsage& kv = transcript->finished->kv;
+  EXPECT_GE(kv.rounds, 5);
+  EXPECT_GE(kv.evicted_entries, 50 * harness.manifest().num_layers());
+  EXPECT_LE(kv.peak_bytes, request.demand.peak_bytes());
+
+  TraceReplay replay(harness.manifest(), kPrompt + kForced);
+  ASSERT_EQ(static_cast<int64_t>(transcript->evictions.size()), kv.rounds);
+  for (const EvictionTrace& trace : transcript->evictions) {
+    ASSERT_TRUE(replay.Apply(trace)) << "a victim was not cached";
+    for (int64_t lane = 0; lane < replay.num_lanes(); ++lane) {
+      EXPECT_LE(replay.Held(lane, trace.at_token), request.demand.budget[lane]);
+    }
+  }
+  int64_t evicted = 0;
+  for (const auto& d : replay.dropped) {
+    EXPECT_FALSE(request.protection.Covers(d.index, d.at_token))
+        << "protected token " << d.index << " dropped at " << d.at_token;
+    ++evicted;
+  }
+  EXPECT_EQ(evicted, kv.evicted_entries);
+  std::set<int32_t> kept;
+  const int64_t newest = kPrompt + kForced - 2;
+  for (int64_t lane = 0; lane < replay.num_lanes(); ++lane) {
+    for (int64_t i = 0; i <= newest; ++i) {
+      if (replay.dropped_at(lane)[i] > newest) kept.insert(static_cast<int32_t>(i));
+    }
+  }
+  EXPECT_EQ(std::vector<int32_t>(kept.begin(), kept.end()), kv.kept);
+}
+
+// Law 5: what the engine computes over reused slots, filled holes and packed lanes is what the
+// definition gives: plain attention over every token, under a mask of what is kept.
+TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
+  for (PositionMode positions : {PositionMode::kAbsolute, PositionMode::kCompact}) {
+    EngineHarness harness = Harness();
+    RequestOptions options =
+        WithPolicy(Scoring(24, 120, harness.manifest().vocab_size, 13), policy(), 64);
+    options.kv.positions = positions;
+    const Transcript transcript = harness.Run(options);
+    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+    ASSERT_GE(transcript.finished->kv.rounds, 5);
+    ASSERT_GE(transcript.finished->kv.evicted_entries, 50 * harness.manifest().num_layers());
+    const std::vector<at::Tensor> logits = harness.model().TakeLogits();
+
+    TraceReplay replay(harness.manifest(), 24 + 120);
+    for (const EvictionTrace& trace : transcript.evictions) ASSERT_TRUE(replay.Apply(trace));
+    std::vector<int32_t> tokens = options.prompt;
+    tokens.insert(tokens.end(), options.forced.begin(), options.forced.end() - 1);
+    const std::vector<at::Tensor> expected =
+        MaskedReference(harness.model())
+            .Logits(tokens, 23, replay.dropped, positions == PositionMode::kCompact);
+    EXPECT_LT(LargestDifference(logits, expected), 1e-4);
+  }
+}
+
+// Law 5: prompt chunks of any size, and lanes that were moved, change nothing.
+TEST_P(EveryPolicyInFp32, Law5_ChunkedPrefillAndMovedLanesChangeNothing) {
+  const int64_t vocab = EngineHarness(ModelPath(model())).manifest().vocab_size;
+  const RequestOptions options = WithPolicy(Scoring(40, 110, vocab, 17), policy(), 96);
+  std::vector<std::vector<at::Tensor>> logits;
+  std::vector<std::vector<int32_t>> kept;
+  for (int64_t step_tokens : {512, 17}) {
+    EngineHarness harness = Harness({.max_step_tokens = step_tokens});
+    const Transcript transcript = harness.Run(options);
+    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+    ASSERT_GE(transcript.finished->kv.rounds, 5);
+    logits.push_back(harness.model().TakeLogits());
+    kept.push_back(transcript.finished->kv.kept);
+  }
+  {
+    // A short neighbour ends while this one runs, and a large one arrives: the pool is so small
+    // that room for it is made by moving the lanes.
+    EngineHarness probe = Harness();
+    auto demand = [&](const RequestOptions& o) {
+      return std::get<Request>(probe.admission().Resolve(o)).demand.peak_bytes();
+    };
+    RequestOptions small, large;
+    small.prompt = RandomTokens(60, vocab, 18);
+    small.stop.max_output_tokens = 5;
+    large.prompt = RandomTokens(100, vocab, 19);
+    large.stop.max_output_tokens = 4;
+    EngineHarness harness =
+        Harness({.kv_pool_bytes = std::max(demand(small) + demand(options) + demand(small) / 4,
+                                           demand(options) + demand(large) + 4096)});
+    const auto first = harness.Submit(small);
+    const auto watched = harness.Submit(options);
+    const auto third = harness.Submit(large);
+    harness.RunAll();
+    ASSERT_TRUE(first->ok() && watched->ok() && third->ok());
+    EXPECT_GT(harness.executor().pool().rows_moved(), 0);
+    kept.push_back(watched->finished->kv.kept);
+    const Transcript alone = harness.Run(options);
+    ASSERT_EQ(alone.logprobs.size(), watched->logprobs.size());
+    for (size_t i = 0; i < alone.logprobs.size(); ++i) {
+      EXPECT_NEAR(alone.logprobs[i], watched->logprobs[i], 1e-4);
+    }
+  }
+  EXPECT_LT(LargestDifference(logits[0], logits[1]), 1e-4);
+  EXPECT_EQ(kept[0], kept[1]);
+  EXPECT_EQ(kept[0], kept[2]);
+}
+
+// Law 4: in deterministic mode a request's tokens and bits are the same alone and in any batch.
+TEST_P(EveryPolicy, Law4_DeterministicModeIgnoresTheBatch) {
+  EngineHarness harness = Harness({.deterministic = true});
+  const int64_t vocab = harness.manifest().vocab_size;
+  RequestOptions options;
+  options.prompt = RandomTokens(37, vocab, 23);
+  options.stop.max_output_tokens = 130;
+  options.sampling = {.temperature = 0.8f, .seed = 5};
+  options.output.logprobs = true;
+  options = WithPolicy(options, policy(), 80);
+  const Transcript alone = harness.Run(options);
+  ASSERT_TRUE(alone.ok()) << alone.finished->status;
+  ASSERT_GE(alone.finished->kv.rounds, 5);
+
+  std::mt19937_64 rng(29);
+  const std::vector<PolicyCase> others = EvictingPolicies();
+  for (int round = 0; round < 2; ++round) {
+    std::shared_ptr<Transcript> watched;
+    for (int i = 0; i < 9; ++i) {
+      RequestOptions neighbour;
+      neighbour.prompt = RandomTokens(20 + rng() % 60, vocab, rng());
+      neighbour.stop.max_output_tokens = 10 + rng() % 150;
+      neighbour.sampling = {.temperature = 1.0f, .seed = rng()};
+      neighbour = WithPolicy(neighbour, others[rng() % others.size()], 160);
+      if (i == 4) watched = harness.Submit(options);
+      harness.Submit(neighbour);
+      for (uint64_t steps = rng() % 5; steps > 0; --steps) harness.engine().Step();
+    }
+    harness.RunAll();
+    ASSERT_TRUE(watched->ok()) << watched->finished->status;
+    EXPECT_EQ(watched->tokens, alone.tokens);
+    EXPECT_EQ(watched->logprobs, alone.logprobs);
+    EXPECT_EQ(watched->finished->kv.kept, alone.finished->kv.kept);
+  }
+}
+
+// Scoring what Generate gave returns its log-probabilities, bit for bit in deterministic mode.
+TEST_P(EveryPolicy, Law4_ScoringGeneratedTokensReturnsTheirLogprobs) {
+  EngineHarness harness = Harness({.deterministic = true});
+  RequestOptions options;
+  options.prompt = RandomTokens(30, harness.manifest().vocab_size, 31);
+  options.stop.max_output_tokens = 90;
+  options.sampling = {.temperature = 1.0f, .seed = 9};
+  options.output.logprobs = true;
+  options = WithPolicy(options, policy(), 80);
+  const Transcript generated = harness.Run(options);
+  ASSERT_TRUE(generated.ok()) << generated.finished->status;
+  ASSERT_GT(generated.finished->kv.evicted_entries, 0);
+  options.forced = generated.tokens;
+  const Transcript scored = harness.Run(options);
+  ASSERT_TRUE(scored.ok());
+  EXPECT_EQ(scored.logprobs, generated.logprobs);
+  EXPECT_EQ(scored.finished->kv.kept, generated.finished->kv.kept);
+}
+
+// Prompts over the budget: rounds at multiples of the prefill chunk, whatever the steps' sizes.
+TEST_P(EveryPolicy, Law3_PromptsOverTheBudgetAreEvictedAtFixedPlaces) {
+  std::vector<std::vector<EvictionTrace>> traces;
+  for (int64_t step_tokens : {512, 19}) {
+    EngineHarness harness = Harness({.max_step_tokens = step_tokens, .prefill_chunk_tokens = 32});
+    RequestOptions options =
+        WithPolicy(Scoring(200, 20, harness.manifest().vocab_size, 37), policy(), 64);
+    auto resolved = harness.admission().Resolve(options);
+    if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
+      // It says which budget would do, and that one does.
+      EXPECT_EQ(rejection->reason, "KV_BUDGET");
+      options.kv.budget = static_cast<int64_t>(std::stoll(rejection->metadata.at("min")));
+      EXPECT_TRUE(harness.Run(options).ok());
+      return;
+    }
+    const Request& request = std::get<Request>(resolved);
+    const Transcript transcript = harness.Run(options);
+    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+    EXPECT_LE(transcript.finished->kv.peak_bytes, request.demand.peak_bytes());
+    TraceReplay replay(harness.manifest(), 220);
+    for (const EvictionTrace& trace : transcript.evictions) {
+      ASSERT_TRUE(replay.Apply(trace));
+      if (trace.at_token < 199) {
+        EXPECT_EQ((trace.at_token + 1) % 32, 0);
+      }
+    }
+    traces.push_back(transcript.evictions);
+  }
+  ASSERT_EQ(traces[0].size(), traces[1].size());
+  for (size_t i = 0; i < traces[0].size(); ++i) {
+    EXPECT_EQ(traces[0][i].at_token, traces[1][i].at_token);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicy,
+                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "gqa_bf16"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyInFp32,
+                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+
+// ---------------------------------------------------------------------------------------------
+// Law 6: dropping what attention does not look at changes nothing.
+
+TEST(Law6, DroppingTokensWithoutAttentionChangesNothing) {
+  EngineHarness harness(ModelPath("gqa"));
+  // Without rotation, channel 0 decides: a doomed token's key is far below every other.
+  constexpr float kDepth = 20;  // exp(-20 * 20 * scale) of the mass
+  const int64_t vocab = harness.manifest().vocab_size;
+  const int64_t last_channel = harness.manifest().layers[0].key_width / 2 - 1;
+  RequestOptions options = Scoring(24, 150, vocab, 41);
+  std::vector<int64_t> kept;
+  std::vector<int32_t> tokens = options.prompt;
+  tokens.insert(tokens.end(), options.forced.begin(), options.forced.end());
+  auto doomed = [](int64_t token) { return token % 2 == 0; };
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    if (!doomed(tokens[i])) kept.push_back(static_cast<int64_t>(i));
+  }
+  // The slowest-turning pair of channels: at these lengths its angle stays small.
+  harness.model().SetMeddle(
+      [&](const at::Tensor& ids, at::Tensor& q, at::Tensor& k, at::Tensor&, int64_t) {
+        for (int64_t channel : {last_channel, 2 * last_channel + 1}) {
+          q.select(2, channel).zero_();
+          k.select(2, channel).zero_();
+        }
+        q.select(2, last_channel).fill_(kDepth);
+        for (int64_t row = 0; row < ids.size(0); ++row) {
+          if (doomed(ids[row].item<int64_t>()))
+            k.select(0, row).select(1, last_channel).fill_(-kDepth);
+        }
+      });
+  ASSERT_TRUE(harness.Run(options).ok());
+  const std::vector<at::Tensor> full = harness.model().TakeLogits();
+  const Transcript transcript =
+      harness.Run(WithPolicy(options, {"", "oracle", {{"prefer", kept}}}, 120));
+  ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+  EXPECT_GE(transcript.finished->kv.rounds, 5);
+  EXPECT_GE(transcript.finished->kv.evicted_entries, 50);
+  EXPECT_LT(LargestDifference(full, harness.model().TakeLogits()), 1e-4);
+  // And it is not because nothing matters: dropping the others shows.
+  std::vector<int64_t> wrong;
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    if (doomed(tokens[i])) wrong.push_back(static_cast<int64_t>(i));
+  }
+  ASSERT_TRUE(harness.Run(WithPolicy(options, {"", "oracle", {{"prefer", wrong}}}, 120)).ok());
+  EXPECT_GT(LargestDifference(full, harness.model().TakeLogits()), 1e-2);
+}
+
+// ---------------------------------------------------------------------------------------------
+// Law 7: when every request has ended, however it ended, the pool is whole.
+
+TEST(Law7, ThePoolIsWholeHoweverRequestsEnd) {
+  EngineHarness harness(ModelPath("gqa"), {.kv_pool_bytes = 2 << 20, .policies = LawPolicies()});
+  const std::vector<PolicyCase> policies = EvictingPolicies();
+  std::mt19937_64 rng(43);
+  const int64_t vocab = harness.manifest().vocab_size;
+  std::vector<std::shared_ptr<Transcript>> transcripts;
+  int64_t cancelled = 0;
+  for (int i = 0; i < 300; ++i) {
+    RequestOptions options;
+    options.id = absl::StrCat("r", i);
+    options.prompt = RandomTokens(1 + rng() % 60, vocab, rng());
+    options.stop.max_output_tokens = 1 + rng() % 80;
+    options.sampling = {.temperature = 1.0f, .seed = rng()};
+    if (rng() % 4 > 0) options = WithPolicy(options, policies[rng() % policies.size()], 160);
+    if (rng() % 8 == 0) options.deadline = absl::Now() + absl::Microseconds(rng() % 2000);
+    transcripts.push_back(harness.Submit(options));
+    for (uint64_t steps = rng() % 4; steps > 0; --steps) harness.engine().Step();
+    if (rng() % 3 == 0) {
+      cancelled += harness.engine().Cancel(absl::StrCat("r", rng() % (i + 1)),
+                                           absl::CancelledError("by the test"))
+                       ? 1
+                       : 0;
+    }
+  }
+  harness.RunAll();
+  EXPECT_GT(cancelled, 10);
+  for (const auto& transcript : transcripts) EXPECT_TRUE(transcript->finished.has_value());
+  EXPECT_EQ(harness.executor().used_bytes(), 0);
+  EXPECT_EQ(harness.engine().ledger().reserved(), 0);
+  EXPECT_EQ(harness.executor().pool().free_rows(), harness.executor().pool().num_rows());
+}
+
+}  // namespace
+}  // namespace epikv
