@@ -35,19 +35,20 @@ def problem(seed: int, lines: int, as_json: bool) -> None:
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--seed", required=True, type=int)
 @click.option("--recall-tokens", default=2_000_000, show_default=True)
-@click.option("--program-tokens", default=5_000_000, show_default=True)
+@click.option("--program-tokens", default=3_000_000, show_default=True)
 @DEVICE
 def train(folder: Path, seed: int, recall_tokens: int, program_tokens: int, device: str) -> None:
     """Train a model into FOLDER, or go on with the run found there."""
     from epikv.sample.train import Recipe, Run
 
-    Run(Recipe(seed, recall_tokens, program_tokens), folder, device).train()
+    recipe = Recipe(seed, recall_tokens=recall_tokens, program_tokens=program_tokens)
+    Run(recipe, folder, device).train()
 
 
 @main.command()
 @MODEL
-@click.option("--select", default=60, show_default=True, help="Problems to measure and rank on.")
-@click.option("--confirm", default=60, show_default=True, help="Problems to confirm on.")
+@click.option("--select", default=40, show_default=True, help="Problems to measure and rank on.")
+@click.option("--confirm", default=100, show_default=True, help="Problems to confirm on.")
 @DEVICE
 def calibrate(model: Path, select: int, confirm: int, device: str) -> None:
     """Find the pair of layers and sign for MODEL; writes its calibration.json."""
@@ -56,7 +57,10 @@ def calibrate(model: Path, select: int, confirm: int, device: str) -> None:
 
     result = find(load(model, device), select, confirm)
     (model / "calibration.json").write_text(json.dumps(result, indent=1) + "\n")
-    click.echo(f"{model}: layers {result['layers']}, sign {result['sign']:+d}")
+    click.echo(
+        f"{model}: layers {result['layers']}, sign {result['sign']:+d},"
+        f" confirmed: {result['confirmed']}"
+    )
 
 
 @main.command()
@@ -78,7 +82,19 @@ def simulate(model: Path, count: int, fractions: tuple[float, ...], device: str)
             f"{row['policy']:<20} {row['fraction']:>5.0%}  exact {row['exact']:.3f}"
             f"  answers {row['answer_accuracy']:.3f}"
         )
-    (model / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        (model / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+@main.command()
+@click.option("--server", default="127.0.0.1:50051", show_default=True)
+@click.option("--seed", default=0, show_default=True, help="Of the problem.")
+@click.option("--policy", default="epikv_flat", show_default=True)
+@click.option("--budget", required=True, type=int, help="Tokens, the prompt included.")
+def demo(server: str, seed: int, policy: str, budget: int) -> None:
+    """Solve a problem through a running daemon, under a budget; exit 1 if the answer is wrong."""
+    from epikv.sample.demo import demo as run
+
+    raise SystemExit(0 if run(server, seed, policy, budget) else 1)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """What the sample model reads, measured; and the pair of layers that predicts it.
 
 Which trace tokens matter differs from seed to seed, so roles are ablated instead of assumed, the
-pair is picked by how many of the tokens found to matter it keeps, and then confirmed by running it.
-Every stage takes problems of its own: `select/*`, `confirm/*`; `test/*` stay untouched.
+few best pairs by how many of the tokens found to matter they keep are tried, and the best of them is
+confirmed against random eviction. Every stage takes problems of its own: `select/*`, `try/*`,
+`confirm/*`; `test/*` stay untouched.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from epikv.sample.simulate import (
     WINDOW,
     EpikvFlat,
     Frozen,
+    Outcome,
+    Scorer,
+    Uniform,
     budgets,
     judge,
     recent,
@@ -130,7 +135,7 @@ def rank_pairs(
 
 
 def calibrate(
-    model: Llama, select: int = 60, confirm: int = 60, fraction: float = 0.5
+    model: Llama, select: int = 40, confirm: int = 100, fraction: float = 0.5
 ) -> dict[str, object]:
     """The content of `calibration.json`: need, ranking, and the pair that ran best."""
     tasks = problems("select", select)
@@ -139,34 +144,37 @@ def calibrate(
         raise ValueError("no role's ablation hurts: this model does not read its trace")
     ranking = rank_pairs(model, tasks, need, fraction)
 
+    tasks = problems("try", select)
+    trials = [
+        (choice, judge(tasks, run(model, tasks, choice.scorer(), budgets(tasks, fraction))))
+        for choice in ranking[:CANDIDATES]
+    ]
+    best, _ = max(trials, key=lambda trial: (trial[1].exact, trial[1].right_answers))
+
     tasks = problems("confirm", confirm)
-    budget = budgets(tasks, fraction)
-    trials = []
-    for choice in ranking[:CANDIDATES]:
-        outcome = judge(tasks, run(model, tasks, choice.scorer(), budget))
-        trials.append((outcome.exact, outcome.right_answers, choice.recall, choice, outcome))
-    *_, best, confirmed = max(trials, key=lambda trial: trial[:3])
-    inverse = judge(tasks, run(model, tasks, best.scorer(-1), budget))
-    with_needed = judge(tasks, run(model, tasks, oracle(tasks, need, fraction), budget))
-    without_needed = judge(tasks, run(model, tasks, oracle(tasks, need, fraction, -1), budget))
+    scorers: dict[str, Scorer] = {
+        "chosen": best.scorer(),
+        "inverse": best.scorer(-1),
+        "random": Uniform(0),
+        "needed_tokens_kept": oracle(tasks, need, fraction),
+        "needed_tokens_dropped_first": oracle(tasks, need, fraction, -1),
+    }
+    outcomes = {
+        name: judge(tasks, run(model, tasks, scorer, budgets(tasks, fraction)))
+        for name, scorer in scorers.items()
+    }
     return {
         "policy": "epikv_flat",
         "layers": {"a": best.a, "b": best.b},
         "sign": best.sign,
         "window": WINDOW,
-        "recall": best.recall,
+        "confirmed": beats(outcomes["chosen"], outcomes["random"]),
         "kept_fraction": fraction,
-        "selection_problems": select,
-        "confirmed": {
-            **confirmed.summary(),
-            "inverse": inverse.summary(),
-            "needed_tokens_kept": with_needed.summary(),
-            "needed_tokens_dropped_first": without_needed.summary(),
-            "candidates": [
-                {**vars(choice), **outcome.summary()} for *_, choice, outcome in trials
-            ],
-        },
+        "recall": best.recall,
+        "confirmation": {name: outcome.summary() for name, outcome in outcomes.items()},
+        "trials": [{**vars(choice), **outcome.summary()} for choice, outcome in trials],
         "need": {
+            "problems": select,
             "roles": sorted(need.roles),
             "full": need.full,
             "without": need.without,
@@ -174,6 +182,14 @@ def calibrate(
         },
         "ranking": [vars(choice) for choice in ranking],
     }
+
+
+def beats(chosen: Outcome, other: Outcome) -> bool:
+    """Whether `chosen` answers more on the same problems, by two standard errors of the mean."""
+    gains = [sum(a) - sum(b) for a, b in zip(chosen.correct, other.correct, strict=True)]
+    mean = sum(gains) / len(gains)
+    variance = sum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1)
+    return mean > 0 and mean > 2 * sqrt(variance / len(gains))
 
 
 def need_from(calibration: dict) -> Need:
@@ -206,9 +222,7 @@ def _reading_accuracy(
         age = position[:, None] - position  # [query, key]
         mask = (age >= 0) & ~(torch.tensor(columns, device=device) & (age >= window))
         predicted = model(ids[None], mask=mask[None, None])[0].argmax(-1)
-        reads = [
-            prompt + i for i, token in enumerate(task.trace_tokens) if token.role in READERS
-        ]
+        reads = [prompt + i for i, token in enumerate(task.trace_tokens) if token.role in READERS]
         hits += int((predicted[[i - 1 for i in reads]] == ids[reads]).sum())
         count += len(reads)
     return hits / count

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from epikv.sample.calibrate import Choice, need_from, oracle, problems
 from epikv.sample.model import Llama
-from epikv.sample.simulate import H2O, Recency, Scorer, Uniform, budgets, judge, run
+from epikv.sample.simulate import H2O, EpikvFlat, Recency, Scorer, Uniform, budgets, judge, run
 
 RANDOM_SEED = 0
+PUBLISHED = EpikvFlat(1, 3, 1)  # the published layers, at their depths in this model
 
 
 def compare(
@@ -23,6 +24,7 @@ def compare(
             "oracle": oracle(tasks, need, fraction),
             "epikv_flat": pair.scorer(),
             "epikv_flat inverse": pair.scorer(-1),
+            "epikv_flat published": PUBLISHED,
             "h2o": H2O(),
             "random": Uniform(RANDOM_SEED),
             "recency": Recency(),

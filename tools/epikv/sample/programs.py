@@ -17,6 +17,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 MODULUS = 10
 ASKED = 3
@@ -180,7 +181,7 @@ def parse_answers(generated: str) -> dict[str, int]:
     if "answer" not in words:
         return {}
     tail = words[len(words) - words[::-1].index("answer") :]
-    pairs = zip(tail, tail[1:], strict=False)
+    pairs = pairwise(tail)
     return {name: int(digit) for name, digit in pairs if name in VARIABLES and digit in DIGITS}
 
 
