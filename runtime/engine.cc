@@ -57,6 +57,8 @@ struct Sequence {
         text(tokenizer, {.stop_strings = request.stop_strings,
                          .stop_token_ids = StopTokens(request),
                          .include_stop = request.include_stop}) {
+    // Work items point into the tokens while more are added.
+    tokens.reserve(request.prompt.size() + request.max_output_tokens);
     if (request.force_in_chunks) {
       tokens.insert(tokens.end(), request.forced.begin(), request.forced.end() - 1);
     }
@@ -87,12 +89,12 @@ struct Sequence {
 
 Engine::Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor,
                const Tokenizer& tokenizer, EngineObserver& observer,
-               absl::FunctionRef<absl::Time()> now)
+               std::function<absl::Time()> now)
     : options_(std::move(options)),
       executor_(std::move(executor)),
       tokenizer_(tokenizer),
       observer_(observer),
-      now_(now),
+      now_(std::move(now)),
       ledger_(options_.kv_capacity_bytes) {}
 
 Engine::~Engine() { CancelAll(absl::CancelledError("the engine has ended")); }
@@ -153,8 +155,12 @@ bool Engine::Step() {
   std::vector<ForwardOutcome> outcomes = RunForward(items);
   clock.Charge(Stage::kForward);
 
-  for (size_t i = 0; i < items.size(); ++i)
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (outcomes[i].status.ok()) {
+      (items[i].decode ? step.decode_tokens : step.prefill_tokens) += items[i].tokens.size();
+    }
     Deliver(*sequences[i], items[i], std::move(outcomes[i]));
+  }
   clock.Charge(Stage::kDeliver);
 
   Settle(items, sequences);
@@ -162,9 +168,6 @@ bool Engine::Step() {
   executor_->AddStageTimes(step);
 
   DropFinished();
-  for (const WorkItem& item : items) {
-    (item.decode ? step.decode_tokens : step.prefill_tokens) += item.tokens.size();
-  }
   step.sequences = static_cast<int64_t>(items.size());
   clock.ChargeTotal();
   Report(step);
@@ -207,11 +210,11 @@ void Engine::Admit() {
     queue_.pop_front();
     if (absl::Status status = executor_->Open(s.id, s.request); !status.ok()) {
       Finish(s, FinishReason::kError, std::move(status));
+      running_.pop_back();  // the next may have its place
       continue;
     }
     observer_.OnAdmitted(s.request, s.admitted - s.request.arrival);
   }
-  DropFinished();
 }
 
 std::vector<WorkItem> Engine::PlanStep(std::vector<Sequence*>& sequences) {

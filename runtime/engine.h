@@ -2,11 +2,11 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
 #include "runtime/ledger.h"
@@ -33,7 +33,7 @@ class Engine {
  public:
   // `tokenizer` and `observer` outlive the engine. now: the clock, for tests.
   Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor, const Tokenizer& tokenizer,
-         EngineObserver& observer, absl::FunctionRef<absl::Time()> now = absl::Now);
+         EngineObserver& observer, std::function<absl::Time()> now = absl::Now);
   ~Engine();
 
   // Queues a request. Its sink hears from Step, or from Cancel.
@@ -76,7 +76,7 @@ class Engine {
   const std::unique_ptr<StepExecutor> executor_;
   const Tokenizer& tokenizer_;
   EngineObserver& observer_;
-  const absl::FunctionRef<absl::Time()> now_;
+  const std::function<absl::Time()> now_;
   Ledger ledger_;
   std::deque<SequencePtr> queue_;
   std::vector<SequencePtr> running_;  // in order of admission

@@ -66,8 +66,9 @@ class StepExecutor {
   // committed unless it returns OK. Not OK: the forward failed as a whole.
   virtual absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) = 0;
 
-  // Lets the policies observe what the last Forward cached and evicts; in order of `items`, which
-  // are those of the last Forward or fewer.
+  // Lets the policies observe what was cached since the last Settle (by one Forward, or by several
+  // where a failed one was repeated item by item) and evicts; in order of `items`, which are those
+  // or fewer.
   virtual std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) = 0;
 
   virtual CacheFacts Facts(SequenceId id) const = 0;

@@ -14,7 +14,7 @@
 namespace epikv {
 
 // What a FakeExecutor does and what it has done. A test keeps it beside the engine that owns the
-// executor. Hooks are set before the engine runs and called on its thread; they may block or throw.
+// executor. Hooks are set before the engine runs and called on its thread; they may block.
 struct FakeScript {
   // The model: the token after `token`.
   std::function<int32_t(int32_t token)> next = [](int32_t token) { return (token + 1) % 64; };
@@ -128,7 +128,9 @@ class FakeExecutor final : public StepExecutor {
     const int64_t lanes = static_cast<int64_t>(request.demand.budget.size());
     const int64_t budget = request.demand.budget.front();
     const int64_t slack = item.decode ? request.traits.slack : 0;
-    const bool due = item.decode || item.evicts_prefill;
+    const bool due =
+        item.decode || (item.evicts_prefill &&
+                        (request.traits.prompt != PromptEviction::kAtEnd || item.ends_prefill));
     if (!outcome.status.ok() || !due) return outcome;
     if (static_cast<int64_t>(held.tokens.size()) <= budget + slack) return outcome;
 
