@@ -35,7 +35,7 @@ def problem(seed: int, lines: int, as_json: bool) -> None:
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--seed", required=True, type=int)
 @click.option("--recall-tokens", default=2_000_000, show_default=True)
-@click.option("--program-tokens", default=3_000_000, show_default=True)
+@click.option("--program-tokens", default=2_400_000, show_default=True)
 @DEVICE
 def train(folder: Path, seed: int, recall_tokens: int, program_tokens: int, device: str) -> None:
     """Train a model into FOLDER, or go on with the run found there."""

@@ -145,11 +145,6 @@ class Llama(nn.Module):
         )
         self.lm_head = nn.Linear(WIDTH, len(TOKEN_IDS), bias=False)
         self.register_buffer("rope", _rope_table(), persistent=False)
-        for name, weight in self.named_parameters():
-            if weight.ndim == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = 0.02 if "embed" in name else weight.shape[1] ** -0.5
-                nn.init.normal_(weight, std=std / (2 * LAYERS) ** 0.5 if residual else std)
 
     def forward(
         self,

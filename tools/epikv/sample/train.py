@@ -1,5 +1,8 @@
 """Training of the sample model: a first stage of associative recall, then whole programs.
 
+The first stage ends when recall has emerged, and ends the run if it is late: another seed is then
+the better use of the time.
+
 Both stages take steps of about a thousand tokens: larger batches delay or prevent the emergence of
 lookup. A step's data depend only on (seed, stage, step), so a resumed run continues exactly.
 """
@@ -30,11 +33,13 @@ class Recipe:
 
     seed: int
     recall_tokens: int = 2_000_000
-    program_tokens: int = 5_000_000
+    recall_deadline: int = 1_200_000
+    program_tokens: int = 2_400_000
     step_tokens: int = 1_000
     lines: int = 18
     first_lines: int = 4
     grow_above: float = 0.9
+    recall_above: float = 0.97
     learning_rate: float = 3e-3
     weight_decay: float = 0.05
     warmup_steps: int = 50
@@ -56,6 +61,10 @@ class Batch:
         return self.inputs.numel()
 
 
+class StuckError(RuntimeError):
+    """Recall has not emerged in time."""
+
+
 class Run:
     """A training run and its state on disk: `state.pt` to resume from, `log.jsonl` to read."""
 
@@ -65,6 +74,7 @@ class Run:
         self.model = Llama().to(device)
         self.stage, self.step, self.tokens = "recall", 0, 0
         self.max_lines = recipe.first_lines
+        self.recalls = False
         self.hits: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         self._new_optimizers()
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +82,10 @@ class Run:
             self._restore()
 
     def train(self) -> None:
-        """Run both stages to their end, from wherever the saved state left off."""
+        """Run both stages to their end, from wherever the saved state left off.
+
+        Raises StuckError where the first stage is not worth going on with.
+        """
         for stage, budget in (
             ("recall", self.recipe.recall_tokens),
             ("program", self.recipe.program_tokens),
@@ -87,7 +100,7 @@ class Run:
 
     def _run_stage(self, budget: int) -> None:
         started, tokens_before = time.monotonic(), self.tokens
-        while self.tokens < budget:
+        while self.tokens < budget and not (self.stage == "recall" and self.recalls):
             self._take_step(budget)
             if self.step % REVIEW_STEPS == 0:
                 speed = (self.tokens - tokens_before) / (time.monotonic() - started)
@@ -155,6 +168,11 @@ class Run:
         }
         with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(record) + "\n")
+        if self.stage == "recall":
+            rate = rates[Role.OPERAND]
+            self.recalls = rate > self.recipe.recall_above
+            if rate < self.recipe.grow_above and self.tokens > self.recipe.recall_deadline:
+                raise StuckError(f"recall {rate:.2f} after {self.tokens} tokens: try another seed")
         learned = all(rates.get(skill, 0.0) > self.recipe.grow_above for skill in SKILLS)
         if self.stage == "program" and learned:
             self.max_lines = min(self.max_lines + 2, self.recipe.lines)
@@ -178,7 +196,7 @@ class Run:
             "recipe": asdict(self.recipe),
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "progress": (self.stage, self.step, self.tokens, self.max_lines),
+            "progress": (self.stage, self.step, self.tokens, self.max_lines, self.recalls),
         }
         partial = self.folder / "state.pt.partial"
         torch.save(state, partial)
@@ -191,7 +209,7 @@ class Run:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.stage, self.step, self.tokens, self.max_lines = state["progress"]
+        self.stage, self.step, self.tokens, self.max_lines, self.recalls = state["progress"]
 
 
 @dataclass(frozen=True)
