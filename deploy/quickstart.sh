@@ -25,7 +25,7 @@ model=$EPIKV_ROOT/build/sample/$(sha256sum "$sample"/*.* "$EPIKV_ROOT"/tools/epi
   sha256sum | cut -c1-16).pt
 if [ ! -f "$model" ]; then
   mkdir -p "$(dirname "$model")"
-  stage "export" "$EPIKV_VENV/bin/epikv" export "$sample" "$model" --name sample
+  stage "export" "$EPIKV_VENV/bin/epikv" export "$sample" "$model" --name sample --dtype fp32
 fi
 
 run=$EPIKV_ROOT/build/run

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from epikv import Accepted, Client, Delta, Kv, Stop, Summary
+from epikv import Accepted, Client, Delta, Kv, Summary
 from epikv.sample.programs import parse_answers, problem
 
 
@@ -18,7 +18,7 @@ def demo(server: str, seed: int, policy: str, budget: int) -> bool:
     started = time.monotonic()
     with Client(server) as client:
         kv = Kv(policy=policy, budget=budget)
-        for event in client.generate(task.prompt, kv=kv, stop=Stop(max_output_tokens=1024)):
+        for event in client.generate(task.prompt, kv=kv):
             if isinstance(event, Accepted):
                 accepted = event
             elif isinstance(event, Delta):
