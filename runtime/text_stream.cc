@@ -17,7 +17,6 @@ TextStream::Matcher::Matcher(std::string pattern)
 }
 
 void TextStream::Matcher::Advance(char byte) {
-  if (complete()) matched_ = borders_[matched_];
   while (matched_ > 0 && pattern_[matched_] != byte) matched_ = borders_[matched_];
   if (pattern_[matched_] == byte) ++matched_;
 }

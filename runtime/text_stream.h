@@ -57,7 +57,7 @@ class TextStream {
   class Matcher {
    public:
     explicit Matcher(std::string pattern);
-    void Advance(char byte);
+    void Advance(char byte);  // precondition: not complete
     bool complete() const { return matched_ == pattern_.size(); }
     size_t matched() const { return matched_; }
 
