@@ -12,7 +12,8 @@ struct Graph;
 namespace epikv {
 
 struct PackedLinears {
-  int64_t count = 0;  // linears rewritten
+  int64_t linears = 0;  // in the graph
+  int64_t packed = 0;   // of these, rewritten
   // Each weight that was packed: its former address to its packed form [out, in], which to_dense()
   // turns back, bit for bit.
   std::unordered_map<const void*, at::Tensor> weights;
@@ -20,8 +21,8 @@ struct PackedLinears {
 
 // Rewrites every aten::linear of `graph` whose weight is a constant to epikv::packed_linear over a
 // copy of the weight that lies as this machine's oneDNN kernels read it, and drops the constant.
-// Memory grows by one weight at most, where nobody else holds them. float32, and bfloat16 where
-// the processor has it; other weights stay.
+// Memory grows by one weight at most, where nobody else holds them. Other weights stay: small ones
+// of float32, and bfloat16 where the processor does not have it.
 PackedLinears PackLinears(torch::jit::Graph& graph);
 
 }  // namespace epikv

@@ -7,8 +7,6 @@
 #include <torch/csrc/jit/runtime/interpreter.h>
 #include <torch/csrc/jit/serialization/import.h>
 
-#include <malloc.h>
-
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -186,13 +184,13 @@ int64_t PackedBytes(const PackedLinears& packed) {
   return bytes;
 }
 
-std::string Describe(const Manifest& manifest, const PackedLinears& packed, bool prepack) {
-  const std::string linears =
-      packed.count > 0 ? absl::StrCat(packed.count, " linears prepacked for oneDNN")
-      : prepack        ? "linears not prepacked: no oneDNN kernels for them on this machine"
-                       : "linears not prepacked, as asked";
-  return absl::StrCat("TorchScript, ", manifest.dtype == DType::kBFloat16 ? "bfloat16" : "float32",
-                      ", ", linears);
+std::string Describe(DType dtype, const PackedLinears& packed, bool prepack) {
+  const bool narrow = dtype == DType::kBFloat16;
+  std::string text = absl::StrCat("TorchScript, ", narrow ? "bfloat16" : "float32", ", ");
+  if (!prepack) return absl::StrCat(text, "no linear prepacked, as asked");
+  absl::StrAppend(&text, packed.packed, " of ", packed.linears, " linears prepacked for oneDNN");
+  if (narrow && packed.packed == 0) absl::StrAppend(&text, ": this processor has no bfloat16");
+  return text;
 }
 
 // Undefined where the module has no such parameter.
@@ -221,7 +219,7 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   ModelFacts facts = {.manifest = std::move(contents.manifest),
                       .tokenizer_json = std::move(contents.tokenizer_json),
                       .weight_bytes = ConstantBytes(graph.block()) + PackedBytes(packed)};
-  facts.description = Describe(facts.manifest, packed, options.prepack);
+  facts.description = Describe(facts.manifest.dtype, packed, options.prepack);
   return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections));
 }
 
@@ -242,7 +240,6 @@ absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
                  : std::vector<std::string>{std::string(model.status().message())};
   report.violations.insert(report.violations.end(), more.begin(), more.end());
   if (!report.violations.empty()) return Broken(path, report.violations);
-  malloc_trim(0);  // what packing has freed lies between what it has kept
   return model;
 }
 

@@ -107,7 +107,9 @@ double LargestDifference(const at::Tensor& a, const at::Tensor& b) {
 
 class ModelTest : public testing::TestWithParam<std::string> {};
 
-INSTANTIATE_TEST_SUITE_P(, ModelTest, testing::Values("mha", "gqa", "mqa", "tied", "gqa_bf16"),
+INSTANTIATE_TEST_SUITE_P(, ModelTest,
+                         testing::Values("mha", "gqa", "mqa", "tied", "gqa_bf16", "wide",
+                                         "wide_bf16"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(ModelTest, CallsHooksInOrderWithTheManifestsShapes) {
@@ -162,11 +164,11 @@ TEST_P(ModelTest, OutputProjectionsSurvivePackingBitForBit) {
 }
 
 TEST(TorchScriptModelTest, SaysWhatItRuns) {
-  const auto model = Load("gqa");
-  EXPECT_EQ(model->description(), "TorchScript, float32, 22 linears prepacked for oneDNN");
-  EXPECT_EQ(Load("gqa", {.prepack = false})->description(),
-            "TorchScript, float32, linears not prepacked, as asked");
-  const auto narrow = Load("gqa_bf16");
+  const auto model = Load("wide");
+  EXPECT_EQ(model->description(), "TorchScript, float32, 10 of 15 linears prepacked for oneDNN");
+  EXPECT_EQ(Load("wide", {.prepack = false})->description(),
+            "TorchScript, float32, no linear prepacked, as asked");
+  const auto narrow = Load("wide_bf16");
   EXPECT_THAT(narrow->description(), HasSubstr("bfloat16"));
   EXPECT_EQ(model->weight_bytes(), 2 * narrow->weight_bytes());
   EXPECT_TRUE(nlohmann::json::parse(model->tokenizer_json()).contains("model"));
