@@ -6,7 +6,7 @@
 
 namespace epikv {
 
-// Tells the thread's counters when a request leaves the queue and when it ends.
+// Tells the thread when a request ends.
 class EngineThread::TrackedSink final : public RequestSink {
  public:
   TrackedSink(EngineThread& thread, const Request& request, std::shared_ptr<RequestSink> sink)
@@ -16,8 +16,9 @@ class EngineThread::TrackedSink final : public RequestSink {
   void OnDelta(Delta delta) override { sink_->OnDelta(std::move(delta)); }
   void OnFinished(Finished finished) override {
     // The id is free before the client hears of the end, so that it may use it again.
-    thread_.OnEnded(request_id_);
+    thread_.OnEnding(request_id_);
     sink_->OnFinished(std::move(finished));
+    thread_.OnEnded();
   }
 
  private:
@@ -81,7 +82,7 @@ void EngineThread::StartDraining() {
 void EngineThread::Drain(absl::Time deadline) {
   absl::MutexLock lock(&mu_);
   draining_ = true;
-  auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return live_.empty(); };
+  auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return live_.empty() && !ending_; };
   if (mu_.AwaitWithDeadline(absl::Condition(&idle), deadline)) return;
   for (const std::string& id : live_) {
     inbox_.push_back(Cancelled{id, absl::UnavailableError("the server is shutting down")});
@@ -118,9 +119,15 @@ bool EngineThread::Publish() {
   return !stopping_;
 }
 
-void EngineThread::OnEnded(const std::string& request_id) {
+void EngineThread::OnEnding(const std::string& request_id) {
   absl::MutexLock lock(&mu_);
   live_.erase(request_id);
+  ending_ = true;
+}
+
+void EngineThread::OnEnded() {
+  absl::MutexLock lock(&mu_);
+  ending_ = false;
 }
 
 void EngineThread::Run() {

@@ -49,8 +49,8 @@ class EngineThread {
 
   // Refuses new requests from now on and returns; live ones go on.
   void StartDraining();
-  // Blocks until nothing is live, at most until `deadline`; then cancels the rest and waits for
-  // their ends. Implies StartDraining.
+  // Blocks until nothing is live and every sink has heard of its end, at most until `deadline`;
+  // then cancels the rest and waits for their ends. Implies StartDraining.
   void Drain(absl::Time deadline);
 
  private:
@@ -79,7 +79,8 @@ class EngineThread {
   std::vector<Message> TakeInbox(bool wait, absl::Time until);
   void Handle(std::vector<Message> messages);
   bool Publish();  // the queue's size; false: stop
-  void OnEnded(const std::string& request_id);
+  void OnEnding(const std::string& request_id);
+  void OnEnded();
 
   const QueueLimits limits_;
   absl::Mutex mu_;
@@ -88,6 +89,7 @@ class EngineThread {
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
   absl::flat_hash_set<std::string> live_ ABSL_GUARDED_BY(mu_);
+  bool ending_ ABSL_GUARDED_BY(mu_) = false;  // a sink is hearing of its end
   QueueSize submitted_ ABSL_GUARDED_BY(mu_);  // in the inbox
   QueueSize queued_ ABSL_GUARDED_BY(mu_);     // in the engine, not yet admitted
   const std::unique_ptr<Engine> engine_;      // of the thread alone
