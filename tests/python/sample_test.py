@@ -1,17 +1,29 @@
 """The sample model: its problems, its files and the simulator that evaluates it."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from epikv.sample import Problem, Role, problem
+from epikv.sample.calibrate import beats
 from epikv.sample.model import Llama, save, tokenizer
 from epikv.sample.programs import TOKEN_IDS, VOCABULARY, encode, recall
-from epikv.sample.simulate import EpikvFlat, Frozen, Recency, evict_one, judge, newest_z, run
+from epikv.sample.simulate import (
+    EpikvFlat,
+    Frozen,
+    Outcome,
+    Recency,
+    evict_one,
+    judge,
+    newest_z,
+    run,
+)
+from epikv.sample.train import Recipe, Run, StuckError
 
 MODELS = Path(__file__).parents[2] / "tools" / "sample_model"
-SHIPPED = sorted(path.parent for path in MODELS.glob("seed*/model.safetensors"))
+SHIPPED = MODELS / (MODELS / "SHIPPED").read_text().strip()
 
 
 def _interpret(prompt: str) -> dict[str, int]:
@@ -44,7 +56,9 @@ def test_answers_agree_with_the_program(seed: int) -> None:
 
 def test_answers_are_scored_by_name() -> None:
     task = problem(1)
-    pairs = [f"{variable} {value}" for variable, value in reversed(task.answers.items())]
+    pairs = [
+        f"{variable} {value}" for variable, value in reversed(task.answers.items())
+    ]
     assert task.correct("</think> answer " + " ".join(pairs) + " <eos>") == [True] * 3
     wrong = pairs[-1][:-1] + str((task.answers[task.asked[0]] + 1) % 10)
     assert task.correct(" ".join(["answer", *pairs[:-1], wrong])) == [False, True, True]
@@ -82,7 +96,9 @@ def test_own_forward_equals_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     save(Llama(), tmp_path)
-    reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    reference = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32
+    )
     from epikv.sample.model import load
 
     ids = torch.tensor([encode(problem(2).prompt)])
@@ -95,9 +111,9 @@ def test_z_score_of_the_newest_step() -> None:
     assert newest_z(steps[:1]) == 0
     expected = (5.0 - steps.mean()) / steps.std(unbiased=False)
     assert newest_z(steps) == pytest.approx(float(expected), abs=1e-4)
-    assert newest_z(torch.cat([torch.full((40,), 99.0), torch.arange(64.0)])) == pytest.approx(
-        31.5 / float(torch.arange(64.0).std(unbiased=False)), abs=1e-4
-    )
+    assert newest_z(
+        torch.cat([torch.full((40,), 99.0), torch.arange(64.0)])
+    ) == pytest.approx(31.5 / float(torch.arange(64.0).std(unbiased=False)), abs=1e-4)
 
 
 def test_eviction_keeps_the_prompt_the_recent_and_the_best() -> None:
@@ -122,12 +138,42 @@ def test_a_budget_that_fits_changes_nothing() -> None:
         assert run(model, tasks, scorer, [1000, 1000]) == full
 
 
-@pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: path.name)
-def test_shipped_weights_solve_problems(folder: Path) -> None:
+def test_training_stops_when_recall_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epikv.sample.train.REVIEW_STEPS", 2)
+    with pytest.raises(StuckError, match="another seed"):
+        Run(Recipe(0, recall_deadline=0), tmp_path, "cpu").train()
+
+
+def test_a_pair_beats_another_by_more_than_chance() -> None:
+    good, poor = Outcome([[True] * 3] * 30), Outcome([[True, False, False]] * 30)
+    assert beats(good, poor)
+    assert not beats(poor, good)
+    assert not beats(good, good)
+    assert not beats(good, Outcome([[True] * 3] * 29 + [[False] * 3]))
+
+
+def test_the_shipped_model_is_calibrated() -> None:
+    checkpoint = pytest.importorskip("epikv.export.checkpoint")
+    calibration = checkpoint.read(SHIPPED).calibration
+    assert calibration.policy == "epikv_flat"
+    assert calibration.confirmed
+    rows = json.loads((SHIPPED / "results.json").read_text())
+    exact = {
+        row["policy"]: row["exact"] for row in rows if row["fraction"] in (0.5, 1.0)
+    }
+    assert exact["full"] >= 0.95
+    assert exact["epikv_flat"] > exact["random"]
+
+
+def test_shipped_weights_solve_problems() -> None:
     transformers = pytest.importorskip("transformers")
-    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.LlamaForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
     tasks: list[Problem] = [problem(seed) for seed in range(4)]
     ids = torch.tensor([encode(task.prompt) for task in tasks])
-    generated = model.generate(ids, max_new_tokens=620, do_sample=False)[:, ids.shape[1] :]
+    generated = model.generate(ids, max_new_tokens=620, do_sample=False)[
+        :, ids.shape[1] :
+    ]
     texts = [" ".join(VOCABULARY[i] for i in row) for row in generated.tolist()]
     assert judge(tasks, texts).exact >= 3
