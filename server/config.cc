@@ -37,12 +37,13 @@ using Problems = std::vector<std::string>;
 // What the parser of text format has to say, one line each.
 class ProblemCollector final : public pb::io::ErrorCollector {
  public:
-  // where: what was read.
+  // where: a file, or a flag.
   ProblemCollector(std::string where, Problems& problems)
       : where_(std::move(where)), problems_(problems) {}
   void AddError(int line, int column, const std::string& message) override {
-    problems_.push_back(line < 0 ? absl::StrCat(where_, ": ", message)
-                                 : absl::StrCat(where_, ":", line + 1, ": ", message));
+    const bool has_lines = line >= 0 && !absl::StartsWith(where_, "--");
+    problems_.push_back(has_lines ? absl::StrCat(where_, ":", line + 1, ": ", message)
+                                  : absl::StrCat(where_, ": ", message));
   }
   // An unknown field: the parser goes on, so that all of them are named; we do not.
   void AddWarning(int line, int column, const std::string& message) override {

@@ -4,8 +4,8 @@
 #include <limits>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "server/param_values.h"
 
 namespace epikv {
@@ -177,6 +177,15 @@ bool Mentions(const std::vector<FieldViolation>& violations, const std::string& 
                      [&](const FieldViolation& v) { return v.field == field; });
 }
 
+// The runtime names parts of a request, clients know fields of a message.
+std::string WirePath(absl::string_view field) {
+  if (absl::ConsumePrefix(&field, "prompt.")) return std::string(field);
+  if (absl::ConsumePrefix(&field, "continuation[")) {
+    return absl::StrCat("continuation_ids.ids[", field);
+  }
+  return std::string(field);
+}
+
 }  // namespace
 
 AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& tokenizer) {
@@ -228,20 +237,20 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokeniz
 
 std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& admission) {
   std::variant<Request, Rejection> resolved = admission.Resolve(std::move(asked.options));
-  if (asked.violations.empty()) return resolved;
+  auto* refused = std::get_if<Rejection>(&resolved);
+  if (refused == nullptr && asked.violations.empty()) return resolved;
 
-  Rejection rejection{.code = absl::StatusCode::kInvalidArgument,
-                      .reason = "INVALID_REQUEST",
-                      .violations = std::move(asked.violations)};
-  if (auto* more = std::get_if<Rejection>(&resolved)) {
-    rejection.metadata = std::move(more->metadata);
-    // A prompt that the tokenizer refused only looks empty.
-    const bool has_prompt = Mentions(rejection.violations, "text");
-    for (FieldViolation& violation : more->violations) {
-      if (has_prompt && violation.field == "prompt") continue;
-      rejection.violations.push_back(std::move(violation));
-    }
+  Rejection rejection = refused != nullptr ? std::move(*refused) : Rejection();
+  std::vector<FieldViolation> violations = std::move(asked.violations);
+  if (!violations.empty()) rejection.code = absl::StatusCode::kInvalidArgument;
+  if (rejection.reason.empty()) rejection.reason = "INVALID_REQUEST";
+  // A prompt that the tokenizer refused only looks empty.
+  const bool has_prompt = Mentions(violations, "text");
+  for (FieldViolation& violation : rejection.violations) {
+    if (has_prompt && violation.field == "prompt") continue;
+    violations.push_back({WirePath(violation.field), std::move(violation.description)});
   }
+  rejection.violations = std::move(violations);
   const FieldViolation& first = rejection.violations.front();
   rejection.message = absl::StrCat(first.field, ": ", first.description);
   if (rejection.violations.size() > 1) {

@@ -139,7 +139,8 @@ void Drain(const Config& config, Server& server, EngineThread& engine, Metrics& 
 
 absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) {
   if (absl::Status status = Server::CheckAddress(config.listen); !status.ok()) return status;
-  std::unique_ptr<MetricsServer> metrics_server;
+  // Never stopped: that takes the library two seconds, and the process ends anyway.
+  static auto& metrics_server = *new std::unique_ptr<MetricsServer>;
   if (!config.metrics_listen.empty()) {
     auto started = MetricsServer::Start(config.metrics_listen);
     if (!started.ok()) return started.status();

@@ -16,7 +16,7 @@ class MetricsServer {
   // address: host:port. The error names it.
   static absl::StatusOr<std::unique_ptr<MetricsServer>> Start(const std::string& address);
 
-  // From now on these are served. `metrics` outlives the server.
+  // From now on these are served too, while they live.
   void Serve(const Metrics& metrics);
   int port() const { return exposer_.GetListeningPorts().front(); }
 

@@ -94,7 +94,17 @@ StepSeries::StepSeries(Declarations& declare)
       engine_cpu_(declare
                       .Counters("epikv_engine_cpu_seconds_total",
                                 "CPU time of the engine's thread in steps, all stages.", 1)
-                      .Add({})) {
+                      .Add({})),
+      rows_moved_(declare
+                      .Counters("epikv_kv_rows_moved_total",
+                                "K/V rows moved so that a request's lanes fit in one place.", 1)
+                      .Add({})),
+      longest_move_(declare
+                        .Gauges("epikv_kv_longest_move_seconds",
+                                "The longest that one admission has moved rows, and all streams "
+                                "stood still, since the start.",
+                                1)
+                        .Add({})) {
   HistogramFamily steps(declare, "epikv_step_seconds", "Wall time of a step, by what it ran.", 3,
                         Decades(.0005, 50));
   by_phase_ = {&steps.Of({{"phase", "prefill"}}), &steps.Of({{"phase", "decode"}}),
@@ -127,6 +137,8 @@ void StepSeries::Add(const StepStats& step, bool evicted) {
     stage_cpu_[i]->Increment(Seconds(step.cpu[i]));
   }
   engine_cpu_.Increment(Seconds(step.total_cpu));
+  rows_moved_.Increment(static_cast<double>(step.kv_rows_moved) - rows_moved_.Value());
+  longest_move_.Set(Seconds(step.kv_longest_move));
   tokens_[0]->Increment(static_cast<double>(step.prefill_tokens));
   tokens_[1]->Increment(static_cast<double>(step.decode_tokens));
   batch_tokens_.Observe(static_cast<double>(step.prefill_tokens + step.decode_tokens));

@@ -46,7 +46,8 @@ class StepSeries {
 
   HistogramFamily gap_family_;
   prometheus::Histogram &gaps_, &batch_tokens_, &batch_sequences_, &eviction_;
-  prometheus::Counter& engine_cpu_;
+  prometheus::Counter &engine_cpu_, &rows_moved_;
+  prometheus::Gauge& longest_move_;
   std::array<prometheus::Histogram*, 3> by_phase_;  // prefill, decode, mixed
   std::array<prometheus::Histogram*, kNumStages> stages_;
   std::array<prometheus::Counter*, kNumStages> stage_wall_, stage_cpu_;

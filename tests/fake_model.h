@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -32,11 +34,13 @@ inline Manifest FakeManifest(int64_t context_length = 4096) {
           .layers = {layer, layer}};
 }
 
-// Word-level: token i is the word "w<i>".
-inline std::string FakeTokenizerJson() {
+// Word-level: token i is the word "w<i>", made up with dots to `word_bytes` if it is shorter.
+inline std::string FakeTokenizerJson(int64_t word_bytes = 0) {
   std::string vocab;
   for (int64_t i = 0; i < kFakeVocab; ++i) {
-    absl::StrAppend(&vocab, i > 0 ? "," : "", "\"w", i, "\":", i);
+    std::string word = absl::StrCat("w", i);
+    word.resize(std::max<size_t>(word.size(), static_cast<size_t>(word_bytes)), '.');
+    absl::StrAppend(&vocab, i > 0 ? "," : "", "\"", word, "\":", i);
   }
   return absl::StrCat(R"({"version":"1.0","added_tokens":[],"normalizer":null,)",
                       R"("pre_tokenizer":{"type":"WhitespaceSplit"},"post_processor":null,)",

@@ -1,0 +1,169 @@
+#include "server/config.h"
+
+#include <gmock/gmock.h>
+#include <google/protobuf/descriptor.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <regex>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "epikv/v1/config.pb.h"
+
+namespace epikv {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// A file that is gone with the object.
+class TemporaryFile {
+ public:
+  explicit TemporaryFile(const std::string& text)
+      : path_(absl::StrCat(::testing::TempDir(), "/config_test.", getpid(), ".textproto")) {
+    std::ofstream(path_) << text;
+  }
+  ~TemporaryFile() { std::remove(path_.c_str()); }
+  const std::string& path() const { return path_; }
+
+ private:
+  const std::string path_;
+};
+
+Config Parse(const std::vector<std::string>& args) {
+  const absl::StatusOr<Command> command = ParseCommandLine(args);
+  if (command.ok() && std::holds_alternative<Config>(*command)) return std::get<Config>(*command);
+  ADD_FAILURE() << command.status();
+  return {};
+}
+
+std::string Errors(const std::vector<std::string>& args) {
+  const absl::StatusOr<Command> command = ParseCommandLine(args);
+  EXPECT_FALSE(command.ok());
+  return std::string(command.status().message());
+}
+
+std::string Printed(const std::vector<std::string>& args) {
+  const absl::StatusOr<Command> command = ParseCommandLine(args);
+  if (command.ok() && std::holds_alternative<PrintConfig>(*command)) {
+    return std::get<PrintConfig>(*command).text;
+  }
+  ADD_FAILURE() << command.status();
+  return "";
+}
+
+TEST(ConfigTest, DefaultsAreThoseOfTheCommentedFile) {
+  const Config config = Parse({"--model=m.pt"});
+  EXPECT_EQ(config.listen, "127.0.0.1:50051");
+  EXPECT_EQ(config.metrics_listen, "127.0.0.1:9464");
+  EXPECT_EQ(config.runtime.model_path, "m.pt");
+  EXPECT_EQ(config.runtime.kv_memory_share, 0.5);
+  EXPECT_EQ(config.scheduler.max_step_tokens, 512);
+  EXPECT_EQ(config.scheduler.fixed_chunk_tokens, 0);
+  EXPECT_EQ(config.queue.max_tokens, 4194304);
+  EXPECT_EQ(config.outbox.stall, absl::Seconds(30));
+  EXPECT_EQ(config.drain, absl::Seconds(30));
+  EXPECT_TRUE(config.reflection);
+}
+
+TEST(ConfigTest, CommentedFilePrintsAsItself) {
+  EXPECT_EQ(
+      ParseCommandLine({"--config=" EPIKV_SOURCE_DIR "/deploy/epikvd.textproto", "--print_config"})
+          .status(),
+      absl::OkStatus());
+  EXPECT_EQ(Printed({"--config", EPIKV_SOURCE_DIR "/deploy/epikvd.textproto", "--print_config"}),
+            Printed({"--print_config"}));
+}
+
+TEST(ConfigTest, EveryFieldIsInTheCommentedFileAndInTheHelp) {
+  const std::string file = ReadFile(EPIKV_SOURCE_DIR "/deploy/epikvd.textproto");
+  const absl::StatusOr<Command> help = ParseCommandLine({"--help"});
+  ASSERT_TRUE(help.ok());
+  const auto* descriptor = v1::ServerConfig::descriptor();
+  for (int i = 0; i < descriptor->field_count(); ++i) {
+    const std::string& name = descriptor->field(i)->name();
+    EXPECT_THAT(file, HasSubstr(absl::StrCat("\n", name, ": ")));
+    EXPECT_THAT(std::get<PrintHelp>(*help).text, HasSubstr(absl::StrCat("\n  --", name, "=")));
+  }
+}
+
+// "optional uint32 threads = 5;  // default 0" says what the commented file has.
+TEST(ConfigTest, DefaultsInTheProtoAgreeWithTheCommentedFile) {
+  const std::string file = ReadFile(EPIKV_SOURCE_DIR "/deploy/epikvd.textproto");
+  const std::string proto = ReadFile(EPIKV_SOURCE_DIR "/proto/epikv/v1/config.proto");
+  const std::regex field(R"re((\w+) = \d+; *// default ("[^"]*"|[\w.]+))re");
+  int found = 0;
+  for (std::sregex_iterator it(proto.begin(), proto.end(), field), end; it != end; ++it, ++found) {
+    EXPECT_THAT(file, HasSubstr(absl::StrCat("\n", (*it)[1].str(), ": ", (*it)[2].str(), "\n")));
+  }
+  EXPECT_EQ(found, v1::ServerConfig::descriptor()->field_count() - 2);  // model, model_name
+}
+
+TEST(ConfigTest, FlagsGoOverTheFileWhereverTheyStand) {
+  const TemporaryFile file("model: \"a.pt\"\nthreads: 3\ndrain_seconds: 1.5\n");
+  const Config config = Parse({"--threads", "5", "--config", file.path(), "--model=b.pt"});
+  EXPECT_EQ(config.runtime.threads, 5);
+  EXPECT_EQ(config.runtime.model_path, "b.pt");
+  EXPECT_EQ(config.drain, absl::Milliseconds(1500));
+}
+
+TEST(ConfigTest, FlagsAreGivenInEveryUsualForm) {
+  EXPECT_TRUE(Parse({"--model=m", "--deterministic"}).runtime.deterministic);
+  EXPECT_FALSE(Parse({"--model=m", "--reflection=false"}).reflection);
+  EXPECT_EQ(Parse({"--model", "m", "--max-step-tokens", "64"}).scheduler.max_step_tokens, 64);
+  EXPECT_EQ(Parse({"--model=a\"b\\c=d e"}).runtime.model_path, "a\"b\\c=d e");
+}
+
+TEST(ConfigTest, DeterministicPrefillsInChunksOfItsForwards) {
+  EXPECT_EQ(Parse({"--model=m", "--deterministic"}).scheduler.fixed_chunk_tokens, 16);
+  EXPECT_THAT(Errors({"--model=m", "--deterministic", "--prefill_chunk_tokens=100"}),
+              HasSubstr("--prefill_chunk_tokens must be a multiple of 16"));
+}
+
+TEST(ConfigTest, NamesEverythingThatIsWrong) {
+  const std::string errors =
+      Errors({"--listen=nowhere", "--metrics_listen=host:70000", "--kv_memory_share=nan",
+              "--max_step_tokens=0", "--decode_kernel=fast", "--outbox_bytes=1",
+              "--stream_stall_seconds=0", "--drain_seconds=-1", "--threads=x", "--thread=2",
+              "stray", "--metrics_max_series"});
+  for (const char* name :
+       {"--listen must be host:port", "--metrics_listen must", "--model must name the file",
+        "--kv_memory_share must be in (0, 1], is nan", "--max_step_tokens must", "is \"fast\"",
+        "--outbox_bytes must", "--stream_stall_seconds must", "--drain_seconds must",
+        "--threads: ", "unknown flag --thread; did you mean --threads?", "'stray' is no flag",
+        "--metrics_max_series needs a value"}) {
+    EXPECT_THAT(errors, HasSubstr(name));
+  }
+}
+
+TEST(ConfigTest, UnknownFieldsOfAFileAreNamedWithTheirLines) {
+  const TemporaryFile file("model: \"m\"\nthraeds: 2\nlisten: \"[::]:0\"\nmetric: 1\n");
+  const std::string errors = Errors({"--config=" + file.path()});
+  EXPECT_THAT(errors, AllOf(HasSubstr(absl::StrCat(file.path(), ":2: ")), HasSubstr("thraeds"),
+                            HasSubstr(absl::StrCat(file.path(), ":4: ")), Not(HasSubstr(":3:"))));
+}
+
+TEST(ConfigTest, MissingFileIsNamed) {
+  EXPECT_THAT(Errors({"--config=/nowhere.textproto"}),
+              HasSubstr("--config: cannot read '/nowhere.textproto'"));
+}
+
+TEST(ConfigTest, PrintedConfigurationIsOneThatItReads) {
+  const std::string printed = Printed({"--print_config", "--model=m", "--threads=7"});
+  EXPECT_THAT(printed, AllOf(HasSubstr("\nthreads: 7\n"), HasSubstr("# Threads of the engine")));
+  const TemporaryFile file(printed);
+  EXPECT_EQ(Printed({"--print_config", "--config=" + file.path()}), printed);
+}
+
+}  // namespace
+}  // namespace epikv

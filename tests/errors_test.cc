@@ -1,0 +1,103 @@
+#include "server/errors.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/reason.h"
+#include "runtime/utf8.h"
+#include "tests/error_details.h"
+
+namespace epikv {
+namespace {
+
+using ::testing::EndsWith;
+
+TEST(ErrorsTest, RejectionCarriesReasonMetadataAndAllViolations) {
+  const grpc::Status status =
+      ToGrpc(Rejection{.code = absl::StatusCode::kInvalidArgument,
+                       .reason = "KV_BUDGET",
+                       .message = "kv.budget: too small",
+                       .violations = {{"kv.budget", "too small"}, {"sampling.top_p", "is 0"}},
+                       .metadata = {{"min", "64"}}});
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(status.error_message(), "kv.budget: too small");
+  EXPECT_EQ(DetailsOf(status).code(), 3);
+  EXPECT_EQ(DetailsOf(status).message(), "kv.budget: too small");
+  const auto info = Detail<v1::ErrorInfo>(status, "ErrorInfo").value();
+  EXPECT_EQ(info.reason(), "KV_BUDGET");
+  EXPECT_EQ(info.domain(), "epikv");
+  EXPECT_EQ(info.metadata().at("min"), "64");
+  const auto bad = Detail<v1::BadRequest>(status, "BadRequest").value();
+  ASSERT_EQ(bad.field_violations_size(), 2);
+  EXPECT_EQ(bad.field_violations(1).field(), "sampling.top_p");
+  EXPECT_EQ(bad.field_violations(1).description(), "is 0");
+}
+
+TEST(ErrorsTest, WhatDoesNotFitIntoMetadataIsCounted) {
+  Rejection rejection{.reason = "INVALID_REQUEST", .message = std::string(100'000, 'm')};
+  for (int i = 0; i < 1000; ++i) {
+    rejection.violations.push_back(
+        {absl::StrCat("stop.stop_strings[", i, "]"), std::string(2000, 'd')});
+  }
+  const grpc::Status status = ToGrpc(rejection);
+  // Both travel in the trailers; base64 makes the details a third larger.
+  EXPECT_LT(status.error_message().size() + status.error_details().size() * 4 / 3, 8192u - 256u);
+  const auto bad = Detail<v1::BadRequest>(status, "BadRequest").value();
+  const int told = bad.field_violations_size() - 1;
+  EXPECT_GT(told, 3);
+  EXPECT_EQ(bad.field_violations(told).description(), absl::StrCat("and ", 1000 - told, " more"));
+}
+
+TEST(ErrorsTest, LongTextIsCutBetweenCodePoints) {
+  std::string text;
+  for (int i = 0; i < 1000; ++i) text += "ä€";
+  const grpc::Status status = ToGrpc(absl::InternalError(text));
+  EXPECT_THAT(status.error_message(), EndsWith("..."));
+  EXPECT_FALSE(FirstInvalidUtf8(status.error_message()).has_value());
+}
+
+TEST(ErrorsTest, StatusOfARequestKeepsItsReason) {
+  const grpc::Status status =
+      ToGrpc(WithReason(absl::ResourceExhaustedError("reads nothing"), kSlowReader));
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(Detail<v1::ErrorInfo>(status, "ErrorInfo")->reason(), "SLOW_READER");
+}
+
+TEST(ErrorsTest, StatusWithoutAReasonIsNamedByItsCode) {
+  const grpc::Status status = ToGrpc(absl::DeadlineExceededError("too late"));
+  EXPECT_EQ(Detail<v1::ErrorInfo>(status, "ErrorInfo")->reason(), "DEADLINE_EXCEEDED");
+}
+
+TEST(ErrorsTest, OkHasNoDetails) {
+  EXPECT_TRUE(ToGrpc(absl::OkStatus()).ok());
+  EXPECT_EQ(ToGrpc(absl::OkStatus()).error_details(), "");
+}
+
+TEST(ErrorsTest, NotFoundNamesTheResource) {
+  const grpc::Status status = NotFound("model", "gpt", "model 'gpt' is not served here");
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
+  const auto resource = Detail<v1::ResourceInfo>(status, "ResourceInfo").value();
+  EXPECT_EQ(resource.resource_type(), "model");
+  EXPECT_EQ(resource.resource_name(), "gpt");
+}
+
+TEST(ErrorsTest, ExhaustionSaysWhatAndWhenToRetry) {
+  const grpc::Status status = Exhausted("waiting requests", "full", absl::Milliseconds(1500));
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(Detail<v1::QuotaFailure>(status, "QuotaFailure")->violations(0).subject(),
+            "waiting requests");
+  const auto retry = Detail<v1::RetryInfo>(status, "RetryInfo").value();
+  EXPECT_EQ(retry.retry_delay().seconds(), 1);
+  EXPECT_EQ(retry.retry_delay().nanos(), 500'000'000);
+}
+
+TEST(ErrorsTest, EveryCodeHasItsName) {
+  EXPECT_EQ(CodeName(grpc::StatusCode::OK), "OK");
+  EXPECT_EQ(CodeName(grpc::StatusCode::OUT_OF_RANGE), "OUT_OF_RANGE");
+  EXPECT_EQ(CodeName(grpc::StatusCode::UNAUTHENTICATED), "UNAUTHENTICATED");
+  EXPECT_EQ(CodeName(static_cast<grpc::StatusCode>(99)), "UNKNOWN");
+}
+
+}  // namespace
+}  // namespace epikv

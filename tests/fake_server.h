@@ -1,0 +1,183 @@
+#pragma once
+
+#include <grpcpp/create_channel.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "runtime/engine.h"
+#include "runtime/engine_thread.h"
+#include "server/courier.h"
+#include "server/metrics.h"
+#include "server/server.h"
+#include "tests/fake_executor.h"
+#include "tests/fake_model.h"
+
+namespace epikv {
+
+inline constexpr absl::Duration kGenerous = absl::Seconds(120);  // only a broken test waits so long
+
+// What the engine has said, for tests that wait for a state.
+class WatchedObserver final : public EngineObserver {
+ public:
+  explicit WatchedObserver(Metrics& metrics) : metrics_(metrics) {}
+
+  void OnAdmitted(const Request& request, absl::Duration queued) override {
+    metrics_.OnAdmitted(request, queued);
+  }
+  void OnFirstToken(const Request& request, absl::Duration since) override {
+    metrics_.OnFirstToken(request, since);
+  }
+  void OnEvicted(const EvictedStats& evicted) override { metrics_.OnEvicted(evicted); }
+  void OnStep(const StepStats& step) override {
+    metrics_.OnStep(step);
+    absl::MutexLock lock(&mu_);
+    last_ = step;
+  }
+  void OnFinished(const Request& request, const Finished& finished) override {
+    metrics_.OnFinished(request, finished);
+    absl::MutexLock lock(&mu_);
+    ++finished_;
+  }
+
+  // Until some step, or some attempt at one, is as wanted. False: it never was.
+  bool AwaitStep(std::function<bool(const StepStats&)> wanted, absl::Duration timeout = kGenerous) {
+    absl::MutexLock lock(&mu_);
+    auto is_so = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return wanted(last_); };
+    return mu_.AwaitWithTimeout(absl::Condition(&is_so), timeout);
+  }
+  bool AwaitFinished(int64_t requests) {
+    absl::MutexLock lock(&mu_);
+    auto is_so = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return finished_ >= requests; };
+    return mu_.AwaitWithTimeout(absl::Condition(&is_so), kGenerous);
+  }
+
+ private:
+  Metrics& metrics_;
+  absl::Mutex mu_;
+  StepStats last_ ABSL_GUARDED_BY(mu_);
+  int64_t finished_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+struct FakeServerOptions {
+  Manifest manifest = FakeManifest();
+  int64_t word_bytes = 0;  // see FakeTokenizerJson
+  int64_t kv_capacity_tokens = 16384;
+  EngineOptions engine;  // its capacity is set from kv_capacity_tokens
+  QueueLimits queue;
+  OutboxLimits outbox;
+  std::string default_policy;
+  int64_t max_message_bytes = 4 << 20;
+};
+
+// The whole server but torch: the real services, engine and metrics over a FakeExecutor, on a
+// loopback port.
+class FakeServer {
+ public:
+  explicit FakeServer(FakeServerOptions options = {},
+                      std::shared_ptr<FakeScript> script = std::make_shared<FakeScript>())
+      : script_(std::move(script)),
+        tokenizer_(*Tokenizer::FromJson(FakeTokenizerJson(options.word_bytes))),
+        admission_(options.manifest, FakeCatalog(),
+                   {.kv_capacity_bytes = options.kv_capacity_tokens * kFakeBytesPerToken,
+                    .prefill_chunk_tokens = options.engine.scheduler.prefill_chunk_tokens,
+                    .default_policy = options.default_policy}),
+        model_{.name = options.manifest.name,
+               .admission = admission_,
+               .tokenizer = *tokenizer_,
+               .kv_capacity_bytes = options.kv_capacity_tokens * kFakeBytesPerToken,
+               .threads = 1,
+               .decode_kernel = "fake"},
+        metrics_(*Metrics::Create({.model = model_.name,
+                                   .policies = FakeCatalog(),
+                                   .lanes = 4,
+                                   .kv_bytes_per_token = kFakeBytesPerToken,
+                                   .kv_capacity_bytes = model_.kv_capacity_bytes})),
+        observer_(*metrics_),
+        courier_(options.outbox.stall / 4) {
+    options.engine.kv_capacity_bytes = model_.kv_capacity_bytes;
+    engine_ = std::make_unique<EngineThread>(
+        std::make_unique<Engine>(options.engine,
+                                 std::make_unique<FakeExecutor>(script_, kFakeBytesPerToken),
+                                 *tokenizer_, observer_),
+        options.queue, nullptr);
+    server_ =
+        *Server::Start({.max_message_bytes = options.max_message_bytes, .outbox = options.outbox},
+                       model_, *engine_, courier_, *metrics_);
+  }
+  ~FakeServer() {
+    engine_->Drain(absl::InfinitePast());
+    server_->Shutdown(absl::Now() + kGenerous);
+  }
+
+  std::string address() const { return absl::StrCat("127.0.0.1:", server_->port()); }
+  // A connection of its own.
+  std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(address()); }
+  static std::shared_ptr<grpc::Channel> ConnectTo(const std::string& address) {
+    grpc::ChannelArguments arguments;
+    arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    return grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  }
+
+  // Whether the engine came to hold nothing: no request, no KV used, none reserved.
+  bool AwaitEmpty() {
+    return observer_.AwaitStep([](const StepStats& step) {
+      return step.running == 0 && step.waiting == 0 && step.kv_used_bytes == 0 &&
+             step.kv_reserved_bytes == 0;
+    });
+  }
+
+  FakeScript& script() { return *script_; }
+  const Admission& admission() const { return admission_; }
+  const Metrics& metrics() const { return *metrics_; }
+  WatchedObserver& observer() { return observer_; }
+  EngineThread& engine() { return *engine_; }
+  Server& server() { return *server_; }
+
+ private:
+  const std::shared_ptr<FakeScript> script_;
+  const std::unique_ptr<Tokenizer> tokenizer_;
+  const Admission admission_;
+  const ServedModel model_;
+  const std::unique_ptr<Metrics> metrics_;
+  WatchedObserver observer_;
+  Courier courier_;
+  std::unique_ptr<EngineThread> engine_;
+  std::unique_ptr<Server> server_;
+};
+
+// Holds the engine's thread at a chosen point until the test lets it go.
+class Gate {
+ public:
+  ~Gate() { Open(); }
+  // Of the engine's thread. `here`: whether this is the point.
+  void Pass(bool here) {
+    absl::MutexLock lock(&mu_);
+    if (!here || open_) return;
+    held_ = true;
+    mu_.Await(absl::Condition(&open_));
+    held_ = false;
+  }
+  // Until the engine is held. False: not in this time.
+  bool AwaitHeld(absl::Duration timeout = kGenerous) {
+    absl::MutexLock lock(&mu_);
+    return mu_.AwaitWithTimeout(absl::Condition(&held_), timeout);
+  }
+  void Open() {
+    absl::MutexLock lock(&mu_);
+    open_ = true;
+  }
+
+ private:
+  absl::Mutex mu_;
+  bool open_ ABSL_GUARDED_BY(mu_) = false;
+  bool held_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace epikv

@@ -1,0 +1,265 @@
+#include "server/metrics.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "runtime/engine.h"
+#include "runtime/reason.h"
+#include "server/metrics_server.h"
+#include "tests/fake_server.h"
+#include "tests/stream_client.h"
+
+namespace epikv {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::Key;
+using ::testing::StartsWith;
+
+// The body of GET /metrics.
+std::string Scrape(int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  const std::string request = "GET /metrics HTTP/1.0\r\n\r\n";
+  EXPECT_EQ(send(fd, request.data(), request.size(), 0), static_cast<ssize_t>(request.size()));
+  std::string response;
+  char buffer[65536];
+  for (ssize_t n; (n = recv(fd, buffer, sizeof(buffer), 0)) > 0;) response.append(buffer, n);
+  close(fd);
+  EXPECT_THAT(response, StartsWith("HTTP/1.1 200"));
+  return response.substr(response.find("\r\n\r\n") + 4);
+}
+
+// Values by series as the page spells it: name{label="value",...}.
+std::map<std::string, double> Values(const std::string& page) {
+  std::map<std::string, double> values;
+  for (absl::string_view line : absl::StrSplit(page, '\n', absl::SkipEmpty())) {
+    if (absl::StartsWith(line, "#")) continue;
+    const size_t space = line.rfind(' ');
+    double value = 0;
+    EXPECT_TRUE(absl::SimpleAtod(line.substr(space + 1), &value)) << line;
+    EXPECT_TRUE(values.emplace(line.substr(0, space), value).second) << "twice: " << line;
+  }
+  return values;
+}
+
+MetricsOptions Options() {
+  return {.model = "fake",
+          .policies = FakeCatalog(),
+          .lanes = 4,
+          .kv_bytes_per_token = kFakeBytesPerToken,
+          .kv_capacity_bytes = 1000 * kFakeBytesPerToken};
+}
+
+// One for all tests, never stopped: the library takes two seconds for that. Serves what is alive.
+MetricsServer& Page() {
+  static MetricsServer& page = *MetricsServer::Start("127.0.0.1:0")->release();
+  return page;
+}
+
+class MetricsTest : public ::testing::Test {
+ protected:
+  MetricsTest() { Page().Serve(*metrics_); }
+
+  // The series by name without the label `model`, which all have.
+  std::map<std::string, double> Read() {
+    std::map<std::string, double> values;
+    for (const auto& [name, value] : Values(Scrape(Page().port()))) {
+      values[absl::StrReplaceAll(
+          name, {{"model=\"fake\",", ""}, {",model=\"fake\"", ""}, {"{model=\"fake\"}", ""}})] =
+          value;
+    }
+    return values;
+  }
+  // Runs a request to its end in an engine of its own.
+  void Run(RequestOptions options) {
+    Engine engine({.kv_capacity_bytes = 1000 * kFakeBytesPerToken},
+                  std::make_unique<FakeExecutor>(script_, kFakeBytesPerToken), *tokenizer_,
+                  *metrics_);
+    options.arrival = absl::Now();
+    engine.Submit(std::get<Request>(admission_.Resolve(std::move(options))),
+                  std::make_shared<NoSink>());
+    while (engine.Step()) {
+    }
+  }
+  static RequestOptions Asked(int64_t prompt, int64_t output) {
+    RequestOptions options{.id = "r", .prompt = std::vector<int32_t>(prompt, 1)};
+    options.stop.max_output_tokens = output;
+    return options;
+  }
+
+  struct NoSink final : RequestSink {
+    bool Ready() const override { return true; }
+    void OnDelta(Delta) override {}
+    void OnFinished(Finished) override {}
+  };
+
+  const std::shared_ptr<FakeScript> script_ = std::make_shared<FakeScript>();
+  const std::unique_ptr<Tokenizer> tokenizer_ = *Tokenizer::FromJson(FakeTokenizerJson());
+  const Admission admission_{
+      FakeManifest(), FakeCatalog(), {.kv_capacity_bytes = 1000 * kFakeBytesPerToken}};
+  const std::unique_ptr<Metrics> metrics_ = *Metrics::Create(Options());
+};
+
+TEST_F(MetricsTest, RequestsAreCountedByPolicyArmAndReason) {
+  Run(Asked(10, 5));
+  RequestOptions evicting = Asked(10, 50);
+  evicting.kv = {.policy = "window", .budget = int64_t{24}};
+  Run(evicting);
+  const auto values = Read();
+  const std::string window = R"({arm="none",policy="window")";
+  EXPECT_EQ(values.at(R"(epikv_requests_finished_total{arm="none",policy="full",reason="length"})"),
+            1);
+  EXPECT_EQ(values.at("epikv_tokens_total{arm=\"none\",kind=\"prompt\",policy=\"full\"}"), 10);
+  EXPECT_EQ(values.at("epikv_tokens_total{arm=\"none\",kind=\"output\",policy=\"window\"}"), 50);
+  EXPECT_EQ(values.at("gen_ai_server_time_to_first_token_seconds_count" + window + "}"), 1);
+  EXPECT_EQ(values.at("gen_ai_server_time_per_output_token_seconds_count" + window + "}"), 1);
+  EXPECT_EQ(values.at("epikv_request_kv_peak_tokens_sum" + window + "}"), 25);
+  EXPECT_EQ(values.at("epikv_request_kv_final_tokens_sum" + window + "}"), 25);
+  // 59 tokens were cached; the step that ends a request has no round.
+  const std::string decode = R"({arm="none",phase="decode",policy="window"})";
+  EXPECT_EQ(values.at("epikv_kv_tokens_evicted_total" + decode), 34);
+  EXPECT_EQ(values.at("epikv_kv_entries_evicted_total" + decode), 34 * 4);
+  EXPECT_EQ(values.at("epikv_kv_eviction_rounds_total" + decode), 34);
+  EXPECT_EQ(values.at("epikv_kv_budget_overrun_tokens_total" + window + "}"), 0);
+  EXPECT_EQ(values.at("epikv_kv_eviction_seconds_count"), 34);
+  EXPECT_EQ(values.at("epikv_request_queue_seconds_count"), 2);
+}
+
+TEST_F(MetricsTest, StepsAreCountedByPhaseAndStage) {
+  Run(Asked(10, 5));
+  const auto values = Read();
+  EXPECT_EQ(values.at(R"(epikv_step_seconds_count{phase="prefill"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_step_seconds_count{phase="decode"})"), 4);
+  EXPECT_EQ(values.at(R"(epikv_step_tokens_total{phase="prefill"})"), 10);
+  EXPECT_EQ(values.at(R"(epikv_step_tokens_total{phase="decode"})"), 4);
+  EXPECT_EQ(values.at("epikv_inter_token_latency_seconds_count"), 4);
+  EXPECT_EQ(values.at("epikv_step_batch_sequences_sum"), 5);
+  for (const char* stage :
+       {"schedule", "forward", "taps", "sample", "deliver", "observe", "evict"}) {
+    const std::string label = absl::StrCat("{stage=\"", stage, "\"}");
+    EXPECT_THAT(values, AllOf(Contains(Key("epikv_step_seconds_total" + label)),
+                              Contains(Key("epikv_step_cpu_seconds_total" + label))));
+  }
+  EXPECT_GT(values.at("epikv_engine_cpu_seconds_total"), 0);
+}
+
+TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
+  metrics_->OnStep({.sequences = 1,
+                    .running = 2,
+                    .waiting = 3,
+                    .kv_used_bytes = 100,
+                    .kv_reserved_bytes = 250,
+                    .kv_capacity_bytes = 1000});
+  auto values = Read();
+  EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="used"})"), 100);
+  EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="reserved"})"), 150);
+  EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="cached_prefix"})"), 0);
+  EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 750);
+  EXPECT_EQ(values.at("epikv_kv_capacity_bytes"), 1000);
+  EXPECT_EQ(values.at("epikv_kv_usage_ratio"), 0.1);
+  EXPECT_EQ(values.at("epikv_requests_running"), 2);
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{reason="kv"})"), 3);
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{reason="running"})"), 0);
+  metrics_->OnStep({.kv_capacity_bytes = 1000});
+  values = Read();
+  EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 1000);
+  EXPECT_EQ(values.at("epikv_kv_peak_used_bytes"), 100);
+  EXPECT_EQ(values.at("epikv_inter_token_latency_seconds_count"), 0) << "no step, no observation";
+}
+
+TEST_F(MetricsTest, FailuresSayWhoFailed) {
+  script_->on_settle = [](const WorkItem&) {
+    return WithReason(absl::InternalError("threw"), kPolicyFailed);
+  };
+  RequestOptions options = Asked(10, 50);
+  options.kv = {.policy = "window", .budget = int64_t{24}};
+  Run(options);
+  const auto values = Read();
+  EXPECT_EQ(values.at(R"(epikv_policy_errors_total{arm="none",policy="window"})"), 1);
+  EXPECT_EQ(
+      values.at(R"(epikv_requests_finished_total{arm="none",policy="window",reason="error"})"), 1);
+}
+
+TEST_F(MetricsTest, LabelsComeFromClosedSets) {
+  metrics_->OnRejected("KV_BUDGET");
+  metrics_->OnRejected("whatever a client may cause");
+  metrics_->OnRpcFinished("GenerationService/Generate", grpc::StatusCode::OK);
+  metrics_->OnRpcFinished("invented", static_cast<grpc::StatusCode>(77));
+  const auto values = Read();
+  EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="kv_budget"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="other"})"), 1);
+  EXPECT_EQ(
+      values.at(R"(epikv_grpc_requests_total{code="OK",method="GenerationService/Generate"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_grpc_requests_total{code="UNKNOWN",method="other"})"), 1);
+}
+
+TEST_F(MetricsTest, BoundHoldsForEverySeries) {
+  Run(Asked(10, 5));
+  const auto values = Read();
+  EXPECT_EQ(values.at("epikv_metrics_series"), metrics_->series_bound());
+  int64_t ours = 0;
+  for (const auto& [name, value] : values) ours += absl::StartsWith(name, "exposer_") ? 0 : 1;
+  EXPECT_LE(ours, metrics_->series_bound());
+}
+
+TEST(MetricsCreateTest, RefusesABoundOverTheLimit) {
+  MetricsOptions options = Options();
+  const int64_t bound = (*Metrics::Create(options))->series_bound();
+  options.max_series = bound;
+  EXPECT_TRUE(Metrics::Create(options).ok());
+  options.max_series = bound - 1;
+  const auto refused = Metrics::Create(options);
+  EXPECT_THAT(std::string(refused.status().message()),
+              HasSubstr(absl::StrCat("raise it to at least ", bound)));
+}
+
+TEST(MetricsServerTest, PortInUseIsNamed) {
+  const std::string address = absl::StrCat("127.0.0.1:", Page().port());
+  const auto second = MetricsServer::Start(address);
+  EXPECT_THAT(std::string(second.status().message()), HasSubstr(address));
+}
+
+TEST(MetricsServerTest, AnswersWhileAStepRuns) {
+  const auto script = std::make_shared<FakeScript>();
+  Gate gate;
+  script->on_forward = [&](absl::Span<const WorkItem> items) {
+    gate.Pass(items[0].decode);
+    return absl::OkStatus();
+  };
+  FakeServer server({}, script);
+  Page().Serve(server.metrics());
+  v1::GenerateRequest request;
+  request.mutable_token_ids()->add_ids(1);
+  request.mutable_stop()->set_max_output_tokens(3);
+  StreamClient client(*v1::GenerationService::NewStub(server.Connect()), request);
+  ASSERT_TRUE(gate.AwaitHeld());
+  const auto values = Values(Scrape(Page().port()));
+  EXPECT_EQ(values.at(R"(epikv_requests_running{model="fake"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_kv_bytes{model="fake",state="used"})"), kFakeBytesPerToken);
+  gate.Open();
+  EXPECT_TRUE(client.AwaitDone().ok());
+}
+
+}  // namespace
+}  // namespace epikv

@@ -1,0 +1,346 @@
+#include "server/outbox.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "runtime/reason.h"
+#include "server/courier.h"
+#include "server/errors.h"
+
+namespace epikv {
+namespace {
+
+using ::testing::ElementsAre;
+
+constexpr absl::Duration kLong = absl::Seconds(60);  // never waited for in full
+
+// A message as a test writes it down.
+std::string Text(const OutboxMessage& message) {
+  if (const auto* queued = std::get_if<Queued>(&message)) {
+    return absl::StrCat("queued ", queued->position);
+  }
+  if (const auto* delta = std::get_if<Delta>(&message)) {
+    return absl::StrCat("delta ", delta->text, "|", absl::StrJoin(delta->tokens, ","));
+  }
+  if (const auto* trace = std::get_if<EvictionTrace>(&message)) {
+    return absl::StrCat("trace ", trace->at_token);
+  }
+  return "finished";
+}
+
+Delta Word(const std::string& text, int32_t token) { return {.text = text, .tokens = {token}}; }
+
+Delta Round(int64_t at_token) { return {.evictions = {{.at_token = at_token}}}; }
+
+// A stream whose writes end when the test says so, or at once.
+class FakeWriter final : public StreamWriter {
+ public:
+  explicit FakeWriter(bool at_once) : at_once_(at_once) {}
+
+  void Send(OutboxMessage message) override {
+    {
+      absl::MutexLock lock(&mu_);
+      EXPECT_FALSE(writing_ || ended_) << "two writes at a time, or one after the end";
+      sent_.push_back(Text(message));
+      writing_ = !at_once_;
+    }
+    if (at_once_) outbox->OnWritten(true);
+  }
+  void Abort() override {
+    absl::MutexLock lock(&mu_);
+    EXPECT_TRUE(writing_);
+    aborted_ = true;
+  }
+  void End(const absl::Status& status) override {
+    absl::MutexLock lock(&mu_);
+    EXPECT_FALSE(writing_ || ended_);
+    end_ = status;
+    ended_ = true;
+  }
+
+  void CompleteWrite(bool ok = true) {
+    {
+      absl::MutexLock lock(&mu_);
+      auto writing = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return writing_; };
+      ASSERT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&writing), kLong));
+      writing_ = false;
+    }
+    outbox->OnWritten(ok);
+  }
+  void CompleteIfWriting(bool ok) {
+    {
+      absl::MutexLock lock(&mu_);
+      if (!std::exchange(writing_, false)) return;
+    }
+    outbox->OnWritten(ok);
+  }
+  // The first `count` messages, when they are there.
+  std::vector<std::string> AwaitSent(size_t count) {
+    absl::MutexLock lock(&mu_);
+    auto there = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return sent_.size() >= count; };
+    EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&there), kLong));
+    return sent_;
+  }
+  absl::Status AwaitEnd() {
+    absl::MutexLock lock(&mu_);
+    EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&ended_), kLong));
+    return end_;
+  }
+  bool ended() {
+    absl::MutexLock lock(&mu_);
+    return ended_;
+  }
+  bool aborted() {
+    absl::MutexLock lock(&mu_);
+    return aborted_;
+  }
+
+  std::shared_ptr<Outbox> outbox;
+
+ private:
+  const bool at_once_;
+  absl::Mutex mu_;
+  std::vector<std::string> sent_ ABSL_GUARDED_BY(mu_);
+  absl::Status end_ ABSL_GUARDED_BY(mu_);
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool aborted_ ABSL_GUARDED_BY(mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+// An outbox between a test that plays the engine and a FakeWriter. The clock stands still.
+class OutboxTest : public ::testing::Test {
+ protected:
+  void Make(OutboxLimits limits, bool at_once = false) {
+    writer_ = std::make_unique<FakeWriter>(at_once);
+    // The hooks look at the outbox: with its mutex held they would never return.
+    OutboxHooks hooks{.wake_engine = [this] { wakes_ += outbox_->Ready() ? 1 : 0; },
+                      .cancel_request =
+                          [this](absl::Status status) {
+                            outbox_->Ready();
+                            cancels_.push_back(std::move(status));
+                          },
+                      .was_full = [this](absl::Duration full) { full_ = full; }};
+    outbox_ = std::make_shared<Outbox>(limits, std::move(hooks), /*token_ids=*/true, *writer_,
+                                       courier_, [this] { return now_; });
+    writer_->outbox = outbox_;
+  }
+
+  absl::Time now_ = absl::UnixEpoch();
+  std::unique_ptr<FakeWriter> writer_;
+  std::shared_ptr<Outbox> outbox_;
+  std::atomic<int> wakes_{0};
+  std::vector<absl::Status> cancels_;
+  absl::Duration full_;
+  Courier courier_{absl::Hours(1)};  // ends first: it may be calling the writer
+};
+
+TEST_F(OutboxTest, NothingIsSentBeforeItIsOpened) {
+  Make({}, /*at_once=*/true);
+  outbox_->OnDelta(Word("a", 1));
+  outbox_->OnFinished({});
+  EXPECT_TRUE(writer_->AwaitSent(0).empty());
+  outbox_->Open({.position = 3});
+  EXPECT_THAT(writer_->AwaitSent(3), ElementsAre("queued 3", "delta a|1", "finished"));
+  EXPECT_TRUE(writer_->AwaitEnd().ok());
+}
+
+TEST_F(OutboxTest, WhatComesDuringAWriteSharesTheNextMessage) {
+  Make({});
+  outbox_->Open({});
+  outbox_->OnDelta(Word("a", 1));
+  outbox_->OnDelta(Word("b", 2));
+  outbox_->OnDelta(Round(7));
+  outbox_->OnDelta(Word("c", 3));
+  outbox_->OnDelta(Word("d", 4));
+  outbox_->OnFinished({});
+  for (int i = 0; i < 5; ++i) writer_->CompleteWrite();
+  EXPECT_THAT(writer_->AwaitSent(5),
+              ElementsAre("queued 0", "delta ab|1,2", "trace 7", "delta cd|3,4", "finished"));
+  EXPECT_TRUE(writer_->AwaitEnd().ok());
+}
+
+TEST_F(OutboxTest, EmptyDeltasAreNotSent) {
+  Make({}, /*at_once=*/true);
+  outbox_->Open({});
+  outbox_->OnDelta({});
+  outbox_->OnFinished({});
+  EXPECT_THAT(writer_->AwaitSent(2), ElementsAre("queued 0", "finished"));
+}
+
+TEST_F(OutboxTest, FailureEndsTheStreamAfterWhatWasSaid) {
+  Make({});
+  outbox_->Open({});
+  outbox_->OnDelta(Word("a", 1));
+  outbox_->OnFinished({.reason = FinishReason::kError, .status = absl::InternalError("boom")});
+  writer_->CompleteWrite();
+  writer_->CompleteWrite();
+  EXPECT_EQ(writer_->AwaitEnd(), absl::InternalError("boom"));
+  EXPECT_THAT(writer_->AwaitSent(2), ElementsAre("queued 0", "delta a|1"));
+}
+
+TEST_F(OutboxTest, FullInBytesUntilHalfIsRead) {
+  Make({.max_bytes = 400});
+  outbox_->Open({});
+  outbox_->OnDelta({.text = std::string(100, 'a')});
+  EXPECT_TRUE(outbox_->Ready());
+  outbox_->OnDelta({.text = std::string(300, 'b')});
+  EXPECT_FALSE(outbox_->Ready());
+  writer_->CompleteWrite();  // of `queued`; the 400 bytes are under way
+  writer_->AwaitSent(2);
+  EXPECT_FALSE(outbox_->Ready());
+  EXPECT_EQ(wakes_, 0);
+  now_ += absl::Seconds(5);
+  writer_->CompleteWrite();
+  EXPECT_TRUE(outbox_->Ready());
+  EXPECT_EQ(wakes_, 1);
+  EXPECT_EQ(full_, absl::Seconds(5));
+}
+
+TEST_F(OutboxTest, FullInMessagesWhereTheyCannotJoin) {
+  Make({.max_messages = 4});
+  outbox_->Open({});  // under way, and counts
+  for (int i = 0; i < 2; ++i) outbox_->OnDelta(Round(i));
+  EXPECT_TRUE(outbox_->Ready());
+  outbox_->OnDelta(Round(2));
+  EXPECT_FALSE(outbox_->Ready());
+}
+
+TEST_F(OutboxTest, FailedWriteCancelsTheRequestOnce) {
+  Make({});
+  outbox_->Open({});
+  outbox_->OnDelta(Word("a", 1));
+  writer_->CompleteWrite(/*ok=*/false);
+  EXPECT_THAT(cancels_, ElementsAre(absl::CancelledError("the client has gone")));
+  outbox_->OnDelta(Word("b", 2));  // goes nowhere
+  outbox_->OnFinished({.reason = FinishReason::kCancelled, .status = absl::CancelledError("x")});
+  EXPECT_EQ(writer_->AwaitEnd(), absl::CancelledError("x"));
+  EXPECT_THAT(writer_->AwaitSent(1), ElementsAre("queued 0"));
+  EXPECT_EQ(cancels_.size(), 1u);
+}
+
+TEST_F(OutboxTest, ClientThatLeavesAfterTheEndCancelsNothing) {
+  Make({});
+  outbox_->Open({});
+  outbox_->OnFinished({});
+  outbox_->OnClientGone(absl::CancelledError("gone"));
+  writer_->CompleteWrite();
+  EXPECT_TRUE(writer_->AwaitEnd().ok());
+  EXPECT_TRUE(cancels_.empty());
+}
+
+TEST_F(OutboxTest, ReaderThatStallsLosesItsRequestAndThenItsStream) {
+  Make({.stall = absl::Seconds(10)});
+  outbox_->Open({});
+  outbox_->OnDelta(Word("a", 1));
+  now_ += absl::Seconds(9);
+  outbox_->CheckStall();
+  EXPECT_TRUE(cancels_.empty());
+  now_ += absl::Seconds(1);
+  outbox_->CheckStall();
+  outbox_->CheckStall();
+  ASSERT_EQ(cancels_.size(), 1u);
+  EXPECT_EQ(cancels_[0].code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReasonOf(cancels_[0]), kSlowReader);
+  outbox_->OnFinished({.reason = FinishReason::kCancelled, .status = cancels_[0]});
+  EXPECT_FALSE(writer_->aborted());
+  now_ += absl::Seconds(10);
+  outbox_->CheckStall();
+  EXPECT_TRUE(writer_->aborted());
+  writer_->CompleteWrite(/*ok=*/false);
+  EXPECT_EQ(ReasonOf(writer_->AwaitEnd()), kSlowReader);
+}
+
+TEST_F(OutboxTest, ReaderThatComesBackAfterAStallIsToldWhy) {
+  Make({.stall = absl::Seconds(10)});
+  outbox_->Open({});
+  outbox_->OnDelta(Word("a", 1));
+  outbox_->OnFinished({});  // all was generated in time, and cannot be delivered
+  now_ += absl::Seconds(11);
+  outbox_->CheckStall();
+  EXPECT_TRUE(cancels_.empty());
+  writer_->CompleteWrite();
+  EXPECT_EQ(ReasonOf(writer_->AwaitEnd()), kSlowReader);
+  EXPECT_THAT(writer_->AwaitSent(1), ElementsAre("queued 0"));
+}
+
+TEST_F(OutboxTest, ReaderWithNothingToReadDoesNotStall) {
+  Make({.stall = absl::Seconds(10)}, /*at_once=*/true);
+  outbox_->Open({});
+  now_ += absl::Hours(5);
+  outbox_->CheckStall();
+  EXPECT_TRUE(cancels_.empty());
+}
+
+TEST_F(OutboxTest, CompletionsInsideSendDoNotRecurse) {
+  Make({.max_messages = 1 << 20}, /*at_once=*/true);
+  constexpr int kMany = 200'000;
+  for (int i = 0; i < kMany; ++i) outbox_->OnDelta(Round(i));
+  outbox_->Open({});
+  EXPECT_EQ(writer_->AwaitSent(kMany + 1).size(), kMany + 1u);
+}
+
+// Threads race as they do in a daemon: an engine thread, the courier, completions from two threads,
+// a patrol and clients that leave. ThreadSanitizer watches.
+TEST(OutboxRaceTest, EveryStreamEndsExactlyOnce) {
+  constexpr int kStreams = 64, kTokens = 200;
+  struct Stream {
+    FakeWriter writer{false};
+    std::atomic<bool> cancelled{false};
+  };
+  std::vector<std::unique_ptr<Stream>> streams;
+  Courier courier(absl::Milliseconds(1));  // ends first: it may be calling a writer
+  for (int i = 0; i < kStreams; ++i) {
+    Stream& stream = *streams.emplace_back(std::make_unique<Stream>());
+    OutboxHooks hooks{.wake_engine = [] {},
+                      .cancel_request = [&stream](absl::Status) { stream.cancelled = true; },
+                      .was_full = [](absl::Duration) {}};
+    stream.writer.outbox =
+        std::make_shared<Outbox>(OutboxLimits{.max_messages = 8, .max_bytes = 1 << 20},
+                                 std::move(hooks), true, stream.writer, courier);
+  }
+  std::thread engine([&] {
+    for (int token = 0; token < kTokens; ++token) {
+      for (auto& stream : streams) {
+        if (stream->cancelled || !stream->writer.outbox->Ready()) continue;
+        stream->writer.outbox->OnDelta(Word("t", token));
+        if (token % 3 == 0) stream->writer.outbox->OnDelta(Round(token));
+      }
+    }
+    for (auto& stream : streams) {
+      stream->writer.outbox->OnFinished(
+          {.status = stream->cancelled ? absl::CancelledError("") : absl::OkStatus()});
+    }
+  });
+  for (auto& stream : streams) stream->writer.outbox->Open({});
+  std::thread leaver([&] {
+    for (size_t i = 0; i < streams.size(); i += 5) {
+      streams[i]->writer.outbox->OnClientGone(absl::CancelledError("gone"));
+    }
+  });
+  std::vector<std::thread> readers;
+  for (size_t half = 0; half < 2; ++half) {
+    readers.emplace_back([&, half] {
+      for (size_t i = half; i < streams.size(); i += 2) {
+        for (int writes = 0; !streams[i]->writer.ended(); ++writes) {
+          streams[i]->writer.CompleteIfWriting(/*ok=*/i % 7 != 0 || writes < 3);
+        }
+      }
+    });
+  }
+  engine.join();
+  leaver.join();
+  for (std::thread& reader : readers) reader.join();
+  for (auto& stream : streams) EXPECT_TRUE(stream->writer.ended());
+}
+
+}  // namespace
+}  // namespace epikv

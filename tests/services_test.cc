@@ -1,0 +1,159 @@
+// The services that describe (models, policies, tokenizer), health, and the port.
+
+#include <gmock/gmock.h>
+#include <google/protobuf/wrappers.pb.h>
+#include <grpcpp/impl/codegen/client_unary_call.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+
+#include "epikv/v1/errors.pb.h"
+#include "epikv/v1/model.grpc.pb.h"
+#include "epikv/v1/policy.grpc.pb.h"
+#include "epikv/v1/tokenization.grpc.pb.h"
+#include "tests/fake_server.h"
+
+namespace epikv {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class ServicesTest : public ::testing::Test {
+ protected:
+  // method: of the stub, "&Stub::GetModel".
+  template <typename Stub, typename Request, typename Response>
+  static grpc::Status Call(Stub& stub,
+                           grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
+                                                        Response*),
+                           const Request& request, Response* response) {
+    grpc::ClientContext context;
+    return (stub.*method)(&context, request, response);
+  }
+
+  FakeServer server_;
+  const std::shared_ptr<grpc::Channel> channel_ = server_.Connect();
+  v1::ModelService::Stub models_{channel_};
+  v1::PolicyService::Stub policies_{channel_};
+  v1::TokenizationService::Stub tokenizer_{channel_};
+};
+
+TEST_F(ServicesTest, ModelSaysWhatItIs) {
+  v1::ListModelsResponse list;
+  ASSERT_TRUE(Call(models_, &v1::ModelService::Stub::ListModels, {}, &list).ok());
+  ASSERT_EQ(list.models_size(), 1);
+  v1::GetModelRequest request;
+  request.set_name("fake");
+  v1::Model model;
+  ASSERT_TRUE(Call(models_, &v1::ModelService::Stub::GetModel, request, &model).ok());
+  EXPECT_EQ(model.SerializeAsString(), list.models(0).SerializeAsString());
+  EXPECT_EQ(model.architecture(), "Fake");
+  EXPECT_EQ(model.dtype(), "float32");
+  EXPECT_EQ(model.vocab_size(), 64u);
+  EXPECT_EQ(model.context_length(), 4096u);
+  EXPECT_EQ(model.kv_bytes_per_token(), static_cast<uint64_t>(kFakeBytesPerToken));
+  EXPECT_EQ(model.kv_capacity_tokens(), 16384u);
+  EXPECT_THAT(model.eos_token_ids(), ElementsAre(63));
+  EXPECT_EQ(model.decode_kernel(), "fake");
+  request.set_name("gpt");
+  const grpc::Status status = Call(models_, &v1::ModelService::Stub::GetModel, request, &model);
+  EXPECT_EQ(status.error_code(), grpc::NOT_FOUND);
+}
+
+TEST_F(ServicesTest, PoliciesAreDescribedWithTheirSchema) {
+  v1::ListPoliciesResponse list;
+  ASSERT_TRUE(Call(policies_, &v1::PolicyService::Stub::ListPolicies, {}, &list).ok());
+  ASSERT_EQ(list.policies_size(), 3);
+  EXPECT_EQ(list.policies(0).name(), "full");
+  v1::GetPolicyRequest request;
+  request.set_name("window");
+  v1::Policy policy;
+  ASSERT_TRUE(Call(policies_, &v1::PolicyService::Stub::GetPolicy, request, &policy).ok());
+  EXPECT_EQ(policy.SerializeAsString(), list.policies(2).SerializeAsString());
+  EXPECT_EQ(policy.granularity(), "token");
+  EXPECT_EQ(policy.prompt_eviction(), "by_chunk");
+  EXPECT_EQ(policy.sink_tokens(), 4u);
+  ASSERT_EQ(policy.params_size(), 5);
+  EXPECT_EQ(policy.params(0).name(), "slack");
+  EXPECT_EQ(policy.params(0).type(), "int");
+  EXPECT_EQ(policy.params(0).default_value().number_value(), 0);
+  EXPECT_EQ(policy.params(0).max(), 64);
+  EXPECT_THAT(policy.params(1).choices(), ElementsAre("calm", "eager"));
+  EXPECT_FALSE(policy.params(1).has_max());
+  EXPECT_EQ(policy.params(3).default_value().bool_value(), false);
+}
+
+TEST_F(ServicesTest, UnknownPolicyIsNotFoundAndKnownOnesAreNamed) {
+  v1::GetPolicyRequest request;
+  request.set_name("lru");
+  v1::Policy policy;
+  const auto status = Call(policies_, &v1::PolicyService::Stub::GetPolicy, request, &policy);
+  EXPECT_EQ(status.error_code(), grpc::NOT_FOUND);
+  EXPECT_THAT(status.error_message(), HasSubstr("known: full, picky, window"));
+}
+
+TEST_F(ServicesTest, TokenizesAndDetokenizes) {
+  v1::TokenizeRequest request;
+  request.set_text("w5 w7 w5");
+  v1::TokenizeResponse tokens;
+  ASSERT_TRUE(Call(tokenizer_, &v1::TokenizationService::Stub::Tokenize, request, &tokens).ok());
+  EXPECT_THAT(tokens.tokens().ids(), ElementsAre(5, 7, 5));
+  v1::DetokenizeRequest back;
+  *back.mutable_tokens() = tokens.tokens();
+  v1::DetokenizeResponse text;
+  ASSERT_TRUE(Call(tokenizer_, &v1::TokenizationService::Stub::Detokenize, back, &text).ok());
+  EXPECT_EQ(text.text(), "w5 w7 w5");
+}
+
+TEST_F(ServicesTest, TokenizerRefusesWhatItCannotRead) {
+  v1::TokenizeRequest request;
+  request.set_text("\xff");
+  v1::TokenizeResponse tokens;
+  EXPECT_EQ(
+      Call(tokenizer_, &v1::TokenizationService::Stub::Tokenize, request, &tokens).error_code(),
+      grpc::INVALID_ARGUMENT);
+  v1::DetokenizeRequest back;
+  back.mutable_tokens()->add_ids(64);
+  v1::DetokenizeResponse text;
+  EXPECT_EQ(Call(tokenizer_, &v1::TokenizationService::Stub::Detokenize, back, &text).error_code(),
+            grpc::OUT_OF_RANGE);
+}
+
+// grpc.health.v1, whose messages Debian does not package: a string in field 1, an enum in field 1.
+int32_t Health(const std::shared_ptr<grpc::Channel>& channel, const std::string& name) {
+  grpc::internal::RpcMethod method("/grpc.health.v1.Health/Check",
+                                   grpc::internal::RpcMethod::NORMAL_RPC, channel);
+  google::protobuf::StringValue request;
+  request.set_value(name);
+  google::protobuf::Int32Value response;
+  grpc::ClientContext context;
+  const grpc::Status status =
+      grpc::internal::BlockingUnaryCall<google::protobuf::StringValue, google::protobuf::Int32Value,
+                                        grpc::protobuf::MessageLite, grpc::protobuf::MessageLite>(
+          channel.get(), method, &context, request, &response);
+  return status.ok() ? response.value() : -status.error_code();
+}
+
+TEST_F(ServicesTest, HealthKnowsEveryServiceAndTheModel) {
+  constexpr int32_t kServing = 1, kNotServing = 2;
+  const std::string names[] = {"",
+                               "epikv.v1.GenerationService",
+                               "epikv.v1.TokenizationService",
+                               "epikv.v1.ModelService",
+                               "epikv.v1.PolicyService",
+                               "models/fake"};
+  for (const std::string& name : names) EXPECT_EQ(Health(channel_, name), kServing) << name;
+  EXPECT_EQ(Health(channel_, "models/other"), -grpc::NOT_FOUND);
+  server_.server().StopAdvertising();
+  for (const std::string& name : names) EXPECT_EQ(Health(channel_, name), kNotServing) << name;
+}
+
+TEST_F(ServicesTest, PortInUseIsNamed) {
+  const absl::Status status = Server::CheckAddress(server_.address());
+  EXPECT_THAT(std::string(status.message()), HasSubstr(server_.address()));
+  EXPECT_TRUE(Server::CheckAddress("127.0.0.1:0").ok());
+}
+
+}  // namespace
+}  // namespace epikv
