@@ -20,6 +20,7 @@ constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
 
 // A value for an error message.
 std::string Shown(const Json& value) {
+  if (value.is_structured()) return value.is_array() ? "a list" : "an object";
   constexpr size_t kMost = 40;
   std::string text = value.dump(-1, ' ', true, Json::error_handler_t::replace);
   if (text.size() > kMost) text = text.substr(0, kMost) + "...";

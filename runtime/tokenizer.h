@@ -21,7 +21,8 @@ struct DecodeOptions {
 };
 
 // Text to token ids and back, exactly as the `tokenizers` library does it from the same file:
-// word-level and byte-level BPE tokenizers. Immutable: one object serves all threads.
+// word-level and byte-level BPE tokenizers. Characters newer than PCRE2's Unicode version may be
+// cut otherwise. Immutable: one object serves all threads.
 class Tokenizer {
  public:
   // From the text of a tokenizer.json. INVALID_ARGUMENT for a malformed file; UNIMPLEMENTED, with

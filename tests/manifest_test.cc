@@ -125,6 +125,7 @@ TEST(ManifestTest, EveryRangeIsChecked) {
       {"/num_kv_heads", "2", "num_kv_heads must be"},
       {"/bos_token_id", 100, "bos_token_id must be an integer in [0, 99], is 100"},
       {"/eos_token_ids", {2, -1}, "eos_token_ids must hold integers in [0, 99]"},
+      {"/eos_token_ids", Json::object(), "eos_token_ids must be a list, is an object"},
       {"/eos_token_ids", 2, "eos_token_ids must be a list"},
       {"/ropes", Json::array(), "ropes must not be empty"},
       {"/ropes/0", 3, "ropes[0] must be an object"},

@@ -196,6 +196,14 @@ TEST(TokenizerTest, UnknownWordIsNamed) {
   EXPECT_THAT(status.message(), HasSubstr("'frog'"));
 }
 
+TEST(TokenizerTest, LongUnknownWordIsCutInTheMessage) {
+  std::string word = "x";
+  while (word.size() < 10000) word += "\u00e9";
+  const std::string message(Golden("words_without_unknown")->Encode(word).status().message());
+  EXPECT_LT(message.size(), 200);
+  EXPECT_FALSE(FirstInvalidUtf8(message).has_value());
+}
+
 TEST(TokenizerTest, WordsAreJoinedBySingleSpaces) {
   const auto tokenizer = Golden("words");
   const auto ids = tokenizer->Encode("<s>$a  =\n3");
@@ -279,6 +287,15 @@ TEST(TokenizerTest, WhatCannotBeDoneIsRefusedByName) {
        {{"type", "Sequence"}, {"pretokenizers", {{{"type", "ByteLevel"}}, {{"type", "Digits"}}}}},
        kUnimplemented,
        "pretokenizers[1] follows ByteLevel"},
+      {"/pre_tokenizer",
+       {{"type", "Sequence"},
+        {"pretokenizers", {{{"type", "Sequence"}, {"pretokenizers", Json::array()}}}}},
+       kUnimplemented,
+       "pretokenizers[0] is a Sequence inside"},
+      {"/post_processor",
+       {{"type", "Sequence"}, {"processors", {{{"type", "Sequence"}}}}},
+       kUnimplemented,
+       "processors[0] is a Sequence inside"},
       {"/pre_tokenizer", regex("a*"), kUnimplemented, "empty string"},
       {"/pre_tokenizer", regex("^a"), kUnimplemented, "the anchor ^"},
       {"/pre_tokenizer", regex("[a&&b]"), kUnimplemented, "&&"},

@@ -72,7 +72,11 @@ absl::StatusOr<PostProcessor> ProcessorFromJson(const Json& json, const std::str
   if (!parts.is_array()) return Malformed(absl::StrCat(path, ".processors"), "must be a list");
   PostProcessor result;
   for (size_t i = 0; i < parts.size(); ++i) {
-    const auto part = ProcessorFromJson(parts[i], absl::StrCat(path, ".processors[", i, "]"));
+    const std::string part_path = absl::StrCat(path, ".processors[", i, "]");
+    const absl::StatusOr<std::string> part_type = TypeOf(parts[i], part_path);
+    if (!part_type.ok()) return part_type.status();
+    if (*part_type == "Sequence") return Unsupported(part_path, "is a Sequence inside a Sequence");
+    const absl::StatusOr<PostProcessor> part = ProcessorFromJson(parts[i], part_path);
     if (!part.ok()) return part.status();
     result.prefix.insert(result.prefix.begin(), part->prefix.begin(), part->prefix.end());
     result.suffix.insert(result.suffix.end(), part->suffix.begin(), part->suffix.end());

@@ -59,7 +59,11 @@ absl::Status PreTokenizer::AddSequence(const Json& json, const std::string& path
   const Json& parts = Field(json, "pretokenizers");
   if (!parts.is_array()) return Malformed(absl::StrCat(path, ".pretokenizers"), "must be a list");
   for (size_t i = 0; i < parts.size(); ++i) {
-    const absl::Status added = Add(parts[i], absl::StrCat(path, ".pretokenizers[", i, "]"));
+    const std::string part_path = absl::StrCat(path, ".pretokenizers[", i, "]");
+    const absl::StatusOr<std::string> type = TypeOf(parts[i], part_path);
+    if (!type.ok()) return type.status();
+    if (*type == "Sequence") return Unsupported(part_path, "is a Sequence inside a Sequence");
+    const absl::Status added = Add(parts[i], part_path);
     if (!added.ok()) return added;
   }
   return absl::OkStatus();

@@ -9,6 +9,15 @@
 namespace epikv {
 namespace {
 
+// For an error message: at most the first 64 bytes of a word, whole characters.
+std::string Shown(absl::string_view word) {
+  constexpr size_t kMost = 64;
+  if (word.size() <= kMost) return std::string(word);
+  size_t size = kMost;
+  while (size > 0 && (word[size] & 0xC0) == 0x80) --size;
+  return absl::StrCat(word.substr(0, size), "...");
+}
+
 // One token a piece.
 class WordLevel final : public TokenModel {
  public:
@@ -20,7 +29,7 @@ class WordLevel final : public TokenModel {
     if (found != vocabulary_.end()) return std::vector<int32_t>{found->second};
     if (unknown_.has_value()) return std::vector<int32_t>{*unknown_};
     return absl::InvalidArgumentError(
-        absl::StrCat("the word '", piece, "' is not in the model's vocabulary"));
+        absl::StrCat("the word '", Shown(piece), "' is not in the model's vocabulary"));
   }
 
   const Vocabulary& vocabulary() const override { return vocabulary_; }
