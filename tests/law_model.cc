@@ -50,7 +50,12 @@ class MaskedHooks final : public ForwardHooks {
     alive_[layer * manifest_.num_kv_heads + head][index] = false;
   }
 
-  at::Tensor Block(const at::Tensor& residual, int64_t) override { return residual; }
+  MaskedReference::Step TakeStep() { return std::exchange(step_, {}); }
+
+  at::Tensor Block(const at::Tensor& residual, int64_t layer) override {
+    if (layer > 0) step_.residuals.push_back(residual[0].clone());
+    return residual;
+  }
 
   at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const at::Tensor&, int64_t layer) override {
@@ -71,13 +76,17 @@ class MaskedHooks final : public ForwardHooks {
     const at::Tensor keys = at::stack(keys_[layer], 1);  // [kv_heads, tokens, width]
     const at::Tensor values = at::stack(values_[layer], 1);
     std::vector<at::Tensor> out;
+    at::Tensor rows = at::zeros({kv_heads, static_cast<int64_t>(keys_[layer].size())});
     for (int64_t h = 0; h < manifest_.num_heads; ++h) {
       const int64_t head = h / group;
       std::vector<float> mask;
       for (bool alive : alive_[layer * kv_heads + head]) mask.push_back(alive ? 0 : -INFINITY);
       const at::Tensor logits = at::mv(keys[head], query[h]) * facts.scale + at::tensor(mask);
-      out.push_back(at::mv(values[head].t(), at::softmax(logits, 0)));
+      const at::Tensor weights = at::softmax(logits, 0);
+      rows[head] += weights / static_cast<double>(group);
+      out.push_back(at::mv(values[head].t(), weights));
     }
+    step_.attention.push_back(rows);
     return at::stack(out).unsqueeze(0);
   }
 
@@ -86,6 +95,7 @@ class MaskedHooks final : public ForwardHooks {
   const bool compact_;
   std::vector<std::vector<at::Tensor>> keys_, values_;  // [layers][tokens] of [kv_heads, width]
   std::vector<std::vector<bool>> alive_;                // [lanes][tokens]
+  MaskedReference::Step step_;
 };
 
 }  // namespace
@@ -98,23 +108,23 @@ at::Tensor LawModel::Forward(const at::Tensor& token_ids, const at::Tensor& posi
   return logits;
 }
 
-std::vector<at::Tensor> MaskedReference::Logits(const std::vector<int32_t>& tokens,
-                                                int64_t first_wanted,
-                                                const std::vector<Dropped>& dropped,
-                                                bool compact) const {
+std::vector<MaskedReference::Step> MaskedReference::Run(const std::vector<int32_t>& tokens,
+                                                        const std::vector<Dropped>& dropped,
+                                                        bool compact) const {
   MaskedHooks hooks(model_.manifest(), compact);
-  std::vector<at::Tensor> logits;
+  std::vector<Step> steps;
   size_t next = 0;
+  const at::Tensor row = at::zeros({1}, at::kLong);
   for (int64_t t = 0; t < static_cast<int64_t>(tokens.size()); ++t) {
-    const at::Tensor one = at::zeros({1}, at::kLong);
-    logits.push_back(model_.Forward(at::full({1}, tokens[t], at::kLong),
-                                    at::full({1}, t, at::kLong), one, hooks)[0]);
+    const at::Tensor logits = model_.Forward(at::full({1}, tokens[t], at::kLong),
+                                             at::full({1}, t, at::kLong), row, hooks);
+    steps.push_back(hooks.TakeStep());
+    steps.back().logits = logits[0];
     for (; next < dropped.size() && dropped[next].at_token == t; ++next) {
       hooks.Drop(dropped[next].layer, dropped[next].head, dropped[next].index);
     }
   }
-  logits.erase(logits.begin(), logits.begin() + first_wanted);
-  return logits;
+  return steps;
 }
 
 }  // namespace epikv

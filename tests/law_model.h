@@ -52,10 +52,17 @@ class MaskedReference {
     int64_t index = 0;
   };
 
-  // Logits after each token from `first_wanted` on, [vocab] each. compact: a token's position is
-  // the number of tokens its lane retains before it.
-  std::vector<at::Tensor> Logits(const std::vector<int32_t>& tokens, int64_t first_wanted,
-                                 const std::vector<Dropped>& dropped, bool compact) const;
+  // What one token's step gives.
+  struct Step {
+    at::Tensor logits;                  // [vocab]
+    std::vector<at::Tensor> residuals;  // [layers] of [hidden]: after each block
+    std::vector<at::Tensor> attention;  // [layers] of [kv_heads, tokens so far]: group means
+  };
+
+  // Steps of all tokens. compact: a token's position is the number of tokens its lane retains
+  // before it.
+  std::vector<Step> Run(const std::vector<int32_t>& tokens, const std::vector<Dropped>& dropped,
+                        bool compact) const;
 
  private:
   const Model& model_;

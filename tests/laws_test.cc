@@ -80,6 +80,13 @@ RequestOptions WithPolicy(RequestOptions options, const PolicyCase& c, int64_t b
   return options;
 }
 
+// Of a scored request: everything but the last token, which is never cached.
+std::vector<int32_t> CachedTokens(const RequestOptions& options) {
+  std::vector<int32_t> tokens = options.prompt;
+  tokens.insert(tokens.end(), options.forced.begin(), options.forced.end() - 1);
+  return tokens;
+}
+
 float LargestDifference(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   EXPECT_EQ(a.size(), b.size());
   float largest = 0;
@@ -291,11 +298,13 @@ TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
 
     TraceReplay replay(harness.manifest(), 24 + 120);
     for (const EvictionTrace& trace : transcript.evictions) ASSERT_TRUE(replay.Apply(trace));
-    std::vector<int32_t> tokens = options.prompt;
-    tokens.insert(tokens.end(), options.forced.begin(), options.forced.end() - 1);
-    const std::vector<at::Tensor> expected =
+    const std::vector<MaskedReference::Step> steps =
         MaskedReference(harness.model())
-            .Logits(tokens, 23, replay.dropped, positions == PositionMode::kCompact);
+            .Run(CachedTokens(options), replay.dropped, positions == PositionMode::kCompact);
+    std::vector<at::Tensor> expected;  // from the prompt's last token on
+    for (size_t t = options.prompt.size() - 1; t < steps.size(); ++t) {
+      expected.push_back(steps[t].logits);
+    }
     EXPECT_LT(LargestDifference(logits, expected), 1e-4);
   }
 }
@@ -444,6 +453,105 @@ INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyInFp32,
                          ::testing::Combine(::testing::Values("mha", "gqa", "mqa"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
+
+// ---------------------------------------------------------------------------------------------
+// Signals: what policies are given is what the definition says, evictions and all.
+
+class SignalsEqualTheDefinition : public ::testing::TestWithParam<const char*> {
+ protected:
+  // Scores random tokens under a policy and runs the reference over the same evictions.
+  void Score(const PolicyCase& policy) {
+    options_ = WithPolicy(Scoring(24, 120, harness_.manifest().vocab_size, 47), policy, 64);
+    options_.output.residual_steps = true;
+    transcript_ = harness_.Run(options_);
+    ASSERT_TRUE(transcript_.ok()) << transcript_.finished->status;
+    ASSERT_GE(transcript_.finished->kv.rounds, 50);
+    TraceReplay replay(harness_.manifest(), 24 + 120);
+    for (const EvictionTrace& trace : transcript_.evictions) ASSERT_TRUE(replay.Apply(trace));
+    steps_ = MaskedReference(harness_.model()).Run(CachedTokens(options_), replay.dropped, false);
+  }
+
+  EngineHarness harness_{ModelPath(GetParam())};
+  RequestOptions options_;
+  Transcript transcript_;
+  std::vector<MaskedReference::Step> steps_;
+};
+
+TEST_P(SignalsEqualTheDefinition, ResidualStepsAreThoseAfterEachBlock) {
+  Score({"", "epikv_flat", {}});
+  const size_t prompt = options_.prompt.size();
+  ASSERT_EQ(transcript_.residual_steps.size(), steps_.size() - prompt);
+  for (size_t t = prompt; t < steps_.size(); ++t) {
+    for (size_t l = 0; l < steps_[t].residuals.size(); ++l) {
+      const float expected =
+          (steps_[t].residuals[l] - steps_[t - 1].residuals[l]).norm().item<float>();
+      EXPECT_NEAR(transcript_.residual_steps[t - prompt][l], expected, 1e-4 * (1 + expected));
+    }
+  }
+}
+
+// epikv_flat drops the token whose score, from the definition's residuals, is the lowest.
+TEST_P(SignalsEqualTheDefinition, FlatDropsTheLowestScoreOfItsLayers) {
+  Score(
+      {"", "epikv_flat", {{"layer_a", int64_t{0}}, {"layer_b", int64_t{1}}, {"sign", int64_t{1}}}});
+  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
+  std::vector<double> scores(steps_.size());
+  std::vector<std::vector<double>> moved(2);
+  for (int64_t t = prompt; t < static_cast<int64_t>(steps_.size()); ++t) {
+    double z[2];
+    for (int l : {0, 1}) {
+      moved[l].push_back(
+          (steps_[t].residuals[l] - steps_[t - 1].residuals[l]).norm().item<double>());
+      const size_t begin = moved[l].size() > 64 ? moved[l].size() - 64 : 0;
+      double mean = 0, square = 0;
+      const double count = static_cast<double>(moved[l].size() - begin);
+      for (size_t i = begin; i < moved[l].size(); ++i) mean += moved[l][i] / count;
+      for (size_t i = begin; i < moved[l].size(); ++i) {
+        square += (moved[l][i] - mean) * (moved[l][i] - mean) / count;
+      }
+      z[l] = count < 2 ? 0 : (moved[l].back() - mean) / (std::sqrt(square) + 1e-6);
+    }
+    scores[t] = z[0] - z[1];
+  }
+  const Request request = std::get<Request>(harness_.admission().Resolve(options_));
+  std::set<int32_t> gone;
+  for (const EvictionTrace& trace : transcript_.evictions) {
+    ASSERT_EQ(trace.victims.size(), 1u);
+    ASSERT_EQ(trace.victims[0].index.size(), 1u);
+    const int32_t victim = trace.victims[0].index[0];
+    for (int32_t other = 0; other <= trace.at_token; ++other) {
+      if (gone.contains(other) || request.protection.Covers(other, trace.at_token)) continue;
+      EXPECT_LE(scores[victim], scores[other] + 1e-3) << victim << " went instead of " << other;
+    }
+    gone.insert(victim);
+  }
+}
+
+// h2o (model) drops the token that has received the least attention, from the first decode step.
+TEST_P(SignalsEqualTheDefinition, H2oDropsTheLeastAttended) {
+  Score({"", "h2o", {{"scope", "model"}}});
+  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
+  const Request request = std::get<Request>(harness_.admission().Resolve(options_));
+  std::vector<double> mass(steps_.size());
+  std::set<int32_t> gone;
+  size_t next = 0;
+  for (int64_t t = prompt; t < static_cast<int64_t>(steps_.size()); ++t) {
+    for (const at::Tensor& rows : steps_[t].attention) {
+      const at::Tensor mean = rows.mean(0) / static_cast<double>(steps_[t].attention.size());
+      for (int64_t i = 0; i <= t; ++i) mass[i] += mean[i].item<double>();
+    }
+    if (next == transcript_.evictions.size() || transcript_.evictions[next].at_token != t) continue;
+    const int32_t victim = transcript_.evictions[next++].victims[0].index[0];
+    for (int32_t other = 0; other <= t; ++other) {
+      if (gone.contains(other) || request.protection.Covers(other, t)) continue;
+      EXPECT_LE(mass[victim], mass[other] * (1 + 1e-4)) << victim << " went instead of " << other;
+    }
+    gone.insert(victim);
+  }
+  EXPECT_EQ(next, transcript_.evictions.size());
+}
+
+INSTANTIATE_TEST_SUITE_P(Laws, SignalsEqualTheDefinition, ::testing::Values("mha", "gqa", "mqa"));
 
 // ---------------------------------------------------------------------------------------------
 // Law 6: dropping what attention does not look at changes nothing.
