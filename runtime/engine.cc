@@ -180,6 +180,7 @@ void Engine::Report(StepStats step) {
   step.kv_used_bytes = executor_->used_bytes();
   step.kv_reserved_bytes = ledger_.reserved();
   step.kv_capacity_bytes = ledger_.capacity();
+  executor_->AddMoves(step);
   observer_.OnStep(step);
 }
 

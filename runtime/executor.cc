@@ -453,6 +453,11 @@ int64_t Executor::used_bytes() const {
   return bytes;
 }
 
+void Executor::AddMoves(StepStats& step) const {
+  step.kv_rows_moved = pool_.rows_moved();
+  step.kv_longest_move = pool_.longest_move();
+}
+
 void Executor::AddStageTimes(StepStats& step) const {
   auto charge = [&](Stage part, std::optional<Stage> whole) {
     const int p = static_cast<int>(part);

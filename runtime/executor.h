@@ -38,6 +38,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
   CacheFacts Facts(SequenceId id) const override;
   void Close(SequenceId id) override;
   int64_t used_bytes() const override;
+  void AddMoves(StepStats& step) const override;
   void AddStageTimes(StepStats& step) const override;
 
   const KvPool& pool() const { return pool_; }

@@ -21,6 +21,10 @@ struct StepStats {
   // After the step.
   int64_t running = 0, waiting = 0;
   int64_t kv_used_bytes = 0, kv_reserved_bytes = 0, kv_capacity_bytes = 0;
+  // Since the start: K/V rows that made room for others, and the longest time that one admission
+  // took to move them.
+  int64_t kv_rows_moved = 0;
+  absl::Duration kv_longest_move;
 };
 
 struct EvictedStats {

@@ -76,6 +76,8 @@ class StepExecutor {
 
   // Bytes held by open sequences: entries, columns and state.
   virtual int64_t used_bytes() const = 0;
+  // kv_rows_moved and kv_longest_move, by an executor that moves lanes.
+  virtual void AddMoves(StepStats& step) const {}
   // Moves the times of the last step's parts to their own stages: kSample out of kForward, kObserve
   // out of kEvict; kTaps stays a part of kForward.
   virtual void AddStageTimes(StepStats& step) const = 0;
