@@ -49,6 +49,7 @@ class Daemon:
         ]
         self._start_seconds = start_seconds
         self._stop_seconds = stop_seconds
+        self._terminated = False
         self.addresses: dict[str, str] = {}  # what it printed when it began to serve
 
     def __enter__(self) -> Self:
@@ -99,8 +100,10 @@ class Daemon:
         return Client(self.grpc)
 
     def terminate(self) -> None:
-        """Sends SIGTERM and does not wait."""
-        self._process.send_signal(signal.SIGTERM)
+        """Sends SIGTERM, the first time only (a second one ends a draining daemon at once)."""
+        if not self._terminated:
+            self._terminated = True
+            self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> int:
         """Sends SIGTERM, if it still runs, and waits; its exit status."""

@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 
 import click
 
-_SHARED = ("harness", "targets")
+_SHARED = ("harness", "load", "scrape", "targets")
 
 
 class _Benches(click.Group):

@@ -1,19 +1,31 @@
-"""The options every bench has, and the daemon it measures."""
+"""What every bench has: its options, its models, and the daemon it measures."""
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from epikv.bench.scrape import Page, scrape
+from epikv.client import Client
 from epikv.testing import Daemon, DaemonError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+_ROOT = Path(__file__).resolve().parents[3]
+_EXPORTER = Path(__file__).resolve().parents[1] / "export"
+_begin = time.monotonic()
+
 
 def options(command: Command) -> Command:
-    """--server, --binary and --json, as parameters `server`, `binary` and `json_file`."""
+    """--server, --metrics and --binary, the arguments of `serving`; and --json as `json_file`."""
     for option in (
         click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path)),
         click.option(
@@ -21,22 +33,89 @@ def options(command: Command) -> Command:
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             help="The epikvd to start. Default: $EPIKVD, the checkout's build, or the one on PATH.",
         ),
+        click.option("--metrics", metavar="HOST:PORT", help="Of --server: its /metrics."),
         click.option("--server", metavar="HOST:PORT", help="Measure this one; start none."),
     ):
         command = option(command)
     return command
 
 
+def say(line: str) -> None:
+    """Tells people, on stderr, how far it has come."""
+    click.echo(f"[{time.monotonic() - _begin:6.1f} s] {line}", err=True)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A daemon to measure."""
+
+    client: Client
+    metrics: str
+    pid: int | None = None  # None: somebody else's
+
+    def page(self) -> Page:
+        return scrape(self.metrics)
+
+    def wait_until_idle(self, seconds: float = 60) -> None:
+        """Until no request holds KV cache."""
+        deadline = time.monotonic() + seconds
+        while self.page().value("epikv_requests_running") > 0:
+            if time.monotonic() > deadline:
+                raise click.ClickException(f"requests still run after {seconds} s")
+            time.sleep(0.02)
+
+
 @contextmanager
 def serving(
-    server: str | None, model: Path, flags: Sequence[str] = (), binary: Path | None = None
-) -> Iterator[str]:
-    """The address to measure: `server`, or a daemon of our own that serves `model`."""
+    model: Callable[[], Path],
+    flags: Sequence[str] = (),
+    *,
+    server: str | None,
+    metrics: str | None,
+    binary: Path | None,
+) -> Iterator[Served]:
+    """The daemon at `server`, or one of our own that serves what `model` makes."""
     if server is not None:
-        yield server
+        if metrics is None:
+            raise click.UsageError("--server needs --metrics, the address of its /metrics")
+        with Client(server) as client:
+            yield Served(client, metrics)
         return
+    path = model()
+    say(f"starting epikvd on {path.name}")
     try:
-        with Daemon(model, *flags, binary=binary) as daemon:
-            yield daemon.grpc
+        with Daemon(path, *flags, binary=binary) as daemon, daemon.client() as client:
+            say("serving")
+            yield Served(client, daemon.metrics, daemon.pid)
     except DaemonError as error:
         raise click.ClickException(str(error)) from error
+
+
+def folder() -> Path:
+    """Where benches keep what they build: the checkout's build/bench, else ./build/bench."""
+    root = _ROOT if (_ROOT / "CMakeLists.txt").exists() else Path.cwd()
+    path = root / "build" / "bench"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def random_model(name: str, **shape: str | int) -> Path:
+    """A random-weight model, made once: `shape` are options of `epikv.export.random`."""
+    path = cached(name, shape)
+    if not path.exists():
+        say(f"making {path.name}: {shape}")
+        command = [sys.executable, "-m", "epikv.export.random", "--no-check"]
+        for option, value in {**shape, "name": name, "out": path}.items():
+            command += [f"--{option.replace('_', '-')}", str(value)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        if made.returncode != 0:
+            raise click.ClickException(f"{' '.join(command)}\n{made.stderr}")
+    return path
+
+
+def cached(name: str, content: Mapping[str, Any], sources: Sequence[Path] = ()) -> Path:
+    """A file name that changes with `content`, the files `sources`, and the exporter."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    for source in [*sorted(_EXPORTER.glob("*.py")), *sorted(sources)]:
+        digest.update(source.read_bytes())
+    return folder() / f"{name}-{digest.hexdigest()[:12]}.pt"

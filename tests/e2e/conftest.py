@@ -1,0 +1,46 @@
+"""The real daemon over the shipped sample model, for end-to-end tests.
+
+The binary is found as `epikv.testing.find_binary` says; tests/run.sh builds it first.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from epikv.client import Client
+from epikv.testing import Daemon
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = ROOT / "tools" / "sample_model"
+sys.path.append(str(ROOT / "tests" / "python"))  # broken_models
+
+
+@pytest.fixture(scope="session")
+def sample_model() -> Path:
+    """The shipped model as the quickstart exports it, once for all sessions."""
+    from epikv.export import export
+
+    directory = SAMPLES / (SAMPLES / "SHIPPED").read_text().strip()
+    digest = hashlib.sha256()
+    for source in sorted([*directory.glob("*.*"), *(ROOT / "tools/epikv/export").glob("*.py")]):
+        digest.update(source.read_bytes())
+    path = ROOT / "build" / "e2e" / f"sample-{digest.hexdigest()[:12]}.pt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        export(directory, path, dtype="float32", name="sample")
+    return path
+
+
+@pytest.fixture(scope="session")
+def daemon(sample_model: Path) -> Iterator[Daemon]:
+    """A daemon that all tests share; those that stop or overload one start their own."""
+    with Daemon(sample_model, "--threads=1") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(daemon: Daemon) -> Iterator[Client]:
+    with daemon.client() as connected:
+        yield connected

@@ -1,0 +1,147 @@
+"""The daemon's life: what keeps it from starting, what operators see, and how it ends."""
+
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import broken_models
+import grpc
+import pytest
+from epikv import Accepted, Client, Kv, Output, RpcError, Stop, Summary
+from epikv.bench.scrape import scrape
+from epikv.sample import problem
+from epikv.testing import Daemon, find_binary
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+TASK = problem(0)
+
+
+def start(*flags: str) -> tuple[int, str]:
+    """The status and log of a daemon that must not start."""
+    ended = subprocess.run(
+        [str(find_binary()), "--listen=127.0.0.1:0", "--metrics_listen=127.0.0.1:0", *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout == ""
+    return ended.returncode, ended.stderr
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("broken")
+    broken_models.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["missing_attention", "no_manifest", "truncated", "empty"])
+def test_broken_models_are_refused(broken: Path, name: str) -> None:
+    status, log = start(f"--model={broken / name}.pt")
+    assert status == 1
+    assert name in log.splitlines()[-1], log
+
+
+def test_corrupt_and_truncated_models_are_refused(sample_model: Path, tmp_path: Path) -> None:
+    whole = bytearray(sample_model.read_bytes())
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(whole[: len(whole) // 2])
+    whole[len(whole) // 2] ^= 0x10  # in the middle of the weights
+    flipped = tmp_path / "flipped.pt"
+    flipped.write_bytes(whole)
+    for path in (cut, flipped, tmp_path / "absent.pt"):
+        status, log = start(f"--model={path}")
+        assert status == 1 and str(path) in log, log
+
+
+def test_flags_and_ports_are_checked_before_the_model(tmp_path: Path) -> None:
+    model = f"--model={tmp_path / 'never read.pt'}"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for flag in (f"--listen={address}", f"--metrics_listen={address}"):
+            status, log = start(model, flag)
+            assert status == 1 and address in log, log
+    status, log = start(model, "--max_running_requests=some")
+    assert status == 1 and "max_running_requests" in log
+
+
+def test_health_and_reflection(daemon: Daemon) -> None:
+    with grpc.insecure_channel(daemon.grpc) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "epikv.v1.GenerationService", "models/sample"):
+            reply = health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        list_services = b"\x3a\x00"  # field 7, an empty string
+        listed = next(channel.stream_stream(method)(iter([list_services]), timeout=10))
+    for name in ("GenerationService", "TokenizationService", "ModelService", "PolicyService"):
+        assert f"epikv.v1.{name}".encode() in listed
+
+
+def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:
+    before = scrape(daemon.metrics)
+    result = client.generate_once(TASK.prompt, kv=Kv("sliding", 300), stop=Stop(200))
+    with pytest.raises(RpcError):
+        client.generate_once("")
+    deadline = time.monotonic() + 5
+    while (after := scrape(daemon.metrics)).value("epikv_requests_running") > 0:
+        assert time.monotonic() < deadline
+    added = after - before
+    labels = {"policy": "sliding", "arm": "none"}
+    assert added.value("epikv_requests_finished_total", reason="length", **labels) == 1
+    assert added.value("epikv_tokens_total", kind="output", **labels) == 200
+    evicted = added.value("epikv_kv_tokens_evicted_total", phase="decode", **labels)
+    assert evicted == result.summary.kv.evicted_tokens > 0
+    assert added.value("epikv_requests_rejected_total", reason="invalid_request") == 1
+    states = ("used", "reserved", "cached_prefix", "free")
+    held = [after.value("epikv_kv_bytes", state=state) for state in states]
+    assert held[:3] == [0, 0, 0] and held[3] == after.value("epikv_kv_capacity_bytes")
+
+
+def test_metrics_answer_while_a_step_runs(daemon: Daemon, client: Client) -> None:
+    with client.generate(TASK.prompt, stop=Stop(800), output=Output(text=False)) as stream:
+        next(stream)
+        begin = time.monotonic()
+        assert scrape(daemon.metrics).value("epikv_requests_running") >= 0
+        assert time.monotonic() - begin < 2
+
+
+def test_sigterm_lets_streams_finish(sample_model: Path) -> None:
+    with Daemon(sample_model, "--threads=1") as daemon, daemon.client() as client:
+        streams = [client.generate(TASK.prompt, kv=Kv("full")) for _ in range(4)]
+        for stream in streams:
+            assert isinstance(next(stream), Accepted)
+            next(stream)  # a first token
+        daemon.terminate()
+        texts = [list(stream) for stream in streams]
+        assert all(isinstance(events[-1], Summary) for events in texts)
+        assert daemon.stop() == 0
+        with pytest.raises(RpcError) as caught:
+            client.generate_once("x", timeout=5)
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_sigterm_waits_no_longer_than_it_may(sample_model: Path) -> None:
+    """A stream that would go on is ended with a status; so is one that comes too late."""
+    with Daemon(sample_model, "--threads=1", "--drain_seconds=0.3") as daemon:
+        with daemon.client() as client:
+            codes: list[grpc.StatusCode] = []
+
+            def run() -> None:
+                try:
+                    list(client.generate([5] * 20, kv=Kv("sliding", 64), stop=Stop(1000)))
+                except RpcError as error:
+                    codes.append(error.code)
+
+            threads = [threading.Thread(target=run) for _ in range(64)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.3)
+            begin = time.monotonic()
+            assert daemon.stop() == 0
+            assert time.monotonic() - begin < 5
+            for thread in threads:
+                thread.join()
+    assert codes and set(codes) <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}

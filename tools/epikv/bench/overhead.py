@@ -1,0 +1,189 @@
+"""What eviction costs: taps, observing and evicting as shares of a step's CPU time.
+
+One engine thread decodes at 512 cached tokens, 1 and 16 sequences at once, and evicts at every
+step. Rounds go through `full`, every policy, and `full` again, so that what drifts on the machine
+meets all of them; the second `full` over the first is the spread of equal runs. A window counts
+only if, by the daemon's own counters, nothing but decoding happened in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import click
+
+from epikv.bench import harness
+from epikv.bench.load import Running, cancel_all, random_prompt, wait_until
+from epikv.bench.targets import Estimate, Target, bootstrap, finish
+from epikv.options import Kv
+
+SHAPE = {
+    "hidden": 896,
+    "layers": 24,
+    "heads": 14,
+    "kv_heads": 2,
+    "ffn": 4864,
+    "vocab": 32000,
+    "context": 2048,
+    "dtype": "bf16",
+}
+CACHED = 512
+PROMPT = CACHED - 16  # the longest that a policy which cannot rank a prompt accepts
+BOUNDS = {"epikv_flat": 0.02, "sliding": 0.01, "random": 0.01}
+OUTSIDE_BOUND, OUTSIDE_SEQUENCES = 0.05, 16
+WARM = 20  # tokens of each stream before a window: the cache is at its budget by then
+EVICTION = ("taps", "observe", "evict")
+OUTSIDE = ("schedule", "sample", "deliver", "observe", "evict")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Steady decoding between two scrapes. Seconds are CPU time of the engine's thread."""
+
+    policy: str
+    sequences: int
+    steps: int
+    rounds: int  # in which a sequence evicted
+    cpu: float
+    stages: dict[str, float]
+    # All the thread did, between steps too; None where it cannot be known.
+    thread_cpu: float | None
+
+    @property
+    def eviction(self) -> float:
+        return sum(self.stages[stage] for stage in EVICTION) / self.cpu
+
+    @property
+    def outside(self) -> float:
+        return sum(self.stages[stage] for stage in OUTSIDE) / self.cpu
+
+    @property
+    def step(self) -> float:
+        return self.cpu / self.steps
+
+
+@click.command("overhead")
+@click.option("--rounds", default=8, show_default=True, help="Windows of each policy.")
+@click.option("--steps", default=32, show_default=True, help="Of a window.")
+@click.option("--sequences", type=int, multiple=True, default=(1, 16), show_default=True)
+@harness.options
+def command(
+    rounds: int, steps: int, sequences: tuple[int, ...], json_file: Path | None, **where: object
+) -> None:
+    """CPU time of eviction over the whole step's, at 512 cached tokens."""
+    targets: list[Target] = []
+    windows: list[Window] = []
+    spread: dict[str, Estimate] = {}
+    flags = ["--threads=1", f"--kv_pool_bytes={1 << 30}"]
+    with harness.serving(
+        lambda: harness.random_model("overhead", **SHAPE), flags, **where
+    ) as served:
+        for count in sequences:
+            measured = [_round(served, count, steps, number) for number in range(rounds)]
+            windows += [window for taken in measured for window in taken]
+            spread |= _report(measured, count)
+            targets += _targets(measured, count)
+    details = {
+        "shape": SHAPE,
+        "cached_tokens": CACHED,
+        "windows": [asdict(window) for window in windows],
+        "spread": {name: asdict(estimate) for name, estimate in spread.items()},
+    }
+    finish("overhead", targets, details, json_file)
+
+
+def _round(served: harness.Served, count: int, steps: int, number: int) -> list[Window]:
+    """A window of `full`, of every policy, and of `full` again."""
+    order = list(BOUNDS)[:: -1 if number % 2 else 1]
+    taken = [_window(served, policy, count, steps) for policy in ("full", *order, "full")]
+    told = ", ".join(f"{w.policy} {w.eviction:.3%} of {1e3 * w.step:.1f} ms" for w in taken)
+    harness.say(f"{count} sequences, round {number + 1}: {told}")
+    return taken
+
+
+def _window(served: harness.Served, policy: str, count: int, steps: int) -> Window:
+    # The prompt is open to eviction: a policy has all but the recent window to choose from.
+    kv, prompt = Kv(policy, CACHED, protect_prompt=False), PROMPT
+    if policy == "full":  # at the same length on average: streams start one step after another
+        kv, prompt = Kv(policy), CACHED - WARM - steps // 2 - count // 2
+    running = [
+        Running(served.client, random_prompt(prompt, SHAPE["vocab"], seed), kv, 500, seed)
+        for seed in range(count)
+    ]
+    wait_until(lambda: min(r.tokens for r in running) >= WARM, running, f"{count} streams")
+    before, thread_before = served.page(), _busiest_thread(served.pid)
+    enough = min(r.tokens for r in running) + steps
+    wait_until(lambda: min(r.tokens for r in running) >= enough, running, "a window")
+    added, thread_after = served.page() - before, _busiest_thread(served.pid)
+    cancel_all(running)
+    served.wait_until_idle()
+
+    taken = int(added.value("epikv_step_seconds_count", phase="decode"))
+    decoded = added.value("epikv_step_tokens_total", phase="decode")
+    if added.value("epikv_step_tokens_total", phase="prefill") or decoded != count * taken:
+        raise click.ClickException("not only these streams ran: the daemon has other clients")
+    evicted = int(added.value("epikv_kv_eviction_seconds_count"))
+    if evicted != (0 if policy == "full" else taken):
+        raise click.ClickException(f"{policy} evicted in {evicted} of {taken} steps")
+    names = ("forward", *dict.fromkeys(EVICTION + OUTSIDE))
+    return Window(
+        policy=policy,
+        sequences=count,
+        steps=taken,
+        rounds=evicted,
+        cpu=added.value("epikv_engine_cpu_seconds_total"),
+        stages={n: added.value("epikv_step_cpu_seconds_total", stage=n) for n in names},
+        thread_cpu=thread_after and thread_before and thread_after - thread_before,
+    )
+
+
+def _busiest_thread(pid: int | None) -> float | None:
+    """CPU seconds of the process's busiest thread, which is the engine's."""
+    if pid is None:
+        return None
+    stats = [f.read_text().split() for f in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return max(float(stat[0]) for stat in stats) / 1e9
+
+
+def _steps_of(taken: Sequence[Window], policy: str) -> list[float]:
+    return [window.step for window in taken if window.policy == policy]
+
+
+def _report(rounds: Sequence[Sequence[Window]], count: int) -> dict[str, Estimate]:
+    """Prints and returns what has no target: the spread of equal runs, and the whole step."""
+    found: dict[str, Estimate] = {}
+    pairs = [tuple(_steps_of(taken, "full")) for taken in rounds]
+    found[f"full_over_full.x{count}"] = bootstrap([second / first for first, second in pairs])
+    found[f"full_eviction.x{count}"] = bootstrap(
+        [w.eviction for taken in rounds for w in taken if w.policy == "full"]
+    )
+    for policy in BOUNDS:
+        ratios = [_steps_of(t, policy)[0] * 2 / sum(_steps_of(t, "full")) for t in rounds]
+        found[f"{policy}_step_over_full.x{count}"] = bootstrap(ratios)
+    threads = [w for taken in rounds for w in taken if w.thread_cpu]
+    if threads:
+        shares = [1 - w.stages["forward"] / w.thread_cpu for w in threads]
+        found[f"thread_outside_forward.x{count}"] = bootstrap(shares)
+    forward = median(1e3 * w.stages["forward"] / w.steps for taken in rounds for w in taken)
+    click.echo(f"\n{count} sequences, forward of {forward:.1f} ms CPU")
+    for name, e in found.items():
+        click.echo(f"  {name:<32} {e.value:.4f} [{e.low:.4f}, {e.high:.4f}]")
+    click.echo()
+    return found
+
+
+def _targets(rounds: Sequence[Sequence[Window]], count: int) -> list[Target]:
+    windows = [window for taken in rounds for window in taken]
+    targets = [
+        Target(
+            f"{policy}.x{count}", bootstrap([w.eviction for w in windows if w.policy == policy]), at
+        )
+        for policy, at in BOUNDS.items()
+    ]
+    if count == OUTSIDE_SEQUENCES:
+        for policy in ("full", *BOUNDS):
+            shares = [w.outside for w in windows if w.policy == policy]
+            name = f"outside_forward.{policy}.x{count}"
+            targets.append(Target(name, bootstrap(shares), OUTSIDE_BOUND))
+    return targets

@@ -1,0 +1,178 @@
+"""The sample model's gates, through the daemon: policies at half the cache, on the same problems.
+
+Many requests run at once in one daemon. A problem's budget is its prompt and half of its expected
+trace, and all policies protect the same tokens. `oracle` is told which tokens the model was
+measured to need; `epikv_flat` takes its layers from the model's calibration.
+"""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from epikv.bench import harness
+from epikv.bench.targets import Estimate, Target, bootstrap, finish
+from epikv.client import Client
+from epikv.options import Kv, Sampling, Stop
+from epikv.sample.programs import Problem
+
+if TYPE_CHECKING:
+    from epikv.sample.calibrate import Need
+    from epikv.sample.simulate import Outcome
+
+MODELS = Path(__file__).resolve().parents[2] / "sample_model"
+FRACTION = 0.5
+SLACK_TOKENS = 32  # how far past its expected trace a completion may go on
+FULL, ORACLE, SEPARATION, INVERSE_DIFFERS = 0.95, 0.90, 0.5, 0.2
+
+
+@click.command("sample")
+@click.option(
+    "--model-dir",
+    "directories",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Hold this model to the gates. Default: measure every seed that comes with the package,"
+    " and hold the shipped one to them.",
+)
+@click.option("--problems", "count", default=200, show_default=True)
+@click.option("--at-once", default=64, show_default=True, help="Requests running together.")
+@harness.options
+def command(
+    directories: tuple[Path, ...],
+    count: int,
+    at_once: int,
+    json_file: Path | None,
+    **where: object,
+) -> None:
+    """The sample models' accuracy by policy, at half the cache."""
+    gated = list(directories) or [MODELS / (MODELS / "SHIPPED").read_text().strip()]
+    measured = list(directories) or sorted(MODELS.glob("seed*"))
+    if where["server"] is not None and len(measured) != 1:
+        raise click.UsageError("--server serves one model: say which with --model-dir")
+    targets: list[Target] = []
+    details: dict[str, Any] = {"problems": count, "fraction": FRACTION}
+    for directory in measured:
+        flags = ["--threads=1", f"--max_running_requests={at_once}"]
+        with harness.serving(lambda path=directory: _export(path), flags, **where) as served:
+            outcomes = _run(served.client, directory, count, at_once)
+        details[directory.name] = {name: o.summary() for name, o in outcomes.items()}
+        if directory in gated:
+            targets += _gates(directory.name, outcomes)
+    finish("sample", targets, details, json_file)
+
+
+def _export(directory: Path) -> Path:
+    """The model as the quickstart has it: in float32, with its calibration."""
+    from epikv.export import export
+
+    path = harness.cached(directory.name, {"dtype": "float32"}, list(directory.glob("*.*")))
+    if not path.exists():
+        harness.say(f"exporting {directory}")
+        export(directory, path, dtype="float32", name=directory.name)
+    return path
+
+
+def _run(
+    client: Client, directory: Path, count: int, at_once: int
+) -> "dict[str, Outcome]":
+    """Every policy's completions of the held-out problems, judged."""
+    from epikv.sample.calibrate import need_from, problems
+    from epikv.sample.simulate import budgets, judge
+
+    calibration = json.loads((directory / "calibration.json").read_text())
+    tasks = problems("test", count)
+    need, limits = need_from(calibration), budgets(tasks, FRACTION)
+    outcomes = {}
+    for name in ("full", "oracle", "sliding", "h2o", "epikv_flat", "inverse", "random"):
+
+        def complete(number: int, name: str = name) -> str:
+            task, budget = tasks[number], limits[number]
+            return client.generate_once(
+                task.prompt,
+                kv=_kv(name, task, budget, need, calibration),
+                sampling=Sampling(seed=number),
+                stop=Stop(max_output_tokens=len(task.trace_tokens) + SLACK_TOKENS),
+            ).text
+
+        with ThreadPoolExecutor(at_once) as pool:
+            texts = list(pool.map(complete, range(count)))
+        outcomes[name] = judge(tasks, texts)
+        share = _share(outcomes[name])
+        answers = outcomes[name].summary()["answer_accuracy"]
+        harness.say(
+            f"{directory.name} {name:<10} exact {share.value:.3f}"
+            f" [{share.low:.3f}, {share.high:.3f}]  answers {answers:.3f}"
+        )
+    return outcomes
+
+
+def _kv(name: str, task: Problem, budget: int, need: "Need", calibration: dict[str, Any]) -> Kv:
+    from epikv.sample.simulate import recent
+
+    params: dict[str, Any] = {}
+    match name:
+        case "full":
+            return Kv("full")
+        case "oracle":
+            prompt = len(task.prompt.split())
+            needed = need.tokens(task, recent(budget, prompt))
+            params = {"prefer": [prompt + index for index in needed]}
+        case "h2o":
+            params = {"scope": "model"}
+        case "epikv_flat" | "inverse":
+            layers, sign = calibration["layers"], calibration["sign"]
+            params = {
+                "layer_a": layers["a"],
+                "layer_b": layers["b"],
+                "sign": sign if name == "epikv_flat" else -sign,
+                "window": calibration["window"],
+            }
+    policy = "epikv_flat" if name == "inverse" else name
+    return Kv(policy, budget, params, equal_protection=True)
+
+
+def _gates(model: str, outcomes: "dict[str, Outcome]") -> list[Target]:
+    """Section by section of the recipe; the last two compare policies on the same problems."""
+
+    def difference(a: str, b: str, sign: float = 1) -> Estimate:
+        pairs = list(zip(_exact(outcomes[a]), _exact(outcomes[b]), strict=True))
+        return bootstrap(pairs, lambda sample: sign * mean(x - y for x, y in sample))
+
+    flat, inverse = (mean(_exact(outcomes[name])) for name in ("epikv_flat", "inverse"))
+    one_problem = 1 / len(_exact(outcomes["full"]))
+    return [
+        Target(f"{model}.full", _share(outcomes["full"]), FULL, at_least=True),
+        Target(f"{model}.oracle", _share(outcomes["oracle"]), ORACLE, at_least=True),
+        Target(
+            f"{model}.oracle_minus_sliding",
+            difference("oracle", "sliding"),
+            SEPARATION,
+            at_least=True,
+        ),
+        Target(
+            f"{model}.h2o_minus_sliding", difference("h2o", "sliding"), one_problem, at_least=True
+        ),
+        Target(
+            f"{model}.epikv_flat_against_inverse",
+            difference("epikv_flat", "inverse", 1 if flat >= inverse else -1),
+            INVERSE_DIFFERS,
+            at_least=True,
+        ),
+    ]
+
+
+def _exact(outcome: "Outcome") -> list[int]:
+    """1 for each problem all of whose answers are right."""
+    return [int(all(row)) for row in outcome.correct]
+
+
+def _share(outcome: "Outcome") -> Estimate:
+    from epikv.sample.simulate import wilson
+
+    exact: Sequence[int] = _exact(outcome)
+    return Estimate(mean(exact), *wilson(sum(exact), len(exact)))
