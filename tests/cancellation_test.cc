@@ -25,7 +25,7 @@ constexpr const char* kStateNames[] = {"queued",   "prefilling",  "decoding",
                                        "evicting", "outbox_full", "draining"};
 constexpr const char* kWayNames[] = {"cancel", "disconnect", "deadline"};
 
-constexpr int kClients = 40, kRounds = 5;
+constexpr int kClients = 40, kRounds = 14;  // 10,080 in all, 1,680 in each state
 
 // A server that is held while `kClients` requests are in the given state.
 class Stage {
@@ -33,6 +33,7 @@ class Stage {
   explicit Stage(State state) : state_(state) {
     script_->next = [](int32_t token) { return token % 60 + 1; };  // never ends by itself
     script_->on_forward = [this](absl::Span<const WorkItem> items) {
+      gathering_.Pass(state_ != State::kQueued);
       gate_.Pass(HoldsForward(items));
       return absl::OkStatus();
     };
@@ -67,8 +68,10 @@ class Stage {
     blocker_ = std::make_unique<StreamClient>(*stub, Request());
     ASSERT_TRUE(gate_.AwaitHeld());
   }
-  // Until the clients' requests are in the state. False: they are not, in this time.
+  // Once the clients' requests are queued: until they are in the state. False: they are not, in
+  // this time.
   bool Await(absl::Duration timeout) {
+    gathering_.Open();
     if (state_ == State::kQueued) return true;  // they are Accepted, and the engine is held
     if (state_ == State::kOutboxFull) {
       return server_->observer().AwaitStep(
@@ -97,7 +100,7 @@ class Stage {
       case State::kQueued:
         return true;
       case State::kPrefilling:
-        return items.size() == kClients && !items[0].decode && items[0].first > 0;
+        return items.size() == kClients && !items[0].decode && items.back().first > 0;
       case State::kDecoding:
       case State::kDraining:
         return items.size() == kClients && items[0].decode && items[0].first > 40;
@@ -110,6 +113,7 @@ class Stage {
 
   const State state_;
   const std::shared_ptr<FakeScript> script_ = std::make_shared<FakeScript>();
+  Gate gathering_;  // open once all have come, so that they go on in step
   Gate gate_;
   std::unique_ptr<FakeServer> server_;
   std::unique_ptr<StreamClient> blocker_;
@@ -148,7 +152,8 @@ class CancellationTest : public ::testing::TestWithParam<std::tuple<State, Way>>
     const grpc::StatusCode expected = way == Way::kCancel       ? grpc::CANCELLED
                                       : way == Way::kDisconnect ? grpc::UNAVAILABLE
                                                                 : grpc::DEADLINE_EXCEEDED;
-    EXPECT_EQ(CodeName(status.error_code()), CodeName(expected)) << status.error_message();
+    EXPECT_EQ(std::string(CodeName(status.error_code())), CodeName(expected))
+        << status.error_message();
   }
 
   // Nothing is held, and the next request runs.
