@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""Shows that the tests can fail: plants one fault at a time and expects a named test to turn red.
+
+    python tests/mutants.py --build build/dev [--only NAME]
+
+Works on a copy of the tree with a build folder of its own, seeded with the settings of `--build`;
+each mutant rebuilds what it touches (about a minute). Not a part of run.sh.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str  # occurs exactly once
+    new: str
+    binary: str
+    filter: str  # of the test that must turn red
+
+
+MUTANTS = [
+    Mutant(
+        "tap of the wrong layer",
+        "runtime/executor.cc",
+        "taps_[layers[place]].push_back",
+        "taps_[layers[place] > 0 ? layers[place] - 1 : 1].push_back",
+        "laws_test",
+        "*ResidualStepsAreThoseAfterEachBlock*",
+    ),
+    Mutant(
+        "older wins ties",
+        "policies/select.cc",
+        "candidates.emplace_back(scores[slot], index[slot]);",
+        "candidates.emplace_back(scores[slot], -index[slot]);",
+        "select_test",
+        "*",
+    ),
+    Mutant(
+        "a column not moved",
+        "runtime/sequence_cache.cc",
+        "    for (auto& column : columns_) column[hole] = column[tail];\n",
+        "",
+        "laws_test",
+        "*Law3*Ragged*",
+    ),
+    Mutant(
+        "off-by-one recent",
+        "policies/protection.h",
+        "index > newest - recent",
+        "index > newest - recent + 1",
+        "protection_test",
+        "*",
+    ),
+    Mutant(
+        "values stay when keys move",
+        "runtime/sequence_cache.cc",
+        "      std::memcpy(values + copy.to * dv, values + copy.from * dv, dv);\n",
+        "",
+        "laws_test",
+        "*Law5_Slots*Knorm*",
+    ),
+    Mutant(
+        "the hole is never filled",
+        "runtime/sequence_cache.h",
+        "int64_t NextSlot() const { return hole_.value_or(used_); }",
+        "int64_t NextSlot() const { return used_; }",
+        "laws_test",
+        "*Law5_Slots*Sliding*",
+    ),
+    Mutant(
+        "compact counts from one",
+        "runtime/sequence_cache.cc",
+        "? index : tables_[table].live();",
+        "? index : tables_[table].live() + 1;",
+        "laws_test",
+        "*Law5_Slots*Sliding*",
+    ),
+    Mutant(
+        "prompt evicted wherever a step ends",
+        "runtime/engine.cc",
+        "(end % chunk == 0 || item.ends_prefill)",
+        "true",
+        "laws_test",
+        "*Law3_PromptsOverTheBudget*Sliding*",
+    ),
+    Mutant(
+        "a moved extent leaves its last row",
+        "runtime/kv_pool.cc",
+        "m.count * key_bytes_);",
+        "(m.count - 1) * key_bytes_);",
+        "laws_test",
+        "*Law5_Chunked*Sliding*",
+    ),
+    Mutant(
+        "the ledger forgets a release",
+        "runtime/ledger.cc",
+        "  reserved_ -= held->second;\n",
+        "",
+        "ledger_test",
+        "*",
+    ),
+    Mutant(
+        "one row too many joins the past",
+        "runtime/attention.cc",
+        "const int64_t past = group.used - item.num_rows;",
+        "const int64_t past = std::max<int64_t>(0, group.used - item.num_rows - 1);",
+        "laws_test",
+        "*FullEqualsTransformers*",
+    ),
+]
+
+
+def run(command: list[str], **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+
+
+def prepare(build: Path, work: Path) -> Path:
+    """A copy of the tracked files, and a build folder configured as `build` is."""
+    source = work / "source"
+    source.mkdir(parents=True, exist_ok=True)
+    for name in run(["git", "ls-files"], cwd=ROOT, check=True).stdout.splitlines():
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists() or target.read_bytes() != (ROOT / name).read_bytes():
+            shutil.copyfile(ROOT / name, target)
+    cache = (build / "CMakeCache.txt").read_text()
+    settings = re.findall(r"^(EPIKV_(?:TORCH_DIR|PYTHON)):\w+=(.+)$", cache, re.MULTILINE)
+    flags = [f"-D{key}={value}" for key, value in settings] + ["-DEPIKV_SERVER=OFF"]
+    run(["cmake", "-S", str(source), "-B", str(work / "build"), "-G", "Ninja", *flags], check=True)
+    return source
+
+
+def turns_red(mutant: Mutant, source: Path, build: Path, jobs: int) -> str:
+    """What came of it: "red", or what is wrong."""
+    file = source / mutant.file
+    original = file.read_text()
+    if original.count(mutant.old) != 1:
+        return f"the fault has no place: {mutant.old!r} occurs {original.count(mutant.old)} times"
+    file.write_text(original.replace(mutant.old, mutant.new))
+    try:
+        built = run(["cmake", "--build", str(build), "-j", str(jobs), "--target", mutant.binary])
+        if built.returncode != 0:
+            return "does not build:\n" + built.stdout[-2000:]
+        test = [str(build / "tests" / mutant.binary), f"--gtest_filter={mutant.filter}"]
+        result = run(test)
+        if " 0 tests" in result.stdout:
+            return f"no test matches {mutant.filter}"
+        return "red" if result.returncode != 0 else "GREEN: no test saw it"
+    finally:
+        file.write_text(original)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--build", type=Path, default=ROOT / "build" / "dev")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "mutants")
+    parser.add_argument("--only")
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    source = prepare(arguments.build, arguments.work)
+    survived = 0
+    for mutant in MUTANTS:
+        if arguments.only and arguments.only not in mutant.name:
+            continue
+        outcome = turns_red(mutant, source, arguments.work / "build", arguments.jobs)
+        survived += outcome != "red"
+        print(f"{mutant.name:<40} {mutant.binary:<16} {outcome}", flush=True)
+    sys.exit(1 if survived else 0)
+
+
+if __name__ == "__main__":
+    main()
