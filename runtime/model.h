@@ -52,8 +52,8 @@ struct TorchScriptOptions {
 };
 
 // Loads a file that keeps the model contract (DESIGN section 3) and runs one small forward.
-// NOT_FOUND, DATA_LOSS where the file is damaged, FAILED_PRECONDITION naming everything in which
-// it breaks the contract.
+// NOT_FOUND; DATA_LOSS: the file is damaged; RESOURCE_EXHAUSTED: too little memory;
+// FAILED_PRECONDITION: it breaks the contract, and in what, everything at once.
 absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
                                                        TorchScriptOptions options = {});
 

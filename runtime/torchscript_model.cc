@@ -10,11 +10,13 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -86,6 +88,17 @@ absl::Status Damaged(const std::string& path, absl::string_view what) {
   return absl::DataLossError(absl::StrCat(path, " is damaged or no TorchScript file: ", what));
 }
 
+// LibTorch has a type of its own for this on GPUs only.
+bool IsOutOfMemory(const std::exception& error) {
+  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+         absl::StrContains(error.what(), "DefaultCPUAllocator");
+}
+
+absl::Status OutOfMemory(const std::string& path) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat("not enough memory to load ", path, "; its weights need about its size"));
+}
+
 // What TorchScript's compiler says is wrong, without the excerpt of the code that follows.
 std::string CompilerMessage(absl::string_view what) {
   const absl::string_view message = what.substr(0, what.find("\n:\n"));
@@ -107,43 +120,53 @@ absl::StatusOr<std::string> ReadExtra(caffe2::serialize::PyTorchStreamReader& re
   return std::string(static_cast<const char*>(data.get()), size);
 }
 
-// The extra files, then the module: a manifest that is wrong is told before the weights are read.
-absl::StatusOr<Contents> Read(const std::string& path) {
+// Reads manifest and tokenizer into `contents`; returns what is wrong with them.
+std::vector<std::string> ReadExtras(caffe2::serialize::PyTorchStreamReader& reader,
+                                    Contents& contents) {
+  std::vector<std::string> violations;
+  const absl::StatusOr<std::string> json = ReadExtra(reader, "manifest.json");
+  if (!json.ok()) {
+    violations.emplace_back(json.status().message());
+  } else if (absl::StatusOr<Manifest> manifest = Manifest::Parse(*json); manifest.ok()) {
+    contents.manifest = *std::move(manifest);
+  } else {
+    violations.emplace_back(manifest.status().message());
+  }
+  absl::StatusOr<std::string> tokenizer = ReadExtra(reader, "tokenizer.json");
+  if (!tokenizer.ok()) {
+    violations.emplace_back(tokenizer.status().message());
+  } else if (!nlohmann::json::accept(*tokenizer)) {
+    violations.emplace_back("its tokenizer.json is not JSON");
+  } else {
+    contents.tokenizer_json = *std::move(tokenizer);
+  }
+  return violations;
+}
+
+// Opens the archive, which fails on a damaged one. Throws no exceptions.
+absl::Status CheckArchive(const std::string& path) {
   if (!std::ifstream(path)) {
     return absl::Status(absl::ErrnoToStatusCode(errno),
                         absl::StrCat("cannot open ", path, ": ", std::strerror(errno)));
   }
-  Contents contents;
   try {
     caffe2::serialize::PyTorchStreamReader reader(path);
-    if (absl::Status status = VerifyChecksums(reader, path); !status.ok()) {
-      return Damaged(path, status.message());
-    }
-    std::vector<std::string> violations;
-    const absl::StatusOr<std::string> json = ReadExtra(reader, "manifest.json");
-    if (!json.ok()) {
-      violations.emplace_back(json.status().message());
-    } else if (absl::StatusOr<Manifest> manifest = Manifest::Parse(*json); manifest.ok()) {
-      contents.manifest = *std::move(manifest);
-    } else {
-      violations.emplace_back(manifest.status().message());
-    }
-    absl::StatusOr<std::string> tokenizer = ReadExtra(reader, "tokenizer.json");
-    if (!tokenizer.ok()) {
-      violations.emplace_back(tokenizer.status().message());
-    } else if (!nlohmann::json::accept(*tokenizer)) {
-      violations.emplace_back("its tokenizer.json is not JSON");
-    } else {
-      contents.tokenizer_json = *std::move(tokenizer);
-    }
-    if (!violations.empty()) return Broken(path, violations);
-    contents.module = torch::jit::load(path, c10::kCPU);
-  } catch (const torch::jit::ErrorReport& error) {
-    return Broken(path,
-                  {absl::StrCat("its code does not compile: ", CompilerMessage(error.what()))});
+    const absl::Status status = VerifyChecksums(reader, path);
+    return status.ok() ? status : Damaged(path, status.message());
   } catch (const std::exception& error) {
+    if (IsOutOfMemory(error)) return OutOfMemory(path);
     return Damaged(path, FirstSentence(error.what()));
   }
+}
+
+// Of an undamaged archive. The extra files come first: a manifest that is wrong is told before the
+// weights are read.
+absl::StatusOr<Contents> Read(const std::string& path) {
+  Contents contents;
+  caffe2::serialize::PyTorchStreamReader reader(path);
+  const std::vector<std::string> violations = ReadExtras(reader, contents);
+  if (!violations.empty()) return Broken(path, violations);
+  contents.module = torch::jit::load(path, c10::kCPU);
   if (!contents.module.find_method("forward")) return Broken(path, {"it has no forward"});
   return contents;
 }
@@ -223,10 +246,8 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections));
 }
 
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
-                                                       TorchScriptOptions options) {
+absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,
+                                                   TorchScriptOptions options) {
   absl::StatusOr<Contents> contents = Read(path);
   if (!contents.ok()) return contents.status();
   contents->module.eval();
@@ -241,6 +262,23 @@ absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
   report.violations.insert(report.violations.end(), more.begin(), more.end());
   if (!report.violations.empty()) return Broken(path, report.violations);
   return model;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
+                                                       TorchScriptOptions options) {
+  if (absl::Status status = CheckArchive(path); !status.ok()) return status;
+  try {
+    return LoadOrThrow(path, options);
+  } catch (const torch::jit::ErrorReport& error) {
+    return Broken(path,
+                  {absl::StrCat("its code does not compile: ", CompilerMessage(error.what()))});
+  } catch (const std::exception& error) {
+    if (IsOutOfMemory(error)) return OutOfMemory(path);
+    return Broken(path, {absl::StrCat("LibTorch ", EPIKV_TORCH_VERSION,
+                                      " cannot load it: ", FirstSentence(error.what()))});
+  }
 }
 
 }  // namespace epikv

@@ -72,6 +72,22 @@ class OwnValue : public ForwardHooks {
   const double gain_;
 };
 
+// The same values with gaps between the rows.
+class Strider : public OwnValue {
+ public:
+  at::Tensor Block(const at::Tensor& residual, int64_t layer) override { return Gapped(residual); }
+
+  at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const at::Tensor& normed, int64_t layer) override {
+    return Gapped(OwnValue::Attention(q, k, v, normed, layer));
+  }
+
+ private:
+  static at::Tensor Gapped(const at::Tensor& rows) {
+    return at::stack({rows, rows}, 1).select(1, 0);
+  }
+};
+
 class Thrower : public OwnValue {
  public:
   at::Tensor Attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -210,6 +226,15 @@ TEST(TorchScriptModelTest, HooksOfThreadsDoNotMix) {
   EXPECT_EQ(twice.calls.size(), 51 * 7u);
 }
 
+TEST(TorchScriptModelTest, TakesResultsOfHooksThatAreNotContiguous) {
+  for (const char* name : {"wide", "wide_bf16"}) {
+    const auto model = Load(name);
+    const at::Tensor tokens = Tokens(*model, 5);
+    Strider strider;
+    EXPECT_TRUE(Logits(*model, tokens, strider).equal(Logits(*model, tokens))) << name;
+  }
+}
+
 TEST(TorchScriptModelTest, RunsOnAfterAHookHasThrown) {
   const auto model = Load("gqa");
   const at::Tensor tokens = Tokens(*model, 4);
@@ -296,7 +321,7 @@ const std::map<std::string, Refusal>& Refusals() {
       {"truncated", {kDamaged, "is damaged"}},
       {"unknown_operator", {kBroken, "elsewhere::same"}},
       {"unused_attention", {kBroken, "the result of attention(1) is not used"}},
-      {"wrong_code", {kDamaged, "is damaged"}},
+      {"wrong_code", {kBroken, "cannot load it"}},
       {"wrong_inputs", {kBroken, "forward takes (Tensor, Tensor) and returns Tensor"}},
       {"wrong_logits_dtype", {kBroken, "the logits of 2 of 3 rows are Double [2, 11]"}},
       {"wrong_logits_rows", {kBroken, "the logits of 2 of 3 rows are Float [3, 11]"}},
