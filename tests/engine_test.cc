@@ -610,9 +610,11 @@ TEST_F(EngineTest, ScoringGivesTheSameInBothCadencesForAllSizes) {
     observer_.finished_count.clear();
     RecordItems();
     RequestOptions options = Ask("decode", draw(1, 50), 1);
-    options.forced.resize(draw(1, 50));
-    for (int32_t& token : options.forced) token = draw(0, 3) == 0 ? draw(0, 63) : (&token)[-1] + 1;
-    for (int32_t& token : options.forced) token = (token % 64 + 64) % 64;
+    int32_t token = options.prompt.back();
+    for (int64_t left = draw(1, 50); left > 0; --left) {
+      token = draw(0, 3) == 0 ? draw(0, 63) : (token + 1) % 64;  // mostly the likeliest
+      options.forced.push_back(token);
+    }
     const auto one_by_one = Submit(options);
     options.id = "chunks";
     options.force_in_chunks = true;
