@@ -64,7 +64,7 @@ class Window:
 
 
 @click.command("overhead")
-@click.option("--rounds", default=8, show_default=True, help="Windows of each policy.")
+@click.option("--rounds", default=6, show_default=True, help="Windows of each policy.")
 @click.option("--steps", default=32, show_default=True, help="Of a window.")
 @click.option("--sequences", type=int, multiple=True, default=(1, 16), show_default=True)
 @harness.options

@@ -39,7 +39,7 @@ FULL, ORACLE, SEPARATION, INVERSE_DIFFERS = 0.95, 0.90, 0.5, 0.2
     help="Hold this model to the gates. Default: measure every seed that comes with the package,"
     " and hold the shipped one to them.",
 )
-@click.option("--problems", "count", default=200, show_default=True)
+@click.option("--problems", "count", default=400, show_default=True)
 @click.option("--at-once", default=64, show_default=True, help="Requests running together.")
 @harness.options
 def command(
