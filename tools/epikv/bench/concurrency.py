@@ -8,6 +8,7 @@ requests that come and go makes lanes move, and the longest stall that caused is
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -50,7 +51,7 @@ class Moves:
 @click.option("--requests", default=160, show_default=True, help="Sent at once.")
 @click.option("--mixed", default=600, show_default=True, help="Requests of the mixed load.")
 @harness.options
-def command(requests: int, mixed: int, json_file: Path | None, **where: object) -> None:
+def command(requests: int, mixed: int, json_file: Path | None, **where: Any) -> None:
     """Requests past their first token at once, in a pool of 16 x 4096 tokens."""
     flags = [f"--max_running_requests={requests}", f"--max_queued_requests={requests}"]
     if where["server"] is None:
@@ -84,7 +85,7 @@ def _model() -> Path:
     return harness.random_model("concurrency", **SHAPE)
 
 
-def _whole_cache_bytes(where: dict[str, object]) -> int:
+def _whole_cache_bytes(where: dict[str, Any]) -> int:
     """What one request that keeps its whole cache reserves: asked of a daemon."""
     with harness.serving(_model, **where) as served:
         stream = _start(served, Kv("full"), seed=0)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 
@@ -69,7 +70,7 @@ class Window:
 @click.option("--sequences", type=int, multiple=True, default=(1, 16), show_default=True)
 @harness.options
 def command(
-    rounds: int, steps: int, sequences: tuple[int, ...], json_file: Path | None, **where: object
+    rounds: int, steps: int, sequences: tuple[int, ...], json_file: Path | None, **where: Any
 ) -> None:
     """CPU time of eviction over the whole step's, at 512 cached tokens."""
     targets: list[Target] = []

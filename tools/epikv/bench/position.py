@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 
@@ -60,7 +61,7 @@ class Reading:
 @click.command("position")
 @click.option("--rounds", default=12, show_default=True)
 @harness.options
-def command(rounds: int, json_file: Path | None, **where: object) -> None:
+def command(rounds: int, json_file: Path | None, **where: Any) -> None:
     """Time per token at position 4096 over that at 600, with a budget of 512 and with none."""
     readings: dict[str, list[Reading]] = {"full": [], "sliding": [], "epikv_flat": []}
     with harness.serving(

@@ -47,7 +47,7 @@ def command(
     count: int,
     at_once: int,
     json_file: Path | None,
-    **where: object,
+    **where: Any,
 ) -> None:
     """The sample models' accuracy by policy, at half the cache."""
     gated = list(directories) or [MODELS / (MODELS / "SHIPPED").read_text().strip()]
