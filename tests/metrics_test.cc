@@ -2,26 +2,22 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "absl/strings/str_split.h"
+#include "runtime/admission.h"
 #include "runtime/engine.h"
 #include "runtime/reason.h"
 #include "server/metrics_server.h"
-#include "tests/fake_server.h"
-#include "tests/stream_client.h"
+#include "tests/fake_executor.h"
+#include "tests/fake_model.h"
+#include "tests/scrape.h"
 
 namespace epikv {
 namespace {
@@ -30,38 +26,6 @@ using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::Key;
-using ::testing::StartsWith;
-
-// The body of GET /metrics.
-std::string Scrape(int port) {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
-  const std::string request = "GET /metrics HTTP/1.0\r\n\r\n";
-  EXPECT_EQ(send(fd, request.data(), request.size(), 0), static_cast<ssize_t>(request.size()));
-  std::string response;
-  char buffer[65536];
-  for (ssize_t n; (n = recv(fd, buffer, sizeof(buffer), 0)) > 0;) response.append(buffer, n);
-  close(fd);
-  EXPECT_THAT(response, StartsWith("HTTP/1.1 200"));
-  return response.substr(response.find("\r\n\r\n") + 4);
-}
-
-// Values by series as the page spells it: name{label="value",...}.
-std::map<std::string, double> Values(const std::string& page) {
-  std::map<std::string, double> values;
-  for (absl::string_view line : absl::StrSplit(page, '\n', absl::SkipEmpty())) {
-    if (absl::StartsWith(line, "#")) continue;
-    const size_t space = line.rfind(' ');
-    double value = 0;
-    EXPECT_TRUE(absl::SimpleAtod(line.substr(space + 1), &value)) << line;
-    EXPECT_TRUE(values.emplace(line.substr(0, space), value).second) << "twice: " << line;
-  }
-  return values;
-}
 
 MetricsOptions Options() {
   return {.model = "fake",
@@ -84,7 +48,7 @@ class MetricsTest : public ::testing::Test {
   // The series by name without the label `model`, which all have.
   std::map<std::string, double> Read() {
     std::map<std::string, double> values;
-    for (const auto& [name, value] : Values(Scrape(Page().port()))) {
+    for (const auto& [name, value] : SeriesOf(Scrape(Page().port()))) {
       values[absl::StrReplaceAll(
           name, {{"model=\"fake\",", ""}, {",model=\"fake\"", ""}, {"{model=\"fake\"}", ""}})] =
           value;
@@ -238,27 +202,6 @@ TEST(MetricsServerTest, PortInUseIsNamed) {
   const std::string address = absl::StrCat("127.0.0.1:", Page().port());
   const auto second = MetricsServer::Start(address);
   EXPECT_THAT(std::string(second.status().message()), HasSubstr(address));
-}
-
-TEST(MetricsServerTest, AnswersWhileAStepRuns) {
-  const auto script = std::make_shared<FakeScript>();
-  Gate gate;
-  script->on_forward = [&](absl::Span<const WorkItem> items) {
-    gate.Pass(items[0].decode);
-    return absl::OkStatus();
-  };
-  FakeServer server({}, script);
-  Page().Serve(server.metrics());
-  v1::GenerateRequest request;
-  request.mutable_token_ids()->add_ids(1);
-  request.mutable_stop()->set_max_output_tokens(3);
-  StreamClient client(*v1::GenerationService::NewStub(server.Connect()), request);
-  ASSERT_TRUE(gate.AwaitHeld());
-  const auto values = Values(Scrape(Page().port()));
-  EXPECT_EQ(values.at(R"(epikv_requests_running{model="fake"})"), 1);
-  EXPECT_EQ(values.at(R"(epikv_kv_bytes{model="fake",state="used"})"), kFakeBytesPerToken);
-  gate.Open();
-  EXPECT_TRUE(client.AwaitDone().ok());
 }
 
 }  // namespace

@@ -12,9 +12,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "runtime/admission.h"
+#include "runtime/engine.h"
+#include "runtime/engine_thread.h"
 #include "runtime/reason.h"
+#include "runtime/tokenizer.h"
 #include "server/courier.h"
 #include "server/errors.h"
+#include "tests/fake_executor.h"
+#include "tests/fake_model.h"
 
 namespace epikv {
 namespace {
@@ -340,6 +346,97 @@ TEST(OutboxRaceTest, EveryStreamEndsExactlyOnce) {
   leaver.join();
   for (std::thread& reader : readers) reader.join();
   for (auto& stream : streams) EXPECT_TRUE(stream->writer.ended());
+}
+
+// A stream of a real engine: reads at its own pace, and leaves after so many messages.
+class EngineStream final : public StreamWriter {
+ public:
+  EngineStream(EngineThread& engine, Courier& courier, std::string id, int leaves_after)
+      : leaves_after_(leaves_after) {
+    outbox_ = std::make_shared<Outbox>(
+        OutboxLimits{.max_messages = 2, .max_bytes = 256},
+        OutboxHooks{.wake_engine = [&engine] { engine.Wake(); },
+                    .cancel_request = [&engine, id](absl::Status s) { engine.Cancel(id, s); },
+                    .was_full = [](absl::Duration) {}},
+        /*token_ids=*/true, *this, courier);
+  }
+
+  void Send(OutboxMessage) override {
+    absl::MutexLock lock(&mu_);
+    writing_ = true;
+  }
+  void Abort() override {}
+  void End(const absl::Status&) override {
+    absl::MutexLock lock(&mu_);
+    ended_ = true;
+  }
+  // False: it has ended. Of one thread.
+  bool Read() {
+    {
+      absl::MutexLock lock(&mu_);
+      if (ended_) return false;
+      if (!std::exchange(writing_, false)) return true;
+    }
+    if (++read_ == leaves_after_) outbox_->OnClientGone(absl::CancelledError("gone"));
+    outbox_->OnWritten(/*ok=*/read_ < leaves_after_);
+    return true;
+  }
+  const std::shared_ptr<Outbox>& outbox() const { return outbox_; }
+
+ private:
+  const int leaves_after_;
+  std::shared_ptr<Outbox> outbox_;
+  int read_ = 0;
+  absl::Mutex mu_;
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+// Everything that threads touch, but gRPC: inbox, engine, outboxes and courier, with clients that
+// submit, read, leave and are cancelled from threads of their own.
+TEST(OutboxRaceTest, StreamsOfAnEngineLeaveItWhole) {
+  constexpr int kClients = 4, kRequests = 60;
+  const auto script = std::make_shared<FakeScript>();
+  const auto tokenizer = *Tokenizer::FromJson(FakeTokenizerJson());
+  const Admission admission(FakeManifest(), FakeCatalog(),
+                            {.kv_capacity_bytes = 1000 * kFakeBytesPerToken});
+  EngineObserver observer;
+  std::vector<std::unique_ptr<EngineStream>> streams(kClients * kRequests);
+  Courier courier(absl::Milliseconds(1));
+  EngineThread engine(
+      std::make_unique<Engine>(EngineOptions{.kv_capacity_bytes = 1000 * kFakeBytesPerToken},
+                               std::make_unique<FakeExecutor>(script, kFakeBytesPerToken),
+                               *tokenizer, observer),
+      QueueLimits(), nullptr);
+  std::vector<std::thread> clients;
+  for (int client = 0; client < kClients; ++client) {
+    clients.emplace_back([&, client] {
+      for (int i = client; i < kClients * kRequests; i += kClients) {
+        RequestOptions options{.id = absl::StrCat(i),
+                               .prompt = std::vector<int32_t>(5 + i % 40, 1)};
+        options.stop.max_output_tokens = 40;
+        options.kv = {.policy = "window", .budget = int64_t{24}};
+        auto stream = std::make_unique<EngineStream>(engine, courier, options.id, 1 + i % 30);
+        const SubmitResult submitted = engine.Submit(
+            std::get<Request>(admission.Resolve(std::move(options))), stream->outbox());
+        ASSERT_EQ(submitted.error, SubmitError::kNone);
+        stream->outbox()->Open({submitted.queue_position});
+        while (i % 11 != 0 && stream->Read()) {
+        }
+        // Nobody reads the others: CancelRequest ends them, and Drain their engine.
+        if (i % 11 == 0) engine.Cancel(absl::StrCat(i), absl::CancelledError("by id"));
+        streams[i] = std::move(stream);
+      }
+    });
+  }
+  for (std::thread& client : clients) client.join();
+  engine.Drain(absl::Now());
+  EXPECT_EQ(script->open_sequences, 0);
+  EXPECT_EQ(script->used_bytes, 0);
+  for (auto& stream : streams) {
+    while (stream->Read()) {
+    }
+  }
 }
 
 }  // namespace

@@ -1,8 +1,14 @@
 # Tests of server/: the real services over a fake executor, without torch.
-epikv_test(cancellation_test LIBS epikv_server)
 epikv_test(config_test LIBS epikv_server)
 epikv_test(errors_test LIBS epikv_server)
-epikv_test(generation_service_test LIBS epikv_server)
 epikv_test(metrics_test LIBS epikv_server)
 epikv_test(outbox_test LIBS epikv_server)
-epikv_test(services_test LIBS epikv_server)
+
+# Over real gRPC, which Debian builds without the sanitizer: it hands calls from thread to thread by
+# atomics that ThreadSanitizer does not see, so that every call looks like a race. outbox_test
+# stands in for these there: engine thread, outboxes and courier with writers of its own.
+if(NOT EPIKV_SANITIZE MATCHES thread)
+  epikv_test(cancellation_test LIBS epikv_server)
+  epikv_test(generation_service_test LIBS epikv_server)
+  epikv_test(services_test LIBS epikv_server)
+endif()

@@ -1,4 +1,4 @@
-// The services that describe (models, policies, tokenizer), health, and the port.
+// The services that describe (models, policies, tokenizer), health, and the ports.
 
 #include <gmock/gmock.h>
 #include <google/protobuf/wrappers.pb.h>
@@ -12,7 +12,10 @@
 #include "epikv/v1/model.grpc.pb.h"
 #include "epikv/v1/policy.grpc.pb.h"
 #include "epikv/v1/tokenization.grpc.pb.h"
+#include "server/metrics_server.h"
 #include "tests/fake_server.h"
+#include "tests/scrape.h"
+#include "tests/stream_client.h"
 
 namespace epikv {
 namespace {
@@ -153,6 +156,28 @@ TEST_F(ServicesTest, PortInUseIsNamed) {
   const absl::Status status = Server::CheckAddress(server_.address());
   EXPECT_THAT(std::string(status.message()), HasSubstr(server_.address()));
   EXPECT_TRUE(Server::CheckAddress("127.0.0.1:0").ok());
+}
+
+TEST(MetricsPageTest, AnswersWhileAStepRuns) {
+  const auto script = std::make_shared<FakeScript>();
+  Gate gate;
+  script->on_forward = [&](absl::Span<const WorkItem> items) {
+    gate.Pass(items[0].decode);
+    return absl::OkStatus();
+  };
+  FakeServer server({}, script);
+  const auto page = *MetricsServer::Start("127.0.0.1:0");
+  page->Serve(server.metrics());
+  v1::GenerateRequest request;
+  request.mutable_token_ids()->add_ids(1);
+  request.mutable_stop()->set_max_output_tokens(3);
+  StreamClient client(*v1::GenerationService::NewStub(server.Connect()), request);
+  ASSERT_TRUE(gate.AwaitHeld());
+  const auto values = SeriesOf(Scrape(page->port()));
+  EXPECT_EQ(values.at(R"(epikv_requests_running{model="fake"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_kv_bytes{model="fake",state="used"})"), kFakeBytesPerToken);
+  gate.Open();
+  EXPECT_TRUE(client.AwaitDone().ok());
 }
 
 }  // namespace
