@@ -78,10 +78,10 @@ MUTANTS = [
         "*Law5_Slots*Sliding*",
     ),
     Mutant(
-        "compact counts from one",
+        "compact keeps the true index",
         "runtime/sequence_cache.cc",
         "? index : tables_[table].live();",
-        "? index : tables_[table].live() + 1;",
+        "? index : index;",
         "laws_test",
         "*Law5_Slots*Sliding*",
     ),
@@ -135,7 +135,8 @@ def prepare(build: Path, work: Path) -> Path:
             shutil.copyfile(ROOT / name, target)
     cache = (build / "CMakeCache.txt").read_text()
     settings = re.findall(r"^(EPIKV_(?:TORCH_DIR|PYTHON)):\w+=(.+)$", cache, re.MULTILINE)
-    flags = [f"-D{key}={value}" for key, value in settings] + ["-DEPIKV_SERVER=OFF"]
+    # A fault may leave a variable unused.
+    flags = [f"-D{key}={value}" for key, value in settings] + ["-DEPIKV_SERVER=OFF", "-DEPIKV_WERROR=OFF"]
     run(["cmake", "-S", str(source), "-B", str(work / "build"), "-G", "Ninja", *flags], check=True)
     return source
 
@@ -153,7 +154,7 @@ def turns_red(mutant: Mutant, source: Path, build: Path, jobs: int) -> str:
             return "does not build:\n" + built.stdout[-2000:]
         test = [str(build / "tests" / mutant.binary), f"--gtest_filter={mutant.filter}"]
         result = run(test)
-        if " 0 tests" in result.stdout:
+        if "Running 0 tests" in result.stdout:
             return f"no test matches {mutant.filter}"
         return "red" if result.returncode != 0 else "GREEN: no test saw it"
     finally:
