@@ -395,7 +395,7 @@ class EngineStream final : public StreamWriter {
 // Everything that threads touch, but gRPC: inbox, engine, outboxes and courier, with clients that
 // submit, read, leave and are cancelled from threads of their own.
 TEST(OutboxRaceTest, StreamsOfAnEngineLeaveItWhole) {
-  constexpr int kClients = 4, kRequests = 60;
+  constexpr int kClients = 4, kRequests = 30;
   const auto script = std::make_shared<FakeScript>();
   const auto tokenizer = *Tokenizer::FromJson(FakeTokenizerJson());
   const Admission admission(FakeManifest(), FakeCatalog(),
