@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/reason.h"
 #include "runtime/text_stream.h"
 
 namespace epikv {
@@ -328,7 +329,7 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
     SettleOutcome& outcome = outcomes[i];
     s.eviction_time += share;
     if (!outcome.status.ok()) {
-      Finish(s, FinishReason::kError, std::move(outcome.status));
+      Finish(s, FinishReason::kError, WithReason(std::move(outcome.status), kPolicyFailed));
       continue;
     }
     if (live[i].ends_prefill) ledger_.Shrink(s.id, s.request.demand.decode_bytes);

@@ -217,4 +217,9 @@ int Main(const std::vector<std::string>& args) {
 }  // namespace
 }  // namespace epikv
 
-int main(int argc, char** argv) { return epikv::Main({argv + 1, argv + argc}); }
+int main(int argc, char** argv) {
+  const int status = epikv::Main({argv + 1, argv + argc});
+  // All has ended in order. LibTorch's static destructors would take another second, while the
+  // threads of /metrics still answer.
+  std::_Exit(status);
+}

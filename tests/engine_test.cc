@@ -717,7 +717,7 @@ TEST_F(EngineTest, FailedPolicyEndsItsRequestAlone) {
   EXPECT_EQ(Step(),
             "a> tokens 6 ' w6'\n"
             "b> tokens 6 ' w6'\n"
-            "b> error: INTERNAL: boom\n"
+            "b> error: INTERNAL: boom [epikv/reason='POLICY_FAILED']\n"
             "step of 2: prefill 0, decode 2\n");
   EXPECT_EQ(script_->open_sequences, 1);
   RunAll();
