@@ -690,7 +690,7 @@ TEST_F(AdmissionTest, TableIsAsLongAsItsLongestLane) {
                         .slot_bytes = 10,
                         .state_bytes_per_token = 1,
                         .state_bytes = 7};
-  EXPECT_EQ(BytesOf(layout, {1, 2, 3, 5}), 11 * 100 + (2 + 5) * 10 + 5 * 1 + 7);
+  EXPECT_EQ(BytesOf(layout, {2, 1, 5, 3}), 11 * 100 + (2 + 5) * 10 + 5 * 1 + 7);
 }
 
 TEST_F(AdmissionTest, HalfPrecisionHalvesTheRows) {

@@ -439,7 +439,7 @@ TEST_F(EngineTest, EndsAtTheModelsEnd) {
   EXPECT_THAT(output->tokens, ElementsAre(61, 62, 63));
   EXPECT_EQ(output->text, "w61 w62");
   EXPECT_EQ(output->reason(), "end");
-  EXPECT_FALSE(output->finished[0].stop_token.has_value());
+  EXPECT_FALSE(output->finished.at(0).stop_token.has_value());
 }
 
 TEST_F(EngineTest, EndsAtAStopToken) {
@@ -450,7 +450,7 @@ TEST_F(EngineTest, EndsAtAStopToken) {
   EXPECT_THAT(output->tokens, ElementsAre(5, 6, 7));
   EXPECT_EQ(output->text, "w5 w6");
   EXPECT_EQ(output->reason(), "stop token");
-  EXPECT_EQ(output->finished[0].stop_token, 7);
+  EXPECT_EQ(output->finished.at(0).stop_token, 7);
 }
 
 TEST_F(EngineTest, StopTokenThatIsTheModelsEndWasAskedFor) {
@@ -469,7 +469,7 @@ TEST_F(EngineTest, EndsAtAStopStringAcrossTokens) {
   EXPECT_THAT(output->tokens, ElementsAre(5, 6, 7, 8));
   EXPECT_EQ(output->text, "w5 w6 ");
   EXPECT_EQ(output->reason(), "stop string");
-  EXPECT_EQ(output->finished[0].stop_string, "w7 w8");
+  EXPECT_EQ(output->finished.at(0).stop_string, "w7 w8");
 }
 
 TEST_F(EngineTest, StopMayStayInTheText) {
@@ -560,7 +560,7 @@ TEST_F(EngineTest, ScoringForcesOneTokenAStep) {
   EXPECT_THAT(output->logprobs, ElementsAre(-0.125f, -4, -0.125f, -4, -0.125f));
   EXPECT_EQ(output->text, "");
   EXPECT_EQ(output->reason(), "length");
-  EXPECT_EQ(output->finished[0].output_tokens, 5);
+  EXPECT_EQ(output->finished.at(0).output_tokens, 5);
 
   ASSERT_THAT(seen_, SizeIs(5));
   for (size_t i = 0; i < seen_.size(); ++i) {
@@ -656,7 +656,7 @@ TEST_F(EngineTest, FailedForwardIsRepeatedAloneAndOnlyTheGuiltyFails) {
   EXPECT_THAT(a->tokens, ElementsAre(5, 6, 7, 8, 9, 10));
   EXPECT_THAT(b->tokens, ElementsAre(10, 11));
   EXPECT_THAT(c->tokens, ElementsAre(20, 21, 22, 23, 24, 25));
-  EXPECT_EQ(b->finished[0].output_tokens, 2);
+  EXPECT_EQ(b->finished.at(0).output_tokens, 2);
   ExpectNothingHeld();
 }
 
@@ -769,7 +769,7 @@ TEST_F(EngineTest, DeadlineEndsAQueuedRequest) {
             "b> deadline: DEADLINE_EXCEEDED: the deadline passed in the queue\n"
             "a> tokens 7 ' w7'\n"
             "step of 1: prefill 0, decode 1\n");
-  EXPECT_EQ(outputs_["b"]->finished[0].timings.queue, absl::Seconds(10));
+  EXPECT_EQ(outputs_["b"]->finished.at(0).timings.queue, absl::Seconds(10));
   EXPECT_EQ(engine_->NextDeadline(), absl::InfiniteFuture());
 }
 
@@ -782,7 +782,7 @@ TEST_F(EngineTest, DeadlineEndsARunningRequestAndFreesItsKv) {
   now_ += absl::Seconds(11);
   EXPECT_EQ(Step(), "a> deadline: DEADLINE_EXCEEDED: the deadline passed while running\n");
   ExpectNothingHeld();
-  EXPECT_EQ(output->finished[0].output_tokens, 2);
+  EXPECT_EQ(output->finished.at(0).output_tokens, 2);
 }
 
 TEST_F(EngineTest, DeadlineEndsAPausedRequest) {
@@ -875,7 +875,7 @@ TEST_F(EngineTest, CancelAllEndsQueuedAndRunning) {
   engine_->CancelAll(absl::UnavailableError("shutting down"));
   for (const auto& output : {a, b}) {
     ASSERT_EQ(output->reason(), "cancelled");
-    EXPECT_EQ(output->finished[0].status, absl::UnavailableError("shutting down"));
+    EXPECT_EQ(output->finished.at(0).status, absl::UnavailableError("shutting down"));
   }
   ExpectNothingHeld();
 }
@@ -1000,10 +1000,10 @@ TEST_F(EngineTest, TraceIsCutAtItsLimitAndSaysSo) {
   const auto beyond = Submit(options);
   RunAll();
   EXPECT_THAT(within->evictions, SizeIs(2));
-  EXPECT_FALSE(within->finished[0].kv_trace_truncated);
+  EXPECT_FALSE(within->finished.at(0).kv_trace_truncated);
   EXPECT_THAT(beyond->evictions, SizeIs(3));
-  EXPECT_TRUE(beyond->finished[0].kv_trace_truncated);
-  EXPECT_EQ(beyond->finished[0].kv.rounds, 8) << "what is not traced still counts";
+  EXPECT_TRUE(beyond->finished.at(0).kv_trace_truncated);
+  EXPECT_EQ(beyond->finished.at(0).kv.rounds, 8) << "what is not traced still counts";
 }
 
 TEST_F(EngineTest, ResidualStepsBelongToTheTokensInOrder) {
@@ -1147,7 +1147,7 @@ class EngineLaws : public EngineTest, public testing::WithParamInterface<int> {
     const Output& output = *outputs_.at(id);
     const Expected expected = ExpectedOf(options);
     ASSERT_THAT(output.finished, SizeIs(1));
-    const Finished& finished = output.finished[0];
+    const Finished& finished = output.finished.at(0);
     EXPECT_LE(finished.kv.peak_bytes, demand_.at(id));
     EXPECT_EQ(finished.output_tokens, static_cast<int64_t>(output.tokens.size()));
     const bool has_steps =
@@ -1253,7 +1253,7 @@ TEST_P(EngineLaws, RequestsGetTheSameAloneAndInCompany) {
     EXPECT_EQ(in_company.text, alone.text);
     EXPECT_EQ(in_company.logprobs, alone.logprobs);
     EXPECT_EQ(in_company.residual_steps, alone.residual_steps);
-    const KvUsage &kv = in_company.finished[0].kv, &kv_alone = alone.finished.at(0).kv;
+    const KvUsage &kv = in_company.finished.at(0).kv, &kv_alone = alone.finished.at(0).kv;
     EXPECT_EQ(kv.kept, kv_alone.kept);
     EXPECT_EQ(kv.rounds, kv_alone.rounds);
     EXPECT_EQ(kv.evicted_entries, kv_alone.evicted_entries);

@@ -436,6 +436,26 @@ TEST_F(EngineThreadTest, DestructorEndsWhatIsLive) {
   EXPECT_EQ(cancelled->finished().status, absl::CancelledError("first"));
 }
 
+TEST_F(EngineThreadTest, DestructorEndsWhatCameDuringTheLastStep) {
+  HoldForwards();
+  Start();
+  const auto running = Submit("running", 5, 10);
+  gate_.AwaitHeld();
+  const auto late = Submit("late", 5, 10);
+  EngineThread& thread = *thread_;
+  std::thread destroyer([this] { thread_.reset(); });
+  // The destructor has begun, and waits for the step.
+  auto refused = std::make_shared<CountingSink>();
+  while (thread.Submit(Ask("running", 5, 10), refused).error != SubmitError::kDraining) {
+    std::this_thread::yield();
+  }
+  gate_.Open();
+  destroyer.join();
+  EXPECT_EQ(running->ends(), 1);
+  EXPECT_EQ(late->ends(), 1);
+  EXPECT_EQ(late->tokens(), 0);
+}
+
 TEST_F(EngineThreadTest, DestructorOfAnIdleThreadReturns) {
   for (int i = 0; i < 100; ++i) {
     Start();
