@@ -202,6 +202,7 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& toke
                                  .kept = output.kept()},
                       .kv = reader.Kv(request.kv())},
           .token_ids = output.token_ids(),
+          .has_seed = request.sampling().has_seed(),
           .violations = reader.TakeViolations()};
 }
 
@@ -223,6 +224,7 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokeniz
   }
   return {.options = {.id = request.request_id(),
                       .prompt = std::move(prompt),
+                      .sampling = {.seed = request.seed()},
                       .output = {.text = false,
                                  .logprobs = true,
                                  .kv_trace = request.kv_trace(),
@@ -232,6 +234,7 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokeniz
                       .forced = std::move(forced),
                       .force_in_chunks = request.cadence() == v1::SCORE_CADENCE_CHUNK},
           .token_ids = true,
+          .has_seed = request.has_seed(),
           .violations = std::move(violations)};
 }
 

@@ -20,6 +20,7 @@ namespace epikv {
 struct AskedRequest {
   RequestOptions options;
   bool token_ids = false;  // the client wants them
+  bool has_seed = false;
   std::vector<FieldViolation> violations;
 };
 

@@ -253,11 +253,7 @@ std::variant<GenerationService::Prepared, grpc::Status> GenerationService::Prepa
   }
   AskedRequest asked = FromProto(message, model_.tokenizer);
   if (asked.options.id.empty()) asked.options.id = NewRequestId();
-  if constexpr (std::is_same_v<Message, v1::GenerateRequest>) {
-    if (!message.sampling().has_seed()) {
-      asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
-    }
-  }
+  if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
   asked.options.arrival = arrival;
   asked.options.deadline = DeadlineOf(context);
   const bool token_ids = asked.token_ids;

@@ -205,8 +205,9 @@ TEST_F(GenerationServiceTest, ScoreOfGeneratedTokensReturnsTheirLogProbabilities
   }
 }
 
-TEST_F(GenerationServiceTest, ScoreTakesText) {
+TEST_F(GenerationServiceTest, ScoreTakesTextAndASeed) {
   v1::ScoreRequest score;
+  score.set_seed(7);
   score.set_text("w3 w4");
   score.set_continuation_text("w5 w9");
   grpc::ClientContext context;
@@ -214,6 +215,7 @@ TEST_F(GenerationServiceTest, ScoreTakesText) {
   ASSERT_TRUE(stub().Score(&context, score, &scored).ok());
   EXPECT_THAT(scored.token_ids(), ElementsAre(5, 9));
   EXPECT_THAT(scored.greedy(), ElementsAre(true, false));
+  EXPECT_EQ(scored.accepted().sampling().seed(), 7u);
 }
 
 TEST_F(GenerationServiceTest, StopSaysWhatMatched) {
@@ -617,6 +619,16 @@ TEST_F(GenerationServiceTest, FailingSequenceFailsAlone) {
   EXPECT_EQ(ReasonIn(status), "INTERNAL");
   EXPECT_TRUE(fine.AwaitDone().ok());
   EXPECT_THAT(fine.token_ids(), SizeIs(20));
+  EXPECT_TRUE(server_->AwaitEmpty());
+}
+
+TEST_F(GenerationServiceTest, FailedPolicyIsTold) {
+  script_->on_settle = [](const WorkItem& item) {
+    return item.decode ? absl::InternalError("policy 'full' threw") : absl::OkStatus();
+  };
+  const grpc::Status status = Refused(Prompt(10, 20));
+  EXPECT_EQ(status.error_code(), grpc::INTERNAL);
+  EXPECT_EQ(ReasonIn(status), "POLICY_FAILED");
   EXPECT_TRUE(server_->AwaitEmpty());
 }
 

@@ -13,7 +13,6 @@
 #include "absl/strings/str_replace.h"
 #include "runtime/admission.h"
 #include "runtime/engine.h"
-#include "runtime/reason.h"
 #include "server/metrics_server.h"
 #include "tests/fake_executor.h"
 #include "tests/fake_model.h"
@@ -153,9 +152,7 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
 }
 
 TEST_F(MetricsTest, FailuresSayWhoFailed) {
-  script_->on_settle = [](const WorkItem&) {
-    return WithReason(absl::InternalError("threw"), kPolicyFailed);
-  };
+  script_->on_settle = [](const WorkItem&) { return absl::InternalError("threw"); };
   RequestOptions options = Asked(10, 50);
   options.kv = {.policy = "window", .budget = int64_t{24}};
   Run(options);

@@ -133,6 +133,7 @@ class Client:
         kv_trace: bool = False,
         residual_steps: bool = False,
         kept: bool = False,
+        seed: int | None = None,
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
@@ -140,6 +141,7 @@ class Client:
         """Log-probabilities of `continuation` after `prompt`, evicting as generating would.
 
         `chunked` forces it through in prefill chunks: faster, only under the policy `full`.
+        `seed`: of policies that draw at random; a completion's, to repeat its evictions.
         """
         request = generation_pb2.ScoreRequest(
             request_id=request_id,
@@ -149,6 +151,7 @@ class Client:
             kv_trace=kv_trace,
             residual_steps=residual_steps,
             kept=kept,
+            seed=seed,
             **_either("text", "token_ids", prompt),
             **_either("continuation_text", "continuation_ids", continuation),
         )
