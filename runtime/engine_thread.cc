@@ -51,11 +51,12 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
   if (draining_) return {.error = SubmitError::kDraining};
   if (live_.contains(request.id)) return {.error = SubmitError::kDuplicateId};
   const int64_t waiting = queued_.requests + submitted_.requests;
+  // Alone, a request may be over the limit of tokens: it would be refused for ever.
   if (waiting >= limits_.max_requests ||
-      queued_.tokens + submitted_.tokens + tokens > limits_.max_tokens) {
+      (waiting > 0 && queued_.tokens + submitted_.tokens + tokens > limits_.max_tokens)) {
     return {.error = SubmitError::kQueueFull, .queue_position = waiting};
   }
-  live_.insert(request.id);
+  live_.emplace(request.id, sink.get());
   submitted_ += {.requests = 1, .tokens = tokens};
   auto tracked = std::make_shared<TrackedSink>(*this, request, std::move(sink));
   inbox_.push_back(Submitted{std::move(request), std::move(tracked)});
@@ -65,6 +66,15 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
 bool EngineThread::Cancel(const std::string& request_id, absl::Status status) {
   absl::MutexLock lock(&mu_);
   if (!live_.contains(request_id)) return false;
+  inbox_.push_back(Cancelled{request_id, std::move(status)});
+  return true;
+}
+
+bool EngineThread::CancelOf(const RequestSink& sink, const std::string& request_id,
+                            absl::Status status) {
+  absl::MutexLock lock(&mu_);
+  const auto live = live_.find(request_id);
+  if (live == live_.end() || live->second != &sink) return false;
   inbox_.push_back(Cancelled{request_id, std::move(status)});
   return true;
 }
@@ -84,7 +94,7 @@ void EngineThread::Drain(absl::Time deadline) {
   draining_ = true;
   auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return live_.empty() && !ending_; };
   if (mu_.AwaitWithDeadline(absl::Condition(&idle), deadline)) return;
-  for (const std::string& id : live_) {
+  for (const auto& [id, sink] : live_) {
     inbox_.push_back(Cancelled{id, absl::UnavailableError("the server is shutting down")});
   }
   mu_.Await(absl::Condition(&idle));

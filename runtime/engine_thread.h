@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "runtime/engine.h"
@@ -43,6 +43,8 @@ class EngineThread {
 
   // False if no such request is live. Its sink's OnFinished follows within one step.
   bool Cancel(const std::string& request_id, absl::Status status);
+  // The same, if that request is `sink`'s: an id is free again before its sink hears of the end.
+  bool CancelOf(const RequestSink& sink, const std::string& request_id, absl::Status status);
 
   // A sink that was not Ready has become so.
   void Wake();
@@ -88,7 +90,7 @@ class EngineThread {
   bool woken_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
-  absl::flat_hash_set<std::string> live_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<std::string, const RequestSink*> live_ ABSL_GUARDED_BY(mu_);  // by id
   bool ending_ ABSL_GUARDED_BY(mu_) = false;  // a sink is hearing of its end
   QueueSize submitted_ ABSL_GUARDED_BY(mu_);  // in the inbox
   QueueSize queued_ ABSL_GUARDED_BY(mu_);     // in the engine, not yet admitted

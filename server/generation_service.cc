@@ -265,8 +265,10 @@ std::variant<GenerationService::Prepared, grpc::Status> GenerationService::Prepa
 OutboxHooks GenerationService::HooksOf(const std::string& request_id) {
   return {
       .wake_engine = [this] { engine_.Wake(); },
-      .cancel_request = [this, request_id](
-                            absl::Status status) { engine_.Cancel(request_id, std::move(status)); },
+      .cancel_request =
+          [this, request_id](const RequestSink& sink, absl::Status status) {
+            engine_.CancelOf(sink, request_id, std::move(status));
+          },
       .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); }};
 }
 

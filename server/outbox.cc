@@ -117,7 +117,7 @@ void Outbox::OnWritten(bool ok) {
     gone = !ok && !end_.has_value();
     was_full = UpdateFull();
   }
-  if (gone) hooks_.cancel_request(absl::CancelledError("the client has gone"));
+  if (gone) hooks_.cancel_request(*this, absl::CancelledError("the client has gone"));
   if (was_full.has_value()) {
     hooks_.was_full(*was_full);
     hooks_.wake_engine();
@@ -132,7 +132,7 @@ void Outbox::OnClientGone(absl::Status status) {
     DropMessages();
     live = !end_.has_value();
   }
-  if (live) hooks_.cancel_request(std::move(status));
+  if (live) hooks_.cancel_request(*this, std::move(status));
   Pump();
 }
 
@@ -152,7 +152,7 @@ void Outbox::CheckStall() {
     }
     if (stalled >= 2 * limits_.stall) abort_ = true;
   }
-  if (cancel) hooks_.cancel_request(SlowReader(limits_.stall));
+  if (cancel) hooks_.cancel_request(*this, SlowReader(limits_.stall));
   Pump();
 }
 

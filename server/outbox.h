@@ -50,7 +50,8 @@ struct OutboxLimits {
 // How an outbox reaches the world. Called with no lock held, on any thread.
 struct OutboxHooks {
   std::function<void()> wake_engine;
-  std::function<void(absl::Status)> cancel_request;
+  // The request of this sink, if it has not ended.
+  std::function<void(const RequestSink&, absl::Status)> cancel_request;
   std::function<void(absl::Duration)> was_full;  // for so long
 };
 

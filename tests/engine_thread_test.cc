@@ -216,6 +216,20 @@ TEST_F(EngineThreadTest, QueueIsBoundedInTokens) {
   EXPECT_EQ(d->tokens(), 10);
 }
 
+TEST_F(EngineThreadTest, RequestOverTheBoundInTokensWaitsAlone) {
+  HoldForwards();
+  Start({.max_tokens = 20}, {.max_running_requests = 1});
+  const auto running = Submit("running", 20, 10);
+  gate_.AwaitHeld();
+  EXPECT_EQ(Submit("behind", 20, 10, std::make_shared<CountingSink>()), SubmitError::kQueueFull);
+  gate_.Open();
+  running->AwaitEnd();
+  const auto alone = std::make_shared<CountingSink>();
+  while (Submit("alone", 20, 10, alone) == SubmitError::kQueueFull) std::this_thread::yield();
+  alone->AwaitEnd();
+  EXPECT_EQ(alone->tokens(), 10);
+}
+
 TEST_F(EngineThreadTest, RefusedRequestHearsNothing) {
   HoldForwards();
   Start({.max_requests = 1});
@@ -283,6 +297,28 @@ TEST_F(EngineThreadTest, CancelThatComesTooLateSparesTheNextOfItsId) {
     second->AwaitEnd();
     EXPECT_EQ(second->finished().reason, FinishReason::kLength);
   }
+}
+
+// A stream that is told late of its client's leaving knows only its request's id.
+TEST_F(EngineThreadTest, CancelOfASinkSparesTheNextOfItsId) {
+  HoldForwards();
+  const auto first = std::make_shared<CountingSink>();
+  Start();
+  EXPECT_FALSE(thread_->CancelOf(*first, "a", absl::CancelledError("")));
+  const auto second = Submit("a", 5, 2);
+  gate_.AwaitHeld();
+  EXPECT_FALSE(thread_->CancelOf(*first, "a", absl::CancelledError("")));
+  EXPECT_FALSE(thread_->CancelOf(*second, "b", absl::CancelledError("")));
+  gate_.Open();
+  second->AwaitEnd();
+  EXPECT_EQ(second->finished().reason, FinishReason::kLength);
+
+  const auto third = std::make_shared<CountingSink>();
+  third->set_ready(false);  // it cannot end by itself
+  Submit("a", 5, 2, third);
+  EXPECT_TRUE(thread_->CancelOf(*third, "a", absl::CancelledError("")));
+  third->AwaitEnd();
+  EXPECT_EQ(third->finished().reason, FinishReason::kCancelled);
 }
 
 // Cancelling.

@@ -130,7 +130,7 @@ class OutboxTest : public ::testing::Test {
     // The hooks look at the outbox: with its mutex held they would never return.
     OutboxHooks hooks{.wake_engine = [this] { wakes_ += outbox_->Ready() ? 1 : 0; },
                       .cancel_request =
-                          [this](absl::Status status) {
+                          [this](const RequestSink&, absl::Status status) {
                             outbox_->Ready();
                             cancels_.push_back(std::move(status));
                           },
@@ -307,7 +307,7 @@ TEST(OutboxRaceTest, EveryStreamEndsExactlyOnce) {
   for (int i = 0; i < kStreams; ++i) {
     Stream& stream = *streams.emplace_back(std::make_unique<Stream>());
     OutboxHooks hooks{.wake_engine = [] {},
-                      .cancel_request = [&stream](absl::Status) { stream.cancelled = true; },
+                      .cancel_request = [&stream](const RequestSink&, absl::Status) { stream.cancelled = true; },
                       .was_full = [](absl::Duration) {}};
     stream.writer.outbox =
         std::make_shared<Outbox>(OutboxLimits{.max_messages = 8, .max_bytes = 1 << 20},
@@ -356,7 +356,7 @@ class EngineStream final : public StreamWriter {
     outbox_ = std::make_shared<Outbox>(
         OutboxLimits{.max_messages = 2, .max_bytes = 256},
         OutboxHooks{.wake_engine = [&engine] { engine.Wake(); },
-                    .cancel_request = [&engine, id](absl::Status s) { engine.Cancel(id, s); },
+                    .cancel_request = [&engine, id](const RequestSink& sink, absl::Status s) { engine.CancelOf(sink, id, s); },
                     .was_full = [](absl::Duration) {}},
         /*token_ids=*/true, *this, courier);
   }
