@@ -14,6 +14,7 @@
 #include "runtime/executor.h"
 #include "runtime/machine.h"
 #include "runtime/model.h"
+#include "runtime/scheduler.h"
 
 namespace epikv {
 namespace {
@@ -150,7 +151,10 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   if (absl::Status status = CheckSupported(loaded.manifest); !status.ok()) return status;
 
   progress("taking memory");
-  TouchScratch(**model, options.deterministic ? kDeterministicRows : options.max_step_tokens);
+  TouchScratch(**model, options.deterministic
+                            ? kDeterministicRows
+                            : MostStepTokens({.max_step_tokens = options.max_step_tokens},
+                                             options.max_running_requests));
   const int64_t available = AvailableMemoryBytes();
   loaded.kv_capacity_bytes =
       options.kv_pool_bytes > 0

@@ -19,7 +19,19 @@ int64_t NextChunk(const SequenceView& sequence, int64_t room, const SchedulerOpt
   return chunk <= room ? chunk : 0;
 }
 
+// Left for prefill beside `decoding` tokens.
+int64_t PrefillRoom(int64_t decoding, const SchedulerOptions& options) {
+  return std::max(
+      {options.max_step_tokens - decoding, kLeastPrefillTokens, options.fixed_chunk_tokens});
+}
+
 }  // namespace
+
+int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requests) {
+  // One request prefills beside the others.
+  const int64_t decoding = max_running_requests - 1;
+  return std::max(max_running_requests, decoding + PrefillRoom(decoding, options));
+}
 
 std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
                               const SchedulerOptions& options) {
@@ -30,8 +42,7 @@ std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
       plan.push_back({.sequence = static_cast<int64_t>(i), .num_tokens = 1});
     }
   }
-  int64_t room = std::max({options.max_step_tokens - static_cast<int64_t>(plan.size()),
-                           kLeastPrefillTokens, options.fixed_chunk_tokens});
+  int64_t room = PrefillRoom(static_cast<int64_t>(plan.size()), options);
   for (size_t i = 0; i < running.size() && room > 0; ++i) {
     const SequenceView& s = running[i];
     if (!s.ready || s.cached_tokens >= s.prefill_tokens) continue;

@@ -30,6 +30,9 @@ struct PlannedItem {
   int64_t num_tokens = 0;
 };
 
+// The most tokens a step can have.
+int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requests);
+
 // Every ready decoding sequence, then prompt chunks in the room left, oldest first. Pure.
 std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
                               const SchedulerOptions& options);

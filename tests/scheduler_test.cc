@@ -96,6 +96,21 @@ TEST(Plan, FixedChunkFitsWhereDecodingFillsTheStep) {
   }
 }
 
+TEST(MostStepTokens, IsReachedWhereDecodingLeavesTheLeast) {
+  for (int64_t max_running : {1, 3, 30, 200}) {
+    const SchedulerOptions options{.max_step_tokens = 64};
+    int64_t most = 0;
+    for (int64_t decoding = 0; decoding <= max_running; ++decoding) {
+      std::vector<SequenceView> running(decoding, Decoding());
+      running.resize(max_running, Prefilling(1000));
+      int64_t tokens = 0;
+      for (const PlannedItem& item : Plan(running, options)) tokens += item.num_tokens;
+      most = std::max(most, tokens);
+    }
+    EXPECT_EQ(MostStepTokens(options, max_running), most);
+  }
+}
+
 // Random running sets, stepped until all prompts are cached.
 class PlanLaws : public testing::Test {
  protected:
@@ -171,6 +186,7 @@ void CheckPlan(const std::vector<SequenceView>& running, const SchedulerOptions&
   EXPECT_EQ(decodes, ready_decodes) << "every ready decoding sequence runs";
   const int64_t least = std::max<int64_t>(16, options.fixed_chunk_tokens);
   EXPECT_LE(sum, std::max(options.max_step_tokens, decodes + least));
+  EXPECT_LE(sum, MostStepTokens(options, std::max<int64_t>(1, running.size())));
   if (previous < 0) {
     for (const SequenceView& s : running) {
       EXPECT_FALSE(s.ready && !IsDecoding(s)) << "no prefill progress";
