@@ -192,8 +192,9 @@ std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> ite
 
 absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const WorkItem> items) {
   times_ = StepStats();
-  std::vector<StepItem> step = Prepare(items);
+  std::vector<StepItem> step;
   try {
+    step = Prepare(items);
     // Without --deterministic one forward holds all rows.
     size_t begin = 0;
     while (begin < step.size()) {
@@ -208,11 +209,18 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
       begin = end;
     }
   } catch (const std::exception& e) {
+    running_ = {};
     return absl::InternalError(e.what());
   }
   std::vector<ForwardOutcome> outcomes;
   const StageTimer timer(times_, Stage::kSample);
-  for (StepItem& item : step) outcomes.push_back(Finish(item));
+  for (StepItem& item : step) {
+    try {
+      outcomes.push_back(Finish(item));
+    } catch (const std::exception& e) {  // its own alone: the others have committed
+      outcomes.push_back({.status = absl::InternalError(absl::StrCat("sampling: ", e.what()))});
+    }
+  }
   return outcomes;
 }
 

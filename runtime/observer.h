@@ -38,11 +38,13 @@ struct EvictedStats {
 class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
+  // Holds its KV from now on. Not of a request that ends in the queue, or cannot be opened.
   virtual void OnAdmitted(const Request& request, absl::Duration queued) {}
   // After each step, and (with 0 sequences) when nothing could run.
   virtual void OnStep(const StepStats& step) {}
   virtual void OnFirstToken(const Request& request, absl::Duration since_arrival) {}
   virtual void OnEvicted(const EvictedStats& evicted) {}
+  // Once for every submitted request, admitted or not.
   virtual void OnFinished(const Request& request, const Finished& finished) {}
 };
 
