@@ -66,6 +66,11 @@ std::string RangeError(const ParamSpec& spec, const ParamValue& value) {
   return "";
 }
 
+std::string TypeWanted(const ParamSpec& spec) {
+  if (spec.type != ParamType::kChoice) return absl::StrCat("of type ", ParamTypeName(spec.type));
+  return absl::StrCat("one of ", absl::StrJoin(spec.choices, ", "));
+}
+
 std::string KnownParams(const PolicySpec& spec) {
   if (spec.params.empty()) return "it takes none";
   return absl::StrCat("known: ",
@@ -167,7 +172,7 @@ ResolvedParams ResolveParams(const PolicySpec& spec, const std::map<std::string,
     }
     const std::optional<ParamValue> typed = Coerce(value, param->type);
     if (!typed.has_value()) {
-      violate(name, absl::StrCat("must be of type ", ParamTypeName(param->type)));
+      violate(name, absl::StrCat("must be ", TypeWanted(*param)));
       continue;
     }
     if (std::string error = RangeError(*param, *typed); !error.empty()) {

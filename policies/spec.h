@@ -117,7 +117,7 @@ struct ModelShape {
 
 // What the runtime must provide for one (policy, parameters).
 struct PolicyTraits {
-  bool evicts = true;  // false: the whole cache is kept, budgets do not apply
+  bool evicts = true;  // false: the whole cache is kept, or the budget refused
   Granularity granularity = Granularity::kToken;
   SignalSet signals;
   std::vector<int64_t> residual_layers;  // of kResidualStep: block numbers, 0-based, ascending

@@ -176,13 +176,13 @@ const PolicySpec* Resolver::ResolvePolicy() {
 bool Resolver::ResolveBudget() {
   const int64_t total = static_cast<int64_t>(options_.prompt.size()) + request_.max_output_tokens;
   request_.budget = total;
-  const bool evicts = request_.spec != nullptr && request_.traits.evicts;
+  int64_t asked = total;
   if (const auto* tokens = std::get_if<int64_t>(&options_.kv.budget)) {
     if (*tokens < 1) {
       Violate("kv.max_tokens", "must be at least 1");
       return false;
     }
-    if (evicts) request_.budget = *tokens;
+    asked = *tokens;
   }
   if (const auto* ratio = std::get_if<double>(&options_.kv.budget)) {
     if (!(*ratio > 0 && *ratio <= 1)) {
@@ -191,7 +191,17 @@ bool Resolver::ResolveBudget() {
     }
     // Of 100 tokens 0.07 are 7, though in doubles they are a little more.
     constexpr double kRounding = 1 - 1e-15;
-    if (evicts) request_.budget = static_cast<int64_t>(std::ceil(*ratio * total * kRounding));
+    asked = static_cast<int64_t>(std::ceil(*ratio * total * kRounding));
+  }
+  if (request_.spec == nullptr) return true;
+  if (request_.traits.evicts) {
+    request_.budget = asked;
+  } else if (asked < total - 1) {  // the last output token is never cached
+    Violate("kv.budget", absl::StrCat("policy '", request_.spec->name, "' evicts nothing and may cache ",
+                                      total - 1, " tokens, more than the budget of ", asked,
+                                      "; leave the budget out, or choose a policy that evicts"));
+    Because("KV_BUDGET", {{"budget", absl::StrCat(asked)}, {"min", absl::StrCat(total - 1)}});
+    return false;
   }
   return true;
 }

@@ -443,9 +443,24 @@ TEST_F(AdmissionTest, RatioIsOfPromptAndMaxOutputRoundedUp) {
 }
 
 TEST_F(AdmissionTest, BudgetOfFullIsEverything) {
-  const Request request = Accept(Ask(10, 20, "full", 5));
-  EXPECT_EQ(request.budget, 30);
-  EXPECT_THAT(request.demand.decode, Each(29));
+  for (int64_t enough : {29, 500}) {
+    const Request request = Accept(Ask(10, 20, "full", enough));
+    EXPECT_EQ(request.budget, 30);
+    EXPECT_THAT(request.demand.decode, Each(29));
+  }
+}
+
+TEST_F(AdmissionTest, FullRefusesABudgetThatItCannotKeep) {
+  const Rejection rejection = Refuse(Ask(10, 20, "full", 28));
+  EXPECT_EQ(rejection.reason, "KV_BUDGET");
+  EXPECT_EQ(rejection.code, absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(rejection.message, HasSubstr("evicts nothing and may cache 29 tokens"));
+  EXPECT_THAT(rejection.metadata, UnorderedElementsAre(Pair("budget", "28"), Pair("min", "29")));
+  RequestOptions ratio = Ask(10, 20, "full", 1);
+  ratio.kv.budget = 0.5;
+  EXPECT_FALSE(Accepts(ratio));
+  ratio.kv.budget = 1.0;
+  EXPECT_TRUE(Accepts(ratio));
 }
 
 TEST_F(AdmissionTest, BudgetThatHoldsEverythingRefusesNothing) {
@@ -590,7 +605,11 @@ class DemandLaw : public AdmissionTest, public testing::WithParamInterface<const
       limits.prefill_chunk_tokens = Draw(1, 64);
       RequestOptions options =
           Ask(Draw(1, 200), Draw(0, 3) == 0 ? Draw(1, 4) : Draw(1, 80), GetParam(), Draw(1, 250));
-      if (options.kv.policy != "full") options.kv.params["slack"] = Draw(0, 1) * Draw(0, 70);
+      if (options.kv.policy != "full") {
+        options.kv.params["slack"] = Draw(0, 1) * Draw(0, 70);
+      } else {
+        options.kv.budget = {};
+      }
       const auto resolved = Make(limits).Resolve(options);
       if (!std::holds_alternative<Request>(resolved)) continue;
       const Request& request = std::get<Request>(resolved);
@@ -672,7 +691,7 @@ TEST_F(AdmissionTest, ScoringInChunksDemandsAllScoredTokens) {
 // Bytes.
 
 TEST_F(AdmissionTest, BytesAreRowsTablesAndState) {
-  const Request full = Accept(Ask(10, 11, "full", 1));
+  const Request full = Accept(Ask(10, 11, "full", 20));
   // 20 tokens in 4 lanes of 4 + 4 floats; one table of index and position.
   EXPECT_EQ(full.demand.peak_bytes(), 20 * kLanes * 32 + 20 * 8);
   EXPECT_EQ(admission_.kv_bytes_per_token(), kLanes * 32);
@@ -700,7 +719,7 @@ TEST_F(AdmissionTest, HalfPrecisionHalvesTheRows) {
 }
 
 TEST_F(AdmissionTest, WhatCanNeverFitIsRefusedWithTheNumbers) {
-  const RequestOptions options = Ask(10, 11, "full", 1);
+  const RequestOptions options = Ask(10, 11, "full", 20);
   AdmissionLimits limits = Limits();
   limits.kv_capacity_bytes = Accept(options).demand.peak_bytes();
   Accept(Make(limits), options);

@@ -1062,7 +1062,11 @@ class EngineLaws : public EngineTest, public testing::WithParamInterface<int> {
         Ask(id, Draw(1, OneIn(4) ? 300 : 40), Draw(1, 40), policies[Draw(0, 3)], Draw(1, 120));
     std::rotate(options.prompt.begin(), options.prompt.begin() + Draw(0, options.prompt.size() - 1),
                 options.prompt.end());
-    if (options.kv.policy != "full") options.kv.params["slack"] = OneIn(2) ? 0 : Draw(0, 30);
+    if (options.kv.policy != "full") {
+      options.kv.params["slack"] = OneIn(2) ? 0 : Draw(0, 30);
+    } else {
+      options.kv.budget = {};
+    }
     if (OneIn(4)) {
       options.forced.resize(Draw(1, 40));
       for (int32_t& token : options.forced) token = Draw(0, kFakeVocab - 1);

@@ -91,7 +91,7 @@ TEST(ResolveParams, RangesAreInclusive) {
 
 TEST(ResolveParams, WrongTypesAreNamed) {
   EXPECT_THAT(Wrong("flag", int64_t{1}), HasSubstr("type bool"));
-  EXPECT_THAT(Wrong("colour", true), HasSubstr("type choice"));
+  EXPECT_THAT(Wrong("colour", true), HasSubstr("one of red, green"));
   EXPECT_THAT(Wrong("tokens", int64_t{1}), HasSubstr("type int_list"));
 }
 
