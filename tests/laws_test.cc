@@ -1,11 +1,13 @@
-// The laws of DESIGN section 8, 1 to 7, on random tiny models: each test names its law. Law 8 is
-// golden_policies_test.cc.
+// The laws of DESIGN section 8 on random tiny models and on the sample model: each test names its
+// law. Law 8, policy by policy, is golden_policies_test.cc.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <random>
 #include <set>
 
@@ -56,17 +58,41 @@ std::vector<PolicyCase> EvictingPolicies() {
   };
 }
 
-std::vector<int32_t> RandomTokens(int64_t count, int64_t vocab, uint64_t seed) {
-  std::mt19937_64 rng(seed);
-  std::vector<int32_t> tokens;
-  for (int64_t i = 0; i < count; ++i) tokens.push_back(static_cast<int32_t>(rng() % vocab));
-  return tokens;
+// What the EpiKV authors' classes did to four of the sample model's problems.
+const nlohmann::json& AuthorsRuns() {
+  static const auto& golden = *new nlohmann::json([] {
+    std::ifstream file(EPIKV_SOURCE_DIR "/tests/golden/epikv_authors/runs.json");
+    return nlohmann::json::parse(file);
+  }());
+  return golden;
 }
 
-RequestOptions Scoring(int64_t prompt, int64_t forced, int64_t vocab, uint64_t seed) {
+// Text for a model: the sample model's own, for it says little of value on any other; else random
+// tokens, no two alike: at a cut the keys of equal ones would differ by rounding alone.
+std::vector<int32_t> Text(const Manifest& manifest, int64_t count, uint64_t seed) {
+  if (manifest.name == AuthorsRuns()["model"].get<std::string>()) {
+    const auto& run = AuthorsRuns()["runs"][seed % AuthorsRuns()["runs"].size()];
+    std::vector<int32_t> text = run["prompt"];
+    const std::vector<int32_t> solution = run["tokens"];
+    text.insert(text.end(), solution.begin(), solution.end());
+    EXPECT_GE(static_cast<int64_t>(text.size()), count);
+    text.resize(count);
+    return text;
+  }
+  std::mt19937_64 rng(seed);
+  std::vector<int32_t> text(manifest.vocab_size);
+  std::iota(text.begin(), text.end(), 0);
+  std::shuffle(text.begin(), text.end(), rng);
+  EXPECT_GE(static_cast<int64_t>(text.size()), count);
+  text.resize(count);
+  return text;
+}
+
+RequestOptions Scoring(const Manifest& manifest, int64_t prompt, int64_t forced, uint64_t seed) {
+  const std::vector<int32_t> text = Text(manifest, prompt + forced, seed);
   RequestOptions options;
-  options.prompt = RandomTokens(prompt, vocab, seed);
-  options.forced = RandomTokens(forced, vocab, seed + 1);
+  options.prompt.assign(text.begin(), text.begin() + prompt);
+  options.forced.assign(text.begin() + prompt, text.end());
   options.sampling.seed = seed;
   return options;
 }
@@ -151,7 +177,8 @@ TEST_P(FullEqualsTransformers, LogitsAndGreedyTokens) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Law1, FullEqualsTransformers,
-                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "tied", "wide"),
+                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "tied", "wide",
+                                                              "sample"),
                                             ::testing::Values(DecodeKernel::kBatch,
                                                               DecodeKernel::kFlash,
                                                               DecodeKernel::kMatmul)),
@@ -183,7 +210,7 @@ std::string CaseName(const ::testing::TestParamInfo<std::tuple<std::string, Poli
 // Law 2: a budget that holds everything gives the same bits as `full`.
 TEST_P(EveryPolicy, Law2_EnoughBudgetGivesTheBitsOfFull) {
   EngineHarness harness = Harness();
-  RequestOptions options = Scoring(40, 60, harness.manifest().vocab_size, 7);
+  RequestOptions options = Scoring(harness.manifest(), 40, 60, 7);
   ASSERT_TRUE(harness.Run(options).ok());
   const std::vector<at::Tensor> full = harness.model().TakeLogits();
   // 200, so that lanes with half of it hold 99 tokens too.
@@ -240,7 +267,7 @@ TEST_P(EveryPolicy, Law3_RoundsMeetTheBudgetAndSpareTheProtected) {
   EngineHarness harness = Harness();
   constexpr int64_t kPrompt = 24, kForced = 200, kBudget = 64;
   const RequestOptions options =
-      WithPolicy(Scoring(kPrompt, kForced, harness.manifest().vocab_size, 11), policy(), kBudget);
+      WithPolicy(Scoring(harness.manifest(), kPrompt, kForced, 11), policy(), kBudget);
   auto resolved = harness.admission().Resolve(options);
   ASSERT_TRUE(std::holds_alternative<Request>(resolved)) << std::get<Rejection>(resolved).message;
   const Request& request = std::get<Request>(resolved);
@@ -288,7 +315,7 @@ TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
   for (PositionMode positions : {PositionMode::kAbsolute, PositionMode::kCompact}) {
     EngineHarness harness = Harness();
     RequestOptions options =
-        WithPolicy(Scoring(24, 120, harness.manifest().vocab_size, 13), policy(), 64);
+        WithPolicy(Scoring(harness.manifest(), 24, 120, 13), policy(), 64);
     options.kv.positions = positions;
     const Transcript transcript = harness.Run(options);
     ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
@@ -311,8 +338,8 @@ TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
 
 // Law 5: prompt chunks of any size, and lanes that were moved, change nothing.
 TEST_P(EveryPolicyInFp32, Law5_ChunkedPrefillAndMovedLanesChangeNothing) {
-  const int64_t vocab = EngineHarness(ModelPath(model())).manifest().vocab_size;
-  const RequestOptions options = WithPolicy(Scoring(40, 110, vocab, 17), policy(), 96);
+  const Manifest manifest = EngineHarness(ModelPath(model())).manifest();
+  const RequestOptions options = WithPolicy(Scoring(manifest, 40, 110, 17), policy(), 96);
   std::vector<std::vector<at::Tensor>> logits;
   std::vector<std::vector<int32_t>> kept;
   for (int64_t step_tokens : {512, 17}) {
@@ -331,9 +358,9 @@ TEST_P(EveryPolicyInFp32, Law5_ChunkedPrefillAndMovedLanesChangeNothing) {
       return std::get<Request>(probe.admission().Resolve(o)).demand.peak_bytes();
     };
     RequestOptions small, large;
-    small.prompt = RandomTokens(60, vocab, 18);
+    small.prompt = Text(manifest, 60, 18);
     small.stop.max_output_tokens = 5;
-    large.prompt = RandomTokens(100, vocab, 19);
+    large.prompt = Text(manifest, 100, 19);
     large.stop.max_output_tokens = 4;
     EngineHarness harness =
         Harness({.kv_pool_bytes = std::max(demand(small) + demand(options) + demand(small) / 4,
@@ -359,9 +386,8 @@ TEST_P(EveryPolicyInFp32, Law5_ChunkedPrefillAndMovedLanesChangeNothing) {
 // Law 4: in deterministic mode a request's tokens and bits are the same alone and in any batch.
 TEST_P(EveryPolicy, Law4_DeterministicModeIgnoresTheBatch) {
   EngineHarness harness = Harness({.deterministic = true});
-  const int64_t vocab = harness.manifest().vocab_size;
   RequestOptions options;
-  options.prompt = RandomTokens(37, vocab, 23);
+  options.prompt = Text(harness.manifest(), 37, 23);
   options.stop.max_output_tokens = 130;
   options.sampling = {.temperature = 0.8f, .seed = 5};
   options.output.logprobs = true;
@@ -376,7 +402,7 @@ TEST_P(EveryPolicy, Law4_DeterministicModeIgnoresTheBatch) {
     std::shared_ptr<Transcript> watched;
     for (int i = 0; i < 9; ++i) {
       RequestOptions neighbour;
-      neighbour.prompt = RandomTokens(20 + rng() % 60, vocab, rng());
+      neighbour.prompt = Text(harness.manifest(), 20 + rng() % 60, rng());
       neighbour.stop.max_output_tokens = 10 + rng() % 150;
       neighbour.sampling = {.temperature = 1.0f, .seed = rng()};
       neighbour = WithPolicy(neighbour, others[rng() % others.size()], 160);
@@ -396,7 +422,7 @@ TEST_P(EveryPolicy, Law4_DeterministicModeIgnoresTheBatch) {
 TEST_P(EveryPolicy, Law4_ScoringGeneratedTokensReturnsTheirLogprobs) {
   EngineHarness harness = Harness({.deterministic = true});
   RequestOptions options;
-  options.prompt = RandomTokens(30, harness.manifest().vocab_size, 31);
+  options.prompt = Text(harness.manifest(), 30, 31);
   options.stop.max_output_tokens = 90;
   options.sampling = {.temperature = 1.0f, .seed = 9};
   options.output.logprobs = true;
@@ -417,7 +443,7 @@ TEST_P(EveryPolicy, Law3_PromptsOverTheBudgetAreEvictedAtFixedPlaces) {
   for (int64_t step_tokens : {512, 19}) {
     EngineHarness harness = Harness({.max_step_tokens = step_tokens, .prefill_chunk_tokens = 32});
     RequestOptions options =
-        WithPolicy(Scoring(200, 20, harness.manifest().vocab_size, 37), policy(), 64);
+        WithPolicy(Scoring(harness.manifest(), 200, 20, 37), policy(), 64);
     auto resolved = harness.admission().Resolve(options);
     if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
       // It says which budget would do, and that one does.
@@ -446,11 +472,13 @@ TEST_P(EveryPolicy, Law3_PromptsOverTheBudgetAreEvictedAtFixedPlaces) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicy,
-                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "gqa_bf16"),
+                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "gqa_bf16",
+                                                              "sample"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyInFp32,
-                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa"),
+                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa",
+                                                              "sample"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 
@@ -461,7 +489,7 @@ class SignalsEqualTheDefinition : public ::testing::TestWithParam<const char*> {
  protected:
   // Scores random tokens under a policy and runs the reference over the same evictions.
   void Score(const PolicyCase& policy) {
-    options_ = WithPolicy(Scoring(24, 120, harness_.manifest().vocab_size, 47), policy, 64);
+    options_ = WithPolicy(Scoring(harness_.manifest(), 24, 120, 47), policy, 64);
     options_.output.residual_steps = true;
     transcript_ = harness_.Run(options_);
     ASSERT_TRUE(transcript_.ok()) << transcript_.finished->status;
@@ -551,7 +579,8 @@ TEST_P(SignalsEqualTheDefinition, H2oDropsTheLeastAttended) {
   EXPECT_EQ(next, transcript_.evictions.size());
 }
 
-INSTANTIATE_TEST_SUITE_P(Laws, SignalsEqualTheDefinition, ::testing::Values("mha", "gqa", "mqa"));
+INSTANTIATE_TEST_SUITE_P(Laws, SignalsEqualTheDefinition,
+                         ::testing::Values("mha", "gqa", "mqa", "sample"));
 
 // ---------------------------------------------------------------------------------------------
 // Law 6: dropping what attention does not look at changes nothing.
@@ -560,9 +589,8 @@ TEST(Law6, DroppingTokensWithoutAttentionChangesNothing) {
   EngineHarness harness(ModelPath("gqa"));
   // Without rotation, channel 0 decides: a doomed token's key is far below every other.
   constexpr float kDepth = 20;  // exp(-20 * 20 * scale) of the mass
-  const int64_t vocab = harness.manifest().vocab_size;
   const int64_t last_channel = harness.manifest().layers[0].key_width / 2 - 1;
-  RequestOptions options = Scoring(24, 150, vocab, 41);
+  RequestOptions options = Scoring(harness.manifest(), 24, 150, 41);
   std::vector<int64_t> kept;
   std::vector<int32_t> tokens = options.prompt;
   tokens.insert(tokens.end(), options.forced.begin(), options.forced.end());
@@ -607,13 +635,12 @@ TEST(Law7, ThePoolIsWholeHoweverRequestsEnd) {
   EngineHarness harness(ModelPath("gqa"), {.kv_pool_bytes = 2 << 20, .policies = LawPolicies()});
   const std::vector<PolicyCase> policies = EvictingPolicies();
   std::mt19937_64 rng(43);
-  const int64_t vocab = harness.manifest().vocab_size;
   std::vector<std::shared_ptr<Transcript>> transcripts;
   int64_t cancelled = 0;
   for (int i = 0; i < 300; ++i) {
     RequestOptions options;
     options.id = absl::StrCat("r", i);
-    options.prompt = RandomTokens(1 + rng() % 60, vocab, rng());
+    options.prompt = Text(harness.manifest(), 1 + rng() % 60, rng());
     options.stop.max_output_tokens = 1 + rng() % 80;
     options.sampling = {.temperature = 1.0f, .seed = rng()};
     if (rng() % 4 > 0) options = WithPolicy(options, policies[rng() % policies.size()], 160);
@@ -633,6 +660,57 @@ TEST(Law7, ThePoolIsWholeHoweverRequestsEnd) {
   EXPECT_EQ(harness.executor().used_bytes(), 0);
   EXPECT_EQ(harness.engine().ledger().reserved(), 0);
   EXPECT_EQ(harness.executor().pool().free_rows(), harness.executor().pool().num_rows());
+}
+
+// ---------------------------------------------------------------------------------------------
+// Law 8: the whole engine in `compact` against the EpiKV authors' classes in a loop of their
+// benchmark's kind over transformers (golden/make_epikv_runs.py): the same tokens dropped at every
+// step, the same logits.
+
+TEST(Law8, CompactEnginesEqualTheAuthorsLoop) {
+  const nlohmann::json& golden = AuthorsRuns();
+  EngineHarness harness(ModelPath("sample"));
+  ASSERT_EQ(harness.manifest().name, golden["model"].get<std::string>()) << "make the golden again";
+  ASSERT_GE(golden["runs"].size(), 4u);
+  for (const auto& run : golden["runs"]) {
+    const std::string policy = run["policy"];
+    SCOPED_TRACE(absl::StrCat(policy, ", budget ", run["budget"].get<int64_t>()));
+    RequestOptions options;
+    options.prompt = run["prompt"].get<std::vector<int32_t>>();
+    options.forced = run["tokens"].get<std::vector<int32_t>>();
+    options.forced.push_back(0);  // the last one is not cached
+    PolicyCase asked{"", policy, {}};
+    for (const auto& [name, value] : run["params"].items()) {
+      if (value.is_string()) asked.params[name] = value.get<std::string>();
+      if (value.is_number_integer()) asked.params[name] = value.get<int64_t>();
+    }
+    options = WithPolicy(options, asked, run["budget"]);
+    options.kv.positions = PositionMode::kCompact;
+    options.kv.protection.prompt = policy == "epikv_flat";
+    options.kv.protection.sinks = run["sinks"];
+    options.kv.protection.recent = run["recent"];
+    const Transcript transcript = harness.Run(options);
+    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+    ASSERT_GE(transcript.finished->kv.rounds, 5);
+
+    const int64_t prompt = static_cast<int64_t>(options.prompt.size());
+    std::map<int64_t, std::vector<int32_t>> dropped, expected;
+    for (const EvictionTrace& trace : transcript.evictions) {
+      dropped[trace.at_token] = trace.victims.at(0).index;
+    }
+    // The request ends with its last token, which needs no round.
+    for (size_t step = 0; step + 1 < run["dropped"].size(); ++step) {
+      const std::vector<int32_t> victims = run["dropped"][step];
+      if (!victims.empty()) expected[prompt + static_cast<int64_t>(step)] = victims;
+    }
+    EXPECT_EQ(dropped, expected);
+    const std::vector<at::Tensor> logits = harness.model().TakeLogits();
+    for (const auto& [token, values] : run["logits"].items()) {
+      const at::Tensor theirs = at::tensor(values.get<std::vector<float>>());
+      const at::Tensor& ours = logits[std::stoll(token) - prompt + 1];
+      EXPECT_LT((ours - theirs).abs().max().item<float>(), 1e-4) << "after token " << token;
+    }
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from dataclasses import replace
@@ -15,7 +16,7 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "python")]
 
 import broken_models  # noqa: E402
 import torch  # noqa: E402
-from epikv.export import random_model  # noqa: E402
+from epikv.export import export, random_model  # noqa: E402
 from epikv.export.reference import prompts_of, write  # noqa: E402
 from epikv.export.synthetic import word_tokenizer, write_directory  # noqa: E402
 
@@ -24,7 +25,7 @@ TINY = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "intermediate_size": 128,
-    "vocab_size": 97,
+    "vocab_size": 331,
     "max_position_embeddings": 4096,
 }
 # Wide enough for the kernels' blocking to show.
@@ -89,6 +90,15 @@ def write_reference(config: dict[str, Any], path: Path) -> None:
         write(Path(folder), path, "float32", prompts_of((), config["vocab_size"], 100), 16)
 
 
+def write_sample(out: Path) -> None:
+    """The shipped sample model, with its calibration, and what transformers computes with it."""
+    directory = ROOT / "tools" / "sample_model"
+    directory /= (directory / "SHIPPED").read_text().strip()
+    vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
+    export(directory, out / "sample.pt", dtype="float32", name=directory.name)
+    write(directory, out / "sample.json", "float32", prompts_of((), vocab_size, 100), 16)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -100,6 +110,7 @@ def main() -> None:
         random_model(config, out / f"{name}.pt", dtype, seed=1, name=name, check=False)
         if dtype == "float32":
             write_reference(config, out / f"{name}.json")
+    write_sample(out)
 
 
 if __name__ == "__main__":
