@@ -197,9 +197,10 @@ bool Resolver::ResolveBudget() {
   if (request_.traits.evicts) {
     request_.budget = asked;
   } else if (asked < total - 1) {  // the last output token is never cached
-    Violate("kv.budget", absl::StrCat("policy '", request_.spec->name, "' evicts nothing and may cache ",
-                                      total - 1, " tokens, more than the budget of ", asked,
-                                      "; leave the budget out, or choose a policy that evicts"));
+    Violate("kv.budget",
+            absl::StrCat("policy '", request_.spec->name, "' evicts nothing and may cache ",
+                         total - 1, " tokens, more than the budget of ", asked,
+                         "; leave the budget out, or choose a policy that evicts"));
     Because("KV_BUDGET", {{"budget", absl::StrCat(asked)}, {"min", absl::StrCat(total - 1)}});
     return false;
   }

@@ -263,13 +263,12 @@ std::variant<GenerationService::Prepared, grpc::Status> GenerationService::Prepa
 }
 
 OutboxHooks GenerationService::HooksOf(const std::string& request_id) {
-  return {
-      .wake_engine = [this] { engine_.Wake(); },
-      .cancel_request =
-          [this, request_id](const RequestSink& sink, absl::Status status) {
-            engine_.CancelOf(sink, request_id, std::move(status));
-          },
-      .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); }};
+  return {.wake_engine = [this] { engine_.Wake(); },
+          .cancel_request =
+              [this, request_id](const RequestSink& sink, absl::Status status) {
+                engine_.CancelOf(sink, request_id, std::move(status));
+              },
+          .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); }};
 }
 
 grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,

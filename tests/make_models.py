@@ -1,6 +1,6 @@
 """Makes the model files that the C++ tests load.
 
-    python tests/make_models.py --out DIR
+python tests/make_models.py --out DIR
 """
 
 import argparse

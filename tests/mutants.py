@@ -94,10 +94,11 @@ MUTANTS = [
         "*Law3_PromptsOverTheBudget*Sliding*",
     ),
     Mutant(
-        "a moved extent leaves its last row",
+        # The very last row of an extent is free between steps.
+        "a moved extent leaves its last live row",
         "runtime/kv_pool.cc",
         "m.count * key_bytes_);",
-        "(m.count - 1) * key_bytes_);",
+        "(m.count - 2) * key_bytes_);",
         "laws_test",
         "*Law5_Chunked*Sliding*",
     ),
@@ -115,7 +116,7 @@ MUTANTS = [
         "const int64_t past = group.used - item.num_rows;",
         "const int64_t past = std::max<int64_t>(0, group.used - item.num_rows - 1);",
         "laws_test",
-        "*FullEqualsTransformers*",
+        "*Law5_Chunked*Sliding*",
     ),
 ]
 
@@ -136,7 +137,10 @@ def prepare(build: Path, work: Path) -> Path:
     cache = (build / "CMakeCache.txt").read_text()
     settings = re.findall(r"^(EPIKV_(?:TORCH_DIR|PYTHON)):\w+=(.+)$", cache, re.MULTILINE)
     # A fault may leave a variable unused.
-    flags = [f"-D{key}={value}" for key, value in settings] + ["-DEPIKV_SERVER=OFF", "-DEPIKV_WERROR=OFF"]
+    flags = [f"-D{key}={value}" for key, value in settings] + [
+        "-DEPIKV_SERVER=OFF",
+        "-DEPIKV_WERROR=OFF",
+    ]
     run(["cmake", "-S", str(source), "-B", str(work / "build"), "-G", "Ninja", *flags], check=True)
     return source
 

@@ -57,7 +57,10 @@ class Run:
             # A last column of K names the token, so that what is kept can be read off it.
             marks = torch.tensor(before, dtype=torch.float32).reshape(1, 1, -1, 1)
             rows = tuple(
-                (torch.cat([layer.keys, marks.expand(1, layer.keys.shape[1], -1, 1)], -1), layer.values)
+                (
+                    torch.cat([layer.keys, marks.expand(1, layer.keys.shape[1], -1, 1)], -1),
+                    layer.values,
+                )
                 for layer in self.cache.layers
             )
             kept, scores = evict(rows, output, before)
@@ -148,7 +151,9 @@ def main() -> None:
         assert sum(map(len, run["dropped"])) >= 50 and sum(map(bool, run["dropped"])) >= 5
         runs.append(run)
         print(f"{policy}, budget {budget}: {sum(map(len, run['dropped']))} dropped")
-    text = json.dumps({"authors_commit": commit, "model": MODEL.name, "runs": runs}, separators=(",", ":"))
+    text = json.dumps(
+        {"authors_commit": commit, "model": MODEL.name, "runs": runs}, separators=(",", ":")
+    )
     OUT.write_text(text.replace('],"', '],\n"') + "\n")
 
 
