@@ -33,6 +33,7 @@ struct CallScope {
   grpc::CallbackServerContext& context;
   Metrics& metrics;
   LiveCalls& live;
+  const absl::Time start = absl::Now();
 };
 
 // What a call knows of its request once it is queued.
@@ -42,8 +43,12 @@ struct CallFacts {
   int64_t lanes = 0;
 };
 
-absl::Status WhyCancelled(const grpc::CallbackServerContext& context) {
-  if (DeadlineOf(context) <= absl::Now()) {
+// A client at its deadline resets the stream before the server's clock says so: its deadline is the
+// earlier one by the way here, and gRPC rounds a timeout up by as much as 1 %.
+absl::Status WhyCancelled(const CallScope& scope) {
+  const absl::Time deadline = DeadlineOf(scope.context);
+  const absl::Duration earlier = (deadline - scope.start) / 100 + absl::Milliseconds(10);
+  if (deadline - earlier <= absl::Now()) {
     return absl::DeadlineExceededError("the deadline has passed");
   }
   return absl::CancelledError("the client has gone");
@@ -69,9 +74,13 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
   void Abort() override { scope_.context.TryCancel(); }
   void End(const absl::Status& status) override { Fail(ToGrpc(status)); }
 
-  void OnWriteDone(bool ok) override { facts_.outbox->OnWritten(ok); }
+  void OnWriteDone(bool ok) override {
+    // It may come before OnCancel, and the outbox cannot know why it failed.
+    if (!ok) facts_.outbox->OnClientGone(WhyCancelled(scope_));
+    facts_.outbox->OnWritten(ok);
+  }
   void OnCancel() override {
-    if (facts_.outbox != nullptr) facts_.outbox->OnClientGone(WhyCancelled(scope_.context));
+    if (facts_.outbox != nullptr) facts_.outbox->OnClientGone(WhyCancelled(scope_));
   }
   void OnDone() override { delete this; }
 
@@ -138,7 +147,7 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
   }
 
   void OnCancel() override {
-    if (facts_.outbox != nullptr) facts_.outbox->OnClientGone(WhyCancelled(scope_.context));
+    if (facts_.outbox != nullptr) facts_.outbox->OnClientGone(WhyCancelled(scope_));
   }
   void OnDone() override { delete this; }
 

@@ -153,12 +153,8 @@ CODES = {
     "disconnect": grpc.StatusCode.UNAVAILABLE,
     "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-# How they may be counted. Deadlines as cancels only until test_a_deadline_is_counted_as_one passes.
-REASONS = {
-    "cancel": {"cancelled"},
-    "disconnect": {"cancelled"},
-    "deadline": {"deadline", "cancelled"},
-}
+# How they are counted.
+REASONS = {"cancel": {"cancelled"}, "disconnect": {"cancelled"}, "deadline": {"deadline"}}
 
 
 class Relay:
@@ -402,14 +398,11 @@ def test_a_stream_that_stops_reading_is_cancelled(sample_model: Path) -> None:
         assert cut or caught.value.reason == "SLOW_READER"
 
 
-@pytest.mark.xfail(reason="deadlines are taken for cancels; see the docstring")
 def test_a_deadline_is_counted_as_one(sample_model: Path) -> None:
     """Also where the client's clock runs out before the server's.
 
     It does: the server's begins later, and gRPC rounds a timeout up by as much as a hundredth on
-    the wire. BUG in server/generation_service.cc: WhyCancelled calls that a cancel. A second BUG,
-    in Outbox::OnWritten, hits the server's own deadlines: a write that fails because gRPC has ended
-    the call is taken for a client that has gone, where it is heard of before OnCancel.
+    the wire.
     """
     with Daemon(sample_model, *FLAGS) as daemon, daemon.client() as client:
         watch = Watch(daemon)
