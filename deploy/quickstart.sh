@@ -13,7 +13,7 @@ done
 
 # A problem, and a budget at which half of its generated tokens are dropped
 # (tools/sample_model/README.md, "Quickstart problem").
-PROBLEM_SEED=0
+PROBLEM_SEED=9
 BUDGET=384
 POLICY=epikv_flat
 

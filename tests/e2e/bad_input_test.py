@@ -16,7 +16,7 @@ from epikv.testing import Daemon
 from epikv.v1 import generation_pb2, kv_pb2
 
 CONTEXT, VOCABULARY, PROMPT_TOKENS = 1024, 139, 114
-TASK = problem(0)
+TASK = problem(9)
 Request = generation_pb2.GenerateRequest
 Options = kv_pb2.KvOptions
 
@@ -74,7 +74,7 @@ BAD = {
         with_params("epikv_flat", window=1), ["kv.policy_params.window"], ["2"]
     ),
     "parameter of another type": Bad(
-        with_params("h2o", scope=3), ["kv.policy_params.scope"], ["choice"]
+        with_params("h2o", scope=3), ["kv.policy_params.scope"], ["head", "model"]
     ),
     "no such choice": Bad(
         with_params("h2o", scope="all"), ["kv.policy_params.scope"], ["head", "model"]

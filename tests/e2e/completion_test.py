@@ -10,7 +10,7 @@ from epikv import Client, Kv, Output, Sampling
 from epikv.sample import problem
 from epikv.testing import Daemon
 
-TASK = problem(0)
+TASK = problem(9)
 EVICTING = [
     Kv("epikv_flat", 300),
     Kv("sliding", 300, {"slack": 7}),

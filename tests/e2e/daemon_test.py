@@ -15,7 +15,7 @@ from epikv.sample import problem
 from epikv.testing import Daemon, find_binary
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-TASK = problem(0)
+TASK = problem(9)
 
 
 def start(*flags: str) -> tuple[int, str]:
@@ -131,7 +131,7 @@ def test_sigterm_waits_no_longer_than_it_may(sample_model: Path) -> None:
 
             def run() -> None:
                 try:
-                    list(client.generate([5] * 20, kv=Kv("sliding", 64), stop=Stop(1000)))
+                    list(client.generate(TASK.prompt, kv=Kv("full")))
                 except RpcError as error:
                     codes.append(error.code)
 
