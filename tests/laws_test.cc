@@ -41,6 +41,8 @@ struct PolicyCase {
   std::map<std::string, ParamValue> params;
 };
 
+void PrintTo(const PolicyCase& c, std::ostream* out) { *out << c.label; }
+
 std::vector<PolicyCase> EvictingPolicies() {
   return {
       {"EpikvFlat", "epikv_flat", {}},
@@ -128,6 +130,17 @@ bool SameBits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b
     if (!at::equal(a[i], b[i])) return false;
   }
   return true;
+}
+
+// A run in which a law could have been broken: 50 tokens dropped, in five rounds.
+testing::AssertionResult Evicted(const Transcript& transcript, const Manifest& manifest) {
+  if (!transcript.ok()) return testing::AssertionFailure() << transcript.finished->status;
+  const KvUsage& kv = transcript.finished->kv;
+  if (kv.rounds >= 5 && kv.evicted_entries >= 50 * manifest.num_layers()) {
+    return testing::AssertionSuccess();
+  }
+  return testing::AssertionFailure()
+         << "only " << kv.evicted_entries << " entries dropped, in " << kv.rounds << " rounds";
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -276,10 +289,8 @@ TEST_P(EveryPolicy, Law3_RoundsMeetTheBudgetAndSpareTheProtected) {
     EXPECT_LE(harness.engine().ledger().reserved(), harness.engine().ledger().capacity());
   });
   harness.RunAll();
-  ASSERT_TRUE(transcript->ok()) << transcript->finished->status;
+  ASSERT_TRUE(Evicted(*transcript, harness.manifest()));
   const KvUsage& kv = transcript->finished->kv;
-  EXPECT_GE(kv.rounds, 5);
-  EXPECT_GE(kv.evicted_entries, 50 * harness.manifest().num_layers());
   EXPECT_LE(kv.peak_bytes, request.demand.peak_bytes());
 
   TraceReplay replay(harness.manifest(), kPrompt + kForced);
@@ -315,9 +326,7 @@ TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
     RequestOptions options = WithPolicy(Scoring(harness.manifest(), 24, 120, 13), policy(), 64);
     options.kv.positions = positions;
     const Transcript transcript = harness.Run(options);
-    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
-    ASSERT_GE(transcript.finished->kv.rounds, 5);
-    ASSERT_GE(transcript.finished->kv.evicted_entries, 50 * harness.manifest().num_layers());
+    ASSERT_TRUE(Evicted(transcript, harness.manifest()));
     const std::vector<at::Tensor> logits = harness.model().TakeLogits();
 
     TraceReplay replay(harness.manifest(), 24 + 120);
@@ -336,14 +345,13 @@ TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
 // Law 5: prompt chunks of any size, and lanes that were moved, change nothing.
 TEST_P(EveryPolicyInFp32, Law5_ChunkedPrefillAndMovedLanesChangeNothing) {
   const Manifest manifest = EngineHarness(ModelPath(model())).manifest();
-  const RequestOptions options = WithPolicy(Scoring(manifest, 40, 110, 17), policy(), 96);
+  const RequestOptions options = WithPolicy(Scoring(manifest, 40, 120, 17), policy(), 96);
   std::vector<std::vector<at::Tensor>> logits;
   std::vector<std::vector<int32_t>> kept;
   for (int64_t step_tokens : {512, 17}) {
     EngineHarness harness = Harness({.max_step_tokens = step_tokens});
     const Transcript transcript = harness.Run(options);
-    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
-    ASSERT_GE(transcript.finished->kv.rounds, 5);
+    ASSERT_TRUE(Evicted(transcript, manifest));
     logits.push_back(harness.model().TakeLogits());
     kept.push_back(transcript.finished->kv.kept);
   }
@@ -391,8 +399,7 @@ TEST_P(EveryPolicy, Law4_DeterministicModeIgnoresTheBatch) {
   options.output.logprobs = true;
   options = WithPolicy(options, policy(), 80);
   const Transcript alone = harness.Run(options);
-  ASSERT_TRUE(alone.ok()) << alone.finished->status;
-  ASSERT_GE(alone.finished->kv.rounds, 5);
+  ASSERT_TRUE(Evicted(alone, harness.manifest()));
 
   std::mt19937_64 rng(29);
   const std::vector<PolicyCase> others = EvictingPolicies();
@@ -421,13 +428,12 @@ TEST_P(EveryPolicy, Law4_ScoringGeneratedTokensReturnsTheirLogprobs) {
   EngineHarness harness = Harness({.deterministic = true});
   RequestOptions options;
   options.prompt = Text(harness.manifest(), 30, 31);
-  options.stop.max_output_tokens = 90;
+  options.stop.max_output_tokens = 120;
   options.sampling = {.temperature = 1.0f, .seed = 9};
   options.output.logprobs = true;
   options = WithPolicy(options, policy(), 80);
   const Transcript generated = harness.Run(options);
-  ASSERT_TRUE(generated.ok()) << generated.finished->status;
-  ASSERT_GT(generated.finished->kv.evicted_entries, 0);
+  ASSERT_TRUE(Evicted(generated, harness.manifest()));
   options.forced = generated.tokens;
   const Transcript scored = harness.Run(options);
   ASSERT_TRUE(scored.ok());
@@ -440,7 +446,7 @@ TEST_P(EveryPolicy, Law3_PromptsOverTheBudgetAreEvictedAtFixedPlaces) {
   std::vector<std::vector<EvictionTrace>> traces;
   for (int64_t step_tokens : {512, 19}) {
     EngineHarness harness = Harness({.max_step_tokens = step_tokens, .prefill_chunk_tokens = 32});
-    RequestOptions options = WithPolicy(Scoring(harness.manifest(), 200, 20, 37), policy(), 64);
+    RequestOptions options = WithPolicy(Scoring(harness.manifest(), 200, 40, 37), policy(), 64);
     auto resolved = harness.admission().Resolve(options);
     if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
       // It says which budget would do, and that one does.
@@ -451,9 +457,9 @@ TEST_P(EveryPolicy, Law3_PromptsOverTheBudgetAreEvictedAtFixedPlaces) {
     }
     const Request& request = std::get<Request>(resolved);
     const Transcript transcript = harness.Run(options);
-    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+    ASSERT_TRUE(Evicted(transcript, harness.manifest()));
     EXPECT_LE(transcript.finished->kv.peak_bytes, request.demand.peak_bytes());
-    TraceReplay replay(harness.manifest(), 220);
+    TraceReplay replay(harness.manifest(), 240);
     for (const EvictionTrace& trace : transcript.evictions) {
       ASSERT_TRUE(replay.Apply(trace));
       if (trace.at_token < 199) {
@@ -686,8 +692,7 @@ TEST(Law8, CompactEnginesEqualTheAuthorsLoop) {
     options.kv.protection.sinks = run["sinks"];
     options.kv.protection.recent = run["recent"];
     const Transcript transcript = harness.Run(options);
-    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
-    ASSERT_GE(transcript.finished->kv.rounds, 5);
+    ASSERT_TRUE(Evicted(transcript, harness.manifest()));
 
     const int64_t prompt = static_cast<int64_t>(options.prompt.size());
     std::map<int64_t, std::vector<int32_t>> dropped, expected;
