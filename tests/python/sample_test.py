@@ -56,9 +56,7 @@ def test_answers_agree_with_the_program(seed: int) -> None:
 
 def test_answers_are_scored_by_name() -> None:
     task = problem(1)
-    pairs = [
-        f"{variable} {value}" for variable, value in reversed(task.answers.items())
-    ]
+    pairs = [f"{variable} {value}" for variable, value in reversed(task.answers.items())]
     assert task.correct("</think> answer " + " ".join(pairs) + " <eos>") == [True] * 3
     wrong = pairs[-1][:-1] + str((task.answers[task.asked[0]] + 1) % 10)
     assert task.correct(" ".join(["answer", *pairs[:-1], wrong])) == [False, True, True]
@@ -96,9 +94,7 @@ def test_own_forward_equals_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     save(Llama(), tmp_path)
-    reference = transformers.LlamaForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32
-    )
+    reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     from epikv.sample.model import load
 
     ids = torch.tensor([encode(problem(2).prompt)])
@@ -111,9 +107,9 @@ def test_z_score_of_the_newest_step() -> None:
     assert newest_z(steps[:1]) == 0
     expected = (5.0 - steps.mean()) / steps.std(unbiased=False)
     assert newest_z(steps) == pytest.approx(float(expected), abs=1e-4)
-    assert newest_z(
-        torch.cat([torch.full((40,), 99.0), torch.arange(64.0)])
-    ) == pytest.approx(31.5 / float(torch.arange(64.0).std(unbiased=False)), abs=1e-4)
+    assert newest_z(torch.cat([torch.full((40,), 99.0), torch.arange(64.0)])) == pytest.approx(
+        31.5 / float(torch.arange(64.0).std(unbiased=False)), abs=1e-4
+    )
 
 
 def test_eviction_keeps_the_prompt_the_recent_and_the_best() -> None:
@@ -160,11 +156,15 @@ def test_the_shipped_model_is_calibrated() -> None:
     assert calibration.policy == "epikv_flat"
     assert calibration.confirmed
     rows = json.loads((SHIPPED / "results.json").read_text())
-    exact = {
-        row["policy"]: row["exact"] for row in rows if row["fraction"] in (0.5, 1.0)
-    }
+    exact = {row["policy"]: row["exact"] for row in rows if row["fraction"] == 0.5}
     assert exact["full"] >= 0.95
     assert exact["epikv_flat"] > exact["random"]
+
+
+def test_the_card_tells_what_was_measured() -> None:
+    from epikv.sample.card import CARD, render
+
+    assert CARD.read_text() == render(CARD.read_text()), "run `python -m epikv.sample card`"
 
 
 def test_shipped_weights_solve_problems() -> None:
@@ -172,8 +172,6 @@ def test_shipped_weights_solve_problems() -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
     tasks: list[Problem] = [problem(seed) for seed in range(4)]
     ids = torch.tensor([encode(task.prompt) for task in tasks])
-    generated = model.generate(ids, max_new_tokens=620, do_sample=False)[
-        :, ids.shape[1] :
-    ]
+    generated = model.generate(ids, max_new_tokens=620, do_sample=False)[:, ids.shape[1] :]
     texts = [" ".join(VOCABULARY[i] for i in row) for row in generated.tolist()]
     assert judge(tasks, texts).exact >= 3

@@ -69,20 +69,26 @@ def calibrate(model: Path, select: int, confirm: int, device: str) -> None:
 @click.option("--fraction", "fractions", multiple=True, type=float, default=(0.5, 0.35))
 @DEVICE
 def simulate(model: Path, count: int, fractions: tuple[float, ...], device: str) -> None:
-    """Run every policy on MODEL's held-out problems; writes its results.json."""
+    """Run every policy on MODEL's held-out problems without a daemon: what `epikv bench sample`
+    has to reproduce."""
     from epikv.sample.compare import compare
     from epikv.sample.model import load
 
     calibration = json.loads((model / "calibration.json").read_text())
     rows = compare(load(model, device), calibration, count, fractions)
-    results = []
     for row in rows:
-        results.append(row)
         click.echo(
             f"{row['policy']:<20} {row['fraction']:>5.0%}  exact {row['exact']:.3f}"
             f"  answers {row['answer_accuracy']:.3f}"
         )
-        (model / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+@main.command()
+def card() -> None:
+    """Write the tables of the model card from what each seed's folder holds."""
+    from epikv.sample.card import CARD, render
+
+    CARD.write_text(render(CARD.read_text()))
 
 
 @main.command()
