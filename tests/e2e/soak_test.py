@@ -1,0 +1,105 @@
+"""The soak's driver: a short wave of it holds, and what does not hold is seen."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from epikv.errors import RpcError
+from epikv.sample import problem
+from epikv.testing import Daemon
+from epikv.v1 import generation_pb2, kv_pb2
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
+
+import soak
+from calls import Caller, Outcome
+from cases import Behaviour, Case, Method
+from load import Load
+
+SEED = 38  # none of its first requests stalls: they take seconds
+
+
+@pytest.fixture(scope="module")
+def load(sample_model: Path) -> Iterator[Load]:
+    with Daemon(sample_model, *soak.FLAGS) as daemon:
+        yield Load(daemon, seed=SEED, clients=8, chunk=soak.CHUNK)
+
+
+def test_a_short_wave_holds(load: Load) -> None:
+    load.rest()
+    load.wave(2)
+    load.rest()
+    load.replay()
+    assert load.failures == []
+    assert load.outcomes["ok"] > 0
+
+
+def another_bit(outcome: Outcome) -> None:
+    outcome.logprobs[3] = math.nextafter(outcome.logprobs[3], -1) - 1e-6
+
+
+def a_round_untold(outcome: Outcome) -> None:
+    outcome.evictions.pop()
+
+
+def a_protected_victim(outcome: Outcome) -> None:
+    outcome.evictions[0].victims[0].index[0] = 0
+
+
+def another_token_kept(outcome: Outcome) -> None:
+    outcome.summary.kv.kept[-1] += 1
+
+
+def over_the_reservation(outcome: Outcome) -> None:
+    kv = replace(outcome.summary.kv, peak_bytes=outcome.accepted.kv.reserved_bytes + 1)
+    outcome.summary = replace(outcome.summary, kv=kv)
+
+
+def an_internal_error(outcome: Outcome) -> None:
+    outcome.summary = None
+    outcome.error = RpcError(grpc.StatusCode.INTERNAL, "it broke")
+
+
+TAMPERED = {
+    another_bit: "logprobs[3]",
+    a_round_untold: "held after token",
+    a_protected_victim: "protected token 0",
+    another_token_kept: "kept",
+    over_the_reservation: "bytes held",
+    an_internal_error: "INTERNAL",
+}
+
+
+@pytest.mark.parametrize("tamper", TAMPERED, ids=lambda tamper: tamper.__name__)
+def test_what_does_not_hold_is_seen(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tamper: Callable[[Outcome], None]
+) -> None:
+    """Only the first answer is tampered with, not the replay."""
+    request = generation_pb2.GenerateRequest(
+        text=problem(0).prompt,
+        stop=generation_pb2.StopParams(max_output_tokens=60),
+        output=generation_pb2.OutputOptions(
+            token_ids=True, logprobs=True, kv_trace=True, kept=True
+        ),
+        kv=kv_pb2.KvOptions(policy="h2o", max_tokens=140),
+    )
+    wire = request.SerializeToString()
+    case = Case(0, Method.GENERATE, Behaviour.READ, request, wire, events=0, seconds=0)
+    answer = Caller.run
+
+    def run(caller: Caller, asked: Case) -> Outcome:
+        outcome = answer(caller, asked)
+        if asked is case:
+            tamper(outcome)
+        return outcome
+
+    monkeypatch.setattr(Caller, "run", run)
+    load.failures.clear()
+    load.alone(case)
+    [failure] = load.failures
+    load.failures.clear()
+    assert TAMPERED[tamper] in failure.what

@@ -1,0 +1,103 @@
+"""The cache as an answer's eviction events tell it, against its budget and its summary."""
+
+import math
+
+from epikv.messages import EvictionEvent, Model, Policy
+
+from calls import Outcome, Wrong, at_most, same
+
+Lane = tuple[int | None, int | None]  # layer and head; of lanes that share a decision: None
+
+
+class Replay:
+    """Plays one ended request's cache token by token. `chunk`: prompt tokens between rounds."""
+
+    def __init__(self, model: Model, policy: Policy, chunk: int, outcome: Outcome) -> None:
+        self._kv = outcome.accepted.kv
+        self._summary = outcome.summary
+        self._prompt = outcome.accepted.prompt_tokens
+        self._cached = self._prompt + outcome.summary.usage.output_tokens - 1
+        self._slack = (self._kv.policy_params or {}).get("slack", 0)
+        self._at_end = policy.prompt_eviction == "at_end"
+        self._chunk = chunk
+        self._rounds = {event.at_token: event for event in outcome.evictions}
+        self._events = len(outcome.evictions)
+        self._all_lanes = model.layers * model.kv_heads
+        self._held: dict[Lane, set[int]] = {
+            lane: set() for lane in self._lanes(model, outcome.evictions)
+        }
+
+    def _lanes(self, model: Model, events: list[EvictionEvent]) -> list[Lane]:
+        named = {(v.layer, v.head) for event in events for v in event.victims}
+        if not named or named == {(None, None)}:
+            return [(None, None)]
+        heads = [None] if all(head is None for _, head in named) else range(model.kv_heads)
+        lanes = [(layer, head) for layer in range(model.layers) for head in heads]
+        if not named <= set(lanes):
+            raise Wrong(f"lanes {sorted(named - set(lanes))} of {sorted(lanes)}")
+        return lanes
+
+    def check(self) -> None:
+        lanes_each = self._all_lanes // len(self._held)
+        peak = evicted = 0
+        for token in range(self._cached):
+            for held in self._held.values():
+                held.add(token)
+            peak = max(peak, self._entries())
+            if event := self._rounds.pop(token, None):
+                evicted += self._evict(event) * lanes_each
+            if self._settled(token):
+                slack = self._slack if token >= self._prompt else 0
+                self._check_held(token, self._kv.budget_tokens + slack)
+        if self._rounds:
+            raise Wrong(f"rounds at tokens {sorted(self._rounds)} of {self._cached}")
+        usage = self._summary.kv
+        same("rounds", usage.rounds, self._events)
+        same("evicted entries", usage.evicted_entries, evicted)
+        same("evicted tokens", usage.evicted_tokens, evicted // self._all_lanes)
+        same("peak", usage.peak_tokens, math.ceil(peak / self._all_lanes))
+        same("final", usage.final_tokens, math.ceil(self._entries() / self._all_lanes))
+        if usage.kept:
+            same("kept", usage.kept, sorted(set().union(*self._held.values())))
+
+    def _entries(self) -> int:
+        lanes_each = self._all_lanes // len(self._held)
+        return lanes_each * sum(len(held) for held in self._held.values())
+
+    def _settled(self, token: int) -> bool:
+        """Whether a round follows the token if it is due. None does once the last was sampled."""
+        if token >= self._cached - 1:
+            return False
+        in_chunks = (token + 1) % self._chunk == 0 and not self._at_end
+        return token >= self._prompt - 1 or in_chunks
+
+    def _evict(self, event: EvictionEvent) -> int:
+        """Tokens that go, of all lanes that decide for themselves."""
+        newest, gone = event.at_token, 0
+        if not self._settled(newest):
+            raise Wrong(f"a round at token {newest}, where none can be")
+        for victims in event.victims:
+            held = self._held[victims.layer, victims.head]
+            for index in victims.index:
+                if index not in held:
+                    raise Wrong(f"token {index} dropped at {newest}, which was not held")
+                if self._protected(index, newest):
+                    raise Wrong(f"protected token {index} dropped at {newest}")
+                held.remove(index)
+                gone += 1
+        if gone == 0:
+            raise Wrong(f"a round without victims at {newest}")
+        self._check_held(newest, self._kv.budget_tokens)
+        return gone
+
+    def _protected(self, index: int, newest: int) -> bool:
+        kv = self._kv
+        return (
+            index < max(kv.protected_prompt_tokens, kv.sink_tokens)
+            or index > newest - kv.recent_tokens
+            or any(span.begin <= index < span.end for span in kv.protected_spans)
+        )
+
+    def _check_held(self, token: int, limit: int) -> None:
+        for lane, held in self._held.items():
+            at_most(f"held after token {token} in lane {lane}", len(held), limit)

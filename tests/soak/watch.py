@@ -1,0 +1,112 @@
+"""The daemon's process and metrics, between the requests."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from epikv.bench.scrape import Page, scrape
+from epikv.testing import Daemon
+
+from calls import Wrong
+
+QUIET_SECONDS = 30.0  # until all that clients left behind is gone
+POLL_SECONDS = 0.1
+# gRPC lets idle threads go, and takes new ones, as it likes.
+SPARE_THREADS = 8
+NEVER = ("epikv_kv_budget_overrun_tokens_total", "epikv_policy_errors_total")
+BROKEN_CODES = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED", "ABORTED")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the process holds."""
+
+    seconds: float  # since the start
+    rss_kib: int
+    threads: int
+    files: int
+
+
+def held(pid: int, seconds: float) -> Held:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    return Held(
+        seconds,
+        rss_kib=int(status["VmRSS"].split()[0]),
+        threads=int(status["Threads"]),
+        files=len(os.listdir(f"/proc/{pid}/fd")),
+    )
+
+
+def at_rest(daemon: Daemon, seconds: float, baseline: Held | None) -> Held:
+    """Waits until nothing of any request is left. Raises Wrong if that takes too long."""
+    deadline = time.monotonic() + QUIET_SECONDS
+    while True:
+        found = held(daemon.pid, seconds)
+        page = scrape(daemon.metrics)  # afterwards: it takes a connection itself
+        left = _left(page)
+        if baseline is not None:
+            left += _over(found, baseline)
+        if not left:
+            _check_never(page)
+            return found
+        if time.monotonic() > deadline:
+            raise Wrong(f"{QUIET_SECONDS:.0f} s after the last request: {', '.join(left)}")
+        time.sleep(POLL_SECONDS)
+
+
+def total(page: Page, name: str, **labels: str) -> float:
+    """Of all series of this name that have these labels, among others."""
+    wanted = set(labels.items())
+    return sum(v for (n, has), v in page.values.items() if n == name and wanted <= has)
+
+
+def _left(page: Page) -> list[str]:
+    """What is still held, in words."""
+    capacity = page.value("epikv_kv_capacity_bytes")
+    states = ("used", "reserved", "cached_prefix", "free")
+    by_state = {state: page.value("epikv_kv_bytes", state=state) for state in states}
+    left = [f"{state} {size:.0f} bytes" for state, size in by_state.items() if size]
+    whole = capacity > 0 and left == [f"free {capacity:.0f} bytes"]
+    running = page.value("epikv_requests_running")
+    waiting = total(page, "epikv_requests_waiting")
+    if running or waiting:
+        return [f"{running:.0f} running, {waiting:.0f} waiting"]
+    return [] if whole else [*left, f"of a pool of {capacity:.0f}"]
+
+
+def _over(found: Held, baseline: Held) -> list[str]:
+    over = []
+    if found.files > baseline.files:
+        over.append(f"{found.files} open files, were {baseline.files}")
+    if found.threads > baseline.threads + SPARE_THREADS:
+        over.append(f"{found.threads} threads, were {baseline.threads}")
+    return over
+
+
+def _check_never(page: Page) -> None:
+    for name in NEVER:
+        if total(page, name):
+            raise Wrong(f"{name} is {total(page, name):g}")
+    if errors := total(page, "epikv_requests_finished_total", reason="error"):
+        raise Wrong(f"{errors:.0f} requests finished by an error")
+    for code in BROKEN_CODES:
+        if broken := total(page, "epikv_grpc_requests_total", code=code):
+            raise Wrong(f"{broken:.0f} calls ended with {code}")
+
+
+def growth_kib(samples: list[Held]) -> int:
+    """From the end of the first fifth to the last."""
+    return samples[-1].rss_kib - samples[len(samples) // 5].rss_kib
+
+
+def slope_kib(samples: list[Held]) -> float:
+    """A minute, by least squares, after the first fifth."""
+    rest = samples[len(samples) // 5 :]
+    mean_time = sum(s.seconds for s in rest) / len(rest)
+    mean_rss = sum(s.rss_kib for s in rest) / len(rest)
+    spread = sum((s.seconds - mean_time) ** 2 for s in rest)
+    if spread == 0:
+        return 0.0
+    return 60 * sum((s.seconds - mean_time) * (s.rss_kib - mean_rss) for s in rest) / spread
