@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from epikv.v1 import generation_pb2
-
 from calls import Outcome
 from cases import Behaviour, Case, Method, Request
+from epikv.v1 import generation_pb2
 
 
 def _read(case: Case, request: Request, method: Method | None = None) -> Case:

@@ -2,9 +2,8 @@
 
 import math
 
-from epikv.messages import EvictionEvent, Model, Policy
-
 from calls import Outcome, Wrong, at_most, same
+from epikv.messages import EvictionEvent, Model, Policy
 
 Lane = tuple[int | None, int | None]  # layer and head; of lanes that share a decision: None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from cases import Behaviour, Case, Method
 from epikv.errors import RpcError
 from epikv.messages import (
     Accepted,
@@ -21,8 +22,6 @@ from epikv.messages import (
     from_proto,
 )
 from epikv.v1 import generation_pb2, generation_pb2_grpc
-
-from cases import Behaviour, Case, Method
 
 SERVICE = "/epikv.v1.GenerationService/"
 ANSWER_SECONDS = 120.0  # every call of a small model has ended by then

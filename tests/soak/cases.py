@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from epikv.messages import Model, Policy, PolicyParam
 from epikv.sample import problem
 from epikv.v1 import generation_pb2, kv_pb2
-
 from faults import Plant, plant
 
 Request: TypeAlias = generation_pb2.GenerateRequest | generation_pb2.ScoreRequest

@@ -5,15 +5,14 @@ import random
 from dataclasses import dataclass, replace
 
 import grpc
+from cache import Replay
+from calls import Outcome, Wrong, at_most, same
+from cases import Behaviour, Case, Method, float_bits
 from epikv.errors import RpcError
 from epikv.messages import Accepted, Model, Policy, Summary
 from epikv.options import POSITIONS
 from epikv.v1 import generation_pb2
 from google.protobuf.json_format import MessageToDict
-
-from cache import Replay
-from calls import Outcome, Wrong, at_most, same
-from cases import Behaviour, Case, Method, float_bits
 
 INVALID, PRECONDITION, EXHAUSTED, UNAVAILABLE, CANCELLED = (
     grpc.StatusCode.INVALID_ARGUMENT,

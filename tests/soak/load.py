@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from epikv.bench.scrape import Page, scrape
-from epikv.testing import Daemon
-
 import again
 import facts
 import watch
 from calls import Caller, Outcome, Wrong
 from cases import Case, Cases
+from epikv.bench.scrape import Page, scrape
+from epikv.testing import Daemon
 
 REPLAYS_PER_POLICY = 2  # of each wave
 SCORED_SHARE, BUDGET_SHARE = 0.25, 0.5  # of what could be asked again at once

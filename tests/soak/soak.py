@@ -14,13 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-from epikv.bench import harness
-from epikv.testing import Daemon, DaemonError
-from google.protobuf.json_format import MessageToJson
-
 import watch
 from calls import Wrong
+from epikv.bench import harness
+from epikv.testing import Daemon, DaemonError
 from facts import tally
+from google.protobuf.json_format import MessageToJson
 from load import Failure, Load
 
 SAMPLES = Path(__file__).resolve().parents[2] / "tools" / "sample_model"

@@ -5,10 +5,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from calls import Wrong
 from epikv.bench.scrape import Page, scrape
 from epikv.testing import Daemon
-
-from calls import Wrong
 
 QUIET_SECONDS = 30.0  # until all that clients left behind is gone
 POLL_SECONDS = 0.1
