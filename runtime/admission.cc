@@ -25,6 +25,8 @@ class Resolver {
   bool ResolveLengths();
   const PolicySpec* ResolvePolicy();
   bool ResolveBudget();
+  // Of what is asked, whatever the budget.
+  bool CheckProtection();
   void ResolveProtectionAndDemand();
 
   bool ok() const { return rejection_.violations.empty(); }
@@ -44,7 +46,6 @@ class Resolver {
     rejection_.code = code;
   }
   void CheckRange(absl::string_view field, const std::vector<int32_t>& ids);
-  bool CheckProtection(int64_t total);
   // Budgets of the lanes under a budget of the request.
   std::vector<int64_t> LaneBudgets(int64_t budget) const;
   ResolvedProtection ProtectionUnder(int64_t budget) const;
@@ -271,8 +272,8 @@ int64_t Resolver::SmallestBudget(int64_t longest) const {
   return std::min(budget, longest);  // under which nothing is evicted
 }
 
-// total: prompt + max output.
-bool Resolver::CheckProtection(int64_t total) {
+bool Resolver::CheckProtection() {
+  const int64_t total = static_cast<int64_t>(options_.prompt.size()) + request_.max_output_tokens;
   ProtectionOptions& asked = options_.kv.protection;
   const size_t faults = rejection_.violations.size();
   if (asked.equal && (asked.prompt.has_value() || asked.sinks.has_value() ||
@@ -305,7 +306,6 @@ void Resolver::ResolveProtectionAndDemand() {
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   // The last output token is never cached.
   const int64_t longest = prompt + request_.max_output_tokens - 1;
-  if (!CheckProtection(longest + 1)) return;
   const bool evicts = request_.traits.evicts && request_.budget < longest;
   const ResolvedProtection resolved =
       evicts ? ProtectionUnder(request_.budget)
@@ -433,7 +433,8 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   const bool has_lengths = resolver.ResolveLengths();
   const PolicySpec* spec = resolver.ResolvePolicy();
   const bool has_budget = resolver.ResolveBudget();
-  if (has_lengths && has_budget && spec != nullptr) resolver.ResolveProtectionAndDemand();
+  const bool has_protection = has_lengths && resolver.CheckProtection();
+  if (has_protection && has_budget && spec != nullptr) resolver.ResolveProtectionAndDemand();
   if (!resolver.ok()) return resolver.TakeRejection();
 
   request.id = std::move(options.id);

@@ -369,17 +369,18 @@ TEST_F(AdmissionTest, EveryViolationIsNamedAtOnce) {
   options.kv = {.policy = "by_chunk",
                 .budget = int64_t{0},
                 .params = {{"alpha", 1.0}, {"level", 7.0}, {"mode", std::string("min")}}};
+  options.kv.protection.spans = {{5, 5}};
   const Rejection rejection = Refuse(options);
-  EXPECT_THAT(
-      Fields(rejection),
-      UnorderedElementsAre("request_id", "prompt.token_ids.ids[3]", "sampling.temperature",
-                           "sampling.top_p", "sampling.top_k", "stop.stop_strings[0]",
-                           "stop.stop_token_ids[0]", "kv.max_tokens", "kv.policy_params.alpha",
-                           "kv.policy_params.level", "kv.policy_params.mode"));
+  EXPECT_THAT(Fields(rejection),
+              UnorderedElementsAre("request_id", "prompt.token_ids.ids[3]", "sampling.temperature",
+                                   "sampling.top_p", "sampling.top_k", "stop.stop_strings[0]",
+                                   "stop.stop_token_ids[0]", "kv.max_tokens",
+                                   "kv.policy_params.alpha", "kv.policy_params.level",
+                                   "kv.policy_params.mode", "kv.protected_spans[0]"));
   EXPECT_EQ(rejection.code, absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(rejection.reason, "TOKEN_RANGE");
   EXPECT_THAT(rejection.message, HasSubstr("request_id: has 200 bytes"));
-  EXPECT_THAT(rejection.message, HasSubstr("(and 10 more)"));
+  EXPECT_THAT(rejection.message, HasSubstr("(and 11 more)"));
 }
 
 // What follows from lengths is found beside faults that have nothing to do with them.
