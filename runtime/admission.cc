@@ -25,8 +25,8 @@ class Resolver {
   bool ResolveLengths();
   const PolicySpec* ResolvePolicy();
   bool ResolveBudget();
-  // Of what is asked, whatever the budget.
-  bool CheckProtection();
+  // Of what is asked, whatever the budget. Without lengths the context is the bound.
+  bool CheckProtection(bool has_lengths);
   void ResolveProtectionAndDemand();
 
   bool ok() const { return rejection_.violations.empty(); }
@@ -272,8 +272,10 @@ int64_t Resolver::SmallestBudget(int64_t longest) const {
   return std::min(budget, longest);  // under which nothing is evicted
 }
 
-bool Resolver::CheckProtection() {
-  const int64_t total = static_cast<int64_t>(options_.prompt.size()) + request_.max_output_tokens;
+bool Resolver::CheckProtection(bool has_lengths) {
+  const int64_t total =
+      has_lengths ? static_cast<int64_t>(options_.prompt.size()) + request_.max_output_tokens
+                  : admission_.manifest().context_length;
   ProtectionOptions& asked = options_.kv.protection;
   const size_t faults = rejection_.violations.size();
   if (asked.equal && (asked.prompt.has_value() || asked.sinks.has_value() ||
@@ -294,10 +296,10 @@ bool Resolver::CheckProtection() {
   for (size_t i = 0; i < std::min(asked.spans.size(), kMaxSpans); ++i) {
     const TokenSpan& span = asked.spans[i];
     if (0 <= span.begin && span.begin < span.end && span.end <= total) continue;
-    Violate(absl::StrCat("kv.protected_spans[", i, "]"),
-            absl::StrCat("must not be empty, must begin at 0 or later and must end at or before "
-                         "prompt + max output (",
-                         total, ")"));
+    Violate(
+        absl::StrCat("kv.protected_spans[", i, "]"),
+        absl::StrCat("must not be empty, must begin at 0 or later and must end at or before ",
+                     has_lengths ? "prompt + max output (" : "the context length (", total, ")"));
   }
   return rejection_.violations.size() == faults;
 }
@@ -433,8 +435,10 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   const bool has_lengths = resolver.ResolveLengths();
   const PolicySpec* spec = resolver.ResolvePolicy();
   const bool has_budget = resolver.ResolveBudget();
-  const bool has_protection = has_lengths && resolver.CheckProtection();
-  if (has_protection && has_budget && spec != nullptr) resolver.ResolveProtectionAndDemand();
+  const bool has_protection = resolver.CheckProtection(has_lengths);
+  if (has_lengths && has_protection && has_budget && spec != nullptr) {
+    resolver.ResolveProtectionAndDemand();
+  }
   if (!resolver.ok()) return resolver.TakeRejection();
 
   request.id = std::move(options.id);

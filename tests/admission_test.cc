@@ -383,6 +383,14 @@ TEST_F(AdmissionTest, EveryViolationIsNamedAtOnce) {
   EXPECT_THAT(rejection.message, HasSubstr("(and 11 more)"));
 }
 
+TEST_F(AdmissionTest, ProtectionIsCheckedWithoutAPrompt) {
+  RequestOptions options = Ask(0, 5, "refuses", 60);
+  options.kv.protection.equal = true;
+  options.kv.protection.spans = {{5, 5}};
+  EXPECT_THAT(Fields(Refuse(options)),
+              UnorderedElementsAre("prompt", "kv.equal_protection", "kv.protected_spans[0]"));
+}
+
 // What follows from lengths is found beside faults that have nothing to do with them.
 TEST_F(AdmissionTest, SmallBudgetIsNamedBesideOtherFaults) {
   RequestOptions options = Ask(100, 50, "refuses", 60);
