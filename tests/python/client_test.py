@@ -2,11 +2,13 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import click
 import fake_epikvd
 import grpc
 import pytest
@@ -30,6 +32,8 @@ from epikv.cli import main
 from epikv.messages import MESSAGES
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import generation_pb2, kv_pb2
+
+README = Path(__file__).parents[2] / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +218,52 @@ def test_prompt_from_stdin_file_and_ids(fake: fake_epikvd.Fake, tmp_path: Path) 
     assert (stdin.text, file.text, ids.token_ids.ids) == ("from stdin", "from file", [3, 1, 4])
 
 
+def test_score_takes_its_prompt_as_generate_does(fake: fake_epikvd.Fake, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("from file")
+    file = ("--file", str(tmp_path / "prompt"))
+    run("score", "argument", "x", "--server", fake.address)
+    run("score", "x", *file, "--server", fake.address)
+    run("score", "x", "--server", fake.address, input="from stdin")
+    prompts = [request.text for request in fake.requests]
+    assert prompts == ["argument", "from file", "from stdin"]
+    assert {request.continuation_text for request in fake.requests} == {"x"}
+    run("score", "--ids", "3 1", "4", "--server", fake.address)
+    assert fake.requests[-1].token_ids.ids == [3, 1]
+    assert fake.requests[-1].continuation_ids.ids == [4]
+    twice = run("score", "argument", "x", *file)
+    assert twice.exit_code == 2 and "not both" in twice.stderr
+    assert run("score").exit_code == 2
+    assert run("score", "words", "without", "quotes").exit_code == 2
+
+
+def using_it() -> list[str]:
+    """The `epikv` lines of README's "Using it"."""
+    _, _, after = README.read_text().partition("## Using it\n")
+    block = after.split("```")[1]
+    return [line for line in block.splitlines() if line.startswith("epikv ")]
+
+
+def test_the_readme_shows_epikv_commands() -> None:
+    shown = {shlex.split(line, comments=True)[1] for line in using_it()}
+    assert {"export", "generate", "score", "policies", "bench"} <= shown
+
+
+@pytest.mark.parametrize("line", using_it())
+def test_the_readme_shows_what_parses(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "DIR").mkdir()
+    monkeypatch.chdir(tmp_path)
+    name, *words = shlex.split(line, comments=True)
+    command: click.Command | None = main
+    while isinstance(command, click.Group):
+        context = click.Context(command, info_name=name)
+        name, *words = words
+        command = command.get_command(context, name)
+    assert command is not None, f"there is no command '{name}'"
+    command.make_context(name, words)
+
+
 def test_failures_are_one_message_and_exit_1(fake: fake_epikvd.Fake) -> None:
     refused = run("generate", "x", "--policy", "nope", "--server", fake.address)
     assert refused.exit_code == 1 and refused.stdout == ""
@@ -228,9 +278,9 @@ def test_failures_are_one_message_and_exit_1(fake: fake_epikvd.Fake) -> None:
 
 
 def test_score_policies_and_models(fake: fake_epikvd.Fake) -> None:
-    scored = run("score", "x y", "--prompt", "a", "--server", fake.address)
+    scored = run("score", "a", "x y", "--server", fake.address)
     assert '"t4"' in scored.stdout and "sum -3.0000, perplexity 4.4817" in scored.stdout
-    as_json = run("score", "x y", "--prompt", "a", "--server", fake.address, "--json")
+    as_json = run("score", "a", "x y", "--server", fake.address, "--json")
     assert json.loads(as_json.stdout)["logprobs"] == [-1.0, -2.0]
     listed = run("policies", "--server", fake.address)
     assert "epikv_flat" in listed.stdout and "oracle *" in listed.stdout

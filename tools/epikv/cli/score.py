@@ -14,8 +14,7 @@ from epikv.messages import ScoreResponse
 
 
 @click.command("score")
-@click.argument("continuation")
-@click.option("--prompt", help="What comes before.")
+@click.argument("texts", nargs=-1, required=True, metavar="[PROMPT] CONTINUATION")
 @click.option("--file", type=options.text_file, help="Read the prompt from here; - is stdin.")
 @click.option("--ids", is_flag=True, help="Prompt and continuation are token ids.")
 @options.kv
@@ -29,16 +28,20 @@ from epikv.messages import ScoreResponse
 @options.server
 @options.as_json
 def command(
-    continuation: str,
-    prompt: str | None,
+    texts: tuple[str, ...],
     file: Path | None,
     ids: bool,
     server: str,
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Log-probabilities of CONTINUATION after --prompt (or --file, or stdin), with evictions."""
-    before = options.read_prompt(prompt, file, ids)
+    """Log-probabilities of CONTINUATION after PROMPT (or --file, or stdin), with evictions."""
+    if len(texts) > 2:
+        raise click.UsageError(
+            f"give PROMPT and CONTINUATION, in quotes; got {len(texts)} arguments"
+        )
+    *given_prompt, continuation = texts
+    before = options.read_prompt(given_prompt[0] if given_prompt else None, file, ids)
     scored = options.read_prompt(continuation, None, ids)
     kv = options.take_kv(given)
     with Client(server) as client:
