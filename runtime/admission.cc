@@ -35,6 +35,7 @@ class Resolver {
 
  private:
   void Violate(absl::string_view field, std::string description) {
+    if (rejection_.violations.size() == kMaxViolations) return;
     rejection_.violations.push_back({std::string(field), std::move(description)});
   }
   // The first specific reason wins; plain violations are INVALID_REQUEST.
@@ -98,7 +99,7 @@ void Resolver::CheckStop() {
     Violate("stop.stop_strings",
             absl::StrCat("has ", stop.strings.size(), " items, at most ", kMaxStopStrings));
   }
-  for (size_t i = 0; i < stop.strings.size(); ++i) {
+  for (size_t i = 0; i < std::min(stop.strings.size(), kMaxStopStrings); ++i) {
     if (!stop.strings[i].empty() && stop.strings[i].size() <= kMaxStopStringBytes) continue;
     Violate(absl::StrCat("stop.stop_strings[", i, "]"),
             absl::StrCat("must have 1 to ", kMaxStopStringBytes, " bytes, has ",
@@ -153,6 +154,15 @@ const PolicySpec* Resolver::ResolvePolicy() {
                                       "'; known: ", KnownPolicies(admission_.catalog())));
     return nullptr;
   }
+  const size_t faults = rejection_.violations.size();
+  for (const auto& [param, value] : options_.kv.params) {
+    const auto* list = std::get_if<std::vector<int64_t>>(&value);
+    const size_t most = admission_.manifest().context_length;
+    if (list == nullptr || list->size() <= most) continue;
+    Violate(absl::StrCat("kv.policy_params.", param),
+            absl::StrCat("has ", list->size(), " items, at most the context length, ", most));
+  }
+  if (rejection_.violations.size() > faults) return nullptr;
   ResolvedParams resolved = ResolveParams(*spec, options_.kv.params, admission_.shape());
   for (ParamViolation& violation : resolved.violations) {
     Violate(violation.param.empty() ? std::string("kv.policy_params")
@@ -170,6 +180,9 @@ const PolicySpec* Resolver::ResolvePolicy() {
   if (options_.force_in_chunks && request_.traits.evicts) {
     Violate("cadence",
             absl::StrCat("scoring in chunks is only possible under 'full', not '", name, "'"));
+  }
+  if (options_.force_in_chunks && options_.output.residual_steps) {
+    Violate("residual_steps", "are measured at decode cadence, not in chunks");
   }
   return spec;
 }
@@ -381,6 +394,8 @@ KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& trai
   KvLayout layout;
   layout.num_lanes = shape.num_layers * shape.num_kv_heads;
   layout.row_bytes = (shape.key_width + shape.value_width) * element;
+  // The probabilities that a step's query gave each slot.
+  if (traits.signals.Has(Signal::kAttentionRow)) layout.row_bytes += sizeof(float);
   layout.num_tables = traits.granularity == Granularity::kToken   ? 1
                       : traits.granularity == Granularity::kLayer ? shape.num_layers
                                                                   : layout.num_lanes;

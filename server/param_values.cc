@@ -25,6 +25,8 @@ struct SetValue {
   }
 };
 
+constexpr int kMaxParams = 64;  // no policy takes as many
+
 // Beyond 2^53 a double no longer says which integer was meant.
 bool IsWhole(double number) { return number == std::floor(number) && std::abs(number) < 0x1p53; }
 
@@ -70,6 +72,11 @@ Struct ToStruct(const Params& params) {
 
 GivenParams FromStruct(const Struct& values, const std::string& prefix) {
   GivenParams given;
+  if (values.fields_size() > kMaxParams) {
+    given.violations.push_back(
+        {prefix, absl::StrCat("has ", values.fields_size(), " entries, at most ", kMaxParams)});
+    return given;
+  }
   for (const auto& [name, value] : values.fields()) {
     if (std::optional<ParamValue> param = FromValue(value)) {
       given.params[name] = *std::move(param);

@@ -59,6 +59,7 @@ class LenientTypes {
 
 void CheckText(const std::string& path, const std::string& text,
                std::vector<FieldViolation>& violations) {
+  if (violations.size() == kMaxViolations) return;
   if (const auto at = FirstInvalidUtf8(text)) {
     violations.push_back({path, absl::StrCat("is not UTF-8 at byte ", *at)});
   }
@@ -80,6 +81,7 @@ void FindInvalidText(const pb::Message& message, const std::string& prefix,
       continue;
     }
     for (int i = 0; i < reflection.FieldSize(message, field); ++i) {
+      if (violations.size() == kMaxViolations) return;
       const std::string item = absl::StrCat(path, "[", i, "]");
       if (is_text) CheckText(item, reflection.GetRepeatedString(message, field, i), violations);
       if (is_message) {

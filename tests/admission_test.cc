@@ -337,6 +337,20 @@ const BadInput kBadInputs[] = {
        o.kv.protection.spans.assign(65, {0, 1});
      },
      "kv.protected_spans", "has 65 items, at most 64"},
+    {"ListBeyondTheContext",
+     [](auto& o) {
+       o.kv = {.policy = "by_chunk",
+               .budget = int64_t{8},
+               .params = {{"level", std::vector<int64_t>(1 << 20)}}};
+     },
+     "kv.policy_params.level", "has 1048576 items, at most the context length"},
+    {"ResidualStepsInChunks",
+     [](auto& o) {
+       o.forced.assign(5, 1);
+       o.force_in_chunks = true;
+       o.output.residual_steps = true;
+     },
+     "residual_steps", "measured at decode cadence"},
     {"EqualProtectionAndMore", [](auto& o) { o.kv.protection = {.equal = true, .sinks = 2}; },
      "kv.equal_protection", "excludes the other"},
 };
@@ -381,6 +395,14 @@ TEST_F(AdmissionTest, EveryViolationIsNamedAtOnce) {
   EXPECT_EQ(rejection.reason, "TOKEN_RANGE");
   EXPECT_THAT(rejection.message, HasSubstr("request_id: has 200 bytes"));
   EXPECT_THAT(rejection.message, HasSubstr("(and 11 more)"));
+}
+
+TEST_F(AdmissionTest, ViolationsAreCollectedToABound) {
+  RequestOptions options = Ask(10);
+  options.kv.policy = "by_chunk";
+  for (int i = 0; i < 1000; ++i) options.kv.params[absl::StrCat("p", i)] = 1.0;
+  options.stop.strings.resize(1000);
+  EXPECT_EQ(Refuse(options).violations.size(), kMaxViolations);
 }
 
 TEST_F(AdmissionTest, ProtectionIsCheckedWithoutAPrompt) {
@@ -709,6 +731,13 @@ TEST_F(AdmissionTest, BytesAreRowsTablesAndState) {
   // 41 tokens; a table a layer with two columns; state by token; one tap of 16 floats, twice.
   EXPECT_EQ(request.demand.peak_bytes(),
             41 * kLanes * 32 + 41 * 2 * (8 + 2 * 4) + 41 * 24 + 1000 + 2 * 16 * 4);
+}
+
+TEST_F(AdmissionTest, AttentionRowsAreCountedBySlot) {
+  const ModelShape shape = admission_.shape();
+  const PolicyTraits traits{.signals = Signal::kAttentionRow};
+  EXPECT_EQ(LayoutOf(shape, DType::kFloat32, traits, 0).row_bytes,
+            LayoutOf(shape, DType::kFloat32, {}, 0).row_bytes + 4);
 }
 
 TEST_F(AdmissionTest, TableIsAsLongAsItsLongestLane) {
