@@ -10,6 +10,7 @@ set -euo pipefail
 EPIKV_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 EPIKV_VENV=$EPIKV_ROOT/.venv
 EPIKV_PYTHON=$EPIKV_VENV/bin/python
+EPIKV_CONSTRAINTS=$EPIKV_ROOT/tools/constraints.txt
 EPIKV_LOGS=$EPIKV_ROOT/build/logs
 EPIKV_JOBS=${EPIKV_JOBS:-$(($(nproc) < 2 ? 1 : 2))}
 TORCH_VERSION=2.13.0
@@ -69,18 +70,19 @@ install_packages() {
 
 pip() { "$EPIKV_PYTHON" -m pip --disable-pip-version-check "$@"; }
 
-# The virtual environment, made again when what it depends on has changed.
+# The virtual environment in pinned versions, made again when what it depends on has changed.
 install_python() {
   local stamp wanted
   stamp=$EPIKV_VENV/epikv.stamp
   wanted=$(cat "$EPIKV_ROOT"/tools/pyproject.toml "$EPIKV_ROOT"/tools/setup.py \
-    "$EPIKV_ROOT"/proto/epikv/v1/*.proto | sha256sum)
+    "$EPIKV_CONSTRAINTS" "$EPIKV_ROOT"/proto/epikv/v1/*.proto | sha256sum)
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return 0
   [ -x "$EPIKV_PYTHON" ] || stage "virtual environment" python3 -m venv "$EPIKV_VENV"
   local index=()
   [ -n "${EPIKV_TORCH_INDEX:-}" ] && index=(--index-url "$EPIKV_TORCH_INDEX")
-  stage "LibTorch $TORCH_VERSION" pip install "torch==$TORCH_VERSION" "${index[@]}"
-  stage "Python packages" pip install -e "$EPIKV_ROOT/tools[export,test]"
+  # Alone: an index of torch builds need not have the other packages in these versions.
+  stage "LibTorch $TORCH_VERSION" pip install --no-deps "torch==$TORCH_VERSION" "${index[@]}"
+  stage "Python packages" pip install -c "$EPIKV_CONSTRAINTS" -e "$EPIKV_ROOT/tools[export,test]"
   echo "$wanted" >"$stamp"
 }
 
