@@ -143,13 +143,15 @@ class Daemon:
 
 
 def find_binary() -> Path:
-    """The `epikvd` of $EPIKVD, of the checkout this package is installed from, or of PATH."""
+    """The `epikvd` of $EPIKVD, of the checkout this package is installed from, or of PATH.
+
+    A checkout's is the one that deploy/setup.sh builds, as it lies there.
+    """
     if given := os.environ.get("EPIKVD"):
         return Path(given)
-    builds = Path(__file__).resolve().parents[2] / "build"
-    for preset in ("release", "dev"):
-        if (built := builds / preset / "server" / "epikvd").exists():
-            return built
+    built = Path(__file__).resolve().parents[2] / "build" / "dev" / "server" / "epikvd"
+    if built.exists():
+        return built
     if found := shutil.which("epikvd"):
         return Path(found)
     raise DaemonError("no epikvd found: build it, or name it with $EPIKVD")

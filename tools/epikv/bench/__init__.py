@@ -2,12 +2,17 @@
 
 A bench is a module of this package with a click command named `command`; this file finds it. It
 imports what is heavy inside the command, measures, and ends with `targets.finish`.
+
+Exit status: 0 if every target is met, 1 if one is short, 2 if there is no result to judge.
 """
 
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 import click
+
+from epikv.errors import RpcError
 
 _SHARED = ("harness", "load", "scrape", "targets")
 
@@ -23,7 +28,22 @@ class _Benches(click.Group):
             return None
         return import_module(f"{__name__}.{name}").command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as error:
+            error.exit_code = 2
+            raise
+        except (RpcError, OSError, ValueError) as error:
+            unmeasured = click.ClickException(str(error))
+            unmeasured.exit_code = 2
+            raise unmeasured from error
+
 
 @click.group("bench", cls=_Benches)
 def command() -> None:
-    """Measure a property of the daemon against its target; exit 1 if it falls short."""
+    """Measure a property of the daemon against its target.
+
+    The exit status is 1 if a target is short, and 2 if nothing could be measured. In a checkout
+    the daemon is built first, unless $EPIKVD, --binary or --server names one.
+    """

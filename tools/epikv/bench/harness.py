@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +17,7 @@ import click
 
 from epikv.bench.scrape import Page, scrape
 from epikv.client import Client
-from epikv.testing import Daemon, DaemonError
+from epikv.testing import Daemon, DaemonError, find_binary
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -31,7 +33,8 @@ def options(command: Command) -> Command:
         click.option(
             "--binary",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="The epikvd to start. Default: $EPIKVD, the checkout's build, or the one on PATH.",
+            help="The epikvd to start. Default: $EPIKVD, the checkout's, which is built first, or"
+            " the one on PATH.",
         ),
         click.option("--metrics", metavar="HOST:PORT", help="Of --server: its /metrics."),
         click.option("--server", metavar="HOST:PORT", help="Measure this one; start none."),
@@ -81,14 +84,28 @@ def serving(
         with Client(server) as client:
             yield Served(client, metrics)
         return
-    path = model()
-    say(f"starting epikvd on {path.name}")
     try:
+        binary = binary or fresh_binary(_ROOT)
+        path = model()
+        say(f"starting epikvd on {path.name}")
         with Daemon(path, *flags, binary=binary) as daemon, daemon.client() as client:
             say("serving")
             yield Served(client, daemon.metrics, daemon.pid)
     except DaemonError as error:
         raise click.ClickException(str(error)) from error
+
+
+@cache
+def fresh_binary(root: Path) -> Path:
+    """The epikvd of $EPIKVD, or of the checkout at `root`, built once; if it is none, of PATH."""
+    setup = root / "deploy" / "setup.sh"
+    if os.environ.get("EPIKVD") or not setup.exists():
+        return find_binary()
+    say("building epikvd")
+    script = 'exec >&2; source "$1"; setup; build epikvd'  # stdout is for results
+    if subprocess.run(["bash", "-c", script, "bash", str(setup)], check=False).returncode != 0:
+        raise click.ClickException(f"epikvd could not be built: {setup} says why, above")
+    return root / "build" / "dev" / "server" / "epikvd"
 
 
 def folder() -> Path:
