@@ -1,13 +1,16 @@
 """Parts of `epikv bench` that need no daemon."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from epikv.bench import harness
+from epikv.bench import harness, sample
 from epikv.bench.load import random_prompt
 from epikv.bench.scrape import parse
 from epikv.cli import main
+from epikv.sample.simulate import Outcome
 from epikv.testing import DaemonError, find_binary
 
 PAGE = """\
@@ -40,6 +43,19 @@ def test_prompts_are_repeatable() -> None:
 def test_files_are_made_again_when_what_they_hold_changes() -> None:
     one, same, other = (harness.cached("m", {"layers": n}) for n in (1, 1, 2))
     assert one == same != other and one.name.startswith("m-")
+
+
+def test_the_sample_bench_says_that_nothing_was_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = nullcontext(SimpleNamespace(client=None))
+    outcomes = dict.fromkeys(sample.POLICIES, Outcome([[True]]))
+    monkeypatch.setattr(harness, "serving", lambda *_, **__: served)
+    monkeypatch.setattr(sample, "_run", lambda *_: outcomes)
+    command = ["bench", "sample", "--model-dir", str(tmp_path), "--fraction", "0.35"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0 and not result.stdout
+    assert "nothing was held to a target: the gates are those at" in result.stderr
 
 
 def checkout(root: Path, build: str) -> Path:

@@ -313,6 +313,17 @@ def test_targets_want_the_whole_interval(
     assert capsys.readouterr().out.splitlines()[0].endswith("<=0.02 short")
 
 
+def test_holding_nothing_to_a_target_takes_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="demo: there must be targets"):
+        targets.finish("demo", [], {})
+    target = targets.Target("cost", targets.Estimate.exact(1), 2)
+    with pytest.raises(ValueError, match="demo: there must be targets"):
+        targets.finish("demo", [target], {}, untargeted="it has one")
+    targets.finish("demo", [], {}, untargeted="none was asked for")
+    out, err = capsys.readouterr()
+    assert not out and err == "demo: nothing was held to a target: none was asked for\n"
+
+
 def test_bootstrap_brackets_the_statistic() -> None:
     estimate = targets.bootstrap([float(i) for i in range(101)])
     assert estimate.value == 50 and 35 < estimate.low < 50 < estimate.high < 65

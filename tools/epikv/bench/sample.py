@@ -87,17 +87,23 @@ def command(
         details[directory.name] = rows
         if results:
             (directory / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
-    finish("sample", targets, details, json_file)
+    untargeted = None
+    if GATED_FRACTION not in fractions:
+        untargeted = f"the gates are those at a fraction of {GATED_FRACTION}"
+    finish("sample", targets, details, json_file, untargeted=untargeted)
 
 
 def _export(directory: Path) -> Path:
     """The model as the quickstart has it: in float32, with its calibration."""
-    from epikv.export import export
+    from epikv.export import ExportError, export
 
     path = harness.cached(directory.name, {"dtype": "float32"}, list(directory.glob("*.*")))
     if not path.exists():
         harness.say(f"exporting {directory}")
-        export(directory, path, dtype="float32", name=directory.name)
+        try:
+            export(directory, path, dtype="float32", name=directory.name)
+        except ExportError as error:
+            raise click.ClickException(str(error)) from error
     return path
 
 

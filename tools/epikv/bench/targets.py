@@ -67,16 +67,23 @@ def finish(
     targets: Sequence[Target],
     details: Mapping[str, Any],
     json_file: Path | None = None,
+    *,
+    untargeted: str | None = None,
 ) -> None:
     """Prints `bench`.metric value interval target ok|short, as the last lines; exits 1 if short.
 
-    `details` is everything measured; with the targets it goes to `json_file`.
+    `details` is everything measured; with the targets it goes to `json_file`. Only a bench that
+    says why, in `untargeted`, may hold nothing to a target; that is told on stderr.
     """
+    if (not targets) != (untargeted is not None):
+        raise ValueError(f"{bench}: there must be targets, or else a reason for none")
     if json_file is not None:
         found = [{**asdict(target), "ok": target.ok} for target in targets]
         content = {"bench": bench, "targets": found, **details}
         json_file.write_text(json.dumps(content, indent=1) + "\n")
     for target in targets:
         print(f"{bench}.{target}")
+    if untargeted is not None:
+        print(f"{bench}: nothing was held to a target: {untargeted}", file=sys.stderr)
     if not all(target.ok for target in targets):
         sys.exit(1)
