@@ -1,5 +1,6 @@
 #include "server/errors.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -11,17 +12,38 @@
 namespace epikv {
 namespace {
 
-constexpr size_t kMaxMessageBytes = 1024, kMaxDescriptionBytes = 512, kMaxFieldBytes = 128;
-// With the message and what gRPC adds, below the 8 KiB of metadata that clients accept by default,
-// also when the trailer is base64.
-constexpr size_t kMaxDetailBytes = 4096;
+// Of the message as grpc-message carries it, where most bytes of other scripts become three.
+constexpr size_t kMaxEncodedMessageBytes = 1024;
+constexpr size_t kMaxDescriptionBytes = 512, kMaxFieldBytes = 128;
+// Of ErrorInfo and violations. With the message, which the details repeat, and what gRPC adds,
+// below the 8 KiB of metadata that clients accept by default, also when the trailer is base64.
+constexpr size_t kMaxDetailBytes = 3584;
+// What a repeated message costs beside its own bytes.
+constexpr size_t kFrameBytes = 4;
+constexpr absl::string_view kCut = "...";
 
-// At most `limit` bytes, cut between code points.
+bool BeginsCodePoint(char c) { return (static_cast<unsigned char>(c) & 0xC0) != 0x80; }
+
+// The longest prefix of whole code points that, with kCut, costs no more than `limit`; or all.
+template <typename Cost>
+std::string ShortenBy(absl::string_view text, size_t limit, Cost cost_of) {
+  size_t cost = 0, end = 0;  // end: of what still fits beside kCut
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (BeginsCodePoint(text[i]) && cost + kCut.size() <= limit) end = i;
+    cost += cost_of(text[i]);
+    if (cost > limit) return absl::StrCat(text.substr(0, end), kCut);
+  }
+  return std::string(text);
+}
+
 std::string Shorten(absl::string_view text, size_t limit) {
-  if (text.size() <= limit) return std::string(text);
-  size_t end = limit - 3;
-  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
-  return absl::StrCat(text.substr(0, end), "...");
+  return ShortenBy(text, limit, [](char) { return size_t{1}; });
+}
+
+std::string ShortenMessage(absl::string_view text) {
+  return ShortenBy(text, kMaxEncodedMessageBytes, [](char c) {
+    return size_t{absl::ascii_isprint(static_cast<unsigned char>(c)) && c != '%' ? 1u : 3u};
+  });
 }
 
 // Collects the details of one status.
@@ -31,7 +53,7 @@ class Details {
           const std::map<std::string, std::string>& metadata)
       : code_(code) {
     status_.set_code(static_cast<int>(code));
-    status_.set_message(Shorten(message, kMaxMessageBytes));
+    status_.set_message(ShortenMessage(message));
     v1::ErrorInfo info;
     info.set_reason(std::string(reason));
     info.set_domain("epikv");
@@ -45,6 +67,12 @@ class Details {
     google::protobuf::Any* any = status_.add_details();
     any->set_type_url(absl::StrCat("type.googleapis.com/google.rpc.", type));
     any->set_value(detail.SerializeAsString());
+  }
+  // Bytes of what was added.
+  size_t size() const {
+    size_t bytes = 0;
+    for (const auto& detail : status_.details()) bytes += detail.value().size();
+    return bytes;
   }
   void AddRetry(absl::Duration after) {
     v1::RetryInfo retry;
@@ -71,20 +99,21 @@ class Details {
   v1::Status status_;
 };
 
-v1::BadRequest BadRequestOf(const std::vector<FieldViolation>& violations) {
+// room: in bytes.
+v1::BadRequest BadRequestOf(const std::vector<FieldViolation>& violations, size_t room) {
   v1::BadRequest bad;
-  size_t room = kMaxDetailBytes;
   for (size_t i = 0; i < violations.size(); ++i) {
     v1::BadRequest::FieldViolation next;
     next.set_field(Shorten(violations[i].field, kMaxFieldBytes));
     next.set_description(Shorten(violations[i].description, kMaxDescriptionBytes));
-    if (next.ByteSizeLong() > room) {
+    const size_t bytes = next.ByteSizeLong() + kFrameBytes;
+    if (bytes > room) {
       next.set_field("...");
       next.set_description(absl::StrCat("and ", violations.size() - i, " more"));
       *bad.add_field_violations() = std::move(next);
       break;
     }
-    room -= next.ByteSizeLong();
+    room -= bytes;
     *bad.add_field_violations() = std::move(next);
   }
   return bad;
@@ -96,7 +125,9 @@ grpc::Status ToGrpc(const Rejection& rejection) {
   Details details(static_cast<grpc::StatusCode>(rejection.code), rejection.message,
                   rejection.reason, rejection.metadata);
   if (!rejection.violations.empty()) {
-    details.Add("BadRequest", BadRequestOf(rejection.violations));
+    details.Add("BadRequest",
+                BadRequestOf(rejection.violations,
+                             kMaxDetailBytes - std::min(kMaxDetailBytes, details.size())));
   }
   return details.ToGrpc();
 }
@@ -128,7 +159,7 @@ grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
   v1::QuotaFailure failure;
   v1::QuotaFailure::Violation& violation = *failure.add_violations();
   violation.set_subject(std::string(subject));
-  violation.set_description(std::string(description));
+  violation.set_description(Shorten(description, kMaxDescriptionBytes));
   details.Add("QuotaFailure", failure);
   details.AddRetry(retry_after);
   return details.ToGrpc();

@@ -49,6 +49,37 @@ TEST(ErrorsTest, WhatDoesNotFitIntoMetadataIsCounted) {
   EXPECT_EQ(bad.field_violations(told).description(), absl::StrCat("and ", 1000 - told, " more"));
 }
 
+// Bytes of both trailers that say what is wrong: gRPC percent-encodes the message and may send the
+// details in base64.
+size_t TrailerBytes(const grpc::Status& status) {
+  size_t bytes = status.error_details().size() * 4 / 3;
+  for (const char c : status.error_message()) bytes += c < 0x20 || c > 0x7e || c == '%' ? 3 : 1;
+  return bytes;
+}
+
+TEST(ErrorsTest, TrailersFitWhateverTheScript) {
+  for (const char* letter : {"m", "%", "\n", "ä", "€", "𝄞"}) {
+    std::string text;
+    for (int i = 0; i < 10'000; ++i) text += letter;
+    Rejection rejection{.reason = "INVALID_REQUEST", .message = text};
+    for (int i = 0; i < 1000; ++i) {
+      const std::string part = text.substr(0, i * absl::string_view(letter).size());
+      rejection.violations.push_back({part, part});
+    }
+    for (const char* name : {"a", "b", "c", "d"}) rejection.metadata[name] = text;
+    const grpc::Status status = ToGrpc(rejection);
+    EXPECT_LT(TrailerBytes(status), 8192u - 256u) << letter;
+    EXPECT_GT(TrailerBytes(status), 4096u) << letter;
+    EXPECT_FALSE(FirstInvalidUtf8(status.error_message()).has_value()) << letter;
+  }
+}
+
+TEST(ErrorsTest, ShortMessageOfAnyScriptIsWhole) {
+  EXPECT_EQ(ToGrpc(absl::InternalError("ä€𝄞")).error_message(), "ä€𝄞");
+  EXPECT_EQ(ToGrpc(absl::InternalError(std::string(1024, 'm'))).error_message().size(), 1024u);
+  EXPECT_EQ(ToGrpc(absl::InternalError(std::string(1025, 'm'))).error_message().size(), 1024u);
+}
+
 TEST(ErrorsTest, LongTextIsCutBetweenCodePoints) {
   std::string text;
   for (int i = 0; i < 1000; ++i) text += "ä€";
