@@ -245,6 +245,7 @@ void Check(const v1::ServerConfig& c, Problems& problems) {
   check.Require(c.max_queued_requests() >= 1, "max_queued_requests", "be at least 1");
   check.Require(c.max_queued_tokens() >= 1 && c.max_queued_tokens() <= kMost, "max_queued_tokens",
                 "be at least 1 and below 2^63");
+  check.Require(c.default_max_output_tokens() >= 1, "default_max_output_tokens", "be at least 1");
   constexpr absl::string_view kKernels[] = {"auto", "flash", "matmul", "batch"};
   check.Require(
       std::find(std::begin(kKernels), std::end(kKernels), c.decode_kernel()) != std::end(kKernels),
@@ -281,6 +282,7 @@ Config ToConfig(const v1::ServerConfig& c) {
           .queue = {.max_requests = c.max_queued_requests(),
                     .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
           .default_policy = c.default_policy(),
+          .default_max_output_tokens = c.default_max_output_tokens(),
           .outbox = {.max_messages = c.outbox_messages(),
                      .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
                      .stall = absl::Seconds(c.stream_stall_seconds())},

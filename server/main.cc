@@ -155,6 +155,7 @@ absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) 
   const Admission admission(loaded->manifest, loaded->policies,
                             {.kv_capacity_bytes = loaded->kv_capacity_bytes,
                              .prefill_chunk_tokens = config.runtime.prefill_chunk_tokens,
+                             .default_max_output_tokens = config.default_max_output_tokens,
                              .default_policy = config.default_policy});
   const ServedModel model{
       .name = config.model_name.empty() ? loaded->manifest.name : config.model_name,

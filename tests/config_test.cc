@@ -73,6 +73,7 @@ TEST(ConfigTest, DefaultsAreThoseOfTheCommentedFile) {
   EXPECT_EQ(config.scheduler.max_step_tokens, 512);
   EXPECT_EQ(config.scheduler.fixed_chunk_tokens, 0);
   EXPECT_EQ(config.queue.max_tokens, 4194304);
+  EXPECT_EQ(config.default_max_output_tokens, 1024);
   EXPECT_EQ(config.outbox.stall, absl::Seconds(30));
   EXPECT_EQ(config.drain, absl::Seconds(30));
   EXPECT_TRUE(config.reflection);
@@ -145,12 +146,13 @@ TEST(ConfigTest, NamesEverythingThatIsWrong) {
   const std::string errors =
       Errors({"--listen=nowhere", "--metrics_listen=host:70000", "--kv_memory_share=nan",
               "--max_step_tokens=0", "--decode_kernel=fast", "--outbox_bytes=1",
-              "--stream_stall_seconds=0", "--drain_seconds=-1", "--threads=x", "--thread=2",
-              "stray", "--metrics_max_series"});
+              "--stream_stall_seconds=0", "--drain_seconds=-1", "--default_max_output_tokens=0",
+              "--threads=x", "--thread=2", "stray", "--metrics_max_series"});
   for (const char* name :
        {"--listen must be host:port", "--metrics_listen must", "--model must name the file",
         "--kv_memory_share must be in (0, 1], is nan", "--max_step_tokens must", "is \"fast\"",
-        "--outbox_bytes must", "--stream_stall_seconds must", "--drain_seconds must",
+        "--outbox_bytes must", "--default_max_output_tokens must be at least 1",
+        "--stream_stall_seconds must", "--drain_seconds must",
         "--threads: ", "unknown flag --thread; did you mean --threads?", "'stray' is no flag",
         "--metrics_max_series needs a value"}) {
     EXPECT_THAT(errors, HasSubstr(name));
