@@ -121,6 +121,27 @@ v1::ResolvedKv ResolvedKvOf(const Request& request) {
   return kv;
 }
 
+v1::StopParams StopOf(const Request& request) {
+  v1::StopParams stop;
+  stop.set_max_output_tokens(request.max_output_tokens);
+  for (const std::string& text : request.stop_strings) stop.add_stop_strings(text);
+  stop.mutable_stop_token_ids()->Add(request.stop_tokens.begin(), request.stop_tokens.end());
+  stop.set_include_stop(request.include_stop);
+  return stop;
+}
+
+v1::OutputOptions OutputOf(const Prepared& prepared) {
+  const OutputOptions& output = prepared.request.output;
+  v1::OutputOptions proto;
+  proto.set_text(output.text);
+  proto.set_token_ids(prepared.token_ids);
+  proto.set_logprobs(output.logprobs);
+  proto.set_kv_trace(output.kv_trace);
+  proto.set_residual_steps(output.residual_steps);
+  proto.set_kept(output.kept);
+  return proto;
+}
+
 google::protobuf::Duration ToProto(absl::Duration duration) {
   google::protobuf::Duration proto;
   const absl::Duration seconds = absl::Trunc(duration, absl::Seconds(1));
@@ -262,7 +283,8 @@ std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& ad
   return rejection;
 }
 
-v1::Accepted AcceptedOf(const Request& request, const std::string& model) {
+v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model) {
+  const Request& request = prepared.request;
   v1::Accepted accepted;
   accepted.set_request_id(request.id);
   accepted.set_model(model);
@@ -274,6 +296,13 @@ v1::Accepted AcceptedOf(const Request& request, const std::string& model) {
     accepted.mutable_stop_token_ids()->Add(tokens.begin(), tokens.end());
   }
   accepted.set_arm(kNoArm);
+  *accepted.mutable_output() = OutputOf(prepared);
+  if (request.forced.empty()) {
+    *accepted.mutable_stop() = StopOf(request);
+  } else {
+    accepted.set_cadence(request.force_in_chunks ? v1::SCORE_CADENCE_CHUNK
+                                                 : v1::SCORE_CADENCE_DECODE);
+  }
   return accepted;
 }
 

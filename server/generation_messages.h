@@ -30,8 +30,14 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokeniz
 // Admission's answer, with the violations of the conversion beside its own.
 std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& admission);
 
+// A request that can be queued, and what only its messages need.
+struct Prepared {
+  Request request;
+  bool token_ids = false;  // the client wants them
+};
+
 // `queue_position` is not set yet.
-v1::Accepted AcceptedOf(const Request& request, const std::string& model);
+v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model);
 v1::Delta ToProto(const Delta& delta);
 v1::EvictionEvent ToProto(const EvictionTrace& trace);
 // lanes: layers x KV heads.

@@ -6,7 +6,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/errors.h"
-#include "server/generation_messages.h"
 #include "server/rpc.h"
 #include "server/wire.h"
 
@@ -231,14 +230,14 @@ void GenerationService::Begin(grpc::CallbackServerContext& context, const grpc::
                               Call& call) {
   std::variant<Prepared, grpc::Status> prepared = Prepare<Message>(context, in);
   if (const auto* status = std::get_if<grpc::Status>(&prepared)) return call.Fail(*status);
-  auto& [request, token_ids] = std::get<Prepared>(prepared);
-  const std::string id = request.id;
-  CallFacts facts{
-      .outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(id), token_ids, call, courier_),
-      .accepted = AcceptedOf(request, model_.name),
-      .lanes = lanes_};
+  Prepared& ready = std::get<Prepared>(prepared);
+  const std::string id = ready.request.id;
+  CallFacts facts{.outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(id), ready.token_ids,
+                                                     call, courier_),
+                  .accepted = AcceptedOf(ready, model_.name),
+                  .lanes = lanes_};
   const std::shared_ptr<Outbox> outbox = facts.outbox;
-  const SubmitResult submitted = engine_.Submit(std::move(request), outbox);
+  const SubmitResult submitted = engine_.Submit(std::move(ready.request), outbox);
   if (submitted.error != SubmitError::kNone) return call.Fail(RefusalOf(context, submitted, id));
   // Nothing calls `call` before Open, nor cancels it before this method has returned.
   call.Start(std::move(facts));
@@ -246,7 +245,7 @@ void GenerationService::Begin(grpc::CallbackServerContext& context, const grpc::
 }
 
 template <typename Message>
-std::variant<GenerationService::Prepared, grpc::Status> GenerationService::Prepare(
+std::variant<Prepared, grpc::Status> GenerationService::Prepare(
     grpc::CallbackServerContext& context, const grpc::ByteBuffer& in) {
   auto reject = [this](const Rejection& rejection) {
     metrics_.OnRejected(rejection.reason);

@@ -15,6 +15,7 @@
 #include "epikv/v1/generation.grpc.pb.h"
 #include "runtime/engine_thread.h"
 #include "server/courier.h"
+#include "server/generation_messages.h"
 #include "server/metrics.h"
 #include "server/outbox.h"
 #include "server/served_model.h"
@@ -66,11 +67,6 @@ class GenerationService final
   void AwaitCalls(absl::Time deadline) { live_calls_.AwaitNone(deadline); }
 
  private:
-  struct Prepared {
-    Request request;
-    bool token_ids = false;
-  };
-
   // Submits the request of `in` and starts the call, or fails it. Call: in generation_service.cc.
   template <typename Message, typename Call>
   void Begin(grpc::CallbackServerContext& context, const grpc::ByteBuffer& in, Call& call);

@@ -98,20 +98,22 @@ TEST_F(GenerationServiceTest, StreamsAcceptedThenDeltasThenSummary) {
 TEST_F(GenerationServiceTest, AcceptedEchoesEverySettingResolved) {
   Start({.default_policy = "window"});
   v1::GenerateResult result;
-  const auto status = Once(Parse<v1::GenerateRequest>(R"pb(
-                             text: "w1 w2 w3"
-                             sampling { temperature: 0.5 top_p: 0.9 top_k: 7 }
-                             stop { max_output_tokens: 29 stop_token_ids: 40 }
-                             kv {
-                               keep_ratio: 0.75
-                               policy_params {
-                                 fields {
-                                   key: "slack"
-                                   value { number_value: 2 }
-                                 }
-                               }
-                             })pb"),
-                           &result);
+  const auto status =
+      Once(Parse<v1::GenerateRequest>(R"pb(
+             text: "w1 w2 w3"
+             sampling { temperature: 0.5 top_p: 0.9 top_k: 7 }
+             stop { max_output_tokens: 29 stop_strings: "x" stop_token_ids: 40 include_stop: true }
+             output { token_ids: true kept: true }
+             kv {
+               keep_ratio: 0.75
+               policy_params {
+                 fields {
+                   key: "slack"
+                   value { number_value: 2 }
+                 }
+               }
+             })pb"),
+           &result);
   ASSERT_TRUE(status.ok()) << status.error_message();
   const v1::Accepted& accepted = result.accepted();
   EXPECT_FALSE(accepted.request_id().empty());
@@ -132,6 +134,19 @@ TEST_F(GenerationServiceTest, AcceptedEchoesEverySettingResolved) {
   EXPECT_EQ(accepted.kv().protected_prompt_tokens(), 3u);
   EXPECT_GT(accepted.kv().reserved_bytes(), 0u);
   EXPECT_EQ(accepted.arm(), "none");
+  EXPECT_EQ(accepted.stop().max_output_tokens(), 29u);
+  EXPECT_THAT(accepted.stop().stop_strings(), ElementsAre("x"));
+  EXPECT_THAT(accepted.stop().stop_token_ids(), ElementsAre(40));
+  EXPECT_TRUE(accepted.stop().include_stop());
+  EXPECT_EQ(accepted.output().ShortDebugString(), "text: true token_ids: true kept: true");
+  EXPECT_EQ(accepted.cadence(), v1::SCORE_CADENCE_UNSPECIFIED);
+}
+
+TEST_F(GenerationServiceTest, AcceptedOfDefaultsSaysThem) {
+  v1::GenerateResult result;
+  ASSERT_TRUE(Once(Parse<v1::GenerateRequest>("text: 'w59'"), &result).ok());
+  EXPECT_EQ(result.accepted().stop().ShortDebugString(), "max_output_tokens: 1024");
+  EXPECT_EQ(result.accepted().output().ShortDebugString(), "text: true");
 }
 
 TEST_F(GenerationServiceTest, EachRequestDrawsItsOwnSeedAndId) {
@@ -202,6 +217,10 @@ TEST_F(GenerationServiceTest, ScoreOfGeneratedTokensReturnsTheirLogProbabilities
     EXPECT_THAT(scored.greedy(), SizeIs(8));
     EXPECT_THAT(scored.greedy(), Each(true));
     EXPECT_EQ(scored.summary().usage().output_tokens(), 8u);
+    EXPECT_EQ(scored.accepted().cadence(), cadence);
+    EXPECT_FALSE(scored.accepted().has_stop());
+    EXPECT_EQ(scored.accepted().output().ShortDebugString(),
+              "text: false token_ids: true logprobs: true");
   }
 }
 

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from epikv.options import Sampling
+from epikv.options import Output, Sampling, Stop
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class Accepted:
     stop_token_ids: list[int]
     queue_position: int
     arm: str
+    stop: Stop | None  # None of a score
+    output: Output | None
+    cadence: str  # of a score "decode", "chunk"; else "unspecified"
 
 
 @dataclass(frozen=True)
@@ -208,11 +211,13 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.GenerateResult": GenerateResult,
     "epikv.v1.KvUsage": KvUsage,
     "epikv.v1.Model": Model,
+    "epikv.v1.OutputOptions": Output,
     "epikv.v1.Policy": Policy,
     "epikv.v1.PolicyParam": PolicyParam,
     "epikv.v1.ResolvedKv": ResolvedKv,
     "epikv.v1.SamplingParams": Sampling,
     "epikv.v1.ScoreResponse": ScoreResponse,
+    "epikv.v1.StopParams": Stop,
     "epikv.v1.Summary": Summary,
     "epikv.v1.Timings": Timings,
     "epikv.v1.TokenSignals": TokenSignals,
