@@ -1,5 +1,6 @@
 #include "server/generation_service.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/random/random.h"
@@ -42,15 +43,9 @@ struct CallFacts {
   int64_t lanes = 0;
 };
 
-// A client at its deadline resets the stream before the server's clock says so: its deadline is the
-// earlier one by the way here, and gRPC rounds a timeout up by as much as 1 %.
-absl::Status WhyCancelled(const CallScope& scope) {
-  const absl::Time deadline = DeadlineOf(scope.context);
-  const absl::Duration earlier = (deadline - scope.start) / 100 + absl::Milliseconds(10);
-  if (deadline - earlier <= absl::Now()) {
-    return absl::DeadlineExceededError("the deadline has passed");
-  }
-  return absl::CancelledError("the client has gone");
+absl::Status WhyCancelledNow(const CallScope& scope) {
+  return WhyCancelled(
+      {.start = scope.start, .deadline = DeadlineOf(scope.context), .now = absl::Now()});
 }
 
 // Deletes itself in OnDone, which comes after End: the outbox, and through it the engine, reaches
@@ -75,11 +70,11 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
 
   void OnWriteDone(bool ok) override {
     // It may come before OnCancel, and the outbox cannot know why it failed.
-    if (!ok) facts_.outbox->OnClientGone(WhyCancelled(scope_));
+    if (!ok) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
     facts_.outbox->OnWritten(ok);
   }
   void OnCancel() override {
-    if (facts_.outbox != nullptr) facts_.outbox->OnClientGone(WhyCancelled(scope_));
+    if (facts_.outbox != nullptr) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
   }
   void OnDone() override { delete this; }
 
@@ -146,7 +141,7 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
   }
 
   void OnCancel() override {
-    if (facts_.outbox != nullptr) facts_.outbox->OnClientGone(WhyCancelled(scope_));
+    if (facts_.outbox != nullptr) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
   }
   void OnDone() override { delete this; }
 
@@ -174,6 +169,15 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
 };
 
 }  // namespace
+
+absl::Status WhyCancelled(const CallTimes& times) {
+  constexpr absl::Duration kMostEarly = absl::Milliseconds(250);
+  const absl::Duration rounded = (times.deadline - times.start) / 100 + absl::Milliseconds(10);
+  if (times.deadline - std::min(rounded, kMostEarly) <= times.now) {
+    return absl::DeadlineExceededError("the deadline has passed");
+  }
+  return absl::CancelledError("the client has gone");
+}
 
 GenerationService::GenerationService(const ServedModel& model, EngineThread& engine,
                                      Courier& courier, Metrics& metrics, OutboxLimits outbox_limits)

@@ -10,6 +10,7 @@
 #include <variant>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "epikv/v1/generation.grpc.pb.h"
@@ -39,6 +40,15 @@ class LiveCalls {
   absl::Mutex mu_;
   int64_t count_ ABSL_GUARDED_BY(mu_) = 0;
 };
+
+struct CallTimes {
+  absl::Time start, deadline, now;
+};
+// Why a call is cancelled at `now`: by its deadline, or by a client that has gone. A client at its
+// deadline resets the stream before the server's clock says so: its deadline is the earlier one by
+// the way here, and gRPC rounds a timeout up by as much as 1 %. Beyond 250 ms a cancel is the
+// client's own, whatever its timeout is.
+absl::Status WhyCancelled(const CallTimes& times);
 
 // Takes requests, hands them to the engine and streams what comes back. Thread-safe; everything
 // given to it outlives it, and it outlives its calls.

@@ -76,6 +76,25 @@ class GenerationServiceTest : public ::testing::Test {
   std::unique_ptr<v1::GenerationService::Stub> stub_;
 };
 
+TEST(WhyCancelledTest, OnlyJustBeforeADeadlineItIsTheDeadline) {
+  const absl::Time start = absl::FromUnixSeconds(1000);
+  auto cancelled = [&](absl::Duration timeout, absl::Duration before_deadline) {
+    return WhyCancelled({.start = start,
+                         .deadline = start + timeout,
+                         .now = start + timeout - before_deadline})
+        .code();
+  };
+  const auto deadline = absl::StatusCode::kDeadlineExceeded, gone = absl::StatusCode::kCancelled;
+  EXPECT_EQ(cancelled(absl::Seconds(1), absl::Milliseconds(20)), deadline);
+  EXPECT_EQ(cancelled(absl::Seconds(1), absl::Milliseconds(21)), gone);
+  EXPECT_EQ(cancelled(absl::Hours(1), absl::Milliseconds(250)), deadline);
+  EXPECT_EQ(cancelled(absl::Hours(1), absl::Milliseconds(251)), gone);
+  EXPECT_EQ(cancelled(absl::Hours(1), absl::Seconds(30)), gone);
+  const auto none = WhyCancelled(
+      {.start = start, .deadline = absl::InfiniteFuture(), .now = start + absl::Hours(1)});
+  EXPECT_EQ(none.code(), gone);
+}
+
 TEST_F(GenerationServiceTest, StreamsAcceptedThenDeltasThenSummary) {
   StreamClient client(stub(), Prompt(10, 5));
   EXPECT_TRUE(client.AwaitDone().ok());
