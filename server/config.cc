@@ -20,6 +20,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "epikv/v1/config.pb.h"
+#include "runtime/utf8.h"
 #include "server/default_config.h"
 
 namespace epikv {
@@ -233,6 +234,7 @@ void Check(const v1::ServerConfig& c, Problems& problems) {
   check.RequireAddress(c.listen(), "listen");
   if (!c.metrics_listen().empty()) check.RequireAddress(c.metrics_listen(), "metrics_listen");
   check.Require(!c.model().empty(), "model", "name the file that `epikv export` wrote");
+  check.Require(!FirstInvalidUtf8(c.model_name()).has_value(), "model_name", "be UTF-8");
   check.Require(c.threads() <= 1024, "threads", "be at most 1024");
   check.Require(c.kv_pool_bytes() <= kMost, "kv_pool_bytes", "be below 2^63");
   check.Require(c.kv_memory_share() > 0 && c.kv_memory_share() <= 1, "kv_memory_share",

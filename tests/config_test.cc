@@ -159,6 +159,12 @@ TEST(ConfigTest, NamesEverythingThatIsWrong) {
   }
 }
 
+TEST(ConfigTest, NameThatNoMessageCanHoldIsRefused) {
+  EXPECT_THAT(Errors({"--model=m", "--model_name=caf\xe9"}),
+              HasSubstr("--model_name must be UTF-8, is \"caf\\351\""));
+  EXPECT_EQ(Parse({"--model=m", "--model_name=café"}).model_name, "café");
+}
+
 TEST(ConfigTest, UnknownFieldsOfAFileAreNamedWithTheirLines) {
   const TemporaryFile file("model: \"m\"\nthraeds: 2\nlisten: \"[::]:0\"\nmetric: 1\n");
   const std::string errors = Errors({"--config=" + file.path()});
