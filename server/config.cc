@@ -228,12 +228,12 @@ class Checker {
   Problems& problems_;
 };
 
-void Check(const v1::ServerConfig& c, Problems& problems) {
+// All but the model, which who prints a configuration need not have.
+void CheckRanges(const v1::ServerConfig& c, Problems& problems) {
   constexpr uint64_t kMost = INT64_MAX;
   Checker check(c, problems);
   check.RequireAddress(c.listen(), "listen");
   if (!c.metrics_listen().empty()) check.RequireAddress(c.metrics_listen(), "metrics_listen");
-  check.Require(!c.model().empty(), "model", "name the file that `epikv export` wrote");
   check.Require(!FirstInvalidUtf8(c.model_name()).has_value(), "model_name", "be UTF-8");
   check.Require(c.threads() <= 1024, "threads", "be at most 1024");
   check.Require(c.kv_pool_bytes() <= kMost, "kv_pool_bytes", "be below 2^63");
@@ -262,6 +262,11 @@ void Check(const v1::ServerConfig& c, Problems& problems) {
   check.Require(c.max_message_bytes() >= 1024 && c.max_message_bytes() <= INT32_MAX,
                 "max_message_bytes", "be 1024 to 2147483647");
   check.Require(c.metrics_max_series() >= 1, "metrics_max_series", "be at least 1");
+}
+
+void CheckModel(const v1::ServerConfig& c, Problems& problems) {
+  Checker(c, problems)
+      .Require(!c.model().empty(), "model", "name the file that `epikv export` wrote");
 }
 
 Config ToConfig(const v1::ServerConfig& c) {
@@ -331,10 +336,11 @@ absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args) {
   if (arguments.help) return ToPrintHelp(config);
   if (arguments.file.has_value()) ApplyFile(*arguments.file, config, problems);
   for (const Flag& flag : arguments.flags) ApplyFlag(flag, config, problems);
-  if (arguments.print_config && problems.empty()) return ToPrintConfig(config);
-  Check(config, problems);
-  if (problems.empty()) return ToConfig(config);
-  return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
+  CheckRanges(config, problems);
+  if (!arguments.print_config) CheckModel(config, problems);
+  if (!problems.empty()) return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
+  if (arguments.print_config) return ToPrintConfig(config);
+  return ToConfig(config);
 }
 
 absl::Status CheckDefaultPolicy(const Config& config, PolicyCatalog catalog) {

@@ -177,6 +177,12 @@ TEST(ConfigTest, MissingFileIsNamed) {
               HasSubstr("--config: cannot read '/nowhere.textproto'"));
 }
 
+TEST(ConfigTest, ConfigurationThatCouldNotRunIsNotPrinted) {
+  const std::string errors = Errors({"--print_config", "--max_step_tokens=0", "--listen=nowhere"});
+  EXPECT_THAT(errors, AllOf(HasSubstr("--max_step_tokens must"), HasSubstr("--listen must"),
+                            Not(HasSubstr("--model must"))));
+}
+
 TEST(ConfigTest, PrintedConfigurationIsOneThatItReads) {
   const std::string printed = Printed({"--print_config", "--model=m", "--threads=7"});
   EXPECT_THAT(printed, AllOf(HasSubstr("\nthreads: 7\n"), HasSubstr("# Threads of the engine")));
