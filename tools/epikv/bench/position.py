@@ -1,11 +1,17 @@
 """Time per token far into a stream, over that near its beginning: budgeted and not.
 
-Streams run one at a time, in short windows that take turns, rather than in one batch, where every
-stream would pay for its neighbours: `full` and `sliding` are prefilled to just before a position
-(a prompt over the budget is evicted chunk by chunk) and decode across it; `epikv_flat`, which
-cannot rank a prompt, generates all the way, past both positions. Gaps between tokens are measured
-at the client; a window's figure is their median. Two that other programs disturb less are told
-beside it: the fastest tenth of the gaps, and the CPU time of the engine's thread.
+A round is a window of 96 tokens around each position, for each policy in turn, and one sample of
+its ratio far over near. Windows take turns, not steps: two streams in one daemon are one batch, in
+which each token's time is that of both, and two daemons at once would share the processor. What
+drifts on the machine within a round meets both positions alike over many rounds, since for `full`
+and `sliding` every second round begins with the far one. They are prefilled to just before a
+position (a prompt over the budget is evicted chunk by chunk) and decode across it. `epikv_flat`
+cannot rank a prompt, so one stream generates past both positions, always the near one first: a
+machine that grows steadily slower or faster within a round shifts its ratio.
+
+Gaps between tokens are measured at the client; a window's figure is their median. Two that other
+programs disturb less are told beside it: the fastest tenth of the gaps, and the CPU time of the
+engine's thread.
 """
 
 from collections.abc import Sequence
@@ -63,7 +69,13 @@ class Reading:
 @click.option("--rounds", default=12, show_default=True)
 @harness.options
 def command(rounds: int, json_file: Path | None, **where: Any) -> None:
-    """Time per token at position 4096 over that at 600, with a budget of 512 and with none."""
+    """Time per token at position 4096 over that at 600, with a budget of 512 and with none.
+
+    One stream runs at a time. The two positions take turns by windows of 96 tokens, not by steps:
+    two streams in one daemon are one batch, whose steps cost the same for both. Every second round
+    of `full` and `sliding` begins with the far position; `epikv_flat`, which cannot rank a prompt,
+    generates its way from the near one to the far one, so that a machine's drift is in its ratio.
+    """
     readings: dict[str, list[Reading]] = {"full": [], "sliding": [], "epikv_flat": []}
     with harness.serving(
         lambda: harness.random_model("position", **SHAPE), ["--threads=1"], **where
