@@ -168,13 +168,14 @@ def test_leaving_a_stream_cancels_it(client: Client, fake: fake_epikvd.Fake) -> 
     assert fake.ended.wait(5)
 
 
-def test_a_cancelled_stream_says_so(client: Client) -> None:
+def test_a_cancelled_stream_says_so(client: Client, fake: fake_epikvd.Fake) -> None:
     stream = client.generate("endless")
     next(stream)
     stream.cancel()
     with pytest.raises(RpcError) as caught:
         next(stream)
     assert caught.value.code is grpc.StatusCode.CANCELLED
+    assert fake.ended.wait(5)  # and not in the next test
 
 
 def test_timeout_is_the_deadline(client: Client, fake: fake_epikvd.Fake) -> None:
