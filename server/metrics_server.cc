@@ -1,10 +1,17 @@
 #include "server/metrics_server.h"
 
 #include <exception>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
+
+// By default the library waits 30 s for a request, and a silent connection holds a thread.
+MetricsServer::MetricsServer(const std::string& address)
+    : exposer_(std::vector<std::string>{"listening_ports", address, "num_threads", "8",
+                                        "request_timeout_ms", "2000"}) {}
 
 absl::StatusOr<std::unique_ptr<MetricsServer>> MetricsServer::Start(
     const std::string& address) try {

@@ -11,6 +11,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "absl/time/clock.h"
 #include "runtime/admission.h"
 #include "runtime/engine.h"
 #include "server/metrics_server.h"
@@ -193,6 +194,15 @@ TEST(MetricsCreateTest, RefusesABoundOverTheLimit) {
   const auto refused = Metrics::Create(options);
   EXPECT_THAT(std::string(refused.status().message()),
               HasSubstr(absl::StrCat("raise it to at least ", bound)));
+}
+
+TEST(MetricsServerTest, AnswersWhileClientsHoldSilentConnections) {
+  std::vector<int> silent;
+  for (int i = 0; i < 16; ++i) silent.push_back(ConnectedSocket(Page().port()));
+  const absl::Time begin = absl::Now();
+  EXPECT_FALSE(Scrape(Page().port()).empty());
+  EXPECT_LT(absl::Now() - begin, absl::Seconds(15));  // 30 a connection, were there no limit
+  for (const int fd : silent) close(fd);
 }
 
 TEST(MetricsServerTest, PortInUseIsNamed) {

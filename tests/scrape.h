@@ -16,14 +16,20 @@
 
 namespace epikv {
 
-// The body of GET /metrics from a port of this machine.
-inline std::string Scrape(int port) {
+// A TCP connection to a port of this machine, to be closed by the caller.
+inline int ConnectedSocket(int port) {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   address.sin_port = htons(static_cast<uint16_t>(port));
   EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  return fd;
+}
+
+// The body of GET /metrics from a port of this machine.
+inline std::string Scrape(int port) {
+  const int fd = ConnectedSocket(port);
   const std::string request = "GET /metrics HTTP/1.0\r\n\r\n";
   EXPECT_EQ(send(fd, request.data(), request.size(), 0), static_cast<ssize_t>(request.size()));
   std::string response;
