@@ -3,6 +3,7 @@
 #include <grpc/grpc.h>
 #include <grpc/support/log.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/resource_quota.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
@@ -18,6 +19,10 @@ namespace {
 // What calls that were cut still need to wind up.
 constexpr absl::Duration kCutGrace = absl::Seconds(1);
 
+// Of reflection, the one synchronous service: an open stream holds a thread. Ours and health are
+// callbacks and take none of these.
+constexpr int kMaxSyncThreads = 32;
+
 void AddPort(grpc::ServerBuilder& builder, const std::string& listen, int* port) {
   builder.AddListeningPort(listen, grpc::InsecureServerCredentials(), port);
   // Otherwise a second daemon would share the port in silence.
@@ -25,6 +30,7 @@ void AddPort(grpc::ServerBuilder& builder, const std::string& listen, int* port)
 }
 
 void SetTransport(grpc::ServerBuilder& builder, const ServerOptions& options) {
+  builder.SetResourceQuota(grpc::ResourceQuota("epikvd").SetMaxThreads(kMaxSyncThreads));
   builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
   // Prefill is silent for long, so clients may ping; ours find half-open connections.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);

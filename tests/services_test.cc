@@ -2,12 +2,17 @@
 
 #include <gmock/gmock.h>
 #include <google/protobuf/wrappers.pb.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/impl/codegen/client_unary_call.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "absl/strings/numbers.h"
 #include "epikv/v1/errors.pb.h"
 #include "epikv/v1/model.grpc.pb.h"
 #include "epikv/v1/policy.grpc.pb.h"
@@ -150,6 +155,73 @@ TEST_F(ServicesTest, HealthKnowsEveryServiceAndTheModel) {
   EXPECT_EQ(Health(channel_, "models/other"), -grpc::NOT_FOUND);
   server_.server().StopAdvertising();
   for (const std::string& name : names) EXPECT_EQ(Health(channel_, name), kNotServing) << name;
+}
+
+int64_t NumThreads() {
+  std::ifstream status("/proc/self/status");
+  const std::string text{std::istreambuf_iterator<char>(status), {}};
+  int64_t threads = 0;
+  const std::string key = "Threads:";
+  const size_t at = text.find(key) + key.size();
+  EXPECT_TRUE(absl::SimpleAtoi(text.substr(at, text.find('\n', at) - at), &threads));
+  return threads;
+}
+
+// A stream of server reflection that has been answered once, or refused, and is left open.
+class ReflectionStream {
+ public:
+  explicit ReflectionStream(const std::shared_ptr<grpc::Channel>& channel) : stub_(channel) {
+    call_ = stub_.PrepareCall(
+        &context_, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &queue_);
+    call_->StartCall(this);
+    Await();
+    const grpc::Slice list_services("\x3a\x00", 2);  // field 7, an empty string
+    call_->Write(grpc::ByteBuffer(&list_services, 1), this);
+    Await();
+    grpc::ByteBuffer answer;
+    call_->Read(&answer, this);
+    answered_ = Await();
+  }
+  ~ReflectionStream() { End(); }
+
+  bool answered() const { return answered_; }
+  grpc::Status End() {
+    grpc::Status status;
+    if (call_ == nullptr) return status;
+    if (answered_) context_.TryCancel();  // else it has ended
+    call_->Finish(&status, this);
+    Await();
+    call_ = nullptr;
+    return status;
+  }
+
+ private:
+  bool Await() {
+    void* tag = nullptr;
+    bool ok = false;
+    return queue_.Next(&tag, &ok) && ok;
+  }
+
+  grpc::ClientContext context_;
+  grpc::CompletionQueue queue_;
+  grpc::GenericStub stub_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
+  bool answered_ = false;
+};
+
+TEST_F(ServicesTest, IdleReflectionStreamsHoldABoundedNumberOfThreads) {
+  { ReflectionStream first(channel_); }  // connects
+  const int64_t before = NumThreads();
+  std::vector<std::unique_ptr<ReflectionStream>> streams;
+  for (int i = 0; i < 100; ++i) streams.push_back(std::make_unique<ReflectionStream>(channel_));
+  EXPECT_LE(NumThreads() - before, 40);
+  EXPECT_TRUE(streams.front()->answered());
+  EXPECT_FALSE(streams.back()->answered());
+  EXPECT_EQ(streams.back()->End().error_code(), grpc::RESOURCE_EXHAUSTED);
+  v1::ListModelsResponse list;
+  EXPECT_TRUE(Call(models_, &v1::ModelService::Stub::ListModels, {}, &list).ok());
+  EXPECT_EQ(Health(channel_, ""), 1);
+  streams.clear();
 }
 
 TEST_F(ServicesTest, PortInUseIsNamed) {
