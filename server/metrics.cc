@@ -46,7 +46,7 @@ Metrics::Metrics(const MetricsOptions& options)
       requests_(declare_, {.policies = options.policies,
                            .lanes = options.lanes,
                            .kv_bytes_per_token = options.kv_bytes_per_token}),
-      steps_(declare_),
+      steps_(declare_, options.policies.size()),
       stream_full_(declare_, "epikv_stream_write_stall_seconds",
                    "How long a stream's outbox was full because its client read slowly.", 1,
                    Decades(.001, 100)),
@@ -98,7 +98,7 @@ void Metrics::OnAdmitted(const Request& request, absl::Duration queued) {
 
 void Metrics::OnStep(const StepStats& step) {
   gauges_->Set(step);
-  if (step.sequences > 0) steps_.Add(step, std::exchange(evicted_, false));
+  if (step.sequences > 0) steps_.Add(step, std::exchange(evicting_, {}));
 }
 
 void Metrics::OnFirstToken(const Request& request, absl::Duration since_arrival) {
@@ -106,7 +106,7 @@ void Metrics::OnFirstToken(const Request& request, absl::Duration since_arrival)
 }
 
 void Metrics::OnEvicted(const EvictedStats& evicted) {
-  evicted_ = true;
+  evicting_.insert(evicted.request.spec->name);
   requests_.OnEvicted(evicted);
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -73,7 +74,7 @@ class Metrics final : public EngineObserver {
   HistogramFamily stream_full_;
   prometheus::Family<prometheus::Counter>&rpcs_, &rejected_;
   prometheus::Gauge& draining_;
-  bool evicted_ = false;  // in the step that runs
+  std::set<absl::string_view> evicting_;  // policies, in the step that runs
 };
 
 }  // namespace epikv

@@ -76,10 +76,14 @@ std::vector<MetricFamily> EngineGauges::Collect() const {
                   {{"kv", for_place ? 0 : waiting}, {"running", for_place ? waiting : 0}})};
 }
 
-StepSeries::StepSeries(Declarations& declare)
+StepSeries::StepSeries(Declarations& declare, size_t num_policies)
     : gap_family_(declare, "epikv_inter_token_latency_seconds",
                   "Between consecutive tokens of a stream: one observation a decoded token.", 1,
                   PerTokenBounds()),
+      eviction_(declare, "epikv_kv_eviction_seconds",
+                "Wall time of evicting in a step, all requests together, by policy that evicted in "
+                "it.",
+                num_policies, Decades(.00001, 1)),
       gaps_(gap_family_.Of({})),
       batch_tokens_(HistogramFamily(declare, "epikv_step_batch_tokens", "Tokens of a step.", 1,
                                     PowersOfTwo(0, 14))
@@ -87,10 +91,6 @@ StepSeries::StepSeries(Declarations& declare)
       batch_sequences_(HistogramFamily(declare, "epikv_step_batch_sequences",
                                        "Sequences of a step.", 1, PowersOfTwo(0, 10))
                            .Of({})),
-      eviction_(HistogramFamily(declare, "epikv_kv_eviction_seconds",
-                                "Wall time of evicting, in steps that evicted.", 1,
-                                Decades(.00001, 1))
-                    .Of({})),
       engine_cpu_(declare
                       .Counters("epikv_engine_cpu_seconds_total",
                                 "CPU time of the engine's thread in steps, all stages.", 1)
@@ -128,7 +128,7 @@ StepSeries::StepSeries(Declarations& declare)
   }
 }
 
-void StepSeries::Add(const StepStats& step, bool evicted) {
+void StepSeries::Add(const StepStats& step, const std::set<absl::string_view>& evicting) {
   const size_t phase = step.decode_tokens == 0 ? 0 : step.prefill_tokens == 0 ? 1 : 2;
   by_phase_[phase]->Observe(Seconds(step.total_wall));
   for (int i = 0; i < kNumStages; ++i) {
@@ -143,7 +143,10 @@ void StepSeries::Add(const StepStats& step, bool evicted) {
   tokens_[1]->Increment(static_cast<double>(step.decode_tokens));
   batch_tokens_.Observe(static_cast<double>(step.prefill_tokens + step.decode_tokens));
   batch_sequences_.Observe(static_cast<double>(step.sequences));
-  if (evicted) eviction_.Observe(Seconds(step.wall[static_cast<int>(Stage::kEvict)]));
+  for (const absl::string_view policy : evicting) {
+    eviction_.Of({{"policy", std::string(policy)}})
+        .Observe(Seconds(step.wall[static_cast<int>(Stage::kEvict)]));
+  }
   AddGaps(step);
 }
 

@@ -5,10 +5,12 @@
 
 #include <array>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "runtime/observer.h"
 #include "server/metric_families.h"
@@ -36,16 +38,16 @@ class EngineGauges final : public prometheus::Collectable {
 // What each step adds to. Of the engine's thread.
 class StepSeries {
  public:
-  explicit StepSeries(Declarations& declare);
+  StepSeries(Declarations& declare, size_t num_policies);
 
-  // evicted: whether some request had a round in this step.
-  void Add(const StepStats& step, bool evicted);
+  // evicting: policies of the requests that had a round in this step.
+  void Add(const StepStats& step, const std::set<absl::string_view>& evicting);
 
  private:
   void AddGaps(const StepStats& step);
 
-  HistogramFamily gap_family_;
-  prometheus::Histogram &gaps_, &batch_tokens_, &batch_sequences_, &eviction_;
+  HistogramFamily gap_family_, eviction_;
+  prometheus::Histogram &gaps_, &batch_tokens_, &batch_sequences_;
   prometheus::Counter &engine_cpu_, &rows_moved_;
   prometheus::Gauge& longest_move_;
   std::array<prometheus::Histogram*, 3> by_phase_;  // prefill, decode, mixed

@@ -106,7 +106,7 @@ TEST_F(MetricsTest, RequestsAreCountedByPolicyArmAndReason) {
   EXPECT_EQ(values.at("epikv_kv_entries_evicted_total" + decode), 34 * 4);
   EXPECT_EQ(values.at("epikv_kv_eviction_rounds_total" + decode), 34);
   EXPECT_EQ(values.at("epikv_kv_budget_overrun_tokens_total" + window + "}"), 0);
-  EXPECT_EQ(values.at("epikv_kv_eviction_seconds_count"), 34);
+  EXPECT_EQ(values.at(R"(epikv_kv_eviction_seconds_count{policy="window"})"), 34);
   EXPECT_EQ(values.at("epikv_request_queue_seconds_count"), 2);
 }
 

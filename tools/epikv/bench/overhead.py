@@ -130,7 +130,7 @@ def _window(served: harness.Served, policy: str, count: int, steps: int) -> Wind
     decoded = added.value("epikv_step_tokens_total", phase="decode")
     if added.value("epikv_step_tokens_total", phase="prefill") or decoded != count * taken:
         raise click.ClickException("not only these streams ran: the daemon has other clients")
-    evicted = int(added.value("epikv_kv_eviction_seconds_count"))
+    evicted = int(added.value("epikv_kv_eviction_seconds_count", policy=policy))
     if evicted != (0 if policy == "full" else taken):
         raise click.ClickException(f"{policy} evicted in {evicted} of {taken} steps")
     names = ("forward", *dict.fromkeys(EVICTION + OUTSIDE))
