@@ -107,6 +107,18 @@ absl::StatusOr<LoadedModel> Load(const Config& config, const StartLog& log) {
   return loaded;
 }
 
+// Settings that explain how a daemon behaves; what has a series of its own is not among them.
+prometheus::Labels LabelsOf(const Config& config) {
+  return {{"max_step_tokens", absl::StrCat(config.scheduler.max_step_tokens)},
+          {"prefill_chunk_tokens", absl::StrCat(config.scheduler.prefill_chunk_tokens)},
+          {"max_running_requests", absl::StrCat(config.max_running_requests)},
+          {"max_queued_requests", absl::StrCat(config.queue.max_requests)},
+          {"max_queued_tokens", absl::StrCat(config.queue.max_tokens)},
+          {"default_max_output_tokens", absl::StrCat(config.default_max_output_tokens)},
+          {"default_policy", config.default_policy},
+          {"deterministic", config.runtime.deterministic ? "true" : "false"}};
+}
+
 absl::StatusOr<std::unique_ptr<Metrics>> MakeMetrics(const Config& config, const ServedModel& model,
                                                      const StartLog& log) {
   const Admission& admission = model.admission;
@@ -121,7 +133,8 @@ absl::StatusOr<std::unique_ptr<Metrics>> MakeMetrics(const Config& config, const
                           .max_running_requests = config.max_running_requests,
                           .threads = model.threads,
                           .model_load = log.elapsed(),
-                          .max_series = config.metrics_max_series});
+                          .max_series = config.metrics_max_series,
+                          .config = LabelsOf(config)});
 }
 
 // Health first, so that balancers turn away; then new requests; then what runs, within the cap.

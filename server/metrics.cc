@@ -69,6 +69,7 @@ void Metrics::AddInfo(const MetricsOptions& options) {
             {"dtype", options.dtype},
             {"decode_kernel", options.decode_kernel}})
       .Set(1);
+  declare_.Gauges("epikv_config_info", "1; the labels are settings.", 1).Add(options.config).Set(1);
   auto& policies = declare_.Gauges("epikv_policy_info", "1; the policies of this build.",
                                    options.policies.size());
   for (const PolicySpec* spec : options.policies) {

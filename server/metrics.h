@@ -32,6 +32,7 @@ struct MetricsOptions {
   int64_t threads = 1;         // of the engine
   absl::Duration model_load;   // how long it took
   int64_t max_series = 20000;  // that /metrics may hold
+  prometheus::Labels config;   // settings worth seeing beside the rest, by name
 };
 
 // Everything that Prometheus may scrape. The engine pushes values once per step and a scrape reads

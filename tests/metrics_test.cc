@@ -32,7 +32,8 @@ MetricsOptions Options() {
           .policies = FakeCatalog(),
           .lanes = 4,
           .kv_bytes_per_token = kFakeBytesPerToken,
-          .kv_capacity_bytes = 1000 * kFakeBytesPerToken};
+          .kv_capacity_bytes = 1000 * kFakeBytesPerToken,
+          .config = {{"max_step_tokens", "512"}, {"deterministic", "false"}}};
 }
 
 // One for all tests, never stopped: the library takes two seconds for that. Serves what is alive.
@@ -183,6 +184,10 @@ TEST_F(MetricsTest, BoundHoldsForEverySeries) {
   int64_t ours = 0;
   for (const auto& [name, value] : values) ours += absl::StartsWith(name, "exposer_") ? 0 : 1;
   EXPECT_LE(ours, metrics_->series_bound());
+}
+
+TEST_F(MetricsTest, SettingsAreLabels) {
+  EXPECT_EQ(Read().at(R"(epikv_config_info{deterministic="false",max_step_tokens="512"})"), 1);
 }
 
 TEST(MetricsCreateTest, RefusesABoundOverTheLimit) {
