@@ -26,6 +26,8 @@ constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "PolicyService/GetPolicy",
                                           "other"};
 constexpr size_t kNumCodes = 17;
+// exposer_*, the HTTP library's own.
+constexpr int64_t kNumExposerSeries = 7;
 
 }  // namespace
 
@@ -84,7 +86,7 @@ void Metrics::AddInfo(const MetricsOptions& options) {
   declare_.Gauges("epikv_model_load_seconds", "Loading, measuring and warming up.", 1)
       .Add({})
       .Set(Seconds(options.model_load));
-  declare_.Count(EngineGauges::kNumSeries + ProcessMetrics::kNumSeries);
+  declare_.Count(EngineGauges::kNumSeries + ProcessMetrics::kNumSeries + kNumExposerSeries);
   prometheus::Gauge& bound =
       declare_
           .Gauges("epikv_metrics_series",
