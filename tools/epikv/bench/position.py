@@ -66,7 +66,7 @@ class Reading:
 
 
 @click.command("position")
-@click.option("--rounds", default=12, show_default=True)
+@click.option("--rounds", default=30, show_default=True)
 @harness.options
 def command(rounds: int, json_file: Path | None, **where: Any) -> None:
     """Time per token at position 4096 over that at 600, with a budget of 512 and with none.
