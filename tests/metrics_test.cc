@@ -202,7 +202,7 @@ TEST(MetricsCreateTest, RefusesABoundOverTheLimit) {
               HasSubstr(absl::StrCat("raise it to at least ", bound)));
 }
 
-TEST(MetricsServerTest, AnswersWhileClientsHoldSilentConnections) {
+TEST_F(MetricsTest, AnswersWhileClientsHoldSilentConnections) {
   std::vector<int> silent;
   for (int i = 0; i < 16; ++i) silent.push_back(ConnectedSocket(Page().port()));
   const absl::Time begin = absl::Now();
