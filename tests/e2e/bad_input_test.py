@@ -9,10 +9,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from epikv import Client, Kv, RpcError, Sampling, Stop, Stream
+from epikv import Client, Kv, Output, RpcError, Stop, Stream
 from epikv.bench.scrape import scrape
 from epikv.sample import problem
-from epikv.testing import Daemon
+from epikv.testing import PACED, Daemon
 from epikv.v1 import generation_pb2, kv_pb2
 
 CONTEXT, VOCABULARY, PROMPT_TOKENS = 1024, 139, 114
@@ -147,9 +147,7 @@ def send(daemon: Daemon, request: bytes) -> None:
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
-def test_refused_with_everything_that_is_wrong(
-    neighbour: None, daemon: Daemon, bad: Bad
-) -> None:
+def test_refused_with_everything_that_is_wrong(neighbour: None, daemon: Daemon, bad: Bad) -> None:
     with pytest.raises(RpcError) as caught:
         send(daemon, bad.request.SerializeToString())
     error = caught.value
@@ -204,22 +202,24 @@ def test_names_that_do_not_exist(neighbour: None, client: Client) -> None:
 
 def test_pool_and_queue_that_are_full(sample_model: Path) -> None:
     """A request that can never fit is told so at once; one too many waits for nobody."""
-    small = ["--kv_pool_bytes=1300000", "--max_running_requests=1", "--max_queued_requests=1"]
-    with Daemon(sample_model, "--threads=1", *small) as daemon, daemon.client() as client:
+    flags = [
+        "--threads=1",
+        "--kv_pool_bytes=1300000",
+        "--max_running_requests=1",
+        "--max_queued_requests=1",
+        "--outbox_messages=8",  # what fills is paused
+    ]
+    with Daemon(sample_model, *flags) as daemon, Client(daemon.grpc, PACED) as client:
         with pytest.raises(RpcError) as caught:
             client.generate_once(TASK.prompt, stop=Stop(max_output_tokens=900))
         assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
         assert caught.value.reason == "KV_POOL_TOO_SMALL"
         assert caught.value.metadata["capacity_bytes"] in str(caught.value)
 
-        # At this temperature the end comes by chance alone, and 900 tokens take a while.
+        # Not read on, it stays where it is.
         def hold() -> Stream:
-            stream = client.generate(
-                TASK.prompt,
-                kv=Kv("sliding", 200),
-                sampling=Sampling(temperature=50, seed=1),
-                stop=Stop(max_output_tokens=900),
-            )
+            kv, output = Kv("epikv_flat", 130), Output(kv_trace=True)
+            stream = client.generate(TASK.prompt, kv=kv, output=output)
             next(stream)
             return stream
 

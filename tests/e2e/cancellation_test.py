@@ -20,7 +20,7 @@ import pytest
 from epikv import Client, Delta, Event, Kv, Output, RpcError, Stop, Stream, Summary
 from epikv.bench.scrape import scrape
 from epikv.sample import problem
-from epikv.testing import Daemon
+from epikv.testing import PACED, Daemon
 from epikv.v1 import generation_pb2, generation_pb2_grpc
 
 CROWD = 60  # clients that leave together: 18 times, 1,080 in all, 180 in each state
@@ -39,9 +39,6 @@ FLAGS = [
     "--stream_stall_seconds=600",
     "--drain_seconds=600",
 ]
-# A client with these receives no more than it reads.
-PACED = [("grpc.http2.lookahead_bytes", 16), ("grpc.http2.bdp_probe", 0)]
-
 PROMPT = " ".join(TASK.prompt.split(" ")[:60])  # of as many tokens; the model goes on for long
 WHOLE = (Kv("full"),)
 EVICTING = tuple(Kv(name, 76) for name in ("epikv_flat", "sliding", "h2o", "random"))

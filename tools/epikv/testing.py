@@ -16,6 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epikv.client import Client
 
+# Channel options; a `Client` with these receives no more than it reads.
+PACED = [("grpc.http2.lookahead_bytes", 16), ("grpc.http2.bdp_probe", 0)]
+
 _POLL_SECONDS = 0.02
 
 
