@@ -19,11 +19,14 @@ class CacheView {
 
   virtual int64_t num_layers() const = 0;
   virtual int64_t num_kv_heads() const = 0;
+  virtual int64_t num_heads() const = 0;
   virtual int64_t prompt_tokens() const = 0;
   virtual int64_t newest() const = 0;  // index of the newest cached token
   virtual const Protection& protection() const = 0;
+  virtual uint64_t seed() const = 0;  // of the request; for counter-based random numbers
 
-  // Entries that must leave this lane to meet its budget, >= 0.
+  // Entries that must leave this lane to meet its budget, >= 0. Where lanes share a budget
+  // (PolicyTraits::pool): that must leave all of them together.
   virtual int64_t excess(int64_t layer, int64_t head) const = 0;
   // Birth order of the token in each slot. [used], unique.
   virtual absl::Span<const int32_t> index(int64_t layer, int64_t head) const = 0;
@@ -34,6 +37,12 @@ class CacheView {
   // declared by Signal::kKeys and kValues.
   virtual at::Tensor keys(int64_t layer, int64_t head) const = 0;
   virtual at::Tensor values(int64_t layer, int64_t head) const = 0;
+  // The queries of the newest tokens as they attended, after RoPE, in the model's dtype, oldest
+  // first: the last row is of newest(). [w, num_heads, width], w <= PolicyTraits::window; fewer
+  // while fewer tokens have been cached. Logits are attention_scale x query . key. Declared by
+  // Signal::kQueries.
+  virtual at::Tensor queries(int64_t layer) const = 0;
+  virtual double attention_scale(int64_t layer) const = 0;
 };
 
 }  // namespace epikv

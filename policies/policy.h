@@ -24,7 +24,6 @@ class PolicyState {
 struct SequenceInfo {
   int64_t prompt_tokens = 0;
   int64_t budget = 0;  // tokens
-  uint64_t seed = 0;   // of the request; for counter-based random numbers
   Protection protection;
 };
 

@@ -9,6 +9,7 @@ extern const PolicySpec kKnorm;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
 extern const PolicySpec kSliding;
+extern const PolicySpec kSnapkv;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
@@ -19,6 +20,7 @@ PolicyCatalog AllPolicies() {
       &kOracle,     //
       &kRandom,     //
       &kSliding,    //
+      &kSnapkv,     //
   };
   return kAll;
 }

@@ -2,16 +2,22 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <tuple>
 
 #include "absl/strings/str_cat.h"
+#include "policies/random.h"
 
 namespace epikv {
+namespace {
 
-absl::StatusOr<std::vector<int32_t>> LowestScores(absl::Span<const float> scores,
+using Candidate = std::pair<float, int32_t>;  // (score, index): pairs order as victims do
+
+// The unprotected tokens of a lane.
+absl::StatusOr<std::vector<Candidate>> Candidates(absl::Span<const float> scores,
                                                   absl::Span<const int32_t> index,
-                                                  const Protection& protection, int64_t newest,
-                                                  int64_t count) {
-  std::vector<std::pair<float, int32_t>> candidates;  // (score, index): pairs order as victims do
+                                                  const Protection& protection, int64_t newest) {
+  std::vector<Candidate> candidates;
   candidates.reserve(scores.size());
   for (size_t slot = 0; slot < scores.size(); ++slot) {
     if (protection.Covers(index[slot], newest)) continue;
@@ -20,15 +26,68 @@ absl::StatusOr<std::vector<int32_t>> LowestScores(absl::Span<const float> scores
     }
     candidates.emplace_back(scores[slot], index[slot]);
   }
-  if (static_cast<int64_t>(candidates.size()) < count) {
-    return absl::InternalError(
-        absl::StrCat(count, " tokens must go but only ", candidates.size(), " are unprotected"));
-  }
-  std::nth_element(candidates.begin(), candidates.begin() + count, candidates.end());
+  return candidates;
+}
+
+absl::Status TooFew(int64_t count, int64_t candidates) {
+  return absl::InternalError(absl::StrCat(count, " tokens must go but only ", candidates, " may"));
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<int32_t>> LowestScores(absl::Span<const float> scores,
+                                                  absl::Span<const int32_t> index,
+                                                  const Protection& protection, int64_t newest,
+                                                  int64_t count) {
+  absl::StatusOr<std::vector<Candidate>> candidates = Candidates(scores, index, protection, newest);
+  if (!candidates.ok()) return candidates.status();
+  const int64_t open = static_cast<int64_t>(candidates->size());
+  if (open < count) return TooFew(count, open);
+  std::nth_element(candidates->begin(), candidates->begin() + count, candidates->end());
   std::vector<int32_t> victims;
   victims.reserve(count);
-  for (int64_t i = 0; i < count; ++i) victims.push_back(candidates[i].second);
+  for (int64_t i = 0; i < count; ++i) victims.push_back((*candidates)[i].second);
   return victims;
+}
+
+absl::StatusOr<std::vector<std::vector<int32_t>>> LowestScoresOfPool(
+    absl::Span<const ScoredLane> lanes, const Protection& protection, int64_t newest, int64_t count,
+    int64_t floor) {
+  std::vector<std::tuple<float, int32_t, size_t>> open;  // (score, index, lane)
+  for (size_t lane = 0; lane < lanes.size(); ++lane) {
+    absl::StatusOr<std::vector<Candidate>> candidates =
+        Candidates(lanes[lane].scores, lanes[lane].index, protection, newest);
+    if (!candidates.ok()) return candidates.status();
+    const int64_t size = static_cast<int64_t>(candidates->size());
+    const int64_t held = static_cast<int64_t>(lanes[lane].index.size());
+    // The protected ones count for the floor; the best of the others fill it.
+    const int64_t kept = std::clamp<int64_t>(floor - (held - size), 0, size);
+    std::nth_element(candidates->begin(), candidates->begin() + kept, candidates->end(),
+                     std::greater<>());
+    for (int64_t i = kept; i < size; ++i) {
+      open.emplace_back((*candidates)[i].first, (*candidates)[i].second, lane);
+    }
+  }
+  if (static_cast<int64_t>(open.size()) < count) {
+    return TooFew(count, static_cast<int64_t>(open.size()));
+  }
+  std::nth_element(open.begin(), open.begin() + count, open.end());
+  std::vector<std::vector<int32_t>> victims(lanes.size());
+  for (int64_t i = 0; i < count; ++i) {
+    victims[std::get<2>(open[i])].push_back(std::get<1>(open[i]));
+  }
+  return victims;
+}
+
+std::vector<float> DrawnScores(absl::Span<const float> mass, absl::Span<const int32_t> index,
+                               uint64_t seed, uint64_t stream) {
+  const CounterRng rng(seed, stream);
+  std::vector<float> scores(mass.size());
+  for (size_t slot = 0; slot < scores.size(); ++slot) {
+    const double uniform = rng.Uniform(index[slot]) + 0x1p-54;  // in (0, 1)
+    scores[slot] = static_cast<float>(std::log(mass[slot]) - std::log(-std::log(uniform)));
+  }
+  return scores;
 }
 
 }  // namespace epikv

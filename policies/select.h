@@ -17,4 +17,22 @@ absl::StatusOr<std::vector<int32_t>> LowestScores(absl::Span<const float> scores
                                                   const Protection& protection, int64_t newest,
                                                   int64_t count);
 
+struct ScoredLane {
+  absl::Span<const float> scores;
+  absl::Span<const int32_t> index;
+};
+
+// The same over several lanes that share a budget: `count` entries in all. A lane keeps `floor`
+// tokens at least, or all it has: the protected ones and its own best. Returns indexes by lane;
+// among equal scores of one token the first lane's goes.
+absl::StatusOr<std::vector<std::vector<int32_t>>> LowestScoresOfPool(
+    absl::Span<const ScoredLane> lanes, const Protection& protection, int64_t newest, int64_t count,
+    int64_t floor);
+
+// Scores for a draw without replacement: keeping the highest of these keeps each set of tokens as
+// often as drawing one after another would, with probability proportional to `mass` (>= 0; tokens
+// of none come last, the newer ones first). Gumbel-top-k: log(mass) + a Gumbel number by index.
+std::vector<float> DrawnScores(absl::Span<const float> mass, absl::Span<const int32_t> index,
+                               uint64_t seed, uint64_t stream);
+
 }  // namespace epikv

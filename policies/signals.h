@@ -12,8 +12,9 @@ struct Signals {
   // PolicyTraits::residual_layers. h^l is the residual stream after block l. Empty in prefill.
   absl::Span<const float> residual_step;
 
-  // Signal::kAttentionRow: probabilities the new query gave each slot of a lane, averaged over the
-  // query heads of its group, recomputed in fp32. Empty in prefill.
+  // Signal::kAttentionRow, in decode: probabilities the new query gave each slot of a lane,
+  // averaged over the query heads of its group, recomputed in fp32. Signal::kPromptAttention, in
+  // prefill: the same, summed over the queries of the tokens that were just cached. Else null.
   class AttentionRow {
    public:
     virtual ~AttentionRow() = default;

@@ -35,6 +35,11 @@ std::optional<ParamValue> Coerce(const ParamValue& value, ParamType type) {
     case ParamType::kIntList:
       if (std::holds_alternative<std::vector<int64_t>>(value)) return value;
       return std::nullopt;
+    case ParamType::kChoiceList:
+      if (std::holds_alternative<std::vector<std::string>>(value)) return value;
+      // An empty list says nothing of its items.
+      if (value == ParamValue(std::vector<int64_t>())) return std::vector<std::string>();
+      return std::nullopt;
   }
   return std::nullopt;
 }
@@ -48,11 +53,21 @@ std::string RangeError(const ParamSpec& spec, const ParamValue& value) {
       return absl::StrCat("must be between ", spec.min, " and ", spec.max, ", is ", number);
     }
   }
+  auto known = [&](const std::string& choice) {
+    return std::find(spec.choices.begin(), spec.choices.end(), choice) != spec.choices.end();
+  };
   if (spec.type == ParamType::kChoice) {
     const std::string& choice = std::get<std::string>(value);
-    if (std::find(spec.choices.begin(), spec.choices.end(), choice) == spec.choices.end()) {
+    if (!known(choice)) {
       return absl::StrCat("must be one of ", absl::StrJoin(spec.choices, ", "), ", is '", choice,
                           "'");
+    }
+  }
+  if (spec.type == ParamType::kChoiceList) {
+    for (const std::string& choice : std::get<std::vector<std::string>>(value)) {
+      if (known(choice)) continue;
+      return absl::StrCat("items must be of ", absl::StrJoin(spec.choices, ", "), ", one is '",
+                          choice, "'");
     }
   }
   if (spec.type == ParamType::kIntList) {
@@ -67,8 +82,10 @@ std::string RangeError(const ParamSpec& spec, const ParamValue& value) {
 }
 
 std::string TypeWanted(const ParamSpec& spec) {
-  if (spec.type != ParamType::kChoice) return absl::StrCat("of type ", ParamTypeName(spec.type));
-  return absl::StrCat("one of ", absl::StrJoin(spec.choices, ", "));
+  const std::string choices = absl::StrJoin(spec.choices, ", ");
+  if (spec.type == ParamType::kChoice) return absl::StrCat("one of ", choices);
+  if (spec.type == ParamType::kChoiceList) return absl::StrCat("a list of ", choices);
+  return absl::StrCat("of type ", ParamTypeName(spec.type));
 }
 
 std::string KnownParams(const PolicySpec& spec) {
@@ -91,13 +108,18 @@ absl::string_view SignalName(Signal signal) {
       return "keys";
     case Signal::kValues:
       return "values";
+    case Signal::kPromptAttention:
+      return "prompt_attention";
+    case Signal::kQueries:
+      return "queries";
   }
   return "";
 }
 
 std::vector<absl::string_view> SignalSet::Names() const {
   std::vector<absl::string_view> names;
-  for (Signal s : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys, Signal::kValues}) {
+  for (Signal s : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys, Signal::kValues,
+                   Signal::kPromptAttention, Signal::kQueries}) {
     if (Has(s)) names.push_back(SignalName(s));
   }
   return names;
@@ -111,6 +133,18 @@ absl::string_view GranularityName(Granularity granularity) {
       return "layer";
     case Granularity::kHead:
       return "head";
+  }
+  return "";
+}
+
+absl::string_view PoolName(Pool pool) {
+  switch (pool) {
+    case Pool::kLane:
+      return "lane";
+    case Pool::kLayer:
+      return "layer";
+    case Pool::kModel:
+      return "model";
   }
   return "";
 }
@@ -139,6 +173,8 @@ absl::string_view ParamTypeName(ParamType type) {
       return "choice";
     case ParamType::kIntList:
       return "int_list";
+    case ParamType::kChoiceList:
+      return "choice_list";
   }
   return "";
 }

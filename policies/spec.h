@@ -26,6 +26,8 @@ enum class Signal : uint32_t {
   kAttentionRow = 1u << 1,  // pushed: the decode query's attention over the cache
   kKeys = 1u << 2,          // pulled: cached K rows
   kValues = 1u << 3,        // pulled: cached V rows
+  kPromptAttention = 1u << 4,  // pushed: what a prefill chunk's queries gave each token, summed
+  kQueries = 1u << 5,          // pulled: the newest queries
 };
 absl::string_view SignalName(Signal signal);
 
@@ -48,6 +50,11 @@ constexpr SignalSet operator|(Signal a, Signal b) { return SignalSet(a) | Signal
 enum class Granularity { kToken, kLayer, kHead };
 absl::string_view GranularityName(Granularity granularity);
 
+// The set of lanes that share one budget: within it they may hold unequally many tokens, as many
+// on average as the request's budget.
+enum class Pool { kLane, kLayer, kModel };
+absl::string_view PoolName(Pool pool);
+
 // What a policy does with a prompt that does not fit its budget.
 enum class PromptEviction {
   kRefuses,  // it cannot rank prompt tokens: such a request is refused
@@ -57,9 +64,10 @@ enum class PromptEviction {
 absl::string_view PromptEvictionName(PromptEviction eviction);
 
 // Parameters: typed values by name.
-enum class ParamType { kBool, kInt, kFloat, kChoice, kIntList };
+enum class ParamType { kBool, kInt, kFloat, kChoice, kIntList, kChoiceList };
 absl::string_view ParamTypeName(ParamType type);
-using ParamValue = std::variant<bool, int64_t, double, std::string, std::vector<int64_t>>;
+using ParamValue = std::variant<bool, int64_t, double, std::string, std::vector<int64_t>,
+                                std::vector<std::string>>;
 
 struct ParamSpec {
   absl::string_view name;
@@ -67,7 +75,7 @@ struct ParamSpec {
   // Absent: the default depends on the model (see `help`).
   std::optional<ParamValue> fallback;
   double min = 0, max = 0;                           // of numbers, inclusive
-  absl::Span<const absl::string_view> choices = {};  // of kChoice
+  absl::Span<const absl::string_view> choices = {};  // of kChoice and kChoiceList
   absl::string_view help;
 };
 
@@ -92,6 +100,9 @@ class Params {
   }
   const std::vector<int64_t>& IntList(absl::string_view name) const {
     return std::get<std::vector<int64_t>>(At(name));
+  }
+  const std::vector<std::string>& ChoiceList(absl::string_view name) const {
+    return std::get<std::vector<std::string>>(At(name));
   }
   void Set(absl::string_view name, ParamValue value) {
     values_[std::string(name)] = std::move(value);
@@ -119,8 +130,10 @@ struct ModelShape {
 struct PolicyTraits {
   bool evicts = true;  // false: the whole cache is kept, or the budget refused
   Granularity granularity = Granularity::kToken;
+  Pool pool = Pool::kLane;  // kLayer and kModel: of granularity kHead alone
   SignalSet signals;
   std::vector<int64_t> residual_layers;  // of kResidualStep: block numbers, 0-based, ascending
+  int64_t window = 0;                    // of kQueries: how many of the newest queries are kept
   // Names of the policy's per-slot fp32 columns; they travel with K and V.
   std::vector<absl::string_view> columns;
   PromptEviction prompt = PromptEviction::kRefuses;

@@ -85,6 +85,9 @@ at::Tensor Rows(const at::Tensor& packed, const AttentionItem& item, const LaneG
 
 void Prefill(const at::Tensor& q, at::Tensor& out, int64_t layer, const AttentionItem& item,
              const AttentionShape& shape) {
+  if (item.log_sum_exp != nullptr) {
+    *item.log_sum_exp = at::empty({shape.num_heads, item.num_rows}, at::kFloat);
+  }
   for (const LaneGroup& group : GroupsOf(item, layer, shape.num_kv_heads)) {
     const LaneRows lane = item.cache->Lane(layer, group.head);
     const int64_t past = group.used - item.num_rows;
@@ -98,9 +101,15 @@ void Prefill(const at::Tensor& q, at::Tensor& out, int64_t layer, const Attentio
     const at::Tensor rows = Rows(q, item, group, shape.group());
     const Partial self =
         Flash(rows, keys(past, group.used), values(past, group.used), true, shape.scale);
-    at::Tensor result = self.out;
+    at::Tensor result = self.out, log_sum_exp = self.lse;
     if (past > 0) {
-      result = Join(Flash(rows, keys(0, past), values(0, past), false, shape.scale), self);
+      const Partial before = Flash(rows, keys(0, past), values(0, past), false, shape.scale);
+      result = Join(before, self);
+      if (item.log_sum_exp != nullptr) log_sum_exp = at::logaddexp(before.lse, self.lse);
+    }
+    if (item.log_sum_exp != nullptr) {
+      item.log_sum_exp->narrow(0, group.head * shape.group(), group.heads * shape.group())
+          .copy_(log_sum_exp[0]);
     }
     Rows(out, item, group, shape.group()).copy_(result);
   }
@@ -196,6 +205,37 @@ void Attention::Rows(const at::Tensor& q, int64_t layer, const AttentionItem& it
                    rows.data() + starts[head], scratch.data());
     }
   });
+}
+
+void Attention::ColumnSums(const at::Tensor& q, int64_t layer, const AttentionItem& item,
+                           const AttentionShape& shape, absl::Span<float> sums) const {
+  constexpr int64_t kBlock = 512;  // tokens
+  int64_t start = 0;
+  for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+    const int64_t used = item.used[head], past = used - item.num_rows;
+    const LaneRows lane = item.cache->Lane(layer, head);
+    const int64_t first = head * shape.group();
+    const at::Tensor queries = q.narrow(0, item.row, item.num_rows)
+                                   .narrow(1, first, shape.group())
+                                   .transpose(0, 1)
+                                   .to(at::kFloat);  // [group, rows, width]
+    const at::Tensor log_sum_exp =
+        item.log_sum_exp->narrow(0, first, shape.group()).unsqueeze(-1);  // [group, rows, 1]
+    const at::Tensor row = at::arange(past, used, at::kLong).unsqueeze(1);
+    for (int64_t begin = 0; begin < used; begin += kBlock) {
+      const int64_t end = std::min(used, begin + kBlock);
+      const at::Tensor keys =
+          View(lane.keys, lane.capacity, 1, begin, end, shape.key_width, shape.dtype)[0][0].to(
+              at::kFloat);
+      at::Tensor mass = at::matmul(queries, keys.t()).mul_(shape.scale).sub_(log_sum_exp).exp_();
+      if (end > past) {  // a token is not seen by those before it
+        mass.masked_fill_(at::arange(begin, end, at::kLong).unsqueeze(0) > row, 0);
+      }
+      at::from_blob(sums.data() + start + begin, {end - begin}, at::kFloat)
+          .copy_(mass.sum({0, 1}).div_(static_cast<double>(shape.group())));
+    }
+    start += used;
+  }
 }
 
 std::vector<KernelTiming> MeasureDecodeKernels(const AttentionShape& shape) {

@@ -31,6 +31,9 @@ struct AttentionItem {
   bool decode = false;  // one row, which sees every slot
   // Per KV head: slots to read, the new rows included. Prefill: the new rows are the last.
   absl::Span<const int64_t> used;
+  // Prefill, if not null: where Run leaves the log-sum-exp of each query's logits, [heads,
+  // num_rows], fp32.
+  at::Tensor* log_sum_exp = nullptr;
 };
 
 struct AttentionShape {
@@ -54,6 +57,11 @@ class Attention {
   // every KV head, one after another, `used` floats each.
   void Rows(const at::Tensor& q, int64_t layer, const AttentionItem& item,
             const AttentionShape& shape, absl::Span<float> rows) const;
+
+  // The same of a prefill item, summed over its queries. After Run, with its log_sum_exp: exp(logit
+  // - log_sum_exp), block by block, so that no [rows, used] matrix of all heads is ever held.
+  void ColumnSums(const at::Tensor& q, int64_t layer, const AttentionItem& item,
+                  const AttentionShape& shape, absl::Span<float> sums) const;
 
   DecodeKernel decode_kernel() const { return decode_; }
 

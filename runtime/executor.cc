@@ -49,11 +49,15 @@ at::ScalarType ScalarTypeOf(DType dtype) {
 
 struct Executor::OpenSequence {
   OpenSequence(KvPool& pool, SequenceId id, const Request& r, const ModelShape& shape)
-      : request(r), cache(pool, id, r, shape), tap(r.tap_layers, shape.hidden_size) {}
+      : request(r),
+        cache(pool, id, r, shape),
+        tap(r.tap_layers, shape.hidden_size),
+        queries(shape.num_layers, r.traits.window, shape.num_heads * pool.key_bytes()) {}
 
   const Request& request;
   SequenceCache cache;
   ResidualTap tap;
+  QueryWindow queries;
   LaneRowsOfStep attention_rows;
   std::unique_ptr<PolicyState> state;  // null: the policy keeps none
 };
@@ -67,11 +71,14 @@ struct Executor::StepItem {
   std::vector<int64_t> positions;  // [tables] RoPE position of its first token
   std::vector<int64_t> used;       // [layers x kv_heads] slots that attention reads
   at::Tensor logits;               // [num_outputs, vocab]
+  at::Tensor log_sum_exp;          // of the layer that runs
 
   int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
   bool wants_attention_rows() const {
-    return work->decode && sequence->request.traits.signals.Has(Signal::kAttentionRow);
+    return sequence->request.traits.signals.Has(work->decode ? Signal::kAttentionRow
+                                                             : Signal::kPromptAttention);
   }
+  bool wants_queries() const { return sequence->request.traits.signals.Has(Signal::kQueries); }
 };
 
 namespace {
@@ -80,15 +87,18 @@ namespace {
 template <class OpenSequence>
 class View final : public CacheView {
  public:
-  View(OpenSequence& sequence, const KvPool& pool) : sequence_(sequence), pool_(pool) {}
+  View(OpenSequence& sequence, const KvPool& pool, const Manifest& manifest)
+      : sequence_(sequence), pool_(pool), manifest_(manifest) {}
 
   int64_t num_layers() const override { return sequence_.cache.num_layers(); }
   int64_t num_kv_heads() const override { return sequence_.cache.num_kv_heads(); }
+  int64_t num_heads() const override { return manifest_.num_heads; }
   int64_t prompt_tokens() const override {
     return static_cast<int64_t>(sequence_.request.prompt.size());
   }
   int64_t newest() const override { return sequence_.cache.newest(); }
   const Protection& protection() const override { return sequence_.request.protection; }
+  uint64_t seed() const override { return sequence_.request.sampling.seed; }
   int64_t excess(int64_t layer, int64_t head) const override {
     return sequence_.cache.Excess(sequence_.cache.TableOf(layer, head));
   }
@@ -108,6 +118,13 @@ class View final : public CacheView {
                          {Table(layer, head).used(), pool_.value_width()},
                          at::TensorOptions().dtype(pool_.dtype()));
   }
+  at::Tensor queries(int64_t layer) const override {
+    at::Tensor queries = at::empty(
+        {sequence_.queries.size(), manifest_.num_heads, pool_.key_width()}, pool_.dtype());
+    sequence_.queries.Read(layer, static_cast<char*>(queries.mutable_data_ptr()));
+    return queries;
+  }
+  double attention_scale(int64_t layer) const override { return manifest_.layers[layer].scale; }
 
  private:
   SlotTable& Table(int64_t layer, int64_t head) const {
@@ -115,6 +132,7 @@ class View final : public CacheView {
   }
   OpenSequence& sequence_;
   const KvPool& pool_;
+  const Manifest& manifest_;
 };
 
 EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims, const SequenceCache& cache,
@@ -157,7 +175,6 @@ absl::Status Executor::Open(SequenceId id, const Request& request) {
       sequence->state =
           request.policy->NewState({.prompt_tokens = static_cast<int64_t>(request.prompt.size()),
                                     .budget = request.budget,
-                                    .seed = request.sampling.seed,
                                     .protection = request.protection});
     }
     open_[id] = std::move(sequence);
@@ -292,20 +309,33 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
 
   std::vector<AttentionItem> items;
   items.reserve(running_.size());
-  for (const StepItem& item : running_) {
+  for (StepItem& item : running_) {
+    const bool sums = item.wants_attention_rows() && !item.work->decode;
     items.push_back({.cache = &item.sequence->cache,
                      .row = item.row,
                      .num_rows = item.num_rows(),
                      .decode = item.work->decode,
                      .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
-                                                                    shape_.num_kv_heads)});
+                                                                    shape_.num_kv_heads),
+                     .log_sum_exp = sums ? &item.log_sum_exp : nullptr});
   }
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
   for (size_t i = 0; i < items.size(); ++i) {
-    if (!running_[i].wants_attention_rows()) continue;
+    OpenSequence& sequence = *running_[i].sequence;
     const StageTimer timer(times_, Stage::kTaps);
-    attention_.Rows(rotated, layer, items[i], shape,
-                    running_[i].sequence->attention_rows.layer(layer));
+    if (running_[i].wants_queries()) {
+      const int64_t row_bytes = shape_.num_heads * pool_.key_bytes();
+      sequence.queries.Take(
+          layer, static_cast<const char*>(rotated.const_data_ptr()) + items[i].row * row_bytes,
+          items[i].num_rows);
+    }
+    if (!running_[i].wants_attention_rows()) continue;
+    const absl::Span<float> rows = sequence.attention_rows.layer(layer);
+    if (items[i].decode) {
+      attention_.Rows(rotated, layer, items[i], shape, rows);
+    } else {
+      attention_.ColumnSums(rotated, layer, items[i], shape, rows);
+    }
   }
   return out;
 }
@@ -352,6 +382,7 @@ ForwardOutcome Executor::Finish(StepItem& item) {
   OpenSequence& sequence = *item.sequence;
   sequence.cache.Append(work.first, item.num_rows());
   sequence.tap.Commit(work.decode);
+  if (item.wants_queries()) sequence.queries.Commit(item.num_rows());
 
   ForwardOutcome outcome;
   if (sequence.request.output.residual_steps) {
@@ -404,7 +435,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
   const Request& request = sequence.request;
   SettleOutcome outcome;
   if (request.traits.evicts) {
-    View<OpenSequence> view(sequence, pool_);
+    View<OpenSequence> view(sequence, pool_, model_->manifest());
     {
       const StageTimer timer(times_, Stage::kObserve);
       const std::vector<float> steps = sequence.tap.StepsOf(request.traits.residual_layers);
@@ -414,7 +445,8 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
                         .first = item.first,
                         .count = static_cast<int64_t>(item.tokens.size()),
                         .signals = {.residual_step = steps}};
-      if (item.decode && request.traits.signals.Has(Signal::kAttentionRow)) {
+      if (request.traits.signals.Has(item.decode ? Signal::kAttentionRow
+                                                 : Signal::kPromptAttention)) {
         step.signals.attention = &sequence.attention_rows;
       }
       request.policy->Observe({&step, 1});

@@ -104,14 +104,31 @@ void SequenceCache::Append(int64_t first, int64_t count) {
   NotePeak();
 }
 
+int64_t SequenceCache::TablesPerPool() const {
+  switch (request_.traits.pool) {
+    case Pool::kLane:
+      return 1;
+    case Pool::kLayer:
+      return num_tables() / shape_.num_layers;
+    case Pool::kModel:
+      return num_tables();
+  }
+  return 1;
+}
+
 int64_t SequenceCache::Excess(int64_t table) const {
-  const int64_t budget = request_.demand.budget[table * LanesPerTable()];
-  return std::max<int64_t>(0, tables_[table].live() - budget);
+  const int64_t together = TablesPerPool(), first = table / together * together;
+  int64_t excess = 0;
+  for (int64_t t = first; t < first + together; ++t) {
+    excess += tables_[t].live() - request_.demand.budget[t * LanesPerTable()];
+  }
+  return std::max<int64_t>(0, excess);
 }
 
 bool SequenceCache::OverBudget(int64_t slack) const {
-  for (int64_t t = 0; t < num_tables(); ++t) {
-    if (Excess(t) > slack) return true;
+  const int64_t together = TablesPerPool();
+  for (int64_t t = 0; t < num_tables(); t += together) {
+    if (Excess(t) > slack * together) return true;
   }
   return false;
 }
@@ -138,10 +155,6 @@ absl::StatusOr<std::vector<int64_t>> SequenceCache::SlotsOf(
       return absl::InternalError(absl::StrCat("the policy named the protected token ", victim));
     }
   }
-  if (static_cast<int64_t>(victims.size()) < Excess(table)) {
-    return absl::InternalError(absl::StrCat("the policy named ", victims.size(), " victims where ",
-                                            Excess(table), " must go"));
-  }
   return slots;
 }
 
@@ -157,12 +170,55 @@ absl::StatusOr<int64_t> SequenceCache::Evict(const std::vector<std::vector<int32
     if (!of_table.ok()) return of_table.status();
     slots.push_back(*std::move(of_table));
   }
+  const int64_t together = TablesPerPool();
+  for (int64_t first = 0; first < num_tables(); first += together) {
+    int64_t named = 0;
+    for (int64_t t = first; t < first + together; ++t) named += std::ssize(slots[t]);
+    if (named < Excess(first)) {
+      return absl::InternalError(
+          absl::StrCat("the policy named ", named, " victims where ", Excess(first), " must go"));
+    }
+  }
+  // A hole is for the next token; lanes that share a budget are laid out anew instead.
+  leave_hole = leave_hole && !SharesBudgets();
   int64_t entries = 0;
   for (int64_t t = 0; t < num_tables(); ++t) {
     CopySlots(t, tables_[t].Remove(slots[t], leave_hole));
     entries += static_cast<int64_t>(slots[t].size()) * LanesPerTable();
   }
+  if (SharesBudgets()) LayOut(ShareOut(std::reduce(capacity_.begin(), capacity_.end())));
   return entries;
+}
+
+std::vector<int64_t> SequenceCache::ShareOut(int64_t rows) const {
+  std::vector<int64_t> capacity(capacity_.size());
+  for (size_t lane = 0; lane < capacity.size(); ++lane) {
+    capacity[lane] = tables_[lane / LanesPerTable()].used();
+    rows -= capacity[lane];
+  }
+  for (int64_t& c : capacity) c += rows / std::ssize(capacity);
+  return capacity;
+}
+
+void SequenceCache::LayOut(const std::vector<int64_t>& capacity) {
+  std::vector<int64_t> offset(capacity.size());
+  std::exclusive_scan(capacity.begin(), capacity.end(), offset.begin(), int64_t{0});
+  const int64_t dk = pool_.key_bytes(), dv = pool_.value_bytes();
+  auto move = [&](size_t lane) {
+    const int64_t used = tables_[lane / LanesPerTable()].used();
+    std::memmove(pool_.key(id_, offset[lane]), pool_.key(id_, offset_[lane]), used * dk);
+    std::memmove(pool_.value(id_, offset[lane]), pool_.value(id_, offset_[lane]), used * dv);
+  };
+  // Lanes keep their order: those that move down go first, from the lowest, and then those that
+  // move up, from the highest; so none is overwritten before it has moved.
+  for (size_t lane = 0; lane < offset.size(); ++lane) {
+    if (offset[lane] < offset_[lane]) move(lane);
+  }
+  for (size_t lane = offset.size(); lane-- > 0;) {
+    if (offset[lane] > offset_[lane]) move(lane);
+  }
+  offset_ = std::move(offset);
+  capacity_ = capacity;
 }
 
 void SequenceCache::CopySlots(int64_t table, absl::Span<const SlotTable::Copy> copies) {
@@ -180,20 +236,9 @@ void SequenceCache::CopySlots(int64_t table, absl::Span<const SlotTable::Copy> c
 
 void SequenceCache::ShrinkToDecode() {
   const std::vector<int64_t>& wanted = request_.demand.decode;
-  if (capacity_ == wanted) return;
-  const int64_t dk = pool_.key_bytes(), dv = pool_.value_bytes();
-  int64_t offset = 0;
-  for (size_t lane = 0; lane < capacity_.size(); ++lane) {
-    const int64_t used = tables_[lane / LanesPerTable()].used();
-    if (offset != offset_[lane]) {
-      std::memmove(pool_.key(id_, offset), pool_.key(id_, offset_[lane]), used * dk);
-      std::memmove(pool_.value(id_, offset), pool_.value(id_, offset_[lane]), used * dv);
-    }
-    offset_[lane] = offset;
-    capacity_[lane] = wanted[lane];
-    offset += wanted[lane];
-  }
-  pool_.Shrink(id_, offset);
+  const int64_t rows = std::reduce(wanted.begin(), wanted.end());
+  if (capacity_ != wanted) LayOut(SharesBudgets() ? ShareOut(rows) : wanted);
+  pool_.Shrink(id_, rows);
 }
 
 int64_t SequenceCache::entries() const {

@@ -88,8 +88,9 @@ class SequenceCache {
   // Commits tokens written to every lane.
   void Append(int64_t first, int64_t count);
 
-  // Entries over the budget in a table's lanes, if they are over budget + slack; else 0.
+  // Slots over the budget in a table, or in all tables that share one budget with it. >= 0.
   int64_t Excess(int64_t table) const;
+  // Some table holds over `slack` slots more than its budget; of a shared one, on average.
   bool OverBudget(int64_t slack) const;
 
   // Checks a policy's answer (INTERNAL: what is wrong with it) and carries it out. Returns the
@@ -98,6 +99,7 @@ class SequenceCache {
 
   // Packs the lanes to their decode capacities and gives the surplus back to the pool.
   void ShrinkToDecode();
+  bool SharesBudgets() const { return TablesPerPool() > 1; }
 
   int64_t newest() const { return newest_; }
   int64_t entries() const;
@@ -108,6 +110,12 @@ class SequenceCache {
 
  private:
   int64_t LanesPerTable() const { return shape_.num_layers * shape_.num_kv_heads / num_tables(); }
+  int64_t TablesPerPool() const;
+  // Gives each lane what it uses and an equal share of what is left of `rows`. Lanes that share
+  // budgets hold unequally many, but grow alike.
+  std::vector<int64_t> ShareOut(int64_t rows) const;
+  // Moves the lanes, within the sequence's rows, to where these capacities put them.
+  void LayOut(const std::vector<int64_t>& capacity);
   absl::StatusOr<std::vector<int64_t>> SlotsOf(int64_t table,
                                                const std::vector<int32_t>& victims) const;
   void CopySlots(int64_t table, absl::Span<const SlotTable::Copy> copies);

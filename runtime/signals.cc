@@ -1,6 +1,7 @@
 #include "runtime/signals.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "runtime/kernels.h"
 
@@ -39,6 +40,40 @@ std::vector<float> ResidualTap::StepsOf(absl::Span<const int64_t> layers) const 
     of.push_back(steps_[std::lower_bound(layers_.begin(), layers_.end(), layer) - layers_.begin()]);
   }
   return of;
+}
+
+QueryWindow::QueryWindow(int64_t num_layers, int64_t capacity, int64_t row_bytes)
+    : num_layers_(num_layers),
+      capacity_(capacity),
+      row_bytes_(row_bytes),
+      rows_(num_layers * capacity * row_bytes),
+      taken_(rows_.size()) {}
+
+void QueryWindow::Take(int64_t layer, const char* rows, int64_t count) {
+  const int64_t kept = std::min(count, capacity_);
+  std::memcpy(taken_.data() + layer * capacity_ * row_bytes_, rows + (count - kept) * row_bytes_,
+              kept * row_bytes_);
+}
+
+void QueryWindow::Commit(int64_t count) {
+  const int64_t kept = std::min(count, capacity_);
+  for (int64_t layer = 0; layer < num_layers_; ++layer) {
+    const int64_t begin = layer * capacity_;
+    for (int64_t i = 0; i < kept; ++i) {
+      std::memcpy(rows_.data() + (begin + (next_ + i) % capacity_) * row_bytes_,
+                  taken_.data() + (begin + i) * row_bytes_, row_bytes_);
+    }
+  }
+  if (capacity_ > 0) next_ = (next_ + kept) % capacity_;
+  size_ = std::min(capacity_, size_ + kept);
+}
+
+void QueryWindow::Read(int64_t layer, char* out) const {
+  const int64_t begin = layer * capacity_;
+  for (int64_t i = 0; i < size_; ++i) {
+    const int64_t row = begin + (next_ + capacity_ - size_ + i) % capacity_;
+    std::memcpy(out + i * row_bytes_, rows_.data() + row * row_bytes_, row_bytes_);
+  }
 }
 
 void LaneRowsOfStep::Resize(absl::Span<const int64_t> used, int64_t num_kv_heads) {

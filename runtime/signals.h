@@ -39,7 +39,33 @@ class ResidualTap {
   std::vector<float> steps_, taken_steps_;  // [layers]
 };
 
-// Attention rows of one sequence's decode query, lane by lane.
+// The newest queries of one sequence, after RoPE, layer by layer. Engine thread.
+class QueryWindow {
+ public:
+  // capacity: queries kept; row_bytes: of one token's query heads.
+  QueryWindow(int64_t num_layers, int64_t capacity, int64_t row_bytes);
+
+  // Bytes held, and those of the step that is not yet committed.
+  static int64_t Bytes(int64_t num_layers, int64_t capacity, int64_t row_bytes) {
+    return 2 * num_layers * capacity * row_bytes;
+  }
+
+  // Takes a layer's queries of the step that runs: `count` rows, one after another.
+  void Take(int64_t layer, const char* rows, int64_t count);
+  // The step is committed: its `count` tokens are the newest.
+  void Commit(int64_t count);
+
+  int64_t size() const { return size_; }
+  // Copies a layer's queries, oldest first: size() rows.
+  void Read(int64_t layer, char* out) const;
+
+ private:
+  const int64_t num_layers_, capacity_, row_bytes_;
+  int64_t size_ = 0, next_ = 0;     // next_: the row that the next token takes, of capacity_
+  std::vector<char> rows_, taken_;  // [layers, capacity, row_bytes]
+};
+
+// Attention rows of one sequence's step, lane by lane.
 class LaneRowsOfStep final : public Signals::AttentionRow {
  public:
   // used: slots of each lane, [layers x kv_heads].

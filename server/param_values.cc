@@ -23,6 +23,10 @@ struct SetValue {
     ListValue& list = *value.mutable_list_value();
     for (int64_t item : v) list.add_values()->set_number_value(static_cast<double>(item));
   }
+  void operator()(const std::vector<std::string>& v) const {
+    ListValue& list = *value.mutable_list_value();
+    for (const std::string& item : v) list.add_values()->set_string_value(item);
+  }
 };
 
 constexpr int kMaxParams = 64;  // no policy takes as many
@@ -39,6 +43,15 @@ std::optional<ParamValue> IntList(const ListValue& list) {
   return items;
 }
 
+std::optional<ParamValue> StringList(const ListValue& list) {
+  std::vector<std::string> items;
+  for (const Value& item : list.values()) {
+    if (!item.has_string_value()) return std::nullopt;
+    items.push_back(item.string_value());
+  }
+  return items;
+}
+
 std::optional<ParamValue> FromValue(const Value& value) {
   switch (value.kind_case()) {
     case Value::kBoolValue:
@@ -48,7 +61,9 @@ std::optional<ParamValue> FromValue(const Value& value) {
     case Value::kStringValue:
       return value.string_value();
     case Value::kListValue:
-      return IntList(value.list_value());
+      return value.list_value().values_size() > 0 && value.list_value().values(0).has_string_value()
+                 ? StringList(value.list_value())
+                 : IntList(value.list_value());
     default:
       return std::nullopt;
   }
@@ -81,8 +96,9 @@ GivenParams FromStruct(const Struct& values, const std::string& prefix) {
     if (std::optional<ParamValue> param = FromValue(value)) {
       given.params[name] = *std::move(param);
     } else {
-      given.violations.push_back({absl::StrCat(prefix, ".", name),
-                                  "must be a bool, a number, a string or a list of integers"});
+      given.violations.push_back(
+          {absl::StrCat(prefix, ".", name),
+           "must be a bool, a number, a string, or a list of integers or of strings"});
     }
   }
   return given;

@@ -15,13 +15,14 @@ namespace {
 
 class FakeAttentionRow final : public Signals::AttentionRow {
  public:
-  FakeAttentionRow(const FakeSequence& sequence, const FakeWorld& world)
+  // Of the queries from `first` on.
+  FakeAttentionRow(const FakeSequence& sequence, const FakeWorld& world, Signal signal,
+                   int64_t first)
       : num_heads_(sequence.num_kv_heads()) {
-    const bool declared = sequence.traits().signals.Has(Signal::kAttentionRow);
-    for (int64_t layer = 0; declared && layer < sequence.num_layers(); ++layer) {
-      for (int64_t head = 0; head < sequence.num_kv_heads(); ++head) {
-        rows_.push_back(
-            world.attention(layer, head, sequence.newest(), sequence.index(layer, head)));
+    if (!sequence.traits().signals.Has(signal)) return;
+    for (int64_t layer = 0; layer < sequence.num_layers(); ++layer) {
+      for (int64_t head = 0; head < num_heads_; ++head) {
+        rows_.push_back(Sum(sequence, world, layer, head, first));
       }
     }
   }
@@ -34,6 +35,24 @@ class FakeAttentionRow final : public Signals::AttentionRow {
   }
 
  private:
+  static std::vector<float> Sum(const FakeSequence& sequence, const FakeWorld& world, int64_t layer,
+                                int64_t head, int64_t first) {
+    const absl::Span<const int32_t> index = sequence.index(layer, head);
+    std::vector<float> sum(index.size());
+    for (int64_t query = first; query <= sequence.newest(); ++query) {
+      std::vector<int32_t> seen;
+      for (int32_t token : index) {
+        if (token <= query) seen.push_back(token);
+      }
+      const std::vector<float> row = world.attention(layer, head, query, seen);
+      size_t next = 0;
+      for (size_t slot = 0; slot < index.size(); ++slot) {
+        if (index[slot] <= query) sum[slot] += row[next++];
+      }
+    }
+    return sum;
+  }
+
   const int64_t num_heads_;
   std::vector<std::vector<float>> rows_;  // [layers x kv_heads][used]
 };
@@ -68,6 +87,19 @@ FakeWorld RandomWorld(uint64_t seed, int64_t levels) {
   world.key = [=](int64_t layer, int64_t head, int64_t token) {
     return std::vector<float>{draw(2000 + 100 * layer + head, token), 0, 0, 0};
   };
+  auto row = [=](int64_t stream, int64_t token) {
+    std::vector<float> row;
+    for (int64_t channel = 0; channel < 4; ++channel) {
+      row.push_back(draw(stream, channel << 32 | token) - 0.5f);
+    }
+    return row;
+  };
+  world.value = [=](int64_t layer, int64_t head, int64_t token) {
+    return row(3000 + 100 * layer + head, token);
+  };
+  world.query = [=](int64_t layer, int64_t head, int64_t token) {
+    return row(4000 + 100 * layer + head, token);
+  };
   return world;
 }
 
@@ -75,13 +107,13 @@ FakeSequence::FakeSequence(const Options& options, FakeWorld world)
     : shape_(options.shape),
       protection_(options.protection),
       prompt_tokens_(options.prompt_tokens),
+      seed_(options.seed),
       world_(std::move(world)) {
   const Params params = Resolve(options).params;
   traits_ = options.spec->traits(params, shape_);
   policy_ = options.spec->make(params, shape_);
   state_ = policy_->NewState({.prompt_tokens = options.prompt_tokens,
                               .budget = options.budget,
-                              .seed = options.seed,
                               .protection = protection_});
   const int64_t layers = traits_.granularity == Granularity::kToken ? 1 : shape_.num_layers;
   const int64_t heads = traits_.granularity == Granularity::kHead ? shape_.num_kv_heads : 1;
@@ -102,6 +134,7 @@ FakeSequence::FakeSequence(const FakeSequence& other)
     : shape_(other.shape_),
       protection_(other.protection_),
       prompt_tokens_(other.prompt_tokens_),
+      seed_(other.seed_),
       traits_(other.traits_),
       policy_(other.policy_),
       state_(other.state_ == nullptr ? nullptr : other.state_->Clone()),
@@ -122,8 +155,13 @@ void FakeSequence::Append(int64_t count, Phase phase) {
     for (std::vector<float>& column : lane.columns) column.resize(lane.index.size());
   }
   std::vector<float> residual_step;
-  const FakeAttentionRow attention(*this, world_);
+  const FakeAttentionRow attention(
+      *this, world_, phase == Phase::kDecode ? Signal::kAttentionRow : Signal::kPromptAttention,
+      first);
   Signals signals;
+  if (phase == Phase::kPrefill && traits_.signals.Has(Signal::kPromptAttention)) {
+    signals.attention = &attention;
+  }
   if (phase == Phase::kDecode) {
     for (int64_t layer : traits_.residual_layers) {
       residual_step.push_back(world_.residual_step(layer, first));
@@ -136,8 +174,10 @@ void FakeSequence::Append(int64_t count, Phase phase) {
 }
 
 bool FakeSequence::OverBudget() const {
-  return std::any_of(lanes_.begin(), lanes_.end(),
-                     [&](const Lane& lane) { return ExcessOf(lane) > 0; });
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    if (ExcessOf(i) > 0) return true;
+  }
+  return false;
 }
 
 Eviction FakeSequence::Ask() {
@@ -151,11 +191,19 @@ Eviction FakeSequence::Ask() {
 void FakeSequence::Drop(const Eviction& eviction) {
   ASSERT_TRUE(eviction.status.ok()) << eviction.status;
   ASSERT_EQ(eviction.victims.size(), lanes_.size());
+  std::vector<int64_t> left(lanes_.size());  // to drop, of each lane's pool
+  for (size_t i = 0; i < lanes_.size(); ++i) left[i] = ExcessOf(i);
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    const size_t pool = &PoolOf(i).front() - lanes_.data();
+    left[pool] -= static_cast<int64_t>(eviction.victims[i].size());
+    if (pool != i) left[i] = 0;
+  }
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    EXPECT_LE(left[i], 0) << "too few victims in lane " << i;
+  }
   for (size_t i = 0; i < lanes_.size(); ++i) {
     Lane& lane = lanes_[i];
     const std::vector<int32_t>& victims = eviction.victims[i];
-    EXPECT_GE(static_cast<int64_t>(victims.size()), ExcessOf(lane))
-        << "too few victims in lane " << i;
     EXPECT_EQ(std::set<int32_t>(victims.begin(), victims.end()).size(), victims.size())
         << "a victim named twice in lane " << i;
     for (int32_t victim : victims) {
@@ -213,12 +261,24 @@ size_t FakeSequence::LaneOf(int64_t layer, int64_t head) const {
 }
 
 int64_t FakeSequence::excess(int64_t layer, int64_t head) const {
-  return ExcessOf(lanes_[LaneOf(layer, head)]);
+  return ExcessOf(LaneOf(layer, head));
 }
 
-int64_t FakeSequence::ExcessOf(const Lane& lane) const {
-  const int64_t used = lane.index.size();
-  return traits_.evicts && used > lane.budget + traits_.slack ? used - lane.budget : 0;
+absl::Span<const FakeSequence::Lane> FakeSequence::PoolOf(size_t i) const {
+  const size_t size = traits_.pool == Pool::kLane    ? 1
+                      : traits_.pool == Pool::kLayer ? shape_.num_kv_heads
+                                                     : lanes_.size();
+  return absl::MakeConstSpan(lanes_).subspan(i / size * size, size);
+}
+
+int64_t FakeSequence::ExcessOf(size_t i) const {
+  int64_t used = 0, budget = 0, slack = 0;
+  for (const Lane& lane : PoolOf(i)) {
+    used += static_cast<int64_t>(lane.index.size());
+    budget += lane.budget;
+    slack += traits_.slack;
+  }
+  return traits_.evicts && used > budget + slack ? used - budget : 0;
 }
 
 absl::Span<const int32_t> FakeSequence::index(int64_t layer, int64_t head) const {
@@ -235,22 +295,36 @@ absl::Span<float> FakeSequence::column(int64_t place, int64_t layer, int64_t hea
 }
 
 at::Tensor FakeSequence::keys(int64_t layer, int64_t head) const {
-  return Rows(Signal::kKeys, layer, head);
+  Expect(Signal::kKeys);
+  std::vector<at::Tensor> rows;
+  for (int32_t token : index(layer, head))
+    rows.push_back(at::tensor(world_.key(layer, head, token)));
+  return at::stack(rows);
 }
 
 at::Tensor FakeSequence::values(int64_t layer, int64_t head) const {
-  return Rows(Signal::kValues, layer, head);
-}
-
-at::Tensor FakeSequence::Rows(Signal signal, int64_t layer, int64_t head) const {
-  if (!traits_.signals.Has(signal)) {
-    ADD_FAILURE() << "read " << SignalName(signal) << " without declaring it";
-  }
+  Expect(Signal::kValues);
   std::vector<at::Tensor> rows;
   for (int32_t token : index(layer, head)) {
-    rows.push_back(at::tensor(world_.key(layer, head, token), at::kFloat));
+    rows.push_back(at::tensor(world_.value(layer, head, token)));
   }
   return at::stack(rows);
+}
+
+at::Tensor FakeSequence::queries(int64_t layer) const {
+  Expect(Signal::kQueries);
+  std::vector<at::Tensor> rows;
+  for (int64_t token = std::max<int64_t>(0, next_ - traits_.window); token < next_; ++token) {
+    for (int64_t head = 0; head < shape_.num_heads; ++head) {
+      rows.push_back(at::tensor(world_.query(layer, head, token)));
+    }
+  }
+  return at::stack(rows).reshape({-1, shape_.num_heads, rows.front().size(0)});
+}
+
+void FakeSequence::Expect(Signal signal) const {
+  if (traits_.signals.Has(signal)) return;
+  ADD_FAILURE() << "read " << SignalName(signal) << " without declaring it";
 }
 
 }  // namespace epikv

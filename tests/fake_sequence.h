@@ -20,8 +20,9 @@ struct FakeWorld {
   std::function<std::vector<float>(int64_t layer, int64_t head, int64_t query,
                                    absl::Span<const int32_t> index)>
       attention;
-  // K (and V) row of a token.
-  std::function<std::vector<float>(int64_t layer, int64_t head, int64_t token)> key;
+  std::function<std::vector<float>(int64_t layer, int64_t head, int64_t token)> key, value;
+  // Of a query head, after RoPE.
+  std::function<std::vector<float>(int64_t layer, int64_t query_head, int64_t token)> query;
 };
 
 // Every value is drawn from `levels` different ones: few levels make ties.
@@ -67,14 +68,18 @@ class FakeSequence final : public CacheView {
 
   int64_t num_layers() const override { return shape_.num_layers; }
   int64_t num_kv_heads() const override { return shape_.num_kv_heads; }
+  int64_t num_heads() const override { return shape_.num_heads; }
   int64_t prompt_tokens() const override { return prompt_tokens_; }
   int64_t newest() const override { return next_ - 1; }
   const Protection& protection() const override { return protection_; }
+  uint64_t seed() const override { return seed_; }
   int64_t excess(int64_t layer, int64_t head) const override;
   absl::Span<const int32_t> index(int64_t layer, int64_t head) const override;
   absl::Span<float> column(int64_t place, int64_t layer, int64_t head) override;
   at::Tensor keys(int64_t layer, int64_t head) const override;
   at::Tensor values(int64_t layer, int64_t head) const override;
+  at::Tensor queries(int64_t layer) const override;
+  double attention_scale(int64_t layer) const override { return 1; }
 
  private:
   // Lanes that share a keep decision are one.
@@ -85,14 +90,17 @@ class FakeSequence final : public CacheView {
   };
 
   size_t LaneOf(int64_t layer, int64_t head) const;
-  int64_t ExcessOf(const Lane& lane) const;
+  // The lanes that share one budget with lane `i`.
+  absl::Span<const Lane> PoolOf(size_t i) const;
+  int64_t ExcessOf(size_t i) const;
   void Append(int64_t count, Phase phase);
   void Remove(Lane& lane, absl::Span<const int32_t> victims);
-  at::Tensor Rows(Signal signal, int64_t layer, int64_t head) const;
+  void Expect(Signal signal) const;  // that it is declared
 
   const ModelShape shape_;
   const Protection protection_;
   const int64_t prompt_tokens_;
+  const uint64_t seed_;
   PolicyTraits traits_;
   std::shared_ptr<const Policy> policy_;
   std::unique_ptr<PolicyState> state_;

@@ -418,7 +418,7 @@ INSTANTIATE_TEST_SUITE_P(
          grpc::INVALID_ARGUMENT,
          "INVALID_REQUEST",
          {"kv.policy_params.slack"},
-         "a bool, a number, a string or a list of integers"},
+         "a bool, a number, a string, or a list of integers or of strings"},
         {"list_of_fractions",
          TokenIds(2) + "kv { policy: 'window' max_tokens: 20 policy_params { fields { key: "
                        "'indexes' value { list_value { values { number_value: 0.5 } } } } } }",

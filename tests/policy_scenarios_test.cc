@@ -57,6 +57,9 @@ ParamValue ParseValue(ParamType type, const std::string& text) {
   if (type == ParamType::kInt) return int64_t{std::stoll(text)};
   if (type == ParamType::kFloat) return std::stod(text);
   if (type == ParamType::kChoice) return text;
+  if (type == ParamType::kChoiceList) {
+    return std::vector<std::string>(absl::StrSplit(text, ',', absl::SkipEmpty()));
+  }
   std::vector<int64_t> list;
   for (absl::string_view item : absl::StrSplit(text, ',')) {
     list.push_back(std::stoll(std::string(item)));
@@ -84,7 +87,7 @@ FakeSequence::Options Options(const Scenario& scenario) {
       {"recent", &options.protection.recent},
       {"layers", &options.shape.num_layers},
       {"heads", &options.shape.num_kv_heads},
-  };
+  };  // of KV, with as many query heads
   for (const auto& [name, value] : settings) {
     if (name == "seed") {
       options.seed = std::stoull(value);
@@ -94,6 +97,7 @@ FakeSequence::Options Options(const Scenario& scenario) {
       ADD_FAILURE() << scenario.policy << " knows no setting '" << name << "'";
     }
   }
+  options.shape.num_heads = options.shape.num_kv_heads;
   return options;
 }
 
@@ -123,9 +127,14 @@ FakeWorld World(const Scenario& scenario, int64_t newest) {
     }
     return row;
   };
-  world.key = [=, &scenario](int64_t layer, int64_t head, int64_t token) {
-    return std::vector<float>{0, Number(scenario, "key", lane(layer, head), token)};
+  auto row = [=, &scenario](const std::string& name) {
+    return [=, &scenario](int64_t layer, int64_t head, int64_t token) {
+      return std::vector<float>{0, Number(scenario, name, lane(layer, head), token)};
+    };
   };
+  world.key = row("key");
+  world.value = row("value");
+  world.query = row("query");
   return world;
 }
 

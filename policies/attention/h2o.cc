@@ -19,17 +19,17 @@ Granularity GranularityOf(const Params& params) {
   return params.Choice("scope") == "head" ? Granularity::kHead : Granularity::kToken;
 }
 
-// Column `mass`: the attention probability each token received from decode queries since it was
-// cached, its own included. Deviations from the paper: the prompt's own attention is not counted
-// (accumulation starts at the first decode step); the query heads of a KV head share its tokens;
-// how many recent tokens are kept is the request's protection, not half of the budget.
+// Column `mass`: the attention probability each token received since it was cached, its own
+// included; with `scope = model`, as its authors have it, from decode queries alone. Deviations
+// from the paper: the query heads of a KV head share its tokens; how many recent tokens are kept is
+// the request's protection, not half of the budget.
 class H2o final : public ScoredPolicy {
  public:
   explicit H2o(Granularity granularity) : ScoredPolicy(granularity), granularity_(granularity) {}
 
   void Observe(absl::Span<SequenceStep> steps) const override {
     for (SequenceStep& step : steps) {
-      if (step.phase == Phase::kPrefill) continue;
+      if (step.signals.attention == nullptr) continue;
       if (granularity_ == Granularity::kHead) {
         AddPerHead(*step.signals.attention, step.cache);
       } else {
@@ -62,9 +62,9 @@ class H2o final : public ScoredPolicy {
     for (size_t slot = 0; slot < mass.size(); ++slot) mass[slot] += sum[slot] / lanes;
   }
 
-  std::vector<float> Score(const EvictionTask& task, int64_t layer, int64_t head) const override {
-    const absl::Span<const float> mass = task.cache.column(0, layer, head);
-    return {mass.begin(), mass.end()};
+  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
+    const absl::Span<const float> mass = task.cache.column(0, lane.layer(), lane.head());
+    return Scores({mass.begin(), mass.end()});
   }
 
   const Granularity granularity_;
@@ -79,12 +79,17 @@ extern constinit const PolicySpec kH2o{
     .params = kParams,
     .traits =
         [](const Params& params, const ModelShape&) {
-          const Granularity granularity = GranularityOf(params);
-          return PolicyTraits{.granularity = granularity,
-                              .signals = Signal::kAttentionRow,
+          if (GranularityOf(params) == Granularity::kToken) {
+            return PolicyTraits{.signals = Signal::kAttentionRow,
+                                .columns = {"mass"},
+                                .slack = params.Int("slack"),
+                                .sinks = 4};
+          }
+          return PolicyTraits{.granularity = Granularity::kHead,
+                              .signals = Signal::kAttentionRow | Signal::kPromptAttention,
                               .columns = {"mass"},
-                              .slack = params.Int("slack"),
-                              .sinks = granularity == Granularity::kHead ? 0 : 4};
+                              .prompt = PromptEviction::kByChunk,
+                              .slack = params.Int("slack")};
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<H2o>(GranularityOf(params));

@@ -1,5 +1,8 @@
 #include "policies/random.h"
 
+#include <utility>
+#include <vector>
+
 #include "policies/scored_policy.h"
 
 namespace epikv {
@@ -14,33 +17,21 @@ const ParamSpec kParams[] = {
     SlackParam(0),
 };
 
-struct RandomState final : PolicyState {
-  explicit RandomState(uint64_t seed) : seed(seed) {}
-  std::unique_ptr<PolicyState> Clone() const override {
-    return std::make_unique<RandomState>(*this);
-  }
-  const uint64_t seed;
-};
-
 class Random final : public ScoredPolicy {
  public:
   explicit Random(bool frozen) : ScoredPolicy(Granularity::kToken), frozen_(frozen) {}
 
-  std::unique_ptr<PolicyState> NewState(const SequenceInfo& info) const override {
-    return std::make_unique<RandomState>(info.seed);
-  }
-
  private:
   // Lowest of independent draws: each unprotected token is as likely to go as any other.
-  std::vector<float> Score(const EvictionTask& task, int64_t layer, int64_t head) const override {
+  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
     const uint64_t round = frozen_ ? 0 : task.cache.newest() + 1;
-    const CounterRng rng(static_cast<const RandomState*>(task.state)->seed, round);
-    const absl::Span<const int32_t> index = task.cache.index(layer, head);
+    const CounterRng rng(task.cache.seed(), round);
+    const absl::Span<const int32_t> index = task.cache.index(0, 0);
     std::vector<float> score(index.size());
     for (size_t slot = 0; slot < score.size(); ++slot) {
       score[slot] = static_cast<float>(rng.Uniform(index[slot]));
     }
-    return score;
+    return Scores(std::move(score));
   }
 
   const bool frozen_;

@@ -23,13 +23,13 @@ class Oracle final : public ScoredPolicy {
   }
 
  private:
-  std::vector<float> Score(const EvictionTask& task, int64_t layer, int64_t head) const override {
-    const absl::Span<const int32_t> index = task.cache.index(layer, head);
+  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
+    const absl::Span<const int32_t> index = task.cache.index(0, 0);
     std::vector<float> score(index.size());
     for (size_t slot = 0; slot < score.size(); ++slot) {
       score[slot] = std::binary_search(prefer_.begin(), prefer_.end(), index[slot]) ? 1 : 0;
     }
-    return score;
+    return Scores(std::move(score));
   }
 
   std::vector<int64_t> prefer_;  // ascending

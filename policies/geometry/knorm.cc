@@ -14,13 +14,8 @@ class Knorm final : public ScoredPolicy {
   Knorm() : ScoredPolicy(Granularity::kHead) {}
 
  private:
-  std::vector<float> Score(const EvictionTask& task, int64_t layer, int64_t head) const override {
-    const at::Tensor norm =
-        task.cache.keys(layer, head).to(at::kFloat).norm(2, -1).cpu().contiguous();  // [used]
-    std::vector<float> score(norm.numel());
-    const float* value = norm.const_data_ptr<float>();
-    for (size_t slot = 0; slot < score.size(); ++slot) score[slot] = -value[slot];
-    return score;
+  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
+    return -lane.keys().norm(2, -1);
   }
 };
 

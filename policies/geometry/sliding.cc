@@ -1,3 +1,5 @@
+#include <ATen/ATen.h>
+
 #include "policies/scored_policy.h"
 
 namespace epikv {
@@ -11,8 +13,8 @@ class Sliding final : public ScoredPolicy {
 
  private:
   // All alike: among equals the older goes.
-  std::vector<float> Score(const EvictionTask& task, int64_t layer, int64_t head) const override {
-    return std::vector<float>(task.cache.index(layer, head).size());
+  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
+    return at::zeros(static_cast<int64_t>(task.cache.index(0, 0).size()));
   }
 };
 

@@ -1,0 +1,57 @@
+#include "policies/recipe.h"
+#include "policies/scored_policy.h"
+#include "policies/window_score.h"
+
+namespace epikv {
+namespace {
+
+const ParamSpec kParams[] = {
+    WindowParam(64),  PoolKernelParam(5), PoolModeParam("avg"), GqaParam("mean"), DecorateParam(),
+    AllocatorParam(), FloorParam(),       SelectParam(),        SlackParam(63),
+};
+
+// Published for prompts; the same score ranks decoded tokens, in rounds of 64 (as in arXiv
+// 2606.03928's engine).
+class SnapKv final : public ScoredPolicy {
+ public:
+  explicit SnapKv(const Params& params)
+      : ScoredPolicy(Recipe::Of(params, Granularity::kHead)), params_(params) {}
+
+ private:
+  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
+    return WindowScore(lane, lane.window_attention(), params_);
+  }
+
+  const Params params_;
+};
+
+}  // namespace
+
+extern constinit const PolicySpec kSnapkv{
+    .name = "snapkv",
+    .summary = "drops the tokens to which the newest queries attend least",
+    .paper = "arXiv 2404.14469",
+    .params = kParams,
+    .complete =
+        [](Params& params, const ModelShape&) {
+          absl::Status status = CheckWindow(params);
+          status.Update(CheckRecipe(params, {ScoreKind::kMass, Comparable::kModel}));
+          return status;
+        },
+    .traits =
+        [](const Params& params, const ModelShape&) {
+          PolicyTraits traits{.granularity = Granularity::kHead,
+                              .signals = Signal::kKeys | Signal::kQueries,
+                              .window = params.Int("window"),
+                              .prompt = PromptEviction::kAtEnd,
+                              .slack = params.Int("slack")};
+          AddRecipe(params, traits);
+          return traits;
+        },
+    .lane_budgets = &RecipeLaneBudgets,
+    .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
+      return std::make_shared<SnapKv>(params);
+    },
+};
+
+}  // namespace epikv

@@ -1,0 +1,50 @@
+#include <ATen/ATen.h>
+
+#include "policies/decorator.h"
+#include "policies/recipe.h"
+
+namespace epikv {
+namespace {
+
+// What leaving out a token changes of the lane's attention output o, once the others' weights are
+// brought back to a sum of 1: a / (1 - a) |o - v|, with the scores as weights a.
+class Caote final : public Decorator {
+ public:
+  explicit Caote(bool fast) : fast_(fast) {}
+
+  at::Tensor Apply(const at::Tensor& score, Lane& lane) const override {
+    constexpr double kLeast = 1e-6;  // no token is all or nothing
+    const at::Tensor weight =
+        (score / score.sum().clamp_min(kLeast)).clamp(kLeast, 1 - kLeast);  // [n]
+    const at::Tensor& values = lane.values();
+    const at::Tensor output = fast_ ? values.mean(0) : weight.matmul(values);  // [value_width]
+    return weight / (1 - weight) * (values - output).norm(2, -1);
+  }
+
+ private:
+  const bool fast_;
+};
+
+}  // namespace
+
+extern constinit const DecoratorSpec kCaote{
+    .name = "caote",
+    .summary = "the error of the attention output without the token, scores being the weights",
+    .paper = "arXiv 2504.14051 (CAOTE)",
+    .takes = ScoreKind::kMass,
+    .gives = {.kind = ScoreKind::kMass, .comparable = Comparable::kLayer},
+    .signals = Signal::kValues,
+    .make = []() -> std::shared_ptr<const Decorator> { return std::make_shared<Caote>(false); },
+};
+
+extern constinit const DecoratorSpec kFastCaote{
+    .name = "fast_caote",
+    .summary = "caote with the plain mean of the cached values for the output",
+    .paper = "arXiv 2504.14051 (FastCAOTE)",
+    .takes = ScoreKind::kMass,
+    .gives = {.kind = ScoreKind::kMass, .comparable = Comparable::kLayer},
+    .signals = Signal::kValues,
+    .make = []() -> std::shared_ptr<const Decorator> { return std::make_shared<Caote>(true); },
+};
+
+}  // namespace epikv

@@ -1,0 +1,73 @@
+#include "policies/lane.h"
+
+#include <ATen/ATen.h>
+
+#include <limits>
+
+namespace epikv {
+
+const at::Tensor& Lane::index() {
+  if (!index_.defined()) {
+    const absl::Span<const int32_t> index = cache_.index(layer_, head_);
+    index_ = at::tensor(at::ArrayRef<int32_t>(index.data(), index.size()), at::kInt).to(at::kLong);
+  }
+  return index_;
+}
+
+const at::Tensor& Lane::keys() {
+  if (!keys_.defined()) keys_ = cache_.keys(layer_, head_).to(at::kFloat);
+  return keys_;
+}
+
+const at::Tensor& Lane::values() {
+  if (!values_.defined()) values_ = cache_.values(layer_, head_).to(at::kFloat);
+  return values_;
+}
+
+const at::Tensor& Lane::by_birth() {
+  if (!by_birth_.defined()) by_birth_ = index().argsort();
+  return by_birth_;
+}
+
+at::Tensor Lane::ToSlots(const at::Tensor& in_birth_order) {
+  return at::empty_like(in_birth_order).index_copy_(0, by_birth(), in_birth_order);
+}
+
+const at::Tensor& Lane::queries() {
+  if (!queries_.defined()) {
+    queries_ = cache_.queries(layer_)
+                   .narrow(1, head_ * group(), group())
+                   .transpose(0, 1)
+                   .to(at::kFloat)
+                   .contiguous();
+  }
+  return queries_;
+}
+
+const at::Tensor& Lane::window_logits() {
+  if (!window_logits_.defined()) {
+    const int64_t w = queries().size(1);
+    const at::Tensor born =
+        at::arange(cache_.newest() - w + 1, cache_.newest() + 1, at::kLong).unsqueeze(1);  // [w, 1]
+    window_logits_ =
+        at::matmul(queries(), keys().t())
+            .mul_(cache_.attention_scale(layer_))
+            .masked_fill_(index().unsqueeze(0) > born, -std::numeric_limits<float>::infinity());
+  }
+  return window_logits_;
+}
+
+const at::Tensor& Lane::window_attention() {
+  if (!window_attention_.defined()) {
+    // A query all of whose tokens have left gave nothing to those that stay.
+    const at::Tensor none = std::get<0>(window_logits().max(-1, /*keepdim=*/true)).isneginf();
+    window_attention_ = window_logits().softmax(-1).masked_fill_(none, 0);
+  }
+  return window_attention_;
+}
+
+int64_t Lane::window_tokens() {
+  return (index() > cache_.newest() - queries().size(1)).sum().item<int64_t>();
+}
+
+}  // namespace epikv

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "policies/cache_view.h"
+
+namespace epikv {
+
+// One lane during a round, as scorers and decorators read it: fp32, by slot, each tensor made at
+// most once. n: slots in use; w: queries of the window; group: query heads of the KV head. Lives no
+// longer than the round.
+class Lane {
+ public:
+  Lane(CacheView& cache, int64_t layer, int64_t head) : cache_(cache), layer_(layer), head_(head) {}
+
+  CacheView& cache() const { return cache_; }
+  int64_t layer() const { return layer_; }
+  int64_t head() const { return head_; }
+  int64_t group() const { return cache_.num_heads() / cache_.num_kv_heads(); }
+
+  const at::Tensor& index();   // birth order of the token in each slot. int64 [n]
+  const at::Tensor& keys();    // [n, key_width]
+  const at::Tensor& values();  // [n, value_width]
+
+  // Slots from the oldest token to the newest. int64 [n]. For scores that look at neighbours:
+  // x.index_select(0, by_birth()) is in birth order, and ToSlots turns that back.
+  const at::Tensor& by_birth();
+  at::Tensor ToSlots(const at::Tensor& in_birth_order);
+
+  // Of the newest w tokens, oldest first. [group, w, key_width]
+  const at::Tensor& queries();
+  // scale x query . key; -inf where the token is younger than the query. [group, w, n]
+  const at::Tensor& window_logits();
+  // The softmax of that over all n. [group, w, n]
+  const at::Tensor& window_attention();
+  // Tokens of the window that are still cached: the newest of the lane.
+  int64_t window_tokens();
+
+ private:
+  CacheView& cache_;
+  const int64_t layer_, head_;
+  at::Tensor index_, keys_, values_, by_birth_, queries_, window_logits_, window_attention_;
+};
+
+}  // namespace epikv

@@ -1,0 +1,72 @@
+#include "policies/window_score.h"
+
+#include <ATen/ATen.h>
+
+#include "absl/strings/str_cat.h"
+
+namespace epikv {
+
+ParamSpec WindowParam(int64_t fallback) {
+  return {.name = "window",
+          .type = ParamType::kInt,
+          .fallback = fallback,
+          .min = 1,
+          .max = 1024,
+          .help = "newest tokens whose queries are asked"};
+}
+
+ParamSpec PoolKernelParam(int64_t fallback) {
+  return {.name = "kernel",
+          .type = ParamType::kInt,
+          .fallback = fallback,
+          .min = 1,
+          .max = 1023,
+          .help = "neighbours, the token included, over which scores are pooled; odd"};
+}
+
+ParamSpec PoolModeParam(absl::string_view fallback) {
+  static constexpr absl::string_view kModes[] = {"avg", "max"};
+  return {.name = "pooling",
+          .type = ParamType::kChoice,
+          .fallback = std::string(fallback),
+          .choices = kModes,
+          .help = "how"};
+}
+
+ParamSpec GqaParam(absl::string_view fallback) {
+  static constexpr absl::string_view kModes[] = {"mean", "max", "sum"};
+  return {.name = "gqa",
+          .type = ParamType::kChoice,
+          .fallback = std::string(fallback),
+          .choices = kModes,
+          .help = "how the query heads of a KV head become one score"};
+}
+
+absl::Status CheckWindow(const Params& params) {
+  if (params.Int("kernel") % 2 == 1) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("kernel must be odd, is ", params.Int("kernel")));
+}
+
+at::Tensor ReduceGroup(const at::Tensor& x, const std::string& mode) {
+  if (mode == "max") return std::get<0>(x.max(0));
+  return mode == "sum" ? x.sum(0) : x.mean(0);
+}
+
+at::Tensor PoolNeighbours(const at::Tensor& x, int64_t kernel, const std::string& mode) {
+  if (kernel == 1 || x.size(-1) == 0) return x;
+  return mode == "max" ? at::max_pool1d(x, kernel, 1, kernel / 2)
+                       : at::avg_pool1d(x, kernel, 1, kernel / 2);
+}
+
+at::Tensor WindowScore(Lane& lane, const at::Tensor& attention, const Params& params) {
+  const int64_t n = attention.size(-1), before = n - lane.window_tokens();
+  const at::Tensor seen =
+      attention.mean(1).index_select(-1, lane.by_birth()).narrow(-1, 0, before);  // [group, before]
+  const at::Tensor score = ReduceGroup(
+      PoolNeighbours(seen, params.Int("kernel"), params.Choice("pooling")), params.Choice("gqa"));
+  at::Tensor all = before == 0 ? at::zeros(n) : score.max().expand(n).clone();
+  all.narrow(0, 0, before).copy_(score);
+  return lane.ToSlots(all);
+}
+
+}  // namespace epikv

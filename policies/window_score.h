@@ -1,0 +1,34 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "policies/lane.h"
+#include "policies/spec.h"
+
+// What policies that look at the attention of the newest w queries have in common.
+
+namespace epikv {
+
+ParamSpec WindowParam(int64_t fallback);
+ParamSpec PoolKernelParam(int64_t fallback);          // `kernel`: odd; 1: no pooling
+ParamSpec PoolModeParam(absl::string_view fallback);  // `pooling`: avg or max
+ParamSpec GqaParam(absl::string_view fallback);       // `gqa`: mean, max or sum
+
+// An even kernel has no middle.
+absl::Status CheckWindow(const Params& params);
+
+// Over the query heads of a KV head. [group, ...] -> [...]
+at::Tensor ReduceGroup(const at::Tensor& x, const std::string& mode);
+
+// Over neighbours in birth order, stride 1, as long as before. [..., n]. avg counts the zeros
+// beyond the ends, as the published code does.
+at::Tensor PoolNeighbours(const at::Tensor& x, int64_t kernel, const std::string& mode);
+
+// What a window gives the tokens before it: `attention` [group, w, n] by slot, averaged over the
+// window, its own tokens left out; pooled over neighbours per query head; reduced over the group.
+// Tokens of the window get the highest score of the others. fp32 [n] by slot.
+at::Tensor WindowScore(Lane& lane, const at::Tensor& attention, const Params& params);
+
+}  // namespace epikv

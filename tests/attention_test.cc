@@ -1,0 +1,155 @@
+#include "runtime/attention.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <numeric>
+
+#include "runtime/kv_pool.h"
+#include "runtime/request.h"
+#include "runtime/sequence_cache.h"
+#include "runtime/signals.h"
+
+namespace epikv {
+namespace {
+
+// One layer of one sequence whose lanes are filled with random rows.
+class OneLayer {
+ public:
+  OneLayer(int64_t heads, int64_t kv_heads, at::ScalarType dtype)
+      : shape_{.num_heads = heads,
+               .num_kv_heads = kv_heads,
+               .key_width = 16,
+               .value_width = 16,
+               .scale = 0.3,
+               .dtype = dtype},
+        model_{.num_layers = 1,
+               .num_heads = heads,
+               .num_kv_heads = kv_heads,
+               .key_width = 16,
+               .value_width = 16},
+        pool_(kTokens * kv_heads, 16, 16, dtype) {
+    request_.demand.budget.assign(kv_heads, kTokens);
+    request_.demand.prefill = request_.demand.decode = request_.demand.budget;
+    cache_ = std::make_unique<SequenceCache>(pool_, SequenceId(0), request_, model_);
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      Keys(head).normal_();
+      at::from_blob(cache_->Lane(0, head).values, {kTokens, 16}, dtype).normal_();
+    }
+  }
+
+  at::Tensor Keys(int64_t head) {
+    return at::from_blob(cache_->Lane(0, head).keys, {kTokens, 16}, shape_.dtype);
+  }
+  const AttentionShape& shape() const { return shape_; }
+  const SequenceCache& cache() const { return *cache_; }
+
+  static constexpr int64_t kTokens = 1100;  // of more than two blocks
+
+ private:
+  const AttentionShape shape_;
+  const ModelShape model_;
+  Request request_;
+  KvPool pool_;
+  std::unique_ptr<SequenceCache> cache_;
+};
+
+class ColumnSums
+    : public ::testing::TestWithParam<std::tuple<std::pair<int64_t, int64_t>, at::ScalarType>> {};
+
+// What a chunk's queries give each token, against the whole matrix in fp64.
+TEST_P(ColumnSums, EqualTheSoftmaxSummedOverQueries) {
+  const auto [heads, dtype] = GetParam();
+  at::manual_seed(1);
+  OneLayer layer(heads.first, heads.second, dtype);
+  const int64_t group = heads.first / heads.second;
+  // A first chunk, one in the middle of a block, one across blocks; behind a neighbour's rows.
+  for (const auto& [used, rows] :
+       std::vector<std::pair<int64_t, int64_t>>{{7, 7}, {300, 40}, {OneLayer::kTokens, 130}}) {
+    constexpr int64_t kRow = 3;
+    const at::Tensor q = at::randn({kRow + rows, heads.first, 16}).to(dtype);
+    const std::vector<int64_t> slots(heads.second, used);
+    at::Tensor log_sum_exp;
+    const AttentionItem item{.cache = &layer.cache(),
+                             .row = kRow,
+                             .num_rows = rows,
+                             .used = slots,
+                             .log_sum_exp = &log_sum_exp};
+    const Attention attention(DecodeKernel::kBatch);
+    attention.Run(q, 0, {&item, 1}, layer.shape());
+    std::vector<float> sums(heads.second * used, -1);
+    attention.ColumnSums(q, 0, item, layer.shape(), absl::MakeSpan(sums));
+
+    const at::Tensor future =
+        at::arange(used).unsqueeze(0) > at::arange(used - rows, used).unsqueeze(1);  // [rows, used]
+    for (int64_t head = 0; head < heads.second; ++head) {
+      const at::Tensor keys = layer.Keys(head).narrow(0, 0, used).to(at::kDouble);
+      at::Tensor expected = at::zeros(used, at::kDouble);
+      for (int64_t member = 0; member < group; ++member) {
+        const at::Tensor logits = q.narrow(0, kRow, rows)
+                                      .select(1, head * group + member)
+                                      .to(at::kDouble)
+                                      .matmul(keys.t()) *
+                                  layer.shape().scale;
+        expected += logits.masked_fill(future, -std::numeric_limits<double>::infinity())
+                        .softmax(-1)
+                        .sum(0) /
+                    static_cast<double>(group);
+      }
+      const at::Tensor got = at::from_blob(sums.data() + head * used, {used}, at::kFloat);
+      // In bfloat16 the log-sum-exp is the flash kernel's.
+      const double bound = dtype == at::kFloat ? 1e-5 : 2e-2;
+      EXPECT_LT(((got - expected).abs() / (expected + 1e-3)).max().item<double>(), bound)
+          << used << " used, " << rows << " rows, head " << head;
+      EXPECT_NEAR(got.sum().item<double>(), rows, rows * bound);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Attention, ColumnSums,
+                         ::testing::Combine(::testing::Values(std::pair<int64_t, int64_t>{4, 4},
+                                                              std::pair<int64_t, int64_t>{6, 2},
+                                                              std::pair<int64_t, int64_t>{4, 1}),
+                                            ::testing::Values(at::kFloat, at::kBFloat16)));
+
+// Rows of one byte, so that they can be read.
+std::string Read(const QueryWindow& window, int64_t layer) {
+  std::string rows(window.size(), '?');
+  window.Read(layer, rows.data());
+  return rows;
+}
+
+TEST(QueryWindow, KeepsTheNewestOldestFirst) {
+  QueryWindow window(2, 4, 1);
+  EXPECT_EQ(Read(window, 0), "");
+  auto step = [&](const std::string& first, const std::string& second) {
+    window.Take(0, first.data(), std::ssize(first));
+    window.Take(1, second.data(), std::ssize(second));
+    window.Commit(std::ssize(first));
+  };
+  step("abc", "ABC");
+  EXPECT_EQ(Read(window, 0), "abc");
+  step("d", "D");
+  step("e", "E");
+  EXPECT_EQ(Read(window, 0), "bcde");
+  EXPECT_EQ(Read(window, 1), "BCDE");
+  step("fghijk", "FGHIJK");  // a chunk longer than the window
+  EXPECT_EQ(Read(window, 0), "hijk");
+  step("lm", "LM");
+  EXPECT_EQ(Read(window, 1), "JKLM");
+}
+
+TEST(QueryWindow, WhatIsTakenCountsWhenItIsCommitted) {
+  QueryWindow window(1, 3, 1);
+  window.Take(0, "ab", 2);
+  window.Commit(2);
+  window.Take(0, "x", 1);  // of a step that failed
+  EXPECT_EQ(Read(window, 0), "ab");
+  window.Take(0, "c", 1);
+  window.Commit(1);
+  EXPECT_EQ(Read(window, 0), "abc");
+}
+
+}  // namespace
+}  // namespace epikv

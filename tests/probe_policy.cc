@@ -1,0 +1,101 @@
+#include "tests/probe_policy.h"
+
+#include <ATen/ATen.h>
+
+#include <stdexcept>
+
+#include "absl/strings/str_cat.h"
+#include "policies/lane.h"
+#include "policies/policy.h"
+#include "policies/random.h"
+#include "policies/select.h"
+
+namespace epikv {
+namespace {
+
+constexpr int64_t kWindow = 20;
+
+const ParamSpec kParams[] = {SlackParam(0)};
+
+class Probe final : public Policy {
+ public:
+  void Observe(absl::Span<SequenceStep> steps) const override {
+    for (SequenceStep& step : steps) {
+      if (step.count > kWindow) continue;  // the queries of a long chunk's first tokens are gone
+      for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
+        for (int64_t head = 0; head < step.cache.num_kv_heads(); ++head) Check(step, layer, head);
+      }
+    }
+  }
+
+  std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const override {
+    std::vector<Eviction> evictions;
+    for (EvictionTask& task : tasks) evictions.push_back(EvictOne(task.cache));
+    return evictions;
+  }
+
+ private:
+  static void Check(SequenceStep& step, int64_t layer, int64_t head) {
+    Lane lane(step.cache, layer, head);
+    const int64_t tokens = step.cache.newest() + 1;
+    if (lane.queries().size(1) != std::min(kWindow, tokens)) {
+      throw std::runtime_error(
+          absl::StrCat(lane.queries().size(1), " queries after ", tokens, " tokens"));
+    }
+    const absl::Span<const float> pushed = step.signals.attention->at(layer, head);
+    const at::Tensor pulled =
+        lane.window_attention().mean(0).narrow(0, lane.queries().size(1) - step.count, step.count);
+    const float worst =
+        (pulled.sum(0) - at::tensor(at::ArrayRef<float>(pushed.data(), pushed.size())))
+            .abs()
+            .max()
+            .item<float>();
+    // In bfloat16 the flash kernel's log-sum-exp is a little off.
+    const bool narrow = step.cache.keys(layer, head).scalar_type() == at::kBFloat16;
+    if (!(worst <= (narrow ? 1e-3 : 2e-5))) {
+      throw std::runtime_error(absl::StrCat("layer ", layer, ", head ", head, " at token ",
+                                            step.cache.newest(), ": attention differs by ", worst));
+    }
+  }
+
+  static Eviction EvictOne(CacheView& cache) {
+    Eviction eviction;
+    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+      for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
+        const CounterRng rng(cache.seed(), layer * cache.num_kv_heads() + head);
+        std::vector<float> score;
+        for (int32_t index : cache.index(layer, head)) {
+          score.push_back(static_cast<float>(rng.Uniform(index)));
+        }
+        absl::StatusOr<std::vector<int32_t>> victims =
+            LowestScores(score, cache.index(layer, head), cache.protection(), cache.newest(),
+                         cache.excess(layer, head));
+        if (!victims.ok()) return {.status = victims.status()};
+        eviction.victims.push_back(*std::move(victims));
+      }
+    }
+    return eviction;
+  }
+};
+
+}  // namespace
+
+extern constinit const PolicySpec kProbePolicy{
+    .name = "probe",
+    .summary = "compares what it is told with what it can read",
+    .params = kParams,
+    .traits =
+        [](const Params& params, const ModelShape&) {
+          return PolicyTraits{.granularity = Granularity::kHead,
+                              .signals = Signal::kKeys | Signal::kQueries | Signal::kAttentionRow |
+                                         Signal::kPromptAttention,
+                              .window = kWindow,
+                              .prompt = PromptEviction::kByChunk,
+                              .slack = params.Int("slack")};
+        },
+    .make = [](const Params&, const ModelShape&) -> std::shared_ptr<const Policy> {
+      return std::make_shared<Probe>();
+    },
+};
+
+}  // namespace epikv
