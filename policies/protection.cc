@@ -30,13 +30,18 @@ ResolvedProtection ResolveProtection(const ProtectionOptions& options, const Pol
   const bool fits = prompt_tokens + kRoomBesidePrompt <= budget;
   ResolvedProtection resolved;
   Protection& p = resolved.protection;
-  p.prompt = options.prompt.value_or(fits) ? prompt_tokens : 0;
-  p.sinks = options.equal ? kEqualSinks : options.sinks.value_or(traits.sinks);
+  const PublishedProtection published =
+      options.equal.value_or(false) ? PublishedProtection{.sinks = kEqualSinks} : traits.published;
+  p.prompt = options.prompt.value_or(published.prompt.value_or(fits)) ? prompt_tokens : 0;
+  p.sinks = options.sinks.value_or(published.sinks);
   p.spans = options.spans;
 
   const int64_t fixed = p.Size();
   const int64_t room = std::max<int64_t>(0, budget - fixed);
-  const int64_t rule = std::min({kMostRecent, budget / 4, room});
+  const int64_t wanted =
+      published.recent_share.has_value()
+          ? static_cast<int64_t>(*published.recent_share * static_cast<double>(budget))
+          : published.recent.value_or(std::min(kMostRecent, budget / 4));
   // The current token always survives its own round, or the model would never have said it.
   const int64_t least_recent = options.recent.value_or(1);
   resolved.smallest_budget = fixed + least_recent;
@@ -44,10 +49,10 @@ ResolvedProtection ResolveProtection(const ProtectionOptions& options, const Pol
   if (!fits && (traits.prompt == PromptEviction::kRefuses || resolved.smallest_budget >= fitting)) {
     // Only a budget that the prompt fits will do, and there the prompt may be protected too.
     Protection there = p;
-    there.prompt = options.prompt.value_or(true) ? prompt_tokens : 0;
+    there.prompt = options.prompt.value_or(published.prompt.value_or(true)) ? prompt_tokens : 0;
     resolved.smallest_budget = std::max(fitting, there.Size() + least_recent);
   }
-  p.recent = options.recent.value_or(std::max<int64_t>(1, rule));
+  p.recent = options.recent.value_or(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, room)));
   return resolved;
 }
 

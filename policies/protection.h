@@ -17,7 +17,9 @@ struct TokenSpan {
 
 // What a request asks to be kept. Absent: the published policy's default, by the rule below.
 struct ProtectionOptions {
-  bool equal = false;  // the comparison rule: prompt by the rule, 4 sinks, R; excludes the others
+  // The comparison rule: prompt by the rule, 4 sinks, R. Excludes the others. Absent: as the server
+  // says where none of them is given either.
+  std::optional<bool> equal;
   std::optional<bool> prompt;
   std::optional<int64_t> sinks;
   std::optional<int64_t> recent;
@@ -58,8 +60,9 @@ struct ResolvedProtection {
   int64_t smallest_budget = 0;
 };
 
-// The rule (DESIGN section 5): the whole prompt is protected whenever prompt + 16 <= budget; recent
-// R = min(128, budget / 4, what is left). `budget` in tokens, the prompt included.
+// What the request says, else what the published policy keeps, else the rule (DESIGN section 5):
+// the whole prompt is protected whenever prompt + 16 <= budget; recent R = min(128, budget / 4,
+// what is left). `budget` in tokens, the prompt included.
 ResolvedProtection ResolveProtection(const ProtectionOptions& options, const PolicyTraits& traits,
                                      int64_t prompt_tokens, int64_t budget);
 

@@ -42,16 +42,23 @@ std::vector<Eviction> ScoredPolicy::Evict(absl::Span<EvictionTask> tasks) const 
   return evictions;
 }
 
-Eviction ScoredPolicy::EvictOne(const EvictionTask& task) const {
+std::vector<at::Tensor> ScoredPolicy::ScoreAll(const EvictionTask& task) const {
   const CacheView& cache = task.cache;
   const int64_t layers = recipe_.granularity == Granularity::kToken ? 1 : cache.num_layers();
   const int64_t heads = recipe_.granularity == Granularity::kHead ? cache.num_kv_heads() : 1;
-  const int64_t lanes = layers * heads;
-  std::vector<at::Tensor> scores(lanes);
-  for (int64_t i = 0; i < lanes; ++i) {
+  std::vector<at::Tensor> scores(layers * heads);
+  for (int64_t i = 0; i < layers * heads; ++i) {
     if (cache.excess(i / heads, i % heads) > 0) scores[i] = ScoreLane(task, i / heads, i % heads);
   }
   Reconcile(task, scores);
+  return scores;
+}
+
+Eviction ScoredPolicy::EvictOne(const EvictionTask& task) const {
+  const CacheView& cache = task.cache;
+  const std::vector<at::Tensor> scores = ScoreAll(task);
+  const int64_t heads = recipe_.granularity == Granularity::kHead ? cache.num_kv_heads() : 1;
+  const int64_t lanes = std::ssize(scores);
   const int64_t per_pool = recipe_.pool == Pool::kLane    ? 1
                            : recipe_.pool == Pool::kLayer ? heads
                                                           : lanes;

@@ -29,6 +29,10 @@ class ScoredPolicy : public Policy {
  public:
   std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const final;
 
+  // Scores of a round: of the lanes that share a keep decision, in order, decorated and reconciled.
+  // fp32, by slot; undefined for lanes within their budget. Seen by tests.
+  std::vector<at::Tensor> ScoreAll(const EvictionTask& task) const;
+
  protected:
   explicit ScoredPolicy(Recipe recipe) : recipe_(std::move(recipe)) {}
   explicit ScoredPolicy(Granularity granularity) : recipe_{.granularity = granularity} {}

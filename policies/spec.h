@@ -126,6 +126,14 @@ struct ModelShape {
   std::map<std::string, std::map<std::string, ParamValue>> calibrated;
 };
 
+// What the published policy keeps by itself. A request may override it; equal protection does.
+struct PublishedProtection {
+  std::optional<bool> prompt;  // absent: by the runtime's rule, as is `recent` without a number
+  int64_t sinks = 0;
+  std::optional<int64_t> recent;       // tokens; less where the budget has no room
+  std::optional<double> recent_share;  // of the budget, instead
+};
+
 // What the runtime must provide for one (policy, parameters).
 struct PolicyTraits {
   bool evicts = true;  // false: the whole cache is kept, or the budget refused
@@ -139,8 +147,7 @@ struct PolicyTraits {
   PromptEviction prompt = PromptEviction::kRefuses;
   // A round happens when a lane holds more than budget + slack entries, and ends at the budget.
   int64_t slack = 0;
-  // First tokens that the published policy always keeps; a request may override.
-  int64_t sinks = 0;
+  PublishedProtection published;
   // Bytes of the policy's own state: per cached token of a sequence, and fixed.
   int64_t state_bytes_per_token = 0;
   int64_t state_bytes = 0;
@@ -152,6 +159,9 @@ struct PolicySpec {
   absl::string_view name;
   absl::string_view summary;
   absl::string_view paper;  // arXiv number and section, or where it comes from
+  // What shows that it does what was published: "golden: ..." (the code its runs in tests/golden
+  // were made with) or "cases: ..." (a file of tests/).
+  absl::string_view evidence;
   absl::Span<const ParamSpec> params = {};
   bool evaluation_only = false;  // needs knowledge that no production caller has
 

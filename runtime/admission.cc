@@ -292,8 +292,11 @@ bool Resolver::CheckProtection(bool has_lengths) {
                   : admission_.manifest().context_length;
   ProtectionOptions& asked = options_.kv.protection;
   const size_t faults = rejection_.violations.size();
-  if (asked.equal && (asked.prompt.has_value() || asked.sinks.has_value() ||
-                      asked.recent.has_value() || !asked.spans.empty())) {
+  const bool details = asked.prompt.has_value() || asked.sinks.has_value() ||
+                       asked.recent.has_value() || !asked.spans.empty();
+  if (!asked.equal.has_value()) {
+    asked.equal = admission_.limits().default_equal_protection && !details;
+  } else if (*asked.equal && details) {
     Violate("kv.equal_protection", "excludes the other protection settings");
   }
   auto check = [&](absl::string_view field, std::optional<int64_t>& tokens) {

@@ -37,6 +37,7 @@ struct AdmissionLimits {
   int64_t prefill_chunk_tokens = 256;
   int64_t default_max_output_tokens = 1024;
   std::string default_policy;  // may be empty
+  bool default_equal_protection = false;
 };
 
 // Turns what a client asks for into a request that can run: fills defaults, finds every violation

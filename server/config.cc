@@ -289,6 +289,7 @@ Config ToConfig(const v1::ServerConfig& c) {
           .queue = {.max_requests = c.max_queued_requests(),
                     .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
           .default_policy = c.default_policy(),
+          .default_equal_protection = c.default_equal_protection(),
           .default_max_output_tokens = c.default_max_output_tokens(),
           .outbox = {.max_messages = c.outbox_messages(),
                      .max_bytes = static_cast<int64_t>(c.outbox_bytes()),

@@ -32,6 +32,7 @@ struct Config {
   int64_t max_running_requests = 0;
   QueueLimits queue;
   std::string default_policy;
+  bool default_equal_protection = false;
   int64_t default_max_output_tokens = 0;
   OutboxLimits outbox;
   absl::Duration drain;

@@ -61,7 +61,7 @@ KvOptions Reader::Kv(const v1::KvOptions& kv) {
   options.params = std::move(given.params);
   for (FieldViolation& violation : given.violations) violations_.push_back(std::move(violation));
 
-  options.protection.equal = kv.equal_protection();
+  if (kv.has_equal_protection()) options.protection.equal = kv.equal_protection();
   if (kv.has_protect_prompt()) options.protection.prompt = kv.protect_prompt();
   if (kv.has_sink_tokens()) options.protection.sinks = kv.sink_tokens();
   if (kv.has_recent_tokens()) options.protection.recent = kv.recent_tokens();

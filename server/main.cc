@@ -116,6 +116,7 @@ prometheus::Labels LabelsOf(const Config& config) {
           {"max_queued_tokens", absl::StrCat(config.queue.max_tokens)},
           {"default_max_output_tokens", absl::StrCat(config.default_max_output_tokens)},
           {"default_policy", config.default_policy},
+          {"default_equal_protection", config.default_equal_protection ? "true" : "false"},
           {"deterministic", config.runtime.deterministic ? "true" : "false"}};
 }
 
@@ -169,7 +170,8 @@ absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) 
                             {.kv_capacity_bytes = loaded->kv_capacity_bytes,
                              .prefill_chunk_tokens = config.runtime.prefill_chunk_tokens,
                              .default_max_output_tokens = config.default_max_output_tokens,
-                             .default_policy = config.default_policy});
+                             .default_policy = config.default_policy,
+                             .default_equal_protection = config.default_equal_protection});
   const ServedModel model{
       .name = config.model_name.empty() ? loaded->manifest.name : config.model_name,
       .admission = admission,

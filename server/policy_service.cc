@@ -42,7 +42,7 @@ v1::Policy ToProto(const PolicySpec& spec, const ModelShape& shape) {
   for (absl::string_view signal : traits.signals.Names()) proto.add_signals(std::string(signal));
   proto.set_granularity(std::string(GranularityName(traits.granularity)));
   proto.set_prompt_eviction(std::string(PromptEvictionName(traits.prompt)));
-  proto.set_sink_tokens(traits.sinks);
+  proto.set_sink_tokens(traits.published.sinks);
   proto.set_slack_tokens(traits.slack);
   return proto;
 }

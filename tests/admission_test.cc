@@ -405,6 +405,24 @@ TEST_F(AdmissionTest, ViolationsAreCollectedToABound) {
   EXPECT_EQ(Refuse(options).violations.size(), kMaxViolations);
 }
 
+TEST_F(AdmissionTest, TheServerMayAskForEqualProtection) {
+  AdmissionLimits limits = Limits();
+  limits.default_equal_protection = true;
+  const Admission admission = Make(limits);
+  auto sinks = [&](ProtectionOptions protection) {
+    RequestOptions options = Ask(10, 100, "by_chunk", 60);
+    options.kv.protection = protection;
+    return std::get<Request>(admission.Resolve(options)).protection.sinks;
+  };
+  EXPECT_EQ(sinks({}), 4);
+  // Whoever says something of protection says it all.
+  EXPECT_EQ(sinks({.sinks = 1}), 1);
+  const int64_t published = Accept(Make(Limits()), Ask(10, 100, "by_chunk", 60)).protection.sinks;
+  EXPECT_NE(published, 4);
+  EXPECT_EQ(sinks({.recent = 5}), published);
+  EXPECT_EQ(sinks({.equal = false}), published);
+}
+
 TEST_F(AdmissionTest, ProtectionIsCheckedWithoutAPrompt) {
   RequestOptions options = Ask(0, 5, "refuses", 60);
   options.kv.protection.equal = true;

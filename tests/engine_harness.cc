@@ -60,8 +60,10 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
   auto tokenizer = Tokenizer::FromJson(model_->tokenizer_json());
   if (!tokenizer.ok()) Die(tokenizer.status().ToString());
   tokenizer_ = *std::move(tokenizer);
+  Manifest admitted = manifest();
+  if (!options.end_tokens) admitted.eos_tokens.clear();
   admission_ = std::make_unique<Admission>(
-      manifest(), options.policies,
+      admitted, options.policies,
       AdmissionLimits{.kv_capacity_bytes = options.kv_pool_bytes,
                       .prefill_chunk_tokens = options.prefill_chunk_tokens});
   const ModelShape& shape = admission_->shape();

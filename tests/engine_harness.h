@@ -35,6 +35,7 @@ struct HarnessOptions {
   bool deterministic = false;
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PolicyCatalog policies = AllPolicies();
+  bool end_tokens = true;  // false: streams go on to their length, whatever they say
 };
 
 // An engine over a real model file, stepped by hand: for tests of what it computes.

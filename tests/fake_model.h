@@ -55,7 +55,8 @@ inline std::shared_ptr<const Policy> NoPolicy(const Params&, const ModelShape&) 
 inline PolicyTraits FullTraits(const Params&, const ModelShape&) { return {.evicts = false}; }
 
 inline PolicyTraits WindowTraits(const Params& params, const ModelShape&) {
-  return {.prompt = PromptEviction::kByChunk, .slack = params.Int("slack"), .sinks = 4};
+  return {
+      .prompt = PromptEviction::kByChunk, .slack = params.Int("slack"), .published = {.sinks = 4}};
 }
 
 inline PolicyTraits PickyTraits(const Params&, const ModelShape&) {

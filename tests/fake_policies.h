@@ -88,7 +88,7 @@ inline const PolicySpec kRefuses{.name = "refuses",
                                                            .columns = {"age", "mass"},
                                                            .prompt = PromptEviction::kRefuses,
                                                            .slack = params.Int("slack"),
-                                                           .sinks = 4,
+                                                           .published = {.sinks = 4},
                                                            .state_bytes_per_token = 24,
                                                            .state_bytes = 1000};
                                      },

@@ -271,12 +271,14 @@ absl::Span<const FakeSequence::Lane> FakeSequence::PoolOf(size_t i) const {
   return absl::MakeConstSpan(lanes_).subspan(i / size * size, size);
 }
 
+int64_t FakeSequence::Slack() const { return next_ > prompt_tokens_ ? traits_.slack : 0; }
+
 int64_t FakeSequence::ExcessOf(size_t i) const {
   int64_t used = 0, budget = 0, slack = 0;
   for (const Lane& lane : PoolOf(i)) {
     used += static_cast<int64_t>(lane.index.size());
     budget += lane.budget;
-    slack += traits_.slack;
+    slack += Slack();
   }
   return traits_.evicts && used > budget + slack ? used - budget : 0;
 }

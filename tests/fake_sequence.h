@@ -23,6 +23,7 @@ struct FakeWorld {
   std::function<std::vector<float>(int64_t layer, int64_t head, int64_t token)> key, value;
   // Of a query head, after RoPE.
   std::function<std::vector<float>(int64_t layer, int64_t query_head, int64_t token)> query;
+  double attention_scale = 1;
 };
 
 // Every value is drawn from `levels` different ones: few levels make ties.
@@ -50,6 +51,8 @@ class FakeSequence final : public CacheView {
   void Decode();                // caches one more
   // True if a round is due.
   bool OverBudget() const;
+  // Rounds in prefill end at the budget; in decode they wait until the slack is used up.
+  int64_t Slack() const;
   // The policy's answer, not acted upon. The policy may have changed its state.
   Eviction Ask();
   // Checks the answer against the contract and drops the victims.
@@ -79,7 +82,7 @@ class FakeSequence final : public CacheView {
   at::Tensor keys(int64_t layer, int64_t head) const override;
   at::Tensor values(int64_t layer, int64_t head) const override;
   at::Tensor queries(int64_t layer) const override;
-  double attention_scale(int64_t layer) const override { return 1; }
+  double attention_scale(int64_t layer) const override { return world_.attention_scale; }
 
  private:
   // Lanes that share a keep decision are one.

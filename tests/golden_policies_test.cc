@@ -1,14 +1,18 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "policies/epikv/flat_score.h"
 #include "policies/registry.h"
+#include "policies/scored_policy.h"
 #include "tests/fake_sequence.h"
+#include "tests/golden_world.h"
 
-// Law 8: published policies against what their authors' code did, over many rounds. The data is
-// made by golden/make_epikv_authors.py, which leaves no two scores nearer than 1e-5 (relative) at
+// Law 8: published policies against what their authors' code, or another's, did over many rounds.
+// The data is made by golden/make_*.py, which leave no two scores nearer than 1e-5 (relative) at
 // any cut: so what is dropped must be the same token for token.
 
 namespace epikv {
@@ -146,11 +150,116 @@ TEST(EpikvAuthors, PublishedSettingsAreTheDefaults) {
   const ModelShape shape{.num_layers = 32};
   const PolicySpec& h2o = *FindPolicy(AllPolicies(), "h2o");
   const Params model = ResolveParams(h2o, {{"scope", std::string("model")}}, shape).params;
-  EXPECT_EQ(h2o.traits(model, shape).sinks, 4);
+  EXPECT_EQ(h2o.traits(model, shape).published.sinks, 4);
   const PolicySpec& flat = *FindPolicy(AllPolicies(), "epikv_flat");
   EXPECT_EQ(flat.traits(ResolveParams(flat, {}, shape).params, shape).residual_layers,
             (std::vector<int64_t>{10, 21}));
 }
+
+// ---------------------------------------------------------------------------------------------
+// The runs of golden/policies: every file is a policy's, made by the command it names.
+
+std::vector<std::string> GoldenPolicies() {
+  std::vector<std::string> names;
+  for (const auto& entry :
+       std::filesystem::directory_iterator(EPIKV_SOURCE_DIR "/tests/golden/policies")) {
+    names.push_back(entry.path().stem());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+ParamValue ParamOf(const json& value) {
+  if (value.is_boolean()) return value.get<bool>();
+  if (value.is_number_integer()) return value.get<int64_t>();
+  if (value.is_number()) return value.get<double>();
+  if (value.is_string()) return value.get<std::string>();
+  if (!value.empty() && value[0].is_string()) return value.get<std::vector<std::string>>();
+  return value.get<std::vector<int64_t>>();
+}
+
+FakeSequence SequenceOf(const std::string& policy, const json& run) {
+  FakeSequence::Options options;
+  options.spec = FindPolicy(AllPolicies(), policy);
+  const json& shape = run["shape"];
+  options.shape = {.num_layers = shape["layers"],
+                   .num_heads = shape["heads"],
+                   .num_kv_heads = shape["kv_heads"],
+                   .key_width = shape["width"],
+                   .value_width = shape["width"]};
+  for (const auto& [name, value] : run["params"].items()) options.params[name] = ParamOf(value);
+  options.protection = {.prompt = run["prompt"], .sinks = run["sinks"], .recent = run["recent"]};
+  options.prompt_tokens = run["prompt_tokens"];
+  options.budget = run["budget"];
+  options.seed = run["seed"];
+  return FakeSequence(options,
+                      GoldenWorld(run["seed"], shape["heads"], shape["kv_heads"], shape["width"]));
+}
+
+// A lane's scores in birth order.
+std::vector<float> InBirthOrder(const at::Tensor& scores, absl::Span<const int32_t> index) {
+  std::map<int32_t, float> by_index;
+  for (size_t slot = 0; slot < index.size(); ++slot) {
+    by_index[index[slot]] = scores[static_cast<int64_t>(slot)].item<float>();
+  }
+  std::vector<float> in_order;
+  for (const auto& [token, score] : by_index) in_order.push_back(score);
+  return in_order;
+}
+
+void ExpectScores(FakeSequence& sequence, const json& round) {
+  const auto& policy = dynamic_cast<const ScoredPolicy&>(sequence.policy());
+  const std::vector<at::Tensor> scores = policy.ScoreAll(sequence.task());
+  ASSERT_EQ(scores.size(), round["scores"].size());
+  const int64_t heads = scores.size() / sequence.num_layers();  // 0: one decision for all layers
+  for (size_t lane = 0; lane < scores.size(); ++lane) {
+    const int64_t layer = heads == 0 ? 0 : static_cast<int64_t>(lane) / heads;
+    const int64_t head = heads == 0 ? 0 : static_cast<int64_t>(lane) % heads;
+    const std::vector<float> got = InBirthOrder(scores[lane], sequence.index(layer, head));
+    const std::vector<float> expected = round["scores"][lane];
+    ASSERT_EQ(got.size(), expected.size());
+    for (size_t i = 0; i < got.size(); ++i) {
+      // What a reference puts on tokens that it keeps anyway (a window) is its own affair.
+      const std::vector<int32_t> kept = sequence.Kept(layer, head);
+      if (sequence.protection().Covers(kept[i], sequence.newest())) continue;
+      EXPECT_NEAR(got[i], expected[i], 1e-5 * std::max(1.0f, std::abs(expected[i])))
+          << "lane " << lane << ", token " << kept[i];
+    }
+  }
+}
+
+class GoldenPolicy : public testing::TestWithParam<std::string> {};
+
+TEST_P(GoldenPolicy, ScoresAndDropsAsItsReferenceDoes) {
+  std::ifstream file(EPIKV_SOURCE_DIR "/tests/golden/policies/" + GetParam() + ".json");
+  const json golden = json::parse(file);
+  ASSERT_FALSE(golden["runs"].empty());
+  for (const json& run : golden["runs"]) {
+    SCOPED_TRACE(testing::Message() << run["params"] << ", seed " << run["seed"] << ", prompt "
+                                    << run["prompt_tokens"]);
+    FakeSequence sequence = SequenceOf(GetParam(), run);
+    const int64_t prompt_tokens = run["prompt_tokens"];
+    sequence.Prefill(prompt_tokens);
+    int64_t victims = 0;
+    for (const json& round : run["rounds"]) {
+      while (sequence.newest() < round["newest"]) {
+        ASSERT_FALSE(sequence.OverBudget()) << "a round after token " << sequence.newest();
+        sequence.Decode();
+      }
+      SCOPED_TRACE(testing::Message() << "after token " << sequence.newest());
+      ASSERT_TRUE(sequence.OverBudget());
+      if (round.contains("scores")) ExpectScores(sequence, round);
+      const auto dropped = sequence.Round();
+      ASSERT_EQ(dropped, round["dropped"].get<std::vector<std::vector<int32_t>>>());
+      for (const auto& lane : dropped) victims += static_cast<int64_t>(lane.size());
+    }
+    EXPECT_GE(run["rounds"].size(), 5u);
+    EXPECT_GE(victims, 50);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Law8, GoldenPolicy, testing::ValuesIn(GoldenPolicies()),
+                         [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace epikv

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
 
@@ -91,14 +92,16 @@ std::string Row(const PolicySpec& spec) {
       absl::StrJoin(spec.params, ", ",
                     [](std::string* out, const ParamSpec& p) { absl::StrAppend(out, Show(p)); }),
       std::string(spec.paper),
+      std::string(spec.evidence),
   };
   return absl::StrCat("| ", absl::StrJoin(cells, " | "), " |\n");
 }
 
 std::string Table() {
   std::string table =
-      "| name | idea | signals | shares a decision | prompt over budget | parameters | paper |\n"
-      "|---|---|---|---|---|---|---|\n";
+      "| name | idea | signals | shares a decision | prompt over budget | parameters | paper | "
+      "evidence |\n"
+      "|---|---|---|---|---|---|---|---|\n";
   for (const PolicySpec* spec : AllPolicies()) table += Row(*spec);
   return table;
 }
@@ -129,6 +132,46 @@ TEST(PolicyRegistry, EveryFileIsOnePolicy) {
   std::multiset<std::string> registered;
   for (const PolicySpec* spec : AllPolicies()) registered.insert(std::string(spec->name));
   EXPECT_EQ(files, registered);
+}
+
+// The code that a policy's golden runs were made with, in order of first use; empty: it has none.
+std::string References(const PolicySpec& spec) {
+  const std::string name(spec.name);
+  const std::string path = absl::StrCat(EPIKV_SOURCE_DIR "/tests/golden/policies/", name, ".json");
+  if (!std::filesystem::exists(path)) return "";
+  const nlohmann::json golden = nlohmann::json::parse(ReadFile(path));
+  std::vector<std::string> references;
+  for (const auto& run : golden["runs"]) {
+    const std::string reference = run["reference"];
+    if (std::find(references.begin(), references.end(), reference) == references.end()) {
+      references.push_back(reference);
+    }
+  }
+  return absl::StrJoin(references, ", ");
+}
+
+// A row without evidence is a claim.
+TEST(PolicyRegistry, EveryPolicyNamesItsEvidence) {
+  for (const PolicySpec* spec : AllPolicies()) {
+    SCOPED_TRACE(spec->name);
+    const std::string evidence(spec->evidence);
+    const std::string references = References(*spec);
+    if (!references.empty()) {
+      EXPECT_THAT(evidence, testing::StartsWith("golden: " + references));
+      continue;
+    }
+    const std::string name(spec->name);
+    if (absl::StartsWith(evidence, "golden: ")) {
+      const std::string file = absl::StrCat("/tests/golden/epikv_authors/", name, ".json");
+      EXPECT_TRUE(std::filesystem::exists(EPIKV_SOURCE_DIR + file)) << file;
+      continue;
+    }
+    ASSERT_THAT(evidence, testing::StartsWith("cases: "));
+    const std::vector<std::string> words = absl::StrSplit(evidence, absl::ByAnyChar(" ,"));
+    const std::string file = absl::StrCat(EPIKV_SOURCE_DIR "/tests/", words[1]);
+    ASSERT_TRUE(std::filesystem::exists(file)) << file;
+    EXPECT_THAT(ReadFile(file), testing::HasSubstr(name));
+  }
 }
 
 TEST(PolicyRegistry, ReadmeShowsTheTable) {

@@ -107,7 +107,7 @@ TEST(ResolveProtection, WhatFitsTheRuleFitsTheBudget) {
 }
 
 TEST(ResolveProtection, SinksAreThePolicysUnlessGiven) {
-  const PolicyTraits traits{.sinks = 7};
+  const PolicyTraits traits{.published = {.sinks = 7}};
   EXPECT_EQ(ResolveProtection({}, traits, 10, 100).protection.sinks, 7);
   EXPECT_EQ(ResolveProtection({.sinks = 1}, traits, 10, 100).protection.sinks, 1);
   EXPECT_EQ(ResolveProtection({.equal = true}, traits, 10, 100).protection.sinks, 4);
@@ -120,6 +120,27 @@ TEST(ResolveProtection, RequestOverridesTheRule) {
   EXPECT_EQ(resolved.protection.recent, 9);
   EXPECT_EQ(resolved.protection.spans, (std::vector<TokenSpan>{{1, 3}}));
   EXPECT_EQ(resolved.smallest_budget, 2 + 9 + 1 - 1);
+}
+
+TEST(ResolveProtection, PublishedIsTheDefaultAndNoMore) {
+  const PolicyTraits traits{
+      .prompt = PromptEviction::kByChunk,
+      .published = {.prompt = false, .sinks = 2, .recent = 20},
+  };
+  const Protection published = ResolveProtection({}, traits, 30, 100).protection;
+  EXPECT_EQ(published, (Protection{.prompt = 0, .sinks = 2, .recent = 20}));
+  const Protection asked =
+      ResolveProtection({.prompt = true, .sinks = 0, .recent = 3}, traits, 30, 100).protection;
+  EXPECT_EQ(asked, (Protection{.prompt = 30, .sinks = 0, .recent = 3}));
+  const Protection equal = ResolveProtection({.equal = true}, traits, 30, 100).protection;
+  EXPECT_EQ(equal, (Protection{.prompt = 30, .sinks = 4, .recent = 25}));
+}
+
+TEST(ResolveProtection, PublishedRecentFitsTheBudget) {
+  const PolicyTraits tokens{.prompt = PromptEviction::kByChunk, .published = {.recent = 64}};
+  EXPECT_EQ(ResolveProtection({}, tokens, 30, 80).protection.recent, 50);
+  const PolicyTraits share{.prompt = PromptEviction::kByChunk, .published = {.recent_share = 0.5}};
+  EXPECT_EQ(ResolveProtection({}, share, 30, 80).protection.recent, 40);
 }
 
 }  // namespace

@@ -20,9 +20,8 @@ Granularity GranularityOf(const Params& params) {
 }
 
 // Column `mass`: the attention probability each token received since it was cached, its own
-// included; with `scope = model`, as its authors have it, from decode queries alone. Deviations
-// from the paper: the query heads of a KV head share its tokens; how many recent tokens are kept is
-// the request's protection, not half of the budget.
+// included; with `scope = model`, as its authors have it, from decode queries alone. Deviation from
+// the paper: the query heads of a KV head share its tokens.
 class H2o final : public ScoredPolicy {
  public:
   explicit H2o(Granularity granularity) : ScoredPolicy(granularity), granularity_(granularity) {}
@@ -76,6 +75,7 @@ extern constinit const PolicySpec kH2o{
     .name = "h2o",
     .summary = "drops the tokens that attention has used least",
     .paper = "arXiv 2306.14048",
+    .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `H2OEviction` (scope = model)",
     .params = kParams,
     .traits =
         [](const Params& params, const ModelShape&) {
@@ -83,13 +83,14 @@ extern constinit const PolicySpec kH2o{
             return PolicyTraits{.signals = Signal::kAttentionRow,
                                 .columns = {"mass"},
                                 .slack = params.Int("slack"),
-                                .sinks = 4};
+                                .published = {.prompt = false, .sinks = 4, .recent = 128}};
           }
           return PolicyTraits{.granularity = Granularity::kHead,
                               .signals = Signal::kAttentionRow | Signal::kPromptAttention,
                               .columns = {"mass"},
                               .prompt = PromptEviction::kByChunk,
-                              .slack = params.Int("slack")};
+                              .slack = params.Int("slack"),
+                              .published = {.prompt = false, .recent_share = 0.5}};
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<H2o>(GranularityOf(params));

@@ -31,6 +31,7 @@ extern constinit const PolicySpec kSnapkv{
     .name = "snapkv",
     .summary = "drops the tokens to which the newest queries attend least",
     .paper = "arXiv 2404.14469",
+    .evidence = "golden: kvpress 0.5.5 `SnapKVPress`",
     .params = kParams,
     .complete =
         [](Params& params, const ModelShape&) {
@@ -44,7 +45,8 @@ extern constinit const PolicySpec kSnapkv{
                               .signals = Signal::kKeys | Signal::kQueries,
                               .window = params.Int("window"),
                               .prompt = PromptEviction::kAtEnd,
-                              .slack = params.Int("slack")};
+                              .slack = params.Int("slack"),
+                              .published = {.recent = params.Int("window")}};
           AddRecipe(params, traits);
           return traits;
         },

@@ -43,6 +43,7 @@ extern constinit const PolicySpec kRandom{
     .name = "random",
     .summary = "drops tokens drawn uniformly among the unprotected ones",
     .paper = "arXiv 2609.03430 (\"Random Attention\"): the control of every comparison",
+    .evidence = "cases: random_policy_test.cc",
     .params = kParams,
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -197,6 +197,7 @@ extern constinit const PolicySpec kEpikvFlat{
         "drops the tokens over which an early block's residual moved least and a late "
         "block's most, against the last 64",
     .paper = "arXiv 2606.26472, EpiKV-Flat",
+    .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `DetrendendHSVarianceEviction`",
     .params = kParams,
     .complete = &Complete,
     .traits = &Traits,

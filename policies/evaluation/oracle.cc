@@ -40,6 +40,7 @@ class Oracle final : public ScoredPolicy {
 extern constinit const PolicySpec kOracle{
     .name = "oracle",
     .summary = "drops tokens outside a given list first, oldest first",
+    .evidence = "cases: golden/scenarios.txt",
     .params = kParams,
     .evaluation_only = true,
     .traits =

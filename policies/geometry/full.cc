@@ -16,6 +16,7 @@ class Full final : public Policy {
 extern constinit const PolicySpec kFull{
     .name = "full",
     .summary = "keeps every token",
+    .evidence = "cases: laws_test.cc, law 1",
     .traits = [](const Params&, const ModelShape&) { return PolicyTraits{.evicts = false}; },
     .make = [](const Params&, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<Full>();

@@ -25,6 +25,7 @@ extern constinit const PolicySpec kKnorm{
     .name = "knorm",
     .summary = "drops the tokens with the largest keys, per layer and head",
     .paper = "arXiv 2406.11430 (L2 norm of keys)",
+    .evidence = "golden: kvpress 0.5.5 `KnormPress`",
     .params = kParams,
     .traits =
         [](const Params& params, const ModelShape&) {

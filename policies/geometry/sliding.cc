@@ -25,6 +25,7 @@ extern constinit const PolicySpec kSliding{
     .summary = "drops the oldest tokens",
     .paper =
         "arXiv 2309.17453, \"window attention\"; with sinks = 4: StreamingLLM at true positions",
+    .evidence = "cases: golden/scenarios.txt",
     .params = kParams,
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -85,7 +85,7 @@ def test_what_does_not_hold_is_seen(
         output=generation_pb2.OutputOptions(
             token_ids=True, logprobs=True, kv_trace=True, kept=True
         ),
-        kv=kv_pb2.KvOptions(policy="h2o", max_tokens=140),
+        kv=kv_pb2.KvOptions(policy="h2o", max_tokens=140, protect_prompt=True),
     )
     wire = request.SerializeToString()
     case = Case(0, Method.GENERATE, Behaviour.READ, request, wire, events=0, seconds=0)

@@ -15,7 +15,8 @@ class Kv:
 
     `budget` counts tokens when it is an int, and is a share of prompt + max output, in (0, 1], when
     it is a float. `positions` is "absolute" or "compact". The four protections replace the policy's
-    own; `equal_protection` replaces them all by the rule that comparisons use.
+    own; `equal_protection` replaces them all by the rule that comparisons use; None: as the server
+    says.
     """
 
     policy: str = ""
@@ -26,7 +27,7 @@ class Kv:
     sink_tokens: int | None = None
     recent_tokens: int | None = None
     protected_spans: Sequence[tuple[int, int]] = ()  # [begin, end) by token index
-    equal_protection: bool = False
+    equal_protection: bool | None = None
 
     def to_proto(self) -> kv_pb2.KvOptions:
         """Raises ValueError for an unknown position mode or a value no field can hold."""

@@ -83,7 +83,11 @@ _KV = (
     click.option("--sinks", type=int, help="Protect the first tokens."),
     click.option("--recent", type=int, help="Protect the newest tokens."),
     click.option("--protect", "spans", type=Span(), multiple=True, help="Protect these tokens."),
-    click.option("--equal-protection", is_flag=True, help="The rule that comparisons use."),
+    click.option(
+        "--equal-protection/--no-equal-protection",
+        default=None,
+        help="The rule that comparisons use.",
+    ),
 )
 
 

@@ -1,0 +1,99 @@
+"""Runs of kvpress's presses as data.
+
+    pip install kvpress==0.5.5
+    python tests/golden/make_kvpress.py [POLICY ...]
+
+kvpress (Apache-2.0) is imported and is no part of this repository. A press is asked for its scores
+over the cache of each round, as its `compress` would; which tokens go, and when, is world.py's.
+"""
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import kvpress
+import torch
+from torch import Tensor
+from world import Round, Scorer, Setting, play, write
+
+COMMAND = "python tests/golden/make_kvpress.py"
+
+
+def attention_module(round_: Round, layer: int, count: int) -> SimpleNamespace:
+    """Stands for the attention layer whose query projection gives the newest queries: rows of
+    "hidden states" are their numbers."""
+    shape = round_.world.shape
+    queries = round_.queries(layer, count)  # [heads, count, width]
+
+    def q_proj(hidden: Tensor) -> Tensor:
+        """[1, rows, heads x width] of the last rows."""
+        return (
+            queries[:, count - hidden.shape[1] :]
+            .transpose(0, 1)
+            .reshape(1, -1, shape.heads * shape.width)
+        )
+
+    return SimpleNamespace(
+        config=SimpleNamespace(
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            num_hidden_layers=shape.layers,
+        ),
+        head_dim=shape.width,
+        layer_idx=layer,
+        q_proj=q_proj,
+    )
+
+
+def scores_of(press: kvpress.ScorerPress) -> Scorer:
+    """Rows are taken as they are: an identity for the rotary embedding."""
+
+    def scorer(round_: Round) -> list[Tensor]:
+        scores = []
+        for layer in range(round_.world.shape.layers):
+            keys, values = round_.keys(layer)[None], round_.values(layer)[None]
+            n, width = keys.shape[2], round_.world.shape.width
+            count = min(n, round_.newest + 1)
+            rotary = (torch.ones(1, n, width), torch.zeros(1, n, width))
+            module = attention_module(round_, layer, count)
+            hidden = torch.zeros(1, count, 1)
+            kwargs = {"position_embeddings": rotary}
+            scores.append(press.score(module, hidden, keys, values, None, kwargs)[0])
+        return scores
+
+    return scorer
+
+
+def run(press: kvpress.ScorerPress, **setting: Any) -> dict[str, Any]:
+    reference = f"kvpress 0.5.5 `{type(press).__name__}`"
+    return play(reference, scores_of(press), Setting(**setting))
+
+
+def knorm() -> list[dict[str, Any]]:
+    press = kvpress.KnormPress(0.5)
+    setting = {"budget": 24, "prompt_tokens": 12, "tokens": 90, "slack": 7, "recent": 4}
+    return [run(press, seed=seed, params={"slack": 7}, **setting) for seed in (1, 2)]
+
+
+def snapkv() -> list[dict[str, Any]]:
+    runs = []
+    for seed, window, kernel in ((1, 8, 5), (2, 6, 3)):
+        press = kvpress.SnapKVPress(0.5, window_size=window, kernel_size=kernel)
+        params = {"window": window, "kernel": kernel, "slack": 7}
+        setting = {"seed": seed, "budget": 24, "slack": 7, "recent": window, "params": params}
+        runs.append(run(press, prompt_tokens=12, tokens=90, **setting))
+        # As published: a prompt that is cached whole, and then on.
+        runs.append(run(press, prompt_tokens=60, tokens=110, **setting))
+    return runs
+
+
+POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "knorm": knorm,
+    "snapkv": snapkv,
+}
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or POLICIES:
+        write(name, COMMAND, POLICIES[name]())

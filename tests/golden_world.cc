@@ -1,0 +1,77 @@
+#include "tests/golden_world.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+namespace epikv {
+namespace {
+
+uint64_t Mix(uint64_t x) {
+  x += 0x9E3779B97F4A7C15;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+  return x ^ (x >> 31);
+}
+
+enum Kind : uint64_t { kKey = 1, kValue = 2, kQuery = 3 };
+
+std::vector<float> Row(uint64_t seed, Kind kind, int64_t layer, int64_t head, int64_t token,
+                       int64_t width) {
+  uint64_t start = seed;
+  for (uint64_t part : {uint64_t{kind}, static_cast<uint64_t>(layer), static_cast<uint64_t>(head),
+                        static_cast<uint64_t>(token)}) {
+    start = Mix(start ^ part);
+  }
+  const double size = Mix(start) % 8 == 0 ? 3 : 1;
+  std::vector<float> row;
+  for (int64_t channel = 0; channel < width; ++channel) {
+    const uint64_t bits = Mix(start ^ static_cast<uint64_t>(channel + 1));
+    double total = 0;
+    for (int shift : {0, 16, 32, 48}) {
+      total += static_cast<double>(bits >> shift & 0xFFFF) / 32768 - 1;
+    }
+    row.push_back(static_cast<float>(size * total));
+  }
+  return row;
+}
+
+}  // namespace
+
+FakeWorld GoldenWorld(uint64_t seed, int64_t heads, int64_t kv_heads, int64_t width) {
+  FakeWorld world;
+  world.attention_scale = 1 / std::sqrt(static_cast<double>(width));
+  auto rows = [=](Kind kind) {
+    return [=](int64_t layer, int64_t head, int64_t token) {
+      return Row(seed, kind, layer, head, token, width);
+    };
+  };
+  world.key = rows(kKey);
+  world.value = rows(kValue);
+  world.query = rows(kQuery);
+  world.attention = [=, scale = world.attention_scale, group = heads / kv_heads](
+                        int64_t layer, int64_t head, int64_t query,
+                        absl::Span<const int32_t> index) {
+    std::vector<float> mean(index.size());
+    for (int64_t member = 0; member < group; ++member) {
+      const std::vector<float> q = Row(seed, kQuery, layer, head * group + member, query, width);
+      std::vector<double> mass;
+      double most = -1e300, sum = 0;
+      for (int32_t token : index) {
+        const std::vector<float> k = Row(seed, kKey, layer, head, token, width);
+        double logit = 0;
+        for (int64_t c = 0; c < width; ++c) logit += static_cast<double>(q[c]) * k[c];
+        mass.push_back(scale * logit);
+        most = std::max(most, mass.back());
+      }
+      for (double& m : mass) sum += m = std::exp(m - most);
+      for (size_t i = 0; i < mean.size(); ++i) {
+        mean[i] += static_cast<float>(mass[i] / sum / static_cast<double>(group));
+      }
+    }
+    return mean;
+  };
+  return world;
+}
+
+}  // namespace epikv

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "tests/fake_sequence.h"
+
+namespace epikv {
+
+// The world of golden/world.py: the same rows, bit for bit. Attention rows are what its queries
+// give its keys.
+FakeWorld GoldenWorld(uint64_t seed, int64_t heads, int64_t kv_heads, int64_t width);
+
+}  // namespace epikv
