@@ -11,7 +11,9 @@
 #include <random>
 #include <set>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "tests/engine_harness.h"
 #include "tests/law_model.h"
 #include "tests/probe_policy.h"
@@ -45,34 +47,70 @@ struct PolicyCase {
 
 void PrintTo(const PolicyCase& c, std::ostream* out) { *out << c.label; }
 
-// As small as the laws' sequences.
-std::map<std::string, ParamValue> Windowed(std::map<std::string, ParamValue> params) {
-  params.insert({{"window", int64_t{16}}, {"slack", int64_t{7}}});
+// "snapkv" -> "Snapkv", "head_pool" -> "HeadPool".
+std::string Camel(absl::string_view name) {
+  std::string camel;
+  for (absl::string_view word : absl::StrSplit(name, absl::ByAnyChar("_-"))) {
+    if (word.empty()) continue;
+    absl::StrAppend(&camel, std::string(1, absl::ascii_toupper(word[0])), word.substr(1));
+  }
+  return camel;
+}
+
+// A policy's parameters, as small as the laws' sequences.
+std::map<std::string, ParamValue> SmallParams(const PolicySpec& spec) {
+  std::map<std::string, ParamValue> params;
+  for (const ParamSpec& param : spec.params) {
+    if (param.name == "window" && param.fallback.has_value()) params["window"] = int64_t{16};
+    if (param.name == "slack" && param.fallback != ParamValue(int64_t{0})) {
+      params["slack"] = int64_t{7};
+    }
+    if (param.name == "prefer") {
+      params["prefer"] = std::vector<int64_t>{3, 5, 50, 51, 52, 60, 61, 70, 90};
+    }
+  }
   return params;
 }
 
+// Every policy that evicts, as it is by default.
 std::vector<PolicyCase> EvictingPolicies() {
-  return {
-      {"EpikvFlat", "epikv_flat", {}},
-      {"EpikvFlatSlack", "epikv_flat", {{"slack", int64_t{5}}}},
-      {"H2oHead", "h2o", {{"scope", "head"}}},
-      {"H2oModel", "h2o", {{"scope", "model"}}},
-      {"Knorm", "knorm", {{"slack", int64_t{7}}}},
-      {"KnormEachStep", "knorm", {{"slack", int64_t{0}}}},
-      {"Oracle", "oracle", {{"prefer", std::vector<int64_t>{3, 5, 50, 51, 52, 60, 61, 70, 90}}}},
-      {"Probe", "probe", {}},
-      {"Ragged", "ragged", {}},
-      {"RaggedSlack", "ragged", {{"slack", int64_t{6}}}},
-      {"Random", "random", {}},
-      {"RandomFrozen", "random", {{"frozen", true}}},
-      {"Sliding", "sliding", {}},
-      {"Snapkv", "snapkv", Windowed({})},
-      {"SnapkvCaote", "snapkv", Windowed({{"decorate", std::vector<std::string>{"caote"}}})},
-      {"SnapkvHeadPool", "snapkv", Windowed({{"allocator", "head_pool"}})},
-      {"SnapkvModelPool", "snapkv", Windowed({{"allocator", "model_pool"}})},
-      {"SnapkvPyramid", "snapkv", Windowed({{"allocator", "pyramid"}})},
-      {"SnapkvSample", "snapkv", Windowed({{"select", "sample"}})},
-  };
+  std::vector<PolicyCase> cases;
+  for (const PolicySpec* spec : LawPolicies()) {
+    if (spec->name == "full") continue;
+    cases.push_back({Camel(spec->name), std::string(spec->name), SmallParams(*spec)});
+  }
+  return cases;
+}
+
+// Every other value of each of their choices and switches, and slack where there is none, or none
+// where there is.
+std::vector<PolicyCase> PolicyVariants() {
+  std::vector<PolicyCase> cases;
+  for (const PolicySpec* spec : LawPolicies()) {
+    auto add = [&](const ParamSpec& param, const std::string& label, const ParamValue& value) {
+      if (param.fallback == value) return;
+      PolicyCase c{Camel(spec->name) + label, std::string(spec->name), SmallParams(*spec)};
+      c.params[std::string(param.name)] = value;
+      cases.push_back(std::move(c));
+    };
+    for (const ParamSpec& param : spec->params) {
+      if (param.type == ParamType::kBool) {
+        for (bool value : {false, true})
+          add(param, Camel(param.name) + (value ? "" : "Off"), value);
+      }
+      for (absl::string_view choice : param.choices) {
+        const std::string item(choice);
+        const bool list = param.type == ParamType::kChoiceList;
+        add(param, Camel(param.name) + Camel(item),
+            list ? ParamValue(std::vector{item}) : ParamValue(item));
+      }
+      if (param.name == "slack") {
+        const bool none = param.fallback == ParamValue(int64_t{0});
+        add(param, none ? "Slack" : "EachStep", int64_t{none ? 6 : 0});
+      }
+    }
+  }
+  return cases;
 }
 
 // What the EpiKV authors' classes did to four of the sample model's problems.
@@ -513,6 +551,14 @@ INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicy,
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyInFp32,
                          ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "sample"),
                                             ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(LawsOfVariants, EveryPolicy,
+                         ::testing::Combine(::testing::Values("gqa"),
+                                            ::testing::ValuesIn(PolicyVariants())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(LawsOfVariants, EveryPolicyInFp32,
+                         ::testing::Combine(::testing::Values("gqa"),
+                                            ::testing::ValuesIn(PolicyVariants())),
                          CaseName);
 
 // ---------------------------------------------------------------------------------------------
