@@ -43,6 +43,21 @@ class CacheView {
   // Signal::kQueries.
   virtual at::Tensor queries(int64_t layer) const = 0;
   virtual double attention_scale(int64_t layer) const = 0;
+  // Of the queries of all tokens from this one on, before RoPE: the first tokens' are outliers.
+  // fp32; the covariance divides by count. Declared by Signal::kQueryMoments.
+  static constexpr int64_t kFirstMeasuredQuery = 4;
+  struct QueryMoments {
+    int64_t count = 0;
+    at::Tensor mean;        // [num_heads, key_width]
+    at::Tensor covariance;  // [num_heads, key_width, key_width]
+  };
+  virtual QueryMoments query_moments(int64_t layer) const = 0;
+  // W_O of a layer by query head, in the model's dtype: a head's output o adds o W_O[head] to the
+  // residual. [num_heads, value_width, hidden]. Made at each call. And W_O[head] W_O[head]^T, so
+  // that |v W_O[head]|^2 = v gram[head] v^T. fp32 [num_heads, value_width, value_width]. Declared
+  // by Signal::kOutputProjection.
+  virtual at::Tensor output_projection(int64_t layer) const = 0;
+  virtual at::Tensor output_gram(int64_t layer) const = 0;
 };
 
 }  // namespace epikv

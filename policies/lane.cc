@@ -66,6 +66,14 @@ const at::Tensor& Lane::window_attention() {
   return window_attention_;
 }
 
+at::Tensor Lane::output_projection() const {
+  return cache_.output_projection(layer_).narrow(0, head_ * group(), group()).to(at::kFloat);
+}
+
+at::Tensor Lane::output_gram() const {
+  return cache_.output_gram(layer_).narrow(0, head_ * group(), group());
+}
+
 int64_t Lane::window_tokens() {
   return (index() > cache_.newest() - queries().size(1)).sum().item<int64_t>();
 }

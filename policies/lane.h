@@ -38,6 +38,10 @@ class Lane {
   // Tokens of the window that are still cached: the newest of the lane.
   int64_t window_tokens();
 
+  // CacheView's of the lane's query heads, in fp32. [group, value_width, hidden]
+  at::Tensor output_projection() const;
+  at::Tensor output_gram() const;  // [group, value_width, value_width]
+
  private:
   CacheView& cache_;
   const int64_t layer_, head_;

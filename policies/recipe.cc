@@ -10,6 +10,7 @@
 namespace epikv {
 
 extern const DecoratorSpec kCaote;
+extern const DecoratorSpec kCritical;
 extern const DecoratorSpec kFastCaote;
 extern const DecoratorSpec kVatp;
 
@@ -17,6 +18,7 @@ namespace {
 
 constexpr const DecoratorSpec* kDecorators[] = {
     &kCaote,      //
+    &kCritical,   //
     &kFastCaote,  //
     &kVatp,       //
 };
@@ -69,20 +71,20 @@ ParamSpec DecorateParam() {
           .help = "what is made of the scores before victims are chosen, first to last"};
 }
 
-ParamSpec AllocatorParam() {
+ParamSpec AllocatorParam(absl::string_view fallback) {
   return {.name = "allocator",
           .type = ParamType::kChoice,
-          .fallback = std::string("uniform"),
+          .fallback = std::string(fallback),
           .choices = kAllocators,
           .help =
               "how lanes share the budget: alike; pyramid: the later the layer the less; "
               "head_pool, model_pool: the best scores of a layer's heads, of all lanes"};
 }
 
-ParamSpec FloorParam() {
+ParamSpec FloorParam(double fallback) {
   return {.name = "floor",
           .type = ParamType::kFloat,
-          .fallback = 0.2,
+          .fallback = fallback,
           .max = 1,
           .help = "with a pool: the share of the budget that every lane keeps for its own best"};
 }
@@ -135,7 +137,9 @@ absl::Status CheckRecipe(const Params& params, ScoreTraits score) {
 void AddRecipe(const Params& params, PolicyTraits& traits) {
   if (params.Has("decorate")) {
     for (const std::string& name : params.ChoiceList("decorate")) {
-      traits.signals = traits.signals | FindDecorator(name)->signals;
+      const DecoratorSpec& spec = *FindDecorator(name);
+      traits.signals = traits.signals | spec.signals;
+      traits.columns.insert(traits.columns.end(), spec.columns.begin(), spec.columns.end());
     }
   }
   if (params.Has("allocator")) {

@@ -40,7 +40,9 @@ struct DecoratorSpec {
   ScoreKind takes = ScoreKind::kMass;
   ScoreTraits gives;  // no more comparable than what it was given
   SignalSet signals;
-  std::shared_ptr<const Decorator> (*make)() = nullptr;
+  absl::Span<const absl::string_view> columns = {};  // PolicyTraits::columns of its own
+  // first_column: place of the first of them.
+  std::shared_ptr<const Decorator> (*make)(int64_t first_column) = nullptr;
 };
 
 absl::Span<const DecoratorSpec* const> AllDecorators();  // sorted by name
@@ -48,8 +50,8 @@ const DecoratorSpec* FindDecorator(absl::string_view name);
 
 // The parameters, for a policy's own list. Each is optional there.
 ParamSpec DecorateParam();
-ParamSpec AllocatorParam();
-ParamSpec FloorParam();
+ParamSpec AllocatorParam(absl::string_view fallback = "uniform");
+ParamSpec FloorParam(double fallback = 0.2);
 ParamSpec SelectParam();
 
 // An error that names what is wrong: an unknown decorator, one that cannot take the scores before

@@ -3,9 +3,12 @@
 namespace epikv {
 
 extern const PolicySpec kEpikvFlat;
+extern const PolicySpec kExpectedAttention;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
+extern const PolicySpec kInfokv;
 extern const PolicySpec kKnorm;
+extern const PolicySpec kLaprox;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
 extern const PolicySpec kSliding;
@@ -13,14 +16,17 @@ extern const PolicySpec kSnapkv;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
-      &kEpikvFlat,  //
-      &kFull,       //
-      &kH2o,        //
-      &kKnorm,      //
-      &kOracle,     //
-      &kRandom,     //
-      &kSliding,    //
-      &kSnapkv,     //
+      &kEpikvFlat,          //
+      &kExpectedAttention,  //
+      &kFull,               //
+      &kH2o,                //
+      &kInfokv,             //
+      &kKnorm,              //
+      &kLaprox,             //
+      &kOracle,             //
+      &kRandom,             //
+      &kSliding,            //
+      &kSnapkv,             //
   };
   return kAll;
 }

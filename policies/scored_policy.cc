@@ -16,7 +16,7 @@ absl::Span<const float> SpanOf(const at::Tensor& scores) {
 
 }  // namespace
 
-Recipe Recipe::Of(const Params& params, Granularity granularity) {
+Recipe Recipe::Of(const Params& params, Granularity granularity, int64_t own_columns) {
   Recipe recipe{.granularity = granularity};
   PolicyTraits traits;
   AddRecipe(params, traits);
@@ -24,7 +24,9 @@ Recipe Recipe::Of(const Params& params, Granularity granularity) {
   if (params.Has("floor")) recipe.floor = params.Float("floor");
   if (params.Has("decorate")) {
     for (const std::string& name : params.ChoiceList("decorate")) {
-      recipe.decorators.push_back(FindDecorator(name)->make());
+      const DecoratorSpec& spec = *FindDecorator(name);
+      recipe.decorators.push_back(spec.make(own_columns));
+      own_columns += std::ssize(spec.columns);
     }
   }
   recipe.sample = params.Has("select") && params.Choice("select") == "sample";

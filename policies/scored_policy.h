@@ -18,8 +18,9 @@ struct Recipe {
   std::vector<std::shared_ptr<const Decorator>> decorators;
   bool sample = false;  // victims by chance, instead of the lowest scores
 
-  // Of the parameters that recipe.h defines, where the policy takes them.
-  static Recipe Of(const Params& params, Granularity granularity);
+  // Of the parameters that recipe.h defines, where the policy takes them. own_columns: of the
+  // policy itself; its decorators' come after them.
+  static Recipe Of(const Params& params, Granularity granularity, int64_t own_columns = 0);
 };
 
 // A policy that gives every token of a lane a number and drops the lowest ones, lane by lane:

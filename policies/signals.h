@@ -12,6 +12,15 @@ struct Signals {
   // PolicyTraits::residual_layers. h^l is the residual stream after block l. Empty in prefill.
   absl::Span<const float> residual_step;
 
+  // Signal::kLogitEntropy: of each new token, the entropy, in nats, of the distribution over the
+  // next token, its kEntropyTokens most likely ones brought to a sum of 1. [count]
+  static constexpr int64_t kEntropyTokens = 256;
+  absl::Span<const float> logit_entropy;
+
+  // Signal::kResidualDistance: of each new token, 1 - cos(h^l, h^L), h^l being the residual stream
+  // after block l and h^L that after the last. [layers, count]
+  absl::Span<const float> residual_distance;
+
   // Signal::kAttentionRow, in decode: probabilities the new query gave each slot of a lane,
   // averaged over the query heads of its group, recomputed in fp32. Signal::kPromptAttention, in
   // prefill: the same, summed over the queries of the tokens that were just cached. Else null.

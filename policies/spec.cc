@@ -112,6 +112,14 @@ absl::string_view SignalName(Signal signal) {
       return "prompt_attention";
     case Signal::kQueries:
       return "queries";
+    case Signal::kOutputProjection:
+      return "output_projection";
+    case Signal::kQueryMoments:
+      return "query_moments";
+    case Signal::kLogitEntropy:
+      return "logit_entropy";
+    case Signal::kResidualDistance:
+      return "residual_distance";
   }
   return "";
 }
@@ -119,7 +127,8 @@ absl::string_view SignalName(Signal signal) {
 std::vector<absl::string_view> SignalSet::Names() const {
   std::vector<absl::string_view> names;
   for (Signal s : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys, Signal::kValues,
-                   Signal::kPromptAttention, Signal::kQueries}) {
+                   Signal::kPromptAttention, Signal::kQueries, Signal::kOutputProjection,
+                   Signal::kQueryMoments, Signal::kLogitEntropy, Signal::kResidualDistance}) {
     if (Has(s)) names.push_back(SignalName(s));
   }
   return names;

@@ -26,8 +26,12 @@ enum class Signal : uint32_t {
   kAttentionRow = 1u << 1,  // pushed: the decode query's attention over the cache
   kKeys = 1u << 2,          // pulled: cached K rows
   kValues = 1u << 3,        // pulled: cached V rows
-  kPromptAttention = 1u << 4,  // pushed: what a prefill chunk's queries gave each token, summed
-  kQueries = 1u << 5,          // pulled: the newest queries
+  kPromptAttention = 1u << 4,   // pushed: what a prefill chunk's queries gave each token, summed
+  kQueries = 1u << 5,           // pulled: the newest queries
+  kOutputProjection = 1u << 6,  // pulled: the model's W_O
+  kQueryMoments = 1u << 7,      // pulled: mean and covariance of all queries before RoPE
+  kLogitEntropy = 1u << 8,      // pushed: of the next-token distribution at every token
+  kResidualDistance = 1u << 9,  // pushed: 1 - cos(h^l, h^L) of every token, after every block
 };
 absl::string_view SignalName(Signal signal);
 
@@ -115,6 +119,14 @@ class Params {
   std::map<std::string, ParamValue, std::less<>> values_;
 };
 
+// Rotary embedding of a layer: the angle of pair i at position p is p * inv_freq[i]; cosines and
+// sines are multiplied by attention_factor.
+struct RopeShape {
+  bool interleaved = false;  // pairs are channels (2i, 2i + 1) instead of (i, i + size)
+  std::vector<double> inv_freq;
+  double attention_factor = 1;
+};
+
 // What a policy may know of the model when its parameters are resolved.
 struct ModelShape {
   int64_t num_layers = 0;
@@ -122,6 +134,7 @@ struct ModelShape {
   int64_t num_kv_heads = 0;
   int64_t key_width = 0, value_width = 0;  // channels
   int64_t hidden_size = 0;
+  std::vector<RopeShape> ropes;  // by layer
   // Parameter values a confirmed or unconfirmed calibration of this model gives, by policy name.
   std::map<std::string, std::map<std::string, ParamValue>> calibrated;
 };

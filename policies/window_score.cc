@@ -59,9 +59,13 @@ at::Tensor PoolNeighbours(const at::Tensor& x, int64_t kernel, const std::string
 }
 
 at::Tensor WindowScore(Lane& lane, const at::Tensor& attention, const Params& params) {
-  const int64_t n = attention.size(-1), before = n - lane.window_tokens();
+  return ScoreBeforeWindow(lane, attention.mean(1), params);
+}
+
+at::Tensor ScoreBeforeWindow(Lane& lane, const at::Tensor& by_head, const Params& params) {
+  const int64_t n = by_head.size(-1), before = n - lane.window_tokens();
   const at::Tensor seen =
-      attention.mean(1).index_select(-1, lane.by_birth()).narrow(-1, 0, before);  // [group, before]
+      by_head.index_select(-1, lane.by_birth()).narrow(-1, 0, before);  // [group, before]
   const at::Tensor score = ReduceGroup(
       PoolNeighbours(seen, params.Int("kernel"), params.Choice("pooling")), params.Choice("gqa"));
   at::Tensor all = before == 0 ? at::zeros(n) : score.max().expand(n).clone();

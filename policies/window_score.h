@@ -26,9 +26,13 @@ at::Tensor ReduceGroup(const at::Tensor& x, const std::string& mode);
 // beyond the ends, as the published code does.
 at::Tensor PoolNeighbours(const at::Tensor& x, int64_t kernel, const std::string& mode);
 
-// What a window gives the tokens before it: `attention` [group, w, n] by slot, averaged over the
-// window, its own tokens left out; pooled over neighbours per query head; reduced over the group.
-// Tokens of the window get the highest score of the others. fp32 [n] by slot.
+// Scores of a lane from those of its query heads, `by_head` [group, n] by slot: the window's own
+// tokens left out, pooled over neighbours per query head, reduced over the group. Tokens of the
+// window get the highest score of the others. fp32 [n] by slot.
+at::Tensor ScoreBeforeWindow(Lane& lane, const at::Tensor& by_head, const Params& params);
+
+// The same of what a window gives the tokens before it, averaged over its queries: attention
+// [group, w, n] by slot.
 at::Tensor WindowScore(Lane& lane, const at::Tensor& attention, const Params& params);
 
 }  // namespace epikv

@@ -339,6 +339,10 @@ void Resolver::ResolveProtectionAndDemand() {
     Because("KV_BUDGET",
             {{"budget", absl::StrCat(request_.budget)}, {"min", absl::StrCat(smallest)}});
   }
+  if (!evicts) {
+    // Nobody will be asked to drop anything: nothing is measured, and the bits are those of `full`.
+    request_.traits = {.evicts = false, .uncalibrated = request_.traits.uncalibrated};
+  }
   request_.tap_layers = request_.traits.residual_layers;
   if (options_.output.residual_steps) {
     request_.tap_layers.resize(admission_.shape().num_layers);
@@ -350,6 +354,14 @@ void Resolver::ResolveProtectionAndDemand() {
       evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
+  if (request_.traits.signals.Has(Signal::kResidualDistance)) {
+    // Held while a chunk's forward runs.
+    const int64_t rows = std::min(prompt, admission_.limits().prefill_chunk_tokens);
+    const int64_t bytes = rows * admission_.shape().num_layers * admission_.shape().hidden_size *
+                          (admission_.manifest().dtype == DType::kFloat32 ? 4 : 2);
+    request_.demand.prefill_bytes += bytes;
+    request_.demand.decode_bytes += bytes / rows;
+  }
   const int64_t capacity = admission_.limits().kv_capacity_bytes;
   if (request_.demand.peak_bytes() > capacity) {
     Violate("kv.budget",
@@ -384,6 +396,12 @@ ModelShape ShapeOf(const Manifest& manifest) {
                    .key_width = manifest.layers.front().key_width,
                    .value_width = manifest.layers.front().value_width,
                    .hidden_size = manifest.hidden_size};
+  for (const LayerFacts& layer : manifest.layers) {
+    const Rope& rope = manifest.ropes[layer.rope];
+    shape.ropes.push_back({.interleaved = rope.layout == Rope::Layout::kInterleaved,
+                           .inv_freq = rope.inv_freq,
+                           .attention_factor = rope.attention_factor});
+  }
   if (manifest.calibration.has_value()) {
     const Calibration& c = *manifest.calibration;
     shape.calibrated[c.policy] = {
@@ -409,6 +427,9 @@ KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& trai
   layout.state_bytes_per_token = traits.state_bytes_per_token;
   // The residual before, and the one of the step that is not yet committed.
   layout.state_bytes = traits.state_bytes + 2 * num_tap_layers * shape.hidden_size * 4 +
+                       (traits.signals.Has(Signal::kQueryMoments)
+                            ? QueryMomentsBytes(shape.num_layers, shape.num_heads, shape.key_width)
+                            : 0) +
                        QueryWindow::Bytes(shape.num_layers, traits.window,
                                           shape.num_heads * shape.key_width * element);
   return layout;

@@ -52,12 +52,18 @@ struct Executor::OpenSequence {
       : request(r),
         cache(pool, id, r, shape),
         tap(r.tap_layers, shape.hidden_size),
-        queries(shape.num_layers, r.traits.window, shape.num_heads * pool.key_bytes()) {}
+        queries(shape.num_layers, r.traits.window, shape.num_heads * pool.key_bytes()),
+        moments(r.traits.signals.Has(Signal::kQueryMoments) ? shape.num_layers : 0, shape.num_heads,
+                shape.key_width) {}
 
   const Request& request;
   SequenceCache cache;
   ResidualTap tap;
   QueryWindow queries;
+  QueryMomentsTap moments;
+  // Of the tokens that the last step cached, where the policy declared them.
+  std::vector<float> logit_entropy;      // [count]
+  std::vector<float> residual_distance;  // [layers, count]
   LaneRowsOfStep attention_rows;
   std::unique_ptr<PolicyState> state;  // null: the policy keeps none
 };
@@ -66,29 +72,64 @@ struct Executor::OpenSequence {
 struct Executor::StepItem {
   const WorkItem* work = nullptr;
   OpenSequence* sequence = nullptr;
-  int64_t row = 0;                 // its first row in the forward
-  std::vector<int64_t> slots;      // [tables] that its first token takes
-  std::vector<int64_t> positions;  // [tables] RoPE position of its first token
-  std::vector<int64_t> used;       // [layers x kv_heads] slots that attention reads
-  at::Tensor logits;               // [num_outputs, vocab]
-  at::Tensor log_sum_exp;          // of the layer that runs
+  int64_t row = 0;                    // its first row in the forward
+  std::vector<int64_t> slots;         // [tables] that its first token takes
+  std::vector<int64_t> positions;     // [tables] RoPE position of its first token
+  std::vector<int64_t> used;          // [layers x kv_heads] slots that attention reads
+  at::Tensor logits;                  // [num_logits, vocab], of its last rows
+  std::vector<at::Tensor> residuals;  // [num_rows, hidden] after each block so far, if wanted
+  at::Tensor distances;               // [layers, num_rows], once the last block has run, if wanted
+  at::Tensor log_sum_exp;             // of the layer that runs
 
   int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
   bool wants_attention_rows() const {
     return sequence->request.traits.signals.Has(work->decode ? Signal::kAttentionRow
                                                              : Signal::kPromptAttention);
   }
+  bool wants(Signal signal) const { return sequence->request.traits.signals.Has(signal); }
+  int64_t num_logits() const {
+    return wants(Signal::kLogitEntropy) ? num_rows() : work->num_outputs;
+  }
   bool wants_queries() const { return sequence->request.traits.signals.Has(Signal::kQueries); }
 };
 
 namespace {
 
+// W_O of a layer, by query head. [num_heads, value_width, hidden]
+at::Tensor ByHead(const at::Tensor& output_projection, int64_t num_heads) {
+  return output_projection.t().unflatten(0, {num_heads, -1});
+}
+
+// Signals::logit_entropy of rows of logits.
+std::vector<float> Entropies(const at::Tensor& logits) {
+  const int64_t count = std::min(Signals::kEntropyTokens, logits.size(1));
+  const at::Tensor log_p = std::get<0>(logits.topk(count, -1)).log_softmax(-1);
+  const at::Tensor entropy = -(log_p.exp() * log_p).sum(-1).contiguous();
+  return {entropy.const_data_ptr<float>(), entropy.const_data_ptr<float>() + entropy.numel()};
+}
+
+std::vector<at::Tensor> OutputGrams(const Model& model) {
+  const Manifest& manifest = model.manifest();
+  std::vector<at::Tensor> grams;
+  for (int64_t layer = 0; layer < manifest.num_layers(); ++layer) {
+    const at::Tensor by_head =
+        ByHead(model.output_projection(layer), manifest.num_heads).to(at::kFloat);
+    grams.push_back(at::matmul(by_head, by_head.transpose(1, 2)));
+  }
+  return grams;
+}
+
 // A sequence's cache as its policy sees it.
 template <class OpenSequence>
 class View final : public CacheView {
  public:
-  View(OpenSequence& sequence, const KvPool& pool, const Manifest& manifest)
-      : sequence_(sequence), pool_(pool), manifest_(manifest) {}
+  View(OpenSequence& sequence, const KvPool& pool, const Model& model,
+       const std::vector<at::Tensor>& output_grams)
+      : sequence_(sequence),
+        pool_(pool),
+        model_(model),
+        manifest_(model.manifest()),
+        output_grams_(output_grams) {}
 
   int64_t num_layers() const override { return sequence_.cache.num_layers(); }
   int64_t num_kv_heads() const override { return sequence_.cache.num_kv_heads(); }
@@ -125,6 +166,11 @@ class View final : public CacheView {
     return queries;
   }
   double attention_scale(int64_t layer) const override { return manifest_.layers[layer].scale; }
+  QueryMoments query_moments(int64_t layer) const override { return sequence_.moments.Read(layer); }
+  at::Tensor output_projection(int64_t layer) const override {
+    return ByHead(model_.output_projection(layer), manifest_.num_heads);
+  }
+  at::Tensor output_gram(int64_t layer) const override { return output_grams_[layer]; }
 
  private:
   SlotTable& Table(int64_t layer, int64_t head) const {
@@ -132,7 +178,9 @@ class View final : public CacheView {
   }
   OpenSequence& sequence_;
   const KvPool& pool_;
+  const Model& model_;
   const Manifest& manifest_;
+  const std::vector<at::Tensor>& output_grams_;
 };
 
 EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims, const SequenceCache& cache,
@@ -158,6 +206,7 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
     : model_(std::move(model)),
       options_(options),
       shape_(ShapeOf(model_->manifest())),
+      output_grams_(OutputGrams(*model_)),
       attention_(options.decode_kernel),
       pool_(options.pool_rows, shape_.key_width, shape_.value_width,
             ScalarTypeOf(model_->manifest().dtype)),
@@ -248,7 +297,7 @@ void Executor::RunModel(absl::Span<StepItem> items) {
       tokens.push_back(item.work->tokens[i]);
       positions.push_back(item.positions.front() + i);
     }
-    for (int64_t i = item.work->num_outputs; i > 0; --i) {
+    for (int64_t i = item.num_logits(); i > 0; --i) {
       last.push_back(item.row + item.num_rows() - i);
     }
   }
@@ -272,15 +321,17 @@ void Executor::RunModel(absl::Span<StepItem> items) {
   running_ = {};
   int64_t row = 0;
   for (StepItem& item : items) {
-    item.logits = logits.narrow(0, row, item.work->num_outputs).contiguous();
-    row += item.work->num_outputs;
+    item.logits = logits.narrow(0, row, item.num_logits()).contiguous();
+    row += item.num_logits();
   }
   TORCH_CHECK(row == static_cast<int64_t>(num_last), "logits rows do not match the batch");
 }
 
 at::Tensor Executor::Block(const at::Tensor& residual, int64_t layer) {
   // Entering block `layer` is the residual after block layer - 1.
-  if (layer == 0 || taps_[layer - 1].empty()) return residual;
+  if (layer == 0) return residual;
+  TakeResiduals(residual, layer);
+  if (taps_[layer - 1].empty()) return residual;
   const StageTimer timer(times_, Stage::kTaps);
   const at::Tensor rows = residual.contiguous();
   const bool bfloat16 = rows.scalar_type() == at::kBFloat16;
@@ -291,6 +342,23 @@ at::Tensor Executor::Block(const at::Tensor& residual, int64_t layer) {
     tap.item->sequence->tap.Take(tap.place, data + row * row_bytes, bfloat16);
   }
   return residual;
+}
+
+// A distance to the last block's residual needs all of them: they are held for this one forward, of
+// the rows of those who ask.
+void Executor::TakeResiduals(const at::Tensor& residual, int64_t layer) {
+  for (StepItem& item : running_) {
+    if (!item.wants(Signal::kResidualDistance)) continue;
+    const StageTimer timer(times_, Stage::kTaps);
+    item.residuals.push_back(residual.narrow(0, item.row, item.num_rows()).clone());
+    if (layer < shape_.num_layers) continue;
+    const at::Tensor last = item.residuals.back().to(at::kFloat);
+    item.distances = at::empty({shape_.num_layers, item.num_rows()});
+    for (int64_t l = 0; l < shape_.num_layers; ++l) {
+      item.distances[l] = 1 - at::cosine_similarity(item.residuals[l].to(at::kFloat), last, 1);
+    }
+    item.residuals.clear();
+  }
 }
 
 at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -328,6 +396,10 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
       sequence.queries.Take(
           layer, static_cast<const char*>(rotated.const_data_ptr()) + items[i].row * row_bytes,
           items[i].num_rows);
+    }
+    if (running_[i].wants(Signal::kQueryMoments)) {
+      sequence.moments.Take(layer, q.narrow(0, items[i].row, items[i].num_rows),
+                            running_[i].work->first);
     }
     if (!running_[i].wants_attention_rows()) continue;
     const absl::Span<float> rows = sequence.attention_rows.layer(layer);
@@ -383,6 +455,12 @@ ForwardOutcome Executor::Finish(StepItem& item) {
   sequence.cache.Append(work.first, item.num_rows());
   sequence.tap.Commit(work.decode);
   if (item.wants_queries()) sequence.queries.Commit(item.num_rows());
+  if (item.wants(Signal::kQueryMoments)) sequence.moments.Commit();
+  if (item.wants(Signal::kLogitEntropy)) sequence.logit_entropy = Entropies(item.logits);
+  if (item.wants(Signal::kResidualDistance)) {
+    const float* const distances = item.distances.const_data_ptr<float>();
+    sequence.residual_distance.assign(distances, distances + item.distances.numel());
+  }
 
   ForwardOutcome outcome;
   if (sequence.request.output.residual_steps) {
@@ -391,7 +469,8 @@ ForwardOutcome Executor::Finish(StepItem& item) {
   }
   const int64_t vocab = item.logits.size(1);
   for (int64_t i = 0; i < work.num_outputs; ++i) {
-    const absl::Span<const float> logits(item.logits.const_data_ptr<float>() + i * vocab, vocab);
+    const int64_t row = item.num_logits() - work.num_outputs + i;
+    const absl::Span<const float> logits(item.logits.const_data_ptr<float>() + row * vocab, vocab);
     const absl::StatusOr<int32_t> chosen =
         work.forced.empty()
             ? Sample(logits, sequence.request.sampling, static_cast<uint64_t>(work.draw + i))
@@ -435,7 +514,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
   const Request& request = sequence.request;
   SettleOutcome outcome;
   if (request.traits.evicts) {
-    View<OpenSequence> view(sequence, pool_, model_->manifest());
+    View<OpenSequence> view(sequence, pool_, *model_, output_grams_);
     {
       const StageTimer timer(times_, Stage::kObserve);
       const std::vector<float> steps = sequence.tap.StepsOf(request.traits.residual_layers);
@@ -444,7 +523,9 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
                         .phase = item.decode ? Phase::kDecode : Phase::kPrefill,
                         .first = item.first,
                         .count = static_cast<int64_t>(item.tokens.size()),
-                        .signals = {.residual_step = steps}};
+                        .signals = {.residual_step = steps,
+                                    .logit_entropy = sequence.logit_entropy,
+                                    .residual_distance = sequence.residual_distance}};
       if (request.traits.signals.Has(item.decode ? Signal::kAttentionRow
                                                  : Signal::kPromptAttention)) {
         step.signals.attention = &sequence.attention_rows;

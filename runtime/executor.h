@@ -11,6 +11,7 @@
 #include "runtime/kv_pool.h"
 #include "runtime/model.h"
 #include "runtime/operators.h"
+#include "runtime/query_moments.h"
 #include "runtime/rope_table.h"
 #include "runtime/signals.h"
 #include "runtime/step_executor.h"
@@ -57,6 +58,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
                        const at::Tensor& normed, int64_t layer) override;
 
   std::vector<StepItem> Prepare(absl::Span<const WorkItem> items);
+  void TakeResiduals(const at::Tensor& residual, int64_t layer);
   // Runs the model over consecutive items and leaves their logits with them.
   void RunModel(absl::Span<StepItem> items);
   void Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
@@ -67,6 +69,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
   const std::unique_ptr<Model> model_;
   const ExecutorOptions options_;
   const ModelShape shape_;
+  const std::vector<at::Tensor> output_grams_;  // CacheView::output_gram, [layers]
   std::vector<RopeTable> ropes_;
   const epikv::Attention attention_;
   KvPool pool_;

@@ -65,6 +65,13 @@ class QueryWindow {
   std::vector<char> rows_, taken_;  // [layers, capacity, row_bytes]
 };
 
+// Bytes of a QueryMomentsTap (query_moments.h), with the step that is not yet committed: two means
+// and squares, and rows that wait to be added.
+constexpr int64_t kPendingQueries = 64;
+constexpr int64_t QueryMomentsBytes(int64_t num_layers, int64_t num_heads, int64_t key_width) {
+  return num_layers * num_heads * key_width * 4 * (2 * (key_width + 1) + kPendingQueries);
+}
+
 // Attention rows of one sequence's step, lane by lane.
 class LaneRowsOfStep final : public Signals::AttentionRow {
  public:

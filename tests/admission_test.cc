@@ -181,11 +181,19 @@ TEST_F(AdmissionTest, ScoringForcesAllGivenTokens) {
 }
 
 TEST_F(AdmissionTest, TapsAreThePolicysOrAllWhereStepsAreAskedFor) {
-  RequestOptions options = Ask(3, 20, "refuses", 30);
+  RequestOptions options = Ask(3, 50, "refuses", 30);
   EXPECT_THAT(Accept(options).tap_layers, ElementsAre(1));
   options.output.residual_steps = true;
   EXPECT_THAT(Accept(options).tap_layers, ElementsAre(0, 1));
   EXPECT_THAT(Accept(Ask(3)).tap_layers, IsEmpty());
+}
+
+TEST_F(AdmissionTest, UnderABudgetThatHoldsEverythingNothingIsMeasured) {
+  const Request request = Accept(Ask(3, 20, "refuses", 30));
+  EXPECT_FALSE(request.traits.evicts);
+  EXPECT_TRUE(request.traits.signals.Names().empty());
+  EXPECT_TRUE(request.traits.columns.empty());
+  EXPECT_EQ(request.spec->name, "refuses");
 }
 
 // Bad input: each alone names its field, and code and reason.

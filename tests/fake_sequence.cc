@@ -65,6 +65,16 @@ ResolvedParams Resolve(const FakeSequence::Options& options) {
   return resolved;
 }
 
+at::Tensor IndexTensor(absl::Span<const int32_t> index) {
+  return at::tensor(at::ArrayRef<int32_t>(index.data(), index.size()), at::kInt);
+}
+
+// Where a test says nothing of rotation there is none.
+ModelShape WithRopes(ModelShape shape) {
+  shape.ropes.resize(shape.num_layers);
+  return shape;
+}
+
 }  // namespace
 
 FakeWorld RandomWorld(uint64_t seed, int64_t levels) {
@@ -100,11 +110,16 @@ FakeWorld RandomWorld(uint64_t seed, int64_t levels) {
   world.query = [=](int64_t layer, int64_t head, int64_t token) {
     return row(4000 + 100 * layer + head, token);
   };
+  world.logit_entropy = [=](int64_t token) { return draw(6000, token); };
+  world.residual_distance = [=](int64_t layer, int64_t token) { return draw(7000 + layer, token); };
+  world.output = [=](int64_t layer, int64_t head, int64_t channel) {
+    return row(5000 + 100 * layer + head, channel);
+  };
   return world;
 }
 
 FakeSequence::FakeSequence(const Options& options, FakeWorld world)
-    : shape_(options.shape),
+    : shape_(WithRopes(options.shape)),
       protection_(options.protection),
       prompt_tokens_(options.prompt_tokens),
       seed_(options.seed),
@@ -140,7 +155,8 @@ FakeSequence::FakeSequence(const FakeSequence& other)
       state_(other.state_ == nullptr ? nullptr : other.state_->Clone()),
       lanes_(other.lanes_),
       next_(other.next_),
-      world_(other.world_) {}
+      world_(other.world_),
+      rows_(other.rows_) {}
 
 void FakeSequence::Prefill(int64_t count) { Append(count, Phase::kPrefill); }
 void FakeSequence::Decode() { Append(1, Phase::kDecode); }
@@ -158,6 +174,18 @@ void FakeSequence::Append(int64_t count, Phase phase) {
   const FakeAttentionRow attention(
       *this, world_, phase == Phase::kDecode ? Signal::kAttentionRow : Signal::kPromptAttention,
       first);
+  std::vector<float> logit_entropy, residual_distance;
+  for (int64_t token = first; traits_.signals.Has(Signal::kLogitEntropy) && token < next_;
+       ++token) {
+    logit_entropy.push_back(world_.logit_entropy(token));
+  }
+  if (traits_.signals.Has(Signal::kResidualDistance)) {
+    for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+      for (int64_t token = first; token < next_; ++token) {
+        residual_distance.push_back(world_.residual_distance(layer, token));
+      }
+    }
+  }
   Signals signals;
   if (phase == Phase::kPrefill && traits_.signals.Has(Signal::kPromptAttention)) {
     signals.attention = &attention;
@@ -168,6 +196,8 @@ void FakeSequence::Append(int64_t count, Phase phase) {
     }
     signals = {.residual_step = residual_step, .attention = &attention};
   }
+  signals.logit_entropy = logit_entropy;
+  signals.residual_distance = residual_distance;
   std::vector<SequenceStep> steps;
   steps.push_back({state_.get(), *this, phase, first, count, signals});
   policy_->Observe(absl::MakeSpan(steps));
@@ -296,32 +326,73 @@ absl::Span<float> FakeSequence::column(int64_t place, int64_t layer, int64_t hea
   return absl::MakeSpan(lane.columns[place]);
 }
 
+at::Tensor FakeSequence::AllRows(Rows kind, int64_t layer, int64_t head) const {
+  const auto& rows = kind == Rows::kKey     ? world_.key
+                     : kind == Rows::kValue ? world_.value
+                                            : world_.query;
+  at::Tensor& made = rows_[{kind, layer, head}];
+  const int64_t before = made.defined() ? made.size(0) : 0;
+  if (before < next_) {
+    std::vector<at::Tensor> all;
+    if (before > 0) all.push_back(made);
+    for (int64_t token = before; token < next_ + 64; ++token) {
+      all.push_back(at::tensor(rows(layer, head, token)).unsqueeze(0));
+    }
+    made = at::cat(all);
+  }
+  return made.narrow(0, 0, next_);
+}
+
 at::Tensor FakeSequence::keys(int64_t layer, int64_t head) const {
   Expect(Signal::kKeys);
-  std::vector<at::Tensor> rows;
-  for (int32_t token : index(layer, head))
-    rows.push_back(at::tensor(world_.key(layer, head, token)));
-  return at::stack(rows);
+  return AllRows(Rows::kKey, layer, head).index_select(0, IndexTensor(index(layer, head)));
 }
 
 at::Tensor FakeSequence::values(int64_t layer, int64_t head) const {
   Expect(Signal::kValues);
-  std::vector<at::Tensor> rows;
-  for (int32_t token : index(layer, head)) {
-    rows.push_back(at::tensor(world_.value(layer, head, token)));
-  }
-  return at::stack(rows);
+  return AllRows(Rows::kValue, layer, head).index_select(0, IndexTensor(index(layer, head)));
 }
 
 at::Tensor FakeSequence::queries(int64_t layer) const {
   Expect(Signal::kQueries);
+  const int64_t count = std::min(next_, traits_.window);
+  std::vector<at::Tensor> heads;
+  for (int64_t head = 0; head < shape_.num_heads; ++head) {
+    heads.push_back(AllRows(Rows::kQuery, layer, head).narrow(0, next_ - count, count));
+  }
+  return at::stack(heads, 1);
+}
+
+CacheView::QueryMoments FakeSequence::query_moments(int64_t layer) const {
+  Expect(Signal::kQueryMoments);
+  std::vector<at::Tensor> means, covariances;
+  const int64_t count = next_ - kFirstMeasuredQuery;
+  for (int64_t head = 0; head < shape_.num_heads; ++head) {
+    const at::Tensor all =
+        AllRows(Rows::kQuery, layer, head).narrow(0, kFirstMeasuredQuery, count).to(at::kDouble);
+    const at::Tensor centred = all - all.mean(0);
+    means.push_back(all.mean(0).to(at::kFloat));
+    covariances.push_back(
+        (centred.t().matmul(centred) / static_cast<double>(count)).to(at::kFloat));
+  }
+  return {.count = count, .mean = at::stack(means), .covariance = at::stack(covariances)};
+}
+
+at::Tensor FakeSequence::output_projection(int64_t layer) const {
+  Expect(Signal::kOutputProjection);
+  const int64_t width = static_cast<int64_t>(world_.value(layer, 0, 0).size());
   std::vector<at::Tensor> rows;
-  for (int64_t token = std::max<int64_t>(0, next_ - traits_.window); token < next_; ++token) {
-    for (int64_t head = 0; head < shape_.num_heads; ++head) {
-      rows.push_back(at::tensor(world_.query(layer, head, token)));
+  for (int64_t head = 0; head < shape_.num_heads; ++head) {
+    for (int64_t channel = 0; channel < width; ++channel) {
+      rows.push_back(at::tensor(world_.output(layer, head, channel)));
     }
   }
-  return at::stack(rows).reshape({-1, shape_.num_heads, rows.front().size(0)});
+  return at::stack(rows).reshape({shape_.num_heads, width, -1});
+}
+
+at::Tensor FakeSequence::output_gram(int64_t layer) const {
+  const at::Tensor by_head = output_projection(layer);
+  return at::matmul(by_head, by_head.transpose(1, 2));
 }
 
 void FakeSequence::Expect(Signal signal) const {

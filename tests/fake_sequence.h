@@ -6,6 +6,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "policies/policy.h"
@@ -24,6 +25,11 @@ struct FakeWorld {
   // Of a query head, after RoPE.
   std::function<std::vector<float>(int64_t layer, int64_t query_head, int64_t token)> query;
   double attention_scale = 1;
+  // Of a token: the entropy of the next, and a residual's distance from the last.
+  std::function<float(int64_t token)> logit_entropy;
+  std::function<float(int64_t layer, int64_t token)> residual_distance;
+  // A row of W_O: what channel `channel` of a query head's output adds to the residual. [hidden]
+  std::function<std::vector<float>(int64_t layer, int64_t query_head, int64_t channel)> output;
 };
 
 // Every value is drawn from `levels` different ones: few levels make ties.
@@ -83,6 +89,9 @@ class FakeSequence final : public CacheView {
   at::Tensor values(int64_t layer, int64_t head) const override;
   at::Tensor queries(int64_t layer) const override;
   double attention_scale(int64_t layer) const override { return world_.attention_scale; }
+  QueryMoments query_moments(int64_t layer) const override;
+  at::Tensor output_projection(int64_t layer) const override;
+  at::Tensor output_gram(int64_t layer) const override;
 
  private:
   // Lanes that share a keep decision are one.
@@ -99,6 +108,9 @@ class FakeSequence final : public CacheView {
   void Append(int64_t count, Phase phase);
   void Remove(Lane& lane, absl::Span<const int32_t> victims);
   void Expect(Signal signal) const;  // that it is declared
+  // Of all tokens so far, [tokens, width].
+  enum class Rows { kKey, kValue, kQuery };
+  at::Tensor AllRows(Rows kind, int64_t layer, int64_t head) const;
 
   const ModelShape shape_;
   const Protection protection_;
@@ -110,6 +122,8 @@ class FakeSequence final : public CacheView {
   std::vector<Lane> lanes_;
   int64_t next_ = 0;  // index of the next token
   FakeWorld world_;
+  // What AllRows has made so far: [tokens and more, width].
+  mutable std::map<std::tuple<Rows, int64_t, int64_t>, at::Tensor> rows_;
 };
 
 }  // namespace epikv

@@ -187,6 +187,12 @@ FakeSequence SequenceOf(const std::string& policy, const json& run) {
                    .num_kv_heads = shape["kv_heads"],
                    .key_width = shape["width"],
                    .value_width = shape["width"]};
+  const int64_t width = shape["width"];
+  RopeShape rope;
+  for (int64_t i = 0; i < width / 2; ++i) {
+    rope.inv_freq.push_back(std::pow(10000.0, -2.0 * static_cast<double>(i) / width));
+  }
+  options.shape.ropes.assign(options.shape.num_layers, rope);
   for (const auto& [name, value] : run["params"].items()) options.params[name] = ParamOf(value);
   options.protection = {.prompt = run["prompt"], .sinks = run["sinks"], .recent = run["recent"]};
   options.prompt_tokens = run["prompt_tokens"];

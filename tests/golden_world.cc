@@ -14,7 +14,7 @@ uint64_t Mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-enum Kind : uint64_t { kKey = 1, kValue = 2, kQuery = 3 };
+enum Kind : uint64_t { kKey = 1, kValue = 2, kQuery = 3, kOutput = 5 };
 
 std::vector<float> Row(uint64_t seed, Kind kind, int64_t layer, int64_t head, int64_t token,
                        int64_t width) {
@@ -49,6 +49,10 @@ FakeWorld GoldenWorld(uint64_t seed, int64_t heads, int64_t kv_heads, int64_t wi
   world.key = rows(kKey);
   world.value = rows(kValue);
   world.query = rows(kQuery);
+  // The residual stream is twice as wide as a head.
+  world.output = [=](int64_t layer, int64_t head, int64_t channel) {
+    return Row(seed, kOutput, layer, head, channel, 2 * width);
+  };
   world.attention = [=, scale = world.attention_scale, group = heads / kv_heads](
                         int64_t layer, int64_t head, int64_t query,
                         absl::Span<const int32_t> index) {

@@ -91,7 +91,8 @@ std::vector<PolicyCase> PolicyVariants() {
       if (param.fallback == value) return;
       PolicyCase c{Camel(spec->name) + label, std::string(spec->name), SmallParams(*spec)};
       c.params[std::string(param.name)] = value;
-      cases.push_back(std::move(c));
+      const ModelShape shape{.num_layers = 4, .num_heads = 4, .num_kv_heads = 2};
+      if (ResolveParams(*spec, c.params, shape).violations.empty()) cases.push_back(std::move(c));
     };
     for (const ParamSpec& param : spec->params) {
       if (param.type == ParamType::kBool) {
@@ -656,6 +657,50 @@ TEST_P(SignalsEqualTheDefinition, H2oDropsTheLeastAttended) {
     gone.insert(victim);
   }
   EXPECT_EQ(next, transcript_.evictions.size());
+}
+
+// What information-aware policies are given of every token, of the prompt and decoded.
+TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
+  ProbeRecord record;
+  std::vector<std::vector<at::Tensor>> queries(harness_.manifest().num_layers());  // before RoPE
+  harness_.model().SetMeddle([&](const at::Tensor&, at::Tensor& q, at::Tensor&, at::Tensor&,
+                                 int64_t layer) { queries[layer].push_back(q.clone()); });
+  RecordProbe(&record);
+  const RequestOptions options =
+      WithPolicy(Scoring(harness_.manifest(), 24, 120, 47), {"", "probe", {}}, 64);
+  const Transcript transcript = harness_.Run(options);
+  RecordProbe(nullptr);
+  harness_.model().SetMeddle(nullptr);
+  ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+  TraceReplay replay(harness_.manifest(), 24 + 120);
+  for (const EvictionTrace& trace : transcript.evictions) ASSERT_TRUE(replay.Apply(trace));
+  const auto steps =
+      MaskedReference(harness_.model()).Run(CachedTokens(options), replay.dropped, false);
+  ASSERT_EQ(record.logit_entropy.size(), steps.size());
+  for (size_t t = 0; t < steps.size(); ++t) {
+    const at::Tensor likely = std::get<0>(steps[t].logits.flatten().sort(-1, true))
+                                  .narrow(0, 0, std::min<int64_t>(256, steps[t].logits.numel()))
+                                  .to(at::kDouble)
+                                  .softmax(-1);
+    EXPECT_NEAR(record.logit_entropy[t], -(likely * likely.log()).sum().item<double>(), 1e-3);
+    for (size_t l = 0; l < steps[t].residuals.size(); ++l) {
+      const at::Tensor a = steps[t].residuals[l].flatten().to(at::kDouble);
+      const at::Tensor b = steps[t].residuals.back().flatten().to(at::kDouble);
+      const double cosine = (a.dot(b) / (a.norm() * b.norm())).item<double>();
+      EXPECT_NEAR(record.residual_distance[t][l], 1 - cosine, 1e-4) << "token " << t;
+    }
+  }
+  for (size_t l = 0; l < queries.size(); ++l) {
+    const at::Tensor all = at::cat(queries[l]).to(at::kDouble);  // [tokens, heads, width]
+    ASSERT_EQ(all.size(0), std::ssize(steps));
+    const at::Tensor measured = all.narrow(0, 4, all.size(0) - 4);
+    const at::Tensor centred = (measured - measured.mean(0)).permute({1, 2, 0});
+    const at::Tensor covariance =
+        at::matmul(centred, centred.transpose(1, 2)) / static_cast<double>(measured.size(0));
+    EXPECT_EQ(record.moments[l].count, measured.size(0));
+    EXPECT_TRUE(at::allclose(record.moments[l].mean.to(at::kDouble), measured.mean(0), 1e-4, 1e-5));
+    EXPECT_TRUE(at::allclose(record.moments[l].covariance.to(at::kDouble), covariance, 1e-3, 1e-5));
+  }
 }
 
 // h2o drops, in every lane, the token that has received the least attention since it was cached,

@@ -135,6 +135,15 @@ FakeWorld World(const Scenario& scenario, int64_t newest) {
   world.key = row("key");
   world.value = row("value");
   world.query = row("query");
+  world.logit_entropy = [&scenario](int64_t token) {
+    return Number(scenario, "entropy", "", token);
+  };
+  world.residual_distance = [&scenario](int64_t layer, int64_t token) {
+    return Number(scenario, absl::StrCat("distance_", layer), "", token);
+  };
+  world.output = [](int64_t, int64_t, int64_t channel) {
+    return std::vector<float>{channel == 0 ? 1.0f : 0.0f, channel == 1 ? 1.0f : 0.0f};
+  };
   return world;
 }
 

@@ -17,10 +17,29 @@ constexpr int64_t kWindow = 20;
 
 const ParamSpec kParams[] = {SlackParam(0)};
 
+ProbeRecord* current_record = nullptr;
+
+void Record(const SequenceStep& step, ProbeRecord& record) {
+  const int64_t layers = step.cache.num_layers();
+  for (int64_t i = 0; i < step.count; ++i) {
+    record.logit_entropy.push_back(step.signals.logit_entropy[i]);
+    std::vector<float>& distance = record.residual_distance.emplace_back();
+    for (int64_t layer = 0; layer < layers; ++layer) {
+      distance.push_back(step.signals.residual_distance[layer * step.count + i]);
+    }
+  }
+  record.moments.clear();
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const CacheView::QueryMoments moments = step.cache.query_moments(layer);
+    record.moments.push_back({moments.count, moments.mean.clone(), moments.covariance.clone()});
+  }
+}
+
 class Probe final : public Policy {
  public:
   void Observe(absl::Span<SequenceStep> steps) const override {
     for (SequenceStep& step : steps) {
+      if (current_record != nullptr) Record(step, *current_record);
       if (step.count > kWindow) continue;  // the queries of a long chunk's first tokens are gone
       for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
         for (int64_t head = 0; head < step.cache.num_kv_heads(); ++head) Check(step, layer, head);
@@ -80,6 +99,8 @@ class Probe final : public Policy {
 
 }  // namespace
 
+void RecordProbe(ProbeRecord* record) { current_record = record; }
+
 extern constinit const PolicySpec kProbePolicy{
     .name = "probe",
     .summary = "compares what it is told with what it can read",
@@ -88,7 +109,8 @@ extern constinit const PolicySpec kProbePolicy{
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kHead,
                               .signals = Signal::kKeys | Signal::kQueries | Signal::kAttentionRow |
-                                         Signal::kPromptAttention,
+                                         Signal::kPromptAttention | Signal::kLogitEntropy |
+                                         Signal::kResidualDistance | Signal::kQueryMoments,
                               .window = kWindow,
                               .prompt = PromptEviction::kByChunk,
                               .slack = params.Int("slack")};

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <vector>
+
+#include "policies/cache_view.h"
 #include "policies/spec.h"
 
 namespace epikv {
@@ -7,5 +10,14 @@ namespace epikv {
 // Evicts by chance in every lane, and fails a request for which one signal contradicts another: the
 // attention that is pushed must be what the pulled queries give over the pulled keys.
 extern const PolicySpec kProbePolicy;
+
+// What it was given of one sequence, token by token.
+struct ProbeRecord {
+  std::vector<float> logit_entropy;
+  std::vector<std::vector<float>> residual_distance;  // [tokens][layers]
+  std::vector<CacheView::QueryMoments> moments;       // after the last token, by layer
+};
+// From here on, until it is given null.
+void RecordProbe(ProbeRecord* record);
 
 }  // namespace epikv

@@ -31,7 +31,7 @@ extern constinit const PolicySpec kSnapkv{
     .name = "snapkv",
     .summary = "drops the tokens to which the newest queries attend least",
     .paper = "arXiv 2404.14469",
-    .evidence = "golden: kvpress 0.5.5 `SnapKVPress`",
+    .evidence = "golden: kvpress 0.5.5 `SnapKVPress`, kvpress 0.5.5 `CriticalKVPress`",
     .params = kParams,
     .complete =
         [](Params& params, const ModelShape&) {

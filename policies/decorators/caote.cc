@@ -34,7 +34,9 @@ extern constinit const DecoratorSpec kCaote{
     .takes = ScoreKind::kMass,
     .gives = {.kind = ScoreKind::kMass, .comparable = Comparable::kLayer},
     .signals = Signal::kValues,
-    .make = []() -> std::shared_ptr<const Decorator> { return std::make_shared<Caote>(false); },
+    .make = [](int64_t) -> std::shared_ptr<const Decorator> {
+      return std::make_shared<Caote>(false);
+    },
 };
 
 extern constinit const DecoratorSpec kFastCaote{
@@ -44,7 +46,9 @@ extern constinit const DecoratorSpec kFastCaote{
     .takes = ScoreKind::kMass,
     .gives = {.kind = ScoreKind::kMass, .comparable = Comparable::kLayer},
     .signals = Signal::kValues,
-    .make = []() -> std::shared_ptr<const Decorator> { return std::make_shared<Caote>(true); },
+    .make = [](int64_t) -> std::shared_ptr<const Decorator> {
+      return std::make_shared<Caote>(true);
+    },
 };
 
 }  // namespace epikv

@@ -22,7 +22,7 @@ extern constinit const DecoratorSpec kVatp{
     .takes = ScoreKind::kMass,
     .gives = {.kind = ScoreKind::kMass, .comparable = Comparable::kLayer},
     .signals = Signal::kValues,
-    .make = []() -> std::shared_ptr<const Decorator> { return std::make_shared<Vatp>(); },
+    .make = [](int64_t) -> std::shared_ptr<const Decorator> { return std::make_shared<Vatp>(); },
 };
 
 }  // namespace epikv

@@ -34,12 +34,22 @@ def attention_module(round_: Round, layer: int, count: int) -> SimpleNamespace:
             .reshape(1, -1, shape.heads * shape.width)
         )
 
+    def rotary_emb(_: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[..., None].float() * shape.inv_freq
+        return torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+
+    by_head = round_.world.output_projection(layer)  # [heads, width, hidden]
     return SimpleNamespace(
         config=SimpleNamespace(
             num_attention_heads=shape.heads,
             num_key_value_heads=shape.kv_heads,
             num_hidden_layers=shape.layers,
+            head_dim=shape.width,
+            hidden_size=by_head.shape[2],
         ),
+        num_key_value_groups=shape.heads // shape.kv_heads,
+        rotary_emb=rotary_emb,
+        o_proj=SimpleNamespace(weight=by_head.flatten(0, 1).T),
         head_dim=shape.width,
         layer_idx=layer,
         q_proj=q_proj,
@@ -54,7 +64,7 @@ def scores_of(press: kvpress.ScorerPress) -> Scorer:
         for layer in range(round_.world.shape.layers):
             keys, values = round_.keys(layer)[None], round_.values(layer)[None]
             n, width = keys.shape[2], round_.world.shape.width
-            count = min(n, round_.newest + 1)
+            count = round_.newest + 1
             rotary = (torch.ones(1, n, width), torch.zeros(1, n, width))
             module = attention_module(round_, layer, count)
             hidden = torch.zeros(1, count, 1)
@@ -68,6 +78,22 @@ def scores_of(press: kvpress.ScorerPress) -> Scorer:
 def run(press: kvpress.ScorerPress, **setting: Any) -> dict[str, Any]:
     reference = f"kvpress 0.5.5 `{type(press).__name__}`"
     return play(reference, scores_of(press), Setting(**setting))
+
+
+def expected_attention() -> list[dict[str, Any]]:
+    runs = []
+    for seed, future, covariance, epsilon in ((1, 512, True, 0.0), (2, 32, False, 0.02)):
+        press = kvpress.ExpectedAttentionPress(
+            0.5, n_future_positions=future, use_covariance=covariance, epsilon=epsilon
+        )
+        params = {"future": future, "covariance": covariance, "epsilon": epsilon, "slack": 7}
+        setting = {"seed": seed, "budget": 24, "slack": 7, "sinks": 4, "params": params}
+        runs.append(run(press, prompt_tokens=12, tokens=90, **setting))
+    params = {"value_norm": False, "slack": 0}
+    setting = {"seed": 3, "budget": 20, "sinks": 4, "params": params}
+    press = kvpress.ExpectedAttentionPress(0.5, use_vnorm=False)
+    runs.append(run(press, prompt_tokens=40, tokens=70, **setting))
+    return runs
 
 
 def knorm() -> list[dict[str, Any]]:
@@ -85,10 +111,16 @@ def snapkv() -> list[dict[str, Any]]:
         runs.append(run(press, prompt_tokens=12, tokens=90, **setting))
         # As published: a prompt that is cached whole, and then on.
         runs.append(run(press, prompt_tokens=60, tokens=110, **setting))
+    # The press takes the budget as a share of the cache, which rounds of a fixed size keep.
+    press = kvpress.CriticalKVPress(kvpress.SnapKVPress(0.25, window_size=8))
+    params = {"window": 8, "slack": 7, "decorate": ["critical"]}
+    setting = {"seed": 3, "budget": 24, "slack": 7, "recent": 8, "params": params}
+    runs.append(run(press, prompt_tokens=12, tokens=90, **setting))
     return runs
 
 
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "expected_attention": expected_attention,
     "knorm": knorm,
     "snapkv": snapkv,
 }

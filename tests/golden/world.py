@@ -23,7 +23,7 @@ OUT = Path(__file__).parent / "policies"
 # Scores at a cut that are nearer than this (relative) say nothing of who is right.
 MIN_GAP = 1e-5
 MASK64 = (1 << 64) - 1
-KINDS = {"key": 1, "value": 2, "query": 3, "hidden": 4}
+KINDS = {"key": 1, "value": 2, "query": 3, "hidden": 4, "output": 5}
 
 
 def mix(x: int) -> int:
@@ -62,6 +62,11 @@ class Shape:
     def scale(self) -> float:
         return 1 / math.sqrt(self.width)
 
+    @property
+    def inv_freq(self) -> Tensor:
+        """Of the rotary embedding, in halves. fp32 [width / 2]"""
+        return torch.tensor([10000.0 ** (-2 * i / self.width) for i in range(self.width // 2)])
+
 
 @dataclass(frozen=True)
 class World:
@@ -80,6 +85,16 @@ class World:
     def queries(self, layer: int, tokens: Sequence[int]) -> Tensor:
         """[heads, tokens, width]"""
         return torch.stack([self.rows("query", layer, h, tokens) for h in range(self.shape.heads)])
+
+    def output_projection(self, layer: int) -> Tensor:
+        """W_O by query head; the residual stream is twice as wide as a head. [heads, width, hidden]"""
+        width = self.shape.width
+        return torch.tensor(
+            [
+                [row(self.seed, "output", layer, head, c, 2 * width) for c in range(width)]
+                for head in range(self.shape.heads)
+            ]
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,140 @@
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "policies/recipe.h"
+#include "policies/scored_policy.h"
+#include "policies/window_score.h"
+
+namespace epikv {
+namespace {
+
+const ParamSpec kParams[] = {
+    {.name = "future",
+     .type = ParamType::kInt,
+     .fallback = int64_t{512},
+     .min = 1,
+     .max = 65536,
+     .help = "next positions over which the queries' rotation is averaged"},
+    {.name = "covariance",
+     .type = ParamType::kBool,
+     .fallback = true,
+     .help = "whether the queries' spread counts beside their mean"},
+    {.name = "value_norm",
+     .type = ParamType::kBool,
+     .fallback = true,
+     .help = "whether scores are weighted by the L2 norms of the values"},
+    {.name = "epsilon",
+     .type = ParamType::kFloat,
+     .fallback = 0.0,
+     .max = 1,
+     .help = "added to the expected attention before that"},
+    GqaParam("mean"),
+    AllocatorParam(),
+    FloorParam(),
+    SlackParam(63),
+};
+
+// The mean of the rotations at positions [first, first + count): a query before RoPE, times its
+// transpose, is the query rotated by each in turn, averaged. fp32 [width, width].
+at::Tensor MeanRotation(const RopeShape& rope, int64_t first, int64_t count, int64_t width) {
+  at::Tensor rotation = at::eye(width);
+  const int64_t pairs = static_cast<int64_t>(rope.inv_freq.size());
+  auto entry = rotation.accessor<float, 2>();
+  for (int64_t i = 0; i < pairs; ++i) {
+    double cos = 0, sin = 0;
+    for (int64_t position = first; position < first + count; ++position) {
+      // The angle is an fp32 product, as models are trained with.
+      const double angle = static_cast<float>(position) * static_cast<float>(rope.inv_freq[i]);
+      cos += std::cos(angle);
+      sin += std::sin(angle);
+    }
+    const double scale = rope.attention_factor / static_cast<double>(count);
+    const int64_t a = rope.interleaved ? 2 * i : i, b = rope.interleaved ? 2 * i + 1 : i + pairs;
+    entry[a][a] = entry[b][b] = static_cast<float>(cos * scale);
+    entry[b][a] = static_cast<float>(sin * scale);
+    entry[a][b] = static_cast<float>(-sin * scale);
+  }
+  return rotation;
+}
+
+// The attention that the next queries can be expected to give a token, taken as normal with the
+// mean and covariance of those so far: exp(k.mu / sqrt(d) + k cov k / 2d).
+class ExpectedAttention final : public ScoredPolicy {
+ public:
+  ExpectedAttention(const Params& params, const ModelShape& shape)
+      : ScoredPolicy(Recipe::Of(params, Granularity::kHead)),
+        ropes_(shape.ropes),
+        future_(params.Int("future")),
+        covariance_(params.Bool("covariance")),
+        value_norm_(params.Bool("value_norm")),
+        epsilon_(params.Float("epsilon")),
+        gqa_(params.Choice("gqa")) {}
+
+ private:
+  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
+    const CacheView::QueryMoments moments = lane.cache().query_moments(lane.layer());
+    const at::Tensor& keys = lane.keys();  // [n, width]
+    const at::Tensor rotation =
+        MeanRotation(ropes_.at(lane.layer()), lane.cache().newest() + 1, future_, keys.size(1));
+    const int64_t first = lane.head() * lane.group();
+    const double scale = lane.cache().attention_scale(lane.layer());
+    const at::Tensor mean =
+        moments.mean.narrow(0, first, lane.group()).matmul(rotation.t());  // [group, width]
+    at::Tensor logits = at::matmul(mean, keys.t()).mul_(scale);            // [group, n]
+    if (covariance_) {
+      const at::Tensor spread = at::matmul(
+          rotation, at::matmul(moments.covariance.narrow(0, first, lane.group()), rotation.t()));
+      logits += at::matmul(keys, spread).mul_(keys).sum(-1).mul_(scale * scale / 2);
+    }
+    // The first tokens are outliers as keys too: the others share the attention without them, and
+    // they rank first.
+    const at::Tensor outliers = lane.index() < CacheView::kFirstMeasuredQuery;
+    at::Tensor score = ReduceGroup(
+        logits.masked_fill_(outliers, -std::numeric_limits<float>::infinity()).softmax(-1), gqa_);
+    if (value_norm_) score = (score + epsilon_) * lane.values().norm(2, -1);
+    return score.masked_fill(outliers, score.max().item<float>());
+  }
+
+  const std::vector<RopeShape> ropes_;
+  const int64_t future_;
+  const bool covariance_, value_norm_;
+  const double epsilon_;
+  const std::string gqa_;
+};
+
+}  // namespace
+
+extern constinit const PolicySpec kExpectedAttention{
+    .name = "expected_attention",
+    .summary =
+        "drops the tokens to which the next queries, of the mean and covariance of those so "
+        "far, can be expected to attend least",
+    .paper = "arXiv 2510.00636 (Expected Attention)",
+    .evidence = "golden: kvpress 0.5.5 `ExpectedAttentionPress`",
+    .params = kParams,
+    .complete =
+        [](Params& params, const ModelShape&) {
+          return CheckRecipe(params, {ScoreKind::kMass, Comparable::kLayer});
+        },
+    .traits =
+        [](const Params& params, const ModelShape&) {
+          PolicyTraits traits{
+              .granularity = Granularity::kHead,
+              .signals = Signal::kKeys | Signal::kValues | Signal::kQueryMoments,
+              .prompt = PromptEviction::kAtEnd,
+              .slack = params.Int("slack"),
+              .published = {.sinks = 4},
+          };
+          AddRecipe(params, traits);
+          return traits;
+        },
+    .lane_budgets = &RecipeLaneBudgets,
+    .make = [](const Params& params, const ModelShape& shape) -> std::shared_ptr<const Policy> {
+      return std::make_shared<ExpectedAttention>(params, shape);
+    },
+};
+
+}  // namespace epikv
