@@ -5,6 +5,7 @@ namespace epikv {
 extern const PolicySpec kEpikvFlat;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
+extern const PolicySpec kKeydiff;
 extern const PolicySpec kKnorm;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
@@ -13,14 +14,15 @@ extern const PolicySpec kSnapkv;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
-      &kEpikvFlat,  //
-      &kFull,       //
-      &kH2o,        //
-      &kKnorm,      //
-      &kOracle,     //
-      &kRandom,     //
-      &kSliding,    //
-      &kSnapkv,     //
+      &kEpikvFlat,        //
+      &kFull,             //
+      &kH2o,              //
+      &kKeydiff,          //
+      &kKnorm,            //
+      &kOracle,           //
+      &kRandom,           //
+      &kSliding,          //
+      &kSnapkv,           //
   };
   return kAll;
 }

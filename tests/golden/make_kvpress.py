@@ -65,15 +65,27 @@ def scores_of(press: kvpress.ScorerPress) -> Scorer:
     return scorer
 
 
+def reference(press: kvpress.ScorerPress) -> str:
+    return f"kvpress 0.5.5 `{type(press).__name__}`"
+
+
 def run(press: kvpress.ScorerPress, **setting: Any) -> dict[str, Any]:
-    reference = f"kvpress 0.5.5 `{type(press).__name__}`"
-    return play(reference, scores_of(press), Setting(**setting))
+    return play(reference(press), scores_of(press), Setting(**setting))
 
 
 def knorm() -> list[dict[str, Any]]:
     press = kvpress.KnormPress(0.5)
     setting = {"budget": 24, "prompt_tokens": 12, "tokens": 90, "slack": 7, "recent": 4}
     return [run(press, seed=seed, params={"slack": 7}, **setting) for seed in (1, 2)]
+
+
+def keydiff() -> list[dict[str, Any]]:
+    press = kvpress.KeyDiffPress(0.5)
+    setting = {"budget": 24, "tokens": 100, "params": {"slack": 7}, "slack": 7}
+    return [
+        run(press, seed=1, prompt_tokens=12, recent=4, **setting),
+        run(press, seed=2, prompt_tokens=60, sinks=2, recent=1, **setting),
+    ]
 
 
 def snapkv() -> list[dict[str, Any]]:
@@ -89,6 +101,7 @@ def snapkv() -> list[dict[str, Any]]:
 
 
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "keydiff": keydiff,
     "knorm": knorm,
     "snapkv": snapkv,
 }
