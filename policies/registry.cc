@@ -7,6 +7,7 @@ extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
 extern const PolicySpec kKeydiff;
 extern const PolicySpec kKnorm;
+extern const PolicySpec kLagkv;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
 extern const PolicySpec kSliding;
@@ -19,6 +20,7 @@ PolicyCatalog AllPolicies() {
       &kH2o,              //
       &kKeydiff,          //
       &kKnorm,            //
+      &kLagkv,            //
       &kOracle,           //
       &kRandom,           //
       &kSliding,          //

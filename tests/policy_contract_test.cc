@@ -63,7 +63,9 @@ std::vector<Case> Cases() {
     }
     for (auto& params : variants) {
       for (const ParamSpec& param : spec->params) {  // as small as the sequence
-        if (param.name == "window") params.try_emplace("window", int64_t{16});
+        if (param.name == "window" || param.name == "lag") {
+          params.try_emplace(std::string(param.name), int64_t{16});
+        }
         if (param.name == "slack" && std::get<int64_t>(*param.fallback) > 0) {
           params.try_emplace("slack", int64_t{11});
         }

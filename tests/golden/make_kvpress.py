@@ -88,6 +88,18 @@ def keydiff() -> list[dict[str, Any]]:
     ]
 
 
+def lagkv() -> list[dict[str, Any]]:
+    runs = []
+    for seed, lag, cross in ((1, 8, False), (2, 6, False), (3, 8, True)):
+        press = kvpress.LagKVPress(0.5, lag_size=lag, cross_scoring=cross)
+        params = {"lag": lag, "cross_scoring": cross, "slack": 7}
+        setting = {"seed": seed, "slack": 7, "sinks": 4, "params": params}
+        runs.append(run(press, budget=36, prompt_tokens=60, tokens=120, recent=lag, **setting))
+        # Rounds of too few tokens for two partitions.
+        runs.append(run(press, budget=9, prompt_tokens=12, tokens=80, **setting))
+    return runs
+
+
 def snapkv() -> list[dict[str, Any]]:
     runs = []
     for seed, window, kernel in ((1, 8, 5), (2, 6, 3)):
@@ -103,6 +115,7 @@ def snapkv() -> list[dict[str, Any]]:
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "keydiff": keydiff,
     "knorm": knorm,
+    "lagkv": lagkv,
     "snapkv": snapkv,
 }
 
