@@ -2,6 +2,7 @@
 
 namespace epikv {
 
+extern const PolicySpec kCur;
 extern const PolicySpec kEpikvFlat;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
@@ -15,6 +16,7 @@ extern const PolicySpec kSnapkv;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
+      &kCur,              //
       &kEpikvFlat,        //
       &kFull,             //
       &kH2o,              //
