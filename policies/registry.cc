@@ -13,6 +13,7 @@ extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
 extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
+extern const PolicySpec kStreamingLlm;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
@@ -27,6 +28,7 @@ PolicyCatalog AllPolicies() {
       &kRandom,           //
       &kSliding,          //
       &kSnapkv,           //
+      &kStreamingLlm,     //
   };
   return kAll;
 }
