@@ -11,6 +11,7 @@ extern const PolicySpec kKnorm;
 extern const PolicySpec kLagkv;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
+extern const PolicySpec kRandomAttention;
 extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
 extern const PolicySpec kStreamingLlm;
@@ -26,6 +27,7 @@ PolicyCatalog AllPolicies() {
       &kLagkv,            //
       &kOracle,           //
       &kRandom,           //
+      &kRandomAttention,  //
       &kSliding,          //
       &kSnapkv,           //
       &kStreamingLlm,     //

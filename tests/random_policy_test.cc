@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "policies/registry.h"
@@ -47,6 +48,44 @@ TEST(Random, FrozenDrawsKeepAUniformSample) {
   const double expected = static_cast<double>(kBudget) / kTokens;
   for (int64_t token = 0; token < kTokens; ++token) {
     EXPECT_NEAR(survival[token], expected, Tolerance(expected)) << "token " << token;
+  }
+}
+
+TEST(RandomAttention, SurvivalDecaysWithRoundsAndHeadsDrawAlone) {
+  constexpr int64_t kPrompt = 5, kRecent = 8, kRound = 8;
+  std::vector<double> survival(kTokens), in_both(kTokens);
+  for (int64_t seed = 0; seed < kRuns; ++seed) {
+    FakeSequence::Options options;
+    options.spec = FindPolicy(AllPolicies(), "random_attention");
+    options.params = {{"slack", kRound - 1}};
+    options.shape = {.num_layers = 1, .num_heads = 2, .num_kv_heads = 2};
+    options.protection = {.prompt = kPrompt, .recent = kRecent};
+    options.prompt_tokens = kPrompt;
+    options.budget = kBudget;
+    options.seed = seed;
+    FakeSequence sequence(options, {});
+    sequence.Prefill(kPrompt);
+    while (sequence.newest() < kTokens - 1) {
+      sequence.Decode();
+      sequence.Round();
+    }
+    const std::vector<int32_t> first = sequence.Kept(0, 0), second = sequence.Kept(0, 1);
+    for (int32_t token : first) {
+      survival[token] += 1.0 / kRuns;
+      if (std::binary_search(second.begin(), second.end(), token)) in_both[token] += 1.0 / kRuns;
+    }
+  }
+  // A round spares all but kRound of those that are neither of the prompt nor recent.
+  const double open = kBudget + kRound - kPrompt - kRecent;
+  for (int64_t token = 0; token < kTokens; ++token) {
+    int64_t rounds = 0;  // that the token was open in
+    for (int64_t newest = kBudget + kRound - 1; newest < kTokens; newest += kRound) {
+      rounds += token >= kPrompt && token <= newest - kRecent;
+    }
+    const double expected = std::pow((open - kRound) / open, rounds);
+    EXPECT_NEAR(survival[token], expected, Tolerance(expected)) << "token " << token;
+    EXPECT_NEAR(in_both[token], expected * expected, Tolerance(expected * expected))
+        << "token " << token;
   }
 }
 
