@@ -15,6 +15,7 @@ extern const PolicySpec kRandomAttention;
 extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
 extern const PolicySpec kStreamingLlm;
+extern const PolicySpec kVase;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
@@ -31,6 +32,7 @@ PolicyCatalog AllPolicies() {
       &kSliding,          //
       &kSnapkv,           //
       &kStreamingLlm,     //
+      &kVase,             //
   };
   return kAll;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "policies/registry.h"
 #include "tests/fake_sequence.h"
@@ -86,6 +87,40 @@ TEST(RandomAttention, SurvivalDecaysWithRoundsAndHeadsDrawAlone) {
     EXPECT_NEAR(survival[token], expected, Tolerance(expected)) << "token " << token;
     EXPECT_NEAR(in_both[token], expected * expected, Tolerance(expected * expected))
         << "token " << token;
+  }
+}
+
+// Two of four tokens stay, drawn one after the other.
+TEST(Vase, DrawsWithoutReplacementInProportionToAttention) {
+  const std::vector<double> share = {0.1, 0.2, 0.3, 0.4};  // of the attention, by token
+  std::map<std::vector<int32_t>, double> drawn;
+  for (int64_t seed = 0; seed < kRuns; ++seed) {
+    FakeSequence::Options options;
+    options.spec = FindPolicy(AllPolicies(), "vase");
+    options.params = {
+        {"window", int64_t{1}}, {"kernel", int64_t{1}}, {"large", 0.0}, {"slack", int64_t{1}}};
+    options.shape = {.num_layers = 1, .num_heads = 1, .num_kv_heads = 1};
+    options.budget = 3;
+    options.seed = seed;
+    FakeWorld world;
+    world.key = [&](int64_t, int64_t, int64_t token) {
+      return std::vector<float>{token < 4 ? std::log(static_cast<float>(share[token])) : 0};
+    };
+    world.value = world.query = [](int64_t, int64_t, int64_t) { return std::vector<float>{1}; };
+    FakeSequence sequence(options, world);
+    while (sequence.newest() < 4) {
+      sequence.Decode();
+      sequence.Round();
+    }
+    drawn[sequence.Kept()] += 1.0 / kRuns;
+  }
+  for (int32_t a = 0; a < 4; ++a) {
+    for (int32_t b = a + 1; b < 4; ++b) {
+      const double expected =
+          share[a] * share[b] / (1 - share[a]) + share[b] * share[a] / (1 - share[b]);
+      const double got = drawn[{a, b, 4}];  // the newest is the window
+      EXPECT_NEAR(got, expected, Tolerance(expected)) << "tokens " << a << " and " << b;
+    }
   }
 }
 
