@@ -1,9 +1,9 @@
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <map>
 
+#include "absl/algorithm/container.h"
 #include "policies/registry.h"
 #include "tests/fake_sequence.h"
 
@@ -52,14 +52,15 @@ TEST(Random, FrozenDrawsKeepAUniformSample) {
   }
 }
 
-TEST(RandomAttention, SurvivalDecaysWithRoundsAndHeadsDrawAlone) {
+TEST(RandomAttention, SurvivalDecaysWithRoundsAndEveryLaneDrawsAlone) {
   constexpr int64_t kPrompt = 5, kRecent = 8, kRound = 8;
-  std::vector<double> survival(kTokens), in_both(kTokens);
+  // How often a token stays in a lane; in it and another of its layer; in it and one of the other.
+  std::vector<double> survival(kTokens), with_head(kTokens), with_layer(kTokens);
   for (int64_t seed = 0; seed < kRuns; ++seed) {
     FakeSequence::Options options;
     options.spec = FindPolicy(AllPolicies(), "random_attention");
     options.params = {{"slack", kRound - 1}};
-    options.shape = {.num_layers = 1, .num_heads = 2, .num_kv_heads = 2};
+    options.shape = {.num_layers = 2, .num_heads = 2, .num_kv_heads = 2};
     options.protection = {.prompt = kPrompt, .recent = kRecent};
     options.prompt_tokens = kPrompt;
     options.budget = kBudget;
@@ -70,10 +71,11 @@ TEST(RandomAttention, SurvivalDecaysWithRoundsAndHeadsDrawAlone) {
       sequence.Decode();
       sequence.Round();
     }
-    const std::vector<int32_t> first = sequence.Kept(0, 0), second = sequence.Kept(0, 1);
-    for (int32_t token : first) {
+    const std::vector<int32_t> in_head = sequence.Kept(0, 1), in_layer = sequence.Kept(1, 0);
+    for (int32_t token : sequence.Kept(0, 0)) {
       survival[token] += 1.0 / kRuns;
-      if (std::binary_search(second.begin(), second.end(), token)) in_both[token] += 1.0 / kRuns;
+      if (absl::c_binary_search(in_head, token)) with_head[token] += 1.0 / kRuns;
+      if (absl::c_binary_search(in_layer, token)) with_layer[token] += 1.0 / kRuns;
     }
   }
   // A round spares all but kRound of those that are neither of the prompt nor recent.
@@ -85,8 +87,9 @@ TEST(RandomAttention, SurvivalDecaysWithRoundsAndHeadsDrawAlone) {
     }
     const double expected = std::pow((open - kRound) / open, rounds);
     EXPECT_NEAR(survival[token], expected, Tolerance(expected)) << "token " << token;
-    EXPECT_NEAR(in_both[token], expected * expected, Tolerance(expected * expected))
-        << "token " << token;
+    const double both = expected * expected;
+    EXPECT_NEAR(with_head[token], both, Tolerance(both)) << "token " << token;
+    EXPECT_NEAR(with_layer[token], both, Tolerance(both)) << "token " << token;
   }
 }
 
