@@ -93,6 +93,16 @@ TEST(RandomAttention, SurvivalDecaysWithRoundsAndEveryLaneDrawsAlone) {
   }
 }
 
+TEST(Cur, RowsOfDifferentWidthsHaveNoProjectionInCommon) {
+  const PolicySpec& cur = *FindPolicy(AllPolicies(), "cur");
+  for (const auto& [projection, violations] :
+       std::map<std::string, size_t>{{"none", 0}, {"fixed", 1}, {"resample", 1}}) {
+    const ResolvedParams resolved = ResolveParams(
+        cur, {{"projection", projection}}, {.num_layers = 1, .key_width = 8, .value_width = 4});
+    EXPECT_EQ(resolved.violations.size(), violations) << projection;
+  }
+}
+
 // Two of four tokens stay, drawn one after the other.
 TEST(Vase, DrawsWithoutReplacementInProportionToAttention) {
   const std::vector<double> share = {0.1, 0.2, 0.3, 0.4};  // of the attention, by token
