@@ -62,6 +62,7 @@ std::map<std::string, ParamValue> SmallParams(const PolicySpec& spec) {
   std::map<std::string, ParamValue> params;
   for (const ParamSpec& param : spec.params) {
     if (param.name == "window" && param.fallback.has_value()) params["window"] = int64_t{16};
+    if (param.name == "lag") params["lag"] = int64_t{8};
     if (param.name == "slack" && param.fallback != ParamValue(int64_t{0})) {
       params["slack"] = int64_t{7};
     }

@@ -77,7 +77,9 @@ std::vector<Case> Cases() {
     }
     for (auto& params : variants) {
       for (const ParamSpec& param : spec->params) {  // as small as the sequence
-        if (param.name == "window") params.try_emplace("window", int64_t{16});
+        if (param.name == "window" || param.name == "lag") {
+          params.try_emplace(std::string(param.name), int64_t{16});
+        }
         if (param.name == "slack" && std::get<int64_t>(*param.fallback) > 0) {
           params.try_emplace("slack", int64_t{11});
         }
@@ -232,29 +234,42 @@ TEST_P(EvictingPolicyContract, BatchAnswersAsOneByOne) {
   EXPECT_EQ(batch[1].victims, second_alone.Ask().victims);
 }
 
-// A number that is not one must not silently decide what is dropped.
+// A number that is not one must not silently decide what is dropped, whatever it was measured of.
 TEST_P(MeasuringPolicyContract, NanIsAnError) {
-  FakeWorld world = World(3);
   constexpr int64_t kToken = 15;
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  world.residual_step = [=, good = world.residual_step](int64_t layer, int64_t token) {
-    return token == kToken ? nan : good(layer, token);
+  const FakeWorld good = World(3);
+  std::map<Signal, FakeWorld> worlds;
+  worlds[Signal::kResidualStep].residual_step = [=](int64_t layer, int64_t token) {
+    return token == kToken ? nan : good.residual_step(layer, token);
   };
-  world.attention = [=, good = world.attention](int64_t layer, int64_t head, int64_t query,
+  worlds[Signal::kAttentionRow].attention = [=](int64_t layer, int64_t head, int64_t query,
                                                 absl::Span<const int32_t> index) {
-    std::vector<float> row = good(layer, head, query, index);
+    std::vector<float> row = good.attention(layer, head, query, index);
     for (size_t slot = 0; slot < row.size(); ++slot) {
       if (index[slot] == kToken) row[slot] = nan;
     }
     return row;
   };
-  world.key = [=, good = world.key](int64_t layer, int64_t head, int64_t token) {
-    return token == kToken ? std::vector<float>(4, nan) : good(layer, head, token);
+  worlds[Signal::kKeys].key = [=](int64_t layer, int64_t head, int64_t token) {
+    return token == kToken ? std::vector<float>(4, nan) : good.key(layer, head, token);
   };
-  FakeSequence sequence(Options(), world);
-  sequence.Prefill(10);
-  while (!sequence.OverBudget()) sequence.Decode();
-  EXPECT_EQ(sequence.Ask().status.code(), absl::StatusCode::kInternal);
+  worlds[Signal::kValues].value = [=](int64_t layer, int64_t head, int64_t token) {
+    return token == kToken ? std::vector<float>(4, nan) : good.value(layer, head, token);
+  };
+  for (auto& [signal, world] : worlds) {
+    if (!TraitsOf(GetParam()).signals.Has(signal)) continue;
+    SCOPED_TRACE(epikv::SignalName(signal));
+    if (!world.residual_step) world.residual_step = good.residual_step;
+    if (!world.attention) world.attention = good.attention;
+    if (!world.key) world.key = good.key;
+    if (!world.value) world.value = good.value;
+    world.query = good.query;
+    FakeSequence sequence(Options(), world);
+    sequence.Prefill(10);
+    while (!sequence.OverBudget()) sequence.Decode();
+    EXPECT_EQ(sequence.Ask().status.code(), absl::StatusCode::kInternal);
+  }
 }
 
 TEST_P(PolicyContract, SpecIsWhole) {

@@ -7,11 +7,14 @@ kvpress (Apache-2.0) is imported and is no part of this repository. A press is a
 over the cache of each round, as its `compress` would; which tokens go, and when, is world.py's.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import draws
 import kvpress
 import torch
 from torch import Tensor
@@ -75,9 +78,12 @@ def scores_of(press: kvpress.ScorerPress) -> Scorer:
     return scorer
 
 
+def reference(press: kvpress.ScorerPress) -> str:
+    return f"kvpress 0.5.5 `{type(press).__name__}`"
+
+
 def run(press: kvpress.ScorerPress, **setting: Any) -> dict[str, Any]:
-    reference = f"kvpress 0.5.5 `{type(press).__name__}`"
-    return play(reference, scores_of(press), Setting(**setting))
+    return play(reference(press), scores_of(press), Setting(**setting))
 
 
 def expected_attention() -> list[dict[str, Any]]:
@@ -102,6 +108,72 @@ def knorm() -> list[dict[str, Any]]:
     return [run(press, seed=seed, params={"slack": 7}, **setting) for seed in (1, 2)]
 
 
+def keydiff() -> list[dict[str, Any]]:
+    press = kvpress.KeyDiffPress(0.5)
+    setting = {"budget": 24, "tokens": 100, "params": {"slack": 7}, "slack": 7}
+    return [
+        run(press, seed=1, prompt_tokens=12, recent=4, **setting),
+        run(press, seed=2, prompt_tokens=60, sinks=2, recent=1, **setting),
+    ]
+
+
+def lagkv() -> list[dict[str, Any]]:
+    runs = []
+    for seed, lag, cross in ((1, 8, False), (2, 6, False), (3, 8, True)):
+        press = kvpress.LagKVPress(0.5, lag_size=lag, cross_scoring=cross)
+        params = {"lag": lag, "cross_scoring": cross, "slack": 7}
+        setting = {"seed": seed, "slack": 7, "sinks": 4, "params": params}
+        runs.append(run(press, budget=36, prompt_tokens=60, tokens=120, recent=lag, **setting))
+        # Rounds of too few tokens for two partitions.
+        runs.append(run(press, budget=9, prompt_tokens=12, tokens=80, **setting))
+    return runs
+
+
+def drawn_projection(press: kvpress.CURPress, seed: int, mode: str) -> Scorer:
+    """The press with its random numbers replaced by policies/random.h's."""
+
+    def scorer(round_: Round) -> list[Tensor]:
+        layers = itertools.count()
+
+        def randn(rows: int, rank: int, **_: Any) -> Tensor:
+            first = round_.newest + 1 if mode == "resample" else 0
+            stream = first << 24 | next(layers)
+            numbers = [draws.normal(seed, stream, i) for i in range(rows * rank)]
+            return torch.tensor(numbers).reshape(rows, rank)
+
+        with mock.patch("torch.randn", randn):
+            return scores_of(press)(round_)
+
+    return scorer
+
+
+def cur() -> list[dict[str, Any]]:
+    setting = {"budget": 24, "tokens": 100, "slack": 7, "sinks": 4}
+    runs = []
+    for seed, leverage, window in (
+        (1, "kv_product", 16),
+        (2, "key", 7),
+        (3, "value", 16),
+        (4, "kv_avg", 5),
+        (5, "kv_avg", 0),
+    ):
+        press = kvpress.CURPress(
+            leverage_type=leverage,
+            use_local_approximation=window > 0,
+            local_window_size=window,
+        )
+        params = {"leverage": leverage, "local_window": window, "slack": 7}
+        runs.append(run(press, seed=seed, prompt_tokens=12, params=params, **setting))
+    for seed, mode, window in ((6, "resample", 16), (7, "fixed", 0)):
+        press = kvpress.CURPress(
+            use_random_leverage=True, use_local_approximation=window > 0, local_window_size=16
+        )
+        params = {"projection": mode, "local_window": window, "slack": 7}
+        of_run = Setting(seed=seed, prompt_tokens=60, params=params, **setting)
+        runs.append(play(reference(press), drawn_projection(press, seed, mode), of_run))
+    return runs
+
+
 def snapkv() -> list[dict[str, Any]]:
     runs = []
     for seed, window, kernel in ((1, 8, 5), (2, 6, 3)):
@@ -120,8 +192,11 @@ def snapkv() -> list[dict[str, Any]]:
 
 
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "cur": cur,
     "expected_attention": expected_attention,
+    "keydiff": keydiff,
     "knorm": knorm,
+    "lagkv": lagkv,
     "snapkv": snapkv,
 }
 
