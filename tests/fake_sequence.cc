@@ -335,12 +335,12 @@ at::Tensor FakeSequence::AllRows(Rows kind, int64_t layer, int64_t head) const {
   if (before < next_) {
     std::vector<at::Tensor> all;
     if (before > 0) all.push_back(made);
-    for (int64_t token = before; token < next_ + 64; ++token) {
+    for (int64_t token = before; token < next_; ++token) {
       all.push_back(at::tensor(rows(layer, head, token)).unsqueeze(0));
     }
     made = at::cat(all);
   }
-  return made.narrow(0, 0, next_);
+  return made;
 }
 
 at::Tensor FakeSequence::keys(int64_t layer, int64_t head) const {

@@ -122,7 +122,7 @@ class FakeSequence final : public CacheView {
   std::vector<Lane> lanes_;
   int64_t next_ = 0;  // index of the next token
   FakeWorld world_;
-  // What AllRows has made so far: [tokens and more, width].
+  // What AllRows has made so far.
   mutable std::map<std::tuple<Rows, int64_t, int64_t>, at::Tensor> rows_;
 };
 
