@@ -26,9 +26,16 @@ at::Tensor ReduceGroup(const at::Tensor& x, const std::string& mode);
 // beyond the ends, as the published code does.
 at::Tensor PoolNeighbours(const at::Tensor& x, int64_t kernel, const std::string& mode);
 
+// Of the tokens before the window, in birth order: [..., n] by slot -> [..., before].
+at::Tensor BeforeWindow(Lane& lane, const at::Tensor& x);
+
+// The scores of the tokens before the window, in birth order, as those of all [n], by slot. Tokens
+// of the window get the highest score of the others.
+at::Tensor WithWindow(Lane& lane, const at::Tensor& score);
+
 // What a window gives the tokens before it: `attention` [group, w, n] by slot, averaged over the
-// window, its own tokens left out; pooled over neighbours per query head; reduced over the group.
-// Tokens of the window get the highest score of the others. fp32 [n] by slot.
+// window, its own tokens left out; pooled over neighbours per query head; reduced over the group;
+// WithWindow. fp32 [n] by slot.
 at::Tensor WindowScore(Lane& lane, const at::Tensor& attention, const Params& params);
 
 }  // namespace epikv
