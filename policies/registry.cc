@@ -10,6 +10,7 @@ extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
 extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
+extern const PolicySpec kTova;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
@@ -21,6 +22,7 @@ PolicyCatalog AllPolicies() {
       &kRandom,     //
       &kSliding,    //
       &kSnapkv,     //
+      &kTova,       //
   };
   return kAll;
 }
