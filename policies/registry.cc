@@ -8,6 +8,7 @@ extern const PolicySpec kH2o;
 extern const PolicySpec kKnorm;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
+extern const PolicySpec kRkv;
 extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
 extern const PolicySpec kTova;
@@ -20,6 +21,7 @@ PolicyCatalog AllPolicies() {
       &kKnorm,      //
       &kOracle,     //
       &kRandom,     //
+      &kRkv,        //
       &kSliding,    //
       &kSnapkv,     //
       &kTova,       //
