@@ -9,6 +9,7 @@ extern const PolicySpec kKnorm;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
 extern const PolicySpec kRkv;
+extern const PolicySpec kRkvEpikv;
 extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
 extern const PolicySpec kTova;
@@ -22,6 +23,7 @@ PolicyCatalog AllPolicies() {
       &kOracle,     //
       &kRandom,     //
       &kRkv,        //
+      &kRkvEpikv,   //
       &kSliding,    //
       &kSnapkv,     //
       &kTova,       //
