@@ -6,6 +6,7 @@ extern const PolicySpec kEpikvFlat;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
 extern const PolicySpec kKnorm;
+extern const PolicySpec kLongflow;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
 extern const PolicySpec kRkv;
@@ -20,6 +21,7 @@ PolicyCatalog AllPolicies() {
       &kFull,       //
       &kH2o,        //
       &kKnorm,      //
+      &kLongflow,   //
       &kOracle,     //
       &kRandom,     //
       &kRkv,        //
