@@ -8,6 +8,7 @@ extern const PolicySpec kH2o;
 extern const PolicySpec kKnorm;
 extern const PolicySpec kLongflow;
 extern const PolicySpec kOracle;
+extern const PolicySpec kRaas;
 extern const PolicySpec kRandom;
 extern const PolicySpec kRkv;
 extern const PolicySpec kRkvEpikv;
@@ -23,6 +24,7 @@ PolicyCatalog AllPolicies() {
       &kKnorm,      //
       &kLongflow,   //
       &kOracle,     //
+      &kRaas,       //
       &kRandom,     //
       &kRkv,        //
       &kRkvEpikv,   //

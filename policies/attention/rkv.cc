@@ -1,6 +1,5 @@
 #include <ATen/ATen.h>
 
-#include "policies/recipe.h"
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
 

@@ -53,9 +53,15 @@ def attention(round_: Round, layer: int, count: int) -> Tensor:
     group = shape.heads // shape.kv_heads
     keys = round_.keys(layer).repeat_interleave(group, 0)
     logits = round_.queries(layer, count) @ keys.transpose(1, 2) * shape.scale
+    return logits.masked_fill(later(round_, layer, count), float("-inf")).softmax(-1)
+
+
+def later(round_: Round, layer: int, count: int) -> Tensor:
+    """Which tokens are younger than a query. [heads, count, n]"""
+    shape = round_.world.shape
+    group = shape.heads // shape.kv_heads
     index = torch.tensor(round_.index[layer]).repeat_interleave(group, 0)[:, None]
-    born = torch.arange(round_.newest + 1 - count, round_.newest + 1)[None, :, None]
-    return logits.masked_fill(index > born, float("-inf")).softmax(-1)
+    return index > torch.arange(round_.newest + 1 - count, round_.newest + 1)[None, :, None]
 
 
 @contextlib.contextmanager
@@ -121,32 +127,39 @@ def vatp_layer() -> type[nn.Module]:
 def vatp_scores(window: int, values: bool) -> Scorer:
     def scorer(round_: Round) -> list[Tensor]:
         shape = round_.world.shape
-        scores = []
-        for layer in range(shape.layers):
-            keys, rows = round_.keys(layer), round_.values(layer)
-            n = keys.shape[1]
-            config = SimpleNamespace(
-                hidden_size=shape.heads * shape.width,
-                num_attention_heads=shape.heads,
-                max_position_embeddings=4096,
-                rope_scaling=None,
-                heavy_ratio=1,  # nothing is masked
-                recent_ratio=1,
-                applyval=values,
-                h2o=False,
-                sink_len=0,
-            )
-            module = vatp_layer()(layer, config)
-            module.q_proj = Rows(round_.queries(layer, window))
-            module.k_proj = Rows(keys[:, n - window :])
-            module.v_proj = Rows(rows[:, n - window :])
-            module.value_norm = rows[:, : n - window].norm(p=1, dim=-1)
-            past = (keys[None, :, : n - window], rows[None, :, : n - window])
-            mask = torch.full((window, n), float("-inf")).triu(n - window + 1)[None, None]
-            module.forward(torch.zeros(1, window, 1), mask, None, past)
-            # It divides by 400, the most queries that it takes, however many there are.
-            scores.append(module.previous_scores.detach() * 400 / window)
-        return scores
+        return [
+            torch.stack([lane_scores(round_, layer, head) for head in range(shape.kv_heads)])
+            for layer in layers(shape)
+        ]
+
+    def lane_scores(round_: Round, layer: int, head: int) -> Tensor:
+        """All that is cached is past: some queries' own tokens have left. In place of those, the
+        layer gets rows that nobody sees."""
+        width = round_.world.shape.width
+        config = SimpleNamespace(
+            hidden_size=width,
+            num_attention_heads=1,
+            max_position_embeddings=4096,
+            rope_scaling=None,
+            heavy_ratio=1,  # nothing is masked
+            recent_ratio=1,
+            applyval=values,
+            h2o=False,
+            sink_len=0,
+        )
+        keys, rows = round_.keys(layer)[head], round_.values(layer)[head]
+        n, count = keys.shape[0], min(window, round_.newest + 1)
+        module = vatp_layer()(layer, config)
+        module.q_proj = Rows(round_.queries(layer, count)[head : head + 1])
+        module.k_proj = module.v_proj = Rows(torch.zeros(1, count, width))
+        module.value_norm = rows.norm(p=1, dim=-1)[None]
+        unseen = torch.ones(count, n + count, dtype=torch.bool)
+        unseen[:, :n] = later(round_, layer, count)[head]
+        mask = torch.zeros(1, 1, count, n + count).masked_fill(unseen, float("-inf"))
+        past = (keys[None, None], rows[None, None])
+        module.forward(torch.zeros(1, count, 1), mask, None, past)
+        # It divides by 400, the most queries that it takes, however many there are.
+        return module.previous_scores.detach()[0, :n] * 400 / count
 
     return scorer
 
@@ -187,10 +200,12 @@ def r1kv() -> type:
     return load("R-KV", "rkv.compression.r1_kv").R1KV
 
 
-def rkv_scores(window: int, kernel: int, mix: float) -> Scorer:
+def rkv_scores(window: int, kernel: int, mix: float, with_all: list[bool]) -> Scorer:
+    """with_all: gets whether every token of a round has a duplicate. Else `compat` matters."""
     code = r1kv()
 
     def scorer(round_: Round) -> list[Tensor]:
+        with_all.append(duplicates(round_))
         scores = []
         for layer in range(round_.world.shape.layers):
             keys, queries = round_.keys(layer)[None], round_.queries(layer, window)[None]
@@ -204,7 +219,7 @@ def rkv_scores(window: int, kernel: int, mix: float) -> Scorer:
 
 
 def duplicates(round_: Round) -> bool:
-    """That every token has one: where none has, `compat` is of no effect."""
+    """That every token has one."""
     for layer in range(round_.world.shape.layers):
         unit = nn.functional.normalize(round_.keys(layer), dim=-1)
         cosine = unit @ unit.transpose(1, 2) - 2 * torch.eye(unit.shape[1])
@@ -238,13 +253,7 @@ def rkv() -> list[dict[str, Any]]:
             shape=Shape(width=width),
         )
         with_all: list[bool] = []
-        scores = rkv_scores(window, kernel, mix)
-
-        def scorer(round_: Round) -> list[Tensor]:
-            with_all.append(duplicates(round_))
-            return scores(round_)
-
-        runs.append(play(name, scorer, setting))
+        runs.append(play(name, rkv_scores(window, kernel, mix, with_all), setting))
         assert compat != all(with_all), f"seed {seed} is no case of compat = {compat}"
     return runs
 
@@ -369,10 +378,125 @@ def longflow() -> list[dict[str, Any]]:
     return runs
 
 
+def raas() -> list[dict[str, Any]]:
+    authors = epikv_authors()
+    runs = []
+    for seed, prompt, budget in ((1, 12, 32), (2, 0, 20), (3, 20, 27)):
+        setting = Setting(
+            seed=seed,
+            budget=budget,
+            prompt_tokens=prompt,
+            tokens=110,
+            prompt=prompt,
+            recent=0,
+            shares="token",
+        )
+        policy = authors.RaaSEviction(authors.EvictionConfig(cache_size=budget))
+        policy.reset(prompt)
+        runs.append(RaasWatched(policy).play(epikv_name(authors.RaaSEviction), setting))
+    return runs
+
+
+class RaasWatched(Watched):
+    """It ranks decoded tokens alone."""
+
+    def scorer(self, round_: Round) -> list[Tensor]:
+        stamps = self.scores[-1].to(torch.float32)
+        prompt = len(round_.index[0][0]) - len(stamps)
+        return [nn.functional.pad(stamps, (prompt, 0))[None]] * round_.world.shape.layers
+
+
+# ---------------------------------------------------------------------------------------------
+# DefensiveKV: a fork of kvpress.
+
+
+@lru_cache
+def defensive_press() -> type:
+    """Without what CriticalKV does to the scores, which asks for the output projection."""
+    mine = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("kvpress")}
+    root = CHECKOUTS / "DefensiveKV" / "kvpress"
+    for name, path in (("kvpress", root), ("kvpress.presses", root / "presses")):
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = [str(path)]
+    for name in ("kvpress.ops.vw_norm", "kvpress.ada_cache"):  # Triton, flash attention
+        sys.modules[name] = ModuleType(name)
+    sys.modules["kvpress.ops.vw_norm"].vw_l1norm = None
+    sys.modules["kvpress.ada_cache"].DynamicCacheSplitHeadFlatten = None
+    code = load("DefensiveKV", "kvpress.presses.efficient_defensivekv_press")
+    sys.path.remove(str(CHECKOUTS / "DefensiveKV"))
+    for name in [name for name in sys.modules if name.startswith("kvpress")]:
+        del sys.modules[name]
+    sys.modules.update(mine)
+
+    class Bare(code.EfficientDefensiveKVPress):
+        def vwl1norm_triton(self, values: Any, module: Any, scores: Tensor, *_: Any) -> Tensor:
+            return scores
+
+    return Bare
+
+
+def defensive_kv() -> list[dict[str, Any]]:
+    name = reference("DefensiveKV", "FFY0", "EfficientDefensiveKVPress")
+    runs = []
+    for seed, window, kernel, prompt in ((1, 8, 5, 12), (2, 6, 3, 60), (3, 4, 1, 60)):
+        press = defensive_press()(0.5, window_size=window, kernel_size=kernel)
+
+        def scorer(round_: Round, press: Any = press) -> list[Tensor]:
+            shape = round_.world.shape
+            scores = []
+            for layer in layers(shape):
+                keys, values = round_.keys(layer)[None], round_.values(layer)[None]
+                n = keys.shape[2]
+                metadata = SimpleNamespace(
+                    bsz=1, num_key_value_heads=shape.kv_heads, head_lens=[n] * shape.kv_heads
+                )
+                rotary = (torch.ones(1, n, shape.width), torch.zeros(1, n, shape.width))
+                kwargs = {"metadata": metadata, "position_embeddings": rotary}
+                module = make_kvpress.attention_module(round_, layer, press.window_size)
+                flat = press.score(module, torch.zeros(1, n, 1), keys, values, None, kwargs)
+                scores.append(flat.view(shape.kv_heads, n))
+            return scores
+
+        setting = Setting(
+            seed=seed,
+            budget=24,
+            prompt_tokens=prompt,
+            tokens=100,
+            slack=7,
+            recent=window,
+            params={"window": window, "kernel": kernel, "slack": 7},
+        )
+        runs.append(play(name, scorer, setting))
+    return runs
+
+
+def scissorhands() -> list[dict[str, Any]]:
+    name = reference("vatp", "guozhiyu", "LlamaAttention_heavy_hitter")
+    runs = []
+    # A sink, for else some query of the window has seen nothing of what is left.
+    for seed, window, prompt in ((1, 400, 12), (2, 20, 60)):
+        setting = Setting(
+            seed=seed,
+            budget=24,
+            prompt_tokens=prompt,
+            tokens=100,
+            slack=7,
+            sinks=1,
+            recent=10,
+            params={"window": window, "slack": 7, "history": "mass"},
+            shape=Shape(heads=2),
+        )
+        runs.append(play(name, vatp_scores(window, values=False), setting))
+    return runs
+
+
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "defensive_kv": defensive_kv,
     "longflow": longflow,
+    "raas": raas,
     "rkv": rkv,
     "rkv_epikv": rkv_epikv,
+    "scissorhands": scissorhands,
     "snapkv": snapkv,
 }
 
