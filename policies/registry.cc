@@ -2,6 +2,7 @@
 
 namespace epikv {
 
+extern const PolicySpec kDefensiveKv;
 extern const PolicySpec kEpikvFlat;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
@@ -18,19 +19,20 @@ extern const PolicySpec kTova;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
-      &kEpikvFlat,  //
-      &kFull,       //
-      &kH2o,        //
-      &kKnorm,      //
-      &kLongflow,   //
-      &kOracle,     //
-      &kRaas,       //
-      &kRandom,     //
-      &kRkv,        //
-      &kRkvEpikv,   //
-      &kSliding,    //
-      &kSnapkv,     //
-      &kTova,       //
+      &kDefensiveKv,  //
+      &kEpikvFlat,    //
+      &kFull,         //
+      &kH2o,          //
+      &kKnorm,        //
+      &kLongflow,     //
+      &kOracle,       //
+      &kRaas,         //
+      &kRandom,       //
+      &kRkv,          //
+      &kRkvEpikv,     //
+      &kSliding,      //
+      &kSnapkv,       //
+      &kTova,         //
   };
   return kAll;
 }
