@@ -13,26 +13,28 @@ extern const PolicySpec kRaas;
 extern const PolicySpec kRandom;
 extern const PolicySpec kRkv;
 extern const PolicySpec kRkvEpikv;
+extern const PolicySpec kScissorhands;
 extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
 extern const PolicySpec kTova;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
-      &kDefensiveKv,  //
-      &kEpikvFlat,    //
-      &kFull,         //
-      &kH2o,          //
-      &kKnorm,        //
-      &kLongflow,     //
-      &kOracle,       //
-      &kRaas,         //
-      &kRandom,       //
-      &kRkv,          //
-      &kRkvEpikv,     //
-      &kSliding,      //
-      &kSnapkv,       //
-      &kTova,         //
+      &kDefensiveKv,   //
+      &kEpikvFlat,     //
+      &kFull,          //
+      &kH2o,           //
+      &kKnorm,         //
+      &kLongflow,      //
+      &kOracle,        //
+      &kRaas,          //
+      &kRandom,        //
+      &kRkv,           //
+      &kRkvEpikv,      //
+      &kScissorhands,  //
+      &kSliding,       //
+      &kSnapkv,        //
+      &kTova,          //
   };
   return kAll;
 }
