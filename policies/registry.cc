@@ -8,6 +8,7 @@ extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
 extern const PolicySpec kKnorm;
 extern const PolicySpec kLongflow;
+extern const PolicySpec kObcache;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRaas;
 extern const PolicySpec kRandom;
@@ -26,6 +27,7 @@ PolicyCatalog AllPolicies() {
       &kH2o,           //
       &kKnorm,         //
       &kLongflow,      //
+      &kObcache,       //
       &kOracle,        //
       &kRaas,          //
       &kRandom,        //
