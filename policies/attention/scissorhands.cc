@@ -46,7 +46,7 @@ extern constinit const PolicySpec kScissorhands{
     .paper = "arXiv 2305.17118",
     .evidence =
         "golden: guozhiyu/vatp 39ea686 `LlamaAttention_heavy_hitter` (history = mass); "
-        "count: golden/scenarios.txt",
+        "count: scissorhands_test.cc",
     .params = kParams,
     .traits =
         [](const Params& params, const ModelShape&) {
