@@ -1,9 +1,10 @@
 """Runs of published code that ranks by attention, as data.
 
-    git clone https://github.com/Zefan-Cai/R-KV CHECKOUTS/R-KV                        # d15c976
-    git clone https://github.com/guozhiyu/vatp CHECKOUTS/vatp                         # 39ea686
-    git clone https://github.com/FFY0/DefensiveKV CHECKOUTS/DefensiveKV               # 9251b95
-    git clone https://github.com/stevenkolawole/epiphany-kv-cache CHECKOUTS/...       # d424208
+    cd CHECKOUTS
+    git clone https://github.com/Zefan-Cai/R-KV                         # d15c976
+    git clone https://github.com/guozhiyu/vatp                          # 39ea686
+    git clone https://github.com/FFY0/DefensiveKV                       # 9251b95
+    git clone https://github.com/stevenkolawole/epiphany-kv-cache       # d424208
     pip install kvpress==0.5.5
     python tests/golden/make_attention.py CHECKOUTS [POLICY ...]
 
