@@ -58,19 +58,27 @@ at::Tensor PoolNeighbours(const at::Tensor& x, int64_t kernel, const std::string
                        : at::avg_pool1d(x, kernel, 1, kernel / 2);
 }
 
-at::Tensor WindowScore(Lane& lane, const at::Tensor& attention, const Params& params) {
-  return ScoreBeforeWindow(lane, attention.mean(1), params);
+at::Tensor BeforeWindow(Lane& lane, const at::Tensor& x) {
+  const int64_t before = x.size(-1) - lane.window_tokens();
+  return x.index_select(-1, lane.by_birth().narrow(0, 0, before));
 }
 
-at::Tensor ScoreBeforeWindow(Lane& lane, const at::Tensor& by_head, const Params& params) {
-  const int64_t n = by_head.size(-1), before = n - lane.window_tokens();
-  const at::Tensor seen =
-      by_head.index_select(-1, lane.by_birth()).narrow(-1, 0, before);  // [group, before]
-  const at::Tensor score = ReduceGroup(
-      PoolNeighbours(seen, params.Int("kernel"), params.Choice("pooling")), params.Choice("gqa"));
+at::Tensor WithWindow(Lane& lane, const at::Tensor& score) {
+  const int64_t n = lane.index().size(0), before = score.size(0);
   at::Tensor all = before == 0 ? at::zeros(n) : score.max().expand(n).clone();
   all.narrow(0, 0, before).copy_(score);
   return lane.ToSlots(all);
+}
+
+at::Tensor ScoreBeforeWindow(Lane& lane, const at::Tensor& by_head, const Params& params) {
+  const at::Tensor seen = BeforeWindow(lane, by_head);  // [group, before]
+  return WithWindow(
+      lane, ReduceGroup(PoolNeighbours(seen, params.Int("kernel"), params.Choice("pooling")),
+                        params.Choice("gqa")));
+}
+
+at::Tensor WindowScore(Lane& lane, const at::Tensor& attention, const Params& params) {
+  return ScoreBeforeWindow(lane, attention.mean(1), params);
 }
 
 }  // namespace epikv

@@ -26,9 +26,16 @@ at::Tensor ReduceGroup(const at::Tensor& x, const std::string& mode);
 // beyond the ends, as the published code does.
 at::Tensor PoolNeighbours(const at::Tensor& x, int64_t kernel, const std::string& mode);
 
-// Scores of a lane from those of its query heads, `by_head` [group, n] by slot: the window's own
-// tokens left out, pooled over neighbours per query head, reduced over the group. Tokens of the
-// window get the highest score of the others. fp32 [n] by slot.
+// Of the tokens before the window, in birth order: [..., n] by slot -> [..., before].
+at::Tensor BeforeWindow(Lane& lane, const at::Tensor& x);
+
+// The scores of the tokens before the window, in birth order, as those of all [n], by slot. Tokens
+// of the window get the highest score of the others.
+at::Tensor WithWindow(Lane& lane, const at::Tensor& score);
+
+// Scores of a lane from those of its query heads, `by_head` [group, n] by slot: of the tokens before
+// the window, pooled over neighbours per query head, reduced over the group; WithWindow. fp32 [n] by
+// slot.
 at::Tensor ScoreBeforeWindow(Lane& lane, const at::Tensor& by_head, const Params& params);
 
 // The same of what a window gives the tokens before it, averaged over its queries: attention

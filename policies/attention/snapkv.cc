@@ -31,7 +31,10 @@ extern constinit const PolicySpec kSnapkv{
     .name = "snapkv",
     .summary = "drops the tokens to which the newest queries attend least",
     .paper = "arXiv 2404.14469",
-    .evidence = "golden: kvpress 0.5.5 `SnapKVPress`, kvpress 0.5.5 `CriticalKVPress`",
+    .evidence =
+        "golden: kvpress 0.5.5 `SnapKVPress`, kvpress 0.5.5 `CriticalKVPress`, kvpress 0.5.5 "
+        "`AdaKVPress`, kvpress 0.5.5 `PyramidKVPress`, guozhiyu/vatp 39ea686 "
+        "`LlamaAttention_heavy_hitter`; caote: caote_test.cc",
     .params = kParams,
     .complete =
         [](Params& params, const ModelShape&) {

@@ -116,8 +116,11 @@ class Round:
         return self.world.queries(layer, range(self.newest + 1 - count, self.newest + 1))
 
 
-# Scores of every lane, in birth order, higher stays: [layers][kv_heads][n].
+# Scores of every lane, in birth order, higher stays: [layers][kv_heads][n]. Of lanes that keep the
+# same tokens, those of the first count.
 Scorer = Callable[[Round], list[Tensor]]
+# Of references that choose victims by themselves: scores and lanes in, victims of each lane out.
+Chooser = Callable[[list[Tensor], list[list[int]]], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,13 @@ class Setting:
     recent: int = 1
     params: dict[str, Any] = field(default_factory=dict)
     shape: Shape = field(default_factory=Shape)
+    shares: str = "head"  # which lanes keep the same tokens: each "head", "layer", or all ("token")
     pool: str = "lane"  # lanes that share a budget: "lane", "layer", "model"
     floor: float = 0  # of the budget, that each lane of a pool keeps for its own best
+    budgets: list[int] = field(default_factory=list)  # of each lane, where they differ
+
+    def budget_of(self, lane: int) -> int:
+        return self.budgets[lane] if self.budgets else self.budget
 
 
 def short(values: Tensor) -> list[float]:
@@ -144,57 +152,93 @@ def short(values: Tensor) -> list[float]:
 
 
 def play(
-    reference: str, scorer: Scorer, setting: Setting, *, keep_scores: bool = True
+    reference: str,
+    scorer: Scorer,
+    setting: Setting,
+    *,
+    keep_scores: bool = True,
+    watch: Callable[[Round], None] | None = None,
+    chooser: Chooser | None = None,
 ) -> dict[str, Any]:
     """Rounds of a scorer with the runtime's protection; of equals, the older goes. reference: the
-    code that scores, as the policy's row in policies/README.md names it."""
+    code that scores, as the policy's row in policies/README.md names it. watch: shown the cache
+    after each decode token, before its round. chooser: the reference's own choice, which must be
+    the same."""
     shape = setting.shape
     world = World(setting.seed, shape)
-    cached: list[list[list[int]]] = [
-        [[] for _ in range(shape.kv_heads)] for _ in range(shape.layers)
+    layers, heads = range(shape.layers), range(shape.kv_heads)
+    decisions = {  # (layer, head) that stand for lanes that keep the same tokens
+        "head": [(layer, head) for layer in layers for head in heads],
+        "layer": [(layer, 0) for layer in layers],
+        "token": [(0, 0)],
+    }[setting.shares]
+    lanes: list[list[int]] = [[] for _ in decisions]
+    cached = [
+        [
+            lanes[max(i for i, first in enumerate(decisions) if first <= (layer, head))]
+            for head in heads
+        ]
+        for layer in layers
     ]
     rounds = []
 
     def grow(tokens: range) -> None:
-        for layer in cached:
-            for lane in layer:
-                lane.extend(tokens)
+        for lane in lanes:
+            lane.extend(tokens)
 
     grow(range(setting.prompt_tokens))
     for newest in range(setting.prompt_tokens - 1, setting.tokens):
         if newest >= setting.prompt_tokens:
             grow(range(newest, newest + 1))
+            if watch is not None:
+                watch(Round(world, newest, cached))
         slack = setting.slack if newest >= setting.prompt_tokens else 0
-        lanes = [lane for layer in cached for lane in layer]
-        held = sum(len(lane) for lane in lanes) / len(lanes)
-        if held <= setting.budget + slack:
+        due = pools_over_budget(lanes, slack, setting)
+        if not due:
             continue
         scores = scorer(Round(world, newest, cached))
-        flat = [
-            scores[layer][head] for layer in range(shape.layers) for head in range(shape.kv_heads)
-        ]
-        dropped = choose(flat, lanes, newest, setting)
+        flat = [scores[layer][head] for layer, head in decisions]
+        dropped = choose(flat, lanes, newest, due, setting)
+        if chooser is not None:
+            assert dropped == chooser(flat, lanes), f"{reference} drops others after {newest}"
         rounds.append({"newest": newest, "dropped": dropped})
         if keep_scores:
-            rounds[-1]["scores"] = [short(lane) for lane in flat]
+            asked = {lane for pool in due for lane in pool}
+            rounds[-1]["scores"] = [
+                short(lane) if i in asked else [] for i, lane in enumerate(flat)
+            ]
         for lane, victims in zip(lanes, dropped, strict=True):
             lane[:] = [token for token in lane if token not in set(victims)]
     dropped_in_all = sum(len(victims) for r in rounds for victims in r["dropped"])
     if len(rounds) < 5 or dropped_in_all < 50:
         sys.exit(f"{len(rounds)} rounds and {dropped_in_all} victims are no test")
-    return {"reference": reference, **asdict(setting), "rounds": rounds}
+    known = asdict(setting)
+    del known["shares"], known["budgets"]  # follow from the policy's parameters
+    return {"reference": reference, **known, "rounds": rounds}
+
+
+def pools_over_budget(lanes: list[list[int]], slack: int, setting: Setting) -> list[range]:
+    """Lanes that share a budget and hold more than it and their slack."""
+    together = {"lane": 1, "layer": setting.shape.kv_heads, "model": len(lanes)}[setting.pool]
+    pools = [range(first, first + together) for first in range(0, len(lanes), together)]
+    return [
+        pool
+        for pool in pools
+        if sum(len(lanes[i]) - setting.budget_of(i) - slack for i in pool) > 0
+    ]
 
 
 def choose(
-    scores: list[Tensor], lanes: list[list[int]], newest: int, setting: Setting
+    scores: list[Tensor],
+    lanes: list[list[int]],
+    newest: int,
+    pools: list[range],
+    setting: Setting,
 ) -> list[list[int]]:
     """The lowest scores of each pool, protected tokens and each lane's floor apart."""
-    shape = setting.shape
-    together = {"lane": 1, "layer": shape.kv_heads, "model": len(lanes)}[setting.pool]
     dropped: list[list[int]] = [[] for _ in lanes]
-    for first in range(0, len(lanes), together):
-        pool = range(first, first + together)
-        excess = sum(len(lanes[i]) - setting.budget for i in pool)
+    for pool in pools:
+        excess = sum(len(lanes[i]) - setting.budget_of(i) for i in pool)
         open_entries = []
         for i in pool:
             candidates = sorted(

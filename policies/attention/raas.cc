@@ -1,0 +1,76 @@
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "policies/scored_policy.h"
+
+namespace epikv {
+namespace {
+
+const ParamSpec kParams[] = {SlackParam(0)};
+
+// Column `stamp`: the last decode step, counted from 1, in which a decoded token was among the more
+// attended half of them; at first that of its birth. Prompt tokens have none.
+class Raas final : public ScoredPolicy {
+ public:
+  Raas() : ScoredPolicy(Granularity::kToken) {}
+
+  void Observe(absl::Span<SequenceStep> steps) const override {
+    for (SequenceStep& step : steps) {
+      if (step.phase == Phase::kDecode) Stamp(*step.signals.attention, step.cache);
+    }
+  }
+
+ private:
+  static void Stamp(const Signals::AttentionRow& attention, CacheView& cache) {
+    const absl::Span<float> stamp = cache.column(0, 0, 0);
+    const absl::Span<const int32_t> index = cache.index(0, 0);
+    std::vector<float> sum(stamp.size());  // over all lanes
+    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+      for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
+        const absl::Span<const float> row = attention.at(layer, head);
+        for (size_t slot = 0; slot < sum.size(); ++slot) sum[slot] += row[slot];
+      }
+    }
+    std::vector<float> decoded;
+    for (size_t slot = 0; slot < sum.size(); ++slot) {
+      if (index[slot] >= cache.prompt_tokens()) decoded.push_back(sum[slot]);
+    }
+    const auto middle = decoded.begin() + (std::ssize(decoded) - 1) / 2;
+    std::nth_element(decoded.begin(), middle, decoded.end());
+    const float now = static_cast<float>(cache.newest() + 1 - cache.prompt_tokens());
+    for (size_t slot = 0; slot < sum.size(); ++slot) {
+      if (index[slot] < cache.prompt_tokens()) continue;
+      if (sum[slot] >= *middle || index[slot] == cache.newest()) stamp[slot] = now;
+      if (std::isnan(sum[slot])) stamp[slot] = sum[slot];
+    }
+  }
+
+  at::Tensor Score(const EvictionTask& task, Lane&) const override {
+    const absl::Span<const float> stamp = task.cache.column(0, 0, 0);
+    return Scores({stamp.begin(), stamp.end()});
+  }
+};
+
+}  // namespace
+
+extern constinit const PolicySpec kRaas{
+    .name = "raas",
+    .summary = "drops the decoded tokens that were longest not among the more attended half",
+    .paper = "arXiv 2502.11147, by token",
+    .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `RaaSEviction`",
+    .params = kParams,
+    .traits =
+        [](const Params& params, const ModelShape&) {
+          return PolicyTraits{.signals = Signal::kAttentionRow,
+                              .columns = {"stamp"},
+                              .slack = params.Int("slack"),
+                              .published = {.prompt = true, .recent = 1}};
+        },
+    .make = [](const Params&, const ModelShape&) -> std::shared_ptr<const Policy> {
+      return std::make_shared<Raas>();
+    },
+};
+
+}  // namespace epikv

@@ -1,0 +1,94 @@
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <vector>
+
+#include "policies/decorator.h"
+#include "policies/recipe.h"
+#include "policies/registry.h"
+#include "tests/fake_sequence.h"
+#include "tests/golden_world.h"
+
+// `caote` claims to be the change of the attention output when a token goes and the weights of the
+// others are brought back to a sum of 1. Here that change is measured.
+
+namespace epikv {
+namespace {
+
+class CaoteTest : public testing::Test {
+ protected:
+  static constexpr int64_t kTokens = 24, kWidth = 8;
+
+  static FakeSequence Sequence() {
+    FakeSequence sequence(
+        {.spec = FindPolicy(AllPolicies(), "snapkv"),
+         .params = {{"decorate", std::vector<std::string>{"caote"}}, {"window", int64_t{1}}},
+         .shape = {.num_layers = 1,
+                   .num_heads = 1,
+                   .num_kv_heads = 1,
+                   .key_width = kWidth,
+                   .value_width = kWidth},
+         .prompt_tokens = kTokens,
+         .budget = kTokens},
+        GoldenWorld(5, 1, 1, kWidth));
+    sequence.Prefill(kTokens);
+    return sequence;
+  }
+
+  // |o - o without the token|, for each.
+  static std::vector<double> Measured(const at::Tensor& attention, const at::Tensor& values) {
+    const at::Tensor weight = attention.to(at::kDouble), rows = values.to(at::kDouble);
+    const at::Tensor output = weight.matmul(rows) / weight.sum();
+    std::vector<double> change;
+    for (int64_t token = 0; token < kTokens; ++token) {
+      at::Tensor others = weight.clone();
+      others[token] = 0;
+      change.push_back((output - others.matmul(rows) / others.sum()).norm().item<double>());
+    }
+    return change;
+  }
+
+  static void ExpectMeasured(const at::Tensor& mass, Lane& lane) {
+    const at::Tensor score = FindDecorator("caote")->make()->Apply(mass, lane);
+    const std::vector<double> measured = Measured(mass, lane.values());
+    for (int64_t token = 0; token < kTokens; ++token) {
+      EXPECT_NEAR(score[token].item<double>(), measured[token], 1e-5) << "token " << token;
+    }
+  }
+};
+
+TEST_F(CaoteTest, IsTheMeasuredChangeOfTheOutput) {
+  FakeSequence sequence = Sequence();
+  Lane lane(sequence, 0, 0);
+  const at::Tensor attention = lane.window_attention()[0][0];
+  // A case that tells: weights of all sizes.
+  ASSERT_GT(attention.max().item<float>(), 0.2f);
+  ASSERT_LT(attention.min().item<float>(), 0.01f);
+  ExpectMeasured(attention, lane);
+}
+
+// The weights are proportions of whatever masses it is given.
+TEST_F(CaoteTest, TakesAnyMass) {
+  FakeSequence sequence = Sequence();
+  Lane lane(sequence, 0, 0);
+  ExpectMeasured(lane.window_attention()[0][0] * 7, lane);
+}
+
+// The mean of the cached values stands for the output.
+TEST_F(CaoteTest, FastTakesTheMeanForTheOutput) {
+  FakeSequence sequence = Sequence();
+  Lane lane(sequence, 0, 0);
+  const at::Tensor uniform = at::full(kTokens, 1.0 / kTokens);
+  const at::Tensor score = FindDecorator("fast_caote")->make()->Apply(uniform, lane);
+  const std::vector<double> measured = Measured(uniform, lane.values());
+  for (int64_t token = 0; token < kTokens; ++token) {
+    EXPECT_NEAR(score[token].item<double>(), measured[token], 1e-5) << "token " << token;
+  }
+  const at::Tensor attention = lane.window_attention()[0][0];
+  const at::Tensor other = FindDecorator("fast_caote")->make()->Apply(attention, lane);
+  EXPECT_FALSE(at::allclose(other, FindDecorator("caote")->make()->Apply(attention, lane)));
+}
+
+}  // namespace
+}  // namespace epikv

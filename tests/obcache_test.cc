@@ -1,0 +1,113 @@
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "policies/registry.h"
+#include "policies/scored_policy.h"
+#include "tests/fake_sequence.h"
+#include "tests/golden_world.h"
+
+// No public code could be had for obcache. What it claims to be is measured instead: how fast the
+// outputs of the window's queries change as a token's key, value, or both, shrink.
+
+namespace epikv {
+namespace {
+
+constexpr int64_t kTokens = 20, kWindow = 3, kGroup = 2, kWidth = 8;
+
+FakeSequence Sequence(const std::string& prune, const std::string& reduce = "after") {
+  FakeSequence sequence({.spec = FindPolicy(AllPolicies(), "obcache"),
+                         .params = {{"prune", prune},
+                                    {"reduce", reduce},
+                                    {"window", kWindow},
+                                    {"kernel", int64_t{1}}},
+                         .shape = {.num_layers = 1,
+                                   .num_heads = kGroup,
+                                   .num_kv_heads = 1,
+                                   .key_width = kWidth,
+                                   .value_width = kWidth},
+                         .prompt_tokens = kTokens,
+                         .budget = kTokens - 1},
+                        GoldenWorld(2, kGroup, 1, kWidth));
+  sequence.Prefill(kTokens);
+  return sequence;
+}
+
+// Of each query, with token `i`'s key and value shrunk by a factor. [group, w, width]
+at::Tensor Output(const FakeSequence& sequence, int64_t i, double key, double value) {
+  at::Tensor keys = sequence.keys(0, 0).to(at::kDouble).clone();
+  at::Tensor values = sequence.values(0, 0).to(at::kDouble).clone();
+  keys[i] *= key;
+  values[i] *= value;
+  const at::Tensor queries = sequence.queries(0).to(at::kDouble).transpose(0, 1);
+  at::Tensor logits = at::matmul(queries, keys.t()) * sequence.attention_scale(0);
+  const at::Tensor unseen =
+      at::ones({kWindow, kTokens}, at::kBool).triu(kTokens - kWindow + 1);  // younger
+  logits.masked_fill_(unseen, -1e300);
+  return logits.softmax(-1).matmul(values);
+}
+
+// Sum over the group of the mean over the window of the squared speed.
+double Measured(const FakeSequence& sequence, int64_t i, const std::string& prune) {
+  constexpr double kStep = 1e-5;
+  auto output = [&](double factor) {
+    return Output(sequence, i, prune == "value" ? 1 : factor, prune == "key" ? 1 : factor);
+  };
+  const at::Tensor speed = (output(1 + kStep) - output(1 - kStep)) / (2 * kStep);
+  return speed.square().sum(-1).mean(1).sum().item<double>();
+}
+
+TEST(ObCache, IsTheMeasuredChangeOfTheOutputs) {
+  for (const std::string prune : {"value", "key", "joint"}) {
+    FakeSequence sequence = Sequence(prune);
+    const auto& policy = dynamic_cast<const ScoredPolicy&>(sequence.policy());
+    const at::Tensor score = policy.ScoreAll(sequence.task())[0];
+    double most = 0;
+    for (int64_t i = 0; i < kTokens - kWindow; ++i) {
+      const double measured = Measured(sequence, i, prune);
+      EXPECT_NEAR(score[i].item<double>(), measured, 1e-5 * std::max(1.0, measured))
+          << prune << ", token " << i;
+      most = std::max(most, measured);
+    }
+    EXPECT_GT(most, 0.1) << prune << " is no case";
+  }
+}
+
+// Of one head with the mean weights and logits: here by the published terms, one by one.
+TEST(ObCache, ReducedBeforeIsThatOfTheMeanHead) {
+  FakeSequence sequence = Sequence("joint", "before");
+  const auto& policy = dynamic_cast<const ScoredPolicy&>(sequence.policy());
+  const at::Tensor score = policy.ScoreAll(sequence.task())[0];
+  const at::Tensor values = sequence.values(0, 0).to(at::kDouble);
+  Lane lane(sequence, 0, 0);
+  const at::Tensor weights = lane.window_attention().to(at::kDouble).mean(0);  // [w, n]
+  const at::Tensor logits = lane.window_logits().to(at::kDouble).mean(0);
+  const at::Tensor outputs = weights.matmul(values);
+  for (int64_t i = 0; i < kTokens - kWindow; ++i) {
+    double expected = 0;
+    for (int64_t t = 0; t < kWindow; ++t) {
+      const at::Tensor apart = values[i] - outputs[t];
+      const double a = weights[t][i].item<double>(), z = logits[t][i].item<double>();
+      expected += a * a * values[i].dot(values[i]).item<double>() / kWindow;
+      expected += a * a * z * z * apart.dot(apart).item<double>() / kWindow;
+      expected += 2 * a * a * z * values[i].dot(apart).item<double>() / kWindow;
+    }
+    EXPECT_NEAR(score[i].item<double>(), expected, 1e-5 * std::max(1.0, expected));
+  }
+}
+
+// Shrunk all the way, a value takes with it just what is measured.
+TEST(ObCache, ValueIsTheWholeChange) {
+  FakeSequence sequence = Sequence("value");
+  for (int64_t i = 0; i < kTokens - kWindow; ++i) {
+    const at::Tensor change = Output(sequence, i, 1, 1) - Output(sequence, i, 1, 0);
+    EXPECT_NEAR(change.square().sum(-1).mean(1).sum().item<double>(),
+                Measured(sequence, i, "value"), 1e-6);
+  }
+}
+
+}  // namespace
+}  // namespace epikv
