@@ -3,6 +3,7 @@
 namespace epikv {
 
 extern const PolicySpec kEpikvFlat;
+extern const PolicySpec kEpikvHsVariance;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
 extern const PolicySpec kKnorm;
@@ -13,14 +14,15 @@ extern const PolicySpec kSnapkv;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
-      &kEpikvFlat,  //
-      &kFull,       //
-      &kH2o,        //
-      &kKnorm,      //
-      &kOracle,     //
-      &kRandom,     //
-      &kSliding,    //
-      &kSnapkv,     //
+      &kEpikvFlat,        //
+      &kEpikvHsVariance,  //
+      &kFull,             //
+      &kH2o,              //
+      &kKnorm,            //
+      &kOracle,           //
+      &kRandom,           //
+      &kSliding,          //
+      &kSnapkv,           //
   };
   return kAll;
 }

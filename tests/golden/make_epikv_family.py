@@ -1,0 +1,172 @@
+"""Runs of the EpiKV authors' classes over the rows of world.py, as data.
+
+    git clone https://github.com/stevenkolawole/epiphany-kv-cache /tmp/authors
+    git -C /tmp/authors checkout d424208
+    python tests/golden/make_epikv_family.py /tmp/authors [POLICY ...]
+
+Their code is imported from the checkout given and is no part of this repository. A step is as in
+their benchmark driver: one token is appended to the cache, the policy is called once, the rows it
+keeps replace the cache. What is kept, and when, is theirs; everything is fp32.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from world import Setting, Shape, World, short, write
+
+COMMIT = "d424208"
+COMMAND = "python tests/golden/make_epikv_family.py CHECKOUT"
+# Of every number that a class reads: what it drops must not hang on the last bits.
+JITTER = 1e-6
+SHAPE = Shape(layers=6)
+
+Past = tuple[tuple[Tensor, Tensor], ...]
+
+
+class Model:
+    """What the model would have shown the authors' driver of a cache that holds `index`."""
+
+    def __init__(self, world: World, jitter: float) -> None:
+        self.world = world
+        self.jitter = jitter
+        self.noise = torch.Generator().manual_seed(world.seed)
+
+    def shaken(self, x: Tensor) -> Tensor:
+        return x * (1 + self.jitter * (2 * torch.rand(x.shape, generator=self.noise) - 1))
+
+    def past(self, index: list[int]) -> Past:
+        """((K, V), ...) of [1, kv_heads, n, width]."""
+        lanes = [index] * self.world.shape.kv_heads
+        return tuple(
+            (
+                self.shaken(self.world.lanes("key", layer, lanes))[None],
+                self.shaken(self.world.lanes("value", layer, lanes))[None],
+            )
+            for layer in range(self.world.shape.layers)
+        )
+
+    def hidden(self, token: int) -> tuple[Tensor, ...]:
+        """Entry l + 1 is the output of block l. [1, 1, width]"""
+        rows = [
+            self.shaken(self.world.rows("hidden", layer, 0, [token]))[None]
+            for layer in range(self.world.shape.layers)
+        ]
+        return (torch.zeros_like(rows[0]), *rows)
+
+    def attention(self, index: list[int]) -> tuple[Tensor, ...]:
+        """Of the newest token's query, by layer. [1, heads, 1, n]"""
+        shape = self.world.shape
+        layers = []
+        for layer in range(shape.layers):
+            keys = self.world.lanes("key", layer, [index] * shape.kv_heads).double()
+            keys = keys.repeat_interleave(shape.heads // shape.kv_heads, dim=0)
+            queries = self.world.queries(layer, index[-1:]).double()  # [heads, 1, width]
+            logits = shape.scale * queries @ keys.transpose(1, 2)
+            layers.append(self.shaken(logits.softmax(-1).float())[None])
+        return tuple(layers)
+
+
+def steps(policy: Any, reads: str, setting: Setting, jitter: float) -> list[dict[str, Any]]:
+    """Rounds of one of their policies. reads: what its call takes after the cache."""
+    model = Model(World(setting.seed, setting.shape), jitter)
+    index = list(range(setting.prompt_tokens))
+    if "hidden" in reads:
+        policy.set_prefill_end(model.hidden(index[-1]))
+    rounds = []
+    for token in range(setting.prompt_tokens, setting.tokens):
+        index.append(token)
+        past = model.past(index)
+        arguments = {
+            "attention": lambda: model.attention(index),
+            "hidden": lambda: model.hidden(token),
+        }
+        compared: list[Tensor] = []  # what they ranked, decode tokens alone
+        topk = torch.topk
+
+        def watched_topk(scores: Tensor, *rest: Any, **named: Any) -> Any:
+            compared.append(scores.clone())
+            return topk(scores, *rest, **named)
+
+        with mock.patch("torch.topk", watched_topk):
+            kept = policy.evict_past_key_values(
+                past, *(arguments[name]() for name in reads.split())
+            )
+        of_key = {tuple(row.tolist()): i for row, i in zip(past[0][0][0, 0], index, strict=True)}
+        left = [of_key[tuple(row.tolist())] for row in kept[0][0][0, 0]]
+        if left != index:
+            dropped = sorted(set(index) - set(left))
+            rounds.append({"newest": token, "dropped": [dropped], "compared": compared[-1]})
+        index = left
+    return rounds
+
+
+def run(
+    policy: Callable[[Any], Any], reads: str, *, keep_scores: bool = False, **given: Any
+) -> dict[str, Any]:
+    """policy: makes one of their objects. Its prompt is protected unless `given` says otherwise."""
+    given = {"prompt": given["prompt_tokens"], "shape": SHAPE} | given
+    recent = given.pop("keep_recent", 128)
+    setting = Setting(**given, recent=min(recent, given["budget"] // 4))
+    results = []
+    for jitter in (0, JITTER):
+        made = policy(AUTHORS.EvictionConfig(cache_size=setting.budget, keep_recent_k=recent))
+        if hasattr(made, "reset"):
+            made.reset(prefill_len=setting.prompt_tokens)
+        results.append(steps(made, reads, setting, jitter))
+    what = f"{type(made).__name__}, seed {setting.seed}"
+    victims = [[r["newest"], r["dropped"]] for r in results[0]]
+    if victims != [[r["newest"], r["dropped"]] for r in results[1]]:
+        sys.exit(f"{what}: victims hang on the last bits; take another seed")
+    dropped_in_all = sum(len(r["dropped"][0]) for r in results[0])
+    if len(victims) < 5 or dropped_in_all < 50:
+        sys.exit(f"{what}: {len(victims)} rounds and {dropped_in_all} victims are no test")
+    rounds = []
+    for r in results[0]:
+        compared = r.pop("compared")
+        if keep_scores:
+            # The prompt and the recent tokens are kept, and not compared.
+            compared = torch.cat([torch.zeros(setting.prompt_tokens), compared])
+            r["scores"] = [short(torch.where(compared.isfinite(), compared, 0))]
+        rounds.append(r)
+    reference = f"stevenkolawole/epiphany-kv-cache {COMMIT} `{type(made).__name__}`"
+    return {"reference": reference, **asdict(setting), "rounds": rounds}
+
+
+def hs_variance() -> list[dict[str, Any]]:
+    runs = []
+    for seed, a, b, window in ((1, 1, 4, 64), (2, 3, 0, 16)):
+        params = {"layer_a": a, "layer_b": b, "window": window}
+        for budget, prompt in ((48, 8), (64, 30)):
+            runs.append(
+                run(
+                    lambda config, a=a, b=b, w=window: AUTHORS.HSVarianceEviction(config, a, b, w),
+                    "hidden",
+                    seed=seed,
+                    budget=budget,
+                    prompt_tokens=prompt,
+                    tokens=180,
+                    params=params,
+                )
+            )
+    return runs
+
+
+POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "epikv_hs_variance": hs_variance,
+}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    sys.path.insert(0, sys.argv[1])
+    from src import eviction as AUTHORS
+
+    torch.set_num_threads(1)
+    for name in sys.argv[2:] or POLICIES:
+        write(name, COMMAND, POLICIES[name]())
