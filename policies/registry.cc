@@ -2,11 +2,14 @@
 
 namespace epikv {
 
+extern const PolicySpec kEpikvBandAdaptive;
 extern const PolicySpec kEpikvFlat;
 extern const PolicySpec kEpikvHsVariance;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
 extern const PolicySpec kKnorm;
+extern const PolicySpec kKvKeyVariance;
+extern const PolicySpec kKvValueVariance;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
 extern const PolicySpec kSliding;
@@ -14,15 +17,18 @@ extern const PolicySpec kSnapkv;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
-      &kEpikvFlat,        //
+      &kEpikvBandAdaptive,  //
+      &kEpikvFlat,  //
       &kEpikvHsVariance,  //
-      &kFull,             //
-      &kH2o,              //
-      &kKnorm,            //
-      &kOracle,           //
-      &kRandom,           //
-      &kSliding,          //
-      &kSnapkv,           //
+      &kFull,  //
+      &kH2o,  //
+      &kKnorm,  //
+      &kKvKeyVariance,  //
+      &kKvValueVariance,  //
+      &kOracle,  //
+      &kRandom,  //
+      &kSliding,  //
+      &kSnapkv,  //
   };
   return kAll;
 }

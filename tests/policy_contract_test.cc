@@ -236,6 +236,9 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
   world.key = [=, good = world.key](int64_t layer, int64_t head, int64_t token) {
     return token == kToken ? std::vector<float>(4, nan) : good(layer, head, token);
   };
+  world.value = [=, good = world.value](int64_t layer, int64_t head, int64_t token) {
+    return token == kToken ? std::vector<float>(4, nan) : good(layer, head, token);
+  };
   FakeSequence sequence(Options(), world);
   sequence.Prefill(10);
   while (!sequence.OverBudget()) sequence.Decode();

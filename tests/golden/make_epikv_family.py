@@ -156,8 +156,45 @@ def hs_variance() -> list[dict[str, Any]]:
     return runs
 
 
+def band_adaptive() -> list[dict[str, Any]]:
+    runs = []
+    for seed, a, b, weights, window in (
+        (3, (0, 1, 2), (3, 4), (1.29, 1.0), 64),
+        (4, (3, 4, 5), (1,), (0.5, 2.0), 16),
+    ):
+        params = {"a_first": a[0], "a_last": a[-1], "b_first": b[0], "b_last": b[-1]}
+        params |= {"weight_a": weights[0], "weight_b": weights[1], "window": window}
+
+        def policy(config: Any, a=a, b=b, weights=weights, window=window) -> Any:
+            return AUTHORS.BandAdaptiveHSEviction(config, window, *weights, a, b)
+
+        for budget, prompt in ((48, 8), (64, 30)):
+            setting = {"budget": budget, "prompt_tokens": prompt, "tokens": 180}
+            runs.append(run(policy, "hidden", seed=seed, params=params, **setting))
+    return runs
+
+
+def row_variance(name: str) -> list[dict[str, Any]]:
+    runs = []
+    for seed, window, budget, prompt in ((5, 64, 48, 8), (6, 8, 64, 30)):
+        setting = {"budget": budget, "prompt_tokens": prompt, "tokens": 160}
+        runs.append(
+            run(
+                lambda config, w=window: getattr(AUTHORS, name)(config, w),
+                "",
+                seed=seed,
+                params={"window": window},
+                **setting,
+            )
+        )
+    return runs
+
+
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "epikv_band_adaptive": band_adaptive,
     "epikv_hs_variance": hs_variance,
+    "kv_key_variance": lambda: row_variance("KVKeyVarianceEviction"),
+    "kv_value_variance": lambda: row_variance("KVValVarianceEviction"),
 }
 
 
