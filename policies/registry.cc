@@ -5,6 +5,7 @@ namespace epikv {
 extern const PolicySpec kEpikvBandAdaptive;
 extern const PolicySpec kEpikvFlat;
 extern const PolicySpec kEpikvHsVariance;
+extern const PolicySpec kEpikvSeg;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
 extern const PolicySpec kKnorm;
@@ -20,6 +21,7 @@ PolicyCatalog AllPolicies() {
       &kEpikvBandAdaptive,  //
       &kEpikvFlat,  //
       &kEpikvHsVariance,  //
+      &kEpikvSeg,  //
       &kFull,  //
       &kH2o,  //
       &kKnorm,  //

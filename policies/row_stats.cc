@@ -75,4 +75,27 @@ std::shared_ptr<const Policy> MakeRowVariance(const Params& params, RowKind kind
       });
 }
 
+ParamSpec ReserveParam() {
+  return {
+      .name = "reserve",
+      .type = ParamType::kInt,
+      .fallback = int64_t{0},
+      .max = 64,
+      .help = "tokens with the largest values that are kept for them, instead of as many others"};
+}
+
+ParamSpec ReserveByParam() {
+  return {.name = "reserve_by",
+          .type = ParamType::kChoice,
+          .fallback = std::string("range"),
+          .choices = kRowStats,
+          .help =
+              "what is large, averaged over all lanes: a value's largest channel less its "
+              "smallest, its variance over channels, or its L2 norm"};
+}
+
+SignalSet ReserveSignals(const Params& params) {
+  return params.Int("reserve") > 0 ? SignalSet(Signal::kValues) : SignalSet();
+}
+
 }  // namespace epikv

@@ -33,6 +33,12 @@ ParamSpec RowWindowParam();
 PolicyTraits RowVarianceTraits(const Params& params, Signal rows);
 std::shared_ptr<const Policy> MakeRowVariance(const Params& params, RowKind kind);
 
+// `reserve`, `reserve_by`: tokens that are spared for the size of their values alone (dropping
+// those makes models loop: VaSE, arXiv 2606.03928).
+ParamSpec ReserveParam();
+ParamSpec ReserveByParam();
+SignalSet ReserveSignals(const Params& params);  // none without a reserve
+
 // The slot of a cached token.
 int64_t SlotOf(const CacheView& cache, int64_t token);
 

@@ -190,9 +190,39 @@ def row_variance(name: str) -> list[dict[str, Any]]:
     return runs
 
 
+def seg() -> list[dict[str, Any]]:
+    runs = []
+    caps = {"retain_r": 10, "retain_e": 6, "retain_t": 2}
+    for seed, classifier, budget, prompt, segment, reserve, by in (
+        (11, "key_variance", 64, 10, 12, 0, "range"),
+        (12, "key_variance", 80, 30, 16, 0, "range"),
+        (13, "key_variance", 64, 10, 12, 3, "range"),
+        (14, "key_variance", 64, 20, 12, 8, "variance"),
+        (15, "key_variance", 64, 10, 8, 4, "norm"),
+        (16, "key_variance", 48, 30, 128, 0, "range"),  # one segment
+        (17, "entropy", 64, 10, 12, 0, "range"),
+        (18, "entropy", 80, 30, 16, 0, "range"),
+    ):
+        params = {"layer_a": 1, "layer_b": 4, "window": 32, "classifier": classifier}
+        params |= {"segment": segment} | caps
+
+        def policy(config: Any, classifier=classifier, segment=segment, r=reserve, by=by) -> Any:
+            sizes = (config, 1, 4, 32, segment, *caps.values())
+            if classifier == "entropy":
+                return AUTHORS.KVSegmentHSEviction(*sizes)
+            return AUTHORS.KVSegHSEviction(*sizes, r, {"variance": "var"}.get(by, by))
+
+        if reserve > 0:
+            params |= {"reserve": reserve, "reserve_by": by}
+        setting = {"budget": budget, "prompt_tokens": prompt, "tokens": 300}
+        runs.append(run(policy, "hidden", seed=seed, params=params, **setting))
+    return runs
+
+
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "epikv_band_adaptive": band_adaptive,
     "epikv_hs_variance": hs_variance,
+    "epikv_seg": seg,
     "kv_key_variance": lambda: row_variance("KVKeyVarianceEviction"),
     "kv_value_variance": lambda: row_variance("KVValVarianceEviction"),
 }
