@@ -18,18 +18,29 @@ class FrozenPolicy final : public Policy {
   // sequence; a copy goes on alone.
   using Scorer = std::function<float(const SequenceStep& step)>;
 
+  // Of those that are not protected and have a score, the `size` tokens with the largest numbers
+  // from `measure` stay whatever their scores: all but as many as a round must drop, where that is
+  // fewer. Among equals the newer.
+  struct Reserve {
+    int64_t size = 0;
+    Scorer measure;
+  };
+
   // fresh: of a sequence that has decoded nothing.
   explicit FrozenPolicy(Scorer fresh) : fresh_(std::move(fresh)) {}
+  FrozenPolicy(Scorer fresh, Reserve reserve)
+      : fresh_(std::move(fresh)), reserve_(std::move(reserve)) {}
 
   std::unique_ptr<PolicyState> NewState(const SequenceInfo& info) const override;
   void Observe(absl::Span<SequenceStep> steps) const override;
   std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const override;
 
   // Of the state: for PolicyTraits.
-  static constexpr int64_t kStateBytesPerToken = 8;
+  static constexpr int64_t kStateBytesPerToken = 8, kStateBytesPerReserved = 12;
 
  private:
   const Scorer fresh_;
+  const Reserve reserve_;
 };
 
 }  // namespace epikv

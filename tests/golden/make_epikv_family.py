@@ -219,8 +219,27 @@ def seg() -> list[dict[str, Any]]:
     return runs
 
 
+def flat_with_reserve() -> list[dict[str, Any]]:
+    runs = []
+    for seed, budget, prompt, reserve, by in (
+        (21, 48, 8, 4, "range"),
+        (22, 64, 30, 8, "variance"),
+        (23, 48, 20, 2, "norm"),
+    ):
+        params = {"layer_a": 1, "layer_b": 4, "window": 32, "reserve": reserve, "reserve_by": by}
+
+        def policy(config: Any, reserve=reserve, by=by) -> Any:
+            stat = {"variance": "var"}.get(by, by)
+            return AUTHORS.DetrendendHSVarianceEviction(config, 1, 4, 32, reserve, stat)
+
+        setting = {"budget": budget, "prompt_tokens": prompt, "tokens": 160}
+        runs.append(run(policy, "hidden", seed=seed, params=params, **setting))
+    return runs
+
+
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "epikv_band_adaptive": band_adaptive,
+    "epikv_flat": flat_with_reserve,
     "epikv_hs_variance": hs_variance,
     "epikv_seg": seg,
     "kv_key_variance": lambda: row_variance("KVKeyVarianceEviction"),
