@@ -2,9 +2,12 @@
 
 namespace epikv {
 
+extern const PolicySpec kAttentionHsProduct;
 extern const PolicySpec kEpikvBandAdaptive;
 extern const PolicySpec kEpikvFlat;
 extern const PolicySpec kEpikvHsVariance;
+extern const PolicySpec kEpikvLagKv;
+extern const PolicySpec kEpikvLagKvKey;
 extern const PolicySpec kEpikvSeg;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
@@ -18,9 +21,12 @@ extern const PolicySpec kSnapkv;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
+      &kAttentionHsProduct,  //
       &kEpikvBandAdaptive,  //
       &kEpikvFlat,  //
       &kEpikvHsVariance,  //
+      &kEpikvLagKv,  //
+      &kEpikvLagKvKey,  //
       &kEpikvSeg,  //
       &kFull,  //
       &kH2o,  //

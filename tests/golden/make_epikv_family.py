@@ -237,10 +237,45 @@ def flat_with_reserve() -> list[dict[str, Any]]:
     return runs
 
 
+def lag(name: str) -> list[dict[str, Any]]:
+    runs = []
+    for seed, chunk, budget, prompt in ((31, 16, 56, 8), (32, 24, 64, 30), (33, 128, 48, 8)):
+
+        def policy(config: Any, chunk=chunk) -> Any:
+            return getattr(AUTHORS, name)(config, chunk)
+
+        setting = {"budget": budget, "prompt_tokens": prompt, "tokens": budget + 60}
+        runs.append(
+            run(policy, "", keep_scores=True, seed=seed, params={"chunk": chunk}, **setting)
+        )
+    return runs
+
+
+def attention_hs_product() -> list[dict[str, Any]]:
+    runs = []
+    for seed, layer, window, alpha, budget, prompt in (
+        (41, 1, 64, 1.0, 48, 8),
+        (42, 4, 16, 0.3, 64, 30),
+    ):
+        params = {"layer_a": layer, "window": window, "alpha": alpha}
+
+        def policy(config: Any, layer=layer, window=window, alpha=alpha) -> Any:
+            return AUTHORS.AttentionHSProductEviction(config, layer, window, alpha)
+
+        setting = {"budget": budget, "prompt_tokens": prompt, "tokens": budget + 60, "sinks": 4}
+        runs.append(
+            run(policy, "attention hidden", keep_scores=True, seed=seed, params=params, **setting)
+        )
+    return runs
+
+
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "attention_hs_product": attention_hs_product,
     "epikv_band_adaptive": band_adaptive,
     "epikv_flat": flat_with_reserve,
     "epikv_hs_variance": hs_variance,
+    "epikv_lag_kv": lambda: lag("LagKVEviction"),
+    "epikv_lag_kv_key": lambda: lag("LagKVKeyVarianceEviction"),
     "epikv_seg": seg,
     "kv_key_variance": lambda: row_variance("KVKeyVarianceEviction"),
     "kv_value_variance": lambda: row_variance("KVValVarianceEviction"),
