@@ -16,8 +16,10 @@ extern const PolicySpec kKvKeyVariance;
 extern const PolicySpec kKvValueVariance;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRandom;
+extern const PolicySpec kSegmentHs;
 extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
+extern const PolicySpec kThinkv;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
@@ -35,8 +37,10 @@ PolicyCatalog AllPolicies() {
       &kKvValueVariance,  //
       &kOracle,  //
       &kRandom,  //
+      &kSegmentHs,  //
       &kSliding,  //
       &kSnapkv,  //
+      &kThinkv,  //
   };
   return kAll;
 }

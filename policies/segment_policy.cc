@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "policies/attention_row.h"
 #include "policies/row_stats.h"
 
 namespace epikv {
@@ -43,6 +44,14 @@ ParamSpec RetainExecutionParam() {
 }
 ParamSpec RetainTransitionParam() {
   return RetainParam("retain_t", 8, "tokens kept of a segment of transition");
+}
+ParamSpec ClassifierLayersParam() {
+  return {.name = "classifier_layers",
+          .type = ParamType::kInt,
+          .fallback = int64_t{4},
+          .min = 1,
+          .max = 4096,
+          .help = "last layers whose attention classes a segment"};
 }
 
 Segments::Segments(const CacheView& cache, int64_t size) {
@@ -188,6 +197,12 @@ absl::Status SegmentPolicy::SwapInReserve(const CacheView& cache, absl::Span<con
     keep[out[i]] = false;
   }
   return absl::OkStatus();
+}
+
+void ObserveLastLayers(SequenceStep& step, int64_t num_layers, int64_t column) {
+  const int64_t first = std::max<int64_t>(0, step.cache.num_layers() - num_layers);
+  const std::vector<float> mean = MeanAttention(*step.signals.attention, step.cache, first);
+  std::copy(mean.begin(), mean.end(), step.cache.column(column, 0, 0).begin());
 }
 
 std::unique_ptr<PolicyState> FlatSegmentPolicy::NewState(const SequenceInfo&) const {

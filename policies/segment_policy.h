@@ -20,6 +20,7 @@ ParamSpec SegmentParam();  // `segment`: tokens
 ParamSpec RetainReasoningParam();
 ParamSpec RetainExecutionParam();
 ParamSpec RetainTransitionParam();
+ParamSpec ClassifierLayersParam();  // `classifier_layers`: of attention, the last ones
 
 enum class SegmentType { kReasoning, kExecution, kTransition };
 
@@ -74,6 +75,10 @@ class SegmentPolicy : public Policy {
   const int64_t reserve_;
   const std::string reserve_by_;
 };
+
+// Writes what the newest query gave each token in the last `num_layers` layers, on average, to a
+// column.
+void ObserveLastLayers(SequenceStep& step, int64_t num_layers, int64_t column);
 
 // Column 0 is EpiKV-Flat's score; of the prompt: -inf.
 class FlatSegmentPolicy : public SegmentPolicy {

@@ -24,6 +24,7 @@ COMMAND = "python tests/golden/make_epikv_family.py CHECKOUT"
 # Of every number that a class reads: what it drops must not hang on the last bits.
 JITTER = 1e-6
 SHAPE = Shape(layers=6)
+CAPS = {"retain_r": 10, "retain_e": 6, "retain_t": 2}
 
 Past = tuple[tuple[Tensor, Tensor], ...]
 
@@ -192,7 +193,6 @@ def row_variance(name: str) -> list[dict[str, Any]]:
 
 def seg() -> list[dict[str, Any]]:
     runs = []
-    caps = {"retain_r": 10, "retain_e": 6, "retain_t": 2}
     for seed, classifier, budget, prompt, segment, reserve, by in (
         (11, "key_variance", 64, 10, 12, 0, "range"),
         (12, "key_variance", 80, 30, 16, 0, "range"),
@@ -204,10 +204,10 @@ def seg() -> list[dict[str, Any]]:
         (18, "entropy", 80, 30, 16, 0, "range"),
     ):
         params = {"layer_a": 1, "layer_b": 4, "window": 32, "classifier": classifier}
-        params |= {"segment": segment} | caps
+        params |= {"segment": segment} | CAPS
 
         def policy(config: Any, classifier=classifier, segment=segment, r=reserve, by=by) -> Any:
-            sizes = (config, 1, 4, 32, segment, *caps.values())
+            sizes = (config, 1, 4, 32, segment, *CAPS.values())
             if classifier == "entropy":
                 return AUTHORS.KVSegmentHSEviction(*sizes)
             return AUTHORS.KVSegHSEviction(*sizes, r, {"variance": "var"}.get(by, by))
@@ -269,6 +269,44 @@ def attention_hs_product() -> list[dict[str, Any]]:
     return runs
 
 
+def segment_hs() -> list[dict[str, Any]]:
+    runs = []
+    for seed, budget, prompt, segment, layers in ((51, 64, 10, 12, 4), (52, 80, 30, 16, 2)):
+        params = {"layer_a": 1, "layer_b": 4, "window": 32, "segment": segment}
+        params |= {"classifier_layers": layers} | CAPS
+
+        def policy(config: Any, segment=segment, layers=layers) -> Any:
+            sizes = (segment, *CAPS.values(), layers)
+            return AUTHORS.HybridSegmentHSEviction(config, 1, 4, 32, *sizes)
+
+        setting = {"budget": budget, "prompt_tokens": prompt, "tokens": 300}
+        runs.append(run(policy, "attention hidden", seed=seed, params=params, **setting))
+    return runs
+
+
+def thinkv() -> list[dict[str, Any]]:
+    runs = []
+    for seed, variant, budget, prompt, segment, layers, refresh in (
+        (61, "simplified", 64, 10, 12, 4, 128),
+        (62, "simplified", 80, 30, 16, 2, 128),
+        (63, "faithful", 64, 10, 6, 4, 128),
+        (64, "faithful", 80, 30, 5, 2, 1),
+        (65, "faithful", 80, 30, 5, 4, 3),
+    ):
+        params = {"variant": variant, "refresh": refresh, "segment": segment}
+        params |= {"classifier_layers": layers} | CAPS
+
+        def policy(config: Any, v=variant, s=segment, layers=layers, tau=refresh) -> Any:
+            sizes = (config, s, *CAPS.values(), layers)
+            if v == "simplified":
+                return AUTHORS.ThinKVEviction(*sizes)
+            return AUTHORS.ThinKVFaithfulEviction(*sizes, refresh_tau=tau)
+
+        setting = {"budget": budget, "prompt_tokens": prompt, "tokens": 300, "prompt": 0}
+        runs.append(run(policy, "attention", seed=seed, params=params, **setting))
+    return runs
+
+
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "attention_hs_product": attention_hs_product,
     "epikv_band_adaptive": band_adaptive,
@@ -279,6 +317,8 @@ POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "epikv_seg": seg,
     "kv_key_variance": lambda: row_variance("KVKeyVarianceEviction"),
     "kv_value_variance": lambda: row_variance("KVValVarianceEviction"),
+    "segment_hs": segment_hs,
+    "thinkv": thinkv,
 }
 
 
