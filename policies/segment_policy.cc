@@ -149,8 +149,9 @@ Eviction SegmentPolicy::EvictOne(const EvictionTask& task) const {
   for (size_t i = 0; i < segments.slots().size(); ++i) {
     std::vector<int32_t> open;  // newest first
     for (int32_t slot : segments.slots()[i]) {
-      if (!keep[slot]) open.insert(open.begin(), slot);
+      if (!keep[slot]) open.push_back(slot);
     }
+    std::reverse(open.begin(), open.end());
     std::stable_sort(open.begin(), open.end(),
                      [&](int32_t a, int32_t b) { return score[a] > score[b]; });
     const SegmentType type = (*types)[i];

@@ -65,6 +65,8 @@ std::map<std::string, ParamValue> SmallParams(const PolicySpec& spec) {
     if (param.name == "slack" && param.fallback != ParamValue(int64_t{0})) {
       params["slack"] = int64_t{7};
     }
+    // Of the one segment that there is: so that a round ends at the budget, and the next is near.
+    if (param.name == "retain_r") params["retain_r"] = int64_t{128};
     if (param.name == "prefer") {
       params["prefer"] = std::vector<int64_t>{3, 5, 50, 51, 52, 60, 61, 70, 90};
     }
@@ -82,8 +84,8 @@ std::vector<PolicyCase> EvictingPolicies() {
   return cases;
 }
 
-// Every other value of each of their choices and switches, and slack where there is none, or none
-// where there is.
+// Every other value of each of their choices and switches; slack where there is none, or none where
+// there is; a reserve.
 std::vector<PolicyCase> PolicyVariants() {
   std::vector<PolicyCase> cases;
   for (const PolicySpec* spec : LawPolicies()) {
@@ -108,6 +110,7 @@ std::vector<PolicyCase> PolicyVariants() {
         const bool none = param.fallback == ParamValue(int64_t{0});
         add(param, none ? "Slack" : "EachStep", int64_t{none ? 6 : 0});
       }
+      if (param.name == "reserve") add(param, "Reserve", int64_t{4});
     }
   }
   return cases;

@@ -59,6 +59,8 @@ std::vector<Case> Cases() {
         variants.push_back({{name, std::vector<int64_t>{31, 8, 9, 55, 70, 71, 90}}});
       } else if (name == "slack") {
         for (int64_t value : {0, 7}) variants.push_back({{name, value}});
+      } else if (name == "reserve") {
+        variants.push_back({{name, int64_t{4}}});
       }
     }
     for (auto& params : variants) {

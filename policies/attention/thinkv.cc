@@ -51,11 +51,11 @@ std::optional<std::pair<double, double>> Valleys(const std::vector<double>& entr
   const at::Tensor grid = at::linspace(x.min().item(), x.max().item(), kPoints);
   const at::Tensor z = (grid.unsqueeze(1) - x.unsqueeze(0)) / bandwidth;  // [points, n]
   const at::Tensor density = at::exp(-0.5 * z * z).sum(1);
-  const float* at = grid.const_data_ptr<float>();
+  const float* position = grid.const_data_ptr<float>();
   const float* d = density.const_data_ptr<float>();
   std::vector<std::pair<float, float>> valleys;  // (density, position)
   for (int64_t i = 1; i + 1 < kPoints; ++i) {
-    if (d[i] < d[i - 1] && d[i] <= d[i + 1]) valleys.emplace_back(d[i], at[i]);
+    if (d[i] < d[i - 1] && d[i] <= d[i + 1]) valleys.emplace_back(d[i], position[i]);
   }
   if (valleys.size() < 2) return std::nullopt;
   std::sort(valleys.begin(), valleys.end());

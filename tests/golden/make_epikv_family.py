@@ -72,6 +72,19 @@ class Model:
         return tuple(layers)
 
 
+def watched(evict: Callable[..., Past], *arguments: Any) -> tuple[Past, list[Tensor]]:
+    """What `evict` returns, and the scores that it ranked on the way: of decode tokens alone."""
+    ranked: list[Tensor] = []
+    topk = torch.topk
+
+    def watched_topk(scores: Tensor, *rest: Any, **named: Any) -> Any:
+        ranked.append(scores.clone())
+        return topk(scores, *rest, **named)
+
+    with mock.patch("torch.topk", watched_topk):
+        return evict(*arguments), ranked
+
+
 def steps(policy: Any, reads: str, setting: Setting, jitter: float) -> list[dict[str, Any]]:
     """Rounds of one of their policies. reads: what its call takes after the cache."""
     model = Model(World(setting.seed, setting.shape), jitter)
@@ -82,26 +95,16 @@ def steps(policy: Any, reads: str, setting: Setting, jitter: float) -> list[dict
     for token in range(setting.prompt_tokens, setting.tokens):
         index.append(token)
         past = model.past(index)
-        arguments = {
-            "attention": lambda: model.attention(index),
-            "hidden": lambda: model.hidden(token),
-        }
-        compared: list[Tensor] = []  # what they ranked, decode tokens alone
-        topk = torch.topk
-
-        def watched_topk(scores: Tensor, *rest: Any, **named: Any) -> Any:
-            compared.append(scores.clone())
-            return topk(scores, *rest, **named)
-
-        with mock.patch("torch.topk", watched_topk):
-            kept = policy.evict_past_key_values(
-                past, *(arguments[name]() for name in reads.split())
-            )
+        rest = [
+            model.attention(index) if name == "attention" else model.hidden(token)
+            for name in reads.split()
+        ]
+        kept, ranked = watched(policy.evict_past_key_values, past, *rest)
         of_key = {tuple(row.tolist()): i for row, i in zip(past[0][0][0, 0], index, strict=True)}
         left = [of_key[tuple(row.tolist())] for row in kept[0][0][0, 0]]
         if left != index:
             dropped = sorted(set(index) - set(left))
-            rounds.append({"newest": token, "dropped": [dropped], "compared": compared[-1]})
+            rounds.append({"newest": token, "dropped": [dropped], "scores": ranked[-1]})
         index = left
     return rounds
 
@@ -111,11 +114,10 @@ def run(
 ) -> dict[str, Any]:
     """policy: makes one of their objects. Its prompt is protected unless `given` says otherwise."""
     given = {"prompt": given["prompt_tokens"], "shape": SHAPE} | given
-    recent = given.pop("keep_recent", 128)
-    setting = Setting(**given, recent=min(recent, given["budget"] // 4))
+    setting = Setting(**given, recent=min(128, given["budget"] // 4))
     results = []
     for jitter in (0, JITTER):
-        made = policy(AUTHORS.EvictionConfig(cache_size=setting.budget, keep_recent_k=recent))
+        made = policy(AUTHORS.EvictionConfig(cache_size=setting.budget))
         if hasattr(made, "reset"):
             made.reset(prefill_len=setting.prompt_tokens)
         results.append(steps(made, reads, setting, jitter))
@@ -128,11 +130,11 @@ def run(
         sys.exit(f"{what}: {len(victims)} rounds and {dropped_in_all} victims are no test")
     rounds = []
     for r in results[0]:
-        compared = r.pop("compared")
+        scores = r.pop("scores")
         if keep_scores:
             # The prompt and the recent tokens are kept, and not compared.
-            compared = torch.cat([torch.zeros(setting.prompt_tokens), compared])
-            r["scores"] = [short(torch.where(compared.isfinite(), compared, 0))]
+            scores = torch.cat([torch.zeros(setting.prompt_tokens), scores])
+            r["scores"] = [short(torch.where(scores.isfinite(), scores, 0))]
         rounds.append(r)
     reference = f"stevenkolawole/epiphany-kv-cache {COMMIT} `{type(made).__name__}`"
     return {"reference": reference, **asdict(setting), "rounds": rounds}
