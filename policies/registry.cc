@@ -2,15 +2,23 @@
 
 namespace epikv {
 
+extern const PolicySpec kAttentionHsProduct;
 extern const PolicySpec kCur;
 extern const PolicySpec kDefensiveKv;
+extern const PolicySpec kEpikvBandAdaptive;
 extern const PolicySpec kEpikvFlat;
+extern const PolicySpec kEpikvHsVariance;
+extern const PolicySpec kEpikvLagKv;
+extern const PolicySpec kEpikvLagKvKey;
+extern const PolicySpec kEpikvSeg;
 extern const PolicySpec kExpectedAttention;
 extern const PolicySpec kFull;
 extern const PolicySpec kH2o;
 extern const PolicySpec kInfokv;
 extern const PolicySpec kKeydiff;
 extern const PolicySpec kKnorm;
+extern const PolicySpec kKvKeyVariance;
+extern const PolicySpec kKvValueVariance;
 extern const PolicySpec kLagkv;
 extern const PolicySpec kLaprox;
 extern const PolicySpec kLongflow;
@@ -22,39 +30,51 @@ extern const PolicySpec kRandomAttention;
 extern const PolicySpec kRkv;
 extern const PolicySpec kRkvEpikv;
 extern const PolicySpec kScissorhands;
+extern const PolicySpec kSegmentHs;
 extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
 extern const PolicySpec kStreamingLlm;
+extern const PolicySpec kThinkv;
 extern const PolicySpec kTova;
 extern const PolicySpec kVase;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
-      &kCur,  //
-      &kDefensiveKv,  //
-      &kEpikvFlat,  //
-      &kExpectedAttention,  //
-      &kFull,  //
-      &kH2o,  //
-      &kInfokv,  //
-      &kKeydiff,  //
-      &kKnorm,  //
-      &kLagkv,  //
-      &kLaprox,  //
-      &kLongflow,  //
-      &kObcache,  //
-      &kOracle,  //
-      &kRaas,  //
-      &kRandom,  //
-      &kRandomAttention,  //
-      &kRkv,  //
-      &kRkvEpikv,  //
-      &kScissorhands,  //
-      &kSliding,  //
-      &kSnapkv,  //
-      &kStreamingLlm,  //
-      &kTova,  //
-      &kVase,  //
+      &kAttentionHsProduct,  //
+      &kCur,                 //
+      &kDefensiveKv,         //
+      &kEpikvBandAdaptive,   //
+      &kEpikvFlat,           //
+      &kEpikvHsVariance,     //
+      &kEpikvLagKv,          //
+      &kEpikvLagKvKey,       //
+      &kEpikvSeg,            //
+      &kExpectedAttention,   //
+      &kFull,                //
+      &kH2o,                 //
+      &kInfokv,              //
+      &kKeydiff,             //
+      &kKnorm,               //
+      &kKvKeyVariance,       //
+      &kKvValueVariance,     //
+      &kLagkv,               //
+      &kLaprox,              //
+      &kLongflow,            //
+      &kObcache,             //
+      &kOracle,              //
+      &kRaas,                //
+      &kRandom,              //
+      &kRandomAttention,     //
+      &kRkv,                 //
+      &kRkvEpikv,            //
+      &kScissorhands,        //
+      &kSegmentHs,           //
+      &kSliding,             //
+      &kSnapkv,              //
+      &kStreamingLlm,        //
+      &kThinkv,              //
+      &kTova,                //
+      &kVase,                //
   };
   return kAll;
 }

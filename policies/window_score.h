@@ -33,9 +33,9 @@ at::Tensor BeforeWindow(Lane& lane, const at::Tensor& x);
 // of the window get the highest score of the others.
 at::Tensor WithWindow(Lane& lane, const at::Tensor& score);
 
-// Scores of a lane from those of its query heads, `by_head` [group, n] by slot: of the tokens before
-// the window, pooled over neighbours per query head, reduced over the group; WithWindow. fp32 [n] by
-// slot.
+// Scores of a lane from those of its query heads, `by_head` [group, n] by slot: of the tokens
+// before the window, pooled over neighbours per query head, reduced over the group; WithWindow.
+// fp32 [n] by slot.
 at::Tensor ScoreBeforeWindow(Lane& lane, const at::Tensor& by_head, const Params& params);
 
 // The same of what a window gives the tokens before it, averaged over its queries: attention

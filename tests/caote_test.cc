@@ -50,7 +50,7 @@ class CaoteTest : public testing::Test {
   }
 
   static void ExpectMeasured(const at::Tensor& mass, Lane& lane) {
-    const at::Tensor score = FindDecorator("caote")->make()->Apply(mass, lane);
+    const at::Tensor score = FindDecorator("caote")->make(0)->Apply(mass, lane);
     const std::vector<double> measured = Measured(mass, lane.values());
     for (int64_t token = 0; token < kTokens; ++token) {
       EXPECT_NEAR(score[token].item<double>(), measured[token], 1e-5) << "token " << token;
@@ -80,14 +80,14 @@ TEST_F(CaoteTest, FastTakesTheMeanForTheOutput) {
   FakeSequence sequence = Sequence();
   Lane lane(sequence, 0, 0);
   const at::Tensor uniform = at::full(kTokens, 1.0 / kTokens);
-  const at::Tensor score = FindDecorator("fast_caote")->make()->Apply(uniform, lane);
+  const at::Tensor score = FindDecorator("fast_caote")->make(0)->Apply(uniform, lane);
   const std::vector<double> measured = Measured(uniform, lane.values());
   for (int64_t token = 0; token < kTokens; ++token) {
     EXPECT_NEAR(score[token].item<double>(), measured[token], 1e-5) << "token " << token;
   }
   const at::Tensor attention = lane.window_attention()[0][0];
-  const at::Tensor other = FindDecorator("fast_caote")->make()->Apply(attention, lane);
-  EXPECT_FALSE(at::allclose(other, FindDecorator("caote")->make()->Apply(attention, lane)));
+  const at::Tensor other = FindDecorator("fast_caote")->make(0)->Apply(attention, lane);
+  EXPECT_FALSE(at::allclose(other, FindDecorator("caote")->make(0)->Apply(attention, lane)));
 }
 
 }  // namespace

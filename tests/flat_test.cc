@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "policies/epikv/flat_score.h"
+#include "policies/random.h"
 #include "policies/registry.h"
 #include "tests/fake_sequence.h"
 
@@ -87,16 +88,18 @@ TEST(FlatScore, IsTheSignedDifference) {
   }
 }
 
-// The definition: at every round the protected stay, and of the others the highest scores.
+// The definition: at every round the protected stay, of the others those of the largest values, and
+// of the rest the highest scores.
 class Mask {
  public:
   Mask(const FakeSequence::Options& options, const FakeWorld& world, int64_t layer_a,
-       int64_t layer_b, int64_t window, int64_t sign)
+       int64_t layer_b, int64_t window, int64_t sign, size_t reserve)
       : protection_(options.protection),
         budget_(options.budget),
         world_(world),
         layer_a_(layer_a),
         layer_b_(layer_b),
+        reserve_(reserve),
         score_(window, sign) {
     for (int64_t token = 0; token < options.prompt_tokens; ++token) Add(-INFINITY);
   }
@@ -121,16 +124,30 @@ class Mask {
     for (int32_t token : kept_) {
       if (!protection_.Covers(token, newest)) open.push_back(token);
     }
+    const size_t excess = kept_.size() - budget_;
+    Spare(open, std::min(reserve_, open.size() - excess));
     // Ascending scores; the older of equals first.
     std::stable_sort(open.begin(), open.end(),
                      [&](int32_t x, int32_t y) { return scores_[x] < scores_[y]; });
     for (size_t i = 0; static_cast<int64_t>(kept_.size()) > budget_; ++i) kept_.erase(open.at(i));
   }
 
+  // Takes the `count` largest values out of `open`, of equals the newer; of the prompt none.
+  void Spare(std::vector<int32_t>& open, size_t count) {
+    auto value = [&](int32_t token) {
+      return scores_[token] == -INFINITY ? -1 : world_.value(0, 0, token)[0];
+    };
+    std::stable_sort(open.begin(), open.end(),
+                     [&](int32_t x, int32_t y) { return value(x) < value(y); });
+    for (; count > 0 && !open.empty() && value(open.back()) >= 0; --count) open.pop_back();
+    std::sort(open.begin(), open.end());
+  }
+
   const Protection protection_;
   const int64_t budget_;
   const FakeWorld& world_;
   const int64_t layer_a_, layer_b_;
+  const size_t reserve_;
   FlatScore score_;
   std::vector<float> scores_;  // by index
   std::set<int32_t> kept_;
@@ -157,7 +174,9 @@ TEST(Flat, HeapEqualsTheMask) {
     const bool a_first = draw(0, 1) == 0;
     FakeSequence::Options options;
     options.spec = &Flat();
-    options.params = {{"layer_a", int64_t{a_first ? 0 : 2}},
+    const int64_t reserve = draw(0, 3) == 0 ? draw(1, 12) : 0;
+    options.params = {{"reserve", reserve},
+                      {"layer_a", int64_t{a_first ? 0 : 2}},
                       {"layer_b", int64_t{a_first ? 2 : 0}},
                       {"window", window},
                       {"sign", sign},
@@ -166,10 +185,13 @@ TEST(Flat, HeapEqualsTheMask) {
     options.prompt_tokens = prompt;
     options.budget = std::max(prompt, protection.Size()) + draw(1, 40);
     // Two levels and a window of two: nearly all scores are equal to many others.
-    const FakeWorld world = RandomWorld(seed, draw(0, 1) == 0 ? 2 : 1 << 20);
+    FakeWorld world = RandomWorld(seed, draw(0, 1) == 0 ? 2 : 1 << 20);
+    world.value = [=](int64_t, int64_t, int64_t token) {  // of a range from 0 to 7
+      return std::vector<float>{static_cast<float>(CounterRng(seed, 9).Below(8, token)), 0};
+    };
     FakeSequence heap(options, world);
     heap.Prefill(prompt);
-    Mask mask(options, world, a_first ? 0 : 2, a_first ? 2 : 0, window, sign);
+    Mask mask(options, world, a_first ? 0 : 2, a_first ? 2 : 0, window, sign, reserve);
     for (int i = 0; i < 200; ++i) {
       heap.Decode();
       evicted += heap.Round().size();
@@ -190,6 +212,20 @@ TEST(Flat, UnprotectedPromptGoesFirst) {
     sequence.Round();
   }
   EXPECT_THAT(sequence.Kept(), ElementsAre(0, 4, 5, 6, 7, 8, 9, 10));
+}
+
+TEST(Flat, ReserveOfNanIsAnError) {
+  FakeSequence::Options options{.spec = &Flat(),
+                                .params = {{"reserve", int64_t{2}}},
+                                .protection = {.recent = 2},
+                                .budget = 8};
+  FakeWorld world = RandomWorld(1, 100);
+  world.value = [](int64_t layer, int64_t, int64_t token) {
+    return std::vector<float>{layer == 1 && token == 3 ? NAN : 1, 0};
+  };
+  FakeSequence sequence(options, world);
+  for (int i = 0; i < 9; ++i) sequence.Decode();
+  EXPECT_EQ(sequence.Ask().status.code(), absl::StatusCode::kInternal);
 }
 
 const ModelShape kEightLayers{.num_layers = 8,

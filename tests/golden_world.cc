@@ -14,7 +14,7 @@ uint64_t Mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-enum Kind : uint64_t { kKey = 1, kValue = 2, kQuery = 3, kOutput = 5 };
+enum Kind : uint64_t { kKey = 1, kValue = 2, kQuery = 3, kHidden = 4, kOutput = 5 };
 
 std::vector<float> Row(uint64_t seed, Kind kind, int64_t layer, int64_t head, int64_t token,
                        int64_t width) {
@@ -52,6 +52,13 @@ FakeWorld GoldenWorld(uint64_t seed, int64_t heads, int64_t kv_heads, int64_t wi
   // The residual stream is twice as wide as a head.
   world.output = [=](int64_t layer, int64_t head, int64_t channel) {
     return Row(seed, kOutput, layer, head, channel, 2 * width);
+  };
+  world.residual_step = [=](int64_t layer, int64_t token) {
+    const std::vector<float> from = Row(seed, kHidden, layer, 0, token - 1, width);
+    const std::vector<float> to = Row(seed, kHidden, layer, 0, token, width);
+    double squares = 0;
+    for (int64_t c = 0; c < width; ++c) squares += (to[c] - from[c]) * (to[c] - from[c]);
+    return static_cast<float>(std::sqrt(squares));
   };
   world.attention = [=, scale = world.attention_scale, group = heads / kv_heads](
                         int64_t layer, int64_t head, int64_t query,

@@ -8,7 +8,7 @@
 namespace epikv {
 
 // The world of golden/world.py: the same rows, bit for bit. Attention rows are what its queries
-// give its keys.
+// give its keys; residual steps are of its "hidden" rows, of head 0.
 FakeWorld GoldenWorld(uint64_t seed, int64_t heads, int64_t kv_heads, int64_t width);
 
 }  // namespace epikv

@@ -66,6 +66,8 @@ std::map<std::string, ParamValue> SmallParams(const PolicySpec& spec) {
     if (param.name == "slack" && param.fallback != ParamValue(int64_t{0})) {
       params["slack"] = int64_t{7};
     }
+    // Of the one segment that there is: so that a round ends at the budget, and the next is near.
+    if (param.name == "retain_r") params["retain_r"] = int64_t{128};
     if (param.name == "prefer") {
       params["prefer"] = std::vector<int64_t>{3, 5, 50, 51, 52, 60, 61, 70, 90};
     }
@@ -83,8 +85,8 @@ std::vector<PolicyCase> EvictingPolicies() {
   return cases;
 }
 
-// Every other value of each of their choices and switches, and slack where there is none, or none
-// where there is.
+// Every other value of each of their choices and switches; slack where there is none, or none where
+// there is; a reserve.
 std::vector<PolicyCase> PolicyVariants() {
   std::vector<PolicyCase> cases;
   for (const PolicySpec* spec : LawPolicies()) {
@@ -102,6 +104,8 @@ std::vector<PolicyCase> PolicyVariants() {
       }
       for (absl::string_view choice : param.choices) {
         const std::string item(choice);
+        // Without a window's share its leanest lane would hold a twentieth of these small budgets.
+        if (item == "pyramid" && !SmallParams(*spec).contains("window")) continue;
         const bool list = param.type == ParamType::kChoiceList;
         add(param, Camel(param.name) + Camel(item),
             list ? ParamValue(std::vector{item}) : ParamValue(item));
@@ -110,6 +114,7 @@ std::vector<PolicyCase> PolicyVariants() {
         const bool none = param.fallback == ParamValue(int64_t{0});
         add(param, none ? "Slack" : "EachStep", int64_t{none ? 6 : 0});
       }
+      if (param.name == "reserve") add(param, "Reserve", int64_t{4});
     }
   }
   return cases;
@@ -405,7 +410,9 @@ TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
     for (size_t t = options.prompt.size() - 1; t < steps.size(); ++t) {
       expected.push_back(steps[t].logits);
     }
-    EXPECT_LT(LargestDifference(logits, expected), 1e-4);
+    // Where a policy asks for entropies, the prompt's other tokens have logits too: before these.
+    const size_t more = logits.size() - std::min(logits.size(), expected.size());
+    EXPECT_LT(LargestDifference({logits.begin() + more, logits.end()}, expected), 1e-4);
   }
 }
 
@@ -446,7 +453,10 @@ TEST_P(EveryPolicyInFp32, Law5_ChunkedPrefillAndMovedLanesChangeNothing) {
     const auto third = harness.Submit(large);
     harness.RunAll();
     ASSERT_TRUE(first->ok() && watched->ok() && third->ok());
-    EXPECT_GT(harness.executor().pool().rows_moved(), 0);
+    // What a policy's state takes of the pool leaves rows that need no moving.
+    const std::set<std::string> stateful = {"expected_attention", "infokv", "probe"};
+    const bool lean = !stateful.contains(policy().policy);
+    EXPECT_TRUE(!lean || harness.executor().pool().rows_moved() > 0);
     EXPECT_GT(first->finished->output_tokens, 96 - 40);
     kept.push_back(watched->finished->kv.kept);
     const Transcript alone = harness.Run(options);
@@ -662,23 +672,26 @@ TEST_P(SignalsEqualTheDefinition, H2oDropsTheLeastAttended) {
 
 // What information-aware policies are given of every token, of the prompt and decoded.
 TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
+  EngineHarness harness(ModelPath(GetParam()), {.policies = LawPolicies()});
   ProbeRecord record;
-  std::vector<std::vector<at::Tensor>> queries(harness_.manifest().num_layers());  // before RoPE
-  harness_.model().SetMeddle([&](const at::Tensor&, at::Tensor& q, at::Tensor&, at::Tensor&,
-                                 int64_t layer) { queries[layer].push_back(q.clone()); });
+  std::vector<std::vector<at::Tensor>> queries(harness.manifest().num_layers());  // before RoPE
+  harness.model().SetMeddle([&](const at::Tensor&, at::Tensor& q, at::Tensor&, at::Tensor&,
+                                int64_t layer) { queries[layer].push_back(q.clone()); });
   RecordProbe(&record);
   const RequestOptions options =
-      WithPolicy(Scoring(harness_.manifest(), 24, 120, 47), {"", "probe", {}}, 64);
-  const Transcript transcript = harness_.Run(options);
+      WithPolicy(Scoring(harness.manifest(), 24, 120, 47), {"", "probe", {}}, 64);
+  const Transcript transcript = harness.Run(options);
   RecordProbe(nullptr);
-  harness_.model().SetMeddle(nullptr);
+  harness.model().SetMeddle(nullptr);
   ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
-  TraceReplay replay(harness_.manifest(), 24 + 120);
+  TraceReplay replay(harness.manifest(), 24 + 120);
   for (const EvictionTrace& trace : transcript.evictions) ASSERT_TRUE(replay.Apply(trace));
   const auto steps =
-      MaskedReference(harness_.model()).Run(CachedTokens(options), replay.dropped, false);
-  ASSERT_EQ(record.logit_entropy.size(), steps.size());
-  for (size_t t = 0; t < steps.size(); ++t) {
+      MaskedReference(harness.model()).Run(CachedTokens(options), replay.dropped, false);
+  // The last step is settled with its request.
+  const size_t observed = record.logit_entropy.size();
+  ASSERT_EQ(observed, steps.size() - 1);
+  for (size_t t = 0; t < observed; ++t) {
     const at::Tensor likely = std::get<0>(steps[t].logits.flatten().sort(-1, true))
                                   .narrow(0, 0, std::min<int64_t>(256, steps[t].logits.numel()))
                                   .to(at::kDouble)
@@ -692,8 +705,8 @@ TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
     }
   }
   for (size_t l = 0; l < queries.size(); ++l) {
-    const at::Tensor all = at::cat(queries[l]).to(at::kDouble);  // [tokens, heads, width]
-    ASSERT_EQ(all.size(0), std::ssize(steps));
+    const at::Tensor all =  // [tokens, heads, width]
+        at::cat(queries[l]).narrow(0, 0, static_cast<int64_t>(observed)).to(at::kDouble);
     const at::Tensor measured = all.narrow(0, 4, all.size(0) - 4);
     const at::Tensor centred = (measured - measured.mean(0)).permute({1, 2, 0});
     const at::Tensor covariance =

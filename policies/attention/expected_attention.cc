@@ -123,11 +123,12 @@ extern constinit const PolicySpec kExpectedAttention{
         [](const Params& params, const ModelShape&) {
           PolicyTraits traits{
               .granularity = Granularity::kHead,
-              .signals = Signal::kKeys | Signal::kValues | Signal::kQueryMoments,
+              .signals = Signal::kKeys | Signal::kQueryMoments,
               .prompt = PromptEviction::kAtEnd,
               .slack = params.Int("slack"),
               .published = {.sinks = 4},
           };
+          if (params.Bool("value_norm")) traits.signals = traits.signals | Signal::kValues;
           AddRecipe(params, traits);
           return traits;
         },

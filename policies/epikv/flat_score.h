@@ -3,40 +3,69 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 namespace epikv {
 
-// z-score of the newest of a stream of numbers among its last `window` ones, itself included:
-// (x - mean) / (population standard deviation + 1e-6); 0 for the first. Summed anew at every step,
+// The last `window` of a stream of numbers, in no order. Statistics are summed anew at every step,
 // in double: no drift, and a number that is not finite is forgotten after `window` more.
-class RollingZ {
+class RollingWindow {
  public:
-  explicit RollingZ(int64_t window) : window_(window) {}
+  explicit RollingWindow(int64_t window) : window_(window) {}
 
-  double Push(float x) {
+  const std::vector<float>& Push(float x) {
     if (values_.size() < window_) {
       values_.push_back(x);
     } else {
       values_[oldest_] = x;
       oldest_ = (oldest_ + 1) % window_;
     }
-    if (values_.size() < 2) return 0;
+    return values_;
+  }
+
+ private:
+  size_t window_;
+  size_t oldest_ = 0;          // once the window is full
+  std::vector<float> values_;  // a ring
+};
+
+// Mean of the last `window` numbers.
+class RollingMean {
+ public:
+  explicit RollingMean(int64_t window) : last_(window) {}
+
+  double Push(float x) {
+    const std::vector<float>& values = last_.Push(x);
+    return std::accumulate(values.begin(), values.end(), 0.0) / values.size();
+  }
+
+ private:
+  RollingWindow last_;
+};
+
+// z-score of the newest number among the last `window` ones, itself included: (x - mean) /
+// (population standard deviation + 1e-6); 0 for the first.
+class RollingZ {
+ public:
+  explicit RollingZ(int64_t window) : last_(window) {}
+
+  double Push(float x) {
+    const std::vector<float>& values = last_.Push(x);
+    if (values.size() < 2) return 0;
     // Relative to x, so that equal numbers give exactly 0 and tie.
     double sum = 0;
-    for (float value : values_) sum += value - double{x};
-    const double mean = sum / values_.size();
+    for (float value : values) sum += value - double{x};
+    const double mean = sum / values.size();
     double squares = 0;
-    for (float value : values_) squares += Square(value - double{x} - mean);
-    return -mean / (std::sqrt(squares / values_.size()) + 1e-6);
+    for (float value : values) squares += Square(value - double{x} - mean);
+    return -mean / (std::sqrt(squares / values.size()) + 1e-6);
   }
 
  private:
   static double Square(double x) { return x * x; }
 
-  size_t window_;
-  size_t oldest_ = 0;          // once the window is full
-  std::vector<float> values_;  // a ring
+  RollingWindow last_;
 };
 
 // EpiKV-Flat's score of each decode token in turn.
