@@ -83,14 +83,13 @@ struct Executor::StepItem {
 
   int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
   bool wants_attention_rows() const {
-    return sequence->request.traits.signals.Has(work->decode ? Signal::kAttentionRow
-                                                             : Signal::kPromptAttention);
+    return wants(work->decode ? Signal::kAttentionRow : Signal::kPromptAttention);
   }
   bool wants(Signal signal) const { return sequence->request.traits.signals.Has(signal); }
   int64_t num_logits() const {
     return wants(Signal::kLogitEntropy) ? num_rows() : work->num_outputs;
   }
-  bool wants_queries() const { return sequence->request.traits.signals.Has(Signal::kQueries); }
+  bool wants_queries() const { return wants(Signal::kQueries); }
 };
 
 namespace {
@@ -389,19 +388,21 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   }
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
   for (size_t i = 0; i < items.size(); ++i) {
-    OpenSequence& sequence = *running_[i].sequence;
+    const StepItem& item = running_[i];
+    const bool moments = item.wants(Signal::kQueryMoments);
+    if (!item.wants_queries() && !moments && !item.wants_attention_rows()) continue;
+    OpenSequence& sequence = *item.sequence;
     const StageTimer timer(times_, Stage::kTaps);
-    if (running_[i].wants_queries()) {
+    if (item.wants_queries()) {
       const int64_t row_bytes = shape_.num_heads * pool_.key_bytes();
       sequence.queries.Take(
           layer, static_cast<const char*>(rotated.const_data_ptr()) + items[i].row * row_bytes,
           items[i].num_rows);
     }
-    if (running_[i].wants(Signal::kQueryMoments)) {
-      sequence.moments.Take(layer, q.narrow(0, items[i].row, items[i].num_rows),
-                            running_[i].work->first);
+    if (moments) {
+      sequence.moments.Take(layer, q.narrow(0, items[i].row, items[i].num_rows), item.work->first);
     }
-    if (!running_[i].wants_attention_rows()) continue;
+    if (!item.wants_attention_rows()) continue;
     const absl::Span<float> rows = sequence.attention_rows.layer(layer);
     if (items[i].decode) {
       attention_.Rows(rotated, layer, items[i], shape, rows);
