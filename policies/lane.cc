@@ -74,6 +74,10 @@ at::Tensor Lane::output_gram() const {
   return cache_.output_gram(layer_).narrow(0, head_ * group(), group());
 }
 
+uint64_t RoundStream(const CacheView& cache, int64_t layer, int64_t head) {
+  return static_cast<uint64_t>(cache.newest() + 1) << 24 | (layer * cache.num_kv_heads() + head);
+}
+
 int64_t Lane::window_tokens() {
   return (index() > cache_.newest() - queries().size(1)).sum().item<int64_t>();
 }

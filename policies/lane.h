@@ -48,4 +48,7 @@ class Lane {
   at::Tensor index_, keys_, values_, by_birth_, queries_, window_logits_, window_attention_;
 };
 
+// CounterRng's stream of a lane in this round: no other lane or round has it.
+uint64_t RoundStream(const CacheView& cache, int64_t layer, int64_t head);
+
 }  // namespace epikv

@@ -50,17 +50,24 @@ absl::string_view ComparableName(Comparable comparable) {
 
 }  // namespace
 
-absl::string_view ScoreKindName(ScoreKind kind) {
-  return kind == ScoreKind::kMass ? "mass" : "value";
-}
-
-absl::Span<const DecoratorSpec* const> AllDecorators() { return kDecorators; }
-
 const DecoratorSpec* FindDecorator(absl::string_view name) {
   for (const DecoratorSpec* spec : kDecorators) {
     if (spec->name == name) return spec;
   }
   return nullptr;
+}
+
+ParamSpec ScopeParam(absl::string_view help) {
+  static constexpr absl::string_view kScopes[] = {"head", "model"};
+  return {.name = "scope",
+          .type = ParamType::kChoice,
+          .fallback = std::string("head"),
+          .choices = kScopes,
+          .help = help};
+}
+
+Granularity ScopeOf(const Params& params) {
+  return params.Choice("scope") == "head" ? Granularity::kHead : Granularity::kToken;
 }
 
 ParamSpec DecorateParam() {

@@ -22,7 +22,6 @@ enum class ScoreKind {
   kMass,   // >= 0, and proportional to what it estimates: an attention probability
   kValue,  // only larger or smaller
 };
-absl::string_view ScoreKindName(ScoreKind kind);
 
 // Among which lanes the scores of one policy may be compared.
 enum class Comparable { kLane, kLayer, kModel };
@@ -45,8 +44,12 @@ struct DecoratorSpec {
   std::shared_ptr<const Decorator> (*make)(int64_t first_column) = nullptr;
 };
 
-absl::Span<const DecoratorSpec* const> AllDecorators();  // sorted by name
 const DecoratorSpec* FindDecorator(absl::string_view name);
+
+// `scope`: head, where every lane keeps its own tokens, or model, where one decision holds for all.
+// help: what is made of the lanes then.
+ParamSpec ScopeParam(absl::string_view help);
+Granularity ScopeOf(const Params& params);
 
 // The parameters, for a policy's own list. Each is optional there.
 ParamSpec DecorateParam();

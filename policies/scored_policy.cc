@@ -93,9 +93,8 @@ absl::Status ScoredPolicy::Select(const CacheView& cache, int64_t first_lane,
     const int64_t lane = first_lane + static_cast<int64_t>(i);
     lanes.push_back({SpanOf(pool[i]), cache.index(lane / heads, lane % heads)});
     if (!recipe_.sample) continue;
-    // A stream for each lane and round.
-    const uint64_t stream = static_cast<uint64_t>(cache.newest() + 1) << 24 | lane;
-    drawn[i] = DrawnScores(lanes[i].scores, lanes[i].index, cache.seed(), stream);
+    drawn[i] = DrawnScores(lanes[i].scores, lanes[i].index, cache.seed(),
+                           RoundStream(cache, lane / heads, lane % heads));
     lanes[i].scores = drawn[i];
   }
   if (recipe_.pool == Pool::kLane) {

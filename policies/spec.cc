@@ -146,18 +146,6 @@ absl::string_view GranularityName(Granularity granularity) {
   return "";
 }
 
-absl::string_view PoolName(Pool pool) {
-  switch (pool) {
-    case Pool::kLane:
-      return "lane";
-    case Pool::kLayer:
-      return "layer";
-    case Pool::kModel:
-      return "model";
-  }
-  return "";
-}
-
 absl::string_view PromptEvictionName(PromptEviction eviction) {
   switch (eviction) {
     case PromptEviction::kRefuses:

@@ -57,7 +57,6 @@ absl::string_view GranularityName(Granularity granularity);
 // The set of lanes that share one budget: within it they may hold unequally many tokens, as many
 // on average as the request's budget.
 enum class Pool { kLane, kLayer, kModel };
-absl::string_view PoolName(Pool pool);
 
 // What a policy does with a prompt that does not fit its budget.
 enum class PromptEviction {

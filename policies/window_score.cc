@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "absl/strings/str_cat.h"
+#include "policies/recipe.h"
 
 namespace epikv {
 
@@ -45,6 +46,17 @@ ParamSpec GqaParam(absl::string_view fallback) {
 absl::Status CheckWindow(const Params& params) {
   if (params.Int("kernel") % 2 == 1) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("kernel must be odd, is ", params.Int("kernel")));
+}
+
+PolicyTraits WindowTraits(const Params& params, SignalSet more) {
+  PolicyTraits traits{.granularity = Granularity::kHead,
+                      .signals = Signal::kKeys | Signal::kQueries | more,
+                      .window = params.Int("window"),
+                      .prompt = PromptEviction::kAtEnd,
+                      .slack = params.Int("slack"),
+                      .published = {.recent = params.Int("window")}};
+  AddRecipe(params, traits);
+  return traits;
 }
 
 at::Tensor ReduceGroup(const at::Tensor& x, const std::string& mode) {

@@ -19,6 +19,10 @@ ParamSpec GqaParam(absl::string_view fallback);       // `gqa`: mean, max or sum
 // An even kernel has no middle.
 absl::Status CheckWindow(const Params& params);
 
+// Of a policy that scores lanes by what its window sees: a prompt is cached whole and then ranked,
+// the window stays. more: signals beside keys and queries.
+PolicyTraits WindowTraits(const Params& params, SignalSet more = {});
+
 // Over the query heads of a KV head. [group, ...] -> [...]
 at::Tensor ReduceGroup(const at::Tensor& x, const std::string& mode);
 

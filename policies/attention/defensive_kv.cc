@@ -53,17 +53,7 @@ extern constinit const PolicySpec kDefensiveKv{
           status.Update(CheckRecipe(params, {ScoreKind::kMass, Comparable::kModel}));
           return status;
         },
-    .traits =
-        [](const Params& params, const ModelShape&) {
-          PolicyTraits traits{.granularity = Granularity::kHead,
-                              .signals = Signal::kKeys | Signal::kQueries,
-                              .window = params.Int("window"),
-                              .prompt = PromptEviction::kAtEnd,
-                              .slack = params.Int("slack"),
-                              .published = {.recent = params.Int("window")}};
-          AddRecipe(params, traits);
-          return traits;
-        },
+    .traits = [](const Params& params, const ModelShape&) { return WindowTraits(params); },
     .lane_budgets = &RecipeLaneBudgets,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<DefensiveKv>(params);

@@ -1,23 +1,15 @@
+#include "policies/attention_row.h"
+#include "policies/recipe.h"
 #include "policies/scored_policy.h"
 
 namespace epikv {
 namespace {
 
-constexpr absl::string_view kScopes[] = {"head", "model"};
-
 const ParamSpec kParams[] = {
-    {.name = "scope",
-     .type = ParamType::kChoice,
-     .fallback = std::string("head"),
-     .choices = kScopes,
-     .help = "head: every layer and KV head keeps its own tokens; model: one mask, mass averaged "
-             "over layers and heads (as in the EpiKV authors' comparison)"},
+    ScopeParam("head: every layer and KV head keeps its own tokens; model: one mask, mass averaged "
+               "over layers and heads (as in the EpiKV authors' comparison)"),
     SlackParam(0),
 };
-
-Granularity GranularityOf(const Params& params) {
-  return params.Choice("scope") == "head" ? Granularity::kHead : Granularity::kToken;
-}
 
 // Column `mass`: the attention probability each token received since it was cached, its own
 // included; with `scope = model`, as its authors have it, from decode queries alone. Deviation from
@@ -50,15 +42,8 @@ class H2o final : public ScoredPolicy {
 
   static void AddMean(const Signals::AttentionRow& attention, CacheView& cache) {
     const absl::Span<float> mass = cache.column(0, 0, 0);
-    std::vector<float> sum(mass.size());
-    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
-      for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
-        const absl::Span<const float> row = attention.at(layer, head);
-        for (size_t slot = 0; slot < sum.size(); ++slot) sum[slot] += row[slot];
-      }
-    }
-    const float lanes = cache.num_layers() * cache.num_kv_heads();
-    for (size_t slot = 0; slot < mass.size(); ++slot) mass[slot] += sum[slot] / lanes;
+    const std::vector<float> mean = MeanAttention(attention, cache);
+    for (size_t slot = 0; slot < mass.size(); ++slot) mass[slot] += mean[slot];
   }
 
   at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
@@ -79,7 +64,7 @@ extern constinit const PolicySpec kH2o{
     .params = kParams,
     .traits =
         [](const Params& params, const ModelShape&) {
-          if (GranularityOf(params) == Granularity::kToken) {
+          if (ScopeOf(params) == Granularity::kToken) {
             return PolicyTraits{.signals = Signal::kAttentionRow,
                                 .columns = {"mass"},
                                 .slack = params.Int("slack"),
@@ -93,7 +78,7 @@ extern constinit const PolicySpec kH2o{
                               .published = {.prompt = false, .recent_share = 0.5}};
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
-      return std::make_shared<H2o>(GranularityOf(params));
+      return std::make_shared<H2o>(ScopeOf(params));
     },
 };
 

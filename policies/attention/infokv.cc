@@ -94,14 +94,10 @@ extern constinit const PolicySpec kInfokv{
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {
-          return PolicyTraits{.granularity = Granularity::kHead,
-                              .signals = Signal::kKeys | Signal::kQueries | Signal::kLogitEntropy |
-                                         Signal::kResidualDistance,
-                              .window = params.Int("window"),
-                              .columns = {"entropy", "distance"},
-                              .prompt = PromptEviction::kAtEnd,
-                              .slack = params.Int("slack"),
-                              .published = {.recent = params.Int("window")}};
+          PolicyTraits traits =
+              WindowTraits(params, Signal::kLogitEntropy | Signal::kResidualDistance);
+          traits.columns = {"entropy", "distance"};
+          return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<InfoKv>(params);

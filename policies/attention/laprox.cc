@@ -68,15 +68,7 @@ extern constinit const PolicySpec kLaprox{
         },
     .traits =
         [](const Params& params, const ModelShape&) {
-          PolicyTraits traits{.granularity = Granularity::kHead,
-                              .signals = Signal::kKeys | Signal::kValues | Signal::kQueries |
-                                         Signal::kOutputProjection,
-                              .window = params.Int("window"),
-                              .prompt = PromptEviction::kAtEnd,
-                              .slack = params.Int("slack"),
-                              .published = {.recent = params.Int("window")}};
-          AddRecipe(params, traits);
-          return traits;
+          return WindowTraits(params, Signal::kValues | Signal::kOutputProjection);
         },
     .lane_budgets = &RecipeLaneBudgets,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

@@ -1,25 +1,16 @@
 #include <ATen/ATen.h>
 
+#include "policies/recipe.h"
 #include "policies/scored_policy.h"
 
 namespace epikv {
 namespace {
 
-constexpr absl::string_view kScopes[] = {"head", "model"};
-
 const ParamSpec kParams[] = {
-    {.name = "scope",
-     .type = ParamType::kChoice,
-     .fallback = std::string("head"),
-     .choices = kScopes,
-     .help = "head: every layer and KV head keeps its own tokens; model: one mask, attention and "
-             "norm each averaged over layers and heads (as in the EpiKV authors' comparison)"},
+    ScopeParam("head: every layer and KV head keeps its own tokens; model: one mask, attention and "
+               "norm each averaged over layers and heads (as in the EpiKV authors' comparison)"),
     SlackParam(0),
 };
-
-Granularity GranularityOf(const Params& params) {
-  return params.Choice("scope") == "head" ? Granularity::kHead : Granularity::kToken;
-}
 
 // How much a token puts into the newest query's output: its weight times the L1 norm of its value.
 class LongFlow final : public ScoredPolicy {
@@ -62,7 +53,7 @@ extern constinit const PolicySpec kLongflow{
     .params = kParams,
     .traits =
         [](const Params& params, const ModelShape&) {
-          return PolicyTraits{.granularity = GranularityOf(params),
+          return PolicyTraits{.granularity = ScopeOf(params),
                               .signals = Signal::kKeys | Signal::kValues | Signal::kQueries,
                               .window = 1,
                               .prompt = PromptEviction::kAtEnd,
@@ -70,7 +61,7 @@ extern constinit const PolicySpec kLongflow{
                               .published = {.prompt = false, .recent = 0}};
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
-      return std::make_shared<LongFlow>(GranularityOf(params));
+      return std::make_shared<LongFlow>(ScopeOf(params));
     },
 };
 

@@ -76,13 +76,10 @@ extern constinit const PolicySpec kObcache{
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {
-          return PolicyTraits{
-              .granularity = Granularity::kHead,
-              .signals = Signal::kKeys | Signal::kValues | Signal::kQueries,
-              .window = params.Int("window"),
-              .prompt = PromptEviction::kAtEnd,
-              .slack = params.Int("slack"),
-              .published = {.prompt = false, .sinks = 4, .recent = params.Int("window")}};
+          PolicyTraits traits = WindowTraits(params, Signal::kValues);
+          traits.published.prompt = false;
+          traits.published.sinks = 4;
+          return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<ObCache>(params);

@@ -87,12 +87,9 @@ extern constinit const PolicySpec kRkv{
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {
-          return PolicyTraits{.granularity = Granularity::kHead,
-                              .signals = Signal::kKeys | Signal::kQueries,
-                              .window = params.Int("window"),
-                              .prompt = PromptEviction::kAtEnd,
-                              .slack = params.Int("slack"),
-                              .published = {.prompt = false, .recent = params.Int("window")}};
+          PolicyTraits traits = WindowTraits(params);
+          traits.published.prompt = false;
+          return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<RKv>(params);

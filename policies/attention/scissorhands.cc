@@ -50,12 +50,9 @@ extern constinit const PolicySpec kScissorhands{
     .params = kParams,
     .traits =
         [](const Params& params, const ModelShape&) {
-          return PolicyTraits{.granularity = Granularity::kHead,
-                              .signals = Signal::kKeys | Signal::kQueries,
-                              .window = params.Int("window"),
-                              .prompt = PromptEviction::kAtEnd,
-                              .slack = params.Int("slack"),
-                              .published = {.prompt = false, .recent = 10}};
+          PolicyTraits traits = WindowTraits(params);
+          traits.published = {.prompt = false, .recent = 10};
+          return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<Scissorhands>(params);

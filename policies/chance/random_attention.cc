@@ -16,8 +16,7 @@ class RandomAttention final : public ScoredPolicy {
   // Lowest of independent draws, fresh in every lane and round.
   at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
     const CacheView& cache = task.cache;
-    const int64_t number = lane.layer() * cache.num_kv_heads() + lane.head();
-    const CounterRng rng(cache.seed(), static_cast<uint64_t>(cache.newest() + 1) << 24 | number);
+    const CounterRng rng(cache.seed(), RoundStream(cache, lane.layer(), lane.head()));
     const absl::Span<const int32_t> index = cache.index(lane.layer(), lane.head());
     std::vector<float> score(index.size());
     for (size_t slot = 0; slot < score.size(); ++slot) {

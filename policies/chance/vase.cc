@@ -78,11 +78,9 @@ class Vase final : public ScoredPolicy {
     const at::Tensor mass = PoolNeighbours(attention.mean(1), kernel_, "avg").mean(0).contiguous();
     const at::Tensor index = lane.index().index_select(0, candidates).to(at::kInt);
     const CacheView& cache = lane.cache();
-    const int64_t number = lane.layer() * cache.num_kv_heads() + lane.head();
     return Scores(DrawnScores({mass.const_data_ptr<float>(), static_cast<size_t>(mass.numel())},
                               {index.const_data_ptr<int32_t>(), static_cast<size_t>(index.numel())},
-                              cache.seed(),
-                              static_cast<uint64_t>(cache.newest() + 1) << 24 | number));
+                              cache.seed(), RoundStream(cache, lane.layer(), lane.head())));
   }
 
   const int64_t kernel_;
@@ -105,13 +103,10 @@ extern constinit const PolicySpec kVase{
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {
-          return PolicyTraits{
-              .granularity = Granularity::kHead,
-              .signals = Signal::kKeys | Signal::kValues | Signal::kQueries,
-              .window = params.Int("window"),
-              .prompt = PromptEviction::kAtEnd,
-              .slack = params.Int("slack"),
-              .published = {.prompt = false, .sinks = kSinks, .recent = params.Int("window")}};
+          PolicyTraits traits = WindowTraits(params, Signal::kValues);
+          traits.published.prompt = false;
+          traits.published.sinks = kSinks;
+          return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<Vase>(params);
