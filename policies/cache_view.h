@@ -22,6 +22,9 @@ class CacheView {
   virtual int64_t num_heads() const = 0;
   virtual int64_t prompt_tokens() const = 0;
   virtual int64_t newest() const = 0;  // index of the newest cached token
+  // RoPE position of the next token in this lane: its index, unless the request's positions are
+  // others.
+  virtual int64_t next_position(int64_t layer, int64_t head) const = 0;
   virtual const Protection& protection() const = 0;
   virtual uint64_t seed() const = 0;  // of the request; for counter-based random numbers
 

@@ -137,6 +137,9 @@ class View final : public CacheView {
     return static_cast<int64_t>(sequence_.request.prompt.size());
   }
   int64_t newest() const override { return sequence_.cache.newest(); }
+  int64_t next_position(int64_t layer, int64_t head) const override {
+    return sequence_.cache.NextPosition(sequence_.cache.TableOf(layer, head), newest() + 1);
+  }
   const Protection& protection() const override { return sequence_.request.protection; }
   uint64_t seed() const override { return sequence_.request.sampling.seed; }
   int64_t excess(int64_t layer, int64_t head) const override {

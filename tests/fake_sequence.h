@@ -80,6 +80,7 @@ class FakeSequence final : public CacheView {
   int64_t num_heads() const override { return shape_.num_heads; }
   int64_t prompt_tokens() const override { return prompt_tokens_; }
   int64_t newest() const override { return next_ - 1; }
+  int64_t next_position(int64_t, int64_t) const override { return next_; }
   const Protection& protection() const override { return protection_; }
   uint64_t seed() const override { return seed_; }
   int64_t excess(int64_t layer, int64_t head) const override;

@@ -714,6 +714,26 @@ TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
   }
 }
 
+// A policy is told at which position the next query will ask.
+TEST_P(SignalsEqualTheDefinition, NextPosition) {
+  for (PositionMode positions : {PositionMode::kAbsolute, PositionMode::kCompact}) {
+    EngineHarness harness(ModelPath(GetParam()), {.policies = LawPolicies()});
+    ProbeRecord record;
+    RecordProbe(&record);
+    RequestOptions options =
+        WithPolicy(Scoring(harness.manifest(), 24, 60, 47), {"", "probe", {}}, 40);
+    options.kv.positions = positions;
+    const Transcript transcript = harness.Run(options);
+    RecordProbe(nullptr);
+    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+    ASSERT_GT(record.positions.size(), 50u);
+    for (const auto& [newest, cached, next] : record.positions) {
+      EXPECT_EQ(next, positions == PositionMode::kAbsolute ? newest + 1 : cached);
+    }
+    EXPECT_LT(record.positions.back().cached, record.positions.back().newest);  // it did evict
+  }
+}
+
 // h2o drops, in every lane, the token that has received the least attention since it was cached,
 // that of the prompt's queries included.
 TEST_P(SignalsEqualTheDefinition, H2oCountsThePromptsAttention) {

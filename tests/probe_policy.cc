@@ -28,6 +28,10 @@ void Record(const SequenceStep& step, ProbeRecord& record) {
       distance.push_back(step.signals.residual_distance[layer * step.count + i]);
     }
   }
+  const int64_t last = layers - 1, head = step.cache.num_kv_heads() - 1;
+  record.positions.push_back({.newest = step.cache.newest(),
+                              .cached = std::ssize(step.cache.index(last, head)),
+                              .next = step.cache.next_position(last, head)});
   record.moments.clear();
   for (int64_t layer = 0; layer < layers; ++layer) {
     const CacheView::QueryMoments moments = step.cache.query_moments(layer);

@@ -16,6 +16,11 @@ struct ProbeRecord {
   std::vector<float> logit_entropy;
   std::vector<std::vector<float>> residual_distance;  // [tokens][layers]
   std::vector<CacheView::QueryMoments> moments;       // after the last token, by layer
+  struct Positions {
+    int64_t newest = 0, cached = 0;  // index of the newest token; tokens in the last lane
+    int64_t next = 0;                // RoPE position there
+  };
+  std::vector<Positions> positions;  // after each step
 };
 // From here on, until it is given null.
 void RecordProbe(ProbeRecord* record);

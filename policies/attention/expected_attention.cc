@@ -78,7 +78,8 @@ class ExpectedAttention final : public ScoredPolicy {
     const CacheView::QueryMoments moments = lane.cache().query_moments(lane.layer());
     const at::Tensor& keys = lane.keys();  // [n, width]
     const at::Tensor rotation =
-        MeanRotation(ropes_.at(lane.layer()), lane.cache().newest() + 1, future_, keys.size(1));
+        MeanRotation(ropes_.at(lane.layer()), lane.cache().next_position(lane.layer(), lane.head()),
+                     future_, keys.size(1));
     const int64_t first = lane.head() * lane.group();
     const double scale = lane.cache().attention_scale(lane.layer());
     const at::Tensor mean =
