@@ -53,6 +53,8 @@ class Fields {
     violations_.Add(absl::StrCat(path_, name, " ", what));
   }
 
+  // For what older files lack.
+  bool Has(const char* name) const { return object_.contains(name); }
   bool IsNull(const char* name) const { return object_.contains(name) && object_[name].is_null(); }
 
   // Not empty.
@@ -251,6 +253,8 @@ Manifest ReadModel(Fields& fields) {
     fields.Refuse("dtype", absl::StrCat("must be float32 or bfloat16, is ", dtype));
   }
   m.dtype = dtype == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+  if (fields.Has("weights") && !fields.IsNull("weights"))
+    m.weights = fields.String("weights").value_or("");
   m.vocab_size = fields.Int("vocab_size", 1, kLargest).value_or(kLargest);
   m.context_length = fields.Int("context_length", 1, kLargest).value_or(1);
   m.hidden_size = fields.Int("hidden_size", 1, kLargest).value_or(1);

@@ -48,6 +48,9 @@ struct Manifest {
   std::string name;
   std::string architecture;
   DType dtype = DType::kFloat32;
+  // Digest of the checkpoint's weights, the same for every dtype they are exported in; empty: the
+  // file is older than this field.
+  std::string weights;
   int64_t vocab_size = 0;
   int64_t context_length = 0;  // prompt + output, in tokens
   int64_t hidden_size = 0;

@@ -1,5 +1,6 @@
 """Reads a Llama-family directory in the Hugging Face layout; refuses what would not be exact."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,17 @@ class Checkpoint:
                 for i in range(config.num_hidden_layers)
             ],
             calibration=self.calibration,
+            weights=self.digest(),
         )
+
+    def digest(self) -> str:
+        """Of the weights as stored, in whichever files and order: what was measured on one export
+        of a checkpoint holds for all of them, and for no other checkpoint."""
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.weights.items()):
+            digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
+            digest.update(weight.contiguous().view(torch.uint8).numpy())
+        return f"sha256:{digest.hexdigest()}"
 
 
 def read(directory: Path, calibration: Path | None = None) -> Checkpoint:

@@ -61,6 +61,7 @@ class Manifest:
     ropes: list[Rope]
     layers: list[Layer]
     calibration: Calibration | None = None
+    weights: str | None = None  # digest of the checkpoint's tensors; None in older files
     format: str = FORMAT
 
     def to_json(self) -> str:
