@@ -126,6 +126,12 @@ struct RopeShape {
   double attention_factor = 1;
 };
 
+// What the artefact of a policy holds beside parameters (artefact.h): statistics of one model.
+class PolicyData {
+ public:
+  virtual ~PolicyData() = default;
+};
+
 // What a policy may know of the model when its parameters are resolved.
 struct ModelShape {
   int64_t num_layers = 0;
@@ -136,6 +142,8 @@ struct ModelShape {
   std::vector<RopeShape> ropes;  // by layer
   // Parameter values a confirmed or unconfirmed calibration of this model gives, by policy name.
   std::map<std::string, std::map<std::string, ParamValue>> calibrated;
+  // Artefacts that were loaded, by policy name. Null: of parameters alone, which are above.
+  std::map<std::string, std::shared_ptr<const PolicyData>, std::less<>> artefacts;
 };
 
 // What the published policy keeps by itself. A request may override it; equal protection does.
@@ -176,6 +184,11 @@ struct PolicySpec {
   absl::string_view evidence;
   absl::Span<const ParamSpec> params = {};
   bool evaluation_only = false;  // needs knowledge that no production caller has
+
+  // Reads the data of the policy's artefact, JSON, without which a request for it is refused. Null:
+  // it needs none.
+  absl::StatusOr<std::shared_ptr<const PolicyData>> (*read_data)(absl::string_view json,
+                                                                 const ModelShape&) = nullptr;
 
   // Fills the parameters whose default depends on the model; checks those that do. May be null.
   absl::Status (*complete)(Params&, const ModelShape&) = nullptr;

@@ -155,6 +155,16 @@ const PolicySpec* Resolver::ResolvePolicy() {
                                       "'; known: ", KnownPolicies(admission_.catalog())));
     return nullptr;
   }
+  if (spec->read_data != nullptr && !admission_.shape().artefacts.contains(name)) {
+    Violate("kv.policy", absl::StrCat("policy '", name,
+                                      "' needs statistics of this model: `epikv "
+                                      "calibrate ",
+                                      name,
+                                      "` measures them, and the daemon loads "
+                                      "them at start (--artefact_dir)"));
+    Because("ARTEFACT_MISSING", {{"policy", name}}, absl::StatusCode::kFailedPrecondition);
+    return nullptr;
+  }
   const size_t faults = rejection_.violations.size();
   for (const auto& [param, value] : options_.kv.params) {
     const auto* list = std::get_if<std::vector<int64_t>>(&value);
@@ -450,11 +460,15 @@ int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities) 
   return bytes + longest * layout.state_bytes_per_token;
 }
 
-Admission::Admission(const Manifest& manifest, PolicyCatalog catalog, AdmissionLimits limits)
+Admission::Admission(const Manifest& manifest, ModelShape shape, PolicyCatalog catalog,
+                     AdmissionLimits limits)
     : manifest_(manifest),
-      shape_(ShapeOf(manifest)),
+      shape_(std::move(shape)),
       catalog_(catalog),
       limits_(std::move(limits)) {}
+
+Admission::Admission(const Manifest& manifest, PolicyCatalog catalog, AdmissionLimits limits)
+    : Admission(manifest, ShapeOf(manifest), catalog, std::move(limits)) {}
 
 std::string Admission::DefaultPolicy() const {
   const auto& calibration = manifest_.calibration;

@@ -44,6 +44,9 @@ struct AdmissionLimits {
 // at once and computes the exact peak. Immutable but for the shared policy objects; thread-safe.
 class Admission {
  public:
+  // shape: the manifest's (ShapeOf), artefacts added.
+  Admission(const Manifest& manifest, ModelShape shape, PolicyCatalog catalog,
+            AdmissionLimits limits);
   Admission(const Manifest& manifest, PolicyCatalog catalog, AdmissionLimits limits);
 
   std::variant<Request, Rejection> Resolve(RequestOptions options) const;

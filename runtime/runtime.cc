@@ -4,10 +4,15 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <optional>
+#include <system_error>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "policies/artefact.h"
 #include "policies/registry.h"
 #include "runtime/admission.h"
 #include "runtime/attention.h"
@@ -72,6 +77,39 @@ absl::StatusOr<DecodeKernel> ChooseKernel(const std::string& asked, const Attent
   }
   description.push_back(absl::StrCat(line, "; using ", DecodeKernelName(*chosen)));
   return *chosen;
+}
+
+// What a policy may know of the model: of its manifest, and of the artefacts in a folder.
+absl::StatusOr<ModelShape> ShapeWithArtefacts(const Manifest& manifest, PolicyCatalog catalog,
+                                              const std::string& directory,
+                                              std::vector<std::string>& description) {
+  namespace fs = std::filesystem;
+  ModelShape shape = ShapeOf(manifest);
+  if (directory.empty()) return shape;
+  std::error_code error;
+  std::vector<fs::path> files;
+  for (fs::directory_iterator entry(directory, error), end; !error && entry != end;
+       entry.increment(error)) {
+    if (entry->path().extension() == ".json") files.push_back(entry->path());
+  }
+  if (error) {
+    return absl::NotFoundError(
+        absl::StrCat("artefact_dir: cannot read '", directory, "': ", error.message()));
+  }
+  std::sort(files.begin(), files.end());
+  for (const fs::path& path : files) {
+    std::ifstream file(path);
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", path.string()));
+    if (absl::Status status = AddArtefact(text, catalog, manifest.weights, shape); !status.ok()) {
+      return absl::Status(status.code(), absl::StrCat(path.string(), ": ", status.message()));
+    }
+    description.push_back(absl::StrCat("artefact ", path.filename().string()));
+  }
+  if (files.empty()) {
+    return absl::NotFoundError(absl::StrCat("artefact_dir: no *.json in '", directory, "'"));
+  }
+  return shape;
 }
 
 // Runs `size` sequences through prefill, one by one, and one decode step together.
@@ -149,6 +187,10 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   loaded.description.push_back(
       absl::StrCat((*model)->description(), ", weights ", Megabytes((*model)->weight_bytes())));
   if (absl::Status status = CheckSupported(loaded.manifest); !status.ok()) return status;
+  absl::StatusOr<ModelShape> known = ShapeWithArtefacts(loaded.manifest, loaded.policies,
+                                                        options.artefact_dir, loaded.description);
+  if (!known.ok()) return known.status();
+  loaded.shape = *std::move(known);
 
   progress("taking memory");
   TouchScratch(**model, options.deterministic

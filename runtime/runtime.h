@@ -17,7 +17,9 @@
 namespace epikv {
 
 struct RuntimeOptions {
-  std::string model_path;         // file that `epikv export` wrote
+  std::string model_path;  // file that `epikv export` wrote
+  // Folder of files that `epikv calibrate` wrote for this model: all of its *.json; empty: none.
+  std::string artefact_dir;
   int64_t threads = 0;            // of the engine; 0: CPU quota minus one, at least one
   int64_t kv_pool_bytes = 0;      // 0: kv_memory_share of what is left after weights and scratch
   double kv_memory_share = 0.5;   // in (0, 1]
@@ -33,6 +35,7 @@ struct RuntimeOptions {
 // A model that is loaded, warmed up and ready to run steps.
 struct LoadedModel {
   Manifest manifest;
+  ModelShape shape;            // the manifest's, artefacts added
   std::string tokenizer_json;  // the model file's tokenizer.json
   PolicyCatalog policies;      // of this build
   std::unique_ptr<StepExecutor> executor;

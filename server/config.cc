@@ -274,6 +274,7 @@ Config ToConfig(const v1::ServerConfig& c) {
           .metrics_listen = c.metrics_listen(),
           .model_name = c.model_name(),
           .runtime = {.model_path = c.model(),
+                      .artefact_dir = c.artefact_dir(),
                       .threads = c.threads(),
                       .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
                       .kv_memory_share = c.kv_memory_share(),

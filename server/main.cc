@@ -166,7 +166,7 @@ absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) 
   absl::StatusOr<std::unique_ptr<Tokenizer>> tokenizer =
       Tokenizer::FromJson(loaded->tokenizer_json);
   if (!tokenizer.ok()) return tokenizer.status();
-  const Admission admission(loaded->manifest, loaded->policies,
+  const Admission admission(loaded->manifest, loaded->shape, loaded->policies,
                             {.kv_capacity_bytes = loaded->kv_capacity_bytes,
                              .prefill_chunk_tokens = config.runtime.prefill_chunk_tokens,
                              .default_max_output_tokens = config.default_max_output_tokens,

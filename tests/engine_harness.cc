@@ -7,6 +7,7 @@
 #include <map>
 
 #include "absl/strings/str_cat.h"
+#include "tests/artefacts.h"
 
 namespace epikv {
 namespace {
@@ -63,7 +64,7 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
   Manifest admitted = manifest();
   if (!options.end_tokens) admitted.eos_tokens.clear();
   admission_ = std::make_unique<Admission>(
-      admitted, options.policies,
+      admitted, WithArtefacts(ShapeOf(admitted), options.policies), options.policies,
       AdmissionLimits{.kv_capacity_bytes = options.kv_pool_bytes,
                       .prefill_chunk_tokens = options.prefill_chunk_tokens});
   const ModelShape& shape = admission_->shape();

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "policies/random.h"
+#include "tests/artefacts.h"
 
 namespace epikv {
 namespace {
@@ -69,10 +70,11 @@ at::Tensor IndexTensor(absl::Span<const int32_t> index) {
   return at::tensor(at::ArrayRef<int32_t>(index.data(), index.size()), at::kInt);
 }
 
-// Where a test says nothing of rotation there is none.
-ModelShape WithRopes(ModelShape shape) {
-  shape.ropes.resize(shape.num_layers);
-  return shape;
+// What a test says nothing of: rotation, and what the policy's artefact holds.
+ModelShape Completed(const FakeSequence::Options& options) {
+  ModelShape shape = options.shape;
+  shape.ropes.resize(shape.num_layers, {.inv_freq = {1, 0.1}});
+  return WithArtefacts(std::move(shape), {&options.spec, 1});
 }
 
 }  // namespace
@@ -119,7 +121,7 @@ FakeWorld RandomWorld(uint64_t seed, int64_t levels) {
 }
 
 FakeSequence::FakeSequence(const Options& options, FakeWorld world)
-    : shape_(WithRopes(options.shape)),
+    : shape_(Completed(options)),
       protection_(options.protection),
       prompt_tokens_(options.prompt_tokens),
       seed_(options.seed),

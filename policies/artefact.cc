@@ -1,0 +1,115 @@
+#include "policies/artefact.h"
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "nlohmann/json.hpp"
+
+namespace epikv {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr absl::string_view kFormat = "epikv.artefact/1";
+
+std::string TextOf(const Json& object, const char* name) {
+  const auto found = object.find(name);
+  return found != object.end() && found->is_string() ? found->get<std::string>() : "";
+}
+
+template <class T>
+std::optional<std::vector<T>> ListOf(const Json& value, bool (Json::*is)() const noexcept) {
+  std::vector<T> list;
+  for (const Json& item : value) {
+    if (!(item.*is)()) return std::nullopt;
+    list.push_back(item.get<T>());
+  }
+  return list;
+}
+
+std::optional<ParamValue> ParamOf(const Json& value) {
+  if (value.is_boolean()) return value.get<bool>();
+  if (value.is_number_integer()) return value.get<int64_t>();
+  if (value.is_number()) return value.get<double>();
+  if (value.is_string()) return value.get<std::string>();
+  if (!value.is_array()) return std::nullopt;
+  if (auto numbers = ListOf<int64_t>(value, &Json::is_number_integer)) return *std::move(numbers);
+  if (auto names = ListOf<std::string>(value, &Json::is_string)) return *std::move(names);
+  return std::nullopt;
+}
+
+// Takes `params` as this model's defaults, if they would do as a request's.
+absl::Status AddParams(const Json& params, const PolicySpec& spec, ModelShape& shape) {
+  if (!params.is_object()) return absl::InvalidArgumentError("params is no object");
+  std::map<std::string, ParamValue> values;
+  for (const auto& [name, value] : params.items()) {
+    std::optional<ParamValue> param = ParamOf(value);
+    if (!param.has_value()) return absl::InvalidArgumentError(absl::StrCat("params.", name));
+    values[name] = *std::move(param);
+  }
+  const ResolvedParams resolved = ResolveParams(spec, values, shape);
+  if (!resolved.violations.empty()) {
+    const ParamViolation& first = resolved.violations.front();
+    return absl::InvalidArgumentError(absl::StrCat("params", first.param.empty() ? "" : ".",
+                                                   first.param, ": ", first.description));
+  }
+  shape.calibrated[std::string(spec.name)] = std::move(values);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status AddArtefact(absl::string_view text, PolicyCatalog catalog, absl::string_view weights,
+                         ModelShape& shape) {
+  const Json file = Json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
+  if (!file.is_object()) return absl::InvalidArgumentError("not a JSON object");
+  if (TextOf(file, "format") != kFormat) {
+    return absl::InvalidArgumentError(absl::StrCat("format must be \"", kFormat, "\""));
+  }
+  const std::string policy = TextOf(file, "policy");
+  const PolicySpec* spec = FindPolicy(catalog, policy);
+  if (spec == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("unknown policy '", policy, "'"));
+  }
+  if (shape.artefacts.contains(policy)) {
+    return absl::InvalidArgumentError(absl::StrCat("a second artefact of policy '", policy, "'"));
+  }
+  const Json model = file.value("model", Json::object());
+  const std::string made_for = model.is_object() ? TextOf(model, "weights") : "";
+  if (made_for.empty()) return absl::InvalidArgumentError("model.weights is missing");
+  if (weights.empty()) {
+    return absl::FailedPreconditionError(
+        "the model file does not say which weights it holds: export it again");
+  }
+  if (made_for != weights) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("made for another model, '", TextOf(model, "name"), "' with weights ",
+                     made_for, "; the served model's are ", weights));
+  }
+  const auto data = file.find("data"), params = file.find("params");
+  if (data == file.end() && params == file.end()) {
+    return absl::InvalidArgumentError("holds neither params nor data");
+  }
+  if ((data != file.end()) != (spec->read_data != nullptr)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "policy '", policy, "' takes ", spec->read_data == nullptr ? "no data" : "data"));
+  }
+  std::shared_ptr<const PolicyData> read;
+  if (data != file.end()) {
+    absl::StatusOr<std::shared_ptr<const PolicyData>> made = spec->read_data(data->dump(), shape);
+    if (!made.ok()) {
+      return absl::Status(made.status().code(), absl::StrCat("data: ", made.status().message()));
+    }
+    read = *std::move(made);
+  }
+  // Known from here on: the policy may ask for it when its parameters are completed.
+  shape.artefacts[policy] = std::move(read);
+  return params == file.end() ? absl::OkStatus() : AddParams(*params, *spec, shape);
+}
+
+}  // namespace epikv

@@ -1,0 +1,23 @@
+#pragma once
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "policies/spec.h"
+
+// Artefacts: what a tool (`epikv calibrate`) measured on one model for one policy, in a file that a
+// daemon loads at start. Nothing of the kind is ever computed while serving. Without torch.
+
+namespace epikv {
+
+// Adds an artefact to what policies may know of a model. text: JSON,
+//   {"format": "epikv.artefact/1", "policy": NAME,
+//    "model": {"name": ..., "weights": the digest in the model's manifest},
+//    "params": defaults of parameters on this model, may be absent,
+//    "data": what the policy's spec reads, may be absent,
+//    ...}  and whatever else its tool notes
+// weights: of the model that is served. An error names what is wrong: the policy is unknown, takes
+// no such thing or has one already, a parameter is out of range, the model is another one.
+absl::Status AddArtefact(absl::string_view text, PolicyCatalog catalog, absl::string_view weights,
+                         ModelShape& shape);
+
+}  // namespace epikv
