@@ -36,6 +36,7 @@ extern const PolicySpec kSnapkv;
 extern const PolicySpec kStreamingLlm;
 extern const PolicySpec kThinkv;
 extern const PolicySpec kTova;
+extern const PolicySpec kTriattention;
 extern const PolicySpec kVase;
 
 PolicyCatalog AllPolicies() {
@@ -74,6 +75,7 @@ PolicyCatalog AllPolicies() {
       &kStreamingLlm,        //
       &kThinkv,              //
       &kTova,                //
+      &kTriattention,        //
       &kVase,                //
   };
   return kAll;

@@ -193,6 +193,11 @@ FakeSequence SequenceOf(const std::string& policy, const json& run) {
     rope.inv_freq.push_back(std::pow(10000.0, -2.0 * static_cast<double>(i) / width));
   }
   options.shape.ropes.assign(options.shape.num_layers, rope);
+  if (run.contains("artefact")) {
+    auto data = options.spec->read_data(run["artefact"].dump(), options.shape);
+    EXPECT_TRUE(data.ok()) << data.status();
+    options.shape.artefacts[policy] = *std::move(data);
+  }
   for (const auto& [name, value] : run["params"].items()) options.params[name] = ParamOf(value);
   options.protection = {.prompt = run["prompt"], .sinks = run["sinks"], .recent = run["recent"]};
   options.prompt_tokens = run["prompt_tokens"];

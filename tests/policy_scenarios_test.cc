@@ -69,7 +69,8 @@ ParamValue ParseValue(ParamType type, const std::string& text) {
 
 FakeSequence::Options Options(const Scenario& scenario) {
   FakeSequence::Options options;
-  options.shape = {.num_layers = 1, .num_heads = 1, .num_kv_heads = 1};
+  options.shape = {
+      .num_layers = 1, .num_heads = 1, .num_kv_heads = 1, .ropes = {{.inv_freq = {0}}}};
   options.spec = FindPolicy(AllPolicies(), scenario.policy);
   EXPECT_NE(options.spec, nullptr) << "no policy '" << scenario.policy << "'";
   if (options.spec == nullptr) return options;
@@ -91,6 +92,10 @@ FakeSequence::Options Options(const Scenario& scenario) {
   for (const auto& [name, value] : settings) {
     if (name == "seed") {
       options.seed = std::stoull(value);
+    } else if (name == "artefact") {
+      auto data = options.spec->read_data(value, options.shape);
+      EXPECT_TRUE(data.ok()) << data.status();
+      options.shape.artefacts[scenario.policy] = *std::move(data);
     } else if (places.contains(name)) {
       *places.at(name) = std::stoll(value);
     } else {
