@@ -353,6 +353,15 @@ void Resolver::ResolveProtectionAndDemand() {
     // Nobody will be asked to drop anything: nothing is measured, and the bits are those of `full`.
     request_.traits = {.evicts = false, .uncalibrated = request_.traits.uncalibrated};
   }
+  if (options_.kv.positions == PositionMode::kCache &&
+      (request_.traits.signals.Has(Signal::kKeys) ||
+       request_.traits.signals.Has(Signal::kQueries) ||
+       request_.traits.signals.Has(Signal::kQueryMoments))) {
+    Violate("kv.positions",
+            absl::StrCat("policy '", request_.spec->name,
+                         "' reads keys or queries, which have no lasting positions in a cache of "
+                         "ranks; choose absolute or compact positions"));
+  }
   request_.tap_layers = request_.traits.residual_layers;
   if (options_.output.residual_steps) {
     request_.tap_layers.resize(admission_.shape().num_layers);
@@ -364,6 +373,21 @@ void Resolver::ResolveProtectionAndDemand() {
       evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
+  if (options_.kv.positions == PositionMode::kCache) {
+    // The keys of one layer, turned.
+    const int64_t heads = admission_.shape().num_kv_heads;
+    auto turned = [&](const std::vector<int64_t>& capacity) {
+      int64_t most = 0;
+      for (size_t lane = 0; lane < capacity.size(); lane += heads) {
+        const auto first = capacity.begin() + static_cast<int64_t>(lane);
+        most = std::max(most, std::accumulate(first, first + heads, int64_t{0}));
+      }
+      return most * admission_.shape().key_width *
+             (admission_.manifest().dtype == DType::kFloat32 ? 4 : 2);
+    };
+    request_.demand.prefill_bytes += turned(request_.demand.prefill);
+    request_.demand.decode_bytes += turned(request_.demand.decode);
+  }
   if (request_.traits.signals.Has(Signal::kResidualDistance)) {
     // Held while a chunk's forward runs.
     const int64_t rows = std::min(prompt, admission_.limits().prefill_chunk_tokens);

@@ -60,6 +60,12 @@ at::Tensor Matmul(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return at::matmul(weights, v[0]).reshape({1, heads, rows, v.size(3)});
 }
 
+LaneRows LaneOf(const AttentionItem& item, int64_t layer, int64_t head) {
+  LaneRows lane = item.cache->Lane(layer, head);
+  if (!item.keys.empty()) lane.keys = item.keys[head];
+  return lane;
+}
+
 // The lanes of KV heads [head, head + heads) of one item.
 struct LaneGroup {
   int64_t head = 0, heads = 0, used = 0;
@@ -89,7 +95,7 @@ void Prefill(const at::Tensor& q, at::Tensor& out, int64_t layer, const Attentio
     *item.log_sum_exp = at::empty({shape.num_heads, item.num_rows}, at::kFloat);
   }
   for (const LaneGroup& group : GroupsOf(item, layer, shape.num_kv_heads)) {
-    const LaneRows lane = item.cache->Lane(layer, group.head);
+    const LaneRows lane = LaneOf(item, layer, group.head);
     const int64_t past = group.used - item.num_rows;
     auto keys = [&](int64_t begin, int64_t end) {
       return View(lane.keys, lane.capacity, group.heads, begin, end, shape.key_width, shape.dtype);
@@ -118,7 +124,7 @@ void Prefill(const at::Tensor& q, at::Tensor& out, int64_t layer, const Attentio
 void DecodeAlone(DecodeKernel kernel, const at::Tensor& q, at::Tensor& out, int64_t layer,
                  const AttentionItem& item, const AttentionShape& shape) {
   for (const LaneGroup& group : GroupsOf(item, layer, shape.num_kv_heads)) {
-    const LaneRows lane = item.cache->Lane(layer, group.head);
+    const LaneRows lane = LaneOf(item, layer, group.head);
     const at::Tensor k =
         View(lane.keys, lane.capacity, group.heads, 0, group.used, shape.key_width, shape.dtype);
     const at::Tensor v = View(lane.values, lane.capacity, group.heads, 0, group.used,
@@ -130,9 +136,9 @@ void DecodeAlone(DecodeKernel kernel, const at::Tensor& q, at::Tensor& out, int6
   }
 }
 
-DecodeLane LaneOf(const at::Tensor& q, at::Tensor* out, int64_t layer, int64_t head,
-                  const AttentionItem& item, const AttentionShape& shape) {
-  const LaneRows lane = item.cache->Lane(layer, head);
+DecodeLane DecodeLaneOf(const at::Tensor& q, at::Tensor* out, int64_t layer, int64_t head,
+                        const AttentionItem& item, const AttentionShape& shape) {
+  const LaneRows lane = LaneOf(item, layer, head);
   const int64_t element = static_cast<int64_t>(c10::elementSize(shape.dtype));
   const int64_t place = item.row * shape.num_heads + head * shape.group();
   return {.q = static_cast<const char*>(q.const_data_ptr()) + place * shape.key_width * element,
@@ -153,8 +159,8 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
     scratch.resize(DecodeScratchFloats(kernel_shape));
     for (int64_t i = begin; i < end; ++i) {
       const AttentionItem& item = *items[i / shape.num_kv_heads];
-      DecodeAttention(LaneOf(q, &out, layer, i % shape.num_kv_heads, item, shape), kernel_shape,
-                      scratch.data());
+      DecodeAttention(DecodeLaneOf(q, &out, layer, i % shape.num_kv_heads, item, shape),
+                      kernel_shape, scratch.data());
     }
   });
 }
@@ -201,7 +207,7 @@ void Attention::Rows(const at::Tensor& q, int64_t layer, const AttentionItem& it
     thread_local std::vector<float> scratch;
     for (int64_t head = begin; head < end; ++head) {
       scratch.resize(item.used[head]);
-      AttentionRow(LaneOf(q, nullptr, layer, head, item, shape), kernel_shape,
+      AttentionRow(DecodeLaneOf(q, nullptr, layer, head, item, shape), kernel_shape,
                    rows.data() + starts[head], scratch.data());
     }
   });
@@ -213,7 +219,7 @@ void Attention::ColumnSums(const at::Tensor& q, int64_t layer, const AttentionIt
   int64_t start = 0;
   for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
     const int64_t used = item.used[head], past = used - item.num_rows;
-    const LaneRows lane = item.cache->Lane(layer, head);
+    const LaneRows lane = LaneOf(item, layer, head);
     const int64_t first = head * shape.group();
     const at::Tensor queries = q.narrow(0, item.row, item.num_rows)
                                    .narrow(1, first, shape.group())

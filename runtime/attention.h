@@ -31,6 +31,8 @@ struct AttentionItem {
   bool decode = false;  // one row, which sees every slot
   // Per KV head: slots to read, the new rows included. Prefill: the new rows are the last.
   absl::Span<const int64_t> used;
+  // Per KV head: where its keys are, laid out as the lanes are. Empty: in the lanes.
+  absl::Span<char* const> keys;
   // Prefill, if not null: where Run leaves the log-sum-exp of each query's logits, [heads,
   // num_rows], fp32.
   at::Tensor* log_sum_exp = nullptr;

@@ -72,14 +72,18 @@ struct Executor::OpenSequence {
 struct Executor::StepItem {
   const WorkItem* work = nullptr;
   OpenSequence* sequence = nullptr;
-  int64_t row = 0;                    // its first row in the forward
-  std::vector<int64_t> slots;         // [tables] that its first token takes
-  std::vector<int64_t> positions;     // [tables] RoPE position of its first token
-  std::vector<int64_t> used;          // [layers x kv_heads] slots that attention reads
-  at::Tensor logits;                  // [num_logits, vocab], of its last rows
-  std::vector<at::Tensor> residuals;  // [num_rows, hidden] after each block so far, if wanted
-  at::Tensor distances;               // [layers, num_rows], once the last block has run, if wanted
-  at::Tensor log_sum_exp;             // of the layer that runs
+  int64_t row = 0;                 // its first row in the forward
+  std::vector<int64_t> slots;      // [tables] that its first token takes
+  std::vector<int64_t> positions;  // [tables] RoPE position of its first token
+  std::vector<int64_t> used;       // [layers x kv_heads] slots that attention reads
+  // PositionMode::kCache: keys are turned at every step, into scratch for one layer.
+  std::vector<std::vector<int64_t>> ranks;  // [tables][slots]
+  at::Tensor turned;                        // [rows, key_width]
+  std::vector<char*> turned_keys;           // [kv_heads]: each lane's in there
+  at::Tensor logits;                        // [num_logits, vocab], of its last rows
+  std::vector<at::Tensor> residuals;        // [num_rows, hidden] after each block so far, if wanted
+  at::Tensor distances;    // [layers, num_rows], once the last block has run, if wanted
+  at::Tensor log_sum_exp;  // of the layer that runs
 
   int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
   bool wants_attention_rows() const {
@@ -90,6 +94,7 @@ struct Executor::StepItem {
     return wants(Signal::kLogitEntropy) ? num_rows() : work->num_outputs;
   }
   bool wants_queries() const { return wants(Signal::kQueries); }
+  bool turns_keys() const { return sequence->request.positions == PositionMode::kCache; }
 };
 
 namespace {
@@ -244,6 +249,7 @@ std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> ite
     for (int64_t t = 0; t < cache.num_tables(); ++t) {
       item.slots.push_back(cache.table(t).NextSlot());
       item.positions.push_back(cache.NextPosition(t, work.first));
+      if (item.turns_keys()) item.ranks.push_back(cache.RanksAfter(t, item.num_rows()));
     }
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
@@ -380,6 +386,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   std::vector<AttentionItem> items;
   items.reserve(running_.size());
   for (StepItem& item : running_) {
+    if (item.turns_keys()) TurnKeys(item, layer);
     const bool sums = item.wants_attention_rows() && !item.work->decode;
     items.push_back({.cache = &item.sequence->cache,
                      .row = item.row,
@@ -387,6 +394,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
                      .decode = item.work->decode,
                      .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
                                                                     shape_.num_kv_heads),
+                     .keys = item.turned_keys,
                      .log_sum_exp = sums ? &item.log_sum_exp : nullptr});
   }
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
@@ -440,7 +448,11 @@ void Executor::Append(absl::Span<const StepItem> items, const at::Tensor& q, con
           const float* const cos_sin = rope.at(item.positions[table] + i);
           const int64_t slot = item.slots[table] + i;
           const int64_t kv_row = (item.row + i) * kv_heads + head;
-          rotate(k_data + kv_row * key_bytes, lane.keys + slot * key_bytes, cos_sin);
+          if (item.turns_keys()) {
+            std::memcpy(lane.keys + slot * key_bytes, k_data + kv_row * key_bytes, key_bytes);
+          } else {
+            rotate(k_data + kv_row * key_bytes, lane.keys + slot * key_bytes, cos_sin);
+          }
           std::memcpy(lane.values + slot * value_bytes, v_data + kv_row * value_bytes, value_bytes);
           const int64_t q_row = (item.row + i) * shape_.num_heads + head * group;
           for (int64_t g = 0; g < group; ++g) {
@@ -449,6 +461,37 @@ void Executor::Append(absl::Span<const StepItem> items, const at::Tensor& q, con
         }
       }
     });
+  }
+}
+
+// Rotates a layer's keys at their ranks, in lanes laid out as those of the cache.
+void Executor::TurnKeys(StepItem& item, int64_t layer) {
+  const RopeTable& rope = ropes_[model_->manifest().layers[layer].rope];
+  const bool bfloat16 = pool_.dtype() == at::kBFloat16;
+  const SequenceCache& cache = item.sequence->cache;
+  const int64_t key_bytes = pool_.key_bytes();
+  std::vector<int64_t> starts;
+  int64_t rows = 0;
+  for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
+    starts.push_back(rows);
+    rows += cache.Lane(layer, head).capacity;
+  }
+  if (!item.turned.defined() || item.turned.size(0) < rows) {
+    item.turned = at::empty({rows, shape_.key_width}, pool_.dtype());
+  }
+  char* const turned = static_cast<char*>(item.turned.mutable_data_ptr());
+  item.turned_keys.clear();
+  for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
+    char* const out = turned + starts[head] * key_bytes;
+    const char* const in = cache.Lane(layer, head).keys;
+    const std::vector<int64_t>& ranks = item.ranks[cache.TableOf(layer, head)];
+    at::parallel_for(0, std::ssize(ranks), 64, [&](int64_t begin, int64_t end) {
+      for (int64_t slot = begin; slot < end; ++slot) {
+        Rotate(in + slot * key_bytes, out + slot * key_bytes, shape_.key_width, rope.half(),
+               rope.interleaved(), rope.at(ranks[slot]), bfloat16);
+      }
+    });
+    item.turned_keys.push_back(out);
   }
 }
 

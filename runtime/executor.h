@@ -63,6 +63,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
   void RunModel(absl::Span<StepItem> items);
   void Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
               const at::Tensor& v, int64_t layer, at::Tensor& rotated);
+  void TurnKeys(StepItem& item, int64_t layer);
   ForwardOutcome Finish(StepItem& item);
   SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);
 

@@ -21,6 +21,7 @@ namespace epikv {
 enum class PositionMode {
   kAbsolute,  // a token keeps its true index for life
   kCompact,   // a new token's position is the number of tokens retained before it
+  kCache,     // a token's position is its rank among the tokens cached, at every step anew
 };
 
 struct KvOptions {

@@ -96,6 +96,19 @@ int64_t SequenceCache::NextPosition(int64_t table, int64_t index) const {
   return request_.positions == PositionMode::kAbsolute ? index : tables_[table].live();
 }
 
+std::vector<int64_t> SequenceCache::RanksAfter(int64_t table, int64_t count) const {
+  const SlotTable& slots = tables_[table];
+  std::vector<int64_t> by_birth(slots.used());
+  std::iota(by_birth.begin(), by_birth.end(), int64_t{0});
+  if (slots.hole().has_value()) by_birth.erase(by_birth.begin() + *slots.hole());
+  std::sort(by_birth.begin(), by_birth.end(),
+            [index = slots.index()](int64_t a, int64_t b) { return index[a] < index[b]; });
+  std::vector<int64_t> ranks(slots.UsedAfter(count));
+  for (int64_t rank = 0; rank < std::ssize(by_birth); ++rank) ranks[by_birth[rank]] = rank;
+  for (int64_t i = 0; i < count; ++i) ranks[slots.NextSlot() + i] = slots.live() + i;
+  return ranks;
+}
+
 void SequenceCache::Append(int64_t first, int64_t count) {
   for (int64_t t = 0; t < num_tables(); ++t) {
     tables_[t].Append(first, NextPosition(t, first), count);

@@ -84,6 +84,9 @@ class SequenceCache {
 
   // RoPE position of the next token in a lane: its index, or the tokens retained before it.
   int64_t NextPosition(int64_t table, int64_t index) const;
+  // PositionMode::kCache: positions at which the keys are attended over once `count` tokens more
+  // are written, by slot. [UsedAfter(count)]
+  std::vector<int64_t> RanksAfter(int64_t table, int64_t count) const;
 
   // Commits tokens written to every lane.
   void Append(int64_t first, int64_t count);

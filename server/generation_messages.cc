@@ -47,7 +47,21 @@ class Reader {
 };
 
 PositionMode ModeOf(v1::PositionMode mode) {
-  return mode == v1::POSITION_MODE_COMPACT ? PositionMode::kCompact : PositionMode::kAbsolute;
+  if (mode == v1::POSITION_MODE_COMPACT) return PositionMode::kCompact;
+  if (mode == v1::POSITION_MODE_CACHE) return PositionMode::kCache;
+  return PositionMode::kAbsolute;
+}
+
+v1::PositionMode ProtoOf(PositionMode mode) {
+  switch (mode) {
+    case PositionMode::kAbsolute:
+      return v1::POSITION_MODE_ABSOLUTE;
+    case PositionMode::kCompact:
+      return v1::POSITION_MODE_COMPACT;
+    case PositionMode::kCache:
+      return v1::POSITION_MODE_CACHE;
+  }
+  return v1::POSITION_MODE_UNSPECIFIED;
 }
 
 KvOptions Reader::Kv(const v1::KvOptions& kv) {
@@ -106,8 +120,7 @@ v1::ResolvedKv ResolvedKvOf(const Request& request) {
   kv.set_policy(std::string(request.spec->name));
   kv.set_budget_tokens(request.budget);
   *kv.mutable_policy_params() = ToStruct(request.params);
-  kv.set_positions(request.positions == PositionMode::kCompact ? v1::POSITION_MODE_COMPACT
-                                                               : v1::POSITION_MODE_ABSOLUTE);
+  kv.set_positions(ProtoOf(request.positions));
   kv.set_protected_prompt_tokens(request.protection.prompt);
   kv.set_sink_tokens(request.protection.sinks);
   kv.set_recent_tokens(request.protection.recent);

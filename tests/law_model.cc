@@ -39,9 +39,9 @@ at::Tensor Rotated(const at::Tensor& x, const std::vector<int64_t>& positions, c
 // Plain attention of one new token over all tokens so far, masked lane by lane.
 class MaskedHooks final : public ForwardHooks {
  public:
-  MaskedHooks(const Manifest& manifest, bool compact)
+  MaskedHooks(const Manifest& manifest, PositionMode positions)
       : manifest_(manifest),
-        compact_(compact),
+        mode_(positions),
         keys_(manifest.num_layers()),
         values_(manifest.num_layers()),
         alive_(manifest.num_layers() * manifest.num_kv_heads) {}
@@ -64,16 +64,19 @@ class MaskedHooks final : public ForwardHooks {
     std::vector<int64_t> positions, query_positions;
     for (int64_t head = 0; head < kv_heads; ++head) {
       std::vector<bool>& alive = alive_[layer * kv_heads + head];
-      positions.push_back(compact_ ? std::count(alive.begin(), alive.end(), true)
-                                   : static_cast<int64_t>(alive.size()));
+      positions.push_back(mode_ == PositionMode::kAbsolute
+                              ? static_cast<int64_t>(alive.size())
+                              : std::count(alive.begin(), alive.end(), true));
       query_positions.insert(query_positions.end(), group, positions.back());
       alive.push_back(true);
     }
     const Rope& rope = manifest_.ropes[facts.rope];
-    keys_[layer].push_back(Rotated(k[0], positions, rope));
+    keys_[layer].push_back(mode_ == PositionMode::kCache ? k[0].clone()
+                                                         : Rotated(k[0], positions, rope));
     values_[layer].push_back(v[0].clone());
     const at::Tensor query = Rotated(q[0], query_positions, rope);
-    const at::Tensor keys = at::stack(keys_[layer], 1);  // [kv_heads, tokens, width]
+    at::Tensor keys = at::stack(keys_[layer], 1);  // [kv_heads, tokens, width]
+    if (mode_ == PositionMode::kCache) keys = AtRanks(keys, layer, rope);
     const at::Tensor values = at::stack(values_[layer], 1);
     std::vector<at::Tensor> out;
     at::Tensor rows = at::zeros({kv_heads, static_cast<int64_t>(keys_[layer].size())});
@@ -91,8 +94,23 @@ class MaskedHooks final : public ForwardHooks {
   }
 
  private:
+  // Each lane's living tokens at positions 0, 1, 2, ...
+  at::Tensor AtRanks(const at::Tensor& keys, int64_t layer, const Rope& rope) const {
+    std::vector<at::Tensor> turned;
+    for (int64_t head = 0; head < manifest_.num_kv_heads; ++head) {
+      std::vector<int64_t> ranks;
+      int64_t next = 0;
+      for (bool alive : alive_[layer * manifest_.num_kv_heads + head]) {
+        ranks.push_back(next);
+        next += alive ? 1 : 0;
+      }
+      turned.push_back(Rotated(keys[head], ranks, rope));
+    }
+    return at::stack(turned);
+  }
+
   const Manifest& manifest_;
-  const bool compact_;
+  const PositionMode mode_;
   std::vector<std::vector<at::Tensor>> keys_, values_;  // [layers][tokens] of [kv_heads, width]
   std::vector<std::vector<bool>> alive_;                // [lanes][tokens]
   MaskedReference::Step step_;
@@ -110,8 +128,8 @@ at::Tensor LawModel::Forward(const at::Tensor& token_ids, const at::Tensor& posi
 
 std::vector<MaskedReference::Step> MaskedReference::Run(const std::vector<int32_t>& tokens,
                                                         const std::vector<Dropped>& dropped,
-                                                        bool compact) const {
-  MaskedHooks hooks(model_.manifest(), compact);
+                                                        PositionMode positions) const {
+  MaskedHooks hooks(model_.manifest(), positions);
   std::vector<Step> steps;
   size_t next = 0;
   const at::Tensor row = at::zeros({1}, at::kLong);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "runtime/model.h"
+#include "runtime/request.h"
 
 namespace epikv {
 
@@ -59,10 +60,9 @@ class MaskedReference {
     std::vector<at::Tensor> attention;  // [layers] of [kv_heads, tokens so far]: group means
   };
 
-  // Steps of all tokens. compact: a token's position is the number of tokens its lane retains
-  // before it.
+  // Steps of all tokens, at these positions.
   std::vector<Step> Run(const std::vector<int32_t>& tokens, const std::vector<Dropped>& dropped,
-                        bool compact) const;
+                        PositionMode positions = PositionMode::kAbsolute) const;
 
  private:
   const Model& model_;

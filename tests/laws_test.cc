@@ -390,13 +390,24 @@ TEST_P(EveryPolicy, Law3_RoundsMeetTheBudgetAndSpareTheProtected) {
   EXPECT_EQ(std::vector<int32_t>(kept.begin(), kept.end()), kv.kept);
 }
 
+// A policy that reads keys or queries cannot do with positions that change.
+bool RefusesPositions(const EngineHarness& harness, const RequestOptions& options) {
+  const auto resolved = harness.admission().Resolve(options);
+  if (std::holds_alternative<Request>(resolved)) return false;
+  EXPECT_EQ(options.kv.positions, PositionMode::kCache);
+  EXPECT_EQ(std::get<Rejection>(resolved).violations.front().field, "kv.positions");
+  return true;
+}
+
 // Law 5: what the engine computes over reused slots, filled holes and packed lanes is what the
 // definition gives: plain attention over every token, under a mask of what is kept.
 TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
-  for (PositionMode positions : {PositionMode::kAbsolute, PositionMode::kCompact}) {
+  for (PositionMode positions :
+       {PositionMode::kAbsolute, PositionMode::kCompact, PositionMode::kCache}) {
     EngineHarness harness = Harness();
     RequestOptions options = WithPolicy(Scoring(harness.manifest(), 24, 120, 13), policy(), 64);
     options.kv.positions = positions;
+    if (RefusesPositions(harness, options)) continue;
     const Transcript transcript = harness.Run(options);
     ASSERT_TRUE(Evicted(transcript, harness.manifest()));
     const std::vector<at::Tensor> logits = harness.model().TakeLogits();
@@ -404,8 +415,7 @@ TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
     TraceReplay replay(harness.manifest(), 24 + 120);
     for (const EvictionTrace& trace : transcript.evictions) ASSERT_TRUE(replay.Apply(trace));
     const std::vector<MaskedReference::Step> steps =
-        MaskedReference(harness.model())
-            .Run(CachedTokens(options), replay.dropped, positions == PositionMode::kCompact);
+        MaskedReference(harness.model()).Run(CachedTokens(options), replay.dropped, positions);
     std::vector<at::Tensor> expected;  // from the prompt's last token on
     for (size_t t = options.prompt.size() - 1; t < steps.size(); ++t) {
       expected.push_back(steps[t].logits);
@@ -584,7 +594,7 @@ class SignalsEqualTheDefinition : public ::testing::TestWithParam<const char*> {
     ASSERT_GE(transcript_.finished->kv.rounds, 50);
     TraceReplay replay(harness_.manifest(), 24 + 120);
     for (const EvictionTrace& trace : transcript_.evictions) ASSERT_TRUE(replay.Apply(trace));
-    steps_ = MaskedReference(harness_.model()).Run(CachedTokens(options_), replay.dropped, false);
+    steps_ = MaskedReference(harness_.model()).Run(CachedTokens(options_), replay.dropped);
   }
 
   EngineHarness harness_{ModelPath(GetParam())};
@@ -683,8 +693,7 @@ TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
   ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
   TraceReplay replay(harness.manifest(), 24 + 120);
   for (const EvictionTrace& trace : transcript.evictions) ASSERT_TRUE(replay.Apply(trace));
-  const auto steps =
-      MaskedReference(harness.model()).Run(CachedTokens(options), replay.dropped, false);
+  const auto steps = MaskedReference(harness.model()).Run(CachedTokens(options), replay.dropped);
   // The last step is settled with its request.
   const size_t observed = record.logit_entropy.size();
   ASSERT_EQ(observed, steps.size() - 1);

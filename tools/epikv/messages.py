@@ -25,7 +25,7 @@ class ResolvedKv:
     policy: str
     budget_tokens: int
     policy_params: dict[str, Any] | None
-    positions: str  # "absolute", "compact"
+    positions: str  # "absolute", "compact", "cache"
     protected_prompt_tokens: int
     sink_tokens: int
     recent_tokens: int

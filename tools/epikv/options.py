@@ -6,7 +6,11 @@ from typing import Any
 
 from epikv.v1 import generation_pb2, kv_pb2
 
-POSITIONS = {"absolute": kv_pb2.POSITION_MODE_ABSOLUTE, "compact": kv_pb2.POSITION_MODE_COMPACT}
+POSITIONS = {
+    "absolute": kv_pb2.POSITION_MODE_ABSOLUTE,
+    "compact": kv_pb2.POSITION_MODE_COMPACT,
+    "cache": kv_pb2.POSITION_MODE_CACHE,
+}
 
 
 @dataclass(frozen=True)
@@ -14,8 +18,8 @@ class Kv:
     """How the KV cache is held to a budget.
 
     `budget` counts tokens when it is an int, and is a share of prompt + max output, in (0, 1], when
-    it is a float. `positions` is "absolute" or "compact". The four protections replace the policy's
-    own; `equal_protection` replaces them all by the rule that comparisons use; None: as the server
+    it is a float. `positions` is "absolute", "compact" or "cache". The four protections replace the
+    policy's own; `equal_protection` replaces them all by the rule that comparisons use; None: as the server
     says.
     """
 
