@@ -83,6 +83,67 @@ class AdmissionTest : public testing::Test {
   const Admission admission_ = Make(Limits());
 };
 
+// Positions that are ranks inside the cache.
+
+const PolicySpec kReadsKeys{
+    .name = "reads_keys",
+    .params = fake_policies::kParams,
+    .traits = [](const Params&,
+                 const ModelShape&) { return PolicyTraits{.signals = Signal::kKeys}; },
+    .make = &fake_policies::Make};
+
+TEST_F(AdmissionTest, RanksForPositionsExcludePoliciesThatReadKeys) {
+  const PolicySpec* const catalog[] = {&kReadsKeys};
+  const Admission admission(FakeManifest(kContext), catalog, Limits());
+  RequestOptions options = Ask(10, 100, "reads_keys", 64);
+  options.kv.positions = PositionMode::kCache;
+  const Rejection rejection = Refuse(admission, options);
+  EXPECT_THAT(Fields(rejection), ElementsAre("kv.positions"));
+  EXPECT_THAT(rejection.message, HasSubstr("'reads_keys' reads keys or queries"));
+  options.kv.positions = PositionMode::kCompact;
+  Accept(admission, options);
+  options.kv.positions = PositionMode::kCache;
+  options.kv.budget = int64_t{109};  // holds everything: nothing is read
+  Accept(admission, options);
+}
+
+TEST_F(AdmissionTest, RanksForPositionsReserveALayersKeysBeside) {
+  RequestOptions options = Ask(10, 100, "by_chunk", 64);
+  const KvDemand absolute = Accept(options).demand;
+  options.kv.positions = PositionMode::kCache;
+  const KvDemand ranks = Accept(options).demand;
+  const ModelShape& shape = admission_.shape();
+  const int64_t row = shape.num_kv_heads * shape.key_width * 4;
+  EXPECT_EQ(ranks.decode, absolute.decode);
+  EXPECT_EQ(ranks.decode_bytes - absolute.decode_bytes, row * absolute.decode[0]);
+  EXPECT_EQ(ranks.prefill_bytes - absolute.prefill_bytes, row * absolute.prefill[0]);
+}
+
+// Artefacts.
+
+const PolicySpec kMeasured{
+    .name = "measured",
+    .params = fake_policies::kParams,
+    .read_data = [](absl::string_view, const ModelShape&)
+        -> absl::StatusOr<std::shared_ptr<const PolicyData>> { return nullptr; },
+    .traits = [](const Params&, const ModelShape&) { return PolicyTraits{}; },
+    .make = &fake_policies::Make};
+
+TEST_F(AdmissionTest, APolicyWithoutItsArtefactIsRefused) {
+  const PolicySpec* const catalog[] = {&kMeasured};
+  const Manifest manifest = FakeManifest(kContext);
+  const RequestOptions options = Ask(10, 100, "measured", 64);
+  const Rejection rejection = Refuse(Admission(manifest, catalog, Limits()), options);
+  EXPECT_EQ(rejection.code, absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(rejection.reason, "ARTEFACT_MISSING");
+  EXPECT_THAT(Fields(rejection), ElementsAre("kv.policy"));
+  EXPECT_THAT(rejection.message, HasSubstr("`epikv calibrate measured`"));
+
+  ModelShape shape = ShapeOf(manifest);
+  shape.artefacts["measured"] = std::make_shared<PolicyData>();
+  Accept(Admission(manifest, std::move(shape), catalog, Limits()), options);
+}
+
 // Defaults.
 
 TEST_F(AdmissionTest, MaxOutputIs1024OrWhatTheContextLeaves) {
