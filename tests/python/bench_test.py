@@ -5,11 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click import ClickException
 from click.testing import CliRunner
-from epikv.bench import harness, sample
+from epikv.bench import harness, sample, survey
 from epikv.bench.load import random_prompt
 from epikv.bench.scrape import parse
 from epikv.cli import main
+from epikv.messages import KvUsage, Policy, PolicyParam
 from epikv.sample.simulate import Outcome
 from epikv.testing import DaemonError, find_binary
 
@@ -56,6 +58,45 @@ def test_the_sample_bench_says_that_nothing_was_judged(
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 0 and not result.stdout
     assert "nothing was held to a target: the gates are those at" in result.stderr
+
+
+def policy(name: str, slack: int | None) -> Policy:
+    params = [] if slack is None else [PolicyParam("slack", "int", slack, 0, 65536, [], "")]
+    return Policy(name, "", "", params, [], "token", "refuses", 0, slack or 0, False)
+
+
+def test_a_survey_runs_the_control_in_rounds_of_every_length() -> None:
+    catalog = [policy("full", None), policy("random", 0), policy("tova", 7), policy("vase", 63)]
+    found = survey.entries(catalog, "tova,vase,full", sign=1)
+    assert [(entry.name, entry.slack) for entry in found] == [
+        ("full", None),
+        *(("random", slack) for slack in (0, 7, 63)),
+        *(("tova", slack) for slack in (7, 0)),
+        *(("vase", slack) for slack in (63, 0)),
+    ]
+    every = survey.entries(catalog, "all", sign=1)
+    assert [entry.name for entry in every if entry.variant] == ["random, frozen"]
+    with pytest.raises(ClickException, match="no policy is called tovA"):
+        survey.entries(catalog, "tovA,vase", sign=1)
+
+
+def test_a_survey_shows_refusals_and_differences_from_the_control() -> None:
+    entries = survey.entries([policy("random", 0), policy("tova", 0)], "all", sign=1)
+    usage = KvUsage("tova", 10, 11, 10, 0, 30, 30, 0, False, [])
+    control, _, tova = (survey.Line(entry, usages=[usage] * 2) for entry in entries)
+    control.outcome = Outcome([[True, False], [False, False]])
+    tova.outcome = Outcome([[True, True], [True, True]])
+    tova.compare(control)
+    control.compare(control)
+    fewer = survey.Line(entries[-1], Outcome([[True, True]]), [usage])
+    fewer.compare(control)
+    assert fewer.answers_gain is not None and fewer.answers_gain.value == 0.5
+    refused = survey.Line(entries[-1], fault="INVALID_ARGUMENT: no calibration")
+    *_, first, second, third = survey.render([control, tova, refused], 0.5, 2).splitlines()
+    assert first.endswith("| 1 of 4: 0.250 |  |  |")
+    assert "| `tova` | 0 | 30.0 | 75% | 2 of 2: 1.000" in second
+    assert "| 4 of 4: 1.000 | +1.000 [+1.000, +1.000] | +0.750 [+0.500, +1.000] |" in second
+    assert "not run: INVALID_ARGUMENT: no calibration" in third
 
 
 def checkout(root: Path, build: str) -> Path:
