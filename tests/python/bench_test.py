@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from click import ClickException
 from click.testing import CliRunner
-from epikv.bench import harness, sample, survey
+from epikv.bench import harness, policies, sample, survey
 from epikv.bench.load import random_prompt
 from epikv.bench.scrape import parse
 from epikv.cli import main
@@ -97,6 +97,62 @@ def test_a_survey_shows_refusals_and_differences_from_the_control() -> None:
     assert "| `tova` | 0 | 30.0 | 75% | 2 of 2: 1.000" in second
     assert "| 4 of 4: 1.000 | +1.000 [+1.000, +1.000] | +0.750 [+0.500, +1.000] |" in second
     assert "not run: INVALID_ARGUMENT: no calibration" in third
+
+
+def window(page: str) -> policies.Window:
+    stream = SimpleNamespace(summary=None, cancel=lambda: None, join=lambda: None)
+    served = SimpleNamespace(wait_until_idle=lambda: None)
+    return policies._between(served, stream, parse(""), parse(page), "tova")
+
+
+def test_a_window_of_a_policy_holds_nothing_but_decoding() -> None:
+    page = """\
+epikv_step_seconds_count{phase="decode"} 4
+epikv_step_tokens_total{phase="decode"} 4
+epikv_engine_cpu_seconds_total 0.8
+epikv_kv_eviction_seconds_count{policy="tova"} 2
+epikv_step_cpu_seconds_total{stage="taps"} 0.04
+epikv_step_cpu_seconds_total{stage="evict"} 0.2
+"""
+    found = window(page)
+    assert (found.steps, found.rounds, found.step) == (4, 2, 0.2)
+    assert found.stage(*policies.STAGES) == pytest.approx(0.06)
+    for other in ('{phase="prefill"} 1', '{phase="decode"} 5'):
+        with pytest.raises(ClickException, match="something else"):
+            window(page + f"epikv_step_tokens_total{other}\n")
+
+
+def test_costs_are_told_in_shares_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = {
+        "tova": {
+            512: policies.Cost([1e-3, 3e-3, 2e-3], [], [], 700, 256),
+            4096: policies.Cost([8e-3], [], [], 900, 256),
+        }
+    }
+    whole = {512: 0.02, 4096: 0.04}
+    chosen = [policy("tova", 0), policy("vase", 63)]
+    table = policies._table(chosen, costs, {"vase": "no calibration"}, whole)
+    assert "| `tova` | 0 | 2000 / 8000 | 10.0% / 20.0% (over) | 700 / 900 | 256 |" in table
+    assert "| `vase` | | not measured: no calibration |" in table
+    results = policies._results(costs, whole, "this machine")
+    assert results == {
+        "made_with": "this machine",
+        "policies": {
+            "tova": {
+                "cpu_us_per_token": {"512": pytest.approx(2000), "4096": pytest.approx(8000)},
+                "share_of_step": {"512": pytest.approx(0.1), "4096": pytest.approx(0.2)},
+                "bytes_per_sequence": {"512": 700, "4096": 900},
+            }
+        },
+    }
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{policies.BEGIN}old\n{policies.END}after\n")
+    monkeypatch.setattr(policies, "README", page)
+    monkeypatch.setattr(policies, "find_spec", lambda _: None)
+    policies._write(table, results)
+    assert page.read_text() == f"before\n{policies.BEGIN}{table}{policies.END}after\n"
 
 
 def checkout(root: Path, build: str) -> Path:
