@@ -73,21 +73,33 @@ class Cost:
 
 @click.command("policies")
 @click.option("--policies", "wanted", default="all", metavar="all|NAME,NAME", show_default=True)
+@click.option(
+    "--cached", "budgets", type=int, multiple=True, default=CACHED, show_default=True,
+    help="Tokens. Several: one after another.",
+)  # fmt: skip
 @click.option("--steps", default=128, show_default=True, help="Of a window, at least.")
 @click.option("--rounds", default=1, show_default=True, help="Windows of each policy and budget.")
 @click.option("--write", is_flag=True, help="Write the table of policies/README.md.")
 @harness.options
 def command(
-    wanted: str, steps: int, rounds: int, write: bool, json_file: Path | None, **where: Any
+    wanted: str,
+    budgets: tuple[int, ...],
+    steps: int,
+    rounds: int,
+    write: bool,
+    json_file: Path | None,
+    **where: Any,
 ) -> None:
     """CPU time a token and bytes a sequence of every policy, at 512 and 4096 cached tokens."""
+    if write and (wanted, budgets) != ("all", CACHED):
+        raise click.UsageError("--write is for the whole table: leave --policies and --cached out")
     if where["server"] is not None:
         raise click.UsageError("it serves two models of its own: leave --server out")
     flags = ["--threads=1", f"--kv_pool_bytes={1 << 30}"]
     with harness.serving(
         lambda: harness.random_model("policies-whole", **SHAPE), flags, **where
     ) as served:
-        whole = {cached: _full(served, cached, steps // 4).step for cached in CACHED}
+        whole = {cached: _full(served, cached, steps // 4).step for cached in budgets}
     for cached, step in whole.items():
         harness.say(f"a step of the whole shape at {cached} cached tokens: {1e3 * step:.1f} ms CPU")
 
@@ -96,13 +108,13 @@ def command(
     with harness.serving(
         lambda: harness.random_model("policies-thin", **THIN), flags, **where
     ) as served:
-        thin = {cached: _full(served, cached, steps) for cached in CACHED}
+        thin = {cached: _full(served, cached, steps) for cached in budgets}
         policies = _chosen(served.client.policies(), wanted)
         for policy in policies:
             try:
                 costs[policy.name] = {
                     cached: _cost(served, policy, cached, thin[cached], steps, rounds)
-                    for cached in CACHED
+                    for cached in budgets
                 }
             except RpcError as error:
                 if error.code not in (
@@ -256,8 +268,8 @@ def _table(
     whole: dict[int, float],
 ) -> str:
     """The README's: a line a policy, a figure a budget."""
-    budgets = " / ".join(map(str, CACHED))
-    steps = " / ".join(f"{1e3 * whole[cached]:.1f}" for cached in CACHED)
+    budgets = " / ".join(map(str, whole))
+    steps = " / ".join(f"{1e3 * step:.1f}" for step in whole.values())
     lines = [
         f"CPU of a step under `full` at {budgets} cached tokens: {steps} ms.\n",
         f"| policy | slack | CPU us a token, {budgets} | of a step | bytes a sequence | of these, K and V of a round |",
@@ -267,14 +279,14 @@ def _table(
         if policy.name in refused:
             lines.append(f"| `{policy.name}` | | not measured: {refused[policy.name]} | | | |")
             continue
-        found = costs[policy.name]
-        cpu = " / ".join(f"{1e6 * median(found[cached].cpu):.0f}" for cached in CACHED)
-        shares = [_share(found[cached], whole[cached]).value for cached in CACHED]
+        found = [costs[policy.name][cached] for cached in whole]
+        cpu = " / ".join(f"{1e6 * median(cost.cpu):.0f}" for cost in found)
+        shares = [_share(c, step).value for c, step in zip(found, whole.values(), strict=True)]
         share = " / ".join(f"{s:.1%}" for s in shares) + (" (over)" if max(shares) > BOUND else "")
-        reserved = " / ".join(f"{found[cached].reserved}" for cached in CACHED)
+        reserved = " / ".join(str(cost.reserved) for cost in found)
         lines.append(
             f"| `{policy.name}` | {policy.slack_tokens} | {cpu} | {share} | {reserved}"
-            f" | {found[CACHED[0]].room} |"
+            f" | {found[0].room} |"
         )
     return "\n".join(lines) + "\n"
 
