@@ -7,7 +7,7 @@ model that has nearly none, so that prompts are quick, and the share is taken of
 shape under `full`. Both are in bfloat16 with one thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -37,6 +37,7 @@ PARAMS: dict[str, dict[str, Any]] = {}
 # Prompts: below the budget for policies that cannot rank one; else over it, so that prefill ends
 # with a round.
 BELOW, OVER = 16, 64
+MARGIN = 6  # steps before a window's end from which on its last round is waited for
 
 README = Path(__file__).resolve().parents[3] / "policies" / "README.md"
 COSTS = README.with_name("costs.inc")
@@ -191,9 +192,9 @@ def _reserved(served: harness.Served, kv: Kv, total: int) -> int:
 
 def _full(served: harness.Served, cached: int, steps: int) -> Window:
     """Of a sequence that holds `cached` tokens on average."""
-    stream = _start(served, Kv("full"), cached - steps // 2 - 1, 2 * steps, seed=0)
+    stream = _start(served, Kv("full"), cached - steps // 2 - 2, 2 * steps, seed=0)
     pages = []
-    for tokens in (1, 1 + steps):
+    for tokens in (2, 2 + steps):  # a step is counted before the next one's token comes
         wait_until(lambda at=tokens: stream.tokens >= at, [stream], "a stream")
         pages.append(served.page())
     return _between(served, stream, *pages, "full")
@@ -201,17 +202,25 @@ def _full(served: harness.Served, cached: int, steps: int) -> Window:
 
 def _window(served: harness.Served, policy: Policy, kv: Kv, steps: int, seed: int) -> Window:
     """At least `steps` tokens, from the end of one round to the end of another."""
-    cached = kv.budget
+    cached, name = kv.budget, policy.name
     assert isinstance(cached, int)
     prompt = cached - BELOW if policy.prompt_eviction == "refuses" else cached + OVER
-    begin = _rounds(served.page(), policy.name)
+    start = served.page()
     stream = _start(served, kv, prompt, SHAPE["context"] - prompt, seed)
-    wait_until(lambda: stream.tokens >= 1, [stream], policy.name)
-    before = _next_round(served, stream, policy.name, begin)
-    enough = stream.tokens + steps
-    wait_until(lambda: stream.tokens >= enough, [stream], policy.name)
-    after = _next_round(served, stream, policy.name, _rounds(served.page(), policy.name))
-    return _between(served, stream, before, after, policy.name)
+    wait_until(lambda: stream.tokens >= 1, [stream], name)
+    before = _page_when(
+        served,
+        stream,
+        lambda page: _prefilled(page - start) == prompt and _rounds(page - start, name) > 0,
+    )
+    wait_until(lambda: _decoded(served.page() - before) >= steps - MARGIN, [stream], name)
+    since = served.page()
+    after = _page_when(
+        served,
+        stream,
+        lambda page: _decoded(page - before) >= steps and _rounds(page - since, name) > 0,
+    )
+    return _between(served, stream, before, after, name)
 
 
 def _start(served: harness.Served, kv: Kv, prompt: int, output: int, seed: int) -> Running:
@@ -219,15 +228,21 @@ def _start(served: harness.Served, kv: Kv, prompt: int, output: int, seed: int) 
     return Running(served.client, random_prompt(prompt, SHAPE["vocab"], seed), kv, output, seed)
 
 
-def _next_round(served: harness.Served, stream: Running, policy: str, known: int) -> Page:
-    """The page once there have been more rounds than `known`."""
-    page = served.page()
-    while _rounds(page, policy) == known:
+def _page_when(served: harness.Served, stream: Running, done: Callable[[Page], bool]) -> Page:
+    """The first page for which it is so: asked for all the time, to miss no step."""
+    while not done(page := served.page()):
         stream.check()
         if stream.summary is not None:
-            raise click.ClickException(f"{policy}: the stream ended before its round")
-        page = served.page()
+            raise click.ClickException("a stream ended before its round")
     return page
+
+
+def _prefilled(page: Page) -> int:
+    return int(page.value("epikv_step_tokens_total", phase="prefill"))
+
+
+def _decoded(page: Page) -> int:
+    return int(page.value("epikv_step_tokens_total", phase="decode"))
 
 
 def _rounds(page: Page, policy: str) -> int:
@@ -243,8 +258,7 @@ def _between(
     served.wait_until_idle()
     added = after - before
     steps = int(added.value("epikv_step_seconds_count", phase="decode"))
-    decoded = added.value("epikv_step_tokens_total", phase="decode")
-    if ended or added.value("epikv_step_tokens_total", phase="prefill") or decoded != steps:
+    if ended or _prefilled(added) or _decoded(added) != steps:
         raise click.ClickException("the daemon did something else than decode this one stream")
     return Window(
         steps=steps,
