@@ -11,7 +11,7 @@ from epikv.bench import harness, policies, sample, survey
 from epikv.bench.load import random_prompt
 from epikv.bench.scrape import parse
 from epikv.cli import main
-from epikv.messages import KvUsage, Policy, PolicyParam
+from epikv.messages import Policy, PolicyParam
 from epikv.sample.simulate import Outcome
 from epikv.testing import DaemonError, find_binary
 
@@ -68,35 +68,38 @@ def policy(name: str, slack: int | None) -> Policy:
 def test_a_survey_runs_the_control_in_rounds_of_every_length() -> None:
     catalog = [policy("full", None), policy("random", 0), policy("tova", 7), policy("vase", 63)]
     found = survey.entries(catalog, "tova,vase,full", sign=1)
-    assert [(entry.name, entry.slack) for entry in found] == [
-        ("full", None),
+    assert [(entry.policy.name, entry.slack) for entry in found] == [
         *(("random", slack) for slack in (0, 7, 63)),
-        *(("tova", slack) for slack in (7, 0)),
-        *(("vase", slack) for slack in (63, 0)),
+        *(("tova", 7), ("vase", 63), ("full", None)),
+        *(("tova", 0), ("vase", 0)),  # the slow ones
     ]
     every = survey.entries(catalog, "all", sign=1)
-    assert [entry.name for entry in every if entry.variant] == ["random, frozen"]
+    assert [entry.policy.name for entry in every if entry.variant] == ["random"]
     with pytest.raises(ClickException, match="no policy is called tovA"):
         survey.entries(catalog, "tovA,vase", sign=1)
 
 
-def test_a_survey_shows_refusals_and_differences_from_the_control() -> None:
-    entries = survey.entries([policy("random", 0), policy("tova", 0)], "all", sign=1)
-    usage = KvUsage("tova", 10, 11, 10, 0, 30, 30, 0, False, [])
-    control, _, tova = (survey.Line(entry, usages=[usage] * 2) for entry in entries)
-    control.outcome = Outcome([[True, False], [False, False]])
-    tova.outcome = Outcome([[True, True], [True, True]])
-    tova.compare(control)
-    control.compare(control)
-    fewer = survey.Line(entries[-1], Outcome([[True, True]]), [usage])
-    fewer.compare(control)
-    assert fewer.answers_gain is not None and fewer.answers_gain.value == 0.5
-    refused = survey.Line(entries[-1], fault="INVALID_ARGUMENT: no calibration")
-    *_, first, second, third = survey.render([control, tova, refused], 0.5, 2).splitlines()
-    assert first.endswith("| 1 of 4: 0.250 |  |  |")
-    assert "| `tova` | 0 | 30.0 | 75% | 2 of 2: 1.000" in second
-    assert "| 4 of 4: 1.000 | +1.000 [+1.000, +1.000] | +0.750 [+0.500, +1.000] |" in second
-    assert "not run: INVALID_ARGUMENT: no calibration" in third
+def test_a_survey_keeps_its_lines_and_compares_them_with_the_control(tmp_path: Path) -> None:
+    lines = [
+        survey.Line("tova", "", 0, 0.5, rounds=30, dropped=0.75, asked=2, right=[2, 0]),
+        survey.Line("random", "", 7, 0.5, asked=2, right=[2, 2]),
+        survey.Line("random", "", 0, 0.5, asked=2, right=[1, 0]),
+        survey.Line("vase", "", 0, 0.5, "INVALID_ARGUMENT: no calibration"),
+        survey.Line("tova", "", 0, 0.5, rounds=30, dropped=0.75, asked=2, right=[2, 2]),
+        survey.Line("raas", "", 0, 0.5, asked=2, right=[2]),
+    ]
+    survey._keep(tmp_path, lines[:3])
+    survey._keep(tmp_path, lines[3:])
+    rows = (tmp_path / "policies.md").read_text().partition("---")[2].splitlines()[1:]
+    assert [row.split("|")[1:3] for row in rows] == [
+        [" `random` ", " 7 "],
+        *([f" `{name}` ", " 0 "] for name in ("random", "raas", "tova", "vase")),
+    ]
+    assert rows[1].endswith("| 1 of 4: 0.250 |  |  |")
+    assert rows[2].endswith("| 2 of 2: 1.000 | +1.000 [+1.000, +1.000] | +0.500 [+0.500, +0.500] |")
+    assert "| `tova` | 0 | 30.0 | 75% | 2 of 2: 1.000" in rows[3]  # the later one
+    assert "| 4 of 4: 1.000 | +1.000 [+1.000, +1.000] | +0.750 [+0.500, +1.000] |" in rows[3]
+    assert "not run: INVALID_ARGUMENT: no calibration" in rows[4]
 
 
 def window(page: str) -> policies.Window:

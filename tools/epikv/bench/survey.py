@@ -2,28 +2,28 @@
 
 Policies run with their default parameters, protected alike, at the same budget. One that evicts in
 rounds holds up to `slack` tokens more than that, so it runs with slack 0 as well, and each line is
-held against `random` in rounds of its own length, on the same problems.
+held against `random` in rounds of its own length, on the same problems. With --results, what was
+measured is kept in policies.json beside the model, so that some policies can be measured again
+without the others.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import grpc
 
 from epikv.bench import harness
 from epikv.bench.targets import Estimate
-from epikv.bench.trial import PUBLISHED, Trial, difference, exact, share
+from epikv.bench.trial import PUBLISHED, Trial, difference
 from epikv.client import Client
 from epikv.errors import RpcError
-from epikv.messages import KvUsage, Policy
+from epikv.messages import Policy
 from epikv.options import Kv
-
-if TYPE_CHECKING:
-    from epikv.sample.simulate import Outcome
 
 CONTROL = "random"
 FIRST = ("full", "oracle", CONTROL)  # lines that others are read against
@@ -48,10 +48,6 @@ class Entry:
         """Whether it is the second line of a policy that evicts in rounds."""
         return self.slack == 0 and self.policy.slack_tokens > 0
 
-    @property
-    def name(self) -> str:
-        return f"{self.policy.name}, {self.variant}" if self.variant else self.policy.name
-
     def kv(self, trial: Trial, number: int) -> Kv:
         params = dict(self.params)
         if self.slack is None:
@@ -63,50 +59,34 @@ class Entry:
         return Kv(self.policy.name, trial.budgets[number], params, equal_protection=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Line:
     """How an entry did; `fault` instead, where the daemon would not run it."""
 
-    entry: Entry
-    outcome: "Outcome | None" = None
-    usages: list[KvUsage] = field(default_factory=list)
+    policy: str
+    variant: str
+    slack: int | None
+    fraction: float
     fault: str = ""
-    solved_gain: Estimate | None = None  # over the control in the same rounds
-    answers_gain: Estimate | None = None
+    rounds: float = 0  # a problem's mean
+    dropped: float = 0  # of the cached tokens
+    uncalibrated: bool = False
+    asked: int = 0  # answers of a problem
+    right: list[int] = field(default_factory=list)  # of these, by problem
 
     @property
-    def rounds(self) -> float:
-        return mean(usage.rounds for usage in self.usages)
+    def key(self) -> tuple[Any, ...]:
+        """Lines stand in this order, and one replaces another with the same key."""
+        first = FIRST.index(self.policy) if self.policy in FIRST else len(FIRST)
+        return (-self.fraction, first, self.policy, self.variant, -1 - (self.slack or 0))
 
     @property
-    def dropped(self) -> float:
-        """The share of the cached tokens that were evicted."""
-        return mean(u.evicted_tokens / (u.evicted_tokens + u.final_tokens) for u in self.usages)
+    def solved(self) -> list[int]:
+        return [int(right == self.asked) for right in self.right]
 
-    def compare(self, control: "Line | None") -> None:
-        if self.outcome is None or control is None or control.outcome is None or self is control:
-            return
-        solved, answers = exact(self.outcome), _answers(self.outcome)
-        both = len(solved)  # this line may have had fewer
-        self.solved_gain = difference(solved, exact(control.outcome)[:both])
-        self.answers_gain = difference(answers, _answers(control.outcome)[:both])
-
-    def details(self) -> dict[str, Any]:
-        """All of it, for --json."""
-        entry = self.entry
-        found = {"policy": entry.policy.name, "params": entry.params, "slack": entry.slack}
-        if self.outcome is None:
-            return {**found, "fault": self.fault}
-        return {
-            **found,
-            "rounds": self.rounds,
-            "dropped": self.dropped,
-            "uncalibrated": self.usages[0].uncalibrated,
-            **self.outcome.summary(),
-            "solved_gain": self.solved_gain and vars(self.solved_gain),
-            "answers_gain": self.answers_gain and vars(self.answers_gain),
-            "right_answers": [sum(row) for row in self.outcome.correct],
-        }
+    @property
+    def answers(self) -> list[float]:
+        return [right / self.asked for right in self.right]
 
 
 def run(
@@ -121,50 +101,26 @@ def run(
     results: bool,
 ) -> list[dict[str, Any]]:
     """Everything measured of the model in `directory`; prints its tables and, with `results`,
-    writes its policies.md. unslacked: problems of the lines with slack 0 in place of another."""
-    found: list[dict[str, Any]] = []
-    tables: list[str] = []
-    for fraction in fractions:
-        lines = _lines(client, Trial(directory, count, fraction), wanted, unslacked, at_once)
-        tables.append(render(lines, fraction, count))
-        click.echo("\n" + tables[-1])
-        found += [{"fraction": fraction, **line.details()} for line in lines]
-    if results:
-        (directory / "policies.md").write_text(document(directory.name, tables))
-    faults = [row["fault"] for row in found if "fault" in row]
+    keeps them there. unslacked: problems of the lines with slack 0 in place of another."""
+    lines: list[Line] = []
+    try:
+        for fraction in fractions:
+            trial = Trial(directory, count, fraction)
+            for entry in entries(client.policies(), wanted, trial.calibration["sign"]):
+                first = unslacked if entry.unslacked else None
+                lines.append(_line(client, trial, entry, fraction, at_once, first))
+    finally:  # hours may have passed
+        if results and lines:
+            _keep(directory, lines)
+    click.echo("\n" + render(lines))
+    faults = [line.fault for line in lines if line.fault]
     if failed := [fault for fault in faults if not fault.startswith(REFUSALS)]:
         raise click.ClickException("\n".join(failed))
-    return found
-
-
-def _lines(
-    client: Client, trial: Trial, wanted: str, unslacked: int | None, at_once: int
-) -> list[Line]:
-    controls: dict[int | None, Line] = {}
-    lines = []
-    for entry in entries(client.policies(), wanted, trial.calibration["sign"]):
-        line = Line(entry)
-        try:
-            line.outcome, line.usages = trial.run(
-                client,
-                at_once,
-                lambda number, entry=entry: entry.kv(trial, number),
-                unslacked if entry.unslacked else None,
-            )
-        except RpcError as error:
-            if error.code is grpc.StatusCode.UNAVAILABLE:
-                raise
-            line.fault = f"{error.code.name}: {error}"
-        if entry.name == CONTROL:
-            controls[entry.slack] = line
-        line.compare(controls.get(entry.slack or 0))
-        harness.say(_row(line))
-        lines.append(line)
-    return lines
+    return [asdict(line) for line in lines]
 
 
 def entries(catalog: Sequence[Policy], wanted: str, sign: int) -> list[Entry]:
-    """What to run, the control first. sign: of the model's calibration."""
+    """What to run, the control first, what takes longest last. sign: of the calibration."""
     known = {policy.name: policy for policy in catalog}
     names = list(known) if wanted == "all" else wanted.split(",")
     if unknown := set(names) - set(known):
@@ -184,63 +140,115 @@ def entries(catalog: Sequence[Policy], wanted: str, sign: int) -> list[Entry]:
             result += [Entry(policy, variant, slack, params) for slack in lengths]
     # The control in rounds of every length that somebody has.
     slacks = sorted({entry.slack or 0 for entry in result} | {0})
-    others = [entry for entry in result if entry.name != CONTROL]
-    result = [Entry(known[CONTROL], "", slack, {}) for slack in slacks] + others
-    first = {name: place for place, name in enumerate(FIRST)}
-    return sorted(result, key=lambda entry: first.get(entry.policy.name, len(FIRST)))
+    others = [e for e in result if e.policy.name != CONTROL or e.variant]
+    controls = [Entry(known[CONTROL], "", slack, {}) for slack in slacks]
+    return controls + sorted(others, key=lambda entry: entry.unslacked)
 
 
-def render(lines: Sequence[Line], fraction: float, count: int) -> str:
-    """The table."""
-    head = [f"## {fraction:.0%} of the trace kept, {count} problems\n", _cells(COLUMNS)]
-    return "\n".join([*head, _cells(["---"] * len(COLUMNS)), *map(_row, lines)]) + "\n"
+def render(lines: Sequence[Line]) -> str:
+    """A table for each fraction."""
+    controls = {
+        (line.fraction, line.slack): line
+        for line in lines
+        if (line.policy, line.variant) == (CONTROL, "")
+    }
+    parts: list[str] = []
+    fraction = None
+    for line in sorted(lines, key=lambda line: line.key):
+        if line.fraction != fraction:
+            fraction = line.fraction
+            parts += [f"\n## {fraction:.0%} of the trace kept\n", _cells(COLUMNS)]
+            parts.append(_cells(["---"] * len(COLUMNS)))
+        parts.append(_row(line, controls.get((line.fraction, line.slack or 0))))
+    return "\n".join(parts) + "\n"
 
 
-def document(model: str, tables: Sequence[str]) -> str:
-    """The page that --results writes."""
+def _line(
+    client: Client, trial: Trial, entry: Entry, fraction: float, at_once: int, first: int | None
+) -> Line:
+    base = (entry.policy.name, entry.variant, entry.slack, fraction)
+    try:
+        outcome, usages = trial.run(client, at_once, lambda number: entry.kv(trial, number), first)
+    except RpcError as error:
+        if error.code is grpc.StatusCode.UNAVAILABLE:
+            raise
+        line = Line(*base, fault=f"{error.code.name}: {error}")
+    else:
+        line = Line(
+            *base,
+            rounds=mean(usage.rounds for usage in usages),
+            dropped=mean(u.evicted_tokens / (u.evicted_tokens + u.final_tokens) for u in usages),
+            uncalibrated=usages[0].uncalibrated,
+            asked=len(outcome.correct[0]),
+            right=[sum(row) for row in outcome.correct],
+        )
+    harness.say(_row(line, None))
+    return line
+
+
+def _keep(directory: Path, lines: Sequence[Line]) -> None:
+    """Puts the lines into the model's policies.json and renders its policies.md anew."""
+    file = directory / "policies.json"
+    known = [Line(**row) for row in json.loads(file.read_text())] if file.exists() else []
+    by_key = {line.key: line for line in [*known, *lines]}
+    merged = [by_key[key] for key in sorted(by_key)]
+    rows = ",\n".join(json.dumps(asdict(line)) for line in merged)
+    file.write_text(f"[\n{rows}\n]\n")
+    (directory / "policies.md").write_text(_document(directory.name, merged))
+
+
+def _document(model: str, lines: Sequence[Line]) -> str:
     return f"""# Every policy on {model}
 
-Written by `epikv bench sample --policies all --results`. Problems `test/*`, greedy, through the daemon; default parameters, and the model's calibration
-where a policy has one; the prompt and the newest min(128, K/4) tokens protected, for all alike. The budget K is the prompt and a share of the expected trace.
-*slack*: how far a request may outgrow its budget before a round; a line with a larger slack held more tokens, so each such policy stands here
-with slack 0 too. *rounds*: a problem's mean; 0: nothing was evicted, and the line says nothing of the policy. *dropped*: of all cached tokens. *solved*: problems all of
-whose three answers are right [95 % Wilson interval]. *answers*: right ones. The last two: against `random` with the same slack, on the same problems [95 % bootstrap
-interval]. What holds on this model holds on this model: see the [card](../README.md).
+Written by `epikv bench sample --policies all --results`, which replaces the lines of the policies that it is asked for. Problems `test/*`, greedy, through the daemon;
+default parameters, and the model's calibration where a policy has one; the prompt and the newest min(128, K/4) tokens protected, for all alike. The budget K is the prompt
+and a share of the expected trace. *slack*: how far a request may outgrow its budget before a round; a line with a larger slack held more tokens, so such a policy stands here
+with slack 0 too, on fewer problems. *rounds*: a problem's mean; 0: nothing was evicted, and the line says nothing of the policy. *dropped*: of all cached tokens.
+*solved*: problems all of whose three answers are right [95 % Wilson interval]. *answers*: right ones. The last two: against `random` with the same slack on the same problems
+[95 % bootstrap interval]. What holds on this model holds on this model: see the [card](../README.md).
+{render(lines)}"""
 
-""" + "\n".join(tables)
 
-
-def _row(line: Line) -> str:
-    entry, outcome = line.entry, line.outcome
-    slack = "" if entry.slack is None else str(entry.slack)
-    if outcome is None:
-        return _cells([f"`{entry.name}`", slack, f"not run: {line.fault}", *[""] * 5])
-    name = f"`{entry.name}`" + (" (uncalibrated)" if line.usages[0].uncalibrated else "")
-    solved = share(outcome)
-    right = f"{solved.value:.3f} [{solved.low:.3f}, {solved.high:.3f}]"
-    answers = sum(map(len, outcome.correct))
+def _row(line: Line, control: Line | None) -> str:
+    name = f"`{line.policy}`" + (f", {line.variant}" if line.variant else "")
+    slack = "" if line.slack is None else str(line.slack)
+    if line.fault:
+        return _cells([name, slack, f"not run: {line.fault}", *[""] * 5])
+    solved, answers, asked = sum(line.solved), sum(line.right), line.asked * len(line.right)
     return _cells(
         [
-            name,
+            name + (" (uncalibrated)" if line.uncalibrated else ""),
             slack,
             f"{line.rounds:.1f}",
             f"{line.dropped:.0%}",
-            f"{outcome.exact} of {len(outcome.correct)}: {right}",
-            f"{outcome.right_answers} of {answers}: {outcome.right_answers / answers:.3f}",
-            _gain(line.solved_gain),
-            _gain(line.answers_gain),
+            f"{solved} of {len(line.right)}: {_share(solved, len(line.right))}",
+            f"{answers} of {asked}: {answers / asked:.3f}",
+            *_gains(line, control),
         ]
     )
 
 
-def _gain(gain: Estimate | None) -> str:
-    return "" if gain is None else f"{gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
+def _gains(line: Line, control: Line | None) -> list[str]:
+    """Over the control, on the problems that both have had."""
+    if control is None or control.fault or control.key == line.key:
+        return ["", ""]
+    both = min(len(line.right), len(control.right))
+    return [
+        _signed(difference(line.solved[:both], control.solved[:both])),
+        _signed(difference(line.answers[:both], control.answers[:both])),
+    ]
+
+
+def _share(hits: int, count: int) -> str:
+    from epikv.sample.simulate import wilson
+
+    low, high = wilson(hits, count)
+    return f"{hits / count:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _signed(gain: Estimate) -> str:
+    return f"{gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
 
 
 def _cells(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def _answers(outcome: "Outcome") -> list[float]:
-    """The share of each problem's answers that are right."""
-    return [mean(row) for row in outcome.correct]

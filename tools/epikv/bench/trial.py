@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean
+from statistics import fmean, mean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -75,7 +75,8 @@ def exported(directory: Path) -> Path:
     """The model as the quickstart has it: in float32, with its calibration."""
     from epikv.export import ExportError, export
 
-    path = harness.cached(directory.name, {"dtype": "float32"}, list(directory.glob("*.*")))
+    sources = [file for file in directory.glob("*.*") if file.stem not in ("policies", "results")]
+    path = harness.cached(directory.name, {"dtype": "float32"}, sources)
     if not path.exists():
         harness.say(f"exporting {directory}")
         try:
@@ -100,5 +101,5 @@ def share(outcome: "Outcome") -> Estimate:
 def difference(more: Sequence[float], less: Sequence[float]) -> Estimate:
     """Of two means over the same problems."""
     return bootstrap(
-        list(zip(more, less, strict=True)), lambda sample: mean(x - y for x, y in sample)
+        list(zip(more, less, strict=True)), lambda sample: fmean(x - y for x, y in sample)
     )
