@@ -186,6 +186,8 @@ def _reserved(served: harness.Served, kv: Kv, total: int) -> int:
     stop = Stop(max_output_tokens=total - BELOW)
     with served.client.generate(prompt, kv=kv, stop=stop) as stream:
         accepted = next(stream)
+        next(stream)  # its prefill is over, and in no later window
+    served.wait_until_idle()
     assert isinstance(accepted, Accepted) and accepted.kv is not None
     return accepted.kv.reserved_bytes
 
