@@ -5,11 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click import ClickException
 from click.testing import CliRunner
-from epikv.bench import harness, sample
+from epikv.bench import harness, policies, sample, survey
 from epikv.bench.load import random_prompt
 from epikv.bench.scrape import parse
 from epikv.cli import main
+from epikv.messages import Policy, PolicyParam
 from epikv.sample.simulate import Outcome
 from epikv.testing import DaemonError, find_binary
 
@@ -56,6 +58,104 @@ def test_the_sample_bench_says_that_nothing_was_judged(
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 0 and not result.stdout
     assert "nothing was held to a target: the gates are those at" in result.stderr
+
+
+def policy(name: str, slack: int | None) -> Policy:
+    params = [] if slack is None else [PolicyParam("slack", "int", slack, 0, 65536, [], "")]
+    return Policy(name, "", "", params, [], "token", "refuses", 0, slack or 0, False)
+
+
+def test_a_survey_runs_the_control_in_rounds_of_every_length() -> None:
+    catalog = [policy("full", None), policy("random", 0), policy("tova", 7), policy("vase", 63)]
+    found = survey.entries(catalog, "tova,vase,full", sign=1)
+    assert [(entry.policy.name, entry.slack) for entry in found] == [
+        *(("random", slack) for slack in (0, 7, 63)),
+        *(("tova", 7), ("vase", 63), ("full", None)),
+        *(("tova", 0), ("vase", 0)),  # the slow ones
+    ]
+    every = survey.entries(catalog, "all", sign=1)
+    assert [entry.policy.name for entry in every if entry.variant] == ["random"]
+    with pytest.raises(ClickException, match="no policy is called tovA"):
+        survey.entries(catalog, "tovA,vase", sign=1)
+
+
+def test_a_survey_keeps_its_lines_and_compares_them_with_the_control(tmp_path: Path) -> None:
+    lines = [
+        survey.Line("tova", "", 0, 0.5, rounds=30, dropped=0.75, asked=2, right=[2, 0]),
+        survey.Line("random", "", 7, 0.5, asked=2, right=[2, 2]),
+        survey.Line("random", "", 0, 0.5, asked=2, right=[1, 0]),
+        survey.Line("vase", "", 0, 0.5, "INVALID_ARGUMENT: no calibration"),
+        survey.Line("tova", "", 0, 0.5, rounds=30, dropped=0.75, asked=2, right=[2, 2]),
+        survey.Line("raas", "", 0, 0.5, asked=2, right=[2]),
+    ]
+    survey._keep(tmp_path, lines[:3])
+    survey._keep(tmp_path, lines[3:])
+    rows = (tmp_path / "policies.md").read_text().partition("---")[2].splitlines()[1:]
+    assert [row.split("|")[1:3] for row in rows] == [
+        [" `random` ", " 7 "],
+        *([f" `{name}` ", " 0 "] for name in ("random", "raas", "tova", "vase")),
+    ]
+    assert rows[1].endswith("| 1 of 4: 0.250 |  |  |")
+    assert rows[2].endswith("| 2 of 2: 1.000 | +1.000 [+1.000, +1.000] | +0.500 [+0.500, +0.500] |")
+    assert "| `tova` | 0 | 30.0 | 75% | 2 of 2: 1.000" in rows[3]  # the later one
+    assert "| 4 of 4: 1.000 | +1.000 [+1.000, +1.000] | +0.750 [+0.500, +1.000] |" in rows[3]
+    assert "not run: INVALID_ARGUMENT: no calibration" in rows[4]
+
+
+def window(page: str) -> policies.Window:
+    stream = SimpleNamespace(summary=None, cancel=lambda: None, join=lambda: None)
+    served = SimpleNamespace(wait_until_idle=lambda: None)
+    return policies._between(served, stream, parse(""), parse(page), "tova")
+
+
+def test_a_window_of_a_policy_holds_nothing_but_decoding() -> None:
+    page = """\
+epikv_step_seconds_count{phase="decode"} 4
+epikv_step_tokens_total{phase="decode"} 4
+epikv_engine_cpu_seconds_total 0.8
+epikv_kv_eviction_seconds_count{policy="tova"} 2
+epikv_step_cpu_seconds_total{stage="taps"} 0.04
+epikv_step_cpu_seconds_total{stage="evict"} 0.2
+"""
+    found = window(page)
+    assert (found.steps, found.rounds, found.step) == (4, 2, 0.2)
+    assert found.stage(*policies.STAGES) == pytest.approx(0.06)
+    for other in ('{phase="prefill"} 1', '{phase="decode"} 5'):
+        with pytest.raises(ClickException, match="something else"):
+            window(page + f"epikv_step_tokens_total{other}\n")
+
+
+def test_costs_are_told_in_shares_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = {
+        "tova": {
+            512: policies.Cost([1e-3, 3e-3, 2e-3], [], [], 700, 256),
+            4096: policies.Cost([8e-3], [], [], 900, 256),
+        }
+    }
+    whole = {512: 0.02, 4096: 0.04}
+    chosen = [policy("tova", 0), policy("vase", 63)]
+    table = policies._table(chosen, costs, {"vase": "no calibration"}, whole)
+    assert "| `tova` | 0 | 2000 / 8000 | 10.0% / 20.0% (over) | 700 / 900 | 256 |" in table
+    assert "| `vase` | | not measured: no calibration |" in table
+    results = policies._results(costs, whole, "this machine")
+    assert results == {
+        "made_with": "this machine",
+        "policies": {
+            "tova": {
+                "cpu_us_per_token": {"512": pytest.approx(2000), "4096": pytest.approx(8000)},
+                "share_of_step": {"512": pytest.approx(0.1), "4096": pytest.approx(0.2)},
+                "bytes_per_sequence": {"512": 700, "4096": 900},
+            }
+        },
+    }
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{policies.BEGIN}old\n{policies.END}after\n")
+    monkeypatch.setattr(policies, "README", page)
+    monkeypatch.setattr(policies, "find_spec", lambda _: None)
+    policies._write(table, results)
+    assert page.read_text() == f"before\n{policies.BEGIN}{table}{policies.END}after\n"
 
 
 def checkout(root: Path, build: str) -> Path:
