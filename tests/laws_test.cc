@@ -61,6 +61,14 @@ std::string Camel(absl::string_view name) {
 // A policy's parameters, as small as the laws' sequences.
 std::map<std::string, ParamValue> SmallParams(const PolicySpec& spec) {
   std::map<std::string, ParamValue> params;
+  if (spec.name == "thinkv_tbe") {  // with what a calibration would say
+    params = {{"layers", std::vector<int64_t>{0, 1}},
+              {"theta1", 0.3},
+              {"theta2", 0.6},
+              {"segment", int64_t{16}},
+              {"refresh", int64_t{16}},
+              {"ladder", std::vector<int64_t>{14, 12, 10, 8, 6, 4}}};
+  }
   for (const ParamSpec& param : spec.params) {
     if (param.name == "window" && param.fallback.has_value()) params["window"] = int64_t{16};
     if (param.name == "lag") params["lag"] = int64_t{8};
