@@ -35,6 +35,7 @@ extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
 extern const PolicySpec kStreamingLlm;
 extern const PolicySpec kThinkv;
+extern const PolicySpec kThinkvTbe;
 extern const PolicySpec kTova;
 extern const PolicySpec kTriattention;
 extern const PolicySpec kVase;
@@ -74,6 +75,7 @@ PolicyCatalog AllPolicies() {
       &kSnapkv,              //
       &kStreamingLlm,        //
       &kThinkv,              //
+      &kThinkvTbe,           //
       &kTova,                //
       &kTriattention,        //
       &kVase,                //

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "policies/attention_row.h"
@@ -198,6 +199,13 @@ absl::Status SegmentPolicy::SwapInReserve(const CacheView& cache, absl::Span<con
     keep[out[i]] = false;
   }
   return absl::OkStatus();
+}
+
+std::vector<int64_t> ClassifierLayers(const Params& params, const ModelShape& shape) {
+  const int64_t count = std::min(params.Int("classifier_layers"), shape.num_layers);
+  std::vector<int64_t> layers(count);
+  std::iota(layers.begin(), layers.end(), shape.num_layers - count);
+  return layers;
 }
 
 void ObserveLastLayers(SequenceStep& step, int64_t num_layers, int64_t column) {

@@ -76,6 +76,9 @@ class SegmentPolicy : public Policy {
   const std::string reserve_by_;
 };
 
+// PolicyTraits::attention_layers of `classifier_layers`.
+std::vector<int64_t> ClassifierLayers(const Params& params, const ModelShape& shape);
+
 // Writes what the newest query gave each token in the last `num_layers` layers, on average, to a
 // column.
 void ObserveLastLayers(SequenceStep& step, int64_t num_layers, int64_t column);

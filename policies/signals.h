@@ -27,6 +27,7 @@ struct Signals {
   class AttentionRow {
    public:
     virtual ~AttentionRow() = default;
+    // layer: of PolicyTraits::attention_layers; throws for any other.
     virtual absl::Span<const float> at(int64_t layer, int64_t head) const = 0;  // [used]
   };
   const AttentionRow* attention = nullptr;

@@ -161,7 +161,9 @@ struct PolicyTraits {
   Pool pool = Pool::kLane;  // kLayer and kModel: of granularity kHead alone
   SignalSet signals;
   std::vector<int64_t> residual_layers;  // of kResidualStep: block numbers, 0-based, ascending
-  int64_t window = 0;                    // of kQueries: how many of the newest queries are kept
+  // Of kAttentionRow and kPromptAttention: the layers that are measured, ascending; empty: all.
+  std::vector<int64_t> attention_layers;
+  int64_t window = 0;  // of kQueries: how many of the newest queries are kept
   // Names of the policy's per-slot fp32 columns; they travel with K and V.
   std::vector<absl::string_view> columns;
   PromptEviction prompt = PromptEviction::kRefuses;

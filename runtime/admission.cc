@@ -450,15 +450,18 @@ KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& trai
   KvLayout layout;
   layout.num_lanes = shape.num_layers * shape.num_kv_heads;
   layout.row_bytes = (shape.key_width + shape.value_width) * element;
-  // The probabilities that a step's query gave each slot.
-  if (traits.signals.Has(Signal::kAttentionRow) || traits.signals.Has(Signal::kPromptAttention)) {
-    layout.row_bytes += sizeof(float);
-  }
   layout.num_tables = traits.granularity == Granularity::kToken   ? 1
                       : traits.granularity == Granularity::kLayer ? shape.num_layers
                                                                   : layout.num_lanes;
   layout.slot_bytes = 2 * sizeof(int32_t) + traits.columns.size() * sizeof(float);
   layout.state_bytes_per_token = traits.state_bytes_per_token;
+  // The probabilities that a step's query gave each slot.
+  if (traits.signals.Has(Signal::kAttentionRow) || traits.signals.Has(Signal::kPromptAttention)) {
+    const int64_t layers = traits.attention_layers.empty()
+                               ? shape.num_layers
+                               : static_cast<int64_t>(traits.attention_layers.size());
+    layout.state_bytes_per_token += layers * shape.num_kv_heads * sizeof(float);
+  }
   // The residual before, and the one of the step that is not yet committed.
   layout.state_bytes = traits.state_bytes + 2 * num_tap_layers * shape.hidden_size * 4 +
                        (traits.signals.Has(Signal::kQueryMoments)

@@ -79,7 +79,7 @@ ModelShape ShapeOf(const Manifest& manifest);
 // Sizes of what a sequence stores, in bytes.
 struct KvLayout {
   int64_t num_lanes = 0;   // layers x kv_heads
-  int64_t row_bytes = 0;   // one K and one V row, and the signals measured for each
+  int64_t row_bytes = 0;   // one K and one V row
   int64_t num_tables = 0;  // slot tables: one, one per layer, or one per lane
   int64_t slot_bytes = 0;  // of one slot in one table: index, rope position, policy columns
   int64_t state_bytes_per_token = 0;

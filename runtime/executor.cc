@@ -54,7 +54,8 @@ struct Executor::OpenSequence {
         tap(r.tap_layers, shape.hidden_size),
         queries(shape.num_layers, r.traits.window, shape.num_heads * pool.key_bytes()),
         moments(r.traits.signals.Has(Signal::kQueryMoments) ? shape.num_layers : 0, shape.num_heads,
-                shape.key_width) {}
+                shape.key_width),
+        attention_rows(r.traits.attention_layers, shape.num_kv_heads) {}
 
   const Request& request;
   SequenceCache cache;
@@ -88,6 +89,9 @@ struct Executor::StepItem {
   int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
   bool wants_attention_rows() const {
     return wants(work->decode ? Signal::kAttentionRow : Signal::kPromptAttention);
+  }
+  bool wants_attention_rows(int64_t layer) const {
+    return wants_attention_rows() && sequence->attention_rows.Has(layer);
   }
   bool wants(Signal signal) const { return sequence->request.traits.signals.Has(signal); }
   int64_t num_logits() const {
@@ -257,7 +261,7 @@ std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> ite
       }
     }
     if (item.wants_attention_rows()) {
-      item.sequence->attention_rows.Resize(item.used, shape_.num_kv_heads);
+      item.sequence->attention_rows.Resize(item.used);
     }
     step.push_back(std::move(item));
   }
@@ -387,7 +391,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   items.reserve(running_.size());
   for (StepItem& item : running_) {
     if (item.turns_keys()) TurnKeys(item, layer);
-    const bool sums = item.wants_attention_rows() && !item.work->decode;
+    const bool sums = item.wants_attention_rows(layer) && !item.work->decode;
     items.push_back({.cache = &item.sequence->cache,
                      .row = item.row,
                      .num_rows = item.num_rows(),
@@ -401,7 +405,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   for (size_t i = 0; i < items.size(); ++i) {
     const StepItem& item = running_[i];
     const bool moments = item.wants(Signal::kQueryMoments);
-    if (!item.wants_queries() && !moments && !item.wants_attention_rows()) continue;
+    if (!item.wants_queries() && !moments && !item.wants_attention_rows(layer)) continue;
     OpenSequence& sequence = *item.sequence;
     const StageTimer timer(times_, Stage::kTaps);
     if (item.wants_queries()) {
@@ -413,7 +417,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
     if (moments) {
       sequence.moments.Take(layer, q.narrow(0, items[i].row, items[i].num_rows), item.work->first);
     }
-    if (!item.wants_attention_rows()) continue;
+    if (!item.wants_attention_rows(layer)) continue;
     const absl::Span<float> rows = sequence.attention_rows.layer(layer);
     if (items[i].decode) {
       attention_.Rows(rotated, layer, items[i], shape, rows);

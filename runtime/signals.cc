@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
+#include "absl/strings/str_cat.h"
 #include "runtime/kernels.h"
 
 namespace epikv {
@@ -76,10 +78,16 @@ void QueryWindow::Read(int64_t layer, char* out) const {
   }
 }
 
-void LaneRowsOfStep::Resize(absl::Span<const int64_t> used, int64_t num_kv_heads) {
-  num_kv_heads_ = num_kv_heads;
+bool LaneRowsOfStep::Has(int64_t layer) const {
+  return layers_.empty() || std::binary_search(layers_.begin(), layers_.end(), layer);
+}
+
+void LaneRowsOfStep::Resize(absl::Span<const int64_t> used) {
   starts_.assign(1, 0);
-  for (int64_t slots : used) starts_.push_back(starts_.back() + slots);
+  for (size_t lane = 0; lane < used.size(); ++lane) {
+    const int64_t slots = Has(static_cast<int64_t>(lane) / num_kv_heads_) ? used[lane] : 0;
+    starts_.push_back(starts_.back() + slots);
+  }
   rows_.resize(starts_.back());
 }
 
@@ -89,6 +97,9 @@ absl::Span<float> LaneRowsOfStep::layer(int64_t layer) {
 }
 
 absl::Span<const float> LaneRowsOfStep::at(int64_t layer, int64_t head) const {
+  if (!Has(layer)) {
+    throw std::out_of_range(absl::StrCat("attention of layer ", layer, " was not declared"));
+  }
   const int64_t lane = layer * num_kv_heads_ + head;
   return absl::MakeConstSpan(rows_).subspan(starts_[lane], starts_[lane + 1] - starts_[lane]);
 }

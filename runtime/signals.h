@@ -75,13 +75,19 @@ constexpr int64_t QueryMomentsBytes(int64_t num_layers, int64_t num_heads, int64
 // Attention rows of one sequence's step, lane by lane.
 class LaneRowsOfStep final : public Signals::AttentionRow {
  public:
+  // layers: PolicyTraits::attention_layers.
+  LaneRowsOfStep(std::vector<int64_t> layers, int64_t num_kv_heads)
+      : layers_(std::move(layers)), num_kv_heads_(num_kv_heads) {}
+
+  bool Has(int64_t layer) const;
   // used: slots of each lane, [layers x kv_heads].
-  void Resize(absl::Span<const int64_t> used, int64_t num_kv_heads);
+  void Resize(absl::Span<const int64_t> used);
   absl::Span<float> layer(int64_t layer);  // its heads, one after another
   absl::Span<const float> at(int64_t layer, int64_t head) const override;
 
  private:
-  int64_t num_kv_heads_ = 0;
+  const std::vector<int64_t> layers_;
+  const int64_t num_kv_heads_;
   std::vector<int64_t> starts_;  // [lanes + 1]
   std::vector<float> rows_;
 };

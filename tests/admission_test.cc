@@ -820,11 +820,13 @@ TEST_F(AdmissionTest, BytesAreRowsTablesAndState) {
             41 * kLanes * 32 + 41 * 2 * (8 + 2 * 4) + 41 * 24 + 1000 + 2 * 16 * 4);
 }
 
-TEST_F(AdmissionTest, AttentionRowsAreCountedBySlot) {
+TEST_F(AdmissionTest, AttentionRowsAreCountedByTokenInTheLayersMeasured) {
   const ModelShape shape = admission_.shape();
-  const PolicyTraits traits{.signals = Signal::kAttentionRow};
-  EXPECT_EQ(LayoutOf(shape, DType::kFloat32, traits, 0).row_bytes,
-            LayoutOf(shape, DType::kFloat32, {}, 0).row_bytes + 4);
+  PolicyTraits traits{.signals = Signal::kAttentionRow};
+  EXPECT_EQ(LayoutOf(shape, DType::kFloat32, traits, 0).state_bytes_per_token, kLanes * 4);
+  traits.attention_layers = {1};
+  EXPECT_EQ(LayoutOf(shape, DType::kFloat32, traits, 0).state_bytes_per_token,
+            shape.num_kv_heads * 4);
 }
 
 TEST_F(AdmissionTest, TableIsAsLongAsItsLongestLane) {

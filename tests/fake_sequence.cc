@@ -21,18 +21,24 @@ class FakeAttentionRow final : public Signals::AttentionRow {
                    int64_t first)
       : num_heads_(sequence.num_kv_heads()) {
     if (!sequence.traits().signals.Has(signal)) return;
-    for (int64_t layer = 0; layer < sequence.num_layers(); ++layer) {
+    std::vector<int64_t> layers = sequence.traits().attention_layers;
+    if (layers.empty()) {
+      layers.resize(sequence.num_layers());
+      std::iota(layers.begin(), layers.end(), 0);
+    }
+    for (int64_t layer : layers) {
       for (int64_t head = 0; head < num_heads_; ++head) {
-        rows_.push_back(Sum(sequence, world, layer, head, first));
+        rows_[layer].push_back(Sum(sequence, world, layer, head, first));
       }
     }
   }
   absl::Span<const float> at(int64_t layer, int64_t head) const override {
-    if (rows_.empty()) {
-      ADD_FAILURE() << "read attention without declaring it";
+    const auto heads = rows_.find(layer);
+    if (heads == rows_.end()) {
+      ADD_FAILURE() << "read attention of layer " << layer << " without declaring it";
       return {};
     }
-    return rows_[layer * num_heads_ + head];
+    return heads->second[head];
   }
 
  private:
@@ -55,7 +61,7 @@ class FakeAttentionRow final : public Signals::AttentionRow {
   }
 
   const int64_t num_heads_;
-  std::vector<std::vector<float>> rows_;  // [layers x kv_heads][used]
+  std::map<int64_t, std::vector<std::vector<float>>> rows_;  // by layer, [kv_heads][used]
 };
 
 ResolvedParams Resolve(const FakeSequence::Options& options) {

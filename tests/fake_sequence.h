@@ -42,7 +42,14 @@ class FakeSequence final : public CacheView {
   struct Options {
     const PolicySpec* spec = nullptr;
     std::map<std::string, ParamValue> params;
-    ModelShape shape = {.num_layers = 3, .num_heads = 4, .num_kv_heads = 2};
+    // Calibrated for the policies that cannot do without.
+    ModelShape shape = {
+        .num_layers = 3,
+        .num_heads = 4,
+        .num_kv_heads = 2,
+        .calibrated = {
+            {"thinkv_tbe",
+             {{"layers", std::vector<int64_t>{0, 2}}, {"theta1", 0.3}, {"theta2", 0.6}}}}};
     Protection protection;
     int64_t prompt_tokens = 0;
     int64_t budget = 0;

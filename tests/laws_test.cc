@@ -14,6 +14,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "policies/lane.h"
 #include "tests/engine_harness.h"
 #include "tests/law_model.h"
 #include "tests/probe_policy.h"
@@ -60,6 +61,14 @@ std::string Camel(absl::string_view name) {
 // A policy's parameters, as small as the laws' sequences.
 std::map<std::string, ParamValue> SmallParams(const PolicySpec& spec) {
   std::map<std::string, ParamValue> params;
+  if (spec.name == "thinkv_tbe") {  // with what a calibration would say
+    params = {{"layers", std::vector<int64_t>{0, 1}},
+              {"theta1", 0.3},
+              {"theta2", 0.6},
+              {"segment", int64_t{16}},
+              {"refresh", int64_t{16}},
+              {"ladder", std::vector<int64_t>{14, 12, 10, 8, 6, 4}}};
+  }
   for (const ParamSpec& param : spec.params) {
     if (param.name == "window" && param.fallback.has_value()) params["window"] = int64_t{16};
     if (param.name == "lag") params["lag"] = int64_t{8};
@@ -675,6 +684,74 @@ TEST_P(SignalsEqualTheDefinition, H2oDropsTheLeastAttended) {
     gone.insert(victim);
   }
   EXPECT_EQ(next, transcript_.evictions.size());
+}
+
+// What a policy that measures layer 1 alone was given of it, and how often another was withheld.
+struct OneLayerRecord {
+  int64_t rows = 0, withheld = 0;
+};
+OneLayerRecord* one_layer_record = nullptr;
+
+class OneLayer final : public Policy {
+ public:
+  void Observe(absl::Span<SequenceStep> steps) const override {
+    for (SequenceStep& step : steps) {
+      for (int64_t head = 0; head < step.cache.num_kv_heads(); ++head) Check(step, head);
+    }
+  }
+  std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const override {
+    return std::vector<Eviction>(tasks.size());
+  }
+
+ private:
+  static void Check(SequenceStep& step, int64_t head) {
+    Lane lane(step.cache, 1, head);
+    const at::Tensor pulled = lane.window_attention().mean(0);  // [w, n], of which these are last
+    const at::Tensor sum = pulled.narrow(0, pulled.size(0) - step.count, step.count).sum(0);
+    const absl::Span<const float> row = step.signals.attention->at(1, head);
+    ASSERT_EQ(std::ssize(row), sum.numel());
+    for (int64_t slot = 0; slot < sum.numel(); ++slot) {
+      EXPECT_NEAR(row[slot], sum[slot].item<float>(), 1e-5);
+    }
+    ++one_layer_record->rows;
+    for (int64_t layer : {0, 2}) {
+      try {
+        step.signals.attention->at(layer, head);
+      } catch (const std::out_of_range&) {
+        ++one_layer_record->withheld;
+      }
+    }
+  }
+};
+
+constexpr ParamSpec kOneLayerParams[] = {SlackParam(0)};
+const PolicySpec kOneLayer{
+    .name = "one_layer",
+    .params = kOneLayerParams,
+    .traits =
+        [](const Params&, const ModelShape&) {
+          return PolicyTraits{.signals = Signal::kAttentionRow | Signal::kPromptAttention |
+                                         Signal::kKeys | Signal::kQueries,
+                              .attention_layers = {1},
+                              .window = 20,
+                              .slack = 8};
+        },
+    .make = [](const Params&, const ModelShape&) -> std::shared_ptr<const Policy> {
+      return std::make_shared<OneLayer>();
+    },
+};
+
+TEST(Signals, AttentionIsMeasuredInTheLayersDeclaredAlone) {
+  static const PolicySpec* const kCatalog[] = {&kOneLayer};
+  EngineHarness harness(ModelPath("gqa"), {.policies = kCatalog});
+  OneLayerRecord record;
+  one_layer_record = &record;
+  RequestOptions options = Scoring(harness.manifest(), 20, 30, 3);
+  options.kv.policy = "one_layer";
+  options.kv.budget = 48;  // of 49
+  EXPECT_TRUE(harness.Run(options).ok());
+  EXPECT_EQ(record.rows, 2 * (1 + 28));  // the prompt, and each decode step but the last
+  EXPECT_EQ(record.withheld, 2 * record.rows);
 }
 
 // What information-aware policies are given of every token, of the prompt and decoded.

@@ -315,11 +315,15 @@ TEST_P(PolicyContract, SpecIsWhole) {
   EXPECT_EQ(traits.evicts, names.contains("slack"));
   EXPECT_EQ(traits.signals.Has(Signal::kResidualStep), !traits.residual_layers.empty());
   EXPECT_EQ(traits.signals.Has(Signal::kQueries), traits.window > 0);
+  EXPECT_TRUE(traits.attention_layers.empty() || traits.signals.Has(Signal::kAttentionRow) ||
+              traits.signals.Has(Signal::kPromptAttention));
   EXPECT_TRUE(traits.pool == Pool::kLane || traits.granularity == Granularity::kHead);
-  EXPECT_TRUE(std::is_sorted(traits.residual_layers.begin(), traits.residual_layers.end()));
-  for (int64_t layer : traits.residual_layers) {
-    EXPECT_GE(layer, 0);
-    EXPECT_LT(layer, Options().shape.num_layers);
+  for (const std::vector<int64_t>& layers : {traits.residual_layers, traits.attention_layers}) {
+    EXPECT_TRUE(std::is_sorted(layers.begin(), layers.end()));
+    for (int64_t layer : layers) {
+      EXPECT_GE(layer, 0);
+      EXPECT_LT(layer, Options().shape.num_layers);
+    }
   }
 }
 

@@ -37,6 +37,7 @@ PolicyTraits Traits(const Params& params, const ModelShape& shape) {
   return {
       .signals = Signal::kResidualStep | Signal::kAttentionRow,
       .residual_layers = ResidualLayers(params),
+      .attention_layers = ClassifierLayers(params, shape),
       .columns = {"score", "attention"},
       .slack = params.Int("slack"),
       .state_bytes = static_cast<int64_t>(2 * sizeof(float)) * params.Int("window"),

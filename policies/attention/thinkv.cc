@@ -114,9 +114,10 @@ class ThinKv final : public SegmentPolicy {
   const int64_t refresh_, classifier_layers_;
 };
 
-PolicyTraits Traits(const Params& params, const ModelShape&) {
+PolicyTraits Traits(const Params& params, const ModelShape& shape) {
   return {
       .signals = Signal::kAttentionRow,
+      .attention_layers = ClassifierLayers(params, shape),
       .columns = {"score", "attention"},
       .slack = params.Int("slack"),
       .published = {.prompt = false},

@@ -18,6 +18,8 @@ Request: TypeAlias = generation_pb2.GenerateRequest | generation_pb2.ScoreReques
 PROBLEMS = 200  # of the sample model, of which prompts are taken
 SHARED_IDS = 3  # request ids that several clients use at once
 STOP_STRINGS = (":", "ok", "so $m", "done #3", " check 6", "7 .", "\u00e9\u4e16", "never said")
+# What a calibration would say to policies that this model has none for.
+CALIBRATIONS = {"thinkv_tbe": {"layers": [0, 1], "theta1": 0.3, "theta2": 0.6}}
 TEMPERATURES = (0.0, 1e-38, 0.3, 0.7, 1.0, 2.0, 50.0, 3e38)
 
 
@@ -211,6 +213,8 @@ class _Maker:
         self._budget(kv, prompt, output)
         if kv.policy:
             for param in self._policy.params:
+                if param.default_value is None and name in CALIBRATIONS:
+                    kv.policy_params[param.name] = CALIBRATIONS[name][param.name]
                 if rng.random() < 0.4:
                     kv.policy_params[param.name] = _value(rng, param)
         kv.positions = rng.choice(

@@ -6,7 +6,7 @@ import click
 import grpc
 
 from epikv import bench
-from epikv.cli import cancel, export, generate, listing, score
+from epikv.cli import calibrate, cancel, export, generate, listing, score
 from epikv.errors import RpcError
 
 
@@ -31,6 +31,7 @@ def main() -> None:
 
 for command in (
     bench.command,
+    calibrate.group,
     cancel.command,
     export.command,
     generate.command,

@@ -9,7 +9,7 @@ Shapes use n packed rows of all sequences, S cached tokens, H query heads, G key
 D channels.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -57,6 +57,8 @@ class Step:
     positions: Tensor  # [n], RoPE positions
     residuals: list[Tensor] = field(default_factory=list)  # entering block l: [n, hidden]
     attended: list[int] = field(default_factory=list)  # layers whose attention ran, in order
+    # Called for each layer and sequence with the new rows' probabilities, [H, n, S].
+    watch: Callable[[int, Tensor], None] | None = None
 
 
 _current: ContextVar[Step] = ContextVar("epikv_step")
@@ -120,14 +122,17 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, normed: Tensor, layer: int) -> T
     for cache, *new in zip(step.caches, *split, strict=True):
         cache.keys[layer] = torch.cat([cache.keys[layer], new[1]])
         cache.values[layer] = torch.cat([cache.values[layer], new[2]])
-        result.append(_attend(new[0], cache.keys[layer], cache.values[layer], facts))
+        weights = _weights(new[0], cache.keys[layer], facts)
+        if step.watch is not None:
+            step.watch(layer, weights)
+        result.append(_mix(weights, cache.values[layer]).to(q.dtype))
     return torch.cat(result)
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, facts: Layer) -> Tensor:
-    """Causal attention of the newest rows q [n, H, D] over keys, values [S, G, D], in float32."""
+def _weights(q: Tensor, keys: Tensor, facts: Layer) -> Tensor:
+    """Causal attention of the newest rows q [n, H, D] over keys [S, G, D], in float32 [H, n, S]."""
     groups = q.shape[1] // keys.shape[1]
-    keys, values = (t.float().repeat_interleave(groups, dim=1) for t in (keys, values))
+    keys = keys.float().repeat_interleave(groups, dim=1)
     logits = torch.einsum("nhd,shd->hns", q.float(), keys) * facts.scale
     if facts.soft_cap is not None:
         logits = facts.soft_cap * torch.tanh(logits / facts.soft_cap)
@@ -135,8 +140,13 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, facts: Layer) -> Tensor:
         keys.shape[0]
     )
     hidden = age < 0 if facts.window is None else (age < 0) | (age >= facts.window)
-    weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.einsum("hns,shd->nhd", weights, values).to(q.dtype)
+    return logits.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def _mix(weights: Tensor, values: Tensor) -> Tensor:
+    """Values [S, G, D] by weights [H, n, S]: float32 [n, H, D]."""
+    values = values.float().repeat_interleave(weights.shape[0] // values.shape[1], dim=1)
+    return torch.einsum("hns,shd->nhd", weights, values)
 
 
 def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""`epikv calibrate`: measures what a policy must know of a model."""
