@@ -14,7 +14,7 @@ import click
 
 from epikv.errors import RpcError
 
-_SHARED = ("harness", "load", "scrape", "targets")
+_SHARED = ("costs", "harness", "load", "scrape", "targets")
 
 
 class _Benches(click.Group):
