@@ -827,6 +827,42 @@ TEST_P(SignalsEqualTheDefinition, H2oCountsThePromptsAttention) {
   EXPECT_EQ(next, transcript_.evictions.size());
 }
 
+// Attention runs as under `full` whatever the policy, and once more for those who declared its rows
+// alone.
+TEST(AttentionCounts, OnlyWhoAsksForRowsIsMeasured) {
+  constexpr int64_t kPrompt = 40, kForced = 100;
+  EngineHarness harness(ModelPath("gqa"), {.policies = LawPolicies()});
+  const int64_t lanes = harness.manifest().num_layers() * harness.manifest().num_kv_heads;
+  const RequestOptions scoring = Scoring(harness.manifest(), kPrompt, kForced, 59);
+  std::vector<PolicyCase> cases = EvictingPolicies();
+  for (const PolicyCase& variant : PolicyVariants()) cases.push_back(variant);
+  int64_t asking = 0;
+  for (const PolicyCase& policy : cases) {
+    SCOPED_TRACE(policy.label);
+    const RequestOptions options = WithPolicy(scoring, policy, 80);
+    const SignalSet signals =
+        std::get<Request>(harness.admission().Resolve(options)).traits.signals;
+    const AttentionCounts before = harness.executor().attention_counts();
+    ASSERT_TRUE(Evicted(harness.Run(options), harness.manifest()));
+    const AttentionCounts& after = harness.executor().attention_counts();
+    const int64_t decode = kForced - 1;  // the last token is not cached
+    EXPECT_EQ(after.attended - before.attended, (kPrompt + decode) * lanes);
+    EXPECT_EQ(after.measured - before.measured,
+              ((signals.Has(Signal::kPromptAttention) ? kPrompt : 0) +
+               (signals.Has(Signal::kAttentionRow) ? decode : 0)) *
+                  lanes);
+    asking += after.measured > before.measured ? 1 : 0;
+  }
+  EXPECT_GT(asking, 5);
+  EXPECT_GT(static_cast<int64_t>(cases.size()) - asking, 5);
+
+  const AttentionCounts before = harness.executor().attention_counts();
+  ASSERT_TRUE(harness.Run(scoring).ok());
+  EXPECT_EQ(harness.executor().attention_counts().attended - before.attended,
+            (kPrompt + kForced - 1) * lanes);
+  EXPECT_EQ(harness.executor().attention_counts().measured, before.measured);
+}
+
 INSTANTIATE_TEST_SUITE_P(Laws, SignalsEqualTheDefinition,
                          ::testing::Values("mha", "gqa", "mqa", "sample"));
 
