@@ -12,3 +12,11 @@ if(NOT EPIKV_SANITIZE MATCHES thread)
   epikv_test(generation_service_test LIBS epikv_server)
   epikv_test(services_test LIBS epikv_server nlohmann_json::nlohmann_json)
 endif()
+
+# Over a real engine, too. Its own part includes no torch: see runtime.h.
+if(EPIKV_TORCH AND NOT EPIKV_SANITIZE MATCHES thread)
+  add_library(epikv_broken_policy STATIC broken_policy.cc)
+  target_link_libraries(epikv_broken_policy PRIVATE epikv_policies)
+  target_precompile_headers(epikv_broken_policy REUSE_FROM epikv_torch_pch)
+  epikv_test(broken_policy_test MODELS SHARDS 1 LIBS epikv_broken_policy epikv_server epikv_runtime)
+endif()
