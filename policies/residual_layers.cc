@@ -63,7 +63,7 @@ int64_t BlockAtDepth(double depth, int64_t num_layers) {
 absl::Status CheckBlock(const Params& params, absl::string_view param, const ModelShape& shape) {
   if (params.Int(param) < shape.num_layers) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
-      param, " is ", params.Int(param), "; the model's blocks are 0 to ", shape.num_layers - 1));
+      param, ": is ", params.Int(param), "; the model's blocks are 0 to ", shape.num_layers - 1));
 }
 
 absl::Status CompleteResidualLayers(absl::string_view policy, Params& params,
@@ -85,7 +85,7 @@ absl::Status CompleteResidualLayers(absl::string_view policy, Params& params,
   if (params.Int("layer_a") == params.Int("layer_b")) {
     return absl::InvalidArgumentError("layer_a and layer_b must differ");
   }
-  if (params.Int("sign") == 0) return absl::InvalidArgumentError("sign must be 1 or -1");
+  if (params.Int("sign") == 0) return absl::InvalidArgumentError("sign: must be 1 or -1");
   return absl::OkStatus();
 }
 

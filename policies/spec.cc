@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 
 namespace epikv {
 namespace {
@@ -94,6 +96,14 @@ std::string KnownParams(const PolicySpec& spec) {
                       absl::StrJoin(spec.params, ", ", [](std::string* out, const ParamSpec& p) {
                         absl::StrAppend(out, p.name);
                       }));
+}
+
+// Null if there is none.
+const ParamSpec* FindParam(const PolicySpec& spec, absl::string_view name) {
+  for (const ParamSpec& param : spec.params) {
+    if (param.name == name) return &param;
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -196,9 +206,8 @@ ResolvedParams ResolveParams(const PolicySpec& spec, const std::map<std::string,
     resolved.violations.push_back({std::string(param), std::move(description)});
   };
   for (const auto& [name, value] : given) {
-    const auto param = std::find_if(spec.params.begin(), spec.params.end(),
-                                    [&](const ParamSpec& p) { return p.name == name; });
-    if (param == spec.params.end()) {
+    const ParamSpec* param = FindParam(spec, name);
+    if (param == nullptr) {
       violate(name,
               absl::StrCat("policy '", spec.name, "' has no such parameter; ", KnownParams(spec)));
       continue;
@@ -221,7 +230,14 @@ ResolvedParams ResolveParams(const PolicySpec& spec, const std::map<std::string,
   }
   if (resolved.violations.empty() && spec.complete != nullptr) {
     if (absl::Status status = spec.complete(resolved.params, shape); !status.ok()) {
-      violate("", std::string(status.message()));
+      // "param: what is wrong" is that parameter's, anything else of several together.
+      const std::pair<std::string, std::string> parts =
+          absl::StrSplit(status.message(), absl::MaxSplits(": ", 1));
+      if (FindParam(spec, parts.first) != nullptr) {
+        violate(parts.first, parts.second);
+      } else {
+        violate("", std::string(status.message()));
+      }
     }
   }
   return resolved;

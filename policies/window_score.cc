@@ -45,7 +45,7 @@ ParamSpec GqaParam(absl::string_view fallback) {
 
 absl::Status CheckWindow(const Params& params) {
   if (params.Int("kernel") % 2 == 1) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("kernel must be odd, is ", params.Int("kernel")));
+  return absl::InvalidArgumentError(absl::StrCat("kernel: must be odd, is ", params.Int("kernel")));
 }
 
 PolicyTraits WindowTraits(const Params& params, SignalSet more) {

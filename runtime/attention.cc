@@ -184,6 +184,7 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
   at::Tensor out = at::empty({q.size(0), shape.num_heads, shape.value_width}, q.options());
   std::vector<const AttentionItem*> together;
   for (const AttentionItem& item : items) {
+    counts_.attended += item.num_rows * shape.num_kv_heads;
     if (!item.decode) {
       Prefill(q, out, layer, item, shape);
     } else if (decode_ == DecodeKernel::kBatch) {
@@ -198,6 +199,7 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
 
 void Attention::Rows(const at::Tensor& q, int64_t layer, const AttentionItem& item,
                      const AttentionShape& shape, absl::Span<float> rows) const {
+  counts_.measured += shape.num_kv_heads;
   std::vector<int64_t> starts(shape.num_kv_heads);
   for (int64_t head = 1; head < shape.num_kv_heads; ++head) {
     starts[head] = starts[head - 1] + item.used[head - 1];
@@ -215,6 +217,7 @@ void Attention::Rows(const at::Tensor& q, int64_t layer, const AttentionItem& it
 
 void Attention::ColumnSums(const at::Tensor& q, int64_t layer, const AttentionItem& item,
                            const AttentionShape& shape, absl::Span<float> sums) const {
+  counts_.measured += item.num_rows * shape.num_kv_heads;
   constexpr int64_t kBlock = 512;  // tokens
   int64_t start = 0;
   for (int64_t head = 0; head < shape.num_kv_heads; ++head) {

@@ -46,7 +46,13 @@ struct AttentionShape {
   int64_t group() const { return num_heads / num_kv_heads; }
 };
 
-// Attention of all items at one layer. Stateless but for scratch; engine thread.
+// Work since the start, in query rows x KV heads.
+struct AttentionCounts {
+  int64_t attended = 0;  // by Run
+  int64_t measured = 0;  // by Rows and ColumnSums: once more, for those who asked
+};
+
+// Attention of all items at one layer. Stateless but for scratch and counts; engine thread.
 class Attention {
  public:
   explicit Attention(DecodeKernel decode) : decode_(decode) {}
@@ -66,9 +72,11 @@ class Attention {
                   const AttentionShape& shape, absl::Span<float> sums) const;
 
   DecodeKernel decode_kernel() const { return decode_; }
+  const AttentionCounts& counts() const { return counts_; }
 
  private:
   const DecodeKernel decode_;
+  mutable AttentionCounts counts_;
 };
 
 struct KernelTiming {

@@ -44,6 +44,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
 
   const KvPool& pool() const { return pool_; }
   const Model& model() const { return *model_; }
+  const AttentionCounts& attention_counts() const { return attention_.counts(); }
 
  private:
   struct OpenSequence;

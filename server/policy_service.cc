@@ -1,9 +1,15 @@
 #include "server/policy_service.h"
 
 #include <optional>
+#include <string>
+#include <variant>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "policies/costs.h"
+#include "policies/protection.h"
 #include "server/param_values.h"
+#include "server/params_schema.h"
 #include "server/rpc.h"
 
 namespace epikv {
@@ -26,8 +32,91 @@ v1::PolicyParam ToProto(const ParamSpec& spec, const Params& defaults) {
   return proto;
 }
 
+v1::PolicyCost ToProto(const PolicyCost& cost) {
+  v1::PolicyCost proto;
+  proto.set_level(std::string(CostLevel(cost.share_of_step)));
+  proto.set_share_of_step(cost.share_of_step);
+  proto.set_cpu_us_per_token(cost.cpu_us_per_token);
+  proto.set_cached_tokens(cost.cached_tokens);
+  proto.set_made_with(std::string(CostsMadeWith()));
+  return proto;
+}
+
+v1::DefaultProtection ToProto(const PublishedProtection& published) {
+  v1::DefaultProtection proto;
+  if (published.prompt.has_value()) proto.set_protect_prompt(*published.prompt);
+  proto.set_sink_tokens(published.sinks);
+  if (published.recent_share.has_value()) {
+    proto.set_recent_share(*published.recent_share);
+  } else if (published.recent.has_value()) {
+    proto.set_recent_tokens(*published.recent);
+  }
+  return proto;
+}
+
+// What a request may set a parameter to, of those that can be listed.
+std::vector<ParamValue> Listable(const ParamSpec& param) {
+  std::vector<ParamValue> values;
+  if (param.type == ParamType::kBool) values = {false, true};
+  for (absl::string_view choice : param.choices) {
+    const std::string item(choice);
+    values.push_back(param.type == ParamType::kChoiceList ? ParamValue(std::vector{item})
+                                                          : ParamValue(item));
+  }
+  return values;
+}
+
+std::string ValueName(const ParamValue& value) {
+  if (const auto* is = std::get_if<bool>(&value)) return *is ? "true" : "false";
+  if (const auto* list = std::get_if<std::vector<std::string>>(&value)) return list->front();
+  return std::get<std::string>(value);
+}
+
+// What Admission refuses whatever the request's lengths, and why, from what it decides by: the
+// traits, and the policy's own check of each value beside the other parameters' defaults.
+void AddIncompatibleOptions(const PolicySpec& spec, const PolicyTraits& traits,
+                            const ModelShape& shape, v1::Policy& proto) {
+  auto add = [&](absl::string_view field, absl::string_view value, absl::string_view reason) {
+    v1::IncompatibleOption& option = *proto.add_incompatible_options();
+    option.set_field(std::string(field));
+    option.set_value(std::string(value));
+    option.set_reason(std::string(reason));
+  };
+  if (traits.evicts) {
+    add("kv.budget", "absent", "it evicts: max_tokens or keep_ratio says down to what");
+    add("cadence", "SCORE_CADENCE_CHUNK", "it evicts at decode cadence");
+    if (traits.prompt == PromptEviction::kRefuses) {
+      add("kv.budget", absl::StrCat("below prompt + ", kRoomBesidePrompt),
+          "it cannot rank the prompt's tokens");
+    }
+  } else {
+    add("kv.budget", "below prompt + max_output_tokens - 1", "it evicts nothing");
+  }
+  for (const ParamSpec& param : spec.params) {
+    for (const ParamValue& value : Listable(param)) {
+      const ResolvedParams resolved =
+          ResolveParams(spec, {{std::string(param.name), value}}, shape);
+      if (resolved.violations.empty()) continue;
+      add(absl::StrCat("kv.policy_params.", param.name), ValueName(value),
+          resolved.violations.front().description);
+    }
+  }
+}
+
+// With the default parameters and no residual steps of its own.
+void AddStateBytes(const ModelShape& shape, DType dtype, const PolicyTraits& traits,
+                   v1::Policy& proto) {
+  const KvLayout plain = LayoutOf(shape, dtype, {}, 0);
+  const KvLayout layout = LayoutOf(shape, dtype, traits, traits.residual_layers.size());
+  proto.set_state_bytes_per_token(layout.num_lanes * (layout.row_bytes - plain.row_bytes) +
+                                  layout.num_tables * layout.slot_bytes +
+                                  layout.state_bytes_per_token);
+  proto.set_state_bytes_per_sequence(layout.state_bytes);
+}
+
 // Parameters whose default this model cannot give (no calibration, say) show null.
-v1::Policy ToProto(const PolicySpec& spec, const ModelShape& shape) {
+v1::Policy ToProto(const PolicySpec& spec, const Admission& admission) {
+  const ModelShape& shape = admission.shape();
   const ResolvedParams defaults = ResolveParams(spec, {}, shape);
   v1::Policy proto;
   proto.set_name(std::string(spec.name));
@@ -36,14 +125,19 @@ v1::Policy ToProto(const PolicySpec& spec, const ModelShape& shape) {
   for (const ParamSpec& param : spec.params) {
     *proto.add_params() = ToProto(param, defaults.params);
   }
+  *proto.mutable_params_schema() = ParamsSchema(spec, defaults.params);
   proto.set_evaluation_only(spec.evaluation_only);
+  if (const PolicyCost* cost = FindCost(spec.name)) *proto.mutable_cost() = ToProto(*cost);
   if (!defaults.violations.empty()) return proto;
   const PolicyTraits traits = spec.traits(defaults.params, shape);
   for (absl::string_view signal : traits.signals.Names()) proto.add_signals(std::string(signal));
   proto.set_granularity(std::string(GranularityName(traits.granularity)));
   proto.set_prompt_eviction(std::string(PromptEvictionName(traits.prompt)));
-  proto.set_sink_tokens(traits.published.sinks);
   proto.set_slack_tokens(traits.slack);
+  *proto.mutable_default_protection() = ToProto(traits.published);
+  AddIncompatibleOptions(spec, traits, shape, proto);
+  for (absl::string_view column : traits.columns) proto.add_columns(std::string(column));
+  AddStateBytes(shape, admission.manifest().dtype, traits, proto);
   return proto;
 }
 
@@ -56,7 +150,7 @@ grpc::ServerUnaryReactor* PolicyService::ListPolicies(grpc::CallbackServerContex
     if (auto refusal = model_.Refuse(request.model())) return *std::move(refusal);
     v1::ListPoliciesResponse response;
     for (const PolicySpec* spec : model_.admission.catalog()) {
-      *response.add_policies() = ToProto(*spec, model_.admission.shape());
+      *response.add_policies() = ToProto(*spec, model_.admission);
     }
     return response;
   };
@@ -70,7 +164,7 @@ grpc::ServerUnaryReactor* PolicyService::GetPolicy(grpc::CallbackServerContext* 
   auto get = [this](const v1::GetPolicyRequest& request) -> Answer<v1::Policy> {
     if (auto refusal = model_.Refuse(request.model())) return *std::move(refusal);
     const PolicySpec* spec = FindPolicy(model_.admission.catalog(), request.name());
-    if (spec != nullptr) return ToProto(*spec, model_.admission.shape());
+    if (spec != nullptr) return ToProto(*spec, model_.admission);
     return NotFound("policy", request.name(),
                     absl::StrCat("unknown policy '", request.name(),
                                  "'; known: ", KnownPolicies(model_.admission.catalog())));

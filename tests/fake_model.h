@@ -60,7 +60,10 @@ inline PolicyTraits WindowTraits(const Params& params, const ModelShape&) {
 }
 
 inline PolicyTraits PickyTraits(const Params&, const ModelShape&) {
-  return {.prompt = PromptEviction::kRefuses};
+  return {.columns = {"age"},
+          .prompt = PromptEviction::kRefuses,
+          .state_bytes_per_token = 24,
+          .state_bytes = 1000};
 }
 
 inline constexpr absl::string_view kModes[] = {"calm", "eager"};

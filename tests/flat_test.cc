@@ -102,6 +102,7 @@ class Mask {
         reserve_(reserve),
         score_(window, sign) {
     for (int64_t token = 0; token < options.prompt_tokens; ++token) Add(-INFINITY);
+    if (options.prompt_tokens > budget_) Evict();
   }
 
   void Decode(int64_t slack) {
@@ -154,18 +155,18 @@ class Mask {
 };
 
 TEST(Flat, HeapEqualsTheMask) {
-  int64_t evicted = 0;
-  for (uint64_t seed = 0; seed < 300; ++seed) {
+  int64_t evicted = 0, nothing_recent = 0, no_room = 0, prompt_over = 0, reserve_over = 0;
+  for (uint64_t seed = 0; seed < 10000; ++seed) {
     std::mt19937 random(seed);
     auto draw = [&](int64_t from, int64_t to) {
       return from + static_cast<int64_t>(random() % (to - from + 1));
     };
-    const int64_t prompt = draw(0, 30);
+    const int64_t prompt = draw(0, 16);
     Protection protection{.prompt = draw(0, 2) == 0 ? draw(0, prompt) : prompt,
                           .sinks = draw(0, 6),
-                          .recent = draw(0, 20)};
+                          .recent = draw(0, 3) == 0 ? 0 : draw(1, 16)};
     for (int64_t spans = draw(0, 2); spans > 0; --spans) {
-      const int64_t begin = draw(0, 150);
+      const int64_t begin = draw(0, 40);
       protection.spans.push_back({begin, begin + draw(0, 6)});
     }
     const int64_t slack = draw(0, 2) == 0 ? draw(1, 12) : 0;
@@ -174,7 +175,7 @@ TEST(Flat, HeapEqualsTheMask) {
     const bool a_first = draw(0, 1) == 0;
     FakeSequence::Options options;
     options.spec = &Flat();
-    const int64_t reserve = draw(0, 3) == 0 ? draw(1, 12) : 0;
+    const int64_t reserve = draw(0, 3) == 0 ? draw(1, 30) : 0;
     options.params = {{"reserve", reserve},
                       {"layer_a", int64_t{a_first ? 0 : 2}},
                       {"layer_b", int64_t{a_first ? 2 : 0}},
@@ -183,7 +184,13 @@ TEST(Flat, HeapEqualsTheMask) {
                       {"slack", slack}};
     options.protection = protection;
     options.prompt_tokens = prompt;
-    options.budget = std::max(prompt, protection.Size()) + draw(1, 40);
+    // Down to where the protected alone fill it, and below the prompt where that is not protected.
+    const int64_t room = draw(0, 2) == 0 ? draw(0, 2) : draw(3, 30);
+    options.budget = std::max<int64_t>(1, protection.Size() + room);
+    nothing_recent += protection.recent == 0 ? 1 : 0;
+    no_room += room == 0 ? 1 : 0;
+    prompt_over += prompt > options.budget ? 1 : 0;
+    reserve_over += reserve > room ? 1 : 0;
     // Two levels and a window of two: nearly all scores are equal to many others.
     FakeWorld world = RandomWorld(seed, draw(0, 1) == 0 ? 2 : 1 << 20);
     world.value = [=](int64_t, int64_t, int64_t token) {  // of a range from 0 to 7
@@ -191,15 +198,21 @@ TEST(Flat, HeapEqualsTheMask) {
     };
     FakeSequence heap(options, world);
     heap.Prefill(prompt);
+    heap.Round();
     Mask mask(options, world, a_first ? 0 : 2, a_first ? 2 : 0, window, sign, reserve);
-    for (int i = 0; i < 200; ++i) {
+    ASSERT_EQ(heap.Kept(), mask.Kept()) << "seed " << seed << ", prompt";
+    for (int64_t i = draw(10, 60); i > 0; --i) {
       heap.Decode();
       evicted += heap.Round().size();
       mask.Decode(slack);
-      ASSERT_EQ(heap.Kept(), mask.Kept()) << "seed " << seed << ", decode token " << i;
+      ASSERT_EQ(heap.Kept(), mask.Kept()) << "seed " << seed << ", token " << heap.newest();
     }
   }
-  EXPECT_GT(evicted, 10000);
+  EXPECT_GT(evicted, 100000);
+  EXPECT_GT(nothing_recent, 2000);
+  EXPECT_GT(no_room, 1000);
+  EXPECT_GT(prompt_over, 100);
+  EXPECT_GT(reserve_over, 500);
 }
 
 TEST(Flat, UnprotectedPromptGoesFirst) {

@@ -13,6 +13,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "policies/lane.h"
 #include "tests/engine_harness.h"
@@ -590,6 +591,88 @@ INSTANTIATE_TEST_SUITE_P(LawsOfVariants, EveryPolicyInFp32,
                          CaseName);
 
 // ---------------------------------------------------------------------------------------------
+// Law 4: a batch of sixteen requests under sixteen policies gives each what it gives it alone.
+
+constexpr int kBatch = 16;
+
+// As they are by default; those that only evaluations can use are not among them.
+std::vector<PolicyCase> ProductionPolicies() {
+  std::vector<PolicyCase> cases;
+  for (const PolicySpec* spec : AllPolicies()) {
+    if (spec->evaluation_only) continue;
+    cases.push_back({Camel(spec->name), std::string(spec->name), SmallParams(*spec)});
+  }
+  return cases;
+}
+
+std::string ToString(const std::vector<EvictionTrace>& evictions) {
+  std::string text;
+  for (const EvictionTrace& trace : evictions) {
+    absl::StrAppend(&text, "at ", trace.at_token, ":");
+    for (const EvictionTrace::Victims& victims : trace.victims) {
+      absl::StrAppend(&text, " (", victims.layer.value_or(-1), ", ", victims.head.value_or(-1),
+                      ") ", absl::StrJoin(victims.index, " "));
+    }
+    absl::StrAppend(&text, "\n");
+  }
+  return text;
+}
+
+// Model, and which sixteen.
+class SixteenPolicies : public ::testing::TestWithParam<std::tuple<const char*, int>> {};
+
+TEST_P(SixteenPolicies, Law4_OneBatchGivesEachWhatItGetsAlone) {
+  const auto [model, batch] = GetParam();
+  EngineHarness harness(ModelPath(model), {.deterministic = true, .end_tokens = false});
+  const std::vector<PolicyCase> all = ProductionPolicies();
+  std::mt19937_64 rng(53 + batch);
+  std::vector<RequestOptions> asked;
+  std::set<std::string> policies;
+  for (int i = 0; i < kBatch; ++i) {
+    const PolicyCase& policy = all[(batch * kBatch + i) % all.size()];
+    policies.insert(policy.policy);
+    RequestOptions options;
+    options.prompt = Text(harness.manifest(), 20 + rng() % 30, rng());
+    options.stop.max_output_tokens = 120 + rng() % 40;
+    options.sampling = {.temperature = 0.8f, .seed = rng()};
+    options.output.logprobs = true;
+    options.output.residual_steps = true;  // bits of every layer
+    asked.push_back(WithPolicy(options, policy, policy.policy == "full" ? 256 : 80));
+  }
+  ASSERT_EQ(static_cast<int>(policies.size()), kBatch);
+  std::vector<Transcript> alone;
+  for (const RequestOptions& options : asked) {
+    alone.push_back(harness.Run(options));
+    if (options.kv.policy == "full") continue;
+    ASSERT_TRUE(Evicted(alone.back(), harness.manifest())) << options.kv.policy;
+  }
+  std::vector<std::shared_ptr<Transcript>> together;
+  for (const RequestOptions& options : asked) together.push_back(harness.Submit(options));
+  int64_t steps_of_all = 0;
+  harness.OnStep([&] { steps_of_all += harness.engine().running() == kBatch ? 1 : 0; });
+  harness.RunAll();
+  EXPECT_GT(steps_of_all, 100);
+  for (int i = 0; i < kBatch; ++i) {
+    SCOPED_TRACE(asked[i].kv.policy);
+    ASSERT_TRUE(together[i]->ok()) << together[i]->finished->status;
+    EXPECT_EQ(together[i]->tokens, alone[i].tokens);
+    EXPECT_EQ(together[i]->logprobs, alone[i].logprobs);
+    EXPECT_EQ(together[i]->residual_steps, alone[i].residual_steps);
+    EXPECT_EQ(ToString(together[i]->evictions), ToString(alone[i].evictions));
+    EXPECT_EQ(together[i]->finished->kv.kept, alone[i].finished->kv.kept);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Laws, SixteenPolicies,
+    ::testing::Combine(
+        ::testing::Values("gqa", "sample", "gqa_bf16"),
+        ::testing::Range(0, (static_cast<int>(ProductionPolicies().size()) + kBatch - 1) / kBatch)),
+    [](const auto& info) {
+      return absl::StrCat(std::get<0>(info.param), "_batch_", std::get<1>(info.param));
+    });
+
+// ---------------------------------------------------------------------------------------------
 // Signals: what policies are given is what the definition says, evictions and all.
 
 class SignalsEqualTheDefinition : public ::testing::TestWithParam<const char*> {
@@ -848,6 +931,42 @@ TEST_P(SignalsEqualTheDefinition, H2oCountsThePromptsAttention) {
     }
   }
   EXPECT_EQ(next, transcript_.evictions.size());
+}
+
+// Attention runs as under `full` whatever the policy, and once more for those who declared its rows
+// alone.
+TEST(AttentionCounts, OnlyWhoAsksForRowsIsMeasured) {
+  constexpr int64_t kPrompt = 40, kForced = 100;
+  EngineHarness harness(ModelPath("gqa"), {.policies = LawPolicies()});
+  const int64_t lanes = harness.manifest().num_layers() * harness.manifest().num_kv_heads;
+  const RequestOptions scoring = Scoring(harness.manifest(), kPrompt, kForced, 59);
+  std::vector<PolicyCase> cases = EvictingPolicies();
+  for (const PolicyCase& variant : PolicyVariants()) cases.push_back(variant);
+  int64_t asking = 0;
+  for (const PolicyCase& policy : cases) {
+    SCOPED_TRACE(policy.label);
+    const RequestOptions options = WithPolicy(scoring, policy, 80);
+    const SignalSet signals =
+        std::get<Request>(harness.admission().Resolve(options)).traits.signals;
+    const AttentionCounts before = harness.executor().attention_counts();
+    ASSERT_TRUE(Evicted(harness.Run(options), harness.manifest()));
+    const AttentionCounts& after = harness.executor().attention_counts();
+    const int64_t decode = kForced - 1;  // the last token is not cached
+    EXPECT_EQ(after.attended - before.attended, (kPrompt + decode) * lanes);
+    EXPECT_EQ(after.measured - before.measured,
+              ((signals.Has(Signal::kPromptAttention) ? kPrompt : 0) +
+               (signals.Has(Signal::kAttentionRow) ? decode : 0)) *
+                  lanes);
+    asking += after.measured > before.measured ? 1 : 0;
+  }
+  EXPECT_GT(asking, 5);
+  EXPECT_GT(static_cast<int64_t>(cases.size()) - asking, 5);
+
+  const AttentionCounts before = harness.executor().attention_counts();
+  ASSERT_TRUE(harness.Run(scoring).ok());
+  EXPECT_EQ(harness.executor().attention_counts().attended - before.attended,
+            (kPrompt + kForced - 1) * lanes);
+  EXPECT_EQ(harness.executor().attention_counts().measured, before.measured);
 }
 
 INSTANTIATE_TEST_SUITE_P(Laws, SignalsEqualTheDefinition,

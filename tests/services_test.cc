@@ -1,6 +1,8 @@
 // The services that describe (models, policies, tokenizer), health, and the ports.
 
 #include <gmock/gmock.h>
+#include <google/protobuf/util/json_util.h>
+#include <google/protobuf/util/message_differencer.h>
 #include <google/protobuf/wrappers.pb.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/impl/codegen/client_unary_call.h>
@@ -9,10 +11,14 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "epikv/v1/errors.pb.h"
 #include "epikv/v1/model.grpc.pb.h"
 #include "epikv/v1/policy.grpc.pb.h"
@@ -78,10 +84,13 @@ TEST_F(ServicesTest, PoliciesAreDescribedWithTheirSchema) {
   request.set_name("window");
   v1::Policy policy;
   ASSERT_TRUE(Call(policies_, &v1::PolicyService::Stub::GetPolicy, request, &policy).ok());
-  EXPECT_EQ(policy.SerializeAsString(), list.policies(2).SerializeAsString());
+  EXPECT_TRUE(google::protobuf::util::MessageDifferencer::Equals(policy, list.policies(2)));
   EXPECT_EQ(policy.granularity(), "token");
   EXPECT_EQ(policy.prompt_eviction(), "by_chunk");
-  EXPECT_EQ(policy.sink_tokens(), 4u);
+  EXPECT_EQ(policy.default_protection().sink_tokens(), 4u);
+  EXPECT_FALSE(policy.default_protection().has_protect_prompt());
+  EXPECT_EQ(policy.default_protection().recent_case(), v1::DefaultProtection::RECENT_NOT_SET);
+  EXPECT_FALSE(policy.has_cost());  // nobody measured a fake
   ASSERT_EQ(policy.params_size(), 5);
   EXPECT_EQ(policy.params(0).name(), "slack");
   EXPECT_EQ(policy.params(0).type(), "int");
@@ -90,6 +99,102 @@ TEST_F(ServicesTest, PoliciesAreDescribedWithTheirSchema) {
   EXPECT_THAT(policy.params(1).choices(), ElementsAre("calm", "eager"));
   EXPECT_FALSE(policy.params(1).has_max());
   EXPECT_EQ(policy.params(3).default_value().bool_value(), false);
+}
+
+TEST_F(ServicesTest, ParametersAreAJsonSchema) {
+  v1::GetPolicyRequest request;
+  request.set_name("window");
+  v1::Policy policy;
+  ASSERT_TRUE(Call(policies_, &v1::PolicyService::Stub::GetPolicy, request, &policy).ok());
+  std::string text;
+  ASSERT_TRUE(google::protobuf::util::MessageToJsonString(policy.params_schema(), &text).ok());
+  EXPECT_EQ(nlohmann::json::parse(text), nlohmann::json::parse(R"json({
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "window",
+    "description": "keeps the newest",
+    "type": "object",
+    "additionalProperties": false,
+    "properties": {
+      "slack": {"type": "integer", "minimum": 0, "maximum": 64, "default": 0,
+                "description": "tokens above the budget between rounds"},
+      "mode": {"type": "string", "enum": ["calm", "eager"], "default": "calm",
+               "description": "nothing depends on it"},
+      "strength": {"type": "number", "minimum": 0, "maximum": 1, "default": 0.5,
+                   "description": "nothing depends on it"},
+      "frozen": {"type": "boolean", "default": false, "description": "not used"},
+      "indexes": {"type": "array", "default": [], "description": "not used",
+                  "items": {"type": "integer", "minimum": 0, "maximum": 1000000}}
+    }
+  })json"));
+}
+
+// Their descriptions: field, value.
+std::vector<std::string> Incompatible(const v1::Policy& policy) {
+  std::vector<std::string> options;
+  for (const v1::IncompatibleOption& option : policy.incompatible_options()) {
+    EXPECT_NE(option.reason(), "");
+    options.push_back(absl::StrCat(option.field(), " ", option.value()));
+  }
+  return options;
+}
+
+TEST_F(ServicesTest, IncompatibleOptionsAreThoseThatAreRefused) {
+  v1::ListPoliciesResponse list;
+  ASSERT_TRUE(Call(policies_, &v1::PolicyService::Stub::ListPolicies, {}, &list).ok());
+  EXPECT_THAT(Incompatible(list.policies(0)),
+              ElementsAre("kv.budget below prompt + max_output_tokens - 1"));
+  EXPECT_THAT(Incompatible(list.policies(1)),
+              ElementsAre("kv.budget absent", "cadence SCORE_CADENCE_CHUNK",
+                          "kv.budget below prompt + 16"));
+  EXPECT_THAT(Incompatible(list.policies(2)),
+              ElementsAre("kv.budget absent", "cadence SCORE_CADENCE_CHUNK"));
+
+  // The fields at fault; empty if there are none.
+  auto refusal = [&](const std::string& policy, std::optional<int64_t> budget, bool in_chunks) {
+    RequestOptions options{.prompt = std::vector<int32_t>(20, 1)};
+    options.kv.policy = policy;
+    if (budget.has_value()) options.kv.budget = *budget;
+    options.stop.max_output_tokens = 30;
+    if (in_chunks) options.forced.assign(30, 1);
+    options.force_in_chunks = in_chunks;
+    const auto resolved = server_.admission().Resolve(options);
+    std::string fields;
+    if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
+      for (const auto& violation : rejection->violations) absl::StrAppend(&fields, violation.field);
+    }
+    return fields;
+  };
+  EXPECT_EQ(refusal("full", std::nullopt, false), "");
+  EXPECT_EQ(refusal("full", 20 + 30 - 1, false), "");
+  EXPECT_EQ(refusal("full", 20 + 30 - 2, false), "kv.budget");
+  EXPECT_EQ(refusal("full", std::nullopt, true), "");
+  EXPECT_EQ(refusal("picky", std::nullopt, false), "kv.budget");
+  EXPECT_EQ(refusal("picky", 20 + 16, false), "");
+  EXPECT_EQ(refusal("picky", 20 + 15, false), "kv.budget");
+  EXPECT_EQ(refusal("picky", 20 + 16, true), "cadence");
+  EXPECT_EQ(refusal("window", std::nullopt, false), "kv.budget");
+  EXPECT_EQ(refusal("window", 20 + 15, false), "");
+  EXPECT_EQ(refusal("window", 20 + 16, true), "cadence");
+}
+
+// K and V apart: a slot table's index and position, columns, state.
+TEST_F(ServicesTest, StateIsWhatAdmissionReserves) {
+  v1::GetPolicyRequest request;
+  request.set_name("picky");
+  v1::Policy policy;
+  ASSERT_TRUE(Call(policies_, &v1::PolicyService::Stub::GetPolicy, request, &policy).ok());
+  EXPECT_THAT(policy.columns(), ElementsAre("age"));
+  EXPECT_EQ(policy.state_bytes_per_token(), 8u + 4u + 24u);
+  EXPECT_EQ(policy.state_bytes_per_sequence(), 1000u);
+  RequestOptions options{.prompt = {1}};
+  options.kv.policy = "picky";
+  options.kv.budget = int64_t{40};
+  options.stop.max_output_tokens = 100;
+  const Request resolved = std::get<Request>(server_.admission().Resolve(options));
+  const int64_t tokens = 40 + 1;
+  EXPECT_EQ(resolved.demand.peak_bytes(),
+            tokens * (kFakeBytesPerToken + policy.state_bytes_per_token()) +
+                policy.state_bytes_per_sequence());
 }
 
 TEST_F(ServicesTest, UnknownPolicyIsNotFoundAndKnownOnesAreNamed) {

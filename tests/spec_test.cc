@@ -116,6 +116,25 @@ TEST(ResolveParams, WhatTheModelForbidsIsAViolation) {
   EXPECT_EQ(resolved.violations[0].description, "layer is beyond the model");
 }
 
+// The policy's own check: of one parameter where its message begins with the name.
+TEST(ResolveParams, WhatIsWrongWithOneParameterIsItsViolation) {
+  PolicySpec spec = kSpec;
+  spec.complete = [](Params&, const ModelShape&) -> absl::Status {
+    return absl::InvalidArgumentError("layer: is 8; there are: 0 to 7");
+  };
+  ResolvedParams resolved = ResolveParams(spec, {}, {.num_layers = 8});
+  ASSERT_EQ(resolved.violations.size(), 1u);
+  EXPECT_EQ(resolved.violations[0].param, "layer");
+  EXPECT_EQ(resolved.violations[0].description, "is 8; there are: 0 to 7");
+  spec.complete = [](Params&, const ModelShape&) -> absl::Status {
+    return absl::InvalidArgumentError("size: no such parameter");
+  };
+  resolved = ResolveParams(spec, {}, {.num_layers = 8});
+  ASSERT_EQ(resolved.violations.size(), 1u);
+  EXPECT_EQ(resolved.violations[0].param, "");
+  EXPECT_EQ(resolved.violations[0].description, "size: no such parameter");
+}
+
 TEST(SignalSet, NamesItsSignals) {
   const SignalSet set = Signal::kKeys | Signal::kAttentionRow;
   EXPECT_TRUE(set.Has(Signal::kKeys));

@@ -79,6 +79,29 @@ BAD = {
     "no such choice": Bad(
         with_params("h2o", scope="all"), ["kv.policy_params.scope"], ["head", "model"]
     ),
+    "unknown decorator": Bad(
+        with_params("snapkv", decorate=["vatpp"]),
+        ["kv.policy_params.decorate"],
+        ["caote", "vatp", "'vatpp'"],
+    ),
+    "decorators in an order without sense": Bad(
+        with_params("snapkv", decorate=["critical", "vatp"]),
+        ["kv.policy_params.decorate"],
+        ["'vatp' takes scores that are masses, and 'critical' gives"],
+    ),
+    "allocator of scores that it cannot compare": Bad(
+        with_params("snapkv", decorate=["critical"], allocator="head_pool"),
+        ["kv.policy_params.allocator"],
+        ["'head_pool' compares scores within a layer", "only within a lane"],
+    ),
+    "draw by scores that are no masses": Bad(
+        with_params("snapkv", decorate=["critical"], select="sample"),
+        ["kv.policy_params.select"],
+        ["'sample' takes scores that are masses"],
+    ),
+    "pooling over an even number of neighbours": Bad(
+        with_params("snapkv", kernel=4), ["kv.policy_params.kernel"], ["must be odd", "4"]
+    ),
     "temperature not a number": Bad(sampling(temperature=math.nan), ["sampling.temperature"]),
     "top_p 0": Bad(sampling(top_p=0), ["sampling.top_p"]),
     "token id out of range": Bad(

@@ -28,6 +28,7 @@ from epikv import (
     Summary,
 )
 from epikv.bench import targets
+from epikv.bench.costs import write_costs
 from epikv.cli import main
 from epikv.messages import MESSAGES
 from epikv.testing import Daemon, DaemonError
@@ -136,6 +137,11 @@ def test_unary_calls(client: Client, fake: fake_epikvd.Fake) -> None:
     assert [m.name for m in client.models()] == ["fake"] and client.model("fake").layers == 2
     assert [p.name for p in client.policies()] == ["epikv_flat", "oracle"]
     assert [p.default_value for p in client.policy("epikv_flat").params] == [None, 64]
+    flat = client.policy("epikv_flat")
+    assert flat.params_schema == {"properties": {"window": {"minimum": 2}}}
+    kept = flat.default_protection
+    assert (kept.protect_prompt, kept.recent_tokens, kept.recent_share) == (None, None, 0.5)
+    assert flat.incompatible_options[0].field == "kv.budget" and flat.cost.level == "cheap"
     client.cancel("r9")
     assert fake.requests[-1].request_id == "r9"
 
@@ -287,8 +293,32 @@ def test_score_policies_and_models(fake: fake_epikvd.Fake) -> None:
     assert "epikv_flat" in listed.stdout and "oracle *" in listed.stdout
     described = run("policies", "epikv_flat", "--server", fake.address)
     assert "window" in described.stdout and "2 .. " in described.stdout
+    words = " ".join(described.stdout.split())
+    assert "protects the prompt where prompt + 16 <= budget, 4 sinks, the newest 0.5 of" in words
+    assert "refuses kv.budget absent: it evicts" in words
+    assert "cheap: 9 us of CPU a token, 0.4% of a step, at 4096 cached tokens (x86)" in words
+    assert "defaults this model has none" in " ".join(
+        run("policies", "oracle", "--server", fake.address).stdout.split()
+    )
     assert "fake" in run("models", "--server", fake.address).stdout
     assert run("cancel", "r1", "--server", fake.address).exit_code == 0
+
+
+def test_costs_are_the_table_of_the_daemon(tmp_path: Path) -> None:
+    def cost(at_512: float, at_4096: float) -> dict[str, dict[str, float]]:
+        share = {"512": at_512, "4096": at_4096}
+        return {"cpu_us_per_token": {"512": 5.0, "4096": 7.125}, "share_of_step": share}
+
+    measured = {"tova": cost(0.03, 0.02), "full": cost(0, 0), "h2o": cost(0.01, 0.1234567)}
+    write_costs({"made_with": 'a "machine"', "policies": measured}, tmp_path / "costs.inc")
+    assert (tmp_path / "costs.inc").read_text().splitlines()[1:] == [
+        r'constexpr absl::string_view kMadeWith = "a \"machine\"";',
+        "constexpr std::initializer_list<PolicyCost> kCosts = {",
+        '    {"full", 4096, 7.125, 0},',
+        '    {"h2o", 4096, 7.125, 0.123},',
+        '    {"tova", 512, 5, 0.03},',
+        "};",
+    ]
 
 
 def test_bench_group_and_help_load_nothing_heavy() -> None:

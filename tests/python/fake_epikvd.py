@@ -38,11 +38,21 @@ FLAT = policy_pb2.Policy(
     summary="keeps what changed the residual",
     granularity="token",
     prompt_eviction="refuses",
+    default_protection=policy_pb2.DefaultProtection(sink_tokens=4, recent_share=0.5),
+    incompatible_options=[
+        policy_pb2.IncompatibleOption(field="kv.budget", value="absent", reason="it evicts")
+    ],
+    columns=["age"],
+    state_bytes_per_token=12,
+    cost=policy_pb2.PolicyCost(
+        level="cheap", share_of_step=0.004, cpu_us_per_token=9, cached_tokens=4096, made_with="x86"
+    ),
     params=[
         policy_pb2.PolicyParam(name="layer_a", type="int", min=0, max=1),
         policy_pb2.PolicyParam(name="window", type="int", min=2),
     ],
 )
+FLAT.params_schema.update({"properties": {"window": {"minimum": 2}}})
 FLAT.params[1].default_value.number_value = 64
 ORACLE = policy_pb2.Policy(name="oracle", granularity="token", evaluation_only=True)
 
@@ -178,7 +188,7 @@ class _Policies(policy_pb2_grpc.PolicyServiceServicer):
         return policy_pb2.ListPoliciesResponse(policies=[FLAT, ORACLE])
 
     def GetPolicy(self, request, context):
-        return FLAT
+        return ORACLE if request.name == ORACLE.name else FLAT
 
 
 @contextmanager

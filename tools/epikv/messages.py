@@ -156,17 +156,47 @@ class PolicyParam:
 
 
 @dataclass(frozen=True)
+class DefaultProtection:
+    protect_prompt: bool | None
+    sink_tokens: int
+    recent_tokens: int | None
+    recent_share: float | None
+
+
+@dataclass(frozen=True)
+class IncompatibleOption:
+    field: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PolicyCost:
+    level: str  # "cheap", "moderate", "heavy"
+    share_of_step: float
+    cpu_us_per_token: float
+    cached_tokens: int
+    made_with: str
+
+
+@dataclass(frozen=True)
 class Policy:
     name: str
     summary: str
     paper: str
     params: list[PolicyParam]
+    params_schema: dict[str, Any] | None  # JSON Schema
+    evaluation_only: bool
     signals: list[str]
     granularity: str
     prompt_eviction: str
-    sink_tokens: int
     slack_tokens: int
-    evaluation_only: bool
+    default_protection: DefaultProtection | None
+    incompatible_options: list[IncompatibleOption]
+    columns: list[str]
+    state_bytes_per_token: int
+    state_bytes_per_sequence: int
+    cost: PolicyCost | None
 
 
 @dataclass(frozen=True)
@@ -205,14 +235,17 @@ class Model:
 MESSAGES: dict[str, type] = {
     "epikv.v1.Accepted": Accepted,
     "epikv.v1.Calibration": Calibration,
+    "epikv.v1.DefaultProtection": DefaultProtection,
     "epikv.v1.Delta": Delta,
     "epikv.v1.EvictionEvent": EvictionEvent,
     "epikv.v1.EvictionEvent.Victims": Victims,
     "epikv.v1.GenerateResult": GenerateResult,
+    "epikv.v1.IncompatibleOption": IncompatibleOption,
     "epikv.v1.KvUsage": KvUsage,
     "epikv.v1.Model": Model,
     "epikv.v1.OutputOptions": Output,
     "epikv.v1.Policy": Policy,
+    "epikv.v1.PolicyCost": PolicyCost,
     "epikv.v1.PolicyParam": PolicyParam,
     "epikv.v1.ResolvedKv": ResolvedKv,
     "epikv.v1.SamplingParams": Sampling,

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from epikv.cli import options, show
 from epikv.client import Client
-from epikv.messages import Policy, PolicyParam
+from epikv.messages import DefaultProtection, Policy, PolicyCost, PolicyParam
 
 
 @click.command("policies")
@@ -26,10 +26,11 @@ def policies(name: str | None, model: str, server: str, as_json: bool) -> None:
     elif name:
         _describe(found[0])
     else:
-        table = Table("policy", "drops", "prompt over budget", "summary")
+        table = Table("policy", "drops", "prompt over budget", "cost", "summary")
         for policy in found:
             title = f"{policy.name} *" if policy.evaluation_only else policy.name
-            table.add_row(title, policy.granularity, policy.prompt_eviction, policy.summary)
+            cost = policy.cost.level if policy.cost else ""
+            table.add_row(title, policy.granularity, policy.prompt_eviction, cost, policy.summary)
         show.out.print(table)
         if any(policy.evaluation_only for policy in found):
             show.out.print("* for evaluation only")
@@ -58,11 +59,10 @@ def _describe(policy: Policy) -> None:
     show.out.print(f"{policy.name}: {policy.summary}")
     if policy.paper:
         show.out.print(policy.paper)
-    show.out.print(
-        f"drops by {policy.granularity}; protects {policy.sink_tokens} sinks; holds up to"
-        f" {policy.slack_tokens} tokens over the budget between rounds; a prompt over the budget:"
-        f" {policy.prompt_eviction}; signals: {', '.join(policy.signals) or 'none'}"
-    )
+    facts = Table.grid(padding=(0, 2))
+    for fact in _facts(policy):
+        facts.add_row(*fact)
+    show.out.print(facts)
     if policy.params:
         table = Table("parameter", "type", "default", "allowed", "meaning")
         for param in policy.params:
@@ -74,6 +74,50 @@ def _describe(policy: Policy) -> None:
                 param.help,
             )
         show.out.print(table)
+
+
+def _facts(policy: Policy) -> list[tuple[str, str]]:
+    if policy.default_protection is None:
+        return [("defaults", "this model has none for a parameter")]
+    facts = [
+        ("drops by", policy.granularity),
+        ("protects", _protection(policy.default_protection)),
+        ("slack", f"up to {policy.slack_tokens} tokens over the budget between rounds"),
+        ("prompt over the budget", policy.prompt_eviction),
+        ("signals", ", ".join(policy.signals) or "none"),
+        ("columns", ", ".join(policy.columns) or "none"),
+        (
+            "beside K and V",
+            f"{policy.state_bytes_per_token} bytes a token,"
+            f" {policy.state_bytes_per_sequence} a sequence",
+        ),
+        ("cost", _cost(policy.cost)),
+    ]
+    for option in policy.incompatible_options:
+        facts.append(("refuses", f"{option.field} {option.value}: {option.reason}"))
+    return facts
+
+
+def _protection(kept: DefaultProtection | None) -> str:
+    if kept is None:
+        return ""
+    prompt = {True: "the prompt", False: "", None: "the prompt where prompt + 16 <= budget"}
+    recent = "the newest min(128, budget / 4)"
+    if kept.recent_tokens is not None:
+        recent = f"the newest {kept.recent_tokens}"
+    if kept.recent_share is not None:
+        recent = f"the newest {kept.recent_share:g} of the budget"
+    sinks = f"{kept.sink_tokens} sinks" if kept.sink_tokens else ""
+    return ", ".join(part for part in (prompt[kept.protect_prompt], sinks, recent) if part)
+
+
+def _cost(cost: PolicyCost | None) -> str:
+    if cost is None:
+        return "not measured"
+    return (
+        f"{cost.level}: {cost.cpu_us_per_token:g} us of CPU a token, {cost.share_of_step:.1%} of a"
+        f" step, at {cost.cached_tokens} cached tokens ({cost.made_with})"
+    )
 
 
 def _allowed(param: PolicyParam) -> str:

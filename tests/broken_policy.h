@@ -1,0 +1,11 @@
+#pragma once
+
+#include "policies/spec.h"
+
+namespace epikv {
+
+// Breaks the contract of policy.h in its third round in the way that its parameter `fault` names;
+// until then it drops the oldest tokens.
+extern const PolicySpec kBrokenPolicy;
+
+}  // namespace epikv

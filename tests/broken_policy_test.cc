@@ -1,0 +1,197 @@
+// A policy that breaks its contract, in the whole daemon: real services over a real engine and
+// model. Its request fails with a clear error, and a neighbour in the same batch notices nothing.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "policies/registry.h"
+#include "runtime/runtime.h"
+#include "server/metrics_server.h"
+#include "tests/broken_policy.h"
+#include "tests/error_details.h"
+#include "tests/scrape.h"
+#include "tests/stream_client.h"
+
+namespace epikv {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+const PolicySpec& Sliding() { return *FindPolicy(AllPolicies(), "sliding"); }
+
+PolicyCatalog Catalog() {
+  static const PolicySpec* const catalog[] = {&kBrokenPolicy, &Sliding()};
+  return catalog;
+}
+
+// The most sequences that shared a step.
+class BatchObserver final : public EngineObserver {
+ public:
+  explicit BatchObserver(Metrics& metrics) : metrics_(metrics) {}
+  void OnStep(const StepStats& step) override {
+    metrics_.OnStep(step);
+    largest_ = std::max<int64_t>(largest_, step.sequences);
+  }
+  void OnFinished(const Request& request, const Finished& finished) override {
+    metrics_.OnFinished(request, finished);
+  }
+  int64_t TakeLargest() { return largest_.exchange(0); }
+
+ private:
+  Metrics& metrics_;
+  std::atomic<int64_t> largest_{0};
+};
+
+// What main.cc composes, with a catalog of the test's.
+class RealServer {
+ public:
+  RealServer() {
+    auto loaded = LoadModel({.model_path = EPIKV_TEST_MODELS "/gqa.pt",
+                             .threads = 1,
+                             .kv_pool_bytes = 8 << 20,
+                             .deterministic = true});
+    if (!loaded.ok()) throw std::runtime_error(loaded.status().ToString());
+    tokenizer_ = *Tokenizer::FromJson(loaded->tokenizer_json);
+    admission_ = std::make_unique<Admission>(
+        loaded->manifest, Catalog(),
+        AdmissionLimits{.kv_capacity_bytes = loaded->kv_capacity_bytes});
+    model_ =
+        std::make_unique<ServedModel>(ServedModel{.name = loaded->manifest.name,
+                                                  .admission = *admission_,
+                                                  .tokenizer = *tokenizer_,
+                                                  .kv_capacity_bytes = loaded->kv_capacity_bytes});
+    metrics_ = *Metrics::Create({.model = model_->name, .policies = Catalog()});
+    observer_ = std::make_unique<BatchObserver>(*metrics_);
+    engine_ = std::make_unique<EngineThread>(
+        std::make_unique<Engine>(EngineOptions{.scheduler = {.fixed_chunk_tokens = 16},
+                                               .kv_capacity_bytes = loaded->kv_capacity_bytes},
+                                 std::move(loaded->executor), *tokenizer_, *observer_),
+        QueueLimits(), loaded->on_engine_thread_start);
+    server_ = *Server::Start({}, *model_, *engine_, courier_, *metrics_);
+    page_ = *MetricsServer::Start("127.0.0.1:0");
+    page_->Serve(*metrics_);
+    stub_ = v1::GenerationService::NewStub(
+        FakeServer::ConnectTo(absl::StrCat("127.0.0.1:", server_->port())));
+  }
+  ~RealServer() {
+    engine_->Drain(absl::InfinitePast());
+    server_->Shutdown(absl::Now() + kGenerous);
+  }
+
+  v1::GenerationService::Stub& stub() { return *stub_; }
+  BatchObserver& observer() { return *observer_; }
+  // Requests that the policy failed.
+  double PolicyErrors() {
+    double errors = 0;
+    for (const auto& [series, value] : SeriesOf(Scrape(page_->port()))) {
+      if (!absl::StartsWith(series, "epikv_policy_errors_total")) continue;
+      if (absl::StrContains(series, R"(policy="broken")")) errors += value;
+    }
+    return errors;
+  }
+
+ private:
+  std::unique_ptr<Tokenizer> tokenizer_;
+  std::unique_ptr<Admission> admission_;
+  std::unique_ptr<ServedModel> model_;
+  std::unique_ptr<Metrics> metrics_;
+  std::unique_ptr<BatchObserver> observer_;
+  Courier courier_{absl::Seconds(5)};
+  std::unique_ptr<EngineThread> engine_;
+  std::unique_ptr<Server> server_;
+  std::unique_ptr<MetricsServer> page_;
+  std::unique_ptr<v1::GenerationService::Stub> stub_;
+};
+
+// A fault, and what the client is told of it.
+class BrokenPolicyTest : public ::testing::TestWithParam<std::pair<const char*, const char*>> {
+ protected:
+  static void SetUpTestSuite() { server_ = new RealServer; }
+  static void TearDownTestSuite() { delete std::exchange(server_, nullptr); }
+
+  static v1::GenerateRequest Ask(const std::string& policy, uint32_t tokens) {
+    v1::GenerateRequest request;
+    for (int32_t id = 1; id <= 20; ++id) request.mutable_token_ids()->add_ids(id);
+    request.mutable_stop()->set_max_output_tokens(tokens);
+    request.mutable_output()->set_token_ids(true);
+    request.mutable_output()->set_logprobs(true);
+    request.mutable_output()->set_kept(true);
+    request.mutable_sampling()->set_temperature(1);
+    request.mutable_sampling()->set_seed(3);
+    request.mutable_kv()->set_policy(policy);
+    request.mutable_kv()->set_max_tokens(40);
+    return request;
+  }
+
+  // What a stream gave, however it was cut into messages.
+  static std::string Given(StreamClient& client) {
+    v1::GenerateResult given;
+    for (const v1::GenerateResponse& message : client.AwaitMessages(0)) {
+      given.set_text(absl::StrCat(given.text(), message.delta().text()));
+      given.mutable_token_ids()->MergeFrom(message.delta().token_ids());
+      given.mutable_logprobs()->MergeFrom(message.delta().logprobs());
+      if (message.has_summary()) *given.mutable_summary() = message.summary();
+    }
+    given.mutable_summary()->clear_timings();
+    return given.ShortDebugString();
+  }
+
+  static RealServer* server_;
+};
+
+RealServer* BrokenPolicyTest::server_ = nullptr;
+
+TEST_P(BrokenPolicyTest, FailsItsRequestAlone) {
+  const auto& [fault, sentence] = GetParam();
+  StreamClient undisturbed(server_->stub(), Ask("sliding", 200));
+  ASSERT_TRUE(undisturbed.AwaitDone().ok());
+  const double errors_before = server_->PolicyErrors();
+
+  server_->observer().TakeLargest();
+  StreamClient neighbour(server_->stub(), Ask("sliding", 200));
+  v1::GenerateRequest request = Ask("broken", 200);
+  (*request.mutable_kv()->mutable_policy_params()->mutable_fields())["fault"].set_string_value(
+      fault);
+  StreamClient broken(server_->stub(), request);
+  const grpc::Status status = broken.AwaitDone();
+  EXPECT_EQ(CodeName(status.error_code()), CodeName(grpc::INTERNAL)) << status.error_message();
+  EXPECT_EQ(ReasonIn(status), "POLICY_FAILED");
+  EXPECT_THAT(FieldsIn(status), IsEmpty());  // nothing was wrong with the request
+  EXPECT_THAT(status.error_message(), HasSubstr(sentence));
+  // Rounds begin when 41 tokens are cached; the third fails, after its token was delivered.
+  EXPECT_THAT(broken.token_ids(), SizeIs(40 - 20 + 1 + 3));
+
+  EXPECT_TRUE(neighbour.AwaitDone().ok());
+  EXPECT_EQ(server_->observer().TakeLargest(), 2) << "they shared no step";
+  EXPECT_EQ(Given(neighbour), Given(undisturbed));
+  EXPECT_EQ(server_->PolicyErrors(), errors_before + 1);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, BrokenPolicyTest,
+                         ::testing::ValuesIn(std::vector<std::pair<const char*, const char*>>{
+                             {"throws", "policy 'broken' failed: out of order"},
+                             {"throws_observing", "policy 'broken' failed: out of order"},
+                             {"nan", "is NaN"},
+                             {"protected", "the policy named the protected token 42"},
+                             {"too_few", "the policy named 0 victims where 1 must go"},
+                             {"not_there",
+                              "the policy named a token twice or one that is not cached"},
+                             {"twice", "the policy named a token twice or one that is not cached"},
+                             {"too_many_lanes", "the policy answered for 2 lane groups of 1"},
+                             {"no_answer", "the policy gave 0 answers to one task"}}),
+                         [](const auto& info) { return std::string(info.param.first); });
+
+}  // namespace
+}  // namespace epikv

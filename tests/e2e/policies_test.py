@@ -1,0 +1,136 @@
+"""What PolicyService says of every policy is what the daemon does."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from epikv import Accepted, Client, Kv, RpcError, Sampling, Stop
+from epikv.messages import Policy, PolicyParam
+from jsonschema import Draft202012Validator
+
+PROMPT = [5] * 40
+OUTPUT = 200
+
+
+def violations(client: Client, kv: Kv) -> dict[str, str]:
+    """What is wrong with these options, by field. The request is always refused: nothing runs."""
+    with pytest.raises(RpcError) as caught:
+        client.generate_once(PROMPT, kv=kv, sampling=Sampling(top_p=0), stop=Stop(OUTPUT))
+    found = {v.field: v.description for v in caught.value.field_violations}
+    assert "sampling.top_p" in found
+    return {field: said for field, said in found.items() if field != "sampling.top_p"}
+
+
+def refusals(client: Client, policy: Policy, **params: Any) -> dict[str, str]:
+    budget = len(PROMPT) + OUTPUT
+    return violations(client, Kv(policy.name, budget, params=params))
+
+
+@pytest.fixture(scope="module")
+def policies(client: Client) -> list[Policy]:
+    found = client.policies()
+    assert len(found) > 30
+    return found
+
+
+def trials(param: PolicyParam) -> Iterator[Any]:
+    """Values of every kind, and beside every edge."""
+    yield from (True, 0.5, 3, "", "nothing", [], [0], ["nothing"], [0.5], [True])
+    yield from param.choices
+    yield [*param.choices]
+    if param.min is not None:
+        for edge in (param.min, param.max):
+            for value in (edge - 1, edge, edge + 1, edge + 0.5):
+                yield int(value) if value == int(value) else value
+                yield [int(value)]
+
+
+def test_the_schema_admits_what_the_daemon_does(client: Client, policies: list[Policy]) -> None:
+    tried = {True: 0, False: 0}
+    for policy in policies:
+        schema = policy.params_schema
+        Draft202012Validator.check_schema(schema)
+        validator = Draft202012Validator(schema)
+        defaults = {p.name: p.default_value for p in policy.params if p.default_value is not None}
+        validator.validate(defaults)
+        assert refusals(client, policy, **defaults) == {}
+        assert set(schema["properties"]) == {param.name for param in policy.params}
+        assert not validator.is_valid({"no_such_parameter": 1})
+        assert "kv.policy_params.no_such_parameter" in refusals(client, policy, no_such_parameter=1)
+        for param in policy.params:
+            for value in trials(param):
+                said = refusals(client, policy, **{param.name: value})
+                said = said.get(f"kv.policy_params.{param.name}", "")
+                # What it says of a value of the right type and range is the policy's own.
+                expected = bool(re.match("(items )?must be (of|one of|a |between)|must be a", said))
+                admitted = validator.is_valid({param.name: value})
+                assert admitted != expected, (policy.name, param.name, value, said)
+                tried[admitted] += 1
+    assert min(tried.values()) > 500, tried
+
+
+def test_incompatible_options_are_refused(client: Client, policies: list[Policy]) -> None:
+    kinds = set()
+    for policy in policies:
+        refused = {(option.field, option.value) for option in policy.incompatible_options}
+        evicts = ("kv.budget", "absent") in refused
+        assert all(option.reason for option in policy.incompatible_options)
+
+        def says(option: str, value: str, at_fault: bool) -> None:
+            assert at_fault == ((option, value) in refused), (policy.name, option, value)
+            refused.discard((option, value))
+            if at_fault:
+                kinds.add((option, value))
+
+        def budget(tokens: int | None) -> bool:
+            return "kv.budget" in violations(client, Kv(policy.name, tokens))
+
+        whole = len(PROMPT) + OUTPUT - 1
+        says("kv.budget", "absent", budget(None))
+        says("kv.budget", "below prompt + max_output_tokens - 1", budget(whole - 1) > budget(whole))
+        with pytest.raises(RpcError) as caught:
+            client.score(PROMPT, [999], kv=Kv(policy.name, 300), chunked=True)
+        fields = {violation.field for violation in caught.value.field_violations}
+        says("cadence", "SCORE_CADENCE_CHUNK", "cadence" in fields)
+        if evicts:
+            fits = len(PROMPT) + 16
+            assert not budget(fits), policy.name
+            says("kv.budget", "below prompt + 16", budget(fits - 1))
+        for param in policy.params:
+            listed = param.type == "choice_list"
+            values = param.choices or ([False, True] if param.type == "bool" else [])
+            for value in values:
+                field = f"kv.policy_params.{param.name}"
+                shown = str(value).lower() if param.type == "bool" else value
+                said = refusals(client, policy, **{param.name: [value] if listed else value})
+                says(field, shown, field in said)
+        assert refused == set(), policy.name
+    assert {option for option, _ in kinds} >= {
+        "kv.budget",
+        "cadence",
+        "kv.policy_params.allocator",
+    }
+
+
+def test_default_protection_is_what_an_accepted_request_has(
+    client: Client, policies: list[Policy]
+) -> None:
+    budget = 120
+    for policy in policies:
+        kept = policy.default_protection
+        assert kept is not None
+        kv = Kv(policy.name, None if policy.name == "full" else budget)
+        with client.generate(PROMPT, kv=kv, stop=Stop(OUTPUT)) as stream:
+            accepted = next(stream)
+        assert isinstance(accepted, Accepted) and accepted.kv is not None
+        got = accepted.kv
+        assert got.sink_tokens == kept.sink_tokens, policy.name
+        assert (got.protected_prompt_tokens > 0) == (kept.protect_prompt is not False)
+        if policy.name == "full":
+            continue
+        asked = budget // 4 if kept.recent_tokens is None else kept.recent_tokens
+        if kept.recent_share is not None:
+            asked = int(kept.recent_share * budget)
+        room = budget - max(got.protected_prompt_tokens, got.sink_tokens)
+        assert got.recent_tokens == min(max(asked, 1), room), policy.name
