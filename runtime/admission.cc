@@ -353,10 +353,7 @@ void Resolver::ResolveProtectionAndDemand() {
     // Nobody will be asked to drop anything: nothing is measured, and the bits are those of `full`.
     request_.traits = {.evicts = false, .uncalibrated = request_.traits.uncalibrated};
   }
-  if (options_.kv.positions == PositionMode::kCache &&
-      (request_.traits.signals.Has(Signal::kKeys) ||
-       request_.traits.signals.Has(Signal::kQueries) ||
-       request_.traits.signals.Has(Signal::kQueryMoments))) {
+  if (options_.kv.positions == PositionMode::kCache && ReadsRows(request_.traits)) {
     Violate("kv.positions",
             absl::StrCat("policy '", request_.spec->name,
                          "' reads keys or queries, which have no lasting positions in a cache of "
@@ -422,6 +419,12 @@ Rejection Resolver::TakeRejection() {
 }
 
 }  // namespace
+
+bool ReadsRows(const PolicyTraits& traits) {
+  const SignalSet& signals = traits.signals;
+  return signals.Has(Signal::kKeys) || signals.Has(Signal::kQueries) ||
+         signals.Has(Signal::kQueryMoments);
+}
 
 ModelShape ShapeOf(const Manifest& manifest) {
   ModelShape shape{.num_layers = manifest.num_layers(),

@@ -76,6 +76,9 @@ class Admission {
 
 ModelShape ShapeOf(const Manifest& manifest);
 
+// Reads keys or queries, and so cannot do with positions that change (PositionMode::kCache).
+bool ReadsRows(const PolicyTraits& traits);
+
 // Sizes of what a sequence stores, in bytes.
 struct KvLayout {
   int64_t num_lanes = 0;   // layers x kv_heads

@@ -92,6 +92,9 @@ void AddIncompatibleOptions(const PolicySpec& spec, const PolicyTraits& traits,
   } else {
     add("kv.budget", "below prompt + max_output_tokens - 1", "it evicts nothing");
   }
+  if (ReadsRows(traits)) {
+    add("kv.positions", "POSITION_MODE_CACHE", "it reads keys or queries");
+  }
   for (const ParamSpec& param : spec.params) {
     for (const ParamValue& value : Listable(param)) {
       const ResolvedParams resolved =
@@ -127,6 +130,8 @@ v1::Policy ToProto(const PolicySpec& spec, const Admission& admission) {
   }
   *proto.mutable_params_schema() = ParamsSchema(spec, defaults.params);
   proto.set_evaluation_only(spec.evaluation_only);
+  proto.set_needs_artefact(spec.read_data != nullptr);
+  proto.set_has_artefact(shape.artefacts.contains(spec.name));
   if (const PolicyCost* cost = FindCost(spec.name)) *proto.mutable_cost() = ToProto(*cost);
   if (!defaults.violations.empty()) return proto;
   const PolicyTraits traits = spec.traits(defaults.params, shape);

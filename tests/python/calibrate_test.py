@@ -1,6 +1,5 @@
 """`epikv calibrate`: what it measures, what it makes of it, and what it refuses."""
 
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from epikv.calibrate.thinkv_tbe import CalibrationError, Modes, choose, measure, modes, sparsity
 from epikv.cli import main
-from epikv.export import load, random_model
+from epikv.export import export, load, random_model
 from epikv.export.parity import load_reference
 from epikv.export.synthetic import word_tokenizer, write_directory
 
@@ -135,7 +134,9 @@ def write_thinker(path: Path) -> None:
     module.first.k_proj.weight.data[0, 2] = module.first.k_proj.weight.data[1, 3] = 1
     manifest = broken_models.manifest()
     still = [replace(manifest.ropes[0], inv_freq=[0.0, 0.0])]
-    manifest = replace(manifest, name="thinker", context_length=2000, ropes=still)
+    manifest = replace(
+        manifest, name="thinker", weights="sha256:thinker", context_length=2000, ropes=still
+    )
     tokenizer = word_tokenizer(broken_models.VOCAB)
     extra = {"manifest.json": manifest.to_json(), "tokenizer.json": tokenizer.to_str()}
     broken_models.save(module, path, extra)
@@ -165,9 +166,8 @@ def test_writes_an_artefact(tmp_path: Path) -> None:
     # Of 11 words 5 are odd, and one is w5.
     assert 0.1 < params["theta1"] < 6 / 11 < params["theta2"] < 10 / 11
     assert f"theta1 {params['theta1']:.4f}" in result.output
-    assert (artefact["artefact"], artefact["policy"]) == (1, "thinkv_tbe")
-    sha256 = hashlib.sha256(model.read_bytes()).hexdigest()
-    assert artefact["model"] == {"name": "thinker", "fingerprint": sha256}
+    assert (artefact["format"], artefact["policy"]) == ("epikv.artefact/1", "thinkv_tbe")
+    assert artefact["model"] == {"name": "thinker", "weights": "sha256:thinker"}
     assert artefact["made_with"]["steps"] == 700 - 128
     assert artefact["made_with"]["modes"] == [3, 1]
 
@@ -186,3 +186,56 @@ def test_refuses_texts_that_are_too_short(tmp_path: Path) -> None:
     result = calibrate(tmp_path / "model.pt", write_text(tmp_path / "text.txt", 61, 100))
     assert result.exit_code == 1
     assert "no tokens beyond the first 128" in result.output
+
+
+def test_triattention_is_told_what_queries_are_like_before_rotation(tmp_path: Path) -> None:
+    write_directory(TINY, tmp_path / "hf", seed=5)
+    random_model(TINY, tmp_path / "model.pt", seed=5, check=False)
+    text = write_text(tmp_path / "text.txt", 61, 150)
+    out = tmp_path / "out.json"
+    command = ["calibrate", "triattention", str(tmp_path / "model.pt"), "--text", str(text)]
+    result = CliRunner().invoke(main, [*command, "--length", "100", "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "3 layers of 4 heads, over 100 tokens" in result.output
+    artefact = json.loads(out.read_text())
+    _, manifest, _ = load(tmp_path / "model.pt")
+    assert artefact["model"] == {"name": manifest.name, "weights": manifest.weights}
+
+    # The definition, in transformers.
+    reference = load_reference(tmp_path / "hf", "float32")
+    seen: list[torch.Tensor] = []
+    for layer in reference.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda _, __, q: seen.append(q[0]))
+    ids = torch.randint(61, (150,), generator=torch.Generator().manual_seed(2))[:100]
+    with torch.no_grad():
+        reference(ids[None])
+    for layer, queries in enumerate(seen):
+        q = queries.view(100, 4, 8).double()
+        pairs = torch.complex(q[..., :4], q[..., 4:])
+        data = {name: torch.tensor(n[layer]).double() for name, n in artefact["data"].items()}
+        torch.testing.assert_close(data["q_mean_real"], pairs.real.mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(data["q_mean_imag"], pairs.imag.mean(0), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(data["q_abs_mean"], pairs.abs().mean(0), atol=1e-5, rtol=1e-4)
+
+
+def test_one_checkpoint_has_one_digest_in_every_dtype(tmp_path: Path) -> None:
+    for name, seed, dtype in (("a", 1, "float32"), ("b", 1, "bfloat16"), ("c", 2, "float32")):
+        write_directory(TINY, tmp_path / "hf", "float32", seed)
+        export(tmp_path / "hf", tmp_path / name, dtype=dtype, check=False)
+    digests = [load(tmp_path / name)[1].weights for name in "abc"]
+    assert digests[0] == digests[1] != digests[2]
+    assert digests[0] is not None and digests[0].startswith("sha256:")
+
+
+def test_an_older_model_file_has_to_be_exported_again(tmp_path: Path) -> None:
+    model = tmp_path / "model.pt"
+    write_thinker(model)
+    manifest = broken_models.manifest()
+    tokenizer = word_tokenizer(broken_models.VOCAB)
+    extra = {"manifest.json": manifest.to_json(), "tokenizer.json": tokenizer.to_str()}
+    broken_models.save(broken_models.Tiny(), model, extra)
+    text = write_text(tmp_path / "text.txt", broken_models.VOCAB, 20)
+    command = ["calibrate", "triattention", str(model), "--text", str(text)]
+    result = CliRunner().invoke(main, [*command, "-o", str(tmp_path / "out.json")])
+    assert result.exit_code == 1
+    assert "export it again" in result.output

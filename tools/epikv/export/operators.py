@@ -57,8 +57,10 @@ class Step:
     positions: Tensor  # [n], RoPE positions
     residuals: list[Tensor] = field(default_factory=list)  # entering block l: [n, hidden]
     attended: list[int] = field(default_factory=list)  # layers whose attention ran, in order
-    # Called for each layer and sequence with the new rows' probabilities, [H, n, S].
+    # Called for each layer and sequence with the new rows' probabilities, [H, n, S]; for each layer
+    # with all rows' queries before RoPE, [n, H, D].
     watch: Callable[[int, Tensor], None] | None = None
+    watch_queries: Callable[[int, Tensor], None] | None = None
 
 
 _current: ContextVar[Step] = ContextVar("epikv_step")
@@ -114,6 +116,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, normed: Tensor, layer: int) -> T
             f"attention({layer}) was called where attention({len(step.attended)}) was due"
         )
     step.attended.append(layer)
+    if step.watch_queries is not None:
+        step.watch_queries(layer, q)
     facts = step.manifest.layers[layer]
     rope = step.manifest.ropes[facts.rope]
     q, k = _rotate(q, rope, step.positions), _rotate(k, rope, step.positions)
