@@ -130,6 +130,28 @@ TEST(BudgetEdges, NothingRecentProtectsNothing) {
   }
 }
 
+// Segments that would all retain everything: the oldest do, as far as the budget goes.
+TEST(BudgetEdges, RetainedOfSegmentsIsBoundedByTheRoom) {
+  const std::map<std::string, ParamValue> all = {{"segment", int64_t{4}},
+                                                 {"retain_r", int64_t{4}},
+                                                 {"retain_e", int64_t{4}},
+                                                 {"retain_t", int64_t{4}}};
+  for (const char* name : {"epikv_seg", "segment_hs", "thinkv"}) {
+    SCOPED_TRACE(name);
+    const Protection protection{.prompt = 6, .recent = 5};
+    FakeSequence sequence = Sequence(name, all, protection, 6, 30);
+    for (int i = 0; i < 60; ++i) {
+      sequence.Decode();
+      sequence.Round();
+    }
+    // Six whole segments, the prompt's tokens among them; of the next its best; the recent.
+    const std::vector<int32_t> kept = sequence.Kept();
+    ASSERT_EQ(kept.size(), 30u);
+    EXPECT_EQ(std::vector<int32_t>(kept.begin(), kept.begin() + 24), Range(0, 24));
+    EXPECT_EQ(std::vector<int32_t>(kept.end() - 5, kept.end()), Range(61, 66));
+  }
+}
+
 // A budget of the protected tokens alone: a round leaves them and nothing else.
 TEST(BudgetEdges, RoomForTheProtectedAlone) {
   const Protection protection{.prompt = 8, .sinks = 4, .recent = 5, .spans = {{12, 15}}};
