@@ -211,6 +211,11 @@ EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims, const Se
   return trace;
 }
 
+// INTERNAL, whatever the policy says: nothing was wrong with the request.
+absl::Status Failed(const Request& request, absl::string_view why) {
+  return absl::InternalError(absl::StrCat("policy '", request.spec->name, "' failed: ", why));
+}
+
 }  // namespace
 
 Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
@@ -553,9 +558,9 @@ std::vector<SettleOutcome> Executor::Settle(absl::Span<const WorkItem> items) {
     try {
       outcomes.push_back(SettleOne(*open_.at(item.id), item));
     } catch (const std::exception& e) {
-      outcomes.push_back(
-          {.status = absl::InternalError(
-               absl::StrCat("policy '", item.request->spec->name.data(), "' failed: ", e.what()))});
+      outcomes.push_back({.status = Failed(*item.request, e.what())});
+    } catch (...) {
+      outcomes.push_back({.status = Failed(*item.request, "it threw what is no exception")});
     }
   }
   return outcomes;
@@ -592,7 +597,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
       std::vector<Eviction> answers = request.policy->Evict({&task, 1});
       TORCH_CHECK(answers.size() == 1, "the policy gave ", answers.size(), " answers to one task");
       Eviction& eviction = answers.front();
-      if (!eviction.status.ok()) return {.status = std::move(eviction.status)};
+      if (!eviction.status.ok()) return {.status = Failed(request, eviction.status.message())};
       absl::StatusOr<int64_t> entries = sequence.cache.Evict(eviction.victims, item.decode);
       if (!entries.ok()) return {.status = entries.status()};
       outcome.evicted_entries = *entries;

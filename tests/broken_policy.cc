@@ -11,8 +11,8 @@ namespace epikv {
 namespace {
 
 constexpr absl::string_view kFaults[] = {
-    "throws", "throws_observing", "nan",       "protected", "too_few", "not_there",
-    "twice",  "too_many_lanes",   "no_answer",
+    "throws", "throws_observing", "nan",       "protected",       "too_few",   "not_there",
+    "twice",  "too_many_lanes",   "no_answer", "throws_a_number", "not_found",
 };
 
 const ParamSpec kParams[] = {
@@ -43,7 +43,9 @@ class Broken final : public Policy {
     const bool well = left > 0;
     if (well) --left;
     if (!well && fault_ == "throws") throw std::runtime_error("out of order");
+    if (!well && fault_ == "throws_a_number") throw 42;
     if (!well && fault_ == "no_answer") return {};
+    if (!well && fault_ == "not_found") return {{.status = absl::NotFoundError("no such thing")}};
 
     const absl::Span<const int32_t> index = cache.index(0, 0);
     std::vector<float> age(index.begin(), index.end());

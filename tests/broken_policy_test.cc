@@ -190,6 +190,8 @@ INSTANTIATE_TEST_SUITE_P(All, BrokenPolicyTest,
                               "the policy named a token twice or one that is not cached"},
                              {"twice", "the policy named a token twice or one that is not cached"},
                              {"too_many_lanes", "the policy answered for 2 lane groups of 1"},
+                             {"throws_a_number", "policy 'broken' failed: it threw"},
+                             {"not_found", "policy 'broken' failed: no such thing"},
                              {"no_answer", "the policy gave 0 answers to one task"}}),
                          [](const auto& info) { return std::string(info.param.first); });
 
