@@ -25,6 +25,7 @@ extern const PolicySpec kLongflow;
 extern const PolicySpec kObcache;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRaas;
+extern const PolicySpec kRaasPage;
 extern const PolicySpec kRandom;
 extern const PolicySpec kRandomAttention;
 extern const PolicySpec kRkv;
@@ -63,6 +64,7 @@ PolicyCatalog AllPolicies() {
       &kObcache,             //
       &kOracle,              //
       &kRaas,                //
+      &kRaasPage,            //
       &kRandom,              //
       &kRandomAttention,     //
       &kRkv,                 //
