@@ -30,6 +30,7 @@ extern const PolicySpec kRandom;
 extern const PolicySpec kRandomAttention;
 extern const PolicySpec kRkv;
 extern const PolicySpec kRkvEpikv;
+extern const PolicySpec kRpc;
 extern const PolicySpec kScissorhands;
 extern const PolicySpec kSegmentHs;
 extern const PolicySpec kSliding;
@@ -69,6 +70,7 @@ PolicyCatalog AllPolicies() {
       &kRandomAttention,     //
       &kRkv,                 //
       &kRkvEpikv,            //
+      &kRpc,                 //
       &kScissorhands,        //
       &kSegmentHs,           //
       &kSliding,             //
