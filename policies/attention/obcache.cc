@@ -25,18 +25,49 @@ const ParamSpec kParams[] = {
      .choices = kReduces,
      .help = "when query heads of a KV head become one: after their saliency is known, by `gqa`; "
              "before, by averaging their weights and logits"},
+    {.name = "accumulate",
+     .type = ParamType::kBool,
+     .fallback = false,
+     .help = "sum over all decode steps, and over the window at the prompt's end, instead of the "
+             "mean over the window of the round"},
     SlackParam(0),
 };
 
 // Optimal brain damage of the cache: the square of how fast each query's output changes as a
 // token's value (A v), its key (A Z (v - o)), or both, shrink to nothing. A: attention; Z: logits.
+// Column `saliency`, with `accumulate`: the sum so far, of the query heads that share the lane.
 class ObCache final : public ScoredPolicy {
  public:
-  explicit ObCache(const Params& params) : ScoredPolicy(Granularity::kHead), params_(params) {}
+  explicit ObCache(const Params& params)
+      : ScoredPolicy(Granularity::kHead), params_(params), accumulate_(params.Bool("accumulate")) {}
+
+  void Observe(absl::Span<SequenceStep> steps) const override {
+    if (!accumulate_) return;
+    for (SequenceStep& step : steps) {
+      // A prompt counts once it is whole, however it was cut up.
+      if (step.first + step.count < step.cache.prompt_tokens()) continue;
+      const bool whole_window = step.phase == Phase::kPrefill;
+      for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
+        for (int64_t head = 0; head < step.cache.num_kv_heads(); ++head) {
+          Lane lane(step.cache, layer, head);
+          const at::Tensor by_query = ReduceGroup(Saliency(lane), params_.Choice("gqa"));  // [w, n]
+          Column(lane) += whole_window ? by_query.sum(0) : by_query[-1];
+        }
+      }
+    }
+  }
 
  private:
+  static at::Tensor Column(Lane& lane) {
+    const absl::Span<float> column = lane.cache().column(0, lane.layer(), lane.head());
+    return at::from_blob(column.data(), {static_cast<int64_t>(column.size())}, at::kFloat);
+  }
+
   at::Tensor Score(const EvictionTask&, Lane& lane) const override {
-    return WindowScore(lane, Saliency(lane), params_);
+    if (!accumulate_) return WindowScore(lane, Saliency(lane), params_);
+    const at::Tensor in_order = Column(lane).index_select(0, lane.by_birth()).unsqueeze(0);
+    return lane.ToSlots(
+        PoolNeighbours(in_order, params_.Int("kernel"), params_.Choice("pooling")).squeeze(0));
   }
 
   // [group, w, n], or [1, w, n]
@@ -63,6 +94,7 @@ class ObCache final : public ScoredPolicy {
   }
 
   const Params params_;
+  const bool accumulate_;
 };
 
 }  // namespace
@@ -79,6 +111,10 @@ extern constinit const PolicySpec kObcache{
           PolicyTraits traits = WindowTraits(params, Signal::kValues);
           traits.published.prompt = false;
           traits.published.sinks = 4;
+          if (params.Bool("accumulate")) {
+            traits.columns = {"saliency"};
+            traits.published.recent = 20;
+          }
           return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
