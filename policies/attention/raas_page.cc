@@ -91,14 +91,15 @@ class RaasPage final : public Policy {
   // scaled, and of the `budget` highest pages alone (three at least), as published. [num_pages]
   at::Tensor PageScores(int64_t budget, Lane& lane, const at::Tensor& page,
                         int64_t num_pages) const {
-    const at::Tensor query = lane.queries().select(1, -1);  // [group, width]
-    const at::Tensor by_channel =
-        query.unsqueeze(1) * lane.keys().unsqueeze(0);  // [group, n, width]
-    const at::Tensor bound =
-        at::zeros({by_channel.size(0), num_pages, by_channel.size(2)})
-            .scatter_reduce(1, page.view({1, -1, 1}).expand_as(by_channel), by_channel, "amax",
-                            /*include_self=*/false)
-            .sum(-1);  // [group, num_pages]
+    const at::Tensor& keys = lane.keys();
+    auto extreme = [&](const char* which) {  // of each channel. [num_pages, width]
+      return at::zeros({num_pages, keys.size(1)})
+          .scatter_reduce(0, page.unsqueeze(1).expand_as(keys), keys, which,
+                          /*include_self=*/false);
+    };
+    const at::Tensor query = lane.queries().select(1, -1).unsqueeze(1);  // [group, 1, width]
+    const at::Tensor bound = at::maximum(query * extreme("amin"), query * extreme("amax"))
+                                 .sum(-1);  // [group, num_pages]
     const int64_t ranked = std::min(std::max<int64_t>(3, budget), num_pages);
     const at::Tensor least =
         std::get<0>(bound.kthvalue(num_pages - ranked + 1, -1, /*keepdim=*/true));
@@ -162,7 +163,7 @@ extern constinit const PolicySpec kRaasPage{
     .name = "raas_page",
     .summary = "drops the pages of neighbouring tokens that were longest not used",
     .paper = "arXiv 2502.11147 (RaaS)",
-    .evidence = "golden: DerekHJH/RaaS 71cb3c7 `RaaSCache`",
+    .evidence = "golden: DerekHJH/RaaS 71cb3c7 `RaaSCache`; groups: raas_page_test.cc",
     .params = kParams,
     .traits =
         [](const Params& params, const ModelShape&) {
