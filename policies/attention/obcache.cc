@@ -46,12 +46,10 @@ class ObCache final : public ScoredPolicy {
     for (SequenceStep& step : steps) {
       // A prompt counts once it is whole, however it was cut up.
       if (step.first + step.count < step.cache.prompt_tokens()) continue;
-      const bool whole_window = step.phase == Phase::kPrefill;
       for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
         for (int64_t head = 0; head < step.cache.num_kv_heads(); ++head) {
           Lane lane(step.cache, layer, head);
-          const at::Tensor by_query = ReduceGroup(Saliency(lane), params_.Choice("gqa"));  // [w, n]
-          Column(lane) += whole_window ? by_query.sum(0) : by_query[-1];
+          Column(lane) += ReduceGroup(Newest(step.phase, lane), params_.Choice("gqa")).sum(0);
         }
       }
     }
@@ -64,26 +62,40 @@ class ObCache final : public ScoredPolicy {
   }
 
   at::Tensor Score(const EvictionTask&, Lane& lane) const override {
-    if (!accumulate_) return WindowScore(lane, Saliency(lane), params_);
+    if (!accumulate_) return WindowScore(lane, OfWindow(lane), params_);
     const at::Tensor in_order = Column(lane).index_select(0, lane.by_birth()).unsqueeze(0);
     return lane.ToSlots(
         PoolNeighbours(in_order, params_.Int("kernel"), params_.Choice("pooling")).squeeze(0));
   }
 
-  // [group, w, n], or [1, w, n]
-  at::Tensor Saliency(Lane& lane) const {
+  // Of the queries of a step that count: in prefill of the window. [group, w, n], or [1, w, n]
+  at::Tensor Newest(Phase phase, Lane& lane) const {
+    if (phase == Phase::kPrefill) return OfWindow(lane);
+    const at::Tensor query = lane.queries().narrow(1, lane.queries().size(1) - 1, 1);
+    const at::Tensor logits =  // it sees all
+        at::matmul(query, lane.keys().t()) * lane.cache().attention_scale(lane.layer());
+    return Saliency(lane, logits, logits.softmax(-1));
+  }
+
+  at::Tensor OfWindow(Lane& lane) const {
+    // Tokens that a query does not see have no attention to lose.
+    return Saliency(lane, lane.window_logits().masked_fill(lane.window_logits().isneginf(), 0),
+                    lane.window_attention());
+  }
+
+  // by_head: of the lane's query heads. [group, w, n], or [1, w, n]
+  at::Tensor Saliency(Lane& lane, const at::Tensor& logits_by_head,
+                      const at::Tensor& attention_by_head) const {
     const bool before = params_.Choice("reduce") == "before";
     auto reduced = [=](const at::Tensor& x) { return before ? x.mean(0, /*keepdim=*/true) : x; };
-    const at::Tensor attention = reduced(lane.window_attention());
+    const at::Tensor attention = reduced(attention_by_head);
     const at::Tensor& values = lane.values();
     const at::Tensor value = values.square().sum(-1);  // |v|^2, [n]
     const at::Tensor squared = attention.square();
     const std::string& prune = params_.Choice("prune");
     if (prune == "value") return squared * value;
 
-    // Tokens that a query does not see have no attention to lose.
-    const at::Tensor logits =
-        reduced(lane.window_logits().masked_fill(lane.window_logits().isneginf(), 0));
+    const at::Tensor logits = reduced(logits_by_head);
     const at::Tensor output = attention.matmul(values);  // [group, w, value_width]
     const at::Tensor along = output.matmul(values.t());  // v . o, [group, w, n]
     const at::Tensor apart =                             // |v - o|^2
