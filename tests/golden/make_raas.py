@@ -7,9 +7,9 @@
 
 Their code is imported from the checkout given and is no part of this repository. It caches every
 token; after each one its attention layer dates pages, and its cache masks all but the newest dates.
-What it masks is what must go. Two things are put into its dates, as its kernels' controller and its
-paper have them: a page is born with the date of its first token, and the prompt's with that of the
-prompt; the eager code leaves both at none until they are used. One query head a KV head.
+What it masks is what must go. Two things are put into its dates, as its kernels' controller
+(quest/raas_utils) has them: a page is born with the date of its first token, and the prompt's with
+that of the prompt; the eager code leaves both at none until they are used. One query head a KV head.
 """
 
 import sys
