@@ -97,14 +97,24 @@ ParamSpec FloorParam(double fallback) {
 }
 
 ParamSpec SelectParam() {
-  static constexpr absl::string_view kSelectors[] = {"top_k", "sample"};
+  static constexpr absl::string_view kSelectors[] = {"top_k", "sample", "threshold"};
   return {.name = "select",
           .type = ParamType::kChoice,
           .fallback = std::string("top_k"),
           .choices = kSelectors,
           .help =
               "top_k: the best stay; sample: tokens stay by chance, without replacement, "
-              "with probability proportional to their scores"};
+              "with probability proportional to their scores; threshold: as top_k, and in a round "
+              "all that score below `threshold` go too"};
+}
+
+ParamSpec ThresholdParam() {
+  return {.name = "threshold",
+          .type = ParamType::kFloat,
+          .fallback = 0.0,
+          .min = -1e9,
+          .max = 1e9,
+          .help = "with select = threshold: the lowest score that may stay within the budget"};
 }
 
 absl::Status CheckRecipe(const Params& params, ScoreTraits score) {
@@ -126,6 +136,10 @@ absl::Status CheckRecipe(const Params& params, ScoreTraits score) {
       score.kind != ScoreKind::kMass) {
     return absl::InvalidArgumentError(
         "select: 'sample' takes scores that are masses, and these are only larger or smaller");
+  }
+  if (params.Has("threshold") && params.Float("threshold") != 0 &&
+      params.Choice("select") != "threshold") {
+    return absl::InvalidArgumentError("threshold: says nothing without select = threshold");
   }
   if (params.Has("allocator")) {
     const std::string& allocator = params.Choice("allocator");

@@ -25,10 +25,12 @@ extern const PolicySpec kLongflow;
 extern const PolicySpec kObcache;
 extern const PolicySpec kOracle;
 extern const PolicySpec kRaas;
+extern const PolicySpec kRaasPage;
 extern const PolicySpec kRandom;
 extern const PolicySpec kRandomAttention;
 extern const PolicySpec kRkv;
 extern const PolicySpec kRkvEpikv;
+extern const PolicySpec kRpc;
 extern const PolicySpec kScissorhands;
 extern const PolicySpec kSegmentHs;
 extern const PolicySpec kSliding;
@@ -65,10 +67,12 @@ PolicyCatalog AllPolicies() {
       &kObcache,             //
       &kOracle,              //
       &kRaas,                //
+      &kRaasPage,            //
       &kRandom,              //
       &kRandomAttention,     //
       &kRkv,                 //
       &kRkvEpikv,            //
+      &kRpc,                 //
       &kScissorhands,        //
       &kSegmentHs,           //
       &kSliding,             //

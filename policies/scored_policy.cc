@@ -29,7 +29,12 @@ Recipe Recipe::Of(const Params& params, Granularity granularity, int64_t own_col
       own_columns += std::ssize(spec.columns);
     }
   }
-  recipe.sample = params.Has("select") && params.Choice("select") == "sample";
+  if (params.Has("select")) {
+    recipe.sample = params.Choice("select") == "sample";
+    if (params.Choice("select") == "threshold") {
+      recipe.threshold = static_cast<float>(params.Float("threshold"));
+    }
+  }
   return recipe;
 }
 
@@ -99,7 +104,8 @@ absl::Status ScoredPolicy::Select(const CacheView& cache, int64_t first_lane,
   }
   if (recipe_.pool == Pool::kLane) {
     absl::StatusOr<std::vector<int32_t>> lowest =
-        LowestScores(lanes[0].scores, lanes[0].index, cache.protection(), cache.newest(), count);
+        LowestScores(lanes[0].scores, lanes[0].index, cache.protection(), cache.newest(), count,
+                     recipe_.threshold);
     if (!lowest.ok()) return lowest.status();
     victims[0] = *std::move(lowest);
     return absl::OkStatus();
@@ -109,7 +115,7 @@ absl::Status ScoredPolicy::Select(const CacheView& cache, int64_t first_lane,
   const double budget = static_cast<double>(held - count) / static_cast<double>(lanes.size());
   absl::StatusOr<std::vector<std::vector<int32_t>>> lowest =
       LowestScoresOfPool(lanes, cache.protection(), cache.newest(), count,
-                         static_cast<int64_t>(recipe_.floor * budget));
+                         static_cast<int64_t>(recipe_.floor * budget), recipe_.threshold);
   if (!lowest.ok()) return lowest.status();
   std::move(lowest->begin(), lowest->end(), victims.begin());
   return absl::OkStatus();

@@ -7,6 +7,7 @@
 #include "policies/decorator.h"
 #include "policies/lane.h"
 #include "policies/policy.h"
+#include "policies/select.h"
 
 namespace epikv {
 
@@ -16,7 +17,8 @@ struct Recipe {
   Pool pool = Pool::kLane;
   double floor = 0;  // with a pool: the share of the budget every lane keeps for its own best
   std::vector<std::shared_ptr<const Decorator>> decorators;
-  bool sample = false;  // victims by chance, instead of the lowest scores
+  bool sample = false;             // victims by chance, instead of the lowest scores
+  float threshold = kNoThreshold;  // what is below goes too, budget or not
 
   // Of the parameters that recipe.h defines, where the policy takes them. own_columns: of the
   // policy itself; its decorators' come after them.

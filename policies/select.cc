@@ -29,6 +29,13 @@ absl::StatusOr<std::vector<Candidate>> Candidates(absl::Span<const float> scores
   return candidates;
 }
 
+// How many scores, the first members of `open`, are below the threshold.
+template <typename T>
+int64_t Below(const std::vector<T>& open, float threshold) {
+  return std::count_if(open.begin(), open.end(),
+                       [=](const T& entry) { return std::get<0>(entry) < threshold; });
+}
+
 absl::Status TooFew(int64_t count, int64_t candidates) {
   return absl::InternalError(absl::StrCat(count, " tokens must go but only ", candidates, " may"));
 }
@@ -38,11 +45,12 @@ absl::Status TooFew(int64_t count, int64_t candidates) {
 absl::StatusOr<std::vector<int32_t>> LowestScores(absl::Span<const float> scores,
                                                   absl::Span<const int32_t> index,
                                                   const Protection& protection, int64_t newest,
-                                                  int64_t count) {
+                                                  int64_t count, float threshold) {
   absl::StatusOr<std::vector<Candidate>> candidates = Candidates(scores, index, protection, newest);
   if (!candidates.ok()) return candidates.status();
   const int64_t open = static_cast<int64_t>(candidates->size());
   if (open < count) return TooFew(count, open);
+  count = std::max(count, Below(*candidates, threshold));
   std::nth_element(candidates->begin(), candidates->begin() + count, candidates->end());
   std::vector<int32_t> victims;
   victims.reserve(count);
@@ -52,7 +60,7 @@ absl::StatusOr<std::vector<int32_t>> LowestScores(absl::Span<const float> scores
 
 absl::StatusOr<std::vector<std::vector<int32_t>>> LowestScoresOfPool(
     absl::Span<const ScoredLane> lanes, const Protection& protection, int64_t newest, int64_t count,
-    int64_t floor) {
+    int64_t floor, float threshold) {
   std::vector<std::tuple<float, int32_t, size_t>> open;  // (score, index, lane)
   for (size_t lane = 0; lane < lanes.size(); ++lane) {
     absl::StatusOr<std::vector<Candidate>> candidates =
@@ -71,6 +79,7 @@ absl::StatusOr<std::vector<std::vector<int32_t>>> LowestScoresOfPool(
   if (static_cast<int64_t>(open.size()) < count) {
     return TooFew(count, static_cast<int64_t>(open.size()));
   }
+  count = std::max(count, Below(open, threshold));
   std::nth_element(open.begin(), open.begin() + count, open.end());
   std::vector<std::vector<int32_t>> victims(lanes.size());
   for (int64_t i = 0; i < count; ++i) {

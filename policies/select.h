@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -9,13 +10,16 @@
 
 namespace epikv {
 
+constexpr float kNoThreshold = -std::numeric_limits<float>::infinity();
+
 // The `count` unprotected tokens of one lane with the lowest scores; among equal scores the older
 // one goes ("newer wins"). scores, index: by slot, equally long. Returns indexes, in no order.
-// Fails if a score is NaN or fewer than `count` tokens are unprotected.
+// Fails if a score is NaN or fewer than `count` tokens are unprotected. With a threshold all the
+// others below it go too.
 absl::StatusOr<std::vector<int32_t>> LowestScores(absl::Span<const float> scores,
                                                   absl::Span<const int32_t> index,
                                                   const Protection& protection, int64_t newest,
-                                                  int64_t count);
+                                                  int64_t count, float threshold = kNoThreshold);
 
 struct ScoredLane {
   absl::Span<const float> scores;
@@ -27,7 +31,7 @@ struct ScoredLane {
 // among equal scores of one token the first lane's goes.
 absl::StatusOr<std::vector<std::vector<int32_t>>> LowestScoresOfPool(
     absl::Span<const ScoredLane> lanes, const Protection& protection, int64_t newest, int64_t count,
-    int64_t floor);
+    int64_t floor, float threshold = kNoThreshold);
 
 // Scores for a draw without replacement: keeping the highest of these keeps each set of tokens as
 // often as drawing one after another would, with probability proportional to `mass` (>= 0; tokens

@@ -20,18 +20,18 @@ class CaoteTest : public testing::Test {
  protected:
   static constexpr int64_t kTokens = 24, kWidth = 8;
 
-  static FakeSequence Sequence() {
+  static FakeSequence Sequence(int64_t heads = 1) {
     FakeSequence sequence(
         {.spec = FindPolicy(AllPolicies(), "snapkv"),
          .params = {{"decorate", std::vector<std::string>{"caote"}}, {"window", int64_t{1}}},
          .shape = {.num_layers = 1,
-                   .num_heads = 1,
-                   .num_kv_heads = 1,
+                   .num_heads = heads,
+                   .num_kv_heads = heads,
                    .key_width = kWidth,
                    .value_width = kWidth},
          .prompt_tokens = kTokens,
          .budget = kTokens},
-        GoldenWorld(5, 1, 1, kWidth));
+        GoldenWorld(5, heads, heads, kWidth));
     sequence.Prefill(kTokens);
     return sequence;
   }
@@ -66,6 +66,18 @@ TEST_F(CaoteTest, IsTheMeasuredChangeOfTheOutput) {
   ASSERT_GT(attention.max().item<float>(), 0.2f);
   ASSERT_LT(attention.min().item<float>(), 0.01f);
   ExpectMeasured(attention, lane);
+}
+
+// Each head's newest query, output and values are its own.
+TEST_F(CaoteTest, IsThatOfEachHead) {
+  FakeSequence sequence = Sequence(3);
+  for (int64_t head = 0; head < 3; ++head) {
+    SCOPED_TRACE(head);
+    Lane lane(sequence, 0, head);
+    const at::Tensor attention = lane.window_attention()[0][0];
+    ASSERT_GT(attention.max().item<float>(), 0.1f);
+    ExpectMeasured(attention, lane);
+  }
 }
 
 // The weights are proportions of whatever masses it is given.

@@ -54,6 +54,14 @@ MUTANTS = [
         "*Law3*Ragged*",
     ),
     Mutant(
+        "caote forgets that the others' weights grow",
+        "policies/decorators/caote.cc",
+        "weight / (1 - weight).clamp_min(kLeast) * (values",
+        "weight * (values",
+        "caote_test",
+        "*IsTheMeasured*:*IsThatOfEachHead*",
+    ),
+    Mutant(
         "off-by-one recent",
         "policies/protection.h",
         "index > newest - recent",

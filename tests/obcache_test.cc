@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -106,6 +108,120 @@ TEST(ObCache, ValueIsTheWholeChange) {
     const at::Tensor change = Output(sequence, i, 1, 1) - Output(sequence, i, 1, 0);
     EXPECT_NEAR(change.square().sum(-1).mean(1).sum().item<double>(),
                 Measured(sequence, i, "value"), 1e-6);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// accumulate = true, against the sum by its definition, over rounds.
+
+FakeSequence Accumulating(const std::string& gqa, int64_t kernel) {
+  return FakeSequence(
+      {.spec = FindPolicy(AllPolicies(), "obcache"),
+       .params = {{"accumulate", true}, {"gqa", gqa}, {"window", kWindow}, {"kernel", kernel}},
+       .shape = {.num_layers = 1,
+                 .num_heads = kGroup,
+                 .num_kv_heads = 1,
+                 .key_width = kWidth,
+                 .value_width = kWidth},
+       .protection = {.recent = 2},
+       .prompt_tokens = 12,
+       .budget = 14},
+      GoldenWorld(3, kGroup, 1, kWidth));
+}
+
+// Of the query of token `born`, by query head, to each token that it sees: A^2 Z^2 |v - o|^2.
+std::map<int32_t, std::vector<double>> Saliency(const FakeSequence& sequence, int64_t born) {
+  const at::Tensor keys = sequence.keys(0, 0).to(at::kDouble);
+  const at::Tensor values = sequence.values(0, 0).to(at::kDouble);
+  const at::Tensor queries = sequence.queries(0).to(at::kDouble);  // [w, heads, width]
+  const absl::Span<const int32_t> index = sequence.index(0, 0);
+  std::map<int32_t, std::vector<double>> saliency;
+  for (int64_t head = 0; head < kGroup; ++head) {
+    const at::Tensor query = queries[queries.size(0) - 1 - (sequence.newest() - born)][head];
+    at::Tensor output = at::zeros(kWidth, at::kDouble);
+    std::vector<double> logit(index.size());
+    double sum = 0;
+    for (size_t slot = 0; slot < index.size(); ++slot) {
+      if (index[slot] > born) continue;
+      logit[slot] = sequence.attention_scale(0) * query.dot(keys[slot]).item<double>();
+      sum += std::exp(logit[slot]);
+      output += std::exp(logit[slot]) * values[slot];
+    }
+    output /= sum;
+    for (size_t slot = 0; slot < index.size(); ++slot) {
+      if (index[slot] > born) continue;
+      const double moved = std::exp(logit[slot]) / sum * logit[slot];
+      const at::Tensor apart = values[slot] - output;
+      saliency[index[slot]].push_back(moved * moved * apart.dot(apart).item<double>());
+    }
+  }
+  return saliency;
+}
+
+void Add(const std::map<int32_t, std::vector<double>>& saliency, const std::string& gqa,
+         std::map<int32_t, double>& sum) {
+  for (const auto& [token, heads] : saliency) {
+    sum[token] += gqa == "max" ? std::max(heads[0], heads[1]) : heads[0] + heads[1];
+  }
+}
+
+TEST(ObCache, AccumulatesOverThePromptsWindowAndEveryStep) {
+  for (const int64_t kernel : {1, 3}) {
+    FakeSequence sequence = Accumulating("sum", kernel);
+    sequence.Prefill(12);
+    std::map<int32_t, double> expected;  // of what is cached
+    for (int64_t born = 12 - kWindow; born < 12; ++born) {
+      Add(Saliency(sequence, born), "sum", expected);
+    }
+    int64_t rounds = 0;
+    for (int64_t step = 0; step < 20; ++step) {
+      sequence.Decode();
+      Add(Saliency(sequence, sequence.newest()), "sum", expected);
+      if (!sequence.OverBudget()) continue;
+      const auto& policy = dynamic_cast<const ScoredPolicy&>(sequence.policy());
+      const at::Tensor score = policy.ScoreAll(sequence.task())[0];
+      const std::vector<int32_t> kept = sequence.Kept();
+      for (size_t slot = 0; slot < kept.size(); ++slot) {
+        const int64_t place =
+            std::find(kept.begin(), kept.end(), sequence.index(0, 0)[slot]) - kept.begin();
+        double most = 0;  // of the token's neighbours
+        for (int64_t i = std::max<int64_t>(0, place - kernel / 2);
+             i <= place + kernel / 2 && i < std::ssize(kept); ++i) {
+          most = std::max(most, expected.at(kept[i]));
+        }
+        EXPECT_NEAR(score[slot].item<double>(), most, 1e-5 * std::max(1.0, most))
+            << "token " << kept[place] << " after " << sequence.newest();
+      }
+      const auto dropped = sequence.Round();
+      for (int32_t victim : dropped[0]) expected.erase(victim);
+      ++rounds;
+    }
+    EXPECT_EQ(rounds, 18);
+  }
+}
+
+// The largest of the group's, step by step: not the largest sum.
+TEST(ObCache, AccumulatesWhatTheGroupMakesOfAStep) {
+  FakeSequence sequence = Accumulating("max", 1);
+  sequence.Prefill(12);
+  std::map<int32_t, double> expected;
+  for (int64_t born = 12 - kWindow; born < 12; ++born) {
+    Add(Saliency(sequence, born), "max", expected);
+  }
+  for (size_t slot = 0; slot < 12; ++slot) {
+    const double sum = expected.at(sequence.index(0, 0)[slot]);
+    EXPECT_NEAR(sequence.column(0, 0, 0)[slot], sum, 1e-5 * std::max(1.0, sum));
+  }
+}
+
+TEST(ObCache, AccumulatesThePromptHoweverItIsCutUp) {
+  FakeSequence whole = Accumulating("sum", 1), cut = Accumulating("sum", 1);
+  whole.Prefill(12);
+  cut.Prefill(5);
+  cut.Prefill(6);
+  cut.Prefill(1);
+  for (size_t slot = 0; slot < 12; ++slot) {
+    EXPECT_EQ(whole.column(0, 0, 0)[slot], cut.column(0, 0, 0)[slot]);
   }
 }
 

@@ -209,5 +209,18 @@ TEST(PolicyRegistry, ReadmeDescribesEveryPolicy) {
   EXPECT_THAT(described, testing::UnorderedElementsAreArray(names));
 }
 
+TEST(Recipe, RefusesWhatSaysNothing) {
+  auto refusal = [](const std::map<std::string, ParamValue>& params) -> std::string {
+    const ModelShape shape{.num_layers = 2, .num_heads = 4, .num_kv_heads = 2};
+    const ResolvedParams resolved =
+        ResolveParams(*FindPolicy(AllPolicies(), "snapkv"), params, shape);
+    return resolved.violations.empty() ? "" : resolved.violations[0].description;
+  };
+  EXPECT_EQ(refusal({{"select", std::string("threshold")}, {"threshold", 0.1}}), "");
+  EXPECT_THAT(refusal({{"threshold", 0.1}}), testing::HasSubstr("select = threshold"));
+  EXPECT_THAT(refusal({{"select", std::string("sample")}, {"threshold", 0.1}}),
+              testing::HasSubstr("select = threshold"));
+}
+
 }  // namespace
 }  // namespace epikv

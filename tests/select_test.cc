@@ -113,6 +113,34 @@ TEST(SelectOfPool, TooFewIsAnError) {
 
 // Of two drawn without replacement from masses 1, 2, 3 and 4: the exact probabilities that each
 // token stays, by enumeration, against 20,000 draws.
+TEST(SelectBelowThreshold, GoBeyondTheCount) {
+  const std::vector<float> scores = {5, 1, 4, 2, 3};
+  const std::vector<int32_t> index = {0, 1, 2, 3, 4};
+  EXPECT_THAT(*LowestScores(scores, index, {}, 4, 1, 3), UnorderedElementsAre(1, 3));
+  EXPECT_THAT(*LowestScores(scores, index, {}, 4, 0, 3), UnorderedElementsAre(1, 3));
+}
+
+TEST(SelectBelowThreshold, CountGoesWhateverTheThreshold) {
+  const std::vector<float> scores = {5, 1, 4, 2, 3};
+  const std::vector<int32_t> index = {0, 1, 2, 3, 4};
+  EXPECT_THAT(*LowestScores(scores, index, {}, 4, 3, 2), UnorderedElementsAre(1, 3, 4));
+}
+
+TEST(SelectBelowThreshold, ProtectedAndEqualStay) {
+  const std::vector<float> scores = {0, 1, 2, 0};
+  const std::vector<int32_t> index = {0, 1, 2, 3};
+  EXPECT_THAT(*LowestScores(scores, index, {.sinks = 1, .recent = 1}, 3, 0, 2),
+              UnorderedElementsAre(1));
+}
+
+TEST(SelectBelowThreshold, ALaneKeepsItsFloor) {
+  const std::vector<float> a = {9, 8, 7, 6}, b = {1, 2, 3, 4};
+  const std::vector<int32_t> index = {0, 1, 2, 3};
+  const std::vector<ScoredLane> lanes = {{a, index}, {b, index}};
+  EXPECT_THAT(*LowestScoresOfPool(lanes, {}, 3, 1, 2, 7),
+              testing::ElementsAre(UnorderedElementsAre(3), UnorderedElementsAre(0, 1)));
+}
+
 TEST(DrawnScores, StayAsOftenAsDrawingOneAfterAnotherKeepsThem) {
   const std::vector<float> mass = {1, 2, 3, 4};
   const std::vector<int32_t> index = {10, 11, 12, 13};

@@ -25,34 +25,77 @@ const ParamSpec kParams[] = {
      .choices = kReduces,
      .help = "when query heads of a KV head become one: after their saliency is known, by `gqa`; "
              "before, by averaging their weights and logits"},
+    {.name = "accumulate",
+     .type = ParamType::kBool,
+     .fallback = false,
+     .help = "sum over all decode steps, and over the window at the prompt's end, instead of the "
+             "mean over the window of the round"},
     SlackParam(0),
 };
 
 // Optimal brain damage of the cache: the square of how fast each query's output changes as a
 // token's value (A v), its key (A Z (v - o)), or both, shrink to nothing. A: attention; Z: logits.
+// Column `saliency`, with `accumulate`: the sum so far, of the query heads that share the lane.
 class ObCache final : public ScoredPolicy {
  public:
-  explicit ObCache(const Params& params) : ScoredPolicy(Granularity::kHead), params_(params) {}
+  explicit ObCache(const Params& params)
+      : ScoredPolicy(Granularity::kHead), params_(params), accumulate_(params.Bool("accumulate")) {}
 
- private:
-  at::Tensor Score(const EvictionTask&, Lane& lane) const override {
-    return WindowScore(lane, Saliency(lane), params_);
+  void Observe(absl::Span<SequenceStep> steps) const override {
+    if (!accumulate_) return;
+    for (SequenceStep& step : steps) {
+      // A prompt counts once it is whole, however it was cut up.
+      if (step.first + step.count < step.cache.prompt_tokens()) continue;
+      for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
+        for (int64_t head = 0; head < step.cache.num_kv_heads(); ++head) {
+          Lane lane(step.cache, layer, head);
+          Column(lane) += ReduceGroup(Newest(step.phase, lane), params_.Choice("gqa")).sum(0);
+        }
+      }
+    }
   }
 
-  // [group, w, n], or [1, w, n]
-  at::Tensor Saliency(Lane& lane) const {
+ private:
+  static at::Tensor Column(Lane& lane) {
+    const absl::Span<float> column = lane.cache().column(0, lane.layer(), lane.head());
+    return at::from_blob(column.data(), {static_cast<int64_t>(column.size())}, at::kFloat);
+  }
+
+  at::Tensor Score(const EvictionTask&, Lane& lane) const override {
+    if (!accumulate_) return WindowScore(lane, OfWindow(lane), params_);
+    const at::Tensor in_order = Column(lane).index_select(0, lane.by_birth()).unsqueeze(0);
+    return lane.ToSlots(
+        PoolNeighbours(in_order, params_.Int("kernel"), params_.Choice("pooling")).squeeze(0));
+  }
+
+  // Of the queries of a step that count: in prefill of the window. [group, w, n], or [1, w, n]
+  at::Tensor Newest(Phase phase, Lane& lane) const {
+    if (phase == Phase::kPrefill) return OfWindow(lane);
+    const at::Tensor query = lane.queries().narrow(1, lane.queries().size(1) - 1, 1);
+    const at::Tensor logits =  // it sees all
+        at::matmul(query, lane.keys().t()) * lane.cache().attention_scale(lane.layer());
+    return Saliency(lane, logits, logits.softmax(-1));
+  }
+
+  at::Tensor OfWindow(Lane& lane) const {
+    // Tokens that a query does not see have no attention to lose.
+    return Saliency(lane, lane.window_logits().masked_fill(lane.window_logits().isneginf(), 0),
+                    lane.window_attention());
+  }
+
+  // by_head: of the lane's query heads. [group, w, n], or [1, w, n]
+  at::Tensor Saliency(Lane& lane, const at::Tensor& logits_by_head,
+                      const at::Tensor& attention_by_head) const {
     const bool before = params_.Choice("reduce") == "before";
     auto reduced = [=](const at::Tensor& x) { return before ? x.mean(0, /*keepdim=*/true) : x; };
-    const at::Tensor attention = reduced(lane.window_attention());
+    const at::Tensor attention = reduced(attention_by_head);
     const at::Tensor& values = lane.values();
     const at::Tensor value = values.square().sum(-1);  // |v|^2, [n]
     const at::Tensor squared = attention.square();
     const std::string& prune = params_.Choice("prune");
     if (prune == "value") return squared * value;
 
-    // Tokens that a query does not see have no attention to lose.
-    const at::Tensor logits =
-        reduced(lane.window_logits().masked_fill(lane.window_logits().isneginf(), 0));
+    const at::Tensor logits = reduced(logits_by_head);
     const at::Tensor output = attention.matmul(values);  // [group, w, value_width]
     const at::Tensor along = output.matmul(values.t());  // v . o, [group, w, n]
     const at::Tensor apart =                             // |v - o|^2
@@ -63,6 +106,7 @@ class ObCache final : public ScoredPolicy {
   }
 
   const Params params_;
+  const bool accumulate_;
 };
 
 }  // namespace
@@ -79,6 +123,10 @@ extern constinit const PolicySpec kObcache{
           PolicyTraits traits = WindowTraits(params, Signal::kValues);
           traits.published.prompt = false;
           traits.published.sinks = 4;
+          if (params.Bool("accumulate")) {
+            traits.columns = {"saliency"};
+            traits.published.recent = 20;
+          }
           return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

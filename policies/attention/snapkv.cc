@@ -7,7 +7,7 @@ namespace {
 
 const ParamSpec kParams[] = {
     WindowParam(64),  PoolKernelParam(5), PoolModeParam("avg"), GqaParam("mean"), DecorateParam(),
-    AllocatorParam(), FloorParam(),       SelectParam(),        SlackParam(63),
+    AllocatorParam(), FloorParam(),       SelectParam(),        ThresholdParam(), SlackParam(63),
 };
 
 // Published for prompts; the same score ranks decoded tokens, in rounds of 64 (as in arXiv

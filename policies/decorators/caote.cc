@@ -13,12 +13,12 @@ class Caote final : public Decorator {
   explicit Caote(bool fast) : fast_(fast) {}
 
   at::Tensor Apply(const at::Tensor& score, Lane& lane) const override {
-    constexpr double kLeast = 1e-6;  // no token is all or nothing
-    const at::Tensor weight =
-        (score / score.sum().clamp_min(kLeast)).clamp(kLeast, 1 - kLeast);  // [n]
-    const at::Tensor& values = lane.values();
+    constexpr double kLeast = 1e-6;
+    // In double: where a token has nearly all, 1 - a and o - v are small differences.
+    const at::Tensor mass = score.to(at::kDouble), values = lane.values().to(at::kDouble);
+    const at::Tensor weight = mass / mass.sum().clamp_min(kLeast);             // [n]
     const at::Tensor output = fast_ ? values.mean(0) : weight.matmul(values);  // [value_width]
-    return weight / (1 - weight) * (values - output).norm(2, -1);
+    return (weight / (1 - weight).clamp_min(kLeast) * (values - output).norm(2, -1)).to(at::kFloat);
   }
 
  private:

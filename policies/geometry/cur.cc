@@ -111,7 +111,7 @@ extern constinit const PolicySpec kCur{
     .name = "cur",
     .summary = "drops the tokens with the smallest keys and values among their neighbours",
     .paper = "arXiv 2509.15038 (CurDKV)",
-    .evidence = "golden: kvpress 0.5.5 `CURPress`",
+    .evidence = "golden: kvpress 0.5.5 `CURPress`, terarachang/VaSE bfa2692 `EvictLayer`",
     .params = kParams,
     .complete =
         [](Params& params, const ModelShape& shape) {

@@ -5,6 +5,7 @@
     git clone https://github.com/guozhiyu/vatp                          # 39ea686
     git clone https://github.com/FFY0/DefensiveKV                       # 9251b95
     git clone https://github.com/stevenkolawole/epiphany-kv-cache       # d424208
+    git clone https://github.com/jiwonsong-dev/ReasoningPathCompression # 00e64b7
     pip install kvpress==0.5.5
     python tests/golden/make_attention.py CHECKOUTS [POLICY ...]
 
@@ -71,7 +72,8 @@ def ranked() -> Iterator[list[Tensor]]:
     is higher, as everywhere here."""
     seen: list[Tensor] = []
 
-    def topk(scores: Tensor, k: int, dim: int = -1) -> Ranking:
+    def topk(scores: Tensor, k: int, dim: int = -1, largest: bool = True) -> Ranking:
+        assert largest
         seen.append(scores.detach().clone())
         order = scores.flip(dim).sort(dim=dim, descending=True, stable=True)
         indices = scores.shape[dim] - 1 - order.indices.narrow(dim, 0, k)
@@ -256,6 +258,84 @@ def rkv() -> list[dict[str, Any]]:
         with_all: list[bool] = []
         runs.append(play(name, rkv_scores(window, kernel, mix, with_all), setting))
         assert compat != all(with_all), f"seed {seed} is no case of compat = {compat}"
+    return runs
+
+
+# ---------------------------------------------------------------------------------------------
+# RPC
+
+
+def rpc_scores(setting: Setting) -> Scorer:
+    params, shape = setting.params, setting.shape
+    flash = ModuleType("flash_attn")
+    flash.flash_attn_func = None
+    package = ModuleType("rpc")  # whose own imports are of models
+    package.__path__ = [str(CHECKOUTS / "ReasoningPathCompression" / "rpc")]
+    sys.modules.update({"flash_attn": flash, "rpc": package})
+    code = load("ReasoningPathCompression", "rpc.rpc_utils").RPCCluster
+    window = params["window"]
+
+    def scorer(round_: Round) -> list[Tensor]:
+        scores = []
+        for layer in layers(shape):
+            cluster = code(
+                layer,
+                P=(period := setting.slack + 1 + window),
+                R=window,
+                c=period,
+                selectors="recent" if params["compat"] else "new",
+                aggregation=params["aggregation"],
+                kernel_size=params["kernel"],
+                pooling=f"{params['pooling']}pool",
+                num_key_value_groups=shape.heads // shape.kv_heads,
+            )
+            cluster.prompt_len = setting.prompt_tokens
+            cluster.agg_func = params["gqa"]
+            queries = round_.queries(layer, period)[None]
+            # As its attention layers do while `length` tokens are cached.
+            for length in range(period if params["compat"] else 0):
+                if length > period - window:
+                    cluster.cache_recent(queries[:, :, length : length + 1])
+            asked = queries[:, :, -1 if params["compat"] else -window :]
+            keys = round_.keys(layer)[None]
+            with ranked() as seen:
+                cluster.compress_kv(keys, keys, asked)
+            scores.append(nn.functional.pad(seen[-1][0], (setting.prompt_tokens, window)))
+        return scores
+
+    return scorer
+
+
+def rpc() -> list[dict[str, Any]]:
+    name = reference("ReasoningPathCompression", "jiwonsong-dev", "RPCCluster")
+    runs = []
+    for seed, aggregation, gqa, window, kernel, pooling, compat in (
+        (1, "all", "mean", 8, 7, "avg", False),
+        (2, "all", "mean", 8, 7, "avg", True),
+        (3, "all", "max", 5, 3, "max", False),
+        (4, "group", "mean", 8, 5, "avg", False),
+        (5, "group", "max", 6, 7, "max", True),
+    ):
+        setting = Setting(
+            seed=seed,
+            budget=32,
+            prompt_tokens=10,
+            tokens=110,
+            slack=7,
+            prompt=10,
+            recent=window,
+            params={
+                "window": window,
+                "kernel": kernel,
+                "pooling": pooling,
+                "aggregation": aggregation,
+                "gqa": gqa,
+                "compat": compat,
+                "slack": 7,
+            },
+            shares="layer" if aggregation == "all" else "head",
+        )
+        runs.append(play(name, rpc_scores(setting), setting))
     return runs
 
 
@@ -497,6 +577,7 @@ POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "raas": raas,
     "rkv": rkv,
     "rkv_epikv": rkv_epikv,
+    "rpc": rpc,
     "scissorhands": scissorhands,
     "snapkv": snapkv,
 }

@@ -312,9 +312,8 @@ def tova() -> list[dict[str, Any]]:
     return runs
 
 
-# Of `snapkv`: make_attention.py, for other code has a part in it.
+# Of `snapkv`: make_attention.py, and of `cur`: make_vase.py, for other code has a part in them.
 POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
-    "cur": cur,
     "expected_attention": expected_attention,
     "keydiff": keydiff,
     "knorm": knorm,
