@@ -311,7 +311,10 @@ TEST_P(PolicyContract, SpecIsWhole) {
         ResolveParams(spec, {{std::string(param.name), *param.fallback}}, Options().shape);
     EXPECT_TRUE(own.violations.empty()) << "its own default is refused";
   }
-  const PolicyTraits traits = Sequence().traits();
+  FakeSequence sequence = Sequence();
+  const PolicyTraits traits = sequence.traits();
+  EXPECT_EQ(sequence.task().state != nullptr, traits.state_bytes + traits.state_bytes_per_token > 0)
+      << "what it remembers is what it says it takes";
   EXPECT_EQ(traits.evicts, names.contains("slack"));
   EXPECT_EQ(traits.signals.Has(Signal::kResidualStep), !traits.residual_layers.empty());
   EXPECT_EQ(traits.signals.Has(Signal::kQueries), traits.window > 0);

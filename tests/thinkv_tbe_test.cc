@@ -132,6 +132,11 @@ TEST(ThinKvTbe, BeyondTheFloorTheOldestOfTheLeastImportantGoWhole) {
   EXPECT_THAT(sizes(14), ElementsAre(1, 0, 1, 0, 1));
   EXPECT_THAT(sizes(15), ElementsAre(0, 0, 1, 0, 1));
   EXPECT_THAT(sizes(17), ElementsAre(0, 0, 0, 0, 0));
+  // The open one last, whatever its type.
+  EXPECT_THAT(Sizes({.types = "RRT", .excess = 7}), ElementsAre(0, 1, 1));
+  // Of its two tokens the oldest.
+  EXPECT_THAT(KeptOfFirst({.types = "ER", .excess = 3, .ladder = {2}, .line = {0, 1, 90, 91}}),
+              ElementsAre(3));
 }
 
 TEST(ThinKvTbe, FloorIsTheLadders) {
@@ -175,6 +180,13 @@ TEST(ThinKvTbe, KeepsWhatIsNearestToEachCentroid) {
   // From 5 and 6 on: {5, 0, -1} and {6}, but then 5 is nearer to 6 than to its mean.
   EXPECT_THAT(KeptOfFirst({.types = "ER", .ladder = {2}, .line = {5, 0, 6, -1}}),
               ElementsAre(2, 3));
+}
+
+TEST(ThinKvTbe, CentroidsBeginAtEvenDistancesInTheSegment) {
+  // From 0 and 110 on: {0} and {200, 110, 100}, of mean 137. From the first two, 0 and 200, it
+  // would end with two pairs.
+  EXPECT_THAT(KeptOfFirst({.types = "ER", .ladder = {2}, .line = {0, 200, 110, 100}}),
+              ElementsAre(0, 2));
 }
 
 TEST(ThinKvTbe, OfEqualsTheNewerStays) {

@@ -115,12 +115,15 @@ class ThinKv final : public SegmentPolicy {
 };
 
 PolicyTraits Traits(const Params& params, const ModelShape& shape) {
+  const bool faithful = params.Choice("variant") == "faithful";
   return {
       .signals = Signal::kAttentionRow,
       .attention_layers = ClassifierLayers(params, shape),
       .columns = {"score", "attention"},
       .slack = params.Int("slack"),
       .published = {.prompt = false},
+      // A segment may be one token.
+      .state_bytes_per_token = faithful ? int64_t{sizeof(SegmentType)} : 0,
   };
 }
 
