@@ -67,7 +67,9 @@ class Cost:
 
     cpu: list[float]  # one a window
     windows: list[Window]
-    step_beyond_full: list[float]  # the whole step's CPU time less that of `full`: a check of cpu
+    # The whole step's CPU time less that of `full`: a check of cpu, where slack is small. A larger one
+    # lets the policy hold, and attend to, more tokens.
+    step_beyond_full: list[float]
     reserved: int  # bytes of a sequence beyond the K and V that `full` holds at as many tokens
     room: int  # of these, K and V of the tokens that a round may let it hold over the budget
 

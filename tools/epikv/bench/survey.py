@@ -203,7 +203,7 @@ def _document(model: str, lines: Sequence[Line]) -> str:
 Written by `epikv bench sample --policies all --results`, which replaces the lines of the policies that it is asked for. Problems `test/*`, greedy, through the daemon;
 default parameters, and the model's calibration where a policy has one; the prompt and the newest min(128, K/4) tokens protected, for all alike. The budget K is the prompt
 and a share of the expected trace. *slack*: how far a request may outgrow its budget before a round; a line with a larger slack held more tokens, so such a policy stands here
-with slack 0 too, on fewer problems. *rounds*: a problem's mean; 0: nothing was evicted, and the line says nothing of the policy. *dropped*: of all cached tokens.
+with slack 0 too, on as many problems as its line says. *rounds*: a problem's mean; 0: nothing was evicted, and the line says nothing of the policy. *dropped*: of all cached tokens.
 *solved*: problems all of whose three answers are right [95 % Wilson interval]. *answers*: right ones. The last two: against `random` with the same slack on the same problems
 [95 % bootstrap interval]. What holds on this model holds on this model: see the [card](../README.md).
 {render(lines)}"""
