@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <limits>
 
 namespace epikv {
@@ -46,22 +47,26 @@ const at::Tensor& Lane::queries() {
 
 const at::Tensor& Lane::window_logits() {
   if (!window_logits_.defined()) {
-    const int64_t w = queries().size(1);
-    const at::Tensor born =
-        at::arange(cache_.newest() - w + 1, cache_.newest() + 1, at::kLong).unsqueeze(1);  // [w, 1]
-    window_logits_ =
-        at::matmul(queries(), keys().t())
-            .mul_(cache_.attention_scale(layer_))
-            .masked_fill_(index().unsqueeze(0) > born, -std::numeric_limits<float>::infinity());
+    const int64_t first = cache_.newest() + 1 - queries().size(1);  // token of the oldest query
+    window_logits_ = at::matmul(queries(), keys().t()).mul_(cache_.attention_scale(layer_));
+    // Only tokens of the window are younger than a query of it.
+    const at::Tensor slots = (index() > first).nonzero().squeeze(1);
+    const at::Tensor asked = at::arange(first, cache_.newest() + 1, at::kLong).unsqueeze(1);
+    const at::Tensor unseen = index().index_select(0, slots) > asked;  // [w, slots]
+    window_logits_.index_copy_(-1, slots,
+                               window_logits_.index_select(-1, slots).masked_fill_(
+                                   unseen, -std::numeric_limits<float>::infinity()));
   }
   return window_logits_;
 }
 
 const at::Tensor& Lane::window_attention() {
   if (!window_attention_.defined()) {
+    window_attention_ = window_logits().softmax(-1);
     // A query all of whose tokens have left gave nothing to those that stay.
-    const at::Tensor none = std::get<0>(window_logits().max(-1, /*keepdim=*/true)).isneginf();
-    window_attention_ = window_logits().softmax(-1).masked_fill_(none, 0);
+    const int64_t w = queries().size(1), first = cache_.newest() + 1 - w;
+    const int64_t gone = std::clamp<int64_t>(index().min().item<int64_t>() - first, 0, w);
+    window_attention_.narrow(1, 0, gone).zero_();
   }
   return window_attention_;
 }

@@ -117,7 +117,11 @@ TEST(ObCache, ValueIsTheWholeChange) {
 FakeSequence Accumulating(const std::string& gqa, int64_t kernel) {
   return FakeSequence(
       {.spec = FindPolicy(AllPolicies(), "obcache"),
-       .params = {{"accumulate", true}, {"gqa", gqa}, {"window", kWindow}, {"kernel", kernel}},
+       .params = {{"accumulate", true},
+                  {"gqa", gqa},
+                  {"window", kWindow},
+                  {"kernel", kernel},
+                  {"slack", int64_t{0}}},
        .shape = {.num_layers = 1,
                  .num_heads = kGroup,
                  .num_kv_heads = 1,

@@ -30,7 +30,7 @@ const ParamSpec kParams[] = {
      .fallback = false,
      .help = "sum over all decode steps, and over the window at the prompt's end, instead of the "
              "mean over the window of the round"},
-    SlackParam(0),
+    SlackParam(63),
 };
 
 // Optimal brain damage of the cache: the square of how fast each query's output changes as a

@@ -1,5 +1,7 @@
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
 
@@ -61,14 +63,22 @@ class RKv final : public ScoredPolicy {
     if (!exact_) return (unit.matmul(unit.sum(0)) - unit.square().sum(-1)) / n;
 
     constexpr double kDuplicate = 0.5;
-    at::Tensor cosine = unit.matmul(unit.t()).fill_diagonal_(0);  // [n, n]
-    const at::Tensor token = at::arange(n, at::kLong);
-    const at::Tensor latest =
-        std::get<0>(at::where(cosine > kDuplicate, token, -1).max(-1));  // [n]
-    // Where there is none: an entry that is zero already.
-    const at::Tensor spared =
-        at::where(latest >= 0, latest, compat_ ? at::zeros_like(token) : token);
-    return cosine.scatter_(1, spared.unsqueeze(1), 0).mean(0);
+    constexpr int64_t kRows = 256;  // at a time: [n, n] at once is memory that is touched once
+    at::Tensor sum = at::zeros({n});
+    const at::Tensor column = at::arange(n, at::kFloat);
+    for (int64_t begin = 0; begin < n; begin += kRows) {
+      const int64_t end = std::min(n, begin + kRows);
+      const at::Tensor token = at::arange(begin, end, at::kLong);
+      const at::Tensor cosine = unit.slice(0, begin, end).matmul(unit.t());  // [rows, n]
+      cosine.scatter_(1, token.unsqueeze(1), 0);
+      const at::Tensor latest =
+          at::where(cosine > kDuplicate, column, -1).amax(-1).to(at::kLong);  // [rows]
+      // Where there is none: an entry that is zero already.
+      const at::Tensor spared =
+          at::where(latest >= 0, latest, compat_ ? at::zeros_like(token) : token);
+      sum += cosine.scatter_(1, spared.unsqueeze(1), 0).sum(0);
+    }
+    return sum / n;
   }
 
   const double lambda_;

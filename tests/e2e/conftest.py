@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from epikv.cli import main
 from epikv.client import Client
+from epikv.sample import problem
 from epikv.testing import Daemon
 
 ROOT = Path(__file__).parents[2]
@@ -34,9 +37,27 @@ def sample_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def daemon(sample_model: Path) -> Iterator[Daemon]:
+def artefact_dir(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `epikv calibrate` finds out about the sample model from its own solutions."""
+    directory = tmp_path_factory.mktemp("artefacts")
+    texts = []
+    for index in range(4):
+        task = problem(f"calibrate/{index}")
+        texts.append(tmp_path_factory.mktemp("texts") / "text.txt")
+        texts[-1].write_text(f"{task.prompt} {task.trace}")
+    for policy in ("thinkv_tbe", "triattention"):
+        command = ["calibrate", policy, str(sample_model), "-o", f"{directory / policy}.json"]
+        for text in texts:
+            command += ["--text", str(text)]
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 0, done.output
+    return directory
+
+
+@pytest.fixture(scope="session")
+def daemon(sample_model: Path, artefact_dir: Path) -> Iterator[Daemon]:
     """A daemon that all tests share; those that stop or overload one start their own."""
-    with Daemon(sample_model, "--threads=1") as running:
+    with Daemon(sample_model, "--threads=1", f"--artefact_dir={artefact_dir}") as running:
         yield running
 
 

@@ -97,6 +97,8 @@ def test_incompatible_options_are_refused(client: Client, policies: list[Policy]
             fits = len(PROMPT) + 16
             assert not budget(fits), policy.name
             says("kv.budget", "below prompt + 16", budget(fits - 1))
+        ranks = violations(client, Kv(policy.name, len(PROMPT) + 50, positions="cache"))
+        says("kv.positions", "POSITION_MODE_CACHE", "kv.positions" in ranks)
         for param in policy.params:
             listed = param.type == "choice_list"
             values = param.choices or ([False, True] if param.type == "bool" else [])

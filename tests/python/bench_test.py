@@ -62,7 +62,26 @@ def test_the_sample_bench_says_that_nothing_was_judged(
 
 def policy(name: str, slack: int | None) -> Policy:
     params = [] if slack is None else [PolicyParam("slack", "int", slack, 0, 65536, [], "")]
-    return Policy(name, "", "", params, [], "token", "refuses", 0, slack or 0, False)
+    return Policy(
+        name=name,
+        summary="",
+        paper="",
+        params=params,
+        params_schema=None,
+        evaluation_only=False,
+        signals=[],
+        granularity="token",
+        prompt_eviction="refuses",
+        slack_tokens=slack or 0,
+        default_protection=None,
+        incompatible_options=[],
+        columns=[],
+        state_bytes_per_token=0,
+        state_bytes_per_sequence=0,
+        cost=None,
+        needs_artefact=False,
+        has_artefact=False,
+    )
 
 
 def test_a_survey_runs_the_control_in_rounds_of_every_length() -> None:

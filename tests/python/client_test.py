@@ -260,6 +260,8 @@ def test_the_readme_shows_what_parses(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "DIR").mkdir()
+    for name in ("model.pt", "FILE"):
+        (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     name, *words = shlex.split(line, comments=True)
     command: click.Command | None = main

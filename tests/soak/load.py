@@ -37,7 +37,7 @@ class Load:
     def __init__(self, daemon: Daemon, seed: int, clients: int, chunk: int) -> None:
         with daemon.client() as client:
             [model] = client.models()
-            policies = client.policies()
+            policies = [p for p in client.policies() if p.has_artefact or not p.needs_artefact]
         self._daemon = daemon
         self._seed = seed
         self._clients = clients

@@ -197,6 +197,8 @@ class Policy:
     state_bytes_per_token: int
     state_bytes_per_sequence: int
     cost: PolicyCost | None
+    needs_artefact: bool
+    has_artefact: bool
 
 
 @dataclass(frozen=True)

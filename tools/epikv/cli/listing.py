@@ -93,6 +93,8 @@ def _facts(policy: Policy) -> list[tuple[str, str]]:
         ),
         ("cost", _cost(policy.cost)),
     ]
+    if policy.needs_artefact:
+        facts.append(("artefact", "loaded" if policy.has_artefact else "needed, and not loaded"))
     for option in policy.incompatible_options:
         facts.append(("refuses", f"{option.field} {option.value}: {option.reason}"))
     return facts

@@ -1,0 +1,62 @@
+"""Artefacts and a real daemon: loaded at start, or a start that fails and says why."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from epikv import Client, Kv, RpcError, Stop
+from epikv.testing import Daemon, DaemonError
+
+
+def test_policies_serve_with_what_was_measured(client: Client, artefact_dir: Path) -> None:
+    for name in ("thinkv_tbe", "triattention"):
+        policy = client.policy(name)
+        assert policy.has_artefact
+        kv = Kv(name, 80, params={"slack": 7})
+        result = client.score([5] * 40, list(range(20, 120)), kv=kv)
+        assert result.summary.kv.rounds > 0, name
+        assert not result.summary.kv.uncalibrated
+    params = json.loads((artefact_dir / "thinkv_tbe.json").read_text())["params"]
+    defaults = {p.name: p.default_value for p in client.policy("thinkv_tbe").params}
+    assert {name: defaults[name] for name in params} == params
+
+
+def test_without_it_a_request_is_refused(sample_model: Path) -> None:
+    with Daemon(sample_model, "--threads=1") as daemon, daemon.client() as client:
+        assert client.policy("triattention").needs_artefact
+        assert not client.policy("triattention").has_artefact
+        with pytest.raises(RpcError) as caught:
+            client.generate_once([5] * 40, kv=Kv("triattention", 80), stop=Stop(100))
+    assert caught.value.code.name == "FAILED_PRECONDITION"
+    assert caught.value.reason == "ARTEFACT_MISSING"
+    assert [violation.field for violation in caught.value.field_violations] == ["kv.policy"]
+    assert "epikv calibrate triattention" in str(caught.value)
+
+
+def starts_with(model: Path, directory: Path) -> str:
+    """What the daemon says when it does not start."""
+    with pytest.raises(DaemonError) as caught, Daemon(model, f"--artefact_dir={directory}"):
+        pass
+    return str(caught.value)
+
+
+def test_what_cannot_be_loaded_stops_the_start(
+    sample_model: Path, artefact_dir: Path, tmp_path: Path
+) -> None:
+    assert "cannot read" in starts_with(sample_model, tmp_path / "nowhere")
+    assert "no *.json" in starts_with(sample_model, tmp_path)
+    (tmp_path / "cut.json").write_text((artefact_dir / "triattention.json").read_text()[:100])
+    assert "cut.json: not a JSON object" in starts_with(sample_model, tmp_path)
+    (tmp_path / "cut.json").unlink()
+
+    shutil.copy(artefact_dir / "triattention.json", tmp_path / "tri.json")
+    artefact = json.loads((tmp_path / "tri.json").read_text())
+    artefact["model"] = {"name": "other", "weights": "sha256:00"}
+    (tmp_path / "tri.json").write_text(json.dumps(artefact))
+    assert "tri.json: made for another model, 'other'" in starts_with(sample_model, tmp_path)
+
+    artefact = json.loads((artefact_dir / "triattention.json").read_text())
+    artefact["data"]["q_abs_mean"][0].pop()
+    (tmp_path / "tri.json").write_text(json.dumps(artefact))
+    assert "tri.json: data: q_abs_mean must be" in starts_with(sample_model, tmp_path)
