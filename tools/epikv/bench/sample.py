@@ -14,7 +14,7 @@ import click
 
 from epikv.bench import harness, survey
 from epikv.bench.targets import Target, finish
-from epikv.bench.trial import PUBLISHED, Trial, difference, exact, exported, share
+from epikv.bench.trial import PUBLISHED, Trial, artefacts, difference, exact, exported, share
 from epikv.client import Client
 from epikv.options import Kv
 
@@ -55,11 +55,7 @@ FULL, ORACLE, SEPARATION, INVERSE_DIFFERS = 0.95, 0.90, 0.5, 0.2
     help="A table of these registered policies, on the shipped model, instead of the gates.",
 )
 @click.option(
-    "--unslacked",
-    type=click.IntRange(1),
-    metavar="N",
-    help="With --policies: problems of the lines with slack 0 in place of a policy's own, which"
-    " take many times as long. Default: all.",
+    "--missing", is_flag=True, help="With --policies: only what policies.json does not have yet."
 )
 @click.option(
     "--results",
@@ -73,7 +69,7 @@ def command(
     count: int,
     fractions: tuple[float, ...],
     wanted: str | None,
-    unslacked: int | None,
+    missing: bool,
     results: bool,
     at_once: int,
     json_file: Path | None,
@@ -88,6 +84,8 @@ def command(
     details: dict[str, Any] = {}
     for directory in measured:
         flags = ["--threads=1", f"--max_running_requests={at_once}"]
+        if wanted is not None and where["server"] is None:
+            flags.append(f"--artefact_dir={artefacts(directory)}")
         rows: list[dict[str, Any]] = []
         with harness.serving(lambda path=directory: exported(path), flags, **where) as served:
             if wanted is not None:
@@ -97,7 +95,7 @@ def command(
                     wanted,
                     count,
                     fractions,
-                    unslacked=unslacked,
+                    missing=missing,
                     at_once=at_once,
                     results=results,
                 )

@@ -1,10 +1,10 @@
 """Every registered policy on the sample model's problems, in one table.
 
 Policies run with their default parameters, protected alike, at the same budget. One that evicts in
-rounds holds up to `slack` tokens more than that, so it runs with slack 0 as well, and each line is
-held against `random` in rounds of its own length, on the same problems. With --results, what was
-measured is kept in policies.json beside the model, so that some policies can be measured again
-without the others.
+rounds holds up to `slack` tokens more than that, so all run in rounds of one length as well, and
+each line is held against `random` in rounds of its own length, on the same problems. With
+--results, each line is kept in policies.json beside the model as soon as it is measured, so that
+some policies can be measured again, or what is missing, without the others.
 """
 
 import json
@@ -26,6 +26,7 @@ from epikv.messages import Policy
 from epikv.options import Kv
 
 CONTROL = "random"
+COMMON_SLACK = 15  # at which all policies run beside their own
 FIRST = ("full", "oracle", CONTROL)  # lines that others are read against
 REFUSALS = ("INVALID_ARGUMENT", "FAILED_PRECONDITION")
 COLUMNS = (
@@ -43,10 +44,8 @@ class Entry:
     slack: int | None
     params: dict[str, Any]
 
-    @property
-    def unslacked(self) -> bool:
-        """Whether it is the second line of a policy that evicts in rounds."""
-        return self.slack == 0 and self.policy.slack_tokens > 0
+    def key(self, fraction: float) -> tuple[Any, ...]:
+        return Line(self.policy.name, self.variant, self.slack, fraction).key
 
     def kv(self, trial: Trial, number: int) -> Kv:
         params = dict(self.params)
@@ -96,22 +95,22 @@ def run(
     count: int,
     fractions: Sequence[float],
     *,
-    unslacked: int | None,
+    missing: bool,
     at_once: int,
     results: bool,
 ) -> list[dict[str, Any]]:
     """Everything measured of the model in `directory`; prints its tables and, with `results`,
-    keeps them there. unslacked: problems of the lines with slack 0 in place of another."""
+    keeps them there. missing: only what is not there yet."""
     lines: list[Line] = []
-    try:
-        for fraction in fractions:
-            trial = Trial(directory, count, fraction)
-            for entry in entries(client.policies(), wanted, trial.calibration["sign"]):
-                first = unslacked if entry.unslacked else None
-                lines.append(_line(client, trial, entry, fraction, at_once, first))
-    finally:  # hours may have passed
-        if results and lines:
-            _keep(directory, lines)
+    for fraction in fractions:
+        trial = Trial(directory, count, fraction)
+        have = {line.key for line in _known(directory)} if missing else set()
+        for entry in entries(client.policies(), wanted, trial.calibration["sign"]):
+            if entry.key(fraction) in have:
+                continue
+            lines.append(_line(client, trial, entry, fraction, at_once))
+            if results:
+                _keep(directory, lines[-1:])
     click.echo("\n" + render(lines))
     faults = [line.fault for line in lines if line.fault]
     if failed := [fault for fault in faults if not fault.startswith(REFUSALS)]:
@@ -120,7 +119,7 @@ def run(
 
 
 def entries(catalog: Sequence[Policy], wanted: str, sign: int) -> list[Entry]:
-    """What to run, the control first, what takes longest last. sign: of the calibration."""
+    """What to run, the control first. sign: of the calibration."""
     known = {policy.name: policy for policy in catalog}
     names = list(known) if wanted == "all" else wanted.split(",")
     if unknown := set(names) - set(known):
@@ -135,14 +134,14 @@ def entries(catalog: Sequence[Policy], wanted: str, sign: int) -> list[Entry]:
         policy = known[name]
         lengths: list[int | None] = [None]
         if any(param.name == "slack" for param in policy.params):
-            lengths = sorted({policy.slack_tokens, 0}, reverse=True)
+            lengths = sorted({policy.slack_tokens, COMMON_SLACK}, reverse=True)
         for variant, params in {"": {}, **variants.get(name, {})}.items():
             result += [Entry(policy, variant, slack, params) for slack in lengths]
     # The control in rounds of every length that somebody has.
-    slacks = sorted({entry.slack or 0 for entry in result} | {0})
+    slacks = sorted({entry.slack or 0 for entry in result} | {0, COMMON_SLACK})
     others = [e for e in result if e.policy.name != CONTROL or e.variant]
     controls = [Entry(known[CONTROL], "", slack, {}) for slack in slacks]
-    return controls + sorted(others, key=lambda entry: entry.unslacked)
+    return controls + others
 
 
 def render(lines: Sequence[Line]) -> str:
@@ -163,12 +162,10 @@ def render(lines: Sequence[Line]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _line(
-    client: Client, trial: Trial, entry: Entry, fraction: float, at_once: int, first: int | None
-) -> Line:
+def _line(client: Client, trial: Trial, entry: Entry, fraction: float, at_once: int) -> Line:
     base = (entry.policy.name, entry.variant, entry.slack, fraction)
     try:
-        outcome, usages = trial.run(client, at_once, lambda number: entry.kv(trial, number), first)
+        outcome, usages = trial.run(client, at_once, lambda number: entry.kv(trial, number))
     except RpcError as error:
         if error.code is grpc.StatusCode.UNAVAILABLE:
             raise
@@ -186,11 +183,15 @@ def _line(
     return line
 
 
+def _known(directory: Path) -> list[Line]:
+    file = directory / "policies.json"
+    return [Line(**row) for row in json.loads(file.read_text())] if file.exists() else []
+
+
 def _keep(directory: Path, lines: Sequence[Line]) -> None:
     """Puts the lines into the model's policies.json and renders its policies.md anew."""
     file = directory / "policies.json"
-    known = [Line(**row) for row in json.loads(file.read_text())] if file.exists() else []
-    by_key = {line.key: line for line in [*known, *lines]}
+    by_key = {line.key: line for line in [*_known(directory), *lines]}
     merged = [by_key[key] for key in sorted(by_key)]
     rows = ",\n".join(json.dumps(asdict(line)) for line in merged)
     file.write_text(f"[\n{rows}\n]\n")
@@ -202,8 +203,8 @@ def _document(model: str, lines: Sequence[Line]) -> str:
 
 Written by `epikv bench sample --policies all --results`, which replaces the lines of the policies that it is asked for. Problems `test/*`, greedy, through the daemon;
 default parameters, and the model's calibration where a policy has one; the prompt and the newest min(128, K/4) tokens protected, for all alike. The budget K is the prompt
-and a share of the expected trace. *slack*: how far a request may outgrow its budget before a round; a line with a larger slack held more tokens, so such a policy stands here
-with slack 0 too, on as many problems as its line says. *rounds*: a problem's mean; 0: nothing was evicted, and the line says nothing of the policy. *dropped*: of all cached tokens.
+and a share of the expected trace. *slack*: how far a request may outgrow its budget before a round; a line with a larger slack held more tokens, so every policy stands here
+with a slack of {COMMON_SLACK}, too. *rounds*: a problem's mean; 0: nothing was evicted, and the line says nothing of the policy. *dropped*: of all cached tokens.
 *solved*: problems all of whose three answers are right [95 % Wilson interval]. *answers*: right ones. The last two: against `random` with the same slack on the same problems
 [95 % bootstrap interval]. What holds on this model holds on this model: see the [card](../README.md).
 {render(lines)}"""
