@@ -208,7 +208,7 @@ void Attention::Rows(const at::Tensor& q, int64_t layer, const AttentionItem& it
   at::parallel_for(0, shape.num_kv_heads, 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     for (int64_t head = begin; head < end; ++head) {
-      scratch.resize(item.used[head]);
+      scratch.resize(RowScratchFloats(kernel_shape, item.used[head]));
       AttentionRow(DecodeLaneOf(q, nullptr, layer, head, item, shape), kernel_shape,
                    rows.data() + starts[head], scratch.data());
     }

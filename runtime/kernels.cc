@@ -133,26 +133,46 @@ EPIKV_CLONES void DecodeBFloat16(const DecodeLane& lane, const DecodeShape& shap
   DecodeOf<uint16_t>(lane, shape, scratch);
 }
 
+template <class T, int64_t kKey>
+EPIKV_INLINE void RowBody(const DecodeLane& lane, const DecodeShape& shape, float* row,
+                          float* scratch) {
+  const int64_t group = shape.group, dk = shape.key_width, used = lane.used;
+  float* q = scratch;               // [group, dk], scaled
+  float* k = q + group * dk;        // [kBlock, dk]
+  float* logits = k + kBlock * dk;  // [group, used]
+  Widen(static_cast<const T*>(lane.q), q, group * dk);
+  for (int64_t i = 0; i < group * dk; ++i) q[i] *= shape.scale;
+  for (int64_t begin = 0; begin < used; begin += kBlock) {
+    const int64_t count = std::min(kBlock, used - begin);
+    Widen(static_cast<const T*>(lane.keys) + begin * dk, k, count * dk);
+    for (int64_t g = 0; g < group; ++g) {
+      float* const of_block = logits + g * used + begin;
+      for (int64_t j = 0; j < count; ++j) of_block[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
+    }
+  }
+  std::fill(row, row + used, 0.0f);
+  for (int64_t g = 0; g < group; ++g) {
+    float* const logit = logits + g * used;
+    float top = -INFINITY, mass = 0;
+    for (int64_t j = 0; j < used; ++j) top = std::max(top, logit[j]);
+    for (int64_t j = 0; j < used; ++j) logit[j] = ExpNegative(logit[j] - top);
+    for (int64_t j = 0; j < used; ++j) mass += logit[j];
+    const float norm = 1.0f / (mass * static_cast<float>(group));
+    for (int64_t j = 0; j < used; ++j) row[j] += logit[j] * norm;
+  }
+}
+
 template <class T>
 EPIKV_INLINE void RowOf(const DecodeLane& lane, const DecodeShape& shape, float* row,
-                        float* logits) {
-  const int64_t dk = shape.key_width;
-  const T* q = static_cast<const T*>(lane.q);
-  const T* keys = static_cast<const T*>(lane.keys);
-  std::fill(row, row + lane.used, 0.0f);
-  for (int64_t g = 0; g < shape.group; ++g) {
-    float top = -INFINITY;
-    for (int64_t j = 0; j < lane.used; ++j) {
-      float sum = 0;
-      for (int64_t i = 0; i < dk; ++i) sum += Load(q + g * dk + i) * Load(keys + j * dk + i);
-      logits[j] = sum * shape.scale;
-    }
-    for (int64_t j = 0; j < lane.used; ++j) top = std::max(top, logits[j]);
-    float mass = 0;
-    for (int64_t j = 0; j < lane.used; ++j) logits[j] = ExpNegative(logits[j] - top);
-    for (int64_t j = 0; j < lane.used; ++j) mass += logits[j];
-    const float norm = 1.0f / (mass * static_cast<float>(shape.group));
-    for (int64_t j = 0; j < lane.used; ++j) row[j] += logits[j] * norm;
+                        float* scratch) {
+  if (shape.key_width == 64) {
+    RowBody<T, 64>(lane, shape, row, scratch);
+  } else if (shape.key_width == 128) {
+    RowBody<T, 128>(lane, shape, row, scratch);
+  } else if (shape.key_width == 32) {
+    RowBody<T, 32>(lane, shape, row, scratch);
+  } else {
+    RowBody<T, 0>(lane, shape, row, scratch);
   }
 }
 
@@ -213,6 +233,10 @@ EPIKV_CLONES float StepNormBFloat16(const uint16_t* now, const float* before, fl
 
 int64_t DecodeScratchFloats(const DecodeShape& shape) {
   return (shape.group + kBlock) * (shape.key_width + shape.value_width) + 2 * shape.group;
+}
+
+int64_t RowScratchFloats(const DecodeShape& shape, int64_t used) {
+  return (shape.group + kBlock) * shape.key_width + shape.group * used;
 }
 
 void DecodeAttention(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {

@@ -30,8 +30,10 @@ int64_t DecodeScratchFloats(const DecodeShape& shape);
 // out = softmax(scale * q keys^T) values, in one pass over the cache (online softmax).
 void DecodeAttention(const DecodeLane& lane, const DecodeShape& shape, float* scratch);
 
+// Floats of scratch that one AttentionRow call over `used` slots needs.
+int64_t RowScratchFloats(const DecodeShape& shape, int64_t used);
+
 // Probabilities that the group's queries give each slot, averaged over the group: row [used].
-// scratch: [used].
 void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, float* scratch);
 
 // Rotates one head's channels by RoPE. cos_sin: [rotary / 2] cosines, then as many sines. Channels
