@@ -150,17 +150,32 @@ DecodeLane DecodeLaneOf(const at::Tensor& q, at::Tensor* out, int64_t layer, int
                                       place * shape.value_width * element};
 }
 
+// Where a head's logits begin, in AttentionItem::logits. [kv_heads], and the end
+std::vector<int64_t> LogitStarts(const AttentionItem& item, const DecodeShape& shape) {
+  std::vector<int64_t> starts = {0};
+  for (int64_t used : item.used) starts.push_back(starts.back() + LogitFloats(shape, used));
+  return starts;
+}
+
 void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
                     absl::Span<const AttentionItem* const> items, const AttentionShape& shape) {
   const DecodeShape kernel_shape = KernelShape(shape);
+  std::vector<std::vector<int64_t>> starts(items.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (items[i]->logits == nullptr) continue;
+    starts[i] = LogitStarts(*items[i], kernel_shape);
+    items[i]->logits->resize(starts[i].back());
+  }
   const int64_t lanes = static_cast<int64_t>(items.size()) * shape.num_kv_heads;
   at::parallel_for(0, lanes, 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     scratch.resize(DecodeScratchFloats(kernel_shape));
     for (int64_t i = begin; i < end; ++i) {
-      const AttentionItem& item = *items[i / shape.num_kv_heads];
-      DecodeAttention(DecodeLaneOf(q, &out, layer, i % shape.num_kv_heads, item, shape),
-                      kernel_shape, scratch.data());
+      const int64_t place = i / shape.num_kv_heads, head = i % shape.num_kv_heads;
+      const AttentionItem& item = *items[place];
+      DecodeLane lane = DecodeLaneOf(q, &out, layer, head, item, shape);
+      if (item.logits != nullptr) lane.logits = item.logits->data() + starts[place][head];
+      DecodeAttention(lane, kernel_shape, scratch.data());
     }
   });
 }
@@ -205,9 +220,17 @@ void Attention::Rows(const at::Tensor& q, int64_t layer, const AttentionItem& it
     starts[head] = starts[head - 1] + item.used[head - 1];
   }
   const DecodeShape kernel_shape = KernelShape(shape);
+  const bool left = item.logits != nullptr && !item.logits->empty();
+  const std::vector<int64_t> logits =
+      left ? LogitStarts(item, kernel_shape) : std::vector<int64_t>();
   at::parallel_for(0, shape.num_kv_heads, 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     for (int64_t head = begin; head < end; ++head) {
+      if (left) {
+        RowOfLogits(item.logits->data() + logits[head], shape.group(), item.used[head],
+                    rows.data() + starts[head]);
+        continue;
+      }
       scratch.resize(RowScratchFloats(kernel_shape, item.used[head]));
       AttentionRow(DecodeLaneOf(q, nullptr, layer, head, item, shape), kernel_shape,
                    rows.data() + starts[head], scratch.data());

@@ -33,6 +33,8 @@ struct AttentionItem {
   absl::Span<const int64_t> used;
   // Per KV head: where its keys are, laid out as the lanes are. Empty: in the lanes.
   absl::Span<char* const> keys;
+  // Decode, if not null: where Run may leave the logits, so that Rows need not make them again.
+  std::vector<float>* logits = nullptr;
   // Prefill, if not null: where Run leaves the log-sum-exp of each query's logits, [heads,
   // num_rows], fp32.
   at::Tensor* log_sum_exp = nullptr;

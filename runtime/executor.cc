@@ -83,8 +83,9 @@ struct Executor::StepItem {
   std::vector<char*> turned_keys;           // [kv_heads]: each lane's in there
   at::Tensor logits;                        // [num_logits, vocab], of its last rows
   std::vector<at::Tensor> residuals;        // [num_rows, hidden] after each block so far, if wanted
-  at::Tensor distances;    // [layers, num_rows], once the last block has run, if wanted
-  at::Tensor log_sum_exp;  // of the layer that runs
+  at::Tensor distances;              // [layers, num_rows], once the last block has run, if wanted
+  at::Tensor log_sum_exp;            // of the layer that runs
+  std::vector<float> decode_logits;  // of the layer that runs
 
   int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
   bool wants_attention_rows() const {
@@ -396,7 +397,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   items.reserve(running_.size());
   for (StepItem& item : running_) {
     if (item.turns_keys()) TurnKeys(item, layer);
-    const bool sums = item.wants_attention_rows(layer) && !item.work->decode;
+    const bool measures = item.wants_attention_rows(layer);
     items.push_back({.cache = &item.sequence->cache,
                      .row = item.row,
                      .num_rows = item.num_rows(),
@@ -404,7 +405,8 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
                      .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
                                                                     shape_.num_kv_heads),
                      .keys = item.turned_keys,
-                     .log_sum_exp = sums ? &item.log_sum_exp : nullptr});
+                     .logits = measures && item.work->decode ? &item.decode_logits : nullptr,
+                     .log_sum_exp = measures && !item.work->decode ? &item.log_sum_exp : nullptr});
   }
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
   for (size_t i = 0; i < items.size(); ++i) {

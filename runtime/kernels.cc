@@ -89,6 +89,9 @@ EPIKV_INLINE void DecodeBody(const DecodeLane& lane, const DecodeShape& shape, f
       float logit[kBlock];
       float top = peak[g];
       for (int64_t j = 0; j < count; ++j) logit[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
+      if (lane.logits != nullptr) {
+        std::memcpy(lane.logits + g * lane.used + begin, logit, count * sizeof(float));
+      }
       for (int64_t j = 0; j < count; ++j) top = std::max(top, logit[j]);
       for (int64_t j = count; j < kBlock; ++j) logit[j] = -INFINITY;
       if (top > peak[g]) {
@@ -105,6 +108,9 @@ EPIKV_INLINE void DecodeBody(const DecodeLane& lane, const DecodeShape& shape, f
         AddScaled<kValue>(acc + g * dv, v + j * dv, logit[j], dv);
       }
     }
+  }
+  if (lane.logits != nullptr) {
+    std::memcpy(lane.logits + group * lane.used, peak, 2 * group * sizeof(float));
   }
   T* out = static_cast<T*>(lane.out);
   for (int64_t g = 0; g < group; ++g) {
@@ -131,6 +137,17 @@ EPIKV_CLONES void DecodeFloat(const DecodeLane& lane, const DecodeShape& shape, 
 }
 EPIKV_CLONES void DecodeBFloat16(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
   DecodeOf<uint16_t>(lane, shape, scratch);
+}
+
+// peak, mass: of each query.
+EPIKV_CLONES void NormalizeInto(const float* logits, const float* peak, const float* mass,
+                                int64_t group, int64_t used, float* row) {
+  std::fill(row, row + used, 0.0f);
+  for (int64_t g = 0; g < group; ++g) {
+    const float norm = 1.0f / (mass[g] * static_cast<float>(group));
+    const float* const logit = logits + g * used;
+    for (int64_t j = 0; j < used; ++j) row[j] += ExpNegative(logit[j] - peak[g]) * norm;
+  }
 }
 
 template <class T, int64_t kKey>
@@ -233,6 +250,13 @@ EPIKV_CLONES float StepNormBFloat16(const uint16_t* now, const float* before, fl
 
 int64_t DecodeScratchFloats(const DecodeShape& shape) {
   return (shape.group + kBlock) * (shape.key_width + shape.value_width) + 2 * shape.group;
+}
+
+int64_t LogitFloats(const DecodeShape& shape, int64_t used) { return shape.group * (used + 2); }
+
+void RowOfLogits(const float* logits, int64_t group, int64_t used, float* row) {
+  const float* const peak = logits + group * used;
+  NormalizeInto(logits, peak, peak + group, group, used, row);
 }
 
 int64_t RowScratchFloats(const DecodeShape& shape, int64_t used) {

@@ -15,6 +15,8 @@ struct DecodeLane {
   const void* values = nullptr;  // [used, value_width]
   int64_t used = 0;              // >= 1
   void* out = nullptr;           // [group, value_width]
+  // If not null: where the logits are left, of LogitFloats.
+  float* logits = nullptr;
 };
 
 struct DecodeShape {
@@ -29,6 +31,12 @@ int64_t DecodeScratchFloats(const DecodeShape& shape);
 
 // out = softmax(scale * q keys^T) values, in one pass over the cache (online softmax).
 void DecodeAttention(const DecodeLane& lane, const DecodeShape& shape, float* scratch);
+
+// Of one lane: [group, used], then each query's largest and its sum of exp(logit - largest).
+int64_t LogitFloats(const DecodeShape& shape, int64_t used);
+
+// The row below, from what DecodeAttention left.
+void RowOfLogits(const float* logits, int64_t group, int64_t used, float* row);
 
 // Floats of scratch that one AttentionRow call over `used` slots needs.
 int64_t RowScratchFloats(const DecodeShape& shape, int64_t used);

@@ -114,6 +114,41 @@ INSTANTIATE_TEST_SUITE_P(Attention, ColumnSums,
                                             ::testing::Values(at::kFloat, at::kBFloat16)));
 
 // Rows of one byte, so that they can be read.
+// A decode row is the same from the logits that attending left and made anew, and is the softmax.
+TEST(DecodeRows, AreMadeOfTheLogitsThatRunLeaves) {
+  at::manual_seed(2);
+  for (at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    OneLayer layer(6, 2, dtype);
+    const at::Tensor q = at::randn({2, 6, 16}).to(dtype);
+    const std::vector<int64_t> used = {OneLayer::kTokens, OneLayer::kTokens};
+    std::vector<float> logits;
+    const AttentionItem item{.cache = &layer.cache(),
+                             .row = 1,
+                             .num_rows = 1,
+                             .decode = true,
+                             .used = used,
+                             .logits = &logits};
+    std::vector<float> anew(2 * OneLayer::kTokens), of_logits(2 * OneLayer::kTokens);
+    const Attention attention(DecodeKernel::kBatch);
+    attention.Rows(q, 0, item, layer.shape(), absl::MakeSpan(anew));
+    attention.Run(q, 0, {&item, 1}, layer.shape());
+    ASSERT_FALSE(logits.empty());
+    attention.Rows(q, 0, item, layer.shape(), absl::MakeSpan(of_logits));
+    for (int64_t head = 0; head < 2; ++head) {
+      const at::Tensor row = at::softmax(at::matmul(q[1].narrow(0, head * 3, 3).to(at::kDouble),
+                                                    layer.Keys(head).to(at::kDouble).t()) *
+                                             layer.shape().scale,
+                                         -1)
+                                 .mean(0);
+      for (int64_t i = 0; i < OneLayer::kTokens; ++i) {
+        const int64_t at = head * OneLayer::kTokens + i;
+        EXPECT_NEAR(of_logits[at], row[i].item<double>(), 1e-6);
+        EXPECT_NEAR(anew[at], row[i].item<double>(), 1e-6);
+      }
+    }
+  }
+}
+
 std::string Read(const QueryWindow& window, int64_t layer) {
   std::string rows(window.size(), '?');
   window.Read(layer, rows.data());
