@@ -24,8 +24,11 @@ target_include_directories(torch_imported SYSTEM INTERFACE
   ${EPIKV_TORCH_DIR}/include ${EPIKV_TORCH_DIR}/include/torch/csrc/api/include)
 target_compile_definitions(torch_imported INTERFACE EPIKV_TORCH_VERSION="${EPIKV_TORCH_VERSION}")
 file(GLOB _gomp ${EPIKV_TORCH_DIR}/lib/libgomp*.so*)
+# Not libtorch.so: in CUDA wheels it is what loads CUDA's libraries, which nothing here uses yet.
+# Their 180 KB of static thread-local storage leave no room in the 100 KB stacks that civetweb gives
+# its threads: /metrics would not start.
 target_link_libraries(torch_imported INTERFACE
-  -Wl,--no-as-needed ${EPIKV_TORCH_DIR}/lib/libtorch.so ${EPIKV_TORCH_DIR}/lib/libtorch_cpu.so
+  -Wl,--no-as-needed ${EPIKV_TORCH_DIR}/lib/libtorch_cpu.so
   -Wl,--as-needed ${EPIKV_TORCH_DIR}/lib/libc10.so ${_gomp} Threads::Threads)
 target_link_options(torch_imported INTERFACE -Wl,-rpath,${EPIKV_TORCH_DIR}/lib)
 add_library(torch::torch ALIAS torch_imported)
