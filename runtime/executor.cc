@@ -66,6 +66,9 @@ struct Executor::OpenSequence {
   std::vector<float> logit_entropy;      // [count]
   std::vector<float> residual_distance;  // [layers, count]
   LaneRowsOfStep attention_rows;
+  // Scratch of the layer that runs, kept from step to step.
+  std::vector<float> decode_logits;  // AttentionItem::logits
+  at::Tensor turned;                 // PositionMode::kCache: keys at their ranks. [rows, key_width]
   std::unique_ptr<PolicyState> state;  // null: the policy keeps none
 };
 
@@ -79,13 +82,11 @@ struct Executor::StepItem {
   std::vector<int64_t> used;       // [layers x kv_heads] slots that attention reads
   // PositionMode::kCache: keys are turned at every step, into scratch for one layer.
   std::vector<std::vector<int64_t>> ranks;  // [tables][slots]
-  at::Tensor turned;                        // [rows, key_width]
   std::vector<char*> turned_keys;           // [kv_heads]: each lane's in there
   at::Tensor logits;                        // [num_logits, vocab], of its last rows
   std::vector<at::Tensor> residuals;        // [num_rows, hidden] after each block so far, if wanted
-  at::Tensor distances;              // [layers, num_rows], once the last block has run, if wanted
-  at::Tensor log_sum_exp;            // of the layer that runs
-  std::vector<float> decode_logits;  // of the layer that runs
+  at::Tensor distances;    // [layers, num_rows], once the last block has run, if wanted
+  at::Tensor log_sum_exp;  // of the layer that runs
 
   int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
   bool wants_attention_rows() const {
@@ -398,15 +399,16 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   for (StepItem& item : running_) {
     if (item.turns_keys()) TurnKeys(item, layer);
     const bool measures = item.wants_attention_rows(layer);
-    items.push_back({.cache = &item.sequence->cache,
-                     .row = item.row,
-                     .num_rows = item.num_rows(),
-                     .decode = item.work->decode,
-                     .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
-                                                                    shape_.num_kv_heads),
-                     .keys = item.turned_keys,
-                     .logits = measures && item.work->decode ? &item.decode_logits : nullptr,
-                     .log_sum_exp = measures && !item.work->decode ? &item.log_sum_exp : nullptr});
+    items.push_back(
+        {.cache = &item.sequence->cache,
+         .row = item.row,
+         .num_rows = item.num_rows(),
+         .decode = item.work->decode,
+         .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
+                                                        shape_.num_kv_heads),
+         .keys = item.turned_keys,
+         .logits = measures && item.work->decode ? &item.sequence->decode_logits : nullptr,
+         .log_sum_exp = measures && !item.work->decode ? &item.log_sum_exp : nullptr});
   }
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
   for (size_t i = 0; i < items.size(); ++i) {
@@ -487,10 +489,11 @@ void Executor::TurnKeys(StepItem& item, int64_t layer) {
     starts.push_back(rows);
     rows += cache.Lane(layer, head).capacity;
   }
-  if (!item.turned.defined() || item.turned.size(0) < rows) {
-    item.turned = at::empty({rows, shape_.key_width}, pool_.dtype());
+  at::Tensor& scratch = item.sequence->turned;
+  if (!scratch.defined() || scratch.size(0) < rows) {
+    scratch = at::empty({rows, shape_.key_width}, pool_.dtype());
   }
-  char* const turned = static_cast<char*>(item.turned.mutable_data_ptr());
+  char* const turned = static_cast<char*>(scratch.mutable_data_ptr());
   item.turned_keys.clear();
   for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
     char* const out = turned + starts[head] * key_bytes;
@@ -608,7 +611,10 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
       }
     }
   }
-  if (item.ends_prefill) sequence.cache.ShrinkToDecode();
+  if (item.ends_prefill) {
+    sequence.cache.ShrinkToDecode();
+    sequence.turned = at::Tensor();  // of a whole prompt
+  }
   return outcome;
 }
 
