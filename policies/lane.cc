@@ -25,6 +25,11 @@ const at::Tensor& Lane::values() {
   return values_;
 }
 
+at::Tensor Lane::column(int64_t place) const {
+  const absl::Span<float> column = cache_.column(place, layer_, head_);
+  return at::from_blob(column.data(), {static_cast<int64_t>(column.size())}, at::kFloat);
+}
+
 const at::Tensor& Lane::by_birth() {
   if (!by_birth_.defined()) by_birth_ = index().argsort();
   return by_birth_;

@@ -23,6 +23,8 @@ class Lane {
   const at::Tensor& index();   // birth order of the token in each slot. int64 [n]
   const at::Tensor& keys();    // [n, key_width]
   const at::Tensor& values();  // [n, value_width]
+  // CacheView's, in place. fp32 [n]
+  at::Tensor column(int64_t place) const;
 
   // Slots from the oldest token to the newest. int64 [n]. For scores that look at neighbours:
   // x.index_select(0, by_birth()) is in birth order, and ToSlots turns that back.

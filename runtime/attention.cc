@@ -55,9 +55,12 @@ at::Tensor Matmul(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   const int64_t heads = q.size(1), kv_heads = k.size(1), rows = q.size(2);
   // Queries of a group become rows of one product: [kv_heads, group x rows, width].
   const at::Tensor grouped = q.reshape({kv_heads, heads / kv_heads * rows, q.size(3)});
-  const at::Tensor logits = at::matmul(grouped, k[0].transpose(1, 2)).to(at::kFloat).mul_(scale);
-  const at::Tensor weights = at::softmax(logits, -1).to(v.scalar_type());
-  return at::matmul(weights, v[0]).reshape({1, heads, rows, v.size(3)});
+  std::vector<at::Tensor> out;
+  for (int64_t head = 0; head < kv_heads; ++head) {  // one product of all would copy strided lanes
+    const at::Tensor logits = at::mm(grouped[head], k[0][head].t()).to(at::kFloat).mul_(scale);
+    out.push_back(at::mm(at::softmax(logits, -1).to(v.scalar_type()), v[0][head]));
+  }
+  return at::stack(out).reshape({1, heads, rows, v.size(3)});
 }
 
 LaneRows LaneOf(const AttentionItem& item, int64_t layer, int64_t head) {
@@ -272,10 +275,11 @@ void Attention::ColumnSums(const at::Tensor& q, int64_t layer, const AttentionIt
 
 std::vector<KernelTiming> MeasureDecodeKernels(const AttentionShape& shape) {
   constexpr int64_t kSequences = 8, kTokens = 512;
+  constexpr int64_t kCapacity = kTokens + 16;  // lanes are rarely full: nor are these
   constexpr int kRuns = 5;
   const Request request = [&] {
     Request r;
-    r.demand.budget.assign(shape.num_kv_heads, kTokens);
+    r.demand.budget.assign(shape.num_kv_heads, kCapacity);
     r.demand.prefill = r.demand.decode = r.demand.budget;
     return r;
   }();
@@ -284,7 +288,7 @@ std::vector<KernelTiming> MeasureDecodeKernels(const AttentionShape& shape) {
                          .num_kv_heads = shape.num_kv_heads,
                          .key_width = shape.key_width,
                          .value_width = shape.value_width};
-  KvPool pool(kSequences * kTokens * shape.num_kv_heads, shape.key_width, shape.value_width,
+  KvPool pool(kSequences * kCapacity * shape.num_kv_heads, shape.key_width, shape.value_width,
               shape.dtype);
   const std::vector<int64_t> used(shape.num_kv_heads, kTokens);
   std::vector<std::unique_ptr<SequenceCache>> caches;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -84,6 +85,30 @@ ModelShape Completed(const FakeSequence::Options& options) {
 }
 
 }  // namespace
+
+decltype(FakeWorld::attention) AttentionOf(const FakeWorld& world, int64_t group) {
+  return [=, key_of = world.key, query_of = world.query, scale = world.attention_scale](
+             int64_t layer, int64_t head, int64_t query, absl::Span<const int32_t> index) {
+    std::vector<float> mean(index.size());
+    for (int64_t member = 0; member < group; ++member) {
+      const std::vector<float> q = query_of(layer, head * group + member, query);
+      std::vector<double> mass;
+      double most = -1e300, sum = 0;
+      for (int32_t token : index) {
+        const std::vector<float> k = key_of(layer, head, token);
+        double logit = 0;
+        for (size_t c = 0; c < q.size(); ++c) logit += static_cast<double>(q[c]) * k[c];
+        mass.push_back(scale * logit);
+        most = std::max(most, mass.back());
+      }
+      for (double& m : mass) sum += m = std::exp(m - most);
+      for (size_t i = 0; i < mean.size(); ++i) {
+        mean[i] += static_cast<float>(mass[i] / sum / static_cast<double>(group));
+      }
+    }
+    return mean;
+  };
+}
 
 FakeWorld RandomWorld(uint64_t seed, int64_t levels) {
   // In (0, 1].
@@ -166,7 +191,9 @@ FakeSequence::FakeSequence(const FakeSequence& other)
       world_(other.world_),
       rows_(other.rows_) {}
 
-void FakeSequence::Prefill(int64_t count) { Append(count, Phase::kPrefill); }
+void FakeSequence::Prefill(int64_t count) {
+  if (count > 0) Append(count, Phase::kPrefill);
+}
 void FakeSequence::Decode() { Append(1, Phase::kDecode); }
 
 void FakeSequence::Append(int64_t count, Phase phase) {

@@ -32,6 +32,10 @@ struct FakeWorld {
   std::function<std::vector<float>(int64_t layer, int64_t query_head, int64_t channel)> output;
 };
 
+// Rows that are the softmax of the world's queries over its keys, averaged over the `group` query
+// heads of a KV head: what policies must be shown that look at both.
+decltype(FakeWorld::attention) AttentionOf(const FakeWorld& world, int64_t group);
+
 // Every value is drawn from `levels` different ones: few levels make ties.
 FakeWorld RandomWorld(uint64_t seed, int64_t levels);
 
@@ -60,7 +64,7 @@ class FakeSequence final : public CacheView {
   // A copy that shares nothing with `other`.
   FakeSequence(const FakeSequence& other);
 
-  void Prefill(int64_t count);  // caches `count` prompt tokens
+  void Prefill(int64_t count);  // caches `count` prompt tokens; 0: none, and the policy is told nothing
   void Decode();                // caches one more
   // True if a round is due.
   bool OverBudget() const;

@@ -60,28 +60,7 @@ FakeWorld GoldenWorld(uint64_t seed, int64_t heads, int64_t kv_heads, int64_t wi
     for (int64_t c = 0; c < width; ++c) squares += (to[c] - from[c]) * (to[c] - from[c]);
     return static_cast<float>(std::sqrt(squares));
   };
-  world.attention = [=, scale = world.attention_scale, group = heads / kv_heads](
-                        int64_t layer, int64_t head, int64_t query,
-                        absl::Span<const int32_t> index) {
-    std::vector<float> mean(index.size());
-    for (int64_t member = 0; member < group; ++member) {
-      const std::vector<float> q = Row(seed, kQuery, layer, head * group + member, query, width);
-      std::vector<double> mass;
-      double most = -1e300, sum = 0;
-      for (int32_t token : index) {
-        const std::vector<float> k = Row(seed, kKey, layer, head, token, width);
-        double logit = 0;
-        for (int64_t c = 0; c < width; ++c) logit += static_cast<double>(q[c]) * k[c];
-        mass.push_back(scale * logit);
-        most = std::max(most, mass.back());
-      }
-      for (double& m : mass) sum += m = std::exp(m - most);
-      for (size_t i = 0; i < mean.size(); ++i) {
-        mean[i] += static_cast<float>(mass[i] / sum / static_cast<double>(group));
-      }
-    }
-    return mean;
-  };
+  world.attention = AttentionOf(world, heads / kv_heads);
   return world;
 }
 

@@ -114,7 +114,15 @@ class PolicyContract : public testing::TestWithParam<Case> {
   // how they are rounded, and so which of two equals is the larger.
   static FakeWorld World(uint64_t seed) {
     const SignalSet signals = TraitsOf(GetParam()).signals;
-    return RandomWorld(seed, signals.Has(Signal::kQueries) ? 1 << 20 : 8);
+    return Consistent(RandomWorld(seed, signals.Has(Signal::kQueries) ? 1 << 20 : 8));
+  }
+  // Who looks at queries and at what they gave is shown one world.
+  static FakeWorld Consistent(FakeWorld world) {
+    const ModelShape shape = FakeSequence::Options().shape;
+    if (TraitsOf(GetParam()).signals.Has(Signal::kQueries)) {
+      world.attention = AttentionOf(world, shape.num_heads / shape.num_kv_heads);
+    }
+    return world;
   }
 };
 class EvictingPolicyContract : public PolicyContract {};
@@ -253,7 +261,10 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
   }
   for (auto& [signal, world] : worlds) {
     SCOPED_TRACE(epikv::SignalName(signal));
-    if (signal == Signal::kKeys) world.key = poisoned(good.key);
+    if (signal == Signal::kKeys) {
+      world.key = poisoned(good.key);
+      world = Consistent(world);
+    }
     if (signal == Signal::kValues) world.value = poisoned(good.value);
     if (signal == Signal::kResidualStep) {
       world.residual_step = [&](int64_t layer, int64_t token) {

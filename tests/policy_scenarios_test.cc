@@ -3,6 +3,7 @@
 #include <fstream>
 #include <set>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -124,14 +125,6 @@ FakeWorld World(const Scenario& scenario, int64_t newest) {
   world.residual_step = [&scenario](int64_t layer, int64_t token) {
     return Number(scenario, absl::StrCat("step_", layer), "", token);
   };
-  world.attention = [=, &scenario](int64_t layer, int64_t head, int64_t query,
-                                   absl::Span<const int32_t> index) {
-    std::vector<float> row(index.size());
-    for (size_t slot = 0; query == newest && slot < row.size(); ++slot) {
-      row[slot] = Number(scenario, "attention", lane(layer, head), index[slot]);
-    }
-    return row;
-  };
   auto row = [=, &scenario](const std::string& name) {
     return [=, &scenario](int64_t layer, int64_t head, int64_t token) {
       return std::vector<float>{0, Number(scenario, name, lane(layer, head), token)};
@@ -140,6 +133,19 @@ FakeWorld World(const Scenario& scenario, int64_t newest) {
   world.key = row("key");
   world.value = row("value");
   world.query = row("query");
+  const auto rows = scenario.rows.lower_bound("attention");
+  if (rows == scenario.rows.end() || !absl::StartsWith(rows->first, "attention")) {
+    world.attention = AttentionOf(world, /*group=*/1);
+  } else {
+    world.attention = [=, &scenario](int64_t layer, int64_t head, int64_t query,
+                                     absl::Span<const int32_t> index) {
+      std::vector<float> row(index.size());
+      for (size_t slot = 0; query == newest && slot < row.size(); ++slot) {
+        row[slot] = Number(scenario, "attention", lane(layer, head), index[slot]);
+      }
+      return row;
+    };
+  }
   world.logit_entropy = [&scenario](int64_t token) {
     return Number(scenario, "entropy", "", token);
   };

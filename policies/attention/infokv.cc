@@ -60,18 +60,13 @@ class InfoKv final : public ScoredPolicy {
     }
   }
 
-  static at::Tensor Column(Lane& lane, int64_t place) {
-    const absl::Span<float> column = lane.cache().column(place, lane.layer(), lane.head());
-    return at::from_blob(column.data(), {static_cast<int64_t>(column.size())}, at::kFloat);
-  }
-
   at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
     // Both are brought to a sum of 1 over the tokens before the window.
     const at::Tensor candidates =
         lane.index().le(lane.cache().newest() - lane.queries().size(1)).to(at::kFloat);
     const at::Tensor attention = WindowScore(lane, lane.window_attention(), params_);
     const at::Tensor seen = attention / (attention * candidates).sum().clamp_min(1e-30);
-    const at::Tensor surprise = (Column(lane, kDistance) + tau_) * Column(lane, kEntropy);
+    const at::Tensor surprise = (lane.column(kDistance) + tau_) * lane.column(kEntropy);
     const at::Tensor mass = (surprise - surprise.max()).exp();
     const at::Tensor information = mass / (mass * candidates).sum().clamp_min(1e-30);
     return share_ * seen + (1 - share_) * information;

@@ -1,5 +1,6 @@
 #include <ATen/ATen.h>
 
+#include "policies/newest_attention.h"
 #include "policies/recipe.h"
 #include "policies/scored_policy.h"
 
@@ -12,31 +13,53 @@ const ParamSpec kParams[] = {
     SlackParam(0),
 };
 
+constexpr int64_t kWeight = 0, kNorm = 1;  // columns
+
 // How much a token puts into the newest query's output: its weight times the L1 norm of its value.
 class LongFlow final : public ScoredPolicy {
  public:
   explicit LongFlow(Granularity granularity)
       : ScoredPolicy(granularity), granularity_(granularity) {}
 
- private:
-  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
-    if (granularity_ == Granularity::kHead) return Weight(lane) * Norm(lane);
-    CacheView& cache = task.cache;
-    at::Tensor weight = at::zeros(lane.index().size(0)), norm = at::zeros_like(weight);
-    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
-      for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
-        Lane each(cache, layer, head);
-        weight += Weight(each);
-        norm += Norm(each);
+  void Observe(absl::Span<SequenceStep> steps) const override {
+    for (SequenceStep& step : steps) {
+      if (!EndsInQuery(step)) continue;
+      CacheView& cache = step.cache;
+      for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+        for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
+          at::Tensor weight = Lane(cache, layer, head).column(kWeight);
+          if (First(layer, head)) weight.zero_();
+          weight.add_(NewestAttention(step, layer, head), 1.0 / Sharing(cache));
+        }
       }
     }
-    const double lanes = cache.num_layers() * cache.num_kv_heads();
-    return weight / lanes * (norm / lanes);
   }
 
-  // [n]
-  static at::Tensor Weight(Lane& lane) { return lane.window_attention().mean({0, 1}); }
-  static at::Tensor Norm(Lane& lane) { return lane.values().norm(1, -1); }
+ private:
+  // Of the lanes that share a column, the first. With `scope = model` it is the mean of all.
+  bool First(int64_t layer, int64_t head) const {
+    return granularity_ == Granularity::kHead || (layer == 0 && head == 0);
+  }
+  int64_t Sharing(const CacheView& cache) const {
+    return granularity_ == Granularity::kHead ? 1 : cache.num_layers() * cache.num_kv_heads();
+  }
+
+  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
+    // A value never changes, and neither does its norm: 0 until it is first asked for.
+    const at::Tensor norm = lane.column(kNorm);
+    const at::Tensor missing = norm.eq(0).nonzero().flatten();
+    const int64_t first = lane.layer() * task.cache.num_kv_heads() + lane.head();
+    at::Tensor sum = at::zeros(missing.size(0));
+    for (int64_t i = first; i < first + Sharing(task.cache); ++i) {
+      const int64_t heads = task.cache.num_kv_heads();
+      sum += task.cache.values(i / heads, i % heads)
+                 .index_select(0, missing)
+                 .to(at::kFloat)
+                 .norm(1, -1);
+    }
+    norm.index_copy_(0, missing, sum / Sharing(task.cache));
+    return lane.column(kWeight) * norm;
+  }
 
   const Granularity granularity_;
 };
@@ -54,8 +77,9 @@ extern constinit const PolicySpec kLongflow{
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = ScopeOf(params),
-                              .signals = Signal::kKeys | Signal::kValues | Signal::kQueries,
+                              .signals = kNewestAttention | Signal::kValues,
                               .window = 1,
+                              .columns = {"weight", "norm"},
                               .prompt = PromptEviction::kAtEnd,
                               .slack = params.Int("slack"),
                               .published = {.prompt = false, .recent = 0}};

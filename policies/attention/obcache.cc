@@ -49,21 +49,16 @@ class ObCache final : public ScoredPolicy {
       for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
         for (int64_t head = 0; head < step.cache.num_kv_heads(); ++head) {
           Lane lane(step.cache, layer, head);
-          Column(lane) += ReduceGroup(Newest(step.phase, lane), params_.Choice("gqa")).sum(0);
+          lane.column(0) += ReduceGroup(Newest(step.phase, lane), params_.Choice("gqa")).sum(0);
         }
       }
     }
   }
 
  private:
-  static at::Tensor Column(Lane& lane) {
-    const absl::Span<float> column = lane.cache().column(0, lane.layer(), lane.head());
-    return at::from_blob(column.data(), {static_cast<int64_t>(column.size())}, at::kFloat);
-  }
-
   at::Tensor Score(const EvictionTask&, Lane& lane) const override {
     if (!accumulate_) return WindowScore(lane, OfWindow(lane), params_);
-    const at::Tensor in_order = Column(lane).index_select(0, lane.by_birth()).unsqueeze(0);
+    const at::Tensor in_order = lane.column(0).index_select(0, lane.by_birth()).unsqueeze(0);
     return lane.ToSlots(
         PoolNeighbours(in_order, params_.Int("kernel"), params_.Choice("pooling")).squeeze(0));
   }

@@ -5,6 +5,7 @@
 #include <limits>
 #include <map>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "policies/lane.h"
@@ -29,12 +30,27 @@ const ParamSpec kParams[] = {
     SlackParam(0),
 };
 
-struct PageBudget final : PolicyState {
-  explicit PageBudget(int64_t pages) : pages(pages) {}
+// The pages of which a lane holds tokens, oldest first, and what bounds those tokens' keys channel
+// by channel. Made of the keys where a page is not as the last step left it.
+struct LanePages {
+  std::vector<int64_t> number;  // index / page. [pages]
+  std::vector<int64_t> tokens;  // cached. [pages]
+  at::Tensor low, high;         // fp32 [pages, key_width]
+};
+
+struct PageState final : PolicyState {
   std::unique_ptr<PolicyState> Clone() const override {
-    return std::make_unique<PageBudget>(*this);
+    auto copy = std::make_unique<PageState>(*this);
+    for (LanePages& lane : copy->lanes) {
+      if (!lane.low.defined()) continue;
+      lane.low = lane.low.clone();
+      lane.high = lane.high.clone();
+    }
+    return copy;
   }
-  const int64_t pages;
+
+  int64_t budget = 0;            // pages
+  std::vector<LanePages> lanes;  // [layers x kv_heads]
 };
 
 // Column `date`, alike for all tokens of a page: the last decode step (index of its token, plus 1)
@@ -46,18 +62,21 @@ class RaasPage final : public Policy {
       : page_(params.Int("page")), alpha_(params.Float("alpha")) {}
 
   std::unique_ptr<PolicyState> NewState(const SequenceInfo& info) const override {
-    return std::make_unique<PageBudget>(info.budget / page_);
+    auto state = std::make_unique<PageState>();
+    state->budget = info.budget / page_;
+    return state;
   }
 
   void Observe(absl::Span<SequenceStep> steps) const override {
     for (SequenceStep& step : steps) {
       if (step.phase == Phase::kPrefill) continue;
-      const int64_t budget = static_cast<const PageBudget*>(step.state)->pages;
-      for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
-        for (int64_t head = 0; head < step.cache.num_kv_heads(); ++head) {
-          Lane lane(step.cache, layer, head);
-          Date(budget, lane);
-        }
+      PageState& state = static_cast<PageState&>(*step.state);
+      const int64_t heads = step.cache.num_kv_heads();
+      state.lanes.resize(step.cache.num_layers() * heads);
+      for (int64_t i = 0; i < std::ssize(state.lanes); ++i) {
+        Lane lane(step.cache, i / heads, i % heads);
+        const std::vector<int64_t> place = Follow(lane, state.lanes[i]);
+        Date(state.budget, lane, state.lanes[i], place);
       }
     }
   }
@@ -70,36 +89,105 @@ class RaasPage final : public Policy {
   }
 
  private:
-  void Date(int64_t budget, Lane& lane) const {
-    const absl::Span<float> column = lane.cache().column(0, lane.layer(), lane.head());
-    at::Tensor dates =
-        at::from_blob(column.data(), {static_cast<int64_t>(column.size())}, at::kFloat);
-    // page: of each slot, its place among those cached.
-    const auto [pages, page] =
-        at::_unique(lane.index().floor_divide(page_), /*sorted=*/true, /*return_inverse=*/true);
-    at::Tensor date = at::zeros(pages.size(0)).scatter_reduce(0, page, dates, "amax");
-    const at::Tensor score = PageScores(budget, lane, page, pages.size(0));
-    const float now = static_cast<float>(lane.cache().newest() + 1);
-    date.masked_fill_(Used(budget, score), now);
-    if (lane.cache().newest() % page_ == 0) date[-1] = now;  // the first token of its page
-    date.masked_fill_(score.isnan(), std::numeric_limits<float>::quiet_NaN());
-    dates.copy_(date.index_select(0, page));
+  // Brings `pages` to what the lane holds after a decode step. Returns the place in it of each
+  // slot's page. [used]
+  std::vector<int64_t> Follow(const Lane& lane, LanePages& pages) const {
+    const CacheView& cache = lane.cache();
+    const absl::Span<const int32_t> index = cache.index(lane.layer(), lane.head());
+    const int64_t newest = cache.newest(), n = std::ssize(index);
+    std::vector<int64_t> tokens(newest / page_ + 1), place(tokens.size());  // by number
+    for (int32_t token : index) ++tokens[token / page_];
+
+    LanePages now;
+    std::vector<int64_t> from, to, fresh(tokens.size());  // places of pages that stay; by number
+    size_t old = 0;
+    for (int64_t number = 0; number < std::ssize(tokens); ++number) {
+      if (tokens[number] == 0) continue;
+      while (old < pages.number.size() && pages.number[old] < number) ++old;
+      place[number] = std::ssize(now.number);
+      const bool was = old < pages.number.size() && pages.number[old] == number;
+      // A round that took tokens from a page left it fewer than it had.
+      if (was && tokens[number] == pages.tokens[old] + (number == newest / page_ ? 1 : 0)) {
+        from.push_back(static_cast<int64_t>(old));
+        to.push_back(place[number]);
+      } else {
+        fresh[number] = 1;
+      }
+      now.number.push_back(number);
+      now.tokens.push_back(tokens[number]);
+    }
+
+    std::vector<int64_t> of_slot(n), slots, places;  // the latter: what must be read, and its page
+    for (int64_t slot = 0; slot < n; ++slot) {
+      const int64_t number = index[slot] / page_;
+      of_slot[slot] = place[number];
+      if (!fresh[number] && index[slot] != newest) continue;
+      slots.push_back(slot);
+      places.push_back(place[number]);
+    }
+    const at::Tensor rows = cache.keys(lane.layer(), lane.head())
+                                .index_select(0, at::tensor(slots, at::kLong))
+                                .to(at::kFloat);  // [slots, key_width]
+    const int64_t count = std::ssize(now.number);
+    if (std::ssize(from) < count || now.number != pages.number) {
+      constexpr float kInfinity = std::numeric_limits<float>::infinity();
+      now.low = at::full({count, rows.size(1)}, kInfinity);
+      now.high = at::full({count, rows.size(1)}, -kInfinity);
+      if (!from.empty()) {
+        const at::Tensor source = at::tensor(from, at::kLong), target = at::tensor(to, at::kLong);
+        now.low.index_copy_(0, target, pages.low.index_select(0, source));
+        now.high.index_copy_(0, target, pages.high.index_select(0, source));
+      }
+    } else {
+      now.low = std::move(pages.low);
+      now.high = std::move(pages.high);
+    }
+    if (slots.size() == 1) {
+      at::Tensor low = now.low[places[0]], high = now.high[places[0]];
+      at::minimum_out(low, low, rows[0]);
+      at::maximum_out(high, high, rows[0]);
+    } else {
+      const at::Tensor to_page = at::tensor(places, at::kLong).unsqueeze(1).expand_as(rows);
+      now.low.scatter_reduce_(0, to_page, rows, "amin");
+      now.high.scatter_reduce_(0, to_page, rows, "amax");
+    }
+    pages = std::move(now);
+    return of_slot;
+  }
+
+  // place: of each slot's page.
+  void Date(int64_t budget, const Lane& lane, const LanePages& pages,
+            const std::vector<int64_t>& place) const {
+    const CacheView& cache = lane.cache();
+    const absl::Span<float> dates = lane.cache().column(0, lane.layer(), lane.head());
+    const float now = static_cast<float>(cache.newest() + 1);
+    std::vector<float> date(pages.number.size());
+    for (size_t slot = 0; slot < dates.size(); ++slot) {
+      date[place[slot]] = std::max(date[place[slot]], dates[slot]);
+    }
+    const at::Tensor scores = PageScores(budget, lane, pages);
+    const float* score = scores.const_data_ptr<float>();
+    const at::Tensor used = Used(budget, scores);
+    for (size_t page = 0; page < date.size(); ++page) {
+      if (used.const_data_ptr<bool>()[page]) date[page] = now;
+      if (page + 1 == date.size() && cache.newest() % page_ == 0) date[page] = now;  // just opened
+      if (std::isnan(score[page])) date[page] = score[page];
+    }
+    for (size_t slot = 0; slot < dates.size(); ++slot) dates[slot] = date[place[slot]];
   }
 
   // Log of the newest query's softmax over pages, of the query head that gives a page most. A
   // page's logit is the least upper bound that channels one by one put on those of its tokens; not
-  // scaled, and of the `budget` highest pages alone (three at least), as published. [num_pages]
-  at::Tensor PageScores(int64_t budget, Lane& lane, const at::Tensor& page,
-                        int64_t num_pages) const {
-    const at::Tensor& keys = lane.keys();
-    auto extreme = [&](const char* which) {  // of each channel. [num_pages, width]
-      return at::zeros({num_pages, keys.size(1)})
-          .scatter_reduce(0, page.unsqueeze(1).expand_as(keys), keys, which,
-                          /*include_self=*/false);
-    };
-    const at::Tensor query = lane.queries().select(1, -1).unsqueeze(1);  // [group, 1, width]
-    const at::Tensor bound = at::maximum(query * extreme("amin"), query * extreme("amax"))
-                                 .sum(-1);  // [group, num_pages]
+  // scaled, and of the `budget` highest pages alone (three at least), as published. fp32 [pages]
+  at::Tensor PageScores(int64_t budget, const Lane& lane, const LanePages& pages) const {
+    const at::Tensor query = lane.cache()
+                                 .queries(lane.layer())
+                                 .select(0, -1)
+                                 .narrow(0, lane.head() * lane.group(), lane.group())
+                                 .to(at::kFloat);  // [group, width]
+    const at::Tensor bound = query.clamp_min(0).matmul(pages.high.t()) +
+                             query.clamp_max(0).matmul(pages.low.t());  // [group, pages]
+    const int64_t num_pages = bound.size(1);
     const int64_t ranked = std::min(std::max<int64_t>(3, budget), num_pages);
     const at::Tensor least =
         std::get<0>(bound.kthvalue(num_pages - ranked + 1, -1, /*keepdim=*/true));
@@ -166,14 +254,18 @@ extern constinit const PolicySpec kRaasPage{
     .evidence = "golden: DerekHJH/RaaS 71cb3c7 `RaaSCache`; groups: raas_page_test.cc",
     .params = kParams,
     .traits =
-        [](const Params& params, const ModelShape&) {
+        [](const Params& params, const ModelShape& shape) {
+          const int64_t lanes = shape.num_layers * shape.num_kv_heads, page = params.Int("page");
+          const int64_t bytes_of_page = 2 * shape.key_width * static_cast<int64_t>(sizeof(float)) +
+                                        2 * int64_t{sizeof(int64_t)};
           return PolicyTraits{.granularity = Granularity::kHead,
                               .signals = Signal::kKeys | Signal::kQueries,
                               .window = 1,
                               .columns = {"date"},
                               .slack = params.Int("slack"),
                               .published = {.prompt = true, .recent = 1},
-                              .state_bytes = sizeof(PageBudget)};
+                              .state_bytes_per_token = (lanes * bytes_of_page + page - 1) / page,
+                              .state_bytes = lanes * (bytes_of_page + int64_t{sizeof(LanePages)})};
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<RaasPage>(params);

@@ -1,6 +1,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <numeric>
+#include <vector>
 
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
@@ -24,7 +26,7 @@ const ParamSpec kParams[] = {
      .fallback = std::string("exact"),
      .choices = kRedundancies,
      .help = "exact: the newest of a token's duplicates is not blamed for it, in time that grows "
-             "with the square of the lane; linear: every duplicate is"},
+             "with the square of the lane where few keys are alike; linear: every duplicate is"},
     {.name = "compat",
      .type = ParamType::kBool,
      .fallback = false,
@@ -32,6 +34,47 @@ const ParamSpec kParams[] = {
              "redundancy = exact)"},
     SlackParam(127),
 };
+
+constexpr float kDuplicate = 0.5;  // a cosine above it
+
+// Of tokens a[i] and b[j] that are duplicates, notes each as the other's newest so far.
+void NoteDuplicates(const at::Tensor& unit, const std::vector<int64_t>& a,
+                    const std::vector<int64_t>& b, std::vector<int64_t>& newest) {
+  auto rows = [&](const std::vector<int64_t>& tokens) {
+    return unit.index_select(0, at::tensor(tokens, at::kLong));
+  };
+  const at::Tensor cosines = rows(a).matmul(rows(b).t());  // [a, b]
+  const float* cosine = cosines.const_data_ptr<float>();
+  for (const int64_t one : a) {
+    for (const int64_t other : b) {
+      if (!(*cosine++ > kDuplicate) || one == other) continue;
+      newest[one] = std::max(newest[one], other);
+      newest[other] = std::max(newest[other], one);
+    }
+  }
+}
+
+// Of each token the newest duplicate, or -1. unit: keys of length 1 in birth order, [n, key_width].
+// Blocks from the newest tokens to the oldest: no pair is looked at twice, and none that could only
+// show an older duplicate of a token that has one.
+std::vector<int64_t> NewestDuplicates(const at::Tensor& unit) {
+  constexpr int64_t kBlock = 256;
+  const int64_t n = unit.size(0);
+  std::vector<int64_t> newest(n, -1);
+  for (int64_t end = n; end > 0; end -= kBlock) {
+    const int64_t begin = std::max<int64_t>(0, end - kBlock);
+    std::vector<int64_t> without, with, older;  // a duplicate, of the block; without, before it
+    std::vector<int64_t> all(end);
+    std::iota(all.begin(), all.end(), int64_t{0});
+    for (int64_t t = begin; t < end; ++t) (newest[t] < 0 ? without : with).push_back(t);
+    for (int64_t t = 0; t < begin; ++t) {
+      if (newest[t] < 0) older.push_back(t);
+    }
+    NoteDuplicates(unit, without, all, newest);
+    NoteDuplicates(unit, with, older, newest);
+  }
+  return newest;
+}
 
 class RKv final : public ScoredPolicy {
  public:
@@ -60,23 +103,21 @@ class RKv final : public ScoredPolicy {
     const at::Tensor keys = lane.keys().index_select(0, lane.by_birth());
     const at::Tensor unit = keys / (keys.norm(2, -1, /*keepdim=*/true) + 1e-8);  // [n, key_width]
     const int64_t n = unit.size(0);
-    if (!exact_) return (unit.matmul(unit.sum(0)) - unit.square().sum(-1)) / n;
-
-    constexpr double kDuplicate = 0.5;
-    constexpr int64_t kRows = 256;  // at a time: [n, n] at once is memory that is touched once
-    at::Tensor sum = at::zeros({n});
-    const at::Tensor column = at::arange(n, at::kFloat);
-    for (int64_t begin = 0; begin < n; begin += kRows) {
-      const int64_t end = std::min(n, begin + kRows);
-      const at::Tensor token = at::arange(begin, end, at::kLong);
-      const at::Tensor cosine = unit.slice(0, begin, end).matmul(unit.t());  // [rows, n]
-      cosine.scatter_(1, token.unsqueeze(1), 0);
-      const at::Tensor latest =
-          at::where(cosine > kDuplicate, column, -1).amax(-1).to(at::kLong);  // [rows]
-      // Where there is none: an entry that is zero already.
-      const at::Tensor spared =
-          at::where(latest >= 0, latest, compat_ ? at::zeros_like(token) : token);
-      sum += cosine.scatter_(1, spared.unsqueeze(1), 0).sum(0);
+    at::Tensor sum = unit.matmul(unit.sum(0)) - unit.square().sum(-1);
+    if (exact_) {
+      const std::vector<int64_t> duplicates = NewestDuplicates(unit);
+      std::vector<int64_t> blamer, spared;
+      for (int64_t token = 0; token < n; ++token) {
+        const int64_t other = compat_ ? std::max<int64_t>(0, duplicates[token]) : duplicates[token];
+        if (other < 0 || other == token) continue;
+        blamer.push_back(token);
+        spared.push_back(other);
+      }
+      const at::Tensor to = at::tensor(spared, at::kLong);
+      const at::Tensor blame = unit.index_select(0, at::tensor(blamer, at::kLong))
+                                   .mul_(unit.index_select(0, to))
+                                   .sum(-1);
+      sum.index_add_(0, to, blame, -1);
     }
     return sum / n;
   }

@@ -1,5 +1,8 @@
 #include <ATen/ATen.h>
 
+#include <cmath>
+#include <limits>
+
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
 
@@ -26,13 +29,49 @@ class Scissorhands final : public ScoredPolicy {
 
  private:
   at::Tensor Score(const EvictionTask&, Lane& lane) const override {
-    const at::Tensor& attention = lane.window_attention();  // [group, w, n]
-    if (!count_) return attention.mean({0, 1});
-    const at::Tensor sees = lane.window_logits().isneginf().logical_not_();
-    const at::Tensor mean = sees.sum(-1, /*keepdim=*/true).to(at::kFloat).reciprocal();
-    const at::Tensor unimportant = (attention < mean).logical_and_(sees).to(at::kFloat);
-    // What is no number stays none.
-    return -at::where(attention.isnan(), attention, unimportant).sum(1).mean(0);
+    return count_ ? -Unimportant(lane) : lane.window_attention().mean({0, 1});
+  }
+
+  // How many of the window's queries gave a token less than their mean, averaged over query heads.
+  // A weight below 1 / seen is a logit below log-sum-exp - log(seen): no weight is made. [n]
+  static at::Tensor Unimportant(Lane& lane) {
+    constexpr int64_t kRows = 32;  // whose logits stay in the second-level cache
+    const int64_t group = lane.group(), w = lane.queries().size(1), n = lane.index().size(0);
+    const int64_t first = lane.cache().newest() + 1 - w;  // token of the oldest query
+    const at::Tensor queries =
+        (lane.queries() * lane.cache().attention_scale(lane.layer())).transpose(0, 1).flatten(0, 1);
+    const at::Tensor keys = lane.keys().t();
+    const at::Tensor young = (lane.index() > first).nonzero().flatten();  // slots
+
+    at::Tensor count = at::zeros(n);
+    for (int64_t begin = 0; begin < w * group; begin += kRows) {
+      at::Tensor logits = queries.slice(0, begin, begin + kRows).matmul(keys);  // [rows, n]
+      const at::Tensor asked =
+          at::arange(begin, begin + logits.size(0), at::kLong).div_(group, "floor").add_(first);
+      const at::Tensor unseen =  // [rows, young]
+          lane.index().index_select(0, young).unsqueeze(0) > asked.unsqueeze(1);
+      logits.index_copy_(1, young,
+                         logits.index_select(1, young).masked_fill_(
+                             unseen, -std::numeric_limits<float>::infinity()));
+      const at::Tensor seen = (n - unseen.sum(-1)).to(at::kFloat);
+      const at::Tensor limit = (logits.logsumexp(-1) - seen.log())
+                                   .masked_fill_(seen == 0, std::numeric_limits<float>::infinity());
+      AddBelow(logits, limit, count);
+      count.index_add_(0, young, unseen.sum(0).to(at::kFloat), -1);  // they are below any limit
+    }
+    return count / group;
+  }
+
+  // Adds how many rows are below their limit: by column. What is no number stays none.
+  static void AddBelow(const at::Tensor& rows, const at::Tensor& limits, at::Tensor& count) {
+    const int64_t n = rows.size(1);
+    float* const sum = count.mutable_data_ptr<float>();
+    for (int64_t row = 0; row < rows.size(0); ++row) {
+      const float* const x = rows.const_data_ptr<float>() + row * n;
+      const float limit = limits.const_data_ptr<float>()[row];
+      const float none = std::isnan(limit) ? limit : 0.0f;
+      for (int64_t i = 0; i < n; ++i) sum[i] += x[i] < limit ? 1.0f : none;
+    }
   }
 
   const bool count_;

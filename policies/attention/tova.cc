@@ -1,5 +1,6 @@
 #include <ATen/ATen.h>
 
+#include "policies/newest_attention.h"
 #include "policies/scored_policy.h"
 
 namespace epikv {
@@ -7,19 +8,26 @@ namespace {
 
 const ParamSpec kParams[] = {SlackParam(0)};
 
+// Column `weight`: what the newest query gave the token, averaged over all query heads of the
+// layer.
 class Tova final : public ScoredPolicy {
  public:
   Tova() : ScoredPolicy(Granularity::kLayer) {}
 
- private:
-  // What the newest query gave each token, averaged over all query heads of the layer.
-  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
-    at::Tensor sum = lane.window_attention().sum({0, 1});  // [n]
-    for (int64_t head = 1; head < task.cache.num_kv_heads(); ++head) {
-      sum += Lane(task.cache, lane.layer(), head).window_attention().sum({0, 1});
+  void Observe(absl::Span<SequenceStep> steps) const override {
+    for (SequenceStep& step : steps) {
+      if (!EndsInQuery(step)) continue;
+      const int64_t heads = step.cache.num_kv_heads();
+      for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
+        at::Tensor weight = Lane(step.cache, layer, 0).column(0).zero_();
+        for (int64_t head = 0; head < heads; ++head) weight += NewestAttention(step, layer, head);
+        weight /= heads;
+      }
     }
-    return sum / task.cache.num_heads();
   }
+
+ private:
+  at::Tensor Score(const EvictionTask&, Lane& lane) const override { return lane.column(0); }
 };
 
 }  // namespace
@@ -33,8 +41,9 @@ extern constinit const PolicySpec kTova{
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kLayer,
-                              .signals = Signal::kKeys | Signal::kQueries,
+                              .signals = kNewestAttention,
                               .window = 1,
+                              .columns = {"weight"},
                               .prompt = PromptEviction::kAtEnd,
                               .slack = params.Int("slack"),
                               .published = {.prompt = false, .recent = 1}};

@@ -31,13 +31,12 @@ class Critical final : public Decorator {
   // A value never changes, and neither does its norm: each is computed once, the first time that it
   // is asked for. 0: not yet.
   at::Tensor ProjectedNorms(Lane& lane) const {
-    const absl::Span<float> column = lane.cache().column(column_, lane.layer(), lane.head());
-    const at::Tensor norms =
-        at::from_blob(column.data(), {static_cast<int64_t>(column.size())}, at::kFloat);
+    const at::Tensor norms = lane.column(column_);
     const at::Tensor missing = norms.eq(0).nonzero().flatten();
     if (missing.numel() > 0) {
-      const at::Tensor values = lane.values().index_select(0, missing);
-      const at::Tensor projected = at::matmul(values, lane.output_projection());
+      const at::Tensor values =
+          lane.cache().values(lane.layer(), lane.head()).index_select(0, missing);
+      const at::Tensor projected = at::matmul(values.to(at::kFloat), lane.output_projection());
       norms.index_copy_(0, missing, projected.norm(1, -1).mean(0));  // over the group
     }
     return norms;

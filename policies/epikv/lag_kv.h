@@ -30,9 +30,13 @@ class LagKv final : public ScoredPolicy {
   // The mean over layers of one head's rows, oldest first. fp32 [n, width]
   template <typename RowsOf>
   static at::Tensor MeanRows(const CacheView& cache, Lane& lane, const RowsOf& rows_of) {
-    at::Tensor sum = rows_of(0).to(at::kFloat);
-    for (int64_t layer = 1; layer < cache.num_layers(); ++layer) sum = sum + rows_of(layer);
-    return (sum / static_cast<double>(cache.num_layers())).index_select(0, lane.by_birth());
+    at::Tensor sum = at::zeros(rows_of(0).sizes(), at::kFloat);
+    at::Tensor rows =
+        at::empty_like(sum);  // one for all layers: a megabyte of fresh memory is slow
+    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+      sum.add_(rows.copy_(rows_of(layer)));
+    }
+    return sum.div_(static_cast<double>(cache.num_layers())).index_select(0, lane.by_birth());
   }
 
   // The first chunk has none before it, and is not scaled. rows: [n, width] -> [n]

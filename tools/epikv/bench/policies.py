@@ -4,7 +4,8 @@ A policy's cost is what the engine's thread spends in the stages taps, observe a
 the entropy of logits in sample) while one sequence decodes at its budget, over whole rounds. It
 depends on layers, heads and cached tokens, not on the feed-forward blocks: windows are decoded by a
 model that has nearly none, so that prompts are quick, and the share is taken of a step of the whole
-shape under `full`. Both are in bfloat16 with one thread.
+shape under `full`. Both are in bfloat16 with one thread, and with the batch kernel: which one is
+quickest is so close at some lengths that the choice would change from run to run.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +34,9 @@ BOUND = 0.15
 STAGES = ("taps", "observe", "evict")
 ENTROPY = "logit_entropy"  # the signal that is measured in the stage sample
 # Of policies that have no default for a model without calibration.
-PARAMS: dict[str, dict[str, Any]] = {}
+PARAMS: dict[str, dict[str, Any]] = {
+    "thinkv_tbe": {"layers": [4, 12, 16, 20], "theta1": 0.3, "theta2": 0.6},
+}
 # Prompts: below the budget for policies that cannot rank one; else over it, so that prefill ends
 # with a round.
 BELOW, OVER = 16, 64
@@ -98,19 +101,21 @@ def command(
         raise click.UsageError("--write is for the whole table: leave --policies and --cached out")
     if where["server"] is not None:
         raise click.UsageError("it serves two models of its own: leave --server out")
-    flags = ["--threads=1", f"--kv_pool_bytes={1 << 30}"]
+    flags = ["--threads=1", "--decode_kernel=batch", f"--kv_pool_bytes={1 << 30}"]
     with harness.serving(
         lambda: harness.random_model("policies-whole", **SHAPE), flags, **where
     ) as served:
+        _full(served, BELOW + steps, steps // 4)  # the first steps of a daemon are slow
         whole = {cached: _full(served, cached, steps // 4).step for cached in budgets}
     for cached, step in whole.items():
         harness.say(f"a step of the whole shape at {cached} cached tokens: {1e3 * step:.1f} ms CPU")
 
     costs: dict[str, dict[int, Cost]] = {}
     refused: dict[str, str] = {}
-    with harness.serving(
-        lambda: harness.random_model("policies-thin", **THIN), flags, **where
-    ) as served:
+    model = harness.random_model("policies-thin", **THIN)
+    flags.append(f"--artefact_dir={_artefacts(model)}")
+    with harness.serving(lambda: model, flags, **where) as served:
+        _full(served, BELOW + steps, steps // 4)
         thin = {cached: _full(served, cached, steps) for cached in budgets}
         policies = _chosen(served.client.policies(), wanted)
         for policy in policies:
@@ -150,6 +155,22 @@ def command(
         "not_measured": refused,
     }
     finish("policies", targets, details, json_file)
+
+
+def _artefacts(model: Path) -> Path:
+    """A folder of what `epikv calibrate` would measure of the model, over random tokens."""
+    from epikv import artefacts
+    from epikv.calibrate import triattention
+    from epikv.export import load
+
+    folder = model.with_suffix(".artefacts")
+    out = folder / "triattention.json"
+    if not out.exists():
+        folder.mkdir(exist_ok=True)
+        module, manifest, _ = load(model)
+        data = triattention.measure(module, manifest, [random_prompt(256, SHAPE["vocab"], 0)])
+        artefacts.write(out, "triattention", manifest, data=data, made_with={"tokens": 256})
+    return folder
 
 
 def _chosen(catalog: Sequence[Policy], wanted: str) -> list[Policy]:
@@ -208,7 +229,7 @@ def _window(served: harness.Served, policy: Policy, kv: Kv, steps: int, seed: in
     """At least `steps` tokens, from the end of one round to the end of another."""
     cached, name = kv.budget, policy.name
     assert isinstance(cached, int)
-    prompt = cached - BELOW if policy.prompt_eviction == "refuses" else cached + OVER
+    prompt = cached + OVER if policy.prompt_eviction in ("by_chunk", "at_end") else cached - BELOW
     start = served.page()
     stream = _start(served, kv, prompt, SHAPE["context"] - prompt, seed)
     wait_until(lambda: stream.tokens >= 1, [stream], name)
@@ -262,7 +283,8 @@ def _between(
     served.wait_until_idle()
     added = after - before
     steps = int(added.value("epikv_step_seconds_count", phase="decode"))
-    if ended or _prefilled(added) or _decoded(added) != steps:
+    # A page may be made in the middle of a step.
+    if ended or _prefilled(added) or abs(_decoded(added) - steps) > 1:
         raise click.ClickException("the daemon did something else than decode this one stream")
     return Window(
         steps=steps,
