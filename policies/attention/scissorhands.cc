@@ -1,7 +1,10 @@
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
@@ -37,41 +40,45 @@ class Scissorhands final : public ScoredPolicy {
   static at::Tensor Unimportant(Lane& lane) {
     constexpr int64_t kRows = 32;  // whose logits stay in the second-level cache
     const int64_t group = lane.group(), w = lane.queries().size(1), n = lane.index().size(0);
-    const int64_t first = lane.cache().newest() + 1 - w;  // token of the oldest query
-    const at::Tensor queries =
+    const at::Tensor queries =  // those of one token follow each other
         (lane.queries() * lane.cache().attention_scale(lane.layer())).transpose(0, 1).flatten(0, 1);
-    const at::Tensor keys = lane.keys().t();
-    const at::Tensor young = (lane.index() > first).nonzero().flatten();  // slots
+    // In birth order: what a query sees comes first.
+    const at::Tensor keys = lane.keys().index_select(0, lane.by_birth()).t();
+    const at::Tensor index = lane.index().index_select(0, lane.by_birth());
+    const int64_t* const tokens = index.const_data_ptr<int64_t>();
 
-    at::Tensor count = at::zeros(n);
+    std::vector<uint32_t> count(n);
+    float none = 0;  // what is no number stays none
+    std::vector<int64_t> seen(kRows);
     for (int64_t begin = 0; begin < w * group; begin += kRows) {
-      at::Tensor logits = queries.slice(0, begin, begin + kRows).matmul(keys);  // [rows, n]
-      const at::Tensor asked =
-          at::arange(begin, begin + logits.size(0), at::kLong).div_(group, "floor").add_(first);
-      const at::Tensor unseen =  // [rows, young]
-          lane.index().index_select(0, young).unsqueeze(0) > asked.unsqueeze(1);
-      logits.index_copy_(1, young,
-                         logits.index_select(1, young).masked_fill_(
-                             unseen, -std::numeric_limits<float>::infinity()));
-      const at::Tensor seen = (n - unseen.sum(-1)).to(at::kFloat);
-      const at::Tensor limit = (logits.logsumexp(-1) - seen.log())
-                                   .masked_fill_(seen == 0, std::numeric_limits<float>::infinity());
-      AddBelow(logits, limit, count);
-      count.index_add_(0, young, unseen.sum(0).to(at::kFloat), -1);  // they are below any limit
+      const at::Tensor logits = queries.slice(0, begin, begin + kRows).matmul(keys);  // [rows, n]
+      float* const first = logits.mutable_data_ptr<float>();
+      for (int64_t row = 0; row < logits.size(0); ++row) {
+        const int64_t asked = lane.cache().newest() + 1 - w + (begin + row) / group;
+        seen[row] = std::upper_bound(tokens, tokens + n, asked) - tokens;
+        std::fill(first + row * n + seen[row], first + (row + 1) * n,
+                  -std::numeric_limits<float>::infinity());
+      }
+      const at::Tensor log_sum_exp = logits.logsumexp(-1);
+      for (int64_t row = 0; row < logits.size(0); ++row) {
+        const float limit =
+            log_sum_exp.const_data_ptr<float>()[row] - std::log(static_cast<float>(seen[row]));
+        if (seen[row] == 0) continue;
+        none += 0 * limit;
+        CountBelow(first + row * n, limit, seen[row], count.data());
+      }
     }
-    return count / group;
+    const at::Tensor total = Scores({count.begin(), count.end()});
+    return lane.ToSlots(total / group + none);
   }
 
-  // Adds how many rows are below their limit: by column. What is no number stays none.
-  static void AddBelow(const at::Tensor& rows, const at::Tensor& limits, at::Tensor& count) {
-    const int64_t n = rows.size(1);
-    float* const sum = count.mutable_data_ptr<float>();
-    for (int64_t row = 0; row < rows.size(0); ++row) {
-      const float* const x = rows.const_data_ptr<float>() + row * n;
-      const float limit = limits.const_data_ptr<float>()[row];
-      const float none = std::isnan(limit) ? limit : 0.0f;
-      for (int64_t i = 0; i < n; ++i) sum[i] += x[i] < limit ? 1.0f : none;
-    }
+  // Adds 1 for each of n logits that is below the limit: whose difference has a sign.
+  static void CountBelow(const float* __restrict logits, float limit, int64_t n,
+                         uint32_t* __restrict count) {
+    auto below = [=](float logit) { return std::bit_cast<uint32_t>(logit - limit) >> 31; };
+    const int64_t whole = n / 16 * 16;  // the compiler makes vectors of a multiple of their length
+    for (int64_t i = 0; i < whole; ++i) count[i] += below(logits[i]);
+    for (int64_t i = whole; i < n; ++i) count[i] += below(logits[i]);
   }
 
   const bool count_;

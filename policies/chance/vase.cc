@@ -74,8 +74,14 @@ class Vase final : public ScoredPolicy {
   }
 
   at::Tensor Draw(Lane& lane, const at::Tensor& candidates) const {
-    const at::Tensor attention = lane.window_logits().index_select(-1, candidates).softmax(-1);
-    const at::Tensor mass = PoolNeighbours(attention.mean(1), kernel_, "avg").mean(0).contiguous();
+    // The window's tokens have no part in the softmax.
+    const int64_t before = candidates.numel(), n = lane.index().numel();
+    const at::Tensor attention = lane.window_logits()
+                                     .index_fill(-1, lane.by_birth().narrow(0, before, n - before),
+                                                 -std::numeric_limits<float>::infinity())
+                                     .softmax(-1);
+    const at::Tensor seen = attention.mean(1).index_select(-1, candidates);  // [group, before]
+    const at::Tensor mass = PoolNeighbours(seen, kernel_, "avg").mean(0).contiguous();
     const at::Tensor index = lane.index().index_select(0, candidates).to(at::kInt);
     const CacheView& cache = lane.cache();
     return Scores(DrawnScores({mass.const_data_ptr<float>(), static_cast<size_t>(mass.numel())},

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
 #include <memory>
 
 #include "policies/scored_policy.h"
@@ -50,9 +51,12 @@ class LagKv final : public ScoredPolicy {
         const at::Tensor low = before.amin(0), high = before.amax(0);
         chunk = (chunk - low) / (high - low + 1e-9);
       }
-      chunks.push_back(chunk.std(-1));
+      chunks.push_back(chunk);
     }
-    return at::cat(chunks);
+    // std(-1), which would go through the channels one by one.
+    const at::Tensor scaled = at::cat(chunks);
+    return (scaled - scaled.mean(-1, /*keepdim=*/true)).norm(2, -1) /
+           std::sqrt(static_cast<double>(rows.size(1) - 1));
   }
 
   at::Tensor Score(const EvictionTask& task, Lane& lane) const override {

@@ -38,8 +38,10 @@ PARAMS: dict[str, dict[str, Any]] = {
     "thinkv_tbe": {"layers": [4, 12, 16, 20], "theta1": 0.3, "theta2": 0.6},
 }
 # Prompts: below the budget for policies that cannot rank one; else over it, so that prefill ends
-# with a round.
-BELOW, OVER = 16, 64
+# with a round. Short for those whose first round would drop most of a prompt, and whose next is then
+# as many tokens away.
+BELOW, OVER, SHORT = 16, 64, 16
+WITH_SHORT_PROMPT = ("thinkv_tbe",)
 MARGIN = 6  # steps before a window's end from which on its last round is waited for
 
 README = Path(__file__).resolve().parents[3] / "policies" / "README.md"
@@ -229,7 +231,9 @@ def _window(served: harness.Served, policy: Policy, kv: Kv, steps: int, seed: in
     """At least `steps` tokens, from the end of one round to the end of another."""
     cached, name = kv.budget, policy.name
     assert isinstance(cached, int)
-    prompt = cached + OVER if policy.prompt_eviction in ("by_chunk", "at_end") else cached - BELOW
+    prompt = cached - BELOW if policy.prompt_eviction == "refuses" else cached + OVER
+    if name in WITH_SHORT_PROMPT:
+        prompt = SHORT
     start = served.page()
     stream = _start(served, kv, prompt, SHAPE["context"] - prompt, seed)
     wait_until(lambda: stream.tokens >= 1, [stream], name)
