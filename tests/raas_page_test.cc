@@ -1,6 +1,11 @@
+#include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "policies/registry.h"
@@ -56,6 +61,64 @@ TEST(RaasPage, TheQueryHeadThatGivesMostCounts) {
 TEST(RaasPage, AHeadsBoundsCountAgainstItsOwn) {
   EXPECT_THAT(Dates({{0, 5, 4.9, 0, 0}, {20, 20, 20, 20, 20}}),
               testing::ElementsAre(4, 9, 9, 8, 9));
+}
+
+// Bounds are followed from step to step; they are those of the tokens that are left, also where a
+// page lost some to a round and kept those that are protected.
+TEST(RaasPage, BoundsAreThoseOfTheTokensThatAreLeft) {
+  constexpr int64_t kPage = 4, kHeads = 2, kBudget = 24, kPrompt = 9;
+  FakeSequence sequence({.spec = FindPolicy(AllPolicies(), "raas_page"),
+                         .params = {{"page", kPage}},
+                         .shape = {.num_layers = 1, .num_heads = kHeads, .num_kv_heads = 1},
+                         .protection = {.sinks = 2, .spans = {{14, 15}, {21, 23}, {33, 34}}},
+                         .prompt_tokens = kPrompt,
+                         .budget = kBudget},
+                        RandomWorld(3, 1 << 20));
+  sequence.Prefill(kPrompt);
+  std::map<int64_t, float> date;  // by page
+  int64_t halves = 0;             // pages that lost some of their tokens alone
+  while (sequence.newest() < 90) {
+    sequence.Decode();
+    const absl::Span<const int32_t> index = sequence.index(0, 0);
+    const at::Tensor keys = sequence.keys(0, 0), query = sequence.queries(0)[0];
+    std::map<int64_t, std::vector<int64_t>> pages;  // slots
+    for (size_t slot = 0; slot < index.size(); ++slot) pages[index[slot] / kPage].push_back(slot);
+    std::map<int64_t, double> score;
+    for (int64_t head = 0; head < kHeads; ++head) {
+      std::map<int64_t, double> bound;
+      for (const auto& [page, slots] : pages) {
+        halves += page < index.back() / kPage && std::ssize(slots) < kPage ? 1 : 0;
+        const at::Tensor rows = keys.index_select(0, at::tensor(slots));
+        bound[page] = at::maximum(query[head] * rows.amax(0), query[head] * rows.amin(0))
+                          .sum()
+                          .item<double>();
+      }
+      std::vector<double> highest;
+      for (const auto& [page, b] : bound) highest.push_back(b);
+      std::sort(highest.begin(), highest.end(), std::greater<>());
+      highest.resize(std::min<size_t>(highest.size(), kBudget / kPage));
+      double sum = 0;
+      for (double b : highest) sum += std::exp(b);
+      for (const auto& [page, b] : bound) {
+        const double share = b >= highest.back() ? std::exp(b) / sum : 0;
+        score[page] = std::max(score[page], share);
+      }
+    }
+    std::vector<std::pair<double, int64_t>> order;
+    for (const auto& [page, s] : score) order.push_back({s, page});
+    std::sort(order.begin(), order.end(), std::greater<>());
+    order.resize(std::min<size_t>(order.size(), kBudget / kPage / 2));
+    for (const auto& [s, page] : order) date[page] = static_cast<float>(sequence.newest() + 1);
+    const int64_t newest_page = sequence.newest() / kPage;
+    if (sequence.newest() % kPage == 0)
+      date[newest_page] = static_cast<float>(sequence.newest() + 1);
+    for (size_t slot = 0; slot < index.size(); ++slot) {
+      EXPECT_EQ(sequence.column(0, 0, 0)[slot], date[index[slot] / kPage])
+          << "token " << index[slot] << " at " << sequence.newest();
+    }
+    sequence.Round();
+  }
+  EXPECT_GT(halves, 20);
 }
 
 }  // namespace

@@ -1,7 +1,10 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <random>
+#include <tuple>
 #include <vector>
 
 #include "policies/registry.h"
@@ -15,40 +18,64 @@
 namespace epikv {
 namespace {
 
-constexpr int64_t kTokens = 20, kWindow = 5, kGroup = 2, kWidth = 8;
+constexpr int64_t kWindow = 40, kGroup = 2, kWidth = 8;
 
+// Once rounds have taken tokens of the window too, and so many in one that the oldest queries see
+// none of those that are left.
 TEST(Scissorhands, CountsQueriesThatGaveLessThanTheirMean) {
-  FakeSequence sequence({.spec = FindPolicy(AllPolicies(), "scissorhands"),
-                         .params = {{"window", kWindow}},
-                         .shape = {.num_layers = 1,
-                                   .num_heads = kGroup,
-                                   .num_kv_heads = 1,
-                                   .key_width = kWidth,
-                                   .value_width = kWidth},
-                         .prompt_tokens = kTokens,
-                         .budget = kTokens - 1},
-                        GoldenWorld(4, kGroup, 1, kWidth));
-  sequence.Prefill(kTokens);
-  const auto& policy = dynamic_cast<const ScoredPolicy&>(sequence.policy());
-  const at::Tensor score = policy.ScoreAll(sequence.task())[0];
+  for (const auto& [tokens, budget, decoded] :
+       {std::tuple<int64_t, int64_t, int64_t>{90, 89, 0}, {90, 70, 30}, {90, 12, 25}}) {
+    SCOPED_TRACE(budget);
+    FakeSequence sequence({.spec = FindPolicy(AllPolicies(), "scissorhands"),
+                           .params = {{"window", kWindow}, {"slack", int64_t{3}}},
+                           .shape = {.num_layers = 1,
+                                     .num_heads = kGroup,
+                                     .num_kv_heads = 1,
+                                     .key_width = kWidth,
+                                     .value_width = kWidth},
+                           .prompt_tokens = tokens,
+                           .budget = budget},
+                          GoldenWorld(4, kGroup, 1, kWidth));
+    sequence.Prefill(tokens);
+    for (int64_t i = 0; i < decoded; ++i) {
+      sequence.Round();
+      sequence.Decode();
+    }
+    while (!sequence.OverBudget()) sequence.Decode();
+    std::mt19937 random(1);
+    sequence.Shuffle(random);
+    const auto& policy = dynamic_cast<const ScoredPolicy&>(sequence.policy());
+    const at::Tensor score = policy.ScoreAll(sequence.task())[0];
 
-  const at::Tensor keys = sequence.keys(0, 0).to(at::kDouble);
-  const at::Tensor queries = sequence.queries(0).to(at::kDouble);  // [w, group, width]
-  std::vector<double> count(kTokens);
-  for (int64_t t = 0; t < kWindow; ++t) {
-    const int64_t seen = kTokens - kWindow + 1 + t;
-    for (int64_t head = 0; head < kGroup; ++head) {
-      const at::Tensor weight =
-          (keys.matmul(queries[t][head]) * sequence.attention_scale(0)).exp().narrow(0, 0, seen);
-      for (int64_t i = 0; i < seen; ++i) {
-        const double share = (weight[i] / weight.sum()).item<double>();
-        ASSERT_GT(std::abs(share * seen - 1), 1e-4) << "too near the mean to be a case";
-        if (share < 1.0 / seen) count[i] += 1.0 / kGroup;
+    const absl::Span<const int32_t> index = sequence.index(0, 0);
+    const at::Tensor keys = sequence.keys(0, 0).to(at::kDouble);
+    const at::Tensor queries = sequence.queries(0).to(at::kDouble);  // [w, group, width]
+    std::vector<double> count(index.size());
+    int64_t blind = 0;
+    for (int64_t t = 0; t < kWindow; ++t) {
+      const int64_t asked = sequence.newest() + 1 - kWindow + t;
+      const int64_t seen =
+          std::count_if(index.begin(), index.end(), [=](int32_t token) { return token <= asked; });
+      blind += seen == 0 ? 1 : 0;
+      for (int64_t head = 0; head < kGroup; ++head) {
+        const at::Tensor weight =
+            (keys.matmul(queries[t][head]) * sequence.attention_scale(0)).exp();
+        double sum = 0;
+        for (size_t slot = 0; slot < index.size(); ++slot) {
+          if (index[slot] <= asked) sum += weight[slot].item<double>();
+        }
+        for (size_t slot = 0; slot < index.size(); ++slot) {
+          if (index[slot] > asked) continue;
+          const double share = weight[slot].item<double>() / sum;
+          ASSERT_TRUE(seen == 1 || std::abs(share * seen - 1) > 1e-5) << "too near the mean";
+          if (share < (1 - 1e-6) / seen) count[slot] += 1.0 / kGroup;
+        }
       }
     }
-  }
-  for (int64_t i = 0; i < kTokens; ++i) {
-    EXPECT_EQ(score[i].item<double>(), -count[i]) << "token " << i;
+    for (size_t slot = 0; slot < index.size(); ++slot) {
+      EXPECT_EQ(score[slot].item<double>(), -count[slot]) << "token " << index[slot];
+    }
+    EXPECT_EQ(blind > 0, budget == 12) << blind;
   }
 }
 
