@@ -465,6 +465,10 @@ KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& trai
                                : static_cast<int64_t>(traits.attention_layers.size());
     layout.state_bytes_per_token += layers * shape.num_kv_heads * sizeof(float);
   }
+  // The logits of one layer that a decode row is made of.
+  if (traits.signals.Has(Signal::kAttentionRow)) {
+    layout.state_bytes_per_token += shape.num_heads * sizeof(float);
+  }
   // The residual before, and the one of the step that is not yet committed.
   layout.state_bytes = traits.state_bytes + 2 * num_tap_layers * shape.hidden_size * 4 +
                        (traits.signals.Has(Signal::kQueryMoments)

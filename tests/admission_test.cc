@@ -820,13 +820,17 @@ TEST_F(AdmissionTest, BytesAreRowsTablesAndState) {
             41 * kLanes * 32 + 41 * 2 * (8 + 2 * 4) + 41 * 24 + 1000 + 2 * 16 * 4);
 }
 
+// And, in decode, the logits of one layer that they are made of.
 TEST_F(AdmissionTest, AttentionRowsAreCountedByTokenInTheLayersMeasured) {
   const ModelShape shape = admission_.shape();
-  PolicyTraits traits{.signals = Signal::kAttentionRow};
-  EXPECT_EQ(LayoutOf(shape, DType::kFloat32, traits, 0).state_bytes_per_token, kLanes * 4);
-  traits.attention_layers = {1};
-  EXPECT_EQ(LayoutOf(shape, DType::kFloat32, traits, 0).state_bytes_per_token,
-            shape.num_kv_heads * 4);
+  auto bytes = [&](const PolicyTraits& traits) {
+    return LayoutOf(shape, DType::kFloat32, traits, 0).state_bytes_per_token;
+  };
+  const int64_t logits = shape.num_heads * 4;
+  EXPECT_EQ(bytes({.signals = Signal::kAttentionRow}), kLanes * 4 + logits);
+  EXPECT_EQ(bytes({.signals = Signal::kAttentionRow, .attention_layers = {1}}),
+            shape.num_kv_heads * 4 + logits);
+  EXPECT_EQ(bytes({.signals = Signal::kPromptAttention}), kLanes * 4);
 }
 
 TEST_F(AdmissionTest, TableIsAsLongAsItsLongestLane) {
