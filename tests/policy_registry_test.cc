@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "policies/costs.h"
 #include "policies/recipe.h"
 #include "policies/registry.h"
 
@@ -188,6 +189,23 @@ TEST(PolicyRegistry, ReadmeShowsTheTable) {
   }
   EXPECT_EQ(shown, Table()) << "policies/README.md is out of date; rewrite its table with\n"
                                "  EPIKV_REWRITE=1 build/dev/tests/policy_registry_test";
+}
+
+// `epikv bench policies --write` has measured each, and shows what it found.
+TEST(PolicyRegistry, EveryPolicysCostIsMeasured) {
+  const std::string readme = ReadFile(kReadme);
+  const size_t begin = readme.find("<!-- costs: begin -->"),
+               end = readme.find("<!-- costs: end -->");
+  ASSERT_LT(begin, end);
+  const std::string table = readme.substr(begin, end - begin);
+  EXPECT_FALSE(CostsMadeWith().empty());
+  const std::vector<std::string> rows = absl::StrSplit(table, "\n| `");  // behind what is above
+  EXPECT_EQ(rows.size(), AllPolicies().size()) << "a row of a policy that is gone";
+  for (const PolicySpec* spec : AllPolicies()) {
+    if (spec->name == "full") continue;  // what the others are measured against
+    EXPECT_NE(FindCost(spec->name), nullptr) << spec->name;
+    EXPECT_THAT(table, testing::HasSubstr(absl::StrCat("| `", spec->name, "` |")));
+  }
 }
 
 // One sentence each, which says where it deviates; none of a policy that is gone.

@@ -143,9 +143,7 @@ epikv_step_cpu_seconds_total{stage="evict"} 0.2
             window(page + f"epikv_step_tokens_total{other}\n")
 
 
-def test_costs_are_told_in_shares_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_are_told_in_shares_of_a_step() -> None:
     costs = {
         "tova": {
             512: policies.Cost([1e-3, 3e-3, 2e-3], [], [], 700, 256),
@@ -168,12 +166,17 @@ def test_costs_are_told_in_shares_of_a_step(
             }
         },
     }
-    page = tmp_path / "README.md"
-    page.write_text(f"before\n{policies.BEGIN}old\n{policies.END}after\n")
-    monkeypatch.setattr(policies, "README", page)
-    monkeypatch.setattr(policies, "find_spec", lambda _: None)
-    policies._write(table, results)
-    assert page.read_text() == f"before\n{policies.BEGIN}{table}{policies.END}after\n"
+    filled = f"before\n{policies.BEGIN}{table}{policies.END}after\n"
+    assert policies._with_rows(filled.replace(table, ""), table) == filled
+    # Of one measured alone, its own row.
+    older = table.replace("| `tova` | 0", "| `tova` | 7").replace("| `vase`", "| `raas`")
+    both = policies._with_rows(filled.replace(table, older), table)
+    assert [line.split("`")[1] for line in both.splitlines() if line.startswith("| `")] == [
+        "raas",
+        "tova",
+        "vase",
+    ]
+    assert "| `tova` | 0" in both and "| `tova` | 7" not in both
 
 
 def checkout(root: Path, build: str) -> Path:

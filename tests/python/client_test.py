@@ -321,6 +321,18 @@ def test_costs_are_the_table_of_the_daemon(tmp_path: Path) -> None:
         '    {"tova", 512, 5, 0.03},',
         "};",
     ]
+    # One measured anew, and a new one: the others stay.
+    again = {"h2o": cost(0.01, 0.02), "cur": cost(0.5, 0.4)}
+    write_costs({"made_with": "another", "policies": again}, tmp_path / "costs.inc")
+    assert (tmp_path / "costs.inc").read_text().splitlines()[1:] == [
+        'constexpr absl::string_view kMadeWith = "another";',
+        "constexpr std::initializer_list<PolicyCost> kCosts = {",
+        '    {"cur", 512, 5, 0.5},',
+        '    {"full", 4096, 7.125, 0},',
+        '    {"h2o", 4096, 7.125, 0.02},',
+        '    {"tova", 512, 5, 0.03},',
+        "};",
+    ]
 
 
 def test_bench_group_and_help_load_nothing_heavy() -> None:

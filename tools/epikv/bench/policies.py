@@ -10,8 +10,6 @@ quickest is so close at some lengths that the choice would change from run to ru
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +18,7 @@ import click
 import grpc
 
 from epikv.bench import harness, overhead
+from epikv.bench.costs import write_costs
 from epikv.bench.load import Running, cancel_all, random_prompt, wait_until
 from epikv.bench.scrape import Page
 from epikv.bench.targets import Estimate, Target, bootstrap, finish
@@ -47,6 +46,7 @@ MARGIN = 6  # steps before a window's end from which on its last round is waited
 README = Path(__file__).resolve().parents[3] / "policies" / "README.md"
 COSTS = README.with_name("costs.inc")
 BEGIN, END = "<!-- costs: begin -->\n", "<!-- costs: end -->\n"
+ROW = "| `"  # how one begins
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ class Cost:
 )  # fmt: skip
 @click.option("--steps", default=128, show_default=True, help="Of a window, at least.")
 @click.option("--rounds", default=1, show_default=True, help="Windows of each policy and budget.")
-@click.option("--write", is_flag=True, help="Write the table of policies/README.md.")
+@click.option(
+    "--write", is_flag=True, help="Write the measured rows of policies/README.md's table."
+)
 @harness.options
 def command(
     wanted: str,
@@ -99,8 +101,8 @@ def command(
     **where: Any,
 ) -> None:
     """CPU time a token and bytes a sequence of every policy, at 512 and 4096 cached tokens."""
-    if write and (wanted, budgets) != ("all", CACHED):
-        raise click.UsageError("--write is for the whole table: leave --policies and --cached out")
+    if write and budgets != CACHED:
+        raise click.UsageError("--write is for whole rows: leave --cached out")
     if where["server"] is not None:
         raise click.UsageError("it serves two models of its own: leave --server out")
     flags = ["--threads=1", "--decode_kernel=batch", f"--kv_pool_bytes={1 << 30}"]
@@ -141,7 +143,8 @@ def command(
     click.echo(f"\n{table}")
     made_with = f"epikv bench policies --steps {steps} --rounds {rounds}, {_processor()}"
     if write:
-        _write(table, _results(costs, whole, made_with))
+        README.write_text(_with_rows(README.read_text(), table))
+        write_costs(_results(costs, whole, made_with), COSTS)
     targets = [
         Target(f"{name}.{cached}", _share(cost, whole[cached]), BOUND)
         for name, by_budget in costs.items()
@@ -187,9 +190,9 @@ def _cost(
     served: harness.Served, policy: Policy, cached: int, full: Window, steps: int, rounds: int
 ) -> Cost:
     kv = Kv(policy.name, cached, PARAMS.get(policy.name, {}), protect_prompt=False)
-    reserved = _reserved(served, kv, cached + policy.slack_tokens + 2)
+    reserved = _reserved(served, kv, cached + _slack(policy) + 2)
     reserved -= _reserved(served, Kv("full"), cached + 1)
-    room = (policy.slack_tokens + 1) * served.client.models()[0].kv_bytes_per_token
+    room = (_slack(policy) + 1) * served.client.models()[0].kv_bytes_per_token
     windows = [_window(served, policy, kv, steps, number) for number in range(rounds)]
     cpu = []
     for window in windows:
@@ -203,6 +206,13 @@ def _cost(
         f" {windows[0].rounds} rounds in {windows[0].steps} steps, {reserved} bytes"
     )
     return cost
+
+
+def _slack(policy: Policy) -> int:
+    """The default, which every evicting policy has."""
+    default = next(param.default_value for param in policy.params if param.name == "slack")
+    assert isinstance(default, int)
+    return default
 
 
 def _reserved(served: harness.Served, kv: Kv, total: int) -> int:
@@ -315,7 +325,7 @@ def _table(
     budgets = " / ".join(map(str, whole))
     steps = " / ".join(f"{1e3 * step:.1f}" for step in whole.values())
     lines = [
-        f"CPU of a step under `full` at {budgets} cached tokens: {steps} ms.\n",
+        f"CPU of a step under `full` at {budgets} cached tokens, where a row was last measured: {steps} ms.\n",
         f"| policy | slack | CPU us a token, {budgets} | of a step | bytes a sequence | of these, K and V of a round |",
         "|---|---|---|---|---|---|",
     ]
@@ -329,7 +339,7 @@ def _table(
         share = " / ".join(f"{s:.1%}" for s in shares) + (" (over)" if max(shares) > BOUND else "")
         reserved = " / ".join(str(cost.reserved) for cost in found)
         lines.append(
-            f"| `{policy.name}` | {policy.slack_tokens} | {cpu} | {share} | {reserved}"
+            f"| `{policy.name}` | {_slack(policy)} | {cpu} | {share} | {reserved}"
             f" | {found[0].room} |"
         )
     return "\n".join(lines) + "\n"
@@ -352,14 +362,17 @@ def _results(
     }
 
 
-def _write(table: str, results: dict[str, Any]) -> None:
-    before, rest = README.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    README.write_text(f"{before}{BEGIN}{table}{END}{after}")
-    if find_spec("epikv.bench.costs") is None:
-        harness.say(f"{COSTS.name} is not written: there is no epikv.bench.costs")
-    else:
-        import_module("epikv.bench.costs").write_costs(results, COSTS)
+def _with_rows(readme: str, table: str) -> str:
+    """The README with the rows of `table` in place of, or beside, those of its own."""
+    before, rest = readme.split(BEGIN)
+    shown, after = rest.split(END)
+    head = table[: table.index(ROW)]
+    rows = {
+        line.split("`")[1]: f"{line}\n"
+        for line in (shown + table).splitlines()
+        if line.startswith(ROW)
+    }
+    return before + BEGIN + head + "".join(rows[name] for name in sorted(rows)) + END + after
 
 
 def _processor() -> str:
