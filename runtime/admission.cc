@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/reason.h"
 #include "runtime/signals.h"
 
 namespace epikv {
@@ -261,8 +262,9 @@ KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, i
     demand.prefill.push_back(std::max(while_prefilling, while_decoding));
     demand.decode.push_back(while_decoding);
   }
-  demand.prefill_bytes = BytesOf(layout, demand.prefill);
-  demand.decode_bytes = BytesOf(layout, demand.decode);
+  demand.prefill_bytes =
+      BytesOf(layout, demand.prefill) + std::min(prefill, chunk) * layout.step_bytes_per_row;
+  demand.decode_bytes = BytesOf(layout, demand.decode) + layout.step_bytes_per_row;
   return demand;
 }
 
@@ -364,35 +366,13 @@ void Resolver::ResolveProtectionAndDemand() {
     request_.tap_layers.resize(admission_.shape().num_layers);
     std::iota(request_.tap_layers.begin(), request_.tap_layers.end(), int64_t{0});
   }
-  const KvLayout layout = LayoutOf(admission_.shape(), admission_.manifest().dtype, request_.traits,
-                                   static_cast<int64_t>(request_.tap_layers.size()));
+  const KvLayout layout =
+      LayoutOf(admission_.shape(), admission_.manifest().dtype, request_.traits,
+               static_cast<int64_t>(request_.tap_layers.size()), options_.kv.positions);
   const std::vector<int64_t> budgets =
       evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
-  if (options_.kv.positions == PositionMode::kCache) {
-    // The keys of one layer, turned.
-    const int64_t heads = admission_.shape().num_kv_heads;
-    auto turned = [&](const std::vector<int64_t>& capacity) {
-      int64_t most = 0;
-      for (size_t lane = 0; lane < capacity.size(); lane += heads) {
-        const auto first = capacity.begin() + static_cast<int64_t>(lane);
-        most = std::max(most, std::accumulate(first, first + heads, int64_t{0}));
-      }
-      return most * admission_.shape().key_width *
-             (admission_.manifest().dtype == DType::kFloat32 ? 4 : 2);
-    };
-    request_.demand.prefill_bytes += turned(request_.demand.prefill);
-    request_.demand.decode_bytes += turned(request_.demand.decode);
-  }
-  if (request_.traits.signals.Has(Signal::kResidualDistance)) {
-    // Held while a chunk's forward runs.
-    const int64_t rows = std::min(prompt, admission_.limits().prefill_chunk_tokens);
-    const int64_t bytes = rows * admission_.shape().num_layers * admission_.shape().hidden_size *
-                          (admission_.manifest().dtype == DType::kFloat32 ? 4 : 2);
-    request_.demand.prefill_bytes += bytes;
-    request_.demand.decode_bytes += bytes / rows;
-  }
   const int64_t capacity = admission_.limits().kv_capacity_bytes;
   if (request_.demand.peak_bytes() > capacity) {
     Violate("kv.budget",
@@ -448,7 +428,7 @@ ModelShape ShapeOf(const Manifest& manifest) {
 }
 
 KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& traits,
-                  int64_t num_tap_layers) {
+                  int64_t num_tap_layers, PositionMode positions) {
   const int64_t element = dtype == DType::kFloat32 ? 4 : 2;
   KvLayout layout;
   layout.num_lanes = shape.num_layers * shape.num_kv_heads;
@@ -468,6 +448,14 @@ KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& trai
   // The logits of one layer that a decode row is made of.
   if (traits.signals.Has(Signal::kAttentionRow)) {
     layout.state_bytes_per_token += shape.num_heads * sizeof(float);
+  }
+  // The keys of one layer, turned.
+  if (positions == PositionMode::kCache) {
+    layout.state_bytes_per_token += shape.num_kv_heads * shape.key_width * element;
+  }
+  // Residuals after every block, until the last one is there.
+  if (traits.signals.Has(Signal::kResidualDistance)) {
+    layout.step_bytes_per_row = shape.num_layers * shape.hidden_size * element;
   }
   // The residual before, and the one of the step that is not yet committed.
   layout.state_bytes = traits.state_bytes + 2 * num_tap_layers * shape.hidden_size * 4 +
@@ -541,7 +529,18 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.include_stop = options.stop.include;
   request.output = options.output;
   request.positions = options.kv.positions;
-  request.policy = Share(*spec, request.params);
+  auto failed = [&](absl::string_view why) {
+    return Rejection{.code = absl::StatusCode::kInternal,
+                     .reason = std::string(kPolicyFailed),
+                     .message = absl::StrCat("policy '", spec->name, "' could not be made: ", why)};
+  };
+  try {
+    request.policy = Share(*spec, request.params);
+  } catch (const std::exception& e) {
+    return failed(e.what());
+  } catch (...) {
+    return failed("it threw what is no exception");
+  }
   request.arrival = options.arrival;
   request.deadline = options.deadline;
   return std::move(request);

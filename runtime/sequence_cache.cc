@@ -58,7 +58,8 @@ SequenceCache::SequenceCache(KvPool& pool, SequenceId id, const Request& request
       request_(request),
       shape_(shape),
       layout_(LayoutOf(shape, pool.dtype() == at::kFloat ? DType::kFloat32 : DType::kBFloat16,
-                       request.traits, static_cast<int64_t>(request.tap_layers.size()))),
+                       request.traits, static_cast<int64_t>(request.tap_layers.size()),
+                       request.positions)),
       capacity_(request.demand.prefill),
       offset_(capacity_.size()),
       tables_(layout_.num_tables, SlotTable(static_cast<int64_t>(request.traits.columns.size()))) {

@@ -119,6 +119,52 @@ TEST_F(AdmissionTest, RanksForPositionsReserveALayersKeysBeside) {
   EXPECT_EQ(ranks.prefill_bytes - absolute.prefill_bytes, row * absolute.prefill[0]);
 }
 
+const ParamSpec kThrows[] = {
+    {.name = "number", .type = ParamType::kBool, .fallback = false, .help = "what"}};
+const PolicySpec kCannotBeMade{
+    .name = "cannot_be_made",
+    .params = kThrows,
+    .traits = [](const Params&, const ModelShape&) { return PolicyTraits{}; },
+    .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
+      if (params.Bool("number")) throw 42;
+      throw std::runtime_error("out of order");
+    }};
+
+TEST_F(AdmissionTest, APolicyThatThrowsWhenItIsMadeFailsItsRequest) {
+  const PolicySpec* const catalog[] = {&kCannotBeMade};
+  const Admission admission(FakeManifest(kContext), catalog, Limits());
+  RequestOptions options = Ask(10, 100, "cannot_be_made", 64);
+  const Rejection rejection = Refuse(admission, options);
+  EXPECT_EQ(rejection.code, absl::StatusCode::kInternal);
+  EXPECT_EQ(rejection.reason, "POLICY_FAILED");
+  EXPECT_THAT(rejection.message, HasSubstr("'cannot_be_made' could not be made: out of order"));
+  options.kv.params["number"] = true;
+  EXPECT_THAT(Refuse(admission, options).message, HasSubstr("could not be made"));
+}
+
+const PolicySpec kSeesDistances{
+    .name = "sees_distances",
+    .params = fake_policies::kParams,
+    .traits = [](const Params&,
+                 const ModelShape&) { return PolicyTraits{.signals = Signal::kResidualDistance}; },
+    .make = &fake_policies::Make};
+
+TEST_F(AdmissionTest, ResidualsOfAllBlocksAreReservedForTheRowsOfAForward) {
+  const PolicySpec* const catalog[] = {&kSeesDistances};
+  const Admission admission(FakeManifest(kContext), catalog, Limits());
+  const ModelShape& shape = admission.shape();
+  const int64_t row = shape.num_layers * shape.hidden_size * 4;
+  for (int64_t prompt : {10, 100}) {  // chunks are of 32
+    SCOPED_TRACE(prompt);
+    const Request request = Accept(admission, Ask(prompt, 200, "sees_distances", 128));
+    const KvLayout layout = LayoutOf(shape, DType::kFloat32, request.traits, 0);
+    const KvDemand& demand = request.demand;
+    EXPECT_EQ(demand.prefill_bytes - BytesOf(layout, demand.prefill),
+              std::min<int64_t>(prompt, 32) * row);
+    EXPECT_EQ(demand.decode_bytes - BytesOf(layout, demand.decode), row);
+  }
+}
+
 // Artefacts.
 
 const PolicySpec kMeasured{
