@@ -46,6 +46,16 @@ std::optional<ParamValue> ParamOf(const Json& value) {
 // Takes `params` as this model's defaults, if they would do as a request's.
 absl::Status AddParams(const Json& params, const PolicySpec& spec, ModelShape& shape) {
   if (!params.is_object()) return absl::InvalidArgumentError("params is no object");
+  if (!spec.calibrated) {
+    return absl::InvalidArgumentError(absl::StrCat("policy '", spec.name, "' takes no params"));
+  }
+  for (const ParamSpec& param : spec.params) {
+    if (params.contains(param.name) == param.fallback.has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("params.", param.name,
+                       param.fallback.has_value() ? ": has a default of its own" : ": is missing"));
+    }
+  }
   std::map<std::string, ParamValue> values;
   for (const auto& [name, value] : params.items()) {
     std::optional<ParamValue> param = ParamOf(value);
@@ -109,7 +119,10 @@ absl::Status AddArtefact(absl::string_view text, PolicyCatalog catalog, absl::st
   }
   // Known from here on: the policy may ask for it when its parameters are completed.
   shape.artefacts[policy] = std::move(read);
-  return params == file.end() ? absl::OkStatus() : AddParams(*params, *spec, shape);
+  const absl::Status added =
+      params == file.end() ? absl::OkStatus() : AddParams(*params, *spec, shape);
+  if (!added.ok()) shape.artefacts.erase(policy);
+  return added;
 }
 
 }  // namespace epikv

@@ -12,7 +12,7 @@ namespace epikv {
 // Adds an artefact to what policies may know of a model. text: JSON,
 //   {"format": "epikv.artefact/1", "policy": NAME,
 //    "model": {"name": ..., "weights": the digest in the model's manifest},
-//    "params": defaults of parameters on this model, may be absent,
+//    "params": the defaults on this model of all parameters that have no other, may be absent,
 //    "data": what the policy's spec reads, may be absent,
 //    ...}  and whatever else its tool notes
 // weights: of the model that is served. An error names what is wrong: the policy is unknown, takes

@@ -76,6 +76,11 @@ const at::Tensor& Lane::window_attention() {
   return window_attention_;
 }
 
+const at::Tensor& Lane::unscored() {
+  if (!unscored_.defined()) unscored_ = at::empty({0}, at::kLong);
+  return unscored_;
+}
+
 at::Tensor Lane::output_projection() const {
   return cache_.output_projection(layer_).narrow(0, head_ * group(), group()).to(at::kFloat);
 }

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 
 #include "policies/cache_view.h"
 
@@ -40,6 +41,11 @@ class Lane {
   // Tokens of the window that are still cached: the newest of the lane.
   int64_t window_tokens();
 
+  // Slots whose score is not of their own but the highest of the others (WithWindow): the window's.
+  // Empty until a scorer says so. int64
+  const at::Tensor& unscored();
+  void set_unscored(at::Tensor slots) { unscored_ = std::move(slots); }
+
   // CacheView's of the lane's query heads, in fp32. [group, value_width, hidden]
   at::Tensor output_projection() const;
   at::Tensor output_gram() const;  // [group, value_width, value_width]
@@ -47,7 +53,8 @@ class Lane {
  private:
   CacheView& cache_;
   const int64_t layer_, head_;
-  at::Tensor index_, keys_, values_, by_birth_, queries_, window_logits_, window_attention_;
+  at::Tensor index_, keys_, values_, by_birth_, queries_, window_logits_, window_attention_,
+      unscored_;
 };
 
 // CounterRng's stream of a lane in this round: no other lane or round has it.

@@ -32,7 +32,7 @@ ResolvedProtection ResolveProtection(const ProtectionOptions& options, const Pol
   Protection& p = resolved.protection;
   const PublishedProtection published =
       options.equal.value_or(false) ? PublishedProtection{.sinks = kEqualSinks} : traits.published;
-  p.prompt = options.prompt.value_or(published.prompt.value_or(fits)) ? prompt_tokens : 0;
+  p.prompt = options.prompt.value_or(published.prompt && fits) ? prompt_tokens : 0;
   p.sinks = options.sinks.value_or(published.sinks);
   p.spans = options.spans;
 
@@ -49,7 +49,7 @@ ResolvedProtection ResolveProtection(const ProtectionOptions& options, const Pol
   if (!fits && (traits.prompt == PromptEviction::kRefuses || resolved.smallest_budget >= fitting)) {
     // Only a budget that the prompt fits will do, and there the prompt may be protected too.
     Protection there = p;
-    there.prompt = options.prompt.value_or(published.prompt.value_or(true)) ? prompt_tokens : 0;
+    there.prompt = options.prompt.value_or(published.prompt) ? prompt_tokens : 0;
     resolved.smallest_budget = std::max(fitting, there.Size() + least_recent);
   }
   p.recent = options.recent.value_or(std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, room)));

@@ -33,7 +33,8 @@ class ScoredPolicy : public Policy {
   std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const final;
 
   // Scores of a round: of the lanes that share a keep decision, in order, decorated and reconciled.
-  // fp32, by slot; undefined for lanes within their budget. Seen by tests.
+  // fp32, by slot, valid until the next step; undefined for lanes within their budget. Seen by
+  // tests.
   std::vector<at::Tensor> ScoreAll(const EvictionTask& task) const;
 
  protected:

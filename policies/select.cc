@@ -93,7 +93,8 @@ std::vector<float> DrawnScores(absl::Span<const float> mass, absl::Span<const in
   const CounterRng rng(seed, stream);
   std::vector<float> scores(mass.size());
   for (size_t slot = 0; slot < scores.size(); ++slot) {
-    const double uniform = rng.Uniform(index[slot]) + 0x1p-54;  // in (0, 1)
+    const double uniform =  // in (0, 1)
+        std::min(rng.Uniform(index[slot]) + 0x1p-54, 1 - 0x1p-53);
     scores[slot] = static_cast<float>(std::log(mass[slot]) - std::log(-std::log(uniform)));
   }
   return scores;

@@ -148,9 +148,10 @@ struct ModelShape {
 
 // What the published policy keeps by itself. A request may override it; equal protection does.
 struct PublishedProtection {
-  std::optional<bool> prompt;  // absent: by the runtime's rule, as is `recent` without a number
+  bool prompt = true;  // where it fits, by the runtime's rule
   int64_t sinks = 0;
-  std::optional<int64_t> recent;       // tokens; less where the budget has no room
+  std::optional<int64_t> recent;       // tokens, less where the budget has no room; absent: by the
+                                       // runtime's rule
   std::optional<double> recent_share;  // of the budget, instead
 };
 
@@ -191,6 +192,10 @@ struct PolicySpec {
   // it needs none.
   absl::StatusOr<std::shared_ptr<const PolicyData>> (*read_data)(absl::string_view json,
                                                                  const ModelShape&) = nullptr;
+
+  // Its parameters without a default have one on a model that it was calibrated for: by the
+  // manifest, or by an artefact. They are `ModelShape::calibrated[name]`.
+  bool calibrated = false;
 
   // Fills the parameters whose default depends on the model; checks those that do. May be null.
   absl::Status (*complete)(Params&, const ModelShape&) = nullptr;

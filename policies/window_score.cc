@@ -79,6 +79,7 @@ at::Tensor WithWindow(Lane& lane, const at::Tensor& score) {
   const int64_t n = lane.index().size(0), before = score.size(0);
   at::Tensor all = before == 0 ? at::zeros(n) : score.max().expand(n).clone();
   all.narrow(0, 0, before).copy_(score);
+  lane.set_unscored(lane.by_birth().narrow(0, before, n - before));
   return lane.ToSlots(all);
 }
 

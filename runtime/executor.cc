@@ -213,6 +213,8 @@ EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims, const Se
   return trace;
 }
 
+constexpr absl::string_view kNoException = "it threw what is no exception";
+
 // INTERNAL, whatever the policy says: nothing was wrong with the request.
 absl::Status Failed(const Request& request, absl::string_view why) {
   return absl::InternalError(absl::StrCat("policy '", request.spec->name, "' failed: ", why));
@@ -236,19 +238,26 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
 Executor::~Executor() = default;
 
 absl::Status Executor::Open(SequenceId id, const Request& request) {
+  std::unique_ptr<OpenSequence> sequence;
   try {
-    auto sequence = std::make_unique<OpenSequence>(pool_, id, request, shape_);
-    if (request.traits.evicts) {
+    sequence = std::make_unique<OpenSequence>(pool_, id, request, shape_);
+  } catch (const std::exception& e) {
+    return absl::InternalError(absl::StrCat("the request could not be opened: ", e.what()));
+  }
+  if (request.traits.evicts) {
+    try {
       sequence->state =
           request.policy->NewState({.prompt_tokens = static_cast<int64_t>(request.prompt.size()),
                                     .budget = request.budget,
                                     .protection = request.protection});
+    } catch (const std::exception& e) {
+      return WithReason(Failed(request, e.what()), kPolicyFailed);
+    } catch (...) {
+      return WithReason(Failed(request, kNoException), kPolicyFailed);
     }
-    open_[id] = std::move(sequence);
-    return absl::OkStatus();
-  } catch (const std::exception& e) {
-    return absl::InternalError(absl::StrCat("the request could not be opened: ", e.what()));
   }
+  open_[id] = std::move(sequence);
+  return absl::OkStatus();
 }
 
 std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
@@ -565,7 +574,7 @@ std::vector<SettleOutcome> Executor::Settle(absl::Span<const WorkItem> items) {
     } catch (const std::exception& e) {
       outcomes.push_back({.status = Failed(*item.request, e.what())});
     } catch (...) {
-      outcomes.push_back({.status = Failed(*item.request, "it threw what is no exception")});
+      outcomes.push_back({.status = Failed(*item.request, kNoException)});
     }
   }
   return outcomes;

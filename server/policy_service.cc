@@ -44,7 +44,7 @@ v1::PolicyCost ToProto(const PolicyCost& cost) {
 
 v1::DefaultProtection ToProto(const PublishedProtection& published) {
   v1::DefaultProtection proto;
-  if (published.prompt.has_value()) proto.set_protect_prompt(*published.prompt);
+  if (!published.prompt) proto.set_protect_prompt(false);
   proto.set_sink_tokens(published.sinks);
   if (published.recent_share.has_value()) {
     proto.set_recent_share(*published.recent_share);

@@ -29,7 +29,14 @@ absl::Status Complete(Params& params, const ModelShape& shape) {
              : absl::OkStatus();
 }
 
-const PolicySpec kPlain{.name = "plain", .params = kParams, .complete = &Complete};
+const ParamSpec kWithADefault[] = {
+    kParams[0],
+    kParams[1],
+    kParams[2],
+    {.name = "slack", .type = ParamType::kInt, .fallback = int64_t{0}, .max = 9}};
+
+const PolicySpec kPlain{
+    .name = "plain", .params = kWithADefault, .calibrated = true, .complete = &Complete};
 const PolicySpec kReads{
     .name = "reads",
     .params = kParams,
@@ -39,8 +46,13 @@ const PolicySpec kReads{
       if (!data.is_number_integer()) return absl::InvalidArgumentError("must be an integer");
       return std::make_shared<Number>(data.get<int64_t>());
     },
+    .calibrated = true,
 };
-const PolicySpec* const kCatalog[] = {&kPlain, &kReads};
+const PolicySpec kUncalibrated{.name = "uncalibrated", .params = kParams};
+const PolicySpec* const kCatalog[] = {&kPlain, &kReads, &kUncalibrated};
+
+// Of all parameters that have no default.
+json Params() { return {{"depth", 3}, {"blocks", {1, 2}}, {"by", 0.25}}; }
 
 constexpr char kWeights[] = "sha256:1234";
 
@@ -58,7 +70,7 @@ absl::Status Add(const json& artefact, ModelShape& shape, absl::string_view weig
 TEST(ArtefactTest, ParametersAreTheModelsDefaults) {
   ModelShape shape{.num_layers = 4};
   json artefact = Artefact("plain");
-  artefact["params"] = {{"depth", 3}, {"blocks", {1, 2}}, {"by", 0.25}};
+  artefact["params"] = Params();
   ASSERT_EQ(Add(artefact, shape), absl::OkStatus());
   const std::map<std::string, ParamValue> expected = {
       {"depth", int64_t{3}}, {"blocks", std::vector<int64_t>{1, 2}}, {"by", 0.25}};
@@ -90,6 +102,7 @@ TEST_P(BadArtefact, IsRefusedAndLeavesNothingBehind) {
   const absl::Status status = Add(artefact, shape);
   EXPECT_THAT(std::string(status.message()), HasSubstr(GetParam().says));
   EXPECT_TRUE(shape.calibrated.empty());
+  EXPECT_TRUE(shape.artefacts.empty());
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -110,31 +123,56 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"NoDataForAReader",
             [](json& a) {
               a.erase("data");
-              a["params"] = {{"depth", 3}};
+              a["params"] = Params();
             },
             "policy 'reads' takes data"},
         Bad{"BadData", [](json& a) { a["data"] = "7"; }, "data: must be an integer"},
         Bad{"ParamsAreAList", [](json& a) { a["params"] = {1}; }, "params is no object"},
         Bad{"UnknownParam",
             [](json& a) {
-              a["params"] = {{"deep", 3}};
+              a["params"] = Params();
+              a["params"]["deep"] = 3;
             },
             "params.deep"},
+        Bad{"ParamIsMissing",
+            [](json& a) {
+              a["params"] = Params();
+              a["params"].erase("by");
+            },
+            "params.by: is missing"},
+        Bad{"ParamWithADefault",
+            [](json& a) {
+              a["policy"] = "plain";
+              a.erase("data");
+              a["params"] = Params();
+              a["params"]["slack"] = 3;
+            },
+            "params.slack: has a default of its own"},
+        Bad{"OfAPolicyThatTakesNone",
+            [](json& a) {
+              a["policy"] = "uncalibrated";
+              a.erase("data");
+              a["params"] = Params();
+            },
+            "policy 'uncalibrated' takes no params"},
         Bad{"ParamOutOfRange",
             [](json& a) {
-              a["params"] = {{"depth", 9}};
+              a["params"] = Params();
+              a["params"]["depth"] = 9;
             },
             "params.depth"},
         Bad{"ParamOfNoType",
             [](json& a) {
-              a["params"] = {{"depth", nullptr}};
+              a["params"] = Params();
+              a["params"]["depth"] = nullptr;
             },
             "params.depth"},
         Bad{"ParamTheModelForbids",
             [](json& a) {
               a["policy"] = "plain";
               a.erase("data");
-              a["params"] = {{"depth", 6}};
+              a["params"] = Params();
+              a["params"]["depth"] = 6;
             },
             "params: deeper than the model"}),
     [](const auto& info) { return info.param.name; });

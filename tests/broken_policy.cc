@@ -12,7 +12,7 @@ namespace {
 
 constexpr absl::string_view kFaults[] = {
     "throws", "throws_observing", "nan",       "protected",       "too_few",   "not_there",
-    "twice",  "too_many_lanes",   "no_answer", "throws_a_number", "not_found",
+    "twice",  "too_many_lanes",   "no_answer", "throws_a_number", "not_found", "throws_opening",
 };
 
 const ParamSpec kParams[] = {
@@ -29,6 +29,7 @@ class Broken final : public Policy {
   explicit Broken(std::string fault) : fault_(std::move(fault)) {}
 
   std::unique_ptr<PolicyState> NewState(const SequenceInfo&) const override {
+    if (fault_ == "throws_opening") throw 42;
     return std::make_unique<Rounds>();
   }
 

@@ -7,6 +7,7 @@
 #include "policies/decorator.h"
 #include "policies/recipe.h"
 #include "policies/registry.h"
+#include "policies/scored_policy.h"
 #include "tests/fake_sequence.h"
 #include "tests/golden_world.h"
 
@@ -100,6 +101,36 @@ TEST_F(CaoteTest, FastTakesTheMeanForTheOutput) {
   const at::Tensor attention = lane.window_attention()[0][0];
   const at::Tensor other = FindDecorator("fast_caote")->make(0)->Apply(attention, lane);
   EXPECT_FALSE(at::allclose(other, FindDecorator("caote")->make(0)->Apply(attention, lane)));
+}
+
+// SnapKV ranks the tokens of its window first, with the highest score of the others: that is no
+// weight. The others' are what the window's queries give them.
+TEST_F(CaoteTest, TokensOfTheWindowHaveNoWeight) {
+  constexpr int64_t kWindow = 6;
+  FakeSequence sequence({.spec = FindPolicy(AllPolicies(), "snapkv"),
+                         .params = {{"decorate", std::vector<std::string>{"caote"}},
+                                    {"window", kWindow},
+                                    {"kernel", int64_t{1}}},
+                         .shape = {.num_layers = 1,
+                                   .num_heads = 1,
+                                   .num_kv_heads = 1,
+                                   .key_width = kWidth,
+                                   .value_width = kWidth},
+                         .prompt_tokens = kTokens,
+                         .budget = kTokens - 1},
+                        GoldenWorld(5, 1, 1, kWidth));
+  sequence.Prefill(kTokens);
+  Lane lane(sequence, 0, 0);
+  at::Tensor weight = lane.window_attention()[0].mean(0);
+  weight.narrow(0, kTokens - kWindow, kWindow).zero_();
+  const std::vector<double> measured = Measured(weight, lane.values());
+  const auto& policy = dynamic_cast<const ScoredPolicy&>(sequence.policy());
+  const at::Tensor score = policy.ScoreAll(sequence.task())[0];
+  const double highest = score.narrow(0, 0, kTokens - kWindow).max().item<double>();
+  for (int64_t token = 0; token < kTokens; ++token) {
+    const double expected = token < kTokens - kWindow ? measured[token] : highest;
+    EXPECT_NEAR(score[token].item<double>(), expected, 1e-5) << "token " << token;
+  }
 }
 
 }  // namespace

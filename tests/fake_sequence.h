@@ -64,8 +64,9 @@ class FakeSequence final : public CacheView {
   // A copy that shares nothing with `other`.
   FakeSequence(const FakeSequence& other);
 
-  void Prefill(int64_t count);  // caches `count` prompt tokens; 0: none, and the policy is told nothing
-  void Decode();                // caches one more
+  void Prefill(
+      int64_t count);  // caches `count` prompt tokens; 0: none, and the policy is told nothing
+  void Decode();       // caches one more
   // True if a round is due.
   bool OverBudget() const;
   // Rounds in prefill end at the budget; in decode they wait until the slack is used up.

@@ -47,10 +47,14 @@ void Normalise(std::vector<double>& x) {
   for (double& value : x) value /= sum;
 }
 
-TEST(InfoKv, ScoreIsTheDefinition) {
+// surprise: entropy of every seventeenth token beside that of all, so that the window often holds a
+// token that surprised far more than any that may go.
+void ExpectTheDefinition(double surprise) {
   FakeWorld world = GoldenWorld(5, kHeads, kKvHeads, kWidth);
   const FakeWorld random = RandomWorld(6, 1 << 20);
-  world.logit_entropy = [&](int64_t token) { return 3 * random.logit_entropy(token); };
+  world.logit_entropy = [&](int64_t token) {
+    return 3 * random.logit_entropy(token) + static_cast<float>(token % 17 == 0 ? surprise : 0);
+  };
   world.residual_distance = random.residual_distance;
   FakeSequence sequence({.spec = FindPolicy(AllPolicies(), "infokv"),
                          .params = {{"window", kWindow},
@@ -94,6 +98,9 @@ TEST(InfoKv, ScoreIsTheDefinition) {
     sequence.Round();
   }
 }
+
+TEST(InfoKv, ScoreIsTheDefinition) { ExpectTheDefinition(0); }
+TEST(InfoKv, WhatSurprisesInTheWindowIsNoScale) { ExpectTheDefinition(200); }
 
 }  // namespace
 }  // namespace epikv

@@ -76,8 +76,7 @@ TEST(LaProx, ScoreIsTheDefinitionNormalisedByLayer) {
       for (int64_t head = 0; head < kKvHeads; ++head) {
         expected.push_back(
             Definition(world, sequence.Kept(layer, head), sequence.newest(), layer, head));
-        // The window's tokens count as the best of the others.
-        sum += expected[head].sum().item<double>() + kWindow * expected[head].max().item<double>();
+        sum += expected[head].sum().item<double>();
       }
       for (int64_t head = 0; head < kKvHeads; ++head) {
         const at::Tensor& score = scores[layer * kKvHeads + head];

@@ -550,6 +550,10 @@ TEST_P(EveryPolicy, Law3_PromptsOverTheBudgetAreEvictedAtFixedPlaces) {
       // It says which budget would do, and that one does.
       EXPECT_EQ(rejection->reason, "KV_BUDGET");
       options.kv.budget = static_cast<int64_t>(std::stoll(rejection->metadata.at("min")));
+      const auto larger = harness.admission().Resolve(options);
+      ASSERT_TRUE(std::holds_alternative<Request>(larger));
+      EXPECT_EQ(std::get<Request>(larger).traits.prompt, PromptEviction::kRefuses)
+          << "it can rank a prompt, and does not";
       EXPECT_TRUE(harness.Run(options).ok());
       return;
     }

@@ -256,7 +256,9 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
   const FakeWorld good = World(3);
   std::map<Signal, FakeWorld> worlds;
   for (Signal signal : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys,
-                        Signal::kValues, Signal::kLogitEntropy, Signal::kResidualDistance}) {
+                        Signal::kValues, Signal::kPromptAttention, Signal::kQueries,
+                        Signal::kOutputProjection, Signal::kQueryMoments, Signal::kLogitEntropy,
+                        Signal::kResidualDistance}) {
     if (TraitsOf(GetParam()).signals.Has(signal)) worlds.emplace(signal, good);
   }
   for (auto& [signal, world] : worlds) {
@@ -266,6 +268,30 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
       world = Consistent(world);
     }
     if (signal == Signal::kValues) world.value = poisoned(good.value);
+    if (signal == Signal::kQueries || signal == Signal::kQueryMoments) {
+      // From here on: some look only now and then.
+      world.query = [&](int64_t layer, int64_t head, int64_t token) {
+        return token > 3 * kToken ? std::vector<float>(4, kNan) : good.query(layer, head, token);
+      };
+      world = Consistent(world);
+    }
+    if (signal == Signal::kOutputProjection) {
+      world.output = [&](int64_t layer, int64_t head, int64_t channel) {
+        std::vector<float> row = good.output(layer, head, channel);
+        row[0] = kNan;
+        return row;
+      };
+    }
+    if (signal == Signal::kPromptAttention) {
+      world.attention = [&](int64_t layer, int64_t head, int64_t query,
+                            absl::Span<const int32_t> index) {
+        std::vector<float> row = good.attention(layer, head, query, index);
+        for (size_t slot = 0; query < 10 && slot < row.size(); ++slot) {
+          if (index[slot] == 8) row[slot] = kNan;
+        }
+        return row;
+      };
+    }
     if (signal == Signal::kResidualStep) {
       world.residual_step = [&](int64_t layer, int64_t token) {
         return token == kToken ? kNan : good.residual_step(layer, token);
@@ -294,7 +320,7 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
     FakeSequence sequence(Options(), world);
     sequence.Prefill(10);
     absl::Status status;
-    while (status.ok() && sequence.newest() < 80) {  // a window hides it at first
+    while (status.ok() && sequence.newest() < 160) {  // a window hides it at first
       sequence.Decode();
       if (!sequence.OverBudget()) continue;
       const Eviction eviction = sequence.Ask();

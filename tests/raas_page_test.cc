@@ -110,7 +110,7 @@ TEST(RaasPage, BoundsAreThoseOfTheTokensThatAreLeft) {
     order.resize(std::min<size_t>(order.size(), kBudget / kPage / 2));
     for (const auto& [s, page] : order) date[page] = static_cast<float>(sequence.newest() + 1);
     const int64_t newest_page = sequence.newest() / kPage;
-    if (sequence.newest() % kPage == 0)
+    if (pages[newest_page].size() == 1)
       date[newest_page] = static_cast<float>(sequence.newest() + 1);
     for (size_t slot = 0; slot < index.size(); ++slot) {
       EXPECT_EQ(sequence.column(0, 0, 0)[slot], date[index[slot] / kPage])

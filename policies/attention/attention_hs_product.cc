@@ -11,7 +11,12 @@ namespace epikv {
 namespace {
 
 const ParamSpec kParams[] = {
-    LayerAParam(),
+    {.name = "layer_a",
+     .type = ParamType::kInt,
+     .max = 4095,
+     .help =
+         "block (0-based) whose large steps mark a token as worth keeping. Default: at 0.344 of "
+         "the model's depth"},
     {.name = "window",
      .type = ParamType::kInt,
      .fallback = int64_t{64},

@@ -10,7 +10,8 @@ namespace epikv {
 namespace {
 
 const ParamSpec kParams[] = {
-    WindowParam(32), PoolKernelParam(5), AllocatorParam(), FloorParam(), SlackParam(63),
+    WindowParam(32),  PoolKernelParam(5), DecorateParam(),
+    AllocatorParam(), FloorParam(),       SlackParam(63),
 };
 
 // SnapKV with the worst case of the window's queries and of the group for their mean, and no token

@@ -44,14 +44,13 @@ at::Tensor MeanRotation(const RopeShape& rope, int64_t first, int64_t count, int
   const int64_t pairs = static_cast<int64_t>(rope.inv_freq.size());
   auto entry = rotation.accessor<float, 2>();
   for (int64_t i = 0; i < pairs; ++i) {
-    double cos = 0, sin = 0;
-    for (int64_t position = first; position < first + count; ++position) {
-      // The angle is an fp32 product, as models are trained with.
-      const double angle = static_cast<float>(position) * static_cast<float>(rope.inv_freq[i]);
-      cos += std::cos(angle);
-      sin += std::sin(angle);
-    }
-    const double scale = rope.attention_factor / static_cast<double>(count);
+    // The mean of a geometric series of e^(i angle): its middle times a Dirichlet kernel.
+    const double step = rope.inv_freq[i], n = static_cast<double>(count);
+    const double middle = (static_cast<double>(first) + (n - 1) / 2) * step;
+    const double half = std::sin(step / 2);
+    const double kernel = half == 0 ? 1 : std::sin(n * step / 2) / (n * half);
+    const double scale = rope.attention_factor * kernel;
+    const double cos = std::cos(middle), sin = std::sin(middle);
     const int64_t a = rope.interleaved ? 2 * i : i, b = rope.interleaved ? 2 * i + 1 : i + pairs;
     entry[a][a] = entry[b][b] = static_cast<float>(cos * scale);
     entry[b][a] = static_cast<float>(sin * scale);
@@ -75,6 +74,10 @@ class ExpectedAttention final : public ScoredPolicy {
 
  private:
   at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
+    // The first tokens are outliers as keys too: the others share the attention without them, and
+    // they rank first.
+    const at::Tensor outliers = lane.index() < CacheView::kFirstMeasuredQuery;
+    if (outliers.all().item<bool>()) return at::zeros(outliers.size(0));
     const CacheView::QueryMoments moments = lane.cache().query_moments(lane.layer());
     const at::Tensor& keys = lane.keys();  // [n, width]
     const at::Tensor rotation =
@@ -90,9 +93,6 @@ class ExpectedAttention final : public ScoredPolicy {
           rotation, at::matmul(moments.covariance.narrow(0, first, lane.group()), rotation.t()));
       logits += at::matmul(keys, spread).mul_(keys).sum(-1).mul_(scale * scale / 2);
     }
-    // The first tokens are outliers as keys too: the others share the attention without them, and
-    // they rank first.
-    const at::Tensor outliers = lane.index() < CacheView::kFirstMeasuredQuery;
     at::Tensor score = ReduceGroup(
         logits.masked_fill_(outliers, -std::numeric_limits<float>::infinity()).softmax(-1), gqa_);
     if (value_norm_) score = (score + epsilon_) * lane.values().norm(2, -1);

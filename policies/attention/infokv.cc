@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "policies/recipe.h"
 #include "policies/scored_policy.h"
@@ -67,7 +68,10 @@ class InfoKv final : public ScoredPolicy {
     const at::Tensor attention = WindowScore(lane, lane.window_attention(), params_);
     const at::Tensor seen = attention / (attention * candidates).sum().clamp_min(1e-30);
     const at::Tensor surprise = (lane.column(kDistance) + tau_) * lane.column(kEntropy);
-    const at::Tensor mass = (surprise - surprise.max()).exp();
+    // A token of the window may surprise more than all candidates: theirs is the scale.
+    const at::Tensor most =
+        surprise.masked_fill(candidates == 0, -std::numeric_limits<float>::infinity()).max();
+    const at::Tensor mass = (surprise - most).clamp_max(0).exp();
     const at::Tensor information = mass / (mass * candidates).sum().clamp_min(1e-30);
     return share_ * seen + (1 - share_) * information;
   }

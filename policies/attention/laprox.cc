@@ -32,13 +32,15 @@ class LaProx final : public ScoredPolicy {
     return ScoreBeforeWindow(lane, seen * ProjectedNorms(lane), params_);
   }
 
-  // Scores of each layer sum to 1, so that layers can be compared.
+  // Scores of each layer sum to 1, so that layers can be compared; tokens of the window have none.
   void Reconcile(const EvictionTask& task, std::vector<at::Tensor>& scores) const override {
     const int64_t heads = task.cache.num_kv_heads();
     for (size_t first = 0; first < scores.size(); first += heads) {
       at::Tensor sum = at::zeros({});
       for (int64_t head = 0; head < heads; ++head) {
-        if (scores[first + head].defined()) sum += scores[first + head].sum();
+        if (!scores[first + head].defined()) continue;
+        Lane lane(task.cache, static_cast<int64_t>(first) / heads, head);
+        sum += BeforeWindow(lane, scores[first + head]).sum();
       }
       for (int64_t head = 0; head < heads; ++head) {
         at::Tensor& score = scores[first + head];

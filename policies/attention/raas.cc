@@ -35,8 +35,11 @@ class Raas final : public ScoredPolicy {
     }
     std::vector<float> decoded;
     for (size_t slot = 0; slot < sum.size(); ++slot) {
-      if (index[slot] >= cache.prompt_tokens()) decoded.push_back(sum[slot]);
+      if (index[slot] >= cache.prompt_tokens() && !std::isnan(sum[slot])) {
+        decoded.push_back(sum[slot]);
+      }
     }
+    if (decoded.empty()) decoded.push_back(0);  // none is a number
     const auto middle = decoded.begin() + (std::ssize(decoded) - 1) / 2;
     std::nth_element(decoded.begin(), middle, decoded.end());
     const float now = static_cast<float>(cache.newest() + 1 - cache.prompt_tokens());
@@ -66,7 +69,7 @@ extern constinit const PolicySpec kRaas{
           return PolicyTraits{.signals = Signal::kAttentionRow,
                               .columns = {"stamp"},
                               .slack = params.Int("slack"),
-                              .published = {.prompt = true, .recent = 1}};
+                              .published = {.recent = 1}};
         },
     .make = [](const Params&, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<Raas>();

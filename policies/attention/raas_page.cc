@@ -163,14 +163,15 @@ class RaasPage final : public Policy {
     const float now = static_cast<float>(cache.newest() + 1);
     std::vector<float> date(pages.number.size());
     for (size_t slot = 0; slot < dates.size(); ++slot) {
-      date[place[slot]] = std::max(date[place[slot]], dates[slot]);
+      float& of_page = date[place[slot]];
+      if (dates[slot] > of_page || std::isnan(dates[slot])) of_page = dates[slot];
     }
     const at::Tensor scores = PageScores(budget, lane, pages);
     const float* score = scores.const_data_ptr<float>();
     const at::Tensor used = Used(budget, scores);
     for (size_t page = 0; page < date.size(); ++page) {
       if (used.const_data_ptr<bool>()[page]) date[page] = now;
-      if (page + 1 == date.size() && cache.newest() % page_ == 0) date[page] = now;  // just opened
+      if (page + 1 == date.size() && pages.tokens[page] == 1) date[page] = now;  // just opened
       if (std::isnan(score[page])) date[page] = score[page];
     }
     for (size_t slot = 0; slot < dates.size(); ++slot) dates[slot] = date[place[slot]];
@@ -258,14 +259,17 @@ extern constinit const PolicySpec kRaasPage{
           const int64_t lanes = shape.num_layers * shape.num_kv_heads, page = params.Int("page");
           const int64_t bytes_of_page = 2 * shape.key_width * static_cast<int64_t>(sizeof(float)) +
                                         2 * int64_t{sizeof(int64_t)};
-          return PolicyTraits{.granularity = Granularity::kHead,
-                              .signals = Signal::kKeys | Signal::kQueries,
-                              .window = 1,
-                              .columns = {"date"},
-                              .slack = params.Int("slack"),
-                              .published = {.prompt = true, .recent = 1},
-                              .state_bytes_per_token = (lanes * bytes_of_page + page - 1) / page,
-                              .state_bytes = lanes * (bytes_of_page + int64_t{sizeof(LanePages)})};
+          return PolicyTraits{
+              .granularity = Granularity::kHead,
+              .signals = Signal::kKeys | Signal::kQueries,
+              .window = 1,
+              .columns = {"date"},
+              .slack = params.Int("slack"),
+              .published = {.recent = 1},
+              .state_bytes_per_token = (lanes * bytes_of_page + page - 1) / page,
+              // Broken pages: of the prompt's end, the sinks and the newest token;
+              // protected spans may break more.
+              .state_bytes = lanes * (3 * bytes_of_page + int64_t{sizeof(LanePages)})};
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<RaasPage>(params);

@@ -55,8 +55,8 @@ void NoteDuplicates(const at::Tensor& unit, const std::vector<int64_t>& a,
 }
 
 // Of each token the newest duplicate, or -1. unit: keys of length 1 in birth order, [n, key_width].
-// Blocks from the newest tokens to the oldest: no pair is looked at twice, and none that could only
-// show an older duplicate of a token that has one.
+// Blocks from the newest tokens to the oldest: no pair of two blocks is looked at twice, and none
+// that could only show an older duplicate of a token that has one.
 std::vector<int64_t> NewestDuplicates(const at::Tensor& unit) {
   constexpr int64_t kBlock = 256;
   const int64_t n = unit.size(0);

@@ -51,7 +51,8 @@ class Rpc final : public ScoredPolicy {
     }
     const at::Tensor one = ReduceGroup(given, params_.Choice("gqa")).unsqueeze(0);
     const at::Tensor pooled = PoolNeighbours(one, params_.Int("kernel"), params_.Choice("pooling"));
-    return WithWindow(lane, at::cat({at::zeros(prompt), pooled.squeeze(0)}));
+    return WithWindow(lane, at::cat({at::zeros(prompt), pooled.squeeze(0)}))
+        .masked_fill_(lane.index() < task.cache.prompt_tokens(), 0);  // also within the window
   }
 
   // Summed over the window's queries, in birth order behind `prompt` tokens. [group, decoded]
@@ -81,7 +82,6 @@ extern constinit const PolicySpec kRpc{
           PolicyTraits traits = WindowTraits(params);
           if (ByLayer(params)) traits.granularity = Granularity::kLayer;
           traits.prompt = PromptEviction::kRefuses;
-          traits.published.prompt = true;
           return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

@@ -380,9 +380,10 @@ PolicyTraits Traits(const Params& params, const ModelShape& shape) {
       .signals = Signal::kKeys | Signal::kQueries,
       .window = 1,
       .slack = params.Int("slack"),
-      .published = {.prompt = true, .recent = 16},
+      .published = {.recent = 16},
       // A segment may be down to one token.
       .state_bytes_per_token = sizeof(Segment),
+      .state_bytes = sizeof(ThoughtState),
       .uncalibrated = Uncalibrated("thinkv_tbe", params, shape),
   };
 }
@@ -397,6 +398,7 @@ extern constinit const PolicySpec kThinkvTbe{
     .paper = "arXiv 2510.01290 (ThinKV), its eviction alone",
     .evidence = "cases: thinkv_tbe_test.cc",
     .params = kParams,
+    .calibrated = true,
     .complete = &Complete,
     .traits = &Traits,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

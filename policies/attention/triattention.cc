@@ -219,7 +219,7 @@ extern constinit const PolicySpec kTriattention{
                               .signals = Signal::kKeys,
                               .prompt = PromptEviction::kByChunk,
                               .slack = params.Int("slack"),
-                              .published = {.prompt = true, .recent = 0}};
+                              .published = {.recent = 0}};
         },
     .make = [](const Params& params, const ModelShape& shape) -> std::shared_ptr<const Policy> {
       return std::make_shared<TriAttention>(params, shape);

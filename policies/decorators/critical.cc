@@ -22,9 +22,15 @@ class Critical final : public Decorator {
     const int64_t n = score.numel();
     const int64_t kept = n - lane.cache().excess(lane.layer(), lane.head());
     const int64_t first = std::max<int64_t>(1, static_cast<int64_t>(kept * kFirstStage));
-    const at::Tensor best = std::get<1>(score.topk(std::min(first, n)));
-    return ((score + kEpsilon) * ProjectedNorms(lane))
-        .index_fill_(0, best, std::numeric_limits<float>::max());
+    // Of equals the newer.
+    const at::Tensor ascending =
+        score.index_select(0, lane.by_birth()).argsort(/*stable=*/true, 0, /*descending=*/false);
+    const int64_t stays = std::min(first, n);
+    const at::Tensor best = lane.by_birth().index_select(0, ascending.narrow(0, n - stays, stays));
+    const at::Tensor weighed = (score + kEpsilon) * ProjectedNorms(lane);
+    // What is no number stays none.
+    return at::where(weighed.isnan(), weighed,
+                     weighed.index_fill(0, best, std::numeric_limits<float>::max()));
   }
 
  private:

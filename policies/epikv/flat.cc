@@ -37,6 +37,7 @@ extern constinit const PolicySpec kEpikvFlat{
     .paper = "arXiv 2606.26472, EpiKV-Flat",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `DetrendendHSVarianceEviction`",
     .params = kParams,
+    .calibrated = true,
     .complete =
         [](Params& params, const ModelShape& shape) {
           return CompleteResidualLayers("epikv_flat", params, shape);

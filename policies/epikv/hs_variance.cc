@@ -40,6 +40,7 @@ extern constinit const PolicySpec kEpikvHsVariance{
     .paper = "arXiv 2606.26472, HS-variance",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `HSVarianceEviction`",
     .params = kParams,
+    .calibrated = true,
     .complete =
         [](Params& params, const ModelShape& shape) {
           return CompleteResidualLayers("epikv_hs_variance", params, shape);

@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from epikv import Accepted, Client, Kv, RpcError, Sampling, Stop
+from epikv import Accepted, Client, Kv, Output, RpcError, Sampling, Stop
 from epikv.messages import Policy, PolicyParam
+from epikv.sample import problem
+from epikv.testing import Daemon
 from jsonschema import Draft202012Validator
 
 PROMPT = [5] * 40
@@ -136,3 +139,26 @@ def test_default_protection_is_what_an_accepted_request_has(
             asked = int(kept.recent_share * budget)
         room = budget - max(got.protected_prompt_tokens, got.sink_tokens)
         assert got.recent_tokens == min(max(asked, 1), room), policy.name
+
+
+def test_equal_protection_can_be_the_servers_default(sample_model: Path) -> None:
+    """h2o by itself keeps half of the budget for the newest tokens and no prompt."""
+    task = problem("equal/0")
+    prompt = len(task.prompt.split())
+
+    def prompt_kept(client: Client, **protection: Any) -> bool:
+        kv = Kv("h2o", prompt + 40, **protection)
+        result = client.generate_once(
+            task.prompt, kv=kv, stop=Stop(200), output=Output(kept=True), sampling=Sampling(seed=1)
+        )
+        assert result.summary.kv is not None
+        assert result.summary.kv.rounds > 0
+        return set(range(prompt)) <= set(result.summary.kv.kept)
+
+    for default in (False, True):
+        flag = f"--default_equal_protection={str(default).lower()}"
+        with Daemon(sample_model, "--threads=1", flag) as daemon, daemon.client() as client:
+            assert prompt_kept(client) == default
+            assert prompt_kept(client, equal_protection=True)
+            assert not prompt_kept(client, equal_protection=False)
+            assert not prompt_kept(client, sink_tokens=0)
