@@ -36,9 +36,9 @@ class Scissorhands final : public ScoredPolicy {
   }
 
   // How many of the window's queries gave a token less than their mean, averaged over query heads.
-  // A weight below 1 / seen is a logit below log-sum-exp - log(seen): no weight is made. [n]
+  // [n]
   static at::Tensor Unimportant(Lane& lane) {
-    constexpr int64_t kRows = 32;  // whose logits stay in the second-level cache
+    constexpr int64_t kRows = 32;  // whose weights stay in the second-level cache
     const int64_t group = lane.group(), w = lane.queries().size(1), n = lane.index().size(0);
     const at::Tensor queries =  // those of one token follow each other
         (lane.queries() * lane.cache().attention_scale(lane.layer())).transpose(0, 1).flatten(0, 1);
@@ -47,38 +47,40 @@ class Scissorhands final : public ScoredPolicy {
     const at::Tensor index = lane.index().index_select(0, lane.by_birth());
     const int64_t* const tokens = index.const_data_ptr<int64_t>();
 
+    const at::Tensor all_logits = at::empty({kRows, n}), all_weights = at::empty({kRows, n});
     std::vector<uint32_t> count(n);
     float none = 0;  // what is no number stays none
     std::vector<int64_t> seen(kRows);
     for (int64_t begin = 0; begin < w * group; begin += kRows) {
-      const at::Tensor logits = queries.slice(0, begin, begin + kRows).matmul(keys);  // [rows, n]
+      const int64_t rows = std::min(kRows, w * group - begin);
+      at::Tensor logits = all_logits.narrow(0, 0, rows), weights = all_weights.narrow(0, 0, rows);
+      at::mm_out(logits, queries.narrow(0, begin, rows), keys);
       float* const first = logits.mutable_data_ptr<float>();
-      for (int64_t row = 0; row < logits.size(0); ++row) {
+      for (int64_t row = 0; row < rows; ++row) {
         const int64_t asked = lane.cache().newest() + 1 - w + (begin + row) / group;
         seen[row] = std::upper_bound(tokens, tokens + n, asked) - tokens;
         std::fill(first + row * n + seen[row], first + (row + 1) * n,
                   -std::numeric_limits<float>::infinity());
       }
-      const at::Tensor log_sum_exp = logits.logsumexp(-1);
-      for (int64_t row = 0; row < logits.size(0); ++row) {
-        const float limit =
-            log_sum_exp.const_data_ptr<float>()[row] - std::log(static_cast<float>(seen[row]));
+      at::softmax_out(weights, logits, -1);
+      for (int64_t row = 0; row < rows; ++row) {
         if (seen[row] == 0) continue;
-        none += 0 * limit;
-        CountBelow(first + row * n, limit, seen[row], count.data());
+        const float* const weight = weights.const_data_ptr<float>() + row * n;
+        none += 0 * weight[0];  // one logit that is none makes the whole row so
+        CountBelow(weight, 1 / static_cast<float>(seen[row]), seen[row], count.data());
       }
     }
     const at::Tensor total = Scores({count.begin(), count.end()});
     return lane.ToSlots(total / group + none);
   }
 
-  // Adds 1 for each of n logits that is below the limit: whose difference has a sign.
-  static void CountBelow(const float* __restrict logits, float limit, int64_t n,
+  // Adds 1 for each of n weights that is below the limit: whose difference has a sign.
+  static void CountBelow(const float* __restrict weights, float limit, int64_t n,
                          uint32_t* __restrict count) {
-    auto below = [=](float logit) { return std::bit_cast<uint32_t>(logit - limit) >> 31; };
+    auto below = [=](float weight) { return std::bit_cast<uint32_t>(weight - limit) >> 31; };
     const int64_t whole = n / 16 * 16;  // the compiler makes vectors of a multiple of their length
-    for (int64_t i = 0; i < whole; ++i) count[i] += below(logits[i]);
-    for (int64_t i = whole; i < n; ++i) count[i] += below(logits[i]);
+    for (int64_t i = 0; i < whole; ++i) count[i] += below(weights[i]);
+    for (int64_t i = whole; i < n; ++i) count[i] += below(weights[i]);
   }
 
   const bool count_;

@@ -141,7 +141,7 @@ def command(
 
     table = _table(policies, costs, refused, whole)
     click.echo(f"\n{table}")
-    made_with = f"epikv bench policies --steps {steps} --rounds {rounds}, {_processor()}"
+    made_with = f"epikv bench policies, {_processor()}"
     if write:
         README.write_text(_with_rows(README.read_text(), table))
         write_costs(_results(costs, whole, made_with), COSTS)
