@@ -37,9 +37,9 @@ PARAMS: dict[str, dict[str, Any]] = {
     "thinkv_tbe": {"layers": [4, 12, 16, 20], "theta1": 0.3, "theta2": 0.6},
 }
 # Prompts: below the budget for policies that cannot rank one; else over it, so that prefill ends
-# with a round. Short for those whose first round would drop most of a prompt, and whose next is then
-# as many tokens away.
-BELOW, OVER, SHORT = 16, 64, 16
+# with a round. As short as can be for those whose first round would drop most of a prompt, and
+# whose next is then as many tokens away.
+BELOW, OVER = 16, 64
 WITH_SHORT_PROMPT = ("thinkv_tbe",)
 MARGIN = 6  # steps before a window's end from which on its last round is waited for
 
@@ -243,7 +243,7 @@ def _window(served: harness.Served, policy: Policy, kv: Kv, steps: int, seed: in
     assert isinstance(cached, int)
     prompt = cached - BELOW if policy.prompt_eviction == "refuses" else cached + OVER
     if name in WITH_SHORT_PROMPT:
-        prompt = SHORT
+        prompt = BELOW
     start = served.page()
     stream = _start(served, kv, prompt, SHAPE["context"] - prompt, seed)
     wait_until(lambda: stream.tokens >= 1, [stream], name)
@@ -324,8 +324,9 @@ def _table(
     """The README's: a line a policy, a figure a budget."""
     budgets = " / ".join(map(str, whole))
     steps = " / ".join(f"{1e3 * step:.1f}" for step in whole.values())
+    step = f"CPU of a step under `full` at {budgets} cached tokens, in the newest measurement: "
     lines = [
-        f"CPU of a step under `full` at {budgets} cached tokens, where a row was last measured: {steps} ms.\n",
+        f"{step}{steps} ms. Each share is of its own run.\n",
         f"| policy | slack | CPU us a token, {budgets} | of a step | bytes a sequence | of these, K and V of a round |",
         "|---|---|---|---|---|---|",
     ]
