@@ -539,7 +539,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   } catch (const std::exception& e) {
     return failed(e.what());
   } catch (...) {
-    return failed("it threw what is no exception");
+    return failed(kNoException);
   }
   request.arrival = options.arrival;
   request.deadline = options.deadline;

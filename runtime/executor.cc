@@ -213,8 +213,6 @@ EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims, const Se
   return trace;
 }
 
-constexpr absl::string_view kNoException = "it threw what is no exception";
-
 // INTERNAL, whatever the policy says: nothing was wrong with the request.
 absl::Status Failed(const Request& request, absl::string_view why) {
   return absl::InternalError(absl::StrCat("policy '", request.spec->name, "' failed: ", why));

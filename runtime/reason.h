@@ -14,6 +14,8 @@ inline constexpr absl::string_view kReasonUrl = "epikv/reason";
 
 // The request's policy threw or answered an invalid set of victims.
 inline constexpr absl::string_view kPolicyFailed = "POLICY_FAILED";
+// Why a policy failed that threw an object of no known type.
+inline constexpr absl::string_view kNoException = "it threw what is no exception";
 
 inline absl::Status WithReason(absl::Status status, absl::string_view reason) {
   status.SetPayload(kReasonUrl, absl::Cord(reason));
