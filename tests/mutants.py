@@ -257,8 +257,8 @@ MUTANTS = [
     Mutant(
         "a page is bounded by tokens that are gone",
         "policies/attention/raas_page.cc",
-        "if (was && tokens[number] == pages.tokens[old] + (number == newest / page_ ? 1 : 0)) {",
-        "if (was) {",
+        "!was || tokens[number] != before.tokens[old] + (number == newest / page_ ? 1 : 0);",
+        "!was;",
         "raas_page_test",
         "*",
     ),

@@ -94,65 +94,86 @@ class RaasPage final : public Policy {
   std::vector<int64_t> Follow(const Lane& lane, LanePages& pages) const {
     const CacheView& cache = lane.cache();
     const absl::Span<const int32_t> index = cache.index(lane.layer(), lane.head());
-    const int64_t newest = cache.newest(), n = std::ssize(index);
-    std::vector<int64_t> tokens(newest / page_ + 1), place(tokens.size());  // by number
-    for (int32_t token : index) ++tokens[token / page_];
+    const at::Tensor rows = cache.keys(lane.layer(), lane.head());  // [used, key_width]
+    Regrouping regrouping = Regroup(index, cache.newest(), pages);
+    CarryBounds(regrouping, rows.size(1), pages);
 
-    LanePages now;
-    std::vector<int64_t> from, to, fresh(tokens.size());  // places of pages that stay; by number
+    std::vector<int64_t> place(index.size());
+    std::vector<int64_t> slots, places;  // of the keys to be read, and of their pages
+    for (size_t slot = 0; slot < index.size(); ++slot) {
+      const int64_t number = index[slot] / page_;
+      place[slot] = regrouping.place[number];
+      if (!regrouping.fresh[number] && index[slot] != cache.newest()) continue;
+      slots.push_back(static_cast<int64_t>(slot));
+      places.push_back(place[slot]);
+    }
+    const at::Tensor keys =
+        rows.index_select(0, at::tensor(slots, at::kLong)).to(at::kFloat);  // [slots, key_width]
+    LanePages& now = regrouping.pages;
+    if (slots.size() == 1) {
+      at::Tensor low = now.low[places[0]], high = now.high[places[0]];
+      at::minimum_out(low, low, keys[0]);
+      at::maximum_out(high, high, keys[0]);
+    } else {
+      const at::Tensor page = at::tensor(places, at::kLong).unsqueeze(1).expand_as(keys);
+      now.low.scatter_reduce_(0, page, keys, "amin");
+      now.high.scatter_reduce_(0, page, keys, "amax");
+    }
+    pages = std::move(now);
+    return place;
+  }
+
+  // The pages that a lane holds now, beside those it held after the last step.
+  struct Regrouping {
+    LanePages pages;             // without bounds
+    std::vector<int64_t> place;  // in `pages`, by number
+    std::vector<bool> fresh;     // no bounds to carry over: it is new, or lost tokens. By number
+    std::vector<int64_t> from;   // places before and now of those whose bounds hold but for the
+    std::vector<int64_t> to;     // newest token
+  };
+
+  Regrouping Regroup(absl::Span<const int32_t> index, int64_t newest,
+                     const LanePages& before) const {
+    Regrouping now;
+    std::vector<int64_t> tokens(newest / page_ + 1);  // by number
+    for (int32_t token : index) ++tokens[token / page_];
+    now.place.resize(tokens.size());
+    now.fresh.resize(tokens.size());
     size_t old = 0;
     for (int64_t number = 0; number < std::ssize(tokens); ++number) {
       if (tokens[number] == 0) continue;
-      while (old < pages.number.size() && pages.number[old] < number) ++old;
-      place[number] = std::ssize(now.number);
-      const bool was = old < pages.number.size() && pages.number[old] == number;
+      while (old < before.number.size() && before.number[old] < number) ++old;
+      const bool was = old < before.number.size() && before.number[old] == number;
+      now.place[number] = std::ssize(now.pages.number);
       // A round that took tokens from a page left it fewer than it had.
-      if (was && tokens[number] == pages.tokens[old] + (number == newest / page_ ? 1 : 0)) {
-        from.push_back(static_cast<int64_t>(old));
-        to.push_back(place[number]);
-      } else {
-        fresh[number] = 1;
+      now.fresh[number] =
+          !was || tokens[number] != before.tokens[old] + (number == newest / page_ ? 1 : 0);
+      if (!now.fresh[number]) {
+        now.from.push_back(static_cast<int64_t>(old));
+        now.to.push_back(now.place[number]);
       }
-      now.number.push_back(number);
-      now.tokens.push_back(tokens[number]);
+      now.pages.number.push_back(number);
+      now.pages.tokens.push_back(tokens[number]);
     }
+    return now;
+  }
 
-    std::vector<int64_t> of_slot(n), slots, places;  // the latter: what must be read, and its page
-    for (int64_t slot = 0; slot < n; ++slot) {
-      const int64_t number = index[slot] / page_;
-      of_slot[slot] = place[number];
-      if (!fresh[number] && index[slot] != newest) continue;
-      slots.push_back(slot);
-      places.push_back(place[number]);
+  // Gives the pages of `now` the bounds they had; fresh ones are bounded by nothing yet.
+  static void CarryBounds(Regrouping& now, int64_t key_width, LanePages& before) {
+    LanePages& pages = now.pages;
+    const int64_t count = std::ssize(pages.number);
+    if (std::ssize(now.from) == count && pages.number == before.number) {
+      pages.low = std::move(before.low);
+      pages.high = std::move(before.high);
+      return;
     }
-    const at::Tensor rows = cache.keys(lane.layer(), lane.head())
-                                .index_select(0, at::tensor(slots, at::kLong))
-                                .to(at::kFloat);  // [slots, key_width]
-    const int64_t count = std::ssize(now.number);
-    if (std::ssize(from) < count || now.number != pages.number) {
-      constexpr float kInfinity = std::numeric_limits<float>::infinity();
-      now.low = at::full({count, rows.size(1)}, kInfinity);
-      now.high = at::full({count, rows.size(1)}, -kInfinity);
-      if (!from.empty()) {
-        const at::Tensor source = at::tensor(from, at::kLong), target = at::tensor(to, at::kLong);
-        now.low.index_copy_(0, target, pages.low.index_select(0, source));
-        now.high.index_copy_(0, target, pages.high.index_select(0, source));
-      }
-    } else {
-      now.low = std::move(pages.low);
-      now.high = std::move(pages.high);
-    }
-    if (slots.size() == 1) {
-      at::Tensor low = now.low[places[0]], high = now.high[places[0]];
-      at::minimum_out(low, low, rows[0]);
-      at::maximum_out(high, high, rows[0]);
-    } else {
-      const at::Tensor to_page = at::tensor(places, at::kLong).unsqueeze(1).expand_as(rows);
-      now.low.scatter_reduce_(0, to_page, rows, "amin");
-      now.high.scatter_reduce_(0, to_page, rows, "amax");
-    }
-    pages = std::move(now);
-    return of_slot;
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    pages.low = at::full({count, key_width}, kInfinity);
+    pages.high = at::full({count, key_width}, -kInfinity);
+    if (now.from.empty()) return;
+    const at::Tensor from = at::tensor(now.from, at::kLong), to = at::tensor(now.to, at::kLong);
+    pages.low.index_copy_(0, to, before.low.index_select(0, from));
+    pages.high.index_copy_(0, to, before.high.index_select(0, from));
   }
 
   // place: of each slot's page.
