@@ -140,6 +140,38 @@ int64_t Engine::waiting_tokens() const {
   return tokens;
 }
 
+RequestFacts Engine::FactsOf(const Sequence& s) const {
+  const Request& request = s.request;
+  return {.id = request.id,
+          .state = !s.open                               ? RequestState::kQueued
+                   : s.cached < request.prefill_tokens() ? RequestState::kPrefill
+                                                         : RequestState::kDecode,
+          .policy = std::string(request.spec->name),
+          .budget = request.budget,
+          .prompt_tokens = static_cast<int64_t>(request.prompt.size()),
+          .cached_tokens = s.cached,
+          .output_tokens = s.num_outputs,
+          .max_output_tokens = request.max_output_tokens,
+          .kv_used_bytes = s.open ? executor_->Facts(s.id).bytes : 0,
+          .kv_reserved_bytes = s.open ? ledger_.held(s.id) : request.demand.peak_bytes(),
+          .arrival = request.arrival,
+          .deadline = request.deadline};
+}
+
+std::vector<RequestFacts> Engine::Describe() const {
+  std::vector<RequestFacts> all;
+  for (const SequencePtr& s : running_) {
+    all.push_back(FactsOf(*s));
+    if (!s->sink->Ready()) all.back().waits_for = WaitsFor::kReader;
+  }
+  WaitsFor first = running() < options_.max_running_requests ? WaitsFor::kKv : WaitsFor::kPlace;
+  for (const SequencePtr& s : queue_) {
+    all.push_back(FactsOf(*s));
+    all.back().waits_for = std::exchange(first, WaitsFor::kTurn);
+  }
+  return all;
+}
+
 bool Engine::Step() {
   StepStats step;
   StageClock clock(step);

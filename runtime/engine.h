@@ -52,7 +52,8 @@ class Engine {
 
   int64_t running() const { return static_cast<int64_t>(running_.size()); }
   int64_t waiting() const { return static_cast<int64_t>(queue_.size()); }
-  int64_t waiting_tokens() const;  // prompts and max outputs
+  int64_t waiting_tokens() const;              // prompts and max outputs
+  std::vector<RequestFacts> Describe() const;  // those that run, then the queue in its order
   const Ledger& ledger() const { return ledger_; }
   const StepExecutor& executor() const { return *executor_; }
 
@@ -60,6 +61,7 @@ class Engine {
   using SequencePtr = std::unique_ptr<Sequence>;
 
   void ExpireDeadlines();
+  RequestFacts FactsOf(const Sequence& sequence) const;
   void Admit();
   std::vector<WorkItem> PlanStep(std::vector<Sequence*>& sequences);
   std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items);

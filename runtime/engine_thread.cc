@@ -28,8 +28,8 @@ class EngineThread::TrackedSink final : public RequestSink {
 };
 
 EngineThread::EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits,
-                           std::function<void()> on_start)
-    : limits_(limits), engine_(std::move(engine)) {
+                           std::function<void()> on_start, CoreShare cores)
+    : cores_(cores), limits_(limits), engine_(std::move(engine)) {
   thread_ = std::thread([this, on_start = std::move(on_start)] {
     if (on_start) on_start();
     Run();
@@ -79,6 +79,22 @@ bool EngineThread::CancelOf(const RequestSink& sink, const std::string& request_
   return true;
 }
 
+void EngineThread::Describe(std::function<void(std::vector<RequestFacts>)> tell) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!stopping_) {
+      inbox_.push_back(Asked{std::move(tell)});
+      return;
+    }
+  }
+  tell({});
+}
+
+void EngineThread::SetLimits(QueueLimits limits) {
+  absl::MutexLock lock(&mu_);
+  limits_ = limits;
+}
+
 void EngineThread::Wake() {
   absl::MutexLock lock(&mu_);
   woken_ = true;
@@ -87,6 +103,11 @@ void EngineThread::Wake() {
 void EngineThread::StartDraining() {
   absl::MutexLock lock(&mu_);
   draining_ = true;
+}
+
+void EngineThread::Resume() {
+  absl::MutexLock lock(&mu_);
+  draining_ = stopping_;
 }
 
 void EngineThread::Drain(absl::Time deadline) {
@@ -116,9 +137,10 @@ void EngineThread::Handle(std::vector<Message> messages) {
   for (Message& message : messages) {
     if (auto* submitted = std::get_if<Submitted>(&message)) {
       engine_->Submit(std::move(submitted->request), std::move(submitted->sink));
+    } else if (auto* cancelled = std::get_if<Cancelled>(&message)) {
+      engine_->Cancel(cancelled->request_id, std::move(cancelled->status));
     } else {
-      auto& cancelled = std::get<Cancelled>(message);
-      engine_->Cancel(cancelled.request_id, std::move(cancelled.status));
+      std::get<Asked>(message).tell(engine_->Describe());
     }
   }
 }
@@ -140,11 +162,17 @@ void EngineThread::OnEnded() {
   ending_ = false;
 }
 
+bool EngineThread::Step() {
+  if (cores_.budget == nullptr) return engine_->Step();
+  const CoreBudget::Lease lease = cores_.budget->Take(cores_.threads);
+  return engine_->Step();
+}
+
 void EngineThread::Run() {
   bool busy = false;
   do {
     Handle(TakeInbox(/*wait=*/!busy, engine_->NextDeadline()));
-    busy = engine_->Step();
+    busy = Step();
   } while (Publish());
   // Nothing is submitted once draining; what came before ends here.
   Handle(TakeInbox(/*wait=*/false, absl::InfinitePast()));

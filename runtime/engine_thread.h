@@ -12,6 +12,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "runtime/core_budget.h"
 #include "runtime/engine.h"
 #include "runtime/request.h"
 
@@ -34,8 +35,10 @@ struct SubmitResult {
 // and an inbox that is swapped whole once per step.
 class EngineThread {
  public:
-  // `on_start` runs first on the new thread (it sets the thread's OpenMP team size).
-  EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits, std::function<void()> on_start);
+  // `on_start` runs first on the new thread (it sets the thread's OpenMP team size). cores: taken
+  // for each step; the budget outlives the thread.
+  EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits, std::function<void()> on_start,
+               CoreShare cores = {});
   // Cancels what is live and joins.
   ~EngineThread();
 
@@ -46,11 +49,19 @@ class EngineThread {
   // The same, if that request is `sink`'s: an id is free again before its sink hears of the end.
   bool CancelOf(const RequestSink& sink, const std::string& request_id, absl::Status status);
 
+  // What is live, between two steps. tell: on the engine's thread, or at once if that has ended.
+  void Describe(std::function<void(std::vector<RequestFacts>)> tell);
+
+  // From now on; what waits stays.
+  void SetLimits(QueueLimits limits);
+
   // A sink that was not Ready has become so.
   void Wake();
 
   // Refuses new requests from now on and returns; live ones go on.
   void StartDraining();
+  // Takes them again, unless the thread is stopping.
+  void Resume();
   // Blocks until nothing is live and every sink has heard of its end, at most until `deadline`;
   // then cancels the rest and waits for their ends. Implies StartDraining.
   void Drain(absl::Time deadline);
@@ -64,7 +75,10 @@ class EngineThread {
     std::string request_id;
     absl::Status status;
   };
-  using Message = std::variant<Submitted, Cancelled>;
+  struct Asked {
+    std::function<void(std::vector<RequestFacts>)> tell;
+  };
+  using Message = std::variant<Submitted, Cancelled, Asked>;
   class TrackedSink;
 
   struct QueueSize {
@@ -77,6 +91,7 @@ class EngineThread {
   };
 
   void Run();
+  bool Step();
   // `wait`: until there is something to do, at most until `until`.
   std::vector<Message> TakeInbox(bool wait, absl::Time until);
   void Handle(std::vector<Message> messages);
@@ -84,8 +99,9 @@ class EngineThread {
   void OnEnding(const std::string& request_id);
   void OnEnded();
 
-  const QueueLimits limits_;
+  const CoreShare cores_;
   absl::Mutex mu_;
+  QueueLimits limits_ ABSL_GUARDED_BY(mu_);
   std::vector<Message> inbox_ ABSL_GUARDED_BY(mu_);
   bool woken_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;

@@ -21,6 +21,10 @@ class Ledger {
 
   int64_t capacity() const { return capacity_; }
   int64_t reserved() const { return reserved_; }
+  int64_t held(SequenceId id) const {
+    const auto found = held_.find(id);
+    return found == held_.end() ? 0 : found->second;
+  }
 
  private:
   const int64_t capacity_;

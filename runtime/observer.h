@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "absl/time/time.h"
 #include "runtime/request.h"
@@ -25,6 +26,33 @@ struct StepStats {
   // took to move them.
   int64_t kv_rows_moved = 0;
   absl::Duration kv_longest_move;
+};
+
+// What a live request is doing, and what it waits for.
+enum class RequestState {
+  kQueued,  // holds no KV yet
+  kPrefill,
+  kDecode,
+};
+enum class WaitsFor {
+  kNothing,
+  kTurn,    // others are before it in the queue
+  kKv,      // the head of the queue: room in the KV pool
+  kPlace,   // the head of the queue: one of max_running_requests
+  kReader,  // running: its client, who does not read
+};
+
+// A live request, for people who look.
+struct RequestFacts {
+  std::string id;
+  RequestState state = RequestState::kQueued;
+  WaitsFor waits_for = WaitsFor::kNothing;
+  std::string policy;
+  int64_t budget = 0;  // tokens
+  int64_t prompt_tokens = 0, cached_tokens = 0, output_tokens = 0, max_output_tokens = 0;
+  int64_t kv_used_bytes = 0;
+  int64_t kv_reserved_bytes = 0;  // of a queued one: what it will reserve
+  absl::Time arrival, deadline;
 };
 
 struct EvictedStats {

@@ -170,6 +170,8 @@ std::string Megabytes(int64_t bytes) { return absl::StrFormat("%.1f MB", bytes /
 
 }  // namespace
 
+PolicyCatalog BuiltPolicies() { return AllPolicies(); }
+
 absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   auto progress = [&](absl::string_view stage) {
     if (options.progress) options.progress(stage);
@@ -183,7 +185,7 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   if (!model.ok()) return model.status();
   loaded.manifest = (*model)->manifest();
   loaded.tokenizer_json = (*model)->tokenizer_json();
-  loaded.policies = AllPolicies();
+  loaded.policies = BuiltPolicies();
   loaded.description.push_back(
       absl::StrCat((*model)->description(), ", weights ", Megabytes((*model)->weight_bytes())));
   if (absl::Status status = CheckSupported(loaded.manifest); !status.ok()) return status;

@@ -48,6 +48,9 @@ struct LoadedModel {
   std::function<void()> on_engine_thread_start;
 };
 
+// The eviction policies of this build.
+PolicyCatalog BuiltPolicies();
+
 // Loads the file, checks the model contract (DESIGN section 3), takes the KV pool, measures kernels
 // and warms every shape up. The error names every violation. DATA_LOSS: the file is damaged.
 absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options);
