@@ -9,6 +9,7 @@
 #include <fstream>
 #include <iterator>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -92,9 +93,19 @@ const std::vector<Setting>& Settings() {
 }
 
 std::string ValueText(const v1::ServerConfig& config, const pb::FieldDescriptor& field) {
+  pb::TextFormat::Printer printer;
+  printer.SetSingleLineMode(true);
   std::string text;
-  pb::TextFormat::PrintFieldValueToString(config, &field, -1, &text);
-  return text;
+  if (!field.is_repeated()) {
+    printer.PrintFieldValueToString(config, &field, -1, &text);
+    return text;
+  }
+  std::vector<std::string> items(config.GetReflection()->FieldSize(config, &field));
+  for (size_t i = 0; i < items.size(); ++i) {
+    printer.PrintFieldValueToString(config, &field, static_cast<int>(i), &items[i]);
+    items[i] = absl::StrCat("{ ", items[i], "}");
+  }
+  return absl::StrCat("[", absl::StrJoin(items, ", "), "]");
 }
 
 // Least number of inserted, deleted and replaced characters.
@@ -196,6 +207,9 @@ void ApplyFlag(const Flag& flag, v1::ServerConfig& config, Problems& problems) {
   if (field->cpp_type() == pb::FieldDescriptor::CPPTYPE_STRING) {
     text = absl::StrCat("\"", absl::CEscape(text), "\"");
   }
+  if (field->cpp_type() == pb::FieldDescriptor::CPPTYPE_MESSAGE) {
+    text = absl::StrCat("{", text, "}");
+  }
   ProblemCollector collector(absl::StrCat("--", flag.name), problems);
   pb::TextFormat::Parser parser;
   parser.RecordErrorsTo(&collector);
@@ -264,41 +278,72 @@ void CheckRanges(const v1::ServerConfig& c, Problems& problems) {
   check.Require(c.metrics_max_series() >= 1, "metrics_max_series", "be at least 1");
 }
 
+void CheckModels(const v1::ServerConfig& c, Problems& problems) {
+  std::set<std::string> names;
+  if (!c.model().empty()) names.insert(c.model_name());
+  for (int i = 0; i < c.models_size(); ++i) {
+    for (const FieldViolation& violation : ViolationsOf(c.models(i))) {
+      problems.push_back(
+          absl::StrCat("models[", i, "].", violation.field, " ", violation.description));
+    }
+    const std::string& name = c.models(i).name();
+    if (!name.empty() && !names.insert(name).second) {
+      problems.push_back(absl::StrCat("models[", i, "].name '", name, "' is another model's"));
+    }
+  }
+}
+
 void CheckModel(const v1::ServerConfig& c, Problems& problems) {
   Checker(c, problems)
-      .Require(!c.model().empty(), "model", "name the file that `epikv export` wrote");
+      .Require(!c.model().empty() || c.models_size() > 0, "model",
+               "name the file that `epikv export` wrote");
+}
+
+// The first by its own settings, then the list.
+std::vector<ModelSource> ModelsOf(const v1::ServerConfig& c) {
+  std::vector<ModelSource> models;
+  if (!c.model().empty()) {
+    models.push_back({.path = c.model(),
+                      .name = c.model_name(),
+                      .artefact_dir = c.artefact_dir(),
+                      .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
+                      .threads = c.threads()});
+  }
+  for (const v1::ModelSource& source : c.models()) {
+    models.push_back(FromProto(source));
+    if (source.threads() == 0) models.back().threads = c.threads();
+  }
+  return models;
 }
 
 Config ToConfig(const v1::ServerConfig& c) {
-  return {.listen = c.listen(),
-          .metrics_listen = c.metrics_listen(),
-          .model_name = c.model_name(),
-          .runtime = {.model_path = c.model(),
-                      .artefact_dir = c.artefact_dir(),
-                      .threads = c.threads(),
-                      .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
-                      .kv_memory_share = c.kv_memory_share(),
-                      .max_step_tokens = c.max_step_tokens(),
-                      .prefill_chunk_tokens = c.prefill_chunk_tokens(),
-                      .max_running_requests = c.max_running_requests(),
-                      .deterministic = c.deterministic(),
-                      .decode_kernel = c.decode_kernel()},
-          .scheduler = {.max_step_tokens = c.max_step_tokens(),
-                        .prefill_chunk_tokens = c.prefill_chunk_tokens(),
-                        .fixed_chunk_tokens = c.deterministic() ? kDeterministicRows : 0},
-          .max_running_requests = c.max_running_requests(),
-          .queue = {.max_requests = c.max_queued_requests(),
-                    .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
-          .default_policy = c.default_policy(),
-          .default_equal_protection = c.default_equal_protection(),
-          .default_max_output_tokens = c.default_max_output_tokens(),
-          .outbox = {.max_messages = c.outbox_messages(),
-                     .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
-                     .stall = absl::Seconds(c.stream_stall_seconds())},
-          .drain = absl::Seconds(c.drain_seconds()),
-          .max_message_bytes = c.max_message_bytes(),
-          .metrics_max_series = c.metrics_max_series(),
-          .reflection = c.reflection()};
+  return {
+      .listen = c.listen(),
+      .metrics_listen = c.metrics_listen(),
+      .models = ModelsOf(c),
+      .runtime = {.kv_memory_share = c.kv_memory_share(),
+                  .max_step_tokens = c.max_step_tokens(),
+                  .prefill_chunk_tokens = c.prefill_chunk_tokens(),
+                  .max_running_requests = c.max_running_requests(),
+                  .deterministic = c.deterministic(),
+                  .decode_kernel = c.decode_kernel()},
+      .serving = {.scheduler = {.max_step_tokens = c.max_step_tokens(),
+                                .prefill_chunk_tokens = c.prefill_chunk_tokens(),
+                                .fixed_chunk_tokens = c.deterministic() ? kDeterministicRows : 0},
+                  .max_running_requests = c.max_running_requests(),
+                  .queue = {.max_requests = c.max_queued_requests(),
+                            .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
+                  .default_policy = c.default_policy(),
+                  .default_equal_protection = c.default_equal_protection(),
+                  .default_max_output_tokens = c.default_max_output_tokens(),
+                  .deterministic = c.deterministic()},
+      .outbox = {.max_messages = c.outbox_messages(),
+                 .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
+                 .stall = absl::Seconds(c.stream_stall_seconds())},
+      .drain = absl::Seconds(c.drain_seconds()),
+      .max_message_bytes = c.max_message_bytes(),
+      .metrics_max_series = c.metrics_max_series(),
+      .reflection = c.reflection()};
 }
 
 PrintConfig ToPrintConfig(const v1::ServerConfig& config) {
@@ -331,6 +376,26 @@ PrintHelp ToPrintHelp(const v1::ServerConfig& defaults) {
 
 }  // namespace
 
+std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source) {
+  std::vector<FieldViolation> violations;
+  auto require = [&](bool ok, const char* field, const char* must) {
+    if (!ok) violations.push_back({field, must});
+  };
+  require(!source.path().empty(), "path", "must name the file that `epikv export` wrote");
+  require(!FirstInvalidUtf8(source.name()).has_value(), "name", "must be UTF-8");
+  require(source.kv_pool_bytes() <= uint64_t{INT64_MAX}, "kv_pool_bytes", "must be below 2^63");
+  require(source.threads() <= 1024, "threads", "must be at most 1024");
+  return violations;
+}
+
+ModelSource FromProto(const v1::ModelSource& source) {
+  return {.path = source.path(),
+          .name = source.name(),
+          .artefact_dir = source.artefact_dir(),
+          .kv_pool_bytes = static_cast<int64_t>(source.kv_pool_bytes()),
+          .threads = source.threads()};
+}
+
 absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args) {
   Problems problems;
   v1::ServerConfig config = ParseText(kDefaultConfig, "defaults", problems);
@@ -339,19 +404,11 @@ absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args) {
   if (arguments.file.has_value()) ApplyFile(*arguments.file, config, problems);
   for (const Flag& flag : arguments.flags) ApplyFlag(flag, config, problems);
   CheckRanges(config, problems);
+  CheckModels(config, problems);
   if (!arguments.print_config) CheckModel(config, problems);
   if (!problems.empty()) return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
   if (arguments.print_config) return ToPrintConfig(config);
   return ToConfig(config);
-}
-
-absl::Status CheckDefaultPolicy(const Config& config, PolicyCatalog catalog) {
-  if (config.default_policy.empty() || FindPolicy(catalog, config.default_policy) != nullptr) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(absl::StrCat("--default_policy: unknown policy '",
-                                                 config.default_policy,
-                                                 "'; known: ", KnownPolicies(catalog)));
 }
 
 }  // namespace epikv

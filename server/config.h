@@ -9,31 +9,24 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "policies/spec.h"
-#include "runtime/admission.h"
-#include "runtime/engine.h"
-#include "runtime/engine_thread.h"
 #include "runtime/runtime.h"
 #include "server/outbox.h"
+#include "server/served_model.h"
 
 namespace epikv {
 
 namespace v1 {
+class ModelSource;
 class ServerConfig;
-}
+}  // namespace v1
 
 // The settings of a run, checked. What each means: deploy/epikvd.textproto.
 struct Config {
   std::string listen;
-  std::string metrics_listen;  // empty: none
-  std::string model_name;      // empty: the manifest's
-  RuntimeOptions runtime;
-  SchedulerOptions scheduler;
-  int64_t max_running_requests = 0;
-  QueueLimits queue;
-  std::string default_policy;
-  bool default_equal_protection = false;
-  int64_t default_max_output_tokens = 0;
+  std::string metrics_listen;       // empty: none
+  std::vector<ModelSource> models;  // at least one
+  RuntimeOptions runtime;           // but for what a ModelSource says
+  ServingOptions serving;
   OutboxLimits outbox;
   absl::Duration drain;
   int64_t max_message_bytes = 0;
@@ -54,7 +47,8 @@ using Command = std::variant<Config, PrintHelp, PrintConfig>;
 // --name). `args` without the program's name. The error names everything that is wrong.
 absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args);
 
-// Whether the catalog has the default policy; known once the policies are.
-absl::Status CheckDefaultPolicy(const Config& config, PolicyCatalog catalog);
+// What is wrong with it, all at once.
+std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source);
+ModelSource FromProto(const v1::ModelSource& source);
 
 }  // namespace epikv

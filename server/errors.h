@@ -19,6 +19,7 @@ inline constexpr absl::string_view kSlowReader = "SLOW_READER";
 inline constexpr absl::string_view kNotUtf8 = "NOT_UTF8";
 inline constexpr absl::string_view kMalformed = "MALFORMED";
 inline constexpr absl::string_view kQueueFull = "QUEUE_FULL";
+inline constexpr absl::string_view kStarting = "STARTING";
 inline constexpr absl::string_view kDraining = "DRAINING";
 inline constexpr absl::string_view kDuplicateId = "DUPLICATE_ID";
 inline constexpr absl::string_view kNotFound = "NOT_FOUND";

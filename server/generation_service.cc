@@ -43,6 +43,12 @@ struct CallFacts {
   int64_t lanes = 0;
 };
 
+// ErrorInfo.reason of Models::Find's refusal.
+absl::string_view ReasonOfNoModel(grpc::StatusCode code) {
+  if (code == grpc::StatusCode::UNAVAILABLE) return kStarting;
+  return code == grpc::StatusCode::NOT_FOUND ? kNotFound : "INVALID_REQUEST";
+}
+
 absl::Status WhyCancelledNow(const CallScope& scope) {
   return WhyCancelled(
       {.start = scope.start, .deadline = DeadlineOf(scope.context), .now = absl::Now()});
@@ -179,14 +185,12 @@ absl::Status WhyCancelled(const CallTimes& times) {
   return absl::CancelledError("the client has gone");
 }
 
-GenerationService::GenerationService(const ServedModel& model, EngineThread& engine,
-                                     Courier& courier, Metrics& metrics, OutboxLimits outbox_limits)
-    : model_(model),
-      engine_(engine),
+GenerationService::GenerationService(const Models& models, Courier& courier, Metrics& metrics,
+                                     OutboxLimits outbox_limits)
+    : models_(models),
       courier_(courier),
       metrics_(metrics),
       outbox_limits_(outbox_limits),
-      lanes_(model.admission.shape().num_layers * model.admission.shape().num_kv_heads),
       id_prefix_(absl::StrCat(absl::Hex(absl::Uniform<uint64_t>(absl::BitGen())))) {}
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* GenerationService::Generate(
@@ -219,9 +223,13 @@ grpc::ServerUnaryReactor* GenerationService::CancelRequest(grpc::CallbackServerC
                                                            grpc::ByteBuffer* out) {
   auto cancel =
       [this](const v1::CancelRequestRequest& request) -> Answer<v1::CancelRequestResponse> {
-    if (engine_.Cancel(request.request_id(), absl::CancelledError("cancelled by CancelRequest"))) {
-      return v1::CancelRequestResponse();
+    bool found = false;
+    for (const ModelPtr& model : models_.Live()) {
+      if (!request.model().empty() && request.model() != model->name) continue;
+      found |= model->engine->Cancel(request.request_id(),
+                                     absl::CancelledError("cancelled by CancelRequest"));
     }
+    if (found) return v1::CancelRequestResponse();
     return NotFound("request", request.request_id(),
                     absl::StrCat("no request '", request.request_id(), "' is live"));
   };
@@ -232,73 +240,90 @@ grpc::ServerUnaryReactor* GenerationService::CancelRequest(grpc::CallbackServerC
 template <typename Message, typename Call>
 void GenerationService::Begin(grpc::CallbackServerContext& context, const grpc::ByteBuffer& in,
                               Call& call) {
-  std::variant<Prepared, grpc::Status> prepared = Prepare<Message>(context, in);
-  if (const auto* status = std::get_if<grpc::Status>(&prepared)) return call.Fail(*status);
-  Prepared& ready = std::get<Prepared>(prepared);
-  const std::string id = ready.request.id;
-  CallFacts facts{.outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(id), ready.token_ids,
-                                                     call, courier_),
-                  .accepted = AcceptedOf(ready, model_.name),
-                  .lanes = lanes_};
-  const std::shared_ptr<Outbox> outbox = facts.outbox;
-  const SubmitResult submitted = engine_.Submit(std::move(ready.request), outbox);
-  if (submitted.error != SubmitError::kNone) return call.Fail(RefusalOf(context, submitted, id));
-  // Nothing calls `call` before Open, nor cancels it before this method has returned.
-  call.Start(std::move(facts));
-  outbox->Open({.position = submitted.queue_position});
+  std::variant<Message, Rejection> parsed = Parse<Message>(in);
+  if (const auto* rejection = std::get_if<Rejection>(&parsed)) {
+    metrics_.OnRejected(rejection->reason);
+    return call.Fail(ToGrpc(*rejection));
+  }
+  const Message& message = std::get<Message>(parsed);
+  for (;;) {
+    std::variant<ModelPtr, grpc::Status> found = models_.Find(message.model());
+    if (const auto* refusal = std::get_if<grpc::Status>(&found)) {
+      metrics_.OnRejected(ReasonOfNoModel(refusal->error_code()));
+      return call.Fail(*refusal);
+    }
+    const ModelPtr model = std::get<ModelPtr>(std::move(found));
+    std::variant<Prepared, grpc::Status> prepared = Prepare<Message>(context, message, *model);
+    if (const auto* status = std::get_if<grpc::Status>(&prepared)) return call.Fail(*status);
+    Prepared& ready = std::get<Prepared>(prepared);
+    const std::string id = ready.request.id;
+    CallFacts facts{.outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(model, id),
+                                                       ready.token_ids, call, courier_),
+                    .accepted = AcceptedOf(ready, model->name),
+                    .lanes = model->lanes()};
+    const std::shared_ptr<Outbox> outbox = facts.outbox;
+    const SubmitResult submitted = model->engine->Submit(std::move(ready.request), outbox);
+    // It went out of service meanwhile: who serves its name now may take the request.
+    if (submitted.error == SubmitError::kDraining && models_.Replaced(*model)) continue;
+    if (submitted.error != SubmitError::kNone) {
+      return call.Fail(RefusalOf(context, submitted, id, *model));
+    }
+    // Nothing calls `call` before Open, nor cancels it before this method has returned.
+    call.Start(std::move(facts));
+    return outbox->Open({.position = submitted.queue_position});
+  }
 }
 
 template <typename Message>
 std::variant<Prepared, grpc::Status> GenerationService::Prepare(
-    grpc::CallbackServerContext& context, const grpc::ByteBuffer& in) {
-  auto reject = [this](const Rejection& rejection) {
-    metrics_.OnRejected(rejection.reason);
-    return ToGrpc(rejection);
-  };
+    grpc::CallbackServerContext& context, const Message& message, const ServedModel& model) {
   const absl::Time arrival = absl::Now();
-  std::variant<Message, Rejection> parsed = Parse<Message>(in);
-  if (const auto* rejection = std::get_if<Rejection>(&parsed)) return reject(*rejection);
-  const Message& message = std::get<Message>(parsed);
-  if (std::optional<grpc::Status> refusal = model_.Refuse(message.model())) {
-    metrics_.OnRejected(kNotFound);
-    return *refusal;
-  }
-  AskedRequest asked = FromProto(message, model_.tokenizer);
+  AskedRequest asked = FromProto(message, *model.tokenizer);
   if (asked.options.id.empty()) asked.options.id = NewRequestId();
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
   asked.options.arrival = arrival;
   asked.options.deadline = DeadlineOf(context);
   const bool token_ids = asked.token_ids;
-  std::variant<Request, Rejection> resolved = Resolve(std::move(asked), model_.admission);
-  if (const auto* rejection = std::get_if<Rejection>(&resolved)) return reject(*rejection);
+  std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);
+  if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
+    model.metrics->OnRejected(rejection->reason);
+    return ToGrpc(*rejection);
+  }
   return Prepared{.request = std::get<Request>(std::move(resolved)), .token_ids = token_ids};
 }
 
-OutboxHooks GenerationService::HooksOf(const std::string& request_id) {
-  return {.wake_engine = [this] { engine_.Wake(); },
+// Outboxes do not keep their model: the engine, which drops them last, cannot end on its own
+// thread.
+OutboxHooks GenerationService::HooksOf(std::weak_ptr<const ServedModel> model,
+                                       const std::string& request_id) {
+  return {.wake_engine =
+              [model] {
+                if (const ModelPtr live = model.lock()) live->engine->Wake();
+              },
           .cancel_request =
-              [this, request_id](const RequestSink& sink, absl::Status status) {
-                engine_.CancelOf(sink, request_id, std::move(status));
+              [model, request_id](const RequestSink& sink, absl::Status status) {
+                const ModelPtr live = model.lock();
+                if (live != nullptr) live->engine->CancelOf(sink, request_id, std::move(status));
               },
           .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); }};
 }
 
 grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,
                                           const SubmitResult& submitted,
-                                          const std::string& request_id) {
+                                          const std::string& request_id, const ServedModel& model) {
   switch (submitted.error) {
     case SubmitError::kDuplicateId:
-      metrics_.OnRejected(kDuplicateId);
+      model.metrics->OnRejected(kDuplicateId);
       return AlreadyExists("request", request_id,
                            absl::StrCat("a request '", request_id, "' is live"));
     case SubmitError::kDraining:
-      metrics_.OnRejected(kDraining);
+      model.metrics->OnRejected(kDraining);
       return Unavailable(kDraining, "the server is shutting down; try another one", kRetryDelay);
     case SubmitError::kQueueFull:
     case SubmitError::kNone:
       break;
   }
-  metrics_.OnRejected(kQueueFull);
+  model.metrics->OnRejected(kQueueFull);
   context.AddTrailingMetadata("grpc-retry-pushback-ms",
                               absl::StrCat(absl::ToInt64Milliseconds(kRetryDelay)));
   return Exhausted(

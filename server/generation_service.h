@@ -14,12 +14,11 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "epikv/v1/generation.grpc.pb.h"
-#include "runtime/engine_thread.h"
 #include "server/courier.h"
 #include "server/generation_messages.h"
 #include "server/metrics.h"
+#include "server/models.h"
 #include "server/outbox.h"
-#include "server/served_model.h"
 
 namespace epikv {
 
@@ -59,8 +58,8 @@ class GenerationService final
                   v1::GenerationService::WithRawCallbackMethod_CancelRequest<
                       v1::GenerationService::Service>>>> {
  public:
-  GenerationService(const ServedModel& model, EngineThread& engine, Courier& courier,
-                    Metrics& metrics, OutboxLimits outbox_limits);
+  GenerationService(const Models& models, Courier& courier, Metrics& metrics,
+                    OutboxLimits outbox_limits);
 
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* in) override;
@@ -82,18 +81,16 @@ class GenerationService final
   void Begin(grpc::CallbackServerContext& context, const grpc::ByteBuffer& in, Call& call);
   template <typename Message>
   std::variant<Prepared, grpc::Status> Prepare(grpc::CallbackServerContext& context,
-                                               const grpc::ByteBuffer& in);
-  OutboxHooks HooksOf(const std::string& request_id);
+                                               const Message& message, const ServedModel& model);
+  OutboxHooks HooksOf(std::weak_ptr<const ServedModel> model, const std::string& request_id);
   grpc::Status RefusalOf(grpc::CallbackServerContext& context, const SubmitResult& submitted,
-                         const std::string& request_id);
+                         const std::string& request_id, const ServedModel& model);
   std::string NewRequestId();
 
-  const ServedModel& model_;
-  EngineThread& engine_;
+  const Models& models_;
   Courier& courier_;
   Metrics& metrics_;
   const OutboxLimits outbox_limits_;
-  const int64_t lanes_;
   const std::string id_prefix_;  // differs between processes
   std::atomic<int64_t> next_id_{0};
   LiveCalls live_calls_;

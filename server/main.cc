@@ -2,6 +2,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
@@ -18,15 +19,15 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "nlohmann/json.hpp"
-#include "runtime/admission.h"
-#include "runtime/engine.h"
-#include "runtime/engine_thread.h"
+#include "runtime/core_budget.h"
+#include "runtime/machine.h"
 #include "runtime/runtime.h"
-#include "runtime/tokenizer.h"
 #include "server/config.h"
 #include "server/courier.h"
+#include "server/lifecycle.h"
 #include "server/metrics.h"
 #include "server/metrics_server.h"
+#include "server/models.h"
 #include "server/server.h"
 
 // The daemon: flags, model, engine, ports; then serving, until a signal ends it in order.
@@ -83,127 +84,132 @@ std::string AddressOf(const std::string& listen, int port) {
 }
 
 // For programs: one line, when requests are served.
-void Announce(const Config& config, const ServedModel& model, const Server& server,
+void Announce(const Config& config, const Models& models, const Server& server,
               const MetricsServer* metrics) {
   nlohmann::ordered_json line;
   line["grpc"] = AddressOf(config.listen, server.port());
   line["metrics"] = metrics == nullptr ? "" : AddressOf(config.metrics_listen, metrics->port());
-  line["model"] = model.name;
-  line["kv_capacity_tokens"] = model.kv_capacity_tokens();
-  line["threads"] = model.threads;
-  line["decode_kernel"] = model.decode_kernel;
+  const std::vector<ModelPtr> served = models.InService();
+  const ServedModel& first = *served.front();
+  line["model"] = first.name;
+  line["kv_capacity_tokens"] = first.kv_capacity_tokens();
+  line["threads"] = first.threads;
+  line["decode_kernel"] = first.decode_kernel;
+  for (const ModelPtr& model : served) line["models"].push_back(model->name);
   std::cout << line.dump() << std::endl;
 }
 
-absl::StatusOr<LoadedModel> Load(const Config& config, const StartLog& log) {
-  RuntimeOptions options = config.runtime;
-  options.progress = [&log](absl::string_view stage) { log.Say(stage); };
-  absl::StatusOr<LoadedModel> loaded = LoadModel(options);
-  if (!loaded.ok()) return loaded;
-  for (const std::string& line : loaded->description) log.Say(line);
-  if (absl::Status status = CheckDefaultPolicy(config, loaded->policies); !status.ok()) {
-    return status;
+// Cores that engines may use: the quota minus one, for gRPC and the rest, or more if asked.
+int64_t EngineCores(const Config& config) {
+  int64_t cores = std::max<int64_t>(1, CpuQuota() - 1);
+  for (const ModelSource& source : config.models) cores = std::max(cores, source.threads);
+  return cores;
+}
+
+// Loads models and puts them behind engines, as the configuration says.
+class Loader {
+ public:
+  Loader(const Config& config, const StartLog& log, CoreBudget& cores, Metrics& metrics)
+      : config_(config), log_(log), cores_(cores), metrics_(metrics) {}
+
+  absl::StatusOr<ModelPtr> Load(const ModelSource& source) const {
+    const absl::Time begin = absl::Now();
+    RuntimeOptions options = config_.runtime;
+    options.model_path = source.path;
+    options.artefact_dir = source.artefact_dir;
+    options.kv_pool_bytes = source.kv_pool_bytes;
+    options.threads = source.threads;
+    options.progress = [this](absl::string_view stage) { log_.Say(stage); };
+    absl::StatusOr<LoadedModel> loaded = LoadModel(options);
+    if (!loaded.ok()) return loaded.status();
+    for (const std::string& line : loaded->description) log_.Say(line);
+    return MakeServedModel(*std::move(loaded), source.name, config_.serving, absl::Now() - begin,
+                           cores_, metrics_);
   }
-  return loaded;
+
+ private:
+  const Config& config_;
+  const StartLog& log_;
+  CoreBudget& cores_;
+  Metrics& metrics_;
+};
+
+absl::Status LoadAll(const Config& config, const Loader& loader, Models& models) {
+  for (const ModelSource& source : config.models) {
+    absl::StatusOr<ModelPtr> model = loader.Load(source);
+    if (!model.ok()) return model.status();
+    const std::string name = (*model)->name;
+    if (models.Has(name)) {
+      return absl::InvalidArgumentError(absl::StrCat(source.path, ": a model '", name,
+                                                     "' is served already; give it another name"));
+    }
+    models.Put(*std::move(model));
+  }
+  return absl::OkStatus();
 }
 
 // Settings that explain how a daemon behaves; what has a series of its own is not among them.
 prometheus::Labels LabelsOf(const Config& config) {
-  return {{"max_step_tokens", absl::StrCat(config.scheduler.max_step_tokens)},
-          {"prefill_chunk_tokens", absl::StrCat(config.scheduler.prefill_chunk_tokens)},
-          {"max_running_requests", absl::StrCat(config.max_running_requests)},
-          {"max_queued_requests", absl::StrCat(config.queue.max_requests)},
-          {"max_queued_tokens", absl::StrCat(config.queue.max_tokens)},
-          {"default_max_output_tokens", absl::StrCat(config.default_max_output_tokens)},
-          {"default_policy", config.default_policy},
-          {"default_equal_protection", config.default_equal_protection ? "true" : "false"},
-          {"deterministic", config.runtime.deterministic ? "true" : "false"}};
-}
-
-absl::StatusOr<std::unique_ptr<Metrics>> MakeMetrics(const Config& config, const ServedModel& model,
-                                                     const StartLog& log) {
-  const Admission& admission = model.admission;
-  return Metrics::Create({.model = model.name,
-                          .architecture = admission.manifest().architecture,
-                          .dtype = std::string(DTypeName(admission.manifest().dtype)),
-                          .decode_kernel = model.decode_kernel,
-                          .policies = admission.catalog(),
-                          .lanes = admission.shape().num_layers * admission.shape().num_kv_heads,
-                          .kv_bytes_per_token = admission.kv_bytes_per_token(),
-                          .kv_capacity_bytes = model.kv_capacity_bytes,
-                          .max_running_requests = config.max_running_requests,
-                          .threads = model.threads,
-                          .model_load = log.elapsed(),
-                          .max_series = config.metrics_max_series,
-                          .config = LabelsOf(config)});
+  const ServingOptions& serving = config.serving;
+  return {{"max_step_tokens", absl::StrCat(serving.scheduler.max_step_tokens)},
+          {"prefill_chunk_tokens", absl::StrCat(serving.scheduler.prefill_chunk_tokens)},
+          {"max_running_requests", absl::StrCat(serving.max_running_requests)},
+          {"max_queued_requests", absl::StrCat(serving.queue.max_requests)},
+          {"max_queued_tokens", absl::StrCat(serving.queue.max_tokens)},
+          {"default_max_output_tokens", absl::StrCat(serving.default_max_output_tokens)},
+          {"default_policy", serving.default_policy},
+          {"default_equal_protection", serving.default_equal_protection ? "true" : "false"},
+          {"deterministic", serving.deterministic ? "true" : "false"}};
 }
 
 // Health first, so that balancers turn away; then new requests; then what runs, within the cap.
-void Drain(const Config& config, Server& server, EngineThread& engine, Metrics& metrics,
-           const StartLog& log) {
+void Drain(const Config& config, Lifecycle& lifecycle, Server& server, Models& models,
+           Metrics& metrics, const StartLog& log) {
   const absl::Time deadline = absl::Now() + config.drain;
   log.Say(absl::StrCat("stopping: running streams may go on for ",
                        absl::FormatDuration(config.drain), "; a second signal ends at once"));
-  server.StopAdvertising();
-  metrics.OnDraining();
-  engine.Drain(deadline);
+  lifecycle.SetState(ServerState::kDraining);
+  metrics.SetDraining(true);
+  models.Drain(deadline);
   server.Shutdown(deadline);
   log.Say("stopped");
 }
 
 absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) {
-  if (absl::Status status = Server::CheckAddress(config.listen); !status.ok()) return status;
+  // Ports before models: probes are answered while those are loaded.
+  Metrics metrics({.policies = BuiltPolicies(),
+                   .max_series = config.metrics_max_series,
+                   .config = LabelsOf(config)});
   // Never stopped: that takes the library two seconds, and the process ends anyway.
   static auto& metrics_server = *new std::unique_ptr<MetricsServer>;
   if (!config.metrics_listen.empty()) {
     auto started = MetricsServer::Start(config.metrics_listen);
     if (!started.ok()) return started.status();
     metrics_server = *std::move(started);
+    metrics_server->Serve(metrics);
   }
-
-  absl::StatusOr<LoadedModel> loaded = Load(config, log);
-  if (!loaded.ok()) return loaded.status();
-  absl::StatusOr<std::unique_ptr<Tokenizer>> tokenizer =
-      Tokenizer::FromJson(loaded->tokenizer_json);
-  if (!tokenizer.ok()) return tokenizer.status();
-  const Admission admission(loaded->manifest, loaded->shape, loaded->policies,
-                            {.kv_capacity_bytes = loaded->kv_capacity_bytes,
-                             .prefill_chunk_tokens = config.runtime.prefill_chunk_tokens,
-                             .default_max_output_tokens = config.default_max_output_tokens,
-                             .default_policy = config.default_policy,
-                             .default_equal_protection = config.default_equal_protection});
-  const ServedModel model{
-      .name = config.model_name.empty() ? loaded->manifest.name : config.model_name,
-      .admission = admission,
-      .tokenizer = **tokenizer,
-      .kv_capacity_bytes = loaded->kv_capacity_bytes,
-      .threads = loaded->threads,
-      .decode_kernel = loaded->decode_kernel,
-      .deterministic = config.runtime.deterministic};
-
-  absl::StatusOr<std::unique_ptr<Metrics>> metrics = MakeMetrics(config, model, log);
-  if (!metrics.ok()) return metrics.status();
-  if (metrics_server != nullptr) metrics_server->Serve(**metrics);
+  CoreBudget cores(EngineCores(config));
   Courier courier(config.outbox.stall / 4);
-  EngineThread engine(
-      std::make_unique<Engine>(EngineOptions{.scheduler = config.scheduler,
-                                             .kv_capacity_bytes = loaded->kv_capacity_bytes,
-                                             .max_running_requests = config.max_running_requests},
-                               std::move(loaded->executor), **tokenizer, **metrics),
-      config.queue, loaded->on_engine_thread_start);
+  Lifecycle lifecycle;
+  Models models(lifecycle);
   absl::StatusOr<std::unique_ptr<Server>> server =
       Server::Start({.listen = config.listen,
                      .max_message_bytes = config.max_message_bytes,
                      .reflection = config.reflection,
                      .outbox = config.outbox},
-                    model, engine, courier, **metrics);
+                    models, lifecycle, courier, metrics);
   if (!server.ok()) return server.status();
+  log.Say(absl::StrCat("gRPC on ", AddressOf(config.listen, (*server)->port()),
+                       ", not serving until the models are loaded"));
 
+  const Loader loader(config, log, cores, metrics);
+  if (absl::Status status = LoadAll(config, loader, models); !status.ok()) return status;
+  lifecycle.SetState(ServerState::kServing);
   signals.Serve();
   log.Say("serving");
-  Announce(config, model, **server, metrics_server.get());
+  Announce(config, models, **server, metrics_server.get());
   signals.AwaitStop();
-  Drain(config, **server, engine, **metrics, log);
+  Drain(config, lifecycle, **server, models, metrics, log);
   return absl::OkStatus();
 }
 

@@ -59,31 +59,19 @@ absl::string_view KnownOr(absl::Span<const absl::string_view> known, absl::strin
 Family<Histogram>& Declarations::Histograms(const std::string& name, const std::string& help,
                                             size_t combinations, const Bounds& bounds) {
   bound_ += static_cast<int64_t>(combinations * (bounds.size() + 3));  // +Inf, sum, count
-  return prometheus::BuildHistogram()
-      .Name(name)
-      .Help(help)
-      .Labels({{"model", model_}})
-      .Register(registry_);
+  return prometheus::BuildHistogram().Name(name).Help(help).Labels(labels_).Register(registry_);
 }
 
 Family<Counter>& Declarations::Counters(const std::string& name, const std::string& help,
                                         size_t combinations) {
   bound_ += static_cast<int64_t>(combinations);
-  return prometheus::BuildCounter()
-      .Name(name)
-      .Help(help)
-      .Labels({{"model", model_}})
-      .Register(registry_);
+  return prometheus::BuildCounter().Name(name).Help(help).Labels(labels_).Register(registry_);
 }
 
 Family<Gauge>& Declarations::Gauges(const std::string& name, const std::string& help,
                                     size_t combinations) {
   bound_ += static_cast<int64_t>(combinations);
-  return prometheus::BuildGauge()
-      .Name(name)
-      .Help(help)
-      .Labels({{"model", model_}})
-      .Register(registry_);
+  return prometheus::BuildGauge().Name(name).Help(help).Labels(labels_).Register(registry_);
 }
 
 }  // namespace epikv

@@ -6,11 +6,15 @@
 #include <prometheus/registry.h>
 
 #include <cstdint>
+#include <functional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 
@@ -36,11 +40,11 @@ prometheus::Labels With(prometheus::Labels labels, absl::string_view name, absl:
 absl::string_view KnownOr(absl::Span<const absl::string_view> known, absl::string_view value,
                           absl::string_view other);
 
-// Declares families, all with the label `model`, and adds up the series that they can grow to.
+// Declares families, all with the same labels, and adds up the series that they can grow to.
 class Declarations {
  public:
-  Declarations(prometheus::Registry& registry, std::string model)
-      : registry_(registry), model_(std::move(model)) {}
+  Declarations(prometheus::Registry& registry, prometheus::Labels labels)
+      : registry_(registry), labels_(std::move(labels)) {}
 
   // combinations: of label values.
   prometheus::Family<prometheus::Histogram>& Histograms(const std::string& name,
@@ -57,8 +61,58 @@ class Declarations {
 
  private:
   prometheus::Registry& registry_;
-  const std::string model_;
+  const prometheus::Labels labels_;
   int64_t bound_ = 0;
+};
+
+// How many series the page may hold, and how many of them are promised. Thread-safe.
+class SeriesBudget {
+ public:
+  explicit SeriesBudget(int64_t limit) : limit_(limit) {}
+
+  bool Take(int64_t series) {  // false: there are not so many left
+    absl::MutexLock lock(&mu_);
+    if (series > limit_ - taken_) return false;
+    taken_ += series;
+    return true;
+  }
+  void GiveBack(int64_t series) {
+    absl::MutexLock lock(&mu_);
+    taken_ -= series;
+  }
+  int64_t taken() const {
+    absl::MutexLock lock(&mu_);
+    return taken_;
+  }
+  int64_t limit() const { return limit_; }
+
+ private:
+  const int64_t limit_;
+  mutable absl::Mutex mu_;
+  int64_t taken_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+// Values of the label `policy`: a policy that is used gets series of its own while the budget has
+// them, else it shares those of "other". One thread at a time.
+class PolicyLabels {
+ public:
+  // each: declares what a policy has. Both outlive this.
+  PolicyLabels(SeriesBudget& budget, const Declarations& each) : budget_(budget), each_(each) {}
+  ~PolicyLabels() { budget_.GiveBack(each_.bound() * static_cast<int64_t>(granted_.size())); }
+
+  absl::string_view Of(absl::string_view policy) {
+    const auto known = granted_.find(policy);
+    if (known != granted_.end()) return *known;
+    if (!budget_.Take(each_.bound())) return kOther;
+    return *granted_.insert(std::string(policy)).first;
+  }
+
+  static constexpr absl::string_view kOther = "other";
+
+ private:
+  SeriesBudget& budget_;
+  const Declarations& each_;
+  std::set<std::string, std::less<>> granted_;
 };
 
 // Histograms of one name and the same bounds.

@@ -1,19 +1,15 @@
 #include "server/metrics.h"
 
+#include <algorithm>
 #include <iterator>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "server/errors.h"
 
 namespace epikv {
 namespace {
 
-constexpr absl::string_view kRejectReasons[] = {
-    "invalid_request",   "token_range", "context_length", "kv_budget",
-    "kv_pool_too_small", "queue_full",  "draining",       "duplicate_id",
-    "not_found",         "not_utf8",    "malformed",      "other"};
 constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "GenerationService/GenerateOnce",
                                           "GenerationService/Score",
@@ -31,45 +27,52 @@ constexpr int64_t kNumExposerSeries = 7;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Metrics>> Metrics::Create(const MetricsOptions& options) {
-  std::unique_ptr<Metrics> metrics(new Metrics(options));
-  const int64_t bound = metrics->series_bound();
-  if (bound <= options.max_series) return metrics;
-  return absl::InvalidArgumentError(
-      absl::StrCat("/metrics can grow to ", bound, " series with ", options.policies.size(),
-                   " policies and --metrics_max_series allows ", options.max_series,
-                   "; raise it to at least ", bound));
-}
+// Outlives the metrics where the HTTP server is slow to let go, and is empty then.
+class Metrics::Page final : public prometheus::Collectable {
+ public:
+  explicit Page(const Metrics& metrics) : metrics_(&metrics) {}
+
+  void Close() {
+    absl::MutexLock lock(&mu_);
+    metrics_ = nullptr;
+  }
+  std::vector<prometheus::MetricFamily> Collect() const override {
+    absl::MutexLock lock(&mu_);
+    return metrics_ == nullptr ? std::vector<prometheus::MetricFamily>() : metrics_->Collect();
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  const Metrics* metrics_ ABSL_GUARDED_BY(mu_);
+};
 
 Metrics::Metrics(const MetricsOptions& options)
-    : gauges_(std::make_shared<EngineGauges>(options.model, options.kv_capacity_bytes,
-                                             options.max_running_requests)),
-      declare_(*registry_, options.model),
-      requests_(declare_, {.policies = options.policies,
-                           .lanes = options.lanes,
-                           .kv_bytes_per_token = options.kv_bytes_per_token}),
-      steps_(declare_, options.policies.size()),
+    : budget_(options.max_series),
+      declare_(registry_, {}),
+      model_unknown_(registry_, {{"model", ""}}),
       stream_full_(declare_, "epikv_stream_write_stall_seconds",
                    "How long a stream's outbox was full because its client read slowly.", 1,
                    Decades(.001, 100)),
       rpcs_(declare_.Counters("epikv_grpc_requests_total", "RPCs that have ended.",
                               std::size(kMethods) * kNumCodes)),
-      rejected_(declare_.Counters("epikv_requests_rejected_total",
-                                  "Requests that were refused before they were queued.",
-                                  std::size(kRejectReasons))),
+      rejected_(model_unknown_),
       draining_(
-          declare_.Gauges("epikv_drain_state", "1 once new requests are refused.", 1).Add({})) {
+          declare_.Gauges("epikv_drain_state", "1 while new requests are refused.", 1).Add({})),
+      bound_(declare_
+                 .Gauges("epikv_metrics_series",
+                         "Most series that this page can hold with the models and policies in use, "
+                         "to compare with metrics_max_series.",
+                         1)
+                 .Add({})),
+      page_(std::make_shared<Page>(*this)) {
   AddInfo(options);
 }
+
+Metrics::~Metrics() { page_->Close(); }
 
 void Metrics::AddInfo(const MetricsOptions& options) {
   declare_.Gauges("epikv_build_info", "1; the labels say what was built.", 1)
       .Add({{"version", EPIKV_VERSION}})
-      .Set(1);
-  declare_.Gauges("epikv_model_info", "1; the labels say what is served.", 1)
-      .Add({{"architecture", options.architecture},
-            {"dtype", options.dtype},
-            {"decode_kernel", options.decode_kernel}})
       .Set(1);
   declare_.Gauges("epikv_config_info", "1; the labels are settings.", 1).Add(options.config).Set(1);
   auto& policies = declare_.Gauges("epikv_policy_info", "1; the policies of this build.",
@@ -80,41 +83,38 @@ void Metrics::AddInfo(const MetricsOptions& options) {
               {"evaluation_only", spec->evaluation_only ? "true" : "false"}})
         .Set(1);
   }
-  declare_.Gauges("epikv_threads", "Threads, by pool.", 1)
-      .Add({{"pool", "engine"}})
-      .Set(static_cast<double>(options.threads));
-  declare_.Gauges("epikv_model_load_seconds", "Loading, measuring and warming up.", 1)
-      .Add({})
-      .Set(Seconds(options.model_load));
-  declare_.Count(EngineGauges::kNumSeries + ProcessMetrics::kNumSeries + kNumExposerSeries);
-  prometheus::Gauge& bound =
-      declare_
-          .Gauges("epikv_metrics_series",
-                  "Most series that this page can hold, to compare with metrics_max_series.", 1)
-          .Add({});
-  bound.Set(static_cast<double>(declare_.bound()));
+  declare_.Count(ProcessMetrics::kNumSeries + kNumExposerSeries);
+  // Without these there is no page: never refused.
+  budget_.Take(std::min(budget_.limit(), declare_.bound() + model_unknown_.bound()));
 }
 
-void Metrics::OnAdmitted(const Request& request, absl::Duration queued) {
-  requests_.OnAdmitted(queued);
+absl::StatusOr<std::shared_ptr<ModelMetrics>> Metrics::OfModel(const std::string& model) {
+  absl::MutexLock lock(&mu_);
+  std::weak_ptr<ModelMetrics>& known = models_[model];
+  if (std::shared_ptr<ModelMetrics> live = known.lock()) return live;
+  absl::StatusOr<std::shared_ptr<ModelMetrics>> made = ModelMetrics::Create(model, budget_);
+  if (made.ok()) known = *made;
+  return made;
 }
 
-void Metrics::OnStep(const StepStats& step) {
-  gauges_->Set(step);
-  if (step.sequences > 0) steps_.Add(step, std::exchange(evicting_, {}));
-}
-
-void Metrics::OnFirstToken(const Request& request, absl::Duration since_arrival) {
-  requests_.OnFirstToken(request, since_arrival);
-}
-
-void Metrics::OnEvicted(const EvictedStats& evicted) {
-  evicting_.insert(evicted.request.spec->name);
-  requests_.OnEvicted(evicted);
-}
-
-void Metrics::OnFinished(const Request& request, const Finished& finished) {
-  requests_.OnFinished(request, finished);
+std::vector<prometheus::MetricFamily> Metrics::Collect() const {
+  bound_.Set(static_cast<double>(series_bound()));
+  std::vector<std::shared_ptr<ModelMetrics>> models;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const auto& [name, known] : models_) {
+      if (auto model = known.lock()) models.push_back(std::move(model));
+    }
+  }
+  std::vector<prometheus::MetricFamily> families;
+  auto add = [&families](std::vector<prometheus::MetricFamily> more) {
+    families.insert(families.end(), std::make_move_iterator(more.begin()),
+                    std::make_move_iterator(more.end()));
+  };
+  add(registry_.Collect());
+  add(process_.Collect());
+  for (const auto& model : models) add(model->Collect());
+  return MergedByName(std::move(families));
 }
 
 void Metrics::OnRpcFinished(absl::string_view method, grpc::StatusCode code) {
@@ -124,17 +124,10 @@ void Metrics::OnRpcFinished(absl::string_view method, grpc::StatusCode code) {
       .Increment();
 }
 
-void Metrics::OnRejected(absl::string_view reason) {
-  const std::string lower = absl::AsciiStrToLower(reason);
-  rejected_.Add({{"reason", std::string(KnownOr(kRejectReasons, lower, "other"))}}).Increment();
-}
-
 void Metrics::OnStreamWasFull(absl::Duration full) { stream_full_.Of({}).Observe(Seconds(full)); }
 
-void Metrics::OnDraining() { draining_.Set(1); }
+std::shared_ptr<prometheus::Collectable> Metrics::page() const { return page_; }
 
-std::vector<std::shared_ptr<prometheus::Collectable>> Metrics::collectables() const {
-  return {registry_, gauges_, process_};
-}
+void Metrics::SetDraining(bool draining) { draining_.Set(draining ? 1 : 0); }
 
 }  // namespace epikv

@@ -5,77 +5,72 @@
 #include <prometheus/registry.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "policies/spec.h"
-#include "runtime/observer.h"
 #include "server/metric_families.h"
+#include "server/model_metrics.h"
 #include "server/process_metrics.h"
-#include "server/request_series.h"
-#include "server/step_series.h"
 
 namespace epikv {
 
 struct MetricsOptions {
-  std::string model;
-  std::string architecture, dtype, decode_kernel;
   PolicyCatalog policies;
-  int64_t lanes = 1;               // layers x KV heads
-  int64_t kv_bytes_per_token = 1;  // K and V of all lanes
-  int64_t kv_capacity_bytes = 0;
-  int64_t max_running_requests = 256;
-  int64_t threads = 1;         // of the engine
-  absl::Duration model_load;   // how long it took
   int64_t max_series = 20000;  // that /metrics may hold
   prometheus::Labels config;   // settings worth seeing beside the rest, by name
 };
 
-// Everything that Prometheus may scrape. The engine pushes values once per step and a scrape reads
-// them under locks of their own, so it is answered while a step runs.
+// Everything that Prometheus may scrape: what belongs to no model, and the models' own series.
+// Engines push values once per step and a scrape reads them under locks of their own, so it is
+// answered while a step runs. Thread-safe.
 //
-// Every label takes its values from a closed set, so the number of series is bounded; Create
-// refuses a bound over max_series.
-class Metrics final : public EngineObserver {
+// Every label takes its values from a closed set, and the series that they can grow to are promised
+// before they are made (SeriesBudget): a model that would exceed the limit is refused, a policy
+// counts as "other".
+class Metrics {
  public:
-  static absl::StatusOr<std::unique_ptr<Metrics>> Create(const MetricsOptions& options);
+  explicit Metrics(const MetricsOptions& options);
+  ~Metrics();
 
-  // Of the engine's thread.
-  void OnAdmitted(const Request& request, absl::Duration queued) override;
-  void OnStep(const StepStats& step) override;
-  void OnFirstToken(const Request& request, absl::Duration since_arrival) override;
-  void OnEvicted(const EvictedStats& evicted) override;
-  void OnFinished(const Request& request, const Finished& finished) override;
+  // The series of a model, shared by all who ask while one of them lives. The error says what limit
+  // they need.
+  absl::StatusOr<std::shared_ptr<ModelMetrics>> OfModel(const std::string& model);
 
-  // Any thread.
   void OnRpcFinished(absl::string_view method, grpc::StatusCode code);  // "GenerationService/Score"
-  void OnRejected(absl::string_view reason);                            // ErrorInfo.reason
+  // Of a request whose model is not known. reason: of ErrorInfo.
+  void OnRejected(absl::string_view reason) { rejected_.Count(reason); }
   void OnStreamWasFull(absl::Duration full);
-  void OnDraining();
+  void SetDraining(bool draining);
 
-  // Most series that a scrape can hold.
-  int64_t series_bound() const { return declare_.bound(); }
-  std::vector<std::shared_ptr<prometheus::Collectable>> collectables() const;
+  // Most series that a scrape can hold with the models and policies that are in use.
+  int64_t series_bound() const { return budget_.taken(); }
+  // What an HTTP server collects; it may be answering when this ends.
+  std::shared_ptr<prometheus::Collectable> page() const;
 
  private:
-  explicit Metrics(const MetricsOptions& options);
-  void AddInfo(const MetricsOptions& options);
+  class Page;
 
-  // Shared with the HTTP server, which may be answering when it ends.
-  const std::shared_ptr<prometheus::Registry> registry_ = std::make_shared<prometheus::Registry>();
-  const std::shared_ptr<EngineGauges> gauges_;
-  const std::shared_ptr<ProcessMetrics> process_ = std::make_shared<ProcessMetrics>();
-  Declarations declare_;
-  RequestSeries requests_;
-  StepSeries steps_;
+  void AddInfo(const MetricsOptions& options);
+  std::vector<prometheus::MetricFamily> Collect() const;
+
+  SeriesBudget budget_;
+  prometheus::Registry registry_;
+  const ProcessMetrics process_;
+  Declarations declare_, model_unknown_;
   HistogramFamily stream_full_;
-  prometheus::Family<prometheus::Counter>&rpcs_, &rejected_;
-  prometheus::Gauge& draining_;
-  std::set<absl::string_view> evicting_;  // policies, in the step that runs
+  prometheus::Family<prometheus::Counter>& rpcs_;
+  RejectedSeries rejected_;
+  prometheus::Gauge &draining_, &bound_;
+  mutable absl::Mutex mu_;
+  std::map<std::string, std::weak_ptr<ModelMetrics>> models_ ABSL_GUARDED_BY(mu_);
+  const std::shared_ptr<Page> page_;
 };
 
 }  // namespace epikv

@@ -23,10 +23,6 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> MetricsServer::Start(
                    "another with --metrics_listen"));
 }
 
-void MetricsServer::Serve(const Metrics& metrics) {
-  for (const auto& collectable : metrics.collectables()) {
-    exposer_.RegisterCollectable(collectable);
-  }
-}
+void MetricsServer::Serve(const Metrics& metrics) { exposer_.RegisterCollectable(metrics.page()); }
 
 }  // namespace epikv

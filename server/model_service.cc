@@ -17,7 +17,7 @@ v1::Calibration ToProto(const Calibration& calibration) {
 }
 
 v1::Model ToProto(const ServedModel& model) {
-  const Manifest& manifest = model.admission.manifest();
+  const Manifest& manifest = model.admission->manifest();
   v1::Model proto;
   proto.set_name(model.name);
   proto.set_architecture(manifest.architecture);
@@ -28,10 +28,10 @@ v1::Model ToProto(const ServedModel& model) {
   proto.set_heads(manifest.num_heads);
   proto.set_kv_heads(manifest.num_kv_heads);
   proto.set_hidden_size(manifest.hidden_size);
-  proto.set_kv_bytes_per_token(model.admission.kv_bytes_per_token());
+  proto.set_kv_bytes_per_token(model.admission->kv_bytes_per_token());
   proto.set_kv_capacity_tokens(model.kv_capacity_tokens());
   proto.set_kv_capacity_bytes(model.kv_capacity_bytes);
-  proto.set_default_policy(model.admission.DefaultPolicy());
+  proto.set_default_policy(model.admission->DefaultPolicy());
   if (manifest.calibration.has_value()) {
     *proto.mutable_calibration() = ToProto(*manifest.calibration);
   }
@@ -50,7 +50,7 @@ grpc::ServerUnaryReactor* ModelService::ListModels(grpc::CallbackServerContext* 
                                                    grpc::ByteBuffer* out) {
   auto list = [this](const v1::ListModelsRequest&) -> Answer<v1::ListModelsResponse> {
     v1::ListModelsResponse response;
-    *response.add_models() = ToProto(model_);
+    for (const ModelPtr& model : models_.InService()) *response.add_models() = ToProto(*model);
     return response;
   };
   return AnswerAtOnce<v1::ListModelsRequest>("ModelService/ListModels", metrics_, *context, *in,
@@ -61,8 +61,9 @@ grpc::ServerUnaryReactor* ModelService::GetModel(grpc::CallbackServerContext* co
                                                  const grpc::ByteBuffer* in,
                                                  grpc::ByteBuffer* out) {
   auto get = [this](const v1::GetModelRequest& request) -> Answer<v1::Model> {
-    if (auto refusal = model_.Refuse(request.name())) return *std::move(refusal);
-    return ToProto(model_);
+    const auto found = models_.Find(request.name());
+    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+    return ToProto(*std::get<ModelPtr>(found));
   };
   return AnswerAtOnce<v1::GetModelRequest>("ModelService/GetModel", metrics_, *context, *in, *out,
                                            get);

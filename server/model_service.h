@@ -5,7 +5,7 @@
 
 #include "epikv/v1/model.grpc.pb.h"
 #include "server/metrics.h"
-#include "server/served_model.h"
+#include "server/models.h"
 
 namespace epikv {
 
@@ -14,7 +14,7 @@ class ModelService final
     : public v1::ModelService::WithRawCallbackMethod_ListModels<
           v1::ModelService::WithRawCallbackMethod_GetModel<v1::ModelService::Service>> {
  public:
-  ModelService(const ServedModel& model, Metrics& metrics) : model_(model), metrics_(metrics) {}
+  ModelService(const Models& models, Metrics& metrics) : models_(models), metrics_(metrics) {}
 
   grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
                                        const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
@@ -22,7 +22,7 @@ class ModelService final
                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
 
  private:
-  const ServedModel& model_;
+  const Models& models_;
   Metrics& metrics_;
 };
 

@@ -152,10 +152,12 @@ grpc::ServerUnaryReactor* PolicyService::ListPolicies(grpc::CallbackServerContex
                                                       const grpc::ByteBuffer* in,
                                                       grpc::ByteBuffer* out) {
   auto list = [this](const v1::ListPoliciesRequest& request) -> Answer<v1::ListPoliciesResponse> {
-    if (auto refusal = model_.Refuse(request.model())) return *std::move(refusal);
+    const auto found = models_.Find(request.model());
+    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+    const Admission& admission = *std::get<ModelPtr>(found)->admission;
     v1::ListPoliciesResponse response;
-    for (const PolicySpec* spec : model_.admission.catalog()) {
-      *response.add_policies() = ToProto(*spec, model_.admission);
+    for (const PolicySpec* spec : admission.catalog()) {
+      *response.add_policies() = ToProto(*spec, admission);
     }
     return response;
   };
@@ -167,12 +169,14 @@ grpc::ServerUnaryReactor* PolicyService::GetPolicy(grpc::CallbackServerContext* 
                                                    const grpc::ByteBuffer* in,
                                                    grpc::ByteBuffer* out) {
   auto get = [this](const v1::GetPolicyRequest& request) -> Answer<v1::Policy> {
-    if (auto refusal = model_.Refuse(request.model())) return *std::move(refusal);
-    const PolicySpec* spec = FindPolicy(model_.admission.catalog(), request.name());
-    if (spec != nullptr) return ToProto(*spec, model_.admission);
+    const auto found = models_.Find(request.model());
+    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+    const Admission& admission = *std::get<ModelPtr>(found)->admission;
+    const PolicySpec* spec = FindPolicy(admission.catalog(), request.name());
+    if (spec != nullptr) return ToProto(*spec, admission);
     return NotFound("policy", request.name(),
                     absl::StrCat("unknown policy '", request.name(),
-                                 "'; known: ", KnownPolicies(model_.admission.catalog())));
+                                 "'; known: ", KnownPolicies(admission.catalog())));
   };
   return AnswerAtOnce<v1::GetPolicyRequest>("PolicyService/GetPolicy", metrics_, *context, *in,
                                             *out, get);

@@ -5,7 +5,7 @@
 
 #include "epikv/v1/policy.grpc.pb.h"
 #include "server/metrics.h"
-#include "server/served_model.h"
+#include "server/models.h"
 
 namespace epikv {
 
@@ -15,7 +15,7 @@ class PolicyService final
     : public v1::PolicyService::WithRawCallbackMethod_ListPolicies<
           v1::PolicyService::WithRawCallbackMethod_GetPolicy<v1::PolicyService::Service>> {
  public:
-  PolicyService(const ServedModel& model, Metrics& metrics) : model_(model), metrics_(metrics) {}
+  PolicyService(const Models& models, Metrics& metrics) : models_(models), metrics_(metrics) {}
 
   grpc::ServerUnaryReactor* ListPolicies(grpc::CallbackServerContext* context,
                                          const grpc::ByteBuffer* in,
@@ -24,7 +24,7 @@ class PolicyService final
                                       const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
 
  private:
-  const ServedModel& model_;
+  const Models& models_;
   Metrics& metrics_;
 };
 

@@ -57,61 +57,61 @@ Bounds KvTokenBounds() { return PowersOfTwo(5, 17); }
 
 }  // namespace
 
-RequestSeries::RequestSeries(Declarations& declare, const RequestSeriesOptions& options)
-    : options_(options),
-      duration_(declare, "gen_ai_server_request_duration_seconds",
+RequestSeries::RequestSeries(Declarations& declare, Declarations& of_policy, PolicyLabels& labels)
+    : labels_(labels),
+      duration_(of_policy, "gen_ai_server_request_duration_seconds",
                 "From arrival to the end, by operation and error_type (empty: it ended well).",
-                options.policies.size() * std::size(kOperations) * (kNumFailures + 1),
-                RequestBounds()),
-      first_token_(declare, "gen_ai_server_time_to_first_token_seconds",
-                   "From arrival to the first output token.", options.policies.size(),
-                   FirstTokenBounds()),
-      per_token_(declare, "gen_ai_server_time_per_output_token_seconds",
-                 "Mean time of a request's output tokens after the first.", options.policies.size(),
-                 PerTokenBounds()),
+                std::size(kOperations) * (kNumFailures + 1), RequestBounds()),
+      first_token_(of_policy, "gen_ai_server_time_to_first_token_seconds",
+                   "From arrival to the first output token.", 1, FirstTokenBounds()),
+      per_token_(of_policy, "gen_ai_server_time_per_output_token_seconds",
+                 "Mean time of a request's output tokens after the first.", 1, PerTokenBounds()),
       queue_(declare, "epikv_request_queue_seconds", "From arrival to admission.", 1,
              Decades(.001, 200)),
       prefill_(declare, "epikv_request_prefill_seconds",
                "From admission to the first output token.", 1, Decades(.001, 200)),
       decode_(declare, "epikv_request_decode_seconds", "From the first to the last output token.",
               1, Decades(.001, 200)),
-      budget_(declare, "epikv_request_kv_budget_tokens", "A request's KV budget.",
-              options.policies.size(), KvTokenBounds()),
-      peak_(declare, "epikv_request_kv_peak_tokens", "Most tokens that a request held.",
-            options.policies.size(), KvTokenBounds()),
-      final_held_(declare, "epikv_request_kv_final_tokens",
-                  "Tokens that a request held at its end.", options.policies.size(),
-                  KvTokenBounds()),
-      kept_(declare, "epikv_request_kv_kept_ratio",
-            "Share of a request's cached tokens that it held at its end.", options.policies.size(),
+      budget_(of_policy, "epikv_request_kv_budget_tokens", "A request's KV budget.", 1,
+              KvTokenBounds()),
+      peak_(of_policy, "epikv_request_kv_peak_tokens", "Most tokens that a request held.", 1,
+            KvTokenBounds()),
+      final_held_(of_policy, "epikv_request_kv_final_tokens",
+                  "Tokens that a request held at its end.", 1, KvTokenBounds()),
+      kept_(of_policy, "epikv_request_kv_kept_ratio",
+            "Share of a request's cached tokens that it held at its end.", 1,
             {.05, .1, .15, .2, .25, .3, .4, .5, .6, .7, .8, .9, 1}),
-      finished_(declare.Counters("epikv_requests_finished_total",
-                                 "Requests that have ended, by how.",
-                                 options.policies.size() * std::size(kReasons))),
-      tokens_(declare.Counters("epikv_tokens_total",
-                               "Tokens of requests that have ended: of prompts and of output.",
-                               options.policies.size() * 2)),
-      evicted_entries_(declare.Counters("epikv_kv_entries_evicted_total",
-                                        "Entries evicted; one is a token of one layer and KV head.",
-                                        options.policies.size() * std::size(kPhases))),
-      evicted_tokens_(declare.Counters("epikv_kv_tokens_evicted_total",
-                                       "Entries evicted over layers x KV heads.",
-                                       options.policies.size() * std::size(kPhases))),
-      rounds_(declare.Counters("epikv_kv_eviction_rounds_total",
-                               "Evictions that removed at least one entry.",
-                               options.policies.size() * std::size(kPhases))),
-      overrun_(declare.Counters("epikv_kv_budget_overrun_tokens_total",
-                                "Tokens held above a request's reservation. Must stay 0.",
-                                options.policies.size())),
-      policy_errors_(declare.Counters("epikv_policy_errors_total",
-                                      "Requests that failed because their policy threw or "
-                                      "answered an invalid set.",
-                                      options.policies.size())) {}
+      finished_(of_policy.Counters("epikv_requests_finished_total",
+                                   "Requests that have ended, by how.", std::size(kReasons))),
+      tokens_(of_policy.Counters("epikv_tokens_total",
+                                 "Tokens of requests that have ended: of prompts and of output.",
+                                 2)),
+      evicted_entries_(of_policy.Counters(
+          "epikv_kv_entries_evicted_total",
+          "Entries evicted; one is a token of one layer and KV head.", std::size(kPhases))),
+      evicted_tokens_(of_policy.Counters("epikv_kv_tokens_evicted_total",
+                                         "Entries evicted over layers x KV heads.",
+                                         std::size(kPhases))),
+      rounds_(of_policy.Counters("epikv_kv_eviction_rounds_total",
+                                 "Evictions that removed at least one entry.", std::size(kPhases))),
+      overrun_(of_policy.Counters("epikv_kv_budget_overrun_tokens_total",
+                                  "Tokens held above a request's reservation. Must stay 0.", 1)),
+      policy_errors_(of_policy.Counters("epikv_policy_errors_total",
+                                        "Requests that failed because their policy threw or "
+                                        "answered an invalid set.",
+                                        1)),
+      folded_(declare
+                  .Counters("epikv_metrics_label_overflow_total",
+                            "Ended requests that count for policy \"other\", because series of "
+                            "their policy's own would exceed metrics_max_series.",
+                            1)
+                  .Add({})) {}
 
 RequestSeries::OfPolicy& RequestSeries::Of(const Request& request) {
-  const auto known = by_policy_.find(request.spec->name);
+  const absl::string_view policy = labels_.Of(request.spec->name);
+  const auto known = by_policy_.find(policy);
   if (known != by_policy_.end()) return known->second;
-  const Labels labels{{"policy", std::string(request.spec->name)}, {"arm", std::string(kArm)}};
+  const Labels labels{{"policy", std::string(policy)}, {"arm", std::string(kArm)}};
   auto by_phase = [&](Family<Counter>& family) {
     return std::array<Counter*, 2>{&family.Add(With(labels, "phase", kPhases[0])),
                                    &family.Add(With(labels, "phase", kPhases[1]))};
@@ -130,7 +130,7 @@ RequestSeries::OfPolicy& RequestSeries::Of(const Request& request) {
                   .evicted_tokens = by_phase(evicted_tokens_),
                   .rounds = by_phase(rounds_)};
   policy_errors_.Add(labels);
-  return by_policy_.emplace(request.spec->name, std::move(series)).first->second;
+  return by_policy_.emplace(policy, std::move(series)).first->second;
 }
 
 void RequestSeries::OnAdmitted(absl::Duration queued) { queue_.Of({}).Observe(Seconds(queued)); }
@@ -139,20 +139,21 @@ void RequestSeries::OnFirstToken(const Request& request, absl::Duration since_ar
   Of(request).first_token.Observe(Seconds(since_arrival));
 }
 
-void RequestSeries::OnEvicted(const EvictedStats& evicted) {
+void RequestSeries::OnEvicted(const EvictedStats& evicted, KvScale scale) {
   OfPolicy& policy = Of(evicted.request);
   const size_t phase = evicted.in_prefill ? 0 : 1;
   const double entries = static_cast<double>(evicted.entries);
   policy.evicted_entries[phase]->Increment(entries);
-  policy.evicted_tokens[phase]->Increment(entries / static_cast<double>(options_.lanes));
+  policy.evicted_tokens[phase]->Increment(entries / static_cast<double>(scale.lanes));
   policy.rounds[phase]->Increment();
 }
 
-void RequestSeries::OnFinished(const Request& request, const Finished& finished) {
+void RequestSeries::OnFinished(const Request& request, const Finished& finished, KvScale scale) {
   const OfPolicy& policy = Of(request);
+  if (policy.labels.at("policy") == PolicyLabels::kOther) folded_.Increment();
   CountOutcome(policy, request, finished);
   CountTimes(policy, finished);
-  if (finished.kv.peak_entries > 0) CountKv(policy, request, finished.kv);
+  if (finished.kv.peak_entries > 0) CountKv(policy, request, finished.kv, scale);
 }
 
 void RequestSeries::CountOutcome(const OfPolicy& policy, const Request& request,
@@ -177,16 +178,16 @@ void RequestSeries::CountTimes(const OfPolicy& policy, const Finished& finished)
                            static_cast<double>(finished.output_tokens - 1));
 }
 
-void RequestSeries::CountKv(const OfPolicy& policy, const Request& request, const KvUsage& kv) {
-  const double lanes = static_cast<double>(options_.lanes);
+void RequestSeries::CountKv(const OfPolicy& policy, const Request& request, const KvUsage& kv,
+                            KvScale scale) {
+  const double lanes = static_cast<double>(scale.lanes);
   const double held = static_cast<double>(kv.final_entries);
   policy.budget.Observe(static_cast<double>(request.budget));
   policy.peak.Observe(static_cast<double>(kv.peak_entries) / lanes);
   policy.final_held.Observe(held / lanes);
   policy.kept.Observe(held / std::max(1.0, held + static_cast<double>(kv.evicted_entries)));
   const int64_t over = std::max<int64_t>(0, kv.peak_bytes - request.demand.peak_bytes());
-  policy.overrun.Increment(static_cast<double>(over) /
-                           static_cast<double>(options_.kv_bytes_per_token));
+  policy.overrun.Increment(static_cast<double>(over) / static_cast<double>(scale.bytes_per_token));
 }
 
 }  // namespace epikv

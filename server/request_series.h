@@ -11,22 +11,23 @@
 
 namespace epikv {
 
-struct RequestSeriesOptions {
-  PolicyCatalog policies;
-  int64_t lanes = 1;               // layers x KV heads
-  int64_t kv_bytes_per_token = 1;  // K and V of all lanes
+// What turns entries and bytes of a model's KV cache into tokens.
+struct KvScale {
+  int64_t lanes = 1;            // layers x KV heads
+  int64_t bytes_per_token = 1;  // K and V of all lanes
 };
 
-// What each request adds to: latency, tokens, KV facts and evictions, by policy and arm. Of the
-// engine's thread.
+// What each request adds to: latency, tokens, KV facts and evictions, by policy and arm. One thread
+// at a time.
 class RequestSeries {
  public:
-  RequestSeries(Declarations& declare, const RequestSeriesOptions& options);
+  // of_policy: declares the series that each policy in use has. labels: outlives this.
+  RequestSeries(Declarations& declare, Declarations& of_policy, PolicyLabels& labels);
 
   void OnAdmitted(absl::Duration queued);
   void OnFirstToken(const Request& request, absl::Duration since_arrival);
-  void OnEvicted(const EvictedStats& evicted);
-  void OnFinished(const Request& request, const Finished& finished);
+  void OnEvicted(const EvictedStats& evicted, KvScale scale);
+  void OnFinished(const Request& request, const Finished& finished, KvScale scale);
 
  private:
   // Of one policy; made when its first request comes.
@@ -40,14 +41,15 @@ class RequestSeries {
   OfPolicy& Of(const Request& request);
   void CountOutcome(const OfPolicy& policy, const Request& request, const Finished& finished);
   void CountTimes(const OfPolicy& policy, const Finished& finished);
-  void CountKv(const OfPolicy& policy, const Request& request, const KvUsage& kv);
+  void CountKv(const OfPolicy& policy, const Request& request, const KvUsage& kv, KvScale scale);
 
-  const RequestSeriesOptions options_;
+  PolicyLabels& labels_;
   HistogramFamily duration_, first_token_, per_token_, queue_, prefill_, decode_;
   HistogramFamily budget_, peak_, final_held_, kept_;
   prometheus::Family<prometheus::Counter>&finished_, &tokens_;
   prometheus::Family<prometheus::Counter>&evicted_entries_, &evicted_tokens_, &rounds_;
   prometheus::Family<prometheus::Counter>&overrun_, &policy_errors_;
+  prometheus::Counter& folded_;
   std::map<std::string, OfPolicy, std::less<>> by_policy_;
 };
 

@@ -1,16 +1,18 @@
 #pragma once
 
-#include <grpcpp/support/status.h>
-
 #include <cstdint>
-#include <optional>
+#include <memory>
 #include <string>
 
-#include "absl/strings/str_cat.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "runtime/admission.h"
+#include "runtime/core_budget.h"
+#include "runtime/engine_thread.h"
+#include "runtime/runtime.h"
 #include "runtime/tokenizer.h"
-#include "server/errors.h"
+#include "server/metrics.h"
 
 namespace epikv {
 
@@ -18,24 +20,51 @@ inline absl::string_view DTypeName(DType dtype) {
   return dtype == DType::kFloat32 ? "float32" : "bfloat16";
 }
 
-// The one model that this daemon serves, as its services see it. Immutable.
+// Where a model comes from, and what it has of its own.
+struct ModelSource {
+  std::string path;          // file that `epikv export` wrote
+  std::string name;          // clients call it by; empty: the manifest's
+  std::string artefact_dir;  // RuntimeOptions' of these names
+  int64_t kv_pool_bytes = 0;
+  int64_t threads = 0;
+};
+
+// How models are served, whichever they are.
+struct ServingOptions {
+  SchedulerOptions scheduler;
+  int64_t max_running_requests = 256;
+  QueueLimits queue;
+  std::string default_policy;  // may be empty
+  bool default_equal_protection = false;
+  int64_t default_max_output_tokens = 1024;
+  bool deterministic = false;
+};
+
+// A model in service: what describes it, and its engine with a pool of its own. Immutable, but for
+// what the engine does.
 struct ServedModel {
   std::string name;
-  const Admission& admission;
-  const Tokenizer& tokenizer;
+  std::unique_ptr<const Tokenizer> tokenizer;
+  std::unique_ptr<const Admission> admission;
   int64_t kv_capacity_bytes = 0;
   int64_t threads = 0;
   std::string decode_kernel;
   bool deterministic = false;
+  std::shared_ptr<ModelMetrics> metrics;
+  std::unique_ptr<EngineObserver> observer;
+  std::unique_ptr<EngineThread> engine;  // last: it ends before what it uses
 
-  int64_t kv_capacity_tokens() const { return kv_capacity_bytes / admission.kv_bytes_per_token(); }
-
-  // The error for a client that asks for another model; an empty name asks for this one.
-  std::optional<grpc::Status> Refuse(absl::string_view asked) const {
-    if (asked.empty() || asked == name) return std::nullopt;
-    return NotFound("model", asked,
-                    absl::StrCat("model '", asked, "' is not served here; this is '", name, "'"));
-  }
+  int64_t lanes() const { return admission->shape().num_layers * admission->shape().num_kv_heads; }
+  int64_t kv_capacity_tokens() const { return kv_capacity_bytes / admission->kv_bytes_per_token(); }
 };
+
+// Shared by the registry and the calls of the model, which end in unknown order.
+using ModelPtr = std::shared_ptr<const ServedModel>;
+
+// Puts a loaded model behind an engine thread of its own. name: empty for the manifest's.
+// Everything given by reference outlives it.
+absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& name,
+                                         const ServingOptions& options, absl::Duration load,
+                                         CoreBudget& cores, Metrics& metrics);
 
 }  // namespace epikv

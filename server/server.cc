@@ -56,18 +56,22 @@ absl::Status CannotListen(const std::string& listen) {
 
 }  // namespace
 
-Server::Server(const ServedModel& model, EngineThread& engine, Courier& courier, Metrics& metrics,
+Server::Server(Models& models, Lifecycle& lifecycle, Courier& courier, Metrics& metrics,
                const OutboxLimits& outbox)
-    : generation_(model, engine, courier, metrics, outbox),
-      tokenization_(model, metrics),
-      models_(model, metrics),
-      policies_(model, metrics) {}
+    : lifecycle_(lifecycle),
+      generation_(models, courier, metrics, outbox),
+      tokenization_(models, metrics),
+      model_service_(models, metrics),
+      policies_(models, metrics) {}
 
-absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
-                                                      const ServedModel& model,
-                                                      EngineThread& engine, Courier& courier,
+Server::~Server() {
+  if (server_ != nullptr) lifecycle_.Detach(*server_->GetHealthCheckService());
+}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options, Models& models,
+                                                      Lifecycle& lifecycle, Courier& courier,
                                                       Metrics& metrics) {
-  std::unique_ptr<Server> server(new Server(model, engine, courier, metrics, options.outbox));
+  std::unique_ptr<Server> server(new Server(models, lifecycle, courier, metrics, options.outbox));
   grpc::EnableDefaultHealthCheckService(true);
   if (options.reflection) {
     static std::once_flag once;  // a process-wide plugin; naming it also makes the linker keep it
@@ -78,36 +82,18 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   SetTransport(builder, options);
   builder.RegisterService(&server->generation_)
       .RegisterService(&server->tokenization_)
-      .RegisterService(&server->models_)
+      .RegisterService(&server->model_service_)
       .RegisterService(&server->policies_);
   server->server_ = BuildQuietly(builder);
-  if (server->server_ == nullptr || server->port_ == 0) return CannotListen(options.listen);
-  server->Advertise(model.name);
+  if (server->server_ == nullptr || server->port_ == 0) {
+    server->server_ = nullptr;
+    return CannotListen(options.listen);
+  }
+  lifecycle.Attach(*server->server_->GetHealthCheckService(),
+                   {"", "epikv.v1.GenerationService", "epikv.v1.TokenizationService",
+                    "epikv.v1.ModelService", "epikv.v1.PolicyService"});
   return server;
 }
-
-absl::Status Server::CheckAddress(const std::string& listen) {
-  grpc::ServerBuilder builder;
-  int port = 0;
-  AddPort(builder, listen, &port);
-  const std::unique_ptr<grpc::Server> server = BuildQuietly(builder);
-  if (server == nullptr || port == 0) return CannotListen(listen);
-  server->Shutdown();
-  return absl::OkStatus();
-}
-
-void Server::Advertise(const std::string& model) {
-  grpc::HealthCheckServiceInterface& health = *server_->GetHealthCheckService();
-  const std::string names[] = {"",
-                               "epikv.v1.GenerationService",
-                               "epikv.v1.TokenizationService",
-                               "epikv.v1.ModelService",
-                               "epikv.v1.PolicyService",
-                               absl::StrCat("models/", model)};
-  for (const std::string& name : names) health.SetServingStatus(name, true);
-}
-
-void Server::StopAdvertising() { server_->GetHealthCheckService()->SetServingStatus(false); }
 
 void Server::Shutdown(absl::Time deadline) {
   generation_.AwaitCalls(deadline);

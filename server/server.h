@@ -1,6 +1,5 @@
 #pragma once
 
-#include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/server.h>
 
 #include <memory>
@@ -9,7 +8,9 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/generation_service.h"
+#include "server/lifecycle.h"
 #include "server/model_service.h"
+#include "server/models.h"
 #include "server/policy_service.h"
 #include "server/tokenization_service.h"
 
@@ -25,31 +26,27 @@ struct ServerOptions {
 // The gRPC port: our services, grpc.health.v1 and reflection. What it is given outlives it.
 class Server {
  public:
-  // Serves at once. The error names the address.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
-                                                       const ServedModel& model,
-                                                       EngineThread& engine, Courier& courier,
+  // Answers at once, whatever the models; health says what `lifecycle` says. The error names the
+  // address.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options, Models& models,
+                                                       Lifecycle& lifecycle, Courier& courier,
                                                        Metrics& metrics);
-
-  // Whether `listen` can be bound now. Loading a model takes long: better to know before.
-  static absl::Status CheckAddress(const std::string& listen);
+  ~Server();
 
   int port() const { return port_; }
 
-  // Health says NOT_SERVING for every name from now on; calls go on.
-  void StopAdvertising();
   // Waits for the streams to end, at most until `deadline`, then cuts what is left. Precondition:
-  // the engine accepts no more.
+  // the models accept no more.
   void Shutdown(absl::Time deadline);
 
  private:
-  Server(const ServedModel& model, EngineThread& engine, Courier& courier, Metrics& metrics,
+  Server(Models& models, Lifecycle& lifecycle, Courier& courier, Metrics& metrics,
          const OutboxLimits& outbox);
-  void Advertise(const std::string& model);
 
+  Lifecycle& lifecycle_;
   GenerationService generation_;
   TokenizationService tokenization_;
-  ModelService models_;
+  ModelService model_service_;
   PolicyService policies_;
   int port_ = 0;
   std::unique_ptr<grpc::Server> server_;

@@ -32,58 +32,51 @@ MetricFamily GaugeOf(const char* name, const char* help, const std::string& mode
 
 }  // namespace
 
-EngineGauges::EngineGauges(std::string model, int64_t kv_capacity_bytes,
-                           int64_t max_running_requests)
-    : model_(std::move(model)), max_running_requests_(max_running_requests) {
-  last_.kv_capacity_bytes = kv_capacity_bytes;
+void FillGauges::Add(const EngineFill& engine) {
+  const StepStats& last = engine.last;
+  used_ += static_cast<double>(last.kv_used_bytes);
+  reserved_ += static_cast<double>(last.kv_reserved_bytes);
+  capacity_ += static_cast<double>(last.kv_capacity_bytes);
+  peak_used_ += static_cast<double>(engine.peak_used_bytes);
+  running_ += static_cast<double>(last.running);
+  const bool for_place = last.running >= engine.max_running_requests;
+  (for_place ? waiting_for_place_ : waiting_for_kv_) += static_cast<double>(last.waiting);
 }
 
-void EngineGauges::Set(const StepStats& step) {
-  absl::MutexLock lock(&mu_);
-  last_ = step;
-  peak_used_bytes_ = std::max(peak_used_bytes_, step.kv_used_bytes);
-}
-
-std::vector<MetricFamily> EngineGauges::Collect() const {
-  absl::MutexLock lock(&mu_);
-  const double used = static_cast<double>(last_.kv_used_bytes);
-  const double reserved = static_cast<double>(last_.kv_reserved_bytes);
-  const double capacity = static_cast<double>(std::max<int64_t>(1, last_.kv_capacity_bytes));
-  const double waiting = static_cast<double>(last_.waiting);
-  const bool for_place = last_.running >= max_running_requests_;
+std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
+  const double whole = std::max(1.0, capacity_);
   return {GaugeOf("epikv_kv_bytes",
                   "Bytes of the KV pool: used, reserved by running requests and not yet used, "
                   "cached prefixes, free. They sum to the capacity.",
-                  model_, "state",
-                  {{"used", used},
-                   {"reserved", reserved - used},
+                  model, "state",
+                  {{"used", used_},
+                   {"reserved", reserved_ - used_},
                    {"cached_prefix", 0},
-                   {"free", capacity - reserved}}),
-          GaugeOf("epikv_kv_capacity_bytes", "Bytes of the KV pool.", model_, "", {{"", capacity}}),
-          GaugeOf("epikv_kv_peak_used_bytes", "Most bytes used since the start.", model_, "",
-                  {{"", static_cast<double>(peak_used_bytes_)}}),
-          GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model_, "",
-                  {{"", used / capacity}}),
+                   {"free", capacity_ - reserved_}}),
+          GaugeOf("epikv_kv_capacity_bytes", "Bytes of the KV pool.", model, "", {{"", capacity_}}),
+          GaugeOf("epikv_kv_peak_used_bytes", "Most bytes used since the start.", model, "",
+                  {{"", peak_used_}}),
+          GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",
+                  {{"", used_ / whole}}),
           GaugeOf("epikv_kv_reserved_ratio",
-                  "Share of the KV pool that running requests have reserved, used or not.", model_,
-                  "", {{"", reserved / capacity}}),
-          GaugeOf("epikv_requests_running", "Requests that hold KV cache.", model_, "",
-                  {{"", static_cast<double>(last_.running)}}),
+                  "Share of the KV pool that running requests have reserved, used or not.", model,
+                  "", {{"", reserved_ / whole}}),
+          GaugeOf("epikv_requests_running", "Requests that hold KV cache.", model, "",
+                  {{"", running_}}),
           GaugeOf("epikv_requests_waiting",
                   "Requests in the queue, by what the first of them waits for: room in the KV "
                   "pool, or a place among max_running_requests.",
-                  model_, "reason",
-                  {{"kv", for_place ? 0 : waiting}, {"running", for_place ? waiting : 0}})};
+                  model, "reason", {{"kv", waiting_for_kv_}, {"running", waiting_for_place_}})};
 }
 
-StepSeries::StepSeries(Declarations& declare, size_t num_policies)
+StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
     : gap_family_(declare, "epikv_inter_token_latency_seconds",
                   "Between consecutive tokens of a stream: one observation a decoded token.", 1,
                   PerTokenBounds()),
-      eviction_(declare, "epikv_kv_eviction_seconds",
+      eviction_(of_policy, "epikv_kv_eviction_seconds",
                 "Wall time of evicting in a step, all requests together, by policy that evicted in "
                 "it.",
-                num_policies, Decades(.00001, 1)),
+                1, Decades(.00001, 1)),
       gaps_(gap_family_.Of({})),
       batch_tokens_(HistogramFamily(declare, "epikv_step_batch_tokens", "Tokens of a step.", 1,
                                     PowersOfTwo(0, 14))
@@ -128,7 +121,8 @@ StepSeries::StepSeries(Declarations& declare, size_t num_policies)
   }
 }
 
-void StepSeries::Add(const StepStats& step, const std::set<absl::string_view>& evicting) {
+void StepSeries::Add(const StepStats& step, const std::set<absl::string_view>& evicting,
+                     StepBefore& before) {
   const size_t phase = step.decode_tokens == 0 ? 0 : step.prefill_tokens == 0 ? 1 : 2;
   by_phase_[phase]->Observe(Seconds(step.total_wall));
   for (int i = 0; i < kNumStages; ++i) {
@@ -137,8 +131,8 @@ void StepSeries::Add(const StepStats& step, const std::set<absl::string_view>& e
     stage_cpu_[i]->Increment(Seconds(step.cpu[i]));
   }
   engine_cpu_.Increment(Seconds(step.total_cpu));
-  rows_moved_.Increment(static_cast<double>(step.kv_rows_moved) - rows_moved_.Value());
-  longest_move_.Set(Seconds(step.kv_longest_move));
+  rows_moved_.Increment(static_cast<double>(step.kv_rows_moved - before.kv_rows_moved));
+  longest_move_.Set(std::max(longest_move_.Value(), Seconds(step.kv_longest_move)));
   tokens_[0]->Increment(static_cast<double>(step.prefill_tokens));
   tokens_[1]->Increment(static_cast<double>(step.decode_tokens));
   batch_tokens_.Observe(static_cast<double>(step.prefill_tokens + step.decode_tokens));
@@ -147,22 +141,20 @@ void StepSeries::Add(const StepStats& step, const std::set<absl::string_view>& e
     eviction_.Of({{"policy", std::string(policy)}})
         .Observe(Seconds(step.wall[static_cast<int>(Stage::kEvict)]));
   }
-  AddGaps(step);
+  const absl::Time now = absl::Now();
+  if (before.left_running) AddGaps(step.decode_tokens, now - before.end);
+  before = {.end = now, .left_running = step.running > 0, .kv_rows_moved = step.kv_rows_moved};
 }
 
 // Every decoding sequence waited since the last step's end: one observation each, taken at once.
-void StepSeries::AddGaps(const StepStats& step) {
-  const absl::Time now = absl::Now();
-  const double gap = Seconds(now - last_end_);
-  if (step.decode_tokens > 0 && left_running_) {
-    const Bounds& bounds = gap_family_.bounds();
-    const auto bucket = std::lower_bound(bounds.begin(), bounds.end(), gap) - bounds.begin();
-    std::vector<double> increments(bounds.size() + 1, 0.0);
-    increments[bucket] = static_cast<double>(step.decode_tokens);
-    gaps_.ObserveMultiple(increments, gap * static_cast<double>(step.decode_tokens));
-  }
-  last_end_ = now;
-  left_running_ = step.running > 0;
+void StepSeries::AddGaps(int64_t decode_tokens, absl::Duration gap) {
+  if (decode_tokens == 0) return;
+  const double seconds = Seconds(gap);
+  const Bounds& bounds = gap_family_.bounds();
+  const auto bucket = std::lower_bound(bounds.begin(), bounds.end(), seconds) - bounds.begin();
+  std::vector<double> increments(bounds.size() + 1, 0.0);
+  increments[bucket] = static_cast<double>(decode_tokens);
+  gaps_.ObserveMultiple(increments, seconds * static_cast<double>(decode_tokens));
 }
 
 }  // namespace epikv

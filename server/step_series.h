@@ -1,50 +1,58 @@
 #pragma once
 
-#include <prometheus/collectable.h>
 #include <prometheus/metric_family.h>
 
 #include <array>
-#include <memory>
 #include <set>
 #include <string>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/string_view.h"
-#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "runtime/observer.h"
 #include "server/metric_families.h"
 
 namespace epikv {
 
-// How full the engine is: gauges that are all from one moment, so that they add up. Thread-safe.
-class EngineGauges final : public prometheus::Collectable {
+// How full one engine is.
+struct EngineFill {
+  StepStats last;  // its newest step
+  int64_t peak_used_bytes = 0;
+  int64_t max_running_requests = 0;
+};
+
+// Gauges of how full the engines are that serve one model: several while it is swapped. All values
+// of an engine are from one moment, so that they add up.
+class FillGauges {
  public:
   static constexpr int64_t kNumSeries = 11;
 
-  EngineGauges(std::string model, int64_t kv_capacity_bytes, int64_t max_running_requests);
-
-  void Set(const StepStats& step);
-  std::vector<prometheus::MetricFamily> Collect() const override;
+  void Add(const EngineFill& engine);
+  std::vector<prometheus::MetricFamily> Families(const std::string& model) const;
 
  private:
-  const std::string model_;
-  const int64_t max_running_requests_;
-  mutable absl::Mutex mu_;
-  StepStats last_ ABSL_GUARDED_BY(mu_);
-  int64_t peak_used_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  double used_ = 0, reserved_ = 0, capacity_ = 0, peak_used_ = 0;
+  double running_ = 0, waiting_for_kv_ = 0, waiting_for_place_ = 0;
 };
 
-// What each step adds to. Of the engine's thread.
+// What a step's series need to know of the step before it, of the same engine.
+struct StepBefore {
+  absl::Time end = absl::InfinitePast();
+  bool left_running = false;  // requests
+  int64_t kv_rows_moved = 0;
+};
+
+// What each step adds to. One thread at a time.
 class StepSeries {
  public:
-  StepSeries(Declarations& declare, size_t num_policies);
+  // of_policy: declares the series that each policy in use has.
+  StepSeries(Declarations& declare, Declarations& of_policy);
 
-  // evicting: policies of the requests that had a round in this step.
-  void Add(const StepStats& step, const std::set<absl::string_view>& evicting);
+  // evicting: labels of the policies that had a round in this step. Brings `before` up to it.
+  void Add(const StepStats& step, const std::set<absl::string_view>& evicting, StepBefore& before);
 
  private:
-  void AddGaps(const StepStats& step);
+  void AddGaps(int64_t decode_tokens, absl::Duration gap);
 
   HistogramFamily gap_family_, eviction_;
   prometheus::Histogram &gaps_, &batch_tokens_, &batch_sequences_;
@@ -54,9 +62,6 @@ class StepSeries {
   std::array<prometheus::Histogram*, kNumStages> stages_;
   std::array<prometheus::Counter*, kNumStages> stage_wall_, stage_cpu_;
   std::array<prometheus::Counter*, 2> tokens_;  // prefill, decode
-
-  absl::Time last_end_ = absl::InfinitePast();
-  bool left_running_ = false;  // requests, after the last step
 };
 
 }  // namespace epikv

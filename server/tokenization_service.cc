@@ -18,9 +18,11 @@ grpc::ServerUnaryReactor* TokenizationService::Tokenize(grpc::CallbackServerCont
                                                         const grpc::ByteBuffer* in,
                                                         grpc::ByteBuffer* out) {
   auto tokenize = [this](const v1::TokenizeRequest& request) -> Answer<v1::TokenizeResponse> {
-    if (auto refusal = model_.Refuse(request.model())) return *std::move(refusal);
+    const auto found = models_.Find(request.model());
+    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+    const ServedModel& model = *std::get<ModelPtr>(found);
     const bool add_special = !request.has_add_special_tokens() || request.add_special_tokens();
-    const auto tokens = model_.tokenizer.Encode(request.text(), {.add_special = add_special});
+    const auto tokens = model.tokenizer->Encode(request.text(), {.add_special = add_special});
     if (!tokens.ok()) return ToGrpc(BadField("text", tokens.status().message()));
     v1::TokenizeResponse response;
     response.mutable_tokens()->mutable_ids()->Add(tokens->begin(), tokens->end());
@@ -34,9 +36,11 @@ grpc::ServerUnaryReactor* TokenizationService::Detokenize(grpc::CallbackServerCo
                                                           const grpc::ByteBuffer* in,
                                                           grpc::ByteBuffer* out) {
   auto detokenize = [this](const v1::DetokenizeRequest& request) -> Answer<v1::DetokenizeResponse> {
-    if (auto refusal = model_.Refuse(request.model())) return *std::move(refusal);
+    const auto found = models_.Find(request.model());
+    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+    const ServedModel& model = *std::get<ModelPtr>(found);
     const auto& ids = request.tokens().ids();
-    const int64_t vocab = model_.admission.manifest().vocab_size;
+    const int64_t vocab = model.admission->manifest().vocab_size;
     for (int i = 0; i < ids.size(); ++i) {
       if (ids[i] >= 0 && ids[i] < vocab) continue;
       Rejection rejection = BadField(
@@ -48,7 +52,7 @@ grpc::ServerUnaryReactor* TokenizationService::Detokenize(grpc::CallbackServerCo
     }
     const bool skip = !request.has_skip_special_tokens() || request.skip_special_tokens();
     v1::DetokenizeResponse response;
-    response.set_text(model_.tokenizer.Decode({ids.data(), static_cast<size_t>(ids.size())},
+    response.set_text(model.tokenizer->Decode({ids.data(), static_cast<size_t>(ids.size())},
                                               {.skip_special = skip}));
     return response;
   };

@@ -5,7 +5,7 @@
 
 #include "epikv/v1/tokenization.grpc.pb.h"
 #include "server/metrics.h"
-#include "server/served_model.h"
+#include "server/models.h"
 
 namespace epikv {
 
@@ -14,8 +14,8 @@ class TokenizationService final : public v1::TokenizationService::WithRawCallbac
                                       v1::TokenizationService::WithRawCallbackMethod_Detokenize<
                                           v1::TokenizationService::Service>> {
  public:
-  TokenizationService(const ServedModel& model, Metrics& metrics)
-      : model_(model), metrics_(metrics) {}
+  TokenizationService(const Models& models, Metrics& metrics)
+      : models_(models), metrics_(metrics) {}
 
   grpc::ServerUnaryReactor* Tokenize(grpc::CallbackServerContext* context,
                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
@@ -23,7 +23,7 @@ class TokenizationService final : public v1::TokenizationService::WithRawCallbac
                                        const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
 
  private:
-  const ServedModel& model_;
+  const Models& models_;
   Metrics& metrics_;
 };
 

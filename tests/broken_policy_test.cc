@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "policies/registry.h"
 #include "runtime/runtime.h"
+#include "server/errors.h"
 #include "server/metrics_server.h"
 #include "tests/broken_policy.h"
 #include "tests/error_details.h"
@@ -36,24 +37,6 @@ PolicyCatalog Catalog() {
   return catalog;
 }
 
-// The most sequences that shared a step.
-class BatchObserver final : public EngineObserver {
- public:
-  explicit BatchObserver(Metrics& metrics) : metrics_(metrics) {}
-  void OnStep(const StepStats& step) override {
-    metrics_.OnStep(step);
-    largest_ = std::max<int64_t>(largest_, step.sequences);
-  }
-  void OnFinished(const Request& request, const Finished& finished) override {
-    metrics_.OnFinished(request, finished);
-  }
-  int64_t TakeLargest() { return largest_.exchange(0); }
-
- private:
-  Metrics& metrics_;
-  std::atomic<int64_t> largest_{0};
-};
-
 // What main.cc composes, with a catalog of the test's.
 class RealServer {
  public:
@@ -63,53 +46,45 @@ class RealServer {
                              .kv_pool_bytes = 8 << 20,
                              .deterministic = true});
     if (!loaded.ok()) throw std::runtime_error(loaded.status().ToString());
-    tokenizer_ = *Tokenizer::FromJson(loaded->tokenizer_json);
-    admission_ = std::make_unique<Admission>(
-        loaded->manifest, Catalog(),
-        AdmissionLimits{.kv_capacity_bytes = loaded->kv_capacity_bytes});
-    model_ =
-        std::make_unique<ServedModel>(ServedModel{.name = loaded->manifest.name,
-                                                  .admission = *admission_,
-                                                  .tokenizer = *tokenizer_,
-                                                  .kv_capacity_bytes = loaded->kv_capacity_bytes});
-    metrics_ = *Metrics::Create({.model = model_->name, .policies = Catalog()});
-    observer_ = std::make_unique<BatchObserver>(*metrics_);
-    engine_ = std::make_unique<EngineThread>(
-        std::make_unique<Engine>(EngineOptions{.scheduler = {.fixed_chunk_tokens = 16},
-                                               .kv_capacity_bytes = loaded->kv_capacity_bytes},
-                                 std::move(loaded->executor), *tokenizer_, *observer_),
-        QueueLimits(), loaded->on_engine_thread_start);
-    server_ = *Server::Start({}, *model_, *engine_, courier_, *metrics_);
+    loaded->policies = Catalog();
+    models_.Put(*MakeServedModel(*std::move(loaded), "",
+                                 {.scheduler = {.fixed_chunk_tokens = 16}, .deterministic = true},
+                                 absl::ZeroDuration(), cores_, metrics_));
+    lifecycle_.SetState(ServerState::kServing);
+    server_ = *Server::Start({}, models_, lifecycle_, courier_, metrics_);
     page_ = *MetricsServer::Start("127.0.0.1:0");
-    page_->Serve(*metrics_);
+    page_->Serve(metrics_);
     stub_ = v1::GenerationService::NewStub(
         FakeServer::ConnectTo(absl::StrCat("127.0.0.1:", server_->port())));
   }
   ~RealServer() {
-    engine_->Drain(absl::InfinitePast());
+    models_.Drain(absl::InfinitePast());
     server_->Shutdown(absl::Now() + kGenerous);
   }
 
   v1::GenerationService::Stub& stub() { return *stub_; }
-  BatchObserver& observer() { return *observer_; }
   // Requests that the policy failed.
-  double PolicyErrors() {
-    double errors = 0;
-    for (const auto& [series, value] : SeriesOf(Scrape(page_->port()))) {
-      if (!absl::StartsWith(series, "epikv_policy_errors_total")) continue;
-      if (absl::StrContains(series, R"(policy="broken")")) errors += value;
-    }
-    return errors;
+  double PolicyErrors() { return Read("epikv_policy_errors_total", R"(policy="broken")"); }
+  // Steps that several sequences shared.
+  double SharedSteps() {
+    return Read("epikv_step_batch_sequences_count", "") -
+           Read("epikv_step_batch_sequences_bucket", R"(le="1")");
   }
 
  private:
-  std::unique_ptr<Tokenizer> tokenizer_;
-  std::unique_ptr<Admission> admission_;
-  std::unique_ptr<ServedModel> model_;
-  std::unique_ptr<Metrics> metrics_;
-  std::unique_ptr<BatchObserver> observer_;
+  double Read(absl::string_view name, absl::string_view label) {
+    double sum = 0;
+    for (const auto& [series, value] : SeriesOf(Scrape(page_->port()))) {
+      if (absl::StartsWith(series, name) && absl::StrContains(series, label)) sum += value;
+    }
+    return sum;
+  }
+
+  Metrics metrics_{{.policies = Catalog()}};
+  CoreBudget cores_{1};
   Courier courier_{absl::Seconds(5)};
-  std::unique_ptr<EngineThread> engine_;
+  Lifecycle lifecycle_;
+  Models models_{lifecycle_};
   std::unique_ptr<Server> server_;
   std::unique_ptr<MetricsServer> page_;
   std::unique_ptr<v1::GenerationService::Stub> stub_;
@@ -159,7 +134,7 @@ TEST_P(BrokenPolicyTest, FailsItsRequestAlone) {
   ASSERT_TRUE(undisturbed.AwaitDone().ok());
   const double errors_before = server_->PolicyErrors();
 
-  server_->observer().TakeLargest();
+  const double shared_before = server_->SharedSteps();
   StreamClient neighbour(server_->stub(), Ask("sliding", 200));
   v1::GenerateRequest request = Ask("broken", 200);
   (*request.mutable_kv()->mutable_policy_params()->mutable_fields())["fault"].set_string_value(
@@ -175,7 +150,7 @@ TEST_P(BrokenPolicyTest, FailsItsRequestAlone) {
   EXPECT_THAT(broken.token_ids(), SizeIs(opened ? 40 - 20 + 1 + 3 : 0));
 
   EXPECT_TRUE(neighbour.AwaitDone().ok());
-  EXPECT_EQ(server_->observer().TakeLargest(), opened ? 2 : 1) << "sequences that shared a step";
+  EXPECT_EQ(server_->SharedSteps() > shared_before, opened);
   EXPECT_EQ(Given(neighbour), Given(undisturbed));
   EXPECT_EQ(server_->PolicyErrors(), errors_before + 1);
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/errors.h"
 #include "tests/fake_server.h"
 #include "tests/stream_client.h"
 #include "tests/tcp_relay.h"

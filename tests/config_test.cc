@@ -68,15 +68,34 @@ TEST(ConfigTest, DefaultsAreThoseOfTheCommentedFile) {
   const Config config = Parse({"--model=m.pt"});
   EXPECT_EQ(config.listen, "127.0.0.1:50051");
   EXPECT_EQ(config.metrics_listen, "127.0.0.1:9464");
-  EXPECT_EQ(config.runtime.model_path, "m.pt");
+  EXPECT_EQ(config.models.at(0).path, "m.pt");
   EXPECT_EQ(config.runtime.kv_memory_share, 0.5);
-  EXPECT_EQ(config.scheduler.max_step_tokens, 512);
-  EXPECT_EQ(config.scheduler.fixed_chunk_tokens, 0);
-  EXPECT_EQ(config.queue.max_tokens, 4194304);
-  EXPECT_EQ(config.default_max_output_tokens, 1024);
+  EXPECT_EQ(config.serving.scheduler.max_step_tokens, 512);
+  EXPECT_EQ(config.serving.scheduler.fixed_chunk_tokens, 0);
+  EXPECT_EQ(config.serving.queue.max_tokens, 4194304);
+  EXPECT_EQ(config.serving.default_max_output_tokens, 1024);
   EXPECT_EQ(config.outbox.stall, absl::Seconds(30));
   EXPECT_EQ(config.drain, absl::Seconds(30));
   EXPECT_TRUE(config.reflection);
+}
+
+TEST(ConfigTest, ModelsAreTheFirstAndThoseOfTheList) {
+  const Config config = Parse({"--model=a.pt", "--threads=3", "--models=path: 'b.pt' name: 'b'",
+                               "--models", "path: 'c.pt' threads: 1 kv_pool_bytes: 4096"});
+  ASSERT_EQ(config.models.size(), 3u);
+  EXPECT_EQ(config.models[0].path, "a.pt");
+  EXPECT_EQ(config.models[1].name, "b");
+  EXPECT_EQ(config.models[1].threads, 3) << "as the first";
+  EXPECT_EQ(config.models[2].threads, 1);
+  EXPECT_EQ(config.models[2].kv_pool_bytes, 4096);
+  EXPECT_EQ(Parse({"--models=path: 'b.pt'"}).models.at(0).path, "b.pt") << "no other needed";
+  EXPECT_THAT(Printed({"--print_config", "--models=path: 'b.pt' threads: 2"}),
+              HasSubstr("\nmodels: [{ path: \"b.pt\" threads: 2 }]\n"));
+  EXPECT_THAT(Errors({"--models=name: 'b' threads: 2000"}),
+              AllOf(HasSubstr("models[0].path"), HasSubstr("models[0].threads")));
+  EXPECT_THAT(Errors({"--model=a", "--model_name=x", "--models=path: 'b' name: 'x'"}),
+              HasSubstr("models[0].name"));
+  EXPECT_THAT(Errors({"--model=a", "--models=pth: 'b'"}), HasSubstr("--models: "));
 }
 
 TEST(ConfigTest, CommentedFilePrintsAsItself) {
@@ -118,26 +137,27 @@ TEST(ConfigTest, DefaultsInTheProtoAgreeWithTheCommentedFile) {
         file, HasSubstr(absl::StrCat("\n", parts[2], ": ", line.substr(value, end - value), "\n")));
     ++found;
   }
-  EXPECT_EQ(found, v1::ServerConfig::descriptor()->field_count() - 2);  // model, model_name
+  EXPECT_EQ(found, v1::ServerConfig::descriptor()->field_count() - 3);  // model, model_name, models
 }
 
 TEST(ConfigTest, FlagsGoOverTheFileWhereverTheyStand) {
   const TemporaryFile file("model: \"a.pt\"\nthreads: 3\ndrain_seconds: 1.5\n");
   const Config config = Parse({"--threads", "5", "--config", file.path(), "--model=b.pt"});
-  EXPECT_EQ(config.runtime.threads, 5);
-  EXPECT_EQ(config.runtime.model_path, "b.pt");
+  EXPECT_EQ(config.models.at(0).threads, 5);
+  EXPECT_EQ(config.models.at(0).path, "b.pt");
   EXPECT_EQ(config.drain, absl::Milliseconds(1500));
 }
 
 TEST(ConfigTest, FlagsAreGivenInEveryUsualForm) {
   EXPECT_TRUE(Parse({"--model=m", "--deterministic"}).runtime.deterministic);
   EXPECT_FALSE(Parse({"--model=m", "--reflection=false"}).reflection);
-  EXPECT_EQ(Parse({"--model", "m", "--max-step-tokens", "64"}).scheduler.max_step_tokens, 64);
-  EXPECT_EQ(Parse({"--model=a\"b\\c=d e"}).runtime.model_path, "a\"b\\c=d e");
+  EXPECT_EQ(Parse({"--model", "m", "--max-step-tokens", "64"}).serving.scheduler.max_step_tokens,
+            64);
+  EXPECT_EQ(Parse({"--model=a\"b\\c=d e"}).models.at(0).path, "a\"b\\c=d e");
 }
 
 TEST(ConfigTest, DeterministicPrefillsInChunksOfItsForwards) {
-  EXPECT_EQ(Parse({"--model=m", "--deterministic"}).scheduler.fixed_chunk_tokens, 16);
+  EXPECT_EQ(Parse({"--model=m", "--deterministic"}).serving.scheduler.fixed_chunk_tokens, 16);
   EXPECT_THAT(Errors({"--model=m", "--deterministic", "--prefill_chunk_tokens=100"}),
               HasSubstr("--prefill_chunk_tokens must be a multiple of 16"));
 }
@@ -162,7 +182,7 @@ TEST(ConfigTest, NamesEverythingThatIsWrong) {
 TEST(ConfigTest, NameThatNoMessageCanHoldIsRefused) {
   EXPECT_THAT(Errors({"--model=m", "--model_name=caf\xe9"}),
               HasSubstr("--model_name must be UTF-8, is \"caf\\351\""));
-  EXPECT_EQ(Parse({"--model=m", "--model_name=café"}).model_name, "café");
+  EXPECT_EQ(Parse({"--model=m", "--model_name=café"}).models.at(0).name, "café");
 }
 
 TEST(ConfigTest, UnknownFieldsOfAFileAreNamedWithTheirLines) {

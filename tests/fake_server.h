@@ -16,6 +16,7 @@
 #include "runtime/engine_thread.h"
 #include "server/courier.h"
 #include "server/metrics.h"
+#include "server/models.h"
 #include "server/server.h"
 #include "tests/fake_executor.h"
 #include "tests/fake_model.h"
@@ -27,7 +28,7 @@ inline constexpr absl::Duration kGenerous = absl::Seconds(120);  // only a broke
 // What the engine has said, for tests that wait for a state.
 class WatchedObserver final : public EngineObserver {
  public:
-  explicit WatchedObserver(Metrics& metrics) : metrics_(metrics) {}
+  explicit WatchedObserver(EngineObserver& metrics) : metrics_(metrics) {}
 
   void OnAdmitted(const Request& request, absl::Duration queued) override {
     metrics_.OnAdmitted(request, queued);
@@ -57,7 +58,7 @@ class WatchedObserver final : public EngineObserver {
   }
 
  private:
-  Metrics& metrics_;
+  EngineObserver& metrics_;
   absl::Mutex mu_;
   std::optional<StepStats> last_ ABSL_GUARDED_BY(mu_);  // absent: out of date
 };
@@ -80,36 +81,22 @@ class FakeServer {
   explicit FakeServer(FakeServerOptions options = {},
                       std::shared_ptr<FakeScript> script = std::make_shared<FakeScript>())
       : script_(std::move(script)),
-        tokenizer_(*Tokenizer::FromJson(FakeTokenizerJson(options.word_bytes))),
-        admission_(options.manifest, FakeCatalog(),
-                   {.kv_capacity_bytes = options.kv_capacity_tokens * kFakeBytesPerToken,
-                    .prefill_chunk_tokens = options.engine.scheduler.prefill_chunk_tokens,
-                    .default_policy = options.default_policy}),
-        model_{.name = options.manifest.name,
-               .admission = admission_,
-               .tokenizer = *tokenizer_,
-               .kv_capacity_bytes = options.kv_capacity_tokens * kFakeBytesPerToken,
-               .threads = 1,
-               .decode_kernel = "fake"},
-        metrics_(*Metrics::Create({.model = model_.name,
-                                   .policies = FakeCatalog(),
-                                   .lanes = 4,
-                                   .kv_bytes_per_token = kFakeBytesPerToken,
-                                   .kv_capacity_bytes = model_.kv_capacity_bytes})),
-        observer_(*metrics_),
-        courier_(options.outbox.stall / 4) {
-    options.engine.kv_capacity_bytes = model_.kv_capacity_bytes;
-    engine_ = std::make_unique<EngineThread>(
-        std::make_unique<Engine>(options.engine,
-                                 std::make_unique<FakeExecutor>(script_, kFakeBytesPerToken),
-                                 *tokenizer_, observer_),
-        options.queue, nullptr);
+        metrics_({.policies = FakeCatalog()}),
+        series_(*metrics_.OfModel(options.manifest.name)),
+        engine_metrics_(series_,
+                        {.kv = {.lanes = 4, .bytes_per_token = kFakeBytesPerToken},
+                         .kv_capacity_bytes = options.kv_capacity_tokens * kFakeBytesPerToken}),
+        observer_(engine_metrics_),
+        courier_(options.outbox.stall / 4),
+        models_(lifecycle_) {
+    models_.Put(Make(options));
+    lifecycle_.SetState(ServerState::kServing);
     server_ =
         *Server::Start({.max_message_bytes = options.max_message_bytes, .outbox = options.outbox},
-                       model_, *engine_, courier_, *metrics_);
+                       models_, lifecycle_, courier_, metrics_);
   }
   ~FakeServer() {
-    engine_->Drain(absl::InfinitePast());
+    models_.Drain(absl::InfinitePast());
     server_->Shutdown(absl::Now() + kGenerous);
   }
 
@@ -132,21 +119,50 @@ class FakeServer {
   }
 
   FakeScript& script() { return *script_; }
-  const Admission& admission() const { return admission_; }
-  const Metrics& metrics() const { return *metrics_; }
+  const Admission& admission() const { return *model_->admission; }
+  const Metrics& metrics() const { return metrics_; }
   WatchedObserver& observer() { return observer_; }
-  EngineThread& engine() { return *engine_; }
+  EngineThread& engine() { return *model_->engine; }
+  Lifecycle& lifecycle() { return lifecycle_; }
+  Models& models() { return models_; }
   Server& server() { return *server_; }
+
+  // A model over a FakeExecutor with the same script, watched by the same observer.
+  ModelPtr Make(const FakeServerOptions& options) {
+    auto model = std::make_shared<ServedModel>();
+    const int64_t capacity = options.kv_capacity_tokens * kFakeBytesPerToken;
+    model->name = options.manifest.name;
+    model->tokenizer = *Tokenizer::FromJson(FakeTokenizerJson(options.word_bytes));
+    model->admission = std::make_unique<Admission>(
+        options.manifest, FakeCatalog(),
+        AdmissionLimits{.kv_capacity_bytes = capacity,
+                        .prefill_chunk_tokens = options.engine.scheduler.prefill_chunk_tokens,
+                        .default_policy = options.default_policy});
+    model->kv_capacity_bytes = capacity;
+    model->threads = 1;
+    model->decode_kernel = "fake";
+    model->metrics = series_;
+    EngineOptions engine = options.engine;
+    engine.kv_capacity_bytes = capacity;
+    model->engine = std::make_unique<EngineThread>(
+        std::make_unique<Engine>(engine,
+                                 std::make_unique<FakeExecutor>(script_, kFakeBytesPerToken),
+                                 *model->tokenizer, observer_),
+        options.queue, nullptr);
+    if (model_ == nullptr) model_ = model;
+    return model;
+  }
 
  private:
   const std::shared_ptr<FakeScript> script_;
-  const std::unique_ptr<Tokenizer> tokenizer_;
-  const Admission admission_;
-  const ServedModel model_;
-  const std::unique_ptr<Metrics> metrics_;
+  Metrics metrics_;
+  const std::shared_ptr<ModelMetrics> series_;
+  EngineMetrics engine_metrics_;
   WatchedObserver observer_;
   Courier courier_;
-  std::unique_ptr<EngineThread> engine_;
+  Lifecycle lifecycle_;
+  Models models_;
+  ModelPtr model_;  // the first
   std::unique_ptr<Server> server_;
 };
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/errors.h"
 #include "tests/error_details.h"
 #include "tests/fake_server.h"
 #include "tests/stream_client.h"

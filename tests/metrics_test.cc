@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <prometheus/text_serializer.h>
 
 #include <map>
 #include <memory>
@@ -11,6 +12,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "runtime/admission.h"
 #include "runtime/engine.h"
@@ -26,14 +29,16 @@ using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::Key;
+using ::testing::Not;
 
 MetricsOptions Options() {
-  return {.model = "fake",
-          .policies = FakeCatalog(),
-          .lanes = 4,
-          .kv_bytes_per_token = kFakeBytesPerToken,
-          .kv_capacity_bytes = 1000 * kFakeBytesPerToken,
+  return {.policies = FakeCatalog(),
           .config = {{"max_step_tokens", "512"}, {"deterministic", "false"}}};
+}
+
+EngineFacts Facts() {
+  return {.kv = {.lanes = 4, .bytes_per_token = kFakeBytesPerToken},
+          .kv_capacity_bytes = 1000 * kFakeBytesPerToken};
 }
 
 // One for all tests, never stopped: the library takes two seconds for that. Serves what is alive.
@@ -44,7 +49,7 @@ MetricsServer& Page() {
 
 class MetricsTest : public ::testing::Test {
  protected:
-  MetricsTest() { Page().Serve(*metrics_); }
+  MetricsTest() { Page().Serve(metrics_); }
 
   // The series by name without the label `model`, which all have.
   std::map<std::string, double> Read() {
@@ -57,10 +62,11 @@ class MetricsTest : public ::testing::Test {
     return values;
   }
   // Runs a request to its end in an engine of its own.
-  void Run(RequestOptions options) {
+  void Run(RequestOptions options) { Run(std::move(options), engine_); }
+  void Run(RequestOptions options, EngineObserver& observer) {
     Engine engine({.kv_capacity_bytes = 1000 * kFakeBytesPerToken},
                   std::make_unique<FakeExecutor>(script_, kFakeBytesPerToken), *tokenizer_,
-                  *metrics_);
+                  observer);
     options.arrival = absl::Now();
     engine.Submit(std::get<Request>(admission_.Resolve(std::move(options))),
                   std::make_shared<NoSink>());
@@ -83,7 +89,8 @@ class MetricsTest : public ::testing::Test {
   const std::unique_ptr<Tokenizer> tokenizer_ = *Tokenizer::FromJson(FakeTokenizerJson());
   const Admission admission_{
       FakeManifest(), FakeCatalog(), {.kv_capacity_bytes = 1000 * kFakeBytesPerToken}};
-  const std::unique_ptr<Metrics> metrics_ = *Metrics::Create(Options());
+  Metrics metrics_{Options()};
+  EngineMetrics engine_{*metrics_.OfModel("fake"), Facts()};
 };
 
 TEST_F(MetricsTest, RequestsAreCountedByPolicyArmAndReason) {
@@ -130,12 +137,12 @@ TEST_F(MetricsTest, StepsAreCountedByPhaseAndStage) {
 }
 
 TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
-  metrics_->OnStep({.sequences = 1,
-                    .running = 2,
-                    .waiting = 3,
-                    .kv_used_bytes = 100,
-                    .kv_reserved_bytes = 250,
-                    .kv_capacity_bytes = 1000});
+  engine_.OnStep({.sequences = 1,
+                  .running = 2,
+                  .waiting = 3,
+                  .kv_used_bytes = 100,
+                  .kv_reserved_bytes = 250,
+                  .kv_capacity_bytes = 1000});
   auto values = Read();
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="used"})"), 100);
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="reserved"})"), 150);
@@ -146,7 +153,7 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
   EXPECT_EQ(values.at("epikv_requests_running"), 2);
   EXPECT_EQ(values.at(R"(epikv_requests_waiting{reason="kv"})"), 3);
   EXPECT_EQ(values.at(R"(epikv_requests_waiting{reason="running"})"), 0);
-  metrics_->OnStep({.kv_capacity_bytes = 1000});
+  engine_.OnStep({.kv_capacity_bytes = 1000});
   values = Read();
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 1000);
   EXPECT_EQ(values.at("epikv_kv_peak_used_bytes"), 100);
@@ -165,13 +172,15 @@ TEST_F(MetricsTest, FailuresSayWhoFailed) {
 }
 
 TEST_F(MetricsTest, LabelsComeFromClosedSets) {
-  metrics_->OnRejected("KV_BUDGET");
-  metrics_->OnRejected("whatever a client may cause");
-  metrics_->OnRpcFinished("GenerationService/Generate", grpc::StatusCode::OK);
-  metrics_->OnRpcFinished("invented", static_cast<grpc::StatusCode>(77));
+  (*metrics_.OfModel("fake"))->OnRejected("KV_BUDGET");
+  (*metrics_.OfModel("fake"))->OnRejected("whatever a client may cause");
+  metrics_.OnRejected("NOT_FOUND");
+  metrics_.OnRpcFinished("GenerationService/Generate", grpc::StatusCode::OK);
+  metrics_.OnRpcFinished("invented", static_cast<grpc::StatusCode>(77));
   const auto values = Read();
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="kv_budget"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="other"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{model="",reason="not_found"})"), 1);
   EXPECT_EQ(
       values.at(R"(epikv_grpc_requests_total{code="OK",method="GenerationService/Generate"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_grpc_requests_total{code="UNKNOWN",method="other"})"), 1);
@@ -180,8 +189,8 @@ TEST_F(MetricsTest, LabelsComeFromClosedSets) {
 TEST_F(MetricsTest, BoundHoldsForEverySeries) {
   Run(Asked(10, 5));
   const auto values = Read();
-  EXPECT_EQ(values.at("epikv_metrics_series"), metrics_->series_bound());
-  EXPECT_LE(values.size(), static_cast<size_t>(metrics_->series_bound()));
+  EXPECT_EQ(values.at("epikv_metrics_series"), metrics_.series_bound());
+  EXPECT_LE(values.size(), static_cast<size_t>(metrics_.series_bound()));
   int64_t http = 0;
   for (const auto& [name, value] : values) http += absl::StartsWith(name, "exposer_") ? 1 : 0;
   EXPECT_EQ(http, 7) << "what the bound allows for them";
@@ -191,15 +200,88 @@ TEST_F(MetricsTest, SettingsAreLabels) {
   EXPECT_EQ(Read().at(R"(epikv_config_info{deterministic="false",max_step_tokens="512"})"), 1);
 }
 
-TEST(MetricsCreateTest, RefusesABoundOverTheLimit) {
+TEST(MetricsLimitTest, RefusesAModelWhoseSeriesWouldExceedIt) {
   MetricsOptions options = Options();
-  const int64_t bound = (*Metrics::Create(options))->series_bound();
+  Metrics unbounded(options);
+  const int64_t without = unbounded.series_bound();
+  const auto model = *unbounded.OfModel("a");
+  const int64_t bound = unbounded.series_bound();
   options.max_series = bound;
-  EXPECT_TRUE(Metrics::Create(options).ok());
-  options.max_series = bound - 1;
-  const auto refused = Metrics::Create(options);
-  EXPECT_THAT(std::string(refused.status().message()),
-              HasSubstr(absl::StrCat("raise it to at least ", bound)));
+  Metrics exact(options);
+  const auto first = exact.OfModel("a");
+  EXPECT_TRUE(first.ok());
+  EXPECT_EQ(exact.OfModel("a")->get(), first->get()) << "a swap has the series of its name";
+  const auto second = exact.OfModel("b");
+  EXPECT_THAT(std::string(second.status().message()),
+              HasSubstr(absl::StrCat("raise it to at least ", bound + bound - without)));
+}
+
+TEST_F(MetricsTest, PoliciesBeyondTheLimitShareTheSeriesOfOther) {
+  MetricsOptions options = Options();
+  const int64_t before = metrics_.series_bound();
+  Run(Asked(10, 5));
+  const int64_t of_a_policy = metrics_.series_bound() - before;
+  EXPECT_GT(of_a_policy, 100);
+
+  options.max_series = before + of_a_policy;  // one policy
+  Metrics small(options);
+  EngineMetrics engine(*small.OfModel("small"), Facts());
+  Run(Asked(10, 5), engine);
+  RequestOptions evicting = Asked(10, 50);
+  evicting.kv = {.policy = "window", .budget = int64_t{24}};
+  Run(evicting, engine);
+  EXPECT_EQ(small.series_bound(), options.max_series);
+  const auto values = SeriesOf(prometheus::TextSerializer().Serialize(small.page()->Collect()));
+  const std::string labels = R"({model="small",arm="none",policy=")";
+  EXPECT_EQ(values.at("epikv_requests_finished_total" + labels + "full\",reason=\"length\"}"), 1);
+  EXPECT_EQ(values.at("epikv_requests_finished_total" + labels + "other\",reason=\"length\"}"), 1);
+  EXPECT_EQ(values.at(R"(epikv_kv_eviction_seconds_count{model="small",policy="other"})"), 34);
+  EXPECT_EQ(values.at(R"(epikv_metrics_label_overflow_total{model="small"})"), 1);
+}
+
+TEST_F(MetricsTest, SeriesGoWithTheirModel) {
+  const int64_t before = metrics_.series_bound();
+  {
+    EngineMetrics other(*metrics_.OfModel("other"), Facts());
+    EXPECT_EQ(Read().at(R"(epikv_kv_capacity_bytes{model="other"})"), 1000. * kFakeBytesPerToken);
+    EXPECT_GT(metrics_.series_bound(), before);
+  }
+  EXPECT_THAT(Read(), Not(Contains(Key(HasSubstr("other")))));
+  EXPECT_EQ(Read().at("epikv_metrics_series"), before);
+}
+
+TEST_F(MetricsTest, ASwapAddsUpPoolsAndSetsNoCounterBack) {
+  Run(Asked(10, 5));
+  {
+    EngineMetrics next(*metrics_.OfModel("fake"), Facts());
+    engine_.OnStep({.running = 1, .kv_capacity_bytes = 1000, .kv_rows_moved = 7});
+    next.OnStep({.sequences = 1,
+                 .running = 2,
+                 .kv_used_bytes = 10,
+                 .kv_reserved_bytes = 20,
+                 .kv_capacity_bytes = 500,
+                 .kv_rows_moved = 3});
+    const auto values = Read();
+    EXPECT_EQ(values.at("epikv_kv_capacity_bytes"), 1500);
+    EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 1480);
+    EXPECT_EQ(values.at("epikv_requests_running"), 3);
+    EXPECT_EQ(values.at("epikv_kv_rows_moved_total"), 3);
+  }
+  const auto values = Read();
+  EXPECT_EQ(values.at("epikv_kv_capacity_bytes"), 1000);
+  EXPECT_EQ(values.at(R"(epikv_requests_finished_total{arm="none",policy="full",reason="length"})"),
+            1);
+}
+
+// The exposition format has one HELP and one TYPE a name, whatever the number of models.
+TEST_F(MetricsTest, FamiliesOfSeveralModelsAreOne) {
+  EngineMetrics other(*metrics_.OfModel("other"), Facts());
+  std::map<std::string, int> types;
+  for (absl::string_view line : absl::StrSplit(Scrape(Page().port()), '\n')) {
+    if (absl::ConsumePrefix(&line, "# TYPE ")) ++types[std::string(line.substr(0, line.find(' ')))];
+  }
+  EXPECT_GT(types.size(), 30u);
+  for (const auto& [name, count] : types) EXPECT_EQ(count, 1) << name;
 }
 
 TEST_F(MetricsTest, AnswersWhileClientsHoldSilentConnections) {

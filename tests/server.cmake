@@ -10,6 +10,7 @@ epikv_test(outbox_test LIBS epikv_server)
 if(NOT EPIKV_SANITIZE MATCHES thread)
   epikv_test(cancellation_test LIBS epikv_server)
   epikv_test(generation_service_test LIBS epikv_server)
+  epikv_test(models_test LIBS epikv_server)
   epikv_test(services_test LIBS epikv_server nlohmann_json::nlohmann_json)
 endif()
 

@@ -256,10 +256,18 @@ TEST_F(ServicesTest, HealthKnowsEveryServiceAndTheModel) {
                                "epikv.v1.ModelService",
                                "epikv.v1.PolicyService",
                                "models/fake"};
-  for (const std::string& name : names) EXPECT_EQ(Health(channel_, name), kServing) << name;
+  const auto all_are = [&](int32_t wanted) {
+    for (const std::string& name : names) EXPECT_EQ(Health(channel_, name), wanted) << name;
+  };
+  all_are(kServing);
   EXPECT_EQ(Health(channel_, "models/other"), -grpc::NOT_FOUND);
-  server_.server().StopAdvertising();
-  for (const std::string& name : names) EXPECT_EQ(Health(channel_, name), kNotServing) << name;
+  server_.lifecycle().SetState(ServerState::kDraining);
+  all_are(kNotServing);
+  server_.lifecycle().SetState(ServerState::kServing);
+  all_are(kServing);
+  EXPECT_TRUE(server_.models().Remove("fake", absl::InfinitePast()));
+  EXPECT_EQ(Health(channel_, "models/fake"), kNotServing);
+  EXPECT_EQ(Health(channel_, ""), kServing);
 }
 
 int64_t NumThreads() {
@@ -330,9 +338,13 @@ TEST_F(ServicesTest, IdleReflectionStreamsHoldABoundedNumberOfThreads) {
 }
 
 TEST_F(ServicesTest, PortInUseIsNamed) {
-  const absl::Status status = Server::CheckAddress(server_.address());
-  EXPECT_THAT(std::string(status.message()), HasSubstr(server_.address()));
-  EXPECT_TRUE(Server::CheckAddress("127.0.0.1:0").ok());
+  Lifecycle lifecycle;
+  Models models(lifecycle);
+  Metrics metrics({});
+  Courier courier(absl::Seconds(1));
+  const auto second =
+      Server::Start({.listen = server_.address()}, models, lifecycle, courier, metrics);
+  EXPECT_THAT(std::string(second.status().message()), HasSubstr(server_.address()));
 }
 
 TEST(MetricsPageTest, AnswersWhileAStepRuns) {

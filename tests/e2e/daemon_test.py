@@ -4,6 +4,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import broken_models
@@ -13,6 +14,7 @@ from epikv import Accepted, Client, Kv, Output, RpcError, Stop, Summary
 from epikv.bench.scrape import scrape
 from epikv.sample import problem
 from epikv.testing import Daemon, find_binary
+from epikv.v1.generation_pb2 import GenerateRequest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 TASK = problem(9)
@@ -78,6 +80,68 @@ def test_health_and_reflection(daemon: Daemon) -> None:
         listed = next(channel.stream_stream(method)(iter([list_services]), timeout=10))
     for name in ("GenerationService", "TokenizationService", "ModelService", "PolicyService"):
         assert f"epikv.v1.{name}".encode() in listed
+
+
+def test_ports_answer_while_the_model_is_loaded(sample_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    seen: list[int] = []
+    refused: list[grpc.RpcError] = []
+
+    def watch() -> None:
+        eager = [(f"grpc.{which}_reconnect_backoff_ms", 10) for which in ("initial", "min", "max")]
+        with grpc.insecure_channel(address, eager) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="")
+            for reply in stub.Watch(request, wait_for_ready=True, timeout=60):
+                seen.append(reply.status)
+                if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                generate = channel.unary_unary("/epikv.v1.GenerationService/GenerateOnce")
+                with pytest.raises(grpc.RpcError) as error:
+                    generate(GenerateRequest(text=TASK.prompt).SerializeToString(), timeout=10)
+                refused.append(error.value)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    more = [
+        f"--models=path: '{sample_model}' name: '{i}' kv_pool_bytes: 33554432" for i in range(9)
+    ]
+    with Daemon(sample_model, f"--listen={address}", "--threads=1", *more):
+        watcher.join(60)
+    assert seen == [
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+        health_pb2.HealthCheckResponse.SERVING,
+    ]
+    assert [error.code() for error in refused] == [grpc.StatusCode.UNAVAILABLE]
+    assert "loading its models" in refused[0].details()
+
+
+def test_several_models_have_an_engine_each(sample_model: Path) -> None:
+    more = f"--models=path: '{sample_model}' name: 'b' kv_pool_bytes: 33554432"
+    with Daemon(sample_model, "--threads=1", more) as daemon, daemon.client() as client:
+        assert [model.name for model in client.models()] == ["b", "sample"]
+        results = {}
+
+        def ask(model: str) -> None:
+            results[model] = client.generate_once(TASK.prompt, model=model, stop=Stop(100))
+
+        askers = [threading.Thread(target=ask, args=(model,)) for model in ("b", "sample")]
+        for asker in askers:
+            asker.start()
+        for asker in askers:
+            asker.join()
+        assert results["b"].text == results["sample"].text
+        with urllib.request.urlopen(f"http://{daemon.metrics}/metrics", timeout=30) as reply:
+            page = reply.read().decode()
+        assert 'epikv_kv_capacity_bytes{model="b"} 33554432\n' in page
+        for model in ("b", "sample"):
+            labels = f'model="{model}",arm="none",kind="output",policy="full"'
+            assert f"epikv_tokens_total{{{labels}}} 100\n" in page
+        with pytest.raises(RpcError, match="'b', 'sample'"):
+            client.generate_once(TASK.prompt)
+    status, log = start(f"--model={sample_model}", f"--models=path: '{sample_model}'")
+    assert status == 1 and "'sample' is served already" in log
 
 
 def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:

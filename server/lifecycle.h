@@ -1,0 +1,50 @@
+#pragma once
+
+#include <grpcpp/health_check_service_interface.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+
+namespace epikv {
+
+enum class ServerState {
+  kStarting,  // the first models are being loaded
+  kServing,
+  kDraining,  // new requests are refused; what runs goes on
+};
+absl::string_view ServerStateName(ServerState state);  // "STARTING"
+
+// What the daemon is doing, and what grpc.health.v1 says of it: a service serves in kServing, a
+// model if it is in service as well. Thread-safe.
+class Lifecycle {
+ public:
+  // names: of services, "" for the whole. `health` is told of every change from now on, and
+  // outlives this or is detached.
+  void Attach(grpc::HealthCheckServiceInterface& health, std::vector<std::string> names);
+  void Detach(grpc::HealthCheckServiceInterface& health);
+
+  void SetState(ServerState state);
+  void SetModel(const std::string& name, bool in_service);  // "models/NAME"
+  ServerState state() const;
+
+ private:
+  struct Listener {
+    grpc::HealthCheckServiceInterface* health;
+    std::vector<std::string> names;
+  };
+  void Tell(const Listener& listener) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void TellModel(const Listener& listener, const std::string& name, bool in_service) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  mutable absl::Mutex mu_;
+  ServerState state_ ABSL_GUARDED_BY(mu_) = ServerState::kStarting;
+  std::map<std::string, bool> models_ ABSL_GUARDED_BY(mu_);
+  std::vector<Listener> listeners_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace epikv

@@ -1,0 +1,126 @@
+#include "server/model_metrics.h"
+
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace epikv {
+
+ModelMetrics::ModelMetrics(std::string model, SeriesBudget& budget)
+    : model_(std::move(model)),
+      budget_(budget),
+      declare_(registry_, {{"model", model_}}),
+      of_policy_(registry_, {{"model", model_}}),
+      labels_(budget, of_policy_),
+      requests_(declare_, of_policy_, labels_),
+      steps_(declare_, of_policy_),
+      rejected_(declare_),
+      info_(declare_.Gauges("epikv_model_info", "1; the labels say what is served.", 1)),
+      threads_(declare_.Gauges("epikv_threads", "Threads, by pool.", 1).Add({{"pool", "engine"}})),
+      load_(declare_.Gauges("epikv_model_load_seconds", "Loading, measuring and warming up.", 1)
+                .Add({})) {
+  declare_.Count(FillGauges::kNumSeries);
+}
+
+absl::StatusOr<std::shared_ptr<ModelMetrics>> ModelMetrics::Create(std::string model,
+                                                                   SeriesBudget& budget) {
+  std::shared_ptr<ModelMetrics> metrics(new ModelMetrics(std::move(model), budget));
+  if (budget.Take(metrics->own_series())) {
+    metrics->taken_ = metrics->own_series();
+    return metrics;
+  }
+  const int64_t needed = budget.taken() + metrics->own_series();
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "/metrics would hold ", needed, " series with model '", metrics->model_,
+      "', and --metrics_max_series allows ", budget.limit(), "; raise it to at least ", needed));
+}
+
+ModelMetrics::~ModelMetrics() { budget_.GiveBack(taken_); }
+
+void ModelMetrics::Describe(const EngineFacts& facts) {
+  absl::MutexLock lock(&mu_);
+  if (described_ != nullptr) info_.Remove(described_);
+  described_ = &info_.Add({{"architecture", facts.architecture},
+                           {"dtype", facts.dtype},
+                           {"decode_kernel", facts.decode_kernel}});
+  described_->Set(1);
+  threads_.Set(static_cast<double>(facts.threads));
+  load_.Set(Seconds(facts.load));
+}
+
+std::vector<prometheus::MetricFamily> ModelMetrics::Collect() const {
+  std::vector<prometheus::MetricFamily> families = registry_.Collect();
+  FillGauges gauges;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const EngineFill* engine : engines_) gauges.Add(*engine);
+  }
+  std::vector<prometheus::MetricFamily> fill = gauges.Families(model_);
+  families.insert(families.end(), std::make_move_iterator(fill.begin()),
+                  std::make_move_iterator(fill.end()));
+  return families;
+}
+
+EngineMetrics::EngineMetrics(std::shared_ptr<ModelMetrics> model, const EngineFacts& facts)
+    : model_(std::move(model)),
+      kv_(facts.kv),
+      fill_{.last = {.kv_capacity_bytes = facts.kv_capacity_bytes},
+            .max_running_requests = facts.max_running_requests} {
+  model_->Describe(facts);
+  absl::MutexLock lock(&model_->mu_);
+  model_->engines_.insert(&fill_);
+}
+
+EngineMetrics::~EngineMetrics() {
+  absl::MutexLock lock(&model_->mu_);
+  model_->engines_.erase(&fill_);
+}
+
+void EngineMetrics::OnAdmitted(const Request& request, absl::Duration queued) {
+  absl::MutexLock lock(&model_->mu_);
+  model_->requests_.OnAdmitted(queued);
+}
+
+void EngineMetrics::OnStep(const StepStats& step) {
+  absl::MutexLock lock(&model_->mu_);
+  fill_.last = step;
+  fill_.peak_used_bytes = std::max(fill_.peak_used_bytes, step.kv_used_bytes);
+  if (step.sequences > 0) model_->steps_.Add(step, std::exchange(evicting_, {}), before_);
+}
+
+void EngineMetrics::OnFirstToken(const Request& request, absl::Duration since_arrival) {
+  absl::MutexLock lock(&model_->mu_);
+  model_->requests_.OnFirstToken(request, since_arrival);
+}
+
+void EngineMetrics::OnEvicted(const EvictedStats& evicted) {
+  absl::MutexLock lock(&model_->mu_);
+  evicting_.insert(model_->labels_.Of(evicted.request.spec->name));
+  model_->requests_.OnEvicted(evicted, kv_);
+}
+
+void EngineMetrics::OnFinished(const Request& request, const Finished& finished) {
+  absl::MutexLock lock(&model_->mu_);
+  model_->requests_.OnFinished(request, finished, kv_);
+}
+
+std::vector<prometheus::MetricFamily> MergedByName(std::vector<prometheus::MetricFamily> families) {
+  std::vector<prometheus::MetricFamily> merged;
+  std::map<std::string, size_t> places;
+  for (prometheus::MetricFamily& family : families) {
+    const auto [place, fresh] = places.emplace(family.name, merged.size());
+    if (fresh) {
+      merged.push_back(std::move(family));
+      continue;
+    }
+    auto& metrics = merged[place->second].metric;
+    metrics.insert(metrics.end(), std::make_move_iterator(family.metric.begin()),
+                   std::make_move_iterator(family.metric.end()));
+  }
+  return merged;
+}
+
+}  // namespace epikv

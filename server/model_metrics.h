@@ -1,0 +1,95 @@
+#pragma once
+
+#include <prometheus/metric_family.h>
+#include <prometheus/registry.h>
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "runtime/observer.h"
+#include "server/metric_families.h"
+#include "server/rejected_series.h"
+#include "server/request_series.h"
+#include "server/step_series.h"
+
+namespace epikv {
+
+// An engine and the model it runs, as their series tell of them.
+struct EngineFacts {
+  std::string architecture, dtype, decode_kernel;
+  KvScale kv;
+  int64_t kv_capacity_bytes = 0;
+  int64_t max_running_requests = 256;
+  int64_t threads = 1;
+  absl::Duration load;  // how long loading took
+};
+
+// The series of one model name, all with the label `model`. Engines that serve it one after the
+// other share them: a swap sets no counter back. Thread-safe.
+class ModelMetrics {
+ public:
+  // `budget`, which outlives it, must give what it has in any case (own_series); the rest comes as
+  // policies are used.
+  static absl::StatusOr<std::shared_ptr<ModelMetrics>> Create(std::string model,
+                                                              SeriesBudget& budget);
+  ~ModelMetrics();
+
+  void OnRejected(absl::string_view reason) { rejected_.Count(reason); }  // ErrorInfo.reason
+
+  std::vector<prometheus::MetricFamily> Collect() const;
+
+ private:
+  friend class EngineMetrics;
+
+  ModelMetrics(std::string model, SeriesBudget& budget);
+  // Those of no policy, and those of "other".
+  int64_t own_series() const { return declare_.bound() + of_policy_.bound(); }
+  void Describe(const EngineFacts& facts);
+
+  const std::string model_;
+  mutable absl::Mutex mu_;
+  prometheus::Registry registry_;
+  SeriesBudget& budget_;
+  int64_t taken_ = 0;  // of the budget
+  Declarations declare_, of_policy_;
+  PolicyLabels labels_ ABSL_GUARDED_BY(mu_);
+  RequestSeries requests_ ABSL_GUARDED_BY(mu_);
+  StepSeries steps_ ABSL_GUARDED_BY(mu_);
+  RejectedSeries rejected_;
+  prometheus::Family<prometheus::Gauge>& info_;
+  prometheus::Gauge* described_ ABSL_GUARDED_BY(mu_) = nullptr;
+  prometheus::Gauge &threads_, &load_;
+  std::set<const EngineFill*> engines_ ABSL_GUARDED_BY(mu_);  // of the EngineMetrics that live
+};
+
+// Watches one engine for the series of its model. Of the engine's thread.
+class EngineMetrics final : public EngineObserver {
+ public:
+  EngineMetrics(std::shared_ptr<ModelMetrics> model, const EngineFacts& facts);
+  ~EngineMetrics() override;
+
+  void OnAdmitted(const Request& request, absl::Duration queued) override;
+  void OnStep(const StepStats& step) override;
+  void OnFirstToken(const Request& request, absl::Duration since_arrival) override;
+  void OnEvicted(const EvictedStats& evicted) override;
+  void OnFinished(const Request& request, const Finished& finished) override;
+
+ private:
+  const std::shared_ptr<ModelMetrics> model_;
+  const KvScale kv_;
+  EngineFill fill_;  // guarded by the model's mutex
+  StepBefore before_;
+  std::set<absl::string_view> evicting_;  // labels of policies, in the step that runs
+};
+
+// Families of one name become one, as the exposition format wants it.
+std::vector<prometheus::MetricFamily> MergedByName(std::vector<prometheus::MetricFamily> families);
+
+}  // namespace epikv

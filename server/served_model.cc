@@ -1,0 +1,64 @@
+#include "server/served_model.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace epikv {
+namespace {
+
+EngineFacts FactsOf(const ServedModel& model, const ServingOptions& options, absl::Duration load) {
+  const Manifest& manifest = model.admission->manifest();
+  return {.architecture = manifest.architecture,
+          .dtype = std::string(DTypeName(manifest.dtype)),
+          .decode_kernel = model.decode_kernel,
+          .kv = {.lanes = model.lanes(), .bytes_per_token = model.admission->kv_bytes_per_token()},
+          .kv_capacity_bytes = model.kv_capacity_bytes,
+          .max_running_requests = options.max_running_requests,
+          .threads = model.threads,
+          .load = load};
+}
+
+}  // namespace
+
+absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& name,
+                                         const ServingOptions& options, absl::Duration load,
+                                         CoreBudget& cores, Metrics& metrics) {
+  if (!options.default_policy.empty() &&
+      FindPolicy(loaded.policies, options.default_policy) == nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat("--default_policy: unknown policy '",
+                                                   options.default_policy,
+                                                   "'; known: ", KnownPolicies(loaded.policies)));
+  }
+  absl::StatusOr<std::unique_ptr<Tokenizer>> tokenizer = Tokenizer::FromJson(loaded.tokenizer_json);
+  if (!tokenizer.ok()) return tokenizer.status();
+
+  auto model = std::make_shared<ServedModel>();
+  model->name = name.empty() ? loaded.manifest.name : name;
+  model->tokenizer = *std::move(tokenizer);
+  model->admission = std::make_unique<Admission>(
+      loaded.manifest, std::move(loaded.shape), loaded.policies,
+      AdmissionLimits{.kv_capacity_bytes = loaded.kv_capacity_bytes,
+                      .prefill_chunk_tokens = options.scheduler.prefill_chunk_tokens,
+                      .default_max_output_tokens = options.default_max_output_tokens,
+                      .default_policy = options.default_policy,
+                      .default_equal_protection = options.default_equal_protection});
+  model->kv_capacity_bytes = loaded.kv_capacity_bytes;
+  model->threads = loaded.threads;
+  model->decode_kernel = loaded.decode_kernel;
+  model->deterministic = options.deterministic;
+  absl::StatusOr<std::shared_ptr<ModelMetrics>> series = metrics.OfModel(model->name);
+  if (!series.ok()) return series.status();
+  model->metrics = *std::move(series);
+  model->observer = std::make_unique<EngineMetrics>(model->metrics, FactsOf(*model, options, load));
+  model->engine = std::make_unique<EngineThread>(
+      std::make_unique<Engine>(EngineOptions{.scheduler = options.scheduler,
+                                             .kv_capacity_bytes = loaded.kv_capacity_bytes,
+                                             .max_running_requests = options.max_running_requests},
+                               std::move(loaded.executor), *model->tokenizer, *model->observer),
+      options.queue, loaded.on_engine_thread_start,
+      CoreShare{.budget = &cores, .threads = loaded.threads});
+  return model;
+}
+
+}  // namespace epikv
