@@ -14,7 +14,7 @@ import click
 
 from epikv.errors import RpcError
 
-_SHARED = ("costs", "harness", "load", "scrape", "survey", "targets", "trial")
+_SHARED = ("costs", "harness", "scrape", "streams", "survey", "targets", "trial")
 
 
 class _Benches(click.Group):
