@@ -20,14 +20,23 @@ class Page:
         """Of the series with exactly these labels (and `model`); 0 if there is none yet."""
         return self.values.get((name, frozenset(labels.items())), 0.0)
 
+    def total(self, name: str) -> float:
+        """Of all series of this name, whatever their labels."""
+        return sum(value for (other, _), value in self.values.items() if other == name)
+
     def __sub__(self, before: "Page") -> "Page":
         return Page({series: v - before.values.get(series, 0) for series, v in self.values.items()})
 
 
 def scrape(address: str) -> Page:
     """The page at host:port."""
+    return parse(fetch(address))
+
+
+def fetch(address: str) -> str:
+    """The page at host:port, as text."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as reply:
-        return parse(reply.read().decode())
+        return reply.read().decode()
 
 
 def parse(text: str) -> Page:
