@@ -76,6 +76,7 @@ def test_an_overload_is_measured(
     names = [target["metric"] for target in found["targets"]]
     assert names == [
         "goodput_ratio",
+        "refusals_with_delay",
         "retry_success",
         "rss_growth",
         "queue_growth",

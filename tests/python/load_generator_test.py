@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import fmean, pstdev
+from typing import Any
 
 import grpc
 import jsonschema
@@ -35,15 +36,19 @@ SECONDS = 30  # no test waits as long unless it fails
 
 
 class Scripted(generation_pb2_grpc.GenerationServiceServicer):
-    """Accepts, calls `before` with the number of the request, and streams its tokens."""
+    """Accepts, calls `before` with the number of the request, and streams its tokens. refuses:
+    `before` comes first."""
 
-    def __init__(self, before: Callable[[int, grpc.ServicerContext], None]) -> None:
-        self._before, self._numbers = before, iter(range(1_000_000))
+    def __init__(self, before: Callable[[int, grpc.ServicerContext], None], refuses: bool) -> None:
+        self._before, self._refuses, self._numbers = before, refuses, iter(range(1_000_000))
 
     def Generate(self, request, context):
         number = next(self._numbers)
+        if self._refuses:
+            self._before(number, context)
         yield generation_pb2.GenerateResponse(accepted=accepted(request))
-        self._before(number, context)
+        if not self._refuses:
+            self._before(number, context)
         for token in range(request.stop.max_output_tokens):
             yield generation_pb2.GenerateResponse(
                 delta=generation_pb2.Delta(token_ids=[token, token])
@@ -55,9 +60,9 @@ class Scripted(generation_pb2_grpc.GenerationServiceServicer):
 
 @contextmanager
 def scripted(
-    before: Callable[[int, grpc.ServicerContext], None] = lambda *_: None, threads: int = 32
+    before: Callable[[int, grpc.ServicerContext], None] = lambda *_: None, refuses: bool = False
 ) -> Iterator[str]:
-    with serve(generation=Scripted(before), threads=threads) as fake:
+    with serve(generation=Scripted(before, refuses), threads=32) as fake:
         yield fake.address
 
 
@@ -209,18 +214,19 @@ def test_a_refusal_is_sent_again_after_the_delay_it_asks_for(
         if number == 0:
             refuse(context, delay, pushback)
 
-    with scripted(before) as address:
+    with scripted(before, refuses=True) as address:
         load = Generator(address, WORKLOAD).run(OpenLoop([0.0], SECONDS, retry_share=1))
     first, *rest = load.samples
+    assert first.refused and not first.accepted
     assert first.error == "RESOURCE_EXHAUSTED/QUEUE_FULL" and 1 + len(rest) == attempts
     for again in rest:
-        assert again.ok and again.attempt == 2
+        assert again.ok and again.attempt == 2 and again.accepted and not again.refused
         assert again.scheduled == pytest.approx(first.ended + 0.05)
         assert again.sent >= again.scheduled
 
 
 def test_no_retry_comes_twice_or_after_the_end() -> None:
-    always = scripted(lambda _, context: refuse(context, 0.01, None))
+    always = scripted(lambda _, context: refuse(context, 0.01, None), refuses=True)
     with always as address:
         within = Generator(address, WORKLOAD).run(OpenLoop([0.0], SECONDS, retry_share=1))
         after = Generator(address, WORKLOAD).run(OpenLoop([0.0], 0.001, retry_share=1))
@@ -268,6 +274,7 @@ def test_figures_hold_requests_to_the_window_and_the_deadline() -> None:
     found = figures(samples, Window(10, 20, deadline=2.5))
     assert (found["n"], found["ok"], found["met_deadline"]) == (6, 4, 3)
     assert found["errors"] == {"DEADLINE_EXCEEDED": 1, "RESOURCE_EXHAUSTED/QUEUE_FULL": 1}
+    assert (found["refused"], found["refused_with_delay"]) == (1, 1)
     assert (found["retries"], found["retries_ok"]) == (1, 1)
     assert found["goodput_tokens_per_second"] == (20 + 1 + 30 + 10) / 10
     assert found["requests_per_second"] == 5 / 10
@@ -334,16 +341,31 @@ def test_capacity_is_the_best_step_within_the_deadline(monkeypatch: pytest.Monke
     assert capacity.idle_median(Generator("", WORKLOAD), 20) == 1
 
 
-def overloaded(tokens: int, retries: list[bool], failures: list[str], growth: float) -> tuple:
+def overloaded(
+    tokens: int,
+    retries: list[bool],
+    failures: list[str],
+    growth: float,
+    delay: float | None = 1.0,
+    leak: float = 0,
+) -> tuple:
     samples = [sample(second, second + 0.5, tokens) for second in range(60)]
     for number, succeeded in enumerate(retries):
         error = "" if succeeded else "RESOURCE_EXHAUSTED"
-        samples.append(sample(number, number + 0.1, 0, error, attempt=2))
+        samples.append(sample(number, number + 0.1, 0, error, attempt=2, accepted=succeeded))
+    samples.append(sample(1, 1.1, 0, "RESOURCE_EXHAUSTED", retry_delay=delay))
     readings = Readings(
         health=[(100 + second, 0.001 * growth) for second in range(60)],
         scrapes=[(100 + second, 0.002) for second in range(60)],
         gauges=[
-            (100 + second, {"resident_bytes": 1e6, "waiting": 5 * growth**second, "running": 1})
+            (
+                100 + second,
+                {
+                    "resident_bytes": 1e9 + leak * second,
+                    "waiting": 5 * growth**second,
+                    "running": 1,
+                },
+            )
             for second in range(60)
         ],
         failures=failures,
@@ -363,13 +385,22 @@ def held(run: tuple) -> dict[str, bool]:
 
 def test_overload_is_held_to_its_targets() -> None:
     good = held(overloaded(10, [True] * 30, [], 1))
-    assert len(good) == 7 and all(good.values())
-    half = held(overloaded(8, [True, False] * 15, [], 1))
-    assert {name for name, ok in half.items() if not ok} == {"goodput_ratio", "retry_success"}
-    growing = held(overloaded(10, [True] * 30, ["after 30.0 s: timed out"], 1.1))
-    assert {name for name, ok in growing.items() if not ok} == {"queue_growth", "probes_unanswered"}
-    unheard = overloaded(10, [], [], 11)
-    assert not held(unheard)["retry_success"] and not held(unheard)["health_p99_over_idle"]
+    assert len(good) == 8 and all(good.values())
+
+    def short(*run: Any) -> set[str]:
+        return {name for name, ok in held(overloaded(*run)).items() if not ok}
+
+    # Refused retries carry no delay here.
+    assert short(8, [True, False] * 15, [], 1) == {
+        "goodput_ratio",
+        "refusals_with_delay",
+        "retry_success",
+    }
+    assert short(10, [True] * 30, [], 1, None) == {"refusals_with_delay"}
+    assert short(10, [True] * 30, [], 1, 1.0, 1e6) == {"rss_growth"}
+    unanswered = ["after 30.0 s: timed out"]
+    assert short(10, [True] * 30, unanswered, 1.1) == {"queue_growth", "probes_unanswered"}
+    assert short(10, [], [], 11) == {"retry_success", "queue_growth", "health_p99_over_idle"}
 
 
 # The commands.

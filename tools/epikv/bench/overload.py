@@ -8,11 +8,13 @@ capacity and at twice that.
 A share of the requests that are refused with a delay is sent again after it, with a deadline of its
 own. It is small on purpose: at twice the capacity half of all requests cannot be served, and if
 all of those came again, no more than half of them could succeed however the daemon chose.
+
+--json: `at_capacity` and `overloaded` are as in load.schema.json, from `interrupted` on.
 """
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
@@ -22,8 +24,8 @@ import click
 
 from epikv.bench import capacity, harness, plots
 from epikv.bench.generator import Generator, Load, OpenLoop
-from epikv.bench.load import names, run, serving, settings, workload_options
 from epikv.bench.load import connections as connections_option
+from epikv.bench.load import names, run, serving, settings, workload_options
 from epikv.bench.report import Window, probes, show, timeline
 from epikv.bench.targets import INTERRUPTED, Estimate, Target, bootstrap, finish
 from epikv.bench.watch import Watch
@@ -135,16 +137,21 @@ def _targets(
     if not again:
         click.echo("retry_success: no request was refused with a delay, so that none came again")
     retries = bootstrap(again, fmean) if again else Estimate.exact(0)
+    total = report["total"]
+    told = total["refused_with_delay"] / total["refused"] if total["refused"] else 0.0
     gauges = [g for g in report["gauges"] if g["at"] in window]
-    rss = _growth([g["resident_bytes"] for g in gauges], median)
-    # Of all that the daemon holds: what waits may count as running. One more in both thirds: a
-    # queue of none may become one of few.
-    queue = _growth([1 + g["waiting"] + g["running"] for g in gauges], fmean)
+    resident = [g["resident_bytes"] for g in gauges]
+    # All that the daemon holds: what waits may count as running. One more, at all times: a queue of
+    # none may become one of few.
+    held = [1 + g["waiting"] + g["running"] for g in gauges]
+    click.echo("over time, MiB resident:" + _tenths(resident, 2**20))
+    click.echo("over time, requests held:" + _tenths(held, 1))
     targets = [
         Target("goodput_ratio", goodput_ratio(*runs), GOODPUT_RATIO, at_least=True),
+        Target("refusals_with_delay", Estimate.exact(told), 1, at_least=True),
         Target("retry_success", retries, RETRY_SUCCESS, at_least=True),
-        Target("rss_growth", Estimate.exact(rss), RSS_GROWTH),
-        Target("queue_growth", Estimate.exact(queue), QUEUE_GROWTH),
+        Target("rss_growth", Estimate.exact(_growth(resident, median)), RSS_GROWTH),
+        Target("queue_growth", Estimate.exact(_growth(held, fmean)), QUEUE_GROWTH),
     ]
     for probe in ("health", "scrape"):
         before, during = idle["probes"][probe], report["probes"][probe]
@@ -175,7 +182,14 @@ def goodput_ratio(*runs: tuple[Load, Window, Any]) -> Estimate:
     return bootstrap(list(zip(*blocks, strict=True)), ratio)
 
 
-def _growth(values: Sequence[float], middle: Any) -> float:
+def _tenths(values: Sequence[float], unit: float) -> str:
+    """Means of tenths of the time."""
+    size = max(len(values) // 10, 1)
+    parts = [values[i : i + size] for i in range(0, size * (len(values) // size), size)]
+    return "".join(f" {fmean(part) / unit:.0f}" for part in parts)
+
+
+def _growth(values: Sequence[float], middle: Callable[[Sequence[float]], float]) -> float:
     """Of the last third over the first."""
     third = len(values) // 3
     if third == 0:

@@ -57,6 +57,7 @@ def figures(samples: Sequence[Sample], window: Window) -> dict[str, Any]:
     arrived = [s for s in samples if s.scheduled in window]
     ended = [s for s in samples if s.ended in window]
     ok = [s for s in arrived if s.ok]
+    refused = [s for s in arrived if s.refused]
     again = [s for s in arrived if s.attempt > 1]
     tokens = sum(tokens for s in samples for at, tokens in s.messages if at in window)
     return {
@@ -64,6 +65,8 @@ def figures(samples: Sequence[Sample], window: Window) -> dict[str, Any]:
         "ok": len(ok),
         "met_deadline": sum(map(window.met, arrived)),
         "errors": dict(sorted(Counter(s.error for s in arrived if s.error).items())),
+        "refused": len(refused),
+        "refused_with_delay": sum(s.retry_delay is not None for s in refused),
         "retries": len(again),
         "retries_ok": sum(s.ok for s in again),
         "time_to_first_token": percentiles(
@@ -185,10 +188,10 @@ def show(found: Mapping[str, Any]) -> None:
         for error, count in f["errors"].items():
             click.echo(f"{name}: {count} of {f['n']} ended with {error}")
     total = found["total"]
-    if total["retries"]:
+    if total["refused"]:
         click.echo(
-            f"sent again after the server's delay: {total['retries']}, of which"
-            f" {total['retries_ok']} succeeded"
+            f"refused: {total['refused']}, {total['refused_with_delay']} of them with a delay;"
+            f" sent again after it: {total['retries']}, of which {total['retries_ok']} succeeded"
         )
     generator = found["generator"]
     lag = generator["send_lag"]
