@@ -1,6 +1,12 @@
 """`epikv bench load` and `epikv bench overload` on the real daemon, shortly."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jsonschema
@@ -55,6 +61,39 @@ def test_arms_are_refused_as_the_daemon_says(daemon: Daemon) -> None:
     assert result.exit_code == 2, result.output
     for said in ("nonesuch:64, 32 + 32 tokens: INVALID_ARGUMENT", "full:4, 96 + 96 tokens"):
         assert said in result.output
+
+
+def test_ctrl_c_tells_what_there_is(sample_model: Path, tmp_path: Path) -> None:
+    """As a terminal sends it: to the whole process group. The daemon is ended in order."""
+    path, log = tmp_path / "load.json", tmp_path / "log"
+    with log.open("w") as stderr:
+        bench = subprocess.Popen(
+            [
+                *(sys.executable, "-c", "from epikv.cli import main; main()", "bench", "load"),
+                *("--model", str(sample_model), "--concurrency", "2", "--duration", "600"),
+                *("--warmup", "0", "--prompt", "8", "--output", "8", "--json", str(path)),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            start_new_session=True,
+        )
+    found = None
+    while found is None and bench.poll() is None:
+        found = re.search(r"metrics at (\S+)", log.read_text())
+        time.sleep(0.02)
+    assert found is not None, log.read_text()
+    while scrape(found[1]).value("epikv_step_tokens_total", phase="decode") < 100:
+        assert bench.poll() is None, log.read_text()
+    os.killpg(bench.pid, signal.SIGINT)
+    out, _ = bench.communicate(timeout=60)
+    assert bench.returncode == 130, log.read_text()
+    assert "time to first token" in out and "Traceback" not in log.read_text()
+    told = json.loads(path.read_text())
+    jsonschema.validate(told, SCHEMA)
+    assert told["interrupted"] and told["total"]["ok"] > 0
+    with pytest.raises(OSError):
+        scrape(found[1])
 
 
 def test_an_overload_is_measured(

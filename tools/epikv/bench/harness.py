@@ -91,7 +91,7 @@ def serving(
         path = model()
         say(f"starting epikvd on {path.name}")
         with Daemon(path, *flags, binary=binary) as daemon, daemon.client() as client:
-            say("serving")
+            say(f"serving at {daemon.grpc}, metrics at {daemon.metrics}")
             yield Served(client, daemon.grpc, daemon.metrics, daemon.pid)
     except DaemonError as error:
         raise click.ClickException(str(error)) from error

@@ -208,6 +208,10 @@ def command(
             warmup,
             duration,
         )
+        sent = f"{rate:.2f} requests/s" if rate is not None else f"{concurrency} at once"
+        limit = "" if generator.deadline is None else f", deadline {generator.deadline:.3g} s"
+        click.echo(f"{sent} for {window.seconds:.3g} s after {window.begin:.3g} s{limit}\n")
+        show(told)
     details = {
         "settings": {
             **settings(workload, generator),
@@ -221,10 +225,6 @@ def command(
         "capacity": found and asdict(found),
         **told,
     }
-    sent = f"{rate:.2f} requests/s" if rate is not None else f"{concurrency} at once"
-    limit = "" if generator.deadline is None else f", deadline {generator.deadline:.3g} s"
-    click.echo(f"{sent} for {window.seconds:.3g} s after {window.begin:.3g} s{limit}\n")
-    show(told)
     if plots_folder is not None:
         plots.draw(plots_folder, load, names(workload), window, told)
     finish("load", [], details, json_file, untargeted="a load has figures, and no target")

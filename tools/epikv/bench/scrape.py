@@ -20,10 +20,6 @@ class Page:
         """Of the series with exactly these labels (and `model`); 0 if there is none yet."""
         return self.values.get((name, frozenset(labels.items())), 0.0)
 
-    def total(self, name: str) -> float:
-        """Of all series of this name, whatever their labels."""
-        return sum(value for (other, _), value in self.values.items() if other == name)
-
     def __sub__(self, before: "Page") -> "Page":
         return Page({series: v - before.values.get(series, 0) for series, v in self.values.items()})
 

@@ -19,20 +19,18 @@ from typing import Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from epikv.bench.scrape import fetch, parse
+from epikv.bench.scrape import fetch
 
 Answer = TypeVar("Answer")
 
 TIMEOUT_SECONDS = 30
 
-# What is kept of a page. Series that differ by labels are summed.
+# What is kept of a page. Series that differ by labels, models too, are summed.
 _GAUGES = {
     "resident_bytes": "process_resident_memory_bytes",
     "waiting": "epikv_requests_waiting",
     "running": "epikv_requests_running",
-    "kv_reserved_ratio": "epikv_kv_reserved_ratio",
 }
-_NAMES = tuple(_GAUGES.values())
 
 
 @dataclass
@@ -95,6 +93,16 @@ def _probe(
         due += period
 
 
+def _gauges(page: str) -> dict[str, float]:
+    sums = dict.fromkeys(_GAUGES.values(), 0.0)
+    for line in page.splitlines():
+        series, _, value = line.rpartition(" ")
+        name = series.partition("{")[0]
+        if name in sums:
+            sums[name] += float(value)
+    return {gauge: sums[name] for gauge, name in _GAUGES.items()}
+
+
 def main() -> None:
     server, metrics, period = sys.argv[1], sys.argv[2], float(sys.argv[3])
     readings, over = Readings(), threading.Event()
@@ -104,9 +112,7 @@ def main() -> None:
 
     def keep_page(due: float, seconds: float, page: str) -> None:
         readings.scrapes.append((due, seconds))
-        wanted = parse("\n".join(line for line in page.splitlines() if line.startswith(_NAMES)))
-        gauges = {name: wanted.total(series) for name, series in _GAUGES.items()}
-        readings.gauges.append((due, gauges))
+        readings.gauges.append((due, _gauges(page)))
 
     with grpc.insecure_channel(server) as channel:
         health = health_pb2_grpc.HealthStub(channel)
