@@ -85,7 +85,7 @@ def test_an_arm_is_a_policy_a_budget_and_a_weight() -> None:
     assert isinstance(arm("h2o:1.0").kv.budget, float)
     for spec, said in {
         ":256": "no policy",
-        "h2o:many": "budget",
+        "h2o:many": "neither a number of tokens",
         "h2o:1:0": "weight",
         "h2o:1:nan": "weight",
         "h2o:1:2:3": "weight",
@@ -205,7 +205,7 @@ def pack(detail) -> any_pb2.Any:
 
 @pytest.mark.parametrize(
     ("delay", "pushback", "attempts"),
-    [(0.05, None, 2), (None, "50", 2), (None, None, 1), (None, "-1", 1)],
+    [(0.05, None, 2), (None, "50", 2), (None, None, 1), (None, "-1", 1), (None, "soon", 1)],
 )
 def test_a_refusal_is_sent_again_after_the_delay_it_asks_for(
     delay: float | None, pushback: str | None, attempts: int
@@ -444,7 +444,7 @@ def test_bad_arguments_of_a_load_are_told(monkeypatch: pytest.MonkeyPatch) -> No
         (["--rate", "1", "--concurrency", "1"], "give one of --rate"),
         (["--concurrency", "1", "--retry-share", "1"], "--retry-share is of an open loop"),
         (["--rate", "0"], "--rate"),
-        (["--rate", "1", "--arm", "h2o:x"], "neither tokens (256) nor a share"),
+        (["--rate", "1", "--arm", "h2o:x"], "neither a number of tokens (256) nor a share"),
         (["--rate", "1", "--prompt", "uniform:9:1"], "no distribution of lengths"),
         (["--rate", "1", "--deadline", "3y"], "neither seconds"),
         (["--rate", "1", "--deadline", "0"], "neither seconds"),
@@ -478,6 +478,12 @@ epikv_requests_running{model="m"} 2
 epikv_requests_running{model="other"} 1
 epikv_requests_running_total{model="m"} 99
 """
+
+
+def test_a_watch_that_fails_says_so() -> None:
+    with Watch("127.0.0.1:1", "not an address", period=0.01) as watch:
+        watch._process.kill()
+    assert watch.readings.failures == ["the watch ended with status -9"]
 
 
 def test_a_watch_reads_gauges_and_tells_what_goes_unanswered() -> None:

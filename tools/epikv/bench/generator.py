@@ -54,7 +54,7 @@ class Sample:
 
     @property
     def refused(self) -> bool:
-        """Whether the server would not have it; not, whether its time ran out on the way."""
+        """Whether the server would not have it; not, that its time ran out on the way."""
         return not self.accepted and self.error not in ("", *_OURS)
 
     @property
@@ -214,6 +214,6 @@ def _refusal(error: grpc.RpcError) -> tuple[str, float | None]:
     if told.retry_delay is not None:
         return name, told.retry_delay
     for key, value in error.trailing_metadata() or ():
-        if key == PUSHBACK and float(value) >= 0:  # negative: do not try again
-            return name, float(value) / 1e3
+        if key == PUSHBACK and value.isdecimal():  # else, as of -1: do not try again
+            return name, int(value) / 1e3
     return name, None

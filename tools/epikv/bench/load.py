@@ -130,7 +130,7 @@ connections = click.option(
 @click.command("load")
 @workload_options
 @click.option("--rate", type=_POSITIVE, help="Open loop: requests a second.")
-@click.option("--rate-of-capacity", type=_POSITIVE, help="Open loop: of what it can do (2).")
+@click.option("--rate-of-capacity", type=_POSITIVE, help="Open loop: times its capacity.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Closed loop: requests at once.")
 @click.option(
     "--deadline",

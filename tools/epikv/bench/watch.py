@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Self, TypeVar
 
 import grpc
@@ -61,18 +60,13 @@ class Watch:
         )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         found, _ = self._process.communicate()
-        if self._process.returncode != 0:
-            if kind is None:
-                raise OSError(f"{' '.join(self._command)}: status {self._process.returncode}")
-            return
-        self.readings = Readings(**json.loads(found))
+        if self._process.returncode == 0:
+            self.readings = Readings(**json.loads(found))
+        else:
+            status = f"the watch ended with status {self._process.returncode}"
+            self.readings = Readings(failures=[status])
 
 
 def _probe(

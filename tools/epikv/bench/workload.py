@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from epikv.options import Kv
+from epikv.options import Kv, parse_budget
 from epikv.v1 import generation_pb2
 
 
@@ -40,19 +40,9 @@ def arm(spec: str) -> Arm:
         share = math.nan
     if not 0 < share < math.inf:
         raise ValueError(f"the weight of '{spec}' is '{weight}', not a number above 0")
-    return Arm(f"{policy}:{budget}" if budget else policy, Kv(policy, _budget(spec, budget)), share)
-
-
-def _budget(spec: str, text: str) -> int | float | None:
-    if not text:
-        return None
-    try:
-        if text.endswith("%"):
-            return float(text[:-1]) / 100
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        wrong = f"the budget of '{spec}' is '{text}', neither tokens (256) nor a share (0.5, 50%)"
-        raise ValueError(wrong) from None
+    if not budget:
+        return Arm(policy, Kv(policy), share)
+    return Arm(f"{policy}:{budget}", Kv(policy, parse_budget(budget)), share)
 
 
 def lengths(spec: str) -> Lengths:
