@@ -23,7 +23,7 @@ from epikv.bench import load as load_command
 from epikv.bench.generator import UNFINISHED, ClosedLoop, Generator, Load, OpenLoop, Sample
 from epikv.bench.report import Window, figures, goodput, percentiles, report, timeline
 from epikv.bench.watch import Readings, Watch
-from epikv.bench.workload import Workload, arm, lengths, poisson
+from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.cli import main
 from epikv.options import Kv
 from epikv.v1 import errors_pb2, generation_pb2, generation_pb2_grpc
@@ -31,7 +31,7 @@ from fake_epikvd import accepted, serve, summary
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 
-WORKLOAD = Workload([arm("full")], lengths("4"), lengths("2"), vocabulary=50)
+WORKLOAD = Workload([parse_arm("full")], parse_lengths("4"), parse_lengths("2"), vocabulary=50)
 SECONDS = 30  # no test waits as long unless it fails
 
 
@@ -78,11 +78,13 @@ def sample(scheduled: float, ended: float, tokens: int = 1, error: str = "", **m
 
 
 def test_an_arm_is_a_policy_a_budget_and_a_weight() -> None:
-    assert arm("full").kv == Kv("full") and arm("full").weight == 1
-    assert arm("full::3").name == "full" and arm("full::3").weight == 3
-    assert arm("sliding:256").kv.budget == 256 and arm("sliding:256").name == "sliding:256"
-    assert arm("h2o:0.5:2.5").kv.budget == 0.5 and arm("h2o:50%").kv.budget == 0.5
-    assert isinstance(arm("h2o:1.0").kv.budget, float)
+    assert parse_arm("full").kv == Kv("full") and parse_arm("full").weight == 1
+    assert parse_arm("full::3").name == "full" and parse_arm("full::3").weight == 3
+    assert (
+        parse_arm("sliding:256").kv.budget == 256 and parse_arm("sliding:256").name == "sliding:256"
+    )
+    assert parse_arm("h2o:0.5:2.5").kv.budget == 0.5 and parse_arm("h2o:50%").kv.budget == 0.5
+    assert isinstance(parse_arm("h2o:1.0").kv.budget, float)
     for spec, said in {
         ":256": "no policy",
         "h2o:many": "neither a number of tokens",
@@ -91,16 +93,16 @@ def test_an_arm_is_a_policy_a_budget_and_a_weight() -> None:
         "h2o:1:2:3": "weight",
     }.items():
         with pytest.raises(ValueError, match=said):
-            arm(spec)
+            parse_arm(spec)
 
 
 def test_lengths_come_from_their_distributions() -> None:
     draw = Random(1)
-    assert {lengths("7").draw(draw) for _ in range(9)} == {7}
-    assert lengths("fixed:7").most == lengths("7").least == 7
-    uniform = lengths("uniform:3:5")
+    assert {parse_lengths("7").draw(draw) for _ in range(9)} == {7}
+    assert parse_lengths("fixed:7").most == parse_lengths("7").least == 7
+    uniform = parse_lengths("uniform:3:5")
     assert {uniform.draw(draw) for _ in range(200)} == {3, 4, 5}
-    lognormal = lengths("lognormal:100:0.5:300")
+    lognormal = parse_lengths("lognormal:100:0.5:300")
     drawn = sorted(lognormal.draw(draw) for _ in range(4000))
     assert drawn[-1] <= 300 and drawn.count(300) < 20, "drawn again, not cut off"
     assert 95 <= drawn[2000] <= 105
@@ -109,7 +111,7 @@ def test_lengths_come_from_their_distributions() -> None:
     assert below == pytest.approx(0.853, abs=0.02)
     for spec in ("", "0", "1.5", "x", "uniform:5:3", "uniform:1", "lognormal:9:0:10", "normal:1:2"):
         with pytest.raises(ValueError, match="no distribution of lengths"):
-            lengths(spec)
+            parse_lengths(spec)
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -124,8 +126,10 @@ def test_arrivals_are_a_poisson_process() -> None:
 
 
 def test_requests_are_the_same_by_number_and_seed() -> None:
-    arms = [arm("full"), arm("sliding:32:3")]
-    workload = Workload(arms, lengths("uniform:2:9"), lengths("uniform:1:4"), 50, seed=7)
+    arms = [parse_arm("full"), parse_arm("sliding:32:3")]
+    workload = Workload(
+        arms, parse_lengths("uniform:2:9"), parse_lengths("uniform:1:4"), 50, seed=7
+    )
     asked = [workload.request(number) for number in range(400)]
     assert asked == [workload.request(number) for number in range(400)]
     assert asked[0] != Workload(arms, workload.prompt, workload.output, 50, seed=8).request(0)
@@ -134,9 +138,7 @@ def test_requests_are_the_same_by_number_and_seed() -> None:
         assert 2 <= len(request.token_ids.ids) <= 9 and max(request.token_ids.ids) < 50
         assert request.kv == arms[index].kv.to_proto()
         assert request.output.token_ids and not request.output.text
-    shortest, longest = workload.extremes(arms[1])
-    assert (len(shortest.token_ids.ids), shortest.stop.max_output_tokens) == (2, 1)
-    assert (len(longest.token_ids.ids), longest.stop.max_output_tokens) == (9, 4)
+    assert workload.extremes == [(2, 1), (9, 4)]
 
 
 # What is sent.
@@ -275,6 +277,7 @@ def test_figures_hold_requests_to_the_window_and_the_deadline() -> None:
     assert (found["n"], found["ok"], found["met_deadline"]) == (6, 4, 3)
     assert found["errors"] == {"DEADLINE_EXCEEDED": 1, "RESOURCE_EXHAUSTED/QUEUE_FULL": 1}
     assert (found["refused"], found["refused_with_delay"]) == (1, 1)
+    assert found["retry_delay"]["p50"] == 1.0
     assert (found["retries"], found["retries_ok"]) == (1, 1)
     assert found["goodput_tokens_per_second"] == (20 + 1 + 30 + 10) / 10
     assert found["requests_per_second"] == 5 / 10

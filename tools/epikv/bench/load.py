@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import grpc
 
 from epikv.bench import capacity, harness, plots
 from epikv.bench.generator import ClosedLoop, Generator, Load, OpenLoop, Pattern
@@ -24,10 +23,10 @@ from epikv.bench.harness import Served
 from epikv.bench.report import Window, report, show
 from epikv.bench.targets import INTERRUPTED, finish
 from epikv.bench.watch import Watch
-from epikv.bench.workload import Workload, arm, lengths, poisson
+from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.errors import RpcError
 from epikv.messages import Model
-from epikv.v1 import generation_pb2_grpc
+from epikv.options import Stop
 
 # Of the daemon that is started where no --model is given: a step takes milliseconds.
 SHAPE = {
@@ -84,7 +83,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 
 def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What `serving` takes beside `harness.options`."""
-    length = _Parsed("tokens", lengths)
+    length = _Parsed("tokens", parse_lengths)
     for option in (
         click.argument("daemon_flags", nargs=-1, metavar="[-- EPIKVD_FLAGS]"),
         click.option(
@@ -111,7 +110,7 @@ def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--arm",
             "arms",
-            type=_Parsed("policy[:budget[:weight]]", arm),
+            type=_Parsed("policy[:budget[:weight]]", parse_arm),
             multiple=True,
             default=["full"],
             show_default=True,
@@ -276,18 +275,20 @@ def _asked_model(served: Served, name: str) -> Model:
 def _check(served: Served, workload: Workload) -> None:
     """That the shortest and the longest request of each arm are accepted; tells all that are not."""
     wrong = []
-    with grpc.insecure_channel(served.address) as channel:
-        generate = generation_pb2_grpc.GenerationServiceStub(channel).Generate
-        for arm in workload.arms:
-            for request in workload.extremes(arm):
-                call = generate(request, timeout=_CHECK_SECONDS)
-                try:
-                    next(call)
-                except grpc.RpcError as error:
-                    tokens = len(request.token_ids.ids), request.stop.max_output_tokens
-                    refused = RpcError.from_grpc(error)
-                    wrong.append(f"{arm.name}, {tokens[0]} + {tokens[1]} tokens: {refused}")
-                call.cancel()
+    for arm in workload.arms:
+        for prompt, output in workload.extremes:
+            stream = served.client.generate(
+                [0] * prompt,
+                kv=arm.kv,
+                stop=Stop(max_output_tokens=output),
+                model=workload.model,
+                timeout=_CHECK_SECONDS,
+            )
+            try:
+                with stream:
+                    next(stream)
+            except RpcError as error:
+                wrong.append(f"{arm.name}, {prompt} + {output} tokens: {error}")
     if wrong:
         raise click.ClickException("\n".join(["the daemon does not take these arms", *wrong]))
 

@@ -67,6 +67,7 @@ def figures(samples: Sequence[Sample], window: Window) -> dict[str, Any]:
         "errors": dict(sorted(Counter(s.error for s in arrived if s.error).items())),
         "refused": len(refused),
         "refused_with_delay": sum(s.retry_delay is not None for s in refused),
+        "retry_delay": percentiles(s.retry_delay for s in refused if s.retry_delay is not None),
         "retries": len(again),
         "retries_ok": sum(s.ok for s in again),
         "time_to_first_token": percentiles(
@@ -189,9 +190,11 @@ def show(found: Mapping[str, Any]) -> None:
             click.echo(f"{name}: {count} of {f['n']} ended with {error}")
     total = found["total"]
     if total["refused"]:
+        delay = total["retry_delay"]
         click.echo(
-            f"refused: {total['refused']}, {total['refused_with_delay']} of them with a delay;"
-            f" sent again after it: {total['retries']}, of which {total['retries_ok']} succeeded"
+            f"refused: {total['refused']}, {total['refused_with_delay']} of them with a delay"
+            + (f" (p50 {delay['p50']:.2f} s, p99 {delay['p99']:.2f})" if delay else "")
+            + f"; sent again after it: {total['retries']}, of which {total['retries_ok']} succeeded"
         )
     generator = found["generator"]
     lag = generator["send_lag"]

@@ -28,7 +28,7 @@ class Lengths:
     draw: Callable[[Random], int]
 
 
-def arm(spec: str) -> Arm:
+def parse_arm(spec: str) -> Arm:
     """policy[:budget[:weight]]; the budget in tokens (256) or as a share (0.5, 50%), or empty."""
     policy, _, rest = spec.partition(":")
     budget, _, weight = rest.partition(":")
@@ -45,7 +45,7 @@ def arm(spec: str) -> Arm:
     return Arm(f"{policy}:{budget}", Kv(policy, parse_budget(budget)), share)
 
 
-def lengths(spec: str) -> Lengths:
+def parse_lengths(spec: str) -> Lengths:
     """N, uniform:LEAST:MOST, or lognormal:MEDIAN:SIGMA:MOST, which draws again beyond MOST."""
     kind, *texts = spec.split(":")
     if not texts:
@@ -107,26 +107,19 @@ class Workload:
     def request(self, number: int) -> tuple[int, generation_pb2.GenerateRequest]:
         """The index of its arm, and the request."""
         draw = Random(f"request/{self.seed}/{number}")
-        chosen = draw.choices(range(len(self.arms)), [arm.weight for arm in self.arms])[0]
+        arm = draw.choices(range(len(self.arms)), [arm.weight for arm in self.arms])[0]
         prompt, output = self.prompt.draw(draw), self.output.draw(draw)
-        return chosen, self._ask(self.arms[chosen].kv, prompt, output, draw)
-
-    def extremes(self, arm: Arm) -> list[generation_pb2.GenerateRequest]:
-        """The shortest and the longest request of an arm: what the daemon refuses, it refuses
-        here."""
-        draw = Random(self.seed)
-        ends = {(self.prompt.least, self.output.least), (self.prompt.most, self.output.most)}
-        return [self._ask(arm.kv, prompt, output, draw) for prompt, output in sorted(ends)]
-
-    def _ask(
-        self, kv: Kv, prompt: int, output: int, draw: Random
-    ) -> generation_pb2.GenerateRequest:
-        ids = draw.choices(range(self.vocabulary), k=prompt)
-        return generation_pb2.GenerateRequest(
+        return arm, generation_pb2.GenerateRequest(
             model=self.model,
-            token_ids=generation_pb2.TokenIds(ids=ids),
+            token_ids=generation_pb2.TokenIds(ids=draw.choices(range(self.vocabulary), k=prompt)),
             sampling=generation_pb2.SamplingParams(seed=draw.getrandbits(63)),
             stop=generation_pb2.StopParams(max_output_tokens=output),
             output=generation_pb2.OutputOptions(text=False, token_ids=True),
-            kv=kv.to_proto(),
+            kv=self.arms[arm].kv.to_proto(),
         )
+
+    @property
+    def extremes(self) -> list[tuple[int, int]]:
+        """Prompt and output tokens of the shortest request and of the longest."""
+        ends = {(self.prompt.least, self.output.least), (self.prompt.most, self.output.most)}
+        return sorted(ends)
