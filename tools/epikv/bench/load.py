@@ -183,7 +183,8 @@ def command(
     """Send a load to a daemon and tell latencies, throughput and goodput per policy and budget.
 
     One of --rate, --rate-of-capacity and --concurrency says how. Of --server's daemon, or of one
-    that is started on --model with EPIKVD_FLAGS. Ctrl-C tells what there is.
+    that is started on --model with EPIKVD_FLAGS. Ctrl-C tells what there is. What --json writes is
+    described by load.schema.json, beside this program's load.py.
     """
     if sum(given is not None for given in (rate, rate_of_capacity, concurrency)) != 1:
         raise click.UsageError("give one of --rate, --rate-of-capacity and --concurrency")
