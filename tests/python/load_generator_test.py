@@ -184,7 +184,7 @@ def test_a_closed_loop_keeps_its_number_at_once() -> None:
     with scripted(before) as address:
         load = Generator(address, WORKLOAD).run(ClosedLoop(3, 0.3))
     assert most[0] == 3 and len(load.samples) > 3
-    assert all(s.ok and s.scheduled == pytest.approx(s.sent, abs=0.1) for s in load.samples)
+    assert all(s.ok and s.scheduled == pytest.approx(s.sent, abs=1) for s in load.samples)
     assert max(s.scheduled for s in load.samples) < 0.3
 
 
