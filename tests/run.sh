@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
 # Builds and runs every test, C++ and Python. What takes longer: soak.sh, sanitize.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
+# For the client in tests/clients/node. Debian's npm is 336 packages: not where there is another.
+command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
 setup
+node_client=$EPIKV_ROOT/tests/clients/node
+[ "$node_client/node_modules" -nt "$node_client/package-lock.json" ] ||
+  stage "Node packages" npm --prefix "$node_client" ci --ignore-scripts --no-audit --no-fund
 build
 export OMP_WAIT_POLICY=PASSIVE
 ctest --test-dir build/dev --output-on-failure -j "$EPIKV_JOBS" --timeout 600

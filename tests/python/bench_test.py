@@ -8,7 +8,7 @@ import pytest
 from click import ClickException
 from click.testing import CliRunner
 from epikv.bench import harness, policies, sample, survey
-from epikv.bench.load import random_prompt
+from epikv.bench.streams import random_prompt
 from epikv.bench.scrape import parse
 from epikv.cli import main
 from epikv.messages import Policy, PolicyParam

@@ -32,7 +32,9 @@ from epikv.v1 import (
     tokenization_pb2_grpc,
 )
 
-MODEL = model_pb2.Model(name="fake", layers=2, kv_heads=1, eos_token_ids=[7], threads=1)
+MODEL = model_pb2.Model(
+    name="fake", vocab_size=50, layers=2, kv_heads=1, eos_token_ids=[7], threads=1
+)
 FLAT = policy_pb2.Policy(
     name="epikv_flat",
     summary="keeps what changed the residual",
@@ -192,11 +194,17 @@ class _Policies(policy_pb2_grpc.PolicyServiceServicer):
 
 
 @contextmanager
-def serve(listen: str = "127.0.0.1:0") -> Iterator[Fake]:
-    """Serves until the block ends."""
+def serve(
+    listen: str = "127.0.0.1:0",
+    generation: generation_pb2_grpc.GenerationServiceServicer | None = None,
+    threads: int = 4,
+) -> Iterator[Fake]:
+    """Serves until the block ends. generation: instead of the one here."""
     fake = Fake()
-    server = grpc.server(ThreadPoolExecutor(4))
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(_Generation(fake), server)
+    server = grpc.server(ThreadPoolExecutor(threads))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+        generation or _Generation(fake), server
+    )
     tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(_Tokenization(), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(_Models(), server)
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(_Policies(), server)

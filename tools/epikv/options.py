@@ -13,6 +13,18 @@ POSITIONS = {
 }
 
 
+def parse_budget(text: str) -> int | float:
+    """A `Kv.budget` as people write it: tokens (256) or a share (0.5, 50%)."""
+    try:
+        if text.endswith("%"):
+            return float(text[:-1]) / 100
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise ValueError(
+            f"'{text}' is neither a number of tokens (256) nor a share (0.5, 50%)"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Kv:
     """How the KV cache is held to a budget.

@@ -60,7 +60,12 @@ class Daemon:
         out, log = (Path(self._directory.name) / name for name in ("out", "log"))
         self._out, self._log = out, log
         with out.open("wb") as stdout, log.open("wb") as stderr:
-            self._process = subprocess.Popen(self._command, stdout=stdout, stderr=stderr)
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=stdout,
+                stderr=stderr,
+                process_group=0,  # a Ctrl-C at the terminal is for us: we end it
+            )
         try:
             self._wait_until_serving()
         except BaseException:

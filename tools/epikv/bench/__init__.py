@@ -3,7 +3,8 @@
 A bench is a module of this package with a click command named `command`; this file finds it. It
 imports what is heavy inside the command, measures, and ends with `targets.finish`.
 
-Exit status: 0 if every target is met, 1 if one is short, 2 if there is no result to judge.
+Exit status: 0 if every target is met, 1 if one is short, 2 if there is no result to judge, 130 if
+it was interrupted.
 """
 
 from importlib import import_module
@@ -12,9 +13,24 @@ from typing import Any
 
 import click
 
+from epikv.bench.targets import INTERRUPTED
 from epikv.errors import RpcError
 
-_SHARED = ("costs", "harness", "load", "scrape", "survey", "targets", "trial")
+_SHARED = (
+    "capacity",
+    "costs",
+    "generator",
+    "harness",
+    "plots",
+    "report",
+    "scrape",
+    "streams",
+    "survey",
+    "targets",
+    "trial",
+    "watch",
+    "workload",
+)
 
 
 class _Benches(click.Group):
@@ -34,6 +50,8 @@ class _Benches(click.Group):
         except click.ClickException as error:
             error.exit_code = 2
             raise
+        except (KeyboardInterrupt, click.Abort):
+            ctx.exit(INTERRUPTED)
         except (RpcError, OSError, ValueError) as error:
             unmeasured = click.ClickException(str(error))
             unmeasured.exit_code = 2

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from epikv.bench import harness
-from epikv.bench.load import Running, cancel_all, random_prompt, wait_until
+from epikv.bench.streams import Running, cancel_all, random_prompt, wait_until
 from epikv.bench.targets import Estimate, Target, finish
 from epikv.options import Kv
 

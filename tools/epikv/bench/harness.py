@@ -53,7 +53,8 @@ class Served:
     """A daemon to measure."""
 
     client: Client
-    metrics: str
+    address: str  # of its gRPC port
+    metrics: str  # address; empty: not known
     pid: int | None = None  # None: somebody else's
 
     def page(self) -> Page:
@@ -76,21 +77,22 @@ def serving(
     server: str | None,
     metrics: str | None,
     binary: Path | None,
+    needs_metrics: bool = True,
 ) -> Iterator[Served]:
     """The daemon at `server`, or one of our own that serves what `model` makes."""
     if server is not None:
-        if metrics is None:
+        if metrics is None and needs_metrics:
             raise click.UsageError("--server needs --metrics, the address of its /metrics")
         with Client(server) as client:
-            yield Served(client, metrics)
+            yield Served(client, server, metrics or "")
         return
     try:
         binary = binary or fresh_binary(_ROOT)
         path = model()
         say(f"starting epikvd on {path.name}")
         with Daemon(path, *flags, binary=binary) as daemon, daemon.client() as client:
-            say("serving")
-            yield Served(client, daemon.metrics, daemon.pid)
+            say(f"serving at {daemon.grpc}, metrics at {daemon.metrics}")
+            yield Served(client, daemon.grpc, daemon.metrics, daemon.pid)
     except DaemonError as error:
         raise click.ClickException(str(error)) from error
 

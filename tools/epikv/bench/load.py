@@ -1,101 +1,322 @@
-"""Streams that run at once, each read by a thread of its own."""
+"""`epikv bench load`: a load of one's own against a daemon, and what came of it.
 
-import random
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+Open loop (--rate, --rate-of-capacity): requests arrive by a Poisson process whatever has become of
+those before; latencies count from the arrival, so that nothing which falls behind can hide it.
+Closed loop (--concurrency): each request's end begins the next.
+
+load.schema.json is the JSON Schema of what --json writes.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import click
-import grpc
 
-from epikv.client import Client
+from epikv.bench import capacity, harness, plots
+from epikv.bench.generator import ClosedLoop, Generator, Load, OpenLoop, Pattern
+from epikv.bench.harness import Served
+from epikv.bench.report import Window, report, show
+from epikv.bench.targets import INTERRUPTED, finish
+from epikv.bench.watch import Watch
+from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.errors import RpcError
-from epikv.messages import Accepted, Delta, Summary
-from epikv.options import Kv, Output, Sampling, Stop
+from epikv.messages import Model
+from epikv.options import Stop
 
-_POLL_SECONDS = 0.01
+# Of the daemon that is started where no --model is given: a step takes milliseconds.
+SHAPE = {
+    "hidden": 256,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 512,
+    "vocab": 512,
+    "context": 2048,
+    "dtype": "bf16",
+}
+WATCH_SECONDS = 0.25  # between two probes
+
+_CHECK_SECONDS = 60  # until a request is accepted
 
 
-class Running:
-    """A completion of given length, from its start until it ends or is cancelled."""
+@dataclass(frozen=True)
+class Deadline:
+    """Seconds, or a multiple of the median of an idle daemon."""
 
-    def __init__(
-        self,
-        client: Client,
-        prompt: Sequence[int],
-        kv: Kv,
-        max_output_tokens: int,
-        seed: int = 0,
-    ) -> None:
-        self.accepted: Accepted | None = None
-        self.summary: Summary | None = None
-        self.arrivals: list[float] = []  # of each output token
-        self.error: RpcError | None = None
-        self._stream = client.generate(
-            prompt,
-            kv=kv,
-            sampling=Sampling(seed=seed),
-            stop=Stop(max_output_tokens=max_output_tokens),
-            output=Output(text=False, token_ids=True),
-        )
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+    value: float
+    of_idle: bool
 
-    @property
-    def tokens(self) -> int:
-        return len(self.arrivals)
+    def seconds(self, idle: float | None) -> float:
+        return self.value * idle if idle is not None else self.value
 
-    def cancel(self) -> None:
-        self._stream.cancel()
 
-    def join(self) -> None:
-        """Waits for its end; raises what it failed with, unless it was cancelled."""
-        self._thread.join()
-        self.check()
+class _Parsed(click.ParamType):
+    """What `parse` makes of a text, its ValueError being the user's."""
 
-    def check(self) -> None:
-        if self.error is not None and self.error.code is not grpc.StatusCode.CANCELLED:
-            raise click.ClickException(str(self.error))
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
 
-    def _read(self) -> None:
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        if not isinstance(value, str):
+            return value
         try:
-            for event in self._stream:
-                now = time.monotonic()
-                match event:
-                    case Accepted():
-                        self.accepted = event
-                    case Delta():
-                        self.arrivals += [now] * len(event.token_ids)
-                    case Summary():
-                        self.summary = event
-        except RpcError as error:
-            self.error = error
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
-def random_prompt(tokens: int, vocabulary: int, seed: int) -> list[int]:
-    """Token ids, the same for the same seed."""
-    rng = random.Random(seed)
-    return [rng.randrange(vocabulary) for _ in range(tokens)]
+def _deadline(text: str) -> Deadline:
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)(x|s|ms)?", text)
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"'{text}' is neither seconds (2.5, 800ms) nor of the idle median (3x)")
+    value, unit = float(found[1]), found[2]
+    return Deadline(value / 1e3 if unit == "ms" else value, unit == "x")
 
 
-def wait_until(
-    done: Callable[[], bool], running: Iterable[Running], what: str, seconds: float = 1800
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+
+
+def workload_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What `serving` takes beside `harness.options`."""
+    length = _Parsed("tokens", parse_lengths)
+    for option in (
+        click.argument("daemon_flags", nargs=-1, metavar="[-- EPIKVD_FLAGS]"),
+        click.option(
+            "--model",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="Start a daemon on this model file. Default: on one of random weights.",
+        ),
+        click.option("--model-name", default="", help="Needed only where several are served."),
+        click.option("--seed", default=0, show_default=True),
+        click.option(
+            "--output",
+            type=length,
+            default="uniform:32:96",
+            show_default=True,
+            help="Most output tokens; forms as for --prompt.",
+        ),
+        click.option(
+            "--prompt",
+            type=length,
+            default="uniform:32:96",
+            show_default=True,
+            help="Tokens: N, uniform:LEAST:MOST, lognormal:MEDIAN:SIGMA:MOST.",
+        ),
+        click.option(
+            "--arm",
+            "arms",
+            type=_Parsed("policy[:budget[:weight]]", parse_arm),
+            multiple=True,
+            default=["full"],
+            show_default=True,
+            help="Of the mix; again for more. Budget: tokens, or a share (0.5, 50%).",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+connections = click.option(
+    "--connections", type=click.IntRange(min=1), default=8, show_default=True
+)
+
+
+@click.command("load")
+@workload_options
+@click.option("--rate", type=_POSITIVE, help="Open loop: requests a second.")
+@click.option("--rate-of-capacity", type=_POSITIVE, help="Open loop: times its capacity.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Closed loop: requests at once.")
+@click.option(
+    "--deadline",
+    type=_Parsed("seconds", _deadline),
+    help="From arrival to end: 2.5, 800ms, or 3x the median of an idle daemon.",
+)
+@click.option("--duration", type=_POSITIVE, default=30, show_default=True, help="Seconds.")
+@click.option(
+    "--warmup",
+    type=click.FloatRange(min=0),
+    default=5,
+    show_default=True,
+    help="Seconds before that, which do not count.",
+)
+@click.option(
+    "--retry-share",
+    type=click.FloatRange(0, 1),
+    default=0,
+    show_default=True,
+    help="Open loop: of requests refused with a delay, sent again after it.",
+)
+@click.option(
+    "--measure",
+    type=_POSITIVE,
+    default=10,
+    show_default=True,
+    help="Seconds for the idle median, and for each step of the capacity.",
+)
+@connections
+@click.option(
+    "--plots",
+    "plots_folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A folder for latency.png and timeline.png.",
+)
+@harness.options
+def command(
+    rate: float | None,
+    rate_of_capacity: float | None,
+    concurrency: int | None,
+    deadline: Deadline | None,
+    duration: float,
+    warmup: float,
+    retry_share: float,
+    measure: float,
+    connections: int,
+    plots_folder: Path | None,
+    json_file: Path | None,
+    **where: Any,
 ) -> None:
-    """Polls; a stream that fails meanwhile ends the bench."""
-    streams = list(running)
-    deadline = time.monotonic() + seconds
-    while not done():
-        for stream in streams:
-            stream.check()
-        if time.monotonic() > deadline:
-            raise click.ClickException(f"after {seconds:.0f} s still waiting for {what}")
-        time.sleep(_POLL_SECONDS)
+    """Send a load to a daemon and tell latencies, throughput and goodput per policy and budget.
+
+    One of --rate, --rate-of-capacity and --concurrency says how. Of --server's daemon, or of one
+    that is started on --model with EPIKVD_FLAGS. Ctrl-C tells what there is. What --json writes is
+    described by load.schema.json, beside this program's load.py.
+    """
+    if sum(given is not None for given in (rate, rate_of_capacity, concurrency)) != 1:
+        raise click.UsageError("give one of --rate, --rate-of-capacity and --concurrency")
+    if concurrency is not None and retry_share:
+        raise click.UsageError("--retry-share is of an open loop; this one is closed")
+    if plots_folder is not None:
+        plots.check()
+    with serving(where, needs_metrics=False) as (served, workload):
+        generator = Generator(served.address, workload, connections=connections)
+        idle = found = None
+        if deadline is not None:
+            idle = capacity.idle_median(generator, measure) if deadline.of_idle else None
+            generator.deadline = deadline.seconds(idle)
+        if rate_of_capacity is not None:
+            found = capacity.measure(generator, measure)
+            rate = rate_of_capacity * found.best.requests_per_second
+        load, window, told = run(
+            served,
+            generator,
+            pattern(rate, concurrency, warmup + duration, workload.seed, retry_share),
+            warmup,
+            duration,
+        )
+        sent = f"{rate:.2f} requests/s" if rate is not None else f"{concurrency} at once"
+        limit = "" if generator.deadline is None else f", deadline {generator.deadline:.3g} s"
+        click.echo(f"{sent} for {window.seconds:.3g} s after {window.begin:.3g} s{limit}\n")
+        show(told)
+    details = {
+        "settings": {
+            **settings(workload, generator),
+            "rate": rate,
+            "concurrency": concurrency,
+            "retry_share": retry_share,
+            "warmup_seconds": warmup,
+            "duration_seconds": duration,
+            "idle_median_seconds": idle,
+        },
+        "capacity": found and asdict(found),
+        **told,
+    }
+    if plots_folder is not None:
+        plots.draw(plots_folder, load, names(workload), window, told)
+    finish("load", [], details, json_file, untargeted="a load has figures, and no target")
+    if load.interrupted:
+        sys.exit(INTERRUPTED)
 
 
-def cancel_all(running: Iterable[Running]) -> None:
-    """Cancels and waits until every reader has seen it."""
-    streams = list(running)
-    for stream in streams:
-        stream.cancel()
-    for stream in streams:
-        stream.join()
+def pattern(
+    rate: float | None, concurrency: int | None, seconds: float, seed: int, retry_share: float
+) -> Pattern:
+    if concurrency is not None:
+        return ClosedLoop(concurrency, seconds)
+    return OpenLoop(poisson(rate, seconds, seed), seconds, retry_share)
+
+
+@contextmanager
+def serving(where: dict[str, Any], needs_metrics: bool) -> Iterator[tuple[Served, Workload]]:
+    """The daemon and the workload that `workload_options` and `harness.options` name, each of whose
+    arms the daemon takes."""
+    arms, prompt, output = (where.pop(name) for name in ("arms", "prompt", "output"))
+    seed, model_name = where.pop("seed"), where.pop("model_name")
+    path, flags = where.pop("model"), where.pop("daemon_flags")
+    if where["server"] is not None and (path or flags or where["binary"]):
+        raise click.UsageError("--server's daemon runs: leave out --model, --binary and its flags")
+    if len({arm.name for arm in arms}) < len(arms):
+        raise click.UsageError("an arm is given twice; give it once, with a weight")
+
+    def model() -> Path:
+        return path or harness.random_model("load", **SHAPE)
+
+    with harness.serving(model, flags, needs_metrics=needs_metrics, **where) as served:
+        asked = _asked_model(served, model_name)
+        workload = Workload(arms, prompt, output, asked.vocab_size, model_name, seed)
+        _check(served, workload)
+        yield served, workload
+
+
+def _asked_model(served: Served, name: str) -> Model:
+    models = {model.name: model for model in served.client.models()}
+    if not name and len(models) == 1:
+        return next(iter(models.values()))
+    if name not in models:
+        raise click.UsageError(
+            f"--model-name is '{name}'; the daemon serves {', '.join(sorted(models))}"
+        )
+    return models[name]
+
+
+def _check(served: Served, workload: Workload) -> None:
+    """That the shortest and the longest request of each arm are accepted; tells all that are not."""
+    wrong = []
+    for arm in workload.arms:
+        for prompt, output in workload.extremes:
+            stream = served.client.generate(
+                [0] * prompt,
+                kv=arm.kv,
+                stop=Stop(max_output_tokens=output),
+                model=workload.model,
+                timeout=_CHECK_SECONDS,
+            )
+            try:
+                with stream:
+                    next(stream)
+            except RpcError as error:
+                wrong.append(f"{arm.name}, {prompt} + {output} tokens: {error}")
+    if wrong:
+        raise click.ClickException("\n".join(["the daemon does not take these arms", *wrong]))
+
+
+def run(
+    served: Served, generator: Generator, pattern: Pattern, warmup: float, duration: float
+) -> tuple[Load, Window, dict[str, Any]]:
+    """A load with the daemon watched: its samples, the window that counts, and its report."""
+    with Watch(served.address, served.metrics, WATCH_SECONDS) as watch:
+        load = generator.run(pattern)
+    window = Window(warmup, warmup + duration, generator.deadline)
+    if load.interrupted:
+        window = replace(window, begin=min(warmup, load.seconds / 2), end=load.seconds)
+    return load, window, report(load, names(generator.workload), window, watch.readings)
+
+
+def names(workload: Workload) -> list[str]:
+    return [arm.name for arm in workload.arms]
+
+
+def settings(workload: Workload, generator: Generator) -> dict[str, Any]:
+    """As the JSON tells them."""
+    return {
+        "arms": {arm.name: arm.weight for arm in workload.arms},
+        "prompt": workload.prompt.spec,
+        "output": workload.output.spec,
+        "seed": workload.seed,
+        "connections": generator.connections,
+        "deadline_seconds": generator.deadline,
+    }

@@ -19,8 +19,8 @@ import grpc
 
 from epikv.bench import harness, overhead
 from epikv.bench.costs import write_costs
-from epikv.bench.load import Running, cancel_all, random_prompt, wait_until
 from epikv.bench.scrape import Page
+from epikv.bench.streams import Running, cancel_all, random_prompt, wait_until
 from epikv.bench.targets import Estimate, Target, bootstrap, finish
 from epikv.errors import RpcError
 from epikv.messages import Accepted, Policy

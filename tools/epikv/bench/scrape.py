@@ -26,8 +26,13 @@ class Page:
 
 def scrape(address: str) -> Page:
     """The page at host:port."""
+    return parse(fetch(address))
+
+
+def fetch(address: str) -> str:
+    """The page at host:port, as text."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as reply:
-        return parse(reply.read().decode())
+        return reply.read().decode()
 
 
 def parse(text: str) -> Page:

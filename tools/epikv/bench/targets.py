@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 RESAMPLES = 2000
+INTERRUPTED = 130  # exit status of a bench that Ctrl-C ended
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from epikv.client import DEFAULT_SERVER, Prompt
-from epikv.options import POSITIONS, Kv
+from epikv.options import POSITIONS, Kv, parse_budget
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -35,11 +35,9 @@ class Budget(click.ParamType):
         if not isinstance(value, str):
             return value
         try:
-            if value.endswith("%"):
-                return float(value[:-1]) / 100
-            return float(value) if "." in value else int(value)
-        except ValueError:
-            self.fail(f"'{value}' is neither a number of tokens (256) nor a share (0.5, 50%)")
+            return parse_budget(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Param(click.ParamType):
