@@ -13,6 +13,8 @@ namespace {
 
 constexpr size_t kMaxStopStrings = 16, kMaxStopStringBytes = 256, kMaxStopTokens = 64;
 constexpr size_t kMaxIdBytes = 128, kMaxSpans = 64;
+constexpr size_t kMaxLogitBiases = 1024;
+constexpr float kMostLogitBias = 100;
 
 // Fills one Request step by step and collects everything that is wrong on the way.
 class Resolver {
@@ -48,7 +50,12 @@ class Resolver {
     rejection_.metadata = std::move(metadata);
     rejection_.code = code;
   }
+  bool InVocabulary(int32_t token) const {
+    return token >= 0 && token < admission_.manifest().vocab_size;
+  }
+  void ViolateVocabulary(absl::string_view field, int32_t token);
   void CheckRange(absl::string_view field, const std::vector<int32_t>& ids);
+  void CheckLogitBias();
   // Budgets of the lanes under a budget of the request.
   std::vector<int64_t> LaneBudgets(int64_t budget) const;
   ResolvedProtection ProtectionUnder(int64_t budget) const;
@@ -60,13 +67,16 @@ class Resolver {
   Rejection rejection_;
 };
 
-void Resolver::CheckRange(absl::string_view field, const std::vector<int32_t>& ids) {
+void Resolver::ViolateVocabulary(absl::string_view field, int32_t token) {
   const int64_t vocab = admission_.manifest().vocab_size;
+  Violate(field, absl::StrCat("token id ", token, " is outside the vocabulary [0, ", vocab, ")"));
+  Because("TOKEN_RANGE", {{"vocab_size", absl::StrCat(vocab)}}, absl::StatusCode::kOutOfRange);
+}
+
+void Resolver::CheckRange(absl::string_view field, const std::vector<int32_t>& ids) {
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] >= 0 && ids[i] < vocab) continue;
-    Violate(absl::StrCat(field, "[", i, "]"),
-            absl::StrCat("token id ", ids[i], " is outside the vocabulary [0, ", vocab, ")"));
-    Because("TOKEN_RANGE", {{"vocab_size", absl::StrCat(vocab)}}, absl::StatusCode::kOutOfRange);
+    if (InVocabulary(ids[i])) continue;
+    ViolateVocabulary(absl::StrCat(field, "[", i, "]"), ids[i]);
     return;  // one of a kind is enough
   }
 }
@@ -92,6 +102,35 @@ void Resolver::CheckSampling() {
   }
   if (s.top_k.has_value() && *s.top_k < 0) {
     Violate("sampling.top_k", absl::StrCat("must be >= 0, is ", *s.top_k));
+  }
+  if (s.typical_p.has_value() && !(*s.typical_p > 0 && *s.typical_p <= 1)) {
+    Violate("sampling.typical_p", absl::StrCat("must be in (0, 1], is ", *s.typical_p));
+  }
+  auto check = [&](absl::string_view field, std::optional<float> value, float least, float most) {
+    if (!value.has_value() || (least <= *value && *value <= most)) return;
+    Violate(field, absl::StrCat("must be in [", least, ", ", most, "], is ", *value));
+  };
+  check("sampling.min_p", s.min_p, 0, 1);
+  // Farther from 1 a logit might overflow.
+  check("sampling.repetition_penalty", s.repetition_penalty, 0.01f, 100);
+  check("sampling.frequency_penalty", s.frequency_penalty, -2, 2);
+  check("sampling.presence_penalty", s.presence_penalty, -2, 2);
+  CheckLogitBias();
+}
+
+void Resolver::CheckLogitBias() {
+  const std::map<int32_t, float>& biases = options_.sampling.logit_bias;
+  if (biases.size() > kMaxLogitBiases) {
+    Violate("sampling.logit_bias",
+            absl::StrCat("has ", biases.size(), " items, at most ", kMaxLogitBiases));
+    return;
+  }
+  for (const auto& [token, bias] : biases) {
+    const std::string field = absl::StrCat("sampling.logit_bias[", token, "]");
+    if (!InVocabulary(token)) ViolateVocabulary(field, token);
+    if (std::abs(bias) <= kMostLogitBias) continue;
+    Violate(field,
+            absl::StrCat("must be in [", -kMostLogitBias, ", ", kMostLogitBias, "], is ", bias));
   }
 }
 
@@ -138,6 +177,10 @@ bool Resolver::ResolveLengths() {
     return false;
   }
   request_.max_output_tokens = max_output;
+  if (max_output > 0 && options_.stop.min_output_tokens > max_output) {
+    Violate("stop.min_output_tokens", absl::StrCat("is ", options_.stop.min_output_tokens,
+                                                   ", more than max_output_tokens, ", max_output));
+  }
   return prompt > 0 && max_output > 0;
 }
 
@@ -525,8 +568,10 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.sampling = options.sampling;
   request.stop_strings = std::move(options.stop.strings);
   request.stop_tokens = std::move(options.stop.tokens);
-  request.end_tokens = manifest_.eos_tokens;
+  if (!options.stop.ignore_end) request.end_tokens = manifest_.eos_tokens;
   request.include_stop = options.stop.include;
+  request.min_output_tokens = options.stop.min_output_tokens;
+  request.ignore_end = options.stop.ignore_end;
   request.output = options.output;
   request.positions = options.kv.positions;
   auto failed = [&](absl::string_view why) {

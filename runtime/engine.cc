@@ -55,9 +55,11 @@ struct Sequence {
         request(std::move(r)),
         sink(std::move(s)),
         tokens(request.prompt),
+        ends(EndsOf(request)),
         text(tokenizer, {.stop_strings = request.stop_strings,
-                         .stop_token_ids = StopTokens(request),
-                         .include_stop = request.include_stop}) {
+                         .stop_token_ids = ends,
+                         .include_stop = request.include_stop,
+                         .min_tokens = request.min_output_tokens}) {
     // Work items point into the tokens while more are added.
     tokens.reserve(request.prompt.size() + request.max_output_tokens);
     if (request.force_in_chunks) {
@@ -65,7 +67,7 @@ struct Sequence {
     }
   }
 
-  static std::vector<int32_t> StopTokens(const Request& request) {
+  static std::vector<int32_t> EndsOf(const Request& request) {
     std::vector<int32_t> tokens = request.stop_tokens;
     tokens.insert(tokens.end(), request.end_tokens.begin(), request.end_tokens.end());
     return tokens;
@@ -78,6 +80,7 @@ struct Sequence {
   std::vector<int32_t> tokens;  // known so far; [0, cached) are in the cache
   int64_t cached = 0;
   int64_t num_outputs = 0;
+  const std::vector<int32_t> ends;  // tokens that end the output
   TextStream text;
   std::optional<StopMatch> stop;
   bool open = false;  // holds KV
@@ -246,6 +249,9 @@ std::vector<WorkItem> Engine::PlanStep(std::vector<Sequence*>& sequences) {
     item.num_outputs = std::max<int64_t>(0, end - std::max(item.first, prompt - 1));
     if (s.scores()) {
       item.forced = absl::MakeConstSpan(s.request.forced).subspan(s.num_outputs, item.num_outputs);
+    } else {
+      item.outputs = absl::MakeConstSpan(s.tokens).subspan(prompt);
+      if (s.num_outputs < s.request.min_output_tokens) item.masked = s.ends;
     }
     items.push_back(item);
     sequences.push_back(&s);

@@ -540,9 +540,12 @@ ForwardOutcome Executor::Finish(StepItem& item) {
     const int64_t row = item.num_logits() - work.num_outputs + i;
     const absl::Span<const float> logits(item.logits.const_data_ptr<float>() + row * vocab, vocab);
     const absl::StatusOr<int32_t> chosen =
-        work.forced.empty()
-            ? Sample(logits, sequence.request.sampling, static_cast<uint64_t>(work.draw + i))
-            : Argmax(logits);
+        work.forced.empty() ? Sample(logits, sequence.request.sampling,
+                                     {.index = static_cast<uint64_t>(work.draw + i),
+                                      .prompt = sequence.request.prompt,
+                                      .outputs = work.outputs,
+                                      .masked = work.masked})
+                            : Argmax(logits);
     if (!chosen.ok()) {
       outcome.status = chosen.status();
       return outcome;
@@ -550,12 +553,12 @@ ForwardOutcome Executor::Finish(StepItem& item) {
     OutputToken output{.token = work.forced.empty() ? *chosen : work.forced[i]};
     output.greedy = !work.forced.empty() && output.token == *chosen;
     if (!work.forced.empty() || sequence.request.output.logprobs) {
-      const absl::StatusOr<float> logprob = LogProb(logits, output.token);
-      if (!logprob.ok()) {
-        outcome.status = logprob.status();
+      const absl::StatusOr<Logprobs> logprobs = LogprobsOf(logits, output.token);
+      if (!logprobs.ok()) {
+        outcome.status = logprobs.status();
         return outcome;
       }
-      output.logprob = *logprob;
+      output.logprob = logprobs->of_token;
     }
     outcome.outputs.push_back(output);
   }

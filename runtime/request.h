@@ -38,6 +38,8 @@ struct StopOptions {
   std::vector<std::string> strings;
   std::vector<int32_t> tokens;  // beside the model's end-of-sequence tokens
   bool include = false;         // leave the match in the text
+  int64_t min_output_tokens = 0;
+  bool ignore_end = false;  // the model's end-of-sequence tokens
 };
 
 struct OutputOptions {
@@ -85,8 +87,10 @@ struct Request {
   int64_t max_output_tokens = 0;
   std::vector<std::string> stop_strings;
   std::vector<int32_t> stop_tokens;
-  std::vector<int32_t> end_tokens;  // the model's
+  std::vector<int32_t> end_tokens;  // the model's; none if they are ignored
   bool include_stop = false;
+  int64_t min_output_tokens = 0;  // none of these ends the request
+  bool ignore_end = false;
   OutputOptions output;
 
   const PolicySpec* spec = nullptr;

@@ -94,6 +94,12 @@ SamplingParams FromProto(const v1::SamplingParams& proto) {
     constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();
     params.top_k = static_cast<int32_t>(std::min(proto.top_k(), kMost));
   }
+  if (proto.has_min_p()) params.min_p = proto.min_p();
+  if (proto.has_typical_p()) params.typical_p = proto.typical_p();
+  if (proto.has_repetition_penalty()) params.repetition_penalty = proto.repetition_penalty();
+  if (proto.has_frequency_penalty()) params.frequency_penalty = proto.frequency_penalty();
+  if (proto.has_presence_penalty()) params.presence_penalty = proto.presence_penalty();
+  params.logit_bias = {proto.logit_bias().begin(), proto.logit_bias().end()};
   params.seed = proto.seed();
   return params;
 }
@@ -101,7 +107,9 @@ SamplingParams FromProto(const v1::SamplingParams& proto) {
 StopOptions FromProto(const v1::StopParams& proto) {
   StopOptions stop{.strings = {proto.stop_strings().begin(), proto.stop_strings().end()},
                    .tokens = {proto.stop_token_ids().begin(), proto.stop_token_ids().end()},
-                   .include = proto.include_stop()};
+                   .include = proto.include_stop(),
+                   .min_output_tokens = proto.min_output_tokens(),
+                   .ignore_end = proto.ignore_eos()};
   if (proto.has_max_output_tokens()) stop.max_output_tokens = proto.max_output_tokens();
   return stop;
 }
@@ -112,6 +120,12 @@ v1::SamplingParams ToProto(const SamplingParams& params) {
   proto.set_top_p(params.top_p.value_or(1));
   proto.set_top_k(params.top_k.value_or(0));
   proto.set_seed(params.seed);
+  proto.set_min_p(params.min_p.value_or(0));
+  proto.set_typical_p(params.typical_p.value_or(1));
+  proto.set_repetition_penalty(params.repetition_penalty.value_or(1));
+  proto.set_frequency_penalty(params.frequency_penalty.value_or(0));
+  proto.set_presence_penalty(params.presence_penalty.value_or(0));
+  proto.mutable_logit_bias()->insert(params.logit_bias.begin(), params.logit_bias.end());
   return proto;
 }
 
@@ -140,6 +154,8 @@ v1::StopParams StopOf(const Request& request) {
   for (const std::string& text : request.stop_strings) stop.add_stop_strings(text);
   stop.mutable_stop_token_ids()->Add(request.stop_tokens.begin(), request.stop_tokens.end());
   stop.set_include_stop(request.include_stop);
+  stop.set_min_output_tokens(request.min_output_tokens);
+  stop.set_ignore_eos(request.ignore_end);
   return stop;
 }
 

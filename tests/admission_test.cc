@@ -198,6 +198,16 @@ TEST_F(AdmissionTest, MaxOutputIs1024OrWhatTheContextLeaves) {
   EXPECT_EQ(Accept(Ask(2047)).max_output_tokens, 1);
 }
 
+TEST_F(AdmissionTest, IgnoredEndTokensEndNothing) {
+  RequestOptions options = Ask(3);
+  options.stop.ignore_end = true;
+  options.stop.tokens = {9};
+  const Request request = Accept(options);
+  EXPECT_THAT(request.end_tokens, IsEmpty());
+  EXPECT_THAT(request.stop_tokens, ElementsAre(9));
+  EXPECT_TRUE(request.ignore_end);
+}
+
 TEST_F(AdmissionTest, DefaultMaxOutputIsASetting) {
   AdmissionLimits limits = Limits();
   limits.default_max_output_tokens = 7;
@@ -248,10 +258,20 @@ TEST_F(AdmissionTest, DefaultsOfParamsAreFilledIn) {
 TEST_F(AdmissionTest, WhatWasAskedArrives) {
   RequestOptions options = Ask(3, 20, "refuses", 30);
   options.id = "mine";
-  options.sampling = {.temperature = 0.7f, .top_p = 0.9f, .top_k = 5, .seed = 42};
+  options.sampling = {.temperature = 0.7f,
+                      .top_p = 0.9f,
+                      .top_k = 5,
+                      .min_p = 0.1f,
+                      .typical_p = 0.8f,
+                      .repetition_penalty = 1.1f,
+                      .frequency_penalty = -2.0f,
+                      .presence_penalty = 2.0f,
+                      .logit_bias = {{0, -100.0f}, {63, 100.0f}},
+                      .seed = 42};
   options.stop.strings = {"x"};
   options.stop.tokens = {9};
   options.stop.include = true;
+  options.stop.min_output_tokens = 20;
   options.output.logprobs = true;
   options.kv.positions = PositionMode::kCompact;
   options.kv.protection.spans = {{5, 7}};
@@ -261,6 +281,8 @@ TEST_F(AdmissionTest, WhatWasAskedArrives) {
   EXPECT_EQ(request.id, "mine");
   EXPECT_EQ(request.prompt, options.prompt);
   EXPECT_EQ(request.sampling.seed, 42u);
+  EXPECT_EQ(request.sampling.logit_bias, options.sampling.logit_bias);
+  EXPECT_EQ(request.min_output_tokens, 20);
   EXPECT_THAT(request.stop_strings, ElementsAre("x"));
   EXPECT_THAT(request.stop_tokens, ElementsAre(9));
   EXPECT_THAT(request.end_tokens, ElementsAre(63));
@@ -349,6 +371,43 @@ const BadInput kBadInputs[] = {
      "stop.stop_token_ids[0]", "token id 64", "TOKEN_RANGE", absl::StatusCode::kOutOfRange},
     {"NanTemperature", [](auto& o) { o.sampling.temperature = kNaN; }, "sampling.temperature",
      "finite number >= 0, is nan"},
+    {"MinPAboveOne", [](auto& o) { o.sampling.min_p = 1.5f; }, "sampling.min_p", "[0, 1], is 1.5"},
+    {"MinPNan", [](auto& o) { o.sampling.min_p = kNaN; }, "sampling.min_p", "is nan"},
+    {"TypicalPZero", [](auto& o) { o.sampling.typical_p = 0; }, "sampling.typical_p", "(0, 1]"},
+    {"TypicalPNan", [](auto& o) { o.sampling.typical_p = kNaN; }, "sampling.typical_p", "is nan"},
+    {"RepetitionPenaltyZero", [](auto& o) { o.sampling.repetition_penalty = 0; },
+     "sampling.repetition_penalty", "[0.01, 100], is 0"},
+    {"RepetitionPenaltyInfinite", [](auto& o) { o.sampling.repetition_penalty = INFINITY; },
+     "sampling.repetition_penalty", "is inf"},
+    {"FrequencyPenalty", [](auto& o) { o.sampling.frequency_penalty = 2.5f; },
+     "sampling.frequency_penalty", "[-2, 2], is 2.5"},
+    {"PresencePenalty", [](auto& o) { o.sampling.presence_penalty = -3; },
+     "sampling.presence_penalty", "[-2, 2], is -3"},
+    {"PresencePenaltyNan", [](auto& o) { o.sampling.presence_penalty = kNaN; },
+     "sampling.presence_penalty", "is nan"},
+    {"LogitBias",
+     [](auto& o) {
+       o.sampling.logit_bias = {{5, 100.5f}};
+     },
+     "sampling.logit_bias[5]", "[-100, 100], is 100.5"},
+    {"LogitBiasNan",
+     [](auto& o) {
+       o.sampling.logit_bias = {{5, kNaN}};
+     },
+     "sampling.logit_bias[5]", "is nan"},
+    {"LogitBiasBeyondTheVocabulary",
+     [](auto& o) {
+       o.sampling.logit_bias = {{64, 1.0f}};
+     },
+     "sampling.logit_bias[64]", "token id 64 is outside", "TOKEN_RANGE",
+     absl::StatusCode::kOutOfRange},
+    {"TooManyLogitBiases",
+     [](auto& o) {
+       for (int32_t i = 0; i < 1025; ++i) o.sampling.logit_bias[i] = 0;
+     },
+     "sampling.logit_bias", "has 1025 items, at most 1024"},
+    {"LeastOutputOverTheMost", [](auto& o) { o.stop.min_output_tokens = 21; },
+     "stop.min_output_tokens", "is 21, more than max_output_tokens, 20"},
     {"InfiniteTemperature", [](auto& o) { o.sampling.temperature = INFINITY; },
      "sampling.temperature", "finite number"},
     {"NegativeTemperature", [](auto& o) { o.sampling.temperature = -0.5f; }, "sampling.temperature",

@@ -159,7 +159,7 @@ class RecordingObserver final : public EngineObserver {
 // One sequence's share of a forward, as the executor saw it.
 struct SeenItem {
   std::string id;
-  std::vector<int32_t> tokens, forced;
+  std::vector<int32_t> tokens, forced, outputs;
   int64_t first = 0, num_outputs = 0, draw = 0;
   bool decode = false, ends_prefill = false, evicts_prefill = false;
 };
@@ -247,6 +247,7 @@ class EngineTest : public testing::Test {
       seen_.push_back({.id = item.request->id,
                        .tokens = {item.tokens.begin(), item.tokens.end()},
                        .forced = {item.forced.begin(), item.forced.end()},
+                       .outputs = {item.outputs.begin(), item.outputs.end()},
                        .first = item.first,
                        .num_outputs = item.num_outputs,
                        .draw = item.draw,
@@ -369,6 +370,16 @@ TEST_F(EngineTest, DrawsAreNumberedByOutput) {
   EXPECT_THAT(draws, ElementsAre(0, 1, 2, 3));
 }
 
+TEST_F(EngineTest, DrawsKnowTheOutputBeforeThem) {
+  RecordItems();
+  Submit(Ask("a", 5, 4));
+  RunAll();
+  ASSERT_THAT(seen_, SizeIs(4));
+  EXPECT_THAT(seen_[0].outputs, IsEmpty());
+  EXPECT_THAT(seen_[1].outputs, ElementsAre(5));
+  EXPECT_THAT(seen_[3].outputs, ElementsAre(5, 6, 7));
+}
+
 TEST_F(EngineTest, WorkStaysReadableUntilItHasSettled) {
   std::map<std::string, std::vector<int32_t>> forwarded;
   script_->on_item = [&](const WorkItem& item) {
@@ -459,6 +470,40 @@ TEST_F(EngineTest, StopTokenThatIsTheModelsEndWasAskedFor) {
   auto output = Submit(options);
   RunAll();
   EXPECT_EQ(output->reason(), "stop token");
+}
+
+TEST_F(EngineTest, NothingEndsARequestBeforeItsLeastOutput) {
+  RequestOptions options = Ask("a", 60, 20);
+  options.stop = {
+      .max_output_tokens = 20, .strings = {"w61 w62"}, .tokens = {2}, .min_output_tokens = 5};
+  auto output = Submit(options);
+  RunAll();
+  // 63 ends the model's text and 2 was asked for: both are passed over while they may not come.
+  EXPECT_THAT(output->tokens, ElementsAre(60, 61, 62, 0, 1, 2));
+  EXPECT_EQ(output->text, "w60 w61 w62 w0 w1");
+  EXPECT_EQ(output->reason(), "stop token");
+
+  options = Ask("b", 61, 20);
+  options.stop.min_output_tokens = 2;
+  output = Submit(options);
+  RunAll();
+  EXPECT_THAT(output->tokens, ElementsAre(61, 62, 63));
+  EXPECT_EQ(output->reason(), "end");
+}
+
+TEST_F(EngineTest, TheModelsEndMayBeIgnored) {
+  RequestOptions options = Ask("a", 62, 4);
+  options.stop.ignore_end = true;
+  auto output = Submit(options);
+  RunAll();
+  EXPECT_THAT(output->tokens, ElementsAre(62, kEnd, 0, 1));
+  EXPECT_EQ(output->reason(), "length");
+
+  options = Ask("b", 62, 4);
+  options.stop = {.max_output_tokens = 4, .tokens = {kEnd}, .ignore_end = true};
+  output = Submit(options);
+  RunAll();
+  EXPECT_EQ(output->reason(), "stop token") << "the request's own still ends it";
 }
 
 TEST_F(EngineTest, EndsAtAStopStringAcrossTokens) {

@@ -98,7 +98,11 @@ class FakeExecutor final : public StepExecutor {
     if (!outcome.status.ok()) return outcome;
     const int64_t first_row = static_cast<int64_t>(item.tokens.size()) - item.num_outputs;
     for (int64_t i = 0; i < item.num_outputs; ++i) {
-      const int32_t likeliest = script_->next(item.tokens[first_row + i]);
+      int32_t likeliest = script_->next(item.tokens[first_row + i]);
+      const auto is_masked = [&] {
+        return std::find(item.masked.begin(), item.masked.end(), likeliest) != item.masked.end();
+      };
+      while (is_masked()) likeliest = script_->next(likeliest);
       const int32_t token = item.forced.empty() ? likeliest : item.forced[i];
       outcome.outputs.push_back({.token = token,
                                  .logprob = token == likeliest ? -0.125f : -4.0f,

@@ -117,33 +117,56 @@ TEST_F(GenerationServiceTest, StreamsAcceptedThenDeltasThenSummary) {
 TEST_F(GenerationServiceTest, AcceptedEchoesEverySettingResolved) {
   Start({.default_policy = "window"});
   v1::GenerateResult result;
-  const auto status =
-      Once(Parse<v1::GenerateRequest>(R"pb(
-             text: "w1 w2 w3"
-             sampling { temperature: 0.5 top_p: 0.9 top_k: 7 }
-             stop { max_output_tokens: 29 stop_strings: "x" stop_token_ids: 40 include_stop: true }
-             output { token_ids: true kept: true }
-             kv {
-               keep_ratio: 0.75
-               policy_params {
-                 fields {
-                   key: "slack"
-                   value { number_value: 2 }
-                 }
-               }
-             })pb"),
-           &result);
+  const auto status = Once(Parse<v1::GenerateRequest>(R"pb(
+                             text: "w1 w2 w3"
+                             sampling {
+                               temperature: 0.5
+                               top_p: 0.9
+                               top_k: 7
+                               min_p: 0.25
+                               typical_p: 0.75
+                               repetition_penalty: 1.5
+                               frequency_penalty: -0.5
+                               presence_penalty: 2
+                               logit_bias { key: 3 value: -1.5 }
+                             }
+                             stop {
+                               max_output_tokens: 29
+                               stop_strings: "x"
+                               stop_token_ids: 40
+                               include_stop: true
+                               min_output_tokens: 4
+                               ignore_eos: true
+                             }
+                             output { token_ids: true kept: true }
+                             kv {
+                               keep_ratio: 0.75
+                               policy_params {
+                                 fields {
+                                   key: "slack"
+                                   value { number_value: 2 }
+                                 }
+                               }
+                             })pb"),
+                           &result);
   ASSERT_TRUE(status.ok()) << status.error_message();
   const v1::Accepted& accepted = result.accepted();
   EXPECT_FALSE(accepted.request_id().empty());
   EXPECT_EQ(accepted.model(), "fake");
   EXPECT_EQ(accepted.prompt_tokens(), 3u);
   EXPECT_EQ(accepted.max_output_tokens(), 29u);
-  EXPECT_THAT(accepted.stop_token_ids(), ElementsAre(40, 63));
+  EXPECT_THAT(accepted.stop_token_ids(), ElementsAre(40));
   EXPECT_EQ(accepted.sampling().temperature(), 0.5f);
   EXPECT_EQ(accepted.sampling().top_p(), 0.9f);
   EXPECT_EQ(accepted.sampling().top_k(), 7u);
   EXPECT_TRUE(accepted.sampling().has_seed());
+  EXPECT_EQ(accepted.sampling().min_p(), 0.25f);
+  EXPECT_EQ(accepted.sampling().typical_p(), 0.75f);
+  EXPECT_EQ(accepted.sampling().repetition_penalty(), 1.5f);
+  EXPECT_EQ(accepted.sampling().frequency_penalty(), -0.5f);
+  EXPECT_EQ(accepted.sampling().presence_penalty(), 2.0f);
+  ASSERT_EQ(accepted.sampling().logit_bias_size(), 1);
+  EXPECT_EQ(accepted.sampling().logit_bias().at(3), -1.5f);
   EXPECT_EQ(accepted.kv().policy(), "window");
   EXPECT_EQ(accepted.kv().budget_tokens(), 24u);
   EXPECT_EQ(accepted.kv().policy_params().fields().at("slack").number_value(), 2);
@@ -157,6 +180,8 @@ TEST_F(GenerationServiceTest, AcceptedEchoesEverySettingResolved) {
   EXPECT_THAT(accepted.stop().stop_strings(), ElementsAre("x"));
   EXPECT_THAT(accepted.stop().stop_token_ids(), ElementsAre(40));
   EXPECT_TRUE(accepted.stop().include_stop());
+  EXPECT_EQ(accepted.stop().min_output_tokens(), 4u);
+  EXPECT_TRUE(accepted.stop().ignore_eos());
   EXPECT_EQ(accepted.output().ShortDebugString(), "text: true token_ids: true kept: true");
   EXPECT_EQ(accepted.cadence(), v1::SCORE_CADENCE_UNSPECIFIED);
 }
@@ -256,6 +281,17 @@ TEST_F(GenerationServiceTest, ScoreTakesTextAndASeed) {
   EXPECT_EQ(scored.accepted().sampling().seed(), 7u);
 }
 
+TEST_F(GenerationServiceTest, NothingEndsARequestBeforeItsLeastOutput) {
+  v1::GenerateRequest request = Prompt(60, 10);
+  request.mutable_stop()->set_min_output_tokens(4);
+  request.mutable_stop()->add_stop_strings("w61");
+  request.mutable_stop()->add_stop_strings("w2");
+  v1::GenerateResult result;
+  ASSERT_TRUE(Once(request, &result).ok());
+  EXPECT_THAT(result.token_ids(), ElementsAre(61, 62, 0, 1, 2));  // 63 is the model's end
+  EXPECT_EQ(result.summary().stop_string(), "w2");
+}
+
 TEST_F(GenerationServiceTest, StopSaysWhatMatched) {
   auto request = Prompt(10, 40);
   request.mutable_stop()->add_stop_strings("w14 w15");
@@ -331,6 +367,22 @@ INSTANTIATE_TEST_SUITE_P(
          "INVALID_REQUEST",
          {"prompt"},
          "is empty"},
+        {"everything_about_sampling",
+         "token_ids { ids: 1 } sampling { min_p: 2 typical_p: 0 repetition_penalty: -1 "
+         "frequency_penalty: nan presence_penalty: inf logit_bias { key: 2 value: nan } } "
+         "stop { max_output_tokens: 4 min_output_tokens: 5 }",
+         grpc::INVALID_ARGUMENT,
+         "INVALID_REQUEST",
+         {"sampling.typical_p", "sampling.min_p", "sampling.repetition_penalty",
+          "sampling.frequency_penalty", "sampling.presence_penalty", "sampling.logit_bias[2]",
+          "stop.min_output_tokens"},
+         "(and 6 more)"},
+        {"bias_of_no_token",
+         "token_ids { ids: 1 } sampling { logit_bias { key: -4 value: 1 } }",
+         grpc::OUT_OF_RANGE,
+         "TOKEN_RANGE",
+         {"sampling.logit_bias[-4]"},
+         "token id -4 is outside the vocabulary [0, 64)"},
         {"prompt_over_context",
          TokenIds(512),
          grpc::INVALID_ARGUMENT,

@@ -74,6 +74,7 @@ def test_streams_typed_events(client: Client) -> None:
     assert isinstance(first.kv.policy_params["layer_a"], int)
     assert first.kv.positions == "absolute"
     assert (first.sampling.seed, first.sampling.temperature) == (5, None)
+    assert first.sampling.logit_bias == {3: 0.5}
     assert (one.text, one.token_ids, one.logprobs) == ("one ", [0], [-0.5])
     assert (eviction.at_token, eviction.victims[0].layer, eviction.victims[0].head) == (12, 0, None)
     assert eviction.victims[0].index == [4, 9]
@@ -100,8 +101,14 @@ def test_sends_what_was_asked_and_nothing_else(client: Client, fake: fake_epikvd
                 recent_tokens=0,
                 protected_spans=[(2, 5)],
             ),
-            sampling=Sampling(temperature=0.5, top_k=3),
-            stop=Stop(max_output_tokens=9, stop_strings=["a"], stop_token_ids=[1]),
+            sampling=Sampling(temperature=0.5, top_k=3, min_p=0.25, logit_bias={7: -1.5}),
+            stop=Stop(
+                max_output_tokens=9,
+                stop_strings=["a"],
+                stop_token_ids=[1],
+                min_output_tokens=2,
+                ignore_eos=True,
+            ),
             output=Output(text=False, logprobs=True),
             model="fake",
             request_id="mine",
@@ -121,6 +128,9 @@ def test_sends_what_was_asked_and_nothing_else(client: Client, fake: fake_epikvd
     assert full.kv.HasField("recent_tokens") and not full.kv.HasField("sink_tokens")
     assert [(s.begin, s.end) for s in full.kv.protected_spans] == [(2, 5)]
     assert full.sampling.HasField("top_k") and not full.sampling.HasField("seed")
+    assert full.sampling.min_p == 0.25 and not full.sampling.HasField("typical_p")
+    assert dict(full.sampling.logit_bias) == {7: -1.5}
+    assert full.stop.min_output_tokens == 2 and full.stop.ignore_eos
     assert full.stop.stop_strings == ["a"] and full.output.HasField("text")
     assert ratio.kv.WhichOneof("budget") == "keep_ratio" and ratio.kv.keep_ratio == 0.25
 
@@ -271,6 +281,19 @@ def test_the_readme_shows_what_parses(
         command = command.get_command(context, name)
     assert command is not None, f"there is no command '{name}'"
     command.make_context(name, words)
+
+
+def test_generate_takes_every_sampling_option(fake: fake_epikvd.Fake) -> None:
+    options = "--min-p .1 --typical-p .75 --repetition-penalty 1.5 --frequency-penalty -.5"
+    more = "--presence-penalty 2 --logit-bias 7=-1.5 --logit-bias 9=3 --min-output-tokens 4"
+    words = [*options.split(), *more.split(), "--ignore-eos", "--server", fake.address]
+    assert run("generate", "x", *words).exit_code == 0
+    sampling, stop = fake.requests[-1].sampling, fake.requests[-1].stop
+    assert (sampling.typical_p, sampling.repetition_penalty) == (0.75, 1.5)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 2)
+    assert sampling.HasField("min_p") and dict(sampling.logit_bias) == {7: -1.5, 9: 3}
+    assert (stop.min_output_tokens, stop.ignore_eos) == (4, True)
+    assert run("generate", "x", "--logit-bias", "7").exit_code == 2
 
 
 def test_failures_are_one_message_and_exit_1(fake: fake_epikvd.Fake) -> None:

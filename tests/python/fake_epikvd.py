@@ -73,7 +73,7 @@ def accepted(request: generation_pb2.GenerateRequest) -> generation_pb2.Accepted
         kv=kv_pb2.ResolvedKv(
             policy=request.kv.policy or "full", positions=kv_pb2.POSITION_MODE_ABSOLUTE
         ),
-        sampling=generation_pb2.SamplingParams(seed=5),
+        sampling=generation_pb2.SamplingParams(seed=5, logit_bias={3: 0.5}),
         arm="none",
     )
     result.kv.policy_params.update({"layer_a": 1, "ratio": 0.5})

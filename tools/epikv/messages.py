@@ -275,6 +275,8 @@ def from_proto(message: Message) -> Any:
 
 def _field(message: Message, field: FieldDescriptor) -> Any:
     value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(value)  # of scalars
     if field.is_repeated:
         return [_value(item, field) for item in value]
     if field.has_presence and not message.HasField(field.name):

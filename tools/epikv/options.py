@@ -63,6 +63,12 @@ class Sampling:
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
 
     def to_proto(self) -> generation_pb2.SamplingParams:
         return generation_pb2.SamplingParams(**vars(self))
@@ -76,6 +82,8 @@ class Stop:
     stop_strings: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop: bool = False
+    min_output_tokens: int = 0
+    ignore_eos: bool = False
 
     def to_proto(self) -> generation_pb2.StopParams:
         return generation_pb2.StopParams(**vars(self))
