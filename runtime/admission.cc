@@ -15,6 +15,9 @@ constexpr size_t kMaxStopStrings = 16, kMaxStopStringBytes = 256, kMaxStopTokens
 constexpr size_t kMaxIdBytes = 128, kMaxSpans = 64;
 constexpr size_t kMaxLogitBiases = 1024;
 constexpr float kMostLogitBias = 100;
+constexpr int64_t kMaxTopLogprobs = 20;
+// The rule of protection: a prompt this much smaller than the budget is not evicted.
+constexpr int64_t kPromptRoom = 16;
 
 // Fills one Request step by step and collects everything that is wrong on the way.
 class Resolver {
@@ -25,6 +28,7 @@ class Resolver {
   void CheckTokens();
   void CheckSampling();
   void CheckStop();
+  void CheckOutput();
   // False: they are at fault, and say nothing of what follows from them.
   bool ResolveLengths();
   const PolicySpec* ResolvePolicy();
@@ -60,6 +64,8 @@ class Resolver {
   std::vector<int64_t> LaneBudgets(int64_t budget) const;
   ResolvedProtection ProtectionUnder(int64_t budget) const;
   int64_t SmallestBudget(int64_t longest) const;
+  void CheckPromptLogprobs(int64_t least_budget);
+  int64_t PromptLogitBytes() const;
 
   const Admission& admission_;
   RequestOptions options_;
@@ -153,6 +159,14 @@ void Resolver::CheckStop() {
   CheckRange("stop.stop_token_ids", stop.tokens);
   if (stop.max_output_tokens.has_value() && *stop.max_output_tokens < 1) {
     Violate("stop.max_output_tokens", "must be at least 1");
+  }
+}
+
+void Resolver::CheckOutput() {
+  const int64_t top = options_.output.top_logprobs;
+  if (top > kMaxTopLogprobs) {
+    Violate(options_.forced.empty() ? "output.top_logprobs" : "top_logprobs",
+            absl::StrCat("must be at most ", kMaxTopLogprobs, ", is ", top));
   }
 }
 
@@ -376,6 +390,33 @@ bool Resolver::CheckProtection(bool has_lengths) {
   return rejection_.violations.size() == faults;
 }
 
+// What the tokens behind a chunk say is not what they say of the prompt once it has been evicted.
+void Resolver::CheckPromptLogprobs(int64_t least_budget) {
+  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
+  const bool keeps_it =
+      request_.traits.prompt != PromptEviction::kByChunk || prompt + kPromptRoom <= least_budget;
+  if (!options_.output.prompt_logprobs || keeps_it) return;
+  Violate("output.prompt_logprobs",
+          absl::StrCat("policy '", request_.spec->name, "' evicts the prompt of ", prompt,
+                       " tokens before it is cached whole under a budget of ", least_budget,
+                       " tokens, so the figures would not be the prompt's; the smallest budget is ",
+                       prompt + kPromptRoom));
+  Because("PROMPT_EVICTED",
+          {{"budget", absl::StrCat(least_budget)}, {"min", absl::StrCat(prompt + kPromptRoom)}},
+          absl::StatusCode::kFailedPrecondition);
+}
+
+// Logits of all rows of a prompt chunk, where they are wanted: as the model gives them, and fp32.
+int64_t Resolver::PromptLogitBytes() const {
+  const bool wanted = options_.output.prompt_logprobs || request_.force_in_chunks ||
+                      request_.traits.signals.Has(Signal::kLogitEntropy);
+  if (!wanted) return 0;
+  const Manifest& manifest = admission_.manifest();
+  const int64_t rows =
+      std::min(request_.prefill_tokens(), admission_.limits().prefill_chunk_tokens);
+  return rows * manifest.vocab_size * (manifest.dtype == DType::kFloat32 ? 4 : 2 + 4);
+}
+
 void Resolver::ResolveProtectionAndDemand() {
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   // The last output token is never cached.
@@ -414,8 +455,10 @@ void Resolver::ResolveProtectionAndDemand() {
                static_cast<int64_t>(request_.tap_layers.size()), options_.kv.positions);
   const std::vector<int64_t> budgets =
       evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
+  if (evicts) CheckPromptLogprobs(*std::min_element(budgets.begin(), budgets.end()));
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
+  request_.demand.prefill_bytes += PromptLogitBytes();
   const int64_t capacity = admission_.limits().kv_capacity_bytes;
   if (request_.demand.peak_bytes() > capacity) {
     Violate("kv.budget",
@@ -555,6 +598,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   resolver.CheckTokens();
   resolver.CheckSampling();
   resolver.CheckStop();
+  resolver.CheckOutput();
   const bool has_lengths = resolver.ResolveLengths();
   const PolicySpec* spec = resolver.ResolvePolicy();
   const bool has_budget = resolver.ResolveBudget();

@@ -281,12 +281,16 @@ std::vector<ForwardOutcome> Engine::RunForward(absl::Span<const WorkItem> items)
 void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) {
   if (!outcome.status.ok()) return Finish(s, FinishReason::kError, std::move(outcome.status));
   s.cached += static_cast<int64_t>(item.tokens.size());
-  Delta delta;
+  Delta delta{.prompt = std::move(outcome.prompt)};
+  const bool whole_prompt = item.first == 0 && item.ends_prefill;
+  if (s.request.output.progress && !item.decode && !whole_prompt) {
+    delta.progress = {.done = s.cached, .total = s.request.prefill_tokens()};
+  }
   if (!outcome.residual_steps.empty()) {
     delta.residual_steps.push_back(std::move(outcome.residual_steps));
   }
   std::optional<StopMatch> stop;
-  for (const OutputToken& output : outcome.outputs) {
+  for (OutputToken& output : outcome.outputs) {
     const absl::Time now = now_();
     if (s.num_outputs == 0) {
       s.first_token = now;
@@ -297,6 +301,7 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
     if (!s.request.force_in_chunks) s.tokens.push_back(output.token);
     delta.tokens.push_back(output.token);
     if (s.scores() || s.request.output.logprobs) delta.logprobs.push_back(output.logprob);
+    if (s.request.output.top_logprobs > 0) delta.top_logprobs.push_back(std::move(output.top));
     if (s.scores()) {
       delta.greedy.push_back(output.greedy);
       continue;
@@ -308,7 +313,9 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
   const bool at_length = s.num_outputs == s.request.max_output_tokens;
   if (!stop.has_value() && at_length && !s.scores()) delta.text += s.text.Flush().text;
   if (!s.request.output.text) delta.text.clear();
-  if (!delta.tokens.empty() || !delta.residual_steps.empty()) s.sink->OnDelta(std::move(delta));
+  const bool says_something = !delta.tokens.empty() || !delta.residual_steps.empty() ||
+                              delta.progress.has_value() || !delta.prompt.tokens.empty();
+  if (says_something) s.sink->OnDelta(std::move(delta));
 
   if (stop.has_value()) {
     s.stop = std::move(stop);

@@ -33,13 +33,15 @@ struct WorkItem {
 
 struct OutputToken {
   int32_t token = 0;
-  float logprob = 0;    // where the request asks for it or forces tokens
-  bool greedy = false;  // of forced tokens
+  float logprob = 0;              // where the request asks for it or forces tokens
+  bool greedy = false;            // of forced tokens
+  std::vector<TokenLogprob> top;  // where asked for
 };
 
 struct ForwardOutcome {
   absl::Status status;  // not OK: this sequence alone has failed
   std::vector<OutputToken> outputs;
+  PromptLogprobs prompt;  // of the prompt tokens that these rows predict, where asked for
   std::vector<float> residual_steps;  // [layers] of a decode token, where asked for
 };
 

@@ -159,23 +159,40 @@ v1::StopParams StopOf(const Request& request) {
   return stop;
 }
 
-v1::OutputOptions OutputOf(const Prepared& prepared) {
-  const OutputOptions& output = prepared.request.output;
-  v1::OutputOptions proto;
-  proto.set_text(output.text);
-  proto.set_token_ids(prepared.token_ids);
-  proto.set_logprobs(output.logprobs);
-  proto.set_kv_trace(output.kv_trace);
-  proto.set_residual_steps(output.residual_steps);
-  proto.set_kept(output.kept);
-  return proto;
-}
-
 google::protobuf::Duration ToProto(absl::Duration duration) {
   google::protobuf::Duration proto;
   const absl::Duration seconds = absl::Trunc(duration, absl::Seconds(1));
   proto.set_seconds(absl::ToInt64Seconds(seconds));
   proto.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration - seconds)));
+  return proto;
+}
+
+v1::OutputOptions OutputOf(const Prepared& prepared) {
+  const OutputOptions& output = prepared.request.output;
+  v1::OutputOptions proto;
+  proto.set_text(output.text);
+  proto.set_token_ids(prepared.deltas.token_ids);
+  proto.set_logprobs(output.logprobs);
+  proto.set_kv_trace(output.kv_trace);
+  proto.set_residual_steps(output.residual_steps);
+  proto.set_kept(output.kept);
+  proto.set_top_logprobs(output.top_logprobs);
+  proto.set_prompt_logprobs(output.prompt_logprobs);
+  proto.set_progress(output.progress);
+  return proto;
+}
+
+// The wire's form of likeliest tokens at several places.
+google::protobuf::RepeatedPtrField<v1::TopLogprobs> ToProto(
+    const std::vector<std::vector<TokenLogprob>>& top) {
+  google::protobuf::RepeatedPtrField<v1::TopLogprobs> proto;
+  for (const std::vector<TokenLogprob>& place : top) {
+    v1::TopLogprobs& added = *proto.Add();
+    for (const TokenLogprob& token : place) {
+      added.add_token_ids(token.token);
+      added.add_logprobs(token.logprob);
+    }
+  }
   return proto;
 }
 
@@ -247,11 +264,14 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& toke
                       .stop = FromProto(request.stop()),
                       .output = {.text = !output.has_text() || output.text(),
                                  .logprobs = output.logprobs(),
+                                 .top_logprobs = output.top_logprobs(),
+                                 .prompt_logprobs = output.prompt_logprobs(),
+                                 .progress = output.progress(),
                                  .kv_trace = output.kv_trace(),
                                  .residual_steps = output.residual_steps(),
                                  .kept = output.kept()},
                       .kv = reader.Kv(request.kv())},
-          .token_ids = output.token_ids(),
+          .deltas = {.token_ids = output.token_ids()},
           .has_seed = request.sampling().has_seed(),
           .violations = reader.TakeViolations()};
 }
@@ -277,13 +297,14 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokeniz
                       .sampling = {.seed = request.seed()},
                       .output = {.text = false,
                                  .logprobs = true,
+                                 .top_logprobs = request.top_logprobs(),
                                  .kv_trace = request.kv_trace(),
                                  .residual_steps = request.residual_steps(),
                                  .kept = request.kept()},
                       .kv = std::move(kv),
                       .forced = std::move(forced),
                       .force_in_chunks = request.cadence() == v1::SCORE_CADENCE_CHUNK},
-          .token_ids = true,
+          .deltas = {.token_ids = true},
           .has_seed = request.has_seed(),
           .violations = std::move(violations)};
 }
@@ -343,6 +364,23 @@ v1::Delta ToProto(const Delta& delta) {
   for (const std::vector<float>& steps : delta.residual_steps) {
     proto.add_signals()->mutable_residual_steps()->Add(steps.begin(), steps.end());
   }
+  *proto.mutable_top_logprobs() = ToProto(delta.top_logprobs);
+  return proto;
+}
+
+v1::Progress ToProto(const PromptProgress& progress) {
+  v1::Progress proto;
+  proto.set_prompt_tokens_done(progress.done);
+  proto.set_prompt_tokens(progress.total);
+  return proto;
+}
+
+v1::PromptLogprobs ToProto(const PromptLogprobs& prompt) {
+  v1::PromptLogprobs proto;
+  proto.set_first(prompt.first);
+  proto.mutable_token_ids()->Add(prompt.tokens.begin(), prompt.tokens.end());
+  proto.mutable_logprobs()->Add(prompt.logprobs.begin(), prompt.logprobs.end());
+  *proto.mutable_top_logprobs() = ToProto(prompt.top);
   return proto;
 }
 

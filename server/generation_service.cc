@@ -95,6 +95,16 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
     *response.mutable_eviction() = ToProto(trace);
     return response;
   }
+  static v1::GenerateResponse ResponseOf(const PromptProgress& progress) {
+    v1::GenerateResponse response;
+    *response.mutable_progress() = ToProto(progress);
+    return response;
+  }
+  static v1::GenerateResponse ResponseOf(const PromptLogprobs& prompt) {
+    v1::GenerateResponse response;
+    *response.mutable_prompt_logprobs() = ToProto(prompt);
+    return response;
+  }
   v1::GenerateResponse ResponseOf(const Finished& finished) const {
     v1::GenerateResponse response;
     *response.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
@@ -112,6 +122,13 @@ void AddText(v1::GenerateResult& result, const Delta& delta) {
 void AddText(v1::ScoreResponse& result, const Delta& delta) {
   result.mutable_greedy()->Add(delta.greedy.begin(), delta.greedy.end());
 }
+
+void AddPrompt(v1::GenerateResult& result, const PromptLogprobs& prompt) {
+  v1::PromptLogprobs proto = ToProto(prompt);
+  if (result.has_prompt_logprobs()) proto.clear_first();  // that of the first part stays
+  result.mutable_prompt_logprobs()->MergeFrom(proto);
+}
+void AddPrompt(v1::ScoreResponse&, const PromptLogprobs&) {}  // cannot be asked for
 
 // Collects the messages of a stream into one result. Deletes itself as StreamCall does.
 template <typename Result>
@@ -154,8 +171,11 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
     result_.mutable_token_ids()->MergeFrom(proto.token_ids());
     result_.mutable_logprobs()->MergeFrom(proto.logprobs());
     result_.mutable_signals()->MergeFrom(proto.signals());
+    result_.mutable_top_logprobs()->MergeFrom(proto.top_logprobs());
     AddText(result_, delta);
   }
+  void Collect(const PromptProgress&) {}  // nobody sees it pass
+  void Collect(const PromptLogprobs& prompt) { AddPrompt(result_, prompt); }
   void Collect(const EvictionTrace& trace) { *result_.add_evictions() = ToProto(trace); }
   void Collect(const Finished& finished) {
     *result_.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
@@ -236,10 +256,10 @@ void GenerationService::Begin(grpc::CallbackServerContext& context, const grpc::
   if (const auto* status = std::get_if<grpc::Status>(&prepared)) return call.Fail(*status);
   Prepared& ready = std::get<Prepared>(prepared);
   const std::string id = ready.request.id;
-  CallFacts facts{.outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(id), ready.token_ids,
-                                                     call, courier_),
-                  .accepted = AcceptedOf(ready, model_.name),
-                  .lanes = lanes_};
+  CallFacts facts{
+      .outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(id), ready.deltas, call, courier_),
+      .accepted = AcceptedOf(ready, model_.name),
+      .lanes = lanes_};
   const std::shared_ptr<Outbox> outbox = facts.outbox;
   const SubmitResult submitted = engine_.Submit(std::move(ready.request), outbox);
   if (submitted.error != SubmitError::kNone) return call.Fail(RefusalOf(context, submitted, id));
@@ -268,10 +288,10 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
   asked.options.arrival = arrival;
   asked.options.deadline = DeadlineOf(context);
-  const bool token_ids = asked.token_ids;
+  const DeltaOptions deltas = asked.deltas;
   std::variant<Request, Rejection> resolved = Resolve(std::move(asked), model_.admission);
   if (const auto* rejection = std::get_if<Rejection>(&resolved)) return reject(*rejection);
-  return Prepared{.request = std::get<Request>(std::move(resolved)), .token_ids = token_ids};
+  return Prepared{.request = std::get<Request>(std::move(resolved)), .deltas = deltas};
 }
 
 OutboxHooks GenerationService::HooksOf(const std::string& request_id) {

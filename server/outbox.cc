@@ -22,20 +22,31 @@ void Join(Delta& to, Delta&& from) {
   Join(to.logprobs, std::move(from.logprobs));
   to.greedy.insert(to.greedy.end(), from.greedy.begin(), from.greedy.end());
   Join(to.residual_steps, std::move(from.residual_steps));
+  Join(to.top_logprobs, std::move(from.top_logprobs));
 }
 
 bool IsEmpty(const Delta& delta) {
   return delta.text.empty() && delta.tokens.empty() && delta.logprobs.empty() &&
-         delta.greedy.empty() && delta.residual_steps.empty();
+         delta.greedy.empty() && delta.residual_steps.empty() && delta.top_logprobs.empty();
+}
+
+size_t BytesOf(const std::vector<std::vector<TokenLogprob>>& top) {
+  size_t bytes = 0;
+  for (const auto& tokens : top) bytes += 8 + 8 * tokens.size();
+  return bytes;
 }
 
 // About what the message takes, in memory and on the wire.
 struct SizeOf {
   int64_t operator()(const Queued&) const { return 64; }
   int64_t operator()(const Finished&) const { return 256; }
+  int64_t operator()(const PromptProgress&) const { return 16; }
+  int64_t operator()(const PromptLogprobs& prompt) const {
+    return static_cast<int64_t>(8 + 8 * prompt.tokens.size() + BytesOf(prompt.top));
+  }
   int64_t operator()(const Delta& delta) const {
-    size_t bytes =
-        delta.text.size() + 4 * (delta.tokens.size() + delta.logprobs.size()) + delta.greedy.size();
+    size_t bytes = delta.text.size() + 4 * (delta.tokens.size() + delta.logprobs.size()) +
+                   delta.greedy.size() + BytesOf(delta.top_logprobs);
     for (const auto& row : delta.residual_steps) bytes += 8 + 4 * row.size();
     return static_cast<int64_t>(bytes);
   }
@@ -55,11 +66,11 @@ absl::Status SlowReader(absl::Duration stall) {
 
 }  // namespace
 
-Outbox::Outbox(OutboxLimits limits, OutboxHooks hooks, bool token_ids, StreamWriter& writer,
+Outbox::Outbox(OutboxLimits limits, OutboxHooks hooks, DeltaOptions deltas, StreamWriter& writer,
                Courier& courier, std::function<absl::Time()> now)
     : limits_(limits),
       hooks_(std::move(hooks)),
-      token_ids_(token_ids),
+      deltas_(deltas),
       writer_(writer),
       courier_(courier),
       now_(std::move(now)) {}
@@ -82,11 +93,15 @@ bool Outbox::Ready() const {
 
 void Outbox::OnDelta(Delta delta) {
   std::vector<EvictionTrace> traces = std::exchange(delta.evictions, {});
-  if (!token_ids_) delta.tokens.clear();
+  const std::optional<PromptProgress> progress = std::exchange(delta.progress, {});
+  PromptLogprobs prompt = std::exchange(delta.prompt, {});
+  if (!deltas_.token_ids) delta.tokens.clear();
   bool post;
   {
     absl::MutexLock lock(&mu_);
     if (broken_) return;
+    if (progress.has_value()) Push(*progress);
+    if (!prompt.tokens.empty()) Push(std::move(prompt));
     if (!IsEmpty(delta)) Push(std::move(delta));
     for (EvictionTrace& trace : traces) Push(std::move(trace));
     UpdateFull();

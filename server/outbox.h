@@ -22,9 +22,9 @@ struct Queued {
   int64_t position = 0;
 };
 
-// A stream is Queued, then Deltas (without evictions) and EvictionTraces, then Finished if it
-// ended well.
-using OutboxMessage = std::variant<Queued, Delta, EvictionTrace, Finished>;
+// A stream is Queued, then the parts of Deltas one by one, then Finished if it ended well.
+using OutboxMessage =
+    std::variant<Queued, PromptProgress, PromptLogprobs, Delta, EvictionTrace, Finished>;
 
 // Where an outbox's messages go. Called by one thread at a time, never while a call is under way;
 // each message after the one before it was written.
@@ -47,6 +47,11 @@ struct OutboxLimits {
   absl::Duration stall = absl::Seconds(30);
 };
 
+// How one stream wants its deltas.
+struct DeltaOptions {
+  bool token_ids = false;  // kept in them
+};
+
 // How an outbox reaches the world. Called with no lock held, on any thread.
 struct OutboxHooks {
   std::function<void()> wake_engine;
@@ -62,9 +67,8 @@ struct OutboxHooks {
 // Shared by engine and stream, which end in unknown order.
 class Outbox final : public RequestSink, public std::enable_shared_from_this<Outbox> {
  public:
-  // `writer` lives until its End; `courier` outlives the outbox. token_ids: whether deltas keep
-  // them. now: the clock, for tests.
-  Outbox(OutboxLimits limits, OutboxHooks hooks, bool token_ids, StreamWriter& writer,
+  // `writer` lives until its End; `courier` outlives the outbox. now: the clock, for tests.
+  Outbox(OutboxLimits limits, OutboxHooks hooks, DeltaOptions deltas, StreamWriter& writer,
          Courier& courier, std::function<absl::Time()> now = absl::Now);
 
   // Once the request is queued. Nothing is sent before.
@@ -103,7 +107,7 @@ class Outbox final : public RequestSink, public std::enable_shared_from_this<Out
 
   const OutboxLimits limits_;
   const OutboxHooks hooks_;
-  const bool token_ids_;
+  const DeltaOptions deltas_;
   StreamWriter& writer_;
   Courier& courier_;
   const std::function<absl::Time()> now_;

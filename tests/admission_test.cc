@@ -165,6 +165,37 @@ TEST_F(AdmissionTest, ResidualsOfAllBlocksAreReservedForTheRowsOfAForward) {
   }
 }
 
+TEST_F(AdmissionTest, LogitsOfAPromptAreReservedForTheRowsOfAForward) {
+  for (int64_t prompt : {10, 100}) {  // chunks are of 32
+    SCOPED_TRACE(prompt);
+    RequestOptions options = Ask(prompt);
+    const KvDemand plain = Accept(options).demand;
+    options.output.prompt_logprobs = true;
+    const KvDemand demand = Accept(options).demand;
+    EXPECT_EQ(demand.prefill_bytes - plain.prefill_bytes,
+              std::min<int64_t>(prompt, 32) * kFakeVocab * 4);
+    EXPECT_EQ(demand.decode_bytes, plain.decode_bytes);
+  }
+  RequestOptions scores = Ask(10);
+  scores.forced.assign(60, 1);
+  const KvDemand slow = Accept(scores).demand;
+  scores.force_in_chunks = true;
+  EXPECT_EQ(Accept(scores).demand.prefill_bytes - slow.prefill_bytes, 32 * kFakeVocab * 4);
+}
+
+TEST_F(AdmissionTest, PromptLogprobsNeedThePromptWhole) {
+  const auto accepts = [this](const std::string& policy, int64_t prompt, int64_t budget) {
+    RequestOptions options = Ask(prompt, 500, policy, budget);
+    options.output.prompt_logprobs = true;
+    return std::holds_alternative<Request>(admission_.Resolve(options));
+  };
+  EXPECT_TRUE(accepts("by_chunk", 100, 116));
+  EXPECT_FALSE(accepts("by_chunk", 100, 115));
+  EXPECT_TRUE(accepts("at_end", 100, 40)) << "its round comes after the figures";
+  EXPECT_FALSE(accepts("ragged", 100, 116)) << "its leanest lane has half";
+  EXPECT_TRUE(accepts("ragged", 100, 232));
+}
+
 // Artefacts.
 
 const PolicySpec kMeasured{
@@ -406,6 +437,22 @@ const BadInput kBadInputs[] = {
        for (int32_t i = 0; i < 1025; ++i) o.sampling.logit_bias[i] = 0;
      },
      "sampling.logit_bias", "has 1025 items, at most 1024"},
+    {"TooManyTopLogprobs", [](auto& o) { o.output.top_logprobs = 21; }, "output.top_logprobs",
+     "at most 20, is 21"},
+    {"TooManyTopLogprobsOfAScore",
+     [](auto& o) {
+       o.forced = {1};
+       o.output.top_logprobs = 21;
+     },
+     "top_logprobs", "at most 20, is 21"},
+    {"LogprobsOfAnEvictedPrompt",
+     [](auto& o) {
+       o.prompt.assign(100, 1);
+       o.output.prompt_logprobs = true;
+       o.kv = {.policy = "by_chunk", .budget = int64_t{115}};
+     },
+     "output.prompt_logprobs", "the smallest budget is 116", "PROMPT_EVICTED",
+     absl::StatusCode::kFailedPrecondition},
     {"LeastOutputOverTheMost", [](auto& o) { o.stop.min_output_tokens = 21; },
      "stop.min_output_tokens", "is 21, more than max_output_tokens, 20"},
     {"InfiniteTemperature", [](auto& o) { o.sampling.temperature = INFINITY; },

@@ -138,7 +138,13 @@ TEST_F(GenerationServiceTest, AcceptedEchoesEverySettingResolved) {
                                min_output_tokens: 4
                                ignore_eos: true
                              }
-                             output { token_ids: true kept: true }
+                             output {
+                               token_ids: true
+                               kept: true
+                               top_logprobs: 3
+                               prompt_logprobs: true
+                               progress: true
+                             }
                              kv {
                                keep_ratio: 0.75
                                policy_params {
@@ -182,7 +188,9 @@ TEST_F(GenerationServiceTest, AcceptedEchoesEverySettingResolved) {
   EXPECT_TRUE(accepted.stop().include_stop());
   EXPECT_EQ(accepted.stop().min_output_tokens(), 4u);
   EXPECT_TRUE(accepted.stop().ignore_eos());
-  EXPECT_EQ(accepted.output().ShortDebugString(), "text: true token_ids: true kept: true");
+  EXPECT_EQ(accepted.output().ShortDebugString(),
+            "text: true token_ids: true kept: true top_logprobs: 3 prompt_logprobs: true "
+            "progress: true");
   EXPECT_EQ(accepted.cadence(), v1::SCORE_CADENCE_UNSPECIFIED);
 }
 
@@ -266,6 +274,57 @@ TEST_F(GenerationServiceTest, ScoreOfGeneratedTokensReturnsTheirLogProbabilities
     EXPECT_EQ(scored.accepted().output().ShortDebugString(),
               "text: false token_ids: true logprobs: true");
   }
+}
+
+// As text, the likeliest tokens of each place.
+std::string TopOf(const google::protobuf::RepeatedPtrField<v1::TopLogprobs>& top) {
+  std::string text;
+  for (const v1::TopLogprobs& place : top) absl::StrAppend(&text, place.ShortDebugString(), "; ");
+  return text;
+}
+
+TEST_F(GenerationServiceTest, PromptEventsComeInOrderBeforeTheFirstDelta) {
+  Start({.engine = {.scheduler = {.prefill_chunk_tokens = 2}}});
+  v1::GenerateRequest request = Prompt(10, 2);
+  for (int32_t token : {11, 40, 41}) request.mutable_token_ids()->add_ids(token);
+  request.mutable_output()->set_prompt_logprobs(true);
+  request.mutable_output()->set_progress(true);
+  request.mutable_output()->set_top_logprobs(2);
+  StreamClient client(stub(), request);
+  ASSERT_TRUE(client.AwaitDone().ok());
+  std::vector<std::string> events;
+  v1::PromptLogprobs joined;
+  for (const v1::GenerateResponse& message : client.AwaitMessages(0)) {
+    events.push_back(message.GetDescriptor()->FindFieldByNumber(message.event_case())->name());
+    if (message.has_prompt_logprobs()) {
+      EXPECT_EQ(message.prompt_logprobs().first(), 1u + joined.token_ids_size());
+      joined.MergeFrom(message.prompt_logprobs());
+    }
+    if (message.has_progress())
+      absl::StrAppend(&events.back(), message.progress().prompt_tokens_done());
+  }
+  // The last row of the prompt predicts the first output token.
+  EXPECT_THAT(std::vector<std::string>(events.begin(), events.begin() + 7),
+              ElementsAre("accepted", "progress2", "prompt_logprobs", "progress4",
+                          "prompt_logprobs", "progress5", "delta"));
+  EXPECT_THAT(joined.token_ids(), ElementsAre(10, 11, 40, 41));
+  EXPECT_THAT(joined.logprobs(), ElementsAre(-4, -0.125f, -4, -0.125f));
+
+  v1::GenerateResult once;
+  ASSERT_TRUE(Once(request, &once).ok());
+  joined.set_first(1);
+  EXPECT_EQ(once.prompt_logprobs().SerializeAsString(), joined.SerializeAsString());
+  EXPECT_EQ(TopOf(once.top_logprobs()),
+            "token_ids: 42 token_ids: 43 logprobs: -0.125 logprobs: -1.125; "
+            "token_ids: 43 token_ids: 44 logprobs: -0.125 logprobs: -1.125; ");
+  v1::ScoreRequest score;
+  *score.mutable_token_ids() = request.token_ids();
+  *score.mutable_continuation_ids()->mutable_ids() = once.token_ids();
+  score.set_top_logprobs(2);
+  grpc::ClientContext context;
+  v1::ScoreResponse scored;
+  ASSERT_TRUE(stub().Score(&context, score, &scored).ok());
+  EXPECT_EQ(TopOf(scored.top_logprobs()), TopOf(once.top_logprobs()));
 }
 
 TEST_F(GenerationServiceTest, ScoreTakesTextAndASeed) {
@@ -377,6 +436,19 @@ INSTANTIATE_TEST_SUITE_P(
           "sampling.frequency_penalty", "sampling.presence_penalty", "sampling.logit_bias[2]",
           "stop.min_output_tokens"},
          "(and 6 more)"},
+        {"too_much_output",
+         "token_ids { ids: 1 } output { top_logprobs: 21 }",
+         grpc::INVALID_ARGUMENT,
+         "INVALID_REQUEST",
+         {"output.top_logprobs"},
+         "must be at most 20, is 21"},
+        {"logprobs_of_an_evicted_prompt",
+         TokenIds(30) + "kv { policy: 'window' max_tokens: 20 } output { prompt_logprobs: true } "
+                        "stop { max_output_tokens: 40 }",
+         grpc::FAILED_PRECONDITION,
+         "PROMPT_EVICTED",
+         {"output.prompt_logprobs"},
+         "the smallest budget is 46"},
         {"bias_of_no_token",
          "token_ids { ids: 1 } sampling { logit_bias { key: -4 value: 1 } }",
          grpc::OUT_OF_RANGE,

@@ -166,11 +166,13 @@ TEST_F(MetricsTest, FailuresSayWhoFailed) {
 
 TEST_F(MetricsTest, LabelsComeFromClosedSets) {
   metrics_->OnRejected("KV_BUDGET");
+  metrics_->OnRejected("PROMPT_EVICTED");
   metrics_->OnRejected("whatever a client may cause");
   metrics_->OnRpcFinished("GenerationService/Generate", grpc::StatusCode::OK);
   metrics_->OnRpcFinished("invented", static_cast<grpc::StatusCode>(77));
   const auto values = Read();
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="kv_budget"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="prompt_evicted"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="other"})"), 1);
   EXPECT_EQ(
       values.at(R"(epikv_grpc_requests_total{code="OK",method="GenerationService/Generate"})"), 1);

@@ -37,6 +37,12 @@ std::string Text(const OutboxMessage& message) {
   if (const auto* delta = std::get_if<Delta>(&message)) {
     return absl::StrCat("delta ", delta->text, "|", absl::StrJoin(delta->tokens, ","));
   }
+  if (const auto* progress = std::get_if<PromptProgress>(&message)) {
+    return absl::StrCat("progress ", progress->done);
+  }
+  if (const auto* prompt = std::get_if<PromptLogprobs>(&message)) {
+    return absl::StrCat("prompt ", prompt->first);
+  }
   if (const auto* trace = std::get_if<EvictionTrace>(&message)) {
     return absl::StrCat("trace ", trace->at_token);
   }
@@ -135,8 +141,9 @@ class OutboxTest : public ::testing::Test {
                             cancels_.push_back(std::move(status));
                           },
                       .was_full = [this](absl::Duration full) { full_ = full; }};
-    outbox_ = std::make_shared<Outbox>(limits, std::move(hooks), /*token_ids=*/true, *writer_,
-                                       courier_, [this] { return now_; });
+    const DeltaOptions deltas{.token_ids = true};
+    outbox_ = std::make_shared<Outbox>(limits, std::move(hooks), deltas, *writer_, courier_,
+                                       [this] { return now_; });
     writer_->outbox = outbox_;
   }
 
@@ -172,6 +179,29 @@ TEST_F(OutboxTest, WhatComesDuringAWriteSharesTheNextMessage) {
   EXPECT_THAT(writer_->AwaitSent(5),
               ElementsAre("queued 0", "delta ab|1,2", "trace 7", "delta cd|3,4", "finished"));
   EXPECT_TRUE(writer_->AwaitEnd().ok());
+}
+
+TEST_F(OutboxTest, PartsOfADeltaAreMessagesInOrder) {
+  Make({}, /*at_once=*/true);
+  outbox_->Open({});
+  outbox_->OnDelta({.text = "a",
+                    .tokens = {1},
+                    .evictions = {{.at_token = 7}},
+                    .progress = PromptProgress{.done = 5, .total = 5},
+                    .prompt = {.first = 1, .tokens = {3}, .logprobs = {-1}}});
+  outbox_->OnFinished({});
+  EXPECT_THAT(writer_->AwaitSent(6), ElementsAre("queued 0", "progress 5", "prompt 1", "delta a|1",
+                                                 "trace 7", "finished"));
+}
+
+TEST_F(OutboxTest, LikeliestTokensJoinAndCount) {
+  Make({.max_bytes = 400});
+  outbox_->Open({});
+  const std::vector<TokenLogprob> top(20);
+  outbox_->OnDelta({.top_logprobs = {top}});  // 168 bytes
+  EXPECT_TRUE(outbox_->Ready());
+  outbox_->OnDelta({.top_logprobs = {top, top}});
+  EXPECT_FALSE(outbox_->Ready());
 }
 
 TEST_F(OutboxTest, EmptyDeltasAreNotSent) {
@@ -309,9 +339,10 @@ TEST(OutboxRaceTest, EveryStreamEndsExactlyOnce) {
     OutboxHooks hooks{.wake_engine = [] {},
                       .cancel_request = [&stream](const RequestSink&, absl::Status) { stream.cancelled = true; },
                       .was_full = [](absl::Duration) {}};
+    const DeltaOptions deltas{.token_ids = true};
     stream.writer.outbox =
         std::make_shared<Outbox>(OutboxLimits{.max_messages = 8, .max_bytes = 1 << 20},
-                                 std::move(hooks), true, stream.writer, courier);
+                                 std::move(hooks), deltas, stream.writer, courier);
   }
   std::thread engine([&] {
     for (int token = 0; token < kTokens; ++token) {
@@ -358,7 +389,7 @@ class EngineStream final : public StreamWriter {
         OutboxHooks{.wake_engine = [&engine] { engine.Wake(); },
                     .cancel_request = [&engine, id](const RequestSink& sink, absl::Status s) { engine.CancelOf(sink, id, s); },
                     .was_full = [](absl::Duration) {}},
-        /*token_ids=*/true, *this, courier);
+        DeltaOptions{.token_ids = true}, *this, courier);
   }
 
   void Send(OutboxMessage) override {

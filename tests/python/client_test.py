@@ -22,10 +22,13 @@ from epikv import (
     EvictionEvent,
     Kv,
     Output,
+    Progress,
+    PromptLogprobs,
     RpcError,
     Sampling,
     Stop,
     Summary,
+    TopLogprobs,
 )
 from epikv.bench import targets
 from epikv.bench.costs import write_costs
@@ -85,6 +88,17 @@ def test_streams_typed_events(client: Client) -> None:
     )
     assert (last.timings.time_to_first_token, last.timings.decode) == (0.25, 2.0)
     assert last.timings.queue is None
+
+
+def test_events_before_the_first_delta(client: Client, fake: fake_epikvd.Fake) -> None:
+    output = Output(progress=True, prompt_logprobs=True, top_logprobs=1)
+    _, progress, prompt, delta, _ = client.generate("one", output=output)
+    top = TopLogprobs(token_ids=[7], logprobs=[-0.25])
+    assert progress == Progress(prompt_tokens_done=256, prompt_tokens=300)
+    assert prompt == PromptLogprobs(first=1, token_ids=[4], logprobs=[-1.5], top_logprobs=[top])
+    assert delta.top_logprobs == [top]
+    client.score("a", "b", top_logprobs=3)
+    assert fake.requests[-1].top_logprobs == 3
 
 
 def test_sends_what_was_asked_and_nothing_else(client: Client, fake: fake_epikvd.Fake) -> None:
@@ -294,6 +308,18 @@ def test_generate_takes_every_sampling_option(fake: fake_epikvd.Fake) -> None:
     assert sampling.HasField("min_p") and dict(sampling.logit_bias) == {7: -1.5, 9: 3}
     assert (stop.min_output_tokens, stop.ignore_eos) == (4, True)
     assert run("generate", "x", "--logit-bias", "7").exit_code == 2
+
+
+def test_generate_tells_of_a_long_prompt(fake: fake_epikvd.Fake) -> None:
+    told = run("generate", "x", "--progress", "--server", fake.address)
+    assert "prompt: 256 of 300 tokens" in told.stderr and told.stdout == "x \n"
+    options = "--json --progress --prompt-logprobs --top-logprobs 2"
+    shown = run("generate", "x", *options.split(), "--server", fake.address)
+    kinds = [json.loads(line)["event"] for line in shown.stdout.splitlines()]
+    assert kinds == ["accepted", "progress", "prompt_logprobs", "delta", "summary"]
+    assert fake.requests[-1].output.top_logprobs == 2
+    assert run("score", "a", "b", "--top-logprobs", "2", "--server", fake.address).exit_code == 0
+    assert fake.requests[-1].top_logprobs == 2
 
 
 def test_failures_are_one_message_and_exit_1(fake: fake_epikvd.Fake) -> None:

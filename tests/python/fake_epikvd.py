@@ -134,8 +134,19 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
         if endless:
             self._fake.ended.wait(10)
             return
+        if request.output.progress:
+            progress = generation_pb2.Progress(prompt_tokens_done=256, prompt_tokens=300)
+            yield generation_pb2.GenerateResponse(progress=progress)
+        top = [generation_pb2.TopLogprobs(token_ids=[7], logprobs=[-0.25])]
+        if request.output.prompt_logprobs:
+            prompt = generation_pb2.PromptLogprobs(
+                first=1, token_ids=[4], logprobs=[-1.5], top_logprobs=top
+            )
+            yield generation_pb2.GenerateResponse(prompt_logprobs=prompt)
         for token, word in enumerate(request.text.split()):
             delta = generation_pb2.Delta(text=f"{word} ", token_ids=[token], logprobs=[-0.5])
+            if request.output.top_logprobs:
+                delta.top_logprobs.extend(top)
             yield generation_pb2.GenerateResponse(delta=delta)
         if request.output.kv_trace:
             victims = [kv_pb2.EvictionEvent.Victims(layer=0, index=[4, 9])]

@@ -99,6 +99,9 @@ class Output:
     kv_trace: bool = False
     residual_steps: bool = False
     kept: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    progress: bool = False
 
     def to_proto(self) -> generation_pb2.OutputOptions:
         return generation_pb2.OutputOptions(**vars(self))

@@ -7,10 +7,17 @@ import click
 
 from epikv.cli import options, show
 from epikv.client import Client, Stream
-from epikv.messages import Accepted, Delta, EvictionEvent, Summary
+from epikv.messages import Accepted, Delta, EvictionEvent, Progress, PromptLogprobs, Summary
 from epikv.options import Output, Sampling, Stop
 
-KINDS = {Accepted: "accepted", Delta: "delta", EvictionEvent: "eviction", Summary: "summary"}
+KINDS = {
+    Accepted: "accepted",
+    Progress: "progress",
+    PromptLogprobs: "prompt_logprobs",
+    Delta: "delta",
+    EvictionEvent: "eviction",
+    Summary: "summary",
+}
 
 
 @click.command("generate")
@@ -35,10 +42,13 @@ KINDS = {Accepted: "accepted", Delta: "delta", EvictionEvent: "eviction", Summar
 @click.option("--min-output-tokens", type=int, default=0)
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end of sequence.")
 @click.option("--logprobs", is_flag=True, help="With --json.")
+@click.option("--top-logprobs", type=int, default=0, help="Of the likeliest tokens, with --json.")
+@click.option("--prompt-logprobs", is_flag=True, help="With --json.")
 @click.option("--token-ids", is_flag=True, help="With --json.")
 @click.option("--signals", is_flag=True, help="Residual steps of each token, with --json.")
 @click.option("--trace", is_flag=True, help="Every eviction, with --json.")
 @click.option("--kept", is_flag=True, help="Which tokens are held at the end, with --json.")
+@click.option("--progress", is_flag=True, help="How far a long prompt is cached; on stderr.")
 @click.option("--timeout", type=float, help="Seconds.")
 @click.option("--request-id", default="")
 @options.model
@@ -76,6 +86,9 @@ def command(
             kv_trace=given.pop("trace"),
             residual_steps=given.pop("signals"),
             kept=given.pop("kept"),
+            top_logprobs=given.pop("top_logprobs"),
+            prompt_logprobs=given.pop("prompt_logprobs"),
+            progress=given.pop("progress"),
         ),
     }
     text = options.read_prompt(prompt, file, ids)
@@ -91,6 +104,10 @@ def _print_json(stream: Stream) -> None:
 def _print_text(stream: Stream) -> None:
     for event in stream:
         match event:
+            case Progress():
+                show.err.print(
+                    f"prompt: {event.prompt_tokens_done} of {event.prompt_tokens} tokens"
+                )
             case Delta():
                 show.out.print(event.text, end="")
             case Summary():
