@@ -11,6 +11,8 @@
 namespace epikv {
 namespace {
 
+constexpr absl::Duration kLongestCoalesce = absl::Seconds(10);
+
 // Experiments are not built yet.
 constexpr char kNoArm[] = "none";
 
@@ -36,6 +38,7 @@ class Reader {
   }
 
   KvOptions Kv(const v1::KvOptions& kv);
+  DeltaOptions Deltas(const v1::OutputOptions& output);
   void Violate(std::string field, std::string description) {
     violations_.push_back({std::move(field), std::move(description)});
   }
@@ -83,6 +86,17 @@ KvOptions Reader::Kv(const v1::KvOptions& kv) {
     options.protection.spans.push_back({.begin = span.begin(), .end = span.end()});
   }
   return options;
+}
+
+DeltaOptions Reader::Deltas(const v1::OutputOptions& output) {
+  const google::protobuf::Duration& wait = output.coalesce();
+  const absl::Duration coalesce = absl::Seconds(wait.seconds()) + absl::Nanoseconds(wait.nanos());
+  if (coalesce < absl::ZeroDuration() || coalesce > kLongestCoalesce) {
+    Violate("output.coalesce",
+            absl::StrCat("must be from 0 to ", absl::FormatDuration(kLongestCoalesce), ", is ",
+                         absl::FormatDuration(coalesce)));
+  }
+  return {.token_ids = output.token_ids(), .coalesce = coalesce};
 }
 
 SamplingParams FromProto(const v1::SamplingParams& proto) {
@@ -179,6 +193,9 @@ v1::OutputOptions OutputOf(const Prepared& prepared) {
   proto.set_top_logprobs(output.top_logprobs);
   proto.set_prompt_logprobs(output.prompt_logprobs);
   proto.set_progress(output.progress);
+  if (prepared.deltas.coalesce > absl::ZeroDuration()) {
+    *proto.mutable_coalesce() = ToProto(prepared.deltas.coalesce);
+  }
   return proto;
 }
 
@@ -271,7 +288,7 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& toke
                                  .residual_steps = output.residual_steps(),
                                  .kept = output.kept()},
                       .kv = reader.Kv(request.kv())},
-          .deltas = {.token_ids = output.token_ids()},
+          .deltas = reader.Deltas(output),
           .has_seed = request.sampling().has_seed(),
           .violations = reader.TakeViolations()};
 }

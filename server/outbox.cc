@@ -179,6 +179,14 @@ void Outbox::Deliver() {
   Pump();
 }
 
+void Outbox::DeliverLate() {
+  {
+    absl::MutexLock lock(&mu_);
+    comes_back_ = false;
+  }
+  Pump();
+}
+
 // One thread at a time calls the writer: who finds another at it leaves, and that one looks again
 // before it stops. So a completion inside Send does not recurse, and End is the last call.
 void Outbox::Pump() {
@@ -187,6 +195,7 @@ void Outbox::Pump() {
   while (std::optional<Action> action = NextAction()) {
     if (auto* message = std::get_if<OutboxMessage>(&*action)) writer_.Send(std::move(*message));
     if (std::holds_alternative<AbortWrite>(*action)) writer_.Abort();
+    if (auto* later = std::get_if<ComeBack>(&*action)) courier_.ComeBack(self, later->delay);
     if (auto* end = std::get_if<EndStream>(&*action)) writer_.End(end->status);
   }
 }
@@ -200,7 +209,9 @@ std::optional<Outbox::Action> Outbox::NextAction() {
   absl::MutexLock lock(&mu_);
   if (opened_ && !ended_) {
     if (writing_ && std::exchange(abort_, false)) return AbortWrite{};
-    if (!writing_ && !waiting_.empty()) {
+    if (!writing_ && MayWait()) {
+      if (!std::exchange(comes_back_, true)) return ComeBack{due_ - now_()};
+    } else if (!writing_ && !waiting_.empty()) {
       OutboxMessage message = std::move(waiting_.front());
       waiting_.pop_front();
       writing_ = true;
@@ -225,8 +236,14 @@ void Outbox::Push(OutboxMessage message) {
   if (delta != nullptr && newest != nullptr) {
     Join(*newest, std::move(*delta));
   } else {
+    if (delta != nullptr && std::exchange(has_delta_, true)) due_ = now_() + deltas_.coalesce;
     waiting_.push_back(std::move(message));
   }
+}
+
+bool Outbox::MayWait() const {
+  return waiting_.size() == 1 && std::holds_alternative<Delta>(waiting_.front()) &&
+         !end_.has_value() && !full_since_.has_value() && now_() < due_;
 }
 
 void Outbox::DropMessages() {
@@ -237,6 +254,7 @@ void Outbox::DropMessages() {
 
 bool Outbox::WantsCourier() {
   if (!opened_ || writing_ || pumping_ || with_courier_) return false;
+  if (comes_back_ && MayWait()) return false;
   with_courier_ = true;
   return true;
 }

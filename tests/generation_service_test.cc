@@ -144,6 +144,7 @@ TEST_F(GenerationServiceTest, AcceptedEchoesEverySettingResolved) {
                                top_logprobs: 3
                                prompt_logprobs: true
                                progress: true
+                               coalesce { seconds: 1 nanos: 500000000 }
                              }
                              kv {
                                keep_ratio: 0.75
@@ -190,7 +191,7 @@ TEST_F(GenerationServiceTest, AcceptedEchoesEverySettingResolved) {
   EXPECT_TRUE(accepted.stop().ignore_eos());
   EXPECT_EQ(accepted.output().ShortDebugString(),
             "text: true token_ids: true kept: true top_logprobs: 3 prompt_logprobs: true "
-            "progress: true");
+            "progress: true coalesce { seconds: 1 nanos: 500000000 }");
   EXPECT_EQ(accepted.cadence(), v1::SCORE_CADENCE_UNSPECIFIED);
 }
 
@@ -327,6 +328,16 @@ TEST_F(GenerationServiceTest, PromptEventsComeInOrderBeforeTheFirstDelta) {
   EXPECT_EQ(TopOf(scored.top_logprobs()), TopOf(once.top_logprobs()));
 }
 
+TEST_F(GenerationServiceTest, DeltasShareMessagesWhereTheClientCanWait) {
+  v1::GenerateRequest request = Prompt(10, 40);
+  request.mutable_output()->mutable_coalesce()->set_seconds(10);
+  StreamClient client(stub(), request);
+  ASSERT_TRUE(client.AwaitDone().ok());
+  EXPECT_THAT(client.token_ids(), SizeIs(40));
+  // Accepted, the first delta, all others, the summary; others may join what waits to be written.
+  EXPECT_THAT(client.AwaitMessages(0), SizeIs(::testing::Le(4u)));
+}
+
 TEST_F(GenerationServiceTest, ScoreTakesTextAndASeed) {
   v1::ScoreRequest score;
   score.set_seed(7);
@@ -437,11 +448,17 @@ INSTANTIATE_TEST_SUITE_P(
           "stop.min_output_tokens"},
          "(and 6 more)"},
         {"too_much_output",
-         "token_ids { ids: 1 } output { top_logprobs: 21 }",
+         "token_ids { ids: 1 } output { top_logprobs: 21 coalesce { seconds: 10 nanos: 1 } }",
          grpc::INVALID_ARGUMENT,
          "INVALID_REQUEST",
-         {"output.top_logprobs"},
-         "must be at most 20, is 21"},
+         {"output.coalesce", "output.top_logprobs"},
+         "must be from 0 to 10s, is 10.000000001s"},
+        {"negative_wait",
+         "token_ids { ids: 1 } output { coalesce { nanos: -1 } }",
+         grpc::INVALID_ARGUMENT,
+         "INVALID_REQUEST",
+         {"output.coalesce"},
+         "is -1ns"},
         {"logprobs_of_an_evicted_prompt",
          TokenIds(30) + "kv { policy: 'window' max_tokens: 20 } output { prompt_logprobs: true } "
                         "stop { max_output_tokens: 40 }",

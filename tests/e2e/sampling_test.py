@@ -141,3 +141,13 @@ def test_the_models_end_may_be_ignored(client: Client) -> None:
     assert ignored.summary.finish_reason == "length" and len(ignored.token_ids) == on
     assert ignored.token_ids[: len(plain.token_ids)] == plain.token_ids
     assert ignored.accepted.stop_token_ids == []
+
+
+def test_deltas_wait_for_each_other_where_they_may(client: Client) -> None:
+    stop = Stop(max_output_tokens=100, ignore_eos=True)
+    events = list(client.generate(TASK.prompt, stop=stop, output=Output(coalesce=10)))
+    deltas = [event for event in events if isinstance(event, Delta)]
+    assert len(deltas) <= 2  # the first, and all others at the end
+    assert (
+        "".join(delta.text for delta in deltas) == client.generate_once(TASK.prompt, stop=stop).text
+    )

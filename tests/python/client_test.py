@@ -91,12 +91,15 @@ def test_streams_typed_events(client: Client) -> None:
 
 
 def test_events_before_the_first_delta(client: Client, fake: fake_epikvd.Fake) -> None:
-    output = Output(progress=True, prompt_logprobs=True, top_logprobs=1)
+    output = Output(progress=True, prompt_logprobs=True, top_logprobs=1, coalesce=1.5)
     _, progress, prompt, delta, _ = client.generate("one", output=output)
     top = TopLogprobs(token_ids=[7], logprobs=[-0.25])
     assert progress == Progress(prompt_tokens_done=256, prompt_tokens=300)
     assert prompt == PromptLogprobs(first=1, token_ids=[4], logprobs=[-1.5], top_logprobs=[top])
     assert delta.top_logprobs == [top]
+    sent = fake.requests[-1].output
+    assert (sent.coalesce.seconds, sent.coalesce.nanos) == (1, 500_000_000)
+    assert not Output().to_proto().HasField("coalesce")
     client.score("a", "b", top_logprobs=3)
     assert fake.requests[-1].top_logprobs == 3
 
@@ -313,11 +316,12 @@ def test_generate_takes_every_sampling_option(fake: fake_epikvd.Fake) -> None:
 def test_generate_tells_of_a_long_prompt(fake: fake_epikvd.Fake) -> None:
     told = run("generate", "x", "--progress", "--server", fake.address)
     assert "prompt: 256 of 300 tokens" in told.stderr and told.stdout == "x \n"
-    options = "--json --progress --prompt-logprobs --top-logprobs 2"
+    options = "--json --progress --prompt-logprobs --top-logprobs 2 --coalesce 0.25"
     shown = run("generate", "x", *options.split(), "--server", fake.address)
     kinds = [json.loads(line)["event"] for line in shown.stdout.splitlines()]
     assert kinds == ["accepted", "progress", "prompt_logprobs", "delta", "summary"]
-    assert fake.requests[-1].output.top_logprobs == 2
+    sent = fake.requests[-1].output
+    assert (sent.top_logprobs, sent.coalesce.nanos) == (2, 250_000_000)
     assert run("score", "a", "b", "--top-logprobs", "2", "--server", fake.address).exit_code == 0
     assert fake.requests[-1].top_logprobs == 2
 

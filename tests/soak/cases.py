@@ -171,6 +171,8 @@ class _Maker:
             wants.top_logprobs = rng.choice((1, 5, 20))
         wants.prompt_logprobs = self._policy.name == "full" and rng.random() < 0.5
         wants.progress = rng.random() < 0.3
+        if rng.random() < 0.15:
+            wants.coalesce.FromMilliseconds(rng.choice((0, 1, 50, 10_000)))
 
     def _some_tokens(self, rng: random.Random) -> list[int]:
         return rng.sample(range(self._model.vocab_size), rng.randint(1, 20))

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
 
 from epikv.v1 import generation_pb2, kv_pb2
 
@@ -102,6 +105,11 @@ class Output:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     progress: bool = False
+    coalesce: float | None = None  # seconds that a delta may wait for others
 
     def to_proto(self) -> generation_pb2.OutputOptions:
-        return generation_pb2.OutputOptions(**vars(self))
+        coalesce = None
+        if self.coalesce is not None:
+            coalesce = Duration()
+            coalesce.FromTimedelta(timedelta(seconds=self.coalesce))
+        return generation_pb2.OutputOptions(**{**vars(self), "coalesce": coalesce})

@@ -49,6 +49,7 @@ KINDS = {
 @click.option("--trace", is_flag=True, help="Every eviction, with --json.")
 @click.option("--kept", is_flag=True, help="Which tokens are held at the end, with --json.")
 @click.option("--progress", is_flag=True, help="How far a long prompt is cached; on stderr.")
+@click.option("--coalesce", type=float, help="Seconds that a delta may wait for others.")
 @click.option("--timeout", type=float, help="Seconds.")
 @click.option("--request-id", default="")
 @options.model
@@ -89,6 +90,7 @@ def command(
             top_logprobs=given.pop("top_logprobs"),
             prompt_logprobs=given.pop("prompt_logprobs"),
             progress=given.pop("progress"),
+            coalesce=given.pop("coalesce"),
         ),
     }
     text = options.read_prompt(prompt, file, ids)
