@@ -13,6 +13,11 @@ namespace {
 
 constexpr size_t kMaxStopStrings = 16, kMaxStopStringBytes = 256, kMaxStopTokens = 64;
 constexpr size_t kMaxIdBytes = 128, kMaxSpans = 64;
+constexpr size_t kMaxLogitBiases = 1024;
+constexpr float kMostLogitBias = 100;
+constexpr int64_t kMaxTopLogprobs = 20;
+// The rule of protection: a prompt this much smaller than the budget is not evicted.
+constexpr int64_t kPromptRoom = 16;
 
 // Fills one Request step by step and collects everything that is wrong on the way.
 class Resolver {
@@ -23,6 +28,7 @@ class Resolver {
   void CheckTokens();
   void CheckSampling();
   void CheckStop();
+  void CheckOutput();
   // False: they are at fault, and say nothing of what follows from them.
   bool ResolveLengths();
   const PolicySpec* ResolvePolicy();
@@ -48,11 +54,18 @@ class Resolver {
     rejection_.metadata = std::move(metadata);
     rejection_.code = code;
   }
+  bool InVocabulary(int32_t token) const {
+    return token >= 0 && token < admission_.manifest().vocab_size;
+  }
+  void ViolateVocabulary(absl::string_view field, int32_t token);
   void CheckRange(absl::string_view field, const std::vector<int32_t>& ids);
+  void CheckLogitBias();
   // Budgets of the lanes under a budget of the request.
   std::vector<int64_t> LaneBudgets(int64_t budget) const;
   ResolvedProtection ProtectionUnder(int64_t budget) const;
   int64_t SmallestBudget(int64_t longest) const;
+  void CheckPromptLogprobs(int64_t least_budget);
+  int64_t PromptLogitBytes() const;
 
   const Admission& admission_;
   RequestOptions options_;
@@ -60,13 +73,16 @@ class Resolver {
   Rejection rejection_;
 };
 
-void Resolver::CheckRange(absl::string_view field, const std::vector<int32_t>& ids) {
+void Resolver::ViolateVocabulary(absl::string_view field, int32_t token) {
   const int64_t vocab = admission_.manifest().vocab_size;
+  Violate(field, absl::StrCat("token id ", token, " is outside the vocabulary [0, ", vocab, ")"));
+  Because("TOKEN_RANGE", {{"vocab_size", absl::StrCat(vocab)}}, absl::StatusCode::kOutOfRange);
+}
+
+void Resolver::CheckRange(absl::string_view field, const std::vector<int32_t>& ids) {
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (ids[i] >= 0 && ids[i] < vocab) continue;
-    Violate(absl::StrCat(field, "[", i, "]"),
-            absl::StrCat("token id ", ids[i], " is outside the vocabulary [0, ", vocab, ")"));
-    Because("TOKEN_RANGE", {{"vocab_size", absl::StrCat(vocab)}}, absl::StatusCode::kOutOfRange);
+    if (InVocabulary(ids[i])) continue;
+    ViolateVocabulary(absl::StrCat(field, "[", i, "]"), ids[i]);
     return;  // one of a kind is enough
   }
 }
@@ -93,6 +109,35 @@ void Resolver::CheckSampling() {
   if (s.top_k.has_value() && *s.top_k < 0) {
     Violate("sampling.top_k", absl::StrCat("must be >= 0, is ", *s.top_k));
   }
+  if (s.typical_p.has_value() && !(*s.typical_p > 0 && *s.typical_p <= 1)) {
+    Violate("sampling.typical_p", absl::StrCat("must be in (0, 1], is ", *s.typical_p));
+  }
+  auto check = [&](absl::string_view field, std::optional<float> value, float least, float most) {
+    if (!value.has_value() || (least <= *value && *value <= most)) return;
+    Violate(field, absl::StrCat("must be in [", least, ", ", most, "], is ", *value));
+  };
+  check("sampling.min_p", s.min_p, 0, 1);
+  // Farther from 1 a logit might overflow.
+  check("sampling.repetition_penalty", s.repetition_penalty, 0.01f, 100);
+  check("sampling.frequency_penalty", s.frequency_penalty, -2, 2);
+  check("sampling.presence_penalty", s.presence_penalty, -2, 2);
+  CheckLogitBias();
+}
+
+void Resolver::CheckLogitBias() {
+  const std::map<int32_t, float>& biases = options_.sampling.logit_bias;
+  if (biases.size() > kMaxLogitBiases) {
+    Violate("sampling.logit_bias",
+            absl::StrCat("has ", biases.size(), " items, at most ", kMaxLogitBiases));
+    return;
+  }
+  for (const auto& [token, bias] : biases) {
+    const std::string field = absl::StrCat("sampling.logit_bias[", token, "]");
+    if (!InVocabulary(token)) ViolateVocabulary(field, token);
+    if (std::abs(bias) <= kMostLogitBias) continue;
+    Violate(field,
+            absl::StrCat("must be in [", -kMostLogitBias, ", ", kMostLogitBias, "], is ", bias));
+  }
 }
 
 void Resolver::CheckStop() {
@@ -117,6 +162,14 @@ void Resolver::CheckStop() {
   }
 }
 
+void Resolver::CheckOutput() {
+  const int64_t top = options_.output.top_logprobs;
+  if (top > kMaxTopLogprobs) {
+    Violate(options_.forced.empty() ? "output.top_logprobs" : "top_logprobs",
+            absl::StrCat("must be at most ", kMaxTopLogprobs, ", is ", top));
+  }
+}
+
 bool Resolver::ResolveLengths() {
   const int64_t context = admission_.manifest().context_length;
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
@@ -138,6 +191,10 @@ bool Resolver::ResolveLengths() {
     return false;
   }
   request_.max_output_tokens = max_output;
+  if (max_output > 0 && options_.stop.min_output_tokens > max_output) {
+    Violate("stop.min_output_tokens", absl::StrCat("is ", options_.stop.min_output_tokens,
+                                                   ", more than max_output_tokens, ", max_output));
+  }
   return prompt > 0 && max_output > 0;
 }
 
@@ -333,6 +390,33 @@ bool Resolver::CheckProtection(bool has_lengths) {
   return rejection_.violations.size() == faults;
 }
 
+// What the tokens behind a chunk say is not what they say of the prompt once it has been evicted.
+void Resolver::CheckPromptLogprobs(int64_t least_budget) {
+  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
+  const bool keeps_it =
+      request_.traits.prompt != PromptEviction::kByChunk || prompt + kPromptRoom <= least_budget;
+  if (!options_.output.prompt_logprobs || keeps_it) return;
+  Violate("output.prompt_logprobs",
+          absl::StrCat("policy '", request_.spec->name, "' evicts the prompt of ", prompt,
+                       " tokens before it is cached whole under a budget of ", least_budget,
+                       " tokens, so the figures would not be the prompt's; the smallest budget is ",
+                       prompt + kPromptRoom));
+  Because("PROMPT_EVICTED",
+          {{"budget", absl::StrCat(least_budget)}, {"min", absl::StrCat(prompt + kPromptRoom)}},
+          absl::StatusCode::kFailedPrecondition);
+}
+
+// Logits of all rows of a prompt chunk, where they are wanted: as the model gives them, and fp32.
+int64_t Resolver::PromptLogitBytes() const {
+  const bool wanted = options_.output.prompt_logprobs || request_.force_in_chunks ||
+                      request_.traits.signals.Has(Signal::kLogitEntropy);
+  if (!wanted) return 0;
+  const Manifest& manifest = admission_.manifest();
+  const int64_t rows =
+      std::min(request_.prefill_tokens(), admission_.limits().prefill_chunk_tokens);
+  return rows * manifest.vocab_size * (manifest.dtype == DType::kFloat32 ? 4 : 2 + 4);
+}
+
 void Resolver::ResolveProtectionAndDemand() {
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   // The last output token is never cached.
@@ -371,8 +455,10 @@ void Resolver::ResolveProtectionAndDemand() {
                static_cast<int64_t>(request_.tap_layers.size()), options_.kv.positions);
   const std::vector<int64_t> budgets =
       evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
+  if (evicts) CheckPromptLogprobs(*std::min_element(budgets.begin(), budgets.end()));
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
+  request_.demand.prefill_bytes += PromptLogitBytes();
   const int64_t capacity = admission_.limits().kv_capacity_bytes;
   if (request_.demand.peak_bytes() > capacity) {
     Violate("kv.budget",
@@ -512,6 +598,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   resolver.CheckTokens();
   resolver.CheckSampling();
   resolver.CheckStop();
+  resolver.CheckOutput();
   const bool has_lengths = resolver.ResolveLengths();
   const PolicySpec* spec = resolver.ResolvePolicy();
   const bool has_budget = resolver.ResolveBudget();
@@ -525,8 +612,10 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.sampling = options.sampling;
   request.stop_strings = std::move(options.stop.strings);
   request.stop_tokens = std::move(options.stop.tokens);
-  request.end_tokens = manifest_.eos_tokens;
+  if (!options.stop.ignore_end) request.end_tokens = manifest_.eos_tokens;
   request.include_stop = options.stop.include;
+  request.min_output_tokens = options.stop.min_output_tokens;
+  request.ignore_end = options.stop.ignore_end;
   request.output = options.output;
   request.positions = options.kv.positions;
   auto failed = [&](absl::string_view why) {

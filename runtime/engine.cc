@@ -55,9 +55,11 @@ struct Sequence {
         request(std::move(r)),
         sink(std::move(s)),
         tokens(request.prompt),
+        ends(EndsOf(request)),
         text(tokenizer, {.stop_strings = request.stop_strings,
-                         .stop_token_ids = StopTokens(request),
-                         .include_stop = request.include_stop}) {
+                         .stop_token_ids = ends,
+                         .include_stop = request.include_stop,
+                         .min_tokens = request.min_output_tokens}) {
     // Work items point into the tokens while more are added.
     tokens.reserve(request.prompt.size() + request.max_output_tokens);
     if (request.force_in_chunks) {
@@ -65,7 +67,7 @@ struct Sequence {
     }
   }
 
-  static std::vector<int32_t> StopTokens(const Request& request) {
+  static std::vector<int32_t> EndsOf(const Request& request) {
     std::vector<int32_t> tokens = request.stop_tokens;
     tokens.insert(tokens.end(), request.end_tokens.begin(), request.end_tokens.end());
     return tokens;
@@ -78,6 +80,7 @@ struct Sequence {
   std::vector<int32_t> tokens;  // known so far; [0, cached) are in the cache
   int64_t cached = 0;
   int64_t num_outputs = 0;
+  const std::vector<int32_t> ends;  // tokens that end the output
   TextStream text;
   std::optional<StopMatch> stop;
   bool open = false;  // holds KV
@@ -278,6 +281,9 @@ std::vector<WorkItem> Engine::PlanStep(std::vector<Sequence*>& sequences) {
     item.num_outputs = std::max<int64_t>(0, end - std::max(item.first, prompt - 1));
     if (s.scores()) {
       item.forced = absl::MakeConstSpan(s.request.forced).subspan(s.num_outputs, item.num_outputs);
+    } else {
+      item.outputs = absl::MakeConstSpan(s.tokens).subspan(prompt);
+      if (s.num_outputs < s.request.min_output_tokens) item.masked = s.ends;
     }
     items.push_back(item);
     sequences.push_back(&s);
@@ -307,12 +313,16 @@ std::vector<ForwardOutcome> Engine::RunForward(absl::Span<const WorkItem> items)
 void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) {
   if (!outcome.status.ok()) return Finish(s, FinishReason::kError, std::move(outcome.status));
   s.cached += static_cast<int64_t>(item.tokens.size());
-  Delta delta;
+  Delta delta{.prompt = std::move(outcome.prompt)};
+  const bool whole_prompt = item.first == 0 && item.ends_prefill;
+  if (s.request.output.progress && !item.decode && !whole_prompt) {
+    delta.progress = {.done = s.cached, .total = s.request.prefill_tokens()};
+  }
   if (!outcome.residual_steps.empty()) {
     delta.residual_steps.push_back(std::move(outcome.residual_steps));
   }
   std::optional<StopMatch> stop;
-  for (const OutputToken& output : outcome.outputs) {
+  for (OutputToken& output : outcome.outputs) {
     const absl::Time now = now_();
     if (s.num_outputs == 0) {
       s.first_token = now;
@@ -323,6 +333,7 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
     if (!s.request.force_in_chunks) s.tokens.push_back(output.token);
     delta.tokens.push_back(output.token);
     if (s.scores() || s.request.output.logprobs) delta.logprobs.push_back(output.logprob);
+    if (s.request.output.top_logprobs > 0) delta.top_logprobs.push_back(std::move(output.top));
     if (s.scores()) {
       delta.greedy.push_back(output.greedy);
       continue;
@@ -334,7 +345,9 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
   const bool at_length = s.num_outputs == s.request.max_output_tokens;
   if (!stop.has_value() && at_length && !s.scores()) delta.text += s.text.Flush().text;
   if (!s.request.output.text) delta.text.clear();
-  if (!delta.tokens.empty() || !delta.residual_steps.empty()) s.sink->OnDelta(std::move(delta));
+  const bool says_something = !delta.tokens.empty() || !delta.residual_steps.empty() ||
+                              delta.progress.has_value() || !delta.prompt.tokens.empty();
+  if (says_something) s.sink->OnDelta(std::move(delta));
 
   if (stop.has_value()) {
     s.stop = std::move(stop);

@@ -96,8 +96,12 @@ struct Executor::StepItem {
     return wants_attention_rows() && sequence->attention_rows.Has(layer);
   }
   bool wants(Signal signal) const { return sequence->request.traits.signals.Has(signal); }
+  bool wants_prompt_logprobs() const {
+    return !work->decode && sequence->request.output.prompt_logprobs;
+  }
   int64_t num_logits() const {
-    return wants(Signal::kLogitEntropy) ? num_rows() : work->num_outputs;
+    const bool all = wants(Signal::kLogitEntropy) || wants_prompt_logprobs();
+    return all ? num_rows() : work->num_outputs;
   }
   bool wants_queries() const { return wants(Signal::kQueries); }
   bool turns_keys() const { return sequence->request.positions == PositionMode::kCache; }
@@ -516,6 +520,60 @@ void Executor::TurnKeys(StepItem& item, int64_t layer) {
   }
 }
 
+// One of the rows whose logits an item asked for. [vocab]
+absl::Span<const float> Executor::LogitsOf(const StepItem& item, int64_t row) {
+  const int64_t vocab = item.logits.size(1);
+  return {item.logits.const_data_ptr<float>() + row * vocab, static_cast<size_t>(vocab)};
+}
+
+// The i-th output token that an item gives.
+absl::StatusOr<OutputToken> Executor::TakeOutput(const StepItem& item, int64_t i) {
+  const WorkItem& work = *item.work;
+  const Request& request = item.sequence->request;
+  const bool forced = !work.forced.empty();
+  const absl::Span<const float> logits = LogitsOf(item, item.num_logits() - work.num_outputs + i);
+  const absl::StatusOr<int32_t> chosen =
+      forced ? Argmax(logits)
+             : Sample(logits, request.sampling,
+                      {.index = static_cast<uint64_t>(work.draw + i),
+                       .prompt = request.prompt,
+                       .outputs = work.outputs,
+                       .masked = work.masked});
+  if (!chosen.ok()) return chosen.status();
+  OutputToken output{.token = forced ? work.forced[i] : *chosen};
+  output.greedy = forced && output.token == *chosen;
+  if (forced || request.output.logprobs || request.output.top_logprobs > 0) {
+    absl::StatusOr<Logprobs> logprobs =
+        LogprobsOf(logits, output.token, request.output.top_logprobs);
+    if (!logprobs.ok()) return logprobs.status();
+    output.logprob = logprobs->of_token;
+    output.top = std::move(logprobs->top);
+  }
+  return output;
+}
+
+// Of the prompt tokens that an item's rows predict.
+absl::StatusOr<PromptLogprobs> Executor::TakePromptLogprobs(const StepItem& item) {
+  const Request& request = item.sequence->request;
+  PromptLogprobs prompt{.first = item.work->first + 1};  // row 0 predicts it
+  const int64_t count = std::clamp<int64_t>(
+      static_cast<int64_t>(request.prompt.size()) - prompt.first, 0, item.num_rows());
+  std::vector<absl::StatusOr<Logprobs>> rows(count);
+  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      rows[row] = LogprobsOf(LogitsOf(item, row), request.prompt[prompt.first + row],
+                             request.output.top_logprobs);
+    }
+  });
+  for (int64_t row = 0; row < count; ++row) {
+    if (!rows[row].ok()) return rows[row].status();
+    prompt.tokens.push_back(request.prompt[prompt.first + row]);
+    prompt.logprobs.push_back(rows[row]->of_token);
+    if (request.output.top_logprobs > 0) prompt.top.push_back(std::move(rows[row]->top));
+  }
+  return prompt;
+}
+
 // Commits one item and takes its output tokens.
 ForwardOutcome Executor::Finish(StepItem& item) {
   const WorkItem& work = *item.work;
@@ -535,29 +593,18 @@ ForwardOutcome Executor::Finish(StepItem& item) {
     const absl::Span<const float> steps = sequence.tap.steps();
     outcome.residual_steps.assign(steps.begin(), steps.end());
   }
-  const int64_t vocab = item.logits.size(1);
+  if (item.wants_prompt_logprobs()) {
+    absl::StatusOr<PromptLogprobs> prompt = TakePromptLogprobs(item);
+    if (!prompt.ok()) return {.status = prompt.status()};
+    outcome.prompt = *std::move(prompt);
+  }
   for (int64_t i = 0; i < work.num_outputs; ++i) {
-    const int64_t row = item.num_logits() - work.num_outputs + i;
-    const absl::Span<const float> logits(item.logits.const_data_ptr<float>() + row * vocab, vocab);
-    const absl::StatusOr<int32_t> chosen =
-        work.forced.empty()
-            ? Sample(logits, sequence.request.sampling, static_cast<uint64_t>(work.draw + i))
-            : Argmax(logits);
-    if (!chosen.ok()) {
-      outcome.status = chosen.status();
+    absl::StatusOr<OutputToken> output = TakeOutput(item, i);
+    if (!output.ok()) {
+      outcome.status = output.status();
       return outcome;
     }
-    OutputToken output{.token = work.forced.empty() ? *chosen : work.forced[i]};
-    output.greedy = !work.forced.empty() && output.token == *chosen;
-    if (!work.forced.empty() || sequence.request.output.logprobs) {
-      const absl::StatusOr<float> logprob = LogProb(logits, output.token);
-      if (!logprob.ok()) {
-        outcome.status = logprob.status();
-        return outcome;
-      }
-      output.logprob = *logprob;
-    }
-    outcome.outputs.push_back(output);
+    outcome.outputs.push_back(*std::move(output));
   }
   return outcome;
 }

@@ -65,6 +65,9 @@ class Executor final : public StepExecutor, private ForwardHooks {
   void Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
               const at::Tensor& v, int64_t layer, at::Tensor& rotated);
   void TurnKeys(StepItem& item, int64_t layer);
+  static absl::Span<const float> LogitsOf(const StepItem& item, int64_t row);
+  static absl::StatusOr<OutputToken> TakeOutput(const StepItem& item, int64_t i);
+  static absl::StatusOr<PromptLogprobs> TakePromptLogprobs(const StepItem& item);
   ForwardOutcome Finish(StepItem& item);
   SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);
 

@@ -38,14 +38,19 @@ struct StopOptions {
   std::vector<std::string> strings;
   std::vector<int32_t> tokens;  // beside the model's end-of-sequence tokens
   bool include = false;         // leave the match in the text
+  int64_t min_output_tokens = 0;
+  bool ignore_end = false;  // the model's end-of-sequence tokens
 };
 
 struct OutputOptions {
   bool text = true;
   bool logprobs = false;
-  bool kv_trace = false;        // victims of every round
-  bool residual_steps = false;  // of every cached output token, after every block
-  bool kept = false;            // indexes held at the end
+  int64_t top_logprobs = 0;      // likeliest tokens told of at each place
+  bool prompt_logprobs = false;  // before the first delta
+  bool progress = false;         // of prompts that are cached in several chunks
+  bool kv_trace = false;         // victims of every round
+  bool residual_steps = false;   // of every cached output token, after every block
+  bool kept = false;             // indexes held at the end
 };
 
 // What a client asks for.
@@ -85,8 +90,10 @@ struct Request {
   int64_t max_output_tokens = 0;
   std::vector<std::string> stop_strings;
   std::vector<int32_t> stop_tokens;
-  std::vector<int32_t> end_tokens;  // the model's
+  std::vector<int32_t> end_tokens;  // the model's; none if they are ignored
   bool include_stop = false;
+  int64_t min_output_tokens = 0;  // none of these ends the request
+  bool ignore_end = false;
   OutputOptions output;
 
   const PolicySpec* spec = nullptr;
@@ -146,14 +153,30 @@ struct Finished {
   bool kv_trace_truncated = false;
 };
 
+// Of consecutive prompt tokens, each given all before it. The first token has none.
+struct PromptLogprobs {
+  int64_t first = 0;  // place in the prompt of the first of these
+  std::vector<int32_t> tokens;
+  std::vector<float> logprobs;
+  std::vector<std::vector<TokenLogprob>> top;  // if asked for
+};
+
+struct PromptProgress {
+  int64_t done = 0, total = 0;  // tokens
+};
+
 struct Delta {
   std::string text;  // whole code points; may lag behind the tokens
   std::vector<int32_t> tokens;
   std::vector<float> logprobs;  // if asked for
   std::vector<bool> greedy;     // of forced tokens: whether it was the most likely one
+  std::vector<std::vector<TokenLogprob>> top_logprobs;  // if asked for
   // [tokens cached][layers], if asked for: the i-th of the whole stream belongs to output token i.
   std::vector<std::vector<float>> residual_steps;
   std::vector<EvictionTrace> evictions;  // if asked for
+  // If asked for; before the first token.
+  std::optional<PromptProgress> progress;
+  PromptLogprobs prompt;
 };
 
 // Receives one request's output. Called on the engine thread, which it must not block; OnFinished

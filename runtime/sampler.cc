@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,11 +16,7 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-struct Candidate {
-  float weight;  // a logit, then the unnormalised probability
-  int32_t token;
-};
-
+// Of candidates by probability, and by logit, which stands in `weight` at first.
 bool Likelier(const Candidate& a, const Candidate& b) {
   return a.weight != b.weight ? a.weight > b.weight : a.token < b.token;
 }
@@ -65,7 +62,7 @@ absl::StatusOr<float> Peak(absl::Span<const float> logits) {
 std::vector<Candidate> AllTokens(absl::Span<const float> logits) {
   std::vector<Candidate> all(logits.size());
   for (size_t token = 0; token < logits.size(); ++token) {
-    all[token] = {logits[token], static_cast<int32_t>(token)};
+    all[token] = {static_cast<int32_t>(token), logits[token]};
   }
   return all;
 }
@@ -83,7 +80,7 @@ std::vector<Candidate> TopK(absl::Span<const float> logits, size_t k) {
   float bar = -kInfinity;  // tokens come in ascending order: one that ties with the k-th loses
   for (size_t token = 0; token < logits.size(); ++token) {
     if (best.size() >= k && !(logits[token] > bar)) continue;
-    best.push_back({logits[token], static_cast<int32_t>(token)});
+    best.push_back({static_cast<int32_t>(token), logits[token]});
     if (best.size() == capacity) {
       shrink();
       bar = best[k - 1].weight;
@@ -121,6 +118,99 @@ std::vector<Candidate> Nucleus(const std::vector<Candidate>& candidates, double 
   return nucleus;
 }
 
+// The smallest set with a share of at least `typical_p` whose -log p is nearest to the entropy,
+// nearest first.
+std::vector<Candidate> Typical(std::vector<Candidate> candidates, double typical_p) {
+  struct Surprising {
+    Candidate candidate;
+    double distance;  // of -log p from the entropy
+  };
+  std::erase_if(candidates, [](const Candidate& c) { return !(c.weight > 0); });
+  const double total = Total(candidates);
+  double entropy = 0;
+  std::vector<Surprising> order;
+  for (const Candidate& c : candidates) {
+    const double surprise = std::log(total) - std::log(double{c.weight});
+    entropy += c.weight / total * surprise;
+    order.push_back({c, surprise});
+  }
+  for (Surprising& s : order) s.distance = std::abs(s.distance - entropy);
+  std::sort(order.begin(), order.end(), [](const Surprising& a, const Surprising& b) {
+    return a.distance != b.distance ? a.distance < b.distance
+                                    : a.candidate.token < b.candidate.token;
+  });
+  std::vector<Candidate> typical;
+  double mass = 0;
+  for (const Surprising& s : order) {
+    if (mass >= typical_p * total) break;
+    mass += s.candidate.weight;
+    typical.push_back(s.candidate);
+  }
+  return typical;
+}
+
+bool Penalises(const SamplingParams& params) {
+  return params.repetition_penalty.value_or(1) != 1 || params.frequency_penalty.value_or(0) != 0 ||
+         params.presence_penalty.value_or(0) != 0;
+}
+
+bool Adjusts(const SamplingParams& params, const Draw& draw) {
+  return !params.logit_bias.empty() || !draw.masked.empty() || Penalises(params);
+}
+
+void Penalise(std::vector<float>& logits, const SamplingParams& params, const Draw& draw) {
+  std::vector<int32_t> in_outputs(logits.size());
+  for (int32_t token : draw.outputs) ++in_outputs[token];
+  if (const float penalty = params.repetition_penalty.value_or(1); penalty != 1) {
+    std::vector<bool> seen(logits.size());
+    for (const absl::Span<const int32_t> tokens : {draw.prompt, draw.outputs}) {
+      for (int32_t token : tokens) {
+        if (seen[token]) continue;
+        seen[token] = true;
+        logits[token] = logits[token] > 0 ? logits[token] / penalty : logits[token] * penalty;
+      }
+    }
+  }
+  const float frequency = params.frequency_penalty.value_or(0);
+  const float presence = params.presence_penalty.value_or(0);
+  for (int32_t token : draw.outputs) {
+    const int32_t count = std::exchange(in_outputs[token], 0);
+    if (count > 0) logits[token] -= frequency * static_cast<float>(count) + presence;
+  }
+}
+
+// Bias, mask and penalties.
+std::vector<float> Adjusted(absl::Span<const float> logits, const SamplingParams& params,
+                            const Draw& draw) {
+  std::vector<float> adjusted(logits.begin(), logits.end());
+  for (const auto& [token, bias] : params.logit_bias) adjusted[token] += bias;
+  for (int32_t token : draw.masked) adjusted[token] = -kInfinity;
+  if (Penalises(params)) Penalise(adjusted, params, draw);
+  return adjusted;
+}
+
+int32_t FirstOf(absl::Span<const float> logits, float peak) {
+  return static_cast<int32_t>(std::find(logits.begin(), logits.end(), peak) - logits.begin());
+}
+
+// Stages 3 to 7 of Candidates.
+std::vector<Candidate> Narrow(absl::Span<const float> logits, float peak,
+                              const SamplingParams& params) {
+  if (params.greedy()) return {{.token = FirstOf(logits, peak), .weight = 1}};
+  const size_t top_k = static_cast<size_t>(params.top_k.value_or(0));
+  std::vector<Candidate> candidates =
+      top_k > 0 && top_k < logits.size() ? TopK(logits, top_k) : AllTokens(logits);
+  for (Candidate& c : candidates) c.weight = std::exp((c.weight - peak) / *params.temperature);
+  if (params.top_p.value_or(1) < 1) candidates = Nucleus(candidates, *params.top_p);
+  if (const float least = params.min_p.value_or(0); least > 0) {  // the likeliest weighs 1
+    std::erase_if(candidates, [least](const Candidate& c) { return c.weight < least; });
+  }
+  if (params.typical_p.value_or(1) < 1) {
+    candidates = Typical(std::move(candidates), *params.typical_p);
+  }
+  return candidates;
+}
+
 // The candidate at share `uniform`, in [0, 1), of the total weight.
 int32_t Pick(const std::vector<Candidate>& candidates, double uniform) {
   const double target = uniform * Total(candidates);
@@ -140,29 +230,50 @@ int32_t Pick(const std::vector<Candidate>& candidates, double uniform) {
 absl::StatusOr<int32_t> Argmax(absl::Span<const float> logits) {
   const absl::StatusOr<float> peak = Peak(logits);
   if (!peak.ok()) return peak.status();
-  return static_cast<int32_t>(std::find(logits.begin(), logits.end(), *peak) - logits.begin());
+  return FirstOf(logits, *peak);
+}
+
+absl::StatusOr<std::vector<Candidate>> Candidates(absl::Span<const float> logits,
+                                                  const SamplingParams& params, const Draw& draw) {
+  const absl::StatusOr<float> raw_peak = Peak(logits);  // also of what is masked: broken is broken
+  if (!raw_peak.ok()) return raw_peak.status();
+  if (!Adjusts(params, draw)) return Narrow(logits, *raw_peak, params);
+  std::vector<float> adjusted = Adjusted(logits, params, draw);
+  absl::StatusOr<float> peak = Peak(adjusted);
+  if (!peak.ok() && !draw.masked.empty()) {  // nothing is left: the mask gives way
+    Draw unmasked = draw;
+    unmasked.masked = {};
+    adjusted = Adjusted(logits, params, unmasked);
+    peak = Peak(adjusted);
+  }
+  if (!peak.ok()) return peak.status();
+  return Narrow(adjusted, *peak, params);
 }
 
 absl::StatusOr<int32_t> Sample(absl::Span<const float> logits, const SamplingParams& params,
-                               uint64_t draw_index) {
-  if (params.greedy()) return Argmax(logits);
-  const absl::StatusOr<float> peak = Peak(logits);
-  if (!peak.ok()) return peak.status();
-
-  const size_t top_k = static_cast<size_t>(params.top_k.value_or(0));
-  std::vector<Candidate> candidates =
-      top_k > 0 && top_k < logits.size() ? TopK(logits, top_k) : AllTokens(logits);
-  for (Candidate& c : candidates) c.weight = std::exp((c.weight - *peak) / *params.temperature);
-  if (params.top_p.value_or(1) < 1) candidates = Nucleus(candidates, *params.top_p);
-  return Pick(candidates, CounterRng(params.seed, CounterRng::kSamplerStream).Uniform(draw_index));
+                               const Draw& draw) {
+  if (params.greedy() && !Adjusts(params, draw)) return Argmax(logits);
+  const absl::StatusOr<std::vector<Candidate>> candidates = Candidates(logits, params, draw);
+  if (!candidates.ok()) return candidates.status();
+  return Pick(*candidates, CounterRng(params.seed, CounterRng::kSamplerStream).Uniform(draw.index));
 }
 
-absl::StatusOr<float> LogProb(absl::Span<const float> logits, int32_t token) {
+absl::StatusOr<Logprobs> LogprobsOf(absl::Span<const float> logits, int32_t token,
+                                    int64_t num_top) {
   const absl::StatusOr<float> peak = Peak(logits);
   if (!peak.ok()) return peak.status();
   double sum = 0;
   for (float logit : logits) sum += std::exp(logit - *peak);
-  return static_cast<float>(double{logits[token]} - *peak - std::log(sum));
+  const auto logprob = [&, log_sum = std::log(sum)](float logit) {
+    return static_cast<float>(double{logit} - *peak - log_sum);
+  };
+  Logprobs logprobs{.of_token = logprob(logits[token])};
+  if (num_top == 0) return logprobs;
+  const size_t k = static_cast<size_t>(num_top);
+  std::vector<Candidate> top = k < logits.size() ? TopK(logits, k) : AllTokens(logits);
+  std::sort(top.begin(), top.end(), Likelier);
+  for (const Candidate& c : top) logprobs.top.push_back({c.token, logprob(c.weight)});
+  return logprobs;
 }
 
 }  // namespace epikv

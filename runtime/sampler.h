@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -15,26 +17,72 @@ namespace epikv {
 
 // How a request's tokens are drawn. Admission has checked the ranges given here.
 struct SamplingParams {
-  std::optional<float> temperature;  // finite, >= 0; absent or 0: greedy
-  std::optional<float> top_p;        // in (0, 1]; absent: 1
-  std::optional<int32_t> top_k;      // >= 0; absent or 0: all
+  std::optional<float> temperature;                          // finite, >= 0; absent or 0: greedy
+  std::optional<float> top_p;                                // in (0, 1]; absent: 1
+  std::optional<int32_t> top_k;                              // >= 0; absent or 0: all
+  std::optional<float> min_p;                                // in [0, 1]; absent: 0
+  std::optional<float> typical_p;                            // in (0, 1]; absent: 1
+  std::optional<float> repetition_penalty;                   // in [0.01, 100]; absent: 1
+  std::optional<float> frequency_penalty, presence_penalty;  // in [-2, 2]; absent: 0
+  std::map<int32_t, float> logit_bias;                       // by token, in [-100, 100]
   uint64_t seed = 0;
 
   bool greedy() const { return temperature.value_or(0) == 0; }
 };
 
+// What a draw depends on beside logits and parameters. Tokens are of the vocabulary.
+struct Draw {
+  uint64_t index = 0;                 // of the request's draws, from 0
+  absl::Span<const int32_t> prompt;   // for the repetition penalty
+  absl::Span<const int32_t> outputs;  // before this draw; for all penalties
+  absl::Span<const int32_t> masked;   // may not be drawn, unless nothing else is possible
+};
+
+struct Candidate {
+  int32_t token = 0;
+  float weight = 0;  // probability, not normalised
+};
+
 // The token with the highest logit, of several the lowest.
 absl::StatusOr<int32_t> Argmax(absl::Span<const float> logits);
 
-// The request's `draw_index`-th token, from 0. Greedy: the Argmax. Otherwise drawn from the softmax
-// of logits / temperature, over the top_k likeliest tokens, and of those over the smallest set with
-// a share of at least top_p (of tokens as likely as each other the lower goes first). Depends on
-// the arguments alone: the same seed gives the same text in any batch.
-absl::StatusOr<int32_t> Sample(absl::Span<const float> logits, const SamplingParams& params,
-                               uint64_t draw_index);
+// What Sample draws from; never empty. The stages, in the order of Hugging Face's generate (and of
+// vLLM, but that it puts min_p before top_k):
+//   1. logit_bias is added; `masked` tokens become impossible.
+//   2. Penalties. Of tokens in prompt or outputs, positive logits are divided by the repetition
+//      penalty and others multiplied; then frequency_penalty is subtracted for each time that a
+//      token is in the outputs, and presence_penalty once. Bias comes first, so that a penalty acts
+//      on what the caller wants, as in both.
+//   3. Greedy: the Argmax alone. Else the softmax of logits / temperature, over
+//   4. the top_k likeliest tokens; of those
+//   5. the smallest set of the likeliest with a share of at least top_p; of those
+//   6. the ones at least min_p times as likely as the likeliest; of those
+//   7. the smallest set with a share of at least typical_p whose surprise, -log p, is nearest to
+//      its mean, the entropy.
+// Of tokens that tie at a cut the lower stays.
+absl::StatusOr<std::vector<Candidate>> Candidates(absl::Span<const float> logits,
+                                                  const SamplingParams& params, const Draw& draw);
 
-// Natural logarithm of the token's softmax over the raw logits: before temperature, top_k and
-// top_p. Precondition: 0 <= token < vocab.
-absl::StatusOr<float> LogProb(absl::Span<const float> logits, int32_t token);
+// One token of the Candidates. Depends on the arguments alone: the same seed gives the same text in
+// any batch. A greedy token without bias, mask and penalties costs one pass over the logits.
+absl::StatusOr<int32_t> Sample(absl::Span<const float> logits, const SamplingParams& params,
+                               const Draw& draw);
+
+struct TokenLogprob {
+  int32_t token = 0;
+  float logprob = 0;
+  bool operator==(const TokenLogprob&) const = default;
+};
+
+struct Logprobs {
+  float of_token = 0;
+  std::vector<TokenLogprob> top;  // likeliest first, of tokens that tie the lower
+};
+
+// Natural logarithms of the softmax over the raw logits, before all of the above: of `token`, and
+// of the `num_top` likeliest tokens (of all, if there are fewer).
+// Precondition: 0 <= token < vocab.
+absl::StatusOr<Logprobs> LogprobsOf(absl::Span<const float> logits, int32_t token,
+                                    int64_t num_top = 0);
 
 }  // namespace epikv

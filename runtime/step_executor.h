@@ -23,6 +23,8 @@ struct WorkItem {
   bool ends_prefill = false;
   bool evicts_prefill = false;  // at a multiple of the prefill chunk, or at the prompt's end
   int64_t draw = 0;             // output tokens before this step: the random draw's number
+  // Where tokens are sampled: the output before this step, and what may not be drawn (see Draw).
+  absl::Span<const int32_t> outputs, masked;
   // The last `num_outputs` rows give an output token each: sampled, or forced where `forced` is
   // not empty (then equally long).
   int64_t num_outputs = 0;
@@ -31,13 +33,15 @@ struct WorkItem {
 
 struct OutputToken {
   int32_t token = 0;
-  float logprob = 0;    // where the request asks for it or forces tokens
-  bool greedy = false;  // of forced tokens
+  float logprob = 0;              // where the request asks for it or forces tokens
+  bool greedy = false;            // of forced tokens
+  std::vector<TokenLogprob> top;  // where asked for
 };
 
 struct ForwardOutcome {
   absl::Status status;  // not OK: this sequence alone has failed
   std::vector<OutputToken> outputs;
+  PromptLogprobs prompt;  // of the prompt tokens that these rows predict, where asked for
   std::vector<float> residual_steps;  // [layers] of a decode token, where asked for
 };
 

@@ -28,6 +28,7 @@ TextStream::TextStream(const Tokenizer& tokenizer, TextStreamOptions options)
 
 TextStream::Piece TextStream::Append(int32_t token) {
   if (ended_) return {};
+  ++num_tokens_;
   const std::vector<int32_t>& stops = options_.stop_token_ids;
   if (std::find(stops.begin(), stops.end(), token) != stops.end()) return EndAtToken(token);
   return Search(repair_.Append(BytesOf(token)));
@@ -62,6 +63,12 @@ TextStream::Piece TextStream::Search(const std::string& text) {
     for (Matcher& matcher : matchers_) matcher.Advance(byte);
     const std::optional<size_t> match = CompleteMatch();
     if (!match.has_value()) continue;
+    if (num_tokens_ <= options_.min_tokens) {
+      for (Matcher& matcher : matchers_) {
+        if (matcher.complete()) matcher.Dismiss();
+      }
+      continue;
+    }
     ended_ = true;
     if (!options_.include_stop) held_.resize(held_.size() - matchers_[*match].matched());
     return {std::exchange(held_, ""), StopString{*match}};

@@ -17,6 +17,7 @@ struct TextStreamOptions {
   std::vector<int32_t> stop_token_ids;
   bool include_stop = false;  // leave the match in the text
   bool skip_special = true;   // leave special tokens out of the text
+  int64_t min_tokens = 0;     // stop strings that end in the first this many tokens do not count
 };
 
 struct StopString {
@@ -57,7 +58,8 @@ class TextStream {
   class Matcher {
    public:
     explicit Matcher(std::string pattern);
-    void Advance(char byte);  // precondition: not complete
+    void Advance(char byte);                           // precondition: not complete
+    void Dismiss() { matched_ = borders_[matched_]; }  // a complete match; another may have begun
     bool complete() const { return matched_ == pattern_.size(); }
     size_t matched() const { return matched_; }
 
@@ -81,6 +83,7 @@ class TextStream {
   std::vector<Matcher> matchers_;  // [stop_strings]
   Utf8Repair repair_;
   std::string held_;          // text not yet emitted
+  int64_t num_tokens_ = 0;    // appended
   bool contributed_ = false;  // some token has added to the stream
   bool ended_ = false;
 };

@@ -1,5 +1,6 @@
 #include "server/courier.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/time/clock.h"
@@ -23,6 +24,11 @@ void Courier::Post(std::shared_ptr<Outbox> outbox) {
   posted_.push_back(std::move(outbox));
 }
 
+void Courier::ComeBack(std::weak_ptr<Outbox> outbox, absl::Duration delay) {
+  absl::MutexLock lock(&mu_);
+  due_.emplace(absl::Now() + delay, std::move(outbox));
+}
+
 void Courier::Watch(std::weak_ptr<Outbox> outbox) {
   absl::MutexLock lock(&mu_);
   watched_.push_back(std::move(outbox));
@@ -30,10 +36,23 @@ void Courier::Watch(std::weak_ptr<Outbox> outbox) {
 
 std::vector<std::shared_ptr<Outbox>> Courier::TakePosted(absl::Time until) {
   absl::MutexLock lock(&mu_);
-  auto called = [this]()
-                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !posted_.empty() || stopping_; };
+  if (!due_.empty()) until = std::min(until, due_.begin()->first);
+  auto called = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return !posted_.empty() || stopping_ || (!due_.empty() && due_.begin()->first < until);
+  };
   mu_.AwaitWithDeadline(absl::Condition(&called), until);
   return std::exchange(posted_, {});
+}
+
+std::vector<std::weak_ptr<Outbox>> Courier::TakeDue() {
+  std::vector<std::weak_ptr<Outbox>> taken;
+  const absl::Time now = absl::Now();
+  absl::MutexLock lock(&mu_);
+  while (!due_.empty() && due_.begin()->first <= now) {
+    taken.push_back(std::move(due_.begin()->second));
+    due_.erase(due_.begin());
+  }
+  return taken;
 }
 
 std::vector<std::shared_ptr<Outbox>> Courier::LiveOutboxes() {
@@ -53,6 +72,9 @@ void Courier::Run() {
   for (;;) {
     std::vector<std::shared_ptr<Outbox>> posted = TakePosted(next_patrol);
     for (const auto& outbox : posted) outbox->Deliver();
+    for (const auto& due : TakeDue()) {
+      if (const std::shared_ptr<Outbox> outbox = due.lock()) outbox->DeliverLate();
+    }
     if (absl::Now() >= next_patrol) {
       for (const auto& outbox : LiveOutboxes()) outbox->CheckStall();
       next_patrol = absl::Now() + patrol_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -22,18 +23,23 @@ class Courier {
 
   // Outbox::Deliver follows on the courier's thread.
   void Post(std::shared_ptr<Outbox> outbox);
+  // Outbox::DeliverLate follows there after `delay`, if the outbox still lives.
+  void ComeBack(std::weak_ptr<Outbox> outbox, absl::Duration delay);
   // Outbox::CheckStall is called now and then while the outbox lives.
   void Watch(std::weak_ptr<Outbox> outbox);
 
  private:
   void Run();
+  // When something was posted, or is due, or at `until`.
   std::vector<std::shared_ptr<Outbox>> TakePosted(absl::Time until);
+  std::vector<std::weak_ptr<Outbox>> TakeDue();
   std::vector<std::shared_ptr<Outbox>> LiveOutboxes();
 
   const absl::Duration patrol_;
   absl::Mutex mu_;
   std::vector<std::shared_ptr<Outbox>> posted_ ABSL_GUARDED_BY(mu_);
   std::vector<std::weak_ptr<Outbox>> watched_ ABSL_GUARDED_BY(mu_);
+  std::multimap<absl::Time, std::weak_ptr<Outbox>> due_ ABSL_GUARDED_BY(mu_);
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread thread_;
 };

@@ -11,6 +11,8 @@
 namespace epikv {
 namespace {
 
+constexpr absl::Duration kLongestCoalesce = absl::Seconds(10);
+
 // Experiments are not built yet.
 constexpr char kNoArm[] = "none";
 
@@ -36,6 +38,7 @@ class Reader {
   }
 
   KvOptions Kv(const v1::KvOptions& kv);
+  DeltaOptions Deltas(const v1::OutputOptions& output);
   void Violate(std::string field, std::string description) {
     violations_.push_back({std::move(field), std::move(description)});
   }
@@ -85,6 +88,17 @@ KvOptions Reader::Kv(const v1::KvOptions& kv) {
   return options;
 }
 
+DeltaOptions Reader::Deltas(const v1::OutputOptions& output) {
+  const google::protobuf::Duration& wait = output.coalesce();
+  const absl::Duration coalesce = absl::Seconds(wait.seconds()) + absl::Nanoseconds(wait.nanos());
+  if (coalesce < absl::ZeroDuration() || coalesce > kLongestCoalesce) {
+    Violate("output.coalesce",
+            absl::StrCat("must be from 0 to ", absl::FormatDuration(kLongestCoalesce), ", is ",
+                         absl::FormatDuration(coalesce)));
+  }
+  return {.token_ids = output.token_ids(), .coalesce = coalesce};
+}
+
 SamplingParams FromProto(const v1::SamplingParams& proto) {
   SamplingParams params;
   if (proto.has_temperature()) params.temperature = proto.temperature();
@@ -94,6 +108,12 @@ SamplingParams FromProto(const v1::SamplingParams& proto) {
     constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();
     params.top_k = static_cast<int32_t>(std::min(proto.top_k(), kMost));
   }
+  if (proto.has_min_p()) params.min_p = proto.min_p();
+  if (proto.has_typical_p()) params.typical_p = proto.typical_p();
+  if (proto.has_repetition_penalty()) params.repetition_penalty = proto.repetition_penalty();
+  if (proto.has_frequency_penalty()) params.frequency_penalty = proto.frequency_penalty();
+  if (proto.has_presence_penalty()) params.presence_penalty = proto.presence_penalty();
+  params.logit_bias = {proto.logit_bias().begin(), proto.logit_bias().end()};
   params.seed = proto.seed();
   return params;
 }
@@ -101,7 +121,9 @@ SamplingParams FromProto(const v1::SamplingParams& proto) {
 StopOptions FromProto(const v1::StopParams& proto) {
   StopOptions stop{.strings = {proto.stop_strings().begin(), proto.stop_strings().end()},
                    .tokens = {proto.stop_token_ids().begin(), proto.stop_token_ids().end()},
-                   .include = proto.include_stop()};
+                   .include = proto.include_stop(),
+                   .min_output_tokens = proto.min_output_tokens(),
+                   .ignore_end = proto.ignore_eos()};
   if (proto.has_max_output_tokens()) stop.max_output_tokens = proto.max_output_tokens();
   return stop;
 }
@@ -112,6 +134,12 @@ v1::SamplingParams ToProto(const SamplingParams& params) {
   proto.set_top_p(params.top_p.value_or(1));
   proto.set_top_k(params.top_k.value_or(0));
   proto.set_seed(params.seed);
+  proto.set_min_p(params.min_p.value_or(0));
+  proto.set_typical_p(params.typical_p.value_or(1));
+  proto.set_repetition_penalty(params.repetition_penalty.value_or(1));
+  proto.set_frequency_penalty(params.frequency_penalty.value_or(0));
+  proto.set_presence_penalty(params.presence_penalty.value_or(0));
+  proto.mutable_logit_bias()->insert(params.logit_bias.begin(), params.logit_bias.end());
   return proto;
 }
 
@@ -140,19 +168,9 @@ v1::StopParams StopOf(const Request& request) {
   for (const std::string& text : request.stop_strings) stop.add_stop_strings(text);
   stop.mutable_stop_token_ids()->Add(request.stop_tokens.begin(), request.stop_tokens.end());
   stop.set_include_stop(request.include_stop);
+  stop.set_min_output_tokens(request.min_output_tokens);
+  stop.set_ignore_eos(request.ignore_end);
   return stop;
-}
-
-v1::OutputOptions OutputOf(const Prepared& prepared) {
-  const OutputOptions& output = prepared.request.output;
-  v1::OutputOptions proto;
-  proto.set_text(output.text);
-  proto.set_token_ids(prepared.token_ids);
-  proto.set_logprobs(output.logprobs);
-  proto.set_kv_trace(output.kv_trace);
-  proto.set_residual_steps(output.residual_steps);
-  proto.set_kept(output.kept);
-  return proto;
 }
 
 google::protobuf::Duration ToProto(absl::Duration duration) {
@@ -160,6 +178,38 @@ google::protobuf::Duration ToProto(absl::Duration duration) {
   const absl::Duration seconds = absl::Trunc(duration, absl::Seconds(1));
   proto.set_seconds(absl::ToInt64Seconds(seconds));
   proto.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration - seconds)));
+  return proto;
+}
+
+v1::OutputOptions OutputOf(const Prepared& prepared) {
+  const OutputOptions& output = prepared.request.output;
+  v1::OutputOptions proto;
+  proto.set_text(output.text);
+  proto.set_token_ids(prepared.deltas.token_ids);
+  proto.set_logprobs(output.logprobs);
+  proto.set_kv_trace(output.kv_trace);
+  proto.set_residual_steps(output.residual_steps);
+  proto.set_kept(output.kept);
+  proto.set_top_logprobs(output.top_logprobs);
+  proto.set_prompt_logprobs(output.prompt_logprobs);
+  proto.set_progress(output.progress);
+  if (prepared.deltas.coalesce > absl::ZeroDuration()) {
+    *proto.mutable_coalesce() = ToProto(prepared.deltas.coalesce);
+  }
+  return proto;
+}
+
+// The wire's form of likeliest tokens at several places.
+google::protobuf::RepeatedPtrField<v1::TopLogprobs> ToProto(
+    const std::vector<std::vector<TokenLogprob>>& top) {
+  google::protobuf::RepeatedPtrField<v1::TopLogprobs> proto;
+  for (const std::vector<TokenLogprob>& place : top) {
+    v1::TopLogprobs& added = *proto.Add();
+    for (const TokenLogprob& token : place) {
+      added.add_token_ids(token.token);
+      added.add_logprobs(token.logprob);
+    }
+  }
   return proto;
 }
 
@@ -231,11 +281,14 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& toke
                       .stop = FromProto(request.stop()),
                       .output = {.text = !output.has_text() || output.text(),
                                  .logprobs = output.logprobs(),
+                                 .top_logprobs = output.top_logprobs(),
+                                 .prompt_logprobs = output.prompt_logprobs(),
+                                 .progress = output.progress(),
                                  .kv_trace = output.kv_trace(),
                                  .residual_steps = output.residual_steps(),
                                  .kept = output.kept()},
                       .kv = reader.Kv(request.kv())},
-          .token_ids = output.token_ids(),
+          .deltas = reader.Deltas(output),
           .has_seed = request.sampling().has_seed(),
           .violations = reader.TakeViolations()};
 }
@@ -261,13 +314,14 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokeniz
                       .sampling = {.seed = request.seed()},
                       .output = {.text = false,
                                  .logprobs = true,
+                                 .top_logprobs = request.top_logprobs(),
                                  .kv_trace = request.kv_trace(),
                                  .residual_steps = request.residual_steps(),
                                  .kept = request.kept()},
                       .kv = std::move(kv),
                       .forced = std::move(forced),
                       .force_in_chunks = request.cadence() == v1::SCORE_CADENCE_CHUNK},
-          .token_ids = true,
+          .deltas = {.token_ids = true},
           .has_seed = request.has_seed(),
           .violations = std::move(violations)};
 }
@@ -327,6 +381,23 @@ v1::Delta ToProto(const Delta& delta) {
   for (const std::vector<float>& steps : delta.residual_steps) {
     proto.add_signals()->mutable_residual_steps()->Add(steps.begin(), steps.end());
   }
+  *proto.mutable_top_logprobs() = ToProto(delta.top_logprobs);
+  return proto;
+}
+
+v1::Progress ToProto(const PromptProgress& progress) {
+  v1::Progress proto;
+  proto.set_prompt_tokens_done(progress.done);
+  proto.set_prompt_tokens(progress.total);
+  return proto;
+}
+
+v1::PromptLogprobs ToProto(const PromptLogprobs& prompt) {
+  v1::PromptLogprobs proto;
+  proto.set_first(prompt.first);
+  proto.mutable_token_ids()->Add(prompt.tokens.begin(), prompt.tokens.end());
+  proto.mutable_logprobs()->Add(prompt.logprobs.begin(), prompt.logprobs.end());
+  *proto.mutable_top_logprobs() = ToProto(prompt.top);
   return proto;
 }
 

@@ -9,6 +9,7 @@
 #include "runtime/admission.h"
 #include "runtime/request.h"
 #include "runtime/tokenizer.h"
+#include "server/outbox.h"
 
 // The messages of GenerationService, to and from the types of the runtime.
 
@@ -19,7 +20,7 @@ namespace epikv {
 // impossible kinds, text that the tokenizer refuses.
 struct AskedRequest {
   RequestOptions options;
-  bool token_ids = false;  // the client wants them
+  DeltaOptions deltas;
   bool has_seed = false;
   std::vector<FieldViolation> violations;
 };
@@ -33,13 +34,15 @@ std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& ad
 // A request that can be queued, and what only its messages need.
 struct Prepared {
   Request request;
-  bool token_ids = false;  // the client wants them
+  DeltaOptions deltas;
 };
 
 // `queue_position` is not set yet.
 v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model);
 v1::Delta ToProto(const Delta& delta);
 v1::EvictionEvent ToProto(const EvictionTrace& trace);
+v1::Progress ToProto(const PromptProgress& progress);
+v1::PromptLogprobs ToProto(const PromptLogprobs& prompt);
 // lanes: layers x KV heads.
 v1::Summary SummaryOf(const v1::Accepted& accepted, const Finished& finished, int64_t lanes);
 

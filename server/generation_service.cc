@@ -101,6 +101,16 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
     *response.mutable_eviction() = ToProto(trace);
     return response;
   }
+  static v1::GenerateResponse ResponseOf(const PromptProgress& progress) {
+    v1::GenerateResponse response;
+    *response.mutable_progress() = ToProto(progress);
+    return response;
+  }
+  static v1::GenerateResponse ResponseOf(const PromptLogprobs& prompt) {
+    v1::GenerateResponse response;
+    *response.mutable_prompt_logprobs() = ToProto(prompt);
+    return response;
+  }
   v1::GenerateResponse ResponseOf(const Finished& finished) const {
     v1::GenerateResponse response;
     *response.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
@@ -118,6 +128,13 @@ void AddText(v1::GenerateResult& result, const Delta& delta) {
 void AddText(v1::ScoreResponse& result, const Delta& delta) {
   result.mutable_greedy()->Add(delta.greedy.begin(), delta.greedy.end());
 }
+
+void AddPrompt(v1::GenerateResult& result, const PromptLogprobs& prompt) {
+  v1::PromptLogprobs proto = ToProto(prompt);
+  if (result.has_prompt_logprobs()) proto.clear_first();  // that of the first part stays
+  result.mutable_prompt_logprobs()->MergeFrom(proto);
+}
+void AddPrompt(v1::ScoreResponse&, const PromptLogprobs&) {}  // cannot be asked for
 
 // Collects the messages of a stream into one result. Deletes itself as StreamCall does.
 template <typename Result>
@@ -160,8 +177,11 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
     result_.mutable_token_ids()->MergeFrom(proto.token_ids());
     result_.mutable_logprobs()->MergeFrom(proto.logprobs());
     result_.mutable_signals()->MergeFrom(proto.signals());
+    result_.mutable_top_logprobs()->MergeFrom(proto.top_logprobs());
     AddText(result_, delta);
   }
+  void Collect(const PromptProgress&) {}  // nobody sees it pass
+  void Collect(const PromptLogprobs& prompt) { AddPrompt(result_, prompt); }
   void Collect(const EvictionTrace& trace) { *result_.add_evictions() = ToProto(trace); }
   void Collect(const Finished& finished) {
     *result_.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
@@ -258,7 +278,7 @@ void GenerationService::Begin(grpc::CallbackServerContext& context, const grpc::
     Prepared& ready = std::get<Prepared>(prepared);
     const std::string id = ready.request.id;
     CallFacts facts{.outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(model, id),
-                                                       ready.token_ids, call, courier_),
+                                                       ready.deltas, call, courier_),
                     .accepted = AcceptedOf(ready, model->name),
                     .lanes = model->lanes()};
     const std::shared_ptr<Outbox> outbox = facts.outbox;
@@ -283,13 +303,13 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
   asked.options.arrival = arrival;
   asked.options.deadline = DeadlineOf(context);
-  const bool token_ids = asked.token_ids;
+  const DeltaOptions deltas = asked.deltas;
   std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);
   if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
     model.metrics->OnRejected(rejection->reason);
     return ToGrpc(*rejection);
   }
-  return Prepared{.request = std::get<Request>(std::move(resolved)), .token_ids = token_ids};
+  return Prepared{.request = std::get<Request>(std::move(resolved)), .deltas = deltas};
 }
 
 // Outboxes do not keep their model: the engine, which drops them last, cannot end on its own

@@ -22,20 +22,31 @@ void Join(Delta& to, Delta&& from) {
   Join(to.logprobs, std::move(from.logprobs));
   to.greedy.insert(to.greedy.end(), from.greedy.begin(), from.greedy.end());
   Join(to.residual_steps, std::move(from.residual_steps));
+  Join(to.top_logprobs, std::move(from.top_logprobs));
 }
 
 bool IsEmpty(const Delta& delta) {
   return delta.text.empty() && delta.tokens.empty() && delta.logprobs.empty() &&
-         delta.greedy.empty() && delta.residual_steps.empty();
+         delta.greedy.empty() && delta.residual_steps.empty() && delta.top_logprobs.empty();
+}
+
+size_t BytesOf(const std::vector<std::vector<TokenLogprob>>& top) {
+  size_t bytes = 0;
+  for (const auto& tokens : top) bytes += 8 + 8 * tokens.size();
+  return bytes;
 }
 
 // About what the message takes, in memory and on the wire.
 struct SizeOf {
   int64_t operator()(const Queued&) const { return 64; }
   int64_t operator()(const Finished&) const { return 256; }
+  int64_t operator()(const PromptProgress&) const { return 16; }
+  int64_t operator()(const PromptLogprobs& prompt) const {
+    return static_cast<int64_t>(8 + 8 * prompt.tokens.size() + BytesOf(prompt.top));
+  }
   int64_t operator()(const Delta& delta) const {
-    size_t bytes =
-        delta.text.size() + 4 * (delta.tokens.size() + delta.logprobs.size()) + delta.greedy.size();
+    size_t bytes = delta.text.size() + 4 * (delta.tokens.size() + delta.logprobs.size()) +
+                   delta.greedy.size() + BytesOf(delta.top_logprobs);
     for (const auto& row : delta.residual_steps) bytes += 8 + 4 * row.size();
     return static_cast<int64_t>(bytes);
   }
@@ -55,11 +66,11 @@ absl::Status SlowReader(absl::Duration stall) {
 
 }  // namespace
 
-Outbox::Outbox(OutboxLimits limits, OutboxHooks hooks, bool token_ids, StreamWriter& writer,
+Outbox::Outbox(OutboxLimits limits, OutboxHooks hooks, DeltaOptions deltas, StreamWriter& writer,
                Courier& courier, std::function<absl::Time()> now)
     : limits_(limits),
       hooks_(std::move(hooks)),
-      token_ids_(token_ids),
+      deltas_(deltas),
       writer_(writer),
       courier_(courier),
       now_(std::move(now)) {}
@@ -82,11 +93,15 @@ bool Outbox::Ready() const {
 
 void Outbox::OnDelta(Delta delta) {
   std::vector<EvictionTrace> traces = std::exchange(delta.evictions, {});
-  if (!token_ids_) delta.tokens.clear();
+  const std::optional<PromptProgress> progress = std::exchange(delta.progress, {});
+  PromptLogprobs prompt = std::exchange(delta.prompt, {});
+  if (!deltas_.token_ids) delta.tokens.clear();
   bool post;
   {
     absl::MutexLock lock(&mu_);
     if (broken_) return;
+    if (progress.has_value()) Push(*progress);
+    if (!prompt.tokens.empty()) Push(std::move(prompt));
     if (!IsEmpty(delta)) Push(std::move(delta));
     for (EvictionTrace& trace : traces) Push(std::move(trace));
     UpdateFull();
@@ -164,6 +179,14 @@ void Outbox::Deliver() {
   Pump();
 }
 
+void Outbox::DeliverLate() {
+  {
+    absl::MutexLock lock(&mu_);
+    comes_back_ = false;
+  }
+  Pump();
+}
+
 // One thread at a time calls the writer: who finds another at it leaves, and that one looks again
 // before it stops. So a completion inside Send does not recurse, and End is the last call.
 void Outbox::Pump() {
@@ -172,6 +195,7 @@ void Outbox::Pump() {
   while (std::optional<Action> action = NextAction()) {
     if (auto* message = std::get_if<OutboxMessage>(&*action)) writer_.Send(std::move(*message));
     if (std::holds_alternative<AbortWrite>(*action)) writer_.Abort();
+    if (auto* later = std::get_if<ComeBack>(&*action)) courier_.ComeBack(self, later->delay);
     if (auto* end = std::get_if<EndStream>(&*action)) writer_.End(end->status);
   }
 }
@@ -185,7 +209,9 @@ std::optional<Outbox::Action> Outbox::NextAction() {
   absl::MutexLock lock(&mu_);
   if (opened_ && !ended_) {
     if (writing_ && std::exchange(abort_, false)) return AbortWrite{};
-    if (!writing_ && !waiting_.empty()) {
+    if (!writing_ && MayWait()) {
+      if (!std::exchange(comes_back_, true)) return ComeBack{due_ - now_()};
+    } else if (!writing_ && !waiting_.empty()) {
       OutboxMessage message = std::move(waiting_.front());
       waiting_.pop_front();
       writing_ = true;
@@ -210,8 +236,14 @@ void Outbox::Push(OutboxMessage message) {
   if (delta != nullptr && newest != nullptr) {
     Join(*newest, std::move(*delta));
   } else {
+    if (delta != nullptr && std::exchange(has_delta_, true)) due_ = now_() + deltas_.coalesce;
     waiting_.push_back(std::move(message));
   }
+}
+
+bool Outbox::MayWait() const {
+  return waiting_.size() == 1 && std::holds_alternative<Delta>(waiting_.front()) &&
+         !end_.has_value() && !full_since_.has_value() && now_() < due_;
 }
 
 void Outbox::DropMessages() {
@@ -222,6 +254,7 @@ void Outbox::DropMessages() {
 
 bool Outbox::WantsCourier() {
   if (!opened_ || writing_ || pumping_ || with_courier_) return false;
+  if (comes_back_ && MayWait()) return false;
   with_courier_ = true;
   return true;
 }

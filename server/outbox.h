@@ -22,9 +22,9 @@ struct Queued {
   int64_t position = 0;
 };
 
-// A stream is Queued, then Deltas (without evictions) and EvictionTraces, then Finished if it
-// ended well.
-using OutboxMessage = std::variant<Queued, Delta, EvictionTrace, Finished>;
+// A stream is Queued, then the parts of Deltas one by one, then Finished if it ended well.
+using OutboxMessage =
+    std::variant<Queued, PromptProgress, PromptLogprobs, Delta, EvictionTrace, Finished>;
 
 // Where an outbox's messages go. Called by one thread at a time, never while a call is under way;
 // each message after the one before it was written.
@@ -47,6 +47,14 @@ struct OutboxLimits {
   absl::Duration stall = absl::Seconds(30);
 };
 
+// How one stream wants its deltas.
+struct DeltaOptions {
+  bool token_ids = false;  // kept in them
+  // Longest that one waits for others to join its message. Not the first one, and none behind which
+  // something else waits.
+  absl::Duration coalesce;
+};
+
 // How an outbox reaches the world. Called with no lock held, on any thread.
 struct OutboxHooks {
   std::function<void()> wake_engine;
@@ -62,9 +70,8 @@ struct OutboxHooks {
 // Shared by engine and stream, which end in unknown order.
 class Outbox final : public RequestSink, public std::enable_shared_from_this<Outbox> {
  public:
-  // `writer` lives until its End; `courier` outlives the outbox. token_ids: whether deltas keep
-  // them. now: the clock, for tests.
-  Outbox(OutboxLimits limits, OutboxHooks hooks, bool token_ids, StreamWriter& writer,
+  // `writer` lives until its End; `courier` outlives the outbox. now: the clock, for tests.
+  Outbox(OutboxLimits limits, OutboxHooks hooks, DeltaOptions deltas, StreamWriter& writer,
          Courier& courier, std::function<absl::Time()> now = absl::Now);
 
   // Once the request is queued. Nothing is sent before.
@@ -82,15 +89,20 @@ class Outbox final : public RequestSink, public std::enable_shared_from_this<Out
 
   // Sends what can be sent. By the courier.
   void Deliver();
+  // The same, when the courier was asked to come back.
+  void DeliverLate();
   // Ends what nobody reads. By the courier, now and then.
   void CheckStall();
 
  private:
   struct AbortWrite {};
+  struct ComeBack {  // nothing to do before
+    absl::Duration delay;
+  };
   struct EndStream {
     absl::Status status;
   };
-  using Action = std::variant<OutboxMessage, AbortWrite, EndStream>;
+  using Action = std::variant<OutboxMessage, AbortWrite, ComeBack, EndStream>;
 
   void Pump();
   bool StartPumping();
@@ -98,12 +110,14 @@ class Outbox final : public RequestSink, public std::enable_shared_from_this<Out
   void Push(OutboxMessage message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void DropMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool WantsCourier() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Whether all that waits is a delta which others may yet join.
+  bool MayWait() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // How long the outbox was full, if it no longer is.
   std::optional<absl::Duration> UpdateFull() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const OutboxLimits limits_;
   const OutboxHooks hooks_;
-  const bool token_ids_;
+  const DeltaOptions deltas_;
   StreamWriter& writer_;
   Courier& courier_;
   const std::function<absl::Time()> now_;
@@ -113,6 +127,10 @@ class Outbox final : public RequestSink, public std::enable_shared_from_this<Out
   int64_t waiting_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t writing_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   bool opened_ ABSL_GUARDED_BY(mu_) = false;
+  bool has_delta_ ABSL_GUARDED_BY(mu_) = false;  // the first has come
+  // When the newest waiting delta has to be sent.
+  absl::Time due_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  bool comes_back_ ABSL_GUARDED_BY(mu_) = false;    // the courier, to DeliverLate
   bool with_courier_ ABSL_GUARDED_BY(mu_) = false;  // posted, not yet delivered
   bool pumping_ ABSL_GUARDED_BY(mu_) = false;       // some thread is calling the writer
   bool writing_ ABSL_GUARDED_BY(mu_) = false;

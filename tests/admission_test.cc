@@ -165,6 +165,37 @@ TEST_F(AdmissionTest, ResidualsOfAllBlocksAreReservedForTheRowsOfAForward) {
   }
 }
 
+TEST_F(AdmissionTest, LogitsOfAPromptAreReservedForTheRowsOfAForward) {
+  for (int64_t prompt : {10, 100}) {  // chunks are of 32
+    SCOPED_TRACE(prompt);
+    RequestOptions options = Ask(prompt);
+    const KvDemand plain = Accept(options).demand;
+    options.output.prompt_logprobs = true;
+    const KvDemand demand = Accept(options).demand;
+    EXPECT_EQ(demand.prefill_bytes - plain.prefill_bytes,
+              std::min<int64_t>(prompt, 32) * kFakeVocab * 4);
+    EXPECT_EQ(demand.decode_bytes, plain.decode_bytes);
+  }
+  RequestOptions scores = Ask(10);
+  scores.forced.assign(60, 1);
+  const KvDemand slow = Accept(scores).demand;
+  scores.force_in_chunks = true;
+  EXPECT_EQ(Accept(scores).demand.prefill_bytes - slow.prefill_bytes, 32 * kFakeVocab * 4);
+}
+
+TEST_F(AdmissionTest, PromptLogprobsNeedThePromptWhole) {
+  const auto accepts = [this](const std::string& policy, int64_t prompt, int64_t budget) {
+    RequestOptions options = Ask(prompt, 500, policy, budget);
+    options.output.prompt_logprobs = true;
+    return std::holds_alternative<Request>(admission_.Resolve(options));
+  };
+  EXPECT_TRUE(accepts("by_chunk", 100, 116));
+  EXPECT_FALSE(accepts("by_chunk", 100, 115));
+  EXPECT_TRUE(accepts("at_end", 100, 40)) << "its round comes after the figures";
+  EXPECT_FALSE(accepts("ragged", 100, 116)) << "its leanest lane has half";
+  EXPECT_TRUE(accepts("ragged", 100, 232));
+}
+
 // Artefacts.
 
 const PolicySpec kMeasured{
@@ -196,6 +227,16 @@ TEST_F(AdmissionTest, MaxOutputIs1024OrWhatTheContextLeaves) {
   EXPECT_EQ(Accept(Ask(10)).max_output_tokens, 1024);
   EXPECT_EQ(Accept(Ask(2000)).max_output_tokens, 48);
   EXPECT_EQ(Accept(Ask(2047)).max_output_tokens, 1);
+}
+
+TEST_F(AdmissionTest, IgnoredEndTokensEndNothing) {
+  RequestOptions options = Ask(3);
+  options.stop.ignore_end = true;
+  options.stop.tokens = {9};
+  const Request request = Accept(options);
+  EXPECT_THAT(request.end_tokens, IsEmpty());
+  EXPECT_THAT(request.stop_tokens, ElementsAre(9));
+  EXPECT_TRUE(request.ignore_end);
 }
 
 TEST_F(AdmissionTest, DefaultMaxOutputIsASetting) {
@@ -248,10 +289,20 @@ TEST_F(AdmissionTest, DefaultsOfParamsAreFilledIn) {
 TEST_F(AdmissionTest, WhatWasAskedArrives) {
   RequestOptions options = Ask(3, 20, "refuses", 30);
   options.id = "mine";
-  options.sampling = {.temperature = 0.7f, .top_p = 0.9f, .top_k = 5, .seed = 42};
+  options.sampling = {.temperature = 0.7f,
+                      .top_p = 0.9f,
+                      .top_k = 5,
+                      .min_p = 0.1f,
+                      .typical_p = 0.8f,
+                      .repetition_penalty = 1.1f,
+                      .frequency_penalty = -2.0f,
+                      .presence_penalty = 2.0f,
+                      .logit_bias = {{0, -100.0f}, {63, 100.0f}},
+                      .seed = 42};
   options.stop.strings = {"x"};
   options.stop.tokens = {9};
   options.stop.include = true;
+  options.stop.min_output_tokens = 20;
   options.output.logprobs = true;
   options.kv.positions = PositionMode::kCompact;
   options.kv.protection.spans = {{5, 7}};
@@ -261,6 +312,8 @@ TEST_F(AdmissionTest, WhatWasAskedArrives) {
   EXPECT_EQ(request.id, "mine");
   EXPECT_EQ(request.prompt, options.prompt);
   EXPECT_EQ(request.sampling.seed, 42u);
+  EXPECT_EQ(request.sampling.logit_bias, options.sampling.logit_bias);
+  EXPECT_EQ(request.min_output_tokens, 20);
   EXPECT_THAT(request.stop_strings, ElementsAre("x"));
   EXPECT_THAT(request.stop_tokens, ElementsAre(9));
   EXPECT_THAT(request.end_tokens, ElementsAre(63));
@@ -349,6 +402,59 @@ const BadInput kBadInputs[] = {
      "stop.stop_token_ids[0]", "token id 64", "TOKEN_RANGE", absl::StatusCode::kOutOfRange},
     {"NanTemperature", [](auto& o) { o.sampling.temperature = kNaN; }, "sampling.temperature",
      "finite number >= 0, is nan"},
+    {"MinPAboveOne", [](auto& o) { o.sampling.min_p = 1.5f; }, "sampling.min_p", "[0, 1], is 1.5"},
+    {"MinPNan", [](auto& o) { o.sampling.min_p = kNaN; }, "sampling.min_p", "is nan"},
+    {"TypicalPZero", [](auto& o) { o.sampling.typical_p = 0; }, "sampling.typical_p", "(0, 1]"},
+    {"TypicalPNan", [](auto& o) { o.sampling.typical_p = kNaN; }, "sampling.typical_p", "is nan"},
+    {"RepetitionPenaltyZero", [](auto& o) { o.sampling.repetition_penalty = 0; },
+     "sampling.repetition_penalty", "[0.01, 100], is 0"},
+    {"RepetitionPenaltyInfinite", [](auto& o) { o.sampling.repetition_penalty = INFINITY; },
+     "sampling.repetition_penalty", "is inf"},
+    {"FrequencyPenalty", [](auto& o) { o.sampling.frequency_penalty = 2.5f; },
+     "sampling.frequency_penalty", "[-2, 2], is 2.5"},
+    {"PresencePenalty", [](auto& o) { o.sampling.presence_penalty = -3; },
+     "sampling.presence_penalty", "[-2, 2], is -3"},
+    {"PresencePenaltyNan", [](auto& o) { o.sampling.presence_penalty = kNaN; },
+     "sampling.presence_penalty", "is nan"},
+    {"LogitBias",
+     [](auto& o) {
+       o.sampling.logit_bias = {{5, 100.5f}};
+     },
+     "sampling.logit_bias[5]", "[-100, 100], is 100.5"},
+    {"LogitBiasNan",
+     [](auto& o) {
+       o.sampling.logit_bias = {{5, kNaN}};
+     },
+     "sampling.logit_bias[5]", "is nan"},
+    {"LogitBiasBeyondTheVocabulary",
+     [](auto& o) {
+       o.sampling.logit_bias = {{64, 1.0f}};
+     },
+     "sampling.logit_bias[64]", "token id 64 is outside", "TOKEN_RANGE",
+     absl::StatusCode::kOutOfRange},
+    {"TooManyLogitBiases",
+     [](auto& o) {
+       for (int32_t i = 0; i < 1025; ++i) o.sampling.logit_bias[i] = 0;
+     },
+     "sampling.logit_bias", "has 1025 items, at most 1024"},
+    {"TooManyTopLogprobs", [](auto& o) { o.output.top_logprobs = 21; }, "output.top_logprobs",
+     "at most 20, is 21"},
+    {"TooManyTopLogprobsOfAScore",
+     [](auto& o) {
+       o.forced = {1};
+       o.output.top_logprobs = 21;
+     },
+     "top_logprobs", "at most 20, is 21"},
+    {"LogprobsOfAnEvictedPrompt",
+     [](auto& o) {
+       o.prompt.assign(100, 1);
+       o.output.prompt_logprobs = true;
+       o.kv = {.policy = "by_chunk", .budget = int64_t{115}};
+     },
+     "output.prompt_logprobs", "the smallest budget is 116", "PROMPT_EVICTED",
+     absl::StatusCode::kFailedPrecondition},
+    {"LeastOutputOverTheMost", [](auto& o) { o.stop.min_output_tokens = 21; },
+     "stop.min_output_tokens", "is 21, more than max_output_tokens, 20"},
     {"InfiniteTemperature", [](auto& o) { o.sampling.temperature = INFINITY; },
      "sampling.temperature", "finite number"},
     {"NegativeTemperature", [](auto& o) { o.sampling.temperature = -0.5f; }, "sampling.temperature",

@@ -23,6 +23,12 @@ class TranscriptSink final : public RequestSink {
     append(transcript_->tokens, delta.tokens);
     append(transcript_->logprobs, delta.logprobs);
     append(transcript_->greedy, delta.greedy);
+    append(transcript_->top_logprobs, delta.top_logprobs);
+    PromptLogprobs& prompt = transcript_->prompt;
+    if (prompt.tokens.empty()) prompt.first = delta.prompt.first;
+    append(prompt.tokens, delta.prompt.tokens);
+    append(prompt.logprobs, delta.prompt.logprobs);
+    append(prompt.top, delta.prompt.top);
     append(transcript_->residual_steps, delta.residual_steps);
     append(transcript_->evictions, delta.evictions);
     transcript_->text += delta.text;

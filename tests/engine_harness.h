@@ -20,6 +20,8 @@ struct Transcript {
   std::vector<int32_t> tokens;
   std::vector<float> logprobs;
   std::vector<bool> greedy;
+  std::vector<std::vector<TokenLogprob>> top_logprobs;
+  PromptLogprobs prompt;  // all its parts
   std::string text;
   std::vector<std::vector<float>> residual_steps;
   std::vector<EvictionTrace> evictions;

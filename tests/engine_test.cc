@@ -71,9 +71,11 @@ struct Output {
   std::vector<int32_t> tokens;
   std::vector<float> logprobs;
   std::vector<bool> greedy;
+  std::vector<std::vector<TokenLogprob>> top_logprobs;
   std::vector<std::vector<float>> residual_steps;
   std::vector<EvictionTrace> evictions;
-  std::vector<Finished> finished;  // one, in the end
+  std::vector<PromptLogprobs> prompt;  // by event
+  std::vector<Finished> finished;      // one, in the end
 
   bool ended() const { return !finished.empty(); }
   std::string reason() const { return ended() ? ReasonName(finished.front().reason) : "none"; }
@@ -99,12 +101,20 @@ class RecordingSink final : public RequestSink {
                         absl::StrJoin(victims.index, " "));
       }
     }
+    if (delta.progress.has_value()) {
+      absl::StrAppend(&line, " ", delta.progress->done, " of ", delta.progress->total);
+    }
+    if (!delta.prompt.tokens.empty()) {
+      absl::StrAppend(&line, " prompt ", delta.prompt.first, "+", delta.prompt.tokens.size());
+      output_->prompt.push_back(delta.prompt);
+    }
     log_.Add(id_, ">", line);
     output_->text += delta.text;
     auto append = [](auto& to, const auto& from) { to.insert(to.end(), from.begin(), from.end()); };
     append(output_->tokens, delta.tokens);
     append(output_->logprobs, delta.logprobs);
     append(output_->greedy, delta.greedy);
+    append(output_->top_logprobs, delta.top_logprobs);
     append(output_->residual_steps, delta.residual_steps);
     append(output_->evictions, delta.evictions);
   }
@@ -159,7 +169,7 @@ class RecordingObserver final : public EngineObserver {
 // One sequence's share of a forward, as the executor saw it.
 struct SeenItem {
   std::string id;
-  std::vector<int32_t> tokens, forced;
+  std::vector<int32_t> tokens, forced, outputs;
   int64_t first = 0, num_outputs = 0, draw = 0;
   bool decode = false, ends_prefill = false, evicts_prefill = false;
 };
@@ -247,6 +257,7 @@ class EngineTest : public testing::Test {
       seen_.push_back({.id = item.request->id,
                        .tokens = {item.tokens.begin(), item.tokens.end()},
                        .forced = {item.forced.begin(), item.forced.end()},
+                       .outputs = {item.outputs.begin(), item.outputs.end()},
                        .first = item.first,
                        .num_outputs = item.num_outputs,
                        .draw = item.draw,
@@ -369,6 +380,16 @@ TEST_F(EngineTest, DrawsAreNumberedByOutput) {
   EXPECT_THAT(draws, ElementsAre(0, 1, 2, 3));
 }
 
+TEST_F(EngineTest, DrawsKnowTheOutputBeforeThem) {
+  RecordItems();
+  Submit(Ask("a", 5, 4));
+  RunAll();
+  ASSERT_THAT(seen_, SizeIs(4));
+  EXPECT_THAT(seen_[0].outputs, IsEmpty());
+  EXPECT_THAT(seen_[1].outputs, ElementsAre(5));
+  EXPECT_THAT(seen_[3].outputs, ElementsAre(5, 6, 7));
+}
+
 TEST_F(EngineTest, WorkStaysReadableUntilItHasSettled) {
   std::map<std::string, std::vector<int32_t>> forwarded;
   script_->on_item = [&](const WorkItem& item) {
@@ -461,6 +482,40 @@ TEST_F(EngineTest, StopTokenThatIsTheModelsEndWasAskedFor) {
   EXPECT_EQ(output->reason(), "stop token");
 }
 
+TEST_F(EngineTest, NothingEndsARequestBeforeItsLeastOutput) {
+  RequestOptions options = Ask("a", 60, 20);
+  options.stop = {
+      .max_output_tokens = 20, .strings = {"w61 w62"}, .tokens = {2}, .min_output_tokens = 5};
+  auto output = Submit(options);
+  RunAll();
+  // 63 ends the model's text and 2 was asked for: both are passed over while they may not come.
+  EXPECT_THAT(output->tokens, ElementsAre(60, 61, 62, 0, 1, 2));
+  EXPECT_EQ(output->text, "w60 w61 w62 w0 w1");
+  EXPECT_EQ(output->reason(), "stop token");
+
+  options = Ask("b", 61, 20);
+  options.stop.min_output_tokens = 2;
+  output = Submit(options);
+  RunAll();
+  EXPECT_THAT(output->tokens, ElementsAre(61, 62, 63));
+  EXPECT_EQ(output->reason(), "end");
+}
+
+TEST_F(EngineTest, TheModelsEndMayBeIgnored) {
+  RequestOptions options = Ask("a", 62, 4);
+  options.stop.ignore_end = true;
+  auto output = Submit(options);
+  RunAll();
+  EXPECT_THAT(output->tokens, ElementsAre(62, kEnd, 0, 1));
+  EXPECT_EQ(output->reason(), "length");
+
+  options = Ask("b", 62, 4);
+  options.stop = {.max_output_tokens = 4, .tokens = {kEnd}, .ignore_end = true};
+  output = Submit(options);
+  RunAll();
+  EXPECT_EQ(output->reason(), "stop token") << "the request's own still ends it";
+}
+
 TEST_F(EngineTest, EndsAtAStopStringAcrossTokens) {
   RequestOptions options = Ask("a", 5, 10);
   options.stop.strings = {"w99", "w7 w8"};
@@ -518,6 +573,74 @@ TEST_F(EngineTest, LogprobsComeOnlyWhereAskedFor) {
   EXPECT_THAT(silent->logprobs, IsEmpty());
   EXPECT_THAT(telling->logprobs, ElementsAre(-0.125f, -0.125f, -0.125f));
   EXPECT_THAT(telling->greedy, IsEmpty());
+}
+
+TEST_F(EngineTest, TheLikeliestTokensComeWithEachToken) {
+  RequestOptions options = Ask("a", 5, 2);
+  options.output.top_logprobs = 2;
+  auto generated = Submit(options);
+  options = Ask("b", 5, 1);
+  options.forced = {5, 9};
+  options.output.top_logprobs = 2;
+  auto scored = Submit(options);
+  auto silent = Submit(Ask("c", 5, 2));
+  RunAll();
+  using Top = std::vector<TokenLogprob>;
+  const Top first = {{5, -0.125f}, {6, -1.125f}}, second = {{6, -0.125f}, {7, -1.125f}};
+  EXPECT_THAT(generated->top_logprobs, ElementsAre(first, second));
+  EXPECT_THAT(scored->top_logprobs, ElementsAre(first, second));
+  EXPECT_THAT(silent->top_logprobs, IsEmpty());
+  EXPECT_THAT(generated->logprobs, IsEmpty()) << "they were not asked for";
+}
+
+TEST_F(EngineTest, PromptLogprobsComeByChunkBeforeTheFirstToken) {
+  Build({.engine = {.scheduler = {.prefill_chunk_tokens = 4}}});
+  RequestOptions options = Ask("a", 10, 2);
+  options.prompt[3] = 40;  // unlikely, and so is what follows it
+  options.output.prompt_logprobs = true;
+  options.output.top_logprobs = 1;
+  auto output = Submit(options);
+  EXPECT_THAT(Step(), HasSubstr("a> prompt 1+4\n"));
+  EXPECT_THAT(Step(), HasSubstr("a> prompt 5+4\n"));
+  EXPECT_THAT(Step(), HasSubstr("a> tokens 10 'w10' prompt 9+1\n"));
+  RunAll();
+  std::vector<int32_t> tokens = {options.prompt[0]};  // it has no log-probability
+  std::vector<float> logprobs;
+  for (const PromptLogprobs& part : output->prompt) {
+    EXPECT_EQ(part.first, static_cast<int64_t>(tokens.size()));
+    EXPECT_THAT(part.top, SizeIs(part.tokens.size()));
+    tokens.insert(tokens.end(), part.tokens.begin(), part.tokens.end());
+    logprobs.insert(logprobs.end(), part.logprobs.begin(), part.logprobs.end());
+  }
+  EXPECT_EQ(tokens, options.prompt);
+  EXPECT_THAT(logprobs,
+              ElementsAre(-.125f, -.125f, -4, -4, -.125f, -.125f, -.125f, -.125f, -.125f));
+  EXPECT_THAT(output->prompt[0].top[2], ElementsAre(TokenLogprob{3, -0.125f}));
+}
+
+TEST_F(EngineTest, PromptOfOneTokenHasNoLogprobs) {
+  RequestOptions options = Ask("a", 1, 2);
+  options.output.prompt_logprobs = true;
+  auto output = Submit(options);
+  RunAll();
+  EXPECT_THAT(output->prompt, IsEmpty());
+  EXPECT_THAT(output->tokens, SizeIs(2));
+}
+
+TEST_F(EngineTest, ProgressIsToldAfterEachChunkWhereThereAreSeveral) {
+  Build({.engine = {.scheduler = {.prefill_chunk_tokens = 16}}});
+  RequestOptions options = Ask("a", 37, 2);
+  options.output.progress = true;
+  Submit(options);
+  EXPECT_THAT(Step(), HasSubstr("a> 16 of 37\n"));
+  EXPECT_THAT(Step(), HasSubstr("a> 32 of 37\n"));
+  EXPECT_THAT(Step(), HasSubstr("a> tokens 37 'w37' 37 of 37\n"));
+  EXPECT_THAT(Step(), Not(HasSubstr("of 37")));
+  options = Ask("b", 16, 2);
+  options.output.progress = true;
+  Submit(options);
+  EXPECT_THAT(Step(), HasSubstr("b> tokens 16 'w16'\n"));
+  RunAll();
 }
 
 TEST_F(EngineTest, SummaryCountsAndTimes) {

@@ -98,16 +98,44 @@ class FakeExecutor final : public StepExecutor {
     if (!outcome.status.ok()) return outcome;
     const int64_t first_row = static_cast<int64_t>(item.tokens.size()) - item.num_outputs;
     for (int64_t i = 0; i < item.num_outputs; ++i) {
-      const int32_t likeliest = script_->next(item.tokens[first_row + i]);
+      int32_t likeliest = script_->next(item.tokens[first_row + i]);
+      const auto is_masked = [&] {
+        return std::find(item.masked.begin(), item.masked.end(), likeliest) != item.masked.end();
+      };
+      while (is_masked()) likeliest = script_->next(likeliest);
       const int32_t token = item.forced.empty() ? likeliest : item.forced[i];
       outcome.outputs.push_back({.token = token,
                                  .logprob = token == likeliest ? -0.125f : -4.0f,
-                                 .greedy = token == likeliest});
+                                 .greedy = token == likeliest,
+                                 .top = Top(item, likeliest)});
     }
+    if (!item.decode && item.request->output.prompt_logprobs) outcome.prompt = OfPrompt(item);
     if (item.decode && item.request->output.residual_steps) {
       outcome.residual_steps = {static_cast<float>(item.tokens.front()), 1.0f};
     }
     return outcome;
+  }
+
+  // The likeliest token, and those after it in the vocabulary.
+  static std::vector<TokenLogprob> Top(const WorkItem& item, int32_t likeliest) {
+    std::vector<TokenLogprob> top;
+    for (int32_t i = 0; i < item.request->output.top_logprobs; ++i) {
+      top.push_back({.token = likeliest + i, .logprob = -0.125f - static_cast<float>(i)});
+    }
+    return top;
+  }
+
+  PromptLogprobs OfPrompt(const WorkItem& item) const {
+    PromptLogprobs prompt{.first = item.first + 1};
+    for (size_t i = 0; i < item.tokens.size(); ++i) {
+      const size_t place = static_cast<size_t>(item.first) + i + 1;
+      if (place >= item.request->prompt.size()) break;
+      const int32_t likeliest = script_->next(item.tokens[i]);
+      prompt.tokens.push_back(item.request->prompt[place]);
+      prompt.logprobs.push_back(prompt.tokens.back() == likeliest ? -0.125f : -4.0f);
+      if (item.request->output.top_logprobs > 0) prompt.top.push_back(Top(item, likeliest));
+    }
+    return prompt;
   }
 
   void Cache(const WorkItem& item) {

@@ -118,33 +118,63 @@ TEST_F(GenerationServiceTest, StreamsAcceptedThenDeltasThenSummary) {
 TEST_F(GenerationServiceTest, AcceptedEchoesEverySettingResolved) {
   Start({.default_policy = "window"});
   v1::GenerateResult result;
-  const auto status =
-      Once(Parse<v1::GenerateRequest>(R"pb(
-             text: "w1 w2 w3"
-             sampling { temperature: 0.5 top_p: 0.9 top_k: 7 }
-             stop { max_output_tokens: 29 stop_strings: "x" stop_token_ids: 40 include_stop: true }
-             output { token_ids: true kept: true }
-             kv {
-               keep_ratio: 0.75
-               policy_params {
-                 fields {
-                   key: "slack"
-                   value { number_value: 2 }
-                 }
-               }
-             })pb"),
-           &result);
+  const auto status = Once(Parse<v1::GenerateRequest>(R"pb(
+                             text: "w1 w2 w3"
+                             sampling {
+                               temperature: 0.5
+                               top_p: 0.9
+                               top_k: 7
+                               min_p: 0.25
+                               typical_p: 0.75
+                               repetition_penalty: 1.5
+                               frequency_penalty: -0.5
+                               presence_penalty: 2
+                               logit_bias { key: 3 value: -1.5 }
+                             }
+                             stop {
+                               max_output_tokens: 29
+                               stop_strings: "x"
+                               stop_token_ids: 40
+                               include_stop: true
+                               min_output_tokens: 4
+                               ignore_eos: true
+                             }
+                             output {
+                               token_ids: true
+                               kept: true
+                               top_logprobs: 3
+                               prompt_logprobs: true
+                               progress: true
+                               coalesce { seconds: 1 nanos: 500000000 }
+                             }
+                             kv {
+                               keep_ratio: 0.75
+                               policy_params {
+                                 fields {
+                                   key: "slack"
+                                   value { number_value: 2 }
+                                 }
+                               }
+                             })pb"),
+                           &result);
   ASSERT_TRUE(status.ok()) << status.error_message();
   const v1::Accepted& accepted = result.accepted();
   EXPECT_FALSE(accepted.request_id().empty());
   EXPECT_EQ(accepted.model(), "fake");
   EXPECT_EQ(accepted.prompt_tokens(), 3u);
   EXPECT_EQ(accepted.max_output_tokens(), 29u);
-  EXPECT_THAT(accepted.stop_token_ids(), ElementsAre(40, 63));
+  EXPECT_THAT(accepted.stop_token_ids(), ElementsAre(40));
   EXPECT_EQ(accepted.sampling().temperature(), 0.5f);
   EXPECT_EQ(accepted.sampling().top_p(), 0.9f);
   EXPECT_EQ(accepted.sampling().top_k(), 7u);
   EXPECT_TRUE(accepted.sampling().has_seed());
+  EXPECT_EQ(accepted.sampling().min_p(), 0.25f);
+  EXPECT_EQ(accepted.sampling().typical_p(), 0.75f);
+  EXPECT_EQ(accepted.sampling().repetition_penalty(), 1.5f);
+  EXPECT_EQ(accepted.sampling().frequency_penalty(), -0.5f);
+  EXPECT_EQ(accepted.sampling().presence_penalty(), 2.0f);
+  ASSERT_EQ(accepted.sampling().logit_bias_size(), 1);
+  EXPECT_EQ(accepted.sampling().logit_bias().at(3), -1.5f);
   EXPECT_EQ(accepted.kv().policy(), "window");
   EXPECT_EQ(accepted.kv().budget_tokens(), 24u);
   EXPECT_EQ(accepted.kv().policy_params().fields().at("slack").number_value(), 2);
@@ -158,7 +188,11 @@ TEST_F(GenerationServiceTest, AcceptedEchoesEverySettingResolved) {
   EXPECT_THAT(accepted.stop().stop_strings(), ElementsAre("x"));
   EXPECT_THAT(accepted.stop().stop_token_ids(), ElementsAre(40));
   EXPECT_TRUE(accepted.stop().include_stop());
-  EXPECT_EQ(accepted.output().ShortDebugString(), "text: true token_ids: true kept: true");
+  EXPECT_EQ(accepted.stop().min_output_tokens(), 4u);
+  EXPECT_TRUE(accepted.stop().ignore_eos());
+  EXPECT_EQ(accepted.output().ShortDebugString(),
+            "text: true token_ids: true kept: true top_logprobs: 3 prompt_logprobs: true "
+            "progress: true coalesce { seconds: 1 nanos: 500000000 }");
   EXPECT_EQ(accepted.cadence(), v1::SCORE_CADENCE_UNSPECIFIED);
 }
 
@@ -244,6 +278,67 @@ TEST_F(GenerationServiceTest, ScoreOfGeneratedTokensReturnsTheirLogProbabilities
   }
 }
 
+// As text, the likeliest tokens of each place.
+std::string TopOf(const google::protobuf::RepeatedPtrField<v1::TopLogprobs>& top) {
+  std::string text;
+  for (const v1::TopLogprobs& place : top) absl::StrAppend(&text, place.ShortDebugString(), "; ");
+  return text;
+}
+
+TEST_F(GenerationServiceTest, PromptEventsComeInOrderBeforeTheFirstDelta) {
+  Start({.engine = {.scheduler = {.prefill_chunk_tokens = 2}}});
+  v1::GenerateRequest request = Prompt(10, 2);
+  for (int32_t token : {11, 40, 41}) request.mutable_token_ids()->add_ids(token);
+  request.mutable_output()->set_prompt_logprobs(true);
+  request.mutable_output()->set_progress(true);
+  request.mutable_output()->set_top_logprobs(2);
+  StreamClient client(stub(), request);
+  ASSERT_TRUE(client.AwaitDone().ok());
+  std::vector<std::string> events;
+  v1::PromptLogprobs joined;
+  for (const v1::GenerateResponse& message : client.AwaitMessages(0)) {
+    events.push_back(message.GetDescriptor()->FindFieldByNumber(message.event_case())->name());
+    if (message.has_prompt_logprobs()) {
+      EXPECT_EQ(message.prompt_logprobs().first(), 1u + joined.token_ids_size());
+      joined.MergeFrom(message.prompt_logprobs());
+    }
+    if (message.has_progress())
+      absl::StrAppend(&events.back(), message.progress().prompt_tokens_done());
+  }
+  // The last row of the prompt predicts the first output token.
+  EXPECT_THAT(std::vector<std::string>(events.begin(), events.begin() + 7),
+              ElementsAre("accepted", "progress2", "prompt_logprobs", "progress4",
+                          "prompt_logprobs", "progress5", "delta"));
+  EXPECT_THAT(joined.token_ids(), ElementsAre(10, 11, 40, 41));
+  EXPECT_THAT(joined.logprobs(), ElementsAre(-4, -0.125f, -4, -0.125f));
+
+  v1::GenerateResult once;
+  ASSERT_TRUE(Once(request, &once).ok());
+  joined.set_first(1);
+  EXPECT_EQ(once.prompt_logprobs().SerializeAsString(), joined.SerializeAsString());
+  EXPECT_EQ(TopOf(once.top_logprobs()),
+            "token_ids: 42 token_ids: 43 logprobs: -0.125 logprobs: -1.125; "
+            "token_ids: 43 token_ids: 44 logprobs: -0.125 logprobs: -1.125; ");
+  v1::ScoreRequest score;
+  *score.mutable_token_ids() = request.token_ids();
+  *score.mutable_continuation_ids()->mutable_ids() = once.token_ids();
+  score.set_top_logprobs(2);
+  grpc::ClientContext context;
+  v1::ScoreResponse scored;
+  ASSERT_TRUE(stub().Score(&context, score, &scored).ok());
+  EXPECT_EQ(TopOf(scored.top_logprobs()), TopOf(once.top_logprobs()));
+}
+
+TEST_F(GenerationServiceTest, DeltasShareMessagesWhereTheClientCanWait) {
+  v1::GenerateRequest request = Prompt(10, 40);
+  request.mutable_output()->mutable_coalesce()->set_seconds(10);
+  StreamClient client(stub(), request);
+  ASSERT_TRUE(client.AwaitDone().ok());
+  EXPECT_THAT(client.token_ids(), SizeIs(40));
+  // Accepted, the first delta, all others, the summary; others may join what waits to be written.
+  EXPECT_THAT(client.AwaitMessages(0), SizeIs(::testing::Le(4u)));
+}
+
 TEST_F(GenerationServiceTest, ScoreTakesTextAndASeed) {
   v1::ScoreRequest score;
   score.set_seed(7);
@@ -255,6 +350,17 @@ TEST_F(GenerationServiceTest, ScoreTakesTextAndASeed) {
   EXPECT_THAT(scored.token_ids(), ElementsAre(5, 9));
   EXPECT_THAT(scored.greedy(), ElementsAre(true, false));
   EXPECT_EQ(scored.accepted().sampling().seed(), 7u);
+}
+
+TEST_F(GenerationServiceTest, NothingEndsARequestBeforeItsLeastOutput) {
+  v1::GenerateRequest request = Prompt(60, 10);
+  request.mutable_stop()->set_min_output_tokens(4);
+  request.mutable_stop()->add_stop_strings("w61");
+  request.mutable_stop()->add_stop_strings("w2");
+  v1::GenerateResult result;
+  ASSERT_TRUE(Once(request, &result).ok());
+  EXPECT_THAT(result.token_ids(), ElementsAre(61, 62, 0, 1, 2));  // 63 is the model's end
+  EXPECT_EQ(result.summary().stop_string(), "w2");
 }
 
 TEST_F(GenerationServiceTest, StopSaysWhatMatched) {
@@ -332,6 +438,41 @@ INSTANTIATE_TEST_SUITE_P(
          "INVALID_REQUEST",
          {"prompt"},
          "is empty"},
+        {"everything_about_sampling",
+         "token_ids { ids: 1 } sampling { min_p: 2 typical_p: 0 repetition_penalty: -1 "
+         "frequency_penalty: nan presence_penalty: inf logit_bias { key: 2 value: nan } } "
+         "stop { max_output_tokens: 4 min_output_tokens: 5 }",
+         grpc::INVALID_ARGUMENT,
+         "INVALID_REQUEST",
+         {"sampling.typical_p", "sampling.min_p", "sampling.repetition_penalty",
+          "sampling.frequency_penalty", "sampling.presence_penalty", "sampling.logit_bias[2]",
+          "stop.min_output_tokens"},
+         "(and 6 more)"},
+        {"too_much_output",
+         "token_ids { ids: 1 } output { top_logprobs: 21 coalesce { seconds: 10 nanos: 1 } }",
+         grpc::INVALID_ARGUMENT,
+         "INVALID_REQUEST",
+         {"output.coalesce", "output.top_logprobs"},
+         "must be from 0 to 10s, is 10.000000001s"},
+        {"negative_wait",
+         "token_ids { ids: 1 } output { coalesce { nanos: -1 } }",
+         grpc::INVALID_ARGUMENT,
+         "INVALID_REQUEST",
+         {"output.coalesce"},
+         "is -1ns"},
+        {"logprobs_of_an_evicted_prompt",
+         TokenIds(30) + "kv { policy: 'window' max_tokens: 20 } output { prompt_logprobs: true } "
+                        "stop { max_output_tokens: 40 }",
+         grpc::FAILED_PRECONDITION,
+         "PROMPT_EVICTED",
+         {"output.prompt_logprobs"},
+         "the smallest budget is 46"},
+        {"bias_of_no_token",
+         "token_ids { ids: 1 } sampling { logit_bias { key: -4 value: 1 } }",
+         grpc::OUT_OF_RANGE,
+         "TOKEN_RANGE",
+         {"sampling.logit_bias[-4]"},
+         "token id -4 is outside the vocabulary [0, 64)"},
         {"prompt_over_context",
          TokenIds(512),
          grpc::INVALID_ARGUMENT,

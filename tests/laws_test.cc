@@ -539,6 +539,82 @@ TEST_P(EveryPolicy, Law4_ScoringGeneratedTokensReturnsTheirLogprobs) {
   EXPECT_EQ(scored.finished->kv.kept, generated.finished->kv.kept);
 }
 
+// What a prompt's tokens are given before anything is generated is what scoring them gives: bit for
+// bit in deterministic mode, under any policy that has not yet evicted.
+TEST_P(EveryPolicy, PromptLogprobsAreThoseOfScoringThePrompt) {
+  EngineHarness harness = Harness({.prefill_chunk_tokens = 32, .deterministic = true});
+  RequestOptions options;
+  options.prompt = Text(harness.manifest(), 40, 61);
+  options.stop.max_output_tokens = 80;
+  options.output.prompt_logprobs = true;
+  options.output.logprobs = true;
+  options.output.top_logprobs = 3;
+  const Transcript generated =
+      harness.Run(WithPolicy(options, policy(), 112));  // of which the leanest lane has 56
+  ASSERT_TRUE(generated.ok()) << generated.finished->status;
+
+  RequestOptions scoring;
+  scoring.prompt = {options.prompt[0]};
+  scoring.forced.assign(options.prompt.begin() + 1, options.prompt.end());
+  // One more, so that the chunks are the same: the last scored token is never cached.
+  scoring.forced.push_back(generated.tokens[0]);
+  scoring.force_in_chunks = true;
+  scoring.output.top_logprobs = 3;
+  const Transcript scored = harness.Run(scoring);
+  ASSERT_TRUE(scored.ok()) << scored.finished->status;
+  EXPECT_EQ(generated.prompt.first, 1);
+  std::vector<int32_t> tokens = generated.prompt.tokens;
+  std::vector<float> logprobs = generated.prompt.logprobs;
+  std::vector<std::vector<TokenLogprob>> top = generated.prompt.top;
+  tokens.push_back(generated.tokens[0]);
+  logprobs.push_back(generated.logprobs[0]);
+  top.push_back(generated.top_logprobs[0]);
+  EXPECT_TRUE(tokens == scoring.forced);
+  EXPECT_TRUE(logprobs == scored.logprobs);
+  EXPECT_TRUE(top == scored.top_logprobs);
+  for (size_t i = 0; i < scored.logprobs.size(); ++i) {
+    ASSERT_EQ(scored.top_logprobs[i].size(), 3u);
+    if (!scored.greedy[i]) continue;
+    const TokenLogprob likeliest{scoring.forced[i], scored.logprobs[i]};
+    EXPECT_EQ(scored.top_logprobs[i].front(), likeliest);
+  }
+  EXPECT_EQ(generated.top_logprobs.size(), generated.tokens.size());
+}
+
+// Greedy tokens under bias, penalties and a mask are those of the executor's own logits.
+TEST(Sampling, TheExecutorGivesTheSamplerWhatItAsksFor) {
+  EngineHarness harness(ModelPath("gqa"));
+  RequestOptions options;
+  options.prompt = Text(harness.manifest(), 20, 62);
+  options.stop.max_output_tokens = 30;
+  options.stop.min_output_tokens = 30;
+  options.sampling = {.repetition_penalty = 1.7f,
+                      .frequency_penalty = 0.4f,
+                      .presence_penalty = 0.3f,
+                      .logit_bias = {{3, 2.0f}, {9, -4.0f}}};
+  options.output.logprobs = true;
+  harness.model().TakeLogits();
+  const Transcript transcript = harness.Run(options);
+  ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+  ASSERT_EQ(transcript.tokens.size(), 30u);
+  const std::vector<at::Tensor> rows = harness.model().TakeLogits();
+  ASSERT_EQ(rows.size(), 30u);
+  bool differs = false;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const at::Tensor row = rows[i].contiguous();
+    const absl::Span<const float> logits(row.const_data_ptr<float>(), row.numel());
+    const Draw draw{.index = i,
+                    .prompt = options.prompt,
+                    .outputs = absl::MakeConstSpan(transcript.tokens).first(i),
+                    .masked = harness.manifest().eos_tokens};
+    EXPECT_EQ(transcript.tokens[i], *Sample(logits, options.sampling, draw));
+    differs |= transcript.tokens[i] != *Argmax(logits);
+    // Of the raw logits.
+    EXPECT_EQ(transcript.logprobs[i], LogprobsOf(logits, transcript.tokens[i])->of_token);
+  }
+  EXPECT_TRUE(differs) << "the settings change nothing";
+}
+
 // Prompts over the budget: rounds at multiples of the prefill chunk, whatever the steps' sizes.
 TEST_P(EveryPolicy, Law3_PromptsOverTheBudgetAreEvictedAtFixedPlaces) {
   std::vector<std::vector<EvictionTrace>> traces;

@@ -173,12 +173,14 @@ TEST_F(MetricsTest, FailuresSayWhoFailed) {
 
 TEST_F(MetricsTest, LabelsComeFromClosedSets) {
   (*metrics_.OfModel("fake"))->OnRejected("KV_BUDGET");
+  (*metrics_.OfModel("fake"))->OnRejected("PROMPT_EVICTED");
   (*metrics_.OfModel("fake"))->OnRejected("whatever a client may cause");
   metrics_.OnRejected("NOT_FOUND");
   metrics_.OnRpcFinished("GenerationService/Generate", grpc::StatusCode::OK);
   metrics_.OnRpcFinished("invented", static_cast<grpc::StatusCode>(77));
   const auto values = Read();
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="kv_budget"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="prompt_evicted"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="other"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{model="",reason="not_found"})"), 1);
   EXPECT_EQ(

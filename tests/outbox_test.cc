@@ -26,6 +26,7 @@ namespace epikv {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::SizeIs;
 
 constexpr absl::Duration kLong = absl::Seconds(60);  // never waited for in full
 
@@ -36,6 +37,12 @@ std::string Text(const OutboxMessage& message) {
   }
   if (const auto* delta = std::get_if<Delta>(&message)) {
     return absl::StrCat("delta ", delta->text, "|", absl::StrJoin(delta->tokens, ","));
+  }
+  if (const auto* progress = std::get_if<PromptProgress>(&message)) {
+    return absl::StrCat("progress ", progress->done);
+  }
+  if (const auto* prompt = std::get_if<PromptLogprobs>(&message)) {
+    return absl::StrCat("prompt ", prompt->first);
   }
   if (const auto* trace = std::get_if<EvictionTrace>(&message)) {
     return absl::StrCat("trace ", trace->at_token);
@@ -135,12 +142,25 @@ class OutboxTest : public ::testing::Test {
                             cancels_.push_back(std::move(status));
                           },
                       .was_full = [this](absl::Duration full) { full_ = full; }};
-    outbox_ = std::make_shared<Outbox>(limits, std::move(hooks), /*token_ids=*/true, *writer_,
-                                       courier_, [this] { return now_; });
+    const DeltaOptions deltas{.token_ids = true, .coalesce = coalesce_};
+    outbox_ = std::make_shared<Outbox>(limits, std::move(hooks), deltas, *writer_, courier_,
+                                       [this] { return Now(); });
     writer_->outbox = outbox_;
   }
 
-  absl::Time now_ = absl::UnixEpoch();
+  // The courier looks at the clock too.
+  absl::Time Now() {
+    absl::MutexLock lock(&clock_mu_);
+    return now_;
+  }
+  void Advance(absl::Duration by) {
+    absl::MutexLock lock(&clock_mu_);
+    now_ += by;
+  }
+
+  absl::Duration coalesce_;
+  absl::Mutex clock_mu_;
+  absl::Time now_ ABSL_GUARDED_BY(clock_mu_) = absl::UnixEpoch();
   std::unique_ptr<FakeWriter> writer_;
   std::shared_ptr<Outbox> outbox_;
   std::atomic<int> wakes_{0};
@@ -174,6 +194,123 @@ TEST_F(OutboxTest, WhatComesDuringAWriteSharesTheNextMessage) {
   EXPECT_TRUE(writer_->AwaitEnd().ok());
 }
 
+TEST_F(OutboxTest, PartsOfADeltaAreMessagesInOrder) {
+  Make({}, /*at_once=*/true);
+  outbox_->Open({});
+  outbox_->OnDelta({.text = "a",
+                    .tokens = {1},
+                    .evictions = {{.at_token = 7}},
+                    .progress = PromptProgress{.done = 5, .total = 5},
+                    .prompt = {.first = 1, .tokens = {3}, .logprobs = {-1}}});
+  outbox_->OnFinished({});
+  EXPECT_THAT(writer_->AwaitSent(6), ElementsAre("queued 0", "progress 5", "prompt 1", "delta a|1",
+                                                 "trace 7", "finished"));
+}
+
+TEST_F(OutboxTest, LikeliestTokensJoinAndCount) {
+  Make({.max_bytes = 400});
+  outbox_->Open({});
+  const std::vector<TokenLogprob> top(20);
+  outbox_->OnDelta({.top_logprobs = {top}});  // 168 bytes
+  EXPECT_TRUE(outbox_->Ready());
+  outbox_->OnDelta({.top_logprobs = {top, top}});
+  EXPECT_FALSE(outbox_->Ready());
+}
+
+// Coalescing. The test plays the courier as well, so that what is not sent would have been.
+class CoalescingTest : public OutboxTest {
+ protected:
+  CoalescingTest() {
+    coalesce_ = kLong;
+    Make({.max_bytes = 1000}, /*at_once=*/true);
+    outbox_->Open({});
+    outbox_->OnDelta(Word("a", 1));
+    outbox_->Deliver();
+    EXPECT_THAT(writer_->AwaitSent(2), ElementsAre("queued 0", "delta a|1")) << "the first waited";
+    Give(Word("b", 2));
+    EXPECT_THAT(writer_->AwaitSent(0), SizeIs(2));
+  }
+  void Give(Delta delta) {
+    outbox_->OnDelta(std::move(delta));
+    outbox_->Deliver();
+  }
+};
+
+TEST_F(CoalescingTest, DeltasWaitForOthersAsLongAsAsked) {
+  Advance(kLong / 2);
+  Give(Word("c", 3));
+  outbox_->DeliverLate();
+  EXPECT_THAT(writer_->AwaitSent(0), SizeIs(2));
+  Advance(kLong / 2);  // since b came
+  outbox_->DeliverLate();
+  EXPECT_THAT(writer_->AwaitSent(3), ElementsAre("queued 0", "delta a|1", "delta bc|2,3"));
+  Give(Word("d", 4));
+  EXPECT_THAT(writer_->AwaitSent(0), SizeIs(3)) << "the next one waits anew";
+  outbox_->OnFinished({});
+}
+
+TEST_F(CoalescingTest, TheEndSendsWhatWaits) {
+  outbox_->OnFinished({});
+  EXPECT_THAT(writer_->AwaitSent(4),
+              ElementsAre("queued 0", "delta a|1", "delta b|2", "finished"));
+  EXPECT_TRUE(writer_->AwaitEnd().ok());
+}
+
+TEST_F(CoalescingTest, AFailureSendsWhatWaits) {
+  outbox_->OnFinished({.reason = FinishReason::kError, .status = absl::InternalError("boom")});
+  EXPECT_EQ(writer_->AwaitEnd(), absl::InternalError("boom"));
+  EXPECT_THAT(writer_->AwaitSent(0), ElementsAre("queued 0", "delta a|1", "delta b|2"));
+}
+
+TEST_F(CoalescingTest, WhatComesBetweenDeltasEndsTheWait) {
+  Give(Round(7));
+  EXPECT_THAT(writer_->AwaitSent(4),
+              ElementsAre("queued 0", "delta a|1", "delta b|2", "trace 7"));
+  outbox_->OnFinished({});
+}
+
+TEST_F(CoalescingTest, AFullOutboxDoesNotWait) {
+  Give({.text = std::string(1000, 'x')});
+  EXPECT_THAT(writer_->AwaitSent(3), SizeIs(3));
+  outbox_->OnFinished({});
+}
+
+TEST_F(CoalescingTest, WhatWaitsDoesNotStallAndGoesWithItsClient) {
+  Advance(kLong * 10);
+  outbox_->CheckStall();
+  EXPECT_TRUE(cancels_.empty());
+  outbox_->OnClientGone(absl::CancelledError("gone"));
+  outbox_->OnFinished({.reason = FinishReason::kCancelled, .status = absl::CancelledError("gone")});
+  EXPECT_EQ(writer_->AwaitEnd(), absl::CancelledError("gone"));
+  EXPECT_THAT(writer_->AwaitSent(0), SizeIs(2));
+}
+
+// By the clock: the courier comes back by itself, sooner for who asks later but waits less.
+TEST(CoalescingCourierTest, ComesBackWhenADeltaIsDue) {
+  Courier courier(absl::Hours(1));
+  std::vector<std::unique_ptr<FakeWriter>> writers;
+  for (absl::Duration coalesce : {absl::Minutes(9), absl::Milliseconds(2)}) {
+    writers.push_back(std::make_unique<FakeWriter>(/*at_once=*/true));
+    FakeWriter& writer = *writers.back();
+    writer.outbox = std::make_shared<Outbox>(
+        OutboxLimits(),
+        OutboxHooks{.wake_engine = [] {},
+                    .cancel_request = [](const RequestSink&, absl::Status) {},
+                    .was_full = [](absl::Duration) {}},
+        DeltaOptions{.token_ids = true, .coalesce = coalesce}, writer, courier);
+    writer.outbox->Open({});
+    writer.outbox->OnDelta(Word("a", 1));
+    writer.AwaitSent(2);
+    writer.outbox->OnDelta(Word("b", 2));
+  }
+  EXPECT_THAT(writers[1]->AwaitSent(3), ElementsAre("queued 0", "delta a|1", "delta b|2"));
+  EXPECT_THAT(writers[0]->AwaitSent(0), SizeIs(2));
+  for (auto& writer : writers) {
+    writer->outbox->OnFinished({});
+    EXPECT_TRUE(writer->AwaitEnd().ok());
+  }
+}
+
 TEST_F(OutboxTest, EmptyDeltasAreNotSent) {
   Make({}, /*at_once=*/true);
   outbox_->Open({});
@@ -204,7 +341,7 @@ TEST_F(OutboxTest, FullInBytesUntilHalfIsRead) {
   writer_->AwaitSent(2);
   EXPECT_FALSE(outbox_->Ready());
   EXPECT_EQ(wakes_, 0);
-  now_ += absl::Seconds(5);
+  Advance(absl::Seconds(5));
   writer_->CompleteWrite();
   EXPECT_TRUE(outbox_->Ready());
   EXPECT_EQ(wakes_, 1);
@@ -247,10 +384,10 @@ TEST_F(OutboxTest, ReaderThatStallsLosesItsRequestAndThenItsStream) {
   Make({.stall = absl::Seconds(10)});
   outbox_->Open({});
   outbox_->OnDelta(Word("a", 1));
-  now_ += absl::Seconds(9);
+  Advance(absl::Seconds(9));
   outbox_->CheckStall();
   EXPECT_TRUE(cancels_.empty());
-  now_ += absl::Seconds(1);
+  Advance(absl::Seconds(1));
   outbox_->CheckStall();
   outbox_->CheckStall();
   ASSERT_EQ(cancels_.size(), 1u);
@@ -258,7 +395,7 @@ TEST_F(OutboxTest, ReaderThatStallsLosesItsRequestAndThenItsStream) {
   EXPECT_EQ(ReasonOf(cancels_[0]), kSlowReader);
   outbox_->OnFinished({.reason = FinishReason::kCancelled, .status = cancels_[0]});
   EXPECT_FALSE(writer_->aborted());
-  now_ += absl::Seconds(10);
+  Advance(absl::Seconds(10));
   outbox_->CheckStall();
   EXPECT_TRUE(writer_->aborted());
   writer_->CompleteWrite(/*ok=*/false);
@@ -270,7 +407,7 @@ TEST_F(OutboxTest, ReaderThatComesBackAfterAStallIsToldWhy) {
   outbox_->Open({});
   outbox_->OnDelta(Word("a", 1));
   outbox_->OnFinished({});  // all was generated in time, and cannot be delivered
-  now_ += absl::Seconds(11);
+  Advance(absl::Seconds(11));
   outbox_->CheckStall();
   EXPECT_TRUE(cancels_.empty());
   writer_->CompleteWrite();
@@ -281,7 +418,7 @@ TEST_F(OutboxTest, ReaderThatComesBackAfterAStallIsToldWhy) {
 TEST_F(OutboxTest, ReaderWithNothingToReadDoesNotStall) {
   Make({.stall = absl::Seconds(10)}, /*at_once=*/true);
   outbox_->Open({});
-  now_ += absl::Hours(5);
+  Advance(absl::Hours(5));
   outbox_->CheckStall();
   EXPECT_TRUE(cancels_.empty());
 }
@@ -309,9 +446,11 @@ TEST(OutboxRaceTest, EveryStreamEndsExactlyOnce) {
     OutboxHooks hooks{.wake_engine = [] {},
                       .cancel_request = [&stream](const RequestSink&, absl::Status) { stream.cancelled = true; },
                       .was_full = [](absl::Duration) {}};
+    // Some let their deltas wait, for about as long as a few tokens take.
+    const DeltaOptions deltas{.token_ids = true, .coalesce = absl::Microseconds(100 * (i % 4))};
     stream.writer.outbox =
         std::make_shared<Outbox>(OutboxLimits{.max_messages = 8, .max_bytes = 1 << 20},
-                                 std::move(hooks), true, stream.writer, courier);
+                                 std::move(hooks), deltas, stream.writer, courier);
   }
   std::thread engine([&] {
     for (int token = 0; token < kTokens; ++token) {
@@ -358,7 +497,7 @@ class EngineStream final : public StreamWriter {
         OutboxHooks{.wake_engine = [&engine] { engine.Wake(); },
                     .cancel_request = [&engine, id](const RequestSink& sink, absl::Status s) { engine.CancelOf(sink, id, s); },
                     .was_full = [](absl::Duration) {}},
-        /*token_ids=*/true, *this, courier);
+        DeltaOptions{.token_ids = true}, *this, courier);
   }
 
   void Send(OutboxMessage) override {

@@ -5,10 +5,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <limits>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -20,6 +23,8 @@ using testing::HasSubstr;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+Draw At(uint64_t index) { return {.index = index}; }
 
 // Normally distributed, rounded so that some tie.
 Logits RandomLogits(size_t vocab, uint32_t seed) {
@@ -63,7 +68,7 @@ void ExpectDrawsMatch(const Logits& logits, const SamplingParams& params) {
   const std::vector<double> p = ExactDistribution(logits, params);
   std::vector<int> counts(logits.size());
   for (int i = 0; i < kDraws; ++i) {
-    const auto token = Sample(logits, params, i);
+    const auto token = Sample(logits, params, At(i));
     ASSERT_TRUE(token.ok()) << token.status();
     ++counts[*token];
   }
@@ -114,8 +119,8 @@ TEST(SamplerTest, DrawsFollowTheExactDistribution) {
 TEST(SamplerTest, LowerTokenWinsATieAtTheCut) {
   const Logits logits = {0, 1, 1, 1, 0, 1};
   for (int i = 0; i < 200; ++i) {
-    EXPECT_LE(*Sample(logits, {.temperature = 1.0f, .top_k = 2}, i), 2);
-    EXPECT_LE(*Sample(logits, {.temperature = 0.01f, .top_p = 0.5f}, i), 2);
+    EXPECT_LE(*Sample(logits, {.temperature = 1.0f, .top_k = 2}, At(i)), 2);
+    EXPECT_LE(*Sample(logits, {.temperature = 0.01f, .top_p = 0.5f}, At(i)), 2);
   }
 }
 
@@ -124,7 +129,8 @@ TEST(SamplerTest, NucleusIsTheSmallestSetWithTheMass) {
   const Logits logits = {std::log(0.25f), std::log(0.5f), std::log(0.125f), std::log(0.125f)};
   const auto support = [&](float top_p) {
     std::map<int32_t, int> seen;
-    for (int i = 0; i < 500; ++i) ++seen[*Sample(logits, {.temperature = 1.0f, .top_p = top_p}, i)];
+    for (int i = 0; i < 500; ++i)
+      ++seen[*Sample(logits, {.temperature = 1.0f, .top_p = top_p}, At(i))];
     return seen.size();
   };
   EXPECT_EQ(support(0.4f), 1);
@@ -138,10 +144,10 @@ TEST(SamplerTest, NarrowSettingsAreGreedy) {
     const Logits logits = RandomLogits(1 + seed * 7, seed);
     const int32_t greedy = *Argmax(logits);
     EXPECT_EQ(greedy, std::max_element(logits.begin(), logits.end()) - logits.begin());
-    EXPECT_EQ(*Sample(logits, {}, seed), greedy);
-    EXPECT_EQ(*Sample(logits, {.temperature = 0.0f, .top_p = 0.5f}, seed), greedy);
-    EXPECT_EQ(*Sample(logits, {.temperature = 5.0f, .top_k = 1}, seed), greedy);
-    EXPECT_EQ(*Sample(logits, {.temperature = 1.0f, .top_p = 1e-6f}, seed), greedy);
+    EXPECT_EQ(*Sample(logits, {}, At(seed)), greedy);
+    EXPECT_EQ(*Sample(logits, {.temperature = 0.0f, .top_p = 0.5f}, At(seed)), greedy);
+    EXPECT_EQ(*Sample(logits, {.temperature = 5.0f, .top_k = 1}, At(seed)), greedy);
+    EXPECT_EQ(*Sample(logits, {.temperature = 1.0f, .top_p = 1e-6f}, At(seed)), greedy);
   }
 }
 
@@ -149,14 +155,15 @@ TEST(SamplerTest, TemperatureTowardsZeroIsGreedy) {
   Logits logits = RandomLogits(1000, 1);
   logits[437] = 20;  // no tie
   for (float temperature : {1e-2f, 1e-10f, 1e-38f, 1e-44f}) {
-    for (int i = 0; i < 50; ++i) EXPECT_EQ(*Sample(logits, {.temperature = temperature}, i), 437);
+    for (int i = 0; i < 50; ++i)
+      EXPECT_EQ(*Sample(logits, {.temperature = temperature}, At(i)), 437);
   }
 }
 
 TEST(SamplerTest, ADrawDependsOnSeedAndIndexAlone) {
   const Logits logits = RandomLogits(500, 2);
   const auto draw = [&](uint64_t seed, uint64_t index) {
-    return *Sample(logits, {.temperature = 3.0f, .seed = seed}, index);
+    return *Sample(logits, {.temperature = 3.0f, .seed = seed}, At(index));
   };
   std::vector<int32_t> forward, backward, other_seed;
   for (int i = 0; i < 100; ++i) {
@@ -175,7 +182,7 @@ TEST(SamplerTest, ASeedsTokensStayAsTheyAre) {
   for (int i = 0; i < 100; ++i) logits[i] = static_cast<float>(i * 37 % 101) / 8;
   std::vector<int32_t> tokens;
   for (int i = 0; i < 8; ++i) {
-    tokens.push_back(*Sample(logits, {.temperature = 1.0f, .top_p = 0.9f, .seed = 42}, i));
+    tokens.push_back(*Sample(logits, {.temperature = 1.0f, .top_p = 0.9f, .seed = 42}, At(i)));
   }
   EXPECT_EQ(tokens, std::vector<int32_t>({60, 90, 19, 46, 19, 30, 90, 19}));
 }
@@ -186,10 +193,10 @@ TEST(SamplerTest, ImpossibleTokensAreNeverDrawn) {
     for (const SamplingParams& params :
          {SamplingParams{.temperature = 100.0f}, SamplingParams{.temperature = 1.0f, .top_k = 4},
           SamplingParams{.temperature = 1.0f, .top_p = 0.999f}}) {
-      EXPECT_EQ(*Sample(logits, params, i) % 2, 1);
+      EXPECT_EQ(*Sample(logits, params, At(i)) % 2, 1);
     }
   }
-  EXPECT_EQ(*LogProb(logits, 0), -kInfinity);
+  EXPECT_EQ(LogprobsOf(logits, 0)->of_token, -kInfinity);
 }
 
 TEST(SamplerTest, BrokenLogitsAreNamed) {
@@ -201,9 +208,9 @@ TEST(SamplerTest, BrokenLogitsAreNamed) {
         const std::string expected =
             "logits of token " + std::to_string(at) + (broken > 0 ? " are infinite" : " are NaN");
         for (const absl::Status& status :
-             {Argmax(logits).status(), Sample(logits, {.temperature = 1.0f}, 0).status(),
-              Sample(logits, {.temperature = 1.0f, .top_k = 2}, 0).status(),
-              LogProb(logits, 0).status()}) {
+             {Argmax(logits).status(), Sample(logits, {.temperature = 1.0f}, At(0)).status(),
+              Sample(logits, {.temperature = 1.0f, .top_k = 2}, At(0)).status(),
+              LogprobsOf(logits, 0).status()}) {
           EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
           EXPECT_EQ(status.message(), expected);
         }
@@ -221,9 +228,168 @@ TEST(SamplerTest, LogProbIsTheLogSoftmaxOfRawLogits) {
     for (float logit : logits) sum += std::exp(double{logit} - 1000);
     for (int32_t token : {0, static_cast<int32_t>(vocab) - 1}) {
       const double expected = double{logits[token]} - 1000 - std::log(sum);
-      EXPECT_NEAR(*LogProb(logits, token), expected, 1e-5);
+      EXPECT_NEAR(LogprobsOf(logits, token)->of_token, expected, 1e-5);
     }
   }
+}
+
+std::optional<float> FloatOf(const nlohmann::json& row, const char* name) {
+  return row.contains(name) ? std::optional<float>(row[name].get<float>()) : std::nullopt;
+}
+
+// golden/make_sampling.py leaves no two tokens nearer than 1e-5 at any cut.
+TEST(SamplerTest, CandidatesAreThoseOfTransformers) {
+  std::ifstream file(EPIKV_SOURCE_DIR "/tests/golden/sampling.json");
+  const nlohmann::json golden = nlohmann::json::parse(file);
+  ASSERT_GE(golden["rows"].size(), 200u);
+  for (size_t i = 0; i < golden["rows"].size(); ++i) {
+    const nlohmann::json& row = golden["rows"][i];
+    SCOPED_TRACE(testing::Message() << "row " << i);
+    SamplingParams params{.temperature = FloatOf(row, "temperature"),
+                          .top_p = FloatOf(row, "top_p"),
+                          .min_p = FloatOf(row, "min_p"),
+                          .typical_p = FloatOf(row, "typical_p"),
+                          .repetition_penalty = FloatOf(row, "repetition_penalty"),
+                          .frequency_penalty = FloatOf(row, "frequency_penalty"),
+                          .presence_penalty = FloatOf(row, "presence_penalty")};
+    if (row.contains("top_k")) params.top_k = row["top_k"].get<int32_t>();
+    if (row.contains("logit_bias")) {
+      for (const auto& [token, bias] : row["logit_bias"].items()) {
+        params.logit_bias[std::stoi(token)] = bias.get<float>();
+      }
+    }
+    const std::vector<int32_t> prompt = row["prompt"], outputs = row["outputs"];
+    const std::vector<int32_t> masked = row.value("masked", std::vector<int32_t>());
+    const Draw draw{.prompt = prompt, .outputs = outputs, .masked = masked};
+    const Logits logits = row["logits"];
+    const auto candidates = Candidates(logits, params, draw);
+    ASSERT_TRUE(candidates.ok()) << candidates.status();
+
+    double total = 0;
+    std::map<int32_t, double> probabilities;
+    for (const Candidate& c : *candidates) {
+      if (!(c.weight > 0)) continue;
+      EXPECT_TRUE(probabilities.emplace(c.token, c.weight).second) << "twice: " << c.token;
+      total += c.weight;
+    }
+    std::vector<int32_t> tokens;
+    for (auto& [token, p] : probabilities) {
+      tokens.push_back(token);
+      p /= total;
+    }
+    ASSERT_EQ(tokens, row["tokens"].get<std::vector<int32_t>>());
+    for (size_t t = 0; t < tokens.size(); ++t) {
+      EXPECT_NEAR(probabilities[tokens[t]], row["probabilities"][t].get<double>(), 2e-6);
+    }
+    params.temperature = 0;  // the likeliest after penalties, whatever is cut
+    const auto greedy = Candidates(logits, params, draw);
+    ASSERT_EQ(greedy->size(), 1u);
+    if (!params.typical_p.has_value()) {
+      const auto likelier = [](const auto& a, const auto& b) { return a.second < b.second; };
+      EXPECT_EQ(greedy->front().token,
+                std::max_element(probabilities.begin(), probabilities.end(), likelier)->first);
+    }
+  }
+}
+
+std::set<int32_t> Support(const Logits& logits, const SamplingParams& params,
+                          const Draw& draw = {}) {
+  std::set<int32_t> support;
+  const std::vector<Candidate> candidates = *Candidates(logits, params, draw);
+  for (const Candidate& c : candidates) support.insert(c.token);
+  return support;
+}
+
+TEST(SamplerTest, MinPIsAShareOfTheLikeliest) {
+  // Shares 0.5, 0.25, 0.125, 0.125.
+  const Logits logits = {std::log(0.25f), std::log(0.5f), std::log(0.125f), std::log(0.125f)};
+  const auto support = [&](float min_p) {
+    return Support(logits, {.temperature = 1.0f, .min_p = min_p});
+  };
+  EXPECT_THAT(support(0.2f), testing::ElementsAre(0, 1, 2, 3));
+  EXPECT_THAT(support(0.3f), testing::ElementsAre(0, 1));
+  EXPECT_THAT(support(0.6f), testing::ElementsAre(1));
+  EXPECT_THAT(support(1.0f), testing::ElementsAre(1));
+}
+
+TEST(SamplerTest, TypicalMayDropTheLikeliest) {
+  // One token of share 0.4 and 60 of 0.01: the entropy, 3.13, is nearer to those.
+  Logits logits(61, std::log(0.01f));
+  logits[7] = std::log(0.4f);
+  const std::set<int32_t> support = Support(logits, {.temperature = 1.0f, .typical_p = 0.245f});
+  EXPECT_FALSE(support.contains(7));
+  EXPECT_EQ(support.size(), 25u);
+  EXPECT_EQ(*support.begin(), 0);  // of tokens as typical as each other the lower stays
+}
+
+TEST(SamplerTest, GreedyIsSubjectToBiasMaskAndPenalties) {
+  const Logits logits = {1, 5, 4, 3};
+  const std::vector<int32_t> one = {1}, two_and_one = {2, 1, 1}, mask = {1, 2};
+  EXPECT_EQ(*Sample(logits, {}, {}), 1);
+  EXPECT_EQ(*Sample(logits, {.logit_bias = {{0, 6.0f}}}, {}), 0);
+  EXPECT_EQ(*Sample(logits, {}, {.masked = mask}), 3);
+  EXPECT_EQ(*Sample(logits, {.repetition_penalty = 2.0f}, {.prompt = one}), 2);
+  EXPECT_EQ(*Sample(logits, {.presence_penalty = 1.5f}, {.outputs = one}), 2);
+  EXPECT_EQ(*Sample(logits, {.presence_penalty = 1.5f}, {.prompt = one}), 1) << "prompts count not";
+  EXPECT_EQ(*Sample(logits, {.frequency_penalty = 1.4f}, {.outputs = two_and_one}), 3);
+}
+
+TEST(SamplerTest, AMaskOfEverythingPossibleGivesWay) {
+  const Logits logits = {-kInfinity, 1, 2, -kInfinity};
+  const std::vector<int32_t> mask = {1, 2};
+  EXPECT_EQ(*Sample(logits, {}, {.masked = mask}), 2);
+  EXPECT_THAT(Support({0, 0, 0}, {.temperature = 1.0f}, {.masked = std::vector<int32_t>{0, 1, 2}}),
+              testing::ElementsAre(0, 1, 2));
+  // Bias and penalties stay.
+  EXPECT_EQ(*Sample(logits, {.logit_bias = {{1, 5.0f}}}, {.masked = mask}), 1);
+}
+
+TEST(SamplerTest, TheStrongestSettingsLeaveSomethingToDraw) {
+  for (uint32_t seed = 0; seed < 50; ++seed) {
+    Logits logits = RandomLogits(30, seed);
+    for (float& logit : logits) logit *= 1000;
+    std::vector<int32_t> all(30);
+    std::iota(all.begin(), all.end(), 0);
+    SamplingParams params{.temperature = 1e-30f,
+                          .top_p = 1e-6f,
+                          .top_k = 1,
+                          .min_p = 1.0f,
+                          .typical_p = 1e-6f,
+                          .repetition_penalty = seed % 2 == 0 ? 100.0f : 0.01f,
+                          .frequency_penalty = 2.0f,
+                          .presence_penalty = 2.0f};
+    for (int32_t token : all) params.logit_bias[token] = -100;
+    const auto token = Sample(logits, params, {.prompt = all, .outputs = all, .masked = all});
+    EXPECT_TRUE(token.ok()) << token.status();
+  }
+}
+
+TEST(SamplerTest, MaskedTokensMayNotHideABrokenForward) {
+  const std::vector<int32_t> mask = {1};
+  for (float temperature : {0.0f, 1.0f}) {
+    const auto token = Sample({0, kNaN, 1}, {.temperature = temperature}, {.masked = mask});
+    EXPECT_EQ(token.status(), absl::InternalError("logits of token 1 are NaN"));
+  }
+}
+
+TEST(SamplerTest, TopLogProbsAreTheLikeliestOfRawLogits) {
+  for (size_t vocab : {1, 2, 5, 300}) {
+    const Logits logits = RandomLogits(vocab, 9);
+    for (int64_t k : {1, 5, 20}) {
+      const Logprobs logprobs = *LogprobsOf(logits, 0, k);
+      EXPECT_EQ(logprobs.of_token, LogprobsOf(logits, 0)->of_token);
+      ASSERT_EQ(logprobs.top.size(), std::min<size_t>(k, vocab));
+      std::vector<int32_t> order(vocab);
+      std::iota(order.begin(), order.end(), 0);
+      std::stable_sort(order.begin(), order.end(),
+                       [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+      for (size_t i = 0; i < logprobs.top.size(); ++i) {
+        EXPECT_EQ(logprobs.top[i].token, order[i]);
+        EXPECT_EQ(logprobs.top[i].logprob, LogprobsOf(logits, order[i])->of_token);
+      }
+    }
+  }
+  EXPECT_TRUE(LogprobsOf(Logits{1, 2}, 0)->top.empty());
 }
 
 }  // namespace

@@ -246,5 +246,26 @@ TEST(TextStreamTest, EmittedTextIsDecodeCutAtTheStop) {
   }
 }
 
+// Stop strings that end too early do not count, whole or in pieces; what begins early and ends in
+// time does.
+TEST(TextStreamTest, StopStringsCountAfterTheLeastTokens) {
+  const auto run = [](const std::string& text, const std::string& stop, int64_t min_tokens) {
+    TextStream stream(Bytes(), {.stop_strings = {stop}, .min_tokens = min_tokens});
+    std::string out;
+    for (int32_t token : ByteTokens(text)) {
+      const TextStream::Piece piece = stream.Append(token);
+      out += piece.text;
+      if (piece.stop.has_value()) return out + "|";
+    }
+    return out + stream.Flush().text;
+  };
+  EXPECT_EQ(run("abcabc", "abc", 2), "|");
+  EXPECT_EQ(run("abcabc", "abc", 3), "abc|");
+  EXPECT_EQ(run("abcabc", "abc", 5), "abc|");
+  EXPECT_EQ(run("abcabc", "abc", 6), "abcabc");
+  EXPECT_EQ(run("aaaa", "aaa", 3), "a|");  // the second match begins inside the first
+  EXPECT_EQ(run("xabc", "abc", 3), "x|");
+}
+
 }  // namespace
 }  // namespace epikv

@@ -22,10 +22,13 @@ from epikv import (
     EvictionEvent,
     Kv,
     Output,
+    Progress,
+    PromptLogprobs,
     RpcError,
     Sampling,
     Stop,
     Summary,
+    TopLogprobs,
 )
 from epikv.bench import targets
 from epikv.bench.costs import write_costs
@@ -74,6 +77,7 @@ def test_streams_typed_events(client: Client) -> None:
     assert isinstance(first.kv.policy_params["layer_a"], int)
     assert first.kv.positions == "absolute"
     assert (first.sampling.seed, first.sampling.temperature) == (5, None)
+    assert first.sampling.logit_bias == {3: 0.5}
     assert (one.text, one.token_ids, one.logprobs) == ("one ", [0], [-0.5])
     assert (eviction.at_token, eviction.victims[0].layer, eviction.victims[0].head) == (12, 0, None)
     assert eviction.victims[0].index == [4, 9]
@@ -84,6 +88,20 @@ def test_streams_typed_events(client: Client) -> None:
     )
     assert (last.timings.time_to_first_token, last.timings.decode) == (0.25, 2.0)
     assert last.timings.queue is None
+
+
+def test_events_before_the_first_delta(client: Client, fake: fake_epikvd.Fake) -> None:
+    output = Output(progress=True, prompt_logprobs=True, top_logprobs=1, coalesce=1.5)
+    _, progress, prompt, delta, _ = client.generate("one", output=output)
+    top = TopLogprobs(token_ids=[7], logprobs=[-0.25])
+    assert progress == Progress(prompt_tokens_done=256, prompt_tokens=300)
+    assert prompt == PromptLogprobs(first=1, token_ids=[4], logprobs=[-1.5], top_logprobs=[top])
+    assert delta.top_logprobs == [top]
+    sent = fake.requests[-1].output
+    assert (sent.coalesce.seconds, sent.coalesce.nanos) == (1, 500_000_000)
+    assert not Output().to_proto().HasField("coalesce")
+    client.score("a", "b", top_logprobs=3)
+    assert fake.requests[-1].top_logprobs == 3
 
 
 def test_sends_what_was_asked_and_nothing_else(client: Client, fake: fake_epikvd.Fake) -> None:
@@ -100,8 +118,14 @@ def test_sends_what_was_asked_and_nothing_else(client: Client, fake: fake_epikvd
                 recent_tokens=0,
                 protected_spans=[(2, 5)],
             ),
-            sampling=Sampling(temperature=0.5, top_k=3),
-            stop=Stop(max_output_tokens=9, stop_strings=["a"], stop_token_ids=[1]),
+            sampling=Sampling(temperature=0.5, top_k=3, min_p=0.25, logit_bias={7: -1.5}),
+            stop=Stop(
+                max_output_tokens=9,
+                stop_strings=["a"],
+                stop_token_ids=[1],
+                min_output_tokens=2,
+                ignore_eos=True,
+            ),
             output=Output(text=False, logprobs=True),
             model="fake",
             request_id="mine",
@@ -121,6 +145,9 @@ def test_sends_what_was_asked_and_nothing_else(client: Client, fake: fake_epikvd
     assert full.kv.HasField("recent_tokens") and not full.kv.HasField("sink_tokens")
     assert [(s.begin, s.end) for s in full.kv.protected_spans] == [(2, 5)]
     assert full.sampling.HasField("top_k") and not full.sampling.HasField("seed")
+    assert full.sampling.min_p == 0.25 and not full.sampling.HasField("typical_p")
+    assert dict(full.sampling.logit_bias) == {7: -1.5}
+    assert full.stop.min_output_tokens == 2 and full.stop.ignore_eos
     assert full.stop.stop_strings == ["a"] and full.output.HasField("text")
     assert ratio.kv.WhichOneof("budget") == "keep_ratio" and ratio.kv.keep_ratio == 0.25
 
@@ -271,6 +298,32 @@ def test_the_readme_shows_what_parses(
         command = command.get_command(context, name)
     assert command is not None, f"there is no command '{name}'"
     command.make_context(name, words)
+
+
+def test_generate_takes_every_sampling_option(fake: fake_epikvd.Fake) -> None:
+    options = "--min-p .1 --typical-p .75 --repetition-penalty 1.5 --frequency-penalty -.5"
+    more = "--presence-penalty 2 --logit-bias 7=-1.5 --logit-bias 9=3 --min-output-tokens 4"
+    words = [*options.split(), *more.split(), "--ignore-eos", "--server", fake.address]
+    assert run("generate", "x", *words).exit_code == 0
+    sampling, stop = fake.requests[-1].sampling, fake.requests[-1].stop
+    assert (sampling.typical_p, sampling.repetition_penalty) == (0.75, 1.5)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (-0.5, 2)
+    assert sampling.HasField("min_p") and dict(sampling.logit_bias) == {7: -1.5, 9: 3}
+    assert (stop.min_output_tokens, stop.ignore_eos) == (4, True)
+    assert run("generate", "x", "--logit-bias", "7").exit_code == 2
+
+
+def test_generate_tells_of_a_long_prompt(fake: fake_epikvd.Fake) -> None:
+    told = run("generate", "x", "--progress", "--server", fake.address)
+    assert "prompt: 256 of 300 tokens" in told.stderr and told.stdout == "x \n"
+    options = "--json --progress --prompt-logprobs --top-logprobs 2 --coalesce 0.25"
+    shown = run("generate", "x", *options.split(), "--server", fake.address)
+    kinds = [json.loads(line)["event"] for line in shown.stdout.splitlines()]
+    assert kinds == ["accepted", "progress", "prompt_logprobs", "delta", "summary"]
+    sent = fake.requests[-1].output
+    assert (sent.top_logprobs, sent.coalesce.nanos) == (2, 250_000_000)
+    assert run("score", "a", "b", "--top-logprobs", "2", "--server", fake.address).exit_code == 0
+    assert fake.requests[-1].top_logprobs == 2
 
 
 def test_failures_are_one_message_and_exit_1(fake: fake_epikvd.Fake) -> None:

@@ -75,7 +75,7 @@ def accepted(request: generation_pb2.GenerateRequest) -> generation_pb2.Accepted
         kv=kv_pb2.ResolvedKv(
             policy=request.kv.policy or "full", positions=kv_pb2.POSITION_MODE_ABSOLUTE
         ),
-        sampling=generation_pb2.SamplingParams(seed=5),
+        sampling=generation_pb2.SamplingParams(seed=5, logit_bias={3: 0.5}),
         arm="none",
     )
     result.kv.policy_params.update({"layer_a": 1, "ratio": 0.5})
@@ -136,8 +136,19 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
         if endless:
             self._fake.ended.wait(10)
             return
+        if request.output.progress:
+            progress = generation_pb2.Progress(prompt_tokens_done=256, prompt_tokens=300)
+            yield generation_pb2.GenerateResponse(progress=progress)
+        top = [generation_pb2.TopLogprobs(token_ids=[7], logprobs=[-0.25])]
+        if request.output.prompt_logprobs:
+            prompt = generation_pb2.PromptLogprobs(
+                first=1, token_ids=[4], logprobs=[-1.5], top_logprobs=top
+            )
+            yield generation_pb2.GenerateResponse(prompt_logprobs=prompt)
         for token, word in enumerate(request.text.split()):
             delta = generation_pb2.Delta(text=f"{word} ", token_ids=[token], logprobs=[-0.5])
+            if request.output.top_logprobs:
+                delta.top_logprobs.extend(top)
             yield generation_pb2.GenerateResponse(delta=delta)
         if request.output.kv_trace:
             victims = [kv_pb2.EvictionEvent.Victims(layer=0, index=[4, 9])]

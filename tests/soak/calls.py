@@ -16,9 +16,12 @@ from epikv.messages import (
     Delta,
     EvictionEvent,
     GenerateResult,
+    Progress,
+    PromptLogprobs,
     ScoreResponse,
     Summary,
     TokenSignals,
+    TopLogprobs,
     from_proto,
 )
 from epikv.v1 import generation_pb2, generation_pb2_grpc
@@ -58,6 +61,8 @@ class Outcome:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)  # tokens whose log-probabilities came
     greedy: list[bool] = field(default_factory=list)
     signals: list[TokenSignals] = field(default_factory=list)
     evictions: list[EvictionEvent] = field(default_factory=list)
@@ -77,7 +82,15 @@ class Outcome:
                 self.text += event.text
                 self.tokens += event.token_ids
                 self.logprobs += event.logprobs
+                self.top_logprobs += event.top_logprobs
                 self.signals += event.signals
+            case PromptLogprobs():
+                if self.tokens or self.text or event.first != len(self.prompt) + 1:
+                    raise Wrong(f"log-probabilities of the prompt from {event.first}")
+                self.prompt += event.token_ids
+            case Progress():
+                if self.tokens or self.text:
+                    raise Wrong("progress of the prompt after its first delta")
             case EvictionEvent():
                 self.evictions.append(event)
             case Summary():
@@ -87,9 +100,12 @@ class Outcome:
         self.accepted, self.summary = result.accepted, result.summary
         self.tokens, self.logprobs = result.token_ids, result.logprobs
         self.signals, self.evictions = result.signals, result.evictions
+        self.top_logprobs = result.top_logprobs
         match result:
             case GenerateResult():
                 self.text = result.text
+                if result.prompt_logprobs is not None:
+                    self.prompt = result.prompt_logprobs.token_ids
             case ScoreResponse():
                 self.greedy = result.greedy
 

@@ -144,7 +144,38 @@ class _Maker:
         wants.kv_trace = rng.random() < 0.4
         wants.residual_steps = rng.random() < 0.2
         wants.kept = rng.random() < 0.5
+        self._more(request, output)
         return request
+
+    def _more(self, request: generation_pb2.GenerateRequest, output: int) -> None:
+        """Options whose chance is the request's so far, so that the case does not depend on them."""
+        rng = random.Random(request.SerializeToString(deterministic=True))
+        sampling, stop, wants = request.sampling, request.stop, request.output
+        if rng.random() < 0.2:
+            sampling.min_p = rng.choice((0.0, 0.05, 1.0))
+        if rng.random() < 0.2:
+            sampling.typical_p = rng.choice((1.0, 0.9, 0.2, 1e-6))
+        if rng.random() < 0.2:
+            sampling.repetition_penalty = rng.choice((0.01, 0.5, 1.0, 1.2, 100.0))
+        if rng.random() < 0.2:
+            sampling.frequency_penalty = rng.choice((-2.0, 0.0, 0.5, 2.0))
+        if rng.random() < 0.2:
+            sampling.presence_penalty = rng.choice((-2.0, 0.0, 0.5, 2.0))
+        if rng.random() < 0.2:
+            for token in self._some_tokens(rng):
+                sampling.logit_bias[token] = rng.choice((-100.0, -1.0, 0.0, 1.0, 100.0))
+        if rng.random() < 0.15:
+            stop.min_output_tokens = rng.randint(1, output)
+        stop.ignore_eos = rng.random() < 0.1
+        if rng.random() < 0.2:
+            wants.top_logprobs = rng.choice((1, 5, 20))
+        wants.prompt_logprobs = self._policy.name == "full" and rng.random() < 0.5
+        wants.progress = rng.random() < 0.3
+        if rng.random() < 0.15:
+            wants.coalesce.FromMilliseconds(rng.choice((0, 1, 50, 10_000)))
+
+    def _some_tokens(self, rng: random.Random) -> list[int]:
+        return rng.sample(range(self._model.vocab_size), rng.randint(1, 20))
 
     def _score(self) -> generation_pb2.ScoreRequest:
         rng = self._rng

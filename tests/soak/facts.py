@@ -81,13 +81,15 @@ class Rules:
         if case.method is Method.SCORE:
             return
         sampling = case.request.sampling
-        for name in ("temperature", "top_p", "seed"):
+        for name in ("temperature", "top_p", "seed", "min_p", "typical_p", "repetition_penalty"):
             if sampling.HasField(name):
                 same(name, getattr(accepted.sampling, name), getattr(sampling, name))
         if sampling.HasField("top_k"):  # over the vocabulary all are the same
             told = (accepted.sampling.top_k, sampling.top_k)
             same("top_k", *(min(k, self.model.vocab_size) for k in told))
-        stops = {*case.request.stop.stop_token_ids, *self.model.eos_token_ids}
+        same("logit bias", accepted.sampling.logit_bias, dict(sampling.logit_bias))
+        ends = [] if case.request.stop.ignore_eos else self.model.eos_token_ids
+        stops = {*case.request.stop.stop_token_ids, *ends}
         same("stop tokens", set(accepted.stop_token_ids), stops)
         if case.request.stop.HasField("max_output_tokens"):
             asked_output = case.request.stop.max_output_tokens
@@ -111,6 +113,13 @@ class Rules:
             has = (wants.token_ids, wants.logprobs, wants.residual_steps, wants.kept)
         same("token ids", len(outcome.tokens), output if has[0] else 0)
         same("logprobs", len(outcome.logprobs), output if has[1] else 0)
+        top = 0 if outcome.case.method is Method.SCORE else request.output.top_logprobs
+        same("likeliest tokens", len(outcome.top_logprobs), output if top else 0)
+        if any(len(place.token_ids) != top for place in outcome.top_logprobs):
+            raise Wrong(f"not {top} likeliest tokens at each place")
+        if outcome.case.method is not Method.SCORE:
+            wanted = request.output.prompt_logprobs
+            same("prompt figures", len(outcome.prompt), accepted.prompt_tokens - 1 if wanted else 0)
         # The last output token is never cached; of the prompt's none is an output token.
         chunked = getattr(request, "cadence", 0) == generation_pb2.SCORE_CADENCE_CHUNK
         if not chunked:
@@ -121,6 +130,8 @@ class Rules:
 
     def _check_stop(self, outcome: Outcome, summary: Summary) -> None:
         stop = outcome.case.request.stop
+        least = stop.min_output_tokens + (summary.finish_reason != "length")
+        at_most("least output", least, summary.usage.output_tokens)
         last = outcome.tokens[-1] if outcome.tokens else None
         match summary.finish_reason:
             case "length":
@@ -141,7 +152,7 @@ class Rules:
                     raise Wrong(f"nobody asked to stop at '{summary.stop_string}'")
             case other:
                 raise Wrong(f"it finished by '{other}'")
-        if outcome.text and not stop.include_stop:
+        if outcome.text and not stop.include_stop and not stop.min_output_tokens:
             for string in stop.stop_strings:
                 if string in outcome.text:
                     raise Wrong(f"the text has the stop string '{string}'")

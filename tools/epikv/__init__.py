@@ -17,8 +17,11 @@ _HOMES = {
         "GenerateResult",
         "Model",
         "Policy",
+        "Progress",
+        "PromptLogprobs",
         "ScoreResponse",
         "Summary",
+        "TopLogprobs",
     ),
     "epikv.options": ("Kv", "Output", "Sampling", "Stop"),
 }

@@ -103,7 +103,8 @@ class Client:
         request_id: str = "",
         timeout: float | None = None,
     ) -> Stream:
-        """Starts a completion: Accepted, Deltas (and EvictionEvents, if asked for), Summary."""
+        """Starts a completion: Accepted, Deltas (and Progress, PromptLogprobs, EvictionEvents, if
+        asked for), Summary."""
         request = _generate_request(prompt, kv, sampling, stop, output, model, request_id)
         return Stream(self._generation.Generate(request, timeout=timeout))
 
@@ -134,6 +135,7 @@ class Client:
         residual_steps: bool = False,
         kept: bool = False,
         seed: int | None = None,
+        top_logprobs: int = 0,
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
@@ -152,6 +154,7 @@ class Client:
             residual_steps=residual_steps,
             kept=kept,
             seed=seed,
+            top_logprobs=top_logprobs,
             **_either("text", "token_ids", prompt),
             **_either("continuation_text", "continuation_ids", continuation),
         )

@@ -56,11 +56,32 @@ class TokenSignals:
 
 
 @dataclass(frozen=True)
+class TopLogprobs:
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    first: int
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+
+
+@dataclass(frozen=True)
+class Progress:
+    prompt_tokens_done: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
 class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[float]
     signals: list[TokenSignals]
+    top_logprobs: list[TopLogprobs]
 
 
 @dataclass(frozen=True)
@@ -119,7 +140,7 @@ class Summary:
     arm: str
 
 
-Event: TypeAlias = Accepted | Delta | EvictionEvent | Summary
+Event: TypeAlias = Accepted | Progress | PromptLogprobs | Delta | EvictionEvent | Summary
 
 
 @dataclass(frozen=True)
@@ -131,6 +152,8 @@ class GenerateResult:
     signals: list[TokenSignals]
     evictions: list[EvictionEvent]
     summary: Summary | None
+    top_logprobs: list[TopLogprobs]
+    prompt_logprobs: PromptLogprobs | None
 
 
 @dataclass(frozen=True)
@@ -142,6 +165,7 @@ class ScoreResponse:
     signals: list[TokenSignals]
     evictions: list[EvictionEvent]
     summary: Summary | None
+    top_logprobs: list[TopLogprobs]
 
 
 @dataclass(frozen=True)
@@ -249,6 +273,8 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.Policy": Policy,
     "epikv.v1.PolicyCost": PolicyCost,
     "epikv.v1.PolicyParam": PolicyParam,
+    "epikv.v1.Progress": Progress,
+    "epikv.v1.PromptLogprobs": PromptLogprobs,
     "epikv.v1.ResolvedKv": ResolvedKv,
     "epikv.v1.SamplingParams": Sampling,
     "epikv.v1.ScoreResponse": ScoreResponse,
@@ -257,6 +283,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.Timings": Timings,
     "epikv.v1.TokenSignals": TokenSignals,
     "epikv.v1.TokenSpan": TokenSpan,
+    "epikv.v1.TopLogprobs": TopLogprobs,
     "epikv.v1.Usage": Usage,
 }
 
@@ -275,6 +302,8 @@ def from_proto(message: Message) -> Any:
 
 def _field(message: Message, field: FieldDescriptor) -> Any:
     value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(value)  # of scalars
     if field.is_repeated:
         return [_value(item, field) for item in value]
     if field.has_presence and not message.HasField(field.name):

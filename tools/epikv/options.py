@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
 
 from epikv.v1 import generation_pb2, kv_pb2
 
@@ -75,6 +78,12 @@ class Sampling:
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
 
     def to_proto(self) -> generation_pb2.SamplingParams:
         return generation_pb2.SamplingParams(**vars(self))
@@ -88,6 +97,8 @@ class Stop:
     stop_strings: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop: bool = False
+    min_output_tokens: int = 0
+    ignore_eos: bool = False
 
     def to_proto(self) -> generation_pb2.StopParams:
         return generation_pb2.StopParams(**vars(self))
@@ -103,6 +114,14 @@ class Output:
     kv_trace: bool = False
     residual_steps: bool = False
     kept: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    progress: bool = False
+    coalesce: float | None = None  # seconds that a delta may wait for others
 
     def to_proto(self) -> generation_pb2.OutputOptions:
-        return generation_pb2.OutputOptions(**vars(self))
+        coalesce = None
+        if self.coalesce is not None:
+            coalesce = Duration()
+            coalesce.FromTimedelta(timedelta(seconds=self.coalesce))
+        return generation_pb2.OutputOptions(**{**vars(self), "coalesce": coalesce})

@@ -7,10 +7,17 @@ import click
 
 from epikv.cli import options, show
 from epikv.client import Client, Stream
-from epikv.messages import Accepted, Delta, EvictionEvent, Summary
+from epikv.messages import Accepted, Delta, EvictionEvent, Progress, PromptLogprobs, Summary
 from epikv.options import Output, Sampling, Stop
 
-KINDS = {Accepted: "accepted", Delta: "delta", EvictionEvent: "eviction", Summary: "summary"}
+KINDS = {
+    Accepted: "accepted",
+    Progress: "progress",
+    PromptLogprobs: "prompt_logprobs",
+    Delta: "delta",
+    EvictionEvent: "eviction",
+    Summary: "summary",
+}
 
 
 @click.command("generate")
@@ -22,15 +29,27 @@ KINDS = {Accepted: "accepted", Delta: "delta", EvictionEvent: "eviction", Summar
 @click.option("--temperature", type=float, help="Default: 0, greedy.")
 @click.option("--top-p", type=float)
 @click.option("--top-k", type=int)
+@click.option("--min-p", type=float, help="Least share of the likeliest token's probability.")
+@click.option("--typical-p", type=float)
+@click.option("--repetition-penalty", type=float, help="Of prompt and output; default: 1.")
+@click.option("--frequency-penalty", type=float, help="Of the output, each time; default: 0.")
+@click.option("--presence-penalty", type=float, help="Of the output, once; default: 0.")
+@click.option("--logit-bias", type=options.Bias(), multiple=True, help="Added to a token's logit.")
 @click.option("--seed", type=int)
 @click.option("--stop", "stop_strings", multiple=True, help="End when the text contains this.")
 @click.option("--stop-id", "stop_token_ids", type=int, multiple=True)
 @click.option("--include-stop", is_flag=True)
+@click.option("--min-output-tokens", type=int, default=0)
+@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end of sequence.")
 @click.option("--logprobs", is_flag=True, help="With --json.")
+@click.option("--top-logprobs", type=int, default=0, help="Of the likeliest tokens, with --json.")
+@click.option("--prompt-logprobs", is_flag=True, help="With --json.")
 @click.option("--token-ids", is_flag=True, help="With --json.")
 @click.option("--signals", is_flag=True, help="Residual steps of each token, with --json.")
 @click.option("--trace", is_flag=True, help="Every eviction, with --json.")
 @click.option("--kept", is_flag=True, help="Which tokens are held at the end, with --json.")
+@click.option("--progress", is_flag=True, help="How far a long prompt is cached; on stderr.")
+@click.option("--coalesce", type=float, help="Seconds that a delta may wait for others.")
 @click.option("--timeout", type=float, help="Seconds.")
 @click.option("--request-id", default="")
 @options.model
@@ -47,12 +66,20 @@ def command(
             top_p=given.pop("top_p"),
             top_k=given.pop("top_k"),
             seed=given.pop("seed"),
+            min_p=given.pop("min_p"),
+            typical_p=given.pop("typical_p"),
+            repetition_penalty=given.pop("repetition_penalty"),
+            frequency_penalty=given.pop("frequency_penalty"),
+            presence_penalty=given.pop("presence_penalty"),
+            logit_bias=dict(given.pop("logit_bias")),
         ),
         "stop": Stop(
             max_output_tokens=given.pop("max_output_tokens"),
             stop_strings=given.pop("stop_strings"),
             stop_token_ids=given.pop("stop_token_ids"),
             include_stop=given.pop("include_stop"),
+            min_output_tokens=given.pop("min_output_tokens"),
+            ignore_eos=given.pop("ignore_eos"),
         ),
         "output": Output(
             token_ids=given.pop("token_ids"),
@@ -60,6 +87,10 @@ def command(
             kv_trace=given.pop("trace"),
             residual_steps=given.pop("signals"),
             kept=given.pop("kept"),
+            top_logprobs=given.pop("top_logprobs"),
+            prompt_logprobs=given.pop("prompt_logprobs"),
+            progress=given.pop("progress"),
+            coalesce=given.pop("coalesce"),
         ),
     }
     text = options.read_prompt(prompt, file, ids)
@@ -75,6 +106,10 @@ def _print_json(stream: Stream) -> None:
 def _print_text(stream: Stream) -> None:
     for event in stream:
         match event:
+            case Progress():
+                show.err.print(
+                    f"prompt: {event.prompt_tokens_done} of {event.prompt_tokens} tokens"
+                )
             case Delta():
                 show.out.print(event.text, end="")
             case Summary():

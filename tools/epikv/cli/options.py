@@ -57,6 +57,21 @@ class Param(click.ParamType):
             return name, text
 
 
+class Bias(click.ParamType):
+    """id=bias, of a token."""
+
+    name = "id=bias"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, float]:
+        if not isinstance(value, str):
+            return value
+        token, _, bias = value.partition("=")
+        try:
+            return int(token), float(bias)
+        except ValueError:
+            self.fail(f"'{value}' is not of the form id=bias")
+
+
 class Span(click.ParamType):
     """begin:end, by token index."""
 

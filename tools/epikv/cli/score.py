@@ -22,6 +22,7 @@ from epikv.messages import ScoreResponse
 @click.option("--signals", "residual_steps", is_flag=True, help="Residual steps, with --json.")
 @click.option("--trace", "kv_trace", is_flag=True, help="Every eviction, with --json.")
 @click.option("--kept", is_flag=True, help="Which tokens are held at the end, with --json.")
+@click.option("--top-logprobs", type=int, default=0, help="Of the likeliest tokens, with --json.")
 @click.option("--timeout", type=float, help="Seconds.")
 @click.option("--request-id", default="")
 @options.model
