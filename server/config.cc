@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <iterator>
 #include <optional>
 #include <utility>
@@ -22,6 +21,7 @@
 #include "epikv/v1/config.pb.h"
 #include "runtime/utf8.h"
 #include "server/default_config.h"
+#include "server/file_contents.h"
 
 namespace epikv {
 namespace {
@@ -177,13 +177,12 @@ Arguments SortArguments(absl::Span<const std::string> args, Problems& problems) 
 }
 
 void ApplyFile(const std::string& path, v1::ServerConfig& config, Problems& problems) {
-  std::ifstream file(path);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file) {
-    problems.push_back(absl::StrCat("--config: cannot read '", path, "'"));
+  const absl::StatusOr<FileContents> file = ReadFile(path);
+  if (!file.ok()) {
+    problems.push_back(absl::StrCat("--config: ", file.status().message()));
     return;
   }
-  config.MergeFrom(ParseText(text, path, problems));
+  config.MergeFrom(ParseText(file->text, path, problems));
 }
 
 void ApplyFlag(const Flag& flag, v1::ServerConfig& config, Problems& problems) {
@@ -228,6 +227,14 @@ class Checker {
   Problems& problems_;
 };
 
+void CheckSecurity(const v1::ServerConfig& c, Checker& check) {
+  const bool tls = !c.tls_certificate().empty();
+  check.Require(!tls || !c.tls_key().empty(), "tls_key", "name the key of --tls_certificate");
+  check.Require(tls || c.tls_key().empty(), "tls_certificate", "name a file with --tls_key");
+  check.Require(tls || c.tls_client_ca().empty(), "tls_certificate",
+                "name a file with --tls_client_ca");
+}
+
 // All but the model, which who prints a configuration need not have.
 void CheckRanges(const v1::ServerConfig& c, Problems& problems) {
   constexpr uint64_t kMost = INT64_MAX;
@@ -262,6 +269,7 @@ void CheckRanges(const v1::ServerConfig& c, Problems& problems) {
   check.Require(c.max_message_bytes() >= 1024 && c.max_message_bytes() <= INT32_MAX,
                 "max_message_bytes", "be 1024 to 2147483647");
   check.Require(c.metrics_max_series() >= 1, "metrics_max_series", "be at least 1");
+  CheckSecurity(c, check);
 }
 
 void CheckModel(const v1::ServerConfig& c, Problems& problems) {
@@ -270,35 +278,38 @@ void CheckModel(const v1::ServerConfig& c, Problems& problems) {
 }
 
 Config ToConfig(const v1::ServerConfig& c) {
-  return {.listen = c.listen(),
-          .metrics_listen = c.metrics_listen(),
-          .model_name = c.model_name(),
-          .runtime = {.model_path = c.model(),
-                      .artefact_dir = c.artefact_dir(),
-                      .threads = c.threads(),
-                      .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
-                      .kv_memory_share = c.kv_memory_share(),
-                      .max_step_tokens = c.max_step_tokens(),
-                      .prefill_chunk_tokens = c.prefill_chunk_tokens(),
-                      .max_running_requests = c.max_running_requests(),
-                      .deterministic = c.deterministic(),
-                      .decode_kernel = c.decode_kernel()},
-          .scheduler = {.max_step_tokens = c.max_step_tokens(),
-                        .prefill_chunk_tokens = c.prefill_chunk_tokens(),
-                        .fixed_chunk_tokens = c.deterministic() ? kDeterministicRows : 0},
-          .max_running_requests = c.max_running_requests(),
-          .queue = {.max_requests = c.max_queued_requests(),
-                    .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
-          .default_policy = c.default_policy(),
-          .default_equal_protection = c.default_equal_protection(),
-          .default_max_output_tokens = c.default_max_output_tokens(),
-          .outbox = {.max_messages = c.outbox_messages(),
-                     .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
-                     .stall = absl::Seconds(c.stream_stall_seconds())},
-          .drain = absl::Seconds(c.drain_seconds()),
-          .max_message_bytes = c.max_message_bytes(),
-          .metrics_max_series = c.metrics_max_series(),
-          .reflection = c.reflection()};
+  return {
+      .listen = c.listen(),
+      .metrics_listen = c.metrics_listen(),
+      .model_name = c.model_name(),
+      .runtime = {.model_path = c.model(),
+                  .artefact_dir = c.artefact_dir(),
+                  .threads = c.threads(),
+                  .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
+                  .kv_memory_share = c.kv_memory_share(),
+                  .max_step_tokens = c.max_step_tokens(),
+                  .prefill_chunk_tokens = c.prefill_chunk_tokens(),
+                  .max_running_requests = c.max_running_requests(),
+                  .deterministic = c.deterministic(),
+                  .decode_kernel = c.decode_kernel()},
+      .scheduler = {.max_step_tokens = c.max_step_tokens(),
+                    .prefill_chunk_tokens = c.prefill_chunk_tokens(),
+                    .fixed_chunk_tokens = c.deterministic() ? kDeterministicRows : 0},
+      .max_running_requests = c.max_running_requests(),
+      .queue = {.max_requests = c.max_queued_requests(),
+                .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
+      .default_policy = c.default_policy(),
+      .default_equal_protection = c.default_equal_protection(),
+      .default_max_output_tokens = c.default_max_output_tokens(),
+      .outbox = {.max_messages = c.outbox_messages(),
+                 .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
+                 .stall = absl::Seconds(c.stream_stall_seconds())},
+      .drain = absl::Seconds(c.drain_seconds()),
+      .max_message_bytes = c.max_message_bytes(),
+      .metrics_max_series = c.metrics_max_series(),
+      .reflection = c.reflection(),
+      .tls = {
+          .certificate = c.tls_certificate(), .key = c.tls_key(), .client_ca = c.tls_client_ca()}};
 }
 
 PrintConfig ToPrintConfig(const v1::ServerConfig& config) {

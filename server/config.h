@@ -15,6 +15,7 @@
 #include "runtime/engine_thread.h"
 #include "runtime/runtime.h"
 #include "server/outbox.h"
+#include "server/tls.h"
 
 namespace epikv {
 
@@ -39,6 +40,7 @@ struct Config {
   int64_t max_message_bytes = 0;
   int64_t metrics_max_series = 0;
   bool reflection = false;
+  TlsFiles tls;
 };
 
 // What the command line asks for.

@@ -153,6 +153,12 @@ void Drain(const Config& config, Server& server, EngineThread& engine, Metrics& 
 
 absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) {
   if (absl::Status status = Server::CheckAddress(config.listen); !status.ok()) return status;
+  if (absl::Status status = CheckTlsFiles(config.tls); !status.ok()) return status;
+  if (config.tls.certificate.empty() && !IsLoopback(config.listen)) {
+    log.Say(absl::StrCat("warning: --listen=", config.listen,
+                         " is in plain text for everyone on the way; --tls_certificate and "
+                         "--tls_key would encrypt it"));
+  }
   // Never stopped: that takes the library two seconds, and the process ends anyway.
   static auto& metrics_server = *new std::unique_ptr<MetricsServer>;
   if (!config.metrics_listen.empty()) {
@@ -195,7 +201,8 @@ absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) 
       Server::Start({.listen = config.listen,
                      .max_message_bytes = config.max_message_bytes,
                      .reflection = config.reflection,
-                     .outbox = config.outbox},
+                     .outbox = config.outbox,
+                     .tls = config.tls},
                     model, engine, courier, **metrics);
   if (!server.ok()) return server.status();
 

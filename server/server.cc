@@ -23,8 +23,9 @@ constexpr absl::Duration kCutGrace = absl::Seconds(1);
 // callbacks and take none of these.
 constexpr int kMaxSyncThreads = 32;
 
-void AddPort(grpc::ServerBuilder& builder, const std::string& listen, int* port) {
-  builder.AddListeningPort(listen, grpc::InsecureServerCredentials(), port);
+void AddPort(grpc::ServerBuilder& builder, const std::string& listen, const TlsFiles& tls,
+             int* port) {
+  builder.AddListeningPort(listen, CredentialsOf(tls), port);
   // Otherwise a second daemon would share the port in silence.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
 }
@@ -74,7 +75,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
     std::call_once(once, grpc::reflection::InitProtoReflectionServerBuilderPlugin);
   }
   grpc::ServerBuilder builder;
-  AddPort(builder, options.listen, &server->port_);
+  AddPort(builder, options.listen, options.tls, &server->port_);
   SetTransport(builder, options);
   builder.RegisterService(&server->generation_)
       .RegisterService(&server->tokenization_)
@@ -89,7 +90,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
 absl::Status Server::CheckAddress(const std::string& listen) {
   grpc::ServerBuilder builder;
   int port = 0;
-  AddPort(builder, listen, &port);
+  AddPort(builder, listen, {}, &port);
   const std::unique_ptr<grpc::Server> server = BuildQuietly(builder);
   if (server == nullptr || port == 0) return CannotListen(listen);
   server->Shutdown();

@@ -11,6 +11,7 @@
 #include "server/generation_service.h"
 #include "server/model_service.h"
 #include "server/policy_service.h"
+#include "server/tls.h"
 #include "server/tokenization_service.h"
 
 namespace epikv {
@@ -20,6 +21,7 @@ struct ServerOptions {
   int64_t max_message_bytes = 4 << 20;  // received
   bool reflection = true;
   OutboxLimits outbox;
+  TlsFiles tls;
 };
 
 // The gRPC port: our services, grpc.health.v1 and reflection. What it is given outlives it.

@@ -159,6 +159,19 @@ TEST(ConfigTest, NamesEverythingThatIsWrong) {
   }
 }
 
+TEST(ConfigTest, TlsFilesAreNamedTogether) {
+  const TlsFiles tls =
+      Parse({"--model=m", "--tls_certificate=c", "--tls_key=k", "--tls_client_ca=a"}).tls;
+  EXPECT_EQ(tls.certificate, "c");
+  EXPECT_EQ(tls.key, "k");
+  EXPECT_EQ(tls.client_ca, "a");
+  EXPECT_THAT(Errors({"--model=m", "--tls_certificate=c"}),
+              HasSubstr("--tls_key must name the key of --tls_certificate"));
+  EXPECT_THAT(Errors({"--model=m", "--tls_key=k", "--tls_client_ca=a"}),
+              AllOf(HasSubstr("--tls_certificate must name a file with --tls_key"),
+                    HasSubstr("--tls_certificate must name a file with --tls_client_ca")));
+}
+
 TEST(ConfigTest, NameThatNoMessageCanHoldIsRefused) {
   EXPECT_THAT(Errors({"--model=m", "--model_name=caf\xe9"}),
               HasSubstr("--model_name must be UTF-8, is \"caf\\351\""));
@@ -175,6 +188,7 @@ TEST(ConfigTest, UnknownFieldsOfAFileAreNamedWithTheirLines) {
 TEST(ConfigTest, MissingFileIsNamed) {
   EXPECT_THAT(Errors({"--config=/nowhere.textproto"}),
               HasSubstr("--config: cannot read '/nowhere.textproto'"));
+  EXPECT_THAT(Errors({"--config=/tmp"}), HasSubstr("--config: cannot read '/tmp': Is a directory"));
 }
 
 TEST(ConfigTest, ConfigurationThatCouldNotRunIsNotPrinted) {

@@ -71,6 +71,7 @@ struct FakeServerOptions {
   OutboxLimits outbox;
   std::string default_policy;
   int64_t max_message_bytes = 4 << 20;
+  TlsFiles tls;
 };
 
 // The whole server but torch: the real services, engine and metrics over a FakeExecutor, on a
@@ -104,9 +105,10 @@ class FakeServer {
                                  std::make_unique<FakeExecutor>(script_, kFakeBytesPerToken),
                                  *tokenizer_, observer_),
         options.queue, nullptr);
-    server_ =
-        *Server::Start({.max_message_bytes = options.max_message_bytes, .outbox = options.outbox},
-                       model_, *engine_, courier_, *metrics_);
+    server_ = *Server::Start({.max_message_bytes = options.max_message_bytes,
+                              .outbox = options.outbox,
+                              .tls = options.tls},
+                             model_, *engine_, courier_, *metrics_);
   }
   ~FakeServer() {
     engine_->Drain(absl::InfinitePast());

@@ -3,6 +3,7 @@ epikv_test(config_test LIBS epikv_server)
 epikv_test(errors_test LIBS epikv_server)
 epikv_test(metrics_test LIBS epikv_server)
 epikv_test(outbox_test LIBS epikv_server)
+epikv_test(tls_test LIBS epikv_server)
 
 # Over real gRPC, which Debian builds without the sanitizer: it hands calls from thread to thread by
 # atomics that ThreadSanitizer does not see, so that every call looks like a race. outbox_test
