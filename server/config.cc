@@ -266,9 +266,9 @@ void CheckRanges(const v1::ServerConfig& c, Problems& problems) {
                 "be 1024 to 2097152");
   check.Require(std::isfinite(c.drain_seconds()) && c.drain_seconds() >= 0, "drain_seconds",
                 "be at least 0");
+  check.Require(c.metrics_max_series() >= 1, "metrics_max_series", "be at least 1");
   check.Require(c.max_message_bytes() >= 1024 && c.max_message_bytes() <= INT32_MAX,
                 "max_message_bytes", "be 1024 to 2147483647");
-  check.Require(c.metrics_max_series() >= 1, "metrics_max_series", "be at least 1");
   CheckSecurity(c, check);
 }
 
@@ -278,38 +278,40 @@ void CheckModel(const v1::ServerConfig& c, Problems& problems) {
 }
 
 Config ToConfig(const v1::ServerConfig& c) {
-  return {
-      .listen = c.listen(),
-      .metrics_listen = c.metrics_listen(),
-      .model_name = c.model_name(),
-      .runtime = {.model_path = c.model(),
-                  .artefact_dir = c.artefact_dir(),
-                  .threads = c.threads(),
-                  .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
-                  .kv_memory_share = c.kv_memory_share(),
-                  .max_step_tokens = c.max_step_tokens(),
-                  .prefill_chunk_tokens = c.prefill_chunk_tokens(),
-                  .max_running_requests = c.max_running_requests(),
-                  .deterministic = c.deterministic(),
-                  .decode_kernel = c.decode_kernel()},
-      .scheduler = {.max_step_tokens = c.max_step_tokens(),
-                    .prefill_chunk_tokens = c.prefill_chunk_tokens(),
-                    .fixed_chunk_tokens = c.deterministic() ? kDeterministicRows : 0},
-      .max_running_requests = c.max_running_requests(),
-      .queue = {.max_requests = c.max_queued_requests(),
-                .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
-      .default_policy = c.default_policy(),
-      .default_equal_protection = c.default_equal_protection(),
-      .default_max_output_tokens = c.default_max_output_tokens(),
-      .outbox = {.max_messages = c.outbox_messages(),
-                 .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
-                 .stall = absl::Seconds(c.stream_stall_seconds())},
-      .drain = absl::Seconds(c.drain_seconds()),
-      .max_message_bytes = c.max_message_bytes(),
-      .metrics_max_series = c.metrics_max_series(),
-      .reflection = c.reflection(),
-      .tls = {
-          .certificate = c.tls_certificate(), .key = c.tls_key(), .client_ca = c.tls_client_ca()}};
+  return {.listen = c.listen(),
+          .metrics_listen = c.metrics_listen(),
+          .model_name = c.model_name(),
+          .runtime = {.model_path = c.model(),
+                      .artefact_dir = c.artefact_dir(),
+                      .threads = c.threads(),
+                      .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
+                      .kv_memory_share = c.kv_memory_share(),
+                      .max_step_tokens = c.max_step_tokens(),
+                      .prefill_chunk_tokens = c.prefill_chunk_tokens(),
+                      .max_running_requests = c.max_running_requests(),
+                      .deterministic = c.deterministic(),
+                      .decode_kernel = c.decode_kernel()},
+          .scheduler = {.max_step_tokens = c.max_step_tokens(),
+                        .prefill_chunk_tokens = c.prefill_chunk_tokens(),
+                        .fixed_chunk_tokens = c.deterministic() ? kDeterministicRows : 0},
+          .max_running_requests = c.max_running_requests(),
+          .queue = {.max_requests = c.max_queued_requests(),
+                    .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
+          .default_policy = c.default_policy(),
+          .default_equal_protection = c.default_equal_protection(),
+          .default_max_output_tokens = c.default_max_output_tokens(),
+          .outbox = {.max_messages = c.outbox_messages(),
+                     .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
+                     .stall = absl::Seconds(c.stream_stall_seconds())},
+          .drain = absl::Seconds(c.drain_seconds()),
+          .max_message_bytes = c.max_message_bytes(),
+          .metrics_max_series = c.metrics_max_series(),
+          .reflection = c.reflection(),
+          .tls = {.certificate = c.tls_certificate(),
+                  .key = c.tls_key(),
+                  .client_ca = c.tls_client_ca()},
+          .tokens_file = c.auth_tokens_file(),
+          .access_log = c.access_log()};
 }
 
 PrintConfig ToPrintConfig(const v1::ServerConfig& config) {

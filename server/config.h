@@ -41,6 +41,8 @@ struct Config {
   int64_t metrics_max_series = 0;
   bool reflection = false;
   TlsFiles tls;
+  std::string tokens_file;  // empty: everyone may do everything
+  std::string access_log;   // empty: none
 };
 
 // What the command line asks for.

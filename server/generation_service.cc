@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/errors.h"
+#include "server/request_series.h"
 #include "server/rpc.h"
 #include "server/wire.h"
 
@@ -22,18 +23,14 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   return absl::FromChrono(deadline);
 }
 
-// What every call is part of.
-struct CallScope {
-  CallScope(grpc::CallbackServerContext& c, Metrics& m, LiveCalls& l)
-      : context(c), metrics(m), live(l) {
-    live.Add(1);
-  }
-  ~CallScope() { live.Add(-1); }
+// Counts a call while it lives.
+class LiveCall {
+ public:
+  explicit LiveCall(LiveCalls& live) : live_(live) { live_.Add(1); }
+  ~LiveCall() { live_.Add(-1); }
 
-  grpc::CallbackServerContext& context;
-  Metrics& metrics;
-  LiveCalls& live;
-  const absl::Time start = absl::Now();
+ private:
+  LiveCalls& live_;
 };
 
 // What a call knows of its request once it is queued.
@@ -45,27 +42,46 @@ struct CallFacts {
 
 absl::Status WhyCancelledNow(const CallScope& scope) {
   return WhyCancelled(
-      {.start = scope.start, .deadline = DeadlineOf(scope.context), .now = absl::Now()});
+      {.start = scope.start(), .deadline = DeadlineOf(scope.context()), .now = absl::Now()});
+}
+
+void Log(const v1::Accepted& accepted, v1::AccessLogEntry& entry) {
+  entry.set_request_id(ForLog(accepted.request_id()));
+  entry.set_model(ForLog(accepted.model()));
+  entry.set_policy(accepted.kv().policy());
+  entry.set_budget_tokens(accepted.kv().budget_tokens());
+  entry.set_prompt_tokens(accepted.prompt_tokens());
+}
+
+void Log(const Finished& finished, int64_t lanes, v1::AccessLogEntry& entry) {
+  const Timings& timings = finished.timings;
+  entry.set_finish_reason(std::string(FinishLabel(finished)));
+  entry.set_output_tokens(finished.output_tokens);
+  entry.set_evicted_tokens(finished.kv.evicted_entries / lanes);
+  entry.set_rounds(finished.kv.rounds);
+  entry.set_peak_tokens((finished.kv.peak_entries + lanes - 1) / lanes);
+  entry.set_queue_seconds(absl::ToDoubleSeconds(timings.queue));
+  entry.set_prefill_seconds(absl::ToDoubleSeconds(timings.prefill));
+  entry.set_ttft_seconds(absl::ToDoubleSeconds(timings.time_to_first_token));
+  entry.set_decode_seconds(absl::ToDoubleSeconds(timings.decode));
 }
 
 // Deletes itself in OnDone, which comes after End: the outbox, and through it the engine, reaches
 // the call only before.
 class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public StreamWriter {
  public:
-  StreamCall(grpc::CallbackServerContext& context, Metrics& metrics, LiveCalls& live)
-      : scope_(context, metrics, live) {}
+  StreamCall(grpc::CallbackServerContext& context, const Frontend& frontend, LiveCalls& live)
+      : live_(live), scope_("GenerationService/Generate", frontend, context) {}
 
+  CallScope& scope() { return scope_; }
   void Start(CallFacts facts) { facts_ = std::move(facts); }
-  void Fail(const grpc::Status& status) {
-    scope_.metrics.OnRpcFinished("GenerationService/Generate", status.error_code());
-    Finish(status);
-  }
+  void Fail(const grpc::Status& status) { Finish(scope_.Close(status)); }
 
   void Send(OutboxMessage message) override {
     message_ = Serialize(std::visit([this](auto& part) { return ResponseOf(part); }, message));
     StartWrite(&message_);
   }
-  void Abort() override { scope_.context.TryCancel(); }
+  void Abort() override { scope_.context().TryCancel(); }
   void End(const absl::Status& status) override { Fail(ToGrpc(status)); }
 
   void OnWriteDone(bool ok) override {
@@ -101,7 +117,8 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
     return response;
   }
 
-  const CallScope scope_;
+  const LiveCall live_;
+  CallScope scope_;
   CallFacts facts_;
   grpc::ByteBuffer message_;  // gRPC's until OnWriteDone
 };
@@ -118,17 +135,15 @@ template <typename Result>
 class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
  public:
   CollectCall(absl::string_view method, grpc::ByteBuffer& out, grpc::CallbackServerContext& context,
-              Metrics& metrics, LiveCalls& live)
-      : method_(method), out_(out), scope_(context, metrics, live) {}
+              const Frontend& frontend, LiveCalls& live)
+      : out_(out), live_(live), scope_(method, frontend, context) {}
 
+  CallScope& scope() { return scope_; }
   void Start(CallFacts facts) {
     facts_ = std::move(facts);
     *result_.mutable_accepted() = facts_.accepted;
   }
-  void Fail(const grpc::Status& status) {
-    scope_.metrics.OnRpcFinished(method_, status.error_code());
-    Finish(status);
-  }
+  void Fail(const grpc::Status& status) { Finish(scope_.Close(status)); }
 
   void Send(OutboxMessage message) override {
     std::visit([this](auto& part) { Collect(part); }, message);
@@ -161,9 +176,9 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
     *result_.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
   }
 
-  const absl::string_view method_;
   grpc::ByteBuffer& out_;
-  const CallScope scope_;
+  const LiveCall live_;
+  CallScope scope_;
   CallFacts facts_;
   Result result_;
 };
@@ -180,19 +195,21 @@ absl::Status WhyCancelled(const CallTimes& times) {
 }
 
 GenerationService::GenerationService(const ServedModel& model, EngineThread& engine,
-                                     Courier& courier, Metrics& metrics, OutboxLimits outbox_limits)
+                                     Courier& courier, const Frontend& frontend,
+                                     OutboxLimits outbox_limits)
     : model_(model),
       engine_(engine),
       courier_(courier),
-      metrics_(metrics),
+      frontend_(frontend),
+      metrics_(frontend.metrics),
       outbox_limits_(outbox_limits),
       lanes_(model.admission.shape().num_layers * model.admission.shape().num_kv_heads),
       id_prefix_(absl::StrCat(absl::Hex(absl::Uniform<uint64_t>(absl::BitGen())))) {}
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const grpc::ByteBuffer* in) {
-  auto* call = new StreamCall(*context, metrics_, live_calls_);
-  Begin<v1::GenerateRequest>(*context, *in, *call);
+  auto* call = new StreamCall(*context, frontend_, live_calls_);
+  Begin<v1::GenerateRequest>(*in, *call);
   return call;
 }
 
@@ -200,8 +217,8 @@ grpc::ServerUnaryReactor* GenerationService::GenerateOnce(grpc::CallbackServerCo
                                                           const grpc::ByteBuffer* in,
                                                           grpc::ByteBuffer* out) {
   auto* call = new CollectCall<v1::GenerateResult>("GenerationService/GenerateOnce", *out, *context,
-                                                   metrics_, live_calls_);
-  Begin<v1::GenerateRequest>(*context, *in, *call);
+                                                   frontend_, live_calls_);
+  Begin<v1::GenerateRequest>(*in, *call);
   return call;
 }
 
@@ -209,8 +226,8 @@ grpc::ServerUnaryReactor* GenerationService::Score(grpc::CallbackServerContext* 
                                                    const grpc::ByteBuffer* in,
                                                    grpc::ByteBuffer* out) {
   auto* call = new CollectCall<v1::ScoreResponse>("GenerationService/Score", *out, *context,
-                                                  metrics_, live_calls_);
-  Begin<v1::ScoreRequest>(*context, *in, *call);
+                                                  frontend_, live_calls_);
+  Begin<v1::ScoreRequest>(*in, *call);
   return call;
 }
 
@@ -225,40 +242,45 @@ grpc::ServerUnaryReactor* GenerationService::CancelRequest(grpc::CallbackServerC
     return NotFound("request", request.request_id(),
                     absl::StrCat("no request '", request.request_id(), "' is live"));
   };
-  return AnswerAtOnce<v1::CancelRequestRequest>("GenerationService/CancelRequest", metrics_,
+  return AnswerAtOnce<v1::CancelRequestRequest>("GenerationService/CancelRequest", frontend_,
                                                 *context, *in, *out, cancel);
 }
 
 template <typename Message, typename Call>
-void GenerationService::Begin(grpc::CallbackServerContext& context, const grpc::ByteBuffer& in,
-                              Call& call) {
-  std::variant<Prepared, grpc::Status> prepared = Prepare<Message>(context, in);
+void GenerationService::Begin(const grpc::ByteBuffer& in, Call& call) {
+  CallScope& scope = call.scope();
+  std::variant<Prepared, grpc::Status> prepared = Prepare<Message>(scope, in);
   if (const auto* status = std::get_if<grpc::Status>(&prepared)) return call.Fail(*status);
   Prepared& ready = std::get<Prepared>(prepared);
   const std::string id = ready.request.id;
-  CallFacts facts{.outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(id), ready.token_ids,
-                                                     call, courier_),
+  CallFacts facts{.outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(id, scope.entry()),
+                                                     ready.token_ids, call, courier_),
                   .accepted = AcceptedOf(ready, model_.name),
                   .lanes = lanes_};
+  Log(facts.accepted, scope.entry());
   const std::shared_ptr<Outbox> outbox = facts.outbox;
   const SubmitResult submitted = engine_.Submit(std::move(ready.request), outbox);
-  if (submitted.error != SubmitError::kNone) return call.Fail(RefusalOf(context, submitted, id));
+  if (submitted.error != SubmitError::kNone) {
+    return call.Fail(RefusalOf(scope.context(), submitted, id));
+  };
   // Nothing calls `call` before Open, nor cancels it before this method has returned.
   call.Start(std::move(facts));
   outbox->Open({.position = submitted.queue_position});
 }
 
 template <typename Message>
-std::variant<Prepared, grpc::Status> GenerationService::Prepare(
-    grpc::CallbackServerContext& context, const grpc::ByteBuffer& in) {
+std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope,
+                                                                const grpc::ByteBuffer& in) {
   auto reject = [this](const Rejection& rejection) {
     metrics_.OnRejected(rejection.reason);
     return ToGrpc(rejection);
   };
-  const absl::Time arrival = absl::Now();
-  std::variant<Message, Rejection> parsed = Parse<Message>(in);
-  if (const auto* rejection = std::get_if<Rejection>(&parsed)) return reject(*rejection);
-  const Message& message = std::get<Message>(parsed);
+  const std::variant<Message, grpc::Status> opened = scope.Open<Message>(in);
+  if (const auto* refusal = std::get_if<grpc::Status>(&opened)) return *refusal;
+  const Message& message = std::get<Message>(opened);
+  scope.entry().set_request_id(ForLog(message.request_id()));
+  scope.entry().set_model(ForLog(message.model()));
+  scope.entry().set_policy(ForLog(message.kv().policy()));
   if (std::optional<grpc::Status> refusal = model_.Refuse(message.model())) {
     metrics_.OnRejected(kNotFound);
     return *refusal;
@@ -266,21 +288,22 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(
   AskedRequest asked = FromProto(message, model_.tokenizer);
   if (asked.options.id.empty()) asked.options.id = NewRequestId();
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
-  asked.options.arrival = arrival;
-  asked.options.deadline = DeadlineOf(context);
+  asked.options.arrival = scope.start();
+  asked.options.deadline = DeadlineOf(scope.context());
   const bool token_ids = asked.token_ids;
   std::variant<Request, Rejection> resolved = Resolve(std::move(asked), model_.admission);
   if (const auto* rejection = std::get_if<Rejection>(&resolved)) return reject(*rejection);
   return Prepared{.request = std::get<Request>(std::move(resolved)), .token_ids = token_ids};
 }
 
-OutboxHooks GenerationService::HooksOf(const std::string& request_id) {
+OutboxHooks GenerationService::HooksOf(const std::string& request_id, v1::AccessLogEntry& entry) {
   return {.wake_engine = [this] { engine_.Wake(); },
           .cancel_request =
               [this, request_id](const RequestSink& sink, absl::Status status) {
                 engine_.CancelOf(sink, request_id, std::move(status));
               },
-          .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); }};
+          .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); },
+          .finished = [&entry, this](const Finished& finished) { Log(finished, lanes_, entry); }};
 }
 
 grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,

@@ -15,6 +15,7 @@
 #include "absl/time/time.h"
 #include "epikv/v1/generation.grpc.pb.h"
 #include "runtime/engine_thread.h"
+#include "server/call_scope.h"
 #include "server/courier.h"
 #include "server/generation_messages.h"
 #include "server/metrics.h"
@@ -60,7 +61,7 @@ class GenerationService final
                       v1::GenerationService::Service>>>> {
  public:
   GenerationService(const ServedModel& model, EngineThread& engine, Courier& courier,
-                    Metrics& metrics, OutboxLimits outbox_limits);
+                    const Frontend& frontend, OutboxLimits outbox_limits);
 
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* in) override;
@@ -79,11 +80,11 @@ class GenerationService final
  private:
   // Submits the request of `in` and starts the call, or fails it. Call: in generation_service.cc.
   template <typename Message, typename Call>
-  void Begin(grpc::CallbackServerContext& context, const grpc::ByteBuffer& in, Call& call);
+  void Begin(const grpc::ByteBuffer& in, Call& call);
   template <typename Message>
-  std::variant<Prepared, grpc::Status> Prepare(grpc::CallbackServerContext& context,
-                                               const grpc::ByteBuffer& in);
-  OutboxHooks HooksOf(const std::string& request_id);
+  std::variant<Prepared, grpc::Status> Prepare(CallScope& scope, const grpc::ByteBuffer& in);
+  // entry: of the call, which gets to know how its request ended.
+  OutboxHooks HooksOf(const std::string& request_id, v1::AccessLogEntry& entry);
   grpc::Status RefusalOf(grpc::CallbackServerContext& context, const SubmitResult& submitted,
                          const std::string& request_id);
   std::string NewRequestId();
@@ -91,6 +92,7 @@ class GenerationService final
   const ServedModel& model_;
   EngineThread& engine_;
   Courier& courier_;
+  const Frontend& frontend_;
   Metrics& metrics_;
   const OutboxLimits outbox_limits_;
   const int64_t lanes_;

@@ -15,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "nlohmann/json.hpp"
@@ -23,6 +24,9 @@
 #include "runtime/engine_thread.h"
 #include "runtime/runtime.h"
 #include "runtime/tokenizer.h"
+#include "server/access_log.h"
+#include "server/auth.h"
+#include "server/call_scope.h"
 #include "server/config.h"
 #include "server/courier.h"
 #include "server/metrics.h"
@@ -58,6 +62,7 @@ class Signals {
     sigaddset(&set_, SIGINT);
     pthread_sigmask(SIG_BLOCK, &set_, nullptr);
     signal(SIGPIPE, SIG_IGN);                 // a client that has gone is an error of its write
+    signal(SIGHUP, SIG_IGN);                  // log rotation sends it; files are looked at without
     std::thread([this] { Run(); }).detach();  // waits for signals until the process ends
   }
 
@@ -151,9 +156,39 @@ void Drain(const Config& config, Server& server, EngineThread& engine, Metrics& 
   log.Say("stopped");
 }
 
+absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config, Metrics& metrics) {
+  return AccessLog::Open(config.access_log,
+                         [&metrics](int64_t lines) { metrics.OnAccessLogDropped(lines); });
+}
+
+absl::StatusOr<std::unique_ptr<Authenticator>> MakeAuthenticator(const Config& config,
+                                                                 Metrics& metrics,
+                                                                 const StartLog& log) {
+  auto on_reload = [&metrics, &log](const absl::Status& status) {
+    if (status.ok()) return log.Say("auth_tokens_file was read again");
+    metrics.OnTokensReloadFailed();
+    log.Say(absl::StrCat(status.message(), "; the tokens known before stay valid"));
+  };
+  return Authenticator::Create({.tokens_file = config.tokens_file, .on_reload = on_reload});
+}
+
+// Files that serving needs; known before a model takes long to load.
+absl::Status CheckFiles(const Config& config) {
+  const absl::Status checks[] = {
+      CheckTlsFiles(config.tls),
+      Authenticator::Create({.tokens_file = config.tokens_file}).status(),
+      AccessLog::Open(config.access_log, [](int64_t) {}).status()};
+  std::vector<absl::string_view> problems;
+  for (const absl::Status& status : checks) {
+    if (!status.ok()) problems.push_back(status.message());
+  }
+  if (problems.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
+}
+
 absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) {
   if (absl::Status status = Server::CheckAddress(config.listen); !status.ok()) return status;
-  if (absl::Status status = CheckTlsFiles(config.tls); !status.ok()) return status;
+  if (absl::Status status = CheckFiles(config); !status.ok()) return status;
   if (config.tls.certificate.empty() && !IsLoopback(config.listen)) {
     log.Say(absl::StrCat("warning: --listen=", config.listen,
                          " is in plain text for everyone on the way; --tls_certificate and "
@@ -190,6 +225,11 @@ absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) 
   absl::StatusOr<std::unique_ptr<Metrics>> metrics = MakeMetrics(config, model, log);
   if (!metrics.ok()) return metrics.status();
   if (metrics_server != nullptr) metrics_server->Serve(**metrics);
+  absl::StatusOr<std::unique_ptr<AccessLog>> access_log = OpenAccessLog(config, **metrics);
+  if (!access_log.ok()) return access_log.status();
+  absl::StatusOr<std::unique_ptr<Authenticator>> auth = MakeAuthenticator(config, **metrics, log);
+  if (!auth.ok()) return auth.status();
+  const Frontend frontend{.auth = **auth, .metrics = **metrics, .access_log = **access_log};
   Courier courier(config.outbox.stall / 4);
   EngineThread engine(
       std::make_unique<Engine>(EngineOptions{.scheduler = config.scheduler,
@@ -197,13 +237,12 @@ absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) 
                                              .max_running_requests = config.max_running_requests},
                                std::move(loaded->executor), **tokenizer, **metrics),
       config.queue, loaded->on_engine_thread_start);
-  absl::StatusOr<std::unique_ptr<Server>> server =
-      Server::Start({.listen = config.listen,
-                     .max_message_bytes = config.max_message_bytes,
-                     .reflection = config.reflection,
-                     .outbox = config.outbox,
-                     .tls = config.tls},
-                    model, engine, courier, **metrics);
+  absl::StatusOr<std::unique_ptr<Server>> server = Server::Start({.listen = config.listen,
+                                                                  .max_message_bytes = config.max_message_bytes,
+                                                                  .reflection = config.reflection,
+                                                                                                               .outbox = config.outbox,
+                                                                  .tls = config.tls},
+                                                                 model, engine, courier, frontend);
   if (!server.ok()) return server.status();
 
   signals.Serve();

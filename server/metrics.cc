@@ -11,9 +11,10 @@ namespace epikv {
 namespace {
 
 constexpr absl::string_view kRejectReasons[] = {
-    "invalid_request",   "token_range", "context_length", "kv_budget",
-    "kv_pool_too_small", "queue_full",  "draining",       "duplicate_id",
-    "not_found",         "not_utf8",    "malformed",      "other"};
+    "invalid_request",   "token_range",       "context_length", "kv_budget",
+    "kv_pool_too_small", "queue_full",        "draining",       "duplicate_id",
+    "not_found",         "not_utf8",          "malformed",      "artefact_missing",
+    "unauthenticated",   "permission_denied", "other"};
 constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "GenerationService/GenerateOnce",
                                           "GenerationService/Score",
@@ -58,7 +59,15 @@ Metrics::Metrics(const MetricsOptions& options)
                                   "Requests that were refused before they were queued.",
                                   std::size(kRejectReasons))),
       draining_(
-          declare_.Gauges("epikv_drain_state", "1 once new requests are refused.", 1).Add({})) {
+          declare_.Gauges("epikv_drain_state", "1 once new requests are refused.", 1).Add({})),
+      log_dropped_(declare_
+                       .Counters("epikv_access_log_dropped_total",
+                                 "Lines that the access log had no room for.", 1)
+                       .Add({})),
+      reload_failures_(declare_
+                           .Counters("epikv_auth_reload_failures_total",
+                                     "Changes of auth_tokens_file that were not taken into use.", 1)
+                           .Add({})) {
   AddInfo(options);
 }
 
@@ -132,6 +141,12 @@ void Metrics::OnRejected(absl::string_view reason) {
 void Metrics::OnStreamWasFull(absl::Duration full) { stream_full_.Of({}).Observe(Seconds(full)); }
 
 void Metrics::OnDraining() { draining_.Set(1); }
+
+void Metrics::OnAccessLogDropped(int64_t lines) {
+  log_dropped_.Increment(static_cast<double>(lines));
+}
+
+void Metrics::OnTokensReloadFailed() { reload_failures_.Increment(); }
 
 std::vector<std::shared_ptr<prometheus::Collectable>> Metrics::collectables() const {
   return {registry_, gauges_, process_};

@@ -56,6 +56,8 @@ class Metrics final : public EngineObserver {
   void OnRejected(absl::string_view reason);                            // ErrorInfo.reason
   void OnStreamWasFull(absl::Duration full);
   void OnDraining();
+  void OnAccessLogDropped(int64_t lines);
+  void OnTokensReloadFailed();
 
   // Most series that a scrape can hold.
   int64_t series_bound() const { return declare_.bound(); }
@@ -75,6 +77,7 @@ class Metrics final : public EngineObserver {
   HistogramFamily stream_full_;
   prometheus::Family<prometheus::Counter>&rpcs_, &rejected_;
   prometheus::Gauge& draining_;
+  prometheus::Counter &log_dropped_, &reload_failures_;
   std::set<absl::string_view> evicting_;  // policies, in the step that runs
 };
 

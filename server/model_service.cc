@@ -53,7 +53,7 @@ grpc::ServerUnaryReactor* ModelService::ListModels(grpc::CallbackServerContext* 
     *response.add_models() = ToProto(model_);
     return response;
   };
-  return AnswerAtOnce<v1::ListModelsRequest>("ModelService/ListModels", metrics_, *context, *in,
+  return AnswerAtOnce<v1::ListModelsRequest>("ModelService/ListModels", frontend_, *context, *in,
                                              *out, list);
 }
 
@@ -64,7 +64,7 @@ grpc::ServerUnaryReactor* ModelService::GetModel(grpc::CallbackServerContext* co
     if (auto refusal = model_.Refuse(request.name())) return *std::move(refusal);
     return ToProto(model_);
   };
-  return AnswerAtOnce<v1::GetModelRequest>("ModelService/GetModel", metrics_, *context, *in, *out,
+  return AnswerAtOnce<v1::GetModelRequest>("ModelService/GetModel", frontend_, *context, *in, *out,
                                            get);
 }
 

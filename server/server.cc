@@ -57,18 +57,18 @@ absl::Status CannotListen(const std::string& listen) {
 
 }  // namespace
 
-Server::Server(const ServedModel& model, EngineThread& engine, Courier& courier, Metrics& metrics,
-               const OutboxLimits& outbox)
-    : generation_(model, engine, courier, metrics, outbox),
-      tokenization_(model, metrics),
-      models_(model, metrics),
-      policies_(model, metrics) {}
+Server::Server(const ServedModel& model, EngineThread& engine, Courier& courier,
+               const Frontend& frontend, const OutboxLimits& outbox)
+    : generation_(model, engine, courier, frontend, outbox),
+      tokenization_(model, frontend),
+      models_(model, frontend),
+      policies_(model, frontend) {}
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
                                                       const ServedModel& model,
                                                       EngineThread& engine, Courier& courier,
-                                                      Metrics& metrics) {
-  std::unique_ptr<Server> server(new Server(model, engine, courier, metrics, options.outbox));
+                                                      const Frontend& frontend) {
+  std::unique_ptr<Server> server(new Server(model, engine, courier, frontend, options.outbox));
   grpc::EnableDefaultHealthCheckService(true);
   if (options.reflection) {
     static std::once_flag once;  // a process-wide plugin; naming it also makes the linker keep it

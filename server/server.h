@@ -31,7 +31,7 @@ class Server {
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
                                                        const ServedModel& model,
                                                        EngineThread& engine, Courier& courier,
-                                                       Metrics& metrics);
+                                                       const Frontend& frontend);
 
   // Whether `listen` can be bound now. Loading a model takes long: better to know before.
   static absl::Status CheckAddress(const std::string& listen);
@@ -45,8 +45,8 @@ class Server {
   void Shutdown(absl::Time deadline);
 
  private:
-  Server(const ServedModel& model, EngineThread& engine, Courier& courier, Metrics& metrics,
-         const OutboxLimits& outbox);
+  Server(const ServedModel& model, EngineThread& engine, Courier& courier,
+         const Frontend& frontend, const OutboxLimits& outbox);
   void Advertise(const std::string& model);
 
   GenerationService generation_;

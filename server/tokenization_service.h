@@ -4,7 +4,7 @@
 #include <grpcpp/support/server_callback.h>
 
 #include "epikv/v1/tokenization.grpc.pb.h"
-#include "server/metrics.h"
+#include "server/call_scope.h"
 #include "server/served_model.h"
 
 namespace epikv {
@@ -14,8 +14,8 @@ class TokenizationService final : public v1::TokenizationService::WithRawCallbac
                                       v1::TokenizationService::WithRawCallbackMethod_Detokenize<
                                           v1::TokenizationService::Service>> {
  public:
-  TokenizationService(const ServedModel& model, Metrics& metrics)
-      : model_(model), metrics_(metrics) {}
+  TokenizationService(const ServedModel& model, const Frontend& frontend)
+      : model_(model), frontend_(frontend) {}
 
   grpc::ServerUnaryReactor* Tokenize(grpc::CallbackServerContext* context,
                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
@@ -24,7 +24,7 @@ class TokenizationService final : public v1::TokenizationService::WithRawCallbac
 
  private:
   const ServedModel& model_;
-  Metrics& metrics_;
+  const Frontend& frontend_;
 };
 
 }  // namespace epikv

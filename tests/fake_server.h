@@ -72,6 +72,8 @@ struct FakeServerOptions {
   std::string default_policy;
   int64_t max_message_bytes = 4 << 20;
   TlsFiles tls;
+  AuthOptions auth;
+  std::string access_log;
 };
 
 // The whole server but torch: the real services, engine and metrics over a FakeExecutor, on a
@@ -98,6 +100,9 @@ class FakeServer {
                                    .kv_bytes_per_token = kFakeBytesPerToken,
                                    .kv_capacity_bytes = model_.kv_capacity_bytes})),
         observer_(*metrics_),
+        auth_(*Authenticator::Create(options.auth)),
+        access_log_(*AccessLog::Open(
+            options.access_log, [this](int64_t lines) { metrics_->OnAccessLogDropped(lines); })),
         courier_(options.outbox.stall / 4) {
     options.engine.kv_capacity_bytes = model_.kv_capacity_bytes;
     engine_ = std::make_unique<EngineThread>(
@@ -105,10 +110,9 @@ class FakeServer {
                                  std::make_unique<FakeExecutor>(script_, kFakeBytesPerToken),
                                  *tokenizer_, observer_),
         options.queue, nullptr);
-    server_ = *Server::Start({.max_message_bytes = options.max_message_bytes,
-                              .outbox = options.outbox,
-                              .tls = options.tls},
-                             model_, *engine_, courier_, *metrics_);
+    server_ = *Server::Start(
+        {.max_message_bytes = options.max_message_bytes, .outbox = options.outbox, .tls = options.tls}, model_,
+        *engine_, courier_, frontend_);
   }
   ~FakeServer() {
     engine_->Drain(absl::InfinitePast());
@@ -147,6 +151,9 @@ class FakeServer {
   const ServedModel model_;
   const std::unique_ptr<Metrics> metrics_;
   WatchedObserver observer_;
+  const std::unique_ptr<Authenticator> auth_;
+  const std::unique_ptr<AccessLog> access_log_;
+  const Frontend frontend_{.auth = *auth_, .metrics = *metrics_, .access_log = *access_log_};
   Courier courier_;
   std::unique_ptr<EngineThread> engine_;
   std::unique_ptr<Server> server_;
