@@ -16,6 +16,7 @@
 #include "runtime/runtime.h"
 #include "server/outbox.h"
 #include "server/tls.h"
+#include "server/transport.h"
 
 namespace epikv {
 
@@ -37,9 +38,10 @@ struct Config {
   int64_t default_max_output_tokens = 0;
   OutboxLimits outbox;
   absl::Duration drain;
-  int64_t max_message_bytes = 0;
   int64_t metrics_max_series = 0;
   bool reflection = false;
+  bool channelz = false;
+  TransportLimits transport;
   TlsFiles tls;
   std::string tokens_file;  // empty: everyone may do everything
   std::string access_log;   // empty: none

@@ -45,6 +45,16 @@ absl::Status WhyCancelledNow(const CallScope& scope) {
       {.start = scope.start(), .deadline = DeadlineOf(scope.context()), .now = absl::Now()});
 }
 
+// A stream's messages are smaller than its outbox; a result may be of any size.
+grpc::Status AnswerTooLarge(int64_t bytes, int64_t limit) {
+  return ToGrpc(Rejection{
+      .code = absl::StatusCode::kResourceExhausted,
+      .reason = "ANSWER_TOO_LARGE",
+      .message = absl::StrCat("the answer has ", bytes, " bytes and --max_sent_message_bytes is ",
+                              limit, "; Generate streams it in parts"),
+      .metadata = {{"limit", absl::StrCat(limit)}, {"bytes", absl::StrCat(bytes)}}});
+}
+
 void Log(const v1::Accepted& accepted, v1::AccessLogEntry& entry) {
   entry.set_request_id(ForLog(accepted.request_id()));
   entry.set_model(ForLog(accepted.model()));
@@ -135,8 +145,8 @@ template <typename Result>
 class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
  public:
   CollectCall(absl::string_view method, grpc::ByteBuffer& out, grpc::CallbackServerContext& context,
-              const Frontend& frontend, LiveCalls& live)
-      : out_(out), live_(live), scope_(method, frontend, context) {}
+              const Frontend& frontend, LiveCalls& live, int64_t max_bytes)
+      : out_(out), max_bytes_(max_bytes), live_(live), scope_(method, frontend, context) {}
 
   CallScope& scope() { return scope_; }
   void Start(CallFacts facts) {
@@ -151,8 +161,11 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
   }
   void Abort() override {}  // no write takes time
   void End(const absl::Status& status) override {
-    if (status.ok()) out_ = Serialize(result_);
-    Fail(ToGrpc(status));
+    if (!status.ok()) return Fail(ToGrpc(status));
+    const auto bytes = static_cast<int64_t>(result_.ByteSizeLong());
+    if (bytes > max_bytes_) return Fail(AnswerTooLarge(bytes, max_bytes_));
+    out_ = Serialize(result_);
+    Fail(grpc::Status::OK);
   }
 
   void OnCancel() override {
@@ -177,6 +190,7 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
   }
 
   grpc::ByteBuffer& out_;
+  const int64_t max_bytes_;
   const LiveCall live_;
   CallScope scope_;
   CallFacts facts_;
@@ -196,13 +210,14 @@ absl::Status WhyCancelled(const CallTimes& times) {
 
 GenerationService::GenerationService(const ServedModel& model, EngineThread& engine,
                                      Courier& courier, const Frontend& frontend,
-                                     OutboxLimits outbox_limits)
+                                     OutboxLimits outbox_limits, int64_t max_answer_bytes)
     : model_(model),
       engine_(engine),
       courier_(courier),
       frontend_(frontend),
       metrics_(frontend.metrics),
       outbox_limits_(outbox_limits),
+      max_answer_bytes_(max_answer_bytes),
       lanes_(model.admission.shape().num_layers * model.admission.shape().num_kv_heads),
       id_prefix_(absl::StrCat(absl::Hex(absl::Uniform<uint64_t>(absl::BitGen())))) {}
 
@@ -217,7 +232,7 @@ grpc::ServerUnaryReactor* GenerationService::GenerateOnce(grpc::CallbackServerCo
                                                           const grpc::ByteBuffer* in,
                                                           grpc::ByteBuffer* out) {
   auto* call = new CollectCall<v1::GenerateResult>("GenerationService/GenerateOnce", *out, *context,
-                                                   frontend_, live_calls_);
+                                                   frontend_, live_calls_, max_answer_bytes_);
   Begin<v1::GenerateRequest>(*in, *call);
   return call;
 }
@@ -226,7 +241,7 @@ grpc::ServerUnaryReactor* GenerationService::Score(grpc::CallbackServerContext* 
                                                    const grpc::ByteBuffer* in,
                                                    grpc::ByteBuffer* out) {
   auto* call = new CollectCall<v1::ScoreResponse>("GenerationService/Score", *out, *context,
-                                                  frontend_, live_calls_);
+                                                  frontend_, live_calls_, max_answer_bytes_);
   Begin<v1::ScoreRequest>(*in, *call);
   return call;
 }

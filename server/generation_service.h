@@ -61,7 +61,7 @@ class GenerationService final
                       v1::GenerationService::Service>>>> {
  public:
   GenerationService(const ServedModel& model, EngineThread& engine, Courier& courier,
-                    const Frontend& frontend, OutboxLimits outbox_limits);
+                    const Frontend& frontend, OutboxLimits outbox_limits, int64_t max_answer_bytes);
 
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* in) override;
@@ -95,6 +95,7 @@ class GenerationService final
   const Frontend& frontend_;
   Metrics& metrics_;
   const OutboxLimits outbox_limits_;
+  const int64_t max_answer_bytes_;
   const int64_t lanes_;
   const std::string id_prefix_;  // differs between processes
   std::atomic<int64_t> next_id_{0};

@@ -238,9 +238,10 @@ absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) 
                                std::move(loaded->executor), **tokenizer, **metrics),
       config.queue, loaded->on_engine_thread_start);
   absl::StatusOr<std::unique_ptr<Server>> server = Server::Start({.listen = config.listen,
-                                                                  .max_message_bytes = config.max_message_bytes,
+                                                                  .transport = config.transport,
                                                                   .reflection = config.reflection,
-                                                                                                               .outbox = config.outbox,
+                                                                  .channelz = config.channelz,
+                                                                  .outbox = config.outbox,
                                                                   .tls = config.tls},
                                                                  model, engine, courier, frontend);
   if (!server.ok()) return server.status();

@@ -13,13 +13,15 @@
 #include "server/policy_service.h"
 #include "server/tls.h"
 #include "server/tokenization_service.h"
+#include "server/transport.h"
 
 namespace epikv {
 
 struct ServerOptions {
   std::string listen = "127.0.0.1:0";
-  int64_t max_message_bytes = 4 << 20;  // received
+  TransportLimits transport;
   bool reflection = true;
+  bool channelz = false;
   OutboxLimits outbox;
   TlsFiles tls;
 };
@@ -45,8 +47,8 @@ class Server {
   void Shutdown(absl::Time deadline);
 
  private:
-  Server(const ServedModel& model, EngineThread& engine, Courier& courier,
-         const Frontend& frontend, const OutboxLimits& outbox);
+  Server(const ServedModel& model, EngineThread& engine, Courier& courier, const Frontend& frontend,
+         const ServerOptions& options);
   void Advertise(const std::string& model);
 
   GenerationService generation_;

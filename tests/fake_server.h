@@ -70,7 +70,7 @@ struct FakeServerOptions {
   QueueLimits queue;
   OutboxLimits outbox;
   std::string default_policy;
-  int64_t max_message_bytes = 4 << 20;
+  TransportLimits transport;
   TlsFiles tls;
   AuthOptions auth;
   std::string access_log;
@@ -111,7 +111,7 @@ class FakeServer {
                                  *tokenizer_, observer_),
         options.queue, nullptr);
     server_ = *Server::Start(
-        {.max_message_bytes = options.max_message_bytes, .outbox = options.outbox, .tls = options.tls}, model_,
+        {.transport = options.transport, .outbox = options.outbox, .tls = options.tls}, model_,
         *engine_, courier_, frontend_);
   }
   ~FakeServer() {

@@ -16,6 +16,7 @@ if(NOT EPIKV_SANITIZE MATCHES thread)
   epikv_test(generation_service_test LIBS epikv_server)
   epikv_test(auth_test LIBS epikv_server)
   epikv_test(tls_test LIBS epikv_server)
+  epikv_test(transport_test LIBS epikv_server)
   epikv_test(services_test LIBS epikv_server nlohmann_json::nlohmann_json)
 endif()
 
