@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <iterator>
 #include <optional>
 #include <set>
@@ -23,6 +22,7 @@
 #include "epikv/v1/config.pb.h"
 #include "runtime/utf8.h"
 #include "server/default_config.h"
+#include "server/file_contents.h"
 
 namespace epikv {
 namespace {
@@ -188,13 +188,12 @@ Arguments SortArguments(absl::Span<const std::string> args, Problems& problems) 
 }
 
 void ApplyFile(const std::string& path, v1::ServerConfig& config, Problems& problems) {
-  std::ifstream file(path);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (!file) {
-    problems.push_back(absl::StrCat("--config: cannot read '", path, "'"));
+  const absl::StatusOr<FileContents> file = ReadFile(path);
+  if (!file.ok()) {
+    problems.push_back(absl::StrCat("--config: ", file.status().message()));
     return;
   }
-  config.MergeFrom(ParseText(text, path, problems));
+  config.MergeFrom(ParseText(file->text, path, problems));
 }
 
 void ApplyFlag(const Flag& flag, v1::ServerConfig& config, Problems& problems) {
@@ -242,6 +241,36 @@ class Checker {
   Problems& problems_;
 };
 
+void CheckTransport(const v1::ServerConfig& c, Checker& check) {
+  constexpr uint32_t kLeastSent = 2 * kMaxOutboxBytes;  // any message of a stream
+  constexpr double kMostSeconds = 2e6;                  // gRPC counts milliseconds in 31 bits
+  constexpr absl::string_view kSeconds = "be 0 (never) to 2000000";
+  auto is_time = [](double seconds) { return seconds >= 0 && seconds <= kMostSeconds; };
+  check.Require(c.max_message_bytes() >= 1024 && c.max_message_bytes() <= INT32_MAX,
+                "max_message_bytes", "be 1024 to 2147483647");
+  check.Require(c.max_sent_message_bytes() >= kLeastSent && c.max_sent_message_bytes() <= INT32_MAX,
+                "max_sent_message_bytes", "be 4194304 to 2147483647");
+  check.Require(c.max_concurrent_streams() >= 1 && c.max_concurrent_streams() <= INT32_MAX,
+                "max_concurrent_streams", "be 1 to 2147483647");
+  check.Require(c.keepalive_floor_seconds() > 0 && c.keepalive_floor_seconds() <= kMostSeconds,
+                "keepalive_floor_seconds", "be above 0 and at most 2000000");
+  check.Require(is_time(c.max_connection_age_seconds()), "max_connection_age_seconds", kSeconds);
+  check.Require(is_time(c.max_connection_age_grace_seconds()), "max_connection_age_grace_seconds",
+                kSeconds);
+  check.Require(is_time(c.max_connection_idle_seconds()), "max_connection_idle_seconds", kSeconds);
+}
+
+void CheckSecurity(const v1::ServerConfig& c, Checker& check) {
+  const bool tls = !c.tls_certificate().empty();
+  check.Require(!tls || !c.tls_key().empty(), "tls_key", "name the key of --tls_certificate");
+  check.Require(tls || c.tls_key().empty(), "tls_certificate", "name a file with --tls_key");
+  check.Require(tls || c.tls_client_ca().empty(), "tls_certificate",
+                "name a file with --tls_client_ca");
+  check.Require(!c.channelz() || IsLoopback(c.listen()) || !c.tls_client_ca().empty(), "channelz",
+                "be off, since it asks for no token, where --listen is not loopback and there is "
+                "no --tls_client_ca");
+}
+
 // All but the model, which who prints a configuration need not have.
 void CheckRanges(const v1::ServerConfig& c, Problems& problems) {
   constexpr uint64_t kMost = INT64_MAX;
@@ -273,9 +302,9 @@ void CheckRanges(const v1::ServerConfig& c, Problems& problems) {
                 "be 1024 to 2097152");
   check.Require(std::isfinite(c.drain_seconds()) && c.drain_seconds() >= 0, "drain_seconds",
                 "be at least 0");
-  check.Require(c.max_message_bytes() >= 1024 && c.max_message_bytes() <= INT32_MAX,
-                "max_message_bytes", "be 1024 to 2147483647");
   check.Require(c.metrics_max_series() >= 1, "metrics_max_series", "be at least 1");
+  CheckTransport(c, check);
+  CheckSecurity(c, check);
 }
 
 void CheckModels(const v1::ServerConfig& c, Problems& problems) {
@@ -316,6 +345,21 @@ std::vector<ModelSource> ModelsOf(const v1::ServerConfig& c) {
   return models;
 }
 
+// 0: for ever.
+absl::Duration SecondsOrNever(double seconds) {
+  return seconds == 0 ? absl::InfiniteDuration() : absl::Seconds(seconds);
+}
+
+TransportLimits TransportOf(const v1::ServerConfig& c) {
+  return {.max_message_bytes = c.max_message_bytes(),
+          .max_sent_message_bytes = c.max_sent_message_bytes(),
+          .max_concurrent_streams = c.max_concurrent_streams(),
+          .keepalive_floor = absl::Seconds(c.keepalive_floor_seconds()),
+          .max_connection_age = SecondsOrNever(c.max_connection_age_seconds()),
+          .max_connection_age_grace = SecondsOrNever(c.max_connection_age_grace_seconds()),
+          .max_connection_idle = SecondsOrNever(c.max_connection_idle_seconds())};
+}
+
 Config ToConfig(const v1::ServerConfig& c) {
   return {
       .listen = c.listen(),
@@ -341,9 +385,15 @@ Config ToConfig(const v1::ServerConfig& c) {
                  .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
                  .stall = absl::Seconds(c.stream_stall_seconds())},
       .drain = absl::Seconds(c.drain_seconds()),
-      .max_message_bytes = c.max_message_bytes(),
       .metrics_max_series = c.metrics_max_series(),
-      .reflection = c.reflection()};
+      .reflection = c.reflection(),
+      .channelz = c.channelz(),
+      .transport = TransportOf(c),
+      .tls = {.certificate = c.tls_certificate(),
+              .key = c.tls_key(),
+              .client_ca = c.tls_client_ca()},
+      .tokens_file = c.auth_tokens_file(),
+      .access_log = c.access_log()};
 }
 
 PrintConfig ToPrintConfig(const v1::ServerConfig& config) {

@@ -12,6 +12,8 @@
 #include "runtime/runtime.h"
 #include "server/outbox.h"
 #include "server/served_model.h"
+#include "server/tls.h"
+#include "server/transport.h"
 
 namespace epikv {
 
@@ -29,9 +31,13 @@ struct Config {
   ServingOptions serving;
   OutboxLimits outbox;
   absl::Duration drain;
-  int64_t max_message_bytes = 0;
   int64_t metrics_max_series = 0;
   bool reflection = false;
+  bool channelz = false;
+  TransportLimits transport;
+  TlsFiles tls;
+  std::string tokens_file;  // empty: everyone may do everything
+  std::string access_log;   // empty: none
 };
 
 // What the command line asks for.

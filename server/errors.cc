@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -17,7 +18,7 @@ constexpr size_t kMaxEncodedMessageBytes = 1024;
 constexpr size_t kMaxDescriptionBytes = 512, kMaxFieldBytes = 128;
 // Of ErrorInfo and violations. With the message, which the details repeat, and what gRPC adds,
 // below the 8 KiB of metadata that clients accept by default, also when the trailer is base64.
-constexpr size_t kMaxDetailBytes = 3584;
+constexpr size_t kMaxDetailBytes = 3392;
 // What a repeated message costs beside its own bytes.
 constexpr size_t kFrameBytes = 4;
 constexpr absl::string_view kCut = "...";
@@ -34,10 +35,6 @@ std::string ShortenBy(absl::string_view text, size_t limit, Cost cost_of) {
     if (cost > limit) return absl::StrCat(text.substr(0, end), kCut);
   }
   return std::string(text);
-}
-
-std::string Shorten(absl::string_view text, size_t limit) {
-  return ShortenBy(text, limit, [](char) { return size_t{1}; });
 }
 
 std::string ShortenMessage(absl::string_view text) {
@@ -58,7 +55,7 @@ class Details {
     info.set_reason(std::string(reason));
     info.set_domain("epikv");
     for (const auto& [key, value] : metadata) {
-      (*info.mutable_metadata())[key] = Shorten(value, kMaxFieldBytes);
+      (*info.mutable_metadata())[key] = ShortenText(value, kMaxFieldBytes);
     }
     Add("ErrorInfo", info);
   }
@@ -85,8 +82,8 @@ class Details {
   void AddResource(absl::string_view type, absl::string_view name, absl::string_view description) {
     v1::ResourceInfo resource;
     resource.set_resource_type(std::string(type));
-    resource.set_resource_name(Shorten(name, kMaxFieldBytes));
-    resource.set_description(Shorten(description, kMaxDescriptionBytes));
+    resource.set_resource_name(ShortenText(name, kMaxFieldBytes));
+    resource.set_description(ShortenText(description, kMaxDescriptionBytes));
     Add("ResourceInfo", resource);
   }
 
@@ -104,8 +101,8 @@ v1::BadRequest BadRequestOf(const std::vector<FieldViolation>& violations, size_
   v1::BadRequest bad;
   for (size_t i = 0; i < violations.size(); ++i) {
     v1::BadRequest::FieldViolation next;
-    next.set_field(Shorten(violations[i].field, kMaxFieldBytes));
-    next.set_description(Shorten(violations[i].description, kMaxDescriptionBytes));
+    next.set_field(ShortenText(violations[i].field, kMaxFieldBytes));
+    next.set_description(ShortenText(violations[i].description, kMaxDescriptionBytes));
     const size_t bytes = next.ByteSizeLong() + kFrameBytes;
     if (bytes > room) {
       next.set_field("...");
@@ -117,6 +114,15 @@ v1::BadRequest BadRequestOf(const std::vector<FieldViolation>& violations, size_
     *bad.add_field_violations() = std::move(next);
   }
   return bad;
+}
+
+// The ErrorInfo of an error of ours, which is its first detail.
+std::optional<v1::ErrorInfo> InfoOf(const v1::Status& details) {
+  v1::ErrorInfo info;
+  if (details.details().empty() || !info.ParseFromString(details.details(0).value())) {
+    return std::nullopt;
+  }
+  return info;
 }
 
 }  // namespace
@@ -159,7 +165,7 @@ grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
   v1::QuotaFailure failure;
   v1::QuotaFailure::Violation& violation = *failure.add_violations();
   violation.set_subject(std::string(subject));
-  violation.set_description(Shorten(description, kMaxDescriptionBytes));
+  violation.set_description(ShortenText(description, kMaxDescriptionBytes));
   details.Add("QuotaFailure", failure);
   details.AddRetry(retry_after);
   return details.ToGrpc();
@@ -170,6 +176,38 @@ grpc::Status Unavailable(absl::string_view reason, absl::string_view description
   Details details(grpc::StatusCode::UNAVAILABLE, description, reason, {});
   details.AddRetry(retry_after);
   return details.ToGrpc();
+}
+
+grpc::Status Unauthenticated(absl::string_view description) {
+  return Details(grpc::StatusCode::UNAUTHENTICATED, description, kUnauthenticated, {}).ToGrpc();
+}
+
+grpc::Status PermissionDenied(absl::string_view method, absl::string_view needed) {
+  return Details(grpc::StatusCode::PERMISSION_DENIED,
+                 absl::StrCat(method, " needs the role ", needed), kPermissionDenied,
+                 {{"role", std::string(needed)}})
+      .ToGrpc();
+}
+
+std::string ErrorReason(const grpc::Status& status) {
+  v1::Status details;
+  if (!details.ParseFromString(status.error_details())) return "";
+  const std::optional<v1::ErrorInfo> info = InfoOf(details);
+  return info.has_value() ? info->reason() : "";
+}
+
+grpc::Status WithTraceId(const grpc::Status& status, const std::string& trace_id) {
+  v1::Status details;
+  if (!details.ParseFromString(status.error_details())) return status;
+  std::optional<v1::ErrorInfo> info = InfoOf(details);
+  if (!info.has_value()) return status;
+  (*info->mutable_metadata())["trace_id"] = trace_id;
+  details.mutable_details(0)->set_value(info->SerializeAsString());
+  return grpc::Status(status.error_code(), status.error_message(), details.SerializeAsString());
+}
+
+std::string ShortenText(absl::string_view text, size_t limit) {
+  return ShortenBy(text, limit, [](char) { return size_t{1}; });
 }
 
 absl::string_view CodeName(grpc::StatusCode code) {

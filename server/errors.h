@@ -23,6 +23,8 @@ inline constexpr absl::string_view kStarting = "STARTING";
 inline constexpr absl::string_view kDraining = "DRAINING";
 inline constexpr absl::string_view kDuplicateId = "DUPLICATE_ID";
 inline constexpr absl::string_view kNotFound = "NOT_FOUND";
+inline constexpr absl::string_view kUnauthenticated = "UNAUTHENTICATED";
+inline constexpr absl::string_view kPermissionDenied = "PERMISSION_DENIED";
 
 // Clients accept at most 8 KiB of metadata: what does not fit is counted, not sent.
 grpc::Status ToGrpc(const Rejection& rejection);
@@ -39,6 +41,19 @@ grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
                        absl::Duration retry_after);
 grpc::Status Unavailable(absl::string_view reason, absl::string_view description,
                          absl::Duration retry_after);
+
+grpc::Status Unauthenticated(absl::string_view description);
+// needed: the role that the caller does not have.
+grpc::Status PermissionDenied(absl::string_view method, absl::string_view needed);
+
+// ErrorInfo.reason of an error of ours; else empty.
+std::string ErrorReason(const grpc::Status& status);
+// An error of ours with `trace_id` in its ErrorInfo; any other status as it is.
+grpc::Status WithTraceId(const grpc::Status& status, const std::string& trace_id);
+
+// The longest prefix of whole code points that, with "...", takes no more than `limit` bytes; or
+// all.
+std::string ShortenText(absl::string_view text, size_t limit);
 
 // "INVALID_ARGUMENT"; "UNKNOWN" for codes that gRPC does not have.
 absl::string_view CodeName(grpc::StatusCode code);

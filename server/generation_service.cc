@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/errors.h"
+#include "server/request_series.h"
 #include "server/rpc.h"
 #include "server/wire.h"
 
@@ -22,18 +23,14 @@ absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   return absl::FromChrono(deadline);
 }
 
-// What every call is part of.
-struct CallScope {
-  CallScope(grpc::CallbackServerContext& c, Metrics& m, LiveCalls& l)
-      : context(c), metrics(m), live(l) {
-    live.Add(1);
-  }
-  ~CallScope() { live.Add(-1); }
+// Counts a call while it lives.
+class LiveCall {
+ public:
+  explicit LiveCall(LiveCalls& live) : live_(live) { live_.Add(1); }
+  ~LiveCall() { live_.Add(-1); }
 
-  grpc::CallbackServerContext& context;
-  Metrics& metrics;
-  LiveCalls& live;
-  const absl::Time start = absl::Now();
+ private:
+  LiveCalls& live_;
 };
 
 // What a call knows of its request once it is queued.
@@ -43,35 +40,58 @@ struct CallFacts {
   int64_t lanes = 0;
 };
 
-// ErrorInfo.reason of Models::Find's refusal.
-absl::string_view ReasonOfNoModel(grpc::StatusCode code) {
-  if (code == grpc::StatusCode::UNAVAILABLE) return kStarting;
-  return code == grpc::StatusCode::NOT_FOUND ? kNotFound : "INVALID_REQUEST";
-}
-
 absl::Status WhyCancelledNow(const CallScope& scope) {
   return WhyCancelled(
-      {.start = scope.start, .deadline = DeadlineOf(scope.context), .now = absl::Now()});
+      {.start = scope.start(), .deadline = DeadlineOf(scope.context()), .now = absl::Now()});
+}
+
+// A stream's messages are smaller than its outbox; a result may be of any size.
+grpc::Status AnswerTooLarge(int64_t bytes, int64_t limit) {
+  return ToGrpc(Rejection{
+      .code = absl::StatusCode::kResourceExhausted,
+      .reason = "ANSWER_TOO_LARGE",
+      .message = absl::StrCat("the answer has ", bytes, " bytes and --max_sent_message_bytes is ",
+                              limit, "; Generate streams it in parts"),
+      .metadata = {{"limit", absl::StrCat(limit)}, {"bytes", absl::StrCat(bytes)}}});
+}
+
+void Log(const v1::Accepted& accepted, v1::AccessLogEntry& entry) {
+  entry.set_request_id(ForLog(accepted.request_id()));
+  entry.set_model(ForLog(accepted.model()));
+  entry.set_policy(accepted.kv().policy());
+  entry.set_budget_tokens(accepted.kv().budget_tokens());
+  entry.set_prompt_tokens(accepted.prompt_tokens());
+}
+
+void Log(const Finished& finished, int64_t lanes, v1::AccessLogEntry& entry) {
+  const Timings& timings = finished.timings;
+  entry.set_finish_reason(std::string(FinishLabel(finished)));
+  entry.set_output_tokens(finished.output_tokens);
+  entry.set_evicted_tokens(finished.kv.evicted_entries / lanes);
+  entry.set_rounds(finished.kv.rounds);
+  entry.set_peak_tokens((finished.kv.peak_entries + lanes - 1) / lanes);
+  entry.set_queue_seconds(absl::ToDoubleSeconds(timings.queue));
+  entry.set_prefill_seconds(absl::ToDoubleSeconds(timings.prefill));
+  entry.set_ttft_seconds(absl::ToDoubleSeconds(timings.time_to_first_token));
+  entry.set_decode_seconds(absl::ToDoubleSeconds(timings.decode));
 }
 
 // Deletes itself in OnDone, which comes after End: the outbox, and through it the engine, reaches
 // the call only before.
 class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public StreamWriter {
  public:
-  StreamCall(grpc::CallbackServerContext& context, Metrics& metrics, LiveCalls& live)
-      : scope_(context, metrics, live) {}
+  StreamCall(grpc::CallbackServerContext& context, const Frontend& frontend, LiveCalls& live)
+      : live_(live), scope_("GenerationService/Generate", frontend, context) {}
 
+  CallScope& scope() { return scope_; }
   void Start(CallFacts facts) { facts_ = std::move(facts); }
-  void Fail(const grpc::Status& status) {
-    scope_.metrics.OnRpcFinished("GenerationService/Generate", status.error_code());
-    Finish(status);
-  }
+  void Fail(const grpc::Status& status) { Finish(scope_.Close(status)); }
 
   void Send(OutboxMessage message) override {
     message_ = Serialize(std::visit([this](auto& part) { return ResponseOf(part); }, message));
     StartWrite(&message_);
   }
-  void Abort() override { scope_.context.TryCancel(); }
+  void Abort() override { scope_.context().TryCancel(); }
   void End(const absl::Status& status) override { Fail(ToGrpc(status)); }
 
   void OnWriteDone(bool ok) override {
@@ -117,7 +137,8 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
     return response;
   }
 
-  const CallScope scope_;
+  const LiveCall live_;
+  CallScope scope_;
   CallFacts facts_;
   grpc::ByteBuffer message_;  // gRPC's until OnWriteDone
 };
@@ -141,17 +162,15 @@ template <typename Result>
 class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
  public:
   CollectCall(absl::string_view method, grpc::ByteBuffer& out, grpc::CallbackServerContext& context,
-              Metrics& metrics, LiveCalls& live)
-      : method_(method), out_(out), scope_(context, metrics, live) {}
+              const Frontend& frontend, LiveCalls& live, int64_t max_bytes)
+      : out_(out), max_bytes_(max_bytes), live_(live), scope_(method, frontend, context) {}
 
+  CallScope& scope() { return scope_; }
   void Start(CallFacts facts) {
     facts_ = std::move(facts);
     *result_.mutable_accepted() = facts_.accepted;
   }
-  void Fail(const grpc::Status& status) {
-    scope_.metrics.OnRpcFinished(method_, status.error_code());
-    Finish(status);
-  }
+  void Fail(const grpc::Status& status) { Finish(scope_.Close(status)); }
 
   void Send(OutboxMessage message) override {
     std::visit([this](auto& part) { Collect(part); }, message);
@@ -159,8 +178,11 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
   }
   void Abort() override {}  // no write takes time
   void End(const absl::Status& status) override {
-    if (status.ok()) out_ = Serialize(result_);
-    Fail(ToGrpc(status));
+    if (!status.ok()) return Fail(ToGrpc(status));
+    const auto bytes = static_cast<int64_t>(result_.ByteSizeLong());
+    if (bytes > max_bytes_) return Fail(AnswerTooLarge(bytes, max_bytes_));
+    out_ = Serialize(result_);
+    Fail(grpc::Status::OK);
   }
 
   void OnCancel() override {
@@ -187,9 +209,10 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
     *result_.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
   }
 
-  const absl::string_view method_;
   grpc::ByteBuffer& out_;
-  const CallScope scope_;
+  const int64_t max_bytes_;
+  const LiveCall live_;
+  CallScope scope_;
   CallFacts facts_;
   Result result_;
 };
@@ -205,18 +228,21 @@ absl::Status WhyCancelled(const CallTimes& times) {
   return absl::CancelledError("the client has gone");
 }
 
-GenerationService::GenerationService(const Models& models, Courier& courier, Metrics& metrics,
-                                     OutboxLimits outbox_limits)
+GenerationService::GenerationService(const Models& models, Courier& courier,
+                                     const Frontend& frontend, OutboxLimits outbox_limits,
+                                     int64_t max_answer_bytes)
     : models_(models),
       courier_(courier),
-      metrics_(metrics),
+      frontend_(frontend),
+      metrics_(frontend.metrics),
       outbox_limits_(outbox_limits),
+      max_answer_bytes_(max_answer_bytes),
       id_prefix_(absl::StrCat(absl::Hex(absl::Uniform<uint64_t>(absl::BitGen())))) {}
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const grpc::ByteBuffer* in) {
-  auto* call = new StreamCall(*context, metrics_, live_calls_);
-  Begin<v1::GenerateRequest>(*context, *in, *call);
+  auto* call = new StreamCall(*context, frontend_, live_calls_);
+  Begin<v1::GenerateRequest>(*in, *call);
   return call;
 }
 
@@ -224,8 +250,8 @@ grpc::ServerUnaryReactor* GenerationService::GenerateOnce(grpc::CallbackServerCo
                                                           const grpc::ByteBuffer* in,
                                                           grpc::ByteBuffer* out) {
   auto* call = new CollectCall<v1::GenerateResult>("GenerationService/GenerateOnce", *out, *context,
-                                                   metrics_, live_calls_);
-  Begin<v1::GenerateRequest>(*context, *in, *call);
+                                                   frontend_, live_calls_, max_answer_bytes_);
+  Begin<v1::GenerateRequest>(*in, *call);
   return call;
 }
 
@@ -233,8 +259,8 @@ grpc::ServerUnaryReactor* GenerationService::Score(grpc::CallbackServerContext* 
                                                    const grpc::ByteBuffer* in,
                                                    grpc::ByteBuffer* out) {
   auto* call = new CollectCall<v1::ScoreResponse>("GenerationService/Score", *out, *context,
-                                                  metrics_, live_calls_);
-  Begin<v1::ScoreRequest>(*context, *in, *call);
+                                                  frontend_, live_calls_, max_answer_bytes_);
+  Begin<v1::ScoreRequest>(*in, *call);
   return call;
 }
 
@@ -253,40 +279,42 @@ grpc::ServerUnaryReactor* GenerationService::CancelRequest(grpc::CallbackServerC
     return NotFound("request", request.request_id(),
                     absl::StrCat("no request '", request.request_id(), "' is live"));
   };
-  return AnswerAtOnce<v1::CancelRequestRequest>("GenerationService/CancelRequest", metrics_,
+  return AnswerAtOnce<v1::CancelRequestRequest>("GenerationService/CancelRequest", frontend_,
                                                 *context, *in, *out, cancel);
 }
 
 template <typename Message, typename Call>
-void GenerationService::Begin(grpc::CallbackServerContext& context, const grpc::ByteBuffer& in,
-                              Call& call) {
-  std::variant<Message, Rejection> parsed = Parse<Message>(in);
-  if (const auto* rejection = std::get_if<Rejection>(&parsed)) {
-    metrics_.OnRejected(rejection->reason);
-    return call.Fail(ToGrpc(*rejection));
-  }
-  const Message& message = std::get<Message>(parsed);
+void GenerationService::Begin(const grpc::ByteBuffer& in, Call& call) {
+  CallScope& scope = call.scope();
+  const std::variant<Message, grpc::Status> opened = scope.Open<Message>(in);
+  if (const auto* refusal = std::get_if<grpc::Status>(&opened)) return call.Fail(*refusal);
+  const Message& message = std::get<Message>(opened);
+  scope.entry().set_request_id(ForLog(message.request_id()));
+  scope.entry().set_model(ForLog(message.model()));
+  scope.entry().set_policy(ForLog(message.kv().policy()));
   for (;;) {
     std::variant<ModelPtr, grpc::Status> found = models_.Find(message.model());
     if (const auto* refusal = std::get_if<grpc::Status>(&found)) {
-      metrics_.OnRejected(ReasonOfNoModel(refusal->error_code()));
+      metrics_.OnRejected(ErrorReason(*refusal));
       return call.Fail(*refusal);
     }
     const ModelPtr model = std::get<ModelPtr>(std::move(found));
-    std::variant<Prepared, grpc::Status> prepared = Prepare<Message>(context, message, *model);
+    std::variant<Prepared, grpc::Status> prepared = Prepare<Message>(scope, message, *model);
     if (const auto* status = std::get_if<grpc::Status>(&prepared)) return call.Fail(*status);
     Prepared& ready = std::get<Prepared>(prepared);
     const std::string id = ready.request.id;
-    CallFacts facts{.outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(model, id),
-                                                       ready.deltas, call, courier_),
-                    .accepted = AcceptedOf(ready, model->name),
-                    .lanes = model->lanes()};
+    CallFacts facts{
+        .outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(model, id, scope.entry()),
+                                           ready.deltas, call, courier_),
+        .accepted = AcceptedOf(ready, model->name),
+        .lanes = model->lanes()};
+    Log(facts.accepted, scope.entry());
     const std::shared_ptr<Outbox> outbox = facts.outbox;
     const SubmitResult submitted = model->engine->Submit(std::move(ready.request), outbox);
     // It went out of service meanwhile: who serves its name now may take the request.
     if (submitted.error == SubmitError::kDraining && models_.Replaced(*model)) continue;
     if (submitted.error != SubmitError::kNone) {
-      return call.Fail(RefusalOf(context, submitted, id, *model));
+      return call.Fail(RefusalOf(scope.context(), submitted, id, *model));
     }
     // Nothing calls `call` before Open, nor cancels it before this method has returned.
     call.Start(std::move(facts));
@@ -295,14 +323,14 @@ void GenerationService::Begin(grpc::CallbackServerContext& context, const grpc::
 }
 
 template <typename Message>
-std::variant<Prepared, grpc::Status> GenerationService::Prepare(
-    grpc::CallbackServerContext& context, const Message& message, const ServedModel& model) {
-  const absl::Time arrival = absl::Now();
+std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope,
+                                                                const Message& message,
+                                                                const ServedModel& model) {
   AskedRequest asked = FromProto(message, *model.tokenizer);
   if (asked.options.id.empty()) asked.options.id = NewRequestId();
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
-  asked.options.arrival = arrival;
-  asked.options.deadline = DeadlineOf(context);
+  asked.options.arrival = scope.start();
+  asked.options.deadline = DeadlineOf(scope.context());
   const DeltaOptions deltas = asked.deltas;
   std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);
   if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
@@ -314,8 +342,9 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(
 
 // Outboxes do not keep their model: the engine, which drops them last, cannot end on its own
 // thread.
-OutboxHooks GenerationService::HooksOf(std::weak_ptr<const ServedModel> model,
-                                       const std::string& request_id) {
+OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const std::string& request_id,
+                                       v1::AccessLogEntry& entry) {
+  const std::weak_ptr<const ServedModel> model = served;
   return {.wake_engine =
               [model] {
                 if (const ModelPtr live = model.lock()) live->engine->Wake();
@@ -325,7 +354,9 @@ OutboxHooks GenerationService::HooksOf(std::weak_ptr<const ServedModel> model,
                 const ModelPtr live = model.lock();
                 if (live != nullptr) live->engine->CancelOf(sink, request_id, std::move(status));
               },
-          .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); }};
+          .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); },
+          .finished = [&entry, lanes = served->lanes()](
+                          const Finished& finished) { Log(finished, lanes, entry); }};
 }
 
 grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,

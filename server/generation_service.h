@@ -14,6 +14,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "epikv/v1/generation.grpc.pb.h"
+#include "server/call_scope.h"
 #include "server/courier.h"
 #include "server/generation_messages.h"
 #include "server/metrics.h"
@@ -58,8 +59,8 @@ class GenerationService final
                   v1::GenerationService::WithRawCallbackMethod_CancelRequest<
                       v1::GenerationService::Service>>>> {
  public:
-  GenerationService(const Models& models, Courier& courier, Metrics& metrics,
-                    OutboxLimits outbox_limits);
+  GenerationService(const Models& models, Courier& courier, const Frontend& frontend,
+                    OutboxLimits outbox_limits, int64_t max_answer_bytes);
 
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* in) override;
@@ -78,19 +79,23 @@ class GenerationService final
  private:
   // Submits the request of `in` and starts the call, or fails it. Call: in generation_service.cc.
   template <typename Message, typename Call>
-  void Begin(grpc::CallbackServerContext& context, const grpc::ByteBuffer& in, Call& call);
+  void Begin(const grpc::ByteBuffer& in, Call& call);
   template <typename Message>
-  std::variant<Prepared, grpc::Status> Prepare(grpc::CallbackServerContext& context,
-                                               const Message& message, const ServedModel& model);
-  OutboxHooks HooksOf(std::weak_ptr<const ServedModel> model, const std::string& request_id);
+  std::variant<Prepared, grpc::Status> Prepare(CallScope& scope, const Message& message,
+                                               const ServedModel& model);
+  // entry: of the call, which gets to know how its request ended.
+  OutboxHooks HooksOf(const ModelPtr& model, const std::string& request_id,
+                      v1::AccessLogEntry& entry);
   grpc::Status RefusalOf(grpc::CallbackServerContext& context, const SubmitResult& submitted,
                          const std::string& request_id, const ServedModel& model);
   std::string NewRequestId();
 
   const Models& models_;
   Courier& courier_;
+  const Frontend& frontend_;
   Metrics& metrics_;
   const OutboxLimits outbox_limits_;
+  const int64_t max_answer_bytes_;
   const std::string id_prefix_;  // differs between processes
   std::atomic<int64_t> next_id_{0};
   LiveCalls live_calls_;

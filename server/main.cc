@@ -16,12 +16,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "nlohmann/json.hpp"
 #include "runtime/core_budget.h"
 #include "runtime/machine.h"
 #include "runtime/runtime.h"
+#include "server/access_log.h"
+#include "server/auth.h"
+#include "server/call_scope.h"
 #include "server/config.h"
 #include "server/courier.h"
 #include "server/lifecycle.h"
@@ -59,6 +63,7 @@ class Signals {
     sigaddset(&set_, SIGINT);
     pthread_sigmask(SIG_BLOCK, &set_, nullptr);
     signal(SIGPIPE, SIG_IGN);                 // a client that has gone is an error of its write
+    signal(SIGHUP, SIG_IGN);                  // log rotation sends it; files are looked at without
     std::thread([this] { Run(); }).detach();  // waits for signals until the process ends
   }
 
@@ -175,7 +180,43 @@ void Drain(const Config& config, Lifecycle& lifecycle, Server& server, Models& m
   log.Say("stopped");
 }
 
+absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config, Metrics& metrics) {
+  return AccessLog::Open(config.access_log,
+                         [&metrics](int64_t lines) { metrics.OnAccessLogDropped(lines); });
+}
+
+absl::StatusOr<std::unique_ptr<Authenticator>> MakeAuthenticator(const Config& config,
+                                                                 Metrics& metrics,
+                                                                 const StartLog& log) {
+  auto on_reload = [&metrics, &log](const absl::Status& status) {
+    if (status.ok()) return log.Say("auth_tokens_file was read again");
+    metrics.OnTokensReloadFailed();
+    log.Say(absl::StrCat(status.message(), "; the tokens known before stay valid"));
+  };
+  return Authenticator::Create({.tokens_file = config.tokens_file, .on_reload = on_reload});
+}
+
+// Files that serving needs; known before a model takes long to load.
+absl::Status CheckFiles(const Config& config) {
+  const absl::Status checks[] = {
+      CheckTlsFiles(config.tls),
+      Authenticator::Create({.tokens_file = config.tokens_file}).status(),
+      AccessLog::Open(config.access_log, [](int64_t) {}).status()};
+  std::vector<absl::string_view> problems;
+  for (const absl::Status& status : checks) {
+    if (!status.ok()) problems.push_back(status.message());
+  }
+  if (problems.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
+}
+
 absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) {
+  if (absl::Status status = CheckFiles(config); !status.ok()) return status;
+  if (config.tls.certificate.empty() && !IsLoopback(config.listen)) {
+    log.Say(absl::StrCat("warning: --listen=", config.listen,
+                         " is in plain text for everyone on the way; --tls_certificate and "
+                         "--tls_key would encrypt it"));
+  }
   // Ports before models: probes are answered while those are loaded.
   Metrics metrics({.policies = BuiltPolicies(),
                    .max_series = config.metrics_max_series,
@@ -188,16 +229,24 @@ absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) 
     metrics_server = *std::move(started);
     metrics_server->Serve(metrics);
   }
+  const absl::StatusOr<std::unique_ptr<AccessLog>> access_log = OpenAccessLog(config, metrics);
+  if (!access_log.ok()) return access_log.status();
+  const absl::StatusOr<std::unique_ptr<Authenticator>> auth =
+      MakeAuthenticator(config, metrics, log);
+  if (!auth.ok()) return auth.status();
+  const Frontend frontend{.auth = **auth, .metrics = metrics, .access_log = **access_log};
   CoreBudget cores(EngineCores(config));
   Courier courier(config.outbox.stall / 4);
   Lifecycle lifecycle;
   Models models(lifecycle);
   absl::StatusOr<std::unique_ptr<Server>> server =
       Server::Start({.listen = config.listen,
-                     .max_message_bytes = config.max_message_bytes,
+                     .transport = config.transport,
                      .reflection = config.reflection,
-                     .outbox = config.outbox},
-                    models, lifecycle, courier, metrics);
+                     .channelz = config.channelz,
+                     .outbox = config.outbox,
+                     .tls = config.tls},
+                    models, lifecycle, courier, frontend);
   if (!server.ok()) return server.status();
   log.Say(absl::StrCat("gRPC on ", AddressOf(config.listen, (*server)->port()),
                        ", not serving until the models are loaded"));

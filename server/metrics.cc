@@ -64,6 +64,14 @@ Metrics::Metrics(const MetricsOptions& options)
                          "to compare with metrics_max_series.",
                          1)
                  .Add({})),
+      log_dropped_(declare_
+                       .Counters("epikv_access_log_dropped_total",
+                                 "Lines that the access log had no room for.", 1)
+                       .Add({})),
+      reload_failures_(declare_
+                           .Counters("epikv_auth_reload_failures_total",
+                                     "Changes of auth_tokens_file that were not taken into use.", 1)
+                           .Add({})),
       page_(std::make_shared<Page>(*this)) {
   AddInfo(options);
 }
@@ -129,5 +137,11 @@ void Metrics::OnStreamWasFull(absl::Duration full) { stream_full_.Of({}).Observe
 std::shared_ptr<prometheus::Collectable> Metrics::page() const { return page_; }
 
 void Metrics::SetDraining(bool draining) { draining_.Set(draining ? 1 : 0); }
+
+void Metrics::OnAccessLogDropped(int64_t lines) {
+  log_dropped_.Increment(static_cast<double>(lines));
+}
+
+void Metrics::OnTokensReloadFailed() { reload_failures_.Increment(); }
 
 }  // namespace epikv

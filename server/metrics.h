@@ -48,6 +48,8 @@ class Metrics {
   void OnRejected(absl::string_view reason) { rejected_.Count(reason); }
   void OnStreamWasFull(absl::Duration full);
   void SetDraining(bool draining);
+  void OnAccessLogDropped(int64_t lines);
+  void OnTokensReloadFailed();
 
   // Most series that a scrape can hold with the models and policies that are in use.
   int64_t series_bound() const { return budget_.taken(); }
@@ -68,6 +70,7 @@ class Metrics {
   prometheus::Family<prometheus::Counter>& rpcs_;
   RejectedSeries rejected_;
   prometheus::Gauge &draining_, &bound_;
+  prometheus::Counter &log_dropped_, &reload_failures_;
   mutable absl::Mutex mu_;
   std::map<std::string, std::weak_ptr<ModelMetrics>> models_ ABSL_GUARDED_BY(mu_);
   const std::shared_ptr<Page> page_;

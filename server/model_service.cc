@@ -53,7 +53,7 @@ grpc::ServerUnaryReactor* ModelService::ListModels(grpc::CallbackServerContext* 
     for (const ModelPtr& model : models_.InService()) *response.add_models() = ToProto(*model);
     return response;
   };
-  return AnswerAtOnce<v1::ListModelsRequest>("ModelService/ListModels", metrics_, *context, *in,
+  return AnswerAtOnce<v1::ListModelsRequest>("ModelService/ListModels", frontend_, *context, *in,
                                              *out, list);
 }
 
@@ -65,7 +65,7 @@ grpc::ServerUnaryReactor* ModelService::GetModel(grpc::CallbackServerContext* co
     if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
     return ToProto(*std::get<ModelPtr>(found));
   };
-  return AnswerAtOnce<v1::GetModelRequest>("ModelService/GetModel", metrics_, *context, *in, *out,
+  return AnswerAtOnce<v1::GetModelRequest>("ModelService/GetModel", frontend_, *context, *in, *out,
                                            get);
 }
 

@@ -4,7 +4,7 @@
 #include <grpcpp/support/server_callback.h>
 
 #include "epikv/v1/model.grpc.pb.h"
-#include "server/metrics.h"
+#include "server/call_scope.h"
 #include "server/models.h"
 
 namespace epikv {
@@ -14,7 +14,8 @@ class ModelService final
     : public v1::ModelService::WithRawCallbackMethod_ListModels<
           v1::ModelService::WithRawCallbackMethod_GetModel<v1::ModelService::Service>> {
  public:
-  ModelService(const Models& models, Metrics& metrics) : models_(models), metrics_(metrics) {}
+  ModelService(const Models& models, const Frontend& frontend)
+      : models_(models), frontend_(frontend) {}
 
   grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
                                        const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
@@ -23,7 +24,7 @@ class ModelService final
 
  private:
   const Models& models_;
-  Metrics& metrics_;
+  const Frontend& frontend_;
 };
 
 }  // namespace epikv

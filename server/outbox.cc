@@ -111,6 +111,7 @@ void Outbox::OnDelta(Delta delta) {
 }
 
 void Outbox::OnFinished(Finished finished) {
+  hooks_.finished(finished);
   bool post;
   {
     absl::MutexLock lock(&mu_);

@@ -61,6 +61,8 @@ struct OutboxHooks {
   // The request of this sink, if it has not ended.
   std::function<void(const RequestSink&, absl::Status)> cancel_request;
   std::function<void(absl::Duration)> was_full;  // for so long
+  // The request has ended, however it did. Before the writer's End.
+  std::function<void(const Finished&)> finished = [](const Finished&) {};
 };
 
 // One stream's undelivered messages, bounded in count and bytes: the sink of its request. The

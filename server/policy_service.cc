@@ -161,7 +161,7 @@ grpc::ServerUnaryReactor* PolicyService::ListPolicies(grpc::CallbackServerContex
     }
     return response;
   };
-  return AnswerAtOnce<v1::ListPoliciesRequest>("PolicyService/ListPolicies", metrics_, *context,
+  return AnswerAtOnce<v1::ListPoliciesRequest>("PolicyService/ListPolicies", frontend_, *context,
                                                *in, *out, list);
 }
 
@@ -178,7 +178,7 @@ grpc::ServerUnaryReactor* PolicyService::GetPolicy(grpc::CallbackServerContext* 
                     absl::StrCat("unknown policy '", request.name(),
                                  "'; known: ", KnownPolicies(admission.catalog())));
   };
-  return AnswerAtOnce<v1::GetPolicyRequest>("PolicyService/GetPolicy", metrics_, *context, *in,
+  return AnswerAtOnce<v1::GetPolicyRequest>("PolicyService/GetPolicy", frontend_, *context, *in,
                                             *out, get);
 }
 

@@ -4,7 +4,7 @@
 #include <grpcpp/support/server_callback.h>
 
 #include "epikv/v1/policy.grpc.pb.h"
-#include "server/metrics.h"
+#include "server/call_scope.h"
 #include "server/models.h"
 
 namespace epikv {
@@ -15,7 +15,8 @@ class PolicyService final
     : public v1::PolicyService::WithRawCallbackMethod_ListPolicies<
           v1::PolicyService::WithRawCallbackMethod_GetPolicy<v1::PolicyService::Service>> {
  public:
-  PolicyService(const Models& models, Metrics& metrics) : models_(models), metrics_(metrics) {}
+  PolicyService(const Models& models, const Frontend& frontend)
+      : models_(models), frontend_(frontend) {}
 
   grpc::ServerUnaryReactor* ListPolicies(grpc::CallbackServerContext* context,
                                          const grpc::ByteBuffer* in,
@@ -25,7 +26,7 @@ class PolicyService final
 
  private:
   const Models& models_;
-  Metrics& metrics_;
+  const Frontend& frontend_;
 };
 
 }  // namespace epikv

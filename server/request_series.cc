@@ -23,8 +23,11 @@ constexpr absl::string_view kReasons[] = {"length",      "end",      "stop_token
                                           "slow_reader", "drained",  "cancelled"};
 constexpr size_t kNumFailures = 5;  // of the reasons, the last ones
 
-// A cancel says by its status who cancelled.
-absl::string_view ReasonLabel(const Finished& finished) {
+Bounds KvTokenBounds() { return PowersOfTwo(5, 17); }
+
+}  // namespace
+
+absl::string_view FinishLabel(const Finished& finished) {
   switch (finished.reason) {
     case FinishReason::kLength:
       return "length";
@@ -52,10 +55,6 @@ absl::string_view ReasonLabel(const Finished& finished) {
       return "cancelled";
   }
 }
-
-Bounds KvTokenBounds() { return PowersOfTwo(5, 17); }
-
-}  // namespace
 
 RequestSeries::RequestSeries(Declarations& declare, Declarations& of_policy, PolicyLabels& labels)
     : labels_(labels),
@@ -158,7 +157,7 @@ void RequestSeries::OnFinished(const Request& request, const Finished& finished,
 
 void RequestSeries::CountOutcome(const OfPolicy& policy, const Request& request,
                                  const Finished& finished) {
-  const absl::string_view reason = ReasonLabel(finished);
+  const absl::string_view reason = FinishLabel(finished);
   finished_.Add(With(policy.labels, "reason", reason)).Increment();
   if (ReasonOf(finished.status) == kPolicyFailed) policy_errors_.Add(policy.labels).Increment();
   const absl::string_view operation = kOperations[request.forced.empty() ? 0 : 1];

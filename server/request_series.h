@@ -11,6 +11,10 @@
 
 namespace epikv {
 
+// How a request ended, in one word: "length", "stop_token", "cancelled", ... A cancel says by its
+// status who cancelled.
+absl::string_view FinishLabel(const Finished& finished);
+
 // What turns entries and bytes of a model's KV cache into tokens.
 struct KvScale {
   int64_t lanes = 1;            // layers x KV heads

@@ -7,8 +7,7 @@
 #include <variant>
 
 #include "absl/strings/string_view.h"
-#include "server/errors.h"
-#include "server/metrics.h"
+#include "server/call_scope.h"
 #include "server/wire.h"
 
 namespace epikv {
@@ -16,21 +15,21 @@ namespace epikv {
 template <typename Response>
 using Answer = std::variant<Response, grpc::Status>;
 
-// Runs a unary method that is answered at once: parses, handles, serialises, counts.
+// Runs a unary method that is answered at once: admits, parses, handles, serialises, counts.
 // handle: const Request& -> Answer<Response>.
 template <typename Request, typename Handler>
-grpc::ServerUnaryReactor* AnswerAtOnce(absl::string_view method, Metrics& metrics,
+grpc::ServerUnaryReactor* AnswerAtOnce(absl::string_view method, const Frontend& frontend,
                                        grpc::CallbackServerContext& context,
                                        const grpc::ByteBuffer& in, grpc::ByteBuffer& out,
                                        const Handler& handle) {
+  CallScope scope(method, frontend, context);
   auto finish = [&](const grpc::Status& status) {
-    metrics.OnRpcFinished(method, status.error_code());
     grpc::ServerUnaryReactor* reactor = context.DefaultReactor();
-    reactor->Finish(status);
+    reactor->Finish(scope.Close(status));
     return reactor;
   };
-  std::variant<Request, Rejection> request = Parse<Request>(in);
-  if (auto* rejection = std::get_if<Rejection>(&request)) return finish(ToGrpc(*rejection));
+  const std::variant<Request, grpc::Status> request = scope.Open<Request>(in);
+  if (const auto* refusal = std::get_if<grpc::Status>(&request)) return finish(*refusal);
   auto answer = handle(std::get<Request>(request));
   if (auto* status = std::get_if<grpc::Status>(&answer)) return finish(*status);
   out = Serialize(std::get<0>(answer));

@@ -2,8 +2,8 @@
 
 #include <grpc/grpc.h>
 #include <grpc/support/log.h>
+#include <grpcpp/ext/channelz_service_plugin.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
-#include <grpcpp/resource_quota.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
@@ -19,24 +19,11 @@ namespace {
 // What calls that were cut still need to wind up.
 constexpr absl::Duration kCutGrace = absl::Seconds(1);
 
-// Of reflection, the one synchronous service: an open stream holds a thread. Ours and health are
-// callbacks and take none of these.
-constexpr int kMaxSyncThreads = 32;
-
-void AddPort(grpc::ServerBuilder& builder, const std::string& listen, int* port) {
-  builder.AddListeningPort(listen, grpc::InsecureServerCredentials(), port);
+void AddPort(grpc::ServerBuilder& builder, const std::string& listen, const TlsFiles& tls,
+             int* port) {
+  builder.AddListeningPort(listen, CredentialsOf(tls), port);
   // Otherwise a second daemon would share the port in silence.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-}
-
-void SetTransport(grpc::ServerBuilder& builder, const ServerOptions& options) {
-  builder.SetResourceQuota(grpc::ResourceQuota("epikvd").SetMaxThreads(kMaxSyncThreads));
-  builder.SetMaxReceiveMessageSize(static_cast<int>(options.max_message_bytes));
-  // Prefill is silent for long, so clients may ping; ours find half-open connections.
-  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
-  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
 }
 
 // Builds with gRPC's own log of failed binds silenced: our error says it better.
@@ -56,13 +43,14 @@ absl::Status CannotListen(const std::string& listen) {
 
 }  // namespace
 
-Server::Server(Models& models, Lifecycle& lifecycle, Courier& courier, Metrics& metrics,
-               const OutboxLimits& outbox)
+Server::Server(Models& models, Lifecycle& lifecycle, Courier& courier, const Frontend& frontend,
+               const ServerOptions& options)
     : lifecycle_(lifecycle),
-      generation_(models, courier, metrics, outbox),
-      tokenization_(models, metrics),
-      model_service_(models, metrics),
-      policies_(models, metrics) {}
+      generation_(models, courier, frontend, options.outbox,
+                  options.transport.max_sent_message_bytes),
+      tokenization_(models, frontend),
+      model_service_(models, frontend),
+      policies_(models, frontend) {}
 
 Server::~Server() {
   if (server_ != nullptr) lifecycle_.Detach(*server_->GetHealthCheckService());
@@ -70,16 +58,20 @@ Server::~Server() {
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options, Models& models,
                                                       Lifecycle& lifecycle, Courier& courier,
-                                                      Metrics& metrics) {
-  std::unique_ptr<Server> server(new Server(models, lifecycle, courier, metrics, options.outbox));
+                                                      const Frontend& frontend) {
+  std::unique_ptr<Server> server(new Server(models, lifecycle, courier, frontend, options));
   grpc::EnableDefaultHealthCheckService(true);
   if (options.reflection) {
     static std::once_flag once;  // a process-wide plugin; naming it also makes the linker keep it
     std::call_once(once, grpc::reflection::InitProtoReflectionServerBuilderPlugin);
   }
+  if (options.channelz) {
+    static std::once_flag once;
+    std::call_once(once, grpc::channelz::experimental::InitChannelzService);
+  }
   grpc::ServerBuilder builder;
-  AddPort(builder, options.listen, &server->port_);
-  SetTransport(builder, options);
+  AddPort(builder, options.listen, options.tls, &server->port_);
+  SetLimits(options.transport, builder);
   builder.RegisterService(&server->generation_)
       .RegisterService(&server->tokenization_)
       .RegisterService(&server->model_service_)

@@ -12,15 +12,19 @@
 #include "server/model_service.h"
 #include "server/models.h"
 #include "server/policy_service.h"
+#include "server/tls.h"
 #include "server/tokenization_service.h"
+#include "server/transport.h"
 
 namespace epikv {
 
 struct ServerOptions {
   std::string listen = "127.0.0.1:0";
-  int64_t max_message_bytes = 4 << 20;  // received
+  TransportLimits transport;
   bool reflection = true;
+  bool channelz = false;
   OutboxLimits outbox;
+  TlsFiles tls;
 };
 
 // The gRPC port: our services, grpc.health.v1 and reflection. What it is given outlives it.
@@ -30,7 +34,7 @@ class Server {
   // address.
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options, Models& models,
                                                        Lifecycle& lifecycle, Courier& courier,
-                                                       Metrics& metrics);
+                                                       const Frontend& frontend);
   ~Server();
 
   int port() const { return port_; }
@@ -40,8 +44,8 @@ class Server {
   void Shutdown(absl::Time deadline);
 
  private:
-  Server(Models& models, Lifecycle& lifecycle, Courier& courier, Metrics& metrics,
-         const OutboxLimits& outbox);
+  Server(Models& models, Lifecycle& lifecycle, Courier& courier, const Frontend& frontend,
+         const ServerOptions& options);
 
   Lifecycle& lifecycle_;
   GenerationService generation_;

@@ -28,7 +28,7 @@ grpc::ServerUnaryReactor* TokenizationService::Tokenize(grpc::CallbackServerCont
     response.mutable_tokens()->mutable_ids()->Add(tokens->begin(), tokens->end());
     return response;
   };
-  return AnswerAtOnce<v1::TokenizeRequest>("TokenizationService/Tokenize", metrics_, *context, *in,
+  return AnswerAtOnce<v1::TokenizeRequest>("TokenizationService/Tokenize", frontend_, *context, *in,
                                            *out, tokenize);
 }
 
@@ -56,7 +56,7 @@ grpc::ServerUnaryReactor* TokenizationService::Detokenize(grpc::CallbackServerCo
                                               {.skip_special = skip}));
     return response;
   };
-  return AnswerAtOnce<v1::DetokenizeRequest>("TokenizationService/Detokenize", metrics_, *context,
+  return AnswerAtOnce<v1::DetokenizeRequest>("TokenizationService/Detokenize", frontend_, *context,
                                              *in, *out, detokenize);
 }
 

@@ -4,7 +4,7 @@
 #include <grpcpp/support/server_callback.h>
 
 #include "epikv/v1/tokenization.grpc.pb.h"
-#include "server/metrics.h"
+#include "server/call_scope.h"
 #include "server/models.h"
 
 namespace epikv {
@@ -14,8 +14,8 @@ class TokenizationService final : public v1::TokenizationService::WithRawCallbac
                                       v1::TokenizationService::WithRawCallbackMethod_Detokenize<
                                           v1::TokenizationService::Service>> {
  public:
-  TokenizationService(const Models& models, Metrics& metrics)
-      : models_(models), metrics_(metrics) {}
+  TokenizationService(const Models& models, const Frontend& frontend)
+      : models_(models), frontend_(frontend) {}
 
   grpc::ServerUnaryReactor* Tokenize(grpc::CallbackServerContext* context,
                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
@@ -24,7 +24,7 @@ class TokenizationService final : public v1::TokenizationService::WithRawCallbac
 
  private:
   const Models& models_;
-  Metrics& metrics_;
+  const Frontend& frontend_;
 };
 
 }  // namespace epikv

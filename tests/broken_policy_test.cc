@@ -51,7 +51,7 @@ class RealServer {
                                  {.scheduler = {.fixed_chunk_tokens = 16}, .deterministic = true},
                                  absl::ZeroDuration(), cores_, metrics_));
     lifecycle_.SetState(ServerState::kServing);
-    server_ = *Server::Start({}, models_, lifecycle_, courier_, metrics_);
+    server_ = *Server::Start({}, models_, lifecycle_, courier_, frontend_);
     page_ = *MetricsServer::Start("127.0.0.1:0");
     page_->Serve(metrics_);
     stub_ = v1::GenerationService::NewStub(
@@ -81,6 +81,9 @@ class RealServer {
   }
 
   Metrics metrics_{{.policies = Catalog()}};
+  const std::unique_ptr<Authenticator> auth_ = *Authenticator::Create({});
+  const std::unique_ptr<AccessLog> access_log_ = *AccessLog::Open("", [](int64_t) {});
+  const Frontend frontend_{.auth = *auth_, .metrics = metrics_, .access_log = *access_log_};
   CoreBudget cores_{1};
   Courier courier_{absl::Seconds(5)};
   Lifecycle lifecycle_;

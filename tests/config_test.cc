@@ -179,6 +179,47 @@ TEST(ConfigTest, NamesEverythingThatIsWrong) {
   }
 }
 
+TEST(ConfigTest, TlsFilesAreNamedTogether) {
+  const TlsFiles tls =
+      Parse({"--model=m", "--tls_certificate=c", "--tls_key=k", "--tls_client_ca=a"}).tls;
+  EXPECT_EQ(tls.certificate, "c");
+  EXPECT_EQ(tls.key, "k");
+  EXPECT_EQ(tls.client_ca, "a");
+  EXPECT_THAT(Errors({"--model=m", "--tls_certificate=c"}),
+              HasSubstr("--tls_key must name the key of --tls_certificate"));
+  EXPECT_THAT(Errors({"--model=m", "--tls_key=k", "--tls_client_ca=a"}),
+              AllOf(HasSubstr("--tls_certificate must name a file with --tls_key"),
+                    HasSubstr("--tls_certificate must name a file with --tls_client_ca")));
+}
+
+TEST(ConfigTest, LimitsOfConnectionsAreChecked) {
+  const TransportLimits limits = Parse({"--model=m"}).transport;
+  EXPECT_EQ(limits.max_message_bytes, 4194304);
+  EXPECT_EQ(limits.max_connection_age, absl::Minutes(30));
+  EXPECT_EQ(limits.max_connection_age_grace, absl::InfiniteDuration());
+  EXPECT_EQ(Parse({"--model=m", "--max_connection_idle_seconds=1.5"}).transport.max_connection_idle,
+            absl::Milliseconds(1500));
+  const std::string errors =
+      Errors({"--model=m", "--max_message_bytes=1", "--max_sent_message_bytes=1",
+              "--max_concurrent_streams=0", "--keepalive_floor_seconds=0",
+              "--max_connection_age_seconds=-1", "--max_connection_age_grace_seconds=nan",
+              "--max_connection_idle_seconds=inf"});
+  for (const char* name : {"max_message_bytes", "max_sent_message_bytes", "max_concurrent_streams",
+                           "keepalive_floor_seconds", "max_connection_age_seconds",
+                           "max_connection_age_grace_seconds", "max_connection_idle_seconds"}) {
+    EXPECT_THAT(errors, HasSubstr(absl::StrCat("--", name, " must be")));
+  }
+}
+
+TEST(ConfigTest, ChannelzIsNotForTheNetwork) {
+  EXPECT_TRUE(Parse({"--model=m", "--channelz"}).channelz);
+  EXPECT_THAT(Errors({"--model=m", "--channelz", "--listen=0.0.0.0:1"}),
+              HasSubstr("--channelz must be off"));
+  EXPECT_TRUE(Parse({"--model=m", "--channelz", "--listen=0.0.0.0:1", "--tls_certificate=c",
+                     "--tls_key=k", "--tls_client_ca=a"})
+                  .channelz);
+}
+
 TEST(ConfigTest, NameThatNoMessageCanHoldIsRefused) {
   EXPECT_THAT(Errors({"--model=m", "--model_name=caf\xe9"}),
               HasSubstr("--model_name must be UTF-8, is \"caf\\351\""));
@@ -195,6 +236,7 @@ TEST(ConfigTest, UnknownFieldsOfAFileAreNamedWithTheirLines) {
 TEST(ConfigTest, MissingFileIsNamed) {
   EXPECT_THAT(Errors({"--config=/nowhere.textproto"}),
               HasSubstr("--config: cannot read '/nowhere.textproto'"));
+  EXPECT_THAT(Errors({"--config=/tmp"}), HasSubstr("--config: cannot read '/tmp': Is a directory"));
 }
 
 TEST(ConfigTest, ConfigurationThatCouldNotRunIsNotPrinted) {

@@ -67,8 +67,9 @@ TEST(ErrorsTest, TrailersFitWhateverTheScript) {
       rejection.violations.push_back({part, part});
     }
     for (const char* name : {"a", "b", "c", "d"}) rejection.metadata[name] = text;
-    const grpc::Status status = ToGrpc(rejection);
-    EXPECT_LT(TrailerBytes(status), 8192u - 256u) << letter;
+    const grpc::Status status = WithTraceId(ToGrpc(rejection), std::string(32, 'a'));
+    constexpr size_t kTraceParentBytes = 11 + 55 + 32;
+    EXPECT_LT(TrailerBytes(status) + kTraceParentBytes, 8192u - 256u) << letter;
     EXPECT_GT(TrailerBytes(status), 4096u) << letter;
     EXPECT_FALSE(FirstInvalidUtf8(status.error_message()).has_value()) << letter;
   }
@@ -128,6 +129,21 @@ TEST(ErrorsTest, EveryCodeHasItsName) {
   EXPECT_EQ(CodeName(grpc::StatusCode::OUT_OF_RANGE), "OUT_OF_RANGE");
   EXPECT_EQ(CodeName(grpc::StatusCode::UNAUTHENTICATED), "UNAUTHENTICATED");
   EXPECT_EQ(CodeName(static_cast<grpc::StatusCode>(99)), "UNKNOWN");
+}
+
+TEST(ErrorsTest, TraceIsAddedToOurErrorsAlone) {
+  const std::string trace = std::string(32, 'a');
+  const grpc::Status ours = WithTraceId(PermissionDenied("AdminService/Drain", "operator"), trace);
+  EXPECT_EQ(ours.error_code(), grpc::PERMISSION_DENIED);
+  EXPECT_EQ(ours.error_message(), "AdminService/Drain needs the role operator");
+  EXPECT_EQ(ErrorReason(ours), "PERMISSION_DENIED");
+  const auto info = Detail<v1::ErrorInfo>(ours, "ErrorInfo");
+  EXPECT_EQ(info->metadata().at("role"), "operator");
+  EXPECT_EQ(info->metadata().at("trace_id"), trace);
+  EXPECT_EQ(WithTraceId(grpc::Status::OK, trace).error_details(), "");
+  const grpc::Status theirs(grpc::INTERNAL, "what", "no details of ours");
+  EXPECT_EQ(WithTraceId(theirs, trace).error_details(), theirs.error_details());
+  EXPECT_EQ(ErrorReason(theirs), "");
 }
 
 }  // namespace

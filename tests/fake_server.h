@@ -71,7 +71,10 @@ struct FakeServerOptions {
   QueueLimits queue;
   OutboxLimits outbox;
   std::string default_policy;
-  int64_t max_message_bytes = 4 << 20;
+  TransportLimits transport;
+  TlsFiles tls;
+  AuthOptions auth;
+  std::string access_log;
 };
 
 // The whole server but torch: the real services, engine and metrics over a FakeExecutor, on a
@@ -87,13 +90,16 @@ class FakeServer {
                         {.kv = {.lanes = 4, .bytes_per_token = kFakeBytesPerToken},
                          .kv_capacity_bytes = options.kv_capacity_tokens * kFakeBytesPerToken}),
         observer_(engine_metrics_),
+        auth_(*Authenticator::Create(options.auth)),
+        access_log_(*AccessLog::Open(
+            options.access_log, [this](int64_t lines) { metrics_.OnAccessLogDropped(lines); })),
         courier_(options.outbox.stall / 4),
         models_(lifecycle_) {
     models_.Put(Make(options));
     lifecycle_.SetState(ServerState::kServing);
-    server_ =
-        *Server::Start({.max_message_bytes = options.max_message_bytes, .outbox = options.outbox},
-                       models_, lifecycle_, courier_, metrics_);
+    server_ = *Server::Start(
+        {.transport = options.transport, .outbox = options.outbox, .tls = options.tls}, models_,
+        lifecycle_, courier_, frontend_);
   }
   ~FakeServer() {
     models_.Drain(absl::InfinitePast());
@@ -123,6 +129,7 @@ class FakeServer {
   const Metrics& metrics() const { return metrics_; }
   WatchedObserver& observer() { return observer_; }
   EngineThread& engine() { return *model_->engine; }
+  const Frontend& frontend() const { return frontend_; }
   Lifecycle& lifecycle() { return lifecycle_; }
   Models& models() { return models_; }
   Server& server() { return *server_; }
@@ -159,6 +166,9 @@ class FakeServer {
   const std::shared_ptr<ModelMetrics> series_;
   EngineMetrics engine_metrics_;
   WatchedObserver observer_;
+  const std::unique_ptr<Authenticator> auth_;
+  const std::unique_ptr<AccessLog> access_log_;
+  const Frontend frontend_{.auth = *auth_, .metrics = metrics_, .access_log = *access_log_};
   Courier courier_;
   Lifecycle lifecycle_;
   Models models_;

@@ -704,7 +704,7 @@ TEST_F(GenerationServiceTest, ScoreNeedsAContinuation) {
 }
 
 TEST_F(GenerationServiceTest, MessageOverTheLimitIsRefused) {
-  Start({.max_message_bytes = 1024});
+  Start({.transport = {.max_message_bytes = 1024}});
   v1::GenerateRequest request;
   request.set_text(std::string(4096, 'x'));
   EXPECT_EQ(Refused(request).error_code(), grpc::RESOURCE_EXHAUSTED);

@@ -294,6 +294,38 @@ MUTANTS = [
         "golden_policies_test",
         "*",
     ),
+    Mutant(
+        "requests of callers that were not admitted",
+        "server/call_scope.h",
+        "if (std::optional<grpc::Status> refusal = Admit()) return *std::move(refusal);",
+        "Admit();",
+        "auth_test",
+        "*NoMethodAnswers*",
+    ),
+    Mutant(
+        "tokens that only begin alike",
+        "server/tokens.cc",
+        "entry.digest.data(), digest.size()) == 0",
+        "entry.digest.data(), 0) == 0",
+        "tokens_test",
+        "*FindsTheOwners*",
+    ),
+    Mutant(
+        "clients without a certificate",
+        "server/tls.cc",
+        "GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY",
+        "GRPC_SSL_REQUEST_CLIENT_CERTIFICATE_AND_VERIFY",
+        "tls_test",
+        "*OnlyClientsThatItSigned*",
+    ),
+    Mutant(
+        "access log that does not follow its path",
+        "server/access_log.cc",
+        "    sink_->FollowPath();\n",
+        "",
+        "access_log_test",
+        "*RenamedOrRemoved*",
+    ),
 ]
 
 

@@ -1,16 +1,23 @@
 # Tests of server/: the real services over a fake executor, without torch.
+epikv_test(access_log_test LIBS epikv_server nlohmann_json::nlohmann_json)
 epikv_test(config_test LIBS epikv_server)
 epikv_test(errors_test LIBS epikv_server)
 epikv_test(metrics_test LIBS epikv_server)
 epikv_test(outbox_test LIBS epikv_server)
+epikv_test(tokens_test LIBS epikv_server)
+epikv_test(trace_context_test LIBS epikv_server)
 
 # Over real gRPC, which Debian builds without the sanitizer: it hands calls from thread to thread by
 # atomics that ThreadSanitizer does not see, so that every call looks like a race. outbox_test
 # stands in for these there: engine thread, outboxes and courier with writers of its own.
 if(NOT EPIKV_SANITIZE MATCHES thread)
+  epikv_test(call_scope_test LIBS epikv_server nlohmann_json::nlohmann_json)
   epikv_test(cancellation_test LIBS epikv_server)
   epikv_test(generation_service_test LIBS epikv_server)
   epikv_test(models_test LIBS epikv_server)
+  epikv_test(auth_test LIBS epikv_server)
+  epikv_test(tls_test LIBS epikv_server)
+  epikv_test(transport_test LIBS epikv_server)
   epikv_test(services_test LIBS epikv_server nlohmann_json::nlohmann_json)
 endif()
 

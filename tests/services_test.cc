@@ -340,10 +340,9 @@ TEST_F(ServicesTest, IdleReflectionStreamsHoldABoundedNumberOfThreads) {
 TEST_F(ServicesTest, PortInUseIsNamed) {
   Lifecycle lifecycle;
   Models models(lifecycle);
-  Metrics metrics({});
   Courier courier(absl::Seconds(1));
-  const auto second =
-      Server::Start({.listen = server_.address()}, models, lifecycle, courier, metrics);
+  const auto second = Server::Start({.listen = server_.address()}, models, lifecycle, courier,
+                                    server_.frontend());
   EXPECT_THAT(std::string(second.status().message()), HasSubstr(server_.address()));
 }
 

@@ -1,5 +1,6 @@
 """The Python client and the command line, against a stand-in for the daemon."""
 
+import hashlib
 import json
 import os
 import shlex
@@ -28,6 +29,7 @@ from epikv import (
     Sampling,
     Stop,
     Summary,
+    Tls,
     TopLogprobs,
 )
 from epikv.bench import targets
@@ -50,6 +52,7 @@ def server() -> Iterator[fake_epikvd.Fake]:
 def fake(server: fake_epikvd.Fake) -> fake_epikvd.Fake:
     server.requests.clear()
     server.ended.clear()
+    server.tokens.clear()
     return server
 
 
@@ -458,3 +461,41 @@ def test_daemon_failures_show_its_log(binary: Path) -> None:
     late = pytest.raises(DaemonError, match=r"(?s)status 3.*loading")
     with late, Daemon("m.pt", "--exit_status=3", binary=binary):
         pass
+
+
+def test_token_goes_with_every_call(
+    fake: fake_epikvd.Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPIKV_TOKEN", "from the environment")
+    with Client(fake.address, token="given") as client:
+        client.models()
+        list(client.generate("x"))
+    with Client(fake.address) as client:
+        client.models()
+    with Client(fake.address, token="") as client:
+        client.models()
+    given, found = "Bearer given", "Bearer from the environment"
+    assert fake.tokens == [given, given, found, None]
+
+
+def test_tls_files_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Tls.from_environment() is None
+    monkeypatch.setenv("EPIKV_TLS_CA", str(tmp_path / "absent.pem"))
+    assert Tls.from_environment() == Tls(ca=str(tmp_path / "absent.pem"))
+    result = CliRunner().invoke(main, ["models"])
+    assert result.exit_code == 1 and "absent.pem" in result.output
+    with pytest.raises(ValueError, match="together"):
+        Client("127.0.0.1:1", tls=Tls(key="only.key"))
+
+
+def test_token_is_printed_once_and_its_line_has_its_digest() -> None:
+    result = CliRunner().invoke(main, ["token", "ann@x", "operator"])
+    assert result.exit_code == 0
+    token = result.stderr.split()[-1]
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    assert result.stdout == f"operator ann@x {digest}\n"
+    assert CliRunner().invoke(main, ["token", "ann", "operator"]).stdout.split()[2] != digest
+    for bad in (["token", "a b", "user"], ["token", "ann", "root"], ["token", "", "user"]):
+        assert CliRunner().invoke(main, bad).exit_code != 0

@@ -65,6 +65,7 @@ class Fake:
 
     address: str = ""
     requests: list[Message] = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)  # of the calls, as shown
     ended: threading.Event = field(default_factory=threading.Event)  # of an endless stream
 
 
@@ -204,6 +205,18 @@ class _Policies(policy_pb2_grpc.PolicyServiceServicer):
         return ORACLE if request.name == ORACLE.name else FLAT
 
 
+class _Tokens(grpc.ServerInterceptor):
+    """Notes the header `authorization` of every call."""
+
+    def __init__(self, fake: Fake) -> None:
+        self._fake = fake
+
+    def intercept_service(self, continuation, details):
+        headers = dict(details.invocation_metadata)
+        self._fake.tokens.append(headers.get("authorization"))
+        return continuation(details)
+
+
 @contextmanager
 def serve(
     listen: str = "127.0.0.1:0",
@@ -212,7 +225,7 @@ def serve(
 ) -> Iterator[Fake]:
     """Serves until the block ends. generation: instead of the one here."""
     fake = Fake()
-    server = grpc.server(ThreadPoolExecutor(threads))
+    server = grpc.server(ThreadPoolExecutor(threads), interceptors=[_Tokens(fake)])
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
         generation or _Generation(fake), server
     )

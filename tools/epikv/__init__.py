@@ -8,6 +8,7 @@ from typing import Any
 
 _HOMES = {
     "epikv.client": ("Client", "Stream"),
+    "epikv.connection": ("Tls",),
     "epikv.errors": ("FieldViolation", "RpcError"),
     "epikv.messages": (
         "Accepted",

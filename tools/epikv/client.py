@@ -1,11 +1,13 @@
 """A thin, typed client of epikvd."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
+from epikv.connection import Tls, connect
 from epikv.errors import RpcError
 from epikv.messages import (
     Event,
@@ -71,11 +73,25 @@ class Client:
     """
 
     def __init__(
-        self, server: str = DEFAULT_SERVER, options: Sequence[tuple[str, Any]] = ()
+        self,
+        server: str = DEFAULT_SERVER,
+        options: Sequence[tuple[str, Any]] = (),
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
-        """`options` are gRPC channel arguments, over this client's own."""
+        """`options` are gRPC channel arguments, over this client's own.
+
+        `token` is shown to the server with every call; default: $EPIKV_TOKEN. Without `tls`, and
+        where Tls.from_environment finds nothing, all goes in plain text.
+        """
         own = [("grpc.max_receive_message_length", -1)]
-        self._channel = grpc.insecure_channel(server, [*own, *options])
+        self._channel = connect(
+            server,
+            [*own, *options],
+            tls=tls or Tls.from_environment(),
+            token=token if token is not None else os.environ.get("EPIKV_TOKEN"),
+        )
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._tokenization = tokenization_pb2_grpc.TokenizationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epikv.client import Client
+from epikv.connection import Tls, connect
 
 # Channel options; a `Client` with these receives no more than it reads.
 PACED = [("grpc.http2.lookahead_bytes", 16), ("grpc.http2.bdp_probe", 0)]
@@ -39,10 +39,15 @@ class Daemon:
         model: Path | str,
         *flags: str,
         binary: Path | str | None = None,
+        token: str | None = None,
+        tls: Tls | None = None,
         start_seconds: float = 120,
         stop_seconds: float = 60,
     ) -> None:
-        """`binary`: default find_binary(). Flags come after the defaults and win over them."""
+        """`binary`: default find_binary(). Flags come after the defaults and win over them.
+
+        `token` and `tls`: of `client()`, as the flags ask for them.
+        """
         self._command = [
             str(binary or find_binary()),
             "--listen=127.0.0.1:0",
@@ -50,6 +55,7 @@ class Daemon:
             f"--model={model}",
             *flags,
         ]
+        self._token, self._tls = token, tls
         self._start_seconds = start_seconds
         self._stop_seconds = stop_seconds
         self._terminated = False
@@ -105,7 +111,7 @@ class Daemon:
         return self._log.read_text(errors="replace")
 
     def client(self) -> Client:
-        return Client(self.grpc)
+        return Client(self.grpc, token=self._token, tls=self._tls)
 
     def terminate(self) -> None:
         """Sends SIGTERM, the first time only (a second one ends a draining daemon at once)."""
@@ -140,7 +146,7 @@ class Daemon:
                 )
             time.sleep(_POLL_SECONDS)
         self.addresses = json.loads(line.splitlines()[0])
-        with grpc.insecure_channel(self.grpc) as channel:
+        with connect(self.grpc, tls=self._tls) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest()
             timeout = max(deadline - time.monotonic(), 1)

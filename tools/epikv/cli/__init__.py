@@ -6,7 +6,7 @@ import click
 import grpc
 
 from epikv import bench
-from epikv.cli import calibrate, cancel, export, generate, listing, score
+from epikv.cli import calibrate, cancel, export, generate, listing, score, token
 from epikv.errors import RpcError
 
 
@@ -19,14 +19,18 @@ class _Main(click.Group):
             if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
                 click.echo("Start a daemon (epikvd), or name one with --server.", err=True)
             ctx.exit(1)
-        except ValueError as error:  # what no request can carry: negative counts, broken UTF-8
+        except ValueError as error:  # what no request can carry, or a file of $EPIKV_TLS_*
             raise click.ClickException(str(error)) from error
 
 
 @click.group(cls=_Main)
 @click.version_option(package_name="epikv")
 def main() -> None:
-    """Talk to epikvd: completions whose KV cache is held to a budget by a policy you choose."""
+    """Talk to epikvd: completions whose KV cache is held to a budget by a policy you choose.
+
+    A server that asks for a token gets $EPIKV_TOKEN. TLS: $EPIKV_TLS_CA names the file of whom to
+    trust, $EPIKV_TLS_CERTIFICATE and $EPIKV_TLS_KEY what to show to a server that asks.
+    """
 
 
 for command in (
@@ -38,5 +42,6 @@ for command in (
     listing.models,
     listing.policies,
     score.command,
+    token.command,
 ):
     main.add_command(command)

@@ -1,0 +1,202 @@
+// Tokens over a running server: who is let in, and what is done when the file changes.
+
+#include "server/auth.h"
+
+#include <gmock/gmock.h>
+#include <google/protobuf/descriptor.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/metrics_server.h"
+#include "tests/error_details.h"
+#include "tests/fake_server.h"
+#include "tests/scrape.h"
+#include "tests/temporary_folder.h"
+
+namespace epikv {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+// SHA-256 of "one", of "two".
+constexpr char kOne[] = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
+constexpr char kTwo[] = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3";
+
+// The methods of every service of ours that is linked into this program.
+std::vector<std::string> OurMethods() {
+  std::vector<std::string> methods;
+  for (const char* file : {"generation", "tokenization", "model", "policy"}) {
+    const auto* descriptor = google::protobuf::DescriptorPool::generated_pool()->FindFileByName(
+        absl::StrCat("epikv/v1/", file, ".proto"));
+    for (int i = 0; i < descriptor->service_count(); ++i) {
+      const auto* service = descriptor->service(i);
+      for (int j = 0; j < service->method_count(); ++j) {
+        methods.push_back(absl::StrCat(service->name(), "/", service->method(j)->name()));
+      }
+    }
+  }
+  return methods;
+}
+
+// What a call says whose caller shows these `authorization` headers. The request is no message: who
+// is let in is told so.
+grpc::Status Call(grpc::Channel& channel, const std::string& method,
+                  const std::vector<std::string>& authorization) {
+  grpc::ClientContext context;
+  for (const std::string& value : authorization) context.AddMetadata("authorization", value);
+  grpc::GenericStub stub(std::shared_ptr<grpc::Channel>(&channel, [](grpc::Channel*) {}));
+  grpc::CompletionQueue queue;
+  grpc::Slice garbage("\xff");
+  auto call = stub.PrepareCall(&context, absl::StrCat("/epikv.v1.", method), &queue);
+  call->StartCall(nullptr);
+  auto await = [&queue] {
+    void* tag;
+    bool ok;
+    EXPECT_TRUE(queue.Next(&tag, &ok));
+  };
+  await();
+  call->WriteLast(grpc::ByteBuffer(&garbage, 1), {}, nullptr);
+  await();
+  grpc::Status status;
+  call->Finish(&status, nullptr);
+  await();
+  return status;
+}
+
+TEST(AuthTest, EveryMethodIsInTheTable) {
+  std::set<std::string> roles;
+  for (const MethodRole& row : MethodRoles()) roles.emplace(row.method);
+  const std::vector<std::string> methods = OurMethods();
+  EXPECT_EQ(roles, std::set<std::string>(methods.begin(), methods.end()));
+}
+
+class AuthServerTest : public ::testing::Test {
+ protected:
+  AuthServerTest() {
+    folder_.Write("tokens", absl::StrCat("user ann ", kOne));
+    server_.emplace(FakeServerOptions{
+        .auth = {.tokens_file = folder_.File("tokens"),
+                 .poll = absl::Milliseconds(1),
+                 .on_reload = [this](const absl::Status& status) { OnReload(status); }}});
+    channel_ = server_->Connect();
+  }
+
+  void OnReload(const absl::Status& status) {
+    absl::MutexLock lock(&mu_);
+    reloads_.push_back(status);
+  }
+  // The outcome of the `n`-th reload, from 1.
+  absl::Status AwaitReload(size_t n) {
+    absl::MutexLock lock(&mu_);
+    auto there = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return reloads_.size() >= n; };
+    EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&there), kGenerous));
+    return reloads_.at(n - 1);
+  }
+  grpc::Status Tokenize(const std::vector<std::string>& authorization) {
+    return Call(*channel_, "TokenizationService/Tokenize", authorization);
+  }
+
+  TemporaryFolder folder_;
+  absl::Mutex mu_;
+  std::vector<absl::Status> reloads_ ABSL_GUARDED_BY(mu_);
+  std::optional<FakeServer> server_;
+  std::shared_ptr<grpc::Channel> channel_;
+};
+
+TEST_F(AuthServerTest, NoMethodAnswersWithoutAToken) {
+  for (const std::string& method : OurMethods()) {
+    const grpc::Status status = Call(*channel_, method, {});
+    EXPECT_EQ(status.error_code(), grpc::UNAUTHENTICATED) << method;
+    EXPECT_EQ(ReasonIn(status), "UNAUTHENTICATED") << method;
+  }
+}
+
+TEST_F(AuthServerTest, TokenLetsItsOwnerIn) {
+  for (const char* header : {"Bearer one", "bearer one", "BEARER one"}) {
+    EXPECT_EQ(Tokenize({header}).error_code(), grpc::INVALID_ARGUMENT) << header;  // it was read
+  }
+}
+
+TEST_F(AuthServerTest, WhatIsNoTokenOfOursDoesNot) {
+  for (const char* header : {"", "Bearer", "Bearer ", "Bearer two", "Bearer  one", "Basic one",
+                             "one", "Bearer one two", kOne}) {
+    EXPECT_EQ(Tokenize({header}).error_code(), grpc::UNAUTHENTICATED) << header;
+  }
+  EXPECT_EQ(Tokenize({absl::StrCat("Bearer ", kOne)}).error_code(), grpc::UNAUTHENTICATED);
+  EXPECT_EQ(Tokenize({"Bearer one", "Bearer one"}).error_code(), grpc::UNAUTHENTICATED);
+}
+
+TEST_F(AuthServerTest, ErrorsDoNotRepeatTheToken) {
+  const grpc::Status status = Tokenize({"Bearer hunter2"});
+  EXPECT_THAT(status.error_message(), Not(HasSubstr("hunter2")));
+  EXPECT_THAT(status.error_details(), Not(HasSubstr("hunter2")));
+}
+
+TEST_F(AuthServerTest, RefusalsAreCounted) {
+  Tokenize({});
+  Tokenize({"Bearer two"});
+  const auto page = *MetricsServer::Start("127.0.0.1:0");
+  page->Serve(server_->metrics());
+  EXPECT_EQ(SeriesOf(Scrape(page->port()))
+                .at(R"(epikv_requests_rejected_total{model="",reason="unauthenticated"})"),
+            2);
+}
+
+TEST_F(AuthServerTest, ChangedFileIsTakenIntoUse) {
+  folder_.Write("tokens", absl::StrCat("user ann ", kTwo));
+  EXPECT_EQ(AwaitReload(1), absl::OkStatus());
+  EXPECT_EQ(Tokenize({"Bearer one"}).error_code(), grpc::UNAUTHENTICATED);
+  EXPECT_EQ(Tokenize({"Bearer two"}).error_code(), grpc::INVALID_ARGUMENT);
+}
+
+TEST_F(AuthServerTest, BrokenFileLeavesTheTokensThatAreKnown) {
+  folder_.Write("tokens", "user ann");
+  EXPECT_THAT(AwaitReload(1).message(),
+              HasSubstr(absl::StrCat(folder_.File("tokens"), "': line 1")));
+  EXPECT_EQ(Tokenize({"Bearer one"}).error_code(), grpc::INVALID_ARGUMENT);
+  std::filesystem::remove(folder_.File("tokens"));
+  EXPECT_THAT(AwaitReload(2).message(), HasSubstr("No such file"));
+  EXPECT_EQ(Tokenize({"Bearer one"}).error_code(), grpc::INVALID_ARGUMENT);
+  folder_.Write("tokens", absl::StrCat("user ann ", kTwo));
+  EXPECT_EQ(AwaitReload(3), absl::OkStatus());
+  EXPECT_EQ(Tokenize({"Bearer one"}).error_code(), grpc::UNAUTHENTICATED);
+}
+
+TEST(AuthenticatorTest, RoleThatIsNeededIsNamed) {
+  TemporaryFolder folder;
+  folder.Write("tokens", absl::StrCat("user ann ", kOne, "\noperator bob ", kTwo));
+  const auto auth = *Authenticator::Create({.tokens_file = folder.File("tokens")});
+  const auto refused = auth->Admit("AdminService/Unknown", {"Bearer one"});
+  ASSERT_TRUE(std::holds_alternative<grpc::Status>(refused));
+  const grpc::Status& status = std::get<grpc::Status>(refused);
+  EXPECT_EQ(status.error_code(), grpc::PERMISSION_DENIED);
+  EXPECT_EQ(ReasonIn(status), "PERMISSION_DENIED");
+  EXPECT_EQ(Detail<v1::ErrorInfo>(status, "ErrorInfo")->metadata().at("role"), "operator");
+  const auto admitted = auth->Admit("AdminService/Unknown", {"Bearer two"});
+  ASSERT_TRUE(std::holds_alternative<Identity>(admitted));
+  EXPECT_EQ(std::get<Identity>(admitted).name, "bob");
+}
+
+TEST(AuthenticatorTest, WithoutAFileEveryoneIsAnAnonymousOperator) {
+  const auto auth = *Authenticator::Create({});
+  const auto admitted = auth->Admit("AdminService/Unknown", {});
+  ASSERT_TRUE(std::holds_alternative<Identity>(admitted));
+  EXPECT_EQ(std::get<Identity>(admitted).name, "");
+  EXPECT_EQ(std::get<Identity>(admitted).role, Role::kOperator);
+}
+
+TEST(AuthenticatorTest, FileThatIsWrongAtTheStartIsAnError) {
+  EXPECT_THAT(Authenticator::Create({.tokens_file = "/nowhere"}).status().message(),
+              HasSubstr("--auth_tokens_file: cannot read '/nowhere'"));
+}
+
+}  // namespace
+}  // namespace epikv

@@ -1,0 +1,262 @@
+"""TLS, tokens and the access log of the real daemon, and what is read again while it runs."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from daemon_test import start
+from epikv import Client, Kv, RpcError, Stop, Tls
+from epikv.bench.scrape import scrape
+from epikv.cli import main
+from epikv.testing import Daemon
+from epikv.v1 import (
+    generation_pb2,
+    model_pb2,
+    policy_pb2,
+    tokenization_pb2,
+)
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+def openssl(*args: str) -> None:
+    subprocess.run(["openssl", *args], check=True, capture_output=True)
+
+
+def authority(folder: Path, name: str) -> None:
+    files = ("-keyout", f"{folder / name}.key", "-out", f"{folder / name}.pem")
+    openssl("req", "-x509", *EC, "-days", "2", "-subj", f"/CN={name}", *files)
+
+
+def signed(folder: Path, name: str, by: str) -> None:
+    """name.pem and name.key, for this host."""
+    path = str(folder / name)
+    names = folder / "names"
+    names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    request = ("-subj", f"/CN={name}", "-keyout", f"{path}.key", "-out", f"{path}.csr")
+    openssl("req", *EC, *request)
+    ca = ("-CA", f"{folder / by}.pem", "-CAkey", f"{folder / by}.key", "-CAcreateserial")
+    more = ("-days", "2", "-extfile", str(names), "-out", f"{path}.pem")
+    openssl("x509", "-req", "-in", f"{path}.csr", *ca, *more)
+
+
+def replace(path: Path, text: str | bytes) -> None:
+    """As files should be replaced: all at once."""
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(text.encode() if isinstance(text, str) else text)
+    new.rename(path)
+
+
+def eventually(is_so: Callable[[], bool], seconds: float = 30) -> None:
+    """What the daemon looks at once a second."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def serves(address: str, tls: Tls | None) -> bool:
+    with Client(address, tls=tls) as client:
+        try:
+            return bool(client.models())
+        except RpcError as error:
+            assert error.code is grpc.StatusCode.UNAVAILABLE
+            return False
+
+
+@pytest.fixture(scope="module")
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pki")
+    for ca in ("ca", "new_ca"):
+        authority(folder, ca)
+    signed(folder, "server", "ca")
+    signed(folder, "new_server", "new_ca")
+    signed(folder, "client", "ca")
+    signed(folder, "stranger", "new_ca")
+    return folder
+
+
+def of_client(pki: Path, ca: str, name: str | None = None) -> Tls:
+    return Tls(pki / f"{ca}.pem", name and pki / f"{name}.pem", name and pki / f"{name}.key")
+
+
+def test_rotated_certificate_is_taken_into_use(
+    sample_model: Path, pki: Path, tmp_path: Path
+) -> None:
+    """A key that is not the certificate's yet fails new connections and nothing else."""
+    certificate, key = tmp_path / "tls.pem", tmp_path / "tls.key"
+    replace(certificate, (pki / "server.pem").read_bytes())
+    replace(key, (pki / "server.key").read_bytes())
+    flags = (f"--tls_certificate={certificate}", f"--tls_key={key}")
+    old, new = of_client(pki, "ca"), of_client(pki, "new_ca")
+    with Daemon(sample_model, "--threads=1", *flags, tls=old) as daemon, daemon.client() as before:
+        before.models()
+        assert not serves(daemon.grpc, None)
+        assert not serves(daemon.grpc, new)
+        replace(certificate, (pki / "new_server.pem").read_bytes())
+        eventually(lambda: not serves(daemon.grpc, old))
+        assert not serves(daemon.grpc, new)
+        replace(key, (pki / "new_server.key").read_bytes())
+        eventually(lambda: serves(daemon.grpc, new))
+        assert not serves(daemon.grpc, old)
+        certificate.unlink()
+        eventually(lambda: str(certificate) in daemon.log)  # it could not be read
+        assert serves(daemon.grpc, new)
+        before.models()  # on its connection of old
+
+
+def test_clients_need_a_certificate_where_a_ca_is_named(
+    sample_model: Path, pki: Path, tmp_path: Path
+) -> None:
+    trusted = tmp_path / "clients.pem"
+    replace(trusted, (pki / "ca.pem").read_bytes())
+    flags = (
+        f"--tls_certificate={pki / 'server.pem'}",
+        f"--tls_key={pki / 'server.key'}",
+        f"--tls_client_ca={trusted}",
+    )
+    known, stranger = of_client(pki, "ca", "client"), of_client(pki, "ca", "stranger")
+    with Daemon(sample_model, "--threads=1", *flags, tls=known) as daemon:
+        assert serves(daemon.grpc, known)
+        assert not serves(daemon.grpc, stranger)
+        assert not serves(daemon.grpc, of_client(pki, "ca"))
+        replace(trusted, (pki / "new_ca.pem").read_bytes())
+        eventually(lambda: serves(daemon.grpc, stranger))
+        assert not serves(daemon.grpc, known)
+
+
+def test_start_is_refused_with_every_file_at_fault(pki: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("user ann hunter2\n")
+    status, log = start(
+        f"--model={tmp_path / 'never read.pt'}",
+        f"--tls_certificate={pki / 'server.pem'}",
+        f"--tls_key={pki / 'client.key'}",
+        f"--tls_client_ca={tmp_path / 'absent.pem'}",
+        f"--auth_tokens_file={tokens}",
+        f"--access_log={tmp_path / 'absent' / 'log'}",
+    )
+    assert status == 1
+    for fault in (
+        f"--tls_key: '{pki / 'client.key'}' is not the key of '{pki / 'server.pem'}'",
+        f"--tls_client_ca: cannot read '{tmp_path / 'absent.pem'}'",
+        f"--auth_tokens_file: '{tokens}': line 1: the digest",
+        f"--access_log: cannot write '{tmp_path / 'absent' / 'log'}'",
+    ):
+        assert fault in log, log
+    assert "hunter2" not in log
+
+
+def test_plain_text_beyond_this_machine_is_warned_of(pki: Path, tmp_path: Path) -> None:
+    model = f"--model={tmp_path / 'absent.pt'}"
+    tls = (f"--tls_certificate={pki / 'server.pem'}", f"--tls_key={pki / 'server.key'}")
+    assert "warning: --listen=0.0.0.0:0 is in plain text" in start(model, "--listen=0.0.0.0:0")[1]
+    assert "warning" not in start(model, "--listen=0.0.0.0:0", *tls)[1]
+    assert "warning" not in start(model)[1]
+
+
+def new_token(name: str, role: str) -> tuple[str, str]:
+    """A token and its line, as `epikv token` prints them."""
+    made = CliRunner().invoke(main, ["token", name, role])
+    assert made.exit_code == 0
+    return made.stderr.split()[-1], made.stdout
+
+
+@pytest.fixture
+def guarded(sample_model: Path, tmp_path: Path) -> Iterator[tuple[Daemon, Path, str]]:
+    """A daemon that asks for tokens; its file of them, and one of a user."""
+    token, line = new_token("ann", "user")
+    tokens = tmp_path / "tokens"
+    tokens.write_text(line)
+    flags = (f"--auth_tokens_file={tokens}", f"--access_log={tmp_path / 'access.log'}")
+    with Daemon(sample_model, "--threads=1", *flags, token=token) as daemon:
+        yield daemon, tokens, token
+
+
+def refused(daemon: Daemon, token: str) -> bool:
+    with Client(daemon.grpc, token=token) as client:
+        try:
+            client.models()
+            return False
+        except RpcError as error:
+            assert (error.code.name, error.reason) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
+            return True
+
+
+def test_no_method_of_ours_answers_without_a_token(guarded: tuple[Daemon, Path, str]) -> None:
+    daemon = guarded[0]
+    services = [
+        service
+        for module in (generation_pb2, model_pb2, policy_pb2, tokenization_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+    ]
+    with grpc.insecure_channel(daemon.grpc) as channel:
+        reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        listed = next(channel.stream_stream(reflection)(iter([b"\x3a\x00"]), timeout=10))
+        for name in listed.split(b"epikv.v1.")[1:]:
+            assert any(name.startswith(service.name.encode()) for service in services), name
+        for service in services:
+            for method in service.methods:
+                with pytest.raises(grpc.RpcError) as caught:
+                    call = f"/{service.full_name}/{method.name}"
+                    list(channel.unary_stream(call)(b"", timeout=10))
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, call
+        health = health_pb2_grpc.HealthStub(channel)
+        reply = health.Check(health_pb2.HealthCheckRequest(service="models/sample"))
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    assert scrape(daemon.metrics).value("epikv_requests_rejected_total", reason="unauthenticated")
+
+
+def test_tokens_change_while_the_daemon_runs(guarded: tuple[Daemon, Path, str]) -> None:
+    daemon, tokens, ann = guarded
+    assert not refused(daemon, ann)
+    bob, line = new_token("bob", "operator")
+    assert refused(daemon, bob)
+    replace(tokens, line)
+    eventually(lambda: not refused(daemon, bob))
+    assert refused(daemon, ann)
+    replace(tokens, "root eve 00\n")
+    failures = "epikv_auth_reload_failures_total"
+    eventually(lambda: scrape(daemon.metrics).value(failures) == 1)
+    assert not refused(daemon, bob)
+    assert f"'{tokens}': line 1: the role" in daemon.log
+    assert ann not in daemon.log and bob not in daemon.log
+
+
+def test_access_log_has_a_line_for_every_call(
+    guarded: tuple[Daemon, Path, str], tmp_path: Path
+) -> None:
+    daemon, _, token = guarded
+    path = tmp_path / "access.log"
+
+    def lines(of: Path) -> list[dict]:
+        return [json.loads(line) for line in of.read_text().splitlines()] if of.exists() else []
+
+    with daemon.client() as client:
+        kv = Kv("sliding", 300)
+        summary = client.generate_once("7", kv=kv, stop=Stop(400), request_id="r1").summary
+        with pytest.raises(RpcError) as caught:
+            client.generate_once("", request_id="r2")
+        eventually(lambda: len(lines(path)) == 2)
+        done, bad = lines(path)
+        assert (done["request_id"], done["code"], done["identity"]) == ("r1", "OK", "ann")
+        assert (done["policy"], done["budget_tokens"]) == ("sliding", 300)
+        assert done["output_tokens"] == summary.usage.output_tokens
+        assert done.get("evicted_tokens", 0) == summary.kv.evicted_tokens
+        assert done["peak_tokens"] == summary.kv.peak_tokens
+        assert (bad["request_id"], bad["reason"]) == ("r2", "INVALID_REQUEST")
+        assert bad["trace_id"] == caught.value.metadata["trace_id"]
+        path.rename(tmp_path / "access.log.1")
+        client.models()
+        eventually(lambda: len(lines(path)) == 1)
+        os.kill(daemon.pid, 1)  # SIGHUP, as log rotation sends it
+        client.models()
+        eventually(lambda: len(lines(path)) == 2)
+    assert token not in path.read_text() and token not in daemon.log

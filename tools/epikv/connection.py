@@ -1,0 +1,89 @@
+"""The way to a server: plain text or TLS, with or without a token."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files in PEM. `ca`: who may have signed the server's certificate; None: whom gRPC trusts by
+    itself. `certificate` and `key`: shown to servers that ask for one."""
+
+    ca: Path | str | None = None
+    certificate: Path | str | None = None
+    key: Path | str | None = None
+
+    @classmethod
+    def from_environment(cls) -> "Tls | None":
+        """Of EPIKV_TLS_CA, EPIKV_TLS_CERTIFICATE and EPIKV_TLS_KEY; None where none is set."""
+        names = ("EPIKV_TLS_CA", "EPIKV_TLS_CERTIFICATE", "EPIKV_TLS_KEY")
+        given = [os.environ.get(name) or None for name in names]
+        return cls(*given) if any(given) else None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises ValueError for a file that cannot be read, and for half of a pair."""
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("TLS: a client's certificate and its key are given together")
+        try:
+            ca, key, certificate = (
+                None if path is None else Path(path).read_bytes()
+                for path in (self.ca, self.key, self.certificate)
+            )
+        except OSError as error:
+            raise ValueError(f"TLS: {error}") from error
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+def connect(
+    server: str,
+    options: Sequence[tuple[str, Any]] = (),
+    *,
+    tls: Tls | None = None,
+    token: str | None = None,
+) -> grpc.Channel:
+    if tls is None:
+        channel = grpc.insecure_channel(server, options)
+    else:
+        channel = grpc.secure_channel(server, tls.credentials(), options)
+    return grpc.intercept_channel(channel, _Bearer(token)) if token else channel
+
+
+class _Details(NamedTuple):
+    """The fields of grpc.ClientCallDetails."""
+
+    method: str
+    timeout: float | None
+    metadata: Sequence[tuple[str, str | bytes]] | None
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: Any
+
+
+class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Adds a token to every call, also in plain text, where gRPC's own call credentials refuse."""
+
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    def _call(
+        self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
+    ) -> Any:
+        return continuation(
+            _Details(
+                details.method,
+                details.timeout,
+                [*(details.metadata or ()), self._header],
+                details.credentials,
+                details.wait_for_ready,
+                details.compression,
+            ),
+            request,
+        )
+
+    intercept_unary_unary = _call
+    intercept_unary_stream = _call
