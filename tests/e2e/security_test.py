@@ -260,3 +260,27 @@ def test_access_log_has_a_line_for_every_call(
         client.models()
         eventually(lambda: len(lines(path)) == 2)
     assert token not in path.read_text() and token not in daemon.log
+
+
+def test_lines_that_a_full_disk_does_not_take_are_counted(sample_model: Path) -> None:
+    with (
+        Daemon(sample_model, "--threads=1", "--access_log=/dev/full") as daemon,
+        daemon.client() as client,
+    ):
+        client.models()
+        dropped = "epikv_access_log_dropped_total"
+        eventually(lambda: scrape(daemon.metrics).value(dropped) == 1)
+
+
+def test_channelz_is_served_on_its_flag_alone(
+    sample_model: Path, guarded: tuple[Daemon, Path, str]
+) -> None:
+    def servers(address: str) -> bytes:
+        with grpc.insecure_channel(address) as channel:
+            return channel.unary_unary("/grpc.channelz.v1.Channelz/GetServers")(b"", timeout=10)
+
+    with pytest.raises(grpc.RpcError) as caught:
+        servers(guarded[0].grpc)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    with Daemon(sample_model, "--threads=1", "--channelz") as daemon:
+        assert servers(daemon.grpc)
