@@ -16,8 +16,6 @@ constexpr size_t kMaxIdBytes = 128, kMaxSpans = 64;
 constexpr size_t kMaxLogitBiases = 1024;
 constexpr float kMostLogitBias = 100;
 constexpr int64_t kMaxTopLogprobs = 20;
-// The rule of protection: a prompt this much smaller than the budget is not evicted.
-constexpr int64_t kPromptRoom = 16;
 
 // Fills one Request step by step and collects everything that is wrong on the way.
 class Resolver {
@@ -393,17 +391,18 @@ bool Resolver::CheckProtection(bool has_lengths) {
 // What the tokens behind a chunk say is not what they say of the prompt once it has been evicted.
 void Resolver::CheckPromptLogprobs(int64_t least_budget) {
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
-  const bool keeps_it =
-      request_.traits.prompt != PromptEviction::kByChunk || prompt + kPromptRoom <= least_budget;
+  const bool keeps_it = request_.traits.prompt != PromptEviction::kByChunk ||
+                        prompt + kRoomBesidePrompt <= least_budget;
   if (!options_.output.prompt_logprobs || keeps_it) return;
   Violate("output.prompt_logprobs",
           absl::StrCat("policy '", request_.spec->name, "' evicts the prompt of ", prompt,
                        " tokens before it is cached whole under a budget of ", least_budget,
                        " tokens, so the figures would not be the prompt's; the smallest budget is ",
-                       prompt + kPromptRoom));
-  Because("PROMPT_EVICTED",
-          {{"budget", absl::StrCat(least_budget)}, {"min", absl::StrCat(prompt + kPromptRoom)}},
-          absl::StatusCode::kFailedPrecondition);
+                       prompt + kRoomBesidePrompt));
+  Because(
+      "PROMPT_EVICTED",
+      {{"budget", absl::StrCat(least_budget)}, {"min", absl::StrCat(prompt + kRoomBesidePrompt)}},
+      absl::StatusCode::kFailedPrecondition);
 }
 
 // Logits of all rows of a prompt chunk, where they are wanted: as the model gives them, and fp32.

@@ -89,6 +89,11 @@ void AddIncompatibleOptions(const PolicySpec& spec, const PolicyTraits& traits,
       add("kv.budget", absl::StrCat("below prompt + ", kRoomBesidePrompt),
           "it cannot rank the prompt's tokens");
     }
+    if (traits.prompt == PromptEviction::kByChunk) {
+      add("output.prompt_logprobs",
+          absl::StrCat("true with a budget below prompt + ", kRoomBesidePrompt),
+          "it evicts the prompt while it is cached");
+    }
   } else {
     add("kv.budget", "below prompt + max_output_tokens - 1", "it evicts nothing");
   }

@@ -147,16 +147,19 @@ TEST_F(ServicesTest, IncompatibleOptionsAreThoseThatAreRefused) {
               ElementsAre("kv.budget absent", "cadence SCORE_CADENCE_CHUNK",
                           "kv.budget below prompt + 16"));
   EXPECT_THAT(Incompatible(list.policies(2)),
-              ElementsAre("kv.budget absent", "cadence SCORE_CADENCE_CHUNK"));
+              ElementsAre("kv.budget absent", "cadence SCORE_CADENCE_CHUNK",
+                          "output.prompt_logprobs true with a budget below prompt + 16"));
 
   // The fields at fault; empty if there are none.
-  auto refusal = [&](const std::string& policy, std::optional<int64_t> budget, bool in_chunks) {
+  auto refusal = [&](const std::string& policy, std::optional<int64_t> budget, bool in_chunks,
+                     bool prompt_logprobs = false) {
     RequestOptions options{.prompt = std::vector<int32_t>(20, 1)};
     options.kv.policy = policy;
     if (budget.has_value()) options.kv.budget = *budget;
     options.stop.max_output_tokens = 30;
     if (in_chunks) options.forced.assign(30, 1);
     options.force_in_chunks = in_chunks;
+    options.output.prompt_logprobs = prompt_logprobs;
     const auto resolved = server_.admission().Resolve(options);
     std::string fields;
     if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
@@ -175,6 +178,9 @@ TEST_F(ServicesTest, IncompatibleOptionsAreThoseThatAreRefused) {
   EXPECT_EQ(refusal("window", std::nullopt, false), "kv.budget");
   EXPECT_EQ(refusal("window", 20 + 15, false), "");
   EXPECT_EQ(refusal("window", 20 + 16, true), "cadence");
+  EXPECT_EQ(refusal("full", std::nullopt, false, true), "");
+  EXPECT_EQ(refusal("window", 20 + 16, false, true), "");
+  EXPECT_EQ(refusal("window", 20 + 15, false, true), "output.prompt_logprobs");
 }
 
 // K and V apart: a slot table's index and position, columns, state.

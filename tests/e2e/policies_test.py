@@ -16,10 +16,12 @@ PROMPT = [5] * 40
 OUTPUT = 200
 
 
-def violations(client: Client, kv: Kv) -> dict[str, str]:
+def violations(client: Client, kv: Kv, output: Output = Output()) -> dict[str, str]:
     """What is wrong with these options, by field. The request is always refused: nothing runs."""
     with pytest.raises(RpcError) as caught:
-        client.generate_once(PROMPT, kv=kv, sampling=Sampling(top_p=0), stop=Stop(OUTPUT))
+        client.generate_once(
+            PROMPT, kv=kv, sampling=Sampling(top_p=0), stop=Stop(OUTPUT), output=output
+        )
     found = {v.field: v.description for v in caught.value.field_violations}
     assert "sampling.top_p" in found
     return {field: said for field, said in found.items() if field != "sampling.top_p"}
@@ -100,6 +102,12 @@ def test_incompatible_options_are_refused(client: Client, policies: list[Policy]
             fits = len(PROMPT) + 16
             assert not budget(fits), policy.name
             says("kv.budget", "below prompt + 16", budget(fits - 1))
+            told = violations(client, Kv(policy.name, fits - 1), Output(prompt_logprobs=True))
+            says(
+                "output.prompt_logprobs",
+                "true with a budget below prompt + 16",
+                "output.prompt_logprobs" in told,
+            )
         ranks = violations(client, Kv(policy.name, len(PROMPT) + 50, positions="cache"))
         says("kv.positions", "POSITION_MODE_CACHE", "kv.positions" in ranks)
         for param in policy.params:
