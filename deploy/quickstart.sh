@@ -32,7 +32,8 @@ run=$EPIKV_ROOT/build/run
 mkdir -p "$run"
 export OMP_WAIT_POLICY=PASSIVE
 "$EPIKV_ROOT/build/dev/server/epikvd" --model="$model" --model_name=sample \
-  --listen=127.0.0.1:0 --metrics_listen=127.0.0.1:0 >"$run/addresses.json" 2>"$run/epikvd.log" &
+  --listen=127.0.0.1:0 --metrics_listen=127.0.0.1:0 --admin_listen=127.0.0.1:0 \
+  >"$run/addresses.json" 2>"$run/epikvd.log" &
 daemon=$!
 stop_daemon() { kill "$daemon" 2>/dev/null && wait "$daemon" 2>/dev/null || true; }
 trap stop_daemon EXIT

@@ -176,7 +176,7 @@ bool Resolver::ResolveLengths() {
   const int64_t max_output =
       scores ? static_cast<int64_t>(options_.forced.size())
              : options_.stop.max_output_tokens.value_or(std::max<int64_t>(
-                   1, std::min(admission_.limits().default_max_output_tokens, left)));
+                   1, std::min(admission_.defaults().max_output_tokens, left)));
   if (max_output > left) {
     Violate(prompt >= context ? "prompt"
             : scores          ? "continuation"
@@ -362,7 +362,7 @@ bool Resolver::CheckProtection(bool has_lengths) {
   const bool details = asked.prompt.has_value() || asked.sinks.has_value() ||
                        asked.recent.has_value() || !asked.spans.empty();
   if (!asked.equal.has_value()) {
-    asked.equal = admission_.limits().default_equal_protection && !details;
+    asked.equal = admission_.defaults().equal_protection && !details;
   } else if (*asked.equal && details) {
     Violate("kv.equal_protection", "excludes the other protection settings");
   }
@@ -572,7 +572,18 @@ Admission::Admission(const Manifest& manifest, ModelShape shape, PolicyCatalog c
     : manifest_(manifest),
       shape_(std::move(shape)),
       catalog_(catalog),
-      limits_(std::move(limits)) {}
+      limits_(std::move(limits)),
+      defaults_(limits_.defaults) {}
+
+RequestDefaults Admission::defaults() const {
+  absl::MutexLock lock(&mu_);
+  return defaults_;
+}
+
+void Admission::SetDefaults(RequestDefaults defaults) {
+  absl::MutexLock lock(&mu_);
+  defaults_ = std::move(defaults);
+}
 
 Admission::Admission(const Manifest& manifest, PolicyCatalog catalog, AdmissionLimits limits)
     : Admission(manifest, ShapeOf(manifest), catalog, std::move(limits)) {}
@@ -580,7 +591,7 @@ Admission::Admission(const Manifest& manifest, PolicyCatalog catalog, AdmissionL
 std::string Admission::DefaultPolicy() const {
   const auto& calibration = manifest_.calibration;
   if (calibration.has_value() && calibration->confirmed) return calibration->policy;
-  return limits_.default_policy;
+  return defaults().policy;
 }
 
 int64_t Admission::kv_bytes_per_token() const {

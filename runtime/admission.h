@@ -32,16 +32,22 @@ struct Rejection {
   std::map<std::string, std::string> metadata;  // limits and given values
 };
 
+// Of what a request leaves out.
+struct RequestDefaults {
+  int64_t max_output_tokens = 1024;
+  std::string policy;  // may be empty
+  bool equal_protection = false;
+};
+
 struct AdmissionLimits {
   int64_t kv_capacity_bytes = 0;
   int64_t prefill_chunk_tokens = 256;
-  int64_t default_max_output_tokens = 1024;
-  std::string default_policy;  // may be empty
-  bool default_equal_protection = false;
+  RequestDefaults defaults;
 };
 
 // Turns what a client asks for into a request that can run: fills defaults, finds every violation
-// at once and computes the exact peak. Immutable but for the shared policy objects; thread-safe.
+// at once and computes the exact peak. Immutable but for the defaults and the shared policy objects;
+// thread-safe.
 class Admission {
  public:
   // shape: the manifest's (ShapeOf), artefacts added.
@@ -54,7 +60,10 @@ class Admission {
   const Manifest& manifest() const { return manifest_; }
   const ModelShape& shape() const { return shape_; }
   PolicyCatalog catalog() const { return catalog_; }
-  const AdmissionLimits& limits() const { return limits_; }
+  const AdmissionLimits& limits() const { return limits_; }  // but for the defaults
+  RequestDefaults defaults() const;
+  // Of requests from now on. The policy, if there is one, is in the catalog.
+  void SetDefaults(RequestDefaults defaults);
   // Name used when a request gives a budget and no policy; empty: such a request is refused.
   std::string DefaultPolicy() const;
   // Bytes of K and V of one token over all layers.
@@ -68,6 +77,7 @@ class Admission {
   const PolicyCatalog catalog_;
   const AdmissionLimits limits_;
   mutable absl::Mutex mu_;
+  RequestDefaults defaults_ ABSL_GUARDED_BY(mu_);
   // Live policy objects by name and parameters: requests that share one are called in one batch.
   mutable std::map<std::pair<std::string, std::map<std::string, ParamValue, std::less<>>>,
                    std::weak_ptr<const Policy>>

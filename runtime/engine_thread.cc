@@ -90,6 +90,11 @@ void EngineThread::Describe(std::function<void(std::vector<RequestFacts>)> tell)
   tell({});
 }
 
+int64_t EngineThread::live() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<int64_t>(live_.size());
+}
+
 void EngineThread::SetLimits(QueueLimits limits) {
   absl::MutexLock lock(&mu_);
   limits_ = limits;

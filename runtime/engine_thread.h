@@ -52,6 +52,8 @@ class EngineThread {
   // What is live, between two steps. tell: on the engine's thread, or at once if that has ended.
   void Describe(std::function<void(std::vector<RequestFacts>)> tell);
 
+  int64_t live() const;  // requests that wait or run
+
   // From now on; what waits stays.
   void SetLimits(QueueLimits limits);
 
@@ -100,7 +102,7 @@ class EngineThread {
   void OnEnded();
 
   const CoreShare cores_;
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   QueueLimits limits_ ABSL_GUARDED_BY(mu_);
   std::vector<Message> inbox_ ABSL_GUARDED_BY(mu_);
   bool woken_ ABSL_GUARDED_BY(mu_) = false;

@@ -10,12 +10,26 @@
 namespace epikv {
 namespace {
 
-constexpr MethodRole kMethodRoles[] = {
-    {"GenerationService/Generate", Role::kUser},   {"GenerationService/GenerateOnce", Role::kUser},
-    {"GenerationService/Score", Role::kUser},      {"GenerationService/CancelRequest", Role::kUser},
-    {"TokenizationService/Tokenize", Role::kUser}, {"TokenizationService/Detokenize", Role::kUser},
-    {"ModelService/ListModels", Role::kUser},      {"ModelService/GetModel", Role::kUser},
-    {"PolicyService/ListPolicies", Role::kUser},   {"PolicyService/GetPolicy", Role::kUser}};
+constexpr MethodRole kMethodRoles[] = {{"GenerationService/Generate", Role::kUser},
+                                       {"GenerationService/GenerateOnce", Role::kUser},
+                                       {"GenerationService/Score", Role::kUser},
+                                       {"GenerationService/CancelRequest", Role::kUser},
+                                       {"TokenizationService/Tokenize", Role::kUser},
+                                       {"TokenizationService/Detokenize", Role::kUser},
+                                       {"ModelService/ListModels", Role::kUser},
+                                       {"ModelService/GetModel", Role::kUser},
+                                       {"PolicyService/ListPolicies", Role::kUser},
+                                       {"PolicyService/GetPolicy", Role::kUser},
+                                       {"AdminService/GetServerStatus", Role::kOperator},
+                                       {"AdminService/GetLoad", Role::kOperator},
+                                       {"AdminService/ListActiveRequests", Role::kOperator},
+                                       {"AdminService/Drain", Role::kOperator},
+                                       {"AdminService/Resume", Role::kOperator},
+                                       {"AdminService/GetConfig", Role::kOperator},
+                                       {"AdminService/UpdateConfig", Role::kOperator},
+                                       {"AdminService/LoadModel", Role::kOperator},
+                                       {"AdminService/UnloadModel", Role::kOperator},
+                                       {"AdminService/DumpState", Role::kOperator}};
 
 // Of a method that is not in the table, the operator's; a test finds it.
 Role RoleOf(absl::string_view method) {

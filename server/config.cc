@@ -218,14 +218,13 @@ void ApplyFlag(const Flag& flag, v1::ServerConfig& config, Problems& problems) {
 // Collects the settings that are out of range.
 class Checker {
  public:
-  Checker(const v1::ServerConfig& config, Problems& problems)
-      : config_(config), problems_(problems) {}
+  Checker(const v1::ServerConfig& config, std::vector<FieldViolation>& violations)
+      : config_(config), violations_(violations) {}
 
   void Require(bool ok, const std::string& name, absl::string_view must) {
     if (ok) return;
     const auto* field = v1::ServerConfig::descriptor()->FindFieldByName(name);
-    problems_.push_back(
-        absl::StrCat("--", name, " must ", must, ", is ", ValueText(config_, *field)));
+    violations_.push_back({name, absl::StrCat("must ", must, ", is ", ValueText(config_, *field))});
   }
   void RequireAddress(const std::string& address, const std::string& name) {
     const size_t colon = address.rfind(':');
@@ -238,7 +237,7 @@ class Checker {
 
  private:
   const v1::ServerConfig& config_;
-  Problems& problems_;
+  std::vector<FieldViolation>& violations_;
 };
 
 void CheckTransport(const v1::ServerConfig& c, Checker& check) {
@@ -266,17 +265,21 @@ void CheckSecurity(const v1::ServerConfig& c, Checker& check) {
   check.Require(tls || c.tls_key().empty(), "tls_certificate", "name a file with --tls_key");
   check.Require(tls || c.tls_client_ca().empty(), "tls_certificate",
                 "name a file with --tls_client_ca");
-  check.Require(!c.channelz() || IsLoopback(c.listen()) || !c.tls_client_ca().empty(), "channelz",
-                "be off, since it asks for no token, where --listen is not loopback and there is "
-                "no --tls_client_ca");
+  check.Require(
+      !c.channelz() || IsLoopback(c.admin_listen()) || !c.tls_client_ca().empty(), "channelz",
+      "be off, since it asks for no token, where --admin_listen is not loopback and there "
+      "is no --tls_client_ca");
 }
 
 // All but the model, which who prints a configuration need not have.
-void CheckRanges(const v1::ServerConfig& c, Problems& problems) {
+void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violations) {
   constexpr uint64_t kMost = INT64_MAX;
-  Checker check(c, problems);
+  Checker check(c, violations);
   check.RequireAddress(c.listen(), "listen");
   if (!c.metrics_listen().empty()) check.RequireAddress(c.metrics_listen(), "metrics_listen");
+  if (!c.admin_listen().empty()) check.RequireAddress(c.admin_listen(), "admin_listen");
+  check.Require(LogLevelOf(c.log_level()).has_value(), "log_level",
+                "be debug, info, warning or error");
   check.Require(!FirstInvalidUtf8(c.model_name()).has_value(), "model_name", "be UTF-8");
   check.Require(c.threads() <= 1024, "threads", "be at most 1024");
   check.Require(c.kv_pool_bytes() <= kMost, "kv_pool_bytes", "be below 2^63");
@@ -307,23 +310,23 @@ void CheckRanges(const v1::ServerConfig& c, Problems& problems) {
   CheckSecurity(c, check);
 }
 
-void CheckModels(const v1::ServerConfig& c, Problems& problems) {
+void CheckModels(const v1::ServerConfig& c, std::vector<FieldViolation>& violations) {
   std::set<std::string> names;
   if (!c.model().empty()) names.insert(c.model_name());
   for (int i = 0; i < c.models_size(); ++i) {
+    const std::string at = absl::StrCat("models[", i, "].");
     for (const FieldViolation& violation : ViolationsOf(c.models(i))) {
-      problems.push_back(
-          absl::StrCat("models[", i, "].", violation.field, " ", violation.description));
+      violations.push_back({absl::StrCat(at, violation.field), violation.description});
     }
     const std::string& name = c.models(i).name();
     if (!name.empty() && !names.insert(name).second) {
-      problems.push_back(absl::StrCat("models[", i, "].name '", name, "' is another model's"));
+      violations.push_back({absl::StrCat(at, "name"), absl::StrCat("'", name, "' is taken")});
     }
   }
 }
 
-void CheckModel(const v1::ServerConfig& c, Problems& problems) {
-  Checker(c, problems)
+void CheckModel(const v1::ServerConfig& c, std::vector<FieldViolation>& violations) {
+  Checker(c, violations)
       .Require(!c.model().empty() || c.models_size() > 0, "model",
                "name the file that `epikv export` wrote");
 }
@@ -360,10 +363,14 @@ TransportLimits TransportOf(const v1::ServerConfig& c) {
           .max_connection_idle = SecondsOrNever(c.max_connection_idle_seconds())};
 }
 
-Config ToConfig(const v1::ServerConfig& c) {
+}  // namespace
+
+Config ConfigOf(const v1::ServerConfig& c) {
   return {
       .listen = c.listen(),
       .metrics_listen = c.metrics_listen(),
+      .admin_listen = c.admin_listen(),
+      .log_level = LogLevelOf(c.log_level()).value_or(LogLevel::kInfo),
       .models = ModelsOf(c),
       .runtime = {.kv_memory_share = c.kv_memory_share(),
                   .max_step_tokens = c.max_step_tokens(),
@@ -377,9 +384,9 @@ Config ToConfig(const v1::ServerConfig& c) {
                   .max_running_requests = c.max_running_requests(),
                   .queue = {.max_requests = c.max_queued_requests(),
                             .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
-                  .default_policy = c.default_policy(),
-                  .default_equal_protection = c.default_equal_protection(),
-                  .default_max_output_tokens = c.default_max_output_tokens(),
+                  .defaults = {.max_output_tokens = c.default_max_output_tokens(),
+                               .policy = c.default_policy(),
+                               .equal_protection = c.default_equal_protection()},
                   .deterministic = c.deterministic()},
       .outbox = {.max_messages = c.outbox_messages(),
                  .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
@@ -395,6 +402,8 @@ Config ToConfig(const v1::ServerConfig& c) {
       .tokens_file = c.auth_tokens_file(),
       .access_log = c.access_log()};
 }
+
+namespace {
 
 PrintConfig ToPrintConfig(const v1::ServerConfig& config) {
   PrintConfig print;
@@ -426,6 +435,13 @@ PrintHelp ToPrintHelp(const v1::ServerConfig& defaults) {
 
 }  // namespace
 
+std::vector<FieldViolation> ViolationsOf(const v1::ServerConfig& config) {
+  std::vector<FieldViolation> violations;
+  CheckRanges(config, violations);
+  CheckModels(config, violations);
+  return violations;
+}
+
 std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source) {
   std::vector<FieldViolation> violations;
   auto require = [&](bool ok, const char* field, const char* must) {
@@ -453,12 +469,14 @@ absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args) {
   if (arguments.help) return ToPrintHelp(config);
   if (arguments.file.has_value()) ApplyFile(*arguments.file, config, problems);
   for (const Flag& flag : arguments.flags) ApplyFlag(flag, config, problems);
-  CheckRanges(config, problems);
-  CheckModels(config, problems);
-  if (!arguments.print_config) CheckModel(config, problems);
+  std::vector<FieldViolation> violations = ViolationsOf(config);
+  if (!arguments.print_config) CheckModel(config, violations);
+  for (const FieldViolation& violation : violations) {
+    problems.push_back(absl::StrCat("--", violation.field, " ", violation.description));
+  }
   if (!problems.empty()) return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
   if (arguments.print_config) return ToPrintConfig(config);
-  return ToConfig(config);
+  return Run{std::move(config)};
 }
 
 }  // namespace epikv

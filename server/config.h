@@ -9,7 +9,9 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "epikv/v1/config.pb.h"
 #include "runtime/runtime.h"
+#include "server/log.h"
 #include "server/outbox.h"
 #include "server/served_model.h"
 #include "server/tls.h"
@@ -17,15 +19,12 @@
 
 namespace epikv {
 
-namespace v1 {
-class ModelSource;
-class ServerConfig;
-}  // namespace v1
-
 // The settings of a run, checked. What each means: deploy/epikvd.textproto.
 struct Config {
   std::string listen;
-  std::string metrics_listen;       // empty: none
+  std::string metrics_listen;  // empty: none
+  std::string admin_listen;    // empty: none
+  LogLevel log_level = LogLevel::kInfo;
   std::vector<ModelSource> models;  // at least one
   RuntimeOptions runtime;           // but for what a ModelSource says
   ServingOptions serving;
@@ -47,13 +46,19 @@ struct PrintHelp {
 struct PrintConfig {
   std::string text;  // as a file that --config reads
 };
-using Command = std::variant<Config, PrintHelp, PrintConfig>;
+struct Run {
+  v1::ServerConfig config;  // checked
+};
+using Command = std::variant<Run, PrintHelp, PrintConfig>;
 
 // Defaults, then the file of --config, then flags (--name=value, --name value; of a bool also
 // --name). `args` without the program's name. The error names everything that is wrong.
 absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args);
 
+Config ConfigOf(const v1::ServerConfig& config);
+
 // What is wrong with it, all at once.
+std::vector<FieldViolation> ViolationsOf(const v1::ServerConfig& config);
 std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source);
 ModelSource FromProto(const v1::ModelSource& source);
 

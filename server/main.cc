@@ -24,33 +24,24 @@
 #include "runtime/machine.h"
 #include "runtime/runtime.h"
 #include "server/access_log.h"
+#include "server/admin_service.h"
 #include "server/auth.h"
 #include "server/call_scope.h"
 #include "server/config.h"
 #include "server/courier.h"
+#include "server/grpc_port.h"
 #include "server/lifecycle.h"
+#include "server/log.h"
 #include "server/metrics.h"
 #include "server/metrics_server.h"
 #include "server/models.h"
 #include "server/server.h"
+#include "server/settings.h"
 
 // The daemon: flags, model, engine, ports; then serving, until a signal ends it in order.
 
 namespace epikv {
 namespace {
-
-// Tells people on stderr what happens, and since when.
-class StartLog {
- public:
-  void Say(absl::string_view line) const {
-    std::cerr << absl::StrFormat("[%6.1f s] ", absl::ToDoubleSeconds(elapsed())) << line
-              << std::endl;
-  }
-  absl::Duration elapsed() const { return absl::Now() - start_; }
-
- private:
-  const absl::Time start_ = absl::Now();
-};
 
 // SIGTERM and SIGINT, taken by a thread of its own. The first is an orderly stop, once Serve was
 // called; any other ends the process at once. Made before all other threads, which inherit that
@@ -90,10 +81,11 @@ std::string AddressOf(const std::string& listen, int port) {
 
 // For programs: one line, when requests are served.
 void Announce(const Config& config, const Models& models, const Server& server,
-              const MetricsServer* metrics) {
+              const GrpcPort* admin, const MetricsServer* metrics) {
   nlohmann::ordered_json line;
   line["grpc"] = AddressOf(config.listen, server.port());
   line["metrics"] = metrics == nullptr ? "" : AddressOf(config.metrics_listen, metrics->port());
+  line["admin"] = admin == nullptr ? "" : AddressOf(config.admin_listen, admin->port());
   const std::vector<ModelPtr> served = models.InService();
   const ServedModel& first = *served.front();
   line["model"] = first.name;
@@ -114,27 +106,28 @@ int64_t EngineCores(const Config& config) {
 // Loads models and puts them behind engines, as the configuration says.
 class Loader {
  public:
-  Loader(const Config& config, const StartLog& log, CoreBudget& cores, Metrics& metrics)
-      : config_(config), log_(log), cores_(cores), metrics_(metrics) {}
+  Loader(const Settings& settings, const Log& log, CoreBudget& cores, Metrics& metrics)
+      : settings_(settings), log_(log), cores_(cores), metrics_(metrics) {}
 
   absl::StatusOr<ModelPtr> Load(const ModelSource& source) const {
     const absl::Time begin = absl::Now();
-    RuntimeOptions options = config_.runtime;
+    const Config config = settings_.config();
+    RuntimeOptions options = config.runtime;
     options.model_path = source.path;
     options.artefact_dir = source.artefact_dir;
     options.kv_pool_bytes = source.kv_pool_bytes;
     options.threads = source.threads;
-    options.progress = [this](absl::string_view stage) { log_.Say(stage); };
+    options.progress = [this](absl::string_view stage) { log_.Info(stage); };
     absl::StatusOr<LoadedModel> loaded = LoadModel(options);
     if (!loaded.ok()) return loaded.status();
-    for (const std::string& line : loaded->description) log_.Say(line);
-    return MakeServedModel(*std::move(loaded), source.name, config_.serving, absl::Now() - begin,
+    for (const std::string& line : loaded->description) log_.Info(line);
+    return MakeServedModel(*std::move(loaded), source.name, config.serving, absl::Now() - begin,
                            cores_, metrics_);
   }
 
  private:
-  const Config& config_;
-  const StartLog& log_;
+  const Settings& settings_;
+  const Log& log_;
   CoreBudget& cores_;
   Metrics& metrics_;
 };
@@ -161,23 +154,24 @@ prometheus::Labels LabelsOf(const Config& config) {
           {"max_running_requests", absl::StrCat(serving.max_running_requests)},
           {"max_queued_requests", absl::StrCat(serving.queue.max_requests)},
           {"max_queued_tokens", absl::StrCat(serving.queue.max_tokens)},
-          {"default_max_output_tokens", absl::StrCat(serving.default_max_output_tokens)},
-          {"default_policy", serving.default_policy},
-          {"default_equal_protection", serving.default_equal_protection ? "true" : "false"},
+          {"default_max_output_tokens", absl::StrCat(serving.defaults.max_output_tokens)},
+          {"default_policy", serving.defaults.policy},
+          {"default_equal_protection", serving.defaults.equal_protection ? "true" : "false"},
           {"deterministic", serving.deterministic ? "true" : "false"}};
 }
 
 // Health first, so that balancers turn away; then new requests; then what runs, within the cap.
-void Drain(const Config& config, Lifecycle& lifecycle, Server& server, Models& models,
-           Metrics& metrics, const StartLog& log) {
-  const absl::Time deadline = absl::Now() + config.drain;
-  log.Say(absl::StrCat("stopping: running streams may go on for ",
-                       absl::FormatDuration(config.drain), "; a second signal ends at once"));
+void Drain(const Settings& settings, Lifecycle& lifecycle, Server& server, Models& models,
+           Metrics& metrics, const Log& log) {
+  const absl::Duration drain = settings.config().drain;
+  const absl::Time deadline = absl::Now() + drain;
+  log.Info(absl::StrCat("stopping: running streams may go on for ", absl::FormatDuration(drain),
+                        "; a second signal ends at once"));
   lifecycle.SetState(ServerState::kDraining);
   metrics.SetDraining(true);
   models.Drain(deadline);
   server.Shutdown(deadline);
-  log.Say("stopped");
+  log.Info("stopped");
 }
 
 absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config, Metrics& metrics) {
@@ -186,12 +180,11 @@ absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config, M
 }
 
 absl::StatusOr<std::unique_ptr<Authenticator>> MakeAuthenticator(const Config& config,
-                                                                 Metrics& metrics,
-                                                                 const StartLog& log) {
+                                                                 Metrics& metrics, const Log& log) {
   auto on_reload = [&metrics, &log](const absl::Status& status) {
-    if (status.ok()) return log.Say("auth_tokens_file was read again");
+    if (status.ok()) return log.Info("auth_tokens_file was read again");
     metrics.OnTokensReloadFailed();
-    log.Say(absl::StrCat(status.message(), "; the tokens known before stay valid"));
+    log.Warn(absl::StrCat(status.message(), "; the tokens known before stay valid"));
   };
   return Authenticator::Create({.tokens_file = config.tokens_file, .on_reload = on_reload});
 }
@@ -210,12 +203,14 @@ absl::Status CheckFiles(const Config& config) {
   return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
 }
 
-absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) {
+absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
+  const Config config = ConfigOf(settled);
+  static Log& log = *new Log(config.log_level);  // gRPC's threads use it to the end
   if (absl::Status status = CheckFiles(config); !status.ok()) return status;
   if (config.tls.certificate.empty() && !IsLoopback(config.listen)) {
-    log.Say(absl::StrCat("warning: --listen=", config.listen,
-                         " is in plain text for everyone on the way; --tls_certificate and "
-                         "--tls_key would encrypt it"));
+    log.Warn(absl::StrCat("--listen=", config.listen,
+                          " is in plain text for everyone on the way; --tls_certificate and "
+                          "--tls_key would encrypt it"));
   }
   // Ports before models: probes are answered while those are loaded.
   Metrics metrics({.policies = BuiltPolicies(),
@@ -239,26 +234,43 @@ absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) 
   Courier courier(config.outbox.stall / 4);
   Lifecycle lifecycle;
   Models models(lifecycle);
+  Settings settings(settled, [&models](const Config& next) {
+    for (const ModelPtr& model : models.Live()) {
+      if (absl::Status status = Apply(next.serving, *model); !status.ok()) return status;
+    }
+    log.SetLevel(next.log_level);
+    return absl::OkStatus();
+  });
+  const Loader loader(settings, log, cores, metrics);
+  GrpcPortOptions port{.listen = config.listen,
+                       .transport = config.transport,
+                       .tls = config.tls,
+                       .reflection = config.reflection};
   absl::StatusOr<std::unique_ptr<Server>> server =
-      Server::Start({.listen = config.listen,
-                     .transport = config.transport,
-                     .reflection = config.reflection,
-                     .channelz = config.channelz,
-                     .outbox = config.outbox,
-                     .tls = config.tls},
-                    models, lifecycle, courier, frontend);
+      Server::Start({.port = port, .outbox = config.outbox}, models, lifecycle, courier, frontend);
   if (!server.ok()) return server.status();
-  log.Say(absl::StrCat("gRPC on ", AddressOf(config.listen, (*server)->port()),
-                       ", not serving until the models are loaded"));
+  AdminService admin(models, lifecycle, settings, frontend,
+                     [&loader](const ModelSource& source) { return loader.Load(source); });
+  absl::StatusOr<std::unique_ptr<GrpcPort>> admin_port = nullptr;
+  if (!config.admin_listen.empty()) {
+    port.listen = config.admin_listen;
+    port.flag = "--admin_listen";
+    port.channelz = config.channelz;
+    admin_port = GrpcPort::Open(port, {&admin}, {"", "epikv.v1.AdminService"}, lifecycle);
+    if (!admin_port.ok()) return admin_port.status();
+  }
+  log.TakeGrpc();
+  log.Info(absl::StrCat("gRPC on ", AddressOf(config.listen, (*server)->port()),
+                        ", not serving until the models are loaded"));
 
-  const Loader loader(config, log, cores, metrics);
   if (absl::Status status = LoadAll(config, loader, models); !status.ok()) return status;
   lifecycle.SetState(ServerState::kServing);
   signals.Serve();
-  log.Say("serving");
-  Announce(config, models, **server, metrics_server.get());
+  log.Info("serving");
+  Announce(config, models, **server, admin_port->get(), metrics_server.get());
   signals.AwaitStop();
-  Drain(config, lifecycle, **server, models, metrics, log);
+  Drain(settings, lifecycle, **server, models, metrics, log);
+  if (*admin_port != nullptr) (*admin_port)->Close();
   return absl::OkStatus();
 }
 
@@ -279,7 +291,7 @@ int Main(const std::vector<std::string>& args) {
     return 0;
   }
   static Signals signals;  // its thread outlives main
-  const absl::Status status = Serve(std::get<Config>(*command), StartLog(), signals);
+  const absl::Status status = Serve(std::get<Run>(*command).config, signals);
   if (status.ok()) return 0;
   std::cerr << "epikvd: " << status.message() << std::endl;
   return 1;

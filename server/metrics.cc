@@ -20,6 +20,16 @@ constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "ModelService/GetModel",
                                           "PolicyService/ListPolicies",
                                           "PolicyService/GetPolicy",
+                                          "AdminService/GetServerStatus",
+                                          "AdminService/GetLoad",
+                                          "AdminService/ListActiveRequests",
+                                          "AdminService/Drain",
+                                          "AdminService/Resume",
+                                          "AdminService/GetConfig",
+                                          "AdminService/UpdateConfig",
+                                          "AdminService/LoadModel",
+                                          "AdminService/UnloadModel",
+                                          "AdminService/DumpState",
                                           "other"};
 constexpr size_t kNumCodes = 17;
 // exposer_*, the HTTP library's own.

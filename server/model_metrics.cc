@@ -51,6 +51,11 @@ void ModelMetrics::Describe(const EngineFacts& facts) {
   load_.Set(Seconds(facts.load));
 }
 
+StepStats ModelMetrics::Newest() const {
+  absl::MutexLock lock(&mu_);
+  return engines_.empty() ? StepStats() : engines_.back()->last;
+}
+
 std::vector<prometheus::MetricFamily> ModelMetrics::Collect() const {
   std::vector<prometheus::MetricFamily> families = registry_.Collect();
   FillGauges gauges;
@@ -71,12 +76,12 @@ EngineMetrics::EngineMetrics(std::shared_ptr<ModelMetrics> model, const EngineFa
             .max_running_requests = facts.max_running_requests} {
   model_->Describe(facts);
   absl::MutexLock lock(&model_->mu_);
-  model_->engines_.insert(&fill_);
+  model_->engines_.push_back(&fill_);
 }
 
 EngineMetrics::~EngineMetrics() {
   absl::MutexLock lock(&model_->mu_);
-  model_->engines_.erase(&fill_);
+  std::erase(model_->engines_, &fill_);
 }
 
 void EngineMetrics::OnAdmitted(const Request& request, absl::Duration queued) {

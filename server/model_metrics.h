@@ -43,6 +43,9 @@ class ModelMetrics {
 
   void OnRejected(absl::string_view reason) { rejected_.Count(reason); }  // ErrorInfo.reason
 
+  // The newest step of the engine that serves the name.
+  StepStats Newest() const;
+
   std::vector<prometheus::MetricFamily> Collect() const;
 
  private:
@@ -66,7 +69,7 @@ class ModelMetrics {
   prometheus::Family<prometheus::Gauge>& info_;
   prometheus::Gauge* described_ ABSL_GUARDED_BY(mu_) = nullptr;
   prometheus::Gauge &threads_, &load_;
-  std::set<const EngineFill*> engines_ ABSL_GUARDED_BY(mu_);  // of the EngineMetrics that live
+  std::vector<const EngineFill*> engines_ ABSL_GUARDED_BY(mu_);  // that live, the newest last
 };
 
 // Watches one engine for the series of its model. Of the engine's thread.

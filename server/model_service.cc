@@ -16,6 +16,8 @@ v1::Calibration ToProto(const Calibration& calibration) {
   return proto;
 }
 
+}  // namespace
+
 v1::Model ToProto(const ServedModel& model) {
   const Manifest& manifest = model.admission->manifest();
   v1::Model proto;
@@ -42,8 +44,6 @@ v1::Model ToProto(const ServedModel& model) {
   proto.set_threads(model.threads);
   return proto;
 }
-
-}  // namespace
 
 grpc::ServerUnaryReactor* ModelService::ListModels(grpc::CallbackServerContext* context,
                                                    const grpc::ByteBuffer* in,

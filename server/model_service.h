@@ -9,6 +9,8 @@
 
 namespace epikv {
 
+v1::Model ToProto(const ServedModel& model);
+
 // What is served here. Thread-safe; everything given to it outlives it.
 class ModelService final
     : public v1::ModelService::WithRawCallbackMethod_ListModels<

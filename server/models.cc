@@ -60,7 +60,7 @@ bool Models::Has(absl::string_view name) const {
 bool Models::Replaced(const ServedModel& model) const {
   absl::MutexLock lock(&mu_);
   const auto found = in_service_.find(model.name);
-  return !draining_ && (found == in_service_.end() || found->second.get() != &model);
+  return found == in_service_.end() || found->second.get() != &model;
 }
 
 std::vector<ModelPtr> Models::InService() const {
@@ -79,11 +79,12 @@ std::vector<ModelPtr> Models::Live() const {
   return models;
 }
 
-void Models::Put(ModelPtr model) {
+bool Models::Put(ModelPtr model, bool replace) {
   const std::string name = model->name;
   std::list<Retiring> gone;
   {
     absl::MutexLock lock(&mu_);
+    if (!replace && in_service_.contains(name)) return false;
     gone = TakeGone();
     if (draining_) model->engine->StartDraining();
     ModelPtr before = std::exchange(in_service_[name], std::move(model));
@@ -91,6 +92,7 @@ void Models::Put(ModelPtr model) {
   }
   for (Retiring& retiring : gone) retiring.thread.join();
   lifecycle_.SetModel(name, true);
+  return true;
 }
 
 bool Models::Remove(const std::string& name, absl::Time deadline) {
@@ -134,13 +136,19 @@ void Models::StartDraining() {
   for (const auto& [name, model] : in_service_) model->engine->StartDraining();
 }
 
-void Models::Resume() {
+bool Models::Resume() {
   absl::MutexLock lock(&mu_);
+  if (stopping_) return false;
   draining_ = false;
   for (const auto& [name, model] : in_service_) model->engine->Resume();
+  return true;
 }
 
 void Models::Drain(absl::Time deadline) {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+  }
   StartDraining();
   for (const ModelPtr& model : Live()) model->engine->Drain(deadline);
 }

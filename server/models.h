@@ -29,21 +29,21 @@ class Models {
   // The model that a client asks for; no name asks for the only one. Else the error to give.
   std::variant<ModelPtr, grpc::Status> Find(absl::string_view asked) const;
   bool Has(absl::string_view name) const;
-  // Whether `model` is out of service while the server goes on.
+  // Whether another model serves the name of this one, or none.
   bool Replaced(const ServedModel& model) const;
   std::vector<ModelPtr> InService() const;  // sorted by name
   // Beside those in service, the ones whose requests have not all ended.
   std::vector<ModelPtr> Live() const;
 
   // `model` serves its name from now on. One that did so before takes no new request; it goes when
-  // its last one has ended.
-  void Put(ModelPtr model);
+  // its last one has ended. False: there is one, and it is not to be replaced.
+  bool Put(ModelPtr model, bool replace = true);
   // Out of service; what it has begun may go on until `deadline`. False: no such model.
   bool Remove(const std::string& name, absl::Time deadline);
 
   // New requests are refused, of models to come too, until Resume.
   void StartDraining();
-  void Resume();
+  bool Resume();  // false: Drain was called
   // Refuses new requests for good and blocks until all have ended, at most until `deadline`; then
   // cancels the rest.
   void Drain(absl::Time deadline);
@@ -63,6 +63,7 @@ class Models {
   std::map<std::string, ModelPtr, std::less<>> in_service_ ABSL_GUARDED_BY(mu_);
   std::list<Retiring> retiring_ ABSL_GUARDED_BY(mu_);
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace epikv

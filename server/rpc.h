@@ -3,6 +3,7 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <memory>
 #include <utility>
 #include <variant>
 
@@ -34,6 +35,46 @@ grpc::ServerUnaryReactor* AnswerAtOnce(absl::string_view method, const Frontend&
   if (auto* status = std::get_if<grpc::Status>(&answer)) return finish(*status);
   out = Serialize(std::get<0>(answer));
   return finish(grpc::Status::OK);
+}
+
+// A unary method that is answered later, on any thread, by one call of Finish.
+template <typename Response>
+class PendingAnswer {
+ public:
+  PendingAnswer(absl::string_view method, const Frontend& frontend,
+                grpc::CallbackServerContext& context, grpc::ByteBuffer& out)
+      : scope_(method, frontend, context), out_(out), reactor_(context.DefaultReactor()) {}
+
+  CallScope& scope() { return scope_; }
+  // What the method returns.
+  grpc::ServerUnaryReactor* reactor() const { return reactor_; }
+  void Finish(const Answer<Response>& answer) {
+    const auto* status = std::get_if<grpc::Status>(&answer);
+    if (status == nullptr) out_ = Serialize(std::get<Response>(answer));
+    reactor_->Finish(scope_.Close(status == nullptr ? grpc::Status::OK : *status));
+  }
+
+ private:
+  CallScope scope_;
+  grpc::ByteBuffer& out_;
+  grpc::ServerUnaryReactor* const reactor_;
+};
+
+// handle: (const Request&, std::shared_ptr<PendingAnswer<Response>>) -> void, and sees to Finish.
+template <typename Request, typename Response, typename Handler>
+grpc::ServerUnaryReactor* AnswerLater(absl::string_view method, const Frontend& frontend,
+                                      grpc::CallbackServerContext& context,
+                                      const grpc::ByteBuffer& in, grpc::ByteBuffer& out,
+                                      const Handler& handle) {
+  auto pending = std::make_shared<PendingAnswer<Response>>(method, frontend, context, out);
+  grpc::ServerUnaryReactor* const reactor = pending->reactor();
+  const std::variant<Request, grpc::Status> request = pending->scope().template Open<Request>(in);
+  if (const auto* refusal = std::get_if<grpc::Status>(&request)) {
+    pending->Finish(*refusal);
+  } else {
+    handle(std::get<Request>(request), std::move(pending));
+  }
+  return reactor;
 }
 
 }  // namespace epikv

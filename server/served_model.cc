@@ -19,16 +19,29 @@ EngineFacts FactsOf(const ServedModel& model, const ServingOptions& options, abs
           .load = load};
 }
 
+absl::Status CheckPolicy(const RequestDefaults& defaults, PolicyCatalog catalog) {
+  if (defaults.policy.empty() || FindPolicy(catalog, defaults.policy) != nullptr) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--default_policy: unknown policy '", defaults.policy, "'; known: ", KnownPolicies(catalog)));
+}
+
 }  // namespace
+
+absl::Status Apply(const ServingOptions& options, const ServedModel& model) {
+  absl::Status status = CheckPolicy(options.defaults, model.admission->catalog());
+  if (!status.ok()) return status;
+  model.admission->SetDefaults(options.defaults);
+  model.engine->SetLimits(options.queue);
+  return absl::OkStatus();
+}
 
 absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& name,
                                          const ServingOptions& options, absl::Duration load,
                                          CoreBudget& cores, Metrics& metrics) {
-  if (!options.default_policy.empty() &&
-      FindPolicy(loaded.policies, options.default_policy) == nullptr) {
-    return absl::InvalidArgumentError(absl::StrCat("--default_policy: unknown policy '",
-                                                   options.default_policy,
-                                                   "'; known: ", KnownPolicies(loaded.policies)));
+  if (absl::Status status = CheckPolicy(options.defaults, loaded.policies); !status.ok()) {
+    return status;
   }
   absl::StatusOr<std::unique_ptr<Tokenizer>> tokenizer = Tokenizer::FromJson(loaded.tokenizer_json);
   if (!tokenizer.ok()) return tokenizer.status();
@@ -40,9 +53,7 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& 
       loaded.manifest, std::move(loaded.shape), loaded.policies,
       AdmissionLimits{.kv_capacity_bytes = loaded.kv_capacity_bytes,
                       .prefill_chunk_tokens = options.scheduler.prefill_chunk_tokens,
-                      .default_max_output_tokens = options.default_max_output_tokens,
-                      .default_policy = options.default_policy,
-                      .default_equal_protection = options.default_equal_protection});
+                      .defaults = options.defaults});
   model->kv_capacity_bytes = loaded.kv_capacity_bytes;
   model->threads = loaded.threads;
   model->decode_kernel = loaded.decode_kernel;

@@ -34,9 +34,7 @@ struct ServingOptions {
   SchedulerOptions scheduler;
   int64_t max_running_requests = 256;
   QueueLimits queue;
-  std::string default_policy;  // may be empty
-  bool default_equal_protection = false;
-  int64_t default_max_output_tokens = 1024;
+  RequestDefaults defaults;
   bool deterministic = false;
 };
 
@@ -45,7 +43,7 @@ struct ServingOptions {
 struct ServedModel {
   std::string name;
   std::unique_ptr<const Tokenizer> tokenizer;
-  std::unique_ptr<const Admission> admission;
+  std::unique_ptr<Admission> admission;
   int64_t kv_capacity_bytes = 0;
   int64_t threads = 0;
   std::string decode_kernel;
@@ -60,6 +58,10 @@ struct ServedModel {
 
 // Shared by the registry and the calls of the model, which end in unknown order.
 using ModelPtr = std::shared_ptr<const ServedModel>;
+
+// Changes the settings that a running model can take: queue and defaults. Not OK: nothing was
+// changed.
+absl::Status Apply(const ServingOptions& options, const ServedModel& model);
 
 // Puts a loaded model behind an engine thread of its own. name: empty for the manifest's.
 // Everything given by reference outlives it.

@@ -1,30 +1,23 @@
 #pragma once
 
-#include <grpcpp/server.h>
-
 #include <memory>
 #include <string>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/generation_service.h"
+#include "server/grpc_port.h"
 #include "server/lifecycle.h"
 #include "server/model_service.h"
 #include "server/models.h"
 #include "server/policy_service.h"
-#include "server/tls.h"
 #include "server/tokenization_service.h"
-#include "server/transport.h"
 
 namespace epikv {
 
 struct ServerOptions {
-  std::string listen = "127.0.0.1:0";
-  TransportLimits transport;
-  bool reflection = true;
-  bool channelz = false;
+  GrpcPortOptions port;
   OutboxLimits outbox;
-  TlsFiles tls;
 };
 
 // The gRPC port: our services, grpc.health.v1 and reflection. What it is given outlives it.
@@ -35,25 +28,21 @@ class Server {
   static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options, Models& models,
                                                        Lifecycle& lifecycle, Courier& courier,
                                                        const Frontend& frontend);
-  ~Server();
 
-  int port() const { return port_; }
+  int port() const { return port_->port(); }
 
   // Waits for the streams to end, at most until `deadline`, then cuts what is left. Precondition:
   // the models accept no more.
   void Shutdown(absl::Time deadline);
 
  private:
-  Server(Models& models, Lifecycle& lifecycle, Courier& courier, const Frontend& frontend,
-         const ServerOptions& options);
+  Server(Models& models, Courier& courier, const Frontend& frontend, const ServerOptions& options);
 
-  Lifecycle& lifecycle_;
   GenerationService generation_;
   TokenizationService tokenization_;
   ModelService model_service_;
   PolicyService policies_;
-  int port_ = 0;
-  std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<GrpcPort> port_;  // ends before its services
 };
 
 }  // namespace epikv

@@ -32,7 +32,7 @@ constexpr int64_t kContext = 2048;
 constexpr int64_t kLanes = 4;  // 2 layers x 2 KV heads
 
 AdmissionLimits Limits() {
-  return {.kv_capacity_bytes = 1 << 30, .prefill_chunk_tokens = 32, .default_policy = "by_chunk"};
+  return {.kv_capacity_bytes = 1 << 30, .prefill_chunk_tokens = 32, .defaults = {.policy = "by_chunk"}};
 }
 
 RequestOptions Ask(int64_t prompt_tokens) {
@@ -241,7 +241,7 @@ TEST_F(AdmissionTest, IgnoredEndTokensEndNothing) {
 
 TEST_F(AdmissionTest, DefaultMaxOutputIsASetting) {
   AdmissionLimits limits = Limits();
-  limits.default_max_output_tokens = 7;
+  limits.defaults.max_output_tokens = 7;
   EXPECT_EQ(Accept(Make(limits), Ask(10)).max_output_tokens, 7);
 }
 
@@ -271,7 +271,7 @@ TEST_F(AdmissionTest, BudgetAloneMeansTheModelsPolicyWhereItsCalibrationIsConfir
 
 TEST_F(AdmissionTest, BudgetAloneIsRefusedWhereThereIsNoDefault) {
   AdmissionLimits limits = Limits();
-  limits.default_policy.clear();
+  limits.defaults.policy.clear();
   RequestOptions options = Ask(10);
   options.kv.budget = int64_t{64};
   const Rejection rejection = Refuse(Make(limits), options);
@@ -628,7 +628,7 @@ TEST_F(AdmissionTest, ViolationsAreCollectedToABound) {
 
 TEST_F(AdmissionTest, TheServerMayAskForEqualProtection) {
   AdmissionLimits limits = Limits();
-  limits.default_equal_protection = true;
+  limits.defaults.equal_protection = true;
   const Admission admission = Make(limits);
   auto sinks = [&](ProtectionOptions protection) {
     RequestOptions options = Ask(10, 100, "by_chunk", 60);

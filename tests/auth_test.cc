@@ -33,7 +33,7 @@ constexpr char kTwo[] = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0d
 // The methods of every service of ours that is linked into this program.
 std::vector<std::string> OurMethods() {
   std::vector<std::string> methods;
-  for (const char* file : {"generation", "tokenization", "model", "policy"}) {
+  for (const char* file : {"generation", "tokenization", "model", "policy", "admin"}) {
     const auto* descriptor = google::protobuf::DescriptorPool::generated_pool()->FindFileByName(
         absl::StrCat("epikv/v1/", file, ".proto"));
     for (int i = 0; i < descriptor->service_count(); ++i) {
@@ -87,6 +87,7 @@ class AuthServerTest : public ::testing::Test {
                  .poll = absl::Milliseconds(1),
                  .on_reload = [this](const absl::Status& status) { OnReload(status); }}});
     channel_ = server_->Connect();
+    admin_channel_ = server_->ConnectAdmin();
   }
 
   void OnReload(const absl::Status& status) {
@@ -108,14 +109,23 @@ class AuthServerTest : public ::testing::Test {
   absl::Mutex mu_;
   std::vector<absl::Status> reloads_ ABSL_GUARDED_BY(mu_);
   std::optional<FakeServer> server_;
-  std::shared_ptr<grpc::Channel> channel_;
+  std::shared_ptr<grpc::Channel> channel_, admin_channel_;
 };
 
 TEST_F(AuthServerTest, NoMethodAnswersWithoutAToken) {
   for (const std::string& method : OurMethods()) {
-    const grpc::Status status = Call(*channel_, method, {});
+    const bool admin = absl::StartsWith(method, "AdminService/");
+    const grpc::Status status = Call(admin ? *admin_channel_ : *channel_, method, {});
     EXPECT_EQ(status.error_code(), grpc::UNAUTHENTICATED) << method;
     EXPECT_EQ(ReasonIn(status), "UNAUTHENTICATED") << method;
+  }
+}
+
+TEST_F(AuthServerTest, WhatOperatorsDoUsersMayNot) {
+  for (const MethodRole& row : MethodRoles()) {
+    if (row.role != Role::kOperator) continue;
+    const grpc::Status status = Call(*admin_channel_, std::string(row.method), {"Bearer one"});
+    EXPECT_EQ(status.error_code(), grpc::PERMISSION_DENIED) << row.method;
   }
 }
 

@@ -44,7 +44,9 @@ class TemporaryFile {
 
 Config Parse(const std::vector<std::string>& args) {
   const absl::StatusOr<Command> command = ParseCommandLine(args);
-  if (command.ok() && std::holds_alternative<Config>(*command)) return std::get<Config>(*command);
+  if (command.ok() && std::holds_alternative<Run>(*command)) {
+    return ConfigOf(std::get<Run>(*command).config);
+  }
   ADD_FAILURE() << command.status();
   return {};
 }
@@ -73,7 +75,7 @@ TEST(ConfigTest, DefaultsAreThoseOfTheCommentedFile) {
   EXPECT_EQ(config.serving.scheduler.max_step_tokens, 512);
   EXPECT_EQ(config.serving.scheduler.fixed_chunk_tokens, 0);
   EXPECT_EQ(config.serving.queue.max_tokens, 4194304);
-  EXPECT_EQ(config.serving.default_max_output_tokens, 1024);
+  EXPECT_EQ(config.serving.defaults.max_output_tokens, 1024);
   EXPECT_EQ(config.outbox.stall, absl::Seconds(30));
   EXPECT_EQ(config.drain, absl::Seconds(30));
   EXPECT_TRUE(config.reflection);
@@ -213,9 +215,9 @@ TEST(ConfigTest, LimitsOfConnectionsAreChecked) {
 
 TEST(ConfigTest, ChannelzIsNotForTheNetwork) {
   EXPECT_TRUE(Parse({"--model=m", "--channelz"}).channelz);
-  EXPECT_THAT(Errors({"--model=m", "--channelz", "--listen=0.0.0.0:1"}),
+  EXPECT_THAT(Errors({"--model=m", "--channelz", "--admin_listen=0.0.0.0:1"}),
               HasSubstr("--channelz must be off"));
-  EXPECT_TRUE(Parse({"--model=m", "--channelz", "--listen=0.0.0.0:1", "--tls_certificate=c",
+  EXPECT_TRUE(Parse({"--model=m", "--channelz", "--admin_listen=0.0.0.0:1", "--tls_certificate=c",
                      "--tls_key=k", "--tls_client_ca=a"})
                   .channelz);
 }

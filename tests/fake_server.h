@@ -14,10 +14,13 @@
 #include "absl/time/clock.h"
 #include "runtime/engine.h"
 #include "runtime/engine_thread.h"
+#include "server/admin_service.h"
 #include "server/courier.h"
+#include "server/grpc_port.h"
 #include "server/metrics.h"
 #include "server/models.h"
 #include "server/server.h"
+#include "server/settings.h"
 #include "tests/fake_executor.h"
 #include "tests/fake_model.h"
 
@@ -94,21 +97,33 @@ class FakeServer {
         access_log_(*AccessLog::Open(
             options.access_log, [this](int64_t lines) { metrics_.OnAccessLogDropped(lines); })),
         courier_(options.outbox.stall / 4),
-        models_(lifecycle_) {
+        models_(lifecycle_),
+        settings_(FakeSettings(),
+                  [this](const Config& next) { return Apply(next.serving, *model_); }),
+        admin_(models_, lifecycle_, settings_, frontend_,
+               [this, options](const ModelSource& source) { return Load(options, source); }) {
     models_.Put(Make(options));
     lifecycle_.SetState(ServerState::kServing);
     server_ = *Server::Start(
-        {.transport = options.transport, .outbox = options.outbox, .tls = options.tls}, models_,
-        lifecycle_, courier_, frontend_);
+        {.port = {.transport = options.transport, .tls = options.tls}, .outbox = options.outbox},
+        models_, lifecycle_, courier_, frontend_);
+    admin_port_ = *GrpcPort::Open({.transport = options.transport}, {&admin_},
+                                  {"", "epikv.v1.AdminService"}, lifecycle_);
   }
   ~FakeServer() {
     models_.Drain(absl::InfinitePast());
     server_->Shutdown(absl::Now() + kGenerous);
+    admin_port_->Close();
   }
+
+  std::function<void()> on_load;  // before a model is made; set before calls
 
   std::string address() const { return absl::StrCat("127.0.0.1:", server_->port()); }
   // A connection of its own.
   std::shared_ptr<grpc::Channel> Connect() const { return ConnectTo(address()); }
+  std::shared_ptr<grpc::Channel> ConnectAdmin() const {
+    return ConnectTo(absl::StrCat("127.0.0.1:", admin_port_->port()));
+  }
   static std::shared_ptr<grpc::Channel> ConnectTo(const std::string& address) {
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
@@ -144,7 +159,7 @@ class FakeServer {
         options.manifest, FakeCatalog(),
         AdmissionLimits{.kv_capacity_bytes = capacity,
                         .prefill_chunk_tokens = options.engine.scheduler.prefill_chunk_tokens,
-                        .default_policy = options.default_policy});
+                        .defaults = {.policy = options.default_policy}});
     model->kv_capacity_bytes = capacity;
     model->threads = 1;
     model->decode_kernel = "fake";
@@ -161,6 +176,17 @@ class FakeServer {
   }
 
  private:
+  static v1::ServerConfig FakeSettings() {
+    return std::get<Run>(*ParseCommandLine({"--model=m"})).config;
+  }
+  // Any file is a model like the first, but one called "missing".
+  absl::StatusOr<ModelPtr> Load(FakeServerOptions options, const ModelSource& source) {
+    if (source.path == "missing") return absl::NotFoundError("no such file: missing");
+    options.manifest.name = source.name;
+    if (on_load) on_load();
+    return Make(options);
+  }
+
   const std::shared_ptr<FakeScript> script_;
   Metrics metrics_;
   const std::shared_ptr<ModelMetrics> series_;
@@ -173,7 +199,10 @@ class FakeServer {
   Lifecycle lifecycle_;
   Models models_;
   ModelPtr model_;  // the first
+  Settings settings_;
+  AdminService admin_;
   std::unique_ptr<Server> server_;
+  std::unique_ptr<GrpcPort> admin_port_;
 };
 
 // Holds the engine's thread at a chosen point until the test lets it go.

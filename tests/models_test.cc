@@ -106,9 +106,10 @@ TEST_F(ModelsTest, AnUnloadedModelEndsWhatItHasUntilTheDeadline) {
   Gate gate;
   server_.script().on_forward = [&gate](absl::Span<const WorkItem> items) {
     gate.Pass(items[0].first >= 5);
+    absl::SleepFor(absl::Milliseconds(1));  // it would take seconds to end by itself
     return absl::OkStatus();
   };
-  StreamClient stream(*stub_, Ask("a", 50));
+  StreamClient stream(*stub_, Ask("a", 4000));
   ASSERT_TRUE(gate.AwaitHeld());
   EXPECT_TRUE(server_.models().Remove("a", absl::Now()));
   EXPECT_FALSE(server_.models().Remove("a", absl::Now()));

@@ -11,6 +11,7 @@ epikv_test(trace_context_test LIBS epikv_server)
 # atomics that ThreadSanitizer does not see, so that every call looks like a race. outbox_test
 # stands in for these there: engine thread, outboxes and courier with writers of its own.
 if(NOT EPIKV_SANITIZE MATCHES thread)
+  epikv_test(admin_service_test LIBS epikv_server)
   epikv_test(call_scope_test LIBS epikv_server nlohmann_json::nlohmann_json)
   epikv_test(cancellation_test LIBS epikv_server)
   epikv_test(generation_service_test LIBS epikv_server)

@@ -347,7 +347,7 @@ TEST_F(ServicesTest, PortInUseIsNamed) {
   Lifecycle lifecycle;
   Models models(lifecycle);
   Courier courier(absl::Seconds(1));
-  const auto second = Server::Start({.listen = server_.address()}, models, lifecycle, courier,
+  const auto second = Server::Start({.port = {.listen = server_.address()}}, models, lifecycle, courier,
                                     server_.frontend());
   EXPECT_THAT(std::string(second.status().message()), HasSubstr(server_.address()));
 }

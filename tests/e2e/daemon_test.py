@@ -18,12 +18,13 @@ from epikv.v1.generation_pb2 import GenerateRequest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 TASK = problem(9)
+PORTS = ("listen", "metrics_listen", "admin_listen")
 
 
 def start(*flags: str) -> tuple[int, str]:
     """The status and log of a daemon that must not start."""
     ended = subprocess.run(
-        [str(find_binary()), "--listen=127.0.0.1:0", "--metrics_listen=127.0.0.1:0", *flags],
+        [str(find_binary()), *(f"--{port}=127.0.0.1:0" for port in PORTS), *flags],
         capture_output=True,
         text=True,
         timeout=60,
@@ -62,7 +63,7 @@ def test_flags_and_ports_are_checked_before_the_model(tmp_path: Path) -> None:
     model = f"--model={tmp_path / 'never read.pt'}"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        for flag in (f"--listen={address}", f"--metrics_listen={address}"):
+        for flag in (f"--{port}={address}" for port in PORTS):
             status, log = start(model, flag)
             assert status == 1 and address in log, log
     status, log = start(model, "--max_running_requests=some")

@@ -280,7 +280,7 @@ def test_channelz_is_served_on_its_flag_alone(
             return channel.unary_unary("/grpc.channelz.v1.Channelz/GetServers")(b"", timeout=10)
 
     with pytest.raises(grpc.RpcError) as caught:
-        servers(guarded[0].grpc)
+        servers(guarded[0].admin)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     with Daemon(sample_model, "--threads=1", "--channelz") as daemon:
-        assert servers(daemon.grpc)
+        assert servers(daemon.admin)

@@ -52,6 +52,7 @@ class Daemon:
             str(binary or find_binary()),
             "--listen=127.0.0.1:0",
             "--metrics_listen=127.0.0.1:0",
+            "--admin_listen=127.0.0.1:0",
             f"--model={model}",
             *flags,
         ]
@@ -96,6 +97,10 @@ class Daemon:
     @property
     def grpc(self) -> str:
         return self.addresses["grpc"]
+
+    @property
+    def admin(self) -> str:
+        return self.addresses["admin"]
 
     @property
     def metrics(self) -> str:

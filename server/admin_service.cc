@@ -1,0 +1,389 @@
+#include "server/admin_service.h"
+
+#include <prometheus/text_serializer.h>
+
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/model_service.h"
+
+namespace epikv {
+namespace {
+
+v1::ServerStatus::State ToProto(ServerState state) {
+  switch (state) {
+    case ServerState::kStarting:
+      return v1::ServerStatus::STATE_STARTING;
+    case ServerState::kServing:
+      return v1::ServerStatus::STATE_SERVING;
+    case ServerState::kDraining:
+      return v1::ServerStatus::STATE_DRAINING;
+  }
+  return v1::ServerStatus::STATE_UNSPECIFIED;
+}
+
+v1::ActiveRequest::State ToProto(RequestState state) {
+  switch (state) {
+    case RequestState::kQueued:
+      return v1::ActiveRequest::STATE_QUEUED;
+    case RequestState::kPrefill:
+      return v1::ActiveRequest::STATE_PREFILL;
+    case RequestState::kDecode:
+      return v1::ActiveRequest::STATE_DECODE;
+  }
+  return v1::ActiveRequest::STATE_UNSPECIFIED;
+}
+
+v1::ActiveRequest::WaitsFor ToProto(WaitsFor waits_for) {
+  switch (waits_for) {
+    case WaitsFor::kNothing:
+      break;
+    case WaitsFor::kTurn:
+      return v1::ActiveRequest::WAITS_FOR_TURN;
+    case WaitsFor::kKv:
+      return v1::ActiveRequest::WAITS_FOR_KV;
+    case WaitsFor::kPlace:
+      return v1::ActiveRequest::WAITS_FOR_PLACE;
+    case WaitsFor::kReader:
+      return v1::ActiveRequest::WAITS_FOR_READER;
+  }
+  return v1::ActiveRequest::WAITS_FOR_UNSPECIFIED;
+}
+
+void Set(absl::Duration from, google::protobuf::Duration& to) {
+  const absl::Duration whole = absl::Trunc(from, absl::Seconds(1));
+  to.set_seconds(absl::ToInt64Seconds(whole));
+  to.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(from - whole)));
+}
+
+v1::ActiveRequest ToProto(const RequestFacts& facts, const std::string& model, absl::Time now) {
+  v1::ActiveRequest request;
+  request.set_request_id(facts.id);
+  request.set_model(model);
+  request.set_state(ToProto(facts.state));
+  request.set_waits_for(ToProto(facts.waits_for));
+  request.set_policy(facts.policy);
+  request.set_budget_tokens(facts.budget);
+  request.set_prompt_tokens(facts.prompt_tokens);
+  request.set_cached_tokens(facts.cached_tokens);
+  request.set_output_tokens(facts.output_tokens);
+  request.set_max_output_tokens(facts.max_output_tokens);
+  request.set_kv_used_bytes(facts.kv_used_bytes);
+  request.set_kv_reserved_bytes(facts.kv_reserved_bytes);
+  Set(now - facts.arrival, *request.mutable_age());
+  if (facts.deadline != absl::InfiniteFuture()) {
+    Set(facts.deadline - now, *request.mutable_time_left());
+  }
+  return request;
+}
+
+// What the engines of several models say of their requests, in the order of the models.
+struct Survey {
+  explicit Survey(size_t models) : missing(models), of_model(models) {}
+
+  absl::Mutex mu;
+  size_t missing ABSL_GUARDED_BY(mu);
+  std::vector<std::vector<v1::ActiveRequest>> of_model ABSL_GUARDED_BY(mu);
+};
+
+grpc::Status Precondition(absl::string_view reason, std::string message) {
+  return ToGrpc(Rejection{.code = absl::StatusCode::kFailedPrecondition,
+                          .reason = std::string(reason),
+                          .message = std::move(message)});
+}
+
+grpc::Status Invalid(std::vector<FieldViolation> violations) {
+  return ToGrpc(Rejection{
+      .reason = "INVALID_REQUEST",
+      .message = absl::StrCat(violations.front().field, ": ", violations.front().description),
+      .violations = std::move(violations)});
+}
+
+}  // namespace
+
+TaskThread::~TaskThread() {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+  }
+  thread_.join();
+}
+
+void TaskThread::Post(std::function<void()> task) {
+  absl::MutexLock lock(&mu_);
+  tasks_.push_back(std::move(task));
+}
+
+void TaskThread::Run() {
+  auto called = [this]()
+                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !tasks_.empty() || stopping_; };
+  for (;;) {
+    std::function<void()> task;
+    {
+      absl::MutexLock lock(&mu_);
+      mu_.Await(absl::Condition(&called));
+      if (tasks_.empty()) return;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    task();
+  }
+}
+
+AdminService::AdminService(Models& models, Lifecycle& lifecycle, Settings& settings,
+                           const Frontend& frontend, Load load)
+    : models_(models),
+      lifecycle_(lifecycle),
+      settings_(settings),
+      frontend_(frontend),
+      load_(std::move(load)) {}
+
+AdminService::~AdminService() {
+  std::thread loader;
+  {
+    absl::MutexLock lock(&mu_);
+    loader.swap(loader_);
+  }
+  if (loader.joinable()) loader.join();
+}
+
+void AdminService::ListRequests(const std::vector<ModelPtr>& models,
+                                std::function<void(std::vector<v1::ActiveRequest>)> tell) {
+  if (models.empty()) return tell({});
+  auto survey = std::make_shared<Survey>(models.size());
+  for (size_t i = 0; i < models.size(); ++i) {
+    models[i]->engine->Describe(
+        [this, survey, i, name = models[i]->name, tell](std::vector<RequestFacts> facts) {
+          const absl::Time now = absl::Now();
+          std::vector<v1::ActiveRequest> all;
+          absl::MutexLock lock(&survey->mu);
+          for (const RequestFacts& request : facts) {
+            survey->of_model[i].push_back(ToProto(request, name, now));
+          }
+          if (--survey->missing > 0) return;
+          for (auto& of : survey->of_model) all.insert(all.end(), of.begin(), of.end());
+          answers_.Post([tell, all = std::move(all)]() mutable { tell(std::move(all)); });
+        });
+  }
+}
+
+v1::ServerStatus AdminService::Status() const {
+  v1::ServerStatus status;
+  status.set_state(ToProto(lifecycle_.state()));
+  status.set_version(EPIKV_VERSION);
+  status.mutable_start_time()->set_seconds(absl::ToUnixSeconds(start_));
+  for (const ModelPtr& model : models_.Live()) {
+    v1::ModelStatus& of_model = *status.add_models();
+    of_model.set_name(model->name);
+    of_model.set_state(models_.Replaced(*model) ? v1::ModelStatus::STATE_RETIRING
+                                                : v1::ModelStatus::STATE_SERVING);
+    of_model.set_live_requests(model->engine->live());
+  }
+  absl::MutexLock lock(&mu_);
+  if (loading_.has_value()) {
+    v1::ModelStatus& of_model = *status.add_models();
+    of_model.set_name(*loading_);
+    of_model.set_state(v1::ModelStatus::STATE_LOADING);
+  }
+  return status;
+}
+
+grpc::ServerUnaryReactor* AdminService::GetServerStatus(grpc::CallbackServerContext* context,
+                                                        const grpc::ByteBuffer* in,
+                                                        grpc::ByteBuffer* out) {
+  auto get = [this](const v1::GetServerStatusRequest&) -> Answer<v1::ServerStatus> {
+    return Status();
+  };
+  return AnswerAtOnce<v1::GetServerStatusRequest>("AdminService/GetServerStatus", frontend_,
+                                                  *context, *in, *out, get);
+}
+
+grpc::ServerUnaryReactor* AdminService::GetLoad(grpc::CallbackServerContext* context,
+                                                const grpc::ByteBuffer* in, grpc::ByteBuffer* out) {
+  auto get = [this](const v1::GetLoadRequest&) -> Answer<v1::GetLoadResponse> {
+    v1::GetLoadResponse response;
+    for (const ModelPtr& model : models_.InService()) {
+      const StepStats last = model->metrics->Newest();
+      v1::ModelLoad& load = *response.add_models();
+      load.set_model(model->name);
+      load.set_running_requests(last.running);
+      load.set_waiting_requests(last.waiting);
+      load.set_kv_used_bytes(last.kv_used_bytes);
+      load.set_kv_reserved_bytes(last.kv_reserved_bytes);
+      load.set_kv_capacity_bytes(last.kv_capacity_bytes);
+    }
+    return response;
+  };
+  return AnswerAtOnce<v1::GetLoadRequest>("AdminService/GetLoad", frontend_, *context, *in, *out,
+                                          get);
+}
+
+grpc::ServerUnaryReactor* AdminService::ListActiveRequests(grpc::CallbackServerContext* context,
+                                                           const grpc::ByteBuffer* in,
+                                                           grpc::ByteBuffer* out) {
+  using Response = v1::ListActiveRequestsResponse;
+  auto list = [this](const v1::ListActiveRequestsRequest& request,
+                     std::shared_ptr<PendingAnswer<Response>> pending) {
+    std::vector<ModelPtr> models = models_.Live();
+    if (!request.model().empty()) {
+      std::erase_if(models, [&](const ModelPtr& model) { return model->name != request.model(); });
+      if (models.empty()) {
+        return pending->Finish(
+            NotFound("model", request.model(),
+                     absl::StrCat("no model '", request.model(), "' is served here")));
+      }
+    }
+    ListRequests(models, [pending = std::move(pending)](std::vector<v1::ActiveRequest> requests) {
+      Response response;
+      for (v1::ActiveRequest& active : requests) *response.add_requests() = std::move(active);
+      pending->Finish(std::move(response));
+    });
+  };
+  return AnswerLater<v1::ListActiveRequestsRequest, Response>("AdminService/ListActiveRequests",
+                                                              frontend_, *context, *in, *out, list);
+}
+
+grpc::ServerUnaryReactor* AdminService::Drain(grpc::CallbackServerContext* context,
+                                              const grpc::ByteBuffer* in, grpc::ByteBuffer* out) {
+  auto drain = [this](const v1::DrainRequest&) -> Answer<v1::ServerStatus> {
+    if (lifecycle_.state() == ServerState::kStarting) {
+      return Precondition(kStarting, "the server is loading its models");
+    }
+    lifecycle_.SetState(ServerState::kDraining);  // first, so that balancers turn away
+    models_.StartDraining();
+    frontend_.metrics.SetDraining(true);
+    return Status();
+  };
+  return AnswerAtOnce<v1::DrainRequest>("AdminService/Drain", frontend_, *context, *in, *out,
+                                        drain);
+}
+
+grpc::ServerUnaryReactor* AdminService::Resume(grpc::CallbackServerContext* context,
+                                               const grpc::ByteBuffer* in, grpc::ByteBuffer* out) {
+  auto resume = [this](const v1::ResumeRequest&) -> Answer<v1::ServerStatus> {
+    if (lifecycle_.state() == ServerState::kStarting) {
+      return Precondition(kStarting, "the server is loading its models");
+    }
+    if (!models_.Resume()) {
+      return Precondition("STOPPING", "the server is stopping; it takes no requests again");
+    }
+    frontend_.metrics.SetDraining(false);
+    lifecycle_.SetState(ServerState::kServing);
+    return Status();
+  };
+  return AnswerAtOnce<v1::ResumeRequest>("AdminService/Resume", frontend_, *context, *in, *out,
+                                         resume);
+}
+
+grpc::ServerUnaryReactor* AdminService::GetConfig(grpc::CallbackServerContext* context,
+                                                  const grpc::ByteBuffer* in,
+                                                  grpc::ByteBuffer* out) {
+  auto get = [this](const v1::GetConfigRequest&) -> Answer<v1::ServerConfig> {
+    return settings_.Get();
+  };
+  return AnswerAtOnce<v1::GetConfigRequest>("AdminService/GetConfig", frontend_, *context, *in,
+                                            *out, get);
+}
+
+grpc::ServerUnaryReactor* AdminService::UpdateConfig(grpc::CallbackServerContext* context,
+                                                     const grpc::ByteBuffer* in,
+                                                     grpc::ByteBuffer* out) {
+  auto update = [this](const v1::UpdateConfigRequest& request) -> Answer<v1::ServerConfig> {
+    const auto& paths = request.update_mask().paths();
+    auto updated =
+        settings_.Update(request.config(), {paths.begin(), paths.end()}, request.validate_only());
+    if (const auto* rejection = std::get_if<Rejection>(&updated)) return ToGrpc(*rejection);
+    return std::get<v1::ServerConfig>(std::move(updated));
+  };
+  return AnswerAtOnce<v1::UpdateConfigRequest>("AdminService/UpdateConfig", frontend_, *context,
+                                               *in, *out, update);
+}
+
+// On the loader's thread.
+Answer<v1::Model> AdminService::LoadNow(const v1::LoadModelRequest& request) {
+  absl::StatusOr<ModelPtr> loaded = load_(FromProto(request.source()));
+  if (!loaded.ok()) return ToGrpc(loaded.status());
+  if (!models_.Put(*loaded, request.replace())) {
+    return AlreadyExists("model", (*loaded)->name,
+                         absl::StrCat("a model '", (*loaded)->name,
+                                      "' is served; with `replace` this one takes its place"));
+  }
+  return ToProto(**loaded);
+}
+
+grpc::ServerUnaryReactor* AdminService::LoadModel(grpc::CallbackServerContext* context,
+                                                  const grpc::ByteBuffer* in,
+                                                  grpc::ByteBuffer* out) {
+  auto load = [this](const v1::LoadModelRequest& request,
+                     std::shared_ptr<PendingAnswer<v1::Model>> pending) {
+    std::vector<FieldViolation> violations = ViolationsOf(request.source());
+    for (FieldViolation& violation : violations) violation.field.insert(0, "source.");
+    if (!violations.empty()) return pending->Finish(Invalid(std::move(violations)));
+    std::thread last;
+    {
+      absl::MutexLock lock(&mu_);
+      if (!loading_.has_value()) last.swap(loader_);
+    }
+    if (last.joinable()) last.join();  // it has nothing left to do
+    absl::MutexLock lock(&mu_);
+    if (loading_.has_value() || loader_.joinable()) {
+      return pending->Finish(Precondition("LOADING", "another model is being loaded"));
+    }
+    loading_ = request.source().name();
+    loader_ = std::thread([this, request, pending = std::move(pending)] {
+      const Answer<v1::Model> answer = LoadNow(request);
+      {
+        absl::MutexLock lock(&mu_);
+        loading_.reset();
+      }
+      pending->Finish(answer);
+    });
+  };
+  return AnswerLater<v1::LoadModelRequest, v1::Model>("AdminService/LoadModel", frontend_, *context,
+                                                      *in, *out, load);
+}
+
+grpc::ServerUnaryReactor* AdminService::UnloadModel(grpc::CallbackServerContext* context,
+                                                    const grpc::ByteBuffer* in,
+                                                    grpc::ByteBuffer* out) {
+  auto unload = [this](const v1::UnloadModelRequest& request) -> Answer<v1::UnloadModelResponse> {
+    absl::Time deadline = absl::InfiniteFuture();
+    if (request.has_grace()) {
+      const absl::Duration grace =
+          absl::Seconds(request.grace().seconds()) + absl::Nanoseconds(request.grace().nanos());
+      if (grace < absl::ZeroDuration()) return Invalid({{"grace", "must not be negative"}});
+      deadline = absl::Now() + grace;
+    }
+    if (models_.Remove(request.name(), deadline)) return v1::UnloadModelResponse();
+    return NotFound("model", request.name(),
+                    absl::StrCat("no model '", request.name(), "' is in service"));
+  };
+  return AnswerAtOnce<v1::UnloadModelRequest>("AdminService/UnloadModel", frontend_, *context, *in,
+                                              *out, unload);
+}
+
+grpc::ServerUnaryReactor* AdminService::DumpState(grpc::CallbackServerContext* context,
+                                                  const grpc::ByteBuffer* in,
+                                                  grpc::ByteBuffer* out) {
+  using Response = v1::DumpStateResponse;
+  auto dump = [this](const v1::DumpStateRequest&,
+                     std::shared_ptr<PendingAnswer<Response>> pending) {
+    ListRequests(models_.Live(),
+                 [this, pending = std::move(pending)](std::vector<v1::ActiveRequest> requests) {
+                   Response response;
+                   *response.mutable_status() = Status();
+                   for (v1::ActiveRequest& active : requests) {
+                     *response.add_requests() = std::move(active);
+                   }
+                   *response.mutable_config() = settings_.Get();
+                   response.set_metrics(
+                       prometheus::TextSerializer().Serialize(frontend_.metrics.page()->Collect()));
+                   pending->Finish(std::move(response));
+                 });
+  };
+  return AnswerLater<v1::DumpStateRequest, Response>("AdminService/DumpState", frontend_, *context,
+                                                     *in, *out, dump);
+}
+
+}  // namespace epikv

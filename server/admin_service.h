@@ -1,0 +1,108 @@
+#pragma once
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <deque>
+#include <functional>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "epikv/v1/admin.grpc.pb.h"
+#include "server/call_scope.h"
+#include "server/lifecycle.h"
+#include "server/models.h"
+#include "server/rpc.h"
+#include "server/settings.h"
+
+namespace epikv {
+
+// Runs tasks one after the other on a thread of its own: what an engine's thread must not do.
+class TaskThread {
+ public:
+  TaskThread() : thread_([this] { Run(); }) {}
+  ~TaskThread();  // after the last task
+
+  void Post(std::function<void()> task);
+
+ private:
+  void Run();
+
+  absl::Mutex mu_;
+  std::deque<std::function<void()>> tasks_ ABSL_GUARDED_BY(mu_);
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_;
+};
+
+// For operators: what the daemon is doing, and how to change it. Thread-safe; everything given to
+// it outlives it, and it outlives its calls.
+class AdminService final
+    : public v1::AdminService::WithRawCallbackMethod_GetServerStatus<
+          v1::AdminService::WithRawCallbackMethod_GetLoad<
+              v1::AdminService::WithRawCallbackMethod_ListActiveRequests<
+                  v1::AdminService::WithRawCallbackMethod_Drain<
+                      v1::AdminService::WithRawCallbackMethod_Resume<
+                          v1::AdminService::WithRawCallbackMethod_GetConfig<
+                              v1::AdminService::WithRawCallbackMethod_UpdateConfig<
+                                  v1::AdminService::WithRawCallbackMethod_LoadModel<
+                                      v1::AdminService::WithRawCallbackMethod_UnloadModel<
+                                          v1::AdminService::WithRawCallbackMethod_DumpState<
+                                              v1::AdminService::Service>>>>>>>>>> {
+ public:
+  using Load = std::function<absl::StatusOr<ModelPtr>(const ModelSource&)>;
+
+  // load: makes a model ready, on a thread of its own.
+  AdminService(Models& models, Lifecycle& lifecycle, Settings& settings, const Frontend& frontend,
+               Load load);
+  // Waits for the model that is being loaded.
+  ~AdminService();
+
+  grpc::ServerUnaryReactor* GetServerStatus(grpc::CallbackServerContext* context,
+                                            const grpc::ByteBuffer* in,
+                                            grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* GetLoad(grpc::CallbackServerContext* context,
+                                    const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* ListActiveRequests(grpc::CallbackServerContext* context,
+                                               const grpc::ByteBuffer* in,
+                                               grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context, const grpc::ByteBuffer* in,
+                                  grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* Resume(grpc::CallbackServerContext* context, const grpc::ByteBuffer* in,
+                                   grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* GetConfig(grpc::CallbackServerContext* context,
+                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* UpdateConfig(grpc::CallbackServerContext* context,
+                                         const grpc::ByteBuffer* in,
+                                         grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* LoadModel(grpc::CallbackServerContext* context,
+                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* UnloadModel(grpc::CallbackServerContext* context,
+                                        const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* DumpState(grpc::CallbackServerContext* context,
+                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+
+ private:
+  // tell: on answers_.
+  void ListRequests(const std::vector<ModelPtr>& models,
+                    std::function<void(std::vector<v1::ActiveRequest>)> tell);
+  v1::ServerStatus Status() const;
+  Answer<v1::Model> LoadNow(const v1::LoadModelRequest& request);
+
+  Models& models_;
+  Lifecycle& lifecycle_;
+  Settings& settings_;
+  const Frontend& frontend_;
+  const Load load_;
+  const absl::Time start_ = absl::Now();
+  mutable absl::Mutex mu_;
+  std::optional<std::string> loading_ ABSL_GUARDED_BY(mu_);  // the name asked for
+  std::thread loader_ ABSL_GUARDED_BY(mu_);                  // joined before the next one starts
+  TaskThread answers_;
+};
+
+}  // namespace epikv

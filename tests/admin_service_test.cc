@@ -1,0 +1,220 @@
+#include "server/admin_service.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "epikv/v1/admin.grpc.pb.h"
+#include "epikv/v1/generation.grpc.pb.h"
+#include "tests/error_details.h"
+#include "tests/fake_server.h"
+#include "tests/stream_client.h"
+
+namespace epikv {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using State = v1::ActiveRequest;
+
+class AdminServiceTest : public ::testing::Test {
+ protected:
+  template <typename Request, typename Response>
+  grpc::Status Call(grpc::Status (v1::AdminService::Stub::*method)(grpc::ClientContext*,
+                                                                   const Request&, Response*),
+                    const Request& request, Response* response) {
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(absl::Now() + kGenerous));
+    return (admin_.get()->*method)(&context, request, response);
+  }
+  v1::ServerStatus Status() {
+    v1::ServerStatus status;
+    EXPECT_TRUE(Call(&Stub::GetServerStatus, v1::GetServerStatusRequest(), &status).ok());
+    return status;
+  }
+  std::vector<v1::ActiveRequest> List() {
+    v1::ListActiveRequestsResponse response;
+    EXPECT_TRUE(Call(&Stub::ListActiveRequests, v1::ListActiveRequestsRequest(), &response).ok());
+    return {response.requests().begin(), response.requests().end()};
+  }
+  grpc::Status Load(const std::string& path, const std::string& name, bool replace = false) {
+    v1::LoadModelRequest request;
+    request.mutable_source()->set_path(path);
+    request.mutable_source()->set_name(name);
+    request.set_replace(replace);
+    v1::Model model;
+    const grpc::Status status = Call(&Stub::LoadModel, request, &model);
+    EXPECT_EQ(model.name(), status.ok() ? name : "");
+    return status;
+  }
+  static v1::GenerateRequest Ask(const std::string& id, uint32_t prompt, uint32_t tokens) {
+    v1::GenerateRequest request;
+    request.set_request_id(id);
+    for (uint32_t i = 0; i < prompt; ++i) request.mutable_token_ids()->add_ids(1);
+    request.mutable_stop()->set_max_output_tokens(tokens);
+    return request;
+  }
+  grpc::Status Generate() {
+    StreamClient client(*stub_, Ask("", 1, 3));
+    return client.AwaitDone();
+  }
+
+  using Stub = v1::AdminService::Stub;
+  FakeServer server_{{.kv_capacity_tokens = 100, .engine = {.max_running_requests = 2}}};
+  const std::unique_ptr<Stub> admin_ = v1::AdminService::NewStub(server_.ConnectAdmin());
+  const std::unique_ptr<v1::GenerationService::Stub> stub_ =
+      v1::GenerationService::NewStub(server_.Connect());
+};
+
+TEST_F(AdminServiceTest, SaysWhatEachRequestDoesAndWaitsFor) {
+  Gate gate;
+  server_.script().on_forward = [&gate](absl::Span<const WorkItem> items) {
+    gate.Pass(items[0].first >= 5);
+    return absl::OkStatus();
+  };
+  StreamClient first(*stub_, Ask("first", 4, 40), std::nullopt, kGenerous);
+  ASSERT_TRUE(gate.AwaitHeld());
+  StreamClient large(*stub_, Ask("large", 1, 80));
+  StreamClient last(*stub_, Ask("last", 1, 10));
+  ASSERT_FALSE(large.AwaitMessages(1).empty());  // accepted
+  ASSERT_FALSE(last.AwaitMessages(1).empty());
+  gate.Open();
+  std::vector<v1::ActiveRequest> all;
+  do {
+    all = List();
+  } while (all.size() == 3 && all[1].state() != State::STATE_QUEUED);
+  if (all.size() == 3) {  // else the first has ended already: it has 40 steps
+    EXPECT_EQ(all[0].request_id(), "first");
+    EXPECT_EQ(all[0].state(), State::STATE_DECODE);
+    EXPECT_EQ(all[0].waits_for(), State::WAITS_FOR_UNSPECIFIED);
+    EXPECT_EQ(all[0].policy(), "full");
+    EXPECT_EQ(all[0].kv_reserved_bytes(), 43 * kFakeBytesPerToken);
+    EXPECT_GT(all[0].cached_tokens(), 4u);
+    EXPECT_TRUE(all[0].has_time_left());
+    EXPECT_EQ(all[1].request_id(), "large");
+    EXPECT_EQ(all[1].waits_for(), State::WAITS_FOR_KV);
+    EXPECT_FALSE(all[1].has_time_left());
+    EXPECT_EQ(all[2].waits_for(), State::WAITS_FOR_TURN);
+  }
+  for (StreamClient* client : {&first, &large, &last}) EXPECT_TRUE(client->AwaitDone().ok());
+  v1::ListActiveRequestsRequest unknown;
+  unknown.set_model("other");
+  v1::ListActiveRequestsResponse response;
+  EXPECT_EQ(Call(&Stub::ListActiveRequests, unknown, &response).error_code(), grpc::NOT_FOUND);
+}
+
+TEST_F(AdminServiceTest, DrainsAndResumes) {
+  EXPECT_EQ(Status().state(), v1::ServerStatus::STATE_SERVING);
+  v1::ServerStatus status;
+  EXPECT_TRUE(Call(&Stub::Drain, v1::DrainRequest(), &status).ok());
+  EXPECT_EQ(status.state(), v1::ServerStatus::STATE_DRAINING);
+  EXPECT_EQ(Generate().error_code(), grpc::UNAVAILABLE);
+  EXPECT_TRUE(Call(&Stub::Resume, v1::ResumeRequest(), &status).ok());
+  EXPECT_EQ(status.state(), v1::ServerStatus::STATE_SERVING);
+  EXPECT_TRUE(Generate().ok());
+  server_.models().Drain(absl::InfiniteFuture());
+  EXPECT_EQ(Call(&Stub::Resume, v1::ResumeRequest(), &status).error_code(),
+            grpc::FAILED_PRECONDITION);
+}
+
+TEST_F(AdminServiceTest, LoadsSwapsAndUnloadsModels) {
+  EXPECT_TRUE(Load("b.pt", "b").ok());
+  EXPECT_EQ(Status().models_size(), 2);
+  const grpc::Status taken = Load("b.pt", "b");
+  EXPECT_EQ(taken.error_code(), grpc::ALREADY_EXISTS);
+  EXPECT_THAT(taken.error_message(), HasSubstr("replace"));
+  EXPECT_TRUE(Load("c.pt", "b", /*replace=*/true).ok());
+
+  EXPECT_EQ(Load("missing", "x").error_code(), grpc::NOT_FOUND);
+  EXPECT_THAT(FieldsIn(Load("", "x")), ElementsAre("source.path"));
+
+  v1::UnloadModelRequest unload;
+  v1::UnloadModelResponse gone;
+  unload.set_name("b");
+  unload.mutable_grace()->set_seconds(-1);
+  EXPECT_EQ(Call(&Stub::UnloadModel, unload, &gone).error_code(), grpc::INVALID_ARGUMENT);
+  unload.mutable_grace()->set_seconds(1);
+  EXPECT_TRUE(Call(&Stub::UnloadModel, unload, &gone).ok());
+  EXPECT_EQ(Call(&Stub::UnloadModel, unload, &gone).error_code(), grpc::NOT_FOUND);
+  EXPECT_TRUE(Generate().ok()) << "by the one that is left";
+}
+
+TEST_F(AdminServiceTest, LoadsOneModelAtATime) {
+  Gate gate;
+  server_.on_load = [&gate] { gate.Pass(true); };
+  grpc::Status first;
+  std::thread loading([&] { first = Load("b.pt", "b"); });
+  ASSERT_TRUE(gate.AwaitHeld());
+  const v1::ServerStatus status = Status();
+  ASSERT_EQ(status.models_size(), 2);
+  EXPECT_EQ(status.models(1).name(), "b");
+  EXPECT_EQ(status.models(1).state(), v1::ModelStatus::STATE_LOADING);
+  const grpc::Status second = Load("c.pt", "c");
+  EXPECT_EQ(second.error_code(), grpc::FAILED_PRECONDITION);
+  EXPECT_EQ(ReasonIn(second), "LOADING");
+  EXPECT_TRUE(Generate().ok()) << "while a model is being loaded";
+  gate.Open();
+  loading.join();
+  EXPECT_TRUE(first.ok());
+}
+
+TEST_F(AdminServiceTest, ChangesSettingsThatCanBeChanged) {
+  auto update = [this](const std::vector<std::string>& fields,
+                       const std::function<void(v1::ServerConfig&)>& set, bool only = false) {
+    v1::UpdateConfigRequest request;
+    for (const std::string& field : fields) request.mutable_update_mask()->add_paths(field);
+    set(*request.mutable_config());
+    request.set_validate_only(only);
+    v1::ServerConfig config;
+    return Call(&Stub::UpdateConfig, request, &config);
+  };
+  auto output_of_a_request = [this] {
+    v1::GenerateRequest request = Ask("", 1, 1);
+    request.mutable_stop()->clear_max_output_tokens();
+    v1::GenerateResult result;
+    grpc::ClientContext context;
+    EXPECT_TRUE(stub_->GenerateOnce(&context, request, &result).ok());
+    return result.accepted().max_output_tokens();
+  };
+  auto to_seven = [](v1::ServerConfig& config) { config.set_default_max_output_tokens(7); };
+  v1::ServerConfig config;
+  EXPECT_TRUE(update({"default_max_output_tokens"}, to_seven, /*only=*/true).ok());
+  EXPECT_TRUE(Call(&Stub::GetConfig, v1::GetConfigRequest(), &config).ok());
+  EXPECT_EQ(config.default_max_output_tokens(), 1024u);
+  EXPECT_TRUE(update({"default_max_output_tokens"}, to_seven).ok());
+  EXPECT_EQ(output_of_a_request(), 7u);
+  EXPECT_TRUE(Call(&Stub::GetConfig, v1::GetConfigRequest(), &config).ok());
+  EXPECT_EQ(config.default_max_output_tokens(), 7u);
+  EXPECT_EQ(config.model(), "m");
+
+  const grpc::Status refused = update({"threads", "max_queued_requests"}, to_seven);
+  EXPECT_THAT(FieldsIn(refused), ElementsAre("update_mask", "config.max_queued_requests"))
+      << "all at once";
+  EXPECT_THAT(FieldsIn(update({}, to_seven)), ElementsAre("update_mask"));
+  const grpc::Status unknown = update(
+      {"default_policy"}, [](v1::ServerConfig& config) { config.set_default_policy("nosuch"); });
+  EXPECT_THAT(unknown.error_message(), HasSubstr("unknown policy 'nosuch'"));
+  EXPECT_TRUE(Call(&Stub::GetConfig, v1::GetConfigRequest(), &config).ok());
+  EXPECT_EQ(config.default_policy(), "");
+}
+
+TEST_F(AdminServiceTest, TellsLoadAndDumpsState) {
+  EXPECT_TRUE(Generate().ok());
+  ASSERT_TRUE(server_.AwaitEmpty());
+  v1::GetLoadResponse load;
+  EXPECT_TRUE(Call(&Stub::GetLoad, v1::GetLoadRequest(), &load).ok());
+  ASSERT_EQ(load.models_size(), 1);
+  EXPECT_EQ(load.models(0).kv_capacity_bytes(), 100 * kFakeBytesPerToken);
+  EXPECT_EQ(load.models(0).running_requests(), 0u);
+  v1::DumpStateResponse dump;
+  EXPECT_TRUE(Call(&Stub::DumpState, v1::DumpStateRequest(), &dump).ok());
+  EXPECT_EQ(dump.status().state(), v1::ServerStatus::STATE_SERVING);
+  EXPECT_EQ(dump.config().model(), "m");
+  EXPECT_THAT(dump.metrics(), HasSubstr("epikv_requests_finished_total{"));
+}
+
+}  // namespace
+}  // namespace epikv
