@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <random>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -11,7 +13,9 @@ namespace epikv {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Ge;
 using ::testing::HasSubstr;
+using ::testing::Le;
 using ::testing::Not;
 
 // `printf one | sha256sum`, and so on.
@@ -90,6 +94,41 @@ TEST(TokenTableTest, AnyBytesAreReadOrRefused) {
   EXPECT_NE(Faults(absl::StrCat("user a ", kOne, "\r\n")), "");
   EXPECT_NE(Faults(absl::StrCat("user \xff ", kOne)), "");
   EXPECT_NE(Faults(absl::StrCat("user ", std::string(65, 'a'), " ", kOne)), "");
+}
+
+// Bytes changed, taken out and put in: what is read is no more than was there.
+TEST(TokenTableTest, DamagedFilesAreReadOrRefused) {
+  const std::string whole = absl::StrCat("# us\noperator ann ", kOne, "\n\nuser bob ", kTwo, "\n");
+  std::mt19937 random(1);
+  int read = 0, refused = 0;
+  for (int i = 0; i < 20000; ++i) {
+    std::string text = whole;
+    for (uint32_t change = random() % 4; change > 0; --change) {
+      const size_t at = random() % text.size();
+      const char byte = random() % 4 == 0 ? " \t\n#"[random() % 4] : static_cast<char>(random());
+      switch (random() % 3) {
+        case 0:
+          text[at] = byte;
+          break;
+        case 1:
+          text.erase(at, 1 + random() % 80);
+          break;
+        default:
+          text.insert(at, 1, byte);
+      }
+      if (text.empty()) break;
+    }
+    const absl::StatusOr<TokenTable> table = TokenTable::Parse(text);
+    if (table.ok()) {
+      ++read;
+      EXPECT_THAT(table->size(), AllOf(Ge(1u), Le(2u)));
+    } else {
+      ++refused;
+      EXPECT_NE(table.status().message(), "");
+    }
+  }
+  EXPECT_GT(read, 1000);
+  EXPECT_GT(refused, 1000);
 }
 
 }  // namespace
