@@ -12,7 +12,7 @@ namespace epikv {
 namespace {
 
 constexpr size_t kMaxStopStrings = 16, kMaxStopStringBytes = 256, kMaxStopTokens = 64;
-constexpr size_t kMaxIdBytes = 128, kMaxSpans = 64;
+constexpr size_t kMaxIdBytes = 128, kMaxTenantBytes = 64, kMaxSpans = 64;
 
 // Fills one Request step by step and collects everything that is wrong on the way.
 class Resolver {
@@ -23,6 +23,7 @@ class Resolver {
   void CheckTokens();
   void CheckSampling();
   void CheckStop();
+  void CheckScheduling();
   // False: they are at fault, and say nothing of what follows from them.
   bool ResolveLengths();
   const PolicySpec* ResolvePolicy();
@@ -114,6 +115,13 @@ void Resolver::CheckStop() {
   CheckRange("stop.stop_token_ids", stop.tokens);
   if (stop.max_output_tokens.has_value() && *stop.max_output_tokens < 1) {
     Violate("stop.max_output_tokens", "must be at least 1");
+  }
+}
+
+void Resolver::CheckScheduling() {
+  const size_t bytes = options_.scheduling.tenant.size();
+  if (bytes > kMaxTenantBytes) {
+    Violate("scheduling.tenant", absl::StrCat("has ", bytes, " bytes, at most ", kMaxTenantBytes));
   }
 }
 
@@ -512,6 +520,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   resolver.CheckTokens();
   resolver.CheckSampling();
   resolver.CheckStop();
+  resolver.CheckScheduling();
   const bool has_lengths = resolver.ResolveLengths();
   const PolicySpec* spec = resolver.ResolvePolicy();
   const bool has_budget = resolver.ResolveBudget();
@@ -528,6 +537,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.end_tokens = manifest_.eos_tokens;
   request.include_stop = options.stop.include;
   request.output = options.output;
+  request.scheduling = std::move(options.scheduling);
   request.positions = options.kv.positions;
   auto failed = [&](absl::string_view why) {
     return Rejection{.code = absl::StatusCode::kInternal,

@@ -31,6 +31,8 @@ struct Config {
   SchedulerOptions scheduler;
   int64_t max_running_requests = 0;
   QueueLimits queue;
+  QueueRule queue_rule;
+  bool refuse_infeasible_deadlines = false;
   std::string default_policy;
   bool default_equal_protection = false;
   int64_t default_max_output_tokens = 0;

@@ -186,10 +186,13 @@ absl::Status Serve(const Config& config, const StartLog& log, Signals& signals) 
   if (metrics_server != nullptr) metrics_server->Serve(**metrics);
   Courier courier(config.outbox.stall / 4);
   EngineThread engine(
-      std::make_unique<Engine>(EngineOptions{.scheduler = config.scheduler,
-                                             .kv_capacity_bytes = loaded->kv_capacity_bytes,
-                                             .max_running_requests = config.max_running_requests},
-                               std::move(loaded->executor), **tokenizer, **metrics),
+      std::make_unique<Engine>(
+          EngineOptions{.scheduler = config.scheduler,
+                        .queue = config.queue_rule,
+                        .refuse_infeasible_deadlines = config.refuse_infeasible_deadlines,
+                        .kv_capacity_bytes = loaded->kv_capacity_bytes,
+                        .max_running_requests = config.max_running_requests},
+          std::move(loaded->executor), **tokenizer, **metrics),
       config.queue, loaded->on_engine_thread_start);
   absl::StatusOr<std::unique_ptr<Server>> server =
       Server::Start({.listen = config.listen,

@@ -258,4 +258,4 @@ def test_pool_and_queue_that_are_full(sample_model: Path) -> None:
                 with pytest.raises(RpcError) as caught:
                     hold()
         assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (caught.value.reason, caught.value.retry_delay) == ("QUEUE_FULL", 1.0)
+        assert caught.value.reason == "QUEUE_FULL" and 0 < caught.value.retry_delay <= 300

@@ -38,6 +38,7 @@ FLAGS = [
     "--outbox_messages=8",
     "--stream_stall_seconds=600",
     "--drain_seconds=600",
+    "--refuse_infeasible_deadlines=false",  # they pass in the state that the request is in
 ]
 PROMPT = " ".join(TASK.prompt.split(" ")[:60])  # of as many tokens; the model goes on for long
 WHOLE = (Kv("full"),)
