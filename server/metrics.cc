@@ -10,10 +10,19 @@
 namespace epikv {
 namespace {
 
-constexpr absl::string_view kRejectReasons[] = {
-    "invalid_request",   "token_range", "context_length", "kv_budget",
-    "kv_pool_too_small", "queue_full",  "draining",       "duplicate_id",
-    "not_found",         "not_utf8",    "malformed",      "other"};
+constexpr absl::string_view kRejectReasons[] = {"invalid_request",
+                                                "token_range",
+                                                "context_length",
+                                                "kv_budget",
+                                                "kv_pool_too_small",
+                                                "queue_full",
+                                                "draining",
+                                                "duplicate_id",
+                                                "not_found",
+                                                "not_utf8",
+                                                "malformed",
+                                                "deadline_infeasible",
+                                                "other"};
 constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "GenerationService/GenerateOnce",
                                           "GenerationService/Score",

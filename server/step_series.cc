@@ -14,6 +14,9 @@ using prometheus::MetricFamily;
 constexpr const char* kStages[kNumStages] = {"schedule", "forward", "taps", "sample",
                                              "deliver",  "observe", "evict"};
 
+// By Priority.
+constexpr const char* kPriorities[kNumPriorities] = {"low", "normal", "high"};
+
 // A gauge with one sample for each value of one label; of an empty label, with one sample.
 MetricFamily GaugeOf(const char* name, const char* help, const std::string& model,
                      const char* label,
@@ -26,6 +29,27 @@ MetricFamily GaugeOf(const char* name, const char* help, const std::string& mode
     if (*label != '\0') metric.label.push_back({label, value});
     metric.gauge.value = number;
     family.metric.push_back(std::move(metric));
+  }
+  return family;
+}
+
+// Requests by priority; `reason` and `other`, where not empty, are two more values of a label, of
+// which the requests have the first.
+MetricFamily RequestGauge(const char* name, const char* help, const std::string& model,
+                          const std::array<int64_t, kNumPriorities>& requests,
+                          const char* reason = "", const char* other = "") {
+  MetricFamily family{
+      .name = name, .help = help, .type = prometheus::MetricType::Gauge, .metric = {}};
+  auto add = [&](int priority, const char* value, int64_t number) {
+    ClientMetric metric;
+    metric.label = {{"model", model}, {"priority", kPriorities[priority]}};
+    if (*value != '\0') metric.label.push_back({"reason", value});
+    metric.gauge.value = static_cast<double>(number);
+    family.metric.push_back(std::move(metric));
+  };
+  for (int i = 0; i < kNumPriorities; ++i) {
+    add(i, reason, requests[i]);
+    if (*other != '\0') add(i, other, 0);
   }
   return family;
 }
@@ -49,7 +73,8 @@ std::vector<MetricFamily> EngineGauges::Collect() const {
   const double used = static_cast<double>(last_.kv_used_bytes);
   const double reserved = static_cast<double>(last_.kv_reserved_bytes);
   const double capacity = static_cast<double>(std::max<int64_t>(1, last_.kv_capacity_bytes));
-  const double waiting = static_cast<double>(last_.waiting);
+  std::vector<std::pair<const char*, double>> wait;  // nothing before steps were measured
+  if (last_.predicted_wait.has_value()) wait.push_back({"", Seconds(*last_.predicted_wait)});
   const bool for_place = last_.running >= max_running_requests_;
   return {GaugeOf("epikv_kv_bytes",
                   "Bytes of the KV pool: used, reserved by running requests and not yet used, "
@@ -67,13 +92,15 @@ std::vector<MetricFamily> EngineGauges::Collect() const {
           GaugeOf("epikv_kv_reserved_ratio",
                   "Share of the KV pool that running requests have reserved, used or not.", model_,
                   "", {{"", reserved / capacity}}),
-          GaugeOf("epikv_requests_running", "Requests that hold KV cache.", model_, "",
-                  {{"", static_cast<double>(last_.running)}}),
-          GaugeOf("epikv_requests_waiting",
-                  "Requests in the queue, by what the first of them waits for: room in the KV "
-                  "pool, or a place among max_running_requests.",
-                  model_, "reason",
-                  {{"kv", for_place ? 0 : waiting}, {"running", for_place ? waiting : 0}})};
+          RequestGauge("epikv_requests_running", "Requests that hold KV cache.", model_,
+                       last_.running_by_priority),
+          RequestGauge("epikv_requests_waiting",
+                       "Requests in the queue, by what the first of them waits for: room in the KV "
+                       "pool, or a place among max_running_requests.",
+                       model_, last_.waiting_by_priority, for_place ? "running" : "kv",
+                       for_place ? "kv" : "running"),
+          GaugeOf("epikv_predicted_wait_seconds",
+                  "How long a request would wait behind all that waits now.", model_, "", wait)};
 }
 
 StepSeries::StepSeries(Declarations& declare, size_t num_policies)

@@ -20,7 +20,7 @@ namespace epikv {
 // How full the engine is: gauges that are all from one moment, so that they add up. Thread-safe.
 class EngineGauges final : public prometheus::Collectable {
  public:
-  static constexpr int64_t kNumSeries = 11;
+  static constexpr int64_t kNumSeries = 18;
 
   EngineGauges(std::string model, int64_t kv_capacity_bytes, int64_t max_running_requests);
 

@@ -14,6 +14,7 @@
 #include "absl/time/clock.h"
 #include "runtime/admission.h"
 #include "runtime/engine.h"
+#include "runtime/reason.h"
 #include "server/metrics_server.h"
 #include "tests/fake_executor.h"
 #include "tests/fake_model.h"
@@ -133,6 +134,9 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
   metrics_->OnStep({.sequences = 1,
                     .running = 2,
                     .waiting = 3,
+                    .running_by_priority = {0, 2, 0},
+                    .waiting_by_priority = {2, 0, 1},
+                    .predicted_wait = absl::Milliseconds(1500),
                     .kv_used_bytes = 100,
                     .kv_reserved_bytes = 250,
                     .kv_capacity_bytes = 1000});
@@ -143,9 +147,18 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 750);
   EXPECT_EQ(values.at("epikv_kv_capacity_bytes"), 1000);
   EXPECT_EQ(values.at("epikv_kv_usage_ratio"), 0.1);
-  EXPECT_EQ(values.at("epikv_requests_running"), 2);
-  EXPECT_EQ(values.at(R"(epikv_requests_waiting{reason="kv"})"), 3);
-  EXPECT_EQ(values.at(R"(epikv_requests_waiting{reason="running"})"), 0);
+  EXPECT_EQ(values.at(R"(epikv_requests_running{priority="normal"})"), 2);
+  EXPECT_EQ(values.at(R"(epikv_requests_running{priority="high"})"), 0);
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="low",reason="kv"})"), 2);
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="high",reason="kv"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="high",reason="running"})"), 0);
+  EXPECT_EQ(values.at("epikv_predicted_wait_seconds"), 1.5);
+  metrics_->OnStep(
+      {.running = 256, .waiting = 1, .waiting_by_priority = {0, 1, 0}, .kv_capacity_bytes = 1000});
+  values = Read();
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="normal",reason="kv"})"), 0);
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="normal",reason="running"})"), 1);
+  EXPECT_EQ(values.count("epikv_predicted_wait_seconds"), 0) << "nothing was measured";
   metrics_->OnStep({.kv_capacity_bytes = 1000});
   values = Read();
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 1000);
@@ -164,13 +177,29 @@ TEST_F(MetricsTest, FailuresSayWhoFailed) {
       values.at(R"(epikv_requests_finished_total{arm="none",policy="window",reason="error"})"), 1);
 }
 
+TEST_F(MetricsTest, RequestDroppedFromTheQueueIsNoMissedDeadline) {
+  RequestOptions options = Asked(10, 5);
+  const Request request = std::get<Request>(admission_.Resolve(std::move(options)));
+  metrics_->OnFinished(
+      request, {.reason = FinishReason::kDeadline,
+                .status = WithReason(absl::DeadlineExceededError("in vain"), kDeadlineInfeasible)});
+  metrics_->OnFinished(request, {.reason = FinishReason::kDeadline,
+                                 .status = absl::DeadlineExceededError("passed")});
+  const auto values = Read();
+  const std::string of = R"(epikv_requests_finished_total{arm="none",policy="full",reason=)";
+  EXPECT_EQ(values.at(of + R"("deadline_infeasible"})"), 1);
+  EXPECT_EQ(values.at(of + R"("deadline"})"), 1);
+}
+
 TEST_F(MetricsTest, LabelsComeFromClosedSets) {
   metrics_->OnRejected("KV_BUDGET");
+  metrics_->OnRejected("DEADLINE_INFEASIBLE");
   metrics_->OnRejected("whatever a client may cause");
   metrics_->OnRpcFinished("GenerationService/Generate", grpc::StatusCode::OK);
   metrics_->OnRpcFinished("invented", static_cast<grpc::StatusCode>(77));
   const auto values = Read();
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="kv_budget"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="deadline_infeasible"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="other"})"), 1);
   EXPECT_EQ(
       values.at(R"(epikv_grpc_requests_total{code="OK",method="GenerationService/Generate"})"), 1);
@@ -179,8 +208,21 @@ TEST_F(MetricsTest, LabelsComeFromClosedSets) {
 
 TEST_F(MetricsTest, BoundHoldsForEverySeries) {
   Run(Asked(10, 5));
+  metrics_->OnStep({.predicted_wait = absl::Seconds(1), .kv_capacity_bytes = 1000});
   const auto values = Read();
   EXPECT_EQ(values.at("epikv_metrics_series"), metrics_->series_bound());
+  int64_t gauges = 0;
+  for (const auto& [name, value] : values) {
+    gauges += absl::StartsWith(name, "epikv_kv_bytes{") ||
+              absl::StartsWith(name, "epikv_kv_capacity_bytes") ||
+              absl::StartsWith(name, "epikv_kv_peak_used_bytes") ||
+              absl::StartsWith(name, "epikv_kv_usage_ratio") ||
+              absl::StartsWith(name, "epikv_kv_reserved_ratio") ||
+              absl::StartsWith(name, "epikv_requests_running") ||
+              absl::StartsWith(name, "epikv_requests_waiting") ||
+              absl::StartsWith(name, "epikv_predicted_wait_seconds");
+  }
+  EXPECT_EQ(gauges, EngineGauges::kNumSeries) << "what the bound allows for them";
   EXPECT_LE(values.size(), static_cast<size_t>(metrics_->series_bound()));
   int64_t http = 0;
   for (const auto& [name, value] : values) http += absl::StartsWith(name, "exposer_") ? 1 : 0;

@@ -248,7 +248,7 @@ def test_pool_and_queue_that_are_full(sample_model: Path) -> None:
 
         def counted(name: str, **labels: str) -> None:
             deadline = time.monotonic() + 5
-            while scrape(daemon.metrics).value(name, **labels) != 1:
+            while scrape(daemon.metrics).total(name, **labels) != 1:
                 assert time.monotonic() < deadline, name
 
         with hold():

@@ -63,7 +63,7 @@ class Watch:
             assert monotonic() < deadline, f"{self.held()} bytes held; ended: {self.ends()}"
 
     def now(self, name: str, **labels: str) -> float:
-        return self._now.value(name, **labels)
+        return self._now.total(name, **labels)
 
     def added(self, name: str) -> float:
         """Since the start, whatever the labels."""
