@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "epikv.client": ("Client", "Stream"),
+    "epikv.client": ("Client", "Stream", "patiently"),
     "epikv.errors": ("FieldViolation", "RpcError"),
     "epikv.messages": (
         "Accepted",
@@ -20,7 +20,7 @@ _HOMES = {
         "ScoreResponse",
         "Summary",
     ),
-    "epikv.options": ("Kv", "Output", "Sampling", "Stop"),
+    "epikv.options": ("Kv", "Output", "Sampling", "Scheduling", "Stop"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -1,5 +1,6 @@
 """A thin, typed client of epikvd."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from epikv.messages import (
     ScoreResponse,
     from_proto,
 )
-from epikv.options import Kv, Output, Sampling, Stop
+from epikv.options import Kv, Output, Sampling, Scheduling, Stop
 from epikv.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -31,6 +32,7 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 
 Prompt = str | Sequence[int]  # text, or token ids
 Reply = TypeVar("Reply", bound=Message)
+Result = TypeVar("Result")
 
 
 class Stream:
@@ -99,12 +101,15 @@ class Client:
         sampling: Sampling = Sampling(),
         stop: Stop = Stop(),
         output: Output = Output(),
+        scheduling: Scheduling = Scheduling(),
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> Stream:
         """Starts a completion: Accepted, Deltas (and EvictionEvents, if asked for), Summary."""
-        request = _generate_request(prompt, kv, sampling, stop, output, model, request_id)
+        request = _generate_request(
+            prompt, kv, sampling, stop, output, scheduling, model, request_id
+        )
         return Stream(self._generation.Generate(request, timeout=timeout))
 
     def generate_once(
@@ -115,12 +120,15 @@ class Client:
         sampling: Sampling = Sampling(),
         stop: Stop = Stop(),
         output: Output = Output(),
+        scheduling: Scheduling = Scheduling(),
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> GenerateResult:
         """The whole completion at once."""
-        request = _generate_request(prompt, kv, sampling, stop, output, model, request_id)
+        request = _generate_request(
+            prompt, kv, sampling, stop, output, scheduling, model, request_id
+        )
         return from_proto(_call(self._generation.GenerateOnce, request, timeout))
 
     def score(
@@ -134,6 +142,7 @@ class Client:
         residual_steps: bool = False,
         kept: bool = False,
         seed: int | None = None,
+        scheduling: Scheduling = Scheduling(),
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
@@ -152,6 +161,7 @@ class Client:
             residual_steps=residual_steps,
             kept=kept,
             seed=seed,
+            scheduling=scheduling.to_proto(),
             **_either("text", "token_ids", prompt),
             **_either("continuation_text", "continuation_ids", continuation),
         )
@@ -195,6 +205,23 @@ class Client:
         return from_proto(_call(self._policies.GetPolicy, request))
 
 
+def patiently(call: Callable[[], Result], *, attempts: int = 4, most_seconds: float = 60) -> Result:
+    """What `call` returns. While the server refuses it and says when to come back, that is waited for.
+
+    For calls that do their work at once: `patiently(lambda: client.generate_once("..."))`. The last
+    refusal is raised, and so is one whose delay is over `most_seconds`.
+    """
+    while True:
+        try:
+            return call()
+        except RpcError as error:
+            attempts -= 1
+            delay = error.retry_delay
+            if attempts <= 0 or delay is None or delay > most_seconds:
+                raise
+        time.sleep(delay)
+
+
 def _call(method: Callable[..., Reply], request: Message, timeout: float | None = None) -> Reply:
     try:
         return method(request, timeout=timeout)
@@ -208,6 +235,7 @@ def _generate_request(
     sampling: Sampling,
     stop: Stop,
     output: Output,
+    scheduling: Scheduling,
     model: str,
     request_id: str,
 ) -> generation_pb2.GenerateRequest:
@@ -218,6 +246,7 @@ def _generate_request(
         stop=stop.to_proto(),
         output=output.to_proto(),
         kv=kv.to_proto(),
+        scheduling=scheduling.to_proto(),
         **_either("text", "token_ids", prompt),
     )
 

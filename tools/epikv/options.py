@@ -12,6 +12,12 @@ POSITIONS = {
     "cache": kv_pb2.POSITION_MODE_CACHE,
 }
 
+PRIORITIES = {
+    "low": generation_pb2.PRIORITY_LOW,
+    "normal": generation_pb2.PRIORITY_NORMAL,
+    "high": generation_pb2.PRIORITY_HIGH,
+}
+
 
 @dataclass(frozen=True)
 class Kv:
@@ -94,3 +100,22 @@ class Output:
 
     def to_proto(self) -> generation_pb2.OutputOptions:
         return generation_pb2.OutputOptions(**vars(self))
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """Who is served first while requests wait.
+
+    `priority` is "low", "normal" or "high"; tenants of one priority take turns.
+    """
+
+    priority: str | None = None  # default: normal
+    tenant: str = ""  # at most 64 bytes
+
+    def to_proto(self) -> generation_pb2.SchedulingOptions:
+        """Raises ValueError for an unknown priority."""
+        if self.priority is not None and self.priority not in PRIORITIES:
+            raise ValueError(f"priority is '{self.priority}'; known: {', '.join(PRIORITIES)}")
+        return generation_pb2.SchedulingOptions(
+            priority=PRIORITIES[self.priority] if self.priority else None, tenant=self.tenant
+        )

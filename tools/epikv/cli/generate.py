@@ -31,6 +31,7 @@ KINDS = {Accepted: "accepted", Delta: "delta", EvictionEvent: "eviction", Summar
 @click.option("--signals", is_flag=True, help="Residual steps of each token, with --json.")
 @click.option("--trace", is_flag=True, help="Every eviction, with --json.")
 @click.option("--kept", is_flag=True, help="Which tokens are held at the end, with --json.")
+@options.scheduling
 @click.option("--timeout", type=float, help="Seconds.")
 @click.option("--request-id", default="")
 @options.model
@@ -42,6 +43,7 @@ def command(
     """Stream a completion of PROMPT (or --file, or stdin); facts about it go to stderr."""
     arguments = {
         "kv": options.take_kv(given),
+        "scheduling": options.take_scheduling(given),
         "sampling": Sampling(
             temperature=given.pop("temperature"),
             top_p=given.pop("top_p"),
