@@ -12,7 +12,7 @@ namespace epikv {
 namespace {
 
 constexpr size_t kMaxStopStrings = 16, kMaxStopStringBytes = 256, kMaxStopTokens = 64;
-constexpr size_t kMaxIdBytes = 128, kMaxSpans = 64;
+constexpr size_t kMaxIdBytes = 128, kMaxTenantBytes = 64, kMaxSpans = 64;
 constexpr size_t kMaxLogitBiases = 1024;
 constexpr float kMostLogitBias = 100;
 constexpr int64_t kMaxTopLogprobs = 20;
@@ -27,6 +27,7 @@ class Resolver {
   void CheckSampling();
   void CheckStop();
   void CheckOutput();
+  void CheckScheduling();
   // False: they are at fault, and say nothing of what follows from them.
   bool ResolveLengths();
   const PolicySpec* ResolvePolicy();
@@ -160,6 +161,13 @@ void Resolver::CheckStop() {
   }
 }
 
+void Resolver::CheckScheduling() {
+  const size_t bytes = options_.scheduling.tenant.size();
+  if (bytes > kMaxTenantBytes) {
+    Violate("scheduling.tenant", absl::StrCat("has ", bytes, " bytes, at most ", kMaxTenantBytes));
+  }
+}
+
 void Resolver::CheckOutput() {
   const int64_t top = options_.output.top_logprobs;
   if (top > kMaxTopLogprobs) {
@@ -173,10 +181,10 @@ bool Resolver::ResolveLengths() {
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   const int64_t left = context - prompt;
   const bool scores = !options_.forced.empty();
-  const int64_t max_output =
-      scores ? static_cast<int64_t>(options_.forced.size())
-             : options_.stop.max_output_tokens.value_or(std::max<int64_t>(
-                   1, std::min(admission_.defaults().max_output_tokens, left)));
+  const int64_t max_output = scores
+                                 ? static_cast<int64_t>(options_.forced.size())
+                                 : options_.stop.max_output_tokens.value_or(std::max<int64_t>(
+                                       1, std::min(admission_.defaults().max_output_tokens, left)));
   if (max_output > left) {
     Violate(prompt >= context ? "prompt"
             : scores          ? "continuation"
@@ -609,6 +617,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   resolver.CheckSampling();
   resolver.CheckStop();
   resolver.CheckOutput();
+  resolver.CheckScheduling();
   const bool has_lengths = resolver.ResolveLengths();
   const PolicySpec* spec = resolver.ResolvePolicy();
   const bool has_budget = resolver.ResolveBudget();
@@ -627,6 +636,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.min_output_tokens = options.stop.min_output_tokens;
   request.ignore_end = options.stop.ignore_end;
   request.output = options.output;
+  request.scheduling = std::move(options.scheduling);
   request.positions = options.kv.positions;
   auto failed = [&](absl::string_view why) {
     return Rejection{.code = absl::StatusCode::kInternal,

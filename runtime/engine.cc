@@ -7,11 +7,15 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "runtime/reason.h"
 #include "runtime/text_stream.h"
 
 namespace epikv {
 namespace {
+
+// Steps to come may take longer than those before.
+constexpr double kMargin = 1.25;
 
 absl::Time EarlierOf(absl::Time a, absl::Time b) { return a < b ? a : b; }
 
@@ -99,48 +103,43 @@ Engine::Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor,
       tokenizer_(tokenizer),
       observer_(observer),
       now_(std::move(now)),
-      ledger_(options_.kv_capacity_bytes) {}
+      ledger_(options_.kv_capacity_bytes),
+      queue_(options_.queue),
+      outlook_(LookOut()) {}
 
 Engine::~Engine() { CancelAll(absl::CancelledError("the engine has ended")); }
 
 void Engine::Submit(Request request, std::shared_ptr<RequestSink> sink) {
-  queue_.push_back(std::make_unique<Sequence>(SequenceId(next_id_++), std::move(request),
-                                              std::move(sink), tokenizer_));
+  const SequenceId id{next_id_++};
+  queue_.Push(id, request, now_());
+  waiting_.emplace(id,
+                   std::make_unique<Sequence>(id, std::move(request), std::move(sink), tokenizer_));
 }
 
 bool Engine::Cancel(const std::string& request_id, absl::Status status) {
-  auto end_in = [&](auto& sequences) {
-    for (SequencePtr& s : sequences) {
-      if (s->finished || s->request.id != request_id) continue;
-      Finish(*s, FinishReason::kCancelled, std::move(status));
-      return true;
-    }
-    return false;
+  auto end = [&](Sequence& s) {
+    if (s.finished || s.request.id != request_id) return false;
+    Finish(s, FinishReason::kCancelled, std::move(status));
+    return true;
   };
-  const bool found = end_in(queue_) || end_in(running_);
+  const bool found =
+      std::any_of(waiting_.begin(), waiting_.end(), [&](auto& w) { return end(*w.second); }) ||
+      std::any_of(running_.begin(), running_.end(), [&](auto& s) { return end(*s); });
   DropFinished();
   return found;
 }
 
 void Engine::CancelAll(absl::Status status) {
-  for (SequencePtr& s : queue_) Finish(*s, FinishReason::kCancelled, status);
+  for (auto& [id, s] : waiting_) Finish(*s, FinishReason::kCancelled, status);
   for (SequencePtr& s : running_) Finish(*s, FinishReason::kCancelled, status);
   DropFinished();
 }
 
 absl::Time Engine::NextDeadline() const {
   absl::Time next = absl::InfiniteFuture();
-  for (const SequencePtr& s : queue_) next = EarlierOf(next, s->request.deadline);
+  for (const auto& [id, s] : waiting_) next = EarlierOf(next, s->request.deadline);
   for (const SequencePtr& s : running_) next = EarlierOf(next, s->request.deadline);
   return next;
-}
-
-int64_t Engine::waiting_tokens() const {
-  int64_t tokens = 0;
-  for (const SequencePtr& s : queue_) {
-    tokens += static_cast<int64_t>(s->request.prompt.size()) + s->request.max_output_tokens;
-  }
-  return tokens;
 }
 
 RequestFacts Engine::FactsOf(const Sequence& s) const {
@@ -167,10 +166,11 @@ std::vector<RequestFacts> Engine::Describe() const {
     all.push_back(FactsOf(*s));
     if (!s->sink->Ready()) all.back().waits_for = WaitsFor::kReader;
   }
-  WaitsFor first = running() < options_.max_running_requests ? WaitsFor::kKv : WaitsFor::kPlace;
-  for (const SequencePtr& s : queue_) {
+  for (const auto& [id, s] : waiting_) {
     all.push_back(FactsOf(*s));
-    all.back().waits_for = std::exchange(first, WaitsFor::kTurn);
+    all.back().waits_for = id != queue_.last_head()                    ? WaitsFor::kTurn
+                           : running() < options_.max_running_requests ? WaitsFor::kKv
+                                                                       : WaitsFor::kPlace;
   }
   return all;
 }
@@ -178,6 +178,7 @@ std::vector<RequestFacts> Engine::Describe() const {
 bool Engine::Step() {
   StepStats step;
   StageClock clock(step);
+  const absl::Time begin = now_();
   ExpireDeadlines();
   Admit();
   std::vector<Sequence*> sequences;
@@ -204,15 +205,43 @@ bool Engine::Step() {
   executor_->AddStageTimes(step);
 
   DropFinished();
+  pace_.OnStep(now_() - begin, step.prefill_tokens, step.decode_tokens);
   step.sequences = static_cast<int64_t>(items.size());
   clock.ChargeTotal();
   Report(step);
   return true;
 }
 
+Outlook Engine::LookOut() const {
+  Outlook outlook{
+      .at = now_(),
+      .measured = pace_.measured(),
+      .best = pace_.best(),
+      .present = pace_.present(),
+      .room = {.places = static_cast<double>(options_.max_running_requests),
+               .free_places = static_cast<double>(options_.max_running_requests - running()),
+               .bytes = static_cast<double>(ledger_.capacity()),
+               .free_bytes = static_cast<double>(ledger_.capacity() - ledger_.reserved())},
+      .waiting = queue_.backlog(),
+      .ageing = options_.queue.ageing,
+      .quantum_tokens = static_cast<double>(options_.queue.quantum_tokens)};
+  for (const SequencePtr& s : running_) {
+    outlook.running_best +=
+        WorkLeft(s->request, s->cached, s->num_outputs, outlook.best.decode_share);
+    outlook.running_present +=
+        WorkLeft(s->request, s->cached, s->num_outputs, outlook.present.decode_share);
+  }
+  return outlook;
+}
+
 void Engine::Report(StepStats step) {
+  outlook_ = LookOut();
   step.running = running();
   step.waiting = waiting();
+  auto index = [](const Sequence& s) { return static_cast<int>(s.request.scheduling.priority); };
+  for (const SequencePtr& s : running_) ++step.running_by_priority[index(*s)];
+  for (const auto& [id, s] : waiting_) ++step.waiting_by_priority[index(*s)];
+  step.predicted_wait = PredictWaitBehindAll(outlook_);
   step.kv_used_bytes = executor_->used_bytes();
   step.kv_reserved_bytes = ledger_.reserved();
   step.kv_capacity_bytes = ledger_.capacity();
@@ -222,29 +251,69 @@ void Engine::Report(StepStats step) {
 
 void Engine::ExpireDeadlines() {
   const absl::Time now = now_();
-  auto expire = [&](auto& sequences) {
-    for (SequencePtr& s : sequences) {
-      if (s->request.deadline > now) continue;
-      Finish(*s, FinishReason::kDeadline,
-             absl::DeadlineExceededError(s->open ? "the deadline passed while running"
-                                                 : "the deadline passed in the queue"));
-    }
+  auto passed = [](absl::string_view where) {
+    return absl::DeadlineExceededError(absl::StrCat("the deadline passed ", where));
   };
-  expire(queue_);
-  expire(running_);
+  const Pace best = pace_.best();
+  for (auto& [id, s] : waiting_) {
+    if (s->request.deadline <= now) {
+      Finish(*s, FinishReason::kDeadline, passed("in the queue"));
+    } else if (absl::Status late = Infeasible(s->request, PredictRun(s->request, best), now);
+               !late.ok()) {
+      Finish(*s, FinishReason::kDeadline, std::move(late));
+    }
+  }
+  for (SequencePtr& s : running_) {
+    if (s->request.deadline <= now) Finish(*s, FinishReason::kDeadline, passed("while running"));
+  }
   DropFinished();
 }
 
+absl::Status Engine::Infeasible(const Request& request, absl::Duration run, absl::Time now) const {
+  const absl::Duration left = request.deadline - now;
+  if (!options_.refuse_infeasible_deadlines || !pace_.measured() || run <= left) {
+    return absl::OkStatus();
+  }
+  auto seconds = [](absl::Duration d) {
+    return absl::StrFormat("%.3f s", absl::ToDoubleSeconds(d));
+  };
+  return WithReason(absl::DeadlineExceededError(
+                        absl::StrCat("the deadline cannot be met: it is in ", seconds(left),
+                                     ", and the request would run for ", seconds(run))),
+                    kDeadlineInfeasible);
+}
+
+// The head is admitted if and only if there is a place and reserved + its own <= pool.
+//
+// While requests of late ran past their deadlines, the head is dropped instead if at the present
+// pace it would do so, too: it would slow the others, and in a queue that is always full each place
+// would go to one whose time is just too short.
 void Engine::Admit() {
-  while (!queue_.empty() && running() < options_.max_running_requests) {
-    Sequence& s = *queue_.front();
-    const int64_t bytes = s.request.demand.peak_bytes();
+  while (running() < options_.max_running_requests) {
+    const absl::Time now = now_();
+    const std::optional<SequenceId> head = queue_.Head(now);
+    if (!head.has_value()) break;
+    SequencePtr& waiting = waiting_.at(*head);
+    const int64_t bytes = waiting->request.demand.peak_bytes();
     if (!ledger_.Fits(bytes)) break;
+    absl::Status late = absl::OkStatus();
+    if (pace_.missing() && running() + queue_.size() > 1) {
+      late = Infeasible(waiting->request, PredictRun(waiting->request, pace_.present()) * kMargin,
+                        now);
+    }
+    if (!late.ok()) {
+      Finish(*waiting, FinishReason::kDeadline, std::move(late));
+      queue_.Remove(*head);
+      waiting_.erase(*head);
+      continue;
+    }
+    queue_.PopHead();
+    running_.push_back(std::move(waiting));
+    waiting_.erase(*head);
+    Sequence& s = *running_.back();
     ledger_.Reserve(s.id, bytes);
     s.open = true;
-    s.admitted = now_();
-    running_.push_back(std::move(queue_.front()));
-    queue_.pop_front();
+    s.admitted = now;
     if (absl::Status status = executor_->Open(s.id, s.request); !status.ok()) {
       Finish(s, FinishReason::kError, std::move(status));
       running_.pop_back();  // the next may have its place
@@ -438,15 +507,29 @@ void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
                    .kept = std::move(facts.kept)};
     executor_->Close(s.id);
     ledger_.Release(s.id);
+    Learn(s, finished);
   }
   observer_.OnFinished(s.request, finished);
   s.sink->OnFinished(std::move(finished));
 }
 
+// What forecasts learn from a request that was running.
+void Engine::Learn(const Sequence& s, const Finished& finished) {
+  const bool timed_out = absl::IsDeadlineExceeded(finished.status);
+  if (s.request.deadline != absl::InfiniteFuture() && (finished.status.ok() || timed_out)) {
+    pace_.OnDeadline(timed_out);
+  }
+  if (finished.status.ok() && !s.scores()) {
+    pace_.OnOutput(s.num_outputs - 1, s.request.max_output_tokens - 1);
+  }
+}
+
 void Engine::DropFinished() {
-  auto finished = [](const SequencePtr& s) { return s->finished; };
-  std::erase_if(queue_, finished);
-  std::erase_if(running_, finished);
+  std::erase_if(waiting_, [this](const auto& entry) {
+    if (entry.second->finished) queue_.Remove(entry.first);
+    return entry.second->finished;
+  });
+  std::erase_if(running_, [](const SequencePtr& s) { return s->finished; });
 }
 
 }  // namespace epikv

@@ -1,16 +1,18 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/clock.h"
+#include "runtime/forecast.h"
 #include "runtime/ledger.h"
 #include "runtime/observer.h"
+#include "runtime/queue.h"
 #include "runtime/request.h"
 #include "runtime/scheduler.h"
 #include "runtime/step_executor.h"
@@ -20,6 +22,9 @@ namespace epikv {
 
 struct EngineOptions {
   SchedulerOptions scheduler;
+  QueueRule queue;
+  // Requests that cannot meet their deadlines are refused, and dropped while they wait.
+  bool refuse_infeasible_deadlines = true;
   int64_t kv_capacity_bytes = 0;
   int64_t max_running_requests = 256;
   int64_t max_trace_victims = 65536;  // of one request's eviction trace
@@ -43,17 +48,19 @@ class Engine {
   bool Cancel(const std::string& request_id, absl::Status status);
   void CancelAll(absl::Status status);
 
-  // Ends what is past its deadline, admits what fits, and runs one step of what is ready.
-  // False: nothing could run.
+  // Ends what is past its deadline or cannot meet it, admits what fits, and runs one step of what
+  // is ready. False: nothing could run.
   bool Step();
 
   // When Step has to be called next although nothing can run: the earliest deadline.
   absl::Time NextDeadline() const;
 
   int64_t running() const { return static_cast<int64_t>(running_.size()); }
-  int64_t waiting() const { return static_cast<int64_t>(queue_.size()); }
-  int64_t waiting_tokens() const;              // prompts and max outputs
-  std::vector<RequestFacts> Describe() const;  // those that run, then the queue in its order
+  int64_t waiting() const { return queue_.size(); }
+  // After the last step.
+  const Outlook& outlook() const { return outlook_; }
+  const EngineOptions& options() const { return options_; }
+  std::vector<RequestFacts> Describe() const;  // those that run, then those that wait
   const Ledger& ledger() const { return ledger_; }
   const StepExecutor& executor() const { return *executor_; }
 
@@ -63,6 +70,8 @@ class Engine {
   void ExpireDeadlines();
   RequestFacts FactsOf(const Sequence& sequence) const;
   void Admit();
+  // Not OK: a request that began now and ran so long would miss its deadline.
+  absl::Status Infeasible(const Request& request, absl::Duration run, absl::Time now) const;
   std::vector<WorkItem> PlanStep(std::vector<Sequence*>& sequences);
   std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items);
   void Deliver(Sequence& sequence, const WorkItem& item, ForwardOutcome outcome);
@@ -71,7 +80,9 @@ class Engine {
   static FinishReason ReasonOf(const Sequence& sequence);
   // Ends a sequence: frees its KV, tells sink and observer. It is dropped at the step's end.
   void Finish(Sequence& sequence, FinishReason reason, absl::Status status = absl::OkStatus());
+  void Learn(const Sequence& sequence, const Finished& finished);
   void DropFinished();
+  Outlook LookOut() const;
   void Report(StepStats step);
 
   const EngineOptions options_;
@@ -80,8 +91,11 @@ class Engine {
   EngineObserver& observer_;
   const std::function<absl::Time()> now_;
   Ledger ledger_;
-  std::deque<SequencePtr> queue_;
-  std::vector<SequencePtr> running_;  // in order of admission
+  RequestQueue queue_;
+  std::map<SequenceId, SequencePtr> waiting_;  // what the queue orders; in order of arrival
+  std::vector<SequencePtr> running_;           // in order of admission
+  PaceMeter pace_;
+  Outlook outlook_;
   int64_t next_id_ = 0;
 };
 

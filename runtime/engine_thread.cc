@@ -29,7 +29,7 @@ class EngineThread::TrackedSink final : public RequestSink {
 
 EngineThread::EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits,
                            std::function<void()> on_start, CoreShare cores)
-    : cores_(cores), limits_(limits), engine_(std::move(engine)) {
+    : cores_(cores), limits_(limits), outlook_(engine->outlook()), engine_(std::move(engine)) {
   thread_ = std::thread([this, on_start = std::move(on_start)] {
     if (on_start) on_start();
     Run();
@@ -46,21 +46,38 @@ EngineThread::~EngineThread() {
 }
 
 SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> sink) {
-  const int64_t tokens = static_cast<int64_t>(request.prompt.size()) + request.max_output_tokens;
+  const Work work = WorkOf(request);
+  const absl::Time now = absl::Now();
   absl::MutexLock lock(&mu_);
   if (draining_) return {.error = SubmitError::kDraining};
   if (live_.contains(request.id)) return {.error = SubmitError::kDuplicateId};
-  const int64_t waiting = queued_.requests + submitted_.requests;
+  const Work waiting = outlook_.waiting.total();
+  SubmitResult result{.waiting = static_cast<int64_t>(waiting.requests),
+                      .forecast = Predict(outlook_, request, now)};
+  const absl::Duration late =
+      result.forecast.least_wait + result.forecast.least_run - (request.deadline - now);
+  if (engine_->options().refuse_infeasible_deadlines && outlook_.measured &&
+      late > absl::ZeroDuration()) {
+    result.error = SubmitError::kDeadlineInfeasible;
+    if (late <= result.forecast.least_wait) {
+      result.retry_after = retries_.After(late, work, outlook_, now);
+    }
+    return result;
+  }
   // Alone, a request may be over the limit of tokens: it would be refused for ever.
-  if (waiting >= limits_.max_requests ||
-      (waiting > 0 && queued_.tokens + submitted_.tokens + tokens > limits_.max_tokens)) {
-    return {.error = SubmitError::kQueueFull, .queue_position = waiting};
+  if (result.waiting >= limits_.max_requests ||
+      (result.waiting > 0 &&
+       waiting.tokens + work.tokens > static_cast<double>(limits_.max_tokens))) {
+    result.error = SubmitError::kQueueFull;
+    result.retry_after = retries_.After(absl::ZeroDuration(), work, outlook_, now);
+    return result;
   }
   live_.emplace(request.id, sink.get());
-  submitted_ += {.requests = 1, .tokens = tokens};
+  outlook_.waiting.Add(request.scheduling, work);
+  submitted_.Add(request.scheduling, work);
   auto tracked = std::make_shared<TrackedSink>(*this, request, std::move(sink));
   inbox_.push_back(Submitted{std::move(request), std::move(tracked)});
-  return {.queue_position = waiting};
+  return result;
 }
 
 bool EngineThread::Cancel(const std::string& request_id, absl::Status status) {
@@ -133,8 +150,7 @@ std::vector<EngineThread::Message> EngineThread::TakeInbox(bool wait, absl::Time
   };
   if (wait) mu_.AwaitWithDeadline(absl::Condition(&called), until);
   woken_ = false;
-  // Counted as waiting until the engine says how many of them are.
-  queued_ += std::exchange(submitted_, {});
+  submitted_ = {};  // they count as waiting until the engine says how many of them do
   return std::exchange(inbox_, {});
 }
 
@@ -151,8 +167,10 @@ void EngineThread::Handle(std::vector<Message> messages) {
 }
 
 bool EngineThread::Publish() {
+  Outlook outlook = engine_->outlook();
   absl::MutexLock lock(&mu_);
-  queued_ = {.requests = engine_->waiting(), .tokens = engine_->waiting_tokens()};
+  std::swap(outlook_, outlook);
+  outlook_.waiting += submitted_;
   return !stopping_;
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <variant>
@@ -14,6 +15,7 @@
 #include "absl/synchronization/mutex.h"
 #include "runtime/core_budget.h"
 #include "runtime/engine.h"
+#include "runtime/forecast.h"
 #include "runtime/request.h"
 
 namespace epikv {
@@ -24,11 +26,15 @@ struct QueueLimits {
 };
 
 // Why Submit refused.
-enum class SubmitError { kNone, kQueueFull, kDuplicateId, kDraining };
+enum class SubmitError { kNone, kQueueFull, kDuplicateId, kDraining, kDeadlineInfeasible };
 
 struct SubmitResult {
   SubmitError error = SubmitError::kNone;
-  int64_t queue_position = 0;  // requests waiting before this one
+  int64_t waiting = 0;  // requests, all
+  Forecast forecast;
+  // When trying again is worth while. Of kQueueFull always; of kDeadlineInfeasible unless the
+  // request alone takes longer than it has.
+  std::optional<absl::Duration> retry_after;
 };
 
 // Runs one Engine on a thread of its own. All other threads meet it here and nowhere else: a mutex,
@@ -83,21 +89,12 @@ class EngineThread {
   using Message = std::variant<Submitted, Cancelled, Asked>;
   class TrackedSink;
 
-  struct QueueSize {
-    int64_t requests = 0, tokens = 0;
-    QueueSize& operator+=(QueueSize other) {
-      requests += other.requests;
-      tokens += other.tokens;
-      return *this;
-    }
-  };
-
   void Run();
   bool Step();
   // `wait`: until there is something to do, at most until `until`.
   std::vector<Message> TakeInbox(bool wait, absl::Time until);
   void Handle(std::vector<Message> messages);
-  bool Publish();  // the queue's size; false: stop
+  bool Publish();  // the engine's outlook; false: stop
   void OnEnding(const std::string& request_id);
   void OnEnded();
 
@@ -110,9 +107,10 @@ class EngineThread {
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
   absl::flat_hash_map<std::string, const RequestSink*> live_ ABSL_GUARDED_BY(mu_);  // by id
   bool ending_ ABSL_GUARDED_BY(mu_) = false;  // a sink is hearing of its end
-  QueueSize submitted_ ABSL_GUARDED_BY(mu_);  // in the inbox
-  QueueSize queued_ ABSL_GUARDED_BY(mu_);     // in the engine, not yet admitted
-  const std::unique_ptr<Engine> engine_;      // of the thread alone
+  Outlook outlook_ ABSL_GUARDED_BY(mu_);      // after the last step, with what came since
+  Backlog submitted_ ABSL_GUARDED_BY(mu_);    // in the inbox
+  RetryTimes retries_ ABSL_GUARDED_BY(mu_);
+  const std::unique_ptr<Engine> engine_;  // of the thread alone, but for its options
   std::thread thread_;
 };
 

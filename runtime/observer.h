@@ -1,6 +1,8 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/time/time.h"
@@ -21,6 +23,10 @@ struct StepStats {
   absl::Duration total_wall, total_cpu;
   // After the step.
   int64_t running = 0, waiting = 0;
+  // The same by the priority that was asked for.
+  std::array<int64_t, kNumPriorities> running_by_priority{}, waiting_by_priority{};
+  // Of a request that comes behind all that waits. Absent before anything was measured.
+  std::optional<absl::Duration> predicted_wait;
   int64_t kv_used_bytes = 0, kv_reserved_bytes = 0, kv_capacity_bytes = 0;
   // Since the start: K/V rows that made room for others, and the longest time that one admission
   // took to move them.

@@ -14,6 +14,8 @@ inline constexpr absl::string_view kReasonUrl = "epikv/reason";
 
 // The request's policy threw or answered an invalid set of victims.
 inline constexpr absl::string_view kPolicyFailed = "POLICY_FAILED";
+// Its deadline cannot be met: refused, or dropped while it waited.
+inline constexpr absl::string_view kDeadlineInfeasible = "DEADLINE_INFEASIBLE";
 // Why a policy failed that threw an object of no known type.
 inline constexpr absl::string_view kNoException = "it threw what is no exception";
 

@@ -53,6 +53,15 @@ struct OutputOptions {
   bool kept = false;             // indexes held at the end
 };
 
+enum class Priority { kLow, kNormal, kHigh };
+inline constexpr int kNumPriorities = 3;
+
+// Who is served first while requests wait: see RequestQueue.
+struct SchedulingOptions {
+  Priority priority = Priority::kNormal;
+  std::string tenant;  // empty: the default tenant
+};
+
 // What a client asks for.
 struct RequestOptions {
   std::string id;
@@ -61,6 +70,7 @@ struct RequestOptions {
   StopOptions stop;
   OutputOptions output;
   KvOptions kv;
+  SchedulingOptions scheduling;
   // Scoring: these tokens are forced instead of sampled, and their log-probabilities returned.
   std::vector<int32_t> forced;
   bool force_in_chunks =
@@ -95,6 +105,7 @@ struct Request {
   int64_t min_output_tokens = 0;  // none of these ends the request
   bool ignore_end = false;
   OutputOptions output;
+  SchedulingOptions scheduling;
 
   const PolicySpec* spec = nullptr;
   Params params;
@@ -111,6 +122,8 @@ struct Request {
   absl::Time arrival = absl::InfinitePast();
   absl::Time deadline = absl::InfiniteFuture();
 
+  // The most it can take: what queues and shares are counted in.
+  int64_t most_tokens() const { return static_cast<int64_t>(prompt.size()) + max_output_tokens; }
   // Tokens that are prefilled: the prompt, and what is scored in chunks with it.
   int64_t prefill_tokens() const {
     return static_cast<int64_t>(prompt.size() + (force_in_chunks ? forced.size() - 1 : 0));

@@ -293,6 +293,9 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
   check.Require(c.max_queued_requests() >= 1, "max_queued_requests", "be at least 1");
   check.Require(c.max_queued_tokens() >= 1 && c.max_queued_tokens() <= kMost, "max_queued_tokens",
                 "be at least 1 and below 2^63");
+  check.Require(std::isfinite(c.priority_ageing_seconds()) && c.priority_ageing_seconds() > 0,
+                "priority_ageing_seconds", "be above 0");
+  check.Require(c.fairness_quantum_tokens() >= 1, "fairness_quantum_tokens", "be at least 1");
   check.Require(c.default_max_output_tokens() >= 1, "default_max_output_tokens", "be at least 1");
   constexpr absl::string_view kKernels[] = {"auto", "flash", "matmul", "batch"};
   check.Require(
@@ -384,6 +387,9 @@ Config ConfigOf(const v1::ServerConfig& c) {
                   .max_running_requests = c.max_running_requests(),
                   .queue = {.max_requests = c.max_queued_requests(),
                             .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
+                  .queue_rule = {.ageing = absl::Seconds(c.priority_ageing_seconds()),
+                                 .quantum_tokens = c.fairness_quantum_tokens()},
+                  .refuse_infeasible_deadlines = c.refuse_infeasible_deadlines(),
                   .defaults = {.max_output_tokens = c.default_max_output_tokens(),
                                .policy = c.default_policy(),
                                .equal_protection = c.default_equal_protection()},

@@ -7,6 +7,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "epikv/v1/errors.pb.h"
 #include "runtime/reason.h"
 
@@ -168,6 +169,21 @@ grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
   violation.set_description(ShortenText(description, kMaxDescriptionBytes));
   details.Add("QuotaFailure", failure);
   details.AddRetry(retry_after);
+  return details.ToGrpc();
+}
+
+grpc::Status DeadlineInfeasible(const DeadlineEstimate& estimate,
+                                std::optional<absl::Duration> retry_after) {
+  auto seconds = [](absl::Duration d) { return absl::StrFormat("%.3f", absl::ToDoubleSeconds(d)); };
+  const std::string left = seconds(estimate.left), wait = seconds(estimate.wait),
+                    run = seconds(estimate.run);
+  Details details(grpc::StatusCode::DEADLINE_EXCEEDED,
+                  absl::StrCat("the deadline cannot be met: it is in ", left,
+                               " s, and the request would wait for at least ", wait,
+                               " s and run for ", run, " s"),
+                  kDeadlineInfeasible,
+                  {{"seconds_left", left}, {"wait_seconds", wait}, {"run_seconds", run}});
+  if (retry_after.has_value()) details.AddRetry(*retry_after);
   return details.ToGrpc();
 }
 

@@ -2,6 +2,7 @@
 
 #include <grpcpp/support/status.h>
 
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -32,6 +33,11 @@ grpc::Status ToGrpc(const Rejection& rejection);
 // Of a request that has ended. Its reason is the payload of runtime/reason.h, else the code's name.
 grpc::Status ToGrpc(const absl::Status& status);
 
+// What a request has, and what it needs at least.
+struct DeadlineEstimate {
+  absl::Duration left, wait, run;
+};
+
 grpc::Status NotFound(absl::string_view type, absl::string_view name,
                       absl::string_view description);
 grpc::Status AlreadyExists(absl::string_view type, absl::string_view name,
@@ -39,6 +45,9 @@ grpc::Status AlreadyExists(absl::string_view type, absl::string_view name,
 // subject: what is used up; retry_after: when it may be free again.
 grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
                        absl::Duration retry_after);
+// What was refused at the door: a deadline that cannot be met.
+grpc::Status DeadlineInfeasible(const DeadlineEstimate& estimate,
+                                std::optional<absl::Duration> retry_after);
 grpc::Status Unavailable(absl::string_view reason, absl::string_view description,
                          absl::Duration retry_after);
 

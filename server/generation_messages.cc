@@ -39,6 +39,7 @@ class Reader {
 
   KvOptions Kv(const v1::KvOptions& kv);
   DeltaOptions Deltas(const v1::OutputOptions& output);
+  SchedulingOptions Scheduling(const v1::SchedulingOptions& scheduling);
   void Violate(std::string field, std::string description) {
     violations_.push_back({std::move(field), std::move(description)});
   }
@@ -97,6 +98,16 @@ DeltaOptions Reader::Deltas(const v1::OutputOptions& output) {
                          absl::FormatDuration(coalesce)));
   }
   return {.token_ids = output.token_ids(), .coalesce = coalesce};
+}
+
+SchedulingOptions Reader::Scheduling(const v1::SchedulingOptions& scheduling) {
+  SchedulingOptions options{.tenant = scheduling.tenant()};
+  if (!v1::Priority_IsValid(scheduling.priority())) {
+    Violate("scheduling.priority", absl::StrCat("unknown value ", scheduling.priority()));
+  }
+  if (scheduling.priority() == v1::PRIORITY_LOW) options.priority = Priority::kLow;
+  if (scheduling.priority() == v1::PRIORITY_HIGH) options.priority = Priority::kHigh;
+  return options;
 }
 
 SamplingParams FromProto(const v1::SamplingParams& proto) {
@@ -287,7 +298,8 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& toke
                                  .kv_trace = output.kv_trace(),
                                  .residual_steps = output.residual_steps(),
                                  .kept = output.kept()},
-                      .kv = reader.Kv(request.kv())},
+                      .kv = reader.Kv(request.kv()),
+                      .scheduling = reader.Scheduling(request.scheduling())},
           .deltas = reader.Deltas(output),
           .has_seed = request.sampling().has_seed(),
           .violations = reader.TakeViolations()};
@@ -305,6 +317,7 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokeniz
           ? reader.Encode("continuation_text", request.continuation_text(), {.add_special = false})
           : reader.Ids(request.continuation_ids());
   KvOptions kv = reader.Kv(request.kv());
+  SchedulingOptions scheduling = reader.Scheduling(request.scheduling());
   std::vector<FieldViolation> violations = reader.TakeViolations();
   if (forced.empty() && !Mentions(violations, "continuation_text")) {
     violations.push_back({"continuation", "is empty; at least one token is needed"});
@@ -319,6 +332,7 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokeniz
                                  .residual_steps = request.residual_steps(),
                                  .kept = request.kept()},
                       .kv = std::move(kv),
+                      .scheduling = std::move(scheduling),
                       .forced = std::move(forced),
                       .force_in_chunks = request.cadence() == v1::SCORE_CADENCE_CHUNK},
           .deltas = {.token_ids = true},
@@ -371,6 +385,10 @@ v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model) {
                                                  : v1::SCORE_CADENCE_DECODE);
   }
   return accepted;
+}
+
+void SetPredictedWait(const Forecast& forecast, v1::Accepted& accepted) {
+  if (forecast.wait.has_value()) *accepted.mutable_predicted_wait() = ToProto(*forecast.wait);
 }
 
 v1::Delta ToProto(const Delta& delta) {

@@ -7,6 +7,7 @@
 
 #include "epikv/v1/generation.pb.h"
 #include "runtime/admission.h"
+#include "runtime/forecast.h"
 #include "runtime/request.h"
 #include "runtime/tokenizer.h"
 #include "server/outbox.h"
@@ -37,8 +38,9 @@ struct Prepared {
   DeltaOptions deltas;
 };
 
-// `queue_position` is not set yet.
+// `queue_position` and `predicted_wait` are not set yet.
 v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model);
+void SetPredictedWait(const Forecast& forecast, v1::Accepted& accepted);
 v1::Delta ToProto(const Delta& delta);
 v1::EvictionEvent ToProto(const EvictionTrace& trace);
 v1::Progress ToProto(const PromptProgress& progress);

@@ -6,6 +6,7 @@
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "runtime/reason.h"
 #include "server/errors.h"
 #include "server/request_series.h"
 #include "server/rpc.h"
@@ -14,8 +15,8 @@
 namespace epikv {
 namespace {
 
-// A queue drains in steps of the engine; a second is many of them.
-constexpr absl::Duration kRetryDelay = absl::Seconds(1);
+// By then another replica takes what this one, which is draining, refuses.
+constexpr absl::Duration kDrainRetryDelay = absl::Seconds(1);
 
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const auto deadline = context.deadline();
@@ -317,8 +318,9 @@ void GenerationService::Begin(const grpc::ByteBuffer& in, Call& call) {
       return call.Fail(RefusalOf(scope.context(), submitted, id, *model));
     }
     // Nothing calls `call` before Open, nor cancels it before this method has returned.
+    SetPredictedWait(submitted.forecast, facts.accepted);
     call.Start(std::move(facts));
-    return outbox->Open({.position = submitted.queue_position});
+    return outbox->Open({.position = static_cast<int64_t>(submitted.forecast.position)});
   }
 }
 
@@ -362,6 +364,10 @@ OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const std::string
 grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,
                                           const SubmitResult& submitted,
                                           const std::string& request_id, const ServedModel& model) {
+  if (submitted.retry_after.has_value()) {  // for the retries of gRPC's own clients
+    context.AddTrailingMetadata("grpc-retry-pushback-ms",
+                                absl::StrCat(absl::ToInt64Milliseconds(*submitted.retry_after)));
+  }
   switch (submitted.error) {
     case SubmitError::kDuplicateId:
       model.metrics->OnRejected(kDuplicateId);
@@ -369,18 +375,22 @@ grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,
                            absl::StrCat("a request '", request_id, "' is live"));
     case SubmitError::kDraining:
       model.metrics->OnRejected(kDraining);
-      return Unavailable(kDraining, "the server is shutting down; try another one", kRetryDelay);
+      return Unavailable(kDraining, "the server is shutting down; try another one",
+                         kDrainRetryDelay);
+    case SubmitError::kDeadlineInfeasible:
+      model.metrics->OnRejected(kDeadlineInfeasible);
+      return DeadlineInfeasible({.left = DeadlineOf(context) - absl::Now(),
+                                 .wait = submitted.forecast.least_wait,
+                                 .run = submitted.forecast.least_run},
+                                submitted.retry_after);
     case SubmitError::kQueueFull:
     case SubmitError::kNone:
       break;
   }
   model.metrics->OnRejected(kQueueFull);
-  context.AddTrailingMetadata("grpc-retry-pushback-ms",
-                              absl::StrCat(absl::ToInt64Milliseconds(kRetryDelay)));
-  return Exhausted(
-      "waiting requests",
-      absl::StrCat("the queue is full: ", submitted.queue_position, " requests are waiting"),
-      kRetryDelay);
+  return Exhausted("waiting requests",
+                   absl::StrCat("the queue is full: ", submitted.waiting, " requests are waiting"),
+                   *submitted.retry_after);
 }
 
 std::string GenerationService::NewRequestId() {

@@ -44,9 +44,8 @@ class Log {
 
   void SetLevel(LogLevel level) { level_ = level; }
   // What gRPC has to say comes here too, from now on: its errors (failed handshakes, files of TLS
-  // that cannot be read) as warnings, the rest as debug. Any client can cause it, so it is ten lines
-  // a second.
-  // Precondition: this lives until the process ends.
+  // that cannot be read) as warnings, the rest as debug. Any client can cause it, so it is ten
+  // lines a second. Precondition: this lives until the process ends.
   void TakeGrpc();
 
  private:

@@ -9,10 +9,10 @@ namespace epikv {
 namespace {
 
 constexpr absl::string_view kReasons[] = {
-    "invalid_request",   "token_range",    "context_length", "kv_budget", "kv_pool_too_small",
-    "artefact_missing",  "prompt_evicted", "queue_full",     "starting",  "draining",
-    "duplicate_id",      "not_found",      "not_utf8",       "malformed", "unauthenticated",
-    "permission_denied", "other"};
+    "invalid_request",   "token_range",         "context_length", "kv_budget", "kv_pool_too_small",
+    "artefact_missing",  "prompt_evicted",      "queue_full",     "starting",  "draining",
+    "duplicate_id",      "not_found",           "not_utf8",       "malformed", "unauthenticated",
+    "permission_denied", "deadline_infeasible", "other"};
 
 }  // namespace
 

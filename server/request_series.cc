@@ -18,10 +18,10 @@ using prometheus::Labels;
 constexpr absl::string_view kArm = "none";
 constexpr absl::string_view kPhases[] = {"prefill", "decode"};
 constexpr absl::string_view kOperations[] = {"text_completion", "score"};
-constexpr absl::string_view kReasons[] = {"length",      "end",      "stop_token",
-                                          "stop_string", "deadline", "error",
-                                          "slow_reader", "drained",  "cancelled"};
-constexpr size_t kNumFailures = 5;  // of the reasons, the last ones
+constexpr absl::string_view kReasons[] = {
+    "length", "end",         "stop_token", "stop_string", "deadline", "deadline_infeasible",
+    "error",  "slow_reader", "drained",    "cancelled"};
+constexpr size_t kNumFailures = 6;  // of the reasons, the last ones
 
 Bounds KvTokenBounds() { return PowersOfTwo(5, 17); }
 
@@ -37,8 +37,8 @@ absl::string_view FinishLabel(const Finished& finished) {
       return "stop_token";
     case FinishReason::kStopString:
       return "stop_string";
-    case FinishReason::kDeadline:
-      return "deadline";
+    case FinishReason::kDeadline:  // dropped from the queue, or at its deadline
+      return ReasonOf(finished.status) == kDeadlineInfeasible ? "deadline_infeasible" : "deadline";
     case FinishReason::kError:
       return "error";
     case FinishReason::kCancelled:

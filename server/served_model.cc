@@ -63,10 +63,13 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& 
   model->metrics = *std::move(series);
   model->observer = std::make_unique<EngineMetrics>(model->metrics, FactsOf(*model, options, load));
   model->engine = std::make_unique<EngineThread>(
-      std::make_unique<Engine>(EngineOptions{.scheduler = options.scheduler,
-                                             .kv_capacity_bytes = loaded.kv_capacity_bytes,
-                                             .max_running_requests = options.max_running_requests},
-                               std::move(loaded.executor), *model->tokenizer, *model->observer),
+      std::make_unique<Engine>(
+          EngineOptions{.scheduler = options.scheduler,
+                        .queue = options.queue_rule,
+                        .refuse_infeasible_deadlines = options.refuse_infeasible_deadlines,
+                        .kv_capacity_bytes = loaded.kv_capacity_bytes,
+                        .max_running_requests = options.max_running_requests},
+          std::move(loaded.executor), *model->tokenizer, *model->observer),
       options.queue, loaded.on_engine_thread_start,
       CoreShare{.budget = &cores, .threads = loaded.threads});
   return model;

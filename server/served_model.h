@@ -34,6 +34,8 @@ struct ServingOptions {
   SchedulerOptions scheduler;
   int64_t max_running_requests = 256;
   QueueLimits queue;
+  QueueRule queue_rule;
+  bool refuse_infeasible_deadlines = true;
   RequestDefaults defaults;
   bool deterministic = false;
 };

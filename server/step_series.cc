@@ -14,6 +14,9 @@ using prometheus::MetricFamily;
 constexpr const char* kStages[kNumStages] = {"schedule", "forward", "taps", "sample",
                                              "deliver",  "observe", "evict"};
 
+// By Priority.
+constexpr const char* kPriorities[kNumPriorities] = {"low", "normal", "high"};
+
 // A gauge with one sample for each value of one label; of an empty label, with one sample.
 MetricFamily GaugeOf(const char* name, const char* help, const std::string& model,
                      const char* label,
@@ -30,6 +33,27 @@ MetricFamily GaugeOf(const char* name, const char* help, const std::string& mode
   return family;
 }
 
+// Requests by priority, and by `reason` where that is not empty.
+MetricFamily RequestGauge(const char* name, const char* help, const std::string& model,
+                          const std::vector<std::pair<const char*, ByPriority>>& by_reason) {
+  MetricFamily family{
+      .name = name, .help = help, .type = prometheus::MetricType::Gauge, .metric = {}};
+  for (const auto& [reason, requests] : by_reason) {
+    for (int i = 0; i < kNumPriorities; ++i) {
+      ClientMetric metric;
+      metric.label = {{"model", model}, {"priority", kPriorities[i]}};
+      if (*reason != '\0') metric.label.push_back({"reason", reason});
+      metric.gauge.value = static_cast<double>(requests[i]);
+      family.metric.push_back(std::move(metric));
+    }
+  }
+  return family;
+}
+
+void AddTo(const ByPriority& requests, ByPriority& to) {
+  for (int i = 0; i < kNumPriorities; ++i) to[i] += requests[i];
+}
+
 }  // namespace
 
 void FillGauges::Add(const EngineFill& engine) {
@@ -38,13 +62,16 @@ void FillGauges::Add(const EngineFill& engine) {
   reserved_ += static_cast<double>(last.kv_reserved_bytes);
   capacity_ += static_cast<double>(last.kv_capacity_bytes);
   peak_used_ += static_cast<double>(engine.peak_used_bytes);
-  running_ += static_cast<double>(last.running);
+  AddTo(last.running_by_priority, running_);
   const bool for_place = last.running >= engine.max_running_requests;
-  (for_place ? waiting_for_place_ : waiting_for_kv_) += static_cast<double>(last.waiting);
+  AddTo(last.waiting_by_priority, for_place ? waiting_for_place_ : waiting_for_kv_);
+  if (last.predicted_wait.has_value()) predicted_wait_ = Seconds(*last.predicted_wait);
 }
 
 std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
   const double whole = std::max(1.0, capacity_);
+  std::vector<std::pair<const char*, double>> wait;  // nothing before steps were measured
+  if (predicted_wait_.has_value()) wait.push_back({"", *predicted_wait_});
   return {GaugeOf("epikv_kv_bytes",
                   "Bytes of the KV pool: used, reserved by running requests and not yet used, "
                   "cached prefixes, free. They sum to the capacity.",
@@ -61,12 +88,14 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
           GaugeOf("epikv_kv_reserved_ratio",
                   "Share of the KV pool that running requests have reserved, used or not.", model,
                   "", {{"", reserved_ / whole}}),
-          GaugeOf("epikv_requests_running", "Requests that hold KV cache.", model, "",
-                  {{"", running_}}),
-          GaugeOf("epikv_requests_waiting",
-                  "Requests in the queue, by what the first of them waits for: room in the KV "
-                  "pool, or a place among max_running_requests.",
-                  model, "reason", {{"kv", waiting_for_kv_}, {"running", waiting_for_place_}})};
+          RequestGauge("epikv_requests_running", "Requests that hold KV cache.", model,
+                       {{"", running_}}),
+          RequestGauge("epikv_requests_waiting",
+                       "Requests in the queue, by what the first of them waits for: room in the KV "
+                       "pool, or a place among max_running_requests.",
+                       model, {{"kv", waiting_for_kv_}, {"running", waiting_for_place_}}),
+          GaugeOf("epikv_predicted_wait_seconds",
+                  "How long a request would wait behind all that waits now.", model, "", wait)};
 }
 
 StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)

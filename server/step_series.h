@@ -3,6 +3,7 @@
 #include <prometheus/metric_family.h>
 
 #include <array>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -13,6 +14,8 @@
 #include "server/metric_families.h"
 
 namespace epikv {
+
+using ByPriority = std::array<int64_t, kNumPriorities>;
 
 // How full one engine is.
 struct EngineFill {
@@ -25,14 +28,15 @@ struct EngineFill {
 // of an engine are from one moment, so that they add up.
 class FillGauges {
  public:
-  static constexpr int64_t kNumSeries = 11;
+  static constexpr int64_t kNumSeries = 18;
 
   void Add(const EngineFill& engine);
   std::vector<prometheus::MetricFamily> Families(const std::string& model) const;
 
  private:
   double used_ = 0, reserved_ = 0, capacity_ = 0, peak_used_ = 0;
-  double running_ = 0, waiting_for_kv_ = 0, waiting_for_place_ = 0;
+  ByPriority running_{}, waiting_for_kv_{}, waiting_for_place_{};
+  std::optional<double> predicted_wait_;  // seconds; of the newest engine
 };
 
 // What a step's series need to know of the step before it, of the same engine.

@@ -475,6 +475,8 @@ const BadInput kBadInputs[] = {
     {"ManyStopTokens", [](auto& o) { o.stop.tokens.assign(65, 1); }, "stop.stop_token_ids",
      "has 65 items, at most 64"},
     {"LongId", [](auto& o) { o.id.assign(129, 'x'); }, "request_id", "has 129 bytes, at most 128"},
+    {"LongTenant", [](auto& o) { o.scheduling.tenant.assign(65, 'x'); }, "scheduling.tenant",
+     "has 65 bytes, at most 64"},
     {"UnknownPolicy", [](auto& o) { o.kv.policy = "best"; }, "kv.policy",
      "unknown policy 'best'; known: at_end, by_chunk, full, ragged, refuses"},
     {"PolicyWithoutBudget", [](auto& o) { o.kv.policy = "by_chunk"; }, "kv.budget",

@@ -76,6 +76,9 @@ TEST(ConfigTest, DefaultsAreThoseOfTheCommentedFile) {
   EXPECT_EQ(config.serving.scheduler.fixed_chunk_tokens, 0);
   EXPECT_EQ(config.serving.queue.max_tokens, 4194304);
   EXPECT_EQ(config.serving.defaults.max_output_tokens, 1024);
+  EXPECT_EQ(config.serving.queue_rule.ageing, absl::Seconds(30));
+  EXPECT_EQ(config.serving.queue_rule.quantum_tokens, 2048);
+  EXPECT_TRUE(config.serving.refuse_infeasible_deadlines);
   EXPECT_EQ(config.outbox.stall, absl::Seconds(30));
   EXPECT_EQ(config.drain, absl::Seconds(30));
   EXPECT_TRUE(config.reflection);
@@ -169,12 +172,15 @@ TEST(ConfigTest, NamesEverythingThatIsWrong) {
       Errors({"--listen=nowhere", "--metrics_listen=host:70000", "--kv_memory_share=nan",
               "--max_step_tokens=0", "--decode_kernel=fast", "--outbox_bytes=1",
               "--stream_stall_seconds=0", "--drain_seconds=-1", "--default_max_output_tokens=0",
-              "--threads=x", "--thread=2", "stray", "--metrics_max_series"});
+              "--priority_ageing_seconds=inf", "--fairness_quantum_tokens=0", "--threads=x",
+              "--thread=2", "stray", "--metrics_max_series"});
   for (const char* name :
        {"--listen must be host:port", "--metrics_listen must", "--model must name the file",
         "--kv_memory_share must be in (0, 1], is nan", "--max_step_tokens must", "is \"fast\"",
         "--outbox_bytes must", "--default_max_output_tokens must be at least 1",
         "--stream_stall_seconds must", "--drain_seconds must",
+        "--priority_ageing_seconds must be above 0, is inf",
+        "--fairness_quantum_tokens must be at least 1",
         "--threads: ", "unknown flag --thread; did you mean --threads?", "'stray' is no flag",
         "--metrics_max_series needs a value"}) {
     EXPECT_THAT(errors, HasSubstr(name));

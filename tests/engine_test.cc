@@ -19,6 +19,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "runtime/admission.h"
+#include "runtime/queue.h"
+#include "runtime/reason.h"
 #include "runtime/tokenizer.h"
 #include "tests/fake_executor.h"
 #include "tests/fake_model.h"
@@ -156,7 +158,10 @@ class RecordingObserver final : public EngineObserver {
   }
   void OnFinished(const Request& request, const Finished& finished) override {
     ++finished_count[request.id];
+    if (on_finished) on_finished(request);
   }
+
+  std::function<void(const Request&)> on_finished;
 
   std::vector<std::string> admitted;
   std::vector<StepStats> steps;
@@ -419,7 +424,7 @@ TEST_F(EngineTest, HeadOfTheQueueWaitsForRoomAndNobodyPasses) {
   EXPECT_THAT(Step(), AllOf(HasSubstr("admitted a"), Not(HasSubstr("admitted b")),
                             Not(HasSubstr("admitted c"))));
   EXPECT_EQ(engine_->waiting(), 2);
-  EXPECT_EQ(engine_->waiting_tokens(), 51 + 7);
+  EXPECT_EQ(engine_->outlook().waiting.total().tokens, 51 + 7);
   RunAll();
   EXPECT_THAT(observer_.admitted, ElementsAre("a", "b", "c"));
 }
@@ -928,6 +933,109 @@ TEST_F(EngineTest, DeadlineThatHasPassedIsNeverAdmitted) {
   EXPECT_EQ(outputs_["a"]->reason(), "deadline");
 }
 
+// Deadlines that cannot be met.
+
+class EngineDeadlineTest : public EngineTest {
+ protected:
+  // A step takes 10 ms, whatever it runs.
+  EngineDeadlineTest() {
+    script_->next = [](int32_t) { return 5; };  // no ends
+    script_->on_forward = [this](absl::Span<const WorkItem>) {
+      now_ += step_time_;
+      return absl::OkStatus();
+    };
+  }
+  // 21 steps, so that the pace is known: a step a token, and outputs are as long as they may be.
+  void Measure() {
+    Submit(Ask("measured", 5, 21));
+    RunAll();
+  }
+  RequestOptions AskWithin(const std::string& id, int64_t max_output, absl::Duration time) {
+    RequestOptions options = Ask(id, 5, max_output);
+    options.deadline = now_ + time;
+    return options;
+  }
+  static std::string ReasonOfEnd(const Output& output) {
+    return ReasonOf(output.finished.at(0).status);
+  }
+
+  absl::Duration step_time_ = absl::Milliseconds(10);
+};
+
+TEST_F(EngineDeadlineTest, WaitingRequestIsDroppedWhenItsTimeIsTooShort) {
+  Build({.engine = {.max_running_requests = 1}});
+  Measure();
+  Submit(Ask("running", 5, 100));
+  const auto waiting = Submit(AskWithin("waiting", 21, absl::Milliseconds(500)));
+  engine_->Step();
+  // Of 500 ms it needs 210, for 21 steps.
+  const absl::Time last = now_ - step_time_ + absl::Milliseconds(290);
+  while (!waiting->ended()) engine_->Step();
+  EXPECT_GT(now_, last);
+  EXPECT_LE(now_, last + 2 * step_time_);
+  EXPECT_EQ(waiting->reason(), "deadline");
+  EXPECT_EQ(ReasonOfEnd(*waiting), kDeadlineInfeasible);
+  EXPECT_THAT(observer_.admitted, ElementsAre("measured", "running"));
+}
+
+TEST_F(EngineDeadlineTest, TimeThatJustSufficesIsUsed) {
+  Measure();
+  const auto output = Submit(AskWithin("a", 21, absl::Milliseconds(210)));
+  RunAll();
+  EXPECT_EQ(output->reason(), "length");
+}
+
+TEST_F(EngineDeadlineTest, NothingIsDroppedBeforeThePaceIsKnown) {
+  const auto output = Submit(AskWithin("a", 2000, absl::Milliseconds(45)));
+  RunAll();
+  EXPECT_EQ(output->tokens.size(), 5);
+  EXPECT_EQ(ReasonOfEnd(*output), "");
+}
+
+TEST_F(EngineDeadlineTest, ShortOutputsOfLateLetLongOnesTry) {
+  Measure();
+  RequestOptions options = Ask("short", 5, 101);
+  options.stop.tokens = {5};
+  Submit(options);
+  RunAll();
+  const auto output = Submit(AskWithin("a", 2000, absl::Milliseconds(45)));
+  RunAll();
+  EXPECT_EQ(output->tokens.size(), 5) << "it might have ended as soon";
+}
+
+TEST_F(EngineDeadlineTest, NothingIsDroppedWhereThatIsNotWanted) {
+  Build({.engine = {.refuse_infeasible_deadlines = false}});
+  Measure();
+  const auto output = Submit(AskWithin("a", 2000, absl::Milliseconds(45)));
+  RunAll();
+  EXPECT_EQ(output->tokens.size(), 5);
+}
+
+// The best pace is not the present one: whether to go by that depends on whether it was too slow.
+TEST_F(EngineDeadlineTest, PresentPaceCountsOnceDeadlinesWereMissedInCompany) {
+  Measure();
+  step_time_ = absl::Milliseconds(40);
+  const auto neighbour = Submit(Ask("neighbour", 5, 2000));
+  for (int i = 0; i < 200; ++i) engine_->Step();
+  const auto missed = Submit(AskWithin("missed", 21, absl::Milliseconds(400)));
+  while (!missed->ended()) engine_->Step();
+  EXPECT_GT(missed->tokens.size(), 0);
+  EXPECT_EQ(ReasonOfEnd(*missed), "") << "at the best pace it would have been in time";
+  const auto dropped = Submit(AskWithin("dropped", 21, absl::Milliseconds(400)));
+  engine_->Step();
+  EXPECT_EQ(dropped->reason(), "deadline");
+  EXPECT_EQ(ReasonOfEnd(*dropped), kDeadlineInfeasible);
+  EXPECT_EQ(dropped->tokens.size(), 0);
+  const auto patient = Submit(AskWithin("patient", 21, absl::Seconds(2)));
+  while (!patient->ended()) engine_->Step();
+  EXPECT_EQ(patient->reason(), "length");
+  ASSERT_TRUE(engine_->Cancel("neighbour", absl::CancelledError("")));
+  // Alone, it would wait for nobody: it may try.
+  const auto alone = Submit(AskWithin("alone", 21, absl::Milliseconds(400)));
+  RunAll();
+  EXPECT_GT(alone->tokens.size(), 0);
+}
+
 TEST_F(EngineTest, KvOfAnExpiredRequestAdmitsTheNextInTheSameStep) {
   Build({.kv_tokens = 20});
   RequestOptions options = Ask("a", 10, 11);
@@ -1301,7 +1409,8 @@ class EngineLaws : public EngineTest, public testing::WithParamInterface<int> {
   std::map<std::string, int64_t> demand_;  // bytes
   std::vector<std::string> order_;         // of arrival
   std::set<std::string> hit_, cancelled_;
-  std::string guilty_;  // of the step's forward
+  std::string guilty_;                                    // of the step's forward
+  std::vector<std::pair<Work, SchedulingOptions>> came_;  // since the last step
   int64_t max_running_ = 0;
 };
 
@@ -1344,6 +1453,130 @@ TEST_P(EngineLaws, HoldInRandomRuns) {
   EXPECT_GT(well, kRequests / 5);
   EXPECT_LT(well, kRequests);
   EXPECT_GT(rounds, 200);
+}
+
+// With priorities, tenants and ageing, whoever leaves and fails: a queue beside the engine's says
+// who is next.
+TEST_P(EngineLaws, AdmitsTheHeadOfTheQueueAndNobodyElse) {
+  constexpr int64_t kRequests = 300;
+  max_running_ = Draw(6, 16);
+  const QueueRule rule{.ageing = absl::Seconds(Draw(1, 3)), .quantum_tokens = Draw(1, 500)};
+  Build({.kv_tokens = Draw(400, 600),
+         .engine = {.queue = rule, .max_running_requests = max_running_}});
+  RequestQueue queue(rule);
+  std::map<std::string, SequenceId> waiting;
+  int64_t risen = 0, for_room = 0;
+  script_->on_open = [&](const Request& request) {
+    EXPECT_EQ(queue.Head(now_), waiting[request.id]) << request.id;
+    queue.PopHead();
+    waiting.erase(request.id);
+    const bool rises = request.scheduling.priority != Priority::kHigh;
+    if (rises && now_ - request.arrival > rule.ageing) ++risen;
+    return Hit(request.id, 3);
+  };
+  observer_.on_finished = [&](const Request& request) {
+    const auto ended = waiting.find(request.id);
+    if (ended == waiting.end()) return;
+    queue.Remove(ended->second);
+    waiting.erase(ended);
+  };
+  // Once all are admitted that can be.
+  auto check_head = [&] {
+    if (engine_->running() >= max_running_) return;  // it is not chosen before there is a place
+    const std::optional<SequenceId> head = queue.Head(now_);
+    for (const auto& [id, number] : waiting) {
+      if (number != head) continue;
+      EXPECT_GT(engine_->ledger().reserved() + demand_.at(id), engine_->ledger().capacity());
+      ++for_room;
+    }
+  };
+  script_->on_forward = [&](absl::Span<const WorkItem>) {
+    check_head();
+    return absl::OkStatus();
+  };
+  int64_t next = 0;
+  while (engine_->running() + engine_->waiting() > 0 || next < kRequests) {
+    while (next < kRequests && OneIn(3)) {
+      RequestOptions options = RandomRequest(absl::StrCat("r", asked_.size()));
+      options.scheduling = {.priority = static_cast<Priority>(Draw(0, 2)),
+                            .tenant = absl::StrCat(Draw(0, 3))};
+      auto resolved = admission_->Resolve(options);
+      if (!std::holds_alternative<Request>(resolved)) continue;
+      const Request& request = std::get<Request>(resolved);
+      demand_[options.id] = request.demand.peak_bytes();
+      asked_[options.id] = options;
+      waiting[options.id] = SequenceId{next++};
+      queue.Push(waiting[options.id], request, now_);
+      Submit(options);
+    }
+    DisturbSome();
+    if (!engine_->Step()) check_head();
+    ASSERT_EQ(queue.size(), engine_->waiting());
+    ASSERT_FALSE(HasFailure());
+  }
+  ExpectNothingHeld();
+  EXPECT_GT(risen, 0);
+  EXPECT_GT(for_room, 0);
+  observer_.on_finished = nullptr;
+}
+
+// Steps that take as long as they have tokens: no request is admitted or done sooner than was said
+// to be the least when it came, whatever waits and runs.
+TEST_P(EngineLaws, NothingIsFasterThanTheLeastForecast) {
+  max_running_ = Draw(2, 5);
+  Build({.kv_tokens = Draw(520, 700), .engine = {.max_running_requests = max_running_}});
+  script_->next = [](int32_t) { return 5; };
+  script_->on_forward = [&](absl::Span<const WorkItem> items) {
+    int64_t tokens = 0;
+    for (const WorkItem& item : items) tokens += static_cast<int64_t>(item.tokens.size());
+    now_ += absl::Milliseconds(5) + tokens * absl::Microseconds(200);
+    return absl::OkStatus();
+  };
+  // The fastest steps that there are: one token to decode, and as many to prefill as fit.
+  Submit(Ask("fastest decode", 1, 30));
+  RunAll();
+  Submit(Ask("fastest prefill", 256, 1));
+  Submit(Ask("and its half", 256, 1));
+  RunAll();
+  struct Said {
+    absl::Time at;
+    Forecast forecast;
+  };
+  std::map<std::string, Said> said;
+  const bool priorities = GetParam() % 2 == 0;
+  int64_t waits = 0;
+  double predicted = 0, waited = 0;
+  for (int64_t i = 0; i < 300; ++i) {
+    while (OneIn(2)) {
+      RequestOptions options = Ask(absl::StrCat("r", said.size()), Draw(1, 200), Draw(1, 60));
+      if (priorities) options.scheduling.priority = static_cast<Priority>(Draw(0, 2));
+      const auto resolved = admission_->Resolve(options);
+      if (!std::holds_alternative<Request>(resolved)) continue;
+      // As after the step that is over, with what came since.
+      Outlook outlook = engine_->outlook();
+      for (const auto& [work, scheduling] : came_) outlook.waiting.Add(scheduling, work);
+      said[options.id] = {now_, Predict(outlook, std::get<Request>(resolved), now_)};
+      came_.push_back({WorkOf(std::get<Request>(resolved)), options.scheduling});
+      Submit(options);
+    }
+    came_.clear();
+    for (int64_t steps = Draw(1, 6); steps > 0; --steps) engine_->Step();
+  }
+  RunAll();
+  for (const auto& [id, forecast] : said) {
+    const Timings& timings = outputs_[id]->finished.at(0).timings;
+    const absl::Duration run = timings.prefill + timings.decode;
+    EXPECT_GE(timings.queue + absl::Nanoseconds(1), forecast.forecast.least_wait) << id;
+    EXPECT_GE(run + absl::Nanoseconds(1), forecast.forecast.least_run) << id;
+    if (forecast.forecast.least_wait > absl::ZeroDuration()) ++waits;
+    if (!forecast.forecast.wait.has_value()) continue;
+    predicted += absl::ToDoubleSeconds(*forecast.forecast.wait);
+    waited += absl::ToDoubleSeconds(timings.queue);
+  }
+  EXPECT_GT(waits, 20) << "not vacuous";
+  if (priorities) return;  // who comes later may go first: that nobody can predict
+  EXPECT_GT(predicted, waited / 2);
+  EXPECT_LT(predicted, waited * 2);
 }
 
 // What a request keeps, and what it is told, does not depend on its company: not on the room that

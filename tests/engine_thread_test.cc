@@ -190,15 +190,68 @@ TEST_F(EngineThreadTest, QueueIsBoundedInRequests) {
   auto submit = [this](const std::string& id) {
     return thread_->Submit(Ask(id, 5, 2), std::make_shared<CountingSink>());
   };
-  EXPECT_EQ(submit("a").queue_position, 0);
+  EXPECT_EQ(submit("a").forecast.position, 0);
   gate_.AwaitHeld();
   // Until its step is over, `a` counts as waiting.
-  EXPECT_EQ(submit("b").queue_position, 1);
+  EXPECT_EQ(submit("b").forecast.position, 1);
   const SubmitResult full = submit("c");
   EXPECT_EQ(full.error, SubmitError::kQueueFull);
-  EXPECT_EQ(full.queue_position, 2);
+  EXPECT_EQ(full.waiting, 2);
+  EXPECT_EQ(full.retry_after, absl::Seconds(1)) << "nothing was measured";
   gate_.Open();
   thread_->Drain(absl::InfiniteFuture());
+}
+
+TEST_F(EngineThreadTest, PositionIsByPriorityAndTenant) {
+  HoldForwards();
+  Start({}, {.queue = {.quantum_tokens = 7}, .max_running_requests = 1});
+  int64_t next = 0;
+  auto position = [&](Priority priority, const std::string& tenant) {
+    Request request = Ask(absl::StrCat(next++), 5, 2);
+    request.scheduling = {.priority = priority, .tenant = tenant};
+    return thread_->Submit(std::move(request), std::make_shared<CountingSink>()).forecast.position;
+  };
+  EXPECT_EQ(position(Priority::kHigh, "a"), 0);
+  gate_.AwaitHeld();
+  // Until its step is over, the first counts as waiting.
+  EXPECT_EQ(position(Priority::kNormal, "a"), 1);
+  EXPECT_EQ(position(Priority::kNormal, "a"), 2);
+  EXPECT_EQ(position(Priority::kNormal, "b"), 2);  // behind the high one, and one turn of a's
+  EXPECT_EQ(position(Priority::kHigh, "b"), 1);
+  EXPECT_EQ(position(Priority::kLow, "a"), 5);
+  gate_.Open();
+  thread_->Drain(absl::InfiniteFuture());
+}
+
+TEST_F(EngineThreadTest, DeadlineThatCannotBeMetIsRefusedOnceThePaceIsKnown) {
+  Start();
+  const auto before = std::make_shared<CountingSink>();
+  auto hopeless = [&](const std::shared_ptr<CountingSink>& sink) {
+    return thread_->Submit(Ask("hopeless", 5, 3000, absl::Now()), sink);
+  };
+  EXPECT_EQ(hopeless(before).error, SubmitError::kNone);
+  before->AwaitEnd();
+  EXPECT_EQ(before->finished().reason, FinishReason::kDeadline);
+  Submit("measured", 5, 40)->AwaitEnd();
+  SubmitResult refused;
+  do {
+    refused = hopeless(std::make_shared<CountingSink>());
+  } while (refused.error != SubmitError::kDeadlineInfeasible);
+  EXPECT_GT(refused.forecast.least_run, absl::ZeroDuration());
+  EXPECT_EQ(refused.retry_after, std::nullopt) << "no wait makes it shorter";
+  EXPECT_EQ(thread_->Submit(Ask("endless", 5, 3000), std::make_shared<CountingSink>()).error,
+            SubmitError::kNone);
+}
+
+TEST_F(EngineThreadTest, DeadlinesAreNotJudgedWhereThatIsNotWanted) {
+  Start({}, {.refuse_infeasible_deadlines = false});
+  Submit("measured", 5, 40)->AwaitEnd();
+  for (int i = 0; i < 20; ++i) {
+    const auto sink = std::make_shared<CountingSink>();
+    EXPECT_EQ(thread_->Submit(Ask("hopeless", 5, 3000, absl::Now()), sink).error,
+              SubmitError::kNone);
+    sink->AwaitEnd();
+  }
 }
 
 TEST_F(EngineThreadTest, QueueIsBoundedInTokens) {

@@ -124,6 +124,22 @@ TEST(ErrorsTest, ExhaustionSaysWhatAndWhenToRetry) {
   EXPECT_EQ(retry.retry_delay().nanos(), 500'000'000);
 }
 
+TEST(ErrorsTest, InfeasibleDeadlineSaysWhatWasEstimated) {
+  const DeadlineEstimate estimate{
+      .left = absl::Milliseconds(900), .wait = absl::Seconds(2), .run = absl::Milliseconds(500)};
+  const grpc::Status status = DeadlineInfeasible(estimate, absl::Milliseconds(1600));
+  EXPECT_EQ(status.error_code(), grpc::DEADLINE_EXCEEDED);
+  const auto info = Detail<v1::ErrorInfo>(status, "ErrorInfo").value();
+  EXPECT_EQ(info.reason(), "DEADLINE_INFEASIBLE");
+  EXPECT_EQ(info.metadata().at("seconds_left"), "0.900");
+  EXPECT_EQ(info.metadata().at("wait_seconds"), "2.000");
+  EXPECT_EQ(info.metadata().at("run_seconds"), "0.500");
+  const auto retry = Detail<v1::RetryInfo>(status, "RetryInfo").value();
+  EXPECT_EQ(retry.retry_delay().seconds(), 1);
+  EXPECT_EQ(retry.retry_delay().nanos(), 600'000'000);
+  EXPECT_FALSE(Detail<v1::RetryInfo>(DeadlineInfeasible(estimate, std::nullopt), "RetryInfo"));
+}
+
 TEST(ErrorsTest, EveryCodeHasItsName) {
   EXPECT_EQ(CodeName(grpc::StatusCode::OK), "OK");
   EXPECT_EQ(CodeName(grpc::StatusCode::OUT_OF_RANGE), "OUT_OF_RANGE");

@@ -432,6 +432,12 @@ INSTANTIATE_TEST_SUITE_P(
          "INVALID_REQUEST",
          {"prompt"},
          "at least one token"},
+        {"unknown_priority",
+         "text: 'w1' scheduling { priority: 9 }",
+         grpc::INVALID_ARGUMENT,
+         "INVALID_REQUEST",
+         {"scheduling.priority"},
+         "unknown value 9"},
         {"no_token_ids",
          "token_ids {}",
          grpc::INVALID_ARGUMENT,
@@ -696,11 +702,12 @@ TEST_F(GenerationServiceTest, ScoreNeedsAContinuation) {
   v1::ScoreRequest score;
   score.set_text("w1");
   score.set_cadence(static_cast<v1::ScoreCadence>(5));
+  score.mutable_scheduling()->set_tenant(std::string(65, 'x'));
   grpc::ClientContext context;
   v1::ScoreResponse scored;
   const grpc::Status status = stub().Score(&context, score, &scored);
   EXPECT_EQ(status.error_code(), grpc::INVALID_ARGUMENT);
-  EXPECT_THAT(FieldsIn(status), ElementsAre("cadence", "continuation"));
+  EXPECT_THAT(FieldsIn(status), ElementsAre("cadence", "continuation", "scheduling.tenant"));
 }
 
 TEST_F(GenerationServiceTest, MessageOverTheLimitIsRefused) {
@@ -732,12 +739,82 @@ TEST_F(GenerationServiceTest, QueueFullIsToldWithRetryInfoAndHurtsNobody) {
   EXPECT_EQ(ReasonIn(status), "QUEUE_FULL");
   EXPECT_TRUE(Detail<v1::QuotaFailure>(status, "QuotaFailure").has_value());
   EXPECT_EQ(Detail<v1::RetryInfo>(status, "RetryInfo")->retry_delay().seconds(), 1);
-  EXPECT_EQ(context.GetServerTrailingMetadata().count("grpc-retry-pushback-ms"), 1u);
+  const auto& trailers = context.GetServerTrailingMetadata();
+  ASSERT_EQ(trailers.count("grpc-retry-pushback-ms"), 1u);
+  EXPECT_EQ(trailers.find("grpc-retry-pushback-ms")->second, "1000");
   gate.Open();
   for (StreamClient* client : {&running, &second, &third}) {
     EXPECT_TRUE(client->AwaitDone().ok());
     EXPECT_THAT(client->token_ids(), ElementsAre(11, 12, 13));
   }
+  EXPECT_TRUE(server_->AwaitEmpty());
+}
+
+TEST_F(GenerationServiceTest, PrioritiesAndTenantsDecideWhoIsNext) {
+  Gate gate;
+  std::vector<std::string> order;
+  script_->on_forward = [&](absl::Span<const WorkItem> items) {
+    gate.Pass(items[0].decode);
+    return absl::OkStatus();
+  };
+  script_->on_open = [&](const Request& request) {
+    order.push_back(request.id);
+    return absl::OkStatus();
+  };
+  Start({.engine = {.max_running_requests = 1}});
+  auto asked = [](const std::string& id, v1::Priority priority, const std::string& tenant) {
+    auto request = Prompt(10, 3);
+    request.set_request_id(id);
+    request.mutable_scheduling()->set_priority(priority);
+    request.mutable_scheduling()->set_tenant(tenant);
+    return request;
+  };
+  StreamClient running(stub(), Prompt(10, 3));
+  ASSERT_TRUE(gate.AwaitHeld());
+  const auto first = running.AwaitMessages(1)[0].accepted();
+  EXPECT_TRUE(first.has_predicted_wait()) << "there was room";
+  EXPECT_EQ(first.predicted_wait().seconds() + first.predicted_wait().nanos(), 0);
+  order.clear();
+  std::vector<std::unique_ptr<StreamClient>> waiting;
+  for (const auto& request :
+       {asked("low", v1::PRIORITY_LOW, "a"), asked("normal", v1::PRIORITY_UNSPECIFIED, "a"),
+        asked("high", v1::PRIORITY_HIGH, "b")}) {
+    waiting.push_back(std::make_unique<StreamClient>(stub(), request));
+    const auto accepted = waiting.back()->AwaitMessages(1)[0].accepted();
+    EXPECT_EQ(accepted.queue_position(), 0u);
+    EXPECT_FALSE(accepted.has_predicted_wait()) << "nothing was measured";
+  }
+  gate.Open();
+  for (const auto& client : waiting) EXPECT_TRUE(client->AwaitDone().ok());
+  EXPECT_TRUE(running.AwaitDone().ok());
+  EXPECT_TRUE(server_->AwaitEmpty());
+  EXPECT_THAT(order, ElementsAre("high", "normal", "low"));
+}
+
+TEST_F(GenerationServiceTest, DeadlineThatCannotBeMetIsRefusedWithTheEstimate) {
+  script_->next = [](int32_t) { return 5; };
+  script_->on_forward = [](absl::Span<const WorkItem>) {
+    absl::SleepFor(absl::Milliseconds(2));  // a model that takes time
+    return absl::OkStatus();
+  };
+  v1::GenerateResult result;
+  ASSERT_TRUE(Once(Prompt(10, 40), &result).ok());
+  ASSERT_TRUE(server_->AwaitEmpty());
+  auto within = [&](absl::Duration time) {
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(absl::Now() + time));
+    return stub().GenerateOnce(&context, Prompt(10, 4000), &result);
+  };
+  grpc::Status status;
+  do {                                  // what was measured is told once per step
+    status = within(absl::Seconds(5));  // for 8 s of work
+  } while (ReasonIn(status) != "DEADLINE_INFEASIBLE");
+  EXPECT_EQ(status.error_code(), grpc::DEADLINE_EXCEEDED);
+  const auto info = Detail<v1::ErrorInfo>(status, "ErrorInfo").value();
+  EXPECT_EQ(info.metadata().at("wait_seconds"), "0.000");
+  EXPECT_GT(std::stod(info.metadata().at("run_seconds")), 7.9);
+  EXPECT_LE(std::stod(info.metadata().at("seconds_left")), 5.1);
+  EXPECT_FALSE(Detail<v1::RetryInfo>(status, "RetryInfo")) << "it would not help";
   EXPECT_TRUE(server_->AwaitEmpty());
 }
 

@@ -17,6 +17,7 @@
 #include "absl/time/clock.h"
 #include "runtime/admission.h"
 #include "runtime/engine.h"
+#include "runtime/reason.h"
 #include "server/metrics_server.h"
 #include "tests/fake_executor.h"
 #include "tests/fake_model.h"
@@ -140,6 +141,9 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
   engine_.OnStep({.sequences = 1,
                   .running = 2,
                   .waiting = 3,
+                  .running_by_priority = {0, 2, 0},
+                  .waiting_by_priority = {2, 0, 1},
+                  .predicted_wait = absl::Milliseconds(1500),
                   .kv_used_bytes = 100,
                   .kv_reserved_bytes = 250,
                   .kv_capacity_bytes = 1000});
@@ -150,9 +154,18 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 750);
   EXPECT_EQ(values.at("epikv_kv_capacity_bytes"), 1000);
   EXPECT_EQ(values.at("epikv_kv_usage_ratio"), 0.1);
-  EXPECT_EQ(values.at("epikv_requests_running"), 2);
-  EXPECT_EQ(values.at(R"(epikv_requests_waiting{reason="kv"})"), 3);
-  EXPECT_EQ(values.at(R"(epikv_requests_waiting{reason="running"})"), 0);
+  EXPECT_EQ(values.at(R"(epikv_requests_running{priority="normal"})"), 2);
+  EXPECT_EQ(values.at(R"(epikv_requests_running{priority="high"})"), 0);
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="low",reason="kv"})"), 2);
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="high",reason="kv"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="high",reason="running"})"), 0);
+  EXPECT_EQ(values.at("epikv_predicted_wait_seconds"), 1.5);
+  engine_.OnStep(
+      {.running = 256, .waiting = 1, .waiting_by_priority = {0, 1, 0}, .kv_capacity_bytes = 1000});
+  values = Read();
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="normal",reason="kv"})"), 0);
+  EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="normal",reason="running"})"), 1);
+  EXPECT_EQ(values.count("epikv_predicted_wait_seconds"), 0) << "nothing was measured";
   engine_.OnStep({.kv_capacity_bytes = 1000});
   values = Read();
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 1000);
@@ -171,9 +184,24 @@ TEST_F(MetricsTest, FailuresSayWhoFailed) {
       values.at(R"(epikv_requests_finished_total{arm="none",policy="window",reason="error"})"), 1);
 }
 
+TEST_F(MetricsTest, RequestDroppedFromTheQueueIsNoMissedDeadline) {
+  RequestOptions options = Asked(10, 5);
+  const Request request = std::get<Request>(admission_.Resolve(std::move(options)));
+  metrics_->OnFinished(
+      request, {.reason = FinishReason::kDeadline,
+                .status = WithReason(absl::DeadlineExceededError("in vain"), kDeadlineInfeasible)});
+  metrics_->OnFinished(request, {.reason = FinishReason::kDeadline,
+                                 .status = absl::DeadlineExceededError("passed")});
+  const auto values = Read();
+  const std::string of = R"(epikv_requests_finished_total{arm="none",policy="full",reason=)";
+  EXPECT_EQ(values.at(of + R"("deadline_infeasible"})"), 1);
+  EXPECT_EQ(values.at(of + R"("deadline"})"), 1);
+}
+
 TEST_F(MetricsTest, LabelsComeFromClosedSets) {
   (*metrics_.OfModel("fake"))->OnRejected("KV_BUDGET");
   (*metrics_.OfModel("fake"))->OnRejected("PROMPT_EVICTED");
+  (*metrics_.OfModel("fake"))->OnRejected("DEADLINE_INFEASIBLE");
   (*metrics_.OfModel("fake"))->OnRejected("whatever a client may cause");
   metrics_.OnRejected("NOT_FOUND");
   metrics_.OnRpcFinished("GenerationService/Generate", grpc::StatusCode::OK);
@@ -181,6 +209,7 @@ TEST_F(MetricsTest, LabelsComeFromClosedSets) {
   const auto values = Read();
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="kv_budget"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="prompt_evicted"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="deadline_infeasible"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{reason="other"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_requests_rejected_total{model="",reason="not_found"})"), 1);
   EXPECT_EQ(
@@ -190,8 +219,21 @@ TEST_F(MetricsTest, LabelsComeFromClosedSets) {
 
 TEST_F(MetricsTest, BoundHoldsForEverySeries) {
   Run(Asked(10, 5));
+  metrics_->OnStep({.predicted_wait = absl::Seconds(1), .kv_capacity_bytes = 1000});
   const auto values = Read();
   EXPECT_EQ(values.at("epikv_metrics_series"), metrics_.series_bound());
+  int64_t gauges = 0;
+  for (const auto& [name, value] : values) {
+    gauges += absl::StartsWith(name, "epikv_kv_bytes{") ||
+              absl::StartsWith(name, "epikv_kv_capacity_bytes") ||
+              absl::StartsWith(name, "epikv_kv_peak_used_bytes") ||
+              absl::StartsWith(name, "epikv_kv_usage_ratio") ||
+              absl::StartsWith(name, "epikv_kv_reserved_ratio") ||
+              absl::StartsWith(name, "epikv_requests_running") ||
+              absl::StartsWith(name, "epikv_requests_waiting") ||
+              absl::StartsWith(name, "epikv_predicted_wait_seconds");
+  }
+  EXPECT_EQ(gauges, FillGauges::kNumSeries) << "what the bound allows for them";
   EXPECT_LE(values.size(), static_cast<size_t>(metrics_.series_bound()));
   int64_t http = 0;
   for (const auto& [name, value] : values) http += absl::StartsWith(name, "exposer_") ? 1 : 0;

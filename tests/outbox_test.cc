@@ -559,7 +559,7 @@ TEST(OutboxRaceTest, StreamsOfAnEngineLeaveItWhole) {
         const SubmitResult submitted = engine.Submit(
             std::get<Request>(admission.Resolve(std::move(options))), stream->outbox());
         ASSERT_EQ(submitted.error, SubmitError::kNone);
-        stream->outbox()->Open({submitted.queue_position});
+        stream->outbox()->Open({static_cast<int64_t>(submitted.forecast.position)});
         while (i % 11 != 0 && stream->Read()) {
         }
         // Nobody reads the others: CancelRequest ends them, and Drain their engine.

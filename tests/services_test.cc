@@ -368,7 +368,7 @@ TEST(MetricsPageTest, AnswersWhileAStepRuns) {
   StreamClient client(*v1::GenerationService::NewStub(server.Connect()), request);
   ASSERT_TRUE(gate.AwaitHeld());
   const auto values = SeriesOf(Scrape(page->port()));
-  EXPECT_EQ(values.at(R"(epikv_requests_running{model="fake"})"), 1);
+  EXPECT_EQ(values.at(R"(epikv_requests_running{model="fake",priority="normal"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{model="fake",state="used"})"), kFakeBytesPerToken);
   gate.Open();
   EXPECT_TRUE(client.AwaitDone().ok());

@@ -248,7 +248,7 @@ def test_pool_and_queue_that_are_full(sample_model: Path) -> None:
 
         def counted(name: str, **labels: str) -> None:
             deadline = time.monotonic() + 5
-            while scrape(daemon.metrics).value(name, **labels) != 1:
+            while scrape(daemon.metrics).total(name, **labels) != 1:
                 assert time.monotonic() < deadline, name
 
         with hold():
@@ -258,4 +258,4 @@ def test_pool_and_queue_that_are_full(sample_model: Path) -> None:
                 with pytest.raises(RpcError) as caught:
                     hold()
         assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert (caught.value.reason, caught.value.retry_delay) == ("QUEUE_FULL", 1.0)
+        assert caught.value.reason == "QUEUE_FULL" and 0 < caught.value.retry_delay <= 300

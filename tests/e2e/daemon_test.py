@@ -151,7 +151,7 @@ def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:
     with pytest.raises(RpcError):
         client.generate_once("")
     deadline = time.monotonic() + 5
-    while (after := scrape(daemon.metrics)).value("epikv_requests_running") > 0:
+    while (after := scrape(daemon.metrics)).total("epikv_requests_running") > 0:
         assert time.monotonic() < deadline
     added = after - before
     labels = {"policy": "sliding", "arm": "none"}
@@ -169,7 +169,7 @@ def test_metrics_answer_while_a_step_runs(daemon: Daemon, client: Client) -> Non
     with client.generate(TASK.prompt, stop=Stop(800), output=Output(text=False)) as stream:
         next(stream)
         begin = time.monotonic()
-        assert scrape(daemon.metrics).value("epikv_requests_running") >= 0
+        assert scrape(daemon.metrics).total("epikv_requests_running") >= 0
         assert time.monotonic() - begin < 2
 
 

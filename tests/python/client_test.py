@@ -27,10 +27,12 @@ from epikv import (
     PromptLogprobs,
     RpcError,
     Sampling,
+    Scheduling,
     Stop,
     Summary,
     Tls,
     TopLogprobs,
+    patiently,
 )
 from epikv.bench import targets
 from epikv.bench.costs import write_costs
@@ -130,6 +132,7 @@ def test_sends_what_was_asked_and_nothing_else(client: Client, fake: fake_epikvd
                 ignore_eos=True,
             ),
             output=Output(text=False, logprobs=True),
+            scheduling=Scheduling(priority="high", tenant="someone"),
             model="fake",
             request_id="mine",
         )
@@ -140,6 +143,9 @@ def test_sends_what_was_asked_and_nothing_else(client: Client, fake: fake_epikvd
     assert plain.sampling == generation_pb2.SamplingParams()
     assert plain.stop == generation_pb2.StopParams()
     assert not plain.output.HasField("text")
+    assert plain.scheduling == generation_pb2.SchedulingOptions()
+    assert full.scheduling.priority == generation_pb2.PRIORITY_HIGH
+    assert full.scheduling.tenant == "someone"
     assert full.token_ids.ids == [4, 5] and full.request_id == "mine" and full.model == "fake"
     assert full.kv.WhichOneof("budget") == "max_tokens" and full.kv.max_tokens == 64
     assert dict(full.kv.policy_params) == {"n": 3, "flag": True}
@@ -197,6 +203,39 @@ def test_errors_without_details(client: Client) -> None:
     assert (caught.value.reason, caught.value.retry_delay) == ("", None)
 
 
+def refused(delay: float | None) -> RpcError:
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    return RpcError(code, "full", reason="QUEUE_FULL", retry_delay=delay)
+
+
+class Refusing:
+    """Refuses so often, then answers."""
+
+    def __init__(self, *delays: float | None) -> None:
+        self.left = list(delays)
+
+    def __call__(self) -> str:
+        if self.left:
+            raise refused(self.left.pop(0))
+        return "answer"
+
+
+def test_patience_waits_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("epikv.client.time.sleep", slept.append)
+    assert patiently(Refusing(0.5, 1.25)) == "answer"
+    assert slept == [0.5, 1.25]
+
+
+def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("epikv.client.time.sleep", slept.append)
+    for call in (Refusing(1, 1, 1), Refusing(None), Refusing(61)):
+        with pytest.raises(RpcError, match="full"):
+            patiently(call, attempts=3)
+    assert slept == [1, 1]
+
+
 def test_leaving_a_stream_cancels_it(client: Client, fake: fake_epikvd.Fake) -> None:
     with client.generate("endless") as stream:
         assert isinstance(next(stream), Accepted)
@@ -219,6 +258,11 @@ def test_timeout_is_the_deadline(client: Client, fake: fake_epikvd.Fake) -> None
         list(client.generate("endless", timeout=0.2))
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert fake.ended.wait(5)
+
+
+def test_unknown_priority_is_named(client: Client) -> None:
+    with pytest.raises(ValueError, match="'urgent'; known: low, normal, high"):
+        client.generate("x", scheduling=Scheduling(priority="urgent"))
 
 
 def run(*arguments: str, **kwargs: object) -> Result:
@@ -244,6 +288,15 @@ def test_generate_json_is_one_object_an_event(fake: fake_epikvd.Fake) -> None:
     kv = fake.requests[-1].kv
     assert dict(kv.policy_params) == {"n": 3, "scope": "head"}
     assert kv.max_tokens == 32 and not kv.protect_prompt and kv.HasField("protect_prompt")
+
+
+def test_priority_and_tenant_are_options_of_both(fake: fake_epikvd.Fake) -> None:
+    given = ("--priority", "low", "--tenant", "someone", "--server", fake.address)
+    run("generate", "x", *given)
+    run("score", "x", "y", *given)
+    assert [(r.scheduling.priority, r.scheduling.tenant) for r in fake.requests] == [
+        (generation_pb2.PRIORITY_LOW, "someone")
+    ] * 2
 
 
 def test_prompt_from_stdin_file_and_ids(fake: fake_epikvd.Fake, tmp_path: Path) -> None:

@@ -33,7 +33,10 @@ ENDS = {
     Behaviour.CANCEL: {(CANCELLED, "")},
     Behaviour.CANCEL_BY_ID: {(CANCELLED, "")},
     Behaviour.DISCONNECT: {(CANCELLED, "")},
-    Behaviour.DEADLINE: {(grpc.StatusCode.DEADLINE_EXCEEDED, "")},
+    Behaviour.DEADLINE: {
+        (grpc.StatusCode.DEADLINE_EXCEEDED, ""),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_INFEASIBLE"),
+    },
     Behaviour.STALL: {(EXHAUSTED, "SLOW_READER"), (CANCELLED, "")},
 }
 DRAINING = {(UNAVAILABLE, ""), (CANCELLED, "")}

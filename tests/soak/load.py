@@ -226,8 +226,8 @@ class Load:
         rss = watch.held(self._daemon.pid, 0).rss_kib / 1024
         print(
             f"[{self.seconds:6.1f} s] {self.outcomes.total()} requests,"
-            f" {self.outcomes['ok']} ok; {page.value('epikv_requests_running'):.0f} running,"
-            f" {watch.total(page, 'epikv_requests_waiting'):.0f} waiting; RSS {rss:.1f} MiB",
+            f" {self.outcomes['ok']} ok; {page.total('epikv_requests_running'):.0f} running,"
+            f" {page.total('epikv_requests_waiting'):.0f} waiting; RSS {rss:.1f} MiB",
             flush=True,
         )
 

@@ -80,7 +80,7 @@ def summarize(load: Load) -> None:
 
 
 def evicted(load: Load, policy: str) -> float:
-    return watch.total(load.page, "epikv_kv_entries_evicted_total", policy=policy)
+    return load.page.total("epikv_kv_entries_evicted_total", policy=policy)
 
 
 def check_run(load: Load, most_growth_mib: float, minutes: float) -> None:

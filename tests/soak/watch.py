@@ -55,12 +55,6 @@ def at_rest(daemon: Daemon, seconds: float, baseline: Held | None) -> Held:
         time.sleep(POLL_SECONDS)
 
 
-def total(page: Page, name: str, **labels: str) -> float:
-    """Of all series of this name that have these labels, among others."""
-    wanted = set(labels.items())
-    return sum(v for (n, has), v in page.values.items() if n == name and wanted <= has)
-
-
 def _left(page: Page) -> list[str]:
     """What is still held, in words."""
     capacity = page.value("epikv_kv_capacity_bytes")
@@ -68,8 +62,8 @@ def _left(page: Page) -> list[str]:
     by_state = {state: page.value("epikv_kv_bytes", state=state) for state in states}
     left = [f"{state} {size:.0f} bytes" for state, size in by_state.items() if size]
     whole = capacity > 0 and left == [f"free {capacity:.0f} bytes"]
-    running = page.value("epikv_requests_running")
-    waiting = total(page, "epikv_requests_waiting")
+    running = page.total("epikv_requests_running")
+    waiting = page.total("epikv_requests_waiting")
     if running or waiting:
         return [f"{running:.0f} running, {waiting:.0f} waiting"]
     return [] if whole else [*left, f"of a pool of {capacity:.0f}"]
@@ -86,12 +80,12 @@ def _over(found: Held, baseline: Held) -> list[str]:
 
 def _check_never(page: Page) -> None:
     for name in NEVER:
-        if total(page, name):
-            raise Wrong(f"{name} is {total(page, name):g}")
-    if errors := total(page, "epikv_requests_finished_total", reason="error"):
+        if page.total(name):
+            raise Wrong(f"{name} is {page.total(name):g}")
+    if errors := page.total("epikv_requests_finished_total", reason="error"):
         raise Wrong(f"{errors:.0f} requests finished by an error")
     for code in BROKEN_CODES:
-        if broken := total(page, "epikv_grpc_requests_total", code=code):
+        if broken := page.total("epikv_grpc_requests_total", code=code):
             raise Wrong(f"{broken:.0f} calls ended with {code}")
 
 

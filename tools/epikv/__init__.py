@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "epikv.client": ("Client", "Stream"),
+    "epikv.client": ("Client", "Stream", "patiently"),
     "epikv.connection": ("Tls",),
     "epikv.errors": ("FieldViolation", "RpcError"),
     "epikv.messages": (
@@ -24,7 +24,7 @@ _HOMES = {
         "Summary",
         "TopLogprobs",
     ),
-    "epikv.options": ("Kv", "Output", "Sampling", "Stop"),
+    "epikv.options": ("Kv", "Output", "Sampling", "Scheduling", "Stop"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

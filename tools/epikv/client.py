@@ -1,6 +1,7 @@
 """A thin, typed client of epikvd."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from epikv.messages import (
     ScoreResponse,
     from_proto,
 )
-from epikv.options import Kv, Output, Sampling, Stop
+from epikv.options import Kv, Output, Sampling, Scheduling, Stop
 from epikv.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -33,6 +34,7 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 
 Prompt = str | Sequence[int]  # text, or token ids
 Reply = TypeVar("Reply", bound=Message)
+Result = TypeVar("Result")
 
 
 class Stream:
@@ -115,13 +117,16 @@ class Client:
         sampling: Sampling = Sampling(),
         stop: Stop = Stop(),
         output: Output = Output(),
+        scheduling: Scheduling = Scheduling(),
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> Stream:
         """Starts a completion: Accepted, Deltas (and Progress, PromptLogprobs, EvictionEvents, if
         asked for), Summary."""
-        request = _generate_request(prompt, kv, sampling, stop, output, model, request_id)
+        request = _generate_request(
+            prompt, kv, sampling, stop, output, scheduling, model, request_id
+        )
         return Stream(self._generation.Generate(request, timeout=timeout))
 
     def generate_once(
@@ -132,12 +137,15 @@ class Client:
         sampling: Sampling = Sampling(),
         stop: Stop = Stop(),
         output: Output = Output(),
+        scheduling: Scheduling = Scheduling(),
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> GenerateResult:
         """The whole completion at once."""
-        request = _generate_request(prompt, kv, sampling, stop, output, model, request_id)
+        request = _generate_request(
+            prompt, kv, sampling, stop, output, scheduling, model, request_id
+        )
         return from_proto(_call(self._generation.GenerateOnce, request, timeout))
 
     def score(
@@ -152,6 +160,7 @@ class Client:
         kept: bool = False,
         seed: int | None = None,
         top_logprobs: int = 0,
+        scheduling: Scheduling = Scheduling(),
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
@@ -171,6 +180,7 @@ class Client:
             kept=kept,
             seed=seed,
             top_logprobs=top_logprobs,
+            scheduling=scheduling.to_proto(),
             **_either("text", "token_ids", prompt),
             **_either("continuation_text", "continuation_ids", continuation),
         )
@@ -214,6 +224,23 @@ class Client:
         return from_proto(_call(self._policies.GetPolicy, request))
 
 
+def patiently(call: Callable[[], Result], *, attempts: int = 4, most_seconds: float = 60) -> Result:
+    """What `call` returns. While the server refuses it and says when to come back, that is waited for.
+
+    For calls that do their work at once: `patiently(lambda: client.generate_once("..."))`. The last
+    refusal is raised, and so is one whose delay is over `most_seconds`.
+    """
+    while True:
+        try:
+            return call()
+        except RpcError as error:
+            attempts -= 1
+            delay = error.retry_delay
+            if attempts <= 0 or delay is None or delay > most_seconds:
+                raise
+        time.sleep(delay)
+
+
 def _call(method: Callable[..., Reply], request: Message, timeout: float | None = None) -> Reply:
     try:
         return method(request, timeout=timeout)
@@ -227,6 +254,7 @@ def _generate_request(
     sampling: Sampling,
     stop: Stop,
     output: Output,
+    scheduling: Scheduling,
     model: str,
     request_id: str,
 ) -> generation_pb2.GenerateRequest:
@@ -237,6 +265,7 @@ def _generate_request(
         stop=stop.to_proto(),
         output=output.to_proto(),
         kv=kv.to_proto(),
+        scheduling=scheduling.to_proto(),
         **_either("text", "token_ids", prompt),
     )
 

@@ -48,6 +48,7 @@ class Accepted:
     stop: Stop | None  # None of a score
     output: Output | None
     cadence: str  # of a score "decode", "chunk"; else "unspecified"
+    predicted_wait: float | None  # seconds
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,12 @@ POSITIONS = {
     "cache": kv_pb2.POSITION_MODE_CACHE,
 }
 
+PRIORITIES = {
+    "low": generation_pb2.PRIORITY_LOW,
+    "normal": generation_pb2.PRIORITY_NORMAL,
+    "high": generation_pb2.PRIORITY_HIGH,
+}
+
 
 def parse_budget(text: str) -> int | float:
     """A `Kv.budget` as people write it: tokens (256) or a share (0.5, 50%)."""
@@ -125,3 +131,22 @@ class Output:
             coalesce = Duration()
             coalesce.FromTimedelta(timedelta(seconds=self.coalesce))
         return generation_pb2.OutputOptions(**{**vars(self), "coalesce": coalesce})
+
+
+@dataclass(frozen=True)
+class Scheduling:
+    """Who is served first while requests wait.
+
+    `priority` is "low", "normal" or "high"; tenants of one priority take turns.
+    """
+
+    priority: str | None = None  # default: normal
+    tenant: str = ""  # at most 64 bytes
+
+    def to_proto(self) -> generation_pb2.SchedulingOptions:
+        """Raises ValueError for an unknown priority."""
+        if self.priority is not None and self.priority not in PRIORITIES:
+            raise ValueError(f"priority is '{self.priority}'; known: {', '.join(PRIORITIES)}")
+        return generation_pb2.SchedulingOptions(
+            priority=PRIORITIES[self.priority] if self.priority else None, tenant=self.tenant
+        )

@@ -108,9 +108,9 @@ def _most_at_once(served: harness.Served, name: str, kv: Kv, requests: int) -> i
 
     def settled() -> bool:
         page = served.page()
-        if page.value("epikv_requests_waiting", reason="kv") + past_first_token() < requests:
+        if page.total("epikv_requests_waiting", reason="kv") + past_first_token() < requests:
             return False
-        return page.value("epikv_requests_running") == past_first_token()
+        return page.total("epikv_requests_running") == past_first_token()
 
     wait_until(settled, running, f"{name} to fill the pool")
     most = past_first_token()

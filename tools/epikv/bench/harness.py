@@ -63,7 +63,7 @@ class Served:
     def wait_until_idle(self, seconds: float = 60) -> None:
         """Until no request holds KV cache."""
         deadline = time.monotonic() + seconds
-        while self.page().value("epikv_requests_running") > 0:
+        while self.page().total("epikv_requests_running") > 0:
             if time.monotonic() > deadline:
                 raise click.ClickException(f"requests still run after {seconds} s")
             time.sleep(0.02)

@@ -20,6 +20,11 @@ class Page:
         """Of the series with exactly these labels (and `model`); 0 if there is none yet."""
         return self.values.get((name, frozenset(labels.items())), 0.0)
 
+    def total(self, name: str, **labels: str) -> float:
+        """Of all series of this name that have these labels, among others."""
+        wanted = set(labels.items())
+        return sum(v for (n, has), v in self.values.items() if n == name and wanted <= has)
+
     def __sub__(self, before: "Page") -> "Page":
         return Page({series: v - before.values.get(series, 0) for series, v in self.values.items()})
 

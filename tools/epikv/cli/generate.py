@@ -50,6 +50,7 @@ KINDS = {
 @click.option("--kept", is_flag=True, help="Which tokens are held at the end, with --json.")
 @click.option("--progress", is_flag=True, help="How far a long prompt is cached; on stderr.")
 @click.option("--coalesce", type=float, help="Seconds that a delta may wait for others.")
+@options.scheduling
 @click.option("--timeout", type=float, help="Seconds.")
 @click.option("--request-id", default="")
 @options.model
@@ -61,6 +62,7 @@ def command(
     """Stream a completion of PROMPT (or --file, or stdin); facts about it go to stderr."""
     arguments = {
         "kv": options.take_kv(given),
+        "scheduling": options.take_scheduling(given),
         "sampling": Sampling(
             temperature=given.pop("temperature"),
             top_p=given.pop("top_p"),

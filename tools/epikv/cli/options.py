@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from epikv.client import DEFAULT_SERVER, Prompt
-from epikv.options import POSITIONS, Kv, parse_budget
+from epikv.options import POSITIONS, PRIORITIES, Kv, Scheduling, parse_budget
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -124,6 +124,24 @@ def take_kv(options: dict[str, Any]) -> Kv:
         protected_spans=options.pop("spans"),
         equal_protection=options.pop("equal_protection"),
     )
+
+
+_SCHEDULING = (
+    click.option("--priority", type=click.Choice(list(PRIORITIES)), help="While it waits."),
+    click.option("--tenant", default="", help="Tenants take turns while their requests wait."),
+)
+
+
+def scheduling(command: Command) -> Command:
+    """Gives a command the options that `take_scheduling` turns into its Scheduling."""
+    for option in reversed(_SCHEDULING):
+        command = option(command)
+    return command
+
+
+def take_scheduling(options: dict[str, Any]) -> Scheduling:
+    """The Scheduling of a command's options, which are taken out of `options`."""
+    return Scheduling(priority=options.pop("priority"), tenant=options.pop("tenant"))
 
 
 def read_prompt(text: str | None, file: Path | None, ids: bool) -> Prompt:

@@ -23,6 +23,7 @@ from epikv.messages import ScoreResponse
 @click.option("--trace", "kv_trace", is_flag=True, help="Every eviction, with --json.")
 @click.option("--kept", is_flag=True, help="Which tokens are held at the end, with --json.")
 @click.option("--top-logprobs", type=int, default=0, help="Of the likeliest tokens, with --json.")
+@options.scheduling
 @click.option("--timeout", type=float, help="Seconds.")
 @click.option("--request-id", default="")
 @options.model
@@ -44,9 +45,9 @@ def command(
     *given_prompt, continuation = texts
     before = options.read_prompt(given_prompt[0] if given_prompt else None, file, ids)
     scored = options.read_prompt(continuation, None, ids)
-    kv = options.take_kv(given)
+    kv, scheduling = options.take_kv(given), options.take_scheduling(given)
     with Client(server) as client:
-        result = client.score(before, scored, kv=kv, **given)
+        result = client.score(before, scored, kv=kv, scheduling=scheduling, **given)
         if as_json:
             show.json_line("score", result)
         else:

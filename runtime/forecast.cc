@@ -1,0 +1,266 @@
+#include "runtime/forecast.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace epikv {
+namespace {
+
+constexpr int64_t kLeastSteps = 16;     // before these, nothing is predicted
+constexpr size_t kRememberedEnds = 64;  // outputs and deadlines
+constexpr double kLastSteps = 32;       // the present is about so many
+
+// A step or a few, where steps are short; and no longer than anybody would wait.
+constexpr absl::Duration kShortestRetry = absl::Milliseconds(100);
+constexpr absl::Duration kLongestRetry = absl::Minutes(5);
+constexpr absl::Duration kUnmeasuredRetry = absl::Seconds(1);
+// Of what is served meanwhile, what is left to them by those who come anew.
+constexpr double kRetryShare = .5;
+// Between refusals of one overload, however short.
+constexpr absl::Duration kQuiet = absl::Seconds(1);
+
+int Index(Priority priority) { return static_cast<int>(priority); }
+
+// Tokens decoded one by one: the first output comes with the prompt.
+double DecodeTokens(const Request& request) {
+  return request.force_in_chunks ? 0 : static_cast<double>(request.max_output_tokens - 1);
+}
+
+void Lower(double& least, double value) { least = least == 0 ? value : std::min(least, value); }
+
+}  // namespace
+
+Work& Work::operator+=(const Work& other) {
+  requests += other.requests;
+  tokens += other.tokens;
+  bytes += other.bytes;
+  prefill += other.prefill;
+  decode += other.decode;
+  byte_prefill += other.byte_prefill;
+  byte_decode += other.byte_decode;
+  most_prefill = std::max(most_prefill, other.most_prefill);
+  most_decode = std::max(most_decode, other.most_decode);
+  most_tokens = std::max(most_tokens, other.most_tokens);
+  return *this;
+}
+
+Work& Work::operator-=(const Work& other) {
+  requests -= other.requests;
+  tokens -= other.tokens;
+  bytes -= other.bytes;
+  prefill -= other.prefill;
+  decode -= other.decode;
+  byte_prefill -= other.byte_prefill;
+  byte_decode -= other.byte_decode;
+  return *this;
+}
+
+Work Work::operator*(double share) const {
+  Work part = *this;
+  for (double* field : {&part.requests, &part.tokens, &part.bytes, &part.prefill, &part.decode,
+                        &part.byte_prefill, &part.byte_decode}) {
+    *field *= share;
+  }
+  return part;
+}
+
+Work WorkOf(const Request& request) {
+  const double bytes = static_cast<double>(request.demand.peak_bytes());
+  const double prefill = static_cast<double>(request.prefill_tokens());
+  const double decode = DecodeTokens(request);
+  const double tokens = static_cast<double>(request.most_tokens());
+  return {.requests = 1,
+          .tokens = tokens,
+          .bytes = bytes,
+          .prefill = prefill,
+          .decode = decode,
+          .byte_prefill = bytes * prefill,
+          .byte_decode = static_cast<double>(request.demand.decode_bytes) * decode,
+          .most_prefill = prefill,
+          .most_decode = decode,
+          .most_tokens = tokens};
+}
+
+Work WorkLeft(const Request& request, int64_t cached_tokens, int64_t num_outputs,
+              double decode_share) {
+  const double decoded = static_cast<double>(std::max<int64_t>(0, num_outputs - 1));
+  const double prefill =
+      static_cast<double>(std::max<int64_t>(0, request.prefill_tokens() - cached_tokens));
+  const double decode = std::max(0., DecodeTokens(request) * decode_share - decoded);
+  Work left = WorkOf(request);
+  left.prefill = left.most_prefill = prefill;
+  left.byte_prefill = left.bytes * prefill;
+  // The share is taken here: what was decoded counts whole.
+  left.decode = left.most_decode = decode_share > 0 ? decode / decode_share : 0;
+  left.byte_decode = static_cast<double>(request.demand.decode_bytes) * left.decode;
+  return left;
+}
+
+absl::Duration PredictRun(const Request& request, const Pace& pace) {
+  return absl::Seconds(
+      pace.SecondsOf(static_cast<double>(request.prefill_tokens()), DecodeTokens(request)));
+}
+
+void PaceMeter::OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t decode_tokens) {
+  const double seconds = absl::ToDoubleSeconds(duration);
+  if (seconds <= 0) return;  // the clock was set
+  ++steps_;
+  if (prefill_tokens > 0) {
+    const double per_token = seconds / static_cast<double>(prefill_tokens);
+    Lower(best_.seconds_per_prefill_token, per_token);
+    prefill_seconds_ += seconds - prefill_seconds_ / kLastSteps;
+    prefill_tokens_ += static_cast<double>(prefill_tokens) - prefill_tokens_ / kLastSteps;
+    present_.seconds_per_prefill_token = prefill_seconds_ / prefill_tokens_;
+  }
+  if (decode_tokens > 0) {
+    Lower(best_.seconds_per_decode_token, seconds);
+    double& present = present_.seconds_per_decode_token;
+    present = present == 0 ? seconds : present + (seconds - present) / kLastSteps;
+  }
+}
+
+void PaceMeter::OnOutput(int64_t decoded, int64_t most) {
+  if (most <= 0) return;
+  shares_.push_back(static_cast<double>(decoded) / static_cast<double>(most));
+  if (shares_.size() > kRememberedEnds) shares_.pop_front();
+}
+
+void PaceMeter::OnDeadline(bool missed) {
+  missed_ <<= 1;
+  missed_[0] = missed;
+}
+
+bool PaceMeter::measured() const { return steps_ >= kLeastSteps; }
+
+Pace PaceMeter::best() const {
+  Pace pace = best_;
+  const auto least = std::min_element(shares_.begin(), shares_.end());
+  pace.decode_share = least == shares_.end() ? 0 : *least;
+  return pace;
+}
+
+Pace PaceMeter::present() const {
+  Pace pace = present_;
+  double sum = 0;
+  for (const double share : shares_) sum += share;
+  pace.decode_share = shares_.empty() ? 1 : sum / static_cast<double>(shares_.size());
+  return pace;
+}
+
+void Backlog::Add(const SchedulingOptions& scheduling, const Work& work) {
+  classes_[Index(scheduling.priority)][scheduling.tenant] += work;
+  total_ += work;
+}
+
+Backlog& Backlog::operator+=(const Backlog& other) {
+  for (int i = 0; i < kNumPriorities; ++i) {
+    for (const auto& [tenant, work] : other.classes_[i]) {
+      Add({.priority = static_cast<Priority>(i), .tenant = tenant}, work);
+    }
+  }
+  return *this;
+}
+
+Backlog::Ahead Backlog::AheadOf(const SchedulingOptions& scheduling, double tokens,
+                                double quantum_tokens) const {
+  Ahead ahead;
+  const int own_class = Index(scheduling.priority);
+  for (int i = own_class + 1; i < kNumPriorities; ++i) {
+    for (const auto& [tenant, work] : classes_[i]) {
+      ahead.likely += work;
+      ahead.least += work;
+      ahead.higher = true;
+    }
+  }
+  const auto& peers = classes_[own_class];
+  const auto own = peers.find(scheduling.tenant);
+  const double own_tokens = tokens + (own == peers.end() ? 0 : own->second.tokens);
+  for (const auto& [tenant, work] : peers) {
+    if (tenant == scheduling.tenant) {
+      ahead.likely += work;
+      ahead.least += work;
+      continue;
+    }
+    // By its turn as many tokens of each other tenant were served as of its own, but for one
+    // quantum and one request.
+    const double least = own_tokens - quantum_tokens - std::max(tokens, work.most_tokens);
+    ahead.likely += work * std::min(1., own_tokens / work.tokens);
+    ahead.least += work * std::clamp(least / work.tokens, 0., 1.);
+  }
+  return ahead;
+}
+
+// Work that always used all of the room would be done after work / room. The next request begins
+// before that: what was ahead of it has been admitted then, and may still run for as long as the
+// longest of it takes.
+WaitBounds WaitFor(const Room& room, const Work& running, const Work& ahead, double bytes,
+                   const Pace& pace) {
+  const bool has_place = ahead.requests + 1 <= room.free_places;
+  const bool has_bytes = ahead.bytes + bytes <= room.free_bytes;
+  WaitBounds bounds{.at_once = has_place && has_bytes};
+  auto widen = [&](double seconds) {
+    const double longest = pace.SecondsOf(std::max(running.most_prefill, ahead.most_prefill),
+                                          std::max(running.most_decode, ahead.most_decode));
+    bounds.least = std::max(bounds.least, seconds - longest);
+    bounds.most = std::max(bounds.most, seconds);
+  };
+  if (!has_place) {
+    widen(pace.SecondsOf(running.prefill + ahead.prefill, running.decode + ahead.decode) /
+          room.places);
+  }
+  if (!has_bytes) {
+    widen(pace.SecondsOf(running.byte_prefill + ahead.byte_prefill,
+                         running.byte_decode + ahead.byte_decode) /
+          room.bytes);
+  }
+  return bounds;
+}
+
+Forecast Predict(const Outlook& outlook, const Request& request, absl::Time now) {
+  const Work own = WorkOf(request);
+  const Backlog::Ahead ahead =
+      outlook.waiting.AheadOf(request.scheduling, own.tokens, outlook.quantum_tokens);
+  Forecast forecast{.position = std::round(ahead.likely.requests)};
+  const WaitBounds likely =
+      WaitFor(outlook.room, outlook.running_present, ahead.likely, own.bytes, outlook.present);
+  if (likely.at_once) forecast.wait = absl::ZeroDuration();
+  if (!outlook.measured) return forecast;
+  const absl::Duration since = std::max(absl::ZeroDuration(), now - outlook.at);
+  auto from_now = [&](double seconds) {
+    return std::max(absl::ZeroDuration(), absl::Seconds(seconds) - since);
+  };
+  forecast.wait = from_now((likely.least + likely.most) / 2);
+  const WaitBounds best =
+      WaitFor(outlook.room, outlook.running_best, ahead.least, own.bytes, outlook.best);
+  forecast.least_wait = from_now(best.least);
+  // It rises to the class of those before it.
+  if (ahead.higher) forecast.least_wait = std::min(forecast.least_wait, outlook.ageing);
+  forecast.least_run = PredictRun(request, outlook.best);
+  return forecast;
+}
+
+std::optional<absl::Duration> PredictWaitBehindAll(const Outlook& outlook) {
+  const Work& ahead = outlook.waiting.total();
+  if (ahead.requests == 0) return absl::ZeroDuration();
+  if (!outlook.measured) return std::nullopt;
+  const WaitBounds bounds =
+      WaitFor(outlook.room, outlook.running_present, ahead, 0, outlook.present);
+  return absl::Seconds((bounds.least + bounds.most) / 2);
+}
+
+absl::Duration RetryTimes::After(absl::Duration late, const Work& work, const Outlook& outlook,
+                                 absl::Time now) {
+  // The last overload is over when nobody was refused for half as long as it took.
+  if (now - last_ > (last_ - first_) / 2 + kQuiet) {
+    refused_ = {};
+    first_ = now;
+  }
+  last_ = now;
+  refused_ += work;
+  if (!outlook.measured) return kUnmeasuredRetry;
+  const double running = std::max(1., outlook.room.places - outlook.room.free_places);
+  const double seconds = outlook.present.SecondsOf(refused_.prefill, refused_.decode) / running;
+  return std::clamp(late + absl::Seconds(seconds / kRetryShare), kShortestRetry, kLongestRetry);
+}
+
+}  // namespace epikv

@@ -1,0 +1,122 @@
+#include "runtime/queue.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/base/internal/raw_logging.h"
+#include "absl/base/macros.h"
+
+namespace epikv {
+
+void RequestQueue::Push(SequenceId id, const Request& request, absl::Time now) {
+  const int in_class = static_cast<int>(request.scheduling.priority);
+  const Entry entry{
+      .tenant = request.scheduling.tenant,
+      .work = WorkOf(request),
+      .in_class = in_class,
+      .rises = in_class + 1 < kNumPriorities ? now + rule_.ageing : absl::InfiniteFuture()};
+  Enter(id, entry);
+  entries_.emplace(id, entry);
+}
+
+std::optional<SequenceId> RequestQueue::Head(absl::Time now) {
+  Rise(now);
+  const auto highest = std::find_if(classes_.rbegin(), classes_.rend(),
+                                    [](const Class& c) { return !c.turns.empty(); });
+  if (highest == classes_.rend()) return std::nullopt;
+  const bool stays = head_.has_value() && &classes_[entries_.at(*head_).in_class] == &*highest;
+  if (!stays) head_ = PickFrom(*highest);
+  return head_;
+}
+
+void RequestQueue::PopHead() {
+  ABSL_RAW_CHECK(head_.has_value(), "nobody is at the head");
+  const Entry& entry = entries_.at(*head_);
+  classes_[entry.in_class].by_name.at(entry.tenant)->saved -= entry.work.tokens;
+  Remove(*head_);
+}
+
+void RequestQueue::Remove(SequenceId id) {
+  const auto entry = entries_.find(id);
+  ABSL_RAW_CHECK(entry != entries_.end(), "it does not wait");
+  Leave(id, entry->second);
+  entries_.erase(entry);
+  if (head_ == id) head_.reset();
+}
+
+int64_t RequestQueue::tenants(Priority priority) const {
+  return static_cast<int64_t>(classes_[static_cast<int>(priority)].turns.size());
+}
+
+Backlog RequestQueue::backlog() const {
+  Backlog backlog;
+  for (int i = 0; i < kNumPriorities; ++i) {
+    for (const Tenant& tenant : classes_[i].turns) {
+      backlog.Add({.priority = static_cast<Priority>(i), .tenant = tenant.name}, tenant.work);
+    }
+  }
+  return backlog;
+}
+
+void RequestQueue::Enter(SequenceId id, const Entry& entry) {
+  Class& to = classes_[entry.in_class];
+  auto [known, is_new] = to.by_name.try_emplace(entry.tenant);
+  if (is_new) {
+    const double saved = to.turns.empty() ? static_cast<double>(rule_.quantum_tokens) : 0;
+    known->second = to.turns.insert(to.turns.end(), {.name = entry.tenant, .saved = saved});
+  }
+  known->second->waiting.insert(id);
+  known->second->work += entry.work;
+  if (entry.rises != absl::InfiniteFuture()) rises_.emplace(entry.rises, id);
+}
+
+void RequestQueue::Leave(SequenceId id, const Entry& entry) {
+  rises_.erase({entry.rises, id});
+  Class& from = classes_[entry.in_class];
+  const auto tenant = from.by_name.at(entry.tenant);
+  tenant->waiting.erase(id);
+  tenant->work -= entry.work;
+  if (!tenant->waiting.empty()) return;
+  const bool had_turn = tenant == from.turns.begin();
+  from.by_name.erase(entry.tenant);
+  from.turns.erase(tenant);
+  if (had_turn && !from.turns.empty()) {
+    from.turns.front().saved += static_cast<double>(rule_.quantum_tokens);
+  }
+}
+
+void RequestQueue::Rise(absl::Time now) {
+  while (!rises_.empty() && rises_.begin()->first <= now) {
+    const SequenceId id = rises_.begin()->second;
+    Entry& entry = entries_.at(id);
+    Leave(id, entry);
+    ++entry.in_class;
+    entry.rises =
+        entry.in_class + 1 < kNumPriorities ? entry.rises + rule_.ageing : absl::InfiniteFuture();
+    Enter(id, entry);
+  }
+}
+
+SequenceId RequestQueue::PickFrom(Class& from) {
+  const double quantum = static_cast<double>(rule_.quantum_tokens);
+  auto lacks = [this](const Tenant& tenant) {
+    return entries_.at(*tenant.waiting.begin()).work.tokens - tenant.saved;
+  };
+  auto pass_turn = [&] {
+    from.turns.splice(from.turns.end(), from.turns, from.turns.begin());
+    from.turns.front().saved += quantum;
+  };
+  // One round; then all rounds at once in which nobody could pay; then at most one more.
+  for (size_t i = 0; i < from.turns.size() && lacks(from.turns.front()) > 0; ++i) pass_turn();
+  if (lacks(from.turns.front()) > 0) {
+    double rounds = std::ceil(lacks(from.turns.front()) / quantum);
+    for (const Tenant& tenant : from.turns) {
+      rounds = std::min(rounds, std::ceil(lacks(tenant) / quantum));
+    }
+    for (Tenant& tenant : from.turns) tenant.saved += (rounds - 1) * quantum;
+  }
+  while (lacks(from.turns.front()) > 0) pass_turn();
+  return *from.turns.front().waiting.begin();
+}
+
+}  // namespace epikv
