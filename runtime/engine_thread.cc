@@ -72,7 +72,7 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
     result.retry_after = retries_.After(absl::ZeroDuration(), work, outlook_, now);
     return result;
   }
-  live_.emplace(request.id, sink.get());
+  live_.emplace(request.id, Live{.sink = sink.get(), .tenant = request.scheduling.tenant});
   outlook_.waiting.Add(request.scheduling, work);
   submitted_.Add(request.scheduling, work);
   auto tracked = std::make_shared<TrackedSink>(*this, request, std::move(sink));
@@ -80,9 +80,12 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
   return result;
 }
 
-bool EngineThread::Cancel(const std::string& request_id, absl::Status status) {
+bool EngineThread::Cancel(const std::string& request_id, absl::Status status,
+                          const std::string* tenant) {
   absl::MutexLock lock(&mu_);
-  if (!live_.contains(request_id)) return false;
+  const auto live = live_.find(request_id);
+  if (live == live_.end()) return false;
+  if (tenant != nullptr && live->second.tenant != *tenant) return false;
   inbox_.push_back(Cancelled{request_id, std::move(status)});
   return true;
 }
@@ -91,7 +94,7 @@ bool EngineThread::CancelOf(const RequestSink& sink, const std::string& request_
                             absl::Status status) {
   absl::MutexLock lock(&mu_);
   const auto live = live_.find(request_id);
-  if (live == live_.end() || live->second != &sink) return false;
+  if (live == live_.end() || live->second.sink != &sink) return false;
   inbox_.push_back(Cancelled{request_id, std::move(status)});
   return true;
 }
@@ -137,7 +140,7 @@ void EngineThread::Drain(absl::Time deadline) {
   draining_ = true;
   auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return live_.empty() && !ending_; };
   if (mu_.AwaitWithDeadline(absl::Condition(&idle), deadline)) return;
-  for (const auto& [id, sink] : live_) {
+  for (const auto& [id, live] : live_) {
     inbox_.push_back(Cancelled{id, absl::UnavailableError("the server is shutting down")});
   }
   mu_.Await(absl::Condition(&idle));

@@ -50,8 +50,10 @@ class EngineThread {
 
   SubmitResult Submit(Request request, std::shared_ptr<RequestSink> sink);
 
-  // False if no such request is live. Its sink's OnFinished follows within one step.
-  bool Cancel(const std::string& request_id, absl::Status status);
+  // False if no such request is live, or not of this tenant (null: of any). Its sink's OnFinished
+  // follows within one step.
+  bool Cancel(const std::string& request_id, absl::Status status,
+              const std::string* tenant = nullptr);
   // The same, if that request is `sink`'s: an id is free again before its sink hears of the end.
   bool CancelOf(const RequestSink& sink, const std::string& request_id, absl::Status status);
 
@@ -75,6 +77,10 @@ class EngineThread {
   void Drain(absl::Time deadline);
 
  private:
+  struct Live {
+    const RequestSink* sink = nullptr;
+    std::string tenant;
+  };
   struct Submitted {
     Request request;
     std::shared_ptr<RequestSink> sink;
@@ -105,7 +111,7 @@ class EngineThread {
   bool woken_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
-  absl::flat_hash_map<std::string, const RequestSink*> live_ ABSL_GUARDED_BY(mu_);  // by id
+  absl::flat_hash_map<std::string, Live> live_ ABSL_GUARDED_BY(mu_);  // by id
   bool ending_ ABSL_GUARDED_BY(mu_) = false;  // a sink is hearing of its end
   Outlook outlook_ ABSL_GUARDED_BY(mu_);      // after the last step, with what came since
   Backlog submitted_ ABSL_GUARDED_BY(mu_);    // in the inbox

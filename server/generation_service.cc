@@ -41,6 +41,20 @@ struct CallFacts {
   int64_t lanes = 0;
 };
 
+// Who has a token is the tenant of his own requests; an operator may speak for others. Without
+// tokens everyone is who he says.
+std::optional<grpc::Status> SettleTenant(const Identity& caller, std::string& tenant) {
+  if (caller.name.empty() || tenant == caller.name) return std::nullopt;
+  if (tenant.empty()) {
+    tenant = caller.name;
+    return std::nullopt;
+  }
+  if (caller.May(Role::kOperator)) return std::nullopt;
+  return PermissionDenied(
+      absl::StrCat("scheduling.tenant '", tenant, "' of caller '", caller.name, "'"),
+      RoleName(Role::kOperator));
+}
+
 absl::Status WhyCancelledNow(const CallScope& scope) {
   return WhyCancelled(
       {.start = scope.start(), .deadline = DeadlineOf(scope.context()), .now = absl::Now()});
@@ -268,13 +282,14 @@ grpc::ServerUnaryReactor* GenerationService::Score(grpc::CallbackServerContext* 
 grpc::ServerUnaryReactor* GenerationService::CancelRequest(grpc::CallbackServerContext* context,
                                                            const grpc::ByteBuffer* in,
                                                            grpc::ByteBuffer* out) {
-  auto cancel =
-      [this](const v1::CancelRequestRequest& request) -> Answer<v1::CancelRequestResponse> {
+  auto cancel = [this](const v1::CancelRequestRequest& request,
+                       const Identity& caller) -> Answer<v1::CancelRequestResponse> {
+    const std::string* const tenant = caller.May(Role::kOperator) ? nullptr : &caller.name;
     bool found = false;
     for (const ModelPtr& model : models_.Live()) {
       if (!request.model().empty() && request.model() != model->name) continue;
       found |= model->engine->Cancel(request.request_id(),
-                                     absl::CancelledError("cancelled by CancelRequest"));
+                                     absl::CancelledError("cancelled by CancelRequest"), tenant);
     }
     if (found) return v1::CancelRequestResponse();
     return NotFound("request", request.request_id(),
@@ -331,6 +346,12 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope
   AskedRequest asked = FromProto(message, *model.tokenizer);
   if (asked.options.id.empty()) asked.options.id = NewRequestId();
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
+  std::string& tenant = asked.options.scheduling.tenant;
+  if (std::optional<grpc::Status> refusal = SettleTenant(scope.caller(), tenant)) {
+    model.metrics->OnRejected(kPermissionDenied);
+    return *std::move(refusal);
+  }
+  scope.entry().set_tenant(ForLog(tenant));
   asked.options.arrival = scope.start();
   asked.options.deadline = DeadlineOf(scope.context());
   const DeltaOptions deltas = asked.deltas;

@@ -4,6 +4,7 @@
 #include <grpcpp/support/server_callback.h>
 
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
@@ -17,7 +18,7 @@ template <typename Response>
 using Answer = std::variant<Response, grpc::Status>;
 
 // Runs a unary method that is answered at once: admits, parses, handles, serialises, counts.
-// handle: const Request& -> Answer<Response>.
+// handle: const Request& -> Answer<Response>; or (const Request&, const Identity& caller) ->.
 template <typename Request, typename Handler>
 grpc::ServerUnaryReactor* AnswerAtOnce(absl::string_view method, const Frontend& frontend,
                                        grpc::CallbackServerContext& context,
@@ -31,7 +32,13 @@ grpc::ServerUnaryReactor* AnswerAtOnce(absl::string_view method, const Frontend&
   };
   const std::variant<Request, grpc::Status> request = scope.Open<Request>(in);
   if (const auto* refusal = std::get_if<grpc::Status>(&request)) return finish(*refusal);
-  auto answer = handle(std::get<Request>(request));
+  auto answer = [&] {
+    if constexpr (std::is_invocable_v<Handler, const Request&, const Identity&>) {
+      return handle(std::get<Request>(request), scope.caller());
+    } else {
+      return handle(std::get<Request>(request));
+    }
+  }();
   if (auto* status = std::get_if<grpc::Status>(&answer)) return finish(*status);
   out = Serialize(std::get<0>(answer));
   return finish(grpc::Status::OK);

@@ -11,9 +11,11 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "epikv/v1/generation.grpc.pb.h"
 #include "server/metrics_server.h"
 #include "tests/error_details.h"
 #include "tests/fake_server.h"
@@ -127,6 +129,64 @@ TEST_F(AuthServerTest, WhatOperatorsDoUsersMayNot) {
     const grpc::Status status = Call(*admin_channel_, std::string(row.method), {"Bearer one"});
     EXPECT_EQ(status.error_code(), grpc::PERMISSION_DENIED) << row.method;
   }
+}
+
+// One GenerateOnce by the owner of `token`.
+grpc::Status Generate(grpc::Channel& channel, const std::string& token,
+                      const v1::GenerateRequest& request) {
+  grpc::ClientContext context;
+  context.AddMetadata("authorization", absl::StrCat("Bearer ", token));
+  v1::GenerateResult result;
+  return v1::GenerationService::Stub(std::shared_ptr<grpc::Channel>(&channel, [](auto*) {}))
+      .GenerateOnce(&context, request, &result);
+}
+
+v1::GenerateRequest RequestOf(const std::string& tenant, uint32_t tokens = 2) {
+  v1::GenerateRequest request;
+  request.set_request_id("r");
+  request.mutable_token_ids()->add_ids(1);
+  request.mutable_stop()->set_max_output_tokens(tokens);
+  request.mutable_scheduling()->set_tenant(tenant);
+  return request;
+}
+
+TEST_F(AuthServerTest, WhoHasATokenIsTheTenantOfHisRequests) {
+  folder_.Write("tokens", absl::StrCat("user ann ", kOne, "\noperator bob ", kTwo));
+  EXPECT_TRUE(AwaitReload(1).ok());
+  EXPECT_TRUE(Generate(*channel_, "one", RequestOf("")).ok());
+  EXPECT_TRUE(Generate(*channel_, "one", RequestOf("ann")).ok());
+  const grpc::Status other = Generate(*channel_, "one", RequestOf("bob"));
+  EXPECT_EQ(other.error_code(), grpc::PERMISSION_DENIED);
+  EXPECT_THAT(other.error_message(), HasSubstr("scheduling.tenant 'bob'"));
+  EXPECT_TRUE(Generate(*channel_, "two", RequestOf("ann")).ok()) << "an operator's";
+}
+
+TEST_F(AuthServerTest, OnlyItsTenantAndOperatorsEndARequest) {
+  folder_.Write("tokens", absl::StrCat("user ann ", kOne, "\nuser eve ", kTwo));
+  EXPECT_TRUE(AwaitReload(1).ok());
+  Gate gate;
+  server_->script().on_forward = [&gate](absl::Span<const WorkItem>) {
+    gate.Pass(true);
+    return absl::OkStatus();
+  };
+  grpc::Status ended;
+  std::thread ann([&] { ended = Generate(*channel_, "one", RequestOf("", 4000)); });
+  ASSERT_TRUE(gate.AwaitHeld());
+  auto cancel = [this](const std::string& token) {
+    grpc::ClientContext context;
+    context.AddMetadata("authorization", absl::StrCat("Bearer ", token));
+    v1::CancelRequestRequest request;
+    request.set_request_id("r");
+    v1::CancelRequestResponse response;
+    return v1::GenerationService::Stub(channel_)
+        .CancelRequest(&context, request, &response)
+        .error_code();
+  };
+  EXPECT_EQ(cancel("two"), grpc::NOT_FOUND);
+  EXPECT_EQ(cancel("one"), grpc::OK);
+  gate.Open();
+  ann.join();
+  EXPECT_EQ(ended.error_code(), grpc::CANCELLED);
 }
 
 TEST_F(AuthServerTest, TokenLetsItsOwnerIn) {

@@ -490,12 +490,12 @@ TEST_F(EngineTest, StopTokenThatIsTheModelsEndWasAskedFor) {
 TEST_F(EngineTest, NothingEndsARequestBeforeItsLeastOutput) {
   RequestOptions options = Ask("a", 60, 20);
   options.stop = {
-      .max_output_tokens = 20, .strings = {"w61 w62"}, .tokens = {2}, .min_output_tokens = 5};
+      .max_output_tokens = 20, .strings = {"w61 w62"}, .tokens = {1, 4}, .min_output_tokens = 5};
   auto output = Submit(options);
   RunAll();
-  // 63 ends the model's text and 2 was asked for: both are passed over while they may not come.
-  EXPECT_THAT(output->tokens, ElementsAre(60, 61, 62, 0, 1, 2));
-  EXPECT_EQ(output->text, "w60 w61 w62 w0 w1");
+  // 63 ends the model's text and 1 was asked for: both are passed over while they may not come.
+  EXPECT_THAT(output->tokens, ElementsAre(60, 61, 62, 0, 2, 3, 4));
+  EXPECT_EQ(output->text, "w60 w61 w62 w0 w2 w3");
   EXPECT_EQ(output->reason(), "stop token");
 
   options = Ask("b", 61, 20);

@@ -220,13 +220,13 @@ TEST_F(OutboxTest, LikeliestTokensJoinAndCount) {
 // Coalescing. The test plays the courier as well, so that what is not sent would have been.
 class CoalescingTest : public OutboxTest {
  protected:
-  CoalescingTest() {
+  void SetUp() override {
     coalesce_ = kLong;
     Make({.max_bytes = 1000}, /*at_once=*/true);
     outbox_->Open({});
     outbox_->OnDelta(Word("a", 1));
     outbox_->Deliver();
-    EXPECT_THAT(writer_->AwaitSent(2), ElementsAre("queued 0", "delta a|1")) << "the first waited";
+    ASSERT_THAT(writer_->AwaitSent(2), ElementsAre("queued 0", "delta a|1")) << "the first waited";
     Give(Word("b", 2));
     EXPECT_THAT(writer_->AwaitSent(0), SizeIs(2));
   }

@@ -148,7 +148,7 @@ class _Maker:
         return request
 
     def _more(self, request: generation_pb2.GenerateRequest, output: int) -> None:
-        """Options whose chance is the request's so far, so that the case does not depend on them."""
+        """Options that chance draws from the request so far: it does not depend on them."""
         rng = random.Random(request.SerializeToString(deterministic=True))
         sampling, stop, wants = request.sampling, request.stop, request.output
         if rng.random() < 0.2:
