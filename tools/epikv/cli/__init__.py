@@ -6,7 +6,7 @@ import click
 import grpc
 
 from epikv import bench
-from epikv.cli import calibrate, cancel, export, generate, listing, score, token
+from epikv.cli import admin, calibrate, cancel, export, generate, listing, score, token
 from epikv.errors import RpcError
 
 
@@ -34,6 +34,7 @@ def main() -> None:
 
 
 for command in (
+    admin.group,
     bench.command,
     calibrate.group,
     cancel.command,

@@ -1,0 +1,116 @@
+"""The operator's side of a running daemon, through `epikv admin`."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from epikv import Accepted, RpcError, Stop, Summary
+from epikv.cli import main
+from epikv.sample import problem
+from epikv.testing import Daemon
+
+TASK = problem(9)
+Admin = Callable[..., dict]
+
+
+def admin_of(daemon: Daemon) -> Admin:
+    def run(*args: str, status: int = 0) -> dict:
+        done = CliRunner().invoke(main, ["admin", f"--server={daemon.admin}", *args])
+        assert done.exit_code == status, done.output
+        return json.loads(done.output) if status == 0 else {"error": done.output}
+
+    return run
+
+
+def test_drain_and_resume(sample_model: Path) -> None:
+    with Daemon(sample_model, "--threads=1") as daemon, daemon.client() as client:
+        admin = admin_of(daemon)
+        assert admin("status")["state"] == "STATE_SERVING"
+        stream = client.generate(TASK.prompt, stop=Stop(400))
+        assert isinstance(next(stream), Accepted)
+        assert admin("drain")["state"] == "STATE_DRAINING"
+        with pytest.raises(RpcError) as refused:
+            client.generate_once(TASK.prompt)
+        assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+        assert isinstance(list(stream)[-1], Summary), "what runs goes on"
+        assert admin("resume")["state"] == "STATE_SERVING"
+        client.generate_once(TASK.prompt, stop=Stop(2))
+
+
+def test_requests_say_what_they_do(sample_model: Path) -> None:
+    flags = ("--threads=1", "--max_running_requests=1")
+    with Daemon(sample_model, *flags) as daemon, daemon.client() as client:
+        admin = admin_of(daemon)
+        with client.generate(TASK.prompt, request_id="runs", stop=Stop(900)) as first:
+            next(first), next(first)
+            with client.generate(TASK.prompt, request_id="waits") as second:
+                next(second)
+                runs, waits = admin("requests")["requests"]
+                assert (runs["request_id"], runs["state"]) == ("runs", "STATE_DECODE")
+                assert int(runs["kv_reserved_bytes"]) >= int(runs["kv_used_bytes"]) > 0
+                assert (waits["request_id"], waits["waits_for"]) == ("waits", "WAITS_FOR_PLACE")
+                (load,) = admin("load")["models"]
+                assert load["running_requests"] == 1
+                dump = admin("dump")
+                assert len(dump["requests"]) == 2 and "epikv_kv_bytes" in dump["metrics"]
+
+
+def test_a_model_is_swapped_under_load(sample_model: Path) -> None:
+    """Streams come all the time while the model is replaced three times: none is dropped."""
+    with Daemon(sample_model, "--threads=1") as daemon, daemon.client() as client:
+        admin = admin_of(daemon)
+        swapped = threading.Event()
+        texts: list[str] = []
+        errors: list[RpcError] = []
+
+        def ask() -> None:
+            while not swapped.is_set():
+                try:
+                    texts.append(client.generate_once(TASK.prompt, stop=Stop(60)).text)
+                except RpcError as error:
+                    errors.append(error)
+
+        askers = [threading.Thread(target=ask) for _ in range(4)]
+        for asker in askers:
+            asker.start()
+        flags = ("--name=sample", "--kv-pool-bytes=67108864", "--replace")
+        for _ in range(3):
+            assert admin("load-model", str(sample_model), *flags)["name"] == "sample"
+        swapped.set()
+        for asker in askers:
+            asker.join()
+        assert not errors and len(set(texts)) == 1 and len(texts) >= 12
+
+
+def test_models_come_and_go(sample_model: Path) -> None:
+    with Daemon(sample_model, "--threads=1") as daemon, daemon.client() as client:
+        admin = admin_of(daemon)
+        flags = ("--kv-pool-bytes=67108864",)
+        refused = admin("load-model", str(sample_model), *flags, status=1)
+        assert "is served" in refused["error"]
+        assert "no such file" in admin("load-model", "/none.pt", status=1)["error"].lower()
+        admin("load-model", str(sample_model), "--name=b", *flags)
+        assert [model.name for model in client.models()] == ["b", "sample"]
+        client.generate_once(TASK.prompt, model="b", stop=Stop(2))
+        admin("unload-model", "b", "--grace=1")
+        assert [model.name for model in client.models()] == ["sample"]
+        assert "'b'" in admin("unload-model", "b", status=1)["error"]
+
+
+def test_settings_change_while_it_runs(sample_model: Path) -> None:
+    with Daemon(sample_model, "--threads=1") as daemon, daemon.client() as client:
+        admin = admin_of(daemon)
+        changed = admin("config", "default_max_output_tokens=5", "log_level=warning")
+        assert (changed["default_max_output_tokens"], changed["log_level"]) == (5, "warning")
+        assert client.generate_once(TASK.prompt).accepted.max_output_tokens == 5
+        refused = admin("config", "threads=3", "default_policy=nosuch", status=1)["error"]
+        assert "threads" in refused
+        assert (
+            "unknown policy 'nosuch'" in admin("config", "default_policy=nosuch", status=1)["error"]
+        )
+        assert "no NAME=VALUE" in admin("config", "threads", status=1)["error"]
+        assert admin("config")["default_max_output_tokens"] == 5

@@ -1,0 +1,169 @@
+"""`epikv admin`: what an operator asks of a running daemon, on its admin port. Answers are JSON."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import click
+import grpc
+from google.protobuf import json_format, text_format
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
+
+from epikv.connection import Tls, connect
+from epikv.errors import RpcError
+from epikv.v1 import admin_pb2, admin_pb2_grpc, config_pb2
+
+
+@contextmanager
+def _admin(server: str) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
+    token = os.environ.get("EPIKV_TOKEN")
+    with connect(server, tls=Tls.from_environment(), token=token) as channel:
+        try:
+            yield admin_pb2_grpc.AdminServiceStub(channel)
+        except grpc.RpcError as error:
+            raise RpcError.from_grpc(error) from None
+
+
+def _print(message: Message) -> None:
+    click.echo(json_format.MessageToJson(message, preserving_proto_field_name=True))
+
+
+@click.group("admin")
+@click.option(
+    "--server", default="127.0.0.1:50052", show_default=True, help="The daemon's admin_listen."
+)
+@click.pass_context
+def group(context: click.Context, server: str) -> None:
+    """Look at a running daemon and change it: for operators."""
+    context.obj = server
+
+
+@group.command("status")
+@click.pass_obj
+def status(server: str) -> None:
+    """What the daemon is doing, and its models."""
+    with _admin(server) as admin:
+        _print(admin.GetServerStatus(admin_pb2.GetServerStatusRequest()))
+
+
+@group.command("load")
+@click.pass_obj
+def load(server: str) -> None:
+    """Queue, running requests and KV of each model."""
+    with _admin(server) as admin:
+        _print(admin.GetLoad(admin_pb2.GetLoadRequest()))
+
+
+@group.command("requests")
+@click.option("--model", default="", help="Of this model; else of all.")
+@click.pass_obj
+def requests(server: str, model: str) -> None:
+    """What is live, and what it waits for."""
+    with _admin(server) as admin:
+        _print(admin.ListActiveRequests(admin_pb2.ListActiveRequestsRequest(model=model)))
+
+
+@group.command("drain")
+@click.pass_obj
+def drain(server: str) -> None:
+    """Refuse new requests; what runs or waits goes on."""
+    with _admin(server) as admin:
+        _print(admin.Drain(admin_pb2.DrainRequest()))
+
+
+@group.command("resume")
+@click.pass_obj
+def resume(server: str) -> None:
+    """Take requests again."""
+    with _admin(server) as admin:
+        _print(admin.Resume(admin_pb2.ResumeRequest()))
+
+
+@group.command("config")
+@click.argument("settings", nargs=-1, metavar="[NAME=VALUE]...")
+@click.option("--validate-only", is_flag=True, help="Say what is wrong, and change nothing.")
+@click.pass_obj
+def config(server: str, settings: tuple[str, ...], validate_only: bool) -> None:
+    """Every setting as it is now; with NAME=VALUE, change those first."""
+    with _admin(server) as admin:
+        if not settings:
+            _print(admin.GetConfig(admin_pb2.GetConfigRequest()))
+            return
+        request = admin_pb2.UpdateConfigRequest(
+            config=_config_of(settings),
+            update_mask=FieldMask(paths=[setting.partition("=")[0] for setting in settings]),
+            validate_only=validate_only,
+        )
+        _print(admin.UpdateConfig(request))
+
+
+def _config_of(settings: tuple[str, ...]) -> config_pb2.ServerConfig:
+    """Raises ValueError for what no field can hold."""
+    wanted = config_pb2.ServerConfig()
+    fields = config_pb2.ServerConfig.DESCRIPTOR.fields_by_name
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"'{setting}' is no NAME=VALUE")
+        if name in fields and fields[name].type == fields[name].TYPE_STRING:
+            setattr(wanted, name, value)
+            continue
+        try:
+            text_format.Merge(f"{name}: {value}", wanted)
+        except text_format.ParseError as error:
+            raise ValueError(f"'{setting}': {error}") from None
+    return wanted
+
+
+@group.command("load-model")
+@click.argument("path")
+@click.option("--name", default="", help="Clients call it by; else the one in the file.")
+@click.option("--artefact-dir", default="", help="What `epikv calibrate` wrote for it.")
+@click.option("--kv-pool-bytes", default=0, help="0: a share of the memory that is left.")
+@click.option("--threads", default=0, help="Of its engine; 0: the daemon's default.")
+@click.option("--replace", is_flag=True, help="Take the place of the model of this name.")
+@click.pass_obj
+def load_model(
+    server: str,
+    path: str,
+    name: str,
+    artefact_dir: str,
+    kv_pool_bytes: int,
+    threads: int,
+    replace: bool,
+) -> None:
+    """Load the model file PATH, a file of the daemon's machine, and answer when it serves."""
+    source = config_pb2.ModelSource(
+        path=path,
+        name=name,
+        artefact_dir=artefact_dir,
+        kv_pool_bytes=kv_pool_bytes,
+        threads=threads,
+    )
+    with _admin(server) as admin:
+        _print(admin.LoadModel(admin_pb2.LoadModelRequest(source=source, replace=replace)))
+
+
+@group.command("unload-model")
+@click.argument("name")
+@click.option("--grace", type=float, help="Seconds its requests may go on; else as they take.")
+@click.pass_obj
+def unload_model(server: str, name: str, grace: float | None) -> None:
+    """Take the model NAME out of service."""
+    wait = None
+    if grace is not None:
+        wait = Duration()
+        wait.FromTimedelta(timedelta(seconds=grace))
+    with _admin(server) as admin:
+        _print(admin.UnloadModel(admin_pb2.UnloadModelRequest(name=name, grace=wait)))
+
+
+@group.command("dump")
+@click.pass_obj
+def dump(server: str) -> None:
+    """All of the above and the metrics, for a bug report."""
+    with _admin(server) as admin:
+        _print(admin.DumpState(admin_pb2.DumpStateRequest()))
