@@ -160,15 +160,16 @@ RequestFacts Engine::FactsOf(const Sequence& s) const {
           .deadline = request.deadline};
 }
 
-std::vector<RequestFacts> Engine::Describe() const {
+std::vector<RequestFacts> Engine::Describe() {
   std::vector<RequestFacts> all;
   for (const SequencePtr& s : running_) {
     all.push_back(FactsOf(*s));
     if (!s->sink->Ready()) all.back().waits_for = WaitsFor::kReader;
   }
+  const std::optional<SequenceId> head = queue_.Head(now_());
   for (const auto& [id, s] : waiting_) {
     all.push_back(FactsOf(*s));
-    all.back().waits_for = id != queue_.last_head()                    ? WaitsFor::kTurn
+    all.back().waits_for = id != head                                  ? WaitsFor::kTurn
                            : running() < options_.max_running_requests ? WaitsFor::kKv
                                                                        : WaitsFor::kPlace;
   }

@@ -60,7 +60,7 @@ class Engine {
   // After the last step.
   const Outlook& outlook() const { return outlook_; }
   const EngineOptions& options() const { return options_; }
-  std::vector<RequestFacts> Describe() const;  // those that run, then those that wait
+  std::vector<RequestFacts> Describe();  // those that run, then those that wait
   const Ledger& ledger() const { return ledger_; }
   const StepExecutor& executor() const { return *executor_; }
 

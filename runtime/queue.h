@@ -40,8 +40,6 @@ class RequestQueue {
   void Push(SequenceId id, const Request& request, absl::Time now);
   // The next one. It stays the next one until it leaves, or one of a higher class waits.
   std::optional<SequenceId> Head(absl::Time now);
-  // As Head said last; absent: it has left, or was never asked for.
-  std::optional<SequenceId> last_head() const { return head_; }
   // The head is admitted: its tenant pays.
   void PopHead();
   // Leaves without being admitted. Precondition: it waits.

@@ -187,11 +187,11 @@ TEST_F(MetricsTest, FailuresSayWhoFailed) {
 TEST_F(MetricsTest, RequestDroppedFromTheQueueIsNoMissedDeadline) {
   RequestOptions options = Asked(10, 5);
   const Request request = std::get<Request>(admission_.Resolve(std::move(options)));
-  metrics_->OnFinished(
+  engine_.OnFinished(
       request, {.reason = FinishReason::kDeadline,
                 .status = WithReason(absl::DeadlineExceededError("in vain"), kDeadlineInfeasible)});
-  metrics_->OnFinished(request, {.reason = FinishReason::kDeadline,
-                                 .status = absl::DeadlineExceededError("passed")});
+  engine_.OnFinished(request, {.reason = FinishReason::kDeadline,
+                               .status = absl::DeadlineExceededError("passed")});
   const auto values = Read();
   const std::string of = R"(epikv_requests_finished_total{arm="none",policy="full",reason=)";
   EXPECT_EQ(values.at(of + R"("deadline_infeasible"})"), 1);
@@ -219,7 +219,7 @@ TEST_F(MetricsTest, LabelsComeFromClosedSets) {
 
 TEST_F(MetricsTest, BoundHoldsForEverySeries) {
   Run(Asked(10, 5));
-  metrics_->OnStep({.predicted_wait = absl::Seconds(1), .kv_capacity_bytes = 1000});
+  engine_.OnStep({.predicted_wait = absl::Seconds(1), .kv_capacity_bytes = 1000});
   const auto values = Read();
   EXPECT_EQ(values.at("epikv_metrics_series"), metrics_.series_bound());
   int64_t gauges = 0;
@@ -298,9 +298,10 @@ TEST_F(MetricsTest, ASwapAddsUpPoolsAndSetsNoCounterBack) {
   Run(Asked(10, 5));
   {
     EngineMetrics next(*metrics_.OfModel("fake"), Facts());
-    engine_.OnStep({.running = 1, .kv_capacity_bytes = 1000, .kv_rows_moved = 7});
+    engine_.OnStep(
+        {.running_by_priority = {0, 1, 0}, .kv_capacity_bytes = 1000, .kv_rows_moved = 7});
     next.OnStep({.sequences = 1,
-                 .running = 2,
+                 .running_by_priority = {0, 2, 0},
                  .kv_used_bytes = 10,
                  .kv_reserved_bytes = 20,
                  .kv_capacity_bytes = 500,
@@ -308,7 +309,7 @@ TEST_F(MetricsTest, ASwapAddsUpPoolsAndSetsNoCounterBack) {
     const auto values = Read();
     EXPECT_EQ(values.at("epikv_kv_capacity_bytes"), 1500);
     EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 1480);
-    EXPECT_EQ(values.at("epikv_requests_running"), 3);
+    EXPECT_EQ(values.at(R"(epikv_requests_running{priority="normal"})"), 3);
     EXPECT_EQ(values.at("epikv_kv_rows_moved_total"), 3);
   }
   const auto values = Read();
