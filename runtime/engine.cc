@@ -259,7 +259,7 @@ void Engine::ExpireDeadlines() {
   for (auto& [id, s] : waiting_) {
     if (s->request.deadline <= now) {
       Finish(*s, FinishReason::kDeadline, passed("in the queue"));
-    } else if (absl::Status late = Infeasible(s->request, PredictRun(s->request, best), now);
+    } else if (absl::Status late = Infeasible(s->request, PredictLeastRun(s->request, best), now);
                !late.ok()) {
       Finish(*s, FinishReason::kDeadline, std::move(late));
     }

@@ -6,7 +6,9 @@
 namespace epikv {
 namespace {
 
-constexpr int64_t kLeastSteps = 16;     // before these, nothing is predicted
+constexpr int64_t kLeastSteps = 16;  // before these, nothing is predicted
+// Of a step with fewer prefill tokens, most of the time is the step's own: it says nothing of them.
+constexpr int64_t kLeastPrefillSample = 64;
 constexpr size_t kRememberedEnds = 64;  // outputs and deadlines
 constexpr double kLastSteps = 32;       // the present is about so many
 
@@ -101,13 +103,22 @@ absl::Duration PredictRun(const Request& request, const Pace& pace) {
       pace.SecondsOf(static_cast<double>(request.prefill_tokens()), DecodeTokens(request)));
 }
 
+absl::Duration PredictLeastRun(const Request& request, const Pace& pace) {
+  double decode = static_cast<double>(std::max<int64_t>(1, request.min_output_tokens) - 1);
+  const bool may_stop = !request.stop_strings.empty() || !request.stop_tokens.empty();
+  if (!request.forced.empty() || (request.ignore_end && !may_stop)) decode = DecodeTokens(request);
+  return absl::Seconds(static_cast<double>(request.prefill_tokens()) *
+                           pace.seconds_per_prefill_token +
+                       decode * pace.seconds_per_decode_token);
+}
+
 void PaceMeter::OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t decode_tokens) {
   const double seconds = absl::ToDoubleSeconds(duration);
   if (seconds <= 0) return;  // the clock was set
   ++steps_;
   if (prefill_tokens > 0) {
     const double per_token = seconds / static_cast<double>(prefill_tokens);
-    Lower(best_.seconds_per_prefill_token, per_token);
+    if (prefill_tokens >= kLeastPrefillSample) Lower(best_.seconds_per_prefill_token, per_token);
     prefill_seconds_ += seconds - prefill_seconds_ / kLastSteps;
     prefill_tokens_ += static_cast<double>(prefill_tokens) - prefill_tokens_ / kLastSteps;
     present_.seconds_per_prefill_token = prefill_seconds_ / prefill_tokens_;
@@ -175,6 +186,7 @@ Backlog::Ahead Backlog::AheadOf(const SchedulingOptions& scheduling, double toke
   const auto& peers = classes_[own_class];
   const auto own = peers.find(scheduling.tenant);
   const double own_tokens = tokens + (own == peers.end() ? 0 : own->second.tokens);
+  const double own_most = own == peers.end() ? 0 : own->second.most_tokens;
   for (const auto& [tenant, work] : peers) {
     if (tenant == scheduling.tenant) {
       ahead.likely += work;
@@ -183,7 +195,8 @@ Backlog::Ahead Backlog::AheadOf(const SchedulingOptions& scheduling, double toke
     }
     // By its turn as many tokens of each other tenant were served as of its own, but for one
     // quantum and one request.
-    const double least = own_tokens - quantum_tokens - std::max(tokens, work.most_tokens);
+    const double least =
+        own_tokens - quantum_tokens - std::max({tokens, own_most, work.most_tokens});
     ahead.likely += work * std::min(1., own_tokens / work.tokens);
     ahead.least += work * std::clamp(least / work.tokens, 0., 1.);
   }
@@ -235,16 +248,15 @@ Forecast Predict(const Outlook& outlook, const Request& request, absl::Time now)
   forecast.least_wait = from_now(best.least);
   // It rises to the class of those before it.
   if (ahead.higher) forecast.least_wait = std::min(forecast.least_wait, outlook.ageing);
-  forecast.least_run = PredictRun(request, outlook.best);
+  forecast.least_run = PredictLeastRun(request, outlook.best);
   return forecast;
 }
 
 std::optional<absl::Duration> PredictWaitBehindAll(const Outlook& outlook) {
-  const Work& ahead = outlook.waiting.total();
-  if (ahead.requests == 0) return absl::ZeroDuration();
-  if (!outlook.measured) return std::nullopt;
   const WaitBounds bounds =
-      WaitFor(outlook.room, outlook.running_present, ahead, 0, outlook.present);
+      WaitFor(outlook.room, outlook.running_present, outlook.waiting.total(), 0, outlook.present);
+  if (bounds.at_once) return absl::ZeroDuration();
+  if (!outlook.measured) return std::nullopt;
   return absl::Seconds((bounds.least + bounds.most) / 2);
 }
 

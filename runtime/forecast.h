@@ -52,6 +52,10 @@ struct Pace {
 // How long a request runs.
 absl::Duration PredictRun(const Request& request, const Pace& pace);
 
+// The least that it can: where it may end by itself, its prompt and the least output that it asked
+// for. Outputs of other requests say nothing of its own.
+absl::Duration PredictLeastRun(const Request& request, const Pace& pace);
+
 // Measures the pace of steps that do something.
 class PaceMeter {
  public:

@@ -93,6 +93,12 @@ grpc::Status Precondition(absl::string_view reason, std::string message) {
                           .message = std::move(message)});
 }
 
+grpc::Status Taken(const std::string& name) {
+  return AlreadyExists(
+      "model", name,
+      absl::StrCat("a model '", name, "' is served; with `replace` this one takes its place"));
+}
+
 grpc::Status Invalid(std::vector<FieldViolation> violations) {
   return ToGrpc(Rejection{
       .reason = "INVALID_REQUEST",
@@ -212,6 +218,8 @@ grpc::ServerUnaryReactor* AdminService::GetLoad(grpc::CallbackServerContext* con
       load.set_kv_used_bytes(last.kv_used_bytes);
       load.set_kv_reserved_bytes(last.kv_reserved_bytes);
       load.set_kv_capacity_bytes(last.kv_capacity_bytes);
+      if (last.predicted_wait.has_value())
+        Set(*last.predicted_wait, *load.mutable_predicted_wait());
     }
     return response;
   };
@@ -250,9 +258,7 @@ grpc::ServerUnaryReactor* AdminService::Drain(grpc::CallbackServerContext* conte
     if (lifecycle_.state() == ServerState::kStarting) {
       return Precondition(kStarting, "the server is loading its models");
     }
-    lifecycle_.SetState(ServerState::kDraining);  // first, so that balancers turn away
     models_.StartDraining();
-    frontend_.metrics.SetDraining(true);
     return Status();
   };
   return AnswerAtOnce<v1::DrainRequest>("AdminService/Drain", frontend_, *context, *in, *out,
@@ -268,8 +274,6 @@ grpc::ServerUnaryReactor* AdminService::Resume(grpc::CallbackServerContext* cont
     if (!models_.Resume()) {
       return Precondition("STOPPING", "the server is stopping; it takes no requests again");
     }
-    frontend_.metrics.SetDraining(false);
-    lifecycle_.SetState(ServerState::kServing);
     return Status();
   };
   return AnswerAtOnce<v1::ResumeRequest>("AdminService/Resume", frontend_, *context, *in, *out,
@@ -300,15 +304,26 @@ grpc::ServerUnaryReactor* AdminService::UpdateConfig(grpc::CallbackServerContext
                                                *in, *out, update);
 }
 
+std::optional<grpc::Status> AdminService::RefuseModels() const {
+  if (lifecycle_.state() == ServerState::kStarting) {
+    return Precondition(kStarting, "the server is loading its models");
+  }
+  if (models_.stopping()) return Precondition("STOPPING", "the server is stopping");
+  return std::nullopt;
+}
+
 // On the loader's thread.
 Answer<v1::Model> AdminService::LoadNow(const v1::LoadModelRequest& request) {
   absl::StatusOr<ModelPtr> loaded = load_(FromProto(request.source()));
   if (!loaded.ok()) return ToGrpc(loaded.status());
-  if (!models_.Put(*loaded, request.replace())) {
-    return AlreadyExists("model", (*loaded)->name,
-                         absl::StrCat("a model '", (*loaded)->name,
-                                      "' is served; with `replace` this one takes its place"));
-  }
+  absl::Status applied;
+  bool put = false;
+  settings_.Use([&](const Config& now) {  // they may have changed since the load began
+    applied = Apply(now.serving, **loaded);
+    put = applied.ok() && models_.Put(*loaded, request.replace());
+  });
+  if (!applied.ok()) return ToGrpc(applied);
+  if (!put) return Taken((*loaded)->name);
   return ToProto(**loaded);
 }
 
@@ -320,6 +335,9 @@ grpc::ServerUnaryReactor* AdminService::LoadModel(grpc::CallbackServerContext* c
     std::vector<FieldViolation> violations = ViolationsOf(request.source());
     for (FieldViolation& violation : violations) violation.field.insert(0, "source.");
     if (!violations.empty()) return pending->Finish(Invalid(std::move(violations)));
+    if (auto refusal = RefuseModels()) return pending->Finish(*refusal);
+    const std::string& name = request.source().name();
+    if (!request.replace() && models_.Has(name)) return pending->Finish(Taken(name));
     std::thread last;
     {
       absl::MutexLock lock(&mu_);
@@ -348,6 +366,7 @@ grpc::ServerUnaryReactor* AdminService::UnloadModel(grpc::CallbackServerContext*
                                                     const grpc::ByteBuffer* in,
                                                     grpc::ByteBuffer* out) {
   auto unload = [this](const v1::UnloadModelRequest& request) -> Answer<v1::UnloadModelResponse> {
+    if (auto refusal = RefuseModels()) return *refusal;
     absl::Time deadline = absl::InfiniteFuture();
     if (request.has_grace()) {
       const absl::Duration grace =

@@ -91,6 +91,8 @@ class AdminService final
   void ListRequests(const std::vector<ModelPtr>& models,
                     std::function<void(std::vector<v1::ActiveRequest>)> tell);
   v1::ServerStatus Status() const;
+  // Why models cannot be loaded and unloaded now.
+  std::optional<grpc::Status> RefuseModels() const;
   Answer<v1::Model> LoadNow(const v1::LoadModelRequest& request);
 
   Models& models_;

@@ -68,9 +68,9 @@ Authenticator::~Authenticator() {
   if (thread_.joinable()) thread_.join();
 }
 
-// A file that is wrong leaves the tokens that are known, and is not read again as it is.
+// A file that is wrong leaves the tokens that are known, and is not parsed again as it is; one that
+// cannot be read is tried again.
 absl::Status Authenticator::Load() {
-  loaded_ = VersionOf(options_.tokens_file);
   auto wrong = [](absl::string_view what) {
     return absl::InvalidArgumentError(absl::StrCat("--auth_tokens_file: ", what));
   };
@@ -88,12 +88,16 @@ absl::Status Authenticator::Load() {
 }
 
 void Authenticator::Poll() {
+  std::string failure;  // told already
   for (;;) {
     {
       absl::MutexLock lock(&mu_);
       if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), options_.poll)) return;
     }
-    if (VersionOf(options_.tokens_file) != loaded_) options_.on_reload(Load());
+    if (VersionOf(options_.tokens_file) == loaded_) continue;
+    const absl::Status status = Load();
+    if (status.ok() || status.message() != failure) options_.on_reload(status);
+    failure = std::string(status.message());
   }
 }
 

@@ -341,12 +341,10 @@ std::vector<ModelSource> ModelsOf(const v1::ServerConfig& c) {
     models.push_back({.path = c.model(),
                       .name = c.model_name(),
                       .artefact_dir = c.artefact_dir(),
-                      .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
-                      .threads = c.threads()});
+                      .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes())});
   }
   for (const v1::ModelSource& source : c.models()) {
     models.push_back(FromProto(source));
-    if (source.threads() == 0) models.back().threads = c.threads();
   }
   return models;
 }
@@ -375,7 +373,8 @@ Config ConfigOf(const v1::ServerConfig& c) {
       .admin_listen = c.admin_listen(),
       .log_level = LogLevelOf(c.log_level()).value_or(LogLevel::kInfo),
       .models = ModelsOf(c),
-      .runtime = {.kv_memory_share = c.kv_memory_share(),
+      .runtime = {.threads = c.threads(),
+                  .kv_memory_share = c.kv_memory_share(),
                   .max_step_tokens = c.max_step_tokens(),
                   .prefill_chunk_tokens = c.prefill_chunk_tokens(),
                   .max_running_requests = c.max_running_requests(),

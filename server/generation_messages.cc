@@ -364,6 +364,23 @@ std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& ad
   return rejection;
 }
 
+v1::SchedulingOptions ToProto(const SchedulingOptions& scheduling) {
+  v1::SchedulingOptions proto;
+  switch (scheduling.priority) {
+    case Priority::kLow:
+      proto.set_priority(v1::PRIORITY_LOW);
+      break;
+    case Priority::kNormal:
+      proto.set_priority(v1::PRIORITY_NORMAL);
+      break;
+    case Priority::kHigh:
+      proto.set_priority(v1::PRIORITY_HIGH);
+      break;
+  }
+  proto.set_tenant(scheduling.tenant);
+  return proto;
+}
+
 v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model) {
   const Request& request = prepared.request;
   v1::Accepted accepted;
@@ -378,6 +395,7 @@ v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model) {
   }
   accepted.set_arm(kNoArm);
   *accepted.mutable_output() = OutputOf(prepared);
+  *accepted.mutable_scheduling() = ToProto(request.scheduling);
   if (request.forced.empty()) {
     *accepted.mutable_stop() = StopOf(request);
   } else {

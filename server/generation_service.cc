@@ -55,6 +55,13 @@ std::optional<grpc::Status> SettleTenant(const Identity& caller, std::string& te
       RoleName(Role::kOperator));
 }
 
+// Nobody can guess it: who did would keep another's request out by a duplicate.
+std::string NewRequestId() {
+  absl::BitGen random;
+  return absl::StrCat(absl::Hex(absl::Uniform<uint64_t>(random), absl::kZeroPad16),
+                      absl::Hex(absl::Uniform<uint64_t>(random), absl::kZeroPad16));
+}
+
 absl::Status WhyCancelledNow(const CallScope& scope) {
   return WhyCancelled(
       {.start = scope.start(), .deadline = DeadlineOf(scope.context()), .now = absl::Now()});
@@ -251,8 +258,7 @@ GenerationService::GenerationService(const Models& models, Courier& courier,
       frontend_(frontend),
       metrics_(frontend.metrics),
       outbox_limits_(outbox_limits),
-      max_answer_bytes_(max_answer_bytes),
-      id_prefix_(absl::StrCat(absl::Hex(absl::Uniform<uint64_t>(absl::BitGen())))) {}
+      max_answer_bytes_(max_answer_bytes) {}
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const grpc::ByteBuffer* in) {
@@ -412,10 +418,6 @@ grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,
   return Exhausted("waiting requests",
                    absl::StrCat("the queue is full: ", submitted.waiting, " requests are waiting"),
                    *submitted.retry_after);
-}
-
-std::string GenerationService::NewRequestId() {
-  return absl::StrCat(id_prefix_, "-", next_id_.fetch_add(1));
 }
 
 }  // namespace epikv

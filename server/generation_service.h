@@ -3,7 +3,6 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -88,7 +87,6 @@ class GenerationService final
                       v1::AccessLogEntry& entry);
   grpc::Status RefusalOf(grpc::CallbackServerContext& context, const SubmitResult& submitted,
                          const std::string& request_id, const ServedModel& model);
-  std::string NewRequestId();
 
   const Models& models_;
   Courier& courier_;
@@ -96,8 +94,6 @@ class GenerationService final
   Metrics& metrics_;
   const OutboxLimits outbox_limits_;
   const int64_t max_answer_bytes_;
-  const std::string id_prefix_;  // differs between processes
-  std::atomic<int64_t> next_id_{0};
   LiveCalls live_calls_;
 };
 

@@ -63,7 +63,9 @@ absl::StatusOr<std::unique_ptr<GrpcPort>> GrpcPort::Open(
 }
 
 GrpcPort::~GrpcPort() {
-  if (server_ != nullptr) lifecycle_.Detach(*server_->GetHealthCheckService());
+  if (server_ == nullptr) return;
+  lifecycle_.Detach(*server_->GetHealthCheckService());
+  Close();  // gRPC's own destructor waits for calls without a limit
 }
 
 void GrpcPort::Close() {

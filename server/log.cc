@@ -35,7 +35,7 @@ void SayForGrpc(gpr_log_func_args* said) {
 
 std::optional<int64_t> LineLimit::Take(absl::Time now) {
   absl::MutexLock lock(&mu_);
-  if (now - second_began_ >= absl::Seconds(1)) {
+  if (now - second_began_ >= absl::Seconds(1) || now < second_began_) {
     second_began_ = now;
     written_ = 0;
   }

@@ -80,13 +80,12 @@ std::string AddressOf(const std::string& listen, int port) {
 }
 
 // For programs: one line, when requests are served.
-void Announce(const Config& config, const Models& models, const Server& server,
+void Announce(const Config& config, const std::vector<ModelPtr>& served, const Server& server,
               const GrpcPort* admin, const MetricsServer* metrics) {
   nlohmann::ordered_json line;
   line["grpc"] = AddressOf(config.listen, server.port());
   line["metrics"] = metrics == nullptr ? "" : AddressOf(config.metrics_listen, metrics->port());
   line["admin"] = admin == nullptr ? "" : AddressOf(config.admin_listen, admin->port());
-  const std::vector<ModelPtr> served = models.InService();
   const ServedModel& first = *served.front();
   line["model"] = first.name;
   line["kv_capacity_tokens"] = first.kv_capacity_tokens();
@@ -98,7 +97,7 @@ void Announce(const Config& config, const Models& models, const Server& server,
 
 // Cores that engines may use: the quota minus one, for gRPC and the rest, or more if asked.
 int64_t EngineCores(const Config& config) {
-  int64_t cores = std::max<int64_t>(1, CpuQuota() - 1);
+  int64_t cores = std::max({int64_t{1}, CpuQuota() - 1, config.runtime.threads});
   for (const ModelSource& source : config.models) cores = std::max(cores, source.threads);
   return cores;
 }
@@ -116,7 +115,7 @@ class Loader {
     options.model_path = source.path;
     options.artefact_dir = source.artefact_dir;
     options.kv_pool_bytes = source.kv_pool_bytes;
-    options.threads = source.threads;
+    options.threads = source.threads > 0 ? source.threads : config.runtime.threads;
     options.progress = [this](absl::string_view stage) { log_.Info(stage); };
     absl::StatusOr<LoadedModel> loaded = LoadModel(options);
     if (!loaded.ok()) return loaded.status();
@@ -132,8 +131,9 @@ class Loader {
   Metrics& metrics_;
 };
 
-absl::Status LoadAll(const Config& config, const Loader& loader, Models& models) {
-  for (const ModelSource& source : config.models) {
+absl::Status LoadAll(const std::vector<ModelSource>& sources, const Loader& loader,
+                     Settings& settings, Models& models) {
+  for (const ModelSource& source : sources) {
     absl::StatusOr<ModelPtr> model = loader.Load(source);
     if (!model.ok()) return model.status();
     const std::string name = (*model)->name;
@@ -161,14 +161,11 @@ prometheus::Labels LabelsOf(const Config& config) {
 }
 
 // Health first, so that balancers turn away; then new requests; then what runs, within the cap.
-void Drain(const Settings& settings, Lifecycle& lifecycle, Server& server, Models& models,
-           Metrics& metrics, const Log& log) {
+void Drain(const Settings& settings, Server& server, Models& models, const Log& log) {
   const absl::Duration drain = settings.config().drain;
   const absl::Time deadline = absl::Now() + drain;
   log.Info(absl::StrCat("stopping: running streams may go on for ", absl::FormatDuration(drain),
                         "; a second signal ends at once"));
-  lifecycle.SetState(ServerState::kDraining);
-  metrics.SetDraining(true);
   models.Drain(deadline);
   server.Shutdown(deadline);
   log.Info("stopped");
@@ -213,9 +210,11 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
                           "--tls_key would encrypt it"));
   }
   // Ports before models: probes are answered while those are loaded.
+  Lifecycle lifecycle;
   Metrics metrics({.policies = BuiltPolicies(),
                    .max_series = config.metrics_max_series,
-                   .config = LabelsOf(config)});
+                   .config = LabelsOf(config),
+                   .lifecycle = &lifecycle});
   // Never stopped: that takes the library two seconds, and the process ends anyway.
   static auto& metrics_server = *new std::unique_ptr<MetricsServer>;
   if (!config.metrics_listen.empty()) {
@@ -232,12 +231,14 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
   const Frontend frontend{.auth = **auth, .metrics = metrics, .access_log = **access_log};
   CoreBudget cores(EngineCores(config));
   Courier courier(config.outbox.stall / 4);
-  Lifecycle lifecycle;
   Models models(lifecycle);
-  Settings settings(settled, [&models](const Config& next) {
+  Settings settings(settled, [&models, &metrics](const Config& next) {
+    absl::Status known = CheckDefaults(next.serving.defaults, BuiltPolicies());
+    if (!known.ok()) return known;
     for (const ModelPtr& model : models.Live()) {
       if (absl::Status status = Apply(next.serving, *model); !status.ok()) return status;
     }
+    metrics.SetConfig(LabelsOf(next));
     log.SetLevel(next.log_level);
     return absl::OkStatus();
   });
@@ -263,13 +264,15 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
   log.Info(absl::StrCat("gRPC on ", AddressOf(config.listen, (*server)->port()),
                         ", not serving until the models are loaded"));
 
-  if (absl::Status status = LoadAll(config, loader, models); !status.ok()) return status;
-  lifecycle.SetState(ServerState::kServing);
+  if (absl::Status status = LoadAll(config.models, loader, settings, models); !status.ok())
+    return status;
+  const std::vector<ModelPtr> served = models.InService();
   signals.Serve();
+  lifecycle.SetState(ServerState::kServing);
   log.Info("serving");
-  Announce(config, models, **server, admin_port->get(), metrics_server.get());
+  Announce(config, served, **server, admin_port->get(), metrics_server.get());
   signals.AwaitStop();
-  Drain(settings, lifecycle, **server, models, metrics, log);
+  Drain(settings, **server, models, log);
   if (*admin_port != nullptr) (*admin_port)->Close();
   return absl::OkStatus();
 }

@@ -66,6 +66,8 @@ Metrics::Metrics(const MetricsOptions& options)
       rpcs_(declare_.Counters("epikv_grpc_requests_total", "RPCs that have ended.",
                               std::size(kMethods) * kNumCodes)),
       rejected_(model_unknown_),
+      lifecycle_(options.lifecycle),
+      config_(declare_.Gauges("epikv_config_info", "1; the labels are settings.", 1)),
       draining_(
           declare_.Gauges("epikv_drain_state", "1 while new requests are refused.", 1).Add({})),
       bound_(declare_
@@ -92,7 +94,7 @@ void Metrics::AddInfo(const MetricsOptions& options) {
   declare_.Gauges("epikv_build_info", "1; the labels say what was built.", 1)
       .Add({{"version", EPIKV_VERSION}})
       .Set(1);
-  declare_.Gauges("epikv_config_info", "1; the labels are settings.", 1).Add(options.config).Set(1);
+  SetConfig(options.config);
   auto& policies = declare_.Gauges("epikv_policy_info", "1; the policies of this build.",
                                    options.policies.size());
   for (const PolicySpec* spec : options.policies) {
@@ -117,6 +119,8 @@ absl::StatusOr<std::shared_ptr<ModelMetrics>> Metrics::OfModel(const std::string
 
 std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   bound_.Set(static_cast<double>(series_bound()));
+  const bool draining = lifecycle_ != nullptr && lifecycle_->state() == ServerState::kDraining;
+  draining_.Set(draining ? 1 : 0);
   std::vector<std::shared_ptr<ModelMetrics>> models;
   {
     absl::MutexLock lock(&mu_);
@@ -146,7 +150,12 @@ void Metrics::OnStreamWasFull(absl::Duration full) { stream_full_.Of({}).Observe
 
 std::shared_ptr<prometheus::Collectable> Metrics::page() const { return page_; }
 
-void Metrics::SetDraining(bool draining) { draining_.Set(draining ? 1 : 0); }
+void Metrics::SetConfig(const prometheus::Labels& config) {
+  absl::MutexLock lock(&mu_);
+  if (config_now_ != nullptr) config_.Remove(config_now_);
+  config_now_ = &config_.Add(config);
+  config_now_->Set(1);
+}
 
 void Metrics::OnAccessLogDropped(int64_t lines) {
   log_dropped_.Increment(static_cast<double>(lines));

@@ -15,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "policies/spec.h"
+#include "server/lifecycle.h"
 #include "server/metric_families.h"
 #include "server/model_metrics.h"
 #include "server/process_metrics.h"
@@ -23,8 +24,9 @@ namespace epikv {
 
 struct MetricsOptions {
   PolicyCatalog policies;
-  int64_t max_series = 20000;  // that /metrics may hold
-  prometheus::Labels config;   // settings worth seeing beside the rest, by name
+  int64_t max_series = 20000;            // that /metrics may hold
+  prometheus::Labels config;             // settings worth seeing beside the rest, by name
+  const Lifecycle* lifecycle = nullptr;  // outlives the metrics
 };
 
 // Everything that Prometheus may scrape: what belongs to no model, and the models' own series.
@@ -47,7 +49,7 @@ class Metrics {
   // Of a request whose model is not known. reason: of ErrorInfo.
   void OnRejected(absl::string_view reason) { rejected_.Count(reason); }
   void OnStreamWasFull(absl::Duration full);
-  void SetDraining(bool draining);
+  void SetConfig(const prometheus::Labels& config);
   void OnAccessLogDropped(int64_t lines);
   void OnTokensReloadFailed();
 
@@ -69,9 +71,12 @@ class Metrics {
   HistogramFamily stream_full_;
   prometheus::Family<prometheus::Counter>& rpcs_;
   RejectedSeries rejected_;
+  const Lifecycle* const lifecycle_;
+  prometheus::Family<prometheus::Gauge>& config_;
   prometheus::Gauge &draining_, &bound_;
   prometheus::Counter &log_dropped_, &reload_failures_;
   mutable absl::Mutex mu_;
+  prometheus::Gauge* config_now_ ABSL_GUARDED_BY(mu_) = nullptr;
   std::map<std::string, std::weak_ptr<ModelMetrics>> models_ ABSL_GUARDED_BY(mu_);
   const std::shared_ptr<Page> page_;
 };

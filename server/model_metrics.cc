@@ -41,7 +41,6 @@ absl::StatusOr<std::shared_ptr<ModelMetrics>> ModelMetrics::Create(std::string m
 ModelMetrics::~ModelMetrics() { budget_.GiveBack(taken_); }
 
 void ModelMetrics::Describe(const EngineFacts& facts) {
-  absl::MutexLock lock(&mu_);
   if (described_ != nullptr) info_.Remove(described_);
   described_ = &info_.Add({{"architecture", facts.architecture},
                            {"dtype", facts.dtype},
@@ -53,7 +52,7 @@ void ModelMetrics::Describe(const EngineFacts& facts) {
 
 StepStats ModelMetrics::Newest() const {
   absl::MutexLock lock(&mu_);
-  return engines_.empty() ? StepStats() : engines_.back()->last;
+  return engines_.empty() ? StepStats() : engines_.back()->fill_.last;
 }
 
 std::vector<prometheus::MetricFamily> ModelMetrics::Collect() const {
@@ -61,7 +60,7 @@ std::vector<prometheus::MetricFamily> ModelMetrics::Collect() const {
   FillGauges gauges;
   {
     absl::MutexLock lock(&mu_);
-    for (const EngineFill* engine : engines_) gauges.Add(*engine);
+    for (const EngineMetrics* engine : engines_) gauges.Add(engine->fill_);
   }
   std::vector<prometheus::MetricFamily> fill = gauges.Families(model_);
   families.insert(families.end(), std::make_move_iterator(fill.begin()),
@@ -71,17 +70,19 @@ std::vector<prometheus::MetricFamily> ModelMetrics::Collect() const {
 
 EngineMetrics::EngineMetrics(std::shared_ptr<ModelMetrics> model, const EngineFacts& facts)
     : model_(std::move(model)),
-      kv_(facts.kv),
+      facts_(facts),
       fill_{.last = {.kv_capacity_bytes = facts.kv_capacity_bytes},
             .max_running_requests = facts.max_running_requests} {
-  model_->Describe(facts);
   absl::MutexLock lock(&model_->mu_);
-  model_->engines_.push_back(&fill_);
+  model_->Describe(facts_);
+  model_->engines_.push_back(this);
 }
 
 EngineMetrics::~EngineMetrics() {
   absl::MutexLock lock(&model_->mu_);
-  std::erase(model_->engines_, &fill_);
+  std::erase(model_->engines_, this);
+  // It may never have served: then the one that does is described again.
+  if (!model_->engines_.empty()) model_->Describe(model_->engines_.back()->facts_);
 }
 
 void EngineMetrics::OnAdmitted(const Request& request, absl::Duration queued) {
@@ -104,12 +105,12 @@ void EngineMetrics::OnFirstToken(const Request& request, absl::Duration since_ar
 void EngineMetrics::OnEvicted(const EvictedStats& evicted) {
   absl::MutexLock lock(&model_->mu_);
   evicting_.insert(model_->labels_.Of(evicted.request.spec->name));
-  model_->requests_.OnEvicted(evicted, kv_);
+  model_->requests_.OnEvicted(evicted, facts_.kv);
 }
 
 void EngineMetrics::OnFinished(const Request& request, const Finished& finished) {
   absl::MutexLock lock(&model_->mu_);
-  model_->requests_.OnFinished(request, finished, kv_);
+  model_->requests_.OnFinished(request, finished, facts_.kv);
 }
 
 std::vector<prometheus::MetricFamily> MergedByName(std::vector<prometheus::MetricFamily> families) {

@@ -31,6 +31,8 @@ struct EngineFacts {
   absl::Duration load;  // how long loading took
 };
 
+class EngineMetrics;
+
 // The series of one model name, all with the label `model`. Engines that serve it one after the
 // other share them: a swap sets no counter back. Thread-safe.
 class ModelMetrics {
@@ -54,7 +56,7 @@ class ModelMetrics {
   ModelMetrics(std::string model, SeriesBudget& budget);
   // Those of no policy, and those of "other".
   int64_t own_series() const { return declare_.bound() + of_policy_.bound(); }
-  void Describe(const EngineFacts& facts);
+  void Describe(const EngineFacts& facts) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const std::string model_;
   mutable absl::Mutex mu_;
@@ -69,7 +71,7 @@ class ModelMetrics {
   prometheus::Family<prometheus::Gauge>& info_;
   prometheus::Gauge* described_ ABSL_GUARDED_BY(mu_) = nullptr;
   prometheus::Gauge &threads_, &load_;
-  std::vector<const EngineFill*> engines_ ABSL_GUARDED_BY(mu_);  // that live, the newest last
+  std::vector<const EngineMetrics*> engines_ ABSL_GUARDED_BY(mu_);  // that live, the newest last
 };
 
 // Watches one engine for the series of its model. Of the engine's thread.
@@ -85,8 +87,10 @@ class EngineMetrics final : public EngineObserver {
   void OnFinished(const Request& request, const Finished& finished) override;
 
  private:
+  friend class ModelMetrics;
+
   const std::shared_ptr<ModelMetrics> model_;
-  const KvScale kv_;
+  const EngineFacts facts_;
   EngineFill fill_;  // guarded by the model's mutex
   StepBefore before_;
   std::set<absl::string_view> evicting_;  // labels of policies, in the step that runs

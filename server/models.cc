@@ -34,12 +34,12 @@ Models::~Models() {
 
 std::variant<ModelPtr, grpc::Status> Models::Find(absl::string_view asked) const {
   absl::MutexLock lock(&mu_);
-  if (asked.empty() && in_service_.size() == 1) return in_service_.begin()->second;
-  const auto found = in_service_.find(asked);
-  if (found != in_service_.end()) return found->second;
   if (lifecycle_.state() == ServerState::kStarting) {
     return Unavailable(kStarting, "the server is loading its models; try again", kRetryDelay);
   }
+  if (asked.empty() && in_service_.size() == 1) return in_service_.begin()->second;
+  const auto found = in_service_.find(asked);
+  if (found != in_service_.end()) return found->second;
   if (in_service_.empty()) return NotFound("model", asked, "no model is in service");
   if (asked.empty()) {
     return ToGrpc(Rejection{
@@ -71,8 +71,9 @@ std::vector<ModelPtr> Models::InService() const {
 }
 
 std::vector<ModelPtr> Models::Live() const {
-  std::vector<ModelPtr> models = InService();
   absl::MutexLock lock(&mu_);
+  std::vector<ModelPtr> models;
+  for (const auto& [name, model] : in_service_) models.push_back(model);
   for (const Retiring& retiring : retiring_) {
     if (!retiring.gone) models.push_back(retiring.model);
   }
@@ -89,20 +90,18 @@ bool Models::Put(ModelPtr model, bool replace) {
     if (draining_) model->engine->StartDraining();
     ModelPtr before = std::exchange(in_service_[name], std::move(model));
     if (before != nullptr) Retire(std::move(before), absl::InfiniteFuture());
+    lifecycle_.SetModel(name, true);
   }
   for (Retiring& retiring : gone) retiring.thread.join();
-  lifecycle_.SetModel(name, true);
   return true;
 }
 
 bool Models::Remove(const std::string& name, absl::Time deadline) {
-  {
-    absl::MutexLock lock(&mu_);
-    const auto found = in_service_.find(name);
-    if (found == in_service_.end()) return false;
-    Retire(std::move(found->second), deadline);
-    in_service_.erase(found);
-  }
+  absl::MutexLock lock(&mu_);
+  const auto found = in_service_.find(name);
+  if (found == in_service_.end()) return false;
+  Retire(std::move(found->second), deadline);
+  in_service_.erase(found);
   lifecycle_.SetModel(name, false);
   return true;
 }
@@ -133,6 +132,7 @@ std::list<Models::Retiring> Models::TakeGone() {
 void Models::StartDraining() {
   absl::MutexLock lock(&mu_);
   draining_ = true;
+  lifecycle_.SetState(ServerState::kDraining);  // first, so that balancers turn away
   for (const auto& [name, model] : in_service_) model->engine->StartDraining();
 }
 
@@ -141,7 +141,13 @@ bool Models::Resume() {
   if (stopping_) return false;
   draining_ = false;
   for (const auto& [name, model] : in_service_) model->engine->Resume();
+  lifecycle_.SetState(ServerState::kServing);
   return true;
+}
+
+bool Models::stopping() const {
+  absl::MutexLock lock(&mu_);
+  return stopping_;
 }
 
 void Models::Drain(absl::Time deadline) {

@@ -41,9 +41,10 @@ class Models {
   // Out of service; what it has begun may go on until `deadline`. False: no such model.
   bool Remove(const std::string& name, absl::Time deadline);
 
-  // New requests are refused, of models to come too, until Resume.
+  // New requests are refused, of models to come too, until Resume. Both tell the lifecycle.
   void StartDraining();
-  bool Resume();  // false: Drain was called
+  bool Resume();          // false: Drain was called
+  bool stopping() const;  // Drain was called
   // Refuses new requests for good and blocks until all have ended, at most until `deadline`; then
   // cancels the rest.
   void Drain(absl::Time deadline);

@@ -19,7 +19,9 @@ EngineFacts FactsOf(const ServedModel& model, const ServingOptions& options, abs
           .load = load};
 }
 
-absl::Status CheckPolicy(const RequestDefaults& defaults, PolicyCatalog catalog) {
+}  // namespace
+
+absl::Status CheckDefaults(const RequestDefaults& defaults, PolicyCatalog catalog) {
   if (defaults.policy.empty() || FindPolicy(catalog, defaults.policy) != nullptr) {
     return absl::OkStatus();
   }
@@ -27,10 +29,8 @@ absl::Status CheckPolicy(const RequestDefaults& defaults, PolicyCatalog catalog)
       "--default_policy: unknown policy '", defaults.policy, "'; known: ", KnownPolicies(catalog)));
 }
 
-}  // namespace
-
 absl::Status Apply(const ServingOptions& options, const ServedModel& model) {
-  absl::Status status = CheckPolicy(options.defaults, model.admission->catalog());
+  absl::Status status = CheckDefaults(options.defaults, model.admission->catalog());
   if (!status.ok()) return status;
   model.admission->SetDefaults(options.defaults);
   model.engine->SetLimits(options.queue);
@@ -40,7 +40,7 @@ absl::Status Apply(const ServingOptions& options, const ServedModel& model) {
 absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& name,
                                          const ServingOptions& options, absl::Duration load,
                                          CoreBudget& cores, Metrics& metrics) {
-  if (absl::Status status = CheckPolicy(options.defaults, loaded.policies); !status.ok()) {
+  if (absl::Status status = CheckDefaults(options.defaults, loaded.policies); !status.ok()) {
     return status;
   }
   absl::StatusOr<std::unique_ptr<Tokenizer>> tokenizer = Tokenizer::FromJson(loaded.tokenizer_json);

@@ -26,7 +26,7 @@ struct ModelSource {
   std::string name;          // clients call it by; empty: the manifest's
   std::string artefact_dir;  // RuntimeOptions' of these names
   int64_t kv_pool_bytes = 0;
-  int64_t threads = 0;
+  int64_t threads = 0;  // 0: as the server's
 };
 
 // How models are served, whichever they are.
@@ -60,6 +60,9 @@ struct ServedModel {
 
 // Shared by the registry and the calls of the model, which end in unknown order.
 using ModelPtr = std::shared_ptr<const ServedModel>;
+
+// Whether there is the default policy, if there is to be one.
+absl::Status CheckDefaults(const RequestDefaults& defaults, PolicyCatalog catalog);
 
 // Changes the settings that a running model can take: queue and defaults. Not OK: nothing was
 // changed.

@@ -37,6 +37,11 @@ v1::ServerConfig Settings::Get() const {
   return config_;
 }
 
+void Settings::Use(const std::function<void(const Config&)>& use) {
+  absl::MutexLock updating(&updating_);
+  use(config());
+}
+
 std::variant<v1::ServerConfig, Rejection> Settings::Update(const v1::ServerConfig& wanted,
                                                            const std::vector<std::string>& fields,
                                                            bool validate_only) {

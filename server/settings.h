@@ -27,6 +27,9 @@ class Settings {
   v1::ServerConfig Get() const;
   Config config() const { return ConfigOf(Get()); }
 
+  // Calls `use` with the settings as they are; none change meanwhile.
+  void Use(const std::function<void(const Config&)>& use);
+
   // Takes `fields` from `wanted` and gives what holds now; or says all that is wrong and changes
   // nothing.
   std::variant<v1::ServerConfig, Rejection> Update(const v1::ServerConfig& wanted,

@@ -201,6 +201,44 @@ TEST_F(AdminServiceTest, ChangesSettingsThatCanBeChanged) {
   EXPECT_EQ(config.default_policy(), "");
 }
 
+// The load began with those from before.
+TEST_F(AdminServiceTest, SettingsThatChangeDuringALoadHoldForItsModel) {
+  Gate gate;
+  server_.on_load = [&gate] { gate.Pass(true); };
+  grpc::Status loaded;
+  std::thread loading([&] { loaded = Load("b.pt", "b"); });
+  ASSERT_TRUE(gate.AwaitHeld());
+  v1::UpdateConfigRequest update;
+  update.mutable_update_mask()->add_paths("default_max_output_tokens");
+  update.mutable_config()->set_default_max_output_tokens(7);
+  v1::ServerConfig config;
+  EXPECT_TRUE(Call(&Stub::UpdateConfig, update, &config).ok());
+  gate.Open();
+  loading.join();
+  ASSERT_TRUE(loaded.ok());
+  v1::GenerateRequest request = Ask("", 1, 1);
+  request.set_model("b");
+  request.mutable_stop()->clear_max_output_tokens();
+  v1::GenerateResult result;
+  grpc::ClientContext context;
+  EXPECT_TRUE(stub_->GenerateOnce(&context, request, &result).ok());
+  EXPECT_EQ(result.accepted().max_output_tokens(), 7u);
+}
+
+TEST_F(AdminServiceTest, NothingIsServedOrLoadedUntilAllModelsAre) {
+  server_.lifecycle().SetState(ServerState::kStarting);
+  EXPECT_EQ(ReasonIn(Generate()), "STARTING") << "though the first is there";
+  EXPECT_EQ(ReasonIn(Load("b.pt", "b")), "STARTING");
+  v1::UnloadModelRequest unload;
+  v1::UnloadModelResponse gone;
+  unload.set_name(server_.models().InService().front()->name);
+  EXPECT_EQ(ReasonIn(Call(&Stub::UnloadModel, unload, &gone)), "STARTING");
+  v1::ServerStatus status;
+  EXPECT_EQ(ReasonIn(Call(&Stub::Drain, v1::DrainRequest(), &status)), "STARTING");
+  server_.lifecycle().SetState(ServerState::kServing);
+  EXPECT_TRUE(Generate().ok());
+}
+
 TEST_F(AdminServiceTest, TellsLoadAndDumpsState) {
   EXPECT_TRUE(Generate().ok());
   ASSERT_TRUE(server_.AwaitEmpty());

@@ -90,7 +90,8 @@ TEST(ConfigTest, ModelsAreTheFirstAndThoseOfTheList) {
   ASSERT_EQ(config.models.size(), 3u);
   EXPECT_EQ(config.models[0].path, "a.pt");
   EXPECT_EQ(config.models[1].name, "b");
-  EXPECT_EQ(config.models[1].threads, 3) << "as the first";
+  EXPECT_EQ(config.models[1].threads, 0) << "as the server's";
+  EXPECT_EQ(config.runtime.threads, 3);
   EXPECT_EQ(config.models[2].threads, 1);
   EXPECT_EQ(config.models[2].kv_pool_bytes, 4096);
   EXPECT_EQ(Parse({"--models=path: 'b.pt'"}).models.at(0).path, "b.pt") << "no other needed";
@@ -148,7 +149,7 @@ TEST(ConfigTest, DefaultsInTheProtoAgreeWithTheCommentedFile) {
 TEST(ConfigTest, FlagsGoOverTheFileWhereverTheyStand) {
   const TemporaryFile file("model: \"a.pt\"\nthreads: 3\ndrain_seconds: 1.5\n");
   const Config config = Parse({"--threads", "5", "--config", file.path(), "--model=b.pt"});
-  EXPECT_EQ(config.models.at(0).threads, 5);
+  EXPECT_EQ(config.runtime.threads, 5);
   EXPECT_EQ(config.models.at(0).path, "b.pt");
   EXPECT_EQ(config.drain, absl::Milliseconds(1500));
 }

@@ -952,6 +952,7 @@ class EngineDeadlineTest : public EngineTest {
   }
   RequestOptions AskWithin(const std::string& id, int64_t max_output, absl::Duration time) {
     RequestOptions options = Ask(id, 5, max_output);
+    options.stop.ignore_end = true;  // nothing ends it sooner
     options.deadline = now_ + time;
     return options;
   }
@@ -968,8 +969,8 @@ TEST_F(EngineDeadlineTest, WaitingRequestIsDroppedWhenItsTimeIsTooShort) {
   Submit(Ask("running", 5, 100));
   const auto waiting = Submit(AskWithin("waiting", 21, absl::Milliseconds(500)));
   engine_->Step();
-  // Of 500 ms it needs 210, for 21 steps.
-  const absl::Time last = now_ - step_time_ + absl::Milliseconds(290);
+  // Of 500 ms it needs 200, for 20 steps after that of its prompt, which is too short to know of.
+  const absl::Time last = now_ - step_time_ + absl::Milliseconds(300);
   while (!waiting->ended()) engine_->Step();
   EXPECT_GT(now_, last);
   EXPECT_LE(now_, last + 2 * step_time_);
@@ -992,15 +993,14 @@ TEST_F(EngineDeadlineTest, NothingIsDroppedBeforeThePaceIsKnown) {
   EXPECT_EQ(ReasonOfEnd(*output), "");
 }
 
-TEST_F(EngineDeadlineTest, ShortOutputsOfLateLetLongOnesTry) {
+// What other requests used says nothing of this one: it may end at its next token.
+TEST_F(EngineDeadlineTest, RequestThatMayEndByItselfMayTry) {
   Measure();
-  RequestOptions options = Ask("short", 5, 101);
-  options.stop.tokens = {5};
-  Submit(options);
+  RequestOptions options = AskWithin("a", 2000, absl::Milliseconds(45));
+  options.stop.ignore_end = false;
+  const auto output = Submit(options);
   RunAll();
-  const auto output = Submit(AskWithin("a", 2000, absl::Milliseconds(45)));
-  RunAll();
-  EXPECT_EQ(output->tokens.size(), 5) << "it might have ended as soon";
+  EXPECT_EQ(output->tokens.size(), 5);
 }
 
 TEST_F(EngineDeadlineTest, NothingIsDroppedWhereThatIsNotWanted) {

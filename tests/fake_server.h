@@ -87,7 +87,7 @@ class FakeServer {
   explicit FakeServer(FakeServerOptions options = {},
                       std::shared_ptr<FakeScript> script = std::make_shared<FakeScript>())
       : script_(std::move(script)),
-        metrics_({.policies = FakeCatalog()}),
+        metrics_({.policies = FakeCatalog(), .lifecycle = &lifecycle_}),
         series_(*metrics_.OfModel(options.manifest.name)),
         engine_metrics_(series_,
                         {.kv = {.lanes = 4, .bytes_per_token = kFakeBytesPerToken},
@@ -188,6 +188,7 @@ class FakeServer {
   }
 
   const std::shared_ptr<FakeScript> script_;
+  Lifecycle lifecycle_;
   Metrics metrics_;
   const std::shared_ptr<ModelMetrics> series_;
   EngineMetrics engine_metrics_;
@@ -196,7 +197,6 @@ class FakeServer {
   const std::unique_ptr<AccessLog> access_log_;
   const Frontend frontend_{.auth = *auth_, .metrics = metrics_, .access_log = *access_log_};
   Courier courier_;
-  Lifecycle lifecycle_;
   Models models_;
   ModelPtr model_;  // the first
   Settings settings_;

@@ -42,6 +42,9 @@ TEST(PaceMeterTest, BestIsTheFastestAndPresentFollows) {
   meter.OnStep(absl::Milliseconds(4), 0, 3);
   meter.OnStep(absl::Milliseconds(100), 50, 0);
   EXPECT_DOUBLE_EQ(meter.best().seconds_per_decode_token, .004);
+  EXPECT_EQ(meter.best().seconds_per_prefill_token, 0)
+      << "of so few tokens the step's own cost is most";
+  meter.OnStep(absl::Milliseconds(200), 100, 0);
   EXPECT_DOUBLE_EQ(meter.best().seconds_per_prefill_token, .002);
   for (int i = 0; i < 300; ++i) meter.OnStep(absl::Milliseconds(50), 10, 8);
   EXPECT_DOUBLE_EQ(meter.best().seconds_per_decode_token, .004);
@@ -119,6 +122,15 @@ TEST(BacklogTest, AheadAreHigherClassesOwnTenantAndTheSharesOfOthers) {
   EXPECT_FALSE(high.higher);
 }
 
+// A tenant that waits with a large request has saved for it while the others were served.
+TEST(BacklogTest, WhatATenantSavedForItsLargeRequestIsNotCountedTwice) {
+  Backlog backlog;
+  backlog.Add({.tenant = "own"}, WorkOf(Asked(900, 100)));
+  for (int i = 0; i < 20; ++i) backlog.Add({.tenant = "peer"}, WorkOf(Asked(50, 50)));
+  EXPECT_EQ(backlog.AheadOf({.tenant = "own"}, 10, 50).least.tokens, 1000)
+      << "its own, and of the peer nothing is sure";
+}
+
 TEST(BacklogTest, AddsUp) {
   Backlog one, other;
   one.Add({.tenant = "a"}, WorkOf(Asked(10, 10)));
@@ -148,7 +160,18 @@ TEST(ForecastTest, NobodyWaitsWhereThereIsRoom) {
   const Forecast forecast = Predict(outlook, Asked(100, 21, 500), outlook.at);
   EXPECT_EQ(forecast.wait, absl::ZeroDuration());
   EXPECT_EQ(forecast.least_wait, absl::ZeroDuration());
-  EXPECT_EQ(forecast.least_run, absl::Milliseconds(200));
+  EXPECT_EQ(forecast.least_run, absl::Milliseconds(100)) << "it may end by itself";
+  Request at_least = Asked(100, 21, 500);
+  at_least.min_output_tokens = 11;
+  EXPECT_EQ(Predict(outlook, at_least, outlook.at).least_run, absl::Milliseconds(200));
+  Request endless = Asked(100, 21, 500);
+  endless.ignore_end = true;
+  EXPECT_EQ(Predict(outlook, endless, outlook.at).least_run, absl::Milliseconds(300));
+  endless.stop_strings = {"x"};
+  EXPECT_EQ(Predict(outlook, endless, outlook.at).least_run, absl::Milliseconds(100));
+  Request scored = Asked(100, 21, 500);
+  scored.forced.assign(21, 0);
+  EXPECT_EQ(Predict(outlook, scored, outlook.at).least_run, absl::Milliseconds(300));
   EXPECT_EQ(forecast.position, 0);
   outlook.measured = false;
   EXPECT_EQ(Predict(outlook, Asked(100, 21, 500), outlook.at).wait, absl::ZeroDuration());

@@ -782,6 +782,8 @@ TEST_F(GenerationServiceTest, PrioritiesAndTenantsDecideWhoIsNext) {
     waiting.push_back(std::make_unique<StreamClient>(stub(), request));
     const auto accepted = waiting.back()->AwaitMessages(1)[0].accepted();
     EXPECT_EQ(accepted.queue_position(), 0u);
+    EXPECT_EQ(accepted.scheduling().tenant(), request.scheduling().tenant());
+    EXPECT_NE(accepted.scheduling().priority(), v1::PRIORITY_UNSPECIFIED) << "as it is used";
     EXPECT_FALSE(accepted.has_predicted_wait()) << "nothing was measured";
   }
   gate.Open();
@@ -803,7 +805,9 @@ TEST_F(GenerationServiceTest, DeadlineThatCannotBeMetIsRefusedWithTheEstimate) {
   auto within = [&](absl::Duration time) {
     grpc::ClientContext context;
     context.set_deadline(absl::ToChronoTime(absl::Now() + time));
-    return stub().GenerateOnce(&context, Prompt(10, 4000), &result);
+    v1::GenerateRequest request = Prompt(10, 4000);
+    request.mutable_stop()->set_ignore_eos(true);
+    return stub().GenerateOnce(&context, request, &result);
   };
   grpc::Status status;
   do {                                  // what was measured is told once per step

@@ -241,6 +241,10 @@ TEST_F(MetricsTest, BoundHoldsForEverySeries) {
 }
 
 TEST_F(MetricsTest, SettingsAreLabels) {
+  metrics_.SetConfig({{"max_step_tokens", "64"}});
+  EXPECT_EQ(Read().at(R"(epikv_config_info{max_step_tokens="64"})"), 1);
+  EXPECT_EQ(Read().count(R"(epikv_config_info{deterministic="false",max_step_tokens="512"})"), 0u);
+  metrics_.SetConfig(Options().config);
   EXPECT_EQ(Read().at(R"(epikv_config_info{deterministic="false",max_step_tokens="512"})"), 1);
 }
 
@@ -312,6 +316,14 @@ TEST_F(MetricsTest, ASwapAddsUpPoolsAndSetsNoCounterBack) {
     EXPECT_EQ(values.at(R"(epikv_requests_running{priority="normal"})"), 3);
     EXPECT_EQ(values.at("epikv_kv_rows_moved_total"), 3);
   }
+  {  // one that was loaded and never served
+    EngineFacts refused = Facts();
+    refused.dtype = "float16";
+    EngineMetrics never(*metrics_.OfModel("fake"), refused);
+    EXPECT_EQ(Read().at(R"(epikv_model_info{architecture="",decode_kernel="",dtype="float16"})"),
+              1);
+  }
+  EXPECT_EQ(Read().at(R"(epikv_model_info{architecture="",decode_kernel="",dtype=""})"), 1);
   const auto values = Read();
   EXPECT_EQ(values.at("epikv_kv_capacity_bytes"), 1000);
   EXPECT_EQ(values.at(R"(epikv_requests_finished_total{arm="none",policy="full",reason="length"})"),

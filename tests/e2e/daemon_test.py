@@ -118,6 +118,30 @@ def test_ports_answer_while_the_model_is_loaded(sample_model: Path) -> None:
     assert "loading its models" in refused[0].details()
 
 
+def test_a_failed_start_ends_although_somebody_watches(sample_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    seen: list[int] = []
+
+    def watch() -> None:
+        eager = [(f"grpc.{which}_reconnect_backoff_ms", 10) for which in ("initial", "min", "max")]
+        with grpc.insecure_channel(address, eager) as channel, pytest.raises(grpc.RpcError):
+            request = health_pb2.HealthCheckRequest(service="")
+            stub = health_pb2_grpc.HealthStub(channel)
+            seen.extend(r.status for r in stub.Watch(request, wait_for_ready=True, timeout=60))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    more = [
+        f"--models=path: '{sample_model}' name: '{i}' kv_pool_bytes: 33554432" for i in range(9)
+    ]
+    missing = "--models=path: '/none.pt'"
+    status, log = start(f"--model={sample_model}", f"--listen={address}", *more, missing)
+    watcher.join()
+    assert status == 1 and "/none.pt" in log.splitlines()[-1], log
+    assert seen == [health_pb2.HealthCheckResponse.NOT_SERVING]
+
+
 def test_several_models_have_an_engine_each(sample_model: Path) -> None:
     more = f"--models=path: '{sample_model}' name: 'b' kv_pool_bytes: 33554432"
     with Daemon(sample_model, "--threads=1", more) as daemon, daemon.client() as client:

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from epikv.options import Output, Sampling, Stop
+from epikv.options import Output, Sampling, Scheduling, Stop
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Accepted:
     output: Output | None
     cadence: str  # of a score "decode", "chunk"; else "unspecified"
     predicted_wait: float | None  # seconds
+    scheduling: Scheduling | None
 
 
 @dataclass(frozen=True)
@@ -278,6 +279,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.PromptLogprobs": PromptLogprobs,
     "epikv.v1.ResolvedKv": ResolvedKv,
     "epikv.v1.SamplingParams": Sampling,
+    "epikv.v1.SchedulingOptions": Scheduling,
     "epikv.v1.ScoreResponse": ScoreResponse,
     "epikv.v1.StopParams": Stop,
     "epikv.v1.Summary": Summary,
