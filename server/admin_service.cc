@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/durations.h"
 #include "server/model_service.h"
 
 namespace epikv {
@@ -51,12 +52,6 @@ v1::ActiveRequest::WaitsFor ToProto(WaitsFor waits_for) {
   return v1::ActiveRequest::WAITS_FOR_UNSPECIFIED;
 }
 
-void Set(absl::Duration from, google::protobuf::Duration& to) {
-  const absl::Duration whole = absl::Trunc(from, absl::Seconds(1));
-  to.set_seconds(absl::ToInt64Seconds(whole));
-  to.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(from - whole)));
-}
-
 v1::ActiveRequest ToProto(const RequestFacts& facts, const std::string& model, absl::Time now) {
   v1::ActiveRequest request;
   request.set_request_id(facts.id);
@@ -71,20 +66,20 @@ v1::ActiveRequest ToProto(const RequestFacts& facts, const std::string& model, a
   request.set_max_output_tokens(facts.max_output_tokens);
   request.set_kv_used_bytes(facts.kv_used_bytes);
   request.set_kv_reserved_bytes(facts.kv_reserved_bytes);
-  Set(now - facts.arrival, *request.mutable_age());
+  *request.mutable_age() = DurationProto(now - facts.arrival);
   if (facts.deadline != absl::InfiniteFuture()) {
-    Set(facts.deadline - now, *request.mutable_time_left());
+    *request.mutable_time_left() = DurationProto(facts.deadline - now);
   }
   return request;
 }
 
-// What the engines of several models say of their requests, in the order of the models.
+// What the engines of several models say of their requests.
 struct Survey {
   explicit Survey(size_t models) : missing(models), of_model(models) {}
 
   absl::Mutex mu;
   size_t missing ABSL_GUARDED_BY(mu);
-  std::vector<std::vector<v1::ActiveRequest>> of_model ABSL_GUARDED_BY(mu);
+  std::vector<std::vector<RequestFacts>> of_model ABSL_GUARDED_BY(mu);
 };
 
 grpc::Status Precondition(absl::string_view reason, std::string message) {
@@ -157,20 +152,26 @@ AdminService::~AdminService() {
 void AdminService::ListRequests(const std::vector<ModelPtr>& models,
                                 std::function<void(std::vector<v1::ActiveRequest>)> tell) {
   if (models.empty()) return tell({});
+  std::vector<std::string> names;
+  for (const ModelPtr& model : models) names.push_back(model->name);
   auto survey = std::make_shared<Survey>(models.size());
+  auto answer = [survey, names = std::move(names), tell = std::move(tell)] {
+    const absl::Time now = absl::Now();
+    std::vector<v1::ActiveRequest> all;
+    absl::MutexLock lock(&survey->mu);
+    for (size_t i = 0; i < names.size(); ++i) {
+      for (const RequestFacts& facts : survey->of_model[i]) {
+        all.push_back(ToProto(facts, names[i], now));
+      }
+    }
+    tell(std::move(all));
+  };
   for (size_t i = 0; i < models.size(); ++i) {
-    models[i]->engine->Describe(
-        [this, survey, i, name = models[i]->name, tell](std::vector<RequestFacts> facts) {
-          const absl::Time now = absl::Now();
-          std::vector<v1::ActiveRequest> all;
-          absl::MutexLock lock(&survey->mu);
-          for (const RequestFacts& request : facts) {
-            survey->of_model[i].push_back(ToProto(request, name, now));
-          }
-          if (--survey->missing > 0) return;
-          for (auto& of : survey->of_model) all.insert(all.end(), of.begin(), of.end());
-          answers_.Post([tell, all = std::move(all)]() mutable { tell(std::move(all)); });
-        });
+    models[i]->engine->Describe([this, survey, i, answer](std::vector<RequestFacts> facts) {
+      absl::MutexLock lock(&survey->mu);
+      survey->of_model[i] = std::move(facts);
+      if (--survey->missing == 0) answers_.Post(answer);
+    });
   }
 }
 
@@ -219,7 +220,7 @@ grpc::ServerUnaryReactor* AdminService::GetLoad(grpc::CallbackServerContext* con
       load.set_kv_reserved_bytes(last.kv_reserved_bytes);
       load.set_kv_capacity_bytes(last.kv_capacity_bytes);
       if (last.predicted_wait.has_value())
-        Set(*last.predicted_wait, *load.mutable_predicted_wait());
+        *load.mutable_predicted_wait() = DurationProto(*last.predicted_wait);
     }
     return response;
   };
@@ -316,14 +317,9 @@ std::optional<grpc::Status> AdminService::RefuseModels() const {
 Answer<v1::Model> AdminService::LoadNow(const v1::LoadModelRequest& request) {
   absl::StatusOr<ModelPtr> loaded = load_(FromProto(request.source()));
   if (!loaded.ok()) return ToGrpc(loaded.status());
-  absl::Status applied;
-  bool put = false;
-  settings_.Use([&](const Config& now) {  // they may have changed since the load began
-    applied = Apply(now.serving, **loaded);
-    put = applied.ok() && models_.Put(*loaded, request.replace());
-  });
-  if (!applied.ok()) return ToGrpc(applied);
-  if (!put) return Taken((*loaded)->name);
+  const absl::Status status = PutInService(*loaded, request.replace(), settings_, models_);
+  if (absl::IsAlreadyExists(status)) return Taken((*loaded)->name);
+  if (!status.ok()) return ToGrpc(status);
   return ToProto(**loaded);
 }
 
@@ -369,8 +365,7 @@ grpc::ServerUnaryReactor* AdminService::UnloadModel(grpc::CallbackServerContext*
     if (auto refusal = RefuseModels()) return *refusal;
     absl::Time deadline = absl::InfiniteFuture();
     if (request.has_grace()) {
-      const absl::Duration grace =
-          absl::Seconds(request.grace().seconds()) + absl::Nanoseconds(request.grace().nanos());
+      const absl::Duration grace = DurationOf(request.grace());
       if (grace < absl::ZeroDuration()) return Invalid({{"grace", "must not be negative"}});
       deadline = absl::Now() + grace;
     }

@@ -10,6 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "epikv/v1/errors.pb.h"
 #include "runtime/reason.h"
+#include "server/durations.h"
 
 namespace epikv {
 namespace {
@@ -74,10 +75,7 @@ class Details {
   }
   void AddRetry(absl::Duration after) {
     v1::RetryInfo retry;
-    const absl::Duration whole = absl::Floor(after, absl::Seconds(1));
-    retry.mutable_retry_delay()->set_seconds(absl::ToInt64Seconds(whole));
-    retry.mutable_retry_delay()->set_nanos(
-        static_cast<int32_t>(absl::ToInt64Nanoseconds(after - whole)));
+    *retry.mutable_retry_delay() = DurationProto(after);
     Add("RetryInfo", retry);
   }
   void AddResource(absl::string_view type, absl::string_view name, absl::string_view description) {

@@ -1,4 +1,5 @@
 #include "server/generation_messages.h"
+#include "server/durations.h"
 
 #include <algorithm>
 #include <limits>
@@ -6,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "server/durations.h"
 #include "server/param_values.h"
 
 namespace epikv {
@@ -90,8 +92,7 @@ KvOptions Reader::Kv(const v1::KvOptions& kv) {
 }
 
 DeltaOptions Reader::Deltas(const v1::OutputOptions& output) {
-  const google::protobuf::Duration& wait = output.coalesce();
-  const absl::Duration coalesce = absl::Seconds(wait.seconds()) + absl::Nanoseconds(wait.nanos());
+  const absl::Duration coalesce = DurationOf(output.coalesce());
   if (coalesce < absl::ZeroDuration() || coalesce > kLongestCoalesce) {
     Violate("output.coalesce",
             absl::StrCat("must be from 0 to ", absl::FormatDuration(kLongestCoalesce), ", is ",
@@ -184,14 +185,6 @@ v1::StopParams StopOf(const Request& request) {
   return stop;
 }
 
-google::protobuf::Duration ToProto(absl::Duration duration) {
-  google::protobuf::Duration proto;
-  const absl::Duration seconds = absl::Trunc(duration, absl::Seconds(1));
-  proto.set_seconds(absl::ToInt64Seconds(seconds));
-  proto.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration - seconds)));
-  return proto;
-}
-
 v1::OutputOptions OutputOf(const Prepared& prepared) {
   const OutputOptions& output = prepared.request.output;
   v1::OutputOptions proto;
@@ -205,7 +198,7 @@ v1::OutputOptions OutputOf(const Prepared& prepared) {
   proto.set_prompt_logprobs(output.prompt_logprobs);
   proto.set_progress(output.progress);
   if (prepared.deltas.coalesce > absl::ZeroDuration()) {
-    *proto.mutable_coalesce() = ToProto(prepared.deltas.coalesce);
+    *proto.mutable_coalesce() = DurationProto(prepared.deltas.coalesce);
   }
   return proto;
 }
@@ -226,11 +219,11 @@ google::protobuf::RepeatedPtrField<v1::TopLogprobs> ToProto(
 
 v1::Timings ToProto(const Timings& timings) {
   v1::Timings proto;
-  *proto.mutable_queue() = ToProto(timings.queue);
-  *proto.mutable_prefill() = ToProto(timings.prefill);
-  *proto.mutable_time_to_first_token() = ToProto(timings.time_to_first_token);
-  *proto.mutable_decode() = ToProto(timings.decode);
-  *proto.mutable_eviction() = ToProto(timings.eviction);
+  *proto.mutable_queue() = DurationProto(timings.queue);
+  *proto.mutable_prefill() = DurationProto(timings.prefill);
+  *proto.mutable_time_to_first_token() = DurationProto(timings.time_to_first_token);
+  *proto.mutable_decode() = DurationProto(timings.decode);
+  *proto.mutable_eviction() = DurationProto(timings.eviction);
   return proto;
 }
 
@@ -406,7 +399,7 @@ v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model) {
 }
 
 void SetPredictedWait(const Forecast& forecast, v1::Accepted& accepted) {
-  if (forecast.wait.has_value()) *accepted.mutable_predicted_wait() = ToProto(*forecast.wait);
+  if (forecast.wait.has_value()) *accepted.mutable_predicted_wait() = DurationProto(*forecast.wait);
 }
 
 v1::Delta ToProto(const Delta& delta) {

@@ -136,12 +136,10 @@ absl::Status LoadAll(const std::vector<ModelSource>& sources, const Loader& load
   for (const ModelSource& source : sources) {
     absl::StatusOr<ModelPtr> model = loader.Load(source);
     if (!model.ok()) return model.status();
-    const std::string name = (*model)->name;
-    if (models.Has(name)) {
-      return absl::InvalidArgumentError(absl::StrCat(source.path, ": a model '", name,
-                                                     "' is served already; give it another name"));
+    if (absl::Status status = PutInService(*model, /*replace=*/false, settings, models);
+        !status.ok()) {
+      return absl::Status(status.code(), absl::StrCat(source.path, ": ", status.message()));
     }
-    models.Put(*std::move(model));
   }
   return absl::OkStatus();
 }
@@ -200,15 +198,20 @@ absl::Status CheckFiles(const Config& config) {
   return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
 }
 
+void WarnOfPlainText(absl::string_view flag, const std::string& address, const TlsFiles& tls,
+                     const Log& log) {
+  if (address.empty() || !tls.certificate.empty() || IsLoopback(address)) return;
+  log.Warn(absl::StrCat(flag, "=", address,
+                        " is in plain text for everyone on the way; --tls_certificate and "
+                        "--tls_key would encrypt it"));
+}
+
 absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
   const Config config = ConfigOf(settled);
   static Log& log = *new Log(config.log_level);  // gRPC's threads use it to the end
   if (absl::Status status = CheckFiles(config); !status.ok()) return status;
-  if (config.tls.certificate.empty() && !IsLoopback(config.listen)) {
-    log.Warn(absl::StrCat("--listen=", config.listen,
-                          " is in plain text for everyone on the way; --tls_certificate and "
-                          "--tls_key would encrypt it"));
-  }
+  WarnOfPlainText("--listen", config.listen, config.tls, log);
+  WarnOfPlainText("--admin_listen", config.admin_listen, config.tls, log);
   // Ports before models: probes are answered while those are loaded.
   Lifecycle lifecycle;
   Metrics metrics({.policies = BuiltPolicies(),

@@ -74,4 +74,15 @@ std::variant<v1::ServerConfig, Rejection> Settings::Update(const v1::ServerConfi
   return next;
 }
 
+absl::Status PutInService(ModelPtr model, bool replace, Settings& settings, Models& models) {
+  absl::Status status;
+  settings.Use([&](const Config& now) {
+    status = Apply(now.serving, *model);
+    if (!status.ok() || models.Put(model, replace)) return;
+    status = absl::AlreadyExistsError(
+        absl::StrCat("a model '", model->name, "' is served already; give it another name"));
+  });
+  return status;
+}
+
 }  // namespace epikv

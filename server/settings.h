@@ -11,6 +11,7 @@
 #include "epikv/v1/config.pb.h"
 #include "runtime/admission.h"
 #include "server/config.h"
+#include "server/models.h"
 
 namespace epikv {
 
@@ -42,5 +43,9 @@ class Settings {
   mutable absl::Mutex mu_;
   v1::ServerConfig config_ ABSL_GUARDED_BY(mu_);
 };
+
+// The one way of a loaded model into service: with the settings as they are by then.
+// ALREADY_EXISTS: its name is served, and is not to be replaced.
+absl::Status PutInService(ModelPtr model, bool replace, Settings& settings, Models& models);
 
 }  // namespace epikv

@@ -1,7 +1,7 @@
 """`epikv admin`: what an operator asks of a running daemon, on its admin port. Answers are JSON."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -41,22 +41,6 @@ def group(context: click.Context, server: str) -> None:
     context.obj = server
 
 
-@group.command("status")
-@click.pass_obj
-def status(server: str) -> None:
-    """What the daemon is doing, and its models."""
-    with _admin(server) as admin:
-        _print(admin.GetServerStatus(admin_pb2.GetServerStatusRequest()))
-
-
-@group.command("load")
-@click.pass_obj
-def load(server: str) -> None:
-    """Queue, running requests and KV of each model."""
-    with _admin(server) as admin:
-        _print(admin.GetLoad(admin_pb2.GetLoadRequest()))
-
-
 @group.command("requests")
 @click.option("--model", default="", help="Of this model; else of all.")
 @click.pass_obj
@@ -64,22 +48,6 @@ def requests(server: str, model: str) -> None:
     """What is live, and what it waits for."""
     with _admin(server) as admin:
         _print(admin.ListActiveRequests(admin_pb2.ListActiveRequestsRequest(model=model)))
-
-
-@group.command("drain")
-@click.pass_obj
-def drain(server: str) -> None:
-    """Refuse new requests; what runs or waits goes on."""
-    with _admin(server) as admin:
-        _print(admin.Drain(admin_pb2.DrainRequest()))
-
-
-@group.command("resume")
-@click.pass_obj
-def resume(server: str) -> None:
-    """Take requests again."""
-    with _admin(server) as admin:
-        _print(admin.Resume(admin_pb2.ResumeRequest()))
 
 
 @group.command("config")
@@ -161,9 +129,23 @@ def unload_model(server: str, name: str, grace: float | None) -> None:
         _print(admin.UnloadModel(admin_pb2.UnloadModelRequest(name=name, grace=wait)))
 
 
-@group.command("dump")
-@click.pass_obj
-def dump(server: str) -> None:
-    """All of the above and the metrics, for a bug report."""
-    with _admin(server) as admin:
-        _print(admin.DumpState(admin_pb2.DumpStateRequest()))
+# Those that ask without saying anything more.
+_PLAIN = (
+    ("status", "GetServerStatus", "What the daemon is doing, and its models."),
+    ("load", "GetLoad", "Queue, running requests and KV of each model."),
+    ("drain", "Drain", "Refuse new requests; what runs or waits goes on."),
+    ("resume", "Resume", "Take requests again."),
+    ("dump", "DumpState", "All that can be asked and the metrics, for a bug report."),
+)
+
+
+def _plain(method: str) -> Callable[[str], None]:
+    def ask(server: str) -> None:
+        with _admin(server) as admin:
+            _print(getattr(admin, method)(getattr(admin_pb2, f"{method}Request")()))
+
+    return ask
+
+
+for _name, _method, _help in _PLAIN:
+    group.command(_name, help=_help)(click.pass_obj(_plain(_method)))

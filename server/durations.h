@@ -1,0 +1,21 @@
+#pragma once
+
+#include <google/protobuf/duration.pb.h>
+
+#include "absl/time/time.h"
+
+namespace epikv {
+
+inline google::protobuf::Duration DurationProto(absl::Duration duration) {
+  const absl::Duration whole = absl::Trunc(duration, absl::Seconds(1));
+  google::protobuf::Duration proto;
+  proto.set_seconds(absl::ToInt64Seconds(whole));
+  proto.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration - whole)));
+  return proto;
+}
+
+inline absl::Duration DurationOf(const google::protobuf::Duration& proto) {
+  return absl::Seconds(proto.seconds()) + absl::Nanoseconds(proto.nanos());
+}
+
+}  // namespace epikv
