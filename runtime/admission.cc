@@ -12,7 +12,7 @@ namespace epikv {
 namespace {
 
 constexpr size_t kMaxStopStrings = 16, kMaxStopStringBytes = 256, kMaxStopTokens = 64;
-constexpr size_t kMaxIdBytes = 128, kMaxTenantBytes = 64, kMaxSpans = 64;
+constexpr size_t kMaxIdBytes = 128, kMaxTenantBytes = 64, kMaxSaltBytes = 128, kMaxSpans = 64;
 constexpr size_t kMaxLogitBiases = 1024;
 constexpr float kMostLogitBias = 100;
 constexpr int64_t kMaxTopLogprobs = 20;
@@ -93,6 +93,9 @@ void Resolver::CheckTokens() {
   }
   if (options_.prompt.empty()) Violate("prompt", "is empty; at least one token is needed");
   CheckRange("prompt.token_ids.ids", options_.prompt);
+  if (const size_t bytes = options_.kv.prefix_salt.size(); bytes > kMaxSaltBytes) {
+    Violate("kv.cache_salt", absl::StrCat("has ", bytes, " bytes, at most ", kMaxSaltBytes));
+  }
   CheckRange("continuation", options_.forced);
 }
 
@@ -638,6 +641,8 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.output = options.output;
   request.scheduling = std::move(options.scheduling);
   request.positions = options.kv.positions;
+  request.prefix_salt = std::move(options.kv.prefix_salt);
+  request.bypass_prefix_cache = options.kv.bypass_prefix_cache;
   auto failed = [&](absl::string_view why) {
     return Rejection{.code = absl::StatusCode::kInternal,
                      .reason = std::string(kPolicyFailed),

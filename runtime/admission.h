@@ -46,8 +46,8 @@ struct AdmissionLimits {
 };
 
 // Turns what a client asks for into a request that can run: fills defaults, finds every violation
-// at once and computes the exact peak. Immutable but for the defaults and the shared policy objects;
-// thread-safe.
+// at once and computes the exact peak. Immutable but for the defaults and the shared policy
+// objects; thread-safe.
 class Admission {
  public:
   // shape: the manifest's (ShapeOf), artefacts added.

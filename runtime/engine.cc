@@ -83,6 +83,7 @@ struct Sequence {
   const std::shared_ptr<RequestSink> sink;
   std::vector<int32_t> tokens;  // known so far; [0, cached) are in the cache
   int64_t cached = 0;
+  int64_t from_prefix = 0;  // of those cached, copied from the prefix cache
   int64_t num_outputs = 0;
   const std::vector<int32_t> ends;  // tokens that end the output
   TextStream text;
@@ -227,10 +228,8 @@ Outlook Engine::LookOut() const {
       .ageing = options_.queue.ageing,
       .quantum_tokens = static_cast<double>(options_.queue.quantum_tokens)};
   for (const SequencePtr& s : running_) {
-    outlook.running_best +=
-        WorkLeft(s->request, s->cached, s->num_outputs, outlook.best.decode_share);
-    outlook.running_present +=
-        WorkLeft(s->request, s->cached, s->num_outputs, outlook.present.decode_share);
+    outlook.running_best += WorkLeft(s->request, s->cached, s->num_outputs, outlook.best);
+    outlook.running_present += WorkLeft(s->request, s->cached, s->num_outputs, outlook.present);
   }
   return outlook;
 }
@@ -246,6 +245,7 @@ void Engine::Report(StepStats step) {
   step.kv_used_bytes = executor_->used_bytes();
   step.kv_reserved_bytes = ledger_.reserved();
   step.kv_capacity_bytes = ledger_.capacity();
+  step.kv_prefix_bytes = executor_->prefix_bytes();
   executor_->AddMoves(step);
   observer_.OnStep(step);
 }
@@ -315,12 +315,17 @@ void Engine::Admit() {
     ledger_.Reserve(s.id, bytes);
     s.open = true;
     s.admitted = now;
-    if (absl::Status status = executor_->Open(s.id, s.request); !status.ok()) {
-      Finish(s, FinishReason::kError, std::move(status));
+    const int64_t prefix_bytes =
+        std::min(options_.max_prefix_bytes, ledger_.capacity() - ledger_.reserved());
+    absl::StatusOr<int64_t> cached = executor_->Open(s.id, s.request, prefix_bytes);
+    if (!cached.ok()) {
+      Finish(s, FinishReason::kError, std::move(cached).status());
       running_.pop_back();  // the next may have its place
       continue;
     }
-    observer_.OnAdmitted(s.request, s.admitted - s.request.arrival);
+    s.cached = s.from_prefix = *cached;
+    pace_.OnPrompt(s.request.prefill_tokens() - s.cached, s.request.prefill_tokens());
+    observer_.OnAdmitted(s.request, s.admitted - s.request.arrival, s.from_prefix);
   }
 }
 
@@ -386,7 +391,8 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
   Delta delta{.prompt = std::move(outcome.prompt)};
   const bool whole_prompt = item.first == 0 && item.ends_prefill;
   if (s.request.output.progress && !item.decode && !whole_prompt) {
-    delta.progress = {.done = s.cached, .total = s.request.prefill_tokens()};
+    delta.progress = {
+        .done = s.cached, .total = s.request.prefill_tokens(), .cached = s.from_prefix};
   }
   if (!outcome.residual_steps.empty()) {
     delta.residual_steps.push_back(std::move(outcome.residual_steps));
@@ -485,6 +491,7 @@ void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
   Finished finished{.reason = reason,
                     .status = std::move(status),
                     .prompt_tokens = static_cast<int64_t>(s.request.prompt.size()),
+                    .cached_prompt_tokens = s.from_prefix,
                     .output_tokens = s.num_outputs,
                     .kv_trace_truncated = s.trace_truncated};
   if (reason == FinishReason::kStopString) {

@@ -26,6 +26,7 @@ struct EngineOptions {
   // Requests that cannot meet their deadlines are refused, and dropped while they wait.
   bool refuse_infeasible_deadlines = true;
   int64_t kv_capacity_bytes = 0;
+  int64_t max_prefix_bytes = 0;  // of the pool, for cached prefixes, while no request needs them
   int64_t max_running_requests = 256;
   int64_t max_trace_victims = 65536;  // of one request's eviction trace
 };
@@ -51,6 +52,9 @@ class Engine {
   // Ends what is past its deadline or cannot meet it, admits what fits, and runs one step of what
   // is ready. False: nothing could run.
   bool Step();
+
+  // Forgets the cached prefixes of prompts.
+  void DropPrefixes() { executor_->DropPrefixes(); }
 
   // When Step has to be called next although nothing can run: the earliest deadline.
   absl::Time NextDeadline() const;

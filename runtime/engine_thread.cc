@@ -103,11 +103,17 @@ void EngineThread::Describe(std::function<void(std::vector<RequestFacts>)> tell)
   {
     absl::MutexLock lock(&mu_);
     if (!stopping_) {
-      inbox_.push_back(Asked{std::move(tell)});
+      inbox_.push_back(
+          Asked{[tell = std::move(tell)](Engine& engine) { tell(engine.Describe()); }});
       return;
     }
   }
   tell({});
+}
+
+void EngineThread::DropPrefixes() {
+  absl::MutexLock lock(&mu_);
+  inbox_.push_back(Asked{[](Engine& engine) { engine.DropPrefixes(); }});
 }
 
 int64_t EngineThread::live() const {
@@ -164,7 +170,7 @@ void EngineThread::Handle(std::vector<Message> messages) {
     } else if (auto* cancelled = std::get_if<Cancelled>(&message)) {
       engine_->Cancel(cancelled->request_id, std::move(cancelled->status));
     } else {
-      std::get<Asked>(message).tell(engine_->Describe());
+      std::get<Asked>(message).of(*engine_);
     }
   }
 }

@@ -60,6 +60,9 @@ class EngineThread {
   // What is live, between two steps. tell: on the engine's thread, or at once if that has ended.
   void Describe(std::function<void(std::vector<RequestFacts>)> tell);
 
+  // Forgets the cached prefixes of prompts, between two steps.
+  void DropPrefixes();
+
   int64_t live() const;  // requests that wait or run
 
   // From now on; what waits stays.
@@ -90,7 +93,7 @@ class EngineThread {
     absl::Status status;
   };
   struct Asked {
-    std::function<void(std::vector<RequestFacts>)> tell;
+    std::function<void(Engine&)> of;
   };
   using Message = std::variant<Submitted, Cancelled, Asked>;
   class TrackedSink;

@@ -70,6 +70,7 @@ struct Executor::OpenSequence {
   std::vector<float> decode_logits;  // AttentionItem::logits
   at::Tensor turned;                 // PositionMode::kCache: keys at their ranks. [rows, key_width]
   std::unique_ptr<PolicyState> state;  // null: the policy keeps none
+  PrefixCache::Kept prefix;            // of its prompt
 };
 
 // A work item while its forward runs.
@@ -87,6 +88,8 @@ struct Executor::StepItem {
   std::vector<at::Tensor> residuals;        // [num_rows, hidden] after each block so far, if wanted
   at::Tensor distances;    // [layers, num_rows], once the last block has run, if wanted
   at::Tensor log_sum_exp;  // of the layer that runs
+  // Residuals of the last row after every block, fp32 [layers, hidden]; empty: not kept.
+  std::vector<float> last_residuals;
 
   int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
   bool wants_attention_rows() const {
@@ -232,6 +235,8 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
       attention_(options.decode_kernel),
       pool_(options.pool_rows, shape_.key_width, shape_.value_width,
             ScalarTypeOf(model_->manifest().dtype)),
+      prefixes_(pool_, shape_.num_layers * shape_.num_kv_heads, options.prefix_block_tokens,
+                shape_.num_layers * shape_.hidden_size),
       taps_(shape_.num_layers) {
   const Manifest& manifest = model_->manifest();
   for (const Rope& rope : manifest.ropes) ropes_.emplace_back(rope, manifest.context_length);
@@ -239,7 +244,11 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
 
 Executor::~Executor() = default;
 
-absl::Status Executor::Open(SequenceId id, const Request& request) {
+absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
+                                       int64_t prefix_bytes) {
+  std::vector<PrefixCache::Block> blocks = prefixes_.Match(request);  // now the last to go
+  prefixes_.Limit(prefix_bytes);
+  std::erase_if(blocks, [this](PrefixCache::Block block) { return !prefixes_.Contains(block); });
   std::unique_ptr<OpenSequence> sequence;
   try {
     sequence = std::make_unique<OpenSequence>(pool_, id, request, shape_);
@@ -258,8 +267,43 @@ absl::Status Executor::Open(SequenceId id, const Request& request) {
       return WithReason(Failed(request, kNoException), kPolicyFailed);
     }
   }
-  open_[id] = std::move(sequence);
-  return absl::OkStatus();
+  const absl::StatusOr<int64_t> cached = LoadPrefix(*sequence, blocks);
+  if (cached.ok()) open_[id] = std::move(sequence);
+  return cached;
+}
+
+// Caches a prompt's first tokens as if it had run them: its policy observes them, too.
+absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
+                                             absl::Span<const PrefixCache::Block> blocks) {
+  const Request& request = sequence.request;
+  const int64_t count = prefixes_.block_tokens();
+  int64_t cached = 0;
+  for (const PrefixCache::Block block : blocks) {
+    prefixes_.Load(block, sequence.cache);
+    sequence.cache.Append(cached, count);
+    if (request.traits.evicts) {
+      View<OpenSequence> view(sequence, pool_, *model_, output_grams_);
+      SequenceStep step{.state = sequence.state.get(),
+                        .cache = view,
+                        .phase = Phase::kPrefill,
+                        .first = cached,
+                        .count = count,
+                        .signals = {}};
+      try {
+        request.policy->Observe({&step, 1});
+      } catch (const std::exception& e) {
+        return WithReason(Failed(request, e.what()), kPolicyFailed);
+      } catch (...) {
+        return WithReason(Failed(request, kNoException), kPolicyFailed);
+      }
+    }
+    cached += count;
+  }
+  if (!blocks.empty()) {
+    sequence.prefix = {.last = blocks.back(), .tokens = cached};
+    sequence.tap.Restore(prefixes_.residuals(blocks.back()));
+  }
+  return cached;
 }
 
 std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
@@ -280,6 +324,10 @@ std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> ite
     }
     if (item.wants_attention_rows()) {
       item.sequence->attention_rows.Resize(item.used);
+    }
+    if (!work.decode && prefixes_.Wants(item.sequence->prefix, item.sequence->request, cache,
+                                        work.first + item.num_rows())) {
+      item.last_residuals.resize(shape_.num_layers * shape_.hidden_size);
     }
     step.push_back(std::move(item));
   }
@@ -315,6 +363,10 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
       outcomes.push_back(Finish(item));
     } catch (const std::exception& e) {  // its own alone: the others have committed
       outcomes.push_back({.status = absl::InternalError(absl::StrCat("sampling: ", e.what()))});
+    }
+    if (!item.last_residuals.empty() && outcomes.back().status.ok()) {
+      OpenSequence& sequence = *item.sequence;
+      prefixes_.Keep(sequence.prefix, sequence.request, sequence.cache, item.last_residuals);
     }
   }
   return outcomes;
@@ -378,6 +430,11 @@ at::Tensor Executor::Block(const at::Tensor& residual, int64_t layer) {
 // the rows of those who ask.
 void Executor::TakeResiduals(const at::Tensor& residual, int64_t layer) {
   for (StepItem& item : running_) {
+    if (!item.last_residuals.empty()) {
+      at::from_blob(item.last_residuals.data() + (layer - 1) * shape_.hidden_size,
+                    {shape_.hidden_size})
+          .copy_(residual[item.row + item.num_rows() - 1]);
+    }
     if (!item.wants(Signal::kResidualDistance)) continue;
     const StageTimer timer(times_, Stage::kTaps);
     item.residuals.push_back(residual.narrow(0, item.row, item.num_rows()).clone());

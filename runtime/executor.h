@@ -11,6 +11,7 @@
 #include "runtime/kv_pool.h"
 #include "runtime/model.h"
 #include "runtime/operators.h"
+#include "runtime/prefix_cache.h"
 #include "runtime/query_moments.h"
 #include "runtime/rope_table.h"
 #include "runtime/signals.h"
@@ -23,6 +24,9 @@ struct ExecutorOptions {
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   // Forwards of exactly kDeterministicRows rows, so that a row's bits do not depend on the others.
   bool deterministic = false;
+  // Prompts are cached for others in blocks of so many tokens; 0: they are not. Where the bits of
+  // what follows shall not depend on it, a multiple of what prefill runs in at a time.
+  int64_t prefix_block_tokens = 0;
 };
 inline constexpr int64_t kDeterministicRows = 16;
 
@@ -33,12 +37,15 @@ class Executor final : public StepExecutor, private ForwardHooks {
   Executor(std::unique_ptr<Model> model, ExecutorOptions options);
   ~Executor() override;
 
-  absl::Status Open(SequenceId id, const Request& request) override;
+  absl::StatusOr<int64_t> Open(SequenceId id, const Request& request,
+                               int64_t prefix_bytes) override;
   absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override;
   std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override;
   CacheFacts Facts(SequenceId id) const override;
   void Close(SequenceId id) override;
   int64_t used_bytes() const override;
+  int64_t prefix_bytes() const override { return prefixes_.bytes(); }
+  void DropPrefixes() override { prefixes_.Clear(); }
   void AddMoves(StepStats& step) const override;
   void AddStageTimes(StepStats& step) const override;
 
@@ -60,6 +67,8 @@ class Executor final : public StepExecutor, private ForwardHooks {
 
   std::vector<StepItem> Prepare(absl::Span<const WorkItem> items);
   void TakeResiduals(const at::Tensor& residual, int64_t layer);
+  absl::StatusOr<int64_t> LoadPrefix(OpenSequence& sequence,
+                                     absl::Span<const PrefixCache::Block> blocks);
   // Runs the model over consecutive items and leaves their logits with them.
   void RunModel(absl::Span<StepItem> items);
   void Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
@@ -78,6 +87,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
   std::vector<RopeTable> ropes_;
   const epikv::Attention attention_;
   KvPool pool_;
+  PrefixCache prefixes_;
   absl::flat_hash_map<SequenceId, std::unique_ptr<OpenSequence>> open_;
 
   // The forward that runs.

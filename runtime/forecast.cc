@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace epikv {
 namespace {
@@ -9,8 +10,8 @@ namespace {
 constexpr int64_t kLeastSteps = 16;  // before these, nothing is predicted
 // Of a step with fewer prefill tokens, most of the time is the step's own: it says nothing of them.
 constexpr int64_t kLeastPrefillSample = 64;
-constexpr size_t kRememberedEnds = 64;  // outputs and deadlines
-constexpr double kLastSteps = 32;       // the present is about so many
+constexpr size_t kRemembered = 64;  // prompts, outputs and deadlines
+constexpr double kLastSteps = 32;   // the present is about so many
 
 // A step or a few, where steps are short; and no longer than anybody would wait.
 constexpr absl::Duration kShortestRetry = absl::Milliseconds(100);
@@ -26,6 +27,22 @@ int Index(Priority priority) { return static_cast<int>(priority); }
 // Tokens decoded one by one: the first output comes with the prompt.
 double DecodeTokens(const Request& request) {
   return request.force_in_chunks ? 0 : static_cast<double>(request.max_output_tokens - 1);
+}
+
+void Remember(int64_t used, int64_t most, std::deque<double>& shares) {
+  if (most <= 0) return;
+  shares.push_back(static_cast<double>(used) / static_cast<double>(most));
+  if (shares.size() > kRemembered) shares.pop_front();
+}
+
+// Of what is remembered; nothing: `unknown`.
+double Least(const std::deque<double>& shares, double unknown) {
+  return shares.empty() ? unknown : *std::min_element(shares.begin(), shares.end());
+}
+
+double Mean(const std::deque<double>& shares) {
+  if (shares.empty()) return 1;
+  return std::reduce(shares.begin(), shares.end()) / static_cast<double>(shares.size());
 }
 
 void Lower(double& least, double value) { least = least == 0 ? value : std::min(least, value); }
@@ -84,16 +101,16 @@ Work WorkOf(const Request& request) {
 }
 
 Work WorkLeft(const Request& request, int64_t cached_tokens, int64_t num_outputs,
-              double decode_share) {
+              const Pace& pace) {
   const double decoded = static_cast<double>(std::max<int64_t>(0, num_outputs - 1));
   const double prefill =
       static_cast<double>(std::max<int64_t>(0, request.prefill_tokens() - cached_tokens));
-  const double decode = std::max(0., DecodeTokens(request) * decode_share - decoded);
+  const double decode = std::max(0., DecodeTokens(request) * pace.decode_share - decoded);
   Work left = WorkOf(request);
-  left.prefill = left.most_prefill = prefill;
-  left.byte_prefill = left.bytes * prefill;
-  // The share is taken here: what was decoded counts whole.
-  left.decode = left.most_decode = decode_share > 0 ? decode / decode_share : 0;
+  // The shares are taken here: what is cached or was decoded counts whole.
+  left.prefill = left.most_prefill = prefill / pace.prefill_share;
+  left.byte_prefill = left.bytes * left.prefill;
+  left.decode = left.most_decode = pace.decode_share > 0 ? decode / pace.decode_share : 0;
   left.byte_decode = static_cast<double>(request.demand.decode_bytes) * left.decode;
   return left;
 }
@@ -107,7 +124,7 @@ absl::Duration PredictLeastRun(const Request& request, const Pace& pace) {
   double decode = static_cast<double>(std::max<int64_t>(1, request.min_output_tokens) - 1);
   const bool may_stop = !request.stop_strings.empty() || !request.stop_tokens.empty();
   if (!request.forced.empty() || (request.ignore_end && !may_stop)) decode = DecodeTokens(request);
-  return absl::Seconds(static_cast<double>(request.prefill_tokens()) *
+  return absl::Seconds(static_cast<double>(request.prefill_tokens()) * pace.prefill_share *
                            pace.seconds_per_prefill_token +
                        decode * pace.seconds_per_decode_token);
 }
@@ -130,11 +147,9 @@ void PaceMeter::OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t 
   }
 }
 
-void PaceMeter::OnOutput(int64_t decoded, int64_t most) {
-  if (most <= 0) return;
-  shares_.push_back(static_cast<double>(decoded) / static_cast<double>(most));
-  if (shares_.size() > kRememberedEnds) shares_.pop_front();
-}
+void PaceMeter::OnPrompt(int64_t prefill, int64_t prompt) { Remember(prefill, prompt, prompts_); }
+
+void PaceMeter::OnOutput(int64_t decoded, int64_t most) { Remember(decoded, most, outputs_); }
 
 void PaceMeter::OnDeadline(bool missed) {
   missed_ <<= 1;
@@ -145,16 +160,15 @@ bool PaceMeter::measured() const { return steps_ >= kLeastSteps; }
 
 Pace PaceMeter::best() const {
   Pace pace = best_;
-  const auto least = std::min_element(shares_.begin(), shares_.end());
-  pace.decode_share = least == shares_.end() ? 0 : *least;
+  pace.prefill_share = Least(prompts_, 1);
+  pace.decode_share = Least(outputs_, 0);
   return pace;
 }
 
 Pace PaceMeter::present() const {
   Pace pace = present_;
-  double sum = 0;
-  for (const double share : shares_) sum += share;
-  pace.decode_share = shares_.empty() ? 1 : sum / static_cast<double>(shares_.size());
+  pace.prefill_share = Mean(prompts_);
+  pace.decode_share = Mean(outputs_);
   return pace;
 }
 

@@ -34,20 +34,22 @@ struct Work {
 };
 
 Work WorkOf(const Request& request);
-// What is left of a running request. decode_share: of its max output, what will be used.
-Work WorkLeft(const Request& request, int64_t cached_tokens, int64_t num_outputs,
-              double decode_share);
 
 // How fast requests advance. All 0 until measured: nothing takes any time.
 struct Pace {
   double seconds_per_prefill_token = 0;
   double seconds_per_decode_token = 0;  // of one stream: a step
+  double prefill_share = 1;             // of prompts, what is not copied from cached prefixes
   double decode_share = 0;              // of max outputs, what requests use
 
   double SecondsOf(double prefill, double decode) const {
-    return prefill * seconds_per_prefill_token + decode * decode_share * seconds_per_decode_token;
+    return prefill * prefill_share * seconds_per_prefill_token +
+           decode * decode_share * seconds_per_decode_token;
   }
 };
+
+// What is left of a running request at this pace.
+Work WorkLeft(const Request& request, int64_t cached_tokens, int64_t num_outputs, const Pace& pace);
 
 // How long a request runs.
 absl::Duration PredictRun(const Request& request, const Pace& pace);
@@ -60,6 +62,8 @@ absl::Duration PredictLeastRun(const Request& request, const Pace& pace);
 class PaceMeter {
  public:
   void OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t decode_tokens);
+  // A request has begun: of its prompt, so many tokens are not cached yet.
+  void OnPrompt(int64_t prefill, int64_t prompt);
   // A request has ended well: it decoded so many tokens, of the most that it might have.
   void OnOutput(int64_t decoded, int64_t most);
   // A request with a deadline that was running has ended: in time, or at its deadline.
@@ -67,10 +71,10 @@ class PaceMeter {
 
   // Whether there is enough to go by.
   bool measured() const;
-  // The fastest that was seen since the start, and the shortest of the last 64 outputs: no request
-  // is expected to do better.
+  // The fastest that was seen since the start, the least prefilled of the last 64 prompts and the
+  // shortest of the last 64 outputs: no request is expected to do better.
   Pace best() const;
-  // Of the last steps, and the mean of the last 64 outputs.
+  // Of the last steps, and the means of the last 64 prompts and outputs.
   Pace present() const;
   // Whether one of the last 64 requests with deadlines that were started has missed its own.
   bool missing() const { return missed_.any(); }
@@ -79,7 +83,7 @@ class PaceMeter {
   int64_t steps_ = 0;
   Pace best_, present_;
   double prefill_seconds_ = 0, prefill_tokens_ = 0;  // of the last steps, older ones weigh less
-  std::deque<double> shares_;                        // of the last outputs
+  std::deque<double> prompts_, outputs_;             // prefill_share and decode_share of the last
   std::bitset<64> missed_;
 };
 

@@ -23,8 +23,10 @@ class KvPool {
   void Close(SequenceId id) { rows_.Free(id); }
 
   // A sequence's rows, by row number from its first. Valid until the next Open.
-  char* key(SequenceId id, int64_t row) { return keys_ + (rows_.begin(id) + row) * key_bytes_; }
-  char* value(SequenceId id, int64_t row) {
+  char* key(SequenceId id, int64_t row) const {
+    return keys_ + (rows_.begin(id) + row) * key_bytes_;
+  }
+  char* value(SequenceId id, int64_t row) const {
     return values_ + (rows_.begin(id) + row) * value_bytes_;
   }
 

@@ -28,6 +28,7 @@ struct StepStats {
   // Of a request that comes behind all that waits. Absent before anything was measured.
   std::optional<absl::Duration> predicted_wait;
   int64_t kv_used_bytes = 0, kv_reserved_bytes = 0, kv_capacity_bytes = 0;
+  int64_t kv_prefix_bytes = 0;  // of cached prefixes, beside what is reserved
   // Since the start: K/V rows that made room for others, and the longest time that one admission
   // took to move them.
   int64_t kv_rows_moved = 0;
@@ -73,7 +74,8 @@ class EngineObserver {
  public:
   virtual ~EngineObserver() = default;
   // Holds its KV from now on. Not of a request that ends in the queue, or cannot be opened.
-  virtual void OnAdmitted(const Request& request, absl::Duration queued) {}
+  // cached: tokens of its prompt that it starts with, from the prefix cache.
+  virtual void OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) {}
   // After each step, and (with 0 sequences) when nothing could run.
   virtual void OnStep(const StepStats& step) {}
   virtual void OnFirstToken(const Request& request, absl::Duration since_arrival) {}

@@ -31,6 +31,9 @@ struct KvOptions {
   std::map<std::string, ParamValue> params;
   ProtectionOptions protection;
   PositionMode positions = PositionMode::kAbsolute;
+  // Prompts share cached prefixes with those of the same salt alone; or with none.
+  std::string prefix_salt;
+  bool bypass_prefix_cache = false;
 };
 
 struct StopOptions {
@@ -114,6 +117,8 @@ struct Request {
   int64_t budget = 0;                    // tokens
   Protection protection;
   PositionMode positions = PositionMode::kAbsolute;
+  std::string prefix_salt;
+  bool bypass_prefix_cache = false;
   // Blocks whose residual step is measured for each decode token, ascending: the policy's and,
   // where the request asks for residual steps, all.
   std::vector<int64_t> tap_layers;
@@ -160,6 +165,7 @@ struct Finished {
   std::string stop_string;
   std::optional<int32_t> stop_token;
   int64_t prompt_tokens = 0;
+  int64_t cached_prompt_tokens = 0;  // of them, those that were copied from the prefix cache
   int64_t output_tokens = 0;
   KvUsage kv;
   Timings timings;
@@ -176,6 +182,7 @@ struct PromptLogprobs {
 
 struct PromptProgress {
   int64_t done = 0, total = 0;  // tokens
+  int64_t cached = 0;           // of those done, from the prefix cache
 };
 
 struct Delta {

@@ -118,7 +118,9 @@ absl::Status RunOnce(Executor& executor, const Request& request, int64_t size) {
   std::vector<WorkItem> decode;
   for (int64_t s = 0; s < size; ++s) {
     const SequenceId id{-1 - s};
-    if (absl::Status status = executor.Open(id, request); !status.ok()) return status;
+    if (auto opened = executor.Open(id, request, /*prefix_bytes=*/0); !opened.ok()) {
+      return opened.status();
+    }
     const WorkItem prefill{.id = id,
                            .request = &request,
                            .tokens = request.prompt,
@@ -231,9 +233,12 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
 
   progress("warming up");
   auto executor = std::make_unique<Executor>(
-      *std::move(model), ExecutorOptions{.pool_rows = pool_rows,
-                                         .decode_kernel = *kernel,
-                                         .deterministic = options.deterministic});
+      *std::move(model),
+      ExecutorOptions{.pool_rows = pool_rows,
+                      .decode_kernel = *kernel,
+                      .deterministic = options.deterministic,
+                      .prefix_block_tokens = options.deterministic ? kDeterministicRows
+                                                                   : options.prefill_chunk_tokens});
   if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
   loaded.executor = std::move(executor);
   loaded.on_engine_thread_start = [threads = loaded.threads] {

@@ -255,6 +255,11 @@ void SequenceCache::ShrinkToDecode() {
   pool_.Shrink(id_, rows);
 }
 
+bool SequenceCache::Untouched() const {
+  return std::all_of(tables_.begin(), tables_.end(),
+                     [this](const SlotTable& table) { return table.live() == newest_ + 1; });
+}
+
 int64_t SequenceCache::entries() const {
   int64_t live = 0;
   for (const SlotTable& table : tables_) live += table.live();

@@ -105,6 +105,8 @@ class SequenceCache {
   bool SharesBudgets() const { return TablesPerPool() > 1; }
 
   int64_t newest() const { return newest_; }
+  // Nothing was evicted: the token in a slot is the slot's number.
+  bool Untouched() const;
   int64_t entries() const;
   int64_t peak_entries() const { return peak_entries_; }
   int64_t bytes() const;

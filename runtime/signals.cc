@@ -30,6 +30,16 @@ void ResidualTap::Commit(bool decode) {
   any_ = true;
 }
 
+void ResidualTap::Restore(absl::Span<const float> residuals) {
+  for (size_t place = 0; place < layers_.size(); ++place) {
+    const absl::Span<const float> of =
+        residuals.subspan(layers_[place] * hidden_size_, hidden_size_);
+    std::copy(of.begin(), of.end(), before_.begin() + static_cast<int64_t>(place) * hidden_size_);
+  }
+  decode_ = false;
+  any_ = true;
+}
+
 absl::Span<const float> ResidualTap::steps() const {
   return decode_ ? absl::MakeConstSpan(steps_) : absl::Span<const float>();
 }

@@ -25,6 +25,10 @@ class ResidualTap {
   // The step is committed: what was taken is now "before".
   void Commit(bool decode);
 
+  // The newest token was cached without a forward: its residuals after all of the model's blocks,
+  // [num_layers, hidden_size].
+  void Restore(absl::Span<const float> residuals);
+
   // [layers], of the last committed step; empty if that was prefill.
   absl::Span<const float> steps() const;
   // The same for some of the layers, in their order.

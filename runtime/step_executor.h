@@ -63,8 +63,11 @@ class StepExecutor {
  public:
   virtual ~StepExecutor() = default;
 
-  // Makes room and state for a sequence whose demand has been reserved. `request` outlives it.
-  virtual absl::Status Open(SequenceId id, const Request& request) = 0;
+  // Makes room and state for a sequence whose demand has been reserved, and caches what is known of
+  // its prompt: so many tokens, and not all. `request` outlives it. prefix_bytes: what cached
+  // prefixes may hold from now on.
+  virtual absl::StatusOr<int64_t> Open(SequenceId id, const Request& request,
+                                       int64_t prefix_bytes) = 0;
 
   // One forward over all items; caches their tokens and gives their outputs, in order. Nothing is
   // committed unless it returns OK. Not OK: the forward failed as a whole.
@@ -80,6 +83,9 @@ class StepExecutor {
 
   // Bytes held by open sequences: entries, columns and state.
   virtual int64_t used_bytes() const = 0;
+  // Bytes held by cached prefixes.
+  virtual int64_t prefix_bytes() const { return 0; }
+  virtual void DropPrefixes() {}
   // kv_rows_moved and kv_longest_move, by an executor that moves lanes.
   virtual void AddMoves(StepStats& step) const {}
   // Moves the times of the last step's parts to their own stages: kSample out of kForward, kObserve

@@ -219,6 +219,7 @@ grpc::ServerUnaryReactor* AdminService::GetLoad(grpc::CallbackServerContext* con
       load.set_kv_used_bytes(last.kv_used_bytes);
       load.set_kv_reserved_bytes(last.kv_reserved_bytes);
       load.set_kv_capacity_bytes(last.kv_capacity_bytes);
+      load.set_kv_prefix_bytes(last.kv_prefix_bytes);
       if (last.predicted_wait.has_value())
         *load.mutable_predicted_wait() = DurationProto(*last.predicted_wait);
     }
@@ -375,6 +376,25 @@ grpc::ServerUnaryReactor* AdminService::UnloadModel(grpc::CallbackServerContext*
   };
   return AnswerAtOnce<v1::UnloadModelRequest>("AdminService/UnloadModel", frontend_, *context, *in,
                                               *out, unload);
+}
+
+grpc::ServerUnaryReactor* AdminService::FlushPrefixCache(grpc::CallbackServerContext* context,
+                                                         const grpc::ByteBuffer* in,
+                                                         grpc::ByteBuffer* out) {
+  using Response = v1::FlushPrefixCacheResponse;
+  auto flush = [this](const v1::FlushPrefixCacheRequest& request) -> Answer<Response> {
+    bool found = request.model().empty();
+    for (const ModelPtr& model : models_.InService()) {
+      if (!request.model().empty() && model->name != request.model()) continue;
+      model->engine->DropPrefixes();
+      found = true;
+    }
+    if (found) return Response();
+    return NotFound("model", request.model(),
+                    absl::StrCat("no model '", request.model(), "' is in service"));
+  };
+  return AnswerAtOnce<v1::FlushPrefixCacheRequest>("AdminService/FlushPrefixCache", frontend_,
+                                                   *context, *in, *out, flush);
 }
 
 grpc::ServerUnaryReactor* AdminService::DumpState(grpc::CallbackServerContext* context,

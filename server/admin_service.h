@@ -51,8 +51,9 @@ class AdminService final
                               v1::AdminService::WithRawCallbackMethod_UpdateConfig<
                                   v1::AdminService::WithRawCallbackMethod_LoadModel<
                                       v1::AdminService::WithRawCallbackMethod_UnloadModel<
-                                          v1::AdminService::WithRawCallbackMethod_DumpState<
-                                              v1::AdminService::Service>>>>>>>>>> {
+                                          v1::AdminService::WithRawCallbackMethod_FlushPrefixCache<
+                                              v1::AdminService::WithRawCallbackMethod_DumpState<
+                                                  v1::AdminService::Service>>>>>>>>>>> {
  public:
   using Load = std::function<absl::StatusOr<ModelPtr>(const ModelSource&)>;
 
@@ -83,6 +84,9 @@ class AdminService final
                                       const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
   grpc::ServerUnaryReactor* UnloadModel(grpc::CallbackServerContext* context,
                                         const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* FlushPrefixCache(grpc::CallbackServerContext* context,
+                                             const grpc::ByteBuffer* in,
+                                             grpc::ByteBuffer* out) override;
   grpc::ServerUnaryReactor* DumpState(grpc::CallbackServerContext* context,
                                       const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
 

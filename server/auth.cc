@@ -29,6 +29,7 @@ constexpr MethodRole kMethodRoles[] = {{"GenerationService/Generate", Role::kUse
                                        {"AdminService/UpdateConfig", Role::kOperator},
                                        {"AdminService/LoadModel", Role::kOperator},
                                        {"AdminService/UnloadModel", Role::kOperator},
+                                       {"AdminService/FlushPrefixCache", Role::kOperator},
                                        {"AdminService/DumpState", Role::kOperator}};
 
 // Of a method that is not in the table, the operator's; a test finds it.

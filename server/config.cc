@@ -283,6 +283,8 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
   check.Require(!FirstInvalidUtf8(c.model_name()).has_value(), "model_name", "be UTF-8");
   check.Require(c.threads() <= 1024, "threads", "be at most 1024");
   check.Require(c.kv_pool_bytes() <= kMost, "kv_pool_bytes", "be below 2^63");
+  check.Require(c.prefix_cache_share() >= 0 && c.prefix_cache_share() <= 1, "prefix_cache_share",
+                "be in [0, 1]");
   check.Require(c.kv_memory_share() > 0 && c.kv_memory_share() <= 1, "kv_memory_share",
                 "be in (0, 1]");
   check.Require(c.max_step_tokens() >= 1, "max_step_tokens", "be at least 1");
@@ -384,6 +386,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
                                 .prefill_chunk_tokens = c.prefill_chunk_tokens(),
                                 .fixed_chunk_tokens = c.deterministic() ? kDeterministicRows : 0},
                   .max_running_requests = c.max_running_requests(),
+                  .prefix_cache_share = c.prefix_cache_share(),
                   .queue = {.max_requests = c.max_queued_requests(),
                             .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},
                   .queue_rule = {.ageing = absl::Seconds(c.priority_ageing_seconds()),

@@ -1,5 +1,4 @@
 #include "server/generation_messages.h"
-#include "server/durations.h"
 
 #include <algorithm>
 #include <limits>
@@ -88,6 +87,8 @@ KvOptions Reader::Kv(const v1::KvOptions& kv) {
   for (const v1::TokenSpan& span : kv.protected_spans()) {
     options.protection.spans.push_back({.begin = span.begin(), .end = span.end()});
   }
+  options.prefix_salt = kv.cache_salt();
+  options.bypass_prefix_cache = kv.bypass_prefix_cache();
   return options;
 }
 
@@ -418,6 +419,7 @@ v1::Progress ToProto(const PromptProgress& progress) {
   v1::Progress proto;
   proto.set_prompt_tokens_done(progress.done);
   proto.set_prompt_tokens(progress.total);
+  proto.set_cached_prompt_tokens(progress.cached);
   return proto;
 }
 
@@ -448,6 +450,7 @@ v1::Summary SummaryOf(const v1::Accepted& accepted, const Finished& finished, in
   if (finished.reason == FinishReason::kStopString) summary.set_stop_string(finished.stop_string);
   if (finished.stop_token.has_value()) summary.set_stop_token_id(*finished.stop_token);
   summary.mutable_usage()->set_prompt_tokens(finished.prompt_tokens);
+  summary.mutable_usage()->set_cached_prompt_tokens(finished.cached_prompt_tokens);
   summary.mutable_usage()->set_output_tokens(finished.output_tokens);
   *summary.mutable_kv() = KvUsageOf(accepted.kv(), finished.kv, lanes);
   *summary.mutable_timings() = ToProto(finished.timings);

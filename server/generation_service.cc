@@ -88,6 +88,7 @@ void Log(const v1::Accepted& accepted, v1::AccessLogEntry& entry) {
 void Log(const Finished& finished, int64_t lanes, v1::AccessLogEntry& entry) {
   const Timings& timings = finished.timings;
   entry.set_finish_reason(std::string(FinishLabel(finished)));
+  entry.set_cached_prompt_tokens(finished.cached_prompt_tokens);
   entry.set_output_tokens(finished.output_tokens);
   entry.set_evicted_tokens(finished.kv.evicted_entries / lanes);
   entry.set_rounds(finished.kv.rounds);

@@ -29,6 +29,7 @@ constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "AdminService/UpdateConfig",
                                           "AdminService/LoadModel",
                                           "AdminService/UnloadModel",
+                                          "AdminService/FlushPrefixCache",
                                           "AdminService/DumpState",
                                           "other"};
 constexpr size_t kNumCodes = 17;

@@ -85,9 +85,9 @@ EngineMetrics::~EngineMetrics() {
   if (!model_->engines_.empty()) model_->Describe(model_->engines_.back()->facts_);
 }
 
-void EngineMetrics::OnAdmitted(const Request& request, absl::Duration queued) {
+void EngineMetrics::OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) {
   absl::MutexLock lock(&model_->mu_);
-  model_->requests_.OnAdmitted(queued);
+  model_->requests_.OnAdmitted(request, queued, cached);
 }
 
 void EngineMetrics::OnStep(const StepStats& step) {

@@ -80,7 +80,7 @@ class EngineMetrics final : public EngineObserver {
   EngineMetrics(std::shared_ptr<ModelMetrics> model, const EngineFacts& facts);
   ~EngineMetrics() override;
 
-  void OnAdmitted(const Request& request, absl::Duration queued) override;
+  void OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) override;
   void OnStep(const StepStats& step) override;
   void OnFirstToken(const Request& request, absl::Duration since_arrival) override;
   void OnEvicted(const EvictedStats& evicted) override;

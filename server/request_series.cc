@@ -82,9 +82,11 @@ RequestSeries::RequestSeries(Declarations& declare, Declarations& of_policy, Pol
             {.05, .1, .15, .2, .25, .3, .4, .5, .6, .7, .8, .9, 1}),
       finished_(of_policy.Counters("epikv_requests_finished_total",
                                    "Requests that have ended, by how.", std::size(kReasons))),
-      tokens_(of_policy.Counters("epikv_tokens_total",
-                                 "Tokens of requests that have ended: of prompts and of output.",
-                                 2)),
+      tokens_(
+          of_policy.Counters("epikv_tokens_total",
+                             "Tokens of requests that have ended: of prompts, of those the ones "
+                             "that were copied from the prefix cache, and of output.",
+                             3)),
       evicted_entries_(of_policy.Counters(
           "epikv_kv_entries_evicted_total",
           "Entries evicted; one is a token of one layer and KV head.", std::size(kPhases))),
@@ -99,6 +101,16 @@ RequestSeries::RequestSeries(Declarations& declare, Declarations& of_policy, Pol
                                         "Requests that failed because their policy threw or "
                                         "answered an invalid set.",
                                         1)),
+      prefix_queried_(declare
+                          .Counters("epikv_prefix_cache_queried_tokens_total",
+                                    "Prompt tokens of requests that were admitted, but for those "
+                                    "that bypass the prefix cache.",
+                                    1)
+                          .Add({})),
+      prefix_hit_(declare
+                      .Counters("epikv_prefix_cache_hit_tokens_total",
+                                "Of those, the ones that were copied from it.", 1)
+                      .Add({})),
       folded_(declare
                   .Counters("epikv_metrics_label_overflow_total",
                             "Ended requests that count for policy \"other\", because series of "
@@ -123,6 +135,7 @@ RequestSeries::OfPolicy& RequestSeries::Of(const Request& request) {
                   .final_held = final_held_.Of(labels),
                   .kept = kept_.Of(labels),
                   .prompt_tokens = tokens_.Add(With(labels, "kind", "prompt")),
+                  .cached_prompt_tokens = tokens_.Add(With(labels, "kind", "prompt_cached")),
                   .output_tokens = tokens_.Add(With(labels, "kind", "output")),
                   .overrun = overrun_.Add(labels),
                   .evicted_entries = by_phase(evicted_entries_),
@@ -132,7 +145,12 @@ RequestSeries::OfPolicy& RequestSeries::Of(const Request& request) {
   return by_policy_.emplace(policy, std::move(series)).first->second;
 }
 
-void RequestSeries::OnAdmitted(absl::Duration queued) { queue_.Of({}).Observe(Seconds(queued)); }
+void RequestSeries::OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) {
+  queue_.Of({}).Observe(Seconds(queued));
+  if (request.bypass_prefix_cache) return;
+  prefix_queried_.Increment(static_cast<double>(request.prompt.size()));
+  prefix_hit_.Increment(static_cast<double>(cached));
+}
 
 void RequestSeries::OnFirstToken(const Request& request, absl::Duration since_arrival) {
   Of(request).first_token.Observe(Seconds(since_arrival));
@@ -165,6 +183,7 @@ void RequestSeries::CountOutcome(const OfPolicy& policy, const Request& request,
   duration_.Of(With(labels, "error_type", finished.status.ok() ? "" : reason))
       .Observe(Seconds(absl::Now() - request.arrival));
   policy.prompt_tokens.Increment(static_cast<double>(finished.prompt_tokens));
+  policy.cached_prompt_tokens.Increment(static_cast<double>(finished.cached_prompt_tokens));
   policy.output_tokens.Increment(static_cast<double>(finished.output_tokens));
 }
 

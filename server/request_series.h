@@ -28,7 +28,7 @@ class RequestSeries {
   // of_policy: declares the series that each policy in use has. labels: outlives this.
   RequestSeries(Declarations& declare, Declarations& of_policy, PolicyLabels& labels);
 
-  void OnAdmitted(absl::Duration queued);
+  void OnAdmitted(const Request& request, absl::Duration queued, int64_t cached);
   void OnFirstToken(const Request& request, absl::Duration since_arrival);
   void OnEvicted(const EvictedStats& evicted, KvScale scale);
   void OnFinished(const Request& request, const Finished& finished, KvScale scale);
@@ -39,7 +39,7 @@ class RequestSeries {
     prometheus::Labels labels;
     prometheus::Histogram &first_token, &per_token;
     prometheus::Histogram &budget, &peak, &final_held, &kept;
-    prometheus::Counter &prompt_tokens, &output_tokens, &overrun;
+    prometheus::Counter &prompt_tokens, &cached_prompt_tokens, &output_tokens, &overrun;
     std::array<prometheus::Counter*, 2> evicted_entries, evicted_tokens, rounds;  // by phase
   };
   OfPolicy& Of(const Request& request);
@@ -53,6 +53,7 @@ class RequestSeries {
   prometheus::Family<prometheus::Counter>&finished_, &tokens_;
   prometheus::Family<prometheus::Counter>&evicted_entries_, &evicted_tokens_, &rounds_;
   prometheus::Family<prometheus::Counter>&overrun_, &policy_errors_;
+  prometheus::Counter &prefix_queried_, &prefix_hit_;
   prometheus::Counter& folded_;
   std::map<std::string, OfPolicy, std::less<>> by_policy_;
 };

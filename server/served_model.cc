@@ -68,6 +68,9 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& 
                         .queue = options.queue_rule,
                         .refuse_infeasible_deadlines = options.refuse_infeasible_deadlines,
                         .kv_capacity_bytes = loaded.kv_capacity_bytes,
+                        .max_prefix_bytes =
+                            static_cast<int64_t>(options.prefix_cache_share *
+                                                 static_cast<double>(loaded.kv_capacity_bytes)),
                         .max_running_requests = options.max_running_requests},
           std::move(loaded.executor), *model->tokenizer, *model->observer),
       options.queue, loaded.on_engine_thread_start,

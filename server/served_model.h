@@ -33,6 +33,7 @@ struct ModelSource {
 struct ServingOptions {
   SchedulerOptions scheduler;
   int64_t max_running_requests = 256;
+  double prefix_cache_share = .5;  // of the KV pool
   QueueLimits queue;
   QueueRule queue_rule;
   bool refuse_infeasible_deadlines = true;

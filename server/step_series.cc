@@ -60,6 +60,7 @@ void FillGauges::Add(const EngineFill& engine) {
   const StepStats& last = engine.last;
   used_ += static_cast<double>(last.kv_used_bytes);
   reserved_ += static_cast<double>(last.kv_reserved_bytes);
+  prefixes_ += static_cast<double>(last.kv_prefix_bytes);
   capacity_ += static_cast<double>(last.kv_capacity_bytes);
   peak_used_ += static_cast<double>(engine.peak_used_bytes);
   AddTo(last.running_by_priority, running_);
@@ -78,8 +79,8 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
                   model, "state",
                   {{"used", used_},
                    {"reserved", reserved_ - used_},
-                   {"cached_prefix", 0},
-                   {"free", capacity_ - reserved_}}),
+                   {"cached_prefix", prefixes_},
+                   {"free", capacity_ - reserved_ - prefixes_}}),
           GaugeOf("epikv_kv_capacity_bytes", "Bytes of the KV pool.", model, "", {{"", capacity_}}),
           GaugeOf("epikv_kv_peak_used_bytes", "Most bytes used since the start.", model, "",
                   {{"", peak_used_}}),

@@ -34,7 +34,7 @@ class FillGauges {
   std::vector<prometheus::MetricFamily> Families(const std::string& model) const;
 
  private:
-  double used_ = 0, reserved_ = 0, capacity_ = 0, peak_used_ = 0;
+  double used_ = 0, reserved_ = 0, prefixes_ = 0, capacity_ = 0, peak_used_ = 0;
   ByPriority running_{}, waiting_for_kv_{}, waiting_for_place_{};
   std::optional<double> predicted_wait_;  // seconds; of the newest engine
 };

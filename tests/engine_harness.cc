@@ -76,17 +76,21 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
   const ModelShape& shape = admission_->shape();
   const int64_t lanes = shape.num_layers * shape.num_kv_heads;
   auto executor = std::make_unique<Executor>(
-      std::move(law_model), ExecutorOptions{.pool_rows = options.kv_pool_bytes /
-                                                         (admission_->kv_bytes_per_token() / lanes),
-                                            .decode_kernel = options.decode_kernel,
-                                            .deterministic = options.deterministic});
+      std::move(law_model),
+      ExecutorOptions{
+          .pool_rows = options.kv_pool_bytes / (admission_->kv_bytes_per_token() / lanes),
+          .decode_kernel = options.decode_kernel,
+          .deterministic = options.deterministic,
+          .prefix_block_tokens =
+              options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens});
   executor_ = executor.get();
   engine_ = std::make_unique<Engine>(
       EngineOptions{
           .scheduler = {.max_step_tokens = options.max_step_tokens,
                         .prefill_chunk_tokens = options.prefill_chunk_tokens,
                         .fixed_chunk_tokens = options.deterministic ? kDeterministicRows : 0},
-          .kv_capacity_bytes = options.kv_pool_bytes},
+          .kv_capacity_bytes = options.kv_pool_bytes,
+          .max_prefix_bytes = options.max_prefix_bytes},
       std::move(executor), *tokenizer_, observer_);
 }
 

@@ -35,6 +35,7 @@ struct HarnessOptions {
   int64_t max_step_tokens = 512;
   int64_t prefill_chunk_tokens = 256;
   bool deterministic = false;
+  int64_t max_prefix_bytes = 0;  // of the pool, for cached prefixes
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PolicyCatalog policies = AllPolicies();
   bool end_tokens = true;  // false: streams go on to their length, whatever they say

@@ -138,7 +138,7 @@ class RecordingObserver final : public EngineObserver {
  public:
   explicit RecordingObserver(EventLog& log) : log_(log) {}
 
-  void OnAdmitted(const Request& request, absl::Duration queued) override {
+  void OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) override {
     log_.Add("admitted ", request.id);
     admitted.push_back(request.id);
   }
@@ -363,6 +363,41 @@ TEST_F(EngineTest, LongPromptIsCachedInChunks) {
   }
   EXPECT_THAT(items, ElementsAre("0+16 gives 0 evicts", "16+16 gives 0 evicts",
                                  "32+5 gives 1 evicts ends", "37+1 gives 1 decode"));
+}
+
+TEST_F(EngineTest, KnownPrefixesAreNotPrefilled) {
+  Build(
+      {.engine = {.scheduler = {.prefill_chunk_tokens = 4}, .max_prefix_bytes = 3 * kTokenBytes}});
+  script_->prefix = [](const Request&) { return int64_t{8}; };
+  RequestOptions asked = Ask("a", 11, 2);
+  asked.output.progress = true;
+  const auto output = Submit(asked);
+  EXPECT_EQ(Step(),
+            "admitted a\n"
+            "first token a\n"
+            "a> tokens 11 'w11' 11 of 11\n"
+            "step of 1: prefill 3, decode 0\n");
+  RunAll();
+  ASSERT_THAT(output->finished, SizeIs(1));
+  EXPECT_EQ(output->finished[0].prompt_tokens, 11);
+  EXPECT_EQ(output->finished[0].cached_prompt_tokens, 8);
+  ExpectNothingHeld();
+}
+
+TEST_F(EngineTest, CachedPrefixesHaveWhatNobodyReserved) {
+  Build({.kv_tokens = 20, .engine = {.max_prefix_bytes = 12 * kTokenBytes}});
+  Submit(Ask("a", 3, 4));  // 6 tokens
+  engine_->Step();
+  EXPECT_EQ(script_->room_for_prefixes, 12 * kTokenBytes) << "all that they may have";
+  script_->prefix_bytes = 12 * kTokenBytes;
+  Submit(Ask("b", 12, 2));  // 13 tokens: they do not make it wait
+  engine_->Step();
+  EXPECT_EQ(engine_->running(), 2);
+  EXPECT_EQ(script_->room_for_prefixes, kTokenBytes);
+  EXPECT_EQ(observer_.steps.back().kv_prefix_bytes, 12 * kTokenBytes);
+  RunAll();
+  engine_->DropPrefixes();
+  EXPECT_EQ(script_->prefix_bytes, 0);
 }
 
 TEST_F(EngineTest, ChunkCutShortDoesNotEvict) {

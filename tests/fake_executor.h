@@ -26,10 +26,15 @@ struct FakeScript {
   std::function<absl::Status(const WorkItem&)> on_item;
   std::function<absl::Status(const WorkItem&)> on_settle;
 
+  // Tokens of a prompt that are known when its request begins; null: none.
+  std::function<int64_t(const Request&)> prefix;
+
   // Read from any thread.
   std::atomic<int64_t> used_bytes{0};
   std::atomic<int64_t> open_sequences{0};
-  std::atomic<int64_t> forwards{0};  // that succeeded
+  std::atomic<int64_t> forwards{0};           // that succeeded
+  std::atomic<int64_t> room_for_prefixes{0};  // as the last Open was told
+  std::atomic<int64_t> prefix_bytes{0};       // that it says it holds
 };
 
 // A StepExecutor without tensors: the next token is a function of the last one, and eviction drops
@@ -40,10 +45,19 @@ class FakeExecutor final : public StepExecutor {
   FakeExecutor(std::shared_ptr<FakeScript> script, int64_t bytes_per_token)
       : script_(std::move(script)), bytes_per_token_(bytes_per_token) {}
 
-  absl::Status Open(SequenceId id, const Request& request) override {
-    sequences_[id] = {.request = &request};
+  absl::StatusOr<int64_t> Open(SequenceId id, const Request& request,
+                               int64_t prefix_bytes) override {
+    Held& held = sequences_[id] = {.request = &request};
     ++script_->open_sequences;
-    return script_->on_open ? script_->on_open(request) : absl::OkStatus();
+    if (script_->on_open) {
+      if (absl::Status status = script_->on_open(request); !status.ok()) return status;
+    }
+    script_->room_for_prefixes = prefix_bytes;
+    const int64_t cached = script_->prefix ? script_->prefix(request) : 0;
+    for (int64_t i = 0; i < cached; ++i) held.tokens.push_back(static_cast<int32_t>(i));
+    held.peak_tokens = cached;
+    script_->used_bytes += cached * bytes_per_token_;
+    return cached;
   }
 
   absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override {
@@ -83,6 +97,8 @@ class FakeExecutor final : public StepExecutor {
   }
 
   int64_t used_bytes() const override { return script_->used_bytes; }
+  int64_t prefix_bytes() const override { return script_->prefix_bytes; }
+  void DropPrefixes() override { script_->prefix_bytes = 0; }
   void AddStageTimes(StepStats& step) const override {}
 
  private:

@@ -33,8 +33,8 @@ class WatchedObserver final : public EngineObserver {
  public:
   explicit WatchedObserver(EngineObserver& metrics) : metrics_(metrics) {}
 
-  void OnAdmitted(const Request& request, absl::Duration queued) override {
-    metrics_.OnAdmitted(request, queued);
+  void OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) override {
+    metrics_.OnAdmitted(request, queued, cached);
   }
   void OnFirstToken(const Request& request, absl::Duration since) override {
     metrics_.OnFirstToken(request, since);

@@ -66,6 +66,18 @@ TEST(PaceMeterTest, OutputsOfLateSayHowMuchOfTheMostIsUsed) {
   EXPECT_DOUBLE_EQ(meter.best().decode_share, .5) << "nothing could be decoded";
 }
 
+TEST(PaceMeterTest, PromptsOfLateSayHowMuchOfThemIsPrefilled) {
+  PaceMeter meter = Measured();
+  EXPECT_EQ(meter.best().prefill_share, 1);
+  EXPECT_EQ(meter.present().prefill_share, 1);
+  meter.OnPrompt(10, 100);
+  for (int i = 0; i < 63; ++i) meter.OnPrompt(100, 100);
+  EXPECT_DOUBLE_EQ(meter.best().prefill_share, .1);
+  EXPECT_THAT(meter.present().prefill_share, DoubleNear(.986, .001));
+  meter.OnPrompt(50, 100);
+  EXPECT_DOUBLE_EQ(meter.best().prefill_share, .5) << "the short one is 64 prompts ago";
+}
+
 TEST(PaceMeterTest, MissedDeadlinesAreForgotten) {
   PaceMeter meter = Measured();
   meter.OnDeadline(false);
@@ -88,7 +100,7 @@ TEST(WorkTest, RequestRunsForItsPromptAndItsOutputAfterTheFirst) {
 
 TEST(WorkTest, WhatIsLeftOfARunningRequest) {
   auto seconds_left = [](int64_t cached, int64_t outputs) {
-    const Work left = WorkLeft(Asked(100, 41), cached, outputs, kPace.decode_share);
+    const Work left = WorkLeft(Asked(100, 41), cached, outputs, kPace);
     EXPECT_DOUBLE_EQ(kPace.SecondsOf(left.byte_prefill, left.byte_decode),
                      100 * kPace.SecondsOf(left.prefill, left.decode));
     return kPace.SecondsOf(left.prefill, left.decode);
@@ -97,6 +109,16 @@ TEST(WorkTest, WhatIsLeftOfARunningRequest) {
   EXPECT_DOUBLE_EQ(seconds_left(60, 0), .04 + .2);
   EXPECT_DOUBLE_EQ(seconds_left(100, 11), .1);
   EXPECT_DOUBLE_EQ(seconds_left(100, 30), 0) << "longer than most: any step may be its last";
+}
+
+TEST(WorkTest, CachedPrefixesShortenPrompts) {
+  Pace pace = kPace;
+  pace.prefill_share = .25;
+  EXPECT_EQ(PredictRun(Asked(100, 1), pace), absl::Milliseconds(25));
+  EXPECT_EQ(PredictLeastRun(Asked(100, 1), pace), absl::Milliseconds(25));
+  const Work left = WorkLeft(Asked(100, 1), 60, 0, pace);
+  EXPECT_DOUBLE_EQ(pace.SecondsOf(left.prefill, left.decode), .04)
+      << "of what runs, it is known what is cached";
 }
 
 TEST(BacklogTest, AheadAreHigherClassesOwnTenantAndTheSharesOfOthers) {

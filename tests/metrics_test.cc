@@ -146,12 +146,13 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
                   .predicted_wait = absl::Milliseconds(1500),
                   .kv_used_bytes = 100,
                   .kv_reserved_bytes = 250,
-                  .kv_capacity_bytes = 1000});
+                  .kv_capacity_bytes = 1000,
+                  .kv_prefix_bytes = 300});
   auto values = Read();
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="used"})"), 100);
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="reserved"})"), 150);
-  EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="cached_prefix"})"), 0);
-  EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 750);
+  EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="cached_prefix"})"), 300);
+  EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 450);
   EXPECT_EQ(values.at("epikv_kv_capacity_bytes"), 1000);
   EXPECT_EQ(values.at("epikv_kv_usage_ratio"), 0.1);
   EXPECT_EQ(values.at(R"(epikv_requests_running{priority="normal"})"), 2);

@@ -75,6 +75,7 @@ class PromptLogprobs:
 class Progress:
     prompt_tokens_done: int
     prompt_tokens: int
+    cached_prompt_tokens: int
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class EvictionEvent:
 class Usage:
     prompt_tokens: int
     output_tokens: int
+    cached_prompt_tokens: int
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,8 @@ class Kv:
     recent_tokens: int | None = None
     protected_spans: Sequence[tuple[int, int]] = ()  # [begin, end) by token index
     equal_protection: bool | None = None
+    cache_salt: str = ""  # prompts share cached prefixes with those of the same salt
+    bypass_prefix_cache: bool = False
 
     def to_proto(self) -> kv_pb2.KvOptions:
         """Raises ValueError for an unknown position mode or a value no field can hold."""
@@ -66,6 +68,8 @@ class Kv:
             recent_tokens=self.recent_tokens,
             protected_spans=[kv_pb2.TokenSpan(begin=b, end=e) for b, e in self.protected_spans],
             equal_protection=self.equal_protection,
+            cache_salt=self.cache_salt,
+            bypass_prefix_cache=self.bypass_prefix_cache,
         )
         if self.params:
             result.policy_params.update(self.params)

@@ -135,6 +135,7 @@ _PLAIN = (
     ("load", "GetLoad", "Queue, running requests and KV of each model."),
     ("drain", "Drain", "Refuse new requests; what runs or waits goes on."),
     ("resume", "Resume", "Take requests again."),
+    ("flush-prefix-cache", "FlushPrefixCache", "Forget the cached prefixes of prompts."),
     ("dump", "DumpState", "All that can be asked and the metrics, for a bug report."),
 )
 

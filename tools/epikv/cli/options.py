@@ -101,6 +101,8 @@ _KV = (
         default=None,
         help="The rule that comparisons use.",
     ),
+    click.option("--cache-salt", default="", help="Share cached prefixes with this salt alone."),
+    click.option("--bypass-prefix-cache", is_flag=True, help="Compute the whole prompt."),
 )
 
 
@@ -123,6 +125,8 @@ def take_kv(options: dict[str, Any]) -> Kv:
         recent_tokens=options.pop("recent"),
         protected_spans=options.pop("spans"),
         equal_protection=options.pop("equal_protection"),
+        cache_salt=options.pop("cache_salt"),
+        bypass_prefix_cache=options.pop("bypass_prefix_cache"),
     )
 
 

@@ -32,8 +32,13 @@ def _facts(message: Summary) -> list[tuple[str, str]]:
     finish = message.finish_reason if stop is None else f"{message.finish_reason}: {stop}"
     facts = [("finish", finish)]
     if message.usage is not None:
+        cached = message.usage.cached_prompt_tokens
         facts.append(
-            ("tokens", f"{message.usage.prompt_tokens} in, {message.usage.output_tokens} out")
+            (
+                "tokens",
+                f"{message.usage.prompt_tokens} in{f' ({cached} cached)' if cached else ''}, "
+                f"{message.usage.output_tokens} out",
+            )
         )
     kv, timings = message.kv, message.timings
     if kv is not None:
