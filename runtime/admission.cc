@@ -15,7 +15,7 @@ constexpr size_t kMaxStopStrings = 16, kMaxStopStringBytes = 256, kMaxStopTokens
 constexpr size_t kMaxIdBytes = 128, kMaxTenantBytes = 64, kMaxSaltBytes = 128, kMaxSpans = 64;
 constexpr size_t kMaxLogitBiases = 1024;
 constexpr float kMostLogitBias = 100;
-constexpr int64_t kMaxTopLogprobs = 20;
+constexpr int64_t kMaxTopLogprobs = 20, kMaxCompletions = 16;
 
 // Fills one Request step by step and collects everything that is wrong on the way.
 class Resolver {
@@ -124,6 +124,14 @@ void Resolver::CheckSampling() {
   check("sampling.frequency_penalty", s.frequency_penalty, -2, 2);
   check("sampling.presence_penalty", s.presence_penalty, -2, 2);
   CheckLogitBias();
+  const int64_t most = std::min(kMaxCompletions, admission_.limits().max_running_requests);
+  if (options_.completions < 1 || options_.completions > most) {
+    Violate("sampling.n", absl::StrCat("must be from 1 to ", most, ", is ", options_.completions));
+  } else if (options_.completions > 1 && s.greedy()) {
+    Violate("sampling.n",
+            absl::StrCat("must be 1 where temperature is 0, is ", options_.completions,
+                         ": all completions would be the same"));
+  }
 }
 
 void Resolver::CheckLogitBias() {
@@ -469,6 +477,7 @@ void Resolver::ResolveProtectionAndDemand() {
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
   request_.demand.prefill_bytes += PromptLogitBytes();
+  request_.demand.completions = options_.completions;
   const int64_t capacity = admission_.limits().kv_capacity_bytes;
   if (request_.demand.peak_bytes() > capacity) {
     Violate("kv.budget",

@@ -42,6 +42,7 @@ struct RequestDefaults {
 struct AdmissionLimits {
   int64_t kv_capacity_bytes = 0;
   int64_t prefill_chunk_tokens = 256;
+  int64_t max_running_requests = 256;  // completions count
   RequestDefaults defaults;
 };
 

@@ -94,7 +94,55 @@ struct Sequence {
   bool trace_truncated = false;
   absl::Time admitted, first_token, last_token;
   absl::Duration eviction_time;
+
+  int64_t completion = 0;
+  std::shared_ptr<Family> family;  // of several completions; null: it is the only one
+  // It has ended, before its family parted.
+  std::optional<FinishReason> ended_early;
+
+  // That it stands for: all, until they part.
+  int64_t completions() const;
 };
+
+// The completions of one request. The first caches the prompt; then each has KV of its own.
+struct Family {
+  explicit Family(const Request& r) : request(r), live(r.completions()) {}
+
+  const Request request;
+  int64_t live;  // completions that have not ended
+  bool parted = false;
+  std::vector<std::unique_ptr<Sequence>> siblings;  // until then, once they have begun
+  // What the prompt took, the same for all completions.
+  CacheFacts prompt_kv;
+  int64_t prompt_rounds = 0, prompt_evicted = 0;
+  Finished total;                            // of those that have ended
+  int64_t held_entries = 0, held_bytes = 0;  // their peaks since they parted
+
+  // closed: by Engine::Close.
+  void Add(const Sequence& s, const Finished& closed) {
+    total.prompt_tokens = closed.prompt_tokens;
+    total.cached_prompt_tokens = closed.cached_prompt_tokens;
+    total.output_tokens += closed.output_tokens;
+    total.kv_trace_truncated |= closed.kv_trace_truncated;
+    total.kv.final_entries += s.open ? closed.kv.final_entries : 0;
+    total.kv.evicted_entries += closed.kv.evicted_entries - (parted ? prompt_evicted : 0);
+    total.kv.rounds += closed.kv.rounds - (parted ? prompt_rounds : 0);
+    total.timings.queue = closed.timings.queue;
+    total.timings.prefill = closed.timings.prefill;
+    total.timings.time_to_first_token = closed.timings.time_to_first_token;
+    total.timings.decode = std::max(total.timings.decode, closed.timings.decode);
+    total.timings.eviction += closed.timings.eviction;
+    if (s.completion != 0) return;
+    total.reason = closed.reason;
+    total.stop_string = closed.stop_string;
+    total.stop_token = closed.stop_token;
+    total.kv.kept = closed.kv.kept;
+  }
+};
+
+int64_t Sequence::completions() const {
+  return family != nullptr && !family->parted ? family->live : 1;
+}
 
 Engine::Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor,
                const Tokenizer& tokenizer, EngineObserver& observer,
@@ -115,6 +163,12 @@ void Engine::Submit(Request request, std::shared_ptr<RequestSink> sink) {
   queue_.Push(id, request, now_());
   waiting_.emplace(id,
                    std::make_unique<Sequence>(id, std::move(request), std::move(sink), tokenizer_));
+}
+
+int64_t Engine::running() const {
+  int64_t places = 0;
+  for (const SequencePtr& s : running_) places += s->completions();
+  return places;
 }
 
 bool Engine::Cancel(const std::string& request_id, absl::Status status) {
@@ -146,6 +200,7 @@ absl::Time Engine::NextDeadline() const {
 RequestFacts Engine::FactsOf(const Sequence& s) const {
   const Request& request = s.request;
   return {.id = request.id,
+          .completion = s.completion,
           .state = !s.open                               ? RequestState::kQueued
                    : s.cached < request.prefill_tokens() ? RequestState::kPrefill
                                                          : RequestState::kDecode,
@@ -170,9 +225,10 @@ std::vector<RequestFacts> Engine::Describe() {
   const std::optional<SequenceId> head = queue_.Head(now_());
   for (const auto& [id, s] : waiting_) {
     all.push_back(FactsOf(*s));
-    all.back().waits_for = id != head                                  ? WaitsFor::kTurn
-                           : running() < options_.max_running_requests ? WaitsFor::kKv
-                                                                       : WaitsFor::kPlace;
+    all.back().waits_for = id != head ? WaitsFor::kTurn
+                           : running() + s->request.completions() <= options_.max_running_requests
+                               ? WaitsFor::kKv
+                               : WaitsFor::kPlace;
   }
   return all;
 }
@@ -228,8 +284,10 @@ Outlook Engine::LookOut() const {
       .ageing = options_.queue.ageing,
       .quantum_tokens = static_cast<double>(options_.queue.quantum_tokens)};
   for (const SequencePtr& s : running_) {
-    outlook.running_best += WorkLeft(s->request, s->cached, s->num_outputs, outlook.best);
-    outlook.running_present += WorkLeft(s->request, s->cached, s->num_outputs, outlook.present);
+    outlook.running_best +=
+        WorkLeft(s->request, s->cached, s->num_outputs, outlook.best, s->completions());
+    outlook.running_present +=
+        WorkLeft(s->request, s->cached, s->num_outputs, outlook.present, s->completions());
   }
   return outlook;
 }
@@ -239,7 +297,7 @@ void Engine::Report(StepStats step) {
   step.running = running();
   step.waiting = waiting();
   auto index = [](const Sequence& s) { return static_cast<int>(s.request.scheduling.priority); };
-  for (const SequencePtr& s : running_) ++step.running_by_priority[index(*s)];
+  for (const SequencePtr& s : running_) step.running_by_priority[index(*s)] += s->completions();
   for (const auto& [id, s] : waiting_) ++step.waiting_by_priority[index(*s)];
   step.predicted_wait = PredictWaitBehindAll(outlook_);
   step.kv_used_bytes = executor_->used_bytes();
@@ -295,6 +353,7 @@ void Engine::Admit() {
     const std::optional<SequenceId> head = queue_.Head(now);
     if (!head.has_value()) break;
     SequencePtr& waiting = waiting_.at(*head);
+    if (running() + waiting->request.completions() > options_.max_running_requests) break;
     const int64_t bytes = waiting->request.demand.peak_bytes();
     if (!ledger_.Fits(bytes)) break;
     absl::Status late = absl::OkStatus();
@@ -315,6 +374,7 @@ void Engine::Admit() {
     ledger_.Reserve(s.id, bytes);
     s.open = true;
     s.admitted = now;
+    if (s.request.completions() > 1) s.family = std::make_shared<Family>(s.request);
     const int64_t prefix_bytes =
         std::min(options_.max_prefix_bytes, ledger_.capacity() - ledger_.reserved());
     absl::StatusOr<int64_t> cached = executor_->Open(s.id, s.request, prefix_bytes);
@@ -354,6 +414,7 @@ std::vector<WorkItem> Engine::PlanStep(std::vector<Sequence*>& sequences) {
     item.evicts_prefill = !item.decode && (end % chunk == 0 || item.ends_prefill);
     // Row i predicts token first + i + 1: outputs begin with the prompt's last row.
     item.num_outputs = std::max<int64_t>(0, end - std::max(item.first, prompt - 1));
+    if (item.ends_prefill) item.completions = s.request.completions();
     if (s.scores()) {
       item.forced = absl::MakeConstSpan(s.request.forced).subspan(s.num_outputs, item.num_outputs);
     } else {
@@ -397,12 +458,18 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
   if (!outcome.residual_steps.empty()) {
     delta.residual_steps.push_back(std::move(outcome.residual_steps));
   }
+  Say(s, std::move(delta), absl::MakeSpan(outcome.outputs));
+  if (!outcome.siblings.empty()) BeginSiblings(s, absl::MakeSpan(outcome.siblings));
+}
+
+void Engine::Say(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
+  delta.completion = s.completion;
   std::optional<StopMatch> stop;
-  for (OutputToken& output : outcome.outputs) {
+  for (OutputToken& output : outputs) {
     const absl::Time now = now_();
     if (s.num_outputs == 0) {
       s.first_token = now;
-      observer_.OnFirstToken(s.request, now - s.request.arrival);
+      if (s.completion == 0) observer_.OnFirstToken(s.request, now - s.request.arrival);
     }
     s.last_token = now;
     ++s.num_outputs;
@@ -427,9 +494,54 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
 
   if (stop.has_value()) {
     s.stop = std::move(stop);
-    Finish(s, ReasonOf(s), absl::OkStatus());
+    Finish(s, ReasonOf(s));
   } else if (at_length) {
     Finish(s, FinishReason::kLength);
+  }
+}
+
+void Engine::BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs) {
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const int64_t completion = static_cast<int64_t>(i) + 1;
+    Request request = first.request;
+    request.sampling = SamplingOf(request.sampling, completion);
+    request.demand.completions = 1;
+    auto sibling = std::make_unique<Sequence>(SequenceId{next_id_++}, std::move(request),
+                                              first.sink, tokenizer_);
+    sibling->completion = completion;
+    sibling->family = first.family;
+    sibling->cached = first.cached;
+    sibling->from_prefix = first.from_prefix;
+    sibling->admitted = first.admitted;
+    Say(*sibling, {}, outputs.subspan(i, 1));
+    first.family->siblings.push_back(std::move(sibling));
+  }
+}
+
+void Engine::Part(Sequence& first) {
+  const std::shared_ptr<Family> family = first.family;
+  family->parted = true;
+  family->prompt_kv = executor_->Facts(first.id);
+  family->prompt_rounds = first.rounds;
+  family->prompt_evicted = first.evicted_entries;
+  family->total.kv.rounds = first.rounds;
+  family->total.kv.evicted_entries = first.evicted_entries;
+  std::vector<Sequence*> members = {&first};
+  for (SequencePtr& sibling : std::exchange(family->siblings, {})) {
+    Sequence& s = *sibling;
+    s.rounds = first.rounds;
+    s.evicted_entries = first.evicted_entries;
+    running_.push_back(std::move(sibling));
+    members.push_back(&s);
+    if (s.ended_early.has_value()) continue;
+    if (absl::Status status = executor_->Fork(first.id, s.id, s.request); !status.ok()) {
+      return Finish(s, FinishReason::kError, std::move(status));
+    }
+    ledger_.Reserve(s.id, s.request.demand.decode_bytes);
+    s.open = true;
+  }
+  for (Sequence* s : members) {
+    if (s->ended_early.has_value()) Finish(*s, *s->ended_early);
   }
 }
 
@@ -461,6 +573,9 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
         {.request = s.request, .entries = outcome.evicted_entries, .in_prefill = !live[i].decode});
     if (s.request.output.kv_trace) DeliverTrace(s, std::move(outcome.trace));
   }
+  for (size_t i = 0; i < live.size(); ++i) {
+    if (live[i].completions > 1 && !owners[i]->finished) Part(*owners[i]);
+  }
 }
 
 void Engine::DeliverTrace(Sequence& s, EvictionTrace trace) {
@@ -471,7 +586,8 @@ void Engine::DeliverTrace(Sequence& s, EvictionTrace trace) {
     s.trace_truncated = true;
     return;
   }
-  Delta delta;
+  trace.completion = s.completion;
+  Delta delta{.completion = s.completion};
   delta.evictions.push_back(std::move(trace));
   s.sink->OnDelta(std::move(delta));
 }
@@ -486,6 +602,50 @@ FinishReason Engine::ReasonOf(const Sequence& s) {
 
 void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
   if (s.finished) return;
+  if (s.family != nullptr) return FinishFamily(s, reason, std::move(status));
+  Finished finished = Close(s, reason, std::move(status));
+  if (s.open) {
+    if (finished.status.ok()) LearnOutput(s);
+    LearnEnd(s.request, finished);
+  }
+  observer_.OnFinished(s.request, finished);
+  s.sink->OnFinished(std::move(finished));
+}
+
+void Engine::FinishFamily(Sequence& s, FinishReason reason, absl::Status status) {
+  const std::shared_ptr<Family> family = s.family;
+  if (status.ok() && !family->parted) {
+    s.ended_early = reason;
+    return;
+  }
+  auto end = [&](Sequence& member) {
+    Finished closed = Close(member, reason, status);
+    family->Add(member, closed);
+    --family->live;
+    return closed;
+  };
+  if (status.ok()) {
+    LearnOutput(s);
+    s.sink->OnDelta({.completion = s.completion, .ended = end(s)});
+    if (family->live > 0) return;
+  } else {
+    end(s);
+    for (SequencePtr& member : running_) {
+      if (member != nullptr && member->family == family && !member->finished) end(*member);
+    }
+    family->siblings.clear();
+    family->total.reason = reason;
+    family->total.status = std::move(status);
+  }
+  Finished& total = family->total;
+  total.kv.peak_entries = std::max(family->prompt_kv.peak_entries, family->held_entries);
+  total.kv.peak_bytes = std::max(family->prompt_kv.peak_bytes, family->held_bytes);
+  LearnEnd(family->request, total);
+  observer_.OnFinished(family->request, total);
+  s.sink->OnFinished(std::move(total));
+}
+
+Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   s.finished = true;
   const absl::Time now = now_();
   Finished finished{.reason = reason,
@@ -498,38 +658,50 @@ void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
     finished.stop_string = s.request.stop_strings[std::get<StopString>(*s.stop).index];
   }
   if (reason == FinishReason::kStopToken) finished.stop_token = std::get<StopToken>(*s.stop).id;
-  finished.timings.queue = (s.open ? s.admitted : now) - s.request.arrival;
+  finished.timings.queue = (s.admitted == absl::Time() ? now : s.admitted) - s.request.arrival;
   if (s.num_outputs > 0) {
     finished.timings.prefill = s.first_token - s.admitted;
     finished.timings.time_to_first_token = s.first_token - s.request.arrival;
     finished.timings.decode = s.last_token - s.first_token;
   }
   finished.timings.eviction = s.eviction_time;
+  finished.kv.evicted_entries = s.evicted_entries;
+  finished.kv.rounds = s.rounds;
+  CacheFacts facts;
   if (s.open) {
-    CacheFacts facts = executor_->Facts(s.id);
-    finished.kv = {.peak_entries = facts.peak_entries,
-                   .final_entries = facts.entries,
-                   .evicted_entries = s.evicted_entries,
-                   .rounds = s.rounds,
-                   .peak_bytes = facts.peak_bytes,
-                   .kept = std::move(facts.kept)};
+    facts = executor_->Facts(s.id);
     executor_->Close(s.id);
     ledger_.Release(s.id);
-    Learn(s, finished);
   }
-  observer_.OnFinished(s.request, finished);
-  s.sink->OnFinished(std::move(finished));
+  if (!s.open && s.family != nullptr) {  // ended with its first token
+    facts.entries = s.family->prompt_kv.entries;
+    facts.kept = s.family->prompt_kv.kept;
+  }
+  finished.kv.final_entries = facts.entries;
+  finished.kv.kept = std::move(facts.kept);
+  finished.kv.peak_entries = facts.peak_entries;
+  finished.kv.peak_bytes = facts.peak_bytes;
+  if (s.family !=
+      nullptr) {  // a completion holds the prompt's cache, too, for as long as it is shared
+    Family& family = *s.family;
+    (family.parted ? family.held_entries : family.prompt_kv.peak_entries) += facts.peak_entries;
+    (family.parted ? family.held_bytes : family.prompt_kv.peak_bytes) += facts.peak_bytes;
+    finished.kv.peak_entries = std::max(finished.kv.peak_entries, family.prompt_kv.peak_entries);
+    finished.kv.peak_bytes = std::max(finished.kv.peak_bytes, family.prompt_kv.peak_bytes);
+  }
+  return finished;
 }
 
-// What forecasts learn from a request that was running.
-void Engine::Learn(const Sequence& s, const Finished& finished) {
+// What forecasts learn from a request that was running, and from one of its completions.
+void Engine::LearnEnd(const Request& request, const Finished& finished) {
   const bool timed_out = absl::IsDeadlineExceeded(finished.status);
-  if (s.request.deadline != absl::InfiniteFuture() && (finished.status.ok() || timed_out)) {
+  if (request.deadline != absl::InfiniteFuture() && (finished.status.ok() || timed_out)) {
     pace_.OnDeadline(timed_out);
   }
-  if (finished.status.ok() && !s.scores()) {
-    pace_.OnOutput(s.num_outputs - 1, s.request.max_output_tokens - 1);
-  }
+}
+
+void Engine::LearnOutput(const Sequence& s) {
+  if (!s.scores()) pace_.OnOutput(s.num_outputs - 1, s.request.max_output_tokens - 1);
 }
 
 void Engine::DropFinished() {

@@ -32,6 +32,7 @@ struct EngineOptions {
 };
 
 struct Sequence;  // engine.cc
+struct Family;
 
 // Serves requests step by step: admit -> plan -> forward -> sample -> deliver -> observe -> evict.
 // Owns queue, sequences and ledger; has no thread of its own and no locks: one thread calls it.
@@ -59,7 +60,8 @@ class Engine {
   // When Step has to be called next although nothing can run: the earliest deadline.
   absl::Time NextDeadline() const;
 
-  int64_t running() const { return static_cast<int64_t>(running_.size()); }
+  // Requests that hold KV, or will; each of several completions is one.
+  int64_t running() const;
   int64_t waiting() const { return queue_.size(); }
   // After the last step.
   const Outlook& outlook() const { return outlook_; }
@@ -79,12 +81,23 @@ class Engine {
   std::vector<WorkItem> PlanStep(std::vector<Sequence*>& sequences);
   std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items);
   void Deliver(Sequence& sequence, const WorkItem& item, ForwardOutcome outcome);
+  // Hands output tokens on; what ends with them ends.
+  void Say(Sequence& sequence, Delta delta, absl::Span<OutputToken> outputs);
+  // The completions 1, 2 .. of a request whose prompt is cached, with their first tokens.
+  void BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs);
+  // The prompt has settled: from here each completion has KV of its own.
+  void Part(Sequence& first);
   void Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences);
   void DeliverTrace(Sequence& sequence, EvictionTrace trace);
   static FinishReason ReasonOf(const Sequence& sequence);
   // Ends a sequence: frees its KV, tells sink and observer. It is dropped at the step's end.
+  // One of several completions ends alone if it ends well, else with all the others.
   void Finish(Sequence& sequence, FinishReason reason, absl::Status status = absl::OkStatus());
-  void Learn(const Sequence& sequence, const Finished& finished);
+  void FinishFamily(Sequence& sequence, FinishReason reason, absl::Status status);
+  // Frees its KV and says how it ended.
+  Finished Close(Sequence& sequence, FinishReason reason, absl::Status status);
+  void LearnEnd(const Request& request, const Finished& finished);
+  void LearnOutput(const Sequence& sequence);
   void DropFinished();
   Outlook LookOut() const;
   void Report(StepStats step);

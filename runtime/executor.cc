@@ -56,6 +56,15 @@ struct Executor::OpenSequence {
         moments(r.traits.signals.Has(Signal::kQueryMoments) ? shape.num_layers : 0, shape.num_heads,
                 shape.key_width),
         attention_rows(r.traits.attention_layers, shape.num_kv_heads) {}
+  // Goes on from where another is, between two steps.
+  OpenSequence(SequenceId id, const Request& r, const OpenSequence& from)
+      : request(r),
+        cache(id, r, from.cache),
+        tap(from.tap),
+        queries(from.queries),
+        moments(from.moments.Clone()),
+        attention_rows(from.attention_rows),
+        state(from.state == nullptr ? nullptr : from.state->Clone()) {}
 
   const Request& request;
   SequenceCache cache;
@@ -584,14 +593,15 @@ absl::Span<const float> Executor::LogitsOf(const StepItem& item, int64_t row) {
 }
 
 // The i-th output token that an item gives.
-absl::StatusOr<OutputToken> Executor::TakeOutput(const StepItem& item, int64_t i) {
+absl::StatusOr<OutputToken> Executor::TakeOutput(const StepItem& item, int64_t i,
+                                                 const SamplingParams& sampling) {
   const WorkItem& work = *item.work;
   const Request& request = item.sequence->request;
   const bool forced = !work.forced.empty();
   const absl::Span<const float> logits = LogitsOf(item, item.num_logits() - work.num_outputs + i);
   const absl::StatusOr<int32_t> chosen =
       forced ? Argmax(logits)
-             : Sample(logits, request.sampling,
+             : Sample(logits, sampling,
                       {.index = static_cast<uint64_t>(work.draw + i),
                        .prompt = request.prompt,
                        .outputs = work.outputs,
@@ -656,12 +666,21 @@ ForwardOutcome Executor::Finish(StepItem& item) {
     outcome.prompt = *std::move(prompt);
   }
   for (int64_t i = 0; i < work.num_outputs; ++i) {
-    absl::StatusOr<OutputToken> output = TakeOutput(item, i);
+    absl::StatusOr<OutputToken> output = TakeOutput(item, i, sequence.request.sampling);
     if (!output.ok()) {
       outcome.status = output.status();
       return outcome;
     }
     outcome.outputs.push_back(*std::move(output));
+  }
+  for (int64_t completion = 1; completion < work.completions; ++completion) {
+    absl::StatusOr<OutputToken> output =
+        TakeOutput(item, work.num_outputs - 1, SamplingOf(sequence.request.sampling, completion));
+    if (!output.ok()) {
+      outcome.status = output.status();
+      return outcome;
+    }
+    outcome.siblings.push_back(*std::move(output));
   }
   return outcome;
 }
@@ -727,6 +746,21 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
     sequence.turned = at::Tensor();  // of a whole prompt
   }
   return outcome;
+}
+
+absl::Status Executor::Fork(SequenceId parent, SequenceId child, const Request& request) {
+  OpenSequence& from = *open_.at(parent);
+  try {
+    open_[child] = std::make_unique<OpenSequence>(child, request, from);
+  } catch (const std::exception& e) {
+    open_.erase(child);
+    return absl::InternalError(absl::StrCat("a completion could not be begun: ", e.what()));
+  } catch (...) {
+    open_.erase(child);
+    return WithReason(Failed(request, kNoException), kPolicyFailed);
+  }
+  from.cache.ForgetPeak();
+  return absl::OkStatus();
 }
 
 CacheFacts Executor::Facts(SequenceId id) const {

@@ -41,6 +41,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
                                int64_t prefix_bytes) override;
   absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override;
   std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override;
+  absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) override;
   CacheFacts Facts(SequenceId id) const override;
   void Close(SequenceId id) override;
   int64_t used_bytes() const override;
@@ -75,7 +76,8 @@ class Executor final : public StepExecutor, private ForwardHooks {
               const at::Tensor& v, int64_t layer, at::Tensor& rotated);
   void TurnKeys(StepItem& item, int64_t layer);
   static absl::Span<const float> LogitsOf(const StepItem& item, int64_t row);
-  static absl::StatusOr<OutputToken> TakeOutput(const StepItem& item, int64_t i);
+  static absl::StatusOr<OutputToken> TakeOutput(const StepItem& item, int64_t i,
+                                                const SamplingParams& sampling);
   static absl::StatusOr<PromptLogprobs> TakePromptLogprobs(const StepItem& item);
   ForwardOutcome Finish(StepItem& item);
   SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);

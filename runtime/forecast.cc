@@ -85,23 +85,24 @@ Work Work::operator*(double share) const {
 
 Work WorkOf(const Request& request) {
   const double bytes = static_cast<double>(request.demand.peak_bytes());
+  const double completions = static_cast<double>(request.completions());
   const double prefill = static_cast<double>(request.prefill_tokens());
   const double decode = DecodeTokens(request);
   const double tokens = static_cast<double>(request.most_tokens());
-  return {.requests = 1,
+  return {.requests = completions,  // each takes a place
           .tokens = tokens,
           .bytes = bytes,
           .prefill = prefill,
-          .decode = decode,
+          .decode = completions * decode,
           .byte_prefill = bytes * prefill,
-          .byte_decode = static_cast<double>(request.demand.decode_bytes) * decode,
+          .byte_decode = static_cast<double>(request.demand.decode_bytes) * completions * decode,
           .most_prefill = prefill,
           .most_decode = decode,
           .most_tokens = tokens};
 }
 
-Work WorkLeft(const Request& request, int64_t cached_tokens, int64_t num_outputs,
-              const Pace& pace) {
+Work WorkLeft(const Request& request, int64_t cached_tokens, int64_t num_outputs, const Pace& pace,
+              int64_t completions) {
   const double decoded = static_cast<double>(std::max<int64_t>(0, num_outputs - 1));
   const double prefill =
       static_cast<double>(std::max<int64_t>(0, request.prefill_tokens() - cached_tokens));
@@ -110,7 +111,8 @@ Work WorkLeft(const Request& request, int64_t cached_tokens, int64_t num_outputs
   // The shares are taken here: what is cached or was decoded counts whole.
   left.prefill = left.most_prefill = prefill / pace.prefill_share;
   left.byte_prefill = left.bytes * left.prefill;
-  left.decode = left.most_decode = pace.decode_share > 0 ? decode / pace.decode_share : 0;
+  left.most_decode = pace.decode_share > 0 ? decode / pace.decode_share : 0;
+  left.decode = static_cast<double>(completions) * left.most_decode;
   left.byte_decode = static_cast<double>(request.demand.decode_bytes) * left.decode;
   return left;
 }

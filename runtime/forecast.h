@@ -48,8 +48,9 @@ struct Pace {
   }
 };
 
-// What is left of a running request at this pace.
-Work WorkLeft(const Request& request, int64_t cached_tokens, int64_t num_outputs, const Pace& pace);
+// What is left at this pace of a running request, or of some of its completions.
+Work WorkLeft(const Request& request, int64_t cached_tokens, int64_t num_outputs, const Pace& pace,
+              int64_t completions = 1);
 
 // How long a request runs.
 absl::Duration PredictRun(const Request& request, const Pace& pace);

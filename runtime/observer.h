@@ -21,7 +21,7 @@ struct StepStats {
   absl::Duration wall[kNumStages];  // kTaps is a part of kForward
   absl::Duration cpu[kNumStages];
   absl::Duration total_wall, total_cpu;
-  // After the step.
+  // After the step; each completion of several counts as running.
   int64_t running = 0, waiting = 0;
   // The same by the priority that was asked for.
   std::array<int64_t, kNumPriorities> running_by_priority{}, waiting_by_priority{};
@@ -52,6 +52,7 @@ enum class WaitsFor {
 // A live request, for people who look.
 struct RequestFacts {
   std::string id;
+  int64_t completion = 0;  // of several that run
   RequestState state = RequestState::kQueued;
   WaitsFor waits_for = WaitsFor::kNothing;
   std::string policy;

@@ -16,6 +16,15 @@ QueryMomentsTap::QueryMomentsTap(int64_t num_layers, int64_t num_heads, int64_t 
   }
 }
 
+QueryMomentsTap QueryMomentsTap::Clone() const {
+  QueryMomentsTap copy = *this;
+  for (Layer& layer : copy.layers_) {  // what is added to in place; the rest is only replaced
+    layer.mean = layer.mean.clone();
+    layer.squares = layer.squares.clone();
+  }
+  return copy;
+}
+
 void QueryMomentsTap::Take(int64_t layer, const at::Tensor& queries, int64_t first) {
   const int64_t skipped =
       std::clamp<int64_t>(CacheView::kFirstMeasuredQuery - first, 0, queries.size(0));

@@ -17,6 +17,9 @@ class QueryMomentsTap {
   // num_layers 0: takes nothing and holds nothing.
   QueryMomentsTap(int64_t num_layers, int64_t num_heads, int64_t key_width);
 
+  // Of a sequence that goes on alone from here.
+  QueryMomentsTap Clone() const;
+
   // Takes a layer's queries of the step that runs: [n, num_heads, key_width], of tokens from
   // `first` on.
   void Take(int64_t layer, const at::Tensor& queries, int64_t first);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -70,6 +71,8 @@ struct RequestOptions {
   std::string id;
   std::vector<int32_t> prompt;
   SamplingParams sampling;
+  // Of the one prompt; the i-th draws as a request of seed + i would.
+  int64_t completions = 1;
   StopOptions stop;
   OutputOptions output;
   KvOptions kv;
@@ -89,8 +92,9 @@ struct KvDemand {
   std::vector<int64_t> prefill;  // capacity until the prompt is cached and settled
   std::vector<int64_t> decode;   // capacity from then on
   int64_t prefill_bytes = 0;     // K, V, slot columns and policy state
-  int64_t decode_bytes = 0;
-  int64_t peak_bytes() const { return prefill_bytes > decode_bytes ? prefill_bytes : decode_bytes; }
+  int64_t decode_bytes = 0;      // of each completion
+  int64_t completions = 1;       // they share the prompt until it is cached and settled
+  int64_t peak_bytes() const { return std::max(prefill_bytes, completions * decode_bytes); }
 };
 
 // A request with every default filled in and every limit checked. Immutable.
@@ -127,8 +131,11 @@ struct Request {
   absl::Time arrival = absl::InfinitePast();
   absl::Time deadline = absl::InfiniteFuture();
 
+  int64_t completions() const { return demand.completions; }
   // The most it can take: what queues and shares are counted in.
-  int64_t most_tokens() const { return static_cast<int64_t>(prompt.size()) + max_output_tokens; }
+  int64_t most_tokens() const {
+    return static_cast<int64_t>(prompt.size()) + completions() * max_output_tokens;
+  }
   // Tokens that are prefilled: the prompt, and what is scored in chunks with it.
   int64_t prefill_tokens() const {
     return static_cast<int64_t>(prompt.size() + (force_in_chunks ? forced.size() - 1 : 0));
@@ -138,6 +145,7 @@ struct Request {
 enum class FinishReason { kLength, kEnd, kStopToken, kStopString, kCancelled, kDeadline, kError };
 
 struct EvictionTrace {
+  int64_t completion = 0;
   struct Victims {
     std::optional<int64_t> layer, head;  // absent: of all
     std::vector<int32_t> index;
@@ -186,7 +194,8 @@ struct PromptProgress {
 };
 
 struct Delta {
-  std::string text;  // whole code points; may lag behind the tokens
+  int64_t completion = 0;  // whose
+  std::string text;        // whole code points; may lag behind the tokens
   std::vector<int32_t> tokens;
   std::vector<float> logprobs;  // if asked for
   std::vector<bool> greedy;     // of forced tokens: whether it was the most likely one
@@ -197,6 +206,8 @@ struct Delta {
   // If asked for; before the first token.
   std::optional<PromptProgress> progress;
   PromptLogprobs prompt;
+  // Of several completions, this one has ended, and how. The request ends with the last one.
+  std::optional<Finished> ended;
 };
 
 // Receives one request's output. Called on the engine thread, which it must not block; OnFinished

@@ -227,6 +227,12 @@ int32_t Pick(const std::vector<Candidate>& candidates, double uniform) {
 
 }  // namespace
 
+SamplingParams SamplingOf(const SamplingParams& params, int64_t completion) {
+  SamplingParams of = params;
+  of.seed += static_cast<uint64_t>(completion);
+  return of;
+}
+
 absl::StatusOr<int32_t> Argmax(absl::Span<const float> logits) {
   const absl::StatusOr<float> peak = Peak(logits);
   if (!peak.ok()) return peak.status();

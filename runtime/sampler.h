@@ -30,6 +30,9 @@ struct SamplingParams {
   bool greedy() const { return temperature.value_or(0) == 0; }
 };
 
+// Of a request's i-th completion: as a request of seed + i.
+SamplingParams SamplingOf(const SamplingParams& params, int64_t completion);
+
 // What a draw depends on beside logits and parameters. Tokens are of the vocabulary.
 struct Draw {
   uint64_t index = 0;                 // of the request's draws, from 0

@@ -67,6 +67,27 @@ SequenceCache::SequenceCache(KvPool& pool, SequenceId id, const Request& request
   pool_.Open(id_, offset_.back() + capacity_.back());
 }
 
+SequenceCache::SequenceCache(SequenceId id, const Request& request, const SequenceCache& from)
+    : pool_(from.pool_),
+      id_(id),
+      request_(request),
+      shape_(from.shape_),
+      layout_(from.layout_),
+      capacity_(from.capacity_),
+      offset_(from.offset_),
+      tables_(from.tables_),
+      newest_(from.newest_) {
+  pool_.Open(id_, offset_.back() + capacity_.back());  // may move the rows of `from`
+  for (size_t lane = 0; lane < offset_.size(); ++lane) {
+    const int64_t used = tables_[lane / LanesPerTable()].used();
+    std::memcpy(pool_.key(id_, offset_[lane]), pool_.key(from.id_, offset_[lane]),
+                used * pool_.key_bytes());
+    std::memcpy(pool_.value(id_, offset_[lane]), pool_.value(from.id_, offset_[lane]),
+                used * pool_.value_bytes());
+  }
+  NotePeak();
+}
+
 SequenceCache::~SequenceCache() { pool_.Close(id_); }
 
 int64_t SequenceCache::TableOf(int64_t layer, int64_t head) const {
@@ -274,6 +295,11 @@ int64_t SequenceCache::bytes() const {
   }
   return entries() * layout_.row_bytes + slots * layout_.slot_bytes +
          longest * layout_.state_bytes_per_token + layout_.state_bytes;
+}
+
+void SequenceCache::ForgetPeak() {
+  peak_entries_ = peak_bytes_ = 0;
+  NotePeak();
 }
 
 void SequenceCache::NotePeak() {

@@ -67,6 +67,8 @@ class SequenceCache {
  public:
   // The pool has room for the demand's peak (Ledger).
   SequenceCache(KvPool& pool, SequenceId id, const Request& request, const ModelShape& shape);
+  // A copy of `from`, which is between two steps; the pool has room for as many rows.
+  SequenceCache(SequenceId id, const Request& request, const SequenceCache& from);
   ~SequenceCache();
   SequenceCache(const SequenceCache&) = delete;
   SequenceCache& operator=(const SequenceCache&) = delete;
@@ -109,6 +111,7 @@ class SequenceCache {
   bool Untouched() const;
   int64_t entries() const;
   int64_t peak_entries() const { return peak_entries_; }
+  void ForgetPeak();
   int64_t bytes() const;
   int64_t peak_bytes() const { return peak_bytes_; }
   std::vector<int32_t> KeptIndexes() const;

@@ -29,6 +29,8 @@ struct WorkItem {
   // not empty (then equally long).
   int64_t num_outputs = 0;
   absl::Span<const int32_t> forced;
+  // Where the prompt ends: completions that draw their first token from its last row.
+  int64_t completions = 1;
 };
 
 struct OutputToken {
@@ -41,6 +43,7 @@ struct OutputToken {
 struct ForwardOutcome {
   absl::Status status;  // not OK: this sequence alone has failed
   std::vector<OutputToken> outputs;
+  std::vector<OutputToken> siblings;  // the first tokens of completions 1, 2 ..
   PromptLogprobs prompt;  // of the prompt tokens that these rows predict, where asked for
   std::vector<float> residual_steps;  // [layers] of a decode token, where asked for
 };
@@ -77,6 +80,10 @@ class StepExecutor {
   // where a failed one was repeated item by item) and evicts; in order of `items`, which are those
   // or fewer.
   virtual std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) = 0;
+
+  // Makes a sequence that goes on from where `parent` is, between two steps: lanes, columns and
+  // policy state are copied. Its demand has been reserved; the peaks of both begin anew.
+  virtual absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) = 0;
 
   virtual CacheFacts Facts(SequenceId id) const = 0;
   virtual void Close(SequenceId id) = 0;

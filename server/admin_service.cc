@@ -60,6 +60,7 @@ v1::ActiveRequest ToProto(const RequestFacts& facts, const std::string& model, a
   request.set_waits_for(ToProto(facts.waits_for));
   request.set_policy(facts.policy);
   request.set_budget_tokens(facts.budget);
+  request.set_completion(facts.completion);
   request.set_prompt_tokens(facts.prompt_tokens);
   request.set_cached_tokens(facts.cached_tokens);
   request.set_output_tokens(facts.output_tokens);

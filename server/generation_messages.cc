@@ -261,6 +261,13 @@ v1::FinishReason ToProto(FinishReason reason) {
   return v1::FINISH_REASON_UNSPECIFIED;
 }
 
+template <typename Message>
+void SetReason(const Finished& finished, Message& proto) {
+  proto.set_finish_reason(ToProto(finished.reason));
+  if (finished.reason == FinishReason::kStopString) proto.set_stop_string(finished.stop_string);
+  if (finished.stop_token.has_value()) proto.set_stop_token_id(*finished.stop_token);
+}
+
 bool Mentions(const std::vector<FieldViolation>& violations, const std::string& field) {
   return std::any_of(violations.begin(), violations.end(),
                      [&](const FieldViolation& v) { return v.field == field; });
@@ -280,23 +287,25 @@ std::string WirePath(absl::string_view field) {
 AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& tokenizer) {
   Reader reader(tokenizer);
   const v1::OutputOptions& output = request.output();
-  return {.options = {.id = request.request_id(),
-                      .prompt = reader.Prompt(request),
-                      .sampling = FromProto(request.sampling()),
-                      .stop = FromProto(request.stop()),
-                      .output = {.text = !output.has_text() || output.text(),
-                                 .logprobs = output.logprobs(),
-                                 .top_logprobs = output.top_logprobs(),
-                                 .prompt_logprobs = output.prompt_logprobs(),
-                                 .progress = output.progress(),
-                                 .kv_trace = output.kv_trace(),
-                                 .residual_steps = output.residual_steps(),
-                                 .kept = output.kept()},
-                      .kv = reader.Kv(request.kv()),
-                      .scheduling = reader.Scheduling(request.scheduling())},
-          .deltas = reader.Deltas(output),
-          .has_seed = request.sampling().has_seed(),
-          .violations = reader.TakeViolations()};
+  return {
+      .options = {.id = request.request_id(),
+                  .prompt = reader.Prompt(request),
+                  .sampling = FromProto(request.sampling()),
+                  .completions = request.sampling().has_n() ? int64_t{request.sampling().n()} : 1,
+                  .stop = FromProto(request.stop()),
+                  .output = {.text = !output.has_text() || output.text(),
+                             .logprobs = output.logprobs(),
+                             .top_logprobs = output.top_logprobs(),
+                             .prompt_logprobs = output.prompt_logprobs(),
+                             .progress = output.progress(),
+                             .kv_trace = output.kv_trace(),
+                             .residual_steps = output.residual_steps(),
+                             .kept = output.kept()},
+                  .kv = reader.Kv(request.kv()),
+                  .scheduling = reader.Scheduling(request.scheduling())},
+      .deltas = reader.Deltas(output),
+      .has_seed = request.sampling().has_seed(),
+      .violations = reader.TakeViolations()};
 }
 
 AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokenizer) {
@@ -382,6 +391,7 @@ v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model) {
   accepted.set_model(model);
   *accepted.mutable_kv() = ResolvedKvOf(request);
   *accepted.mutable_sampling() = ToProto(request.sampling);
+  accepted.mutable_sampling()->set_n(request.completions());
   accepted.set_prompt_tokens(request.prompt.size());
   accepted.set_max_output_tokens(request.max_output_tokens);
   for (const auto& tokens : {request.stop_tokens, request.end_tokens}) {
@@ -405,6 +415,7 @@ void SetPredictedWait(const Forecast& forecast, v1::Accepted& accepted) {
 
 v1::Delta ToProto(const Delta& delta) {
   v1::Delta proto;
+  proto.set_completion(delta.completion);
   proto.set_text(delta.text);
   proto.mutable_token_ids()->Add(delta.tokens.begin(), delta.tokens.end());
   proto.mutable_logprobs()->Add(delta.logprobs.begin(), delta.logprobs.end());
@@ -435,6 +446,7 @@ v1::PromptLogprobs ToProto(const PromptLogprobs& prompt) {
 v1::EvictionEvent ToProto(const EvictionTrace& trace) {
   v1::EvictionEvent event;
   event.set_at_token(trace.at_token);
+  event.set_completion(trace.completion);
   for (const EvictionTrace::Victims& victims : trace.victims) {
     v1::EvictionEvent::Victims& added = *event.add_victims();
     if (victims.layer.has_value()) added.set_layer(*victims.layer);
@@ -444,11 +456,20 @@ v1::EvictionEvent ToProto(const EvictionTrace& trace) {
   return event;
 }
 
+v1::Finished FinishedOf(const v1::Accepted& accepted, const CompletionEnd& end, int64_t lanes) {
+  const Finished& finished = end.finished;
+  v1::Finished proto;
+  proto.set_completion(end.completion);
+  SetReason(finished, proto);
+  proto.set_output_tokens(finished.output_tokens);
+  *proto.mutable_kv() = KvUsageOf(accepted.kv(), finished.kv, lanes);
+  proto.set_kv_trace_truncated(finished.kv_trace_truncated);
+  return proto;
+}
+
 v1::Summary SummaryOf(const v1::Accepted& accepted, const Finished& finished, int64_t lanes) {
   v1::Summary summary;
-  summary.set_finish_reason(ToProto(finished.reason));
-  if (finished.reason == FinishReason::kStopString) summary.set_stop_string(finished.stop_string);
-  if (finished.stop_token.has_value()) summary.set_stop_token_id(*finished.stop_token);
+  SetReason(finished, summary);
   summary.mutable_usage()->set_prompt_tokens(finished.prompt_tokens);
   summary.mutable_usage()->set_cached_prompt_tokens(finished.cached_prompt_tokens);
   summary.mutable_usage()->set_output_tokens(finished.output_tokens);

@@ -46,6 +46,7 @@ v1::EvictionEvent ToProto(const EvictionTrace& trace);
 v1::Progress ToProto(const PromptProgress& progress);
 v1::PromptLogprobs ToProto(const PromptLogprobs& prompt);
 // lanes: layers x KV heads.
+v1::Finished FinishedOf(const v1::Accepted& accepted, const CompletionEnd& end, int64_t lanes);
 v1::Summary SummaryOf(const v1::Accepted& accepted, const Finished& finished, int64_t lanes);
 
 }  // namespace epikv

@@ -154,6 +154,11 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
     *response.mutable_prompt_logprobs() = ToProto(prompt);
     return response;
   }
+  v1::GenerateResponse ResponseOf(const CompletionEnd& end) const {
+    v1::GenerateResponse response;
+    *response.mutable_finished() = FinishedOf(facts_.accepted, end, facts_.lanes);
+    return response;
+  }
   v1::GenerateResponse ResponseOf(const Finished& finished) const {
     v1::GenerateResponse response;
     *response.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
@@ -166,8 +171,29 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
   grpc::ByteBuffer message_;  // gRPC's until OnWriteDone
 };
 
-void AddText(v1::GenerateResult& result, const Delta& delta) {
-  result.mutable_text()->append(delta.text);
+// Where a completion's output goes: into the result, or, of several, into its own place in it.
+template <typename Use>
+void WithOutput(v1::GenerateResult& result, int64_t completion, const Use& use) {
+  const int64_t n = result.accepted().sampling().n();
+  if (n <= 1) return use(result);
+  while (result.completions_size() < n) result.add_completions();
+  use(*result.mutable_completions(static_cast<int>(completion)));
+}
+template <typename Use>
+void WithOutput(v1::ScoreResponse& result, int64_t, const Use& use) {
+  use(result);
+}
+
+void AddEnd(v1::GenerateResult& result, const v1::Finished& finished) {
+  WithOutput(result, finished.completion(), [&](auto& output) {
+    if constexpr (requires { output.mutable_finished(); }) *output.mutable_finished() = finished;
+  });
+}
+void AddEnd(v1::ScoreResponse&, const v1::Finished&) {}  // scores have one
+
+template <typename Output>
+void AddText(Output& output, const Delta& delta) {
+  output.mutable_text()->append(delta.text);
 }
 void AddText(v1::ScoreResponse& result, const Delta& delta) {
   result.mutable_greedy()->Add(delta.greedy.begin(), delta.greedy.end());
@@ -218,16 +244,24 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
     result_.mutable_accepted()->set_queue_position(queued.position);
   }
   void Collect(const Delta& delta) {
-    v1::Delta proto = ToProto(delta);
-    result_.mutable_token_ids()->MergeFrom(proto.token_ids());
-    result_.mutable_logprobs()->MergeFrom(proto.logprobs());
-    result_.mutable_signals()->MergeFrom(proto.signals());
-    result_.mutable_top_logprobs()->MergeFrom(proto.top_logprobs());
-    AddText(result_, delta);
+    const v1::Delta proto = ToProto(delta);
+    WithOutput(result_, delta.completion, [&](auto& output) {
+      output.mutable_token_ids()->MergeFrom(proto.token_ids());
+      output.mutable_logprobs()->MergeFrom(proto.logprobs());
+      output.mutable_signals()->MergeFrom(proto.signals());
+      output.mutable_top_logprobs()->MergeFrom(proto.top_logprobs());
+      AddText(output, delta);
+    });
   }
   void Collect(const PromptProgress&) {}  // nobody sees it pass
   void Collect(const PromptLogprobs& prompt) { AddPrompt(result_, prompt); }
-  void Collect(const EvictionTrace& trace) { *result_.add_evictions() = ToProto(trace); }
+  void Collect(const EvictionTrace& trace) {
+    WithOutput(result_, trace.completion,
+               [&](auto& output) { *output.add_evictions() = ToProto(trace); });
+  }
+  void Collect(const CompletionEnd& end) {
+    AddEnd(result_, FinishedOf(facts_.accepted, end, facts_.lanes));
+  }
   void Collect(const Finished& finished) {
     *result_.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
   }

@@ -1,5 +1,6 @@
 #include "server/outbox.h"
 
+#include <algorithm>
 #include <iterator>
 #include <utility>
 
@@ -40,6 +41,9 @@ size_t BytesOf(const std::vector<std::vector<TokenLogprob>>& top) {
 struct SizeOf {
   int64_t operator()(const Queued&) const { return 64; }
   int64_t operator()(const Finished&) const { return 256; }
+  int64_t operator()(const CompletionEnd& end) const {
+    return static_cast<int64_t>(256 + 4 * end.finished.kv.kept.size());
+  }
   int64_t operator()(const PromptProgress&) const { return 16; }
   int64_t operator()(const PromptLogprobs& prompt) const {
     return static_cast<int64_t>(8 + 8 * prompt.tokens.size() + BytesOf(prompt.top));
@@ -95,6 +99,8 @@ void Outbox::OnDelta(Delta delta) {
   std::vector<EvictionTrace> traces = std::exchange(delta.evictions, {});
   const std::optional<PromptProgress> progress = std::exchange(delta.progress, {});
   PromptLogprobs prompt = std::exchange(delta.prompt, {});
+  std::optional<Finished> ended = std::exchange(delta.ended, {});
+  const int64_t completion = delta.completion;
   if (!deltas_.token_ids) delta.tokens.clear();
   bool post;
   {
@@ -104,6 +110,7 @@ void Outbox::OnDelta(Delta delta) {
     if (!prompt.tokens.empty()) Push(std::move(prompt));
     if (!IsEmpty(delta)) Push(std::move(delta));
     for (EvictionTrace& trace : traces) Push(std::move(trace));
+    if (ended.has_value()) Push(CompletionEnd{completion, *std::move(ended)});
     UpdateFull();
     post = WantsCourier();
   }
@@ -232,19 +239,32 @@ std::optional<Outbox::Action> Outbox::NextAction() {
 
 void Outbox::Push(OutboxMessage message) {
   waiting_bytes_ += std::visit(SizeOf(), message);
-  Delta* delta = std::get_if<Delta>(&message);
-  Delta* newest = waiting_.empty() ? nullptr : std::get_if<Delta>(&waiting_.back());
-  if (delta != nullptr && newest != nullptr) {
-    Join(*newest, std::move(*delta));
-  } else {
-    if (delta != nullptr && std::exchange(has_delta_, true)) due_ = now_() + deltas_.coalesce;
-    waiting_.push_back(std::move(message));
+  if (Delta* delta = std::get_if<Delta>(&message)) {
+    if (Delta* newest = NewestDeltaOf(delta->completion)) return Join(*newest, std::move(*delta));
+    const bool first = !std::exchange(has_delta_, true);
+    if (!first && waiting_.empty()) due_ = now_() + deltas_.coalesce;
   }
+  waiting_.push_back(std::move(message));
+}
+
+// What lies between belongs to other completions, of which the order says nothing.
+Delta* Outbox::NewestDeltaOf(int64_t completion) {
+  for (auto message = waiting_.rbegin(); message != waiting_.rend(); ++message) {
+    if (Delta* delta = std::get_if<Delta>(&*message)) {
+      if (delta->completion == completion) return delta;
+    } else if (const auto* trace = std::get_if<EvictionTrace>(&*message)) {
+      if (trace->completion == completion) return nullptr;
+    } else if (!std::holds_alternative<CompletionEnd>(*message)) {
+      return nullptr;
+    }
+  }
+  return nullptr;
 }
 
 bool Outbox::MayWait() const {
-  return waiting_.size() == 1 && std::holds_alternative<Delta>(waiting_.front()) &&
-         !end_.has_value() && !full_since_.has_value() && now_() < due_;
+  auto is_delta = [](const OutboxMessage& m) { return std::holds_alternative<Delta>(m); };
+  return !waiting_.empty() && !end_.has_value() && !full_since_.has_value() && now_() < due_ &&
+         std::all_of(waiting_.begin(), waiting_.end(), is_delta);
 }
 
 void Outbox::DropMessages() {

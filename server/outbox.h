@@ -22,9 +22,16 @@ struct Queued {
   int64_t position = 0;
 };
 
+// Of several completions this one has ended.
+struct CompletionEnd {
+  int64_t completion = 0;
+  Finished finished;
+};
+
 // A stream is Queued, then the parts of Deltas one by one, then Finished if it ended well.
-using OutboxMessage =
-    std::variant<Queued, PromptProgress, PromptLogprobs, Delta, EvictionTrace, Finished>;
+// Several completions: each part of a Delta but for the prompt's belongs to one.
+using OutboxMessage = std::variant<Queued, PromptProgress, PromptLogprobs, Delta, EvictionTrace,
+                                   CompletionEnd, Finished>;
 
 // Where an outbox's messages go. Called by one thread at a time, never while a call is under way;
 // each message after the one before it was written.
@@ -112,8 +119,10 @@ class Outbox final : public RequestSink, public std::enable_shared_from_this<Out
   void Push(OutboxMessage message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void DropMessages() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool WantsCourier() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Whether all that waits is a delta which others may yet join.
+  // Whether all that waits are deltas which others may yet join.
   bool MayWait() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The waiting delta that a new one of this completion continues; null: none.
+  Delta* NewestDeltaOf(int64_t completion) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // How long the outbox was full, if it no longer is.
   std::optional<absl::Duration> UpdateFull() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 

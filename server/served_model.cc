@@ -53,6 +53,7 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& 
       loaded.manifest, std::move(loaded.shape), loaded.policies,
       AdmissionLimits{.kv_capacity_bytes = loaded.kv_capacity_bytes,
                       .prefill_chunk_tokens = options.scheduler.prefill_chunk_tokens,
+                      .max_running_requests = options.max_running_requests,
                       .defaults = options.defaults});
   model->kv_capacity_bytes = loaded.kv_capacity_bytes;
   model->threads = loaded.threads;

@@ -12,26 +12,37 @@
 namespace epikv {
 namespace {
 
+void Append(const Delta& delta, Transcript& to) {
+  auto append = [](auto& all, const auto& more) {
+    all.insert(all.end(), more.begin(), more.end());
+  };
+  append(to.tokens, delta.tokens);
+  append(to.logprobs, delta.logprobs);
+  append(to.greedy, delta.greedy);
+  append(to.top_logprobs, delta.top_logprobs);
+  if (to.prompt.tokens.empty()) to.prompt.first = delta.prompt.first;
+  append(to.prompt.tokens, delta.prompt.tokens);
+  append(to.prompt.logprobs, delta.prompt.logprobs);
+  append(to.prompt.top, delta.prompt.top);
+  append(to.residual_steps, delta.residual_steps);
+  append(to.evictions, delta.evictions);
+  to.text += delta.text;
+}
+
 class TranscriptSink final : public RequestSink {
  public:
-  explicit TranscriptSink(std::shared_ptr<Transcript> transcript)
-      : transcript_(std::move(transcript)) {}
+  TranscriptSink(std::shared_ptr<Transcript> transcript, int64_t completions)
+      : transcript_(std::move(transcript)) {
+    if (completions > 1) transcript_->completions.resize(completions);
+  }
 
   bool Ready() const override { return true; }
   void OnDelta(Delta delta) override {
-    auto append = [](auto& to, auto& from) { to.insert(to.end(), from.begin(), from.end()); };
-    append(transcript_->tokens, delta.tokens);
-    append(transcript_->logprobs, delta.logprobs);
-    append(transcript_->greedy, delta.greedy);
-    append(transcript_->top_logprobs, delta.top_logprobs);
-    PromptLogprobs& prompt = transcript_->prompt;
-    if (prompt.tokens.empty()) prompt.first = delta.prompt.first;
-    append(prompt.tokens, delta.prompt.tokens);
-    append(prompt.logprobs, delta.prompt.logprobs);
-    append(prompt.top, delta.prompt.top);
-    append(transcript_->residual_steps, delta.residual_steps);
-    append(transcript_->evictions, delta.evictions);
-    transcript_->text += delta.text;
+    Append(delta, *transcript_);
+    if (transcript_->completions.empty()) return;
+    Transcript& one = transcript_->completions.at(delta.completion);
+    Append(delta, one);
+    if (delta.ended.has_value()) one.finished = std::move(delta.ended);
   }
   void OnFinished(Finished finished) override { transcript_->finished = std::move(finished); }
 
@@ -99,8 +110,9 @@ std::shared_ptr<Transcript> EngineHarness::Submit(RequestOptions options) {
   auto resolved = admission_->Resolve(std::move(options));
   if (const auto* rejection = std::get_if<Rejection>(&resolved)) Die(rejection->message);
   auto transcript = std::make_shared<Transcript>();
-  engine_->Submit(std::get<Request>(std::move(resolved)),
-                  std::make_shared<TranscriptSink>(transcript));
+  Request& request = std::get<Request>(resolved);
+  auto sink = std::make_shared<TranscriptSink>(transcript, request.completions());
+  engine_->Submit(std::move(request), std::move(sink));
   return transcript;
 }
 

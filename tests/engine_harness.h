@@ -26,6 +26,8 @@ struct Transcript {
   std::vector<std::vector<float>> residual_steps;
   std::vector<EvictionTrace> evictions;
   std::optional<Finished> finished;
+  // Of several completions: each one's own. What is above is of all, as it came.
+  std::vector<Transcript> completions;
 
   bool ok() const { return finished.has_value() && finished->status.ok(); }
 };

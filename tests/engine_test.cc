@@ -103,6 +103,10 @@ class RecordingSink final : public RequestSink {
                         absl::StrJoin(victims.index, " "));
       }
     }
+    if (delta.completion != 0) absl::StrAppend(&line, " of ", delta.completion);
+    if (delta.ended.has_value()) {
+      absl::StrAppend(&line, " ended: ", ReasonName(delta.ended->reason));
+    }
     if (delta.progress.has_value()) {
       absl::StrAppend(&line, " ", delta.progress->done, " of ", delta.progress->total);
     }
@@ -293,6 +297,12 @@ bool HasRequest(absl::Span<const WorkItem> items, const std::string& id) {
 
 // The life of a request.
 
+RequestOptions Completions(RequestOptions options, int64_t n) {
+  options.completions = n;
+  options.sampling.temperature = 1;
+  return options;
+}
+
 TEST_F(EngineTest, StreamsOneRequest) {
   Submit(Ask("a", 5, 3));
   EXPECT_EQ(engine_->waiting(), 1);
@@ -398,6 +408,121 @@ TEST_F(EngineTest, CachedPrefixesHaveWhatNobodyReserved) {
   RunAll();
   engine_->DropPrefixes();
   EXPECT_EQ(script_->prefix_bytes, 0);
+}
+
+// The fake executor's completion i begins i tokens further.
+TEST_F(EngineTest, CompletionsShareThePromptAndPart) {
+  const auto output = Submit(Completions(Ask("a", 5, 3), 3));
+  EXPECT_EQ(Step(),
+            "admitted a\n"
+            "first token a\n"
+            "a> tokens 5 'w5'\n"
+            "a> tokens 6 'w6' of 1\n"
+            "a> tokens 7 'w7' of 2\n"
+            "step of 1: prefill 5, decode 0\n");
+  EXPECT_EQ(engine_->running(), 3);
+  EXPECT_EQ(script_->open_sequences, 3);
+  EXPECT_EQ(script_->used_bytes, 3 * 5 * kTokenBytes);
+  EXPECT_EQ(Step(),
+            "a> tokens 6 ' w6'\n"
+            "a> tokens 7 ' w7' of 1\n"
+            "a> tokens 8 ' w8' of 2\n"
+            "step of 3: prefill 0, decode 3\n");
+  EXPECT_EQ(Step(),
+            "a> tokens 7 ' w7'\n"
+            "a> ended: length\n"
+            "a> tokens 8 ' w8' of 1\n"
+            "a> of 1 ended: length\n"
+            "a> tokens 9 ' w9' of 2\n"
+            "a> of 2 ended: length\n"
+            "a> length\n"
+            "step of 3: prefill 0, decode 3\n");
+  ASSERT_THAT(output->finished, SizeIs(1));
+  EXPECT_EQ(output->finished[0].output_tokens, 9);
+  EXPECT_EQ(output->finished[0].kv.peak_bytes, 3 * 7 * kTokenBytes);
+  ExpectNothingHeld();
+}
+
+TEST_F(EngineTest, CompletionsReserveWhatTheyCanHoldAndTakeAPlaceEach) {
+  Build({.kv_tokens = 21, .engine = {.max_running_requests = 3}});
+  Submit(Completions(Ask("a", 5, 3), 3));  // 3 x 7 tokens
+  Submit(Ask("b", 1, 1));
+  engine_->Step();
+  EXPECT_EQ(engine_->ledger().reserved(), 21 * kTokenBytes);
+  EXPECT_EQ(engine_->running(), 3);
+  EXPECT_EQ(engine_->waiting(), 1);
+  RunAll();
+  EXPECT_THAT(observer_.admitted, testing::ElementsAre("a", "b"));
+  ExpectNothingHeld();
+}
+
+TEST_F(EngineTest, CompletionsEndOneByOne) {
+  RequestOptions asked = Completions(Ask("a", 5, 10), 3);
+  asked.stop.tokens = {7};  // at once, after one, after two
+  const auto output = Submit(asked);
+  EXPECT_EQ(Step(),
+            "admitted a\n"
+            "first token a\n"
+            "a> tokens 5 'w5'\n"
+            "a> tokens 6 'w6' of 1\n"
+            "a> tokens 7 of 2\n"
+            "a> of 2 ended: stop token\n"
+            "step of 1: prefill 5, decode 0\n");
+  EXPECT_EQ(engine_->running(), 2);
+  EXPECT_EQ(script_->open_sequences, 2) << "the third needed no KV";
+  engine_->Step();
+  EXPECT_EQ(engine_->running(), 1);
+  RunAll();
+  ASSERT_THAT(output->finished, SizeIs(1));
+  EXPECT_EQ(output->finished[0].reason, FinishReason::kStopToken);
+  EXPECT_EQ(output->finished[0].output_tokens, 3 + 2 + 1);
+  ExpectNothingHeld();
+}
+
+TEST_F(EngineTest, CompletionsOfOneTokenAreNeverParted) {
+  const auto output = Submit(Completions(Ask("a", 5, 1), 3));
+  engine_->Step();
+  ASSERT_THAT(output->finished, SizeIs(1));
+  EXPECT_EQ(output->finished[0].output_tokens, 3);
+  EXPECT_EQ(output->finished[0].kv.peak_bytes, 5 * kTokenBytes);
+  ExpectNothingHeld();
+}
+
+TEST_F(EngineTest, CancelEndsAllCompletions) {
+  for (int steps : {0, 1, 2, 3}) {
+    const std::string id = absl::StrCat("a", steps);
+    Build({.engine = {.scheduler = {.prefill_chunk_tokens = 4}}});
+    const auto output = Submit(Completions(Ask(id, 6, 20), 3));
+    for (int i = 0; i < steps; ++i) engine_->Step();
+    EXPECT_TRUE(engine_->Cancel(id, absl::CancelledError("enough")));
+    ASSERT_THAT(output->finished, SizeIs(1));
+    EXPECT_EQ(output->finished[0].reason, FinishReason::kCancelled);
+    EXPECT_EQ(engine_->running(), 0);
+    ExpectNothingHeld();
+  }
+}
+
+TEST_F(EngineTest, OneCompletionsFailureEndsAll) {
+  int settled = 0;
+  script_->on_settle = [&](const WorkItem& item) {
+    return ++settled == 3 ? Boom() : absl::OkStatus();  // the second's first decode
+  };
+  const auto output = Submit(Completions(Ask("a", 6, 20), 3));
+  RunAll();
+  ASSERT_THAT(output->finished, SizeIs(1));
+  EXPECT_EQ(output->finished[0].reason, FinishReason::kError);
+  ExpectNothingHeld();
+}
+
+TEST_F(EngineTest, CompletionThatCannotBeginFailsAll) {
+  int opened = 0;
+  script_->on_open = [&](const Request&) { return ++opened == 3 ? Boom() : absl::OkStatus(); };
+  const auto output = Submit(Completions(Ask("a", 6, 20), 4));
+  const auto other = Submit(Ask("b", 3, 2));
+  RunAll();
+  ASSERT_THAT(output->finished, SizeIs(1));
+  EXPECT_EQ(output->finished[0].reason, FinishReason::kError);
+  ExpectNothingHeld();
 }
 
 TEST_F(EngineTest, ChunkCutShortDoesNotEvict) {

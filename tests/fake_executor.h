@@ -79,6 +79,20 @@ class FakeExecutor final : public StepExecutor {
     return outcomes;
   }
 
+  absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) override {
+    if (script_->on_open) {
+      if (absl::Status status = script_->on_open(request); !status.ok()) return status;
+    }
+    Held copy = sequences_.at(parent);
+    copy.request = &request;
+    copy.peak_tokens = static_cast<int64_t>(copy.tokens.size());
+    sequences_.at(parent).peak_tokens = copy.peak_tokens;
+    script_->used_bytes += copy.peak_tokens * bytes_per_token_;
+    ++script_->open_sequences;
+    sequences_[child] = std::move(copy);
+    return absl::OkStatus();
+  }
+
   CacheFacts Facts(SequenceId id) const override {
     const Held& held = sequences_.at(id);
     const int64_t lanes = static_cast<int64_t>(held.request->demand.budget.size());
@@ -124,6 +138,13 @@ class FakeExecutor final : public StepExecutor {
                                  .logprob = token == likeliest ? -0.125f : -4.0f,
                                  .greedy = token == likeliest,
                                  .top = Top(item, likeliest)});
+    }
+    // Completion i begins i tokens further.
+    for (int64_t i = 1; i < item.completions; ++i) {
+      outcome.siblings.push_back(outcome.outputs.back());
+      for (int64_t j = 0; j < i; ++j) {
+        outcome.siblings.back().token = script_->next(outcome.siblings.back().token);
+      }
     }
     if (!item.decode && item.request->output.prompt_logprobs) outcome.prompt = OfPrompt(item);
     if (item.decode && item.request->output.residual_steps) {

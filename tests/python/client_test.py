@@ -99,7 +99,7 @@ def test_events_before_the_first_delta(client: Client, fake: fake_epikvd.Fake) -
     output = Output(progress=True, prompt_logprobs=True, top_logprobs=1, coalesce=1.5)
     _, progress, prompt, delta, _ = client.generate("one", output=output)
     top = TopLogprobs(token_ids=[7], logprobs=[-0.25])
-    assert progress == Progress(prompt_tokens_done=256, prompt_tokens=300)
+    assert progress == Progress(prompt_tokens_done=256, prompt_tokens=300, cached_prompt_tokens=0)
     assert prompt == PromptLogprobs(first=1, token_ids=[4], logprobs=[-1.5], top_logprobs=[top])
     assert delta.top_logprobs == [top]
     sent = fake.requests[-1].output

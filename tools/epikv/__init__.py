@@ -12,9 +12,11 @@ _HOMES = {
     "epikv.errors": ("FieldViolation", "RpcError"),
     "epikv.messages": (
         "Accepted",
+        "Completion",
         "Delta",
         "Event",
         "EvictionEvent",
+        "Finished",
         "GenerateResult",
         "Model",
         "Policy",

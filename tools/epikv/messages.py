@@ -80,6 +80,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Delta:
+    completion: int  # whose, of `Sampling.n`
     text: str
     token_ids: list[int]
     logprobs: list[float]
@@ -98,6 +99,7 @@ class Victims:
 class EvictionEvent:
     at_token: int
     victims: list[Victims]
+    completion: int
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,19 @@ class KvUsage:
     peak_bytes: int
     uncalibrated: bool
     kept: list[int]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Of several completions, this one has ended."""
+
+    completion: int
+    finish_reason: str
+    stop_string: str | None
+    stop_token_id: int | None
+    output_tokens: int
+    kv: KvUsage | None
+    kv_trace_truncated: bool
 
 
 @dataclass(frozen=True)
@@ -144,7 +159,20 @@ class Summary:
     arm: str
 
 
-Event: TypeAlias = Accepted | Progress | PromptLogprobs | Delta | EvictionEvent | Summary
+Event: TypeAlias = Accepted | Progress | PromptLogprobs | Delta | EvictionEvent | Finished | Summary
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One of several."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    signals: list[TokenSignals]
+    evictions: list[EvictionEvent]
+    top_logprobs: list[TopLogprobs]
+    finished: Finished | None
 
 
 @dataclass(frozen=True)
@@ -158,6 +186,7 @@ class GenerateResult:
     summary: Summary | None
     top_logprobs: list[TopLogprobs]
     prompt_logprobs: PromptLogprobs | None
+    completions: list[Completion]  # where `Sampling.n` > 1; else the fields above
 
 
 @dataclass(frozen=True)
@@ -265,10 +294,12 @@ class Model:
 MESSAGES: dict[str, type] = {
     "epikv.v1.Accepted": Accepted,
     "epikv.v1.Calibration": Calibration,
+    "epikv.v1.Completion": Completion,
     "epikv.v1.DefaultProtection": DefaultProtection,
     "epikv.v1.Delta": Delta,
     "epikv.v1.EvictionEvent": EvictionEvent,
     "epikv.v1.EvictionEvent.Victims": Victims,
+    "epikv.v1.Finished": Finished,
     "epikv.v1.GenerateResult": GenerateResult,
     "epikv.v1.IncompatibleOption": IncompatibleOption,
     "epikv.v1.KvUsage": KvUsage,

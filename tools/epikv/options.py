@@ -94,6 +94,7 @@ class Sampling:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
+    n: int | None = None  # completions of the prompt; more than one needs a temperature
 
     def to_proto(self) -> generation_pb2.SamplingParams:
         return generation_pb2.SamplingParams(**vars(self))

@@ -7,7 +7,15 @@ import click
 
 from epikv.cli import options, show
 from epikv.client import Client, Stream
-from epikv.messages import Accepted, Delta, EvictionEvent, Progress, PromptLogprobs, Summary
+from epikv.messages import (
+    Accepted,
+    Delta,
+    EvictionEvent,
+    Finished,
+    Progress,
+    PromptLogprobs,
+    Summary,
+)
 from epikv.options import Output, Sampling, Stop
 
 KINDS = {
@@ -16,6 +24,7 @@ KINDS = {
     PromptLogprobs: "prompt_logprobs",
     Delta: "delta",
     EvictionEvent: "eviction",
+    Finished: "finished",
     Summary: "summary",
 }
 
@@ -36,6 +45,9 @@ KINDS = {
 @click.option("--presence-penalty", type=float, help="Of the output, once; default: 0.")
 @click.option("--logit-bias", type=options.Bias(), multiple=True, help="Added to a token's logit.")
 @click.option("--seed", type=int)
+@click.option(
+    "--completions", "completions", type=int, help="Of the one prompt; needs a temperature."
+)
 @click.option("--stop", "stop_strings", multiple=True, help="End when the text contains this.")
 @click.option("--stop-id", "stop_token_ids", type=int, multiple=True)
 @click.option("--include-stop", is_flag=True)
@@ -74,6 +86,7 @@ def command(
             frequency_penalty=given.pop("frequency_penalty"),
             presence_penalty=given.pop("presence_penalty"),
             logit_bias=dict(given.pop("logit_bias")),
+            n=given.pop("completions"),
         ),
         "stop": Stop(
             max_output_tokens=given.pop("max_output_tokens"),
@@ -106,14 +119,23 @@ def _print_json(stream: Stream) -> None:
 
 
 def _print_text(stream: Stream) -> None:
+    """Of several completions, each is printed when it has ended."""
+    several, texts = False, {}
     for event in stream:
         match event:
+            case Accepted():
+                several = event.sampling is not None and (event.sampling.n or 1) > 1
             case Progress():
                 show.err.print(
                     f"prompt: {event.prompt_tokens_done} of {event.prompt_tokens} tokens"
                 )
+            case Delta() if several:
+                texts[event.completion] = texts.get(event.completion, "") + event.text
             case Delta():
                 show.out.print(event.text, end="")
+            case Finished():
+                show.err.print(f"completion {event.completion}: {event.finish_reason}")
+                show.out.print(texts.pop(event.completion, ""))
             case Summary():
                 show.out.print()
                 show.summary(event)
