@@ -50,16 +50,30 @@ int64_t QuotaOfCgroup() {
   return quota / period;
 }
 
+// One of the lines "name number" of a file; 0 where it is not.
+int64_t StatIn(const std::string& path, const std::string& name) {
+  std::ifstream file(path);
+  std::string word;
+  for (int64_t number; file >> word >> number;) {
+    if (word == name) return number;
+  }
+  return 0;
+}
+
+// Cached files that were read once, a model's among them, count as used but make room when asked.
 int64_t MemoryLeftInCgroup() {
   const std::string folder = CgroupFolder();
   int64_t limit = NumberIn(folder + "/memory.max");
   int64_t used = NumberIn(folder + "/memory.current");
+  int64_t cached = StatIn(folder + "/memory.stat", "inactive_file");
   if (limit == kUnlimited) {
-    limit = NumberIn("/sys/fs/cgroup/memory/memory.limit_in_bytes");
-    used = NumberIn("/sys/fs/cgroup/memory/memory.usage_in_bytes");
+    const std::string v1 = "/sys/fs/cgroup/memory";
+    limit = NumberIn(v1 + "/memory.limit_in_bytes");
+    used = NumberIn(v1 + "/memory.usage_in_bytes");
+    cached = StatIn(v1 + "/memory.stat", "total_inactive_file");
   }
   if (limit == kUnlimited || used == kUnlimited) return kUnlimited;
-  return std::max<int64_t>(0, limit - used);
+  return std::max<int64_t>(0, limit - std::max<int64_t>(0, used - cached));
 }
 
 int64_t MemoryAvailable() {

@@ -441,6 +441,22 @@ PrintHelp ToPrintHelp(const v1::ServerConfig& defaults) {
   return help;
 }
 
+// Defaults, then the file, then flags.
+v1::ServerConfig Settle(const Arguments& arguments, Problems& problems) {
+  v1::ServerConfig config = ParseText(kDefaultConfig, "defaults", problems);
+  if (arguments.file.has_value()) ApplyFile(*arguments.file, config, problems);
+  for (const Flag& flag : arguments.flags) ApplyFlag(flag, config, problems);
+  return config;
+}
+
+absl::Status StatusOf(Problems problems, const std::vector<FieldViolation>& violations) {
+  for (const FieldViolation& violation : violations) {
+    problems.push_back(absl::StrCat("--", violation.field, " ", violation.description));
+  }
+  if (problems.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
+}
+
 }  // namespace
 
 std::vector<FieldViolation> ViolationsOf(const v1::ServerConfig& config) {
@@ -472,19 +488,24 @@ ModelSource FromProto(const v1::ModelSource& source) {
 
 absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args) {
   Problems problems;
-  v1::ServerConfig config = ParseText(kDefaultConfig, "defaults", problems);
   const Arguments arguments = SortArguments(args, problems);
-  if (arguments.help) return ToPrintHelp(config);
-  if (arguments.file.has_value()) ApplyFile(*arguments.file, config, problems);
-  for (const Flag& flag : arguments.flags) ApplyFlag(flag, config, problems);
+  if (arguments.help) return ToPrintHelp(ParseText(kDefaultConfig, "defaults", problems));
+  v1::ServerConfig config = Settle(arguments, problems);
   std::vector<FieldViolation> violations = ViolationsOf(config);
   if (!arguments.print_config) CheckModel(config, violations);
-  for (const FieldViolation& violation : violations) {
-    problems.push_back(absl::StrCat("--", violation.field, " ", violation.description));
-  }
-  if (!problems.empty()) return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
+  if (absl::Status status = StatusOf(problems, violations); !status.ok()) return status;
   if (arguments.print_config) return ToPrintConfig(config);
   return Run{std::move(config)};
+}
+
+absl::StatusOr<Config> ParseSettings(absl::Span<const std::string> args) {
+  Problems problems;
+  const Arguments arguments = SortArguments(args, problems);
+  if (arguments.help) problems.push_back("--help is for epikvd");
+  if (arguments.print_config) problems.push_back("--print_config is for epikvd");
+  const v1::ServerConfig config = Settle(arguments, problems);
+  if (absl::Status status = StatusOf(problems, ViolationsOf(config)); !status.ok()) return status;
+  return ConfigOf(config);
 }
 
 }  // namespace epikv

@@ -55,6 +55,9 @@ using Command = std::variant<Run, PrintHelp, PrintConfig>;
 // --name). `args` without the program's name. The error names everything that is wrong.
 absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args);
 
+// The same, for a program that looks for a running daemon: no model need be named.
+absl::StatusOr<Config> ParseSettings(absl::Span<const std::string> args);
+
 Config ConfigOf(const v1::ServerConfig& config);
 
 // What is wrong with it, all at once.

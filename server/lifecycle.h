@@ -20,7 +20,7 @@ enum class ServerState {
 absl::string_view ServerStateName(ServerState state);  // "STARTING"
 
 // What the daemon is doing, and what grpc.health.v1 says of it: a service serves in kServing, a
-// model if it is in service as well. Thread-safe.
+// model if it is in service as well, "liveness" whenever the port answers. Thread-safe.
 class Lifecycle {
  public:
   // names: of services, "" for the whole. `health` is told of every change from now on, and

@@ -261,5 +261,18 @@ TEST(ConfigTest, PrintedConfigurationIsOneThatItReads) {
   EXPECT_EQ(Printed({"--print_config", "--config=" + file.path()}), printed);
 }
 
+// For epikv-probe.
+TEST(ConfigTest, SettingsOfAProgramBesideTheDaemonNeedNoModel) {
+  const TemporaryFile file("listen: '0.0.0.0:7'\ntls_certificate: 'c' tls_key: 'k'\n");
+  const absl::StatusOr<Config> config =
+      ParseSettings({absl::StrCat("--config=", file.path()), "--listen=0.0.0.0:8"});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->listen, "0.0.0.0:8");
+  EXPECT_EQ(config->tls.certificate, "c");
+  EXPECT_THAT(
+      std::string(ParseSettings({"--listen=x", "--threads=-1", "--help"}).status().message()),
+      AllOf(HasSubstr("--listen must be"), HasSubstr("--threads"), HasSubstr("--help")));
+}
+
 }  // namespace
 }  // namespace epikv

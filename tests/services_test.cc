@@ -269,6 +269,7 @@ TEST_F(ServicesTest, HealthKnowsEveryServiceAndTheModel) {
   EXPECT_EQ(Health(channel_, "models/other"), -grpc::NOT_FOUND);
   server_.lifecycle().SetState(ServerState::kDraining);
   all_are(kNotServing);
+  EXPECT_EQ(Health(channel_, "liveness"), kServing);
   server_.lifecycle().SetState(ServerState::kServing);
   all_are(kServing);
   EXPECT_TRUE(server_.models().Remove("fake", absl::InfinitePast()));

@@ -1,0 +1,68 @@
+# The daemon in an image without compilers, Python or CUDA: README.md, "In a container".
+# tests/container.sh builds it without a Docker engine and tries it.
+#
+# Secrets that a build behind a proxy or a mirror may give, and that stay out of the image:
+#   --secret id=pip.conf,src=FILE   pip's configuration
+#   --secret id=ca.pem,src=FILE     certificates to trust, for `cert = /run/secrets/ca.pem` in it
+
+ARG BASE=docker.io/library/debian:bookworm-slim
+
+FROM ${BASE} AS toolchain
+RUN apt-get update \
+ && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+      ca-certificates ccache cmake g++ libabsl-dev libgrpc++-dev libpcre2-dev libprotobuf-dev \
+      librandom123-dev libssl-dev libutf8proc-dev ninja-build nlohmann-json3-dev pkg-config \
+      prometheus-cpp-dev protobuf-compiler protobuf-compiler-grpc python3 python3-venv \
+ && rm -rf /var/lib/apt/lists/*
+# A CPU build of LibTorch, in the version that deploy/setup.sh names. A CUDA build would link CUDA's
+# libraries, which are not here.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN --mount=type=bind,source=deploy/setup.sh,target=/tmp/setup.sh \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    python3 -m venv /tmp/pip \
+ && /tmp/pip/bin/pip install --no-cache-dir --no-deps --target=/opt/python \
+      --index-url="${TORCH_INDEX}" torch==$(sed -n 's/^TORCH_VERSION=//p' /tmp/setup.sh) \
+ && ln -s /opt/python/torch /opt/libtorch && rm -r /tmp/pip \
+ && if ldd /opt/libtorch/lib/libtorch_cpu.so | grep 'not found'; then \
+      echo "TORCH_INDEX=${TORCH_INDEX} gave no CPU build of torch" >&2; exit 1; fi
+
+FROM toolchain AS build
+WORKDIR /src
+COPY . .
+ARG JOBS=2
+RUN --mount=type=cache,target=/var/cache/ccache \
+    export CCACHE_DIR=/var/cache/ccache EPIKV_TORCH_DIR=/opt/libtorch \
+ && cmake --preset release && cmake --build --preset release -j "${JOBS}" --target epikvd epikv-probe
+# What of LibTorch the daemon links, where it was linked, without symbols (a fifth of it).
+RUN mkdir -p /image/usr/local/bin /image/opt/libtorch/lib /image/etc/epikv /image/models \
+ && strip -o /image/usr/local/bin/epikvd build/release/server/epikvd \
+ && strip -o /image/usr/local/bin/epikv-probe build/release/server/epikv-probe \
+ && cp deploy/container.textproto /image/etc/epikv/epikvd.textproto \
+ && ldd build/release/server/epikvd | awk '$3 ~ "^/opt/" { print $3 }' \
+  | xargs cp -L -t /image/opt/libtorch/lib \
+ && strip --strip-unneeded /image/opt/libtorch/lib/*
+
+FROM ${BASE} AS runtime
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="epikvd" \
+      org.opencontainers.image.description="Serves TorchScript models over gRPC, each request's KV cache held to a budget" \
+      org.opencontainers.image.revision="${REVISION}"
+RUN apt-get update \
+ && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+      libabsl20220623 libgrpc++1.51 libpcre2-8-0 libprometheus-cpp-core1.0 \
+      libprometheus-cpp-pull1.0 libprotobuf32 libssl3 libstdc++6 libutf8proc2 \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
+ && useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent \
+      --shell /usr/sbin/nologin epikv
+COPY --from=build /image /
+# A library that is missing ends the build here.
+RUN epikvd --print_config --config=/etc/epikv/epikvd.textproto >/dev/null && epikv-probe --help >/dev/null
+USER 10001:10001
+WORKDIR /
+# Threads that wait for work do not spin: a container's CPU quota would pay for it.
+ENV OMP_WAIT_POLICY=PASSIVE
+EXPOSE 50051/tcp 9464/tcp
+STOPSIGNAL SIGTERM
+HEALTHCHECK --start-period=10m --interval=10s --timeout=10s --retries=3 \
+  CMD ["epikv-probe", "--config=/etc/epikv/epikvd.textproto"]
+ENTRYPOINT ["epikvd", "--config=/etc/epikv/epikvd.textproto"]

@@ -1,0 +1,248 @@
+"""Runs an unpacked image as a container engine would, and looks at it from outside and inside.
+
+The engine here is util-linux: namespaces of its own, the root read-only, no capability, the user,
+environment and commands that the image names. Limits are shown as a cgroup shows them, and not
+enforced. Run by tests/container.sh, as root.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from epikv import Accepted, Client, Kv, Stop, Summary
+from epikv.bench.scrape import scrape
+from epikv.sample import problem
+from epikv.sample.demo import demo
+from epikv.testing import PACED
+
+START_SECONDS = 120
+STOP_SECONDS = 60
+# The memory limit that is shown, and what of it is in use: by processes, and by cached files.
+LIMIT_BYTES, PROCESS_BYTES, CACHED_BYTES = 1 << 30, 100 << 20, 800 << 20
+CLONE_NEWNET = 0x40000000
+
+# $1: the root, $2: models, $3: a cgroup's files, $4: user:group; then the command.
+RUN = """
+ip link set lo up
+root=$1
+mount --bind "$root" "$root"
+mount -o remount,bind,ro "$root"
+mount -t proc proc "$root/proc"
+mount --bind /dev "$root/dev"
+mount -t tmpfs tmpfs "$root/sys"
+mkdir -p "$root/sys/fs/cgroup"
+mount --bind "$3" "$root/sys/fs/cgroup"
+mount --bind "$2" "$root/models"
+mount -o remount,bind,ro "$root/models"
+user=$4
+shift 4
+exec chroot --userspec="$user" --groups= "$root" "$@"
+"""
+
+
+class Container:
+    """The image's entry point as process 1 of namespaces of its own."""
+
+    def __init__(self, root: Path, config: dict[str, Any], models: Path, cgroup: Path, log: Path):
+        self._config = config
+        names = ("--mount", "--pid", "--net", "--ipc", "--uts", "--fork")
+        arguments = [str(root), str(models), str(cgroup), config["User"], *config["Entrypoint"]]
+        self._log = log
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                ["unshare", *names, "bash", "-euc", RUN, "run", *arguments],
+                env=self._environment(),
+                stdout=output,
+                stderr=output,
+            )
+
+    def _environment(self) -> dict[str, str]:
+        return dict(setting.split("=", 1) for setting in self._config["Env"])
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        """Of process 1, as it is called outside."""
+        return int(Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text())
+
+    def status(self) -> dict[str, str]:
+        """Of process 1, from /proc."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return {name: value.strip() for name, value in (line.split(":", 1) for line in lines)}
+
+    def run(self, *command: str) -> tuple[int, str]:
+        """A command inside, by the same user: its exit status and output."""
+        user, group = self._config["User"].split(":")
+        inside = ("--mount", "--pid", "--net", "--ipc", "--root", "--wd")
+        done = subprocess.run(
+            ["nsenter", "--target", str(self.pid), *inside]
+            + ["--setgid", group, "--setuid", user, "--", *command],
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done.returncode, (done.stdout + done.stderr).strip()
+
+    def health(self) -> tuple[int, str]:
+        kind, *command = self._config["Healthcheck"]["Test"]
+        assert kind == "CMD"
+        return self.run(*command)
+
+    def liveness(self) -> tuple[int, str]:
+        """The same, as a probe that kills asks."""
+        probe, *flags = self._config["Healthcheck"]["Test"][1:]
+        return self.run(probe, "liveness", *flags)
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def wait(self) -> int:
+        return self._process.wait(STOP_SECONDS)
+
+    def kill(self) -> None:
+        if not self.ended():
+            os.kill(self.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+@contextmanager
+def running(root: Path, config: dict[str, Any], models: Path) -> Iterator[Container]:
+    with tempfile.TemporaryDirectory() as folder:
+        cgroup = Path(folder, "cgroup")
+        cgroup.mkdir()
+        files = {
+            "cgroup.controllers": "cpu memory",
+            "cpu.max": "100000 100000",
+            "memory.max": LIMIT_BYTES,
+            "memory.current": PROCESS_BYTES + CACHED_BYTES,
+            "memory.stat": f"anon {PROCESS_BYTES}\ninactive_file {CACHED_BYTES}",
+        }
+        for name, value in files.items():
+            (cgroup / name).write_text(f"{value}\n")
+        container = Container(root, config, models, cgroup, Path(folder, "log"))
+        try:
+            yield container
+        except BaseException:
+            print(container.log)
+            raise
+        finally:
+            container.kill()
+
+
+def enter_network(container: Container) -> None:
+    """This process's, from now on: its ports are ours."""
+    with open(f"/proc/{container.pid}/ns/net") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def port_of(config: dict[str, Any], which: int) -> str:
+    """127.0.0.1 with one of the ports that the image names, in order."""
+    return f"127.0.0.1:{sorted(int(port.split('/')[0]) for port in config['ExposedPorts'])[which]}"
+
+
+def await_health(container: Container) -> list[str]:
+    """What was said before it was healthy."""
+    said: list[str] = []
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        assert not container.ended(), "it ended"
+        try:
+            status, output = container.health()
+        except ValueError:  # process 1 is not there yet
+            continue
+        if status == 0:
+            return said
+        said.append(output)
+        assert time.monotonic() < deadline, said[-1]
+        time.sleep(0.1)
+
+
+def passed(what: str) -> None:
+    print(f"ok  {what}", flush=True)
+
+
+def look_at_files(root: Path) -> None:
+    libraries = sorted(path.name for path in (root / "opt/libtorch/lib").iterdir())
+    assert libraries == ["libc10.so", "libgomp.so.1", "libtorch_cpu.so"], libraries
+    for pattern in ("python*", "gcc*", "g++*", "cmake*"):
+        assert not list((root / "usr/bin").glob(pattern)), pattern
+    assert not list(root.glob("usr/lib/**/libcu*")) and not list(root.glob("var/lib/apt/lists/*_*"))
+    assert not (root / "etc/pip.conf").exists() and not (root / "run/secrets").exists()
+    passed(f"of LibTorch: {', '.join(libraries)}; no compiler, Python, CUDA or secret")
+
+
+def try_image(root: Path, config: dict[str, Any], models: Path) -> None:
+    assert config["StopSignal"] == "SIGTERM"
+    look_at_files(root)
+    with running(root, config, models) as container:
+        said = await_health(container)
+        passed(f"healthy; before that: {said[-1] if said else 'nothing asked'}")
+        enter_network(container)
+        metrics, grpc = port_of(config, 0), port_of(config, 1)
+
+        status = container.status()
+        uid, gid = config["User"].split(":")
+        assert status["Uid"].split() == [uid] * 4 and status["Gid"].split() == [gid] * 4
+        assert status["Groups"] == "" and int(status["CapEff"], 16) == 0 and uid != "0"
+        assert "Read-only file system" in container.run("touch", "/tmp/file")[1]
+        passed(f"process 1 is user {uid} without capabilities on a read-only root")
+
+        assert demo(grpc, seed=9, policy="epikv_flat", budget=384)
+        passed("the completion is right")
+
+        page = scrape(metrics)
+        assert page.total("epikv_requests_finished_total", policy="epikv_flat") == 1
+        capacity = page.total("epikv_kv_capacity_bytes")
+        half = (LIMIT_BYTES - PROCESS_BYTES) / 2  # kv_memory_share; weights and scratch are small
+        assert 0.9 * half < capacity <= half, (capacity, half)
+        assert page.total("epikv_threads") == 1
+        passed(f"metrics; a KV pool of {capacity / 1e6:.0f} MB under a limit of 1 GiB")
+
+        # A stream that is not read cannot end, and a drain waits for it.
+        with Client(grpc, PACED) as client:
+            stream = client.generate(problem(9).prompt, kv=Kv("sliding", 300), stop=Stop(900))
+            assert isinstance(next(stream), Accepted)
+            os.kill(container.pid, signal.SIGTERM)
+            deadline = time.monotonic() + STOP_SECONDS
+            while (health := container.health())[0] == 0:
+                assert time.monotonic() < deadline
+            assert health == (1, f"epikv-probe: {grpc} is NOT_SERVING"), health
+            assert container.liveness() == (0, "")
+            passed(f"unhealthy while it drains, and alive: {health[1]}")
+            assert isinstance(list(stream)[-1], Summary)
+        status = container.wait()
+        assert status == 0, status
+        passed("the stream ended in order, and the daemon with status 0")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, required=True, help="the unpacked image")
+    parser.add_argument(
+        "--config", type=Path, required=True, help="the image's configuration, JSON"
+    )
+    parser.add_argument("--models", type=Path, required=True, help="folder with model.pt")
+    given = parser.parse_args()
+    config = json.loads(given.config.read_text())["config"]
+    print(f"runs {shlex.join(config['Entrypoint'])}")
+    try_image(given.root, config, given.models)
+
+
+if __name__ == "__main__":
+    main()
