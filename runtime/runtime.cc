@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -170,6 +171,8 @@ std::string Megabytes(int64_t bytes) { return absl::StrFormat("%.1f MB", bytes /
 
 }  // namespace
 
+std::string TorchVersion() { return TORCH_VERSION; }
+
 PolicyCatalog BuiltPolicies() { return AllPolicies(); }
 
 absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
@@ -186,6 +189,7 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   loaded.manifest = (*model)->manifest();
   loaded.tokenizer_json = (*model)->tokenizer_json();
   loaded.policies = BuiltPolicies();
+  loaded.weight_bytes = (*model)->weight_bytes();
   loaded.description.push_back(
       absl::StrCat((*model)->description(), ", weights ", Megabytes((*model)->weight_bytes())));
   if (absl::Status status = CheckSupported(loaded.manifest); !status.ok()) return status;
@@ -233,7 +237,8 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   auto executor = std::make_unique<Executor>(
       *std::move(model), ExecutorOptions{.pool_rows = pool_rows,
                                          .decode_kernel = *kernel,
-                                         .deterministic = options.deterministic});
+                                         .deterministic = options.deterministic,
+                                         .mass_interval = options.mass_interval});
   if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
   loaded.executor = std::move(executor);
   loaded.on_engine_thread_start = [threads = loaded.threads] {

@@ -44,6 +44,7 @@ void ModelMetrics::Describe(const EngineFacts& facts) {
   if (described_ != nullptr) info_.Remove(described_);
   described_ = &info_.Add({{"architecture", facts.architecture},
                            {"dtype", facts.dtype},
+                           {"weights", facts.weights},
                            {"decode_kernel", facts.decode_kernel}});
   described_->Set(1);
   threads_.Set(static_cast<double>(facts.threads));
@@ -72,6 +73,7 @@ EngineMetrics::EngineMetrics(std::shared_ptr<ModelMetrics> model, const EngineFa
     : model_(std::move(model)),
       facts_(facts),
       fill_{.last = {.kv_capacity_bytes = facts.kv_capacity_bytes},
+            .weight_bytes = facts.weight_bytes,
             .max_running_requests = facts.max_running_requests} {
   absl::MutexLock lock(&model_->mu_);
   model_->Describe(facts_);

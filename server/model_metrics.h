@@ -24,8 +24,10 @@ namespace epikv {
 // An engine and the model it runs, as their series tell of them.
 struct EngineFacts {
   std::string architecture, dtype, decode_kernel;
+  std::string weights;  // digest of the checkpoint, or empty
   KvScale kv;
   int64_t kv_capacity_bytes = 0;
+  int64_t weight_bytes = 0;
   int64_t max_running_requests = 256;
   int64_t threads = 1;
   absl::Duration load;  // how long loading took

@@ -11,8 +11,8 @@ namespace {
 using prometheus::ClientMetric;
 using prometheus::MetricFamily;
 
-constexpr const char* kStages[kNumStages] = {"schedule", "forward", "taps", "sample",
-                                             "deliver",  "observe", "evict"};
+constexpr const char* kStages[kNumStages] = {"schedule", "forward", "attention", "taps",
+                                             "sample",   "deliver", "observe",   "evict"};
 
 // By Priority.
 constexpr const char* kPriorities[kNumPriorities] = {"low", "normal", "high"};
@@ -62,6 +62,7 @@ void FillGauges::Add(const EngineFill& engine) {
   reserved_ += static_cast<double>(last.kv_reserved_bytes);
   capacity_ += static_cast<double>(last.kv_capacity_bytes);
   peak_used_ += static_cast<double>(engine.peak_used_bytes);
+  weights_ += static_cast<double>(engine.weight_bytes);
   AddTo(last.running_by_priority, running_);
   const bool for_place = last.running >= engine.max_running_requests;
   AddTo(last.waiting_by_priority, for_place ? waiting_for_place_ : waiting_for_kv_);
@@ -83,6 +84,10 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
           GaugeOf("epikv_kv_capacity_bytes", "Bytes of the KV pool.", model, "", {{"", capacity_}}),
           GaugeOf("epikv_kv_peak_used_bytes", "Most bytes used since the start.", model, "",
                   {{"", peak_used_}}),
+          GaugeOf("epikv_torch_memory_bytes",
+                  "Memory that LibTorch holds for good: weights as they are served, and the KV "
+                  "pool. The scratch of steps comes and goes.",
+                  model, "kind", {{"weights", weights_}, {"kv_pool", capacity_}}),
           GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",
                   {{"", used_ / whole}}),
           GaugeOf("epikv_kv_reserved_ratio",
@@ -134,11 +139,12 @@ StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
   auto& tokens = declare.Counters("epikv_step_tokens_total", "Tokens run, step by step.", 2);
   tokens_ = {&tokens.Add({{"phase", "prefill"}}), &tokens.Add({{"phase", "decode"}})};
 
-  HistogramFamily stages(declare, "epikv_step_stage_seconds",
-                         "Wall time of a step's stage. `taps` and `sample` lie inside `forward`.",
-                         kNumStages, Decades(.00001, 10));
+  HistogramFamily stages(
+      declare, "epikv_step_stage_seconds",
+      "Wall time of a step's stage. `attention` and `taps` lie inside `forward`.", kNumStages,
+      Decades(.00001, 10));
   auto& wall = declare.Counters("epikv_step_seconds_total",
-                                "Wall time of steps, by stage. `taps` and `sample` lie inside "
+                                "Wall time of steps, by stage. `attention` and `taps` lie inside "
                                 "`forward`.",
                                 kNumStages);
   auto& cpu = declare.Counters("epikv_step_cpu_seconds_total",

@@ -79,7 +79,8 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
       std::move(law_model), ExecutorOptions{.pool_rows = options.kv_pool_bytes /
                                                          (admission_->kv_bytes_per_token() / lanes),
                                             .decode_kernel = options.decode_kernel,
-                                            .deterministic = options.deterministic});
+                                            .deterministic = options.deterministic,
+                                            .mass_interval = options.mass_interval});
   executor_ = executor.get();
   engine_ = std::make_unique<Engine>(
       EngineOptions{

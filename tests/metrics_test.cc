@@ -129,7 +129,7 @@ TEST_F(MetricsTest, StepsAreCountedByPhaseAndStage) {
   EXPECT_EQ(values.at("epikv_inter_token_latency_seconds_count"), 4);
   EXPECT_EQ(values.at("epikv_step_batch_sequences_sum"), 5);
   for (const char* stage :
-       {"schedule", "forward", "taps", "sample", "deliver", "observe", "evict"}) {
+       {"schedule", "forward", "attention", "taps", "sample", "deliver", "observe", "evict"}) {
     const std::string label = absl::StrCat("{stage=\"", stage, "\"}");
     EXPECT_THAT(values, AllOf(Contains(Key("epikv_step_seconds_total" + label)),
                               Contains(Key("epikv_step_cpu_seconds_total" + label))));
@@ -174,14 +174,41 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
 }
 
 TEST_F(MetricsTest, FailuresSayWhoFailed) {
-  script_->on_settle = [](const WorkItem&) { return absl::InternalError("threw"); };
   RequestOptions options = Asked(10, 50);
   options.kv = {.policy = "window", .budget = int64_t{24}};
-  Run(options);
+  for (absl::string_view kind : {kPolicyThrew, kPolicyStatus, kPolicyInvalidSet, kPolicyThrew}) {
+    script_->on_settle = [kind](const WorkItem&) {
+      return WithPolicyError(absl::InternalError("failed"), kind);
+    };
+    Run(options);
+  }
   const auto values = Read();
-  EXPECT_EQ(values.at(R"(epikv_policy_errors_total{arm="none",policy="window"})"), 1);
+  auto errors = [&](const char* kind) {
+    return values.at(absl::StrCat(R"(epikv_policy_errors_total{arm="none",kind=")", kind,
+                                  R"(",policy="window"})"));
+  };
+  EXPECT_EQ(errors("threw"), 2);
+  EXPECT_EQ(errors("status"), 1);
+  EXPECT_EQ(errors("invalid_set"), 1);
   EXPECT_EQ(
-      values.at(R"(epikv_requests_finished_total{arm="none",policy="window",reason="error"})"), 1);
+      values.at(R"(epikv_requests_finished_total{arm="none",policy="window",reason="error"})"), 4);
+}
+
+TEST_F(MetricsTest, AttentionMassIsCountedWhereItWasMeasured) {
+  RequestOptions options = Asked(10, 50);
+  options.kv = {.policy = "window", .budget = int64_t{24}};
+  const Request request = std::get<Request>(admission_.Resolve(std::move(options)));
+  engine_.OnEvicted({.request = request, .entries = 4});
+  engine_.OnEvicted({.request = request, .entries = 4, .attention_mass = 0});
+  engine_.OnEvicted({.request = request, .entries = 4, .attention_mass = .015});
+  const auto values = Read();
+  const std::string of = "epikv_evicted_attention_mass_ratio";
+  const std::string window = R"({arm="none",policy="window")";
+  EXPECT_EQ(values.at(of + "_count" + window + "}"), 2);
+  EXPECT_EQ(values.at(of + "_sum" + window + "}"), .015);
+  EXPECT_EQ(values.at(of + "_bucket" + window + ",le=\"0\"}"), 1);
+  EXPECT_EQ(values.at(of + "_bucket" + window + ",le=\"0.01\"}"), 1);
+  EXPECT_EQ(values.at(of + "_bucket" + window + ",le=\"0.02\"}"), 2);
 }
 
 TEST_F(MetricsTest, RequestDroppedFromTheQueueIsNoMissedDeadline) {
@@ -228,6 +255,7 @@ TEST_F(MetricsTest, BoundHoldsForEverySeries) {
               absl::StartsWith(name, "epikv_kv_capacity_bytes") ||
               absl::StartsWith(name, "epikv_kv_peak_used_bytes") ||
               absl::StartsWith(name, "epikv_kv_usage_ratio") ||
+              absl::StartsWith(name, "epikv_torch_memory_bytes") ||
               absl::StartsWith(name, "epikv_kv_reserved_ratio") ||
               absl::StartsWith(name, "epikv_requests_running") ||
               absl::StartsWith(name, "epikv_requests_waiting") ||
@@ -320,10 +348,13 @@ TEST_F(MetricsTest, ASwapAddsUpPoolsAndSetsNoCounterBack) {
     EngineFacts refused = Facts();
     refused.dtype = "float16";
     EngineMetrics never(*metrics_.OfModel("fake"), refused);
-    EXPECT_EQ(Read().at(R"(epikv_model_info{architecture="",decode_kernel="",dtype="float16"})"),
-              1);
+    EXPECT_EQ(
+        Read().at(
+            R"(epikv_model_info{architecture="",decode_kernel="",dtype="float16",weights=""})"),
+        1);
   }
-  EXPECT_EQ(Read().at(R"(epikv_model_info{architecture="",decode_kernel="",dtype=""})"), 1);
+  EXPECT_EQ(Read().at(R"(epikv_model_info{architecture="",decode_kernel="",dtype="",weights=""})"),
+            1);
   const auto values = Read();
   EXPECT_EQ(values.at("epikv_kv_capacity_bytes"), 1000);
   EXPECT_EQ(values.at(R"(epikv_requests_finished_total{arm="none",policy="full",reason="length"})"),
