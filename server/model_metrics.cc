@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 
 namespace epikv {
 
@@ -51,9 +52,14 @@ void ModelMetrics::Describe(const EngineFacts& facts) {
   load_.Set(Seconds(facts.load));
 }
 
-StepStats ModelMetrics::Newest() const {
+EngineLoad ModelMetrics::Load() const {
   absl::MutexLock lock(&mu_);
-  return engines_.empty() ? StepStats() : engines_.back()->fill_.last;
+  if (engines_.empty()) return {};
+  const EngineMetrics& engine = *engines_.back();
+  const absl::Time now = absl::Now();
+  return {.last = engine.fill_.last,
+          .prompt_tokens_per_second = engine.prompt_tokens_.At(now),
+          .output_tokens_per_second = engine.output_tokens_.At(now)};
 }
 
 std::vector<prometheus::MetricFamily> ModelMetrics::Collect() const {
@@ -96,12 +102,17 @@ void EngineMetrics::OnStep(const StepStats& step) {
   absl::MutexLock lock(&model_->mu_);
   fill_.last = step;
   fill_.peak_used_bytes = std::max(fill_.peak_used_bytes, step.kv_used_bytes);
-  if (step.sequences > 0) model_->steps_.Add(step, std::exchange(evicting_, {}), before_);
+  if (step.sequences == 0) return;
+  model_->steps_.Add(step, std::exchange(evicting_, {}), before_);
+  prompt_tokens_.Add(static_cast<double>(step.prefill_tokens), before_.end);
+  output_tokens_.Add(static_cast<double>(step.decode_tokens + first_tokens_), before_.end);
+  first_tokens_ = 0;
 }
 
 void EngineMetrics::OnFirstToken(const Request& request, absl::Duration since_arrival) {
   absl::MutexLock lock(&model_->mu_);
   model_->requests_.OnFirstToken(request, since_arrival);
+  ++first_tokens_;
 }
 
 void EngineMetrics::OnEvicted(const EvictedStats& evicted) {

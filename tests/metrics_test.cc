@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <prometheus/text_serializer.h>
 
+#include <cmath>
 #include <map>
 #include <memory>
 #include <string>
@@ -209,6 +210,25 @@ TEST_F(MetricsTest, AttentionMassIsCountedWhereItWasMeasured) {
   EXPECT_EQ(values.at(of + "_bucket" + window + ",le=\"0\"}"), 1);
   EXPECT_EQ(values.at(of + "_bucket" + window + ",le=\"0.01\"}"), 1);
   EXPECT_EQ(values.at(of + "_bucket" + window + ",le=\"0.02\"}"), 2);
+}
+
+TEST_F(MetricsTest, LoadTellsTokensPerSecondOfLate) {
+  EXPECT_EQ((*metrics_.OfModel("fake"))->Load().output_tokens_per_second, 0);
+  Run(Asked(10, 5));
+  const EngineLoad load = (*metrics_.OfModel("fake"))->Load();
+  EXPECT_LE(load.prompt_tokens_per_second, 10 / 10.);
+  EXPECT_LE(load.output_tokens_per_second, 5 / 10.);
+  EXPECT_NEAR(load.prompt_tokens_per_second / load.output_tokens_per_second, 10 / 5., 1e-3);
+}
+
+TEST(TokenRateTest, ForgetsOverTenSeconds) {
+  TokenRate rate;
+  absl::Time now = absl::UnixEpoch();
+  for (int i = 0; i < 10000; ++i) rate.Add(3, now += absl::Milliseconds(10));
+  EXPECT_NEAR(rate.At(now), 300, 1) << "steady";
+  EXPECT_NEAR(rate.At(now + absl::Seconds(10)), 300 * std::exp(-1), 1);
+  EXPECT_NEAR(rate.At(now - absl::Seconds(10)), 300, 1) << "the clock was set back";
+  EXPECT_LT(rate.At(now + absl::Minutes(5)), 1e-6);
 }
 
 TEST_F(MetricsTest, RequestDroppedFromTheQueueIsNoMissedDeadline) {
