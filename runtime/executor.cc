@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <utility>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
@@ -446,7 +445,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   // Padding rows of deterministic mode stay zero and are attended by nobody.
   at::Tensor rotated = options_.deterministic ? at::zeros_like(q, at::MemoryFormat::Contiguous)
                                               : at::empty_like(q, at::MemoryFormat::Contiguous);
-  std::optional<StageTimer> timer(std::in_place, times_, Stage::kAttention);
+  const absl::Time begin = absl::Now();
   Append(running_, q.contiguous(), k.contiguous(), v.contiguous(), layer, rotated);
 
   std::vector<AttentionItem> items;
@@ -468,7 +467,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
                      .log_sum_exp = measures && !item.work->decode ? &item.log_sum_exp : nullptr});
   }
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
-  timer.reset();
+  times_.wall[static_cast<int>(Stage::kAttention)] += absl::Now() - begin;
   for (size_t i = 0; i < items.size(); ++i) {
     const StepItem& item = running_[i];
     const bool moments = item.wants(Signal::kQueryMoments);
@@ -708,8 +707,9 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
       EvictionTask task{.state = sequence.state.get(), .cache = view};
       std::vector<Eviction> answers = request.policy->Evict({&task, 1});
       if (answers.size() != 1) {
-        return {.status = Failed(request, kPolicyInvalidSet,
-                                 absl::StrCat(answers.size(), " answers to one task"))};
+        const absl::Status status = absl::InternalError(
+            absl::StrCat("the policy gave ", answers.size(), " answers to one task"));
+        return {.status = WithPolicyError(status, kPolicyInvalidSet)};
       }
       Eviction& eviction = answers.front();
       if (!eviction.status.ok()) {

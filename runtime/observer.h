@@ -14,7 +14,7 @@ namespace epikv {
 enum class Stage {
   kSchedule,
   kForward,
-  kAttention,  // the operator: a part of kForward
+  kAttention,  // the operator: a part of kForward. No CPU time: reading it costs a system call
   kTaps,       // a part of kForward
   kSample,
   kDeliver,

@@ -14,6 +14,8 @@ using prometheus::MetricFamily;
 constexpr const char* kStages[kNumStages] = {"schedule", "forward", "attention", "taps",
                                              "sample",   "deliver", "observe",   "evict"};
 
+bool HasCpu(int stage) { return stage != static_cast<int>(Stage::kAttention); }
+
 // By Priority.
 constexpr const char* kPriorities[kNumPriorities] = {"low", "normal", "high"};
 
@@ -147,12 +149,13 @@ StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
                                 "Wall time of steps, by stage. `attention` and `taps` lie inside "
                                 "`forward`.",
                                 kNumStages);
-  auto& cpu = declare.Counters("epikv_step_cpu_seconds_total",
-                               "CPU time of the engine's thread in steps, by stage.", kNumStages);
+  auto& cpu =
+      declare.Counters("epikv_step_cpu_seconds_total",
+                       "CPU time of the engine's thread in steps, by stage.", kNumStages - 1);
   for (int i = 0; i < kNumStages; ++i) {
     stages_[i] = &stages.Of({{"stage", kStages[i]}});
     stage_wall_[i] = &wall.Add({{"stage", kStages[i]}});
-    stage_cpu_[i] = &cpu.Add({{"stage", kStages[i]}});
+    if (HasCpu(i)) stage_cpu_[i] = &cpu.Add({{"stage", kStages[i]}});
   }
 }
 
@@ -163,7 +166,7 @@ void StepSeries::Add(const StepStats& step, const std::set<absl::string_view>& e
   for (int i = 0; i < kNumStages; ++i) {
     stages_[i]->Observe(Seconds(step.wall[i]));
     stage_wall_[i]->Increment(Seconds(step.wall[i]));
-    stage_cpu_[i]->Increment(Seconds(step.cpu[i]));
+    if (HasCpu(i)) stage_cpu_[i]->Increment(Seconds(step.cpu[i]));
   }
   engine_cpu_.Increment(Seconds(step.total_cpu));
   rows_moved_.Increment(static_cast<double>(step.kv_rows_moved - before.kv_rows_moved));

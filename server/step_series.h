@@ -65,8 +65,8 @@ class StepSeries {
   prometheus::Gauge& longest_move_;
   std::array<prometheus::Histogram*, 3> by_phase_;  // prefill, decode, mixed
   std::array<prometheus::Histogram*, kNumStages> stages_;
-  std::array<prometheus::Counter*, kNumStages> stage_wall_, stage_cpu_;
-  std::array<prometheus::Counter*, 2> tokens_;  // prefill, decode
+  std::array<prometheus::Counter*, kNumStages> stage_wall_{}, stage_cpu_{};  // see Stage
+  std::array<prometheus::Counter*, 2> tokens_;                               // prefill, decode
 };
 
 }  // namespace epikv
