@@ -20,6 +20,7 @@ from socket import create_server
 
 import grpc
 import pytest
+from daemon_test import start
 from epikv import Accepted, Client, Delta, Kv, Output, RpcError, Scheduling, Stop, Stream
 from epikv.connection import connect
 from epikv.sample import problem
@@ -49,6 +50,7 @@ PHASES = ("prefill", "decode")
 POLICIES, EVICTING = ("all policies",), ("all policies that evict",)
 FAILURES = ("deadline", "deadline_infeasible", "error", "slow_reader", "drained", "cancelled")
 STAGES = ("schedule", "forward", "attention", "taps", "sample", "deliver", "observe", "evict")
+OF_CPU = tuple(stage for stage in STAGES if stage != "attention")
 REFUSALS = (
     "invalid_request token_range context_length kv_budget kv_pool_too_small artefact_missing "
     "prompt_evicted queue_full starting draining duplicate_id not_found not_utf8 malformed "
@@ -114,7 +116,7 @@ FAMILIES: dict[str, Expected] = {
         epikv_tokens_total=A | {"kind": ("prompt", "output")},
         epikv_step_tokens_total=MODEL | {"phase": PHASES},
         epikv_step_seconds_total=MODEL | {"stage": STAGES},
-        epikv_step_cpu_seconds_total=MODEL | {"stage": STAGES},
+        epikv_step_cpu_seconds_total=MODEL | {"stage": OF_CPU},
         epikv_engine_cpu_seconds_total=MODEL,
         epikv_kv_tokens_evicted_total=OF_EVICTIONS | {"phase": PHASES},
         epikv_kv_entries_evicted_total=OF_EVICTIONS | {"phase": PHASES},
@@ -229,9 +231,13 @@ TABLE_BEGIN, TABLE_END = "<!-- series: begin -->", "<!-- series: end -->"
 # Daemons, and what their pages do.
 
 
-def page(daemon: Daemon) -> dict[str, Family]:
+def text(daemon: Daemon) -> str:
     with urllib.request.urlopen(f"http://{daemon.metrics}/metrics", timeout=30) as reply:
-        return parse(reply.read().decode())
+        return reply.read().decode()
+
+
+def page(daemon: Daemon) -> dict[str, Family]:
+    return parse(text(daemon))
 
 
 @dataclass
@@ -267,7 +273,10 @@ class World:
         self.look()
 
     def look(self) -> None:
-        before, self.page = self.page, page(self.daemon)
+        self._take(text(self.daemon))
+
+    def _take(self, answer: str) -> None:
+        before, self.page = self.page, parse(answer)
         self.moved[self._scenario] |= moved(before, self.page)
 
     def value(self, family: str, **labels: str) -> float:
@@ -278,11 +287,16 @@ class World:
         return sum(v for has, v in values if labels.items() <= dict(has).items())
 
     def until(self, family: str, value: float, **labels: str) -> None:
+        """Of a counter or gauge. Looks at the page that shows it."""
         deadline = time.monotonic() + GENEROUS_SECONDS
-        self.look()
-        while self.value(family, **labels) != value:
-            assert time.monotonic() < deadline, (family, labels, self.value(family, **labels))
-            self.look()
+        pairs = [f'{label}="{wanted}"' for label, wanted in labels.items()]
+        while True:
+            answer = text(self.daemon)  # which takes long to parse
+            lines = [line for line in answer.splitlines() if re.match(rf"{family}\b", line)]
+            found = [line for line in lines if all(pair in line for pair in pairs)]
+            if sum(float(line.rpartition(" ")[2]) for line in found) == value:
+                return self._take(answer)
+            assert time.monotonic() < deadline, f"{family} {labels}: not {value} but {found}"
 
     def hold(
         self, tokens: int, priority: str = "normal", request_id: str = "", model: str = "sample"
@@ -452,9 +466,10 @@ def late(world: World) -> None:
         dropped = stub.Generate(request, metadata=[("grpc-timeout", "4000m")])
         world.until("epikv_requests_waiting", 1, reason="running")
         # Nothing can run: the engine looks at the queue when it is asked for something.
-        while world.value("epikv_requests_waiting") > 0:
-            world.admin.ListActiveRequests(admin_pb2.ListActiveRequestsRequest())
-            world.look()
+        queued = admin_pb2.ActiveRequest.STATE_QUEUED
+        ask = admin_pb2.ListActiveRequestsRequest()
+        while any(r.state == queued for r in world.admin.ListActiveRequests(ask).requests):
+            pass
         world.leave(*places)
         ended = stub.Generate(request, metadata=[("grpc-timeout", "3000m")])
         world.until("epikv_requests_running", 1)
@@ -542,6 +557,8 @@ class Observed:
     moved: dict[str, set[Series]]
     families: dict[str, Family]
     policies: list[str]
+    series: int  # on that page
+    least_series: int  # that a daemon may be limited to
 
     def all(self) -> Set[Series]:
         return set().union(*self.moved.values())
@@ -603,9 +620,13 @@ def observed(
         for scenario in SCENARIOS:
             world.run(scenario)
         names = [policy.name for policy in world.client.policies(model="sample")]
-        seen = Observed(world.moved, world.page, names)
-        own = world.bound
-    flags = (f"--metrics_max_series={own}", "--stream_stall_seconds=0.3", "--outbox_bytes=1024")
+        series = sum(not line.startswith("#") for line in text(world.daemon).splitlines())
+        seen = Observed(world.moved, world.page, names, series, world.bound)
+    flags = (
+        f"--metrics_max_series={seen.least_series}",
+        "--stream_stall_seconds=0.3",
+        "--outbox_bytes=1024",
+    )
     with Daemon(sample_model, "--threads=1", *flags, "--access_log=/dev/full") as daemon:
         world = World(daemon, files)
         world.run(small)
@@ -646,6 +667,14 @@ def test_every_value_of_every_label_moves(observed: Observed, name: str) -> None
             known = set(values)
         unmoved = {value for family, of, value in UNMOVED if (family, of) == (name, label)}
         assert {labels[label] for labels in of_family} == known - unmoved, label
+
+
+def test_the_page_keeps_its_promise(observed: Observed, sample_model: Path) -> None:
+    promised = observed.families["epikv_metrics_series"].values[frozenset()]
+    assert observed.least_series < observed.series <= promised
+    least = observed.least_series
+    status, log = start(f"--model={sample_model}", f"--metrics_max_series={least - 1}")
+    assert status == 1 and f"raise it to at least {least}\n" in log, log
 
 
 def families(series: Set[Series]) -> set[str]:
