@@ -569,8 +569,10 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
     if (outcome.evicted_entries == 0) continue;
     ++s.rounds;
     s.evicted_entries += outcome.evicted_entries;
-    observer_.OnEvicted(
-        {.request = s.request, .entries = outcome.evicted_entries, .in_prefill = !live[i].decode});
+    observer_.OnEvicted({.request = s.request,
+                         .entries = outcome.evicted_entries,
+                         .in_prefill = !live[i].decode,
+                         .attention_mass = outcome.attention_mass});
     if (s.request.output.kv_trace) DeliverTrace(s, std::move(outcome.trace));
   }
   for (size_t i = 0; i < live.size(); ++i) {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <exception>
 
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "policies/policy.h"
@@ -80,6 +81,7 @@ struct Executor::OpenSequence {
   at::Tensor turned;                 // PositionMode::kCache: keys at their ranks. [rows, key_width]
   std::unique_ptr<PolicyState> state;  // null: the policy keeps none
   PrefixCache::Kept prefix;            // of its prompt
+  std::optional<int64_t> mass_at;  // index of the token that was newest when it was measured last
 };
 
 // A work item while its forward runs.
@@ -99,6 +101,7 @@ struct Executor::StepItem {
   at::Tensor log_sum_exp;  // of the layer that runs
   // Residuals of the last row after every block, fp32 [layers, hidden]; empty: not kept.
   std::vector<float> last_residuals;
+  bool measures_mass = false;
 
   int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
   bool wants_attention_rows() const {
@@ -229,9 +232,31 @@ EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims, const Se
   return trace;
 }
 
+// The share of attention that `victims` have, on average over lanes. rows: over each lane's slots.
+double MassOf(const std::vector<std::vector<int32_t>>& victims, const SequenceCache& cache,
+              const LaneRowsOfStep& rows) {
+  std::vector<std::vector<int64_t>> slots(cache.num_tables());
+  for (size_t t = 0; t < std::min(slots.size(), victims.size()); ++t) {
+    const absl::flat_hash_set<int32_t> gone(victims[t].begin(), victims[t].end());
+    const absl::Span<const int32_t> index = cache.table(static_cast<int64_t>(t)).index();
+    for (size_t slot = 0; slot < index.size(); ++slot) {
+      if (gone.contains(index[slot])) slots[t].push_back(static_cast<int64_t>(slot));
+    }
+  }
+  double mass = 0;
+  for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+    for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
+      const absl::Span<const float> row = rows.at(layer, head);
+      for (int64_t slot : slots[cache.TableOf(layer, head)]) mass += row[slot];
+    }
+  }
+  return mass / static_cast<double>(cache.num_layers() * cache.num_kv_heads());
+}
+
 // INTERNAL, whatever the policy says: nothing was wrong with the request.
-absl::Status Failed(const Request& request, absl::string_view why) {
-  return absl::InternalError(absl::StrCat("policy '", request.spec->name, "' failed: ", why));
+absl::Status Failed(const Request& request, absl::string_view kind, absl::string_view why) {
+  return WithPolicyError(
+      absl::InternalError(absl::StrCat("policy '", request.spec->name, "' failed: ", why)), kind);
 }
 
 }  // namespace
@@ -246,7 +271,8 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
             ScalarTypeOf(model_->manifest().dtype)),
       prefixes_(pool_, shape_.num_layers * shape_.num_kv_heads, options.prefix_block_tokens,
                 shape_.num_layers * shape_.hidden_size),
-      taps_(shape_.num_layers) {
+      taps_(shape_.num_layers),
+      mass_rows_({}, shape_.num_kv_heads) {
   const Manifest& manifest = model_->manifest();
   for (const Rope& rope : manifest.ropes) ropes_.emplace_back(rope, manifest.context_length);
 }
@@ -271,9 +297,9 @@ absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
                                     .budget = request.budget,
                                     .protection = request.protection});
     } catch (const std::exception& e) {
-      return WithReason(Failed(request, e.what()), kPolicyFailed);
+      return WithReason(Failed(request, kPolicyThrew, e.what()), kPolicyFailed);
     } catch (...) {
-      return WithReason(Failed(request, kNoException), kPolicyFailed);
+      return WithReason(Failed(request, kPolicyThrew, kNoException), kPolicyFailed);
     }
   }
   const absl::StatusOr<int64_t> cached = LoadPrefix(*sequence, blocks);
@@ -301,9 +327,9 @@ absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
       try {
         request.policy->Observe({&step, 1});
       } catch (const std::exception& e) {
-        return WithReason(Failed(request, e.what()), kPolicyFailed);
+        return WithReason(Failed(request, kPolicyThrew, e.what()), kPolicyFailed);
       } catch (...) {
-        return WithReason(Failed(request, kNoException), kPolicyFailed);
+        return WithReason(Failed(request, kPolicyThrew, kNoException), kPolicyFailed);
       }
     }
     cached += count;
@@ -315,7 +341,18 @@ absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
   return cached;
 }
 
+// Whether this step ends in a round whose victims' attention is to be measured.
+bool Executor::MassDue(const OpenSequence& sequence, const WorkItem& work) const {
+  const PolicyTraits& traits = sequence.request.traits;
+  if (options_.mass_interval == 0 || !work.decode || !traits.evicts) return false;
+  if (sequence.mass_at.has_value() && work.first - *sequence.mass_at < options_.mass_interval) {
+    return false;
+  }
+  return sequence.cache.OverBudget(traits.slack, /*coming=*/1);
+}
+
 std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
+  mass_of_.reset();
   std::vector<StepItem> step;
   step.reserve(items.size());
   for (const WorkItem& work : items) {
@@ -337,6 +374,11 @@ std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> ite
     if (!work.decode && prefixes_.Wants(item.sequence->prefix, item.sequence->request, cache,
                                         work.first + item.num_rows())) {
       item.last_residuals.resize(shape_.num_layers * shape_.hidden_size);
+    }
+    if (!mass_of_.has_value() && MassDue(*item.sequence, work)) {
+      mass_of_ = work.id;
+      mass_rows_.Resize(item.used);
+      item.measures_mass = true;
     }
     step.push_back(std::move(item));
   }
@@ -469,6 +511,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   // Padding rows of deterministic mode stay zero and are attended by nobody.
   at::Tensor rotated = options_.deterministic ? at::zeros_like(q, at::MemoryFormat::Contiguous)
                                               : at::empty_like(q, at::MemoryFormat::Contiguous);
+  const absl::Time begin = absl::Now();
   Append(running_, q.contiguous(), k.contiguous(), v.contiguous(), layer, rotated);
 
   std::vector<AttentionItem> items;
@@ -476,24 +519,30 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   for (StepItem& item : running_) {
     if (item.turns_keys()) TurnKeys(item, layer);
     const bool measures = item.wants_attention_rows(layer);
-    items.push_back(
-        {.cache = &item.sequence->cache,
-         .row = item.row,
-         .num_rows = item.num_rows(),
-         .decode = item.work->decode,
-         .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
-                                                        shape_.num_kv_heads),
-         .keys = item.turned_keys,
-         .logits = measures && item.work->decode ? &item.sequence->decode_logits : nullptr,
-         .log_sum_exp = measures && !item.work->decode ? &item.log_sum_exp : nullptr});
+    std::vector<float>* const logits = measures             ? &item.sequence->decode_logits
+                                       : item.measures_mass ? &mass_logits_
+                                                            : nullptr;
+    items.push_back({.cache = &item.sequence->cache,
+                     .row = item.row,
+                     .num_rows = item.num_rows(),
+                     .decode = item.work->decode,
+                     .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
+                                                                    shape_.num_kv_heads),
+                     .keys = item.turned_keys,
+                     .logits = item.work->decode ? logits : nullptr,
+                     .log_sum_exp = measures && !item.work->decode ? &item.log_sum_exp : nullptr});
   }
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
+  times_.wall[static_cast<int>(Stage::kAttention)] += absl::Now() - begin;
   for (size_t i = 0; i < items.size(); ++i) {
     const StepItem& item = running_[i];
     const bool moments = item.wants(Signal::kQueryMoments);
-    if (!item.wants_queries() && !moments && !item.wants_attention_rows(layer)) continue;
+    if (!item.wants_queries() && !moments && !item.wants_attention_rows(layer) &&
+        !item.measures_mass) {
+      continue;
+    }
     OpenSequence& sequence = *item.sequence;
-    const StageTimer timer(times_, Stage::kTaps);
+    const StageTimer taps(times_, Stage::kTaps);
     if (item.wants_queries()) {
       const int64_t row_bytes = shape_.num_heads * pool_.key_bytes();
       sequence.queries.Take(
@@ -502,6 +551,9 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
     }
     if (moments) {
       sequence.moments.Take(layer, q.narrow(0, items[i].row, items[i].num_rows), item.work->first);
+    }
+    if (item.measures_mass) {
+      attention_.Rows(rotated, layer, items[i], shape, mass_rows_.layer(layer));
     }
     if (!item.wants_attention_rows(layer)) continue;
     const absl::Span<float> rows = sequence.attention_rows.layer(layer);
@@ -693,9 +745,9 @@ std::vector<SettleOutcome> Executor::Settle(absl::Span<const WorkItem> items) {
     try {
       outcomes.push_back(SettleOne(*open_.at(item.id), item));
     } catch (const std::exception& e) {
-      outcomes.push_back({.status = Failed(*item.request, e.what())});
+      outcomes.push_back({.status = Failed(*item.request, kPolicyThrew, e.what())});
     } catch (...) {
-      outcomes.push_back({.status = Failed(*item.request, kNoException)});
+      outcomes.push_back({.status = Failed(*item.request, kPolicyThrew, kNoException)});
     }
   }
   return outcomes;
@@ -730,11 +782,21 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
     if ((item.decode || in_prefill) && sequence.cache.OverBudget(slack)) {
       EvictionTask task{.state = sequence.state.get(), .cache = view};
       std::vector<Eviction> answers = request.policy->Evict({&task, 1});
-      TORCH_CHECK(answers.size() == 1, "the policy gave ", answers.size(), " answers to one task");
+      if (answers.size() != 1) {
+        const absl::Status status = absl::InternalError(
+            absl::StrCat("the policy gave ", answers.size(), " answers to one task"));
+        return {.status = WithPolicyError(status, kPolicyInvalidSet)};
+      }
       Eviction& eviction = answers.front();
-      if (!eviction.status.ok()) return {.status = Failed(request, eviction.status.message())};
+      if (!eviction.status.ok()) {
+        return {.status = Failed(request, kPolicyStatus, eviction.status.message())};
+      }
+      if (mass_of_ == item.id) {
+        outcome.attention_mass = MassOf(eviction.victims, sequence.cache, mass_rows_);
+        sequence.mass_at = item.first;
+      }
       absl::StatusOr<int64_t> entries = sequence.cache.Evict(eviction.victims, item.decode);
-      if (!entries.ok()) return {.status = entries.status()};
+      if (!entries.ok()) return {.status = WithPolicyError(entries.status(), kPolicyInvalidSet)};
       outcome.evicted_entries = *entries;
       if (request.output.kv_trace) {
         outcome.trace = TraceOf(eviction.victims, sequence.cache, request.traits.granularity);
@@ -757,7 +819,7 @@ absl::Status Executor::Fork(SequenceId parent, SequenceId child, const Request& 
     return absl::InternalError(absl::StrCat("a completion could not be begun: ", e.what()));
   } catch (...) {
     open_.erase(child);
-    return WithReason(Failed(request, kNoException), kPolicyFailed);
+    return WithReason(Failed(request, kPolicyThrew, kNoException), kPolicyFailed);
   }
   from.cache.ForgetPeak();
   return absl::OkStatus();
@@ -798,6 +860,7 @@ void Executor::AddStageTimes(StepStats& step) const {
     step.wall[w] -= times_.wall[p];
     step.cpu[w] -= times_.cpu[p];
   };
+  charge(Stage::kAttention, std::nullopt);
   charge(Stage::kTaps, std::nullopt);
   charge(Stage::kSample, Stage::kForward);
   charge(Stage::kObserve, Stage::kEvict);

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -27,6 +28,9 @@ struct ExecutorOptions {
   // Prompts are cached for others in blocks of so many tokens; 0: they are not. Where the bits of
   // what follows shall not depend on it, a multiple of what prefill runs in at a time.
   int64_t prefix_block_tokens = 0;
+  // Decoded tokens of a sequence between two rounds whose SettleOutcome::attention_mass is
+  // measured; its first one is, too. 0: never.
+  int64_t mass_interval = 0;
 };
 inline constexpr int64_t kDeterministicRows = 16;
 
@@ -67,6 +71,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
                        const at::Tensor& normed, int64_t layer) override;
 
   std::vector<StepItem> Prepare(absl::Span<const WorkItem> items);
+  bool MassDue(const OpenSequence& sequence, const WorkItem& work) const;
   void TakeResiduals(const at::Tensor& residual, int64_t layer);
   absl::StatusOr<int64_t> LoadPrefix(OpenSequence& sequence,
                                      absl::Span<const PrefixCache::Block> blocks);
@@ -96,6 +101,11 @@ class Executor final : public StepExecutor, private ForwardHooks {
   absl::Span<StepItem> running_;
   std::vector<std::vector<Tap>> taps_;  // by block number
   StepStats times_;                     // of the last step's parts
+
+  // SettleOutcome::attention_mass is measured of at most one sequence a step.
+  std::optional<SequenceId> mass_of_;  // in the last forward
+  LaneRowsOfStep mass_rows_;           // its newest query's attention, of all lanes
+  std::vector<float> mass_logits_;     // AttentionItem::logits
 };
 
 }  // namespace epikv

@@ -11,14 +11,23 @@
 namespace epikv {
 
 // Where a step's time went. CPU: of the engine thread.
-enum class Stage { kSchedule, kForward, kTaps, kSample, kDeliver, kObserve, kEvict };
-inline constexpr int kNumStages = 7;
+enum class Stage {
+  kSchedule,
+  kForward,
+  kAttention,  // the operator: a part of kForward. No CPU time: reading it costs a system call
+  kTaps,       // a part of kForward
+  kSample,
+  kDeliver,
+  kObserve,
+  kEvict,
+};
+inline constexpr int kNumStages = 8;
 
 struct StepStats {
   int64_t prefill_tokens = 0;
   int64_t decode_tokens = 0;
   int64_t sequences = 0;
-  absl::Duration wall[kNumStages];  // kTaps is a part of kForward
+  absl::Duration wall[kNumStages];
   absl::Duration cpu[kNumStages];
   absl::Duration total_wall, total_cpu;
   // After the step; each completion of several counts as running.
@@ -67,6 +76,7 @@ struct EvictedStats {
   const Request& request;
   int64_t entries = 0;
   bool in_prefill = false;
+  std::optional<double> attention_mass;  // see SettleOutcome
 };
 
 // Watches the engine: metrics, logs and tests all see the same five events. Called on the engine

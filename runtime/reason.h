@@ -14,6 +14,11 @@ inline constexpr absl::string_view kReasonUrl = "epikv/reason";
 
 // The request's policy threw or answered an invalid set of victims.
 inline constexpr absl::string_view kPolicyFailed = "POLICY_FAILED";
+// How it failed, in one of these words; a payload beside the reason.
+inline constexpr absl::string_view kPolicyErrorUrl = "epikv/policy_error";
+inline constexpr absl::string_view kPolicyThrew = "threw";
+inline constexpr absl::string_view kPolicyStatus = "status";  // it returned one that is not OK
+inline constexpr absl::string_view kPolicyInvalidSet = "invalid_set";
 // Its deadline cannot be met: refused, or dropped while it waited.
 inline constexpr absl::string_view kDeadlineInfeasible = "DEADLINE_INFEASIBLE";
 // Why a policy failed that threw an object of no known type.
@@ -24,10 +29,19 @@ inline absl::Status WithReason(absl::Status status, absl::string_view reason) {
   return status;
 }
 
+inline absl::Status WithPolicyError(absl::Status status, absl::string_view kind) {
+  status.SetPayload(kPolicyErrorUrl, absl::Cord(kind));
+  return status;
+}
+
 // Empty if there is none.
-inline std::string ReasonOf(const absl::Status& status) {
-  const auto reason = status.GetPayload(kReasonUrl);
-  return reason.has_value() ? std::string(*reason) : "";
+inline std::string PayloadOf(const absl::Status& status, absl::string_view url) {
+  const auto payload = status.GetPayload(url);
+  return payload.has_value() ? std::string(*payload) : "";
+}
+inline std::string ReasonOf(const absl::Status& status) { return PayloadOf(status, kReasonUrl); }
+inline std::string PolicyErrorOf(const absl::Status& status) {
+  return PayloadOf(status, kPolicyErrorUrl);
 }
 
 }  // namespace epikv

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -172,6 +173,8 @@ std::string Megabytes(int64_t bytes) { return absl::StrFormat("%.1f MB", bytes /
 
 }  // namespace
 
+std::string TorchVersion() { return TORCH_VERSION; }
+
 PolicyCatalog BuiltPolicies() { return AllPolicies(); }
 
 absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
@@ -188,6 +191,7 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   loaded.manifest = (*model)->manifest();
   loaded.tokenizer_json = (*model)->tokenizer_json();
   loaded.policies = BuiltPolicies();
+  loaded.weight_bytes = (*model)->weight_bytes();
   loaded.description.push_back(
       absl::StrCat((*model)->description(), ", weights ", Megabytes((*model)->weight_bytes())));
   if (absl::Status status = CheckSupported(loaded.manifest); !status.ok()) return status;
@@ -238,7 +242,8 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
                       .decode_kernel = *kernel,
                       .deterministic = options.deterministic,
                       .prefix_block_tokens = options.deterministic ? kDeterministicRows
-                                                                   : options.prefill_chunk_tokens});
+                                                                   : options.prefill_chunk_tokens,
+                      .mass_interval = options.mass_interval});
   if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
   loaded.executor = std::move(executor);
   loaded.on_engine_thread_start = [threads = loaded.threads] {

@@ -28,6 +28,7 @@ struct RuntimeOptions {
   int64_t max_running_requests = 256;
   bool deterministic = false;
   std::string decode_kernel = "auto";
+  int64_t mass_interval = 0;  // see ExecutorOptions
   // Hears what is being done, before each long stage of loading ("warming up"). May be null.
   std::function<void(absl::string_view)> progress;
 };
@@ -40,6 +41,7 @@ struct LoadedModel {
   PolicyCatalog policies;      // of this build
   std::unique_ptr<StepExecutor> executor;
   int64_t kv_capacity_bytes = 0;
+  int64_t weight_bytes = 0;  // in memory, as served
   int64_t threads = 0;
   std::string decode_kernel;
   // What was found and chosen (weights, pool, kernels and their times), a line each, for people.
@@ -47,6 +49,8 @@ struct LoadedModel {
   // Runs first on the thread that will call the executor: it sets that thread's team size.
   std::function<void()> on_engine_thread_start;
 };
+
+std::string TorchVersion();
 
 // The eviction policies of this build.
 PolicyCatalog BuiltPolicies();

@@ -151,19 +151,21 @@ int64_t SequenceCache::TablesPerPool() const {
   return 1;
 }
 
-int64_t SequenceCache::Excess(int64_t table) const {
+int64_t SequenceCache::Excess(int64_t table) const { return std::max<int64_t>(0, Surplus(table)); }
+
+int64_t SequenceCache::Surplus(int64_t table) const {
   const int64_t together = TablesPerPool(), first = table / together * together;
   int64_t excess = 0;
   for (int64_t t = first; t < first + together; ++t) {
     excess += tables_[t].live() - request_.demand.budget[t * LanesPerTable()];
   }
-  return std::max<int64_t>(0, excess);
+  return excess;
 }
 
-bool SequenceCache::OverBudget(int64_t slack) const {
+bool SequenceCache::OverBudget(int64_t slack, int64_t coming) const {
   const int64_t together = TablesPerPool();
   for (int64_t t = 0; t < num_tables(); t += together) {
-    if (Excess(t) > slack * together) return true;
+    if (Surplus(t) + coming * together > slack * together) return true;
   }
   return false;
 }

@@ -95,8 +95,9 @@ class SequenceCache {
 
   // Slots over the budget in a table, or in all tables that share one budget with it. >= 0.
   int64_t Excess(int64_t table) const;
-  // Some table holds over `slack` slots more than its budget; of a shared one, on average.
-  bool OverBudget(int64_t slack) const;
+  // Some table holds over `slack` slots more than its budget, or will with `coming` tokens more; of
+  // a shared one, on average.
+  bool OverBudget(int64_t slack, int64_t coming = 0) const;
 
   // Checks a policy's answer (INTERNAL: what is wrong with it) and carries it out. Returns the
   // number of entries removed.
@@ -119,6 +120,8 @@ class SequenceCache {
  private:
   int64_t LanesPerTable() const { return shape_.num_layers * shape_.num_kv_heads / num_tables(); }
   int64_t TablesPerPool() const;
+  // Excess, negative where there is room.
+  int64_t Surplus(int64_t table) const;
   // Gives each lane what it uses and an equal share of what is left of `rows`. Lanes that share
   // budgets hold unequally many, but grow alike.
   std::vector<int64_t> ShareOut(int64_t rows) const;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -51,6 +52,9 @@ struct ForwardOutcome {
 struct SettleOutcome {
   absl::Status status;  // not OK: this sequence's policy has failed
   int64_t evicted_entries = 0;
+  // In decode, now and then: the share of its attention that the newest query gave to what was
+  // evicted, on average over lanes and query heads.
+  std::optional<double> attention_mass;
   EvictionTrace trace;  // where the request asks for it
 };
 
@@ -96,7 +100,7 @@ class StepExecutor {
   // kv_rows_moved and kv_longest_move, by an executor that moves lanes.
   virtual void AddMoves(StepStats& step) const {}
   // Moves the times of the last step's parts to their own stages: kSample out of kForward, kObserve
-  // out of kEvict; kTaps stays a part of kForward.
+  // out of kEvict; kAttention and kTaps stay parts of kForward.
   virtual void AddStageTimes(StepStats& step) const = 0;
 };
 

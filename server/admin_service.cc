@@ -212,7 +212,8 @@ grpc::ServerUnaryReactor* AdminService::GetLoad(grpc::CallbackServerContext* con
   auto get = [this](const v1::GetLoadRequest&) -> Answer<v1::GetLoadResponse> {
     v1::GetLoadResponse response;
     for (const ModelPtr& model : models_.InService()) {
-      const StepStats last = model->metrics->Newest();
+      const EngineLoad engine = model->metrics->Load();
+      const StepStats& last = engine.last;
       v1::ModelLoad& load = *response.add_models();
       load.set_model(model->name);
       load.set_running_requests(last.running);
@@ -223,6 +224,8 @@ grpc::ServerUnaryReactor* AdminService::GetLoad(grpc::CallbackServerContext* con
       load.set_kv_prefix_bytes(last.kv_prefix_bytes);
       if (last.predicted_wait.has_value())
         *load.mutable_predicted_wait() = DurationProto(*last.predicted_wait);
+      load.set_prompt_tokens_per_second(engine.prompt_tokens_per_second);
+      load.set_output_tokens_per_second(engine.output_tokens_per_second);
     }
     return response;
   };

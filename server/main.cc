@@ -13,6 +13,7 @@
 #include <vector>
 
 #include <google/protobuf/stubs/logging.h>
+#include <grpcpp/grpcpp.h>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -217,6 +218,7 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
   Metrics metrics({.policies = BuiltPolicies(),
                    .max_series = config.metrics_max_series,
                    .config = LabelsOf(config),
+                   .build = {{"torch", TorchVersion()}, {"grpc", grpc::Version()}},
                    .lifecycle = &lifecycle});
   // Never stopped: that takes the library two seconds, and the process ends anyway.
   static auto& metrics_server = *new std::unique_ptr<MetricsServer>;

@@ -1,11 +1,17 @@
 #include "server/metrics.h"
 
+#include <openssl/sha.h>
+
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "server/errors.h"
+#include "server/param_values.h"
 
 namespace epikv {
 namespace {
@@ -35,6 +41,21 @@ constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
 constexpr size_t kNumCodes = 17;
 // exposer_*, the HTTP library's own.
 constexpr int64_t kNumExposerSeries = 7;
+
+// Differs where parameters of two builds differ. Not their defaults that depend on the model.
+std::string ConfigHash(const PolicySpec& spec) {
+  std::string text;
+  for (const ParamSpec& param : spec.params) {
+    absl::StrAppend(&text, param.name, " ", ParamTypeName(param.type), " ", param.min, " ",
+                    param.max, " ", absl::StrJoin(param.choices, ","), " ",
+                    param.fallback.has_value() ? ToValue(*param.fallback).ShortDebugString() : "",
+                    "\n");
+  }
+  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest;
+  SHA256(reinterpret_cast<const unsigned char*>(text.data()), text.size(), digest.data());
+  return absl::BytesToHexString(
+      absl::string_view(reinterpret_cast<const char*>(digest.data()), digest.size()).substr(0, 6));
+}
 
 }  // namespace
 
@@ -92,15 +113,20 @@ Metrics::Metrics(const MetricsOptions& options)
 Metrics::~Metrics() { page_->Close(); }
 
 void Metrics::AddInfo(const MetricsOptions& options) {
-  declare_.Gauges("epikv_build_info", "1; the labels say what was built.", 1)
-      .Add({{"version", EPIKV_VERSION}})
+  declare_
+      .Gauges("epikv_build_info", "1; the labels are versions: ours, and of what it runs on.", 1)
+      .Add(With(options.build, "version", EPIKV_VERSION))
       .Set(1);
   SetConfig(options.config);
-  auto& policies = declare_.Gauges("epikv_policy_info", "1; the policies of this build.",
-                                   options.policies.size());
+  auto& policies = declare_.Gauges(
+      "epikv_policy_info",
+      "1; the policies of this build. config_hash: of their parameters, defaults and ranges.",
+      options.policies.size());
   for (const PolicySpec* spec : options.policies) {
     policies
         .Add({{"policy", std::string(spec->name)},
+              {"version", EPIKV_VERSION},
+              {"config_hash", ConfigHash(*spec)},
               {"evaluation_only", spec->evaluation_only ? "true" : "false"}})
         .Set(1);
   }

@@ -26,6 +26,7 @@ struct MetricsOptions {
   PolicyCatalog policies;
   int64_t max_series = 20000;            // that /metrics may hold
   prometheus::Labels config;             // settings worth seeing beside the rest, by name
+  prometheus::Labels build;              // versions of what the daemon runs on, by name
   const Lifecycle* lifecycle = nullptr;  // outlives the metrics
 };
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 
 namespace epikv {
 
@@ -44,15 +45,21 @@ void ModelMetrics::Describe(const EngineFacts& facts) {
   if (described_ != nullptr) info_.Remove(described_);
   described_ = &info_.Add({{"architecture", facts.architecture},
                            {"dtype", facts.dtype},
+                           {"weights", facts.weights},
                            {"decode_kernel", facts.decode_kernel}});
   described_->Set(1);
   threads_.Set(static_cast<double>(facts.threads));
   load_.Set(Seconds(facts.load));
 }
 
-StepStats ModelMetrics::Newest() const {
+EngineLoad ModelMetrics::Load() const {
   absl::MutexLock lock(&mu_);
-  return engines_.empty() ? StepStats() : engines_.back()->fill_.last;
+  if (engines_.empty()) return {};
+  const EngineMetrics& engine = *engines_.back();
+  const absl::Time now = absl::Now();
+  return {.last = engine.fill_.last,
+          .prompt_tokens_per_second = engine.prompt_tokens_.At(now),
+          .output_tokens_per_second = engine.output_tokens_.At(now)};
 }
 
 std::vector<prometheus::MetricFamily> ModelMetrics::Collect() const {
@@ -72,6 +79,7 @@ EngineMetrics::EngineMetrics(std::shared_ptr<ModelMetrics> model, const EngineFa
     : model_(std::move(model)),
       facts_(facts),
       fill_{.last = {.kv_capacity_bytes = facts.kv_capacity_bytes},
+            .weight_bytes = facts.weight_bytes,
             .max_running_requests = facts.max_running_requests} {
   absl::MutexLock lock(&model_->mu_);
   model_->Describe(facts_);
@@ -94,12 +102,17 @@ void EngineMetrics::OnStep(const StepStats& step) {
   absl::MutexLock lock(&model_->mu_);
   fill_.last = step;
   fill_.peak_used_bytes = std::max(fill_.peak_used_bytes, step.kv_used_bytes);
-  if (step.sequences > 0) model_->steps_.Add(step, std::exchange(evicting_, {}), before_);
+  if (step.sequences == 0) return;
+  model_->steps_.Add(step, std::exchange(evicting_, {}), before_);
+  prompt_tokens_.Add(static_cast<double>(step.prefill_tokens), before_.end);
+  output_tokens_.Add(static_cast<double>(step.decode_tokens + first_tokens_), before_.end);
+  first_tokens_ = 0;
 }
 
 void EngineMetrics::OnFirstToken(const Request& request, absl::Duration since_arrival) {
   absl::MutexLock lock(&model_->mu_);
   model_->requests_.OnFirstToken(request, since_arrival);
+  ++first_tokens_;
 }
 
 void EngineMetrics::OnEvicted(const EvictedStats& evicted) {

@@ -18,17 +18,26 @@
 #include "server/rejected_series.h"
 #include "server/request_series.h"
 #include "server/step_series.h"
+#include "server/token_rate.h"
 
 namespace epikv {
 
 // An engine and the model it runs, as their series tell of them.
 struct EngineFacts {
   std::string architecture, dtype, decode_kernel;
+  std::string weights;  // digest of the checkpoint, or empty
   KvScale kv;
   int64_t kv_capacity_bytes = 0;
+  int64_t weight_bytes = 0;
   int64_t max_running_requests = 256;
   int64_t threads = 1;
   absl::Duration load;  // how long loading took
+};
+
+// What balancers ask of an engine.
+struct EngineLoad {
+  StepStats last;                                                     // its newest step
+  double prompt_tokens_per_second = 0, output_tokens_per_second = 0;  // see TokenRate
 };
 
 class EngineMetrics;
@@ -45,8 +54,8 @@ class ModelMetrics {
 
   void OnRejected(absl::string_view reason) { rejected_.Count(reason); }  // ErrorInfo.reason
 
-  // The newest step of the engine that serves the name.
-  StepStats Newest() const;
+  // Of the engine that serves the name.
+  EngineLoad Load() const;
 
   std::vector<prometheus::MetricFamily> Collect() const;
 
@@ -91,8 +100,11 @@ class EngineMetrics final : public EngineObserver {
 
   const std::shared_ptr<ModelMetrics> model_;
   const EngineFacts facts_;
-  EngineFill fill_;  // guarded by the model's mutex
+  // Guarded by the model's mutex.
+  EngineFill fill_;
+  TokenRate prompt_tokens_, output_tokens_;
   StepBefore before_;
+  int64_t first_tokens_ = 0;              // in the step that runs
   std::set<absl::string_view> evicting_;  // labels of policies, in the step that runs
 };
 

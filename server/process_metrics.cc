@@ -22,10 +22,21 @@ prometheus::MetricFamily One(const char* name, const char* help, prometheus::Met
   return {.name = name, .help = help, .type = type, .metric = {metric}};
 }
 
-double ResidentBytes() {
+struct Memory {
+  double virtual_bytes = 0, resident_bytes = 0;
+};
+
+Memory ReadMemory() {
   int64_t total_pages = 0, resident_pages = 0;
   std::ifstream("/proc/self/statm") >> total_pages >> resident_pages;
-  return static_cast<double>(resident_pages) * static_cast<double>(sysconf(_SC_PAGESIZE));
+  const double page = static_cast<double>(sysconf(_SC_PAGESIZE));
+  return {static_cast<double>(total_pages) * page, static_cast<double>(resident_pages) * page};
+}
+
+double MaxFds() {
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  return static_cast<double>(limit.rlim_cur);
 }
 
 double CpuSeconds() {
@@ -58,14 +69,19 @@ const double kStart = StartTimeSeconds();
 
 std::vector<prometheus::MetricFamily> ProcessMetrics::Collect() const {
   using prometheus::MetricType;
-  return {
-      One("process_cpu_seconds_total", "User and system CPU time of the process.",
-          MetricType::Counter, CpuSeconds()),
-      One("process_resident_memory_bytes", "Resident memory.", MetricType::Gauge, ResidentBytes()),
-      One("process_open_fds", "Open file descriptors.", MetricType::Gauge,
-          CountEntries("/proc/self/fd")),
-      One("process_threads", "Threads.", MetricType::Gauge, CountEntries("/proc/self/task")),
-      One("process_start_time_seconds", "Start, since the epoch.", MetricType::Gauge, kStart)};
+  const Memory memory = ReadMemory();
+  return {One("process_cpu_seconds_total", "User and system CPU time of the process.",
+              MetricType::Counter, CpuSeconds()),
+          One("process_resident_memory_bytes", "Resident memory.", MetricType::Gauge,
+              memory.resident_bytes),
+          One("process_virtual_memory_bytes", "Virtual memory.", MetricType::Gauge,
+              memory.virtual_bytes),
+          One("process_open_fds", "Open file descriptors.", MetricType::Gauge,
+              CountEntries("/proc/self/fd")),
+          One("process_max_fds", "Most file descriptors that may be open.", MetricType::Gauge,
+              MaxFds()),
+          One("process_threads", "Threads.", MetricType::Gauge, CountEntries("/proc/self/task")),
+          One("process_start_time_seconds", "Start, since the epoch.", MetricType::Gauge, kStart)};
 }
 
 }  // namespace epikv

@@ -22,6 +22,7 @@ constexpr absl::string_view kReasons[] = {
     "length", "end",         "stop_token", "stop_string", "deadline", "deadline_infeasible",
     "error",  "slow_reader", "drained",    "cancelled"};
 constexpr size_t kNumFailures = 6;  // of the reasons, the last ones
+constexpr absl::string_view kPolicyErrors[] = {kPolicyThrew, kPolicyStatus, kPolicyInvalidSet};
 
 Bounds KvTokenBounds() { return PowersOfTwo(5, 17); }
 
@@ -80,6 +81,10 @@ RequestSeries::RequestSeries(Declarations& declare, Declarations& of_policy, Pol
       kept_(of_policy, "epikv_request_kv_kept_ratio",
             "Share of a request's cached tokens that it held at its end.", 1,
             {.05, .1, .15, .2, .25, .3, .4, .5, .6, .7, .8, .9, 1}),
+      mass_(of_policy, "epikv_evicted_attention_mass_ratio",
+            "Of a round while decoding, now and then: the share of its attention that the newest "
+            "query gave to what is evicted.",
+            1, {0, .001, .002, .005, .01, .02, .05, .1, .2, .5}),
       finished_(of_policy.Counters("epikv_requests_finished_total",
                                    "Requests that have ended, by how.", std::size(kReasons))),
       tokens_(
@@ -98,9 +103,9 @@ RequestSeries::RequestSeries(Declarations& declare, Declarations& of_policy, Pol
       overrun_(of_policy.Counters("epikv_kv_budget_overrun_tokens_total",
                                   "Tokens held above a request's reservation. Must stay 0.", 1)),
       policy_errors_(of_policy.Counters("epikv_policy_errors_total",
-                                        "Requests that failed because their policy threw or "
-                                        "answered an invalid set.",
-                                        1)),
+                                        "Requests that failed because of their policy: it threw, "
+                                        "gave up, or answered an invalid set.",
+                                        std::size(kPolicyErrors))),
       prefix_queried_(declare
                           .Counters("epikv_prefix_cache_queried_tokens_total",
                                     "Prompt tokens of requests that were admitted, but for those "
@@ -134,6 +139,7 @@ RequestSeries::OfPolicy& RequestSeries::Of(const Request& request) {
                   .peak = peak_.Of(labels),
                   .final_held = final_held_.Of(labels),
                   .kept = kept_.Of(labels),
+                  .mass = mass_.Of(labels),
                   .prompt_tokens = tokens_.Add(With(labels, "kind", "prompt")),
                   .cached_prompt_tokens = tokens_.Add(With(labels, "kind", "prompt_cached")),
                   .output_tokens = tokens_.Add(With(labels, "kind", "output")),
@@ -141,7 +147,7 @@ RequestSeries::OfPolicy& RequestSeries::Of(const Request& request) {
                   .evicted_entries = by_phase(evicted_entries_),
                   .evicted_tokens = by_phase(evicted_tokens_),
                   .rounds = by_phase(rounds_)};
-  policy_errors_.Add(labels);
+  for (absl::string_view kind : kPolicyErrors) policy_errors_.Add(With(labels, "kind", kind));
   return by_policy_.emplace(policy, std::move(series)).first->second;
 }
 
@@ -163,6 +169,7 @@ void RequestSeries::OnEvicted(const EvictedStats& evicted, KvScale scale) {
   policy.evicted_entries[phase]->Increment(entries);
   policy.evicted_tokens[phase]->Increment(entries / static_cast<double>(scale.lanes));
   policy.rounds[phase]->Increment();
+  if (evicted.attention_mass.has_value()) policy.mass.Observe(*evicted.attention_mass);
 }
 
 void RequestSeries::OnFinished(const Request& request, const Finished& finished, KvScale scale) {
@@ -177,7 +184,11 @@ void RequestSeries::CountOutcome(const OfPolicy& policy, const Request& request,
                                  const Finished& finished) {
   const absl::string_view reason = FinishLabel(finished);
   finished_.Add(With(policy.labels, "reason", reason)).Increment();
-  if (ReasonOf(finished.status) == kPolicyFailed) policy_errors_.Add(policy.labels).Increment();
+  if (ReasonOf(finished.status) == kPolicyFailed) {
+    const std::string kind = PolicyErrorOf(finished.status);
+    policy_errors_.Add(With(policy.labels, "kind", KnownOr(kPolicyErrors, kind, kPolicyStatus)))
+        .Increment();
+  }
   const absl::string_view operation = kOperations[request.forced.empty() ? 0 : 1];
   const Labels labels = With(policy.labels, "gen_ai_operation_name", operation);
   duration_.Of(With(labels, "error_type", finished.status.ok() ? "" : reason))

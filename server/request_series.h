@@ -38,7 +38,7 @@ class RequestSeries {
   struct OfPolicy {
     prometheus::Labels labels;
     prometheus::Histogram &first_token, &per_token;
-    prometheus::Histogram &budget, &peak, &final_held, &kept;
+    prometheus::Histogram &budget, &peak, &final_held, &kept, &mass;
     prometheus::Counter &prompt_tokens, &cached_prompt_tokens, &output_tokens, &overrun;
     std::array<prometheus::Counter*, 2> evicted_entries, evicted_tokens, rounds;  // by phase
   };
@@ -49,7 +49,7 @@ class RequestSeries {
 
   PolicyLabels& labels_;
   HistogramFamily duration_, first_token_, per_token_, queue_, prefill_, decode_;
-  HistogramFamily budget_, peak_, final_held_, kept_;
+  HistogramFamily budget_, peak_, final_held_, kept_, mass_;
   prometheus::Family<prometheus::Counter>&finished_, &tokens_;
   prometheus::Family<prometheus::Counter>&evicted_entries_, &evicted_tokens_, &rounds_;
   prometheus::Family<prometheus::Counter>&overrun_, &policy_errors_;

@@ -7,13 +7,16 @@
 namespace epikv {
 namespace {
 
-EngineFacts FactsOf(const ServedModel& model, const ServingOptions& options, absl::Duration load) {
+EngineFacts FactsOf(const ServedModel& model, const ServingOptions& options, int64_t weight_bytes,
+                    absl::Duration load) {
   const Manifest& manifest = model.admission->manifest();
   return {.architecture = manifest.architecture,
           .dtype = std::string(DTypeName(manifest.dtype)),
           .decode_kernel = model.decode_kernel,
+          .weights = manifest.weights,
           .kv = {.lanes = model.lanes(), .bytes_per_token = model.admission->kv_bytes_per_token()},
           .kv_capacity_bytes = model.kv_capacity_bytes,
+          .weight_bytes = weight_bytes,
           .max_running_requests = options.max_running_requests,
           .threads = model.threads,
           .load = load};
@@ -62,7 +65,8 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& 
   absl::StatusOr<std::shared_ptr<ModelMetrics>> series = metrics.OfModel(model->name);
   if (!series.ok()) return series.status();
   model->metrics = *std::move(series);
-  model->observer = std::make_unique<EngineMetrics>(model->metrics, FactsOf(*model, options, load));
+  model->observer = std::make_unique<EngineMetrics>(
+      model->metrics, FactsOf(*model, options, loaded.weight_bytes, load));
   model->engine = std::make_unique<EngineThread>(
       std::make_unique<Engine>(
           EngineOptions{.scheduler = options.scheduler,

@@ -11,8 +11,10 @@ namespace {
 using prometheus::ClientMetric;
 using prometheus::MetricFamily;
 
-constexpr const char* kStages[kNumStages] = {"schedule", "forward", "taps", "sample",
-                                             "deliver",  "observe", "evict"};
+constexpr const char* kStages[kNumStages] = {"schedule", "forward", "attention", "taps",
+                                             "sample",   "deliver", "observe",   "evict"};
+
+bool HasCpu(int stage) { return stage != static_cast<int>(Stage::kAttention); }
 
 // By Priority.
 constexpr const char* kPriorities[kNumPriorities] = {"low", "normal", "high"};
@@ -63,6 +65,7 @@ void FillGauges::Add(const EngineFill& engine) {
   prefixes_ += static_cast<double>(last.kv_prefix_bytes);
   capacity_ += static_cast<double>(last.kv_capacity_bytes);
   peak_used_ += static_cast<double>(engine.peak_used_bytes);
+  weights_ += static_cast<double>(engine.weight_bytes);
   AddTo(last.running_by_priority, running_);
   const bool for_place = last.running >= engine.max_running_requests;
   AddTo(last.waiting_by_priority, for_place ? waiting_for_place_ : waiting_for_kv_);
@@ -84,6 +87,10 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
           GaugeOf("epikv_kv_capacity_bytes", "Bytes of the KV pool.", model, "", {{"", capacity_}}),
           GaugeOf("epikv_kv_peak_used_bytes", "Most bytes used since the start.", model, "",
                   {{"", peak_used_}}),
+          GaugeOf("epikv_torch_memory_bytes",
+                  "Memory that LibTorch holds for good: weights as they are served, and the KV "
+                  "pool. The scratch of steps comes and goes.",
+                  model, "kind", {{"weights", weights_}, {"kv_pool", capacity_}}),
           GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",
                   {{"", used_ / whole}}),
           GaugeOf("epikv_kv_reserved_ratio",
@@ -135,19 +142,21 @@ StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
   auto& tokens = declare.Counters("epikv_step_tokens_total", "Tokens run, step by step.", 2);
   tokens_ = {&tokens.Add({{"phase", "prefill"}}), &tokens.Add({{"phase", "decode"}})};
 
-  HistogramFamily stages(declare, "epikv_step_stage_seconds",
-                         "Wall time of a step's stage. `taps` and `sample` lie inside `forward`.",
-                         kNumStages, Decades(.00001, 10));
+  HistogramFamily stages(
+      declare, "epikv_step_stage_seconds",
+      "Wall time of a step's stage. `attention` and `taps` lie inside `forward`.", kNumStages,
+      Decades(.00001, 10));
   auto& wall = declare.Counters("epikv_step_seconds_total",
-                                "Wall time of steps, by stage. `taps` and `sample` lie inside "
+                                "Wall time of steps, by stage. `attention` and `taps` lie inside "
                                 "`forward`.",
                                 kNumStages);
-  auto& cpu = declare.Counters("epikv_step_cpu_seconds_total",
-                               "CPU time of the engine's thread in steps, by stage.", kNumStages);
+  auto& cpu =
+      declare.Counters("epikv_step_cpu_seconds_total",
+                       "CPU time of the engine's thread in steps, by stage.", kNumStages - 1);
   for (int i = 0; i < kNumStages; ++i) {
     stages_[i] = &stages.Of({{"stage", kStages[i]}});
     stage_wall_[i] = &wall.Add({{"stage", kStages[i]}});
-    stage_cpu_[i] = &cpu.Add({{"stage", kStages[i]}});
+    if (HasCpu(i)) stage_cpu_[i] = &cpu.Add({{"stage", kStages[i]}});
   }
 }
 
@@ -158,7 +167,7 @@ void StepSeries::Add(const StepStats& step, const std::set<absl::string_view>& e
   for (int i = 0; i < kNumStages; ++i) {
     stages_[i]->Observe(Seconds(step.wall[i]));
     stage_wall_[i]->Increment(Seconds(step.wall[i]));
-    stage_cpu_[i]->Increment(Seconds(step.cpu[i]));
+    if (HasCpu(i)) stage_cpu_[i]->Increment(Seconds(step.cpu[i]));
   }
   engine_cpu_.Increment(Seconds(step.total_cpu));
   rows_moved_.Increment(static_cast<double>(step.kv_rows_moved - before.kv_rows_moved));

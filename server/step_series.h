@@ -21,6 +21,7 @@ using ByPriority = std::array<int64_t, kNumPriorities>;
 struct EngineFill {
   StepStats last;  // its newest step
   int64_t peak_used_bytes = 0;
+  int64_t weight_bytes = 0;
   int64_t max_running_requests = 0;
 };
 
@@ -28,13 +29,13 @@ struct EngineFill {
 // of an engine are from one moment, so that they add up.
 class FillGauges {
  public:
-  static constexpr int64_t kNumSeries = 18;
+  static constexpr int64_t kNumSeries = 20;
 
   void Add(const EngineFill& engine);
   std::vector<prometheus::MetricFamily> Families(const std::string& model) const;
 
  private:
-  double used_ = 0, reserved_ = 0, prefixes_ = 0, capacity_ = 0, peak_used_ = 0;
+  double used_ = 0, reserved_ = 0, prefixes_ = 0, capacity_ = 0, peak_used_ = 0, weights_ = 0;
   ByPriority running_{}, waiting_for_kv_{}, waiting_for_place_{};
   std::optional<double> predicted_wait_;  // seconds; of the newest engine
 };
@@ -64,8 +65,8 @@ class StepSeries {
   prometheus::Gauge& longest_move_;
   std::array<prometheus::Histogram*, 3> by_phase_;  // prefill, decode, mixed
   std::array<prometheus::Histogram*, kNumStages> stages_;
-  std::array<prometheus::Counter*, kNumStages> stage_wall_, stage_cpu_;
-  std::array<prometheus::Counter*, 2> tokens_;  // prefill, decode
+  std::array<prometheus::Counter*, kNumStages> stage_wall_{}, stage_cpu_{};  // see Stage
+  std::array<prometheus::Counter*, 2> tokens_;                               // prefill, decode
 };
 
 }  // namespace epikv

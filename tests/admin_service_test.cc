@@ -247,6 +247,8 @@ TEST_F(AdminServiceTest, TellsLoadAndDumpsState) {
   ASSERT_EQ(load.models_size(), 1);
   EXPECT_EQ(load.models(0).kv_capacity_bytes(), 100 * kFakeBytesPerToken);
   EXPECT_EQ(load.models(0).running_requests(), 0u);
+  EXPECT_GT(load.models(0).prompt_tokens_per_second(), 0);
+  EXPECT_GT(load.models(0).output_tokens_per_second(), 0);
   v1::DumpStateResponse dump;
   EXPECT_TRUE(Call(&Stub::DumpState, v1::DumpStateRequest(), &dump).ok());
   EXPECT_EQ(dump.status().state(), v1::ServerStatus::STATE_SERVING);

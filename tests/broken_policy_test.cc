@@ -15,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "policies/registry.h"
+#include "runtime/reason.h"
 #include "runtime/runtime.h"
 #include "server/errors.h"
 #include "server/metrics_server.h"
@@ -63,8 +64,17 @@ class RealServer {
   }
 
   v1::GenerationService::Stub& stub() { return *stub_; }
-  // Requests that the policy failed.
-  double PolicyErrors() { return Read("epikv_policy_errors_total", R"(policy="broken")"); }
+  // Requests that the policy failed: in this way, and as other series count them.
+  double PolicyErrors(absl::string_view kind) {
+    return Read("epikv_policy_errors_total",
+                absl::StrCat(R"(kind=")", kind, R"(",policy="broken")"));
+  }
+  std::vector<double> Errors() {
+    return {Read("epikv_policy_errors_total", R"(policy="broken")"),
+            Read("epikv_requests_finished_total", R"(reason="error")"),
+            Read("gen_ai_server_request_duration_seconds_count", R"(error_type="error")"),
+            Read("epikv_grpc_requests_total", R"(code="INTERNAL")")};
+  }
   // Steps that several sequences shared.
   double SharedSteps() {
     return Read("epikv_step_batch_sequences_count", "") -
@@ -93,8 +103,14 @@ class RealServer {
   std::unique_ptr<v1::GenerationService::Stub> stub_;
 };
 
-// A fault, and what the client is told of it.
-class BrokenPolicyTest : public ::testing::TestWithParam<std::pair<const char*, const char*>> {
+// A fault, what the client is told of it, and how it is counted.
+struct Fault {
+  const char* name;
+  const char* sentence;
+  absl::string_view kind;
+};
+
+class BrokenPolicyTest : public ::testing::TestWithParam<Fault> {
  protected:
   static void SetUpTestSuite() { server_ = new RealServer; }
   static void TearDownTestSuite() { delete std::exchange(server_, nullptr); }
@@ -132,10 +148,11 @@ class BrokenPolicyTest : public ::testing::TestWithParam<std::pair<const char*, 
 RealServer* BrokenPolicyTest::server_ = nullptr;
 
 TEST_P(BrokenPolicyTest, FailsItsRequestAlone) {
-  const auto& [fault, sentence] = GetParam();
+  const auto& [fault, sentence, kind] = GetParam();
   StreamClient undisturbed(server_->stub(), Ask("sliding", 200));
   ASSERT_TRUE(undisturbed.AwaitDone().ok());
-  const double errors_before = server_->PolicyErrors();
+  const double of_kind_before = server_->PolicyErrors(kind);
+  std::vector<double> errors = server_->Errors();
 
   const double shared_before = server_->SharedSteps();
   StreamClient neighbour(server_->stub(), Ask("sliding", 200));
@@ -155,25 +172,28 @@ TEST_P(BrokenPolicyTest, FailsItsRequestAlone) {
   EXPECT_TRUE(neighbour.AwaitDone().ok());
   EXPECT_EQ(server_->SharedSteps() > shared_before, opened);
   EXPECT_EQ(Given(neighbour), Given(undisturbed));
-  EXPECT_EQ(server_->PolicyErrors(), errors_before + 1);
+  EXPECT_EQ(server_->PolicyErrors(kind), of_kind_before + 1);
+  for (double& count : errors) ++count;
+  EXPECT_EQ(server_->Errors(), errors);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, BrokenPolicyTest,
-                         ::testing::ValuesIn(std::vector<std::pair<const char*, const char*>>{
-                             {"throws", "policy 'broken' failed: out of order"},
-                             {"throws_observing", "policy 'broken' failed: out of order"},
-                             {"nan", "is NaN"},
-                             {"protected", "the policy named the protected token 42"},
-                             {"too_few", "the policy named 0 victims where 1 must go"},
-                             {"not_there",
-                              "the policy named a token twice or one that is not cached"},
-                             {"twice", "the policy named a token twice or one that is not cached"},
-                             {"too_many_lanes", "the policy answered for 2 lane groups of 1"},
-                             {"throws_a_number", "policy 'broken' failed: it threw"},
-                             {"not_found", "policy 'broken' failed: no such thing"},
-                             {"throws_opening", "policy 'broken' failed: it threw"},
-                             {"no_answer", "the policy gave 0 answers to one task"}}),
-                         [](const auto& info) { return std::string(info.param.first); });
+INSTANTIATE_TEST_SUITE_P(
+    All, BrokenPolicyTest,
+    ::testing::ValuesIn(std::vector<Fault>{
+        {"throws", "policy 'broken' failed: out of order", kPolicyThrew},
+        {"throws_observing", "policy 'broken' failed: out of order", kPolicyThrew},
+        {"nan", "is NaN", kPolicyStatus},
+        {"protected", "the policy named the protected token 42", kPolicyInvalidSet},
+        {"too_few", "the policy named 0 victims where 1 must go", kPolicyInvalidSet},
+        {"not_there", "the policy named a token twice or one that is not cached",
+         kPolicyInvalidSet},
+        {"twice", "the policy named a token twice or one that is not cached", kPolicyInvalidSet},
+        {"too_many_lanes", "the policy answered for 2 lane groups of 1", kPolicyInvalidSet},
+        {"throws_a_number", "policy 'broken' failed: it threw", kPolicyThrew},
+        {"not_found", "policy 'broken' failed: no such thing", kPolicyStatus},
+        {"throws_opening", "policy 'broken' failed: it threw", kPolicyThrew},
+        {"no_answer", "the policy gave 0 answers to one task", kPolicyInvalidSet}}),
+    [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
 }  // namespace epikv

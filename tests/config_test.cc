@@ -72,6 +72,7 @@ TEST(ConfigTest, DefaultsAreThoseOfTheCommentedFile) {
   EXPECT_EQ(config.metrics_listen, "127.0.0.1:9464");
   EXPECT_EQ(config.models.at(0).path, "m.pt");
   EXPECT_EQ(config.runtime.kv_memory_share, 0.5);
+  EXPECT_EQ(config.runtime.mass_interval, 256);
   EXPECT_EQ(config.serving.scheduler.max_step_tokens, 512);
   EXPECT_EQ(config.serving.scheduler.fixed_chunk_tokens, 0);
   EXPECT_EQ(config.serving.queue.max_tokens, 4194304);

@@ -93,7 +93,8 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
           .decode_kernel = options.decode_kernel,
           .deterministic = options.deterministic,
           .prefix_block_tokens =
-              options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens});
+              options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,
+          .mass_interval = options.mass_interval});
   executor_ = executor.get();
   engine_ = std::make_unique<Engine>(
       EngineOptions{

@@ -40,7 +40,8 @@ struct HarnessOptions {
   int64_t max_prefix_bytes = 0;  // of the pool, for cached prefixes
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PolicyCatalog policies = AllPolicies();
-  bool end_tokens = true;  // false: streams go on to their length, whatever they say
+  int64_t mass_interval = 0;  // see ExecutorOptions
+  bool end_tokens = true;     // false: streams go on to their length, whatever they say
 };
 
 // An engine over a real model file, stepped by hand: for tests of what it computes.
@@ -66,13 +67,20 @@ class EngineHarness {
   const Executor& executor() const { return *executor_; }
   // Called after every step.
   void OnStep(std::function<void()> check) { on_step_ = std::move(check); }
+  // Of every round that was measured, SettleOutcome::attention_mass.
+  const std::vector<double>& masses() const { return observer_.masses; }
 
  private:
   LawModel* model_ = nullptr;           // owned by the executor
   const Executor* executor_ = nullptr;  // owned by the engine
   std::unique_ptr<Tokenizer> tokenizer_;
   std::unique_ptr<Admission> admission_;
-  EngineObserver observer_;
+  struct Observer final : EngineObserver {
+    void OnEvicted(const EvictedStats& evicted) override {
+      if (evicted.attention_mass.has_value()) masses.push_back(*evicted.attention_mass);
+    }
+    std::vector<double> masses;
+  } observer_;
   std::unique_ptr<Engine> engine_;
   std::function<void()> on_step_;
   int64_t next_id_ = 0;

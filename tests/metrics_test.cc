@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <prometheus/text_serializer.h>
 
+#include <cmath>
 #include <map>
 #include <memory>
 #include <string>
@@ -26,7 +27,6 @@
 namespace epikv {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::Key;
@@ -129,10 +129,11 @@ TEST_F(MetricsTest, StepsAreCountedByPhaseAndStage) {
   EXPECT_EQ(values.at("epikv_inter_token_latency_seconds_count"), 4);
   EXPECT_EQ(values.at("epikv_step_batch_sequences_sum"), 5);
   for (const char* stage :
-       {"schedule", "forward", "taps", "sample", "deliver", "observe", "evict"}) {
+       {"schedule", "forward", "attention", "taps", "sample", "deliver", "observe", "evict"}) {
     const std::string label = absl::StrCat("{stage=\"", stage, "\"}");
-    EXPECT_THAT(values, AllOf(Contains(Key("epikv_step_seconds_total" + label)),
-                              Contains(Key("epikv_step_cpu_seconds_total" + label))));
+    EXPECT_THAT(values, Contains(Key("epikv_step_seconds_total" + label)));
+    EXPECT_EQ(values.count("epikv_step_cpu_seconds_total" + label),
+              stage == absl::string_view("attention") ? 0u : 1u);
   }
   EXPECT_GT(values.at("epikv_engine_cpu_seconds_total"), 0);
 }
@@ -175,14 +176,60 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
 }
 
 TEST_F(MetricsTest, FailuresSayWhoFailed) {
-  script_->on_settle = [](const WorkItem&) { return absl::InternalError("threw"); };
   RequestOptions options = Asked(10, 50);
   options.kv = {.policy = "window", .budget = int64_t{24}};
-  Run(options);
+  for (absl::string_view kind : {kPolicyThrew, kPolicyStatus, kPolicyInvalidSet, kPolicyThrew}) {
+    script_->on_settle = [kind](const WorkItem&) {
+      return WithPolicyError(absl::InternalError("failed"), kind);
+    };
+    Run(options);
+  }
   const auto values = Read();
-  EXPECT_EQ(values.at(R"(epikv_policy_errors_total{arm="none",policy="window"})"), 1);
+  auto errors = [&](const char* kind) {
+    return values.at(absl::StrCat(R"(epikv_policy_errors_total{arm="none",kind=")", kind,
+                                  R"(",policy="window"})"));
+  };
+  EXPECT_EQ(errors("threw"), 2);
+  EXPECT_EQ(errors("status"), 1);
+  EXPECT_EQ(errors("invalid_set"), 1);
   EXPECT_EQ(
-      values.at(R"(epikv_requests_finished_total{arm="none",policy="window",reason="error"})"), 1);
+      values.at(R"(epikv_requests_finished_total{arm="none",policy="window",reason="error"})"), 4);
+}
+
+TEST_F(MetricsTest, AttentionMassIsCountedWhereItWasMeasured) {
+  RequestOptions options = Asked(10, 50);
+  options.kv = {.policy = "window", .budget = int64_t{24}};
+  const Request request = std::get<Request>(admission_.Resolve(std::move(options)));
+  engine_.OnEvicted({.request = request, .entries = 4});
+  engine_.OnEvicted({.request = request, .entries = 4, .attention_mass = 0});
+  engine_.OnEvicted({.request = request, .entries = 4, .attention_mass = .015});
+  const auto values = Read();
+  const std::string of = "epikv_evicted_attention_mass_ratio";
+  const std::string window = R"({arm="none",policy="window")";
+  EXPECT_EQ(values.at(of + "_count" + window + "}"), 2);
+  EXPECT_EQ(values.at(of + "_sum" + window + "}"), .015);
+  EXPECT_EQ(values.at(of + "_bucket" + window + ",le=\"0\"}"), 1);
+  EXPECT_EQ(values.at(of + "_bucket" + window + ",le=\"0.01\"}"), 1);
+  EXPECT_EQ(values.at(of + "_bucket" + window + ",le=\"0.02\"}"), 2);
+}
+
+TEST_F(MetricsTest, LoadTellsTokensPerSecondOfLate) {
+  EXPECT_EQ((*metrics_.OfModel("fake"))->Load().output_tokens_per_second, 0);
+  Run(Asked(10, 5));
+  const EngineLoad load = (*metrics_.OfModel("fake"))->Load();
+  EXPECT_LE(load.prompt_tokens_per_second, 10 / 10.);
+  EXPECT_LE(load.output_tokens_per_second, 5 / 10.);
+  EXPECT_NEAR(load.prompt_tokens_per_second / load.output_tokens_per_second, 10 / 5., 1e-3);
+}
+
+TEST(TokenRateTest, ForgetsOverTenSeconds) {
+  TokenRate rate;
+  absl::Time now = absl::UnixEpoch();
+  for (int i = 0; i < 10000; ++i) rate.Add(3, now += absl::Milliseconds(10));
+  EXPECT_NEAR(rate.At(now), 300, 1) << "steady";
+  EXPECT_NEAR(rate.At(now + absl::Seconds(10)), 300 * std::exp(-1), 1);
+  EXPECT_NEAR(rate.At(now - absl::Seconds(10)), 300, 1) << "the clock was set back";
+  EXPECT_LT(rate.At(now + absl::Minutes(5)), 1e-6);
 }
 
 TEST_F(MetricsTest, RequestDroppedFromTheQueueIsNoMissedDeadline) {
@@ -229,6 +276,7 @@ TEST_F(MetricsTest, BoundHoldsForEverySeries) {
               absl::StartsWith(name, "epikv_kv_capacity_bytes") ||
               absl::StartsWith(name, "epikv_kv_peak_used_bytes") ||
               absl::StartsWith(name, "epikv_kv_usage_ratio") ||
+              absl::StartsWith(name, "epikv_torch_memory_bytes") ||
               absl::StartsWith(name, "epikv_kv_reserved_ratio") ||
               absl::StartsWith(name, "epikv_requests_running") ||
               absl::StartsWith(name, "epikv_requests_waiting") ||
@@ -239,6 +287,9 @@ TEST_F(MetricsTest, BoundHoldsForEverySeries) {
   int64_t http = 0;
   for (const auto& [name, value] : values) http += absl::StartsWith(name, "exposer_") ? 1 : 0;
   EXPECT_EQ(http, 7) << "what the bound allows for them";
+  int64_t process = 0;
+  for (const auto& [name, value] : values) process += absl::StartsWith(name, "process_") ? 1 : 0;
+  EXPECT_EQ(process, ProcessMetrics::kNumSeries);
 }
 
 TEST_F(MetricsTest, SettingsAreLabels) {
@@ -321,10 +372,13 @@ TEST_F(MetricsTest, ASwapAddsUpPoolsAndSetsNoCounterBack) {
     EngineFacts refused = Facts();
     refused.dtype = "float16";
     EngineMetrics never(*metrics_.OfModel("fake"), refused);
-    EXPECT_EQ(Read().at(R"(epikv_model_info{architecture="",decode_kernel="",dtype="float16"})"),
-              1);
+    EXPECT_EQ(
+        Read().at(
+            R"(epikv_model_info{architecture="",decode_kernel="",dtype="float16",weights=""})"),
+        1);
   }
-  EXPECT_EQ(Read().at(R"(epikv_model_info{architecture="",decode_kernel="",dtype=""})"), 1);
+  EXPECT_EQ(Read().at(R"(epikv_model_info{architecture="",decode_kernel="",dtype="",weights=""})"),
+            1);
   const auto values = Read();
   EXPECT_EQ(values.at("epikv_kv_capacity_bytes"), 1000);
   EXPECT_EQ(values.at(R"(epikv_requests_finished_total{arm="none",policy="full",reason="length"})"),

@@ -38,6 +38,14 @@ MUTANTS = [
         "*ResidualStepsAreThoseAfterEachBlock*",
     ),
     Mutant(
+        "the mass of every layer in the place of the first",
+        "runtime/executor.cc",
+        "shape, mass_rows_.layer(layer));",
+        "shape, mass_rows_.layer(0));",
+        "laws_test",
+        "*EvictedAttentionMass/*",
+    ),
+    Mutant(
         "older wins ties",
         "policies/select.cc",
         "candidates.emplace_back(scores[slot], index[slot]);",

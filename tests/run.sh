@@ -7,6 +7,16 @@ setup
 node_client=$EPIKV_ROOT/tests/clients/node
 [ "$node_client/node_modules" -nt "$node_client/package-lock.json" ] ||
   stage "Node packages" npm --prefix "$node_client" ci --ignore-scripts --no-audit --no-fund
+# For tests/e2e/prometheus_test.py. Unpacked, not installed: the package would start its service.
+unpack_prometheus() {
+  cd "$prometheus"
+  apt-get download prometheus || { apt-get update && apt-get download prometheus; }
+  dpkg-deb -x prometheus_*.deb .
+}
+prometheus=$EPIKV_ROOT/build/prometheus
+export PATH=$PATH:$prometheus/usr/bin
+command -v prometheus >/dev/null ||
+  { mkdir -p "$prometheus" && stage "Prometheus" unpack_prometheus; }
 build
 export OMP_WAIT_POLICY=PASSIVE
 ctest --test-dir build/dev --output-on-failure -j "$EPIKV_JOBS" --timeout 600

@@ -55,6 +55,7 @@ def test_requests_say_what_they_do(sample_model: Path) -> None:
                 assert (waits["request_id"], waits["waits_for"]) == ("waits", "WAITS_FOR_PLACE")
                 (load,) = admin("load")["models"]
                 assert load["running_requests"] == 1
+                assert load["prompt_tokens_per_second"] > 0 < load["output_tokens_per_second"]
                 dump = admin("dump")
                 assert len(dump["requests"]) == 2 and "epikv_kv_bytes" in dump["metrics"]
 

@@ -132,7 +132,7 @@ def unload_model(server: str, name: str, grace: float | None) -> None:
 # Those that ask without saying anything more.
 _PLAIN = (
     ("status", "GetServerStatus", "What the daemon is doing, and its models."),
-    ("load", "GetLoad", "Queue, running requests and KV of each model."),
+    ("load", "GetLoad", "Queue, running requests, KV and tokens per second of each model."),
     ("drain", "Drain", "Refuse new requests; what runs or waits goes on."),
     ("resume", "Resume", "Take requests again."),
     ("flush-prefix-cache", "FlushPrefixCache", "Forget the cached prefixes of prompts."),
