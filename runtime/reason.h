@@ -16,6 +16,8 @@ inline constexpr absl::string_view kReasonUrl = "epikv/reason";
 inline constexpr absl::string_view kPolicyFailed = "POLICY_FAILED";
 // Its deadline cannot be met: refused, or dropped while it waited.
 inline constexpr absl::string_view kDeadlineInfeasible = "DEADLINE_INFEASIBLE";
+// The server is being drained: refused, or ended at the drain's limit.
+inline constexpr absl::string_view kDraining = "DRAINING";
 // Why a policy failed that threw an object of no known type.
 inline constexpr absl::string_view kNoException = "it threw what is no exception";
 
