@@ -399,6 +399,10 @@ bool Resolver::CheckProtection(bool has_lengths) {
   for (size_t i = 0; i < std::min(asked.spans.size(), kMaxSpans); ++i) {
     const TokenSpan& span = asked.spans[i];
     if (0 <= span.begin && span.begin < span.end && span.end <= total) continue;
+    if (0 <= span.begin && span.begin < span.end) {
+      Because("SPAN_RANGE", {{"tokens", absl::StrCat(total)}, {"end", absl::StrCat(span.end)}},
+              absl::StatusCode::kOutOfRange);
+    }
     Violate(
         absl::StrCat("kv.protected_spans[", i, "]"),
         absl::StrCat("must not be empty, must begin at 0 or later and must end at or before ",

@@ -3,8 +3,16 @@
 #include <utility>
 
 #include "absl/time/clock.h"
+#include "runtime/reason.h"
 
 namespace epikv {
+namespace {
+
+absl::Status WhyDrained() {
+  return WithReason(absl::UnavailableError("the server is shutting down"), kDraining);
+}
+
+}  // namespace
 
 // Tells the thread when a request ends.
 class EngineThread::TrackedSink final : public RequestSink {
@@ -147,7 +155,7 @@ void EngineThread::Drain(absl::Time deadline) {
   auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return live_.empty() && !ending_; };
   if (mu_.AwaitWithDeadline(absl::Condition(&idle), deadline)) return;
   for (const auto& [id, live] : live_) {
-    inbox_.push_back(Cancelled{id, absl::UnavailableError("the server is shutting down")});
+    inbox_.push_back(Cancelled{id, WhyDrained()});
   }
   mu_.Await(absl::Condition(&idle));
 }
@@ -208,7 +216,7 @@ void EngineThread::Run() {
   } while (Publish());
   // Nothing is submitted once draining; what came before ends here.
   Handle(TakeInbox(/*wait=*/false, absl::InfinitePast()));
-  engine_->CancelAll(absl::UnavailableError("the server is shutting down"));
+  engine_->CancelAll(WhyDrained());
 }
 
 }  // namespace epikv

@@ -13,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "policies/policy.h"
 #include "runtime/kernels.h"
+#include "runtime/model_contract.h"
 #include "runtime/reason.h"
 #include "runtime/sampler.h"
 
@@ -405,7 +406,7 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
     }
   } catch (const std::exception& e) {
     running_ = {};
-    return absl::InternalError(e.what());
+    return absl::InternalError(LastLine(e.what()));
   }
   std::vector<ForwardOutcome> outcomes;
   const StageTimer timer(times_, Stage::kSample);

@@ -242,13 +242,12 @@ class ProbeHooks : public ForwardHooks {
   std::vector<std::string> violations_;
 };
 
-// The line of an exception of TorchScript that says what happened.
+}  // namespace
+
 std::string LastLine(absl::string_view what) {
-  std::vector<absl::string_view> lines = absl::StrSplit(what, '\n', absl::SkipWhitespace());
+  const std::vector<absl::string_view> lines = absl::StrSplit(what, '\n', absl::SkipWhitespace());
   return lines.empty() ? std::string("unknown error") : std::string(lines.back());
 }
-
-}  // namespace
 
 ContractReport CheckContract(const Module& module, const Manifest& manifest) {
   const std::shared_ptr<Graph> graph = module.get_method("forward").graph();

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "runtime/manifest.h"
 #include "runtime/model.h"
 
@@ -25,5 +26,9 @@ ContractReport CheckContract(const torch::jit::Module& module, const Manifest& m
 
 // What one small forward shows: shapes and types at the operators, the logits.
 std::vector<std::string> ProbeViolations(const Model& model);
+
+// Of what Model::Forward has thrown, the line that says what happened: TorchScript's traceback
+// stands around it.
+std::string LastLine(absl::string_view what);
 
 }  // namespace epikv

@@ -21,6 +21,8 @@ inline constexpr absl::string_view kPolicyStatus = "status";  // it returned one
 inline constexpr absl::string_view kPolicyInvalidSet = "invalid_set";
 // Its deadline cannot be met: refused, or dropped while it waited.
 inline constexpr absl::string_view kDeadlineInfeasible = "DEADLINE_INFEASIBLE";
+// The server is being drained: refused, or ended at the drain's limit.
+inline constexpr absl::string_view kDraining = "DRAINING";
 // Why a policy failed that threw an object of no known type.
 inline constexpr absl::string_view kNoException = "it threw what is no exception";
 

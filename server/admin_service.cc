@@ -96,10 +96,7 @@ grpc::Status Taken(const std::string& name) {
 }
 
 grpc::Status Invalid(std::vector<FieldViolation> violations) {
-  return ToGrpc(Rejection{
-      .reason = "INVALID_REQUEST",
-      .message = absl::StrCat(violations.front().field, ": ", violations.front().description),
-      .violations = std::move(violations)});
+  return ToGrpc(InvalidRequest(std::move(violations)));
 }
 
 }  // namespace

@@ -9,7 +9,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "epikv/v1/errors.pb.h"
-#include "runtime/reason.h"
 #include "server/durations.h"
 
 namespace epikv {
@@ -78,6 +77,15 @@ class Details {
     *retry.mutable_retry_delay() = DurationProto(after);
     Add("RetryInfo", retry);
   }
+  // subject: the field that asks for what is not there; may be empty.
+  void AddPrecondition(absl::string_view reason, absl::string_view subject) {
+    v1::PreconditionFailure failure;
+    v1::PreconditionFailure::Violation& violation = *failure.add_violations();
+    violation.set_type(std::string(reason));
+    violation.set_subject(ShortenText(subject, kMaxFieldBytes));
+    violation.set_description(ShortenText(status_.message(), kMaxDescriptionBytes));
+    Add("PreconditionFailure", failure);
+  }
   void AddResource(absl::string_view type, absl::string_view name, absl::string_view description) {
     v1::ResourceInfo resource;
     resource.set_resource_type(std::string(type));
@@ -126,9 +134,23 @@ std::optional<v1::ErrorInfo> InfoOf(const v1::Status& details) {
 
 }  // namespace
 
+Rejection InvalidRequest(std::vector<FieldViolation> violations, absl::string_view reason) {
+  const FieldViolation& first = violations.front();
+  std::string message = absl::StrCat(first.field, ": ", first.description);
+  if (violations.size() > 1) absl::StrAppend(&message, " (and ", violations.size() - 1, " more)");
+  return {.reason = std::string(reason),
+          .message = std::move(message),
+          .violations = std::move(violations)};
+}
+
 grpc::Status ToGrpc(const Rejection& rejection) {
   Details details(static_cast<grpc::StatusCode>(rejection.code), rejection.message,
                   rejection.reason, rejection.metadata);
+  if (rejection.code == absl::StatusCode::kFailedPrecondition) {
+    details.AddPrecondition(rejection.reason, rejection.violations.empty()
+                                                  ? absl::string_view()
+                                                  : rejection.violations.front().field);
+  }
   if (!rejection.violations.empty()) {
     details.Add("BadRequest",
                 BadRequestOf(rejection.violations,
@@ -141,7 +163,11 @@ grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
   const auto code = static_cast<grpc::StatusCode>(status.code());
   const std::string given = ReasonOf(status);
-  return Details(code, status.message(), given.empty() ? CodeName(code) : given, {}).ToGrpc();
+  const absl::string_view reason = given.empty() ? CodeName(code) : absl::string_view(given);
+  Details details(code, status.message(), reason, {});
+  if (code == grpc::StatusCode::FAILED_PRECONDITION) details.AddPrecondition(reason, "");
+  if (code == grpc::StatusCode::UNAVAILABLE) details.AddRetry(kDrainRetryDelay);
+  return details.ToGrpc();
 }
 
 grpc::Status NotFound(absl::string_view type, absl::string_view name,

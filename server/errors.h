@@ -4,11 +4,13 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "runtime/admission.h"
+#include "runtime/reason.h"
 
 // What clients are told when something fails: one canonical code, one sentence, and the details of
 // google.rpc in the trailer `grpc-status-details-bin`, of which ErrorInfo is never missing.
@@ -21,16 +23,20 @@ inline constexpr absl::string_view kNotUtf8 = "NOT_UTF8";
 inline constexpr absl::string_view kMalformed = "MALFORMED";
 inline constexpr absl::string_view kQueueFull = "QUEUE_FULL";
 inline constexpr absl::string_view kStarting = "STARTING";
-inline constexpr absl::string_view kDraining = "DRAINING";
 inline constexpr absl::string_view kDuplicateId = "DUPLICATE_ID";
 inline constexpr absl::string_view kNotFound = "NOT_FOUND";
 inline constexpr absl::string_view kUnauthenticated = "UNAUTHENTICATED";
 inline constexpr absl::string_view kPermissionDenied = "PERMISSION_DENIED";
 
+// All that is wrong with a request, of which the sentence names the first and counts the others.
+Rejection InvalidRequest(std::vector<FieldViolation> violations,
+                         absl::string_view reason = "INVALID_REQUEST");
+
 // Clients accept at most 8 KiB of metadata: what does not fit is counted, not sent.
 grpc::Status ToGrpc(const Rejection& rejection);
 
-// Of a request that has ended. Its reason is the payload of runtime/reason.h, else the code's name.
+// Of a request that has ended, or of a model that was not loaded. Its reason is the payload of
+// runtime/reason.h, else the code's name. UNAVAILABLE says when to try again.
 grpc::Status ToGrpc(const absl::Status& status);
 
 // What a request has, and what it needs at least.
@@ -48,6 +54,8 @@ grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
 // What was refused at the door: a deadline that cannot be met.
 grpc::Status DeadlineInfeasible(const DeadlineEstimate& estimate,
                                 std::optional<absl::Duration> retry_after);
+// When what a draining server has refused or ended may be tried again: another replica takes it.
+inline constexpr absl::Duration kDrainRetryDelay = absl::Seconds(1);
 grpc::Status Unavailable(absl::string_view reason, absl::string_view description,
                          absl::Duration retry_after);
 

@@ -15,9 +15,6 @@
 namespace epikv {
 namespace {
 
-// By then another replica takes what this one, which is draining, refuses.
-constexpr absl::Duration kDrainRetryDelay = absl::Seconds(1);
-
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const auto deadline = context.deadline();
   if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "server/errors.h"
 
 namespace epikv {
 namespace {
@@ -22,12 +23,6 @@ constexpr absl::string_view kChangeable[] = {"max_queued_requests",
 
 bool Changeable(absl::string_view field) {
   return std::find(std::begin(kChangeable), std::end(kChangeable), field) != std::end(kChangeable);
-}
-
-Rejection Refused(std::vector<FieldViolation> violations) {
-  return {.reason = "INVALID_REQUEST",
-          .message = absl::StrCat(violations.front().field, ": ", violations.front().description),
-          .violations = std::move(violations)};
 }
 
 }  // namespace
@@ -64,10 +59,10 @@ std::variant<v1::ServerConfig, Rejection> Settings::Update(const v1::ServerConfi
   for (FieldViolation& violation : ViolationsOf(next)) {
     violations.push_back({absl::StrCat("config.", violation.field), violation.description});
   }
-  if (!violations.empty()) return Refused(std::move(violations));
+  if (!violations.empty()) return InvalidRequest(std::move(violations));
   if (validate_only) return next;
   if (absl::Status status = apply_(ConfigOf(next)); !status.ok()) {
-    return Refused({{"config", std::string(status.message())}});
+    return InvalidRequest({{"config", std::string(status.message())}});
   }
   absl::MutexLock lock(&mu_);
   config_ = next;

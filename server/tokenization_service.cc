@@ -48,6 +48,7 @@ grpc::ServerUnaryReactor* TokenizationService::Detokenize(grpc::CallbackServerCo
           absl::StrCat("token id ", ids[i], " is outside the vocabulary [0, ", vocab, ")"));
       rejection.code = absl::StatusCode::kOutOfRange;
       rejection.reason = "TOKEN_RANGE";
+      rejection.metadata = {{"vocab_size", absl::StrCat(vocab)}};
       return ToGrpc(rejection);
     }
     const bool skip = !request.has_skip_special_tokens() || request.skip_special_tokens();

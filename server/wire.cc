@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -94,16 +95,14 @@ void FindInvalidText(const pb::Message& message, const std::string& prefix,
 // Why `bytes` are no message of this type.
 Rejection Diagnose(const std::string& bytes, const pb::Descriptor& type) {
   static auto& types = *new LenientTypes;  // never destroyed: RPC threads may outlive main
-  Rejection rejection{.reason = std::string(kMalformed),
-                      .message = absl::StrCat("the request is not a ", type.full_name())};
+  const Rejection malformed{.reason = std::string(kMalformed),
+                            .message = absl::StrCat("the request is not a ", type.full_name())};
   const std::unique_ptr<pb::Message> lenient = types.New(type);
-  if (!lenient->ParsePartialFromString(bytes)) return rejection;
-  FindInvalidText(*lenient, "", rejection.violations);
-  if (rejection.violations.empty()) return rejection;
-  const FieldViolation& first = rejection.violations.front();
-  rejection.reason = std::string(kNotUtf8);
-  rejection.message = absl::StrCat(first.field, ": ", first.description);
-  return rejection;
+  if (!lenient->ParsePartialFromString(bytes)) return malformed;
+  std::vector<FieldViolation> violations;
+  FindInvalidText(*lenient, "", violations);
+  if (violations.empty()) return malformed;
+  return InvalidRequest(std::move(violations), kNotUtf8);
 }
 
 }  // namespace

@@ -32,7 +32,8 @@ constexpr int64_t kContext = 2048;
 constexpr int64_t kLanes = 4;  // 2 layers x 2 KV heads
 
 AdmissionLimits Limits() {
-  return {.kv_capacity_bytes = 1 << 30, .prefill_chunk_tokens = 32, .defaults = {.policy = "by_chunk"}};
+  return {
+      .kv_capacity_bytes = 1 << 30, .prefill_chunk_tokens = 32, .defaults = {.policy = "by_chunk"}};
 }
 
 RequestOptions Ask(int64_t prompt_tokens) {
@@ -544,7 +545,8 @@ const BadInput kBadInputs[] = {
      [](auto& o) {
        o.kv.protection.spans = {{3, 31}};
      },
-     "kv.protected_spans[0]", "prompt + max output (30)"},
+     "kv.protected_spans[0]", "prompt + max output (30)", "SPAN_RANGE",
+     absl::StatusCode::kOutOfRange},
     {"SpanBeforeTheBeginning",
      [](auto& o) {
        o.kv.protection.spans = {{-3, 2}};
@@ -554,7 +556,7 @@ const BadInput kBadInputs[] = {
      [](auto& o) {
        o.kv = {.policy = "by_chunk", .budget = int64_t{8}, .protection = {.spans = {{0, kMost}}}};
      },
-     "kv.protected_spans[0]", "must end at or before"},
+     "kv.protected_spans[0]", "must end at or before", "SPAN_RANGE", absl::StatusCode::kOutOfRange},
     {"ManySpans",
      [](auto& o) {
        o.kv.protection.spans.assign(65, {0, 1});

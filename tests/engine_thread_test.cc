@@ -18,6 +18,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "runtime/admission.h"
+#include "runtime/reason.h"
 #include "runtime/tokenizer.h"
 #include "tests/fake_executor.h"
 #include "tests/fake_model.h"
@@ -501,6 +502,7 @@ TEST_F(EngineThreadTest, DrainPastItsDeadlineCancelsTheRest) {
   for (const auto& sink : {paused, queued}) {
     EXPECT_EQ(sink->ends(), 1);
     EXPECT_EQ(sink->finished().status.code(), absl::StatusCode::kUnavailable);
+    EXPECT_EQ(ReasonOf(sink->finished().status), kDraining);
   }
 }
 

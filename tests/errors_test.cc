@@ -101,6 +101,33 @@ TEST(ErrorsTest, StatusWithoutAReasonIsNamedByItsCode) {
   EXPECT_EQ(Detail<v1::ErrorInfo>(status, "ErrorInfo")->reason(), "DEADLINE_EXCEEDED");
 }
 
+TEST(ErrorsTest, PreconditionThatIsMissingIsNamed) {
+  const grpc::Status refused = ToGrpc(Rejection{.code = absl::StatusCode::kFailedPrecondition,
+                                                .reason = "ARTEFACT_MISSING",
+                                                .message = "kv.policy: needs statistics",
+                                                .violations = {{"kv.policy", "needs statistics"}}});
+  const auto of_field = Detail<v1::PreconditionFailure>(refused, "PreconditionFailure").value();
+  ASSERT_EQ(of_field.violations_size(), 1);
+  EXPECT_EQ(of_field.violations(0).type(), "ARTEFACT_MISSING");
+  EXPECT_EQ(of_field.violations(0).subject(), "kv.policy");
+  EXPECT_EQ(of_field.violations(0).description(), "kv.policy: needs statistics");
+  EXPECT_TRUE(Detail<v1::BadRequest>(refused, "BadRequest").has_value());
+  const grpc::Status not_loaded = ToGrpc(absl::FailedPreconditionError("breaks the contract"));
+  const auto of_model = Detail<v1::PreconditionFailure>(not_loaded, "PreconditionFailure").value();
+  ASSERT_EQ(of_model.violations_size(), 1);
+  EXPECT_EQ(of_model.violations(0).type(), "FAILED_PRECONDITION");
+  EXPECT_FALSE(
+      Detail<v1::PreconditionFailure>(ToGrpc(absl::NotFoundError("x")), "PreconditionFailure")
+          .has_value());
+}
+
+TEST(ErrorsTest, WhatADrainEndedMayBeTriedAgain) {
+  const grpc::Status status = ToGrpc(WithReason(absl::UnavailableError("stopping"), kDraining));
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(ReasonIn(status), "DRAINING");
+  EXPECT_GT(Detail<v1::RetryInfo>(status, "RetryInfo")->retry_delay().seconds(), 0);
+}
+
 TEST(ErrorsTest, OkHasNoDetails) {
   EXPECT_TRUE(ToGrpc(absl::OkStatus()).ok());
   EXPECT_EQ(ToGrpc(absl::OkStatus()).error_details(), "");

@@ -1,8 +1,17 @@
 #!/usr/bin/env bash
-# Random requests against the daemon, every answer checked: bash tests/soak.sh [MINUTES] [--seed N].
-# 30 minutes unless told otherwise, which is why it is no part of run.sh. tests/soak/soak.py says more.
+# What takes too long for run.sh; each mode starts daemons of its own and exits 1 if something does
+# not hold. Their files in tests/soak/ say more.
+#
+#   soak.sh [MINUTES] [--seed N]    random requests, every answer checked; 30 minutes
+#   soak.sh faults [--ends N]       100,000 requests ended by cancels, kills and deadlines, in every state
+#   soak.sh readers [--pairs N]     what 50 readers that stall cost others
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 setup
 build epikvd
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
-"$EPIKV_PYTHON" "$EPIKV_ROOT/tests/soak/soak.py" "$@"
+case ${1:-} in
+faults) script=ends.py && shift ;;
+readers) script=readers.py && shift ;;
+*) script=soak.py ;;
+esac
+"$EPIKV_PYTHON" "$EPIKV_ROOT/tests/soak/$script" "$@"

@@ -4,8 +4,6 @@ Whatever they do, their KV is free, the end is counted as what it was, a stream 
 what it says alone, and so does the next request.
 """
 
-import socket
-import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,11 +15,12 @@ from typing import Self
 
 import grpc
 import pytest
-from epikv import Client, Delta, Event, Kv, Output, RpcError, Stop, Stream, Summary
+from epikv import Accepted, Client, Delta, Event, Kv, Output, RpcError, Stop, Stream, Summary
 from epikv.bench.scrape import scrape
 from epikv.sample import problem
 from epikv.testing import PACED, Daemon
 from epikv.v1 import generation_pb2, generation_pb2_grpc
+from relay import Relay
 
 CROWD = 60  # clients that leave together: 18 times, 1,080 in all, 180 in each state
 GENEROUS_SECONDS = 60
@@ -153,41 +152,6 @@ CODES = {
 }
 # How they are counted.
 REASONS = {"cancel": {"cancelled"}, "disconnect": {"cancelled"}, "deadline": {"deadline"}}
-
-
-class Relay:
-    """A network between clients and a server that a test can cut."""
-
-    def __init__(self, server: str) -> None:
-        host, _, port = server.rpartition(":")
-        self._server = (host, int(port))
-        self._sockets = [socket.create_server(("127.0.0.1", 0))]
-        self.address = f"127.0.0.1:{self._sockets[0].getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        """Breaks every connection; there are no new ones."""
-        for end in self._sockets:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._sockets[0].accept()
-                server = socket.create_connection(self._server)
-                self._sockets += [client, server]
-                for end in (client, server):
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                for pair in ((client, server), (server, client)):
-                    threading.Thread(target=self._forward, args=pair, daemon=True).start()
-
-    @staticmethod
-    def _forward(source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                sink.sendall(data)
 
 
 class Crowd:
@@ -394,6 +358,30 @@ def test_a_stream_that_stops_reading_is_cancelled(sample_model: Path) -> None:
         # After twice the limit the stream is cut, and the client hears of that alone.
         cut = caught.value.code is grpc.StatusCode.CANCELLED
         assert cut or caught.value.reason == "SLOW_READER"
+
+
+def test_clients_behind_a_dead_network_lose_their_kv(sample_model: Path) -> None:
+    """Nothing ends their connection, and they would read if they could: the stall limit ends them.
+    Those that have nothing to read are found by keepalive (tests/soak/ends.py)."""
+    flags = ["--threads=1", "--stream_stall_seconds=1"]
+    some, short = 8, Stop(max_output_tokens=20)
+    unread = Output(top_logprobs=20)  # more than the network takes in ahead of its reader
+    with (
+        Daemon(sample_model, *flags) as daemon,
+        Relay(daemon.grpc) as relay,
+        Client(relay.address, [("grpc.http2.bdp_probe", 0)]) as gone,
+        daemon.client() as client,
+    ):
+        watch = Watch(daemon)
+        long = Stop(max_output_tokens=900, ignore_eos=True)
+        streams = [gone.generate(PROMPT, stop=long, output=unread) for _ in range(some)]
+        for stream in streams:
+            assert isinstance(next(stream), Accepted)
+            assert isinstance(next(stream), Delta)
+        relay.freeze()
+        watch.until(lambda w: w.ends()["slow_reader"] == some)
+        expect_empty(watch)
+        assert client.generate_once(PROMPT, stop=short).summary is not None
 
 
 def test_a_deadline_is_counted_as_one(sample_model: Path) -> None:

@@ -1,5 +1,7 @@
 """The daemon's life: what keeps it from starting, what operators see, and how it ends."""
 
+import os
+import signal
 import socket
 import subprocess
 import threading
@@ -13,7 +15,7 @@ import pytest
 from epikv import Accepted, Client, Kv, Output, RpcError, Stop, Summary
 from epikv.bench.scrape import scrape
 from epikv.sample import problem
-from epikv.testing import Daemon, find_binary
+from epikv.testing import PACED, Daemon, DaemonError, find_binary
 from epikv.v1.generation_pb2 import GenerateRequest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -234,3 +236,61 @@ def test_sigterm_waits_no_longer_than_it_may(sample_model: Path) -> None:
             for thread in threads:
                 thread.join()
     assert codes and set(codes) <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+
+def test_sigterm_under_load_finishes_what_fits_and_tells_the_rest(sample_model: Path) -> None:
+    """Health first; then new requests are refused; short streams end well, long ones are told why
+    they do not."""
+    short, long = Stop(max_output_tokens=40), Stop(max_output_tokens=900, ignore_eos=True)
+    flags = ("--threads=1", "--max_running_requests=64", "--drain_seconds=8")
+    with Daemon(sample_model, *flags) as daemon, daemon.client() as client:
+        streams = {stop: [] for stop in (short, long)}
+        for stop, count in ((long, 48), (short, 16), (long, 352)):  # the last of them wait
+            for _ in range(count):
+                stream = client.generate(TASK.prompt, stop=stop)
+                assert isinstance(next(stream), Accepted)
+                streams[stop].append(stream)
+        with grpc.insecure_channel(daemon.grpc) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+            daemon.terminate()
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            refused = None
+            while refused is None:  # in the moment between the two
+                try:
+                    client.generate_once("x", stop=Stop(max_output_tokens=1))
+                except RpcError as error:
+                    refused = error
+            assert_drained(refused)
+        for stream in streams[short]:
+            assert isinstance(list(stream)[-1], Summary)
+        for stream in streams[long]:
+            with pytest.raises(RpcError) as caught:
+                list(stream)
+            assert_drained(caught.value)
+        assert daemon.stop() == 0
+
+
+def assert_drained(error: RpcError) -> None:
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING"), str(error)
+    assert error.retry_delay is not None and error.retry_delay > 0
+
+
+def test_a_second_signal_ends_at_once(sample_model: Path) -> None:
+    flags = ("--threads=1", "--drain_seconds=600", "--stream_stall_seconds=600")
+    endless = Stop(max_output_tokens=900, ignore_eos=True)
+    with (
+        pytest.raises(DaemonError, match="status 143"),
+        Daemon(sample_model, *flags, "--outbox_messages=8") as daemon,
+        Client(daemon.grpc, PACED) as client,
+        client.generate(
+            TASK.prompt, kv=Kv("epikv_flat", 130), stop=endless, output=Output(kv_trace=True)
+        ) as held,
+    ):
+        next(held)
+        daemon.terminate()
+        while "stopping" not in daemon.log:
+            time.sleep(0.01)
+        os.kill(daemon.pid, signal.SIGTERM)
+        assert daemon.stop() == 128 + signal.SIGTERM

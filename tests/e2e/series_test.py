@@ -487,6 +487,7 @@ def operate(world: World) -> None:
     admin.GetLoad(admin_pb2.GetLoadRequest())
     admin.ListActiveRequests(admin_pb2.ListActiveRequestsRequest())
     admin.GetConfig(admin_pb2.GetConfigRequest())
+    admin.FlushPrefixCache(admin_pb2.FlushPrefixCacheRequest())
     admin.DumpState(admin_pb2.DumpStateRequest())
     admin.UpdateConfig(
         admin_pb2.UpdateConfigRequest(

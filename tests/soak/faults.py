@@ -245,7 +245,7 @@ FAULTS = [
     ),
     Fault(Plant("no budget", "kv.budget"), _no_budget, "policy", alone=True, if_evicts=True),
     Fault(Plant("positions", "kv.positions"), _set("kv.positions", [3, 99]), "positions"),
-    Fault(Plant("span", "kv.protected_spans[0]"), _spans, "spans"),
+    Fault(Plant("span", "kv.protected_spans[0]", RANGE), _spans, "spans"),
     Fault(Plant("many spans", "kv.protected_spans"), _many_spans, "spans"),
     Fault(Plant("equal and more", "kv.equal_protection"), _equal_and_more, "spans"),
     Fault(

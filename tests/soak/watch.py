@@ -56,12 +56,13 @@ def at_rest(daemon: Daemon, seconds: float, baseline: Held | None) -> Held:
 
 
 def _left(page: Page) -> list[str]:
-    """What is still held, in words."""
+    """What is still held by requests, in words; a cached prefix is held by none."""
     capacity = page.value("epikv_kv_capacity_bytes")
     states = ("used", "reserved", "cached_prefix", "free")
     by_state = {state: page.value("epikv_kv_bytes", state=state) for state in states}
     left = [f"{state} {size:.0f} bytes" for state, size in by_state.items() if size]
-    whole = capacity > 0 and left == [f"free {capacity:.0f} bytes"]
+    unheld = by_state["free"] + by_state["cached_prefix"]
+    whole = 0 < capacity == unheld and not by_state["used"] and not by_state["reserved"]
     running = page.total("epikv_requests_running")
     waiting = page.total("epikv_requests_waiting")
     if running or waiting:
