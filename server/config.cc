@@ -123,14 +123,18 @@ size_t EditDistance(absl::string_view a, absl::string_view b) {
   return row[b.size()];
 }
 
+// Whether who wrote `name` may have meant `known`.
+bool IsClose(absl::string_view name, absl::string_view known) {
+  const size_t most = 1 + known.size() / 4;
+  if (name.size() > known.size() + most) return false;  // each byte more is an edit
+  return EditDistance(name, known) <= most || (name.size() >= 3 && absl::StrContains(known, name));
+}
+
 std::string UnknownFlag(absl::string_view name) {
   std::vector<std::string> close;
   for (const Setting& setting : Settings()) {
     const std::string& known = setting.field->name();
-    if (EditDistance(name, known) <= 1 + known.size() / 4 ||
-        (name.size() >= 3 && absl::StrContains(known, name))) {
-      close.push_back(absl::StrCat("--", known));
-    }
+    if (IsClose(name, known)) close.push_back(absl::StrCat("--", known));
   }
   return absl::StrCat("unknown flag --", name,
                       close.empty()
