@@ -76,7 +76,8 @@ void CheckRun(const v1::ServerConfig& config, MemoryFile& file) {
 
 // A flag of a number, say, holds no more than that.
 void CheckLastFlag(std::vector<std::string> args) {
-  if (args.empty() || !absl::StartsWith(args.back(), "--")) return;
+  if (args.size() < 2 || !absl::StartsWith(args.back(), "--")) return;
+  if (!absl::StrContains(args[args.size() - 2], '=')) return;  // perhaps it is the value of that
   const size_t end = args.back().find('=');
   if (end == std::string::npos) return;
   const std::string name = absl::StrReplaceAll(args.back().substr(2, end - 2), {{"-", "_"}});
