@@ -33,7 +33,7 @@ for target in "${targets[@]}"; do
     -dict="tests/fuzz/dict/$target.dict" -artifact_prefix="$crashes/" "$found" "$kept" >"$log" 2>&1 ||
     failed=1
   # By edges alone: with counters of how often, ten times as many would be kept.
-  "build/fuzz/tests/fuzz/$target" -merge=1 -use_counters=0 "$kept" "$found" >>"$log" 2>&1
+  "build/fuzz/tests/fuzz/$target" -set_cover_merge=1 -use_counters=0 "$kept" "$found" >>"$log" 2>&1
   [ -z "$(ls -A "$crashes")" ] || failed=1
   printf '%-16s %s; kept %d + %d, crashes %d\n' "$target" "$(grep -a '^#[0-9]*: cov' "$log" | tail -n 1)" \
     "$before" $(($(find "$kept" -type f | wc -l) - before)) "$(find "$crashes" -type f | wc -l)"
