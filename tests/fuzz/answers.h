@@ -45,9 +45,10 @@ inline void CheckError(const grpc::Status& status) {
           "an error has details", seen);
   Require(status.error_details().size() < 6144, "an error fits into the trailers", seen);
   v1::ErrorInfo info;
-  Require(info.ParseFromString(details.details(0).value()) && info.domain() == "epikv" &&
-              info.metadata().at("trace_id").size() == 32,
+  Require(info.ParseFromString(details.details(0).value()) && info.domain() == "epikv",
           "an error says whose it is", seen);
+  const auto trace = info.metadata().find("trace_id");
+  Require(trace != info.metadata().end() && trace->second.size() == 32, "and in which trace", seen);
   Require(IsOfTheTable(status.error_code(), info.reason()), "code and reason are of the table",
           absl::StrCat(seen, " ", info.reason()));
   Require(details.code() == status.error_code() && !status.error_message().empty(),

@@ -2,10 +2,7 @@
 // run, printed, read again and told to a client, and is what was asked for; an error names what is
 // wrong, line by line.
 
-#include <fcntl.h>
 #include <google/protobuf/util/message_differencer.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <string>
@@ -18,26 +15,11 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "server/config.h"
+#include "tests/fuzz/memory_file.h"
 #include "tests/fuzz/require.h"
 
 namespace epikv {
 namespace {
-
-// A file without a folder.
-class MemoryFile {
- public:
-  MemoryFile() : file_(memfd_create("config", MFD_CLOEXEC)) {}
-  ~MemoryFile() { close(file_); }
-  std::string With(absl::string_view text) {
-    Require(ftruncate(file_, 0) == 0 &&
-                pwrite(file_, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size()),
-            "the file is written");
-    return absl::StrCat("/proc/self/fd/", file_);
-  }
-
- private:
-  const int file_;
-};
 
 void CheckError(absl::string_view error, const std::string& path) {
   Require(!error.empty(), "an error has a text");

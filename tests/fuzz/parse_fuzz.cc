@@ -54,8 +54,7 @@ void Check(const grpc::ByteBuffer& bytes) {
                      {.kv_capacity_bytes = 256 * kFakeBytesPerToken,
                       .prefill_chunk_tokens = 16,
                       .defaults = {.max_output_tokens = 64, .policy = "by_chunk"}});
-  static const Tokenizer& tokenizer =
-      *Tokenizer::FromJson(FakeTokenizerJson()).value().release();
+  static const Tokenizer& tokenizer = *Tokenizer::FromJson(FakeTokenizerJson()).value().release();
   const std::variant<Message, Rejection> parsed = Parse<Message>(bytes);
   if (const auto* rejection = std::get_if<Rejection>(&parsed)) return CheckRejection(*rejection);
   AskedRequest asked = FromProto(std::get<Message>(parsed), tokenizer);

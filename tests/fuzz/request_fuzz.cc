@@ -1,16 +1,17 @@
 // Requests against the services, through a channel: every call ends with what was promised of it or
 // an error of the closed set, and leaves an engine that holds nothing.
 
-#include <google/protobuf/stubs/logging.h>
-#include <grpcpp/generic/generic_stub.h>
-
+#include <algorithm>
 #include <deque>
-#include <map>
+#include <memory>
 #include <set>
+#include <string>
+#include <utility>
+#include <vector>
 
-#include "epikv/v1/errors.pb.h"
 #include "tests/fake_server.h"
 #include "tests/fuzz/answers.h"
+#include "tests/fuzz/call_client.h"
 #include "tests/fuzz/calls.h"
 #include "tests/fuzz/require.h"
 
@@ -18,52 +19,6 @@ namespace epikv {
 namespace {
 
 constexpr size_t kMostCalls = 4;
-
-// A call of any kind, and all that came back.
-class Call final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
- public:
-  Call(const std::shared_ptr<grpc::Channel>& channel, const FuzzCall& call) : stub_(channel) {
-    const auto message = call.wire ? nullptr : call.ParseBody();
-    grpc::Slice bytes(message != nullptr ? message->SerializeAsString() : call.body);
-    request_ = grpc::ByteBuffer(&bytes, 1);
-    stub_.PrepareBidiStreamingCall(&context_, call.path(), {}, this);
-    StartWriteLast(&request_, {});
-    StartRead(&message_);
-    StartCall();
-  }
-  void OnReadDone(bool ok) override {
-    if (!ok) return;
-    std::vector<grpc::Slice> slices;
-    Require(message_.Dump(&slices).ok(), "a message has bytes");
-    messages_.emplace_back();
-    for (const grpc::Slice& slice : slices) messages_.back().append(AsText(slice));
-    StartRead(&message_);
-  }
-  void OnDone(const grpc::Status& status) override {
-    absl::MutexLock lock(&mu_);
-    status_ = status;
-  }
-  grpc::Status Await() {
-    absl::MutexLock lock(&mu_);
-    auto done = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return status_.has_value(); };
-    Require(mu_.AwaitWithTimeout(absl::Condition(&done), kGenerous), "a call ends");
-    return *status_;
-  }
-  // Once it has ended.
-  const std::vector<std::string>& messages() const { return messages_; }
-
- private:
-  static std::string AsText(const grpc::Slice& slice) {
-    return {reinterpret_cast<const char*>(slice.begin()), slice.size()};
-  }
-
-  grpc::GenericStub stub_;
-  grpc::ClientContext context_;
-  grpc::ByteBuffer request_, message_;
-  std::vector<std::string> messages_;
-  absl::Mutex mu_;
-  std::optional<grpc::Status> status_ ABSL_GUARDED_BY(mu_);
-};
 
 // A server, as long as nothing has changed it.
 struct World {
