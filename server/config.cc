@@ -123,14 +123,18 @@ size_t EditDistance(absl::string_view a, absl::string_view b) {
   return row[b.size()];
 }
 
+// Whether who wrote `name` may have meant `known`.
+bool IsClose(absl::string_view name, absl::string_view known) {
+  const size_t most = 1 + known.size() / 4;
+  if (name.size() > known.size() + most) return false;  // each byte more is an edit
+  return EditDistance(name, known) <= most || (name.size() >= 3 && absl::StrContains(known, name));
+}
+
 std::string UnknownFlag(absl::string_view name) {
   std::vector<std::string> close;
   for (const Setting& setting : Settings()) {
     const std::string& known = setting.field->name();
-    if (EditDistance(name, known) <= 1 + known.size() / 4 ||
-        (name.size() >= 3 && absl::StrContains(known, name))) {
-      close.push_back(absl::StrCat("--", known));
-    }
+    if (IsClose(name, known)) close.push_back(absl::StrCat("--", known));
   }
   return absl::StrCat("unknown flag --", name,
                       close.empty()
@@ -212,7 +216,12 @@ void ApplyFlag(const Flag& flag, v1::ServerConfig& config, Problems& problems) {
   ProblemCollector collector(absl::StrCat("--", flag.name), problems);
   pb::TextFormat::Parser parser;
   parser.RecordErrorsTo(&collector);
-  parser.ParseFieldValueFromString(text, field, &config);
+  const size_t known = problems.size();
+  // What follows a value fails without an error.
+  if (!parser.ParseFieldValueFromString(text, field, &config) && problems.size() == known) {
+    problems.push_back(absl::StrCat("--", flag.name, " must be one value, is \"",
+                                    absl::CEscape(flag.value.value_or("")), "\""));
+  }
 }
 
 // Collects the settings that are out of range.
@@ -239,6 +248,17 @@ class Checker {
   const v1::ServerConfig& config_;
   std::vector<FieldViolation>& violations_;
 };
+
+// Operators are told every setting in a message, whose strings are UTF-8; paths too.
+void CheckText(const v1::ServerConfig& c, Checker& check) {
+  const pb::Descriptor& type = *v1::ServerConfig::descriptor();
+  for (int i = 0; i < type.field_count(); ++i) {
+    const pb::FieldDescriptor& field = *type.field(i);
+    if (field.type() != pb::FieldDescriptor::TYPE_STRING) continue;
+    const std::string text = c.GetReflection()->GetString(c, &field);
+    check.Require(!FirstInvalidUtf8(text).has_value(), field.name(), "be UTF-8");
+  }
+}
 
 void CheckTransport(const v1::ServerConfig& c, Checker& check) {
   constexpr uint32_t kLeastSent = 2 * kMaxOutboxBytes;  // any message of a stream
@@ -275,12 +295,12 @@ void CheckSecurity(const v1::ServerConfig& c, Checker& check) {
 void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violations) {
   constexpr uint64_t kMost = INT64_MAX;
   Checker check(c, violations);
+  CheckText(c, check);
   check.RequireAddress(c.listen(), "listen");
   if (!c.metrics_listen().empty()) check.RequireAddress(c.metrics_listen(), "metrics_listen");
   if (!c.admin_listen().empty()) check.RequireAddress(c.admin_listen(), "admin_listen");
   check.Require(LogLevelOf(c.log_level()).has_value(), "log_level",
                 "be debug, info, warning or error");
-  check.Require(!FirstInvalidUtf8(c.model_name()).has_value(), "model_name", "be UTF-8");
   check.Require(c.threads() <= 1024, "threads", "be at most 1024");
   check.Require(c.kv_pool_bytes() <= kMost, "kv_pool_bytes", "be below 2^63");
   check.Require(c.prefix_cache_share() >= 0 && c.prefix_cache_share() <= 1, "prefix_cache_share",
@@ -473,7 +493,9 @@ std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source) {
     if (!ok) violations.push_back({field, must});
   };
   require(!source.path().empty(), "path", "must name the file that `epikv export` wrote");
+  require(!FirstInvalidUtf8(source.path()).has_value(), "path", "must be UTF-8");
   require(!FirstInvalidUtf8(source.name()).has_value(), "name", "must be UTF-8");
+  require(!FirstInvalidUtf8(source.artefact_dir()).has_value(), "artefact_dir", "must be UTF-8");
   require(source.kv_pool_bytes() <= uint64_t{INT64_MAX}, "kv_pool_bytes", "must be below 2^63");
   require(source.threads() <= 1024, "threads", "must be at most 1024");
   return violations;

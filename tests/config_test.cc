@@ -230,10 +230,25 @@ TEST(ConfigTest, ChannelzIsNotForTheNetwork) {
                   .channelz);
 }
 
-TEST(ConfigTest, NameThatNoMessageCanHoldIsRefused) {
-  EXPECT_THAT(Errors({"--model=m", "--model_name=caf\xe9"}),
-              HasSubstr("--model_name must be UTF-8, is \"caf\\351\""));
+TEST(ConfigTest, TextThatNoMessageCanHoldIsRefused) {
+  EXPECT_THAT(Errors({"--model=m\xe9", "--model_name=caf\xe9", "--default_policy=\x80",
+                      "--models=path: '\xff' name: '\xff' artefact_dir: '\xff'"}),
+              AllOf(HasSubstr("--model must be UTF-8, is \"m\\351\""),
+                    HasSubstr("--model_name must be UTF-8, is \"caf\\351\""),
+                    HasSubstr("--default_policy must be UTF-8"),
+                    HasSubstr("--models[0].path must be UTF-8"),
+                    HasSubstr("--models[0].name must be UTF-8"),
+                    HasSubstr("--models[0].artefact_dir must be UTF-8")));
   EXPECT_EQ(Parse({"--model=m", "--model_name=café"}).models.at(0).name, "café");
+}
+
+TEST(ConfigTest, FlagHoldsOneValue) {
+  EXPECT_THAT(Errors({"--model=m", "--threads=5 6", "--drain_seconds=1 threads: 2",
+                      "--models=path: 'a' } models { path: 'b'"}),
+              AllOf(HasSubstr("--threads must be one value, is \"5 6\""),
+                    HasSubstr("--drain_seconds must be one value"),
+                    HasSubstr("--models must be one value")));
+  EXPECT_EQ(Parse({"--model=m", "--threads= 5 "}).runtime.threads, 5);
 }
 
 TEST(ConfigTest, UnknownFieldsOfAFileAreNamedWithTheirLines) {

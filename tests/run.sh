@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds and runs every test, C++ and Python. What takes longer: soak.sh, sanitize.sh.
+# Builds and runs every test, C++ and Python. What takes longer: soak.sh, sanitize.sh, fuzz.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 # For the client in tests/clients/node. Debian's npm is 336 packages: not where there is another.
 command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Fuzzes what reads bytes from outside: bash tests/fuzz.sh [MINUTES] [TARGET...], 30 minutes for each
+# of all targets (tests/fuzz/*_fuzz.cc) unless told otherwise. An input that breaks something is kept
+# in build/fuzz/crashes and fails the script; `build/fuzz/tests/fuzz/TARGET FILE` shows what it does.
+# Inputs that reach code which those in tests/fuzz/corpus do not are added there, to be committed:
+# fuzz_corpus_test runs them in every build.
+source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
+EPIKV_PACKAGES+=(clang libclang-rt-14-dev)
+minutes=${1:-30}
+[ $# -gt 0 ] && shift
+targets=("$@")
+[ ${#targets[@]} -gt 0 ] || for file in "$EPIKV_ROOT"/tests/fuzz/*_fuzz.cc; do
+  targets+=("$(basename "$file" .cc)")
+done
+
+install_packages
+cd "$EPIKV_ROOT"
+export CCACHE_DIR=${CCACHE_DIR:-$EPIKV_ROOT/build/ccache}
+stage "configure fuzz" cmake --preset fuzz
+stage "build fuzz" cmake --build build/fuzz -j "$EPIKV_JOBS" --target "${targets[@]}"
+
+# Small: a target allocates little, and many times.
+export ASAN_OPTIONS=quarantine_size_mb=16:malloc_context_size=8:${ASAN_OPTIONS:-}
+failed=0
+for target in "${targets[@]}"; do
+  found=build/fuzz/corpus/$target crashes=build/fuzz/crashes/$target kept=tests/fuzz/corpus/$target
+  log=$EPIKV_LOGS/$target.log
+  mkdir -p "$found" "$crashes"
+  before=$(find "$kept" -type f | wc -l)
+  # Each process of -fork is a core; a crash ends one of them and is kept.
+  "build/fuzz/tests/fuzz/$target" -fork="$EPIKV_JOBS" -ignore_crashes=1 -ignore_timeouts=1 -ignore_ooms=1 \
+    -max_total_time=$((minutes * 60)) -timeout=10 -rss_limit_mb=2048 -max_len=2048 -print_funcs=0 \
+    -dict="tests/fuzz/dict/$target.dict" -artifact_prefix="$crashes/" "$found" "$kept" >"$log" 2>&1 ||
+    failed=1
+  # By edges alone: with counters of how often, ten times as many would be kept.
+  "build/fuzz/tests/fuzz/$target" -set_cover_merge=1 -use_counters=0 "$kept" "$found" >>"$log" 2>&1
+  [ -z "$(ls -A "$crashes")" ] || failed=1
+  printf '%-16s %s; kept %d + %d, crashes %d\n' "$target" "$(grep -a '^#[0-9]*: cov' "$log" | tail -n 1)" \
+    "$before" $(($(find "$kept" -type f | wc -l) - before)) "$(find "$crashes" -type f | wc -l)"
+done
+exit $failed
