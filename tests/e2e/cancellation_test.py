@@ -33,6 +33,7 @@ FLAGS = [
     "--deterministic=true",
     "--kv_pool_bytes=400000000",
     "--prefill_chunk_tokens=16",
+    "--prefix_cache_share=0",  # a crowd of one prompt, which prefills all the same
     f"--max_step_tokens={16 * (CROWD + 1)}",  # a chunk of everyone's
     "--outbox_messages=8",
     "--stream_stall_seconds=600",
