@@ -114,7 +114,7 @@ RequestSeries::RequestSeries(Declarations& declare, Declarations& of_policy, Pol
                           .Add({})),
       prefix_hit_(declare
                       .Counters("epikv_prefix_cache_hit_tokens_total",
-                                "Of those, the ones that were copied from it.", 1)
+                                "Prompt tokens that were copied from the prefix cache.", 1)
                       .Add({})),
       folded_(declare
                   .Counters("epikv_metrics_label_overflow_total",

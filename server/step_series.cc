@@ -96,7 +96,8 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
           GaugeOf("epikv_kv_reserved_ratio",
                   "Share of the KV pool that running requests have reserved, used or not.", model,
                   "", {{"", reserved_ / whole}}),
-          RequestGauge("epikv_requests_running", "Requests that hold KV cache.", model,
+          RequestGauge("epikv_requests_running",
+                       "Requests that hold KV cache; of several completions, each.", model,
                        {{"", running_}}),
           RequestGauge("epikv_requests_waiting",
                        "Requests in the queue, by what the first of them waits for: room in the KV "
