@@ -18,13 +18,16 @@ absl::Status WhyDrained() {
 class EngineThread::TrackedSink final : public RequestSink {
  public:
   TrackedSink(EngineThread& thread, const Request& request, std::shared_ptr<RequestSink> sink)
-      : thread_(thread), request_id_(request.id), sink_(std::move(sink)) {}
+      : thread_(thread), request_id_(request.id), work_(WorkOf(request)), sink_(std::move(sink)) {}
 
   bool Ready() const override { return sink_->Ready(); }
   void OnDelta(Delta delta) override { sink_->OnDelta(std::move(delta)); }
   void OnFinished(Finished finished) override {
     // The id is free before the client hears of the end, so that it may use it again.
     thread_.OnEnding(request_id_);
+    if (ReasonOf(finished.status) == kDeadlineInfeasible) {
+      finished.status = WithRetryAfter(std::move(finished.status), thread_.RetryAfterDrop(work_));
+    }
     sink_->OnFinished(std::move(finished));
     thread_.OnEnded();
   }
@@ -32,6 +35,7 @@ class EngineThread::TrackedSink final : public RequestSink {
  private:
   EngineThread& thread_;
   const std::string request_id_;
+  const Work work_;
   const std::shared_ptr<RequestSink> sink_;
 };
 
@@ -195,6 +199,11 @@ void EngineThread::OnEnding(const std::string& request_id) {
   absl::MutexLock lock(&mu_);
   live_.erase(request_id);
   ending_ = true;
+}
+
+absl::Duration EngineThread::RetryAfterDrop(const Work& work) {
+  absl::MutexLock lock(&mu_);
+  return retries_.After(absl::ZeroDuration(), work, outlook_, absl::Now());
 }
 
 void EngineThread::OnEnded() {

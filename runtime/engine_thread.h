@@ -105,6 +105,8 @@ class EngineThread {
   void Handle(std::vector<Message> messages);
   bool Publish();  // the engine's outlook; false: stop
   void OnEnding(const std::string& request_id);
+  // When to try again what had time enough, but for those ahead of it in the queue.
+  absl::Duration RetryAfterDrop(const Work& work);
   void OnEnded();
 
   const CoreShare cores_;

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/cord.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 
 namespace epikv {
 
@@ -23,6 +25,8 @@ inline constexpr absl::string_view kPolicyInvalidSet = "invalid_set";
 inline constexpr absl::string_view kDeadlineInfeasible = "DEADLINE_INFEASIBLE";
 // The server is being drained: refused, or ended at the drain's limit.
 inline constexpr absl::string_view kDraining = "DRAINING";
+// When a request that the server ended may be tried again; a payload beside the reason.
+inline constexpr absl::string_view kRetryAfterUrl = "epikv/retry_after";
 // Why a policy failed that threw an object of no known type.
 inline constexpr absl::string_view kNoException = "it threw what is no exception";
 
@@ -42,6 +46,15 @@ inline std::string PayloadOf(const absl::Status& status, absl::string_view url) 
   return payload.has_value() ? std::string(*payload) : "";
 }
 inline std::string ReasonOf(const absl::Status& status) { return PayloadOf(status, kReasonUrl); }
+inline absl::Status WithRetryAfter(absl::Status status, absl::Duration after) {
+  status.SetPayload(kRetryAfterUrl, absl::Cord(absl::FormatDuration(after)));
+  return status;
+}
+inline std::optional<absl::Duration> RetryAfterOf(const absl::Status& status) {
+  absl::Duration after;
+  if (!absl::ParseDuration(PayloadOf(status, kRetryAfterUrl), &after)) return std::nullopt;
+  return after;
+}
 inline std::string PolicyErrorOf(const absl::Status& status) {
   return PayloadOf(status, kPolicyErrorUrl);
 }

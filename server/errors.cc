@@ -166,7 +166,11 @@ grpc::Status ToGrpc(const absl::Status& status) {
   const absl::string_view reason = given.empty() ? CodeName(code) : absl::string_view(given);
   Details details(code, status.message(), reason, {});
   if (code == grpc::StatusCode::FAILED_PRECONDITION) details.AddPrecondition(reason, "");
-  if (code == grpc::StatusCode::UNAVAILABLE) details.AddRetry(kDrainRetryDelay);
+  if (const std::optional<absl::Duration> after = RetryAfterOf(status)) {
+    details.AddRetry(*after);
+  } else if (code == grpc::StatusCode::UNAVAILABLE) {
+    details.AddRetry(kDrainRetryDelay);
+  }
   return details.ToGrpc();
 }
 

@@ -96,6 +96,13 @@ void Log(const Finished& finished, int64_t lanes, v1::AccessLogEntry& entry) {
   entry.set_decode_seconds(absl::ToDoubleSeconds(timings.decode));
 }
 
+// For the retries of gRPC's own clients.
+void AddPushback(grpc::CallbackServerContext& context, std::optional<absl::Duration> retry_after) {
+  if (!retry_after.has_value()) return;
+  context.AddTrailingMetadata("grpc-retry-pushback-ms",
+                              absl::StrCat(absl::ToInt64Milliseconds(*retry_after)));
+}
+
 // Deletes itself in OnDone, which comes after End: the outbox, and through it the engine, reaches
 // the call only before.
 class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public StreamWriter {
@@ -112,7 +119,10 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
     StartWrite(&message_);
   }
   void Abort() override { scope_.context().TryCancel(); }
-  void End(const absl::Status& status) override { Fail(ToGrpc(status)); }
+  void End(const absl::Status& status) override {
+    AddPushback(scope_.context(), RetryAfterOf(status));
+    Fail(ToGrpc(status));
+  }
 
   void OnWriteDone(bool ok) override {
     // It may come before OnCancel, and the outbox cannot know why it failed.
@@ -224,6 +234,7 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
   }
   void Abort() override {}  // no write takes time
   void End(const absl::Status& status) override {
+    AddPushback(scope_.context(), RetryAfterOf(status));
     if (!status.ok()) return Fail(ToGrpc(status));
     const auto bytes = static_cast<int64_t>(result_.ByteSizeLong());
     if (bytes > max_bytes_) return Fail(AnswerTooLarge(bytes, max_bytes_));
@@ -423,10 +434,7 @@ OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const std::string
 grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,
                                           const SubmitResult& submitted,
                                           const std::string& request_id, const ServedModel& model) {
-  if (submitted.retry_after.has_value()) {  // for the retries of gRPC's own clients
-    context.AddTrailingMetadata("grpc-retry-pushback-ms",
-                                absl::StrCat(absl::ToInt64Milliseconds(*submitted.retry_after)));
-  }
+  AddPushback(context, submitted.retry_after);
   switch (submitted.error) {
     case SubmitError::kDuplicateId:
       model.metrics->OnRejected(kDuplicateId);

@@ -246,6 +246,33 @@ TEST_F(EngineThreadTest, DeadlineThatCannotBeMetIsRefusedOnceThePaceIsKnown) {
             SubmitError::kNone);
 }
 
+TEST_F(EngineThreadTest, WhatIsDroppedFromTheQueueIsToldWhenToTryAgain) {
+  script_->next = [](int32_t) { return 5; };  // no ends
+  script_->on_forward = [](absl::Span<const WorkItem>) {
+    absl::SleepFor(absl::Milliseconds(2));
+    return absl::OkStatus();
+  };
+  Start({}, {.max_running_requests = 1});
+  Submit("measured", 5, 40)->AwaitEnd();
+  Submit("running", 5, 2000);  // it may end at any time, for all that is known
+  const auto dropped = std::make_shared<CountingSink>();
+  Request request = Ask("waiting", 5, 50, absl::Now() + absl::Milliseconds(500));
+  request.ignore_end = true;
+  ASSERT_EQ(thread_->Submit(std::move(request), dropped).error, SubmitError::kNone);
+  dropped->AwaitEnd();
+  EXPECT_EQ(ReasonOf(dropped->finished().status), kDeadlineInfeasible);
+  const std::optional<absl::Duration> after = RetryAfterOf(dropped->finished().status);
+  ASSERT_TRUE(after.has_value());
+  EXPECT_GT(*after, absl::ZeroDuration());
+  // Others are not: nothing that they wait for would change it.
+  const auto late = std::make_shared<CountingSink>();
+  thread_->Submit(Ask("late", 5, 50, absl::Now() + absl::Milliseconds(20)), late);
+  late->AwaitEnd();
+  EXPECT_EQ(late->finished().reason, FinishReason::kDeadline);
+  EXPECT_EQ(ReasonOf(late->finished().status), "");
+  EXPECT_EQ(RetryAfterOf(late->finished().status), std::nullopt);
+}
+
 TEST_F(EngineThreadTest, DeadlinesAreNotJudgedWhereThatIsNotWanted) {
   Start({}, {.refuse_infeasible_deadlines = false});
   Submit("measured", 5, 40)->AwaitEnd();

@@ -822,6 +822,40 @@ TEST_F(GenerationServiceTest, DeadlineThatCannotBeMetIsRefusedWithTheEstimate) {
   EXPECT_TRUE(server_->AwaitEmpty());
 }
 
+TEST_F(GenerationServiceTest, DropFromTheQueueCarriesADelay) {
+  Start({.engine = {.max_running_requests = 1}});
+  script_->next = [](int32_t) { return 5; };
+  script_->on_forward = [](absl::Span<const WorkItem>) {
+    absl::SleepFor(absl::Milliseconds(2));
+    return absl::OkStatus();
+  };
+  v1::GenerateResult result;
+  ASSERT_TRUE(Once(Prompt(10, 40), &result).ok());
+  ASSERT_TRUE(server_->AwaitEmpty());
+  grpc::ClientContext running;
+  const auto stream = stub().Generate(&running, Prompt(10, 4000));
+  v1::GenerateResponse response;
+  while (!response.has_delta()) ASSERT_TRUE(stream->Read(&response));
+  v1::GenerateRequest request = Prompt(10, 50);
+  request.mutable_stop()->set_ignore_eos(true);
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Milliseconds(600)));
+  const grpc::Status status = stub().GenerateOnce(&context, request, &result);
+  EXPECT_EQ(status.error_code(), grpc::DEADLINE_EXCEEDED);
+  EXPECT_EQ(ReasonIn(status), "DEADLINE_INFEASIBLE");
+  const auto retry = Detail<v1::RetryInfo>(status, "RetryInfo");
+  ASSERT_TRUE(retry.has_value());
+  const auto& trailers = context.GetServerTrailingMetadata();
+  ASSERT_EQ(trailers.count("grpc-retry-pushback-ms"), 1u);
+  const grpc::string_ref pushback = trailers.find("grpc-retry-pushback-ms")->second;
+  EXPECT_EQ(std::stoll(std::string(pushback.data(), pushback.size())),
+            retry->retry_delay().seconds() * 1000 + retry->retry_delay().nanos() / 1000000);
+  running.TryCancel();
+  while (stream->Read(&response)) {
+  }
+  EXPECT_EQ(stream->Finish().error_code(), grpc::CANCELLED);
+}
+
 TEST_F(GenerationServiceTest, DuplicateIdIsRefusedWhileTheFirstLives) {
   Gate gate;
   script_->on_forward = [&](absl::Span<const WorkItem>) {

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from epikv.bench import capacity, overload, plots
 from epikv.bench import load as load_command
-from epikv.bench.generator import UNFINISHED, ClosedLoop, Generator, Load, OpenLoop, Sample
+from epikv.bench.generator import UNFINISHED, ClosedLoop, Generator, Load, OpenLoop, Retries, Sample
 from epikv.bench.report import Window, figures, goodput, percentiles, report, timeline
 from epikv.bench.watch import Readings, Watch
 from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
@@ -231,10 +231,17 @@ def test_no_retry_comes_twice_or_after_the_end() -> None:
     always = scripted(lambda _, context: refuse(context, 0.01, None), refuses=True)
     with always as address:
         within = Generator(address, WORKLOAD).run(OpenLoop([0.0], SECONDS, retry_share=1))
-        after = Generator(address, WORKLOAD).run(OpenLoop([0.0], 0.001, retry_share=1))
+        generator, short = Generator(address, WORKLOAD), OpenLoop([0.0], 0.001, retry_share=1)
+        after = generator.run(short)
+        later = generator.run(Retries(short.due))
         unasked = Generator(address, WORKLOAD).run(OpenLoop([0.0], SECONDS, retry_share=0))
     assert [s.attempt for s in within.samples] == [1, 2]
     assert len(after.samples) == len(unasked.samples) == 1
+    # What is left of it may be sent in a load of its own, at its time.
+    (retry,), (first,) = later.samples, after.samples
+    assert retry.attempt == 2 and retry.refused
+    due = after.begin + first.ended + first.retry_delay
+    assert later.begin + retry.scheduled == pytest.approx(due)
 
 
 def test_interrupted_it_tells_what_there_is() -> None:
@@ -270,14 +277,20 @@ def test_figures_hold_requests_to_the_window_and_the_deadline() -> None:
         sample(11, 15, tokens=40, queue=1.5),  # late
         sample(12, 13, tokens=7, error="DEADLINE_EXCEEDED"),
         sample(13, 13, tokens=0, error="RESOURCE_EXHAUSTED/QUEUE_FULL", retry_delay=1.0),
+        # Accepted, and dropped from the queue.
+        sample(13, 13, tokens=0, error="DEADLINE_EXCEEDED/DEADLINE_INFEASIBLE", retry_delay=2.0),
         sample(14, 16, tokens=10, attempt=2),
         sample(19, 21, tokens=50),  # ends after it
     ]
     found = figures(samples, Window(10, 20, deadline=2.5))
-    assert (found["n"], found["ok"], found["met_deadline"]) == (6, 4, 3)
-    assert found["errors"] == {"DEADLINE_EXCEEDED": 1, "RESOURCE_EXHAUSTED/QUEUE_FULL": 1}
-    assert (found["refused"], found["refused_with_delay"]) == (1, 1)
-    assert found["retry_delay"]["p50"] == 1.0
+    assert (found["n"], found["ok"], found["met_deadline"]) == (7, 4, 3)
+    assert found["errors"] == {
+        "DEADLINE_EXCEEDED": 1,
+        "DEADLINE_EXCEEDED/DEADLINE_INFEASIBLE": 1,
+        "RESOURCE_EXHAUSTED/QUEUE_FULL": 1,
+    }
+    assert (found["refused"], found["refused_with_delay"]) == (2, 2)
+    assert found["retry_delay"]["p50"] == 1.5
     assert (found["retries"], found["retries_ok"]) == (1, 1)
     assert found["goodput_tokens_per_second"] == (20 + 1 + 30 + 10) / 10
     assert found["requests_per_second"] == 5 / 10
@@ -382,7 +395,8 @@ IDLE = {"probes": {"health": {"p99": 0.001}, "scrape": {"p99": 0.002}}}
 
 
 def held(run: tuple) -> dict[str, bool]:
-    targets = overload._targets(IDLE, [overloaded(10, [], [], 1), run])
+    again = [s for s in run[0].samples if s.attempt > 1]
+    targets = overload._targets(IDLE, [overloaded(10, [], [], 1), run], again)
     return {target.metric: target.ok for target in targets}
 
 

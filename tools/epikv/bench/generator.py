@@ -28,6 +28,8 @@ PUSHBACK = "grpc-retry-pushback-ms"
 
 # Ends that need no server.
 _OURS = (UNFINISHED, grpc.StatusCode.DEADLINE_EXCEEDED.name, grpc.StatusCode.CANCELLED.name)
+# Refused at the door, or accepted and dropped from the queue.
+_INFEASIBLE = f"{grpc.StatusCode.DEADLINE_EXCEEDED.name}/DEADLINE_INFEASIBLE"
 
 _AFTER_ERROR_SECONDS = 0.05  # a closed loop's pause where the server gives no delay
 
@@ -54,8 +56,8 @@ class Sample:
 
     @property
     def refused(self) -> bool:
-        """Whether the server would not have it; not, that its time ran out on the way."""
-        return not self.accepted and self.error not in ("", *_OURS)
+        """Whether the server would not run it; not, that its time ran out on the way."""
+        return self.error == _INFEASIBLE or (not self.accepted and self.error not in ("", *_OURS))
 
     @property
     def tokens(self) -> int:
@@ -88,7 +90,7 @@ class Pattern(Protocol):
     async def drive(self, generator: "Generator") -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenLoop:
     """At these times, whatever has become of earlier requests. A share of those that are refused
     with a delay is sent again after it, once, where that is before `seconds`."""
@@ -96,6 +98,8 @@ class OpenLoop:
     arrivals: Iterable[float]
     seconds: float
     retry_share: float = 0
+    # Retries that are due after `seconds`: number of the request, and time of the monotonic clock.
+    due: list[tuple[int, float]] = field(default_factory=list, init=False)
 
     async def drive(self, generator: "Generator") -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -112,6 +116,22 @@ class OpenLoop:
         if chosen and again < self.seconds:
             await asyncio.sleep(max(again - generator.now(), 0))
             await generator.send(number, again, attempt=2)
+        elif chosen:
+            self.due.append((number, generator.begin + again))
+
+
+@dataclass(frozen=True)
+class Retries:
+    """Those that an open loop has left."""
+
+    due: Iterable[tuple[int, float]]
+
+    async def drive(self, generator: "Generator") -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for number, at in sorted(self.due, key=lambda retry: retry[1]):
+                scheduled = at - generator.begin
+                await asyncio.sleep(max(scheduled - generator.now(), 0))
+                tasks.create_task(generator.send(number, scheduled, attempt=2))
 
 
 @dataclass(frozen=True)
@@ -146,16 +166,17 @@ class Generator:
     workload: Workload
     deadline: float | None = None
     connections: int = 1
+    begin: float = field(default=0, init=False)  # of its load, by the monotonic clock
 
     def run(self, pattern: Pattern) -> Load:
         """Ends when every request has; SIGINT ends those that have not."""
         self._samples: list[Sample] = []
-        self._begin, cpu = time.monotonic(), time.process_time()
+        self.begin, cpu = time.monotonic(), time.process_time()
         interrupted = asyncio.run(self._run(pattern))
-        return Load(self._samples, self._begin, self.now(), time.process_time() - cpu, interrupted)
+        return Load(self._samples, self.begin, self.now(), time.process_time() - cpu, interrupted)
 
     def now(self) -> float:
-        return time.monotonic() - self._begin
+        return time.monotonic() - self.begin
 
     async def _run(self, pattern: Pattern) -> bool:
         options = [
@@ -170,7 +191,7 @@ class Generator:
         self._stubs = itertools.cycle(stubs)
         try:
             await asyncio.gather(*(channel.channel_ready() for channel in channels))
-            self._begin = time.monotonic()
+            self.begin = time.monotonic()
             await pattern.drive(self)
             return False
         except asyncio.CancelledError:
