@@ -173,6 +173,12 @@ std::string Megabytes(int64_t bytes) { return absl::StrFormat("%.1f MB", bytes /
 
 }  // namespace
 
+void BoundKernelCaches() {
+  for (const char* name : {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}) {
+    setenv(name, "64", /*overwrite=*/0);
+  }
+}
+
 std::string TorchVersion() { return TORCH_VERSION; }
 
 PolicyCatalog BuiltPolicies() { return AllPolicies(); }

@@ -52,6 +52,12 @@ struct LoadedModel {
 
 std::string TorchVersion();
 
+// Call once, before other threads and before LoadModel. oneDNN and the layer between it and torch
+// each keep the last 1024 kernels, one for each shape of each linear layer, at about 250 KB: under
+// traffic of ever new step sizes the process would grow by half a GB. Shapes come again soon or
+// never, so that 64 are as fast. Left alone where the environment says how many.
+void BoundKernelCaches();
+
 // The eviction policies of this build.
 PolicyCatalog BuiltPolicies();
 

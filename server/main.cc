@@ -298,6 +298,7 @@ int Main(const std::vector<std::string>& args) {
     std::cout << print->text << std::flush;
     return 0;
   }
+  BoundKernelCaches();
   static Signals signals;  // its thread outlives main
   const absl::Status status = Serve(std::get<Run>(*command).config, signals);
   if (status.ok()) return 0;

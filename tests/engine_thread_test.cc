@@ -264,13 +264,6 @@ TEST_F(EngineThreadTest, WhatIsDroppedFromTheQueueIsToldWhenToTryAgain) {
   const std::optional<absl::Duration> after = RetryAfterOf(dropped->finished().status);
   ASSERT_TRUE(after.has_value());
   EXPECT_GT(*after, absl::ZeroDuration());
-  // Others are not: nothing that they wait for would change it.
-  const auto late = std::make_shared<CountingSink>();
-  thread_->Submit(Ask("late", 5, 50, absl::Now() + absl::Milliseconds(20)), late);
-  late->AwaitEnd();
-  EXPECT_EQ(late->finished().reason, FinishReason::kDeadline);
-  EXPECT_EQ(ReasonOf(late->finished().status), "");
-  EXPECT_EQ(RetryAfterOf(late->finished().status), std::nullopt);
 }
 
 TEST_F(EngineThreadTest, DeadlinesAreNotJudgedWhereThatIsNotWanted) {

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from epikv import Accepted, Client, Kv, Output, RpcError, Stop, Summary
 from epikv.bench.scrape import scrape
+from epikv.export import random_model
 from epikv.sample import problem
 from epikv.testing import PACED, Daemon, DaemonError, find_binary
 from epikv.v1.generation_pb2 import GenerateRequest
@@ -294,3 +295,28 @@ def test_a_second_signal_ends_at_once(sample_model: Path) -> None:
             time.sleep(0.01)
         os.kill(daemon.pid, signal.SIGTERM)
         assert daemon.stop() == 128 + signal.SIGTERM
+
+
+def test_ever_new_shapes_leave_nothing_behind(tmp_path: Path) -> None:
+    """Each length of a prompt is a shape of its own to oneDNN, which keeps kernels by shape."""
+    config = {
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 512,
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+    }
+    random_model(config, tmp_path / "model.pt", "bfloat16", check=False)
+    with Daemon(tmp_path / "model.pt", "--threads=1", "--prefix_cache_share=0") as daemon:
+        with daemon.client() as client:
+
+            def resident_after(lengths: range) -> float:
+                for length in lengths:
+                    client.generate_once([1] * length, stop=Stop(max_output_tokens=1))
+                return scrape(daemon.metrics).value("process_resident_memory_bytes")
+
+            before = resident_after(range(1, 64))
+            after = resident_after(range(64, 256))
+    assert after - before < 16 << 20
