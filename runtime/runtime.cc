@@ -247,8 +247,8 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
       ExecutorOptions{.pool_rows = pool_rows,
                       .decode_kernel = *kernel,
                       .deterministic = options.deterministic,
-                      .prefix_block_tokens = options.deterministic ? kDeterministicRows
-                                                                   : options.prefill_chunk_tokens,
+                      .prefix_block_tokens =
+                          options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,
                       .mass_interval = options.mass_interval});
   if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
   loaded.executor = std::move(executor);
