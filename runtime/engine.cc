@@ -683,8 +683,8 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   finished.kv.kept = std::move(facts.kept);
   finished.kv.peak_entries = facts.peak_entries;
   finished.kv.peak_bytes = facts.peak_bytes;
-  if (s.family !=
-      nullptr) {  // a completion holds the prompt's cache, too, for as long as it is shared
+  // A completion holds the prompt's cache, too, for as long as it is shared.
+  if (s.family != nullptr) {
     Family& family = *s.family;
     (family.parted ? family.held_entries : family.prompt_kv.peak_entries) += facts.peak_entries;
     (family.parted ? family.held_bytes : family.prompt_kv.peak_bytes) += facts.peak_bytes;
