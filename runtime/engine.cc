@@ -233,7 +233,7 @@ std::vector<RequestFacts> Engine::Describe() {
   return all;
 }
 
-bool Engine::Step() {
+bool Engine::Step(absl::Duration waited) {
   StepStats step;
   StageClock clock(step);
   const absl::Time begin = now_();
@@ -263,7 +263,7 @@ bool Engine::Step() {
   executor_->AddStageTimes(step);
 
   DropFinished();
-  pace_.OnStep(now_() - begin, step.prefill_tokens, step.decode_tokens);
+  pace_.OnStep(waited + (now_() - begin), step.prefill_tokens, step.decode_tokens);
   step.sequences = static_cast<int64_t>(items.size());
   clock.ChargeTotal();
   Report(step);
@@ -572,6 +572,7 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
     observer_.OnEvicted({.request = s.request,
                          .entries = outcome.evicted_entries,
                          .in_prefill = !live[i].decode,
+                         .time = outcome.eviction_time,
                          .attention_mass = outcome.attention_mass});
     if (s.request.output.kv_trace) DeliverTrace(s, std::move(outcome.trace));
   }

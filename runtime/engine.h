@@ -51,8 +51,8 @@ class Engine {
   void CancelAll(absl::Status status);
 
   // Ends what is past its deadline or cannot meet it, admits what fits, and runs one step of what
-  // is ready. False: nothing could run.
-  bool Step();
+  // is ready. False: nothing could run. waited: for cores, before this step; forecasts count it.
+  bool Step(absl::Duration waited = absl::ZeroDuration());
 
   // Forgets the cached prefixes of prompts.
   void DropPrefixes() { executor_->DropPrefixes(); }

@@ -1171,6 +1171,15 @@ TEST_F(EngineDeadlineTest, NothingIsDroppedWhereThatIsNotWanted) {
   EXPECT_EQ(output->tokens.size(), 5);
 }
 
+TEST_F(EngineDeadlineTest, WaitingForCoresIsAPartOfThePresentPace) {
+  Measure();
+  Submit(Ask("a", 5, 2000));
+  const double alone = engine_->outlook().present.SecondsOf(0, 100);
+  for (int i = 0; i < 600; ++i) engine_->Step(/*waited=*/3 * step_time_);
+  EXPECT_NEAR(engine_->outlook().present.SecondsOf(0, 100), 4 * alone, .1 * alone);
+  EXPECT_DOUBLE_EQ(engine_->outlook().best.SecondsOf(0, 100), alone) << "it may be alone again";
+}
+
 // The best pace is not the present one: whether to go by that depends on whether it was too slow.
 TEST_F(EngineDeadlineTest, PresentPaceCountsOnceDeadlinesWereMissedInCompany) {
   Measure();
