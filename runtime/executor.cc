@@ -781,6 +781,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
                             (request.traits.prompt != PromptEviction::kAtEnd || item.ends_prefill);
     const int64_t slack = item.decode ? request.traits.slack : 0;
     if ((item.decode || in_prefill) && sequence.cache.OverBudget(slack)) {
+      const absl::Time begin = absl::Now();
       EvictionTask task{.state = sequence.state.get(), .cache = view};
       std::vector<Eviction> answers = request.policy->Evict({&task, 1});
       if (answers.size() != 1) {
@@ -799,6 +800,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
       absl::StatusOr<int64_t> entries = sequence.cache.Evict(eviction.victims, item.decode);
       if (!entries.ok()) return {.status = WithPolicyError(entries.status(), kPolicyInvalidSet)};
       outcome.evicted_entries = *entries;
+      outcome.eviction_time = absl::Now() - begin;
       if (request.output.kv_trace) {
         outcome.trace = TraceOf(eviction.victims, sequence.cache, request.traits.granularity);
       }

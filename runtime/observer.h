@@ -76,6 +76,7 @@ struct EvictedStats {
   const Request& request;
   int64_t entries = 0;
   bool in_prefill = false;
+  absl::Duration time;                   // of choosing and removing them
   std::optional<double> attention_mass;  // see SettleOutcome
 };
 

@@ -52,6 +52,7 @@ struct ForwardOutcome {
 struct SettleOutcome {
   absl::Status status;  // not OK: this sequence's policy has failed
   int64_t evicted_entries = 0;
+  absl::Duration eviction_time;  // of choosing and removing them
   // In decode, now and then: the share of its attention that the newest query gave to what was
   // evicted, on average over lanes and query heads.
   std::optional<double> attention_mass;

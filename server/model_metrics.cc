@@ -103,7 +103,7 @@ void EngineMetrics::OnStep(const StepStats& step) {
   fill_.last = step;
   fill_.peak_used_bytes = std::max(fill_.peak_used_bytes, step.kv_used_bytes);
   if (step.sequences == 0) return;
-  model_->steps_.Add(step, std::exchange(evicting_, {}), before_);
+  model_->steps_.Add(step, before_);
   prompt_tokens_.Add(static_cast<double>(step.prefill_tokens), before_.end);
   output_tokens_.Add(static_cast<double>(step.decode_tokens + first_tokens_), before_.end);
   first_tokens_ = 0;
@@ -117,7 +117,7 @@ void EngineMetrics::OnFirstToken(const Request& request, absl::Duration since_ar
 
 void EngineMetrics::OnEvicted(const EvictedStats& evicted) {
   absl::MutexLock lock(&model_->mu_);
-  evicting_.insert(model_->labels_.Of(evicted.request.spec->name));
+  model_->steps_.AddRound(model_->labels_.Of(evicted.request.spec->name), evicted.time);
   model_->requests_.OnEvicted(evicted, facts_.kv);
 }
 

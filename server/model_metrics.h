@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -104,8 +103,7 @@ class EngineMetrics final : public EngineObserver {
   EngineFill fill_;
   TokenRate prompt_tokens_, output_tokens_;
   StepBefore before_;
-  int64_t first_tokens_ = 0;              // in the step that runs
-  std::set<absl::string_view> evicting_;  // labels of policies, in the step that runs
+  int64_t first_tokens_ = 0;  // in the step that runs
 };
 
 // Families of one name become one, as the exposition format wants it.

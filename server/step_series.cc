@@ -112,8 +112,7 @@ StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
                   "Between consecutive tokens of a stream: one observation a decoded token.", 1,
                   PerTokenBounds()),
       eviction_(of_policy, "epikv_kv_eviction_seconds",
-                "Wall time of evicting in a step, all requests together, by policy that evicted in "
-                "it.",
+                "Wall time of a request's round: its policy chooses, and what it chose is removed.",
                 1, Decades(.00001, 1)),
       gaps_(gap_family_.Of({})),
       batch_tokens_(HistogramFamily(declare, "epikv_step_batch_tokens", "Tokens of a step.", 1,
@@ -161,8 +160,11 @@ StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
   }
 }
 
-void StepSeries::Add(const StepStats& step, const std::set<absl::string_view>& evicting,
-                     StepBefore& before) {
+void StepSeries::AddRound(absl::string_view policy, absl::Duration time) {
+  eviction_.Of({{"policy", std::string(policy)}}).Observe(Seconds(time));
+}
+
+void StepSeries::Add(const StepStats& step, StepBefore& before) {
   const size_t phase = step.decode_tokens == 0 ? 0 : step.prefill_tokens == 0 ? 1 : 2;
   by_phase_[phase]->Observe(Seconds(step.total_wall));
   for (int i = 0; i < kNumStages; ++i) {
@@ -177,10 +179,6 @@ void StepSeries::Add(const StepStats& step, const std::set<absl::string_view>& e
   tokens_[1]->Increment(static_cast<double>(step.decode_tokens));
   batch_tokens_.Observe(static_cast<double>(step.prefill_tokens + step.decode_tokens));
   batch_sequences_.Observe(static_cast<double>(step.sequences));
-  for (const absl::string_view policy : evicting) {
-    eviction_.Of({{"policy", std::string(policy)}})
-        .Observe(Seconds(step.wall[static_cast<int>(Stage::kEvict)]));
-  }
   const absl::Time now = absl::Now();
   if (before.left_running) AddGaps(step.decode_tokens, now - before.end);
   before = {.end = now, .left_running = step.running > 0, .kv_rows_moved = step.kv_rows_moved};

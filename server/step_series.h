@@ -4,7 +4,6 @@
 
 #include <array>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -53,8 +52,10 @@ class StepSeries {
   // of_policy: declares the series that each policy in use has.
   StepSeries(Declarations& declare, Declarations& of_policy);
 
-  // evicting: labels of the policies that had a round in this step. Brings `before` up to it.
-  void Add(const StepStats& step, const std::set<absl::string_view>& evicting, StepBefore& before);
+  // Brings `before` up to this step.
+  void Add(const StepStats& step, StepBefore& before);
+  // policy: its label.
+  void AddRound(absl::string_view policy, absl::Duration time);
 
  private:
   void AddGaps(int64_t decode_tokens, absl::Duration gap);

@@ -130,15 +130,15 @@ def _window(served: harness.Served, policy: str, count: int, steps: int) -> Wind
     decoded = added.value("epikv_step_tokens_total", phase="decode")
     if added.value("epikv_step_tokens_total", phase="prefill") or decoded != count * taken:
         raise click.ClickException("not only these streams ran: the daemon has other clients")
-    evicted = int(added.value("epikv_kv_eviction_seconds_count", policy=policy))
-    if evicted != (0 if policy == "full" else taken):
-        raise click.ClickException(f"{policy} evicted in {evicted} of {taken} steps")
+    rounds = int(added.value("epikv_kv_eviction_seconds_count", policy=policy))
+    if rounds != (0 if policy == "full" else decoded):
+        raise click.ClickException(f"{policy} had {rounds} rounds for {decoded} tokens")
     names = ("forward", *dict.fromkeys(EVICTION + OUTSIDE))
     return Window(
         policy=policy,
         sequences=count,
         steps=taken,
-        rounds=evicted,
+        rounds=rounds // count,
         cpu=added.value("epikv_engine_cpu_seconds_total"),
         stages={n: added.value("epikv_step_cpu_seconds_total", stage=n) for n in names},
         thread_cpu=thread_after and thread_before and thread_after - thread_before,
