@@ -16,7 +16,9 @@ KvPool::KvPool(int64_t num_rows, int64_t key_width, int64_t value_width, at::Sca
       keys_(static_cast<char*>(key_rows_.data_ptr())),
       values_(static_cast<char*>(value_rows_.data_ptr())),
       key_bytes_(key_width * key_rows_.element_size()),
-      value_bytes_(value_width * value_rows_.element_size()) {}
+      value_bytes_(value_width * value_rows_.element_size()),
+      reserved_keys_(keys_, num_rows * key_bytes_),
+      reserved_values_(values_, num_rows * value_bytes_) {}
 
 void KvPool::Open(SequenceId id, int64_t rows) {
   const absl::Time begin = absl::Now();

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "absl/time/time.h"
+#include "runtime/machine.h"
 #include "runtime/rows.h"
 #include "runtime/step_executor.h"
 
@@ -48,6 +49,7 @@ class KvPool {
   char* const keys_;
   char* const values_;
   const int64_t key_bytes_, value_bytes_;  // of one row
+  const ReservedMemory reserved_keys_, reserved_values_;
   int64_t rows_moved_ = 0;
   absl::Duration longest_move_;
 };

@@ -1,12 +1,19 @@
 #include "runtime/machine.h"
 
 #include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <fstream>
 #include <limits>
 #include <optional>
+#include <set>
 #include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 
 namespace epikv {
 namespace {
@@ -76,6 +83,21 @@ int64_t MemoryLeftInCgroup() {
   return std::max<int64_t>(0, limit - std::max<int64_t>(0, used - cached));
 }
 
+// All reserved memory of this process.
+struct Reserved {
+  absl::Mutex mu;
+  std::set<const ReservedMemory*> all ABSL_GUARDED_BY(mu);
+};
+Reserved& TheReserved() {
+  static Reserved& reserved = *new Reserved;
+  return reserved;
+}
+
+uintptr_t PageBytes() {
+  static const auto bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
 int64_t MemoryAvailable() {
   std::ifstream file("/proc/meminfo");
   std::string name, unit;
@@ -94,6 +116,39 @@ int64_t CpuQuota() {
   return std::max<int64_t>(1, std::min(affinity, QuotaOfCgroup()));
 }
 
-int64_t AvailableMemoryBytes() { return std::min(MemoryAvailable(), MemoryLeftInCgroup()); }
+int64_t AvailableMemoryBytes() {
+  int64_t untouched = 0;
+  {
+    absl::MutexLock lock(&TheReserved().mu);
+    for (const ReservedMemory* memory : TheReserved().all) untouched += memory->UntouchedBytes();
+  }
+  return std::max<int64_t>(0, std::min(MemoryAvailable(), MemoryLeftInCgroup()) - untouched);
+}
+
+ReservedMemory::ReservedMemory(const void* begin, int64_t bytes)
+    : begin_((reinterpret_cast<uintptr_t>(begin) + PageBytes() - 1) / PageBytes() * PageBytes()),
+      end_((reinterpret_cast<uintptr_t>(begin) + static_cast<uintptr_t>(bytes)) / PageBytes() *
+           PageBytes()) {
+  absl::MutexLock lock(&TheReserved().mu);
+  TheReserved().all.insert(this);
+}
+
+ReservedMemory::~ReservedMemory() {
+  absl::MutexLock lock(&TheReserved().mu);
+  TheReserved().all.erase(this);
+}
+
+int64_t ReservedMemory::UntouchedBytes() const {
+  const uintptr_t page = PageBytes();
+  std::vector<unsigned char> resident(65536);  // a byte a page
+  int64_t untouched = 0;
+  for (uintptr_t at = begin_; at < end_;) {
+    const uintptr_t bytes = std::min<uintptr_t>(end_ - at, resident.size() * page);
+    if (mincore(reinterpret_cast<void*>(at), bytes, resident.data()) != 0) return 0;
+    for (uintptr_t i = 0; i < bytes / page; ++i) untouched += (resident[i] & 1) == 0 ? page : 0;
+    at += bytes;
+  }
+  return untouched;
+}
 
 }  // namespace epikv

@@ -9,7 +9,22 @@ namespace epikv {
 int64_t CpuQuota();
 
 // Bytes this process may still take: the smaller of the machine's available memory and what its
-// cgroup leaves.
+// cgroup leaves, without what ReservedMemory has yet to touch.
 int64_t AvailableMemoryBytes();
+
+// Memory that was taken whole and becomes resident as it is first touched: the machine counts it as
+// available until then. Lives no longer than the memory. Thread-safe.
+class ReservedMemory {
+ public:
+  ReservedMemory(const void* begin, int64_t bytes);
+  ~ReservedMemory();
+  ReservedMemory(const ReservedMemory&) = delete;
+  ReservedMemory& operator=(const ReservedMemory&) = delete;
+
+  int64_t UntouchedBytes() const;  // whole pages
+
+ private:
+  const uintptr_t begin_, end_;  // of the whole pages
+};
 
 }  // namespace epikv

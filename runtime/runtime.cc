@@ -192,6 +192,12 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   at::set_num_threads(static_cast<int>(loaded.threads));
 
   progress("loading the model");
+  std::error_code ignored;  // what is not there the loader says
+  if (std::filesystem::exists(options.model_path, ignored) &&
+      !std::filesystem::is_regular_file(options.model_path, ignored)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("'", options.model_path, "' is not a regular file"));
+  }
   absl::StatusOr<std::unique_ptr<Model>> model = LoadTorchScript(options.model_path);
   if (!model.ok()) return model.status();
   loaded.manifest = (*model)->manifest();
@@ -212,6 +218,11 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
                             : MostStepTokens({.max_step_tokens = options.max_step_tokens},
                                              options.max_running_requests));
   const int64_t available = AvailableMemoryBytes();
+  if (options.kv_pool_bytes > available) {
+    return absl::FailedPreconditionError(absl::StrCat("kv_pool_bytes is ", options.kv_pool_bytes,
+                                                      " and ", available,
+                                                      " bytes of memory are available"));
+  }
   loaded.kv_capacity_bytes =
       options.kv_pool_bytes > 0
           ? options.kv_pool_bytes
