@@ -107,9 +107,10 @@ std::shared_ptr<const TokenTable> Authenticator::tokens() const {
   return tokens_;
 }
 
-std::variant<Identity, grpc::Status> Authenticator::Admit(
-    absl::string_view method, const std::vector<absl::string_view>& authorization) const {
-  Identity caller{.name = "", .role = Role::kOperator};
+std::optional<grpc::Status> Authenticator::Admit(
+    absl::string_view method, const std::vector<absl::string_view>& authorization,
+    Identity& caller) const {
+  caller = {.name = "", .role = Role::kOperator};
   if (const std::shared_ptr<const TokenTable> tokens = this->tokens()) {
     const std::optional<absl::string_view> token = BearerToken(authorization);
     if (!token.has_value()) {
@@ -121,7 +122,7 @@ std::variant<Identity, grpc::Status> Authenticator::Admit(
   }
   const Role needed = RoleOf(method);
   if (!caller.May(needed)) return PermissionDenied(method, RoleName(needed));
-  return caller;
+  return std::nullopt;
 }
 
 }  // namespace epikv

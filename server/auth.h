@@ -4,9 +4,9 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
-#include <variant>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -41,9 +41,11 @@ class Authenticator {
   static absl::StatusOr<std::unique_ptr<Authenticator>> Create(AuthOptions options);
   ~Authenticator();
 
-  // authorization: the values of that header. The status is UNAUTHENTICATED or PERMISSION_DENIED.
-  std::variant<Identity, grpc::Status> Admit(
-      absl::string_view method, const std::vector<absl::string_view>& authorization) const;
+  // authorization: the values of that header. Refuses with UNAUTHENTICATED, or, once `caller` is
+  // known and set, with PERMISSION_DENIED.
+  std::optional<grpc::Status> Admit(absl::string_view method,
+                                    const std::vector<absl::string_view>& authorization,
+                                    Identity& caller) const;
 
  private:
   explicit Authenticator(AuthOptions options) : options_(std::move(options)) {}

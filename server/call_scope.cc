@@ -34,14 +34,10 @@ CallScope::CallScope(absl::string_view method, const Frontend& frontend,
       span_(NewSpan(CallersSpan(context))) {}
 
 std::optional<grpc::Status> CallScope::Admit() {
-  std::variant<Identity, grpc::Status> admitted =
-      frontend_.auth.Admit(method_, Headers(context_, "authorization"));
-  if (const auto* refusal = std::get_if<grpc::Status>(&admitted)) {
-    frontend_.metrics.OnRejected(ErrorReason(*refusal));
-    return *refusal;
-  }
-  caller_ = std::get<Identity>(std::move(admitted));
-  return std::nullopt;
+  std::optional<grpc::Status> refusal =
+      frontend_.auth.Admit(method_, Headers(context_, "authorization"), caller_);
+  if (refusal.has_value()) frontend_.metrics.OnRejected(ErrorReason(*refusal));
+  return refusal;
 }
 
 grpc::Status CallScope::Close(const grpc::Status& status) {

@@ -244,23 +244,23 @@ TEST(AuthenticatorTest, RoleThatIsNeededIsNamed) {
   TemporaryFolder folder;
   folder.Write("tokens", absl::StrCat("user ann ", kOne, "\noperator bob ", kTwo));
   const auto auth = *Authenticator::Create({.tokens_file = folder.File("tokens")});
-  const auto refused = auth->Admit("AdminService/Unknown", {"Bearer one"});
-  ASSERT_TRUE(std::holds_alternative<grpc::Status>(refused));
-  const grpc::Status& status = std::get<grpc::Status>(refused);
-  EXPECT_EQ(status.error_code(), grpc::PERMISSION_DENIED);
-  EXPECT_EQ(ReasonIn(status), "PERMISSION_DENIED");
-  EXPECT_EQ(Detail<v1::ErrorInfo>(status, "ErrorInfo")->metadata().at("role"), "operator");
-  const auto admitted = auth->Admit("AdminService/Unknown", {"Bearer two"});
-  ASSERT_TRUE(std::holds_alternative<Identity>(admitted));
-  EXPECT_EQ(std::get<Identity>(admitted).name, "bob");
+  Identity caller;
+  const auto refused = auth->Admit("AdminService/Unknown", {"Bearer one"}, caller);
+  ASSERT_TRUE(refused.has_value());
+  EXPECT_EQ(refused->error_code(), grpc::PERMISSION_DENIED);
+  EXPECT_EQ(ReasonIn(*refused), "PERMISSION_DENIED");
+  EXPECT_EQ(Detail<v1::ErrorInfo>(*refused, "ErrorInfo")->metadata().at("role"), "operator");
+  EXPECT_EQ(caller.name, "ann") << "for the access log";
+  EXPECT_FALSE(auth->Admit("AdminService/Unknown", {"Bearer two"}, caller).has_value());
+  EXPECT_EQ(caller.name, "bob");
 }
 
 TEST(AuthenticatorTest, WithoutAFileEveryoneIsAnAnonymousOperator) {
   const auto auth = *Authenticator::Create({});
-  const auto admitted = auth->Admit("AdminService/Unknown", {});
-  ASSERT_TRUE(std::holds_alternative<Identity>(admitted));
-  EXPECT_EQ(std::get<Identity>(admitted).name, "");
-  EXPECT_EQ(std::get<Identity>(admitted).role, Role::kOperator);
+  Identity caller;
+  EXPECT_FALSE(auth->Admit("AdminService/Unknown", {}, caller).has_value());
+  EXPECT_EQ(caller.name, "");
+  EXPECT_EQ(caller.role, Role::kOperator);
 }
 
 TEST(AuthenticatorTest, FileThatIsWrongAtTheStartIsAnError) {

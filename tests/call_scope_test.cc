@@ -14,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "epikv/v1/admin.grpc.pb.h"
 #include "epikv/v1/generation.grpc.pb.h"
 #include "epikv/v1/model.grpc.pb.h"
 #include "tests/error_details.h"
@@ -32,6 +33,9 @@ using ::testing::StartsWith;
 
 const std::string kTraceId = "4bf92f3577b34da6a3ce929d0e0e4736";
 const std::string kSpanId = "00f067aa0ba902b7";
+
+// Her token is "one".
+constexpr char kAnn[] = "user ann 7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
 
 class CallScopeTest : public ::testing::Test {
  protected:
@@ -184,9 +188,7 @@ TEST_F(CallScopeTest, LongNamesAreCut) {
 
 TEST(CallScopeAuthTest, LineNamesTheCaller) {
   const TemporaryFolder folder;
-  folder.Write(
-      "tokens",
-      "user ann 7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed");  // "one"
+  folder.Write("tokens", kAnn);
   {
     FakeServer server(
         {.auth = {.tokens_file = folder.File("tokens")}, .access_log = folder.File("log")});
@@ -206,6 +208,24 @@ TEST(CallScopeAuthTest, LineNamesTheCaller) {
   EXPECT_EQ(refused["code"], "UNAUTHENTICATED");
   EXPECT_FALSE(refused.contains("identity"));
   EXPECT_THAT(log, Not(HasSubstr("hunter2")));
+}
+
+// The line that an audit looks for.
+TEST(CallScopeAuthTest, LineNamesWhoMayNot) {
+  const TemporaryFolder folder;
+  folder.Write("tokens", kAnn);
+  {
+    FakeServer server(
+        {.auth = {.tokens_file = folder.File("tokens")}, .access_log = folder.File("log")});
+    v1::AdminService::Stub admin(server.ConnectAdmin());
+    grpc::ClientContext context;
+    context.AddMetadata("authorization", "Bearer one");
+    v1::ServerStatus response;
+    EXPECT_EQ(admin.GetServerStatus(&context, {}, &response).error_code(), grpc::PERMISSION_DENIED);
+  }
+  const nlohmann::json line = nlohmann::json::parse(folder.Read("log"));
+  EXPECT_EQ(line["code"], "PERMISSION_DENIED");
+  EXPECT_EQ(line["identity"], "ann");
 }
 
 }  // namespace
