@@ -26,11 +26,15 @@ absl::StatusOr<FileContents> ReadFile(const std::string& path) {
   auto error = [&path] {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot read '", path, "'"));
   };
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // of a pipe, not to wait
   if (file < 0) return error();
   const absl::Cleanup close_file = [file] { close(file); };
   struct stat facts = {};
   if (fstat(file, &facts) != 0) return error();
+  if (!S_ISREG(facts.st_mode)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("cannot read '", path, "': it is not a regular file"));
+  }
   FileContents contents{.version = VersionOf(facts)};
   std::array<char, 65536> part;
   for (;;) {

@@ -24,7 +24,8 @@ struct FileContents {
   FileVersion version;
 };
 
-// The whole file. The error names the path and says what is wrong with it.
+// The whole of a regular file: a pipe would be empty at the second reading. The error names the
+// path and says what is wrong with it.
 absl::StatusOr<FileContents> ReadFile(const std::string& path);
 
 // Of the file that lies at `path` now; all zero where there is none.
