@@ -20,7 +20,7 @@ absl::string_view ServerStateName(ServerState state) {
 
 void Lifecycle::Attach(grpc::HealthCheckServiceInterface& health, std::vector<std::string> names) {
   absl::MutexLock lock(&mu_);
-  listeners_.push_back({&health, std::move(names)});
+  listeners_.push_back({.health = &health, .names = std::move(names)});
   // For probes that kill: one that asked for "" would end a daemon that loads or drains.
   health.SetServingStatus("liveness", true);
   Tell(listeners_.back());
@@ -34,13 +34,13 @@ void Lifecycle::Detach(grpc::HealthCheckServiceInterface& health) {
 void Lifecycle::SetState(ServerState state) {
   absl::MutexLock lock(&mu_);
   if (std::exchange(state_, state) == state) return;
-  for (const Listener& listener : listeners_) Tell(listener);
+  for (Listener& listener : listeners_) Tell(listener);
 }
 
 void Lifecycle::SetModel(const std::string& name, bool in_service) {
   absl::MutexLock lock(&mu_);
   models_[name] = in_service;
-  for (const Listener& listener : listeners_) TellModel(listener, name, in_service);
+  for (Listener& listener : listeners_) Tell(listener);
 }
 
 ServerState Lifecycle::state() const {
@@ -48,16 +48,19 @@ ServerState Lifecycle::state() const {
   return state_;
 }
 
-void Lifecycle::Tell(const Listener& listener) const {
-  const bool serving = state_ == ServerState::kServing;
-  for (const std::string& name : listener.names) listener.health->SetServingStatus(name, serving);
-  for (const auto& [name, in_service] : models_) TellModel(listener, name, in_service);
-}
-
-void Lifecycle::TellModel(const Listener& listener, const std::string& name,
-                          bool in_service) const {
-  listener.health->SetServingStatus(absl::StrCat("models/", name),
-                                    in_service && state_ == ServerState::kServing);
+void Lifecycle::Tell(Listener& listener) const {
+  auto tell = [&](const std::string& name, bool serves) {
+    const auto [told, first] = listener.told.try_emplace(name, serves);
+    if (!first && std::exchange(told->second, serves) == serves) return;
+    listener.health->SetServingStatus(name, serves);
+  };
+  bool serving = false;  // of one that has no model a balancer would get nothing but NOT_FOUND
+  for (const auto& [name, in_service] : models_) {
+    const bool serves = in_service && state_ == ServerState::kServing;
+    tell(absl::StrCat("models/", name), serves);
+    serving |= serves;
+  }
+  for (const std::string& name : listener.names) tell(name, serving);
 }
 
 }  // namespace epikv

@@ -19,8 +19,9 @@ enum class ServerState {
 };
 absl::string_view ServerStateName(ServerState state);  // "STARTING"
 
-// What the daemon is doing, and what grpc.health.v1 says of it: a service serves in kServing, a
-// model if it is in service as well, "liveness" whenever the port answers. Thread-safe.
+// What the daemon is doing, and what grpc.health.v1 says of it: in kServing a model serves that is
+// in service, and a service, and the whole, if any model is; "liveness" whenever the port answers.
+// Thread-safe.
 class Lifecycle {
  public:
   // names: of services, "" for the whole. `health` is told of every change from now on, and
@@ -36,10 +37,9 @@ class Lifecycle {
   struct Listener {
     grpc::HealthCheckServiceInterface* health;
     std::vector<std::string> names;
+    std::map<std::string, bool> told;  // who watches hears of changes alone
   };
-  void Tell(const Listener& listener) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void TellModel(const Listener& listener, const std::string& name, bool in_service) const
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Tell(Listener& listener) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   mutable absl::Mutex mu_;
   ServerState state_ ABSL_GUARDED_BY(mu_) = ServerState::kStarting;
