@@ -301,6 +301,8 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
   if (!c.admin_listen().empty()) check.RequireAddress(c.admin_listen(), "admin_listen");
   check.Require(LogLevelOf(c.log_level()).has_value(), "log_level",
                 "be debug, info, warning or error");
+  check.Require(c.model_name().empty() || IsModelName(c.model_name()), "model_name",
+                kModelNameRule);
   check.Require(c.threads() <= 1024, "threads", "be at most 1024");
   check.Require(c.kv_pool_bytes() <= kMost, "kv_pool_bytes", "be below 2^63");
   check.Require(c.prefix_cache_share() >= 0 && c.prefix_cache_share() <= 1, "prefix_cache_share",
@@ -396,6 +398,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
       .log_level = LogLevelOf(c.log_level()).value_or(LogLevel::kInfo),
       .models = ModelsOf(c),
       .runtime = {.threads = c.threads(),
+                  .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
                   .kv_memory_share = c.kv_memory_share(),
                   .max_step_tokens = c.max_step_tokens(),
                   .prefill_chunk_tokens = c.prefill_chunk_tokens(),
@@ -489,12 +492,14 @@ std::vector<FieldViolation> ViolationsOf(const v1::ServerConfig& config) {
 
 std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source) {
   std::vector<FieldViolation> violations;
-  auto require = [&](bool ok, const char* field, const char* must) {
-    if (!ok) violations.push_back({field, must});
+  auto require = [&](bool ok, const char* field, absl::string_view must) {
+    if (!ok) violations.push_back({field, std::string(must)});
   };
   require(!source.path().empty(), "path", "must name the file that `epikv export` wrote");
   require(!FirstInvalidUtf8(source.path()).has_value(), "path", "must be UTF-8");
   require(!FirstInvalidUtf8(source.name()).has_value(), "name", "must be UTF-8");
+  require(source.name().empty() || IsModelName(source.name()), "name",
+          absl::StrCat("must ", kModelNameRule));
   require(!FirstInvalidUtf8(source.artefact_dir()).has_value(), "artefact_dir", "must be UTF-8");
   require(source.kv_pool_bytes() <= uint64_t{INT64_MAX}, "kv_pool_bytes", "must be below 2^63");
   require(source.threads() <= 1024, "threads", "must be at most 1024");

@@ -1,7 +1,9 @@
 #include "server/served_model.h"
 
+#include <algorithm>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
@@ -24,6 +26,12 @@ EngineFacts FactsOf(const ServedModel& model, const ServingOptions& options, int
 
 }  // namespace
 
+bool IsModelName(absl::string_view name) {
+  return !name.empty() && name.size() <= 128 && std::none_of(name.begin(), name.end(), [](char c) {
+    return absl::ascii_iscntrl(static_cast<unsigned char>(c)) || c == '"' || c == '\\';
+  });
+}
+
 absl::Status CheckDefaults(const RequestDefaults& defaults, PolicyCatalog catalog) {
   if (defaults.policy.empty() || FindPolicy(catalog, defaults.policy) != nullptr) {
     return absl::OkStatus();
@@ -40,7 +48,7 @@ absl::Status Apply(const ServingOptions& options, const ServedModel& model) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& name,
+absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
                                          const ServingOptions& options, absl::Duration load,
                                          CoreBudget& cores, Metrics& metrics) {
   if (absl::Status status = CheckDefaults(options.defaults, loaded.policies); !status.ok()) {
@@ -50,7 +58,12 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& 
   if (!tokenizer.ok()) return tokenizer.status();
 
   auto model = std::make_shared<ServedModel>();
-  model->name = name.empty() ? loaded.manifest.name : name;
+  model->name = source.name.empty() ? loaded.manifest.name : source.name;
+  if (!IsModelName(model->name)) {
+    return absl::InvalidArgumentError(absl::StrCat("the name in the model's manifest must ",
+                                                   kModelNameRule, "; give it another one"));
+  }
+  model->source = std::move(source);
   model->tokenizer = *std::move(tokenizer);
   model->admission = std::make_unique<Admission>(
       loaded.manifest, std::move(loaded.shape), loaded.policies,

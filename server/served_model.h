@@ -20,13 +20,18 @@ inline absl::string_view DTypeName(DType dtype) {
   return dtype == DType::kFloat32 ? "float32" : "bfloat16";
 }
 
+// Clients, metrics, logs and health checks use them: what a model's name must do.
+inline constexpr absl::string_view kModelNameRule =
+    "have 1 to 128 bytes and no control character, quote or backslash";
+bool IsModelName(absl::string_view name);
+
 // Where a model comes from, and what it has of its own.
 struct ModelSource {
   std::string path;          // file that `epikv export` wrote
   std::string name;          // clients call it by; empty: the manifest's
   std::string artefact_dir;  // RuntimeOptions' of these names
   int64_t kv_pool_bytes = 0;
-  int64_t threads = 0;  // 0: as the server's
+  int64_t threads = 0;
 };
 
 // How models are served, whichever they are.
@@ -45,6 +50,7 @@ struct ServingOptions {
 // what the engine does.
 struct ServedModel {
   std::string name;
+  ModelSource source;
   std::unique_ptr<const Tokenizer> tokenizer;
   std::unique_ptr<Admission> admission;
   int64_t kv_capacity_bytes = 0;
@@ -69,9 +75,9 @@ absl::Status CheckDefaults(const RequestDefaults& defaults, PolicyCatalog catalo
 // changed.
 absl::Status Apply(const ServingOptions& options, const ServedModel& model);
 
-// Puts a loaded model behind an engine thread of its own. name: empty for the manifest's.
-// Everything given by reference outlives it.
-absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, const std::string& name,
+// Puts a loaded model behind an engine thread of its own. Everything given by reference outlives
+// it.
+absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
                                          const ServingOptions& options, absl::Duration load,
                                          CoreBudget& cores, Metrics& metrics);
 

@@ -48,7 +48,7 @@ class RealServer {
                              .deterministic = true});
     if (!loaded.ok()) throw std::runtime_error(loaded.status().ToString());
     loaded->policies = Catalog();
-    models_.Put(*MakeServedModel(*std::move(loaded), "",
+    models_.Put(*MakeServedModel(*std::move(loaded), {},
                                  {.scheduler = {.fixed_chunk_tokens = 16}, .deterministic = true},
                                  absl::ZeroDuration(), cores_, metrics_));
     lifecycle_.SetState(ServerState::kServing);

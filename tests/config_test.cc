@@ -95,6 +95,7 @@ TEST(ConfigTest, ModelsAreTheFirstAndThoseOfTheList) {
   EXPECT_EQ(config.runtime.threads, 3);
   EXPECT_EQ(config.models[2].threads, 1);
   EXPECT_EQ(config.models[2].kv_pool_bytes, 4096);
+  EXPECT_EQ(Parse({"--model=m", "--kv_pool_bytes=9"}).runtime.kv_pool_bytes, 9);
   EXPECT_EQ(Parse({"--models=path: 'b.pt'"}).models.at(0).path, "b.pt") << "no other needed";
   EXPECT_THAT(Printed({"--print_config", "--models=path: 'b.pt' threads: 2"}),
               HasSubstr("\nmodels: [{ path: \"b.pt\" threads: 2 }]\n"));
@@ -240,6 +241,17 @@ TEST(ConfigTest, TextThatNoMessageCanHoldIsRefused) {
                     HasSubstr("--models[0].name must be UTF-8"),
                     HasSubstr("--models[0].artefact_dir must be UTF-8")));
   EXPECT_EQ(Parse({"--model=m", "--model_name=café"}).models.at(0).name, "café");
+}
+
+TEST(ConfigTest, NameOfAModelFitsIntoALine) {
+  EXPECT_THAT(Errors({"--model=m", "--model_name=a\nb",
+                      absl::StrCat("--models=path: 'b' name: '", std::string(129, 'n'), "'"),
+                      "--models=path: 'c' name: 'say \"c\"'"}),
+              AllOf(HasSubstr("--model_name must have 1 to 128 bytes and no control character"),
+                    HasSubstr("--models[0].name must have 1 to 128 bytes"),
+                    HasSubstr("--models[1].name must have 1 to 128 bytes")));
+  EXPECT_EQ(Parse({"--model=m", "--model_name=org/model v1.2"}).models.at(0).name,
+            "org/model v1.2");
 }
 
 TEST(ConfigTest, FlagHoldsOneValue) {
