@@ -487,7 +487,8 @@ void Resolver::ResolveProtectionAndDemand() {
     Violate("kv.budget",
             absl::StrCat("the request can hold up to ", request_.demand.peak_bytes(),
                          " bytes of KV cache and the pool has ", capacity,
-                         ": it can never run here; lower the budget or max_output_tokens"));
+                         ": it can never run here; lower the budget",
+                         options_.completions > 1 ? ", n" : "", " or max_output_tokens"));
     Because("KV_POOL_TOO_SMALL",
             {{"needed_bytes", absl::StrCat(request_.demand.peak_bytes())},
              {"capacity_bytes", absl::StrCat(capacity)}},

@@ -9,7 +9,7 @@ namespace epikv {
 namespace {
 
 absl::Status WhyDrained() {
-  return WithReason(absl::UnavailableError("the server is shutting down"), kDraining);
+  return WithReason(absl::UnavailableError("the time that a drain left it has run out"), kDraining);
 }
 
 }  // namespace
@@ -65,6 +65,7 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
   if (live_.contains(request.id)) return {.error = SubmitError::kDuplicateId};
   const Work waiting = outlook_.waiting.total();
   SubmitResult result{.waiting = static_cast<int64_t>(waiting.requests),
+                      .waiting_tokens = static_cast<int64_t>(waiting.tokens),
                       .forecast = Predict(outlook_, request, now)};
   const absl::Duration late =
       result.forecast.least_wait + result.forecast.least_run - (request.deadline - now);
@@ -76,11 +77,14 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
     }
     return result;
   }
+  const bool too_many = result.waiting >= limits_.max_requests;
   // Alone, a request may be over the limit of tokens: it would be refused for ever.
-  if (result.waiting >= limits_.max_requests ||
-      (result.waiting > 0 &&
-       waiting.tokens + work.tokens > static_cast<double>(limits_.max_tokens))) {
+  const bool too_long =
+      result.waiting > 0 && waiting.tokens + work.tokens > static_cast<double>(limits_.max_tokens);
+  if (too_many || too_long) {
     result.error = SubmitError::kQueueFull;
+    result.full = too_many ? SubmitResult::Full::kRequests : SubmitResult::Full::kTokens;
+    result.limit = too_many ? limits_.max_requests : limits_.max_tokens;
     result.retry_after = retries_.After(absl::ZeroDuration(), work, outlook_, now);
     return result;
   }
@@ -213,8 +217,9 @@ void EngineThread::OnEnded() {
 
 bool EngineThread::Step() {
   if (cores_.budget == nullptr) return engine_->Step();
+  const absl::Time begin = absl::Now();
   const CoreBudget::Lease lease = cores_.budget->Take(cores_.threads);
-  return engine_->Step();
+  return engine_->Step(absl::Now() - begin);
 }
 
 void EngineThread::Run() {

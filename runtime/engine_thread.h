@@ -30,7 +30,11 @@ enum class SubmitError { kNone, kQueueFull, kDuplicateId, kDraining, kDeadlineIn
 
 struct SubmitResult {
   SubmitError error = SubmitError::kNone;
-  int64_t waiting = 0;  // requests, all
+  int64_t waiting = 0;         // requests, all
+  int64_t waiting_tokens = 0;  // theirs
+  // Of kQueueFull: of which there would be too many.
+  enum class Full { kRequests, kTokens } full = Full::kRequests;
+  int64_t limit = 0;
   Forecast forecast;
   // When trying again is worth while. Of kQueueFull always; of kDeadlineInfeasible unless the
   // request alone takes longer than it has.

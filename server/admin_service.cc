@@ -147,6 +147,19 @@ AdminService::~AdminService() {
   if (loader.joinable()) loader.join();
 }
 
+std::shared_ptr<PendingAnswer<v1::Model>> AdminService::TakeLoadCall() {
+  absl::MutexLock lock(&mu_);
+  return std::exchange(load_call_, nullptr);
+}
+
+bool AdminService::AbandonLoading() {
+  const auto call = TakeLoadCall();
+  if (call == nullptr) return false;
+  call->Finish(
+      Unavailable(kDraining, "the server is stopping; the model was not loaded", kDrainRetryDelay));
+  return true;
+}
+
 void AdminService::ListRequests(const std::vector<ModelPtr>& models,
                                 std::function<void(std::vector<v1::ActiveRequest>)> tell) {
   if (models.empty()) return tell({});
@@ -317,7 +330,12 @@ std::optional<grpc::Status> AdminService::RefuseModels() const {
 
 // On the loader's thread.
 Answer<v1::Model> AdminService::LoadNow(const v1::LoadModelRequest& request) {
-  absl::StatusOr<ModelPtr> loaded = load_(FromProto(request.source()));
+  ModelSource source = FromProto(request.source());
+  if (const ModelPtr before = models_.Named(source.name)) {
+    if (source.kv_pool_bytes == 0) source.kv_pool_bytes = before->source.kv_pool_bytes;
+    if (source.threads == 0) source.threads = before->source.threads;
+  }
+  absl::StatusOr<ModelPtr> loaded = load_(source);
   if (!loaded.ok()) return ToGrpc(loaded.status());
   const absl::Status status = PutInService(*loaded, request.replace(), settings_, models_);
   if (absl::IsAlreadyExists(status)) return Taken((*loaded)->name);
@@ -344,16 +362,19 @@ grpc::ServerUnaryReactor* AdminService::LoadModel(grpc::CallbackServerContext* c
     if (last.joinable()) last.join();  // it has nothing left to do
     absl::MutexLock lock(&mu_);
     if (loading_.has_value() || loader_.joinable()) {
-      return pending->Finish(Precondition("LOADING", "another model is being loaded"));
+      return pending->Finish(Precondition(kLoading, "another model is being loaded"));
     }
     loading_ = request.source().name();
-    loader_ = std::thread([this, request, pending = std::move(pending)] {
+    load_call_ = std::move(pending);
+    models_.SetLoading(*loading_);
+    loader_ = std::thread([this, request] {
       const Answer<v1::Model> answer = LoadNow(request);
+      models_.SetLoading("");
       {
         absl::MutexLock lock(&mu_);
         loading_.reset();
       }
-      pending->Finish(answer);
+      if (const auto call = TakeLoadCall()) call->Finish(answer);
     });
   };
   return AnswerLater<v1::LoadModelRequest, v1::Model>("AdminService/LoadModel", frontend_, *context,

@@ -63,6 +63,11 @@ class AdminService final
   // Waits for the model that is being loaded.
   ~AdminService();
 
+  // For the end of the process, since loading cannot be cancelled: its caller is told UNAVAILABLE
+  // now. True: the thread goes on, and uses what was given to this; the process has to end without
+  // destroying it.
+  bool AbandonLoading();
+
   grpc::ServerUnaryReactor* GetServerStatus(grpc::CallbackServerContext* context,
                                             const grpc::ByteBuffer* in,
                                             grpc::ByteBuffer* out) override;
@@ -98,6 +103,7 @@ class AdminService final
   // Why models cannot be loaded and unloaded now.
   std::optional<grpc::Status> RefuseModels() const;
   Answer<v1::Model> LoadNow(const v1::LoadModelRequest& request);
+  std::shared_ptr<PendingAnswer<v1::Model>> TakeLoadCall();
 
   Models& models_;
   Lifecycle& lifecycle_;
@@ -107,7 +113,9 @@ class AdminService final
   const absl::Time start_ = absl::Now();
   mutable absl::Mutex mu_;
   std::optional<std::string> loading_ ABSL_GUARDED_BY(mu_);  // the name asked for
-  std::thread loader_ ABSL_GUARDED_BY(mu_);                  // joined before the next one starts
+  // Null once it has been answered.
+  std::shared_ptr<PendingAnswer<v1::Model>> load_call_ ABSL_GUARDED_BY(mu_);
+  std::thread loader_ ABSL_GUARDED_BY(mu_);  // joined before the next one starts
   TaskThread answers_;
 };
 

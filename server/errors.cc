@@ -203,8 +203,8 @@ grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
 grpc::Status DeadlineInfeasible(const DeadlineEstimate& estimate,
                                 std::optional<absl::Duration> retry_after) {
   auto seconds = [](absl::Duration d) { return absl::StrFormat("%.3f", absl::ToDoubleSeconds(d)); };
-  const std::string left = seconds(estimate.left), wait = seconds(estimate.wait),
-                    run = seconds(estimate.run);
+  const std::string left = seconds(std::max(absl::ZeroDuration(), estimate.left)),
+                    wait = seconds(estimate.wait), run = seconds(estimate.run);
   Details details(grpc::StatusCode::DEADLINE_EXCEEDED,
                   absl::StrCat("the deadline cannot be met: it is in ", left,
                                " s, and the request would wait for at least ", wait,

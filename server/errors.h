@@ -23,6 +23,7 @@ inline constexpr absl::string_view kNotUtf8 = "NOT_UTF8";
 inline constexpr absl::string_view kMalformed = "MALFORMED";
 inline constexpr absl::string_view kQueueFull = "QUEUE_FULL";
 inline constexpr absl::string_view kStarting = "STARTING";
+inline constexpr absl::string_view kLoading = "LOADING";
 inline constexpr absl::string_view kDuplicateId = "DUPLICATE_ID";
 inline constexpr absl::string_view kNotFound = "NOT_FOUND";
 inline constexpr absl::string_view kUnauthenticated = "UNAUTHENTICATED";

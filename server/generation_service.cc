@@ -442,7 +442,7 @@ grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,
                            absl::StrCat("a request '", request_id, "' is live"));
     case SubmitError::kDraining:
       model.metrics->OnRejected(kDraining);
-      return Unavailable(kDraining, "the server is shutting down; try another one",
+      return Unavailable(kDraining, "the server takes no new requests; try another one",
                          kDrainRetryDelay);
     case SubmitError::kDeadlineInfeasible:
       model.metrics->OnRejected(kDeadlineInfeasible);
@@ -455,8 +455,15 @@ grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,
       break;
   }
   model.metrics->OnRejected(kQueueFull);
+  if (submitted.full == SubmitResult::Full::kTokens) {
+    return Exhausted("waiting tokens",
+                     absl::StrCat("the queue is full: requests of ", submitted.waiting_tokens,
+                                  " tokens are waiting, and ", submitted.limit, " may"),
+                     *submitted.retry_after);
+  }
   return Exhausted("waiting requests",
-                   absl::StrCat("the queue is full: ", submitted.waiting, " requests are waiting"),
+                   absl::StrCat("the queue is full: ", submitted.waiting,
+                                " requests are waiting, and ", submitted.limit, " may"),
                    *submitted.retry_after);
 }
 

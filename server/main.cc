@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
@@ -87,12 +88,12 @@ void Announce(const Config& config, const std::vector<ModelPtr>& served, const S
   line["grpc"] = AddressOf(config.listen, server.port());
   line["metrics"] = metrics == nullptr ? "" : AddressOf(config.metrics_listen, metrics->port());
   line["admin"] = admin == nullptr ? "" : AddressOf(config.admin_listen, admin->port());
-  const ServedModel& first = *served.front();
-  line["model"] = first.name;
-  line["kv_capacity_tokens"] = first.kv_capacity_tokens();
-  line["threads"] = first.threads;
-  line["decode_kernel"] = first.decode_kernel;
-  for (const ModelPtr& model : served) line["models"].push_back(model->name);
+  for (const ModelPtr& model : served) {
+    line["models"].push_back({{"name", model->name},
+                              {"kv_capacity_tokens", model->kv_capacity_tokens()},
+                              {"threads", model->threads},
+                              {"decode_kernel", model->decode_kernel}});
+  }
   std::cout << line.dump() << std::endl;
 }
 
@@ -115,14 +116,14 @@ class Loader {
     RuntimeOptions options = config.runtime;
     options.model_path = source.path;
     options.artefact_dir = source.artefact_dir;
-    options.kv_pool_bytes = source.kv_pool_bytes;
-    options.threads = source.threads > 0 ? source.threads : config.runtime.threads;
+    if (source.kv_pool_bytes > 0) options.kv_pool_bytes = source.kv_pool_bytes;
+    if (source.threads > 0) options.threads = source.threads;
     options.progress = [this](absl::string_view stage) { log_.Info(stage); };
     absl::StatusOr<LoadedModel> loaded = LoadModel(options);
     if (!loaded.ok()) return loaded.status();
     for (const std::string& line : loaded->description) log_.Info(line);
-    return MakeServedModel(*std::move(loaded), source.name, config.serving, absl::Now() - begin,
-                           cores_, metrics_);
+    return MakeServedModel(*std::move(loaded), source, config.serving, absl::Now() - begin, cores_,
+                           metrics_);
   }
 
  private:
@@ -170,9 +171,18 @@ void Drain(const Settings& settings, Server& server, Models& models, const Log& 
   log.Info("stopped");
 }
 
-absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config, Metrics& metrics) {
-  return AccessLog::Open(config.access_log,
-                         [&metrics](int64_t lines) { metrics.OnAccessLogDropped(lines); });
+absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config, Metrics& metrics,
+                                                         const Log& log) {
+  constexpr int64_t kSecondsBetweenWarnings = 60;
+  auto warned = std::make_shared<std::atomic<int64_t>>(0);  // when
+  return AccessLog::Open(config.access_log, [&metrics, &log, warned](int64_t lines) {
+    metrics.OnAccessLogDropped(lines);
+    const int64_t now = absl::ToUnixSeconds(absl::Now());
+    int64_t before = *warned;
+    if (now - before < kSecondsBetweenWarnings) return;
+    if (!warned->compare_exchange_strong(before, now)) return;
+    log.Warn("--access_log takes no lines, or too slowly: some are dropped, and counted");
+  });
 }
 
 absl::StatusOr<std::unique_ptr<Authenticator>> MakeAuthenticator(const Config& config,
@@ -228,7 +238,7 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
     metrics_server = *std::move(started);
     metrics_server->Serve(metrics);
   }
-  const absl::StatusOr<std::unique_ptr<AccessLog>> access_log = OpenAccessLog(config, metrics);
+  absl::StatusOr<std::unique_ptr<AccessLog>> access_log = OpenAccessLog(config, metrics, log);
   if (!access_log.ok()) return access_log.status();
   const absl::StatusOr<std::unique_ptr<Authenticator>> auth =
       MakeAuthenticator(config, metrics, log);
@@ -271,14 +281,18 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
 
   if (absl::Status status = LoadAll(config.models, loader, settings, models); !status.ok())
     return status;
-  const std::vector<ModelPtr> served = models.InService();
   signals.Serve();
   lifecycle.SetState(ServerState::kServing);
   log.Info("serving");
-  Announce(config, served, **server, admin_port->get(), metrics_server.get());
+  Announce(config, models.InService(), **server, admin_port->get(), metrics_server.get());
   signals.AwaitStop();
   Drain(settings, **server, models, log);
+  const bool loading = admin.AbandonLoading();
   if (*admin_port != nullptr) (*admin_port)->Close();
+  if (loading) {
+    access_log->reset();  // writes what waits
+    std::_Exit(0);
+  }
   return absl::OkStatus();
 }
 

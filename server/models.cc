@@ -40,6 +40,12 @@ std::variant<ModelPtr, grpc::Status> Models::Find(absl::string_view asked) const
   if (asked.empty() && in_service_.size() == 1) return in_service_.begin()->second;
   const auto found = in_service_.find(asked);
   if (found != in_service_.end()) return found->second;
+  if (!asked.empty() && asked == loading_) {
+    return ToGrpc(Rejection{.code = absl::StatusCode::kFailedPrecondition,
+                            .reason = std::string(kLoading),
+                            .message = absl::StrCat("model '", asked, "' is being loaded"),
+                            .violations = {{"model", "is being loaded"}}});
+  }
   if (in_service_.empty()) return NotFound("model", asked, "no model is in service");
   if (asked.empty()) {
     return ToGrpc(Rejection{
@@ -52,9 +58,15 @@ std::variant<ModelPtr, grpc::Status> Models::Find(absl::string_view asked) const
       absl::StrCat("model '", asked, "' is not served here; known: ", NamesOf(in_service_)));
 }
 
-bool Models::Has(absl::string_view name) const {
+ModelPtr Models::Named(absl::string_view name) const {
   absl::MutexLock lock(&mu_);
-  return in_service_.contains(name);
+  const auto found = in_service_.find(name);
+  return found == in_service_.end() ? nullptr : found->second;
+}
+
+void Models::SetLoading(const std::string& name) {
+  absl::MutexLock lock(&mu_);
+  loading_ = name;
 }
 
 bool Models::Replaced(const ServedModel& model) const {

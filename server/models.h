@@ -28,7 +28,8 @@ class Models {
 
   // The model that a client asks for; no name asks for the only one. Else the error to give.
   std::variant<ModelPtr, grpc::Status> Find(absl::string_view asked) const;
-  bool Has(absl::string_view name) const;
+  bool Has(absl::string_view name) const { return Named(name) != nullptr; }
+  ModelPtr Named(absl::string_view name) const;  // in service; null: none is
   // Whether another model serves the name of this one, or none.
   bool Replaced(const ServedModel& model) const;
   std::vector<ModelPtr> InService() const;  // sorted by name
@@ -40,6 +41,9 @@ class Models {
   bool Put(ModelPtr model, bool replace = true);
   // Out of service; what it has begun may go on until `deadline`. False: no such model.
   bool Remove(const std::string& name, absl::Time deadline);
+
+  // Who asks for this name, while no model has it, is told to wait. Empty: none is being loaded.
+  void SetLoading(const std::string& name);
 
   // New requests are refused, of models to come too, until Resume. Both tell the lifecycle.
   void StartDraining();
@@ -63,6 +67,7 @@ class Models {
   mutable absl::Mutex mu_;
   std::map<std::string, ModelPtr, std::less<>> in_service_ ABSL_GUARDED_BY(mu_);
   std::list<Retiring> retiring_ ABSL_GUARDED_BY(mu_);
+  std::string loading_ ABSL_GUARDED_BY(mu_);
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
 };

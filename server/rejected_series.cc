@@ -8,11 +8,26 @@
 namespace epikv {
 namespace {
 
-constexpr absl::string_view kReasons[] = {
-    "invalid_request",   "token_range",         "context_length", "kv_budget", "kv_pool_too_small",
-    "artefact_missing",  "prompt_evicted",      "queue_full",     "starting",  "draining",
-    "duplicate_id",      "not_found",           "not_utf8",       "malformed", "unauthenticated",
-    "permission_denied", "deadline_infeasible", "other"};
+constexpr absl::string_view kReasons[] = {"invalid_request",
+                                          "token_range",
+                                          "span_range",
+                                          "context_length",
+                                          "kv_budget",
+                                          "kv_pool_too_small",
+                                          "artefact_missing",
+                                          "prompt_evicted",
+                                          "queue_full",
+                                          "starting",
+                                          "loading",
+                                          "draining",
+                                          "duplicate_id",
+                                          "not_found",
+                                          "not_utf8",
+                                          "malformed",
+                                          "unauthenticated",
+                                          "permission_denied",
+                                          "deadline_infeasible",
+                                          "other"};
 
 }  // namespace
 

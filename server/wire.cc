@@ -96,7 +96,7 @@ void FindInvalidText(const pb::Message& message, const std::string& prefix,
 Rejection Diagnose(const std::string& bytes, const pb::Descriptor& type) {
   static auto& types = *new LenientTypes;  // never destroyed: RPC threads may outlive main
   const Rejection malformed{.reason = std::string(kMalformed),
-                            .message = absl::StrCat("the request is not a ", type.full_name())};
+                            .message = absl::StrCat("the request is not an ", type.full_name())};
   const std::unique_ptr<pb::Message> lenient = types.New(type);
   if (!lenient->ParsePartialFromString(bytes)) return malformed;
   std::vector<FieldViolation> violations;

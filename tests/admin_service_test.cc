@@ -161,6 +161,59 @@ TEST_F(AdminServiceTest, LoadsOneModelAtATime) {
   EXPECT_TRUE(first.ok());
 }
 
+TEST_F(AdminServiceTest, WhoAsksForAModelThatIsBeingLoadedIsTold) {
+  Gate gate;
+  server_.on_load = [&gate] { gate.Pass(true); };
+  std::thread loading([&] { EXPECT_TRUE(Load("b.pt", "b").ok()); });
+  ASSERT_TRUE(gate.AwaitHeld());
+  v1::GenerateRequest request = Ask("", 1, 3);
+  request.set_model("b");
+  auto generate = [&] { return StreamClient(*stub_, request).AwaitDone(); };
+  const grpc::Status early = generate();
+  EXPECT_EQ(early.error_code(), grpc::FAILED_PRECONDITION);
+  EXPECT_EQ(ReasonIn(early), "LOADING");
+  EXPECT_TRUE(Detail<v1::PreconditionFailure>(early, "PreconditionFailure").has_value());
+  gate.Open();
+  loading.join();
+  EXPECT_TRUE(generate().ok());
+  EXPECT_EQ(Load("missing", "c").error_code(), grpc::NOT_FOUND);
+  request.set_model("c");
+  EXPECT_EQ(generate().error_code(), grpc::NOT_FOUND) << "it is not being loaded any more";
+}
+
+TEST_F(AdminServiceTest, ModelThatReplacesAnotherTakesOverItsPoolAndThreads) {
+  v1::LoadModelRequest request;
+  request.mutable_source()->set_path("b.pt");
+  request.mutable_source()->set_name("b");
+  request.mutable_source()->set_kv_pool_bytes(4096);
+  request.mutable_source()->set_threads(2);
+  v1::Model model;
+  ASSERT_TRUE(Call(&Stub::LoadModel, request, &model).ok());
+  ASSERT_TRUE(Load("c.pt", "b", /*replace=*/true).ok());
+  EXPECT_EQ(server_.last_load.kv_pool_bytes, 4096);
+  EXPECT_EQ(server_.last_load.threads, 2);
+  request.mutable_source()->set_kv_pool_bytes(8192);
+  request.set_replace(true);
+  ASSERT_TRUE(Call(&Stub::LoadModel, request, &model).ok());
+  EXPECT_EQ(server_.last_load.kv_pool_bytes, 8192);
+  ASSERT_TRUE(Load("d.pt", "d").ok());
+  EXPECT_EQ(server_.last_load.kv_pool_bytes, 0) << "the server's";
+}
+
+TEST_F(AdminServiceTest, LoadThatIsAbandonedIsAnsweredAtOnce) {
+  EXPECT_FALSE(server_.admin().AbandonLoading());
+  Gate gate;
+  server_.on_load = [&gate] { gate.Pass(true); };
+  grpc::Status status;
+  std::thread loading([&] { status = Load("b.pt", "b"); });
+  ASSERT_TRUE(gate.AwaitHeld());
+  EXPECT_TRUE(server_.admin().AbandonLoading());
+  loading.join();  // though the loader is held
+  EXPECT_EQ(status.error_code(), grpc::UNAVAILABLE);
+  EXPECT_TRUE(Detail<v1::RetryInfo>(status, "RetryInfo").has_value());
+  gate.Open();
+}
+
 TEST_F(AdminServiceTest, ChangesSettingsThatCanBeChanged) {
   auto update = [this](const std::vector<std::string>& fields,
                        const std::function<void(v1::ServerConfig&)>& set, bool only = false) {

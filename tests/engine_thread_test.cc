@@ -115,13 +115,13 @@ class EngineThreadTest : public testing::Test {
   }
 
   void Start(QueueLimits limits = {}, EngineOptions options = {},
-             std::function<void()> on_start = nullptr) {
+             std::function<void()> on_start = nullptr, CoreShare cores = {}) {
     options.kv_capacity_bytes = admission_.limits().kv_capacity_bytes;
     thread_ = std::make_unique<EngineThread>(
         std::make_unique<Engine>(options,
                                  std::make_unique<FakeExecutor>(script_, kFakeBytesPerToken),
                                  *tokenizer_, observer_),
-        limits, std::move(on_start));
+        limits, std::move(on_start), cores);
   }
   // The engine's thread will stop in its next forward.
   void HoldForwards() {
@@ -266,6 +266,29 @@ TEST_F(EngineThreadTest, WhatIsDroppedFromTheQueueIsToldWhenToTryAgain) {
   EXPECT_GT(*after, absl::ZeroDuration());
 }
 
+TEST_F(EngineThreadTest, ForecastsCountTheTurnsOfOtherEngines) {
+  CoreBudget cores(1);
+  script_->next = [](int32_t) { return 5; };
+  Start({}, {}, nullptr, {.budget = &cores});
+  std::atomic<bool> busy = true;
+  std::thread other([&] {
+    while (busy) {
+      const CoreBudget::Lease turn = cores.Take(1);
+      absl::SleepFor(absl::Milliseconds(5));
+    }
+  });
+  Submit("measured", 5, 40)->AwaitEnd();
+  Request request = Ask("next", 5, 41);
+  request.ignore_end = true;
+  const auto next = std::make_shared<CountingSink>();
+  const SubmitResult submitted = thread_->Submit(std::move(request), next);
+  next->AwaitEnd();
+  busy = false;
+  other.join();
+  thread_.reset();  // before its cores
+  EXPECT_GE(submitted.forecast.least_run, 40 * absl::Milliseconds(4));
+}
+
 TEST_F(EngineThreadTest, DeadlinesAreNotJudgedWhereThatIsNotWanted) {
   Start({}, {.refuse_infeasible_deadlines = false});
   Submit("measured", 5, 40)->AwaitEnd();
@@ -283,7 +306,11 @@ TEST_F(EngineThreadTest, QueueIsBoundedInTokens) {
   const auto a = Submit("a", 20, 10);
   gate_.AwaitHeld();
   const auto b = Submit("b", 60, 9);
-  EXPECT_EQ(Submit("c", 1, 1, std::make_shared<CountingSink>()), SubmitError::kQueueFull);
+  const SubmitResult full = thread_->Submit(Ask("c", 1, 1), std::make_shared<CountingSink>());
+  EXPECT_EQ(full.error, SubmitError::kQueueFull);
+  EXPECT_EQ(full.full, SubmitResult::Full::kTokens);
+  EXPECT_EQ(full.limit, 100);
+  EXPECT_GT(full.waiting_tokens, 0);
   const auto d = std::make_shared<CountingSink>();
   gate_.Open();
   a->AwaitTokens(1);  // so the step that admitted it is over, or nearly

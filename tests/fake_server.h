@@ -117,6 +117,7 @@ class FakeServer {
   }
 
   std::function<void()> on_load;  // before a model is made; set before calls
+  ModelSource last_load;          // of the loader's thread
 
   std::string address() const { return absl::StrCat("127.0.0.1:", server_->port()); }
   // A connection of its own.
@@ -147,11 +148,13 @@ class FakeServer {
   const Frontend& frontend() const { return frontend_; }
   Lifecycle& lifecycle() { return lifecycle_; }
   Models& models() { return models_; }
+  AdminService& admin() { return admin_; }
   Server& server() { return *server_; }
 
   // A model over a FakeExecutor with the same script, watched by the same observer.
-  ModelPtr Make(const FakeServerOptions& options) {
+  ModelPtr Make(const FakeServerOptions& options, const ModelSource& source = {}) {
     auto model = std::make_shared<ServedModel>();
+    model->source = source;
     const int64_t capacity = options.kv_capacity_tokens * kFakeBytesPerToken;
     model->name = options.manifest.name;
     model->tokenizer = *Tokenizer::FromJson(FakeTokenizerJson(options.word_bytes));
@@ -183,8 +186,9 @@ class FakeServer {
   absl::StatusOr<ModelPtr> Load(FakeServerOptions options, const ModelSource& source) {
     if (source.path == "missing") return absl::NotFoundError("no such file: missing");
     options.manifest.name = source.name;
+    last_load = source;
     if (on_load) on_load();
-    return Make(options);
+    return Make(options, source);
   }
 
   const std::shared_ptr<FakeScript> script_;

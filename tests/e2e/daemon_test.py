@@ -17,6 +17,8 @@ from epikv.bench.scrape import scrape
 from epikv.export import random_model
 from epikv.sample import problem
 from epikv.testing import PACED, Daemon, DaemonError, find_binary
+from epikv.v1 import admin_pb2, admin_pb2_grpc
+from epikv.v1.config_pb2 import ModelSource
 from epikv.v1.generation_pb2 import GenerateRequest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -34,6 +36,17 @@ def start(*flags: str) -> tuple[int, str]:
     )
     assert ended.stdout == ""
     return ended.returncode, ended.stderr
+
+
+def load_request(path: Path, name: str) -> admin_pb2.LoadModelRequest:
+    return admin_pb2.LoadModelRequest(source=ModelSource(path=str(path), name=name))
+
+
+def health_of(daemon: Daemon, service: str) -> str:
+    with grpc.insecure_channel(daemon.grpc) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        status = health_pb2_grpc.HealthStub(channel).Check(request).status
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(status)
 
 
 @pytest.fixture(scope="module")
@@ -320,3 +333,74 @@ def test_ever_new_shapes_leave_nothing_behind(tmp_path: Path) -> None:
             before = resident_after(range(1, 64))
             after = resident_after(range(64, 256))
     assert after - before < 16 << 20
+
+
+def test_files_that_would_never_end_are_refused(sample_model: Path, tmp_path: Path) -> None:
+    """A pipe, which nobody writes to: neither the start nor a load waits for it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for flags in ([f"--model={pipe}"], [f"--model={sample_model}", f"--auth_tokens_file={pipe}"]):
+        status, log = start(*flags)
+        assert status == 1 and "is not a regular file" in log
+    with Daemon(sample_model, "--threads=1") as daemon, grpc.insecure_channel(daemon.admin) as port:
+        admin = admin_pb2_grpc.AdminServiceStub(port)
+        with pytest.raises(grpc.RpcError) as refused:
+            admin.LoadModel(load_request(pipe, "b"), timeout=10)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert daemon.stop() == 0
+
+
+def test_sigterm_does_not_wait_for_a_model(sample_model: Path) -> None:
+    """Loading cannot be cancelled; who waits for it is told, and the process ends."""
+    with Daemon(sample_model, "--threads=1", "--drain_seconds=0") as daemon:
+        with grpc.insecure_channel(daemon.admin) as port:
+            admin = admin_pb2_grpc.AdminServiceStub(port)
+            load = admin.LoadModel.future(load_request(sample_model, "b"), timeout=30)
+            loading = admin_pb2.ModelStatus.STATE_LOADING
+            while True:
+                models = admin.GetServerStatus(admin_pb2.GetServerStatusRequest()).models
+                if loading in [model.state for model in models]:
+                    break
+            begin = time.monotonic()
+            assert daemon.stop() == 0
+            assert time.monotonic() - begin < 5
+            assert load.code() is grpc.StatusCode.UNAVAILABLE
+            assert "was not loaded" in load.details()
+
+
+def test_pools_of_several_models_share_the_memory(sample_model: Path) -> None:
+    """Each takes its share of what the others leave, whether they have touched theirs or not."""
+    others = [f"--models=path: '{sample_model}' name: '{name}'" for name in "bc"]
+    with Daemon(sample_model, "--threads=1", "--model_name=a", *others) as daemon:
+        with daemon.client() as client:
+            tokens = {model.name: model.kv_capacity_tokens for model in client.models()}
+        assert tokens["a"] > 1.6 * tokens["b"] > 1.6 * 1.6 * tokens["c"] > 0
+        with grpc.insecure_channel(daemon.admin) as port:
+            admin = admin_pb2_grpc.AdminServiceStub(port)
+            request = load_request(sample_model, "d")
+            request.source.kv_pool_bytes = 1 << 60
+            with pytest.raises(grpc.RpcError) as refused:
+                admin.LoadModel(request, timeout=30)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert str(1 << 60) in refused.value.details()
+
+
+def test_without_a_model_it_is_not_healthy(sample_model: Path) -> None:
+    with Daemon(sample_model, "--threads=1", "--model_name=a") as daemon:
+        with grpc.insecure_channel(daemon.admin) as port:
+            admin = admin_pb2_grpc.AdminServiceStub(port)
+            admin.UnloadModel(admin_pb2.UnloadModelRequest(name="a"))
+            assert health_of(daemon, "") == health_of(daemon, "models/a") == "NOT_SERVING"
+            assert health_of(daemon, "liveness") == "SERVING"
+            admin.LoadModel(load_request(sample_model, "b"), timeout=30)
+            assert health_of(daemon, "") == health_of(daemon, "models/b") == "SERVING"
+
+
+def test_lines_that_a_full_disk_takes_are_missed(sample_model: Path) -> None:
+    flags = ("--threads=1", "--access_log=/dev/full")
+    with Daemon(sample_model, *flags) as daemon, daemon.client() as client:
+        for _ in range(3):
+            client.models()
+            time.sleep(0.05)
+        assert daemon.stop() == 0
+        assert daemon.log.count("--access_log takes no lines") == 1
