@@ -18,7 +18,7 @@ BUDGET=384
 POLICY=epikv_flat
 
 setup
-build epikvd
+build epikvd epikv-probe
 
 sample=$EPIKV_ROOT/tools/sample_model/$(cat "$EPIKV_ROOT/tools/sample_model/SHIPPED")
 model=$EPIKV_ROOT/build/sample/$(sha256sum "$sample"/*.* "$EPIKV_ROOT"/tools/epikv/export/*.py |

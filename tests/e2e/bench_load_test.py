@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from epikv.bench import load, overload
 from epikv.bench.scrape import scrape
 from epikv.cli import main
+from epikv.connection import TLS_VARIABLES, Tls
 from epikv.testing import Daemon
+from security_test import authority, new_token, signed
 
 SCHEMA = json.loads((Path(load.__file__).parent / "load.schema.json").read_text())
 
@@ -52,6 +54,44 @@ def test_a_load_counts_what_the_daemon_counts(daemon: Daemon, tmp_path: Path) ->
     assert found["gauges"] and max(gauge["resident_bytes"] for gauge in found["gauges"]) > 1e6
     assert found["probes"]["scrape"] and not found["probes"]["failures"]
     assert 0 < found["generator"]["share_of_core"] <= 1.1
+
+
+def test_a_load_is_let_in_by_token_and_tls(
+    sample_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority(tmp_path, "ca")
+    for name in ("server", "client"):
+        signed(tmp_path, name, "ca")
+    token, line = new_token("ann", "user")
+    (tmp_path / "tokens").write_text(line)
+    flags = {
+        "tls_certificate": "server.pem",
+        "tls_key": "server.key",
+        "tls_client_ca": "ca.pem",
+        "auth_tokens_file": "tokens",
+    }
+    tls = Tls(*(tmp_path / name for name in ("ca.pem", "client.pem", "client.key")))
+    path, settings = tmp_path / "load.json", [f"--{k}={tmp_path / v}" for k, v in flags.items()]
+    with Daemon(sample_model, "--threads=1", *settings, tls=tls) as daemon:
+        command = [
+            *("bench", "load", "--server", daemon.grpc, "--metrics", daemon.metrics),
+            *("--rate", "20", "--duration", "1", "--warmup", "0", "--json", str(path)),
+            *("--prompt", "8", "--output", "8"),
+        ]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 2 and "$EPIKV_TLS_CA" in result.output, result.output
+        for name, file in zip(TLS_VARIABLES, (tls.ca, tls.certificate, tls.key), strict=True):
+            monkeypatch.setenv(name, str(file))
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 2 and not path.exists()
+        for said in ("UNAUTHENTICATED", "a token is needed", "Set $EPIKV_TOKEN"):
+            assert said in result.output
+        monkeypatch.setenv("EPIKV_TOKEN", token)
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.output
+    found = json.loads(path.read_text())
+    assert found["total"]["n"] == found["total"]["ok"] > 0
+    assert found["probes"]["health"] and not found["probes"]["failures"]
 
 
 def test_arms_are_refused_as_the_daemon_says(daemon: Daemon) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from random import Random
 from statistics import fmean, pstdev
 from typing import Any
 
+import fake_epikvd
 import grpc
 import jsonschema
 import pytest
@@ -258,6 +260,14 @@ def test_interrupted_it_tells_what_there_is() -> None:
     assert [s.error for s in load.samples] == ["", UNFINISHED]
 
 
+def test_every_request_shows_the_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(generation=Scripted(lambda *_: None, refuses=False)) as fake:
+        Generator(fake.address, WORKLOAD).run(OpenLoop([0.0], SECONDS))
+        monkeypatch.setenv("EPIKV_TOKEN", "secret")
+        Generator(fake.address, WORKLOAD, connections=2).run(OpenLoop([0.0, 0.0], SECONDS))
+        assert fake.tokens == [None, "Bearer secret", "Bearer secret"]
+
+
 # What is counted.
 
 
@@ -450,6 +460,20 @@ def test_a_load_is_told_as_its_schema_says(tmp_path: Path) -> None:
         for picture in ("latency", "timeline"):
             assert (tmp_path / "plots" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "plots" / "latency.png").unlink()
+
+
+def test_a_daemon_of_ones_own_is_asked_in_plain_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the environment says of another one."""
+    monkeypatch.setenv("EPIKV_TLS_CA", str(tmp_path / "absent.pem"))
+    binary, model = tmp_path / "epikvd", tmp_path / "model.pt"
+    binary.write_text(f'#!/bin/sh\nexec {sys.executable} {fake_epikvd.__file__} "$@"\n')
+    binary.chmod(0o755)
+    model.touch()
+    mode = ("--concurrency", "1", "--duration", "0.2", "--warmup", "0")
+    result = invoke("load", "--binary", str(binary), "--model", str(model), *mode)
+    assert result.exit_code == 0, result.output
 
 
 def test_bad_arguments_of_a_load_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

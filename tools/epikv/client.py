@@ -1,6 +1,5 @@
 """A thin, typed client of epikvd."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -8,7 +7,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from epikv.connection import Tls, connect
+from epikv.connection import Tls, connect, token_from_environment
 from epikv.errors import RpcError
 from epikv.messages import (
     Event,
@@ -92,7 +91,7 @@ class Client:
             server,
             [*own, *options],
             tls=tls or Tls.from_environment(),
-            token=token if token is not None else os.environ.get("EPIKV_TOKEN"),
+            token=token if token is not None else token_from_environment(),
         )
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._tokenization = tokenization_pb2_grpc.TokenizationServiceStub(self._channel)

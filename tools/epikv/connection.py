@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
+import grpc.aio
+
+TLS_VARIABLES = ("EPIKV_TLS_CA", "EPIKV_TLS_CERTIFICATE", "EPIKV_TLS_KEY")
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,8 @@ class Tls:
 
     @classmethod
     def from_environment(cls) -> "Tls | None":
-        """Of EPIKV_TLS_CA, EPIKV_TLS_CERTIFICATE and EPIKV_TLS_KEY; None where none is set."""
-        names = ("EPIKV_TLS_CA", "EPIKV_TLS_CERTIFICATE", "EPIKV_TLS_KEY")
-        given = [os.environ.get(name) or None for name in names]
+        """Of TLS_VARIABLES; None where none is set."""
+        given = [os.environ.get(name) or None for name in TLS_VARIABLES]
         return cls(*given) if any(given) else None
 
     def credentials(self) -> grpc.ChannelCredentials:
@@ -39,6 +41,15 @@ class Tls:
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
+def token_from_environment() -> str | None:
+    return os.environ.get("EPIKV_TOKEN")
+
+
+def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call that shows `token`, if there is one."""
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
 def connect(
     server: str,
     options: Sequence[tuple[str, Any]] = (),
@@ -51,6 +62,16 @@ def connect(
     else:
         channel = grpc.secure_channel(server, tls.credentials(), options)
     return grpc.intercept_channel(channel, _Bearer(token)) if token else channel
+
+
+def connect_async(
+    server: str, options: Sequence[tuple[str, Any]] = (), *, tls: Tls | None = None
+) -> grpc.aio.Channel:
+    """For asyncio. A token goes with each call, as `bearer` has it: an interceptor of this kind of
+    channel costs time with every message."""
+    if tls is None:
+        return grpc.aio.insecure_channel(server, options)
+    return grpc.aio.secure_channel(server, tls.credentials(), options)
 
 
 class _Details(NamedTuple):
@@ -68,7 +89,7 @@ class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
     """Adds a token to every call, also in plain text, where gRPC's own call credentials refuse."""
 
     def __init__(self, token: str) -> None:
-        self._header = ("authorization", f"Bearer {token}")
+        self._metadata = bearer(token)
 
     def _call(
         self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
@@ -77,7 +98,7 @@ class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
             _Details(
                 details.method,
                 details.timeout,
-                [*(details.metadata or ()), self._header],
+                [*(details.metadata or ()), *self._metadata],
                 details.credentials,
                 details.wait_for_ready,
                 details.compression,

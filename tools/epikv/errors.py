@@ -48,6 +48,15 @@ class RpcError(Exception):
         lines += [f"  {v.field}: {v.description}" for v in self.field_violations]
         return "\n".join(lines)
 
+    @property
+    def advice(self) -> str:
+        """What the user of a command can do, where the message does not say it."""
+        if self.code is grpc.StatusCode.UNAVAILABLE and not self.reason:
+            return "Start a daemon (epikvd), or name one with --server; TLS needs $EPIKV_TLS_CA."
+        if self.code is grpc.StatusCode.UNAUTHENTICATED:
+            return "Set $EPIKV_TOKEN to a token that `epikv token` made for this daemon."
+        return ""
+
     @classmethod
     def from_grpc(cls, error: grpc.RpcError) -> "RpcError":
         """Decodes a call's status and its typed details; details it cannot read are left out."""

@@ -53,9 +53,14 @@ class _Benches(click.Group):
         except (KeyboardInterrupt, click.Abort):
             ctx.exit(INTERRUPTED)
         except (RpcError, OSError, ValueError) as error:
-            unmeasured = click.ClickException(str(error))
+            unmeasured = click.ClickException(_told(error))
             unmeasured.exit_code = 2
             raise unmeasured from error
+
+
+def _told(error: Exception) -> str:
+    advice = error.advice if isinstance(error, RpcError) else ""
+    return f"{error}\n{advice}".rstrip()
 
 
 @click.group("bench", cls=_Benches)

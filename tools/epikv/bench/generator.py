@@ -17,9 +17,9 @@ from random import Random
 from typing import Protocol
 
 import grpc
-import grpc.aio
 
 from epikv.bench.workload import Workload
+from epikv.connection import Tls, bearer, connect_async, token_from_environment
 from epikv.errors import RpcError
 from epikv.v1 import generation_pb2_grpc
 
@@ -160,7 +160,8 @@ class ClosedLoop:
 
 @dataclass
 class Generator:
-    """Sends a workload to a daemon. `deadline` seconds after its arrival a request is given up."""
+    """Sends a workload to a daemon, with the token and TLS of the environment. `deadline` seconds
+    after its arrival a request is given up."""
 
     server: str
     workload: Workload
@@ -184,11 +185,11 @@ class Generator:
             ("grpc.enable_retries", 0),  # what the server answers is what is counted
             ("grpc.use_local_subchannel_pool", 1),  # or all would be one connection
         ]
-        channels = [
-            grpc.aio.insecure_channel(self.server, options) for _ in range(self.connections)
-        ]
+        tls = Tls.from_environment()
+        channels = [connect_async(self.server, options, tls=tls) for _ in range(self.connections)]
         stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in channels]
         self._stubs = itertools.cycle(stubs)
+        self._metadata = bearer(token_from_environment())
         try:
             await asyncio.gather(*(channel.channel_ready() for channel in channels))
             self.begin = time.monotonic()
@@ -207,7 +208,8 @@ class Generator:
         if self.deadline is not None:
             timeout = scheduled + self.deadline - sample.sent  # below 0: it has passed
         try:
-            async for message in next(self._stubs).Generate(request, timeout=timeout):
+            generate = next(self._stubs).Generate
+            async for message in generate(request, timeout=timeout, metadata=self._metadata):
                 event = message.WhichOneof("event")
                 sample.accepted = True  # the first event says so
                 if event == "delta" and message.delta.token_ids:

@@ -17,6 +17,7 @@ import click
 
 from epikv.bench.scrape import Page, scrape
 from epikv.client import Client
+from epikv.connection import TLS_VARIABLES
 from epikv.testing import Daemon, DaemonError, find_binary
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -37,7 +38,11 @@ def options(command: Command) -> Command:
             " the one on PATH.",
         ),
         click.option("--metrics", metavar="HOST:PORT", help="Of --server: its /metrics."),
-        click.option("--server", metavar="HOST:PORT", help="Measure this one; start none."),
+        click.option(
+            "--server",
+            metavar="HOST:PORT",
+            help="Measure this one; start none. It gets $EPIKV_TOKEN and $EPIKV_TLS_*.",
+        ),
     ):
         command = option(command)
     return command
@@ -89,6 +94,8 @@ def serving(
     try:
         binary = binary or fresh_binary(_ROOT)
         path = model()
+        for name in TLS_VARIABLES:  # of another daemon: this one speaks plain text
+            os.environ.pop(name, None)
         say(f"starting epikvd on {path.name}")
         with Daemon(path, *flags, binary=binary) as daemon, daemon.client() as client:
             say(f"serving at {daemon.grpc}, metrics at {daemon.metrics}")

@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epikv.bench.scrape import fetch
+from epikv.connection import Tls, connect
 
 Answer = TypeVar("Answer")
 
@@ -108,7 +109,7 @@ def main() -> None:
         readings.scrapes.append((due, seconds))
         readings.gauges.append((due, _gauges(page)))
 
-    with grpc.insecure_channel(server) as channel:
+    with connect(server, tls=Tls.from_environment()) as channel:  # health asks for no token
         health = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest()
         check = partial(health.Check, request, timeout=TIMEOUT_SECONDS)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import click
-import grpc
 
 from epikv import bench
 from epikv.cli import admin, calibrate, cancel, export, generate, listing, score, token
@@ -16,8 +15,8 @@ class _Main(click.Group):
             return super().invoke(ctx)
         except RpcError as error:
             click.echo(f"epikv: {error}", err=True)
-            if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
-                click.echo("Start a daemon (epikvd), or name one with --server.", err=True)
+            if error.advice:
+                click.echo(error.advice, err=True)
             ctx.exit(1)
         except ValueError as error:  # what no request can carry, or a file of $EPIKV_TLS_*
             raise click.ClickException(str(error)) from error

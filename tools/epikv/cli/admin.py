@@ -1,6 +1,5 @@
 """`epikv admin`: what an operator asks of a running daemon, on its admin port. Answers are JSON."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,14 +11,14 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
-from epikv.connection import Tls, connect
+from epikv.connection import Tls, connect, token_from_environment
 from epikv.errors import RpcError
 from epikv.v1 import admin_pb2, admin_pb2_grpc, config_pb2
 
 
 @contextmanager
 def _admin(server: str) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
-    token = os.environ.get("EPIKV_TOKEN")
+    token = token_from_environment()
     with connect(server, tls=Tls.from_environment(), token=token) as channel:
         try:
             yield admin_pb2_grpc.AdminServiceStub(channel)

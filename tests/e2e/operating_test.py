@@ -1,0 +1,213 @@
+"""README's "Operating it", pasted: each of its commands, one after another in one shell, for real.
+
+Other than in the README are ports, and what a checkout would have: models, and programs on PATH.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import create_server
+
+import pytest
+from epikv.testing import find_binary
+from prometheus_test import tool
+
+GENEROUS_SECONDS = 120
+ROOT = Path(__file__).parents[2]
+PORTS = {"listen": "50051", "admin_listen": "50052", "metrics_listen": "9464", "prometheus": "9099"}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("EPIKV")}
+
+EPIKV = """\
+#!/bin/sh
+[ "$1" = admin ] && shift && set -- admin --server=127.0.0.1:{admin_listen} "$@"
+exec {python} -c 'from epikv.cli import main; main()' "$@"
+"""
+EPIKVD = """\
+#!/bin/sh
+exec {binary} "$@" --admin_listen=127.0.0.1:{admin_listen} --metrics_listen=127.0.0.1:{metrics_listen}
+"""
+
+
+def commands() -> list[str]:
+    """Of the section's first block; what goes on in the next line is one."""
+    _, _, section = (ROOT / "README.md").read_text().partition("\n## Operating it\n")
+    return section.split("```")[1].strip().replace("\\\n", "").splitlines()
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    out: str
+    err: str
+
+
+class Shell:
+    """A bash that is given commands one after another, as from a terminal."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._commands = 0
+        self._bash = subprocess.Popen(
+            ["bash", "--norc"],
+            cwd=folder,
+            env=ENVIRONMENT | {"GOMAXPROCS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, command: str) -> Answer:
+        """What it leaves in the background writes into files of its own."""
+        self._commands += 1
+        out, err = (self._folder / f"{self._commands}.{name}" for name in ("out", "err"))
+        watchdog = threading.Timer(GENEROUS_SECONDS, self.kill)
+        watchdog.start()
+        try:
+            print(
+                f"{{ {command}\n}} </dev/null >'{out}' 2>'{err}'; echo $?",
+                file=self._bash.stdin,
+                flush=True,
+            )
+            status = self._bash.stdout.readline()
+        finally:
+            watchdog.cancel()
+        assert status, f"{command}\nended the shell, or took more than {GENEROUS_SECONDS} s"
+        return Answer(int(status), out.read_text(), err.read_text())
+
+    def ok(self, command: str) -> str:
+        answer = self.run(command)
+        assert answer.status == 0, f"{command}\n{answer}"
+        return answer.out
+
+    def refused(self, command: str) -> str:
+        answer = self.run(command)
+        assert answer.status == 1, f"{command}\n{answer}"
+        return answer.err
+
+    def kill(self) -> None:
+        """It, and what it has started, also where it has ended before that."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._bash.pid, signal.SIGKILL)
+        self._bash.wait()
+
+
+@pytest.fixture
+def ports() -> dict[str, str]:
+    with ExitStack() as held:
+        free = {name: held.enter_context(create_server(("127.0.0.1", 0))) for name in PORTS}
+        return {name: str(port.getsockname()[1]) for name, port in free.items()}
+
+
+@pytest.fixture
+def shell(sample_model: Path, tmp_path: Path, ports: dict[str, str]) -> Iterator[Shell]:
+    """In what looks like a checkout that the quickstart has built."""
+    for name in ("model.pt", "b.pt", "new.pt"):
+        shutil.copy(sample_model, tmp_path / name)
+    shutil.copytree(ROOT / "deploy" / "prometheus", tmp_path / "deploy" / "prometheus")
+    config = tmp_path / "deploy" / "prometheus" / "prometheus.yml"
+    target = f":{PORTS['metrics_listen']}"
+    text = config.read_text()
+    assert target in text and "15s" in text
+    config.write_text(text.replace(target, f":{ports['metrics_listen']}").replace("15s", "1s"))
+    built, installed = tmp_path / "build" / "dev" / "server", tmp_path / ".venv" / "bin"
+    for program, script in ((built / "epikvd", EPIKVD), (installed / "epikv", EPIKV)):
+        program.parent.mkdir(parents=True)
+        program.write_text(script.format(binary=find_binary(), python=sys.executable, **ports))
+        program.chmod(0o755)
+    (built / "epikv-probe").symlink_to(find_binary().with_name("epikv-probe"))
+    started = Shell(tmp_path)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+def is_for_those_who_may(shell: Shell, generate: str) -> None:
+    """With ann's token in the environment."""
+    refused = shell.refused(f"EPIKV_TOKEN= {generate}")
+    assert "UNAUTHENTICATED" in refused and "$EPIKV_TOKEN" in refused
+    refused = shell.refused(f"EPIKV_TLS_CA= {generate}")
+    assert "UNAVAILABLE" in refused and "$EPIKV_TLS_CA" in refused
+    assert "'b', 'sample'" in shell.refused(generate.replace("--model b", ""))
+    for host in ("localhost", "127.0.0.1"):
+        assert shell.ok(generate.replace("$(hostname)", host))
+    for command in ("status", "requests", "drain", "config max_queued_requests=1"):
+        assert "PERMISSION_DENIED" in shell.refused(f"epikv admin {command}")
+
+
+def is_scraped(ports: dict[str, str]) -> None:
+    url = f"http://127.0.0.1:{ports['prometheus']}/api/v1/query?query=up"
+    deadline = time.monotonic() + GENEROUS_SECONDS
+    found = []
+    while [one["value"][1] for one in found] != ["1"]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+        try:
+            with urllib.request.urlopen(url, timeout=10) as reply:
+                found = json.load(reply)["data"]["result"]
+        except urllib.error.URLError:  # it is starting
+            continue
+    assert found[0]["metric"]["job"] == "epikv"
+    with urllib.request.urlopen(url.replace("query?query=up", "rules"), timeout=10) as reply:
+        assert json.load(reply)["data"]["groups"][0]["rules"]
+
+
+def is_drained(shell: Shell, generate: str) -> None:
+    probe = "epikv-probe{} --config=epikvd.textproto"
+    assert "NOT_SERVING" in shell.refused(probe.format(""))
+    shell.ok(probe.format(" liveness"))
+    assert "DRAINING" in shell.refused(generate)
+
+
+def test_pasting_it_runs_a_daemon_from_its_certificate_to_its_end(
+    shell: Shell, ports: dict[str, str], tmp_path: Path
+) -> None:
+    tool("prometheus")
+    (generate,) = (command for command in commands() if command.startswith("epikv generate"))
+    generate = generate.partition("#")[0].replace(PORTS["listen"], ports["listen"])
+
+    def answers(**expected: object) -> Callable[[str], None]:
+        def check(out: str) -> None:
+            found = json.loads(out)
+            assert {name: found[name] for name in expected} == expected
+
+        return check
+
+    serving = "STATE_SERVING"
+    models = [{"name": name, "state": serving} for name in ("b", "sample")]
+    # What holds after each command that is there to be looked at, by how it begins.
+    after: dict[str, Callable[[str], object]] = {
+        "until epikv-probe": lambda _: shell.ok("epikv-probe models/b --config=epikvd.textproto"),
+        "epikv generate": lambda _: is_for_those_who_may(shell, generate),
+        "prometheus": lambda _: is_scraped(ports),
+        "epikv admin status": answers(state=serving, models=models),
+        "epikv admin requests": lambda out: json.loads(out),
+        "epikv admin load-model new.pt": answers(name="b"),
+        "epikv admin config max_queued_requests=64": answers(max_queued_requests=64),
+        "epikv admin drain": lambda _: is_drained(shell, generate),
+        "epikv admin resume": lambda _: shell.ok(generate),
+        "kill $daemon": lambda _: None,
+    }
+    left = dict(after)
+    for command in commands():
+        for name, port in PORTS.items():
+            command = command.replace(port, ports[name])
+        out = shell.ok(command)
+        for begin in [begin for begin in left if command.startswith(begin)]:
+            left.pop(begin)(out)
+    assert not left
+    log = [json.loads(line) for line in (tmp_path / "access.log").read_text().splitlines()]
+    called = {(call.get("identity", ""), call["code"]) for call in log}
+    assert {("ann", "OK"), ("ops", "OK")} <= called
