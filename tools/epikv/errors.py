@@ -44,9 +44,9 @@ class RpcError(Exception):
 
     def __str__(self) -> str:
         name = f"{self.code.name} ({self.reason})" if self.reason else self.code.name
-        lines = [f"{name}: {self.message}"]
-        lines += [f"  {v.field}: {v.description}" for v in self.field_violations]
-        return "\n".join(lines)
+        violations = [f"{v.field}: {v.description}" for v in self.field_violations]
+        told = [v for v in violations if v != self.message]  # of one fault the message is all
+        return "\n  ".join([f"{name}: {self.message}", *told])
 
     @property
     def advice(self) -> str:
