@@ -1,9 +1,13 @@
 """The operator's side of a running daemon, through `epikv admin`."""
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
+from socket import create_server
 
 import grpc
 import pytest
@@ -12,9 +16,12 @@ from epikv import Accepted, RpcError, Stop, Summary
 from epikv.cli import main
 from epikv.sample import problem
 from epikv.testing import Daemon
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from security_test import eventually
 
 TASK = problem(9)
 Admin = Callable[..., dict]
+HealthStatus = health_pb2.HealthCheckResponse.ServingStatus
 
 
 def admin_of(daemon: Daemon) -> Admin:
@@ -39,6 +46,68 @@ def test_drain_and_resume(sample_model: Path) -> None:
         assert isinstance(list(stream)[-1], Summary), "what runs goes on"
         assert admin("resume")["state"] == "STATE_SERVING"
         client.generate_once(TASK.prompt, stop=Stop(2))
+
+
+def health(address: str, service: str) -> str:
+    with grpc.insecure_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return HealthStatus.Name(health_pb2_grpc.HealthStub(channel).Check(request).status)
+
+
+@contextlib.contextmanager
+def watched(address: str, *services: str) -> Iterator[dict[str, list[str]]]:
+    """All that Watch answers about each, from before the port is open."""
+    said: dict[str, list[str]] = {service: [] for service in services}
+    eager = [(f"grpc.{which}_reconnect_backoff_ms", 10) for which in ("initial", "min", "max")]
+
+    def watch(stub: health_pb2_grpc.HealthStub, service: str) -> None:
+        request = health_pb2.HealthCheckRequest(service=service)
+        with contextlib.suppress(grpc.RpcError):  # the channel is closed
+            for reply in stub.Watch(request, wait_for_ready=True):
+                said[service].append(HealthStatus.Name(reply.status))
+
+    with ThreadPoolExecutor(len(said)) as pool, grpc.insecure_channel(address, eager) as channel:
+        for service in said:
+            pool.submit(watch, health_pb2_grpc.HealthStub(channel), service)
+        yield said
+
+
+def test_health_is_told_to_who_watches(sample_model: Path) -> None:
+    """Of a service, of a model that is there from the start, and of one that comes and goes."""
+    up, down, unknown = "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"
+    names = ("epikv.v1.GenerationService", "models/sample", "models/b")
+    with create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    pool = "--kv-pool-bytes=33554432"
+    more = [
+        f"--models=path: '{sample_model}' name: '{i}' kv_pool_bytes: 33554432" for i in range(3)
+    ]
+    flags = (f"--listen={address}", "--threads=1", "--kv_pool_bytes=33554432", *more)
+    with watched(address, *names) as said, Daemon(sample_model, *flags) as daemon:
+        admin = admin_of(daemon)
+
+        def expect(*states: str) -> None:
+            eventually(lambda: [said[name][-1:] for name in names] == [[s] for s in states])
+
+        expect(up, up, unknown)
+        admin("load-model", str(sample_model), "--name=b", pool)
+        expect(up, up, up)
+        admin("unload-model", "b")
+        expect(up, up, down)
+        assert health(daemon.admin, "epikv.v1.AdminService") == up
+        admin("drain")
+        expect(down, down, down)
+        assert health(daemon.admin, "epikv.v1.AdminService") == down
+        assert health(daemon.admin, "liveness") == up, "it can be asked to resume"
+        admin("resume")
+        expect(up, up, down)
+        assert health(daemon.admin, "epikv.v1.AdminService") == up
+        with pytest.raises(grpc.RpcError) as caught:
+            health(daemon.grpc, "epikv.v1.AdminService")
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND, "it is on the other port"
+        changes = [[state for state, _ in groupby(said[name])] for name in names]
+    life = [down, up, down, up]
+    assert changes == [life, [unknown, *life], [unknown, up, down]]
 
 
 def test_requests_say_what_they_do(sample_model: Path) -> None:
