@@ -12,10 +12,12 @@ from socket import create_server
 import grpc
 import pytest
 from click.testing import CliRunner
-from epikv import Accepted, RpcError, Stop, Summary
+from epikv import Accepted, Client, Delta, Event, Output, RpcError, Stop, Stream, Summary
+from epikv.bench.scrape import fetch
 from epikv.cli import main
+from epikv.export import random_model
 from epikv.sample import problem
-from epikv.testing import Daemon
+from epikv.testing import PACED, Daemon
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from security_test import eventually
 
@@ -154,6 +156,104 @@ def test_a_model_is_swapped_under_load(sample_model: Path) -> None:
         for asker in askers:
             asker.join()
         assert not errors and len(set(texts)) == 1 and len(texts) >= 12
+
+
+PROMPT = [5] * 40
+# More than what lies in the buffers before a client that does not read.
+LONG, MUCH = Stop(700, ignore_eos=True), Output(token_ids=True, top_logprobs=20)
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    assert isinstance(events[-1], Summary), events[-1]
+    return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
+
+
+def test_streams_outlive_swaps(sample_model: Path, tmp_path: Path) -> None:
+    """Some are read while a swap goes on, most only after the last one: all say to the end what
+    the model says that was in service when they began."""
+    other = tmp_path / "other.pt"
+    config = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 64,
+        "vocab_size": 100,
+        "max_position_embeddings": 1024,
+    }
+    random_model(config, other, check=False)
+    settings = [
+        "--threads=1",
+        "--deterministic=true",
+        "--kv_pool_bytes=67108864",
+        "--outbox_messages=8",
+        "--outbox_bytes=1024",
+        "--stream_stall_seconds=600",
+        f"--models=path: '{other}' name: 'other' kv_pool_bytes: 33554432",
+    ]
+    with (
+        Daemon(sample_model, *settings) as daemon,
+        Client(daemon.grpc, PACED) as client,
+        ThreadPoolExecutor(64) as readers,
+    ):
+        admin = admin_of(daemon)
+
+        def begin(count: int) -> list[Stream]:
+            streams = [
+                client.generate(PROMPT, model="sample", stop=LONG, output=MUCH)
+                for _ in range(count)
+            ]
+            assert all(isinstance(next(stream), Accepted) for stream in streams)
+            return streams
+
+        alone = {
+            path: client.generate_once(PROMPT, model=name, stop=LONG, output=MUCH).token_ids
+            for path, name in ((sample_model, "sample"), (other, "other"))
+        }
+        assert alone[sample_model] != alone[other]
+        heard, held = [], []
+        versions = [sample_model, other, sample_model, other]
+        for number, version in enumerate(versions):
+            if number > 0:
+                flags = ("--name=sample", "--kv-pool-bytes=67108864", "--replace")
+                admin("load-model", str(version), *flags)
+            heard += [(version, readers.submit(list, stream)) for stream in begin(3)]
+            held += [(version, stream) for stream in begin(8)]
+        live = [model.get("live_requests", 0) for model in admin("status")["models"]]
+        assert sum(live) >= len(held), "they wait for their readers"
+        heard += [(version, readers.submit(list, stream)) for version, stream in held]
+        for version, events in heard:
+            assert tokens_of(events.result()) == alone[version]
+
+
+def test_nothing_is_left_of_models_that_went(sample_model: Path) -> None:
+    """Of those that others replaced, no pool and no weights; of the last ones, no series."""
+    with Daemon(sample_model, "--threads=1", "--kv_pool_bytes=33554432") as daemon:
+        admin = admin_of(daemon)
+
+        def held(name: str) -> tuple[float, float]:
+            lines = dict(line.rsplit(" ", 1) for line in fetch(daemon.metrics).splitlines())
+            weights = f'epikv_torch_memory_bytes{{model="{name}",kind="weights"}}'
+            pool = f'epikv_kv_capacity_bytes{{model="{name}"}}'
+            return float(lines.get(pool, 0)), float(lines.get(weights, 0))
+
+        admin("load-model", str(sample_model), "--name=b", "--kv-pool-bytes=33554432")
+        pool, weights = held("sample")
+        assert (pool, weights) == held("b") and pool == 33554432 and weights > 0
+
+        def expect_one(name: str, pool: int) -> None:
+            flags = (f"--name={name}", f"--kv-pool-bytes={pool}", "--replace")
+            admin("load-model", str(sample_model), *flags)
+            eventually(lambda: held(name) == (pool, weights))
+
+        def expect_none(name: str) -> None:
+            admin("unload-model", name)
+            eventually(lambda: f'model="{name}"' not in fetch(daemon.metrics))
+
+        for name in ("b", "sample"):
+            expect_one(name, 67108864)
+            expect_one(name, 100663296)
+            expect_none(name)
 
 
 def test_models_come_and_go(sample_model: Path) -> None:
