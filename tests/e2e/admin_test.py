@@ -13,13 +13,13 @@ import grpc
 import pytest
 from click.testing import CliRunner
 from epikv import Accepted, Client, Delta, Event, Output, RpcError, Stop, Stream, Summary
-from epikv.bench.scrape import fetch
+from epikv.bench.scrape import fetch, scrape
 from epikv.cli import main
 from epikv.export import random_model
 from epikv.sample import problem
 from epikv.testing import PACED, Daemon
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from security_test import eventually
+from security_test import eventually, new_token, replace
 
 TASK = problem(9)
 Admin = Callable[..., dict]
@@ -284,3 +284,34 @@ def test_settings_change_while_it_runs(sample_model: Path) -> None:
         )
         assert "no NAME=VALUE" in admin("config", "threads", status=1)["error"]
         assert admin("config")["default_max_output_tokens"] == 5
+
+
+def test_log_level_says_which_lines_are_written(
+    sample_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model that is loaded there is information; of tokens that are wrong, a warning."""
+    token, line = new_token("olga", "operator")
+    monkeypatch.setenv("EPIKV_TOKEN", token)
+    tokens = tmp_path / "tokens"
+    tokens.write_text(line)
+    flags = ("--threads=1", "--kv_pool_bytes=33554432", f"--auth_tokens_file={tokens}")
+    with Daemon(sample_model, *flags, token=token) as daemon:
+        admin = admin_of(daemon)
+
+        def informs(number: int, level: str) -> bool:
+            """Of a load; after a warning of that line of the tokens."""
+            admin("config", f"log_level={level}")
+            replace(tokens, (number - 1) * "#\n" + "root eve 00\n")
+            failures = "epikv_auth_reload_failures_total"
+            eventually(lambda: scrape(daemon.metrics).value(failures) == number)
+            said = len(daemon.log)
+            source = (str(sample_model), "--name=b", "--kv-pool-bytes=33554432")
+            admin("load-model", *source, "--replace")
+            return "] warming up\n" in daemon.log[said:]
+
+        levels = ("info", "warning", "error", "info")
+        informed = [informs(number, level) for number, level in enumerate(levels, start=1)]
+        assert informed == [True, False, False, True]
+        eventually(lambda: "line 4: the role" in daemon.log)
+        warned = [f"'{tokens}': line {number}: the role" in daemon.log for number in range(1, 5)]
+        assert warned == [True, True, False, True]
