@@ -7,13 +7,14 @@ import subprocess
 import threading
 import time
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import broken_models
 import grpc
 import pytest
 from epikv import Accepted, Client, Kv, Output, RpcError, Stop, Summary
-from epikv.bench.scrape import scrape
+from epikv.bench.scrape import fetch, scrape
 from epikv.export import random_model
 from epikv.sample import problem
 from epikv.testing import PACED, Daemon, DaemonError, find_binary
@@ -21,6 +22,7 @@ from epikv.v1 import admin_pb2, admin_pb2_grpc
 from epikv.v1.config_pb2 import ModelSource
 from epikv.v1.generation_pb2 import GenerateRequest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from metrics_page import parse
 
 TASK = problem(9)
 PORTS = ("listen", "metrics_listen", "admin_listen")
@@ -183,6 +185,51 @@ def test_several_models_have_an_engine_each(sample_model: Path) -> None:
             client.generate_once(TASK.prompt)
     status, log = start(f"--model={sample_model}", f"--models=path: '{sample_model}'")
     assert status == 1 and "'sample' is served already" in log
+
+
+def step_seconds(daemon: Daemon) -> dict[str, float]:
+    """Wall time that the engine of each model has spent in steps."""
+    seconds: dict[str, float] = {}
+    for labels, value in parse(fetch(daemon.metrics))["epikv_step_seconds_total"].values.items():
+        has = dict(labels)
+        if has["stage"] not in ("attention", "taps"):  # which lie inside `forward`
+            seconds[has["model"]] = seconds.get(has["model"], 0) + value
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("threads", "of_each", "least", "most"),
+    [pytest.param(0, 0, 0.6, 1.1, id="turns"), pytest.param(2, 1, 1.2, 2.1, id="beside")],
+)
+def test_engines_share_one_budget_of_cores(
+    sample_model: Path, threads: int, of_each: int, least: float, most: float
+) -> None:
+    """Where a step takes all cores, two busy engines are in steps for as long together as one would
+    be alone; where there is room for both, for nearly twice as long."""
+    names = ("b", "c")
+    source = f"path: '{sample_model}' kv_pool_bytes: 134217728 threads: {of_each}"
+    more = [f"--models={source} name: '{name}'" for name in names]
+    flags = (f"--threads={threads}", "--kv_pool_bytes=33554432", "--prefix_cache_share=0")
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon(sample_model, *flags, *more))
+        client = stack.enter_context(daemon.client())
+        long, silent = Stop(900, ignore_eos=True), Output(text=False)
+        for name in names * 32:
+            stack.enter_context(client.generate([5] * 40, model=name, stop=long, output=silent))
+        deadline = time.monotonic() + 60
+        while not all(step_seconds(daemon)[name] for name in names):
+            assert time.monotonic() < deadline
+        begin, before = time.monotonic(), step_seconds(daemon)
+        spent = dict.fromkeys(names, 0.0)
+        while min(spent.values()) < 0.5:
+            after = step_seconds(daemon)
+            spent = {name: after[name] - before[name] for name in names}
+            assert time.monotonic() < deadline
+        share = sum(spent.values()) / (time.monotonic() - begin)
+        running = parse(fetch(daemon.metrics))["epikv_requests_running"].values
+        assert sum(running.values()) == 64, "they were not busy throughout"
+    assert least < share < most
+    assert min(spent.values()) > 0.3 * sum(spent.values())
 
 
 def test_metrics_tell_what_happened(daemon: Daemon, client: Client) -> None:

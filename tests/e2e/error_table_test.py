@@ -7,6 +7,7 @@ answer over max_sent_message_bytes in transport_test.cc, a second LoadModel in a
 
 import json
 import math
+import re
 import socket
 import threading
 import time
@@ -385,13 +386,16 @@ def plain(sample_model: Path) -> Iterator[Daemon]:
         yield daemon
 
 
+QUEUE = {"max_queued_requests": 3, "max_queued_tokens": 100000}
+
+
 @pytest.fixture(scope="module")
 def small(sample_model: Path) -> Iterator[Daemon]:
-    """One place, one more to wait, a small pool, a small outbox."""
+    """One place, three more to wait, a small pool, a small outbox."""
     flags = (
         "--kv_pool_bytes=1300000",
         "--max_running_requests=1",
-        "--max_queued_requests=1",
+        *(f"--{limit}={value}" for limit, value in QUEUE.items()),
         "--outbox_messages=8",
         "--stream_stall_seconds=600",
     )
@@ -465,29 +469,49 @@ def hold(channel: grpc.Channel, request_id: str) -> grpc.Call:
     return call
 
 
+def set_queue(daemon: Daemon, limits: dict[str, int]) -> None:
+    request = admin_pb2.UpdateConfigRequest(config=limits, update_mask={"paths": [*limits]})
+    ask(daemon.admin, f"{ADMIN}/UpdateConfig", request)
+
+
 @pytest.fixture
 def busy(small: Daemon) -> Iterator[Daemon]:
-    """Its place is taken by the request "runs", and one more, "waits", fills the queue."""
+    """Its place is taken by the request "runs", and "waits" and two more fill the queue."""
     with grpc.insecure_channel(small.grpc, PACED) as channel:
         calls = [hold(channel, "runs")]
         eventually(lambda: scrape(small.metrics).total("epikv_requests_running") == 1)
-        calls.append(hold(channel, "waits"))
-        eventually(lambda: scrape(small.metrics).total("epikv_requests_waiting") == 1)
+        calls += [hold(channel, name) for name in ("waits", "waits, too", "waits as well")]
+        eventually(lambda: scrape(small.metrics).total("epikv_requests_waiting") == 3)
         yield small
+        set_queue(small, QUEUE)
         for call in calls:
             call.cancel()
         eventually(lambda: scrape(small.metrics).total("epikv_requests_running") == 0)
         eventually(lambda: scrape(small.metrics).total("epikv_requests_waiting") == 0)
 
 
-def test_a_full_queue(busy: Daemon) -> None:
+# Limits that three requests are beyond, whose prompts and outputs may fill the context, and what
+# is told: the limit, and what is there.
+FULL_QUEUES = {
+    "requests": ({"max_queued_requests": 2}, {2, 3}),
+    "tokens": ({"max_queued_requests": 9, "max_queued_tokens": 3000}, {3000, 3 * CONTEXT}),
+}
+
+
+@pytest.mark.parametrize("unit", FULL_QUEUES)
+def test_a_full_queue(busy: Daemon, unit: str) -> None:
+    """Counted in requests or in tokens; the limit was lowered, so that it is not what is there."""
+    limits, numbers = FULL_QUEUES[unit]
+    set_queue(busy, limits)
     told = refusal(busy.grpc, f"{GENERATION}/Generate", kv("epikv_flat", 130))
     assert (told.code, told.info.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
     [quota] = told.details["QuotaFailure"].violations
-    assert quota.subject == "waiting requests" and "1 requests" in quota.description
+    assert quota.subject and quota.description
     assert 0 < told.retry_seconds <= 300
     pushback = int(told.trailers["grpc-retry-pushback-ms"])
     assert pushback == pytest.approx(1000 * told.retry_seconds, abs=1)
+    assert unit in told.message
+    assert numbers <= {int(number) for number in re.findall(r"\d+", told.message)}, told.message
 
 
 def test_an_id_that_is_taken(busy: Daemon) -> None:
@@ -717,6 +741,12 @@ def save(path: Path, **manifest: Any) -> Path:
     return path
 
 
+def windowed(path: Path) -> Path:
+    """A model whose layers look back 8 tokens: of a kind that is not built."""
+    layers = [{**asdict(layer), "window": 8} for layer in broken_models.manifest().layers]
+    return save(path, layers=layers)
+
+
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     model = save(tmp_path_factory.mktemp("odd") / "odd.pt")
@@ -790,8 +820,7 @@ def test_other_models_that_are_not_loaded(odd: Daemon, broken: Path, tmp_path: P
     nothing = refused(admin_pb2.LoadModelRequest())
     assert nothing.code is Code.INVALID_ARGUMENT and set(nothing.fields) == {"source.path"}
 
-    layers = [{**asdict(layer), "window": 8} for layer in broken_models.manifest().layers]
-    window = save(tmp_path / "window.pt", layers=layers)
+    window = windowed(tmp_path / "window.pt")
     not_built = refused(load(window, name="new", kv_pool_bytes=1000000))
     assert (not_built.code, not_built.info.reason) == (Code.UNIMPLEMENTED, "UNIMPLEMENTED")
     assert "window" in not_built.message
