@@ -56,8 +56,8 @@ STAGES = ("schedule", "forward", "attention", "taps", "sample", "deliver", "obse
 OF_CPU = tuple(stage for stage in STAGES if stage != "attention")
 REFUSALS = (
     "invalid_request token_range span_range context_length kv_budget kv_pool_too_small "
-    "artefact_missing prompt_evicted queue_full starting draining duplicate_id not_found not_utf8 "
-    "malformed unauthenticated permission_denied deadline_infeasible other"
+    "artefact_missing prompt_evicted queue_full starting loading draining duplicate_id not_found "
+    "not_utf8 malformed unauthenticated permission_denied deadline_infeasible other"
 )
 METHODS = """
     GenerationService/Generate GenerationService/GenerateOnce GenerationService/Score
@@ -241,7 +241,7 @@ OF_A_NEW_MODEL = {
 QUIET: dict[str, set[str]] = {
     "idle": set(),
     "probed": set(),
-    "load": CALLS | OF_A_NEW_MODEL,
+    "load": CALLS | OF_A_NEW_MODEL | {"epikv_requests_rejected_total"},
     "refusals": CALLS | {"epikv_requests_rejected_total"},
     "introspect": CALLS,
     "reload": {"epikv_auth_reload_failures_total"},
@@ -373,10 +373,16 @@ def refused(reason: str, call: Callable[[], object]) -> None:
 
 
 def load(world: World) -> None:
-    """A model beside the first, and one that is damaged."""
+    """A model beside the first, which is asked for too early, and one that is damaged."""
     path, damaged = world.files.model, world.files.damaged
     source = config_pb2.ModelSource(path=str(path), name="b", kv_pool_bytes=SMALL_POOL)
-    world.admin.LoadModel(admin_pb2.LoadModelRequest(source=source))
+    loading = world.admin.LoadModel.future(admin_pb2.LoadModelRequest(source=source))
+    reason = ""
+    while reason != "LOADING":  # NOT_FOUND, as long as the load has not begun
+        with pytest.raises(RpcError) as early:
+            world.client.generate_once([1], model="b")
+        reason = early.value.reason
+    loading.result()
     weights = bytearray(path.read_bytes())
     weights[len(weights) // 2] ^= 0x10
     damaged.write_bytes(weights)
