@@ -273,7 +273,7 @@ TEST(ConfigTest, UnknownFieldsOfAFileAreNamedWithTheirLines) {
 TEST(ConfigTest, MissingFileIsNamed) {
   EXPECT_THAT(Errors({"--config=/nowhere.textproto"}),
               HasSubstr("--config: cannot read '/nowhere.textproto'"));
-  EXPECT_THAT(Errors({"--config=/tmp"}), HasSubstr("--config: cannot read '/tmp': Is a directory"));
+  EXPECT_THAT(Errors({"--config=/tmp"}), HasSubstr("--config: cannot read '/tmp': it is not a regular file"));
 }
 
 TEST(ConfigTest, ConfigurationThatCouldNotRunIsNotPrinted) {

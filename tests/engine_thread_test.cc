@@ -269,7 +269,7 @@ TEST_F(EngineThreadTest, WhatIsDroppedFromTheQueueIsToldWhenToTryAgain) {
 TEST_F(EngineThreadTest, ForecastsCountTheTurnsOfOtherEngines) {
   CoreBudget cores(1);
   script_->next = [](int32_t) { return 5; };
-  Start({}, {}, nullptr, {.budget = &cores});
+  Start({}, {.max_running_requests = 1}, nullptr, {.budget = &cores});
   std::atomic<bool> busy = true;
   std::thread other([&] {
     while (busy) {
@@ -277,16 +277,14 @@ TEST_F(EngineThreadTest, ForecastsCountTheTurnsOfOtherEngines) {
       absl::SleepFor(absl::Milliseconds(5));
     }
   });
-  Submit("measured", 5, 40)->AwaitEnd();
-  Request request = Ask("next", 5, 41);
-  request.ignore_end = true;
-  const auto next = std::make_shared<CountingSink>();
-  const SubmitResult submitted = thread_->Submit(std::move(request), next);
-  next->AwaitEnd();
+  Submit("measured", 5, 100)->AwaitEnd();
+  Submit("running", 5, 300);  // in 1.5 s; by itself it would take a millisecond
+  const SubmitResult next = thread_->Submit(Ask("next", 5, 1), std::make_shared<CountingSink>());
   busy = false;
   other.join();
   thread_.reset();  // before its cores
-  EXPECT_GE(submitted.forecast.least_run, 40 * absl::Milliseconds(4));
+  ASSERT_TRUE(next.forecast.wait.has_value());
+  EXPECT_GE(*next.forecast.wait, absl::Milliseconds(200));
 }
 
 TEST_F(EngineThreadTest, DeadlinesAreNotJudgedWhereThatIsNotWanted) {

@@ -273,8 +273,8 @@ TEST_F(ServicesTest, HealthKnowsEveryServiceAndTheModel) {
   server_.lifecycle().SetState(ServerState::kServing);
   all_are(kServing);
   EXPECT_TRUE(server_.models().Remove("fake", absl::InfinitePast()));
-  EXPECT_EQ(Health(channel_, "models/fake"), kNotServing);
-  EXPECT_EQ(Health(channel_, ""), kServing);
+  all_are(kNotServing);
+  EXPECT_EQ(Health(channel_, "liveness"), kServing);
 }
 
 int64_t NumThreads() {
