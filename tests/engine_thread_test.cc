@@ -271,17 +271,18 @@ TEST_F(EngineThreadTest, ForecastsCountTheTurnsOfOtherEngines) {
   script_->next = [](int32_t) { return 5; };
   Start({}, {.max_running_requests = 1}, nullptr, {.budget = &cores});
   std::atomic<bool> busy = true;
-  std::thread other([&] {
+  const auto take_turns = [&] {
     while (busy) {
       const CoreBudget::Lease turn = cores.Take(1);
       absl::SleepFor(absl::Milliseconds(5));
     }
-  });
+  };
+  std::thread others[] = {std::thread(take_turns), std::thread(take_turns)};  // one always waits
   Submit("measured", 5, 100)->AwaitEnd();
-  Submit("running", 5, 300);  // in 1.5 s; by itself it would take a millisecond
+  Submit("running", 5, 300);  // in 1.5 s or more; by itself it would take a millisecond
   const SubmitResult next = thread_->Submit(Ask("next", 5, 1), std::make_shared<CountingSink>());
   busy = false;
-  other.join();
+  for (std::thread& other : others) other.join();
   thread_.reset();  // before its cores
   ASSERT_TRUE(next.forecast.wait.has_value());
   EXPECT_GE(*next.forecast.wait, absl::Milliseconds(200));
