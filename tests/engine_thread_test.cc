@@ -277,7 +277,8 @@ TEST_F(EngineThreadTest, ForecastsCountTheTurnsOfOtherEngines) {
       absl::SleepFor(absl::Milliseconds(5));
     }
   };
-  std::thread others[] = {std::thread(take_turns), std::thread(take_turns)};  // one always waits
+  std::thread others[] = {std::thread(take_turns), std::thread(take_turns)};
+  while (cores.waiting() == 0) std::this_thread::yield();  // from now on one always waits
   Submit("measured", 5, 100)->AwaitEnd();
   Submit("running", 5, 300);  // in 1.5 s or more; by itself it would take a millisecond
   const SubmitResult next = thread_->Submit(Ask("next", 5, 1), std::make_shared<CountingSink>());
