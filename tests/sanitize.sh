@@ -9,7 +9,7 @@ stage "configure asan" cmake --preset asan
 stage "build asan" cmake --build build/asan -j "$EPIKV_JOBS"
 # LibTorch keeps what it allocated at load for the life of the process.
 ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
-  ctest --test-dir build/asan --output-on-failure -j "$EPIKV_JOBS" --timeout 1800
+  ctest --test-dir build/asan --output-on-failure -j "$EPIKV_JOBS" --timeout 5400  # laws_test
 
 stage "configure tsan" cmake --preset tsan
 stage "build tsan" cmake --build build/tsan -j "$EPIKV_JOBS"
