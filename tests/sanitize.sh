@@ -7,8 +7,9 @@ export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 
 stage "configure asan" cmake --preset asan
 stage "build asan" cmake --build build/asan -j "$EPIKV_JOBS"
-# LibTorch keeps what it allocated at load for the life of the process.
-ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 \
+# LibTorch keeps what it allocated at load for the life of the process; every operator allocates.
+ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1:malloc_context_size=8:quarantine_size_mb=64 \
+  UBSAN_OPTIONS=print_stacktrace=1 \
   ctest --test-dir build/asan --output-on-failure -j "$EPIKV_JOBS" --timeout 5400  # laws_test
 
 stage "configure tsan" cmake --preset tsan
