@@ -202,16 +202,16 @@ TEST_F(AdminServiceTest, ModelThatReplacesAnotherTakesOverItsPoolAndThreads) {
 
 TEST_F(AdminServiceTest, LoadThatIsAbandonedIsAnsweredAtOnce) {
   EXPECT_FALSE(server_.admin().AbandonLoading());
-  Gate gate;
-  server_.on_load = [&gate] { gate.Pass(true); };
+  const auto gate = std::make_shared<Gate>();  // the loader leaves it after this test
+  server_.on_load = [gate] { gate->Pass(true); };
   grpc::Status status;
   std::thread loading([&] { status = Load("b.pt", "b"); });
-  ASSERT_TRUE(gate.AwaitHeld());
+  ASSERT_TRUE(gate->AwaitHeld());
   EXPECT_TRUE(server_.admin().AbandonLoading());
   loading.join();  // though the loader is held
   EXPECT_EQ(status.error_code(), grpc::UNAVAILABLE);
   EXPECT_TRUE(Detail<v1::RetryInfo>(status, "RetryInfo").has_value());
-  gate.Open();
+  gate->Open();
 }
 
 TEST_F(AdminServiceTest, ChangesSettingsThatCanBeChanged) {
