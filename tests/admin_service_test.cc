@@ -73,32 +73,32 @@ TEST_F(AdminServiceTest, SaysWhatEachRequestDoesAndWaitsFor) {
   Gate gate;
   server_.script().on_forward = [&gate](absl::Span<const WorkItem> items) {
     gate.Pass(items[0].first >= 5);
+    if (items[0].first >= 5) absl::SleepFor(absl::Milliseconds(10));  // it is asked between steps
     return absl::OkStatus();
   };
   StreamClient first(*stub_, Ask("first", 4, 40), std::nullopt, kGenerous);
   ASSERT_TRUE(gate.AwaitHeld());
   StreamClient large(*stub_, Ask("large", 1, 80));
-  StreamClient last(*stub_, Ask("last", 1, 10));
   ASSERT_FALSE(large.AwaitMessages(1).empty());  // accepted
+  StreamClient last(*stub_, Ask("last", 1, 10));
   ASSERT_FALSE(last.AwaitMessages(1).empty());
   gate.Open();
   std::vector<v1::ActiveRequest> all;
   do {
     all = List();
   } while (all.size() == 3 && all[1].state() != State::STATE_QUEUED);
-  if (all.size() == 3) {  // else the first has ended already: it has 40 steps
-    EXPECT_EQ(all[0].request_id(), "first");
-    EXPECT_EQ(all[0].state(), State::STATE_DECODE);
-    EXPECT_EQ(all[0].waits_for(), State::WAITS_FOR_UNSPECIFIED);
-    EXPECT_EQ(all[0].policy(), "full");
-    EXPECT_EQ(all[0].kv_reserved_bytes(), 43 * kFakeBytesPerToken);
-    EXPECT_GT(all[0].cached_tokens(), 4u);
-    EXPECT_TRUE(all[0].has_time_left());
-    EXPECT_EQ(all[1].request_id(), "large");
-    EXPECT_EQ(all[1].waits_for(), State::WAITS_FOR_KV);
-    EXPECT_FALSE(all[1].has_time_left());
-    EXPECT_EQ(all[2].waits_for(), State::WAITS_FOR_TURN);
-  }
+  ASSERT_EQ(all.size(), 3) << "the first goes on for a third of a second";
+  EXPECT_EQ(all[0].request_id(), "first");
+  EXPECT_EQ(all[0].state(), State::STATE_DECODE);
+  EXPECT_EQ(all[0].waits_for(), State::WAITS_FOR_UNSPECIFIED);
+  EXPECT_EQ(all[0].policy(), "full");
+  EXPECT_EQ(all[0].kv_reserved_bytes(), 43 * (kFakeBytesPerToken + 8)) << "K, V and their slots";
+  EXPECT_GT(all[0].cached_tokens(), 4u);
+  EXPECT_TRUE(all[0].has_time_left());
+  EXPECT_EQ(all[1].request_id(), "large");
+  EXPECT_EQ(all[1].waits_for(), State::WAITS_FOR_KV);
+  EXPECT_FALSE(all[1].has_time_left());
+  EXPECT_EQ(all[2].waits_for(), State::WAITS_FOR_TURN);
   for (StreamClient* client : {&first, &large, &last}) EXPECT_TRUE(client->AwaitDone().ok());
   v1::ListActiveRequestsRequest unknown;
   unknown.set_model("other");
