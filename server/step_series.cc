@@ -161,7 +161,12 @@ StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
 }
 
 void StepSeries::AddRound(absl::string_view policy, absl::Duration time) {
-  eviction_.Of({{"policy", std::string(policy)}}).Observe(Seconds(time));
+  auto known = rounds_.find(policy);
+  if (known == rounds_.end()) {
+    const std::string label(policy);
+    known = rounds_.emplace(label, &eviction_.Of({{"policy", label}})).first;
+  }
+  known->second->Observe(Seconds(time));
 }
 
 void StepSeries::Add(const StepStats& step, StepBefore& before) {

@@ -3,6 +3,8 @@
 #include <prometheus/metric_family.h>
 
 #include <array>
+#include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -61,6 +63,7 @@ class StepSeries {
   void AddGaps(int64_t decode_tokens, absl::Duration gap);
 
   HistogramFamily gap_family_, eviction_;
+  std::map<std::string, prometheus::Histogram*, std::less<>> rounds_;  // of eviction_, by policy
   prometheus::Histogram &gaps_, &batch_tokens_, &batch_sequences_;
   prometheus::Counter &engine_cpu_, &rows_moved_;
   prometheus::Gauge& longest_move_;
