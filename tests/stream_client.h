@@ -29,7 +29,8 @@ class StreamClient final : public grpc::ClientReadReactor<v1::GenerateResponse> 
     }
     stub.async()->Generate(&context_, &request_, this);
     AddHold();  // reads start also outside of reactions
-    if (TakeRead()) StartRead(&message_);
+    reading_ = reads_left_-- > 0;
+    if (reading_) StartRead(&message_);
     StartCall();
   }
   // Precondition: Cancel or AwaitDone has been called.
@@ -42,6 +43,7 @@ class StreamClient final : public grpc::ClientReadReactor<v1::GenerateResponse> 
       absl::MutexLock lock(&mu_);
       if (done_reading_) return;
       reads_left_ = INT64_MAX;
+      if (std::exchange(reading_, true)) return;
     }
     StartRead(&message_);
   }
@@ -83,8 +85,11 @@ class StreamClient final : public grpc::ClientReadReactor<v1::GenerateResponse> 
       absl::MutexLock lock(&mu_);
       if (ok) messages_.push_back(message_);
       if (!ok) done_reading_ = true;
+      // With the message, so that who has seen it sees as well whether another is being read.
+      reading_ = ok && reads_left_-- > 0;
+      if (!reading_) return;
     }
-    if (ok && TakeRead()) StartRead(&message_);
+    StartRead(&message_);
   }
   void OnDone(const grpc::Status& status) override {
     absl::MutexLock lock(&mu_);
@@ -94,17 +99,13 @@ class StreamClient final : public grpc::ClientReadReactor<v1::GenerateResponse> 
   }
 
  private:
-  bool TakeRead() {
-    absl::MutexLock lock(&mu_);
-    return reads_left_-- > 0;
-  }
-
   grpc::ClientContext context_;
   const v1::GenerateRequest request_;
   v1::GenerateResponse message_;
   bool released_ = false;
   absl::Mutex mu_;
   int64_t reads_left_ ABSL_GUARDED_BY(mu_);
+  bool reading_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<v1::GenerateResponse> messages_ ABSL_GUARDED_BY(mu_);
   bool done_reading_ ABSL_GUARDED_BY(mu_) = false;
   bool done_ ABSL_GUARDED_BY(mu_) = false;
