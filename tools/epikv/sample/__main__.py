@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from epikv.sample import programs
+from epikv.sample import families
 
 MODEL = click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
@@ -18,16 +18,17 @@ def main() -> None:
 
 @main.command()
 @click.option("--seed", default=0, show_default=True)
-@click.option("--lines", default=18, show_default=True, help="Assignments in the program.")
+@click.option("--family", default="programs", type=click.Choice(list(families.FAMILIES)))
+@click.option("--lines", type=int, help="Of the trace. Default: those of the family's tests.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def problem(seed: int, lines: int, as_json: bool) -> None:
+def problem(seed: int, family: str, lines: int | None, as_json: bool) -> None:
     """Print a problem: prompt, expected trace, expected answers."""
-    task = programs.problem(seed, lines)
+    task = families.problem(seed, family, lines)
     if as_json:
         fields = {"prompt": task.prompt, "trace": task.trace, "answers": task.answers}
         click.echo(json.dumps(fields))
         return
-    answers = ", ".join(f"{variable} = {value}" for variable, value in task.answers.items())
+    answers = ", ".join(f"{name} = {value}" for name, value in task.answers.items())
     click.echo(f"{task.prompt}\n\n{task.trace}\n\n{answers}")
 
 
@@ -35,13 +36,13 @@ def problem(seed: int, lines: int, as_json: bool) -> None:
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--seed", required=True, type=int)
 @click.option("--recall-tokens", default=2_000_000, show_default=True)
-@click.option("--program-tokens", default=2_400_000, show_default=True)
+@click.option("--problem-tokens", default=8_000_000, show_default=True)
 @DEVICE
-def train(folder: Path, seed: int, recall_tokens: int, program_tokens: int, device: str) -> None:
+def train(folder: Path, seed: int, recall_tokens: int, problem_tokens: int, device: str) -> None:
     """Train a model into FOLDER, or go on with the run found there."""
     from epikv.sample.train import Recipe, Run
 
-    recipe = Recipe(seed, recall_tokens=recall_tokens, program_tokens=program_tokens)
+    recipe = Recipe(seed, recall_tokens=recall_tokens, problem_tokens=problem_tokens)
     Run(recipe, folder, device).train()
 
 

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from epikv.sample.model import LAYERS, Llama
-from epikv.sample.programs import Problem, Role, encode, problem
+from epikv.sample.families import problem
+from epikv.sample.problem import Problem, Role
+from epikv.sample.vocabulary import encode
 from epikv.sample.simulate import (
     WINDOW,
     EpikvFlat,
@@ -55,13 +57,13 @@ class Need:
     only: dict[str, float]  # accuracy with everything old ablated but these roles
 
     def tokens(self, task: Problem, window: int) -> list[int]:
-        """Trace indexes of the tokens needed later: of a needed role, about a variable whose value
+        """Trace indexes of the tokens needed later: of a needed role, about a name whose value
         is still read when they have left a recent window of `window` tokens."""
         last = task.last_read()
         return [
             i
             for i, token in enumerate(task.trace_tokens)
-            if token.role in self.roles and last.get(token.variable, -1) - i >= window
+            if token.role in self.roles and last.get(token.name, -1) - i >= window
         ]
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
-from epikv.sample.programs import BOS, EOS, PAD, SPECIALS, TOKEN_IDS, UNK
+from epikv.sample.vocabulary import BOS, EOS, PAD, SPECIALS, TOKEN_IDS, UNK
 
 LAYERS = 6
 WIDTH = 128
@@ -24,7 +24,7 @@ HEAD_SIZE = 32
 FFN_WIDTH = 256
 ROPE_THETA = 1e4
 NORM_EPS = 1e-5
-MAX_POSITIONS = 1024
+MAX_POSITIONS = 1280
 
 
 @dataclass

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from epikv.sample.model import Cache, Llama, Taps
-from epikv.sample.programs import EOS, TOKEN_IDS, Problem, decode, encode
+from epikv.sample.problem import Problem
+from epikv.sample.vocabulary import EOS, TOKEN_IDS, decode, encode
 
 RECENT = 128
 WINDOW = 64
@@ -115,7 +116,7 @@ def newest_z(steps: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a set of problems went: by problem, which asked variables were answered rightly."""
+    """How a set of problems went: by problem, which asked names were answered rightly."""
 
     correct: list[list[bool]]
 
@@ -210,7 +211,7 @@ def evict_one(visible: Tensor, scores: Tensor, limits: Tensor, protected: Tensor
 
 
 def judge(problems: Sequence[Problem], completions: Sequence[str]) -> Outcome:
-    """Score completions by the asked variables' names."""
+    """Score completions by the asked names."""
     return Outcome([task.correct(text) for task, text in zip(problems, completions, strict=True)])
 
 
