@@ -14,9 +14,10 @@ import click
 
 from epikv.bench import harness, survey
 from epikv.bench.targets import Target, finish
-from epikv.bench.trial import PUBLISHED, Trial, artefacts, difference, exact, exported, share
+from epikv.bench.trial import PUBLISHED, Trial, artefacts, exact, exported, share
 from epikv.client import Client
 from epikv.options import Kv
+from epikv.stats import difference
 
 if TYPE_CHECKING:
     from epikv.sample.simulate import Outcome

@@ -2,19 +2,18 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean, mean
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from epikv.bench import harness
-from epikv.bench.targets import Estimate, bootstrap
 from epikv.client import Client
 from epikv.messages import KvUsage
 from epikv.options import Kv, Sampling, Stop
+from epikv.stats import Estimate, wilson
 
 if TYPE_CHECKING:
     from epikv.sample.calibrate import Need
@@ -120,13 +119,4 @@ def exact(outcome: "Outcome") -> list[int]:
 
 def share(outcome: "Outcome") -> Estimate:
     """Of problems all of whose answers are right."""
-    from epikv.sample.simulate import wilson
-
-    return Estimate(mean(exact(outcome)), *wilson(outcome.exact, len(outcome.correct)))
-
-
-def difference(more: Sequence[float], less: Sequence[float]) -> Estimate:
-    """Of two means over the same problems."""
-    return bootstrap(
-        list(zip(more, less, strict=True)), lambda sample: fmean(x - y for x, y in sample)
-    )
+    return wilson(outcome.exact, len(outcome.correct))
