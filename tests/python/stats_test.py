@@ -40,8 +40,10 @@ def test_a_difference_covers_the_truth_as_often_as_it_says() -> None:
     assert difference([1, 1, 1], [0, 0, 0]) == Estimate(1, 1, 1)
 
 
-def test_a_bootstrap_of_pairs_keeps_them_together() -> None:
-    pairs = [(x + 1.0, x) for x in range(50)]
-    gain = bootstrap(pairs, lambda sample: sum(a - b for a, b in sample) / len(sample))
-    assert gain == Estimate(1, 1, 1)
-    assert bootstrap([3, 1, 2]) == bootstrap([3, 1, 2])
+def test_bootstrap_brackets_the_statistic() -> None:
+    estimate = bootstrap([float(i) for i in range(101)])
+    assert estimate.value == 50 and 35 < estimate.low < 50 < estimate.high < 65
+    assert bootstrap([float(i) for i in range(101)]) == estimate
+    pairs = [(2.0 * i, float(i)) for i in range(1, 50)]
+    ratio = bootstrap(pairs, lambda s: sum(a for a, _ in s) / sum(b for _, b in s))
+    assert ratio == Estimate.exact(2.0)
