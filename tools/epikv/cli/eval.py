@@ -166,13 +166,13 @@ def _evaluate(
     if len({task.name for task in tasks}) < len(tasks):
         raise click.UsageError("two tasks have one name")
     settings = Settings(
-        split,
-        seeds,
-        temperature,
-        top_p,
-        max_output_tokens,
-        not published_protection,
-        positions,
+        split=split,
+        seeds=seeds,
+        temperature=temperature,
+        top_p=top_p,
+        max_output_tokens=max_output_tokens,
+        equal_protection=not published_protection,
+        positions=positions,
     )
     with _served(at_once, model_dir, wanted, **where) as served:
         model = _model(served.client, model_name)

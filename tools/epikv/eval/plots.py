@@ -10,8 +10,8 @@ import click
 from epikv.eval.plan import FULL, ORACLE, RANDOM
 from epikv.eval.table import protection
 
-HIGHLIGHTED = 6  # beside the anchors: the best of the others
 _COLUMNS = 3
+_COLOURS = ("tab:blue", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink")
 _OTHERS = {"color": "0.82", "linewidth": 0.8, "zorder": 1}
 _ANCHORS = {
     FULL: {"color": "black", "linestyle": "--"},
@@ -54,8 +54,10 @@ def _styles(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
             styles[label] = _FROZEN if arm["params"].get("frozen") else _ANCHORS[policy]
         elif values := [row["solved"]["value"] for row in rows if row["arm"] == label]:
             others[label] = fmean(values)
-    best = sorted(others, key=lambda label: -others[label])[:HIGHLIGHTED]
-    return styles | {label: {"color": f"C{number}"} for number, label in enumerate(best)}
+    best = sorted(others, key=lambda label: -others[label])
+    return styles | {
+        label: {"color": colour} for label, colour in zip(best, _COLOURS, strict=False)
+    }
 
 
 def _solved(row: dict[str, Any]) -> tuple[float, float, float]:
@@ -92,9 +94,9 @@ def _curves(
             elif points:
                 x, middle, low, high = zip(*points, strict=True)
                 style = styles.get(label, _OTHERS)
-                panel.plot(x, middle, marker=".", **style)
+                panel.plot(x, middle, marker="." if label in styles else "", **style)
                 if label in styles:
-                    panel.fill_between(x, low, high, alpha=0.12, linewidth=0, color=style["color"])
+                    panel.fill_between(x, low, high, alpha=0.1, linewidth=0, color=style["color"])
         panel.set_title(f"{task['name']} ({task['axis']}, n = {task['problems']})", fontsize=9)
         panel.set_xlabel("budget, % of the trace" if shares else "budget, tokens")
     panels[0].set_ylabel(what)
@@ -113,23 +115,31 @@ def _scatter(
         for row in summary["axes"]:
             if row["budget"] != budget or x not in row or y not in row:
                 continue
-            colour = styles.get(row["arm"], _OTHERS)["color"]
-            known = row["arm"] in styles
-            frozen = styles.get(row["arm"]) is _FROZEN
-            panel.plot(
-                row[x], row[y], "s" if frozen else "o", color=colour, zorder=2 if known else 1
-            )
+            panel.plot(row[x], row[y], **_dot(styles.get(row["arm"], _OTHERS)))
         panel.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), xlabel=f"{x}, solved")
         panel.set_title(f"budget {budget}", fontsize=9)
     panels[0].set_ylabel(f"{y}, solved")
-    return _save(figure, path, plan, styles)
+    return _save(figure, path, plan, {label: _dot(style) for label, style in styles.items()})
+
+
+def _dot(style: dict[str, Any]) -> dict[str, Any]:
+    """A point instead of a line, a hollow one for a line that is not whole."""
+    fill = "full" if style.get("linestyle", "-") == "-" else "none"
+    known = style is not _OTHERS
+    return {
+        "color": style["color"],
+        "linestyle": "",
+        "marker": "o",
+        "fillstyle": fill,
+        "zorder": 2 if known else 1,
+    }
 
 
 def _panels(count: int, plan: dict[str, Any]) -> tuple[Any, list[Any]]:
     """Without pyplot: no display, no state."""
     from matplotlib.figure import Figure
 
-    columns = min(count, _COLUMNS)
+    columns = 2 if count == 4 else min(count, _COLUMNS)
     rows = -(-count // columns)
     figure = Figure(figsize=(4 * columns + 3, 3.2 * rows + 0.8), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)

@@ -92,11 +92,14 @@ def simulate(model: Path, count: int, fractions: tuple[float, ...], device: str)
 def agree(model: Path, problems: int, family: str, fraction: float) -> None:
     """Hold evaluation of MODEL through a daemon against a plain Python loop, token for token; exit
     1 if a completion differs."""
+    import torch
+
     from epikv.bench import harness
     from epikv.eval.models import exported
     from epikv.sample.agree import agree as run
     from epikv.sample.model import load
 
+    torch.set_num_threads(1)  # the model is too small for more
     where = {"server": None, "metrics": None, "binary": None}
     with harness.serving(lambda: exported(model), ["--deterministic=true"], **where) as served:
         found = run(served.client, load(model), family, problems, fraction)
