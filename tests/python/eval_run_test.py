@@ -227,3 +227,26 @@ def test_without_full_there_is_no_share_of_a_trace(problems: Path) -> None:
         assert row["refused"] == no_share and row["n"] == PROBLEMS - no_share
         if row["arm"] != "full" and row["budget"] == "50%":
             assert row["fault"] == "no reference trace: `full` was refused"
+
+
+def test_an_answer_without_a_token_is_not_taken_for_right(problems: Path) -> None:
+    """The stand-in's tokens are lengths of words, and "It is" + " 12345" are three of them."""
+    from epikv.client import Client
+    from epikv.eval.plan import Settings
+    from epikv.eval.requests import ask
+    from epikv.eval.results import Key
+    from epikv.eval.tasks import Probe
+
+    arm = {"policy": "full", "params": {}}
+    with fake_epikvd.serve() as fake, Client(fake.address) as client:
+
+        def right(*parts: str) -> list[bool]:
+            probe, key = Probe("0", "a b", parts), Key("needle", "0", "full", "", 0)
+            return ask(client, "", key, probe, arm, Settings(), None).right
+
+        # Of what is scored it says that the first token is the likeliest, and the second not.
+        assert right("", " c") == [True]
+        assert right(" c", " d") == [False]
+        assert right("", " c d") == [False]
+        with pytest.raises(ValueError, match="no token of its own"):
+            right(" c", "")

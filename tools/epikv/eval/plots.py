@@ -1,4 +1,4 @@
-"""An evaluation's pictures: solved against budget, axis against axis, and how long outputs become."""
+"""An evaluation's pictures: solved against budget, axis against axis, and lengths of outputs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -29,7 +29,7 @@ _WHO = (
 )  # fmt: skip
 _DID = (
     "talked about", "remembered", "pointed to", "had once seen", "walked around", "asked for",
-    "looked at", "told us of", "was waiting near", "had forgotten", "drew a picture of", "described",
+    "looked at", "told us of", "was waiting near", "had forgotten", "drew", "described",
 )  # fmt: skip
 _WHAT = (
     "the river", "a narrow street", "the empty square", "an open window", "the last train",
@@ -71,7 +71,7 @@ def recall(split: str, number: int, pairs: int | None = None) -> Probe:
     parts = ["\n".join(lines) + "\n\nWhich numbers do these things have?"]
     for thing in rng.sample(things, ASKED):
         parts[-1] += f"\nThe {thing} has number"
-        parts += [f" {numbers[thing]}", "."]
+        parts += [f" {numbers[thing]}", ""]
     return Probe(f"{split}/{number}", _RECALL, tuple(parts[:-1]))
 
 

@@ -90,9 +90,13 @@ def digest(token_ids: Sequence[int]) -> str:
 
 def _score(client: Client, model: str, record: Record, probe: Probe, kv: Kv) -> Record:
     ids, ends = _tokenized(client, model, probe)
+    answers = list(zip(ends[1::2], ends[2::2], strict=True))
+    if any(begin >= end for begin, end in answers):
+        raise ValueError(
+            f"the model's tokenizer gives an answer of {record.task} no token of its own"
+        )
     result = client.score(ids[: ends[0]], ids[ends[0] :], kv=kv, seed=seed(record.key), model=model)
     assert result.summary is not None
-    answers = zip(ends[1::2], ends[2::2], strict=True)
     right = [all(result.greedy[begin - ends[0] : end - ends[0]]) for begin, end in answers]
     return replace(
         _filled(record, result.summary), right=right, output_tokens=len(result.token_ids)

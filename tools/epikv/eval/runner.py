@@ -1,4 +1,4 @@
-"""Runs what a plan has left to run: many completions at once, each written down when it is there."""
+"""Runs what a plan has left: many completions at once, each written down when it is there."""
 
 import signal
 import threading
@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import click
 import grpc
 
 from epikv.client import Client
@@ -95,7 +94,7 @@ class _Evaluation:
             raise Interrupted
 
     def _keep(self, future: Future[Record]) -> BaseException | None:
-        """Writes down what a completion came to. What it failed with, unless that is of stopping."""
+        """Writes down what a completion came to. Gives what it failed with, if not by stopping."""
         error = future.exception()
         if error is None:
             self._found.append(future.result())

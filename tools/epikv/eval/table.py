@@ -7,7 +7,8 @@ from epikv.eval.plan import FULL
 
 COLUMNS = (
     "policy", "n", "solved", "answers", "solved - full", "p", "solved - random", "p",
-    "solved, of those that evicted", "dropped", "tokens", "of full", "capped", "tokens/s", "peak KV",
+    "solved, of those that evicted", "dropped", "tokens", "of full", "capped", "tokens/s",
+    "peak KV",
 )  # fmt: skip
 
 
