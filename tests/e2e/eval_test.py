@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_what_there_is(daemon: Daemon, tmp_path: Path) -> None:
     said, kept = log.read_text(), lines(out)
     assert f"interrupted; {len(kept)} of {TOTAL} completions are in {out}" in said
     assert "Traceback" not in said and 5 <= len(kept) < TOTAL
-    assert invoke("eval", "report", str(out)).exit_code == 0
+    assert invoke("eval", "--out", str(out)).exit_code == 0
     summary = json.loads((out / "summary.json").read_text())
     assert any(row["pending"] and "solved" not in row for row in summary["rows"])
     result = invoke(*command(daemon.grpc, out))
@@ -219,14 +219,14 @@ def test_what_cannot_be_run_is_told_before_it_runs(daemon: Daemon, tmp_path: Pat
         (("--task", "nothing"), "no task is called nothing"),
         (("--task", "file:nowhere.jsonl"), "nowhere.jsonl"),
         (("--task", "sample:programs@6"), "two tasks have one name"),
-        (("--model", __file__), "give one of --server"),
+        (("--model", __file__), "give --server or --model"),
         (("--model-name", "nothing"), "NOT_FOUND"),
     ):
         result = invoke(*command(daemon.grpc, tmp_path / "out", *more))
         assert result.exit_code in (1, 2) and says in result.output, result.output
         assert not (tmp_path / "out").exists()
-    result = invoke("eval", "--server", daemon.grpc, "--task", "sample:programs@6")
-    assert result.exit_code == 2 and "--out is missing" in result.output
+    result = invoke("eval", "--out", str(tmp_path))
+    assert result.exit_code == 1 and "holds no evaluation" in result.output
 
 
 def test_probes_are_scored_as_the_daemon_scores(

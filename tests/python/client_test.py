@@ -335,7 +335,7 @@ def using_it() -> list[str]:
 
 def test_the_readme_shows_epikv_commands() -> None:
     shown = {shlex.split(line, comments=True)[1] for line in using_it()}
-    assert {"export", "generate", "score", "policies", "bench"} <= shown
+    assert {"export", "generate", "score", "policies", "bench", "eval"} <= shown
 
 
 @pytest.mark.parametrize("line", using_it())

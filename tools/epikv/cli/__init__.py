@@ -37,7 +37,7 @@ for command in (
     bench.command,
     calibrate.group,
     cancel.command,
-    eval.group,
+    eval.command,
     export.command,
     generate.command,
     listing.models,

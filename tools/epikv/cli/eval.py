@@ -1,5 +1,7 @@
 """`epikv eval`"""
 
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ import click
 from epikv.bench import harness
 from epikv.bench.targets import INTERRUPTED
 from epikv.cli import options
-from epikv.client import Client
+from epikv.client import DEFAULT_SERVER, Client
 from epikv.errors import RpcError
 from epikv.messages import Model
 from epikv.options import POSITIONS, show_budget
@@ -34,7 +36,7 @@ class _Slack(click.ParamType):
         return int(value)
 
 
-@click.group("eval", invoke_without_command=True)
+@click.command("eval")
 @click.option(
     "--task",
     "names",
@@ -91,10 +93,15 @@ class _Slack(click.ParamType):
 @click.option("--at-once", default=64, show_default=True, help="Requests running together.")
 @click.option(
     "--out",
+    required=True,
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of results and report. What is there already is not run again.",
 )
-@click.option("--server", metavar="HOST:PORT", envvar="EPIKV_SERVER", show_envvar=True)
+@click.option(
+    "--server",
+    metavar="HOST:PORT",
+    help="Default: $EPIKV_SERVER or " + DEFAULT_SERVER + ", unless a daemon is started.",
+)
 @click.option("--model-name", default="", help="Needed only where several are served.")
 @click.option("--model", type=_FILE, help="Start a daemon on this model file.")
 @click.option(
@@ -105,33 +112,20 @@ class _Slack(click.ParamType):
 )
 @click.option("--binary", type=_FILE, help="The epikvd to start. Default: as for benches.")
 @click.option("--daemon-flag", "flags", multiple=True, help="Of the daemon that is started.")
-@click.pass_context
-def group(ctx: click.Context, **given: Any) -> None:
+def command(names: tuple[str, ...], out: Path, **given: Any) -> None:
     """Measure what policies keep: problems with checkable answers, under budgets.
 
-    Interrupted, or left by its daemon, the same command goes on where it was.
+    Interrupted, or left by its daemon, the same command goes on where it was. Without --task it
+    writes the report of what is in --out so far.
     """
-    if ctx.invoked_subcommand is not None:
-        return
-    for name, value in (("--out", given["out"]), ("--task", given["names"])):
-        if not value:
-            raise click.UsageError(f"{name} is missing")
     if given["seeds"] > 1 and not given["temperature"]:
         raise click.UsageError("greedy completions are all alike: --seeds needs a --temperature")
     from epikv.eval import plots
 
     plots.check()
-    ctx.exit(_evaluate(**given))
-
-
-@group.command("report")
-@click.argument("folder", type=_FOLDER)
-def report(folder: Path) -> None:
-    """Write the report of what is in FOLDER so far."""
-    from epikv.eval import plots
-
-    plots.check()
-    _report(folder)
+    if names:
+        sys.exit(_evaluate(names=names, out=out, **given))
+    _report(out)
 
 
 def _evaluate(
@@ -233,10 +227,10 @@ def _served(
     """The daemon at `server`, or one on `model` or on what `model_dir` holds."""
     from epikv.eval import models
 
-    if sum(given is not None for given in (server, model)) > 1 or not (
-        server or model or model_dir
-    ):
-        raise click.UsageError("give one of --server, --model and --model-dir")
+    if server is not None and model is not None:
+        raise click.UsageError("give --server or --model: of a server's daemon the model is known")
+    if server is None and model is None and model_dir is None:
+        server = os.environ.get("EPIKV_SERVER", DEFAULT_SERVER)
     own = [f"--max_running_requests={at_once}"]
     if server is None and model is None and model_dir is not None:
         named = {text.partition(":")[0] for text in wanted}
