@@ -27,7 +27,7 @@ def test_an_oracle_is_told_indexes_of_prompt_and_trace() -> None:
     pytest.importorskip("torch")
     from epikv.sample.agree import NEED
 
-    item = load("sample:programs", "test", 1, need=NEED)[0]
+    item = load("sample:programs", "test", 1, needs={"programs": NEED})[0]
     task = problem("test/0", "programs")
     words = [*item.prompt.split(), *task.trace.split()]
     assert item.needed is not None

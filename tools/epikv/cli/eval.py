@@ -154,9 +154,9 @@ def _evaluate(
     from epikv.eval.plan import Settings, arms, document
     from epikv.eval.summary import faults
 
-    need = models.need(model_dir) if model_dir is not None else None
+    needs = models.needs(model_dir) if model_dir is not None else {}
     text = template.read_text("utf-8") if template is not None else None
-    tasks = [_load(name, split, problems, text, need) for name in names]
+    tasks = [_load(name, split, problems, text, needs) for name in names]
     if len({task.name for task in tasks}) < len(tasks):
         raise click.UsageError("two tasks have one name")
     settings = Settings(
@@ -201,12 +201,12 @@ def _report(folder: Path) -> dict[str, Any]:
 
 
 def _load(
-    name: str, split: str, problems: int, template: str | None, need: "Need | None"
+    name: str, split: str, problems: int, template: str | None, needs: "dict[str, Need]"
 ) -> "Task":
     from epikv.eval.plan import Task
     from epikv.eval.tasks import axis, load
 
-    items = load(name, split, problems, template=template, need=need)
+    items = load(name, split, problems, template=template, needs=needs)
     kind, colon, rest = name.partition(":")
     if kind == "file":  # the folder it lies in is nobody's business
         name = f"file:{Path(rest).name}"

@@ -67,12 +67,12 @@ def artefacts(directory: Path, policies: Collection[str]) -> Path | None:
     return folder if any(folder.glob("*.json")) else None
 
 
-def need(directory: Path) -> "Need | None":
-    """What the model was measured to need; None if nobody has."""
+def needs(directory: Path) -> "dict[str, Need]":
+    """What the model was measured to need, by family; of families that nobody measured, nothing."""
     file = directory / "calibration.json"
     calibration = json.loads(file.read_text()) if file.exists() else {}
     if "need" not in calibration:
-        return None
+        return {}
     from epikv.sample.calibrate import need_from
 
-    return need_from(calibration)
+    return {"programs": need_from(calibration)}

@@ -6,7 +6,7 @@ file:math500.jsonl       problems of a file (epikv.eval.files): MATH-500, AIME, 
 needle@2000, recall@100  probes (epikv.eval.probes): a fact in 2000 words, 100 pairs of them
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -74,17 +74,17 @@ def load(
     count: int,
     *,
     template: str | None = None,
-    need: "Need | None" = None,
+    needs: "Mapping[str, Need] | None" = None,
 ) -> Sequence[Item | Probe]:
     """The first `count` problems of a task's split; splits share no problem, but a file is one.
 
-    template: of prompts for the problems of a file. need: what the sample model was measured to
-    need, for an oracle.
+    template: of prompts for the problems of a file. needs: what a sample model was measured to
+    need, by family, for an oracle.
     """
     kind, _, rest = name.partition(":")
     match kind:
         case "sample":
-            return _sample(rest, split, count, need)
+            return _sample(rest, split, count, needs or {})
         case "file":
             from epikv.eval import files
 
@@ -100,7 +100,7 @@ def load(
     return [probe(split, number, int(length) if length else None) for number in range(count)]
 
 
-def _sample(name: str, split: str, count: int, need: "Need | None") -> list[Item]:
+def _sample(name: str, split: str, count: int, needs: "Mapping[str, Need]") -> list[Item]:
     from epikv.sample.families import FAMILIES, problem
 
     family, _, lines = name.partition("@")
@@ -109,7 +109,7 @@ def _sample(name: str, split: str, count: int, need: "Need | None") -> list[Item
     items = []
     for number in range(count):
         task = problem(f"{split}/{number}", family, int(lines) if lines else None)
-        needed = None if need is None else _needed(need, task)
+        needed = _needed(needs[family], task) if family in needs else None
         trace = len(task.trace_tokens)
         items.append(Item(f"{split}/{number}", task.prompt, task.correct, trace, needed))
     return items

@@ -11,17 +11,29 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import torch
+
 from epikv.client import Client
 from epikv.eval import results, runner
 from epikv.eval.plan import Settings, Task, arms, document
 from epikv.eval.requests import digest
 from epikv.eval.tasks import axis, load
 from epikv.options import show_budget
-from epikv.sample.calibrate import Need, oracle
+from epikv.sample.calibrate import Need
 from epikv.sample.families import problem
 from epikv.sample.model import Llama
 from epikv.sample.problem import Problem, Role
-from epikv.sample.simulate import H2O, SLACK_TOKENS, EpikvFlat, Recency, Scorer, budgets, run
+from epikv.sample.simulate import (
+    H2O,
+    SLACK_TOKENS,
+    EpikvFlat,
+    Frozen,
+    Recency,
+    Scorer,
+    budgets,
+    recent,
+    run,
+)
 from epikv.sample.vocabulary import encode
 
 NEED = Need(frozenset({Role.DEFINITION}), 1.0, {}, {})
@@ -50,7 +62,7 @@ def agree(
     # Both go on to here at most.
     longest = SLACK_TOKENS + min(max(len(t.trace_tokens) for t in group) for group in groups)
     name = f"sample:{family}"
-    items = load(name, SPLIT, count, need=NEED)
+    items = load(name, SPLIT, count, needs={family: NEED})
     found = _evaluated(client, Task(name, axis(name), items), fraction, longest)
     ids = {item.prompt: item.id for item in items}
     agreements = []
@@ -85,9 +97,17 @@ def _loop(model: Llama, group: Sequence[Problem], arm: str, fraction: float) -> 
     if arm == "full":
         return run(model, group)
     scorers: dict[str, Scorer] = {
-        "oracle": oracle(group, NEED, fraction),
+        "oracle": _oracle(group, fraction),
         "sliding": Recency(),
         "h2o:scope=model": H2O(),
         FLAT: PAIR,
     }
     return run(model, group, scorers[arm], budgets(group, fraction))
+
+
+def _oracle(group: Sequence[Problem], fraction: float) -> Frozen:
+    """Keeps the tokens needed later; of equals the older goes."""
+    scores = torch.zeros(len(group), max(len(task.trace_tokens) for task in group))
+    for row, task, budget in zip(scores, group, budgets(group, fraction), strict=True):
+        row[NEED.tokens(task, recent(budget, _prompt(task)))] = 1
+    return Frozen(scores)
