@@ -248,7 +248,7 @@ def test_probes_are_scored_as_the_daemon_scores(
         ids = client.tokenize(probe.prompt + "".join(probe.parts))
         prompt = len(client.tokenize(probe.prompt))
         assert record.prompt_tokens == prompt and record.output_tokens == len(ids) - prompt
-        assert len(record.right) == len(probe.parts) // 2
+        assert len(record.right) == len(probe.parts) // 2 and record.finish == ""
         if record.budget:
             assert record.budget_tokens == prompt + round((len(ids) - prompt) / 2)
             assert record.rounds > 0 and record.peak_tokens <= record.budget_tokens + 1

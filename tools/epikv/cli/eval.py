@@ -45,7 +45,13 @@ class _Slack(click.ParamType):
     help="sample:FAMILY, sample:FAMILY@LINES, file:PATH (JSONL: MATH-500, AIME, GSM8K, your own),"
     " needle@WORDS, recall@PAIRS. Again for more.",
 )
-@click.option("--problems", default=50, show_default=True, help="Of each task; the first so many.")
+@click.option(
+    "--problems",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Of each task; the first so many.",
+)
 @click.option("--split", default="test", show_default=True, help="Splits share no made problem.")
 @click.option(
     "--template", type=_FILE, help="Of prompts for file:PATH, {problem} where the problem goes."
@@ -90,7 +96,13 @@ class _Slack(click.ParamType):
 @click.option(
     "--max-output-tokens", type=click.IntRange(min=1), help="Default: 1.25 of a known trace."
 )
-@click.option("--at-once", default=64, show_default=True, help="Requests running together.")
+@click.option(
+    "--at-once",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Requests running together.",
+)
 @click.option(
     "--out",
     required=True,

@@ -99,7 +99,10 @@ def _score(client: Client, model: str, record: Record, probe: Probe, kv: Kv) -> 
     assert result.summary is not None
     right = [all(result.greedy[begin - ends[0] : end - ends[0]]) for begin, end in answers]
     return replace(
-        _filled(record, result.summary), right=right, output_tokens=len(result.token_ids)
+        _filled(record, result.summary),
+        right=right,
+        finish="",  # it ends where its text does
+        output_tokens=len(result.token_ids),
     )
 
 

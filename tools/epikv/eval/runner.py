@@ -127,7 +127,7 @@ class _Evaluation:
 
 @contextmanager
 def _signals(stopped: threading.Event) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM lets what is under way come to a good end; a second does not."""
+    """The first Ctrl-C or SIGTERM cancels what is running and keeps what is done; a second kills."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
