@@ -88,7 +88,7 @@ def test_figures_are_the_daemons(uninterrupted: Path, client: Client) -> None:
             assert record.budget_tokens == budget
             assert record.peak_tokens <= budget + 16 and record.rounds > 0
     assert all(row["n"] == PROBLEMS for row in summary["rows"])
-    assert plan["model"]["weights"] == client.models()[0].weights
+    assert plan["model"]["weights"] == client.models()[0].weights != ""
     assert (uninterrupted / "report.html").stat().st_size > 10_000
 
 

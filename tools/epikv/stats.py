@@ -43,7 +43,7 @@ def wilson(hits: float, count: int) -> Estimate:
     centre = share + Z * Z / (2 * count)
     margin = Z * sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
     scale = 1 + Z * Z / count
-    return Estimate(share, (centre - margin) / scale, (centre + margin) / scale)
+    return Estimate(share, max(0.0, (centre - margin) / scale), min(1.0, (centre + margin) / scale))
 
 
 def difference(more: Sequence[float], less: Sequence[float]) -> Estimate:
