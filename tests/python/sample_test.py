@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from epikv.sample import FAMILIES, Problem, Role, problem
-from epikv.sample.families import Family
 from epikv.sample.calibrate import beats
+from epikv.sample.families import Family
 from epikv.sample.model import Llama, save, tokenizer
 from epikv.sample.recall import recall
 from epikv.sample.simulate import (
