@@ -93,11 +93,46 @@ def agree(model: Path, problems: int, family: str, fraction: float) -> None:
 
 
 @main.command()
-def card() -> None:
-    """Write the tables of the model card from what each seed's folder holds."""
-    from epikv.sample.card import CARD, render
+@MODEL
+@click.option("--fit", default=12, show_default=True, help="Problems of each family to learn from.")
+@click.option(
+    "--count", default=25, show_default=True, help="Problems of each family to choose on."
+)
+@click.option("--fraction", "fractions", multiple=True, type=float, default=(0.35, 0.25))
+def candidates(model: Path, fit: int, count: int, fractions: tuple[float, ...]) -> None:
+    """Try ideas for policies on MODEL without a daemon; writes its candidates.json."""
+    import torch
 
-    CARD.write_text(render(CARD.read_text()))
+    from epikv.sample.candidates import measure
+
+    torch.set_num_threads(1)  # the model is too small for more
+    measure(model, fit, count, fractions)
+
+
+@main.command()
+@click.argument("name", type=click.Choice(["tournament", "pair", "lengths"]))
+@click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
+@click.option(
+    "--out",
+    default="build/evaluations",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where what is unfinished goes on.",
+)
+def evaluate(name: str, seeds: tuple[str, ...], out: Path) -> None:
+    """Run one of the model card's evaluations on every seed; interrupted, it goes on."""
+    from epikv.sample.measure import MODELS, measure
+
+    for seed in [MODELS / s for s in seeds] or sorted(MODELS.glob("seed*")):
+        measure(name, seed, out / name / seed.name)
+
+
+@main.command()
+def card() -> None:
+    """Write the generated parts of the pages from what each seed's folder holds."""
+    from epikv.sample.card import write
+
+    write()
 
 
 @main.command()
