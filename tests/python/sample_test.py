@@ -8,11 +8,10 @@ import pytest
 import torch
 from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
 from epikv.sample import FAMILIES, Role, card, problem
-from epikv.sample.card import solved
 from epikv.sample.families import Family
 from epikv.sample.model import Llama, save, tokenizer
 from epikv.sample.recall import recall
-from epikv.sample.scores import read
+from epikv.sample.scores import read, solved
 from epikv.sample.simulate import (
     EpikvFlat,
     Frozen,
@@ -199,7 +198,7 @@ def test_the_shipped_model_is_calibrated() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_cache_solves_problems(seed: Path, family: str) -> None:
     found = [score for score in read(seed / "pair.jsonl") if score.task == f"sample:{family}"]
-    hits = card.solved(found, FULL, "")
+    hits = solved(found, FULL, "")
     assert len(hits) >= 100
     assert mean(hits) >= 0.95
 

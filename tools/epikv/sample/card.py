@@ -5,17 +5,18 @@ lengths.jsonl (epikv.sample.measure), need.json, calibration.json and log.jsonl.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
 from epikv.eval.tasks import Axis, axis
+from epikv.sample.candidates import FILE as CANDIDATES
 from epikv.sample.families import FAMILIES
 from epikv.sample.measure import MODELS
 from epikv.sample.need import load as load_needs
-from epikv.sample.scores import Score, read
+from epikv.sample.scores import Score, read, solved
 from epikv.stats import difference, sign_test, wilson
 
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
@@ -33,15 +34,22 @@ def pages() -> dict[Path, str]:
         "lengths": _lengths,
         "needs": _needs,
         "pairs": _pairs,
+        "candidates": _candidates,
         "curves": _curves,
     }
-    files = (MODELS.parents[1] / "README.md", MODELS / "README.md", MODELS / "TOURNAMENT.md")
+    names = ("README.md", "TOURNAMENT.md", "CANDIDATES.md")
+    files = (MODELS.parents[1] / "README.md", *(MODELS / name for name in names))
     return {file: _filled(file.read_text(), parts) for file in files}
 
 
 def write() -> None:
+    """The pages, and the tournament's picture."""
+    from epikv.sample.picture import draw
+
     for file, text in pages().items():
         file.write_text(text)
+    every = [score for found in scores("tournament").values() for score in found]
+    draw(MODELS / "tournament.png", every, len(seeds()))
 
 
 def scores(name: str) -> Scores:
@@ -51,12 +59,6 @@ def scores(name: str) -> Scores:
 
 def seeds() -> list[Path]:
     return sorted(path for path in MODELS.glob("seed*") if path.is_dir())
-
-
-def solved(found: Iterable[Score], arm: str, budget: str) -> list[int]:
-    """Of all problems of `found`, in their order; of the whole cache at every budget."""
-    wanted = "" if arm == FULL else budget
-    return [hit for s in found if (s.arm, s.budget) == (arm, wanted) for hit in s.hits]
 
 
 def _filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
@@ -203,6 +205,36 @@ def _pairs() -> str:
                 lines.append(_row(_name(arm, mine), *cells))
             parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _candidates() -> str:
+    """By simulation: solved on either axis, over all seeds."""
+    rows = [
+        json.loads(line)
+        for seed in seeds()
+        for line in (seed / CANDIDATES).read_text().splitlines()
+    ]
+    fractions = sorted({row["fraction"] for row in rows}, reverse=True)
+    axes = (Axis.REASONING, Axis.RECALL)
+    heads = [f"{a} {fraction:.0%}" for a in axes for fraction in fractions]
+    lines = [_row("candidate", *heads), _row(*["---"] * (len(heads) + 1))]
+    counts = {}
+    for name in dict.fromkeys(row["candidate"] for row in rows):
+        cells = []
+        for a in axes:
+            for fraction in fractions:
+                mine = [
+                    row
+                    for row in rows
+                    if row["candidate"] == name
+                    and row["fraction"] == fraction
+                    and axis(f"sample:{row['family']}") == a
+                ]
+                counts[a] = max(counts.get(a, 0), sum(row["problems"] for row in mine))
+                cells.append(f"{fmean(row['solved'] for row in mine):.2f}")
+        lines.append(_row(name, *cells))
+    told = ", ".join(f"{a} {count}" for a, count in counts.items())
+    return "\n".join([*lines, "", f"Problems a cell: {told} ({len(seeds())} seeds)."])
 
 
 def _curves() -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -60,6 +61,12 @@ def write(file: Path, scores: list[Score]) -> None:
 def read(file: Path) -> list[Score]:
     blank = {"budget": "", "solved": ""}
     return [Score(**blank | json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def solved(found: Iterable[Score], arm: str, budget: str) -> list[int]:
+    """Of all problems of `found`, in their order; of the whole cache at every budget."""
+    wanted = "" if arm == FULL else budget
+    return [hit for s in found if (s.arm, s.budget) == (arm, wanted) for hit in s.hits]
 
 
 def _score(task: str, budget: str, arm: str, found: list[results.Record]) -> Score:
