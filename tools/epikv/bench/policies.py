@@ -21,10 +21,11 @@ from epikv.bench import harness, overhead
 from epikv.bench.costs import write_costs
 from epikv.bench.scrape import Page
 from epikv.bench.streams import Running, cancel_all, random_prompt, wait_until
-from epikv.bench.targets import Estimate, Target, bootstrap, finish
+from epikv.bench.targets import Target, finish
 from epikv.errors import RpcError
 from epikv.messages import Accepted, Policy
 from epikv.options import Kv, Stop
+from epikv.stats import Estimate, bootstrap
 
 SHAPE = {**overhead.SHAPE, "context": 8192}
 THIN = {**SHAPE, "ffn": 64}

@@ -14,9 +14,11 @@ import click
 
 from epikv.bench import harness, survey
 from epikv.bench.targets import Target, finish
-from epikv.bench.trial import PUBLISHED, Trial, artefacts, difference, exact, exported, share
+from epikv.bench.trial import PUBLISHED, Trial, exact, share
 from epikv.client import Client
+from epikv.eval.models import CALIBRATED, artefacts, exported
 from epikv.options import Kv
+from epikv.stats import difference
 
 if TYPE_CHECKING:
     from epikv.sample.simulate import Outcome
@@ -85,7 +87,8 @@ def command(
     for directory in measured:
         flags = ["--threads=1", f"--max_running_requests={at_once}"]
         if wanted is not None and where["server"] is None:
-            flags.append(f"--artefact_dir={artefacts(directory)}")
+            found = artefacts(directory, CALIBRATED)
+            flags += [f"--artefact_dir={found}"] if found else []
         rows: list[dict[str, Any]] = []
         with harness.serving(lambda path=directory: exported(path), flags, **where) as served:
             if wanted is not None:

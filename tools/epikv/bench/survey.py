@@ -18,12 +18,12 @@ import click
 import grpc
 
 from epikv.bench import harness
-from epikv.bench.targets import Estimate
-from epikv.bench.trial import PUBLISHED, Trial, difference
+from epikv.bench.trial import PUBLISHED, Trial
 from epikv.client import Client
 from epikv.errors import RpcError
 from epikv.messages import Policy
 from epikv.options import Kv
+from epikv.stats import Estimate, difference, wilson
 
 CONTROL = "random"
 COMMON_SLACK = 15  # at which all policies run beside their own
@@ -241,10 +241,8 @@ def _gains(line: Line, control: Line | None) -> list[str]:
 
 
 def _share(hits: int, count: int) -> str:
-    from epikv.sample.simulate import wilson
-
-    low, high = wilson(hits, count)
-    return f"{hits / count:.3f} [{low:.3f}, {high:.3f}]"
+    share = wilson(hits, count)
+    return f"{share.value:.3f} [{share.low:.3f}, {share.high:.3f}]"
 
 
 def _signed(gain: Estimate) -> str:

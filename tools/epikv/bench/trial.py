@@ -1,20 +1,15 @@
 """The sample model's held-out problems, run through a daemon and judged; and what a run says."""
 
 import json
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean, mean
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from epikv.bench import harness
-from epikv.bench.targets import Estimate, bootstrap
 from epikv.client import Client
 from epikv.messages import KvUsage
 from epikv.options import Kv, Sampling, Stop
+from epikv.stats import Estimate, wilson
 
 if TYPE_CHECKING:
     from epikv.sample.calibrate import Need
@@ -22,8 +17,6 @@ if TYPE_CHECKING:
     from epikv.sample.simulate import Outcome
 
 PUBLISHED = {"layer_a": 1, "layer_b": 3, "sign": 1, "window": 64}  # at their depths in this model
-CALIBRATED = ("thinkv_tbe", "triattention")  # policies that `epikv calibrate` knows
-CALIBRATION_PROBLEMS = 24
 SLACK_TOKENS = 32  # how far past its expected trace a completion may go on
 
 
@@ -74,45 +67,6 @@ class Trial:
         return [prompt + index for index in needed]
 
 
-def exported(directory: Path) -> Path:
-    """The model as the quickstart has it: in float32, with its calibration."""
-    from epikv.export import ExportError, export
-
-    sources = [file for file in directory.glob("*.*") if file.stem not in ("policies", "results")]
-    path = harness.cached(directory.name, {"dtype": "float32"}, sources)
-    if not path.exists():
-        harness.say(f"exporting {directory}")
-        try:
-            export(directory, path, dtype="float32", name=directory.name)
-        except ExportError as error:
-            raise click.ClickException(str(error)) from error
-    return path
-
-
-def artefacts(directory: Path) -> Path:
-    """A folder of what `epikv calibrate` measures of the model over solved problems of a set of its
-    own."""
-    from epikv.cli.calibrate import group
-    from epikv.sample.calibrate import problems
-
-    model = exported(directory)
-    folder = model.with_suffix(".artefacts")
-    for policy in CALIBRATED:
-        out = folder / f"{policy}.json"
-        if out.exists():
-            continue
-        folder.mkdir(exist_ok=True)
-        harness.say(f"calibrating {policy}")
-        command = [policy, str(model), "-o", str(out)]
-        with tempfile.TemporaryDirectory() as texts:
-            for number, task in enumerate(problems("calibrate", CALIBRATION_PROBLEMS)):
-                text = Path(texts) / f"{number}.txt"
-                text.write_text(f"{task.prompt} {task.trace}")
-                command += ["--text", str(text)]
-            group.main(command, standalone_mode=False)
-    return folder
-
-
 def exact(outcome: "Outcome") -> list[int]:
     """1 for each problem all of whose answers are right."""
     return [int(all(row)) for row in outcome.correct]
@@ -120,13 +74,4 @@ def exact(outcome: "Outcome") -> list[int]:
 
 def share(outcome: "Outcome") -> Estimate:
     """Of problems all of whose answers are right."""
-    from epikv.sample.simulate import wilson
-
-    return Estimate(mean(exact(outcome)), *wilson(outcome.exact, len(outcome.correct)))
-
-
-def difference(more: Sequence[float], less: Sequence[float]) -> Estimate:
-    """Of two means over the same problems."""
-    return bootstrap(
-        list(zip(more, less, strict=True)), lambda sample: fmean(x - y for x, y in sample)
-    )
+    return wilson(outcome.exact, len(outcome.correct))

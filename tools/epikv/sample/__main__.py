@@ -85,6 +85,35 @@ def simulate(model: Path, count: int, fractions: tuple[float, ...], device: str)
 
 
 @main.command()
+@MODEL
+@click.option("--problems", default=50, show_default=True)
+@click.option("--family", default="programs", type=click.Choice(list(families.FAMILIES)))
+@click.option("--fraction", default=0.5, show_default=True, help="Of the trace that is kept.")
+def agree(model: Path, problems: int, family: str, fraction: float) -> None:
+    """Hold evaluation of MODEL through a daemon against a plain Python loop, token for token; exit
+    1 if a completion differs."""
+    import torch
+
+    from epikv.bench import harness
+    from epikv.eval.models import exported
+    from epikv.sample.agree import agree as run
+    from epikv.sample.model import load
+
+    torch.set_num_threads(1)  # the model is too small for more
+    where = {"server": None, "metrics": None, "binary": None}
+    with harness.serving(lambda: exported(model), ["--deterministic=true"], **where) as served:
+        found = run(served.client, load(model), family, problems, fraction)
+    for each in found:
+        same = each.problems - len(each.different)
+        differ = f"; different: {', '.join(each.different)}" if each.different else ""
+        click.echo(
+            f"{each.arm}: {same} of {each.problems} completions the same,"
+            f" {each.evicting} with evictions{differ}"
+        )
+    raise SystemExit(any(each.different for each in found))
+
+
+@main.command()
 def card() -> None:
     """Write the tables of the model card from what each seed's folder holds."""
     from epikv.sample.card import CARD, render

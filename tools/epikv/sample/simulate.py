@@ -8,7 +8,6 @@ positions. B problems of one prompt length P run together; t counts generated to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Protocol
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from epikv.sample.model import Cache, Llama, Taps
 from epikv.sample.problem import Problem
 from epikv.sample.vocabulary import EOS, TOKEN_IDS, decode, encode
+from epikv.stats import wilson
 
 RECENT = 128
 WINDOW = 64
@@ -134,10 +134,10 @@ class Outcome:
         return {
             "problems": problems,
             "exact": self.exact / problems,
-            "exact_interval": wilson(self.exact, problems),
+            "exact_interval": _interval(self.exact, problems),
             "answers": answers,
             "answer_accuracy": self.right_answers / answers,
-            "answer_interval": wilson(self.right_answers, answers),
+            "answer_interval": _interval(self.right_answers, answers),
         }
 
 
@@ -232,13 +232,9 @@ def z_scores(model: Llama, problems: Sequence[Problem]) -> list[Tensor]:
     return result
 
 
-def wilson(hits: int, count: int) -> tuple[float, float]:
-    """The 95 % Wilson score interval of a share."""
-    z, share = 1.96, hits / count
-    centre = share + z * z / (2 * count)
-    margin = z * sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
-    return (round((centre - margin) / scale, 4), round((centre + margin) / scale, 4))
+def _interval(hits: int, count: int) -> tuple[float, float]:
+    share = wilson(hits, count)
+    return round(share.low, 4), round(share.high, 4)
 
 
 def _until_eos(ids: list[int]) -> str:
