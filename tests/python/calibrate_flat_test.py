@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from epikv.calibrate.choose import search
-from epikv.calibrate.confirm import Arm, Outcome, arms, verdicts
+from epikv.calibrate.confirm import RANDOM, Outcome, arms, gain, told
 from epikv.calibrate.plan import Plan, Report
 from epikv.calibrate.synthetic import World
 from epikv.eval.tasks import Item
@@ -26,52 +26,80 @@ TINY = {
 def test_problems_are_used_once() -> None:
     plan = Plan(("sample:programs@4", "sample:alarms@6"), traces=3, trials=2, confirm=4)
     parts = plan.problems()
-    assert [len(part) for part in parts] == [6, 4, 8]
-    keys = [problem.key for part in parts for problem in part]
-    assert len({*keys}) == 18
-    assert {problem.task for problem in parts[1]} == {*plan.tasks}
+    assert [[len(task.items) for task in part] for part in parts] == [[3, 3], [2, 2], [4, 4]]
+    ids = [(task.name, item.id) for part in parts for task in part for item in task.items]
+    assert len({*ids}) == 18
+    assert [task.name for task in parts[1]] == [*plan.tasks]
     longer = replace(plan, confirm=9).problems()
-    assert [p.key for p in longer[0]] == [p.key for p in parts[0]]
+    assert [[i.id for i in task.items] for task in longer[0]] == [
+        [i.id for i in task.items] for task in parts[0]
+    ]
 
 
 def test_a_task_must_have_enough_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     short = [Item(str(i), "", lambda text: []) for i in range(7)]
     monkeypatch.setattr("epikv.calibrate.plan.load", lambda *_: short)
-    with pytest.raises(ValueError, match="file:x has 7 problems.* take 200"):
+    with pytest.raises(ValueError, match="file:x has 7 problems.* take 156"):
         Plan(("file:x",)).problems()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "why"),
+    [
+        (("recall@9",), "recall@9 is forced through the model"),
+        (("sample:programs", "sample:programs"), "two tasks have one name"),
+    ],
+)
+def test_tasks_that_give_no_traces_of_their_own(tasks: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Plan(tasks).problems()
 
 
 def test_depths_of_the_published_pair() -> None:
     """As policies/residual_layers.cc has them."""
     pair = search(World(planted=3, auc=0.7).cases(0)).pairs[0]
-    published = {layers: arms(pair, layers, 64)[3].params for layers in (2, 6, 24, 28, 32, 36)}
+    published = {layers: arms(pair, layers, 64)[2].params for layers in (2, 6, 24, 28, 32, 36)}
     assert {n: (p["layer_a"], p["layer_b"]) for n, p in published.items()} == {
         2: (0, 1), 6: (1, 3), 24: (7, 16), 28: (9, 18), 32: (10, 21), 36: (11, 24)
     }  # fmt: skip
 
 
-def test_arms_are_protected_alike() -> None:
-    for arm in (Arm("random", "random", {}), Arm("chosen", "epikv_flat", {"layer_a": 1})):
-        kv = arm.kv(100)
-        assert (kv.budget, kv.equal_protection) == (100, True)
-    assert Arm("full", "full", {}).kv(0).budget is None
+def test_arms_evict_in_rounds_of_one_length() -> None:
+    pair = search(World(planted=3, auc=0.7).cases(0)).pairs[0]
+    over = arms(pair, 8, 64)
+    assert over[-1] == RANDOM
+    assert {arm.params["slack"] for arm in over} == {0}
+    assert Plan(("x",)).settings.equal_protection
+
+
+def outcome(good: int, count: int = 60, task: str = "x") -> Outcome:
+    return Outcome([task] * count, [[True, i < good] for i in range(count)])
 
 
 def test_a_pair_has_to_beat_by_an_interval() -> None:
-    def outcome(good: int) -> Outcome:
-        return Outcome([[True, i < good] for i in range(60)])
+    chosen = outcome(30)
+    assert gain(chosen, outcome(0)).beats
+    assert not gain(chosen, outcome(30)).beats
+    assert not gain(chosen, outcome(60)).beats
+    one = gain(chosen, outcome(29))
+    assert not one.beats
+    assert one.parts.value == pytest.approx(1 / 120)
 
-    same = {
-        "chosen": outcome(30),
-        "random": outcome(30),
-        "inverse": outcome(0),
-        "published": outcome(60),
-    }
-    better = {v.against: v.better for v in verdicts(same)}
-    assert better == {"random": False, "inverse": True, "published": False}
-    slightly = same | {"random": outcome(29)}  # one problem of sixty
-    assert not verdicts(slightly)[0].better
-    assert verdicts(slightly)[0].parts.value == pytest.approx(1 / 120)
+
+def test_what_is_lost_on_one_task_is_told() -> None:
+    chosen, random = outcome(20, 20, "a"), outcome(0, 20, "a")
+    worse, better = outcome(0, 20, "b"), outcome(20, 20, "b")
+    both = [
+        Outcome(a.tasks + b.tasks, a.right + b.right)
+        for a, b in ((chosen, worse), (random, better))
+    ]
+    found = told({"full": both[0], "chosen": both[0], "random": both[1]})
+    assert found["gains"]["random"]["parts"]["value"] == 0
+    assert {name: part["gains"]["random"]["parts"]["value"] for name, part in found["tasks"].items()} == {
+        "a": 0.5, "b": -0.5
+    }  # fmt: skip
+    assert "tasks" not in told({"full": chosen, "chosen": chosen})
+    json.dumps(found)
 
 
 def test_the_report_is_what_export_reads(tmp_path: Path) -> None:

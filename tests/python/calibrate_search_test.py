@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from epikv.calibrate.choose import CalibrationError, corrected, intervals, search
+from epikv.calibrate.choose import corrected, intervals, search
+from epikv.calibrate.findings import CalibrationError
 from epikv.calibrate.separation import (
     Chance,
     aucs,
@@ -79,7 +80,7 @@ def test_recall_of_both_signs() -> None:
     case = World(traces=1).cases(3)[0]
     measured = measure([case], 64)
     scores = pair_scores(rolling(case.steps, 64)[1])
-    for sign, recalls in zip((1, -1), np.split(measured.recall[0], 2), strict=True):
+    for sign, recalls in zip((1, -1), np.split(measured.recall["pair"][0], 2), strict=True):
         kept = np.argsort(sign * scores[4], kind="stable")[-case.keep :]
         assert recalls[4] == pytest.approx(
             np.isin(kept, np.flatnonzero(case.needed)).sum() / case.needed.sum()
@@ -100,9 +101,9 @@ def test_place_alone_explains_nothing_once_it_is_taken_out() -> None:
         for needed in early
     ]
     measured = measure(cases, 300)
-    assert measured.raw.mean() > 0.7
-    assert measured.z_in_place.mean() == pytest.approx(0.5, abs=0.02)
-    assert measured.z.mean() > 0.6
+    assert measured.auc["raw"].mean() > 0.7
+    assert measured.auc["z_in_place"].mean() == pytest.approx(0.5, abs=0.02)
+    assert measured.auc["z"].mean() > 0.6
 
 
 def test_the_correction_is_for_the_largest_of_all() -> None:
@@ -113,7 +114,9 @@ def test_the_correction_is_for_the_largest_of_all() -> None:
     p_layers, p_pairs, threshold = corrected(measured, chance)
     for layer, p in enumerate(p_layers):
         centre = chance.z[:, layer].mean()
-        further = np.abs(chance.z[:, layer] - centre) >= abs(measured.z[:, layer].mean() - centre)
+        further = np.abs(chance.z[:, layer] - centre) >= abs(
+            measured.auc["z"][:, layer].mean() - centre
+        )
         assert p >= (1 + further.sum()) / 1000
     assert len(p_pairs) == 2 * len(pairs(7))
     assert 2.5 < threshold < 4.5
@@ -140,7 +143,7 @@ def test_intervals_cover_the_mean() -> None:
 
 def test_planted_layers_have_the_auc_that_was_asked_for() -> None:
     world = World(planted=2, sign=-1, traces=200, drift=0)
-    z = measure(world.cases(7), 64).z.mean(0)
+    z = measure(world.cases(7), 64).auc["z"].mean(0)
     assert z[2] == pytest.approx(0.40, abs=0.01)
     np.testing.assert_allclose(np.delete(z, 2), 0.5, atol=0.01)
 

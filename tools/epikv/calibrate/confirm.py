@@ -1,43 +1,31 @@
-"""Whether a pair keeps what matters, by running it: rank statistics alone have misled before.
+"""Whether pairs keep what matters, by running them: rank statistics alone have misled before.
 
-All arms complete the same problems at the same budget under equal protection.
+All arms complete the same problems under equal protection, as `epikv eval` runs and judges them.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from epikv.bench.targets import Estimate, bootstrap
-from epikv.calibrate.choose import Pair
-from epikv.calibrate.journal import Journal
-from epikv.calibrate.runs import FULL, Runner, room
-from epikv.calibrate.traces import Budget, Problem
-from epikv.options import Kv
-from epikv.sample.simulate import wilson
+from epikv.calibrate.choose import CalibrationError, Pair
+from epikv.calibrate.runs import Runner
+from epikv.eval import results, runner
+from epikv.eval.plan import FULL, Arm, Settings, Task, document
+from epikv.eval.results import Record
+from epikv.options import show_budget
+from epikv.stats import Estimate, difference, wilson
+
+WHOLE, RANDOM = Arm(FULL, FULL, {}, 0), Arm("random", "random", {"slack": 0}, 0)
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A policy as it is run. `full` has no budget."""
-
-    name: str
-    policy: str
-    params: Mapping[str, Any]
-
-    def kv(self, budget: int) -> Kv:
-        if self.policy == "full":
-            return FULL
-        return Kv(self.policy, budget, self.params, equal_protection=True)
-
-
-WHOLE, RANDOM = Arm("full", "full", {}), Arm("random", "random", {})
-
-
-def flat(name: str, a: int, b: int, sign: int, window: int) -> Arm:
-    params = {"layer_a": a, "layer_b": b, "sign": sign, "window": window}
-    return Arm(name, "epikv_flat", params)
+def flat(label: str, a: int, b: int, sign: int, window: int) -> Arm:
+    params = {"layer_a": a, "layer_b": b, "sign": sign, "window": window, "slack": 0}
+    return Arm(label, "epikv_flat", params, 0)
 
 
 def arms(pair: Pair, layers: int, window: int) -> list[Arm]:
@@ -46,7 +34,6 @@ def arms(pair: Pair, layers: int, window: int) -> list[Arm]:
     a = max(0, round(0.344 * layers) - 1)
     b = max(a + 1, round(0.688 * layers) - 1)
     return [
-        WHOLE,
         flat("chosen", pair.a, pair.b, pair.sign, window),
         flat("inverse", pair.a, pair.b, -pair.sign, window),
         flat("published", a, b, 1, window),
@@ -56,8 +43,9 @@ def arms(pair: Pair, layers: int, window: int) -> list[Arm]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of each problem, which parts of its answer were right."""
+    """Of each problem, its task and which parts of its answer were right."""
 
+    tasks: list[str]
     right: list[list[bool]]
 
     @property
@@ -69,88 +57,85 @@ class Outcome:
         """The share of a problem's parts that are right."""
         return [fmean(parts) for parts in self.right]
 
+    def of(self, task: str) -> "Outcome":
+        kept = [right for name, right in zip(self.tasks, self.right, strict=True) if name == task]
+        return Outcome([task] * len(kept), kept)
+
     def figures(self) -> dict[str, Any]:
-        solved = sum(self.solved)
         return {
             "problems": len(self.right),
-            "exact": solved / len(self.right),
-            "exact_interval": wilson(int(solved), len(self.right)),
+            "solved": asdict(wilson(sum(self.solved), len(self.right))),
             "parts": fmean(self.parts),
         }
 
 
-def run(
-    runner: Runner,
-    problems: Sequence[Problem],
-    over: Sequence[Arm],
-    fraction: float,
-    most: int,
-    journal: Journal,
-) -> dict[str, Outcome]:
-    """Every arm's outcome on the problems; the whole cache's first, where it is asked for or a task
-    does not say how long its traces are: a budget is a share of that."""
-    prompts: dict[str, list[int]] = {}
-    unknown = any(problem.item.trace_tokens is None for problem in problems)
-    ordered = [WHOLE] * unknown + [arm for arm in over if arm != WHOLE or not unknown]
-
-    def key(problem: Problem, arm: Arm) -> str:
-        at = "" if arm == WHOLE else f" {fraction} {json.dumps(arm.params, sort_keys=True)}"
-        return f"{problem.key} {arm.policy}{at}"
-
-    def one(work: tuple[int, Problem, Arm]) -> None:
-        number, problem, arm = work
-        prompt = prompts.setdefault(problem.key, runner.ids(problem.item.prompt))
-        length = problem.item.trace_tokens
-        if length is None and arm != WHOLE:
-            length = journal.records[key(problem, WHOLE)]["tokens"]
-        budget = Budget.of(len(prompt), length, fraction).tokens if length else 0
-        result = runner.complete(
-            prompt, room(length) if length else most, arm.kv(budget), seed=number
-        )
-        right = problem.item.judge(result.text)
-        tokens = result.summary.usage.output_tokens
-        journal.add(key(problem, arm), {"right": right, "tokens": tokens})
-
-    for arm in ordered:
-        missing = [
-            (number, problem, arm)
-            for number, problem in enumerate(problems)
-            if key(problem, arm) not in journal
-        ]
-        runner.each(f"{fraction:.0%} {arm.name}", one, missing)
-    return {
-        arm.name: Outcome([journal.records[key(problem, arm)]["right"] for problem in problems])
-        for arm in over
-    }
-
-
-def difference(more: Sequence[float], less: Sequence[float]) -> Estimate:
-    """Of two means over the same problems."""
-    pairs = list(zip(more, less, strict=True))
-    return bootstrap(pairs, lambda sample: fmean(x - y for x, y in sample))
-
-
 @dataclass(frozen=True)
-class Verdict:
-    """The chosen pair less another arm, problem by problem."""
+class Gain:
+    """One outcome less another, problem by problem."""
 
-    against: str
-    exact: Estimate
+    solved: Estimate
     parts: Estimate
 
     @property
-    def better(self) -> bool:
+    def beats(self) -> bool:
         """Judged by parts: exact answers are too few to tell at small budgets."""
         return self.parts.low > 0
 
 
-def verdicts(outcomes: Mapping[str, Outcome]) -> list[Verdict]:
-    chosen = outcomes["chosen"]
+def gain(more: Outcome, less: Outcome) -> Gain:
+    return Gain(difference(more.solved, less.solved), difference(more.parts, less.parts))
 
-    def against(name: str, values: Callable[[Outcome], list[float]]) -> Estimate:
-        return difference(values(chosen), values(outcomes[name]))
 
-    return [
-        Verdict(name, against(name, lambda o: o.solved), against(name, lambda o: o.parts))
-        for name in ("random", "inverse", "published")
-    ]
+def run(
+    by: Runner,
+    tasks: Sequence[Task],
+    over: Sequence[Arm],
+    fractions: Sequence[float],
+    settings: Settings,
+    folder: Path,
+) -> dict[float, dict[str, Outcome]]:
+    """Every arm's outcome, and that of the whole cache, at every fraction of the trace.
+
+    Each plan has a place of its own in `folder`: what was run of another is no reason to refuse.
+    Raises CalibrationError if the daemon refuses one, RpcError if it goes away, and else as
+    `epikv.eval.runner.run`.
+    """
+    budgets = {show_budget(fraction): fraction for fraction in fractions}
+    plan = document(by.served, tasks, [WHOLE, *over], [*budgets], settings)
+    digest = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]
+    runner.run(by.client, plan, tasks, settings, folder / digest, by.at_once)
+    cells: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in sorted(results.read(folder / digest)[1], key=lambda record: record.key):
+        if record.fault:
+            raise CalibrationError(f"{record.arm}, {record.task} {record.item}: {record.fault}")
+        cells[record.budget, record.arm].append(record)
+
+    def outcome(found: Sequence[Record]) -> Outcome:
+        return Outcome([record.task for record in found], [record.right for record in found])
+
+    full = outcome(cells["", FULL])
+    return {
+        fraction: {FULL: full, **{arm.label: outcome(cells[budget, arm.label]) for arm in over}}
+        for budget, fraction in budgets.items()
+    }
+
+
+def told(outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    """What to report: figures of every arm, and what the first but `full` gains over each other;
+    of all problems, and of each task's if there are several."""
+    chosen = list(outcomes)[1]
+
+    def part(select: Callable[[Outcome], Outcome]) -> dict[str, Any]:
+        arms = {name: select(outcome) for name, outcome in outcomes.items()}
+        return {
+            "arms": {name: outcome.figures() for name, outcome in arms.items()},
+            "gains": {
+                name: asdict(gain(arms[chosen], outcome))
+                for name, outcome in arms.items()
+                if name not in (FULL, chosen)
+            },
+        }
+
+    names = list(dict.fromkeys(outcomes[chosen].tasks))
+    by_task = {name: part(lambda o, name=name: o.of(name)) for name in names}
+    return part(lambda o: o) | ({"tasks": by_task} if len(names) > 1 else {})

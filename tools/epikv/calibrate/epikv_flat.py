@@ -7,13 +7,15 @@ it was.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from epikv.calibrate import labels
-from epikv.calibrate.choose import CalibrationError, Pair, search
-from epikv.calibrate.confirm import arms, flat, run, verdicts
+from epikv.calibrate.choose import search
+from epikv.calibrate.confirm import arms, flat, gain, run, told
+from epikv.calibrate.findings import CalibrationError, Pair
 from epikv.calibrate.journal import Journal
 from epikv.calibrate.labels import Labels
 from epikv.calibrate.occlusion import Vocabulary
@@ -21,6 +23,7 @@ from epikv.calibrate.plan import Plan, Report
 from epikv.calibrate.runs import Runner
 from epikv.calibrate.separation import Case, pooled_correlation
 from epikv.calibrate.traces import Problem, Trace, collect
+from epikv.eval.plan import Task
 from epikv.export.manifest import Manifest
 
 DECIDE = ("random", "inverse")  # what a pair must beat
@@ -35,61 +38,59 @@ def calibrate(
     RpcError if the daemon fails, ValueError if a task or the tokenizer lacks what the plan wants.
     """
     with ExitStack() as files:
-        run = _Run(plan, runner, manifest, tokenizer, folder, files)
+        report = Report(plan, manifest)
         try:
-            run.measure()
+            _Run(report, plan, runner, manifest, tokenizer, folder, files).measure()
         except CalibrationError as error:
-            run.report.refusal = str(error)
-    return run.report
+            report.refusal = str(error)
+    return report
 
 
+@dataclass
 class _Run:
     """One calibration, from traces to the verdict. Each step adds to `report`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        runner: Runner,
-        manifest: Manifest,
-        tokenizer: str,
-        folder: Path,
-        files: ExitStack,
-    ) -> None:
-        self.report = Report(plan, manifest)
-        self._plan = plan
-        self._runner = runner
-        self._manifest = manifest
-        self._tokenizer = tokenizer
-        self._folder = folder
-        self._files = files
+    report: Report
+    plan: Plan
+    runner: Runner
+    manifest: Manifest
+    tokenizer: str
+    folder: Path
+    files: ExitStack
 
     def measure(self) -> None:
         """Raises CalibrationError, saying why, when nothing is confirmed."""
-        to_label, to_try, to_confirm = self._plan.problems()
+        to_label, to_try, to_confirm = self.plan.problems()
         cases = self._label(self._collect(to_label))
-        self.report.search = search(cases, self._plan.rule)
-        self.report.details["pooled_rho"] = pooled_correlation(cases, self._plan.rule.window)
+        self.report.search = search(cases, self.plan.rule)
+        self.report.details["pooled_rho"] = pooled_correlation(cases, self.plan.rule.window)
         if not self.report.search.pairs:
             raise CalibrationError(self.report.search.why_nothing())
-        book = self._journal("runs", most=self._plan.most)
-        self.report.chosen = self._try(to_try, book)
-        self._confirm(to_confirm, book)
+        self.report.chosen = self._try(to_try)
+        self._confirm(to_confirm)
 
     def _journal(self, name: str, **settings: Any) -> Journal:
-        model = {"model": self._manifest.name, "weights": self._manifest.weights}
-        journal = Journal(self._folder / f"{name}.jsonl", {**model, **settings})
-        return self._files.enter_context(journal)
+        model = {"model": self.manifest.name, "weights": self.manifest.weights}
+        journal = Journal(self.folder / f"{name}.jsonl", {**model, **settings})
+        return self.files.enter_context(journal)
 
-    def _collect(self, problems: Sequence[Problem]) -> list[Trace]:
-        plan = self._plan
-        book = self._journal("traces", fraction=plan.fraction, most=plan.most)
-        traces = collect(self._runner, problems, book, plan.fraction, plan.most)
-        self.report.details["traces"] = {"problems": len(problems), "solved": len(traces)}
+    def _collect(self, tasks: Sequence[Task]) -> list[Trace]:
+        plan = self.plan
+        problems = [Problem(task.name, item) for task in tasks for item in task.items]
+        book = self._journal("traces", fraction=plan.fraction, most=plan.max_output_tokens)
+        traces = collect(self.runner, problems, book, plan.fraction, plan.max_output_tokens)
+        self.report.details["tasks"] = {
+            task.name: {
+                "problems": len(task.items),
+                "solved": sum(trace.problem.task == task.name for trace in traces),
+            }
+            for task in tasks
+        }
         return traces
 
     def _label(self, traces: Sequence[Trace]) -> list[Case]:
         """By each kind of label that the plan names; the first decides."""
-        plan, runner = self._plan, self._runner
+        plan, runner = self.plan, self.runner
         found: dict[str, Labels] = {}
         if "eviction" in plan.labels:
             book = self._journal("eviction", fraction=plan.fraction)
@@ -98,8 +99,8 @@ class _Run:
             )
         if "occlusion" in plan.labels:
             book = self._journal("occlusion", fraction=plan.fraction, **asdict(plan.occlusion))
-            ends = self._manifest.eos_token_ids
-            vocabulary = Vocabulary.of(self._tokenizer, self._manifest.vocab_size, ends)
+            ends = self.manifest.eos_token_ids
+            vocabulary = Vocabulary.of(self.tokenizer, self.manifest.vocab_size, ends)
             found["occlusion"] = labels.by_occlusion(
                 runner, traces, plan.fraction, plan.occlusion, vocabulary, book
             )
@@ -108,43 +109,52 @@ class _Run:
             self.report.details["agreement"] = labels.agreement(
                 found["occlusion"], found["eviction"]
             )
-        return [
+        cases = [
             Case(trace.problem.task, trace.steps[:-1], each, trace.budget(plan.fraction).old)
             for trace, each in zip(traces, found[plan.labels[0]].needed, strict=True)
         ]
+        for name, figures in self.report.details["tasks"].items():
+            of = [case for case in cases if case.task == name]
+            figures["usable"] = sum(case.usable(plan.rule.least) for case in of)
+            figures["needed tokens"] = fmean(int(c.needed.sum()) for c in of) if of else None
+        return cases
 
-    def _try(self, problems: Sequence[Problem], book: Journal) -> Pair:
+    def _try(self, tasks: Sequence[Task]) -> Pair:
         """The accepted pair with which most parts of answers are right."""
-        plan, pairs = self._plan, self.report.search.pairs
-        tried = [
+        plan, pairs = self.plan, self.report.search.pairs
+        over = [
             flat(f"layers {p.a}, {p.b}, sign {p.sign:+d}", p.a, p.b, p.sign, plan.rule.window)
             for p in pairs
         ]
-        outcomes = run(self._runner, problems, tried, plan.fraction, plan.most, book)
+        outcomes = run(
+            self.runner, tasks, over, [plan.fraction], plan.settings, self.folder / "trials"
+        )[plan.fraction]
         self.report.details["trials"] = {name: o.figures() for name, o in outcomes.items()}
-        ran = zip(pairs, outcomes.values(), strict=True)
-        return max(ran, key=lambda each: (sum(each[1].parts), sum(each[1].solved)))[0]
+        ran = [outcomes[arm.label] for arm in over]
+        best = max(range(len(pairs)), key=lambda i: (sum(ran[i].parts), sum(ran[i].solved)))
+        return pairs[best]
 
-    def _confirm(self, problems: Sequence[Problem], book: Journal) -> None:
+    def _confirm(self, tasks: Sequence[Task]) -> None:
         """Holds the chosen pair against its inverse and others, at every fraction."""
-        plan = self._plan
-        over = arms(self.report.chosen, len(self._manifest.layers), plan.rule.window)
-        told: dict[str, Any] = {}
-        self.report.details["confirmation"] = told
-        for fraction in plan.fractions:
-            outcomes = run(self._runner, problems, over, fraction, plan.most, book)
-            told[str(fraction)] = {
-                "arms": {name: outcome.figures() for name, outcome in outcomes.items()},
-                "chosen_less": {v.against: asdict(v) for v in verdicts(outcomes)},
-            }
-            if fraction == plan.fraction:
-                found = [v for v in verdicts(outcomes) if v.against in DECIDE and not v.better]
-        if found:
+        plan = self.plan
+        over = arms(self.report.chosen, len(self.manifest.layers), plan.rule.window)
+        found = run(
+            self.runner,
+            tasks,
+            over,
+            plan.fractions,
+            plan.settings,
+            self.folder / "confirmation",
+        )
+        self.report.details["confirmation"] = {str(f): told(found[f]) for f in plan.fractions}
+        decisive = found[plan.fraction]
+        gains = {name: gain(decisive["chosen"], decisive[name]) for name in DECIDE}
+        if lost := {name: each.parts for name, each in gains.items() if not each.beats}:
             raise CalibrationError(
                 "run on held-out problems, the chosen pair does not beat "
                 + " or ".join(
-                    f"{v.against} (parts right, difference {v.parts.value:+.3f}"
-                    f" [{v.parts.low:+.3f}, {v.parts.high:+.3f}])"
-                    for v in found
+                    f"{name} (parts right, difference {parts.value:+.3f}"
+                    f" [{parts.low:+.3f}, {parts.high:+.3f}])"
+                    for name, parts in lost.items()
                 )
             )

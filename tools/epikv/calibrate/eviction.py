@@ -29,7 +29,7 @@ ERROR = 0.05  # chance that a trace has a token that is called needed and is not
 class Eviction:
     """How often, and from when on a token is badly predicted."""
 
-    runs: int = 64
+    runs: int = 48
     drop: float = 0.5  # nats less likely than under the whole cache
 
 
@@ -70,9 +70,10 @@ def score(
         }
         journal.add(_run(trace, seed), record)
 
-    runner.each("traces scored", whole, [t for t in traces if _whole(t) not in journal])
+    unscored = [trace for trace in traces if _whole(trace) not in journal]
+    runner.each("traces scored", whole, unscored, len(traces) - len(unscored))
     missing = [(t, seed) for t in traces for seed in range(runs) if _run(t, seed) not in journal]
-    runner.each("under random eviction", one, missing)
+    runner.each("runs under random eviction", one, missing, len(traces) * runs - len(missing))
 
 
 def reads(trace: Trace, candidates: int, eviction: Eviction, journal: Journal) -> list[Read]:

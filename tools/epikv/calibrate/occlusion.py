@@ -123,7 +123,8 @@ def occlude(
         result = runner.complete(ids, room(len(trace.output) - window.go_on))
         journal.add(window.key, {"right": trace.problem.item.judge(result.text)})
 
-    runner.each("occlusion", one, [window for window in over if window.key not in journal])
+    missing = [window for window in over if window.key not in journal]
+    runner.each("windows replaced", one, missing, len(over) - len(missing))
 
 
 def flipped(window: Window, journal: Journal) -> bool:

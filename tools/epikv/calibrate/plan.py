@@ -1,14 +1,15 @@
 """What a calibration of epikv_flat is to do, and what it reports."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from epikv.calibrate.choose import Pair, Rule, Search
 from epikv.calibrate.eviction import Eviction
+from epikv.calibrate.findings import Pair, Rule, Search
 from epikv.calibrate.occlusion import Occlusion
-from epikv.calibrate.traces import Problem
-from epikv.eval.tasks import load
+from epikv.eval.plan import Settings, Task, named
+from epikv.eval.tasks import Item, load
 from epikv.export.manifest import Calibration, Manifest
 
 POLICY = "epikv_flat"
@@ -20,38 +21,49 @@ class Plan:
     """What to do. Problems are counted by task."""
 
     tasks: tuple[str, ...]
-    traces: int = 60
-    trials: int = 40
+    traces: int = 32
+    trials: int = 24
     confirm: int = 100
     fractions: tuple[float, ...] = (0.5,)  # of the trace that is kept; the first decides
     labels: tuple[str, ...] = ("eviction",)  # of labels.KINDS; the first decides
     eviction: Eviction = Eviction()
     occlusion: Occlusion = Occlusion()
     rule: Rule = Rule()
-    most: int = 8192  # output tokens, where a task does not say how long its traces are
+    max_output_tokens: int | None = None  # None: as the task's reference trace lets expect
 
     @property
     def fraction(self) -> float:
         return self.fractions[0]
 
-    def problems(self) -> tuple[list[Problem], list[Problem], list[Problem]]:
+    @property
+    def settings(self) -> Settings:
+        """Of trials and confirmation."""
+        return Settings(split=SPLIT, max_output_tokens=self.max_output_tokens)
+
+    def problems(self) -> tuple[list[Task], list[Task], list[Task]]:
         """To label, to try and to confirm on: of each task the first, the next and those after.
 
-        Raises ValueError if a task has not so many.
+        Raises ValueError if a task has not so many, or nothing to generate, or the name of another.
         """
+        every = [list(self._parts(name)) for name in self.tasks]
+        if len({task.name for task, *_ in every}) < len(every):
+            raise ValueError("two tasks have one name")
+        label, trial, confirm = (list(part) for part in zip(*every, strict=True))
+        return label, trial, confirm
+
+    def _parts(self, name: str) -> Iterator[Task]:
         counts = (self.traces, self.trials, self.confirm)
-        parts: tuple[list[Problem], list[Problem], list[Problem]] = ([], [], [])
-        for task in self.tasks:
-            problems = [Problem(task, item) for item in load(task, SPLIT, sum(counts))]
-            if len(problems) < sum(counts):
-                raise ValueError(
-                    f"{task} has {len(problems)} problems; labels, trials and confirmation take"
-                    f" {sum(counts)}"
-                )
-            for part, count in zip(parts, counts, strict=True):
-                part += problems[:count]
-                del problems[:count]
-        return parts
+        items = load(name, SPLIT, sum(counts))
+        if not all(isinstance(item, Item) for item in items):
+            raise ValueError(f"{name} is forced through the model; a trace is what it generates")
+        if len(items) < sum(counts):
+            raise ValueError(
+                f"{name} has {len(items)} problems; labels, trials and confirmation take"
+                f" {sum(counts)}"
+            )
+        for count in counts:
+            yield named(name, items[:count])
+            items = items[count:]
 
 
 @dataclass

@@ -1,74 +1,61 @@
 """Many requests at once, with a bar that says how long it will take."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from epikv.client import Client, patiently
-from epikv.messages import GenerateResult, ScoreResponse
-from epikv.options import Kv, Output, Sampling, Stop
+from epikv.eval.plan import FULL
+from epikv.eval.progress import progress
+from epikv.messages import GenerateResult, Model, ScoreResponse
+from epikv.options import Kv, Output, Stop
 
 Work = TypeVar("Work")
 
-FULL = Kv("full")
+WHOLE = Kv(FULL)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A connection to the daemon, how many requests run on it together, and which model answers."""
+    """A connection to the daemon, which of its models answers, and how many requests run together."""
 
     client: Client
-    model: str
-    context: int  # tokens
+    served: Model
     at_once: int = 64
 
-    def each(self, what: str, work: Callable[[Work], None], over: Iterable[Work]) -> None:
+    def each(
+        self, what: str, work: Callable[[Work], None], over: Sequence[Work], done: int = 0
+    ) -> None:
         """Calls `work` on all, `at_once` at a time. The first failure ends it: nothing more is
-        started, and it is raised once what runs has ended."""
+        started, and it is raised once what runs has ended. done: how many there were before."""
+        if not over:
+            return
         pool = ThreadPoolExecutor(self.at_once)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
         try:
             futures = [pool.submit(work, one) for one in over]
-            if not futures:
-                return
-            with progress:
-                bar = progress.add_task(what, total=len(futures))
-                for future in as_completed(futures):
+            with progress(done + len(over), done, what) as tell:
+                for number, future in enumerate(as_completed(futures), done + 1):
                     future.result()
-                    progress.advance(bar)
+                    tell(number)
         finally:
             pool.shutdown(cancel_futures=True)
 
     def complete(
-        self,
-        prompt: Sequence[int],
-        most: int,
-        kv: Kv = FULL,
-        *,
-        seed: int = 0,
-        output: Output = Output(),
+        self, prompt: Sequence[int], most: int | None, output: Output = Output()
     ) -> GenerateResult:
-        """A greedy completion of at most so many tokens, fewer where the context ends. seed: of
-        policies that draw."""
-        stop = Stop(max_output_tokens=min(most, self.context - len(prompt)))
+        """A greedy completion under the whole cache, of at most so many tokens, fewer where the
+        context ends; None: as many as the server lets."""
+        if most is not None:
+            most = min(most, self.served.context_length - len(prompt))
         return patiently(
             lambda: self.client.generate_once(
-                prompt,
-                kv=kv,
-                sampling=Sampling(seed=seed),
-                stop=stop,
-                output=output,
-                model=self.model,
+                prompt, kv=WHOLE, stop=Stop(most), output=output, model=self.served.name
             )
         )
 
     def logprobs(
-        self, prompt: Sequence[int], continuation: Sequence[int], kv: Kv = FULL, seed: int = 0
+        self, prompt: Sequence[int], continuation: Sequence[int], kv: Kv = WHOLE, seed: int = 0
     ) -> ScoreResponse:
         """Of each token of the continuation given those before it; with evictions as they happen."""
         return patiently(
@@ -76,18 +63,18 @@ class Runner:
                 prompt,
                 continuation,
                 kv=kv,
-                chunked=kv == FULL,
-                kv_trace=kv != FULL,
+                chunked=kv == WHOLE,
+                kv_trace=kv != WHOLE,
                 seed=seed,
-                model=self.model,
+                model=self.served.name,
             )
         )
 
     def ids(self, text: str) -> list[int]:
-        return self.client.tokenize(text, model=self.model)
+        return self.client.tokenize(text, model=self.served.name)
 
     def text(self, ids: Sequence[int], **options: Any) -> str:
-        return self.client.detokenize(ids, model=self.model, **options)
+        return self.client.detokenize(ids, model=self.served.name, **options)
 
 
 def room(tokens: int) -> int:

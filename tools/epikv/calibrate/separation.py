@@ -4,10 +4,12 @@ Chance is the labels of each trace turned round its circle: runs of needed token
 stay as smooth as they are, and what connects the two is gone.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import rankdata
 
 from epikv.calibrate.signals import Bools, Floats, pair_scores, rolling
@@ -38,52 +40,61 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Statistics of N traces; columns are layers, pairs, or pairs with sign 1 and then with -1."""
+    """Statistics of N traces, by what is made of steps: "raw" (the step), "mean" (its rolling mean),
+    "z" (its rolling z-score, the one that serves), "z_in_place" (that, without what the token's
+    place alone explains), each of every layer; "pair", the difference of two layers' z-scores."""
 
-    raw: Floats  # AUC of each layer's step. [N, layers]
-    mean: Floats  # AUC of its rolling mean
-    z: Floats  # AUC of its rolling z-score, the one that serves
-    z_in_place: Floats  # the same after taking out what the token's place alone explains
-    pair: Floats  # AUC of each pair's difference of z-scores. [N, pairs]
-    recall: Floats  # share of needed tokens that its score keeps. [N, 2 * pairs]
-    share: Floats  # of candidates that are kept. [N]
+    auc: Mapping[str, Floats]  # [N, layers or pairs]
+    recall: Mapping[str, Floats]  # of the highest, then of the lowest. [N, 2 * layers or pairs]
+    share: Floats  # of candidates that are kept: the recall of random eviction. [N]
+    tasks: list[str]
+
+    def of(self, task: str) -> NDArray[np.intp]:
+        """Its rows."""
+        return np.flatnonzero([name == task for name in self.tasks])
 
 
 @dataclass(frozen=True)
 class Chance:
     """Means over traces under S random turns, the same turn for all columns."""
 
-    z: Floats  # [S, layers]
-    recall: Floats  # [S, 2 * pairs]
+    z: Floats  # AUC. [S, layers]
+    recall: Floats  # of pairs. [S, 2 * pairs]
 
 
 def measure(cases: Sequence[Case], window: int) -> Measured:
-    rows = []
+    auc: dict[str, list[Floats]] = defaultdict(list)
+    recall: dict[str, list[Floats]] = defaultdict(list)
     for case in cases:
-        raw, mean, z, pair = _values(case, window)
-        rows.append(
-            (
-                aucs(raw, case.needed),
-                aucs(mean, case.needed),
-                aucs(z, case.needed),
-                aucs(_without_place(z), case.needed),
-                aucs(pair, case.needed),
-                _kept_by_sign(pair, case.keep)[:, case.needed].mean(1),
-                case.share,
-            )
-        )
-    return Measured(*(np.array(column) for column in zip(*rows, strict=True)))
+        of = values(case, window)
+        for name, each in (of | {"z_in_place": _without_place(of["z"])}).items():
+            auc[name].append(aucs(each, case.needed))
+            recall[name].append(_kept_by_sign(each, case.keep)[:, case.needed].mean(1))
+    return Measured(
+        {name: np.array(rows) for name, rows in auc.items()},
+        {name: np.array(rows) for name, rows in recall.items()},
+        np.array([case.share for case in cases]),
+        [case.task for case in cases],
+    )
 
 
 def by_chance(cases: Sequence[Case], window: int, turns: int, seed: int) -> Chance:
     draw = np.random.default_rng(seed)
     z_sum, recall_sum = 0.0, 0.0
     for case in cases:
-        _, _, z, pair = _values(case, window)
+        of = values(case, window)
+        kept = _kept_by_sign(of["pair"], case.keep)
         by = draw.integers(len(case.needed), size=turns)
-        z_sum = z_sum + turned_aucs(z, case.needed)[:, by]
-        recall_sum = recall_sum + turned_recalls(_kept_by_sign(pair, case.keep), case.needed)[:, by]
+        z_sum = z_sum + turned_aucs(of["z"], case.needed)[:, by]
+        recall_sum = recall_sum + turned_recalls(kept, case.needed)[:, by]
     return Chance(np.asarray(z_sum).T / len(cases), np.asarray(recall_sum).T / len(cases))
+
+
+def values(case: Case, window: int) -> dict[str, Floats]:
+    """Steps, rolling means, z-scores and pairs' scores of the candidates. [layers or pairs, T]"""
+    mean, z = (each[:, : len(case.needed)] for each in rolling(case.steps, window))
+    raw = case.steps[:, : len(case.needed)]
+    return {"raw": raw, "mean": mean, "z": z, "pair": pair_scores(z)}
 
 
 def aucs(values: Floats, needed: Bools) -> Floats:
@@ -117,26 +128,19 @@ def keepers(values: Floats, count: int) -> Bools:
 def pooled_correlation(cases: Sequence[Case], window: int) -> dict[str, list[float]]:
     """Spearman's, of each layer's variants with the label over all traces' candidates in one pot:
     only to compare with published figures."""
-    label = np.concatenate([case.needed for case in cases]).astype(np.float64)
-    columns = zip(*(_values(case, window)[:3] for case in cases), strict=True)
+    label = rankdata(np.concatenate([case.needed for case in cases]))
+    of = [values(case, window) for case in cases]
     return {
         name: [
-            float(np.corrcoef(rankdata(row), rankdata(label))[0, 1]) for row in np.hstack(values)
+            float(np.corrcoef(rankdata(row), label)[0, 1])
+            for row in np.hstack([each[name] for each in of])
         ]
-        for name, values in zip(("raw", "mean", "z"), columns, strict=True)
+        for name in ("raw", "mean", "z")
     }
 
 
-def _values(case: Case, window: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Steps, rolling means, z-scores and pairs' scores of the candidates. [layers or pairs, T]"""
-    mean, z = rolling(case.steps, window)
-    count = len(case.needed)
-    z = z[:, :count]
-    return case.steps[:, :count], mean[:, :count], z, pair_scores(z)
-
-
-def _kept_by_sign(pair: Floats, count: int) -> Bools:
-    return np.concatenate([keepers(pair, count), keepers(-pair, count)])
+def _kept_by_sign(values: Floats, count: int) -> Bools:
+    return np.concatenate([keepers(values, count), keepers(-values, count)])
 
 
 def _without_place(values: Floats) -> Floats:

@@ -1,11 +1,13 @@
 """A calibration as people read it."""
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from epikv.calibrate.choose import Interval
+from epikv.calibrate.findings import Search
 from epikv.calibrate.plan import Report
 
 EXAMPLES = 5
@@ -17,11 +19,16 @@ out.width = max(out.width, WIDTH)
 
 def show(report: Report) -> None:
     details = report.details
-    traces = details["traces"]
-    out.print(f"{traces['solved']} of {traces['problems']} problems solved")
+    for task, figures in details["tasks"].items():
+        needed = figures["needed tokens"]
+        out.print(
+            f"{task}: {figures['solved']} of {figures['problems']} problems solved"
+            + ("" if needed is None else f", {needed:.1f} tokens needed of a trace")
+            + f"; {figures['usable']} traces count"
+        )
     _labels(details)
     if report.search is not None:
-        _search(report)
+        _search(report.search)
     for fraction, found in details.get("confirmation", {}).items():
         _confirmation(float(fraction), found)
     if report.refusal:
@@ -48,60 +55,59 @@ def _labels(details: dict[str, Any]) -> None:
         out.print(f"  {name}: {'-' if value is None else f'{value:.3f}'}")
 
 
-def _search(report: Report) -> None:
-    search = report.search
+def _search(search: Search) -> None:
     out.print(
         f"{search.traces[0]} traces select, {search.traces[1]} judge;"
         f" {search.needed:.1%} of {search.tokens} candidates are needed"
     )
     table = Table("layer", "AUC of the step", "of its mean", "of its z", "place taken out", "p")
     for row in search.layers:
-        intervals = (row[f"auc_{name}"] for name in ("raw", "mean", "z", "z_in_place"))
-        table.add_row(str(row["layer"]), *map(_interval, intervals), f"{row['p']:.3f}")
+        cells = (asdict(row[f"auc_{name}"]) for name in ("raw", "mean", "z", "z_in_place"))
+        table.add_row(str(row["layer"]), *map(_interval, cells), f"{row['p']:.3f}")
     out.print(table)
     for band in [*search.bands, *search.rejected_bands]:
         out.print(
             f"band {band.first} to {band.last}, needed tokens move"
-            f" {'more' if band.sign > 0 else 'less'}: AUC {_interval(band.selected)},"
-            f" held out {_interval(band.held_out)}{'' if band.accepted else ': rejected'}"
+            f" {'more' if band.sign > 0 else 'less'}: AUC {_interval(asdict(band.selected))},"
+            f" held out {_interval(asdict(band.held_out))}{'' if band.accepted else ': rejected'}"
         )
-    table = Table("pair", "sign", "recall", "held out", "random's", "AUC", "held out", "p", "")
-    for pair in [*search.pairs, *search.rejected_pairs]:
+    if not (found := [*search.pairs, *search.rejected_pairs]):
+        return
+    tasks = list(found[0].recall_by_task)
+    table = Table("pair", "sign", "recall", "held out", *(tasks if len(tasks) > 1 else ()))
+    for column in ("random's", "AUC held out", "p", ""):
+        table.add_column(column)
+    for pair in found:
+        by_task = [f"{recall:.3f}" for recall in pair.recall_by_task.values()]
         table.add_row(
             f"{pair.a}, {pair.b}",
             f"{pair.sign:+d}",
-            _interval(pair.recall),
-            _interval(pair.held_out_recall),
+            f"{pair.recall.value:.3f}",
+            _interval(asdict(pair.held_out_recall)),
+            *(by_task if len(tasks) > 1 else ()),
             f"{pair.share:.3f}",
-            _interval(pair.auc),
-            _interval(pair.held_out_auc),
+            _interval(asdict(pair.held_out_auc)),
             f"{pair.p:.3f}",
             "" if pair.accepted else "rejected",
-        )
-    if table.row_count:
-        out.print(table)
-
-
-def _confirmation(fraction: float, found: dict) -> None:
-    table = Table(
-        f"{fraction:.0%} kept", "solved", "parts right", "chosen less it: solved", "parts"
-    )
-    for name, figures in found["arms"].items():
-        low, high = figures["exact_interval"]
-        less = found["chosen_less"].get(name)
-        table.add_row(
-            name,
-            f"{figures['exact']:.3f} [{low:.3f}, {high:.3f}]",
-            f"{figures['parts']:.3f}",
-            *(
-                f"{less[of]['value']:+.3f} [{less[of]['low']:+.3f}, {less[of]['high']:+.3f}]"
-                if less
-                else ""
-                for of in ("exact", "parts")
-            ),
         )
     out.print(table)
 
 
-def _interval(interval: Interval) -> str:
-    return f"{interval.value:.3f} [{interval.low:.3f},{interval.high:.3f}]"
+def _confirmation(fraction: float, found: dict[str, Any]) -> None:
+    table = Table(
+        f"{fraction:.0%} kept", "solved", "parts right", "chosen less it: solved", "parts"
+    )
+    for task, figures in {"": found, **found.get("tasks", {})}.items():
+        if task:
+            table.add_section()
+            table.add_row(task)
+        for name, arm in figures["arms"].items():
+            gain = figures["gains"].get(name)
+            told = (_interval(gain[of], "+") for of in ("solved", "parts")) if gain else ()
+            table.add_row(name, _interval(arm["solved"]), f"{arm['parts']:.3f}", *told)
+    out.print(table)
+
+
+def _interval(interval: Mapping[str, float], sign: str = "") -> str:
+    value, low, high = (f"{interval[name]:{sign}.3f}" for name in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"

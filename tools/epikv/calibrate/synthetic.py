@@ -16,7 +16,8 @@ import click
 import numpy as np
 from scipy.signal import lfilter
 
-from epikv.calibrate.choose import CalibrationError, Rule, Search, search
+from epikv.calibrate.choose import search
+from epikv.calibrate.findings import CalibrationError, Rule, Search
 from epikv.calibrate.separation import Case, aucs
 from epikv.calibrate.signals import Bools, Floats, rolling
 

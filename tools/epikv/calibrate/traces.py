@@ -9,6 +9,7 @@ import base64
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from epikv.calibrate.journal import Journal
 from epikv.calibrate.runs import Runner, room
 from epikv.calibrate.signals import Floats
+from epikv.eval.requests import ROOM
 from epikv.eval.tasks import Item
 from epikv.options import Output
 
@@ -76,18 +78,18 @@ class Budget:
 
 
 def collect(
-    runner: Runner, problems: Sequence[Problem], journal: Journal, fraction: float, most: int
+    runner: Runner, problems: Sequence[Problem], journal: Journal, fraction: float, most: int | None
 ) -> list[Trace]:
     """The traces of the problems that the model solves, in their order.
 
-    `most` tokens where an item does not say how long its trace is.
+    most: output tokens; None: as the task's reference trace lets expect, else as the server lets.
     """
 
     def one(problem: Problem) -> None:
         journal.add(problem.key, _trace(runner, problem, fraction, most))
 
     missing = [problem for problem in problems if problem.key not in journal]
-    runner.each("traces", one, missing)
+    runner.each("traces", one, missing, len(problems) - len(missing))
     return [
         _read(problem, journal.records[problem.key])
         for problem in problems
@@ -121,12 +123,13 @@ def answer_start(runner: Runner, output: Sequence[int]) -> int:
     return max(len(output) - TAIL, 0)
 
 
-def _trace(runner: Runner, problem: Problem, fraction: float, most: int) -> dict[str, Any]:
+def _trace(runner: Runner, problem: Problem, fraction: float, most: int | None) -> dict[str, Any]:
     """The journal's record: a trace, or why there is none."""
     item = problem.item
     prompt = runner.ids(item.prompt)
-    limit = room(item.trace_tokens) if item.trace_tokens else most
-    result = runner.complete(prompt, limit, output=Output(token_ids=True, residual_steps=True))
+    if most is None and item.trace_tokens is not None:
+        most = ceil(ROOM * item.trace_tokens)
+    result = runner.complete(prompt, most, Output(token_ids=True, residual_steps=True))
     if not all(item.judge(result.text)):
         return {"unsolved": "from the start"}
     output = result.token_ids

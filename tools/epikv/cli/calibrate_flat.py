@@ -1,7 +1,8 @@
 """`epikv calibrate epikv_flat`"""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from epikv.bench import harness
+from epikv.bench.targets import INTERRUPTED
+from epikv.client import Client
+from epikv.errors import RpcError
+from epikv.messages import Model
 
 if TYPE_CHECKING:
     from epikv.calibrate.plan import Plan
+    from epikv.export.manifest import Manifest
 
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 _new_file = click.Path(dir_okay=False, path_type=Path)
@@ -22,10 +28,11 @@ _OPTIONS = (
         "tasks",
         multiple=True,
         required=True,
-        help="Of which problems to solve: sample:programs. Give it often; each counts alike.",
+        help="Problems to solve: sample:FAMILY, file:PATH, as of `epikv eval`. Again for more; each"
+        " counts alike.",
     ),
-    click.option("--traces", default=60, show_default=True, help="Problems of a task to label."),
-    click.option("--try", "trials", default=40, show_default=True, help="To try pairs on."),
+    click.option("--traces", default=32, show_default=True, help="Problems of a task to label."),
+    click.option("--try", "trials", default=24, show_default=True, help="To try pairs on."),
     click.option("--confirm", default=100, show_default=True, help="To confirm the best on."),
     click.option(
         "--fraction",
@@ -47,7 +54,7 @@ _OPTIONS = (
         " answer is wrong when a window over it is replaced. Of both, the first decides, and how"
         " they agree is told.",
     ),
-    click.option("--runs", default=64, show_default=True, help="Of a trace, evicting at random."),
+    click.option("--runs", default=48, show_default=True, help="Of a trace, evicting at random."),
     click.option(
         "--drop",
         default=0.5,
@@ -81,7 +88,7 @@ _OPTIONS = (
         " occlusion, which are of windows, 10.",
     ),
     click.option(
-        "--max-tokens", default=8192, show_default=True, help="Where a task has no trace lengths."
+        "--max-output-tokens", type=click.IntRange(min=1), help="Default: 1.25 of a known trace."
     ),
     click.option("--seed", default=0, show_default=True, help="Of fillers, turns and resamples."),
     click.option("--at-once", default=64, show_default=True, help="Requests running together."),
@@ -95,7 +102,8 @@ _OPTIONS = (
     ),
     click.option("--dry-run", is_flag=True, help="Leave MODEL as it is."),
     click.option("--server", metavar="HOST:PORT", help="Ask this one, which serves MODEL; start none."),
-    click.option("--binary", type=_file, help="The epikvd to start, as for `epikv bench`."),
+    click.option("--binary", type=_file, help="The epikvd to start. Default: as for benches."),
+    click.option("--daemon-flag", "flags", multiple=True, help="Of the daemon that is started."),
 )  # fmt: skip
 
 
@@ -108,58 +116,71 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 @click.command("epikv_flat")
 @_options
 def command(
-    model: Path,
-    out: Path,
-    work: Path | None,
-    dry_run: bool,
-    server: str | None,
-    binary: Path | None,
-    at_once: int,
-    **plan: Any,
+    model: Path, out: Path, work: Path | None, dry_run: bool, at_once: int, **given: Any
 ) -> None:
     """Find the pair of layers and the sign with which epikv_flat keeps what MODEL needs, and write
     them into MODEL.
 
     Tokens are labelled by what happens to the answer without them; pairs that tell the needed ones
     from others are tried, and the best is confirmed by running it against its inverse and random
-    eviction. Nothing is written, and the exit status is 1, unless it beats both.
+    eviction. Nothing is written, and the exit status is 1, unless it beats both. Interrupted, or
+    left by its daemon, the same command goes on where it was.
     """
     try:
+        from epikv.calibrate import show
         from epikv.calibrate.epikv_flat import calibrate
         from epikv.calibrate.journal import JournalError
         from epikv.calibrate.runs import Runner
-        from epikv.calibrate.show import show
+        from epikv.eval.runner import Interrupted
         from epikv.export import ExportError, archive
     except ImportError as error:
         raise click.ClickException(
             f"{error}; install what calibration needs: pip install 'epikv[calibrate,export]'"
         ) from error
-    if plan["stride"] > plan["window"]:
-        raise click.UsageError("--stride beyond --window leaves tokens without a label")
+    where = {name: given.pop(name) for name in ("server", "binary", "flags")}
+    plan = _plan(**given)
+    folder = work or out.with_suffix(".work")
     try:
         manifest, tokenizer = archive.read_manifest(model), archive.read_tokenizer(model)
-    except ExportError as error:
+        with _served(model, manifest, at_once, **where) as (client, served):
+            report = calibrate(plan, Runner(client, served, at_once), manifest, tokenizer, folder)
+    except (ExportError, JournalError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    flags = ["--threads=1", f"--max_running_requests={at_once}"]
-    where = {"server": server, "metrics": None, "binary": binary, "needs_metrics": False}
-    with harness.serving(lambda: model, flags, **where) as served:
-        names = [served_model.name for served_model in served.client.models()]
-        if manifest.name not in names:
-            raise click.ClickException(f"{server} serves {', '.join(names)}, not {manifest.name}")
-        runner = Runner(served.client, manifest.name, manifest.context_length, at_once)
-        try:
-            folder = work or out.with_suffix(".work")
-            report = calibrate(_plan(**plan), runner, manifest, tokenizer, folder)
-        except JournalError as error:
-            raise click.ClickException(str(error)) from error
+    except RpcError as error:
+        raise click.ClickException(f"{error}; what was measured is in {folder}") from error
+    except (Interrupted, KeyboardInterrupt):
+        click.echo(f"interrupted; the same command goes on with what is in {folder}", err=True)
+        raise SystemExit(INTERRUPTED) from None
     out.write_text(json.dumps(report.to_json(), indent=1) + "\n")
-    show(report)
+    show.show(report)
     if report.refusal:
         raise SystemExit(1)
     if not dry_run:
         calibrated = replace(manifest, calibration=report.calibration())
         archive.replace_manifest(model, calibrated)
         click.echo(f"written into {model}")
+
+
+@contextmanager
+def _served(
+    model: Path,
+    manifest: "Manifest",
+    at_once: int,
+    *,
+    server: str | None,
+    binary: Path | None,
+    flags: Sequence[str],
+) -> Iterator[tuple[Client, Model]]:
+    """The daemon at `server`, if it serves these weights, or one of our own."""
+    own = [f"--max_running_requests={at_once}", *(f"--{flag.removeprefix('--')}" for flag in flags)]
+    where = {"server": server, "metrics": None, "binary": binary, "needs_metrics": False}
+    with harness.serving(lambda: model, own, **where) as served:
+        found = {each.name: each for each in served.client.models()}
+        if manifest.name not in found:
+            raise click.ClickException(f"{server} serves {', '.join(found)}, not {manifest.name}")
+        if server is not None and found[manifest.name].weights != manifest.weights:
+            raise click.ClickException(f"{server} serves other weights as {manifest.name}")
+        yield served.client, found[manifest.name]
 
 
 def _plan(
@@ -174,7 +195,6 @@ def _plan(
     seed: int,
     z_window: int,
     least: int | None,
-    max_tokens: int,
     **rest: Any,
 ) -> "Plan":
     from epikv.calibrate.choose import Rule
@@ -182,12 +202,13 @@ def _plan(
     from epikv.calibrate.occlusion import Occlusion
     from epikv.calibrate.plan import Plan
 
+    if stride > window:
+        raise click.UsageError("--stride beyond --window leaves tokens without a label")
     least = least or (10 if labels[0] == "occlusion" else 3)
     return Plan(
         labels=labels,
         eviction=Eviction(runs, drop),
         occlusion=Occlusion(window, stride, filler, start, seed),
         rule=Rule(window=z_window, least=least, seed=seed),
-        most=max_tokens,
         **rest,
     )
