@@ -2,7 +2,12 @@
 
 import base64
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +23,16 @@ from epikv.sample import problem
 from epikv.testing import Daemon, find_binary
 
 TASK = "sample:programs@12"
-QUICK = ("--traces", "24", "--runs", "48", "--try", "6", "--confirm", "30")
+QUICK = ("--traces", "24", "--try", "6", "--confirm", "30", "--daemon-flag", "threads=1")
+
+
+def arguments(model: Path, out: Path) -> list[str]:
+    command = ["calibrate", "epikv_flat", str(model), "--task", TASK, *QUICK, "-o", str(out)]
+    return [*command, "--binary", str(find_binary())]
 
 
 def calibrate(model: Path, out: Path, *more: str) -> Result:
-    command = ["calibrate", "epikv_flat", str(model), "--task", TASK, *QUICK, "-o", str(out)]
-    return CliRunner().invoke(main, [*command, "--binary", str(find_binary()), *more])
+    return CliRunner().invoke(main, [*arguments(model, out), *more])
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +84,9 @@ def test_writes_what_was_confirmed_and_it_serves(measured: Path, tmp_path: Path)
     model, out = tmp_path / "model.pt", tmp_path / "report.json"
     done = calibrate(model, out)
     assert done.exit_code == 0, done.output
-    for journal in work.iterdir():  # nothing was measured again
-        assert journal.read_bytes() == (measured / "report.work" / journal.name).read_bytes()
+    for file in work.rglob("*.jsonl"):  # nothing was measured again
+        before = measured / "report.work" / file.relative_to(work)
+        assert file.read_bytes() == before.read_bytes()
     report = json.loads(out.read_text())
     found = archive.read_manifest(model)
     assert found.weights == archive.read_manifest(measured / "model.pt").weights
@@ -127,21 +137,39 @@ def test_writes_nothing_where_nothing_is_found(measured: Path, tmp_path: Path) -
     assert not report["confirmed"] and "layers" not in report
 
 
-def test_goes_on_after_a_crash(measured: Path, tmp_path: Path) -> None:
-    """A third of the runs of every trace is lost, and half a line is left."""
-    shutil.copytree(measured, tmp_path, dirs_exist_ok=True)
+def test_goes_on_after_a_kill(uncalibrated: Path, tmp_path: Path) -> None:
+    """Killed among the runs that label, with its daemon; what was measured is measured once."""
+    model, out = uncalibrated, tmp_path / "report.json"
+    few = ("--traces", "6", "--dry-run")
     runs = tmp_path / "report.work" / "eviction.jsonl"
-    whole = runs.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    kept = lines[: len(lines) * 2 // 3]
-    runs.write_bytes(b"".join(kept) + lines[-1][:50])
-    again = calibrate(tmp_path / "model.pt", tmp_path / "report.json", "--dry-run")
-    assert again.exit_code == 0, again.output
-    keys = [json.loads(line).get("key") for line in runs.read_bytes().splitlines()]
-    assert sorted(map(str, keys)) == sorted(
-        str(json.loads(line).get("key")) for line in whole.splitlines()
-    )
-    assert runs.read_bytes().startswith(b"".join(kept))
+    command = [
+        sys.executable,
+        "-c",
+        "from epikv.cli import main; main()",
+        *arguments(model, out),
+        *few,
+    ]
+    with (tmp_path / "log").open("w") as log:
+        first = subprocess.Popen(command, start_new_session=True, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while not runs.exists() or runs.read_bytes().count(b"\n") < 100:
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    content = runs.read_bytes()
+    kept = content[: content.rindex(b"\n") + 1]
+    assert not out.exists()
+
+    again = calibrate(model, out, *few)
+    assert again.exit_code == 1
+    assert "not calibrated: 6 of 6 traces" in again.output
+    assert runs.read_bytes().startswith(kept)
+    assert len(kept.splitlines()) < 6 * 49 + 1
+    keys = [json.loads(line)["key"] for line in runs.read_bytes().splitlines()[1:]]
+    assert len(keys) == len({*keys}) == 6 * (1 + 48)  # the whole cache and the runs
 
 
 def test_labels_by_occlusion_go_with_those_by_eviction(uncalibrated: Path, tmp_path: Path) -> None:
@@ -158,9 +186,25 @@ def test_labels_by_occlusion_go_with_those_by_eviction(uncalibrated: Path, tmp_p
 
 
 def test_another_model_is_refused(uncalibrated: Path, tmp_path: Path, daemon: Daemon) -> None:
-    model = tmp_path / "model.pt"
+    model, out = tmp_path / "model.pt", tmp_path / "out.json"
     shutil.copy(uncalibrated, model)
-    archive.replace_manifest(model, replace(archive.read_manifest(model), name="other"))
-    result = calibrate(model, tmp_path / "out.json", "--server", daemon.grpc)
+    manifest = archive.read_manifest(model)
+    archive.replace_manifest(model, replace(manifest, name="other"))
+    result = calibrate(model, out, "--server", daemon.grpc)
     assert result.exit_code == 1
     assert "serves sample, not other" in result.output
+
+    archive.replace_manifest(model, replace(manifest, weights="sha256:0"))
+    result = calibrate(model, out, "--server", daemon.grpc)
+    assert result.exit_code == 1
+    assert f"{daemon.grpc} serves other weights as sample" in result.output
+
+
+def test_what_was_measured_of_other_weights_is_refused(measured: Path, tmp_path: Path) -> None:
+    """As after a fine-tune under the same name."""
+    shutil.copytree(measured, tmp_path, dirs_exist_ok=True)
+    model = tmp_path / "model.pt"
+    archive.replace_manifest(model, replace(archive.read_manifest(model), weights="sha256:0"))
+    result = calibrate(model, tmp_path / "report.json")
+    assert result.exit_code == 1
+    assert "begun with other settings (weights is" in result.output
