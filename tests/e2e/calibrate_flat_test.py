@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -138,38 +137,42 @@ def test_writes_nothing_where_nothing_is_found(measured: Path, tmp_path: Path) -
 
 
 def test_goes_on_after_a_kill(uncalibrated: Path, tmp_path: Path) -> None:
-    """Killed among the runs that label, with its daemon; what was measured is measured once."""
-    model, out = uncalibrated, tmp_path / "report.json"
-    few = ("--traces", "6", "--dry-run")
+    """Killed and then ended among the runs that label; what was measured is measured once."""
+    model, out = tmp_path / "model.pt", tmp_path / "report.json"
+    shutil.copy(uncalibrated, model)
+    archive.replace_manifest(model, replace(archive.read_manifest(model), weights=None))
     runs = tmp_path / "report.work" / "eviction.jsonl"
-    command = [
-        sys.executable,
-        "-c",
-        "from epikv.cli import main; main()",
-        *arguments(model, out),
-        *few,
-    ]
-    with (tmp_path / "log").open("w") as log:
-        first = subprocess.Popen(command, start_new_session=True, stderr=log)
-    try:
-        deadline = time.monotonic() + 120
-        while not runs.exists() or runs.read_bytes().count(b"\n") < 100:
-            assert first.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-    finally:
-        os.killpg(first.pid, signal.SIGKILL)
-        first.wait()
-    content = runs.read_bytes()
-    kept = content[: content.rindex(b"\n") + 1]
-    assert not out.exists()
-
-    again = calibrate(model, out, *few)
+    few = ("--traces", "6", "--dry-run")
+    with Daemon(model, "--threads=1", "--max_running_requests=64") as daemon:
+        more = (*few, "--server", daemon.grpc)
+        for lines, number, status in ((60, signal.SIGKILL, -9), (180, signal.SIGTERM, 130)):
+            ended, log = end_after(lines, number, runs, [*arguments(model, out), *more])
+            assert ended == status, log
+            content = runs.read_bytes()
+            kept = content[: content.rindex(b"\n") + 1]
+            assert len(kept.splitlines()) < 6 * 49 + 1 and not out.exists()
+        assert "the same command goes on" in log
+        again = calibrate(model, out, *more)
     assert again.exit_code == 1
     assert "not calibrated: 6 of 6 traces" in again.output
     assert runs.read_bytes().startswith(kept)
-    assert len(kept.splitlines()) < 6 * 49 + 1
     keys = [json.loads(line)["key"] for line in runs.read_bytes().splitlines()[1:]]
     assert len(keys) == len({*keys}) == 6 * (1 + 48)  # the whole cache and the runs
+
+
+def end_after(
+    lines: int, number: signal.Signals, file: Path, arguments: list[str]
+) -> tuple[int, str]:
+    """Sends the signal when the file has so many lines; the exit status, and what was on stderr."""
+    command = [sys.executable, "-c", "from epikv.cli import main; main()", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not file.exists() or file.read_bytes().count(b"\n") < lines:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        log = process.communicate(timeout=60)[1]
+    return process.returncode, log
 
 
 def test_labels_by_occlusion_go_with_those_by_eviction(uncalibrated: Path, tmp_path: Path) -> None:

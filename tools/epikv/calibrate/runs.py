@@ -27,8 +27,8 @@ class Runner:
     def each(
         self, what: str, work: Callable[[Work], None], over: Sequence[Work], done: int = 0
     ) -> None:
-        """Calls `work` on all, `at_once` at a time. The first failure ends it: nothing more is
-        started, and it is raised once what runs has ended. done: how many there were before."""
+        """Calls `work` on all, `at_once` at a time. The first failure ends it: what runs is
+        cancelled, nothing more is started, and it is raised. done: how many there were before."""
         if not over:
             return
         pool = ThreadPoolExecutor(self.at_once)
@@ -38,6 +38,9 @@ class Runner:
                 for number, future in enumerate(as_completed(futures), done + 1):
                     future.result()
                     tell(number)
+        except BaseException:
+            self.client.close()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

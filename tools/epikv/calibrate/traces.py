@@ -6,6 +6,7 @@ what was taken away.
 """
 
 import base64
+import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +37,9 @@ class Problem:
 
     @property
     def key(self) -> str:
-        return f"{self.task} {self.item.id}"
+        """Another for another prompt: a file may change."""
+        digest = hashlib.sha256(self.item.prompt.encode()).hexdigest()[:8]
+        return f"{self.task} {self.item.id} {digest}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """`epikv calibrate epikv_flat`"""
 
 import json
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -142,7 +143,7 @@ def command(
     folder = work or out.with_suffix(".work")
     try:
         manifest, tokenizer = archive.read_manifest(model), archive.read_tokenizer(model)
-        with _served(model, manifest, at_once, **where) as (client, served):
+        with _interruptible(), _served(model, manifest, at_once, **where) as (client, served):
             report = calibrate(plan, Runner(client, served, at_once), manifest, tokenizer, folder)
     except (ExportError, JournalError, ValueError) as error:
         raise click.ClickException(str(error)) from error
@@ -162,6 +163,16 @@ def command(
 
 
 @contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: a daemon that was started does not outlive us."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def _served(
     model: Path,
     manifest: "Manifest",
@@ -178,7 +189,7 @@ def _served(
         found = {each.name: each for each in served.client.models()}
         if manifest.name not in found:
             raise click.ClickException(f"{server} serves {', '.join(found)}, not {manifest.name}")
-        if server is not None and found[manifest.name].weights != manifest.weights:
+        if server is not None and found[manifest.name].weights != (manifest.weights or ""):
             raise click.ClickException(f"{server} serves other weights as {manifest.name}")
         yield served.client, found[manifest.name]
 
