@@ -186,6 +186,27 @@ def test_another_plan_is_refused(tmp_path: Path) -> None:
         results.read(tmp_path)
 
 
+def test_a_plan_may_grow(tmp_path: Path) -> None:
+    made = plan(task("a", 3))
+    with store(tmp_path, made) as found:
+        found.append(Record("a", "0", "full", "", 0))
+    more = made | {
+        "arms": [
+            *made["arms"],
+            {"label": "h2o:slack=0", "policy": "h2o", "params": {}, "slack": 0},
+        ],
+        "budgets": ["10%", *made["budgets"]],
+    }
+    with store(tmp_path, more) as found:
+        assert len(found.records) == 1
+    assert results.read(tmp_path)[0] == more
+    other = [{**more["arms"][0], "slack": 99}, *more["arms"][1:]]
+    for less in (made, more | {"arms": other}, more | {"arms": other, "budgets": ["10%"]}):
+        with pytest.raises(click.ClickException, match="another plan"), store(tmp_path, less):
+            pass
+    assert results.read(tmp_path)[0] == more
+
+
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     made = plan(task("a", 3))
     with store(tmp_path, made):

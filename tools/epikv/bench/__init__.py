@@ -25,9 +25,7 @@ _SHARED = (
     "report",
     "scrape",
     "streams",
-    "survey",
     "targets",
-    "trial",
     "watch",
     "workload",
 )

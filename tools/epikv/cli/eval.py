@@ -19,7 +19,7 @@ from epikv.options import POSITIONS, show_budget
 
 if TYPE_CHECKING:
     from epikv.eval.plan import Task
-    from epikv.sample.calibrate import Need
+    from epikv.sample.need import Need
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)

@@ -1,6 +1,5 @@
 """A sample model's folder, as evaluations serve it: exported, with what its policies need."""
 
-import json
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -11,18 +10,22 @@ import click
 from epikv.bench import harness
 
 if TYPE_CHECKING:
-    from epikv.sample.calibrate import Need
+    from epikv.sample.need import Need
 
 CALIBRATED = ("thinkv_tbe", "triattention")  # policies that `epikv calibrate` knows
 CALIBRATION_PROBLEMS = 24
-_FINDINGS = ("policies", "results")  # files in a folder that do not change what is exported
+# Files of a folder that make up what is exported.
+_SOURCES = (
+    "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json",
+    "calibration.json",
+)  # fmt: skip
 
 
 def exported(directory: Path) -> Path:
     """The model as the quickstart has it: in float32, with its calibration."""
     from epikv.export import ExportError, export
 
-    sources = [file for file in directory.glob("*.*") if file.stem not in _FINDINGS]
+    sources = [directory / name for name in _SOURCES if (directory / name).exists()]
     path = harness.cached(directory.name, {"dtype": "float32"}, sources)
     if not path.exists():
         harness.say(f"exporting {directory}")
@@ -68,11 +71,7 @@ def artefacts(directory: Path, policies: Collection[str]) -> Path | None:
 
 
 def needs(directory: Path) -> "dict[str, Need]":
-    """What the model was measured to need, by family; of families that nobody measured, nothing."""
-    file = directory / "calibration.json"
-    calibration = json.loads(file.read_text()) if file.exists() else {}
-    if "need" not in calibration:
-        return {}
-    from epikv.sample.calibrate import need_from
+    """What the model was measured to need, by family; of a folder without need.json, nothing."""
+    from epikv.sample.need import FILE, load
 
-    return {"programs": need_from(calibration)}
+    return load(directory) if (directory / FILE).exists() else {}

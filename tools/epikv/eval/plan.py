@@ -92,7 +92,12 @@ def document(
     """The plan in JSON: two runs of one plan give one set of results."""
     return {
         "format": FORMAT,
-        "model": {"name": model.name, "weights": model.weights, "dtype": model.dtype},
+        "model": {
+            "name": model.name,
+            "weights": model.weights,
+            "dtype": model.dtype,
+            "calibration": model.calibration and asdict(model.calibration),
+        },
         "tasks": [task.facts() for task in tasks],
         "arms": [asdict(arm) for arm in arms],
         "budgets": list(budgets),

@@ -83,8 +83,9 @@ class Store:
 def store(folder: Path, plan: dict[str, Any]) -> Iterator[Store]:
     """The records of `plan` in `folder`, to go on with; made where there are none.
 
-    Raises click.ClickException if another process is at it, if the folder holds another plan's, or
-    if a line is not one that an evaluation wrote.
+    A plan that has more arms or budgets than the folder's, and is the same otherwise, takes its
+    place. Raises click.ClickException if another process is at it, if the folder holds another
+    plan's, or if a line is not one that an evaluation wrote.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as lock:
@@ -113,25 +114,36 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Record]]:
 
 
 def _agree(folder: Path, plan: dict[str, Any]) -> None:
-    """That the folder's plan is this one; it becomes so, if the folder has none."""
+    """That the folder's plan is this one, or becomes it."""
     file = folder / PLAN
+    want = json.loads(json.dumps(plan))
     if not file.exists():
         if (folder / RESULTS).exists():
             raise click.ClickException(f"{folder} holds results without their plan")
-        draft = file.with_suffix(".new")
-        draft.write_text(json.dumps(plan, indent=1) + "\n", "utf-8")
-        draft.replace(file)
-        return
-    have, want = read(folder)[0], json.loads(json.dumps(plan))
+        return _keep(file, want)
+    have = read(folder)[0]
     if different := [name for name in {**have, **want} if have.get(name) != want.get(name)]:
+        if all(_grown(name, have, want) for name in different):
+            return _keep(file, want)
         told = "\n".join(
             f"  {name}: there {json.dumps(have.get(name))}, here {json.dumps(want.get(name))}"
             for name in different
         )
         raise click.ClickException(
-            f"{folder} holds results of another plan; go on with that one, or name another"
-            f" folder\n{told}"
+            f"{folder} holds results of another plan; go on with that one, add arms or budgets to"
+            f" it, or name another folder\n{told}"
         )
+
+
+def _grown(name: str, have: dict[str, Any], want: dict[str, Any]) -> bool:
+    """Whether all that was to be run still is."""
+    return name in ("arms", "budgets") and all(each in want[name] for each in have[name])
+
+
+def _keep(file: Path, plan: dict[str, Any]) -> None:
+    draft = file.with_suffix(".new")
+    draft.write_text(json.dumps(plan, indent=1) + "\n", "utf-8")
+    draft.replace(file)
 
 
 def _read(file: Path) -> tuple[dict[Key, Record], int]:

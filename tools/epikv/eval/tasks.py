@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 
 if TYPE_CHECKING:
-    from epikv.sample.calibrate import Need
+    from epikv.sample.need import Need
     from epikv.sample.problem import Problem
 
 

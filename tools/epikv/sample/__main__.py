@@ -13,7 +13,7 @@ DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or
 
 @click.group()
 def main() -> None:
-    """Make, train, calibrate and simulate the sample model."""
+    """Make, train and measure the sample model."""
 
 
 @main.command()
@@ -48,40 +48,19 @@ def train(folder: Path, seed: int, recall_tokens: int, problem_tokens: int, devi
 
 @main.command()
 @MODEL
-@click.option("--select", default=40, show_default=True, help="Problems to measure and rank on.")
-@click.option("--confirm", default=100, show_default=True, help="Problems to confirm on.")
+@click.option("--count", default=40, show_default=True, help="Problems of each family.")
 @DEVICE
-def calibrate(model: Path, select: int, confirm: int, device: str) -> None:
-    """Find the pair of layers and sign for MODEL; writes its calibration.json."""
-    from epikv.sample.calibrate import calibrate as find
+def need(model: Path, count: int, device: str) -> None:
+    """Measure which tokens MODEL reads later, for the oracle; writes its need.json."""
     from epikv.sample.model import load
+    from epikv.sample.need import measure, save
 
-    result = find(load(model, device), select, confirm)
-    (model / "calibration.json").write_text(json.dumps(result, indent=1) + "\n")
-    click.echo(
-        f"{model}: layers {result['layers']}, sign {result['sign']:+d},"
-        f" confirmed: {result['confirmed']}"
-    )
-
-
-@main.command()
-@MODEL
-@click.option("--count", default=200, show_default=True, help="Test problems.")
-@click.option("--fraction", "fractions", multiple=True, type=float, default=(0.5, 0.35))
-@DEVICE
-def simulate(model: Path, count: int, fractions: tuple[float, ...], device: str) -> None:
-    """Run every policy on MODEL's held-out problems without a daemon: what `epikv bench sample`
-    has to reproduce."""
-    from epikv.sample.compare import compare
-    from epikv.sample.model import load
-
-    calibration = json.loads((model / "calibration.json").read_text())
-    rows = compare(load(model, device), calibration, count, fractions)
-    for row in rows:
-        click.echo(
-            f"{row['policy']:<20} {row['fraction']:>5.0%}  exact {row['exact']:.3f}"
-            f"  answers {row['answer_accuracy']:.3f}"
-        )
+    loaded = load(model, device)
+    needs = {family: measure(loaded, family, count) for family in families.FAMILIES}
+    save(needs, model)
+    for family, found in needs.items():
+        roles = "+".join(sorted(found.roles)) or "nothing"
+        click.echo(f"{family}: {roles}; {found.only[roles]:.3f} of {found.full:.3f} with it alone")
 
 
 @main.command()
@@ -114,11 +93,46 @@ def agree(model: Path, problems: int, family: str, fraction: float) -> None:
 
 
 @main.command()
-def card() -> None:
-    """Write the tables of the model card from what each seed's folder holds."""
-    from epikv.sample.card import CARD, render
+@MODEL
+@click.option("--fit", default=12, show_default=True, help="Problems of each family to learn from.")
+@click.option(
+    "--count", default=25, show_default=True, help="Problems of each family to choose on."
+)
+@click.option("--fraction", "fractions", multiple=True, type=float, default=(0.35, 0.25))
+def candidates(model: Path, fit: int, count: int, fractions: tuple[float, ...]) -> None:
+    """Try ideas for policies on MODEL without a daemon; writes its candidates.json."""
+    import torch
 
-    CARD.write_text(render(CARD.read_text()))
+    from epikv.sample.candidates import measure
+
+    torch.set_num_threads(1)  # the model is too small for more
+    measure(model, fit, count, fractions)
+
+
+@main.command()
+@click.argument("name", type=click.Choice(["tournament", "pair", "lengths"]))
+@click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
+@click.option(
+    "--out",
+    default="build/evaluations",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where what is unfinished goes on.",
+)
+def evaluate(name: str, seeds: tuple[str, ...], out: Path) -> None:
+    """Run one of the model card's evaluations on every seed; interrupted, it goes on."""
+    from epikv.sample.measure import MODELS, measure
+
+    for seed in [MODELS / s for s in seeds] or sorted(MODELS.glob("seed*")):
+        measure(name, seed, out / name / seed.name)
+
+
+@main.command()
+def card() -> None:
+    """Write the generated parts of the pages from what each seed's folder holds."""
+    from epikv.sample.card import write
+
+    write()
 
 
 @main.command()

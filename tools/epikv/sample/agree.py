@@ -19,9 +19,9 @@ from epikv.eval.plan import Settings, Task, arms, document
 from epikv.eval.requests import digest
 from epikv.eval.tasks import axis, load
 from epikv.options import show_budget
-from epikv.sample.calibrate import Need
 from epikv.sample.families import problem
 from epikv.sample.model import Llama
+from epikv.sample.need import Need
 from epikv.sample.problem import Problem, Role
 from epikv.sample.simulate import (
     H2O,

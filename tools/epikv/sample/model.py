@@ -80,7 +80,7 @@ class Attention(nn.Module):
             proj(x).view(batch, count, -1, HEAD_SIZE).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = _rotate(q, rope), _rotate(k, rope)
+        q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
             end = cache.length + count
             cache.keys[self.layer, :, :, cache.length : end] = k
@@ -214,7 +214,7 @@ def _rope_table() -> Tensor:
     return torch.stack([angles.cos(), angles.sin()])
 
 
-def _rotate(x: Tensor, rope: Tensor) -> Tensor:
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
     cos, sin = rope.to(x.dtype)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin

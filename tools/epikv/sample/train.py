@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epikv.sample.model import Llama, save
 from epikv.sample.families import FAMILIES
+from epikv.sample.model import Llama, save
 from epikv.sample.problem import Role
 from epikv.sample.recall import recall
 from epikv.sample.vocabulary import PAD, TOKEN_IDS, encode
