@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from epikv.cli import calibrate_flat
+
 if TYPE_CHECKING:
     from torch.jit import ScriptModule
 
@@ -16,7 +18,11 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.group("calibrate")
 def group() -> None:
-    """Measure what a policy must know of a model, once, into a file for the daemon's artefact_dir."""
+    """Measure what a policy must know of a model, once: into a file for the daemon's artefact_dir, or
+    (epikv_flat) into the model file."""
+
+
+group.add_command(calibrate_flat.command)
 
 
 def _measures(command: Callable[..., None]) -> Callable[..., None]:

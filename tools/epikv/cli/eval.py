@@ -215,14 +215,10 @@ def _report(folder: Path) -> dict[str, Any]:
 def _load(
     name: str, split: str, problems: int, template: str | None, needs: "dict[str, Need]"
 ) -> "Task":
-    from epikv.eval.plan import Task
-    from epikv.eval.tasks import axis, load
+    from epikv.eval.plan import named
+    from epikv.eval.tasks import load
 
-    items = load(name, split, problems, template=template, needs=needs)
-    kind, colon, rest = name.partition(":")
-    if kind == "file":  # the folder it lies in is nobody's business
-        name = f"file:{Path(rest).name}"
-    return Task(name, axis(name), items)
+    return named(name, load(name, split, problems, template=template, needs=needs))
 
 
 @contextmanager

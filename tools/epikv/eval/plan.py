@@ -12,12 +12,13 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import click
 
 from epikv.eval.results import Key
-from epikv.eval.tasks import Item, Probe
+from epikv.eval.tasks import Item, Probe, axis
 from epikv.messages import Model, Policy
 from epikv.options import parse_param
 
@@ -64,6 +65,12 @@ class Task:
             "oracle": self.oracle,
             "digest": digest.hexdigest()[:16],
         }
+
+
+def named(name: str, items: Sequence[Item | Probe]) -> Task:
+    """A task's problems. The folder that a file lies in is nobody's business."""
+    kind, _, rest = name.partition(":")
+    return Task(f"file:{Path(rest).name}" if kind == "file" else name, axis(name), items)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ _TOLD_SECONDS = 60  # between lines where there is no terminal for a bar
 
 
 @contextmanager
-def progress(total: int, done: int) -> Iterator[Callable[[int], None]]:
+def progress(total: int, done: int, what: str = "completions") -> Iterator[Callable[[int], None]]:
     """Of `total`, `done` were there before. What it gives is told how many there are now."""
     console = Console(stderr=True, highlight=False)
-    console.print(f"{total} completions, {done} of them there already")
+    console.print(f"{total} {what}, {done} of them there already")
     if not console.is_terminal:
         yield _lines(console, total, done)
         return
