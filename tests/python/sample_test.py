@@ -9,6 +9,7 @@ import torch
 from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
 from epikv.sample import FAMILIES, Role, card, problem
 from epikv.sample.families import Family
+from epikv.sample.measure import folders
 from epikv.sample.model import Llama, save, tokenizer
 from epikv.sample.recall import recall
 from epikv.sample.scores import read, solved
@@ -194,7 +195,7 @@ def test_the_shipped_model_is_calibrated() -> None:
     assert calibration.confirmed
 
 
-@pytest.mark.parametrize("seed", card.seeds(), ids=lambda seed: seed.name)
+@pytest.mark.parametrize("seed", folders(), ids=lambda seed: seed.name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_cache_solves_problems(seed: Path, family: str) -> None:
     found = [score for score in read(seed / "pair.jsonl") if score.task == f"sample:{family}"]
@@ -203,7 +204,7 @@ def test_the_whole_cache_solves_problems(seed: Path, family: str) -> None:
     assert mean(hits) >= 0.95
 
 
-@pytest.mark.parametrize("seed", card.seeds(), ids=lambda seed: seed.name)
+@pytest.mark.parametrize("seed", folders(), ids=lambda seed: seed.name)
 def test_policies_differ(seed: Path) -> None:
     """At 50 or 35 % the best policy beats random by 20 points, intervals apart, on two families."""
     found = read(seed / "tournament.jsonl")

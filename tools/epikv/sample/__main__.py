@@ -11,6 +11,15 @@ MODEL = click.argument("model", type=click.Path(exists=True, file_okay=False, pa
 DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 
 
+OUT = click.option(
+    "--out",
+    default="build/evaluations",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where what is unfinished goes on.",
+)
+
+
 @click.group()
 def main() -> None:
     """Make, train and measure the sample model."""
@@ -110,20 +119,26 @@ def candidates(model: Path, fit: int, count: int, fractions: tuple[float, ...]) 
 
 
 @main.command()
+@click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
+@OUT
+def calibrate(seeds: tuple[str, ...], out: Path) -> None:
+    """Choose the pair of epikv_flat for every seed; interrupted, it goes on."""
+    from epikv.sample.measure import calibrate as choose
+    from epikv.sample.measure import folders
+
+    for seed in folders(seeds):
+        choose(seed, out / "calibration" / seed.name)
+
+
+@main.command()
 @click.argument("name", type=click.Choice(["tournament", "pair", "lengths"]))
 @click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
-@click.option(
-    "--out",
-    default="build/evaluations",
-    show_default=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Where what is unfinished goes on.",
-)
+@OUT
 def evaluate(name: str, seeds: tuple[str, ...], out: Path) -> None:
     """Run one of the model card's evaluations on every seed; interrupted, it goes on."""
-    from epikv.sample.measure import MODELS, measure
+    from epikv.sample.measure import folders, measure
 
-    for seed in [MODELS / s for s in seeds] or sorted(MODELS.glob("seed*")):
+    for seed in folders(seeds):
         measure(name, seed, out / name / seed.name)
 
 

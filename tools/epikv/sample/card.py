@@ -14,7 +14,7 @@ from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
 from epikv.eval.tasks import Axis, axis
 from epikv.sample.candidates import FILE as CANDIDATES
 from epikv.sample.families import FAMILIES
-from epikv.sample.measure import MODELS
+from epikv.sample.measure import MODELS, folders
 from epikv.sample.need import load as load_needs
 from epikv.sample.scores import Score, read, solved
 from epikv.stats import difference, sign_test, wilson
@@ -49,16 +49,12 @@ def write() -> None:
     for file, text in pages().items():
         file.write_text(text)
     every = [score for found in scores("tournament").values() for score in found]
-    draw(MODELS / "tournament.png", every, len(seeds()))
+    draw(MODELS / "tournament.png", every, len(folders()))
 
 
 def scores(name: str) -> Scores:
     """What an evaluation of every seed came to."""
-    return {seed.name: read(seed / f"{name}.jsonl") for seed in seeds()}
-
-
-def seeds() -> list[Path]:
-    return sorted(path for path in MODELS.glob("seed*") if path.is_dir())
+    return {seed.name: read(seed / f"{name}.jsonl") for seed in folders()}
 
 
 def _filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
@@ -88,7 +84,7 @@ def _tournament() -> str:
     lines += [
         _row(_name(arm, all_scores), *map(_plain, shares)) for *_, arm, shares in sorted(rows)
     ]
-    seeds_told = f"{len(seeds())} seeds"
+    seeds_told = f"{len(folders())} seeds"
     lines += [
         "",
         f"Problems a cell: {axes[0]} {counts[0]}, {axes[1]} {counts[1]} ({seeds_told}); a share's 95 %"
@@ -120,7 +116,10 @@ def _cells() -> str:
 
 def _accuracy() -> str:
     """Under the full cache, on every problem that an evaluation ran at the tested length."""
-    lines = [_row("family", *(seed.name for seed in seeds())), _row(*["---"] * (len(seeds()) + 1))]
+    lines = [
+        _row("family", *(seed.name for seed in folders())),
+        _row(*["---"] * (len(folders()) + 1)),
+    ]
     every = {seed: [*scores("tournament")[seed], *scores("pair")[seed]] for seed in scores("pair")}
     for family in FAMILIES:
         cells = []
@@ -157,7 +156,7 @@ def _needs() -> str:
         _row("seed", "family", "needed roles", "accuracy without each", "with nothing else old"),
         _row(*["---"] * 5),
     ]
-    for seed in seeds():
+    for seed in folders():
         for family, need in load_needs(seed).items():
             roles = sorted(need.roles)
             without = ", ".join(f"{role} {need.without[role]:.2f}" for role in roles)
@@ -211,7 +210,7 @@ def _candidates() -> str:
     """By simulation: solved on either axis, over all seeds."""
     rows = [
         json.loads(line)
-        for seed in seeds()
+        for seed in folders()
         for line in (seed / CANDIDATES).read_text().splitlines()
     ]
     fractions = sorted({row["fraction"] for row in rows}, reverse=True)
@@ -234,14 +233,14 @@ def _candidates() -> str:
                 cells.append(f"{fmean(row['solved'] for row in mine):.2f}")
         lines.append(_row(name, *cells))
     told = ", ".join(f"{a} {count}" for a, count in counts.items())
-    return "\n".join([*lines, "", f"Problems a cell: {told} ({len(seeds())} seeds)."])
+    return "\n".join([*lines, "", f"Problems a cell: {told} ({len(folders())} seeds)."])
 
 
 def _curves() -> str:
     """Share of right tokens under teacher forcing by tokens of training, at the lengths so far."""
     logs = {
         seed.name: [json.loads(line) for line in (seed / "log.jsonl").read_text().splitlines()]
-        for seed in seeds()
+        for seed in folders()
     }
     heads = [f"{seed}: {family}" for seed in logs for family in FAMILIES]
     lines = [_row("tokens", *heads), _row(*["---"] * (len(heads) + 1))]

@@ -3,16 +3,22 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from epikv.eval.models import exported
 from epikv.sample.families import FAMILIES
 from epikv.sample.scores import condense, write
 
 MODELS = Path(__file__).resolve().parents[2] / "sample_model"
 PUBLISHED = "epikv_flat:layer_a=1,layer_b=3,sign=1"  # at their depths in this model
 ANCHORS = ("random_attention", "h2o", "h2o:scope=model", "snapkv", "triattention")
+
+
+def folders(names: Sequence[str] = ()) -> list[Path]:
+    """Of the seeds called so, or of all."""
+    return [MODELS / name for name in names] or sorted(MODELS.glob("seed*"))
 
 
 def flat_arms(seed: Path) -> list[str]:
@@ -37,6 +43,7 @@ class Evaluation:
     policies: Callable[[Path], list[str]]
 
 
+_EPIKV = (sys.executable, "-c", "from epikv.cli import main; main()")
 _TASKS = tuple(f"sample:{family}" for family in FAMILIES)
 
 EVALUATIONS = {
@@ -58,13 +65,32 @@ EVALUATIONS = {
 }
 
 
+# Of each family: traces to label and runs of each under random eviction, problems to try pairs on
+# and to confirm on.
+CALIBRATION = ("--traces=10", "--runs=40", "--try=12", "--confirm=40", "--fraction=0.5")
+
+
+def calibrate(seed: Path, out: Path) -> Path:
+    """Chooses epikv_flat's pair for a seed's model; writes the folder's calibration.json, which says
+    if it found none. Raises CalledProcessError if it does not end well; the same call goes on."""
+    file = seed / "calibration.json"
+    file.unlink(missing_ok=True)
+    command = [*_EPIKV, "calibrate", "epikv_flat", str(exported(seed)), "--dry-run"]
+    command += [f"--task={task}" for task in _TASKS] + [*CALIBRATION, "--daemon-flag=threads=1"]
+    command += ["-o", str(file), "--work", str(out)]
+    status = subprocess.run(command).returncode
+    if not file.exists():
+        raise subprocess.CalledProcessError(status, command)
+    return file
+
+
 def measure(name: str, seed: Path, out: Path) -> Path:
     """Runs an evaluation on a seed's folder, into `out`, and writes its scores into the folder.
 
     Raises CalledProcessError if it does not end well; the same call then goes on.
     """
     of = EVALUATIONS[name]
-    command = [sys.executable, "-c", "from epikv.cli import main; main()", "eval"]
+    command = [*_EPIKV, "eval", "--daemon-flag=threads=1"]
     command += ["--model-dir", str(seed), "--out", str(out), "--split", of.split]
     command += [f"--problems={of.problems}"]
     command += [f"--task={task}" for task in of.tasks]
