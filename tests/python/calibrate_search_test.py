@@ -167,6 +167,15 @@ def test_neighbours_of_one_sign_are_a_band() -> None:
     assert {found.pairs[0].a, found.pairs[0].b} & {1, 2, 3}
 
 
+def test_pairs_of_one_recall_are_ranked_by_auc() -> None:
+    """What is told apart with ease is kept by every pair that the layer is in."""
+    found = search(World(planted=3, auc=0.99, needed=0.05, keep=0.6).cases(0)).pairs
+    ranks = [(pair.recall.value, pair.auc.value) for pair in found]
+    assert ranks == sorted(ranks, reverse=True)
+    assert len({recall for recall, _ in ranks}) < len(ranks)
+    assert all(3 in (pair.a, pair.b) for pair in found[:6])
+
+
 def test_what_the_other_half_does_not_see_is_rejected() -> None:
     planted, null = World(planted=3, auc=0.65).cases(1), World().cases(2)
     mixed = [pair for both in zip(planted, null, strict=True) for pair in both]
