@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from epikv.calibrate.choose import corrected, intervals, search
+from epikv.calibrate.choose import _pairs, corrected, intervals, search
 from epikv.calibrate.findings import CalibrationError
 from epikv.calibrate.separation import (
     Chance,
+    Measured,
     aucs,
     by_chance,
     keepers,
@@ -168,12 +169,17 @@ def test_neighbours_of_one_sign_are_a_band() -> None:
 
 
 def test_pairs_of_one_recall_are_ranked_by_auc() -> None:
-    """What is told apart with ease is kept by every pair that the layer is in."""
-    found = search(World(planted=3, auc=0.99, needed=0.05, keep=0.6).cases(0)).pairs
-    ranks = [(pair.recall.value, pair.auc.value) for pair in found]
-    assert ranks == sorted(ranks, reverse=True)
-    assert len({recall for recall, _ in ranks}) < len(ranks)
-    assert all(3 in (pair.a, pair.b) for pair in found[:6])
+    """Of three layers; where one sign keeps nearly all, the other keeps next to nothing."""
+    recall = np.tile([0.9, 0.9, 0.9, 0.1, 0.1, 0.1], (8, 1))
+    auc = np.tile([0.6, 0.8, 0.7], (8, 1))
+    half = Measured(
+        {"z": np.full((8, 3), 0.5), "pair": auc}, {"pair": recall}, np.full(8, 0.5), ["x"] * 8
+    )
+    found = _pairs(half, half, np.full(6, 0.001), 0)
+    assert [(pair.a, pair.b, pair.sign) for pair in found] == [
+        (0, 2, 1), (1, 2, 1), (0, 1, 1), (0, 1, -1), (1, 2, -1), (0, 2, -1)
+    ]  # fmt: skip
+    assert [pair.accepted for pair in found] == [True] * 3 + [False] * 3
 
 
 def test_what_the_other_half_does_not_see_is_rejected() -> None:
