@@ -70,8 +70,11 @@ ParamValue ParseValue(ParamType type, const std::string& text) {
 
 FakeSequence::Options Options(const Scenario& scenario) {
   FakeSequence::Options options;
-  options.shape = {
-      .num_layers = 1, .num_heads = 1, .num_kv_heads = 1, .ropes = {{.inv_freq = {0}}}};
+  options.shape = {.num_layers = 1,
+                   .num_heads = 1,
+                   .num_kv_heads = 1,
+                   .hidden_size = 2,
+                   .ropes = {{.inv_freq = {0}}}};
   options.spec = FindPolicy(AllPolicies(), scenario.policy);
   EXPECT_NE(options.spec, nullptr) << "no policy '" << scenario.policy << "'";
   if (options.spec == nullptr) return options;
@@ -151,6 +154,9 @@ FakeWorld World(const Scenario& scenario, int64_t newest) {
   };
   world.residual_distance = [&scenario](int64_t layer, int64_t token) {
     return Number(scenario, absl::StrCat("distance_", layer), "", token);
+  };
+  world.residual = [&scenario](int64_t layer, int64_t token) {
+    return std::vector<float>{1, Number(scenario, absl::StrCat("residual_", layer), "", token)};
   };
   world.output = [](int64_t, int64_t, int64_t channel) {
     return std::vector<float>{channel == 0 ? 1.0f : 0.0f, channel == 1 ? 1.0f : 0.0f};
