@@ -79,6 +79,7 @@ FakeSequence::Options Options(const Scenario& scenario) {
   EXPECT_NE(options.spec, nullptr) << "no policy '" << scenario.policy << "'";
   if (options.spec == nullptr) return options;
   std::map<std::string, std::string> settings = scenario.settings;
+  const auto artefact = settings.extract("artefact");
   for (const ParamSpec& param : options.spec->params) {
     const auto given = settings.extract(std::string(param.name));
     if (given.empty()) continue;
@@ -96,10 +97,6 @@ FakeSequence::Options Options(const Scenario& scenario) {
   for (const auto& [name, value] : settings) {
     if (name == "seed") {
       options.seed = std::stoull(value);
-    } else if (name == "artefact") {
-      auto data = options.spec->read_data(value, options.shape);
-      EXPECT_TRUE(data.ok()) << data.status();
-      options.shape.artefacts[scenario.policy] = *std::move(data);
     } else if (places.contains(name)) {
       *places.at(name) = std::stoll(value);
     } else {
@@ -107,6 +104,11 @@ FakeSequence::Options Options(const Scenario& scenario) {
     }
   }
   options.shape.num_heads = options.shape.num_kv_heads;
+  if (!artefact.empty()) {  // of the shape that the others make
+    auto data = options.spec->read_data(artefact.mapped(), options.shape);
+    EXPECT_TRUE(data.ok()) << data.status();
+    if (data.ok()) options.shape.artefacts[scenario.policy] = *std::move(data);
+  }
   return options;
 }
 
