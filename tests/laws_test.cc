@@ -793,7 +793,7 @@ TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
   harness.model().SetMeddle([&](const at::Tensor&, at::Tensor& q, at::Tensor&, at::Tensor&,
                                 int64_t layer) { queries[layer].push_back(q.clone()); });
   RecordProbe(&record);
-  const RequestOptions options =
+  RequestOptions options =
       WithPolicy(Scoring(harness.manifest(), 24, 120, 47), {"", "probe", {}}, 64);
   const Transcript transcript = harness.Run(options);
   RecordProbe(nullptr);
@@ -818,6 +818,20 @@ TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
       EXPECT_NEAR(record.residual_distance[t][l], 1 - cosine, 1e-4) << "token " << t;
     }
   }
+  // Of the decode tokens alone.
+  ASSERT_EQ(record.residual.size(), observed - 24);
+  for (size_t t = 24; t < observed; ++t) {
+    const at::Tensor expected = steps[t].residuals[kProbedBlock].to(at::kFloat);
+    EXPECT_TRUE(at::allclose(at::tensor(record.residual[t - 24]), expected, 1e-4, 1e-4))
+        << "token " << t;
+  }
+  // Other blocks are looked at as well, for the client.
+  ProbeRecord beside;
+  RecordProbe(&beside);
+  options.output.residual_steps = true;
+  ASSERT_TRUE(harness.Run(options).ok());
+  RecordProbe(nullptr);
+  EXPECT_EQ(beside.residual, record.residual);
   for (size_t l = 0; l < queries.size(); ++l) {
     const at::Tensor all =  // [tokens, heads, width]
         at::cat(queries[l]).narrow(0, 0, static_cast<int64_t>(observed)).to(at::kDouble);

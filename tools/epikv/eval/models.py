@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING
 import click
 
 from epikv.bench import harness
+from epikv.sample.vocabulary import THINK
 
 if TYPE_CHECKING:
     from epikv.sample.need import Need
 
-CALIBRATED = ("thinkv_tbe", "triattention")  # policies that `epikv calibrate` knows
+# Policies for which `epikv calibrate` makes an artefact, and how it is told where thought begins.
+CALIBRATED: dict[str, tuple[str, ...]] = {
+    "epikv_probe": ("--after", THINK),
+    "thinkv_tbe": (),
+    "triattention": (),
+}
 CALIBRATION_PROBLEMS = 24
 # Files of a folder that make up what is exported.
 _SOURCES = (
@@ -54,7 +60,7 @@ def artefacts(directory: Path, policies: Collection[str]) -> Path | None:
         if out.exists() or failed.exists():
             continue
         harness.say(f"calibrating {policy}")
-        command = [policy, str(model), "-o", str(out)]
+        command = [policy, str(model), "-o", str(out), *CALIBRATED[policy]]
         with tempfile.TemporaryDirectory() as texts:
             for number in range(CALIBRATION_PROBLEMS):
                 family = list(FAMILIES)[number % len(FAMILIES)]
