@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <map>
 
 #include "policies/registry.h"
 #include "tests/fake_sequence.h"
@@ -102,28 +101,6 @@ TEST(EpikvProbe, WhatIsNotFiniteIsAnError) {
     EXPECT_EQ(eviction.status.code(), absl::StatusCode::kInternal);
     EXPECT_THAT(std::string(eviction.status.message()), HasSubstr("token 7"));
   }
-}
-
-// Of two kinds of token, scores apart by log(3) at this temperature: the first that is dropped of
-// each pair is the lesser in 3 of 4 cases, and which it is depends on the request's seed.
-TEST(EpikvProbe, TemperatureSamplesInProportionToTheExponential) {
-  constexpr int64_t kRuns = 4000;
-  FakeWorld world = RandomWorld(5, 1 << 20);
-  world.residual = [](int64_t, int64_t token) {  // rms 1: scores 0.5 and -0.5
-    const float x = token == 0 ? 1.0f : -1.0f;
-    return std::vector<float>{x, 1, 1, 1};
-  };
-  FakeSequence::Options options = Options();
-  options.shape = WithProbe(FakeSequence::Options().shape, R"({"layer":0,"weights":[0.5,0,0,0]})");
-  options.protection = {.recent = 1};
-  options.budget = 2;  // of three, the last of which is recent
-  options.params = {{"temperature", 1 / std::log(3.0)}};
-  double greater = 0;
-  for (int64_t seed = 0; seed < kRuns; ++seed) {
-    options.seed = seed;
-    greater += KeptAfter(options, world, 3).front() == 0 ? 1.0 / kRuns : 0;
-  }
-  EXPECT_NEAR(greater, 0.75, 6 * std::sqrt(0.75 * 0.25 / kRuns));
 }
 
 TEST(EpikvProbe, ReadsTheBlockOfItsArtefact) {

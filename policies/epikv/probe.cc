@@ -6,7 +6,6 @@
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
 #include "policies/frozen_policy.h"
-#include "policies/random.h"
 #include "policies/spec.h"
 
 // A linear probe of the residual stream after one block, fitted beforehand to say how much
@@ -16,15 +15,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
-    {.name = "temperature",
-     .type = ParamType::kFloat,
-     .fallback = 0.0,
-     .max = 1000,
-     .help = "times a Gumbel draw at birth is added to a token's score: above 0 the kept are a "
-             "sample without replacement by exp(score / temperature), not the highest scores"},
-    SlackParam(0),
-};
+const ParamSpec kParams[] = {SlackParam(0)};
 
 struct Probe final : public PolicyData {
   int64_t layer = 0;
@@ -64,19 +55,15 @@ std::shared_ptr<const Probe> ProbeOf(const ModelShape& shape) {
 
 // weights . h / rms(h): as blocks read the stream, whose scale grows from token to token and block
 // to block.
-double ReadOut(absl::Span<const float> weights, absl::Span<const float> residual) {
+float ReadOut(absl::Span<const float> weights, absl::Span<const float> residual) {
   constexpr double kEpsilon = 1e-6;
   double dot = 0, squares = 0;
   for (size_t c = 0; c < residual.size(); ++c) {
     dot += double{weights[c]} * residual[c];
     squares += double{residual[c]} * residual[c];
   }
-  return dot / std::sqrt(squares / static_cast<double>(residual.size()) + kEpsilon);
-}
-
-// Gumbel's distribution, one draw a token and seed.
-double Gumbel(uint64_t seed, int64_t token) {
-  return -std::log(-std::log1p(-CounterRng(seed, 0).Uniform(token)));
+  return static_cast<float>(dot /
+                            std::sqrt(squares / static_cast<double>(residual.size()) + kEpsilon));
 }
 
 PolicyTraits Traits(const Params& params, const ModelShape& shape) {
@@ -102,13 +89,9 @@ extern constinit const PolicySpec kEpikvProbe{
     .read_data = &ReadProbe,
     .traits = &Traits,
     .make = [](const Params& params, const ModelShape& shape) -> std::shared_ptr<const Policy> {
-      return std::make_shared<FrozenPolicy>(
-          [probe = ProbeOf(shape),
-           temperature = params.Float("temperature")](const SequenceStep& step) -> float {
-            const double score = ReadOut(probe->weights, step.signals.residual[0]);
-            if (temperature == 0) return static_cast<float>(score);
-            return static_cast<float>(score + temperature * Gumbel(step.cache.seed(), step.first));
-          });
+      return std::make_shared<FrozenPolicy>([probe = ProbeOf(shape)](const SequenceStep& step) {
+        return ReadOut(probe->weights, step.signals.residual[0]);
+      });
     },
 };
 

@@ -13,7 +13,7 @@ from epikv.sample.scores import condense, write
 
 MODELS = Path(__file__).resolve().parents[2] / "sample_model"
 PUBLISHED = "epikv_flat:layer_a=1,layer_b=3,sign=1"  # at their depths in this model
-ANCHORS = ("random_attention", "h2o", "h2o:scope=model", "snapkv", "triattention")
+ANCHORS = ("random_attention", "h2o", "h2o:scope=model", "snapkv", "triattention", "epikv_probe")
 
 
 def folders(names: Sequence[str] = ()) -> list[Path]:
