@@ -12,6 +12,7 @@ from typing import Any
 
 from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
 from epikv.eval.tasks import Axis, axis
+from epikv.sample import reproduction
 from epikv.sample.candidates import FILE as CANDIDATES
 from epikv.sample.families import FAMILIES
 from epikv.sample.measure import MODELS, folders
@@ -36,9 +37,10 @@ def pages() -> dict[Path, str]:
         "pairs": _pairs,
         "candidates": _candidates,
         "curves": _curves,
+        **reproduction.parts(),
     }
     names = ("README.md", "TOURNAMENT.md", "CANDIDATES.md")
-    files = (MODELS.parents[1] / "README.md", *(MODELS / name for name in names))
+    files = (MODELS.parents[1] / "README.md", *(MODELS / name for name in names), reproduction.PAGE)
     return {file: _filled(file.read_text(), parts) for file in files}
 
 
