@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from epikv.calibrate.choose import corrected, intervals, search
+from epikv.calibrate.choose import _pairs, corrected, intervals, search
 from epikv.calibrate.findings import CalibrationError
 from epikv.calibrate.separation import (
     Chance,
+    Measured,
     aucs,
     by_chance,
     keepers,
@@ -165,6 +166,20 @@ def test_neighbours_of_one_sign_are_a_band() -> None:
     assert found.bands[0].representative == 2  # of equals, the middle one
     assert found.bands[0].weight == pytest.approx(0.10, abs=0.02)
     assert {found.pairs[0].a, found.pairs[0].b} & {1, 2, 3}
+
+
+def test_pairs_of_one_recall_are_ranked_by_auc() -> None:
+    """Of three layers; where one sign keeps nearly all, the other keeps next to nothing."""
+    recall = np.tile([0.9, 0.9, 0.9, 0.1, 0.1, 0.1], (8, 1))
+    auc = np.tile([0.6, 0.8, 0.7], (8, 1))
+    half = Measured(
+        {"z": np.full((8, 3), 0.5), "pair": auc}, {"pair": recall}, np.full(8, 0.5), ["x"] * 8
+    )
+    found = _pairs(half, half, np.full(6, 0.001), 0)
+    assert [(pair.a, pair.b, pair.sign) for pair in found] == [
+        (0, 2, 1), (1, 2, 1), (0, 1, 1), (0, 1, -1), (1, 2, -1), (0, 2, -1)
+    ]  # fmt: skip
+    assert [pair.accepted for pair in found] == [True] * 3 + [False] * 3
 
 
 def test_what_the_other_half_does_not_see_is_rejected() -> None:

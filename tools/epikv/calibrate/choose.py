@@ -16,7 +16,7 @@ from epikv.stats import RESAMPLES, Estimate
 
 ERROR = 0.05  # how often a search may find something where there is nothing
 TURNS = 999
-CANDIDATES = 4  # pairs that are judged by the other half
+CANDIDATES = 8  # pairs that are judged by the other half, and then run
 
 
 def search(cases: Sequence[Case], rule: Rule = Rule()) -> Search:
@@ -129,10 +129,11 @@ def _runs(good: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 def _pairs(selection: Measured, held_out: Measured, p: Floats, seed: int) -> list[Pair]:
-    """The significant pairs with the best recall."""
+    """The significant pairs with the best recall, of equals those with the best AUC."""
     every = _signed(selection)
     selected, judged = selection.recall["pair"], held_out.recall["pair"]
-    order = np.argsort(-selected.mean(0), kind="stable")
+    auc = selection.auc["pair"].mean(0)
+    order = np.lexsort((np.concatenate([-auc, auc - 1]), -selected.mean(0).round(9)))
     result = []
     for i in [i for i in order if p[i] <= ERROR][:CANDIDATES]:
         a, b, sign = every[i]

@@ -13,7 +13,7 @@ from epikv.calibrate.plan import Report
 EXAMPLES = 5
 WIDTH = 110  # columns that the tables need
 
-out = Console(highlight=False, markup=False, soft_wrap=True)
+out = Console(emoji=False, highlight=False, markup=False, soft_wrap=True)
 out.width = max(out.width, WIDTH)
 
 
@@ -74,9 +74,8 @@ def _search(search: Search) -> None:
     if not (found := [*search.pairs, *search.rejected_pairs]):
         return
     tasks = list(found[0].recall_by_task)
-    table = Table("pair", "sign", "recall", "held out", *(tasks if len(tasks) > 1 else ()))
-    for column in ("random's", "AUC held out", "p", ""):
-        table.add_column(column)
+    heads = [task.removeprefix("sample:") for task in tasks] if len(tasks) > 1 else []
+    table = Table("pair", "sign", "recall", "held out", *heads, "random's", "AUC held out", "p", "")
     for pair in found:
         by_task = [f"{recall:.3f}" for recall in pair.recall_by_task.values()]
         table.add_row(
@@ -84,7 +83,7 @@ def _search(search: Search) -> None:
             f"{pair.sign:+d}",
             f"{pair.recall.value:.3f}",
             _interval(asdict(pair.held_out_recall)),
-            *(by_task if len(tasks) > 1 else ()),
+            *(by_task if heads else ()),
             f"{pair.share:.3f}",
             _interval(asdict(pair.held_out_auc)),
             f"{pair.p:.3f}",

@@ -96,6 +96,8 @@ def _planted_auc(world: World, lift: float) -> float:
     found = []
     for _ in range(world.traces):
         needed = world._needed(draw)
+        if needed.all() or not needed.any():
+            continue
         steps = np.exp(0.3 * (world._noise(draw) + lift * needed))
         found.append(aucs(rolling(steps, RULE.window)[1], needed)[0])
     return float(np.mean(found))

@@ -85,7 +85,7 @@ _OPTIONS = (
     click.option(
         "--least",
         type=int,
-        help="Needed tokens, and others, that a trace must have to count. Default: 3; with labels by"
+        help="Needed tokens, and others, that a trace must have to count. Default: 1; with labels by"
         " occlusion, which are of windows, 10.",
     ),
     click.option(
@@ -215,7 +215,7 @@ def _plan(
 
     if stride > window:
         raise click.UsageError("--stride beyond --window leaves tokens without a label")
-    least = least or (10 if labels[0] == "occlusion" else 3)
+    least = least or (10 if labels[0] == "occlusion" else 1)
     return Plan(
         labels=labels,
         eviction=Eviction(runs, drop),

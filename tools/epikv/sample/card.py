@@ -23,6 +23,8 @@ from epikv.stats import difference, sign_test, wilson
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
 CURVE_TOKENS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8)  # millions
 
+NOT_RUN = "Not yet run."
+
 Scores = dict[str, list[Score]]  # by seed
 
 
@@ -51,12 +53,14 @@ def write() -> None:
     for file, text in pages().items():
         file.write_text(text)
     every = [score for found in scores("tournament").values() for score in found]
-    draw(MODELS / "tournament.png", every, len(folders()))
+    if every:
+        draw(MODELS / "tournament.png", every, len(scores("tournament")))
 
 
 def scores(name: str) -> Scores:
-    """What an evaluation of every seed came to."""
-    return {seed.name: read(seed / f"{name}.jsonl") for seed in folders()}
+    """What an evaluation came to, of every seed on which it has been run."""
+    files = {seed.name: seed / f"{name}.jsonl" for seed in folders()}
+    return {seed: read(file) for seed, file in files.items() if file.exists()}
 
 
 def _filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
@@ -70,7 +74,10 @@ def _filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
 
 def _tournament() -> str:
     """A row an arm, best first; of each budget what was solved on either axis, over all seeds."""
-    all_scores = [score for found in scores("tournament").values() for score in found]
+    by_seed = scores("tournament")
+    all_scores = [score for found in by_seed.values() for score in found]
+    if not all_scores:
+        return NOT_RUN
     budgets = _budgets(all_scores)
     axes = (Axis.REASONING, Axis.RECALL)
     of = {a: [s for s in all_scores if axis(s.task) == a] for a in axes}
@@ -86,7 +93,7 @@ def _tournament() -> str:
     lines += [
         _row(_name(arm, all_scores), *map(_plain, shares)) for *_, arm, shares in sorted(rows)
     ]
-    seeds_told = f"{len(folders())} seeds"
+    seeds_told = ", ".join(by_seed)
     lines += [
         "",
         f"Problems a cell: {axes[0]} {counts[0]}, {axes[1]} {counts[1]} ({seeds_told}); a share's 95 %"
@@ -113,7 +120,7 @@ def _cells() -> str:
             parts.append("\n".join([heading, _row("policy", *budgets), rule, *rows]))
     faults = {s.arm: s.fault for found in scores("tournament").values() for s in found if s.fault}
     parts += [f"Not run: `{arm}`: {fault}" for arm, fault in faults.items()]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or NOT_RUN
 
 
 def _accuracy() -> str:
@@ -125,9 +132,10 @@ def _accuracy() -> str:
     every = {seed: [*scores("tournament")[seed], *scores("pair")[seed]] for seed in scores("pair")}
     for family in FAMILIES:
         cells = []
-        for found in every.values():
+        for seed in folders():
+            found = [score for of in every for score in of.get(seed.name, ())]
             hits = solved([s for s in found if s.task == f"sample:{family}"], FULL, "")
-            cells.append(f"{_interval(hits)}, n = {len(hits)}")
+            cells.append(f"{_interval(hits)}, n = {len(hits)}" if hits else "not run")
         lines.append(_row(family, *cells))
     return "\n".join(lines)
 
@@ -135,6 +143,8 @@ def _accuracy() -> str:
 def _lengths() -> str:
     """By lines of the trace, also such as training never saw."""
     found = scores("lengths")
+    if not found:
+        return NOT_RUN
     budget = _budgets(next(iter(found.values())))[0]
     heads = [f"{seed}: {what}" for seed in found for what in (FULL, ORACLE, RANDOM)]
     lines = [_row("family", "lines", *heads), _row(*["---"] * (len(heads) + 2))]
@@ -205,16 +215,15 @@ def _pairs() -> str:
                 ]
                 lines.append(_row(_name(arm, mine), *cells))
             parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or NOT_RUN
 
 
 def _candidates() -> str:
     """By simulation: solved on either axis, over all seeds."""
-    rows = [
-        json.loads(line)
-        for seed in folders()
-        for line in (seed / CANDIDATES).read_text().splitlines()
-    ]
+    files = [file for seed in folders() if (file := seed / CANDIDATES).exists()]
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    if not rows:
+        return NOT_RUN
     fractions = sorted({row["fraction"] for row in rows}, reverse=True)
     axes = (Axis.REASONING, Axis.RECALL)
     heads = [f"{a} {fraction:.0%}" for a in axes for fraction in fractions]
@@ -235,7 +244,9 @@ def _candidates() -> str:
                 cells.append(f"{fmean(row['solved'] for row in mine):.2f}")
         lines.append(_row(name, *cells))
     told = ", ".join(f"{a} {count}" for a, count in counts.items())
-    return "\n".join([*lines, "", f"Problems a cell: {told} ({len(folders())} seeds)."])
+    return "\n".join(
+        [*lines, "", f"Problems a cell: {told} ({', '.join(file.parent.name for file in files)})."]
+    )
 
 
 def _curves() -> str:

@@ -104,7 +104,7 @@ CALIBRATION = ("--traces=10", "--runs=40", "--try=12", "--confirm=40", "--fracti
 
 def calibrate(seed: Path, out: Path) -> Path:
     """Chooses epikv_flat's pair for a seed's model; writes the folder's calibration.json, which says
-    if it found none. Raises CalledProcessError if it does not end well; the same call goes on."""
+    if it found none. Exits as the command does, if it does not end well; the same call goes on."""
     file = seed / "calibration.json"
     file.unlink(missing_ok=True)
     command = [*_EPIKV, "calibrate", "epikv_flat", str(exported(seed)), "--dry-run"]
@@ -112,14 +112,14 @@ def calibrate(seed: Path, out: Path) -> Path:
     command += ["-o", str(file), "--work", str(out)]
     status = subprocess.run(command).returncode
     if not file.exists():
-        raise subprocess.CalledProcessError(status, command)
+        raise SystemExit(status)
     return file
 
 
 def measure(name: str, seed: Path, out: Path) -> Path:
     """Runs an evaluation on a seed's folder, into `out`, and writes its scores into the folder.
 
-    Raises CalledProcessError if it does not end well; the same call then goes on.
+    Exits as `epikv eval` does, if it does not end well; the same call then goes on.
     """
     of = EVALUATIONS[name]
     command = [*_EPIKV, "eval", "--daemon-flag=threads=1"]
@@ -129,7 +129,9 @@ def measure(name: str, seed: Path, out: Path) -> Path:
     command += [f"--task={task}" for task in of.tasks]
     command += [f"--budget={budget}" for budget in of.budgets]
     command += [f"--policy={policy}" for policy in of.policies(seed)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+    if status != 0:
+        raise SystemExit(status)
     file = seed / f"{name}.jsonl"
     write(file, condense(out))
     return file
