@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from epikv.bench import attention, context
 from epikv.bench.attention import Time
-from epikv.bench.context import Curve, Longest
+from epikv.bench.context import MIB, Curve, Longest
 from epikv.eval.plan import RANDOM
 from epikv.sample import measure, reproduction
 from epikv.sample.measure import PUBLISHED, named
@@ -60,6 +60,25 @@ def test_the_longest_context_is_where_the_curve_meets_the_memory() -> None:
     assert 0.005 < Curve.through(line, 1).residual < 0.02
     with pytest.raises(ValueError, match="do not grow"):
         Curve.through({1: 30.0, 2: 20.0, 3: 10.0}, 1).longest(100)
+
+
+def test_lengths_double_until_memory_or_time_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maps fill the memory and are confirmed; without, a run of that length would take too long."""
+
+    def prefill(shape: object, name: str, tokens: int, peaks: dict[int, int]) -> float:
+        peaks[tokens] = 50 * MIB + 1000 * tokens
+        peaks[tokens] += 100 * tokens**2 if name in context.QUADRATIC else 0
+        return 1e-7 * tokens**2
+
+    monkeypatch.setattr(context, "_prefill", prefill)
+    found = dict(context._prefills(SHAPE, 2048 * MIB, 10))
+    maps, hidden = found["maps"], found["hidden"]
+    assert sorted(maps.measured) == [256, 512, 1024, 2048, 4096, maps.tokens]
+    assert maps.tokens == pytest.approx(4571, abs=2)
+    assert maps.confirmed == pytest.approx(1, abs=1e-3)
+    assert sorted(hidden.measured) == [256 << n for n in range(6)]  # 8192: 6.7 s
+    assert hidden.tokens == pytest.approx((2048 - 50) * MIB / 1000, abs=2)
+    assert hidden.confirmed is None
 
 
 def test_contexts_are_told_over_the_comparator() -> None:

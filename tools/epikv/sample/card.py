@@ -17,13 +17,11 @@ from epikv.sample.candidates import FILE as CANDIDATES
 from epikv.sample.families import FAMILIES
 from epikv.sample.measure import MODELS, folders
 from epikv.sample.need import load as load_needs
-from epikv.sample.scores import Score, read, solved
+from epikv.sample.scores import NOT_RUN, Score, read, solved
 from epikv.stats import difference, sign_test, wilson
 
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
 CURVE_TOKENS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8)  # millions
-
-NOT_RUN = "Not yet run."
 
 Scores = dict[str, list[Score]]  # by seed
 

@@ -45,7 +45,8 @@ def flat_arms(seed: Path) -> list[str]:
 
 def compared(seed: Path) -> list[str]:
     """The paper's own policies, calibrated or with its pair, and those it compares them with."""
-    return [*calibrated(seed)[:1], PUBLISHED, INVERSE, "epikv_seg", "epikv_lag_kv", *COMPARED]
+    seg = PUBLISHED.replace("flat", "seg")
+    return [*calibrated(seed)[:1], PUBLISHED, INVERSE, seg, "epikv_lag_kv", *COMPARED]
 
 
 @dataclass(frozen=True)

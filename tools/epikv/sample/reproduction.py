@@ -12,7 +12,7 @@ from typing import Any
 from epikv.bench import attention, context
 from epikv.eval.plan import RANDOM
 from epikv.sample.measure import INVERSE, MODELS, PUBLISHED, RKV, calibrated, folders, named
-from epikv.sample.scores import Score, read, solved
+from epikv.sample.scores import NOT_RUN, Score, read, solved
 from epikv.stats import Estimate, bootstrap, difference, wilson
 
 NAME = "reproduction"
@@ -117,15 +117,17 @@ def parts() -> dict[str, Callable[[], str]]:
     """What makes each part of the page, by its name."""
     return {
         "accuracy-claims": lambda: accuracy(_scores(), CLAIMS),
-        "system-claims": lambda: system(_bench("attention")["samples"], _longest()),
         "settings": lambda: settings(_scores()),
-        "attention": lambda: attention.table(_bench("attention")["figures"]),
-        "context": lambda: context.table(_longest(), "maps"),
+        "system-claims": lambda: system(_samples(), _longest()),
+        "attention": lambda: attention.table(_figures()) if _figures() else NOT_RUN,
+        "context": lambda: context.table(_longest(), "maps") if _longest() else NOT_RUN,
     }
 
 
 def accuracy(scores: By, claims: Iterable[Claim]) -> str:
     """A row a claim: the gain in problems solved, of each seed at each budget."""
+    if not scores:
+        return NOT_RUN
     budgets = " / ".join(BUDGETS)
     lines = [_row("claim", "theirs", f"ours: gain at {budgets}, of each seed", "verdict")]
     lines.append(_row(*["---"] * 4))
@@ -155,6 +157,8 @@ def verdict(gains: Sequence[Estimate]) -> str:
 
 def system(samples: Rounds, longest: Mapping[str, context.Longest]) -> str:
     """The two claims of ratios, with every comparator. Times are CPU times, paired in rounds."""
+    if not samples and not longest:
+        return NOT_RUN
     lines = [_row("claim", "where and against what", "ours", "verdict"), _row(*["---"] * 4)]
     for place, rounds in samples.items():
         for name, slow, fast in _SPEEDS:
@@ -163,7 +167,7 @@ def system(samples: Rounds, longest: Mapping[str, context.Longest]) -> str:
                 told = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
                 cells = f"{SPEED} x faster", f"{place}: {name}", told, reached(ratio, SPEED)
                 lines.append(_row(*cells))
-    for free, arm, name in _LENGTHS:
+    for free, arm, name in _LENGTHS if longest else ():
         ratio = Estimate.exact(longest[free].tokens / longest[arm].tokens)
         cells = f"{LENGTH:g} x longer context", name, f"{ratio.value:.1f}", reached(ratio, LENGTH)
         lines.append(_row(*cells))
@@ -195,7 +199,7 @@ def settings(scores: By) -> str:
         tables.append(
             "\n".join([*lines, "", *(f"Not run: {fault}" for fault in sorted(faults))]).rstrip()
         )
-    return "\n\n".join(tables)
+    return "\n\n".join(tables) or NOT_RUN
 
 
 def _gains(claim: Claim, seed: str, of: Mapping[str, Sequence[Score]]) -> list[Estimate]:
@@ -213,24 +217,35 @@ def _gains(claim: Claim, seed: str, of: Mapping[str, Sequence[Score]]) -> list[E
 
 
 def _scores() -> By:
+    """Of the seeds on which all settings have been run."""
+    names = named(NAME)
     return {
-        seed.name: {
-            name.removeprefix(f"{NAME}-"): read(seed / f"{name}.jsonl") for name in named(NAME)
-        }
+        seed.name: {name.removeprefix(f"{NAME}-"): read(seed / f"{name}.jsonl") for name in names}
         for seed in folders()
+        if all((seed / f"{name}.jsonl").exists() for name in names)
     }
 
 
-def _bench(name: str) -> dict[str, Any]:
-    """What the bench wrote last."""
-    found: dict[str, Any] = json.loads((BENCHES / f"{name}.json").read_text())
+def _figures() -> dict[str, Any]:
+    found: dict[str, Any] = _bench("attention").get("figures", {})
     return found
+
+
+def _samples() -> Rounds:
+    found: Rounds = _bench("attention").get("samples", {})
+    return found
+
+
+def _bench(name: str) -> dict[str, Any]:
+    """What the bench wrote last; nothing before it has."""
+    file = BENCHES / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def _longest() -> dict[str, context.Longest]:
     return {
         name: context.Longest(**of | {"measured": {int(n): b for n, b in of["measured"].items()}})
-        for name, of in _bench("context")["longest"].items()
+        for name, of in _bench("context").get("longest", {}).items()
     }
 
 
