@@ -2,7 +2,7 @@
 
 A prefill in Hugging Face transformers, in the ways in which the EpiKV authors' code runs their
 methods (`epikv.bench.reference`): each in a process of its own, at lengths that double until the
-memory or the time of one is spent. A curve through these peaks, a parabola where maps are made and
+memory or the CPU time of one is spent. A curve through these peaks, a parabola where maps are made and
 else a line, gives the longest context; where that is near enough, it is run as well, and
 `confirmed` is its peak over the memory. Otherwise it is extrapolated, and `residual`, the curve's
 largest deviation from a measured peak, says how well it fits.
@@ -96,7 +96,7 @@ class Longest:
 @click.command("context")
 @click.option("--memory", "mib", default=2048, show_default=True, help="MiB above the weights.")
 @click.option(
-    "--seconds", default=60.0, show_default=True, help="Most that one prefill is expected to take."
+    "--seconds", default=60.0, show_default=True, help="Most CPU time expected of one prefill."
 )
 @click.option(
     "--daemon-length", "lengths", type=int, multiple=True, default=(2048, 4096, 8192),
@@ -153,7 +153,9 @@ def _prefills(
         degree = 2 if name in QUADRATIC else 1
         peaks: dict[int, int] = {}
         tokens, took = SHORTEST, 0.0
-        while len(peaks) <= degree or (4 * took <= seconds and max(peaks.values()) <= memory / 4):
+        while len(peaks) <= degree + 1 or (
+            4 * took <= seconds and max(peaks.values()) <= memory / 4
+        ):
             took = _prefill(shape, name, tokens, peaks)
             tokens *= 2
         curve = Curve.through(peaks, degree)
@@ -169,7 +171,7 @@ def _prefills(
 def _prefill(
     shape: Mapping[str, str | int], name: str, tokens: int, peaks: dict[int, int]
 ) -> float:
-    """Notes its peak. Gives the seconds it took."""
+    """Notes its peak. Gives the CPU seconds it took."""
     command = [sys.executable, "-m", "epikv.bench.reference", json.dumps(shape), name, str(tokens)]
     # What is freed goes back at once, so that the process's memory is what is in use.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
