@@ -131,15 +131,16 @@ def calibrate(seeds: tuple[str, ...], out: Path) -> None:
 
 
 @main.command()
-@click.argument("name", type=click.Choice(["tournament", "pair", "lengths"]))
+@click.argument("name", type=click.Choice(["tournament", "pair", "lengths", "reproduction"]))
 @click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
 @OUT
 def evaluate(name: str, seeds: tuple[str, ...], out: Path) -> None:
     """Run one of the model card's evaluations on every seed; interrupted, it goes on."""
-    from epikv.sample.measure import folders, measure
+    from epikv.sample.measure import folders, measure, named
 
     for seed in folders(seeds):
-        measure(name, seed, out / name / seed.name)
+        for each in named(name):
+            measure(each, seed, out / each / seed.name)
 
 
 @main.command()

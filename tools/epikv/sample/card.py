@@ -12,17 +12,16 @@ from typing import Any
 
 from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
 from epikv.eval.tasks import Axis, axis
+from epikv.sample import reproduction
 from epikv.sample.candidates import FILE as CANDIDATES
 from epikv.sample.families import FAMILIES
 from epikv.sample.measure import MODELS, folders
 from epikv.sample.need import load as load_needs
-from epikv.sample.scores import Score, read, solved
+from epikv.sample.scores import NOT_RUN, Score, read, solved
 from epikv.stats import difference, sign_test, wilson
 
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
 CURVE_TOKENS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8)  # millions
-
-NOT_RUN = "Not yet run."
 
 Scores = dict[str, list[Score]]  # by seed
 
@@ -38,9 +37,10 @@ def pages() -> dict[Path, str]:
         "pairs": _pairs,
         "candidates": _candidates,
         "curves": _curves,
+        **reproduction.parts(),
     }
     names = ("README.md", "TOURNAMENT.md", "CANDIDATES.md")
-    files = (MODELS.parents[1] / "README.md", *(MODELS / name for name in names))
+    files = (MODELS.parents[1] / "README.md", *(MODELS / name for name in names), reproduction.PAGE)
     return {file: _filled(file.read_text(), parts) for file in files}
 
 

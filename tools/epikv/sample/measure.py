@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epikv.eval.models import exported
+from epikv.eval.plan import SLACK
 from epikv.sample.families import FAMILIES
 from epikv.sample.scores import condense, write
 
 MODELS = Path(__file__).resolve().parents[2] / "sample_model"
 PUBLISHED = "epikv_flat:layer_a=1,layer_b=3,sign=1"  # at their depths in this model
+INVERSE = "epikv_flat:layer_a=1,layer_b=3,sign=-1"
 ANCHORS = ("random_attention", "h2o", "h2o:scope=model", "snapkv", "triattention", "epikv_probe")
 
 
@@ -21,15 +23,30 @@ def folders(names: Sequence[str] = ()) -> list[Path]:
     return [MODELS / name for name in names] or sorted(MODELS.glob("seed*"))
 
 
+# Of the paper; rkv_epikv evicts in rounds of 128, which its authors found it needs.
+RKV = "rkv_epikv:slack=127"
+COMPARED = ("h2o:scope=model", "raas", "thinkv", "rkv_epikv", RKV, "streaming_llm")
+
+
+def calibrated(seed: Path) -> list[str]:
+    """epikv_flat as calibrated and with the sign turned round; nothing where no pair was found."""
+    calibration = json.loads((seed / "calibration.json").read_text())
+    if not calibration["confirmed"]:
+        return []
+    layers, sign = calibration["layers"], calibration["sign"]
+    pair = f"epikv_flat:layer_a={layers['a']},layer_b={layers['b']}"
+    return [f"{pair},sign={turned}" for turned in (sign, -sign)]
+
+
 def flat_arms(seed: Path) -> list[str]:
     """epikv_flat as calibrated, with the sign turned round, and as published; and the anchors."""
-    calibration = json.loads((seed / "calibration.json").read_text())
-    found = []
-    if calibration["confirmed"]:
-        layers, sign = calibration["layers"], calibration["sign"]
-        for turned in (sign, -sign):
-            found.append(f"epikv_flat:layer_a={layers['a']},layer_b={layers['b']},sign={turned}")
-    return [*found, PUBLISHED, "sliding", *ANCHORS]
+    return [*calibrated(seed), PUBLISHED, "sliding", *ANCHORS]
+
+
+def compared(seed: Path) -> list[str]:
+    """The paper's own policies, calibrated or with its pair, and those it compares them with."""
+    seg = PUBLISHED.replace("flat", "seg")
+    return [*calibrated(seed)[:1], PUBLISHED, INVERSE, seg, "epikv_lag_kv", *COMPARED]
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,9 @@ class Evaluation:
     split: str
     budgets: tuple[float, ...]
     policies: Callable[[Path], list[str]]
+    slack: int = SLACK
+    equal_protection: bool = True
+    positions: str = "absolute"
 
 
 _EPIKV = (sys.executable, "-c", "from epikv.cli import main; main()")
@@ -62,7 +82,20 @@ EVALUATIONS = {
         (0.5,),
         lambda seed: [],
     ),
+    # One token a round, as the paper's methods evict.
+    **{
+        f"reproduction-{protection}-{positions}": Evaluation(
+            _TASKS, 50, "test", (0.5, 0.35), compared, 0, protection == "equal", positions
+        )
+        for protection in ("equal", "published")
+        for positions in ("absolute", "compact")
+    },
 }
+
+
+def named(name: str) -> list[str]:
+    """The evaluation of this name, or all whose names begin with it."""
+    return [each for each in EVALUATIONS if each == name or each.startswith(f"{name}-")]
 
 
 # Of each family: traces to label and runs of each under random eviction, problems to try pairs on
@@ -92,7 +125,8 @@ def measure(name: str, seed: Path, out: Path) -> Path:
     of = EVALUATIONS[name]
     command = [*_EPIKV, "eval", "--daemon-flag=threads=1"]
     command += ["--model-dir", str(seed), "--out", str(out), "--split", of.split]
-    command += [f"--problems={of.problems}"]
+    command += [f"--problems={of.problems}", f"--slack={of.slack}", f"--positions={of.positions}"]
+    command += [] if of.equal_protection else ["--published-protection"]
     command += [f"--task={task}" for task in of.tasks]
     command += [f"--budget={budget}" for budget in of.budgets]
     command += [f"--policy={policy}" for policy in of.policies(seed)]

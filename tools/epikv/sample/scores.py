@@ -10,6 +10,8 @@ from statistics import fmean
 from epikv.eval import results
 from epikv.eval.plan import FULL, total
 
+NOT_RUN = "Not yet run."  # of a page, where nothing is kept yet
+
 
 @dataclass(frozen=True)
 class Score:
