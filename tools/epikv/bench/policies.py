@@ -107,7 +107,9 @@ def command(
         raise click.UsageError("--write is for whole rows: leave --cached out")
     if where["server"] is not None:
         raise click.UsageError("it serves two models of its own: leave --server out")
+    # Each prompt is run: what is found in the prefix cache would not be.
     flags = ["--threads=1", "--decode_kernel=batch", f"--kv_pool_bytes={1 << 30}"]
+    flags.append("--prefix_cache_share=0")
     with harness.serving(
         lambda: harness.random_model("policies-whole", **SHAPE), flags, **where
     ) as served:
