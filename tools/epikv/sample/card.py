@@ -21,6 +21,7 @@ from epikv.sample.scores import NOT_RUN, Score, read, solved
 from epikv.stats import difference, sign_test, wilson
 
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
+PROBE = "epikv_probe"
 CURVE_TOKENS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8)  # millions
 
 Scores = dict[str, list[Score]]  # by seed
@@ -36,6 +37,7 @@ def pages() -> dict[Path, str]:
         "needs": _needs,
         "pairs": _pairs,
         "candidates": _candidates,
+        "judged": _judged,
         "curves": _curves,
         **reproduction.parts(),
     }
@@ -127,7 +129,7 @@ def _accuracy() -> str:
         _row("family", *(seed.name for seed in folders())),
         _row(*["---"] * (len(folders()) + 1)),
     ]
-    every = {seed: [*scores("tournament")[seed], *scores("pair")[seed]] for seed in scores("pair")}
+    every = [scores(name) for name in ("tournament", "pair")]
     for family in FAMILIES:
         cells = []
         for seed in folders():
@@ -247,6 +249,30 @@ def _candidates() -> str:
     )
 
 
+def _judged() -> str:
+    """What epikv_probe solves more than each other, on the same problems, by axis and over both."""
+    axes = (None, Axis.REASONING, Axis.RECALL)
+    parts = []
+    for seed, found in scores("pair").items():
+        budgets = _budgets(found)
+        of = {a: [s for s in found if a is None or axis(s.task) == a] for a in axes}
+        counts = ", ".join(f"{a or 'all'} {len(solved(of[a], RANDOM, budgets[0]))}" for a in axes)
+        heads = [f"{a or 'all'} {budget}" for a in axes for budget in budgets]
+        lines = [f"### {seed}: {counts}\n", _row("`epikv_probe` less", *heads)]
+        lines.append(_row(*["---"] * (len(heads) + 1)))
+        for arm in dict.fromkeys(score.arm for score in found):
+            if arm == PROBE:
+                continue
+            cells = [
+                _difference(solved(of[a], PROBE, b), solved(of[a], arm, b))
+                for a in axes
+                for b in budgets
+            ]
+            lines.append(_row(_name(arm, found), *cells))
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or NOT_RUN
+
+
 def _curves() -> str:
     """Share of right tokens under teacher forcing by tokens of training, at the lengths so far."""
     logs = {
@@ -315,8 +341,12 @@ def _interval(hits: Sequence[int]) -> str:
 def _gain(ours: Sequence[int], theirs: Sequence[int]) -> str:
     if not ours:
         return ""
+    return f"{_difference(ours, theirs)}, p {sign_test(ours, theirs):.1g}"
+
+
+def _difference(ours: Sequence[int], theirs: Sequence[int]) -> str:
     gain = difference(ours, theirs)
-    return f"{gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}], p {sign_test(ours, theirs):.1g}"
+    return f"{gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
 
 
 def _row(*cells: str) -> str:
