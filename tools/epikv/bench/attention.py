@@ -63,6 +63,9 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 BELOW = 16  # tokens by which a prompt is shorter than the budget: some policies cannot rank one
 WINDOW = 128  # steps; in as many each policy evicts a whole number of times
+# The step a window begins with: the cache is full, whatever a policy's slack, and no round is near.
+FIRST = BELOW + WINDOW + WINDOW // 4
+ROOM = 8  # windows for which a stream goes on, so that it is not at its end when one is read
 WARM = 4  # steps, of transformers
 
 
@@ -177,22 +180,23 @@ def _daemon(
 def _window(served: harness.Served, kv: Kv, budget: int, seed: int) -> Time:
     """Of a step, over as many as hold whole rounds of eviction."""
     vocabulary = served.client.models()[0].vocab_size
-    begin = BELOW + WINDOW  # by then the cache is full, whatever a policy's slack
     prompt = random_prompt(budget - BELOW, vocabulary, seed)
     if kv.policy == "full":  # at the same length on average
-        prompt = prompt[: budget - begin - WINDOW // 2]
-    stream = Running(served.client, prompt, kv, begin + WINDOW + 1, seed)
+        prompt = prompt[: budget - FIRST - WINDOW // 2]
+    stream = Running(served.client, prompt, kv, FIRST + ROOM * WINDOW, seed)
     pages = []
-    for mark in (begin, begin + WINDOW):
+    for mark in (FIRST, FIRST + WINDOW):
         wait_until(lambda at=mark: stream.tokens >= at, [stream], "a stream")
         pages.append(served.page())
+    stream.cancel()
     stream.join()
-    if kv.policy != "full" and not stream.summary.kv.rounds:
-        raise click.ClickException(f"{kv.policy} has not evicted")
+    served.wait_until_idle()
     added = pages[1] - pages[0]
+    if kv.policy != "full" and not added.value("epikv_kv_eviction_seconds_count", policy=kv.policy):
+        raise click.ClickException(f"{kv.policy} has not evicted")
     steps = added.value("epikv_step_seconds_count", phase="decode")
-    wall = (stream.arrivals[begin + WINDOW - 1] - stream.arrivals[begin - 1]) / WINDOW
-    return Time(wall, added.value("epikv_engine_cpu_seconds_total") / steps)
+    wall = added.value("epikv_step_seconds_sum", phase="decode")
+    return Time(wall / steps, added.value("epikv_engine_cpu_seconds_total") / steps)
 
 
 def _transformers(

@@ -2,15 +2,15 @@
 
 A prefill in Hugging Face transformers, in the ways in which the EpiKV authors' code runs their
 methods (`epikv.bench.reference`): each in a process of its own, at lengths that double until the
-memory or the CPU time of one is spent. A curve through these peaks, a parabola where maps are made and
-else a line, gives the longest context; where that is near enough, it is run as well, and
+memory or the CPU time of one is spent. A curve through these peaks, a parabola where maps are made
+and else a line, gives the longest context; where that is near enough, it is run as well, and
 `confirmed` is its peak over the memory. Otherwise it is extrapolated, and `residual`, the curve's
 largest deviation from a measured peak, says how well it fits.
 
 And `epikvd`, which prefills in chunks and reads attention by rows: a sequence whose whole context
-stays cached, as `full` has it, and under policies whose budget is the context. What its process
-grows by is measured at some lengths, and a line through these extrapolated; `confirmed` is then
-what admission would reserve for that context, over the memory.
+stays cached, as `full` has it, and under policies whose budget is the context. The longest is the
+one for which admission reserves the memory; what the process grows by is measured at some lengths,
+and a line through these says what it would be there: `confirmed` is that over the memory.
 """
 
 import json
@@ -26,7 +26,7 @@ import click
 
 from epikv.bench import harness
 from epikv.bench.resident import resident
-from epikv.bench.streams import Running, random_prompt, wait_until
+from epikv.bench.streams import Running, random_prompt
 from epikv.bench.targets import finish
 from epikv.options import Kv
 
@@ -90,7 +90,7 @@ class Longest:
     tokens: int
     measured: dict[int, int]  # peak bytes by tokens
     residual: float
-    confirmed: float | None = None  # its own peak over the memory, where it was run
+    confirmed: float | None = None  # its peak over the memory
 
 
 @click.command("context")
@@ -115,8 +115,8 @@ def command(
     """The longest context in a fixed memory: all attention maps, one layer's, rows, or none."""
     if where["server"] is not None:
         raise click.UsageError("it measures processes of its own: leave --server out")
-    if len(lengths) < 2:
-        raise click.UsageError("a line needs two points: give --daemon-length twice")
+    if len(set(lengths)) < 3:
+        raise click.UsageError("a line's fit needs three points: give three --daemon-length")
     shape, memory = {**SHAPE, "layers": layers}, mib * MIB
     found = dict(_prefills(shape, memory, seconds))
     found |= _daemons(shape, memory, lengths, where)
@@ -197,37 +197,26 @@ def _daemons(
         with harness.serving(lambda: model, flags, **where) as served:
             reads = set(served.client.policy(name).signals) & set(ATTENTION)
             _held(served, name, SHORTEST)
-            idle, growth = resident(served.pid), {}
+            idle = resident(served.pid)
+            reserved: dict[int, float] = {}
+            growth: dict[int, int] = {}
             for tokens in sorted(lengths):
-                _held(served, name, tokens)
+                reserved[tokens] = _held(served, name, tokens)
                 growth[tokens] = resident(served.pid, peak=True) - idle
                 harness.say(f"{name} {tokens}: {growth[tokens] / MIB:.0f} MiB")
-            curve = Curve.through(growth, 1)
-            longest = curve.longest(memory)
-            reserved = _reserved(served, name, longest)
+        longest, curve = Curve.through(reserved, 1).longest(memory), Curve.through(growth, 1)
         told = f"epikvd, `{name}`, {'attention by rows' if reads else 'no attention'}"
-        yield name, Longest(told, longest, growth, curve.residual, reserved / memory)
+        yield name, Longest(told, longest, growth, curve.residual, curve.at(longest) / memory)
 
 
-def _stream(served: harness.Served, policy: str, tokens: int) -> Running:
-    """A sequence that holds so many tokens, and evicts beyond, but under `full`."""
+def _held(served: harness.Served, policy: str, tokens: int) -> int:
+    """Runs a sequence that holds so many tokens and evicts beyond, but under `full`. Gives the bytes
+    that admission reserved for it."""
     kv = Kv(policy, None if policy == "full" else tokens, protect_prompt=False)
     prompt = random_prompt(tokens - BELOW, served.client.models()[0].vocab_size, 0)
-    return Running(served.client, prompt, kv, BELOW if policy == "full" else DECODED)
-
-
-def _held(served: harness.Served, policy: str, tokens: int) -> None:
-    stream = _stream(served, policy, tokens)
+    stream = Running(served.client, prompt, kv, BELOW if policy == "full" else DECODED)
     stream.join()
     served.wait_until_idle()
     if policy != "full" and not stream.summary.kv.rounds:
         raise click.ClickException(f"{policy} has not evicted")
-
-
-def _reserved(served: harness.Served, policy: str, tokens: int) -> int:
-    """Bytes, by admission."""
-    stream = _stream(served, policy, tokens)
-    wait_until(lambda: stream.accepted is not None, [stream], "admission")
-    stream.cancel()
-    stream.join()
     return stream.accepted.kv.reserved_bytes
