@@ -33,6 +33,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 CONTEXT, VOCABULARY, PROMPT_TOKENS = 1280, 164, 114  # of the sample model and its prompt
+LONGEST = PROMPT_TOKENS + 1024  # with as many output tokens as there are where none are asked for
 TASK = problem(9)
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 Code = grpc.StatusCode
@@ -324,8 +325,8 @@ ROWS = {
     "protected token": in_range(
         kv("sliding", 300, protected_spans=[{"begin": 5, "end": 2000}]),
         "kv.protected_spans[0]",
-        str(CONTEXT),
-        tokens=str(CONTEXT),
+        str(LONGEST),
+        tokens=str(LONGEST),
         end="2000",
     ),
     # Lengths and budgets, with limit and given value in the metadata.
@@ -498,7 +499,7 @@ def busy(small: Daemon) -> Iterator[Daemon]:
 # is told: the limit, and what is there.
 FULL_QUEUES = {
     "requests": ({"max_queued_requests": 2}, {2, 3}),
-    "tokens": ({"max_queued_requests": 9, "max_queued_tokens": 3000}, {3000, 3 * CONTEXT}),
+    "tokens": ({"max_queued_requests": 9, "max_queued_tokens": 3000}, {3000, 3 * LONGEST}),
 }
 
 

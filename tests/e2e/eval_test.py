@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,16 @@ def test_ctrl_c_keeps_what_there_is(daemon: Daemon, tmp_path: Path) -> None:
     is_whole(out)
 
 
+def test_an_arm_can_be_added(daemon: Daemon, uninterrupted: Path, tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    shutil.copytree(uninterrupted, more)
+    result = invoke(*command(daemon.grpc, more, "--policy", "sliding"))
+    assert result.exit_code == 0, result.output
+    assert lines(more)[:TOTAL] == lines(uninterrupted)
+    added = [json.loads(line)["arm"] for line in lines(more)[TOTAL:]]
+    assert added == ["sliding"] * (PROBLEMS * BUDGETS)
+
+
 def test_a_daemon_that_dies_is_reported(sample_model: Path, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
 
@@ -184,7 +195,7 @@ def test_a_folder_is_of_one_run_and_one_plan(
     daemon: Daemon, uninterrupted: Path, tmp_path: Path
 ) -> None:
     kept = lines(uninterrupted)
-    result = invoke(*command(daemon.grpc, uninterrupted, "--policy", "sliding"))
+    result = invoke(*command(daemon.grpc, uninterrupted, "--split", "other"))
     assert result.exit_code == 1 and "results of another plan" in result.output
     assert lines(uninterrupted) == kept
     out, log = tmp_path / "out", tmp_path / "log"
