@@ -82,7 +82,7 @@ install_python() {
   [ -n "${EPIKV_TORCH_INDEX:-}" ] && index=(--index-url "$EPIKV_TORCH_INDEX")
   # Alone: an index of torch builds need not have the other packages in these versions.
   stage "LibTorch $TORCH_VERSION" pip install --no-deps "torch==$TORCH_VERSION" "${index[@]}"
-  stage "Python packages" pip install -c "$EPIKV_CONSTRAINTS" -e "$EPIKV_ROOT/tools[bench,export,test]"
+  stage "Python packages" pip install -c "$EPIKV_CONSTRAINTS" -e "$EPIKV_ROOT/tools[bench,calibrate,export,test]"
   echo "$wanted" >"$stamp"
 }
 

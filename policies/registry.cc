@@ -10,6 +10,7 @@ extern const PolicySpec kEpikvFlat;
 extern const PolicySpec kEpikvHsVariance;
 extern const PolicySpec kEpikvLagKv;
 extern const PolicySpec kEpikvLagKvKey;
+extern const PolicySpec kEpikvProbe;
 extern const PolicySpec kEpikvSeg;
 extern const PolicySpec kExpectedAttention;
 extern const PolicySpec kFull;
@@ -52,6 +53,7 @@ PolicyCatalog AllPolicies() {
       &kEpikvHsVariance,     //
       &kEpikvLagKv,          //
       &kEpikvLagKvKey,       //
+      &kEpikvProbe,          //
       &kEpikvSeg,            //
       &kExpectedAttention,   //
       &kFull,                //

@@ -12,6 +12,10 @@ struct Signals {
   // PolicyTraits::residual_layers. h^l is the residual stream after block l. Empty in prefill.
   absl::Span<const float> residual_step;
 
+  // Signal::kResidual: h^l of the one new token, fp32, one row of [hidden_size] for each of
+  // PolicyTraits::residual_layers. Empty in prefill.
+  absl::Span<const absl::Span<const float>> residual;
+
   // Signal::kLogitEntropy: of each new token, the entropy, in nats, of the distribution over the
   // next token, its kEntropyTokens most likely ones brought to a sum of 1. [count]
   static constexpr int64_t kEntropyTokens = 256;

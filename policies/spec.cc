@@ -130,6 +130,8 @@ absl::string_view SignalName(Signal signal) {
       return "logit_entropy";
     case Signal::kResidualDistance:
       return "residual_distance";
+    case Signal::kResidual:
+      return "residual";
   }
   return "";
 }
@@ -138,7 +140,8 @@ std::vector<absl::string_view> SignalSet::Names() const {
   std::vector<absl::string_view> names;
   for (Signal s : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys, Signal::kValues,
                    Signal::kPromptAttention, Signal::kQueries, Signal::kOutputProjection,
-                   Signal::kQueryMoments, Signal::kLogitEntropy, Signal::kResidualDistance}) {
+                   Signal::kQueryMoments, Signal::kLogitEntropy, Signal::kResidualDistance,
+                   Signal::kResidual}) {
     if (Has(s)) names.push_back(SignalName(s));
   }
   return names;

@@ -32,6 +32,7 @@ enum class Signal : uint32_t {
   kQueryMoments = 1u << 7,      // pulled: mean and covariance of all queries before RoPE
   kLogitEntropy = 1u << 8,      // pushed: of the next-token distribution at every token
   kResidualDistance = 1u << 9,  // pushed: 1 - cos(h^l, h^L) of every token, after every block
+  kResidual = 1u << 10,         // pushed: h^l of every decode token, at chosen layers
 };
 absl::string_view SignalName(Signal signal);
 
@@ -161,7 +162,8 @@ struct PolicyTraits {
   Granularity granularity = Granularity::kToken;
   Pool pool = Pool::kLane;  // kLayer and kModel: of granularity kHead alone
   SignalSet signals;
-  std::vector<int64_t> residual_layers;  // of kResidualStep: block numbers, 0-based, ascending
+  // Of kResidualStep and kResidual: block numbers, 0-based, ascending.
+  std::vector<int64_t> residual_layers;
   // Of kAttentionRow and kPromptAttention: the layers that are measured, ascending; empty: all.
   std::vector<int64_t> attention_layers;
   int64_t window = 0;  // of kQueries: how many of the newest queries are kept

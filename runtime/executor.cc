@@ -761,17 +761,25 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
     View<OpenSequence> view(sequence, pool_, *model_, output_grams_);
     {
       const StageTimer timer(times_, Stage::kObserve);
-      const std::vector<float> steps = sequence.tap.StepsOf(request.traits.residual_layers);
+      const PolicyTraits& traits = request.traits;
+      std::vector<float> steps;
+      std::vector<absl::Span<const float>> residuals;
+      if (traits.signals.Has(Signal::kResidualStep)) {
+        steps = sequence.tap.StepsOf(traits.residual_layers);
+      }
+      if (traits.signals.Has(Signal::kResidual)) {
+        residuals = sequence.tap.ResidualsOf(traits.residual_layers);
+      }
       SequenceStep step{.state = sequence.state.get(),
                         .cache = view,
                         .phase = item.decode ? Phase::kDecode : Phase::kPrefill,
                         .first = item.first,
                         .count = static_cast<int64_t>(item.tokens.size()),
                         .signals = {.residual_step = steps,
+                                    .residual = residuals,
                                     .logit_entropy = sequence.logit_entropy,
                                     .residual_distance = sequence.residual_distance}};
-      if (request.traits.signals.Has(item.decode ? Signal::kAttentionRow
-                                                 : Signal::kPromptAttention)) {
+      if (traits.signals.Has(item.decode ? Signal::kAttentionRow : Signal::kPromptAttention)) {
         step.signals.attention = &sequence.attention_rows;
       }
       request.policy->Observe({&step, 1});

@@ -33,7 +33,7 @@ struct LayerFacts {
 };
 
 // Which layers and sign `epikv_flat` uses on this model, and how well it was seen to work there.
-// Chosen by measurement (tools/sample_model/README.md), never by eye.
+// Chosen by measurement (tools/epikv/calibrate/README.md), never by eye.
 struct Calibration {
   std::string policy;  // the policy it belongs to: "epikv_flat"
   int64_t layer_a = 0,

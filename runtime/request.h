@@ -123,7 +123,7 @@ struct Request {
   PositionMode positions = PositionMode::kAbsolute;
   std::string prefix_salt;
   bool bypass_prefix_cache = false;
-  // Blocks whose residual step is measured for each decode token, ascending: the policy's and,
+  // Blocks whose residual is looked at for each decode token, ascending: the policy's and,
   // where the request asks for residual steps, all.
   std::vector<int64_t> tap_layers;
   KvDemand demand;

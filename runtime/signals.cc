@@ -48,10 +48,23 @@ std::vector<float> ResidualTap::StepsOf(absl::Span<const int64_t> layers) const 
   std::vector<float> of;
   if (!decode_) return of;
   of.reserve(layers.size());
+  for (int64_t layer : layers) of.push_back(steps_[PlaceOf(layer)]);
+  return of;
+}
+
+std::vector<absl::Span<const float>> ResidualTap::ResidualsOf(
+    absl::Span<const int64_t> layers) const {
+  std::vector<absl::Span<const float>> of;
+  if (!decode_) return of;
+  of.reserve(layers.size());
   for (int64_t layer : layers) {
-    of.push_back(steps_[std::lower_bound(layers_.begin(), layers_.end(), layer) - layers_.begin()]);
+    of.emplace_back(before_.data() + PlaceOf(layer) * hidden_size_, hidden_size_);
   }
   return of;
+}
+
+int64_t ResidualTap::PlaceOf(int64_t layer) const {
+  return std::lower_bound(layers_.begin(), layers_.end(), layer) - layers_.begin();
 }
 
 QueryWindow::QueryWindow(int64_t num_layers, int64_t capacity, int64_t row_bytes)

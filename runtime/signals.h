@@ -9,9 +9,9 @@
 
 namespace epikv {
 
-// Measures how far the residual stream of one sequence moves between two of its tokens, after
-// chosen blocks: step^l_t = |h^l_t - h^l_{t-1}|_2 in fp32. The first output token's step starts
-// from the last prompt token. Engine thread.
+// The residual stream of one sequence after chosen blocks, h^l_t in fp32, and how far it moves
+// between two tokens: step^l_t = |h^l_t - h^l_{t-1}|_2. The first output token's step starts from
+// the last prompt token. Engine thread.
 class ResidualTap {
  public:
   // layers: block numbers l, 0-based, ascending.
@@ -33,8 +33,14 @@ class ResidualTap {
   absl::Span<const float> steps() const;
   // The same for some of the layers, in their order.
   std::vector<float> StepsOf(absl::Span<const int64_t> layers) const;
+  // Their residuals after the last committed step, [hidden_size] each, until the next is committed;
+  // empty if that was prefill.
+  std::vector<absl::Span<const float>> ResidualsOf(absl::Span<const int64_t> layers) const;
 
  private:
+  // Of one of layers().
+  int64_t PlaceOf(int64_t layer) const;
+
   const std::vector<int64_t> layers_;
   const int64_t hidden_size_;
   bool any_ = false;  // `before_` holds a token

@@ -42,6 +42,7 @@ v1::Model ToProto(const ServedModel& model) {
   proto.set_deterministic(model.deterministic);
   proto.set_decode_kernel(model.decode_kernel);
   proto.set_threads(model.threads);
+  proto.set_weights(manifest.weights);
   return proto;
 }
 

@@ -32,10 +32,19 @@ json QueryStatistics(const ModelShape& shape) {
   return data;
 }
 
+json Probe(const ModelShape& shape) {
+  json weights = json::array();
+  for (int64_t c = 0; c < shape.hidden_size; ++c) {
+    weights.push_back(CounterRng(2, 0).Uniform(c) - 0.5);
+  }
+  return {{"layer", shape.num_layers / 2}, {"weights", weights}};
+}
+
 }  // namespace
 
 std::string ArtefactData(const PolicySpec& spec, const ModelShape& shape) {
   if (spec.name == "triattention") return QueryStatistics(shape).dump();
+  if (spec.name == "epikv_probe") return Probe(shape).dump();
   ADD_FAILURE() << "what would the artefact of " << spec.name << " hold?";
   return "";
 }

@@ -24,6 +24,7 @@ inline Manifest FakeManifest(int64_t context_length = 4096) {
   return {.name = "fake",
           .architecture = "Fake",
           .dtype = DType::kFloat32,
+          .weights = "sha256:fake",
           .vocab_size = kFakeVocab,
           .context_length = context_length,
           .hidden_size = 16,

@@ -145,6 +145,7 @@ FakeWorld RandomWorld(uint64_t seed, int64_t levels) {
   };
   world.logit_entropy = [=](int64_t token) { return draw(6000, token); };
   world.residual_distance = [=](int64_t layer, int64_t token) { return draw(7000 + layer, token); };
+  world.residual = [=](int64_t layer, int64_t token) { return row(8000 + layer, token); };
   world.output = [=](int64_t layer, int64_t head, int64_t channel) {
     return row(5000 + 100 * layer + head, channel);
   };
@@ -206,6 +207,8 @@ void FakeSequence::Append(int64_t count, Phase phase) {
     for (std::vector<float>& column : lane.columns) column.resize(lane.index.size());
   }
   std::vector<float> residual_step;
+  std::vector<std::vector<float>> residuals;
+  std::vector<absl::Span<const float>> residual;
   const FakeAttentionRow attention(
       *this, world_, phase == Phase::kDecode ? Signal::kAttentionRow : Signal::kPromptAttention,
       first);
@@ -227,9 +230,15 @@ void FakeSequence::Append(int64_t count, Phase phase) {
   }
   if (phase == Phase::kDecode) {
     for (int64_t layer : traits_.residual_layers) {
-      residual_step.push_back(world_.residual_step(layer, first));
+      if (traits_.signals.Has(Signal::kResidualStep)) {
+        residual_step.push_back(world_.residual_step(layer, first));
+      }
+      if (traits_.signals.Has(Signal::kResidual)) {
+        residuals.push_back(world_.residual(layer, first));
+      }
     }
-    signals = {.residual_step = residual_step, .attention = &attention};
+    residual.assign(residuals.begin(), residuals.end());
+    signals = {.residual_step = residual_step, .residual = residual, .attention = &attention};
   }
   signals.logit_entropy = logit_entropy;
   signals.residual_distance = residual_distance;

@@ -28,6 +28,8 @@ struct FakeWorld {
   // Of a token: the entropy of the next, and a residual's distance from the last.
   std::function<float(int64_t token)> logit_entropy;
   std::function<float(int64_t layer, int64_t token)> residual_distance;
+  // Of decode token `token`, after block `layer`. [hidden]
+  std::function<std::vector<float>(int64_t layer, int64_t token)> residual;
   // A row of W_O: what channel `channel` of a query head's output adds to the residual. [hidden]
   std::function<std::vector<float>(int64_t layer, int64_t query_head, int64_t channel)> output;
 };
@@ -51,6 +53,7 @@ class FakeSequence final : public CacheView {
         .num_layers = 3,
         .num_heads = 4,
         .num_kv_heads = 2,
+        .hidden_size = 4,
         .calibrated = {
             {"thinkv_tbe",
              {{"layers", std::vector<int64_t>{0, 2}}, {"theta1", 0.3}, {"theta2", 0.6}}}}};

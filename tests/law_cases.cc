@@ -105,6 +105,7 @@ std::vector<PolicyCase> PolicyVariants() {
         add(param, none ? "Slack" : "EachStep", int64_t{none ? 6 : 0});
       }
       if (param.name == "reserve") add(param, "Reserve", int64_t{4});
+      if (param.name == "temperature") add(param, "Temperature", 0.5);
     }
   }
   return cases;

@@ -31,6 +31,7 @@ std::string Name(const Case& c) {
     absl::StrAppend(&name, "_", param);
     if (const auto* b = std::get_if<bool>(&value)) absl::StrAppend(&name, "_", *b);
     if (const auto* i = std::get_if<int64_t>(&value)) absl::StrAppend(&name, "_", *i);
+    if (std::holds_alternative<double>(value)) absl::StrAppend(&name, "_given");
     if (const auto* s = std::get_if<std::string>(&value)) absl::StrAppend(&name, "_", *s);
     if (const auto* l = std::get_if<std::vector<std::string>>(&value)) {
       absl::StrAppend(&name, "_", absl::StrJoin(*l, "_"));
@@ -75,6 +76,8 @@ std::vector<Case> Cases() {
         for (int64_t value : {0, 7}) variants.push_back({{name, value}});
       } else if (name == "reserve") {
         variants.push_back({{name, int64_t{4}}});
+      } else if (name == "temperature") {
+        variants.push_back({{name, 0.5}});
       }
     }
     for (auto& params : variants) {
@@ -258,7 +261,7 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
   for (Signal signal : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys,
                         Signal::kValues, Signal::kPromptAttention, Signal::kQueries,
                         Signal::kOutputProjection, Signal::kQueryMoments, Signal::kLogitEntropy,
-                        Signal::kResidualDistance}) {
+                        Signal::kResidualDistance, Signal::kResidual}) {
     if (TraitsOf(GetParam()).signals.Has(signal)) worlds.emplace(signal, good);
   }
   for (auto& [signal, world] : worlds) {
@@ -307,6 +310,13 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
         return token == kToken ? kNan : good.residual_distance(layer, token);
       };
     }
+    if (signal == Signal::kResidual) {
+      world.residual = [&](int64_t layer, int64_t token) {
+        std::vector<float> row = good.residual(layer, token);
+        if (token == kToken) row[1] = kNan;
+        return row;
+      };
+    }
     if (signal == Signal::kAttentionRow) {
       world.attention = [&](int64_t layer, int64_t head, int64_t query,
                             absl::Span<const int32_t> index) {
@@ -353,7 +363,8 @@ TEST_P(PolicyContract, SpecIsWhole) {
   EXPECT_EQ(sequence.task().state != nullptr, traits.state_bytes + traits.state_bytes_per_token > 0)
       << "what it remembers is what it says it takes";
   EXPECT_EQ(traits.evicts, names.contains("slack"));
-  EXPECT_EQ(traits.signals.Has(Signal::kResidualStep), !traits.residual_layers.empty());
+  EXPECT_EQ(traits.signals.Has(Signal::kResidualStep) || traits.signals.Has(Signal::kResidual),
+            !traits.residual_layers.empty());
   EXPECT_EQ(traits.signals.Has(Signal::kQueries), traits.window > 0);
   EXPECT_TRUE(traits.attention_layers.empty() || traits.signals.Has(Signal::kAttentionRow) ||
               traits.signals.Has(Signal::kPromptAttention));

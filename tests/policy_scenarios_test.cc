@@ -70,12 +70,16 @@ ParamValue ParseValue(ParamType type, const std::string& text) {
 
 FakeSequence::Options Options(const Scenario& scenario) {
   FakeSequence::Options options;
-  options.shape = {
-      .num_layers = 1, .num_heads = 1, .num_kv_heads = 1, .ropes = {{.inv_freq = {0}}}};
+  options.shape = {.num_layers = 1,
+                   .num_heads = 1,
+                   .num_kv_heads = 1,
+                   .hidden_size = 2,
+                   .ropes = {{.inv_freq = {0}}}};
   options.spec = FindPolicy(AllPolicies(), scenario.policy);
   EXPECT_NE(options.spec, nullptr) << "no policy '" << scenario.policy << "'";
   if (options.spec == nullptr) return options;
   std::map<std::string, std::string> settings = scenario.settings;
+  const auto artefact = settings.extract("artefact");
   for (const ParamSpec& param : options.spec->params) {
     const auto given = settings.extract(std::string(param.name));
     if (given.empty()) continue;
@@ -93,10 +97,6 @@ FakeSequence::Options Options(const Scenario& scenario) {
   for (const auto& [name, value] : settings) {
     if (name == "seed") {
       options.seed = std::stoull(value);
-    } else if (name == "artefact") {
-      auto data = options.spec->read_data(value, options.shape);
-      EXPECT_TRUE(data.ok()) << data.status();
-      options.shape.artefacts[scenario.policy] = *std::move(data);
     } else if (places.contains(name)) {
       *places.at(name) = std::stoll(value);
     } else {
@@ -104,6 +104,11 @@ FakeSequence::Options Options(const Scenario& scenario) {
     }
   }
   options.shape.num_heads = options.shape.num_kv_heads;
+  if (!artefact.empty()) {  // of the shape that the others make
+    auto data = options.spec->read_data(artefact.mapped(), options.shape);
+    EXPECT_TRUE(data.ok()) << data.status();
+    if (data.ok()) options.shape.artefacts[scenario.policy] = *std::move(data);
+  }
   return options;
 }
 
@@ -151,6 +156,9 @@ FakeWorld World(const Scenario& scenario, int64_t newest) {
   };
   world.residual_distance = [&scenario](int64_t layer, int64_t token) {
     return Number(scenario, absl::StrCat("distance_", layer), "", token);
+  };
+  world.residual = [&scenario](int64_t layer, int64_t token) {
+    return std::vector<float>{1, Number(scenario, absl::StrCat("residual_", layer), "", token)};
   };
   world.output = [](int64_t, int64_t, int64_t channel) {
     return std::vector<float>{channel == 0 ? 1.0f : 0.0f, channel == 1 ? 1.0f : 0.0f};

@@ -28,6 +28,9 @@ void Record(const SequenceStep& step, ProbeRecord& record) {
       distance.push_back(step.signals.residual_distance[layer * step.count + i]);
     }
   }
+  for (absl::Span<const float> row : step.signals.residual) {
+    record.residual.emplace_back(row.begin(), row.end());
+  }
   const int64_t last = layers - 1, head = step.cache.num_kv_heads() - 1;
   record.positions.push_back({.newest = step.cache.newest(),
                               .cached = std::ssize(step.cache.index(last, head)),
@@ -114,7 +117,9 @@ extern constinit const PolicySpec kProbePolicy{
           return PolicyTraits{.granularity = Granularity::kHead,
                               .signals = Signal::kKeys | Signal::kQueries | Signal::kAttentionRow |
                                          Signal::kPromptAttention | Signal::kLogitEntropy |
-                                         Signal::kResidualDistance | Signal::kQueryMoments,
+                                         Signal::kResidualDistance | Signal::kResidual |
+                                         Signal::kQueryMoments,
+                              .residual_layers = {kProbedBlock},
                               .window = kWindow,
                               .prompt = PromptEviction::kByChunk,
                               .slack = params.Int("slack")};

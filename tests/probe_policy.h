@@ -11,10 +11,13 @@ namespace epikv {
 // attention that is pushed must be what the pulled queries give over the pulled keys.
 extern const PolicySpec kProbePolicy;
 
+constexpr int64_t kProbedBlock = 1;
+
 // What it was given of one sequence, token by token.
 struct ProbeRecord {
   std::vector<float> logit_entropy;
   std::vector<std::vector<float>> residual_distance;  // [tokens][layers]
+  std::vector<std::vector<float>> residual;           // [decode tokens][hidden], after kProbedBlock
   std::vector<CacheView::QueryMoments> moments;       // after the last token, by layer
   struct Positions {
     int64_t newest = 0, cached = 0;  // index of the newest token; tokens in the last lane

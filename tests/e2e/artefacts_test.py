@@ -10,7 +10,7 @@ from epikv.testing import Daemon, DaemonError
 
 
 def test_policies_serve_with_what_was_measured(client: Client, artefact_dir: Path) -> None:
-    for name in ("thinkv_tbe", "triattention"):
+    for name in ("epikv_probe", "thinkv_tbe", "triattention"):
         policy = client.policy(name)
         assert policy.has_artefact
         kv = Kv(name, 80, params={"slack": 7})

@@ -15,7 +15,7 @@ from epikv.sample import problem
 from epikv.testing import PACED, Daemon
 from epikv.v1 import generation_pb2, kv_pb2
 
-CONTEXT, VOCABULARY, PROMPT_TOKENS = 1024, 139, 114
+CONTEXT, VOCABULARY, PROMPT_TOKENS = 1280, 164, 114
 TASK = problem(9)
 Request = generation_pb2.GenerateRequest
 Options = kv_pb2.KvOptions

@@ -41,12 +41,17 @@ def artefact_dir(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     """What `epikv calibrate` finds out about the sample model from its own solutions."""
     directory = tmp_path_factory.mktemp("artefacts")
     texts = []
-    for index in range(4):
+    for index in range(8):  # as few as epikv_probe takes
         task = problem(f"calibrate/{index}")
         texts.append(tmp_path_factory.mktemp("texts") / "text.txt")
         texts[-1].write_text(f"{task.prompt} {task.trace}")
-    for policy in ("thinkv_tbe", "triattention"):
-        command = ["calibrate", policy, str(sample_model), "-o", f"{directory / policy}.json"]
+    for policy, more in (
+        ("epikv_probe", ["--after", "<think>"]),
+        ("thinkv_tbe", []),
+        ("triattention", []),
+    ):
+        out = f"{directory / policy}.json"
+        command = ["calibrate", policy, str(sample_model), "-o", out, *more]
         for text in texts:
             command += ["--text", str(text)]
         done = CliRunner().invoke(main, command)

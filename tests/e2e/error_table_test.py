@@ -32,7 +32,8 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-CONTEXT, VOCABULARY, PROMPT_TOKENS = 1024, 139, 114  # of the sample model and its prompt
+CONTEXT, VOCABULARY, PROMPT_TOKENS = 1280, 164, 114  # of the sample model and its prompt
+LONGEST = PROMPT_TOKENS + 1024  # with as many output tokens as there are where none are asked for
 TASK = problem(9)
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 Code = grpc.StatusCode
@@ -293,52 +294,56 @@ ROWS = {
     "token": in_range(
         Generate(token_ids={"ids": [5, VOCABULARY]}),
         "token_ids.ids[1]",
-        "139",
-        "[0, 139)",
-        vocab_size="139",
+        str(VOCABULARY),
+        f"[0, {VOCABULARY})",
+        vocab_size=str(VOCABULARY),
     ),
     "negative token": in_range(
-        Generate(token_ids={"ids": [-1]}), "token_ids.ids[0]", "-1", vocab_size="139"
+        Generate(token_ids={"ids": [-1]}), "token_ids.ids[0]", "-1", vocab_size=str(VOCABULARY)
     ),
     "stop token": in_range(
-        generate(stop={"stop_token_ids": [5, 140]}),
+        generate(stop={"stop_token_ids": [5, VOCABULARY]}),
         "stop.stop_token_ids[1]",
-        "140",
-        vocab_size="139",
+        str(VOCABULARY),
+        vocab_size=str(VOCABULARY),
     ),
     "biased token": in_range(
         generate(sampling={"logit_bias": {1000: 1}}),
         "sampling.logit_bias[1000]",
         "1000",
-        vocab_size="139",
+        vocab_size=str(VOCABULARY),
     ),
     "token to decode": replace(
         in_range(
-            tokenization_pb2.DetokenizeRequest(tokens={"ids": [5, 139]}),
+            tokenization_pb2.DetokenizeRequest(tokens={"ids": [5, VOCABULARY]}),
             "tokens.ids[1]",
-            "139",
-            vocab_size="139",
+            str(VOCABULARY),
+            vocab_size=str(VOCABULARY),
         ),
         method="TokenizationService/Detokenize",
     ),
     "protected token": in_range(
         kv("sliding", 300, protected_spans=[{"begin": 5, "end": 2000}]),
         "kv.protected_spans[0]",
-        "1024",
-        tokens="1024",
+        str(LONGEST),
+        tokens=str(LONGEST),
         end="2000",
     ),
     # Lengths and budgets, with limit and given value in the metadata.
     "context": Row(
-        generate(stop={"max_output_tokens": 1000}),
-        {"stop.max_output_tokens": ["114", "1000", "1024"]},
-        {"context_length": "1024", "prompt_tokens": "114", "max_output_tokens": "1000"},
+        generate(stop={"max_output_tokens": 1200}),
+        {"stop.max_output_tokens": ["114", "1200", str(CONTEXT)]},
+        {"context_length": str(CONTEXT), "prompt_tokens": "114", "max_output_tokens": "1200"},
         reason="CONTEXT_LENGTH",
     ),
     "prompt over the context": Row(
         Generate(token_ids={"ids": [5] * (CONTEXT + 1)}),
-        {"prompt": ["1025", "1024"]},
-        {"context_length": "1024", "prompt_tokens": "1025", "max_output_tokens": "1"},
+        {"prompt": [str(CONTEXT + 1), str(CONTEXT)]},
+        {
+            "context_length": str(CONTEXT),
+            "prompt_tokens": str(CONTEXT + 1),
+            "max_output_tokens": "1",
+        },
         reason="CONTEXT_LENGTH",
     ),
     "budget below its protection": Row(
@@ -494,7 +499,7 @@ def busy(small: Daemon) -> Iterator[Daemon]:
 # is told: the limit, and what is there.
 FULL_QUEUES = {
     "requests": ({"max_queued_requests": 2}, {2, 3}),
-    "tokens": ({"max_queued_requests": 9, "max_queued_tokens": 3000}, {3000, 3 * CONTEXT}),
+    "tokens": ({"max_queued_requests": 9, "max_queued_tokens": 3000}, {3000, 3 * LONGEST}),
 }
 
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-from epikv.sample.programs import problem  # noqa: E402
+from epikv.sample import problem  # noqa: E402
 
 MODEL = ROOT / "tools" / "sample_model" / (ROOT / "tools/sample_model/SHIPPED").read_text().strip()
 OUT = Path(__file__).parent / "epikv_authors" / "runs.json"
@@ -140,7 +140,7 @@ def main() -> None:
     for policy, make, budget, seed in (
         ("epikv_flat", flat, 200, 1),
         ("epikv_flat", flat, 300, 2),
-        ("h2o", h2o, 160, 3),
+        ("h2o", h2o, 160, 7),
         ("h2o", h2o, 250, 4),
     ):
         task = problem(seed)

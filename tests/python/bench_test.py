@@ -1,18 +1,16 @@
 """Parts of `epikv bench` that need no daemon."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from click import ClickException
 from click.testing import CliRunner
-from epikv.bench import harness, policies, sample, survey
-from epikv.bench.streams import random_prompt
+from epikv.bench import harness, policies
 from epikv.bench.scrape import parse
+from epikv.bench.streams import random_prompt
 from epikv.cli import main
 from epikv.messages import Policy, PolicyParam
-from epikv.sample.simulate import Outcome
 from epikv.testing import DaemonError, find_binary
 
 PAGE = """\
@@ -47,19 +45,6 @@ def test_files_are_made_again_when_what_they_hold_changes() -> None:
     assert one == same != other and one.name.startswith("m-")
 
 
-def test_the_sample_bench_says_that_nothing_was_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served = nullcontext(SimpleNamespace(client=None))
-    outcomes = dict.fromkeys(sample.POLICIES, Outcome([[True]]))
-    monkeypatch.setattr(harness, "serving", lambda *_, **__: served)
-    monkeypatch.setattr(sample, "_run", lambda *_: outcomes)
-    command = ["bench", "sample", "--model-dir", str(tmp_path), "--fraction", "0.35"]
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 0 and not result.stdout
-    assert "nothing was held to a target: the gates are those at" in result.stderr
-
-
 def policy(name: str, slack: int | None) -> Policy:
     params = [] if slack is None else [PolicyParam("slack", "int", slack, 0, 65536, [], "")]
     return Policy(
@@ -82,42 +67,6 @@ def policy(name: str, slack: int | None) -> Policy:
         needs_artefact=False,
         has_artefact=False,
     )
-
-
-def test_a_survey_runs_the_control_in_rounds_of_every_length() -> None:
-    catalog = [policy("full", None), policy("random", 0), policy("tova", 7), policy("vase", 63)]
-    found = survey.entries(catalog, "tova,vase,full", sign=1)
-    assert [(entry.policy.name, entry.slack) for entry in found] == [
-        *(("random", slack) for slack in (0, 7, 15, 63)),
-        *(("tova", 15), ("tova", 7), ("vase", 63), ("vase", 15), ("full", None)),
-    ]
-    every = survey.entries(catalog, "all", sign=1)
-    assert {entry.policy.name for entry in every if entry.variant} == {"random"}
-    with pytest.raises(ClickException, match="no policy is called tovA"):
-        survey.entries(catalog, "tovA,vase", sign=1)
-
-
-def test_a_survey_keeps_its_lines_and_compares_them_with_the_control(tmp_path: Path) -> None:
-    lines = [
-        survey.Line("tova", "", 0, 0.5, rounds=30, dropped=0.75, asked=2, right=[2, 0]),
-        survey.Line("random", "", 7, 0.5, asked=2, right=[2, 2]),
-        survey.Line("random", "", 0, 0.5, asked=2, right=[1, 0]),
-        survey.Line("vase", "", 0, 0.5, "INVALID_ARGUMENT: no calibration"),
-        survey.Line("tova", "", 0, 0.5, rounds=30, dropped=0.75, asked=2, right=[2, 2]),
-        survey.Line("raas", "", 0, 0.5, asked=2, right=[2]),
-    ]
-    survey._keep(tmp_path, lines[:3])
-    survey._keep(tmp_path, lines[3:])
-    rows = (tmp_path / "policies.md").read_text().partition("---")[2].splitlines()[1:]
-    assert [row.split("|")[1:3] for row in rows] == [
-        [" `random` ", " 7 "],
-        *([f" `{name}` ", " 0 "] for name in ("random", "raas", "tova", "vase")),
-    ]
-    assert rows[1].endswith("| 1 of 4: 0.250 |  |  |")
-    assert rows[2].endswith("| 2 of 2: 1.000 | +1.000 [+1.000, +1.000] | +0.500 [+0.500, +0.500] |")
-    assert "| `tova` | 0 | 30.0 | 75% | 2 of 2: 1.000" in rows[3]  # the later one
-    assert "| 4 of 4: 1.000 | +1.000 [+1.000, +1.000] | +0.750 [+0.500, +1.000] |" in rows[3]
-    assert "not run: INVALID_ARGUMENT: no calibration" in rows[4]
 
 
 def window(page: str) -> policies.Window:

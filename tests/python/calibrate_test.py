@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import broken_models
@@ -32,6 +33,18 @@ def normals(*centres: float, count: int = 2000, deviation: float = 0.04) -> torc
     around = torch.randn(len(centres), count, generator=generator) * deviation
     values = (around + torch.tensor(centres)[:, None]).flatten()
     return values[torch.randperm(len(values), generator=generator)]
+
+
+def test_far_values_are_modes_of_their_own() -> None:
+    """Between them the density rounds to zero, or to less than a division takes."""
+    for seed in range(16):
+        draw = torch.Generator().manual_seed(seed)
+        body = 0.2 + 1e-3 * torch.randn(3000, generator=draw)
+        far = 0.3 + 0.6 * torch.rand(5, generator=draw)
+        found = modes(torch.cat([body, far]))
+        for value in (0.2, *far.tolist()):
+            assert min(abs(value - at) for at in found.maxima) < 2e-3
+        assert all(a < b for a, b in pairwise(found.maxima))
 
 
 def test_sparsity_is_the_share_below_a_hundredth_of_the_most() -> None:

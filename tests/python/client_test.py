@@ -335,7 +335,7 @@ def using_it() -> list[str]:
 
 def test_the_readme_shows_epikv_commands() -> None:
     shown = {shlex.split(line, comments=True)[1] for line in using_it()}
-    assert {"export", "generate", "score", "policies", "bench"} <= shown
+    assert {"export", "generate", "score", "policies", "bench", "eval"} <= shown
 
 
 @pytest.mark.parametrize("line", using_it())
@@ -476,15 +476,6 @@ def test_holding_nothing_to_a_target_takes_a_reason(capsys: pytest.CaptureFixtur
     targets.finish("demo", [], {}, untargeted="none was asked for")
     out, err = capsys.readouterr()
     assert not out and err == "demo: nothing was held to a target: none was asked for\n"
-
-
-def test_bootstrap_brackets_the_statistic() -> None:
-    estimate = targets.bootstrap([float(i) for i in range(101)])
-    assert estimate.value == 50 and 35 < estimate.low < 50 < estimate.high < 65
-    assert targets.bootstrap([float(i) for i in range(101)]) == estimate
-    pairs = [(2.0 * i, float(i)) for i in range(1, 50)]
-    ratio = targets.bootstrap(pairs, lambda s: sum(a for a, _ in s) / sum(b for _, b in s))
-    assert ratio == targets.Estimate.exact(2.0)
 
 
 @pytest.fixture

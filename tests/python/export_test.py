@@ -221,6 +221,15 @@ def test_calibration_travels_in_the_manifest(directory: Path, tmp_path: Path) ->
         export(directory, tmp_path / "model.pt", check=False)
 
 
+def test_a_calibration_that_refused_is_none(directory: Path, tmp_path: Path) -> None:
+    """As `epikv calibrate epikv_flat` reports it, with what running did not confirm or without."""
+    for chosen in ({}, {"layers": {"a": 1, "b": 0}, "sign": -1}):
+        content = {"policy": "epikv_flat", "window": 64, "confirmed": False, "refusal": "why"}
+        (directory / "calibration.json").write_text(json.dumps(content | chosen))
+        export(directory, tmp_path / "model.pt", check=False)
+        assert load(tmp_path / "model.pt")[1].calibration is None
+
+
 def test_exports_a_byte_level_tokenizer(directory: Path, tmp_path: Path) -> None:
     write_directory({**TINY, "vocab_size": 300}, tmp_path / "bytes", tokenizer="bytes")
     export(tmp_path / "bytes", tmp_path / "model.pt", check=False)

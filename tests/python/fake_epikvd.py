@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -198,8 +198,11 @@ class _Models(model_pb2_grpc.ModelServiceServicer):
 
 
 class _Policies(policy_pb2_grpc.PolicyServiceServicer):
+    def __init__(self, policies: Sequence[policy_pb2.Policy]) -> None:
+        self._policies = policies
+
     def ListPolicies(self, request, context):
-        return policy_pb2.ListPoliciesResponse(policies=[FLAT, ORACLE])
+        return policy_pb2.ListPoliciesResponse(policies=self._policies)
 
     def GetPolicy(self, request, context):
         return ORACLE if request.name == ORACLE.name else FLAT
@@ -222,6 +225,7 @@ def serve(
     listen: str = "127.0.0.1:0",
     generation: generation_pb2_grpc.GenerationServiceServicer | None = None,
     threads: int = 4,
+    policies: Sequence[policy_pb2.Policy] = (FLAT, ORACLE),
 ) -> Iterator[Fake]:
     """Serves until the block ends. generation: instead of the one here."""
     fake = Fake()
@@ -231,7 +235,7 @@ def serve(
     )
     tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(_Tokenization(), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(_Models(), server)
-    policy_pb2_grpc.add_PolicyServiceServicer_to_server(_Policies(), server)
+    policy_pb2_grpc.add_PolicyServiceServicer_to_server(_Policies(policies), server)
     status = health.HealthServicer()
     status.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(status, server)

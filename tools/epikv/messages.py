@@ -289,6 +289,7 @@ class Model:
     deterministic: bool
     decode_kernel: str
     threads: int
+    weights: str  # digest
 
 
 MESSAGES: dict[str, type] = {

@@ -1,5 +1,6 @@
 """What a caller may ask of a request. Everything left out is the server's default."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,6 +33,22 @@ def parse_budget(text: str) -> int | float:
         raise ValueError(
             f"'{text}' is neither a number of tokens (256) nor a share (0.5, 50%)"
         ) from None
+
+
+def show_budget(budget: int | float) -> str:
+    """A budget as `parse_budget` reads it back: "256", "50%"."""
+    return f"{100 * budget:g}%" if isinstance(budget, float) else str(budget)
+
+
+def parse_param(text: str) -> tuple[str, Any]:
+    """A policy's parameter as people write it: name=value, the value in JSON or else as it stands."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"'{text}' is not of the form name=value")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import click
 
 from epikv.bench import harness
 from epikv.bench.streams import Running, cancel_all, random_prompt, wait_until
-from epikv.bench.targets import Estimate, Target, finish
+from epikv.bench.targets import Target, finish
 from epikv.options import Kv
+from epikv.stats import Estimate
 
 SHAPE = {
     "hidden": 64,
@@ -58,9 +59,7 @@ def command(requests: int, mixed: int, json_file: Path | None, **where: Any) -> 
         flags.append(f"--kv_pool_bytes={POOL_REQUESTS * _whole_cache_bytes(where)}")
     with harness.serving(_model, flags, **where) as served:
         full = _most_at_once(served, "full", Kv("full"), requests)
-        counts = {
-            name: _most_at_once(served, name, kv, requests) for name, kv in BUDGETED.items()
-        }
+        counts = {name: _most_at_once(served, name, kv, requests) for name, kv in BUDGETED.items()}
         before = _moves(served)
         _mixed_load(served, mixed, requests)
         after = _moves(served)

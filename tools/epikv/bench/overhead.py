@@ -16,8 +16,9 @@ import click
 
 from epikv.bench import harness
 from epikv.bench.streams import Running, cancel_all, random_prompt, wait_until
-from epikv.bench.targets import Estimate, Target, bootstrap, finish
+from epikv.bench.targets import Target, finish
 from epikv.options import Kv
+from epikv.stats import Estimate, bootstrap
 
 SHAPE = {
     "hidden": 896,

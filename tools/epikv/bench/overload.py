@@ -28,9 +28,10 @@ from epikv.bench.generator import Generator, Load, OpenLoop, Retries, Sample
 from epikv.bench.load import connections as connections_option
 from epikv.bench.load import names, run, serving, settings, workload_options
 from epikv.bench.report import Window, probes, show, timeline
-from epikv.bench.targets import INTERRUPTED, Estimate, Target, bootstrap, finish
+from epikv.bench.targets import INTERRUPTED, Target, finish
 from epikv.bench.watch import Watch
 from epikv.bench.workload import poisson
+from epikv.stats import Estimate, bootstrap
 
 FACTOR = 2  # of the capacity
 DEADLINE = 3  # of the idle median

@@ -8,6 +8,7 @@ shape under `full`. Both are in bfloat16 with one thread, and with the batch ker
 quickest is so close at some lengths that the choice would change from run to run.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,10 +22,11 @@ from epikv.bench import harness, overhead
 from epikv.bench.costs import write_costs
 from epikv.bench.scrape import Page
 from epikv.bench.streams import Running, cancel_all, random_prompt, wait_until
-from epikv.bench.targets import Estimate, Target, bootstrap, finish
+from epikv.bench.targets import Target, finish
 from epikv.errors import RpcError
 from epikv.messages import Accepted, Policy
 from epikv.options import Kv, Stop
+from epikv.stats import Estimate, bootstrap
 
 SHAPE = {**overhead.SHAPE, "context": 8192}
 THIN = {**SHAPE, "ffn": 64}
@@ -105,7 +107,9 @@ def command(
         raise click.UsageError("--write is for whole rows: leave --cached out")
     if where["server"] is not None:
         raise click.UsageError("it serves two models of its own: leave --server out")
+    # Each prompt is run: what is found in the prefix cache would not be.
     flags = ["--threads=1", "--decode_kernel=batch", f"--kv_pool_bytes={1 << 30}"]
+    flags.append("--prefix_cache_share=0")
     with harness.serving(
         lambda: harness.random_model("policies-whole", **SHAPE), flags, **where
     ) as served:
@@ -169,12 +173,17 @@ def _artefacts(model: Path) -> Path:
     from epikv.export import load
 
     folder = model.with_suffix(".artefacts")
-    out = folder / "triattention.json"
-    if not out.exists():
+    probe, triatt = folder / "epikv_probe.json", folder / "triattention.json"
+    if not (probe.exists() and triatt.exists()):
         folder.mkdir(exist_ok=True)
         module, manifest, _ = load(model)
         data = triattention.measure(module, manifest, [random_prompt(256, SHAPE["vocab"], 0)])
-        artefacts.write(out, "triattention", manifest, data=data, made_with={"tokens": 256})
+        artefacts.write(triatt, "triattention", manifest, data=data, made_with={"tokens": 256})
+        # Random weights foretell nothing, and any direction costs as much.
+        draw = random.Random(0)
+        weights = [draw.gauss(0, 1) for _ in range(manifest.hidden_size)]
+        data = {"layer": len(manifest.layers) // 2, "weights": weights}
+        artefacts.write(probe, "epikv_probe", manifest, data=data, made_with={"tokens": 0})
     return folder
 
 

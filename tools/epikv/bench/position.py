@@ -25,8 +25,9 @@ import click
 
 from epikv.bench import harness
 from epikv.bench.streams import Running, random_prompt, wait_until
-from epikv.bench.targets import Estimate, Target, bootstrap, finish
+from epikv.bench.targets import Target, finish
 from epikv.options import Kv
+from epikv.stats import Estimate, bootstrap
 
 # Narrow and long: attention over 4096 tokens weighs enough for `full` to show it.
 SHAPE = {

@@ -1,42 +1,15 @@
 """How a bench says what it found: one line a target, an exit status, and everything as JSON."""
 
 import json
-import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-RESAMPLES = 2000
+from epikv.stats import Estimate
+
 INTERRUPTED = 130  # exit status of a bench that Ctrl-C ended
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A value and its 95 % interval; of an exact count, the interval is the value."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def exact(cls, value: float) -> "Estimate":
-        return cls(value, value, value)
-
-
-def bootstrap(
-    samples: Sequence[Any], statistic: Callable[[Sequence[Any]], float] = median
-) -> Estimate:
-    """The statistic of independent samples, with its percentile-bootstrap interval.
-
-    Samples that belong together (a baseline and its pair) go in as one tuple. Repeatable.
-    """
-    draw = random.Random(0)
-    resampled = sorted(statistic(draw.choices(samples, k=len(samples))) for _ in range(RESAMPLES))
-    low, high = (resampled[round(share * (RESAMPLES - 1))] for share in (0.025, 0.975))
-    return Estimate(statistic(samples), low, high)
 
 
 @dataclass(frozen=True)

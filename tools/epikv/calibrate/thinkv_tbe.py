@@ -91,9 +91,10 @@ def modes(values: Tensor, bandwidth: float = 1) -> Modes:
     counts = torch.histogram(values, edges).hist
     density = torch.exp(-0.5 * ((centres[:, None] - centres) / width) ** 2) @ counts
 
-    rising = density.diff() > 0
-    turns = (rising[1:] != rising[:-1]).nonzero()[:, 0] + 1
-    maxima = turns[0::2]  # it rises first
+    # Between zeros, so that it rises first, also where a bin is wider than the kernel.
+    rising = torch.nn.functional.pad(density, (1, 1)).diff() > 0
+    turns = (rising[1:] != rising[:-1]).nonzero()[:, 0]
+    maxima = turns[0::2]
     minima, depth = [], 1.0
     for left, right in pairwise(maxima.tolist()):
         between = density[left:right]

@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from epikv import bench
-from epikv.cli import admin, calibrate, cancel, export, generate, listing, score, token
+from epikv.cli import admin, calibrate, cancel, eval, export, generate, listing, score, token
 from epikv.errors import RpcError
 
 
@@ -37,6 +37,7 @@ for command in (
     bench.command,
     calibrate.group,
     cancel.command,
+    eval.command,
     export.command,
     generate.command,
     listing.models,

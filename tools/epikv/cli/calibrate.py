@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from epikv.cli import calibrate_flat
+
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from torch.jit import ScriptModule
 
     from epikv.export.manifest import Manifest
@@ -16,7 +19,11 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.group("calibrate")
 def group() -> None:
-    """Measure what a policy must know of a model, once, into a file for the daemon's artefact_dir."""
+    """Measure what a policy must know of a model, once: into a file for the daemon's artefact_dir, or
+    (epikv_flat) into the model file."""
+
+
+group.add_command(calibrate_flat.command)
 
 
 def _measures(command: Callable[..., None]) -> Callable[..., None]:
@@ -46,20 +53,24 @@ def _measures(command: Callable[..., None]) -> Callable[..., None]:
 
 def _load(
     model: Path, texts: tuple[Path, ...], length: int
-) -> "tuple[ScriptModule, Manifest, list[list[int]]]":
+) -> "tuple[ScriptModule, Manifest, list[Encoding]]":
     """The model, and the first tokens of every text."""
     try:
         from tokenizers import Tokenizer
 
         from epikv.export import load
     except ImportError as error:
-        raise click.ClickException(
-            f"{error}; install what calibration needs: pip install 'epikv[export]'"
-        ) from error
+        raise _uninstalled(error) from error
     module, manifest, tokenizer = load(model)
     encoder = Tokenizer.from_str(tokenizer)
-    longest = min(length, manifest.context_length)
-    return module, manifest, [encoder.encode(t.read_text("utf-8")).ids[:longest] for t in texts]
+    encoder.enable_truncation(min(length, manifest.context_length))
+    return module, manifest, [encoder.encode(text.read_text("utf-8")) for text in texts]
+
+
+def _uninstalled(error: ImportError) -> click.ClickException:
+    return click.ClickException(
+        f"{error}; install what calibration needs: pip install 'epikv[calibrate,export]'"
+    )
 
 
 def _write(out: Path, policy: str, manifest: "Manifest", **what: Any) -> None:
@@ -85,10 +96,10 @@ def thinkv_tbe(
     model: Path, texts: tuple[Path, ...], out: Path, length: int, skip: int, bandwidth: float
 ) -> None:
     """Find the layers and thresholds that tell types of thought apart in MODEL. Wants 100 texts."""
-    module, manifest, tokens = _load(model, texts, length)
+    module, manifest, encoded = _load(model, texts, length)
     from epikv.calibrate import thinkv_tbe as calibration
 
-    sparsity = calibration.measure(module, manifest, tokens, skip)
+    sparsity = calibration.measure(module, manifest, [text.ids for text in encoded], skip)
     if sparsity.shape[1] < 2:
         raise click.ClickException(f"the texts have no tokens beyond the first {skip} (--skip)")
     modes = [calibration.modes(of_layer, bandwidth) for of_layer in sparsity]
@@ -117,9 +128,10 @@ def thinkv_tbe(
 @_measures
 def triattention(model: Path, texts: tuple[Path, ...], out: Path, length: int) -> None:
     """Measure what the queries of MODEL are like before they are rotated."""
-    module, manifest, tokens = _load(model, texts, length)
+    module, manifest, encoded = _load(model, texts, length)
     from epikv.calibrate import triattention as calibration
 
+    tokens = [text.ids for text in encoded]
     try:
         data = calibration.measure(module, manifest, tokens)
     except ValueError as error:
@@ -133,3 +145,64 @@ def triattention(model: Path, texts: tuple[Path, ...], out: Path, length: int) -
         made_with={"texts": len(texts), "tokens": count},
     )
     click.echo(f"{len(manifest.layers)} layers of {manifest.num_heads} heads, over {count} tokens")
+
+
+@group.command("epikv_probe")
+@_measures
+@click.option(
+    "--gap",
+    default=64,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Tokens behind a token from which attention to it counts; about the recent window.",
+)
+@click.option(
+    "--after", metavar="TEXT", help="What precedes the thought: tokens up to it do not count."
+)
+def epikv_probe(
+    model: Path, texts: tuple[Path, ...], out: Path, length: int, gap: int, after: str | None
+) -> None:
+    """Fit the direction of the residual stream in which MODEL writes what it will look at again.
+
+    Wants 24 texts or more.
+    """
+    module, manifest, encoded = _load(model, texts, length)
+    try:
+        from epikv.calibrate import epikv_probe as calibration
+    except ImportError as error:
+        raise _uninstalled(error) from error
+
+    counted = [
+        calibration.Text(encoding.ids, _index_after(path, encoding, after) if after else 0)
+        for path, encoding in zip(texts, encoded, strict=True)
+    ]
+    try:
+        probe = calibration.find(module, manifest, counted, gap)
+    except calibration.CalibrationError as error:
+        raise click.ClickException(str(error)) from error
+    _write(
+        out,
+        "epikv_probe",
+        manifest,
+        data={"layer": probe.layer, "weights": probe.weights},
+        made_with={
+            "texts": probe.texts,
+            "tokens": probe.tokens,
+            "gap": gap,
+            "after": after,
+            "strength": probe.strength,
+            "recall": probe.recall,
+            "interval": probe.interval,
+        },
+    )
+    click.echo(calibration.shown(probe.layer, probe.recall, probe.interval))
+
+
+def _index_after(path: Path, encoding: "Encoding", marker: str) -> int:
+    """Of the first token behind the first `marker`."""
+    head, found, _ = path.read_text("utf-8").partition(marker)
+    if not found:
+        raise click.ClickException(f"{path} does not hold '{marker}' (--after)")
+    end = len(head) + len(marker)
+    behind = (place for place, (start, _) in enumerate(encoding.offsets) if start >= end)
+    return next(behind, len(encoding.ids))

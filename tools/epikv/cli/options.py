@@ -1,6 +1,5 @@
 """Options and arguments that several commands share."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from epikv.client import DEFAULT_SERVER, Prompt
-from epikv.options import POSITIONS, PRIORITIES, Kv, Scheduling, parse_budget
+from epikv.options import POSITIONS, PRIORITIES, Kv, Scheduling, parse_budget, parse_param
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -48,13 +47,10 @@ class Param(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, Any]:
         if not isinstance(value, str):
             return value
-        name, equals, text = value.partition("=")
-        if not name or not equals:
-            self.fail(f"'{value}' is not of the form name=value")
         try:
-            return name, json.loads(text)
-        except ValueError:
-            return name, text
+            return parse_param(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Bias(click.ParamType):

@@ -271,8 +271,11 @@ def _kinds(part: Any) -> list[str]:
     return [kind for child in children for kind in _kinds(child)]
 
 
-def _read_calibration(path: Path, num_layers: int) -> Calibration:
+def _read_calibration(path: Path, num_layers: int) -> Calibration | None:
+    """None of one that refused: what it chose, if anything, was not confirmed."""
     raw = _read_json(path)
+    if raw.get("refusal"):
+        return None
     try:
         result = Calibration(
             policy=raw.pop("policy"),

@@ -1,8 +1,9 @@
 """The sample model: a small reasoning model on which eviction policies differ.
 
-`problem(seed)` makes its problems; `python -m epikv.sample` trains, calibrates and simulates it.
+`problem(seed, family)` makes its problems; `python -m epikv.sample` trains, calibrates and simulates it.
 """
 
-from epikv.sample.programs import Problem, Role, Token, problem
+from epikv.sample.families import FAMILIES, problem
+from epikv.sample.problem import Problem, Role, Token
 
-__all__ = ["Problem", "Role", "Token", "problem"]
+__all__ = ["FAMILIES", "Problem", "Role", "Token", "problem"]

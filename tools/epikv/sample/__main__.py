@@ -5,29 +5,39 @@ from pathlib import Path
 
 import click
 
-from epikv.sample import programs
+from epikv.sample import families
 
 MODEL = click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 
 
+OUT = click.option(
+    "--out",
+    default="build/evaluations",
+    show_default=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where what is unfinished goes on.",
+)
+
+
 @click.group()
 def main() -> None:
-    """Make, train, calibrate and simulate the sample model."""
+    """Make, train and measure the sample model."""
 
 
 @main.command()
 @click.option("--seed", default=0, show_default=True)
-@click.option("--lines", default=18, show_default=True, help="Assignments in the program.")
+@click.option("--family", default="programs", type=click.Choice(list(families.FAMILIES)))
+@click.option("--lines", type=int, help="Of the trace. Default: those of the family's tests.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def problem(seed: int, lines: int, as_json: bool) -> None:
+def problem(seed: int, family: str, lines: int | None, as_json: bool) -> None:
     """Print a problem: prompt, expected trace, expected answers."""
-    task = programs.problem(seed, lines)
+    task = families.problem(seed, family, lines)
     if as_json:
         fields = {"prompt": task.prompt, "trace": task.trace, "answers": task.answers}
         click.echo(json.dumps(fields))
         return
-    answers = ", ".join(f"{variable} = {value}" for variable, value in task.answers.items())
+    answers = ", ".join(f"{name} = {value}" for name, value in task.answers.items())
     click.echo(f"{task.prompt}\n\n{task.trace}\n\n{answers}")
 
 
@@ -35,60 +45,110 @@ def problem(seed: int, lines: int, as_json: bool) -> None:
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--seed", required=True, type=int)
 @click.option("--recall-tokens", default=2_000_000, show_default=True)
-@click.option("--program-tokens", default=2_400_000, show_default=True)
+@click.option("--problem-tokens", default=8_000_000, show_default=True)
 @DEVICE
-def train(folder: Path, seed: int, recall_tokens: int, program_tokens: int, device: str) -> None:
+def train(folder: Path, seed: int, recall_tokens: int, problem_tokens: int, device: str) -> None:
     """Train a model into FOLDER, or go on with the run found there."""
     from epikv.sample.train import Recipe, Run
 
-    recipe = Recipe(seed, recall_tokens=recall_tokens, program_tokens=program_tokens)
+    recipe = Recipe(seed, recall_tokens=recall_tokens, problem_tokens=problem_tokens)
     Run(recipe, folder, device).train()
 
 
 @main.command()
 @MODEL
-@click.option("--select", default=40, show_default=True, help="Problems to measure and rank on.")
-@click.option("--confirm", default=100, show_default=True, help="Problems to confirm on.")
+@click.option("--count", default=40, show_default=True, help="Problems of each family.")
 @DEVICE
-def calibrate(model: Path, select: int, confirm: int, device: str) -> None:
-    """Find the pair of layers and sign for MODEL; writes its calibration.json."""
-    from epikv.sample.calibrate import calibrate as find
+def need(model: Path, count: int, device: str) -> None:
+    """Measure which tokens MODEL reads later, for the oracle; writes its need.json."""
     from epikv.sample.model import load
+    from epikv.sample.need import measure, save
 
-    result = find(load(model, device), select, confirm)
-    (model / "calibration.json").write_text(json.dumps(result, indent=1) + "\n")
-    click.echo(
-        f"{model}: layers {result['layers']}, sign {result['sign']:+d},"
-        f" confirmed: {result['confirmed']}"
-    )
+    loaded = load(model, device)
+    needs = {family: measure(loaded, family, count) for family in families.FAMILIES}
+    save(needs, model)
+    for family, found in needs.items():
+        roles = "+".join(sorted(found.roles)) or "nothing"
+        click.echo(f"{family}: {roles}; {found.only[roles]:.3f} of {found.full:.3f} with it alone")
 
 
 @main.command()
 @MODEL
-@click.option("--count", default=200, show_default=True, help="Test problems.")
-@click.option("--fraction", "fractions", multiple=True, type=float, default=(0.5, 0.35))
-@DEVICE
-def simulate(model: Path, count: int, fractions: tuple[float, ...], device: str) -> None:
-    """Run every policy on MODEL's held-out problems without a daemon: what `epikv bench sample`
-    has to reproduce."""
-    from epikv.sample.compare import compare
+@click.option("--problems", default=50, show_default=True)
+@click.option("--family", default="programs", type=click.Choice(list(families.FAMILIES)))
+@click.option("--fraction", default=0.5, show_default=True, help="Of the trace that is kept.")
+def agree(model: Path, problems: int, family: str, fraction: float) -> None:
+    """Hold evaluation of MODEL through a daemon against a plain Python loop, token for token; exit
+    1 if a completion differs."""
+    import torch
+
+    from epikv.bench import harness
+    from epikv.eval.models import exported
+    from epikv.sample.agree import agree as run
     from epikv.sample.model import load
 
-    calibration = json.loads((model / "calibration.json").read_text())
-    rows = compare(load(model, device), calibration, count, fractions)
-    for row in rows:
+    torch.set_num_threads(1)  # the model is too small for more
+    where = {"server": None, "metrics": None, "binary": None}
+    with harness.serving(lambda: exported(model), ["--deterministic=true"], **where) as served:
+        found = run(served.client, load(model), family, problems, fraction)
+    for each in found:
+        same = each.problems - len(each.different)
+        differ = f"; different: {', '.join(each.different)}" if each.different else ""
         click.echo(
-            f"{row['policy']:<20} {row['fraction']:>5.0%}  exact {row['exact']:.3f}"
-            f"  answers {row['answer_accuracy']:.3f}"
+            f"{each.arm}: {same} of {each.problems} completions the same,"
+            f" {each.evicting} with evictions{differ}"
         )
+    raise SystemExit(any(each.different for each in found))
+
+
+@main.command()
+@MODEL
+@click.option("--fit", default=12, show_default=True, help="Problems of each family to learn from.")
+@click.option(
+    "--count", default=25, show_default=True, help="Problems of each family to choose on."
+)
+@click.option("--fraction", "fractions", multiple=True, type=float, default=(0.35, 0.25))
+def candidates(model: Path, fit: int, count: int, fractions: tuple[float, ...]) -> None:
+    """Try ideas for policies on MODEL without a daemon; writes its candidates.json."""
+    import torch
+
+    from epikv.sample.candidates import measure
+
+    torch.set_num_threads(1)  # the model is too small for more
+    measure(model, fit, count, fractions)
+
+
+@main.command()
+@click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
+@OUT
+def calibrate(seeds: tuple[str, ...], out: Path) -> None:
+    """Choose the pair of epikv_flat for every seed; interrupted, it goes on."""
+    from epikv.sample.measure import calibrate as choose
+    from epikv.sample.measure import folders
+
+    for seed in folders(seeds):
+        choose(seed, out / "calibration" / seed.name)
+
+
+@main.command()
+@click.argument("name", type=click.Choice(["tournament", "pair", "lengths", "reproduction"]))
+@click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
+@OUT
+def evaluate(name: str, seeds: tuple[str, ...], out: Path) -> None:
+    """Run one of the model card's evaluations on every seed; interrupted, it goes on."""
+    from epikv.sample.measure import folders, measure, named
+
+    for seed in folders(seeds):
+        for each in named(name):
+            measure(each, seed, out / each / seed.name)
 
 
 @main.command()
 def card() -> None:
-    """Write the tables of the model card from what each seed's folder holds."""
-    from epikv.sample.card import CARD, render
+    """Write the generated parts of the pages from what each seed's folder holds."""
+    from epikv.sample.card import write
 
-    CARD.write_text(render(CARD.read_text()))
+    write()
 
 
 @main.command()

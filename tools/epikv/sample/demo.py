@@ -4,7 +4,8 @@ import sys
 import time
 
 from epikv import Accepted, Client, Delta, Kv, Summary
-from epikv.sample.programs import parse_answers, problem
+from epikv.sample.families import problem
+from epikv.sample.problem import parse_answers
 
 
 def demo(server: str, seed: int, policy: str, budget: int) -> bool:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
-from epikv.sample.programs import BOS, EOS, PAD, SPECIALS, TOKEN_IDS, UNK
+from epikv.sample.vocabulary import BOS, EOS, PAD, SPECIALS, TOKEN_IDS, UNK
 
 LAYERS = 6
 WIDTH = 128
@@ -24,7 +24,7 @@ HEAD_SIZE = 32
 FFN_WIDTH = 256
 ROPE_THETA = 1e4
 NORM_EPS = 1e-5
-MAX_POSITIONS = 1024
+MAX_POSITIONS = 1280
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Attention(nn.Module):
             proj(x).view(batch, count, -1, HEAD_SIZE).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = _rotate(q, rope), _rotate(k, rope)
+        q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
             end = cache.length + count
             cache.keys[self.layer, :, :, cache.length : end] = k
@@ -214,7 +214,7 @@ def _rope_table() -> Tensor:
     return torch.stack([angles.cos(), angles.sin()])
 
 
-def _rotate(x: Tensor, rope: Tensor) -> Tensor:
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
     cos, sin = rope.to(x.dtype)
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin

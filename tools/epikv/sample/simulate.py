@@ -8,14 +8,14 @@ positions. B problems of one prompt length P run together; t counts generated to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from epikv.sample.model import Cache, Llama, Taps
-from epikv.sample.programs import EOS, TOKEN_IDS, Problem, decode, encode
+from epikv.sample.problem import Problem
+from epikv.sample.vocabulary import EOS, TOKEN_IDS, decode, encode
 
 RECENT = 128
 WINDOW = 64
@@ -60,19 +60,6 @@ class Recency:
         return self.ages[: t + 1].expand(self.batch, -1)
 
 
-class Uniform:
-    """A fresh uniform victim at every eviction."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def begin(self, residuals: Tensor, capacity: int) -> None:
-        self.rng = torch.Generator(residuals.device).manual_seed(self.seed)
-
-    def score(self, t: int, residuals: Tensor, attention: Tensor) -> Tensor:
-        return torch.rand(attention.shape, generator=self.rng, device=attention.device)
-
-
 class H2O:
     """Attention received since the first generated token, over all layers and heads."""
 
@@ -111,33 +98,6 @@ def newest_z(steps: Tensor) -> Tensor:
     window = steps[..., -WINDOW:]
     deviation = window[..., -1] - window.mean(-1)
     return deviation / (window.std(-1, unbiased=False) + EPSILON)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a set of problems went: by problem, which asked variables were answered rightly."""
-
-    correct: list[list[bool]]
-
-    @property
-    def exact(self) -> int:
-        return sum(all(row) for row in self.correct)
-
-    @property
-    def right_answers(self) -> int:
-        return sum(map(sum, self.correct))
-
-    def summary(self) -> dict[str, object]:
-        """Counts, shares and 95 % Wilson intervals; a problem's answers are not independent."""
-        problems, answers = len(self.correct), sum(map(len, self.correct))
-        return {
-            "problems": problems,
-            "exact": self.exact / problems,
-            "exact_interval": wilson(self.exact, problems),
-            "answers": answers,
-            "answer_accuracy": self.right_answers / answers,
-            "answer_interval": wilson(self.right_answers, answers),
-        }
 
 
 def budgets(problems: Sequence[Problem], fraction: float) -> list[int]:
@@ -207,37 +167,6 @@ def evict_one(visible: Tensor, scores: Tensor, limits: Tensor, protected: Tensor
     victims = scores.masked_fill(~candidates, torch.inf).argmin(1)
     rows = over.nonzero()[:, 0]
     visible[rows, visible.shape[1] - generated + victims[rows]] = False
-
-
-def judge(problems: Sequence[Problem], completions: Sequence[str]) -> Outcome:
-    """Score completions by the asked variables' names."""
-    return Outcome([task.correct(text) for task, text in zip(problems, completions, strict=True)])
-
-
-@torch.inference_mode()
-def z_scores(model: Llama, problems: Sequence[Problem]) -> list[Tensor]:
-    """Z64 of every layer's residual steps along each expected trace, under the full cache: one
-    tensor [L, T] a problem."""
-    device = model.lm_head.weight.device
-    result = []
-    for task in problems:
-        prompt = len(task.prompt.split())
-        taps = Taps([])
-        model(torch.tensor([encode(f"{task.prompt} {task.trace}")], device=device), taps=taps)
-        states = torch.stack(taps.residuals)[:, 0, prompt - 1 :]  # [L, T + 1, C]
-        steps = states.diff(dim=1).norm(dim=-1)
-        columns = [newest_z(steps[:, : t + 1]) for t in range(steps.shape[1])]
-        result.append(torch.stack(columns, dim=1))
-    return result
-
-
-def wilson(hits: int, count: int) -> tuple[float, float]:
-    """The 95 % Wilson score interval of a share."""
-    z, share = 1.96, hits / count
-    centre = share + z * z / (2 * count)
-    margin = z * sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
-    return (round((centre - margin) / scale, 4), round((centre + margin) / scale, 4))
 
 
 def _until_eos(ids: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Training of the sample model: a first stage of associative recall, then whole programs.
+"""Training of the sample model: a first stage of associative recall, then problems of all families.
 
 The first stage ends when recall has emerged, and ends the run if it is late: another seed is then
 the better use of the time.
@@ -18,12 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from epikv.sample.families import FAMILIES
 from epikv.sample.model import Llama, save
-from epikv.sample.programs import PAD, TOKEN_IDS, Role, encode, problem, recall
+from epikv.sample.problem import Role
+from epikv.sample.recall import recall
+from epikv.sample.vocabulary import PAD, TOKEN_IDS, encode
 
-WEIGHTED = {Role.OPERAND: 2.0, Role.DEFINITION: 2.0, Role.ANSWER: 2.0}
-# What the curriculum watches: skills, each the accuracy on tokens of one role.
-SKILLS = (Role.OPERAND, Role.DEFINITION, Role.ANSWER)
+# What the curriculum watches: skills, each the accuracy on tokens of one role. They weigh double.
+SKILLS = (Role.OPERAND, Role.CARRY, Role.DEFINITION, Role.TOTAL, Role.ANSWER)
+SKILL_WEIGHT = 2.0
 REVIEW_STEPS = 50
 
 
@@ -34,10 +37,11 @@ class Recipe:
     seed: int
     recall_tokens: int = 2_000_000
     recall_deadline: int = 1_200_000
-    program_tokens: int = 2_400_000
+    problem_tokens: int = 8_000_000
     step_tokens: int = 1_000
-    lines: int = 18
-    first_lines: int = 4
+    shares: tuple[tuple[str, float], ...] = (
+        ("programs", 0.4), ("passcode", 0.2), ("ledger", 0.2), ("alarms", 0.2)
+    )  # fmt: skip
     grow_above: float = 0.9
     recall_above: float = 0.97
     learning_rate: float = 3e-3
@@ -55,6 +59,7 @@ class Batch:
     targets: Tensor  # int64
     weights: Tensor  # float; 0 where no loss is taken
     skills: dict[Role, Tensor]  # where the targets that show a skill are
+    family: str
 
     @property
     def tokens(self) -> int:
@@ -73,7 +78,7 @@ class Run:
         torch.manual_seed(recipe.seed)
         self.model = Llama().to(device)
         self.stage, self.step, self.tokens = "recall", 0, 0
-        self.max_lines = recipe.first_lines
+        self.lines = {name: family.first for name, family in FAMILIES.items()}
         self.recalls = False
         self.hits: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         self._new_optimizers()
@@ -88,9 +93,9 @@ class Run:
         """
         for stage, budget in (
             ("recall", self.recipe.recall_tokens),
-            ("program", self.recipe.program_tokens),
+            ("problem", self.recipe.problem_tokens),
         ):
-            if self.stage == "recall" and stage == "program":
+            if self.stage == "recall" and stage == "problem":
                 self.stage, self.step, self.tokens = stage, 0, 0
                 self.hits.clear()
                 self._new_optimizers()
@@ -130,16 +135,21 @@ class Run:
         self.tokens += batch.tokens
 
     def _draw(self) -> Batch:
-        """About `step_tokens` tokens: sequences of one length class, at least one."""
-        rng = Random(f"train/{self.recipe.seed}/{self.stage}/{self.step}")
-        lines = rng.randint(2, self.max_lines)
+        """About `step_tokens` tokens: sequences of one family, at least one."""
+        at = f"train/{self.recipe.seed}/{self.stage}/{self.step}"
+        names, shares = zip(*self.recipe.shares, strict=True)
+        family = "recall" if self.stage == "recall" else Random(at).choices(names, shares)[0]
         rows: list[Row] = []
         longest = 0
         while (len(rows) + 1) * longest <= self.recipe.step_tokens:
-            seed = f"train/{self.recipe.seed}/{self.stage}/{self.step}/{len(rows)}"
-            rows.append(_recall_row(seed) if self.stage == "recall" else _program_row(seed, lines))
+            seed = f"{at}/{len(rows)}"
+            rows.append(
+                _recall_row(seed)
+                if self.stage == "recall"
+                else _problem_row(family, seed, self.lines[family])
+            )
             longest = max(longest, len(rows[-1].ids))
-        return _pad(rows, self.device)
+        return _pad(rows, family, self.device)
 
     def _schedule(self, budget: int) -> float:
         warm = min(1.0, (self.step + 1) / self.recipe.warmup_steps)
@@ -149,33 +159,35 @@ class Run:
     def _count(self, batch: Batch, picked: Tensor, right: Tensor, loss: Tensor) -> None:
         for name, mask in [("all", picked), *batch.skills.items()]:
             chosen = right[mask[picked]]
-            self.hits[name][0] += int(chosen.sum())
-            self.hits[name][1] += chosen.numel()
+            self.hits[f"{batch.family}/{name}"][0] += int(chosen.sum())
+            self.hits[f"{batch.family}/{name}"][1] += chosen.numel()
         self.hits["loss"][0] += float(loss.detach())
         self.hits["loss"][1] += 1
 
     def _review(self, speed: float) -> None:
-        """Log the last steps' accuracies and lengthen the programs once every skill is there."""
-        rates = {name: hit / max(count, 1) for name, (hit, count) in self.hits.items()}
+        """Log the last steps' accuracies and lengthen a family once every skill is there."""
+        rates = {name: hit / count for name, (hit, count) in self.hits.items() if count}
         self.hits.clear()
         record = {
             "stage": self.stage,
             "step": self.step,
             "tokens": self.tokens,
-            "lines": self.max_lines,
+            "lines": dict(self.lines),
             "tokens_per_second": round(speed),
             **{name: round(rate, 4) for name, rate in rates.items()},
         }
         with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(record) + "\n")
         if self.stage == "recall":
-            rate = rates[Role.OPERAND]
+            rate = rates[f"recall/{Role.OPERAND}"]
             self.recalls = rate > self.recipe.recall_above
             if rate < self.recipe.grow_above and self.tokens > self.recipe.recall_deadline:
                 raise StuckError(f"recall {rate:.2f} after {self.tokens} tokens: try another seed")
-        learned = all(rates.get(skill, 0.0) > self.recipe.grow_above for skill in SKILLS)
-        if self.stage == "program" and learned:
-            self.max_lines = min(self.max_lines + 2, self.recipe.lines)
+            return
+        for name, family in FAMILIES.items():
+            skills = [rates[key] for skill in SKILLS if (key := f"{name}/{skill}") in rates]
+            if skills and min(skills) > self.recipe.grow_above:
+                self.lines[name] = min(self.lines[name] + 2, max(family.trained))
 
     def _new_optimizers(self) -> None:
         matrices = [p for p in self.model.model["layers"].parameters() if p.ndim == 2]
@@ -196,7 +208,7 @@ class Run:
             "recipe": asdict(self.recipe),
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "progress": (self.stage, self.step, self.tokens, self.max_lines, self.recalls),
+            "progress": (self.stage, self.step, self.tokens, self.lines, self.recalls),
         }
         partial = self.folder / "state.pt.partial"
         torch.save(state, partial)
@@ -209,7 +221,7 @@ class Run:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.stage, self.step, self.tokens, self.max_lines, self.recalls = state["progress"]
+        self.stage, self.step, self.tokens, self.lines, self.recalls = state["progress"]
 
 
 @dataclass(frozen=True)
@@ -225,14 +237,14 @@ def _recall_row(seed: str) -> Row:
     return Row([TOKEN_IDS[w] for w in words], [Role.OPERAND if r else None for r in is_recalled])
 
 
-def _program_row(seed: str, lines: int) -> Row:
-    task = problem(seed, lines)
+def _problem_row(family: str, seed: str, lines: int) -> Row:
+    task = FAMILIES[family].draw(seed, lines)
     prompt = encode(task.prompt)
     trace = [TOKEN_IDS[token.word] for token in task.trace_tokens]
     return Row(prompt + trace, [None] * len(prompt) + [token.role for token in task.trace_tokens])
 
 
-def _pad(rows: list[Row], device: str) -> Batch:
+def _pad(rows: list[Row], family: str, device: str) -> Batch:
     """Stack rows, padded on the right to the longest."""
     width = max(len(row.ids) for row in rows)
 
@@ -245,8 +257,10 @@ def _pad(rows: list[Row], device: str) -> Batch:
         skill: stack([[role == skill for role in row.roles] for row in rows], False)[:, 1:]
         for skill in SKILLS
     }
-    return Batch(ids[:, :-1], ids[:, 1:], weights[:, 1:], skills)
+    return Batch(ids[:, :-1], ids[:, 1:], weights[:, 1:], skills, family)
 
 
 def _weight(role: Role | None) -> float:
-    return 0.0 if role is None else WEIGHTED.get(role, 1.0)
+    if role is None:
+        return 0.0
+    return SKILL_WEIGHT if role in SKILLS else 1.0

@@ -1,0 +1,41 @@
+"""The daemon's part of `epikv bench attention` and of `epikv bench context`, shortly."""
+
+from typing import Any
+
+import pytest
+from click import ClickException
+from epikv.bench import attention, context, harness
+from epikv.bench.context import MIB
+from epikv.options import Kv
+
+WHERE: dict[str, Any] = {"server": None, "metrics": None, "binary": None}
+SHAPE = {**context.SHAPE, "layers": 2}
+
+
+def test_every_arm_is_timed_while_it_evicts() -> None:
+    rounds = attention._daemon({**SHAPE, "vocab": 512}, 256, 1, WHERE)
+    assert [list(taken) for taken in rounds] == [list(attention.ARMS)]
+    for time in rounds[0].values():
+        assert 0 < time.cpu < 2 * time.wall
+
+
+def test_a_policy_that_does_not_evict_is_not_timed() -> None:
+    model = harness.random_model("context", **SHAPE)
+    with (
+        harness.serving(lambda: model, ["--threads=1"], **WHERE) as served,
+        pytest.raises(ClickException, match="random has not evicted"),
+    ):
+        attention._window(served, Kv("random", 4096, protect_prompt=False), 256, 0)
+
+
+def test_a_daemon_grows_by_what_its_sequences_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "POLICIES", ("full", "h2o"))
+    shape = {**SHAPE, "kv_heads": 8, "head_dim": 64}  # K and V outgrow the noise of a heap
+    found = dict(context._daemons(shape, 64 * MIB, (1024, 4096), WHERE))
+    kv = 2 * 2 * 8 * 64 * 2  # bytes of a token: layers, K and V, KV heads, width, bfloat16
+    for name, longest in found.items():
+        more = (longest.measured[4096] - longest.measured[1024]) / 3072
+        assert 0.8 * kv < more < 2.5 * kv, name
+    assert "no attention" in found["full"].told and "by rows" in found["h2o"].told
+    assert found["h2o"].tokens < found["full"].tokens
+    assert found["full"].confirmed == pytest.approx(1, abs=0.3)  # scratch is not reserved

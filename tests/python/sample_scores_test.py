@@ -1,0 +1,47 @@
+"""What the repository keeps of an evaluation."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from epikv.eval.results import Record, store
+from epikv.sample.scores import Score, condense, read, write
+
+PLAN = {
+    "tasks": [{"name": "a", "problems": 12, "oracle": False}],
+    "arms": [
+        {"label": "full", "policy": "full", "slack": 0, "params": {}},
+        {"label": "h2o", "policy": "h2o", "slack": 0, "params": {"slack": 0}},
+    ],
+    "budgets": ["50%", "25%"],
+    "seeds": 1,
+}
+
+
+def record(number: int, arm: str, budget: str) -> Record:
+    found = Record("a", f"test/{number}", arm, budget, 0, prompt_tokens=10, output_tokens=30)
+    if budget == "25%":
+        return replace(found, fault="INVALID_ARGUMENT: no")
+    evicted = 10 if arm == "h2o" else 0
+    return replace(found, right=[True, number % 3 == 0], evicted_tokens=evicted)
+
+
+def test_scores_tell_which_problems_were_solved(tmp_path: Path) -> None:
+    cells = [("h2o", "25%"), ("h2o", "50%"), ("full", "")]
+    with store(tmp_path, PLAN) as found:
+        for arm, budget in cells:
+            for number in reversed(range(12)):
+                if (number, arm) == (0, "full"):
+                    with pytest.raises(ValueError, match="35 of 36 completions"):
+                        condense(tmp_path)
+                found.append(record(number, arm, budget))
+    thirds = "100100100100"
+    expected = [
+        Score("a", "", "full", thirds, round(2 / 3, 4)),
+        Score("a", "50%", "h2o", thirds, round(2 / 3, 4), dropped=0.25),
+        Score("a", "25%", "h2o", "", fault="INVALID_ARGUMENT: no"),
+    ]
+    assert condense(tmp_path) == expected
+    write(tmp_path / "scores.jsonl", expected)
+    assert read(tmp_path / "scores.jsonl") == expected
+    assert sum(expected[0].hits) == 4

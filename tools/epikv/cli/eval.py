@@ -1,0 +1,275 @@
+"""`epikv eval`"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from epikv.bench import harness
+from epikv.bench.targets import INTERRUPTED
+from epikv.cli import options
+from epikv.client import DEFAULT_SERVER, Client
+from epikv.errors import RpcError
+from epikv.messages import Model
+from epikv.options import POSITIONS, show_budget
+
+if TYPE_CHECKING:
+    from epikv.eval.plan import Task
+    from epikv.sample.need import Need
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+class _Slack(click.ParamType):
+    name = "tokens|own"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int | None:
+        if value == "own" or not isinstance(value, str):
+            return None if value == "own" else value
+        if not value.isdecimal():
+            self.fail(f"'{value}' is neither a number of tokens nor 'own'", param, ctx)
+        return int(value)
+
+
+@click.command("eval")
+@click.option(
+    "--task",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="sample:FAMILY, sample:FAMILY@LINES, file:PATH (JSONL: MATH-500, AIME, GSM8K, your own),"
+    " needle@WORDS, recall@PAIRS. Again for more.",
+)
+@click.option(
+    "--problems",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Of each task; the first so many.",
+)
+@click.option("--split", default="test", show_default=True, help="Splits share no made problem.")
+@click.option(
+    "--template", type=_FILE, help="Of prompts for file:PATH, {problem} where the problem goes."
+)
+@click.option(
+    "--policy",
+    "wanted",
+    multiple=True,
+    metavar="NAME[:PARAM=VALUE,...]",
+    help="Again for more; `all`: each with its defaults. full and random are there in any case,"
+    " oracle where it is known what is needed.",
+)
+@click.option(
+    "--budget",
+    "budgets",
+    type=options.Budget(),
+    multiple=True,
+    default=(0.5,),
+    help="Tokens, the prompt included (1024), or the prompt and a share of the reference trace"
+    " (0.5, 50%). Again for more. Default: 50%.",
+)
+@click.option(
+    "--slack",
+    type=_Slack(),
+    default="15",
+    show_default=True,
+    help="How far all policies may outgrow their budget between rounds; `own`: each as it does by"
+    " default.",
+)
+@click.option("--published-protection", is_flag=True, help="Not the rule that is equal for all.")
+@click.option(
+    "--positions", type=click.Choice(list(POSITIONS)), default="absolute", show_default=True
+)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Default: greedy.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0)
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Completions of each problem; more than one needs a temperature.",
+)
+@click.option(
+    "--max-output-tokens", type=click.IntRange(min=1), help="Default: 1.25 of a known trace."
+)
+@click.option(
+    "--at-once",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Requests running together.",
+)
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of results and report. What is there already is not run again.",
+)
+@click.option(
+    "--server",
+    metavar="HOST:PORT",
+    help="Default: $EPIKV_SERVER or " + DEFAULT_SERVER + ", unless a daemon is started.",
+)
+@click.option("--model-name", default="", help="Needed only where several are served.")
+@click.option("--model", type=_FILE, help="Start a daemon on this model file.")
+@click.option(
+    "--model-dir",
+    type=_FOLDER,
+    help="A sample model's folder. Its oracle knows what is needed; without --server, a daemon is"
+    " started on it.",
+)
+@click.option("--binary", type=_FILE, help="The epikvd to start. Default: as for benches.")
+@click.option("--daemon-flag", "flags", multiple=True, help="Of the daemon that is started.")
+def command(names: tuple[str, ...], out: Path, **given: Any) -> None:
+    """Measure what policies keep: problems with checkable answers, under budgets.
+
+    Interrupted, or left by its daemon, the same command goes on where it was. Without --task it
+    writes the report of what is in --out so far.
+    """
+    if given["seeds"] > 1 and not given["temperature"]:
+        raise click.UsageError("greedy completions are all alike: --seeds needs a --temperature")
+    from epikv.eval import plots
+
+    plots.check()
+    if names:
+        sys.exit(_evaluate(names=names, out=out, **given))
+    _report(out)
+
+
+def _evaluate(
+    *,
+    names: tuple[str, ...],
+    problems: int,
+    split: str,
+    template: Path | None,
+    wanted: tuple[str, ...],
+    budgets: tuple[int | float, ...],
+    slack: int | None,
+    published_protection: bool,
+    positions: str,
+    temperature: float,
+    top_p: float,
+    seeds: int,
+    max_output_tokens: int | None,
+    at_once: int,
+    out: Path,
+    model_name: str,
+    model_dir: Path | None,
+    **where: Any,
+) -> int:
+    """The exit status."""
+    from epikv.eval import models, runner
+    from epikv.eval.plan import Settings, arms, document
+    from epikv.eval.summary import faults
+
+    needs = models.needs(model_dir) if model_dir is not None else {}
+    text = template.read_text("utf-8") if template is not None else None
+    tasks = [_load(name, split, problems, text, needs) for name in names]
+    if len({task.name for task in tasks}) < len(tasks):
+        raise click.UsageError("two tasks have one name")
+    settings = Settings(
+        split=split,
+        seeds=seeds,
+        temperature=temperature,
+        top_p=top_p,
+        max_output_tokens=max_output_tokens,
+        equal_protection=not published_protection,
+        positions=positions,
+    )
+    with _served(at_once, model_dir, wanted, **where) as served:
+        model = _model(served.client, model_name)
+        catalog = served.client.policies(model=model.name)
+        chosen = arms(catalog, wanted, slack, any(task.oracle for task in tasks))
+        shown = [show_budget(budget) for budget in dict.fromkeys(budgets)]
+        plan = document(model, tasks, chosen, shown, settings)
+        try:
+            runner.run(served.client, plan, tasks, settings, out, at_once)
+        except (runner.Interrupted, KeyboardInterrupt):
+            click.echo(f"interrupted; {_how_far(out)}", err=True)
+            return INTERRUPTED
+        except RpcError as error:
+            raise click.ClickException(
+                f"{served.address} went away: {error}\n{_how_far(out)}"
+            ) from error
+    summary = _report(out)
+    return int(any(runner.FAILURE in fault for fault in faults(summary)))
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    """Writes it, and tells what there is."""
+    from epikv.eval import report, table
+    from epikv.eval.summary import faults
+
+    summary = report.write(folder)
+    click.echo(table.markdown(summary), nl=False)
+    for fault, count in faults(summary).items():
+        click.echo(f"not run, {count} times: {fault}", err=True)
+    click.echo(f"{_how_far(folder)}\n{folder / 'report.html'}", err=True)
+    return summary
+
+
+def _load(
+    name: str, split: str, problems: int, template: str | None, needs: "dict[str, Need]"
+) -> "Task":
+    from epikv.eval.plan import named
+    from epikv.eval.tasks import load
+
+    return named(name, load(name, split, problems, template=template, needs=needs))
+
+
+@contextmanager
+def _served(
+    at_once: int,
+    model_dir: Path | None,
+    wanted: Sequence[str],
+    *,
+    server: str | None,
+    model: Path | None,
+    binary: Path | None,
+    flags: Sequence[str],
+) -> Iterator[harness.Served]:
+    """The daemon at `server`, or one on `model` or on what `model_dir` holds."""
+    from epikv.eval import models
+
+    if server is not None and model is not None:
+        raise click.UsageError("give --server or --model: of a server's daemon the model is known")
+    if server is None and model is None and model_dir is None:
+        server = os.environ.get("EPIKV_SERVER", DEFAULT_SERVER)
+    own = [f"--max_running_requests={at_once}"]
+    if server is None and model is None and model_dir is not None:
+        named = {text.partition(":")[0] for text in wanted}
+        found = models.artefacts(model_dir, models.CALIBRATED if "all" in named else named)
+        own += [f"--artefact_dir={found}"] if found else []
+    with harness.serving(
+        lambda: model or models.exported(model_dir),
+        [*own, *(f"--{flag.removeprefix('--')}" for flag in flags)],
+        server=server,
+        metrics=None,
+        binary=binary,
+        needs_metrics=False,
+    ) as served:
+        yield served
+
+
+def _model(client: Client, name: str) -> Model:
+    served = client.models()
+    if name:
+        return client.model(name)
+    if len(served) != 1:
+        names = ", ".join(model.name for model in served)
+        raise click.UsageError(f"several models are served, say which with --model-name: {names}")
+    return served[0]
+
+
+def _how_far(folder: Path) -> str:
+    from epikv.eval import results
+    from epikv.eval.plan import total
+
+    plan, records = results.read(folder)
+    told = f"{len(records)} of {total(plan)} completions are in {folder}"
+    more = "" if len(records) == total(plan) else "; the same command goes on from there"
+    return told + more

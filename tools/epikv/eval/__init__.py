@@ -1,0 +1,1 @@
+"""What policies keep: tasks with checkable answers, run through a daemon under budgets."""

@@ -1,0 +1,188 @@
+"""What an evaluation runs: every arm at every budget on every problem with every seed.
+
+`full` comes first, for a budget that is a share counts a problem's prompt and that share of its
+reference trace, which is what the model wrote under `full` where the task has none of its own.
+Both kinds of `random` are always there, and `oracle` where it is known what a task needs. A policy
+evicts in rounds of `slack` + 1 tokens and holds up to `slack` above its budget between them, so all
+run with one slack, and each is held against `random` with its own.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from epikv.eval.results import Key
+from epikv.eval.tasks import Item, Probe, axis
+from epikv.messages import Model, Policy
+from epikv.options import parse_param
+
+FORMAT = "epikv.eval/1"
+FULL, ORACLE, RANDOM, FROZEN = "full", "oracle", "random", "random:frozen=true"
+SLACK = 15  # of all arms, unless said otherwise
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A policy with parameters; what is not given is the server's default."""
+
+    label: str
+    policy: str
+    params: dict[str, Any]
+    slack: int  # in `params`, too, but for `full`
+
+
+@dataclass(frozen=True)
+class Task:
+    """A loaded task."""
+
+    name: str
+    axis: str
+    items: Sequence[Item | Probe]
+
+    @property
+    def oracle(self) -> bool:
+        """Whether it is known what each of its problems needs."""
+        return all(item.needed is not None for item in self.items)
+
+    def facts(self) -> dict[str, Any]:
+        """What the plan says of it. digest: of its problems."""
+        digest = hashlib.sha256()
+        for item in self.items:
+            needed = item.needed and item.needed(1 << 20)
+            parts = item.parts if isinstance(item, Probe) else ()
+            content = [item.id, item.prompt, parts, item.trace_tokens, needed]
+            digest.update(json.dumps(content).encode())
+        return {
+            "name": self.name,
+            "axis": str(self.axis),
+            "problems": len(self.items),
+            "oracle": self.oracle,
+            "digest": digest.hexdigest()[:16],
+        }
+
+
+def named(name: str, items: Sequence[Item | Probe]) -> Task:
+    """A task's problems. The folder that a file lies in is nobody's business."""
+    kind, _, rest = name.partition(":")
+    return Task(f"file:{Path(rest).name}" if kind == "file" else name, axis(name), items)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all completions share."""
+
+    split: str = "test"
+    seeds: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_output_tokens: int | None = None  # None: as the task's reference trace lets expect
+    equal_protection: bool = True
+    positions: str = "absolute"
+
+
+def document(
+    model: Model, tasks: Sequence[Task], arms: Sequence[Arm], budgets: Sequence[str], of: Settings
+) -> dict[str, Any]:
+    """The plan in JSON: two runs of one plan give one set of results."""
+    return {
+        "format": FORMAT,
+        "model": {
+            "name": model.name,
+            "weights": model.weights,
+            "dtype": model.dtype,
+            "calibration": model.calibration and asdict(model.calibration),
+        },
+        "tasks": [task.facts() for task in tasks],
+        "arms": [asdict(arm) for arm in arms],
+        "budgets": list(budgets),
+        **asdict(of),
+    }
+
+
+def keys(plan: dict[str, Any], items: dict[str, Sequence[str]]) -> Iterator[Key]:
+    """Of every completion of a plan, in the order in which they are run. items: ids, by task."""
+    arms = [arm["label"] for arm in plan["arms"]]
+    for budget in ("", *plan["budgets"]):
+        for task in plan["tasks"]:
+            for arm in arms:
+                # What needs no budget is not run at one.
+                if (arm == FULL) != (budget == "") or not runs(task, plan, arm):
+                    continue
+                for seed in range(plan["seeds"]):
+                    for item in items[task["name"]]:
+                        yield Key(task["name"], item, arm, budget, seed)
+
+
+def total(plan: dict[str, Any]) -> int:
+    """Completions of a plan."""
+    return sum(1 for _ in keys(plan, {t["name"]: [""] * t["problems"] for t in plan["tasks"]}))
+
+
+def runs(task: dict[str, Any], plan: dict[str, Any], arm: str) -> bool:
+    """Whether the arm is run on a task of the plan: an oracle, where it knows what is needed."""
+    policy = next(a["policy"] for a in plan["arms"] if a["label"] == arm)
+    return policy != ORACLE or task["oracle"]
+
+
+def arms(
+    catalog: Sequence[Policy], wanted: Sequence[str], slack: int | None, oracle: bool
+) -> list[Arm]:
+    """`full`, the oracle if it `oracle`, both kinds of random, and the wanted policies.
+
+    wanted: "all", and "name" or "name:param=value,param=value". slack: of all that do not name one;
+    None: each policy's own.
+    """
+    known = {policy.name: policy for policy in catalog}
+    everything = [policy.name for policy in catalog if not policy.evaluation_only]
+    texts = [text for want in wanted for text in (everything if want == "all" else [want])]
+    made = [_arm(known, text, slack) for text in texts]
+    made = [arm for arm in made if arm.policy not in (FULL, ORACLE)]
+    lengths = sorted({arm.slack for arm in made}) or [SLACK if slack is None else slack]
+    anchors = [_arm(known, FULL, slack)]
+    if oracle:
+        anchors += [_arm(known, f"{ORACLE}:slack={length}", slack) for length in lengths]
+    for text in (f"{RANDOM}:slack=", f"{FROZEN},slack="):
+        anchors += [_arm(known, f"{text}{length}", slack) for length in lengths]
+    return list({arm.label: arm for arm in [*anchors, *made]}.values())
+
+
+def control(plan: dict[str, Any], arm: str) -> str | None:
+    """The label of fresh `random` in rounds of the same length; None of `full`."""
+    slack = {a["label"]: a["slack"] for a in plan["arms"]}[arm]
+    for other in plan["arms"]:
+        fresh = other["policy"] == RANDOM and set(other["params"]) == {"slack"}
+        if fresh and other["slack"] == slack and arm != FULL:
+            return other["label"]
+    return None
+
+
+def _arm(known: dict[str, Policy], text: str, common: int | None) -> Arm:
+    name, _, rest = text.partition(":")
+    if name not in known:
+        raise click.BadParameter(f"no policy is called {name}; known: {', '.join(known)}")
+    try:
+        params = dict(map(parse_param, re.split(r",(?=\w+=)", rest))) if rest else {}
+    except ValueError as error:
+        raise click.BadParameter(f"{text}: {error}") from error
+    params_of = {param.name for param in known[name].params}
+    if unknown := set(params) - params_of:
+        raise click.BadParameter(f"{name} has no parameter {', '.join(sorted(unknown))}")
+    slack = 0
+    if "slack" in params_of:
+        own = known[name].slack_tokens
+        slack = params.setdefault("slack", own if common is None else common)
+        if not isinstance(slack, int):
+            raise click.BadParameter(f"{text}: slack is a number of tokens")
+    shown = {key: params[key] for key in sorted(params) if key != "slack" or slack != common}
+    told = ",".join(f"{key}={_shown(value)}" for key, value in shown.items())
+    return Arm(f"{name}:{told}" if told else name, name, params, slack)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,104 @@
+"""An evaluation's summary as Markdown."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from epikv.eval.plan import FULL
+
+COLUMNS = (
+    "policy", "n", "solved", "answers", "solved - full", "p", "solved - random", "p",
+    "solved, of those that evicted", "dropped", "tokens", "of full", "capped", "tokens/s",
+    "peak KV",
+)  # fmt: skip
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """How it was made, and a table for each task and budget."""
+    plan, rows = summary["plan"], summary["rows"]
+    parts = [f"# {plan['model']['name']}\n", *(f"{line}  " for line in made(plan))]
+    place = None
+    for row in rows:
+        if (row["task"], row["budget"]) != place:
+            place = row["task"], row["budget"]
+            parts += ["", f"## {row['task']}, budget {row['budget']}", "", _cells(COLUMNS)]
+            parts.append(_cells(["---"] * len(COLUMNS)))
+        parts.append(_cells(cells(row)))
+    return "\n".join(parts) + "\n"
+
+
+def made(plan: dict[str, Any]) -> list[str]:
+    """How the figures were made, in sentences."""
+    model = plan["model"]
+    draws = (
+        f"temperature {plan['temperature']:g}, top-p {plan['top_p']:g}, {plan['seeds']} seeds"
+        if plan["temperature"]
+        else "greedy"
+    )
+    tasks = ", ".join(f"{task['name']} ({task['problems']})" for task in plan["tasks"])
+    slacks = sorted({arm["slack"] for arm in plan["arms"] if arm["policy"] != FULL})
+    return [
+        f"Model {model['name']}, {model['dtype']}, weights {model['weights'] or 'not told'};"
+        f" {draws}; positions {plan['positions']}.",
+        f"Problems: {tasks}; split {plan['split']}.",
+        protection(plan) + ".",
+        "A budget counts all tokens, the prompt's too; a share is the prompt and that share of the"
+        " reference trace.",
+        f"Rounds of {' or '.join(str(slack + 1) for slack in slacks)} tokens, by which a cache may"
+        " outgrow its budget between them; `random` has a policy's own.",
+        "Intervals are 95 %: Wilson's of a share, the bootstrap over problems of a difference; p is"
+        " McNemar's, exact, not corrected for the number of comparisons.",
+    ]
+
+
+def protection(plan: dict[str, Any]) -> str:
+    """What no policy could evict: for every plot and page."""
+    if plan["equal_protection"]:
+        return (
+            "Equal protection: the prompt where prompt + 16 <= budget K, 4 sinks and the newest"
+            " min(128, K/4) tokens, for every policy"
+        )
+    return "Published protection: each policy keeps what its authors' does, not the same for all"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row's, by COLUMNS."""
+    name = f"`{row['arm']}`"
+    if "solved" not in row:
+        why = f"not run: {row['fault']}" if not row["pending"] else f"{row['pending']} to run"
+        return [name, "", why.replace("\n", " "), *[""] * (len(COLUMNS) - 3)]
+    if row["uncalibrated"]:
+        name += " (uncalibrated)"
+    n = f"{row['n']}" + (f" ({row['refused']} refused)" if row["refused"] else "")
+    evicting = row["evicting"]
+    of_evicting = f"{_share(evicting['solved'])}, n = {evicting['n']}" if evicting["n"] else "none"
+    speed, ratio = row["tokens_per_second"], row["length_ratio"]
+    return [
+        name,
+        n,
+        _share(row["solved"]),
+        f"{row['answers']:.3f}",
+        *_gain(row["against_full"]),
+        *_gain(row.get("against_random")),
+        of_evicting,
+        f"{row['dropped']:.0%}",
+        f"{row['output_tokens']:.0f}",
+        "" if ratio is None else f"{ratio:.2f}",
+        f"{row['cap_hits']:.0%}",
+        "" if speed is None else f"{speed:.1f}",
+        f"{row['peak_tokens']}, {row['peak_bytes'] / 2**20:.2f} MiB",
+    ]
+
+
+def _share(share: dict[str, float]) -> str:
+    return f"{share['value']:.3f} [{share['low']:.3f}, {share['high']:.3f}]"
+
+
+def _gain(gain: dict[str, float] | None) -> tuple[str, str]:
+    if gain is None:
+        return "", ""
+    told = f"{gain['value']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
+    return told, f"{gain['p']:.2g}"
+
+
+def _cells(columns: Sequence[str]) -> str:
+    return "| " + " | ".join(columns) + " |"

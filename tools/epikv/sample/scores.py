@@ -1,0 +1,88 @@
+"""What the repository keeps of an evaluation: which problems each arm solved, in few bytes."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+from epikv.eval import results
+from epikv.eval.plan import FULL, total
+
+NOT_RUN = "Not yet run."  # of a page, where nothing is kept yet
+
+
+@dataclass(frozen=True)
+class Score:
+    """How one arm did on one task at one budget."""
+
+    task: str
+    budget: str  # "50%"; empty: the whole cache
+    arm: str
+    solved: str  # "1" or "0" of each problem, in their order; empty: not run
+    answers: float = 0.0  # share of right parts
+    dropped: float = 0.0  # evicted tokens, of all that were cached
+    uncalibrated: bool = False
+    fault: str = ""  # why the daemon would not run it
+
+    @property
+    def hits(self) -> list[int]:
+        return [int(digit) for digit in self.solved]
+
+
+def condense(folder: Path) -> list[Score]:
+    """The scores of a finished evaluation. Raises ValueError of another."""
+    plan, records = results.read(folder)
+    if len(records) < total(plan):
+        raise ValueError(f"{folder}: {len(records)} of {total(plan)} completions are there")
+    cells: dict[tuple[str, str, str], list[results.Record]] = defaultdict(list)
+    for record in records:
+        cells[record.task, record.budget, record.arm].append(record)
+    order = {arm["label"]: number for number, arm in enumerate(plan["arms"])}
+    budgets = ["", *plan["budgets"]]
+    names = [task["name"] for task in plan["tasks"]]
+    return [
+        _score(*key, cells[key])
+        for key in sorted(
+            cells, key=lambda key: (names.index(key[0]), budgets.index(key[1]), order[key[2]])
+        )
+    ]
+
+
+def write(file: Path, scores: list[Score]) -> None:
+    """One JSON object a line; what has its default is left out."""
+    defaults = asdict(Score("", "", "", ""))
+    lines = [
+        json.dumps({k: v for k, v in asdict(score).items() if v != defaults.get(k)})
+        for score in scores
+    ]
+    file.write_text("\n".join(lines) + "\n")
+
+
+def read(file: Path) -> list[Score]:
+    blank = {"budget": "", "solved": ""}
+    return [Score(**blank | json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def solved(found: Iterable[Score], arm: str, budget: str) -> list[int]:
+    """Of all problems of `found`, in their order; of the whole cache at every budget."""
+    wanted = "" if arm == FULL else budget
+    return [hit for s in found if (s.arm, s.budget) == (arm, wanted) for hit in s.hits]
+
+
+def _score(task: str, budget: str, arm: str, found: list[results.Record]) -> Score:
+    faults = [record.fault for record in found if record.fault]
+    if faults:
+        return Score(task, budget, arm, "", fault=faults[0])
+    found = sorted(found, key=lambda record: int(record.item.rpartition("/")[2]))
+    cached = sum(record.prompt_tokens + record.output_tokens for record in found)
+    return Score(
+        task,
+        budget,
+        arm,
+        "".join(str(int(record.solved)) for record in found),
+        answers=round(fmean(fmean(record.right) for record in found), 4),
+        dropped=round(sum(record.evicted_tokens for record in found) / cached, 4),
+        uncalibrated=arm != FULL and any(record.uncalibrated for record in found),
+    )
