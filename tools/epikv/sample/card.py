@@ -252,8 +252,18 @@ def _candidates() -> str:
 def _judged() -> str:
     """What epikv_probe solves more than each other, on the same problems, by axis and over both."""
     axes = (None, Axis.REASONING, Axis.RECALL)
+    by_seed = scores("pair")
+    everywhere = [{score.arm for score in found} for found in by_seed.values()]
+    pooled = [
+        score
+        for found in by_seed.values()
+        for score in found
+        if all(score.arm in arms for arms in everywhere)
+    ]
     parts = []
-    for seed, found in scores("pair").items():
+    for seed, found in {f"{len(by_seed)} seeds together": pooled, **by_seed}.items():
+        if not found:
+            continue
         budgets = _budgets(found)
         of = {a: [s for s in found if a is None or axis(s.task) == a] for a in axes}
         counts = ", ".join(f"{a or 'all'} {len(solved(of[a], RANDOM, budgets[0]))}" for a in axes)
