@@ -12,7 +12,7 @@ from epikv.sample import problem
 from epikv.testing import Daemon
 
 TASK = problem(9)
-UNSURE = [40, 41, 42, 7, 7, 7]  # no problem at all: the model cannot be certain of what follows
+UNSURE = [2, 6, 7, 15]  # "<bos> ask answer passcode", no problem at all: the model cannot be certain of what follows
 FACTS = Output(token_ids=True, logprobs=True, top_logprobs=5)
 EVERYTHING = Sampling(
     temperature=0.9,

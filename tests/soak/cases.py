@@ -16,6 +16,7 @@ from faults import Plant, plant
 Request: TypeAlias = generation_pb2.GenerateRequest | generation_pb2.ScoreRequest
 
 PROBLEMS = 200  # of the sample model, of which prompts are taken
+DEFAULT_OUTPUT = 1024  # tokens, where none are asked for
 SHARED_IDS = 3  # request ids that several clients use at once
 STOP_STRINGS = (":", "ok", "so $m", "done #3", " check 6", "7 .", "\u00e9\u4e16", "never said")
 # What a calibration would say to policies that this model has none for.
@@ -132,7 +133,7 @@ class _Maker:
         if rng.random() < 0.97:
             request.stop.max_output_tokens = output
         else:
-            output = left  # the default is more
+            output = min(left, DEFAULT_OUTPUT)
         self._sampling(request.sampling)
         self._stop(request.stop)
         self._kv(request.kv, prompt, output)
