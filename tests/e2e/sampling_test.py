@@ -12,7 +12,8 @@ from epikv.sample import problem
 from epikv.testing import Daemon
 
 TASK = problem(9)
-UNSURE = [2, 6, 7, 15]  # "<bos> ask answer passcode", no problem at all: the model cannot be certain of what follows
+# "<bos> ask answer passcode": no problem at all, so the model cannot be certain of what follows.
+UNSURE = [2, 6, 7, 15]
 FACTS = Output(token_ids=True, logprobs=True, top_logprobs=5)
 EVERYTHING = Sampling(
     temperature=0.9,
