@@ -302,8 +302,8 @@ def test_sigterm_waits_no_longer_than_it_may(sample_model: Path) -> None:
 def test_sigterm_under_load_finishes_what_fits_and_tells_the_rest(sample_model: Path) -> None:
     """Health first; then new requests are refused; short streams end well, long ones are told why
     they do not."""
-    short, long = Stop(max_output_tokens=40), Stop(max_output_tokens=900, ignore_eos=True)
-    flags = ("--threads=1", "--max_running_requests=64", "--drain_seconds=8")
+    short, long = Stop(max_output_tokens=40), Stop(max_output_tokens=1150, ignore_eos=True)
+    flags = ("--threads=1", "--max_running_requests=64", "--drain_seconds=6")
     with Daemon(sample_model, *flags) as daemon, daemon.client() as client:
         streams = {stop: [] for stop in (short, long)}
         for stop, count in ((long, 48), (short, 16), (long, 352)):  # the last of them wait
