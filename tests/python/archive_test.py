@@ -8,16 +8,7 @@ import pytest
 import torch
 from epikv.export import ExportError, archive, load, random_model
 from epikv.export.manifest import Calibration
-
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 61,
-    "max_position_embeddings": 256,
-}
+from tiny_model import TINY
 
 
 @pytest.fixture

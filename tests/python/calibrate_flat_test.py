@@ -11,16 +11,7 @@ from epikv.calibrate.plan import Plan, Report
 from epikv.calibrate.synthetic import World
 from epikv.eval.tasks import Item
 from epikv.export import archive, random_model
-
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 61,
-    "max_position_embeddings": 256,
-}
+from tiny_model import TINY
 
 
 def test_problems_are_used_once() -> None:

@@ -9,22 +9,12 @@ import broken_models
 import pytest
 import torch
 from click.testing import CliRunner, Result
-
 from epikv.calibrate.thinkv_tbe import CalibrationError, Modes, choose, measure, modes, sparsity
 from epikv.cli import main
 from epikv.export import export, load, random_model
 from epikv.export.parity import load_reference
 from epikv.export.synthetic import word_tokenizer, write_directory
-
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 61,
-    "max_position_embeddings": 256,
-}
+from tiny_model import TINY
 
 
 def normals(*centres: float, count: int = 2000, deviation: float = 0.04) -> torch.Tensor:

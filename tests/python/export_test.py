@@ -11,8 +11,6 @@ from typing import Any
 import broken_models
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
 from epikv.export import ExportError, export, exporter, load, random_model
 from epikv.export.contract import violations
 from epikv.export.llama import Llama, Shape, build
@@ -20,16 +18,8 @@ from epikv.export.manifest import Manifest
 from epikv.export.operators import KvCache, Step, forward, running
 from epikv.export.parity import load_reference, random_prompts
 from epikv.export.synthetic import byte_tokenizer, write_directory
-
-TINY = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 61,
-    "max_position_embeddings": 256,
-}
+from safetensors.torch import load_file, save_file
+from tiny_model import TINY
 
 SHAPES = {
     "mha": {"num_key_value_heads": 4},

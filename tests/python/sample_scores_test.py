@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from epikv.eval.results import Record, store
+from epikv.sample.picture import draw
 from epikv.sample.scores import Score, condense, read, write
 
 PLAN = {
@@ -45,3 +46,16 @@ def test_scores_tell_which_problems_were_solved(tmp_path: Path) -> None:
     write(tmp_path / "scores.jsonl", expected)
     assert read(tmp_path / "scores.jsonl") == expected
     assert sum(expected[0].hits) == 4
+
+
+def test_the_tournament_is_drawn(tmp_path: Path) -> None:
+    """A task on either axis; an arm that was not run has no line."""
+    found = [
+        Score(task, "" if arm == "full" else budget, arm, "" if arm == "vase" else "1101" * 10)
+        for task in ("sample:programs", "sample:alarms")
+        for budget in ("50%", "25%")
+        for arm in ("full", "oracle", "random", "random:frozen=true", "h2o", "vase")
+    ]
+    draw(tmp_path / "all.png", found, seeds=3)
+    draw(tmp_path / "few.png", [s for s in found if s.arm in ("full", "random")], seeds=3)
+    assert (tmp_path / "all.png").read_bytes() != (tmp_path / "few.png").read_bytes()

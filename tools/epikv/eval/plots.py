@@ -11,14 +11,15 @@ from epikv.eval.plan import FULL, ORACLE, RANDOM
 from epikv.eval.table import protection
 
 _COLUMNS = 3
-_COLOURS = ("tab:blue", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink")
-_OTHERS = {"color": "0.82", "linewidth": 0.8, "zorder": 1}
-_ANCHORS = {
+# How arms look, here and in the picture of the sample models (epikv.sample.picture).
+COLOURS = ("tab:blue", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink")
+OTHERS = {"color": "0.82", "linewidth": 0.8, "zorder": 1}
+ANCHORS = {
     FULL: {"color": "black", "linestyle": "--"},
     ORACLE: {"color": "tab:green", "linestyle": "--"},
     RANDOM: {"color": "0.35", "linestyle": "-"},
 }
-_FROZEN = {"color": "0.35", "linestyle": ":"}
+FROZEN_RANDOM = {"color": "0.35", "linestyle": ":"}
 
 Point = tuple[float, float, float, float]  # x, value, low, high
 
@@ -50,14 +51,12 @@ def _styles(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     styles, others = {}, {}
     for arm in summary["plan"]["arms"]:
         label, policy = arm["label"], arm["policy"]
-        if policy in _ANCHORS:
-            styles[label] = _FROZEN if arm["params"].get("frozen") else _ANCHORS[policy]
+        if policy in ANCHORS:
+            styles[label] = FROZEN_RANDOM if arm["params"].get("frozen") else ANCHORS[policy]
         elif values := [row["solved"]["value"] for row in rows if row["arm"] == label]:
             others[label] = fmean(values)
     best = sorted(others, key=lambda label: -others[label])
-    return styles | {
-        label: {"color": colour} for label, colour in zip(best, _COLOURS, strict=False)
-    }
+    return styles | {label: {"color": colour} for label, colour in zip(best, COLOURS, strict=False)}
 
 
 def _solved(row: dict[str, Any]) -> tuple[float, float, float]:
@@ -93,7 +92,7 @@ def _curves(
                 panel.axhline(points[0][1], **styles[label])
             elif points:
                 x, middle, low, high = zip(*points, strict=True)
-                style = styles.get(label, _OTHERS)
+                style = styles.get(label, OTHERS)
                 panel.plot(x, middle, marker="." if label in styles else "", **style)
                 if label in styles:
                     panel.fill_between(x, low, high, alpha=0.1, linewidth=0, color=style["color"])
@@ -115,7 +114,7 @@ def _scatter(
         for row in summary["axes"]:
             if row["budget"] != budget or x not in row or y not in row:
                 continue
-            panel.plot(row[x], row[y], **_dot(styles.get(row["arm"], _OTHERS)))
+            panel.plot(row[x], row[y], **_dot(styles.get(row["arm"], OTHERS)))
         panel.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), xlabel=f"{x}, solved")
         panel.set_title(f"budget {budget}", fontsize=9)
     panels[0].set_ylabel(f"{y}, solved")
@@ -125,7 +124,7 @@ def _scatter(
 def _dot(style: dict[str, Any]) -> dict[str, Any]:
     """A point instead of a line, a hollow one for a line that is not whole."""
     fill = "full" if style.get("linestyle", "-") == "-" else "none"
-    known = style is not _OTHERS
+    known = style is not OTHERS
     return {
         "color": style["color"],
         "linestyle": "",
@@ -161,4 +160,4 @@ def _legend(plan: dict[str, Any], styles: dict[str, dict[str, Any]]) -> Iterator
     for label, style in styles.items():
         yield Line2D([], [], label=label, **style)
     if rest := len(plan["arms"]) - len(styles):
-        yield Line2D([], [], label=f"{rest} others", color=_OTHERS["color"])
+        yield Line2D([], [], label=f"{rest} others", color=OTHERS["color"])

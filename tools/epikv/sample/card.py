@@ -8,20 +8,20 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
 from epikv.eval.tasks import Axis, axis
 from epikv.sample import reproduction
 from epikv.sample.candidates import FILE as CANDIDATES
 from epikv.sample.families import FAMILIES
-from epikv.sample.measure import MODELS, folders
+from epikv.sample.measure import MODELS, calibrated, folders
 from epikv.sample.need import load as load_needs
 from epikv.sample.scores import NOT_RUN, Score, read, solved
 from epikv.stats import difference, sign_test, wilson
 
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
 PROBE = "epikv_probe"
+PICTURE = "![Problems solved against budget](tools/sample_model/tournament.png)"
 CURVE_TOKENS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8)  # millions
 
 Scores = dict[str, list[Score]]  # by seed
@@ -190,8 +190,8 @@ def _pairs() -> str:
     parts = []
     for seed, found in scores("pair").items():
         calibration = json.loads((MODELS / seed / "calibration.json").read_text())
-        chosen = _chosen(calibration)
-        told = f"chosen: `{chosen}`" if chosen else f"no pair: {calibration['refusal']}"
+        chosen = calibrated(MODELS / seed)
+        told = f"chosen: `{chosen[0]}`" if chosen else f"no pair: {calibration['refusal']}"
         for group, mine in (
             ("all families", found),
             *((t, [s for s in found if s.task == t]) for t in dict.fromkeys(s.task for s in found)),
@@ -309,13 +309,6 @@ def _curves() -> str:
         for seed, log in logs.items()
     ]
     return "\n".join([*lines, "", f"The first stage ended: {', '.join(recalled)}."])
-
-
-def _chosen(calibration: dict[str, Any]) -> str | None:
-    if not calibration["confirmed"]:
-        return None
-    layers = calibration["layers"]
-    return f"epikv_flat:layer_a={layers['a']},layer_b={layers['b']},sign={calibration['sign']}"
 
 
 def _budgets(found: Sequence[Score]) -> list[str]:

@@ -4,20 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
+from epikv.eval.plan import FROZEN, RANDOM
+from epikv.eval.plots import ANCHORS, COLOURS, FROZEN_RANDOM, OTHERS
 from epikv.eval.tasks import Axis, axis
 from epikv.sample.scores import Score, solved
 from epikv.stats import wilson
 
-BEST = 6  # arms that are told apart beside the anchors
-_COLOURS = ("tab:blue", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink")
-_ANCHORS = {
-    FULL: {"color": "black", "linestyle": "--"},
-    ORACLE: {"color": "tab:green", "linestyle": "--"},
-    RANDOM: {"color": "0.35"},
-    FROZEN: {"color": "0.35", "linestyle": ":"},
-}
-_OTHERS = {"color": "0.82", "linewidth": 0.8, "zorder": 1}
+_ANCHORS = {**ANCHORS, FROZEN: FROZEN_RANDOM}
 
 
 def draw(file: Path, scores: Sequence[Score], seeds: int) -> None:
@@ -33,8 +26,8 @@ def draw(file: Path, scores: Sequence[Score], seeds: int) -> None:
         for arm in arms
         if arm not in _ANCHORS
     }
-    best = sorted(means, key=lambda arm: -means[arm])[:BEST]
-    styles |= {arm: {"color": color} for arm, color in zip(best, _COLOURS, strict=True)}
+    best = sorted(means, key=lambda arm: -means[arm])
+    styles |= {arm: {"color": color} for arm, color in zip(best, COLOURS, strict=False)}
 
     axes = (Axis.REASONING, Axis.RECALL)
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -47,7 +40,7 @@ def draw(file: Path, scores: Sequence[Score], seeds: int) -> None:
                 if (h := solved(mine, arm, b))
             ]
             x = [at for at, _ in points]
-            style = styles.get(arm, _OTHERS)
+            style = styles.get(arm, OTHERS)
             panel.plot(x, [share.value for _, share in points], **style)
             if arm in styles:
                 panel.fill_between(
@@ -64,10 +57,10 @@ def draw(file: Path, scores: Sequence[Score], seeds: int) -> None:
         )
     figure.axes[0].set_ylabel("problems solved")
     handles = [Line2D([], [], label=arm, **style) for arm, style in styles.items()]
-    handles.append(Line2D([], [], label=f"{len(arms) - len(styles)} others", **_OTHERS))
+    handles.append(Line2D([], [], label=f"{len(arms) - len(styles)} others", **OTHERS))
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)
     figure.suptitle(
-        f"Sample models, {seeds} seeds. Equal protection: prompt, 4 sinks, newest min(128, K/4)"
+        f"Sample models, {seeds} seeds. Equal protection:\nprompt, 4 sinks, newest min(128, K/4)"
         " tokens, for every policy",
         fontsize=9,
     )
