@@ -192,10 +192,9 @@ bool Resolver::ResolveLengths() {
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   const int64_t left = context - prompt;
   const bool scores = !options_.forced.empty();
-  const int64_t max_output = scores
-                                 ? static_cast<int64_t>(options_.forced.size())
-                                 : options_.stop.max_output_tokens.value_or(std::max<int64_t>(
-                                       1, std::min(admission_.defaults().max_output_tokens, left)));
+  const int64_t max_output =
+      scores ? static_cast<int64_t>(options_.forced.size())
+             : admission_.MaxOutputTokens(options_.stop.max_output_tokens, prompt);
   if (max_output > left) {
     Violate(prompt >= context ? "prompt"
             : scores          ? "continuation"
@@ -289,9 +288,7 @@ bool Resolver::ResolveBudget() {
       Violate("kv.keep_ratio", absl::StrCat("must be in (0, 1], is ", *ratio));
       return false;
     }
-    // Of 100 tokens 0.07 are 7, though in doubles they are a little more.
-    constexpr double kRounding = 1 - 1e-15;
-    asked = static_cast<int64_t>(std::ceil(*ratio * total * kRounding));
+    asked = TokensOf(*ratio, total);
   }
   if (request_.spec == nullptr) return true;
   if (request_.traits.evicts) {
@@ -516,6 +513,12 @@ bool ReadsRows(const PolicyTraits& traits) {
          signals.Has(Signal::kQueryMoments);
 }
 
+int64_t TokensOf(double ratio, int64_t tokens) {
+  // Of 100 tokens 0.07 are 7, though in doubles they are a little more.
+  constexpr double kRounding = 1 - 1e-15;
+  return static_cast<int64_t>(std::ceil(ratio * static_cast<double>(tokens) * kRounding));
+}
+
 ModelShape ShapeOf(const Manifest& manifest) {
   ModelShape shape{.num_layers = manifest.num_layers(),
                    .num_heads = manifest.num_heads,
@@ -599,6 +602,11 @@ Admission::Admission(const Manifest& manifest, ModelShape shape, PolicyCatalog c
       catalog_(catalog),
       limits_(std::move(limits)),
       defaults_(limits_.defaults) {}
+
+int64_t Admission::MaxOutputTokens(std::optional<int64_t> asked, int64_t prompt_tokens) const {
+  const int64_t left = manifest_.context_length - prompt_tokens;
+  return asked.value_or(std::max<int64_t>(1, std::min(defaults().max_output_tokens, left)));
+}
 
 RequestDefaults Admission::defaults() const {
   absl::MutexLock lock(&mu_);

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -57,6 +58,8 @@ class Admission {
   Admission(const Manifest& manifest, PolicyCatalog catalog, AdmissionLimits limits);
 
   std::variant<Request, Rejection> Resolve(RequestOptions options) const;
+  // Of a request that asked for so many, or did not say: less where the context leaves less.
+  int64_t MaxOutputTokens(std::optional<int64_t> asked, int64_t prompt_tokens) const;
 
   const Manifest& manifest() const { return manifest_; }
   const ModelShape& shape() const { return shape_; }
@@ -86,6 +89,9 @@ class Admission {
 };
 
 ModelShape ShapeOf(const Manifest& manifest);
+
+// A share of so many tokens, rounded up to whole ones.
+int64_t TokensOf(double ratio, int64_t tokens);
 
 // Reads keys or queries, and so cannot do with positions that change (PositionMode::kCache).
 bool ReadsRows(const PolicyTraits& traits);

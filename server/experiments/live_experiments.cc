@@ -1,0 +1,143 @@
+#include "server/experiments/live_experiments.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "server/experiments/assignment.h"
+#include "server/experiments/definition.h"
+
+namespace epikv {
+namespace {
+
+bool IsEligible(const v1::Eligibility& eligibility, const Subject& subject) {
+  if (!eligibility.model().empty() && eligibility.model() != subject.model) return false;
+  if (subject.prompt_tokens < int64_t{eligibility.min_prompt_tokens()}) return false;
+  const auto& labels = subject.request.labels();
+  return std::all_of(eligibility.labels().begin(), eligibility.labels().end(),
+                     [&](const auto& wanted) {
+                       const auto found = labels.find(wanted.first);
+                       return found != labels.end() && found->second == wanted.second;
+                     });
+}
+
+// Whether eviction could act under any of its arms, so that one holds what another does not.
+// kv: as the request's own arms have it.
+bool IsExposed(const v1::Experiment& experiment, const v1::KvOptions& kv, int64_t tokens) {
+  return std::any_of(experiment.arms().begin(), experiment.arms().end(), [&](const v1::Arm& arm) {
+    return BudgetTokens(Overridden(kv, arm.kv()), tokens) < tokens;
+  });
+}
+
+const v1::Arm* ArmCalled(const v1::Experiment& experiment, absl::string_view name) {
+  const auto found = std::find_if(experiment.arms().begin(), experiment.arms().end(),
+                                  [&](const v1::Arm& arm) { return arm.name() == name; });
+  return found == experiment.arms().end() ? nullptr : &*found;
+}
+
+// One of the experiments that a request takes part in.
+struct Choice {
+  const v1::Experiment& experiment;
+  const v1::Arm& arm;
+  bool forced = false;
+};
+
+void Add(const std::vector<Choice>& choices, const Subject& subject, Assignment& assignment) {
+  if (choices.empty()) return;
+  assignment.kv = subject.request.kv();
+  for (const Choice& choice : choices) {
+    assignment.kv = Overridden(assignment.kv, choice.arm.kv());
+  }
+  assignment.arm = absl::StrJoin(choices, ",", [](std::string* out, const Choice& choice) {
+    absl::StrAppend(out, choice.experiment.name(), "/", choice.arm.name());
+  });
+  for (const auto& [experiment, arm, forced] : choices) {
+    v1::RequestBegan::Part part;
+    part.set_experiment(experiment.name());
+    part.set_bucket_version(experiment.bucket_version());
+    part.set_arm(arm.name());
+    part.set_forced(forced);
+    part.set_exposed(
+        IsExposed(experiment, assignment.kv, subject.prompt_tokens + subject.max_output_tokens));
+    assignment.parts.push_back(std::move(part));
+  }
+}
+
+}  // namespace
+
+std::vector<FieldViolation> CheckContext(const v1::GenerateRequest& request) {
+  std::vector<FieldViolation> violations;
+  const v1::ExperimentContext& context = request.experiment();
+  if (const size_t bytes = context.unit_id().size(); bytes > kMaxUnitBytes) {
+    violations.push_back(
+        {"experiment.unit_id", absl::StrCat("has ", bytes, " bytes, at most ", kMaxUnitBytes)});
+  }
+  if (context.has_covariate() && !std::isfinite(context.covariate())) {
+    violations.push_back({"experiment.covariate", "must be a finite number"});
+  }
+  if (!context.force_arm().empty() && context.opt_out()) {
+    violations.push_back({"experiment.force_arm", "excludes opt_out"});
+  }
+  if (request.labels_size() > kMaxLabels) {
+    violations.push_back(
+        {"labels", absl::StrCat("has ", request.labels_size(), " items, at most ", kMaxLabels)});
+  }
+  for (const auto& [key, value] : request.labels()) {
+    if (!key.empty() && key.size() <= kMaxLabelBytes && value.size() <= kMaxLabelBytes) continue;
+    violations.push_back({"labels", absl::StrCat("keys must have 1 to ", kMaxLabelBytes,
+                                                 " bytes, values at most as many")});
+    break;
+  }
+  return violations;
+}
+
+absl::string_view UnitOf(const Subject& subject) {
+  const std::string& unit = subject.request.experiment().unit_id();
+  return unit.empty() ? subject.request_id : absl::string_view(unit);
+}
+
+void LiveExperiments::Set(std::vector<v1::Experiment> running) {
+  std::sort(running.begin(), running.end(),
+            [](const auto& a, const auto& b) { return a.name() < b.name(); });
+  auto next = std::make_shared<const std::vector<v1::Experiment>>(std::move(running));
+  absl::MutexLock lock(&mu_);
+  running_ = std::move(next);
+}
+
+std::shared_ptr<const std::vector<v1::Experiment>> LiveExperiments::running() const {
+  absl::MutexLock lock(&mu_);
+  return running_;
+}
+
+absl::StatusOr<Assignment> LiveExperiments::Assign(const Subject& subject) const {
+  const v1::ExperimentContext& context = subject.request.experiment();
+  const std::pair<absl::string_view, absl::string_view> forced =
+      absl::StrSplit(context.force_arm(), absl::MaxSplits('/', 1));
+  bool found = context.force_arm().empty();
+  Assignment assignment{.arm = std::string(kNoArm)};
+  std::vector<Choice> choices;
+  const auto running = this->running();
+  for (const v1::Experiment& experiment : *running) {
+    const bool force = !context.force_arm().empty() && experiment.name() == forced.first;
+    const v1::Arm* const arm =
+        force ? ArmCalled(experiment, forced.second) : ArmOf(experiment, UnitOf(subject));
+    if (arm == nullptr) continue;
+    found |= force;
+    if (!force && (context.opt_out() || !IsEligible(experiment.eligibility(), subject))) {
+      assignment.excluded.push_back(experiment.name());
+      continue;
+    }
+    choices.push_back({.experiment = experiment, .arm = *arm, .forced = force});
+  }
+  if (!found) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("no arm '", context.force_arm(), "' runs; it is written experiment/arm"));
+  }
+  Add(choices, subject, assignment);
+  return assignment;
+}
+
+}  // namespace epikv

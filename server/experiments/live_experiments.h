@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "epikv/v1/experiment.pb.h"
+#include "epikv/v1/experiment_record.pb.h"
+#include "epikv/v1/generation.pb.h"
+#include "runtime/admission.h"
+
+namespace epikv {
+
+// A request, before it is admitted.
+struct Subject {
+  const v1::GenerateRequest& request;
+  absl::string_view request_id;  // the client's, or the one that was made
+  absl::string_view model;
+  int64_t prompt_tokens = 0, max_output_tokens = 0;
+};
+
+// What experiments make of a request.
+struct Assignment {
+  std::vector<v1::RequestBegan::Part> parts;  // none: it takes part in no experiment
+  v1::KvOptions kv;                           // as its arms have it, where there are parts
+  std::string arm;                            // "experiment/arm", joined by ","; or kNoArm
+  // Experiments that its unit belongs to and that it is not eligible for, or does not want.
+  std::vector<std::string> excluded;
+};
+
+inline constexpr absl::string_view kNoArm = "none";
+
+// What is wrong with what a request says of itself, whatever runs.
+std::vector<FieldViolation> CheckContext(const v1::GenerateRequest& request);
+
+// Who keeps its arm: the unit that was given, else the request.
+absl::string_view UnitOf(const Subject& subject);
+
+// The experiments that run, as last heard of, and what they make of a request. Thread-safe.
+class LiveExperiments {
+ public:
+  // Of any order. Arms of different layers set different options (see StartExperiment); where they
+  // do not, the first name goes first.
+  void Set(std::vector<v1::Experiment> running);
+
+  std::shared_ptr<const std::vector<v1::Experiment>> running() const;
+
+  // The error, INVALID_ARGUMENT, is of a force_arm that does not run.
+  absl::StatusOr<Assignment> Assign(const Subject& subject) const;
+
+ private:
+  mutable absl::Mutex mu_;
+  // By name. Replaced whole, so that nobody waits for a reader.
+  std::shared_ptr<const std::vector<v1::Experiment>> running_ ABSL_GUARDED_BY(mu_) =
+      std::make_shared<const std::vector<v1::Experiment>>();
+};
+
+}  // namespace epikv
