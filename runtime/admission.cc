@@ -662,6 +662,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.ignore_end = options.stop.ignore_end;
   request.output = options.output;
   request.scheduling = std::move(options.scheduling);
+  request.arm = std::move(options.arm);
   request.positions = options.kv.positions;
   request.prefix_salt = std::move(options.kv.prefix_salt);
   request.bypass_prefix_cache = options.kv.bypass_prefix_cache;

@@ -77,6 +77,7 @@ struct RequestOptions {
   OutputOptions output;
   KvOptions kv;
   SchedulingOptions scheduling;
+  std::string arm = "none";  // of experiments; told in series, means nothing here
   // Scoring: these tokens are forced instead of sampled, and their log-probabilities returned.
   std::vector<int32_t> forced;
   bool force_in_chunks =
@@ -113,6 +114,7 @@ struct Request {
   bool ignore_end = false;
   OutputOptions output;
   SchedulingOptions scheduling;
+  std::string arm;
 
   const PolicySpec* spec = nullptr;
   Params params;

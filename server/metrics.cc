@@ -144,17 +144,24 @@ absl::StatusOr<std::shared_ptr<ModelMetrics>> Metrics::OfModel(const std::string
   return made;
 }
 
+std::vector<std::shared_ptr<ModelMetrics>> Metrics::LiveModels() const {
+  std::vector<std::shared_ptr<ModelMetrics>> models;
+  absl::MutexLock lock(&mu_);
+  for (const auto& [name, known] : models_) {
+    if (auto model = known.lock()) models.push_back(std::move(model));
+  }
+  return models;
+}
+
+void Metrics::KeepArms(const std::set<std::string, std::less<>>& arms) {
+  for (const std::shared_ptr<ModelMetrics>& model : LiveModels()) model->KeepArms(arms);
+}
+
 std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   bound_.Set(static_cast<double>(series_bound()));
   const bool draining = lifecycle_ != nullptr && lifecycle_->state() == ServerState::kDraining;
   draining_.Set(draining ? 1 : 0);
-  std::vector<std::shared_ptr<ModelMetrics>> models;
-  {
-    absl::MutexLock lock(&mu_);
-    for (const auto& [name, known] : models_) {
-      if (auto model = known.lock()) models.push_back(std::move(model));
-    }
-  }
+  const std::vector<std::shared_ptr<ModelMetrics>> models = LiveModels();
   std::vector<prometheus::MetricFamily> families;
   auto add = [&families](std::vector<prometheus::MetricFamily> more) {
     families.insert(families.end(), std::make_move_iterator(more.begin()),

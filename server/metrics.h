@@ -5,8 +5,10 @@
 #include <prometheus/registry.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -53,6 +55,8 @@ class Metrics {
   void SetConfig(const prometheus::Labels& config);
   void OnAccessLogDropped(int64_t lines);
   void OnTokensReloadFailed();
+  // Of all models: see ModelMetrics.
+  void KeepArms(const std::set<std::string, std::less<>>& arms);
 
   // Most series that a scrape can hold with the models and policies that are in use.
   int64_t series_bound() const { return budget_.taken(); }
@@ -63,6 +67,7 @@ class Metrics {
   class Page;
 
   void AddInfo(const MetricsOptions& options);
+  std::vector<std::shared_ptr<ModelMetrics>> LiveModels() const;
   std::vector<prometheus::MetricFamily> Collect() const;
 
   SeriesBudget budget_;

@@ -9,6 +9,12 @@
 #include "absl/time/clock.h"
 
 namespace epikv {
+namespace {
+
+constexpr absl::string_view kNoArm = "none";
+constexpr absl::string_view kOtherArm = "other";
+
+}  // namespace
 
 ModelMetrics::ModelMetrics(std::string model, SeriesBudget& budget)
     : model_(std::move(model)),
@@ -16,7 +22,7 @@ ModelMetrics::ModelMetrics(std::string model, SeriesBudget& budget)
       declare_(registry_, {{"model", model_}}),
       of_policy_(registry_, {{"model", model_}}),
       labels_(budget, of_policy_),
-      requests_(declare_, of_policy_, labels_),
+      requests_(declare_),
       steps_(declare_, of_policy_),
       rejected_(declare_),
       info_(declare_.Gauges("epikv_model_info", "1; the labels say what is served.", 1)),
@@ -24,6 +30,41 @@ ModelMetrics::ModelMetrics(std::string model, SeriesBudget& budget)
       load_(declare_.Gauges("epikv_model_load_seconds", "Loading, measuring and warming up.", 1)
                 .Add({})) {
   declare_.Count(FillGauges::kNumSeries);
+  for (absl::string_view arm : {kNoArm, kOtherArm}) {
+    arms_.emplace(arm, std::make_unique<ArmSeries>(model_, std::string(arm), budget));
+  }
+}
+
+int64_t ModelMetrics::own_series() const {
+  absl::MutexLock lock(&mu_);
+  int64_t series = declare_.bound() + of_policy_.bound();
+  for (const auto& [name, arm] : arms_) series += arm->own_series();
+  return series;
+}
+
+ArmSeries& ModelMetrics::Of(const Request& request) {
+  const auto known = arms_.find(request.arm);
+  if (known != arms_.end()) return *known->second;
+  auto arm = std::make_unique<ArmSeries>(model_, request.arm, budget_);
+  if (!budget_.Take(arm->own_series())) return *arms_.find(kOtherArm)->second;
+  return *arms_.emplace(request.arm, std::move(arm)).first->second;
+}
+
+bool ModelMetrics::IsOther(const ArmSeries& arm) const {
+  return arms_.find(kOtherArm)->second.get() == &arm;
+}
+
+void ModelMetrics::KeepArms(const std::set<std::string, std::less<>>& arms) {
+  absl::MutexLock lock(&mu_);
+  for (auto it = arms_.begin(); it != arms_.end();) {
+    const auto& [name, arm] = *it;
+    if (name == kNoArm || name == kOtherArm || arms.contains(name)) {
+      ++it;
+      continue;
+    }
+    budget_.GiveBack(arm->own_series());
+    it = arms_.erase(it);
+  }
 }
 
 absl::StatusOr<std::shared_ptr<ModelMetrics>> ModelMetrics::Create(std::string model,
@@ -39,7 +80,10 @@ absl::StatusOr<std::shared_ptr<ModelMetrics>> ModelMetrics::Create(std::string m
       "', and --metrics_max_series allows ", budget.limit(), "; raise it to at least ", needed));
 }
 
-ModelMetrics::~ModelMetrics() { budget_.GiveBack(taken_); }
+ModelMetrics::~ModelMetrics() {
+  KeepArms({});
+  budget_.GiveBack(taken_);
+}
 
 void ModelMetrics::Describe(const EngineFacts& facts) {
   if (described_ != nullptr) info_.Remove(described_);
@@ -68,6 +112,11 @@ std::vector<prometheus::MetricFamily> ModelMetrics::Collect() const {
   {
     absl::MutexLock lock(&mu_);
     for (const EngineMetrics* engine : engines_) gauges.Add(engine->fill_);
+    for (const auto& [name, arm] : arms_) {
+      std::vector<prometheus::MetricFamily> of_arm = arm->Collect();
+      families.insert(families.end(), std::make_move_iterator(of_arm.begin()),
+                      std::make_move_iterator(of_arm.end()));
+    }
   }
   std::vector<prometheus::MetricFamily> fill = gauges.Families(model_);
   families.insert(families.end(), std::make_move_iterator(fill.begin()),
@@ -111,19 +160,22 @@ void EngineMetrics::OnStep(const StepStats& step) {
 
 void EngineMetrics::OnFirstToken(const Request& request, absl::Duration since_arrival) {
   absl::MutexLock lock(&model_->mu_);
-  model_->requests_.OnFirstToken(request, since_arrival);
+  model_->Of(request).OnFirstToken(request, since_arrival);
   ++first_tokens_;
 }
 
 void EngineMetrics::OnEvicted(const EvictedStats& evicted) {
   absl::MutexLock lock(&model_->mu_);
   model_->steps_.AddRound(model_->labels_.Of(evicted.request.spec->name), evicted.time);
-  model_->requests_.OnEvicted(evicted, facts_.kv);
+  model_->Of(evicted.request).OnEvicted(evicted, facts_.kv);
 }
 
 void EngineMetrics::OnFinished(const Request& request, const Finished& finished) {
   absl::MutexLock lock(&model_->mu_);
-  model_->requests_.OnFinished(request, finished, facts_.kv);
+  ArmSeries& arm = model_->Of(request);
+  if (!arm.Knows(request) || model_->IsOther(arm)) model_->requests_.OnFolded();
+  arm.OnFinished(request, finished, facts_.kv);
+  model_->requests_.OnFinished(finished);
 }
 
 std::vector<prometheus::MetricFamily> MergedByName(std::vector<prometheus::MetricFamily> families) {

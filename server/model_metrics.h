@@ -4,7 +4,10 @@
 #include <prometheus/registry.h>
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -56,14 +59,19 @@ class ModelMetrics {
   // Of the engine that serves the name.
   EngineLoad Load() const;
 
+  // Drops the series of all other arms, but for those of no arm and of "other".
+  void KeepArms(const std::set<std::string, std::less<>>& arms);
+
   std::vector<prometheus::MetricFamily> Collect() const;
 
  private:
   friend class EngineMetrics;
 
   ModelMetrics(std::string model, SeriesBudget& budget);
-  // Those of no policy, and those of "other".
-  int64_t own_series() const { return declare_.bound() + of_policy_.bound(); }
+  // Those of no policy and no arm, and of what has no series of its own.
+  int64_t own_series() const;
+  ArmSeries& Of(const Request& request) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool IsOther(const ArmSeries& arm) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Describe(const EngineFacts& facts) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const std::string model_;
@@ -72,8 +80,10 @@ class ModelMetrics {
   SeriesBudget& budget_;
   int64_t taken_ = 0;  // of the budget
   Declarations declare_, of_policy_;
-  PolicyLabels labels_ ABSL_GUARDED_BY(mu_);
+  PolicyLabels labels_ ABSL_GUARDED_BY(mu_);  // of the policies that have rounds
   RequestSeries requests_ ABSL_GUARDED_BY(mu_);
+  // By arm. What has no series of its own is of arm "other".
+  std::map<std::string, std::unique_ptr<ArmSeries>, std::less<>> arms_ ABSL_GUARDED_BY(mu_);
   StepSeries steps_ ABSL_GUARDED_BY(mu_);
   RejectedSeries rejected_;
   prometheus::Family<prometheus::Gauge>& info_;

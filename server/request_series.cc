@@ -14,8 +14,7 @@ using prometheus::Counter;
 using prometheus::Family;
 using prometheus::Labels;
 
-// The closed sets of label values. Experiments are not built yet: one arm.
-constexpr absl::string_view kArm = "none";
+// The closed sets of label values.
 constexpr absl::string_view kPhases[] = {"prefill", "decode"};
 constexpr absl::string_view kOperations[] = {"text_completion", "score"};
 constexpr absl::string_view kReasons[] = {
@@ -57,55 +56,13 @@ absl::string_view FinishLabel(const Finished& finished) {
   }
 }
 
-RequestSeries::RequestSeries(Declarations& declare, Declarations& of_policy, PolicyLabels& labels)
-    : labels_(labels),
-      duration_(of_policy, "gen_ai_server_request_duration_seconds",
-                "From arrival to the end, by operation and error_type (empty: it ended well).",
-                std::size(kOperations) * (kNumFailures + 1), RequestBounds()),
-      first_token_(of_policy, "gen_ai_server_time_to_first_token_seconds",
-                   "From arrival to the first output token.", 1, FirstTokenBounds()),
-      per_token_(of_policy, "gen_ai_server_time_per_output_token_seconds",
-                 "Mean time of a request's output tokens after the first.", 1, PerTokenBounds()),
-      queue_(declare, "epikv_request_queue_seconds", "From arrival to admission.", 1,
+RequestSeries::RequestSeries(Declarations& declare)
+    : queue_(declare, "epikv_request_queue_seconds", "From arrival to admission.", 1,
              Decades(.001, 200)),
       prefill_(declare, "epikv_request_prefill_seconds",
                "From admission to the first output token.", 1, Decades(.001, 200)),
       decode_(declare, "epikv_request_decode_seconds", "From the first to the last output token.",
               1, Decades(.001, 200)),
-      budget_(of_policy, "epikv_request_kv_budget_tokens", "A request's KV budget.", 1,
-              KvTokenBounds()),
-      peak_(of_policy, "epikv_request_kv_peak_tokens", "Most tokens that a request held.", 1,
-            KvTokenBounds()),
-      final_held_(of_policy, "epikv_request_kv_final_tokens",
-                  "Tokens that a request held at its end.", 1, KvTokenBounds()),
-      kept_(of_policy, "epikv_request_kv_kept_ratio",
-            "Share of a request's cached tokens that it held at its end.", 1,
-            {.05, .1, .15, .2, .25, .3, .4, .5, .6, .7, .8, .9, 1}),
-      mass_(of_policy, "epikv_evicted_attention_mass_ratio",
-            "Of a round while decoding, now and then: the share of its attention that the newest "
-            "query gave to what is evicted.",
-            1, {0, .001, .002, .005, .01, .02, .05, .1, .2, .5}),
-      finished_(of_policy.Counters("epikv_requests_finished_total",
-                                   "Requests that have ended, by how.", std::size(kReasons))),
-      tokens_(
-          of_policy.Counters("epikv_tokens_total",
-                             "Tokens of requests that have ended: of prompts, of those the ones "
-                             "that were copied from the prefix cache, and of output.",
-                             3)),
-      evicted_entries_(of_policy.Counters(
-          "epikv_kv_entries_evicted_total",
-          "Entries evicted; one is a token of one layer and KV head.", std::size(kPhases))),
-      evicted_tokens_(of_policy.Counters("epikv_kv_tokens_evicted_total",
-                                         "Entries evicted over layers x KV heads.",
-                                         std::size(kPhases))),
-      rounds_(of_policy.Counters("epikv_kv_eviction_rounds_total",
-                                 "Evictions that removed at least one entry.", std::size(kPhases))),
-      overrun_(of_policy.Counters("epikv_kv_budget_overrun_tokens_total",
-                                  "Tokens held above a request's reservation. Must stay 0.", 1)),
-      policy_errors_(of_policy.Counters("epikv_policy_errors_total",
-                                        "Requests that failed because of their policy: it threw, "
-                                        "gave up, or answered an invalid set.",
-                                        std::size(kPolicyErrors))),
       prefix_queried_(declare
                           .Counters("epikv_prefix_cache_queried_tokens_total",
                                     "Prompt tokens of requests that were admitted, but for those "
@@ -118,16 +75,76 @@ RequestSeries::RequestSeries(Declarations& declare, Declarations& of_policy, Pol
                       .Add({})),
       folded_(declare
                   .Counters("epikv_metrics_label_overflow_total",
-                            "Ended requests that count for policy \"other\", because series of "
-                            "their policy's own would exceed metrics_max_series.",
+                            "Ended requests that count for policy or arm \"other\", because "
+                            "series of their own would exceed metrics_max_series.",
                             1)
                   .Add({})) {}
 
-RequestSeries::OfPolicy& RequestSeries::Of(const Request& request) {
+void RequestSeries::OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) {
+  queue_.Of({}).Observe(Seconds(queued));
+  if (request.bypass_prefix_cache) return;
+  prefix_queried_.Increment(static_cast<double>(request.prompt.size()));
+  prefix_hit_.Increment(static_cast<double>(cached));
+}
+
+void RequestSeries::OnFinished(const Finished& finished) {
+  if (finished.output_tokens == 0) return;
+  prefill_.Of({}).Observe(Seconds(finished.timings.prefill));
+  decode_.Of({}).Observe(Seconds(finished.timings.decode));
+}
+
+ArmSeries::ArmSeries(const std::string& model, std::string arm, SeriesBudget& budget)
+    : arm_(std::move(arm)),
+      of_policy_(registry_, {{"model", model}}),
+      labels_(budget, of_policy_),
+      duration_(of_policy_, "gen_ai_server_request_duration_seconds",
+                "From arrival to the end, by operation and error_type (empty: it ended well).",
+                std::size(kOperations) * (kNumFailures + 1), RequestBounds()),
+      first_token_(of_policy_, "gen_ai_server_time_to_first_token_seconds",
+                   "From arrival to the first output token.", 1, FirstTokenBounds()),
+      per_token_(of_policy_, "gen_ai_server_time_per_output_token_seconds",
+                 "Mean time of a request's output tokens after the first.", 1, PerTokenBounds()),
+      budget_(of_policy_, "epikv_request_kv_budget_tokens", "A request's KV budget.", 1,
+              KvTokenBounds()),
+      peak_(of_policy_, "epikv_request_kv_peak_tokens", "Most tokens that a request held.", 1,
+            KvTokenBounds()),
+      final_held_(of_policy_, "epikv_request_kv_final_tokens",
+                  "Tokens that a request held at its end.", 1, KvTokenBounds()),
+      kept_(of_policy_, "epikv_request_kv_kept_ratio",
+            "Share of a request's cached tokens that it held at its end.", 1,
+            {.05, .1, .15, .2, .25, .3, .4, .5, .6, .7, .8, .9, 1}),
+      mass_(of_policy_, "epikv_evicted_attention_mass_ratio",
+            "Of a round while decoding, now and then: the share of its attention that the newest "
+            "query gave to what is evicted.",
+            1, {0, .001, .002, .005, .01, .02, .05, .1, .2, .5}),
+      finished_(of_policy_.Counters("epikv_requests_finished_total",
+                                    "Requests that have ended, by how.", std::size(kReasons))),
+      tokens_(
+          of_policy_.Counters("epikv_tokens_total",
+                              "Tokens of requests that have ended: of prompts, of those the ones "
+                              "that were copied from the prefix cache, and of output.",
+                              3)),
+      evicted_entries_(of_policy_.Counters(
+          "epikv_kv_entries_evicted_total",
+          "Entries evicted; one is a token of one layer and KV head.", std::size(kPhases))),
+      evicted_tokens_(of_policy_.Counters("epikv_kv_tokens_evicted_total",
+                                          "Entries evicted over layers x KV heads.",
+                                          std::size(kPhases))),
+      rounds_(of_policy_.Counters("epikv_kv_eviction_rounds_total",
+                                  "Evictions that removed at least one entry.",
+                                  std::size(kPhases))),
+      overrun_(of_policy_.Counters("epikv_kv_budget_overrun_tokens_total",
+                                   "Tokens held above a request's reservation. Must stay 0.", 1)),
+      policy_errors_(of_policy_.Counters("epikv_policy_errors_total",
+                                         "Requests that failed because of their policy: it threw, "
+                                         "gave up, or answered an invalid set.",
+                                         std::size(kPolicyErrors))) {}
+
+ArmSeries::OfPolicy& ArmSeries::Of(const Request& request) {
   const absl::string_view policy = labels_.Of(request.spec->name);
   const auto known = by_policy_.find(policy);
   if (known != by_policy_.end()) return known->second;
-  const Labels labels{{"policy", std::string(policy)}, {"arm", std::string(kArm)}};
+  const Labels labels{{"policy", std::string(policy)}, {"arm", arm_}};
   auto by_phase = [&](Family<Counter>& family) {
     return std::array<Counter*, 2>{&family.Add(With(labels, "phase", kPhases[0])),
                                    &family.Add(With(labels, "phase", kPhases[1]))};
@@ -151,18 +168,11 @@ RequestSeries::OfPolicy& RequestSeries::Of(const Request& request) {
   return by_policy_.emplace(policy, std::move(series)).first->second;
 }
 
-void RequestSeries::OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) {
-  queue_.Of({}).Observe(Seconds(queued));
-  if (request.bypass_prefix_cache) return;
-  prefix_queried_.Increment(static_cast<double>(request.prompt.size()));
-  prefix_hit_.Increment(static_cast<double>(cached));
-}
-
-void RequestSeries::OnFirstToken(const Request& request, absl::Duration since_arrival) {
+void ArmSeries::OnFirstToken(const Request& request, absl::Duration since_arrival) {
   Of(request).first_token.Observe(Seconds(since_arrival));
 }
 
-void RequestSeries::OnEvicted(const EvictedStats& evicted, KvScale scale) {
+void ArmSeries::OnEvicted(const EvictedStats& evicted, KvScale scale) {
   OfPolicy& policy = Of(evicted.request);
   const size_t phase = evicted.in_prefill ? 0 : 1;
   const double entries = static_cast<double>(evicted.entries);
@@ -172,16 +182,18 @@ void RequestSeries::OnEvicted(const EvictedStats& evicted, KvScale scale) {
   if (evicted.attention_mass.has_value()) policy.mass.Observe(*evicted.attention_mass);
 }
 
-void RequestSeries::OnFinished(const Request& request, const Finished& finished, KvScale scale) {
+void ArmSeries::OnFinished(const Request& request, const Finished& finished, KvScale scale) {
   const OfPolicy& policy = Of(request);
-  if (policy.labels.at("policy") == PolicyLabels::kOther) folded_.Increment();
   CountOutcome(policy, request, finished);
-  CountTimes(policy, finished);
+  if (finished.output_tokens > 1) {
+    policy.per_token.Observe(Seconds(finished.timings.decode) /
+                             static_cast<double>(finished.output_tokens - 1));
+  }
   if (finished.kv.peak_entries > 0) CountKv(policy, request, finished.kv, scale);
 }
 
-void RequestSeries::CountOutcome(const OfPolicy& policy, const Request& request,
-                                 const Finished& finished) {
+void ArmSeries::CountOutcome(const OfPolicy& policy, const Request& request,
+                             const Finished& finished) {
   const absl::string_view reason = FinishLabel(finished);
   finished_.Add(With(policy.labels, "reason", reason)).Increment();
   if (ReasonOf(finished.status) == kPolicyFailed) {
@@ -198,17 +210,8 @@ void RequestSeries::CountOutcome(const OfPolicy& policy, const Request& request,
   policy.output_tokens.Increment(static_cast<double>(finished.output_tokens));
 }
 
-void RequestSeries::CountTimes(const OfPolicy& policy, const Finished& finished) {
-  if (finished.output_tokens == 0) return;
-  prefill_.Of({}).Observe(Seconds(finished.timings.prefill));
-  decode_.Of({}).Observe(Seconds(finished.timings.decode));
-  if (finished.output_tokens == 1) return;
-  policy.per_token.Observe(Seconds(finished.timings.decode) /
-                           static_cast<double>(finished.output_tokens - 1));
-}
-
-void RequestSeries::CountKv(const OfPolicy& policy, const Request& request, const KvUsage& kv,
-                            KvScale scale) {
+void ArmSeries::CountKv(const OfPolicy& policy, const Request& request, const KvUsage& kv,
+                        KvScale scale) {
   const double lanes = static_cast<double>(scale.lanes);
   const double held = static_cast<double>(kv.final_entries);
   policy.budget.Observe(static_cast<double>(request.budget));

@@ -1,9 +1,14 @@
 #pragma once
 
+#include <prometheus/metric_family.h>
+#include <prometheus/registry.h>
+
 #include <array>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "policies/spec.h"
 #include "runtime/observer.h"
@@ -21,17 +26,39 @@ struct KvScale {
   int64_t bytes_per_token = 1;  // K and V of all lanes
 };
 
-// What each request adds to: latency, tokens, KV facts and evictions, by policy and arm. One thread
-// at a time.
+// What each request adds to, whatever its policy: times and prompt reuse. One thread at a time.
 class RequestSeries {
  public:
-  // of_policy: declares the series that each policy in use has. labels: outlives this.
-  RequestSeries(Declarations& declare, Declarations& of_policy, PolicyLabels& labels);
+  explicit RequestSeries(Declarations& declare);
 
   void OnAdmitted(const Request& request, absl::Duration queued, int64_t cached);
+  void OnFinished(const Finished& finished);
+  // A request counts for a policy or an arm "other".
+  void OnFolded() { folded_.Increment(); }
+
+ private:
+  HistogramFamily queue_, prefill_, decode_;
+  prometheus::Counter &prefix_queried_, &prefix_hit_, &folded_;
+};
+
+// What requests of one arm add to, by policy: latency, tokens, KV facts and evictions. They go with
+// it, all at once. One thread at a time.
+class ArmSeries {
+ public:
+  // budget, which outlives this, has given what `own_series` says: those of policy "other".
+  ArmSeries(const std::string& model, std::string arm, SeriesBudget& budget);
+
+  int64_t own_series() const { return of_policy_.bound(); }
+
   void OnFirstToken(const Request& request, absl::Duration since_arrival);
   void OnEvicted(const EvictedStats& evicted, KvScale scale);
   void OnFinished(const Request& request, const Finished& finished, KvScale scale);
+  // Whether the policy has series of its own here.
+  bool Knows(const Request& request) {
+    return labels_.Of(request.spec->name) != PolicyLabels::kOther;
+  }
+
+  std::vector<prometheus::MetricFamily> Collect() const { return registry_.Collect(); }
 
  private:
   // Of one policy; made when its first request comes.
@@ -44,17 +71,17 @@ class RequestSeries {
   };
   OfPolicy& Of(const Request& request);
   void CountOutcome(const OfPolicy& policy, const Request& request, const Finished& finished);
-  void CountTimes(const OfPolicy& policy, const Finished& finished);
   void CountKv(const OfPolicy& policy, const Request& request, const KvUsage& kv, KvScale scale);
 
-  PolicyLabels& labels_;
-  HistogramFamily duration_, first_token_, per_token_, queue_, prefill_, decode_;
+  const std::string arm_;
+  prometheus::Registry registry_;
+  Declarations of_policy_;
+  PolicyLabels labels_;
+  HistogramFamily duration_, first_token_, per_token_;
   HistogramFamily budget_, peak_, final_held_, kept_, mass_;
   prometheus::Family<prometheus::Counter>&finished_, &tokens_;
   prometheus::Family<prometheus::Counter>&evicted_entries_, &evicted_tokens_, &rounds_;
   prometheus::Family<prometheus::Counter>&overrun_, &policy_errors_;
-  prometheus::Counter &prefix_queried_, &prefix_hit_;
-  prometheus::Counter& folded_;
   std::map<std::string, OfPolicy, std::less<>> by_policy_;
 };
 

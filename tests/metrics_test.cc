@@ -339,6 +339,46 @@ TEST_F(MetricsTest, PoliciesBeyondTheLimitShareTheSeriesOfOther) {
   EXPECT_EQ(values.at(R"(epikv_metrics_label_overflow_total{model="small"})"), 1);
 }
 
+TEST_F(MetricsTest, AnArmHasSeriesOfItsOwnUntilItIsRetired) {
+  RequestOptions options = Asked(10, 5);
+  options.arm = "lean/a";
+  const int64_t before = metrics_.series_bound();
+  Run(options);
+  const std::string lean =
+      R"(epikv_requests_finished_total{arm="lean/a",policy="full",reason="length"})";
+  EXPECT_EQ(Read().at(lean), 1);
+  EXPECT_GT(metrics_.series_bound(), before);
+  metrics_.KeepArms({"lean/a"});
+  EXPECT_EQ(Read().at(lean), 1);
+  metrics_.KeepArms({});
+  EXPECT_FALSE(Read().contains(lean));
+  EXPECT_EQ(metrics_.series_bound(), before);
+}
+
+TEST(MetricsLimitTest, ArmsBeyondItShareTheSeriesOfOther) {
+  MetricsOptions options = Options();
+  options.max_series = 1 << 20;
+  const int64_t enough = [&] {
+    Metrics metrics(options);
+    const auto model = *metrics.OfModel("fake");
+    return metrics.series_bound();
+  }();
+  options.max_series = enough;
+  Metrics metrics(options);
+  EngineMetrics engine(*metrics.OfModel("fake"), Facts());
+  RequestOptions asked{.id = "r", .prompt = {1, 1}, .arm = "lean/a"};
+  asked.stop.max_output_tokens = 3;
+  const Admission admission{
+      FakeManifest(), FakeCatalog(), {.kv_capacity_bytes = 1000 * kFakeBytesPerToken}};
+  const Request request = std::get<Request>(admission.Resolve(asked));
+  engine.OnFinished(request, Finished{.output_tokens = 3});
+  const auto values = SeriesOf(prometheus::TextSerializer().Serialize(metrics.page()->Collect()));
+  EXPECT_EQ(values.at(R"(epikv_requests_finished_total{model="fake",arm="other",policy="other",)"
+                      R"(reason="length"})"),
+            1);
+  EXPECT_EQ(values.at(R"(epikv_metrics_label_overflow_total{model="fake"})"), 1);
+}
+
 TEST_F(MetricsTest, SeriesGoWithTheirModel) {
   const int64_t before = metrics_.series_bound();
   {
