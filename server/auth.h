@@ -28,7 +28,7 @@ struct MethodRole {
 absl::Span<const MethodRole> MethodRoles();
 
 struct AuthOptions {
-  std::string tokens_file;  // empty: everyone is an anonymous operator
+  std::string tokens_file;  // empty: everyone is anonymous and may do everything
   absl::Duration poll = absl::Seconds(1);
   // The file has changed: it was taken into use, or, not OK, it was not. Of the polling thread.
   std::function<void(const absl::Status&)> on_reload = [](const absl::Status&) {};

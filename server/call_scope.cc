@@ -4,6 +4,8 @@
 
 #include <vector>
 
+#include "server/durations.h"
+
 namespace epikv {
 namespace {
 
@@ -43,9 +45,7 @@ std::optional<grpc::Status> CallScope::Admit() {
 grpc::Status CallScope::Close(const grpc::Status& status) {
   frontend_.metrics.OnRpcFinished(method_, status.error_code());
   const absl::Time now = absl::Now();
-  entry_.mutable_time()->set_seconds(absl::ToUnixSeconds(start_));
-  entry_.mutable_time()->set_nanos(static_cast<int32_t>(
-      absl::ToInt64Nanoseconds(start_ - absl::FromUnixSeconds(entry_.time().seconds()))));
+  *entry_.mutable_time() = TimestampProto(start_);
   entry_.set_method(std::string(method_));
   entry_.set_code(std::string(CodeName(status.error_code())));
   entry_.set_reason(ErrorReason(status));
@@ -53,6 +53,7 @@ grpc::Status CallScope::Close(const grpc::Status& status) {
   entry_.set_peer(context_.peer());
   entry_.set_trace_id(span_.trace_id);
   entry_.set_identity(caller_.name);
+  if (on_close_ != nullptr) on_close_(entry_);
   frontend_.access_log.Write(std::move(entry_));
   context_.AddTrailingMetadata("traceparent", span_.ToHeader());
   return WithTraceId(status, span_.trace_id);

@@ -5,6 +5,7 @@
 #include <grpcpp/support/server_callback.h>
 #include <grpcpp/support/status.h>
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -53,6 +54,10 @@ class CallScope {
   // What the client is told in the end. Once, before the call is finished with it.
   grpc::Status Close(const grpc::Status& status);
 
+  // told: of the call's line, complete, whether or not a log takes it. Once.
+  void OnClose(std::function<void(const v1::AccessLogEntry&)> told) { on_close_ = std::move(told); }
+  bool has_on_close() const { return on_close_ != nullptr; }
+
   // Who calls; known once the request is open.
   const Identity& caller() const { return caller_; }
   // What the access log will say beside what every call has.
@@ -70,6 +75,7 @@ class CallScope {
   const TraceContext span_;
   Identity caller_;
   v1::AccessLogEntry entry_;
+  std::function<void(const v1::AccessLogEntry&)> on_close_;
 };
 
 // What a client chose, cut to what a line of the access log has room for.

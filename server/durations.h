@@ -1,6 +1,7 @@
 #pragma once
 
 #include <google/protobuf/duration.pb.h>
+#include <google/protobuf/timestamp.pb.h>
 
 #include "absl/time/time.h"
 
@@ -16,6 +17,18 @@ inline google::protobuf::Duration DurationProto(absl::Duration duration) {
 
 inline absl::Duration DurationOf(const google::protobuf::Duration& proto) {
   return absl::Seconds(proto.seconds()) + absl::Nanoseconds(proto.nanos());
+}
+
+inline google::protobuf::Timestamp TimestampProto(absl::Time time) {
+  google::protobuf::Timestamp proto;
+  proto.set_seconds(absl::ToUnixSeconds(time));
+  proto.set_nanos(static_cast<int32_t>(
+      absl::ToInt64Nanoseconds(time - absl::FromUnixSeconds(proto.seconds()))));
+  return proto;
+}
+
+inline absl::Time TimeOf(const google::protobuf::Timestamp& proto) {
+  return absl::FromUnixSeconds(proto.seconds()) + absl::Nanoseconds(proto.nanos());
 }
 
 }  // namespace epikv

@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "server/durations.h"
@@ -14,8 +15,56 @@ namespace {
 
 constexpr absl::Duration kLongestCoalesce = absl::Seconds(10);
 
-// Experiments are not built yet.
-constexpr char kNoArm[] = "none";
+PositionMode ModeOf(v1::PositionMode mode) {
+  if (mode == v1::POSITION_MODE_COMPACT) return PositionMode::kCompact;
+  if (mode == v1::POSITION_MODE_CACHE) return PositionMode::kCache;
+  return PositionMode::kAbsolute;
+}
+
+v1::PositionMode ProtoOf(PositionMode mode) {
+  switch (mode) {
+    case PositionMode::kAbsolute:
+      return v1::POSITION_MODE_ABSOLUTE;
+    case PositionMode::kCompact:
+      return v1::POSITION_MODE_COMPACT;
+    case PositionMode::kCache:
+      return v1::POSITION_MODE_CACHE;
+  }
+  return v1::POSITION_MODE_UNSPECIFIED;
+}
+
+// Options as far as their message can say them.
+struct GivenKv {
+  KvOptions options;
+  std::vector<FieldViolation> violations;
+};
+
+GivenKv ReadKv(const v1::KvOptions& kv) {
+  GivenKv read;
+  KvOptions& options = read.options;
+  options = {.policy = kv.policy(), .positions = ModeOf(kv.positions())};
+  if (kv.has_max_tokens()) options.budget = int64_t{kv.max_tokens()};
+  if (kv.has_keep_ratio()) options.budget = kv.keep_ratio();
+  if (!v1::PositionMode_IsValid(kv.positions())) {
+    read.violations.push_back({"kv.positions", absl::StrCat("unknown value ", kv.positions())});
+  }
+  GivenParams given = FromStruct(kv.policy_params(), "kv.policy_params");
+  options.params = std::move(given.params);
+  for (FieldViolation& violation : given.violations) {
+    read.violations.push_back(std::move(violation));
+  }
+
+  if (kv.has_equal_protection()) options.protection.equal = kv.equal_protection();
+  if (kv.has_protect_prompt()) options.protection.prompt = kv.protect_prompt();
+  if (kv.has_sink_tokens()) options.protection.sinks = kv.sink_tokens();
+  if (kv.has_recent_tokens()) options.protection.recent = kv.recent_tokens();
+  for (const v1::TokenSpan& span : kv.protected_spans()) {
+    options.protection.spans.push_back({.begin = span.begin(), .end = span.end()});
+  }
+  options.prefix_salt = kv.cache_salt();
+  options.bypass_prefix_cache = kv.bypass_prefix_cache();
+  return read;
+}
 
 // Fills an AskedRequest from messages and collects what cannot be converted.
 class Reader {
@@ -51,45 +100,10 @@ class Reader {
   std::vector<FieldViolation> violations_;
 };
 
-PositionMode ModeOf(v1::PositionMode mode) {
-  if (mode == v1::POSITION_MODE_COMPACT) return PositionMode::kCompact;
-  if (mode == v1::POSITION_MODE_CACHE) return PositionMode::kCache;
-  return PositionMode::kAbsolute;
-}
-
-v1::PositionMode ProtoOf(PositionMode mode) {
-  switch (mode) {
-    case PositionMode::kAbsolute:
-      return v1::POSITION_MODE_ABSOLUTE;
-    case PositionMode::kCompact:
-      return v1::POSITION_MODE_COMPACT;
-    case PositionMode::kCache:
-      return v1::POSITION_MODE_CACHE;
-  }
-  return v1::POSITION_MODE_UNSPECIFIED;
-}
-
 KvOptions Reader::Kv(const v1::KvOptions& kv) {
-  KvOptions options{.policy = kv.policy(), .positions = ModeOf(kv.positions())};
-  if (kv.has_max_tokens()) options.budget = int64_t{kv.max_tokens()};
-  if (kv.has_keep_ratio()) options.budget = kv.keep_ratio();
-  if (!v1::PositionMode_IsValid(kv.positions())) {
-    Violate("kv.positions", absl::StrCat("unknown value ", kv.positions()));
-  }
-  GivenParams given = FromStruct(kv.policy_params(), "kv.policy_params");
-  options.params = std::move(given.params);
+  GivenKv given = ReadKv(kv);
   for (FieldViolation& violation : given.violations) violations_.push_back(std::move(violation));
-
-  if (kv.has_equal_protection()) options.protection.equal = kv.equal_protection();
-  if (kv.has_protect_prompt()) options.protection.prompt = kv.protect_prompt();
-  if (kv.has_sink_tokens()) options.protection.sinks = kv.sink_tokens();
-  if (kv.has_recent_tokens()) options.protection.recent = kv.recent_tokens();
-  for (const v1::TokenSpan& span : kv.protected_spans()) {
-    options.protection.spans.push_back({.begin = span.begin(), .end = span.end()});
-  }
-  options.prefix_salt = kv.cache_salt();
-  options.bypass_prefix_cache = kv.bypass_prefix_cache();
-  return options;
+  return std::move(given.options);
 }
 
 DeltaOptions Reader::Deltas(const v1::OutputOptions& output) {
@@ -343,6 +357,17 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokeniz
           .violations = std::move(violations)};
 }
 
+void SetKv(const v1::KvOptions& kv, AskedRequest& asked) {
+  std::erase_if(asked.violations, [](const FieldViolation& violation) {
+    return absl::StartsWith(violation.field, "kv.");
+  });
+  GivenKv given = ReadKv(kv);
+  asked.options.kv = std::move(given.options);
+  for (FieldViolation& violation : given.violations) {
+    asked.violations.push_back(std::move(violation));
+  }
+}
+
 std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& admission) {
   std::variant<Request, Rejection> resolved = admission.Resolve(std::move(asked.options));
   auto* refused = std::get_if<Rejection>(&resolved);
@@ -397,7 +422,7 @@ v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model) {
   for (const auto& tokens : {request.stop_tokens, request.end_tokens}) {
     accepted.mutable_stop_token_ids()->Add(tokens.begin(), tokens.end());
   }
-  accepted.set_arm(kNoArm);
+  accepted.set_arm(request.arm);
   *accepted.mutable_output() = OutputOf(prepared);
   *accepted.mutable_scheduling() = ToProto(request.scheduling);
   if (request.forced.empty()) {

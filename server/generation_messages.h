@@ -29,6 +29,9 @@ struct AskedRequest {
 AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& tokenizer);
 AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokenizer);
 
+// Options that replace those that were asked for, and what was wrong with them.
+void SetKv(const v1::KvOptions& kv, AskedRequest& asked);
+
 // Admission's answer, with the violations of the conversion beside its own.
 std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& admission);
 

@@ -1,12 +1,17 @@
 #include "server/generation_service.h"
 
 #include <algorithm>
+#include <iterator>
+#include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "absl/random/random.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "runtime/reason.h"
+#include "server/durations.h"
 #include "server/errors.h"
 #include "server/request_series.h"
 #include "server/rpc.h"
@@ -64,6 +69,18 @@ absl::Status WhyCancelledNow(const CallScope& scope) {
       {.start = scope.start(), .deadline = DeadlineOf(scope.context()), .now = absl::Now()});
 }
 
+// Whether other options for its KV cache could have been accepted.
+bool ConcernsKv(const Rejection& rejection) {
+  constexpr absl::string_view kReasons[] = {"KV_BUDGET", "KV_POOL_TOO_SMALL", "ARTEFACT_MISSING",
+                                            "PROMPT_EVICTED", "SPAN_RANGE"};
+  return std::find(std::begin(kReasons), std::end(kReasons), rejection.reason) !=
+             std::end(kReasons) ||
+         std::any_of(rejection.violations.begin(), rejection.violations.end(),
+                     [](const FieldViolation& violation) {
+                       return absl::StartsWith(violation.field, "kv.");
+                     });
+}
+
 // A stream's messages are smaller than its outbox; a result may be of any size.
 grpc::Status AnswerTooLarge(int64_t bytes, int64_t limit) {
   return ToGrpc(Rejection{
@@ -80,6 +97,7 @@ void Log(const v1::Accepted& accepted, v1::AccessLogEntry& entry) {
   entry.set_policy(accepted.kv().policy());
   entry.set_budget_tokens(accepted.kv().budget_tokens());
   entry.set_prompt_tokens(accepted.prompt_tokens());
+  if (accepted.arm() != kNoArm) entry.set_arm(accepted.arm());
 }
 
 void Log(const Finished& finished, int64_t lanes, v1::AccessLogEntry& entry) {
@@ -294,14 +312,12 @@ absl::Status WhyCancelled(const CallTimes& times) {
 }
 
 GenerationService::GenerationService(const Models& models, Courier& courier,
-                                     const Frontend& frontend, OutboxLimits outbox_limits,
-                                     int64_t max_answer_bytes)
+                                     const Frontend& frontend, const GenerationOptions& options)
     : models_(models),
       courier_(courier),
       frontend_(frontend),
       metrics_(frontend.metrics),
-      outbox_limits_(outbox_limits),
-      max_answer_bytes_(max_answer_bytes) {}
+      options_(options) {}
 
 grpc::ServerWriteReactor<grpc::ByteBuffer>* GenerationService::Generate(
     grpc::CallbackServerContext* context, const grpc::ByteBuffer* in) {
@@ -313,8 +329,9 @@ grpc::ServerWriteReactor<grpc::ByteBuffer>* GenerationService::Generate(
 grpc::ServerUnaryReactor* GenerationService::GenerateOnce(grpc::CallbackServerContext* context,
                                                           const grpc::ByteBuffer* in,
                                                           grpc::ByteBuffer* out) {
-  auto* call = new CollectCall<v1::GenerateResult>("GenerationService/GenerateOnce", *out, *context,
-                                                   frontend_, live_calls_, max_answer_bytes_);
+  auto* call =
+      new CollectCall<v1::GenerateResult>("GenerationService/GenerateOnce", *out, *context,
+                                          frontend_, live_calls_, options_.max_answer_bytes);
   Begin<v1::GenerateRequest>(*in, *call);
   return call;
 }
@@ -322,8 +339,8 @@ grpc::ServerUnaryReactor* GenerationService::GenerateOnce(grpc::CallbackServerCo
 grpc::ServerUnaryReactor* GenerationService::Score(grpc::CallbackServerContext* context,
                                                    const grpc::ByteBuffer* in,
                                                    grpc::ByteBuffer* out) {
-  auto* call = new CollectCall<v1::ScoreResponse>("GenerationService/Score", *out, *context,
-                                                  frontend_, live_calls_, max_answer_bytes_);
+  auto* call = new CollectCall<v1::ScoreResponse>(
+      "GenerationService/Score", *out, *context, frontend_, live_calls_, options_.max_answer_bytes);
   Begin<v1::ScoreRequest>(*in, *call);
   return call;
 }
@@ -369,7 +386,7 @@ void GenerationService::Begin(const grpc::ByteBuffer& in, Call& call) {
     Prepared& ready = std::get<Prepared>(prepared);
     const std::string id = ready.request.id;
     CallFacts facts{
-        .outbox = std::make_shared<Outbox>(outbox_limits_, HooksOf(model, id, scope.entry()),
+        .outbox = std::make_shared<Outbox>(options_.outbox, HooksOf(model, id, scope.entry()),
                                            ready.deltas, call, courier_),
         .accepted = AcceptedOf(ready, model->name),
         .lanes = model->lanes()};
@@ -403,13 +420,73 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope
   scope.entry().set_tenant(ForLog(tenant));
   asked.options.arrival = scope.start();
   asked.options.deadline = DeadlineOf(scope.context());
+  std::optional<v1::RequestBegan> part;
+  if constexpr (std::is_same_v<Message, v1::GenerateRequest>) {
+    auto dealt = Deal(scope, message, model, asked);
+    if (auto* refusal = std::get_if<grpc::Status>(&dealt)) {
+      model.metrics->OnRejected(kPermissionDenied);
+      return std::move(*refusal);
+    }
+    part = std::get<std::optional<v1::RequestBegan>>(std::move(dealt));
+  }
   const DeltaOptions deltas = asked.deltas;
   std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);
-  if (const auto* rejection = std::get_if<Rejection>(&resolved)) {
+  const auto* rejection = std::get_if<Rejection>(&resolved);
+  // What is refused whatever its arm says nothing of arms.
+  if (part.has_value() && (rejection == nullptr || ConcernsKv(*rejection))) {
+    TakePart(scope, *std::move(part));
+  }
+  if (rejection != nullptr) {
     model.metrics->OnRejected(rejection->reason);
     return ToGrpc(*rejection);
   }
   return Prepared{.request = std::get<Request>(std::move(resolved)), .deltas = deltas};
+}
+
+std::variant<std::optional<v1::RequestBegan>, grpc::Status> GenerationService::Deal(
+    const CallScope& scope, const v1::GenerateRequest& message, const ServedModel& model,
+    AskedRequest& asked) {
+  for (FieldViolation& violation : CheckContext(message)) {
+    asked.violations.push_back(std::move(violation));
+  }
+  if (!message.experiment().force_arm().empty() && !scope.caller().May(Role::kExperimenter)) {
+    return PermissionDenied("experiment.force_arm", RoleName(Role::kExperimenter));
+  }
+  if (options_.experiments == nullptr) {
+    if (!message.experiment().force_arm().empty()) {
+      asked.violations.push_back({"experiment.force_arm", "there are no experiments here"});
+    }
+    return std::nullopt;
+  }
+  const auto prompt_tokens = static_cast<int64_t>(asked.options.prompt.size());
+  const Subject subject{.request = message,
+                        .request_id = asked.options.id,
+                        .model = model.name,
+                        .prompt_tokens = prompt_tokens,
+                        .max_output_tokens = model.admission->MaxOutputTokens(
+                            asked.options.stop.max_output_tokens, prompt_tokens)};
+  absl::StatusOr<Assignment> assignment = options_.experiments->Assign(subject);
+  if (!assignment.ok()) {
+    asked.violations.push_back(
+        {"experiment.force_arm", std::string(assignment.status().message())});
+    return std::nullopt;
+  }
+  if (assignment->parts.empty()) return std::nullopt;
+  SetKv(assignment->kv, asked);
+  asked.options.arm = assignment->arm;
+  v1::RequestBegan began = BeganOf(subject, *assignment);
+  began.set_id(NewRequestId());
+  began.set_tenant(asked.options.scheduling.tenant);
+  *began.mutable_time() = TimestampProto(scope.start());
+  return began;
+}
+
+// Once a call: a request that meets its model's successor has begun already.
+void GenerationService::TakePart(CallScope& scope, v1::RequestBegan began) {
+  if (scope.has_on_close()) return;
+  scope.OnClose([experiments = options_.experiments, id = began.id()](
+                    const v1::AccessLogEntry& entry) { experiments->OnEnded(EndOf(id, entry)); });
+  options_.experiments->OnBegan(std::move(began));
 }
 
 // Outboxes do not keep their model: the engine, which drops them last, cannot end on its own

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <variant>
 
@@ -15,6 +16,7 @@
 #include "epikv/v1/generation.grpc.pb.h"
 #include "server/call_scope.h"
 #include "server/courier.h"
+#include "server/experiments/participation.h"
 #include "server/generation_messages.h"
 #include "server/metrics.h"
 #include "server/models.h"
@@ -49,6 +51,12 @@ struct CallTimes {
 // client's own, whatever its timeout is.
 absl::Status WhyCancelled(const CallTimes& times);
 
+struct GenerationOptions {
+  OutboxLimits outbox;
+  int64_t max_answer_bytes = 0;          // of an answer in one message
+  Participation* experiments = nullptr;  // null: there are none
+};
+
 // Takes requests, hands them to the engine and streams what comes back. Thread-safe; everything
 // given to it outlives it, and it outlives its calls.
 class GenerationService final
@@ -59,7 +67,7 @@ class GenerationService final
                       v1::GenerationService::Service>>>> {
  public:
   GenerationService(const Models& models, Courier& courier, const Frontend& frontend,
-                    OutboxLimits outbox_limits, int64_t max_answer_bytes);
+                    const GenerationOptions& options);
 
   grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext* context,
                                                        const grpc::ByteBuffer* in) override;
@@ -82,6 +90,12 @@ class GenerationService final
   template <typename Message>
   std::variant<Prepared, grpc::Status> Prepare(CallScope& scope, const Message& message,
                                                const ServedModel& model);
+  // Gives a request the options of its arms; what is to be told of it if it takes part in any
+  // experiment.
+  std::variant<std::optional<v1::RequestBegan>, grpc::Status> Deal(
+      const CallScope& scope, const v1::GenerateRequest& message, const ServedModel& model,
+      AskedRequest& asked);
+  void TakePart(CallScope& scope, v1::RequestBegan began);
   // entry: of the call, which gets to know how its request ended.
   OutboxHooks HooksOf(const ModelPtr& model, const std::string& request_id,
                       v1::AccessLogEntry& entry);
@@ -92,8 +106,7 @@ class GenerationService final
   Courier& courier_;
   const Frontend& frontend_;
   Metrics& metrics_;
-  const OutboxLimits outbox_limits_;
-  const int64_t max_answer_bytes_;
+  const GenerationOptions options_;
   LiveCalls live_calls_;
 };
 

@@ -4,8 +4,10 @@ namespace epikv {
 
 Server::Server(Models& models, Courier& courier, const Frontend& frontend,
                const ServerOptions& options)
-    : generation_(models, courier, frontend, options.outbox,
-                  options.port.transport.max_sent_message_bytes),
+    : generation_(models, courier, frontend,
+                  {.outbox = options.outbox,
+                   .max_answer_bytes = options.port.transport.max_sent_message_bytes,
+                   .experiments = options.experiments}),
       tokenization_(models, frontend),
       model_service_(models, frontend),
       policies_(models, frontend) {}

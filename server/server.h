@@ -18,6 +18,7 @@ namespace epikv {
 struct ServerOptions {
   GrpcPortOptions port;
   OutboxLimits outbox;
+  Participation* experiments = nullptr;  // outlives the server; null: there are none
 };
 
 // The gRPC port: our services, grpc.health.v1 and reflection. What it is given outlives it.

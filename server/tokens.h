@@ -20,8 +20,10 @@ struct Identity {
   std::string name;  // empty: anonymous, where no tokens are asked for
   Role role = Role::kUser;
 
-  // Every role may do what a user may.
-  bool May(Role needed) const { return needed == Role::kUser || needed == role; }
+  // Every role may do what a user may, and who is anonymous everything.
+  bool May(Role needed) const {
+    return needed == Role::kUser || needed == role || name.empty();
+  }
 };
 
 // A file of tokens, read. Immutable.

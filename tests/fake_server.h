@@ -78,6 +78,7 @@ struct FakeServerOptions {
   TlsFiles tls;
   AuthOptions auth;
   std::string access_log;
+  Participation* experiments = nullptr;  // outlives the server
 };
 
 // The whole server but torch: the real services, engine and metrics over a FakeExecutor, on a
@@ -104,9 +105,10 @@ class FakeServer {
                [this, options](const ModelSource& source) { return Load(options, source); }) {
     models_.Put(Make(options));
     lifecycle_.SetState(ServerState::kServing);
-    server_ = *Server::Start(
-        {.port = {.transport = options.transport, .tls = options.tls}, .outbox = options.outbox},
-        models_, lifecycle_, courier_, frontend_);
+    server_ = *Server::Start({.port = {.transport = options.transport, .tls = options.tls},
+                              .outbox = options.outbox,
+                              .experiments = options.experiments},
+                             models_, lifecycle_, courier_, frontend_);
     admin_port_ = *GrpcPort::Open({.transport = options.transport}, {&admin_},
                                   {"", "epikv.v1.AdminService"}, lifecycle_);
   }

@@ -99,6 +99,20 @@ absl::string_view UnitOf(const Subject& subject) {
   return unit.empty() ? subject.request_id : absl::string_view(unit);
 }
 
+v1::RequestBegan BeganOf(const Subject& subject, const Assignment& assignment) {
+  const v1::ExperimentContext& context = subject.request.experiment();
+  v1::RequestBegan began;
+  began.set_request_id(std::string(subject.request_id));
+  began.set_unit(UnitHash("unit", 0, UnitOf(subject)));
+  began.set_unit_is_request(context.unit_id().empty());
+  began.set_model(std::string(subject.model));
+  began.set_prompt_tokens(static_cast<uint32_t>(subject.prompt_tokens));
+  began.set_max_output_tokens(static_cast<uint32_t>(subject.max_output_tokens));
+  if (context.has_covariate()) began.set_covariate(context.covariate());
+  began.mutable_parts()->Add(assignment.parts.begin(), assignment.parts.end());
+  return began;
+}
+
 void LiveExperiments::Set(std::vector<v1::Experiment> running) {
   std::sort(running.begin(), running.end(),
             [](const auto& a, const auto& b) { return a.name() < b.name(); });

@@ -41,6 +41,9 @@ std::vector<FieldViolation> CheckContext(const v1::GenerateRequest& request);
 // Who keeps its arm: the unit that was given, else the request.
 absl::string_view UnitOf(const Subject& subject);
 
+// What a store is told of a request that takes part; id, tenant and time are the caller's to set.
+v1::RequestBegan BeganOf(const Subject& subject, const Assignment& assignment);
+
 // The experiments that run, as last heard of, and what they make of a request. Thread-safe.
 class LiveExperiments {
  public:
