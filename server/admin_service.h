@@ -3,7 +3,6 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
-#include <deque>
 #include <functional>
 #include <optional>
 #include <string>
@@ -19,25 +18,9 @@
 #include "server/models.h"
 #include "server/rpc.h"
 #include "server/settings.h"
+#include "server/task_thread.h"
 
 namespace epikv {
-
-// Runs tasks one after the other on a thread of its own: what an engine's thread must not do.
-class TaskThread {
- public:
-  TaskThread() : thread_([this] { Run(); }) {}
-  ~TaskThread();  // after the last task
-
-  void Post(std::function<void()> task);
-
- private:
-  void Run();
-
-  absl::Mutex mu_;
-  std::deque<std::function<void()>> tasks_ ABSL_GUARDED_BY(mu_);
-  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
-  std::thread thread_;
-};
 
 // For operators: what the daemon is doing, and how to change it. Thread-safe; everything given to
 // it outlives it, and it outlives its calls.

@@ -235,6 +235,10 @@ class Checker {
     const auto* field = v1::ServerConfig::descriptor()->FindFieldByName(name);
     violations_.push_back({name, absl::StrCat("must ", must, ", is ", ValueText(config_, *field))});
   }
+  // Of a value that must not be shown.
+  void RequireHidden(bool ok, const std::string& name, absl::string_view must) {
+    if (!ok) violations_.push_back({name, absl::StrCat("must ", must)});
+  }
   void RequireAddress(const std::string& address, const std::string& name) {
     const size_t colon = address.rfind(':');
     int port = -1;
@@ -291,6 +295,38 @@ void CheckSecurity(const v1::ServerConfig& c, Checker& check) {
       "is no --tls_client_ca");
 }
 
+bool IsUrl(absl::string_view store) { return absl::StrContains(store, "://"); }
+
+// Text between "://" and '@' is a user, and after ':' his password; or it is a parameter.
+bool HasPassword(absl::string_view url) {
+  const absl::string_view rest = url.substr(url.find("://") + 3);
+  const absl::string_view authority = rest.substr(0, rest.find_first_of("/?"));
+  const size_t at = authority.rfind('@');
+  const bool of_user =
+      at != absl::string_view::npos && absl::StrContains(authority.substr(0, at), ':');
+  return of_user || absl::StrContains(rest, "password=");
+}
+
+void CheckExperiments(const v1::ServerConfig& c, Checker& check) {
+  constexpr uint64_t kLeastSpool = 1 << 20;
+  constexpr uint32_t kMostDays = 100 * 365;
+  const std::string& store = c.experiment_store();
+  check.RequireHidden(!IsUrl(store) || absl::StartsWith(store, "postgresql://") ||
+                          absl::StartsWith(store, "postgres://"),
+                      "experiment_store", "be a file or postgresql://...");
+  check.RequireHidden(
+      !IsUrl(store) || !HasPassword(store), "experiment_store",
+      "hold no password, which --print_config and GetConfig would show: set $PGPASSWORD "
+      "or $PGPASSFILE");
+  check.Require(!IsUrl(store) || !c.experiment_spool().empty(), "experiment_spool",
+                "name a folder where --experiment_store is PostgreSQL");
+  check.Require(c.experiment_spool_bytes() >= kLeastSpool &&
+                    c.experiment_spool_bytes() <= uint64_t{INT64_MAX},
+                "experiment_spool_bytes", "be at least 1048576");
+  check.Require(c.experiment_retention_days() <= kMostDays, "experiment_retention_days",
+                "be 0 (never) to 36500");
+}
+
 // All but the model, which who prints a configuration need not have.
 void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violations) {
   constexpr uint64_t kMost = INT64_MAX;
@@ -334,6 +370,7 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
                 "be at least 0");
   check.Require(c.metrics_max_series() >= 1, "metrics_max_series", "be at least 1");
   CheckTransport(c, check);
+  CheckExperiments(c, check);
   CheckSecurity(c, check);
 }
 
@@ -388,6 +425,16 @@ TransportLimits TransportOf(const v1::ServerConfig& c) {
           .max_connection_idle = SecondsOrNever(c.max_connection_idle_seconds())};
 }
 
+ExperimentsOptions ExperimentsOf(const v1::ServerConfig& c) {
+  const std::string& spool = c.experiment_spool();
+  return {.store = c.experiment_store(),
+          .spool = spool.empty() ? c.experiment_store() + ".spool" : spool,
+          .spool_bytes = static_cast<int64_t>(c.experiment_spool_bytes()),
+          .retention = c.experiment_retention_days() == 0
+                           ? absl::InfiniteDuration()
+                           : absl::Hours(24) * c.experiment_retention_days()};
+}
+
 }  // namespace
 
 Config ConfigOf(const v1::ServerConfig& c) {
@@ -432,7 +479,8 @@ Config ConfigOf(const v1::ServerConfig& c) {
               .key = c.tls_key(),
               .client_ca = c.tls_client_ca()},
       .tokens_file = c.auth_tokens_file(),
-      .access_log = c.access_log()};
+      .access_log = c.access_log(),
+      .experiments = ExperimentsOf(c)};
 }
 
 namespace {

@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "epikv/v1/config.pb.h"
 #include "runtime/runtime.h"
+#include "server/experiments/options.h"
 #include "server/log.h"
 #include "server/outbox.h"
 #include "server/served_model.h"
@@ -37,6 +38,7 @@ struct Config {
   TlsFiles tls;
   std::string tokens_file;  // empty: everyone may do everything
   std::string access_log;   // empty: none
+  ExperimentsOptions experiments;
 };
 
 // What the command line asks for.

@@ -273,7 +273,8 @@ TEST(ConfigTest, UnknownFieldsOfAFileAreNamedWithTheirLines) {
 TEST(ConfigTest, MissingFileIsNamed) {
   EXPECT_THAT(Errors({"--config=/nowhere.textproto"}),
               HasSubstr("--config: cannot read '/nowhere.textproto'"));
-  EXPECT_THAT(Errors({"--config=/tmp"}), HasSubstr("--config: cannot read '/tmp': it is not a regular file"));
+  EXPECT_THAT(Errors({"--config=/tmp"}),
+              HasSubstr("--config: cannot read '/tmp': it is not a regular file"));
 }
 
 TEST(ConfigTest, ConfigurationThatCouldNotRunIsNotPrinted) {
@@ -300,6 +301,29 @@ TEST(ConfigTest, SettingsOfAProgramBesideTheDaemonNeedNoModel) {
   EXPECT_THAT(
       std::string(ParseSettings({"--listen=x", "--threads=-1", "--help"}).status().message()),
       AllOf(HasSubstr("--listen must be"), HasSubstr("--threads"), HasSubstr("--help")));
+}
+
+TEST(ConfigTest, ExperimentsAreKeptInAFileOrInPostgresql) {
+  const Config none = Parse({"--model=m"});
+  EXPECT_EQ(none.experiments.store, "");
+  const Config file =
+      Parse({"--model=m", "--experiment_store=e.db", "--experiment_retention_days=0"});
+  EXPECT_EQ(file.experiments.spool, "e.db.spool");
+  EXPECT_EQ(file.experiments.retention, absl::InfiniteDuration());
+  const Config shared =
+      Parse({"--model=m", "--experiment_store=postgresql://ann@db:5432/epikv?sslmode=require",
+             "--experiment_spool=/var/spool/epikv"});
+  EXPECT_EQ(shared.experiments.spool, "/var/spool/epikv");
+  EXPECT_THAT(Errors({"--model=m", "--experiment_store=postgresql://db/epikv"}),
+              HasSubstr("--experiment_spool must name a folder"));
+  EXPECT_THAT(Errors({"--model=m", "--experiment_store=mysql://db/epikv"}),
+              HasSubstr("--experiment_store must be a file or postgresql://"));
+  for (const char* secret : {"postgresql://ann:hunter2@db/epikv", "postgresql://:hunter2@db/epikv",
+                             "postgresql://db/epikv?user=ann&password=hunter2"}) {
+    const std::string errors = Errors({"--model=m", absl::StrCat("--experiment_store=", secret)});
+    EXPECT_THAT(errors, HasSubstr("--experiment_store must hold no password"));
+    EXPECT_THAT(errors, Not(HasSubstr("hunter2")));
+  }
 }
 
 }  // namespace
