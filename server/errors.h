@@ -26,6 +26,7 @@ inline constexpr absl::string_view kStarting = "STARTING";
 inline constexpr absl::string_view kLoading = "LOADING";
 inline constexpr absl::string_view kDuplicateId = "DUPLICATE_ID";
 inline constexpr absl::string_view kNotFound = "NOT_FOUND";
+inline constexpr absl::string_view kStoreUnavailable = "STORE_UNAVAILABLE";
 inline constexpr absl::string_view kUnauthenticated = "UNAUTHENTICATED";
 inline constexpr absl::string_view kPermissionDenied = "PERMISSION_DENIED";
 
