@@ -174,16 +174,17 @@ grpc::Status ToGrpc(const absl::Status& status) {
   return details.ToGrpc();
 }
 
-grpc::Status NotFound(absl::string_view type, absl::string_view name,
-                      absl::string_view description) {
+grpc::Status NotFound(absl::string_view type, absl::string_view name, absl::string_view description,
+                      std::optional<absl::Duration> retry_after) {
   Details details(grpc::StatusCode::NOT_FOUND, description, kNotFound, {});
   details.AddResource(type, name, description);
+  if (retry_after.has_value()) details.AddRetry(*retry_after);
   return details.ToGrpc();
 }
 
 grpc::Status AlreadyExists(absl::string_view type, absl::string_view name,
-                           absl::string_view description) {
-  Details details(grpc::StatusCode::ALREADY_EXISTS, description, kDuplicateId, {});
+                           absl::string_view description, absl::string_view reason) {
+  Details details(grpc::StatusCode::ALREADY_EXISTS, description, reason, {});
   details.AddResource(type, name, description);
   return details.ToGrpc();
 }

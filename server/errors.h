@@ -47,10 +47,11 @@ struct DeadlineEstimate {
   absl::Duration left, wait, run;
 };
 
-grpc::Status NotFound(absl::string_view type, absl::string_view name,
-                      absl::string_view description);
+// retry_after: when it may be there.
+grpc::Status NotFound(absl::string_view type, absl::string_view name, absl::string_view description,
+                      std::optional<absl::Duration> retry_after = std::nullopt);
 grpc::Status AlreadyExists(absl::string_view type, absl::string_view name,
-                           absl::string_view description);
+                           absl::string_view description, absl::string_view reason = kDuplicateId);
 // subject: what is used up; retry_after: when it may be free again.
 grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
                        absl::Duration retry_after);

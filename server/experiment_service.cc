@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
+#include "runtime/reason.h"
 #include "server/durations.h"
 #include "server/errors.h"
 #include "server/experiments/definition.h"
@@ -110,7 +111,7 @@ std::vector<FieldViolation> CheckOutcome(const v1::RecordOutcomeRequest& request
   return violations;
 }
 
-Answer<v1::RecordOutcomeResponse> AnswerOf(absl::StatusOr<Recorded> recorded,
+Answer<v1::RecordOutcomeResponse> AnswerOf(const absl::StatusOr<Recorded>& recorded,
                                            const v1::OutcomeSeen& outcome) {
   if (!recorded.ok()) {
     return Unavailable(kStoreUnavailable, recorded.status().message(), kStoreRetryDelay);
@@ -127,23 +128,21 @@ Answer<v1::RecordOutcomeResponse> AnswerOf(absl::StatusOr<Recorded> recorded,
       response.set_spooled(true);
       return response;
     case Recorded::kConflict:
-      return ToGrpc(WithReason(
-          absl::AlreadyExistsError(absl::StrCat(
-              "another value of '", outcome.metric(), "' was recorded for request '",
-              outcome.request_id(), "' under this idempotency_key, and stays")),
-          "OUTCOME_CONFLICT"));
+      return AlreadyExists(
+          "outcome", outcome.request_id(),
+          absl::StrCat("another value of '", outcome.metric(), "' was recorded for request '",
+                       outcome.request_id(), "' under this idempotency_key, and stays"),
+          "OUTCOME_CONFLICT");
     case Recorded::kUnknownRequest:
-      return ToGrpc(WithRetryAfter(
-          WithReason(absl::NotFoundError(absl::StrCat("no request '", outcome.request_id(),
-                                                      "' of this tenant took part in an "
-                                                      "experiment")),
-                     kNotFound),
-          kUnknownRetryDelay));
+      return NotFound("request", outcome.request_id(),
+                      absl::StrCat("no request '", outcome.request_id(),
+                                   "' of this tenant took part in an experiment"),
+                      kUnknownRetryDelay);
     case Recorded::kLate:
-      return ToGrpc(WithReason(absl::FailedPreconditionError(
-                                   absl::StrCat("the outcome_window of request '",
-                                                outcome.request_id(), "' is over")),
-                               "OUTCOME_LATE"));
+      return ToGrpc(
+          WithReason(absl::FailedPreconditionError(absl::StrCat("the outcome_window of request '",
+                                                                outcome.request_id(), "' is over")),
+                     "OUTCOME_LATE"));
     case Recorded::kUndeclaredMetric:
       return Invalid({{"metric", absl::StrCat("no experiment of request '", outcome.request_id(),
                                               "' declares '", outcome.metric(), "'")}});
@@ -209,8 +208,7 @@ grpc::ServerUnaryReactor* ExperimentService::Manage(absl::string_view method,
 grpc::ServerUnaryReactor* ExperimentService::ListExperiments(grpc::CallbackServerContext* context,
                                                              const grpc::ByteBuffer* in,
                                                              grpc::ByteBuffer* out) {
-  auto list =
-      [this](const v1::ListExperimentsRequest&) -> Answer<v1::ListExperimentsResponse> {
+  auto list = [this](const v1::ListExperimentsRequest&) -> Answer<v1::ListExperimentsResponse> {
     absl::StatusOr<Definitions> all = experiments_->store().Experiments();
     if (!all.ok()) return Failure(all.status(), "");
     v1::ListExperimentsResponse response;
@@ -274,8 +272,8 @@ grpc::ServerUnaryReactor* ExperimentService::StopExperiment(grpc::CallbackServer
                                                             grpc::ByteBuffer* out) {
   auto stop = [this](const v1::StopExperimentRequest& request) -> Answer<v1::Experiment> {
     if (const size_t bytes = request.reason().size(); bytes > kMaxReasonBytes) {
-      return Invalid({{"reason", absl::StrCat("has ", bytes, " bytes, at most ",
-                                              kMaxReasonBytes)}});
+      return Invalid(
+          {{"reason", absl::StrCat("has ", bytes, " bytes, at most ", kMaxReasonBytes)}});
     }
     return Change(request.name(),
                   [&](const std::vector<v1::Experiment>& all) -> absl::StatusOr<v1::Experiment> {
@@ -309,14 +307,14 @@ Answer<v1::Experiment> ExperimentService::Create(const v1::CreateExperimentReque
 Answer<v1::Experiment> ExperimentService::Update(const v1::UpdateExperimentRequest& request) {
   const std::string& name = request.experiment().name();
   google::protobuf::FieldMask mask = request.update_mask();
-  if (!request.has_update_mask()) FieldMaskUtil::FromFieldNames(SettableFields(), mask);
-  std::vector<FieldViolation> violations;
   const std::vector<std::string> settable = SettableFields();
+  if (!request.has_update_mask()) mask.mutable_paths()->Add(settable.begin(), settable.end());
+  std::vector<FieldViolation> violations;
   for (const std::string& path : mask.paths()) {
     if (std::find(settable.begin(), settable.end(), path) != settable.end()) continue;
-    violations.push_back({"update_mask", absl::StrCat("'", ShortenText(path, 64),
-                                                      "' cannot be set; what can: ",
-                                                      absl::StrJoin(settable, ", "))});
+    violations.push_back(
+        {"update_mask", absl::StrCat("'", ShortenText(path, 64), "' cannot be set; what can: ",
+                                     absl::StrJoin(settable, ", "))});
   }
   if (!violations.empty()) return Invalid(std::move(violations));
   const absl::StatusOr<Definitions> all = experiments_->store().Experiments();
@@ -381,8 +379,8 @@ void ExperimentService::Record(const v1::RecordOutcomeRequest& request, const Id
   outcome.set_key(request.idempotency_key());
   *outcome.mutable_time() = request.has_time() ? request.time() : TimestampProto(now);
   *outcome.mutable_received() = TimestampProto(now);
-  experiments_->Record(outcome, [told, outcome](absl::StatusOr<Recorded> recorded) {
-    told(AnswerOf(std::move(recorded), outcome));
+  experiments_->Record(outcome, [told, outcome](const absl::StatusOr<Recorded>& recorded) {
+    told(AnswerOf(recorded, outcome));
   });
 }
 
@@ -410,8 +408,8 @@ grpc::ServerUnaryReactor* ExperimentService::BatchRecordOutcomes(
         if (experiments_ == nullptr) return pending->Finish(NoExperiments());
         const int size = request.outcomes_size();
         if (size < 1 || size > kMaxOutcomes) {
-          return pending->Finish(Invalid(
-              {{"outcomes", absl::StrCat("must be 1 to ", kMaxOutcomes, ", are ", size)}}));
+          return pending->Finish(
+              Invalid({{"outcomes", absl::StrCat("must be 1 to ", kMaxOutcomes, ", are ", size)}}));
         }
         const Identity caller = pending->scope().caller();
         auto batch = std::make_shared<Batch>(size, std::move(pending));

@@ -58,7 +58,8 @@ class ExperimentService final
                                                 grpc::ByteBuffer* out) override;
 
  private:
-  // Answers on `definitions_`, since the store blocks. answer: (const Request&) -> Answer<Response>.
+  // Answers on `definitions_`, since the store blocks. answer: (const Request&) ->
+  // Answer<Response>.
   template <typename Request, typename Response, typename Handler>
   grpc::ServerUnaryReactor* Manage(absl::string_view method, grpc::CallbackServerContext* context,
                                    const grpc::ByteBuffer* in, grpc::ByteBuffer* out,

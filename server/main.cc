@@ -31,6 +31,7 @@
 #include "server/call_scope.h"
 #include "server/config.h"
 #include "server/courier.h"
+#include "server/experiments/experiments.h"
 #include "server/grpc_port.h"
 #include "server/lifecycle.h"
 #include "server/log.h"
@@ -262,8 +263,17 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
                        .transport = config.transport,
                        .tls = config.tls,
                        .reflection = config.reflection};
+  absl::StatusOr<std::unique_ptr<Experiments>> experiments = nullptr;
+  if (!config.experiments.store.empty()) {
+    experiments = Experiments::Open(config.experiments, metrics, log);
+    if (!experiments.ok()) return experiments.status();
+  }
   absl::StatusOr<std::unique_ptr<Server>> server =
-      Server::Start({.port = port, .outbox = config.outbox}, models, lifecycle, courier, frontend);
+      Server::Start({.port = port,
+                     .outbox = config.outbox,
+                     .participation = experiments->get(),
+                     .experiments = experiments->get()},
+                    models, lifecycle, courier, frontend);
   if (!server.ok()) return server.status();
   AdminService admin(models, lifecycle, settings, frontend,
                      [&loader](const ModelSource& source) { return loader.Load(source); });
@@ -290,7 +300,8 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
   const bool loading = admin.AbandonLoading();
   if (*admin_port != nullptr) (*admin_port)->Close();
   if (loading) {
-    access_log->reset();  // writes what waits
+    experiments->reset();  // these write what waits
+    access_log->reset();
     std::_Exit(0);
   }
   return absl::OkStatus();

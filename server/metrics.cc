@@ -26,6 +26,14 @@ constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "ModelService/GetModel",
                                           "PolicyService/ListPolicies",
                                           "PolicyService/GetPolicy",
+                                          "ExperimentService/ListExperiments",
+                                          "ExperimentService/GetExperiment",
+                                          "ExperimentService/CreateExperiment",
+                                          "ExperimentService/UpdateExperiment",
+                                          "ExperimentService/StartExperiment",
+                                          "ExperimentService/StopExperiment",
+                                          "ExperimentService/RecordOutcome",
+                                          "ExperimentService/BatchRecordOutcomes",
                                           "AdminService/GetServerStatus",
                                           "AdminService/GetLoad",
                                           "AdminService/ListActiveRequests",
@@ -153,6 +161,15 @@ std::vector<std::shared_ptr<ModelMetrics>> Metrics::LiveModels() const {
   return models;
 }
 
+ExperimentSeries& Metrics::OfExperiments() {
+  absl::MutexLock lock(&mu_);
+  if (experiments_ == nullptr) {
+    experiments_ = std::make_unique<ExperimentSeries>(budget_);
+    budget_.Take(std::min(budget_.limit() - budget_.taken(), experiments_->own_series()));
+  }
+  return *experiments_;
+}
+
 void Metrics::KeepArms(const std::set<std::string, std::less<>>& arms) {
   for (const std::shared_ptr<ModelMetrics>& model : LiveModels()) model->KeepArms(arms);
 }
@@ -170,6 +187,10 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   add(registry_.Collect());
   add(process_.Collect());
   for (const auto& model : models) add(model->Collect());
+  {
+    absl::MutexLock lock(&mu_);
+    if (experiments_ != nullptr) add(experiments_->Collect());
+  }
   return MergedByName(std::move(families));
 }
 

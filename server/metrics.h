@@ -17,6 +17,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "policies/spec.h"
+#include "server/experiment_series.h"
 #include "server/lifecycle.h"
 #include "server/metric_families.h"
 #include "server/model_metrics.h"
@@ -55,6 +56,8 @@ class Metrics {
   void SetConfig(const prometheus::Labels& config);
   void OnAccessLogDropped(int64_t lines);
   void OnTokensReloadFailed();
+  // Those of experiments, made when first asked for, once; they live as long as this.
+  ExperimentSeries& OfExperiments();
   // Of all models: see ModelMetrics.
   void KeepArms(const std::set<std::string, std::less<>>& arms);
 
@@ -84,6 +87,7 @@ class Metrics {
   mutable absl::Mutex mu_;
   prometheus::Gauge* config_now_ ABSL_GUARDED_BY(mu_) = nullptr;
   std::map<std::string, std::weak_ptr<ModelMetrics>> models_ ABSL_GUARDED_BY(mu_);
+  std::unique_ptr<ExperimentSeries> experiments_ ABSL_GUARDED_BY(mu_);  // null: there are none
   const std::shared_ptr<Page> page_;
 };
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 
 namespace epikv {
@@ -58,7 +59,10 @@ void ModelMetrics::KeepArms(const std::set<std::string, std::less<>>& arms) {
   absl::MutexLock lock(&mu_);
   for (auto it = arms_.begin(); it != arms_.end();) {
     const auto& [name, arm] = *it;
-    if (name == kNoArm || name == kOtherArm || arms.contains(name)) {
+    const std::vector<absl::string_view> parts = absl::StrSplit(name, ',');
+    const bool kept = std::all_of(parts.begin(), parts.end(),
+                                  [&](absl::string_view part) { return arms.contains(part); });
+    if (name == kNoArm || name == kOtherArm || kept) {
       ++it;
       continue;
     }

@@ -59,7 +59,8 @@ class ModelMetrics {
   // Of the engine that serves the name.
   EngineLoad Load() const;
 
-  // Drops the series of all other arms, but for those of no arm and of "other".
+  // Drops the series of all other arms ("experiment/arm"; of a request in several experiments,
+  // those of which one is another), but for those of no arm and of "other".
   void KeepArms(const std::set<std::string, std::less<>>& arms);
 
   std::vector<prometheus::MetricFamily> Collect() const;

@@ -7,10 +7,11 @@ Server::Server(Models& models, Courier& courier, const Frontend& frontend,
     : generation_(models, courier, frontend,
                   {.outbox = options.outbox,
                    .max_answer_bytes = options.port.transport.max_sent_message_bytes,
-                   .experiments = options.experiments}),
+                   .experiments = options.participation}),
       tokenization_(models, frontend),
       model_service_(models, frontend),
-      policies_(models, frontend) {}
+      policies_(models, frontend),
+      experiments_(options.experiments, models, frontend) {}
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options, Models& models,
                                                       Lifecycle& lifecycle, Courier& courier,
@@ -18,9 +19,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   std::unique_ptr<Server> server(new Server(models, courier, frontend, options));
   absl::StatusOr<std::unique_ptr<GrpcPort>> port = GrpcPort::Open(
       options.port,
-      {&server->generation_, &server->tokenization_, &server->model_service_, &server->policies_},
+      {&server->generation_, &server->tokenization_, &server->model_service_, &server->policies_,
+       &server->experiments_},
       {"", "epikv.v1.GenerationService", "epikv.v1.TokenizationService", "epikv.v1.ModelService",
-       "epikv.v1.PolicyService"},
+       "epikv.v1.PolicyService", "epikv.v1.ExperimentService"},
       lifecycle);
   if (!port.ok()) return port.status();
   server->port_ = *std::move(port);

@@ -5,6 +5,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/experiment_service.h"
 #include "server/generation_service.h"
 #include "server/grpc_port.h"
 #include "server/lifecycle.h"
@@ -18,7 +19,10 @@ namespace epikv {
 struct ServerOptions {
   GrpcPortOptions port;
   OutboxLimits outbox;
-  Participation* experiments = nullptr;  // outlives the server; null: there are none
+  // Both outlive the server and are null where there are no experiments: what deals requests to
+  // arms, and what the service manages.
+  Participation* participation = nullptr;
+  Experiments* experiments = nullptr;
 };
 
 // The gRPC port: our services, grpc.health.v1 and reflection. What it is given outlives it.
@@ -43,6 +47,7 @@ class Server {
   TokenizationService tokenization_;
   ModelService model_service_;
   PolicyService policies_;
+  ExperimentService experiments_;
   std::unique_ptr<GrpcPort> port_;  // ends before its services
 };
 

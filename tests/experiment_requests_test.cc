@@ -84,7 +84,7 @@ class ExperimentRequestsTest : public ::testing::Test {
   }
   v1::GenerationService::Stub& stub() {
     if (server_ == nullptr) {
-      options_.experiments = &experiments_;
+      options_.participation = &experiments_;
       server_ = std::make_unique<FakeServer>(options_, script_);
       stub_ = v1::GenerationService::NewStub(server_->Connect());
     }

@@ -16,6 +16,7 @@
 #include "runtime/engine_thread.h"
 #include "server/admin_service.h"
 #include "server/courier.h"
+#include "server/experiments/experiments.h"
 #include "server/grpc_port.h"
 #include "server/metrics.h"
 #include "server/models.h"
@@ -78,7 +79,9 @@ struct FakeServerOptions {
   TlsFiles tls;
   AuthOptions auth;
   std::string access_log;
-  Participation* experiments = nullptr;  // outlives the server
+  Participation* participation = nullptr;  // outlives the server
+  // Kept in a folder of this name, which is there; empty: none.
+  std::string experiments;
 };
 
 // The whole server but torch: the real services, engine and metrics over a FakeExecutor, on a
@@ -97,6 +100,7 @@ class FakeServer {
         auth_(*Authenticator::Create(options.auth)),
         access_log_(*AccessLog::Open(
             options.access_log, [this](int64_t lines) { metrics_.OnAccessLogDropped(lines); })),
+        experiments_(Open(options.experiments)),
         courier_(options.outbox.stall / 4),
         models_(lifecycle_),
         settings_(FakeSettings(),
@@ -105,10 +109,13 @@ class FakeServer {
                [this, options](const ModelSource& source) { return Load(options, source); }) {
     models_.Put(Make(options));
     lifecycle_.SetState(ServerState::kServing);
-    server_ = *Server::Start({.port = {.transport = options.transport, .tls = options.tls},
-                              .outbox = options.outbox,
-                              .experiments = options.experiments},
-                             models_, lifecycle_, courier_, frontend_);
+    server_ =
+        *Server::Start({.port = {.transport = options.transport, .tls = options.tls},
+                        .outbox = options.outbox,
+                        .participation = options.participation != nullptr ? options.participation
+                                                                          : experiments_.get(),
+                        .experiments = experiments_.get()},
+                       models_, lifecycle_, courier_, frontend_);
     admin_port_ = *GrpcPort::Open({.transport = options.transport}, {&admin_},
                                   {"", "epikv.v1.AdminService"}, lifecycle_);
   }
@@ -152,6 +159,7 @@ class FakeServer {
   Models& models() { return models_; }
   AdminService& admin() { return admin_; }
   Server& server() { return *server_; }
+  Experiments& experiments() { return *experiments_; }
 
   // A model over a FakeExecutor with the same script, watched by the same observer.
   ModelPtr Make(const FakeServerOptions& options, const ModelSource& source = {}) {
@@ -184,6 +192,11 @@ class FakeServer {
   static v1::ServerConfig FakeSettings() {
     return std::get<Run>(*ParseCommandLine({"--model=m"})).config;
   }
+  std::unique_ptr<Experiments> Open(const std::string& folder) {
+    if (folder.empty()) return nullptr;
+    return *Experiments::Open({.store = folder + "/store.db", .spool = folder + "/spool"}, metrics_,
+                              log_);
+  }
   // Any file is a model like the first, but one called "missing".
   absl::StatusOr<ModelPtr> Load(FakeServerOptions options, const ModelSource& source) {
     if (source.path == "missing") return absl::NotFoundError("no such file: missing");
@@ -202,6 +215,8 @@ class FakeServer {
   const std::unique_ptr<Authenticator> auth_;
   const std::unique_ptr<AccessLog> access_log_;
   const Frontend frontend_{.auth = *auth_, .metrics = metrics_, .access_log = *access_log_};
+  const Log log_{LogLevel::kError};
+  const std::unique_ptr<Experiments> experiments_;  // null: none
   Courier courier_;
   Models models_;
   ModelPtr model_;  // the first

@@ -1,9 +1,10 @@
 #pragma once
 
-#include <functional>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
@@ -23,8 +24,8 @@ namespace epikv {
 // that up to date. Thread-safe.
 class Experiments final : public Participation {
  public:
-  // The error names the setting that is wrong. A store that is away is none: what runs is known once
-  // it is back.
+  // The error names the setting that is wrong. A store that is away is none: what runs is known
+  // once it is back.
   static absl::StatusOr<std::unique_ptr<Experiments>> Open(const ExperimentsOptions& options,
                                                            Metrics& metrics, const Log& log);
   ~Experiments() override;
@@ -37,30 +38,32 @@ class Experiments final : public Participation {
   Store& store() { return *store_; }
   // What runs, as the store has it now; for who has just changed it. Blocks.
   void Refresh();
-  // done: with what became of it, on another thread.
-  void Record(v1::OutcomeSeen outcome, std::function<void(absl::StatusOr<Recorded>)> done);
-  // What was declared by those that are known.
+  void Record(v1::OutcomeSeen outcome, Recorder::Done done);
+  // All definitions, as last heard of.
   std::shared_ptr<const std::vector<v1::Experiment>> known() const;
 
-  // No request begins or ends any more: what waits is written, until `deadline`; then it is spooled.
-  void Close(absl::Time deadline);
-
  private:
-  Experiments(std::unique_ptr<Store> store, absl::Duration retention, Metrics& metrics,
-              const Log& log);
+  Experiments(std::unique_ptr<Store> store, std::unique_ptr<Spool> spool, absl::Duration retention,
+              Metrics& metrics, const Log& log);
   void Keep();
-  absl::Status Look();
-  void StopEnded(const std::vector<v1::Experiment>& all);
+  void LookAt(const absl::StatusOr<Definitions>& definitions);
+  void KeepSeries(absl::Time now);
+  void StopEnded(absl::Time now);
+  void Forget(absl::Time now);
 
   const std::unique_ptr<Store> store_;
   const absl::Duration retention_;
   Metrics& metrics_;
+  ExperimentSeries& series_;
   const Log& log_;
   LiveExperiments live_;
-  std::unique_ptr<Recorder> recorder_;
+  Recorder recorder_;  // ends before what it writes to
   mutable absl::Mutex mu_;
   int64_t revision_ ABSL_GUARDED_BY(mu_) = -1;
+  std::shared_ptr<const std::vector<v1::Experiment>> known_ ABSL_GUARDED_BY(mu_) =
+      std::make_shared<const std::vector<v1::Experiment>>();
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Time forgot_ = absl::InfinitePast();  // of the keeper
   std::thread keeper_;
 };
 

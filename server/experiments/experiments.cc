@@ -1,0 +1,173 @@
+#include "server/experiments/experiments.h"
+
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "server/durations.h"
+#include "server/experiments/edits.h"
+#include "server/experiments/spool.h"
+#include "server/experiments/sql_store.h"
+
+namespace epikv {
+namespace {
+
+constexpr absl::Duration kLookEvery = absl::Seconds(1);
+constexpr absl::Duration kForgetEvery = absl::Hours(1);
+// After an experiment's stop its requests end and Prometheus scrapes its last figures.
+constexpr absl::Duration kSeriesOutlive = absl::Minutes(10);
+
+bool Runs(const v1::Experiment& experiment) {
+  return experiment.state() == v1::Experiment::STATE_RUNNING;
+}
+
+absl::Status Named(absl::string_view flag, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat(flag, ": ", status.message()));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Experiments>> Experiments::Open(const ExperimentsOptions& options,
+                                                               Metrics& metrics, const Log& log) {
+  absl::StatusOr<std::unique_ptr<Store>> store = OpenStore(options.store);
+  if (!store.ok()) return Named("--experiment_store", store.status());
+  absl::StatusOr<std::unique_ptr<Spool>> spool =
+      Spool::Open(options.spool, {.max_bytes = options.spool_bytes});
+  if (!spool.ok()) return Named("--experiment_spool", spool.status());
+  return std::unique_ptr<Experiments>(
+      new Experiments(*std::move(store), *std::move(spool), options.retention, metrics, log));
+}
+
+Experiments::Experiments(std::unique_ptr<Store> store, std::unique_ptr<Spool> spool,
+                         absl::Duration retention, Metrics& metrics, const Log& log)
+    : store_(std::move(store)),
+      retention_(retention),
+      metrics_(metrics),
+      series_(metrics.OfExperiments()),
+      log_(log),
+      recorder_(*store_, std::move(spool), series_) {
+  Refresh();
+  keeper_ = std::thread([this] { Keep(); });
+}
+
+Experiments::~Experiments() {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+  }
+  keeper_.join();
+}
+
+absl::StatusOr<Assignment> Experiments::Assign(const Subject& subject) {
+  absl::StatusOr<Assignment> assignment = live_.Assign(subject);
+  if (!assignment.ok()) return assignment;
+  for (const std::string& experiment : assignment->excluded) series_.OnExcluded(experiment);
+  return assignment;
+}
+
+void Experiments::OnBegan(v1::RequestBegan began) {
+  series_.OnAssigned(began);
+  v1::ExperimentRecord record;
+  *record.mutable_began() = std::move(began);
+  recorder_.Record(std::move(record));
+}
+
+void Experiments::OnEnded(v1::RequestEnded ended) {
+  v1::ExperimentRecord record;
+  *record.mutable_ended() = std::move(ended);
+  recorder_.Record(std::move(record));
+}
+
+void Experiments::Record(v1::OutcomeSeen outcome, Recorder::Done done) {
+  v1::ExperimentRecord record;
+  *record.mutable_outcome() = std::move(outcome);
+  recorder_.Record(std::move(record), std::move(done));
+}
+
+std::shared_ptr<const std::vector<v1::Experiment>> Experiments::known() const {
+  absl::MutexLock lock(&mu_);
+  return known_;
+}
+
+void Experiments::Refresh() {
+  LookAt(store_->Experiments());
+  KeepSeries(absl::Now());
+}
+
+// What is away, or older than what is known, changes nothing.
+void Experiments::LookAt(const absl::StatusOr<Definitions>& definitions) {
+  if (!definitions.ok()) return;
+  std::vector<v1::Experiment> running;
+  for (const v1::Experiment& experiment : definitions->experiments) {
+    if (Runs(experiment)) running.push_back(experiment);
+  }
+  auto known = std::make_shared<const std::vector<v1::Experiment>>(definitions->experiments);
+  absl::MutexLock lock(&mu_);
+  if (definitions->revision <= revision_) return;
+  revision_ = definitions->revision;
+  known_ = std::move(known);
+  live_.Set(std::move(running));
+}
+
+void Experiments::Keep() {
+  for (;;) {
+    const absl::Time now = absl::Now();
+    KeepSeries(now);
+    StopEnded(now);
+    Forget(now);
+    int64_t revision = 0;
+    {
+      absl::MutexLock lock(&mu_);
+      if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), kLookEvery)) return;
+      revision = revision_;
+    }
+    const absl::StatusOr<int64_t> stored = store_->Revision();
+    if (stored.ok() && *stored != revision) Refresh();
+  }
+}
+
+// Of those that run, and of those that did of late.
+void Experiments::KeepSeries(absl::Time now) {
+  std::vector<v1::Experiment> kept;
+  std::set<std::string, std::less<>> arms;
+  for (const v1::Experiment& experiment : *known()) {
+    const bool of_late = experiment.state() == v1::Experiment::STATE_STOPPED &&
+                         now < TimeOf(experiment.stop_time()) + kSeriesOutlive;
+    if (!Runs(experiment) && !of_late) continue;
+    kept.push_back(experiment);
+    for (const v1::Arm& arm : experiment.arms()) {
+      arms.insert(absl::StrCat(experiment.name(), "/", arm.name()));
+    }
+  }
+  series_.Keep(kept);
+  metrics_.KeepArms(arms);
+}
+
+// Another replica may be faster: then there is nothing to do.
+void Experiments::StopEnded(absl::Time now) {
+  for (const v1::Experiment& experiment : *known()) {
+    if (!Runs(experiment) || !experiment.has_end_time()) continue;
+    if (now < TimeOf(experiment.end_time())) continue;
+    const std::string& name = experiment.name();
+    const absl::StatusOr<v1::Experiment> stopped = store_->Change(
+        name, [&](const std::vector<v1::Experiment>& all) -> absl::StatusOr<v1::Experiment> {
+          absl::StatusOr<v1::Experiment> found = FindExperiment(all, name);
+          if (!found.ok()) return found;
+          // Somebody may have given it more time.
+          if (!found->has_end_time() || now < TimeOf(found->end_time())) return found;
+          return Stopped(*found, "end_time", now);
+        });
+    if (!stopped.ok()) continue;
+    log_.Info(absl::StrCat("experiment '", name, "' is over: its end_time has come"));
+    Refresh();
+  }
+}
+
+void Experiments::Forget(absl::Time now) {
+  if (retention_ == absl::InfiniteDuration() || now < forgot_ + kForgetEvery) return;
+  const absl::StatusOr<int64_t> forgotten = store_->Forget(now - retention_);
+  if (forgotten.ok() && *forgotten == 0) forgot_ = now;
+}
+
+}  // namespace epikv
