@@ -26,7 +26,7 @@ _HOMES = {
         "Summary",
         "TopLogprobs",
     ),
-    "epikv.options": ("Kv", "Output", "Sampling", "Scheduling", "Stop"),
+    "epikv.options": ("Experiment", "Kv", "Output", "Sampling", "Scheduling", "Stop"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

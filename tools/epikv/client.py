@@ -1,7 +1,7 @@
 """A thin, typed client of epikvd."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -17,7 +17,7 @@ from epikv.messages import (
     ScoreResponse,
     from_proto,
 )
-from epikv.options import Kv, Output, Sampling, Scheduling, Stop
+from epikv.options import Experiment, Kv, Output, Sampling, Scheduling, Stop
 from epikv.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -117,14 +117,16 @@ class Client:
         stop: Stop = Stop(),
         output: Output = Output(),
         scheduling: Scheduling = Scheduling(),
+        experiment: Experiment = Experiment(),
+        labels: Mapping[str, str] | None = None,
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> Stream:
         """Starts a completion: Accepted, Deltas (and Progress, PromptLogprobs, EvictionEvents, if
-        asked for), Summary."""
+        asked for), Summary. Experiments may choose requests by `labels`."""
         request = _generate_request(
-            prompt, kv, sampling, stop, output, scheduling, model, request_id
+            prompt, kv, sampling, stop, output, scheduling, experiment, labels, model, request_id
         )
         return Stream(self._generation.Generate(request, timeout=timeout))
 
@@ -137,13 +139,15 @@ class Client:
         stop: Stop = Stop(),
         output: Output = Output(),
         scheduling: Scheduling = Scheduling(),
+        experiment: Experiment = Experiment(),
+        labels: Mapping[str, str] | None = None,
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> GenerateResult:
         """The whole completion at once."""
         request = _generate_request(
-            prompt, kv, sampling, stop, output, scheduling, model, request_id
+            prompt, kv, sampling, stop, output, scheduling, experiment, labels, model, request_id
         )
         return from_proto(_call(self._generation.GenerateOnce, request, timeout))
 
@@ -254,6 +258,8 @@ def _generate_request(
     stop: Stop,
     output: Output,
     scheduling: Scheduling,
+    experiment: Experiment,
+    labels: Mapping[str, str] | None,
     model: str,
     request_id: str,
 ) -> generation_pb2.GenerateRequest:
@@ -265,6 +271,8 @@ def _generate_request(
         output=output.to_proto(),
         kv=kv.to_proto(),
         scheduling=scheduling.to_proto(),
+        experiment=experiment.to_proto(),
+        labels=labels,
         **_either("text", "token_ids", prompt),
     )
 

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from epikv.options import Output, Sampling, Scheduling, Stop
+from epikv.options import Experiment, Output, Sampling, Scheduling, Stop
 
 
 @dataclass(frozen=True)
@@ -300,6 +300,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.Delta": Delta,
     "epikv.v1.EvictionEvent": EvictionEvent,
     "epikv.v1.EvictionEvent.Victims": Victims,
+    "epikv.v1.ExperimentContext": Experiment,
     "epikv.v1.Finished": Finished,
     "epikv.v1.GenerateResult": GenerateResult,
     "epikv.v1.IncompatibleOption": IncompatibleOption,
