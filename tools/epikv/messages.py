@@ -332,7 +332,7 @@ def from_proto(message: Message) -> Any:
     if name == "google.protobuf.Duration":
         return message.seconds + message.nanos / 1e9
     if name in ("google.protobuf.Struct", "google.protobuf.Value"):
-        return _whole(MessageToDict(message))
+        return whole(MessageToDict(message))
     return MESSAGES[name](
         **{field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
     )
@@ -365,10 +365,10 @@ def _enum_name(enum: EnumDescriptor, number: int) -> str:
     return enum.values_by_number[number].name.removeprefix(prefix).lower()
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """A JSON value with its whole numbers as ints: protobuf knows only doubles."""
     if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
+        return {key: whole(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_whole(item) for item in value]
+        return [whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
