@@ -5,14 +5,17 @@ import re
 import runpy
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 
 import fake_epikvd
+import grpc
 import pytest
 from click.testing import CliRunner, Result
-from epikv import Client, Experiment
+from epikv import Client, Experiment, Outcome, Patience, RpcError
 from epikv.cli import main
 from epikv.experiment import definition
 from epikv.experiment.assignment import NUM_BUCKETS, arm_of, bucket_of, layer_bucket, unit_hash
@@ -31,6 +34,7 @@ def server() -> Iterator[fake_epikvd.Fake]:
 @pytest.fixture
 def fake(server: fake_epikvd.Fake) -> fake_epikvd.Fake:
     server.requests.clear()
+    server.experiments.__init__()
     return server
 
 
@@ -240,3 +244,179 @@ def test_what_the_template_leaves_out_is_right_too(tmp_path: Path) -> None:
     made = {"salt", "state", "bucket_version", "first_bucket", "stop_reason", "etag"}
     made |= {"create_time", "start_time", "stop_time"}
     assert told == {field.name for field in full.DESCRIPTOR.fields} - made
+
+
+@pytest.fixture
+def running(fake: fake_epikvd.Fake, client: Client, lean: Path) -> fake_epikvd.Fake:
+    """An experiment runs, and two requests took part."""
+    client.create_experiment(definition.read(lean))
+    client.start_experiment("lean-1")
+    fake.experiments.took_part |= {"r-1", "r-2"}
+    return fake
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long each wait was, which takes no time here."""
+    result: list[float] = []
+    monkeypatch.setattr("epikv.experiment.outcome.time.sleep", result.append)
+    return result
+
+
+@contextmanager
+def refused(code: str, reason: str = "") -> Iterator[None]:
+    with pytest.raises(RpcError) as caught:
+        yield
+    assert (caught.value.code.name, caught.value.reason) == (code, reason)
+
+
+def test_a_definition_goes_through_its_states(client: Client, lean: Path) -> None:
+    sound = definition.read(lean)
+    assert client.create_experiment(sound, validate_only=True).layer == "default"
+    assert client.experiments() == []
+    made = client.create_experiment(sound)
+    assert made == client.experiment("lean-1") == client.experiments()[0]
+    with refused("ALREADY_EXISTS"):
+        client.create_experiment(sound)
+    started = client.start_experiment("lean-1", etag=made.etag)
+    assert started.state == experiment_pb2.Experiment.STATE_RUNNING
+    with refused("ABORTED", "ETAG"):
+        client.stop_experiment("lean-1", etag=made.etag)
+    assert client.stop_experiment("lean-1", reason="enough").stop_reason == "enough"
+    with refused("NOT_FOUND"):
+        client.experiment("lean-2")
+
+
+def test_what_was_read_may_be_changed_and_sent_back(client: Client, lean: Path) -> None:
+    read = client.create_experiment(definition.read(lean))
+    read.traffic_permille = 200
+    updated = client.update_experiment(read)
+    assert updated.traffic_permille == 200
+    with refused("ABORTED", "ETAG"):
+        client.update_experiment(read)
+    updated.traffic_permille, updated.hypothesis = 300, "more"
+    assert client.update_experiment(updated, validate_only=True).traffic_permille == 300
+    masked = client.update_experiment(updated, mask=["hypothesis"])
+    assert (masked.traffic_permille, masked.hypothesis) == (200, "more")
+
+
+def test_units_move_only_where_that_is_allowed(client: Client, running: fake_epikvd.Fake) -> None:
+    read = client.experiment("lean-1")
+    read.arms[1].weight_permille = 100
+    with refused("INVALID_ARGUMENT"):
+        client.update_experiment(read)
+    read.arms[0].weight_permille = 900
+    with refused("FAILED_PRECONDITION", "REBUCKET"):
+        client.update_experiment(read)
+    assert client.update_experiment(read, allow_rebucket=True).arms[1].weight_permille == 100
+
+
+def test_an_outcome_is_recorded_once(client: Client, running: fake_epikvd.Fake) -> None:
+    at = datetime(2031, 5, 1, 14, 30, 0, 500_000, timezone(timedelta(hours=2)))
+    given = {"time": at, "key": "k", "tenant": "ann"}
+    assert not client.record_outcome("r-1", "right", 1, **given).duplicate
+    sent = running.requests[-1]
+    assert sent.time.ToJsonString() == "2031-05-01T12:30:00.500Z"
+    assert (sent.idempotency_key, sent.tenant) == ("k", "ann")
+    assert client.record_outcome("r-1", "right", 1, **given).duplicate
+    with refused("ALREADY_EXISTS"):
+        client.record_outcome("r-1", "right", 0, **given)
+    running.experiments.is_store_away = True
+    assert client.record_outcome("r-1", "right", 0).spooled
+    assert not running.requests[-1].HasField("time")
+    with pytest.raises(ValueError, match="has no zone"):
+        client.record_outcome("r-1", "right", 1, time=datetime(2031, 5, 1))
+
+
+def test_a_request_that_just_began_is_waited_for(
+    client: Client, running: fake_epikvd.Fake, slept: list[float]
+) -> None:
+    running.experiments.arriving["r-1"] = 3
+    assert not client.record_outcome("r-1", "right", 1).duplicate
+    assert slept == [0.1, 0.2, 0.4]
+
+
+def test_a_request_that_took_no_part_is_not_waited_for_long(
+    client: Client, running: fake_epikvd.Fake, slept: list[float]
+) -> None:
+    with refused("NOT_FOUND"):
+        client.record_outcome("r-9", "right", 1)
+    assert sum(slept) == pytest.approx(Patience.unknown)
+    slept.clear()
+    with refused("NOT_FOUND"):
+        client.record_outcome("r-9", "right", 1, patience=Patience(unknown=0))
+    with refused("INVALID_ARGUMENT", "METRIC"):
+        client.record_outcome("r-1", "wrong", 1)
+    assert slept == []
+
+
+BUSY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def test_a_busy_server_is_asked_again(
+    client: Client, running: fake_epikvd.Fake, slept: list[float]
+) -> None:
+    running.experiments.refusals = [(BUSY[0], None), (BUSY[1], 1.5), (BUSY[0], 0.0)]
+    assert not client.record_outcome("r-1", "right", 1).duplicate
+    assert slept == [0.1, 1.5, 0.1]
+    running.experiments.refusals = [(BUSY[1], 31)]
+    with refused("RESOURCE_EXHAUSTED"):
+        client.record_outcome("r-1", "right", 1)
+    running.experiments.refusals = [(BUSY[0], None)] * 100
+    slept.clear()
+    with refused("UNAVAILABLE"):
+        client.record_outcome("r-1", "right", 1)
+    assert sum(slept) == pytest.approx(Patience.busy) and max(slept) == 2
+
+
+def test_each_outcome_has_a_result(client: Client, running: fake_epikvd.Fake) -> None:
+    client.record_outcome("r-2", "right", 0)
+    given = [("r-1", "right", 1), ("r-9", "right", 1), ("r-2", "right", 0), ("r-1", "wrong", 1)]
+    results = client.record_outcomes(
+        [Outcome(*outcome) for outcome in [*given, ("r-2", "right", 1)]],
+        patience=Patience(unknown=0),
+    )
+    assert [result.error and result.error.code.name for result in results] == [
+        None,
+        "NOT_FOUND",
+        None,
+        "INVALID_ARGUMENT",
+        "ALREADY_EXISTS",
+    ]
+    assert [r.response and r.response.duplicate for r in results[:3]] == [False, None, True]
+    assert results[3].reason == results[3].error.reason == "METRIC"
+    assert client.record_outcomes([]) == []
+
+
+def test_batches_are_no_longer_than_the_server_takes(
+    client: Client, running: fake_epikvd.Fake
+) -> None:
+    outcomes = [Outcome("r-1", "right", i % 2, key=str(i)) for i in range(2100)]
+    assert all(result.error is None for result in client.record_outcomes(outcomes))
+    assert running.experiments.batches == [1000, 1000, 100]
+    assert len(running.experiments.outcomes) == 2100
+
+
+def test_of_a_batch_only_what_was_refused_goes_again(
+    client: Client, running: fake_epikvd.Fake, slept: list[float]
+) -> None:
+    running.experiments.arriving["r-2"] = 2
+    running.experiments.refusals = [(BUSY[0], None)]
+    results = client.record_outcomes([Outcome(r, "right", 1) for r in ("r-1", "r-2", "r-3")])
+    assert [result.code for result in results] == [0, 0, grpc.StatusCode.NOT_FOUND.value[0]]
+    assert running.experiments.batches[:4] == [3, 2, 2, 1]
+    assert not results[0].response.duplicate
+    assert sum(slept) == pytest.approx(0.1 + Patience.unknown)
+
+
+def test_a_batch_that_nobody_takes_is_an_error(
+    client: Client, running: fake_epikvd.Fake, slept: list[float]
+) -> None:
+    running.experiments.refusals = [(BUSY[0], None)] * 100
+    with refused("UNAVAILABLE"):
+        client.record_outcomes([Outcome("r-1", "right", 1)])
+    running.experiments.refusals = [(grpc.StatusCode.PERMISSION_DENIED, None)]
+    slept.clear()
+    with refused("PERMISSION_DENIED"):
+        client.record_outcomes([Outcome("r-1", "right", 1)])
+    assert slept == []

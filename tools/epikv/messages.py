@@ -11,6 +11,7 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from epikv.errors import RpcError, status_code
 from epikv.options import Experiment, Output, Sampling, Scheduling, Stop
 
 
@@ -292,8 +293,32 @@ class Model:
     weights: str  # digest
 
 
+@dataclass(frozen=True)
+class Recorded:
+    duplicate: bool
+    spooled: bool
+
+
+@dataclass(frozen=True)
+class OutcomeResult:
+    """Of one outcome among several."""
+
+    code: int
+    reason: str
+    message: str
+    response: Recorded | None  # None: it was refused
+
+    @property
+    def error(self) -> RpcError | None:
+        """What recording it alone would have raised."""
+        if self.code == 0:
+            return None
+        return RpcError(status_code(self.code), self.message, reason=self.reason)
+
+
 MESSAGES: dict[str, type] = {
     "epikv.v1.Accepted": Accepted,
+    "epikv.v1.BatchRecordOutcomesResponse.Result": OutcomeResult,
     "epikv.v1.Calibration": Calibration,
     "epikv.v1.Completion": Completion,
     "epikv.v1.DefaultProtection": DefaultProtection,
@@ -312,6 +337,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.PolicyParam": PolicyParam,
     "epikv.v1.Progress": Progress,
     "epikv.v1.PromptLogprobs": PromptLogprobs,
+    "epikv.v1.RecordOutcomeResponse": Recorded,
     "epikv.v1.ResolvedKv": ResolvedKv,
     "epikv.v1.SamplingParams": Sampling,
     "epikv.v1.SchedulingOptions": Scheduling,
