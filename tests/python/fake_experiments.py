@@ -54,6 +54,12 @@ def reason(word: str) -> errors_pb2.ErrorInfo:
     return errors_pb2.ErrorInfo(reason=word, domain="epikv")
 
 
+def _complete(definition: experiment_pb2.Experiment) -> None:
+    definition.layer = definition.layer or "default"
+    definition.salt = definition.salt or definition.name
+    definition.alpha = definition.alpha or 0.05
+
+
 class Service(experiment_pb2_grpc.ExperimentServiceServicer):
     def __init__(self, kept: Experiments, noted: Callable[[Message], None]) -> None:
         self._kept = kept
@@ -76,8 +82,7 @@ class Service(experiment_pb2_grpc.ExperimentServiceServicer):
             refuse(context, grpc.StatusCode.ALREADY_EXISTS, f"there is an experiment '{made.name}'")
         made.state = experiment_pb2.Experiment.STATE_DRAFT
         made.bucket_version = 1
-        made.layer = made.layer or "default"
-        made.salt = made.salt or made.name
+        _complete(made)
         return made if request.validate_only else self._keep(made)
 
     def UpdateExperiment(self, request, context):
@@ -95,7 +100,11 @@ class Service(experiment_pb2_grpc.ExperimentServiceServicer):
         if list(before.arms) != list(after.arms) and is_running and not request.allow_rebucket:
             message = "it runs, and units could move to another arm"
             refuse(context, grpc.StatusCode.FAILED_PRECONDITION, message, reason("REBUCKET"))
-        after.state = before.state
+        for own in ("state", "bucket_version", "first_bucket"):
+            setattr(after, own, getattr(before, own))
+        if before.HasField("start_time"):
+            after.start_time.CopyFrom(before.start_time)
+        _complete(after)
         return after if request.validate_only else self._keep(after)
 
     def StartExperiment(self, request, context):

@@ -379,11 +379,11 @@ def _value(value: Any, field: FieldDescriptor) -> Any:
     if field.message_type is not None:
         return from_proto(value)
     if field.enum_type is not None:
-        return _enum_name(field.enum_type, value)
+        return enum_name(field.enum_type, value)
     return value
 
 
-def _enum_name(enum: EnumDescriptor, number: int) -> str:
+def enum_name(enum: EnumDescriptor, number: int) -> str:
     """FINISH_REASON_STOP_TOKEN is "stop_token"; a number this version does not know is itself."""
     if number not in enum.values_by_number:
         return str(number)

@@ -1,5 +1,6 @@
 """What a request turned out to be worth, and telling a server of it until it is kept."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,14 +37,38 @@ class Outcome:
     key: str = ""  # of several outcomes of one metric, which; at most 64 bytes
     tenant: str = ""  # whose request; empty: the caller's own
 
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Outcome":
+        """An object of these fields, the time as `parse_time` reads it, true and false for 1 and 0.
+
+        Raises ValueError, also for what no request can carry.
+        """
+        given = json.loads(text, parse_int=float)
+        if not isinstance(given, dict):
+            raise ValueError("an outcome is a JSON object")
+        kinds = dict.fromkeys(("request_id", "metric", "time", "key", "tenant"), str)
+        kinds["value"] = float | bool
+        for name, value in given.items():
+            if name not in kinds:
+                raise ValueError(f"unknown field '{name}'; known: {', '.join(sorted(kinds))}")
+            if not isinstance(value, kinds[name]):
+                kind = "a number" if name == "value" else "a string"
+                raise ValueError(f"{name} must be {kind}")
+        for name in ("request_id", "metric", "value"):
+            if name not in given:
+                raise ValueError(f"{name} is missing")
+        if "time" in given:
+            given["time"] = parse_time(given["time"])
+        outcome = cls(**{**given, "value": float(given["value"])})
+        outcome.to_proto()
+        return outcome
+
     def to_proto(self) -> RecordOutcomeRequest:
         """Raises ValueError for a time without a zone."""
         at = None
         if self.time is not None:
-            if self.time.tzinfo is None:
-                raise ValueError(f"the time {self.time.isoformat()} has no zone: Z, +02:00")
             at = Timestamp()
-            at.FromDatetime(self.time)
+            at.FromDatetime(_zoned(self.time))
         return RecordOutcomeRequest(
             request_id=self.request_id,
             metric=self.metric,
@@ -52,6 +77,17 @@ class Outcome:
             idempotency_key=self.key,
             tenant=self.tenant,
         )
+
+
+def parse_time(text: str) -> datetime:
+    """As ISO 8601 has it, with a zone. Raises ValueError."""
+    return _zoned(datetime.fromisoformat(text))
+
+
+def _zoned(at: datetime) -> datetime:
+    if at.tzinfo is None:
+        raise ValueError(f"the time {at.isoformat()} has no zone: end it with Z or +02:00")
+    return at
 
 
 @dataclass(frozen=True)
