@@ -1,10 +1,13 @@
 #include "server/experiments/assignment.h"
 
+#include <google/protobuf/util/json_util.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -110,6 +113,27 @@ TEST(ArmOf, TakesItsSliceOfTheLayer) {
     in_first += a;
   }
   EXPECT_LT(std::abs(Sigmas(in_first, kUnits, 0.3)), 5);
+}
+
+// Of golden/make_experiment_assignment.py, which asks what `epikv experiment assign` asks.
+TEST(ArmOf, IsWhatPythonFinds) {
+  std::ifstream file(EPIKV_SOURCE_DIR "/tests/golden/experiment_assignment.json");
+  const nlohmann::json golden = nlohmann::json::parse(file);
+  ASSERT_FALSE(golden["experiments"].empty());
+  for (const nlohmann::json& row : golden["experiments"]) {
+    v1::Experiment experiment;
+    const std::string definition = row["experiment"].dump();
+    ASSERT_TRUE(google::protobuf::util::JsonStringToMessage(definition, &experiment).ok())
+        << definition;
+    experiment = WithDefaults(std::move(experiment));
+    ASSERT_EQ(row["arms"].size(), golden["units"].size());
+    for (size_t i = 0; i < golden["units"].size(); ++i) {
+      const std::string unit = golden["units"][i].get<std::string>();
+      const v1::Arm* const arm = ArmOf(experiment, unit);
+      EXPECT_EQ(arm == nullptr ? "none" : arm->name(), row["arms"][i].get<std::string>())
+          << experiment.name() << ", unit " << unit;
+    }
+  }
 }
 
 class LiveExperimentsTest : public testing::Test {

@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import fake_experiments
 import grpc
+from fake_experiments import refuse
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -21,6 +23,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from epikv.v1 import (
     errors_pb2,
+    experiment_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
     kv_pb2,
@@ -67,6 +70,7 @@ class Fake:
     requests: list[Message] = field(default_factory=list)
     tokens: list[str | None] = field(default_factory=list)  # of the calls, as shown
     ended: threading.Event = field(default_factory=threading.Event)  # of an endless stream
+    experiments: fake_experiments.Experiments = field(default_factory=fake_experiments.Experiments)
 
 
 def accepted(request: generation_pb2.GenerateRequest) -> generation_pb2.Accepted:
@@ -109,17 +113,8 @@ def abort(context: grpc.ServicerContext) -> None:
         ),
         errors_pb2.RetryInfo(retry_delay=Duration(seconds=1, nanos=500_000_000)),
     ]
-    packed = [
-        any_pb2.Any(
-            type_url=f"type.googleapis.com/google.rpc.{detail.DESCRIPTOR.name}",
-            value=detail.SerializeToString(),
-        )
-        for detail in details
-    ]
-    packed.append(any_pb2.Any(type_url="type.googleapis.com/google.rpc.Help", value=b"\xff"))
-    status = errors_pb2.Status(code=3, message="2 fields are invalid", details=packed)
-    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
-    context.abort(grpc.StatusCode.INVALID_ARGUMENT, status.message)
+    unknown = any_pb2.Any(type_url="type.googleapis.com/google.rpc.Help", value=b"\xff")
+    refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "2 fields are invalid", *details, unknown)
 
 
 class _Generation(generation_pb2_grpc.GenerationServiceServicer):
@@ -236,6 +231,9 @@ def serve(
     tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(_Tokenization(), server)
     model_pb2_grpc.add_ModelServiceServicer_to_server(_Models(), server)
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(_Policies(policies), server)
+    experiment_pb2_grpc.add_ExperimentServiceServicer_to_server(
+        fake_experiments.Service(fake.experiments, fake.requests.append), server
+    )
     status = health.HealthServicer()
     status.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(status, server)

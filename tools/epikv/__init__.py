@@ -10,6 +10,7 @@ _HOMES = {
     "epikv.client": ("Client", "Stream", "patiently"),
     "epikv.connection": ("Tls",),
     "epikv.errors": ("FieldViolation", "RpcError"),
+    "epikv.experiment.outcome": ("Outcome", "Patience"),
     "epikv.messages": (
         "Accepted",
         "Completion",
@@ -19,14 +20,16 @@ _HOMES = {
         "Finished",
         "GenerateResult",
         "Model",
+        "OutcomeResult",
         "Policy",
         "Progress",
         "PromptLogprobs",
+        "Recorded",
         "ScoreResponse",
         "Summary",
         "TopLogprobs",
     ),
-    "epikv.options": ("Kv", "Output", "Sampling", "Scheduling", "Stop"),
+    "epikv.options": ("Experiment", "Kv", "Output", "Sampling", "Scheduling", "Stop"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -1,24 +1,31 @@
 """A thin, typed client of epikvd."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from epikv.connection import Tls, connect, token_from_environment
 from epikv.errors import RpcError
+from epikv.experiment.outcome import MAX_BATCH, Outcome, Patience, record, record_batch
 from epikv.messages import (
     Event,
     GenerateResult,
     Model,
+    OutcomeResult,
     Policy,
+    Recorded,
     ScoreResponse,
     from_proto,
 )
-from epikv.options import Kv, Output, Sampling, Scheduling, Stop
+from epikv.options import Experiment, Kv, Output, Sampling, Scheduling, Stop
 from epikv.v1 import (
+    experiment_pb2,
+    experiment_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
     model_pb2,
@@ -97,6 +104,7 @@ class Client:
         self._tokenization = tokenization_pb2_grpc.TokenizationServiceStub(self._channel)
         self._models = model_pb2_grpc.ModelServiceStub(self._channel)
         self._policies = policy_pb2_grpc.PolicyServiceStub(self._channel)
+        self._experiments = experiment_pb2_grpc.ExperimentServiceStub(self._channel)
 
     def __enter__(self) -> "Client":
         return self
@@ -117,14 +125,16 @@ class Client:
         stop: Stop = Stop(),
         output: Output = Output(),
         scheduling: Scheduling = Scheduling(),
+        experiment: Experiment = Experiment(),
+        labels: Mapping[str, str] | None = None,
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> Stream:
         """Starts a completion: Accepted, Deltas (and Progress, PromptLogprobs, EvictionEvents, if
-        asked for), Summary."""
+        asked for), Summary. Experiments may choose requests by `labels`."""
         request = _generate_request(
-            prompt, kv, sampling, stop, output, scheduling, model, request_id
+            prompt, kv, sampling, stop, output, scheduling, experiment, labels, model, request_id
         )
         return Stream(self._generation.Generate(request, timeout=timeout))
 
@@ -137,13 +147,15 @@ class Client:
         stop: Stop = Stop(),
         output: Output = Output(),
         scheduling: Scheduling = Scheduling(),
+        experiment: Experiment = Experiment(),
+        labels: Mapping[str, str] | None = None,
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
     ) -> GenerateResult:
         """The whole completion at once."""
         request = _generate_request(
-            prompt, kv, sampling, stop, output, scheduling, model, request_id
+            prompt, kv, sampling, stop, output, scheduling, experiment, labels, model, request_id
         )
         return from_proto(_call(self._generation.GenerateOnce, request, timeout))
 
@@ -222,6 +234,95 @@ class Client:
         request = policy_pb2.GetPolicyRequest(name=name, model=model)
         return from_proto(_call(self._policies.GetPolicy, request))
 
+    # Definitions are messages, read and written whole: what was read may be changed and sent back,
+    # and nothing that this version does not know of gets lost.
+
+    def experiments(self) -> list[experiment_pb2.Experiment]:
+        """All of them by name."""
+        request = experiment_pb2.ListExperimentsRequest()
+        return list(_call(self._experiments.ListExperiments, request).experiments)
+
+    def experiment(self, name: str) -> experiment_pb2.Experiment:
+        request = experiment_pb2.GetExperimentRequest(name=name)
+        return _call(self._experiments.GetExperiment, request)
+
+    def create_experiment(
+        self, definition: experiment_pb2.Experiment, *, validate_only: bool = False
+    ) -> experiment_pb2.Experiment:
+        """As a draft. `epikv.experiment.definition` reads one from a file."""
+        request = experiment_pb2.CreateExperimentRequest(
+            experiment=definition, validate_only=validate_only
+        )
+        return _call(self._experiments.CreateExperiment, request)
+
+    def update_experiment(
+        self,
+        definition: experiment_pb2.Experiment,
+        *,
+        mask: Sequence[str] = (),
+        allow_rebucket: bool = False,
+        validate_only: bool = False,
+    ) -> experiment_pb2.Experiment:
+        """Replaces the fields in `mask`; default: all that are not the server's own.
+
+        ABORTED (ETAG) unless `definition` has the etag of the latest.
+        """
+        request = experiment_pb2.UpdateExperimentRequest(
+            experiment=definition,
+            update_mask=FieldMask(paths=mask) if mask else None,
+            allow_rebucket=allow_rebucket,
+            validate_only=validate_only,
+        )
+        return _call(self._experiments.UpdateExperiment, request)
+
+    def start_experiment(self, name: str, *, etag: str = "") -> experiment_pb2.Experiment:
+        request = experiment_pb2.StartExperimentRequest(name=name, etag=etag)
+        return _call(self._experiments.StartExperiment, request)
+
+    def stop_experiment(
+        self, name: str, *, reason: str = "", etag: str = ""
+    ) -> experiment_pb2.Experiment:
+        request = experiment_pb2.StopExperimentRequest(name=name, reason=reason, etag=etag)
+        return _call(self._experiments.StopExperiment, request)
+
+    def record_outcome(
+        self,
+        request_id: str,
+        metric: str,
+        value: float,
+        *,
+        time: datetime | None = None,
+        key: str = "",
+        tenant: str = "",
+        patience: Patience = Patience(),
+    ) -> Recorded:
+        """What a request turned out to be worth; for arguments see Outcome. When it returns, the
+        outcome is kept. Of a request whose arm is "none" it is NOT_FOUND, after `patience`."""
+        outcome = Outcome(request_id, metric, value, time=time, key=key, tenant=tenant).to_proto()
+        return from_proto(record(lambda: _call(self._experiments.RecordOutcome, outcome), patience))
+
+    def record_outcomes(
+        self, outcomes: Iterable[Outcome], *, patience: Patience = Patience()
+    ) -> list[OutcomeResult]:
+        """One result each, in order: one that is refused keeps no other out.
+
+        Raises RpcError where a whole call is refused; recording all of them again does no harm.
+        `patience` is with each batch of MAX_BATCH.
+        """
+        requests = [outcome.to_proto() for outcome in outcomes]
+        results: list[OutcomeResult] = []
+        for begin in range(0, len(requests), MAX_BATCH):
+            batch = requests[begin : begin + MAX_BATCH]
+            results += record_batch(self._record_outcomes, batch, patience)
+        return results
+
+    def _record_outcomes(
+        self, outcomes: list[experiment_pb2.RecordOutcomeRequest]
+    ) -> list[OutcomeResult]:
+        request = experiment_pb2.BatchRecordOutcomesRequest(outcomes=outcomes)
+        reply = _call(self._experiments.BatchRecordOutcomes, request)
+        return [from_proto(result) for result in reply.results]
+
 
 def patiently(call: Callable[[], Result], *, attempts: int = 4, most_seconds: float = 60) -> Result:
     """What `call` returns. While the server refuses it and says when to come back, that is waited for.
@@ -254,6 +355,8 @@ def _generate_request(
     stop: Stop,
     output: Output,
     scheduling: Scheduling,
+    experiment: Experiment,
+    labels: Mapping[str, str] | None,
     model: str,
     request_id: str,
 ) -> generation_pb2.GenerateRequest:
@@ -265,6 +368,8 @@ def _generate_request(
         output=output.to_proto(),
         kv=kv.to_proto(),
         scheduling=scheduling.to_proto(),
+        experiment=experiment.to_proto(),
+        labels=labels,
         **_either("text", "token_ids", prompt),
     )
 

@@ -76,6 +76,14 @@ class RpcError(Exception):
         )
 
 
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def status_code(number: int) -> grpc.StatusCode:
+    """As it stands in a message; UNKNOWN for a number that gRPC does not know."""
+    return _CODES.get(number, grpc.StatusCode.UNKNOWN)
+
+
 def _details(error: grpc.RpcError) -> dict[str, Message]:
     """The known details by message name, the last of each kind."""
     found: dict[str, Message] = {}

@@ -11,7 +11,8 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from epikv.options import Output, Sampling, Scheduling, Stop
+from epikv.errors import RpcError, status_code
+from epikv.options import Experiment, Output, Sampling, Scheduling, Stop
 
 
 @dataclass(frozen=True)
@@ -292,14 +293,39 @@ class Model:
     weights: str  # digest
 
 
+@dataclass(frozen=True)
+class Recorded:
+    duplicate: bool
+    spooled: bool
+
+
+@dataclass(frozen=True)
+class OutcomeResult:
+    """Of one outcome among several."""
+
+    code: int
+    reason: str
+    message: str
+    response: Recorded | None  # None: it was refused
+
+    @property
+    def error(self) -> RpcError | None:
+        """What recording it alone would have raised."""
+        if self.code == 0:
+            return None
+        return RpcError(status_code(self.code), self.message, reason=self.reason)
+
+
 MESSAGES: dict[str, type] = {
     "epikv.v1.Accepted": Accepted,
+    "epikv.v1.BatchRecordOutcomesResponse.Result": OutcomeResult,
     "epikv.v1.Calibration": Calibration,
     "epikv.v1.Completion": Completion,
     "epikv.v1.DefaultProtection": DefaultProtection,
     "epikv.v1.Delta": Delta,
     "epikv.v1.EvictionEvent": EvictionEvent,
     "epikv.v1.EvictionEvent.Victims": Victims,
+    "epikv.v1.ExperimentContext": Experiment,
     "epikv.v1.Finished": Finished,
     "epikv.v1.GenerateResult": GenerateResult,
     "epikv.v1.IncompatibleOption": IncompatibleOption,
@@ -311,6 +337,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.PolicyParam": PolicyParam,
     "epikv.v1.Progress": Progress,
     "epikv.v1.PromptLogprobs": PromptLogprobs,
+    "epikv.v1.RecordOutcomeResponse": Recorded,
     "epikv.v1.ResolvedKv": ResolvedKv,
     "epikv.v1.SamplingParams": Sampling,
     "epikv.v1.SchedulingOptions": Scheduling,
@@ -331,7 +358,7 @@ def from_proto(message: Message) -> Any:
     if name == "google.protobuf.Duration":
         return message.seconds + message.nanos / 1e9
     if name in ("google.protobuf.Struct", "google.protobuf.Value"):
-        return _whole(MessageToDict(message))
+        return whole(MessageToDict(message))
     return MESSAGES[name](
         **{field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
     )
@@ -352,11 +379,11 @@ def _value(value: Any, field: FieldDescriptor) -> Any:
     if field.message_type is not None:
         return from_proto(value)
     if field.enum_type is not None:
-        return _enum_name(field.enum_type, value)
+        return enum_name(field.enum_type, value)
     return value
 
 
-def _enum_name(enum: EnumDescriptor, number: int) -> str:
+def enum_name(enum: EnumDescriptor, number: int) -> str:
     """FINISH_REASON_STOP_TOKEN is "stop_token"; a number this version does not know is itself."""
     if number not in enum.values_by_number:
         return str(number)
@@ -364,10 +391,10 @@ def _enum_name(enum: EnumDescriptor, number: int) -> str:
     return enum.values_by_number[number].name.removeprefix(prefix).lower()
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """A JSON value with its whole numbers as ints: protobuf knows only doubles."""
     if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
+        return {key: whole(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_whole(item) for item in value]
+        return [whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

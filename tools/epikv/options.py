@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from epikv.v1 import generation_pb2, kv_pb2
+from epikv.v1 import experiment_pb2, generation_pb2, kv_pb2
 
 POSITIONS = {
     "absolute": kv_pb2.POSITION_MODE_ABSOLUTE,
@@ -172,3 +172,16 @@ class Scheduling:
         return generation_pb2.SchedulingOptions(
             priority=PRIORITIES[self.priority] if self.priority else None, tenant=self.tenant
         )
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """How a request takes part in the server's experiments."""
+
+    unit_id: str = ""  # who keeps its arm: a user, a session; empty: the request is its own unit
+    opt_out: bool = False
+    force_arm: str = ""  # "experiment/arm", left out of every analysis
+    covariate: float | None = None  # known before, and what outcomes may depend on
+
+    def to_proto(self) -> experiment_pb2.ExperimentContext:
+        return experiment_pb2.ExperimentContext(**vars(self))

@@ -5,7 +5,18 @@ from typing import Any
 import click
 
 from epikv import bench
-from epikv.cli import admin, calibrate, cancel, eval, export, generate, listing, score, token
+from epikv.cli import (
+    admin,
+    calibrate,
+    cancel,
+    eval,
+    experiment,
+    export,
+    generate,
+    listing,
+    score,
+    token,
+)
 from epikv.errors import RpcError
 
 
@@ -38,6 +49,7 @@ for command in (
     calibrate.group,
     cancel.command,
     eval.command,
+    experiment.group,
     export.command,
     generate.command,
     listing.models,

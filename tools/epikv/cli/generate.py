@@ -63,6 +63,7 @@ KINDS = {
 @click.option("--progress", is_flag=True, help="How far a long prompt is cached; on stderr.")
 @click.option("--coalesce", type=float, help="Seconds that a delta may wait for others.")
 @options.scheduling
+@options.experiment
 @click.option("--timeout", type=float, help="Seconds.")
 @click.option("--request-id", default="")
 @options.model
@@ -75,6 +76,8 @@ def command(
     arguments = {
         "kv": options.take_kv(given),
         "scheduling": options.take_scheduling(given),
+        "experiment": options.take_experiment(given),
+        "labels": options.take_labels(given),
         "sampling": Sampling(
             temperature=given.pop("temperature"),
             top_p=given.pop("top_p"),

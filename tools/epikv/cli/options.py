@@ -8,7 +8,15 @@ from typing import Any, TypeVar
 import click
 
 from epikv.client import DEFAULT_SERVER, Prompt
-from epikv.options import POSITIONS, PRIORITIES, Kv, Scheduling, parse_budget, parse_param
+from epikv.options import (
+    POSITIONS,
+    PRIORITIES,
+    Experiment,
+    Kv,
+    Scheduling,
+    parse_budget,
+    parse_param,
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -51,6 +59,20 @@ class Param(click.ParamType):
             return parse_param(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Label(click.ParamType):
+    """name=value, both as they stand."""
+
+    name = "name=value"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        if not isinstance(value, str):
+            return value
+        name, equals, text = value.partition("=")
+        if not name or not equals:
+            self.fail(f"'{value}' is not of the form name=value", param, ctx)
+        return name, text
 
 
 class Bias(click.ParamType):
@@ -142,6 +164,43 @@ def scheduling(command: Command) -> Command:
 def take_scheduling(options: dict[str, Any]) -> Scheduling:
     """The Scheduling of a command's options, which are taken out of `options`."""
     return Scheduling(priority=options.pop("priority"), tenant=options.pop("tenant"))
+
+
+_EXPERIMENT = (
+    click.option("--unit", "unit_id", default="", help="Who keeps its arm in experiments."),
+    click.option("--opt-out", is_flag=True, help="Take part in no experiment."),
+    click.option(
+        "--arm",
+        "force_arm",
+        default="",
+        metavar="EXPERIMENT/ARM",
+        help="This arm, whatever the hash says; left out of every analysis.",
+    ),
+    click.option(
+        "--label", "labels", type=Label(), multiple=True, help="Experiments may choose by it."
+    ),
+)
+
+
+def experiment(command: Command) -> Command:
+    """Gives a command the options that `take_experiment` and `take_labels` read."""
+    for option in reversed(_EXPERIMENT):
+        command = option(command)
+    return command
+
+
+def take_experiment(options: dict[str, Any]) -> Experiment:
+    """The Experiment of a command's options, which are taken out of `options`."""
+    return Experiment(
+        unit_id=options.pop("unit_id"),
+        opt_out=options.pop("opt_out"),
+        force_arm=options.pop("force_arm"),
+    )
+
+
+def take_labels(options: dict[str, Any]) -> dict[str, str]:
+    """The labels of a command's options, which are taken out of `options`."""
+    return dict(options.pop("labels"))
 
 
 def read_prompt(text: str | None, file: Path | None, ids: bool) -> Prompt:

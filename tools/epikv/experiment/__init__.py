@@ -1,0 +1,1 @@
+"""Experiments from outside: who gets which arm, definitions as files, outcomes."""
