@@ -6,6 +6,7 @@ epikv_test(file_contents_test LIBS epikv_server)
 epikv_test(log_test LIBS epikv_server)
 epikv_test(metrics_test LIBS epikv_server)
 epikv_test(outbox_test LIBS epikv_server)
+epikv_test(statistics_test LIBS epikv_server nlohmann_json::nlohmann_json)
 epikv_test(tokens_test LIBS epikv_server)
 epikv_test(trace_context_test LIBS epikv_server)
 
