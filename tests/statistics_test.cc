@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "server/experiments/confidence_sequence.h"
 #include "server/experiments/metric_tally.h"
 #include "server/experiments/sample_ratio.h"
 #include "tests/experiment_goldens.h"
@@ -180,6 +181,36 @@ TEST(MetricTallyTest, OneUnitWithMostObservationsLeavesFewEffectiveUnits) {
   std::normal_distribution<double> normal;
   for (int i = 0; i < 10000; ++i) tally.Add(0, i % 2 == 0 ? 0 : i, normal(random));
   EXPECT_LT(Estimate(tally.sums()).arms[0].effective_units, 5);
+}
+
+TEST(ConfidenceSequenceTest, TheMixtureIsRobbinsAsTheGoldens) {
+  for (const json& row : ExperimentGoldens()["mixture"]) {
+    const double alpha = row["alpha"], spread = row["spread"], bound = row["bound"];
+    EXPECT_NEAR(MixtureBound(spread, alpha), bound, 1e-7 * bound) << row;
+    EXPECT_NEAR(MixturePValue(bound, spread), alpha, 1e-6) << row;
+    if (!row.contains("tightest")) continue;
+    EXPECT_NEAR(TightestSpread(alpha), row["tightest"], 1e-4) << row;
+  }
+}
+
+TEST(ConfidenceSequenceTest, ProportionsAreBetaBinomialAsTheGoldens) {
+  for (const json& row : ExperimentGoldens()["proportions"]) {
+    const Interval interval = ProportionSequence(row["ones"], row["trials"], row["alpha"]);
+    EXPECT_NEAR(interval.lower, row["lower"], 1e-8 * interval.lower) << row;
+    EXPECT_NEAR(interval.upper, row["upper"], 1e-8 * interval.upper) << row;
+  }
+}
+
+TEST(ConfidenceSequenceTest, NoTrialsExcludeNothing) {
+  const Interval interval = ProportionSequence(0, 0, .05);
+  EXPECT_EQ(interval.lower, 0);
+  EXPECT_EQ(interval.upper, 1);
+}
+
+TEST(ConfidenceSequenceTest, EvidenceAgainstTheImpossibleIsInfinite) {
+  EXPECT_TRUE(std::isinf(ProportionEvidence(1, 2).Against(0)));
+  EXPECT_TRUE(std::isinf(ProportionEvidence(1, 2).Against(1)));
+  EXPECT_LT(ProportionEvidence(0, 2).Against(0), 0);
 }
 
 }  // namespace
