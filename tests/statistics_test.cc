@@ -10,9 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "server/experiments/comparison.h"
 #include "server/experiments/confidence_sequence.h"
 #include "server/experiments/metric_tally.h"
 #include "server/experiments/sample_ratio.h"
+#include "tests/counted_units.h"
 #include "tests/experiment_goldens.h"
 
 namespace epikv {
@@ -211,6 +213,205 @@ TEST(ConfidenceSequenceTest, EvidenceAgainstTheImpossibleIsInfinite) {
   EXPECT_TRUE(std::isinf(ProportionEvidence(1, 2).Against(0)));
   EXPECT_TRUE(std::isinf(ProportionEvidence(1, 2).Against(1)));
   EXPECT_LT(ProportionEvidence(0, 2).Against(0), 0);
+}
+
+constexpr AnalysisOptions kProportion = {.kind = MetricKind::kProportion};
+
+Comparison CompareCounts(ArmSums control, ArmSums treatment,
+                         const AnalysisOptions& options = kProportion) {
+  return Compare({.arms = {control, treatment}}, 0, 1, options);
+}
+
+// num_units in each arm, normal, of standard deviation 1 and these means.
+MetricTally Normal(int num_units, double control, double treatment, uint64_t seed = 4) {
+  MetricTally tally(2);
+  std::mt19937_64 random(seed);
+  std::normal_distribution<double> normal;
+  for (int unit = 0; unit < num_units; ++unit) {
+    tally.Add(0, 2 * unit, control + normal(random));
+    tally.Add(1, 2 * unit + 1, treatment + normal(random));
+  }
+  return tally;
+}
+
+// The same, but exactly of these means: values are 1 more or less.
+MetricTally Swinging(int num_units, double control, double treatment) {
+  MetricTally tally(2);
+  for (int unit = 0; unit < num_units; ++unit) {
+    const double swing = unit % 2 == 0 ? 1 : -1;
+    tally.Add(0, 2 * unit, control + swing);
+    tally.Add(1, 2 * unit + 1, treatment + swing);
+  }
+  return tally;
+}
+
+TEST(ComparisonTest, TheDifferenceIsHeldByItsInterval) {
+  const Comparison comparison = Compare(Normal(5000, 10, 10.5).sums(), 0, 1, {});
+  EXPECT_EQ(comparison.basis, Basis::kAsymptotic);
+  EXPECT_TRUE(comparison.interval.Holds(.5));
+  EXPECT_FALSE(comparison.interval.Holds(0));
+  // 1.96 standard errors would be .039; peeking for ever costs another half of it.
+  EXPECT_THAT(comparison.interval.upper - *comparison.difference, DoubleNear(.062, .002));
+  EXPECT_EQ(comparison.lift.set, Lift::Set::kInterval);
+  EXPECT_TRUE(comparison.lift.Holds(.05));
+  EXPECT_THAT(*comparison.lift.estimate, DoubleNear(.05, .005));
+}
+
+TEST(ComparisonTest, IntervalLiftAndPValueExcludeNoDifferenceTogether) {
+  int excluded = 0;
+  for (int seed = 0; seed < 200; ++seed) {
+    const Comparison comparison = Compare(Normal(300, 2, 2.25, seed).sums(), 0, 1, {});
+    const bool holds = comparison.interval.Holds(0);
+    excluded += !holds;
+    EXPECT_EQ(comparison.p_value > .05, holds);
+    EXPECT_EQ(comparison.lift.Holds(0), holds);
+  }
+  EXPECT_THAT(excluded, testing::AllOf(testing::Gt(30), testing::Lt(170)));
+  excluded = 0;
+  for (int ones = 0; ones <= 90; ++ones) {
+    const Comparison comparison = CompareCounts(CountedUnits(60, 20), CountedUnits(90, ones));
+    ASSERT_EQ(comparison.basis, Basis::kExact);
+    const bool holds = comparison.interval.Holds(0);
+    excluded += !holds;
+    EXPECT_EQ(comparison.p_value > .05, holds) << ones;
+    EXPECT_EQ(comparison.lift.Holds(0), holds) << ones;
+  }
+  EXPECT_THAT(excluded, testing::AllOf(testing::Gt(15), testing::Lt(50)));
+}
+
+TEST(ComparisonTest, ArmsThatSwapTurnTheDifferenceRound) {
+  const MetricTally tally = Normal(500, 1, 2);
+  const Comparison there = Compare(tally.sums(), 0, 1, {}), back = Compare(tally.sums(), 1, 0, {});
+  EXPECT_DOUBLE_EQ(there.interval.lower, -back.interval.upper);
+  EXPECT_DOUBLE_EQ(there.p_value, back.p_value);
+}
+
+TEST(ComparisonTest, TooEarlyExcludesNothing) {
+  const Comparison comparison = Compare(Normal(kLeastUnits - 1, 0, 9).sums(), 0, 1, {});
+  EXPECT_EQ(comparison.basis, Basis::kTooEarly);
+  EXPECT_EQ(comparison.control.units, kLeastUnits - 1);
+  EXPECT_THAT(*comparison.difference, DoubleNear(9, .5)) << "only its interval is not known";
+  EXPECT_TRUE(comparison.interval.Holds(-1e9));
+  EXPECT_EQ(comparison.p_value, 1);
+  EXPECT_EQ(comparison.lift.set, Lift::Set::kAll);
+}
+
+TEST(ComparisonTest, OfAnArmWithoutObservationsThereIsNoDifference) {
+  MetricTally tally(2);
+  tally.Add(0, 1, 5);
+  const Comparison comparison = Compare(tally.sums(), 0, 1, {});
+  EXPECT_EQ(comparison.difference, std::nullopt);
+  EXPECT_EQ(comparison.basis, Basis::kTooEarly);
+}
+
+TEST(ComparisonTest, RareProportionsAreExactUntilBothArmsHaveEvents) {
+  EXPECT_EQ(CompareCounts(CountedUnits(9, 1), CountedUnits(9000, 9)).basis, Basis::kTooEarly);
+  EXPECT_EQ(CompareCounts(CountedUnits(20000, 20), CountedUnits(20000, 300)).basis, Basis::kExact);
+  EXPECT_EQ(CompareCounts(CountedUnits(20000, 30), CountedUnits(20000, 300)).basis,
+            Basis::kAsymptotic);
+  EXPECT_EQ(CompareCounts(CountedUnits(20000, 19970), CountedUnits(20000, 19700)).basis,
+            Basis::kAsymptotic);
+}
+
+TEST(ComparisonTest, ARunOfFailuresNeedsNoFailureOfTheOther) {
+  const Comparison comparison = CompareCounts(CountedUnits(20, 0), CountedUnits(20, 19));
+  EXPECT_GT(comparison.interval.lower, .1);
+  EXPECT_LT(comparison.p_value, 1e-3);
+  EXPECT_TRUE(std::isinf(comparison.lift.interval.upper)) << "nothing is known of the least rate";
+}
+
+TEST(ComparisonTest, AnArmThatNeverVariesIsNotTakenToBeCertain) {
+  // Nothing of 200 against 30 of 9000: what equal rates give a time in two.
+  AnalysisOptions mean;
+  const Comparison rare = CompareCounts(CountedUnits(9000, 30), CountedUnits(200, 0), mean);
+  EXPECT_EQ(rare.basis, Basis::kAsymptotic);
+  EXPECT_TRUE(rare.interval.Holds(0));
+  // A full cache evicts nothing, ever.
+  MetricTally evicted(2);
+  std::mt19937_64 random(5);
+  std::exponential_distribution<double> tokens(.01);
+  for (uint64_t unit = 0; unit < 2000; ++unit)
+    evicted.Add(unit % 2, unit, unit % 2 * tokens(random));
+  const Comparison certain = Compare(evicted.sums(), 0, 1, {});
+  EXPECT_GT(certain.interval.lower, 50);
+  EXPECT_NE(certain.lift.set, Lift::Set::kInterval) << "of nothing there is no part";
+  EXPECT_EQ(certain.lift.estimate, std::nullopt);
+}
+
+TEST(ComparisonTest, ALiftIsUnboundedWhereTheControlMayBeZero) {
+  const Comparison nothing = Compare(Swinging(500, .01, .02).sums(), 0, 1, {});
+  EXPECT_EQ(nothing.lift.set, Lift::Set::kAll);
+  // Of a treatment that is certainly not 0, all but small lifts are left.
+  const Comparison rays = Compare(Swinging(500, .01, 5).sums(), 0, 1, {});
+  EXPECT_EQ(rays.lift.set, Lift::Set::kTwoRays);
+  EXPECT_FALSE(rays.lift.Holds(0));
+  EXPECT_TRUE(rays.lift.Holds(1e6));
+  EXPECT_TRUE(rays.lift.Holds(-1e6));
+}
+
+TEST(ComparisonTest, ACovariateThatExplainsAllLeavesNothingUncertain) {
+  MetricTally tally(2);
+  std::mt19937_64 random(6);
+  std::normal_distribution<double> normal;
+  for (uint64_t unit = 0; unit < 400; ++unit) {
+    const double x = normal(random);
+    tally.Add(unit % 2, unit, 3 * x + 5. * (unit % 2), x);
+  }
+  const Comparison comparison = Compare(tally.sums(), 0, 1, {});
+  EXPECT_THAT(*comparison.difference, DoubleNear(5, 1e-9));
+  EXPECT_LT(comparison.interval.upper - comparison.interval.lower, 1e-3);
+}
+
+TEST(ComparisonTest, AlphaIsSharedAmongTheArmsThatAreCompared) {
+  EXPECT_DOUBLE_EQ(AlphaPerArm(.05, 2), .05);
+  EXPECT_DOUBLE_EQ(AlphaPerArm(.05, 6), .01);
+}
+
+TEST(ArmReadingTest, OfAProportionIsExact) {
+  const ArmReading reading = ReadArm({.arms = {CountedUnits(25000, 25)}}, 0, kProportion);
+  EXPECT_EQ(reading.basis, Basis::kExact);
+  EXPECT_THAT(reading.interval.lower, DoubleNear(.00039021, 1e-7));
+  EXPECT_THAT(reading.interval.upper, DoubleNear(.00204756, 1e-7));
+}
+
+TEST(ArmReadingTest, ObservationsOfAUnitAreNoTrialsOfTheirOwn) {
+  MetricTally tally(1);
+  for (uint64_t i = 0; i < 5000; ++i) tally.Add(0, i % 50, i % 50 < 5);  // the same five fail
+  const ArmReading reading = ReadArm(tally.sums(), 0, kProportion);
+  const Interval of_units = ProportionSequence(5, 50, .05);
+  EXPECT_NEAR(reading.interval.lower, of_units.lower, 1e-9);
+  EXPECT_NEAR(reading.interval.upper, of_units.upper, 1e-9);
+}
+
+TEST(ArmReadingTest, OfAMeanIsTooEarlyForLonger) {
+  EXPECT_EQ(ReadArm(Normal(110, 0, 0).sums(), 0, {}).basis, Basis::kTooEarly);
+  EXPECT_EQ(ReadArm(Normal(400, 0, 0).sums(), 0, {}).basis, Basis::kAsymptotic);
+}
+
+TEST(GuardrailTest, IsBreachedOnlyWhenCertainlyWorseByMoreThanTheMargin) {
+  const Comparison errors = CompareCounts(CountedUnits(5000, 100), CountedUnits(5000, 300));
+  EXPECT_EQ(JudgeGuardrail(errors, Better::kLower, .01), Verdict::kBreached);
+  EXPECT_EQ(JudgeGuardrail(errors, Better::kLower, .04), Verdict::kUndecided);
+  EXPECT_EQ(JudgeGuardrail(errors, Better::kLower, .06), Verdict::kSafe);
+  EXPECT_EQ(JudgeGuardrail(errors, Better::kHigher, 0), Verdict::kSafe);
+}
+
+TEST(GuardrailTest, IsSafeWhereNothingEverFails) {
+  EXPECT_EQ(
+      JudgeGuardrail(CompareCounts(CountedUnits(5, 0), CountedUnits(5, 0)), Better::kLower, .01),
+      Verdict::kTooEarly);
+  EXPECT_EQ(
+      JudgeGuardrail(CompareCounts(CountedUnits(50, 0), CountedUnits(50, 0)), Better::kLower, .01),
+      Verdict::kUndecided);
+  EXPECT_EQ(JudgeGuardrail(CompareCounts(CountedUnits(2000, 0), CountedUnits(2000, 0)),
+                           Better::kLower, .01),
+            Verdict::kSafe);
+}
+
+TEST(GuardrailTest, ALossOfWhatIsBetterHigherIsABreach) {
+  const Comparison quality = Compare(Normal(2000, 5, 4).sums(), 0, 1, {});
+  EXPECT_EQ(JudgeGuardrail(quality, Better::kHigher, .5), Verdict::kBreached);
+  EXPECT_EQ(JudgeGuardrail(quality, Better::kLower, .5), Verdict::kSafe);
 }
 
 }  // namespace
