@@ -2,6 +2,7 @@
 epikv_test(access_log_test LIBS epikv_server nlohmann_json::nlohmann_json)
 epikv_test(config_test LIBS epikv_server)
 epikv_test(errors_test LIBS epikv_server)
+epikv_test(experiment_simulation_test LIBS epikv_server)
 epikv_test(file_contents_test LIBS epikv_server)
 epikv_test(log_test LIBS epikv_server)
 epikv_test(metrics_test LIBS epikv_server)
