@@ -10,9 +10,10 @@ ARG BASE=docker.io/library/debian:bookworm-slim
 FROM ${BASE} AS toolchain
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-      ca-certificates ccache cmake g++ libabsl-dev libgrpc++-dev libpcre2-dev libprotobuf-dev \
-      librandom123-dev libssl-dev libutf8proc-dev ninja-build nlohmann-json3-dev pkg-config \
-      prometheus-cpp-dev protobuf-compiler protobuf-compiler-grpc python3 python3-venv \
+      ca-certificates ccache cmake g++ libabsl-dev libboost-math1.81-dev libgrpc++-dev \
+      libpcre2-dev libprotobuf-dev librandom123-dev libssl-dev libutf8proc-dev ninja-build \
+      nlohmann-json3-dev pkg-config prometheus-cpp-dev protobuf-compiler protobuf-compiler-grpc \
+      python3 python3-venv \
  && rm -rf /var/lib/apt/lists/*
 # A CPU build of LibTorch, in the version that deploy/setup.sh names. A CUDA build would link CUDA's
 # libraries, which are not here.

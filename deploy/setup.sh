@@ -17,8 +17,8 @@ TORCH_VERSION=2.13.0
 
 # The five packages of the daemon, what they need, and the tools of the build.
 EPIKV_PACKAGES=(
-  ca-certificates ccache cmake g++ libabsl-dev libgmock-dev libgrpc++-dev libgtest-dev
-  libpcre2-dev libprotobuf-dev librandom123-dev libssl-dev libutf8proc-dev ninja-build nlohmann-json3-dev
+  ca-certificates ccache cmake g++ libabsl-dev libboost-math1.81-dev libgmock-dev libgrpc++-dev
+  libgtest-dev libpcre2-dev libprotobuf-dev librandom123-dev libssl-dev libutf8proc-dev ninja-build nlohmann-json3-dev
   pkg-config prometheus-cpp-dev protobuf-compiler protobuf-compiler-grpc python3 python3-venv
 )
 
