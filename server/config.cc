@@ -323,6 +323,8 @@ void CheckExperiments(const v1::ServerConfig& c, Checker& check) {
   check.Require(c.experiment_spool_bytes() >= kLeastSpool &&
                     c.experiment_spool_bytes() <= uint64_t{INT64_MAX},
                 "experiment_spool_bytes", "be at least 1048576");
+  check.Require(c.experiment_guardrail_seconds() >= .1 && c.experiment_guardrail_seconds() <= 86400,
+                "experiment_guardrail_seconds", "be 0.1 to 86400");
   check.Require(c.experiment_retention_days() <= kMostDays, "experiment_retention_days",
                 "be 0 (never) to 36500");
 }
@@ -432,7 +434,8 @@ ExperimentsOptions ExperimentsOf(const v1::ServerConfig& c) {
           .spool_bytes = static_cast<int64_t>(c.experiment_spool_bytes()),
           .retention = c.experiment_retention_days() == 0
                            ? absl::InfiniteDuration()
-                           : absl::Hours(24) * c.experiment_retention_days()};
+                           : absl::Hours(24) * c.experiment_retention_days(),
+          .judge_every = absl::Seconds(c.experiment_guardrail_seconds())};
 }
 
 }  // namespace

@@ -241,6 +241,17 @@ std::string ErrorReason(const grpc::Status& status) {
   return info.has_value() ? info->reason() : "";
 }
 
+std::optional<absl::Duration> RetryDelayIn(const grpc::Status& status) {
+  v1::Status details;
+  if (!details.ParseFromString(status.error_details())) return std::nullopt;
+  for (const auto& detail : details.details()) {
+    v1::RetryInfo retry;
+    if (detail.type_url() != "type.googleapis.com/google.rpc.RetryInfo") continue;
+    if (retry.ParseFromString(detail.value())) return DurationOf(retry.retry_delay());
+  }
+  return std::nullopt;
+}
+
 grpc::Status WithTraceId(const grpc::Status& status, const std::string& trace_id) {
   v1::Status details;
   if (!details.ParseFromString(status.error_details())) return status;

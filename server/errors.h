@@ -69,6 +69,8 @@ grpc::Status PermissionDenied(absl::string_view method, absl::string_view needed
 
 // ErrorInfo.reason of an error of ours; else empty.
 std::string ErrorReason(const grpc::Status& status);
+// When what an error of ours refused may be tried again, if it says so.
+std::optional<absl::Duration> RetryDelayIn(const grpc::Status& status);
 // An error of ours with `trace_id` in its ErrorInfo; any other status as it is.
 grpc::Status WithTraceId(const grpc::Status& status, const std::string& trace_id);
 

@@ -6,6 +6,8 @@
 #include <iterator>
 #include <utility>
 
+#include "server/experiments/definition.h"
+
 namespace epikv {
 namespace {
 
@@ -59,7 +61,20 @@ class ExperimentSeries::OfExperiment {
         exposures_(declare_.Counters("epikv_experiment_exposures_total",
                                      "Requests of an arm, not forced, in which eviction could act "
                                      "under any arm.",
-                                     arms_.size())) {
+                                     arms_.size())),
+        breaches_(declare_.Counters("epikv_experiment_guardrail_breaches_total",
+                                    "Guardrails that were found breached here, by arm and metric: "
+                                    "each stops its experiment.",
+                                    arms_.size() * kMaxMetrics)),
+        sample_ratio_(
+            declare_
+                .Gauges("epikv_experiment_srm_p_value",
+                        "Of the split of units against the arms' weights, when guardrails "
+                        "were judged last; below 0.001 something keeps or loses units of "
+                        "one arm.",
+                        1)
+                .Add({})) {
+    sample_ratio_.Set(1);
     for (const std::string& arm : arms_) {
       for (absl::string_view source : {"hash", "forced"}) {
         assignments_.Add({{"arm", arm}, {"source", std::string(source)}});
@@ -78,13 +93,19 @@ class ExperimentSeries::OfExperiment {
         .Increment();
     if (part.exposed() && !part.forced()) exposures_.Add({{"arm", part.arm()}}).Increment();
   }
+  void OnSampleRatio(double p_value) { sample_ratio_.Set(p_value); }
+  void OnBreached(const v1::GuardrailReport& guardrail) {
+    breaches_.Add({{"arm", guardrail.arm()}, {"guardrail", guardrail.guardrail().metric()}})
+        .Increment();
+  }
   std::vector<prometheus::MetricFamily> Collect() const { return registry_.Collect(); }
 
  private:
   const std::vector<std::string> arms_;
   prometheus::Registry registry_;
   Declarations declare_;
-  Family<Counter>&assignments_, &exposures_;
+  Family<Counter>&assignments_, &exposures_, &breaches_;
+  prometheus::Gauge& sample_ratio_;
 };
 
 ExperimentSeries::ExperimentSeries(SeriesBudget& budget)
@@ -159,6 +180,19 @@ void ExperimentSeries::OnExcluded(const std::string& experiment) {
   absl::MutexLock lock(&mu_);
   const auto known = experiments_.find(experiment);
   if (known != experiments_.end()) known->second->Excluded().Increment();
+}
+
+void ExperimentSeries::OnSampleRatio(const std::string& experiment, double p_value) {
+  absl::MutexLock lock(&mu_);
+  const auto known = experiments_.find(experiment);
+  if (known != experiments_.end()) known->second->OnSampleRatio(p_value);
+}
+
+void ExperimentSeries::OnBreached(const std::string& experiment,
+                                  const v1::GuardrailReport& guardrail) {
+  absl::MutexLock lock(&mu_);
+  const auto known = experiments_.find(experiment);
+  if (known != experiments_.end()) known->second->OnBreached(guardrail);
 }
 
 void ExperimentSeries::OnOrphaned(Recorded why) {

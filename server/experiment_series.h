@@ -38,6 +38,8 @@ class ExperimentSeries final : public RecorderObserver {
 
   void OnAssigned(const v1::RequestBegan& began);
   void OnExcluded(const std::string& experiment);
+  void OnSampleRatio(const std::string& experiment, double p_value);
+  void OnBreached(const std::string& experiment, const v1::GuardrailReport& guardrail);
 
   void OnWritten(int64_t records) override { written_.Increment(AsDouble(records)); }
   void OnReplayed(int64_t records) override { replayed_.Increment(AsDouble(records)); }

@@ -18,6 +18,8 @@
 #include "server/errors.h"
 #include "server/experiments/definition.h"
 #include "server/experiments/edits.h"
+#include "server/experiments/planner.h"
+#include "server/experiments/report.h"
 #include "server/generation_messages.h"
 
 namespace epikv {
@@ -27,6 +29,7 @@ using google::protobuf::util::FieldMaskUtil;
 
 constexpr int kMaxOutcomes = 1000;  // of one call
 constexpr size_t kMaxReasonBytes = 1024;
+constexpr uint32_t kMaxPoints = 200;
 // google.protobuf.Timestamp holds the years 1 to 9999.
 constexpr int64_t kFirstSecond = -62135596800, kLastSecond = 253402300799;
 // A request's record may be on its way to a store that another replica reads.
@@ -152,6 +155,52 @@ Answer<v1::RecordOutcomeResponse> AnswerOf(const absl::StatusOr<Recorded>& recor
   return Invalid({{"outcome", "no store can hold it"}});
 }
 
+// The error says what is out of range.
+absl::StatusOr<v1::ExperimentPlan> PlanOf(const v1::PlanExperimentRequest& request) {
+  constexpr double kLoss = .01;  // of one arm's units
+  const bool is_share = request.kind() == v1::Metric::KIND_PROPORTION;
+  const int arms = request.arms() == 0 ? 2 : static_cast<int>(std::min(request.arms(), 1000u));
+  if (arms < 2 || arms > kMaxArms) {
+    return absl::InvalidArgumentError(absl::StrCat("arms must be 2 to ", kMaxArms));
+  }
+  const double control = request.control_permille() == 0
+                             ? 1. / arms
+                             : std::min(request.control_permille(), 1000u) / 1000.;
+  const double alpha = request.alpha() == 0 ? .05 : request.alpha();
+  const Baseline baseline{.kind = is_share ? MetricKind::kProportion : MetricKind::kMean,
+                          .sd = request.sd(),
+                          .rate = request.rate()};
+  const Design design{.alpha = AlphaPerArm(alpha, arms),
+                      .power = request.power() == 0 ? .8 : request.power(),
+                      .looks = request.looks() == 0 ? 20 : static_cast<int>(request.looks()),
+                      .control_share = control,
+                      .treatment_share = (1 - control) / (arms - 1),
+                      .covariate_r2 = request.covariate_r2()};
+  if (request.aim_case() == v1::PlanExperimentRequest::AIM_NOT_SET) {
+    return absl::InvalidArgumentError("give an effect to find, or how many units there will be");
+  }
+  int64_t units = static_cast<int64_t>(request.units());
+  absl::StatusOr<UnitPlan> plan = absl::UnknownError("");
+  if (request.has_effect()) {
+    plan = PlanUnits(baseline, request.effect(), design);
+    if (!plan.ok()) return plan.status();
+    units = plan->units;
+  }
+  const absl::StatusOr<DetectableEffects> effects = PlanEffects(baseline, units, design);
+  if (!effects.ok()) return effects.status();
+  v1::ExperimentPlan answer;
+  answer.set_units(static_cast<uint64_t>(units));
+  answer.set_power(plan.ok() ? plan->power : design.power);
+  if (plan.ok()) answer.set_tau(plan->tau);
+  if (effects->up.has_value()) answer.set_effect_up(*effects->up);
+  if (effects->down.has_value()) answer.set_effect_down(*effects->down);
+  std::vector<double> weights(static_cast<size_t>(arms), design.treatment_share);
+  weights.front() = control;
+  const auto ratio = PlanSampleRatioUnits(weights, 1, kLoss, design.power);
+  if (ratio.ok()) answer.set_sample_ratio_units(static_cast<uint64_t>(*ratio));
+  return answer;
+}
+
 // The answers of a batch, which come in any order.
 class Batch {
  public:
@@ -173,6 +222,9 @@ class Batch {
       result.set_code(status->error_code());
       result.set_reason(ErrorReason(*status));
       result.set_message(status->error_message());
+      if (const auto after = RetryDelayIn(*status)) {
+        *result.mutable_retry_delay() = DurationProto(*after);
+      }
     } else {
       *result.mutable_response() = std::get<v1::RecordOutcomeResponse>(answer);
     }
@@ -195,13 +247,14 @@ template <typename Request, typename Response, typename Handler>
 grpc::ServerUnaryReactor* ExperimentService::Manage(absl::string_view method,
                                                     grpc::CallbackServerContext* context,
                                                     const grpc::ByteBuffer* in,
-                                                    grpc::ByteBuffer* out, Handler answer) {
+                                                    grpc::ByteBuffer* out, TaskThread& thread,
+                                                    Handler answer) {
   return AnswerLater<Request, Response>(
       method, frontend_, *context, *in, *out,
-      [this, answer = std::move(answer)](const Request& request,
-                                         std::shared_ptr<PendingAnswer<Response>> pending) {
+      [this, &thread, answer = std::move(answer)](
+          const Request& request, std::shared_ptr<PendingAnswer<Response>> pending) {
         if (experiments_ == nullptr) return pending->Finish(NoExperiments());
-        definitions_.Post([request, answer, pending] { pending->Finish(answer(request)); });
+        thread.Post([request, answer, pending] { pending->Finish(answer(request)); });
       });
 }
 
@@ -218,7 +271,7 @@ grpc::ServerUnaryReactor* ExperimentService::ListExperiments(grpc::CallbackServe
     return response;
   };
   return Manage<v1::ListExperimentsRequest, v1::ListExperimentsResponse>(
-      "ExperimentService/ListExperiments", context, in, out, list);
+      "ExperimentService/ListExperiments", context, in, out, definitions_, list);
 }
 
 grpc::ServerUnaryReactor* ExperimentService::GetExperiment(grpc::CallbackServerContext* context,
@@ -230,14 +283,14 @@ grpc::ServerUnaryReactor* ExperimentService::GetExperiment(grpc::CallbackServerC
     return AnswerOf(FindExperiment(all->experiments, request.name()), request.name());
   };
   return Manage<v1::GetExperimentRequest, v1::Experiment>("ExperimentService/GetExperiment",
-                                                          context, in, out, get);
+                                                          context, in, out, definitions_, get);
 }
 
 grpc::ServerUnaryReactor* ExperimentService::CreateExperiment(grpc::CallbackServerContext* context,
                                                               const grpc::ByteBuffer* in,
                                                               grpc::ByteBuffer* out) {
   return Manage<v1::CreateExperimentRequest, v1::Experiment>(
-      "ExperimentService/CreateExperiment", context, in, out,
+      "ExperimentService/CreateExperiment", context, in, out, definitions_,
       [this](const v1::CreateExperimentRequest& request) { return Create(request); });
 }
 
@@ -245,7 +298,7 @@ grpc::ServerUnaryReactor* ExperimentService::UpdateExperiment(grpc::CallbackServ
                                                               const grpc::ByteBuffer* in,
                                                               grpc::ByteBuffer* out) {
   return Manage<v1::UpdateExperimentRequest, v1::Experiment>(
-      "ExperimentService/UpdateExperiment", context, in, out,
+      "ExperimentService/UpdateExperiment", context, in, out, definitions_,
       [this](const v1::UpdateExperimentRequest& request) { return Update(request); });
 }
 
@@ -264,7 +317,7 @@ grpc::ServerUnaryReactor* ExperimentService::StartExperiment(grpc::CallbackServe
                   });
   };
   return Manage<v1::StartExperimentRequest, v1::Experiment>("ExperimentService/StartExperiment",
-                                                            context, in, out, start);
+                                                            context, in, out, definitions_, start);
 }
 
 grpc::ServerUnaryReactor* ExperimentService::StopExperiment(grpc::CallbackServerContext* context,
@@ -286,7 +339,52 @@ grpc::ServerUnaryReactor* ExperimentService::StopExperiment(grpc::CallbackServer
                   });
   };
   return Manage<v1::StopExperimentRequest, v1::Experiment>("ExperimentService/StopExperiment",
-                                                           context, in, out, stop);
+                                                           context, in, out, definitions_, stop);
+}
+
+grpc::ServerUnaryReactor* ExperimentService::GetExperimentReport(
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* in, grpc::ByteBuffer* out) {
+  return Manage<v1::GetExperimentReportRequest, v1::ExperimentReport>(
+      "ExperimentService/GetExperimentReport", context, in, out, reports_,
+      [this](const v1::GetExperimentReportRequest& request) { return Report(request); });
+}
+
+Answer<v1::ExperimentReport> ExperimentService::Report(
+    const v1::GetExperimentReportRequest& request) {
+  if (request.points() > kMaxPoints) {
+    return Invalid({{"points", absl::StrCat("must be at most ", kMaxPoints)}});
+  }
+  const absl::StatusOr<Definitions> all = experiments_->store().Experiments();
+  if (!all.ok()) return Failure(all.status(), request.name());
+  const absl::StatusOr<v1::Experiment> experiment =
+      FindExperiment(all->experiments, request.name());
+  if (!experiment.ok()) return Failure(experiment.status(), request.name());
+  if (experiment->state() == v1::Experiment::STATE_DRAFT) {
+    return ToGrpc(WithReason(absl::FailedPreconditionError(absl::StrCat(
+                                 "'", request.name(), "' is a draft: nothing has taken part")),
+                             "EXPERIMENT_STATE"));
+  }
+  ReportOptions options;
+  if (request.points() > 0) options.points = static_cast<int>(request.points());
+  absl::StatusOr<v1::ExperimentReport> report =
+      MakeReport(*experiment, experiments_->store(), options, absl::Now());
+  if (!report.ok()) return Failure(report.status(), request.name());
+  return *std::move(report);
+}
+
+grpc::ServerUnaryReactor* ExperimentService::PlanExperiment(grpc::CallbackServerContext* context,
+                                                            const grpc::ByteBuffer* in,
+                                                            grpc::ByteBuffer* out) {
+  return AnswerLater<v1::PlanExperimentRequest, v1::ExperimentPlan>(
+      "ExperimentService/PlanExperiment", frontend_, *context, *in, *out,
+      [this](const v1::PlanExperimentRequest& request,
+             std::shared_ptr<PendingAnswer<v1::ExperimentPlan>> pending) {
+        reports_.Post([request, pending] {
+          absl::StatusOr<v1::ExperimentPlan> plan = PlanOf(request);
+          if (plan.ok()) return pending->Finish(*std::move(plan));
+          pending->Finish(Invalid({{"plan", std::string(plan.status().message())}}));
+        });
+      });
 }
 
 Answer<v1::Experiment> ExperimentService::Change(const std::string& name, Store::Edit edit) {

@@ -25,9 +25,12 @@ class ExperimentService final
                   v1::ExperimentService::WithRawCallbackMethod_UpdateExperiment<
                       v1::ExperimentService::WithRawCallbackMethod_StartExperiment<
                           v1::ExperimentService::WithRawCallbackMethod_StopExperiment<
-                              v1::ExperimentService::WithRawCallbackMethod_RecordOutcome<
-                                  v1::ExperimentService::WithRawCallbackMethod_BatchRecordOutcomes<
-                                      v1::ExperimentService::Service>>>>>>>> {
+                              v1::ExperimentService::WithRawCallbackMethod_GetExperimentReport<
+                                  v1::ExperimentService::WithRawCallbackMethod_PlanExperiment<
+                                      v1::ExperimentService::WithRawCallbackMethod_RecordOutcome<
+                                          v1::ExperimentService::
+                                              WithRawCallbackMethod_BatchRecordOutcomes<
+                                                  v1::ExperimentService::Service>>>>>>>>>> {
  public:
   // experiments: null where there are none; every call is then refused.
   ExperimentService(Experiments* experiments, const Models& models, const Frontend& frontend);
@@ -50,6 +53,12 @@ class ExperimentService final
   grpc::ServerUnaryReactor* StopExperiment(grpc::CallbackServerContext* context,
                                            const grpc::ByteBuffer* in,
                                            grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* GetExperimentReport(grpc::CallbackServerContext* context,
+                                                const grpc::ByteBuffer* in,
+                                                grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* PlanExperiment(grpc::CallbackServerContext* context,
+                                           const grpc::ByteBuffer* in,
+                                           grpc::ByteBuffer* out) override;
   grpc::ServerUnaryReactor* RecordOutcome(grpc::CallbackServerContext* context,
                                           const grpc::ByteBuffer* in,
                                           grpc::ByteBuffer* out) override;
@@ -63,7 +72,8 @@ class ExperimentService final
   template <typename Request, typename Response, typename Handler>
   grpc::ServerUnaryReactor* Manage(absl::string_view method, grpc::CallbackServerContext* context,
                                    const grpc::ByteBuffer* in, grpc::ByteBuffer* out,
-                                   Handler answer);
+                                   TaskThread& thread, Handler answer);
+  Answer<v1::ExperimentReport> Report(const v1::GetExperimentReportRequest& request);
   Answer<v1::Experiment> Create(const v1::CreateExperimentRequest& request);
   Answer<v1::Experiment> Update(const v1::UpdateExperimentRequest& request);
   // A change of one that is there, and what runs from then on.
@@ -78,7 +88,7 @@ class ExperimentService final
   Experiments* const experiments_;
   const Models& models_;
   const Frontend& frontend_;
-  TaskThread definitions_;  // ends before the rest
+  TaskThread definitions_, reports_;  // end before the rest
 };
 
 }  // namespace epikv

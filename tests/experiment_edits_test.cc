@@ -141,6 +141,31 @@ TEST(Changed, MovesNoUnitUnasked) {
   EXPECT_EQ(experiments.Change(wanted, true)->bucket_version(), 2u);
 }
 
+TEST(Changed, LeavesWhatWasDecidedBeforeItStarted) {
+  v1::Experiment draft = Draft("a");
+  draft.add_metrics()->set_name("right");
+  v1::Experiment wanted = draft;
+  wanted.set_alpha(0.01);
+  EXPECT_TRUE(Changed(draft, wanted, false, {draft}).ok());
+  const v1::Experiment running = *Started(draft, {}, kNow);
+  auto refused = [&](const v1::Experiment& next) {
+    return ReasonOf(Changed(running, next, true, {running}).status());
+  };
+  wanted = running;
+  wanted.set_alpha(0.01);
+  EXPECT_EQ(refused(wanted), "DECIDED");
+  wanted = running;
+  wanted.set_primary_metric("right");
+  EXPECT_EQ(refused(wanted), "DECIDED");
+  wanted = running;
+  wanted.mutable_metrics(0)->set_tau(1);
+  EXPECT_EQ(refused(wanted), "DECIDED");
+  wanted = running;
+  wanted.add_metrics()->set_name("also");
+  wanted.set_sample_ratio_explanation("one replica was away");
+  EXPECT_EQ(refused(wanted), "");
+}
+
 TEST(Changed, FindsRoomToGrow) {
   Experiments experiments;
   ASSERT_TRUE(experiments.Start(Draft("a", 300)).ok());

@@ -104,6 +104,9 @@ class ExperimentServiceTest : public ::testing::Test {
   grpc::Status Record(const v1::RecordOutcomeRequest& request) {
     return Ask(&v1::ExperimentService::Stub::RecordOutcome, request, &recorded_);
   }
+  std::string Page() {
+    return prometheus::TextSerializer().Serialize(server_->metrics().page()->Collect());
+  }
   std::vector<RequestRow> Rows() {
     std::vector<RequestRow> rows;
     const absl::Status status = server_->experiments().store().ReadRequests(
@@ -291,13 +294,94 @@ TEST_F(ExperimentServiceTest, WhatRanRunsAfterARestart) {
   EXPECT_EQ(Rows().size(), 2u);
 }
 
+TEST_F(ExperimentServiceTest, AReportIsOfWhatHasBeenFound) {
+  v1::GetExperimentReportRequest request;
+  request.set_name("lean");
+  v1::ExperimentReport report;
+  auto ask = [&] {
+    return Ask(&v1::ExperimentService::Stub::GetExperimentReport, request, &report);
+  };
+  EXPECT_EQ(ask().error_code(), grpc::StatusCode::NOT_FOUND);
+  ASSERT_TRUE(Create(Lean()).ok());
+  EXPECT_EQ(ReasonIn(ask()), "EXPERIMENT_STATE");
+  ASSERT_TRUE(Begin("lean").ok());
+  for (int i = 0; i < 8; ++i) {
+    const std::string id = absl::StrCat("r-", i);
+    Generate(id, absl::StrCat("u", i % 4));
+    ASSERT_TRUE(Record(Outcome(id, "right", i % 2)).ok());
+  }
+  ASSERT_TRUE(ask().ok());
+  EXPECT_EQ(report.arms(0).requests() + report.arms(1).requests(), 8u);
+  EXPECT_EQ(report.arms(0).units() + report.arms(1).units(), 4u);
+  EXPECT_EQ(report.metrics(0).metric().name(), "right");
+  request.set_points(201);
+  EXPECT_THAT(FieldsIn(ask()), ElementsAre("points"));
+}
+
+TEST_F(ExperimentServiceTest, ABreachedGuardrailStopsIt) {
+  v1::Experiment experiment = Lean();
+  v1::Guardrail& guardrail = *experiment.add_guardrails();
+  guardrail.set_metric("kv_evicted_tokens");
+  guardrail.set_margin(1);
+  ASSERT_TRUE(Create(experiment).ok());
+  ASSERT_TRUE(Begin("lean").ok());
+  const absl::Time give_up = absl::Now() + kGenerous;
+  for (int i = 0; absl::Now() < give_up; ++i) {
+    if (Generate(absl::StrCat("r-", i), absl::StrCat("u", i)) == "none") break;
+  }
+  ASSERT_TRUE(Get("lean").ok());
+  EXPECT_EQ(experiment_.state(), v1::Experiment::STATE_STOPPED);
+  EXPECT_EQ(experiment_.stop_reason(), "guardrail/kv_evicted_tokens/window");
+  EXPECT_THAT(Page(), HasSubstr("epikv_experiment_guardrail_breaches_total{experiment=\"lean\","
+                                "arm=\"window\",guardrail=\"kv_evicted_tokens\"} 1"));
+}
+
+TEST_F(ExperimentServiceTest, ItIsOverAtItsEnd) {
+  v1::Experiment experiment = Lean();
+  const absl::Time end = absl::Now() + absl::Milliseconds(500);
+  experiment.mutable_end_time()->set_seconds(absl::ToUnixSeconds(end));
+  experiment.mutable_end_time()->set_nanos(
+      static_cast<int32_t>(absl::ToUnixNanos(end) % 1000000000));
+  ASSERT_TRUE(Create(experiment).ok());
+  ASSERT_TRUE(Begin("lean").ok());
+  const absl::Time give_up = absl::Now() + kGenerous;
+  for (int i = 0; absl::Now() < give_up; ++i) {
+    if (Generate(absl::StrCat("r-", i), "u") == "none") break;
+  }
+  ASSERT_TRUE(Get("lean").ok());
+  EXPECT_EQ(experiment_.stop_reason(), "end_time");
+}
+
+TEST_F(ExperimentServiceTest, APlanSaysHowManyUnitsItTakes) {
+  v1::PlanExperimentRequest request;
+  request.set_kind(v1::Metric::KIND_PROPORTION);
+  request.set_rate(0.1);
+  request.set_effect(0.03);
+  v1::ExperimentPlan plan;
+  auto ask = [&] { return Ask(&v1::ExperimentService::Stub::PlanExperiment, request, &plan); };
+  ASSERT_TRUE(ask().ok());
+  EXPECT_NEAR(static_cast<double>(plan.units()), 6186, 100);
+  EXPECT_GE(plan.power(), 0.8);
+  EXPECT_NEAR(plan.effect_up(), 0.03, 0.001);
+  EXPECT_GT(plan.sample_ratio_units(), 100000u);
+  request.set_units(plan.units());
+  ASSERT_TRUE(ask().ok());
+  EXPECT_NEAR(plan.effect_up(), 0.03, 0.001);
+  request.set_power(2);
+  EXPECT_THAT(FieldsIn(ask()), ElementsAre("plan"));
+  request.set_power(0);
+  request.clear_aim();
+  EXPECT_THAT(FieldsIn(ask()), ElementsAre("plan"));
+  request.set_units(std::numeric_limits<uint64_t>::max());
+  EXPECT_THAT(FieldsIn(ask()), ElementsAre("plan"));
+}
+
 TEST_F(ExperimentServiceTest, SeriesTellWhoTakesPart) {
   ASSERT_TRUE(Create(Lean()).ok());
   ASSERT_TRUE(Begin("lean").ok());
   const std::string arm = Generate("r-1", "u").substr(5);
   Record(Outcome("r-2", "right", 1));
-  const auto values =
-      SeriesOf(prometheus::TextSerializer().Serialize(server_->metrics().page()->Collect()));
+  const auto values = SeriesOf(Page());
   EXPECT_EQ(values.at(absl::StrCat("epikv_experiment_assignments_total{experiment=\"lean\",arm=\"",
                                    arm, "\",source=\"hash\"}")),
             1);

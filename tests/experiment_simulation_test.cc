@@ -399,7 +399,7 @@ TEST(RareProportionTest, GuardrailsStopWhatFailsAndSparesWhatDoesNot) {
 }
 
 // The power that was planned, and the share of experiments of the plan's size that find the effect.
-void ExpectPower(const Plan& plan, double measured) {
+void ExpectPower(const UnitPlan& plan, double measured) {
   Record("planned", plan.power);
   Record("measured", measured);
   testing::Test::RecordProperty("units", std::to_string(plan.units));
@@ -410,7 +410,7 @@ void ExpectPower(const Plan& plan, double measured) {
 int Whole(int64_t units) { return static_cast<int>((units + kLooks - 1) / kLooks * kLooks); }
 
 TEST(PowerTest, OfAMean) {
-  const Plan plan = *PlanUnits({.sd = 1}, .15, {});
+  const UnitPlan plan = *PlanUnits({.sd = 1}, .15, {});
   const auto draw = [](Random& random, size_t arm) {
     return random.Exponential() + (arm == 1 ? .15 : 0);
   };
@@ -421,7 +421,7 @@ TEST(PowerTest, OfAMean) {
 TEST(PowerTest, OfAMeanInUnequalArmsByThePlansTau) {
   const Design design = {
       .power = .9, .control_share = .8, .treatment_share = .2, .tuning = Tuning::kLastLook};
-  const Plan plan = *PlanUnits({.sd = 1}, .1, design);
+  const UnitPlan plan = *PlanUnits({.sd = 1}, .1, design);
   const auto draw = [](Random& random, size_t arm) {
     return random.Normal() + (arm == 1 ? .1 : 0);
   };
@@ -431,7 +431,7 @@ TEST(PowerTest, OfAMeanInUnequalArmsByThePlansTau) {
 
 TEST(PowerTest, OfAMeanThatACovariateAdjusts) {
   const Design design = {.covariate_r2 = .5, .tuning = Tuning::kLastLook};
-  const Plan plan = *PlanUnits({.sd = std::sqrt(2)}, .2, design);
+  const UnitPlan plan = *PlanUnits({.sd = std::sqrt(2)}, .2, design);
   const Traffic traffic = {.observations = Whole(plan.units)};
   const AnalysisOptions options = {.tau = plan.tau};
   ExpectPower(plan,
@@ -445,14 +445,14 @@ TEST(PowerTest, OfAMeanThatACovariateAdjusts) {
 }
 
 TEST(PowerTest, OfAProportion) {
-  const Plan plan = *PlanUnits({.kind = MetricKind::kProportion, .rate = .1}, .03, {});
+  const UnitPlan plan = *PlanUnits({.kind = MetricKind::kProportion, .rate = .1}, .03, {});
   ExpectPower(plan, ShareEndedOfRates(kPowerExperiments, Whole(plan.units), .5,
                                       {.control = .1, .treatment = .13}, 34, Alarm(kProportion)));
 }
 
 TEST(PowerTest, OfARareProportion) {
   const Design design = {.control_share = .9, .treatment_share = .1};
-  const Plan plan = *PlanUnits({.kind = MetricKind::kProportion, .rate = .002}, .003, design);
+  const UnitPlan plan = *PlanUnits({.kind = MetricKind::kProportion, .rate = .002}, .003, design);
   ExpectPower(plan,
               ShareEndedOfRates(kPowerExperiments, Whole(plan.units), .1,
                                 {.control = .002, .treatment = .005}, 35, Alarm(kProportion)));
@@ -461,7 +461,7 @@ TEST(PowerTest, OfARareProportion) {
 TEST(PowerTest, OfTheLeastEffect) {
   const DetectableEffects effects =
       *PlanEffects({.kind = MetricKind::kProportion, .rate = .3}, 6000, {});
-  const Plan plan = {.units = 6000, .power = .8};
+  const UnitPlan plan = {.units = 6000, .power = .8};
   ExpectPower(plan, ShareEndedOfRates(kPowerExperiments, 6000, .5,
                                       {.control = .3, .treatment = .3 + *effects.down}, 36,
                                       Alarm(kProportion)));

@@ -194,8 +194,10 @@ class FakeServer {
   }
   std::unique_ptr<Experiments> Open(const std::string& folder) {
     if (folder.empty()) return nullptr;
-    return *Experiments::Open({.store = folder + "/store.db", .spool = folder + "/spool"}, metrics_,
-                              log_);
+    return *Experiments::Open({.store = folder + "/store.db",
+                               .spool = folder + "/spool",
+                               .judge_every = absl::Milliseconds(20)},
+                              metrics_, log_);
   }
   // Any file is a model like the first, but one called "missing".
   absl::StatusOr<ModelPtr> Load(FakeServerOptions options, const ModelSource& source) {

@@ -70,7 +70,7 @@ TEST(PlanTest, TheSequenceAlarmsAtMostWithAlphaHoweverManyLooks) {
 TEST(PlanTest, UnitsEffectAndPowerAgree) {
   for (const Tuning tuning : {Tuning::kDefault, Tuning::kLastLook}) {
     const Design design = {.control_share = .6, .treatment_share = .2, .tuning = tuning};
-    const Plan plan = *PlanUnits(kMeanOfOne, -.1, design);
+    const UnitPlan plan = *PlanUnits(kMeanOfOne, -.1, design);
     EXPECT_THAT(plan.power, DoubleNear(.8, .001));
     EXPECT_GE(plan.power, .8);
     EXPECT_DOUBLE_EQ(PlanPower(kMeanOfOne, .1, plan.units, design)->power, plan.power);
@@ -83,7 +83,7 @@ TEST(PlanTest, UnitsEffectAndPowerAgree) {
 // One look of the sequence that is tightest there is a test at z^2 = TightestSpread + 1.
 TEST(PlanTest, OneLookIsAPlainTestAtTheSequencesBound) {
   const Design design = {.looks = 1, .tuning = Tuning::kLastLook};
-  const Plan plan = *PlanUnits(kMeanOfOne, .1, design);
+  const UnitPlan plan = *PlanUnits(kMeanOfOne, .1, design);
   const double z = std::sqrt(TightestSpread(.05) + 1) + .8416212;
   const double units = 4 * z * z / (.1 * .1);
   EXPECT_THAT(static_cast<double>(plan.units), DoubleNear(units, 2e-3 * units));
@@ -91,7 +91,7 @@ TEST(PlanTest, OneLookIsAPlainTestAtTheSequencesBound) {
 
 TEST(PlanTest, TuningToTheLastLookSavesUnits) {
   const Design standard, tuned = {.tuning = Tuning::kLastLook};
-  const Plan plan = *PlanUnits(kMeanOfOne, .01, tuned);
+  const UnitPlan plan = *PlanUnits(kMeanOfOne, .01, tuned);
   EXPECT_LT(plan.units, .9 * PlanUnits(kMeanOfOne, .01, standard)->units);
   EXPECT_THAT(plan.tau, DoubleNear(.0078, .0002)) << "about the effect that it looks for";
   EXPECT_DOUBLE_EQ(PlanUnits(kMeanOfOne, .01, standard)->tau, kDefaultTau);
@@ -107,7 +107,7 @@ TEST(PlanTest, ACovariateSavesWhatItExplains) {
 
 TEST(PlanTest, ARareProportionNeedsItsEventsFirst) {
   // So large an effect would show in fewer, but for the 25 ones that each arm must have.
-  const Plan plan = *PlanUnits(Rate(.001), .05, {});
+  const UnitPlan plan = *PlanUnits(Rate(.001), .05, {});
   EXPECT_THAT(static_cast<double>(plan.units), DoubleNear(50'000, 300));
 }
 

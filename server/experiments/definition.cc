@@ -80,6 +80,10 @@ class Checker {
                                 std::string(1, joint), "', at most ", kMaxNameBytes,
                                 " bytes in all; is '", ShortName(name), "'"));
   }
+  void CheckText(absl::string_view field, absl::string_view text) {
+    if (text.size() <= kMaxTextBytes) return;
+    Violate(field, absl::StrCat("has ", text.size(), " bytes, at most ", kMaxTextBytes));
+  }
   static std::string ShortName(absl::string_view name) {
     return std::string(name.substr(0, kMaxNameBytes));
   }
@@ -103,9 +107,8 @@ void Checker::CheckNames() {
   CheckName("name", experiment_.name());
   CheckName("layer", experiment_.layer());
   CheckName("salt", experiment_.salt());
-  if (const size_t bytes = experiment_.hypothesis().size(); bytes > kMaxTextBytes) {
-    Violate("hypothesis", absl::StrCat("has ", bytes, " bytes, at most ", kMaxTextBytes));
-  }
+  CheckText("hypothesis", experiment_.hypothesis());
+  CheckText("sample_ratio_explanation", experiment_.sample_ratio_explanation());
 }
 
 void Checker::CheckArms() {
@@ -169,6 +172,9 @@ void Checker::CheckMetrics() {
     auto check_enum = [&](absl::string_view name, bool valid, int value) {
       if (!valid) Violate(absl::StrCat(field, ".", name), absl::StrCat("unknown value ", value));
     };
+    if (!(metric.tau() >= 0 && std::isfinite(metric.tau()))) {
+      Violate(field + ".tau", absl::StrCat("must be a finite number >= 0, is ", metric.tau()));
+    }
     check_enum("kind", v1::Metric::Kind_IsValid(metric.kind()), metric.kind());
     check_enum("direction", v1::Metric::Direction_IsValid(metric.direction()), metric.direction());
     check_enum("covariate", v1::Metric::Covariate_IsValid(metric.covariate()), metric.covariate());
@@ -248,6 +254,17 @@ bool Rebuckets(const v1::Experiment& before, const v1::Experiment& after) {
     if (!MessageDifferencer::Equals(before.arms(i), after.arms(i))) return true;
   }
   return false;
+}
+
+bool Redecides(const v1::Experiment& before, const v1::Experiment& after) {
+  if (before.alpha() != after.alpha() || before.primary_metric() != after.primary_metric()) {
+    return true;
+  }
+  return !std::all_of(before.metrics().begin(), before.metrics().end(), [&](const auto& metric) {
+    return std::any_of(after.metrics().begin(), after.metrics().end(), [&](const auto& other) {
+      return MessageDifferencer::Equals(metric, other);
+    });
+  });
 }
 
 uint32_t GroupsOf(const v1::KvOptions& kv) {

@@ -42,6 +42,9 @@ std::vector<FieldViolation> CheckDefinition(const v1::Experiment& experiment);
 // Units that took part in `before` could be in another arm, or in none, under `after`.
 bool Rebuckets(const v1::Experiment& before, const v1::Experiment& after);
 
+// `after` decides otherwise: alpha, the primary metric, or how a metric that was declared is read.
+bool Redecides(const v1::Experiment& before, const v1::Experiment& after);
+
 // Which groups of options an arm sets: those of a group come and go together.
 enum KvGroup : uint32_t {
   kChoice = 1,  // policy, policy_params, budget

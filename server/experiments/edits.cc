@@ -162,6 +162,12 @@ absl::StatusOr<v1::Experiment> Stopped(const v1::Experiment& experiment, const s
 absl::StatusOr<v1::Experiment> Changed(const v1::Experiment& experiment, v1::Experiment wanted,
                                        bool allow_rebucket,
                                        const std::vector<v1::Experiment>& all) {
+  if (experiment.state() != v1::Experiment::STATE_DRAFT && Redecides(experiment, wanted)) {
+    return Refused("DECIDED", absl::StrCat("'", experiment.name(),
+                                           "' has started: alpha, the primary metric and how its "
+                                           "metrics are read were decided before anything was "
+                                           "known; create another"));
+  }
   const bool moves = Rebuckets(experiment, wanted);
   if (!moves || experiment.state() == v1::Experiment::STATE_DRAFT) return wanted;
   if (experiment.state() == v1::Experiment::STATE_STOPPED) {
@@ -179,8 +185,13 @@ absl::StatusOr<v1::Experiment> Changed(const v1::Experiment& experiment, v1::Exp
 }
 
 std::vector<std::string> SettableFields() {
-  return {"hypothesis", "arms",           "eligibility", "layer", "traffic_permille", "salt",
-          "metrics",    "primary_metric", "guardrails",  "alpha", "outcome_window",   "end_time"};
+  return {"hypothesis",     "sample_ratio_explanation",
+          "arms",           "eligibility",
+          "layer",          "traffic_permille",
+          "salt",           "metrics",
+          "primary_metric", "guardrails",
+          "alpha",          "outcome_window",
+          "end_time"};
 }
 
 }  // namespace epikv

@@ -8,7 +8,8 @@
 #include "epikv/v1/experiment.pb.h"
 
 // What may become of an experiment, among all there are. Errors have a reason (runtime/reason.h):
-// ETAG (kAborted), EXPERIMENT_STATE, LAYER_FULL, ARMS_CONFLICT, REBUCKET (kFailedPrecondition).
+// ETAG (kAborted), EXPERIMENT_STATE, LAYER_FULL, ARMS_CONFLICT, REBUCKET, DECIDED
+// (kFailedPrecondition).
 
 namespace epikv {
 

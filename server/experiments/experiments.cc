@@ -1,5 +1,6 @@
 #include "server/experiments/experiments.h"
 
+#include <algorithm>
 #include <set>
 #include <utility>
 
@@ -7,6 +8,7 @@
 #include "absl/time/clock.h"
 #include "server/durations.h"
 #include "server/experiments/edits.h"
+#include "server/experiments/report.h"
 #include "server/experiments/spool.h"
 #include "server/experiments/sql_store.h"
 
@@ -36,13 +38,13 @@ absl::StatusOr<std::unique_ptr<Experiments>> Experiments::Open(const Experiments
       Spool::Open(options.spool, {.max_bytes = options.spool_bytes});
   if (!spool.ok()) return Named("--experiment_spool", spool.status());
   return std::unique_ptr<Experiments>(
-      new Experiments(*std::move(store), *std::move(spool), options.retention, metrics, log));
+      new Experiments(*std::move(store), *std::move(spool), options, metrics, log));
 }
 
 Experiments::Experiments(std::unique_ptr<Store> store, std::unique_ptr<Spool> spool,
-                         absl::Duration retention, Metrics& metrics, const Log& log)
+                         const ExperimentsOptions& options, Metrics& metrics, const Log& log)
     : store_(std::move(store)),
-      retention_(retention),
+      options_(options),
       metrics_(metrics),
       series_(metrics.OfExperiments()),
       log_(log),
@@ -115,11 +117,14 @@ void Experiments::Keep() {
     const absl::Time now = absl::Now();
     KeepSeries(now);
     StopEnded(now);
+    Judge(now);
     Forget(now);
     int64_t revision = 0;
     {
       absl::MutexLock lock(&mu_);
-      if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), kLookEvery)) return;
+      if (mu_.AwaitWithTimeout(absl::Condition(&stopping_),
+                               std::min(kLookEvery, options_.judge_every)))
+        return;
       revision = revision_;
     }
     const absl::StatusOr<int64_t> stored = store_->Revision();
@@ -144,29 +149,61 @@ void Experiments::KeepSeries(absl::Time now) {
   metrics_.KeepArms(arms);
 }
 
-// Another replica may be faster: then there is nothing to do.
 void Experiments::StopEnded(absl::Time now) {
+  auto ended = [now](const v1::Experiment& experiment) {
+    return experiment.has_end_time() && TimeOf(experiment.end_time()) <= now;
+  };
   for (const v1::Experiment& experiment : *known()) {
-    if (!Runs(experiment) || !experiment.has_end_time()) continue;
-    if (now < TimeOf(experiment.end_time())) continue;
-    const std::string& name = experiment.name();
-    const absl::StatusOr<v1::Experiment> stopped = store_->Change(
-        name, [&](const std::vector<v1::Experiment>& all) -> absl::StatusOr<v1::Experiment> {
-          absl::StatusOr<v1::Experiment> found = FindExperiment(all, name);
-          if (!found.ok()) return found;
-          // Somebody may have given it more time.
-          if (!found->has_end_time() || now < TimeOf(found->end_time())) return found;
-          return Stopped(*found, "end_time", now);
-        });
-    if (!stopped.ok()) continue;
-    log_.Info(absl::StrCat("experiment '", name, "' is over: its end_time has come"));
-    Refresh();
+    if (Runs(experiment) && ended(experiment)) StopNow(experiment.name(), "end_time", ended);
+  }
+}
+
+// Another replica may be faster: then there is nothing to do.
+void Experiments::StopNow(const std::string& name, const std::string& reason,
+                          absl::FunctionRef<bool(const v1::Experiment&)> still) {
+  bool stopped = false;
+  const absl::StatusOr<v1::Experiment> changed = store_->Change(
+      name, [&](const std::vector<v1::Experiment>& all) -> absl::StatusOr<v1::Experiment> {
+        absl::StatusOr<v1::Experiment> found = FindExperiment(all, name);
+        stopped = found.ok() && Runs(*found) && still(*found);
+        if (!stopped) return found;
+        return Stopped(*found, reason, absl::Now());
+      });
+  if (!changed.ok() || !stopped) return;
+  log_.Warn(absl::StrCat("experiment '", name, "' was stopped: ", reason));
+  Refresh();
+}
+
+// Reading takes longer as records grow: it takes a twentieth of the time at most.
+void Experiments::Judge(absl::Time now) {
+  if (now < judge_next_) return;
+  for (const v1::Experiment& experiment : *known()) {
+    if (Runs(experiment)) JudgeOne(experiment, now);
+  }
+  const absl::Time done = absl::Now();
+  judge_next_ = std::max(now + options_.judge_every, done + 20 * (done - now));
+}
+
+void Experiments::JudgeOne(const v1::Experiment& experiment, absl::Time now) {
+  const absl::StatusOr<v1::ExperimentReport> report =
+      MakeReport(experiment, *store_, {.points = 1, .guardrails_only = true}, now);
+  if (!report.ok()) return;
+  series_.OnSampleRatio(experiment.name(), report->sample_ratio().p_value());
+  for (const v1::GuardrailReport& guardrail : report->guardrails()) {
+    if (guardrail.verdict() != v1::GuardrailReport::VERDICT_BREACHED) continue;
+    series_.OnBreached(experiment.name(), guardrail);
+    StopNow(experiment.name(),
+            absl::StrCat("guardrail/", guardrail.guardrail().metric(), "/", guardrail.arm()),
+            [&](const v1::Experiment& still) {
+              return still.bucket_version() == experiment.bucket_version();
+            });
+    return;
   }
 }
 
 void Experiments::Forget(absl::Time now) {
-  if (retention_ == absl::InfiniteDuration() || now < forgot_ + kForgetEvery) return;
-  const absl::StatusOr<int64_t> forgotten = store_->Forget(now - retention_);
+  if (options_.retention == absl::InfiniteDuration() || now < forgot_ + kForgetEvery) return;
+  const absl::StatusOr<int64_t> forgotten = store_->Forget(now - options_.retention);
   if (forgotten.ok() && *forgotten == 0) forgot_ = now;
 }
 

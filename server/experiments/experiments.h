@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -43,16 +44,21 @@ class Experiments final : public Participation {
   std::shared_ptr<const std::vector<v1::Experiment>> known() const;
 
  private:
-  Experiments(std::unique_ptr<Store> store, std::unique_ptr<Spool> spool, absl::Duration retention,
-              Metrics& metrics, const Log& log);
+  Experiments(std::unique_ptr<Store> store, std::unique_ptr<Spool> spool,
+              const ExperimentsOptions& options, Metrics& metrics, const Log& log);
   void Keep();
   void LookAt(const absl::StatusOr<Definitions>& definitions);
   void KeepSeries(absl::Time now);
   void StopEnded(absl::Time now);
+  void Judge(absl::Time now);
+  void JudgeOne(const v1::Experiment& experiment, absl::Time now);
+  // Unless it is over, or `still` does not hold of it any more.
+  void StopNow(const std::string& name, const std::string& reason,
+               absl::FunctionRef<bool(const v1::Experiment&)> still);
   void Forget(absl::Time now);
 
   const std::unique_ptr<Store> store_;
-  const absl::Duration retention_;
+  const ExperimentsOptions options_;
   Metrics& metrics_;
   ExperimentSeries& series_;
   const Log& log_;
@@ -63,7 +69,8 @@ class Experiments final : public Participation {
   std::shared_ptr<const std::vector<v1::Experiment>> known_ ABSL_GUARDED_BY(mu_) =
       std::make_shared<const std::vector<v1::Experiment>>();
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
-  absl::Time forgot_ = absl::InfinitePast();  // of the keeper
+  // Of the keeper.
+  absl::Time forgot_ = absl::InfinitePast(), judge_next_ = absl::InfinitePast();
   std::thread keeper_;
 };
 

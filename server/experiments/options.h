@@ -13,6 +13,7 @@ struct ExperimentsOptions {
   std::string spool;  // folder
   int64_t spool_bytes = int64_t{256} << 20;
   absl::Duration retention = absl::InfiniteDuration();
+  absl::Duration judge_every = absl::Minutes(1);
 };
 
 }  // namespace epikv

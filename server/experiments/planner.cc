@@ -114,7 +114,7 @@ bool IsTooEarly(const ExpectedArm& arm, double share) {
   return units < kLeastUnits || units * arm.effective_share < kLeastEffectiveUnits;
 }
 
-Plan PowerOf(const Baseline& baseline, double effect, double units, const Design& design) {
+UnitPlan PowerOf(const Baseline& baseline, double effect, double units, const Design& design) {
   const auto [control, treatment] = Expect(baseline, effect, units, design);
   const double value_variance =
       (control.units * control.variance + treatment.units * treatment.variance) /
@@ -234,7 +234,7 @@ double CrossingProbability(absl::Span<const double> bounds, double drift) {
   return grid.has_value() ? std::clamp(1 - Integral(*grid), 0., 1.) : 0;
 }
 
-absl::StatusOr<Plan> PlanPower(const Baseline& baseline, double effect, int64_t units,
+absl::StatusOr<UnitPlan> PlanPower(const Baseline& baseline, double effect, int64_t units,
                                const Design& design) {
   if (absl::Status status = Check(baseline, design); !status.ok()) return status;
   if (absl::Status status = CheckEffect(baseline, effect); !status.ok()) return status;
@@ -242,7 +242,7 @@ absl::StatusOr<Plan> PlanPower(const Baseline& baseline, double effect, int64_t 
   return PowerOf(baseline, effect, static_cast<double>(units), design);
 }
 
-absl::StatusOr<Plan> PlanUnits(const Baseline& baseline, double effect, const Design& design) {
+absl::StatusOr<UnitPlan> PlanUnits(const Baseline& baseline, double effect, const Design& design) {
   if (absl::Status status = Check(baseline, design); !status.ok()) return status;
   if (absl::Status status = CheckEffect(baseline, effect); !status.ok()) return status;
   const auto is_enough = [&](double units) {

@@ -42,7 +42,7 @@ struct Design {
   Tuning tuning = Tuning::kDefault;
 };
 
-struct Plan {
+struct UnitPlan {
   int64_t units = 0;  // of all arms
   double power = 0;   // with so many
   double tau = 0;     // in the metric's units, for AnalysisOptions
@@ -53,10 +53,10 @@ struct Plan {
 // arm is expected to have too few units or effective units for an asymptotic sequence find nothing;
 // what exact sequences would find there comes on top. INVALID_ARGUMENT says what is out of range;
 // OUT_OF_RANGE: more than 10^12 units.
-absl::StatusOr<Plan> PlanUnits(const Baseline& baseline, double effect, const Design& design);
+absl::StatusOr<UnitPlan> PlanUnits(const Baseline& baseline, double effect, const Design& design);
 
 // The chance that a true difference is found with so many units. INVALID_ARGUMENT; units >= 1.
-absl::StatusOr<Plan> PlanPower(const Baseline& baseline, double effect, int64_t units,
+absl::StatusOr<UnitPlan> PlanPower(const Baseline& baseline, double effect, int64_t units,
                                const Design& design);
 
 // The least differences, in the metric's units, that are found with design.power.
