@@ -80,12 +80,12 @@ class ExperimentServiceTest : public ::testing::Test {
     request.set_name(name);
     return Ask(&v1::ExperimentService::Stub::GetExperiment, request, &experiment_);
   }
-  // Of a request of 60 tokens; returns its arm.
-  std::string Generate(const std::string& id, const std::string& unit) {
+  // Of a request of 10 tokens of prompt; returns its arm.
+  std::string Generate(const std::string& id, const std::string& unit, uint32_t output = 50) {
     v1::GenerateRequest request;
     for (int i = 0; i < 10; ++i) request.mutable_token_ids()->add_ids(1);
     request.set_request_id(id);
-    request.mutable_stop()->set_max_output_tokens(50);
+    request.mutable_stop()->set_max_output_tokens(output);
     request.mutable_experiment()->set_unit_id(unit);
     grpc::ClientContext context;
     v1::GenerateResult result;
@@ -327,7 +327,9 @@ TEST_F(ExperimentServiceTest, ABreachedGuardrailStopsIt) {
   ASSERT_TRUE(Begin("lean").ok());
   const absl::Time give_up = absl::Now() + kGenerous;
   for (int i = 0; absl::Now() < give_up; ++i) {
-    if (Generate(absl::StrCat("r-", i), absl::StrCat("u", i)) == "none") break;
+    // Values that are all the same say nothing of how they vary.
+    const uint32_t output = 40 + static_cast<uint32_t>(i % 9);
+    if (Generate(absl::StrCat("r-", i), absl::StrCat("u", i), output) == "none") break;
   }
   ASSERT_TRUE(Get("lean").ok());
   EXPECT_EQ(experiment_.state(), v1::Experiment::STATE_STOPPED);
