@@ -1,0 +1,168 @@
+"""A/B experiments on the real daemon: dealt, recorded, reported, and there again after a crash."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from epikv import Client, Experiment, Kv, RpcError, Stop
+from epikv.eval.tasks import Item, load
+from epikv.testing import Daemon
+from epikv.v1 import experiment_pb2
+from google.protobuf import text_format
+
+PROBLEMS = 320
+TASK = "sample:programs@6"
+
+LEAN = """
+name: "lean" traffic_permille: 1000
+arms { name: "full" weight_permille: 500 control: true kv { policy: "full" } }
+arms { name: "lean" weight_permille: 500 kv { policy: "sliding" keep_ratio: 0.45 } }
+metrics { name: "right" kind: KIND_PROPORTION }
+primary_metric: "right"
+guardrails { metric: "failed" margin: 0.2 }
+"""
+SAME = LEAN.replace('"sliding" keep_ratio: 0.45', '"full"').replace('name: "lean" t', 'name: "same" t')
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[Item]:
+    return [item for item in load(TASK, "experiments", PROBLEMS) if isinstance(item, Item)]
+
+
+@pytest.fixture(scope="module")
+def serve(sample_model: Path) -> Callable[[Path], Daemon]:
+    def daemon(folder: Path) -> Daemon:
+        return Daemon(sample_model, "--threads=1", f"--experiment_store={folder / 'store.db'}")
+
+    return daemon
+
+
+@pytest.fixture(scope="module")
+def client(
+    serve: Callable[[Path], Daemon], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    with serve(tmp_path_factory.mktemp("experiments")) as daemon, Client(daemon.grpc) as client:
+        yield client
+
+
+def define(text: str) -> experiment_pb2.Experiment:
+    return text_format.Parse(text, experiment_pb2.Experiment())
+
+
+def solve(client: Client, item: Item, experiment: Experiment, kv: Kv = Kv()) -> tuple[str, str, bool]:
+    """Its request, its arm, and whether the answer is right."""
+    assert item.trace_tokens is not None
+    result = client.generate_once(
+        item.prompt,
+        kv=kv,
+        experiment=experiment,
+        stop=Stop(max_output_tokens=item.trace_tokens + 8),
+    )
+    assert result.accepted is not None
+    return result.accepted.request_id, result.accepted.arm, all(item.judge(result.text))
+
+
+def run(client: Client, problems: list[Item], units: str) -> dict[str, list[bool]]:
+    """All problems, each a unit, their outcomes recorded; right or wrong by arm."""
+    by_arm: dict[str, list[bool]] = {}
+
+    def one(number_and_item: tuple[int, Item]) -> tuple[str, bool]:
+        number, item = number_and_item
+        request, arm, right = solve(client, item, Experiment(unit_id=f"{units}-{number}"))
+        client.record_outcome(request, "right", float(right))
+        return arm, right
+
+    with ThreadPoolExecutor(8) as pool:
+        for arm, right in pool.map(one, enumerate(problems)):
+            by_arm.setdefault(arm, []).append(right)
+    return by_arm
+
+
+def report(client: Client, name: str) -> experiment_pb2.ExperimentReport:
+    return client.experiment_report(name)
+
+
+def test_the_true_difference_is_found(client: Client, problems: list[Item]) -> None:
+    # Known from every problem under both arms, outside of any experiment.
+    outside = Experiment(opt_out=True)
+    lean = Kv(policy="sliding", budget=0.45)
+    with ThreadPoolExecutor(8) as pool:
+        right = list(pool.map(lambda item: solve(client, item, outside, lean)[2], problems))
+    full = [solve(client, item, outside)[2] for item in problems[:40]]
+    truth = sum(right) / len(right) - sum(full) / len(full)
+    assert truth < -0.3
+
+    client.create_experiment(define(LEAN))
+    client.start_experiment("lean")
+    by_arm = run(client, problems, "user")
+    assert set(by_arm) == {"lean/full", "lean/lean"}
+    found = report(client, "lean")
+    assert not found.blocked and not found.sample_ratio.alarm
+    assert [arm.units for arm in found.arms] == [len(by_arm[f"lean/{a}"]) for a in ("full", "lean")]
+    assert sum(arm.exposed_requests for arm in found.arms) == PROBLEMS
+    primary = found.metrics[0]
+    assert primary.metric.name == "right" and primary.primary
+    for value, arm in zip(primary.all.arms, ("lean/full", "lean/lean"), strict=True):
+        assert value.coverage == 1
+        assert value.mean == pytest.approx(sum(by_arm[arm]) / len(by_arm[arm]))
+    effect = primary.all.effects[0]
+    assert effect.verdict == experiment_pb2.Effect.VERDICT_WORSE
+    assert effect.interval.lower <= truth <= effect.interval.upper
+    evicted = next(m for m in found.metrics if m.metric.name == "kv_evicted_tokens")
+    assert evicted.all.arms[0].mean == 0 < evicted.all.arms[1].mean
+    client.stop_experiment("lean", reason="known")
+
+
+def test_equal_arms_differ_in_nothing(client: Client, problems: list[Item]) -> None:
+    client.create_experiment(define(SAME))
+    client.start_experiment("same")
+    by_arm = run(client, problems, "user")
+    assert set(by_arm) == {"same/full", "same/lean"}
+    found = report(client, "same")
+    undecided = (
+        experiment_pb2.Effect.VERDICT_UNDECIDED,
+        experiment_pb2.Effect.VERDICT_TOO_EARLY,
+    )
+    for metric in found.metrics:
+        assert all(effect.verdict in undecided for effect in metric.all.effects), metric.metric.name
+    client.stop_experiment("same", reason="known")
+
+
+def test_all_is_there_after_a_crash(
+    serve: Callable[[Path], Daemon], problems: list[Item], tmp_path: Path
+) -> None:
+    numbers = itertools.count()
+    with serve(tmp_path) as daemon, Client(daemon.grpc) as client:
+        client.create_experiment(define(LEAN))
+        client.start_experiment("lean")
+        before = run(client, problems[:24], "crash")
+        arms = {
+            n: solve(client, problems[0], Experiment(unit_id=f"crash-{n}"))[1] for n in range(8)
+        }
+        daemon.kill()
+    with serve(tmp_path) as daemon, Client(daemon.grpc) as client:
+        for n, arm in arms.items():
+            assert solve(client, problems[next(numbers)], Experiment(unit_id=f"crash-{n}"))[1] == arm
+        found = report(client, "lean")
+        for arm in found.metrics[0].all.arms:
+            assert arm.observations == len(before.get(f"lean/{arm.arm}", []))
+
+
+def test_forcing_and_opting_out_are_told_apart(client: Client, problems: list[Item]) -> None:
+    definition = define(LEAN)
+    definition.name = definition.salt = "forced"
+    client.create_experiment(definition)
+    client.start_experiment("forced")
+    try:
+        for arm in ("forced/lean", "forced/full"):
+            assert solve(client, problems[0], Experiment(force_arm=arm))[1] == arm
+        assert solve(client, problems[0], Experiment(opt_out=True))[1] == "none"
+        with pytest.raises(RpcError, match="no arm 'forced/fat' runs"):
+            solve(client, problems[0], Experiment(force_arm="forced/fat"))
+        found = report(client, "forced")
+        assert found.forced_requests == 2
+        assert sum(arm.requests for arm in found.arms) == 0
+    finally:
+        client.stop_experiment("forced", reason="done")
