@@ -2,6 +2,8 @@
 epikv_test(access_log_test LIBS epikv_server nlohmann_json::nlohmann_json)
 epikv_test(config_test LIBS epikv_server)
 epikv_test(errors_test LIBS epikv_server)
+# One process: its PostgreSQL server takes a second to start.
+epikv_test(experiment_store_test SHARDS 1 LIBS epikv_server)
 epikv_test(file_contents_test LIBS epikv_server)
 epikv_test(log_test LIBS epikv_server)
 epikv_test(metrics_test LIBS epikv_server)
