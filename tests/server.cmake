@@ -8,6 +8,7 @@ epikv_test(file_contents_test LIBS epikv_server)
 epikv_test(log_test LIBS epikv_server)
 epikv_test(metrics_test LIBS epikv_server)
 epikv_test(outbox_test LIBS epikv_server)
+epikv_test(spool_test LIBS epikv_server)
 epikv_test(tokens_test LIBS epikv_server)
 epikv_test(trace_context_test LIBS epikv_server)
 
