@@ -7,14 +7,29 @@ epikv_test(experiment_definition_test LIBS epikv_server)
 epikv_test(experiment_edits_test LIBS epikv_server)
 epikv_test(experiment_report_test LIBS epikv_server)
 epikv_test(experiment_simulation_test LIBS epikv_server)
+# One process: its PostgreSQL server takes a second to start.
+epikv_test(experiment_store_test SHARDS 1 LIBS epikv_server)
 epikv_test(file_contents_test LIBS epikv_server)
 epikv_test(log_test LIBS epikv_server)
 epikv_test(metrics_test LIBS epikv_server)
 epikv_test(outbox_test LIBS epikv_server)
 epikv_test(planner_test LIBS epikv_server nlohmann_json::nlohmann_json)
 epikv_test(statistics_test LIBS epikv_server nlohmann_json::nlohmann_json)
+epikv_test(recorder_test SHARDS 1 LIBS epikv_server)
+epikv_test(spool_test LIBS epikv_server)
 epikv_test(tokens_test LIBS epikv_server)
 epikv_test(trace_context_test LIBS epikv_server)
+
+# What recorder_test kills.
+add_executable(recorder_crash recorder_crash.cc)
+target_link_libraries(recorder_crash PRIVATE epikv_server)
+if(TARGET epikv_tsan_absl)
+  target_sources(recorder_crash PRIVATE $<TARGET_OBJECTS:epikv_tsan_absl>)
+  target_link_libraries(recorder_crash PRIVATE absl::synchronization ${CMAKE_DL_LIBS})
+endif()
+add_dependencies(recorder_test recorder_crash)
+target_compile_definitions(recorder_test PRIVATE
+  EPIKV_RECORDER_CRASH="$<TARGET_FILE:recorder_crash>")
 
 # Over real gRPC, which Debian builds without the sanitizer: it hands calls from thread to thread by
 # atomics that ThreadSanitizer does not see, so that every call looks like a race. outbox_test

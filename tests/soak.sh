@@ -5,8 +5,14 @@
 #   soak.sh [MINUTES] [--seed N]    random requests, every answer checked; 30 minutes
 #   soak.sh faults [--ends N]       100,000 requests ended by cancels, kills and deadlines, in every state
 #   soak.sh readers [--pairs N]     what 50 readers that stall cost others
+#   soak.sh kills [N]               1000 kills -9 of a process that records outcomes, for each kind of
+#                                   store; nothing acknowledged may be lost or counted twice
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 setup
+if [ "${1:-}" = kills ]; then
+  build recorder_test
+  EPIKV_KILLS=${2:-1000} exec "$EPIKV_ROOT/build/dev/tests/recorder_test" --gtest_filter='*KillTest*'
+fi
 build epikvd
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 case ${1:-} in

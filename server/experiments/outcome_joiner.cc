@@ -1,0 +1,271 @@
+#include "server/experiments/outcome_joiner.h"
+
+#include <google/protobuf/util/time_util.h>
+
+#include <algorithm>
+#include <limits>
+#include <set>
+
+#include "absl/strings/string_view.h"
+#include "server/durations.h"
+
+namespace epikv {
+namespace {
+
+using google::protobuf::util::TimeUtil;
+
+// So many requests before and after an outcome's own are looked through for the same outcome.
+constexpr std::ptrdiff_t kNear = 3;
+
+// Requests that an outcome received at $3 may be of: the newest that began by then (more than one,
+// to see whether it was joined to another before), and those that follow, where clocks leave none.
+// Few, since a client may use one id for ever.
+constexpr absl::string_view kSelectByClient =
+    "SELECT c.id, c.began_us, p.experiment FROM ("
+    "SELECT * FROM (SELECT id, began_us FROM requests WHERE tenant = $1 AND request_id = $2 "
+    "AND began_us <= $3 ORDER BY began_us DESC, id DESC LIMIT 4) earlier UNION ALL "
+    "SELECT * FROM (SELECT id, began_us FROM requests WHERE tenant = $1 AND request_id = $2 "
+    "AND began_us > $3 ORDER BY began_us, id LIMIT 2) later) c "
+    "JOIN participations p ON p.request = c.id";
+constexpr absl::string_view kSelectOutcome =
+    "SELECT value, received_us FROM outcomes "
+    "WHERE request = $1 AND metric = $2 AND outcome_key = $3";
+constexpr absl::string_view kAnyWaiting = "SELECT 1 FROM waiting_outcomes LIMIT 1";
+constexpr absl::string_view kSelectWaiting =
+    "SELECT tenant, request_id, metric, outcome_key, value, happened_us, received_us "
+    "FROM waiting_outcomes WHERE tenant = $1 AND request_id = $2 ORDER BY received_us";
+constexpr absl::string_view kInsertOutcome =
+    "INSERT INTO outcomes (request, metric, outcome_key, value, happened_us, received_us) "
+    "VALUES ($1, $2, $3, $4, $5, $6)";
+constexpr absl::string_view kInsertWaiting =
+    "INSERT INTO waiting_outcomes (tenant, request_id, metric, outcome_key, value, happened_us, "
+    "received_us) VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING";
+constexpr absl::string_view kDeleteWaiting =
+    "DELETE FROM waiting_outcomes WHERE tenant = $1 AND request_id = $2 AND metric = $3 "
+    "AND outcome_key = $4 AND received_us = $5";
+// Of client $2 $3, request $1, which began at $4, comes late, from a spool: it gets the outcomes
+// that were joined to the one before it for the lack of it, and of the one after it those that
+// began before that one did, and so were there for the lack of any.
+constexpr absl::string_view kTakeFromEarlier =
+    "UPDATE outcomes SET request = $1 WHERE received_us >= $4 AND request = (SELECT id FROM "
+    "requests WHERE tenant = $2 AND request_id = $3 AND began_us < $4 "
+    "ORDER BY began_us DESC, id DESC LIMIT 1) AND NOT EXISTS (SELECT 1 FROM outcomes o "
+    "WHERE o.request = $1 AND o.metric = outcomes.metric "
+    "AND o.outcome_key = outcomes.outcome_key)";
+constexpr absl::string_view kTakeFromLater =
+    "UPDATE outcomes SET request = $1 WHERE request = (SELECT id FROM requests WHERE tenant = $2 "
+    "AND request_id = $3 AND began_us > $4 ORDER BY began_us, id LIMIT 1) "
+    "AND received_us < (SELECT began_us FROM requests r WHERE r.id = outcomes.request) "
+    "AND NOT EXISTS (SELECT 1 FROM outcomes o WHERE o.request = $1 AND o.metric = outcomes.metric "
+    "AND o.outcome_key = outcomes.outcome_key)";
+
+int64_t MicrosOf(const google::protobuf::Timestamp& time) {
+  return TimeUtil::TimestampToMicroseconds(time);
+}
+
+v1::OutcomeSeen WaitingOf(const SqlRow& row) {
+  v1::OutcomeSeen outcome;
+  outcome.set_tenant(TextOf(row[0]));
+  outcome.set_request_id(TextOf(row[1]));
+  outcome.set_metric(TextOf(row[2]));
+  outcome.set_key(TextOf(row[3]));
+  outcome.set_value(DoubleOf(row[4]));
+  *outcome.mutable_time() = TimeUtil::MicrosecondsToTimestamp(IntOf(row[5]));
+  *outcome.mutable_received() = TimeUtil::MicrosecondsToTimestamp(IntOf(row[6]));
+  return outcome;
+}
+
+}  // namespace
+
+OutcomeJoiner::OutcomeJoiner(SqlSession& session, const Definitions& definitions, Source source)
+    : session_(session), definitions_(definitions), source_(source) {}
+
+OutcomeJoiner::OutcomeId OutcomeJoiner::IdOf(const std::string& request,
+                                             const v1::OutcomeSeen& outcome) {
+  return {request, outcome.metric(), outcome.key()};
+}
+
+absl::Status OutcomeJoiner::Load(absl::Span<const v1::ExperimentRecord> records) {
+  if (absl::Status status = LoadWaiting(records); !status.ok()) return status;
+  return LoadClients(records);
+}
+
+absl::Status OutcomeJoiner::LoadWaiting(absl::Span<const v1::ExperimentRecord> records) {
+  const absl::StatusOr<std::vector<SqlRow>> any = session_.Query(kAnyWaiting);
+  if (!any.ok() || any->empty()) return any.status();
+  std::set<Client> clients;
+  for (const v1::ExperimentRecord& record : records) {
+    if (!record.has_began()) continue;
+    clients.emplace(record.began().tenant(), record.began().request_id());
+  }
+  std::vector<SqlRow> calls;
+  for (const auto& [tenant, request_id] : clients) calls.push_back({tenant, request_id});
+  return session_.RunEach(kSelectWaiting, calls, [this](size_t, const SqlRow& row) {
+    waiting_.push_back(WaitingOf(row));
+  });
+}
+
+absl::Status OutcomeJoiner::LoadClients(absl::Span<const v1::ExperimentRecord> records) {
+  std::set<std::pair<Client, int64_t>> wanted;
+  auto want = [&wanted](const v1::OutcomeSeen& outcome, int64_t by_us) {
+    wanted.emplace(Client(outcome.tenant(), outcome.request_id()), by_us);
+  };
+  for (const v1::OutcomeSeen& outcome : waiting_) want(outcome, MicrosOf(outcome.received()));
+  for (const v1::ExperimentRecord& record : records) {
+    if (!record.has_outcome()) continue;
+    const v1::OutcomeSeen& outcome = record.outcome();
+    want(outcome, source_ == Source::kSpool ? MicrosOf(outcome.received())
+                                            : std::numeric_limits<int64_t>::max());
+  }
+  const std::vector<std::pair<Client, int64_t>> order(wanted.begin(), wanted.end());
+  std::vector<SqlRow> calls;
+  for (const auto& [client, by_us] : order) calls.push_back({client.first, client.second, by_us});
+  return session_.RunEach(kSelectByClient, calls, [this, &order](size_t call, const SqlRow& row) {
+    Request& request = RequestOf(order[call].first, TextOf(row[0]), IntOf(row[1]));
+    request.experiments.push_back(TextOf(row[2]));
+  });
+}
+
+// Loaded, new, or made.
+OutcomeJoiner::Request& OutcomeJoiner::RequestOf(const Client& client, const std::string& id,
+                                                 int64_t began_us) {
+  Requests& requests = requests_[client];
+  Request request{.id = id, .began_us = began_us, .experiments = {}};
+  const auto at = std::lower_bound(requests.begin(), requests.end(), request,
+                                   [](const Request& a, const Request& b) {
+                                     return std::tie(a.began_us, a.id) < std::tie(b.began_us, b.id);
+                                   });
+  if (at != requests.end() && at->id == id) return *at;
+  return *requests.insert(at, std::move(request));
+}
+
+void OutcomeJoiner::Began(const v1::RequestBegan& began) {
+  const int64_t began_us = MicrosOf(began.time());
+  Request& request = RequestOf({began.tenant(), began.request_id()}, began.id(), began_us);
+  for (const v1::RequestBegan::Part& part : began.parts()) {
+    request.experiments.push_back(part.experiment());
+  }
+  if (source_ == Source::kNow) return;  // no outcome of its can have come before it
+  late_requests_.push_back({began.id(), began.tenant(), began.request_id(), began_us});
+}
+
+void OutcomeJoiner::Seen(const v1::OutcomeSeen& outcome, Recorded& result) {
+  const Requests& requests = requests_[{outcome.tenant(), outcome.request_id()}];
+  if (!requests.empty()) {
+    return Join(outcome, requests, source_ == Source::kNow ? Told::kNow : Told::kBefore, result);
+  }
+  result = source_ == Source::kNow ? Recorded::kUnknownRequest : Recorded::kWaiting;
+  if (source_ == Source::kNow) return;
+  new_waiting_.push_back({outcome.tenant(), outcome.request_id(), outcome.metric(), outcome.key(),
+                          outcome.value(), MicrosOf(outcome.time()), MicrosOf(outcome.received())});
+}
+
+void OutcomeJoiner::Join(const v1::OutcomeSeen& outcome, const Requests& requests, Told told,
+                         Recorded& result) {
+  const int64_t received_us = MicrosOf(outcome.received());
+  auto at = requests.end();
+  // Told before: the newest that began by then; the oldest where the clocks of two replicas leave
+  // none.
+  if (told == Told::kBefore) {
+    at = std::upper_bound(requests.begin(), requests.end(), received_us,
+                          [](int64_t us, const Request& request) { return us < request.began_us; });
+  }
+  if (at != requests.begin()) --at;
+  const auto first = at - std::min(kNear, at - requests.begin());
+  const auto last = at + std::min(kNear, requests.end() - at);
+  joined_.push_back(
+      {.outcome = &outcome,
+       .request = *at,
+       .near = Requests(first, last),
+       .received_us = told == Told::kNow ? std::max(received_us, at->began_us) : received_us,
+       .result = &result});
+}
+
+void OutcomeJoiner::JoinWaiting() {
+  for (const v1::OutcomeSeen& outcome : waiting_) {
+    const Requests& requests = requests_[{outcome.tenant(), outcome.request_id()}];
+    if (requests.empty()) continue;  // its request is not what it seemed, and it waits on
+    Join(outcome, requests, Told::kBefore, waiting_result_);
+    no_longer_waiting_.push_back({outcome.tenant(), outcome.request_id(), outcome.metric(),
+                                  outcome.key(), MicrosOf(outcome.received())});
+  }
+}
+
+absl::Status OutcomeJoiner::Write() {
+  for (absl::string_view take : {kTakeFromEarlier, kTakeFromLater}) {
+    if (absl::Status status = session_.RunEach(take, late_requests_); !status.ok()) return status;
+  }
+  JoinWaiting();
+  if (absl::Status status = LoadKept(); !status.ok()) return status;
+  for (const Joined& joined : joined_) *joined.result = Settle(joined);
+  absl::Status status = session_.RunEach(kInsertOutcome, new_outcomes_);
+  if (status.ok()) status = session_.RunEach(kInsertWaiting, new_waiting_);
+  if (status.ok()) status = session_.RunEach(kDeleteWaiting, no_longer_waiting_);
+  return status;
+}
+
+// What is there under the joined outcomes' keys.
+absl::Status OutcomeJoiner::LoadKept() {
+  std::set<OutcomeId> wanted;
+  for (const Joined& joined : joined_) {
+    for (const Request& request : joined.near) wanted.insert(IdOf(request.id, *joined.outcome));
+  }
+  const std::vector<OutcomeId> order(wanted.begin(), wanted.end());
+  std::vector<SqlRow> calls;
+  for (const auto& [request, metric, key] : order) calls.push_back({request, metric, key});
+  return session_.RunEach(kSelectOutcome, calls, [this, &order](size_t call, const SqlRow& row) {
+    kept_[order[call]] = {.value = DoubleOf(row[0]), .received_us = IntOf(row[1])};
+  });
+}
+
+Recorded OutcomeJoiner::Settle(const Joined& joined) {
+  const v1::OutcomeSeen& outcome = *joined.outcome;
+  if (CameBefore(joined)) return Recorded::kDuplicate;
+  const OutcomeId id = IdOf(joined.request.id, outcome);
+  if (const auto there = kept_.find(id); there != kept_.end()) {
+    return there->second.value == outcome.value() ? Recorded::kDuplicate : Recorded::kConflict;
+  }
+  const std::optional<absl::Duration> window = WindowOf(joined.request, outcome.metric());
+  if (!window.has_value()) return Recorded::kUndeclaredMetric;
+  if (absl::Microseconds(joined.received_us - joined.request.began_us) > *window) {
+    return Recorded::kLate;
+  }
+  kept_[id] = {.value = outcome.value(), .received_us = joined.received_us};
+  new_outcomes_.push_back({joined.request.id, outcome.metric(), outcome.key(), outcome.value(),
+                           MicrosOf(outcome.time()), joined.received_us});
+  return Recorded::kWritten;
+}
+
+// Whether this very record is there, whichever request it was joined to when it came first.
+bool OutcomeJoiner::CameBefore(const Joined& joined) const {
+  const int64_t received_us = MicrosOf(joined.outcome->received());
+  for (const Request& request : joined.near) {
+    const auto there = kept_.find(IdOf(request.id, *joined.outcome));
+    if (there == kept_.end() || there->second.value != joined.outcome->value()) continue;
+    const int64_t then_us = there->second.received_us;
+    if (then_us == received_us || then_us == std::max(received_us, request.began_us)) return true;
+  }
+  return false;
+}
+
+// The longest of the request's experiments that declare the metric.
+std::optional<absl::Duration> OutcomeJoiner::WindowOf(const Request& request,
+                                                      const std::string& metric) const {
+  std::optional<absl::Duration> longest;
+  for (const v1::Experiment& experiment : definitions_.experiments) {
+    const auto& parts = request.experiments;
+    if (std::find(parts.begin(), parts.end(), experiment.name()) == parts.end()) continue;
+    for (const v1::Metric& declared : experiment.metrics()) {
+      if (declared.name() != metric) continue;
+      longest = std::max(longest.value_or(absl::ZeroDuration()), OutcomeWindow(experiment));
+    }
+  }
+  return longest;
+}
+
+absl::Duration OutcomeWindow(const v1::Experiment& experiment) {
+  return experiment.has_outcome_window() ? DurationOf(experiment.outcome_window())
+                                         : absl::Hours(24);
+}
+
+}  // namespace epikv

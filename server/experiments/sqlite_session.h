@@ -1,0 +1,17 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "server/experiments/sql_session.h"
+
+namespace epikv {
+
+// The database in a file, which is made, for its owner alone, where there is none; its folder must
+// be there. Nobody in this process may open and close that file by other means: that would free
+// SQLite's locks. Its log lies beside it (-wal, -shm).
+absl::StatusOr<std::unique_ptr<SqlSession>> OpenSqlite(const std::string& path,
+                                                       const SqlTimeouts& timeouts);
+
+}  // namespace epikv

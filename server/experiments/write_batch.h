@@ -1,0 +1,20 @@
+#pragma once
+
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "epikv/v1/experiment_record.pb.h"
+#include "server/experiments/sql_session.h"
+#include "server/experiments/store.h"
+
+namespace epikv {
+
+// Writes records as Store::Write says, within the session's open transaction, which it leaves open.
+// Some ten round trips, however many records.
+absl::StatusOr<std::vector<Recorded>> WriteRecords(SqlSession& session,
+                                                   const Definitions& definitions,
+                                                   absl::Span<const v1::ExperimentRecord> records,
+                                                   Source source);
+
+}  // namespace epikv
