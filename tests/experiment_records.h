@@ -17,9 +17,6 @@ inline google::protobuf::Timestamp Second(double seconds) {
   return google::protobuf::util::TimeUtil::MicrosecondsToTimestamp(1'700'000'000'000'000 +
                                                                    int64_t(seconds * 1e6));
 }
-inline absl::Time TimeOf(const google::protobuf::Timestamp& time) {
-  return absl::FromUnixMicros(google::protobuf::util::TimeUtil::TimestampToMicroseconds(time));
-}
 
 struct Begun {
   std::string id;

@@ -1,7 +1,5 @@
 #include "server/experiments/sql_store.h"
 
-#include <google/protobuf/util/time_util.h>
-
 #include <algorithm>
 #include <functional>
 #include <utility>
@@ -11,6 +9,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "server/durations.h"
 #include "server/experiments/postgres_session.h"
 #include "server/experiments/request_reader.h"
 #include "server/experiments/schema.h"
@@ -19,8 +18,6 @@
 
 namespace epikv {
 namespace {
-
-using google::protobuf::util::TimeUtil;
 
 // Connections that wait for their next use.
 constexpr size_t kMaxIdle = 3;
@@ -162,8 +159,7 @@ class SqlStore final : public Store {
       if (!all.ok()) return all.status();
       int64_t forgotten = 0;
       for (const v1::Experiment& experiment : all->experiments) {
-        const absl::Time stop =
-            absl::FromUnixMicros(TimeUtil::TimestampToMicroseconds(experiment.stop_time()));
+        const absl::Time stop = TimeOf(experiment.stop_time());
         if (experiment.state() != v1::Experiment::STATE_STOPPED) continue;
         if (stop + OutcomeWindow(experiment) >= before) continue;
         const absl::StatusOr<int64_t> rows =
