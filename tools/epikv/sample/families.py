@@ -36,9 +36,9 @@ FAMILIES = {
     family.name: family
     for family in (
         Family("programs", program, 4, range(2, 21), (9, 14, 24), 18),
-        Family("passcode", passcode, 6, range(5, 33), (13, 22, 38), 18),
+        Family("passcode", passcode, 6, range(5, 33), (13, 22, 34), 18),
         Family("ledger", ledger, 6, range(5, 23), (9, 14, 26), 18),
-        Family("alarms", alarms, 6, range(5, 33), (13, 22, 38), 18),
+        Family("alarms", alarms, 6, range(5, 33), (13, 22, 34), 18),
     )
 }
 
