@@ -23,7 +23,9 @@ metrics { name: "right" kind: KIND_PROPORTION }
 primary_metric: "right"
 guardrails { metric: "failed" margin: 0.2 }
 """
-SAME = LEAN.replace('"sliding" keep_ratio: 0.45', '"full"').replace('name: "lean" t', 'name: "same" t')
+SAME = LEAN.replace('"sliding" keep_ratio: 0.45', '"full"').replace(
+    'name: "lean" t', 'name: "same" t'
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,9 @@ def define(text: str) -> experiment_pb2.Experiment:
     return text_format.Parse(text, experiment_pb2.Experiment())
 
 
-def solve(client: Client, item: Item, experiment: Experiment, kv: Kv = Kv()) -> tuple[str, str, bool]:
+def solve(
+    client: Client, item: Item, experiment: Experiment, kv: Kv = Kv()
+) -> tuple[str, str, bool]:
     """Its request, its arm, and whether the answer is right."""
     assert item.trace_tokens is not None
     result = client.generate_once(
@@ -144,7 +148,9 @@ def test_all_is_there_after_a_crash(
         daemon.kill()
     with serve(tmp_path) as daemon, Client(daemon.grpc) as client:
         for n, arm in arms.items():
-            assert solve(client, problems[next(numbers)], Experiment(unit_id=f"crash-{n}"))[1] == arm
+            assert (
+                solve(client, problems[next(numbers)], Experiment(unit_id=f"crash-{n}"))[1] == arm
+            )
         found = report(client, "lean")
         for arm in found.metrics[0].all.arms:
             assert arm.observations == len(before.get(f"lean/{arm.arm}", []))
