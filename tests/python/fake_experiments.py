@@ -25,6 +25,8 @@ class Experiments:
     outcomes: Outcomes = field(default_factory=dict)
     # Of the next calls that record: a code, and a hint in seconds.
     refusals: list[tuple[grpc.StatusCode, float | None]] = field(default_factory=list)
+    # Of the next outcomes that a batch records: refused for so many seconds each.
+    delays: list[float] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)  # outcomes of each call that was taken
     is_store_away: bool = False
 
@@ -52,6 +54,11 @@ def refuse(
 
 def reason(word: str) -> errors_pb2.ErrorInfo:
     return errors_pb2.ErrorInfo(reason=word, domain="epikv")
+
+
+def _duration(seconds: float) -> Duration:
+    whole, rest = divmod(seconds, 1)
+    return Duration(seconds=int(whole), nanos=round(rest * 1e9))
 
 
 def _complete(definition: experiment_pb2.Experiment) -> None:
@@ -127,7 +134,7 @@ class Service(experiment_pb2_grpc.ExperimentServiceServicer):
         if len(request.outcomes) > 1000:
             refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "at most 1000 outcomes")
         self._kept.batches.append(len(request.outcomes))
-        results = [self._record(outcome) for outcome in request.outcomes]
+        results = [self._delay() or self._record(outcome) for outcome in request.outcomes]
         return experiment_pb2.BatchRecordOutcomesResponse(results=results)
 
     def _find(self, name, context):
@@ -175,12 +182,17 @@ class Service(experiment_pb2_grpc.ExperimentServiceServicer):
         if not self._kept.refusals:
             return
         code, delay = self._kept.refusals.pop(0)
-        hint = []
-        if delay is not None:
-            seconds, rest = divmod(delay, 1)
-            wait = Duration(seconds=int(seconds), nanos=round(rest * 1e9))
-            hint.append(errors_pb2.RetryInfo(retry_delay=wait))
+        hint = [] if delay is None else [errors_pb2.RetryInfo(retry_delay=_duration(delay))]
         refuse(context, code, "not now", *hint)
+
+    def _delay(self):
+        if not self._kept.delays:
+            return None
+        return experiment_pb2.BatchRecordOutcomesResponse.Result(
+            code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
+            message="not now",
+            retry_delay=_duration(self._kept.delays.pop(0)),
+        )
 
     def _record(self, outcome):
         def refused(code: grpc.StatusCode, word: str, message: str):

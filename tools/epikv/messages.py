@@ -307,13 +307,16 @@ class OutcomeResult:
     reason: str
     message: str
     response: Recorded | None  # None: it was refused
+    retry_delay: float | None  # seconds, of what may be tried again
 
     @property
     def error(self) -> RpcError | None:
         """What recording it alone would have raised."""
         if self.code == 0:
             return None
-        return RpcError(status_code(self.code), self.message, reason=self.reason)
+        return RpcError(
+            status_code(self.code), self.message, reason=self.reason, retry_delay=self.retry_delay
+        )
 
 
 MESSAGES: dict[str, type] = {
