@@ -29,6 +29,9 @@ class Experiments:
     delays: list[float] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)  # outcomes of each call that was taken
     is_store_away: bool = False
+    # Of each experiment, what the next calls for a report get; the last stays.
+    reports: dict[str, list[experiment_pb2.ExperimentReport]] = field(default_factory=dict)
+    plan: experiment_pb2.ExperimentPlan = field(default_factory=experiment_pb2.ExperimentPlan)
 
     def metrics(self) -> set[str]:
         return {metric.name for e in self.definitions.values() for metric in e.metrics}
@@ -119,6 +122,18 @@ class Service(experiment_pb2_grpc.ExperimentServiceServicer):
 
     def StopExperiment(self, request, context):
         return self._move(request, experiment_pb2.Experiment.STATE_STOPPED, context)
+
+    def GetExperimentReport(self, request, context):
+        self._noted(request)
+        self._refuse_as_told(context)
+        if request.name not in self._kept.reports:
+            refuse(context, grpc.StatusCode.NOT_FOUND, f"no experiment '{request.name}'")
+        reports = self._kept.reports[request.name]
+        return reports.pop(0) if len(reports) > 1 else reports[0]
+
+    def PlanExperiment(self, request, context):
+        self._noted(request)
+        return self._kept.plan
 
     def RecordOutcome(self, request, context):
         self._noted(request)
