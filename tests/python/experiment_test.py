@@ -409,6 +409,14 @@ def test_of_a_batch_only_what_was_refused_goes_again(
     assert sum(slept) == pytest.approx(0.1 + Patience.unknown)
 
 
+def test_an_outcome_that_is_refused_for_a_while_is_tried_after_it(
+    client: Client, running: fake_epikvd.Fake, slept: list[float]
+) -> None:
+    running.experiments.delays = [0.5, 1.25]
+    results = client.record_outcomes([Outcome(r, "right", 1) for r in ("r-1", "r-2")])
+    assert [result.code for result in results] == [0, 0] and slept == [1.25]
+
+
 def test_a_batch_that_nobody_takes_is_an_error(
     client: Client, running: fake_epikvd.Fake, slept: list[float]
 ) -> None:

@@ -25,8 +25,13 @@ class Experiments:
     outcomes: Outcomes = field(default_factory=dict)
     # Of the next calls that record: a code, and a hint in seconds.
     refusals: list[tuple[grpc.StatusCode, float | None]] = field(default_factory=list)
+    # Of the next outcomes that a batch records: refused for so many seconds each.
+    delays: list[float] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)  # outcomes of each call that was taken
     is_store_away: bool = False
+    # Of each experiment, what the next calls for a report get; the last stays.
+    reports: dict[str, list[experiment_pb2.ExperimentReport]] = field(default_factory=dict)
+    plan: experiment_pb2.ExperimentPlan = field(default_factory=experiment_pb2.ExperimentPlan)
 
     def metrics(self) -> set[str]:
         return {metric.name for e in self.definitions.values() for metric in e.metrics}
@@ -52,6 +57,11 @@ def refuse(
 
 def reason(word: str) -> errors_pb2.ErrorInfo:
     return errors_pb2.ErrorInfo(reason=word, domain="epikv")
+
+
+def _duration(seconds: float) -> Duration:
+    whole, rest = divmod(seconds, 1)
+    return Duration(seconds=int(whole), nanos=round(rest * 1e9))
 
 
 def _complete(definition: experiment_pb2.Experiment) -> None:
@@ -113,6 +123,18 @@ class Service(experiment_pb2_grpc.ExperimentServiceServicer):
     def StopExperiment(self, request, context):
         return self._move(request, experiment_pb2.Experiment.STATE_STOPPED, context)
 
+    def GetExperimentReport(self, request, context):
+        self._noted(request)
+        self._refuse_as_told(context)
+        if request.name not in self._kept.reports:
+            refuse(context, grpc.StatusCode.NOT_FOUND, f"no experiment '{request.name}'")
+        reports = self._kept.reports[request.name]
+        return reports.pop(0) if len(reports) > 1 else reports[0]
+
+    def PlanExperiment(self, request, context):
+        self._noted(request)
+        return self._kept.plan
+
     def RecordOutcome(self, request, context):
         self._noted(request)
         self._refuse_as_told(context)
@@ -127,7 +149,7 @@ class Service(experiment_pb2_grpc.ExperimentServiceServicer):
         if len(request.outcomes) > 1000:
             refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "at most 1000 outcomes")
         self._kept.batches.append(len(request.outcomes))
-        results = [self._record(outcome) for outcome in request.outcomes]
+        results = [self._delay() or self._record(outcome) for outcome in request.outcomes]
         return experiment_pb2.BatchRecordOutcomesResponse(results=results)
 
     def _find(self, name, context):
@@ -175,12 +197,17 @@ class Service(experiment_pb2_grpc.ExperimentServiceServicer):
         if not self._kept.refusals:
             return
         code, delay = self._kept.refusals.pop(0)
-        hint = []
-        if delay is not None:
-            seconds, rest = divmod(delay, 1)
-            wait = Duration(seconds=int(seconds), nanos=round(rest * 1e9))
-            hint.append(errors_pb2.RetryInfo(retry_delay=wait))
+        hint = [] if delay is None else [errors_pb2.RetryInfo(retry_delay=_duration(delay))]
         refuse(context, code, "not now", *hint)
+
+    def _delay(self):
+        if not self._kept.delays:
+            return None
+        return experiment_pb2.BatchRecordOutcomesResponse.Result(
+            code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
+            message="not now",
+            retry_delay=_duration(self._kept.delays.pop(0)),
+        )
 
     def _record(self, outcome):
         def refused(code: grpc.StatusCode, word: str, message: str):

@@ -285,6 +285,50 @@ class Client:
         request = experiment_pb2.StopExperimentRequest(name=name, reason=reason, etag=etag)
         return _call(self._experiments.StopExperiment, request)
 
+    def experiment_report(self, name: str, *, points: int = 0) -> experiment_pb2.ExperimentReport:
+        """What it has found so far. points: of each series over time, at most 200; 0: 50."""
+        request = experiment_pb2.GetExperimentReportRequest(name=name, points=points)
+        return _call(self._experiments.GetExperimentReport, request)
+
+    def plan_experiment(
+        self,
+        *,
+        rate: float | None = None,
+        sd: float | None = None,
+        effect: float | None = None,
+        units: int | None = None,
+        power: float = 0,
+        alpha: float = 0,
+        looks: int = 0,
+        arms: int = 0,
+        control_permille: int = 0,
+        covariate_r2: float = 0,
+    ) -> experiment_pb2.ExperimentPlan:
+        """How many units it takes to find `effect`, or what so many `units` find.
+
+        Of a proportion give its `rate`, of a mean the standard deviation `sd` between units; of the
+        others 0 is the server's default. What a field means: PlanExperimentRequest.
+        """
+        if (rate is None) == (sd is None):
+            raise ValueError("give the rate of a proportion or the sd of a mean, one of them")
+        if (effect is None) == (units is None):
+            raise ValueError("give the effect to be found or the units there will be, one of them")
+        kinds = experiment_pb2.Metric
+        request = experiment_pb2.PlanExperimentRequest(
+            kind=kinds.KIND_MEAN if rate is None else kinds.KIND_PROPORTION,
+            rate=rate,
+            sd=sd,
+            effect=effect,
+            units=units,
+            power=power,
+            alpha=alpha,
+            looks=looks,
+            arms=arms,
+            control_permille=control_permille,
+            covariate_r2=covariate_r2,
+        )
+        return _call(self._experiments.PlanExperiment, request)
+
     def record_outcome(
         self,
         request_id: str,

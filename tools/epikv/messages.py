@@ -7,7 +7,7 @@ field means stands in the .proto files; a test holds the two in agreement.
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
@@ -307,13 +307,16 @@ class OutcomeResult:
     reason: str
     message: str
     response: Recorded | None  # None: it was refused
+    retry_delay: float | None  # seconds, of what may be tried again
 
     @property
     def error(self) -> RpcError | None:
         """What recording it alone would have raised."""
         if self.code == 0:
             return None
-        return RpcError(status_code(self.code), self.message, reason=self.reason)
+        return RpcError(
+            status_code(self.code), self.message, reason=self.reason, retry_delay=self.retry_delay
+        )
 
 
 MESSAGES: dict[str, type] = {
@@ -389,6 +392,30 @@ def enum_name(enum: EnumDescriptor, number: int) -> str:
         return str(number)
     prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return enum.values_by_number[number].name.removeprefix(prefix).lower()
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """A message as programs read it: all fields that have a value or a default, by their names in
+    the contract, and 64-bit integers as numbers, which protobuf's own JSON has as strings."""
+    text = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return _with_integers(text, message.DESCRIPTOR)
+
+
+def _with_integers(value: dict[str, Any], descriptor: Descriptor) -> dict[str, Any]:
+    made = {}
+    for name, item in value.items():
+        field = descriptor.fields_by_name.get(name)
+        items = item if isinstance(item, list) else [item]
+        if field is None:
+            return whole(value)  # of a type that has a JSON of its own
+        if field.cpp_type in (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64):
+            items = [int(each) for each in items]
+        elif field.message_type is not None and all(isinstance(each, dict) for each in items):
+            items = [_with_integers(each, field.message_type) for each in items]
+        made[name] = items if isinstance(item, list) else items[0]
+    return made
 
 
 def whole(value: Any) -> Any:

@@ -8,7 +8,14 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from epikv.cli import experiment_tables, options, outcome, show
+from epikv.cli import (
+    experiment_plan,
+    experiment_report,
+    experiment_tables,
+    options,
+    outcome,
+    show,
+)
 from epikv.client import Client
 from epikv.experiment import definition
 from epikv.experiment.assignment import arm_of
@@ -32,6 +39,8 @@ def group() -> None:
 
 group.add_command(outcome.one)
 group.add_command(outcome.several)
+group.add_command(experiment_plan.command)
+group.add_command(experiment_report.command)
 
 
 @group.command("list")

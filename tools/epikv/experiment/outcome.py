@@ -155,7 +155,8 @@ def record_batch(
             continue
         results.update(zip(pending, replies, strict=True))
         pending = [i for i in pending if _may_pass(results[i])]
-        if not tries.another({results[i].error.code for i in pending}):
+        hints = [results[i].retry_delay for i in pending if results[i].retry_delay is not None]
+        if not tries.another({results[i].error.code for i in pending}, max(hints, default=None)):
             break
     return [results[i] for i in range(len(outcomes))]
 

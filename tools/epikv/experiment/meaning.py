@@ -1,0 +1,78 @@
+"""What a report's numbers mean, and what they do not, for those who are new to them."""
+
+from epikv.experiment import figures, reading
+from epikv.v1.experiment_pb2 import ExperimentReport
+
+
+def of(report: ExperimentReport) -> list[tuple[str, str]]:
+    """Titles, and what is to be said."""
+    control = reading.control_of(report)
+    alpha = report.experiment.alpha
+    wrong = figures.percent(alpha) if alpha else "5 %"
+    return [
+        (
+            "Intervals, and why peeking is free",
+            "An interval holds all values that the data do not rule out. These are sequential: the"
+            f" chance that one ever leaves out the truth, at any of all looks, is {wrong} at most."
+            " So look as often as you like, and stop when you have seen enough; there is no"
+            " sample size to wait for. In exchange they are wider than intervals for a single"
+            " look. Whether an arm differs is read off the interval of the difference: intervals"
+            " of two means may overlap although the arms differ.",
+        ),
+        (
+            "Exact, asymptotic, too early",
+            "Asymptotic intervals hold as sums of many units come close to a normal distribution:"
+            " well, but not to the letter. Before there are enough units nothing is said, or, of"
+            " shares, exact intervals are given, which hold at any number and are wider.",
+        ),
+        (
+            "Many comparisons",
+            "The primary metric decides; its chance of a false alarm is shared out among the arms."
+            f" Each other comparison is wrong with a chance of {wrong} by itself, so that among"
+            " twenty of them one may be. Take those as hints, to be tested by an experiment of"
+            " their own.",
+        ),
+        (
+            "Everyone and the exposed",
+            "Everyone: all units by the arm they were dealt, whatever became of them (intention to"
+            " treat). It tells what switching would do to the whole of your traffic. The exposed"
+            " are those whose cache outgrew its budget, so that eviction could act; their"
+            " difference is what eviction does to whom it concerns, and is not diluted by requests"
+            " too short to be touched. If the exposed are not split as the weights say, the arm"
+            " has a hand in who is exposed, and their figures compare different people.",
+        ),
+        (
+            "Percent and percentage points",
+            "From 70 % to 72 % is +2 percentage points (points, for short), and a relative lift of"
+            f" 2.9 %. A lift is the difference as a share of the mean of {control}; where that"
+            " mean may be 0, it has no bound.",
+        ),
+        (
+            "p",
+            "If an arm did not differ from the control at all, the p of its comparison would ever,"
+            " at any look, fall below 0.05 in one experiment of twenty at most. It is not the"
+            " chance that there is no difference, and says nothing of how large one is: that is"
+            " what the interval is for.",
+        ),
+        ("Undecided", reading.MEANINGS["undecided"]),
+        ("Confounded, and switchback", reading.CONFOUNDED),
+        (
+            "Attrition",
+            "A mean is of the outcomes that came in. If those who are missing differ between arms,"
+            " so may the means, without any effect. Failures, cancelled requests and missed"
+            " deadlines are therefore outcomes of their own, and shares of known outcomes are"
+            " told by arm.",
+        ),
+        (
+            "Requests left out",
+            "Requests that were forced into an arm, those of earlier bucket versions and those of"
+            " units seen in two arms are in no figure but their counts: nobody dealt them by"
+            " chance.",
+        ),
+        (
+            "What no figure here says",
+            "Whether the effect lasts, holds for other traffic, models or budgets, or is large"
+            " enough to matter to you. Units that were dealt to different arms share a machine;"
+            " what an arm does to all of them is in no difference.",
+        ),
+    ]

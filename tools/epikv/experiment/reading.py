@@ -1,0 +1,390 @@
+"""How an experiment's report reads: the words that the terminal and the page share."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from epikv.experiment.figures import count, level, percent, probability, scale, with_unit
+from epikv.messages import enum_name
+from epikv.v1.experiment_pb2 import (
+    Analysis,
+    ArmReport,
+    ArmValue,
+    Effect,
+    Experiment,
+    ExperimentReport,
+    GuardrailReport,
+    Metric,
+    MetricReport,
+    SampleRatio,
+)
+
+SHADOW = "shadow_"  # metrics of requests that were replayed under another arm
+SHARES = ("10 %", "25 %", "50 %", "75 %", "90 %", "99 %")  # of a Distribution's quantiles
+
+# Where coverage may differ by chance: as many standard errors as the sample-ratio alarm allows.
+_ATTRITION_ERRORS = 3.29
+
+CONFOUNDED = (
+    "Confounded: the arms share queue, batch and pool, so that one changes the other's figures."
+    " These are what users saw; no cause can be told from their differences, and there are no"
+    " verdicts. Switchback windows, the whole server on one arm at a time, could tell."
+)
+EVERYONE = (
+    "everyone: all units that take part, by the arm they were dealt; what switching would do to the"
+    " whole of your traffic."
+)
+EXPOSED = (
+    "exposed: those in whom eviction could act, because their cache outgrew its budget; what"
+    " eviction does to whom it concerns."
+)
+ATTRITION = (
+    "uneven: by more than chance explains. Who is missing is not the same in all arms then, and a"
+    " better mean may come from those who are missing."
+)
+# Of Effect and of GuardrailReport, by name in the contract.
+MEANINGS = {
+    "better": "The whole interval is on the better side of 0.",
+    "worse": "The whole interval is on the worse side of 0.",
+    "undecided": "0 is in the interval: there is no difference, or one too small to be seen yet."
+    " That is no proof that there is none; what lies outside of the interval is ruled out.",
+    "too early": "Too few units, or outcomes too rare, to say anything.",
+    "safe": "Certainly not worse by more than the margin.",
+    "breached": "Certainly worse by more than the margin: the experiment stops.",
+}
+_TONES = {
+    "better": "good",
+    "safe": "good",
+    "worse": "bad",
+    "breached": "bad",
+    "undecided": "open",
+    "too early": "early",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    word: str
+    tone: str  # good, bad, open, early
+
+
+WITHHELD = Verdict("withheld", "bad")
+NO_CAUSE = Verdict("confounded", "early")
+NOTHING_YET = Verdict("no data yet", "early")
+
+
+def verdict(message: Effect | GuardrailReport) -> Verdict:
+    enum = message.DESCRIPTOR.fields_by_name["verdict"].enum_type
+    word = enum_name(enum, message.verdict).replace("_", " ")
+    return Verdict(word, _TONES.get(word, "early"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """An arm in a metric."""
+
+    arm: str
+    is_control: bool
+    value: ArmValue
+    effect: Effect | None  # none of the control, and while comparisons are withheld
+
+
+def rows(report: ExperimentReport, analysis: Analysis) -> list[Row]:
+    control = control_of(report)
+    effects = {effect.arm: effect for effect in analysis.effects}
+    return [Row(v.arm, v.arm == control, v, effects.get(v.arm)) for v in analysis.arms]
+
+
+def row_verdict(report: ExperimentReport, metric: MetricReport, row: Row) -> Verdict | None:
+    """None: of the control."""
+    if row.is_control:
+        return None
+    if report.blocked:
+        return WITHHELD
+    if row.effect is None:
+        return NOTHING_YET
+    return NO_CAUSE if metric.confounded else verdict(row.effect)
+
+
+POPULATIONS = {"all": "everyone", "exposed": "exposed"}  # by field of MetricReport
+
+
+def control_of(report: ExperimentReport) -> str:
+    return next((arm.arm for arm in report.arms if arm.control), "control")
+
+
+@dataclass
+class Groups:
+    """A report's metrics, each once."""
+
+    primary: list[MetricReport] = field(default_factory=list)
+    declared: list[MetricReport] = field(default_factory=list)
+    shadow: list[MetricReport] = field(default_factory=list)
+    measured: list[MetricReport] = field(default_factory=list)
+    confounded: list[MetricReport] = field(default_factory=list)
+
+
+def groups(report: ExperimentReport) -> Groups:
+    made = Groups()
+    for metric in report.metrics:
+        if metric.primary:
+            made.primary.append(metric)
+        elif metric.metric.name.startswith(SHADOW):
+            made.shadow.append(metric)
+        elif metric.confounded:
+            made.confounded.append(metric)
+        else:
+            (made.measured if metric.measured else made.declared).append(metric)
+    return made
+
+
+def find(report: ExperimentReport, metric: str) -> MetricReport | None:
+    return next((each for each in report.metrics if each.metric.name == metric), None)
+
+
+def effect_of(metric: MetricReport | None, arm: str) -> Effect | None:
+    """In everyone."""
+    return next((e for e in metric.all.effects if e.arm == arm), None) if metric else None
+
+
+def is_higher_better(metric: Metric) -> bool:
+    return metric.direction != Metric.DIRECTION_LOWER_IS_BETTER
+
+
+def kind(metric: Metric) -> str:
+    what = "share" if metric.kind == Metric.KIND_PROPORTION else "mean"
+    return f"{what}, {'higher' if is_higher_better(metric) else 'lower'} is better"
+
+
+def moment(at: Timestamp) -> str:
+    return at.ToDatetime().strftime("%Y-%m-%d %H:%M UTC")
+
+
+def lapse(seconds: float) -> str:
+    """In its two greatest units."""
+    for size, unit, smaller, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if seconds >= size:
+            rest = int(seconds % size // smaller)
+            return f"{int(seconds // size)} {unit}" + (f" {rest} {part}" if rest else "")
+    return f"{int(seconds // 60)} min" if seconds >= 60 else f"{int(max(seconds, 0))} s"
+
+
+def state(report: ExperimentReport) -> str:
+    """Since when it is what it is."""
+    experiment = report.experiment
+    word = enum_name(Experiment.State.DESCRIPTOR, experiment.state)
+    if not experiment.HasField("start_time"):
+        return word
+    start = experiment.start_time
+    if not experiment.HasField("stop_time"):
+        ran = lapse(report.as_of.seconds - start.seconds)
+        return f"{word} since {moment(start)}, for {ran}"
+    stop = experiment.stop_time
+    ran = lapse(stop.seconds - start.seconds)
+    return f"{word} on {moment(stop)}; it ran for {ran}, since {moment(start)}"
+
+
+def stop_reason(experiment: Experiment) -> str:
+    reason = experiment.stop_reason
+    if reason == "end_time":
+        return "its end time had come"
+    word, _, rest = reason.partition("/")
+    metric, slash, arm = rest.partition("/")
+    if word == "guardrail" and slash and any(arm == each.name for each in experiment.arms):
+        return f"arm {arm} breached the guardrail {metric}"
+    return plain(reason)
+
+
+def is_final(report: ExperimentReport) -> bool:
+    """No outcome is taken any more."""
+    experiment = report.experiment
+    window = experiment.outcome_window.seconds
+    return (
+        experiment.state == Experiment.STATE_STOPPED
+        and report.as_of.seconds > experiment.stop_time.seconds + window
+    )
+
+
+@dataclass(frozen=True)
+class Sentence:
+    tone: str
+    text: str
+
+
+def summary(report: ExperimentReport) -> list[Sentence]:
+    """What to know if one reads no further."""
+    said = []
+    if report.blocked:
+        said.append(Sentence("bad", f"Comparisons are withheld: {plain(report.blocked)}."))
+    for metric in groups(report).primary:
+        said += [_decision(report, metric, row) for row in rows(report, metric.all) if row.effect]
+    if not report.blocked and not any(metric.all.effects for metric in groups(report).primary):
+        said.append(Sentence("early", "Too early: the primary metric has no data of all arms yet."))
+    for guardrail in report.guardrails:
+        if guardrail.verdict == GuardrailReport.VERDICT_BREACHED:
+            said.append(Sentence("bad", f"Guardrail breached: {breach(report, guardrail)}."))
+    if report.exposed_sample_ratio.alarm and not report.blocked:
+        said.append(Sentence("bad", EXPOSED_UNEVEN))
+    if report.arms and not any(arm.exposed_units for arm in report.arms):
+        said.append(Sentence("early", UNEXPOSED))
+    for each in attrition(report):
+        if each.is_uneven and not each.is_measured:
+            said.append(Sentence("open", f"Attrition: {each.sentence}."))
+    return said
+
+
+EXPOSED_UNEVEN = (
+    "The exposed are not split as the weights say: an arm has a hand in who is exposed, and figures"
+    " of the exposed compare different people. Those of everyone do not."
+)
+UNEXPOSED = (
+    "Nobody was exposed: no cache grew over its budget, so eviction did nothing yet, and what"
+    " differs differs by chance."
+)
+
+
+def _decision(report: ExperimentReport, metric: MetricReport, row: Row) -> Sentence:
+    effect = row.effect
+    found, how = verdict(effect), scale(metric)
+    name, control = metric.metric.name, control_of(report)
+    if metric.confounded:
+        return Sentence("early", f"{row.arm}: {name} is confounded, no cause can be told.")
+    if found.word == "too early":
+        units = f"{count(row.value.units)} units of {row.arm}"
+        return Sentence(found.tone, f"Too early: {units} have {name} so far, too few to tell.")
+    of = f"{level(metric.alpha)} interval {how.difference_interval(effect.interval)}"
+    if found.word in ("better", "worse"):
+        way = "higher" if effect.difference > 0 else "lower"
+        by = with_unit(how.number(abs(effect.difference)), how.differences_are())
+        text = f"{row.arm} is {found.word} than {control}: {name} is {by} {way} ({of})."
+    elif found.word == "undecided":
+        text = f"{row.arm} is undecided against {control}: {name}, {of}, which holds 0."
+    else:
+        text = f"{row.arm}: {found.word} ({of})."
+    return Sentence(found.tone, text)
+
+
+def breach(report: ExperimentReport, guardrail: GuardrailReport) -> str:
+    """By how much, as far as the report says."""
+    name, metric = guardrail.guardrail.metric, find(report, guardrail.guardrail.metric)
+    effect = effect_of(metric, guardrail.arm)
+    limit = margin(metric, guardrail.guardrail.margin)
+    text = f"{guardrail.arm} is worse than {control_of(report)} in {name} by more than {limit}"
+    if metric is None or effect is None:
+        return text
+    return f"{text} ({scale(metric).difference_interval(effect.interval)})"
+
+
+def margin(metric: MetricReport | None, value: float) -> str:
+    if metric is None:
+        return f"{value:g}"
+    how = scale(metric)
+    return with_unit(f"{value * how.factor:,.6g}", how.unit_of_difference)
+
+
+def sample_ratio(check: SampleRatio) -> str:
+    if check.alarm:
+        return f"ALARM: not as the weights say (p {probability(check.p_value)})"
+    return f"as the weights say (p {probability(check.p_value)})"
+
+
+SAMPLE_RATIO = (
+    "p: how often chance alone would split units at least as unevenly, at one look. Below 0.001 is"
+    " an alarm: then something else than chance decides who is counted in which arm."
+)
+
+
+def p_value(effect: Effect) -> str:
+    """Never naked."""
+    p = effect.p_value
+    if p >= 1:
+        return "p 1: nothing yet speaks against there being no difference"
+    chance = percent(p) if p >= 0.001 else "0.1 %" if p >= 1e-4 else "0.01 %"
+    return (
+        f"p {probability(p)}: if there were no difference, so much would speak against it at any"
+        f" look with a chance of {chance} at most"
+    )
+
+
+def unblocking(experiment: Experiment) -> list[str]:
+    """What to do where a report is blocked."""
+    name = experiment.name
+    return [
+        "Find out what loses or adds units of one arm: crashes or timeouts of its requests, clients"
+        " that try again or give up, labels or eligibility that depend on the arm, a program that"
+        " deals units by itself.",
+        "If it is a fault, no figure of this experiment can be trusted: stop it, mend it, and start"
+        " a new one under another name.",
+        "If you know the cause and know that it is harmless, say so: epikv experiment show"
+        f' {name} -o {name}.textproto; put sample_ratio_explanation: "..." into it; epikv'
+        f" experiment update {name}.textproto. Reports then show the reason, and the comparisons.",
+    ]
+
+
+@dataclass(frozen=True)
+class Attrition:
+    """Of one metric: of each arm's requests, which share has an observation."""
+
+    metric: str
+    is_measured: bool  # by the server
+    shares: dict[str, float]  # by arm
+    is_uneven: bool  # by more than chance explains
+
+    @property
+    def sentence(self) -> str:
+        told = ", ".join(f"{percent(share)} in {arm}" for arm, share in self.shares.items())
+        return f"the share of requests of which {self.metric} is known differs: {told}"
+
+
+def attrition(report: ExperimentReport) -> list[Attrition]:
+    """Of metrics that not all requests have."""
+    units = {arm.arm: arm.units for arm in report.arms}
+    found = []
+    for metric in report.metrics:
+        shares = {value.arm: value.coverage for value in metric.all.arms if units.get(value.arm)}
+        if all(share == 1 for share in shares.values()):
+            continue
+        uneven = _is_uneven([(share, units[arm]) for arm, share in shares.items()])
+        found.append(Attrition(metric.metric.name, metric.measured, shares, uneven))
+    return found
+
+
+def _is_uneven(shares: Sequence[tuple[float, int]]) -> bool:
+    """Each with the units it is of, taken as the trials: requests of a unit resemble each other."""
+    for low, low_units in shares:
+        for high, high_units in shares:
+            error = sqrt(low * (1 - low) / low_units + high * (1 - high) / high_units)
+            if high - low > _ATTRITION_ERRORS * error:
+                return True
+    return False
+
+
+def left_out(report: ExperimentReport) -> list[tuple[str, str, int]]:
+    """Name, meaning, and how many requests."""
+    return [
+        ("forced_requests", "forced into an arm", report.forced_requests),
+        ("other_version_requests", "of earlier bucket versions", report.other_version_requests),
+        ("crossed_requests", "of units seen in two arms", report.crossed_requests),
+    ]
+
+
+def units_share(arm: ArmReport, arms: Iterable[ArmReport]) -> str:
+    total = sum(each.units for each in arms)
+    return percent(arm.units / total) if total else ""
+
+
+_TURNING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # the direction of what follows
+
+
+def plain(text: str) -> str:
+    """In one line, without what could move a terminal's cursor or turn the text that follows."""
+    return printable(" ".join(text.split()))
+
+
+def printable(line: str) -> str:
+    return "".join(
+        letter if letter.isprintable() and ord(letter) not in _TURNING else f"\\u{ord(letter):04x}"
+        for letter in line
+    )
