@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from epikv import Client, Experiment, Kv, RpcError, Stop
 from epikv.eval.tasks import Item, load
-from epikv.testing import Daemon
+from epikv.testing import Daemon, DaemonError
 from epikv.v1 import experiment_pb2
 from google.protobuf import text_format
 
@@ -54,13 +54,13 @@ def define(text: str) -> experiment_pb2.Experiment:
 
 
 def solve(
-    client: Client, item: Item, experiment: Experiment, kv: Kv = Kv()
+    client: Client, item: Item, experiment: Experiment, kv: Kv | None = None
 ) -> tuple[str, str, bool]:
     """Its request, its arm, and whether the answer is right."""
     assert item.trace_tokens is not None
     result = client.generate_once(
         item.prompt,
-        kv=kv,
+        kv=kv or Kv(),
         experiment=experiment,
         stop=Stop(max_output_tokens=item.trace_tokens + 8),
     )
@@ -138,7 +138,8 @@ def test_all_is_there_after_a_crash(
     serve: Callable[[Path], Daemon], problems: list[Item], tmp_path: Path
 ) -> None:
     numbers = itertools.count()
-    with serve(tmp_path) as daemon, Client(daemon.grpc) as client:
+    killed = pytest.raises(DaemonError, match="status -9")
+    with killed, serve(tmp_path) as daemon, Client(daemon.grpc) as client:
         client.create_experiment(define(LEAN))
         client.start_experiment("lean")
         before = run(client, problems[:24], "crash")

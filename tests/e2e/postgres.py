@@ -57,7 +57,7 @@ class Postgres:
         )
         deadline = time.monotonic() + 60
         ready = [self._binary("pg_isready"), "-h", str(self._folder), "-q"]
-        while subprocess.run(ready).returncode != 0:
+        while subprocess.run(ready, check=False).returncode != 0:
             assert time.monotonic() < deadline
             assert self._server.poll() is None
             time.sleep(0.05)
