@@ -15,13 +15,12 @@ EPIKV_LOGS=$EPIKV_ROOT/build/logs
 EPIKV_JOBS=${EPIKV_JOBS:-$(($(nproc) < 2 ? 1 : 2))}
 TORCH_VERSION=2.13.0
 
-# What the daemon is built from, the tools of the build, and what tests need (postgresql: they start
-# servers of their own).
+# What the daemon is built from, and the tools of the build.
 EPIKV_PACKAGES=(
   ca-certificates ccache cmake g++ libabsl-dev libboost-math1.81-dev libgmock-dev libgrpc++-dev
   libgtest-dev libpcre2-dev libpq-dev libprotobuf-dev librandom123-dev libsqlite3-dev libssl-dev
-  libutf8proc-dev ninja-build nlohmann-json3-dev pkg-config postgresql prometheus-cpp-dev
-  protobuf-compiler protobuf-compiler-grpc python3 python3-venv
+  libutf8proc-dev ninja-build nlohmann-json3-dev pkg-config prometheus-cpp-dev protobuf-compiler
+  protobuf-compiler-grpc python3 python3-venv
 )
 
 fail() {  # what happened; what to do
