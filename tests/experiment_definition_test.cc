@@ -4,6 +4,8 @@
 #include <google/protobuf/text_format.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <utility>
@@ -80,6 +82,7 @@ INSTANTIATE_TEST_SUITE_P(
         Fault{R"(primary_metric: "wrong")", {"experiment.primary_metric"}},
         Fault{R"(guardrails { metric: "wrong" margin: -1 })",
               {"experiment.guardrails[1].metric", "experiment.guardrails[1].margin"}},
+        Fault{R"(guardrails { metric: "kv_evicted_tokens" })", {"experiment.guardrails[1].metric"}},
         Fault{R"(alpha: 0.5)", {"experiment.alpha"}},
         Fault{R"(outcome_window { seconds: 0 })", {"experiment.outcome_window"}},
         Fault{R"(outcome_window { seconds: 999999999 })", {"experiment.outcome_window"}}));
@@ -104,6 +107,14 @@ TEST(Definition, MayBeOfAnyLengthAndIsShownShort) {
   }
   experiment.set_alpha(std::numeric_limits<double>::quiet_NaN());
   EXPECT_THAT(Faults(experiment), ElementsAre("experiment.name", "experiment.alpha"));
+}
+
+TEST(Definition, OfTheTemplateIsSound) {
+  v1::Experiment experiment;
+  std::ifstream file(EPIKV_SOURCE_DIR "/tools/epikv/experiment/template.textproto");
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  ASSERT_TRUE(google::protobuf::TextFormat::ParseFromString(text, &experiment));
+  EXPECT_THAT(Faults(WithDefaults(experiment)), IsEmpty());
 }
 
 TEST(Rebuckets, IsWhatMovesAUnit) {

@@ -266,6 +266,7 @@ TEST_F(ReportTest, BreachesAGuardrail) {
   ASSERT_EQ(report.guardrails_size(), 1);
   EXPECT_EQ(report.guardrails(0).arm(), "lean");
   EXPECT_EQ(report.guardrails(0).verdict(), v1::GuardrailReport::VERDICT_BREACHED);
+  EXPECT_GT(report.guardrails(0).interval().lower(), 0.05);
   EXPECT_EQ(report.metrics_size(), 1) << "nothing else was read";
 }
 

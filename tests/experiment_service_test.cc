@@ -320,8 +320,10 @@ TEST_F(ExperimentServiceTest, AReportIsOfWhatHasBeenFound) {
 
 TEST_F(ExperimentServiceTest, ABreachedGuardrailStopsIt) {
   v1::Experiment experiment = Lean();
+  experiment.mutable_arms(0)->set_control(false);
+  experiment.mutable_arms(1)->set_control(true);  // `full` then holds more than the control
   v1::Guardrail& guardrail = *experiment.add_guardrails();
-  guardrail.set_metric("kv_evicted_tokens");
+  guardrail.set_metric("kv_peak_tokens");
   guardrail.set_margin(1);
   ASSERT_TRUE(Create(experiment).ok());
   ASSERT_TRUE(Begin("lean").ok());
@@ -333,9 +335,9 @@ TEST_F(ExperimentServiceTest, ABreachedGuardrailStopsIt) {
   }
   ASSERT_TRUE(Get("lean").ok());
   EXPECT_EQ(experiment_.state(), v1::Experiment::STATE_STOPPED);
-  EXPECT_EQ(experiment_.stop_reason(), "guardrail/kv_evicted_tokens/window");
+  EXPECT_EQ(experiment_.stop_reason(), "guardrail/kv_peak_tokens/full");
   EXPECT_THAT(Page(), HasSubstr("epikv_experiment_guardrail_breaches_total{experiment=\"lean\","
-                                "arm=\"window\",guardrail=\"kv_evicted_tokens\"} 1"));
+                                "arm=\"full\",guardrail=\"kv_peak_tokens\"} 1"));
 }
 
 TEST_F(ExperimentServiceTest, ItIsOverAtItsEnd) {

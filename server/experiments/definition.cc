@@ -29,15 +29,16 @@ constexpr auto kMean = v1::Metric::KIND_MEAN;
 constexpr auto kProportion = v1::Metric::KIND_PROPORTION;
 constexpr auto kHigher = v1::Metric::DIRECTION_HIGHER_IS_BETTER;
 constexpr auto kLower = v1::Metric::DIRECTION_LOWER_IS_BETTER;
+constexpr auto kNeither = v1::Metric::DIRECTION_UNSPECIFIED;
 
 constexpr MeasuredMetric kMeasured[] = {
     {"completed", kProportion, kHigher, false},
     {"failed", kProportion, kLower, false},
     {"cancelled", kProportion, kLower, false},
     {"deadline_missed", kProportion, kLower, true},
-    {"output_tokens", kMean, kLower, false},
+    {"output_tokens", kMean, kNeither, false},
     {"kv_peak_tokens", kMean, kLower, false},
-    {"kv_evicted_tokens", kMean, kLower, false},
+    {"kv_evicted_tokens", kMean, kNeither, false},
     {"queue_seconds", kMean, kLower, true},
     {"ttft_seconds", kMean, kLower, true},
     {"time_per_output_token_seconds", kMean, kLower, true},
@@ -47,6 +48,12 @@ constexpr MeasuredMetric kMeasured[] = {
 bool IsMeasured(absl::string_view name) {
   return std::any_of(std::begin(kMeasured), std::end(kMeasured),
                      [&](const MeasuredMetric& metric) { return metric.name == name; });
+}
+
+bool IsNeither(absl::string_view name) {
+  return std::any_of(std::begin(kMeasured), std::end(kMeasured), [&](const auto& metric) {
+    return metric.name == name && metric.direction == kNeither;
+  });
 }
 
 // joint: what may stand between letters and digits.
@@ -195,6 +202,10 @@ void Checker::CheckMetrics() {
     if (!Knows(guardrail.metric())) {
       Violate(field + ".metric", absl::StrCat("unknown metric '", ShortName(guardrail.metric()),
                                               "'; known: ", KnownMetrics()));
+    }
+    if (IsNeither(guardrail.metric())) {
+      Violate(field + ".metric",
+              absl::StrCat("'", guardrail.metric(), "' is neither better higher nor lower"));
     }
     if (!(guardrail.margin() >= 0 && std::isfinite(guardrail.margin()))) {
       Violate(field + ".margin",

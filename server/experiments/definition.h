@@ -25,7 +25,7 @@ inline constexpr int kMaxMetrics = 8;  // declared
 struct MeasuredMetric {
   absl::string_view name;
   v1::Metric::Kind kind;
-  v1::Metric::Direction direction;
+  v1::Metric::Direction direction;  // unspecified: neither is better
   // Arms share queue, batch and pool, so one arm's requests change the other's figure.
   bool confounded;
 };

@@ -135,15 +135,13 @@ v1::Basis ToProto(Basis basis) {
   return v1::BASIS_UNSPECIFIED;
 }
 
-v1::Effect::Verdict VerdictOf(const Comparison& comparison, Better better) {
+v1::Effect::Verdict VerdictOf(const Comparison& comparison, const v1::Metric& metric) {
   if (comparison.basis == Basis::kTooEarly) return v1::Effect::VERDICT_TOO_EARLY;
-  if (comparison.interval.lower > 0) {
-    return better == Better::kHigher ? v1::Effect::VERDICT_BETTER : v1::Effect::VERDICT_WORSE;
-  }
-  if (comparison.interval.upper < 0) {
-    return better == Better::kHigher ? v1::Effect::VERDICT_WORSE : v1::Effect::VERDICT_BETTER;
-  }
-  return v1::Effect::VERDICT_UNDECIDED;
+  const bool higher = comparison.interval.lower > 0, lower = comparison.interval.upper < 0;
+  if (!higher && !lower) return v1::Effect::VERDICT_UNDECIDED;
+  if (metric.direction() == v1::Metric::DIRECTION_UNSPECIFIED) return v1::Effect::VERDICT_DIFFERS;
+  const bool better = higher == (BetterOf(metric) == Better::kHigher);
+  return better ? v1::Effect::VERDICT_BETTER : v1::Effect::VERDICT_WORSE;
 }
 
 v1::GuardrailReport::Verdict ToProto(Verdict verdict) {
@@ -160,7 +158,8 @@ v1::GuardrailReport::Verdict ToProto(Verdict verdict) {
   return v1::GuardrailReport::VERDICT_UNSPECIFIED;
 }
 
-v1::Effect EffectOf(const std::string& arm, const Comparison& comparison, Better better) {
+v1::Effect EffectOf(const std::string& arm, const Comparison& comparison,
+                    const v1::Metric& metric) {
   v1::Effect effect;
   effect.set_arm(arm);
   effect.set_basis(ToProto(comparison.basis));
@@ -172,7 +171,7 @@ v1::Effect EffectOf(const std::string& arm, const Comparison& comparison, Better
     *effect.mutable_lift_interval() = ToProto(comparison.lift.interval);
     effect.set_lift_is_outside(comparison.lift.set == Lift::Set::kTwoRays);
   }
-  effect.set_verdict(VerdictOf(comparison, better));
+  effect.set_verdict(VerdictOf(comparison, metric));
   return effect;
 }
 
@@ -230,8 +229,11 @@ class Population {
       *point.mutable_interval() = ToProto(comparison.interval);
     }
   }
-  Comparison Compared(size_t arm) const {
-    return Compare(tally_.sums(), arms_.control(), arm, options_);
+  Comparison Compared(size_t arm) const { return Compared(arm, options_.alpha); }
+  Comparison Compared(size_t arm, double alpha) const {
+    AnalysisOptions options = options_;
+    options.alpha = alpha;
+    return Compare(tally_.sums(), arms_.control(), arm, options);
   }
   v1::Analysis Analyse(bool blocked) const {
     v1::Analysis analysis;
@@ -239,7 +241,7 @@ class Population {
       *analysis.add_arms() = Value(arm);
       if (blocked || arm == arms_.control()) continue;
       v1::Effect& effect = *analysis.add_effects();
-      effect = EffectOf(arms_.at(arm).name(), Compared(arm), BetterOf(measure_.metric));
+      effect = EffectOf(arms_.at(arm).name(), Compared(arm), measure_.metric);
       effect.mutable_points()->Add(points_[arm].begin(), points_[arm].end());
     }
     return analysis;
@@ -561,11 +563,14 @@ class ReportMaker {
   void AddGuardrails(const MetricPart& part, size_t arm) {
     for (const v1::Guardrail& guardrail : experiment_.guardrails()) {
       if (guardrail.metric() != part.measure().metric.name()) continue;
+      const Comparison comparison = part.all().Compared(arm, experiment_.alpha());
       v1::GuardrailReport& report = *report_.add_guardrails();
       *report.mutable_guardrail() = guardrail;
       report.set_arm(arms_.at(arm).name());
-      report.set_verdict(ToProto(JudgeGuardrail(
-          part.all().Compared(arm), BetterOf(part.measure().metric), guardrail.margin())));
+      report.set_verdict(
+          ToProto(JudgeGuardrail(comparison, BetterOf(part.measure().metric), guardrail.margin())));
+      if (comparison.difference.has_value()) report.set_difference(*comparison.difference);
+      *report.mutable_interval() = ToProto(comparison.interval);
     }
   }
 
