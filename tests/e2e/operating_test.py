@@ -103,11 +103,15 @@ class Shell:
         self._bash.wait()
 
 
+def free_ports(*names: str) -> dict[str, str]:
+    with ExitStack() as held:
+        free = {name: held.enter_context(create_server(("127.0.0.1", 0))) for name in names}
+        return {name: str(port.getsockname()[1]) for name, port in free.items()}
+
+
 @pytest.fixture
 def ports() -> dict[str, str]:
-    with ExitStack() as held:
-        free = {name: held.enter_context(create_server(("127.0.0.1", 0))) for name in PORTS}
-        return {name: str(port.getsockname()[1]) for name, port in free.items()}
+    return free_ports(*PORTS)
 
 
 @pytest.fixture
