@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from epikv import Client, Experiment, Kv, RpcError, Stop
+from epikv.cli import main
 from epikv.eval.tasks import Item, load
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import experiment_pb2
@@ -42,10 +44,16 @@ def serve(sample_model: Path) -> Callable[[Path], Daemon]:
 
 
 @pytest.fixture(scope="module")
-def client(
+def server(
     serve: Callable[[Path], Daemon], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Client]:
-    with serve(tmp_path_factory.mktemp("experiments")) as daemon, Client(daemon.grpc) as client:
+) -> Iterator[Daemon]:
+    with serve(tmp_path_factory.mktemp("experiments")) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def client(server: Daemon) -> Iterator[Client]:
+    with Client(server.grpc) as client:
         yield client
 
 
@@ -116,7 +124,32 @@ def test_the_true_difference_is_found(client: Client, problems: list[Item]) -> N
     assert effect.interval.lower <= truth <= effect.interval.upper
     evicted = next(m for m in found.metrics if m.metric.name == "kv_evicted_tokens")
     assert evicted.all.arms[0].mean == 0 < evicted.all.arms[1].mean
+    assert evicted.all.effects[0].verdict == experiment_pb2.Effect.VERDICT_DIFFERS
     client.stop_experiment("lean", reason="known")
+
+
+def test_the_page_of_a_report_holds_its_figures(
+    server: Daemon, client: Client, problems: list[Item], tmp_path: Path
+) -> None:
+    definition = define(LEAN)
+    definition.name = definition.salt = "page"
+    client.create_experiment(definition)
+    client.start_experiment("page")
+    run(client, problems[:24], "page")
+    client.stop_experiment("page", reason="known")
+    file = tmp_path / "page.html"
+    words = ("experiment", "report", "page", "--html", str(file), f"--server={server.grpc}")
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    found = report(client, "page")
+    difference = found.metrics[0].all.effects[0].difference
+    guarded = found.guardrails[0].difference
+    told = file.read_text("utf-8")
+    for path, value in (
+        ("metric/right/all/lean/difference", difference),
+        ("guardrail/failed/lean/difference", guarded),
+    ):
+        assert f'data-figure="{path}" data-value="{value!r}"' in told
 
 
 def test_equal_arms_differ_in_nothing(client: Client, problems: list[Item]) -> None:

@@ -88,6 +88,8 @@ def expected(of: Report) -> Iterator[tuple[str, dict[str, Any]]]:
         words = ("", "too early", "undecided", "safe", "breached")
         yield f"{path}/margin", {"value": guardrail.guardrail.margin}
         yield f"{path}/verdict", {"value": words[guardrail.verdict]}
+        yield f"{path}/difference", {"value": guardrail.difference}
+        yield f"{path}/interval", bounds(guardrail.interval)
 
 
 def expected_of_analysis(
@@ -99,7 +101,7 @@ def expected_of_analysis(
         if value.HasField("mean"):
             yield f"{path}/{value.arm}/mean", {"value": value.mean}
             yield f"{path}/{value.arm}/interval", bounds(value.interval)
-    words = ("", "too early", "undecided", "better", "worse")
+    words = ("", "too early", "undecided", "better", "worse", "differs")
     for effect in analysis.effects:
         arm = f"{path}/{effect.arm}"
         yield f"{arm}/difference", {"value": effect.difference}
@@ -262,8 +264,21 @@ def test_a_blocked_page_says_why_and_compares_nothing(
     browser.open(pages["blocked"])
     told = browser.evaluate("document.querySelector('#blocked').innerText")
     assert "4774 and 4226 instead of 4500 each" in told and "sample_ratio_explanation" in told
-    assert not [path for path in shown(browser) if path.endswith("/difference")]
+    assert "is breached stops the experiment all the same" in told
+    compared = {path for path in shown(browser) if path.endswith("/difference")}
+    assert compared == {"guardrail/failed/lean/difference", "guardrail/rating/lean/difference"}
     assert "withheld" in browser.evaluate("document.querySelector('#primary').innerText")
+
+
+def test_a_metric_may_be_better_neither_higher_nor_lower(
+    browser: Chromium, pages: dict[str, Path]
+) -> None:
+    browser.open(pages["clear"])
+    plot = "document.querySelector('#plot-effect-{}-all-lean svg').textContent"
+    assert "worse" in browser.evaluate(plot.format("kv_peak_tokens"))
+    assert "worse" not in browser.evaluate(plot.format("kv_evicted_tokens"))
+    found = shown(browser)["metric/kv_evicted_tokens/all/lean/verdict"]
+    assert found["value"] == found["text"] == "differs"
 
 
 def test_confounded_figures_have_no_verdict_but_a_warning(
@@ -326,6 +341,8 @@ def test_each_report_says_what_is_special_about_it(told: Callable[[str], str]) -
         "blocked": [
             "ALARM: not as the weights say (p < 0.0001)",
             "withheld",
+            "Guardrails are not withheld",
+            "failed lean 1 point -0.11 points safe -0.63 to +0.41 points",
             'sample_ratio_explanation: "..."',
             "epikv experiment update half-cache.textproto",
         ],
@@ -348,6 +365,34 @@ def test_each_report_says_what_is_special_about_it(told: Callable[[str], str]) -
         text = squeezed(told(kind))
         for each in texts:
             assert each in text, (kind, each)
+
+
+def test_a_guardrail_is_told_at_its_own_level(told: Callable[[str], str]) -> None:
+    made = report("three_arms")
+    found, effect = made.guardrails[0], made.metrics[0].all.effects[0]
+    assert found.guardrail.metric == "right" and found.difference == effect.difference
+    assert effect.interval.lower < found.interval.lower < found.interval.upper
+    above, _, below = squeezed(told("three_arms")).partition("Guardrails, everyone")
+    assert "-8.7 to -3.4 points" in above and "-8.5 to -3.6 points" not in above
+    assert "right sliding-half 10 points -6.1 points safe -8.5 to -3.6 points" in below
+    assert "primary metric, but for its guardrails" in below
+    assert "95 % intervals, which hold" in page.html(made).partition('id="guardrails"')[2]
+
+
+def test_a_primary_metric_may_only_differ(told: Callable[[str], str]) -> None:
+    made = report("clear")
+    made.metrics[0].primary = False
+    evicted = reading.find(made, "kv_evicted_tokens")
+    evicted.primary = True
+    (said,) = reading.summary(made)
+    assert said == reading.Sentence(
+        "neutral",
+        "lean differs from full: kv_evicted_tokens is 638 tokens higher (95 % interval +615 to +661"
+        " tokens).",
+    )
+    assert reading.kind(evicted.metric) == "mean"
+    assert f"differs: {reading.MEANINGS['differs']}" in squeezed(told("clear"))
+    assert reading.MEANINGS["differs"] in page.html(made)
 
 
 def test_confounded_figures_stand_below_a_warning(told: Callable[[str], str]) -> None:

@@ -468,13 +468,14 @@ def test_show_tells_of_all_that_is_set(
     ask: Callable[..., Result], client: Client, lean: Path
 ) -> None:
     sound = definition.read(lean)
-    sound.salt = "grain"
+    sound.salt, sound.hypothesis = "grain", "half\x1b[2J is \u202eenough"
     sound.eligibility.model = "llama"
     sound.eligibility.min_prompt_tokens = 256
     sound.eligibility.labels["tier"] = "free"
     client.create_experiment(sound)
     told = words(ask("show", "lean-1"))
     assert "model llama, prompts of 256 tokens or more, tier=free" in told
+    assert "half\\u001b[2J is \\u202eenough" in told
     assert "version 1, salt grain" in told and "outcomes taken for 1:00:00" in told
     assert 'policy_params {"slack": 16}' in told
     assert "traffic 10% of layer default takes part" in told

@@ -38,6 +38,7 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 MEAN, PROPORTION = Metric.KIND_MEAN, Metric.KIND_PROPORTION
 HIGHER, LOWER = Metric.DIRECTION_HIGHER_IS_BETTER, Metric.DIRECTION_LOWER_IS_BETTER
+NEITHER = Metric.DIRECTION_UNSPECIFIED
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ def measured(case: Case) -> list[Truth]:
         Truth("failed", 0.006, case.failed, direction=LOWER, measured=True),
         Truth("cancelled", 0.021, (0.0006,), direction=LOWER, measured=True),
         Truth("deadline_missed", 0.011, (-0.0005,), direction=LOWER, measured=True),
-        Truth("output_tokens", 412, (9,), sd=260, direction=LOWER, measured=True),
+        Truth("output_tokens", 412, (9,), sd=260, direction=NEITHER, measured=True),
         Truth("kv_peak_tokens", 1630, (-695,), sd=720, direction=LOWER, measured=True),
-        Truth("kv_evicted_tokens", 0, (640,), sd=410, direction=LOWER, measured=True),
+        Truth("kv_evicted_tokens", 0, (640,), sd=410, direction=NEITHER, measured=True),
         *(
             Truth(f"{name}_seconds", mean, (change,), sd, LOWER, True, True)
             for name, mean, change, sd in (
@@ -134,6 +135,7 @@ CASES = {
         arms=(("full", 400), ("sliding-half", 300), ("epikv-half", 300)),
         primary=Truth("right", 0.714, (-0.058, 0.002), coverage=(0.94,)),
         declared=(Truth("rating", 3.62, (-0.11, 0.01), sd=1.1, coverage=(0.31,)),),
+        guardrails=(("right", 0.1), ("failed", 0.01), ("rating", 0.15)),
         failed=(0.0004, 0.0002),
         units=21_000,
         is_running=True,
@@ -194,6 +196,8 @@ def _unbind(made: ExperimentReport) -> None:
             effect.lift_interval.Clear()
             for interval in (effect.interval, *(point.interval for point in effect.points)):
                 interval.ClearField("upper")
+    for guardrail in made.guardrails:
+        guardrail.interval.ClearField("lower")
     for effect in made.metrics[1].all.effects:
         effect.interval.Clear()
         effect.lift_interval.ClearField("lower")
@@ -238,9 +242,10 @@ def _report(case: Case, points: int) -> ExperimentReport:
     for truth in truths:
         made.metrics.append(_metric(case, truth, units, exposed, points, random))
     for metric, margin in case.guardrails:
-        found = next(m for m in made.metrics if m.metric.name == metric)
-        for effect in found.all.effects:
-            made.guardrails.append(_guardrail(found, effect, margin))
+        place = next(i for i, truth in enumerate(truths) if truth.name == metric)
+        all_units = made.metrics[place].all
+        for arm in range(1, len(case.arms)):
+            made.guardrails.append(_guardrail(truths[place], all_units, arm, margin))
     return made
 
 
@@ -425,16 +430,15 @@ def _effect(
     errors = (made.difference / final) ** 2
     made.p_value = min(1, sqrt(1 + spread) * exp(-errors * spread / (2 * (1 + spread))))
     _lift(made, control, analysis.arms[0])
-    better, worse = made.interval.lower > 0, made.interval.upper < 0
-    if truth.direction == LOWER:
-        better, worse = worse, better
-    made.verdict = (
-        Effect.VERDICT_BETTER
-        if better
-        else Effect.VERDICT_WORSE
-        if worse
-        else Effect.VERDICT_UNDECIDED
-    )
+    higher, lower = made.interval.lower > 0, made.interval.upper < 0
+    if not higher and not lower:
+        made.verdict = Effect.VERDICT_UNDECIDED
+    elif truth.direction == NEITHER:
+        made.verdict = Effect.VERDICT_DIFFERS
+    elif higher == (truth.direction == HIGHER):
+        made.verdict = Effect.VERDICT_BETTER
+    else:
+        made.verdict = Effect.VERDICT_WORSE
     return made
 
 
@@ -456,15 +460,24 @@ def bound(sd: float, error: float, alpha: float) -> float:
     return error * sqrt((1 + 1 / spread) * log((1 + spread) / alpha**2))
 
 
-def _guardrail(metric: MetricReport, effect: Effect, margin: float) -> GuardrailReport:
+def _guardrail(truth: Truth, analysis: Analysis, arm: int, margin: float) -> GuardrailReport:
+    """At ALPHA, whatever the metric's own is."""
+    control, treated = analysis.arms[0], analysis.arms[arm]
     made = GuardrailReport(
-        guardrail=Guardrail(metric=metric.metric.name, margin=margin), arm=effect.arm
+        guardrail=Guardrail(metric=truth.name, margin=margin),
+        arm=treated.arm,
+        verdict=GuardrailReport.VERDICT_TOO_EARLY,
     )
-    if effect.verdict == Effect.VERDICT_TOO_EARLY:
-        made.verdict = GuardrailReport.VERDICT_TOO_EARLY
+    if not control.units or not treated.units:
         return made
-    low, high = effect.interval.lower, effect.interval.upper
-    if metric.metric.direction == HIGHER:
+    made.difference = treated.mean - control.mean
+    if min(control.units, treated.units) < LEAST_UNITS:
+        return made
+    sd = truth.deviation(arm)
+    half = bound(sd, sd * sqrt(1 / control.units + 1 / treated.units), ALPHA)
+    made.interval.lower, made.interval.upper = made.difference - half, made.difference + half
+    low, high = made.interval.lower, made.interval.upper
+    if truth.direction == HIGHER:
         low, high = -high, -low
     made.verdict = (
         GuardrailReport.VERDICT_BREACHED

@@ -18,13 +18,25 @@ from epikv.client import Client
 from epikv.errors import RpcError
 from epikv.experiment import figures, page, reading
 from epikv.messages import as_json as message_as_json
-from epikv.v1.experiment_pb2 import Analysis, ExperimentReport, GuardrailReport, MetricReport
+from epikv.v1.experiment_pb2 import (
+    Analysis,
+    Effect,
+    ExperimentReport,
+    GuardrailReport,
+    MetricReport,
+)
 
 _WIDTH = 100  # columns, where the terminal has so many
 _JOINT = "\ue000"  # as wide as a space
 _out = Console(highlight=False, markup=False)
-_STYLES = {"good": "bold green", "bad": "bold red", "open": "yellow", "early": "cyan"}
-_MARKS = {"good": "+", "bad": "!", "open": "-", "early": "-"}
+_STYLES = {
+    "good": "bold green",
+    "bad": "bold red",
+    "open": "yellow",
+    "neutral": "bold",
+    "early": "cyan",
+}
+_MARKS = {"good": "+", "bad": "!", "open": "-", "neutral": "-", "early": "-"}
 
 
 @click.command("report")
@@ -184,10 +196,12 @@ def _arms(report: ExperimentReport) -> None:
 
 
 def _blocked(report: ExperimentReport) -> None:
-    _title("Why nothing is compared, and what to do")
+    _title("Why comparisons are withheld, and what to do")
     _say(f"{reading.plain(report.blocked)}.", indent=2, style=_STYLES["bad"])
     for number, step in enumerate(reading.unblocking(report.experiment), 1):
         _say(f"{number}. {step}", indent=2)
+    if report.guardrails:
+        _say(reading.GUARDED, indent=2)
 
 
 def _metric(report: ExperimentReport, metric: MetricReport, title: str) -> None:
@@ -256,12 +270,10 @@ def _guardrails(report: ExperimentReport) -> None:
     table = _table("metric", "arm", "not worse by more than", "arm - control", "verdict")
     for guardrail in report.guardrails:
         metric = reading.find(report, guardrail.guardrail.metric)
-        effect = reading.effect_of(metric, guardrail.arm)
-        told = "-"
-        if report.blocked:
-            told = reading.WITHHELD.word
-        elif metric is not None and effect is not None:
-            told = figures.scale(metric).difference_interval(effect.interval)
+        how, told = figures.scale(metric), "no data yet"
+        if guardrail.HasField("difference"):
+            interval = how.difference_interval(guardrail.interval)
+            told = f"{how.difference(guardrail.difference)}\n{interval}"
         table.add_row(
             guardrail.guardrail.metric,
             guardrail.arm,
@@ -272,9 +284,9 @@ def _guardrails(report: ExperimentReport) -> None:
     _out.print(table)
 
 
-def _guardrail_verdict(guardrail: GuardrailReport, metric: MetricReport | None) -> Text:
+def _guardrail_verdict(guardrail: GuardrailReport, metric: MetricReport) -> Text:
     told = _verdict(reading.verdict(guardrail))
-    if metric is not None and metric.confounded:
+    if metric.confounded:
         told.append(" (confounded)", "yellow")
     return told
 
@@ -306,8 +318,9 @@ def _legend(report: ExperimentReport) -> Iterator[str]:
     )
     if len(alphas) > 1:
         yield (
-            "The wider ones are of the primary metric, so that all arms together are wrong no"
-            f" more often than {figures.percent(report.experiment.alpha)} of the time."
+            "The wider ones are of the primary metric, but for its guardrails, so that all arms"
+            f" together are wrong no more often than {figures.percent(report.experiment.alpha)} of"
+            " the time."
         )
     yield (
         "points: percentage points, what is added to a percentage. relative lift: the difference"
@@ -317,9 +330,16 @@ def _legend(report: ExperimentReport) -> Iterator[str]:
         "Each comparison but those of the primary metric is wrong that often by itself: of twenty,"
         " one may be."
     )
+    if any(effect.verdict == Effect.VERDICT_DIFFERS for effect in _effects(report)):
+        yield f"differs: {reading.MEANINGS['differs']}"
     yield reading.EVERYONE
     yield reading.EXPOSED
     yield f"Sample ratio, {reading.SAMPLE_RATIO}"
+
+
+def _effects(report: ExperimentReport) -> Iterator[Effect]:
+    for metric in report.metrics:
+        yield from (*metric.all.effects, *metric.exposed.effects)
 
 
 def _verdict(found: reading.Verdict | None) -> Text:

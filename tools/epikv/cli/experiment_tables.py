@@ -11,6 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.table import Table
 
 from epikv.cli import show
+from epikv.experiment import reading
 from epikv.messages import enum_name, whole
 from epikv.v1.experiment_pb2 import Arm, Experiment, Metric
 
@@ -27,11 +28,11 @@ def all_of(experiments: Sequence[Experiment]) -> None:
 def one(experiment: Experiment) -> None:
     show.out.print(f"{experiment.name}: {_word(experiment, 'state')}")
     if experiment.hypothesis:
-        show.out.print(experiment.hypothesis)
+        show.out.print(reading.plain(experiment.hypothesis))
     facts = Table.grid(padding=(0, 2))
     for name, value in _facts(experiment):
         if value:
-            facts.add_row(name, value)
+            facts.add_row(name, reading.plain(value))
     show.out.print(facts)
     arms = Table("arm", "share", "sets")
     for arm in experiment.arms:

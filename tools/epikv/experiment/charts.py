@@ -53,9 +53,12 @@ def effect(
     *,
     arm: int,
     margin: float | None,
-    is_higher_better: bool,
+    is_higher_better: bool | None,
 ) -> Html:
-    """A difference over time with its confidence sequence. margin: signed, the guardrail's."""
+    """A difference over time with its confidence sequence. margin: signed, the guardrail's.
+
+    is_higher_better: None if neither higher nor lower is.
+    """
     frame, axes = _time_axes(points, y, scale)
     band = [p for p in points if p.interval.HasField("lower") or p.interval.HasField("upper")]
     upper = [
@@ -73,9 +76,10 @@ def effect(
         inside.append(_path(middle, f"line arm-{arm}"))
     if margin is not None:
         inside.append(_across(frame, margin, "margin"))
-    above = [
-        _hint(frame, "better", "worse") if is_higher_better else _hint(frame, "worse", "better")
-    ]
+    above = []
+    if is_higher_better is not None:
+        ways = ("better", "worse") if is_higher_better else ("worse", "better")
+        above.append(_hint(frame, *ways))
     if middle:
         above.append(_dot(*middle[-1], f"dot arm-{arm}"))
     if margin is not None and y[0] < margin < y[1]:
@@ -144,12 +148,12 @@ def balance(name: str, arms: Sequence[ArmReport], count: Callable[[ArmPoint], in
 
 
 def guardrail(
-    name: str, difference: float | None, interval: Interval, margin: float, *, higher: bool
+    name: str, difference: float, interval: Interval, margin: float, *, higher: bool
 ) -> Html:
     """A difference against its margin, worse always to the right. higher: is better."""
     low, high = bounds(interval)
     if higher:
-        difference = None if difference is None else -difference
+        difference = -difference
         low, high = (None if b is None else -b for b in (high, low))
     unit = margin or max((abs(b) for b in (low, high) if b is not None), default=1.0) or 1.0
     furthest = max((abs(b) for b in (low, high) if b is not None), default=0)
@@ -168,8 +172,7 @@ def guardrail(
         drawn.append(
             element("line", x1=_n(begin), x2=_n(end), y1=middle, y2=middle, class_="whisker")
         )
-    if difference is not None:
-        drawn.append(_dot(min(max(frame.at_x(difference), left), right), middle, "dot"))
+    drawn.append(_dot(min(max(frame.at_x(difference), left), right), middle, "dot"))
     return _svg(name, frame, below=drawn)
 
 

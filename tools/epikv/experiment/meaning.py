@@ -55,6 +55,11 @@ def of(report: ExperimentReport) -> list[tuple[str, str]]:
             " what the interval is for.",
         ),
         ("Undecided", reading.MEANINGS["undecided"]),
+        (
+            "Differs",
+            "Of some metrics, such as output_tokens, neither more nor less is better by itself. "
+            + reading.MEANINGS["differs"],
+        ),
         ("Confounded, and switchback", reading.CONFOUNDED),
         (
             "Attrition",

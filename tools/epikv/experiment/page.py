@@ -55,7 +55,7 @@ Section = tuple[str, str, Html]  # id, title, all of it
 def _sections(report: ExperimentReport) -> Iterator[Section]:
     groups = reading.groups(report)
     if report.blocked:
-        yield _section("blocked", "Why nothing is compared, and what to do", *_blocked(report))
+        yield _section("blocked", "Why comparisons are withheld, and what to do", *_blocked(report))
     for metric in groups.primary:
         title = f"Primary metric: {metric.metric.name}"
         yield _section("primary", title, *_metric(report, metric, heading=False))
@@ -169,7 +169,9 @@ def _glance(report: ExperimentReport) -> Html:
 def _blocked(report: ExperimentReport) -> Iterator[Html]:
     why = element("p", _people(report.blocked), data_figure="blocked")
     steps = element("ol", *(element("li", step) for step in reading.unblocking(report.experiment)))
-    yield element("div", why, element("p", reading.SAMPLE_RATIO), steps, class_="box bad")
+    guarded = [element("p", reading.GUARDED)] if report.guardrails else []
+    ratio = element("p", reading.SAMPLE_RATIO)
+    yield element("div", why, ratio, steps, *guarded, class_="box bad")
 
 
 def _arms(report: ExperimentReport) -> Iterator[Html]:
@@ -421,9 +423,10 @@ def _margin(report: ExperimentReport, metric: MetricReport) -> float | None:
         for guardrail in report.guardrails
         if guardrail.guardrail.metric == metric.metric.name
     ]
-    if not margins:
+    higher = reading.is_higher_better(metric.metric)
+    if not margins or higher is None:
         return None
-    return -margins[0] if reading.is_higher_better(metric.metric) else margins[0]
+    return -margins[0] if higher else margins[0]
 
 
 def _points(path: str, effect: Effect, how: Scale) -> Html:
@@ -439,10 +442,13 @@ def _points(path: str, effect: Effect, how: Scale) -> Html:
 
 
 def _guardrails(report: ExperimentReport) -> Iterator[Html]:
+    alpha = report.experiment.alpha
+    level = f"{figures.level(alpha)} intervals" if alpha else "Intervals"
     yield element(
         "p",
         "The experiment stops when an arm is certainly worse than the control by more than the"
-        " margin. Safe: certainly not. Everyone counts, exposed or not.",
+        " margin. Safe: certainly not. Everyone counts, exposed or not. "
+        f"{level}, which hold at every look.",
         class_="soft",
     )
     rows = []
@@ -450,7 +456,6 @@ def _guardrails(report: ExperimentReport) -> Iterator[Html]:
         name = guardrail.guardrail.metric
         path = f"guardrail/{name}/{guardrail.arm}"
         metric = reading.find(report, name)
-        effect = reading.effect_of(metric, guardrail.arm)
         limit = reading.margin(metric, guardrail.guardrail.margin)
         verdict = element("td", _chip(f"{path}/verdict", reading.verdict(guardrail)), class_="text")
         rows.append(
@@ -458,7 +463,7 @@ def _guardrails(report: ExperimentReport) -> Iterator[Html]:
                 element("th", name, scope="row"),
                 element("td", _swatch(report, guardrail.arm), class_="text"),
                 _cell(f"{path}/margin", guardrail.guardrail.margin, limit),
-                *_guardrail_figures(report, guardrail, metric, effect),
+                *_guardrail_figures(path, guardrail, metric),
                 verdict,
             ]
         )
@@ -472,35 +477,28 @@ def _guardrails(report: ExperimentReport) -> Iterator[Html]:
         rows=rows,
         look="wide stack guardrails",
     )
-    if any(
-        (m := reading.find(report, g.guardrail.metric)) and m.confounded for g in report.guardrails
-    ):
+    if any(reading.find(report, g.guardrail.metric).confounded for g in report.guardrails):
         yield element("div", element("p", reading.CONFOUNDED), class_="box open")
 
 
-def _guardrail_figures(
-    report: ExperimentReport,
-    guardrail: GuardrailReport,
-    metric: MetricReport | None,
-    effect: Effect | None,
-) -> list[Html]:
-    if metric is None or effect is None:
-        return [element("td", "withheld" if report.blocked else "no data yet"), _empty()]
-    how = figures.scale(metric)
-    interval = how.difference_interval(effect.interval)
-    title = f"{guardrail.guardrail.metric}, {guardrail.arm}: {interval}"
+def _guardrail_figures(path: str, guardrail: GuardrailReport, metric: MetricReport) -> list[Html]:
+    if not guardrail.HasField("difference"):
+        return [element("td", "no data yet"), _empty()]
+    how, higher = figures.scale(metric), reading.is_higher_better(metric.metric)
+    difference = how.difference(guardrail.difference)
+    interval = _interval(path, guardrail.interval, how.difference_interval)
+    told = element("td", _span(f"{path}/difference", guardrail.difference, difference), interval)
+    if higher is None:
+        return [told, _empty()]
+    title = f"{guardrail.guardrail.metric}, {guardrail.arm}: {difference}"
     picture = charts.guardrail(
-        title,
-        effect.difference if effect.HasField("difference") else None,
-        effect.interval,
+        f"{title}, {how.difference_interval(guardrail.interval)}",
+        guardrail.difference,
+        guardrail.interval,
         guardrail.guardrail.margin,
-        higher=reading.is_higher_better(metric.metric),
+        higher=higher,
     )
-    told = how.difference(effect.difference) if effect.HasField("difference") else "none yet"
-    return [
-        element("td", charts.minus(told), element("small", charts.minus(interval))),
-        element("td", picture, class_="guard"),
-    ]
+    return [told, element("td", picture, class_="guard")]
 
 
 def _own(report: ExperimentReport, metrics: Sequence[MetricReport]) -> Iterator[Html]:

@@ -50,16 +50,22 @@ MEANINGS = {
     "worse": "The whole interval is on the worse side of 0.",
     "undecided": "0 is in the interval: there is no difference, or one too small to be seen yet."
     " That is no proof that there is none; what lies outside of the interval is ruled out.",
+    "differs": "The whole interval is on one side of 0; which side is better is for you to say.",
     "too early": "Too few units, or outcomes too rare, to say anything.",
     "safe": "Certainly not worse by more than the margin.",
     "breached": "Certainly worse by more than the margin: the experiment stops.",
 }
+GUARDED = (
+    "Guardrails are not withheld, though what moves the split may move their figures, too: one that"
+    " is breached stops the experiment all the same."
+)
 _TONES = {
     "better": "good",
     "safe": "good",
     "worse": "bad",
     "breached": "bad",
     "undecided": "open",
+    "differs": "neutral",
     "too early": "early",
 }
 
@@ -67,7 +73,7 @@ _TONES = {
 @dataclass(frozen=True)
 class Verdict:
     word: str
-    tone: str  # good, bad, open, early
+    tone: str  # good, bad, open, neutral, early
 
 
 WITHHELD = Verdict("withheld", "bad")
@@ -140,22 +146,23 @@ def groups(report: ExperimentReport) -> Groups:
     return made
 
 
-def find(report: ExperimentReport, metric: str) -> MetricReport | None:
-    return next((each for each in report.metrics if each.metric.name == metric), None)
+def find(report: ExperimentReport, metric: str) -> MetricReport:
+    """An empty one if it is not there."""
+    found = (each for each in report.metrics if each.metric.name == metric)
+    return next(found, MetricReport())
 
 
-def effect_of(metric: MetricReport | None, arm: str) -> Effect | None:
-    """In everyone."""
-    return next((e for e in metric.all.effects if e.arm == arm), None) if metric else None
-
-
-def is_higher_better(metric: Metric) -> bool:
+def is_higher_better(metric: Metric) -> bool | None:
+    """None: neither higher nor lower is."""
+    if metric.direction == Metric.DIRECTION_UNSPECIFIED:
+        return None
     return metric.direction != Metric.DIRECTION_LOWER_IS_BETTER
 
 
 def kind(metric: Metric) -> str:
     what = "share" if metric.kind == Metric.KIND_PROPORTION else "mean"
-    return f"{what}, {'higher' if is_higher_better(metric) else 'lower'} is better"
+    higher = is_higher_better(metric)
+    return what if higher is None else f"{what}, {'higher' if higher else 'lower'} is better"
 
 
 def moment(at: Timestamp) -> str:
@@ -255,10 +262,11 @@ def _decision(report: ExperimentReport, metric: MetricReport, row: Row) -> Sente
         units = f"{count(row.value.units)} units of {row.arm}"
         return Sentence(found.tone, f"Too early: {units} have {name} so far, too few to tell.")
     of = f"{level(metric.alpha)} interval {how.difference_interval(effect.interval)}"
-    if found.word in ("better", "worse"):
+    if found.word in ("better", "worse", "differs"):
         way = "higher" if effect.difference > 0 else "lower"
         by = with_unit(how.number(abs(effect.difference)), how.differences_are())
-        text = f"{row.arm} is {found.word} than {control}: {name} is {by} {way} ({of})."
+        what = "differs from" if found.word == "differs" else f"is {found.word} than"
+        text = f"{row.arm} {what} {control}: {name} is {by} {way} ({of})."
     elif found.word == "undecided":
         text = f"{row.arm} is undecided against {control}: {name}, {of}, which holds 0."
     else:
@@ -267,19 +275,14 @@ def _decision(report: ExperimentReport, metric: MetricReport, row: Row) -> Sente
 
 
 def breach(report: ExperimentReport, guardrail: GuardrailReport) -> str:
-    """By how much, as far as the report says."""
+    """By how much."""
     name, metric = guardrail.guardrail.metric, find(report, guardrail.guardrail.metric)
-    effect = effect_of(metric, guardrail.arm)
     limit = margin(metric, guardrail.guardrail.margin)
     text = f"{guardrail.arm} is worse than {control_of(report)} in {name} by more than {limit}"
-    if metric is None or effect is None:
-        return text
-    return f"{text} ({scale(metric).difference_interval(effect.interval)})"
+    return f"{text} ({scale(metric).difference_interval(guardrail.interval)})"
 
 
-def margin(metric: MetricReport | None, value: float) -> str:
-    if metric is None:
-        return f"{value:g}"
+def margin(metric: MetricReport, value: float) -> str:
     how = scale(metric)
     return with_unit(f"{value * how.factor:,.6g}", how.unit_of_difference)
 
