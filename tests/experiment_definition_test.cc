@@ -82,6 +82,7 @@ INSTANTIATE_TEST_SUITE_P(
         Fault{R"(primary_metric: "wrong")", {"experiment.primary_metric"}},
         Fault{R"(guardrails { metric: "wrong" margin: -1 })",
               {"experiment.guardrails[1].metric", "experiment.guardrails[1].margin"}},
+        Fault{R"(guardrails { metric: "failed" })", {"experiment.guardrails[1].metric"}},
         Fault{R"(guardrails { metric: "kv_evicted_tokens" })", {"experiment.guardrails[1].metric"}},
         Fault{R"(alpha: 0.5)", {"experiment.alpha"}},
         Fault{R"(outcome_window { seconds: 0 })", {"experiment.outcome_window"}},

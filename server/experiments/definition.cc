@@ -196,12 +196,17 @@ void Checker::CheckMetrics() {
             absl::StrCat("has ", experiment_.guardrails_size(), " items, at most ", kMaxMetrics));
     return;
   }
+  std::set<std::string> guarded;
   for (int i = 0; i < experiment_.guardrails_size(); ++i) {
     const v1::Guardrail& guardrail = experiment_.guardrails(i);
     const std::string field = absl::StrCat("guardrails[", i, "]");
     if (!Knows(guardrail.metric())) {
       Violate(field + ".metric", absl::StrCat("unknown metric '", ShortName(guardrail.metric()),
                                               "'; known: ", KnownMetrics()));
+    }
+    if (!guarded.insert(guardrail.metric()).second) {
+      Violate(field + ".metric", absl::StrCat("'", ShortName(guardrail.metric()),
+                                              "' has a guardrail already"));
     }
     if (IsNeither(guardrail.metric())) {
       Violate(field + ".metric",
