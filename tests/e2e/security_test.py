@@ -5,22 +5,27 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import grpc
 import pytest
 from click.testing import CliRunner
 from daemon_test import start
-from epikv import Client, Kv, RpcError, Stop, Tls
+from epikv import Client, Experiment, Kv, Patience, RpcError, Scheduling, Stop, Tls
 from epikv.bench.scrape import scrape
 from epikv.cli import main
+from epikv.connection import connect
 from epikv.testing import Daemon
 from epikv.v1 import (
+    experiment_pb2,
     generation_pb2,
     model_pb2,
     policy_pb2,
     tokenization_pb2,
 )
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
@@ -194,7 +199,7 @@ def test_no_method_of_ours_answers_without_a_token(guarded: tuple[Daemon, Path, 
     daemon = guarded[0]
     services = [
         service
-        for module in (generation_pb2, model_pb2, policy_pb2, tokenization_pb2)
+        for module in (experiment_pb2, generation_pb2, model_pb2, policy_pb2, tokenization_pb2)
         for service in module.DESCRIPTOR.services_by_name.values()
     ]
     with grpc.insecure_channel(daemon.grpc) as channel:
@@ -260,6 +265,156 @@ def test_access_log_has_a_line_for_every_call(
         client.models()
         eventually(lambda: len(lines(path)) == 2)
     assert token not in path.read_text() and token not in daemon.log
+
+
+EXPERIMENTS = experiment_pb2.DESCRIPTOR.services_by_name["ExperimentService"]
+FOR_USERS = {"RecordOutcome", "BatchRecordOutcomes"}
+LEAN = experiment_pb2.Experiment(
+    name="lean",
+    traffic_permille=1000,
+    arms=[
+        {"name": "full", "weight_permille": 500, "control": True},
+        {"name": "lean", "weight_permille": 500, "kv": {"policy": "sliding", "max_tokens": 300}},
+    ],
+    metrics=[{"name": "score"}],
+    primary_metric="score",
+)
+AT_ONCE = Patience(busy=0, unknown=0)
+
+
+@dataclass
+class Guild:
+    """A daemon with experiments, whose "lean" runs, and those who have tokens for it."""
+
+    daemon: Daemon
+    tokens: dict[str, str]
+    access_log: Path
+
+    @cached_property
+    def clients(self) -> dict[str, Client]:
+        return {name: Client(self.daemon.grpc, token=token) for name, token in self.tokens.items()}
+
+    def call(self, name: str, method: str, request: Message) -> bytes:
+        """Of ExperimentService."""
+        with connect(self.daemon.grpc, token=self.tokens[name]) as channel:
+            send = channel.unary_unary(f"/{EXPERIMENTS.full_name}/{method}")
+            try:
+                return send(request.SerializeToString(), timeout=10)
+            except grpc.RpcError as error:
+                raise RpcError.from_grpc(error) from None
+
+
+@pytest.fixture(scope="module")
+def guild(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guild]:
+    folder = tmp_path_factory.mktemp("guild")
+    roles = {"ulf": "user", "ulla": "user", "olga": "operator", "erna": "experimenter"}
+    made = {name: new_token(name, role) for name, role in roles.items()}
+    (folder / "tokens").write_text("".join(line for _, line in made.values()))
+    tokens = {name: token for name, (token, _) in made.items()}
+    flags = (
+        f"--auth_tokens_file={folder / 'tokens'}",
+        f"--access_log={folder / 'access.log'}",
+        f"--experiment_store={folder / 'store.db'}",
+    )
+    with Daemon(sample_model, "--threads=1", *flags, token=tokens["erna"]) as daemon:
+        guild = Guild(daemon, tokens, folder / "access.log")
+        guild.clients["erna"].create_experiment(LEAN)
+        guild.clients["erna"].start_experiment("lean")
+        yield guild
+        for client in guild.clients.values():
+            client.close()
+
+
+def denied(call: Callable[[], object]) -> str:
+    """The role that is needed; empty: another answer."""
+    try:
+        call()
+    except RpcError as error:
+        if error.reason == "PERMISSION_DENIED":
+            assert error.code is grpc.StatusCode.PERMISSION_DENIED
+            return error.metadata["role"]
+    return ""
+
+
+def ask(client: Client, **context: bool | str) -> tuple[str, str]:
+    """A request's id and its arm."""
+    accepted = client.generate_once("7", experiment=Experiment(**context), stop=Stop(1)).accepted
+    assert accepted is not None
+    return accepted.request_id, accepted.arm
+
+
+@pytest.mark.parametrize("name", ["ulf", "olga", "erna"])
+def test_experiments_are_the_experimenters(guild: Guild, name: str) -> None:
+    """An operator is none of them; outcomes are everybody's."""
+    needed = {}
+    for method in EXPERIMENTS.methods:
+        request = getattr(experiment_pb2, method.input_type.name)()
+        needed[method.name] = denied(partial(guild.call, name, method.name, request))
+    role = "" if name == "erna" else "experimenter"
+    assert needed == {method: "" if method in FOR_USERS else role for method in needed}
+
+
+def test_outcomes_are_of_ones_own_requests(guild: Guild) -> None:
+    """But for an operator, who may speak for any tenant."""
+    clients = guild.clients
+    request, arm = ask(clients["ulf"])
+    assert arm.startswith("lean/")
+
+    def record(name: str, tenant: str = "", key: str = "") -> object:
+        return clients[name].record_outcome(
+            request, "score", 1, key=key or name, tenant=tenant, patience=AT_ONCE
+        )
+
+    record("ulf")
+    record("ulf", tenant="ulf", key="named")
+    for other in ("ulla", "erna"):
+        with pytest.raises(RpcError) as caught:
+            record(other)
+        assert caught.value.code is grpc.StatusCode.NOT_FOUND, "she has no such request"
+        assert denied(partial(record, other, tenant="ulf")) == "operator"
+    record("olga", tenant="ulf")
+    with pytest.raises(RpcError) as caught:
+        record("olga")
+    assert caught.value.code is grpc.StatusCode.NOT_FOUND
+
+    outcomes = [{"request_id": request, "metric": "score", "value": 1, "tenant": "ulf"}]
+    batch = experiment_pb2.BatchRecordOutcomesRequest(outcomes=outcomes)
+    for name, reason in (("ulf", ""), ("olga", ""), ("ulla", "PERMISSION_DENIED")):
+        answer = guild.call(name, "BatchRecordOutcomes", batch)
+        [result] = experiment_pb2.BatchRecordOutcomesResponse.FromString(answer).results
+        assert result.reason == reason
+
+
+def test_an_arm_is_forced_by_an_experimenter_alone(guild: Guild) -> None:
+    clients = guild.clients
+    for name in ("ulf", "olga"):
+        assert denied(partial(ask, clients[name], force_arm="lean/lean")) == "experimenter"
+    forced, _ = ask(clients["erna"], force_arm="lean/lean")
+    left_out, _ = ask(clients["erna"], opt_out=True)
+
+    def logged() -> dict[str, dict]:
+        lines = [json.loads(line) for line in guild.access_log.read_text().splitlines()]
+        return {line["request_id"]: line for line in lines if "request_id" in line}
+
+    eventually(lambda: left_out in logged())
+    assert logged()[forced]["arm"] == "lean/lean"
+    assert "arm" not in logged()[left_out]
+
+
+def test_without_tokens_everybody_may_experiment(sample_model: Path, tmp_path: Path) -> None:
+    flag = f"--experiment_store={tmp_path / 'store.db'}"
+    with Daemon(sample_model, "--threads=1", flag) as daemon, daemon.client() as client:
+        client.create_experiment(LEAN)
+        client.start_experiment("lean")
+        request = client.generate_once(
+            "7",
+            experiment=Experiment(force_arm="lean/full"),
+            scheduling=Scheduling(tenant="bob"),
+            stop=Stop(1),
+        ).accepted
+        assert request is not None and request.arm == "lean/full"
+        client.record_outcome(request.request_id, "score", 1, tenant="bob")
+        client.stop_experiment("lean")
 
 
 def test_lines_that_a_full_disk_does_not_take_are_counted(sample_model: Path) -> None:
