@@ -1,5 +1,9 @@
 #include "server/server.h"
 
+#include <algorithm>
+
+#include "absl/time/clock.h"
+
 namespace epikv {
 
 Server::Server(Models& models, Courier& courier, const Frontend& frontend,
@@ -30,7 +34,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
 }
 
 void Server::Shutdown(absl::Time deadline) {
-  generation_.AwaitCalls(deadline);
+  // Requests have been ended by then; what they are told is still on its way.
+  constexpr absl::Duration kFarewell = absl::Seconds(1);
+  generation_.AwaitCalls(std::max(deadline, absl::Now() + kFarewell));
   port_->Close();
 }
 

@@ -36,8 +36,8 @@ class Server {
 
   int port() const { return port_->port(); }
 
-  // Waits for the streams to end, at most until `deadline`, then cuts what is left. Precondition:
-  // the models accept no more.
+  // Waits for the streams to end, at most until `deadline`, and a second at least, then cuts what is
+  // left. Precondition: the models accept no more.
   void Shutdown(absl::Time deadline);
 
  private:
