@@ -8,6 +8,7 @@ part, with all that each may move.
 
 import contextlib
 import re
+import sqlite3
 import threading
 import time
 import urllib.request
@@ -15,19 +16,41 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
+from io import SEEK_END
+from itertools import count, zip_longest
 from pathlib import Path
 from socket import create_server
 
 import grpc
 import pytest
 from daemon_test import start
-from epikv import Accepted, Client, Delta, Kv, Output, RpcError, Scheduling, Stop, Stream
+from epikv import (
+    Accepted,
+    Client,
+    Delta,
+    Experiment,
+    Kv,
+    Output,
+    Patience,
+    RpcError,
+    Scheduling,
+    Stop,
+    Stream,
+)
 from epikv.connection import connect
 from epikv.sample import problem
 from epikv.testing import PACED, Daemon
-from epikv.v1 import admin_pb2, admin_pb2_grpc, config_pb2, generation_pb2, generation_pb2_grpc
+from epikv.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    config_pb2,
+    experiment_pb2,
+    experiment_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+)
 from error_table_test import save, windowed
+from google.protobuf import text_format
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -63,15 +86,36 @@ METHODS = """
     GenerationService/Generate GenerationService/GenerateOnce GenerationService/Score
     GenerationService/CancelRequest TokenizationService/Tokenize TokenizationService/Detokenize
     ModelService/ListModels ModelService/GetModel PolicyService/ListPolicies PolicyService/GetPolicy
+    ExperimentService/ListExperiments ExperimentService/GetExperiment
+    ExperimentService/CreateExperiment ExperimentService/UpdateExperiment
+    ExperimentService/StartExperiment ExperimentService/StopExperiment
+    ExperimentService/GetExperimentReport ExperimentService/PlanExperiment
+    ExperimentService/RecordOutcome ExperimentService/BatchRecordOutcomes
     AdminService/GetServerStatus AdminService/GetLoad AdminService/ListActiveRequests
     AdminService/Drain AdminService/Resume AdminService/GetConfig AdminService/UpdateConfig
     AdminService/LoadModel AdminService/UnloadModel AdminService/FlushPrefixCache
     AdminService/DumpState other
 """
 MODEL = {"model": ("sample",)}
-A = MODEL | {"policy": POLICIES, "arm": ("none",)}
-OF_EVICTIONS = MODEL | {"policy": EVICTING, "arm": ("none",)}
+ARMS = {"arm": ("none", "lean/wide", "lean/narrow", "other")}
+A = MODEL | {"policy": POLICIES} | ARMS
+OF_EVICTIONS = MODEL | {"policy": EVICTING} | ARMS
+LEAN = {"experiment": ("lean",)}
 ANY: tuple[str, ...] = ()  # of one sample, whose labels say something
+# Their values are names that somebody chose.
+NAMING = {"model", "arm", "experiment", "guardrail"}
+
+# Both arms evict; of 120 tokens each keeps less. Their outcomes stop it.
+DEFINITION = """
+    name: "lean" traffic_permille: 1000
+    arms { name: "wide" weight_permille: 500 control: true kv { policy: "sliding" max_tokens: 100 } }
+    arms { name: "narrow" weight_permille: 500 kv { policy: "sliding" max_tokens: 80 } }
+    metrics { name: "right" kind: KIND_PROPORTION }
+    metrics { name: "score" }
+    primary_metric: "right"
+    guardrails { metric: "right" margin: 0.1 }
+"""
+AT_ONCE = Patience(busy=0, unknown=0)
 
 
 @dataclass(frozen=True)
@@ -169,6 +213,49 @@ FAMILIES: dict[str, Expected] = {
         | {"architecture": ANY, "dtype": ANY, "decode_kernel": ANY, "weights": ANY},
         epikv_metrics_series={},
     ),
+    **of(
+        "counter",
+        "experiment",
+        epikv_experiment_assignments_total=LEAN
+        | {"arm": ("wide", "narrow", "none"), "source": ("hash", "forced", "excluded")},
+        epikv_experiment_exposures_total=LEAN | {"arm": ("wide", "narrow")},
+    ),
+    **of(
+        "gauge",
+        "experiment",
+        epikv_experiments_running={},
+        epikv_experiment_srm_p_value=LEAN,
+    ),
+    **of(
+        "counter",
+        "outage",
+        epikv_experiment_records_total={
+            "fate": ("written", "spooled", "replayed", "dropped", "refused")
+        },
+        epikv_outcomes_orphaned_total={
+            "reason": (
+                "conflict",
+                "unknown_request",
+                "waiting",
+                "late",
+                "undeclared_metric",
+                "invalid",
+            )
+        },
+        epikv_experiment_store_outage_seconds_total={},
+    ),
+    **of(
+        "gauge",
+        "outage",
+        epikv_experiment_spool_bytes={},
+        epikv_experiment_spool_damaged_bytes={},
+    ),
+    **of(
+        "counter",
+        "breach",
+        epikv_experiment_guardrail_breaches_total=LEAN
+        | {"arm": ("narrow",), "guardrail": ("right",)},
+    ),
     **of("gauge", "operate", epikv_drain_state={}),
     **of(
         "gauge",
@@ -215,7 +302,6 @@ BY_A_BROKEN_POLICY = "no policy of the build fails: tests/broken_policy_test.cc"
 UNMOVED = {
     ("epikv_policy_errors_total", "", ""): BY_A_BROKEN_POLICY,
     ("epikv_grpc_requests_total", "code", "UNKNOWN"): "nothing answers so",
-    ("epikv_grpc_requests_total", "code", "ABORTED"): "nothing answers so",
     ("epikv_grpc_requests_total", "method", "other"): "a method that the metrics do not know",
     ("epikv_requests_rejected_total", "reason", "other"): "a reason that they do not know",
     ("epikv_kv_budget_overrun_tokens_total", "", ""): "must stay 0",
@@ -248,7 +334,7 @@ QUIET: dict[str, set[str]] = {
 }
 
 # What these move, nothing else does.
-SOLE_MOVERS = {"operate", "reload", "small"}
+SOLE_MOVERS = {"operate", "reload", "breach", "small"}
 
 TABLE_BEGIN, TABLE_END = "<!-- series: begin -->", "<!-- series: end -->"
 
@@ -276,16 +362,32 @@ class Files:
     damaged: Path
     odd: Path
     windowed: Path
+    store: Path  # of experiments
+
+    @property
+    def spool(self) -> Path:
+        return self.store.with_name(self.store.name + ".spool")
 
 
 class World:
     """A daemon, the calls that it gets, and which series move meanwhile."""
 
-    def __init__(self, daemon: Daemon, files: Files, token: str = "", user: str = "") -> None:
-        """`token`, of an operator, and `user`: empty where the daemon asks for none."""
+    def __init__(
+        self,
+        daemon: Daemon,
+        files: Files,
+        token: str = "",
+        user: str = "",
+        experimenter: str = "",
+    ) -> None:
+        """`token`, of an operator, and those of others: empty where the daemon asks for none."""
         self.daemon, self.files, self.token, self.user = daemon, files, token, user
         self.client = Client(daemon.grpc, token=token)
         self.paced = Client(daemon.grpc, PACED, token=token)
+        self.experimenter = Client(daemon.grpc, token=experimenter)
+        self.experiments = experiment_pb2_grpc.ExperimentServiceStub(
+            connect(daemon.grpc, token=experimenter)
+        )
         self.admin = admin_pb2_grpc.AdminServiceStub(connect(daemon.admin, token=token))
         self.page = page(daemon)
         self.bound = int(self.page["epikv_metrics_series"].values[frozenset()])
@@ -333,6 +435,38 @@ class World:
             if sum(float(line.rpartition(" ")[2]) for line in found) == value:
                 return self._take(answer)
             assert time.monotonic() < deadline, f"{family} {labels}: not {value} but {found}"
+
+    def until_more(self, family: str, **labels: str) -> None:
+        """Looks until it is more than at the last look."""
+        before = self.value(family, **labels)
+        deadline = time.monotonic() + GENEROUS_SECONDS
+        while self.value(family, **labels) <= before:
+            assert time.monotonic() < deadline, f"{family} {labels} stays {before}"
+            self.look()
+
+    def take_part(self, request_id: str, tokens: int = 80, **context: bool | str) -> str:
+        """The arm of a request, which is its own unit."""
+        result = self.experimenter.generate_once(
+            PROMPT,
+            stop=Stop(tokens, min_output_tokens=tokens, ignore_eos=True),
+            experiment=Experiment(**context),
+            model="sample",
+            request_id=request_id,
+        )
+        assert result.accepted is not None
+        return result.accepted.arm
+
+    def record(self, request_id: str, metric: str, value: float, key: str = "") -> bool:
+        """Whether the outcome is in the spool."""
+        client = self.experimenter
+        return client.record_outcome(request_id, metric, value, key=key, patience=AT_ONCE).spooled
+
+    @contextlib.contextmanager
+    def store_away(self) -> Iterator[None]:
+        """Nobody can write to it."""
+        with contextlib.closing(sqlite3.connect(self.files.store, isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            yield
 
     def hold(
         self, tokens: int, priority: str = "normal", request_id: str = "", model: str = "sample"
@@ -597,10 +731,116 @@ def reload(world: World) -> None:
     replace(world.files.tokens, right)
 
 
+def start_lean(world: World) -> None:
+    client = world.experimenter
+    client.create_experiment(text_format.Parse(DEFINITION, experiment_pb2.Experiment()))
+    draft = client.experiment("lean")
+    client.start_experiment("lean", etag=draft.etag)
+    refused("etag", lambda: client.update_experiment(draft))
+
+
+def experiment(world: World) -> None:
+    """Requests take part, or do not, and what they turned out to be worth is recorded."""
+    start_lean(world)
+    arms: dict[str, str] = {}
+    while len({*arms.values()}) < 2:
+        name = f"unit {len(arms)}"
+        arms[name] = world.take_part(name)
+    assert {*arms.values()} == {"lean/wide", "lean/narrow"}
+    assert world.take_part("forced", force_arm="lean/wide") == "lean/wide"
+    assert world.take_part("left out", opt_out=True) == "none"
+
+    record = world.record
+    record("unit 0", "right", 1)
+    record("unit 0", "right", 1)
+    refused("outcome_conflict", lambda: record("unit 0", "right", 0))
+    refused("not_found", lambda: record("nosuch", "right", 1))
+    refused("invalid_request", lambda: record("unit 0", "wrong", 1))
+    refused("invalid_request", lambda: record("a\0b", "score", 1))  # which no store can hold
+    world.experiments.BatchRecordOutcomes(
+        experiment_pb2.BatchRecordOutcomesRequest(
+            outcomes=[{"request_id": "unit 0", "metric": "score", "value": 1}]
+        )
+    )
+    for window, late in ((Duration(nanos=1000), True), (Duration(seconds=3600), False)):
+        world.experimenter.update_experiment(
+            experiment_pb2.Experiment(name="lean", outcome_window=window), mask=["outcome_window"]
+        )
+        if late:
+            refused("outcome_late", lambda: record("unit 0", "score", 1, "late"))
+
+    [known] = world.experiments.ListExperiments(experiment_pb2.ListExperimentsRequest()).experiments
+    world.experiments.GetExperimentReport(
+        experiment_pb2.GetExperimentReportRequest(name=known.name)
+    )
+    world.experiments.PlanExperiment(
+        experiment_pb2.PlanExperimentRequest(kind="KIND_PROPORTION", rate=0.1, effect=0.03)
+    )
+
+
+def outage(world: World) -> None:
+    """Nobody can write to the store of experiments, and then they can again."""
+    bytes_, damaged = "epikv_experiment_spool_bytes", "epikv_experiment_spool_damaged_bytes"
+    with world.store_away():
+        assert world.record("unit 0", "score", 1, key="spooled")
+        world.until_more(bytes_)
+        world.until_more("epikv_experiment_store_outage_seconds_total")
+    world.until(bytes_, 0)
+
+    # A disk changes the last record, which a replay under way may have read before.
+    with world.store_away():
+        assert world.record("unit 0", "score", 1, key="kept")
+        assert world.record("unit 0", "score", 1, key="lost")
+        [segment] = world.files.spool.glob("*.spool")
+        with segment.open("r+b") as file:
+            file.seek(-1, SEEK_END)
+            last = file.read(1)
+            file.seek(-1, SEEK_END)
+            file.write(bytes([last[0] ^ 1]))
+        world.until_more("epikv_experiment_store_outage_seconds_total")
+    world.until_more(damaged)
+    world.until(bytes_, 0)
+
+    # Until there is no room for one more.
+    with world.store_away():
+        outcomes = [{"request_id": "nosuch", "metric": "score", "value": 1}] * 1000
+        while outcomes:
+            batch = experiment_pb2.BatchRecordOutcomesRequest(outcomes=outcomes)
+            results = world.experiments.BatchRecordOutcomes(batch).results
+            if any(result.code for result in results):
+                outcomes = outcomes[: len(outcomes) // 10]
+        assert world.take_part("unheard of").startswith("lean/")
+        world.until_more("epikv_experiment_records_total", fate="dropped")
+    world.until(bytes_, 0)
+    spooled, replayed = (
+        world.value("epikv_experiment_records_total", fate=fate) for fate in ("spooled", "replayed")
+    )
+    assert spooled - replayed == 1, "all come back but the one that the disk changed"
+
+
+def breach(world: World) -> None:
+    """The worse arm's guardrail stops the experiment."""
+    for number in count():
+        name = f"worse {number}"
+        arm = world.take_part(name, tokens=2)
+        if arm == "none":
+            break
+        world.record(name, "right", float(arm == "lean/wide"))
+    stopped = world.experimenter.stop_experiment("lean", reason="enough")
+    assert stopped.stop_reason == "guardrail/right/narrow"
+    world.until("epikv_experiments_running", 0)
+    assert world.value("epikv_experiment_guardrail_breaches_total") == 1
+
+
 def small(world: World) -> None:
-    """No series for a policy of its own, and little patience with slow readers."""
+    """No series for a policy, an arm or an experiment of its own; little patience with slow
+    readers."""
     ask = partial(world.client.generate_once, PROMPT, model="sample")
     ask(kv=Kv("sliding", 80), stop=Stop(120, min_output_tokens=120, ignore_eos=True))
+    start_lean(world)
+    assert world.take_part("unit 0").startswith("lean/")
+    world.until("epikv_experiments_running", 1)
+    assert "epikv_experiment_assignments_total" not in world.page
     held = world.hold(900)
     world.until("epikv_requests_finished_total", 1, reason="slow_reader")
     held.cancel()
@@ -617,7 +857,22 @@ def idle(world: World) -> None:
         ticks += world.value(clock) > before
 
 
-SCENARIOS = (probed, load, policies, refusals, crowd, late, broken, introspect, reload, operate)
+# What has stopped has series for ten minutes: it comes last.
+SCENARIOS = (
+    probed,
+    load,
+    policies,
+    refusals,
+    crowd,
+    late,
+    broken,
+    introspect,
+    reload,
+    operate,
+    experiment,
+    outage,
+    breach,
+)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -649,8 +904,12 @@ def refused_while_it_starts(address: str, token: str, served: threading.Event) -
 @contextlib.contextmanager
 def busy_world(files: Files) -> Iterator[World]:
     """A daemon with all that can be asked of one, already asked while it was starting."""
-    (token, line), (user, more) = new_token("olga", "operator"), new_token("ulf", "user")
-    files.tokens.write_text(line + more)
+    (token, *lines), (user, *more), (experimenter, *most) = (
+        new_token("olga", "operator"),
+        new_token("ulf", "user"),
+        new_token("erna", "experimenter"),
+    )
+    files.tokens.write_text("".join([*lines, *more, *most]))
     with create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     flags = [
@@ -667,6 +926,9 @@ def busy_world(files: Files) -> Iterator[World]:
         "--outbox_messages=8",
         "--outbox_bytes=1024",
         "--stream_stall_seconds=600",
+        f"--experiment_store={files.store}",
+        "--experiment_spool_bytes=1048576",
+        "--experiment_guardrail_seconds=0.2",
     ]
     served = threading.Event()
     starting = threading.Thread(target=refused_while_it_starts, args=(address, token, served))
@@ -675,7 +937,7 @@ def busy_world(files: Files) -> Iterator[World]:
         with Daemon(files.model, *flags, token=token) as daemon:
             served.set()
             starting.join()
-            world = World(daemon, files, token, user)
+            world = World(daemon, files, token, user, experimenter)
             at_start = moved({}, world.page)
             world.moved["start"] = {s for s in at_start if world.page[s.family].type != "gauge"}
             yield world
@@ -696,6 +958,7 @@ def observed(
         damaged=folder / "damaged.pt",
         odd=save(folder / "odd.pt"),
         windowed=windowed(folder / "windowed.pt"),
+        store=folder / "store.db",
     )
     with busy_world(files) as world:
         world.run(idle)
@@ -704,7 +967,9 @@ def observed(
         names = [policy.name for policy in world.client.policies(model="sample")]
         series = sum(not line.startswith("#") for line in text(world.daemon).splitlines())
         seen = Observed(world.moved, world.page, names, series, world.bound)
+    files.store = folder / "another.db"
     flags = (
+        f"--experiment_store={files.store}",
         f"--metrics_max_series={seen.least_series}",
         "--stream_stall_seconds=0.3",
         "--outbox_bytes=1024",
@@ -754,11 +1019,12 @@ def test_every_value_of_every_label_moves(observed: Observed, name: str) -> None
         assert {labels[label] for labels in of_family} == known - unmoved, label
 
 
-def test_the_page_keeps_its_promise(observed: Observed, sample_model: Path) -> None:
+def test_the_page_keeps_its_promise(observed: Observed, sample_model: Path, tmp_path: Path) -> None:
     promised = observed.families["epikv_metrics_series"].values[frozenset()]
     assert observed.least_series < observed.series <= promised
     least = observed.least_series
-    status, log = start(f"--model={sample_model}", f"--metrics_max_series={least - 1}")
+    store = f"--experiment_store={tmp_path / 'store.db'}"
+    status, log = start(f"--model={sample_model}", f"--metrics_max_series={least - 1}", store)
     assert status == 1 and f"raise it to at least {least}\n" in log, log
 
 
@@ -773,7 +1039,7 @@ def families(series: Set[Series]) -> set[str]:
 def row(name: str, expected: Expected, family: Family) -> str:
     cells = []
     for label, values in expected.labels.items():
-        closed = values not in (ANY, POLICIES, EVICTING) and label not in ("model", "arm")
+        closed = values not in (ANY, POLICIES, EVICTING) and label not in NAMING
         few = closed and len(values) <= 12
         cells.append(
             f"`{label}`" + (f" ({', '.join(v or 'empty' for v in values)})" if few else "")
