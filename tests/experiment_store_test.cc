@@ -310,6 +310,18 @@ TEST_P(ExperimentStoreTest, ARequestThatComesLaterFromASpoolGetsItsOutcomes) {
   EXPECT_THAT(Picture(*store_), ElementsAre("1: good/=1", "2: good/k=2"));
 }
 
+TEST_P(ExperimentStoreTest, RequestsThatComeTogetherPassOutcomesOn) {
+  Written(
+      *store_,
+      {Record(Begun{.id = "3", .client = "c", .at = 30}), Record(Seen{.client = "c", .at = 15})},
+      Source::kSpool);
+  Written(*store_,
+          {Record(Begun{.id = "1", .client = "c", .at = 10}),
+           Record(Begun{.id = "2", .client = "c", .at = 20})},
+          Source::kSpool);
+  EXPECT_THAT(Picture(*store_), ElementsAre("1: good/=1", "2:", "3:"));
+}
+
 // What spools of replicas leave does not depend on whose comes first, nor on what comes twice.
 TEST_P(ExperimentStoreTest, SpoolsMayComeInAnyOrderAndTwice) {
   std::mt19937 random(7);

@@ -62,8 +62,8 @@ int Run(const std::string& where, const std::string& folder, int64_t number) {
   Recorder recorder(**store, *std::move(spool), nobody,
                     {.max_batch = 50, .last_backoff = absl::Milliseconds(20)});
   for (;; ++number) {
-    // Fewer than a store can take: else an outage of a moment would fill spools for ever.
-    if (number % 4 == 0) absl::SleepFor(absl::Milliseconds(1));
+    // Fewer than a store can take: else what an outage of a moment has left would never end.
+    absl::SleepFor(absl::Milliseconds(1));
     turnstile.Enter();
     const std::string id = absl::StrCat("id", number), client = absl::StrCat("c", number);
     const double at = static_cast<double>(number) * 1e-3;

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <deque>
+#include <limits>
 #include <map>
 #include <random>
 #include <set>
@@ -48,6 +48,7 @@ class FakeStore final : public Store {
     ++calls_;
     mu_.Await(absl::Condition(&open_));
     if (!error_.ok()) return error_;
+    if (records.size() > most_) return absl::UnavailableError("too slow");
     for (const v1::ExperimentRecord& record : records) {
       if (NameOf(record) == "poison") return absl::InvalidArgumentError("poison");
     }
@@ -83,6 +84,11 @@ class FakeStore final : public Store {
     absl::MutexLock lock(&mu_);
     error_ = std::move(error);
   }
+  // Records that it writes at once.
+  void SetMost(size_t records) {
+    absl::MutexLock lock(&mu_);
+    most_ = records;
+  }
   // Calls wait while it is closed.
   void SetOpen(bool open) {
     absl::MutexLock lock(&mu_);
@@ -114,6 +120,7 @@ class FakeStore final : public Store {
   int calls_ ABSL_GUARDED_BY(mu_) = 0;
   bool open_ ABSL_GUARDED_BY(mu_) = true;
   absl::Status error_ ABSL_GUARDED_BY(mu_);
+  size_t most_ ABSL_GUARDED_BY(mu_) = std::numeric_limits<size_t>::max();
   std::vector<std::string> written_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::ExperimentRecord> records_ ABSL_GUARDED_BY(mu_);
   std::vector<size_t> batches_ ABSL_GUARDED_BY(mu_);
@@ -127,7 +134,11 @@ class Counts final : public RecorderObserver {
   void OnOrphaned(Recorded why) override { Add(absl::StrCat("orphaned ", int(why)), 1); }
   void OnDropped(int64_t records) override { Add("dropped", records); }
   void OnRefused(int64_t outcomes) override { Add("refused", outcomes); }
-  void OnOutage(const absl::Status&) override { Add("outages", 1); }
+  void OnOutage(const absl::Status& why) override {
+    Add("outages", 1);
+    absl::MutexLock lock(&mu_);
+    last_outage_ = why;
+  }
   void OnOutageTime(absl::Duration more) override {
     EXPECT_GE(more, absl::ZeroDuration());
     Add("outage times", 1);
@@ -142,10 +153,17 @@ class Counts final : public RecorderObserver {
     auto enough = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return counts_[name] >= count; };
     EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&enough), kGenerous)) << name;
   }
+  // Progress may take any time, standing still may not.
   void AwaitEmptySpool() {
     absl::MutexLock lock(&mu_);
-    auto empty = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return counts_["spool bytes"] == 0; };
-    EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&empty), kGenerous));
+    for (int64_t left = -1; left != 0;) {
+      left = counts_["spool bytes"];
+      auto less = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+        return counts_["spool bytes"] < left || counts_["spool bytes"] == 0;
+      };
+      ASSERT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&less), kGenerous))
+          << left << " bytes are left; " << last_outage_;
+    }
   }
   int64_t operator[](const std::string& name) {
     absl::MutexLock lock(&mu_);
@@ -159,6 +177,7 @@ class Counts final : public RecorderObserver {
   }
   absl::Mutex mu_;
   std::map<std::string, int64_t> counts_ ABSL_GUARDED_BY(mu_);
+  absl::Status last_outage_ ABSL_GUARDED_BY(mu_);
 };
 
 // What callers were told, in order.
@@ -302,6 +321,17 @@ TEST_F(RecorderTest, TheSpoolEndsThoughRecordsNeverStopComing) {
     answers_.Await(outcomes);  // so that there are always some to be written
   }
   EXPECT_THAT(outcomes, Lt(10'000u));
+}
+
+// A store that does only so much in its time.
+TEST_F(RecorderTest, ASlowStoreIsAskedForLessAtOnce) {
+  Start();
+  store_.FailWith(away_);
+  for (int i = 0; i < 100; ++i) Outcome(absl::StrCat(i));
+  answers_.Await(100);
+  store_.SetMost(3);
+  store_.FailWith(absl::OkStatus());
+  EXPECT_THAT(store_.AwaitWritten(100).back(), "99*");
 }
 
 TEST_F(RecorderTest, ALaterProcessFindsTheSpool) {
@@ -530,6 +560,13 @@ class Child {
     pollfd end{.fd = out_, .events = POLLIN, .revents = 0};
     EXPECT_EQ(poll(&end, 1, int(absl::ToInt64Milliseconds(kGenerous))), 1);
   }
+  // What it says until the store, not the spool, has acknowledged one.
+  std::string ReadUntilWritten() {
+    std::string text;
+    while (text.find('w') == text.npos && Read(text, kGenerous)) {
+    }
+    return text;
+  }
   // What it says for so long.
   std::string ReadFor(absl::Duration time) {
     std::string text;
@@ -608,11 +645,18 @@ TEST_P(KillTest, NothingAcknowledgedIsLostOrCountedTwice) {
     const bool away = random() % 4 == 0;
     if (away) place->GoAway();
     Child child(place->where(), folder.File("spool"), first);
-    if (random() % 4 != 0) child.AwaitFirstWord();  // else it may die in its start
-    std::string text = child.ReadFor(absl::Microseconds(random() % 80'000));
-    if (away) place->ComeBack();
-    if (away && random() % 2 == 0) text += child.ReadFor(absl::Microseconds(random() % 80'000));
+    // It dies in its start, after its first word, or once the spool of those before it is empty.
+    std::string text;
+    const uint32_t when = random() % 4;
+    if (when == 1) child.AwaitFirstWord();
+    if (when > 1 && !away) text = child.ReadUntilWritten();
+    text += child.ReadFor(absl::Microseconds(random() % 80'000));
+    if (away && random() % 2 == 0) {  // some see it come back
+      place->ComeBack();
+      text += child.ReadFor(absl::Microseconds(random() % 80'000));
+    }
     text += child.Kill();
+    place->ComeBack();
     all.Take(text);
     outages += away;
     // Some that were acknowledged come again: clients repeat what they have not heard.
@@ -625,7 +669,7 @@ TEST_P(KillTest, NothingAcknowledgedIsLostOrCountedTwice) {
   {
     Counts counts;
     const Recorder recorder(*store, *Spool::Open(folder.File("spool")), counts, kQuick);
-    counts.AwaitEmptySpool();
+    ASSERT_NO_FATAL_FAILURE(counts.AwaitEmptySpool());
   }
   std::map<int64_t, int> found;
   auto count = [&found](const RequestRow& row) {

@@ -150,57 +150,79 @@ void OutcomeJoiner::Began(const v1::RequestBegan& began) {
 }
 
 void OutcomeJoiner::Seen(const v1::OutcomeSeen& outcome, Recorded& result) {
+  // Of a spool it is joined once all requests of the batch are known, whatever their order.
+  if (source_ == Source::kSpool) return spooled_.push_back({&outcome, &result});
   const Requests& requests = requests_[{outcome.tenant(), outcome.request_id()}];
-  if (!requests.empty()) {
-    return Join(outcome, requests, source_ == Source::kNow ? Told::kNow : Told::kBefore, result);
+  if (requests.empty()) {
+    result = Recorded::kUnknownRequest;
+    return;
   }
-  result = source_ == Source::kNow ? Recorded::kUnknownRequest : Recorded::kWaiting;
-  if (source_ == Source::kNow) return;
-  new_waiting_.push_back({outcome.tenant(), outcome.request_id(), outcome.metric(), outcome.key(),
-                          outcome.value(), MicrosOf(outcome.time()), MicrosOf(outcome.received())});
+  const Request& newest = requests.back();
+  joined_.push_back({.outcome = &outcome,
+                     .request = newest,
+                     .near = Near(requests, requests.end() - 1),
+                     .received_us = std::max(MicrosOf(outcome.received()), newest.began_us),
+                     .result = &result});
 }
 
-void OutcomeJoiner::Join(const v1::OutcomeSeen& outcome, const Requests& requests, Told told,
-                         Recorded& result) {
+OutcomeJoiner::Requests OutcomeJoiner::Near(const Requests& requests,
+                                            Requests::const_iterator request) {
+  return {request - std::min(kNear, request - requests.begin()),
+          request + std::min(kNear, requests.end() - request)};
+}
+
+// Told before: of the newest that began by then; of the oldest where the clocks of two replicas
+// leave none. False: no request at all.
+bool OutcomeJoiner::JoinByTime(const v1::OutcomeSeen& outcome, Recorded& result) {
+  const Requests& requests = requests_[{outcome.tenant(), outcome.request_id()}];
+  if (requests.empty()) return false;
   const int64_t received_us = MicrosOf(outcome.received());
-  auto at = requests.end();
-  // Told before: the newest that began by then; the oldest where the clocks of two replicas leave
-  // none.
-  if (told == Told::kBefore) {
-    at = std::upper_bound(requests.begin(), requests.end(), received_us,
-                          [](int64_t us, const Request& request) { return us < request.began_us; });
-  }
+  auto at =
+      std::upper_bound(requests.begin(), requests.end(), received_us,
+                       [](int64_t us, const Request& request) { return us < request.began_us; });
   if (at != requests.begin()) --at;
-  const auto first = at - std::min(kNear, at - requests.begin());
-  const auto last = at + std::min(kNear, requests.end() - at);
-  joined_.push_back(
-      {.outcome = &outcome,
-       .request = *at,
-       .near = Requests(first, last),
-       .received_us = told == Told::kNow ? std::max(received_us, at->began_us) : received_us,
-       .result = &result});
+  joined_.push_back({.outcome = &outcome,
+                     .request = *at,
+                     .near = Near(requests, at),
+                     .received_us = received_us,
+                     .result = &result});
+  return true;
 }
 
-void OutcomeJoiner::JoinWaiting() {
+void OutcomeJoiner::JoinSpooled() {
+  for (const auto& [outcome, result] : spooled_) {
+    if (JoinByTime(*outcome, *result)) continue;
+    *result = Recorded::kWaiting;
+    new_waiting_.push_back({outcome->tenant(), outcome->request_id(), outcome->metric(),
+                            outcome->key(), outcome->value(), MicrosOf(outcome->time()),
+                            MicrosOf(outcome->received())});
+  }
   for (const v1::OutcomeSeen& outcome : waiting_) {
-    const Requests& requests = requests_[{outcome.tenant(), outcome.request_id()}];
-    if (requests.empty()) continue;  // its request is not what it seemed, and it waits on
-    Join(outcome, requests, Told::kBefore, waiting_result_);
+    if (!JoinByTime(outcome, waiting_result_)) continue;
     no_longer_waiting_.push_back({outcome.tenant(), outcome.request_id(), outcome.metric(),
                                   outcome.key(), MicrosOf(outcome.received())});
   }
 }
 
 absl::Status OutcomeJoiner::Write() {
-  for (absl::string_view take : {kTakeFromEarlier, kTakeFromLater}) {
-    if (absl::Status status = session_.RunEach(take, late_requests_); !status.ok()) return status;
-  }
-  JoinWaiting();
+  if (absl::Status status = MoveKept(); !status.ok()) return status;
+  JoinSpooled();
   if (absl::Status status = LoadKept(); !status.ok()) return status;
   for (const Joined& joined : joined_) *joined.result = Settle(joined);
   absl::Status status = session_.RunEach(kInsertOutcome, new_outcomes_);
   if (status.ok()) status = session_.RunEach(kInsertWaiting, new_waiting_);
   if (status.ok()) status = session_.RunEach(kDeleteWaiting, no_longer_waiting_);
+  return status;
+}
+
+// To the late requests what is theirs. Each takes from its neighbour only, so that what is to go
+// further goes from one of them to the next.
+absl::Status OutcomeJoiner::MoveKept() {
+  std::sort(late_requests_.begin(), late_requests_.end(),
+            [](const SqlRow& a, const SqlRow& b) { return IntOf(a[3]) < IntOf(b[3]); });
+  absl::Status status = session_.RunEach(kTakeFromEarlier, late_requests_);
+  std::reverse(late_requests_.begin(), late_requests_.end());
+  if (status.ok()) status = session_.RunEach(kTakeFromLater, late_requests_);
   return status;
 }
 

@@ -60,10 +60,10 @@ class OutcomeJoiner {
   absl::Status LoadWaiting(absl::Span<const v1::ExperimentRecord> records);
   absl::Status LoadClients(absl::Span<const v1::ExperimentRecord> records);
   Request& RequestOf(const Client& client, const std::string& id, int64_t began_us);
-  // Not before its time where it has waited, else as the source says.
-  enum class Told { kNow, kBefore };
-  void Join(const v1::OutcomeSeen& outcome, const Requests& requests, Told told, Recorded& result);
-  void JoinWaiting();
+  static Requests Near(const Requests& requests, Requests::const_iterator request);
+  bool JoinByTime(const v1::OutcomeSeen& outcome, Recorded& result);
+  void JoinSpooled();
+  absl::Status MoveKept();
   absl::Status LoadKept();
   Recorded Settle(const Joined& joined);
   bool CameBefore(const Joined& joined) const;
@@ -73,11 +73,13 @@ class OutcomeJoiner {
   const Definitions& definitions_;
   const Source source_;
   std::map<Client, Requests> requests_;  // as far as loaded, and new ones
+  std::vector<std::pair<const v1::OutcomeSeen*, Recorded*>> spooled_;
   std::vector<v1::OutcomeSeen> waiting_;
   Recorded waiting_result_ = Recorded::kWaiting;  // nobody asks for it
   std::vector<Joined> joined_;
   std::map<OutcomeId, Kept> kept_;
-  std::vector<SqlRow> late_requests_, new_outcomes_, new_waiting_, no_longer_waiting_;
+  std::vector<SqlRow> late_requests_;  // id, tenant, request_id, began_us
+  std::vector<SqlRow> new_outcomes_, new_waiting_, no_longer_waiting_;
 };
 
 }  // namespace epikv

@@ -28,6 +28,7 @@ Recorder::Recorder(Store& store, std::unique_ptr<Spool> spool, RecorderObserver&
       observer_(observer),
       options_(options),
       spool_(std::move(spool)),
+      replayed_batch_(options.max_batch),
       next_try_(SteadyTime()) {
   TellSpool();
   thread_ = std::thread([this] { Run(); });
@@ -161,12 +162,16 @@ void Recorder::Replay() {
     absl::MutexLock lock(&mu_);
     if (flush_until_.has_value()) return;
   }
-  const absl::StatusOr<Spool::Batch> batch = spool_->Read(kReplayedBatches * options_.max_batch);
+  const absl::StatusOr<Spool::Batch> batch = spool_->Read(replayed_batch_);
   if (!batch.ok()) return StoreIsAway(batch.status());
   const size_t written = Write(batch->records, Source::kSpool,
                                [this](size_t, const auto& recorded) { Count(recorded); });
-  // If not all are there, all come again: those that are do not change.
-  if (written < batch->records.size()) return;
+  // If not all are there, all come again: those that are do not change. But fewer at once: a store
+  // that is slow must not be asked for ever for more than it does in its time.
+  const bool all = written == batch->records.size();
+  replayed_batch_ = all ? std::min(2 * replayed_batch_, kReplayedBatches * options_.max_batch)
+                        : std::max(replayed_batch_ / 2, size_t{1});
+  if (!all) return;
   spool_->Remove(*batch);
   observer_.OnReplayed(static_cast<int64_t>(written));
   TellSpool();

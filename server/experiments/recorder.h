@@ -118,6 +118,7 @@ class Recorder {
   // Of the thread.
   const std::unique_ptr<Spool> spool_;
   absl::Status spool_error_;  // of the last Append
+  size_t replayed_batch_;     // records
   bool away_ = false;
   absl::Duration backoff_;
   // By SteadyTime.
