@@ -30,6 +30,7 @@ using google::protobuf::util::FieldMaskUtil;
 constexpr int kMaxOutcomes = 1000;  // of one call
 constexpr size_t kMaxReasonBytes = 1024;
 constexpr uint32_t kMaxPoints = 200;
+constexpr size_t kMaxRequestIdBytes = 128, kMaxTenantBytes = 64;
 // google.protobuf.Timestamp holds the years 1 to 9999.
 constexpr int64_t kFirstSecond = -62135596800, kLastSecond = 253402300799;
 // A request's record may be on its way to a store that another replica reads.
@@ -91,6 +92,12 @@ std::vector<FieldViolation> CheckOutcome(const v1::RecordOutcomeRequest& request
     if (!ok) violations.push_back({field, std::move(must)});
   };
   require(!request.request_id().empty(), "request_id", "is empty");
+  // As of requests themselves.
+  require(
+      request.request_id().size() <= kMaxRequestIdBytes, "request_id",
+      absl::StrCat("has ", request.request_id().size(), " bytes, at most ", kMaxRequestIdBytes));
+  require(request.tenant().size() <= kMaxTenantBytes, "tenant",
+          absl::StrCat("has ", request.tenant().size(), " bytes, at most ", kMaxTenantBytes));
   require(std::isfinite(request.value()), "value", "must be a finite number");
   require(request.idempotency_key().size() <= kMaxKeyBytes, "idempotency_key",
           absl::StrCat("has ", request.idempotency_key().size(), " bytes, at most ", kMaxKeyBytes));

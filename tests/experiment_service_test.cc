@@ -254,6 +254,9 @@ TEST_F(ExperimentServiceTest, AnOutcomeThatCannotCountIsRefused) {
               ElementsAre("request_id", "value"));
   EXPECT_THAT(FieldsIn(Record(Outcome("r-1", "score", 1, std::string(65, 'k')))),
               ElementsAre("idempotency_key"));
+  v1::RecordOutcomeRequest longest = Outcome(std::string(129, 'r'), "score", 1);
+  longest.set_tenant(std::string(65, 't'));
+  EXPECT_THAT(FieldsIn(Record(longest)), ElementsAre("request_id", "tenant"));
   v1::RecordOutcomeRequest late = Outcome("r-1", "score", 1);
   late.mutable_time()->set_seconds(std::numeric_limits<int64_t>::max());
   EXPECT_THAT(FieldsIn(Record(late)), ElementsAre("time"));

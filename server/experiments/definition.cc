@@ -205,8 +205,8 @@ void Checker::CheckMetrics() {
                                               "'; known: ", KnownMetrics()));
     }
     if (!guarded.insert(guardrail.metric()).second) {
-      Violate(field + ".metric", absl::StrCat("'", ShortName(guardrail.metric()),
-                                              "' has a guardrail already"));
+      Violate(field + ".metric",
+              absl::StrCat("'", ShortName(guardrail.metric()), "' has a guardrail already"));
     }
     if (IsNeither(guardrail.metric())) {
       Violate(field + ".metric",
@@ -222,6 +222,12 @@ void Checker::CheckMetrics() {
 void Checker::CheckTimes() {
   if (!(experiment_.alpha() > 0 && experiment_.alpha() < 0.5)) {
     Violate("alpha", absl::StrCat("must be in (0, 0.5), is ", experiment_.alpha()));
+  }
+  // google.protobuf.Timestamp holds the years 1 to 9999.
+  constexpr int64_t kFirstSecond = -62135596800, kLastSecond = 253402300799;
+  const int64_t end = experiment_.end_time().seconds();
+  if (end < kFirstSecond || end > kLastSecond) {
+    Violate("end_time", "must be of the years 1 to 9999");
   }
   const absl::Duration window = DurationOf(experiment_.outcome_window());
   if (window <= absl::ZeroDuration() || window > kLongestOutcomeWindow) {
