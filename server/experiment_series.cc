@@ -1,7 +1,5 @@
 #include "server/experiment_series.h"
 
-#include <google/protobuf/util/message_differencer.h>
-
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -114,9 +112,9 @@ ExperimentSeries::ExperimentSeries(SeriesBudget& budget)
       records_(declare_.Counters(
           "epikv_experiment_records_total",
           "Records of experiments (a request began, it ended, an outcome) by what became of them: "
-          "written to the store, at once or replayed from the spool, spooled meanwhile; dropped "
-          "or, "
-          "of outcomes, refused, since neither could take them.",
+          "written, which the store has settled at once, orphans among them; spooled while it was "
+          "away, and replayed since; dropped or, of outcomes, refused, since neither could take "
+          "them.",
           std::size(kFates))),
       written_(records_.Add({{"fate", "written"}})),
       replayed_(records_.Add({{"fate", "replayed"}})),
@@ -124,7 +122,8 @@ ExperimentSeries::ExperimentSeries(SeriesBudget& budget)
       dropped_(records_.Add({{"fate", "dropped"}})),
       refused_(records_.Add({{"fate", "refused"}})),
       orphaned_(declare_.Counters("epikv_outcomes_orphaned_total",
-                                  "Outcomes that count for no request, by why.",
+                                  "Outcomes that count for no request, or not yet (waiting), and "
+                                  "ends of requests whose beginning was dropped, by why.",
                                   std::size(kOrphans))),
       outage_seconds_(declare_
                           .Counters("epikv_experiment_store_outage_seconds_total",
@@ -136,10 +135,10 @@ ExperimentSeries::ExperimentSeries(SeriesBudget& budget)
                        .Add({})),
       spool_damaged_bytes_(
           declare_
-              .Gauges("epikv_experiment_spool_damaged_bytes",
-                      "Bytes of the spool that could not be read, since the start: "
-                      "what a crash cut off, or what a disk has changed.",
-                      1)
+              .Counters("epikv_experiment_spool_damaged_bytes_total",
+                        "Bytes of the spool that could not be read: what a crash cut off, or what "
+                        "a disk has changed.",
+                        1)
               .Add({})),
       running_(declare_.Gauges("epikv_experiments_running", "Experiments that run.", 1).Add({})) {
   for (absl::string_view why : kOrphans) orphaned_.Add({{"reason", std::string(why)}});
@@ -207,7 +206,7 @@ void ExperimentSeries::OnOutageTime(absl::Duration more) {
 
 void ExperimentSeries::OnSpool(int64_t bytes, SpoolDamage damage) {
   spool_bytes_.Set(AsDouble(bytes));
-  spool_damaged_bytes_.Set(AsDouble(damage.bytes));
+  spool_damaged_bytes_.Increment(AsDouble(damage.bytes) - spool_damaged_bytes_.Value());
 }
 
 std::vector<prometheus::MetricFamily> ExperimentSeries::Collect() const {

@@ -64,7 +64,9 @@ class ExperimentSeries final : public RecorderObserver {
   prometheus::Counter &written_, &replayed_, &spooled_, &dropped_, &refused_;
   prometheus::Family<prometheus::Counter>& orphaned_;
   prometheus::Counter& outage_seconds_;
-  prometheus::Gauge &spool_bytes_, &spool_damaged_bytes_, &running_;
+  prometheus::Gauge& spool_bytes_;
+  prometheus::Counter& spool_damaged_bytes_;
+  prometheus::Gauge& running_;
   mutable absl::Mutex mu_;
   std::map<std::string, std::unique_ptr<OfExperiment>, std::less<>> experiments_
       ABSL_GUARDED_BY(mu_);

@@ -525,6 +525,9 @@ ROWS = {
         alpha=0.5,
         outcome_window={},
     ),
+    "an end that no calendar has": undefined(
+        {"end_time": ["1 to 9999"]}, end_time={"seconds": 10**15}
+    ),
     # ... and whatever else is asked of one.
     "what an update may not set": Row(
         experiment_pb2.UpdateExperimentRequest(
@@ -586,6 +589,12 @@ ROWS = {
         idempotency_key="k" * 65,
         metric="m" * 65,
         time={"seconds": 2**62},
+    ),
+    # No request has them, and no index of a database has to.
+    "an outcome of what no request is called": uncounted(
+        {"request_id": ["129", "128"], "tenant": ["65", "64"]},
+        request_id="i" * 129,
+        tenant="t" * 65,
     ),
     "an outcome that is no proportion": uncounted(
         {"value": ["0 or 1", "'right'"]}, metric="right", value=0.5

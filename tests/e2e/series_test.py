@@ -243,13 +243,9 @@ FAMILIES: dict[str, Expected] = {
             )
         },
         epikv_experiment_store_outage_seconds_total={},
+        epikv_experiment_spool_damaged_bytes_total={},
     ),
-    **of(
-        "gauge",
-        "outage",
-        epikv_experiment_spool_bytes={},
-        epikv_experiment_spool_damaged_bytes={},
-    ),
+    **of("gauge", "outage", epikv_experiment_spool_bytes={}),
     **of(
         "counter",
         "breach",
@@ -780,7 +776,7 @@ def experiment(world: World) -> None:
 
 def outage(world: World) -> None:
     """Nobody can write to the store of experiments, and then they can again."""
-    bytes_, damaged = "epikv_experiment_spool_bytes", "epikv_experiment_spool_damaged_bytes"
+    bytes_, damaged = "epikv_experiment_spool_bytes", "epikv_experiment_spool_damaged_bytes_total"
     with world.store_away():
         assert world.record("unit 0", "score", 1, key="spooled")
         world.until_more(bytes_)
