@@ -48,6 +48,12 @@ grpc::Status Invalid(std::vector<FieldViolation> violations) {
   return ToGrpc(InvalidRequest(std::move(violations)));
 }
 
+// Why is in the log: it may name files and hosts.
+grpc::Status StoreIsAway() {
+  return Unavailable(kStoreUnavailable, "the experiment store cannot be reached; try again",
+                     kStoreRetryDelay);
+}
+
 // What a store says of an experiment.
 grpc::Status Failure(const absl::Status& status, const std::string& name) {
   switch (status.code()) {
@@ -56,7 +62,7 @@ grpc::Status Failure(const absl::Status& status, const std::string& name) {
     case absl::StatusCode::kAlreadyExists:
       return AlreadyExists("experiment", name, absl::StrCat("there is an experiment '", name, "'"));
     case absl::StatusCode::kUnavailable:
-      return Unavailable(kStoreUnavailable, status.message(), kStoreRetryDelay);
+      return StoreIsAway();
     default:
       return ToGrpc(status);
   }
@@ -123,9 +129,7 @@ std::vector<FieldViolation> CheckOutcome(const v1::RecordOutcomeRequest& request
 
 Answer<v1::RecordOutcomeResponse> AnswerOf(const absl::StatusOr<Recorded>& recorded,
                                            const v1::OutcomeSeen& outcome) {
-  if (!recorded.ok()) {
-    return Unavailable(kStoreUnavailable, recorded.status().message(), kStoreRetryDelay);
-  }
+  if (!recorded.ok()) return StoreIsAway();
   v1::RecordOutcomeResponse response;
   switch (*recorded) {
     case Recorded::kWritten:

@@ -420,22 +420,20 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope
   scope.entry().set_tenant(ForLog(tenant));
   asked.options.arrival = scope.start();
   asked.options.deadline = DeadlineOf(scope.context());
-  std::optional<v1::RequestBegan> part;
+  Dealt dealt;
   if constexpr (std::is_same_v<Message, v1::GenerateRequest>) {
-    auto dealt = Deal(scope, message, model, asked);
-    if (auto* refusal = std::get_if<grpc::Status>(&dealt)) {
+    auto result = Deal(scope, message, model, asked);
+    if (auto* refusal = std::get_if<grpc::Status>(&result)) {
       model.metrics->OnRejected(kPermissionDenied);
       return std::move(*refusal);
     }
-    part = std::get<std::optional<v1::RequestBegan>>(std::move(dealt));
+    dealt = std::get<Dealt>(std::move(result));
   }
   const DeltaOptions deltas = asked.deltas;
   std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);
   const auto* rejection = std::get_if<Rejection>(&resolved);
   // What is refused whatever its arm says nothing of arms.
-  if (part.has_value() && (rejection == nullptr || ConcernsKv(*rejection))) {
-    TakePart(scope, *std::move(part));
-  }
+  if (rejection == nullptr || ConcernsKv(*rejection)) TakePart(scope, std::move(dealt));
   if (rejection != nullptr) {
     model.metrics->OnRejected(rejection->reason);
     return ToGrpc(*rejection);
@@ -443,7 +441,7 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope
   return Prepared{.request = std::get<Request>(std::move(resolved)), .deltas = deltas};
 }
 
-std::variant<std::optional<v1::RequestBegan>, grpc::Status> GenerationService::Deal(
+std::variant<GenerationService::Dealt, grpc::Status> GenerationService::Deal(
     const CallScope& scope, const v1::GenerateRequest& message, const ServedModel& model,
     AskedRequest& asked) {
   for (FieldViolation& violation : CheckContext(message)) {
@@ -456,7 +454,7 @@ std::variant<std::optional<v1::RequestBegan>, grpc::Status> GenerationService::D
     if (!message.experiment().force_arm().empty()) {
       asked.violations.push_back({"experiment.force_arm", "there are no experiments here"});
     }
-    return std::nullopt;
+    return Dealt();
   }
   const auto prompt_tokens = static_cast<int64_t>(asked.options.prompt.size());
   const Subject subject{.request = message,
@@ -469,24 +467,27 @@ std::variant<std::optional<v1::RequestBegan>, grpc::Status> GenerationService::D
   if (!assignment.ok()) {
     asked.violations.push_back(
         {"experiment.force_arm", std::string(assignment.status().message())});
-    return std::nullopt;
+    return Dealt();
   }
-  if (assignment->parts.empty()) return std::nullopt;
+  Dealt dealt{.began = std::nullopt, .excluded = std::move(assignment->excluded)};
+  if (assignment->parts.empty()) return dealt;
   SetKv(assignment->kv, asked);
   asked.options.arm = assignment->arm;
   v1::RequestBegan began = BeganOf(subject, *assignment);
   began.set_id(NewRequestId());
   began.set_tenant(asked.options.scheduling.tenant);
   *began.mutable_time() = TimestampProto(scope.start());
-  return began;
+  dealt.began = std::move(began);
+  return dealt;
 }
 
 // Once a call: a request that meets its model's successor has begun already.
-void GenerationService::TakePart(CallScope& scope, v1::RequestBegan began) {
-  if (scope.has_on_close()) return;
-  scope.OnClose([experiments = options_.experiments, id = began.id()](
+void GenerationService::TakePart(CallScope& scope, Dealt dealt) {
+  if (!dealt.excluded.empty()) options_.experiments->OnExcluded(dealt.excluded);
+  if (!dealt.began.has_value() || scope.has_on_close()) return;
+  scope.OnClose([experiments = options_.experiments, id = dealt.began->id()](
                     const v1::AccessLogEntry& entry) { experiments->OnEnded(EndOf(id, entry)); });
-  options_.experiments->OnBegan(std::move(began));
+  options_.experiments->OnBegan(*std::move(dealt.began));
 }
 
 // Outboxes do not keep their model: the engine, which drops them last, cannot end on its own

@@ -90,12 +90,15 @@ class GenerationService final
   template <typename Message>
   std::variant<Prepared, grpc::Status> Prepare(CallScope& scope, const Message& message,
                                                const ServedModel& model);
-  // Gives a request the options of its arms; what is to be told of it if it takes part in any
-  // experiment.
-  std::variant<std::optional<v1::RequestBegan>, grpc::Status> Deal(
-      const CallScope& scope, const v1::GenerateRequest& message, const ServedModel& model,
-      AskedRequest& asked);
-  void TakePart(CallScope& scope, v1::RequestBegan began);
+  // What experiments are to be told of a request if it is taken.
+  struct Dealt {
+    std::optional<v1::RequestBegan> began;  // it takes part in some
+    std::vector<std::string> excluded;      // see Assignment
+  };
+  // Gives a request the options of its arms.
+  std::variant<Dealt, grpc::Status> Deal(const CallScope& scope, const v1::GenerateRequest& message,
+                                         const ServedModel& model, AskedRequest& asked);
+  void TakePart(CallScope& scope, Dealt dealt);
   // entry: of the call, which gets to know how its request ended.
   OutboxHooks HooksOf(const ModelPtr& model, const std::string& request_id,
                       v1::AccessLogEntry& entry);

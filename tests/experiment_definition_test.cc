@@ -84,6 +84,8 @@ INSTANTIATE_TEST_SUITE_P(
               {"experiment.guardrails[1].metric", "experiment.guardrails[1].margin"}},
         Fault{R"(guardrails { metric: "failed" })", {"experiment.guardrails[1].metric"}},
         Fault{R"(guardrails { metric: "kv_evicted_tokens" })", {"experiment.guardrails[1].metric"}},
+        Fault{R"(eligibility { labels { key: "" value: "x" } })",
+              {"experiment.eligibility.labels"}},
         Fault{R"(alpha: 0.5)", {"experiment.alpha"}},
         Fault{R"(end_time { seconds: 999999999999 })", {"experiment.end_time"}},
         Fault{R"(outcome_window { seconds: 0 })", {"experiment.outcome_window"}},

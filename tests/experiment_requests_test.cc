@@ -23,13 +23,19 @@
 namespace epikv {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 // Keeps what it is told. Thread-safe.
 class FakeExperiments final : public Participation {
  public:
   absl::StatusOr<Assignment> Assign(const Subject& subject) override {
     return live.Assign(subject);
+  }
+  void OnExcluded(const std::vector<std::string>& experiments) override {
+    absl::MutexLock lock(&mu_);
+    excluded_.insert(excluded_.end(), experiments.begin(), experiments.end());
   }
   void OnBegan(v1::RequestBegan began) override {
     absl::MutexLock lock(&mu_);
@@ -43,6 +49,10 @@ class FakeExperiments final : public Participation {
   std::vector<v1::RequestBegan> began() const {
     absl::MutexLock lock(&mu_);
     return began_;
+  }
+  std::vector<std::string> excluded() const {
+    absl::MutexLock lock(&mu_);
+    return excluded_;
   }
   // Of the one request that took part.
   v1::RequestEnded AwaitEnd() const {
@@ -60,6 +70,7 @@ class FakeExperiments final : public Participation {
 
  private:
   mutable absl::Mutex mu_;
+  std::vector<std::string> excluded_ ABSL_GUARDED_BY(mu_);
   std::vector<v1::RequestBegan> began_ ABSL_GUARDED_BY(mu_);
   std::map<std::string, std::vector<v1::RequestEnded>> ended_ ABSL_GUARDED_BY(mu_);
 };
@@ -165,13 +176,18 @@ TEST_F(ExperimentRequestsTest, ARequestWithoutAUnitIsItsOwn) {
   EXPECT_FALSE(experiments_.began().front().parts(0).exposed()) << "5 tokens never pass 24";
 }
 
-TEST_F(ExperimentRequestsTest, OptingOutLeavesNoTrace) {
+TEST_F(ExperimentRequestsTest, OptingOutIsCountedOnceItIsTakenAndLeavesNoOtherTrace) {
   v1::GenerateRequest request = Asked(10, 50, "");
   request.mutable_experiment()->set_opt_out(true);
+  request.mutable_sampling()->set_temperature(-1);
+  EXPECT_FALSE(Once(request).ok());
+  EXPECT_THAT(experiments_.excluded(), IsEmpty());
+  request.clear_sampling();
   ASSERT_TRUE(Once(request).ok());
   EXPECT_EQ(result_.accepted().arm(), "none");
   EXPECT_EQ(result_.accepted().kv().policy(), "full");
   EXPECT_TRUE(experiments_.began().empty());
+  EXPECT_THAT(experiments_.excluded(), ElementsAre("lean"));
 }
 
 // A lean arm may refuse what the other takes: that is an outcome.

@@ -60,7 +60,11 @@ class FakeStore final : public Store {
     return std::vector<Recorded>(records.size(), Recorded::kWritten);
   }
   absl::StatusOr<Definitions> Experiments() override { return absl::UnimplementedError(""); }
-  absl::StatusOr<int64_t> Revision() override { return absl::UnimplementedError(""); }
+  absl::StatusOr<int64_t> Revision() override {
+    absl::MutexLock lock(&mu_);
+    if (!error_.ok()) return error_;
+    return ++found_;
+  }
   absl::StatusOr<v1::Experiment> Create(const v1::Experiment&) override {
     return absl::UnimplementedError("");
   }
@@ -99,6 +103,12 @@ class FakeStore final : public Store {
     auto enough = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return calls_ >= calls; };
     EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&enough), kGenerous));
   }
+  // Until it was looked for, and found.
+  void AwaitFound() {
+    absl::MutexLock lock(&mu_);
+    auto found = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return found_ > 0; };
+    EXPECT_TRUE(mu_.AwaitWithTimeout(absl::Condition(&found), kGenerous));
+  }
   // Names in the order of writing; those of a spool with a star.
   std::vector<std::string> AwaitWritten(size_t records) {
     absl::MutexLock lock(&mu_);
@@ -118,6 +128,7 @@ class FakeStore final : public Store {
  private:
   absl::Mutex mu_;
   int calls_ ABSL_GUARDED_BY(mu_) = 0;
+  int found_ ABSL_GUARDED_BY(mu_) = 0;
   bool open_ ABSL_GUARDED_BY(mu_) = true;
   absl::Status error_ ABSL_GUARDED_BY(mu_);
   size_t most_ ABSL_GUARDED_BY(mu_) = std::numeric_limits<size_t>::max();
@@ -289,6 +300,23 @@ TEST_F(RecorderTest, AnOutageGoesToTheSpoolAndBackInOrder) {
   EXPECT_THAT(answers_.Await(5), Contains("after written"));
   EXPECT_EQ(counts_["spooled"], 6);
   EXPECT_EQ(counts_["spool bytes"], 0);
+  EXPECT_EQ(counts_["outages"], 1);
+}
+
+TEST_F(RecorderTest, AnOutageEndsThoughNothingIsLeftToBeWritten) {
+  Start(kQuick, {.max_bytes = 0});
+  store_.FailWith(away_);
+  Outcome("1");
+  EXPECT_THAT(answers_.Await(1), ElementsAre("1 RESOURCE_EXHAUSTED"));
+  counts_.Await("outage times", 3);
+  store_.FailWith(absl::OkStatus());
+  store_.AwaitFound();
+  Outcome("2");
+  EXPECT_THAT(answers_.Await(2), Contains("2 written"));
+  const int64_t times = counts_["outage times"];
+  Outcome("3");
+  answers_.Await(3);
+  EXPECT_EQ(counts_["outage times"], times);
   EXPECT_EQ(counts_["outages"], 1);
 }
 

@@ -157,6 +157,12 @@ void Checker::CheckTraffic() {
     Violate("eligibility.labels", absl::StrCat("has ", experiment_.eligibility().labels_size(),
                                                " items, at most ", kMaxLabels));
   }
+  for (const auto& [key, value] : experiment_.eligibility().labels()) {
+    if (!key.empty() && key.size() <= kMaxLabelBytes && value.size() <= kMaxLabelBytes) continue;
+    Violate("eligibility.labels",
+            absl::StrCat("keys must have 1 to ", kMaxLabelBytes, " bytes, values at most as many"));
+    break;
+  }
 }
 
 void Checker::CheckMetrics() {

@@ -11,6 +11,7 @@
 #include "server/experiments/report.h"
 #include "server/experiments/spool.h"
 #include "server/experiments/sql_store.h"
+#include "server/experiments/steady_time.h"
 
 namespace epikv {
 namespace {
@@ -62,10 +63,11 @@ Experiments::~Experiments() {
 }
 
 absl::StatusOr<Assignment> Experiments::Assign(const Subject& subject) {
-  absl::StatusOr<Assignment> assignment = live_.Assign(subject);
-  if (!assignment.ok()) return assignment;
-  for (const std::string& experiment : assignment->excluded) series_.OnExcluded(experiment);
-  return assignment;
+  return live_.Assign(subject);
+}
+
+void Experiments::OnExcluded(const std::vector<std::string>& experiments) {
+  for (const std::string& experiment : experiments) series_.OnExcluded(experiment);
 }
 
 void Experiments::OnBegan(v1::RequestBegan began) {
@@ -128,6 +130,7 @@ void Experiments::Keep() {
       revision = revision_;
     }
     const absl::StatusOr<int64_t> stored = store_->Revision();
+    Tell(stored.status());
     if (stored.ok() && *stored != revision) Refresh();
   }
 }
@@ -136,7 +139,9 @@ void Experiments::Keep() {
 void Experiments::KeepSeries(absl::Time now) {
   std::vector<v1::Experiment> kept;
   std::set<std::string, std::less<>> arms;
-  for (const v1::Experiment& experiment : *known()) {
+  absl::MutexLock lock(&series_mu_);
+  const auto known = this->known();
+  for (const v1::Experiment& experiment : *known) {
     const bool of_late = experiment.state() == v1::Experiment::STATE_STOPPED &&
                          now < TimeOf(experiment.stop_time()) + kSeriesOutlive;
     if (!Runs(experiment) && !of_late) continue;
@@ -153,13 +158,15 @@ void Experiments::StopEnded(absl::Time now) {
   auto ended = [now](const v1::Experiment& experiment) {
     return experiment.has_end_time() && TimeOf(experiment.end_time()) <= now;
   };
-  for (const v1::Experiment& experiment : *known()) {
-    if (Runs(experiment) && ended(experiment)) StopNow(experiment.name(), "end_time", ended);
+  const auto known = this->known();
+  for (const v1::Experiment& experiment : *known) {
+    if (!Runs(experiment) || !ended(experiment)) continue;
+    if (StopNow(experiment.name(), "end_time", ended)) Refresh();
   }
 }
 
 // Another replica may be faster: then there is nothing to do.
-void Experiments::StopNow(const std::string& name, const std::string& reason,
+bool Experiments::StopNow(const std::string& name, const std::string& reason,
                           absl::FunctionRef<bool(const v1::Experiment&)> still) {
   bool stopped = false;
   const absl::StatusOr<v1::Experiment> changed = store_->Change(
@@ -169,42 +176,58 @@ void Experiments::StopNow(const std::string& name, const std::string& reason,
         if (!stopped) return found;
         return Stopped(*found, reason, absl::Now());
       });
-  if (!changed.ok() || !stopped) return;
+  if (!changed.ok() || !stopped) return false;
   log_.Warn(absl::StrCat("experiment '", name, "' was stopped: ", reason));
-  Refresh();
+  return true;
 }
 
 // Reading takes longer as records grow: it takes a twentieth of the time at most.
 void Experiments::Judge(absl::Time now) {
-  if (now < judge_next_) return;
-  for (const v1::Experiment& experiment : *known()) {
-    if (Runs(experiment)) JudgeOne(experiment, now);
+  const absl::Duration began = SteadyTime();
+  if (began < judge_next_) return;
+  absl::Duration reading;
+  const auto known = this->known();
+  for (const v1::Experiment& experiment : *known) {
+    if (Runs(experiment)) reading += JudgeOne(experiment, now);
   }
-  const absl::Time done = absl::Now();
-  judge_next_ = std::max(now + options_.judge_every, done + 20 * (done - now));
+  judge_next_ = std::max(began + options_.judge_every, SteadyTime() + 20 * reading);
 }
 
-void Experiments::JudgeOne(const v1::Experiment& experiment, absl::Time now) {
+absl::Duration Experiments::JudgeOne(const v1::Experiment& experiment, absl::Time now) {
+  const absl::Duration began = SteadyTime();
   const absl::StatusOr<v1::ExperimentReport> report =
       MakeReport(experiment, *store_, {.points = 1, .guardrails_only = true}, now);
-  if (!report.ok()) return;
+  // What could not be read soon can be when the store is back.
+  if (!report.ok()) return absl::ZeroDuration();
+  const absl::Duration reading = SteadyTime() - began;
   series_.OnSampleRatio(experiment.name(), report->sample_ratio().p_value());
   for (const v1::GuardrailReport& guardrail : report->guardrails()) {
     if (guardrail.verdict() != v1::GuardrailReport::VERDICT_BREACHED) continue;
+    const bool stopped =
+        StopNow(experiment.name(),
+                absl::StrCat("guardrail/", guardrail.guardrail().metric(), "/", guardrail.arm()),
+                [&](const v1::Experiment& still) {
+                  return still.bucket_version() == experiment.bucket_version();
+                });
+    if (!stopped) break;
     series_.OnBreached(experiment.name(), guardrail);
-    StopNow(experiment.name(),
-            absl::StrCat("guardrail/", guardrail.guardrail().metric(), "/", guardrail.arm()),
-            [&](const v1::Experiment& still) {
-              return still.bucket_version() == experiment.bucket_version();
-            });
-    return;
+    Refresh();
+    break;
   }
+  return reading;
 }
 
 void Experiments::Forget(absl::Time now) {
-  if (options_.retention == absl::InfiniteDuration() || now < forgot_ + kForgetEvery) return;
+  if (options_.retention == absl::InfiniteDuration() || SteadyTime() < forget_next_) return;
   const absl::StatusOr<int64_t> forgotten = store_->Forget(now - options_.retention);
-  if (forgotten.ok() && *forgotten == 0) forgot_ = now;
+  if (forgotten.ok() && *forgotten == 0) forget_next_ = SteadyTime() + kForgetEvery;
+}
+
+void Experiments::Tell(const absl::Status& store) {
+  if (store.ok() != away_) return;
+  away_ = !store.ok();
+  log_.Warn(away_ ? absl::StrCat("the experiment store is away: ", store.message())
+                  : "the experiment store is back");
 }
 
 }  // namespace epikv

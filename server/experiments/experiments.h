@@ -32,6 +32,7 @@ class Experiments final : public Participation {
   ~Experiments() override;
 
   absl::StatusOr<Assignment> Assign(const Subject& subject) override;
+  void OnExcluded(const std::vector<std::string>& experiments) override;
   void OnBegan(v1::RequestBegan began) override;
   void OnEnded(v1::RequestEnded ended) override;
 
@@ -51,17 +52,22 @@ class Experiments final : public Participation {
   void KeepSeries(absl::Time now);
   void StopEnded(absl::Time now);
   void Judge(absl::Time now);
-  void JudgeOne(const v1::Experiment& experiment, absl::Time now);
-  // Unless it is over, or `still` does not hold of it any more.
-  void StopNow(const std::string& name, const std::string& reason,
+  // How long reading took.
+  absl::Duration JudgeOne(const v1::Experiment& experiment, absl::Time now);
+  // Unless it is over, or `still` does not hold of it any more. Whether it was stopped here; what
+  // runs is to be refreshed then.
+  bool StopNow(const std::string& name, const std::string& reason,
                absl::FunctionRef<bool(const v1::Experiment&)> still);
   void Forget(absl::Time now);
+  // Says once that the store is away, and once that it is back.
+  void Tell(const absl::Status& store);
 
   const std::unique_ptr<Store> store_;
   const ExperimentsOptions options_;
   Metrics& metrics_;
   ExperimentSeries& series_;
   const Log& log_;
+  absl::Mutex series_mu_;  // held while what has series is replaced by what is known
   LiveExperiments live_;
   Recorder recorder_;  // ends before what it writes to
   mutable absl::Mutex mu_;
@@ -69,8 +75,10 @@ class Experiments final : public Participation {
   std::shared_ptr<const std::vector<v1::Experiment>> known_ ABSL_GUARDED_BY(mu_) =
       std::make_shared<const std::vector<v1::Experiment>>();
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
-  // Of the keeper.
-  absl::Time forgot_ = absl::InfinitePast(), judge_next_ = absl::InfinitePast();
+  // Of the keeper; by SteadyTime.
+  absl::Duration forget_next_ = -absl::InfiniteDuration();
+  absl::Duration judge_next_ = -absl::InfiniteDuration();
+  bool away_ = false;
   std::thread keeper_;
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "epikv/v1/access_log.pb.h"
@@ -17,6 +18,8 @@ class Participation {
 
   // See LiveExperiments.
   virtual absl::StatusOr<Assignment> Assign(const Subject& subject) = 0;
+  // Of a request that is taken: see Assignment::excluded.
+  virtual void OnExcluded(const std::vector<std::string>& experiments) = 0;
   // Of a request that takes part; then, once, how it ended.
   virtual void OnBegan(v1::RequestBegan began) = 0;
   virtual void OnEnded(v1::RequestEnded ended) = 0;

@@ -34,7 +34,8 @@ using Owned = std::unique_ptr<T, Free>;
 // Of the five letters of SQL's error states.
 absl::StatusCode CodeOf(absl::string_view state) {
   const absl::string_view kind = state.substr(0, 2);
-  if (kind == "22" || kind == "23") return absl::StatusCode::kInvalidArgument;
+  // Values, constraints, and limits of the program: what no index can hold.
+  if (kind == "22" || kind == "23" || kind == "54") return absl::StatusCode::kInvalidArgument;
   if (kind == "28") return absl::StatusCode::kUnauthenticated;
   if (state == "42501") return absl::StatusCode::kPermissionDenied;
   if (state == "3D000") return absl::StatusCode::kFailedPrecondition;  // no such database

@@ -99,7 +99,7 @@ std::optional<Recorder::Batch> Recorder::Take() {
 }
 
 absl::Duration Recorder::LeftUntilTry() const {
-  if (spool_->empty()) return absl::InfiniteDuration();
+  if (spool_->empty() && !away_) return absl::InfiniteDuration();
   return std::max(absl::ZeroDuration(), next_try_ - SteadyTime());
 }
 
@@ -155,17 +155,23 @@ void Recorder::Count(const absl::StatusOr<Recorded>& recorded) {
   if (what != Recorded::kWritten && what != Recorded::kDuplicate) observer_.OnOrphaned(what);
 }
 
-// Some of the spool; nothing at the end, since it is kept.
+// Some of the spool; nothing at the end, since it is kept. Where it is empty, and the store was
+// away, whether it still is.
 void Recorder::Replay() {
-  if (spool_->empty() || !MayTry()) return;
+  if ((spool_->empty() && !away_) || !MayTry()) return;
   {
     absl::MutexLock lock(&mu_);
     if (flush_until_.has_value()) return;
   }
+  if (spool_->empty()) {
+    const absl::Status store = store_.Revision().status();
+    return store.ok() ? StoreIsThere() : StoreIsAway(store);
+  }
   const absl::StatusOr<Spool::Batch> batch = spool_->Read(replayed_batch_);
   if (!batch.ok()) return StoreIsAway(batch.status());
+  std::vector<absl::StatusOr<Recorded>> results;
   const size_t written = Write(batch->records, Source::kSpool,
-                               [this](size_t, const auto& recorded) { Count(recorded); });
+                               [&](size_t, const auto& recorded) { results.push_back(recorded); });
   // If not all are there, all come again: those that are do not change. But fewer at once: a store
   // that is slow must not be asked for ever for more than it does in its time.
   const bool all = written == batch->records.size();
@@ -173,6 +179,7 @@ void Recorder::Replay() {
                         : std::max(replayed_batch_ / 2, size_t{1});
   if (!all) return;
   spool_->Remove(*batch);
+  for (const auto& recorded : results) Count(recorded);
   observer_.OnReplayed(static_cast<int64_t>(written));
   TellSpool();
 }
