@@ -37,10 +37,21 @@ absl::string_view OrphanLabel(Recorded why) {
   return "invalid";
 }
 
-std::vector<std::string> ArmsOf(const v1::Experiment& experiment) {
-  std::vector<std::string> arms;
-  for (const v1::Arm& arm : experiment.arms()) arms.push_back(arm.name());
-  return arms;
+// The arms' and metrics' names.
+std::vector<std::string> NamesOf(const auto& items) {
+  std::vector<std::string> names;
+  for (const auto& item : items) names.push_back(item.name());
+  return names;
+}
+
+bool Holds(const std::vector<std::string>& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// Shares, ratings and counts: what an outcome is in is not known.
+const Bounds& OutcomeBounds() {
+  static const Bounds bounds{0, .1, .25, .5, .75, .9, 1, 2, 5, 10, 100, 1000};
+  return bounds;
 }
 
 }  // namespace
@@ -49,7 +60,8 @@ std::vector<std::string> ArmsOf(const v1::Experiment& experiment) {
 class ExperimentSeries::OfExperiment {
  public:
   explicit OfExperiment(const v1::Experiment& experiment)
-      : arms_(ArmsOf(experiment)),
+      : arms_(NamesOf(experiment.arms())),
+        metrics_(NamesOf(experiment.metrics())),
         declare_(registry_, {{"experiment", experiment.name()}}),
         assignments_(declare_.Counters(
             "epikv_experiment_assignments_total",
@@ -64,6 +76,14 @@ class ExperimentSeries::OfExperiment {
                                     "Guardrails that were found breached here, by arm and metric: "
                                     "each stops its experiment.",
                                     arms_.size() * kMaxMetrics)),
+        outcomes_(declare_.Counters("epikv_experiment_outcomes_total",
+                                    "Outcomes that count, by the arm of their request, where it "
+                                    "was not forced, and their metric.",
+                                    arms_.size() * metrics_.size())),
+        outcome_value_(declare_.Histograms(
+            "epikv_experiment_outcome_value",
+            "Of these outcomes. No analysis: units that ask often weigh more here than in a report.",
+            arms_.size() * metrics_.size(), OutcomeBounds())),
         sample_ratio_(
             declare_
                 .Gauges("epikv_experiment_srm_p_value",
@@ -78,18 +98,30 @@ class ExperimentSeries::OfExperiment {
         assignments_.Add({{"arm", arm}, {"source", std::string(source)}});
       }
       exposures_.Add({{"arm", arm}});
+      for (const std::string& metric : metrics_) {
+        outcomes_.Add({{"arm", arm}, {"metric", metric}});
+        outcome_value_.Add({{"arm", arm}, {"metric", metric}}, OutcomeBounds());
+      }
     }
     Excluded();
   }
 
   int64_t bound() const { return declare_.bound(); }
-  bool Fits(const v1::Experiment& experiment) const { return ArmsOf(experiment) == arms_; }
+  bool Fits(const v1::Experiment& experiment) const {
+    return NamesOf(experiment.arms()) == arms_ && NamesOf(experiment.metrics()) == metrics_;
+  }
   Counter& Excluded() { return assignments_.Add({{"arm", "none"}, {"source", "excluded"}}); }
   void OnAssigned(const v1::RequestBegan::Part& part) {
-    if (std::find(arms_.begin(), arms_.end(), part.arm()) == arms_.end()) return;
+    if (!Holds(arms_, part.arm())) return;
     assignments_.Add({{"arm", part.arm()}, {"source", part.forced() ? "forced" : "hash"}})
         .Increment();
     if (part.exposed() && !part.forced()) exposures_.Add({{"arm", part.arm()}}).Increment();
+  }
+  void OnOutcome(const CountedOutcome& outcome) {
+    if (!Holds(arms_, outcome.arm) || !Holds(metrics_, outcome.metric)) return;
+    outcomes_.Add({{"arm", outcome.arm}, {"metric", outcome.metric}}).Increment();
+    outcome_value_.Add({{"arm", outcome.arm}, {"metric", outcome.metric}}, OutcomeBounds())
+        .Observe(outcome.value);
   }
   void OnSampleRatio(double p_value) { sample_ratio_.Set(p_value); }
   void OnBreached(const v1::GuardrailReport& guardrail) {
@@ -99,10 +131,11 @@ class ExperimentSeries::OfExperiment {
   std::vector<prometheus::MetricFamily> Collect() const { return registry_.Collect(); }
 
  private:
-  const std::vector<std::string> arms_;
+  const std::vector<std::string> arms_, metrics_;
   prometheus::Registry registry_;
   Declarations declare_;
-  Family<Counter>&assignments_, &exposures_, &breaches_;
+  Family<Counter>&assignments_, &exposures_, &breaches_, &outcomes_;
+  Family<prometheus::Histogram>& outcome_value_;
   prometheus::Gauge& sample_ratio_;
 };
 
@@ -196,6 +229,12 @@ void ExperimentSeries::OnBreached(const std::string& experiment,
 
 void ExperimentSeries::OnOrphaned(Recorded why) {
   orphaned_.Add({{"reason", std::string(OrphanLabel(why))}}).Increment();
+}
+
+void ExperimentSeries::OnOutcome(const CountedOutcome& outcome) {
+  absl::MutexLock lock(&mu_);
+  const auto known = experiments_.find(outcome.experiment);
+  if (known != experiments_.end()) known->second->OnOutcome(outcome);
 }
 
 void ExperimentSeries::OnOutage(const absl::Status&) {}

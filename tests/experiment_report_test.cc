@@ -106,7 +106,7 @@ class ReportTest : public ::testing::Test {
       const auto written =
           store_->Write(absl::MakeSpan(records_).subspan(first, 1000), Source::kNow);
       ASSERT_TRUE(written.ok()) << written.status();
-      EXPECT_THAT(*written, Each(Recorded::kWritten));
+      EXPECT_THAT(written->records, Each(Recorded::kWritten));
     }
     records_.clear();
   }

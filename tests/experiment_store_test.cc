@@ -38,9 +38,9 @@ constexpr SqlTimeouts kShort = {.connect = absl::Milliseconds(500),
 constexpr absl::Duration kLittle = absl::Seconds(20);  // far above kShort, below a hang
 
 std::vector<Recorded> Written(Store& store, const Records& records, Source source = Source::kNow) {
-  absl::StatusOr<std::vector<Recorded>> results = store.Write(records, source);
-  EXPECT_TRUE(results.ok()) << results.status();
-  return results.ok() ? *std::move(results) : std::vector<Recorded>();
+  absl::StatusOr<WriteResult> result = store.Write(records, source);
+  EXPECT_TRUE(result.ok()) << result.status();
+  return result.ok() ? std::move(result->records) : std::vector<Recorded>();
 }
 
 // Once it is back: a machine that does much else may be slower than kShort for a while.
@@ -524,6 +524,36 @@ TEST_P(ExperimentStoreTest, AnExperimentSeesItsOwnMetricsWithinItsOwnWindow) {
   EXPECT_THAT(Picture(*store_, "z"), ElementsAre("r: other/=1"));
 }
 
+TEST_P(ExperimentStoreTest, SaysWhereAnOutcomeCounts) {
+  ASSERT_TRUE(store_->Create(Definition({.name = "y", .window = absl::Seconds(200)})).ok());
+  ASSERT_TRUE(store_->Create(Definition({.name = "z", .metric = "other"})).ok());
+  const auto began = [](const std::string& id, double at, bool forced) {
+    v1::ExperimentRecord record = Record(Begun{.id = id, .at = at, .experiments = {"x", "y", "z"}});
+    for (auto& part : *record.mutable_began()->mutable_parts()) part.set_forced(forced);
+    return record;
+  };
+  const auto counted = [this](const Records& records, Source source = Source::kNow) {
+    const absl::StatusOr<WriteResult> result = store_->Write(records, source);
+    EXPECT_TRUE(result.ok()) << result.status();
+    std::vector<std::string> places;
+    for (const CountedOutcome& outcome : result->outcomes) {
+      places.push_back(absl::StrCat(outcome.experiment, "/", outcome.arm, " ", outcome.metric, "=",
+                                    outcome.value));
+    }
+    return places;
+  };
+  const v1::ExperimentRecord late = Record(Seen{.client = "r", .at = 150, .value = 0.5});
+  EXPECT_THAT(counted({began("r", 0, false), began("f", 0, true), late,
+                       Record(Seen{.client = "r", .at = 50, .metric = "other"}),
+                       Record(Seen{.client = "f", .at = 50}),
+                       Record(Seen{.client = "r", .at = 50, .metric = "unheard"})}),
+              ElementsAre("y/a good=0.5", "z/a other=1"));
+  EXPECT_THAT(counted({late}), IsEmpty()) << "once";
+  EXPECT_THAT(counted({Record(Seen{.client = "w", .at = 9})}, Source::kSpool), IsEmpty());
+  EXPECT_THAT(counted({began("w", 8, false)}, Source::kSpool),
+              ElementsAre("x/a good=1", "y/a good=1"));
+}
+
 TEST_P(ExperimentStoreTest, AReaderMayStopAndMayCallTheStore) {
   Written(*store_, {Record(Begun{.id = "1", .at = 1}), Record(Begun{.id = "2", .at = 2})});
   int rows = 0;
@@ -642,7 +672,7 @@ TEST_P(ExperimentStoreTest, AnOutageIsUnavailableAndEnds) {
     EXPECT_TRUE(absl::IsUnavailable(store_->Create(Definition({.name = "n"})).status()));
     EXPECT_THAT(SteadyTime() - begin, Lt(kLittle));
     place_->ComeBack();
-    const absl::StatusOr<std::vector<Recorded>> written =
+    const absl::StatusOr<WriteResult> written =
         AwaitAvailable([&] { return store_->Write(records, Source::kNow); });
     EXPECT_TRUE(written.ok()) << written.status();
     EXPECT_THAT(RowsOf(*place_->Open()), SizeIs(round + 2));

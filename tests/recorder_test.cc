@@ -42,8 +42,8 @@ constexpr absl::Duration kGenerous = absl::Seconds(60);  // only a broken test w
 // Keeps what it is given, when and as the test says.
 class FakeStore final : public Store {
  public:
-  absl::StatusOr<std::vector<Recorded>> Write(absl::Span<const v1::ExperimentRecord> records,
-                                              Source source) override {
+  absl::StatusOr<WriteResult> Write(absl::Span<const v1::ExperimentRecord> records,
+                                    Source source) override {
     absl::MutexLock lock(&mu_);
     ++calls_;
     mu_.Await(absl::Condition(&open_));
@@ -57,7 +57,8 @@ class FakeStore final : public Store {
       records_.push_back(record);
     }
     batches_.push_back(records.size());
-    return std::vector<Recorded>(records.size(), Recorded::kWritten);
+    return WriteResult{.records = std::vector<Recorded>(records.size(), Recorded::kWritten),
+                       .outcomes = {}};
   }
   absl::StatusOr<Definitions> Experiments() override { return absl::UnimplementedError(""); }
   absl::StatusOr<int64_t> Revision() override {

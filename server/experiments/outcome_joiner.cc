@@ -21,7 +21,7 @@ constexpr std::ptrdiff_t kNear = 3;
 // to see whether it was joined to another before), and those that follow, where clocks leave none.
 // Few, since a client may use one id for ever.
 constexpr absl::string_view kSelectByClient =
-    "SELECT c.id, c.began_us, p.experiment FROM ("
+    "SELECT c.id, c.began_us, p.experiment, p.arm, p.forced FROM ("
     "SELECT * FROM (SELECT id, began_us FROM requests WHERE tenant = $1 AND request_id = $2 "
     "AND began_us <= $3 ORDER BY began_us DESC, id DESC LIMIT 4) earlier UNION ALL "
     "SELECT * FROM (SELECT id, began_us FROM requests WHERE tenant = $1 AND request_id = $2 "
@@ -122,7 +122,7 @@ absl::Status OutcomeJoiner::LoadClients(absl::Span<const v1::ExperimentRecord> r
   for (const auto& [client, by_us] : order) calls.push_back({client.first, client.second, by_us});
   return session_.RunEach(kSelectByClient, calls, [this, &order](size_t call, const SqlRow& row) {
     Request& request = RequestOf(order[call].first, TextOf(row[0]), IntOf(row[1]));
-    request.experiments.push_back(TextOf(row[2]));
+    request.parts.push_back({TextOf(row[2]), TextOf(row[3]), IntOf(row[4]) != 0});
   });
 }
 
@@ -130,7 +130,7 @@ absl::Status OutcomeJoiner::LoadClients(absl::Span<const v1::ExperimentRecord> r
 OutcomeJoiner::Request& OutcomeJoiner::RequestOf(const Client& client, const std::string& id,
                                                  int64_t began_us) {
   Requests& requests = requests_[client];
-  Request request{.id = id, .began_us = began_us, .experiments = {}};
+  Request request{.id = id, .began_us = began_us, .parts = {}};
   const auto at = std::lower_bound(requests.begin(), requests.end(), request,
                                    [](const Request& a, const Request& b) {
                                      return std::tie(a.began_us, a.id) < std::tie(b.began_us, b.id);
@@ -143,7 +143,7 @@ void OutcomeJoiner::Began(const v1::RequestBegan& began) {
   const int64_t began_us = MicrosOf(began.time());
   Request& request = RequestOf({began.tenant(), began.request_id()}, began.id(), began_us);
   for (const v1::RequestBegan::Part& part : began.parts()) {
-    request.experiments.push_back(part.experiment());
+    request.parts.push_back({part.experiment(), part.arm(), part.forced()});
   }
   if (source_ == Source::kNow) return;  // no outcome of its can have come before it
   late_requests_.push_back({began.id(), began.tenant(), began.request_id(), began_us});
@@ -247,11 +247,16 @@ Recorded OutcomeJoiner::Settle(const Joined& joined) {
   if (const auto there = kept_.find(id); there != kept_.end()) {
     return there->second.value == outcome.value() ? Recorded::kDuplicate : Recorded::kConflict;
   }
-  const std::optional<absl::Duration> window = WindowOf(joined.request, outcome.metric());
-  if (!window.has_value()) return Recorded::kUndeclaredMetric;
-  if (absl::Microseconds(joined.received_us - joined.request.began_us) > *window) {
+  const auto declaring = Declaring(joined.request, outcome.metric());
+  if (declaring.empty()) return Recorded::kUndeclaredMetric;
+  absl::Duration window;
+  for (const v1::Experiment* experiment : declaring) {
+    window = std::max(window, OutcomeWindow(*experiment));
+  }
+  if (absl::Microseconds(joined.received_us - joined.request.began_us) > window) {
     return Recorded::kLate;
   }
+  Count(joined, declaring);
   kept_[id] = {.value = outcome.value(), .received_us = joined.received_us};
   new_outcomes_.push_back({joined.request.id, outcome.metric(), outcome.key(), outcome.value(),
                            MicrosOf(outcome.time()), joined.received_us});
@@ -270,19 +275,36 @@ bool OutcomeJoiner::CameBefore(const Joined& joined) const {
   return false;
 }
 
-// The longest of the request's experiments that declare the metric.
-std::optional<absl::Duration> OutcomeJoiner::WindowOf(const Request& request,
-                                                      const std::string& metric) const {
-  std::optional<absl::Duration> longest;
+// Of the request's experiments.
+std::vector<const v1::Experiment*> OutcomeJoiner::Declaring(const Request& request,
+                                                            const std::string& metric) const {
+  std::vector<const v1::Experiment*> declaring;
   for (const v1::Experiment& experiment : definitions_.experiments) {
-    const auto& parts = request.experiments;
-    if (std::find(parts.begin(), parts.end(), experiment.name()) == parts.end()) continue;
-    for (const v1::Metric& declared : experiment.metrics()) {
-      if (declared.name() != metric) continue;
-      longest = std::max(longest.value_or(absl::ZeroDuration()), OutcomeWindow(experiment));
+    const bool takes_part =
+        std::any_of(request.parts.begin(), request.parts.end(),
+                    [&](const Part& part) { return part.experiment == experiment.name(); });
+    const bool declares =
+        std::any_of(experiment.metrics().begin(), experiment.metrics().end(),
+                    [&](const v1::Metric& declared) { return declared.name() == metric; });
+    if (takes_part && declares) declaring.push_back(&experiment);
+  }
+  return declaring;
+}
+
+// For each of them by itself, as its report will.
+void OutcomeJoiner::Count(const Joined& joined,
+                          const std::vector<const v1::Experiment*>& declaring) {
+  const absl::Duration after = absl::Microseconds(joined.received_us - joined.request.began_us);
+  for (const v1::Experiment* experiment : declaring) {
+    if (after > OutcomeWindow(*experiment)) continue;
+    for (const Part& part : joined.request.parts) {
+      if (part.experiment != experiment->name() || part.forced) continue;
+      counted_.push_back({.experiment = part.experiment,
+                          .arm = part.arm,
+                          .metric = joined.outcome->metric(),
+                          .value = joined.outcome->value()});
     }
   }
-  return longest;
 }
 
 absl::Duration OutcomeWindow(const v1::Experiment& experiment) {

@@ -33,14 +33,20 @@ class OutcomeJoiner {
   // result: outlives it; set now or by Write.
   void Seen(const v1::OutcomeSeen& outcome, Recorded& result);
   absl::Status Write();
+  // What Write has written.
+  const std::vector<CountedOutcome>& counted() const { return counted_; }
 
  private:
   using Client = std::pair<std::string, std::string>;                   // tenant, request_id
   using OutcomeId = std::tuple<std::string, std::string, std::string>;  // request, metric, key
+  struct Part {
+    std::string experiment, arm;
+    bool forced = false;
+  };
   struct Request {
     std::string id;
     int64_t began_us = 0;
-    std::vector<std::string> experiments;
+    std::vector<Part> parts;
   };
   using Requests = std::vector<Request>;  // of one client, in the order in which they began
   struct Kept {
@@ -67,7 +73,9 @@ class OutcomeJoiner {
   absl::Status LoadKept();
   Recorded Settle(const Joined& joined);
   bool CameBefore(const Joined& joined) const;
-  std::optional<absl::Duration> WindowOf(const Request& request, const std::string& metric) const;
+  std::vector<const v1::Experiment*> Declaring(const Request& request,
+                                               const std::string& metric) const;
+  void Count(const Joined& joined, const std::vector<const v1::Experiment*>& declaring);
 
   SqlSession& session_;
   const Definitions& definitions_;
@@ -80,6 +88,7 @@ class OutcomeJoiner {
   std::map<OutcomeId, Kept> kept_;
   std::vector<SqlRow> late_requests_;  // id, tenant, request_id, began_us
   std::vector<SqlRow> new_outcomes_, new_waiting_, no_longer_waiting_;
+  std::vector<CountedOutcome> counted_;
 };
 
 }  // namespace epikv

@@ -130,7 +130,7 @@ size_t Recorder::Write(absl::Span<const v1::ExperimentRecord> records, Source so
   size_t settled = 0, next = records.size();
   while (settled < records.size()) {
     const auto part = records.subspan(settled, next);
-    const absl::StatusOr<std::vector<Recorded>> results = store_.Write(part, source);
+    const absl::StatusOr<WriteResult> results = store_.Write(part, source);
     if (!results.ok() && !absl::IsInvalidArgument(results.status())) {
       StoreIsAway(results.status());
       return settled;
@@ -141,8 +141,11 @@ size_t Recorder::Write(absl::Span<const v1::ExperimentRecord> records, Source so
       continue;
     }
     for (size_t i = 0; i < part.size(); ++i) {
-      if (results.ok()) on_result(settled + i, (*results)[i]);
+      if (results.ok()) on_result(settled + i, results->records[i]);
       if (!results.ok()) on_result(settled + i, results.status());
+    }
+    if (results.ok()) {
+      for (const CountedOutcome& outcome : results->outcomes) observer_.OnOutcome(outcome);
     }
     settled += part.size();
     next = 2 * part.size();

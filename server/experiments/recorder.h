@@ -33,6 +33,8 @@ class RecorderObserver {
   // Outcomes that count for no request, and ends of unknown ones: kConflict, kUnknownRequest,
   // kWaiting, kLate, kUndeclaredMetric, kInvalid.
   virtual void OnOrphaned(Recorded /*why*/) {}
+  // An outcome that counts since now.
+  virtual void OnOutcome(const CountedOutcome& /*outcome*/) {}
   // Facts that neither queue, store nor spool has taken. Any thread.
   virtual void OnDropped(int64_t /*records*/) {}
   // Outcomes that were not acknowledged, for the same reasons. Any thread.

@@ -80,9 +80,9 @@ class SqlStore final : public Store {
  public:
   explicit SqlStore(Open open) : open_(std::move(open)) {}
 
-  absl::StatusOr<std::vector<Recorded>> Write(absl::Span<const v1::ExperimentRecord> records,
-                                              Source source) override {
-    return InTransaction([&](SqlSession& session) -> absl::StatusOr<std::vector<Recorded>> {
+  absl::StatusOr<WriteResult> Write(absl::Span<const v1::ExperimentRecord> records,
+                                    Source source) override {
+    return InTransaction([&](SqlSession& session) -> absl::StatusOr<WriteResult> {
       const absl::StatusOr<std::shared_ptr<const Definitions>> definitions = Cached(session);
       if (!definitions.ok()) return definitions.status();
       return WriteRecords(session, **definitions, records, source);

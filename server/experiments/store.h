@@ -40,6 +40,18 @@ enum class Source {
   kSpool,
 };
 
+// An outcome that counts, in one of its request's experiments: one that declares its metric, and in
+// which its arm was not forced.
+struct CountedOutcome {
+  std::string experiment, arm, metric;
+  double value = 0;
+};
+
+struct WriteResult {
+  std::vector<Recorded> records;         // one each, in order
+  std::vector<CountedOutcome> outcomes;  // that count since, those that had waited among them
+};
+
 struct Definitions {
   // Grows with each change.
   int64_t revision = 0;
@@ -110,10 +122,9 @@ class Store {
   virtual ~Store() = default;
 
   // All of them or, with an error, none. What is there changes nothing, so that a Write whose fate
-  // is unknown may be repeated. One result each, in order; an outcome may be of a request that
-  // comes before it in `records`.
-  virtual absl::StatusOr<std::vector<Recorded>> Write(
-      absl::Span<const v1::ExperimentRecord> records, Source source) = 0;
+  // is unknown may be repeated. An outcome may be of a request that comes before it in `records`.
+  virtual absl::StatusOr<WriteResult> Write(absl::Span<const v1::ExperimentRecord> records,
+                                            Source source) = 0;
 
   virtual absl::StatusOr<Definitions> Experiments() = 0;
   // Definitions::revision, for less.

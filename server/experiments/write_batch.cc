@@ -63,7 +63,7 @@ class WriteBatch {
         outcomes_(session, definitions, source),
         results_(records.size(), Recorded::kInvalid) {}
 
-  absl::StatusOr<std::vector<Recorded>> Run() {
+  absl::StatusOr<WriteResult> Run() {
     if (absl::Status status = LoadRequests(); !status.ok()) return status;
     if (absl::Status status = outcomes_.Load(records_); !status.ok()) return status;
     for (size_t i = 0; i < records_.size(); ++i) {
@@ -75,7 +75,7 @@ class WriteBatch {
     }
     if (absl::Status status = WriteRequests(); !status.ok()) return status;
     if (absl::Status status = outcomes_.Write(); !status.ok()) return status;
-    return results_;
+    return WriteResult{.records = std::move(results_), .outcomes = outcomes_.counted()};
   }
 
  private:
@@ -138,10 +138,9 @@ class WriteBatch {
 
 }  // namespace
 
-absl::StatusOr<std::vector<Recorded>> WriteRecords(SqlSession& session,
-                                                   const Definitions& definitions,
-                                                   absl::Span<const v1::ExperimentRecord> records,
-                                                   Source source) {
+absl::StatusOr<WriteResult> WriteRecords(SqlSession& session, const Definitions& definitions,
+                                         absl::Span<const v1::ExperimentRecord> records,
+                                         Source source) {
   return WriteBatch(session, definitions, records, source).Run();
 }
 

@@ -12,9 +12,8 @@ namespace epikv {
 
 // Writes records as Store::Write says, within the session's open transaction, which it leaves open.
 // Some ten round trips, however many records.
-absl::StatusOr<std::vector<Recorded>> WriteRecords(SqlSession& session,
-                                                   const Definitions& definitions,
-                                                   absl::Span<const v1::ExperimentRecord> records,
-                                                   Source source);
+absl::StatusOr<WriteResult> WriteRecords(SqlSession& session, const Definitions& definitions,
+                                         absl::Span<const v1::ExperimentRecord> records,
+                                         Source source);
 
 }  // namespace epikv
