@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from click import ClickException
-from epikv.bench import attention, context, harness
+from epikv.bench import attention, context, harness, reference
 from epikv.bench.context import MIB
 from epikv.options import Kv
 
@@ -17,6 +17,18 @@ def test_every_arm_is_timed_while_it_evicts() -> None:
     assert [list(taken) for taken in rounds] == [list(attention.ARMS)]
     for time in rounds[0].values():
         assert 0 < time.cpu < 2 * time.wall
+
+
+def test_every_way_of_transformers_is_timed() -> None:
+    shape = {**SHAPE, "hidden": 64, "ffn": 128, "vocab": 512}
+    found = attention._transformers(shape, (32,), 2, 1)
+    assert list(found) == [
+        "transformers, decode behind 32 tokens",
+        "transformers, prefill of 32 tokens",
+    ]
+    for rounds in found.values():
+        assert [list(taken) for taken in rounds] == [list(reference.WAYS)]
+        assert all(time.wall > 0 for time in rounds[0].values())
 
 
 def test_a_policy_that_does_not_evict_is_not_timed() -> None:

@@ -237,7 +237,7 @@ def _decoded(model: "LlamaForCausalLM", way: "Way", cached: int, steps: int) -> 
             begin = _now()
         out = reference.forward(model, way, torch.tensor([[step]]), cache)
         before = reference.scores(out, before)
-        cache.crop(cached)
+        cache.crop(-1)  # the token of this step
     return _since(begin, steps)
 
 
