@@ -80,10 +80,10 @@ class ExperimentSeries::OfExperiment {
                                     "Outcomes that count, by the arm of their request, where it "
                                     "was not forced, and their metric.",
                                     arms_.size() * metrics_.size())),
-        outcome_value_(declare_.Histograms(
-            "epikv_experiment_outcome_value",
-            "Of these outcomes. No analysis: units that ask often weigh more here than in a report.",
-            arms_.size() * metrics_.size(), OutcomeBounds())),
+        outcome_value_(declare_.Histograms("epikv_experiment_outcome_value",
+                                           "Of outcomes that count. No analysis: units that ask "
+                                           "often weigh more here than in a report.",
+                                           arms_.size() * metrics_.size(), OutcomeBounds())),
         sample_ratio_(
             declare_
                 .Gauges("epikv_experiment_srm_p_value",

@@ -101,9 +101,10 @@ ARMS = {"arm": ("none", "lean/wide", "lean/narrow", "other")}
 A = MODEL | {"policy": POLICIES} | ARMS
 OF_EVICTIONS = MODEL | {"policy": EVICTING} | ARMS
 LEAN = {"experiment": ("lean",)}
+OUTCOMES = {"arm": ("wide", "narrow"), "metric": ("right", "score")}
 ANY: tuple[str, ...] = ()  # of one sample, whose labels say something
 # Their values are names that somebody chose.
-NAMING = {"model", "arm", "experiment", "guardrail"}
+NAMING = {"model", "arm", "experiment", "guardrail", "metric"}
 
 # Both arms evict; of 120 tokens each keeps less. Their outcomes stop it.
 DEFINITION = """
@@ -219,7 +220,9 @@ FAMILIES: dict[str, Expected] = {
         epikv_experiment_assignments_total=LEAN
         | {"arm": ("wide", "narrow", "none"), "source": ("hash", "forced", "excluded")},
         epikv_experiment_exposures_total=LEAN | {"arm": ("wide", "narrow")},
+        epikv_experiment_outcomes_total=LEAN | OUTCOMES,
     ),
+    **of("histogram", "experiment", epikv_experiment_outcome_value=LEAN | OUTCOMES),
     **of(
         "gauge",
         "experiment",
