@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "tests/error_details.h"
 #include "tests/fake_server.h"
@@ -22,6 +23,7 @@
 namespace epikv {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -37,8 +39,10 @@ constexpr char kLean[] = R"(
 class ExperimentServiceTest : public ::testing::Test {
  protected:
   ExperimentServiceTest() { Start(); }
-  void Start() {
-    server_ = std::make_unique<FakeServer>(FakeServerOptions{.experiments = folder_.File("")});
+  void Start(absl::Duration series_outlive = absl::Minutes(10)) {
+    server_ = nullptr;
+    server_ = std::make_unique<FakeServer>(
+        FakeServerOptions{.experiments = folder_.File(""), .series_outlive = series_outlive});
     stub_ = v1::ExperimentService::NewStub(server_->Connect());
     generation_ = v1::GenerationService::NewStub(server_->Connect());
   }
@@ -387,6 +391,7 @@ TEST_F(ExperimentServiceTest, SeriesTellWhoTakesPart) {
   ASSERT_TRUE(Create(Lean()).ok());
   ASSERT_TRUE(Begin("lean").ok());
   const std::string arm = Generate("r-1", "u").substr(5);
+  Record(Outcome("r-1", "score", 7.5));
   Record(Outcome("r-2", "right", 1));
   const auto values = SeriesOf(Page());
   EXPECT_EQ(values.at(absl::StrCat("epikv_experiment_assignments_total{experiment=\"lean\",arm=\"",
@@ -396,7 +401,25 @@ TEST_F(ExperimentServiceTest, SeriesTellWhoTakesPart) {
                                    arm, "\"}")),
             1);
   EXPECT_EQ(values.at("epikv_outcomes_orphaned_total{reason=\"unknown_request\"}"), 1);
+  const std::string of = absl::StrCat("{experiment=\"lean\",arm=\"", arm, "\",metric=\"score\"}");
+  EXPECT_EQ(values.at("epikv_experiment_outcomes_total" + of), 1);
+  EXPECT_EQ(values.at("epikv_experiment_outcome_value_sum" + of), 7.5);
   EXPECT_EQ(values.at("epikv_experiments_running"), 1);
+}
+
+TEST_F(ExperimentServiceTest, SeriesGoAWhileAfterTheirExperiment) {
+  Start(/*series_outlive=*/absl::Seconds(1));
+  ASSERT_TRUE(Create(Lean()).ok());
+  ASSERT_TRUE(Begin("lean").ok());
+  const std::string arm = Generate("r-1", "u");
+  const std::string series = "epikv_experiment_srm_p_value", labels = "arm=\"" + arm + "\"";
+  ASSERT_TRUE(Stop("lean").ok());
+  EXPECT_THAT(Page(), AllOf(HasSubstr(series), HasSubstr(labels)));
+  const absl::Time give_up = absl::Now() + kGenerous;
+  while (absl::StrContains(Page(), series) || absl::StrContains(Page(), labels)) {
+    ASSERT_LT(absl::Now(), give_up);
+    absl::SleepFor(absl::Milliseconds(10));
+  }
 }
 
 TEST(ExperimentServiceOffTest, SaysHowToSwitchItOn) {

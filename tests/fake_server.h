@@ -82,6 +82,7 @@ struct FakeServerOptions {
   Participation* participation = nullptr;  // outlives the server
   // Kept in a folder of this name, which is there; empty: none.
   std::string experiments;
+  absl::Duration series_outlive = absl::Minutes(10);  // of experiments
 };
 
 // The whole server but torch: the real services, engine and metrics over a FakeExecutor, on a
@@ -100,7 +101,7 @@ class FakeServer {
         auth_(*Authenticator::Create(options.auth)),
         access_log_(*AccessLog::Open(
             options.access_log, [this](int64_t lines) { metrics_.OnAccessLogDropped(lines); })),
-        experiments_(Open(options.experiments)),
+        experiments_(Open(options)),
         courier_(options.outbox.stall / 4),
         models_(lifecycle_),
         settings_(FakeSettings(),
@@ -192,11 +193,13 @@ class FakeServer {
   static v1::ServerConfig FakeSettings() {
     return std::get<Run>(*ParseCommandLine({"--model=m"})).config;
   }
-  std::unique_ptr<Experiments> Open(const std::string& folder) {
+  std::unique_ptr<Experiments> Open(const FakeServerOptions& options) {
+    const std::string& folder = options.experiments;
     if (folder.empty()) return nullptr;
     return *Experiments::Open({.store = folder + "/store.db",
                                .spool = folder + "/spool",
-                               .judge_every = absl::Milliseconds(20)},
+                               .judge_every = absl::Milliseconds(20),
+                               .series_outlive = options.series_outlive},
                               metrics_, log_);
   }
   // Any file is a model like the first, but one called "missing".

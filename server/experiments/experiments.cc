@@ -18,8 +18,6 @@ namespace {
 
 constexpr absl::Duration kLookEvery = absl::Seconds(1);
 constexpr absl::Duration kForgetEvery = absl::Hours(1);
-// After an experiment's stop its requests end and Prometheus scrapes its last figures.
-constexpr absl::Duration kSeriesOutlive = absl::Minutes(10);
 
 bool Runs(const v1::Experiment& experiment) {
   return experiment.state() == v1::Experiment::STATE_RUNNING;
@@ -143,7 +141,7 @@ void Experiments::KeepSeries(absl::Time now) {
   const auto known = this->known();
   for (const v1::Experiment& experiment : *known) {
     const bool of_late = experiment.state() == v1::Experiment::STATE_STOPPED &&
-                         now < TimeOf(experiment.stop_time()) + kSeriesOutlive;
+                         now < TimeOf(experiment.stop_time()) + options_.series_outlive;
     if (!Runs(experiment) && !of_late) continue;
     kept.push_back(experiment);
     for (const v1::Arm& arm : experiment.arms()) {

@@ -14,6 +14,8 @@ struct ExperimentsOptions {
   int64_t spool_bytes = int64_t{256} << 20;
   absl::Duration retention = absl::InfiniteDuration();
   absl::Duration judge_every = absl::Minutes(1);
+  // After an experiment's stop its requests end and Prometheus scrapes its last figures.
+  absl::Duration series_outlive = absl::Minutes(10);
 };
 
 }  // namespace epikv
