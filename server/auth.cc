@@ -77,6 +77,7 @@ Authenticator::~Authenticator() {
     absl::MutexLock lock(&mu_);
     stopping_ = true;
   }
+  stop_.Signal();
   if (thread_.joinable()) thread_.join();
 }
 
@@ -104,7 +105,8 @@ void Authenticator::Poll() {
   for (;;) {
     {
       absl::MutexLock lock(&mu_);
-      if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), options_.poll)) return;
+      auto stopping = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return stopping_; };
+      if (stop_.Wait(mu_, options_.poll, stopping)) return;
     }
     if (VersionOf(options_.tokens_file) == loaded_) continue;
     const absl::Status status = Load();

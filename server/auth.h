@@ -16,6 +16,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "server/file_contents.h"
+#include "server/steady_cond_var.h"
 #include "server/tokens.h"
 
 namespace epikv {
@@ -58,6 +59,7 @@ class Authenticator {
   mutable absl::Mutex mu_;
   std::shared_ptr<const TokenTable> tokens_ ABSL_GUARDED_BY(mu_);  // null: none are asked for
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  SteadyCondVar stop_;
   std::thread thread_;
 };
 

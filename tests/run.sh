@@ -3,8 +3,9 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 # For the client in tests/clients/node. Debian's npm is 336 packages: not where there is another.
 command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
-# Tests of experiments start PostgreSQL servers and a balancer of their own, and open pages in a browser.
-EPIKV_PACKAGES+=(postgresql haproxy)
+# Tests of experiments start PostgreSQL servers and a balancer of their own, let clocks jump, and open pages
+# in a browser.
+EPIKV_PACKAGES+=(postgresql haproxy faketime)
 command -v chromium >/dev/null || EPIKV_PACKAGES+=(chromium)
 setup
 node_client=$EPIKV_ROOT/tests/clients/node

@@ -57,6 +57,7 @@ Experiments::~Experiments() {
     absl::MutexLock lock(&mu_);
     stopping_ = true;
   }
+  stop_.Signal();
   keeper_.join();
 }
 
@@ -122,9 +123,8 @@ void Experiments::Keep() {
     int64_t revision = 0;
     {
       absl::MutexLock lock(&mu_);
-      if (mu_.AwaitWithTimeout(absl::Condition(&stopping_),
-                               std::min(kLookEvery, options_.judge_every)))
-        return;
+      auto stopping = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return stopping_; };
+      if (stop_.Wait(mu_, std::min(kLookEvery, options_.judge_every), stopping)) return;
       revision = revision_;
     }
     const absl::StatusOr<int64_t> stored = store_->Revision();

@@ -18,6 +18,7 @@
 #include "server/experiments/store.h"
 #include "server/log.h"
 #include "server/metrics.h"
+#include "server/steady_cond_var.h"
 
 namespace epikv {
 
@@ -75,6 +76,7 @@ class Experiments final : public Participation {
   std::shared_ptr<const std::vector<v1::Experiment>> known_ ABSL_GUARDED_BY(mu_) =
       std::make_shared<const std::vector<v1::Experiment>>();
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  SteadyCondVar stop_;
   // Of the keeper; by SteadyTime.
   absl::Duration forget_next_ = -absl::InfiniteDuration();
   absl::Duration judge_next_ = -absl::InfiniteDuration();

@@ -39,6 +39,7 @@ Recorder::~Recorder() {
     absl::MutexLock lock(&mu_);
     flush_until_ = SteadyTime() + options_.flush;
   }
+  called_.Signal();
   thread_.join();
 }
 
@@ -50,6 +51,7 @@ void Recorder::Record(v1::ExperimentRecord record, Done done) {
       Stamp(record);
       queued_bytes_ += bytes;
       queue_.push_back({.record = std::move(record), .done = std::move(done), .bytes = bytes});
+      called_.Signal();
       return;
     }
   }
@@ -85,7 +87,7 @@ std::optional<Recorder::Batch> Recorder::Take() {
   auto called = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return !queue_.empty() || flush_until_.has_value();
   };
-  mu_.AwaitWithTimeout(absl::Condition(&called), LeftUntilTry());
+  called_.Wait(mu_, LeftUntilTry(), called);
   if (queue_.empty() && flush_until_.has_value()) return std::nullopt;
   Batch batch;
   while (!queue_.empty() && batch.records.size() < options_.max_batch) {

@@ -19,6 +19,7 @@
 #include "epikv/v1/experiment_record.pb.h"
 #include "server/experiments/spool.h"
 #include "server/experiments/store.h"
+#include "server/steady_cond_var.h"
 
 namespace epikv {
 
@@ -111,6 +112,7 @@ class Recorder {
   const RecorderOptions options_;
 
   mutable absl::Mutex mu_;
+  SteadyCondVar called_;
   std::deque<Queued> queue_ ABSL_GUARDED_BY(mu_);
   size_t queued_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t newest_us_ ABSL_GUARDED_BY(mu_) = 0;  // of the times of records
