@@ -464,7 +464,8 @@ std::variant<std::optional<v1::RequestBegan>, grpc::Status> GenerationService::D
                         .model = model.name,
                         .prompt_tokens = prompt_tokens,
                         .max_output_tokens = model.admission->MaxOutputTokens(
-                            asked.options.stop.max_output_tokens, prompt_tokens)};
+                            asked.options.stop.max_output_tokens, prompt_tokens),
+                        .began = scope.start()};
   absl::StatusOr<Assignment> assignment = options_.experiments->Assign(subject);
   if (!assignment.ok()) {
     asked.violations.push_back(
@@ -477,7 +478,6 @@ std::variant<std::optional<v1::RequestBegan>, grpc::Status> GenerationService::D
   v1::RequestBegan began = BeganOf(subject, *assignment);
   began.set_id(NewRequestId());
   began.set_tenant(asked.options.scheduling.tenant);
-  *began.mutable_time() = TimestampProto(scope.start());
   return began;
 }
 
