@@ -127,6 +127,37 @@ std::function<Stream()> Returning(double treatment_share, bool is_blind, Draw dr
   };
 }
 
+// How requests of a switchback experiment are dealt and counted.
+struct Switching {
+  bool is_blind = false;    // as if each request were a unit, not its window
+  bool alternates = false;  // strictly, arm after arm
+  bool is_output = false;   // once a window: how many requests it had
+};
+
+// Requests in windows, each of which is dealt by itself. The load drifts from window to window, and
+// something comes back in every second one: the more load, the more requests, and the longer each.
+std::function<Stream()> InWindows(const Switching& switching) {
+  return [=]() -> Stream {
+    return [=, window = uint64_t{0}, request = uint64_t{0}, left = 0, arm = size_t{0}, drift = 0.](
+               Random& random, MetricTally& tally) mutable {
+      if (left == 0) {
+        ++window;
+        arm = switching.alternates ? window % 2 : random.Chance(.5);
+        drift = .95 * drift + std::sqrt(1 - .95 * .95) * random.Normal();
+        left = 1 + static_cast<int>(6 * std::exp(drift / 2) * random.Exponential());
+        if (switching.is_output) {
+          tally.Add(arm, window, left);
+          left = 0;
+          return;
+        }
+      }
+      --left;
+      const double load = std::exp(drift / 2) + (window % 2 == 0 ? 2 : 0);
+      tally.Add(arm, switching.is_blind ? request++ : window, load * random.Exponential());
+    };
+  };
+}
+
 Look Alarm(const AnalysisOptions& options) {
   return
       [options](const MetricSums& sums) { return !Compare(sums, 0, 1, options).interval.Holds(0); };
@@ -248,6 +279,26 @@ TEST(FalseAlarmTest, UnitsThatReturnAreNotManyUnits) {
   const Traffic traffic = {.observations = 4000};
   EXPECT_GT(FalseAlarms(traffic, 8, Returning(.5, true, draw), Alarm(kMean), "blind"), 2 * kAlpha);
   EXPECT_LE(FalseAlarms(traffic, 8, Returning(.5, false, draw), Alarm(kMean)), kAlpha);
+}
+
+TEST(FalseAlarmTest, WindowsOfALoadThatDriftsAreNotManyRequests) {
+  const Traffic traffic = {.observations = 4000};
+  EXPECT_GT(FalseAlarms(traffic, 13, InWindows({.is_blind = true}), Alarm(kMean), "blind"),
+            2 * kAlpha);
+  EXPECT_LE(FalseAlarms(traffic, 13, InWindows({}), Alarm(kMean)), kAlpha);
+}
+
+TEST(FalseAlarmTest, OfTheOutputOfWindows) {
+  EXPECT_LE(FalseAlarms({.observations = 600}, 14, InWindows({.is_output = true}), Alarm(kMean)),
+            kAlpha);
+}
+
+// Why windows are dealt each by itself: what comes back meets arms that take turns.
+TEST(FalseAlarmTest, WindowsThatTakeTurnsMeetTheRhythmOfTheLoad) {
+  const double alarms = ShareEnded(kExperiments / 20, {.observations = 4000}, 15,
+                                   InWindows({.alternates = true}), Alarm(kMean));
+  Record("alarms", alarms);
+  EXPECT_GT(alarms, 5 * kAlpha);
 }
 
 TEST(FalseAlarmTest, HasteAlarmsByMistake) {

@@ -578,7 +578,8 @@ class ReportMaker {
     }
     std::optional<Throughput> throughput;
     if (windows_.has_value()) {
-      throughput.emplace(*windows_, Timeline::EndOf(experiment_, now_), now_);
+      throughput.emplace(*windows_, TimeOf(experiment_.start_time()),
+                         Timeline::EndOf(experiment_, now_), now_);
     }
     absl::Status status = ReadAlong(
         store_, experiment_.name(), timeline_,

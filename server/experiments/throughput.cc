@@ -4,12 +4,14 @@
 
 namespace epikv {
 
-Throughput::Throughput(const Windows& windows, absl::Time over, absl::Time now)
-    : windows_(windows), last_end_(std::min(over, now - windows.length())) {}
+Throughput::Throughput(const Windows& windows, absl::Time start, absl::Time over, absl::Time now)
+    : windows_(windows),
+      first_(windows.At(start) + 1),
+      last_end_(std::min(over, now - windows.length())) {}
 
 void Throughput::Add(const RequestRow& row) {
   const int64_t window = windows_.At(row.began);
-  if (!next_.has_value()) next_ = window + 1;
+  if (!next_.has_value()) next_ = std::max(first_, window + 1);
   if (window < *next_) return;
   Sum& sum = sums_[window];
   sum.tokens += row.end.has_value() ? row.end->output_tokens : 0;

@@ -27,8 +27,8 @@ struct WindowOutput {
 // the server down.
 class Throughput {
  public:
-  // over: when the experiment was stopped, or will be; windows that end later never count.
-  Throughput(const Windows& windows, absl::Time over, absl::Time now);
+  // start, over: of the experiment. What a clock that was wrong has put before it makes no windows.
+  Throughput(const Windows& windows, absl::Time start, absl::Time over, absl::Time now);
 
   void Add(const RequestRow& row);
   // The windows that count and that had ended by then, in order, each once. Precondition: all
@@ -41,6 +41,7 @@ class Throughput {
     bool exposed = false;
   };
   const Windows windows_;
+  const int64_t first_;  // that may count
   const absl::Time last_end_;
   std::map<int64_t, Sum> sums_;  // of windows that were not taken
   std::optional<int64_t> next_;  // to be taken
