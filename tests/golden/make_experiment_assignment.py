@@ -91,7 +91,9 @@ def switchback(definition: dict[str, Any]) -> dict[str, Any]:
         time = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=micros)
         window = window_at(dealt.switchback, time)
         assert window.begin <= time < window.end
-        rows.append([micros, window.number, time < window.analysed_from, arm_of(dealt, window.unit)])
+        rows.append(
+            [micros, window.number, time < window.analysed_from, arm_of(dealt, window.unit)]
+        )
     return {"experiment": definition, "times": rows}
 
 

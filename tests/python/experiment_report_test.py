@@ -58,7 +58,10 @@ def shown(browser: Chromium) -> dict[str, dict[str, str]]:
 
 def expected(of: Report) -> Iterator[tuple[str, dict[str, Any]]]:
     """What a page has to show, the contract read anew: path, and the attributes' values."""
-    for name in ("forced_requests", "other_version_requests", "crossed_requests"):
+    left_out = ["forced_requests", "other_version_requests", "crossed_requests"]
+    if of.experiment.HasField("switchback"):
+        left_out.append("washed_out_requests")
+    for name in left_out:
         yield name, {"value": getattr(of, name)}
     for name in ("sample_ratio", "exposed_sample_ratio"):
         check = getattr(of, name)
@@ -400,6 +403,24 @@ def test_confounded_figures_stand_below_a_warning(told: Callable[[str], str]) ->
     assert "ttft_seconds" not in above
     assert below.index("no cause can be told") < below.index("ttft_seconds")
     assert below.count("confounded") == 4 and "better" not in below.partition("Guardrails")[0]
+
+
+def test_a_switchback_counts_windows_and_confounds_nothing(
+    browser: Chromium, pages: dict[str, Path], told: Callable[[str], str]
+) -> None:
+    browser.open(pages["switchback"])
+    for text in map(squeezed, (told("switchback"), browser.evaluate("document.body.innerText"))):
+        assert "windows of 5 min, the first 30 s of each not analysed (880 requests)" in text
+        assert "880 in a wash-out" in text and "869 tokens/s" in text
+        assert "under another arm than their window's" in text
+        assert "All windows: in order" in text or "all windows: as the weights say" in text
+        assert "no cause can be told" not in text
+    assert not browser.evaluate("document.querySelectorAll('#confounded').length")
+    columns = "document.querySelector('#arms thead').innerText"
+    assert "WINDOWS" in browser.evaluate(columns).upper()
+    caption = "document.querySelector('#plot-distribution-output_tokens_per_second').innerText"
+    assert "windows" in browser.evaluate(caption)
+    assert "windows" not in squeezed(told("clear")).replace("Switchback windows", "")
 
 
 # Words and figures.
