@@ -309,6 +309,74 @@ TEST(FalseAlarmTest, HasteAlarmsByMistake) {
             kAlpha);
 }
 
+// A server with one queue, first come, first served, at which a request arrives each second on
+// average; seconds are counted by arrivals. Service takes .8 s under the control and .6 s under the
+// treatment, on average, which makes a mean time of 4 s and of 1.5 s (M/M/1: 1 / (rate of service -
+// rate of arrival)).
+constexpr double kMeanService[] = {.8, .6};
+constexpr double kTrueDifference = 1.5 - 4;
+
+// Requests of a switchback are dealt by windows of so many seconds; 0: each by itself.
+struct Sharing {
+  double window = 0, wash_out = 0;
+};
+
+Comparison CompareOfAQueue(const Sharing& sharing, uint64_t seed) {
+  constexpr double kSeconds = 100'000;
+  Random random(seed);
+  MetricTally tally(2);
+  size_t arm = 0;
+  double wait = 0;
+  int64_t last = -1;
+  for (double now = 0; now < kSeconds; now += 1) {
+    const auto unit = static_cast<int64_t>(sharing.window > 0 ? now / sharing.window : now);
+    if (unit != last) arm = random.Chance(.5);
+    last = unit;
+    const double service = kMeanService[arm] * random.Exponential();
+    const bool analysed = now - static_cast<double>(unit) * sharing.window >= sharing.wash_out;
+    if (sharing.window == 0 || analysed) {
+      tally.Add(arm, static_cast<uint64_t>(unit), wait + service);
+    }
+    wait = std::max(0., wait + service - random.Exponential());
+  }
+  return Compare(tally.sums(), 0, 1, kMean);
+}
+
+struct Found {
+  double mean = 0;   // of the differences
+  double holds = 0;  // the share of intervals that hold the true one
+};
+
+Found FoundInAQueue(const Sharing& sharing, uint64_t seed) {
+  constexpr int kServers = 100;
+  Found found;
+  for (int i = 0; i < kServers; ++i) {
+    const Comparison comparison = CompareOfAQueue(sharing, seed * 1'000'003 + i);
+    found.mean += *comparison.difference / kServers;
+    found.holds += comparison.interval.Holds(kTrueDifference) ? 1. / kServers : 0;
+  }
+  Record("difference", found.mean);
+  Record("holds", found.holds);
+  return found;
+}
+
+TEST(SwitchbackTest, ArmsThatShareAQueueDifferInTheirServiceAlone) {
+  const Found shared = FoundInAQueue({}, 16);
+  EXPECT_THAT(shared.mean, DoubleNear(.6 - .8, .02));
+  EXPECT_EQ(shared.holds, 0);
+}
+
+TEST(SwitchbackTest, WindowsFindWhatAnArmDoesToTheServer) {
+  const Found windows = FoundInAQueue({.window = 400, .wash_out = 150}, 17);
+  EXPECT_THAT(windows.mean, DoubleNear(kTrueDifference, .2));
+  EXPECT_GE(windows.holds, 1 - kAlpha);
+}
+
+TEST(SwitchbackTest, WithoutAWashOutTheQueueOfTheWindowBeforeHidesIt) {
+  const Found mixed = FoundInAQueue({.window = 20}, 18);
+  EXPECT_GT(mixed.mean, kTrueDifference / 2);
+}
+
 TEST(CoverageTest, OfAnArmsMean) {
   const double missed =
       ShareEnded(kExperiments, {}, 10, Singles(.5, Exponential), Misses(kMean, 1, 1));

@@ -420,7 +420,7 @@ def test_a_switchback_counts_windows_and_confounds_nothing(
     assert "WINDOWS" in browser.evaluate(columns).upper()
     caption = "document.querySelector('#plot-distribution-output_tokens_per_second').innerText"
     assert "windows" in browser.evaluate(caption)
-    assert "windows" not in squeezed(told("clear")).replace("Switchback windows", "")
+    assert "windows" not in squeezed(told("clear")).replace("switchback windows", "")
 
 
 # Words and figures.
@@ -626,6 +626,21 @@ def test_a_plan_in_words(ask: Callable[..., Result], fake: fake_epikvd.Fake) -> 
         control_permille=500,
         covariate_r2=0.3,
     )
+
+
+def test_a_plan_of_windows_says_how_long_they_take(
+    ask: Callable[..., Result], fake: fake_epikvd.Fake
+) -> None:
+    fake.experiments.plan = experiment_pb2.ExperimentPlan(
+        units=1_500, power=0.8, sample_ratio_units=1_240_000
+    )
+    plan = ("plan", "--sd", 60, "--effect", 20)
+    told = squeezed(ask(*plan, "--window", 300).stdout)
+    assert "takes 1,500 windows" in told and "windows by arm control 750" in told
+    assert "time 5 d 5 h, in windows of 5 min, without a break" in told
+    assert "units" not in told
+    assert "window" not in ask(*plan).stdout
+    assert ask(*plan, "--window", 0.5).exit_code == 2
 
 
 def test_a_plan_of_so_many_units(ask: Callable[..., Result], fake: fake_epikvd.Fake) -> None:

@@ -32,7 +32,8 @@ _ATTRITION_ERRORS = 3.29
 CONFOUNDED = (
     "Confounded: the arms share queue, batch and pool, so that one changes the other's figures."
     " These are what users saw; no cause can be told from their differences, and there are no"
-    " verdicts. Switchback windows, the whole server on one arm at a time, could tell."
+    " verdicts. An experiment of its own can tell, with switchback windows: the whole server on one"
+    " arm at a time."
 )
 OUTPUT = "output_tokens_per_second"  # of a window; all other metrics are of requests
 EVERYONE = (
