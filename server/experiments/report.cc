@@ -481,17 +481,17 @@ class Parties {
 class Timeline {
  public:
   Timeline(const v1::Experiment& experiment, int points, absl::Time now)
-      : begin_(TimeOf(experiment.start_time())), end_(EndOf(experiment, now)), points_(points) {}
-  // Of what takes part: now, or when it was stopped.
-  static absl::Time EndOf(const v1::Experiment& experiment, absl::Time now) {
-    return experiment.has_stop_time() ? std::min(now, TimeOf(experiment.stop_time())) : now;
+      : begin_(TimeOf(experiment.start_time())), points_(points) {
+    end_ = experiment.has_stop_time() ? std::min(now, TimeOf(experiment.stop_time())) : now;
   }
   absl::Time At(int point) const { return begin_ + (end_ - begin_) * (point + 1) / points_; }
   int points() const { return points_; }
-  absl::Duration span() const { return end_ - begin_; }
+  absl::Time begin() const { return begin_; }
+  absl::Time end() const { return end_; }
 
  private:
-  const absl::Time begin_, end_;
+  const absl::Time begin_;
+  absl::Time end_;
   const int points_;
 };
 
@@ -567,7 +567,9 @@ class ReportMaker {
         [&](absl::Time time) { parties.AddPoint(time); });
     parties.Report(report_);
     units_ = parties.units();
-    if (windows_.has_value()) units_ = std::max(units_, timeline_.span() / windows_->length());
+    if (windows_.has_value()) {
+      units_ = std::max(units_, (timeline_.end() - timeline_.begin()) / windows_->length());
+    }
     return status;
   }
   absl::Status ReadMetrics(size_t first, size_t last) {
@@ -578,8 +580,7 @@ class ReportMaker {
     }
     std::optional<Throughput> throughput;
     if (windows_.has_value()) {
-      throughput.emplace(*windows_, TimeOf(experiment_.start_time()),
-                         Timeline::EndOf(experiment_, now_), now_);
+      throughput.emplace(*windows_, timeline_.begin(), timeline_.end(), now_);
     }
     absl::Status status = ReadAlong(
         store_, experiment_.name(), timeline_,

@@ -84,7 +84,7 @@ def of(report: ExperimentReport) -> list[tuple[str, str]]:
             " enough to matter to you."
             + (
                 " What one window does to the next beyond its wash-out (a queue that is longer than"
-                " that, users who come back later) makes arms look more alike than they are."
+                " that, a prefix cache that it fills, users who come back later) makes arms look more alike than they are."
                 if reading.is_switchback(report)
                 else " Units that were dealt to different arms share a machine; what an arm does to"
                 " all of them is in no difference."
