@@ -54,6 +54,19 @@ const Bounds& OutcomeBounds() {
   return bounds;
 }
 
+constexpr char kHash[] = "hash", kForced[] = "forced", kWashOut[] = "wash_out";
+
+std::string SourceOf(const v1::RequestBegan::Part& part) {
+  return part.forced() ? kForced : part.washed_out() ? kWashOut : kHash;
+}
+
+// Of the requests that an arm may have.
+std::vector<std::string> SourcesOf(const v1::Experiment& experiment) {
+  std::vector<std::string> sources = {kHash, kForced};
+  if (experiment.has_switchback()) sources.push_back(kWashOut);
+  return sources;
+}
+
 }  // namespace
 
 // Of one experiment with the arms that it has: those go with it.
@@ -62,15 +75,17 @@ class ExperimentSeries::OfExperiment {
   explicit OfExperiment(const v1::Experiment& experiment)
       : arms_(NamesOf(experiment.arms())),
         metrics_(NamesOf(experiment.metrics())),
+        sources_(SourcesOf(experiment)),
         declare_(registry_, {{"experiment", experiment.name()}}),
         assignments_(declare_.Counters(
             "epikv_experiment_assignments_total",
-            "Requests by what an experiment made of them: an arm by the hash of their unit, an arm "
-            "that was forced, or none (of its units, but not eligible, or they did not want to).",
-            2 * arms_.size() + 1)),
+            "Requests by what an experiment made of them: an arm by the hash of their unit or "
+            "window, the same in a wash-out, which is not analysed, an arm that was forced, or "
+            "none (of its units, but not eligible, or they did not want to).",
+            sources_.size() * arms_.size() + 1)),
         exposures_(declare_.Counters("epikv_experiment_exposures_total",
-                                     "Requests of an arm, not forced, in which eviction could act "
-                                     "under any arm.",
+                                     "Requests of an arm, neither forced nor in a wash-out, in "
+                                     "which eviction could act under any arm.",
                                      arms_.size())),
         breaches_(declare_.Counters("epikv_experiment_guardrail_breaches_total",
                                     "Guardrails that were found breached here, by arm and metric: "
@@ -94,8 +109,8 @@ class ExperimentSeries::OfExperiment {
                 .Add({})) {
     sample_ratio_.Set(1);
     for (const std::string& arm : arms_) {
-      for (absl::string_view source : {"hash", "forced"}) {
-        assignments_.Add({{"arm", arm}, {"source", std::string(source)}});
+      for (const std::string& source : sources_) {
+        assignments_.Add({{"arm", arm}, {"source", source}});
       }
       exposures_.Add({{"arm", arm}});
       for (const std::string& metric : metrics_) {
@@ -108,14 +123,16 @@ class ExperimentSeries::OfExperiment {
 
   int64_t bound() const { return declare_.bound(); }
   bool Fits(const v1::Experiment& experiment) const {
-    return NamesOf(experiment.arms()) == arms_ && NamesOf(experiment.metrics()) == metrics_;
+    return NamesOf(experiment.arms()) == arms_ && NamesOf(experiment.metrics()) == metrics_ &&
+           SourcesOf(experiment) == sources_;
   }
   Counter& Excluded() { return assignments_.Add({{"arm", "none"}, {"source", "excluded"}}); }
   void OnAssigned(const v1::RequestBegan::Part& part) {
-    if (!Holds(arms_, part.arm())) return;
-    assignments_.Add({{"arm", part.arm()}, {"source", part.forced() ? "forced" : "hash"}})
-        .Increment();
-    if (part.exposed() && !part.forced()) exposures_.Add({{"arm", part.arm()}}).Increment();
+    const std::string source = SourceOf(part);
+    // What is not this definition's: it has changed a moment ago.
+    if (!Holds(arms_, part.arm()) || !Holds(sources_, source)) return;
+    assignments_.Add({{"arm", part.arm()}, {"source", source}}).Increment();
+    if (part.exposed() && source == kHash) exposures_.Add({{"arm", part.arm()}}).Increment();
   }
   void OnOutcome(const CountedOutcome& outcome) {
     if (!Holds(arms_, outcome.arm) || !Holds(metrics_, outcome.metric)) return;
@@ -131,7 +148,7 @@ class ExperimentSeries::OfExperiment {
   std::vector<prometheus::MetricFamily> Collect() const { return registry_.Collect(); }
 
  private:
-  const std::vector<std::string> arms_, metrics_;
+  const std::vector<std::string> arms_, metrics_, sources_;
   prometheus::Registry registry_;
   Declarations declare_;
   Family<Counter>&assignments_, &exposures_, &breaches_, &outcomes_;

@@ -462,7 +462,8 @@ std::variant<GenerationService::Dealt, grpc::Status> GenerationService::Deal(
                         .model = model.name,
                         .prompt_tokens = prompt_tokens,
                         .max_output_tokens = model.admission->MaxOutputTokens(
-                            asked.options.stop.max_output_tokens, prompt_tokens)};
+                            asked.options.stop.max_output_tokens, prompt_tokens),
+                        .began = scope.start()};
   absl::StatusOr<Assignment> assignment = options_.experiments->Assign(subject);
   if (!assignment.ok()) {
     asked.violations.push_back(
@@ -476,7 +477,6 @@ std::variant<GenerationService::Dealt, grpc::Status> GenerationService::Deal(
   v1::RequestBegan began = BeganOf(subject, *assignment);
   began.set_id(NewRequestId());
   began.set_tenant(asked.options.scheduling.tenant);
-  *began.mutable_time() = TimestampProto(scope.start());
   dealt.began = std::move(began);
   return dealt;
 }

@@ -16,6 +16,7 @@
 namespace epikv {
 namespace {
 
+using testing::Contains;
 using testing::ElementsAre;
 using testing::IsEmpty;
 
@@ -91,6 +92,61 @@ INSTANTIATE_TEST_SUITE_P(
         Fault{R"(outcome_window { seconds: 0 })", {"experiment.outcome_window"}},
         Fault{R"(outcome_window { seconds: 999999999 })", {"experiment.outcome_window"}}));
 
+constexpr char kSwitchback[] = R"(traffic_permille: 1000
+  switchback { window { seconds: 300 } wash_out { seconds: 30 } }
+)";
+
+TEST(Switchback, IsOfTheWholeServerAndMeasuresOutput) {
+  EXPECT_THAT(Faults(Sound(kSwitchback)), IsEmpty());
+  const std::string output = R"(guardrails { metric: "output_tokens_per_second" margin: 5 }
+                                primary_metric: "output_tokens_per_second")";
+  EXPECT_THAT(Faults(Sound(kSwitchback + output)), IsEmpty());
+  EXPECT_THAT(Faults(Sound(kSwitchback + std::string(R"(eligibility { model: "m" })"))), IsEmpty());
+  EXPECT_THAT(Faults(Sound(output)),
+              ElementsAre("experiment.primary_metric", "experiment.guardrails[1].metric"))
+      << "where arms share the server it is no arm's";
+}
+
+TEST(Switchback, LeavesATenthOutUnlessToldOtherwise) {
+  const v1::Experiment experiment =
+      Sound("traffic_permille: 1000 switchback { window { seconds: 1 nanos: 5000000 } }");
+  EXPECT_EQ(experiment.switchback().wash_out().nanos(), 100'000'000);
+  EXPECT_THAT(Faults(experiment), IsEmpty());
+  const v1::Experiment none =
+      Sound("traffic_permille: 1000 switchback { window { seconds: 1 } wash_out {} }");
+  EXPECT_EQ(none.switchback().wash_out().nanos(), 0);
+}
+
+class SwitchbackFault : public testing::TestWithParam<Fault> {};
+
+TEST_P(SwitchbackFault, IsNamed) {
+  EXPECT_EQ(Faults(Sound(kSwitchback + GetParam().text)), GetParam().fields);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    , SwitchbackFault,
+    testing::Values(
+        Fault{"switchback { window { seconds: 86401 } }", {"experiment.switchback.window"}},
+        Fault{"switchback { window { nanos: 1 } }", {"experiment.switchback.window"}},
+        Fault{"switchback { wash_out { nanos: 1 } }", {"experiment.switchback.wash_out"}},
+        Fault{"switchback { wash_out { seconds: 300 } }", {"experiment.switchback.wash_out"}},
+        Fault{"switchback { wash_out { seconds: -1 } }", {"experiment.switchback.wash_out"}},
+        Fault{"traffic_permille: 999", {"experiment.traffic_permille"}},
+        Fault{"eligibility { min_prompt_tokens: 9 }", {"experiment.eligibility.min_prompt_tokens"}},
+        Fault{R"(eligibility { labels { key: "a" value: "b" } })",
+              {"experiment.eligibility.labels"}},
+        Fault{R"(metrics { name: "score" covariate: COVARIATE_CLIENT })",
+              {"experiment.metrics[1].covariate"}}));
+
+TEST(Switchback, HasWindowsOfASecondOrMore) {
+  for (const char* window :
+       {"", "seconds: -5", "nanos: 999000000", "seconds: 9223372036854775807"}) {
+    const v1::Experiment experiment =
+        Sound(std::string("traffic_permille: 1000 switchback { window { ") + window + " } }");
+    EXPECT_THAT(Faults(experiment), Contains("experiment.switchback.window")) << window;
+  }
+}
+
 TEST(Definition, NeedsTwoArms) {
   v1::Experiment experiment = Sound();
   experiment.mutable_arms()->DeleteSubrange(1, 1);
@@ -131,9 +187,14 @@ TEST(Rebuckets, IsWhatMovesAUnit) {
   }
   for (const char* moves :
        {R"(salt: "s")", R"(layer: "l")", "traffic_permille: 200",
-        "eligibility { min_prompt_tokens: 1 }", R"(arms { name: "third" weight_permille: 1 })"}) {
+        "eligibility { min_prompt_tokens: 1 }", R"(arms { name: "third" weight_permille: 1 })",
+        "switchback { window { seconds: 60 } }"}) {
     EXPECT_TRUE(Rebuckets(before, Sound(moves))) << moves;
   }
+  const v1::Experiment windows = Sound(kSwitchback);
+  EXPECT_FALSE(Rebuckets(windows, windows));
+  EXPECT_TRUE(Rebuckets(
+      windows, Sound(kSwitchback + std::string("switchback { wash_out { seconds: 31 } }"))));
   v1::Experiment leaner = before;
   leaner.mutable_arms(1)->mutable_kv()->set_max_tokens(32);
   EXPECT_TRUE(Rebuckets(before, leaner));

@@ -69,6 +69,18 @@ TEST(Started, RunsFromThenOnInItsSlice) {
   EXPECT_EQ(TimeOf(started->start_time()), kNow);
 }
 
+TEST(Changed, MovesUnitsWhereASwitchbackComesOrChanges) {
+  Experiments experiments;
+  ASSERT_TRUE(experiments.Start(Draft("a")).ok());
+  v1::Experiment wanted = experiments.Get("a");
+  wanted.mutable_switchback()->mutable_window()->set_seconds(300);
+  EXPECT_EQ(ReasonOf(experiments.Change(wanted, false).status()), "REBUCKET");
+  const absl::StatusOr<v1::Experiment> changed = experiments.Change(wanted, true);
+  ASSERT_TRUE(changed.ok());
+  EXPECT_EQ(changed->bucket_version(), 2u);
+  EXPECT_EQ(changed->switchback().window().seconds(), 300);
+}
+
 TEST(Started, TakesTheFirstSliceThatIsWideEnough) {
   Experiments experiments;
   ASSERT_TRUE(experiments.Start(Draft("a", 300)).ok());

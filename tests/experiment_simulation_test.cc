@@ -127,6 +127,37 @@ std::function<Stream()> Returning(double treatment_share, bool is_blind, Draw dr
   };
 }
 
+// How requests of a switchback experiment are dealt and counted.
+struct Switching {
+  bool is_blind = false;    // as if each request were a unit, not its window
+  bool alternates = false;  // strictly, arm after arm
+  bool is_output = false;   // once a window: how many requests it had
+};
+
+// Requests in windows, each of which is dealt by itself. The load drifts from window to window, and
+// something comes back in every second one: the more load, the more requests, and the longer each.
+std::function<Stream()> InWindows(const Switching& switching) {
+  return [=]() -> Stream {
+    return [=, window = uint64_t{0}, request = uint64_t{0}, left = 0, arm = size_t{0}, drift = 0.](
+               Random& random, MetricTally& tally) mutable {
+      if (left == 0) {
+        ++window;
+        arm = switching.alternates ? window % 2 : random.Chance(.5);
+        drift = .95 * drift + std::sqrt(1 - .95 * .95) * random.Normal();
+        left = 1 + static_cast<int>(6 * std::exp(drift / 2) * random.Exponential());
+        if (switching.is_output) {
+          tally.Add(arm, window, left);
+          left = 0;
+          return;
+        }
+      }
+      --left;
+      const double load = std::exp(drift / 2) + (window % 2 == 0 ? 2 : 0);
+      tally.Add(arm, switching.is_blind ? request++ : window, load * random.Exponential());
+    };
+  };
+}
+
 Look Alarm(const AnalysisOptions& options) {
   return
       [options](const MetricSums& sums) { return !Compare(sums, 0, 1, options).interval.Holds(0); };
@@ -250,12 +281,100 @@ TEST(FalseAlarmTest, UnitsThatReturnAreNotManyUnits) {
   EXPECT_LE(FalseAlarms(traffic, 8, Returning(.5, false, draw), Alarm(kMean)), kAlpha);
 }
 
+TEST(FalseAlarmTest, WindowsOfALoadThatDriftsAreNotManyRequests) {
+  const Traffic traffic = {.observations = 4000};
+  EXPECT_GT(FalseAlarms(traffic, 13, InWindows({.is_blind = true}), Alarm(kMean), "blind"),
+            2 * kAlpha);
+  EXPECT_LE(FalseAlarms(traffic, 13, InWindows({}), Alarm(kMean)), kAlpha);
+}
+
+TEST(FalseAlarmTest, OfTheOutputOfWindows) {
+  EXPECT_LE(FalseAlarms({.observations = 600}, 14, InWindows({.is_output = true}), Alarm(kMean)),
+            kAlpha);
+}
+
+// Why windows are dealt each by itself: what comes back meets arms that take turns.
+TEST(FalseAlarmTest, WindowsThatTakeTurnsMeetTheRhythmOfTheLoad) {
+  const double alarms = ShareEnded(kExperiments / 20, {.observations = 4000}, 15,
+                                   InWindows({.alternates = true}), Alarm(kMean));
+  Record("alarms", alarms);
+  EXPECT_GT(alarms, 5 * kAlpha);
+}
+
 TEST(FalseAlarmTest, HasteAlarmsByMistake) {
   EXPECT_GT(
       FalseAlarms({.observations = 2000}, 9, Singles(.1, HeavyLogNormal), HastyAlarm, "hasty"),
       kAlpha);
   EXPECT_LE(FalseAlarms({.observations = 2000}, 9, Singles(.1, HeavyLogNormal), Alarm(kMean)),
             kAlpha);
+}
+
+// A server with one queue, first come, first served, at which a request arrives each second on
+// average; seconds are counted by arrivals. Service takes .8 s under the control and .6 s under the
+// treatment, on average, which makes a mean time of 4 s and of 1.5 s (M/M/1: 1 / (rate of service -
+// rate of arrival)).
+constexpr double kMeanService[] = {.8, .6};
+constexpr double kTrueDifference = 1.5 - 4;
+
+// Requests of a switchback are dealt by windows of so many seconds; 0: each by itself.
+struct Sharing {
+  double window = 0, wash_out = 0;
+};
+
+Comparison CompareOfAQueue(const Sharing& sharing, uint64_t seed) {
+  constexpr double kSeconds = 100'000;
+  Random random(seed);
+  MetricTally tally(2);
+  size_t arm = 0;
+  double wait = 0;
+  int64_t last = -1;
+  for (double now = 0; now < kSeconds; now += 1) {
+    const auto unit = static_cast<int64_t>(sharing.window > 0 ? now / sharing.window : now);
+    if (unit != last) arm = random.Chance(.5);
+    last = unit;
+    const double service = kMeanService[arm] * random.Exponential();
+    const bool analysed = now - static_cast<double>(unit) * sharing.window >= sharing.wash_out;
+    if (sharing.window == 0 || analysed) {
+      tally.Add(arm, static_cast<uint64_t>(unit), wait + service);
+    }
+    wait = std::max(0., wait + service - random.Exponential());
+  }
+  return Compare(tally.sums(), 0, 1, kMean);
+}
+
+struct Found {
+  double mean = 0;   // of the differences
+  double holds = 0;  // the share of intervals that hold the true one
+};
+
+Found FoundInAQueue(const Sharing& sharing, uint64_t seed) {
+  constexpr int kServers = 100;
+  Found found;
+  for (int i = 0; i < kServers; ++i) {
+    const Comparison comparison = CompareOfAQueue(sharing, seed * 1'000'003 + i);
+    found.mean += *comparison.difference / kServers;
+    found.holds += comparison.interval.Holds(kTrueDifference) ? 1. / kServers : 0;
+  }
+  Record("difference", found.mean);
+  Record("holds", found.holds);
+  return found;
+}
+
+TEST(SwitchbackTest, ArmsThatShareAQueueDifferInTheirServiceAlone) {
+  const Found shared = FoundInAQueue({}, 16);
+  EXPECT_THAT(shared.mean, DoubleNear(.6 - .8, .02));
+  EXPECT_EQ(shared.holds, 0);
+}
+
+TEST(SwitchbackTest, WindowsFindWhatAnArmDoesToTheServer) {
+  const Found windows = FoundInAQueue({.window = 400, .wash_out = 150}, 17);
+  EXPECT_THAT(windows.mean, DoubleNear(kTrueDifference, .2));
+  EXPECT_GE(windows.holds, 1 - kAlpha);
+}
+
+TEST(SwitchbackTest, WithoutAWashOutTheQueueOfTheWindowBeforeHidesIt) {
+  const Found mixed = FoundInAQueue({.window = 20}, 18);
+  EXPECT_GT(mixed.mean, kTrueDifference / 2);
 }
 
 TEST(CoverageTest, OfAnArmsMean) {

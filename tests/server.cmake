@@ -7,8 +7,9 @@ epikv_test(experiment_definition_test LIBS epikv_server)
 epikv_test(experiment_edits_test LIBS epikv_server)
 epikv_test(experiment_report_test LIBS epikv_server)
 epikv_test(experiment_simulation_test LIBS epikv_server)
-# One process: its PostgreSQL server takes a second to start.
+# One process: their PostgreSQL server takes a second to start.
 epikv_test(experiment_store_test SHARDS 1 LIBS epikv_server)
+epikv_test(experiment_switchback_test SHARDS 1 LIBS epikv_server nlohmann_json::nlohmann_json)
 epikv_test(file_contents_test LIBS epikv_server)
 epikv_test(log_test LIBS epikv_server)
 epikv_test(metrics_test LIBS epikv_server)

@@ -24,6 +24,8 @@ constexpr double kDefaultAlpha = 0.05;
 constexpr char kDefaultLayer[] = "default";
 constexpr absl::Duration kDefaultOutcomeWindow = absl::Hours(24);
 constexpr absl::Duration kLongestOutcomeWindow = absl::Hours(24 * 90);
+constexpr absl::Duration kShortestWindow = absl::Seconds(1);
+constexpr absl::Duration kLongestWindow = absl::Hours(24);
 
 constexpr auto kMean = v1::Metric::KIND_MEAN;
 constexpr auto kProportion = v1::Metric::KIND_PROPORTION;
@@ -43,6 +45,7 @@ constexpr MeasuredMetric kMeasured[] = {
     {"ttft_seconds", kMean, kLower, true},
     {"time_per_output_token_seconds", kMean, kLower, true},
     {"request_seconds", kMean, kLower, true},
+    {"output_tokens_per_second", kMean, kHigher, true, true},
 };
 
 bool IsMeasured(absl::string_view name) {
@@ -74,6 +77,7 @@ class Checker {
   void CheckTraffic();
   void CheckMetrics();
   void CheckTimes();
+  void CheckSwitchback();
   std::vector<FieldViolation> Take() { return std::move(violations_); }
 
  private:
@@ -94,15 +98,23 @@ class Checker {
   static std::string ShortName(absl::string_view name) {
     return std::string(name.substr(0, kMaxNameBytes));
   }
+  bool Measures(const MeasuredMetric& metric) const {
+    return !metric.of_windows || experiment_.has_switchback();
+  }
   bool Knows(absl::string_view metric) const {
-    return IsMeasured(metric) ||
+    return std::any_of(std::begin(kMeasured), std::end(kMeasured),
+                       [&](const MeasuredMetric& measured) {
+                         return measured.name == metric && Measures(measured);
+                       }) ||
            std::any_of(experiment_.metrics().begin(), experiment_.metrics().end(),
                        [&](const v1::Metric& declared) { return declared.name() == metric; });
   }
   std::string KnownMetrics() const {
     std::vector<absl::string_view> names;
     for (const v1::Metric& metric : experiment_.metrics()) names.push_back(metric.name());
-    for (const MeasuredMetric& metric : kMeasured) names.push_back(metric.name);
+    for (const MeasuredMetric& metric : kMeasured) {
+      if (Measures(metric)) names.push_back(metric.name);
+    }
     return absl::StrJoin(names, ", ");
   }
 
@@ -243,6 +255,44 @@ void Checker::CheckTimes() {
   }
 }
 
+// What concerns parts of the server's requests has no place in it.
+void Checker::CheckSwitchback() {
+  if (!experiment_.has_switchback()) return;
+  const absl::Duration window = DurationOf(experiment_.switchback().window());
+  const absl::Duration wash_out = DurationOf(experiment_.switchback().wash_out());
+  auto is_whole = [](absl::Duration duration) {
+    return absl::Trunc(duration, absl::Milliseconds(1)) == duration;
+  };
+  if (window < kShortestWindow || window > kLongestWindow || !is_whole(window)) {
+    Violate("switchback.window",
+            absl::StrCat("must be from ", absl::FormatDuration(kShortestWindow), " to ",
+                         absl::FormatDuration(kLongestWindow), ", in whole milliseconds, is ",
+                         absl::FormatDuration(window)));
+  }
+  if (wash_out < absl::ZeroDuration() || wash_out >= window || !is_whole(wash_out)) {
+    Violate("switchback.wash_out",
+            absl::StrCat("must be at least 0 and less than the window, in whole milliseconds, is ",
+                         absl::FormatDuration(wash_out)));
+  }
+  constexpr absl::string_view kWhole = ": a switchback is of the whole server";
+  if (experiment_.traffic_permille() > 0 && experiment_.traffic_permille() < 1000) {
+    Violate("traffic_permille",
+            absl::StrCat("must be 1000, is ", experiment_.traffic_permille(), kWhole));
+  }
+  if (experiment_.eligibility().min_prompt_tokens() > 0) {
+    Violate("eligibility.min_prompt_tokens",
+            absl::StrCat("must be 0, is ", experiment_.eligibility().min_prompt_tokens(), kWhole));
+  }
+  if (experiment_.eligibility().labels_size() > 0) {
+    Violate("eligibility.labels", absl::StrCat("must be none", kWhole));
+  }
+  for (int i = 0; i < experiment_.metrics_size(); ++i) {
+    if (experiment_.metrics(i).covariate() == v1::Metric::COVARIATE_UNSPECIFIED) continue;
+    Violate(absl::StrCat("metrics[", i, "].covariate"),
+            "must be none: a switchback counts windows, and of none anything was known before");
+  }
+}
+
 }  // namespace
 
 absl::Span<const MeasuredMetric> MeasuredMetrics() { return kMeasured; }
@@ -253,6 +303,11 @@ v1::Experiment WithDefaults(v1::Experiment experiment) {
   if (experiment.alpha() == 0) experiment.set_alpha(kDefaultAlpha);
   if (!experiment.has_outcome_window()) {
     *experiment.mutable_outcome_window() = DurationProto(kDefaultOutcomeWindow);
+  }
+  if (experiment.has_switchback() && !experiment.switchback().has_wash_out()) {
+    const absl::Duration window = DurationOf(experiment.switchback().window());
+    *experiment.mutable_switchback()->mutable_wash_out() =
+        DurationProto(absl::Trunc(window / 10, absl::Milliseconds(1)));
   }
   for (v1::Metric& metric : *experiment.mutable_metrics()) {
     if (metric.kind() == v1::Metric::KIND_UNSPECIFIED) metric.set_kind(kMean);
@@ -268,12 +323,15 @@ std::vector<FieldViolation> CheckDefinition(const v1::Experiment& experiment) {
   checker.CheckTraffic();
   checker.CheckMetrics();
   checker.CheckTimes();
+  checker.CheckSwitchback();
   return checker.Take();
 }
 
 bool Rebuckets(const v1::Experiment& before, const v1::Experiment& after) {
   if (before.layer() != after.layer() || before.salt() != after.salt() ||
       before.traffic_permille() != after.traffic_permille() ||
+      before.has_switchback() != after.has_switchback() ||
+      !MessageDifferencer::Equals(before.switchback(), after.switchback()) ||
       before.arms_size() != after.arms_size() ||
       !MessageDifferencer::Equals(before.eligibility(), after.eligibility())) {
     return true;

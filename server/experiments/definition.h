@@ -26,13 +26,15 @@ struct MeasuredMetric {
   absl::string_view name;
   v1::Metric::Kind kind;
   v1::Metric::Direction direction;  // unspecified: neither is better
-  // Arms share queue, batch and pool, so one arm's requests change the other's figure.
+  // Arms share queue, batch and pool, so one arm's requests change the other's figure; but not in
+  // switchback experiments.
   bool confounded;
+  bool of_windows = false;  // once a window: of switchback experiments alone
 };
 absl::Span<const MeasuredMetric> MeasuredMetrics();
 
-// What a definition leaves out: layer, salt, alpha, outcome_window, kinds and directions of
-// metrics.
+// What a definition leaves out: layer, salt, alpha, outcome_window, a switchback's wash_out, kinds
+// and directions of metrics.
 v1::Experiment WithDefaults(v1::Experiment experiment);
 
 // Everything that is wrong with it, but for its arms' KvOptions, which a model must judge. Fields

@@ -188,10 +188,10 @@ std::vector<std::string> SettableFields() {
   return {"hypothesis",     "sample_ratio_explanation",
           "arms",           "eligibility",
           "layer",          "traffic_permille",
-          "salt",           "metrics",
-          "primary_metric", "guardrails",
-          "alpha",          "outcome_window",
-          "end_time"};
+          "salt",           "switchback",
+          "metrics",        "primary_metric",
+          "guardrails",     "alpha",
+          "outcome_window", "end_time"};
 }
 
 }  // namespace epikv

@@ -7,8 +7,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "server/durations.h"
 #include "server/experiments/assignment.h"
 #include "server/experiments/definition.h"
+#include "server/experiments/windows.h"
 
 namespace epikv {
 namespace {
@@ -38,6 +40,12 @@ const v1::Arm* ArmCalled(const v1::Experiment& experiment, absl::string_view nam
   return found == experiment.arms().end() ? nullptr : &*found;
 }
 
+// By the hash of what the experiment deals: of the request's unit, or of the window it begins in.
+const v1::Arm* ArmByHash(const v1::Experiment& experiment, const Subject& subject) {
+  if (!experiment.has_switchback()) return ArmOf(experiment, UnitOf(subject));
+  return ArmOf(experiment, WindowUnit(Windows(experiment.switchback()).At(subject.began)));
+}
+
 // One of the experiments that a request takes part in.
 struct Choice {
   const v1::Experiment& experiment;
@@ -62,6 +70,8 @@ void Add(const std::vector<Choice>& choices, const Subject& subject, Assignment&
     part.set_forced(forced);
     part.set_exposed(
         IsExposed(experiment, assignment.kv, subject.prompt_tokens + subject.max_output_tokens));
+    part.set_washed_out(experiment.has_switchback() &&
+                        Windows(experiment.switchback()).IsWashedOut(subject.began));
     assignment.parts.push_back(std::move(part));
   }
 }
@@ -106,6 +116,7 @@ v1::RequestBegan BeganOf(const Subject& subject, const Assignment& assignment) {
   began.set_unit(UnitHash("unit", 0, UnitOf(subject)));
   began.set_unit_is_request(context.unit_id().empty());
   began.set_model(std::string(subject.model));
+  *began.mutable_time() = TimestampProto(subject.began);
   began.set_prompt_tokens(static_cast<uint32_t>(subject.prompt_tokens));
   began.set_max_output_tokens(static_cast<uint32_t>(subject.max_output_tokens));
   if (context.has_covariate()) began.set_covariate(context.covariate());
@@ -137,7 +148,7 @@ absl::StatusOr<Assignment> LiveExperiments::Assign(const Subject& subject) const
   for (const v1::Experiment& experiment : *running) {
     const bool force = !context.force_arm().empty() && experiment.name() == forced.first;
     const v1::Arm* const arm =
-        force ? ArmCalled(experiment, forced.second) : ArmOf(experiment, UnitOf(subject));
+        force ? ArmCalled(experiment, forced.second) : ArmByHash(experiment, subject);
     if (arm == nullptr) continue;
     found |= force;
     if (!force && (context.opt_out() || !IsEligible(experiment.eligibility(), subject))) {

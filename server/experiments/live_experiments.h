@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "epikv/v1/experiment.pb.h"
 #include "epikv/v1/experiment_record.pb.h"
 #include "epikv/v1/generation.pb.h"
@@ -22,6 +23,7 @@ struct Subject {
   absl::string_view request_id;  // the client's, or the one that was made
   absl::string_view model;
   int64_t prompt_tokens = 0, max_output_tokens = 0;
+  absl::Time began = {};
 };
 
 // What experiments make of a request.
@@ -38,10 +40,10 @@ inline constexpr absl::string_view kNoArm = "none";
 // What is wrong with what a request says of itself, whatever runs.
 std::vector<FieldViolation> CheckContext(const v1::GenerateRequest& request);
 
-// Who keeps its arm: the unit that was given, else the request.
+// Who keeps its arm, but for switchback experiments: the unit that was given, else the request.
 absl::string_view UnitOf(const Subject& subject);
 
-// What a store is told of a request that takes part; id, tenant and time are the caller's to set.
+// What a store is told of a request that takes part; id and tenant are the caller's to set.
 v1::RequestBegan BeganOf(const Subject& subject, const Assignment& assignment);
 
 // The experiments that run, as last heard of, and what they make of a request. Thread-safe.

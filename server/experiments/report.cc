@@ -13,11 +13,14 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "server/durations.h"
+#include "server/experiments/assignment.h"
 #include "server/experiments/comparison.h"
 #include "server/experiments/definition.h"
 #include "server/experiments/distribution.h"
 #include "server/experiments/metric_tally.h"
 #include "server/experiments/sample_ratio.h"
+#include "server/experiments/throughput.h"
+#include "server/experiments/windows.h"
 
 namespace epikv {
 namespace {
@@ -30,7 +33,7 @@ using Observations = std::vector<double>;
 // A metric of the report, and how it is read from a request.
 struct Measure {
   v1::Metric metric;
-  bool primary = false, measured = false, confounded = false;
+  bool primary = false, measured = false, confounded = false, of_windows = false;
 };
 
 MetricKind KindOf(const v1::Metric& metric) {
@@ -52,12 +55,14 @@ std::vector<Measure> MeasuresOf(const v1::Experiment& experiment, bool guardrail
   std::vector<Measure> measures;
   for (const v1::Metric& metric : experiment.metrics()) measures.push_back({.metric = metric});
   for (const MeasuredMetric& measured : MeasuredMetrics()) {
+    if (measured.of_windows && !experiment.has_switchback()) continue;
     Measure& measure = measures.emplace_back();
     measure.metric.set_name(std::string(measured.name));
     measure.metric.set_kind(measured.kind);
     measure.metric.set_direction(measured.direction);
     measure.measured = true;
-    measure.confounded = measured.confounded;
+    measure.confounded = measured.confounded && !experiment.has_switchback();
+    measure.of_windows = measured.of_windows;
   }
   for (Measure& measure : measures) {
     measure.primary = measure.metric.name() == experiment.primary_metric();
@@ -175,6 +180,11 @@ v1::Effect EffectOf(const std::string& arm, const Comparison& comparison,
   return effect;
 }
 
+std::optional<Windows> WindowsOf(const v1::Experiment& experiment) {
+  if (!experiment.has_switchback()) return std::nullopt;
+  return Windows(experiment.switchback());
+}
+
 // The arms of an experiment, by place.
 class Arms {
  public:
@@ -193,9 +203,21 @@ class Arms {
     return std::nullopt;
   }
 
+  // That a window was dealt.
+  std::optional<size_t> OfWindow(int64_t window) const {
+    const v1::Arm* const arm = ArmOf(experiment_, WindowUnit(window));
+    return arm == nullptr ? std::nullopt : Find(arm->name());
+  }
+
  private:
   const v1::Experiment& experiment_;
   size_t control_ = 0;
+};
+
+// Whose an observation is.
+struct Owner {
+  size_t arm = 0;
+  uint64_t unit = 0;  // a hash, or a window
 };
 
 // One metric over one population: everyone who takes part, or the exposed.
@@ -212,11 +234,11 @@ class Population {
     if (measure.metric.tau() > 0) options_.tau = measure.metric.tau();
   }
 
-  void Add(size_t arm, const RequestRow& row, const Observations& values) {
-    ++requests_[arm];
-    covered_[arm] += values.empty() ? 0 : 1;
-    const std::optional<double> covariate = CovariateOf(measure_.metric, row);
-    for (double value : values) tally_.Add(arm, row.unit, value, covariate);
+  // Of one request, or of one window.
+  void Add(const Owner& owner, const Observations& values, std::optional<double> covariate) {
+    ++requests_[owner.arm];
+    covered_[owner.arm] += values.empty() ? 0 : 1;
+    for (double value : values) tally_.Add(owner.arm, owner.unit, value, covariate);
   }
   // Of what came until now.
   void AddPoint(absl::Time time) {
@@ -285,15 +307,16 @@ class MetricPart {
         coverage_(arms.size()),
         bins_(arms.size()) {}
 
-  void Add(size_t arm, const RequestRow& row) {
+  void Add(const Owner& owner, const RequestRow& row) {
+    if (measure_.of_windows) return;
     const Observations values = ObservationsOf(measure_, row);
-    all_.Add(arm, row, values);
-    if (row.exposed) exposed_.Add(arm, row, values);
+    Add(owner, row.exposed, values, CovariateOf(measure_.metric, row));
     if (!measure_.measured && row.end.has_value()) {
-      coverage_.Add(arm, row.unit, values.empty() ? 0 : 1);
+      coverage_.Add(owner.arm, owner.unit, values.empty() ? 0 : 1);
     }
-    if (!has_distribution()) return;
-    for (double value : values) bins_[arm].Add(value);
+  }
+  void Add(const Owner& owner, const WindowOutput& window) {
+    if (measure_.of_windows) Add(owner, window.exposed, {window.tokens_per_second}, std::nullopt);
   }
   void AddPoint(absl::Time time) {
     all_.AddPoint(time);
@@ -327,6 +350,14 @@ class MetricPart {
   }
 
  private:
+  void Add(const Owner& owner, bool exposed, const Observations& values,
+           std::optional<double> covariate) {
+    all_.Add(owner, values, covariate);
+    if (exposed) exposed_.Add(owner, values, covariate);
+    if (!has_distribution()) return;
+    for (double value : values) bins_[owner.arm].Add(value);
+  }
+
   const Measure& measure_;
   const double alpha_;
   Population all_, exposed_;
@@ -338,10 +369,13 @@ class MetricPart {
 class Parties {
  public:
   Parties(const v1::Experiment& experiment, const Arms& arms)
-      : experiment_(experiment), arms_(arms), counts_(arms.size()) {}
+      : experiment_(experiment),
+        arms_(arms),
+        windows_(WindowsOf(experiment)),
+        counts_(arms.size()) {}
 
-  // The arm of a request that is analysed.
-  std::optional<size_t> Add(const RequestRow& row) {
+  // Whose a request is, if it is analysed.
+  std::optional<Owner> Add(const RequestRow& row) {
     if (row.forced) {
       ++forced_;
       return std::nullopt;
@@ -351,11 +385,19 @@ class Parties {
       ++other_version_;
       return std::nullopt;
     }
-    const auto [known, fresh] = units_.try_emplace(row.unit, Unit{.arm = *arm});
-    if (known->second.arm != *arm) {
+    if (windows_.has_value() && windows_->IsWashedOut(row.began)) {
+      ++washed_out_;
+      return std::nullopt;
+    }
+    const uint64_t unit =
+        windows_.has_value() ? static_cast<uint64_t>(windows_->At(row.began)) : row.unit;
+    auto known = units_.find(unit);
+    const bool fresh = known == units_.end();
+    if ((fresh ? FirstArm(unit, *arm) : known->second.arm) != *arm) {
       ++crossed_;
       return std::nullopt;
     }
+    if (fresh) known = units_.emplace(unit, Unit{.arm = *arm}).first;
     Count& count = counts_[*arm];
     count.requests += 1;
     count.units += fresh ? 1 : 0;
@@ -365,7 +407,7 @@ class Parties {
       count.exposed_units += known->second.exposed ? 0 : 1;
       known->second.exposed = true;
     }
-    return arm;
+    return Owner{.arm = *arm, .unit = unit};
   }
   void AddPoint(absl::Time time) {
     for (Count& count : counts_) {
@@ -383,6 +425,7 @@ class Parties {
     report.set_forced_requests(static_cast<uint64_t>(forced_));
     report.set_other_version_requests(static_cast<uint64_t>(other_version_));
     report.set_crossed_requests(static_cast<uint64_t>(crossed_));
+    report.set_washed_out_requests(static_cast<uint64_t>(washed_out_));
     for (size_t i = 0; i < arms_.size(); ++i) {
       const Count& count = counts_[i];
       v1::ArmReport& arm = *report.add_arms();
@@ -407,6 +450,10 @@ class Parties {
     int64_t requests = 0, units = 0, exposed_requests = 0, exposed_units = 0, running = 0;
     std::vector<v1::ArmPoint> points;
   };
+  // Of a unit that is new: the arm in which it was seen; of a window, the one that it was dealt.
+  std::optional<size_t> FirstArm(uint64_t unit, size_t seen) const {
+    return windows_.has_value() ? arms_.OfWindow(static_cast<int64_t>(unit)) : seen;
+  }
   v1::SampleRatio Ratio(int64_t Count::* counted) const {
     std::vector<int64_t> units;
     std::vector<double> weights;
@@ -424,9 +471,10 @@ class Parties {
 
   const v1::Experiment& experiment_;
   const Arms& arms_;
+  const std::optional<Windows> windows_;
   std::vector<Count> counts_;
   absl::flat_hash_map<uint64_t, Unit> units_;
-  int64_t forced_ = 0, other_version_ = 0, crossed_ = 0;
+  int64_t forced_ = 0, other_version_ = 0, washed_out_ = 0, crossed_ = 0;
 };
 
 // Moments at which series have points, the last one now.
@@ -438,6 +486,8 @@ class Timeline {
   }
   absl::Time At(int point) const { return begin_ + (end_ - begin_) * (point + 1) / points_; }
   int points() const { return points_; }
+  absl::Time begin() const { return begin_; }
+  absl::Time end() const { return end_; }
 
  private:
   const absl::Time begin_;
@@ -463,16 +513,20 @@ absl::Status ReadAlong(Store& store, const std::string& experiment, const Timeli
   return absl::OkStatus();
 }
 
+std::string Units(const v1::Experiment& experiment) {
+  return experiment.has_switchback() ? "windows" : "units";
+}
+
 std::string Blocked(const v1::ExperimentReport& report) {
   if (!report.sample_ratio().alarm() || !report.experiment().sample_ratio_explanation().empty()) {
     return "";
   }
   return absl::StrFormat(
-      "units are not split as the weights say (p = %.2g): something keeps or loses units of one "
+      "%1$s are not split as the weights say (p = %2$.2g): something keeps or loses %1$s of one "
       "arm, "
       "and a comparison would mistake that for an effect. Find out what, and say so in "
       "sample_ratio_explanation",
-      report.sample_ratio().p_value());
+      Units(report.experiment()), report.sample_ratio().p_value());
 }
 
 class ReportMaker {
@@ -482,7 +536,9 @@ class ReportMaker {
       : experiment_(experiment),
         store_(store),
         options_(options),
+        now_(now),
         arms_(experiment),
+        windows_(WindowsOf(experiment)),
         timeline_(experiment, options.points, now),
         measures_(MeasuresOf(experiment, options.guardrails_only)) {
     *report_.mutable_experiment() = experiment;
@@ -511,6 +567,9 @@ class ReportMaker {
         [&](absl::Time time) { parties.AddPoint(time); });
     parties.Report(report_);
     units_ = parties.units();
+    if (windows_.has_value()) {
+      units_ = std::max(units_, (timeline_.end() - timeline_.begin()) / windows_->length());
+    }
     return status;
   }
   absl::Status ReadMetrics(size_t first, size_t last) {
@@ -519,19 +578,34 @@ class ReportMaker {
     for (size_t i = first; i < last; ++i) {
       parts.push_back(std::make_unique<MetricPart>(arms_, measures_[i], AlphaOf(measures_[i])));
     }
+    std::optional<Throughput> throughput;
+    if (windows_.has_value()) {
+      throughput.emplace(*windows_, timeline_.begin(), timeline_.end(), now_);
+    }
     absl::Status status = ReadAlong(
         store_, experiment_.name(), timeline_,
         [&](const RequestRow& row) {
-          const std::optional<size_t> arm = parties.Add(row);
-          if (!arm.has_value()) return;
-          for (const auto& part : parts) part->Add(*arm, row);
+          const std::optional<Owner> owner = parties.Add(row);
+          if (!owner.has_value()) return;
+          if (throughput.has_value()) throughput->Add(row);
+          for (const auto& part : parts) part->Add(*owner, row);
         },
         [&](absl::Time time) {
+          if (throughput.has_value()) AddWindows(throughput->Take(time), parts);
           for (const auto& part : parts) part->AddPoint(time);
         });
     if (!status.ok()) return status;
     for (const auto& part : parts) AddMetric(*part);
     return absl::OkStatus();
+  }
+  void AddWindows(const std::vector<WindowOutput>& windows,
+                  const std::vector<std::unique_ptr<MetricPart>>& parts) const {
+    for (const WindowOutput& window : windows) {
+      const std::optional<size_t> arm = arms_.OfWindow(window.window);
+      if (!arm.has_value()) continue;
+      const Owner owner = {.arm = *arm, .unit = static_cast<uint64_t>(window.window)};
+      for (const auto& part : parts) part->Add(owner, window);
+    }
   }
   double AlphaOf(const Measure& measure) const {
     return measure.primary ? AlphaPerArm(experiment_.alpha(), experiment_.arms_size())
@@ -586,29 +660,48 @@ class ReportMaker {
           "smallest budget, and the arms cannot differ");
     }
     if (report_.sample_ratio().alarm() && report_.blocked().empty()) {
-      report_.add_notes(absl::StrCat("units are not split as the weights say; explained: ",
+      report_.add_notes(absl::StrCat(Units(experiment_),
+                                     " are not split as the weights say; explained: ",
                                      experiment_.sample_ratio_explanation()));
     }
     if (report_.exposed_sample_ratio().alarm() && !report_.sample_ratio().alarm()) {
-      report_.add_notes(
-          "exposed units are not split as the weights say, though all units are: do not "
-          "trust figures of the exposed");
+      report_.add_notes(absl::StrFormat(
+          "exposed %1$s are not split as the weights say, though all %1$s are: do not "
+          "trust figures of the exposed",
+          Units(experiment_)));
     }
     if (report_.crossed_requests() > 0) {
-      report_.add_notes(absl::StrCat(report_.crossed_requests(),
-                                     " requests are of units that were seen in another arm before; "
-                                     "they are left out"));
+      report_.add_notes(absl::StrCat(
+          report_.crossed_requests(),
+          windows_.has_value() ? " requests ran under another arm than their window's; "
+                               : " requests are of units that were seen in another arm before; ",
+          "they are left out"));
     }
+    if (!windows_.has_value()) {
+      report_.add_notes(
+          "the arms share one queue, one batch and one KV pool: figures of time are those "
+          "of the mixture, and no arm's own");
+      return;
+    }
+    report_.add_notes(absl::StrCat("the whole server was on one arm at a time, in windows of ",
+                                   absl::FormatDuration(windows_->length()),
+                                   ": figures of time and output are each arm's own"));
     report_.add_notes(
-        "the arms share one queue, one batch and one KV pool: figures of time are those "
-        "of the mixture, and no arm's own");
+        absl::StrCat("what began in the first ", absl::FormatDuration(windows_->wash_out()),
+                     " of a window, beside what the one before had left, is not analysed: ",
+                     report_.washed_out_requests(), " requests"));
+    report_.add_notes(
+        "output_tokens_per_second: a window counts once the one after it is over, without any "
+        "request as 0");
   }
   static std::string Percent(double share) { return absl::StrFormat("%.1f %%", 100 * share); }
 
   const v1::Experiment& experiment_;
   Store& store_;
   const ReportOptions options_;
+  const absl::Time now_;
   const Arms arms_;
+  const std::optional<Windows> windows_;
   const Timeline timeline_;
   const std::vector<Measure> measures_;
   int64_t units_ = 0;

@@ -26,11 +26,12 @@ exec {python} -c 'from epikv.cli import main; main()' "$@"
 """
 
 
-def blocks() -> tuple[list[str], str]:
-    """The section's commands, and its application."""
+def blocks() -> tuple[list[str], str, list[str]]:
+    """The section's commands, its application, and the commands of a switchback."""
     _, _, section = (ROOT / "README.md").read_text().partition("\n## Experiments\n")
     parts = section.split("```")
-    return parts[1].strip().splitlines(), parts[3].removeprefix("python")
+    switchback = parts[5].strip().replace("\\\n", "").splitlines()
+    return parts[1].strip().splitlines(), parts[3].removeprefix("python"), switchback
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def ports() -> dict[str, str]:
 @pytest.fixture
 def shell(sample_model: Path, tmp_path: Path, ports: dict[str, str]) -> Iterator[Shell]:
     shutil.copy(sample_model, tmp_path / "model.pt")
-    _, application = blocks()
+    _, application, _ = blocks()
     assert "127.0.0.1:50051" in application
     application = application.replace("50051", ports["listen"])
     (tmp_path / "app.py").write_text(application.replace('"..."', "[5] * 20"))
@@ -64,7 +65,7 @@ def shell(sample_model: Path, tmp_path: Path, ports: dict[str, str]) -> Iterator
 
 
 def test_pasting_it_leads_from_two_arms_to_a_report(shell: Shell, tmp_path: Path) -> None:
-    commands, _ = blocks()
+    commands, _, _ = blocks()
     looked_at = []
     for command in commands:
         out = shell.ok(command)
@@ -87,3 +88,21 @@ def test_pasting_it_leads_from_two_arms_to_a_report(shell: Shell, tmp_path: Path
             assert "<html" in (tmp_path / "lean-budget.html").read_text()
             looked_at.append("report")
     assert looked_at == ["plan", "start", "report"]
+
+
+def test_pasting_more_leads_to_a_switchback(shell: Shell) -> None:
+    commands, _, switchback = blocks()
+    start = [
+        command for command in commands if not command.startswith(("epikv ", "python ", "kill "))
+    ]
+    for command in start:
+        shell.ok(command)
+    told = {command.split("#")[0].strip(): shell.ok(command) for command in switchback}
+    plan, assign, report = (
+        next(out for command, out in told.items() if command.startswith(f"epikv experiment {word}"))
+        for word in ("plan", "assign", "report")
+    )
+    assert "windows of 5 min" in plan
+    assert "full" in assign and "half" in assign
+    assert "windows of 5 min, the first 30 s of each not analysed" in " ".join(report.split())
+    assert "confounded" not in report and "output_tokens_per_second" in report

@@ -218,7 +218,10 @@ FAMILIES: dict[str, Expected] = {
         "counter",
         "experiment",
         epikv_experiment_assignments_total=LEAN
-        | {"arm": ("wide", "narrow", "none"), "source": ("hash", "forced", "excluded")},
+        | {
+            "arm": ("wide", "narrow", "none"),
+            "source": ("hash", "wash_out", "forced", "excluded"),
+        },
         epikv_experiment_exposures_total=LEAN | {"arm": ("wide", "narrow")},
         epikv_experiment_outcomes_total=LEAN | OUTCOMES,
     ),
@@ -777,6 +780,21 @@ def experiment(world: World) -> None:
     )
 
 
+def set_switchback(world: World, switchback: experiment_pb2.Switchback | None) -> None:
+    world.experimenter.update_experiment(
+        experiment_pb2.Experiment(name="lean", switchback=switchback),
+        mask=["switchback"],
+        allow_rebucket=True,
+    )
+
+
+def switch(world: World) -> None:
+    """The whole server is on one arm, and in a wash-out until the day's last millisecond."""
+    day, most = Duration(seconds=86400), Duration(seconds=86399, nanos=999_000_000)
+    set_switchback(world, experiment_pb2.Switchback(window=day, wash_out=most))
+    assert world.take_part("washed out").startswith("lean/")
+
+
 def outage(world: World) -> None:
     """Nobody can write to the store of experiments, and then they can again."""
     bytes_, damaged = "epikv_experiment_spool_bytes", "epikv_experiment_spool_damaged_bytes_total"
@@ -818,7 +836,8 @@ def outage(world: World) -> None:
 
 
 def breach(world: World) -> None:
-    """The worse arm's guardrail stops the experiment."""
+    """The worse arm's guardrail stops the experiment, whose arms share the server again."""
+    set_switchback(world, None)
     for number in count():
         name = f"worse {number}"
         arm = world.take_part(name, tokens=2)
@@ -869,6 +888,7 @@ SCENARIOS = (
     reload,
     operate,
     experiment,
+    switch,
     outage,
     breach,
 )

@@ -58,7 +58,10 @@ def shown(browser: Chromium) -> dict[str, dict[str, str]]:
 
 def expected(of: Report) -> Iterator[tuple[str, dict[str, Any]]]:
     """What a page has to show, the contract read anew: path, and the attributes' values."""
-    for name in ("forced_requests", "other_version_requests", "crossed_requests"):
+    left_out = ["forced_requests", "other_version_requests", "crossed_requests"]
+    if of.experiment.HasField("switchback"):
+        left_out.append("washed_out_requests")
+    for name in left_out:
         yield name, {"value": getattr(of, name)}
     for name in ("sample_ratio", "exposed_sample_ratio"):
         check = getattr(of, name)
@@ -402,6 +405,24 @@ def test_confounded_figures_stand_below_a_warning(told: Callable[[str], str]) ->
     assert below.count("confounded") == 4 and "better" not in below.partition("Guardrails")[0]
 
 
+def test_a_switchback_counts_windows_and_confounds_nothing(
+    browser: Chromium, pages: dict[str, Path], told: Callable[[str], str]
+) -> None:
+    browser.open(pages["switchback"])
+    for text in map(squeezed, (told("switchback"), browser.evaluate("document.body.innerText"))):
+        assert "windows of 5 min, the first 30 s of each not analysed (880 requests)" in text
+        assert "880 in a wash-out" in text and "869 tokens/s" in text
+        assert "under another arm than their window's" in text
+        assert "All windows: in order" in text or "all windows: as the weights say" in text
+        assert "no cause can be told" not in text
+    assert not browser.evaluate("document.querySelectorAll('#confounded').length")
+    columns = "document.querySelector('#arms thead').innerText"
+    assert "WINDOWS" in browser.evaluate(columns).upper()
+    caption = "document.querySelector('#plot-distribution-output_tokens_per_second').innerText"
+    assert "windows" in browser.evaluate(caption)
+    assert "windows" not in squeezed(told("clear")).replace("switchback windows", "")
+
+
 # Words and figures.
 
 
@@ -605,6 +626,21 @@ def test_a_plan_in_words(ask: Callable[..., Result], fake: fake_epikvd.Fake) -> 
         control_permille=500,
         covariate_r2=0.3,
     )
+
+
+def test_a_plan_of_windows_says_how_long_they_take(
+    ask: Callable[..., Result], fake: fake_epikvd.Fake
+) -> None:
+    fake.experiments.plan = experiment_pb2.ExperimentPlan(
+        units=1_500, power=0.8, sample_ratio_units=1_240_000
+    )
+    plan = ("plan", "--sd", 60, "--effect", 20)
+    told = squeezed(ask(*plan, "--window", 300).stdout)
+    assert "takes 1,500 windows" in told and "windows by arm control 750" in told
+    assert "time 5 d 5 h, in windows of 5 min, without a break" in told
+    assert "units" not in told
+    assert "window" not in ask(*plan).stdout
+    assert ask(*plan, "--window", 0.5).exit_code == 2
 
 
 def test_a_plan_of_so_many_units(ask: Callable[..., Result], fake: fake_epikvd.Fake) -> None:

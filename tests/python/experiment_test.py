@@ -6,7 +6,7 @@ import runpy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone
 from itertools import pairwise
 from math import inf, sqrt
 from pathlib import Path
@@ -646,6 +646,47 @@ def test_assign_deals_by_any_version(ask: Callable[..., Result], tmp_path: Path)
         result = ask("assign", tmp_path / "e.json", "--units", units, "--json", *words_)
         arms = [json.loads(line)["arm"] for line in result.stdout.splitlines()]
         assert arms == [arm_of(dealt(bucket_version=version), unit) for unit in UNITS[:50]]
+
+
+SWITCHBACK = """name: "sw" traffic_permille: 1000 bucket_version: 1
+arms { name: "full" weight_permille: 500 control: true }
+arms { name: "lean" weight_permille: 500 }
+switchback { window { seconds: 60 } wash_out { seconds: 6 } }
+"""
+
+
+def test_assign_deals_windows_by_time(ask: Callable[..., Result], tmp_path: Path) -> None:
+    file = written(tmp_path / "sw.textproto", SWITCHBACK)
+    sound = definition.read(file)
+    arms = [arm_of(sound, f"window/{30_000_000 + n}") for n in range(8)]
+    assert {*arms} == {"full", "lean"}
+    times = [f"2027-01-15T{12 + n // 60}:{n % 60:02}:59.999999+04:00" for n in range(8)]
+    result = ask("assign", file, *times, "--json", "--server", "127.0.0.1:1")
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["arm"] for row in rows] == arms
+    assert rows[1] == {
+        "window": 30_000_001,
+        "begin": "2027-01-15T08:01:00Z",
+        "analysed_from": "2027-01-15T08:01:06Z",
+        "end": "2027-01-15T08:02:00Z",
+        "arm": arms[1],
+    }
+    assert "│ 30000000 │ 2027-01-15T08:00:00Z │" in words(ask("assign", file, times[0]))
+    refused = ask("assign", file, "2027-01-15T12:00")
+    assert refused.exit_code == 2 and "has no zone" in refused.stderr
+
+
+def test_assign_tells_the_windows_from_now_on(ask: Callable[..., Result], tmp_path: Path) -> None:
+    text = SWITCHBACK.replace(" wash_out { seconds: 6 }", "")
+    file = written(tmp_path / "sw.textproto", text)
+    before = datetime.now(UTC)
+    rows = [json.loads(line) for line in ask("assign", file, "--json").stdout.splitlines()]
+    assert len(rows) == 10
+    begins = [datetime.fromisoformat(row["begin"]) for row in rows]
+    assert begins[0] <= datetime.now(UTC) and before < begins[1]
+    assert {b - a for a, b in pairwise(begins)} == {timedelta(seconds=60)}
+    washed_out = datetime.fromisoformat(rows[0]["analysed_from"]) - begins[0]
+    assert washed_out == timedelta(seconds=6)  # a tenth
 
 
 def test_assign_says_where_a_slice_is_not_known(

@@ -89,12 +89,14 @@ class Case:
     failed: tuple[float, ...] = (0.0004,)  # what each other arm adds
     notes: tuple[str, ...] = ()
     labels: dict[str, str] = field(default_factory=lambda: {"tier": "free"})
+    window: int = 0  # seconds of a switchback's; 0: it is none
     seed: int = 7
 
 
 def measured(case: Case) -> list[Truth]:
     """What the daemon measures itself; the lean arms drop half of what they have."""
-    return [
+    shared = not case.window
+    truths = [
         Truth("completed", 0.962, (-0.001,), measured=True),
         Truth("failed", 0.006, case.failed, direction=LOWER, measured=True),
         Truth("cancelled", 0.021, (0.0006,), direction=LOWER, measured=True),
@@ -103,7 +105,7 @@ def measured(case: Case) -> list[Truth]:
         Truth("kv_peak_tokens", 1630, (-695,), sd=720, direction=LOWER, measured=True),
         Truth("kv_evicted_tokens", 0, (640,), sd=410, direction=NEITHER, measured=True),
         *(
-            Truth(f"{name}_seconds", mean, (change,), sd, LOWER, True, True)
+            Truth(f"{name}_seconds", mean, (change,), sd, LOWER, True, shared)
             for name, mean, change, sd in (
                 ("queue", 0.082, -0.004, 0.13),
                 ("ttft", 0.391, -0.011, 0.31),
@@ -112,6 +114,8 @@ def measured(case: Case) -> list[Truth]:
             )
         ),
     ]
+    output = Truth("output_tokens_per_second", 812, (61,), sd=190, measured=True)
+    return truths if shared else [*truths, output]
 
 
 CASES = {
@@ -147,6 +151,7 @@ CASES = {
             Truth("shadow_same_answer", 0.982, (-0.021,), coverage=(0.02,)),
         ),
     ),
+    "switchback": Case("half-cache", units=1_776, labels={}, window=300, is_running=True),
     "unexposed": Case("half-cache", exposed=0, is_running=True, units=2_600, hours=30),
     "unbounded": Case("half-cache", units=600, hours=12, is_running=True),
     "lift_outside": Case(
@@ -220,6 +225,7 @@ def _report(case: Case, points: int) -> ExperimentReport:
         forced_requests=12,
         other_version_requests=0,
         crossed_requests=3,
+        washed_out_requests=880 if case.window else 0,
         notes=case.notes,
     )
     for arm, (name, weight) in enumerate(case.arms):
@@ -272,6 +278,9 @@ def _definition(case: Case) -> Experiment:
     for arm, (name, weight) in enumerate(case.arms):
         kv = {"policy": "sliding" if arm == 1 else "epikv_flat", "keep_ratio": 0.5} if arm else {}
         made.arms.append(Arm(name=name, weight_permille=weight, control=arm == 0, kv=kv))
+    if case.window:
+        made.traffic_permille = 1000
+        made.switchback.window.seconds, made.switchback.wash_out.seconds = case.window, 30
     made.eligibility.model = "llama"
     made.eligibility.labels.update(case.labels)
     made.outcome_window.seconds = 24 * HOUR

@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
@@ -18,7 +19,8 @@ from epikv.cli import (
 )
 from epikv.client import Client
 from epikv.experiment import definition
-from epikv.experiment.assignment import arm_of
+from epikv.experiment.assignment import arm_of, window_at
+from epikv.experiment.outcome import parse_time
 from epikv.v1.experiment_pb2 import Experiment
 
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -150,7 +152,7 @@ def init(file: Path) -> None:
 
 @group.command("assign")
 @click.argument("experiment", metavar="NAME_OR_FILE")
-@click.argument("units", nargs=-1, metavar="[UNIT]...")
+@click.argument("units", nargs=-1, metavar="[UNIT|TIME]...")
 @click.option("--units", "file", type=options.text_file, help="One a line; - is stdin.")
 @click.option("--version", type=click.IntRange(min=1), help="Of its buckets; else as it is now.")
 @options.server
@@ -165,13 +167,19 @@ def assign(
 ) -> None:
     """Which arm each UNIT gets, "none" where it does not take part.
 
+    Of a switchback experiment: which arm the window of each TIME gets, ISO 8601 with a zone; without
+    any, the windows from now on.
+
     Whether a request is eligible or opts out is not asked. With a file no server is.
     """
     named = [*units, *(_lines(file) if file else ())]
-    if not named:
-        raise click.UsageError("no units: give them as arguments or with --units")
     dealt = _definition(experiment, server)
     dealt.bucket_version = version or dealt.bucket_version or 1
+    if dealt.HasField("switchback"):
+        _assign_windows(dealt, _times(named) if named else _from_now_on(dealt), as_json)
+        return
+    if not named:
+        raise click.UsageError("no units: give them as arguments or with --units")
     if not dealt.HasField("start_time") and dealt.traffic_permille < 1000:
         _hint(
             f"{dealt.name}: not started, as far as {experiment} says, and so without a slice of its"
@@ -190,6 +198,39 @@ def assign(
         counts = Counter(arm or "none" for _, arm in arms)
         known = [*(arm.name for arm in dealt.arms), "none"]
         show.out.print(", ".join(f"{arm} {counts[arm]}" for arm in known))
+
+
+_WINDOWS = 10
+
+
+def _times(named: Sequence[str]) -> list[datetime]:
+    try:
+        return [parse_time(text) for text in named]
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="TIME") from error
+
+
+def _from_now_on(dealt: Experiment) -> list[datetime]:
+    window = window_at(dealt.switchback, datetime.now(UTC))
+    length = window.end - window.begin
+    return [window.begin + n * length for n in range(_WINDOWS)]
+
+
+def _assign_windows(dealt: Experiment, times: Sequence[datetime], as_json: bool) -> None:
+    table = Table("window", "from", "analysed from", "to", "arm")
+    for time in times:
+        window = window_at(dealt.switchback, time)
+        arm = arm_of(dealt, window.unit)
+        begin, analysed_from, end = (
+            each.isoformat().replace("+00:00", "Z")
+            for each in (window.begin, window.analysed_from, window.end)
+        )
+        if as_json:
+            row = {"window": window.number, "begin": begin, "analysed_from": analysed_from}
+            click.echo(json.dumps({**row, "end": end, "arm": arm}))
+        table.add_row(str(window.number), begin, analysed_from, end, arm)
+    if not as_json:
+        show.out.print(table)
 
 
 def _definition(name_or_file: str, server: str) -> Experiment:

@@ -1,13 +1,14 @@
 """`epikv experiment plan`: how many units it takes to find something."""
 
 import json
+from datetime import timedelta
 
 import click
 from rich.table import Table
 
 from epikv.cli import options, show
 from epikv.client import Client
-from epikv.experiment import figures
+from epikv.experiment import figures, reading
 from epikv.messages import as_json as message_as_json
 from epikv.v1.experiment_pb2 import ExperimentPlan
 
@@ -65,6 +66,12 @@ _OPEN_SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
     default=0.0,
     help="Of the variance, what the covariate explains.",
 )
+@click.option(
+    "--window",
+    type=click.FloatRange(1, 86400),
+    metavar="SECONDS",
+    help="Of a switchback experiment: the length of its windows, which are its units.",
+)
 @options.server
 @options.as_json
 def command(
@@ -79,13 +86,15 @@ def command(
     arms: int,
     control_share: float | None,
     r2: float,
+    window: float | None,
     server: str,
     as_json: bool,
 ) -> None:
     """How many units it takes to find --effect, or what so many --units find.
 
-    A unit is what keeps its arm: a user, a session, or a request where it names no unit. Units that
-    are too short to be evicted from count, too: plan for the effect in everyone.
+    A unit is what keeps its arm: a user, a session, a request where it names no unit, or a window of a
+    switchback experiment (--window). Units that are too short to be evicted from count, too: plan for
+    the effect in everyone. The --sd of windows is that of their own means, not of requests.
     """
     _check(metric_kind, rate, sd, effect, units)
     permille = round(1000 * control_share) if control_share else 0
@@ -111,7 +120,13 @@ def command(
     control = permille / 1000 or 1 / arms
     rows = _found(plan, rate, power) if effect is None else _needed(plan, effect, rate, sd)
     for name, value in (*rows, *_always(plan, power, control, arms)):
+        if window is not None:
+            name, value = (text.replace("units", "windows") for text in (name, value))
         table.add_row(name, value)
+    if window is not None:
+        takes = reading.lapse(plan.units * window)
+        each = reading.span(timedelta(seconds=window))
+        table.add_row("time", f"{takes}, in windows of {each}, without a break")
     show.out.print(table)
     each = " Each arm is compared with the control; alpha is shared out." if arms > 2 else ""
     show.out.print(

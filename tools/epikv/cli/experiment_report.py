@@ -165,8 +165,9 @@ def _head(report: ExperimentReport) -> None:
 
 def _arms(report: ExperimentReport) -> None:
     _title("Arms")
+    units = reading.units(report)
     table = _table(
-        "arm", "weight", "units", "of all", "requests", "exposed units", "exposed requests"
+        "arm", "weight", units, "of all", "requests", f"exposed {units}", "exposed requests"
     )
     for arm in report.arms:
         share = figures.percent(arm.exposed_units / arm.units, 0) if arm.units else ""
@@ -180,9 +181,11 @@ def _arms(report: ExperimentReport) -> None:
             figures.count(arm.exposed_requests),
         )
     _out.print(table)
+    if reading.is_switchback(report):
+        _say(reading.switchback(report), indent=2)
     for what, check in (
-        ("all units", report.sample_ratio),
-        ("exposed units", report.exposed_sample_ratio),
+        (f"all {units}", report.sample_ratio),
+        (f"exposed {units}", report.exposed_sample_ratio),
     ):
         style = _STYLES["bad"] if check.alarm else ""
         _say(f"Sample ratio, {what}: {reading.sample_ratio(check)}", indent=2, style=style)
@@ -209,7 +212,7 @@ def _metric(report: ExperimentReport, metric: MetricReport, title: str) -> None:
     if metric.confounded:
         _say(reading.CONFOUNDED, indent=2, style="yellow")
     how = figures.scale(metric)
-    table = _table("", "units", "mean", "arm - control", "relative lift", "verdict")
+    table = _table("", reading.units(report), "mean", "arm - control", "relative lift", "verdict")
     for field, name in reading.POPULATIONS.items():
         analysis: Analysis = getattr(metric, field)
         table.add_row(Text(name, style="bold"))
@@ -332,9 +335,9 @@ def _legend(report: ExperimentReport) -> Iterator[str]:
     )
     if any(effect.verdict == Effect.VERDICT_DIFFERS for effect in _effects(report)):
         yield f"differs: {reading.MEANINGS['differs']}"
-    yield reading.EVERYONE
+    yield reading.units(report, reading.EVERYONE)
     yield reading.EXPOSED
-    yield f"Sample ratio, {reading.SAMPLE_RATIO}"
+    yield reading.units(report, f"Sample ratio, {reading.SAMPLE_RATIO}")
 
 
 def _effects(report: ExperimentReport) -> Iterator[Effect]:

@@ -5,10 +5,17 @@ Hashes of the unit alone, so that a program finds without a server what every re
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
+
+from google.protobuf.duration_pb2 import Duration
+
+from epikv.v1.experiment_pb2 import Switchback
 
 NUM_BUCKETS = 10_000  # of a layer, which experiments share, and of an experiment, which arms share
 _BUCKETS_PER_PERMILLE = NUM_BUCKETS // 1000
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Arm(Protocol):
@@ -71,3 +78,37 @@ def arm_of(experiment: Experiment, unit: str) -> str | None:
         if bucket < end:
             return arm.name
     return None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Of a switchback experiment, which deals windows of time: as server/experiments/windows.h."""
+
+    number: int  # since 1970
+    begin: datetime
+    analysed_from: datetime  # its wash-out is over
+    end: datetime
+
+    @property
+    def unit(self) -> str:
+        """What is dealt: to `arm_of`."""
+        return f"window/{self.number}"
+
+
+def window_at(switchback: Switchback, time: datetime) -> Window:
+    """The one that a request which began at `time`, an aware one, belongs to."""
+    length = _timedelta(switchback.window)
+    number = (time - _EPOCH) // length
+    begin = _EPOCH + number * length
+    return Window(number, begin, begin + wash_out_of(switchback), begin + length)
+
+
+def wash_out_of(switchback: Switchback) -> timedelta:
+    """A definition that no server has completed may leave it out."""
+    if switchback.HasField("wash_out"):
+        return _timedelta(switchback.wash_out)
+    return timedelta(milliseconds=_timedelta(switchback.window) // timedelta(milliseconds=10))
+
+
+def _timedelta(duration: Duration) -> timedelta:
+    return timedelta(seconds=duration.seconds, microseconds=duration.nanos // 1000)

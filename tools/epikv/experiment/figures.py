@@ -6,6 +6,7 @@ from math import floor, isfinite, log10
 
 from epikv.v1.experiment_pb2 import Effect, Interval, Metric, MetricReport
 
+_UNITS = (("tokens", "tokens"), ("tokens_per_second", "tokens/s"), ("nats", "nats"))  # by ending
 POINTS = "points"  # how percentage points are called next to a figure
 
 
@@ -52,8 +53,8 @@ def scale(report: MetricReport) -> Scale:
         factor, unit = (1e3, "ms") if short else (1.0, "s")
         step = unit
     else:
-        factor, unit = 1.0, next((u for u in ("tokens", "nats") if metric.name.endswith(u)), "")
-        step = unit
+        factor, step = 1.0, next((u for n, u in _UNITS if metric.name.endswith(n)), "")
+        unit = step
     intervals = [v.interval for a in analyses for v in a.arms]
     intervals += [e.interval for a in analyses for e in a.effects]
     widths = [w * factor for i in intervals if (w := _width(i)) is not None and w > 0]

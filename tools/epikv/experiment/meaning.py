@@ -60,7 +60,10 @@ def of(report: ExperimentReport) -> list[tuple[str, str]]:
             "Of some metrics, such as output_tokens, neither more nor less is better by itself. "
             + reading.MEANINGS["differs"],
         ),
-        ("Confounded, and switchback", reading.CONFOUNDED),
+        (
+            "Confounded, and switchback",
+            reading.switchback(report) if reading.is_switchback(report) else reading.CONFOUNDED,
+        ),
         (
             "Attrition",
             "A mean is of the outcomes that came in. If those who are missing differ between arms,"
@@ -72,12 +75,19 @@ def of(report: ExperimentReport) -> list[tuple[str, str]]:
             "Requests left out",
             "Requests that were forced into an arm, those of earlier bucket versions and those of"
             " units seen in two arms are in no figure but their counts: nobody dealt them by"
-            " chance.",
+            " chance."
+            + (" Those in a wash-out met two arms." if reading.is_switchback(report) else ""),
         ),
         (
             "What no figure here says",
             "Whether the effect lasts, holds for other traffic, models or budgets, or is large"
-            " enough to matter to you. Units that were dealt to different arms share a machine;"
-            " what an arm does to all of them is in no difference.",
+            " enough to matter to you."
+            + (
+                " What one window does to the next beyond its wash-out (a queue that is longer than"
+                " that, a prefix cache that it fills, users who come back later) makes arms look more alike than they are."
+                if reading.is_switchback(report)
+                else " Units that were dealt to different arms share a machine; what an arm does to"
+                " all of them is in no difference."
+            ),
         ),
     ]

@@ -139,17 +139,19 @@ def _glance(report: ExperimentReport) -> Html:
     exposed = sum(arm.exposed_units for arm in report.arms)
     requests = sum(arm.requests for arm in report.arms)
     cards = [
-        ("units", figures.count(units), f"{figures.count(requests)} requests"),
+        (reading.units(report), figures.count(units), f"{figures.count(requests)} requests"),
         (
-            "exposed units",
+            reading.units(report, "exposed units"),
             figures.percent(exposed / units, 0) if units else "none",
             "whose cache outgrew its budget",
         ),
     ]
     if report.sample_ratio.alarm:
-        cards.append(("sample ratio", "alarm", "units are not split as the weights say"))
+        told = reading.units(report, "units are not split as the weights say")
+        cards.append(("sample ratio", "alarm", told))
     else:
-        cards.append(("sample ratio", "in order", "units are split as the weights say"))
+        told = reading.units(report, "units are split as the weights say")
+        cards.append(("sample ratio", "in order", told))
     if report.guardrails:
         verdicts = [reading.verdict(guardrail).word for guardrail in report.guardrails]
         counts = {word: verdicts.count(word) for word in dict.fromkeys(verdicts)}
@@ -170,12 +172,14 @@ def _blocked(report: ExperimentReport) -> Iterator[Html]:
     why = element("p", _people(report.blocked), data_figure="blocked")
     steps = element("ol", *(element("li", step) for step in reading.unblocking(report.experiment)))
     guarded = [element("p", reading.GUARDED)] if report.guardrails else []
-    ratio = element("p", reading.SAMPLE_RATIO)
+    ratio = element("p", reading.units(report, reading.SAMPLE_RATIO))
     yield element("div", why, ratio, steps, *guarded, class_="box bad")
 
 
 def _arms(report: ExperimentReport) -> Iterator[Html]:
-    rows = []
+    rows, units = [], reading.units(report)
+    if reading.is_switchback(report):
+        yield element("p", reading.switchback(report), id="switchback")
     sets = {arm.name: _sets(arm.kv) for arm in report.experiment.arms}
     for arm in report.arms:
         path = f"arm/{arm.arm}"
@@ -200,17 +204,17 @@ def _arms(report: ExperimentReport) -> Iterator[Html]:
         "arm",
         _text_column("sets"),
         "weight",
-        "units",
+        units,
         "requests",
-        "exposed units",
+        f"exposed {units}",
         "exposed requests",
         "no end yet, or lost",
         rows=rows,
         look="wide stack arms",
     )
     for name, what, check in (
-        ("sample_ratio", "All units", report.sample_ratio),
-        ("exposed_sample_ratio", "Exposed units", report.exposed_sample_ratio),
+        ("sample_ratio", f"All {units}", report.sample_ratio),
+        ("exposed_sample_ratio", f"Exposed {units}", report.exposed_sample_ratio),
     ):
         chip = Verdict("alarm", "bad") if check.alarm else Verdict("in order", "good")
         yield element(
@@ -225,19 +229,19 @@ def _arms(report: ExperimentReport) -> Iterator[Html]:
     if explained := report.experiment.sample_ratio_explanation:
         told = join("Explained: ", _people(explained))
         yield element("p", told, data_figure="sample_ratio_explanation")
-    yield element("p", reading.SAMPLE_RATIO, class_="soft")
+    yield element("p", reading.units(report, reading.SAMPLE_RATIO), class_="soft")
     if all(arm.points for arm in report.arms) and report.arms:
         yield element("h3", "Exposure balance over time")
         yield element(
             "p",
-            "Each arm's share of the units so far, less its weight. Grey: where chance alone keeps"
+            f"Each arm's share of the {units} so far, less its weight. Grey: where chance alone keeps"
             " 999 shares of 1000, at one look.",
             class_="soft",
         )
         yield _legend(report)
         plots = (
-            _balance(report, "units", "all units"),
-            _balance(report, "exposed_units", "exposed units"),
+            _balance(report, "units", f"all {units}"),
+            _balance(report, "exposed_units", f"exposed {units}"),
         )
         yield element("div", *plots, class_="plots")
     told = [
@@ -313,7 +317,7 @@ def _effects(
                 rows.append([element("td", "no data yet", colspan=8)])
     return _table(
         "arm",
-        "units",
+        reading.units(report),
         "observations",
         "mean",
         "arm \u2212 control",
@@ -330,7 +334,8 @@ def _effect_row(
 ) -> list[Html]:
     path = f"metric/{metric.metric.name}/{field}/{row.arm}"
     value, effect = row.value, row.effect
-    of = "all requests" if value.coverage == 1 else f"{figures.percent(value.coverage)} of requests"
+    of = f"{'all' if value.coverage == 1 else figures.percent(value.coverage) + ' of'}"
+    of += f" {reading.counted(metric.metric.name)}"
     cells = [
         _arm(report, row.arm),
         _count(f"{path}/units", value.units),
@@ -542,9 +547,10 @@ def _distribution(report: ExperimentReport, name: str, confounded: bool) -> Html
             text = charts.with_measure(float(f"{value:.3g}"), unit)
             cells.append(_cell(f"{path}/quantiles/{share.removesuffix(' %')}", value, text))
         rows.append(cells)
-    quantiles = _table("arm", "requests", *reading.SHARES[: len(rows[0]) - 2], rows=rows)
+    counted = reading.counted(name)
+    quantiles = _table("arm", counted, *reading.SHARES[: len(rows[0]) - 2], rows=rows)
     found = charts.bins([each for _, each in arms]) if all(each.bounds for _, each in arms) else []
-    title = f"{name}: shares of requests by value, by arm"
+    title = f"{name}: shares of {counted} by value, by arm"
     drawn = [charts.distribution(title, arms, found, unit)] if found else []
     steps = []
     for each in found:
@@ -557,7 +563,7 @@ def _distribution(report: ExperimentReport, name: str, confounded: bool) -> Html
         element("figcaption", element("b", name), ", confounded" if confounded else ""),
         *drawn,
         quantiles,
-        *([_details("counts", _table("requests", *labels, rows=steps))] if steps else []),
+        *([_details("counts", _table(counted, *labels, rows=steps))] if steps else []),
         id=f"plot-distribution-{name}",
     )
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from math import sqrt
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from epikv.experiment.assignment import wash_out_of
 from epikv.experiment.figures import count, level, percent, probability, scale, with_unit
 from epikv.messages import enum_name
 from epikv.v1.experiment_pb2 import (
@@ -30,8 +32,10 @@ _ATTRITION_ERRORS = 3.29
 CONFOUNDED = (
     "Confounded: the arms share queue, batch and pool, so that one changes the other's figures."
     " These are what users saw; no cause can be told from their differences, and there are no"
-    " verdicts. Switchback windows, the whole server on one arm at a time, could tell."
+    " verdicts. An experiment of its own can tell, with switchback windows: the whole server on one"
+    " arm at a time."
 )
+OUTPUT = "output_tokens_per_second"  # of a window; all other metrics are of requests
 EVERYONE = (
     "everyone: all units that take part, by the arm they were dealt; what switching would do to the"
     " whole of your traffic."
@@ -95,6 +99,41 @@ class Row:
     is_control: bool
     value: ArmValue
     effect: Effect | None  # none of the control, and while comparisons are withheld
+
+
+def is_switchback(report: ExperimentReport) -> bool:
+    return report.experiment.HasField("switchback")
+
+
+def units(report: ExperimentReport, text: str = "units") -> str:
+    """A text about units, for experiments that count windows instead."""
+    return text.replace("units", "windows") if is_switchback(report) else text
+
+
+def windows_of(experiment: Experiment) -> str:
+    """How a switchback experiment cuts time; of others ""."""
+    if not experiment.HasField("switchback"):
+        return ""
+    window = experiment.switchback.window.ToTimedelta()
+    wash_out = wash_out_of(experiment.switchback)
+    return f"windows of {span(window)}, the first {span(wash_out)} of each not analysed"
+
+
+def switchback(report: ExperimentReport) -> str:
+    """What its figures are figures of; the report must be of one."""
+    washed_out = count(report.washed_out_requests)
+    return (
+        f"Switchback: the whole server on one arm at a time, {windows_of(report.experiment)}"
+        f" ({washed_out} requests): they met what the window before had left. Windows were dealt, each by"
+        " itself, and windows are counted, however many requests they had. So times and throughput"
+        " are each arm's own, but for requests that a window's end cuts: these go on beside the next"
+        " one's arm, and make differences look smaller than they are."
+    )
+
+
+def counted(metric: str) -> str:
+    """What a metric is observed of."""
+    return "windows" if metric == OUTPUT else "requests"
 
 
 def rows(report: ExperimentReport, analysis: Analysis) -> list[Row]:
@@ -178,6 +217,15 @@ def lapse(seconds: float) -> str:
     return f"{int(seconds // 60)} min" if seconds >= 60 else f"{int(max(seconds, 0))} s"
 
 
+def span(length: timedelta) -> str:
+    """In its greatest unit that makes it whole, or in seconds."""
+    seconds = length.total_seconds()
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds and seconds % size == 0:
+            return f"{seconds / size:g} {unit}"
+    return f"{seconds:g} s"
+
+
 def state(report: ExperimentReport) -> str:
     """Since when it is what it is."""
     experiment = report.experiment
@@ -259,8 +307,8 @@ def _decision(report: ExperimentReport, metric: MetricReport, row: Row) -> Sente
     if metric.confounded:
         return Sentence("early", f"{row.arm}: {name} is confounded, no cause can be told.")
     if found.word == "too early":
-        units = f"{count(row.value.units)} units of {row.arm}"
-        return Sentence(found.tone, f"Too early: {units} have {name} so far, too few to tell.")
+        seen = units(report, f"{count(row.value.units)} units of") + f" {row.arm}"
+        return Sentence(found.tone, f"Too early: {seen} have {name} so far, too few to tell.")
     of = f"{level(metric.alpha)} interval {how.difference_interval(effect.interval)}"
     if found.word in ("better", "worse", "differs"):
         way = "higher" if effect.difference > 0 else "lower"
@@ -343,13 +391,13 @@ class Attrition:
 
 def attrition(report: ExperimentReport) -> list[Attrition]:
     """Of metrics that not all requests have."""
-    units = {arm.arm: arm.units for arm in report.arms}
+    seen = {arm.arm: arm.units for arm in report.arms}
     found = []
     for metric in report.metrics:
-        shares = {value.arm: value.coverage for value in metric.all.arms if units.get(value.arm)}
+        shares = {value.arm: value.coverage for value in metric.all.arms if seen.get(value.arm)}
         if all(share == 1 for share in shares.values()):
             continue
-        uneven = _is_uneven([(share, units[arm]) for arm, share in shares.items()])
+        uneven = _is_uneven([(share, seen[arm]) for arm, share in shares.items()])
         found.append(Attrition(metric.metric.name, metric.measured, shares, uneven))
     return found
 
@@ -366,11 +414,15 @@ def _is_uneven(shares: Sequence[tuple[float, int]]) -> bool:
 
 def left_out(report: ExperimentReport) -> list[tuple[str, str, int]]:
     """Name, meaning, and how many requests."""
-    return [
+    crossed = "of units seen in two arms"
+    found = [
         ("forced_requests", "forced into an arm", report.forced_requests),
         ("other_version_requests", "of earlier bucket versions", report.other_version_requests),
-        ("crossed_requests", "of units seen in two arms", report.crossed_requests),
     ]
+    if is_switchback(report):
+        found.append(("washed_out_requests", "in a wash-out", report.washed_out_requests))
+        crossed = "under another arm than their window's"
+    return [*found, ("crossed_requests", crossed, report.crossed_requests)]
 
 
 def units_share(arm: ArmReport, arms: Iterable[ArmReport]) -> str:
