@@ -53,24 +53,24 @@ class Store(Protocol):
 
 
 class Sqlite:
-    """A file, which another program may hold."""
+    """A file, in whose place something else may be."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._blocker: sqlite3.Connection | None = None
+        self._aside = path.with_name("aside")
 
     @property
     def where(self) -> str:
         return str(self._path)
 
     def leave(self) -> None:
-        self._blocker = sqlite3.connect(self._path, timeout=60, isolation_level=None)
-        self._blocker.execute("BEGIN EXCLUSIVE")
+        self._path.rename(self._aside)
+        self._path.mkdir()
 
     def come_back(self) -> None:
-        if self._blocker is not None:
-            self._blocker.close()
-            self._blocker = None
+        if self._aside.exists():
+            self._path.rmdir()
+            self._aside.rename(self._path)
 
     def query(self, sql: str) -> list[tuple[str, ...]]:
         connection = sqlite3.connect(self._path, timeout=60)
@@ -207,12 +207,14 @@ class Traffic:
         while not self._over.is_set():
             with self._lock:
                 number = next(self._numbers)
-            if not self._ask(number):
+            arm = self._ask(number)
+            if arm is None:
                 return
-            self.tell(number)
+            if arm != "none":
+                self.tell(number)
 
-    def _ask(self, number: int) -> bool:
-        """Whether there was an answer."""
+    def _ask(self, number: int) -> str | None:
+        """Its arm; None: there was no answer."""
         begin = time.monotonic()
         try:
             result = self._client.generate_once(
@@ -224,12 +226,12 @@ class Traffic:
         except RpcError as error:
             with self._lock:
                 self.failures.append(error)
-            return False
+            return None
         with self._lock:
             self.generations.append((begin, time.monotonic() - begin))
-            if result.accepted is None or result.accepted.arm == "none":
+            if result.accepted.arm == "none":
                 self.outside.append(number)
-        return True
+        return result.accepted.arm
 
     def _count(self, what: str) -> int:
         if what == "generations":
