@@ -176,8 +176,8 @@ def test_a_full_disk_refuses_outcomes_and_no_request(
     for file in ("experiments.db", "experiments.db-wal"):  # SQLite cannot look into the namespace
         shutil.copy(disk.seen / file, tmp_path / f"copy-{file}")
     held = recorded.held(ledger, Sqlite(tmp_path / "copy-experiments.db"))
-    held.check(without_request=True)
-    assert held.outcomes + held.waiting == len(ledger.acknowledged)
+    held.check(lost_requests=ledger.acknowledged)
+    assert held.outcomes + len(held.waiting) == len(ledger.acknowledged)
     assert found == held.outcomes
     with start() as daemon, Client(daemon.grpc) as client:
         assert recorded.reported(client) == found
@@ -212,7 +212,7 @@ def test_a_full_spool_refuses_outcomes_only_while_the_store_is_away(
             assert traffic.failures == []
             assert_told(ledger)
             held = recorded.held(ledger, store)
-            held.check(without_request=True)
+            held.check(lost_requests=ledger.acknowledged)
             assert recorded.reported(client) == held.outcomes
-            assert held.outcomes + held.waiting == len(ledger.acknowledged)
+            assert held.outcomes + len(held.waiting) == len(ledger.acknowledged)
             disk.empty(daemon)

@@ -51,6 +51,7 @@ class Found:
     spooled: int = 0  # of them by the spool
     unheard: int = 0  # whose connection broke first
     stored: int = 0  # those that the store holds
+    waiting: int = 0  # acknowledged, and their requests died with the daemon
     lost: int = 0
     twice: int = 0
     seconds: float = 0
@@ -77,9 +78,10 @@ def batch(model: Path, kind: str, kills: int, seed: int) -> Found:
         with Daemon(model, *flags) as daemon, Client(daemon.grpc) as client:
             recorded.await_empty_spool(daemon.metrics)
             held = recorded.held(ledger, store)
-            held.check()
+            # A request may die with its daemon, and its outcome come after that.
+            held.check(lost_requests=ledger.unheard)
             same("outcomes in the report", recorded.reported(client), held.outcomes)
-        # Of a request that died with its daemon nobody has heard; its outcome may be unknown.
+        # So may an outcome be refused, as of an unknown request.
         refused = [str(e) for n, e in ledger.refused.items() if not _may_be(n, e, ledger)]
         same("outcomes that were refused", refused, [])
         sent = ledger.acknowledged | ledger.unheard
@@ -90,6 +92,9 @@ def batch(model: Path, kind: str, kills: int, seed: int) -> Found:
         spooled=len(ledger.spooled),
         unheard=len(ledger.unheard - ledger.acknowledged),
         stored=held.outcomes,
+        waiting=len(held.waiting),
+        lost=held.lost,
+        twice=held.twice,
         seconds=time.monotonic() - begin,
     )
 
@@ -169,6 +174,7 @@ def summarize(found: dict[str, Found]) -> None:
         ("spooled", "of them by the spool"),
         ("unheard", "clients that heard nothing"),
         ("stored", "in the store"),
+        ("waiting", "kept without a request"),
         ("lost", "lost"),
         ("twice", "counted twice"),
     ):

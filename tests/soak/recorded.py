@@ -254,18 +254,18 @@ class Held:
     """What a store holds of a ledger."""
 
     outcomes: int
-    waiting: int  # acknowledged, and their requests are not there
+    waiting: set[int]  # those whose requests are not there
     lost: int  # acknowledged, and not there
     twice: int  # outcomes or requests
 
-    def check(self, *, without_request: bool = False) -> None:
-        """without_request: there was a time when nothing of requests could be written."""
+    def check(self, lost_requests: set[int] | frozenset[int] = frozenset()) -> None:
+        """lost_requests: those that may never have been written, which nobody was promised."""
         if self.lost or self.twice:
             raise Wrong(
                 f"acknowledged outcomes: {self.lost} are lost; {self.twice} are there twice"
             )
-        if self.waiting and not without_request:
-            raise Wrong(f"acknowledged outcomes: {self.waiting} are there without their requests")
+        if others := self.waiting - lost_requests:
+            raise Wrong(f"acknowledged outcomes: {len(others)} are there without their requests")
 
 
 def held(ledger: Ledger, store: Store) -> Held:
@@ -287,7 +287,7 @@ def held(ledger: Ledger, store: Store) -> Held:
     )
     return Held(
         outcomes=len(found),
-        waiting=len(waiting),
+        waiting=waiting,
         lost=len(ledger.acknowledged - found.keys() - waiting),
         twice=sum(times - 1 for times in found.values())
         + len(waiting & found.keys())
