@@ -137,7 +137,8 @@ def _round(
 
 
 def _may_be(number: int, error: RpcError, ledger: Ledger) -> bool:
-    return error.code is grpc.StatusCode.NOT_FOUND and number not in ledger.acknowledged
+    lost = number in ledger.unheard and number not in ledger.written
+    return lost and error.code is grpc.StatusCode.NOT_FOUND
 
 
 def _kill_in_start(model: Path, flags: Sequence[str], seconds: float) -> None:
