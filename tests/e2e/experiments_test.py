@@ -2,8 +2,11 @@
 
 import itertools
 import json
+import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from bench_load_test import SCHEMA
 from click.testing import CliRunner
 from epikv import Client, Experiment, Kv, RpcError, Stop
+from epikv.bench.scrape import fetch
 from epikv.cli import main
 from epikv.eval.tasks import Item, load
 from epikv.testing import Daemon, DaemonError
@@ -19,6 +23,7 @@ from epikv.v1 import experiment_pb2
 from google.protobuf import text_format
 
 PROBLEMS = 320
+GENEROUS_SECONDS = 60
 TASK = "sample:programs@6"
 
 LEAN = """
@@ -232,3 +237,34 @@ def test_forcing_and_opting_out_are_told_apart(client: Client, problems: list[It
         assert sum(arm.requests for arm in found.arms) == 0
     finally:
         client.stop_experiment("forced", reason="done")
+
+
+def test_what_stopped_long_ago_has_no_series(
+    serve: Callable[[Path], Daemon], problems: list[Item], tmp_path: Path
+) -> None:
+    with serve(tmp_path) as daemon, Client(daemon.grpc) as client:
+        for name in ("gone", "lately"):
+            definition = define(LEAN)
+            definition.name = definition.salt = name
+            definition.traffic_permille = 500
+            client.create_experiment(definition)
+            client.start_experiment(name)
+        arms = {solve(client, problems[0], Experiment(unit_id=f"u-{n}"))[1] for n in range(24)}
+        assert {arm.partition("/")[0] for arm in arms} == {"gone", "lately"}
+        for name in ("gone", "lately"):
+            client.stop_experiment(name, reason="done")
+        assert all(f'"{arm}"' in fetch(daemon.metrics) for arm in arms)
+        # As if it had been eleven minutes ago.
+        stopped = client.experiment("gone")
+        stopped.stop_time.seconds -= 11 * 60
+        with closing(sqlite3.connect(tmp_path / "store.db")) as store, store:
+            store.execute(
+                "UPDATE experiments SET definition = ? WHERE name = 'gone'",
+                (stopped.SerializeToString(),),
+            )
+            store.execute("UPDATE revisions SET revision = revision + 1")
+        deadline = time.monotonic() + GENEROUS_SECONDS
+        while "gone" in (page := fetch(daemon.metrics)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert 'experiment="lately"' in page and '"lately/' in page
