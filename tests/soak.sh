@@ -21,7 +21,7 @@ case ${1:-} in
 faults) script=ends.py && shift ;;
 readers) script=readers.py && shift ;;
 outage) script=outage.py && shift ;;
-crashes) script=kills.py && shift ;;
+crashes) script=crashes.py && shift ;;
 *) script=soak.py ;;
 esac
 "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/soak/$script" "$@"

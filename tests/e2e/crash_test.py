@@ -10,7 +10,7 @@ from epikv.testing import Daemon
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
 
-import kills
+import crashes
 import recorded
 from calls import Wrong
 from recorded import Ledger, Sqlite, Traffic
@@ -20,7 +20,7 @@ SEED = 5  # of a few rounds in which the daemon dies in its start, and under tra
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 def test_nothing_acknowledged_is_lost_or_counted_twice(sample_model: Path, kind: str) -> None:
-    found = kills.batch(sample_model, kind, 8, SEED)
+    found = crashes.batch(sample_model, kind, 8, SEED)
     assert found.kills == 8 and found.lost == found.twice == 0
     assert found.in_start > 0 and found.outages > 0
     assert 0 < found.spooled < found.acknowledged <= found.stored
@@ -30,9 +30,9 @@ def test_an_interrupted_run_goes_on(
     sample_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "sqlite.jsonl"
-    monkeypatch.setattr(kills, "BATCH", 1)
-    first = kills.run(sample_model, "sqlite", 1, file)
-    both = kills.run(sample_model, "sqlite", 2, file)
+    monkeypatch.setattr(crashes, "BATCH", 1)
+    first = crashes.run(sample_model, "sqlite", 1, file)
+    both = crashes.run(sample_model, "sqlite", 2, file)
     assert (first.kills, both.kills) == (1, 2)
     assert both.stored >= first.stored and len(file.read_text().splitlines()) == 2
 

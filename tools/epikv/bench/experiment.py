@@ -33,7 +33,7 @@ from epikv.v1 import experiment_pb2, generation_pb2
 
 BOUND = 1.02  # CPU time per token over that without
 DEAL_BOUND = 5.0  # microseconds
-SETTLE_SECONDS = 0.5  # after a window's last request, for its records
+SETTLE_SECONDS, SETTLE_TRIES = 0.5, 60  # after a window's last request, for its records
 METRIC = "worth"
 DEFINITION = f"""
 hypothesis: "arms that set nothing"
@@ -71,7 +71,7 @@ class Window:
     kind: str
     tokens: int
     engine: float  # the engine's thread, in steps
-    process: float  # all threads, until the last record was written
+    process: float  # all threads
 
     def per_token(self, of: str) -> float:
         return getattr(self, of) / self.tokens
@@ -161,19 +161,30 @@ class _Bench:
         )
         before, process = self._served.page(), _process_seconds(self._served.pid)
         load = generator.run(ClosedLoop(self._concurrency, math.inf, self._requests))
-        time.sleep(SETTLE_SECONDS)  # and no scrape, which would cost the daemon, too
+        for _ in range(SETTLE_TRIES):  # one, and one scrape, unless the machine is busy
+            time.sleep(SETTLE_SECONDS)
+            added = self._served.page() - before
+            if _written(added) >= self._requests * (2 * runs + told):
+                break
         process = _process_seconds(self._served.pid) - process
-        added = self._served.page() - before
         if name:
             self._served.client.stop_experiment(name, reason="measured")
         errors = [sample.error for sample in load.samples if sample.error]
         if errors or len(load.samples) != self._requests:
             raise click.ClickException(f"requests failed: {errors[:3]}")
-        dealt = added.total("epikv_experiment_assignments_total", source="hash")
-        if dealt != self._requests * runs:
-            raise click.ClickException(
-                f"{dealt:.0f} requests took part, not {self._requests * runs}"
-            )
+        part = added.total("epikv_experiment_assignments_total", source="hash")
+        for what, found, each in (
+            ("requests took part", part, runs),
+            (
+                "records were written",
+                _written(added),
+                2 * runs + told,
+            ),  # its begin, its end, its outcome
+        ):
+            if found != self._requests * each:
+                raise click.ClickException(
+                    f"{kind}: {found:.0f} {what}, not {self._requests * each}"
+                )
         return Window(
             kind=kind,
             tokens=sum(sample.tokens for sample in load.samples),

@@ -1,6 +1,6 @@
 """Kills a daemon while it records outcomes, and looks what its store holds.
 
-    python tests/soak/kills.py [--kills 1000] [--store sqlite|postgres] [--folder DIR]
+    python tests/soak/crashes.py [--kills 1000] [--store sqlite|postgres] [--folder DIR]
 
 In batches, each with a store of its own and checked by itself; what they found is kept in DIR until all
 are done, so that a run that was interrupted goes on, if with the same binary. The daemon is killed (-9) at random moments: while it starts,
@@ -186,9 +186,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--store", choices=("sqlite", "postgres"), action="append")
-    parser.add_argument("--folder", type=Path, help="default: build/soak/kills")
+    parser.add_argument("--folder", type=Path, help="default: build/soak/crashes")
     arguments = parser.parse_args()
-    folder = arguments.folder or Path(__file__).resolve().parents[2] / "build" / "soak" / "kills"
+    folder = arguments.folder or Path(__file__).resolve().parents[2] / "build" / "soak" / "crashes"
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256(find_binary().read_bytes()).hexdigest()[:12]
     kinds = arguments.store or ("sqlite", "postgres")
