@@ -1,5 +1,6 @@
 """Requests of an experiment with outcomes, what clients were told of them, and what a store holds."""
 
+import ctypes
 import itertools
 import sqlite3
 import subprocess
@@ -52,6 +53,14 @@ class Store(Protocol):
     def query(self, sql: str) -> list[tuple[str, ...]]: ...
 
 
+def _exchange(one: Path, other: Path) -> None:
+    """At once: there is no moment at which a daemon could make a new file there."""
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(here, bytes(one), here, bytes(other), exchange) != 0:
+        raise OSError(ctypes.get_errno(), "renameat2", str(one))
+
+
 class Sqlite:
     """A file, in whose place something else may be."""
 
@@ -64,13 +73,13 @@ class Sqlite:
         return str(self._path)
 
     def leave(self) -> None:
-        self._path.rename(self._aside)
-        self._path.mkdir()
+        self._aside.mkdir()
+        _exchange(self._path, self._aside)
 
     def come_back(self) -> None:
         if self._aside.exists():
-            self._path.rmdir()
-            self._aside.rename(self._path)
+            _exchange(self._path, self._aside)
+            self._aside.rmdir()
 
     def query(self, sql: str) -> list[tuple[str, ...]]:
         connection = sqlite3.connect(self._path, timeout=60)
