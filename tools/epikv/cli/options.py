@@ -169,7 +169,9 @@ def take_scheduling(options: dict[str, Any]) -> Scheduling:
 _EXPERIMENT = (
     click.option("--unit", "unit_id", default="", help="Who keeps its arm in experiments."),
     click.option(
-        "--covariate", type=float, help="Known of it before, for metrics that it tells something of."
+        "--covariate",
+        type=float,
+        help="Known of it before, for metrics that it tells something of.",
     ),
     click.option("--opt-out", is_flag=True, help="Take part in no experiment."),
     click.option(
