@@ -57,6 +57,7 @@ class Signals {
     sigaddset(&set_, SIGINT);
     pthread_sigmask(SIG_BLOCK, &set_, nullptr);
     signal(SIGPIPE, SIG_IGN);                 // a client that has gone is an error of its write
+    signal(SIGXFSZ, SIG_IGN);                 // so is a file that may not grow (`ulimit -f`)
     signal(SIGHUP, SIG_IGN);                  // log rotation sends it; files are looked at without
     std::thread([this] { Run(); }).detach();  // waits for signals until the process ends
   }

@@ -670,7 +670,13 @@ TEST_P(KillTest, NothingAcknowledgedIsLostOrCountedTwice) {
   ASSERT_TRUE(place->Open()->Create(Definition({.name = "x", .window = absl::Hours(1)})).ok());
   Acknowledged all;
   int64_t first = 0, outages = 0;
+  const absl::Duration begin = SteadyTime();
   for (int round = 0; round < kills; ++round) {
+    if (round > 0 && round % 50 == 0) {
+      const absl::Duration left = (SteadyTime() - begin) / round * (kills - round);
+      fprintf(stderr, "%s: %d of %d kills, %.0f s left\n", GetParam().name.c_str(), round, kills,
+              absl::ToDoubleSeconds(left));
+    }
     const bool away = random() % 4 == 0;
     if (away) place->GoAway();
     Child child(place->where(), folder.File("spool"), first);

@@ -32,6 +32,10 @@ add_dependencies(recorder_test recorder_crash)
 target_compile_definitions(recorder_test PRIVATE
   EPIKV_RECORDER_CRASH="$<TARGET_FILE:recorder_crash>")
 
+# What `epikv bench experiment` runs.
+add_executable(experiment_costs experiment_costs.cc)
+target_link_libraries(experiment_costs PRIVATE epikv_server)
+
 # Over real gRPC, which Debian builds without the sanitizer: it hands calls from thread to thread by
 # atomics that ThreadSanitizer does not see, so that every call looks like a race. outbox_test
 # stands in for these there: engine thread, outboxes and courier with writers of its own.

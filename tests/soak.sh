@@ -5,8 +5,10 @@
 #   soak.sh [MINUTES] [--seed N]    random requests, every answer checked; 30 minutes
 #   soak.sh faults [--ends N]       100,000 requests ended by cancels, kills and deadlines, in every state
 #   soak.sh readers [--pairs N]     what 50 readers that stall cost others
-#   soak.sh kills [N]               1000 kills -9 of a process that records outcomes, for each kind of
-#                                   store; nothing acknowledged may be lost or counted twice
+#   soak.sh outage [--seconds N]    the experiment store is away for a minute, under traffic
+#   soak.sh crashes [--kills N]     1000 kills -9 of a daemon that records outcomes, for each kind of store;
+#                                   nothing acknowledged may be lost or counted twice. Interrupted, it goes on
+#   soak.sh kills [N]               the same of its recorder alone, which records as fast as stores write
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 setup
 if [ "${1:-}" = kills ]; then
@@ -18,6 +20,8 @@ export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 case ${1:-} in
 faults) script=ends.py && shift ;;
 readers) script=readers.py && shift ;;
+outage) script=outage.py && shift ;;
+crashes) script=crashes.py && shift ;;
 *) script=soak.py ;;
 esac
 "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/soak/$script" "$@"

@@ -36,11 +36,14 @@ uint32_t LayerBucket(absl::string_view layer, absl::string_view unit) {
 }
 
 const v1::Arm* ArmOf(const v1::Experiment& experiment, absl::string_view unit) {
+  return ArmOf(experiment, unit, LayerBucket(experiment.layer(), unit));
+}
+
+const v1::Arm* ArmOf(const v1::Experiment& experiment, absl::string_view unit,
+                     uint32_t layer_bucket) {
   const uint32_t slice = experiment.traffic_permille() * kBucketsPerPermille;
-  const uint32_t place = LayerBucket(experiment.layer(), unit);
-  if (place < experiment.first_bucket() || place - experiment.first_bucket() >= slice) {
-    return nullptr;
-  }
+  const uint32_t first = experiment.first_bucket();
+  if (layer_bucket < first || layer_bucket - first >= slice) return nullptr;
   const uint32_t bucket = BucketOf(UnitHash(experiment.salt(), experiment.bucket_version(), unit));
   uint32_t end = 0;
   for (const v1::Arm& arm : experiment.arms()) {

@@ -27,5 +27,8 @@ uint32_t LayerBucket(absl::string_view layer, absl::string_view unit);
 // The arm of a unit that takes part; null: it does not. Precondition: CheckDefinition found no
 // fault with the experiment, and its slice of the layer is set.
 const v1::Arm* ArmOf(const v1::Experiment& experiment, absl::string_view unit);
+// The same, where the unit's LayerBucket in the experiment's layer is known.
+const v1::Arm* ArmOf(const v1::Experiment& experiment, absl::string_view unit,
+                     uint32_t layer_bucket);
 
 }  // namespace epikv

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -40,9 +41,29 @@ const v1::Arm* ArmCalled(const v1::Experiment& experiment, absl::string_view nam
   return found == experiment.arms().end() ? nullptr : &*found;
 }
 
+// A unit's place in each layer, hashed when it is first asked for.
+class LayerBuckets {
+ public:
+  explicit LayerBuckets(absl::string_view unit) : unit_(unit) {}
+
+  uint32_t In(absl::string_view layer) {
+    for (const auto& [known, bucket] : buckets_) {
+      if (known == layer) return bucket;
+    }
+    return buckets_.emplace_back(layer, LayerBucket(layer, unit_)).second;
+  }
+
+ private:
+  const absl::string_view unit_;
+  absl::InlinedVector<std::pair<absl::string_view, uint32_t>, 4> buckets_;
+};
+
 // By the hash of what the experiment deals: of the request's unit, or of the window it begins in.
-const v1::Arm* ArmByHash(const v1::Experiment& experiment, const Subject& subject) {
-  if (!experiment.has_switchback()) return ArmOf(experiment, UnitOf(subject));
+const v1::Arm* ArmByHash(const v1::Experiment& experiment, const Subject& subject,
+                         LayerBuckets& places) {
+  if (!experiment.has_switchback()) {
+    return ArmOf(experiment, UnitOf(subject), places.In(experiment.layer()));
+  }
   return ArmOf(experiment, WindowUnit(Windows(experiment.switchback()).At(subject.began)));
 }
 
@@ -145,10 +166,11 @@ absl::StatusOr<Assignment> LiveExperiments::Assign(const Subject& subject) const
   Assignment assignment{.arm = std::string(kNoArm)};
   std::vector<Choice> choices;
   const auto running = this->running();
+  LayerBuckets places(UnitOf(subject));
   for (const v1::Experiment& experiment : *running) {
     const bool force = !context.force_arm().empty() && experiment.name() == forced.first;
     const v1::Arm* const arm =
-        force ? ArmCalled(experiment, forced.second) : ArmByHash(experiment, subject);
+        force ? ArmCalled(experiment, forced.second) : ArmByHash(experiment, subject, places);
     if (arm == nullptr) continue;
     found |= force;
     if (!force && (context.opt_out() || !IsEligible(experiment.eligibility(), subject))) {

@@ -170,3 +170,28 @@ def test_an_overload_is_measured(
         figures = found[run]["total"]
         expected = factor * best * found["settings"]["duration_seconds"]
         assert figures["n"] - figures["retries"] == pytest.approx(expected, rel=0.4)
+
+
+def test_what_an_experiment_costs_is_measured(sample_model: Path, tmp_path: Path) -> None:
+    """Whether targets are met in seconds says nothing; that all is measured does."""
+    path = tmp_path / "experiment.json"
+    command = [
+        *("bench", "experiment", "--model", str(sample_model), "--json", str(path)),
+        *("--rounds", "2", "--requests", "6", "--concurrency", "3", "--output", "16"),
+    ]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code in (0, 1), result.output
+    found = json.loads(path.read_text())
+    names = [target["metric"] for target in found["targets"]]
+    assert names == [
+        *("experiment.engine", "outcomes.engine", "experiment.process", "outcomes.process"),
+        *("deal.1", "deal.20", "deal.3_layers"),
+    ]
+    kinds = [[window["kind"] for window in taken] for taken in found["windows"]]
+    assert kinds == [
+        ["without", "experiment", "outcomes", "without"],
+        ["without", "outcomes", "experiment", "without"],
+    ]
+    for taken in found["windows"]:
+        assert all(w["tokens"] == 6 * 16 and w["process"] >= 0 < w["engine"] for w in taken)
+    assert all(min(samples) > 0 for samples in found["dealt"].values())

@@ -1,13 +1,21 @@
 """A/B experiments on the real daemon: dealt, recorded, reported, and there again after a crash."""
 
 import itertools
+import json
+import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+from bench_load_test import SCHEMA
 from click.testing import CliRunner
 from epikv import Client, Experiment, Kv, RpcError, Stop
+from epikv.bench.scrape import fetch
 from epikv.cli import main
 from epikv.eval.tasks import Item, load
 from epikv.testing import Daemon, DaemonError
@@ -15,6 +23,7 @@ from epikv.v1 import experiment_pb2
 from google.protobuf import text_format
 
 PROBLEMS = 320
+GENEROUS_SECONDS = 60
 TASK = "sample:programs@6"
 
 LEAN = """
@@ -32,7 +41,7 @@ SAME = LEAN.replace('"sliding" keep_ratio: 0.45', '"full"').replace(
 
 @pytest.fixture(scope="module")
 def problems() -> list[Item]:
-    return [item for item in load(TASK, "experiments", PROBLEMS) if isinstance(item, Item)]
+    return [item for item in load(TASK, "load", PROBLEMS) if isinstance(item, Item)]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +105,29 @@ def report(client: Client, name: str) -> experiment_pb2.ExperimentReport:
     return client.experiment_report(name)
 
 
-def test_the_true_difference_is_found(client: Client, problems: list[Item]) -> None:
+def drive(server: Daemon, folder: Path) -> dict[str, Any]:
+    """The load generator's figures by arm of the experiment that runs: each problem asked once, by a
+    user of its own, and whether the answer was right recorded."""
+    path = folder / "load.json"
+    command = [
+        *("bench", "load", "--server", server.grpc, "--json", str(path), "--outcome", "right"),
+        *("--task", TASK, "--problems", str(PROBLEMS), "--units", str(PROBLEMS)),
+        *("--concurrency", "8", "--requests", str(PROBLEMS)),
+    ]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.output
+    told = json.loads(path.read_text())
+    jsonschema.validate(told, SCHEMA)
+    arms = told["experiment_arms"]
+    assert sum(arm["outcomes"] for arm in arms.values()) == told["total"]["ok"] == PROBLEMS
+    for name, arm in arms.items():
+        assert f"{arm['right']['value']:.3f}" in done.output and name in done.output
+    return arms
+
+
+def test_the_true_difference_is_found(
+    server: Daemon, client: Client, problems: list[Item], tmp_path: Path
+) -> None:
     # Known from every problem under both arms, outside of any experiment.
     outside = Experiment(opt_out=True)
     lean = Kv(policy="sliding", budget=0.45)
@@ -108,17 +139,17 @@ def test_the_true_difference_is_found(client: Client, problems: list[Item]) -> N
 
     client.create_experiment(define(LEAN))
     client.start_experiment("lean")
-    by_arm = run(client, problems, "user")
+    by_arm = drive(server, tmp_path)
     assert set(by_arm) == {"lean/full", "lean/lean"}
     found = report(client, "lean")
     assert not found.blocked and not found.sample_ratio.alarm
-    assert [arm.units for arm in found.arms] == [len(by_arm[f"lean/{a}"]) for a in ("full", "lean")]
+    assert [arm.units for arm in found.arms] == [by_arm[f"lean/{a}"]["n"] for a in ("full", "lean")]
     assert sum(arm.exposed_requests for arm in found.arms) == PROBLEMS
     primary = found.metrics[0]
     assert primary.metric.name == "right" and primary.primary
     for value, arm in zip(primary.all.arms, ("lean/full", "lean/lean"), strict=True):
         assert value.coverage == 1
-        assert value.mean == pytest.approx(sum(by_arm[arm]) / len(by_arm[arm]))
+        assert value.mean == pytest.approx(by_arm[arm]["right"]["value"])
     effect = primary.all.effects[0]
     assert effect.verdict == experiment_pb2.Effect.VERDICT_WORSE
     assert effect.interval.lower <= truth <= effect.interval.upper
@@ -152,10 +183,10 @@ def test_the_page_of_a_report_holds_its_figures(
         assert f'data-figure="{path}" data-value="{value!r}"' in told
 
 
-def test_equal_arms_differ_in_nothing(client: Client, problems: list[Item]) -> None:
+def test_equal_arms_differ_in_nothing(server: Daemon, client: Client, tmp_path: Path) -> None:
     client.create_experiment(define(SAME))
     client.start_experiment("same")
-    by_arm = run(client, problems, "user")
+    by_arm = drive(server, tmp_path)
     assert set(by_arm) == {"same/full", "same/lean"}
     found = report(client, "same")
     undecided = (
@@ -206,3 +237,34 @@ def test_forcing_and_opting_out_are_told_apart(client: Client, problems: list[It
         assert sum(arm.requests for arm in found.arms) == 0
     finally:
         client.stop_experiment("forced", reason="done")
+
+
+def test_what_stopped_long_ago_has_no_series(
+    serve: Callable[[Path], Daemon], problems: list[Item], tmp_path: Path
+) -> None:
+    with serve(tmp_path) as daemon, Client(daemon.grpc) as client:
+        for name in ("gone", "lately"):
+            definition = define(LEAN)
+            definition.name = definition.salt = name
+            definition.traffic_permille = 500
+            client.create_experiment(definition)
+            client.start_experiment(name)
+        arms = {solve(client, problems[0], Experiment(unit_id=f"u-{n}"))[1] for n in range(24)}
+        assert {arm.partition("/")[0] for arm in arms} == {"gone", "lately"}
+        for name in ("gone", "lately"):
+            client.stop_experiment(name, reason="done")
+        assert all(f'"{arm}"' in fetch(daemon.metrics) for arm in arms)
+        # As if it had been eleven minutes ago.
+        stopped = client.experiment("gone")
+        stopped.stop_time.seconds -= 11 * 60
+        with closing(sqlite3.connect(tmp_path / "store.db")) as store, store:
+            store.execute(
+                "UPDATE experiments SET definition = ? WHERE name = 'gone'",
+                (stopped.SerializeToString(),),
+            )
+            store.execute("UPDATE revisions SET revision = revision + 1")
+        deadline = time.monotonic() + GENEROUS_SECONDS
+        while "gone" in (page := fetch(daemon.metrics)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert 'experiment="lately"' in page and '"lately/' in page

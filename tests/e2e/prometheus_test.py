@@ -104,9 +104,10 @@ class Prometheus:
 
 
 @pytest.fixture(scope="module")
-def daemon(sample_model: Path) -> Iterator[Daemon]:
+def daemon(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """One that nobody else asks for anything."""
-    with Daemon(sample_model, "--threads=1") as running:
+    store = tmp_path_factory.mktemp("experiments") / "store.db"
+    with Daemon(sample_model, "--threads=1", f"--experiment_store={store}") as running:
         yield running
 
 

@@ -61,13 +61,14 @@ def test_a_request_says_how_it_takes_part(client: Client, fake: fake_epikvd.Fake
 
 
 def test_generate_has_options_for_it(fake: fake_epikvd.Fake) -> None:
-    given = "--unit ann --arm e/lean --label tier=free --label a=b=c".split()
+    given = "--unit ann --covariate 0 --arm e/lean --label tier=free --label a=b=c".split()
     assert run("generate", "x", *given, "--server", fake.address).exit_code == 0
     assert run("generate", "x", "--opt-out", "--server", fake.address).exit_code == 0
     taking, out = fake.requests
     assert (taking.experiment.unit_id, taking.experiment.force_arm) == ("ann", "e/lean")
+    assert taking.experiment.HasField("covariate") and taking.experiment.covariate == 0
     assert dict(taking.labels) == {"tier": "free", "a": "b=c"}
-    assert out.experiment.opt_out
+    assert out.experiment.opt_out and not out.experiment.HasField("covariate")
     assert run("generate", "x", "--label", "tier").exit_code == 2
 
 

@@ -221,8 +221,9 @@ def serve(
     generation: generation_pb2_grpc.GenerationServiceServicer | None = None,
     threads: int = 4,
     policies: Sequence[policy_pb2.Policy] = (FLAT, ORACLE),
+    experiments: experiment_pb2_grpc.ExperimentServiceServicer | None = None,
 ) -> Iterator[Fake]:
-    """Serves until the block ends. generation: instead of the one here."""
+    """Serves until the block ends. generation and experiments: instead of those here."""
     fake = Fake()
     server = grpc.server(ThreadPoolExecutor(threads), interceptors=[_Tokens(fake)])
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(
@@ -232,7 +233,7 @@ def serve(
     model_pb2_grpc.add_ModelServiceServicer_to_server(_Models(), server)
     policy_pb2_grpc.add_PolicyServiceServicer_to_server(_Policies(policies), server)
     experiment_pb2_grpc.add_ExperimentServiceServicer_to_server(
-        fake_experiments.Service(fake.experiments, fake.requests.append), server
+        experiments or fake_experiments.Service(fake.experiments, fake.requests.append), server
     )
     status = health.HealthServicer()
     status.set("", health_pb2.HealthCheckResponse.SERVING)

@@ -27,8 +27,15 @@ from epikv.bench.report import Window, figures, goodput, percentiles, report, ti
 from epikv.bench.watch import Readings, Watch
 from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.cli import main
+from epikv.eval.tasks import Item
 from epikv.options import Kv
-from epikv.v1 import errors_pb2, generation_pb2, generation_pb2_grpc
+from epikv.v1 import (
+    errors_pb2,
+    experiment_pb2,
+    experiment_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+)
 from fake_epikvd import accepted, serve, summary
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
@@ -140,10 +147,33 @@ def test_requests_are_the_same_by_number_and_seed() -> None:
         assert 2 <= len(request.token_ids.ids) <= 9 and max(request.token_ids.ids) < 50
         assert request.kv == arms[index].kv.to_proto()
         assert request.output.token_ids and not request.output.text
-    assert workload.extremes == [(2, 1), (9, 4)]
+    assert workload.extremes == [([0] * 2, 1), ([0] * 9, 4)]
 
 
 # What is sent.
+
+
+def test_problems_are_asked_in_turn_by_users_in_turn() -> None:
+    items = [
+        Item("a", "first", lambda text: [text == "1", text == "1"], trace_tokens=5),
+        Item("b", "second one", lambda text: [text == "2"]),
+    ]
+    arms = [parse_arm("full"), parse_arm("sliding:32")]
+    lengths = parse_lengths("4"), parse_lengths("uniform:2:30")
+    workload = Workload(arms, *lengths, 50, units=3, problems=items)
+    asked = [workload.request(number) for number in range(12)]
+    assert asked == [workload.request(number) for number in range(12)]
+    for number, (index, request) in enumerate(asked):
+        assert request.text == items[number % 2].prompt
+        assert request.stop.max_output_tokens == (13, 30)[number % 2]
+        assert request.output.text and request.output.token_ids
+        assert request.kv == arms[index].kv.to_proto()
+        assert request.experiment.unit_id == asked[number % 3][1].experiment.unit_id
+    assert len({request.experiment.unit_id for _, request in asked}) == 3
+    assert workload.extremes == [("first", 13), ("second one", 30)]
+    assert [workload.judge(n, "1") for n in range(3)] == [True, False, True]
+    assert WORKLOAD.judge(0, "1") is None
+    assert not WORKLOAD.request(0)[1].HasField("experiment")
 
 
 def test_an_open_loop_waits_for_no_answer() -> None:
@@ -269,6 +299,50 @@ def test_every_request_shows_the_token_of_the_environment(monkeypatch: pytest.Mo
 
 
 # What is counted.
+
+
+class Outcomes(experiment_pb2_grpc.ExperimentServiceServicer):
+    """Knows no request at first."""
+
+    def __init__(self) -> None:
+        self.told: list[experiment_pb2.RecordOutcomeRequest] = []
+
+    def RecordOutcome(self, request, context):
+        self.told.append(request)
+        if len(self.told) == 1:
+            refuse(context, 0.01, None)
+        if request.metric == "unknown":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no experiment declares it")
+        return experiment_pb2.RecordOutcomeResponse()
+
+
+class Dealt(Scripted):
+    """Every second request takes part in an experiment, by its arm "x/a"."""
+
+    def Generate(self, request, context):
+        for event in super().Generate(request, context):
+            if event.HasField("accepted") and request.experiment.unit_id.endswith("1"):
+                event.accepted.arm, event.accepted.request_id = "x/a", request.text
+            yield event
+
+
+@pytest.mark.parametrize("metric", ["right", "unknown"])
+def test_outcomes_are_told_of_those_who_take_part(metric: str) -> None:
+    items = [Item(name, name, lambda _, name=name: [name == "b"]) for name in "abcd"]
+    arms, two = [parse_arm("full")], parse_lengths("2")
+    workload = Workload(arms, two, two, 50, units=2, problems=items)
+    outcomes = Outcomes()
+    with serve(generation=Dealt(lambda *_: None, False), experiments=outcomes) as fake:
+        load = Generator(fake.address, workload, outcome=metric).run(ClosedLoop(1, math.inf, 4))
+    assert [told.request_id for told in outcomes.told] == ["b", "b", "d"]
+    assert [told.value for told in outcomes.told] == [1, 1, 0]
+    assert {told.metric for told in outcomes.told} == {metric}
+    found = report(load, ["full"], Window(0, load.seconds), Readings())
+    arm = found["experiment_arms"]["x/a"]
+    assert (arm["n"], arm["judged"], arm["right"]["value"]) == (2, 2, 0.5)
+    kept = {"right": (2, {}), "unknown": (0, {"INVALID_ARGUMENT": 2})}
+    assert (arm["outcomes"], arm["outcome_errors"]) == kept[metric]
+    assert found["total"]["judged"] == 4 and set(found["experiment_arms"]) == {"x/a"}
 
 
 def test_percentiles_are_linear_between_ranks() -> None:
@@ -484,6 +558,9 @@ def test_bad_arguments_of_a_load_are_told(monkeypatch: pytest.MonkeyPatch) -> No
         ([], "give one of --rate"),
         (["--rate", "1", "--concurrency", "1"], "give one of --rate"),
         (["--concurrency", "1", "--retry-share", "1"], "--retry-share is of an open loop"),
+        (["--rate", "1", "--requests", "9"], "--requests is of a closed loop"),
+        (["--rate", "1", "--outcome", "right"], "--outcome needs --task"),
+        (["--rate", "1", "--task", "needle@50"], "generates nothing"),
         (["--rate", "0"], "--rate"),
         (["--rate", "1", "--arm", "h2o:x"], "neither a number of tokens (256) nor a share"),
         (["--rate", "1", "--prompt", "uniform:9:1"], "no distribution of lengths"),

@@ -21,15 +21,20 @@ import grpc
 from epikv.bench.workload import Workload
 from epikv.connection import Tls, bearer, connect_async, token_from_environment
 from epikv.errors import RpcError
-from epikv.v1 import generation_pb2_grpc
+from epikv.v1 import experiment_pb2, experiment_pb2_grpc, generation_pb2_grpc
 
 UNFINISHED = "UNFINISHED"  # the generator was told to end first
+NO_ARM = "none"
+KEPT = "KEPT"
 PUSHBACK = "grpc-retry-pushback-ms"
 
 # Ends that need no server.
 _OURS = (UNFINISHED, grpc.StatusCode.DEADLINE_EXCEEDED.name, grpc.StatusCode.CANCELLED.name)
 # Refused at the door, or accepted and dropped from the queue.
 _INFEASIBLE = f"{grpc.StatusCode.DEADLINE_EXCEEDED.name}/DEADLINE_INFEASIBLE"
+
+# An outcome's request may have been another replica's, whose record of it is on its way.
+_OUTCOME_TRIES = 8
 
 _AFTER_ERROR_SECONDS = 0.05  # a closed loop's pause where the server gives no delay
 
@@ -49,6 +54,9 @@ class Sample:
     error: str = ""  # CODE or CODE/REASON; empty: it succeeded
     queue: float | None = None  # seconds, as the server tells them
     retry_delay: float | None = None  # seconds that a refusal asked to wait
+    experiment_arm: str = NO_ARM  # "experiment/arm", as the server tells it
+    right: bool | None = None  # None: nobody knows
+    outcome: str = ""  # of what was recorded: KEPT, CODE or CODE/REASON; empty: nothing was
 
     @property
     def ok(self) -> bool:
@@ -136,14 +144,15 @@ class Retries:
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """This many at once: each one's end begins the next, until `seconds` are over. After a refusal
-    it waits for as long as the server asks."""
+    """This many at once: each one's end begins the next, until `seconds` are over or there were so
+    many `requests`. After a refusal it waits for as long as the server asks."""
 
     concurrency: int
     seconds: float
+    requests: int | None = None
 
     async def drive(self, generator: "Generator") -> None:
-        numbers = itertools.count()
+        numbers = iter(itertools.count() if self.requests is None else range(self.requests))
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self.concurrency):
                 tasks.create_task(self._client(generator, numbers))
@@ -161,12 +170,14 @@ class ClosedLoop:
 @dataclass
 class Generator:
     """Sends a workload to a daemon, with the token and TLS of the environment. `deadline` seconds
-    after its arrival a request is given up."""
+    after its arrival a request is given up. Of those that take part in an experiment it records, as
+    the metric `outcome`, whether the answer was right."""
 
     server: str
     workload: Workload
     deadline: float | None = None
     connections: int = 1
+    outcome: str = ""
     begin: float = field(default=0, init=False)  # of its load, by the monotonic clock
 
     def run(self, pattern: Pattern) -> Load:
@@ -189,6 +200,8 @@ class Generator:
         channels = [connect_async(self.server, options, tls=tls) for _ in range(self.connections)]
         stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in channels]
         self._stubs = itertools.cycle(stubs)
+        experiments = [experiment_pb2_grpc.ExperimentServiceStub(channel) for channel in channels]
+        self._experiments = itertools.cycle(experiments)
         self._metadata = bearer(token_from_environment())
         try:
             await asyncio.gather(*(channel.channel_ready() for channel in channels))
@@ -203,6 +216,8 @@ class Generator:
 
     async def send(self, number: int, scheduled: float, attempt: int = 1) -> Sample:
         arm, request = self.workload.request(number)
+        request_id = ""
+        text: list[str] = []
         sample = Sample(arm, scheduled, sent=self.now(), attempt=attempt)
         timeout = None
         if self.deadline is not None:
@@ -212,8 +227,13 @@ class Generator:
             async for message in generate(request, timeout=timeout, metadata=self._metadata):
                 event = message.WhichOneof("event")
                 sample.accepted = True  # the first event says so
-                if event == "delta" and message.delta.token_ids:
-                    sample.messages.append((self.now(), len(message.delta.token_ids)))
+                if event == "delta":
+                    text.append(message.delta.text)
+                    if message.delta.token_ids:
+                        sample.messages.append((self.now(), len(message.delta.token_ids)))
+                elif event == "accepted":
+                    request_id = message.accepted.request_id
+                    sample.experiment_arm = message.accepted.arm or NO_ARM
                 elif event == "summary":
                     queue = message.summary.timings.queue
                     sample.queue = queue.seconds + queue.nanos / 1e9
@@ -225,7 +245,27 @@ class Generator:
         finally:
             sample.ended = self.now()
             self._samples.append(sample)
+        if sample.ok:
+            sample.right = self.workload.judge(number, "".join(text))
+        if self.outcome and sample.right is not None and sample.experiment_arm != NO_ARM:
+            await self._tell(sample, request_id)
         return sample
+
+    async def _tell(self, sample: Sample, request_id: str) -> None:
+        """What its answer was worth."""
+        told = experiment_pb2.RecordOutcomeRequest(
+            request_id=request_id, metric=self.outcome, value=float(sample.right)
+        )
+        for _ in range(_OUTCOME_TRIES):
+            try:
+                await next(self._experiments).RecordOutcome(told, metadata=self._metadata)
+                sample.outcome = KEPT
+                return
+            except grpc.RpcError as error:
+                sample.outcome, delay = _refusal(error)
+            if delay is None:
+                return
+            await asyncio.sleep(delay)
 
 
 def _refusal(error: grpc.RpcError) -> tuple[str, float | None]:

@@ -107,14 +107,30 @@ def serving(
 @cache
 def fresh_binary(root: Path) -> Path:
     """The epikvd of $EPIKVD, or of the checkout at `root`, built once; if it is none, of PATH."""
-    setup = root / "deploy" / "setup.sh"
-    if os.environ.get("EPIKVD") or not setup.exists():
+    if os.environ.get("EPIKVD") or not (root / "deploy" / "setup.sh").exists():
         return find_binary()
-    say("building epikvd")
-    script = 'exec >&2; source "$1"; setup; build epikvd'  # stdout is for results
-    if subprocess.run(["bash", "-c", script, "bash", str(setup)], check=False).returncode != 0:
-        raise click.ClickException(f"epikvd could not be built: {setup} says why, above")
-    return root / "build" / "dev" / "server" / "epikvd"
+    return _build(root, "epikvd") / "server" / "epikvd"
+
+
+@cache
+def measuring_program(name: str, binary: Path | None = None) -> Path | None:
+    """A program of tests/ that measures what no request shows: of the build tree that the epikvd is
+    of, or of the checkout, built once. None: there is none. binary: as of `serving`."""
+    if binary is None and not os.environ.get("EPIKVD") and (_ROOT / "deploy/setup.sh").exists():
+        return _build(_ROOT, name) / "tests" / name
+    path = (binary or find_binary()).resolve().parents[1] / "tests" / name
+    return path if path.exists() else None
+
+
+def _build(root: Path, target: str) -> Path:
+    """The tree that it is built in."""
+    setup = root / "deploy" / "setup.sh"
+    say(f"building {target}")
+    script = 'exec >&2; source "$1"; setup; build "$2"'  # stdout is for results
+    built = subprocess.run(["bash", "-c", script, "bash", str(setup), target], check=False)
+    if built.returncode != 0:
+        raise click.ClickException(f"{target} could not be built: {setup} says why, above")
+    return root / "build" / "dev"
 
 
 def folder() -> Path:

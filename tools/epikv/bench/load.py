@@ -7,6 +7,7 @@ Closed loop (--concurrency): each request's end begins the next.
 load.schema.json is the JSON Schema of what --json writes.
 """
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -25,8 +26,10 @@ from epikv.bench.targets import INTERRUPTED, finish
 from epikv.bench.watch import Watch
 from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.errors import RpcError
+from epikv.eval import tasks
+from epikv.eval.tasks import Item
 from epikv.messages import Model
-from epikv.options import Stop
+from epikv.options import Experiment, Stop
 
 # Of the daemon that is started where no --model is given: a step takes milliseconds.
 SHAPE = {
@@ -132,6 +135,28 @@ connections = click.option(
 @click.option("--rate-of-capacity", type=_POSITIVE, help="Open loop: times its capacity.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Closed loop: requests at once.")
 @click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    help="Closed loop: ends after so many, all of which count, whatever the duration.",
+)
+@click.option(
+    "--task", help="Ask its problems (see `epikv eval`), and tell which answers are right."
+)
+@click.option(
+    "--problems", type=click.IntRange(min=1), default=200, show_default=True, help="Of the task."
+)
+@click.option(
+    "--units",
+    type=click.IntRange(min=1),
+    help="Users that requests come from in turn, each of whom keeps its arm of an experiment.",
+)
+@click.option(
+    "--outcome",
+    metavar="METRIC",
+    default="",
+    help="Record whether answers are right, of requests that take part in an experiment.",
+)
+@click.option(
     "--deadline",
     type=_Parsed("seconds", _deadline),
     help="From arrival to end: 2.5, 800ms, or 3x the median of an idle daemon.",
@@ -170,6 +195,11 @@ def command(
     rate: float | None,
     rate_of_capacity: float | None,
     concurrency: int | None,
+    requests: int | None,
+    task: str | None,
+    problems: int,
+    units: int | None,
+    outcome: str,
     deadline: Deadline | None,
     duration: float,
     warmup: float,
@@ -182,7 +212,8 @@ def command(
 ) -> None:
     """Send a load to a daemon and tell latencies, throughput and goodput per policy and budget.
 
-    One of --rate, --rate-of-capacity and --concurrency says how. Of --server's daemon, or of one
+    One of --rate, --rate-of-capacity and --concurrency says how. Requests that take part in an
+    experiment are told by its arms, too. Of --server's daemon, or of one
     that is started on --model with EPIKVD_FLAGS. Ctrl-C tells what there is. What --json writes is
     described by load.schema.json, beside this program's load.py.
     """
@@ -190,10 +221,20 @@ def command(
         raise click.UsageError("give one of --rate, --rate-of-capacity and --concurrency")
     if concurrency is not None and retry_share:
         raise click.UsageError("--retry-share is of an open loop; this one is closed")
+    if requests is not None and concurrency is None:
+        raise click.UsageError("--requests is of a closed loop: give --concurrency")
+    if outcome and task is None:
+        raise click.UsageError(
+            "--outcome needs --task, whose answers are known to be right or wrong"
+        )
     if plots_folder is not None:
         plots.check()
-    with serving(where, needs_metrics=False) as (served, workload):
-        generator = Generator(served.address, workload, connections=connections)
+    asked = _problems(task, problems)
+    with serving(where, needs_metrics=False, units=units or 0, problems=asked) as (
+        served,
+        workload,
+    ):
+        generator = Generator(served.address, workload, connections=connections, outcome=outcome)
         idle = found = None
         if deadline is not None:
             idle = capacity.idle_median(generator, measure) if deadline.of_idle else None
@@ -204,9 +245,11 @@ def command(
         load, window, told = run(
             served,
             generator,
-            pattern(rate, concurrency, warmup + duration, workload.seed, retry_share),
+            pattern(rate, concurrency, warmup + duration, workload.seed, retry_share)
+            if requests is None
+            else ClosedLoop(concurrency, math.inf, requests),
             warmup,
-            duration,
+            duration if requests is None else None,
         )
         sent = f"{rate:.2f} requests/s" if rate is not None else f"{concurrency} at once"
         limit = "" if generator.deadline is None else f", deadline {generator.deadline:.3g} s"
@@ -217,6 +260,11 @@ def command(
             **settings(workload, generator),
             "rate": rate,
             "concurrency": concurrency,
+            "requests": requests,
+            "task": task,
+            "problems": len(asked),
+            "units": units,
+            "outcome": outcome,
             "retry_share": retry_share,
             "warmup_seconds": warmup,
             "duration_seconds": duration,
@@ -240,10 +288,21 @@ def pattern(
     return OpenLoop(poisson(rate, seconds, seed), seconds, retry_share)
 
 
+def _problems(task: str | None, count: int) -> list[Item]:
+    if task is None:
+        return []
+    found = [item for item in tasks.load(task, "load", count) if isinstance(item, Item)]
+    if not found:
+        raise click.UsageError(f"--task: {task} generates nothing")
+    return found
+
+
 @contextmanager
-def serving(where: dict[str, Any], needs_metrics: bool) -> Iterator[tuple[Served, Workload]]:
+def serving(
+    where: dict[str, Any], needs_metrics: bool, **asked: Any
+) -> Iterator[tuple[Served, Workload]]:
     """The daemon and the workload that `workload_options` and `harness.options` name, each of whose
-    arms the daemon takes."""
+    arms the daemon takes. asked: more of the workload."""
     arms, prompt, output = (where.pop(name) for name in ("arms", "prompt", "output"))
     seed, model_name = where.pop("seed"), where.pop("model_name")
     path, flags = where.pop("model"), where.pop("daemon_flags")
@@ -256,8 +315,8 @@ def serving(where: dict[str, Any], needs_metrics: bool) -> Iterator[tuple[Served
         return path or harness.random_model("load", **SHAPE)
 
     with harness.serving(model, flags, needs_metrics=needs_metrics, **where) as served:
-        asked = _asked_model(served, model_name)
-        workload = Workload(arms, prompt, output, asked.vocab_size, model_name, seed)
+        vocabulary = _asked_model(served, model_name).vocab_size
+        workload = Workload(arms, prompt, output, vocabulary, model_name, seed, **asked)
         _check(served, workload)
         yield served, workload
 
@@ -279,27 +338,32 @@ def _check(served: Served, workload: Workload) -> None:
     for arm in workload.arms:
         for prompt, output in workload.extremes:
             stream = served.client.generate(
-                [0] * prompt,
+                prompt,
                 kv=arm.kv,
                 stop=Stop(max_output_tokens=output),
                 model=workload.model,
+                experiment=Experiment(opt_out=True),
                 timeout=_CHECK_SECONDS,
             )
             try:
                 with stream:
                     next(stream)
             except RpcError as error:
-                wrong.append(f"{arm.name}, {prompt} + {output} tokens: {error}")
+                length = "a problem" if isinstance(prompt, str) else len(prompt)
+                wrong.append(f"{arm.name}, {length} + {output} tokens: {error}")
     if wrong:
         raise click.ClickException("\n".join(["the daemon does not take these arms", *wrong]))
 
 
 def run(
-    served: Served, generator: Generator, pattern: Pattern, warmup: float, duration: float
+    served: Served, generator: Generator, pattern: Pattern, warmup: float, duration: float | None
 ) -> tuple[Load, Window, dict[str, Any]]:
-    """A load with the daemon watched: its samples, the window that counts, and its report."""
+    """A load with the daemon watched: its samples, the window that counts, and its report.
+    duration: None: all of it counts."""
     with Watch(served.address, served.metrics, WATCH_SECONDS) as watch:
         load = generator.run(pattern)
+    if duration is None:
+        warmup, duration = 0, load.seconds
     window = Window(warmup, warmup + duration, generator.deadline)
     if load.interrupted:
         window = replace(window, begin=min(warmup, load.seconds / 2), end=load.seconds)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from epikv.bench.generator import Load
+from epikv.bench.generator import Load, Sample
 from epikv.bench.report import Window
 
 
@@ -21,16 +21,27 @@ def check() -> None:
 def draw(
     folder: Path, load: Load, arms: Sequence[str], window: Window, found: Mapping[str, Any]
 ) -> None:
-    """Writes latency.png and timeline.png."""
+    """Writes latency.png, timeline.png and, of requests that took part in experiments,
+    experiment.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    _latencies(folder / "latency.png", load, arms, window)
+    arrived = [s for s in load.samples if s.scheduled in window]
+    asked = {name: [s for s in arrived if s.arm == index] for index, name in enumerate(arms)}
+    _latencies(folder / "latency.png", asked, window)
     _timeline(folder / "timeline.png", found, window)
+    if dealt := found["experiment_arms"]:
+        by_arm = {name: [s for s in arrived if s.experiment_arm == name] for name in dealt}
+        _latencies(folder / "experiment.png", by_arm, window, dealt)
 
 
-def _latencies(path: Path, load: Load, arms: Sequence[str], window: Window) -> None:
-    figure, (first, whole) = _figure(1, 2, (10, 4))
-    for index, name in enumerate(arms):
-        samples = [s for s in load.samples if s.arm == index and s.scheduled in window]
+def _latencies(
+    path: Path,
+    groups: Mapping[str, Sequence[Sample]],
+    window: Window,
+    judged: Mapping[str, Any] | None = None,
+) -> None:
+    """judged: with the share of right answers, of the figures of each group."""
+    figure, (first, whole, *more) = _figure(1, 2 if judged is None else 3, (10, 4))
+    for name, samples in groups.items():
         first.ecdf([s.first_token for s in samples if s.messages] or [0], label=name)
         whole.ecdf([s.end_to_end for s in samples if s.ok] or [0], label=name)
     first.set_xlabel("time to first token, s")
@@ -39,6 +50,13 @@ def _latencies(path: Path, load: Load, arms: Sequence[str], window: Window) -> N
     if window.deadline is not None:
         whole.axvline(window.deadline, color="grey", linestyle=":", label="deadline")
     whole.legend()
+    for right in more:
+        right.set_ylabel("share of right answers, 95 %")
+        right.set_ylim(0, 1.02)
+        for name, shares in judged.items():
+            if (share := shares["right"]) is not None:
+                below, above = share["value"] - share["low"], share["high"] - share["value"]
+                right.errorbar(name, share["value"], [[below], [above]], fmt="o", capsize=4)
     figure.savefig(path, dpi=120)
 
 

@@ -4,15 +4,16 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from statistics import quantiles
 from typing import Any
 
 import click
 
-from epikv.bench.generator import Load, Sample
+from epikv.bench.generator import KEPT, NO_ARM, Load, Sample
 from epikv.bench.watch import Readings
+from epikv.stats import wilson
 
 PERCENTILES = (50, 90, 99)
 
@@ -60,6 +61,8 @@ def figures(samples: Sequence[Sample], window: Window) -> dict[str, Any]:
     refused = [s for s in arrived if s.refused]
     again = [s for s in arrived if s.attempt > 1]
     tokens = sum(tokens for s in samples for at, tokens in s.messages if at in window)
+    judged = [s.right for s in arrived if s.right is not None]
+    outcomes = Counter(s.outcome for s in arrived if s.outcome)
     return {
         "n": len(arrived),
         "ok": len(ok),
@@ -81,6 +84,11 @@ def figures(samples: Sequence[Sample], window: Window) -> dict[str, Any]:
         "requests_per_second": sum(s.ok for s in ended) / window.seconds,
         "output_tokens_per_second": tokens / window.seconds,
         "goodput_tokens_per_second": goodput(samples, window),
+        "output_tokens": percentiles(s.tokens for s in ok),
+        "judged": len(judged),
+        "right": asdict(wilson(sum(judged), len(judged))) if judged else None,
+        "outcomes": outcomes.pop(KEPT, 0),
+        "outcome_errors": dict(sorted(outcomes.items())),
     }
 
 
@@ -126,11 +134,20 @@ def report(load: Load, arms: Sequence[str], window: Window, readings: Readings) 
             name: figures([s for s in samples if s.arm == index], window)
             for index, name in enumerate(arms)
         },
+        "experiment_arms": {
+            name: figures([s for s in samples if s.experiment_arm == name], window)
+            for name in experiment_arms(load)
+        },
         "generator": _generator(load, window, total, readings.cpu_seconds),
         "timeline": timeline(samples, window, step=1),
         "probes": probes(readings),
         "gauges": [{"at": at - load.begin, **values} for at, values in readings.gauges],
     }
+
+
+def experiment_arms(load: Load) -> list[str]:
+    """Of the experiments that its requests took part in, as the server tells them."""
+    return sorted({s.experiment_arm for s in load.samples} - {NO_ARM})
 
 
 def probes(readings: Readings) -> dict[str, Any]:
@@ -167,6 +184,7 @@ def show(found: Mapping[str, Any]) -> None:
     rows = list(found["arms"].items())
     if len(rows) > 1:
         rows.append(("total", found["total"]))
+    rows += found["experiment_arms"].items()
     click.echo(_line("", "n", "ok", "on time", "tokens/s", "goodput", "requests/s"))
     for name, f in rows:
         rates = [f"{f[k]:.1f}" for k in ("output_tokens_per_second", "goodput_tokens_per_second")]
@@ -184,10 +202,20 @@ def show(found: Mapping[str, Any]) -> None:
             if f[key] is not None:
                 values = [f"{1e3 * value:.1f}" for value in f[key].values()]
             click.echo(_line(name, *values))
+    if any(f["right"] for _, f in rows):
+        click.echo(
+            "\n" + _line("right answers", "judged", "share", "[95 %", "interval]", "outcomes")
+        )
+    for name, f in rows:
+        if f["right"] is not None:
+            shares = [f"{f['right'][key]:.3f}" for key in ("value", "low", "high")]
+            click.echo(_line(name, f["judged"], *shares, f["outcomes"]))
     click.echo()
     for name, f in rows:
         for error, count in f["errors"].items():
             click.echo(f"{name}: {count} of {f['n']} ended with {error}")
+        for error, count in f["outcome_errors"].items():
+            click.echo(f"{name}: {count} outcomes were refused with {error}")
     total = found["total"]
     if total["refused"]:
         delay = total["retry_delay"]

@@ -1,12 +1,15 @@
-"""What a load asks for: arms, lengths and arrivals, all of them drawn from one seed."""
+"""What a load asks for: arms, lengths and arrivals, all of them drawn from one seed; or problems."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from epikv.options import Kv, parse_budget
+from epikv.eval.tasks import Item
+from epikv.options import Experiment, Kv, parse_budget
 from epikv.v1 import generation_pb2
+
+_SPARE_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -103,23 +106,58 @@ class Workload:
     vocabulary: int
     model: str = ""
     seed: int = 0
+    # Users that requests come from in turn, each of which keeps its arm of an experiment; 0: each
+    # request is of its own.
+    units: int = 0
+    # Asked one after another and over again, in place of prompts that are drawn, and for the longest
+    # output that solves them.
+    problems: Sequence[Item] = ()
 
     def request(self, number: int) -> tuple[int, generation_pb2.GenerateRequest]:
         """The index of its arm, and the request."""
         draw = Random(f"request/{self.seed}/{number}")
         arm = draw.choices(range(len(self.arms)), [arm.weight for arm in self.arms])[0]
+        request = self._problem(number) if self.problems else self._drawn(draw)
+        request.model = self.model
+        request.sampling.seed = draw.getrandbits(63)
+        request.kv.CopyFrom(self.arms[arm].kv.to_proto())
+        if self.units:
+            unit = Experiment(unit_id=f"user-{self.seed}-{number % self.units}")
+            request.experiment.CopyFrom(unit.to_proto())
+        return arm, request
+
+    def judge(self, number: int, text: str) -> bool | None:
+        """Whether that is the right answer to a request; None: nobody knows."""
+        if not self.problems:
+            return None
+        return all(self.problems[number % len(self.problems)].judge(text))
+
+    def _drawn(self, draw: Random) -> generation_pb2.GenerateRequest:
         prompt, output = self.prompt.draw(draw), self.output.draw(draw)
-        return arm, generation_pb2.GenerateRequest(
-            model=self.model,
+        return generation_pb2.GenerateRequest(
             token_ids=generation_pb2.TokenIds(ids=draw.choices(range(self.vocabulary), k=prompt)),
-            sampling=generation_pb2.SamplingParams(seed=draw.getrandbits(63)),
             stop=generation_pb2.StopParams(max_output_tokens=output),
             output=generation_pb2.OutputOptions(text=False, token_ids=True),
-            kv=self.arms[arm].kv.to_proto(),
+        )
+
+    def _problem(self, number: int) -> generation_pb2.GenerateRequest:
+        item = self.problems[number % len(self.problems)]
+        return generation_pb2.GenerateRequest(
+            text=item.prompt,
+            stop=generation_pb2.StopParams(max_output_tokens=_longest(item, self.output)),
+            output=generation_pb2.OutputOptions(text=True, token_ids=True),
         )
 
     @property
-    def extremes(self) -> list[tuple[int, int]]:
-        """Prompt and output tokens of the shortest request and of the longest."""
+    def extremes(self) -> list[tuple[list[int] | str, int]]:
+        """Prompts, and output tokens, of the shortest request and of the longest."""
+        if self.problems:
+            ordered = sorted(self.problems, key=lambda item: len(item.prompt))
+            return [(i.prompt, _longest(i, self.output)) for i in (ordered[0], ordered[-1])]
         ends = {(self.prompt.least, self.output.least), (self.prompt.most, self.output.most)}
-        return sorted(ends)
+        return [([0] * prompt, output) for prompt, output in sorted(ends)]
+
+
+def _longest(item: Item, output: Lengths) -> int:
+    """Tokens in which a problem can be solved, with a few for an end that is put otherwise."""
+    return output.most if item.trace_tokens is None else item.trace_tokens + _SPARE_TOKENS

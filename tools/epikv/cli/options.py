@@ -168,6 +168,11 @@ def take_scheduling(options: dict[str, Any]) -> Scheduling:
 
 _EXPERIMENT = (
     click.option("--unit", "unit_id", default="", help="Who keeps its arm in experiments."),
+    click.option(
+        "--covariate",
+        type=float,
+        help="Known of it before, for metrics that it tells something of.",
+    ),
     click.option("--opt-out", is_flag=True, help="Take part in no experiment."),
     click.option(
         "--arm",
@@ -195,6 +200,7 @@ def take_experiment(options: dict[str, Any]) -> Experiment:
         unit_id=options.pop("unit_id"),
         opt_out=options.pop("opt_out"),
         force_arm=options.pop("force_arm"),
+        covariate=options.pop("covariate"),
     )
 
 
