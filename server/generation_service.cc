@@ -386,7 +386,7 @@ void GenerationService::Begin(const grpc::ByteBuffer& in, Call& call) {
     Prepared& ready = std::get<Prepared>(prepared);
     const std::string id = ready.request.id;
     CallFacts facts{
-        .outbox = std::make_shared<Outbox>(options_.outbox, HooksOf(model, id, scope.entry()),
+        .outbox = std::make_shared<Outbox>(options_.outbox, HooksOf(model, ready, scope.entry()),
                                            ready.deltas, call, courier_),
         .accepted = AcceptedOf(ready, model->name),
         .lanes = model->lanes()};
@@ -433,14 +433,15 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope
   std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);
   const auto* rejection = std::get_if<Rejection>(&resolved);
   // What is refused whatever its arm says nothing of arms.
-  if (part.has_value() && (rejection == nullptr || ConcernsKv(*rejection))) {
-    TakePart(scope, *std::move(part));
-  }
+  const bool tells = rejection == nullptr || ConcernsKv(*rejection);
+  if (part.has_value() && !(tells && TakePart(scope, *part))) part.reset();
   if (rejection != nullptr) {
     model.metrics->OnRejected(rejection->reason);
     return ToGrpc(*rejection);
   }
-  return Prepared{.request = std::get<Request>(std::move(resolved)), .deltas = deltas};
+  return Prepared{.request = std::get<Request>(std::move(resolved)),
+                  .deltas = deltas,
+                  .began = std::move(part)};
 }
 
 std::variant<std::optional<v1::RequestBegan>, grpc::Status> GenerationService::Deal(
@@ -482,18 +483,26 @@ std::variant<std::optional<v1::RequestBegan>, grpc::Status> GenerationService::D
 }
 
 // Once a call: a request that meets its model's successor has begun already.
-void GenerationService::TakePart(CallScope& scope, v1::RequestBegan began) {
-  if (scope.has_on_close()) return;
+bool GenerationService::TakePart(CallScope& scope, v1::RequestBegan began) {
+  if (scope.has_on_close()) return false;
   scope.OnClose([experiments = options_.experiments, id = began.id()](
                     const v1::AccessLogEntry& entry) { experiments->OnEnded(EndOf(id, entry)); });
   options_.experiments->OnBegan(std::move(began));
+  return true;
 }
 
 // Outboxes do not keep their model: the engine, which drops them last, cannot end on its own
 // thread.
-OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const std::string& request_id,
+OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const Prepared& prepared,
                                        v1::AccessLogEntry& entry) {
   const std::weak_ptr<const ServedModel> model = served;
+  const std::string& request_id = prepared.request.id;
+  std::shared_ptr<Shadow::Tap> tap;
+  if (options_.shadow != nullptr && prepared.began.has_value()) {
+    tap = options_.shadow->Follow(*prepared.began, served, prepared.request);
+  }
+  std::function<void(const Delta&)> on_delta;
+  if (tap != nullptr) on_delta = [tap](const Delta& delta) { tap->OnDelta(delta); };
   return {.wake_engine =
               [model] {
                 if (const ModelPtr live = model.lock()) live->engine->Wake();
@@ -504,8 +513,12 @@ OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const std::string
                 if (live != nullptr) live->engine->CancelOf(sink, request_id, std::move(status));
               },
           .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); },
-          .finished = [&entry, lanes = served->lanes()](
-                          const Finished& finished) { Log(finished, lanes, entry); }};
+          .delta = std::move(on_delta),
+          .finished =
+              [&entry, lanes = served->lanes(), tap](const Finished& finished) {
+                Log(finished, lanes, entry);
+                if (tap != nullptr) tap->OnFinished(finished);
+              }};
 }
 
 grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,

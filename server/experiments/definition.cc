@@ -43,6 +43,8 @@ constexpr MeasuredMetric kMeasured[] = {
     {"ttft_seconds", kMean, kLower, true},
     {"time_per_output_token_seconds", kMean, kLower, true},
     {"request_seconds", kMean, kLower, true},
+    {kShadowKlNats, kMean, kLower, false},
+    {kShadowTop1Agreement, kMean, kHigher, false},
 };
 
 bool IsMeasured(absl::string_view name) {

@@ -61,6 +61,7 @@ def of(report: ExperimentReport) -> list[tuple[str, str]]:
             + reading.MEANINGS["differs"],
         ),
         ("Confounded, and switchback", reading.CONFOUNDED),
+        ("Shadow quality", reading.SHADOW_MEANS),
         (
             "Attrition",
             "A mean is of the outcomes that came in. If those who are missing differ between arms,"
