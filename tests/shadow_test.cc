@@ -418,6 +418,20 @@ TEST_F(ShadowTest, NeitherDrainNorSwapWaitsForAReplay) {
   server_->models().Drain(absl::InfiniteFuture());
 }
 
+TEST_F(ShadowTest, WhatWaitsOutlastsADrain) {
+  shadow_.max_tries = 2;
+  HoldReplays();
+  Start();
+  ASSERT_TRUE(Once(Asked("sampled")).ok());
+  ASSERT_TRUE(gate_.AwaitHeld());
+  server_->models().StartDraining();
+  gate_.Open();
+  watcher_.AwaitTries(4);  // of which all but the first could not begin
+  ASSERT_TRUE(server_->models().Resume());
+  EXPECT_EQ(watcher_.AwaitFates(1)[0].fate, ShadowFate::kCompared);
+  EXPECT_EQ(watcher_.interruptions(), 1);
+}
+
 TEST_F(ShadowTest, EndingDoesNotWaitForAReplay) {
   HoldReplays();
   Start();

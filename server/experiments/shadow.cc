@@ -154,6 +154,7 @@ void Shadow::Run() {
 }
 
 // The full cache first: it takes less time, and where there is no room for it none of the rest.
+// kCancelled: it gave way; kUnavailable: it could not begin.
 absl::StatusOr<Divergence> Shadow::Replay(const Request& request, const ModelPtr& model) {
   std::variant<Request, Rejection> full = model->admission->Resolve(
       {.prompt = request.prompt, .forced = request.forced, .force_in_chunks = true});
@@ -166,6 +167,7 @@ absl::StatusOr<Divergence> Shadow::Replay(const Request& request, const ModelPtr
   Request as_it_ran = request;
   as_it_ran.max_output_tokens = static_cast<int64_t>(request.forced.size());
   const absl::StatusOr<Rows> of_arm = RowsOf(std::move(as_it_ran), model);
+  if (absl::IsUnavailable(of_arm.status())) return absl::CancelledError("between the passes");
   if (!of_arm.ok()) return of_arm.status();
   if (of_full->size() != request.forced.size() || of_arm->size() != request.forced.size()) {
     return absl::InternalError("an output token has no distribution");
@@ -182,7 +184,7 @@ absl::StatusOr<Shadow::Rows> Shadow::RowsOf(Request request, const ModelPtr& mod
   {
     absl::MutexLock lock(&mu_);
     if (stopping_ || !model->engine->SubmitIdle(std::move(request), sink)) {
-      return absl::CancelledError("a live request was there first");
+      return absl::UnavailableError("a live request was there first, or none is taken");
     }
     replaying_ = model;
   }
@@ -193,6 +195,7 @@ absl::StatusOr<Shadow::Rows> Shadow::RowsOf(Request request, const ModelPtr& mod
 }
 
 void Shadow::Settle(Sample sample, const absl::StatusOr<Divergence>& found) {
+  if (absl::IsUnavailable(found.status())) return Put(std::move(sample));  // nothing was tried
   const bool interrupted = absl::IsCancelled(found.status());
   if (interrupted && ++sample.tries < options_.max_tries) return Put(std::move(sample));
   const ShadowFate fate = found.ok()    ? ShadowFate::kCompared
