@@ -27,10 +27,10 @@ namespace epikv {
 // are forced, once under the full cache, in chunks, and once as the request ran, evicting what it
 // did, and the two next-token distributions compared at each of them (Divergence).
 //
-// What is sampled is kept in memory alone, so many requests and tokens at most, the newest taking
-// the place of the oldest, and forgotten after its replay. A replay gives way within one step
-// (EngineThread::SubmitIdle), is tried again a few times, and of the process's wall time replays
-// take a bounded share. Thread-safe.
+// What is sampled is kept in memory alone: beside those that still run so many requests and tokens
+// at most, the newest taking the place of the oldest, and forgotten after its replay. A replay
+// gives way within one step (EngineThread::SubmitIdle), is tried again a few times, and of the
+// process's wall time replays take a bounded share. Thread-safe.
 class Shadow {
  public:
   // A request that is sampled.

@@ -808,9 +808,10 @@ def shadow(world: World) -> None:
     world.until(waiting, 0)
     world.until_more(requests, outcome="compared")
 
-    world.take_part("interrupted", tokens=900)
     while not world.value(requests, outcome="interrupted"):
-        if world.value("epikv_kv_bytes", state="used", model="sample"):
+        world.take_part(f"interrupted {next(number)}", tokens=900)
+        for _ in range(12):  # more often than such a replay takes, and than it is tried
+            time.sleep(0.1)
             world.client.generate_once(PROMPT, model="sample", stop=Stop(2))
         world.look()
     world.until(waiting, 0)
