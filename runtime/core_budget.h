@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -41,6 +42,15 @@ class CoreBudget {
     };
     mu_.Await(absl::Condition(&my_turn));
     ++turn_;
+    free_ -= cores;
+    return Lease(this, cores);
+  }
+
+  // Cores that nobody has and nobody waits for; none: some are in use, or wanted.
+  std::optional<Lease> TakeIdle(int64_t cores) {
+    absl::MutexLock lock(&mu_);
+    if (free_ < cores_ || turn_ != last_turn_) return std::nullopt;
+    cores = std::min(cores, cores_);
     free_ -= cores;
     return Lease(this, cores);
   }

@@ -159,10 +159,42 @@ Engine::Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor,
 Engine::~Engine() { CancelAll(absl::CancelledError("the engine has ended")); }
 
 void Engine::Submit(Request request, std::shared_ptr<RequestSink> sink) {
+  EndIdle(absl::CancelledError("it gave way to a live request"));
   const SequenceId id{next_id_++};
   queue_.Push(id, request, now_());
   waiting_.emplace(id,
                    std::make_unique<Sequence>(id, std::move(request), std::move(sink), tokenizer_));
+}
+
+void Engine::SubmitIdle(Request request, std::shared_ptr<RequestSink> sink) {
+  const int64_t bytes = request.demand.peak_bytes();
+  const bool alone = running_.empty() && waiting_.empty() && idle_ == nullptr;
+  auto refuse = [&sink](absl::Status why) {
+    sink->OnFinished({.reason = FinishReason::kCancelled, .status = std::move(why)});
+  };
+  if (!alone) return refuse(absl::CancelledError("something else runs"));
+  if (ledger_.reserved() + executor_->prefix_bytes() + bytes > ledger_.capacity()) {
+    return refuse(absl::ResourceExhaustedError("the KV pool has no room for it"));
+  }
+  idle_ = std::make_unique<Sequence>(SequenceId{next_id_++}, std::move(request), std::move(sink),
+                                     tokenizer_);
+  ledger_.Reserve(idle_->id, bytes);
+  idle_->open = true;
+  idle_->admitted = now_();
+  const absl::StatusOr<int64_t> cached =
+      executor_->Open(idle_->id, idle_->request, executor_->prefix_bytes());
+  if (!cached.ok()) return EndIdle(cached.status());
+  idle_->cached = idle_->from_prefix = *cached;
+}
+
+void Engine::EndIdle(absl::Status status) {
+  if (idle_ == nullptr) return;
+  Finish(*idle_, FinishReason::kCancelled, std::move(status));
+  idle_.reset();
+}
+
+EngineObserver& Engine::ObserverOf(const Sequence& s) {
+  return &s == idle_.get() ? nobody_ : observer_;
 }
 
 int64_t Engine::running() const {
@@ -185,6 +217,7 @@ bool Engine::Cancel(const std::string& request_id, absl::Status status) {
 }
 
 void Engine::CancelAll(absl::Status status) {
+  EndIdle(status);
   for (auto& [id, s] : waiting_) Finish(*s, FinishReason::kCancelled, status);
   for (SequencePtr& s : running_) Finish(*s, FinishReason::kCancelled, status);
   DropFinished();
@@ -240,11 +273,13 @@ bool Engine::Step(absl::Duration waited) {
   ExpireDeadlines();
   Admit();
   std::vector<Sequence*> sequences;
-  const std::vector<WorkItem> items = PlanStep(sequences);
+  const std::vector<WorkItem> items = PlanStep(running_, sequences);
   clock.Charge(Stage::kSchedule);
   if (items.empty()) {
+    const bool idled = idles();
+    if (idled) StepIdle();
     Report(StepStats());  // what ended without a step shows
-    return false;
+    return idled;
   }
 
   std::vector<ForwardOutcome> outcomes = RunForward(items);
@@ -270,7 +305,20 @@ bool Engine::Step(absl::Duration waited) {
   return true;
 }
 
+// As a step, but that forecasts learn nothing and observers hear nothing of it.
+void Engine::StepIdle() {
+  std::vector<Sequence*> sequences;
+  const std::vector<WorkItem> items = PlanStep({&idle_, 1}, sequences);
+  std::vector<ForwardOutcome> outcomes = RunForward(items);
+  for (size_t i = 0; i < items.size(); ++i) {
+    Deliver(*sequences[i], items[i], std::move(outcomes[i]));
+  }
+  Settle(items, sequences);
+  if (idle_->finished) idle_.reset();
+}
+
 Outlook Engine::LookOut() const {
+  const int64_t idle_bytes = idles() ? ledger_.held(idle_->id) : 0;  // free for whoever comes
   Outlook outlook{
       .at = now_(),
       .measured = pace_.measured(),
@@ -279,7 +327,8 @@ Outlook Engine::LookOut() const {
       .room = {.places = static_cast<double>(options_.max_running_requests),
                .free_places = static_cast<double>(options_.max_running_requests - running()),
                .bytes = static_cast<double>(ledger_.capacity()),
-               .free_bytes = static_cast<double>(ledger_.capacity() - ledger_.reserved())},
+               .free_bytes =
+                   static_cast<double>(ledger_.capacity() - ledger_.reserved() + idle_bytes)},
       .waiting = queue_.backlog(),
       .ageing = options_.queue.ageing,
       .quantum_tokens = static_cast<double>(options_.queue.quantum_tokens)};
@@ -389,10 +438,11 @@ void Engine::Admit() {
   }
 }
 
-std::vector<WorkItem> Engine::PlanStep(std::vector<Sequence*>& sequences) {
+std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
+                                       std::vector<Sequence*>& sequences) {
   std::vector<SequenceView> views;
-  views.reserve(running_.size());
-  for (const SequencePtr& s : running_) {
+  views.reserve(running.size());
+  for (const SequencePtr& s : running) {
     views.push_back({.prefill_tokens = s->request.prefill_tokens(),
                      .cached_tokens = s->cached,
                      .ready = s->sink->Ready()});
@@ -400,7 +450,7 @@ std::vector<WorkItem> Engine::PlanStep(std::vector<Sequence*>& sequences) {
   std::vector<WorkItem> items;
   const int64_t chunk = options_.scheduler.prefill_chunk_tokens;
   for (const PlannedItem& planned : Plan(views, options_.scheduler)) {
-    Sequence& s = *running_[planned.sequence];
+    Sequence& s = *running[planned.sequence];
     const int64_t prompt = static_cast<int64_t>(s.request.prompt.size());
     const int64_t prefill = s.request.prefill_tokens();
     const int64_t end = s.cached + planned.num_tokens;
@@ -469,7 +519,7 @@ void Engine::Say(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
     const absl::Time now = now_();
     if (s.num_outputs == 0) {
       s.first_token = now;
-      if (s.completion == 0) observer_.OnFirstToken(s.request, now - s.request.arrival);
+      if (s.completion == 0) ObserverOf(s).OnFirstToken(s.request, now - s.request.arrival);
     }
     s.last_token = now;
     ++s.num_outputs;
@@ -569,11 +619,11 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
     if (outcome.evicted_entries == 0) continue;
     ++s.rounds;
     s.evicted_entries += outcome.evicted_entries;
-    observer_.OnEvicted({.request = s.request,
-                         .entries = outcome.evicted_entries,
-                         .in_prefill = !live[i].decode,
-                         .time = outcome.eviction_time,
-                         .attention_mass = outcome.attention_mass});
+    ObserverOf(s).OnEvicted({.request = s.request,
+                             .entries = outcome.evicted_entries,
+                             .in_prefill = !live[i].decode,
+                             .time = outcome.eviction_time,
+                             .attention_mass = outcome.attention_mass});
     if (s.request.output.kv_trace) DeliverTrace(s, std::move(outcome.trace));
   }
   for (size_t i = 0; i < live.size(); ++i) {
@@ -611,7 +661,7 @@ void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
     if (finished.status.ok()) LearnOutput(s);
     LearnEnd(s.request, finished);
   }
-  observer_.OnFinished(s.request, finished);
+  ObserverOf(s).OnFinished(s.request, finished);
   s.sink->OnFinished(std::move(finished));
 }
 

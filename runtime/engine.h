@@ -46,6 +46,15 @@ class Engine {
   // Queues a request. Its sink hears from Step, or from Cancel.
   void Submit(Request request, std::shared_ptr<RequestSink> sink);
 
+  // Runs a request that nobody waits for, alone, while nothing is live: whatever is submitted ends
+  // it, before a step, as does EndIdle. It is no traffic: no queue, observer or forecast knows of
+  // it; what it holds of the pool shows. One at a time. Its sink hears from Step, or of its end:
+  // kCancelled where it gives way, kResourceExhausted at once where the pool, cached prefixes kept,
+  // has no room for it.
+  void SubmitIdle(Request request, std::shared_ptr<RequestSink> sink);
+  void EndIdle(absl::Status status);
+  bool idles() const { return idle_ != nullptr; }  // such a request runs
+
   // Ends a live request with `status`; its KV is free on return. False if there is none.
   bool Cancel(const std::string& request_id, absl::Status status);
   void CancelAll(absl::Status status);
@@ -78,7 +87,11 @@ class Engine {
   void Admit();
   // Not OK: a request that began now and ran so long would miss its deadline.
   absl::Status Infeasible(const Request& request, absl::Duration run, absl::Time now) const;
-  std::vector<WorkItem> PlanStep(std::vector<Sequence*>& sequences);
+  std::vector<WorkItem> PlanStep(absl::Span<const SequencePtr> running,
+                                 std::vector<Sequence*>& sequences);
+  void StepIdle();
+  // Who is told of a sequence.
+  EngineObserver& ObserverOf(const Sequence& sequence);
   std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items);
   void Deliver(Sequence& sequence, const WorkItem& item, ForwardOutcome outcome);
   // Hands output tokens on; what ends with them ends.
@@ -111,6 +124,8 @@ class Engine {
   RequestQueue queue_;
   std::map<SequenceId, SequencePtr> waiting_;  // what the queue orders; in order of arrival
   std::vector<SequencePtr> running_;           // in order of admission
+  SequencePtr idle_;                           // of SubmitIdle; null: none. Then nothing is live
+  EngineObserver nobody_;
   PaceMeter pace_;
   Outlook outlook_;
   int64_t next_id_ = 0;

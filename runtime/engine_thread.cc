@@ -39,6 +39,25 @@ class EngineThread::TrackedSink final : public RequestSink {
   const std::shared_ptr<RequestSink> sink_;
 };
 
+// Tells the thread when the request of SubmitIdle has ended.
+class EngineThread::IdleSink final : public RequestSink {
+ public:
+  IdleSink(EngineThread& thread, std::shared_ptr<RequestSink> sink)
+      : thread_(thread), sink_(std::move(sink)) {}
+
+  bool Ready() const override { return sink_->Ready(); }
+  void OnDelta(Delta delta) override { sink_->OnDelta(std::move(delta)); }
+  void OnFinished(Finished finished) override {
+    thread_.OnIdleEnding();  // before its sink, who may submit the next one, hears of it
+    sink_->OnFinished(std::move(finished));
+    thread_.OnEnded();
+  }
+
+ private:
+  EngineThread& thread_;
+  const std::shared_ptr<RequestSink> sink_;
+};
+
 EngineThread::EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits,
                            std::function<void()> on_start, CoreShare cores)
     : cores_(cores), limits_(limits), outlook_(engine->outlook()), engine_(std::move(engine)) {
@@ -96,6 +115,28 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
   return result;
 }
 
+bool EngineThread::SubmitIdle(Request request, std::shared_ptr<RequestSink> sink) {
+  absl::MutexLock lock(&mu_);
+  if (draining_ || idle_ || !live_.empty()) return false;
+  idle_ = true;
+  auto tracked = std::make_shared<IdleSink>(*this, std::move(sink));
+  auto shared = std::make_shared<Request>(std::move(request));
+  inbox_.push_back(
+      Asked{[shared, tracked](Engine& engine) { engine.SubmitIdle(std::move(*shared), tracked); }});
+  return true;
+}
+
+void EngineThread::EndIdle() {
+  absl::MutexLock lock(&mu_);
+  PostEndIdle();
+}
+
+void EngineThread::PostEndIdle() {
+  if (!idle_) return;
+  inbox_.push_back(
+      Asked{[](Engine& engine) { engine.EndIdle(absl::CancelledError("it was to end")); }});
+}
+
 bool EngineThread::Cancel(const std::string& request_id, absl::Status status,
                           const std::string* tenant) {
   absl::MutexLock lock(&mu_);
@@ -150,6 +191,7 @@ void EngineThread::Wake() {
 void EngineThread::StartDraining() {
   absl::MutexLock lock(&mu_);
   draining_ = true;
+  PostEndIdle();
 }
 
 void EngineThread::Resume() {
@@ -160,7 +202,10 @@ void EngineThread::Resume() {
 void EngineThread::Drain(absl::Time deadline) {
   absl::MutexLock lock(&mu_);
   draining_ = true;
-  auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return live_.empty() && !ending_; };
+  PostEndIdle();
+  auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return live_.empty() && !ending_ && !idle_;
+  };
   if (mu_.AwaitWithDeadline(absl::Condition(&idle), deadline)) return;
   for (const auto& [id, live] : live_) {
     inbox_.push_back(Cancelled{id, WhyDrained()});
@@ -205,6 +250,12 @@ void EngineThread::OnEnding(const std::string& request_id) {
   ending_ = true;
 }
 
+void EngineThread::OnIdleEnding() {
+  absl::MutexLock lock(&mu_);
+  idle_ = false;
+  ending_ = true;
+}
+
 absl::Duration EngineThread::RetryAfterDrop(const Work& work) {
   absl::MutexLock lock(&mu_);
   return retries_.After(absl::ZeroDuration(), work, outlook_, absl::Now());
@@ -217,6 +268,11 @@ void EngineThread::OnEnded() {
 
 bool EngineThread::Step() {
   if (cores_.budget == nullptr) return engine_->Step();
+  if (engine_->idles()) {
+    const std::optional<CoreBudget::Lease> lease = cores_.budget->TakeIdle(cores_.threads);
+    if (lease.has_value()) return engine_->Step();
+    engine_->EndIdle(absl::CancelledError("it gave way to another engine"));
+  }
   const absl::Time begin = absl::Now();
   const CoreBudget::Lease lease = cores_.budget->Take(cores_.threads);
   return engine_->Step(absl::Now() - begin);

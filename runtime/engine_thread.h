@@ -54,6 +54,13 @@ class EngineThread {
 
   SubmitResult Submit(Request request, std::shared_ptr<RequestSink> sink);
 
+  // Runs a request that nobody waits for (see Engine::SubmitIdle) while nothing is live here, and
+  // with a CoreBudget at none of its engines: what comes ends it within one step, as do a drain and
+  // EndIdle. It is not live. False: something is, or such a request is under way, or no request is
+  // taken; its sink hears nothing.
+  bool SubmitIdle(Request request, std::shared_ptr<RequestSink> sink);
+  void EndIdle();
+
   // False if no such request is live, or not of this tenant (null: of any). Its sink's OnFinished
   // follows within one step.
   bool Cancel(const std::string& request_id, absl::Status status,
@@ -101,14 +108,17 @@ class EngineThread {
   };
   using Message = std::variant<Submitted, Cancelled, Asked>;
   class TrackedSink;
+  class IdleSink;
 
   void Run();
   bool Step();
+  void PostEndIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `wait`: until there is something to do, at most until `until`.
   std::vector<Message> TakeInbox(bool wait, absl::Time until);
   void Handle(std::vector<Message> messages);
   bool Publish();  // the engine's outlook; false: stop
   void OnEnding(const std::string& request_id);
+  void OnIdleEnding();
   // When to try again what had time enough, but for those ahead of it in the queue.
   absl::Duration RetryAfterDrop(const Work& work);
   void OnEnded();
@@ -122,6 +132,7 @@ class EngineThread {
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
   absl::flat_hash_map<std::string, Live> live_ ABSL_GUARDED_BY(mu_);  // by id
   bool ending_ ABSL_GUARDED_BY(mu_) = false;  // a sink is hearing of its end
+  bool idle_ ABSL_GUARDED_BY(mu_) = false;    // the request of SubmitIdle has not ended
   Outlook outlook_ ABSL_GUARDED_BY(mu_);      // after the last step, with what came since
   Backlog submitted_ ABSL_GUARDED_BY(mu_);    // in the inbox
   RetryTimes retries_ ABSL_GUARDED_BY(mu_);

@@ -327,6 +327,10 @@ void CheckExperiments(const v1::ServerConfig& c, Checker& check) {
                 "experiment_guardrail_seconds", "be 0.1 to 86400");
   check.Require(c.experiment_retention_days() <= kMostDays, "experiment_retention_days",
                 "be 0 (never) to 36500");
+  check.Require(c.experiment_shadow_permille() <= 1000, "experiment_shadow_permille",
+                "be 0 (none) to 1000");
+  check.Require(c.experiment_shadow_time_share() > 0 && c.experiment_shadow_time_share() <= 1,
+                "experiment_shadow_time_share", "be over 0 and at most 1");
 }
 
 // All but the model, which who prints a configuration need not have.
@@ -435,7 +439,9 @@ ExperimentsOptions ExperimentsOf(const v1::ServerConfig& c) {
           .retention = c.experiment_retention_days() == 0
                            ? absl::InfiniteDuration()
                            : absl::Hours(24) * c.experiment_retention_days(),
-          .judge_every = absl::Seconds(c.experiment_guardrail_seconds())};
+          .judge_every = absl::Seconds(c.experiment_guardrail_seconds()),
+          .shadow = {.share_of_requests = c.experiment_shadow_permille() / 1000.,
+                     .share_of_time = c.experiment_shadow_time_share()}};
 }
 
 }  // namespace

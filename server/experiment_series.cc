@@ -16,6 +16,10 @@ constexpr absl::string_view kFates[] = {"written", "replayed", "spooled", "dropp
 constexpr absl::string_view kOrphans[] = {"conflict", "unknown_request",   "waiting",
                                           "late",     "undeclared_metric", "invalid"};
 
+constexpr absl::string_view kShadowFates[] = {"compared", "displaced", "interrupted", "failed"};
+
+absl::string_view ShadowLabel(ShadowFate fate) { return kShadowFates[static_cast<int>(fate)]; }
+
 absl::string_view OrphanLabel(Recorded why) {
   switch (why) {
     case Recorded::kConflict:
@@ -99,6 +103,24 @@ class ExperimentSeries::OfExperiment {
                                            "Of outcomes that count. No analysis: units that ask "
                                            "often weigh more here than in a report.",
                                            arms_.size() * metrics_.size(), OutcomeBounds())),
+        shadow_requests_(declare_.Counters(
+            "epikv_experiment_shadow_requests_total",
+            "Sampled requests of an arm by what became of their replay: compared; displaced by "
+            "newer ones that waited, too; interrupted by live requests whenever it was tried; "
+            "failed, since it was too long, the KV pool had no room or its model has gone.",
+            arms_.size() * std::size(kShadowFates))),
+        shadow_tokens_(declare_.Counters("epikv_experiment_shadow_tokens_total",
+                                         "Output tokens of an arm that were compared with the full "
+                                         "cache in replays.",
+                                         arms_.size())),
+        shadow_agreed_(declare_.Counters("epikv_experiment_shadow_agreed_tokens_total",
+                                         "Of epikv_experiment_shadow_tokens_total, those of which "
+                                         "the arm and the full cache find the same one likeliest.",
+                                         arms_.size())),
+        shadow_kl_(declare_.Counters("epikv_experiment_shadow_kl_nats_total",
+                                     "Over epikv_experiment_shadow_tokens_total: the divergence of "
+                                     "the arm's next-token distribution from the full cache's.",
+                                     arms_.size())),
         sample_ratio_(
             declare_
                 .Gauges("epikv_experiment_srm_p_value",
@@ -116,6 +138,12 @@ class ExperimentSeries::OfExperiment {
       for (const std::string& metric : metrics_) {
         outcomes_.Add({{"arm", arm}, {"metric", metric}});
         outcome_value_.Add({{"arm", arm}, {"metric", metric}}, OutcomeBounds());
+      }
+      for (absl::string_view fate : kShadowFates) {
+        shadow_requests_.Add({{"arm", arm}, {"outcome", std::string(fate)}});
+      }
+      for (auto* family : {&shadow_tokens_, &shadow_agreed_, &shadow_kl_}) {
+        family->Add({{"arm", arm}});
       }
     }
     Excluded();
@@ -140,6 +168,13 @@ class ExperimentSeries::OfExperiment {
     outcome_value_.Add({{"arm", outcome.arm}, {"metric", outcome.metric}}, OutcomeBounds())
         .Observe(outcome.value);
   }
+  void OnShadow(const std::string& arm, ShadowFate fate, const Divergence& found) {
+    if (!Holds(arms_, arm)) return;
+    shadow_requests_.Add({{"arm", arm}, {"outcome", std::string(ShadowLabel(fate))}}).Increment();
+    shadow_tokens_.Add({{"arm", arm}}).Increment(AsDouble(found.tokens));
+    shadow_agreed_.Add({{"arm", arm}}).Increment(AsDouble(found.agreed));
+    shadow_kl_.Add({{"arm", arm}}).Increment(found.kl_nats);
+  }
   void OnSampleRatio(double p_value) { sample_ratio_.Set(p_value); }
   void OnBreached(const v1::GuardrailReport& guardrail) {
     breaches_.Add({{"arm", guardrail.arm()}, {"guardrail", guardrail.guardrail().metric()}})
@@ -153,6 +188,7 @@ class ExperimentSeries::OfExperiment {
   Declarations declare_;
   Family<Counter>&assignments_, &exposures_, &breaches_, &outcomes_;
   Family<prometheus::Histogram>& outcome_value_;
+  Family<Counter>&shadow_requests_, &shadow_tokens_, &shadow_agreed_, &shadow_kl_;
   prometheus::Gauge& sample_ratio_;
 };
 
@@ -190,7 +226,21 @@ ExperimentSeries::ExperimentSeries(SeriesBudget& budget)
                         "a disk has changed.",
                         1)
               .Add({})),
-      running_(declare_.Gauges("epikv_experiments_running", "Experiments that run.", 1).Add({})) {
+      running_(declare_.Gauges("epikv_experiments_running", "Experiments that run.", 1).Add({})),
+      shadow_seconds_(declare_
+                          .Counters("epikv_experiment_shadow_seconds_total",
+                                    "Wall time that replays of finished requests have taken from "
+                                    "idle engines; in no other series of steps or requests.",
+                                    1)
+                          .Add({})),
+      shadow_interruptions_(declare_
+                                .Counters("epikv_experiment_shadow_interruptions_total",
+                                          "Replays that gave way to a live request or a drain.", 1)
+                                .Add({})),
+      shadow_waiting_(declare_
+                          .Gauges("epikv_experiment_shadow_waiting_requests",
+                                  "Sampled requests that are held in memory for their replay.", 1)
+                          .Add({})) {
   for (absl::string_view why : kOrphans) orphaned_.Add({{"reason", std::string(why)}});
 }
 
@@ -242,6 +292,20 @@ void ExperimentSeries::OnBreached(const std::string& experiment,
   absl::MutexLock lock(&mu_);
   const auto known = experiments_.find(experiment);
   if (known != experiments_.end()) known->second->OnBreached(guardrail);
+}
+
+void ExperimentSeries::OnShadow(const v1::RequestBegan& began, ShadowFate fate,
+                                const Divergence& found) {
+  absl::MutexLock lock(&mu_);
+  for (const v1::RequestBegan::Part& part : began.parts()) {
+    const auto known = experiments_.find(part.experiment());
+    if (known != experiments_.end()) known->second->OnShadow(part.arm(), fate, found);
+  }
+}
+
+void ExperimentSeries::OnShadowTime(absl::Duration spent, bool interrupted) {
+  shadow_seconds_.Increment(Seconds(spent));
+  if (interrupted) shadow_interruptions_.Increment();
 }
 
 void ExperimentSeries::OnOrphaned(Recorded why) {

@@ -19,12 +19,13 @@
 #include "epikv/v1/experiment.pb.h"
 #include "epikv/v1/experiment_record.pb.h"
 #include "server/experiments/recorder.h"
+#include "server/experiments/shadow_observer.h"
 #include "server/metric_families.h"
 
 namespace epikv {
 
 // What Prometheus may scrape of experiments: who takes part, and how its records fare. Thread-safe.
-class ExperimentSeries final : public RecorderObserver {
+class ExperimentSeries final : public RecorderObserver, public ShadowObserver {
  public:
   // budget, which outlives this, has given what `own_series` says.
   explicit ExperimentSeries(SeriesBudget& budget);
@@ -40,6 +41,9 @@ class ExperimentSeries final : public RecorderObserver {
   void OnExcluded(const std::string& experiment);
   void OnSampleRatio(const std::string& experiment, double p_value);
   void OnBreached(const std::string& experiment, const v1::GuardrailReport& guardrail);
+  void OnShadow(const v1::RequestBegan& began, ShadowFate fate, const Divergence& found) override;
+  void OnShadowWaiting(int64_t requests) override { shadow_waiting_.Set(AsDouble(requests)); }
+  void OnShadowTime(absl::Duration spent, bool interrupted) override;
 
   void OnWritten(int64_t records) override { written_.Increment(AsDouble(records)); }
   void OnReplayed(int64_t records) override { replayed_.Increment(AsDouble(records)); }
@@ -68,6 +72,8 @@ class ExperimentSeries final : public RecorderObserver {
   prometheus::Gauge& spool_bytes_;
   prometheus::Counter& spool_damaged_bytes_;
   prometheus::Gauge& running_;
+  prometheus::Counter &shadow_seconds_, &shadow_interruptions_;
+  prometheus::Gauge& shadow_waiting_;
   mutable absl::Mutex mu_;
   std::map<std::string, std::unique_ptr<OfExperiment>, std::less<>> experiments_
       ABSL_GUARDED_BY(mu_);

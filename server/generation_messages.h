@@ -1,10 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
 
+#include "epikv/v1/experiment_record.pb.h"
 #include "epikv/v1/generation.pb.h"
 #include "runtime/admission.h"
 #include "runtime/forecast.h"
@@ -39,6 +41,7 @@ std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& ad
 struct Prepared {
   Request request;
   DeltaOptions deltas;
+  std::optional<v1::RequestBegan> began;  // where it takes part in experiments
 };
 
 // `queue_position` and `predicted_wait` are not set yet.

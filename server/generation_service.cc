@@ -386,7 +386,7 @@ void GenerationService::Begin(const grpc::ByteBuffer& in, Call& call) {
     Prepared& ready = std::get<Prepared>(prepared);
     const std::string id = ready.request.id;
     CallFacts facts{
-        .outbox = std::make_shared<Outbox>(options_.outbox, HooksOf(model, id, scope.entry()),
+        .outbox = std::make_shared<Outbox>(options_.outbox, HooksOf(model, ready, scope.entry()),
                                            ready.deltas, call, courier_),
         .accepted = AcceptedOf(ready, model->name),
         .lanes = model->lanes()};
@@ -433,12 +433,15 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope
   std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);
   const auto* rejection = std::get_if<Rejection>(&resolved);
   // What is refused whatever its arm says nothing of arms.
-  if (rejection == nullptr || ConcernsKv(*rejection)) TakePart(scope, std::move(dealt));
+  const bool tells = rejection == nullptr || ConcernsKv(*rejection);
+  if (!tells || !TakePart(scope, dealt)) dealt.began.reset();
   if (rejection != nullptr) {
     model.metrics->OnRejected(rejection->reason);
     return ToGrpc(*rejection);
   }
-  return Prepared{.request = std::get<Request>(std::move(resolved)), .deltas = deltas};
+  return Prepared{.request = std::get<Request>(std::move(resolved)),
+                  .deltas = deltas,
+                  .began = std::move(dealt.began)};
 }
 
 std::variant<GenerationService::Dealt, grpc::Status> GenerationService::Deal(
@@ -482,19 +485,27 @@ std::variant<GenerationService::Dealt, grpc::Status> GenerationService::Deal(
 }
 
 // Once a call: a request that meets its model's successor has begun already.
-void GenerationService::TakePart(CallScope& scope, Dealt dealt) {
+bool GenerationService::TakePart(CallScope& scope, const Dealt& dealt) {
   if (!dealt.excluded.empty()) options_.experiments->OnExcluded(dealt.excluded);
-  if (!dealt.began.has_value() || scope.has_on_close()) return;
+  if (!dealt.began.has_value() || scope.has_on_close()) return false;
   scope.OnClose([experiments = options_.experiments, id = dealt.began->id()](
                     const v1::AccessLogEntry& entry) { experiments->OnEnded(EndOf(id, entry)); });
-  options_.experiments->OnBegan(*std::move(dealt.began));
+  options_.experiments->OnBegan(*dealt.began);
+  return true;
 }
 
 // Outboxes do not keep their model: the engine, which drops them last, cannot end on its own
 // thread.
-OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const std::string& request_id,
+OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const Prepared& prepared,
                                        v1::AccessLogEntry& entry) {
   const std::weak_ptr<const ServedModel> model = served;
+  const std::string& request_id = prepared.request.id;
+  std::shared_ptr<Shadow::Tap> tap;
+  if (options_.shadow != nullptr && prepared.began.has_value()) {
+    tap = options_.shadow->Follow(*prepared.began, served, prepared.request);
+  }
+  std::function<void(const Delta&)> on_delta;
+  if (tap != nullptr) on_delta = [tap](const Delta& delta) { tap->OnDelta(delta); };
   return {.wake_engine =
               [model] {
                 if (const ModelPtr live = model.lock()) live->engine->Wake();
@@ -505,8 +516,12 @@ OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const std::string
                 if (live != nullptr) live->engine->CancelOf(sink, request_id, std::move(status));
               },
           .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); },
-          .finished = [&entry, lanes = served->lanes()](
-                          const Finished& finished) { Log(finished, lanes, entry); }};
+          .delta = std::move(on_delta),
+          .finished =
+              [&entry, lanes = served->lanes(), tap](const Finished& finished) {
+                Log(finished, lanes, entry);
+                if (tap != nullptr) tap->OnFinished(finished);
+              }};
 }
 
 grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,

@@ -17,6 +17,7 @@
 #include "server/call_scope.h"
 #include "server/courier.h"
 #include "server/experiments/participation.h"
+#include "server/experiments/shadow.h"
 #include "server/generation_messages.h"
 #include "server/metrics.h"
 #include "server/models.h"
@@ -55,6 +56,7 @@ struct GenerationOptions {
   OutboxLimits outbox;
   int64_t max_answer_bytes = 0;          // of an answer in one message
   Participation* experiments = nullptr;  // null: there are none
+  Shadow* shadow = nullptr;              // null: nothing is replayed
 };
 
 // Takes requests, hands them to the engine and streams what comes back. Thread-safe; everything
@@ -98,10 +100,10 @@ class GenerationService final
   // Gives a request the options of its arms.
   std::variant<Dealt, grpc::Status> Deal(const CallScope& scope, const v1::GenerateRequest& message,
                                          const ServedModel& model, AskedRequest& asked);
-  void TakePart(CallScope& scope, Dealt dealt);
+  // False: it takes no part, or the call's request did before.
+  bool TakePart(CallScope& scope, const Dealt& dealt);
   // entry: of the call, which gets to know how its request ended.
-  OutboxHooks HooksOf(const ModelPtr& model, const std::string& request_id,
-                      v1::AccessLogEntry& entry);
+  OutboxHooks HooksOf(const ModelPtr& model, const Prepared& prepared, v1::AccessLogEntry& entry);
   grpc::Status RefusalOf(grpc::CallbackServerContext& context, const SubmitResult& submitted,
                          const std::string& request_id, const ServedModel& model);
 

@@ -32,6 +32,7 @@
 #include "server/config.h"
 #include "server/courier.h"
 #include "server/experiments/experiments.h"
+#include "server/experiments/shadow.h"
 #include "server/grpc_port.h"
 #include "server/lifecycle.h"
 #include "server/log.h"
@@ -269,11 +270,17 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
     experiments = Experiments::Open(config.experiments, metrics, log);
     if (!experiments.ok()) return experiments.status();
   }
+  std::unique_ptr<Shadow> shadow;
+  const ShadowOptions& replays = config.experiments.shadow;
+  if (*experiments != nullptr && replays.share_of_requests > 0) {
+    shadow = std::make_unique<Shadow>(replays, models, **experiments);
+  }
   absl::StatusOr<std::unique_ptr<Server>> server =
       Server::Start({.port = port,
                      .outbox = config.outbox,
                      .participation = experiments->get(),
-                     .experiments = experiments->get()},
+                     .experiments = experiments->get(),
+                     .shadow = shadow.get()},
                     models, lifecycle, courier, frontend);
   if (!server.ok()) return server.status();
   AdminService admin(models, lifecycle, settings, frontend,
@@ -301,6 +308,7 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
   const bool loading = admin.AbandonLoading();
   if (*admin_port != nullptr) (*admin_port)->Close();
   if (loading) {
+    shadow.reset();
     experiments->reset();  // these write what waits
     access_log->reset();
     std::_Exit(0);

@@ -96,6 +96,7 @@ bool Outbox::Ready() const {
 }
 
 void Outbox::OnDelta(Delta delta) {
+  if (hooks_.delta) hooks_.delta(delta);
   std::vector<EvictionTrace> traces = std::exchange(delta.evictions, {});
   const std::optional<PromptProgress> progress = std::exchange(delta.progress, {});
   PromptLogprobs prompt = std::exchange(delta.prompt, {});

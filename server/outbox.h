@@ -68,6 +68,8 @@ struct OutboxHooks {
   // The request of this sink, if it has not ended.
   std::function<void(const RequestSink&, absl::Status)> cancel_request;
   std::function<void(absl::Duration)> was_full;  // for so long
+  // What came, before anything of it is dropped. Of the engine's thread; null: nobody asks.
+  std::function<void(const Delta&)> delta = nullptr;
   // The request has ended, however it did. Before the writer's End.
   std::function<void(const Finished&)> finished = [](const Finished&) {};
 };

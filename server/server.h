@@ -23,6 +23,7 @@ struct ServerOptions {
   // arms, and what the service manages.
   Participation* participation = nullptr;
   Experiments* experiments = nullptr;
+  Shadow* shadow = nullptr;  // outlives the server; null: nothing is replayed
 };
 
 // The gRPC port: our services, grpc.health.v1 and reflection. What it is given outlives it.

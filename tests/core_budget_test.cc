@@ -36,8 +36,25 @@ TEST(CoreBudgetTest, NeverGivesOutMoreThanThereIs) {
 
 TEST(CoreBudgetTest, WhoAsksForMoreThanThereIsGetsAll) {
   CoreBudget budget(2);
-  { const CoreBudget::Lease all = budget.Take(100); }
+  {
+    const CoreBudget::Lease all = budget.Take(100);
+  }
   const CoreBudget::Lease again = budget.Take(2);
+}
+
+TEST(CoreBudgetTest, IdleCoresAreThoseThatNobodyHasOrWants) {
+  CoreBudget budget(3);
+  {
+    std::optional<CoreBudget::Lease> idle = budget.TakeIdle(2);
+    ASSERT_TRUE(idle.has_value());
+    EXPECT_FALSE(budget.TakeIdle(1).has_value()) << "beside others that are in use";
+    std::thread wants_all([&] { const CoreBudget::Lease all = budget.Take(3); });
+    while (budget.waiting() < 1) std::this_thread::yield();
+    idle.reset();
+    wants_all.join();
+  }
+  EXPECT_TRUE(budget.TakeIdle(100).has_value());
+  EXPECT_TRUE(budget.TakeIdle(3).has_value()) << "all had been given back";
 }
 
 // One that waits for many cores is not overtaken for ever by those who want few.

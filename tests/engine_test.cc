@@ -245,6 +245,13 @@ class EngineTest : public testing::Test {
     return output;
   }
 
+  std::shared_ptr<Output> Idle(RequestOptions options) {
+    auto output = std::make_shared<Output>();
+    engine_->SubmitIdle(std::get<Request>(admission_->Resolve(std::move(options))),
+                        std::make_shared<RecordingSink>("", output, log_));
+    return output;
+  }
+
   // One step's events.
   std::string Step() {
     log_.Take();
@@ -296,6 +303,77 @@ bool HasRequest(absl::Span<const WorkItem> items, const std::string& id) {
 }
 
 // The life of a request.
+
+// Requests at idle.
+
+TEST_F(EngineTest, ARequestAtIdleRunsAloneAndIsNoTraffic) {
+  const auto idle = Idle(Ask("", 5, 3, "by_chunk", 4));
+  EXPECT_TRUE(engine_->idles());
+  EXPECT_EQ(engine_->running(), 0);
+  EXPECT_EQ(engine_->waiting(), 0);
+  EXPECT_THAT(engine_->Describe(), IsEmpty());
+  EXPECT_EQ(Step(), "> tokens 5 'w5'\n");
+  EXPECT_GT(observer_.steps.back().kv_used_bytes, 0) << "what it holds shows";
+  EXPECT_EQ(engine_->outlook().room.free_bytes, engine_->ledger().capacity())
+      << "whoever comes may have it";
+  EXPECT_EQ(Step(), "> tokens 6 ' w6'\n");
+  EXPECT_EQ(Step(), "> tokens 7 ' w7'\n> length\n");
+  EXPECT_GT(idle->finished.front().kv.evicted_entries, 0);
+  EXPECT_FALSE(engine_->idles());
+  EXPECT_FALSE(engine_->Step());
+  EXPECT_FALSE(engine_->outlook().measured) << "forecasts learn nothing from it";
+  for (const StepStats& step : observer_.steps) {
+    EXPECT_EQ(step.sequences + step.prefill_tokens + step.decode_tokens + step.running, 0);
+  }
+  EXPECT_EQ(observer_.steps.back().kv_used_bytes, 0);
+  EXPECT_TRUE(observer_.admitted.empty() && observer_.finished_count.empty());
+  ExpectNothingHeld();
+}
+
+TEST_F(EngineTest, WhatIsSubmittedEndsARequestAtIdleBeforeAStep) {
+  Build({.kv_tokens = 20});
+  const auto idle = Idle(Ask("", 10, 9));
+  engine_->Step();
+  const auto a = Submit(Ask("a", 10, 9));  // the pool has room for one
+  EXPECT_EQ(idle->finished.front().status.code(), absl::StatusCode::kCancelled);
+  ExpectNothingHeld();
+  EXPECT_THAT(Step(), HasSubstr("first token a\n"));
+  EXPECT_THAT(Idle(Ask("", 1, 1))->finished.front().status.code(), absl::StatusCode::kCancelled)
+      << "something runs";
+  RunAll();
+  EXPECT_EQ(a->tokens.size(), 9u);
+  const auto again = Idle(Ask("", 10, 9));
+  engine_->EndIdle(absl::CancelledError("enough"));
+  EXPECT_EQ(again->finished.front().status.message(), "enough");
+  ExpectNothingHeld();
+}
+
+TEST_F(EngineTest, ARequestAtIdleTakesNoCachedPrefixesPlace) {
+  Build({.kv_tokens = 20, .engine = {.max_prefix_bytes = 12 * kTokenBytes}});
+  script_->prefix_bytes = 12 * kTokenBytes;
+  EXPECT_EQ(Idle(Ask("", 8, 2))->finished.front().status.code(),
+            absl::StatusCode::kResourceExhausted);
+  EXPECT_FALSE(engine_->idles());
+  const auto idle = Idle(Ask("", 7, 2));
+  EXPECT_EQ(script_->room_for_prefixes, 12 * kTokenBytes);
+  RunAll();
+  EXPECT_EQ(idle->tokens.size(), 2u);
+}
+
+TEST_F(EngineTest, ARequestAtIdleThatFailsHarmsNobody) {
+  script_->on_open = [](const Request&) { return Boom(); };
+  EXPECT_EQ(Idle(Ask("", 5, 3))->finished.front().status.message(), "boom");
+  script_->on_open = nullptr;
+  script_->on_forward = [](absl::Span<const WorkItem>) { return Boom(); };
+  const auto idle = Idle(Ask("", 5, 3));
+  engine_->Step();
+  EXPECT_EQ(idle->finished.front().status.code(), absl::StatusCode::kInternal);
+  EXPECT_FALSE(engine_->idles());
+  ExpectNothingHeld();
+  const auto left = Idle(Ask("", 5, 3));
+  engine_.reset();
+  EXPECT_EQ(left->finished.front().status.code(), absl::StatusCode::kCancelled);
+}
 
 RequestOptions Completions(RequestOptions options, int64_t n) {
   options.completions = n;

@@ -16,6 +16,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "runtime/admission.h"
 #include "runtime/reason.h"
@@ -287,6 +288,79 @@ TEST_F(EngineThreadTest, ForecastsCountTheTurnsOfOtherEngines) {
   thread_.reset();  // before its cores
   ASSERT_TRUE(next.forecast.wait.has_value());
   EXPECT_GE(*next.forecast.wait, absl::Milliseconds(200));
+}
+
+TEST_F(EngineThreadTest, ARequestAtIdleIsNotLiveAndGivesWayWithinAStep) {
+  HoldForwards();
+  Start();
+  const auto idle = std::make_shared<CountingSink>();
+  ASSERT_TRUE(thread_->SubmitIdle(Ask("", 5, 3000), idle));
+  gate_.AwaitHeld();
+  EXPECT_EQ(thread_->live(), 0);
+  EXPECT_FALSE(thread_->SubmitIdle(Ask("", 5, 3), std::make_shared<CountingSink>())) << "one";
+  EXPECT_FALSE(thread_->Cancel("", absl::CancelledError("")));
+  const auto a = Submit("a", 5, 2);
+  EXPECT_FALSE(thread_->SubmitIdle(Ask("", 5, 3), std::make_shared<CountingSink>())) << "a waits";
+  gate_.Open();
+  a->AwaitEnd();
+  idle->AwaitEnd();
+  EXPECT_EQ(idle->finished().status.code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(idle->tokens(), 1) << "of the step that was under way";
+  EXPECT_EQ(a->tokens(), 2);
+  const auto next = std::make_shared<CountingSink>();
+  while (!thread_->SubmitIdle(Ask("", 5, 3), next)) std::this_thread::yield();
+  next->AwaitEnd();
+  EXPECT_EQ(next->tokens(), 3);
+}
+
+TEST_F(EngineThreadTest, DrainsAndEndsDoNotWaitForARequestAtIdle) {
+  HoldForwards();
+  Start();
+  auto begin = [this] {
+    auto idle = std::make_shared<CountingSink>();
+    EXPECT_TRUE(thread_->SubmitIdle(Ask("", 5, 3000), idle));
+    gate_.AwaitHeld();
+    return idle;
+  };
+  const auto told = begin();
+  thread_->EndIdle();
+  gate_.Open();
+  told->AwaitEnd();
+  EXPECT_EQ(told->tokens(), 1);
+
+  const auto drained = std::make_shared<CountingSink>();
+  while (!thread_->SubmitIdle(Ask("", 5, 3000), drained)) std::this_thread::yield();
+  thread_->Drain(absl::InfiniteFuture());
+  EXPECT_EQ(drained->ends(), 1) << "before Drain returned";
+  EXPECT_LT(drained->tokens(), 3000);
+  EXPECT_FALSE(thread_->SubmitIdle(Ask("", 5, 3), std::make_shared<CountingSink>()));
+  thread_->Resume();
+  const auto ended = std::make_shared<CountingSink>();
+  EXPECT_TRUE(thread_->SubmitIdle(Ask("", 5, 3000), ended));
+  thread_.reset();
+  EXPECT_EQ(ended->ends(), 1);
+}
+
+TEST_F(EngineThreadTest, ARequestAtIdleGivesWayToOtherEngines) {
+  CoreBudget cores(1);
+  HoldForwards();
+  Start({}, {}, nullptr, {.budget = &cores});
+  const auto idle = std::make_shared<CountingSink>();
+  ASSERT_TRUE(thread_->SubmitIdle(Ask("", 5, 3000), idle));
+  gate_.AwaitHeld();
+  absl::Notification done;
+  std::thread other([&] {
+    const CoreBudget::Lease step = cores.Take(1);
+    done.WaitForNotification();
+  });
+  while (cores.waiting() == 0) std::this_thread::yield();
+  gate_.Open();
+  idle->AwaitEnd();
+  EXPECT_EQ(idle->tokens(), 1);
+  EXPECT_EQ(idle->finished().status.code(), absl::StatusCode::kCancelled);
+  done.Notify();
+  other.join();
+  thread_.reset();  // before its cores
 }
 
 TEST_F(EngineThreadTest, DeadlinesAreNotJudgedWhereThatIsNotWanted) {

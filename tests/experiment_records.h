@@ -60,6 +60,17 @@ inline v1::ExperimentRecord Ended(const std::string& id, double at) {
   return record;
 }
 
+inline v1::ExperimentRecord Compared(const std::string& id, double at) {
+  v1::ExperimentRecord record;
+  v1::ShadowSeen& shadow = *record.mutable_shadow();
+  shadow.set_id(id);
+  *shadow.mutable_time() = Second(at);
+  shadow.set_tokens(9);
+  shadow.set_agreed_tokens(8);
+  shadow.set_kl_nats(1.0 / 3);
+  return record;
+}
+
 struct Seen {
   std::string client;
   double at = 0;  // received

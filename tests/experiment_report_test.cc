@@ -29,6 +29,7 @@ using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 const absl::Time kStart = absl::FromUnixSeconds(1'800'000'000);
 const absl::Time kNow = kStart + absl::Hours(10);
@@ -339,6 +340,36 @@ TEST_F(ReportTest, SpreadsOfTimesHaveTheSameBounds) {
   uint64_t sum = 0;
   for (uint64_t count : full.counts()) sum += count;
   EXPECT_EQ(sum, 500u);
+}
+
+TEST_F(ReportTest, TellsWhatReplaysOfASampleHaveShown) {
+  for (int i = 0; i < 2000; ++i) {
+    const bool lean = i % 2 == 1;
+    Add(i, 2000, absl::StrCat("u", i), {.arm = lean ? "lean" : "full"});
+    if (i % 20 > 1) continue;
+    v1::ShadowSeen& shadow = *records_.emplace_back().mutable_shadow();
+    shadow.set_id(absl::StrCat("r", i));
+    shadow.set_tokens(50);
+    shadow.set_agreed_tokens(lean ? 44 + i % 7 : 50);
+    shadow.set_kl_nats(lean ? 50 * (0.2 + 0.01 * (i % 9)) : 1e-7);
+  }
+  Write();
+  const v1::ExperimentReport report = Report();
+  const v1::MetricReport& kl = MetricOf(report, "shadow_kl_nats");
+  EXPECT_TRUE(kl.measured());
+  EXPECT_FALSE(kl.confounded());
+  for (const v1::ArmValue& arm : kl.all().arms()) {
+    EXPECT_EQ(arm.observations(), 100u);
+    EXPECT_NEAR(arm.coverage(), 0.1, 1e-9);
+  }
+  EXPECT_NEAR(kl.all().arms(0).mean(), 2e-9, 1e-12) << "of a token";
+  EXPECT_NEAR(kl.all().arms(1).mean(), 0.24, 0.01);
+  EXPECT_EQ(kl.all().effects(0).verdict(), v1::Effect::VERDICT_WORSE);
+  const v1::MetricReport& agreement = MetricOf(report, "shadow_top1_agreement");
+  EXPECT_EQ(agreement.all().arms(0).mean(), 1);
+  EXPECT_NEAR(agreement.all().arms(1).mean(), 0.94, 0.01);
+  EXPECT_EQ(agreement.all().effects(0).verdict(), v1::Effect::VERDICT_WORSE);
+  EXPECT_THAT(report.notes(), Each(Not(HasSubstr("who answers depends"))));
 }
 
 TEST(ValueBins, AreWithinTwoPercent) {

@@ -99,6 +99,8 @@ INSTANTIATE_TEST_SUITE_P(Stores, ExperimentStoreTest, ::testing::Values(kSqlite,
 TEST_P(ExperimentStoreTest, KeepsEverythingOfARequest) {
   Written(*store_, {Record(Begun{.id = "r", .client = "c", .at = 10.25}), Ended("r", 11)});
   Written(*store_, {Record(Seen{.client = "c", .at = 12, .value = 1.0 / 3, .key = "k"})});
+  EXPECT_EQ(RowsOf(*store_).at(0).shadow.has_value(), false);
+  Written(*store_, {Compared("r", 1000)});  // whenever there is time for it
   store_ = place_->Open();
   const std::vector<RequestRow> rows = RowsOf(*store_);
   ASSERT_THAT(rows, SizeIs(1));
@@ -127,16 +129,21 @@ TEST_P(ExperimentStoreTest, KeepsEverythingOfARequest) {
   EXPECT_EQ(row.outcomes[0].value, 1.0 / 3);
   EXPECT_EQ(row.outcomes[0].key, "k");
   EXPECT_EQ(row.outcomes[0].received, TimeOf(Second(12)));
+  ASSERT_TRUE(row.shadow.has_value());
+  EXPECT_EQ(row.shadow->tokens, 9);
+  EXPECT_EQ(row.shadow->agreed_tokens, 8);
+  EXPECT_EQ(row.shadow->kl_nats, 1.0 / 3);
 }
 
 TEST_P(ExperimentStoreTest, WhatIsThereChangesNothing) {
   const Records records = {Record(Begun{.id = "r", .at = 1}), Ended("r", 2),
-                           Record(Seen{.client = "r", .at = 3})};
-  EXPECT_THAT(Written(*store_, records),
-              ElementsAre(Recorded::kWritten, Recorded::kWritten, Recorded::kWritten));
+                           Record(Seen{.client = "r", .at = 3}), Compared("r", 4)};
+  EXPECT_THAT(Written(*store_, records), ElementsAre(Recorded::kWritten, Recorded::kWritten,
+                                                     Recorded::kWritten, Recorded::kWritten));
   for (Source source : {Source::kNow, Source::kSpool}) {
     EXPECT_THAT(Written(*store_, records, source),
-                ElementsAre(Recorded::kDuplicate, Recorded::kDuplicate, Recorded::kDuplicate));
+                ElementsAre(Recorded::kDuplicate, Recorded::kDuplicate, Recorded::kDuplicate,
+                            Recorded::kDuplicate));
   }
   EXPECT_THAT(Picture(*store_), ElementsAre("r: good/=1"));
 }
@@ -186,6 +193,20 @@ TEST_P(ExperimentStoreTest, AnEndOfAnUnknownRequestIsNotKept) {
   EXPECT_THAT(Written(*store_, {Ended("r", 1), Record(Begun{.id = "r"})}),
               ElementsAre(Recorded::kUnknownRequest, Recorded::kWritten));
   EXPECT_FALSE(RowsOf(*store_)[0].end.has_value());
+}
+
+TEST_P(ExperimentStoreTest, AReplayIsOfTheRequestThatTheServerNames) {
+  Written(*store_, {Record(Begun{.id = "1", .client = "c", .at = 10}), Compared("1", 30)});
+  // Outcomes of the client's id move to it; what was measured stays.
+  Written(*store_, {Record(Begun{.id = "2", .client = "c", .at = 20})}, Source::kSpool);
+  EXPECT_THAT(Written(*store_, {Compared("3", 1), Compared("2", 40), Compared("2", 41)}),
+              ElementsAre(Recorded::kUnknownRequest, Recorded::kWritten, Recorded::kDuplicate));
+  v1::ExperimentRecord empty = Compared("1", 1), broken = Compared("1", 1);
+  empty.mutable_shadow()->set_tokens(0);
+  broken.mutable_shadow()->set_kl_nats(std::numeric_limits<double>::infinity());
+  EXPECT_THAT(Written(*store_, {empty, broken}),
+              ElementsAre(Recorded::kInvalid, Recorded::kInvalid));
+  for (const RequestRow& row : RowsOf(*store_)) EXPECT_TRUE(row.shadow.has_value()) << row.id;
 }
 
 TEST_P(ExperimentStoreTest, TextsAndNumbersComeBackAsTheyWere) {
@@ -628,6 +649,16 @@ TEST_P(ExperimentStoreTest, MigrationsGoOnFromWhereAStoreIs) {
   EXPECT_EQ(TextOf(place_->Execute("SELECT colour FROM requests")[0][0]), "redder");
 }
 
+TEST_P(ExperimentStoreTest, AStoreFromBeforeReplaysTakesThem) {
+  Written(*store_, {Record(Begun{.id = "r", .at = 1})});
+  store_.reset();
+  place_->Execute("DROP TABLE shadows");
+  place_->Execute("UPDATE schema_version SET version = 1");
+  store_ = place_->Open();
+  EXPECT_THAT(Written(*store_, {Compared("r", 2)}), ElementsAre(Recorded::kWritten));
+  EXPECT_TRUE(RowsOf(*store_).at(0).shadow.has_value());
+}
+
 TEST_P(ExperimentStoreTest, AMigrationThatFailsLeavesTheVersionBefore) {
   std::vector<Migration> longer(Migrations().begin(), Migrations().end());
   longer.push_back({.statements = {"CREATE TABLE extra (a BIGINT)", "NONSENSE"}});
@@ -636,7 +667,8 @@ TEST_P(ExperimentStoreTest, AMigrationThatFailsLeavesTheVersionBefore) {
     EXPECT_FALSE(Migrate(**session, longer).ok());
   }
   EXPECT_THAT(place_->Execute("SELECT version FROM schema_version"), SizeIs(1));
-  EXPECT_EQ(IntOf(place_->Execute("SELECT version FROM schema_version")[0][0]), 1);
+  EXPECT_EQ(IntOf(place_->Execute("SELECT version FROM schema_version")[0][0]),
+            Migrations().size());
   EXPECT_NE(place_->Open(), nullptr);
 }
 

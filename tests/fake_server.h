@@ -17,6 +17,7 @@
 #include "server/admin_service.h"
 #include "server/courier.h"
 #include "server/experiments/experiments.h"
+#include "server/experiments/shadow.h"
 #include "server/grpc_port.h"
 #include "server/metrics.h"
 #include "server/models.h"
@@ -83,6 +84,8 @@ struct FakeServerOptions {
   // Kept in a folder of this name, which is there; empty: none.
   std::string experiments;
   absl::Duration series_outlive = absl::Minutes(10);  // of experiments
+  std::optional<ShadowOptions> shadow;                // absent: nothing is replayed
+  ShadowObserver* shadow_observer = nullptr;          // outlives the server; null: its experiments
 };
 
 // The whole server but torch: the real services, engine and metrics over a FakeExecutor, on a
@@ -109,13 +112,19 @@ class FakeServer {
         admin_(models_, lifecycle_, settings_, frontend_,
                [this, options](const ModelSource& source) { return Load(options, source); }) {
     models_.Put(Make(options));
+    if (options.shadow.has_value()) {
+      ShadowObserver& observer =
+          options.shadow_observer != nullptr ? *options.shadow_observer : *experiments_;
+      shadow_ = std::make_unique<Shadow>(*options.shadow, models_, observer);
+    }
     lifecycle_.SetState(ServerState::kServing);
     server_ =
         *Server::Start({.port = {.transport = options.transport, .tls = options.tls},
                         .outbox = options.outbox,
                         .participation = options.participation != nullptr ? options.participation
                                                                           : experiments_.get(),
-                        .experiments = experiments_.get()},
+                        .experiments = experiments_.get(),
+                        .shadow = shadow_.get()},
                        models_, lifecycle_, courier_, frontend_);
     admin_port_ = *GrpcPort::Open({.transport = options.transport}, {&admin_},
                                   {"", "epikv.v1.AdminService"}, lifecycle_);
@@ -224,7 +233,8 @@ class FakeServer {
   const std::unique_ptr<Experiments> experiments_;  // null: none
   Courier courier_;
   Models models_;
-  ModelPtr model_;  // the first
+  ModelPtr model_;                  // the first
+  std::unique_ptr<Shadow> shadow_;  // null: nothing is replayed
   Settings settings_;
   AdminService admin_;
   std::unique_ptr<Server> server_;

@@ -46,6 +46,8 @@ constexpr MeasuredMetric kMeasured[] = {
     {"time_per_output_token_seconds", kMean, kLower, true},
     {"request_seconds", kMean, kLower, true},
     {"output_tokens_per_second", kMean, kHigher, true, true},
+    {kShadowKlNats, kMean, kLower, false},
+    {kShadowTop1Agreement, kMean, kHigher, false},
 };
 
 bool IsMeasured(absl::string_view name) {

@@ -21,6 +21,10 @@ inline constexpr size_t kMaxLabelBytes = 64;  // of a key, of a value
 inline constexpr int kMaxArms = 8;
 inline constexpr int kMaxMetrics = 8;  // declared
 
+// Measured by replays (see Shadow) of a sample of requests: means over a request's output tokens.
+inline constexpr absl::string_view kShadowKlNats = "shadow_kl_nats";
+inline constexpr absl::string_view kShadowTop1Agreement = "shadow_top1_agreement";
+
 // Measured by the server itself, for every request that takes part.
 struct MeasuredMetric {
   absl::string_view name;

@@ -82,6 +82,26 @@ void Experiments::OnEnded(v1::RequestEnded ended) {
   recorder_.Record(std::move(record));
 }
 
+void Experiments::OnShadow(const v1::RequestBegan& began, ShadowFate fate,
+                           const Divergence& found) {
+  series_.OnShadow(began, fate, found);
+  if (fate != ShadowFate::kCompared) return;
+  v1::ExperimentRecord record;
+  v1::ShadowSeen& seen = *record.mutable_shadow();
+  seen.set_id(began.id());
+  *seen.mutable_time() = TimestampProto(absl::Now());
+  seen.set_tokens(static_cast<uint32_t>(found.tokens));
+  seen.set_agreed_tokens(static_cast<uint32_t>(found.agreed));
+  seen.set_kl_nats(found.kl_nats);
+  recorder_.Record(std::move(record));
+}
+
+void Experiments::OnShadowWaiting(int64_t requests) { series_.OnShadowWaiting(requests); }
+
+void Experiments::OnShadowTime(absl::Duration spent, bool interrupted) {
+  series_.OnShadowTime(spent, interrupted);
+}
+
 void Experiments::Record(v1::OutcomeSeen outcome, Recorder::Done done) {
   v1::ExperimentRecord record;
   *record.mutable_outcome() = std::move(outcome);

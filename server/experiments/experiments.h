@@ -15,6 +15,7 @@
 #include "server/experiments/options.h"
 #include "server/experiments/participation.h"
 #include "server/experiments/recorder.h"
+#include "server/experiments/shadow_observer.h"
 #include "server/experiments/store.h"
 #include "server/log.h"
 #include "server/metrics.h"
@@ -24,7 +25,7 @@ namespace epikv {
 
 // All that experiments own: the store, who writes to it, what runs now, and the thread that keeps
 // that up to date. Thread-safe.
-class Experiments final : public Participation {
+class Experiments final : public Participation, public ShadowObserver {
  public:
   // The error names the setting that is wrong. A store that is away is none: what runs is known
   // once it is back.
@@ -36,6 +37,10 @@ class Experiments final : public Participation {
   void OnExcluded(const std::vector<std::string>& experiments) override;
   void OnBegan(v1::RequestBegan began) override;
   void OnEnded(v1::RequestEnded ended) override;
+
+  void OnShadow(const v1::RequestBegan& began, ShadowFate fate, const Divergence& found) override;
+  void OnShadowWaiting(int64_t requests) override;
+  void OnShadowTime(absl::Duration spent, bool interrupted) override;
 
   // Blocks, as the store does.
   Store& store() { return *store_; }

@@ -99,10 +99,18 @@ Observations MeasuredOf(absl::string_view metric, const EndRow& end) {
   return One(end.time_per_output_token_seconds);
 }
 
-Observations ObservationsOf(const Measure& measure, const RequestRow& row) {
-  if (measure.measured) {
-    return row.end.has_value() ? MeasuredOf(measure.metric.name(), *row.end) : Observations();
+Observations MeasuredOf(absl::string_view metric, const RequestRow& row) {
+  if (metric == kShadowKlNats || metric == kShadowTop1Agreement) {
+    if (!row.shadow.has_value()) return {};
+    const auto tokens = static_cast<double>(row.shadow->tokens);
+    const bool kl = metric == kShadowKlNats;
+    return {(kl ? row.shadow->kl_nats : static_cast<double>(row.shadow->agreed_tokens)) / tokens};
   }
+  return row.end.has_value() ? MeasuredOf(metric, *row.end) : Observations();
+}
+
+Observations ObservationsOf(const Measure& measure, const RequestRow& row) {
+  if (measure.measured) return MeasuredOf(measure.metric.name(), row);
   Observations values;
   for (const OutcomeRow& outcome : row.outcomes) {
     if (outcome.metric == measure.metric.name()) values.push_back(outcome.value);

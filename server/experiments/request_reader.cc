@@ -15,15 +15,16 @@ constexpr absl::string_view kSelectPage =
     "r.unit, r.unit_is_request, r.model, r.prompt_tokens, r.max_output_tokens, r.covariate, "
     "e.ended_us, e.code, e.reason, e.finish_reason, e.request_seconds, e.output_tokens, "
     "e.kv_peak_tokens, e.kv_evicted_tokens, e.queue_seconds, e.ttft_seconds, "
-    "e.time_per_output_token_seconds, "
+    "e.time_per_output_token_seconds, s.tokens, s.agreed_tokens, s.kl_nats, "
     "o.metric, o.outcome_key, o.value, o.happened_us, o.received_us "
     "FROM (SELECT * FROM participations WHERE experiment = $1 AND began_us < $2 "
     "AND (began_us, request) > ($3, $4) ORDER BY began_us, request LIMIT $5) p "
     "JOIN requests r ON r.id = p.request LEFT JOIN ends e ON e.request = p.request "
-    "LEFT JOIN outcomes o ON o.request = p.request "
+    "LEFT JOIN shadows s ON s.request = p.request LEFT JOIN outcomes o ON o.request = p.request "
     "ORDER BY p.began_us, p.request, o.metric, o.outcome_key";
 constexpr size_t kRequestColumns = 12;
 constexpr size_t kEndColumns = 11;
+constexpr size_t kShadowColumns = 3;
 
 // Takes the values of a row one after another.
 class Columns {
@@ -64,6 +65,10 @@ EndRow EndOf(Columns columns) {
           .time_per_output_token_seconds = columns.OptionalDouble()};
 }
 
+ShadowRow ShadowOf(Columns columns) {
+  return {.tokens = columns.Int(), .agreed_tokens = columns.Int(), .kl_nats = columns.Double()};
+}
+
 RequestRow RequestOf(const SqlRow& row) {
   RequestRow request;
   Columns columns(row, 0);
@@ -81,6 +86,8 @@ RequestRow RequestOf(const SqlRow& row) {
   request.covariate = columns.OptionalDouble();
   const Columns end(row, kRequestColumns);
   if (!end.null()) request.end = EndOf(end);
+  const Columns shadow(row, kRequestColumns + kEndColumns);
+  if (!shadow.null()) request.shadow = ShadowOf(shadow);
   return request;
 }
 
@@ -111,7 +118,7 @@ absl::StatusOr<std::vector<RequestRow>> RequestReader::Next(SqlSession& session)
   std::vector<RequestRow> page;
   auto take = [this, &page](size_t, const SqlRow& row) {
     if (page.empty() || page.back().id != TextOf(row[0])) page.push_back(RequestOf(row));
-    const Columns columns(row, kRequestColumns + kEndColumns);
+    const Columns columns(row, kRequestColumns + kEndColumns + kShadowColumns);
     if (columns.null()) return;
     OutcomeRow outcome = OutcomeOf(columns);
     if (Wanted(outcome, page.back())) page.back().outcomes.push_back(std::move(outcome));

@@ -47,6 +47,13 @@ constexpr absl::string_view kVersion1[] = {
     "PRIMARY KEY (tenant, request_id, metric, outcome_key, received_us))",
 };
 
+// Of requests that were replayed.
+constexpr absl::string_view kVersion2[] = {
+    "CREATE TABLE shadows (request TEXT PRIMARY KEY REFERENCES requests (id) ON DELETE CASCADE, "
+    "compared_us BIGINT NOT NULL, tokens BIGINT NOT NULL, agreed_tokens BIGINT NOT NULL, "
+    "kl_nats DOUBLE PRECISION NOT NULL)",
+};
+
 absl::Status NotOurs(absl::string_view why) {
   return absl::FailedPreconditionError(
       absl::StrCat("this database is no experiment store of epikv (", why,
@@ -103,7 +110,8 @@ absl::Status Step(SqlSession& session, absl::Span<const Migration> migrations) {
 
 absl::Span<const Migration> Migrations() {
   static const std::vector<Migration> all = {
-      {.statements = {std::begin(kVersion1), std::end(kVersion1)}}};
+      {.statements = {std::begin(kVersion1), std::end(kVersion1)}},
+      {.statements = {std::begin(kVersion2), std::end(kVersion2)}}};
   return all;
 }
 

@@ -80,6 +80,13 @@ struct EndRow {
   std::optional<double> time_per_output_token_seconds;
 };
 
+// What a replay has shown: sums over output tokens, of which there are some.
+struct ShadowRow {
+  int64_t tokens = 0;
+  int64_t agreed_tokens = 0;
+  double kl_nats = 0;
+};
+
 // A request's part in one experiment. Times are in whole microseconds.
 struct RequestRow {
   std::string id;
@@ -95,6 +102,7 @@ struct RequestRow {
   bool forced = false;
   bool exposed = false;
   std::optional<EndRow> end;
+  std::optional<ShadowRow> shadow;
   // Of the experiment's metrics, within its outcome_window; by metric and key.
   std::vector<OutcomeRow> outcomes;
 };

@@ -17,7 +17,8 @@ namespace {
 using google::protobuf::util::TimeUtil;
 
 constexpr absl::string_view kSelectById =
-    "SELECT r.id, e.request FROM requests r LEFT JOIN ends e ON e.request = r.id WHERE r.id = $1";
+    "SELECT r.id, e.request, s.request FROM requests r LEFT JOIN ends e ON e.request = r.id "
+    "LEFT JOIN shadows s ON s.request = r.id WHERE r.id = $1";
 constexpr absl::string_view kInsertRequest =
     "INSERT INTO requests (id, tenant, request_id, unit, unit_is_request, model, began_us, "
     "prompt_tokens, max_output_tokens, covariate) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)";
@@ -28,6 +29,9 @@ constexpr absl::string_view kInsertEnd =
     "INSERT INTO ends (request, ended_us, code, reason, finish_reason, request_seconds, "
     "output_tokens, kv_peak_tokens, kv_evicted_tokens, queue_seconds, ttft_seconds, "
     "time_per_output_token_seconds) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)";
+constexpr absl::string_view kInsertShadow =
+    "INSERT INTO shadows (request, compared_us, tokens, agreed_tokens, kl_nats) "
+    "VALUES ($1, $2, $3, $4, $5)";
 int64_t MicrosOf(const google::protobuf::Timestamp& time) {
   return TimeUtil::TimestampToMicroseconds(time);
 }
@@ -48,6 +52,9 @@ bool Storable(const v1::RequestBegan& began) {
 }
 bool Storable(const v1::RequestEnded& ended) {
   return Storable({ended.id(), ended.code(), ended.reason(), ended.finish_reason()});
+}
+bool Storable(const v1::ShadowSeen& shadow) {
+  return shadow.tokens() > 0 && std::isfinite(shadow.kl_nats()) && Storable({shadow.id()});
 }
 bool Storable(const v1::OutcomeSeen& outcome) {
   if (!std::isfinite(outcome.value())) return false;
@@ -70,6 +77,7 @@ class WriteBatch {
       const v1::ExperimentRecord& record = records_[i];
       if (record.has_began() && Storable(record.began())) results_[i] = Take(record.began());
       if (record.has_ended() && Storable(record.ended())) results_[i] = Take(record.ended());
+      if (record.has_shadow() && Storable(record.shadow())) results_[i] = Take(record.shadow());
       if (!record.has_outcome() || !Storable(record.outcome())) continue;
       outcomes_.Seen(record.outcome(), results_[i]);
     }
@@ -79,20 +87,25 @@ class WriteBatch {
   }
 
  private:
-  // What is known of the ids that begin or end.
+  struct Known {
+    bool ended = false, compared = false;
+  };
+
+  // What is known of the ids that begin, end or were replayed.
   absl::Status LoadRequests() {
     std::vector<SqlRow> calls;
     for (const v1::ExperimentRecord& record : records_) {
       if (record.has_began()) calls.push_back({record.began().id()});
       if (record.has_ended()) calls.push_back({record.ended().id()});
+      if (record.has_shadow()) calls.push_back({record.shadow().id()});
     }
     return session_.RunEach(kSelectById, calls, [this](size_t, const SqlRow& row) {
-      ended_[TextOf(row[0])] = !IsNull(row[1]);
+      known_[TextOf(row[0])] = {.ended = !IsNull(row[1]), .compared = !IsNull(row[2])};
     });
   }
 
   Recorded Take(const v1::RequestBegan& began) {
-    if (!ended_.emplace(began.id(), false).second) return Recorded::kDuplicate;
+    if (!known_.emplace(began.id(), Known()).second) return Recorded::kDuplicate;
     const int64_t began_us = MicrosOf(began.time());
     new_requests_.push_back(
         {began.id(), began.tenant(), began.request_id(), static_cast<int64_t>(began.unit()),
@@ -107,9 +120,9 @@ class WriteBatch {
   }
 
   Recorded Take(const v1::RequestEnded& ended) {
-    const auto request = ended_.find(ended.id());
-    if (request == ended_.end()) return Recorded::kUnknownRequest;
-    if (std::exchange(request->second, true)) return Recorded::kDuplicate;
+    const auto request = known_.find(ended.id());
+    if (request == known_.end()) return Recorded::kUnknownRequest;
+    if (std::exchange(request->second.ended, true)) return Recorded::kDuplicate;
     new_ends_.push_back(
         {ended.id(), MicrosOf(ended.time()), ended.code(), ended.reason(), ended.finish_reason(),
          Number(ended.request_seconds()), int64_t{ended.output_tokens()},
@@ -121,10 +134,20 @@ class WriteBatch {
     return Recorded::kWritten;
   }
 
+  Recorded Take(const v1::ShadowSeen& shadow) {
+    const auto request = known_.find(shadow.id());
+    if (request == known_.end()) return Recorded::kUnknownRequest;
+    if (std::exchange(request->second.compared, true)) return Recorded::kDuplicate;
+    new_shadows_.push_back({shadow.id(), MicrosOf(shadow.time()), int64_t{shadow.tokens()},
+                            int64_t{shadow.agreed_tokens()}, shadow.kl_nats()});
+    return Recorded::kWritten;
+  }
+
   absl::Status WriteRequests() {
     absl::Status status = session_.RunEach(kInsertRequest, new_requests_);
     if (status.ok()) status = session_.RunEach(kInsertPart, new_parts_);
     if (status.ok()) status = session_.RunEach(kInsertEnd, new_ends_);
+    if (status.ok()) status = session_.RunEach(kInsertShadow, new_shadows_);
     return status;
   }
 
@@ -132,8 +155,8 @@ class WriteBatch {
   const absl::Span<const v1::ExperimentRecord> records_;
   OutcomeJoiner outcomes_;
   std::vector<Recorded> results_;
-  std::map<std::string, bool> ended_;  // known requests, and whether they have ended
-  std::vector<SqlRow> new_requests_, new_parts_, new_ends_;
+  std::map<std::string, Known> known_;  // requests
+  std::vector<SqlRow> new_requests_, new_parts_, new_ends_, new_shadows_;
 };
 
 }  // namespace

@@ -102,6 +102,7 @@ A = MODEL | {"policy": POLICIES} | ARMS
 OF_EVICTIONS = MODEL | {"policy": EVICTING} | ARMS
 LEAN = {"experiment": ("lean",)}
 OUTCOMES = {"arm": ("wide", "narrow"), "metric": ("right", "score")}
+SHADOW = LEAN | {"arm": ("wide", "narrow")}
 ANY: tuple[str, ...] = ()  # of one sample, whose labels say something
 # Their values are names that somebody chose.
 NAMING = {"model", "arm", "experiment", "guardrail", "metric"}
@@ -227,6 +228,18 @@ FAMILIES: dict[str, Expected] = {
     ),
     **of("histogram", "experiment", epikv_experiment_outcome_value=LEAN | OUTCOMES),
     **of(
+        "counter",
+        "shadow",
+        epikv_experiment_shadow_requests_total=SHADOW
+        | {"outcome": ("compared", "displaced", "interrupted", "failed")},
+        epikv_experiment_shadow_tokens_total=SHADOW,
+        epikv_experiment_shadow_agreed_tokens_total=SHADOW,
+        epikv_experiment_shadow_kl_nats_total=SHADOW,
+        epikv_experiment_shadow_seconds_total={},
+        epikv_experiment_shadow_interruptions_total={},
+    ),
+    **of("gauge", "shadow", epikv_experiment_shadow_waiting_requests={}),
+    **of(
         "gauge",
         "experiment",
         epikv_experiments_running={},
@@ -306,6 +319,7 @@ UNMOVED = {
     ("epikv_grpc_requests_total", "code", "UNKNOWN"): "nothing answers so",
     ("epikv_grpc_requests_total", "method", "other"): "a method that the metrics do not know",
     ("epikv_requests_rejected_total", "reason", "other"): "a reason that they do not know",
+    ("epikv_experiment_shadow_requests_total", "outcome", "failed"): "tests/shadow_test.cc",
     ("epikv_kv_budget_overrun_tokens_total", "", ""): "must stay 0",
     ("epikv_build_info", "", ""): "constant",
     ("epikv_policy_info", "", ""): "constant",
@@ -795,6 +809,31 @@ def switch(world: World) -> None:
     assert world.take_part("washed out").startswith("lean/")
 
 
+def shadow(world: World) -> None:
+    """Finished requests are replayed, but for those that newer ones displace while something is
+    live, and one that live ones always interrupt."""
+    requests, waiting = (
+        f"epikv_experiment_shadow_{of}" for of in ("requests_total", "waiting_requests")
+    )
+    held = world.hold(900)
+    world.until("epikv_requests_running", 1)
+    number = count()
+    while not world.value(requests, outcome="displaced"):
+        world.take_part(f"waiting {next(number)}", tokens=2)
+        world.look()
+    world.leave(held)
+    world.until(waiting, 0)
+    world.until_more(requests, outcome="compared")
+
+    while not world.value(requests, outcome="interrupted"):
+        world.take_part(f"interrupted {next(number)}", tokens=900)
+        for _ in range(12):  # more often than such a replay takes, and than it is tried
+            time.sleep(0.1)
+            world.client.generate_once(PROMPT, model="sample", stop=Stop(2))
+        world.look()
+    world.until(waiting, 0)
+
+
 def outage(world: World) -> None:
     """Nobody can write to the store of experiments, and then they can again."""
     bytes_, damaged = "epikv_experiment_spool_bytes", "epikv_experiment_spool_damaged_bytes_total"
@@ -889,6 +928,7 @@ SCENARIOS = (
     operate,
     experiment,
     switch,
+    shadow,
     outage,
     breach,
 )
@@ -948,6 +988,8 @@ def busy_world(files: Files) -> Iterator[World]:
         f"--experiment_store={files.store}",
         "--experiment_spool_bytes=1048576",
         "--experiment_guardrail_seconds=0.2",
+        "--experiment_shadow_permille=1000",
+        "--experiment_shadow_time_share=1",
     ]
     served = threading.Event()
     starting = threading.Thread(target=refused_while_it_starts, args=(address, token, served))

@@ -210,7 +210,39 @@ def test_a_page_has_a_plot_of_each_comparison(browser: Chromium, pages: dict[str
     assert links and set(links) <= set(ids)
     browser.open(pages["shadow"])
     told = browser.evaluate("document.querySelector('#shadow').innerText")
-    assert "shadow_kl_nats" in told and "shadow_same_answer" in told
+    assert "shadow_kl_nats" in told and "shadow_top1_agreement" in told
+
+
+def test_what_replays_have_shown_is_drawn(browser: Chromium, pages: dict[str, Path]) -> None:
+    browser.open(pages["shadow"])
+    drawn = "document.querySelector('#shadow #plot-{} svg.plot path.{}').getTotalLength()"
+    for metric in ("shadow_kl_nats", "shadow_top1_agreement"):
+        for population in ("all", "exposed"):
+            assert browser.evaluate(drawn.format(f"effect-{metric}-{population}-lean", "line")) > 50
+        for arm in ("arm-0", "arm-1"):
+            assert browser.evaluate(drawn.format(f"distribution-{metric}", arm)) > 50
+    values = (
+        "[...document.querySelectorAll('#shadow [data-figure=\"{}\"]')].map(e => e.dataset.value)"
+    )
+    kl = reading.find(report("shadow"), "shadow_kl_nats")
+    for arm in kl.all.arms:
+        found = browser.evaluate(values.format(f"metric/shadow_kl_nats/all/{arm.arm}/mean"))
+        assert [float(value) for value in found] == [arm.mean]
+    found = browser.evaluate(values.format("metric/shadow_kl_nats/all/lean/difference"))
+    assert [float(value) for value in found] == [kl.all.effects[0].difference]
+    others = "document.querySelectorAll('#distributions [id*=shadow], #attrition').length"
+    assert "shadow" not in browser.evaluate("document.querySelector('#attrition').innerText")
+    assert browser.evaluate(others) == 1
+
+
+def test_without_replays_nothing_is_said_of_them(told: Callable[[str], str]) -> None:
+    made = report("shadow")
+    for metric in made.metrics:
+        if metric.metric.name.startswith(reading.SHADOW):
+            metric.all.Clear()
+            metric.exposed.Clear()
+    assert not reading.groups(made).shadow
+    assert 'id="shadow"' not in page.html(made)
 
 
 def test_zero_and_the_margin_are_drawn(browser: Chromium, pages: dict[str, Path]) -> None:

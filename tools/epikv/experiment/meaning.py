@@ -64,6 +64,7 @@ def of(report: ExperimentReport) -> list[tuple[str, str]]:
             "Confounded, and switchback",
             reading.switchback(report) if reading.is_switchback(report) else reading.CONFOUNDED,
         ),
+        ("Shadow quality", reading.SHADOW_MEANS),
         (
             "Attrition",
             "A mean is of the outcomes that came in. If those who are missing differ between arms,"

@@ -66,8 +66,7 @@ def _sections(report: ExperimentReport) -> Iterator[Section]:
         parts = [part for each in groups.declared for part in _metric(report, each)]
         yield _section("declared", "Other declared metrics", *parts)
     if groups.shadow:
-        parts = [part for each in groups.shadow for part in _metric(report, each)]
-        yield _section("shadow", "Shadow quality", element("p", _SHADOW), *parts)
+        yield _section("shadow", "Shadow quality", *_shadow(report, groups.shadow))
     if groups.measured:
         yield _section("measured", "Measured by the server", *_own(report, groups.measured))
     if groups.confounded:
@@ -78,8 +77,9 @@ def _sections(report: ExperimentReport) -> Iterator[Section]:
             warning,
             *_own(report, groups.confounded),
         )
-    if any(arm.distributions for arm in report.arms):
-        yield _section("distributions", "Latencies and KV by arm", *_distributions(report))
+    if names := [n for n in _distributed(report) if not n.startswith(reading.SHADOW)]:
+        title = "Latencies and KV by arm"
+        yield _section("distributions", title, *_distributions(report, names))
     if found := reading.attrition(report):
         yield _section("attrition", "Attrition", *_attrition(report, found))
     if report.notes:
@@ -91,14 +91,6 @@ def _sections(report: ExperimentReport) -> Iterator[Section]:
         "What these numbers mean, and what they do not",
         *(join(element("h3", title), element("p", text)) for title, text in meaning.of(report)),
     )
-
-
-_SHADOW = (
-    "Of a sample of requests, what another arm would have answered: replayed later, with no user"
-    " waiting. Two answers to one request differ by nothing but the arm, so that these figures"
-    " need few requests; but nobody saw the other answer, and what it is worth to people they"
-    " cannot say."
-)
 
 
 def _section(name: str, title: str, *content: str) -> Section:
@@ -514,7 +506,22 @@ def _own(report: ExperimentReport, metrics: Sequence[MetricReport]) -> Iterator[
     yield _details("Over time", *plots)
 
 
-def _distributions(report: ExperimentReport) -> Iterator[Html]:
+def _shadow(report: ExperimentReport, metrics: Sequence[MetricReport]) -> Iterator[Html]:
+    yield element("p", reading.SHADOW_MEANS)
+    for each in metrics:
+        yield from _metric(report, each)
+    if names := [n for n in _distributed(report) if n.startswith(reading.SHADOW)]:
+        yield element("h3", "By arm")
+        yield from _distributions(report, names)
+
+
+def _distributed(report: ExperimentReport) -> list[str]:
+    """The metrics of which there are distributions of something."""
+    found = (d for arm in report.arms for d in arm.distributions)
+    return list(dict.fromkeys(d.metric for d in found if d.count))
+
+
+def _distributions(report: ExperimentReport, names: Sequence[str]) -> Iterator[Html]:
     yield element(
         "p",
         "Shares of requests by value; each outline has the same area. Below: from the 10th to the"
@@ -523,7 +530,6 @@ def _distributions(report: ExperimentReport) -> Iterator[Html]:
     )
     confounded = {metric.metric.name for metric in report.metrics if metric.confounded}
     yield _legend(report)
-    names = dict.fromkeys(d.metric for arm in report.arms for d in arm.distributions)
     plots = (_distribution(report, name, name in confounded) for name in names)
     yield element("div", *plots, class_="plots")
     if confounded.intersection(names):

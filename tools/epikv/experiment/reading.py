@@ -23,7 +23,7 @@ from epikv.v1.experiment_pb2 import (
     SampleRatio,
 )
 
-SHADOW = "shadow_"  # metrics of requests that were replayed under another arm
+SHADOW = "shadow_"  # metrics of requests that were replayed under the full cache
 SHARES = ("10 %", "25 %", "50 %", "75 %", "90 %", "99 %")  # of a Distribution's quantiles
 
 # Where coverage may differ by chance: as many standard errors as the sample-ratio alarm allows.
@@ -162,7 +162,7 @@ def control_of(report: ExperimentReport) -> str:
 
 @dataclass
 class Groups:
-    """A report's metrics, each once."""
+    """A report's metrics, each once; of replays none before there was one."""
 
     primary: list[MetricReport] = field(default_factory=list)
     declared: list[MetricReport] = field(default_factory=list)
@@ -177,7 +177,8 @@ def groups(report: ExperimentReport) -> Groups:
         if metric.primary:
             made.primary.append(metric)
         elif metric.metric.name.startswith(SHADOW):
-            made.shadow.append(metric)
+            if any(value.observations for value in metric.all.arms):
+                made.shadow.append(metric)
         elif metric.confounded:
             made.confounded.append(metric)
         else:
@@ -290,6 +291,15 @@ def summary(report: ExperimentReport) -> list[Sentence]:
     return said
 
 
+SHADOW_MEANS = (
+    "Of a sample of requests that ended well, replayed while nothing else was to be done: what was"
+    " generated is scored once as the request ran and once under the full cache. Per output token:"
+    " how far the distribution of the next token has moved (D(full cache || arm), 0: not at all),"
+    " and how often both find the same token likeliest. The control's own figures are the noise of"
+    " the measurement where it evicts nothing. Both arms are given the same text, which the arm"
+    " wrote: one token that would have turned an answer around counts as one token. These figures"
+    " are no accuracy."
+)
 EXPOSED_UNEVEN = (
     "The exposed are not split as the weights say: an arm has a hand in who is exposed, and figures"
     " of the exposed compare different people. Those of everyone do not."
@@ -390,10 +400,12 @@ class Attrition:
 
 
 def attrition(report: ExperimentReport) -> list[Attrition]:
-    """Of metrics that not all requests have."""
+    """Of metrics that not all requests have; replays are of a sample anyway."""
     seen = {arm.arm: arm.units for arm in report.arms}
     found = []
     for metric in report.metrics:
+        if metric.metric.name.startswith(SHADOW):
+            continue
         shares = {value.arm: value.coverage for value in metric.all.arms if seen.get(value.arm)}
         if all(share == 1 for share in shares.values()):
             continue

@@ -1,0 +1,208 @@
+#include "server/experiments/shadow.h"
+
+#include <algorithm>
+#include <utility>
+#include <variant>
+
+#include "absl/random/random.h"
+#include "absl/synchronization/notification.h"
+#include "server/experiments/steady_time.h"
+
+namespace epikv {
+
+// At each place of the output the likeliest tokens and, behind them, the one that is forced: both
+// passes know of it. And how it ended.
+class Shadow::RowSink final : public RequestSink {
+ public:
+  bool Ready() const override { return true; }
+  void OnDelta(Delta delta) override {
+    for (size_t i = 0; i < delta.top_logprobs.size(); ++i) {
+      std::vector<TokenLogprob>& row = rows_.emplace_back(std::move(delta.top_logprobs[i]));
+      const TokenLogprob forced = {.token = delta.tokens[i], .logprob = delta.logprobs[i]};
+      if (std::find(row.begin(), row.end(), forced) == row.end()) row.push_back(forced);
+    }
+  }
+  void OnFinished(Finished finished) override {
+    status_ = std::move(finished.status);
+    ended_.Notify();
+  }
+
+  absl::StatusOr<Rows> Await() {
+    ended_.WaitForNotification();
+    if (!status_.ok()) return status_;
+    return std::move(rows_);
+  }
+
+ private:
+  Rows rows_;
+  absl::Status status_;
+  absl::Notification ended_;
+};
+
+void Shadow::Tap::OnDelta(const Delta& delta) {
+  std::vector<int32_t>& outputs = sample_.request.forced;
+  outputs.insert(outputs.end(), delta.tokens.begin(), delta.tokens.end());
+}
+
+void Shadow::Tap::OnFinished(const Finished& finished) {
+  if (finished.status.ok() && !sample_.request.forced.empty()) shadow_.Put(std::move(sample_));
+}
+
+Shadow::Shadow(const ShadowOptions& options, const Models& models, ShadowObserver& observer)
+    : options_(options), models_(models), observer_(observer) {
+  thread_ = std::thread([this] { Run(); });
+}
+
+Shadow::~Shadow() {
+  {
+    absl::MutexLock lock(&mu_);
+    stopping_ = true;
+    if (replaying_ != nullptr) replaying_->engine->EndIdle();
+  }
+  stop_.Signal();
+  thread_.join();
+}
+
+std::shared_ptr<Shadow::Tap> Shadow::Follow(const v1::RequestBegan& began, const ModelPtr& model,
+                                            const Request& request) {
+  if (request.completions() > 1) return nullptr;
+  if (!absl::Bernoulli(absl::InsecureBitGen(), options_.share_of_requests)) return nullptr;
+  v1::RequestBegan dealt = began;
+  dealt.clear_parts();
+  for (const v1::RequestBegan::Part& part : began.parts()) {
+    if (!part.forced() && !part.washed_out()) *dealt.add_parts() = part;
+  }
+  if (dealt.parts().empty()) return nullptr;
+  return std::make_shared<Tap>(
+      *this, Sample{.began = std::move(dealt), .model = model, .request = request});
+}
+
+int64_t Shadow::TokensOf(const Sample& sample) {
+  return static_cast<int64_t>(sample.request.prompt.size() + sample.request.forced.size());
+}
+
+void Shadow::Put(Sample sample) {
+  if (TokensOf(sample) > options_.longest) {
+    return observer_.OnShadow(sample.began, ShadowFate::kFailed, {});
+  }
+  std::vector<Sample> displaced;
+  {
+    absl::MutexLock lock(&mu_);
+    tokens_ += TokensOf(sample);
+    samples_.push_back(std::move(sample));
+    while (tokens_ > options_.max_tokens ||
+           static_cast<int64_t>(samples_.size()) > options_.max_requests) {
+      displaced.push_back(PopOldest());
+    }
+    observer_.OnShadowWaiting(static_cast<int64_t>(samples_.size()));
+  }
+  for (const Sample& gone : displaced) observer_.OnShadow(gone.began, ShadowFate::kDisplaced, {});
+}
+
+Shadow::Sample Shadow::PopOldest() {
+  Sample oldest = std::move(samples_.front());
+  samples_.pop_front();
+  tokens_ -= TokensOf(oldest);
+  return oldest;
+}
+
+// The oldest, once there is time for it; none: the end.
+std::optional<Shadow::Sample> Shadow::Take() {
+  auto called = [this]()
+                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return stopping_ || !samples_.empty(); };
+  for (;;) {
+    {
+      absl::MutexLock lock(&mu_);
+      mu_.Await(absl::Condition(&called));
+      auto stopping = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return stopping_; };
+      if (stop_.Wait(mu_, next_ - SteadyTime(), stopping)) return std::nullopt;
+    }
+    const bool busy = Busy();
+    absl::MutexLock lock(&mu_);
+    if (busy) next_ = SteadyTime() + options_.look_every;
+    if (busy || samples_.empty()) continue;
+    Sample oldest = PopOldest();
+    observer_.OnShadowWaiting(static_cast<int64_t>(samples_.size()));
+    return oldest;
+  }
+}
+
+// Models share the cores: what one replays takes them from the others.
+bool Shadow::Busy() const {
+  const std::vector<ModelPtr> models = models_.Live();
+  return std::any_of(models.begin(), models.end(),
+                     [](const ModelPtr& model) { return model->engine->live() > 0; });
+}
+
+void Shadow::Run() {
+  while (std::optional<Sample> sample = Take()) {
+    const ModelPtr model = sample->model.lock();
+    if (model == nullptr || models_.Replaced(*model)) {
+      observer_.OnShadow(sample->began, ShadowFate::kFailed, {});
+      continue;
+    }
+    const absl::Duration begin = SteadyTime();
+    const absl::StatusOr<Divergence> found = Replay(sample->request, model);
+    const absl::Duration end = SteadyTime();
+    const absl::Duration rest = (end - begin) * (1 / options_.share_of_time - 1);
+    {
+      absl::MutexLock lock(&mu_);
+      next_ = end + (found.ok() ? rest : std::max(rest, options_.look_every));
+    }
+    observer_.OnShadowTime(end - begin, absl::IsCancelled(found.status()));
+    Settle(*std::move(sample), found);
+  }
+}
+
+// The full cache first: it takes less time, and where there is no room for it none of the rest.
+// kCancelled: it gave way; kUnavailable: it could not begin.
+absl::StatusOr<Divergence> Shadow::Replay(const Request& request, const ModelPtr& model) {
+  std::variant<Request, Rejection> full = model->admission->Resolve(
+      {.prompt = request.prompt, .forced = request.forced, .force_in_chunks = true});
+  if (const auto* rejection = std::get_if<Rejection>(&full)) {
+    return absl::FailedPreconditionError(rejection->message);
+  }
+  const absl::StatusOr<Rows> of_full = RowsOf(std::get<Request>(std::move(full)), model);
+  if (!of_full.ok()) return of_full.status();
+  // As it was resolved when it came: its budget in tokens, its protection, its seed.
+  Request as_it_ran = request;
+  as_it_ran.max_output_tokens = static_cast<int64_t>(request.forced.size());
+  const absl::StatusOr<Rows> of_arm = RowsOf(std::move(as_it_ran), model);
+  if (absl::IsUnavailable(of_arm.status())) return absl::CancelledError("between the passes");
+  if (!of_arm.ok()) return of_arm.status();
+  if (of_full->size() != request.forced.size() || of_arm->size() != request.forced.size()) {
+    return absl::InternalError("an output token has no distribution");
+  }
+  return Diverge(*of_full, *of_arm);
+}
+
+absl::StatusOr<Shadow::Rows> Shadow::RowsOf(Request request, const ModelPtr& model) {
+  request.id.clear();
+  request.output = {.text = false, .top_logprobs = options_.top};
+  request.deadline = absl::InfiniteFuture();
+  request.bypass_prefix_cache = true;  // whose place is for those to come
+  const auto sink = std::make_shared<RowSink>();
+  {
+    absl::MutexLock lock(&mu_);
+    if (stopping_ || !model->engine->SubmitIdle(std::move(request), sink)) {
+      return absl::UnavailableError("a live request was there first, or none is taken");
+    }
+    replaying_ = model;
+  }
+  absl::StatusOr<Rows> rows = sink->Await();
+  absl::MutexLock lock(&mu_);
+  replaying_.reset();
+  return rows;
+}
+
+void Shadow::Settle(Sample sample, const absl::StatusOr<Divergence>& found) {
+  if (absl::IsUnavailable(found.status())) return Put(std::move(sample));  // nothing was tried
+  const bool interrupted = absl::IsCancelled(found.status());
+  if (interrupted && ++sample.tries < options_.max_tries) return Put(std::move(sample));
+  const ShadowFate fate = found.ok()    ? ShadowFate::kCompared
+                          : interrupted ? ShadowFate::kInterrupted
+                                        : ShadowFate::kFailed;
+  observer_.OnShadow(sample.began, fate, found.ok() ? *found : Divergence());
+}
+
+}  // namespace epikv
