@@ -122,6 +122,7 @@ class Watcher final : public Participation, public ShadowObserver {
   absl::StatusOr<Assignment> Assign(const Subject& subject) override {
     return live.Assign(subject);
   }
+  void OnExcluded(const std::vector<std::string>&) override {}
   void OnBegan(v1::RequestBegan began) override {}
   void OnEnded(v1::RequestEnded ended) override {}
 
