@@ -927,8 +927,8 @@ SCENARIOS = (
     reload,
     operate,
     experiment,
-    switch,
     shadow,
+    switch,
     outage,
     breach,
 )
