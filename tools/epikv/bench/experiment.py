@@ -110,7 +110,8 @@ def command(
     arms, lengths = [parse_arm(policy)], (parse_lengths(str(prompt)), parse_lengths(str(output)))
     with tempfile.TemporaryDirectory(prefix="epikv-bench-") as folder:
         flags = ["--threads=1", "--prefix_cache_share=0", f"--kv_pool_bytes={1 << 30}"]
-        flags.append(f"--experiment_store={folder}/experiments.db")
+        # Replays take idle time, have a share of their own, and would take it between windows.
+        flags += [f"--experiment_store={folder}/experiments.db", "--experiment_shadow_permille=0"]
         with harness.serving(
             lambda: model or harness.random_model("overhead", **SHAPE), flags, **where
         ) as served:
