@@ -826,13 +826,24 @@ TEST(SqliteStoreTest, SaysWhatIsWrongWithAPath) {
   EXPECT_TRUE(absl::IsInvalidArgument(OpenStore("").status()));
 }
 
-TEST(SqliteStoreTest, NothingIsCommittedToAFileThatWasRemoved) {
+// Nor to a new one in its place, which nobody would look into once it is back.
+TEST(SqliteStoreTest, NothingIsCommittedToAFileThatWasMovedAway) {
   SqlitePlace place;
   const std::unique_ptr<Store> store = place.Open();
   ASSERT_TRUE(store->Create(Definition({.name = "x"})).ok());
-  for (const char* suffix : {"", "-wal", "-shm"}) std::filesystem::remove(place.where() + suffix);
-  ASSERT_TRUE(store->Create(Definition({.name = "x"})).ok()) << "in a new one";
-  EXPECT_THAT(ExperimentsOf(*place.Open()), SizeIs(1));
+  const std::string away = place.where() + ".away";
+  for (const char* suffix : {"", "-wal", "-shm"}) {
+    std::filesystem::rename(place.where() + suffix, away + suffix);
+  }
+  const absl::Status status = store->Create(Definition({.name = "y"})).status();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_FALSE(std::filesystem::exists(place.where()));
+  for (const char* suffix : {"", "-wal", "-shm"}) {
+    std::error_code not_there;  // a log, once it is written back
+    std::filesystem::rename(away + suffix, place.where() + suffix, not_there);
+  }
+  ASSERT_TRUE(store->Create(Definition({.name = "y"})).ok());
+  EXPECT_THAT(ExperimentsOf(*place.Open()), SizeIs(2));
 }
 
 TEST(SqliteStoreTest, AFullDiskIsAnOutage) {

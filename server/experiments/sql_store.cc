@@ -1,7 +1,9 @@
 #include "server/experiments/sql_store.h"
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
+#include <memory>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -283,7 +285,12 @@ class SqlStore final : public Store {
 absl::StatusOr<Open> OpenerOf(const std::string& where, const SqlTimeouts& timeouts) {
   if (where.empty()) return absl::InvalidArgumentError("no store was named");
   if (!absl::StartsWith(where, "postgresql://") && !absl::StartsWith(where, "postgres://")) {
-    return Open([where, timeouts] { return OpenSqlite(where, timeouts); });
+    // One that was there is not made again: it was moved away, and what it holds with it.
+    return Open([where, timeouts, was_there = std::make_shared<std::atomic<bool>>(false)] {
+      auto session = OpenSqlite(where, timeouts, /*make=*/!*was_there);
+      if (session.ok()) *was_there = true;
+      return session;
+    });
   }
   absl::StatusOr<PostgresAddress> address = PostgresAddress::Parse(where);
   if (!address.ok()) return address.status();

@@ -229,8 +229,10 @@ absl::Status MakeFile(const std::string& path) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<SqlSession>> OpenSqlite(const std::string& path,
-                                                       const SqlTimeouts& timeouts) {
-  if (absl::Status status = MakeFile(path); !status.ok()) return status;
+                                                       const SqlTimeouts& timeouts, bool make) {
+  if (make) {
+    if (absl::Status status = MakeFile(path); !status.ok()) return status;
+  }
   std::error_code no_folder;
   const std::string whole = std::filesystem::absolute(path, no_folder).string();
   if (no_folder) return absl::FailedPreconditionError("the working directory is gone");
