@@ -1,6 +1,6 @@
 #include "runtime/tokenizer/bpe.h"
 
-#include <optional>
+#include <algorithm>
 #include <queue>
 
 #include "absl/strings/match.h"
@@ -13,6 +13,7 @@ namespace epikv {
 namespace {
 
 constexpr size_t kNone = ~size_t{0};
+constexpr size_t kFew = 48;  // tokens; their merges take time quadratic in them
 
 // A token of a piece being merged, in a doubly linked list over its bytes.
 struct Symbol {
@@ -33,9 +34,27 @@ struct Candidate {
 
 bool OccursInUtf8(int byte) { return byte != 0xC0 && byte != 0xC1 && byte < 0xF5; }
 
-// What would change the tokens and is not implemented. With every byte in the vocabulary no
-// character is ever unknown, so unk_token and fuse_unk cannot act.
-absl::Status CheckOptions(const Json& json) {
+// Bytes of the character that a byte begins.
+size_t CharacterSize(char byte) {
+  const auto lead = static_cast<uint8_t>(byte);
+  return lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<TokenModel>> Bpe::FromJson(const Json& json, Vocabulary vocabulary,
+                                                          bool byte_level) {
+  std::unique_ptr<Bpe> bpe(new Bpe(std::move(vocabulary), byte_level));
+  const absl::Status options = bpe->ReadOptions(json);
+  if (!options.ok()) return options;
+  const absl::Status bytes = bpe->ReadByteTokens();
+  if (!bytes.ok()) return bytes;
+  const absl::Status merges = bpe->ReadMerges(Field(json, "merges"));
+  if (!merges.ok()) return merges;
+  return bpe;
+}
+
+absl::Status Bpe::ReadOptions(const Json& json) {
   const absl::Status status = CheckFields(
       json, "model",
       {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
@@ -49,33 +68,37 @@ absl::Status CheckOptions(const Json& json) {
       return Unsupported(absl::StrCat("model.", affix), "must be null or empty");
     }
   }
-  const absl::StatusOr<bool> fallback = BoolField(json, "model", "byte_fallback", false);
-  if (!fallback.ok()) return fallback.status();
-  if (*fallback) return Unsupported("model.byte_fallback", "must be false");
+  bool byte_fallback = false;
+  const std::pair<const char*, bool*> flags[] = {{"ignore_merges", &ignore_merges_},
+                                                 {"fuse_unk", &fuse_unknown_},
+                                                 {"byte_fallback", &byte_fallback}};
+  for (const auto& [name, flag] : flags) {
+    const absl::StatusOr<bool> value = BoolField(json, "model", name, false);
+    if (!value.ok()) return value.status();
+    *flag = *value;
+  }
+  if (byte_fallback && byte_level_) {
+    return Unsupported("model.byte_fallback", "must be false behind a ByteLevel pre_tokenizer");
+  }
+  if (byte_fallback) fallback_ = ByteFallbackTokens(vocabulary_);
+  if (Field(json, "unk_token").is_null()) return absl::OkStatus();
+  const absl::StatusOr<std::string> unknown = StringField(json, "model", "unk_token");
+  if (!unknown.ok()) return unknown.status();
+  unk_token_ = *unknown;
+  const auto found = vocabulary_.find(*unknown);
+  if (found != vocabulary_.end()) unknown_ = found->second;
   return absl::OkStatus();
 }
 
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<TokenModel>> Bpe::FromJson(const Json& json, Vocabulary vocabulary) {
-  const absl::Status options = CheckOptions(json);
-  if (!options.ok()) return options;
-  std::unique_ptr<Bpe> bpe(new Bpe(std::move(vocabulary)));
-  const absl::StatusOr<bool> ignore_merges = BoolField(json, "model", "ignore_merges", false);
-  if (!ignore_merges.ok()) return ignore_merges.status();
-  bpe->ignore_merges_ = *ignore_merges;
-  const absl::Status bytes = bpe->ReadByteTokens();
-  if (!bytes.ok()) return bytes;
-  const absl::Status merges = bpe->ReadMerges(Field(json, "merges"));
-  if (!merges.ok()) return merges;
-  return bpe;
-}
-
 absl::Status Bpe::ReadByteTokens() {
+  byte_tokens_.fill(-1);
   for (int byte = 0; byte < 256; ++byte) {
-    if (!OccursInUtf8(byte)) continue;
-    const auto found = vocabulary_.find(ByteCharacter(static_cast<uint8_t>(byte)));
+    if (byte_level_ ? !OccursInUtf8(byte) : byte >= 0x80) continue;
+    const auto found =
+        vocabulary_.find(byte_level_ ? std::string(ByteCharacter(static_cast<uint8_t>(byte)))
+                                     : std::string(1, static_cast<char>(byte)));
     if (found == vocabulary_.end()) {
+      if (!byte_level_) continue;
       return Unsupported("model.vocab",
                          absl::StrCat("has no token for the byte 0x", absl::Hex(byte)));
     }
@@ -124,44 +147,131 @@ absl::Status Bpe::AddMerge(const std::string& left, const std::string& right, in
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<int32_t>> Bpe::Encode(absl::string_view piece) const {
+absl::Status Bpe::AppendIds(absl::string_view piece, std::vector<int32_t>& ids) const {
   if (ignore_merges_) {
-    std::string word;
-    for (char byte : piece) absl::StrAppend(&word, ByteCharacter(static_cast<uint8_t>(byte)));
-    const auto found = vocabulary_.find(word);
-    if (found != vocabulary_.end()) return std::vector<int32_t>{found->second};
+    const std::optional<int32_t> whole = WholePiece(piece);
+    if (whole.has_value()) {
+      ids.push_back(*whole);
+      return absl::OkStatus();
+    }
   }
   std::vector<int32_t> tokens;
-  tokens.reserve(piece.size());
-  for (char byte : piece) tokens.push_back(byte_tokens_[static_cast<uint8_t>(byte)]);
-  return MergeAll(tokens);
+  if (byte_level_) {
+    tokens.reserve(piece.size());
+    for (char byte : piece) tokens.push_back(byte_tokens_[static_cast<uint8_t>(byte)]);
+  } else {
+    absl::StatusOr<std::vector<int32_t>> characters = CharacterTokens(piece);
+    if (!characters.ok()) return characters.status();
+    tokens = *std::move(characters);
+  }
+  tokens.size() <= kFew ? MergeFew(tokens) : MergeMany(tokens);
+  ids.insert(ids.end(), tokens.begin(), tokens.end());
+  return absl::OkStatus();
 }
 
-std::vector<int32_t> Bpe::MergeAll(const std::vector<int32_t>& tokens) const {
+std::optional<int32_t> Bpe::WholePiece(absl::string_view piece) const {
+  std::string spelling;
+  if (byte_level_) {
+    for (char byte : piece) absl::StrAppend(&spelling, ByteCharacter(static_cast<uint8_t>(byte)));
+  }
+  const auto found = vocabulary_.find(byte_level_ ? absl::string_view(spelling) : piece);
+  if (found == vocabulary_.end()) return std::nullopt;
+  return found->second;
+}
+
+std::optional<int32_t> Bpe::CharacterToken(absl::string_view character) const {
+  if (character.size() == 1) {
+    const int32_t token = byte_tokens_[static_cast<uint8_t>(character[0])];
+    if (token < 0) return std::nullopt;
+    return token;
+  }
+  const auto found = vocabulary_.find(character);
+  if (found == vocabulary_.end()) return std::nullopt;
+  return found->second;
+}
+
+absl::StatusOr<std::vector<int32_t>> Bpe::CharacterTokens(absl::string_view piece) const {
+  std::vector<int32_t> tokens;
+  tokens.reserve(piece.size());
+  bool unknown_due = false;  // an unknown token that is not there yet, in case it is fused
+  while (!piece.empty()) {
+    const absl::string_view character = piece.substr(0, CharacterSize(piece[0]));
+    piece.remove_prefix(character.size());
+    const std::optional<int32_t> token = CharacterToken(character);
+    if (token.has_value()) {
+      if (std::exchange(unknown_due, false)) tokens.push_back(*unknown_);
+      tokens.push_back(*token);
+      continue;
+    }
+    const auto fallback = [this](char byte) { return fallback_[static_cast<uint8_t>(byte)]; };
+    if (!fallback_.empty() && std::all_of(character.begin(), character.end(),
+                                          [&](char byte) { return fallback(byte) >= 0; })) {
+      // As in `tokenizers`, these go before an unknown token that is due.
+      for (char byte : character) tokens.push_back(fallback(byte));
+      continue;
+    }
+    if (!unk_token_.has_value()) continue;
+    if (!unknown_.has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the character '", character, "' is not in the model's vocabulary"));
+    }
+    if (std::exchange(unknown_due, true) && !fuse_unknown_) tokens.push_back(*unknown_);
+  }
+  if (unknown_due) tokens.push_back(*unknown_);
+  return tokens;
+}
+
+const Bpe::Merge* Bpe::FindMerge(int32_t left, int32_t right) const {
+  const auto merge = merges_.find(Pair(left, right));
+  return merge == merges_.end() ? nullptr : &merge->second;
+}
+
+void Bpe::MergeFew(std::vector<int32_t>& tokens) const {
+  // Of each token with the one after it.
+  std::vector<const Merge*> merges(tokens.size(), nullptr);
+  for (size_t i = 0; i + 1 < tokens.size(); ++i) merges[i] = FindMerge(tokens[i], tokens[i + 1]);
+  while (true) {
+    size_t best = kNone;
+    for (size_t i = 0; i + 1 < tokens.size(); ++i) {
+      if (merges[i] == nullptr) continue;
+      if (best == kNone || merges[i]->rank < merges[best]->rank) best = i;
+    }
+    if (best == kNone) return;
+    tokens[best] = merges[best]->result;
+    tokens.erase(tokens.begin() + best + 1);
+    merges.erase(merges.begin() + best);
+    const size_t last = tokens.size() - 1;
+    merges[best] = best == last ? nullptr : FindMerge(tokens[best], tokens[best + 1]);
+    if (best > 0) merges[best - 1] = FindMerge(tokens[best - 1], tokens[best]);
+  }
+}
+
+void Bpe::MergeMany(std::vector<int32_t>& tokens) const {
   std::vector<Symbol> symbols(tokens.size());
+  std::vector<Candidate> candidates;
   for (size_t i = 0; i < symbols.size(); ++i) {
     symbols[i] = {tokens[i], i == 0 ? kNone : i - 1, i + 1 == symbols.size() ? kNone : i + 1};
+    if (i + 1 == symbols.size()) break;
+    const Merge* merge = FindMerge(tokens[i], tokens[i + 1]);
+    if (merge != nullptr) candidates.push_back({merge->rank, i, merge->result});
   }
-  std::priority_queue<Candidate, std::vector<Candidate>, std::greater<Candidate>> queue;
-  const auto find = [&](size_t left) {
-    return merges_.find(Pair(symbols[left].token, symbols[symbols[left].next].token));
-  };
+  std::priority_queue<Candidate, std::vector<Candidate>, std::greater<Candidate>> queue(
+      std::greater<Candidate>(), std::move(candidates));
   const auto consider = [&](size_t left) {
     if (left == kNone || symbols[left].next == kNone) return;
-    const auto merge = find(left);
-    if (merge != merges_.end()) queue.push({merge->second.rank, left, merge->second.result});
+    const Merge* merge = FindMerge(symbols[left].token, symbols[symbols[left].next].token);
+    if (merge != nullptr) queue.push({merge->rank, left, merge->result});
   };
-  for (size_t i = 0; i < symbols.size(); ++i) consider(i);
 
   while (!queue.empty()) {
     const Candidate top = queue.top();
     queue.pop();
     Symbol& left = symbols[top.position];
     if (left.merged_away || left.next == kNone) continue;
-    const auto merge = find(top.position);
-    // A candidate is stale unless its neighbours still give what was queued.
-    if (merge == merges_.end() || merge->second.result != top.result) continue;
     Symbol& right = symbols[left.next];
+    // A candidate is stale unless its neighbours still give what was queued.
+    const Merge* merge = FindMerge(left.token, right.token);
+    if (merge == nullptr || merge->result != top.result) continue;
     left.token = top.result;
     left.next = right.next;
     right.merged_away = true;
@@ -170,11 +280,10 @@ std::vector<int32_t> Bpe::MergeAll(const std::vector<int32_t>& tokens) const {
     consider(top.position);
   }
 
-  std::vector<int32_t> merged;
+  tokens.clear();
   for (const Symbol& symbol : symbols) {
-    if (!symbol.merged_away) merged.push_back(symbol.token);
+    if (!symbol.merged_away) tokens.push_back(symbol.token);
   }
-  return merged;
 }
 
 }  // namespace epikv
