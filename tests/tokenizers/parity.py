@@ -22,7 +22,7 @@ from random_texts import random_texts
 from tokenizers import Tokenizer
 
 BATCH = 2000  # strings
-_BYTES = "\uf8ff"  # in no text; stands for a "▁" that is made of bytes
+_BYTES = "\uf8ff\uf8fe\uf8ff"  # in no text; stands for a "▁" that is made of bytes
 
 
 @dataclass
