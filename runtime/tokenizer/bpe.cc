@@ -1,7 +1,6 @@
 #include "runtime/tokenizer/bpe.h"
 
 #include <algorithm>
-#include <queue>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -11,26 +10,6 @@
 
 namespace epikv {
 namespace {
-
-constexpr size_t kNone = ~size_t{0};
-constexpr size_t kFew = 48;  // tokens; their merges take time quadratic in them
-
-// A token of a piece being merged, in a doubly linked list over its bytes.
-struct Symbol {
-  int32_t token;
-  size_t previous, next;  // kNone at the ends
-  bool merged_away = false;
-};
-
-// A merge that was possible when it was queued.
-struct Candidate {
-  int32_t rank;
-  size_t position;  // of the left symbol
-  int32_t result;
-  bool operator>(const Candidate& other) const {
-    return rank != other.rank ? rank > other.rank : position > other.position;
-  }
-};
 
 bool OccursInUtf8(int byte) { return byte != 0xC0 && byte != 0xC1 && byte < 0xF5; }
 
@@ -109,7 +88,8 @@ absl::Status Bpe::ReadByteTokens() {
 
 absl::Status Bpe::ReadMerges(const Json& json) {
   if (!json.is_array()) return Malformed("model.merges", "must be a list");
-  merges_.reserve(json.size());
+  Merges::Table table;
+  table.reserve(json.size());
   for (size_t i = 0; i < json.size(); ++i) {
     const std::string path = absl::StrCat("model.merges[", i, "]");
     std::vector<std::string> pair;
@@ -124,14 +104,15 @@ absl::Status Bpe::ReadMerges(const Json& json) {
     }
     if (pair.size() != 2) return Malformed(path, "must be a pair of tokens");
     // Ranks need only ascend.
-    const absl::Status status = AddMerge(pair[0], pair[1], static_cast<int32_t>(i), path);
+    const absl::Status status = AddMerge(pair[0], pair[1], static_cast<int32_t>(i), path, table);
     if (!status.ok()) return status;
   }
+  merges_ = Merges(std::move(table));
   return absl::OkStatus();
 }
 
 absl::Status Bpe::AddMerge(const std::string& left, const std::string& right, int32_t rank,
-                           const std::string& path) {
+                           const std::string& path, Merges::Table& table) const {
   int32_t ids[3];
   const std::string tokens[3] = {left, right, left + right};
   for (int i = 0; i < 3; ++i) {
@@ -143,7 +124,7 @@ absl::Status Bpe::AddMerge(const std::string& left, const std::string& right, in
     ids[i] = found->second;
   }
   // A pair given twice has the later rank, as in `tokenizers`.
-  merges_.insert_or_assign(Pair(ids[0], ids[1]), Merge{rank, ids[2]});
+  table.insert_or_assign(Merges::Pair(ids[0], ids[1]), Merges::Merge{rank, ids[2]});
   return absl::OkStatus();
 }
 
@@ -164,8 +145,7 @@ absl::Status Bpe::AppendIds(absl::string_view piece, std::vector<int32_t>& ids) 
     if (!characters.ok()) return characters.status();
     tokens = *std::move(characters);
   }
-  tokens.size() <= kFew ? MergeFew(tokens) : MergeMany(tokens);
-  ids.insert(ids.end(), tokens.begin(), tokens.end());
+  merges_.Apply(tokens, ids);
   return absl::OkStatus();
 }
 
@@ -219,71 +199,6 @@ absl::StatusOr<std::vector<int32_t>> Bpe::CharacterTokens(absl::string_view piec
   }
   if (unknown_due) tokens.push_back(*unknown_);
   return tokens;
-}
-
-const Bpe::Merge* Bpe::FindMerge(int32_t left, int32_t right) const {
-  const auto merge = merges_.find(Pair(left, right));
-  return merge == merges_.end() ? nullptr : &merge->second;
-}
-
-void Bpe::MergeFew(std::vector<int32_t>& tokens) const {
-  // Of each token with the one after it.
-  std::vector<const Merge*> merges(tokens.size(), nullptr);
-  for (size_t i = 0; i + 1 < tokens.size(); ++i) merges[i] = FindMerge(tokens[i], tokens[i + 1]);
-  while (true) {
-    size_t best = kNone;
-    for (size_t i = 0; i + 1 < tokens.size(); ++i) {
-      if (merges[i] == nullptr) continue;
-      if (best == kNone || merges[i]->rank < merges[best]->rank) best = i;
-    }
-    if (best == kNone) return;
-    tokens[best] = merges[best]->result;
-    tokens.erase(tokens.begin() + best + 1);
-    merges.erase(merges.begin() + best);
-    const size_t last = tokens.size() - 1;
-    merges[best] = best == last ? nullptr : FindMerge(tokens[best], tokens[best + 1]);
-    if (best > 0) merges[best - 1] = FindMerge(tokens[best - 1], tokens[best]);
-  }
-}
-
-void Bpe::MergeMany(std::vector<int32_t>& tokens) const {
-  std::vector<Symbol> symbols(tokens.size());
-  std::vector<Candidate> candidates;
-  for (size_t i = 0; i < symbols.size(); ++i) {
-    symbols[i] = {tokens[i], i == 0 ? kNone : i - 1, i + 1 == symbols.size() ? kNone : i + 1};
-    if (i + 1 == symbols.size()) break;
-    const Merge* merge = FindMerge(tokens[i], tokens[i + 1]);
-    if (merge != nullptr) candidates.push_back({merge->rank, i, merge->result});
-  }
-  std::priority_queue<Candidate, std::vector<Candidate>, std::greater<Candidate>> queue(
-      std::greater<Candidate>(), std::move(candidates));
-  const auto consider = [&](size_t left) {
-    if (left == kNone || symbols[left].next == kNone) return;
-    const Merge* merge = FindMerge(symbols[left].token, symbols[symbols[left].next].token);
-    if (merge != nullptr) queue.push({merge->rank, left, merge->result});
-  };
-
-  while (!queue.empty()) {
-    const Candidate top = queue.top();
-    queue.pop();
-    Symbol& left = symbols[top.position];
-    if (left.merged_away || left.next == kNone) continue;
-    Symbol& right = symbols[left.next];
-    // A candidate is stale unless its neighbours still give what was queued.
-    const Merge* merge = FindMerge(left.token, right.token);
-    if (merge == nullptr || merge->result != top.result) continue;
-    left.token = top.result;
-    left.next = right.next;
-    right.merged_away = true;
-    if (left.next != kNone) symbols[left.next].previous = top.position;
-    consider(left.previous);
-    consider(top.position);
-  }
-
-  tokens.clear();
-  for (const Symbol& symbol : symbols) {
-    if (!symbol.merged_away) tokens.push_back(symbol.token);
-  }
 }
 
 }  // namespace epikv

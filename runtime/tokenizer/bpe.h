@@ -5,13 +5,12 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "runtime/tokenizer/json_fields.h"
+#include "runtime/tokenizer/merges.h"
 #include "runtime/tokenizer/token_model.h"
 
 namespace epikv {
@@ -28,34 +27,24 @@ class Bpe final : public TokenModel {
                                                               bool byte_level);
 
  private:
-  using Pair = std::pair<int32_t, int32_t>;
-  struct Merge {
-    int32_t rank;    // lower goes first
-    int32_t result;  // the token the pair becomes
-  };
-
   Bpe(Vocabulary vocabulary, bool byte_level)
       : TokenModel(std::move(vocabulary)), byte_level_(byte_level) {}
   absl::Status ReadOptions(const Json& json);
   absl::Status ReadByteTokens();
   absl::Status ReadMerges(const Json& json);
   absl::Status AddMerge(const std::string& left, const std::string& right, int32_t rank,
-                        const std::string& path);
+                        const std::string& path, Merges::Table& table) const;
 
   absl::Status AppendIds(absl::string_view piece, std::vector<int32_t>& ids) const override;
   std::optional<int32_t> WholePiece(absl::string_view piece) const;
   // The tokens that a piece of characters starts as.
   absl::StatusOr<std::vector<int32_t>> CharacterTokens(absl::string_view piece) const;
   std::optional<int32_t> CharacterToken(absl::string_view character) const;
-  const Merge* FindMerge(int32_t left, int32_t right) const;
-  // Merges in place. Few tokens are searched for the lowest rank again and again, many are queued.
-  void MergeFew(std::vector<int32_t>& tokens) const;
-  void MergeMany(std::vector<int32_t>& tokens) const;
 
   const bool byte_level_;
   // byte_level: of the bytes that occur in UTF-8; else of ASCII's characters, -1: none.
   std::array<int32_t, 256> byte_tokens_{};
-  absl::flat_hash_map<Pair, Merge> merges_;
+  Merges merges_;
   bool ignore_merges_ = false;  // a piece that is a token is that token, whatever merges would give
   bool fuse_unknown_ = false;   // neighbouring unknown characters are one unknown token
   std::vector<int32_t> fallback_;         // [256]; empty: no byte_fallback

@@ -1,10 +1,15 @@
 #include "runtime/tokenizer/unigram.h"
 
 #include <algorithm>
-#include <limits>
+#include <array>
+#include <charconv>
+#include <cmath>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 
 namespace epikv {
 namespace {
@@ -22,6 +27,30 @@ size_t CharacterSize(absl::string_view text) {
   size_t size = 1;
   while (size < text.size() && (text[size] & 0xC0) == 0x80) ++size;
   return size;
+}
+
+// A number as `tokenizers` reads it: digits and a power of ten as two doubles. It is the nearest to
+// what is written, or next to that; which of two ways wins, whose sums are all but equal, depends
+// on it. Files have the fewest digits that tell a double.
+double AsRead(double nearest) {
+  std::array<char, 32> text;  // d.ddde-dd
+  const auto written =
+      std::to_chars(text.begin(), text.end(), std::abs(nearest), std::chars_format::scientific);
+  const std::pair<absl::string_view, absl::string_view> parts = absl::StrSplit(
+      absl::string_view(text.data(), static_cast<size_t>(written.ptr - text.data())), 'e');
+  const std::string digits = absl::StrReplaceAll(parts.first, {{".", ""}});
+  uint64_t significand = 0;
+  int exponent = 0;
+  double power = 0;
+  if (!absl::SimpleAtoi(digits, &significand) || !absl::SimpleAtoi(parts.second, &exponent)) {
+    return nearest;
+  }
+  exponent -= static_cast<int>(digits.size()) - 1;
+  if (!absl::SimpleAtod(absl::StrCat("1e", std::abs(exponent)), &power) || std::isinf(power)) {
+    return nearest;
+  }
+  const auto whole = static_cast<double>(significand);
+  return std::copysign(exponent < 0 ? whole / power : whole * power, nearest);
 }
 
 Trie TrieOf(const Vocabulary& vocabulary) {
@@ -60,7 +89,7 @@ absl::StatusOr<Unigram::Entries> Unigram::EntriesFromJson(const Json& json) {
     if (!result.ids.emplace(pair[0].get<std::string>(), *id).second) {
       return Malformed(path, "repeats another token");
     }
-    result.scores.push_back(pair[1].get<double>());
+    result.scores.push_back(AsRead(pair[1].get<double>()));
   }
   return result;
 }
