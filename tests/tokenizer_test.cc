@@ -37,6 +37,19 @@ std::unique_ptr<Tokenizer> Golden(const std::string& name) {
 
 absl::Status Load(const Json& json) { return Tokenizer::FromJson(json.dump()).status(); }
 
+// A small valid file, to be spoilt.
+Json Words() {
+  return {{"version", "1.0"},
+          {"truncation", nullptr},
+          {"padding", nullptr},
+          {"added_tokens", Json::array()},
+          {"normalizer", nullptr},
+          {"pre_tokenizer", {{"type", "WhitespaceSplit"}}},
+          {"post_processor", nullptr},
+          {"decoder", nullptr},
+          {"model", {{"type", "WordLevel"}, {"vocab", {{"a", 0}, {"b", 1}}}, {"unk_token", "a"}}}};
+}
+
 // Files and goldens: golden/make_tokenizers.py.
 class TokenizerGoldenTest : public testing::TestWithParam<std::string> {
  protected:
@@ -208,6 +221,18 @@ TEST(TokenizerTest, TheFirstSpaceIsTakenOff) {
   EXPECT_EQ(gemma->Decode(*gemma->Encode(" the", {.add_special = false})), " the");
 }
 
+// b-- and b- have sums whose last bit is another where scores are the doubles nearest to what is
+// written. Ids are those of `tokenizers` 0.23.3.
+TEST(TokenizerTest, ScoresAreReadAsTheReferenceReadsThem) {
+  Json json = Words();
+  json["pre_tokenizer"] = nullptr;
+  json["model"] = Json::parse(R"({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0],
+      ["b", -10.482186376919065], ["-", -6.321961284657728], ["--", -9.25300036792717]]})");
+  const auto tokenizer = Tokenizer::FromJson(json.dump());
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_THAT(*(*tokenizer)->Encode("b---"), ElementsAre(1, 3, 2));
+}
+
 // A megabyte in one piece: a quadratic way would not end.
 TEST(TokenizerTest, LongPiecesAreMerged) {
   const auto tokenizer = Golden("llama2_legacy");  // does not cut text
@@ -273,19 +298,6 @@ TEST(TokenizerTest, IdsOutsideTheVocabularyAreNoTokens) {
 TEST(TokenizerTest, KeepsTheTextItWasMadeFrom) {
   const std::string json = ReadGolden("gpt2.tokenizer.json");
   EXPECT_EQ((*Tokenizer::FromJson(json))->json(), json);
-}
-
-// A small valid file, to be spoilt.
-Json Words() {
-  return {{"version", "1.0"},
-          {"truncation", nullptr},
-          {"padding", nullptr},
-          {"added_tokens", Json::array()},
-          {"normalizer", nullptr},
-          {"pre_tokenizer", {{"type", "WhitespaceSplit"}}},
-          {"post_processor", nullptr},
-          {"decoder", nullptr},
-          {"model", {{"type", "WordLevel"}, {"vocab", {{"a", 0}, {"b", 1}}}, {"unk_token", "a"}}}};
 }
 
 Json Added(int32_t id, const std::string& content) {

@@ -107,8 +107,19 @@ absl::Status Bpe::ReadMerges(const Json& json) {
     const absl::Status status = AddMerge(pair[0], pair[1], static_cast<int32_t>(i), path, table);
     if (!status.ok()) return status;
   }
-  merges_ = Merges(std::move(table));
+  merges_ = Merges(std::move(table), InitialTokens());
   return absl::OkStatus();
+}
+
+std::vector<int32_t> Bpe::InitialTokens() const {
+  std::vector<int32_t> tokens(byte_tokens_.begin(), byte_tokens_.end());
+  if (byte_level_) return tokens;
+  for (const auto& [token, id] : vocabulary_) {
+    if (!token.empty() && token.size() == CharacterSize(token[0])) tokens.push_back(id);
+  }
+  tokens.insert(tokens.end(), fallback_.begin(), fallback_.end());
+  if (unknown_.has_value()) tokens.push_back(*unknown_);
+  return tokens;
 }
 
 absl::Status Bpe::AddMerge(const std::string& left, const std::string& right, int32_t rank,

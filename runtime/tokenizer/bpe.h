@@ -35,6 +35,8 @@ class Bpe final : public TokenModel {
   absl::Status AddMerge(const std::string& left, const std::string& right, int32_t rank,
                         const std::string& path, Merges::Table& table) const;
 
+  // All tokens that a piece may start as; negative ones mean nothing.
+  std::vector<int32_t> InitialTokens() const;
   absl::Status AppendIds(absl::string_view piece, std::vector<int32_t>& ids) const override;
   std::optional<int32_t> WholePiece(absl::string_view piece) const;
   // The tokens that a piece of characters starts as.

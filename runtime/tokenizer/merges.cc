@@ -30,8 +30,7 @@ struct Candidate {
   }
 };
 
-// The tokens that one may begin, or end, with, before anything is merged; itself among them, since
-// text may begin with any token.
+// The tokens that text may begin, or end, with which has become one token.
 using Ends = std::vector<int32_t>;
 
 // Whether `ends` has grown.
@@ -47,15 +46,19 @@ bool Add(Ends& ends, const Ends& more) {
 
 }  // namespace
 
-Merges::Merges(Table table) : table_(std::move(table)) { FindJoints(); }
+Merges::Merges(Table table, absl::Span<const int32_t> initial) : table_(std::move(table)) {
+  FindJoints(initial);
+}
 
-void Merges::FindJoints() {
+void Merges::FindJoints(absl::Span<const int32_t> initial) {
   int32_t largest = -1;
   for (const auto& [pair, merge] : table_) {
     largest = std::max({largest, pair.first, pair.second, merge.result});
   }
   std::vector<Ends> first(static_cast<size_t>(largest) + 1), last(first.size());
-  for (int32_t token = 0; token <= largest; ++token) first[token] = last[token] = {token};
+  for (int32_t token : initial) {
+    if (token >= 0 && token <= largest) first[token] = last[token] = {token};
+  }
   std::vector<std::pair<Pair, Merge>> by_rank(table_.begin(), table_.end());
   std::sort(by_rank.begin(), by_rank.end(),
             [](const auto& a, const auto& b) { return a.second.rank < b.second.rank; });

@@ -23,7 +23,8 @@ class Merges {
   using Table = absl::flat_hash_map<Pair, Merge>;
 
   Merges() = default;
-  explicit Merges(Table table);
+  // `initial`: all tokens that text may hold before anything is merged.
+  Merges(Table table, absl::Span<const int32_t> initial);
 
   // Appends to `ids` what is left of `tokens` when the pair whose merge has the lowest rank, the
   // leftmost of several, has been merged until no pair has a merge.
@@ -32,7 +33,7 @@ class Merges {
  private:
   // Finds the pairs of tokens between which some merge, of these or of what they have become, can
   // ever reach. Text falls apart between the others, so that long text takes no long queue.
-  void FindJoints();
+  void FindJoints(absl::Span<const int32_t> initial);
   bool MayJoin(int32_t left, int32_t right) const {
     return !cuts_ || joints_.contains(Pair(left, right));
   }
