@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
-
 namespace epikv {
 
 TextStream::Matcher::Matcher(std::string pattern)
@@ -22,7 +20,8 @@ void TextStream::Matcher::Advance(char byte) {
 }
 
 TextStream::TextStream(const Tokenizer& tokenizer, TextStreamOptions options)
-    : tokenizer_(tokenizer), options_(std::move(options)) {
+    : options_(std::move(options)),
+      detokenizer_(tokenizer, {.skip_special = options_.skip_special}) {
   for (const std::string& stop : options_.stop_strings) matchers_.emplace_back(stop);
 }
 
@@ -31,29 +30,22 @@ TextStream::Piece TextStream::Append(int32_t token) {
   ++num_tokens_;
   const std::vector<int32_t>& stops = options_.stop_token_ids;
   if (std::find(stops.begin(), stops.end(), token) != stops.end()) return EndAtToken(token);
-  return Search(repair_.Append(BytesOf(token)));
+  return Search(detokenizer_.Append(token));
 }
 
 TextStream::Piece TextStream::Flush() {
   if (ended_) return {};
-  Piece piece = Search(repair_.Flush());
+  Piece piece = Search(detokenizer_.Flush());
   ended_ = true;
   piece.text += std::exchange(held_, "");
   return piece;
 }
 
-std::string TextStream::BytesOf(int32_t token) {
-  const std::optional<absl::string_view> bytes = tokenizer_.TokenBytes(token);
-  if (!bytes.has_value() || (options_.skip_special && tokenizer_.IsSpecial(token))) return "";
-  const bool first = !std::exchange(contributed_, true);
-  return absl::StrCat(first ? "" : tokenizer_.separator(), *bytes);
-}
-
 TextStream::Piece TextStream::EndAtToken(int32_t token) {
   ended_ = true;
   std::string text = std::exchange(held_, "");
-  if (options_.include_stop) text += repair_.Append(BytesOf(token));
-  text += repair_.Flush();
+  if (options_.include_stop) text += detokenizer_.Append(token);
+  text += detokenizer_.Flush();
   return {std::move(text), StopToken{token}};
 }
 

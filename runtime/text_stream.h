@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "runtime/tokenizer.h"
-#include "runtime/utf8.h"
 
 namespace epikv {
 
@@ -70,21 +69,17 @@ class TextStream {
     size_t matched_ = 0;
   };
 
-  // Bytes the token adds to the stream.
-  std::string BytesOf(int32_t token);
   Piece EndAtToken(int32_t token);
   // Searches new text for stop strings; emits what cannot be part of one.
   Piece Search(const std::string& text);
   // The longest stop string that ends here.
   std::optional<size_t> CompleteMatch() const;
 
-  const Tokenizer& tokenizer_;
   const TextStreamOptions options_;
   std::vector<Matcher> matchers_;  // [stop_strings]
-  Utf8Repair repair_;
-  std::string held_;          // text not yet emitted
-  int64_t num_tokens_ = 0;    // appended
-  bool contributed_ = false;  // some token has added to the stream
+  Detokenizer detokenizer_;
+  std::string held_;        // text not yet emitted
+  int64_t num_tokens_ = 0;  // appended
   bool ended_ = false;
 };
 

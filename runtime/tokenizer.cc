@@ -1,14 +1,15 @@
 #include "runtime/tokenizer.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/tokenizer/added_tokens.h"
-#include "runtime/tokenizer/byte_alphabet.h"
+#include "runtime/tokenizer/decoder.h"
 #include "runtime/tokenizer/json_fields.h"
-#include "runtime/tokenizer/nfc.h"
+#include "runtime/tokenizer/normalizer.h"
 #include "runtime/tokenizer/post_processor.h"
 #include "runtime/tokenizer/pre_tokenizer.h"
 #include "runtime/tokenizer/token_model.h"
@@ -17,42 +18,12 @@
 namespace epikv {
 namespace {
 
-enum class Normalizer { kNone, kNfc };
-enum class Decoder { kJoinWithSpaces, kByteLevel };
-
 // What an id stands for in decoded text.
 struct DecodedToken {
   bool exists = false;
   bool special = false;
   std::string bytes;
 };
-
-absl::StatusOr<Normalizer> NormalizerFromJson(const Json& json) {
-  const absl::StatusOr<std::string> type = TypeOf(json, "normalizer");
-  if (!type.ok()) return type.status();
-  if (type->empty()) return Normalizer::kNone;
-  if (*type != "NFC") {
-    return Unsupported("normalizer.type", absl::StrCat("is '", *type, "'; supported: null, NFC"));
-  }
-  const absl::Status status = CheckFields(json, "normalizer", {"type"});
-  if (!status.ok()) return status;
-  return Normalizer::kNfc;
-}
-
-absl::StatusOr<Decoder> DecoderFromJson(const Json& json) {
-  const absl::StatusOr<std::string> type = TypeOf(json, "decoder");
-  if (!type.ok()) return type.status();
-  if (type->empty()) return Decoder::kJoinWithSpaces;
-  if (*type != "ByteLevel") {
-    return Unsupported("decoder.type",
-                       absl::StrCat("is '", *type, "'; supported: null, ByteLevel"));
-  }
-  // None of these changes what is decoded.
-  const absl::Status status =
-      CheckFields(json, "decoder", {"type", "add_prefix_space", "trim_offsets", "use_regex"});
-  if (!status.ok()) return status;
-  return Decoder::kByteLevel;
-}
 
 absl::Status CheckTopLevel(const Json& json) {
   if (!json.is_object()) return Malformed("the file", "must be a JSON object");
@@ -71,44 +42,27 @@ absl::Status CheckTopLevel(const Json& json) {
   return absl::OkStatus();
 }
 
-std::string BytesOf(const std::string& token, Decoder decoder) {
-  if (decoder == Decoder::kJoinWithSpaces) return token;
-  return BytesOfToken(token).value_or(token);
-}
-
 // An added token that the model has too must have the same id there, and no other token may.
-absl::Status CheckAdded(const std::vector<AddedToken>& tokens, const Vocabulary& vocabulary,
-                        Normalizer normalizer) {
+absl::Status CheckAdded(const std::vector<AddedToken>& tokens, const Vocabulary& vocabulary) {
   absl::flat_hash_map<int32_t, absl::string_view> by_id;
   for (const auto& [token, id] : vocabulary) by_id[id] = token;
   for (size_t i = 0; i < tokens.size(); ++i) {
-    const std::string path = absl::StrCat("added_tokens[", i, "]");
     const auto in_model = vocabulary.find(tokens[i].content);
     const auto same_id = by_id.find(tokens[i].id);
     if ((in_model != vocabulary.end() && in_model->second != tokens[i].id) ||
         (same_id != by_id.end() && same_id->second != tokens[i].content)) {
-      return Malformed(path, "contradicts model.vocab");
-    }
-    if (tokens[i].normalized && normalizer == Normalizer::kNfc &&
-        Nfc(tokens[i].content) != tokens[i].content) {
-      return Unsupported(absl::StrCat(path, ".content"), "is changed by the normalizer");
+      return Malformed(absl::StrCat("added_tokens[", i, "]"), "contradicts model.vocab");
     }
   }
   return absl::OkStatus();
 }
 
-// By id.
-std::vector<DecodedToken> DecodedTokens(const Vocabulary& vocabulary,
-                                        const std::vector<AddedToken>& added, Decoder decoder) {
-  int32_t largest = -1;
-  for (const auto& [token, id] : vocabulary) largest = std::max(largest, id);
-  for (const AddedToken& token : added) largest = std::max(largest, token.id);
-  std::vector<DecodedToken> decoded(static_cast<size_t>(largest) + 1);
-  for (const auto& [token, id] : vocabulary) decoded[id] = {true, false, BytesOf(token, decoder)};
-  for (const AddedToken& token : added) {
-    decoded[token.id] = {true, token.special, BytesOf(token.content, decoder)};
-  }
-  return decoded;
+// Finds the tokens that are searched before normalizing (`normalized` is false) or after it.
+AddedTokenFinder FinderOf(const std::vector<AddedToken>& tokens, bool normalized) {
+  std::vector<AddedToken> found;
+  std::copy_if(tokens.begin(), tokens.end(), std::back_inserter(found),
+               [&](const AddedToken& token) { return token.normalized == normalized; });
+  return AddedTokenFinder(std::move(found));
 }
 
 absl::Status CheckAround(const PostProcessor& around, const std::vector<DecodedToken>& decoded) {
@@ -133,85 +87,119 @@ struct Tokenizer::Parts {
   // Added tokens found before and after normalizing.
   AddedTokenFinder raw_finder, normalized_finder;
   Vocabulary added_ids;
-  std::vector<DecodedToken> decoded;  // by id
+  std::vector<DecodedToken> decoded;                           // by id
+  absl::flat_hash_map<int32_t, std::string> first_bytes = {};  // where a first token's are others
 
   static absl::StatusOr<Parts> FromJson(const Json& json);
+  // Fills `decoded` and `first_bytes`.
+  absl::Status ReadTokens(const std::vector<AddedToken>& added);
+  absl::Status ReadToken(absl::string_view token, int32_t id, bool special);
 
   // Token ids of text, without what goes around it. Precondition: UTF-8.
   absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view text) const;
-  // Of text without added tokens.
-  absl::StatusOr<std::vector<int32_t>> EncodePlain(absl::string_view text) const;
+  // Appends those of text without added tokens that are found before normalizing. `at_start`: no
+  // text stands before it.
+  absl::Status EncodeRaw(absl::string_view text, bool at_start, std::vector<int32_t>& ids) const;
 };
 
 absl::StatusOr<Tokenizer::Parts> Tokenizer::Parts::FromJson(const Json& json) {
   const absl::Status status = CheckTopLevel(json);
   if (!status.ok()) return status;
-  const auto normalizer = NormalizerFromJson(Field(json, "normalizer"));
+  auto normalizer = Normalizer::FromJson(Field(json, "normalizer"));
   if (!normalizer.ok()) return normalizer.status();
-  const auto decoder = DecoderFromJson(Field(json, "decoder"));
+  auto decoder = Decoder::FromJson(Field(json, "decoder"));
   if (!decoder.ok()) return decoder.status();
   auto pre_tokenizer = PreTokenizer::FromJson(Field(json, "pre_tokenizer"));
   if (!pre_tokenizer.ok()) return pre_tokenizer.status();
+  if (pre_tokenizer->minds_beginning() && normalizer->may_cut_beginning()) {
+    return Unsupported("pre_tokenizer",
+                       "has the prepend_scheme 'first' behind a normalizer that strips");
+  }
   auto model = TokenModel::FromJson(Field(json, "model"), pre_tokenizer->byte_level());
   if (!model.ok()) return model.status();
   auto around = PostProcessor::FromJson(Field(json, "post_processor"));
   if (!around.ok()) return around.status();
-  auto added = AddedTokensFromJson(Field(json, "added_tokens"));
+  const auto added = AddedTokensFromJson(Field(json, "added_tokens"), *normalizer);
   if (!added.ok()) return added.status();
-  const absl::Status consistent = CheckAdded(*added, (*model)->vocabulary(), *normalizer);
+  const absl::Status consistent = CheckAdded(*added, (*model)->vocabulary());
   if (!consistent.ok()) return consistent;
-  std::vector<DecodedToken> decoded = DecodedTokens((*model)->vocabulary(), *added, *decoder);
-  const absl::Status around_status = CheckAround(*around, decoded);
-  if (!around_status.ok()) return around_status;
-
   Vocabulary added_ids;
   for (const AddedToken& token : *added) added_ids.emplace(token.content, token.id);
-  const auto normalized = std::stable_partition(
-      added->begin(), added->end(), [](const AddedToken& token) { return !token.normalized; });
-  return Parts{.json = "",
-               .normalizer = *normalizer,
-               .decoder = *decoder,
-               .pre_tokenizer = *std::move(pre_tokenizer),
-               .model = *std::move(model),
-               .around = *std::move(around),
-               .raw_finder = AddedTokenFinder({added->begin(), normalized}),
-               .normalized_finder = AddedTokenFinder({normalized, added->end()}),
-               .added_ids = std::move(added_ids),
-               .decoded = std::move(decoded)};
+  Parts parts{.json = "",
+              .normalizer = *std::move(normalizer),
+              .decoder = *std::move(decoder),
+              .pre_tokenizer = *std::move(pre_tokenizer),
+              .model = *std::move(model),
+              .around = *std::move(around),
+              .raw_finder = FinderOf(*added, /*normalized=*/false),
+              .normalized_finder = FinderOf(*added, /*normalized=*/true),
+              .added_ids = std::move(added_ids),
+              .decoded = {}};
+  const absl::Status tokens = parts.ReadTokens(*added);
+  if (!tokens.ok()) return tokens;
+  const absl::Status around_status = CheckAround(parts.around, parts.decoded);
+  if (!around_status.ok()) return around_status;
+  return parts;
+}
+
+absl::Status Tokenizer::Parts::ReadTokens(const std::vector<AddedToken>& added) {
+  int32_t largest = -1;
+  for (const auto& [token, id] : model->vocabulary()) largest = std::max(largest, id);
+  for (const AddedToken& token : added) largest = std::max(largest, token.id);
+  decoded.resize(static_cast<size_t>(largest) + 1);
+  for (const auto& [token, id] : model->vocabulary()) {
+    const absl::Status status = ReadToken(token, id, /*special=*/false);
+    if (!status.ok()) return status;
+  }
+  for (const AddedToken& token : added) {
+    const absl::Status status = ReadToken(token.text, token.id, token.special);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Tokenizer::Parts::ReadToken(absl::string_view token, int32_t id, bool special) {
+  absl::StatusOr<std::string> bytes = decoder.BytesOf(token, /*first=*/false);
+  if (!bytes.ok()) return Malformed("decoder", bytes.status().message());
+  if (decoder.minds_first()) {
+    absl::StatusOr<std::string> first = decoder.BytesOf(token, /*first=*/true);
+    if (!first.ok()) return Malformed("decoder", first.status().message());
+    if (*first != *bytes) first_bytes.insert_or_assign(id, *std::move(first));
+  }
+  decoded[id] = {true, special, *std::move(bytes)};
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<int32_t>> Tokenizer::Parts::Encode(absl::string_view text) const {
   std::vector<int32_t> ids;
-  for (const AddedTokenFinder::Segment& raw : raw_finder.Split(text)) {
-    if (raw.token.has_value()) {
-      ids.push_back(*raw.token);
+  for (const AddedTokenFinder::Segment& segment : raw_finder.Split(text)) {
+    if (segment.token.has_value()) {
+      ids.push_back(*segment.token);
       continue;
     }
-    const std::string normalized =
-        normalizer == Normalizer::kNfc ? Nfc(raw.text) : std::string(raw.text);
-    for (const AddedTokenFinder::Segment& segment : normalized_finder.Split(normalized)) {
-      if (segment.token.has_value()) {
-        ids.push_back(*segment.token);
-        continue;
-      }
-      const auto plain = EncodePlain(segment.text);
-      if (!plain.ok()) return plain.status();
-      ids.insert(ids.end(), plain->begin(), plain->end());
-    }
+    const absl::Status status = EncodeRaw(segment.text, segment.text.data() == text.data(), ids);
+    if (!status.ok()) return status;
   }
   return ids;
 }
 
-absl::StatusOr<std::vector<int32_t>> Tokenizer::Parts::EncodePlain(absl::string_view text) const {
-  std::vector<int32_t> ids;
-  const auto pieces = pre_tokenizer.Split(text);
-  if (!pieces.ok()) return pieces.status();
-  for (const std::string& piece : *pieces) {
-    const auto tokens = model->Encode(piece);
+absl::Status Tokenizer::Parts::EncodeRaw(absl::string_view text, bool at_start,
+                                         std::vector<int32_t>& ids) const {
+  const absl::StatusOr<std::string> normalized = normalizer.Normalize(text);
+  if (!normalized.ok()) return normalized.status();
+  for (const AddedTokenFinder::Segment& segment : normalized_finder.Split(*normalized)) {
+    if (segment.token.has_value()) {
+      ids.push_back(*segment.token);
+      continue;
+    }
+    const bool first = at_start && segment.text.data() == normalized->data();
+    const absl::StatusOr<Pieces> pieces = pre_tokenizer.Split(segment.text, first);
+    if (!pieces.ok()) return pieces.status();
+    const absl::StatusOr<std::vector<int32_t>> tokens = model->Encode(*pieces);
     if (!tokens.ok()) return tokens.status();
     ids.insert(ids.end(), tokens->begin(), tokens->end());
   }
-  return ids;
+  return absl::OkStatus();
 }
 
 Tokenizer::Tokenizer(std::unique_ptr<const Parts> parts) : parts_(std::move(parts)) {}
@@ -244,17 +232,10 @@ absl::StatusOr<std::vector<int32_t>> Tokenizer::Encode(absl::string_view text,
 }
 
 std::string Tokenizer::Decode(absl::Span<const int32_t> ids, const DecodeOptions& options) const {
-  std::string bytes;
-  bool first = true;
-  for (int32_t id : ids) {
-    const std::optional<absl::string_view> token = TokenBytes(id);
-    if (!token.has_value() || (options.skip_special && IsSpecial(id))) continue;
-    absl::StrAppend(&bytes, first ? "" : separator(), *token);
-    first = false;
-  }
-  Utf8Repair repair;
-  std::string text = repair.Append(bytes);
-  return text + repair.Flush();
+  Detokenizer detokenizer(*this, options);
+  std::string text;
+  for (int32_t id : ids) text += detokenizer.Append(id);
+  return text + detokenizer.Flush();
 }
 
 std::optional<absl::string_view> Tokenizer::TokenBytes(int32_t id) const {
@@ -262,9 +243,7 @@ std::optional<absl::string_view> Tokenizer::TokenBytes(int32_t id) const {
   return parts_->decoded[id].bytes;
 }
 
-absl::string_view Tokenizer::separator() const {
-  return parts_->decoder == Decoder::kJoinWithSpaces ? " " : "";
-}
+absl::string_view Tokenizer::separator() const { return parts_->decoder.separator(); }
 
 bool Tokenizer::IsSpecial(int32_t id) const {
   return id >= 0 && id < vocab_size() && parts_->decoded[id].special;
@@ -281,5 +260,38 @@ std::optional<int32_t> Tokenizer::TokenToId(absl::string_view token) const {
 int64_t Tokenizer::vocab_size() const { return static_cast<int64_t>(parts_->decoded.size()); }
 
 const std::string& Tokenizer::json() const { return parts_->json; }
+
+Detokenizer::Detokenizer(const Tokenizer& tokenizer, const DecodeOptions& options)
+    : tokenizer_(tokenizer),
+      options_(options),
+      strip_left_(tokenizer.parts_->decoder.strip().count) {}
+
+std::string Detokenizer::Append(int32_t id) {
+  std::optional<absl::string_view> bytes = tokenizer_.TokenBytes(id);
+  if (!bytes.has_value() || (options_.skip_special && tokenizer_.IsSpecial(id))) return "";
+  if (std::exchange(contributed_, true)) {
+    const absl::string_view separator = tokenizer_.separator();
+    if (!separator.empty()) return WithoutStrip(repair_.Append(absl::StrCat(separator, *bytes)));
+    return WithoutStrip(repair_.Append(*bytes));
+  }
+  const auto& first_bytes = tokenizer_.parts_->first_bytes;
+  const auto first = first_bytes.find(id);
+  return WithoutStrip(repair_.Append(first == first_bytes.end() ? *bytes : first->second));
+}
+
+std::string Detokenizer::Flush() { return WithoutStrip(repair_.Flush()); }
+
+std::string Detokenizer::WithoutStrip(std::string text) {
+  const std::string& content = tokenizer_.parts_->decoder.strip().content;
+  while (strip_left_ > 0 && !text.empty()) {
+    if (!absl::StartsWith(text, content)) {
+      strip_left_ = 0;
+      break;
+    }
+    text.erase(0, content.size());
+    --strip_left_;
+  }
+  return text;
+}
 
 }  // namespace epikv

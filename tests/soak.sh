@@ -9,11 +9,18 @@
 #   soak.sh crashes [--kills N]     1000 kills -9 of a daemon that records outcomes, for each kind of store;
 #                                   nothing acknowledged may be lost or counted twice. Interrupted, it goes on
 #   soak.sh kills [N]               the same of its recorder alone, which records as fast as stores write
+#   soak.sh tokenizers [--strings N]  ids and text of 100,000 random strings for each algorithm, as the
+#                                   tokenizers library gives them
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 setup
 if [ "${1:-}" = kills ]; then
   build recorder_test
   EPIKV_KILLS=${2:-1000} exec "$EPIKV_ROOT/build/dev/tests/recorder_test" --gtest_filter='*KillTest*'
+fi
+if [ "${1:-}" = tokenizers ]; then
+  shift
+  build tokenizer_lines
+  exec "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/tokenizers/parity.py" "$EPIKV_ROOT/build/dev/tests/tokenizer_lines" "$@"
 fi
 build epikvd
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1

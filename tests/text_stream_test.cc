@@ -103,6 +103,18 @@ TEST(TextStreamTest, WordsAreJoinedBySpaces) {
   EXPECT_EQ(Streamed(Words(), ids, {.skip_special = false}).text, "<s> $a = 3 </s> ;");
 }
 
+// Bytes that are a whole character are text at once: a newline, which such models spell so, stops.
+TEST(TextStreamTest, ByteTokensAreToldAtOnce) {
+  const Tokenizer& tokenizer = Golden("llama2_legacy");
+  const Ids ids = {Id(tokenizer, "▁the"),   Id(tokenizer, "<0xE2>"), Id(tokenizer, "<0x82>"),
+                   Id(tokenizer, "<0xAC>"), Id(tokenizer, "<0x0A>"), Id(tokenizer, "a")};
+  EXPECT_EQ(Streamed(tokenizer, ids, {}).pieces,
+            std::vector<std::string>({"the", "", "", "€", "\n", "a", ""}));
+  const Output stopped = Streamed(tokenizer, ids, {.stop_strings = {"\n"}});
+  EXPECT_EQ(stopped.text, "the€");
+  EXPECT_EQ(stopped.tokens, 5u);
+}
+
 TEST(TextStreamTest, IdsThatAreNoTokensAreSkipped) {
   EXPECT_EQ(Streamed(Words(), {100000, Id(Words(), "a"), -1, Id(Words(), "b")}, {}).text, "a b");
 }
@@ -219,11 +231,13 @@ std::string RandomStop(std::mt19937& random) {
 
 TEST(TextStreamTest, EmittedTextIsDecodeCutAtTheStop) {
   std::mt19937 random(1);
-  for (const Tokenizer* tokenizer : {&Bytes(), &Words()}) {
+  for (const Tokenizer* tokenizer :
+       {&Bytes(), &Words(), &Golden("llama2_legacy"), &Golden("mistral"), &Golden("gemma")}) {
     // Tokens of few different bytes, so that stops are met.
     Ids choice;
     for (const char* token :
-         {"a", "b", "a", "b", "a", "b", "Ġ", "=", ";", "Ċ", "Ġthe", "Ã", "©", "ð", "Ł", "ĺ", "Ģ"}) {
+         {"a", "b", "a", "b", "a", "b", "Ġ",    "=",      ";",      "Ċ",      "Ġthe",   "Ã",
+          "©", "ð", "Ł", "ĺ", "Ģ", "▁", "▁the", "<0x0A>", "<0xE2>", "<0x96>", "<0x81>", "<0xFF>"}) {
       const auto id = tokenizer->TokenToId(token);
       if (id.has_value()) choice.push_back(*id);
     }

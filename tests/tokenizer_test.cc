@@ -37,6 +37,19 @@ std::unique_ptr<Tokenizer> Golden(const std::string& name) {
 
 absl::Status Load(const Json& json) { return Tokenizer::FromJson(json.dump()).status(); }
 
+// A small valid file, to be spoilt.
+Json Words() {
+  return {{"version", "1.0"},
+          {"truncation", nullptr},
+          {"padding", nullptr},
+          {"added_tokens", Json::array()},
+          {"normalizer", nullptr},
+          {"pre_tokenizer", {{"type", "WhitespaceSplit"}}},
+          {"post_processor", nullptr},
+          {"decoder", nullptr},
+          {"model", {{"type", "WordLevel"}, {"vocab", {{"a", 0}, {"b", 1}}}, {"unk_token", "a"}}}};
+}
+
 // Files and goldens: golden/make_tokenizers.py.
 class TokenizerGoldenTest : public testing::TestWithParam<std::string> {
  protected:
@@ -71,18 +84,18 @@ TEST_P(TokenizerGoldenTest, DecodesAsTheReference) {
 }
 
 TEST_P(TokenizerGoldenTest, TokenBytesMakeUpTheDecodedText) {
+  const int32_t first = tokenizer_->TokenToId("a").value();  // another treatment is the first's
   for (const Json& decoding : golden_["decodings"]) {
-    std::string bytes;
-    bool first = true;
-    for (int32_t id : decoding[0].get<Ids>()) {
+    Ids ids = decoding[0].get<Ids>();
+    std::string bytes = tokenizer_->Decode({first});
+    for (int32_t id : ids) {
       const auto token = tokenizer_->TokenBytes(id);
-      if (!token.has_value()) continue;
-      absl::StrAppend(&bytes, first ? "" : tokenizer_->separator(), *token);
-      first = false;
+      if (token.has_value()) absl::StrAppend(&bytes, tokenizer_->separator(), *token);
     }
     Utf8Repair repair;
     const std::string text = repair.Append(bytes);
-    EXPECT_EQ(text + repair.Flush(), decoding[1].get<std::string>());
+    ids.insert(ids.begin(), first);
+    EXPECT_EQ(text + repair.Flush(), tokenizer_->Decode(ids, {.skip_special = false}));
   }
 }
 
@@ -165,7 +178,9 @@ TEST_P(TokenizerGoldenTest, DamagedFileIsRefusedOrUsable) {
 INSTANTIATE_TEST_SUITE_P(Files, TokenizerGoldenTest,
                          testing::Values("gpt2", "gpt2_prefix_space", "llama3", "qwen", "deepseek",
                                          "o200k", "digits", "odd_patterns", "words",
-                                         "words_and_punctuation", "words_without_unknown"),
+                                         "words_and_punctuation", "words_without_unknown",
+                                         "llama2_legacy", "mistral", "gemma", "t5",
+                                         "unigram_fallback"),
                          [](const auto& info) { return info.param; });
 
 TEST(TokenizerTest, ByteLevelDecodesToWhatItEncoded) {
@@ -179,6 +194,53 @@ TEST(TokenizerTest, ByteLevelDecodesToWhatItEncoded) {
       EXPECT_EQ(tokenizer->Decode(*ids, {.skip_special = false}), text) << name;
     }
   }
+}
+
+// A run of byte tokens is no UTF-8: what of it is stays text, whatever stands beside it.
+TEST(TokenizerTest, BrokenByteTokensLeaveTheOthers) {
+  const auto tokenizer = Golden("llama2_legacy");
+  const auto id = [&](const char* token) { return tokenizer->TokenToId(token).value(); };
+  EXPECT_EQ(tokenizer->Decode({id("<0x0A>"), id("<0xE2>"), id("<0x82>")}), "\n\uFFFD");
+  EXPECT_EQ(tokenizer->Decode({id("<0xE2>"), id("a"), id("<0x82>"), id("<0xAC>")}),
+            "\uFFFDa\uFFFD\uFFFD");
+  EXPECT_EQ(tokenizer->Decode({id("<0xE2>"), id("<0x82>"), id("<0xAC>")}), "€");
+}
+
+// "\u2581" stands for a space that only the first word does not have in text.
+TEST(TokenizerTest, TheFirstSpaceIsTakenOff) {
+  for (const char* name : {"llama2_legacy", "mistral", "t5"}) {
+    const auto tokenizer = Golden(name);
+    const auto ids = tokenizer->Encode("the key the", {.add_special = false});
+    ASSERT_TRUE(ids.ok()) << ids.status();
+    EXPECT_EQ(tokenizer->Decode(*ids), "the key the") << name;
+    Ids behind_special = {tokenizer->TokenToId("<s>").value()};
+    behind_special.insert(behind_special.end(), ids->begin(), ids->end());
+    EXPECT_EQ(tokenizer->Decode(behind_special), "the key the") << name;
+  }
+  const auto gemma = Golden("gemma");
+  EXPECT_EQ(gemma->Decode(*gemma->Encode(" the", {.add_special = false})), " the");
+}
+
+// b-- and b- have sums whose last bit is another where scores are the doubles nearest to what is
+// written. Ids are those of `tokenizers` 0.23.3.
+TEST(TokenizerTest, ScoresAreReadAsTheReferenceReadsThem) {
+  Json json = Words();
+  json["pre_tokenizer"] = nullptr;
+  json["model"] = Json::parse(R"({"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0],
+      ["b", -10.482186376919065], ["-", -6.321961284657728], ["--", -9.25300036792717]]})");
+  const auto tokenizer = Tokenizer::FromJson(json.dump());
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_THAT(*(*tokenizer)->Encode("b---"), ElementsAre(1, 3, 2));
+}
+
+// A megabyte in one piece: a quadratic way would not end.
+TEST(TokenizerTest, LongPiecesAreMerged) {
+  const auto tokenizer = Golden("llama2_legacy");  // does not cut text
+  std::string text;
+  while (text.size() < 1000000) text += "the key of the cache ";
+  const auto ids = tokenizer->Encode(text, {.add_special = false});
+  ASSERT_TRUE(ids.ok()) << ids.status();
+  EXPECT_EQ(tokenizer->Decode(*ids), text);
 }
 
 TEST(TokenizerTest, InvalidUtf8NamesTheByte) {
@@ -238,19 +300,6 @@ TEST(TokenizerTest, KeepsTheTextItWasMadeFrom) {
   EXPECT_EQ((*Tokenizer::FromJson(json))->json(), json);
 }
 
-// A small valid file, to be spoilt.
-Json Words() {
-  return {{"version", "1.0"},
-          {"truncation", nullptr},
-          {"padding", nullptr},
-          {"added_tokens", Json::array()},
-          {"normalizer", nullptr},
-          {"pre_tokenizer", {{"type", "WhitespaceSplit"}}},
-          {"post_processor", nullptr},
-          {"decoder", nullptr},
-          {"model", {{"type", "WordLevel"}, {"vocab", {{"a", 0}, {"b", 1}}}, {"unk_token", "a"}}}};
-}
-
 Json Added(int32_t id, const std::string& content) {
   return {{"id", id},        {"content", content}, {"single_word", false}, {"lstrip", false},
           {"rstrip", false}, {"normalized", true}, {"special", false}};
@@ -272,15 +321,45 @@ TEST(TokenizerTest, WhatCannotBeDoneIsRefusedByName) {
     result["pattern"] = {{"Regex", pattern}};
     return result;
   };
+  const auto strip = [](int start, int stop) {
+    return Json{{"type", "Strip"}, {"content", " "}, {"start", start}, {"stop", stop}};
+  };
+  const auto decoders = [](std::vector<Json> parts) {
+    return Json{{"type", "Sequence"}, {"decoders", parts}};
+  };
+  const Json replace = {{"type", "Replace"}, {"pattern", {{"String", "_"}}}, {"content", " "}};
   const std::vector<Refusal> refusals = {
       {"/version", "2.0", kUnimplemented, "version"},
       {"/surprise", 1, kUnimplemented, "surprise"},
       {"/truncation", {{"max_length", 5}}, kUnimplemented, "truncation"},
       {"/padding", {{"strategy", "x"}}, kUnimplemented, "padding"},
-      {"/normalizer", {{"type", "Lowercase"}}, kUnimplemented, "normalizer.type is 'Lowercase'"},
+      {"/normalizer",
+       {{"type", "Precompiled"}},
+       kUnimplemented,
+       "normalizer.type is 'Precompiled'"},
+      {"/normalizer",
+       {{"type", "Sequence"}, {"normalizers", {{{"type", "NFC"}}, {{"type", "Nmt"}}}}},
+       kUnimplemented,
+       "normalizer.normalizers[1].type is 'Nmt'"},
+      {"/normalizer", {{"type", "Strip"}}, kInvalid, "normalizer.strip_left"},
+      {"/normalizer", {{"type", "Prepend"}}, kInvalid, "normalizer.prepend"},
+      {"/normalizer", {{"type", "Replace"}, {"content", ""}}, kInvalid, "normalizer.pattern"},
       {"/normalizer", {{"type", "NFC"}, {"x", 1}}, kUnimplemented, "normalizer.x"},
       {"/normalizer", 3, kInvalid, "normalizer"},
-      {"/pre_tokenizer", {{"type", "Metaspace"}}, kUnimplemented, "'Metaspace'"},
+      {"/pre_tokenizer", {{"type", "BertPreTokenizer"}}, kUnimplemented, "'BertPreTokenizer'"},
+      {"/pre_tokenizer", {{"type", "Metaspace"}}, kInvalid, "pre_tokenizer.replacement"},
+      {"/pre_tokenizer",
+       {{"type", "Metaspace"}, {"replacement", "__"}},
+       kInvalid,
+       "must be one character"},
+      {"/pre_tokenizer",
+       {{"type", "Metaspace"}, {"replacement", "_"}, {"prepend_scheme", "last"}},
+       kUnimplemented,
+       "pre_tokenizer.prepend_scheme is 'last'"},
+      {"/pre_tokenizer",
+       {{"type", "Metaspace"}, {"replacement", "_"}, {"add_prefix_space", false}},
+       kInvalid,
+       "contradicts add_prefix_space"},
       {"/pre_tokenizer", {{"type", "Whitespace"}, {"x", 1}}, kUnimplemented, "pre_tokenizer.x"},
       {"/pre_tokenizer", {{"type", "ByteLevel"}}, kUnimplemented, "WordLevel"},
       {"/pre_tokenizer",
@@ -313,8 +392,19 @@ TEST(TokenizerTest, WhatCannotBeDoneIsRefusedByName) {
        kUnimplemented,
        "single[0]"},
       {"/decoder", {{"type", "WordPiece"}}, kUnimplemented, "decoder.type is 'WordPiece'"},
-      {"/model/type", "Unigram", kUnimplemented, "model.type is 'Unigram'"},
-      {"/model/type", "BPE", kUnimplemented, "BPE without a ByteLevel"},
+      {"/decoder", strip(1, 1), kUnimplemented, "decoder.stop must be 0"},
+      {"/decoder", decoders({{{"type", "Fuse"}}, replace}), kUnimplemented, "decoders[1]"},
+      {"/decoder", decoders({{{"type", "ByteFallback"}}, replace}), kUnimplemented, "decoders[1]"},
+      {"/decoder", decoders({{{"type", "ByteFallback"}}, strip(1, 0)}), kUnimplemented,
+       "decoders[1]"},
+      {"/decoder", decoders({{{"type", "Fuse"}}, strip(1, 0), strip(1, 0)}), kUnimplemented,
+       "decoders[2]"},
+      {"/model/type", "WordPiece", kUnimplemented, "model.type is 'WordPiece'"},
+      {"/model", Json::parse(R"({"type": "Unigram", "vocab": ["a"]})"), kInvalid, "model.vocab[0]"},
+      {"/model", Json::parse(R"({"type": "Unigram", "vocab": [["a", 0], ["a", 1]]})"), kInvalid,
+       "model.vocab[1] repeats"},
+      {"/model", Json::parse(R"({"type": "Unigram", "vocab": [["a", 0]], "unk_id": 1})"), kInvalid,
+       "model.unk_id"},
       {"/model/surprise", 1, kUnimplemented, "model.surprise"},
       {"/model/unk_token", nullptr, kInvalid, "model.unk_token"},
       {"/model/vocab/b", 0, kInvalid, "repeats the id"},

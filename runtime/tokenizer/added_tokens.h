@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -9,13 +8,16 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "runtime/tokenizer/json_fields.h"
+#include "runtime/tokenizer/normalizer.h"
+#include "runtime/tokenizer/trie.h"
 
 namespace epikv {
 
 // A token that is found in the text as it stands, before the model sees the rest.
 struct AddedToken {
   int32_t id = 0;
-  std::string content;       // not empty
+  std::string content;       // not empty; its name
+  std::string text;          // not empty; what is searched for, and what it is in decoded text
   bool single_word = false;  // only where no word character is next to it
   bool lstrip = false;       // takes the white space before it along
   bool rstrip = false;       // and after it
@@ -23,8 +25,10 @@ struct AddedToken {
   bool special = false;      // left out of decoded text on request
 };
 
-// The part `added_tokens` of a tokenizer: null or a list; contents and ids are distinct.
-absl::StatusOr<std::vector<AddedToken>> AddedTokensFromJson(const Json& json);
+// The part `added_tokens` of a tokenizer: null or a list; contents and ids are distinct, and the
+// texts of those that are normalized.
+absl::StatusOr<std::vector<AddedToken>> AddedTokensFromJson(const Json& json,
+                                                            const Normalizer& normalizer);
 
 // Finds added tokens in text: the one that begins first, and there the longest. Immutable, any
 // thread.
@@ -35,17 +39,23 @@ class AddedTokenFinder {
     std::optional<int32_t> token;  // present: the text is this token
   };
 
-  // Precondition: the contents are distinct.
+  // Precondition: the tokens' texts are distinct.
   explicit AddedTokenFinder(std::vector<AddedToken> tokens);
 
   // All of `text` in segments, which point into it. Precondition: `text` is UTF-8.
   std::vector<Segment> Split(absl::string_view text) const;
 
  private:
-  // The longest token at the beginning of `text`; null if there is none.
-  const AddedToken* TokenAt(absl::string_view text) const;
+  struct Found {
+    const AddedToken* token;
+    size_t size;  // bytes
+  };
 
-  std::array<std::vector<AddedToken>, 256> tokens_;  // by first byte; longer ones first
+  // The longest token at the beginning of `text`.
+  std::optional<Found> TokenAt(absl::string_view text) const;
+
+  std::vector<AddedToken> tokens_;
+  Trie texts_;  // values: indexes into tokens_
 };
 
 }  // namespace epikv

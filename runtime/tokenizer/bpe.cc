@@ -1,7 +1,6 @@
 #include "runtime/tokenizer/bpe.h"
 
-#include <optional>
-#include <queue>
+#include <algorithm>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -12,30 +11,29 @@
 namespace epikv {
 namespace {
 
-constexpr size_t kNone = ~size_t{0};
-
-// A token of a piece being merged, in a doubly linked list over its bytes.
-struct Symbol {
-  int32_t token;
-  size_t previous, next;  // kNone at the ends
-  bool merged_away = false;
-};
-
-// A merge that was possible when it was queued.
-struct Candidate {
-  int32_t rank;
-  size_t position;  // of the left symbol
-  int32_t result;
-  bool operator>(const Candidate& other) const {
-    return rank != other.rank ? rank > other.rank : position > other.position;
-  }
-};
-
 bool OccursInUtf8(int byte) { return byte != 0xC0 && byte != 0xC1 && byte < 0xF5; }
 
-// What would change the tokens and is not implemented. With every byte in the vocabulary no
-// character is ever unknown, so unk_token and fuse_unk cannot act.
-absl::Status CheckOptions(const Json& json) {
+// Bytes of the character that a byte begins.
+size_t CharacterSize(char byte) {
+  const auto lead = static_cast<uint8_t>(byte);
+  return lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<TokenModel>> Bpe::FromJson(const Json& json, Vocabulary vocabulary,
+                                                          bool byte_level) {
+  std::unique_ptr<Bpe> bpe(new Bpe(std::move(vocabulary), byte_level));
+  const absl::Status options = bpe->ReadOptions(json);
+  if (!options.ok()) return options;
+  const absl::Status bytes = bpe->ReadByteTokens();
+  if (!bytes.ok()) return bytes;
+  const absl::Status merges = bpe->ReadMerges(Field(json, "merges"));
+  if (!merges.ok()) return merges;
+  return bpe;
+}
+
+absl::Status Bpe::ReadOptions(const Json& json) {
   const absl::Status status = CheckFields(
       json, "model",
       {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
@@ -49,33 +47,37 @@ absl::Status CheckOptions(const Json& json) {
       return Unsupported(absl::StrCat("model.", affix), "must be null or empty");
     }
   }
-  const absl::StatusOr<bool> fallback = BoolField(json, "model", "byte_fallback", false);
-  if (!fallback.ok()) return fallback.status();
-  if (*fallback) return Unsupported("model.byte_fallback", "must be false");
+  bool byte_fallback = false;
+  const std::pair<const char*, bool*> flags[] = {{"ignore_merges", &ignore_merges_},
+                                                 {"fuse_unk", &fuse_unknown_},
+                                                 {"byte_fallback", &byte_fallback}};
+  for (const auto& [name, flag] : flags) {
+    const absl::StatusOr<bool> value = BoolField(json, "model", name, false);
+    if (!value.ok()) return value.status();
+    *flag = *value;
+  }
+  if (byte_fallback && byte_level_) {
+    return Unsupported("model.byte_fallback", "must be false behind a ByteLevel pre_tokenizer");
+  }
+  if (byte_fallback) fallback_ = ByteFallbackTokens(vocabulary_);
+  if (Field(json, "unk_token").is_null()) return absl::OkStatus();
+  const absl::StatusOr<std::string> unknown = StringField(json, "model", "unk_token");
+  if (!unknown.ok()) return unknown.status();
+  unk_token_ = *unknown;
+  const auto found = vocabulary_.find(*unknown);
+  if (found != vocabulary_.end()) unknown_ = found->second;
   return absl::OkStatus();
 }
 
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<TokenModel>> Bpe::FromJson(const Json& json, Vocabulary vocabulary) {
-  const absl::Status options = CheckOptions(json);
-  if (!options.ok()) return options;
-  std::unique_ptr<Bpe> bpe(new Bpe(std::move(vocabulary)));
-  const absl::StatusOr<bool> ignore_merges = BoolField(json, "model", "ignore_merges", false);
-  if (!ignore_merges.ok()) return ignore_merges.status();
-  bpe->ignore_merges_ = *ignore_merges;
-  const absl::Status bytes = bpe->ReadByteTokens();
-  if (!bytes.ok()) return bytes;
-  const absl::Status merges = bpe->ReadMerges(Field(json, "merges"));
-  if (!merges.ok()) return merges;
-  return bpe;
-}
-
 absl::Status Bpe::ReadByteTokens() {
+  byte_tokens_.fill(-1);
   for (int byte = 0; byte < 256; ++byte) {
-    if (!OccursInUtf8(byte)) continue;
-    const auto found = vocabulary_.find(ByteCharacter(static_cast<uint8_t>(byte)));
+    if (byte_level_ ? !OccursInUtf8(byte) : byte >= 0x80) continue;
+    const auto found =
+        vocabulary_.find(byte_level_ ? std::string(ByteCharacter(static_cast<uint8_t>(byte)))
+                                     : std::string(1, static_cast<char>(byte)));
     if (found == vocabulary_.end()) {
+      if (!byte_level_) continue;
       return Unsupported("model.vocab",
                          absl::StrCat("has no token for the byte 0x", absl::Hex(byte)));
     }
@@ -86,7 +88,8 @@ absl::Status Bpe::ReadByteTokens() {
 
 absl::Status Bpe::ReadMerges(const Json& json) {
   if (!json.is_array()) return Malformed("model.merges", "must be a list");
-  merges_.reserve(json.size());
+  Merges::Table table;
+  table.reserve(json.size());
   for (size_t i = 0; i < json.size(); ++i) {
     const std::string path = absl::StrCat("model.merges[", i, "]");
     std::vector<std::string> pair;
@@ -101,14 +104,26 @@ absl::Status Bpe::ReadMerges(const Json& json) {
     }
     if (pair.size() != 2) return Malformed(path, "must be a pair of tokens");
     // Ranks need only ascend.
-    const absl::Status status = AddMerge(pair[0], pair[1], static_cast<int32_t>(i), path);
+    const absl::Status status = AddMerge(pair[0], pair[1], static_cast<int32_t>(i), path, table);
     if (!status.ok()) return status;
   }
+  merges_ = Merges(std::move(table), InitialTokens());
   return absl::OkStatus();
 }
 
+std::vector<int32_t> Bpe::InitialTokens() const {
+  std::vector<int32_t> tokens(byte_tokens_.begin(), byte_tokens_.end());
+  if (byte_level_) return tokens;
+  for (const auto& [token, id] : vocabulary_) {
+    if (!token.empty() && token.size() == CharacterSize(token[0])) tokens.push_back(id);
+  }
+  tokens.insert(tokens.end(), fallback_.begin(), fallback_.end());
+  if (unknown_.has_value()) tokens.push_back(*unknown_);
+  return tokens;
+}
+
 absl::Status Bpe::AddMerge(const std::string& left, const std::string& right, int32_t rank,
-                           const std::string& path) {
+                           const std::string& path, Merges::Table& table) const {
   int32_t ids[3];
   const std::string tokens[3] = {left, right, left + right};
   for (int i = 0; i < 3; ++i) {
@@ -120,61 +135,81 @@ absl::Status Bpe::AddMerge(const std::string& left, const std::string& right, in
     ids[i] = found->second;
   }
   // A pair given twice has the later rank, as in `tokenizers`.
-  merges_.insert_or_assign(Pair(ids[0], ids[1]), Merge{rank, ids[2]});
+  table.insert_or_assign(Merges::Pair(ids[0], ids[1]), Merges::Merge{rank, ids[2]});
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<int32_t>> Bpe::Encode(absl::string_view piece) const {
+absl::Status Bpe::AppendIds(absl::string_view piece, std::vector<int32_t>& ids) const {
   if (ignore_merges_) {
-    std::string word;
-    for (char byte : piece) absl::StrAppend(&word, ByteCharacter(static_cast<uint8_t>(byte)));
-    const auto found = vocabulary_.find(word);
-    if (found != vocabulary_.end()) return std::vector<int32_t>{found->second};
+    const std::optional<int32_t> whole = WholePiece(piece);
+    if (whole.has_value()) {
+      ids.push_back(*whole);
+      return absl::OkStatus();
+    }
   }
   std::vector<int32_t> tokens;
-  tokens.reserve(piece.size());
-  for (char byte : piece) tokens.push_back(byte_tokens_[static_cast<uint8_t>(byte)]);
-  return MergeAll(tokens);
+  if (byte_level_) {
+    tokens.reserve(piece.size());
+    for (char byte : piece) tokens.push_back(byte_tokens_[static_cast<uint8_t>(byte)]);
+  } else {
+    absl::StatusOr<std::vector<int32_t>> characters = CharacterTokens(piece);
+    if (!characters.ok()) return characters.status();
+    tokens = *std::move(characters);
+  }
+  merges_.Apply(tokens, ids);
+  return absl::OkStatus();
 }
 
-std::vector<int32_t> Bpe::MergeAll(const std::vector<int32_t>& tokens) const {
-  std::vector<Symbol> symbols(tokens.size());
-  for (size_t i = 0; i < symbols.size(); ++i) {
-    symbols[i] = {tokens[i], i == 0 ? kNone : i - 1, i + 1 == symbols.size() ? kNone : i + 1};
+std::optional<int32_t> Bpe::WholePiece(absl::string_view piece) const {
+  std::string spelling;
+  if (byte_level_) {
+    for (char byte : piece) absl::StrAppend(&spelling, ByteCharacter(static_cast<uint8_t>(byte)));
   }
-  std::priority_queue<Candidate, std::vector<Candidate>, std::greater<Candidate>> queue;
-  const auto find = [&](size_t left) {
-    return merges_.find(Pair(symbols[left].token, symbols[symbols[left].next].token));
-  };
-  const auto consider = [&](size_t left) {
-    if (left == kNone || symbols[left].next == kNone) return;
-    const auto merge = find(left);
-    if (merge != merges_.end()) queue.push({merge->second.rank, left, merge->second.result});
-  };
-  for (size_t i = 0; i < symbols.size(); ++i) consider(i);
+  const auto found = vocabulary_.find(byte_level_ ? absl::string_view(spelling) : piece);
+  if (found == vocabulary_.end()) return std::nullopt;
+  return found->second;
+}
 
-  while (!queue.empty()) {
-    const Candidate top = queue.top();
-    queue.pop();
-    Symbol& left = symbols[top.position];
-    if (left.merged_away || left.next == kNone) continue;
-    const auto merge = find(top.position);
-    // A candidate is stale unless its neighbours still give what was queued.
-    if (merge == merges_.end() || merge->second.result != top.result) continue;
-    Symbol& right = symbols[left.next];
-    left.token = top.result;
-    left.next = right.next;
-    right.merged_away = true;
-    if (left.next != kNone) symbols[left.next].previous = top.position;
-    consider(left.previous);
-    consider(top.position);
+std::optional<int32_t> Bpe::CharacterToken(absl::string_view character) const {
+  if (character.size() == 1) {
+    const int32_t token = byte_tokens_[static_cast<uint8_t>(character[0])];
+    if (token < 0) return std::nullopt;
+    return token;
   }
+  const auto found = vocabulary_.find(character);
+  if (found == vocabulary_.end()) return std::nullopt;
+  return found->second;
+}
 
-  std::vector<int32_t> merged;
-  for (const Symbol& symbol : symbols) {
-    if (!symbol.merged_away) merged.push_back(symbol.token);
+absl::StatusOr<std::vector<int32_t>> Bpe::CharacterTokens(absl::string_view piece) const {
+  std::vector<int32_t> tokens;
+  tokens.reserve(piece.size());
+  bool unknown_due = false;  // an unknown token that is not there yet, in case it is fused
+  while (!piece.empty()) {
+    const absl::string_view character = piece.substr(0, CharacterSize(piece[0]));
+    piece.remove_prefix(character.size());
+    const std::optional<int32_t> token = CharacterToken(character);
+    if (token.has_value()) {
+      if (std::exchange(unknown_due, false)) tokens.push_back(*unknown_);
+      tokens.push_back(*token);
+      continue;
+    }
+    const auto fallback = [this](char byte) { return fallback_[static_cast<uint8_t>(byte)]; };
+    if (!fallback_.empty() && std::all_of(character.begin(), character.end(),
+                                          [&](char byte) { return fallback(byte) >= 0; })) {
+      // As in `tokenizers`, these go before an unknown token that is due.
+      for (char byte : character) tokens.push_back(fallback(byte));
+      continue;
+    }
+    if (!unk_token_.has_value()) continue;
+    if (!unknown_.has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the character '", character, "' is not in the model's vocabulary"));
+    }
+    if (std::exchange(unknown_due, true) && !fuse_unknown_) tokens.push_back(*unknown_);
   }
-  return merged;
+  if (unknown_due) tokens.push_back(*unknown_);
+  return tokens;
 }
 
 }  // namespace epikv

@@ -37,6 +37,24 @@ const Json& Field(const Json& object, const char* name) {
   return found == object.end() ? null : *found;
 }
 
+absl::Status ForEachOfSequence(
+    const Json& sequence, absl::string_view path, const char* name,
+    absl::FunctionRef<absl::Status(const Json& part, const std::string& path)> add) {
+  const absl::Status known = CheckFields(sequence, path, {"type", name});
+  if (!known.ok()) return known;
+  const Json& parts = Field(sequence, name);
+  if (!parts.is_array()) return Malformed(absl::StrCat(path, ".", name), "must be a list");
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const std::string part_path = absl::StrCat(path, ".", name, "[", i, "]");
+    const absl::StatusOr<std::string> type = TypeOf(parts[i], part_path);
+    if (!type.ok()) return type.status();
+    if (*type == "Sequence") return Unsupported(part_path, "is a Sequence inside a Sequence");
+    const absl::Status added = add(parts[i], part_path);
+    if (!added.ok()) return added;
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::string> TypeOf(const Json& object, absl::string_view path) {
   if (object.is_null()) return "";
   if (!object.is_object()) return Malformed(path, "must be an object or null");
@@ -48,6 +66,16 @@ absl::StatusOr<std::string> StringField(const Json& object, absl::string_view pa
   const Json& value = Field(object, name);
   if (!value.is_string()) return Malformed(absl::StrCat(path, ".", name), "must be a string");
   return value.get<std::string>();
+}
+
+absl::StatusOr<std::string> CharacterField(const Json& object, absl::string_view path,
+                                           const char* name) {
+  absl::StatusOr<std::string> value = StringField(object, path, name);
+  if (!value.ok()) return value.status();
+  const auto num_characters =
+      std::count_if(value->begin(), value->end(), [](char c) { return (c & 0xC0) != 0x80; });
+  if (num_characters != 1) return Malformed(absl::StrCat(path, ".", name), "must be one character");
+  return value;
 }
 
 absl::StatusOr<int32_t> IdField(const Json& object, absl::string_view path, const char* name) {

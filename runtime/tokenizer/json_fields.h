@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -29,12 +30,21 @@ absl::Status CheckFields(const Json& object, absl::string_view path,
 // The field, or null where it is absent. Precondition: `object` is an object.
 const Json& Field(const Json& object, const char* name);
 
+// The parts of a Sequence, a list in the field `name`, each given to add(part, path), as far as all
+// goes well. No part may be a Sequence.
+absl::Status ForEachOfSequence(
+    const Json& sequence, absl::string_view path, const char* name,
+    absl::FunctionRef<absl::Status(const Json& part, const std::string& path)> add);
+
 // The field `type`, or "" if `object` is null. Malformed unless an object with a `type`.
 absl::StatusOr<std::string> TypeOf(const Json& object, absl::string_view path);
 
 // Fields with a value of the type.
 absl::StatusOr<std::string> StringField(const Json& object, absl::string_view path,
                                         const char* name);
+// A string of one character.
+absl::StatusOr<std::string> CharacterField(const Json& object, absl::string_view path,
+                                           const char* name);
 // A token id: an integer, at least 0 and small enough to index a table by.
 absl::StatusOr<int32_t> IdField(const Json& object, absl::string_view path, const char* name);
 absl::StatusOr<int32_t> TokenId(const Json& value, absl::string_view path);

@@ -66,21 +66,17 @@ absl::StatusOr<PostProcessor> ProcessorFromJson(const Json& json, const std::str
         absl::StrCat(path, ".type"),
         absl::StrCat("is '", *type, "'; supported: ByteLevel, Sequence, TemplateProcessing"));
   }
-  const absl::Status status = CheckFields(json, path, {"type", "processors"});
-  if (!status.ok()) return status;
-  const Json& parts = Field(json, "processors");
-  if (!parts.is_array()) return Malformed(absl::StrCat(path, ".processors"), "must be a list");
   PostProcessor result;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const std::string part_path = absl::StrCat(path, ".processors[", i, "]");
-    const absl::StatusOr<std::string> part_type = TypeOf(parts[i], part_path);
-    if (!part_type.ok()) return part_type.status();
-    if (*part_type == "Sequence") return Unsupported(part_path, "is a Sequence inside a Sequence");
-    const absl::StatusOr<PostProcessor> part = ProcessorFromJson(parts[i], part_path);
-    if (!part.ok()) return part.status();
-    result.prefix.insert(result.prefix.begin(), part->prefix.begin(), part->prefix.end());
-    result.suffix.insert(result.suffix.end(), part->suffix.begin(), part->suffix.end());
-  }
+  const absl::Status status = ForEachOfSequence(
+      json, path, "processors",
+      [&result](const Json& part_json, const std::string& part_path) -> absl::Status {
+        const absl::StatusOr<PostProcessor> part = ProcessorFromJson(part_json, part_path);
+        if (!part.ok()) return part.status();
+        result.prefix.insert(result.prefix.begin(), part->prefix.begin(), part->prefix.end());
+        result.suffix.insert(result.suffix.end(), part->suffix.begin(), part->suffix.end());
+        return absl::OkStatus();
+      });
+  if (!status.ok()) return status;
   return result;
 }
 

@@ -1,5 +1,6 @@
 #include "runtime/tokenizer/pre_tokenizer.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -13,8 +14,14 @@ using Dialect = SplitRegex::Dialect;
 // How GPT-2 cuts text; what ByteLevel does unless told otherwise.
 constexpr absl::string_view kGpt2Pattern =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+// ASCII's symbols count as punctuation, others do not.
+constexpr absl::string_view kPunctuation = R"([\p{P}$+<=>\^`|~])";
 
 }  // namespace
+
+Pieces::Pieces(absl::string_view text) : text_(text) {
+  if (!text.empty()) spans_.push_back({0, text.size()});
+}
 
 absl::StatusOr<PreTokenizer> PreTokenizer::FromJson(const Json& json) {
   PreTokenizer result;
@@ -28,72 +35,84 @@ absl::Status PreTokenizer::Add(const Json& json, const std::string& path) {
   if (!type.ok()) return type.status();
   if (type->empty()) return absl::OkStatus();
   if (byte_level_) return Unsupported(path, "follows ByteLevel, which must be last");
-  if (*type == "Sequence") return AddSequence(json, path);
+  if (*type == "Sequence") {
+    return ForEachOfSequence(
+        json, path, "pretokenizers",
+        [this](const Json& part, const std::string& part_path) { return Add(part, part_path); });
+  }
   if (*type == "Split") return AddSplit(json, path);
+  if (*type == "Metaspace") return AddMetaspace(json, path);
   if (*type == "ByteLevel") return AddByteLevel(json, path);
   if (*type == "Whitespace" || *type == "WhitespaceSplit") {
     const absl::Status status = CheckFields(json, path, {"type"});
     if (!status.ok()) return status;
     return *type == "Whitespace"
-               ? AddCut(SplitRegex::Compile(R"(\w+|[^\w\s]+)", Dialect::kRustRegex), Keep::kMatches,
-                        path)
-               : AddCut(SplitRegex::Compile(R"(\s+)", Dialect::kRustRegex), Keep::kGaps, path);
+               ? AddFixed(R"(\w+|[^\w\s]+)", Behavior::kRemoved, /*invert=*/true, path)
+               : AddFixed(R"(\s+)", Behavior::kRemoved, /*invert=*/false, path);
   }
   if (*type == "Digits") {
     const absl::Status status = CheckFields(json, path, {"type", "individual_digits"});
     if (!status.ok()) return status;
     const absl::StatusOr<bool> individual = BoolField(json, path, "individual_digits", false);
     if (!individual.ok()) return individual.status();
-    const absl::string_view pattern = *individual ? R"(\p{N})" : R"(\p{N}+)";
-    return AddCut(SplitRegex::Compile(pattern, Dialect::kRustRegex), Keep::kAll, path);
+    return AddFixed(*individual ? R"(\p{N})" : R"(\p{N}+)", Behavior::kIsolated, /*invert=*/false,
+                    path);
+  }
+  if (*type == "Punctuation") {
+    const absl::Status status = CheckFields(json, path, {"type", "behavior"});
+    if (!status.ok()) return status;
+    const absl::StatusOr<Behavior> behavior =
+        json.contains("behavior") ? BehaviorFromJson(json, path) : Behavior::kIsolated;
+    if (!behavior.ok()) return behavior.status();
+    return AddFixed(kPunctuation, *behavior, /*invert=*/false, path);
   }
   return Unsupported(absl::StrCat(path, ".type"),
                      absl::StrCat("is '", *type,
-                                  "'; supported: ByteLevel, Digits, Sequence, Split, Whitespace, "
-                                  "WhitespaceSplit"));
+                                  "'; supported: ByteLevel, Digits, Metaspace, Punctuation, "
+                                  "Sequence, Split, Whitespace, WhitespaceSplit"));
 }
 
-absl::Status PreTokenizer::AddSequence(const Json& json, const std::string& path) {
-  const absl::Status status = CheckFields(json, path, {"type", "pretokenizers"});
-  if (!status.ok()) return status;
-  const Json& parts = Field(json, "pretokenizers");
-  if (!parts.is_array()) return Malformed(absl::StrCat(path, ".pretokenizers"), "must be a list");
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const std::string part_path = absl::StrCat(path, ".pretokenizers[", i, "]");
-    const absl::StatusOr<std::string> type = TypeOf(parts[i], part_path);
-    if (!type.ok()) return type.status();
-    if (*type == "Sequence") return Unsupported(part_path, "is a Sequence inside a Sequence");
-    const absl::Status added = Add(parts[i], part_path);
-    if (!added.ok()) return added;
-  }
-  return absl::OkStatus();
+absl::StatusOr<PreTokenizer::Behavior> PreTokenizer::BehaviorFromJson(const Json& json,
+                                                                      const std::string& path) {
+  const absl::StatusOr<std::string> name = StringField(json, path, "behavior");
+  if (!name.ok()) return name.status();
+  if (*name == "Isolated") return Behavior::kIsolated;
+  if (*name == "Removed") return Behavior::kRemoved;
+  if (*name == "MergedWithPrevious") return Behavior::kMergedWithPrevious;
+  if (*name == "MergedWithNext") return Behavior::kMergedWithNext;
+  if (*name == "Contiguous") return Behavior::kContiguous;
+  return Unsupported(absl::StrCat(path, ".behavior"),
+                     absl::StrCat("is '", *name,
+                                  "'; supported: Contiguous, Isolated, MergedWithNext, "
+                                  "MergedWithPrevious, Removed"));
 }
 
 absl::Status PreTokenizer::AddSplit(const Json& json, const std::string& path) {
   const absl::Status status = CheckFields(json, path, {"type", "pattern", "behavior", "invert"});
   if (!status.ok()) return status;
-  const absl::StatusOr<std::string> behavior = StringField(json, path, "behavior");
+  const absl::StatusOr<Behavior> behavior = BehaviorFromJson(json, path);
   if (!behavior.ok()) return behavior.status();
-  if (*behavior != "Isolated" && *behavior != "Removed") {
-    return Unsupported(absl::StrCat(path, ".behavior"),
-                       absl::StrCat("is '", *behavior, "'; supported: Isolated, Removed"));
-  }
   const absl::StatusOr<bool> invert = BoolField(json, path, "invert", false);
   if (!invert.ok()) return invert.status();
-  const Keep keep = *behavior == "Isolated" ? Keep::kAll : *invert ? Keep::kMatches : Keep::kGaps;
+  absl::StatusOr<SplitRegex> regex = SplitRegex::FromJson(json, path);
+  if (!regex.ok()) return regex.status();
+  steps_.push_back({.cut = Cut{*std::move(regex), *behavior, *invert}});
+  return absl::OkStatus();
+}
 
-  const std::string pattern_path = absl::StrCat(path, ".pattern");
-  const Json& pattern = Field(json, "pattern");
-  const absl::Status pattern_status = CheckFields(pattern, pattern_path, {"Regex", "String"});
-  if (!pattern_status.ok()) return pattern_status;
-  if (pattern.size() != 1) return Malformed(pattern_path, "must have one of Regex and String");
-  const bool literal = pattern.contains("String");
-  const absl::StatusOr<std::string> text =
-      StringField(pattern, pattern_path, literal ? "String" : "Regex");
-  if (!text.ok()) return text.status();
-  return AddCut(
-      literal ? SplitRegex::Literal(*text) : SplitRegex::Compile(*text, Dialect::kOniguruma), keep,
-      pattern_path);
+absl::Status PreTokenizer::AddMetaspace(const Json& json, const std::string& path) {
+  const absl::StatusOr<MetaspaceScheme> scheme = MetaspaceScheme::FromJson(json, path);
+  if (!scheme.ok()) return scheme.status();
+  const absl::StatusOr<bool> split = BoolField(json, path, "split", true);
+  if (!split.ok()) return split.status();
+  Step step{.mark = Mark{*scheme, /*replaces_spaces=*/true}};
+  if (*split) {
+    absl::StatusOr<SplitRegex> regex = SplitRegex::Literal(scheme->replacement);
+    if (!regex.ok()) return regex.status();
+    step.cut = Cut{*std::move(regex), Behavior::kMergedWithNext};
+  }
+  steps_.push_back(std::move(step));
+  return absl::OkStatus();
 }
 
 absl::Status PreTokenizer::AddByteLevel(const Json& json, const std::string& path) {
@@ -105,46 +124,116 @@ absl::Status PreTokenizer::AddByteLevel(const Json& json, const std::string& pat
   const absl::StatusOr<bool> use_regex = BoolField(json, path, "use_regex", true);
   if (!use_regex.ok()) return use_regex.status();
   byte_level_ = true;
-  if (*prefix_space) steps_.push_back({.prefix_space = true});
+  if (*prefix_space) {
+    steps_.push_back({.mark = Mark{{.replacement = " ", .prepend = MetaspacePrepend::kAlways}}});
+  }
   if (!*use_regex) return absl::OkStatus();
-  return AddCut(SplitRegex::Compile(kGpt2Pattern, Dialect::kOniguruma), Keep::kAll, path);
-}
-
-absl::Status PreTokenizer::AddCut(absl::StatusOr<SplitRegex> regex, Keep keep,
-                                  const std::string& path) {
-  if (!regex.ok()) return Unsupported(path, regex.status().message());
-  steps_.push_back({.regex = *std::move(regex), .keep = keep});
+  absl::StatusOr<SplitRegex> regex = SplitRegex::Compile(kGpt2Pattern, Dialect::kOniguruma);
+  if (!regex.ok()) return regex.status();
+  steps_.push_back({.cut = Cut{*std::move(regex)}});
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<std::string>> PreTokenizer::Split(absl::string_view text) const {
-  std::vector<std::string> pieces;
-  if (!text.empty()) pieces.emplace_back(text);
+absl::Status PreTokenizer::AddFixed(absl::string_view pattern, Behavior behavior, bool invert,
+                                    const std::string& path) {
+  absl::StatusOr<SplitRegex> regex = SplitRegex::Compile(pattern, Dialect::kRustRegex);
+  if (!regex.ok()) return Unsupported(path, regex.status().message());
+  steps_.push_back({.cut = Cut{*std::move(regex), behavior, invert}});
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Pieces> PreTokenizer::Split(absl::string_view text, bool at_start) const {
+  Pieces pieces(text);
   for (const Step& step : steps_) {
-    std::vector<std::string> finer;
-    for (std::string& piece : pieces) {
-      if (step.prefix_space && !absl::StartsWith(piece, " ")) piece.insert(0, 1, ' ');
-      if (!step.regex.has_value()) {
-        finer.push_back(std::move(piece));
-        continue;
+    if (step.mark.has_value()) pieces = Marked(pieces, *step.mark, at_start);
+    if (!step.cut.has_value()) continue;
+    std::vector<Pieces::Span> finer;
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const auto segments = Segments(pieces[i], *step.cut);
+      if (!segments.ok()) return segments.status();
+      const size_t begin = pieces.spans_[i].begin;
+      for (const Segment& segment : *segments) {
+        finer.push_back({begin + segment.begin, begin + segment.end});
       }
-      const auto matches = step.regex->FindAll(piece);
-      if (!matches.ok()) return matches.status();
-      size_t end = 0;
-      for (const SplitRegex::Match& match : *matches) {
-        if (match.begin > end && step.keep != Keep::kMatches) {
-          finer.push_back(piece.substr(end, match.begin - end));
-        }
-        if (step.keep != Keep::kGaps) {
-          finer.push_back(piece.substr(match.begin, match.end - match.begin));
-        }
-        end = match.end;
-      }
-      if (end < piece.size() && step.keep != Keep::kMatches) finer.push_back(piece.substr(end));
     }
-    pieces = std::move(finer);
+    pieces.spans_ = std::move(finer);
   }
   return pieces;
+}
+
+Pieces PreTokenizer::Marked(const Pieces& pieces, const Mark& mark, bool at_start) {
+  const std::string& character = mark.scheme.replacement;
+  Pieces result("");
+  std::string& text = result.text_;
+  text.reserve(pieces.text_.size() + pieces.text_.size() / 2);
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const absl::string_view piece = pieces[i];
+    const size_t begin = text.size();
+    const bool asked = mark.scheme.prepend == MetaspacePrepend::kAlways ||
+                       (mark.scheme.prepend == MetaspacePrepend::kFirst && at_start &&
+                        pieces.spans_[i].begin == 0);
+    const bool has = absl::StartsWith(piece, character) ||
+                     (mark.replaces_spaces && absl::StartsWith(piece, " "));
+    if (asked && !has) text += character;
+    if (mark.replaces_spaces) {
+      for (char c : piece) c == ' ' ? text += character : text += c;
+    } else {
+      text.append(piece.data(), piece.size());
+    }
+    result.spans_.push_back({begin, text.size()});
+  }
+  return result;
+}
+
+absl::StatusOr<std::vector<PreTokenizer::Segment>> PreTokenizer::Segments(absl::string_view piece,
+                                                                          const Cut& cut) {
+  const absl::StatusOr<std::vector<SplitRegex::Match>> matches = cut.regex.FindAll(piece);
+  if (!matches.ok()) return matches.status();
+  std::vector<Segment> segments;
+  segments.reserve(matches->size() + 1);
+  size_t end = 0;
+  for (const SplitRegex::Match& match : *matches) {
+    if (match.begin > end) segments.push_back({end, match.begin, cut.invert});
+    segments.push_back({match.begin, match.end, !cut.invert});
+    end = match.end;
+  }
+  if (end < piece.size()) segments.push_back({end, piece.size(), cut.invert});
+  return Arranged(std::move(segments), cut.behavior);
+}
+
+std::vector<PreTokenizer::Segment> PreTokenizer::Arranged(std::vector<Segment> segments,
+                                                          Behavior behavior) {
+  if (behavior == Behavior::kIsolated) return segments;
+  if (behavior == Behavior::kRemoved) {
+    segments.erase(std::remove_if(segments.begin(), segments.end(),
+                                  [](const Segment& segment) { return segment.match; }),
+                   segments.end());
+    return segments;
+  }
+  const bool backwards = behavior == Behavior::kMergedWithNext;
+  if (backwards) std::reverse(segments.begin(), segments.end());
+  std::vector<Segment> result;
+  bool previous = false;
+  for (const Segment& segment : segments) {
+    const bool joins =
+        behavior == Behavior::kContiguous ? segment.match == previous : segment.match && !previous;
+    previous = segment.match;
+    if (!joins || result.empty()) {
+      result.push_back(segment);
+    } else if (backwards) {
+      result.back().begin = segment.begin;
+    } else {
+      result.back().end = segment.end;
+    }
+  }
+  if (backwards) std::reverse(result.begin(), result.end());
+  return result;
+}
+
+bool PreTokenizer::minds_beginning() const {
+  return std::any_of(steps_.begin(), steps_.end(), [](const Step& step) {
+    return step.mark.has_value() && step.mark->scheme.prepend == MetaspacePrepend::kFirst;
+  });
 }
 
 }  // namespace epikv

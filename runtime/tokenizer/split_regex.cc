@@ -46,8 +46,11 @@ class Translator {
       case '{':
         return Repeat();
       case '^':
-      case '$':
-        return Refused(absl::StrCat("the anchor ", rest_.substr(0, 1)));
+        return Refused("the anchor ^");
+      case '$':  // the end of any line, as in Ruby
+        out_ += "(?=\\n|\\z)";
+        rest_.remove_prefix(1);
+        return absl::OkStatus();
       default:
         Copy(1);
         return absl::OkStatus();
@@ -197,20 +200,37 @@ PCRE2_SPTR Units(absl::string_view text) { return reinterpret_cast<PCRE2_SPTR>(t
 
 void SplitRegex::Free::operator()(pcre2_real_code_8* code) const { pcre2_code_free(code); }
 
+absl::StatusOr<SplitRegex> SplitRegex::FromJson(const Json& json, const std::string& path) {
+  const std::string pattern_path = absl::StrCat(path, ".pattern");
+  const Json& pattern = Field(json, "pattern");
+  const absl::Status status = CheckFields(pattern, pattern_path, {"Regex", "String"});
+  if (!status.ok()) return status;
+  if (pattern.size() != 1) return Malformed(pattern_path, "must have one of Regex and String");
+  const bool literal = pattern.contains("String");
+  const absl::StatusOr<std::string> text =
+      StringField(pattern, pattern_path, literal ? "String" : "Regex");
+  if (!text.ok()) return text.status();
+  absl::StatusOr<SplitRegex> regex = literal ? Literal(*text) : Compile(*text, Dialect::kOniguruma);
+  if (!regex.ok()) return Unsupported(pattern_path, regex.status().message());
+  return regex;
+}
+
 absl::StatusOr<SplitRegex> SplitRegex::Compile(absl::string_view pattern, Dialect dialect) {
   const absl::StatusOr<std::string> translated = Translator(pattern, dialect).Translate();
   if (!translated.ok()) return translated.status();
-  return CompilePcre(*translated, PCRE2_UTF | PCRE2_UCP);
+  return CompilePcre(*translated);
 }
 
 absl::StatusOr<SplitRegex> SplitRegex::Literal(absl::string_view text) {
-  return CompilePcre(text, PCRE2_UTF | PCRE2_LITERAL);
+  if (text.empty()) return Refused("a pattern that matches the empty string");
+  return SplitRegex(std::string(text));
 }
 
-absl::StatusOr<SplitRegex> SplitRegex::CompilePcre(absl::string_view pattern, uint32_t options) {
+absl::StatusOr<SplitRegex> SplitRegex::CompilePcre(const std::string& pattern) {
   int error = 0;
   PCRE2_SIZE offset = 0;
-  Code code(pcre2_compile(Units(pattern), pattern.size(), options, &error, &offset, nullptr));
+  Code code(pcre2_compile(Units(pattern), pattern.size(), PCRE2_UTF | PCRE2_UCP, &error, &offset,
+                          nullptr));
   if (code == nullptr) {
     return absl::UnimplementedError(
         absl::StrCat("has a pattern that PCRE2 refuses: ", PcreMessage(error)));
@@ -224,23 +244,50 @@ absl::StatusOr<SplitRegex> SplitRegex::CompilePcre(absl::string_view pattern, ui
 }
 
 absl::StatusOr<std::vector<SplitRegex::Match>> SplitRegex::FindAll(absl::string_view text) const {
+  std::vector<Match> matches;
+  if (code_ == nullptr) {
+    for (size_t at = text.find(literal_); at != text.npos;) {
+      matches.push_back({at, at + literal_.size()});
+      at = text.find(literal_, at + literal_.size());
+    }
+    return matches;
+  }
   const std::unique_ptr<pcre2_match_data, decltype(&pcre2_match_data_free)> data(
       pcre2_match_data_create_from_pattern(code_.get(), nullptr), &pcre2_match_data_free);
-  std::vector<Match> matches;
+  const PCRE2_SIZE* bounds = pcre2_get_ovector_pointer(data.get());
   size_t start = 0;
   while (start < text.size()) {
-    const int found = pcre2_match(code_.get(), Units(text), text.size(), start, PCRE2_NO_UTF_CHECK,
-                                  data.get(), nullptr);
+    const auto match = [&](uint32_t options) {
+      return pcre2_match(code_.get(), Units(text), text.size(), start, PCRE2_NO_UTF_CHECK | options,
+                         data.get(), nullptr);
+    };
+    int found = match(0);
+    // Compiled code has a small stack; the interpreter has the heap.
+    if (found == PCRE2_ERROR_JIT_STACKLIMIT) found = match(PCRE2_NO_JIT);
     if (found == PCRE2_ERROR_NOMATCH) break;
     if (found < 0) {
       return absl::ResourceExhaustedError(
           absl::StrCat("splitting the text at byte ", start, " failed: ", PcreMessage(found)));
     }
-    const PCRE2_SIZE* bounds = pcre2_get_ovector_pointer(data.get());
     matches.push_back({bounds[0], bounds[1]});
     start = bounds[1];
   }
   return matches;
+}
+
+absl::StatusOr<std::string> SplitRegex::Replace(absl::string_view text,
+                                                absl::string_view content) const {
+  const absl::StatusOr<std::vector<Match>> matches = FindAll(text);
+  if (!matches.ok()) return matches.status();
+  std::string result;
+  result.reserve(text.size() + matches->size() * content.size());
+  size_t end = 0;
+  for (const Match& match : *matches) {
+    absl::StrAppend(&result, text.substr(end, match.begin - end), content);
+    end = match.end;
+  }
+  absl::StrAppend(&result, text.substr(end));
+  return result;
 }
 
 }  // namespace epikv

@@ -4,38 +4,32 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "runtime/tokenizer/bpe.h"
+#include "runtime/tokenizer/unigram.h"
 
 namespace epikv {
 namespace {
 
-// For an error message: at most the first 64 bytes of a word, whole characters.
-std::string Shown(absl::string_view word) {
-  constexpr size_t kMost = 64;
-  if (word.size() <= kMost) return std::string(word);
-  size_t size = kMost;
-  while (size > 0 && (word[size] & 0xC0) == 0x80) --size;
-  return absl::StrCat(word.substr(0, size), "...");
-}
+constexpr size_t kLongestKnown = 64;  // bytes of a piece whose ids are looked up
 
 // One token a piece.
 class WordLevel final : public TokenModel {
  public:
   WordLevel(Vocabulary vocabulary, std::optional<int32_t> unknown)
-      : vocabulary_(std::move(vocabulary)), unknown_(unknown) {}
-
-  absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view piece) const override {
-    const auto found = vocabulary_.find(piece);
-    if (found != vocabulary_.end()) return std::vector<int32_t>{found->second};
-    if (unknown_.has_value()) return std::vector<int32_t>{*unknown_};
-    return absl::InvalidArgumentError(
-        absl::StrCat("the word '", Shown(piece), "' is not in the model's vocabulary"));
-  }
-
-  const Vocabulary& vocabulary() const override { return vocabulary_; }
+      : TokenModel(std::move(vocabulary)), unknown_(unknown) {}
 
  private:
-  const Vocabulary vocabulary_;
+  absl::Status AppendIds(absl::string_view piece, std::vector<int32_t>& ids) const override {
+    const auto found = vocabulary_.find(piece);
+    if (found == vocabulary_.end() && !unknown_.has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the word '", Shown(piece), "' is not in the model's vocabulary"));
+    }
+    ids.push_back(found == vocabulary_.end() ? *unknown_ : found->second);
+    return absl::OkStatus();
+  }
+
   const std::optional<int32_t> unknown_;  // what an unknown word becomes; absent: an error
 };
 
@@ -80,15 +74,59 @@ absl::StatusOr<std::unique_ptr<TokenModel>> TokenModel::FromJson(const Json& jso
       old_bpe ? std::string("BPE") : StringField(json, "model", "type");
   if (!type.ok()) return type.status();
   if (*type == "WordLevel") return WordLevelFromJson(json, byte_level);
+  if (*type == "Unigram") return Unigram::FromJson(json, byte_level);
   if (*type != "BPE") {
-    return Unsupported("model.type", absl::StrCat("is '", *type, "'; supported: BPE, WordLevel"));
-  }
-  if (!byte_level) {
-    return Unsupported("model.type", "is BPE without a ByteLevel pre_tokenizer");
+    return Unsupported("model.type",
+                       absl::StrCat("is '", *type, "'; supported: BPE, Unigram, WordLevel"));
   }
   absl::StatusOr<Vocabulary> vocabulary = VocabularyFromJson(Field(json, "vocab"));
   if (!vocabulary.ok()) return vocabulary.status();
-  return Bpe::FromJson(json, *std::move(vocabulary));
+  return Bpe::FromJson(json, *std::move(vocabulary), byte_level);
+}
+
+absl::StatusOr<std::vector<int32_t>> TokenModel::Encode(const Pieces& pieces) const {
+  struct Span {
+    size_t begin, end;
+  };
+  // Where the ids of a piece are that came before: words repeat.
+  absl::flat_hash_map<absl::string_view, Span> known;
+  std::vector<int32_t> ids;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const absl::string_view piece = pieces[i];
+    const size_t begin = ids.size();
+    if (piece.size() > kLongestKnown || pieces.size() == 1) {
+      const absl::Status status = AppendIds(piece, ids);
+      if (!status.ok()) return status;
+      continue;
+    }
+    const auto [entry, is_new] = known.try_emplace(piece, Span{begin, begin});
+    if (!is_new) {
+      const Span span = entry->second;
+      for (size_t k = span.begin; k < span.end; ++k) ids.push_back(ids[k]);
+      continue;
+    }
+    const absl::Status status = AppendIds(piece, ids);
+    if (!status.ok()) return status;
+    entry->second.end = ids.size();
+  }
+  return ids;
+}
+
+std::vector<int32_t> ByteFallbackTokens(const Vocabulary& vocabulary) {
+  std::vector<int32_t> tokens(256, -1);
+  for (int byte = 0; byte < 256; ++byte) {
+    const auto found = vocabulary.find(absl::StrFormat("<0x%02X>", byte));
+    if (found != vocabulary.end()) tokens[byte] = found->second;
+  }
+  return tokens;
+}
+
+std::string Shown(absl::string_view text) {
+  constexpr size_t kMost = 64;
+  if (text.size() <= kMost) return std::string(text);
+  size_t size = kMost;
+  while (size > 0 && (text[size] & 0xC0) == 0x80) --size;
+  return absl::StrCat(text.substr(0, size), "...");
 }
 
 }  // namespace epikv

@@ -20,6 +20,19 @@ const Tokenizer& Golden(const char* name) {
   return *Tokenizer::FromJson(json).value().release();
 }
 
+// Token by token nothing broken is told and nothing that is not in all the text.
+void CheckStream(const Tokenizer& tokenizer, const std::vector<int32_t>& ids,
+                 absl::string_view decoded) {
+  Detokenizer stream(tokenizer, {.skip_special = false});
+  std::string told;
+  for (int32_t id : ids) {
+    const std::string piece = stream.Append(id);
+    Require(!FirstInvalidUtf8(piece).has_value(), "pieces are whole code points", piece);
+    told += piece;
+    Require(absl::StartsWith(decoded, told), "nothing is told too soon", told);
+  }
+}
+
 void CheckText(const Tokenizer& tokenizer, absl::string_view text, bool exact) {
   const absl::StatusOr<std::vector<int32_t>> ids = tokenizer.Encode(text, {.add_special = false});
   if (!ids.ok()) {
@@ -32,6 +45,7 @@ void CheckText(const Tokenizer& tokenizer, absl::string_view text, bool exact) {
     Require(tokenizer.TokenBytes(id).has_value(), "ids are tokens", absl::StrCat(id));
   }
   const std::string decoded = tokenizer.Decode(*ids, {.skip_special = false});
+  CheckStream(tokenizer, *ids, decoded);
   Require(!FirstInvalidUtf8(decoded).has_value(), "decoded text is UTF-8", decoded);
   Require(!exact || decoded == text, "tokens spell the text", decoded);
 }
@@ -54,11 +68,16 @@ void CheckFile(absl::string_view json) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace epikv;  // NOLINT: the entry of this file
-  static const Tokenizer &gpt2 = Golden("gpt2"), &llama = Golden("llama3"), &qwen = Golden("qwen");
+  static const Tokenizer &gpt2 = Golden("gpt2"), &llama = Golden("llama3"), &qwen = Golden("qwen"),
+                         &llama2 = Golden("llama2_legacy"), &gemma = Golden("gemma"),
+                         &unigram = Golden("unigram_fallback");
   const absl::string_view input(reinterpret_cast<const char*>(data), size);
   if (absl::StartsWith(input, "{")) CheckFile(input);
   CheckText(gpt2, input, /*exact=*/true);
   CheckText(llama, input, /*exact=*/true);
-  CheckText(qwen, input, /*exact=*/false);  // it composes characters (NFC)
+  // They compose characters, or write spaces as another character.
+  for (const Tokenizer* tokenizer : {&qwen, &llama2, &gemma, &unigram}) {
+    CheckText(*tokenizer, input, /*exact=*/false);
+  }
   return 0;
 }

@@ -7,11 +7,16 @@ Needs `pip install tokenizers`; the goldens name the version they were made with
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+sys.path.append(str(Path(__file__).parents[1] / "tokenizers"))
+import configurations  # noqa: E402
+from parity import Reference  # noqa: E402
 
 OUT = Path(__file__).parent / "tokenizers"
 
@@ -237,12 +242,12 @@ def encode(tokenizer, text, add_special):
 
 def golden(tokenizer, name):
     rng = random.Random(name)
-    top = max(tokenizer.get_vocab().values())
+    reference = Reference(tokenizer)
+    top = reference.size - 1
     decodings = []
     for length in [1] * 20 + [2, 3, 5, 8, 13, 21] * 6:
         ids = [rng.randint(0, top + 2) for _ in range(length)]
-        keep = tokenizer.decode(ids, skip_special_tokens=False)
-        decodings.append([ids, keep, tokenizer.decode(ids, skip_special_tokens=True)])
+        decodings.append([ids, reference.decode(ids, False), reference.decode(ids, True)])
     return {
         "tokenizers": tokenizers.__version__,
         "with_special": [encode(tokenizer, text, True) for text in TEXTS],
@@ -254,7 +259,14 @@ def golden(tokenizer, name):
 def main():
     OUT.mkdir(exist_ok=True)
     (OUT / "texts.json").write_text(json.dumps(TEXTS, indent=0) + "\n")
-    for make in [gpt2, gpt2_prefix_space, llama3, qwen, deepseek, o200k, digits, odd_patterns,
+    of_families = [
+        configurations.llama2_legacy,
+        configurations.mistral,
+        configurations.gemma,
+        configurations.t5,
+        configurations.unigram_fallback,
+    ]
+    for make in [*of_families, gpt2, gpt2_prefix_space, llama3, qwen, deepseek, o200k, digits, odd_patterns,
                  words, words_and_punctuation, words_without_unknown]:
         name = make.__name__
         (OUT / f"{name}.tokenizer.json").write_text(make().to_str() + "\n")

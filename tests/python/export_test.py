@@ -288,11 +288,12 @@ def escape_directory(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (spoil_tokenizer("model", type="Unigram"), "model.type is 'Unigram'"),
-        (spoil_tokenizer("pre_tokenizer", type="Metaspace"), "pre_tokenizer is 'Metaspace'"),
-        (spoil_tokenizer("model", type="BPE"), "pre_tokenizer must hold ByteLevel"),
-        (spoil_tokenizer("decoder", type="Fuse"), "decoder"),
-        (spoil_tokenizer("normalizer", type="Sequence", normalizers=[{"type": "NFD"}]), "NFD"),
+        (spoil_tokenizer("model", type="WordPiece"), "model.type is 'WordPiece'"),
+        (spoil_tokenizer("normalizer", type="Precompiled"), "normalizer is 'Precompiled'"),
+        (spoil_tokenizer("pre_tokenizer", type="Bert"), "pre_tokenizer is 'Bert'"),
+        (spoil_tokenizer("pre_tokenizer", type="ByteLevel"), "model.type must be BPE"),
+        (spoil_tokenizer("decoder", type="CTC"), "decoder is 'CTC'"),
+        (spoil_tokenizer("normalizer", type="Sequence", normalizers=[{"type": "Nmt"}]), "Nmt"),
         (truncate_weights, "model.safetensors"),
         (escape_directory, "weight_map"),
         (lambda d: (d / "tokenizer.json").unlink(), "tokenizer.json"),

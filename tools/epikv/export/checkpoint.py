@@ -19,7 +19,14 @@ from epikv.export.llama import Shape, output_projection
 from epikv.export.manifest import Calibration, Layer, Manifest, Rope
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # those that a list of frequencies can say
-PRE_TOKENIZERS = ("ByteLevel", "Digits", "Split", "Whitespace", "WhitespaceSplit")
+TOKEN_MODELS = ("BPE", "Unigram", "WordLevel")
+TOKENIZER_PARTS = {
+    "normalizer": ("Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Strip"),
+    "pre_tokenizer": (
+        "ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "Whitespace", "WhitespaceSplit",
+    ),
+    "decoder": ("ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip"),
+}  # fmt: skip
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # Fields that change the computation in ways the contract or this exporter does not know, with the
@@ -230,22 +237,14 @@ def _read_tokenizer(path: Path, vocab_size: int) -> str:
     raw = _read_json(path)
     model = raw.get("model")
     kind = model.get("type") if isinstance(model, dict) else None
-    before = _kinds(raw.get("pre_tokenizer"))
-    if kind not in ("BPE", "WordLevel"):
-        raise ExportError(f"{path}: model.type is '{kind}'; only BPE and WordLevel are known")
-    if model.get("byte_fallback"):
-        raise ExportError(f"{path}: model.byte_fallback is true; only byte-level BPE is known")
-    for found in before:
-        if found not in PRE_TOKENIZERS:
-            raise ExportError(
-                f"{path}: pre_tokenizer is '{found}'; known: {', '.join(PRE_TOKENIZERS)}"
-            )
-    if ("ByteLevel" in before) != (kind == "BPE"):
-        raise ExportError(f"{path}: pre_tokenizer must hold ByteLevel with BPE, and only then")
-    if _kinds(raw.get("decoder")) != (["ByteLevel"] if kind == "BPE" else []):
-        raise ExportError(f"{path}: decoder must be ByteLevel with BPE, else null")
-    if _kinds(raw.get("normalizer")) not in ([], ["NFC"]):
-        raise ExportError(f"{path}: normalizer is {_kinds(raw['normalizer'])}; known: null, NFC")
+    if kind not in TOKEN_MODELS:
+        raise ExportError(f"{path}: model.type is '{kind}'; known: {', '.join(TOKEN_MODELS)}")
+    for part, known in TOKENIZER_PARTS.items():
+        for found in _kinds(raw.get(part)):
+            if found not in known:
+                raise ExportError(f"{path}: {part} is '{found}'; known: {', '.join(known)}")
+    if "ByteLevel" in _kinds(raw.get("pre_tokenizer")) and kind != "BPE":
+        raise ExportError(f"{path}: pre_tokenizer holds ByteLevel; model.type must be BPE")
     text = json.dumps({**raw, "truncation": None, "padding": None}, ensure_ascii=False)
     try:
         tokenizer = Tokenizer.from_str(text)
