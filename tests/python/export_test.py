@@ -13,7 +13,7 @@ import pytest
 import torch
 from epikv.export import ExportError, export, exporter, load, random_model
 from epikv.export.contract import violations
-from epikv.export.llama import Llama, Shape, build
+from epikv.export.decoder import LanguageModel, Shape, build
 from epikv.export.manifest import Manifest
 from epikv.export.operators import KvCache, Step, forward, running
 from epikv.export.parity import load_reference, random_prompts
@@ -31,6 +31,9 @@ SHAPES = {
     },
     "rope_linear": {
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    },
+    "rope_dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     },
     "rope_llama3": {
         "rope_parameters": {
@@ -231,15 +234,18 @@ def test_exports_a_byte_level_tokenizer(directory: Path, tmp_path: Path) -> None
 
 
 REFUSED = {
-    "architectures": {"architectures": ["MistralForCausalLM"]},
-    "hidden_act": {"hidden_act": "gelu"},
+    "architectures": {"architectures": ["MambaForCausalLM"]},
+    "hidden_act": {"hidden_act": "relu"},
     "sliding_window": {"sliding_window": 128},
     "num_local_experts": {"num_local_experts": 8},
     "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
     "num_key_value_heads": {"num_key_value_heads": 3},
     "head_dim": {"head_dim": 7},
     "eos_token_id": {"eos_token_id": 61},
-    "rope_type": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "rope_type": {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+    "partial_rotary_factor": {"partial_rotary_factor": 0.5},
+    "final_logit_softcapping": {"final_logit_softcapping": 30.0},
+    "layer_types": {"layer_types": ["full_attention"] * 3},
     "longrope": {
         "rope_parameters": {
             "rope_type": "longrope",
@@ -320,7 +326,7 @@ def test_a_model_that_differs_is_not_written(
     swapped: tuple[str, str],
     dtype: str,
 ) -> None:
-    def faulty(shape: Shape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Llama:
+    def faulty(shape: Shape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> LanguageModel:
         one, other = (f"model.layers.1.{part}.weight" for part in swapped)
         return build(shape, {**weights, one: weights[other], other: weights[one]}, dtype)
 

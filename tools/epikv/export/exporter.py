@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from epikv.export import checkpoint, contract, parity
+from epikv.export.decoder import build
 from epikv.export.errors import ExportError
-from epikv.export.llama import build
 from epikv.export.manifest import Manifest
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # short names, for command lines
@@ -33,7 +33,7 @@ def export(
     dtype = dtype or source.dtype()
     manifest = source.manifest(name or Path(directory).resolve().name, dtype)
     try:
-        module = build(source.shape(), source.weights, getattr(torch, dtype))
+        module = build(source.shape(dtype), source.weights(), getattr(torch, dtype))
     except RuntimeError as error:
         raise ExportError(f"{directory}: {error}") from error
     out = Path(out)

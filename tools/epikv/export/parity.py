@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from epikv.export.manifest import Manifest
 from epikv.export.operators import KvCache, forward
 
 FLOAT32_TOLERANCE = 1e-4  # largest absolute difference of a logit
-BFLOAT16_FACTOR = 1.5  # error against float32, in units of the error transformers makes itself
+NARROW_FACTOR = 1.5  # error against float32, in units of the error transformers makes itself
 PROMPT_LENGTHS = (1, 7, 33)  # tokens, fed packed in one forward
 CLEAR = 4  # limits: a gap that errors within the limit do not turn round
 STEPS = 8  # decode steps, one token a sequence each
@@ -60,11 +60,9 @@ def compare(module: torch.jit.ScriptModule, manifest: Manifest, directory: Path)
     if manifest.dtype == "float32":
         error, limit = max_error, FLOAT32_TOLERANCE
     else:
-        rounded = LlamaForCausalLM.from_pretrained(
-            directory, dtype=torch.bfloat16, attn_implementation="eager"
-        ).eval()
+        rounded = load(directory, getattr(torch, manifest.dtype))
         theirs = torch.cat([logits(rounded, text) for text in texts])
-        error, limit = _rms(ours - wanted), BFLOAT16_FACTOR * _rms(theirs - wanted)
+        error, limit = _rms(ours - wanted), NARROW_FACTOR * _rms(theirs - wanted)
     best = wanted.topk(2).values
     clear = best[:, 0] - best[:, 1] > CLEAR * limit
     equal = ours.argmax(-1) == wanted.argmax(-1)
@@ -79,16 +77,20 @@ def compare(module: torch.jit.ScriptModule, manifest: Manifest, directory: Path)
     )
 
 
-def load_reference(directory: Path, dtype: str) -> LlamaForCausalLM:
+def load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The directory's model in transformers, stored and computing in `dtype`."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    ).eval()
+
+
+def load_reference(directory: Path, dtype: str) -> PreTrainedModel:
     """The directory's model in transformers, computing in float32 with weights of `dtype`."""
-    model = LlamaForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
-    if dtype == "bfloat16":
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.copy_(weight.bfloat16())
-    return model.eval()
+    model = load(directory, torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.to(getattr(torch, dtype)))
+    return model
 
 
 def random_prompts(vocab_size: int, longest: int, lengths: Sequence[int]) -> list[list[int]]:
@@ -101,7 +103,7 @@ def random_prompts(vocab_size: int, longest: int, lengths: Sequence[int]) -> lis
 
 
 @torch.inference_mode()
-def extend(model: LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[int]:
+def extend(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> list[int]:
     """The prompt and its greedy continuation of exactly `steps` tokens, end tokens or not."""
     text = list(prompt)
     fed, cache = text, None
@@ -114,7 +116,7 @@ def extend(model: LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[i
 
 
 @torch.inference_mode()
-def logits(model: LlamaForCausalLM, text: Sequence[int]) -> Tensor:
+def logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
     """Float32 logits at every position of one sequence, [len(text), vocabulary]."""
     return model(torch.tensor([text])).logits[0].float()
 

@@ -1,0 +1,90 @@
+"""What the exporter reads in released configurations, and which it refuses by the field's name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from epikv.export import ExportError, export, load
+from epikv.export.checkpoint import read_config
+from epikv.export.families import FAMILIES, attention_of, shape_of
+from epikv.export.manifest import Layer, Rope
+from epikv.export.synthetic import write_directory
+from epikv.export.zoo import configuration
+
+# The fields of published config.json files that say what is computed.
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+# Phi-4-mini: three quarters of a head rotate, by LongRoPE.
+LONGROPE = {
+    "long_factor": [1.0] * 48,
+    "short_factor": [1.0] * 48,
+    "type": "longrope",
+}
+
+
+def read(raw: dict[str, Any], directory: Path) -> tuple[list[Rope], list[Layer], Any]:
+    path = directory / "config.json"
+    path.write_text(json.dumps(raw))
+    architecture, config = read_config(path)
+    family = FAMILIES[architecture]
+    return *attention_of(family, config), shape_of(family, config, torch.bfloat16)
+
+
+def test_llama_3_1(tmp_path: Path) -> None:
+    (rope,), layers, shape = read(LLAMA_3_1_8B, tmp_path)
+    assert len(rope.inv_freq) == 64 and rope.inv_freq[0] == 1
+    assert rope.inv_freq[-1] == pytest.approx(500000 ** (-126 / 128) / 8)  # slowest: interpolated
+    assert layers == [
+        Layer(128, 128, 128**-0.5, f"model.layers.{i}.self_attn.o_proj.weight") for i in range(32)
+    ]
+    assert not shape.qkv_bias and not shape.tied
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({**LLAMA_3_1_8B, "rope_scaling": LONGROPE}, r"rope_scaling.rope_type is 'longrope'"),
+    ({**LLAMA_3_1_8B, "residual_multiplier": 0.2}, "residual_multiplier"),
+]
+
+
+@pytest.mark.parametrize(("raw", "named"), REFUSED)
+def test_refuses_by_field(tmp_path: Path, raw: dict[str, Any], named: str) -> None:
+    with pytest.raises(ExportError, match=named):
+        read(raw, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_an_exported_file_equals_transformers(
+    tmp_path: Path, architecture: str, dtype: str
+) -> None:
+    """In Python alone; over gRPC, and more of them: tests/e2e/served_families_test.py."""
+    config = configuration(architecture, 100)
+    write_directory(config, tmp_path / "hf", dtype, architecture=architecture)
+    report = export(tmp_path / "hf", tmp_path / "model.pt")
+    assert report is not None and report.passed() and report.greedy_rows > report.rows / 4
+    _, manifest, _ = load(tmp_path / "model.pt")
+    assert (manifest.architecture, manifest.dtype) == (architecture, dtype)

@@ -1,0 +1,60 @@
+"""Random configurations of every family: what real ones set, scaled down. For tests and sweeps."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+Config = dict[str, Any]
+CONTEXT = 256
+
+
+def configuration(architecture: str, seed: int) -> Config:
+    """Arguments of the family's configuration class; the same for the same seed."""
+    rng = random.Random(f"{architecture}/{seed}")
+    config = {
+        **_shape(rng),
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": rng.random() < 0.4,
+    }
+    return {**config, **_FAMILIES[architecture](rng, config)}
+
+
+def _shape(rng: random.Random) -> Config:
+    heads = rng.choice([4, 6, 8])
+    return {
+        "hidden_size": rng.choice([8, 16]) * heads,
+        "num_hidden_layers": rng.randint(3, 5),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([n for n in (1, 2, 4, heads) if heads % n == 0]),
+        "intermediate_size": rng.choice([80, 96, 144]),
+        "vocab_size": rng.randint(150, 300),
+    }
+
+
+def _scaled_rope(rng: random.Random, theta: float, *kinds: str) -> Config:
+    """rope_parameters of one of `kinds`, which bend within the few tokens of tests' texts."""
+    kind = rng.choice(kinds)
+    said: Config = {"rope_type": kind, "rope_theta": theta}
+    if kind in ("linear", "dynamic", "llama3", "yarn"):
+        said["factor"] = rng.choice([2.0, 4.0, 8.0])
+    if kind in ("llama3", "yarn"):
+        said["original_max_position_embeddings"] = rng.choice([16, 32])
+    if kind == "llama3":
+        said |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return said
+
+
+def _llama(rng: random.Random, config: Config) -> Config:
+    """Llama 3.x, R1-Distill-Llama; older ones' linear and dynamic scaling."""
+    kinds = ("default", "llama3", "llama3", "linear", "dynamic")
+    return {
+        "rope_parameters": _scaled_rope(rng, 500000.0, *kinds),
+        "head_dim": rng.choice([None, 12, 32]),
+        "attention_bias": rng.random() < 0.3,
+        "mlp_bias": rng.random() < 0.3,
+    }
+
+
+_FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
+    "LlamaForCausalLM": _llama,
+}
