@@ -38,6 +38,24 @@ LLAMA_3_1_8B = {
     "tie_word_embeddings": False,
     "vocab_size": 128256,
 }
+QWEN2_5_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+}
 # Phi-4-mini: three quarters of a head rotate, by LongRoPE.
 LONGROPE = {
     "long_factor": [1.0] * 48,
@@ -62,6 +80,16 @@ def test_llama_3_1(tmp_path: Path) -> None:
         Layer(128, 128, 128**-0.5, f"model.layers.{i}.self_attn.o_proj.weight") for i in range(32)
     ]
     assert not shape.qkv_bias and not shape.tied
+
+
+def test_qwen_2_5_has_biases_and_a_window_that_is_off(tmp_path: Path) -> None:
+    _, layers, shape = read(QWEN2_5_7B, tmp_path)
+    assert shape.qkv_bias and not shape.output_bias
+    assert {layer.window for layer in layers} == {None}
+    _, layers, _ = read(
+        {**QWEN2_5_7B, "use_sliding_window": True, "max_window_layers": 20}, tmp_path
+    )
+    assert [layer.window for layer in layers] == [None] * 20 + [131072] * 8
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -75,6 +75,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("LlamaConfig"),
+    "Qwen2ForCausalLM": Family("Qwen2Config", qkv_bias=True, output_bias=False, windows="typed"),
 }
 
 

@@ -31,6 +31,11 @@ def _shape(rng: random.Random) -> Config:
     }
 
 
+def _window(rng: random.Random) -> int:
+    """Short enough that tests' texts are longer."""
+    return rng.randint(6, 24)
+
+
 def _scaled_rope(rng: random.Random, theta: float, *kinds: str) -> Config:
     """rope_parameters of one of `kinds`, which bend within the few tokens of tests' texts."""
     kind = rng.choice(kinds)
@@ -55,6 +60,17 @@ def _llama(rng: random.Random, config: Config) -> Config:
     }
 
 
+def _qwen(rng: random.Random, config: Config) -> Config:
+    """Some with the sliding window that their configurations know and released ones leave off."""
+    return {
+        "rope_parameters": _scaled_rope(rng, 1000000.0, "default", "default", "yarn"),
+        "use_sliding_window": rng.random() < 0.4,
+        "sliding_window": _window(rng),
+        "max_window_layers": rng.randint(1, config["num_hidden_layers"] - 1),
+    }
+
+
 _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "LlamaForCausalLM": _llama,
+    "Qwen2ForCausalLM": _qwen,
 }
