@@ -56,6 +56,27 @@ QWEN2_5_7B = {
     "tie_word_embeddings": False,
     "vocab_size": 152064,
 }
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
 # Phi-4-mini: three quarters of a head rotate, by LongRoPE.
 LONGROPE = {
     "long_factor": [1.0] * 48,
@@ -92,9 +113,18 @@ def test_qwen_2_5_has_biases_and_a_window_that_is_off(tmp_path: Path) -> None:
     assert [layer.window for layer in layers] == [None] * 20 + [131072] * 8
 
 
+def test_qwen3_norms_each_head(tmp_path: Path) -> None:
+    _, layers, shape = read(QWEN3_8B, tmp_path)
+    assert shape.qk_norm == "head" and not shape.qkv_bias
+    assert layers[0].key_width == 128 and layers[0].window is None
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA_3_1_8B, "rope_scaling": LONGROPE}, r"rope_scaling.rope_type is 'longrope'"),
+    ({**QWEN3_8B, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts"),
     ({**LLAMA_3_1_8B, "residual_multiplier": 0.2}, "residual_multiplier"),
+    ({**QWEN3_8B, "layer_types": ["chunked_attention"] * 36}, "chunked_attention"),
+    ({**QWEN3_8B, "layer_types": ["sliding_attention"] * 36}, "sliding_window is None"),
 ]
 
 

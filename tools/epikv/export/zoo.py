@@ -70,7 +70,12 @@ def _qwen(rng: random.Random, config: Config) -> Config:
     }
 
 
+def _qwen3(rng: random.Random, config: Config) -> Config:
+    return {**_qwen(rng, config), "head_dim": rng.choice([16, 32])}
+
+
 _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen,
+    "Qwen3ForCausalLM": _qwen3,
 }
