@@ -77,6 +77,22 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
     "vocab_size": 151936,
 }
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
 # Phi-4-mini: three quarters of a head rotate, by LongRoPE.
 LONGROPE = {
     "long_factor": [1.0] * 48,
@@ -119,10 +135,19 @@ def test_qwen3_norms_each_head(tmp_path: Path) -> None:
     assert layers[0].key_width == 128 and layers[0].window is None
 
 
+def test_mistral_slides_in_all_layers(tmp_path: Path) -> None:
+    assert {layer.window for layer in read(MISTRAL_7B, tmp_path)[1]} == {4096}
+    assert {
+        layer.window for layer in read({**MISTRAL_7B, "sliding_window": None}, tmp_path)[1]
+    } == {None}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA_3_1_8B, "rope_scaling": LONGROPE}, r"rope_scaling.rope_type is 'longrope'"),
+    ({**MISTRAL_7B, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "num_local"),
     ({**QWEN3_8B, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts"),
     ({**LLAMA_3_1_8B, "residual_multiplier": 0.2}, "residual_multiplier"),
+    ({**MISTRAL_7B, "layer_types": ["full_attention"] * 32}, "layer_types"),
     ({**QWEN3_8B, "layer_types": ["chunked_attention"] * 36}, "chunked_attention"),
     ({**QWEN3_8B, "layer_types": ["sliding_attention"] * 36}, "sliding_window is None"),
 ]

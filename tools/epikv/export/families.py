@@ -77,6 +77,7 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("LlamaConfig"),
     "Qwen2ForCausalLM": Family("Qwen2Config", qkv_bias=True, output_bias=False, windows="typed"),
     "Qwen3ForCausalLM": Family("Qwen3Config", qk_norm="head", windows="typed"),
+    "MistralForCausalLM": Family("MistralConfig", qkv_bias=False, output_bias=False, windows="all"),
 }
 
 

@@ -74,8 +74,17 @@ def _qwen3(rng: random.Random, config: Config) -> Config:
     return {**_qwen(rng, config), "head_dim": rng.choice([16, 32])}
 
 
+def _mistral(rng: random.Random, config: Config) -> Config:
+    return {
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice([1e4, 1e6])},
+        "head_dim": rng.choice([None, 32]),
+        "sliding_window": rng.choice([None, _window(rng), _window(rng)]),
+    }
+
+
 _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen,
     "Qwen3ForCausalLM": _qwen3,
+    "MistralForCausalLM": _mistral,
 }
