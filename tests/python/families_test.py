@@ -93,11 +93,40 @@ MISTRAL_7B = {
     "tie_word_embeddings": False,
     "vocab_size": 32000,
 }
+PHI_3_MINI_4K = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
 # Phi-4-mini: three quarters of a head rotate, by LongRoPE.
 LONGROPE = {
     "long_factor": [1.0] * 48,
     "short_factor": [1.0] * 48,
     "type": "longrope",
+}
+PHI_4_MINI = {
+    **PHI_3_MINI_4K,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": LONGROPE,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
 }
 
 
@@ -142,7 +171,15 @@ def test_mistral_slides_in_all_layers(tmp_path: Path) -> None:
     } == {None}
 
 
+def test_phi_rotates_in_part(tmp_path: Path) -> None:
+    (rope,), layers, _ = read(PHI_3_MINI_4K, tmp_path)
+    assert len(rope.inv_freq) == 48 and layers[0].window == 2047
+    (rope,), layers, _ = read({**PHI_4_MINI, "rope_scaling": None}, tmp_path)
+    assert len(rope.inv_freq) == 48 and layers[0].key_width == 128
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (PHI_4_MINI, r"rope_scaling.rope_type is 'longrope'"),
     ({**LLAMA_3_1_8B, "rope_scaling": LONGROPE}, r"rope_scaling.rope_type is 'longrope'"),
     ({**MISTRAL_7B, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "num_local"),
     ({**QWEN3_8B, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts"),

@@ -21,6 +21,7 @@ from epikv.export.manifest import Layer, Rope
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 _PRE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": Family("Qwen2Config", qkv_bias=True, output_bias=False, windows="typed"),
     "Qwen3ForCausalLM": Family("Qwen3Config", qk_norm="head", windows="typed"),
     "MistralForCausalLM": Family("MistralConfig", qkv_bias=False, output_bias=False, windows="all"),
+    "Phi3ForCausalLM": Family(
+        "Phi3Config",
+        qkv_bias=False,
+        output_bias=False,
+        fused=_FUSED,
+        partial_rotary=True,
+        windows="all",
+    ),
 }
 
 

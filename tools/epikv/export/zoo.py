@@ -82,9 +82,24 @@ def _mistral(rng: random.Random, config: Config) -> Config:
     }
 
 
+def _phi3(rng: random.Random, config: Config) -> Config:
+    """Phi-3 with its window, Phi-4, and Phi-4-mini's partial rotary (its LongRoPE is refused)."""
+    size = config["hidden_size"] // config["num_attention_heads"]
+    partial = rng.choice([1.0, 0.75, 0.5]) if size % 8 == 0 else 1.0
+    return {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": rng.choice([1e4, 250000.0]),
+            "partial_rotary_factor": partial,
+        },
+        "sliding_window": rng.choice([None, _window(rng)]),
+    }
+
+
 _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen,
     "Qwen3ForCausalLM": _qwen3,
     "MistralForCausalLM": _mistral,
+    "Phi3ForCausalLM": _phi3,
 }
