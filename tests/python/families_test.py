@@ -111,6 +111,23 @@ PHI_3_MINI_4K = {
     "tie_word_embeddings": False,
     "vocab_size": 32064,
 }
+OLMO_2_7B = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
 # Phi-4-mini: three quarters of a head rotate, by LongRoPE.
 LONGROPE = {
     "long_factor": [1.0] * 48,
@@ -178,6 +195,12 @@ def test_phi_rotates_in_part(tmp_path: Path) -> None:
     assert len(rope.inv_freq) == 48 and layers[0].key_width == 128
 
 
+def test_olmo_2_norms_after(tmp_path: Path) -> None:
+    _, _, shape = read(OLMO_2_7B, tmp_path)
+    assert shape.norms == {"attention_post_norm", "mlp_post_norm"}
+    assert shape.qk_norm == "projection"
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (PHI_4_MINI, r"rope_scaling.rope_type is 'longrope'"),
     ({**LLAMA_3_1_8B, "rope_scaling": LONGROPE}, r"rope_scaling.rope_type is 'longrope'"),
@@ -187,6 +210,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**MISTRAL_7B, "layer_types": ["full_attention"] * 32}, "layer_types"),
     ({**QWEN3_8B, "layer_types": ["chunked_attention"] * 36}, "chunked_attention"),
     ({**QWEN3_8B, "layer_types": ["sliding_attention"] * 36}, "sliding_window is None"),
+    ({**OLMO_2_7B, "sliding_window": 4096}, "sliding_window"),
 ]
 
 

@@ -21,6 +21,10 @@ from epikv.export.manifest import Layer, Rope
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 _PRE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_POST = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -87,6 +91,7 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         windows="all",
     ),
+    "Olmo2ForCausalLM": Family("Olmo2Config", norms=_POST, norm_offset=0.0, qk_norm="projection"),
 }
 
 

@@ -96,10 +96,18 @@ def _phi3(rng: random.Random, config: Config) -> Config:
     }
 
 
+def _olmo2(rng: random.Random, config: Config) -> Config:
+    return {
+        "rope_parameters": _scaled_rope(rng, 500000.0, "default", "yarn"),
+        "attention_bias": rng.random() < 0.3,
+    }
+
+
 _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen,
     "Qwen3ForCausalLM": _qwen3,
     "MistralForCausalLM": _mistral,
     "Phi3ForCausalLM": _phi3,
+    "Olmo2ForCausalLM": _olmo2,
 }
