@@ -128,6 +128,29 @@ OLMO_2_7B = {
     "tie_word_embeddings": False,
     "vocab_size": 100352,
 }
+SMOLLM3_3B = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
 # Phi-4-mini: three quarters of a head rotate, by LongRoPE.
 LONGROPE = {
     "long_factor": [1.0] * 48,
@@ -199,6 +222,12 @@ def test_olmo_2_norms_after(tmp_path: Path) -> None:
     _, _, shape = read(OLMO_2_7B, tmp_path)
     assert shape.norms == {"attention_post_norm", "mlp_post_norm"}
     assert shape.qk_norm == "projection"
+
+
+def test_smollm3_leaves_each_fourth_layer_unrotated(tmp_path: Path) -> None:
+    ropes, layers, shape = read(SMOLLM3_3B, tmp_path)
+    assert [len(ropes[layer.rope].inv_freq) for layer in layers] == [64, 64, 64, 0] * 9
+    assert shape.tied
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -92,6 +92,7 @@ FAMILIES: dict[str, Family] = {
         windows="all",
     ),
     "Olmo2ForCausalLM": Family("Olmo2Config", norms=_POST, norm_offset=0.0, qk_norm="projection"),
+    "SmolLM3ForCausalLM": Family("SmolLM3Config", windows="typed"),
 }
 
 

@@ -103,6 +103,16 @@ def _olmo2(rng: random.Random, config: Config) -> Config:
     }
 
 
+def _smollm3(rng: random.Random, config: Config) -> Config:
+    """Some with windows in the layers that do not rotate."""
+    return {
+        "rope_parameters": _scaled_rope(rng, 5000000.0, "default", "yarn"),
+        "no_rope_layer_interval": rng.choice([2, 3]),
+        "use_sliding_window": rng.random() < 0.4,
+        "sliding_window": _window(rng),
+    }
+
+
 _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen,
@@ -110,4 +120,5 @@ _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "MistralForCausalLM": _mistral,
     "Phi3ForCausalLM": _phi3,
     "Olmo2ForCausalLM": _olmo2,
+    "SmolLM3ForCausalLM": _smollm3,
 }
