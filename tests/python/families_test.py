@@ -151,6 +151,28 @@ SMOLLM3_3B = {
     "use_sliding_window": False,
     "vocab_size": 128256,
 }
+GEMMA_2_9B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_size": 4096,
+    "vocab_size": 256000,
+}
 # Phi-4-mini: three quarters of a head rotate, by LongRoPE.
 LONGROPE = {
     "long_factor": [1.0] * 48,
@@ -230,6 +252,15 @@ def test_smollm3_leaves_each_fourth_layer_unrotated(tmp_path: Path) -> None:
     assert shape.tied
 
 
+def test_gemma_2(tmp_path: Path) -> None:
+    _, layers, shape = read(GEMMA_2_9B, tmp_path)
+    assert [layer.window for layer in layers] == [4096, None] * 21
+    assert {(layer.soft_cap, layer.scale) for layer in layers} == {(50.0, 1 / 16)}
+    assert shape.logit_cap == 30 and shape.activation == "gelu_pytorch_tanh" and shape.tied
+    assert shape.norm.wide and shape.norm.offset == 1 and len(shape.norms) == 4
+    assert shape.embedding_factor == 59.75  # sqrt(3584) = 59.867, in bfloat16
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (PHI_4_MINI, r"rope_scaling.rope_type is 'longrope'"),
     ({**LLAMA_3_1_8B, "rope_scaling": LONGROPE}, r"rope_scaling.rope_type is 'longrope'"),
@@ -240,6 +271,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**QWEN3_8B, "layer_types": ["chunked_attention"] * 36}, "chunked_attention"),
     ({**QWEN3_8B, "layer_types": ["sliding_attention"] * 36}, "sliding_window is None"),
     ({**OLMO_2_7B, "sliding_window": 4096}, "sliding_window"),
+    ({**GEMMA_2_9B, "hidden_activation": "quick_gelu"}, "hidden_activation"),
 ]
 
 

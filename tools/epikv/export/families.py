@@ -25,6 +25,7 @@ _POST = {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
 }
+_BOTH = {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_POST}
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -78,6 +79,16 @@ class Family:
         return {name for name in named if name is not None}
 
 
+_GEMMA = {
+    "norms": _BOTH,
+    "norm_offset": 1.0,
+    "windows": "typed",
+    "activation": "hidden_activation",
+    "query_scalar": "query_pre_attn_scalar",
+    "logit_cap": "final_logit_softcapping",
+    "scaled_embedding": True,
+}
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("LlamaConfig"),
     "Qwen2ForCausalLM": Family("Qwen2Config", qkv_bias=True, output_bias=False, windows="typed"),
@@ -93,6 +104,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family("Olmo2Config", norms=_POST, norm_offset=0.0, qk_norm="projection"),
     "SmolLM3ForCausalLM": Family("SmolLM3Config", windows="typed"),
+    "Gemma2ForCausalLM": Family("Gemma2Config", attention_cap="attn_logit_softcapping", **_GEMMA),
 }
 
 

@@ -113,6 +113,25 @@ def _smollm3(rng: random.Random, config: Config) -> Config:
     }
 
 
+def _gemma(rng: random.Random, config: Config) -> Config:
+    return {
+        "head_dim": rng.choice([16, 32]),
+        "query_pre_attn_scalar": rng.choice([8, 16, 40]),
+        "sliding_window": _window(rng),
+    }
+
+
+def _gemma2(rng: random.Random, config: Config) -> Config:
+    """Caps that bite at these logits, as 50 and 30 do at theirs."""
+    return {
+        **_gemma(rng, config),
+        "attn_logit_softcapping": rng.choice([2.0, 5.0, 50.0]),
+        "final_logit_softcapping": 30.0
+        if config["tie_word_embeddings"]
+        else rng.choice([3.0, 10.0]),
+    }
+
+
 _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen,
@@ -121,4 +140,5 @@ _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "Phi3ForCausalLM": _phi3,
     "Olmo2ForCausalLM": _olmo2,
     "SmolLM3ForCausalLM": _smollm3,
+    "Gemma2ForCausalLM": _gemma2,
 }
