@@ -173,6 +173,29 @@ GEMMA_2_9B = {
     "sliding_window_size": 4096,
     "vocab_size": 256000,
 }
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
 # Phi-4-mini: three quarters of a head rotate, by LongRoPE.
 LONGROPE = {
     "long_factor": [1.0] * 48,
@@ -261,11 +284,21 @@ def test_gemma_2(tmp_path: Path) -> None:
     assert shape.embedding_factor == 59.75  # sqrt(3584) = 59.867, in bfloat16
 
 
+def test_gemma_3_has_two_ropes(tmp_path: Path) -> None:
+    ropes, layers, shape = read(GEMMA_3_1B, tmp_path)
+    assert [layer.window for layer in layers[:7]] == [512] * 5 + [None, 512]
+    slowest = [ropes[layer.rope].inv_freq[-1] for layer in layers[4:6]]
+    assert slowest == pytest.approx([10000 ** (-254 / 256), 1000000 ** (-254 / 256)])
+    assert shape.qk_norm == "head" and shape.logit_cap is None
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (PHI_4_MINI, r"rope_scaling.rope_type is 'longrope'"),
     ({**LLAMA_3_1_8B, "rope_scaling": LONGROPE}, r"rope_scaling.rope_type is 'longrope'"),
     ({**MISTRAL_7B, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "num_local"),
     ({**QWEN3_8B, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}, "num_experts"),
+    ({**GEMMA_3_1B, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ({**GEMMA_3_1B, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ({**LLAMA_3_1_8B, "residual_multiplier": 0.2}, "residual_multiplier"),
     ({**MISTRAL_7B, "layer_types": ["full_attention"] * 32}, "layer_types"),
     ({**QWEN3_8B, "layer_types": ["chunked_attention"] * 36}, "chunked_attention"),

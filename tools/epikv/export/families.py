@@ -105,6 +105,7 @@ FAMILIES: dict[str, Family] = {
     "Olmo2ForCausalLM": Family("Olmo2Config", norms=_POST, norm_offset=0.0, qk_norm="projection"),
     "SmolLM3ForCausalLM": Family("SmolLM3Config", windows="typed"),
     "Gemma2ForCausalLM": Family("Gemma2Config", attention_cap="attn_logit_softcapping", **_GEMMA),
+    "Gemma3ForCausalLM": Family("Gemma3TextConfig", qk_norm="head", **_GEMMA),
 }
 
 

@@ -132,6 +132,21 @@ def _gemma2(rng: random.Random, config: Config) -> Config:
     }
 
 
+def _gemma3(rng: random.Random, config: Config) -> Config:
+    """Global and local layers with a rope each; that of the global ones may be scaled."""
+    types = ["full_attention", "sliding_attention"]
+    types += rng.choices(types, k=config["num_hidden_layers"] - 2)
+    rng.shuffle(types)
+    return {
+        **_gemma(rng, config),
+        "layer_types": types,
+        "rope_parameters": {
+            "full_attention": _scaled_rope(rng, 1000000.0, "default", "linear"),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    }
+
+
 _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen,
@@ -141,4 +156,5 @@ _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "Olmo2ForCausalLM": _olmo2,
     "SmolLM3ForCausalLM": _smollm3,
     "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
 }
