@@ -106,6 +106,13 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": Family("SmolLM3Config", windows="typed"),
     "Gemma2ForCausalLM": Family("Gemma2Config", attention_cap="attn_logit_softcapping", **_GEMMA),
     "Gemma3ForCausalLM": Family("Gemma3TextConfig", qk_norm="head", **_GEMMA),
+    "GraniteForCausalLM": Family(
+        "GraniteConfig",
+        attention_factor="attention_multiplier",
+        logit_divisor="logits_scaling",
+        residual_factor="residual_multiplier",
+        embedding_factor="embedding_multiplier",
+    ),
 }
 
 

@@ -147,6 +147,16 @@ def _gemma3(rng: random.Random, config: Config) -> Config:
     }
 
 
+def _granite(rng: random.Random, config: Config) -> Config:
+    return {
+        "embedding_multiplier": rng.choice([3.0, 12.0]),
+        "residual_multiplier": rng.choice([0.22, 0.6]),
+        "logits_scaling": rng.choice([2.0, 8.0, 13.0]),
+        "attention_multiplier": rng.choice([0.1, 0.4]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
 _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen,
@@ -157,4 +167,5 @@ _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "SmolLM3ForCausalLM": _smollm3,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "GraniteForCausalLM": _granite,
 }
