@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import broken_models
 import pytest
 import torch
+from click.testing import CliRunner
+from epikv.cli import main
 from epikv.export import ExportError, export, exporter, load, random_model
 from epikv.export.contract import violations
 from epikv.export.decoder import LanguageModel, Shape, build
@@ -18,6 +21,7 @@ from epikv.export.manifest import Manifest
 from epikv.export.operators import KvCache, Step, forward, running
 from epikv.export.parity import load_reference, random_prompts
 from epikv.export.synthetic import byte_tokenizer, write_directory
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_model import TINY
 
@@ -100,12 +104,26 @@ def test_reports_parity_in_float32(directory: Path, tmp_path: Path) -> None:
     assert report.greedy_rows == report.greedy_equal > report.rows / 2
 
 
-def test_bfloat16_is_as_close_as_transformers_itself(directory: Path, tmp_path: Path) -> None:
-    report = export(directory, tmp_path / "model.pt", dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_a_narrow_dtype_is_as_close_as_transformers_itself(
+    directory: Path, tmp_path: Path, dtype: str
+) -> None:
+    report = export(directory, tmp_path / "model.pt", dtype=dtype)
     module, manifest, _ = load(tmp_path / "model.pt")
     assert report.passed() and 0 < report.error <= report.limit
-    assert manifest.dtype == "bfloat16"
-    assert {w.dtype for w in module.parameters()} == {torch.bfloat16}
+    assert manifest.dtype == dtype
+    assert {w.dtype for w in module.parameters()} == {getattr(torch, dtype)}
+
+
+def test_a_widened_model_computes_in_float32_and_holds_what_it_held(directory: Path) -> None:
+    text = torch.tensor(random_prompts(61, 256, [12]))
+    narrow = load_reference(directory, "bfloat16")
+    wide = load_reference(directory, "float32")
+    with torch.inference_mode():
+        for weight in wide.parameters():
+            weight.copy_(weight.bfloat16())
+        torch.testing.assert_close(narrow(text).logits, wide(text).logits, rtol=0, atol=1e-5)
+    assert {weight.dtype for weight in narrow.parameters()} == {torch.bfloat16}
 
 
 def test_packed_equals_separate_and_chunked_equals_whole(
@@ -193,6 +211,62 @@ def test_reads_shards(directory: Path, tmp_path: Path) -> None:
     whole, sharded = (load(tmp_path / f"{name}.pt")[0] for name in ("whole", "sharded"))
     for a, b in zip(whole.parameters(), sharded.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_one_shard_is_open_at_a_time(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each weight is read twice, for the digest and for the module, and told as it is read."""
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    files = {name: f"{i % 3}.safetensors" for i, name in enumerate(sorted(weights))}
+    for file in set(files.values()):
+        save_file({n: w for n, w in weights.items() if files[n] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    opened: list[weakref.ref[Any]] = []
+
+    class Shard:
+        def __init__(self, path: Path, framework: str) -> None:
+            assert not any(shard() for shard in opened), "another shard is still open"
+            opened.append(weakref.ref(self))
+            self._file = safe_open(path, framework)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    monkeypatch.setattr("epikv.export.weights.safe_open", Shard)
+    told: list[tuple[str, int, int]] = []
+    export(directory, tmp_path / "m.pt", progress=lambda *now: told.append(now), check=False)
+    assert len(opened) > 3
+    total = 2 * sum(weight.nbytes for weight in weights.values())
+    reading = [now for now in told if now[0] == "reading weights"]
+    assert reading[-1] == ("reading weights", total, total)
+    assert [done for _, done, _ in reading] == sorted(done for _, done, _ in reading)
+    assert told[-1][0] == "running what was written"
+
+
+def test_the_command_tells_what_it_does_and_how_far_the_model_is_from_transformers(
+    directory: Path, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(main, ["export", str(directory), str(tmp_path / "model.pt")])
+    assert done.exit_code == 0, done.output
+    stages = done.stderr.splitlines()
+    assert stages[0] == "reading weights" and len(stages) == len(set(stages))
+    assert stages[-2:] == ["running it in transformers", "running what was written"]
+    assert "max logit error" in done.stdout and "greedy tokens equal on" in done.stdout
+
+
+def test_fused_projections_are_read_in_part(tmp_path: Path) -> None:
+    write_directory(TINY, tmp_path / "hf", architecture="Phi3ForCausalLM")
+    export(tmp_path / "hf", tmp_path / "model.pt", check=False)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    ours = dict(load(tmp_path / "model.pt")[0].named_parameters())
+    for fused, parts in (
+        ("self_attn.qkv_proj", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        ("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"]),
+    ):
+        apart = [ours[f"model.layers.1.{part}.weight"] for part in parts]
+        assert torch.equal(torch.cat(apart), stored[f"model.layers.1.{fused}.weight"])
 
 
 def test_calibration_travels_in_the_manifest(directory: Path, tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ def test_an_exported_file_equals_transformers(
     """In Python alone; over gRPC, and more of them: tests/e2e/served_families_test.py."""
     config = configuration(architecture, 100)
     write_directory(config, tmp_path / "hf", dtype, architecture=architecture)
-    report = export(tmp_path / "hf", tmp_path / "model.pt")
+    report = export(tmp_path / "hf", tmp_path / "model.pt", dtype=dtype)
     assert report is not None and report.passed() and report.greedy_rows > report.rows / 4
     _, manifest, _ = load(tmp_path / "model.pt")
     assert (manifest.architecture, manifest.dtype) == (architecture, dtype)

@@ -102,7 +102,7 @@ def read(
     bos, eos = _special_tokens(directory, config)
     if calibration is None and (directory / "calibration.json").exists():
         calibration = directory / "calibration.json"
-    stored = Stored(directory, _shards(directory), progress)
+    stored = Stored(_shards(directory), progress)
     stored.drop("rotary_emb.inv_freq")
     if config.tie_word_embeddings:
         stored.drop("lm_head.weight")

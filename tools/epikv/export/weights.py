@@ -17,24 +17,25 @@ Rows = tuple[int, int]  # begin, end
 class Stored:
     """The tensors of a directory by their names there. Raises ExportError, naming the file."""
 
-    def __init__(
-        self, directory: Path, files: list[Path], progress: Callable[[int], object] | None = None
-    ) -> None:
+    def __init__(self, files: list[Path], progress: Callable[[int], object] | None = None) -> None:
         """`progress` is told the bytes of each read."""
         self._file: dict[str, Path] = {}
         self._facts: dict[str, tuple[torch.dtype, list[int]]] = {}
         self._opened: tuple[Path, safe_open] | None = None
         self._progress = progress
         for file in files:
-            shard = self._open(file)
-            for name in shard.keys():  # noqa: SIM118  it is no mapping
-                part = shard.get_slice(name)
-                if part.get_dtype() not in _DTYPES:
-                    raise ExportError(
-                        f"{directory}: tensor {name} is {part.get_dtype()}; export wants floats"
-                    )
-                self._file[name] = file
-                self._facts[name] = (_DTYPES[part.get_dtype()], part.get_shape())
+            self._list(file)
+
+    def _list(self, file: Path) -> None:
+        shard = self._open(file)
+        for name in shard.keys():  # noqa: SIM118  it is no mapping
+            part = shard.get_slice(name)
+            if part.get_dtype() not in _DTYPES:
+                raise ExportError(
+                    f"{file}: tensor {name} is {part.get_dtype()}; export wants floats"
+                )
+            self._file[name] = file
+            self._facts[name] = (_DTYPES[part.get_dtype()], part.get_shape())
 
     def drop(self, *endings: str) -> None:
         """Forgets tensors that are no parameters."""
