@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from epikv.client import Client
 from epikv.export.families import FAMILIES
-from epikv.export.sweep import Model, check, make, serving
+from epikv.export.sweep import Model, check, make, name_of, serving
 
 CONFIGURATIONS = 3  # of each family
 CASES = [
@@ -24,15 +24,12 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, dict
         yield client, {model.name: model for model in models}
 
 
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda c: f"{c[0].removesuffix('ForCausalLM').lower()}-{c[1]}-{c[2]}"
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: name_of(*case))
 def test_a_served_model_equals_transformers(
     zoo: tuple[Client, dict[str, Model]],
     case: tuple[str, int, str],
-    request: pytest.FixtureRequest,
 ) -> None:
     client, models = zoo
-    outcome = check(client, models[request.node.callspec.id])
+    outcome = check(client, models[name_of(*case)])
     assert outcome.passed(), outcome
     assert outcome.clear > 64

@@ -292,6 +292,30 @@ def test_gemma_3_has_two_ropes(tmp_path: Path) -> None:
     assert shape.qk_norm == "head" and shape.logit_cap is None
 
 
+def test_gemma_3_with_vision_is_its_text_model(tmp_path: Path) -> None:
+    """As published, where text_config leaves out what is as the class has it."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    raw = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 27},
+    }
+    ropes, layers, shape = read(raw, tmp_path)
+    assert [layer.window for layer in layers[:6]] == [1024] * 5 + [None]
+    fastest = [ropes[layer.rope].inv_freq[0] for layer in layers[4:6]]
+    assert fastest == [1, 1 / 8] and shape.num_heads == 8 and shape.tied
+    with pytest.raises(ExportError, match="quantization_config"):
+        read({**raw, "text_config": {**text, "quantization_config": {}}}, tmp_path)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (PHI_4_MINI, r"rope_scaling.rope_type is 'longrope'"),
     ({**LLAMA_3_1_8B, "rope_scaling": LONGROPE}, r"rope_scaling.rope_type is 'longrope'"),

@@ -13,7 +13,15 @@ from transformers import PreTrainedConfig
 
 from epikv.export.decoder import ACTIVATIONS, Shape
 from epikv.export.errors import ExportError
-from epikv.export.families import FAMILIES, Family, attention_of, head_size, shape_of, stored_as
+from epikv.export.families import (
+    FAMILIES,
+    Family,
+    attention_of,
+    head_size,
+    is_text,
+    shape_of,
+    stored_as,
+)
 from epikv.export.manifest import Calibration, Manifest
 from epikv.export.weights import Stored, Weights
 
@@ -64,7 +72,8 @@ class Checkpoint:
         )
 
     def dtype(self) -> str:
-        """What to serve the weights in: bfloat16 where most are stored so, else float32."""
+        """What to serve the weights in: bfloat16 where most are stored so, else float32; float16 is
+        slow on most processors, and only asked for."""
         return "bfloat16" if self.stored.dtype() is torch.bfloat16 else "float32"
 
     def manifest(self, name: str, dtype: str) -> Manifest:
@@ -103,9 +112,8 @@ def read(
     if calibration is None and (directory / "calibration.json").exists():
         calibration = directory / "calibration.json"
     stored = Stored(_shards(directory), progress)
-    stored.drop("rotary_emb.inv_freq")
-    if config.tie_word_embeddings:
-        stored.drop("lm_head.weight")
+    tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    stored.keep(lambda name: is_text(name) and not name.endswith(("rotary_emb.inv_freq", *tied)))
     return Checkpoint(
         directory=directory,
         architecture=architecture,
@@ -121,8 +129,12 @@ def read(
 def read_config(path: Path) -> tuple[str, PreTrainedConfig]:
     """The architecture and its configuration, which can be exported. Raises ExportError."""
     raw = _read_json(path)
-    architecture = _check_config(raw)
+    architecture = _check_architecture(raw)
     family = FAMILIES[architecture]
+    if family.whole is not None:
+        tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+        raw = {**tied, **(raw.get("text_config") or {})}
+    _check_unknown(architecture, raw)
     try:
         config = getattr(transformers, family.config).from_dict(raw)
     except Exception as error:  # transformers has no one type for a bad config
@@ -137,11 +149,8 @@ def read_config(path: Path) -> tuple[str, PreTrainedConfig]:
     return architecture, config
 
 
-def _check_config(raw: dict[str, Any]) -> str:
-    """The architecture. What it does not know must not be set."""
-    for name, harmless in _OFF.items():
-        if raw.get(name) not in harmless:
-            raise ExportError(f"config.json: {name} is {raw[name]}; this cannot be exported")
+def _check_architecture(raw: dict[str, Any]) -> str:
+    _check_off(raw)
     architectures = raw.get("architectures")
     known = isinstance(architectures, list) and len(architectures) == 1
     if not known or architectures[0] not in FAMILIES:
@@ -149,12 +158,23 @@ def _check_config(raw: dict[str, Any]) -> str:
             f"config.json: architectures is {architectures}; one of {', '.join(FAMILIES)} can be"
             " exported"
         )
-    for name in FAMILIES[architectures[0]].unknown():
+    return architectures[0]
+
+
+def _check_off(raw: dict[str, Any]) -> None:
+    for name, harmless in _OFF.items():
+        if raw.get(name) not in harmless:
+            raise ExportError(f"config.json: {name} is {raw[name]}; this cannot be exported")
+
+
+def _check_unknown(architecture: str, raw: dict[str, Any]) -> None:
+    """What the family does not know must not be set."""
+    _check_off(raw)
+    for name in FAMILIES[architecture].unknown():
         if raw.get(name) not in (None, 1, 1.0):
             raise ExportError(
-                f"config.json: {name} is {raw[name]}; {architectures[0]} cannot be exported with it"
+                f"config.json: {name} is {raw[name]}; {architecture} cannot be exported with it"
             )
-    return architectures[0]
 
 
 def _check_shape(config: PreTrainedConfig) -> None:

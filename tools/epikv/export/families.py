@@ -26,12 +26,16 @@ _POST = {
     "mlp_post_norm": "post_feedforward_layernorm",
 }
 _BOTH = {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_POST}
+_OTHER_SENSES = ("vision_tower", "multi_modal_projector")  # parts of a tensor's name
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True)
 class Family:
     config: str  # the class in transformers
+    # The class of a model with more senses than text, whose `text_config` that is. Its other parts
+    # are left out.
+    whole: str | None = None
     norms: Mapping[str, str] = field(default_factory=lambda: _PRE)  # of a block; their names stored
     norm_offset: float | None = None  # NormKind.offset of wide norms; None: norms are not wide
     qk_norm: Literal["head", "projection"] | None = None
@@ -106,6 +110,9 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": Family("SmolLM3Config", windows="typed"),
     "Gemma2ForCausalLM": Family("Gemma2Config", attention_cap="attn_logit_softcapping", **_GEMMA),
     "Gemma3ForCausalLM": Family("Gemma3TextConfig", qk_norm="head", **_GEMMA),
+    "Gemma3ForConditionalGeneration": Family(
+        "Gemma3TextConfig", whole="Gemma3Config", qk_norm="head", **_GEMMA
+    ),
     "GraniteForCausalLM": Family(
         "GraniteConfig",
         attention_factor="attention_multiplier",
@@ -187,6 +194,10 @@ def attention_of(family: Family, config: PreTrainedConfig) -> tuple[list[Rope], 
     return ropes, layers
 
 
+def is_text(stored: str) -> bool:
+    return not any(part in _OTHER_SENSES for part in stored.split("."))
+
+
 def stored_as(
     family: Family, shape: Shape, stored: str
 ) -> Iterator[tuple[str, tuple[int, int] | None]]:
@@ -198,7 +209,7 @@ def stored_as(
         "gate_proj": shape.ffn_size,
         "up_proj": shape.ffn_size,
     }
-    parts = stored.split(".")
+    parts = [part for part in stored.split(".") if part != "language_model"]
     own_names = {theirs: own for own, theirs in family.norms.items()}
     parts = [own_names.get(part, part) for part in parts]
     held = next((part for part in parts if part in family.fused), None)

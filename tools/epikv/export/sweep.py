@@ -95,9 +95,13 @@ class Outcome:
         )
 
 
+def name_of(architecture: str, seed: int, dtype: str) -> str:
+    return f"{architecture.replace('For', '-').lower()}-{seed}-{dtype}"
+
+
 def make(architecture: str, seed: int, dtype: str, folder: Path) -> Model:
     """Writes and exports one random model."""
-    name = f"{architecture.removesuffix('ForCausalLM').lower()}-{seed}-{dtype}"
+    name = name_of(architecture, seed, dtype)
     directory, path = folder / name, folder / f"{name}.pt"
     write_directory(
         zoo.configuration(architecture, seed), directory, dtype, seed, architecture=architecture
@@ -125,7 +129,7 @@ def serving(models: Sequence[Model], folder: Path) -> Iterator[Client]:
 def check(client: Client, model: Model) -> Outcome:
     """Holds what the daemon says against transformers."""
     reference = parity.load_reference(model.directory, model.dtype)
-    vocab_size = reference.config.vocab_size
+    vocab_size = reference.config.get_text_config().vocab_size
     prompts = parity.random_prompts(vocab_size, zoo.CONTEXT, PROMPTS)
     outcome = _outcome(reference, model, prompts[-1])
 
@@ -193,7 +197,7 @@ def _masks(
     def mask(unseen: Tensor) -> Tensor:
         return torch.zeros(1, 1, length, length).masked_fill(unseen, torch.finfo(torch.float).min)
 
-    window = getattr(reference.config, "sliding_window", None)
+    window = getattr(reference.config.get_text_config(), "sliding_window", None)
     windows = FAMILIES[type(reference).__name__].windows
     sliding = mask(hidden) if windows is None or not window else mask(hidden | (age >= window))
     if windows != "typed":

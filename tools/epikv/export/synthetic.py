@@ -53,9 +53,16 @@ def write_directory(
     family = FAMILIES[architecture]
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     checked = getattr(transformers, family.config)(**{**none, **config})
+    whole = checked if family.whole is None else _with_vision(family.whole, checked)
     with torch.device("meta"):
-        module = getattr(transformers, architecture)(checked)
-    shapes = {k: w.shape for k, w in module.state_dict().items()}
+        module = getattr(transformers, architecture)(whole)
+    # Published checkpoints with a vision tower name it and the language model the other way round.
+    shapes = {
+        k.replace("model.language_model.", "language_model.model.").replace(
+            "model.vision_tower", "vision_tower"
+        ): w.shape
+        for k, w in module.state_dict().items()
+    }
     generator = torch.Generator().manual_seed(seed)
     center = 1 - (family.norm_offset or 0)
     weights = {k: _random(k, shape, generator, center) for k, shape in shapes.items()}
@@ -67,10 +74,29 @@ def write_directory(
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )
-    raw = {**checked.to_dict(), "architectures": [architecture], "dtype": dtype}
+    raw = {**whole.to_dict(), "architectures": [architecture], "dtype": dtype}
     (directory / "config.json").write_text(json.dumps(raw))
     make = {"words": word_tokenizer, "bytes": byte_tokenizer}[tokenizer]
     make(checked.vocab_size).save(str(directory / "tokenizer.json"))
+
+
+def _with_vision(whole: str, text: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """The configuration of a model that has `text` beside the smallest of vision towers."""
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return getattr(transformers, whole)(
+        text_config=text.to_dict(),
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
 
 
 def word_tokenizer(vocab_size: int) -> Tokenizer:

@@ -37,9 +37,9 @@ class Stored:
             self._file[name] = file
             self._facts[name] = (_DTYPES[part.get_dtype()], part.get_shape())
 
-    def drop(self, *endings: str) -> None:
-        """Forgets tensors that are no parameters."""
-        for name in [name for name in self._file if name.endswith(endings)]:
+    def keep(self, wanted: Callable[[str], bool]) -> None:
+        """Forgets the other tensors."""
+        for name in [name for name in self._file if not wanted(name)]:
             del self._file[name], self._facts[name]
 
     def names(self) -> list[str]:

@@ -167,5 +167,6 @@ _FAMILIES: dict[str, Callable[[random.Random, Config], Config]] = {
     "SmolLM3ForCausalLM": _smollm3,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3,
     "GraniteForCausalLM": _granite,
 }
