@@ -7,6 +7,8 @@
 #   soak.sh readers [--pairs N]     what 50 readers that stall cost others
 #   soak.sh kills [N]               1000 kills -9 of a process that records outcomes, for each kind of
 #                                   store; nothing acknowledged may be lost or counted twice
+#   soak.sh families [--configurations N] [--dtype fp32|bf16]
+#                                   random models of every family, served, against transformers
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 setup
 if [ "${1:-}" = kills ]; then
@@ -15,6 +17,9 @@ if [ "${1:-}" = kills ]; then
 fi
 build epikvd
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
+if [ "${1:-}" = families ]; then
+  exec "$EPIKV_PYTHON" -m epikv.export.sweep "${@:2}"
+fi
 case ${1:-} in
 faults) script=ends.py && shift ;;
 readers) script=readers.py && shift ;;
