@@ -256,6 +256,25 @@ def test_the_command_tells_what_it_does_and_how_far_the_model_is_from_transforme
     assert "max logit error" in done.stdout and "greedy tokens equal on" in done.stdout
 
 
+def test_one_model_is_held_at_a_time(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: list[weakref.ref[torch.Tensor]] = []
+
+    def noted(*args: Any) -> LanguageModel:
+        module = build(*args)
+        weights.extend(weakref.ref(weight) for weight in module.parameters())
+        return module
+
+    def loaded(path: Path) -> Any:
+        assert weights and not any(weight() is not None for weight in weights)
+        return load(path)
+
+    monkeypatch.setattr(exporter, "build", noted)
+    monkeypatch.setattr(exporter, "load", loaded)
+    assert export(directory, tmp_path / "model.pt") is not None
+
+
 def test_fused_projections_are_read_in_part(tmp_path: Path) -> None:
     write_directory(TINY, tmp_path / "hf", architecture="Phi3ForCausalLM")
     export(tmp_path / "hf", tmp_path / "model.pt", check=False)

@@ -1,5 +1,6 @@
 """Writes and reads model files: a scripted module with its manifest and tokenizer inside."""
 
+import gc
 import os
 import threading
 import warnings
@@ -57,6 +58,7 @@ def export(
                 },
             )
         del module
+        gc.collect()  # scripting leaves cycles, which would hold the weights while they are loaded
         report = _check(temporary, manifest, source.directory if check else None, progress)
         os.replace(temporary, out)
     except RuntimeError as error:  # torch's of a tensor or a full disk
