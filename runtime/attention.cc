@@ -150,21 +150,31 @@ int64_t FirstSeen(const AttentionItem& item, int64_t head, const AttentionShape&
          lane.of_slots;
 }
 
+// Whether rows see the same slots of two lanes: lanes that share a keep decision do.
+bool SeesAlike(const AttentionItem& item, int64_t a, int64_t b) {
+  return item.used[a] == item.used[b] &&
+         (item.positions.empty() || item.positions[a].of_slots == item.positions[b].of_slots);
+}
+
 // Prefill where logits are capped or slots hidden: lane by lane, past and new keys in one call.
 void BentPrefill(const at::Tensor& q, at::Tensor& out, int64_t layer, const AttentionItem& item,
                  const AttentionShape& shape) {
+  at::Tensor mask;
+  int64_t begin = 0;
   for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
     const LaneGroup group = {.head = head, .heads = 1, .used = item.used[head]};
     const LaneRows lane = LaneOf(item, layer, head);
-    const int64_t begin = FirstSeen(item, head, shape);
+    if (head == 0 || !SeesAlike(item, head - 1, head)) {
+      begin = FirstSeen(item, head, shape);
+      mask = at::zeros({item.num_rows, group.used - begin},
+                       shape.soft_cap.has_value() ? at::kFloat : shape.dtype)
+                 .masked_fill_(Unseen(item, head, begin, group.used, shape),
+                               -std::numeric_limits<float>::infinity());
+    }
     const at::Tensor k =
         View(lane.keys, lane.capacity, 1, begin, group.used, shape.key_width, shape.dtype);
     const at::Tensor v =
         View(lane.values, lane.capacity, 1, begin, group.used, shape.value_width, shape.dtype);
-    const at::Tensor mask = at::zeros({item.num_rows, group.used - begin},
-                                      shape.soft_cap.has_value() ? at::kFloat : shape.dtype)
-                                .masked_fill_(Unseen(item, head, begin, group.used, shape),
-                                              -std::numeric_limits<float>::infinity());
     const at::Tensor rows = Rows(q, item, group, shape.group());
     const Partial result = shape.soft_cap.has_value() ? Capped(rows, k, v, mask, shape)
                                                       : Flash(rows, k, v, false, shape.scale, mask);
