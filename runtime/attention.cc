@@ -17,6 +17,7 @@ DecodeShape KernelShape(const AttentionShape& shape) {
           .key_width = shape.key_width,
           .value_width = shape.value_width,
           .scale = static_cast<float>(shape.scale),
+          .soft_cap = static_cast<float>(shape.soft_cap.value_or(0)),
           .bfloat16 = shape.dtype == at::kBFloat16};
 }
 
@@ -36,10 +37,41 @@ struct Partial {
 };
 
 Partial Flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-              double scale) {
+              double scale, const std::optional<at::Tensor>& mask = std::nullopt) {
   auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, /*dropout_p=*/0.0,
-                                                                    causal, std::nullopt, scale);
+                                                                    causal, mask, scale);
   return {std::move(out), std::move(lse)};
+}
+
+// Logits q k^T as a soft cap leaves them. In fp32, in place.
+void Cap(at::Tensor& logits, const std::optional<double>& cap) {
+  if (cap.has_value()) logits.div_(*cap).tanh_().mul_(*cap);
+}
+
+// Attention with capped logits, a few rows at a time, in fp32. mask [rows, keys]: added to them.
+Partial Capped(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+               const at::Tensor& mask, const AttentionShape& shape) {
+  constexpr int64_t kMostLogits = int64_t{1} << 20;
+  const int64_t heads = k.size(1), group = q.size(1) / heads, rows = q.size(2), keys = k.size(2);
+  const Partial result = {at::empty({1, q.size(1), rows, v.size(3)}, q.options()),
+                          at::empty({1, q.size(1), rows}, at::kFloat)};
+  const int64_t block = std::clamp<int64_t>(kMostLogits / (group * keys), 1, rows);
+  for (int64_t head = 0; head < heads; ++head) {
+    const at::Tensor wide_k = k[0][head].to(at::kFloat).t(), wide_v = v[0][head].to(at::kFloat);
+    for (int64_t begin = 0; begin < rows; begin += block) {
+      const int64_t count = std::min(block, rows - begin);
+      auto of_block = [&](const at::Tensor& of_rows) {
+        return of_rows[0].narrow(0, head * group, group).narrow(1, begin, count);
+      };
+      at::Tensor logits = at::matmul(of_block(q).to(at::kFloat), wide_k).mul_(shape.scale);
+      Cap(logits, shape.soft_cap);
+      logits.add_(mask.narrow(0, begin, count));
+      const at::Tensor lse = logits.logsumexp(-1);  // [group, count]
+      of_block(result.lse).copy_(lse);
+      of_block(result.out).copy_(at::matmul(logits.sub_(lse.unsqueeze(-1)).exp_(), wide_v));
+    }
+  }
+  return result;
 }
 
 // Attention over two disjoint sets of keys from the attention over each.
@@ -92,10 +124,73 @@ at::Tensor Rows(const at::Tensor& packed, const AttentionItem& item, const LaneG
       .unsqueeze(0);
 }
 
+// What a prefill item's rows do not see of a lane's slots [begin, end): the younger ones and what
+// the window hides. [rows, end - begin] booleans
+at::Tensor Unseen(const AttentionItem& item, int64_t head, int64_t begin, int64_t end,
+                  const AttentionShape& shape) {
+  const int64_t used = item.used[head];
+  const at::Tensor row = at::arange(used - item.num_rows, used, at::kLong).unsqueeze(1);
+  at::Tensor unseen = at::arange(begin, end, at::kLong).unsqueeze(0) > row;
+  if (item.positions.empty()) return unseen;
+  const LanePositions& lane = item.positions[head];
+  const at::Tensor slots = at::from_blob(const_cast<int64_t*>(lane.of_slots) + begin, {end - begin},
+                                         at::kLong);  // only read
+  const at::Tensor first_seen =
+      at::arange(item.num_rows, at::kLong).add_(lane.of_first_row - *shape.window + 1);
+  return unseen.logical_or_(slots.unsqueeze(0) < first_seen.unsqueeze(1));
+}
+
+// The first slot of a lane that a prefill item's rows see.
+int64_t FirstSeen(const AttentionItem& item, int64_t head, const AttentionShape& shape) {
+  if (item.positions.empty()) return 0;
+  const LanePositions& lane = item.positions[head];
+  const int64_t first = lane.of_first_row - *shape.window + 1;
+  return std::find_if(lane.of_slots, lane.of_slots + item.used[head],
+                      [&](int64_t position) { return position >= first; }) -
+         lane.of_slots;
+}
+
+// Whether rows see the same slots of two lanes: lanes that share a keep decision do.
+bool SeesAlike(const AttentionItem& item, int64_t a, int64_t b) {
+  return item.used[a] == item.used[b] &&
+         (item.positions.empty() || item.positions[a].of_slots == item.positions[b].of_slots);
+}
+
+// Prefill where logits are capped or slots hidden: lane by lane, past and new keys in one call.
+void BentPrefill(const at::Tensor& q, at::Tensor& out, int64_t layer, const AttentionItem& item,
+                 const AttentionShape& shape) {
+  at::Tensor mask;
+  int64_t begin = 0;
+  for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+    const LaneGroup group = {.head = head, .heads = 1, .used = item.used[head]};
+    const LaneRows lane = LaneOf(item, layer, head);
+    if (head == 0 || !SeesAlike(item, head - 1, head)) {
+      begin = FirstSeen(item, head, shape);
+      mask = at::zeros({item.num_rows, group.used - begin},
+                       shape.soft_cap.has_value() ? at::kFloat : shape.dtype)
+                 .masked_fill_(Unseen(item, head, begin, group.used, shape),
+                               -std::numeric_limits<float>::infinity());
+    }
+    const at::Tensor k =
+        View(lane.keys, lane.capacity, 1, begin, group.used, shape.key_width, shape.dtype);
+    const at::Tensor v =
+        View(lane.values, lane.capacity, 1, begin, group.used, shape.value_width, shape.dtype);
+    const at::Tensor rows = Rows(q, item, group, shape.group());
+    const Partial result = shape.soft_cap.has_value() ? Capped(rows, k, v, mask, shape)
+                                                      : Flash(rows, k, v, false, shape.scale, mask);
+    Rows(out, item, group, shape.group()).copy_(result.out);
+    if (item.log_sum_exp == nullptr) continue;
+    item.log_sum_exp->narrow(0, head * shape.group(), shape.group()).copy_(result.lse[0]);
+  }
+}
+
 void Prefill(const at::Tensor& q, at::Tensor& out, int64_t layer, const AttentionItem& item,
              const AttentionShape& shape) {
   if (item.log_sum_exp != nullptr) {
     *item.log_sum_exp = at::empty({shape.num_heads, item.num_rows}, at::kFloat);
+  }
+  if (shape.soft_cap.has_value() || !item.positions.empty()) {
+    return BentPrefill(q, out, layer, item, shape);
   }
   for (const LaneGroup& group : GroupsOf(item, layer, shape.num_kv_heads)) {
     const LaneRows lane = LaneOf(item, layer, group.head);
@@ -144,13 +239,19 @@ DecodeLane DecodeLaneOf(const at::Tensor& q, at::Tensor* out, int64_t layer, int
   const LaneRows lane = LaneOf(item, layer, head);
   const int64_t element = static_cast<int64_t>(c10::elementSize(shape.dtype));
   const int64_t place = item.row * shape.num_heads + head * shape.group();
-  return {.q = static_cast<const char*>(q.const_data_ptr()) + place * shape.key_width * element,
-          .keys = lane.keys,
-          .values = lane.values,
-          .used = item.used[head],
-          .out = out == nullptr ? nullptr
-                                : static_cast<char*>(out->mutable_data_ptr()) +
-                                      place * shape.value_width * element};
+  DecodeLane result = {
+      .q = static_cast<const char*>(q.const_data_ptr()) + place * shape.key_width * element,
+      .keys = lane.keys,
+      .values = lane.values,
+      .used = item.used[head],
+      .out = out == nullptr ? nullptr
+                            : static_cast<char*>(out->mutable_data_ptr()) +
+                                  place * shape.value_width * element};
+  if (!item.positions.empty()) {
+    result.positions = item.positions[head].of_slots;
+    result.first_seen = item.positions[head].of_first_row - *shape.window + 1;
+  }
+  return result;
 }
 
 // Where a head's logits begin, in AttentionItem::logits. [kv_heads], and the end
@@ -205,7 +306,8 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
     counts_.attended += item.num_rows * shape.num_kv_heads;
     if (!item.decode) {
       Prefill(q, out, layer, item, shape);
-    } else if (decode_ == DecodeKernel::kBatch) {
+    } else if (decode_ == DecodeKernel::kBatch || shape.soft_cap.has_value() ||
+               shape.window.has_value()) {
       together.push_back(&item);
     } else {
       DecodeAlone(decode_, q, out, layer, item, shape);
@@ -256,15 +358,16 @@ void Attention::ColumnSums(const at::Tensor& q, int64_t layer, const AttentionIt
                                    .to(at::kFloat);  // [group, rows, width]
     const at::Tensor log_sum_exp =
         item.log_sum_exp->narrow(0, first, shape.group()).unsqueeze(-1);  // [group, rows, 1]
-    const at::Tensor row = at::arange(past, used, at::kLong).unsqueeze(1);
     for (int64_t begin = 0; begin < used; begin += kBlock) {
       const int64_t end = std::min(used, begin + kBlock);
       const at::Tensor keys =
           View(lane.keys, lane.capacity, 1, begin, end, shape.key_width, shape.dtype)[0][0].to(
               at::kFloat);
-      at::Tensor mass = at::matmul(queries, keys.t()).mul_(shape.scale).sub_(log_sum_exp).exp_();
-      if (end > past) {  // a token is not seen by those before it
-        mass.masked_fill_(at::arange(begin, end, at::kLong).unsqueeze(0) > row, 0);
+      at::Tensor logits = at::matmul(queries, keys.t()).mul_(shape.scale);
+      Cap(logits, shape.soft_cap);
+      at::Tensor mass = logits.sub_(log_sum_exp).exp_();
+      if (end > past || !item.positions.empty()) {
+        mass.masked_fill_(Unseen(item, head, begin, end, shape), 0);
       }
       at::from_blob(sums.data() + start + begin, {end - begin}, at::kFloat)
           .copy_(mass.sum({0, 1}).div_(static_cast<double>(shape.group())));

@@ -15,13 +15,21 @@
 
 namespace epikv {
 
-// How one decode query attends. Chosen at start-up by measuring, never by the policy.
+// How one decode query attends. Chosen at start-up by measuring, never by the policy. At layers
+// with a soft cap or a window it is kBatch.
 enum class DecodeKernel {
   kBatch,   // our loop, one call for all sequences' lanes
   kFlash,   // the SDPA flash kernel, one call a sequence
   kMatmul,  // a grouped matmul, softmax, matmul, a few calls a sequence
 };
 absl::string_view DecodeKernelName(DecodeKernel kernel);
+
+// Where the tokens of a lane are, at a layer whose window hides some of them: a row sees those
+// whose position is above its own less the window.
+struct LanePositions {
+  const int64_t* of_slots = nullptr;  // [used]
+  int64_t of_first_row = 0;           // those of the other rows follow
+};
 
 // One sequence's rows of a step, at one layer. Its K and V are already in the lanes.
 struct AttentionItem {
@@ -33,6 +41,8 @@ struct AttentionItem {
   absl::Span<const int64_t> used;
   // Per KV head: where its keys are, laid out as the lanes are. Empty: in the lanes.
   absl::Span<char* const> keys;
+  // Per KV head. Empty: every row sees every slot that is not younger.
+  absl::Span<const LanePositions> positions;
   // Decode, if not null: where Run may leave the logits, so that Rows need not make them again.
   std::vector<float>* logits = nullptr;
   // Prefill, if not null: where Run leaves the log-sum-exp of each query's logits, [heads,
@@ -44,6 +54,8 @@ struct AttentionShape {
   int64_t num_heads = 0, num_kv_heads = 0;
   int64_t key_width = 0, value_width = 0;
   double scale = 1;
+  std::optional<double> soft_cap;  // LayerFacts
+  std::optional<int64_t> window;
   at::ScalarType dtype = at::kFloat;
   int64_t group() const { return num_heads / num_kv_heads; }
 };

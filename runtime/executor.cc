@@ -93,13 +93,15 @@ struct Executor::StepItem {
   std::vector<int64_t> slots;      // [tables] that its first token takes
   std::vector<int64_t> positions;  // [tables] RoPE position of its first token
   std::vector<int64_t> used;       // [layers x kv_heads] slots that attention reads
+  // SequenceCache::PositionsAfter, once a layer has asked. [tables][slots]
+  std::vector<std::vector<int64_t>> slot_positions;
+  std::vector<LanePositions> lane_positions;  // of the layer that runs, if its window hides any
   // PositionMode::kCache: keys are turned at every step, into scratch for one layer.
-  std::vector<std::vector<int64_t>> ranks;  // [tables][slots]
-  std::vector<char*> turned_keys;           // [kv_heads]: each lane's in there
-  at::Tensor logits;                        // [num_logits, vocab], of its last rows
-  std::vector<at::Tensor> residuals;        // [num_rows, hidden] after each block so far, if wanted
-  at::Tensor distances;    // [layers, num_rows], once the last block has run, if wanted
-  at::Tensor log_sum_exp;  // of the layer that runs
+  std::vector<char*> turned_keys;     // [kv_heads]: each lane's in there
+  at::Tensor logits;                  // [num_logits, vocab], of its last rows
+  std::vector<at::Tensor> residuals;  // [num_rows, hidden] after each block so far, if wanted
+  at::Tensor distances;               // [layers, num_rows], once the last block has run, if wanted
+  at::Tensor log_sum_exp;             // of the layer that runs
   // Residuals of the last row after every block, fp32 [layers, hidden]; empty: not kept.
   std::vector<float> last_residuals;
   bool measures_mass = false;
@@ -121,6 +123,11 @@ struct Executor::StepItem {
   }
   bool wants_queries() const { return wants(Signal::kQueries); }
   bool turns_keys() const { return sequence->request.positions == PositionMode::kCache; }
+  const std::vector<int64_t>& PositionsOf(int64_t table) {
+    std::vector<int64_t>& of_slots = slot_positions[table];
+    if (of_slots.empty()) of_slots = sequence->cache.PositionsAfter(table, num_rows());
+    return of_slots;
+  }
 };
 
 namespace {
@@ -362,8 +369,8 @@ std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> ite
     for (int64_t t = 0; t < cache.num_tables(); ++t) {
       item.slots.push_back(cache.table(t).NextSlot());
       item.positions.push_back(cache.NextPosition(t, work.first));
-      if (item.turns_keys()) item.ranks.push_back(cache.RanksAfter(t, item.num_rows()));
     }
+    item.slot_positions.resize(cache.num_tables());
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
         item.used.push_back(cache.table(cache.TableOf(layer, head)).UsedAfter(item.num_rows()));
@@ -508,6 +515,8 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
                              .key_width = shape_.key_width,
                              .value_width = shape_.value_width,
                              .scale = facts.scale,
+                             .soft_cap = facts.soft_cap,
+                             .window = facts.window,
                              .dtype = pool_.dtype()};
   // Padding rows of deterministic mode stay zero and are attended by nobody.
   at::Tensor rotated = options_.deterministic ? at::zeros_like(q, at::MemoryFormat::Contiguous)
@@ -519,6 +528,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   items.reserve(running_.size());
   for (StepItem& item : running_) {
     if (item.turns_keys()) TurnKeys(item, layer);
+    FindHidden(item, layer);
     const bool measures = item.wants_attention_rows(layer);
     std::vector<float>* const logits = measures             ? &item.sequence->decode_logits
                                        : item.measures_mass ? &mass_logits_
@@ -530,6 +540,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
                      .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
                                                                     shape_.num_kv_heads),
                      .keys = item.turned_keys,
+                     .positions = item.lane_positions,
                      .logits = item.work->decode ? logits : nullptr,
                      .log_sum_exp = measures && !item.work->decode ? &item.log_sum_exp : nullptr});
   }
@@ -607,6 +618,24 @@ void Executor::Append(absl::Span<const StepItem> items, const at::Tensor& q, con
   }
 }
 
+// Where the tokens are, if the layer's window hides one from some row: none while there are not
+// more tokens than it is wide.
+void Executor::FindHidden(StepItem& item, int64_t layer) {
+  item.lane_positions.clear();
+  const std::optional<int64_t> window = model_->manifest().layers[layer].window;
+  if (!window.has_value()) return;
+  const SequenceCache& cache = item.sequence->cache;
+  bool hides = false;
+  for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
+    hides |= item.positions[cache.TableOf(layer, head)] + item.num_rows() > *window;
+  }
+  for (int64_t head = 0; hides && head < shape_.num_kv_heads; ++head) {
+    const int64_t table = cache.TableOf(layer, head);
+    item.lane_positions.push_back(
+        {.of_slots = item.PositionsOf(table).data(), .of_first_row = item.positions[table]});
+  }
+}
+
 // Rotates a layer's keys at their ranks, in lanes laid out as those of the cache.
 void Executor::TurnKeys(StepItem& item, int64_t layer) {
   const RopeTable& rope = ropes_[model_->manifest().layers[layer].rope];
@@ -628,7 +657,7 @@ void Executor::TurnKeys(StepItem& item, int64_t layer) {
   for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
     char* const out = turned + starts[head] * key_bytes;
     const char* const in = cache.Lane(layer, head).keys;
-    const std::vector<int64_t>& ranks = item.ranks[cache.TableOf(layer, head)];
+    const std::vector<int64_t>& ranks = item.PositionsOf(cache.TableOf(layer, head));
     at::parallel_for(0, std::ssize(ranks), 64, [&](int64_t begin, int64_t end) {
       for (int64_t slot = begin; slot < end; ++slot) {
         Rotate(in + slot * key_bytes, out + slot * key_bytes, shape_.key_width, rope.half(),

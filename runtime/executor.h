@@ -80,6 +80,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
   void Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
               const at::Tensor& v, int64_t layer, at::Tensor& rotated);
   void TurnKeys(StepItem& item, int64_t layer);
+  void FindHidden(StepItem& item, int64_t layer);
   static absl::Span<const float> LogitsOf(const StepItem& item, int64_t row);
   static absl::StatusOr<OutputToken> TakeOutput(const StepItem& item, int64_t i,
                                                 const SamplingParams& sampling);

@@ -46,6 +46,37 @@ EPIKV_INLINE float ExpNegative(float x) {
   return x < -87.0f ? 0.0f : p * scale;
 }
 
+// cap * tanh(x / cap), to 3e-7 of cap.
+EPIKV_INLINE float Capped(float x, float cap) {
+  const float y = std::fabs(x) / cap, square = y * y;
+  const float e = ExpNegative(-2.0f * y);
+  // Near 0 the quotient has lost its digits: there, the series.
+  const float series =
+      y * (1 + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315))));
+  return std::copysign(cap * (y < 0.2f ? series : (1 - e) / (1 + e)), x);
+}
+
+// Logits of slots [begin, begin + count) as the layer's soft cap and window leave them.
+EPIKV_INLINE void Bend(const DecodeLane& lane, const DecodeShape& shape, int64_t begin,
+                       int64_t count, float* logit) {
+  if (shape.soft_cap > 0) {
+    for (int64_t j = 0; j < count; ++j) logit[j] = Capped(logit[j], shape.soft_cap);
+  }
+  if (lane.positions == nullptr) return;
+  const int64_t* const position = lane.positions + begin;
+  for (int64_t j = 0; j < count; ++j) {
+    logit[j] = position[j] < lane.first_seen ? -INFINITY : logit[j];
+  }
+}
+
+EPIKV_INLINE bool SeesAny(const DecodeLane& lane, int64_t begin, int64_t count) {
+  if (lane.positions == nullptr) return true;
+  for (int64_t j = begin; j < begin + count; ++j) {
+    if (lane.positions[j] >= lane.first_seen) return true;
+  }
+  return false;
+}
+
 template <class T>
 EPIKV_INLINE void Widen(const T* in, float* out, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = Load(in + i);
@@ -83,12 +114,20 @@ EPIKV_INLINE void DecodeBody(const DecodeLane& lane, const DecodeShape& shape, f
 
   for (int64_t begin = 0; begin < lane.used; begin += kBlock) {
     const int64_t count = std::min(kBlock, lane.used - begin);
+    if (!SeesAny(lane, begin, count)) {
+      for (int64_t g = 0; lane.logits != nullptr && g < group; ++g) {
+        float* const of_block = lane.logits + g * lane.used + begin;
+        std::fill(of_block, of_block + count, -INFINITY);
+      }
+      continue;
+    }
     Widen(static_cast<const T*>(lane.keys) + begin * dk, k, count * dk);
     Widen(static_cast<const T*>(lane.values) + begin * dv, v, count * dv);
     for (int64_t g = 0; g < group; ++g) {
       float logit[kBlock];
       float top = peak[g];
       for (int64_t j = 0; j < count; ++j) logit[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
+      Bend(lane, shape, begin, count, logit);
       if (lane.logits != nullptr) {
         std::memcpy(lane.logits + g * lane.used + begin, logit, count * sizeof(float));
       }
@@ -165,6 +204,7 @@ EPIKV_INLINE void RowBody(const DecodeLane& lane, const DecodeShape& shape, floa
     for (int64_t g = 0; g < group; ++g) {
       float* const of_block = logits + g * used + begin;
       for (int64_t j = 0; j < count; ++j) of_block[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
+      Bend(lane, shape, begin, count, of_block);
     }
   }
   std::fill(row, row + used, 0.0f);

@@ -17,19 +17,24 @@ struct DecodeLane {
   void* out = nullptr;           // [group, value_width]
   // If not null: where the logits are left, of LogitFloats.
   float* logits = nullptr;
+  // If not null: where each slot's token is, [used]. Those below `first_seen` are not attended.
+  const int64_t* positions = nullptr;
+  int64_t first_seen = 0;
 };
 
 struct DecodeShape {
   int64_t group = 1;  // query heads of one KV head
   int64_t key_width = 0, value_width = 0;
   float scale = 1;
+  float soft_cap = 0;     // logits become cap * tanh(logits / cap); 0: they stay
   bool bfloat16 = false;  // elements of q, keys, values and out
 };
 
 // Floats of scratch that one DecodeAttention call needs.
 int64_t DecodeScratchFloats(const DecodeShape& shape);
 
-// out = softmax(scale * q keys^T) values, in one pass over the cache (online softmax).
+// out = softmax(scale * q keys^T) values, in one pass over the cache (online softmax). Some slot is
+// attended.
 void DecodeAttention(const DecodeLane& lane, const DecodeShape& shape, float* scratch);
 
 // Of one lane: [group, used], then each query's largest and its sum of exp(logit - largest).

@@ -18,7 +18,8 @@ enum class DType { kFloat32, kBFloat16 };
 struct Rope {
   enum class Layout { kHalf, kInterleaved };  // pairs (i, i + rotary/2), or (2i, 2i + 1)
   Layout layout = Layout::kHalf;
-  std::vector<double> inv_freq;  // [rotary_width / 2]; the first 2 x size channels are rotated
+  // [rotary_width / 2]; the first 2 x size channels are rotated. Empty: none are (NoPE).
+  std::vector<double> inv_freq;
   double attention_factor = 1.0;
 };
 
@@ -28,7 +29,7 @@ struct LayerFacts {
   double scale = 0;                // logits are scale * q.k
   int64_t rope = 0;                // index into Manifest::ropes
   std::optional<double> soft_cap;  // logits become cap * tanh(logits / cap)
-  std::optional<int64_t> window;   // sliding-window attention, in tokens
+  std::optional<int64_t> window;   // positions that a query sees, its own included
   std::string output_projection;   // parameter name of W_O inside the module
 };
 

@@ -46,11 +46,6 @@ void TouchScratch(const Model& model, int64_t rows) {
 absl::Status CheckSupported(const Manifest& manifest) {
   for (size_t l = 0; l < manifest.layers.size(); ++l) {
     const LayerFacts& layer = manifest.layers[l];
-    if (layer.window.has_value() || layer.soft_cap.has_value()) {
-      return absl::UnimplementedError(absl::StrCat(
-          "manifest.layers[", l, "]: ", layer.window.has_value() ? "window" : "soft_cap",
-          " is not supported yet"));
-    }
     if (layer.key_width != layer.value_width) {
       return absl::UnimplementedError(
           absl::StrCat("manifest.layers[", l, "]: value_width must equal key_width"));

@@ -118,6 +118,16 @@ int64_t SequenceCache::NextPosition(int64_t table, int64_t index) const {
   return request_.positions == PositionMode::kAbsolute ? index : tables_[table].live();
 }
 
+std::vector<int64_t> SequenceCache::PositionsAfter(int64_t table, int64_t count) const {
+  if (request_.positions == PositionMode::kCache) return RanksAfter(table, count);
+  const SlotTable& slots = tables_[table];
+  std::vector<int64_t> positions(slots.rope_position().begin(), slots.rope_position().end());
+  positions.resize(slots.UsedAfter(count));
+  const int64_t next = NextPosition(table, newest_ + 1);
+  for (int64_t i = 0; i < count; ++i) positions[slots.NextSlot() + i] = next + i;
+  return positions;
+}
+
 std::vector<int64_t> SequenceCache::RanksAfter(int64_t table, int64_t count) const {
   const SlotTable& slots = tables_[table];
   std::vector<int64_t> by_birth(slots.used());

@@ -86,9 +86,9 @@ class SequenceCache {
 
   // RoPE position of the next token in a lane: its index, or the tokens retained before it.
   int64_t NextPosition(int64_t table, int64_t index) const;
-  // PositionMode::kCache: positions at which the keys are attended over once `count` tokens more
-  // are written, by slot. [UsedAfter(count)]
-  std::vector<int64_t> RanksAfter(int64_t table, int64_t count) const;
+  // RoPE positions at which the keys are attended over once `count` tokens more are written, by
+  // slot. [UsedAfter(count)]
+  std::vector<int64_t> PositionsAfter(int64_t table, int64_t count) const;
 
   // Commits tokens written to every lane.
   void Append(int64_t first, int64_t count);
@@ -118,6 +118,8 @@ class SequenceCache {
   std::vector<int32_t> KeptIndexes() const;
 
  private:
+  // PositionsAfter under PositionMode::kCache: each token's rank among those retained.
+  std::vector<int64_t> RanksAfter(int64_t table, int64_t count) const;
   int64_t LanesPerTable() const { return shape_.num_layers * shape_.num_kv_heads / num_tables(); }
   int64_t TablesPerPool() const;
   // Excess, negative where there is room.

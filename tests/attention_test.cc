@@ -17,12 +17,16 @@ namespace {
 // One layer of one sequence whose lanes are filled with random rows.
 class OneLayer {
  public:
-  OneLayer(int64_t heads, int64_t kv_heads, at::ScalarType dtype)
+  OneLayer(int64_t heads, int64_t kv_heads, at::ScalarType dtype,
+           std::optional<double> soft_cap = std::nullopt,
+           std::optional<int64_t> window = std::nullopt)
       : shape_{.num_heads = heads,
                .num_kv_heads = kv_heads,
                .key_width = 16,
                .value_width = 16,
                .scale = 0.3,
+               .soft_cap = soft_cap,
+               .window = window,
                .dtype = dtype},
         model_{.num_layers = 1,
                .num_heads = heads,
@@ -35,12 +39,15 @@ class OneLayer {
     cache_ = std::make_unique<SequenceCache>(pool_, SequenceId(0), request_, model_);
     for (int64_t head = 0; head < kv_heads; ++head) {
       Keys(head).normal_();
-      at::from_blob(cache_->Lane(0, head).values, {kTokens, 16}, dtype).normal_();
+      Values(head).normal_();
     }
   }
 
   at::Tensor Keys(int64_t head) {
     return at::from_blob(cache_->Lane(0, head).keys, {kTokens, 16}, shape_.dtype);
+  }
+  at::Tensor Values(int64_t head) {
+    return at::from_blob(cache_->Lane(0, head).values, {kTokens, 16}, shape_.dtype);
   }
   const AttentionShape& shape() const { return shape_; }
   const SequenceCache& cache() const { return *cache_; }
@@ -148,6 +155,110 @@ TEST(DecodeRows, AreMadeOfTheLogitsThatRunLeaves) {
     }
   }
 }
+
+// One attention item whose tokens lie anywhere, as after evictions: every lane's slots have
+// positions of their own, out of order and with gaps; the rows' are the last slots of prefill, any
+// of decode.
+struct Scattered {
+  Scattered(int64_t kv_heads, int64_t used, int64_t rows, bool decode) {
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      const int64_t next = 2 * used + 7 * head;  // where the first row is
+      at::Tensor of_slots = at::randperm(2 * used, at::kLong).narrow(0, 0, used).contiguous();
+      const int64_t row_slot = decode ? used / 2 : used - rows;
+      of_slots.narrow(0, row_slot, rows).copy_(at::arange(next, next + rows, at::kLong));
+      slots.push_back(of_slots);
+      positions.push_back({.of_slots = of_slots.const_data_ptr<int64_t>(), .of_first_row = next});
+    }
+  }
+  std::vector<at::Tensor> slots;  // [kv_heads][used]
+  std::vector<LanePositions> positions;
+};
+
+class BentAttention
+    : public ::testing::TestWithParam<
+          std::tuple<std::optional<double>, std::optional<int64_t>, at::ScalarType>> {};
+
+// Soft caps and windows, in prefill and decode, against softmax over the whole matrix in fp64; and
+// what the taps measure of it.
+TEST_P(BentAttention, EqualsTheNaiveReference) {
+  const auto [soft_cap, window, dtype] = GetParam();
+  const bool narrow = dtype == at::kBFloat16;
+  at::manual_seed(3);
+  for (const DecodeKernel kernel : {DecodeKernel::kBatch, DecodeKernel::kFlash}) {
+    OneLayer layer(6, 2, dtype, soft_cap, window);
+    for (const auto& [used, rows] : std::vector<std::pair<int64_t, int64_t>>{
+             {7, 7}, {300, 40}, {OneLayer::kTokens, 130}, {1, 1}, {300, 1}, {1000, 1}}) {
+      constexpr int64_t kRow = 2, kHeads = 6, kKvHeads = 2, kGroup = 3;
+      const bool decode = rows == 1;
+      const Scattered scattered(kKvHeads, used, rows, decode);
+      const at::Tensor q = at::randn({kRow + rows, kHeads, 16}).mul_(4).to(dtype);
+      const std::vector<int64_t> slots(kKvHeads, used);
+      at::Tensor log_sum_exp;
+      std::vector<float> logits_left;
+      AttentionItem item{.cache = &layer.cache(),
+                         .row = kRow,
+                         .num_rows = rows,
+                         .decode = decode,
+                         .used = slots,
+                         .logits = decode ? &logits_left : nullptr,
+                         .log_sum_exp = decode ? nullptr : &log_sum_exp};
+      if (window.has_value()) item.positions = scattered.positions;
+      const Attention attention(kernel);
+      std::vector<float> mass(kKvHeads * used, -1), anew(decode ? kKvHeads * used : 0);
+      if (decode) {
+        std::vector<float>* const left = std::exchange(item.logits, nullptr);
+        attention.Rows(q, 0, item, layer.shape(), absl::MakeSpan(anew));
+        item.logits = left;
+      }
+      const at::Tensor out = attention.Run(q, 0, {&item, 1}, layer.shape());
+      if (decode) {
+        attention.Rows(q, 0, item, layer.shape(), absl::MakeSpan(mass));
+      } else {
+        attention.ColumnSums(q, 0, item, layer.shape(), absl::MakeSpan(mass));
+      }
+      for (int64_t head = 0; head < kKvHeads; ++head) {
+        const at::Tensor keys = layer.Keys(head).narrow(0, 0, used).to(at::kDouble);
+        const at::Tensor values = layer.Values(head).narrow(0, 0, used).to(at::kDouble);
+        const at::Tensor row = at::arange(rows).unsqueeze(1);
+        at::Tensor hidden = decode ? at::zeros({1, used}, at::kBool)
+                                   : at::arange(used).unsqueeze(0) > row + (used - rows);
+        if (window.has_value()) {
+          const at::Tensor age =
+              scattered.positions[head].of_first_row + row - scattered.slots[head].unsqueeze(0);
+          hidden = hidden.logical_or(age >= *window);
+        }
+        at::Tensor expected_mass = at::zeros(used, at::kDouble);
+        for (int64_t member = 0; member < kGroup; ++member) {
+          const at::Tensor queries =
+              q.narrow(0, kRow, rows).select(1, head * kGroup + member).to(at::kDouble);
+          at::Tensor logits = queries.matmul(keys.t()) * layer.shape().scale;
+          if (soft_cap.has_value()) logits = *soft_cap * (logits / *soft_cap).tanh();
+          const at::Tensor p =
+              logits.masked_fill(hidden, -std::numeric_limits<double>::infinity()).softmax(-1);
+          expected_mass += p.sum(0) / static_cast<double>(kGroup);
+          const at::Tensor got = out.narrow(0, kRow, rows).select(1, head * kGroup + member);
+          EXPECT_LT((got.to(at::kDouble) - p.matmul(values)).abs().max().item<double>(),
+                    narrow ? 3e-2 : 2e-5)
+              << used << " used, " << rows << " rows, head " << head;
+        }
+        const at::Tensor got = at::from_blob(mass.data() + head * used, {used}, at::kFloat);
+        EXPECT_LT(((got - expected_mass).abs() / (expected_mass + 1e-3)).max().item<double>(),
+                  narrow && !decode ? 3e-2 : 1e-4)
+            << used << " used, " << rows << " rows, head " << head;
+        if (!decode) continue;
+        const at::Tensor again = at::from_blob(anew.data() + head * used, {used}, at::kFloat);
+        EXPECT_LT((again - got).abs().max().item<double>(), 1e-6);
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Attention, BentAttention,
+    ::testing::Combine(::testing::Values(std::nullopt, 5.0),
+                       // One that hides most slots, and whole blocks of them; one wider than all.
+                       ::testing::Values(std::nullopt, 20, 700, 100000),
+                       ::testing::Values(at::kFloat, at::kBFloat16)));
 
 std::string Read(const QueryWindow& window, int64_t layer) {
   std::string rows(window.size(), '?');

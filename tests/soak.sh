@@ -11,6 +11,8 @@
 #   soak.sh kills [N]               the same of its recorder alone, which records as fast as stores write
 #   soak.sh tokenizers [--strings N]  ids and text of 100,000 random strings for each algorithm, as the
 #                                   tokenizers library gives them
+#   soak.sh families [--configurations N] [--dtype fp32|bf16]
+#                                   random models of every family, served, against transformers
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 setup
 if [ "${1:-}" = kills ]; then
@@ -24,6 +26,9 @@ if [ "${1:-}" = tokenizers ]; then
 fi
 build epikvd
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
+if [ "${1:-}" = families ]; then
+  exec "$EPIKV_PYTHON" -m epikv.export.sweep "${@:2}"
+fi
 case ${1:-} in
 faults) script=ends.py && shift ;;
 readers) script=readers.py && shift ;;

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from typing import Any
 import broken_models
 import pytest
 import torch
+from click.testing import CliRunner
+from epikv.cli import main
 from epikv.export import ExportError, export, exporter, load, random_model
 from epikv.export.contract import violations
-from epikv.export.llama import Llama, Shape, build
+from epikv.export.decoder import LanguageModel, Shape, build
 from epikv.export.manifest import Manifest
 from epikv.export.operators import KvCache, Step, forward, running
 from epikv.export.parity import load_reference, random_prompts
 from epikv.export.synthetic import byte_tokenizer, write_directory
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_model import TINY
 
@@ -31,6 +35,9 @@ SHAPES = {
     },
     "rope_linear": {
         "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    },
+    "rope_dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     },
     "rope_llama3": {
         "rope_parameters": {
@@ -97,12 +104,26 @@ def test_reports_parity_in_float32(directory: Path, tmp_path: Path) -> None:
     assert report.greedy_rows == report.greedy_equal > report.rows / 2
 
 
-def test_bfloat16_is_as_close_as_transformers_itself(directory: Path, tmp_path: Path) -> None:
-    report = export(directory, tmp_path / "model.pt", dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_a_narrow_dtype_is_as_close_as_transformers_itself(
+    directory: Path, tmp_path: Path, dtype: str
+) -> None:
+    report = export(directory, tmp_path / "model.pt", dtype=dtype)
     module, manifest, _ = load(tmp_path / "model.pt")
     assert report.passed() and 0 < report.error <= report.limit
-    assert manifest.dtype == "bfloat16"
-    assert {w.dtype for w in module.parameters()} == {torch.bfloat16}
+    assert manifest.dtype == dtype
+    assert {w.dtype for w in module.parameters()} == {getattr(torch, dtype)}
+
+
+def test_a_widened_model_computes_in_float32_and_holds_what_it_held(directory: Path) -> None:
+    text = torch.tensor(random_prompts(61, 256, [12]))
+    narrow = load_reference(directory, "bfloat16")
+    wide = load_reference(directory, "float32")
+    with torch.inference_mode():
+        for weight in wide.parameters():
+            weight.copy_(weight.bfloat16())
+        torch.testing.assert_close(narrow(text).logits, wide(text).logits, rtol=0, atol=1e-5)
+    assert {weight.dtype for weight in narrow.parameters()} == {torch.bfloat16}
 
 
 def test_packed_equals_separate_and_chunked_equals_whole(
@@ -192,6 +213,81 @@ def test_reads_shards(directory: Path, tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+def test_one_shard_is_open_at_a_time(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each weight is read twice, for the digest and for the module, and told as it is read."""
+    weights = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    files = {name: f"{i % 3}.safetensors" for i, name in enumerate(sorted(weights))}
+    for file in set(files.values()):
+        save_file({n: w for n, w in weights.items() if files[n] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    opened: list[weakref.ref[Any]] = []
+
+    class Shard:
+        def __init__(self, path: Path, framework: str) -> None:
+            assert not any(shard() for shard in opened), "another shard is still open"
+            opened.append(weakref.ref(self))
+            self._file = safe_open(path, framework)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    monkeypatch.setattr("epikv.export.weights.safe_open", Shard)
+    told: list[tuple[str, int, int]] = []
+    export(directory, tmp_path / "m.pt", progress=lambda *now: told.append(now), check=False)
+    assert len(opened) > 3
+    total = 2 * sum(weight.nbytes for weight in weights.values())
+    reading = [now for now in told if now[0] == "reading weights"]
+    assert reading[-1] == ("reading weights", total, total)
+    assert [done for _, done, _ in reading] == sorted(done for _, done, _ in reading)
+    assert told[-1][0] == "running what was written"
+
+
+def test_the_command_tells_what_it_does_and_how_far_the_model_is_from_transformers(
+    directory: Path, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(main, ["export", str(directory), str(tmp_path / "model.pt")])
+    assert done.exit_code == 0, done.output
+    stages = done.stderr.splitlines()
+    assert stages[0] == "reading weights" and len(stages) == len(set(stages))
+    assert stages[-2:] == ["running it in transformers", "running what was written"]
+    assert "max logit error" in done.stdout and "greedy tokens equal on" in done.stdout
+
+
+def test_one_model_is_held_at_a_time(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: list[weakref.ref[torch.Tensor]] = []
+
+    def noted(*args: Any) -> LanguageModel:
+        module = build(*args)
+        weights.extend(weakref.ref(weight) for weight in module.parameters())
+        return module
+
+    def loaded(path: Path) -> Any:
+        assert weights and not any(weight() is not None for weight in weights)
+        return load(path)
+
+    monkeypatch.setattr(exporter, "build", noted)
+    monkeypatch.setattr(exporter, "load", loaded)
+    assert export(directory, tmp_path / "model.pt") is not None
+
+
+def test_fused_projections_are_read_in_part(tmp_path: Path) -> None:
+    write_directory(TINY, tmp_path / "hf", architecture="Phi3ForCausalLM")
+    export(tmp_path / "hf", tmp_path / "model.pt", check=False)
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    ours = dict(load(tmp_path / "model.pt")[0].named_parameters())
+    for fused, parts in (
+        ("self_attn.qkv_proj", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        ("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"]),
+    ):
+        apart = [ours[f"model.layers.1.{part}.weight"] for part in parts]
+        assert torch.equal(torch.cat(apart), stored[f"model.layers.1.{fused}.weight"])
+
+
 def test_calibration_travels_in_the_manifest(directory: Path, tmp_path: Path) -> None:
     content = {
         "policy": "epikv_flat",
@@ -231,15 +327,18 @@ def test_exports_a_byte_level_tokenizer(directory: Path, tmp_path: Path) -> None
 
 
 REFUSED = {
-    "architectures": {"architectures": ["MistralForCausalLM"]},
-    "hidden_act": {"hidden_act": "gelu"},
+    "architectures": {"architectures": ["MambaForCausalLM"]},
+    "hidden_act": {"hidden_act": "relu"},
     "sliding_window": {"sliding_window": 128},
     "num_local_experts": {"num_local_experts": 8},
     "quantization_config": {"quantization_config": {"quant_method": "gptq"}},
     "num_key_value_heads": {"num_key_value_heads": 3},
     "head_dim": {"head_dim": 7},
     "eos_token_id": {"eos_token_id": 61},
-    "rope_type": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "rope_type": {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+    "partial_rotary_factor": {"partial_rotary_factor": 0.5},
+    "final_logit_softcapping": {"final_logit_softcapping": 30.0},
+    "layer_types": {"layer_types": ["full_attention"] * 3},
     "longrope": {
         "rope_parameters": {
             "rope_type": "longrope",
@@ -321,7 +420,7 @@ def test_a_model_that_differs_is_not_written(
     swapped: tuple[str, str],
     dtype: str,
 ) -> None:
-    def faulty(shape: Shape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> Llama:
+    def faulty(shape: Shape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> LanguageModel:
         one, other = (f"model.layers.1.{part}.weight" for part in swapped)
         return build(shape, {**weights, one: weights[other], other: weights[one]}, dtype)
 

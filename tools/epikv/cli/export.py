@@ -1,8 +1,40 @@
 """`epikv export`"""
 
+import sys
+import time
 from pathlib import Path
 
 import click
+
+
+class _Bar:
+    """Writes progress to stderr: one line that changes on a terminal, else a line a stage."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+        self._begun = self._written = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        begins = stage != self._stage
+        if begins:
+            self._stage, self._begun = stage, now
+        if not sys.stderr.isatty():
+            if begins:
+                click.echo(stage, err=True)
+        elif begins or now - self._written > 0.2:
+            self._written = now
+            click.echo(f"\r\033[K{stage}{self._left(done, total, now)}", err=True, nl=False)
+
+    def _left(self, done: int, total: int, now: float) -> str:
+        if not total or not done:
+            return ""
+        left = (now - self._begun) * (total - done) / done
+        return f": {100 * done // total} %, {left:.0f} s left"
+
+    def end(self) -> None:
+        if self._stage and sys.stderr.isatty():
+            click.echo("\r\033[K", err=True, nl=False)
 
 
 @click.command("export")
@@ -24,9 +56,10 @@ def command(
     calibration: Path | None,
     check: bool,
 ) -> None:
-    """Write the Llama-family model in DIRECTORY as one TorchScript file, MODEL.
+    """Write the model in DIRECTORY, in the Hugging Face layout, as one TorchScript file, MODEL.
 
-    The file is compared with transformers before it appears: logits and greedy tokens.
+    The file is compared with transformers before it appears: logits and greedy tokens. On stderr:
+    what is being done, and how long it will take.
     """
     try:
         from epikv.export.exporter import DTYPES, ExportError, export
@@ -34,6 +67,7 @@ def command(
         raise click.ClickException(
             f"{error}; install what export needs: pip install 'epikv[export]'"
         ) from error
+    bar = _Bar()
     try:
         report = export(
             directory,
@@ -42,8 +76,11 @@ def command(
             name=name,
             calibration=calibration,
             check=check,
+            progress=bar,
         )
     except (ExportError, OSError) as error:
         raise click.ClickException(str(error)) from error
+    finally:
+        bar.end()
     click.echo(f"{model}: {model.stat().st_size / 1e6:.1f} MB")
     click.echo(report or "not compared with transformers")

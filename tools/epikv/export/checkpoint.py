@@ -1,24 +1,30 @@
-"""Reads a Llama-family directory in the Hugging Face layout; refuses what would not be exact."""
+"""Reads a directory in the Hugging Face layout; refuses what would not be exact."""
 
-import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import transformers
 from tokenizers import Tokenizer
-from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import PreTrainedConfig
 
+from epikv.export.decoder import ACTIVATIONS, Shape
 from epikv.export.errors import ExportError
-from epikv.export.llama import Shape, output_projection
-from epikv.export.manifest import Calibration, Layer, Manifest, Rope
+from epikv.export.families import (
+    FAMILIES,
+    Family,
+    attention_of,
+    head_size,
+    is_text,
+    shape_of,
+    stored_as,
+)
+from epikv.export.manifest import Calibration, Manifest
+from epikv.export.weights import Stored, Weights
 
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # those that a list of frequencies can say
 TOKEN_MODELS = ("BPE", "Unigram", "WordLevel")
 TOKENIZER_PARTS = {
     "normalizer": ("Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Strip"),
@@ -27,64 +33,62 @@ TOKENIZER_PARTS = {
     ),
     "decoder": ("ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip"),
 }  # fmt: skip
-WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# Fields that change the computation in ways the contract or this exporter does not know, with the
-# values at which they do not.
+# Fields that change the computation in ways that no family here knows, with the values at which they
+# do not.
 _OFF: dict[str, tuple[object, ...]] = {
-    "sliding_window": (None,),
     "num_local_experts": (None, 0),
     "num_experts": (None, 0),
     "n_routed_experts": (None, 0),
     "quantization_config": (None,),
     "auto_map": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "partial_rotary_factor": (None, 1, 1.0),
+    "use_bidirectional_attention": (None, False),
 }
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a directory holds, checked."""
+    """What a directory holds, checked. Its weights are read when asked for."""
 
     directory: Path
-    config: LlamaConfig
-    weights: dict[str, Tensor]
+    architecture: str
+    config: PreTrainedConfig
+    stored: Stored
     tokenizer: str  # the text of tokenizer.json
     bos: int | None
     eos: list[int]
     calibration: Calibration | None
 
-    def shape(self) -> Shape:
-        config = self.config
-        return Shape(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            ffn_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_size=config.head_dim,
-            norm_eps=config.rms_norm_eps,
-            attention_bias=config.attention_bias,
-            mlp_bias=config.mlp_bias,
-            tied=config.tie_word_embeddings,
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.architecture]
+
+    def shape(self, dtype: str) -> Shape:
+        return shape_of(self.family, self.config, getattr(torch, dtype))
+
+    def weights(self) -> Weights:
+        """By the names of the module's parameters."""
+        shape = self.shape("float32")
+        return Weights(
+            self.stored,
+            {
+                own: (name, rows)
+                for name in self.stored.names()
+                for own, rows in stored_as(self.family, shape, name)
+            },
         )
 
     def dtype(self) -> str:
-        """What to serve the weights in: bfloat16 where most are stored so, else float32."""
-        stored: dict[torch.dtype, int] = {}
-        for weight in self.weights.values():
-            stored[weight.dtype] = stored.get(weight.dtype, 0) + weight.numel()
-        return "bfloat16" if max(stored, key=stored.__getitem__) is torch.bfloat16 else "float32"
+        """What to serve the weights in: bfloat16 where most are stored so, else float32; float16 is
+        slow on most processors, and only asked for."""
+        return "bfloat16" if self.stored.dtype() is torch.bfloat16 else "float32"
 
     def manifest(self, name: str, dtype: str) -> Manifest:
         config = self.config
-        rope = LlamaRotaryEmbedding(config)  # folds the static scalings into its frequencies
+        ropes, layers = attention_of(self.family, config)
         return Manifest(
             name=name,
-            architecture="LlamaForCausalLM",
+            architecture=self.architecture,
             dtype=dtype,
             vocab_size=config.vocab_size,
             context_length=config.max_position_embeddings,
@@ -93,45 +97,35 @@ class Checkpoint:
             num_kv_heads=config.num_key_value_heads,
             bos_token_id=self.bos,
             eos_token_ids=self.eos,
-            ropes=[Rope(rope.inv_freq.tolist(), float(rope.attention_scaling))],
-            layers=[
-                Layer(config.head_dim, config.head_dim, config.head_dim**-0.5, output_projection(i))
-                for i in range(config.num_hidden_layers)
-            ],
+            ropes=ropes,
+            layers=layers,
             calibration=self.calibration,
-            weights=self.digest(),
+            weights=self.stored.digest(),
         )
 
-    def digest(self) -> str:
-        """Of the weights as stored, in whichever files and order: what was measured on one export
-        of a checkpoint holds for all of them, and for no other checkpoint."""
-        digest = hashlib.sha256()
-        for name, weight in sorted(self.weights.items()):
-            digest.update(f"{name} {weight.dtype} {list(weight.shape)}\n".encode())
-            digest.update(weight.contiguous().view(torch.uint8).numpy())
-        return f"sha256:{digest.hexdigest()}"
 
-
-def read(directory: Path, calibration: Path | None = None) -> Checkpoint:
+def read(
+    directory: Path,
+    calibration: Path | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> Checkpoint:
     """The checkpoint in `directory`, with `calibration` (default: its calibration.json, if any).
 
-    Raises ExportError, naming the file and field that cannot be read or exported.
+    `progress` is told the bytes of each read of weights. Raises ExportError, naming the file and
+    field that cannot be read or exported.
     """
-    raw = _read_json(directory / "config.json")
-    _check_config(raw)
-    try:
-        config = LlamaConfig.from_dict(raw)
-    except Exception as error:  # transformers has no one type for a bad config
-        raise ExportError(f"config.json: {error}") from error
-    _check_shape(config)
-    _check_rope(config)
+    architecture, config = read_config(directory / "config.json")
     bos, eos = _special_tokens(directory, config)
     if calibration is None and (directory / "calibration.json").exists():
         calibration = directory / "calibration.json"
+    stored = Stored(_shards(directory), progress)
+    tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    stored.keep(lambda name: is_text(name) and not name.endswith(("rotary_emb.inv_freq", *tied)))
     return Checkpoint(
         directory=directory,
+        architecture=architecture,
         config=config,
-        weights=_read_weights(directory, config.tie_word_embeddings),
+        stored=stored,
         tokenizer=_read_tokenizer(directory / "tokenizer.json", config.vocab_size),
         bos=bos,
         eos=eos,
@@ -139,20 +133,58 @@ def read(directory: Path, calibration: Path | None = None) -> Checkpoint:
     )
 
 
-def _check_config(raw: dict[str, Any]) -> None:
-    if raw.get("architectures") != ["LlamaForCausalLM"]:
+def read_config(path: Path) -> tuple[str, PreTrainedConfig]:
+    """The architecture and its configuration, which can be exported. Raises ExportError."""
+    raw = _read_json(path)
+    architecture = _check_architecture(raw)
+    family = FAMILIES[architecture]
+    if family.whole is not None:
+        tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+        raw = {**tied, **(raw.get("text_config") or {})}
+    _check_unknown(architecture, raw)
+    try:
+        config = getattr(transformers, family.config).from_dict(raw)
+    except Exception as error:  # transformers has no one type for a bad config
+        raise ExportError(f"config.json: {error}") from error
+    _check_shape(config)
+    activation = getattr(config, family.activation)
+    if activation not in ACTIVATIONS:
         raise ExportError(
-            f"config.json: architectures is {raw.get('architectures')};"
-            " only ['LlamaForCausalLM'] can be exported"
+            f"config.json: {family.activation} is '{activation}'; known: {', '.join(ACTIVATIONS)}"
         )
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ExportError(f"config.json: hidden_act is '{raw['hidden_act']}'; only 'silu' is known")
+    attention_of(family, config)  # for what it refuses
+    return architecture, config
+
+
+def _check_architecture(raw: dict[str, Any]) -> str:
+    _check_off(raw)
+    architectures = raw.get("architectures")
+    known = isinstance(architectures, list) and len(architectures) == 1
+    if not known or architectures[0] not in FAMILIES:
+        raise ExportError(
+            f"config.json: architectures is {architectures}; one of {', '.join(FAMILIES)} can be"
+            " exported"
+        )
+    return architectures[0]
+
+
+def _check_off(raw: dict[str, Any]) -> None:
     for name, harmless in _OFF.items():
         if raw.get(name) not in harmless:
             raise ExportError(f"config.json: {name} is {raw[name]}; this cannot be exported")
 
 
-def _check_shape(config: LlamaConfig) -> None:
+def _check_unknown(architecture: str, raw: dict[str, Any]) -> None:
+    """What the family does not know must not be set."""
+    _check_off(raw)
+    for name in FAMILIES[architecture].unknown():
+        if raw.get(name) not in (None, 1, 1.0):
+            raise ExportError(
+                f"config.json: {name} is {raw[name]}; {architecture} cannot be exported with it"
+            )
+
+
+def _check_shape(config: PreTrainedConfig) -> None:
     for name in (
         "vocab_size",
         "hidden_size",
@@ -160,7 +192,6 @@ def _check_shape(config: LlamaConfig) -> None:
         "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",
-        "head_dim",
         "max_position_embeddings",
     ):
         if getattr(config, name) < 1:
@@ -172,25 +203,12 @@ def _check_shape(config: LlamaConfig) -> None:
             f"config.json: num_attention_heads is {config.num_attention_heads}, which"
             f" num_key_value_heads ({config.num_key_value_heads}) does not divide"
         )
-    if config.head_dim % 2:
-        raise ExportError(f"config.json: head_dim is {config.head_dim}; RoPE needs it even")
+    size = head_size(config)
+    if size < 1 or size % 2:
+        raise ExportError(f"config.json: head_dim is {size}; RoPE needs it even")
 
 
-def _check_rope(config: LlamaConfig) -> None:
-    rope = config.rope_parameters or {}
-    if rope.get("rope_type") not in STATIC_ROPES:
-        raise ExportError(
-            f"config.json: rope_scaling.rope_type is '{rope.get('rope_type')}'; only"
-            f" {', '.join(STATIC_ROPES)} have frequencies that do not depend on the length"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ExportError(
-            f"config.json: rope_scaling.partial_rotary_factor is {rope['partial_rotary_factor']};"
-            " only 1 can be exported"
-        )
-
-
-def _special_tokens(directory: Path, config: LlamaConfig) -> tuple[int | None, list[int]]:
+def _special_tokens(directory: Path, config: PreTrainedConfig) -> tuple[int | None, list[int]]:
     """Begin and end tokens; generation_config.json, where present, overrules config.json."""
     bos, eos = config.bos_token_id, config.eos_token_id
     path = directory / "generation_config.json"
@@ -208,28 +226,16 @@ def _special_tokens(directory: Path, config: LlamaConfig) -> tuple[int | None, l
     return bos, eos
 
 
-def _read_weights(directory: Path, tied: bool) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the shards its index names."""
+def _shards(directory: Path) -> list[Path]:
+    """model.safetensors, or the shards that its index names."""
     index = directory / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        for name in names:
-            if Path(name).name != name:
-                raise ExportError(f"{index.name}: weight_map names '{name}', not a file beside it")
-        files = [directory / name for name in names]
-    else:
-        files = [directory / "model.safetensors"]
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            weights |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ExportError(f"{file}: {error}") from error
-    for name, weight in weights.items():
-        if weight.dtype not in WEIGHT_DTYPES:
-            raise ExportError(f"{directory}: tensor {name} is {weight.dtype}; export wants floats")
-    skipped = ("rotary_emb.inv_freq", "lm_head.weight") if tied else ("rotary_emb.inv_freq",)
-    return {name: weight for name, weight in weights.items() if not name.endswith(skipped)}
+    if not index.exists():
+        return [directory / "model.safetensors"]
+    names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ExportError(f"{index.name}: weight_map names '{name}', not a file beside it")
+    return [directory / name for name in names]
 
 
 def _read_tokenizer(path: Path, vocab_size: int) -> str:

@@ -1,17 +1,25 @@
 """Writes and reads model files: a scripted module with its manifest and tokenizer inside."""
 
+import gc
 import os
+import threading
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from epikv.export import checkpoint, contract, parity
+from epikv.export.decoder import build
 from epikv.export.errors import ExportError
-from epikv.export.llama import build
 from epikv.export.manifest import Manifest
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # short names, for command lines
+# Short names, for command lines.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+# Told what is being done, and of how many bytes how many are done; of 0: not known.
+Progress = Callable[[str, int, int], object]
 
 
 def export(
@@ -22,24 +30,25 @@ def export(
     name: str | None = None,
     calibration: Path | None = None,
     check: bool = True,
+    progress: Progress = lambda stage, done, total: None,
 ) -> parity.Report | None:
     """Writes the model in `directory` to `out`, after comparing it with transformers.
 
-    `dtype` is "float32" or "bfloat16" (default: as stored); `name` defaults to the directory's;
-    `check` may skip the comparison, which loads the model twice more. `out` appears whole or not
-    at all. Raises ExportError, naming the field that cannot be exported or the error measured.
+    `dtype` is one of DTYPES' values (default: as stored); `name` defaults to the directory's;
+    `check` may skip the comparison, which loads the model twice more, one after the other. `out`
+    appears whole or not at all. In memory is the model, and of a shard what is read of it. Raises
+    ExportError, naming the field that cannot be exported or the error measured.
     """
-    source = checkpoint.read(Path(directory), calibration)
+    out = Path(out)
+    reading = _Reading(progress)
+    source = checkpoint.read(Path(directory), calibration, reading.add)
+    reading.total = 2 * source.stored.nbytes()  # for the digest and for the module
     dtype = dtype or source.dtype()
     manifest = source.manifest(name or Path(directory).resolve().name, dtype)
-    try:
-        module = build(source.shape(), source.weights, getattr(torch, dtype))
-    except RuntimeError as error:
-        raise ExportError(f"{directory}: {error}") from error
-    out = Path(out)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        with warnings.catch_warnings():
+        module = build(source.shape(dtype), source.weights(), getattr(torch, dtype))
+        with warnings.catch_warnings(), _growing(temporary, _nbytes(module), progress):
             warnings.simplefilter("ignore", DeprecationWarning)
             torch.jit.script(module).save(
                 str(temporary),
@@ -49,8 +58,11 @@ def export(
                 },
             )
         del module
-        report = _check(temporary, source.directory if check else None)
+        gc.collect()  # scripting leaves cycles, which would hold the weights while they are loaded
+        report = _check(temporary, manifest, source.directory if check else None, progress)
         os.replace(temporary, out)
+    except RuntimeError as error:  # torch's of a tensor or a full disk
+        raise ExportError(f"{directory}: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return report
@@ -66,15 +78,58 @@ def load(path: Path) -> tuple[torch.jit.ScriptModule, Manifest, str]:
     return module, Manifest.from_json(texts["manifest.json"]), texts["tokenizer.json"]
 
 
-def _check(path: Path, directory: Path | None) -> parity.Report | None:
+class _Reading:
+    """Reads of weights, as they add up."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.total = 0
+        self._done = 0
+        self._progress = progress
+
+    def add(self, nbytes: int) -> None:
+        self._done += nbytes
+        self._progress("reading weights", self._done, self.total)
+
+
+@contextmanager
+def _growing(path: Path, nbytes: int, progress: Progress) -> Iterator[None]:
+    """Tells how far a file of about `nbytes` has been written."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.5):
+            written = path.stat().st_size if path.exists() else 0
+            progress("writing the model", min(written, nbytes), nbytes)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _nbytes(module: torch.nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
+
+
+def _check(
+    path: Path, manifest: Manifest, directory: Path | None, progress: Progress
+) -> parity.Report | None:
     """Holds the file as written against the contract and, given its directory, transformers."""
+    expected = None
+    if directory is not None:
+        progress("running it in transformers", 0, 0)
+        expected = parity.expect(manifest, directory)
+    progress("running what was written", 0, 0)
     module, manifest, _ = load(path)
     broken = contract.violations(module, len(manifest.layers))
     if broken:
         raise ExportError("the scripted module breaks the contract: " + "; ".join(broken))
-    if directory is None:
+    if expected is None:
         return None
-    report = parity.compare(module, manifest, directory)
+    report = parity.compare(module, manifest, expected)
     if not report.passed():
         raise ExportError(f"not the same model as in transformers; nothing was written. {report}")
     return report

@@ -12,7 +12,7 @@ class Rope:
     """Rotary embedding of a set of layers: pair i turns by position * inv_freq[i].
 
     Cosine and sine are multiplied by `attention_factor`. Layout "half" pairs channel i with
-    i + len(inv_freq); channels beyond 2 * len(inv_freq) are not rotated.
+    i + len(inv_freq); channels beyond 2 * len(inv_freq) are not rotated: of an empty list, none (NoPE).
     """
 
     inv_freq: list[float]
@@ -29,7 +29,7 @@ class Layer:
     scale: float  # attention logits are scale * q.k
     output_projection: str  # name of the W_O parameter in the module
     soft_cap: float | None = None  # attention logits become cap * tanh(logits / cap)
-    window: int | None = None  # tokens a query sees, itself included
+    window: int | None = None  # positions a query sees, its own included
     rope: int = 0  # index into Manifest.ropes
 
 

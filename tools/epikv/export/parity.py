@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from epikv.export.manifest import Manifest
 from epikv.export.operators import KvCache, forward
 
 FLOAT32_TOLERANCE = 1e-4  # largest absolute difference of a logit
-BFLOAT16_FACTOR = 1.5  # error against float32, in units of the error transformers makes itself
+NARROW_FACTOR = (
+    1.5  # of narrow dtypes: error against float32, in units of the error transformers makes itself
+)
 PROMPT_LENGTHS = (1, 7, 33)  # tokens, fed packed in one forward
 CLEAR = 4  # limits: a gap that errors within the limit do not turn round
 STEPS = 8  # decode steps, one token a sequence each
@@ -28,7 +30,7 @@ class Report:
     dtype: str
     rows: int
     max_error: float  # largest absolute difference from transformers in float32
-    error: float  # the measure that is limited: max in float32, root mean square in bfloat16
+    error: float  # the measure that is limited: max in float32, root mean square in others
     limit: float
     greedy_rows: int  # rows whose two best logits are further apart than CLEAR limits
     greedy_equal: int  # of those, rows with the same greedy token
@@ -45,26 +47,39 @@ class Report:
         )
 
 
-def compare(module: torch.jit.ScriptModule, manifest: Manifest, directory: Path) -> Report:
-    """Runs both models on the same random tokens: packed prompts, then packed decode steps.
+@dataclass(frozen=True)
+class Expected:
+    """What transformers says of some texts."""
 
-    In bfloat16 the reference is transformers in float32 on the same rounded weights, and the limit
-    is what transformers in bfloat16 misses it by.
+    texts: list[list[int]]  # token ids
+    prompts: list[int]  # tokens of each that are its prompt
+    logits: Tensor  # float32, at all places of all texts: [rows, vocabulary]
+    limit: float
+
+
+def expect(manifest: Manifest, directory: Path) -> Expected:
+    """Random prompts and their greedy continuations, in transformers: float32 on weights rounded to
+    the model's dtype. The limit of a narrow one is what transformers misses that by in it.
+
+    One model is in memory, in the model's dtype.
     """
     prompts = random_prompts(manifest.vocab_size, manifest.context_length - STEPS, PROMPT_LENGTHS)
-    reference = load_reference(directory, manifest.dtype)
-    texts = [extend(reference, prompt, STEPS) for prompt in prompts]
-    wanted = torch.cat([logits(reference, text) for text in texts])
-    ours = _packed_logits(module, manifest, texts, [len(prompt) for prompt in prompts])
-    max_error = (ours - wanted).abs().max().item()
+    model = load(directory, getattr(torch, manifest.dtype))
+    texts = [extend(model, prompt, STEPS) for prompt in prompts]
+    theirs = torch.cat([logits(model, text) for text in texts])
     if manifest.dtype == "float32":
-        error, limit = max_error, FLOAT32_TOLERANCE
-    else:
-        rounded = LlamaForCausalLM.from_pretrained(
-            directory, dtype=torch.bfloat16, attn_implementation="eager"
-        ).eval()
-        theirs = torch.cat([logits(rounded, text) for text in texts])
-        error, limit = _rms(ours - wanted), BFLOAT16_FACTOR * _rms(theirs - wanted)
+        return Expected(texts, [len(prompt) for prompt in prompts], theirs, FLOAT32_TOLERANCE)
+    widen(model)
+    wanted = torch.cat([logits(model, text) for text in texts])
+    limit = NARROW_FACTOR * _rms(theirs - wanted)
+    return Expected(texts, [len(prompt) for prompt in prompts], wanted, limit)
+
+
+def compare(module: torch.jit.ScriptModule, manifest: Manifest, expected: Expected) -> Report:
+    """Runs the module on the same texts: packed prompts, then packed decode steps."""
+    wanted, limit = expected.logits, expected.limit
+    ours = _packed_logits(module, manifest, expected.texts, expected.prompts)
+    max_error = (ours - wanted).abs().max().item()
     best = wanted.topk(2).values
     clear = best[:, 0] - best[:, 1] > CLEAR * limit
     equal = ours.argmax(-1) == wanted.argmax(-1)
@@ -72,23 +87,47 @@ def compare(module: torch.jit.ScriptModule, manifest: Manifest, directory: Path)
         dtype=manifest.dtype,
         rows=len(wanted),
         max_error=max_error,
-        error=error,
+        error=max_error if manifest.dtype == "float32" else _rms(ours - wanted),
         limit=limit,
         greedy_rows=int(clear.sum()),
         greedy_equal=int((clear & equal).sum()),
     )
 
 
-def load_reference(directory: Path, dtype: str) -> LlamaForCausalLM:
+def load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The directory's model in transformers, stored and computing in `dtype`."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    ).eval()
+
+
+def load_reference(directory: Path, dtype: str) -> PreTrainedModel:
     """The directory's model in transformers, computing in float32 with weights of `dtype`."""
-    model = LlamaForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
-    if dtype == "bfloat16":
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.copy_(weight.bfloat16())
-    return model.eval()
+    model = load(directory, getattr(torch, dtype))
+    if dtype != "float32":
+        widen(model)
+    return model
+
+
+def widen(model: PreTrainedModel) -> None:
+    """Makes a model of a narrow dtype compute in float32: each module has its weights in float32
+    while it runs, so that no more than one module's are in memory twice."""
+
+    def before(module: nn.Module, _: object) -> None:
+        narrow = dict(module.named_parameters(recurse=False))
+        held[module] = narrow
+        for name, weight in narrow.items():
+            setattr(module, name, nn.Parameter(weight.float(), requires_grad=False))
+
+    def after(module: nn.Module, *_: object) -> None:
+        for name, weight in held.pop(module).items():
+            setattr(module, name, weight)
+
+    held: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after, always_call=True)
 
 
 def random_prompts(vocab_size: int, longest: int, lengths: Sequence[int]) -> list[list[int]]:
@@ -101,7 +140,7 @@ def random_prompts(vocab_size: int, longest: int, lengths: Sequence[int]) -> lis
 
 
 @torch.inference_mode()
-def extend(model: LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[int]:
+def extend(model: PreTrainedModel, prompt: Sequence[int], steps: int) -> list[int]:
     """The prompt and its greedy continuation of exactly `steps` tokens, end tokens or not."""
     text = list(prompt)
     fed, cache = text, None
@@ -114,7 +153,7 @@ def extend(model: LlamaForCausalLM, prompt: Sequence[int], steps: int) -> list[i
 
 
 @torch.inference_mode()
-def logits(model: LlamaForCausalLM, text: Sequence[int]) -> Tensor:
+def logits(model: PreTrainedModel, text: Sequence[int]) -> Tensor:
     """Float32 logits at every position of one sequence, [len(text), vocabulary]."""
     return model(torch.tensor([text])).logits[0].float()
 

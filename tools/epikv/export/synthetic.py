@@ -1,4 +1,4 @@
-"""Random-weight models of any Llama shape, for tests and benches."""
+"""Random-weight models of any family and shape, for tests and benches."""
 
 import json
 import tempfile
@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from epikv.export.exporter import export
+from epikv.export.families import FAMILIES
 
 
 def random_model(
@@ -21,17 +22,18 @@ def random_model(
     dtype: str = "float32",
     seed: int = 0,
     *,
+    architecture: str = "LlamaForCausalLM",
     name: str = "random",
     calibration: Path | None = None,
     check: bool = True,
 ) -> None:
     """Writes an exported model with random weights to `path`.
 
-    `config` are arguments of `transformers.LlamaConfig`; other arguments are those of `export`.
+    `config` and `architecture` are those of `write_directory`; other arguments are `export`'s.
     The tokenizer has one made-up word per id: w0, w1, ...
     """
     with tempfile.TemporaryDirectory() as directory:
-        write_directory(config, Path(directory), dtype, seed)
+        write_directory(config, Path(directory), dtype, seed, architecture=architecture)
         export(Path(directory), path, dtype=dtype, name=name, calibration=calibration, check=check)
 
 
@@ -41,17 +43,30 @@ def write_directory(
     dtype: str = "float32",
     seed: int = 0,
     tokenizer: str = "words",
+    architecture: str = "LlamaForCausalLM",
 ) -> None:
     """A Hugging Face directory with random weights, large enough that greedy tokens vary.
 
+    `config` are arguments of the configuration class in transformers of one of FAMILIES.
     `tokenizer` is "words" (w0, w1, ...) or "bytes" (byte-level BPE; vocab_size >= 256).
     """
-    llama = LlamaConfig(**{"bos_token_id": None, "eos_token_id": None, **config})
+    family = FAMILIES[architecture]
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    checked = getattr(transformers, family.config)(**{**none, **config})
+    whole = checked if family.whole is None else _with_vision(family.whole, checked)
     with torch.device("meta"):
-        shapes = {k: w.shape for k, w in LlamaForCausalLM(llama).state_dict().items()}
+        module = getattr(transformers, architecture)(whole)
+    # Published checkpoints with a vision tower name it and the language model the other way round.
+    shapes = {
+        k.replace("model.language_model.", "language_model.model.").replace(
+            "model.vision_tower", "vision_tower"
+        ): w.shape
+        for k, w in module.state_dict().items()
+    }
     generator = torch.Generator().manual_seed(seed)
-    weights = {k: _random(k, shape, generator) for k, shape in shapes.items()}
-    if llama.tie_word_embeddings:
+    center = 1 - (family.norm_offset or 0)
+    weights = {k: _random(k, shape, generator, center) for k, shape in shapes.items()}
+    if checked.tie_word_embeddings:
         del weights["lm_head.weight"]
     directory.mkdir(parents=True, exist_ok=True)
     save_file(
@@ -59,10 +74,29 @@ def write_directory(
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )
-    raw = {**llama.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": dtype}
+    raw = {**whole.to_dict(), "architectures": [architecture], "dtype": dtype}
     (directory / "config.json").write_text(json.dumps(raw))
     make = {"words": word_tokenizer, "bytes": byte_tokenizer}[tokenizer]
-    make(llama.vocab_size).save(str(directory / "tokenizer.json"))
+    make(checked.vocab_size).save(str(directory / "tokenizer.json"))
+
+
+def _with_vision(whole: str, text: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """The configuration of a model that has `text` beside the smallest of vision towers."""
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return getattr(transformers, whole)(
+        text_config=text.to_dict(),
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
 
 
 def word_tokenizer(vocab_size: int) -> Tokenizer:
@@ -88,14 +122,17 @@ def byte_tokenizer(vocab_size: int) -> Tokenizer:
     return result
 
 
-def _random(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Unit-variance activations throughout; queries and keys larger, so that attention differs."""
+def _random(name: str, shape: torch.Size, generator: torch.Generator, center: float) -> Tensor:
+    """Unit-variance activations throughout; queries and keys larger, so that attention differs.
+
+    `center`: of the weights of norms.
+    """
     noise = torch.randn(shape, generator=generator)
     if "norm" in name:
-        return 1 + 0.1 * noise
+        return center + 0.1 * noise
     if name.endswith("bias"):
         return 0.1 * noise
     if "embed_tokens" in name:
         return noise
-    gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
+    gain = 1.5 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
     return gain * shape[1] ** -0.5 * noise
