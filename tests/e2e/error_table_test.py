@@ -1229,20 +1229,20 @@ class Odd(broken_models.Tiny):
         return self.finish(torch.ops.epikv.block(x, 2), last)
 
 
-def save(path: Path, **manifest: Any) -> Path:
-    """`Odd`, with fields of its manifest replaced."""
-    facts = {**asdict(broken_models.manifest()), **manifest}
-    tokenizer = word_tokenizer(broken_models.VOCAB).to_str()
-    broken_models.save(
-        Odd(), path, {"manifest.json": json.dumps(facts), "tokenizer.json": tokenizer}
-    )
+def save(path: Path, normalizer: dict[str, Any] | None = None) -> Path:
+    """`Odd`, its tokenizer with that normalizer."""
+    tokenizer = json.loads(word_tokenizer(broken_models.VOCAB).to_str())
+    files = {
+        "manifest.json": json.dumps(asdict(broken_models.manifest())),
+        "tokenizer.json": json.dumps({**tokenizer, "normalizer": normalizer}),
+    }
+    broken_models.save(Odd(), path, files)
     return path
 
 
-def windowed(path: Path) -> Path:
-    """A model whose layers look back 8 tokens: of a kind that is not built."""
-    layers = [{**asdict(layer), "window": 8} for layer in broken_models.manifest().layers]
-    return save(path, layers=layers)
+def unreadable(path: Path) -> Path:
+    """A model whose tokenizer this build cannot read."""
+    return save(path, {"type": "StripAccents"})
 
 
 @pytest.fixture(scope="module")
@@ -1318,10 +1318,10 @@ def test_other_models_that_are_not_loaded(odd: Daemon, broken: Path, tmp_path: P
     nothing = refused(admin_pb2.LoadModelRequest())
     assert nothing.code is Code.INVALID_ARGUMENT and set(nothing.fields) == {"source.path"}
 
-    window = windowed(tmp_path / "window.pt")
-    not_built = refused(load(window, name="new", kv_pool_bytes=1000000))
+    unread = unreadable(tmp_path / "unreadable.pt")
+    not_built = refused(load(unread, name="new", kv_pool_bytes=1000000))
     assert (not_built.code, not_built.info.reason) == (Code.UNIMPLEMENTED, "UNIMPLEMENTED")
-    assert "window" in not_built.message
+    assert "StripAccents" in not_built.message
 
 
 def test_settings_that_are_wrong(odd: Daemon) -> None:

@@ -243,28 +243,28 @@ def test_what_stopped_long_ago_has_no_series(
     serve: Callable[[Path], Daemon], problems: list[Item], tmp_path: Path
 ) -> None:
     with serve(tmp_path) as daemon, Client(daemon.grpc) as client:
-        for name in ("gone", "lately"):
+        for name in ("bygone", "lately"):
             definition = define(LEAN)
             definition.name = definition.salt = name
             definition.traffic_permille = 500
             client.create_experiment(definition)
             client.start_experiment(name)
         arms = {solve(client, problems[0], Experiment(unit_id=f"u-{n}"))[1] for n in range(24)}
-        assert {arm.partition("/")[0] for arm in arms} == {"gone", "lately"}
-        for name in ("gone", "lately"):
+        assert {arm.partition("/")[0] for arm in arms} == {"bygone", "lately"}
+        for name in ("bygone", "lately"):
             client.stop_experiment(name, reason="done")
         assert all(f'"{arm}"' in fetch(daemon.metrics) for arm in arms)
         # As if it had been eleven minutes ago.
-        stopped = client.experiment("gone")
+        stopped = client.experiment("bygone")
         stopped.stop_time.seconds -= 11 * 60
         with closing(sqlite3.connect(tmp_path / "store.db")) as store, store:
             store.execute(
-                "UPDATE experiments SET definition = ? WHERE name = 'gone'",
+                "UPDATE experiments SET definition = ? WHERE name = 'bygone'",
                 (stopped.SerializeToString(),),
             )
             store.execute("UPDATE revisions SET revision = revision + 1")
         deadline = time.monotonic() + GENEROUS_SECONDS
-        while "gone" in (page := fetch(daemon.metrics)):
+        while "bygone" in (page := fetch(daemon.metrics)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert 'experiment="lately"' in page and '"lately/' in page
