@@ -124,6 +124,7 @@ struct Executor::StepItem {
   bool wants_queries() const { return wants(Signal::kQueries); }
   bool turns_keys() const { return sequence->request.positions == PositionMode::kCache; }
   const std::vector<int64_t>& PositionsOf(int64_t table) {
+    slot_positions.resize(sequence->cache.num_tables());
     std::vector<int64_t>& of_slots = slot_positions[table];
     if (of_slots.empty()) of_slots = sequence->cache.PositionsAfter(table, num_rows());
     return of_slots;
@@ -370,7 +371,6 @@ std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> ite
       item.slots.push_back(cache.table(t).NextSlot());
       item.positions.push_back(cache.NextPosition(t, work.first));
     }
-    item.slot_positions.resize(cache.num_tables());
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
         item.used.push_back(cache.table(cache.TableOf(layer, head)).UsedAfter(item.num_rows()));
