@@ -2,6 +2,7 @@
 
 #include <google/protobuf/duration.pb.h>
 #include <google/protobuf/timestamp.pb.h>
+#include <google/protobuf/util/time_util.h>
 
 #include "absl/time/time.h"
 
@@ -25,6 +26,14 @@ inline google::protobuf::Timestamp TimestampProto(absl::Time time) {
   proto.set_nanos(static_cast<int32_t>(
       absl::ToInt64Nanoseconds(time - absl::FromUnixSeconds(proto.seconds()))));
   return proto;
+}
+
+// Of the years 1 to 9999: others have no meaning.
+inline bool IsTimestamp(const google::protobuf::Timestamp& proto) {
+  using google::protobuf::util::TimeUtil;
+  return proto.seconds() >= TimeUtil::kTimestampMinSeconds &&
+         proto.seconds() <= TimeUtil::kTimestampMaxSeconds && proto.nanos() >= 0 &&
+         proto.nanos() < 1'000'000'000;
 }
 
 inline absl::Time TimeOf(const google::protobuf::Timestamp& proto) {

@@ -31,8 +31,6 @@ constexpr int kMaxOutcomes = 1000;  // of one call
 constexpr size_t kMaxReasonBytes = 1024;
 constexpr uint32_t kMaxPoints = 200;
 constexpr size_t kMaxRequestIdBytes = 128, kMaxTenantBytes = 64;
-// google.protobuf.Timestamp holds the years 1 to 9999.
-constexpr int64_t kFirstSecond = -62135596800, kLastSecond = 253402300799;
 // A request's record may be on its way to a store that another replica reads.
 constexpr absl::Duration kUnknownRetryDelay = absl::Seconds(1);
 constexpr absl::Duration kStoreRetryDelay = absl::Seconds(1);
@@ -109,10 +107,7 @@ std::vector<FieldViolation> CheckOutcome(const v1::RecordOutcomeRequest& request
           absl::StrCat("has ", request.idempotency_key().size(), " bytes, at most ", kMaxKeyBytes));
   require(request.metric().size() <= kMaxKeyBytes, "metric",
           absl::StrCat("has ", request.metric().size(), " bytes, at most ", kMaxKeyBytes));
-  const bool has_year = request.time().seconds() >= kFirstSecond &&
-                        request.time().seconds() <= kLastSecond && request.time().nanos() >= 0 &&
-                        request.time().nanos() < 1'000'000'000;
-  require(has_year, "time", "must be of the years 1 to 9999");
+  require(IsTimestamp(request.time()), "time", "must be of the years 1 to 9999");
   int declared = 0, proportions = 0;
   for (const v1::Experiment& experiment : known) {
     for (const v1::Metric& metric : experiment.metrics()) {

@@ -167,15 +167,8 @@ void Checker::CheckTraffic() {
   if (traffic < 1 || traffic > 1000) {
     Violate("traffic_permille", absl::StrCat("must be from 1 to 1000, is ", traffic));
   }
-  if (experiment_.eligibility().labels_size() > kMaxLabels) {
-    Violate("eligibility.labels", absl::StrCat("has ", experiment_.eligibility().labels_size(),
-                                               " items, at most ", kMaxLabels));
-  }
-  for (const auto& [key, value] : experiment_.eligibility().labels()) {
-    if (!key.empty() && key.size() <= kMaxLabelBytes && value.size() <= kMaxLabelBytes) continue;
-    Violate("eligibility.labels",
-            absl::StrCat("keys must have 1 to ", kMaxLabelBytes, " bytes, values at most as many"));
-    break;
+  for (std::string& fault : LabelFaults(experiment_.eligibility().labels())) {
+    Violate("eligibility.labels", std::move(fault));
   }
 }
 
@@ -243,10 +236,7 @@ void Checker::CheckTimes() {
   if (!(experiment_.alpha() > 0 && experiment_.alpha() < 0.5)) {
     Violate("alpha", absl::StrCat("must be in (0, 0.5), is ", experiment_.alpha()));
   }
-  // google.protobuf.Timestamp holds the years 1 to 9999.
-  constexpr int64_t kFirstSecond = -62135596800, kLastSecond = 253402300799;
-  const int64_t end = experiment_.end_time().seconds();
-  if (end < kFirstSecond || end > kLastSecond) {
+  if (!IsTimestamp(experiment_.end_time())) {
     Violate("end_time", "must be of the years 1 to 9999");
   }
   const absl::Duration window = DurationOf(experiment_.outcome_window());
@@ -298,6 +288,23 @@ void Checker::CheckSwitchback() {
 }  // namespace
 
 absl::Span<const MeasuredMetric> MeasuredMetrics() { return kMeasured; }
+
+std::vector<std::string> LabelFaults(
+    const google::protobuf::Map<std::string, std::string>& labels) {
+  std::vector<std::string> faults;
+  if (const size_t items = labels.size(); items > kMaxLabels) {
+    faults.push_back(absl::StrCat("has ", items, " items, at most ", kMaxLabels));
+  }
+  const bool fit = std::all_of(labels.begin(), labels.end(), [](const auto& label) {
+    return !label.first.empty() && label.first.size() <= kMaxLabelBytes &&
+           label.second.size() <= kMaxLabelBytes;
+  });
+  if (!fit) {
+    faults.push_back(
+        absl::StrCat("keys must have 1 to ", kMaxLabelBytes, " bytes, values at most as many"));
+  }
+  return faults;
+}
 
 v1::Experiment WithDefaults(v1::Experiment experiment) {
   if (experiment.layer().empty()) experiment.set_layer(kDefaultLayer);

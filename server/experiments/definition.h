@@ -1,5 +1,7 @@
 #pragma once
 
+#include <google/protobuf/map.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -16,8 +18,10 @@ namespace epikv {
 
 inline constexpr size_t kMaxUnitBytes = 128;
 inline constexpr size_t kMaxKeyBytes = 64;  // of an outcome
-inline constexpr int kMaxLabels = 8;
+inline constexpr size_t kMaxLabels = 8;
 inline constexpr size_t kMaxLabelBytes = 64;  // of a key, of a value
+// What is wrong with those of a request, or with those that one asks of requests.
+std::vector<std::string> LabelFaults(const google::protobuf::Map<std::string, std::string>& labels);
 inline constexpr int kMaxArms = 8;
 inline constexpr int kMaxMetrics = 8;  // declared
 

@@ -112,15 +112,8 @@ std::vector<FieldViolation> CheckContext(const v1::GenerateRequest& request) {
   if (!context.force_arm().empty() && context.opt_out()) {
     violations.push_back({"experiment.force_arm", "excludes opt_out"});
   }
-  if (request.labels_size() > kMaxLabels) {
-    violations.push_back(
-        {"labels", absl::StrCat("has ", request.labels_size(), " items, at most ", kMaxLabels)});
-  }
-  for (const auto& [key, value] : request.labels()) {
-    if (!key.empty() && key.size() <= kMaxLabelBytes && value.size() <= kMaxLabelBytes) continue;
-    violations.push_back({"labels", absl::StrCat("keys must have 1 to ", kMaxLabelBytes,
-                                                 " bytes, values at most as many")});
-    break;
+  for (std::string& fault : LabelFaults(request.labels())) {
+    violations.push_back({"labels", std::move(fault)});
   }
   return violations;
 }
