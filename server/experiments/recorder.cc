@@ -45,16 +45,17 @@ Recorder::~Recorder() {
 
 void Recorder::Record(v1::ExperimentRecord record, Done done) {
   const size_t bytes = record.ByteSizeLong() + kEntryBytes;
+  bool has_room = false;
   {
     absl::MutexLock lock(&mu_);
-    if (queued_bytes_ + bytes <= options_.max_queued_bytes) {
+    has_room = queued_bytes_ + bytes <= options_.max_queued_bytes;
+    if (has_room) {
       Stamp(record);
       queued_bytes_ += bytes;
       queue_.push_back({.record = std::move(record), .done = std::move(done), .bytes = bytes});
-      called_.Signal();
-      return;
     }
   }
+  if (has_room) return called_.Signal();
   if (done == nullptr) {
     observer_.OnDropped(1);
     return;
