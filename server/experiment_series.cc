@@ -318,8 +318,6 @@ void ExperimentSeries::OnOutcome(const CountedOutcome& outcome) {
   if (known != experiments_.end()) known->second->OnOutcome(outcome);
 }
 
-void ExperimentSeries::OnOutage(const absl::Status&) {}
-
 void ExperimentSeries::OnOutageTime(absl::Duration more) {
   outage_seconds_.Increment(Seconds(more));
 }

@@ -52,7 +52,6 @@ class ExperimentSeries final : public RecorderObserver, public ShadowObserver {
   void OnRefused(int64_t outcomes) override { refused_.Increment(AsDouble(outcomes)); }
   void OnOrphaned(Recorded why) override;
   void OnOutcome(const CountedOutcome& outcome) override;
-  void OnOutage(const absl::Status& why) override;
   void OnOutageTime(absl::Duration more) override;
   void OnSpool(int64_t bytes, SpoolDamage damage) override;
 
