@@ -21,6 +21,8 @@ from epikv.stats import difference, sign_test, wilson
 
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
 PROBE = "epikv_probe"
+# What the calibrated pair is held against, axis by axis.
+OTHERS = ("h2o", "snapkv", "triattention", "random_attention", PROBE, ORACLE, RANDOM, FROZEN)
 PICTURE = "![Problems solved against budget](tools/sample_model/tournament.png)"
 CURVE_TOKENS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8)  # millions
 
@@ -36,6 +38,7 @@ def pages() -> dict[Path, str]:
         "lengths": _lengths,
         "needs": _needs,
         "pairs": _pairs,
+        "axes": _axes,
         "candidates": _candidates,
         "judged": _judged,
         "curves": _curves,
@@ -98,6 +101,8 @@ def _tournament() -> str:
         "",
         f"Problems a cell: {axes[0]} {counts[0]}, {axes[1]} {counts[1]} ({seeds_told}); a share's 95 %"
         f" interval is at most ±{_widest(counts[0]):.2f} and ±{_widest(counts[1]):.2f} wide.",
+        "",
+        PICTURE,
     ]
     return "\n".join(lines)
 
@@ -216,6 +221,30 @@ def _pairs() -> str:
                 lines.append(_row(_name(arm, mine), *cells))
             parts.append("\n".join(lines))
     return "\n\n".join(parts) or NOT_RUN
+
+
+def _axes() -> str:
+    """The calibrated pair of each seed beside the others, by axis: solved at each budget."""
+    by_seed = scores("pair")
+    if not by_seed:
+        return NOT_RUN
+    chosen = {seed: (calibrated(MODELS / seed) or [""])[0] for seed in by_seed}
+    axes = (Axis.REASONING, Axis.RECALL)
+    heads = [f"{seed} {a}" for seed in by_seed for a in axes]
+    lines = [_row("policy", *heads), _row(*["---"] * (len(heads) + 1))]
+    counts = {}
+    for arm in (None, *OTHERS):
+        cells = []
+        for seed, found in by_seed.items():
+            for a in axes:
+                mine = [score for score in found if axis(score.task) == a]
+                shares = [_share(solved(mine, arm or chosen[seed], b)) for b in _budgets(mine)]
+                counts[a] = len(solved(mine, RANDOM, _budgets(mine)[0]))
+                cells.append(" / ".join(map(_plain, shares)))
+        lines.append(_row(f"`{arm}`" if arm else "`epikv_flat`, calibrated", *cells))
+    budgets = " / ".join(_budgets(next(iter(by_seed.values()))))
+    told = ", ".join(f"{a} {count}" for a, count in counts.items())
+    return "\n".join([*lines, "", f"Solved at {budgets} of the trace; problems a cell: {told}."])
 
 
 def _candidates() -> str:
