@@ -816,6 +816,7 @@ def shadow(world: World) -> None:
     requests, waiting = (
         f"epikv_experiment_shadow_{of}" for of in ("requests_total", "waiting_requests")
     )
+    compared = world.value(requests, outcome="compared")
     held = world.hold(900)
     world.until("epikv_requests_running", 1)
     number = count()
@@ -824,7 +825,8 @@ def shadow(world: World) -> None:
         world.look()
     world.leave(held)
     world.until(waiting, 0)
-    world.until_more(requests, outcome="compared")
+    world.look()
+    assert world.value(requests, outcome="compared") > compared
 
     while not world.value(requests, outcome="interrupted"):
         world.take_part(f"interrupted {next(number)}", tokens=900)
