@@ -33,7 +33,9 @@ CallScope::CallScope(absl::string_view method, const Frontend& frontend,
     : method_(method),
       frontend_(frontend),
       context_(context),
-      span_(NewSpan(CallersSpan(context))) {}
+      span_(NewSpan(CallersSpan(context))) {
+  frontend_.traffic.OnCall();
+}
 
 std::optional<grpc::Status> CallScope::Admit() {
   std::optional<grpc::Status> refusal =
@@ -43,6 +45,7 @@ std::optional<grpc::Status> CallScope::Admit() {
 }
 
 grpc::Status CallScope::Close(const grpc::Status& status) {
+  frontend_.traffic.OnEnd();
   frontend_.metrics.OnRpcFinished(method_, status.error_code());
   const absl::Time now = absl::Now();
   *entry_.mutable_time() = TimestampProto(start_);

@@ -20,6 +20,7 @@
 #include "server/errors.h"
 #include "server/metrics.h"
 #include "server/trace_context.h"
+#include "server/traffic.h"
 #include "server/wire.h"
 
 namespace epikv {
@@ -29,6 +30,7 @@ struct Frontend {
   const Authenticator& auth;
   Metrics& metrics;
   AccessLog& access_log;
+  Traffic& traffic;
 };
 
 // One call, from its first byte to its status. The only way to its request leads past the check of

@@ -41,6 +41,7 @@
 #include "server/models.h"
 #include "server/server.h"
 #include "server/settings.h"
+#include "server/traffic.h"
 
 // The daemon: flags, model, engine, ports; then serving, until a signal ends it in order.
 
@@ -163,14 +164,19 @@ prometheus::Labels LabelsOf(const Config& config) {
           {"deterministic", serving.deterministic ? "true" : "false"}};
 }
 
-// Health first, so that balancers turn away; then new requests; then what runs, within the cap.
-void Drain(const Settings& settings, Server& server, Models& models, const Log& log) {
+// Health first, so that balancers turn away; then new requests; then what runs, within the cap. The
+// port closes when nobody has sent a call here for a second, ten seconds later at most.
+void Drain(const Settings& settings, Server& server, Models& models, const Traffic& traffic,
+           const Log& log) {
+  const int64_t known = traffic.events();
   const absl::Duration drain = settings.config().drain;
   const absl::Time deadline = absl::Now() + drain;
   log.Info(absl::StrCat("stopping: running streams may go on for ", absl::FormatDuration(drain),
                         "; a second signal ends at once"));
   models.Drain(deadline);
-  server.Shutdown(deadline);
+  server.AwaitStreams(deadline);
+  traffic.AwaitQuiet(known, std::min(deadline - absl::Now(), absl::Seconds(10)));
+  server.Close();
   log.Info("stopped");
 }
 
@@ -246,7 +252,9 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
   const absl::StatusOr<std::unique_ptr<Authenticator>> auth =
       MakeAuthenticator(config, metrics, log);
   if (!auth.ok()) return auth.status();
-  const Frontend frontend{.auth = **auth, .metrics = metrics, .access_log = **access_log};
+  Traffic traffic;
+  const Frontend frontend{
+      .auth = **auth, .metrics = metrics, .access_log = **access_log, .traffic = traffic};
   CoreBudget cores(EngineCores(config));
   Courier courier(config.outbox.stall / 4);
   Models models(lifecycle);
@@ -304,7 +312,7 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
   log.Info("serving");
   Announce(config, models.InService(), **server, admin_port->get(), metrics_server.get());
   signals.AwaitStop();
-  Drain(settings, **server, models, log);
+  Drain(settings, **server, models, traffic, log);
   const bool loading = admin.AbandonLoading();
   if (*admin_port != nullptr) (*admin_port)->Close();
   if (loading) {

@@ -34,11 +34,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   return server;
 }
 
-void Server::Shutdown(absl::Time deadline) {
+void Server::AwaitStreams(absl::Time deadline) {
   // Requests have been ended by then; what they are told is still on its way.
   constexpr absl::Duration kFarewell = absl::Seconds(1);
   generation_.AwaitCalls(std::max(deadline, absl::Now() + kFarewell));
-  port_->Close();
 }
 
 }  // namespace epikv

@@ -37,9 +37,11 @@ class Server {
 
   int port() const { return port_->port(); }
 
-  // Waits for the streams to end, at most until `deadline`, and a second at least, then cuts what is
-  // left. Precondition: the models accept no more.
-  void Shutdown(absl::Time deadline);
+  // Waits for the streams to end, at most until `deadline` or, if that is later, for a second.
+  // Precondition: the models accept no more.
+  void AwaitStreams(absl::Time deadline);
+  // Cuts what is left.
+  void Close() { port_->Close(); }
 
  private:
   Server(Models& models, Courier& courier, const Frontend& frontend, const ServerOptions& options);

@@ -60,7 +60,8 @@ class RealServer {
   }
   ~RealServer() {
     models_.Drain(absl::InfinitePast());
-    server_->Shutdown(absl::Now() + kGenerous);
+    server_->AwaitStreams(absl::Now() + kGenerous);
+    server_->Close();
   }
 
   v1::GenerationService::Stub& stub() { return *stub_; }
@@ -93,7 +94,9 @@ class RealServer {
   Metrics metrics_{{.policies = Catalog()}};
   const std::unique_ptr<Authenticator> auth_ = *Authenticator::Create({});
   const std::unique_ptr<AccessLog> access_log_ = *AccessLog::Open("", [](int64_t) {});
-  const Frontend frontend_{.auth = *auth_, .metrics = metrics_, .access_log = *access_log_};
+  Traffic traffic_;
+  const Frontend frontend_{
+      .auth = *auth_, .metrics = metrics_, .access_log = *access_log_, .traffic = traffic_};
   CoreBudget cores_{1};
   Courier courier_{absl::Seconds(5)};
   Lifecycle lifecycle_;

@@ -131,7 +131,8 @@ class FakeServer {
   }
   ~FakeServer() {
     models_.Drain(absl::InfinitePast());
-    server_->Shutdown(absl::Now() + kGenerous);
+    server_->AwaitStreams(absl::Now() + kGenerous);
+    server_->Close();
     admin_port_->Close();
   }
 
@@ -228,7 +229,9 @@ class FakeServer {
   WatchedObserver observer_;
   const std::unique_ptr<Authenticator> auth_;
   const std::unique_ptr<AccessLog> access_log_;
-  const Frontend frontend_{.auth = *auth_, .metrics = metrics_, .access_log = *access_log_};
+  Traffic traffic_;
+  const Frontend frontend_{
+      .auth = *auth_, .metrics = metrics_, .access_log = *access_log_, .traffic = traffic_};
   const Log log_{LogLevel::kError};
   const std::unique_ptr<Experiments> experiments_;  // null: none
   Courier courier_;

@@ -333,6 +333,25 @@ def test_sigterm_under_load_finishes_what_fits_and_tells_the_rest(sample_model: 
         assert daemon.stop() == 0
 
 
+def test_sigterm_waits_for_balancers_to_turn_away(sample_model: Path) -> None:
+    """Who has not looked at health yet is told to come again, by a port that is still there."""
+    with Daemon(sample_model, "--threads=1") as daemon, daemon.client() as client:
+        stream = client.generate(TASK.prompt, stop=Stop(300, min_output_tokens=300))
+        for _ in range(2):
+            next(stream)
+        daemon.terminate()
+        list(stream)
+        end = time.monotonic() + 3  # the streams have ended: nothing else keeps the port open
+        while time.monotonic() < end:
+            with pytest.raises(RpcError) as refused:
+                client.generate_once("x", stop=Stop(max_output_tokens=1))
+            assert_drained(refused.value)
+            time.sleep(0.1)
+        begin = time.monotonic()
+        assert daemon.stop() == 0
+        assert time.monotonic() - begin < 5
+
+
 def assert_drained(error: RpcError) -> None:
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING"), str(error)
     assert error.retry_delay is not None and error.retry_delay > 0

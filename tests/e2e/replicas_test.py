@@ -161,12 +161,14 @@ def test_a_rolling_restart_drops_no_stream(site: Site) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         streams = [pool.submit(stream, number) for number in range(4)]
-        for replica in site.replicas:
-            time.sleep(1)
-            assert replica.daemon.stop() == 0
-            replica.start()
-            await_seen(site)
-        over.set()
+        try:
+            for replica in site.replicas:
+                time.sleep(1)
+                assert replica.daemon.stop() == 0
+                replica.start()
+                await_seen(site)
+        finally:
+            over.set()
         assert all(stream.result()[0] > 0 for stream in streams)
 
 
