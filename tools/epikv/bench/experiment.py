@@ -112,6 +112,7 @@ def command(
         flags = ["--threads=1", "--prefix_cache_share=0", f"--kv_pool_bytes={1 << 30}"]
         # Replays take idle time, have a share of their own, and would take it between windows.
         flags += [f"--experiment_store={folder}/experiments.db", "--experiment_shadow_permille=0"]
+        flags += ["--metrics_max_series=1000000"]  # of stopped experiments, for ten minutes
         with harness.serving(
             lambda: model or harness.random_model("overhead", **SHAPE), flags, **where
         ) as served:
