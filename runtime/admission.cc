@@ -633,6 +633,7 @@ int64_t Admission::kv_bytes_per_token() const {
 }
 
 std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) const {
+  if (options.forced.empty()) FillIn(manifest_.sampling, options.sampling);
   Resolver resolver(*this, options);
   Request& request = resolver.request();
   request.prompt = options.prompt;

@@ -96,6 +96,15 @@ class Fields {
     return ids;
   }
 
+  std::optional<float> Number(const char* name, float min, float max) {
+    const Json* value = Find(name);
+    if (value == nullptr) return std::nullopt;
+    if (value->is_number() && value->get<float>() >= min && value->get<float>() <= max) {
+      return value->get<float>();
+    }
+    return Bad(name, absl::StrCat("must be a number in [", min, ", ", max, "]"));
+  }
+
   // Finite and above 0.
   std::optional<double> Positive(const char* name) {
     const Json* value = Find(name);
@@ -229,6 +238,24 @@ Calibration ReadCalibration(Fields& fields, int64_t num_layers) {
   return calibration;
 }
 
+// Every field may be missing.
+SamplingParams ReadSampling(Fields& fields) {
+  constexpr float kSmallest = std::numeric_limits<float>::min();
+  SamplingParams sampling;
+  auto number = [&](const char* name, float min, float max) {
+    return fields.Has(name) ? fields.Number(name, min, max) : std::nullopt;
+  };
+  sampling.temperature = number("temperature", 0, std::numeric_limits<float>::max());
+  sampling.top_p = number("top_p", kSmallest, 1);
+  if (fields.Has("top_k")) {
+    sampling.top_k = static_cast<int32_t>(fields.Int("top_k", 0, kLargest).value_or(0));
+  }
+  sampling.min_p = number("min_p", 0, 1);
+  sampling.typical_p = number("typical_p", kSmallest, 1);
+  sampling.repetition_penalty = number("repetition_penalty", 0.01f, 100);
+  return sampling;
+}
+
 // The KV pool has one row width. A width that is no width (0) has been refused already.
 void CheckWidths(Fields& fields, const std::vector<LayerFacts>& layers) {
   for (const auto& [name, width] : {std::pair("key_width", &LayerFacts::key_width),
@@ -291,6 +318,10 @@ absl::StatusOr<Manifest> Manifest::Parse(absl::string_view json) {
   if (!fields.IsNull("calibration")) {
     std::optional<Fields> calibration = fields.Object("calibration");
     if (calibration.has_value()) m.calibration = ReadCalibration(*calibration, m.num_layers());
+  }
+  if (fields.Has("sampling") && !fields.IsNull("sampling")) {  // older files have none
+    std::optional<Fields> sampling = fields.Object("sampling");
+    if (sampling.has_value()) m.sampling = ReadSampling(*sampling);
   }
   const absl::Status status = violations.ToStatus();
   if (!status.ok()) return status;

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "runtime/sampler.h"
 
 namespace epikv {
 
@@ -62,6 +63,9 @@ struct Manifest {
   std::vector<Rope> ropes;
   std::vector<LayerFacts> layers;  // [num_layers]
   std::optional<Calibration> calibration;
+  // How its makers would have it sampled, where a request does not say: some of the fields that
+  // generation_config.json can set; no seed and no biases.
+  SamplingParams sampling;
 
   int64_t num_layers() const { return static_cast<int64_t>(layers.size()); }
 

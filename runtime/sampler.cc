@@ -227,6 +227,20 @@ int32_t Pick(const std::vector<Candidate>& candidates, double uniform) {
 
 }  // namespace
 
+void FillIn(const SamplingParams& defaults, SamplingParams& params) {
+  auto fill = [&](auto member) {
+    if (!(params.*member).has_value()) params.*member = defaults.*member;
+  };
+  fill(&SamplingParams::temperature);
+  fill(&SamplingParams::top_p);
+  fill(&SamplingParams::top_k);
+  fill(&SamplingParams::min_p);
+  fill(&SamplingParams::typical_p);
+  fill(&SamplingParams::repetition_penalty);
+  fill(&SamplingParams::frequency_penalty);
+  fill(&SamplingParams::presence_penalty);
+}
+
 SamplingParams SamplingOf(const SamplingParams& params, int64_t completion) {
   SamplingParams of = params;
   of.seed += static_cast<uint64_t>(completion);

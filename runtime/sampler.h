@@ -30,6 +30,9 @@ struct SamplingParams {
   bool greedy() const { return temperature.value_or(0) == 0; }
 };
 
+// Gives what `params` leaves out the value that `defaults` has; not the seed, nor the biases.
+void FillIn(const SamplingParams& defaults, SamplingParams& params);
+
 // Of a request's i-th completion: as a request of seed + i.
 SamplingParams SamplingOf(const SamplingParams& params, int64_t completion);
 

@@ -32,7 +32,9 @@ Json Valid() {
                {"key_width": 8, "value_width": 16, "scale": 1, "soft_cap": null,
                 "window": null, "rope": 1, "output_projection": "layers.2.o"}],
     "calibration": {"policy": "epikv_flat", "layer_a": 0, "layer_b": 1, "sign": -1, "window": 32,
-                    "confirmed": true, "figures": {"anything": [1, 2]}}
+                    "confirmed": true, "figures": {"anything": [1, 2]}},
+    "sampling": {"temperature": 0.5, "top_p": 0.75, "top_k": 20, "min_p": 0.25, "typical_p": 1,
+                 "repetition_penalty": 1.5}
   })");
 }
 
@@ -71,6 +73,25 @@ TEST(ManifestTest, AllFieldsAreRead) {
   EXPECT_EQ(m->calibration->sign, -1);
   EXPECT_EQ(m->calibration->window, 32);
   EXPECT_TRUE(m->calibration->confirmed);
+  EXPECT_EQ(m->sampling.temperature, .5f);
+  EXPECT_EQ(m->sampling.top_p, .75f);
+  EXPECT_EQ(m->sampling.top_k, 20);
+  EXPECT_EQ(m->sampling.min_p, .25f);
+  EXPECT_EQ(m->sampling.typical_p, 1);
+  EXPECT_EQ(m->sampling.repetition_penalty, 1.5f);
+}
+
+TEST(ManifestTest, SamplingMayLackAnyField) {
+  Json json = Valid();
+  json["sampling"] = {{"top_k", 3}};
+  const auto some = Manifest::Parse(json.dump());
+  ASSERT_TRUE(some.ok()) << some.status();
+  EXPECT_EQ(some->sampling.top_k, 3);
+  EXPECT_EQ(some->sampling.temperature, std::nullopt);
+  json.erase("sampling");
+  const auto none = Manifest::Parse(json.dump());
+  ASSERT_TRUE(none.ok()) << none.status();
+  EXPECT_EQ(none->sampling.top_k, std::nullopt);
 }
 
 TEST(ManifestTest, NullMeansNone) {
@@ -153,6 +174,15 @@ TEST(ManifestTest, EveryRangeIsChecked) {
       {"/calibration/sign", 0, "calibration.sign must be 1 or -1, is 0"},
       {"/calibration/window", 1, "calibration.window must be"},
       {"/calibration/confirmed", 1, "calibration.confirmed must be true or false"},
+      {"/sampling", 1, "sampling must be an object"},
+      {"/sampling/temperature", -1, "sampling.temperature must be a number in [0, "},
+      {"/sampling/temperature", 1e300, "sampling.temperature must be a number in [0, "},
+      {"/sampling/top_p", 0, "sampling.top_p must be a number in ["},
+      {"/sampling/top_p", 1.5, "sampling.top_p must be a number in ["},
+      {"/sampling/top_k", -1, "sampling.top_k must be an integer in [0, "},
+      {"/sampling/min_p", 2, "sampling.min_p must be a number in [0, 1]"},
+      {"/sampling/typical_p", "x", "sampling.typical_p must be a number in ["},
+      {"/sampling/repetition_penalty", 0, "sampling.repetition_penalty must be a number in ["},
   };
   for (const Violation& violation : violations) {
     Json json = Valid();
@@ -180,6 +210,7 @@ std::vector<std::string> Pointers(const Json& json, const std::string& path = ""
 TEST(ManifestTest, EveryMissingFieldIsNamed) {
   for (const std::string& pointer : Pointers(Valid())) {
     if (pointer.find("figures") != std::string::npos || pointer == "/format") continue;
+    if (pointer.find("/sampling") == 0) continue;  // which older files lack
     const Json::json_pointer at(pointer);
     Json json = Valid();
     json[at.parent_pointer()].erase(at.back());
