@@ -17,6 +17,7 @@ namespace epikv {
 struct ModelFacts {
   Manifest manifest;
   std::string tokenizer_json;
+  std::string chat_json;     // empty: the file is older than chat formats
   int64_t weight_bytes = 0;  // in memory, as served
   std::string description;   // one line, for the log: dtype, kernels
 };
@@ -40,6 +41,7 @@ class Model {
 
   const Manifest& manifest() const { return facts_.manifest; }
   const std::string& tokenizer_json() const { return facts_.tokenizer_json; }
+  const std::string& chat_json() const { return facts_.chat_json; }
   int64_t weight_bytes() const { return facts_.weight_bytes; }
   const std::string& description() const { return facts_.description; }
 

@@ -197,6 +197,7 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   if (!model.ok()) return model.status();
   loaded.manifest = (*model)->manifest();
   loaded.tokenizer_json = (*model)->tokenizer_json();
+  loaded.chat_json = (*model)->chat_json();
   loaded.policies = BuiltPolicies();
   loaded.weight_bytes = (*model)->weight_bytes();
   loaded.description.push_back(

@@ -38,6 +38,7 @@ struct LoadedModel {
   Manifest manifest;
   ModelShape shape;            // the manifest's, artefacts added
   std::string tokenizer_json;  // the model file's tokenizer.json
+  std::string chat_json;       // and its chat.json; empty: it has none
   PolicyCatalog policies;      // of this build
   std::unique_ptr<StepExecutor> executor;
   int64_t kv_capacity_bytes = 0;

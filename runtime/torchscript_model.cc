@@ -38,6 +38,7 @@ using torch::jit::Node;
 struct Contents {
   Manifest manifest;
   std::string tokenizer_json;
+  std::string chat_json;
   Module module;
 };
 
@@ -140,6 +141,8 @@ std::vector<std::string> ReadExtras(caffe2::serialize::PyTorchStreamReader& read
   } else {
     contents.tokenizer_json = *std::move(tokenizer);
   }
+  absl::StatusOr<std::string> chat = ReadExtra(reader, "chat.json");  // older files have none
+  if (chat.ok()) contents.chat_json = *std::move(chat);
   return violations;
 }
 
@@ -241,6 +244,7 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   }
   ModelFacts facts = {.manifest = std::move(contents.manifest),
                       .tokenizer_json = std::move(contents.tokenizer_json),
+                      .chat_json = std::move(contents.chat_json),
                       .weight_bytes = ConstantBytes(graph.block()) + PackedBytes(packed)};
   facts.description = Describe(facts.manifest.dtype, packed, options.prepack);
   return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections));

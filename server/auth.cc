@@ -16,6 +16,7 @@ constexpr MethodRole kMethodRoles[] = {
     {"GenerationService/Score", Role::kUser},
     {"GenerationService/CancelRequest", Role::kUser},
     {"TokenizationService/Tokenize", Role::kUser},
+    {"TokenizationService/ApplyChatTemplate", Role::kUser},
     {"TokenizationService/Detokenize", Role::kUser},
     {"ModelService/ListModels", Role::kUser},
     {"ModelService/GetModel", Role::kUser},

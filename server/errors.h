@@ -59,6 +59,9 @@ grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
 grpc::Status DeadlineInfeasible(const DeadlineEstimate& estimate,
                                 std::optional<absl::Duration> retry_after);
 // When what a draining server has refused or ended may be tried again: another replica takes it.
+// A model cannot be asked for a conversation, or for this one.
+inline constexpr absl::string_view kChatFormat = "CHAT_FORMAT";
+
 inline constexpr absl::Duration kDrainRetryDelay = absl::Seconds(1);
 grpc::Status Unavailable(absl::string_view reason, absl::string_view description,
                          absl::Duration retry_after);

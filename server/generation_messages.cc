@@ -7,6 +7,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "server/chat_prompt.h"
 #include "server/durations.h"
 #include "server/param_values.h"
 
@@ -69,11 +70,11 @@ GivenKv ReadKv(const v1::KvOptions& kv) {
 // Fills an AskedRequest from messages and collects what cannot be converted.
 class Reader {
  public:
-  explicit Reader(const Tokenizer& tokenizer) : tokenizer_(tokenizer) {}
+  explicit Reader(const PromptReader& prompts) : prompts_(prompts) {}
 
   std::vector<int32_t> Encode(const std::string& field, const std::string& text,
                               const EncodeOptions& options) {
-    absl::StatusOr<std::vector<int32_t>> tokens = tokenizer_.Encode(text, options);
+    absl::StatusOr<std::vector<int32_t>> tokens = prompts_.tokenizer.Encode(text, options);
     if (tokens.ok()) return *std::move(tokens);
     Violate(field, std::string(tokens.status().message()));
     return {};
@@ -81,8 +82,10 @@ class Reader {
   template <typename Message>
   std::vector<int32_t> Prompt(const Message& request) {
     if (request.has_text()) return Encode("text", request.text(), {});
+    if (request.has_chat()) return Chat(request.chat());
     return Ids(request.token_ids());
   }
+  std::vector<int32_t> Chat(const v1::ChatPrompt& chat);
   static std::vector<int32_t> Ids(const v1::TokenIds& ids) {
     return {ids.ids().begin(), ids.ids().end()};
   }
@@ -94,11 +97,22 @@ class Reader {
     violations_.push_back({std::move(field), std::move(description)});
   }
   std::vector<FieldViolation> TakeViolations() { return std::move(violations_); }
+  std::optional<Rejection> TakeRefusal() { return std::move(refusal_); }
 
  private:
-  const Tokenizer& tokenizer_;
+  const PromptReader& prompts_;
   std::vector<FieldViolation> violations_;
+  std::optional<Rejection> refusal_;
 };
+
+std::vector<int32_t> Reader::Chat(const v1::ChatPrompt& chat) {
+  std::variant<std::string, Rejection> text = ChatText(chat, prompts_.chat);
+  if (auto* rejection = std::get_if<Rejection>(&text)) {
+    refusal_ = std::move(*rejection);
+    return {};
+  }
+  return Encode("chat", std::get<std::string>(text), {.add_special = false});
+}
 
 KvOptions Reader::Kv(const v1::KvOptions& kv) {
   GivenKv given = ReadKv(kv);
@@ -153,21 +167,6 @@ StopOptions FromProto(const v1::StopParams& proto) {
                    .ignore_end = proto.ignore_eos()};
   if (proto.has_max_output_tokens()) stop.max_output_tokens = proto.max_output_tokens();
   return stop;
-}
-
-v1::SamplingParams ToProto(const SamplingParams& params) {
-  v1::SamplingParams proto;
-  proto.set_temperature(params.temperature.value_or(0));
-  proto.set_top_p(params.top_p.value_or(1));
-  proto.set_top_k(params.top_k.value_or(0));
-  proto.set_seed(params.seed);
-  proto.set_min_p(params.min_p.value_or(0));
-  proto.set_typical_p(params.typical_p.value_or(1));
-  proto.set_repetition_penalty(params.repetition_penalty.value_or(1));
-  proto.set_frequency_penalty(params.frequency_penalty.value_or(0));
-  proto.set_presence_penalty(params.presence_penalty.value_or(0));
-  proto.mutable_logit_bias()->insert(params.logit_bias.begin(), params.logit_bias.end());
-  return proto;
 }
 
 v1::ResolvedKv ResolvedKvOf(const Request& request) {
@@ -298,8 +297,23 @@ std::string WirePath(absl::string_view field) {
 
 }  // namespace
 
-AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& tokenizer) {
-  Reader reader(tokenizer);
+v1::SamplingParams ToProto(const SamplingParams& params) {
+  v1::SamplingParams proto;
+  proto.set_temperature(params.temperature.value_or(0));
+  proto.set_top_p(params.top_p.value_or(1));
+  proto.set_top_k(params.top_k.value_or(0));
+  proto.set_seed(params.seed);
+  proto.set_min_p(params.min_p.value_or(0));
+  proto.set_typical_p(params.typical_p.value_or(1));
+  proto.set_repetition_penalty(params.repetition_penalty.value_or(1));
+  proto.set_frequency_penalty(params.frequency_penalty.value_or(0));
+  proto.set_presence_penalty(params.presence_penalty.value_or(0));
+  proto.mutable_logit_bias()->insert(params.logit_bias.begin(), params.logit_bias.end());
+  return proto;
+}
+
+AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& prompts) {
+  Reader reader(prompts);
   const v1::OutputOptions& output = request.output();
   return {
       .options = {.id = request.request_id(),
@@ -319,11 +333,12 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& toke
                   .scheduling = reader.Scheduling(request.scheduling())},
       .deltas = reader.Deltas(output),
       .has_seed = request.sampling().has_seed(),
-      .violations = reader.TakeViolations()};
+      .violations = reader.TakeViolations(),
+      .refusal = reader.TakeRefusal()};
 }
 
-AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokenizer) {
-  Reader reader(tokenizer);
+AskedRequest FromProto(const v1::ScoreRequest& request, const PromptReader& prompts) {
+  Reader reader(prompts);
   if (!v1::ScoreCadence_IsValid(request.cadence())) {
     reader.Violate("cadence", absl::StrCat("unknown value ", request.cadence()));
   }
@@ -354,7 +369,8 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokeniz
                       .force_in_chunks = request.cadence() == v1::SCORE_CADENCE_CHUNK},
           .deltas = {.token_ids = true},
           .has_seed = request.has_seed(),
-          .violations = std::move(violations)};
+          .violations = std::move(violations),
+          .refusal = reader.TakeRefusal()};
 }
 
 void SetKv(const v1::KvOptions& kv, AskedRequest& asked) {
@@ -369,6 +385,7 @@ void SetKv(const v1::KvOptions& kv, AskedRequest& asked) {
 }
 
 std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& admission) {
+  if (asked.refusal.has_value()) return *std::move(asked.refusal);
   std::variant<Request, Rejection> resolved = admission.Resolve(std::move(asked.options));
   auto* refused = std::get_if<Rejection>(&resolved);
   if (refused == nullptr && asked.violations.empty()) return resolved;
@@ -378,7 +395,7 @@ std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& ad
   if (!violations.empty()) rejection.code = absl::StatusCode::kInvalidArgument;
   if (rejection.reason.empty()) rejection.reason = "INVALID_REQUEST";
   // A prompt that the tokenizer refused only looks empty.
-  const bool has_prompt = Mentions(violations, "text");
+  const bool has_prompt = Mentions(violations, "text") || Mentions(violations, "chat");
   for (FieldViolation& violation : rejection.violations) {
     if (has_prompt && violation.field == "prompt") continue;
     violations.push_back({WirePath(violation.field), std::move(violation.description)});

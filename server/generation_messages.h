@@ -9,6 +9,7 @@
 #include "epikv/v1/experiment_record.pb.h"
 #include "epikv/v1/generation.pb.h"
 #include "runtime/admission.h"
+#include "runtime/chat_format.h"
 #include "runtime/forecast.h"
 #include "runtime/request.h"
 #include "runtime/tokenizer.h"
@@ -26,10 +27,16 @@ struct AskedRequest {
   DeltaOptions deltas;
   bool has_seed = false;
   std::vector<FieldViolation> violations;
+  std::optional<Rejection> refusal;  // the model cannot have such a prompt
 };
 
-AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& tokenizer);
-AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokenizer);
+// What a model makes of texts and conversations. Both outlive the call.
+struct PromptReader {
+  const Tokenizer& tokenizer;
+  const ChatFormats& chat;
+};
+AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& prompts);
+AskedRequest FromProto(const v1::ScoreRequest& request, const PromptReader& prompts);
 
 // Options that replace those that were asked for, and what was wrong with them.
 void SetKv(const v1::KvOptions& kv, AskedRequest& asked);
@@ -47,6 +54,7 @@ struct Prepared {
 // `queue_position` and `predicted_wait` are not set yet.
 v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model);
 void SetPredictedWait(const Forecast& forecast, v1::Accepted& accepted);
+v1::SamplingParams ToProto(const SamplingParams& params);  // what is absent as it is used
 v1::Delta ToProto(const Delta& delta);
 v1::EvictionEvent ToProto(const EvictionTrace& trace);
 v1::Progress ToProto(const PromptProgress& progress);

@@ -409,7 +409,7 @@ template <typename Message>
 std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope,
                                                                 const Message& message,
                                                                 const ServedModel& model) {
-  AskedRequest asked = FromProto(message, *model.tokenizer);
+  AskedRequest asked = FromProto(message, {.tokenizer = *model.tokenizer, .chat = model.chat});
   if (asked.options.id.empty()) asked.options.id = NewRequestId();
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
   std::string& tenant = asked.options.scheduling.tenant;

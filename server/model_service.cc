@@ -1,5 +1,6 @@
 #include "server/model_service.h"
 
+#include "server/generation_messages.h"
 #include "server/rpc.h"
 
 namespace epikv {
@@ -43,6 +44,12 @@ v1::Model ToProto(const ServedModel& model) {
   proto.set_decode_kernel(model.decode_kernel);
   proto.set_threads(model.threads);
   proto.set_weights(manifest.weights);
+  v1::ChatSupport& chat = *proto.mutable_chat();
+  chat.set_refusal(model.chat.refusal());
+  chat.set_system_refusal(model.chat.system_refusal());
+  chat.set_thinking(model.chat.has_thinking());
+  *proto.mutable_sampling() = ToProto(manifest.sampling);
+  proto.mutable_sampling()->clear_seed();
   return proto;
 }
 

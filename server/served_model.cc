@@ -65,6 +65,11 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
   }
   model->source = std::move(source);
   model->tokenizer = *std::move(tokenizer);
+  if (!loaded.chat_json.empty()) {
+    absl::StatusOr<ChatFormats> chat = ChatFormats::FromJson(loaded.chat_json);
+    if (!chat.ok()) return chat.status();
+    model->chat = *std::move(chat);
+  }
   model->admission = std::make_unique<Admission>(
       loaded.manifest, std::move(loaded.shape), loaded.policies,
       AdmissionLimits{.kv_capacity_bytes = loaded.kv_capacity_bytes,

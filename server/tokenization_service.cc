@@ -1,6 +1,7 @@
 #include "server/tokenization_service.h"
 
 #include "absl/strings/str_cat.h"
+#include "server/chat_prompt.h"
 #include "server/rpc.h"
 
 namespace epikv {
@@ -59,6 +60,26 @@ grpc::ServerUnaryReactor* TokenizationService::Detokenize(grpc::CallbackServerCo
   };
   return AnswerAtOnce<v1::DetokenizeRequest>("TokenizationService/Detokenize", frontend_, *context,
                                              *in, *out, detokenize);
+}
+
+grpc::ServerUnaryReactor* TokenizationService::ApplyChatTemplate(
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* in, grpc::ByteBuffer* out) {
+  auto apply =
+      [this](const v1::ApplyChatTemplateRequest& request) -> Answer<v1::ApplyChatTemplateResponse> {
+    const auto found = models_.Find(request.model());
+    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+    const ServedModel& model = *std::get<ModelPtr>(found);
+    std::variant<std::string, Rejection> text = ChatText(request.chat(), model.chat);
+    if (const auto* rejection = std::get_if<Rejection>(&text)) return ToGrpc(*rejection);
+    v1::ApplyChatTemplateResponse response;
+    response.set_text(std::get<std::string>(std::move(text)));
+    const auto tokens = model.tokenizer->Encode(response.text(), {.add_special = false});
+    if (!tokens.ok()) return ToGrpc(BadField("chat", tokens.status().message()));
+    response.mutable_tokens()->mutable_ids()->Add(tokens->begin(), tokens->end());
+    return response;
+  };
+  return AnswerAtOnce<v1::ApplyChatTemplateRequest>("TokenizationService/ApplyChatTemplate",
+                                                    frontend_, *context, *in, *out, apply);
 }
 
 }  // namespace epikv

@@ -9,10 +9,12 @@
 
 namespace epikv {
 
-// The served model's tokenizer. Thread-safe; everything given to it outlives it.
-class TokenizationService final : public v1::TokenizationService::WithRawCallbackMethod_Tokenize<
-                                      v1::TokenizationService::WithRawCallbackMethod_Detokenize<
-                                          v1::TokenizationService::Service>> {
+// The served model's tokenizer and chat format. Thread-safe; everything given to it outlives it.
+class TokenizationService final
+    : public v1::TokenizationService::WithRawCallbackMethod_Tokenize<
+          v1::TokenizationService::WithRawCallbackMethod_Detokenize<
+              v1::TokenizationService::WithRawCallbackMethod_ApplyChatTemplate<
+                  v1::TokenizationService::Service>>> {
  public:
   TokenizationService(const Models& models, const Frontend& frontend)
       : models_(models), frontend_(frontend) {}
@@ -21,6 +23,9 @@ class TokenizationService final : public v1::TokenizationService::WithRawCallbac
                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
   grpc::ServerUnaryReactor* Detokenize(grpc::CallbackServerContext* context,
                                        const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* ApplyChatTemplate(grpc::CallbackServerContext* context,
+                                              const grpc::ByteBuffer* in,
+                                              grpc::ByteBuffer* out) override;
 
  private:
   const Models& models_;

@@ -49,6 +49,14 @@ inline std::string FakeTokenizerJson(int64_t word_bytes = 0) {
                       R"(},"unk_token":"w0"}})");
 }
 
+// "w60 SYSTEM w61 USER w62 ASSISTANT w63 USER w62", for a FakeTokenizerJson.
+inline constexpr const char* kFakeChatJson = R"({"default": {
+  "begin": {"system": ["w60 "], "user": ["w61 "]},
+  "between": {"system user": [" w61 "], "user assistant": [" w62 "], "assistant user": [" w63 "]},
+  "generation": [" w62"], "end": [" w63"], "system": "first",
+  "strip": {"system": "both", "user": "both", "assistant": "none"},
+  "history": {"after": null, "strip": "none"}}})";
+
 namespace fake_internal {
 
 inline std::shared_ptr<const Policy> NoPolicy(const Params&, const ModelShape&) { return nullptr; }

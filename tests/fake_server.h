@@ -71,6 +71,7 @@ class WatchedObserver final : public EngineObserver {
 struct FakeServerOptions {
   Manifest manifest = FakeManifest();
   int64_t word_bytes = 0;  // see FakeTokenizerJson
+  std::string chat_json = kFakeChatJson;
   int64_t kv_capacity_tokens = 16384;
   EngineOptions engine;  // its capacity is set from kv_capacity_tokens
   QueueLimits queue;
@@ -179,6 +180,7 @@ class FakeServer {
     const int64_t capacity = options.kv_capacity_tokens * kFakeBytesPerToken;
     model->name = options.manifest.name;
     model->tokenizer = *Tokenizer::FromJson(FakeTokenizerJson(options.word_bytes));
+    model->chat = *ChatFormats::FromJson(options.chat_json);
     model->admission = std::make_unique<Admission>(
         options.manifest, FakeCatalog(),
         AdmissionLimits{.kv_capacity_bytes = capacity,

@@ -33,6 +33,7 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 class ServicesTest : public ::testing::Test {
  protected:
@@ -240,6 +241,50 @@ TEST_F(ServicesTest, TokenizerRefusesWhatItCannotRead) {
             grpc::OUT_OF_RANGE);
 }
 
+void Add(v1::ChatRole role, const std::string& content, v1::ChatPrompt& chat) {
+  v1::ChatMessage& message = *chat.add_messages();
+  message.set_role(role);
+  message.set_content(content);
+}
+
+TEST_F(ServicesTest, AConversationIsWrittenAsItsTemplateDoes) {
+  v1::ApplyChatTemplateRequest request;
+  Add(v1::CHAT_ROLE_SYSTEM, " w1", *request.mutable_chat());
+  Add(v1::CHAT_ROLE_USER, "w2 w3\n", *request.mutable_chat());
+  v1::ApplyChatTemplateResponse response;
+  ASSERT_TRUE(
+      Call(tokenizer_, &v1::TokenizationService::Stub::ApplyChatTemplate, request, &response).ok());
+  EXPECT_EQ(response.text(), "w60 w1 w61 w2 w3 w62");
+  EXPECT_THAT(response.tokens().ids(), ElementsAre(60, 1, 61, 2, 3, 62));
+}
+
+TEST_F(ServicesTest, WhatIsNoConversationIsNamed) {
+  v1::ApplyChatTemplateResponse response;
+  auto refusal = [&](const std::vector<v1::ChatRole>& roles, bool thinking = false) {
+    v1::ApplyChatTemplateRequest request;
+    for (v1::ChatRole role : roles) Add(role, "w1", *request.mutable_chat());
+    if (thinking) request.mutable_chat()->set_thinking(true);
+    const grpc::Status status =
+        Call(tokenizer_, &v1::TokenizationService::Stub::ApplyChatTemplate, request, &response);
+    return absl::StrCat(status.error_code(), " ", status.error_message());
+  };
+  const std::string invalid = absl::StrCat(grpc::INVALID_ARGUMENT, " ");
+  EXPECT_THAT(refusal({}), StartsWith(invalid + "chat.messages: "));
+  EXPECT_THAT(refusal({v1::CHAT_ROLE_SYSTEM}), StartsWith(invalid + "chat.messages: "));
+  EXPECT_THAT(refusal({v1::CHAT_ROLE_ASSISTANT}), StartsWith(invalid + "chat.messages[0].role: "));
+  EXPECT_THAT(refusal({v1::CHAT_ROLE_USER, v1::CHAT_ROLE_USER}),
+              StartsWith(invalid + "chat.messages[1].role: "));
+  EXPECT_THAT(refusal({v1::CHAT_ROLE_USER, v1::CHAT_ROLE_SYSTEM}),
+              StartsWith(invalid + "chat.messages[1].role: "));
+  EXPECT_THAT(refusal({v1::CHAT_ROLE_UNSPECIFIED}),
+              StartsWith(invalid + "chat.messages[0].role: must be CHAT_ROLE_SYSTEM"));
+  EXPECT_THAT(refusal({static_cast<v1::ChatRole>(9)}),
+              StartsWith(invalid + "chat.messages[0].role: must be CHAT_ROLE_SYSTEM"));
+  EXPECT_EQ(refusal({v1::CHAT_ROLE_USER}, /*thinking=*/true),
+            absl::StrCat(grpc::FAILED_PRECONDITION,
+                         " chat: the model's chat template knows no choice of thinking"));
+}
+
 // grpc.health.v1, whose messages Debian does not package: a string in field 1, an enum in field 1.
 int32_t Health(const std::shared_ptr<grpc::Channel>& channel, const std::string& name) {
   grpc::internal::RpcMethod method("/grpc.health.v1.Health/Check",
@@ -331,7 +376,9 @@ class ReflectionStream {
 };
 
 TEST_F(ServicesTest, IdleReflectionStreamsHoldABoundedNumberOfThreads) {
-  { ReflectionStream first(channel_); }  // connects
+  {
+    ReflectionStream first(channel_);
+  }  // connects
   const int64_t before = NumThreads();
   std::vector<std::unique_ptr<ReflectionStream>> streams;
   for (int i = 0; i < 100; ++i) streams.push_back(std::make_unique<ReflectionStream>(channel_));
@@ -349,8 +396,8 @@ TEST_F(ServicesTest, PortInUseIsNamed) {
   Lifecycle lifecycle;
   Models models(lifecycle);
   Courier courier(absl::Seconds(1));
-  const auto second = Server::Start({.port = {.listen = server_.address()}}, models, lifecycle, courier,
-                                    server_.frontend());
+  const auto second = Server::Start({.port = {.listen = server_.address()}}, models, lifecycle,
+                                    courier, server_.frontend());
   EXPECT_THAT(std::string(second.status().message()), HasSubstr(server_.address()));
 }
 
