@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 import epikv
 from epikv import (
     Accepted,
+    Chat,
     Client,
     Delta,
     EvictionEvent,
@@ -25,6 +26,7 @@ from epikv import (
     Output,
     Progress,
     PromptLogprobs,
+    RenderedChat,
     RpcError,
     Sampling,
     Scheduling,
@@ -38,6 +40,7 @@ from epikv.bench import targets
 from epikv.bench.costs import write_costs
 from epikv.cli import main
 from epikv.messages import MESSAGES
+from epikv.options import ROLES
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import generation_pb2, kv_pb2
 
@@ -180,6 +183,42 @@ def test_unary_calls(client: Client, fake: fake_epikvd.Fake) -> None:
     assert flat.incompatible_options[0].field == "kv.budget" and flat.cost.level == "cheap"
     client.cancel("r9")
     assert fake.requests[-1].request_id == "r9"
+
+
+CONVERSATION = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hi"},
+    {"role": "user", "content": "what now"},
+]
+
+
+def test_a_conversation_is_a_prompt(client: Client, fake: fake_epikvd.Fake) -> None:
+    list(client.generate(Chat(CONVERSATION, thinking=False)))
+    sent = fake.requests[-1]
+    assert sent.WhichOneof("prompt") == "chat" and sent.chat.thinking is False
+    assert [(m.role, m.content) for m in sent.chat.messages] == [
+        (ROLES[message["role"]], message["content"]) for message in CONVERSATION
+    ]
+    client.score(Chat(CONVERSATION[:2]), "hi")
+    sent = fake.requests[-1]
+    assert len(sent.chat.messages) == 2 and not sent.chat.HasField("thinking")
+    assert client.apply_chat_template(Chat(CONVERSATION[:2])) == RenderedChat(
+        "[be brief][hello]", [17]
+    )
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "content": "x"},
+        {"role": "user"},
+        {"role": "user", "content": "x", "name": "y"},
+    ],
+)
+def test_what_is_no_message_is_named(client: Client, message: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="a message has a role \\(system, user, assistant\\)"):
+        client.generate(Chat([message]))
 
 
 def test_errors_carry_every_detail(client: Client) -> None:
@@ -380,6 +419,30 @@ def test_generate_tells_of_a_long_prompt(fake: fake_epikvd.Fake) -> None:
     assert (sent.top_logprobs, sent.coalesce.nanos) == (2, 250_000_000)
     assert run("score", "a", "b", "--top-logprobs", "2", "--server", fake.address).exit_code == 0
     assert fake.requests[-1].top_logprobs == 2
+
+
+def test_chat_sends_the_conversation_so_far(fake: fake_epikvd.Fake) -> None:
+    told = "one two\n\n  \nthree\n/clear\nfour\n/exit\nfive\n"
+    result = run("chat", "--server", fake.address, "--system", "be brief", "-n", "5", input=told)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "one two \nthree \nfour \n"
+    assert result.stderr.count("tokens: 3 in, 2 out") == 3
+    contents = [[message.content for message in sent.chat.messages] for sent in fake.requests]
+    assert contents == [
+        ["be brief", "one two"],
+        ["be brief", "one two", "one two ", "three"],
+        ["be brief", "four"],
+    ]
+    assert [m.role for m in fake.requests[1].chat.messages] == list(ROLES.values()) + [
+        ROLES["user"]
+    ]
+    assert fake.requests[0].stop.max_output_tokens == 5
+
+
+def test_chat_that_is_refused_says_so(fake: fake_epikvd.Fake) -> None:
+    result = run("chat", "--server", fake.address, "--policy", "nope", input="hello\n")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("epikv: INVALID_ARGUMENT (KV_BUDGET): 2 fields are invalid")
 
 
 def test_failures_are_one_message_and_exit_1(fake: fake_epikvd.Fake) -> None:

@@ -141,7 +141,8 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
                 first=1, token_ids=[4], logprobs=[-1.5], top_logprobs=top
             )
             yield generation_pb2.GenerateResponse(prompt_logprobs=prompt)
-        for token, word in enumerate(request.text.split()):
+        said = request.chat.messages[-1].content if request.chat.messages else request.text
+        for token, word in enumerate(said.split()):
             delta = generation_pb2.Delta(text=f"{word} ", token_ids=[token], logprobs=[-0.5])
             if request.output.top_logprobs:
                 delta.top_logprobs.extend(top)
@@ -176,6 +177,11 @@ class _Tokenization(tokenization_pb2_grpc.TokenizationServiceServicer):
         ids = [len(word) for word in request.text.split()]
         tokens = generation_pb2.TokenIds(ids=[1, *ids] if request.add_special_tokens else ids)
         return tokenization_pb2.TokenizeResponse(tokens=tokens)
+
+    def ApplyChatTemplate(self, request, context):
+        text = "".join(f"[{message.content}]" for message in request.chat.messages)
+        tokens = generation_pb2.TokenIds(ids=[len(text)])
+        return tokenization_pb2.ApplyChatTemplateResponse(text=text, tokens=tokens)
 
     def Detokenize(self, request, context):
         text = " ".join(f"t{token}" for token in request.tokens.ids)

@@ -25,11 +25,12 @@ _HOMES = {
         "Progress",
         "PromptLogprobs",
         "Recorded",
+        "RenderedChat",
         "ScoreResponse",
         "Summary",
         "TopLogprobs",
     ),
-    "epikv.options": ("Experiment", "Kv", "Output", "Sampling", "Scheduling", "Stop"),
+    "epikv.options": ("Chat", "Experiment", "Kv", "Output", "Sampling", "Scheduling", "Stop"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

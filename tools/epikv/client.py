@@ -19,10 +19,11 @@ from epikv.messages import (
     OutcomeResult,
     Policy,
     Recorded,
+    RenderedChat,
     ScoreResponse,
     from_proto,
 )
-from epikv.options import Experiment, Kv, Output, Sampling, Scheduling, Stop
+from epikv.options import Chat, Experiment, Kv, Output, Sampling, Scheduling, Stop
 from epikv.v1 import (
     experiment_pb2,
     experiment_pb2_grpc,
@@ -38,7 +39,7 @@ from epikv.v1 import (
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 
-Prompt = str | Sequence[int]  # text, or token ids
+Prompt = str | Sequence[int] | Chat  # text, token ids, or a conversation
 Reply = TypeVar("Reply", bound=Message)
 Result = TypeVar("Result")
 
@@ -162,7 +163,7 @@ class Client:
     def score(
         self,
         prompt: Prompt,
-        continuation: Prompt,
+        continuation: str | Sequence[int],
         *,
         kv: Kv = Kv(),
         chunked: bool = False,
@@ -217,6 +218,12 @@ class Client:
             skip_special_tokens=skip_special_tokens,
         )
         return _call(self._tokenization.Detokenize, request).text
+
+    def apply_chat_template(self, chat: Chat, *, model: str = "") -> RenderedChat:
+        """The prompt that `generate` would make of a conversation."""
+        request = tokenization_pb2.ApplyChatTemplateRequest(model=model, chat=chat.to_proto())
+        reply = _call(self._tokenization.ApplyChatTemplate, request)
+        return RenderedChat(text=reply.text, token_ids=list(reply.tokens.ids))
 
     def models(self) -> list[Model]:
         reply = _call(self._models.ListModels, model_pb2.ListModelsRequest())
@@ -419,7 +426,9 @@ def _generate_request(
 
 
 def _either(text: str, token_ids: str, prompt: Prompt) -> dict[str, Any]:
-    """The one field of a prompt that is set: by these names, text or token ids."""
+    """The one field of a prompt that is set: text or token ids by these names, or a chat."""
     if isinstance(prompt, str):
         return {text: prompt}
+    if isinstance(prompt, Chat):
+        return {"chat": prompt.to_proto()}
     return {token_ids: generation_pb2.TokenIds(ids=prompt)}

@@ -270,6 +270,19 @@ class Calibration:
 
 
 @dataclass(frozen=True)
+class ChatSupport:
+    refusal: str  # why a model takes no conversations; empty: it does
+    system_refusal: str  # why no system message
+    thinking: bool  # may be chosen
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    text: str  # special tokens included
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
 class Model:
     name: str
     architecture: str
@@ -291,6 +304,8 @@ class Model:
     decode_kernel: str
     threads: int
     weights: str  # digest
+    chat: ChatSupport | None
+    sampling: Sampling | None  # where a request does not say
 
 
 @dataclass(frozen=True)
@@ -323,6 +338,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.Accepted": Accepted,
     "epikv.v1.BatchRecordOutcomesResponse.Result": OutcomeResult,
     "epikv.v1.Calibration": Calibration,
+    "epikv.v1.ChatSupport": ChatSupport,
     "epikv.v1.Completion": Completion,
     "epikv.v1.DefaultProtection": DefaultProtection,
     "epikv.v1.Delta": Delta,

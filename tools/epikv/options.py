@@ -51,6 +51,41 @@ def parse_param(text: str) -> tuple[str, Any]:
         return name, value
 
 
+ROLES = {
+    "system": generation_pb2.CHAT_ROLE_SYSTEM,
+    "user": generation_pb2.CHAT_ROLE_USER,
+    "assistant": generation_pb2.CHAT_ROLE_ASSISTANT,
+}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as a prompt: messages of `role` and `content`, a system message or none, then
+    user and assistant in turns.
+
+    `thinking`: whether the model thinks before it answers, if it can be told; None: as its template
+    does it.
+    """
+
+    messages: Sequence[Mapping[str, str]]
+    thinking: bool | None = None
+
+    def to_proto(self) -> generation_pb2.ChatPrompt:
+        """Raises ValueError for what is no message."""
+        for message in self.messages:
+            if set(message) != {"role", "content"} or message["role"] not in ROLES:
+                raise ValueError(
+                    f"a message has a role ({', '.join(ROLES)}) and a content, not {dict(message)}"
+                )
+        return generation_pb2.ChatPrompt(
+            messages=[
+                generation_pb2.ChatMessage(role=ROLES[m["role"]], content=m["content"])
+                for m in self.messages
+            ],
+            thinking=self.thinking,
+        )
+
+
 @dataclass(frozen=True)
 class Kv:
     """How the KV cache is held to a budget.
@@ -99,7 +134,7 @@ class Kv:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Greedy unless `temperature` is above 0."""
+    """What is left out is the model's own, else as if it were not there: greedy, then."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -115,6 +150,9 @@ class Sampling:
 
     def to_proto(self) -> generation_pb2.SamplingParams:
         return generation_pb2.SamplingParams(**vars(self))
+
+
+GREEDY = Sampling(temperature=0)  # whatever the model's own is
 
 
 @dataclass(frozen=True)

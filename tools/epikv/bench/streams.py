@@ -34,7 +34,7 @@ class Running:
         self._stream = client.generate(
             prompt,
             kv=kv,
-            sampling=Sampling(seed=seed),
+            sampling=Sampling(temperature=0, seed=seed),
             stop=Stop(max_output_tokens=max_output_tokens),
             output=Output(text=False, token_ids=True),
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from epikv.eval.tasks import Item
-from epikv.options import Experiment, Kv, parse_budget
+from epikv.options import GREEDY, Experiment, Kv, parse_budget
 from epikv.v1 import generation_pb2
 
 _SPARE_TOKENS = 8
@@ -136,6 +136,7 @@ class Workload:
         prompt, output = self.prompt.draw(draw), self.output.draw(draw)
         return generation_pb2.GenerateRequest(
             token_ids=generation_pb2.TokenIds(ids=draw.choices(range(self.vocabulary), k=prompt)),
+            sampling=GREEDY.to_proto(),
             stop=generation_pb2.StopParams(max_output_tokens=output),
             output=generation_pb2.OutputOptions(text=False, token_ids=True),
         )
@@ -144,6 +145,7 @@ class Workload:
         item = self.problems[number % len(self.problems)]
         return generation_pb2.GenerateRequest(
             text=item.prompt,
+            sampling=GREEDY.to_proto(),
             stop=generation_pb2.StopParams(max_output_tokens=_longest(item, self.output)),
             output=generation_pb2.OutputOptions(text=True, token_ids=True),
         )

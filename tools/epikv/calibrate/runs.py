@@ -9,7 +9,7 @@ from epikv.client import Client, patiently
 from epikv.eval.plan import FULL
 from epikv.eval.progress import progress
 from epikv.messages import GenerateResult, Model, ScoreResponse
-from epikv.options import Kv, Output, Stop
+from epikv.options import GREEDY, Kv, Output, Stop
 
 Work = TypeVar("Work")
 
@@ -53,7 +53,12 @@ class Runner:
             most = min(most, self.served.context_length - len(prompt))
         return patiently(
             lambda: self.client.generate_once(
-                prompt, kv=WHOLE, stop=Stop(most), output=output, model=self.served.name
+                prompt,
+                kv=WHOLE,
+                sampling=GREEDY,
+                stop=Stop(most),
+                output=output,
+                model=self.served.name,
             )
         )
 

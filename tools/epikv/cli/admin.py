@@ -89,7 +89,9 @@ def _config_of(settings: tuple[str, ...]) -> config_pb2.ServerConfig:
 @click.argument("path")
 @click.option("--name", default="", help="Clients call it by; else the one in the file.")
 @click.option("--artefact-dir", default="", help="What `epikv calibrate` wrote for it.")
-@click.option("--kv-pool-bytes", default=0, help="0: as of the model it replaces; else the daemon's.")
+@click.option(
+    "--kv-pool-bytes", default=0, help="0: as of the model it replaces; else the daemon's."
+)
 @click.option("--threads", default=0, help="Of its engine; 0: the same.")
 @click.option("--replace", is_flag=True, help="Take the place of the model of this name.")
 @click.pass_obj

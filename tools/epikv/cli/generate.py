@@ -16,7 +16,7 @@ from epikv.messages import (
     PromptLogprobs,
     Summary,
 )
-from epikv.options import Output, Sampling, Stop
+from epikv.options import Output, Stop
 
 KINDS = {
     Accepted: "accepted",
@@ -35,16 +35,7 @@ KINDS = {
 @click.option("--ids", is_flag=True, help="The prompt is token ids, separated by spaces.")
 @options.kv
 @click.option("--max-output-tokens", "-n", type=int)
-@click.option("--temperature", type=float, help="Default: 0, greedy.")
-@click.option("--top-p", type=float)
-@click.option("--top-k", type=int)
-@click.option("--min-p", type=float, help="Least share of the likeliest token's probability.")
-@click.option("--typical-p", type=float)
-@click.option("--repetition-penalty", type=float, help="Of prompt and output; default: 1.")
-@click.option("--frequency-penalty", type=float, help="Of the output, each time; default: 0.")
-@click.option("--presence-penalty", type=float, help="Of the output, once; default: 0.")
-@click.option("--logit-bias", type=options.Bias(), multiple=True, help="Added to a token's logit.")
-@click.option("--seed", type=int)
+@options.sampling
 @click.option(
     "--completions", "completions", type=int, help="Of the one prompt; needs a temperature."
 )
@@ -78,19 +69,7 @@ def command(
         "scheduling": options.take_scheduling(given),
         "experiment": options.take_experiment(given),
         "labels": options.take_labels(given),
-        "sampling": Sampling(
-            temperature=given.pop("temperature"),
-            top_p=given.pop("top_p"),
-            top_k=given.pop("top_k"),
-            seed=given.pop("seed"),
-            min_p=given.pop("min_p"),
-            typical_p=given.pop("typical_p"),
-            repetition_penalty=given.pop("repetition_penalty"),
-            frequency_penalty=given.pop("frequency_penalty"),
-            presence_penalty=given.pop("presence_penalty"),
-            logit_bias=dict(given.pop("logit_bias")),
-            n=given.pop("completions"),
-        ),
+        "sampling": options.take_sampling(given, given.pop("completions")),
         "stop": Stop(
             max_output_tokens=given.pop("max_output_tokens"),
             stop_strings=given.pop("stop_strings"),

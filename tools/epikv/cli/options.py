@@ -13,6 +13,7 @@ from epikv.options import (
     PRIORITIES,
     Experiment,
     Kv,
+    Sampling,
     Scheduling,
     parse_budget,
     parse_param,
@@ -145,6 +146,44 @@ def take_kv(options: dict[str, Any]) -> Kv:
         equal_protection=options.pop("equal_protection"),
         cache_salt=options.pop("cache_salt"),
         bypass_prefix_cache=options.pop("bypass_prefix_cache"),
+    )
+
+
+_SAMPLING = (
+    click.option("--temperature", type=float, help="0: greedy. Default: the model's own, or 0."),
+    click.option("--top-p", type=float),
+    click.option("--top-k", type=int),
+    click.option("--min-p", type=float, help="Least share of the likeliest token's probability."),
+    click.option("--typical-p", type=float),
+    click.option("--repetition-penalty", type=float, help="Of prompt and output; default: 1."),
+    click.option("--frequency-penalty", type=float, help="Of the output, each time; default: 0."),
+    click.option("--presence-penalty", type=float, help="Of the output, once; default: 0."),
+    click.option("--logit-bias", type=Bias(), multiple=True, help="Added to a token's logit."),
+    click.option("--seed", type=int),
+)
+
+
+def sampling(command: Command) -> Command:
+    """Gives a command the options that `take_sampling` turns into its Sampling."""
+    for option in reversed(_SAMPLING):
+        command = option(command)
+    return command
+
+
+def take_sampling(options: dict[str, Any], n: int | None = None) -> Sampling:
+    """The Sampling of a command's options, which are taken out of `options`."""
+    return Sampling(
+        temperature=options.pop("temperature"),
+        top_p=options.pop("top_p"),
+        top_k=options.pop("top_k"),
+        seed=options.pop("seed"),
+        min_p=options.pop("min_p"),
+        typical_p=options.pop("typical_p"),
+        repetition_penalty=options.pop("repetition_penalty"),
+        frequency_penalty=options.pop("frequency_penalty"),
+        presence_penalty=options.pop("presence_penalty"),
+        logit_bias=dict(options.pop("logit_bias")),
+        n=n,
     )
 
 

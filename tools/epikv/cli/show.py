@@ -22,12 +22,13 @@ def json_line(event: str, message: Any) -> None:
 def summary(message: Summary) -> None:
     """Prints the facts of a finished request to stderr, so that stdout holds its text alone."""
     table = Table.grid(padding=(0, 2))
-    for name, value in _facts(message):
+    for name, value in facts(message):
         table.add_row(name, value)
     err.print(table)
 
 
-def _facts(message: Summary) -> list[tuple[str, str]]:
+def facts(message: Summary) -> list[tuple[str, str]]:
+    """What a finished request was like: names and values."""
     stop = message.stop_string if message.stop_token_id is None else message.stop_token_id
     finish = message.finish_reason if stop is None else f"{message.finish_reason}: {stop}"
     facts = [("finish", finish)]
