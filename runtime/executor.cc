@@ -81,7 +81,7 @@ struct Executor::OpenSequence {
   std::vector<float> decode_logits;  // AttentionItem::logits
   at::Tensor turned;                 // PositionMode::kCache: keys at their ranks. [rows, key_width]
   std::unique_ptr<PolicyState> state;  // null: the policy keeps none
-  PrefixCache::Kept prefix;            // of its prompt
+  PrefixCache::Kept prefix;
   std::optional<int64_t> mass_at;  // index of the token that was newest when it was measured last
 };
 
@@ -379,8 +379,10 @@ std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> ite
     if (item.wants_attention_rows()) {
       item.sequence->attention_rows.Resize(item.used);
     }
-    if (!work.decode && prefixes_.Wants(item.sequence->prefix, item.sequence->request, cache,
-                                        work.first + item.num_rows())) {
+    // Decoding and reading the same tokens, bits may differ.
+    if (!(work.decode && options_.deterministic) &&
+        prefixes_.Wants(item.sequence->prefix, item.sequence->request, cache,
+                        work.first + item.num_rows())) {
       item.last_residuals.resize(shape_.num_layers * shape_.hidden_size);
     }
     if (!mass_of_.has_value() && MassDue(*item.sequence, work)) {
@@ -423,8 +425,10 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
     } catch (const std::exception& e) {  // its own alone: the others have committed
       outcomes.push_back({.status = absl::InternalError(absl::StrCat("sampling: ", e.what()))});
     }
-    if (!item.last_residuals.empty() && outcomes.back().status.ok()) {
-      OpenSequence& sequence = *item.sequence;
+    if (!outcomes.back().status.ok()) continue;
+    OpenSequence& sequence = *item.sequence;
+    prefixes_.OnCached(sequence.prefix, item.work->tokens);
+    if (!item.last_residuals.empty()) {
       prefixes_.Keep(sequence.prefix, sequence.request, sequence.cache, item.last_residuals);
     }
   }

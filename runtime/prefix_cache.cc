@@ -73,15 +73,18 @@ void PrefixCache::Load(Block block, SequenceCache& cache) const {
 bool PrefixCache::Wants(const Kept& kept, const Request& request, const SequenceCache& cache,
                         int64_t end) const {
   return block_tokens() > 0 && limit_ >= block_bytes_ && end == kept.tokens + block_tokens() &&
-         end <= static_cast<int64_t>(request.prompt.size()) && SharesRows(request) &&
-         cache.Untouched();
+         SharesRows(request) && cache.Untouched();
+}
+
+void PrefixCache::OnCached(Kept& kept, absl::Span<const int32_t> tokens) const {
+  if (static_cast<int64_t>(kept.since.size()) > block_tokens()) return;  // none is kept any more
+  kept.since.insert(kept.since.end(), tokens.begin(), tokens.end());
 }
 
 void PrefixCache::Keep(Kept& kept, const Request& request, const SequenceCache& cache,
                        absl::Span<const float> residuals) {
   const int64_t count = block_tokens(), first = kept.tokens;
-  const absl::Span<const int32_t> tokens =
-      absl::MakeConstSpan(request.prompt).subspan(first, count);
+  const absl::Span<const int32_t> tokens = kept.since;
   if (kept.last != PrefixTree::kNone && !tree_.Contains(kept.last)) return;
   std::optional<Block> block = tree_.Find(kept.last, request.prefix_salt, tokens);
   if (!block.has_value()) {

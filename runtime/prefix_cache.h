@@ -12,8 +12,8 @@
 
 namespace epikv {
 
-// K and V of prompt prefixes, as they were when nothing of them had been evicted, in rows of the
-// pool that no request has reserved. What was used least recently goes first. Engine thread.
+// K and V of what requests began with, as they were when nothing of them had been evicted, in rows
+// of the pool that no request has reserved. What was used least recently goes first. Engine thread.
 //
 // A block holds rows, and the residual after each model block of its last token: what a policy that
 // measures steps starts from. Everything else that policies know of a prompt they observe again.
@@ -38,16 +38,20 @@ class PrefixCache {
   void Load(Block block, SequenceCache& cache) const;
   absl::Span<const float> residuals(Block block) const { return contents_.at(block).residuals; }
 
-  // What of a sequence's prompt is kept: `tokens` from its beginning, up to and with `last`.
+  // What of a sequence is kept: `tokens` from its beginning, up to and with `last`; and what was
+  // cached since, of the prompt and of the output: the next turn of a chat begins with both.
   struct Kept {
     Block last = PrefixTree::kNone;
     int64_t tokens = 0;
+    std::vector<int32_t> since;  // no more than a block and the step after it
   };
   // Whether the step that caches the tokens up to `end` completes the block after `kept`.
   bool Wants(const Kept& kept, const Request& request, const SequenceCache& cache,
              int64_t end) const;
-  // Keeps that block, now that they are cached. It stays as it is where there is no room, and where
-  // the blocks before it have gone.
+  // Of the tokens that a step has cached.
+  void OnCached(Kept& kept, absl::Span<const int32_t> tokens) const;
+  // Keeps that block, now that they are. It stays as it is where there is no room, and where the
+  // blocks before it have gone.
   void Keep(Kept& kept, const Request& request, const SequenceCache& cache,
             absl::Span<const float> residuals);
 

@@ -197,7 +197,8 @@ TEST_F(PrefixTest, ScoresHitToo) {
   EXPECT_EQ(HitOf(harness.Run(options)), 96);
 }
 
-// The next turn of a chat: the history's prompt is there, what was generated is prefilled once.
+// The next turn of a chat: all that was cached of the history is there, but for the last answer's
+// last token, which no step has run.
 TEST_F(PrefixTest, AChatsHistoryIsPrefilledOnce) {
   EngineHarness harness = Harness();
   RequestOptions options = Asked(harness);
@@ -207,11 +208,46 @@ TEST_F(PrefixTest, AChatsHistoryIsPrefilledOnce) {
     const Transcript answer = harness.Run(options);
     ASSERT_TRUE(answer.ok());
     EXPECT_EQ(HitOf(answer), known);
-    known = static_cast<int64_t>(options.prompt.size()) / 32 * 32;
     options.prompt.insert(options.prompt.end(), answer.tokens.begin(), answer.tokens.end());
+    known = static_cast<int64_t>(options.prompt.size() - 1) / 32 * 32;
     const std::vector<int32_t> more = Text(harness.manifest(), 30, turn);
     options.prompt.insert(options.prompt.end(), more.begin(), more.end());
   }
+}
+
+// Up to the first round, and as if it had been prefilled but for the last bits.
+TEST_F(PrefixTest, AChatsAnswersAreThereToo) {
+  EngineHarness harness = Harness();
+  RequestOptions options = Asked(harness);
+  options.stop.max_output_tokens = 80;
+  options.kv = {.policy = "streaming_llm", .budget = int64_t{170}};
+  const auto prompt_tokens = static_cast<int64_t>(options.prompt.size());
+  const Transcript answer = harness.Run(options);
+  ASSERT_GT(answer.finished->kv.evicted_entries, 0);
+  options.prompt.insert(options.prompt.end(), answer.tokens.begin(), answer.tokens.end());
+  const std::vector<int32_t> more = Text(harness.manifest(), 30, 5);
+  options.prompt.insert(options.prompt.end(), more.begin(), more.end());
+  options.kv = {};
+  const Transcript next = harness.Run(options);
+  EXPECT_EQ(HitOf(next), 160);
+  EXPECT_GT(HitOf(next), prompt_tokens);
+  options.kv.bypass_prefix_cache = true;
+  const Transcript computed = harness.Run(options);
+  EXPECT_EQ(next.tokens, computed.tokens);
+  ASSERT_EQ(next.logprobs.size(), computed.logprobs.size());
+  for (size_t i = 0; i < next.logprobs.size(); ++i) {
+    EXPECT_NEAR(next.logprobs[i], computed.logprobs[i], 1e-4);
+  }
+}
+
+TEST_F(PrefixTest, DeterministicRunsShareNothingThatWasDecoded) {
+  EngineHarness harness = Harness({.deterministic = true});
+  RequestOptions options = Asked(harness);
+  const auto prompt_tokens = static_cast<int64_t>(options.prompt.size());
+  const Transcript answer = harness.Run(options);
+  options.stop.max_output_tokens = 80;
+  options.prompt.insert(options.prompt.end(), answer.tokens.begin(), answer.tokens.end());
+  EXPECT_EQ(HitOf(harness.Run(options)), prompt_tokens / kDeterministicRows * kDeterministicRows);
 }
 
 // Requests are admitted as if nothing were cached, and what is cached never takes what is reserved.
