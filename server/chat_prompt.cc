@@ -54,7 +54,8 @@ std::variant<std::string, Rejection> ChatText(const v1::ChatPrompt& chat,
   if (text.ok()) return *std::move(text);
   return Rejection{.code = text.status().code(),
                    .reason = std::string(kChatFormat),
-                   .message = absl::StrCat("chat: ", text.status().message())};
+                   .message = absl::StrCat("chat: ", text.status().message()),
+                   .violations = {{"chat", std::string(text.status().message())}}};
 }
 
 }  // namespace epikv

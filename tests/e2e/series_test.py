@@ -26,6 +26,7 @@ import pytest
 from daemon_test import start
 from epikv import (
     Accepted,
+    Chat,
     Client,
     Delta,
     Experiment,
@@ -62,6 +63,7 @@ ROOT = Path(__file__).parents[2]
 GENEROUS_SECONDS = 30
 TASK = problem(9)
 PROMPT = [5] * 40
+HELLO = Chat([{"role": "user", "content": "hello"}])
 CONTEXT, TASK_TOKENS = 1280, 114
 PRIORITIES = ("low", "normal", "high")
 TOKEN_BYTES = 3080  # of the sample model
@@ -80,12 +82,13 @@ STAGES = ("schedule", "forward", "attention", "taps", "sample", "deliver", "obse
 OF_CPU = tuple(stage for stage in STAGES if stage != "attention")
 REFUSALS = (
     "invalid_request token_range span_range context_length kv_budget kv_pool_too_small "
-    "artefact_missing prompt_evicted queue_full starting loading draining duplicate_id not_found "
-    "not_utf8 malformed unauthenticated permission_denied deadline_infeasible other"
+    "artefact_missing prompt_evicted chat_format queue_full starting loading draining duplicate_id "
+    "not_found not_utf8 malformed unauthenticated permission_denied deadline_infeasible other"
 )
 METHODS = """
     GenerationService/Generate GenerationService/GenerateOnce GenerationService/Score
     GenerationService/CancelRequest TokenizationService/Tokenize TokenizationService/Detokenize
+    TokenizationService/ApplyChatTemplate
     ModelService/ListModels ModelService/GetModel PolicyService/ListPolicies PolicyService/GetPolicy
     ExperimentService/ListExperiments ExperimentService/GetExperiment
     ExperimentService/CreateExperiment ExperimentService/UpdateExperiment
@@ -600,6 +603,7 @@ def refusals(world: World) -> None:
     refused(
         "prompt_evicted", lambda: ask(kv=Kv("sliding", 64), output=Output(prompt_logprobs=True))
     )
+    refused("chat_format", lambda: world.client.generate_once(HELLO, model="sample"))
     refused("kv_pool_too_small", lambda: ask(model="b", stop=Stop(CONTEXT - TASK_TOKENS)))
     refused("artefact_missing", lambda: ask(model="b", kv=Kv("triattention", 300)))
     refused("not_found", lambda: ask(model="nosuch"))
@@ -736,6 +740,8 @@ def operate(world: World) -> None:
 def introspect(world: World) -> None:
     client = world.client
     assert client.detokenize(client.tokenize("1 + 1", model="sample"), model="sample")
+    with pytest.raises(RpcError, match="CHAT_FORMAT"):
+        client.apply_chat_template(HELLO, model="sample")
     client.model(client.models()[0].name)
     client.policy(client.policies(model="sample")[0].name, model="sample")
 
