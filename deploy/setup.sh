@@ -87,15 +87,20 @@ install_python() {
   echo "$wanted" >"$stamp"
 }
 
-# setup: packages, Python, configured build tree (in build/dev).
-setup() {
-  install_packages
+# LibTorch of the Python package, for cmake.
+use_torch() {
   install_python
   EPIKV_TORCH_DIR=$("$EPIKV_PYTHON" -c \
     'import importlib.util, os; print(os.path.dirname(importlib.util.find_spec("torch").origin))')
   export EPIKV_TORCH_DIR EPIKV_PYTHON
   # Some indexes give a CUDA build of several GB under the same name: say which one it is.
   printf '%-24s %s\n' "torch wheel" "$(pip list --format=freeze 2>/dev/null | grep '^torch=')"
+}
+
+# setup: packages, Python, configured build tree (in build/dev).
+setup() {
+  install_packages
+  use_torch
   cd "$EPIKV_ROOT"
   export CCACHE_DIR=${CCACHE_DIR:-$EPIKV_ROOT/build/ccache}
   stage "configure" cmake --preset dev

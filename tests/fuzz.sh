@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Fuzzes what reads bytes from outside: bash tests/fuzz.sh [MINUTES] [TARGET...], 30 minutes for each
 # of all targets (tests/fuzz/*_fuzz.cc) unless told otherwise. An input that breaks something is kept
-# in build/fuzz/crashes and fails the script; `build/fuzz/tests/fuzz/TARGET FILE` shows what it does.
+# in build/fuzz/crashes and fails the script; `build/fuzz/tests/fuzz/TARGET FILE` shows what it does
+# (build/fuzz-torch/... of model_fuzz, the one that needs LibTorch).
 # Inputs that reach code which those in tests/fuzz/corpus do not are added there, to be committed:
 # fuzz_corpus_test runs them in every build.
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
@@ -13,11 +14,21 @@ targets=("$@")
   targets+=("$(basename "$file" .cc)")
 done
 
+preset() { [ "$1" = model_fuzz ] && echo fuzz-torch || echo fuzz; }
+
 install_packages
 cd "$EPIKV_ROOT"
 export CCACHE_DIR=${CCACHE_DIR:-$EPIKV_ROOT/build/ccache}
-stage "configure fuzz" cmake --preset fuzz
-stage "build fuzz" cmake --build build/fuzz -j "$EPIKV_JOBS" --target "${targets[@]}"
+for tree in fuzz fuzz-torch; do
+  of_tree=()
+  for target in "${targets[@]}"; do
+    [ "$(preset "$target")" = $tree ] && of_tree+=("$target")
+  done
+  [ ${#of_tree[@]} -gt 0 ] || continue
+  [ $tree = fuzz ] || use_torch
+  stage "configure $tree" cmake --preset $tree
+  stage "build $tree" cmake --build build/$tree -j "$EPIKV_JOBS" --target "${of_tree[@]}"
+done
 
 # Small: a target allocates little, and many times.
 export ASAN_OPTIONS=quarantine_size_mb=16:malloc_context_size=8:${ASAN_OPTIONS:-}
@@ -27,13 +38,15 @@ for target in "${targets[@]}"; do
   log=$EPIKV_LOGS/$target.log
   mkdir -p "$found" "$crashes"
   before=$(find "$kept" -type f | wc -l)
+  program=build/$(preset "$target")/tests/fuzz/$target longest=2048
+  [ "$target" = model_fuzz ] && longest=65536
   # Each process of -fork is a core; a crash ends one of them and is kept.
-  "build/fuzz/tests/fuzz/$target" -fork="$EPIKV_JOBS" -ignore_crashes=1 -ignore_timeouts=1 -ignore_ooms=1 \
-    -max_total_time=$((minutes * 60)) -timeout=10 -rss_limit_mb=2048 -max_len=2048 -print_funcs=0 \
+  "$program" -fork="$EPIKV_JOBS" -ignore_crashes=1 -ignore_timeouts=1 -ignore_ooms=1 \
+    -max_total_time=$((minutes * 60)) -timeout=10 -rss_limit_mb=2048 -max_len=$longest -print_funcs=0 \
     -dict="tests/fuzz/dict/$target.dict" -artifact_prefix="$crashes/" "$found" "$kept" >"$log" 2>&1 ||
     failed=1
   # By edges alone: with counters of how often, ten times as many would be kept.
-  "build/fuzz/tests/fuzz/$target" -set_cover_merge=1 -use_counters=0 "$kept" "$found" >>"$log" 2>&1
+  "$program" -set_cover_merge=1 -use_counters=0 "$kept" "$found" >>"$log" 2>&1
   [ -z "$(ls -A "$crashes")" ] || failed=1
   printf '%-16s %s; kept %d + %d, crashes %d\n' "$target" "$(grep -a '^#[0-9]*: cov' "$log" | tail -n 1)" \
     "$before" $(($(find "$kept" -type f | wc -l) - before)) "$(find "$crashes" -type f | wc -l)"
