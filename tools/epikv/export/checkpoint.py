@@ -11,6 +11,7 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import PreTrainedConfig
 
+from epikv.export import chat
 from epikv.export.decoder import ACTIVATIONS, Shape
 from epikv.export.errors import ExportError
 from epikv.export.families import (
@@ -105,6 +106,10 @@ class Checkpoint:
             weights=self.stored.digest(),
             sampling=self.sampling,
         )
+
+    def chat(self) -> chat.ChatFormats | chat.Refusal:
+        """Takes seconds."""
+        return chat.read(self.directory)
 
 
 def read(

@@ -1,6 +1,5 @@
 """The chat formats of checkpoints: derived from their templates, kept if they render alike."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,24 +39,23 @@ def _format(template: Template, thinking: bool | None) -> Format:
 
 def _load(directory: Path) -> tuple[str, Mapping[str, str]]:
     """The template and special tokens, as transformers finds them."""
-    if not _has_template(directory):
-        raise Refusal("the checkpoint has no chat template")
+    none = Refusal("the checkpoint has no chat template")
+    if not _may_have_template(directory):
+        raise none
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        return tokenizer.get_chat_template(), tokenizer.special_tokens_map
+        source = tokenizer.get_chat_template() if tokenizer.chat_template is not None else None
     except Exception as error:  # transformers has no one type for a bad tokenizer
-        raise Refusal(
-            f"transformers cannot load the checkpoint's chat template: {error}"
-        ) from error
+        raise Refusal(f"transformers cannot load the chat template: {error}") from error
+    if source is None:
+        raise none
+    return source, tokenizer.special_tokens_map
 
 
-def _has_template(directory: Path) -> bool:
-    if (directory / "chat_template.jinja").exists():
-        return True
-    try:
-        raw = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(raw, dict) and bool(raw.get("chat_template"))
+def _may_have_template(directory: Path) -> bool:
+    """Whether loading the tokenizer is worth its time."""
+    config = directory / "tokenizer_config.json"
+    named = config.exists() and b'"chat_template"' in config.read_bytes()
+    return named or (directory / "chat_template.jinja").exists()
