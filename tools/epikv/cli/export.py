@@ -62,6 +62,7 @@ def command(
     what is being done, and how long it will take.
     """
     try:
+        from epikv.export import archive, chat
         from epikv.export.exporter import DTYPES, ExportError, export
     except ImportError as error:
         raise click.ClickException(
@@ -84,3 +85,4 @@ def command(
         bar.end()
     click.echo(f"{model}: {model.stat().st_size / 1e6:.1f} MB")
     click.echo(report or "not compared with transformers")
+    click.echo(f"chat: {chat.told(archive.read_chat(model))}")

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from epikv.export import chat
 from epikv.export.errors import ExportError
 from epikv.export.manifest import Manifest
 
 _MANIFEST, _TOKENIZER = "extra/manifest.json", "extra/tokenizer.json"
+_CHAT = "extra/chat.json"  # which older files lack
 _ALIGNMENT = 64  # at which torch begins each record's bytes
 
 
@@ -23,6 +25,14 @@ def read_manifest(path: Path) -> Manifest:
 def read_tokenizer(path: Path) -> str:
     """The text of tokenizer.json. Raises ExportError as above."""
     return _read(path, _TOKENIZER)
+
+
+def read_chat(path: Path) -> chat.ChatFormats | chat.Refusal:
+    """The chat formats, or why there are none. Raises ExportError as above."""
+    with _opened(path) as archive:
+        if _find(archive, _CHAT) is None:
+            return chat.Refusal("the model file is from before chat formats; export it again")
+        return chat.from_json(archive.read(_name(archive, _CHAT)).decode())
 
 
 def replace_manifest(path: Path, manifest: Manifest) -> None:
@@ -63,11 +73,15 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _name(archive: zipfile.ZipFile, record: str) -> str:
+    name = _find(archive, record)
+    if name is None:
+        raise ExportError(f"{archive.filename}: not a model file: it has no {record}")
+    return name
+
+
+def _find(archive: zipfile.ZipFile, record: str) -> str | None:
     """torch puts all records into one folder, which is called as the file was when written."""
-    for name in archive.namelist():
-        if name.partition("/")[2] == record:
-            return name
-    raise ExportError(f"{archive.filename}: not a model file: it has no {record}")
+    return next((n for n in archive.namelist() if n.partition("/")[2] == record), None)
 
 
 def _aligned(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> zipfile.ZipInfo:

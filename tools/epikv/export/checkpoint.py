@@ -11,6 +11,7 @@ import transformers
 from tokenizers import Tokenizer
 from transformers import PreTrainedConfig
 
+from epikv.export import chat
 from epikv.export.decoder import ACTIVATIONS, Shape
 from epikv.export.errors import ExportError
 from epikv.export.families import (
@@ -23,6 +24,7 @@ from epikv.export.families import (
     stored_as,
 )
 from epikv.export.manifest import Calibration, Manifest
+from epikv.export.sampling import sampling_of
 from epikv.export.weights import Stored, Weights
 
 TOKEN_MODELS = ("BPE", "Unigram", "WordLevel")
@@ -57,6 +59,7 @@ class Checkpoint:
     tokenizer: str  # the text of tokenizer.json
     bos: int | None
     eos: list[int]
+    sampling: dict[str, float]
     calibration: Calibration | None
 
     @property
@@ -101,7 +104,12 @@ class Checkpoint:
             layers=layers,
             calibration=self.calibration,
             weights=self.stored.digest(),
+            sampling=self.sampling,
         )
+
+    def chat(self) -> chat.ChatFormats | chat.Refusal:
+        """Takes seconds."""
+        return chat.read(self.directory)
 
 
 def read(
@@ -115,7 +123,8 @@ def read(
     field that cannot be read or exported.
     """
     architecture, config = read_config(directory / "config.json")
-    bos, eos = _special_tokens(directory, config)
+    generation = _read_generation(directory)
+    bos, eos = _special_tokens(generation, config)
     if calibration is None and (directory / "calibration.json").exists():
         calibration = directory / "calibration.json"
     stored = Stored(_shards(directory), progress)
@@ -129,6 +138,7 @@ def read(
         tokenizer=_read_tokenizer(directory / "tokenizer.json", config.vocab_size),
         bos=bos,
         eos=eos,
+        sampling=sampling_of(generation),
         calibration=calibration and _read_calibration(calibration, config.num_hidden_layers),
     )
 
@@ -208,14 +218,18 @@ def _check_shape(config: PreTrainedConfig) -> None:
         raise ExportError(f"config.json: head_dim is {size}; RoPE needs it even")
 
 
-def _special_tokens(directory: Path, config: PreTrainedConfig) -> tuple[int | None, list[int]]:
-    """Begin and end tokens; generation_config.json, where present, overrules config.json."""
-    bos, eos = config.bos_token_id, config.eos_token_id
+def _read_generation(directory: Path) -> dict[str, Any]:
+    """generation_config.json; empty, if there is none."""
     path = directory / "generation_config.json"
-    if path.exists():
-        overrides = _read_json(path)
-        bos = overrides.get("bos_token_id", bos)
-        eos = overrides.get("eos_token_id", eos)
+    return _read_json(path) if path.exists() else {}
+
+
+def _special_tokens(
+    generation: dict[str, Any], config: PreTrainedConfig
+) -> tuple[int | None, list[int]]:
+    """Begin and end tokens; generation_config.json overrules config.json."""
+    bos = generation.get("bos_token_id", config.bos_token_id)
+    eos = generation.get("eos_token_id", config.eos_token_id)
     eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     for name, ids in (("bos_token_id", [] if bos is None else [bos]), ("eos_token_id", eos)):
         for token in ids:

@@ -1,4 +1,4 @@
-"""Writes and reads model files: a scripted module with its manifest and tokenizer inside."""
+"""Writes and reads model files: a scripted module with its manifest, tokenizer and chat formats."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from epikv.export import checkpoint, contract, parity
+from epikv.export import chat, checkpoint, contract, parity
 from epikv.export.decoder import build
 from epikv.export.errors import ExportError
 from epikv.export.manifest import Manifest
@@ -48,6 +48,8 @@ def export(
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         module = build(source.shape(dtype), source.weights(), getattr(torch, dtype))
+        progress("trying the chat template", 0, 0)
+        formats = chat.to_json(source.chat())
         with warnings.catch_warnings(), _growing(temporary, _nbytes(module), progress):
             warnings.simplefilter("ignore", DeprecationWarning)
             torch.jit.script(module).save(
@@ -55,6 +57,7 @@ def export(
                 _extra_files={
                     "manifest.json": manifest.to_json(),
                     "tokenizer.json": source.tokenizer,
+                    "chat.json": formats,
                 },
             )
         del module

@@ -1,7 +1,7 @@
 """`manifest.json`: what a model file says of itself (read by runtime/manifest.h)."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT = "epikv.model/1"
@@ -62,6 +62,8 @@ class Manifest:
     layers: list[Layer]
     calibration: Calibration | None = None
     weights: str | None = None  # digest of the checkpoint's tensors; None in older files
+    # What requests that say nothing sample with; fields of SamplingParams in generation.proto.
+    sampling: dict[str, float] = field(default_factory=dict)
     format: str = FORMAT
 
     def to_json(self) -> str:
