@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 
 namespace epikv {
 namespace {
@@ -46,6 +47,17 @@ absl::string_view StripRight(absl::string_view text, absl::Span<const absl::stri
   return text;
 }
 
+// One behind the other.
+bool HoldsAll(absl::string_view content, const std::vector<std::string>& texts) {
+  size_t begin = 0;
+  for (const std::string& text : texts) {
+    const size_t found = content.find(text, begin);
+    if (found == absl::string_view::npos) return false;
+    begin = found + text.size();
+  }
+  return true;
+}
+
 }  // namespace
 
 // Reads chat.json and keeps the first thing that is wrong with it.
@@ -79,6 +91,7 @@ class ChatFormats::Reader {
       format.history_after = String(history, absl::StrCat(path, "history."), "after");
     }
     format.history_strip = ReadStrip(history, absl::StrCat(path, "history."), "strip");
+    ReadRefuse(json, path, format);
     CheckComplete(format, path);
     return format;
   }
@@ -145,6 +158,24 @@ class ChatFormats::Reader {
     }
   }
 
+  void ReadRefuse(const Json& json, const std::string& path, Format& format) {
+    if (!json.contains("refuse")) return;
+    const Json& refuse = Object(json, path, "refuse");
+    for (const auto& [role, name] : kRoles) {
+      if (!refuse.contains(name)) continue;
+      const std::string field = absl::StrCat(path, "refuse.", name);
+      if (!refuse[name].is_array()) return Refuse(field, kRefuseRule);
+      for (const Json& texts : refuse[name]) {
+        const bool strings =
+            texts.is_array() && std::all_of(texts.begin(), texts.end(), [](const Json& text) {
+              return text.is_string() && !text.get<std::string>().empty();
+            });
+        if (!strings) return Refuse(field, kRefuseRule);
+        format.refuse[role].push_back(texts.get<std::vector<std::string>>());
+      }
+    }
+  }
+
   // That every conversation finds the texts it needs.
   void CheckComplete(const Format& format, const std::string& path) {
     auto need = [&](bool there, absl::string_view what) {
@@ -161,6 +192,7 @@ class ChatFormats::Reader {
     need(format.between.contains({Role::kAssistant, Role::kSystem}), "between.assistant system");
   }
 
+  static constexpr absl::string_view kRefuseRule = "must be a list of lists of strings, none empty";
   static constexpr absl::string_view kTextRule =
       "must be a list of strings and of {\"date\": strftime's format}";
   absl::Status status_;
@@ -210,14 +242,26 @@ std::string ChatFormats::Stripped(absl::string_view content, Strip strip) {
   return std::string(content);
 }
 
-std::string ChatFormats::Content(const Format& format, const ChatMessage& message, bool history) {
+absl::StatusOr<std::string> ChatFormats::Content(const Format& format, const ChatMessage& message,
+                                                 bool history) {
   std::string content = Stripped(message.content, format.strip.at(message.role));
-  if (!history) return content;
-  if (const size_t tag = content.rfind(format.history_after);
-      !format.history_after.empty() && tag != std::string::npos) {
-    content.erase(0, tag + format.history_after.size());
+  if (history && !format.history_after.empty()) {
+    const size_t tag = content.rfind(format.history_after);
+    if (tag != std::string::npos) {
+      content = Stripped(content.substr(tag + format.history_after.size()), format.history_strip);
+    }
   }
-  return Stripped(content, format.history_strip);
+  const auto refused = format.refuse.find(message.role);
+  if (refused == format.refuse.end()) return content;
+  for (const std::vector<std::string>& texts : refused->second) {
+    if (texts.empty() ? !content.empty() : !HoldsAll(message.content, texts)) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the model's chat template has a way of its own with ",
+        kRoles[static_cast<size_t>(message.role)].second, " messages that ",
+        texts.empty() ? "are empty"
+                      : absl::StrCat("hold '", absl::StrJoin(texts, "' and then '"), "'")));
+  }
+  return content;
 }
 
 absl::StatusOr<std::string> ChatFormats::Render(absl::Span<const ChatMessage> messages,
@@ -259,7 +303,9 @@ absl::StatusOr<std::string> ChatFormats::Render(absl::Span<const ChatMessage> me
   for (ptrdiff_t i = 0; i < static_cast<ptrdiff_t>(order.size()); ++i) {
     if (i > 0) append(format.between.at({order[i - 1]->role, order[i]->role}));
     const bool history = order[i]->role == ChatRole::kAssistant && i < last;
-    prompt += Content(format, *order[i], history);
+    absl::StatusOr<std::string> content = Content(format, *order[i], history);
+    if (!content.ok()) return content.status();
+    prompt += *content;
   }
   append(order.back()->role == ChatRole::kUser ? format.generation : *format.end);
   return prompt;

@@ -61,15 +61,19 @@ class ChatFormats {
     std::string system_refusal;
     bool system_last = false;  // its content stands before the last user's, not first
     std::map<ChatRole, Strip> strip;
-    // Of the assistant's contents that a user's follows: only what is behind the last such tag,
-    // then stripped.
-    std::string history_after;  // empty: all
+    // Of the assistant's contents that a user's follows: of one with this tag only what is behind
+    // the last of it, stripped.
+    std::string history_after;  // empty: none
     Strip history_strip = Strip::kNone;
+    // Contents that the template treats in a way of its own: those that hold all of these texts one
+    // behind the other; of no texts, those of which nothing is left.
+    std::map<ChatRole, std::vector<std::vector<std::string>>> refuse;
   };
   class Reader;
 
   static std::string Stripped(absl::string_view content, Strip strip);
-  static std::string Content(const Format& format, const ChatMessage& message, bool history);
+  static absl::StatusOr<std::string> Content(const Format& format, const ChatMessage& message,
+                                             bool history);
 
   std::string refusal_;
   Format default_;

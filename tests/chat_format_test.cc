@@ -89,6 +89,9 @@ TEST(ChatFormatTest, AnswersThatUsersHaveReadLoseTheirThoughts) {
   const std::vector<ChatMessage> asked = {
       {Role::kUser, "a</think>b"}, {Role::kAssistant, thought}, {Role::kUser, "c"}};
   EXPECT_EQ(Text(Made(format), asked), "[U a</think>b][A yes ][U c][A ");
+  const std::vector<ChatMessage> plain = {
+      {Role::kUser, "a"}, {Role::kAssistant, "\n\nyes"}, {Role::kUser, "c"}};
+  EXPECT_EQ(Text(Made(format), plain), "[U a][A \n\nyes][U c][A ");
   const std::vector<ChatMessage> answered(asked.begin(), asked.begin() + 2);
   EXPECT_EQ(Text(Made(format), answered), absl::StrCat("[U a</think>b][A ", thought, "]"));
 }
@@ -151,6 +154,22 @@ TEST(ChatFormatTest, WhatATemplateCannotDoIsSaid) {
   EXPECT_EQ(Text(formats, user), "[U a][A ");
 }
 
+TEST(ChatFormatTest, ContentsThatTheTemplateTreatsInAWayOfItsOwnAreRefused) {
+  Json format = Brackets();
+  format["strip"]["user"] = "both";
+  format["refuse"] = {{"system", Json::array()},
+                      {"user", {Json::array(), {"<a>", "</a>"}}},
+                      {"assistant", {{"/think"}}}};
+  const ChatFormats formats = Made(format);
+  EXPECT_THAT(Text(formats, {{Role::kUser, " \n"}}), HasSubstr("user messages that are empty"));
+  EXPECT_THAT(Text(formats, {{Role::kUser, "x<a>y</a>"}}),
+              HasSubstr("user messages that hold '<a>' and then '</a>'"));
+  EXPECT_EQ(Text(formats, {{Role::kUser, "</a><a>"}}), "[U </a><a>][A ");
+  EXPECT_THAT(Text(formats, {{Role::kUser, "/think"}, {Role::kAssistant, "so /think"}}),
+              HasSubstr("assistant messages that hold '/think'"));
+  EXPECT_EQ(Text(formats, {{Role::kSystem, ""}, {Role::kUser, "/think"}}), "[S ][U /think][A ");
+}
+
 TEST(ChatFormatTest, AWrongFileIsNamed) {
   const auto error = [](const Json& json) {
     const absl::Status status = ChatFormats::FromJson(json.dump()).status();
@@ -180,6 +199,11 @@ TEST(ChatFormatTest, AWrongFileIsNamed) {
   EXPECT_THAT(broken("/system", "last_user"),
               HasSubstr("default.between.assistant system is missing"));
   EXPECT_THAT(broken("/history/after", 7), HasSubstr("default.history.after must be a string"));
+  EXPECT_THAT(broken("/refuse", {{"user", "x"}}), HasSubstr("default.refuse.user must be a list"));
+  EXPECT_THAT(broken("/refuse", {{"user", {"x"}}}),
+              HasSubstr("default.refuse.user must be a list"));
+  EXPECT_THAT(broken("/refuse", {{"user", Json::array({Json::array({""})})}}),
+              HasSubstr("default.refuse.user must be a list"));
   EXPECT_THAT(lacking("begin", "user"), HasSubstr("default.begin.user is missing"));
   EXPECT_THAT(lacking("begin", "system"), HasSubstr("default.begin.system is missing"));
   EXPECT_THAT(lacking("between", "user assistant"), HasSubstr("between.user assistant is missing"));
