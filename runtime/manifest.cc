@@ -243,16 +243,24 @@ void CheckWidths(Fields& fields, const std::vector<LayerFacts>& layers) {
   }
 }
 
+std::optional<DType> DTypeNamed(absl::string_view name) {
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    if (name == DTypeName(dtype)) return dtype;
+  }
+  return std::nullopt;
+}
+
 // What is said of the model as a whole.
 Manifest ReadModel(Fields& fields) {
   Manifest m;
   m.name = fields.String("name").value_or("");
   m.architecture = fields.String("architecture").value_or("");
-  const std::string dtype = fields.String("dtype").value_or("float32");
-  if (dtype != "float32" && dtype != "bfloat16") {
-    fields.Refuse("dtype", absl::StrCat("must be float32 or bfloat16, is ", dtype));
+  const std::string name = fields.String("dtype").value_or("float32");
+  const std::optional<DType> dtype = DTypeNamed(name);
+  if (!dtype.has_value()) {
+    fields.Refuse("dtype", absl::StrCat("must be float32, bfloat16 or float16, is ", name));
   }
-  m.dtype = dtype == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+  m.dtype = dtype.value_or(DType::kFloat32);
   if (fields.Has("weights") && !fields.IsNull("weights"))
     m.weights = fields.String("weights").value_or("");
   m.vocab_size = fields.Int("vocab_size", 1, kLargest).value_or(kLargest);

@@ -16,10 +16,6 @@
 
 namespace epikv {
 
-inline absl::string_view DTypeName(DType dtype) {
-  return dtype == DType::kFloat32 ? "float32" : "bfloat16";
-}
-
 // Clients, metrics, logs and health checks use them: what a model's name must do.
 inline constexpr absl::string_view kModelNameRule =
     "have 1 to 128 bytes and no control character, quote or backslash";

@@ -47,8 +47,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**TINY, "num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True},
     ),
     "gqa_bf16": ("bfloat16", {**TINY, "num_key_value_heads": 2}),
+    "gqa_fp16": ("float16", {**TINY, "num_key_value_heads": 2}),
     "wide": ("float32", WIDE),
     "wide_bf16": ("bfloat16", WIDE),
+    "wide_fp16": ("float16", WIDE),
 }
 
 

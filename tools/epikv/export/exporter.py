@@ -16,7 +16,7 @@ from epikv.export.errors import ExportError
 from epikv.export.manifest import Manifest
 
 # Short names, for command lines.
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 # Told what is being done, and of how many bytes how many are done; of 0: not known.
 Progress = Callable[[str, int, int], object]
