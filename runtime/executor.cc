@@ -203,7 +203,10 @@ class View final : public CacheView {
     sequence_.queries.Read(layer, static_cast<char*>(queries.mutable_data_ptr()));
     return queries;
   }
-  double attention_scale(int64_t layer) const override { return manifest_.layers[layer].scale; }
+  AttentionFacts attention(int64_t layer) const override {
+    const LayerFacts& facts = manifest_.layers[layer];
+    return {.scale = facts.scale, .soft_cap = facts.soft_cap, .window = facts.window};
+  }
   QueryMoments query_moments(int64_t layer) const override { return sequence_.moments.Read(layer); }
   at::Tensor output_projection(int64_t layer) const override {
     return ByHead(model_.output_projection(layer), manifest_.num_heads);
