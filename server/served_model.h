@@ -47,7 +47,7 @@ struct ServingOptions {
 struct ServedModel {
   std::string name;
   ModelSource source;
-  std::unique_ptr<const Tokenizer> tokenizer;
+  std::shared_ptr<const Tokenizer> tokenizer;  // downloads of it may end after the model
   std::unique_ptr<Admission> admission;
   int64_t kv_capacity_bytes = 0;
   int64_t threads = 0;

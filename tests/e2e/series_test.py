@@ -86,7 +86,8 @@ REFUSALS = (
 METHODS = """
     GenerationService/Generate GenerationService/GenerateOnce GenerationService/Score
     GenerationService/CancelRequest TokenizationService/Tokenize TokenizationService/Detokenize
-    ModelService/ListModels ModelService/GetModel PolicyService/ListPolicies PolicyService/GetPolicy
+    ModelService/ListModels ModelService/GetModel ModelService/GetTokenizer
+    PolicyService/ListPolicies PolicyService/GetPolicy
     ExperimentService/ListExperiments ExperimentService/GetExperiment
     ExperimentService/CreateExperiment ExperimentService/UpdateExperiment
     ExperimentService/StartExperiment ExperimentService/StopExperiment
@@ -737,6 +738,7 @@ def introspect(world: World) -> None:
     client = world.client
     assert client.detokenize(client.tokenize("1 + 1", model="sample"), model="sample")
     client.model(client.models()[0].name)
+    client.tokenizer_json(model="sample")
     client.policy(client.policies(model="sample")[0].name, model="sample")
 
 
