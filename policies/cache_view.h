@@ -3,11 +3,19 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 #include "absl/types/span.h"
 #include "policies/protection.h"
 
 namespace epikv {
+
+// How a layer turns a query and the keys into attention.
+struct AttentionFacts {
+  double scale = 1;                // logits are scale x query . key, and then:
+  std::optional<double> soft_cap;  // they become cap x tanh(logits / cap)
+  std::optional<int64_t> window;   // a query sees as many tokens, itself included; absent: all
+};
 
 // One sequence's cache between two steps, as a policy sees it. Owned by the runtime, valid for the
 // call it is passed to. A lane is named by (layer, head); lanes that share one keep decision
@@ -42,10 +50,9 @@ class CacheView {
   virtual at::Tensor values(int64_t layer, int64_t head) const = 0;
   // The queries of the newest tokens as they attended, after RoPE, in the model's dtype, oldest
   // first: the last row is of newest(). [w, num_heads, width], w <= PolicyTraits::window; fewer
-  // while fewer tokens have been cached. Logits are attention_scale x query . key. Declared by
-  // Signal::kQueries.
+  // while fewer tokens have been cached. Declared by Signal::kQueries.
   virtual at::Tensor queries(int64_t layer) const = 0;
-  virtual double attention_scale(int64_t layer) const = 0;
+  virtual AttentionFacts attention(int64_t layer) const = 0;
   // Of the queries of all tokens from this one on, before RoPE: the first tokens' are outliers.
   // fp32; the covariance divides by count. Declared by Signal::kQueryMoments.
   static constexpr int64_t kFirstMeasuredQuery = 4;

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <limits>
 
 namespace epikv {
@@ -50,29 +49,36 @@ const at::Tensor& Lane::queries() {
   return queries_;
 }
 
-const at::Tensor& Lane::window_logits() {
-  if (!window_logits_.defined()) {
-    const int64_t first = cache_.newest() + 1 - queries().size(1);  // token of the oldest query
-    window_logits_ = at::matmul(queries(), keys().t()).mul_(cache_.attention_scale(layer_));
-    // Only tokens of the window are younger than a query of it.
-    const at::Tensor slots = (index() > first).nonzero().squeeze(1);
-    const at::Tensor asked = at::arange(first, cache_.newest() + 1, at::kLong).unsqueeze(1);
-    const at::Tensor unseen = index().index_select(0, slots) > asked;  // [w, slots]
-    window_logits_.index_copy_(-1, slots,
-                               window_logits_.index_select(-1, slots).masked_fill_(
-                                   unseen, -std::numeric_limits<float>::infinity()));
+at::Tensor Lane::Logits(int64_t count) {
+  const AttentionFacts attention = cache_.attention(layer_);
+  const at::Tensor asking = queries().narrow(1, queries().size(1) - count, count);
+  at::Tensor logits = at::matmul(asking, keys().t()).mul_(attention.scale);
+  SoftCap(logits, attention);
+  const int64_t first = cache_.newest() + 1 - count;  // token of the oldest query
+  const at::Tensor asked = at::arange(first, cache_.newest() + 1, at::kLong).unsqueeze(1);
+  // Hides those tokens among `slots`, a few of all, for which `unseen` [count, slots] holds.
+  auto hide = [&](const at::Tensor& slots, const at::Tensor& unseen) {
+    logits.index_copy_(-1, slots,
+                       logits.index_select(-1, slots).masked_fill_(
+                           unseen, -std::numeric_limits<float>::infinity()));
+  };
+  // Only tokens of the window are younger than a query of it.
+  const at::Tensor young = (index() > first).nonzero().squeeze(1);
+  hide(young, index().index_select(0, young) > asked);
+  if (attention.window.has_value()) {
+    const at::Tensor old = (index() <= cache_.newest() - *attention.window).nonzero().squeeze(1);
+    hide(old, index().index_select(0, old) <= asked - *attention.window);
   }
+  return logits;
+}
+
+const at::Tensor& Lane::window_logits() {
+  if (!window_logits_.defined()) window_logits_ = Logits(queries().size(1));
   return window_logits_;
 }
 
 const at::Tensor& Lane::window_attention() {
-  if (!window_attention_.defined()) {
-    window_attention_ = window_logits().softmax(-1);
-    // A query all of whose tokens have left gave nothing to those that stay.
-    const int64_t w = queries().size(1), first = cache_.newest() + 1 - w;
-    const int64_t gone = std::clamp<int64_t>(index().min().item<int64_t>() - first, 0, w);
-    window_attention_.narrow(1, 0, gone).zero_();
-  }
+  if (!window_attention_.defined()) window_attention_ = SoftmaxOfSeen(window_logits());
   return window_attention_;
 }
 
@@ -87,6 +93,22 @@ at::Tensor Lane::output_projection() const {
 
 at::Tensor Lane::output_gram() const {
   return cache_.output_gram(layer_).narrow(0, head_ * group(), group());
+}
+
+at::Tensor SoftmaxOfSeen(const at::Tensor& logits) {
+  at::Tensor weights = logits.softmax(-1);
+  if (logits.size(-1) == 0) return weights;
+  const at::Tensor suspects = weights.select(-1, 0).isnan();  // NaN stays, if a logit was
+  if (suspects.any().item<bool>()) {
+    const at::Tensor blind = logits.amax(-1).isneginf();  // NaN is not
+    weights.masked_fill_(blind.unsqueeze(-1), 0);
+  }
+  return weights;
+}
+
+void SoftCap(at::Tensor& logits, const AttentionFacts& attention) {
+  if (!attention.soft_cap.has_value()) return;
+  logits.div_(*attention.soft_cap).tanh_().mul_(*attention.soft_cap);
 }
 
 uint64_t RoundStream(const CacheView& cache, int64_t layer, int64_t head) {

@@ -34,8 +34,10 @@ class Lane {
 
   // Of the newest w tokens, oldest first. [group, w, key_width]
   const at::Tensor& queries();
-  // scale x query . key; -inf where the token is younger than the query. [group, w, n]
-  const at::Tensor& window_logits();
+  // Of the newest `count` queries: logits as the layer has them, soft-capped; -inf where the query
+  // does not see the token, which is younger or beyond the layer's window. [group, count, n]
+  at::Tensor Logits(int64_t count);
+  const at::Tensor& window_logits();  // of all w
   // The softmax of that over all n. [group, w, n]
   const at::Tensor& window_attention();
   // Tokens of the window that are still cached: the newest of the lane.
@@ -56,6 +58,13 @@ class Lane {
   at::Tensor index_, keys_, values_, by_birth_, queries_, window_logits_, window_attention_,
       unscored_;
 };
+
+// Softmax over the last dimension; zeros where no logit is above -inf: such a query gave nothing to
+// the tokens that are left.
+at::Tensor SoftmaxOfSeen(const at::Tensor& logits);
+
+// Brings scaled logits under a layer's soft cap, in place.
+void SoftCap(at::Tensor& logits, const AttentionFacts& attention);
 
 // CounterRng's stream of a lane in this round: no other lane or round has it.
 uint64_t RoundStream(const CacheView& cache, int64_t layer, int64_t head);

@@ -17,6 +17,18 @@ constexpr size_t kMaxLogitBiases = 1024;
 constexpr float kMostLogitBias = 100;
 constexpr int64_t kMaxTopLogprobs = 20, kMaxCompletions = 16;
 
+// Reads queries of tokens before the newest.
+bool ReadsPastQueries(const PolicyTraits& traits) {
+  return traits.signals.Has(Signal::kQueries) || traits.signals.Has(Signal::kQueryMoments);
+}
+
+// Some layer's window is narrower than `tokens`.
+bool HidesTokens(const Manifest& manifest, int64_t tokens) {
+  return std::any_of(manifest.layers.begin(), manifest.layers.end(), [=](const LayerFacts& layer) {
+    return layer.window.has_value() && *layer.window < tokens;
+  });
+}
+
 // Fills one Request step by step and collects everything that is wrong on the way.
 class Resolver {
  public:
@@ -463,6 +475,13 @@ void Resolver::ResolveProtectionAndDemand() {
             absl::StrCat("policy '", request_.spec->name,
                          "' reads keys or queries, which have no lasting positions in a cache of "
                          "ranks; choose absolute or compact positions"));
+  }
+  if (options_.kv.positions == PositionMode::kCompact && ReadsPastQueries(request_.traits) &&
+      HidesTokens(admission_.manifest(), longest)) {
+    Violate("kv.positions",
+            absl::StrCat("policy '", request_.spec->name,
+                         "' reads past queries, whose compact positions are not kept, and the "
+                         "model's windows hide by position; choose absolute positions"));
   }
   request_.tap_layers = request_.traits.residual_layers;
   if (options_.output.residual_steps) {

@@ -8,6 +8,7 @@
 
 #include "absl/time/clock.h"
 #include "runtime/kernels.h"
+#include "runtime/scalar_type.h"
 
 namespace epikv {
 namespace {
@@ -18,7 +19,7 @@ DecodeShape KernelShape(const AttentionShape& shape) {
           .value_width = shape.value_width,
           .scale = static_cast<float>(shape.scale),
           .soft_cap = static_cast<float>(shape.soft_cap.value_or(0)),
-          .bfloat16 = shape.dtype == at::kBFloat16};
+          .dtype = DTypeOf(shape.dtype)};
 }
 
 // Rows [begin, end) of `heads` lanes from `head` on as one tensor, [1, heads, end - begin, width].

@@ -16,6 +16,7 @@
 #include "runtime/model_contract.h"
 #include "runtime/reason.h"
 #include "runtime/sampler.h"
+#include "runtime/scalar_type.h"
 
 namespace epikv {
 namespace {
@@ -42,10 +43,6 @@ class StageTimer {
   const absl::Time wall_ = absl::Now();
   const absl::Duration cpu_ = Cpu();
 };
-
-at::ScalarType ScalarTypeOf(DType dtype) {
-  return dtype == DType::kFloat32 ? at::kFloat : at::kBFloat16;
-}
 
 }  // namespace
 
@@ -206,7 +203,10 @@ class View final : public CacheView {
     sequence_.queries.Read(layer, static_cast<char*>(queries.mutable_data_ptr()));
     return queries;
   }
-  double attention_scale(int64_t layer) const override { return manifest_.layers[layer].scale; }
+  AttentionFacts attention(int64_t layer) const override {
+    const LayerFacts& facts = manifest_.layers[layer];
+    return {.scale = facts.scale, .soft_cap = facts.soft_cap, .window = facts.window};
+  }
   QueryMoments query_moments(int64_t layer) const override { return sequence_.moments.Read(layer); }
   at::Tensor output_projection(int64_t layer) const override {
     return ByHead(model_.output_projection(layer), manifest_.num_heads);
@@ -479,12 +479,12 @@ at::Tensor Executor::Block(const at::Tensor& residual, int64_t layer) {
   if (taps_[layer - 1].empty()) return residual;
   const StageTimer timer(times_, Stage::kTaps);
   const at::Tensor rows = residual.contiguous();
-  const bool bfloat16 = rows.scalar_type() == at::kBFloat16;
+  const DType dtype = DTypeOf(rows.scalar_type());
   const char* const data = static_cast<const char*>(rows.const_data_ptr());
   const int64_t row_bytes = shape_.hidden_size * static_cast<int64_t>(rows.element_size());
   for (const Tap& tap : taps_[layer - 1]) {
     const int64_t row = tap.item->row + tap.item->num_rows() - 1;
-    tap.item->sequence->tap.Take(tap.place, data + row * row_bytes, bfloat16);
+    tap.item->sequence->tap.Take(tap.place, data + row * row_bytes, dtype);
   }
   return residual;
 }
@@ -586,7 +586,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
 void Executor::Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
                       const at::Tensor& v, int64_t layer, at::Tensor& rotated) {
   const RopeTable& rope = ropes_[model_->manifest().layers[layer].rope];
-  const bool bfloat16 = pool_.dtype() == at::kBFloat16;
+  const DType dtype = model_->manifest().dtype;
   const int64_t kv_heads = shape_.num_kv_heads, group = shape_.num_heads / kv_heads;
   const int64_t key_bytes = pool_.key_bytes(), value_bytes = pool_.value_bytes();
   const char* const q_data = static_cast<const char*>(q.const_data_ptr());
@@ -594,7 +594,7 @@ void Executor::Append(absl::Span<const StepItem> items, const at::Tensor& q, con
   const char* const v_data = static_cast<const char*>(v.const_data_ptr());
   char* const out_data = static_cast<char*>(rotated.mutable_data_ptr());
   auto rotate = [&](const char* in, char* out, const float* cos_sin) {
-    Rotate(in, out, shape_.key_width, rope.half(), rope.interleaved(), cos_sin, bfloat16);
+    Rotate(in, out, shape_.key_width, rope.half(), rope.interleaved(), cos_sin, dtype);
   };
   for (const StepItem& item : items) {
     const SequenceCache& cache = item.sequence->cache;
@@ -643,7 +643,7 @@ void Executor::FindHidden(StepItem& item, int64_t layer) {
 // Rotates a layer's keys at their ranks, in lanes laid out as those of the cache.
 void Executor::TurnKeys(StepItem& item, int64_t layer) {
   const RopeTable& rope = ropes_[model_->manifest().layers[layer].rope];
-  const bool bfloat16 = pool_.dtype() == at::kBFloat16;
+  const DType dtype = model_->manifest().dtype;
   const SequenceCache& cache = item.sequence->cache;
   const int64_t key_bytes = pool_.key_bytes();
   std::vector<int64_t> starts;
@@ -665,7 +665,7 @@ void Executor::TurnKeys(StepItem& item, int64_t layer) {
     at::parallel_for(0, std::ssize(ranks), 64, [&](int64_t begin, int64_t end) {
       for (int64_t slot = begin; slot < end; ++slot) {
         Rotate(in + slot * key_bytes, out + slot * key_bytes, shape_.key_width, rope.half(),
-               rope.interleaved(), rope.at(ranks[slot]), bfloat16);
+               rope.interleaved(), rope.at(ranks[slot]), dtype);
       }
     });
     item.turned_keys.push_back(out);

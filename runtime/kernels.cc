@@ -19,16 +19,25 @@ namespace {
 // Keys of one block: its fp32 copies of K and V stay in the first-level cache.
 constexpr int64_t kBlock = 32;
 
+// Elements of the narrow dtypes.
+struct BFloat16 {
+  uint16_t bits;
+};
+using Float16 = _Float16;
+
 EPIKV_INLINE float Load(const float* p) { return *p; }
-EPIKV_INLINE float Load(const uint16_t* p) {
-  return std::bit_cast<float>(static_cast<uint32_t>(*p) << 16);
+EPIKV_INLINE float Load(const BFloat16* p) {
+  return std::bit_cast<float>(static_cast<uint32_t>(p->bits) << 16);
 }
+EPIKV_INLINE float Load(const Float16* p) { return static_cast<float>(*p); }
+// To the nearest, ties to even.
 EPIKV_INLINE void Store(float* p, float x) { *p = x; }
-EPIKV_INLINE void Store(uint16_t* p, float x) {  // to the nearest, ties to even
+EPIKV_INLINE void Store(BFloat16* p, float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  *p = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
+  p->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
 }
+EPIKV_INLINE void Store(Float16* p, float x) { *p = static_cast<Float16>(x); }
 
 // exp(x) for x <= 0 to 2 ulp: 2^n times a polynomial of the rest (Cephes expf). 0 below -87.
 EPIKV_INLINE float ExpNegative(float x) {
@@ -175,7 +184,10 @@ EPIKV_CLONES void DecodeFloat(const DecodeLane& lane, const DecodeShape& shape, 
   DecodeOf<float>(lane, shape, scratch);
 }
 EPIKV_CLONES void DecodeBFloat16(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
-  DecodeOf<uint16_t>(lane, shape, scratch);
+  DecodeOf<BFloat16>(lane, shape, scratch);
+}
+EPIKV_CLONES void DecodeFloat16(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+  DecodeOf<Float16>(lane, shape, scratch);
 }
 
 // peak, mass: of each query.
@@ -239,7 +251,11 @@ EPIKV_CLONES void RowFloat(const DecodeLane& lane, const DecodeShape& shape, flo
 }
 EPIKV_CLONES void RowBFloat16(const DecodeLane& lane, const DecodeShape& shape, float* row,
                               float* scratch) {
-  RowOf<uint16_t>(lane, shape, row, scratch);
+  RowOf<BFloat16>(lane, shape, row, scratch);
+}
+EPIKV_CLONES void RowFloat16(const DecodeLane& lane, const DecodeShape& shape, float* row,
+                             float* scratch) {
+  RowOf<Float16>(lane, shape, row, scratch);
 }
 
 template <class T>
@@ -251,15 +267,19 @@ EPIKV_INLINE void RotateOf(const T* in, T* out, int64_t width, int64_t half, boo
     Store(out + i * step, x * cos_sin[i] - y * cos_sin[half + i]);
     Store(out + i * step + apart, y * cos_sin[i] + x * cos_sin[half + i]);
   }
-  std::memmove(out + 2 * half, in + 2 * half, (width - 2 * half) * sizeof(T));
+  std::memmove(static_cast<void*>(out + 2 * half), in + 2 * half, (width - 2 * half) * sizeof(T));
 }
 
 EPIKV_CLONES void RotateFloat(const float* in, float* out, int64_t width, int64_t half,
                               bool interleaved, const float* cos_sin) {
   RotateOf(in, out, width, half, interleaved, cos_sin);
 }
-EPIKV_CLONES void RotateBFloat16(const uint16_t* in, uint16_t* out, int64_t width, int64_t half,
+EPIKV_CLONES void RotateBFloat16(const BFloat16* in, BFloat16* out, int64_t width, int64_t half,
                                  bool interleaved, const float* cos_sin) {
+  RotateOf(in, out, width, half, interleaved, cos_sin);
+}
+EPIKV_CLONES void RotateFloat16(const Float16* in, Float16* out, int64_t width, int64_t half,
+                                bool interleaved, const float* cos_sin) {
   RotateOf(in, out, width, half, interleaved, cos_sin);
 }
 
@@ -281,8 +301,12 @@ EPIKV_INLINE float StepNormOf(const T* now, const float* before, float* stored, 
 EPIKV_CLONES float StepNormFloat(const float* now, const float* before, float* stored, int64_t w) {
   return StepNormOf(now, before, stored, w);
 }
-EPIKV_CLONES float StepNormBFloat16(const uint16_t* now, const float* before, float* stored,
+EPIKV_CLONES float StepNormBFloat16(const BFloat16* now, const float* before, float* stored,
                                     int64_t w) {
+  return StepNormOf(now, before, stored, w);
+}
+EPIKV_CLONES float StepNormFloat16(const Float16* now, const float* before, float* stored,
+                                   int64_t w) {
   return StepNormOf(now, before, stored, w);
 }
 
@@ -304,34 +328,62 @@ int64_t RowScratchFloats(const DecodeShape& shape, int64_t used) {
 }
 
 void DecodeAttention(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
-  shape.bfloat16 ? DecodeBFloat16(lane, shape, scratch) : DecodeFloat(lane, shape, scratch);
-}
-
-void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, float* scratch) {
-  shape.bfloat16 ? RowBFloat16(lane, shape, row, scratch) : RowFloat(lane, shape, row, scratch);
-}
-
-void Rotate(const void* in, void* out, int64_t width, int64_t half, bool interleaved,
-            const float* cos_sin, bool bfloat16) {
-  if (bfloat16) {
-    RotateBFloat16(static_cast<const uint16_t*>(in), static_cast<uint16_t*>(out), width, half,
-                   interleaved, cos_sin);
-  } else {
-    RotateFloat(static_cast<const float*>(in), static_cast<float*>(out), width, half, interleaved,
-                cos_sin);
+  switch (shape.dtype) {
+    case DType::kFloat32:
+      return DecodeFloat(lane, shape, scratch);
+    case DType::kBFloat16:
+      return DecodeBFloat16(lane, shape, scratch);
+    case DType::kFloat16:
+      return DecodeFloat16(lane, shape, scratch);
   }
 }
 
-float StepNorm(const void* now, const float* before, float* stored, int64_t width, bool bfloat16) {
-  return bfloat16 ? StepNormBFloat16(static_cast<const uint16_t*>(now), before, stored, width)
-                  : StepNormFloat(static_cast<const float*>(now), before, stored, width);
+void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, float* scratch) {
+  switch (shape.dtype) {
+    case DType::kFloat32:
+      return RowFloat(lane, shape, row, scratch);
+    case DType::kBFloat16:
+      return RowBFloat16(lane, shape, row, scratch);
+    case DType::kFloat16:
+      return RowFloat16(lane, shape, row, scratch);
+  }
 }
 
-void ToFloat(const void* in, float* out, int64_t width, bool bfloat16) {
-  if (bfloat16) {
-    Widen(static_cast<const uint16_t*>(in), out, width);
-  } else {
-    std::memcpy(out, in, width * sizeof(float));
+void Rotate(const void* in, void* out, int64_t width, int64_t half, bool interleaved,
+            const float* cos_sin, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return RotateFloat(static_cast<const float*>(in), static_cast<float*>(out), width, half,
+                         interleaved, cos_sin);
+    case DType::kBFloat16:
+      return RotateBFloat16(static_cast<const BFloat16*>(in), static_cast<BFloat16*>(out), width,
+                            half, interleaved, cos_sin);
+    case DType::kFloat16:
+      return RotateFloat16(static_cast<const Float16*>(in), static_cast<Float16*>(out), width, half,
+                           interleaved, cos_sin);
+  }
+}
+
+float StepNorm(const void* now, const float* before, float* stored, int64_t width, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      break;
+    case DType::kBFloat16:
+      return StepNormBFloat16(static_cast<const BFloat16*>(now), before, stored, width);
+    case DType::kFloat16:
+      return StepNormFloat16(static_cast<const Float16*>(now), before, stored, width);
+  }
+  return StepNormFloat(static_cast<const float*>(now), before, stored, width);
+}
+
+void ToFloat(const void* in, float* out, int64_t width, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return Widen(static_cast<const float*>(in), out, width);
+    case DType::kBFloat16:
+      return Widen(static_cast<const BFloat16*>(in), out, width);
+    case DType::kFloat16:
+      return Widen(static_cast<const Float16*>(in), out, width);
   }
 }
 

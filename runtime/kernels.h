@@ -2,9 +2,11 @@
 
 #include <cstdint>
 
+#include "runtime/dtype.h"
+
 // The inner loops of attention on raw memory: what the compiler vectorises best, for the machine it
-// finds at start-up (AVX-512, AVX2 or plain). Without torch. Elements are float or bfloat16 (stored
-// as uint16_t); all arithmetic is fp32.
+// finds at start-up (AVX-512, AVX2 or plain). Without torch. Elements are of a DType; all
+// arithmetic is fp32.
 
 namespace epikv {
 
@@ -26,8 +28,8 @@ struct DecodeShape {
   int64_t group = 1;  // query heads of one KV head
   int64_t key_width = 0, value_width = 0;
   float scale = 1;
-  float soft_cap = 0;     // logits become cap * tanh(logits / cap); 0: they stay
-  bool bfloat16 = false;  // elements of q, keys, values and out
+  float soft_cap = 0;             // logits become cap * tanh(logits / cap); 0: they stay
+  DType dtype = DType::kFloat32;  // elements of q, keys, values and out
 };
 
 // Floats of scratch that one DecodeAttention call needs.
@@ -52,13 +54,13 @@ void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, 
 // Rotates one head's channels by RoPE. cos_sin: [rotary / 2] cosines, then as many sines. Channels
 // beyond 2 x half are copied. in and out may be the same.
 void Rotate(const void* in, void* out, int64_t width, int64_t half, bool interleaved,
-            const float* cos_sin, bool bfloat16);
+            const float* cos_sin, DType dtype);
 
 // Euclidean length of now - before; `now` is also written to `stored`, as fp32.
 // now: [width] elements; before, stored: [width] fp32.
-float StepNorm(const void* now, const float* before, float* stored, int64_t width, bool bfloat16);
+float StepNorm(const void* now, const float* before, float* stored, int64_t width, DType dtype);
 
 // Copies a row to fp32.
-void ToFloat(const void* in, float* out, int64_t width, bool bfloat16);
+void ToFloat(const void* in, float* out, int64_t width, DType dtype);
 
 }  // namespace epikv

@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 
@@ -17,6 +19,16 @@ using Json = nlohmann::json;
 
 constexpr const char* kFormat = "epikv.model/1";
 constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+
+// "epikv.model/2", say.
+bool IsLater(const Json& format) {
+  constexpr absl::string_view kName = "epikv.model/";
+  if (!format.is_string()) return false;
+  const std::string& text = format.get_ref<const std::string&>();
+  int64_t version = 0;
+  return absl::StartsWith(text, kName) &&
+         absl::SimpleAtoi(absl::string_view(text).substr(kName.size()), &version) && version > 1;
+}
 
 // A value for an error message.
 std::string Shown(const Json& value) {
@@ -270,16 +282,24 @@ void CheckWidths(Fields& fields, const std::vector<LayerFacts>& layers) {
   }
 }
 
+std::optional<DType> DTypeNamed(absl::string_view name) {
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    if (name == DTypeName(dtype)) return dtype;
+  }
+  return std::nullopt;
+}
+
 // What is said of the model as a whole.
 Manifest ReadModel(Fields& fields) {
   Manifest m;
   m.name = fields.String("name").value_or("");
   m.architecture = fields.String("architecture").value_or("");
-  const std::string dtype = fields.String("dtype").value_or("float32");
-  if (dtype != "float32" && dtype != "bfloat16") {
-    fields.Refuse("dtype", absl::StrCat("must be float32 or bfloat16, is ", dtype));
+  const std::string name = fields.String("dtype").value_or("float32");
+  const std::optional<DType> dtype = DTypeNamed(name);
+  if (!dtype.has_value()) {
+    fields.Refuse("dtype", absl::StrCat("must be float32, bfloat16 or float16, is ", name));
   }
-  m.dtype = dtype == "bfloat16" ? DType::kBFloat16 : DType::kFloat32;
+  m.dtype = dtype.value_or(DType::kFloat32);
   if (fields.Has("weights") && !fields.IsNull("weights"))
     m.weights = fields.String("weights").value_or("");
   m.vocab_size = fields.Int("vocab_size", 1, kLargest).value_or(kLargest);
@@ -305,6 +325,11 @@ absl::StatusOr<Manifest> Manifest::Parse(absl::string_view json) {
   const Json file = Json::parse(json.begin(), json.end(), nullptr, /*allow_exceptions=*/false);
   if (!file.is_object()) return absl::InvalidArgumentError("manifest: not a JSON object");
   const Json format = file.value("format", Json());
+  if (IsLater(format)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("manifest: its format ", Shown(format),
+                     " is of a later version of epikv; this one reads ", kFormat));
+  }
   if (format != kFormat) {
     return absl::InvalidArgumentError(
         absl::StrCat("manifest: format must be \"", kFormat, "\", is ", Shown(format)));

@@ -7,11 +7,10 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "runtime/dtype.h"
 #include "runtime/sampler.h"
 
 namespace epikv {
-
-enum class DType { kFloat32, kBFloat16 };
 
 // Rotary embedding of a set of layers. The angle of pair i at position p is p * inv_freq[i];
 // cos and sin are multiplied by `attention_factor`. Scaled variants (linear, Llama 3, YaRN) are

@@ -16,6 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "runtime/scalar_type.h"
 
 namespace epikv {
 namespace {
@@ -25,10 +26,6 @@ using torch::jit::Graph;
 using torch::jit::Module;
 using torch::jit::Node;
 using torch::jit::Value;
-
-at::ScalarType ScalarTypeOf(DType dtype) {
-  return dtype == DType::kBFloat16 ? at::kBFloat16 : at::kFloat;
-}
 
 // "block(3)"
 std::string CallName(absl::string_view op, int64_t layer) {

@@ -20,6 +20,7 @@
 #include "runtime/executor.h"
 #include "runtime/machine.h"
 #include "runtime/model.h"
+#include "runtime/scalar_type.h"
 #include "runtime/scheduler.h"
 
 namespace epikv {
@@ -236,15 +237,14 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
 
   progress("measuring kernels");
   const ModelShape& shape = admission.shape();
-  absl::StatusOr<DecodeKernel> kernel =
-      ChooseKernel(options.decode_kernel,
-                   {.num_heads = shape.num_heads,
-                    .num_kv_heads = shape.num_kv_heads,
-                    .key_width = shape.key_width,
-                    .value_width = shape.value_width,
-                    .scale = loaded.manifest.layers.front().scale,
-                    .dtype = loaded.manifest.dtype == DType::kFloat32 ? at::kFloat : at::kBFloat16},
-                   loaded.description);
+  absl::StatusOr<DecodeKernel> kernel = ChooseKernel(options.decode_kernel,
+                                                     {.num_heads = shape.num_heads,
+                                                      .num_kv_heads = shape.num_kv_heads,
+                                                      .key_width = shape.key_width,
+                                                      .value_width = shape.value_width,
+                                                      .scale = loaded.manifest.layers.front().scale,
+                                                      .dtype = ScalarTypeOf(loaded.manifest.dtype)},
+                                                     loaded.description);
   if (!kernel.ok()) return kernel.status();
   loaded.decode_kernel = std::string(DecodeKernelName(*kernel));
 

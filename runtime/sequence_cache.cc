@@ -6,6 +6,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "runtime/scalar_type.h"
 
 namespace epikv {
 
@@ -57,9 +58,8 @@ SequenceCache::SequenceCache(KvPool& pool, SequenceId id, const Request& request
       id_(id),
       request_(request),
       shape_(shape),
-      layout_(LayoutOf(shape, pool.dtype() == at::kFloat ? DType::kFloat32 : DType::kBFloat16,
-                       request.traits, static_cast<int64_t>(request.tap_layers.size()),
-                       request.positions)),
+      layout_(LayoutOf(shape, DTypeOf(pool.dtype()), request.traits,
+                       static_cast<int64_t>(request.tap_layers.size()), request.positions)),
       capacity_(request.demand.prefill),
       offset_(capacity_.size()),
       tables_(layout_.num_tables, SlotTable(static_cast<int64_t>(request.traits.columns.size()))) {

@@ -17,10 +17,10 @@ ResidualTap::ResidualTap(std::vector<int64_t> layers, int64_t hidden_size)
       steps_(layers_.size()),
       taken_steps_(layers_.size()) {}
 
-void ResidualTap::Take(int64_t place, const void* residual, bool bfloat16) {
+void ResidualTap::Take(int64_t place, const void* residual, DType dtype) {
   const int64_t at = place * hidden_size_;
   taken_steps_[place] =
-      StepNorm(residual, before_.data() + at, taken_.data() + at, hidden_size_, bfloat16);
+      StepNorm(residual, before_.data() + at, taken_.data() + at, hidden_size_, dtype);
 }
 
 void ResidualTap::Commit(bool decode) {

@@ -6,6 +6,7 @@
 
 #include "absl/types/span.h"
 #include "policies/signals.h"
+#include "runtime/dtype.h"
 
 namespace epikv {
 
@@ -21,7 +22,7 @@ class ResidualTap {
 
   // Takes h^l of the newest row of the step that runs. place: of l in layers(). residual:
   // [hidden_size] elements.
-  void Take(int64_t place, const void* residual, bool bfloat16);
+  void Take(int64_t place, const void* residual, DType dtype);
   // The step is committed: what was taken is now "before".
   void Commit(bool decode);
 

@@ -211,11 +211,12 @@ int64_t PackedBytes(const PackedLinears& packed) {
 }
 
 std::string Describe(DType dtype, const PackedLinears& packed, bool prepack) {
-  const bool narrow = dtype == DType::kBFloat16;
-  std::string text = absl::StrCat("TorchScript, ", narrow ? "bfloat16" : "float32", ", ");
+  std::string text = absl::StrCat("TorchScript, ", DTypeName(dtype), ", ");
   if (!prepack) return absl::StrCat(text, "no linear prepacked, as asked");
   absl::StrAppend(&text, packed.packed, " of ", packed.linears, " linears prepacked for oneDNN");
-  if (narrow && packed.packed == 0) absl::StrAppend(&text, ": this processor has no bfloat16");
+  if (dtype == DType::kBFloat16 && packed.packed == 0) {
+    absl::StrAppend(&text, ": this processor has no bfloat16");
+  }
   return text;
 }
 

@@ -20,6 +20,7 @@ constexpr MethodRole kMethodRoles[] = {
     {"TokenizationService/Detokenize", Role::kUser},
     {"ModelService/ListModels", Role::kUser},
     {"ModelService/GetModel", Role::kUser},
+    {"ModelService/GetTokenizer", Role::kUser},
     {"PolicyService/ListPolicies", Role::kUser},
     {"PolicyService/GetPolicy", Role::kUser},
     {"ExperimentService/ListExperiments", Role::kExperimenter},

@@ -1,5 +1,10 @@
 #include "server/model_service.h"
 
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+
 #include "server/generation_messages.h"
 #include "server/rpc.h"
 
@@ -16,6 +21,43 @@ v1::Calibration ToProto(const Calibration& calibration) {
   proto.set_confirmed(calibration.confirmed);
   return proto;
 }
+
+// A tokenizer.json on its way, part by part. Deletes itself in OnDone.
+class TokenizerStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
+ public:
+  TokenizerStream(grpc::CallbackServerContext& context, const Frontend& frontend)
+      : scope_("ModelService/GetTokenizer", frontend, context) {}
+
+  CallScope& scope() { return scope_; }
+  void Start(std::shared_ptr<const Tokenizer> tokenizer) {
+    tokenizer_ = std::move(tokenizer);
+    SendNext();
+  }
+  void End(const grpc::Status& status) { Finish(scope_.Close(status)); }
+
+  void OnWriteDone(bool ok) override {
+    if (!ok) return End(grpc::Status(grpc::CANCELLED, "the client has gone"));
+    SendNext();
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  void SendNext() {
+    constexpr size_t kPartBytes = 1 << 20;
+    const std::string& json = tokenizer_->json();
+    if (sent_ == json.size()) return End(grpc::Status::OK);
+    v1::TokenizerPart part;
+    part.set_json(json.substr(sent_, kPartBytes));
+    sent_ += part.json().size();
+    message_ = Serialize(part);
+    StartWrite(&message_);
+  }
+
+  CallScope scope_;
+  std::shared_ptr<const Tokenizer> tokenizer_;
+  size_t sent_ = 0;           // bytes
+  grpc::ByteBuffer message_;  // gRPC's until OnWriteDone
+};
 
 }  // namespace
 
@@ -75,6 +117,23 @@ grpc::ServerUnaryReactor* ModelService::GetModel(grpc::CallbackServerContext* co
   };
   return AnswerAtOnce<v1::GetModelRequest>("ModelService/GetModel", frontend_, *context, *in, *out,
                                            get);
+}
+
+grpc::ServerWriteReactor<grpc::ByteBuffer>* ModelService::GetTokenizer(
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* in) {
+  auto* const stream = new TokenizerStream(*context, frontend_);
+  const auto request = stream->scope().Open<v1::GetTokenizerRequest>(*in);
+  if (const auto* refusal = std::get_if<grpc::Status>(&request)) {
+    stream->End(*refusal);
+    return stream;
+  }
+  const auto found = models_.Find(std::get<v1::GetTokenizerRequest>(request).model());
+  if (const auto* refusal = std::get_if<grpc::Status>(&found)) {
+    stream->End(*refusal);
+  } else {
+    stream->Start(std::get<ModelPtr>(found)->tokenizer);
+  }
+  return stream;
 }
 
 }  // namespace epikv

@@ -17,10 +17,6 @@
 
 namespace epikv {
 
-inline absl::string_view DTypeName(DType dtype) {
-  return dtype == DType::kFloat32 ? "float32" : "bfloat16";
-}
-
 // Clients, metrics, logs and health checks use them: what a model's name must do.
 inline constexpr absl::string_view kModelNameRule =
     "have 1 to 128 bytes and no control character, quote or backslash";
@@ -52,7 +48,7 @@ struct ServingOptions {
 struct ServedModel {
   std::string name;
   ModelSource source;
-  std::unique_ptr<const Tokenizer> tokenizer;
+  std::shared_ptr<const Tokenizer> tokenizer;  // downloads of it may end after the model
   ChatFormats chat{"the model file has no chat format: export the model again"};
   std::unique_ptr<Admission> admission;
   int64_t kv_capacity_bytes = 0;

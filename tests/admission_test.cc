@@ -108,6 +108,34 @@ TEST_F(AdmissionTest, RanksForPositionsExcludePoliciesThatReadKeys) {
   Accept(admission, options);
 }
 
+const PolicySpec kReadsQueries{
+    .name = "reads_queries",
+    .params = fake_policies::kParams,
+    .traits = [](const Params&,
+                 const ModelShape&) { return PolicyTraits{.signals = Signal::kQueries}; },
+    .make = &fake_policies::Make};
+
+// What a window hides goes by position, and past queries' compact positions are not kept.
+TEST_F(AdmissionTest, CompactPositionsAndWindowsExcludePoliciesThatReadQueries) {
+  const PolicySpec* const catalog[] = {&kReadsKeys, &kReadsQueries};
+  Manifest manifest = FakeManifest(kContext);
+  manifest.layers[1].window = 64;
+  const Admission admission(manifest, catalog, Limits());
+  RequestOptions options = Ask(10, 100, "reads_queries", 50);
+  options.kv.positions = PositionMode::kCompact;
+  const Rejection rejection = Refuse(admission, options);
+  EXPECT_THAT(Fields(rejection), ElementsAre("kv.positions"));
+  EXPECT_THAT(rejection.message, HasSubstr("choose absolute positions"));
+  options.kv.positions = PositionMode::kAbsolute;
+  Accept(admission, options);
+  options.kv.positions = PositionMode::kCompact;
+  options.kv.policy = "reads_keys";
+  Accept(admission, options);
+  options.kv.policy = "reads_queries";
+  options.stop.max_output_tokens = 55;  // as many tokens as the window shows
+  Accept(admission, options);
+}
+
 TEST_F(AdmissionTest, RanksForPositionsReserveALayersKeysBeside) {
   RequestOptions options = Ask(10, 100, "by_chunk", 64);
   const KvDemand absolute = Accept(options).demand;

@@ -118,13 +118,14 @@ INSTANTIATE_TEST_SUITE_P(Attention, ColumnSums,
                          ::testing::Combine(::testing::Values(std::pair<int64_t, int64_t>{4, 4},
                                                               std::pair<int64_t, int64_t>{6, 2},
                                                               std::pair<int64_t, int64_t>{4, 1}),
-                                            ::testing::Values(at::kFloat, at::kBFloat16)));
+                                            ::testing::Values(at::kFloat, at::kBFloat16,
+                                                              at::kHalf)));
 
 // Rows of one byte, so that they can be read.
 // A decode row is the same from the logits that attending left and made anew, and is the softmax.
 TEST(DecodeRows, AreMadeOfTheLogitsThatRunLeaves) {
   at::manual_seed(2);
-  for (at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+  for (at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
     OneLayer layer(6, 2, dtype);
     const at::Tensor q = at::randn({2, 6, 16}).to(dtype);
     const std::vector<int64_t> used = {OneLayer::kTokens, OneLayer::kTokens};
@@ -182,7 +183,7 @@ class BentAttention
 // what the taps measure of it.
 TEST_P(BentAttention, EqualsTheNaiveReference) {
   const auto [soft_cap, window, dtype] = GetParam();
-  const bool narrow = dtype == at::kBFloat16;
+  const bool narrow = dtype != at::kFloat;
   at::manual_seed(3);
   for (const DecodeKernel kernel : {DecodeKernel::kBatch, DecodeKernel::kFlash}) {
     OneLayer layer(6, 2, dtype, soft_cap, window);
@@ -258,7 +259,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::Values(std::nullopt, 5.0),
                        // One that hides most slots, and whole blocks of them; one wider than all.
                        ::testing::Values(std::nullopt, 20, 700, 100000),
-                       ::testing::Values(at::kFloat, at::kBFloat16)));
+                       ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf)));
 
 std::string Read(const QueryWindow& window, int64_t layer) {
   std::string rows(window.size(), '?');

@@ -87,8 +87,9 @@ ModelShape Completed(const FakeSequence::Options& options) {
 }  // namespace
 
 decltype(FakeWorld::attention) AttentionOf(const FakeWorld& world, int64_t group) {
-  return [=, key_of = world.key, query_of = world.query, scale = world.attention_scale](
-             int64_t layer, int64_t head, int64_t query, absl::Span<const int32_t> index) {
+  return [=, key_of = world.key, query_of = world.query, scale = world.attention_scale,
+          cap = world.soft_cap, window = world.window](int64_t layer, int64_t head, int64_t query,
+                                                       absl::Span<const int32_t> index) {
     std::vector<float> mean(index.size());
     for (int64_t member = 0; member < group; ++member) {
       const std::vector<float> q = query_of(layer, head * group + member, query);
@@ -98,11 +99,14 @@ decltype(FakeWorld::attention) AttentionOf(const FakeWorld& world, int64_t group
         const std::vector<float> k = key_of(layer, head, token);
         double logit = 0;
         for (size_t c = 0; c < q.size(); ++c) logit += static_cast<double>(q[c]) * k[c];
-        mass.push_back(scale * logit);
+        logit *= scale;
+        if (cap.has_value()) logit = *cap * std::tanh(logit / *cap);
+        if (window.has_value() && token <= query - *window) logit = -INFINITY;
+        mass.push_back(logit);
         most = std::max(most, mass.back());
       }
       for (double& m : mass) sum += m = std::exp(m - most);
-      for (size_t i = 0; i < mean.size(); ++i) {
+      for (size_t i = 0; i < mean.size() && sum > 0; ++i) {
         mean[i] += static_cast<float>(mass[i] / sum / static_cast<double>(group));
       }
     }

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <tuple>
@@ -25,6 +26,8 @@ struct FakeWorld {
   // Of a query head, after RoPE.
   std::function<std::vector<float>(int64_t layer, int64_t query_head, int64_t token)> query;
   double attention_scale = 1;
+  std::optional<double> soft_cap;  // AttentionFacts', of every layer
+  std::optional<int64_t> window;
   // Of a token: the entropy of the next, and a residual's distance from the last.
   std::function<float(int64_t token)> logit_entropy;
   std::function<float(int64_t layer, int64_t token)> residual_distance;
@@ -35,7 +38,7 @@ struct FakeWorld {
 };
 
 // Rows that are the softmax of the world's queries over its keys, averaged over the `group` query
-// heads of a KV head: what policies must be shown that look at both.
+// heads of a KV head: what policies must be shown that look at both. Under its soft cap and window.
 decltype(FakeWorld::attention) AttentionOf(const FakeWorld& world, int64_t group);
 
 // Every value is drawn from `levels` different ones: few levels make ties.
@@ -104,7 +107,9 @@ class FakeSequence final : public CacheView {
   at::Tensor keys(int64_t layer, int64_t head) const override;
   at::Tensor values(int64_t layer, int64_t head) const override;
   at::Tensor queries(int64_t layer) const override;
-  double attention_scale(int64_t layer) const override { return world_.attention_scale; }
+  AttentionFacts attention(int64_t) const override {
+    return {.scale = world_.attention_scale, .soft_cap = world_.soft_cap, .window = world_.window};
+  }
   QueryMoments query_moments(int64_t layer) const override;
   at::Tensor output_projection(int64_t layer) const override;
   at::Tensor output_gram(int64_t layer) const override;

@@ -64,4 +64,13 @@ FakeWorld GoldenWorld(uint64_t seed, int64_t heads, int64_t kv_heads, int64_t wi
   return world;
 }
 
+FakeWorld BentWorld(uint64_t seed, int64_t heads, int64_t kv_heads, int64_t width, double soft_cap,
+                    int64_t window) {
+  FakeWorld world = GoldenWorld(seed, heads, kv_heads, width);
+  world.soft_cap = soft_cap;
+  world.window = window;
+  world.attention = AttentionOf(world, heads / kv_heads);
+  return world;
+}
+
 }  // namespace epikv

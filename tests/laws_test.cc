@@ -787,6 +787,28 @@ const PolicySpec kOneLayer{
     },
 };
 
+// Attention that policies make of queries and keys is that of the layer, which `probe` was pushed;
+// it fails where they differ.
+TEST(Signals, AttentionOfQueriesAndKeysHeedsWindowsAndSoftCaps) {
+  EngineHarness harness(ModelPath("bent"), {.policies = LawPolicies()});
+  const LayerFacts& layer = harness.manifest().layers.front();
+  ASSERT_TRUE(layer.soft_cap.has_value());
+  ASSERT_LT(*layer.window, 40);
+  const RequestOptions options =
+      WithPolicy(Scoring(harness.manifest(), 60, 80, 5), {"", "probe", {}}, 48);
+  EXPECT_TRUE(Evicted(harness.Run(options), harness.manifest()));
+}
+
+// Each policy on its own finds nothing amiss where windows hide much of what it ranks.
+TEST(Signals, EveryPolicyRunsUnderWindowsAndSoftCaps) {
+  EngineHarness harness(ModelPath("bent"), {.policies = LawPolicies()});
+  for (const PolicyCase& policy : EvictingPolicies()) {
+    SCOPED_TRACE(policy.policy);
+    const RequestOptions options = WithPolicy(Scoring(harness.manifest(), 20, 120, 5), policy, 64);
+    EXPECT_TRUE(Evicted(harness.Run(options), harness.manifest()));
+  }
+}
+
 TEST(Signals, AttentionIsMeasuredInTheLayersDeclaredAlone) {
   static const PolicySpec* const kCatalog[] = {&kOneLayer};
   EngineHarness harness(ModelPath("gqa"), {.policies = kCatalog});

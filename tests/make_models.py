@@ -47,8 +47,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**TINY, "num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True},
     ),
     "gqa_bf16": ("bfloat16", {**TINY, "num_key_value_heads": 2}),
+    "gqa_fp16": ("float16", {**TINY, "num_key_value_heads": 2}),
     "wide": ("float32", WIDE),
     "wide_bf16": ("bfloat16", WIDE),
+    "wide_fp16": ("float16", WIDE),
+}
+
+# Soft caps, and windows in every other layer that hide much of what the laws' texts have.
+BENT = {
+    **TINY,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 24,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 30.0,
 }
 
 
@@ -110,6 +124,7 @@ def main() -> None:
         random_model(config, out / f"{name}.pt", dtype, seed=1, name=name, check=False)
         if dtype == "float32":
             write_reference(config, out / f"{name}.json")
+    random_model(BENT, out / "bent.pt", seed=1, name="bent", architecture="Gemma2ForCausalLM")
     write_sample(out)
 
 

@@ -136,7 +136,7 @@ TEST(ManifestTest, EveryRangeIsChecked) {
   const std::vector<Violation> violations = {
       {"/name", "", "name must be a string, not empty, is \"\""},
       {"/architecture", 3, "architecture must be a string"},
-      {"/dtype", "float16", "dtype must be float32 or bfloat16, is float16"},
+      {"/dtype", "float64", "dtype must be float32, bfloat16 or float16, is float64"},
       {"/vocab_size", 0, "vocab_size must be an integer in [1, 2147483647], is 0"},
       {"/vocab_size", 1e30, "vocab_size must be an integer"},
       {"/context_length", -1, "context_length must be"},

@@ -124,8 +124,8 @@ double LargestDifference(const at::Tensor& a, const at::Tensor& b) {
 class ModelTest : public testing::TestWithParam<std::string> {};
 
 INSTANTIATE_TEST_SUITE_P(, ModelTest,
-                         testing::Values("mha", "gqa", "mqa", "tied", "gqa_bf16", "wide",
-                                         "wide_bf16"),
+                         testing::Values("mha", "gqa", "mqa", "tied", "gqa_bf16", "gqa_fp16",
+                                         "wide", "wide_bf16", "wide_fp16"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(ModelTest, CallsHooksInOrderWithTheManifestsShapes) {
@@ -184,15 +184,17 @@ TEST(TorchScriptModelTest, SaysWhatItRuns) {
   EXPECT_EQ(model->description(), "TorchScript, float32, 11 of 15 linears prepacked for oneDNN");
   EXPECT_EQ(Load("wide", {.prepack = false})->description(),
             "TorchScript, float32, no linear prepacked, as asked");
-  const auto narrow = Load("wide_bf16");
-  EXPECT_THAT(narrow->description(), HasSubstr("bfloat16"));
-  EXPECT_EQ(model->weight_bytes(), 2 * narrow->weight_bytes());
+  for (const std::string dtype : {"bfloat16", "float16"}) {
+    const auto narrow = Load(dtype == "float16" ? "wide_fp16" : "wide_bf16");
+    EXPECT_THAT(narrow->description(), HasSubstr(absl::StrCat(", ", dtype, ", ")));
+    EXPECT_EQ(model->weight_bytes(), 2 * narrow->weight_bytes()) << dtype;
+  }
   EXPECT_TRUE(nlohmann::json::parse(model->tokenizer_json()).contains("model"));
 }
 
 // What the daemon's deterministic mode stands on: steps of one size, whoever shares them.
 TEST(TorchScriptModelTest, BitsOfARowDoNotDependOnItsNeighboursOrItsPlace) {
-  for (const char* name : {"gqa", "gqa_bf16", "wide", "wide_bf16"}) {
+  for (const char* name : {"gqa", "gqa_bf16", "gqa_fp16", "wide", "wide_bf16", "wide_fp16"}) {
     for (const bool prepack : {true, false}) {
       const auto model = Load(name, {.prepack = prepack});
       const at::Tensor tokens = Tokens(*model, 16);
@@ -303,8 +305,11 @@ const std::map<std::string, Refusal>& Refusals() {
       {"layer_not_constant", {kBroken, "attention is called with a layer that is not constant"}},
       {"manifest_dtype", {kBroken, "dtype must be"}},
       {"manifest_field", {kBroken, "num_heads is missing"}},
-      {"manifest_format", {kBroken, "format must be"}},
+      {"manifest_format", {kBroken, "format must be \"epikv.model/1\", is \"other.model/1\""}},
+      {"manifest_later", {kBroken, "\"epikv.model/999\" is of a later version of epikv"}},
       {"manifest_layers", {kBroken, "attention(2) is not called; block(3) is not called"}},
+      {"manifest_other_dtype",
+       {kBroken, "8 weights are not of the manifest's dtype BFloat16, first"}},
       {"manifest_not_json", {kBroken, "manifest: not a JSON object"}},
       {"manifest_projection", {kBroken, "output_projection 'nowhere.weight' is no parameter"}},
       {"manifest_rope", {kBroken, "layers[0].rope must be"}},

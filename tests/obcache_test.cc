@@ -20,7 +20,8 @@ namespace {
 
 constexpr int64_t kTokens = 20, kWindow = 3, kGroup = 2, kWidth = 8;
 
-FakeSequence Sequence(const std::string& prune, const std::string& reduce = "after") {
+FakeSequence Sequence(const std::string& prune, const std::string& reduce = "after",
+                      const FakeWorld& world = GoldenWorld(2, kGroup, 1, kWidth)) {
   FakeSequence sequence({.spec = FindPolicy(AllPolicies(), "obcache"),
                          .params = {{"prune", prune},
                                     {"reduce", reduce},
@@ -33,7 +34,7 @@ FakeSequence Sequence(const std::string& prune, const std::string& reduce = "aft
                                    .value_width = kWidth},
                          .prompt_tokens = kTokens,
                          .budget = kTokens - 1},
-                        GoldenWorld(2, kGroup, 1, kWidth));
+                        world);
   sequence.Prefill(kTokens);
   return sequence;
 }
@@ -45,9 +46,17 @@ at::Tensor Output(const FakeSequence& sequence, int64_t i, double key, double va
   keys[i] *= key;
   values[i] *= value;
   const at::Tensor queries = sequence.queries(0).to(at::kDouble).transpose(0, 1);
-  at::Tensor logits = at::matmul(queries, keys.t()) * sequence.attention_scale(0);
-  const at::Tensor unseen =
+  at::Tensor logits = at::matmul(queries, keys.t()) * sequence.attention(0).scale;
+  const AttentionFacts attention = sequence.attention(0);
+  if (attention.soft_cap.has_value()) {
+    logits = (logits / *attention.soft_cap).tanh() * *attention.soft_cap;
+  }
+  at::Tensor unseen =
       at::ones({kWindow, kTokens}, at::kBool).triu(kTokens - kWindow + 1);  // younger
+  if (attention.window.has_value()) {
+    unseen = unseen.logical_or(
+        at::ones({kWindow, kTokens}, at::kBool).tril(kTokens - kWindow - *attention.window));
+  }
   logits.masked_fill_(unseen, -1e300);
   return logits.softmax(-1).matmul(values);
 }
@@ -62,9 +71,11 @@ double Measured(const FakeSequence& sequence, int64_t i, const std::string& prun
   return speed.square().sum(-1).mean(1).sum().item<double>();
 }
 
-TEST(ObCache, IsTheMeasuredChangeOfTheOutputs) {
+class ObCacheIn : public ::testing::TestWithParam<FakeWorld> {};
+
+TEST_P(ObCacheIn, IsTheMeasuredChangeOfTheOutputs) {
   for (const std::string prune : {"value", "key", "joint"}) {
-    FakeSequence sequence = Sequence(prune);
+    FakeSequence sequence = Sequence(prune, "after", GetParam());
     const auto& policy = dynamic_cast<const ScoredPolicy&>(sequence.policy());
     const at::Tensor score = policy.ScoreAll(sequence.task())[0];
     double most = 0;
@@ -77,6 +88,11 @@ TEST(ObCache, IsTheMeasuredChangeOfTheOutputs) {
     EXPECT_GT(most, 0.1) << prune << " is no case";
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Worlds, ObCacheIn,
+                         ::testing::Values(GoldenWorld(2, kGroup, 1, kWidth),
+                                           BentWorld(2, kGroup, 1, kWidth, 2.0, 12)),
+                         [](const auto& info) { return info.index == 0 ? "plain" : "bent"; });
 
 // Of one head with the mean weights and logits: here by the published terms, one by one.
 TEST(ObCache, ReducedBeforeIsThatOfTheMeanHead) {
@@ -115,22 +131,21 @@ TEST(ObCache, ValueIsTheWholeChange) {
 // accumulate = true, against the sum by its definition, over rounds.
 
 FakeSequence Accumulating(const std::string& gqa, int64_t kernel) {
-  return FakeSequence(
-      {.spec = FindPolicy(AllPolicies(), "obcache"),
-       .params = {{"accumulate", true},
-                  {"gqa", gqa},
-                  {"window", kWindow},
-                  {"kernel", kernel},
-                  {"slack", int64_t{0}}},
-       .shape = {.num_layers = 1,
-                 .num_heads = kGroup,
-                 .num_kv_heads = 1,
-                 .key_width = kWidth,
-                 .value_width = kWidth},
-       .protection = {.recent = 2},
-       .prompt_tokens = 12,
-       .budget = 14},
-      GoldenWorld(3, kGroup, 1, kWidth));
+  return FakeSequence({.spec = FindPolicy(AllPolicies(), "obcache"),
+                       .params = {{"accumulate", true},
+                                  {"gqa", gqa},
+                                  {"window", kWindow},
+                                  {"kernel", kernel},
+                                  {"slack", int64_t{0}}},
+                       .shape = {.num_layers = 1,
+                                 .num_heads = kGroup,
+                                 .num_kv_heads = 1,
+                                 .key_width = kWidth,
+                                 .value_width = kWidth},
+                       .protection = {.recent = 2},
+                       .prompt_tokens = 12,
+                       .budget = 14},
+                      GoldenWorld(3, kGroup, 1, kWidth));
 }
 
 // Of the query of token `born`, by query head, to each token that it sees: A^2 Z^2 |v - o|^2.
@@ -147,7 +162,7 @@ std::map<int32_t, std::vector<double>> Saliency(const FakeSequence& sequence, in
     double sum = 0;
     for (size_t slot = 0; slot < index.size(); ++slot) {
       if (index[slot] > born) continue;
-      logit[slot] = sequence.attention_scale(0) * query.dot(keys[slot]).item<double>();
+      logit[slot] = sequence.attention(0).scale * query.dot(keys[slot]).item<double>();
       sum += std::exp(logit[slot]);
       output += std::exp(logit[slot]) * values[slot];
     }

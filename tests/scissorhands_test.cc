@@ -20,9 +20,11 @@ namespace {
 
 constexpr int64_t kWindow = 40, kGroup = 2, kWidth = 8;
 
+class ScissorhandsIn : public ::testing::TestWithParam<FakeWorld> {};
+
 // Once rounds have taken tokens of the window too, and so many in one that the oldest queries see
 // none of those that are left.
-TEST(Scissorhands, CountsQueriesThatGaveLessThanTheirMean) {
+TEST_P(ScissorhandsIn, CountsQueriesThatGaveLessThanTheirMean) {
   for (const auto& [tokens, budget, decoded] :
        {std::tuple<int64_t, int64_t, int64_t>{90, 89, 0}, {90, 70, 30}, {90, 12, 25}}) {
     SCOPED_TRACE(budget);
@@ -35,7 +37,7 @@ TEST(Scissorhands, CountsQueriesThatGaveLessThanTheirMean) {
                                      .value_width = kWidth},
                            .prompt_tokens = tokens,
                            .budget = budget},
-                          GoldenWorld(4, kGroup, 1, kWidth));
+                          GetParam());
     sequence.Prefill(tokens);
     for (int64_t i = 0; i < decoded; ++i) {
       sequence.Round();
@@ -54,18 +56,22 @@ TEST(Scissorhands, CountsQueriesThatGaveLessThanTheirMean) {
     int64_t blind = 0;
     for (int64_t t = 0; t < kWindow; ++t) {
       const int64_t asked = sequence.newest() + 1 - kWindow + t;
-      const int64_t seen =
-          std::count_if(index.begin(), index.end(), [=](int32_t token) { return token <= asked; });
+      const AttentionFacts attention = sequence.attention(0);
+      auto sees = [=](int32_t token) {
+        return token <= asked && token > asked - attention.window.value_or(1 << 20);
+      };
+      const int64_t seen = std::count_if(index.begin(), index.end(), sees);
       blind += seen == 0 ? 1 : 0;
       for (int64_t head = 0; head < kGroup; ++head) {
+        const double cap = attention.soft_cap.value_or(1e9);
         const at::Tensor weight =
-            (keys.matmul(queries[t][head]) * sequence.attention_scale(0)).exp();
+            ((keys.matmul(queries[t][head]) * attention.scale / cap).tanh() * cap).exp();
         double sum = 0;
         for (size_t slot = 0; slot < index.size(); ++slot) {
-          if (index[slot] <= asked) sum += weight[slot].item<double>();
+          if (sees(index[slot])) sum += weight[slot].item<double>();
         }
         for (size_t slot = 0; slot < index.size(); ++slot) {
-          if (index[slot] > asked) continue;
+          if (!sees(index[slot])) continue;
           const double share = weight[slot].item<double>() / sum;
           ASSERT_TRUE(seen == 1 || std::abs(share * seen - 1) > 1e-5) << "too near the mean";
           if (share < (1 - 1e-6) / seen) count[slot] += 1.0 / kGroup;
@@ -78,6 +84,12 @@ TEST(Scissorhands, CountsQueriesThatGaveLessThanTheirMean) {
     EXPECT_EQ(blind > 0, budget == 12) << blind;
   }
 }
+
+// The window is narrower than the policy's, so that the oldest tokens are seen by no query of it.
+INSTANTIATE_TEST_SUITE_P(Worlds, ScissorhandsIn,
+                         ::testing::Values(GoldenWorld(4, kGroup, 1, kWidth),
+                                           BentWorld(4, kGroup, 1, kWidth, 1.0, 30)),
+                         [](const auto& info) { return info.index == 0 ? "plain" : "bent"; });
 
 }  // namespace
 }  // namespace epikv

@@ -77,6 +77,53 @@ TEST_F(ServicesTest, ModelSaysWhatItIs) {
   EXPECT_EQ(status.error_code(), grpc::NOT_FOUND);
 }
 
+// In as many parts as it takes; however many, they are the file.
+TEST(ModelServiceTest, TokenizerComesInParts) {
+  constexpr int64_t kWordBytes = 40000;
+  FakeServer server({.word_bytes = kWordBytes});
+  v1::ModelService::Stub models(server.Connect());
+  grpc::ClientContext context;
+  const auto stream = models.GetTokenizer(&context, {});
+  std::string json;
+  int parts = 0;
+  for (v1::TokenizerPart part; stream->Read(&part); ++parts) {
+    EXPECT_LE(part.json().size(), size_t{1 << 20});
+    json += part.json();
+  }
+  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_EQ(parts, 3);
+  EXPECT_TRUE(json == FakeTokenizerJson(kWordBytes));
+
+  v1::GetTokenizerRequest unknown;
+  unknown.set_model("gpt");
+  grpc::ClientContext other;
+  EXPECT_EQ(models.GetTokenizer(&other, unknown)->Finish().error_code(), grpc::NOT_FOUND);
+}
+
+// A download that its client leaves ends, and one goes on when its model has gone.
+TEST(ModelServiceTest, TokenizerOutlivesItsModelAndNotItsClient) {
+  constexpr int64_t kWordBytes = 400000;
+  FakeServer server({.word_bytes = kWordBytes});
+  v1::ModelService::Stub models(server.Connect());
+  v1::TokenizerPart part;
+  grpc::ClientContext gone;
+  const auto left = models.GetTokenizer(&gone, {});
+  ASSERT_TRUE(left->Read(&part));
+  gone.TryCancel();
+  while (left->Read(&part)) {
+  }
+  EXPECT_EQ(left->Finish().error_code(), grpc::CANCELLED);
+
+  grpc::ClientContext context;
+  const auto stream = models.GetTokenizer(&context, {});
+  ASSERT_TRUE(stream->Read(&part));
+  ASSERT_TRUE(server.models().Remove("fake", absl::Now()));
+  size_t bytes = part.json().size();
+  while (stream->Read(&part)) bytes += part.json().size();
+  EXPECT_TRUE(stream->Finish().ok());
+  EXPECT_EQ(bytes, FakeTokenizerJson(kWordBytes).size());
+}
+
 TEST_F(ServicesTest, PoliciesAreDescribedWithTheirSchema) {
   v1::ListPoliciesResponse list;
   ASSERT_TRUE(Call(policies_, &v1::PolicyService::Stub::ListPolicies, {}, &list).ok());

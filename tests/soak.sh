@@ -11,7 +11,7 @@
 #   soak.sh kills [N]               the same of its recorder alone, which records as fast as stores write
 #   soak.sh tokenizers [--strings N]  ids and text of 100,000 random strings for each algorithm, as the
 #                                   tokenizers library gives them
-#   soak.sh families [--configurations N] [--dtype fp32|bf16]
+#   soak.sh families [--configurations N] [--dtype fp32|bf16|fp16]
 #                                   random models of every family, served, against transformers
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 setup

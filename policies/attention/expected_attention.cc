@@ -60,7 +60,8 @@ at::Tensor MeanRotation(const RopeShape& rope, int64_t first, int64_t count, int
 }
 
 // The attention that the next queries can be expected to give a token, taken as normal with the
-// mean and covariance of those so far: exp(k.mu / sqrt(d) + k cov k / 2d).
+// mean and covariance of those so far: exp(k.mu / sqrt(d) + k cov k / 2d). Of a token that a window
+// hides from some of them, as much of that as there are others.
 class ExpectedAttention final : public ScoredPolicy {
  public:
   ExpectedAttention(const Params& params, const ModelShape& shape)
@@ -84,19 +85,37 @@ class ExpectedAttention final : public ScoredPolicy {
         MeanRotation(ropes_.at(lane.layer()), lane.cache().next_position(lane.layer(), lane.head()),
                      future_, keys.size(1));
     const int64_t first = lane.head() * lane.group();
-    const double scale = lane.cache().attention_scale(lane.layer());
+    const AttentionFacts attention = lane.cache().attention(lane.layer());
+    const double scale = attention.scale;
     const at::Tensor mean =
         moments.mean.narrow(0, first, lane.group()).matmul(rotation.t());  // [group, width]
     at::Tensor logits = at::matmul(mean, keys.t()).mul_(scale);            // [group, n]
+    at::Tensor spread;
     if (covariance_) {
-      const at::Tensor spread = at::matmul(
+      const at::Tensor covariance = at::matmul(
           rotation, at::matmul(moments.covariance.narrow(0, first, lane.group()), rotation.t()));
-      logits += at::matmul(keys, spread).mul_(keys).sum(-1).mul_(scale * scale / 2);
+      spread = at::matmul(keys, covariance).mul_(keys).sum(-1).mul_(scale * scale / 2);
     }
+    if (attention.soft_cap.has_value()) {
+      // The cap as its tangent at the mean: what is normal stays so.
+      SoftCap(logits, attention);
+      const at::Tensor slope = 1 - (logits / *attention.soft_cap).square();
+      if (covariance_) spread.mul_(slope.square());
+    }
+    if (covariance_) logits += spread;
+    if (attention.window.has_value()) logits += LogVisible(lane, *attention.window);
     at::Tensor score = ReduceGroup(
-        logits.masked_fill_(outliers, -std::numeric_limits<float>::infinity()).softmax(-1), gqa_);
+        SoftmaxOfSeen(logits.masked_fill_(outliers, -std::numeric_limits<float>::infinity())),
+        gqa_);
     if (value_norm_) score = (score + epsilon_) * lane.values().norm(2, -1);
     return score.masked_fill(outliers, score.max().item<float>());
+  }
+
+  // Log of the share of the next positions whose queries see a token. [n]
+  at::Tensor LogVisible(Lane& lane, int64_t window) const {
+    // The query at newest + 1 + i sees a token that is no further back than window - 1 tokens.
+    const at::Tensor visible = lane.index() + (window - 1 - lane.cache().newest());
+    return (visible.clamp(0, future_).to(at::kFloat) / static_cast<double>(future_)).log();
   }
 
   const std::vector<RopeShape> ropes_;

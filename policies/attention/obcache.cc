@@ -1,5 +1,7 @@
 #include <ATen/ATen.h>
 
+#include <optional>
+
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
 
@@ -34,7 +36,8 @@ const ParamSpec kParams[] = {
 };
 
 // Optimal brain damage of the cache: the square of how fast each query's output changes as a
-// token's value (A v), its key (A Z (v - o)), or both, shrink to nothing. A: attention; Z: logits.
+// token's value (A v), its key (A Z (v - o)), or both, shrink to nothing. A: attention; Z: logits,
+// or their slopes.
 // Column `saliency`, with `accumulate`: the sum so far, of the query heads that share the lane.
 class ObCache final : public ScoredPolicy {
  public:
@@ -66,20 +69,28 @@ class ObCache final : public ScoredPolicy {
   // Of the queries of a step that count: in prefill of the window. [group, w, n], or [1, w, n]
   at::Tensor Newest(Phase phase, Lane& lane) const {
     if (phase == Phase::kPrefill) return OfWindow(lane);
-    const at::Tensor query = lane.queries().narrow(1, lane.queries().size(1) - 1, 1);
-    const at::Tensor logits =  // it sees all
-        at::matmul(query, lane.keys().t()) * lane.cache().attention_scale(lane.layer());
-    return Saliency(lane, logits, logits.softmax(-1));
+    const at::Tensor logits = lane.Logits(1);
+    return Saliency(lane, Slopes(lane, logits), SoftmaxOfSeen(logits));
   }
 
   at::Tensor OfWindow(Lane& lane) const {
-    // Tokens that a query does not see have no attention to lose.
-    return Saliency(lane, lane.window_logits().masked_fill(lane.window_logits().isneginf(), 0),
-                    lane.window_attention());
+    return Saliency(lane, Slopes(lane, lane.window_logits()), lane.window_attention());
+  }
+
+  // How fast logits change as their keys shrink: as large as they are, Z; under a soft cap, where Z
+  // is cap tanh(z / cap), z (1 - tanh^2). Of tokens that a query does not see, which have no
+  // attention to lose, 0.
+  static at::Tensor Slopes(Lane& lane, const at::Tensor& logits) {
+    const at::Tensor seen = logits.masked_fill(logits.isneginf(), 0);
+    const std::optional<double> cap = lane.cache().attention(lane.layer()).soft_cap;
+    if (!cap.has_value()) return seen;
+    constexpr double kLargest = 1 - 0x1p-23;  // the slope beyond is nothing
+    const at::Tensor tanh = (seen / *cap).clamp(-kLargest, kLargest);
+    return tanh.atanh() * *cap * (1 - tanh.square());
   }
 
   // by_head: of the lane's query heads. [group, w, n], or [1, w, n]
-  at::Tensor Saliency(Lane& lane, const at::Tensor& logits_by_head,
+  at::Tensor Saliency(Lane& lane, const at::Tensor& slopes_by_head,
                       const at::Tensor& attention_by_head) const {
     const bool before = params_.Choice("reduce") == "before";
     auto reduced = [=](const at::Tensor& x) { return before ? x.mean(0, /*keepdim=*/true) : x; };
@@ -90,14 +101,14 @@ class ObCache final : public ScoredPolicy {
     const std::string& prune = params_.Choice("prune");
     if (prune == "value") return squared * value;
 
-    const at::Tensor logits = reduced(logits_by_head);
+    const at::Tensor slopes = reduced(slopes_by_head);
     const at::Tensor output = attention.matmul(values);  // [group, w, value_width]
     const at::Tensor along = output.matmul(values.t());  // v . o, [group, w, n]
     const at::Tensor apart =                             // |v - o|^2
         value + output.square().sum(-1, /*keepdim=*/true) - 2 * along;
-    const at::Tensor key = squared * logits.square() * apart;
+    const at::Tensor key = squared * slopes.square() * apart;
     if (prune == "key") return key;
-    return squared * value + key + 2 * squared * logits * (value - along);
+    return squared * value + key + 2 * squared * slopes * (value - along);
   }
 
   const Params params_;

@@ -200,15 +200,23 @@ class RaasPage final : public Policy {
 
   // Log of the newest query's softmax over pages, of the query head that gives a page most. A
   // page's logit is the least upper bound that channels one by one put on those of its tokens; not
-  // scaled, and of the `budget` highest pages alone (three at least), as published. fp32 [pages]
+  // scaled, and of the `budget` highest pages alone (three at least), as published. A page none of
+  // whose tokens the query sees has none. fp32 [pages]
   at::Tensor PageScores(int64_t budget, const Lane& lane, const LanePages& pages) const {
     const at::Tensor query = lane.cache()
                                  .queries(lane.layer())
                                  .select(0, -1)
                                  .narrow(0, lane.head() * lane.group(), lane.group())
                                  .to(at::kFloat);  // [group, width]
-    const at::Tensor bound = query.clamp_min(0).matmul(pages.high.t()) +
-                             query.clamp_max(0).matmul(pages.low.t());  // [group, pages]
+    const AttentionFacts attention = lane.cache().attention(lane.layer());
+    at::Tensor bound = query.clamp_min(0).matmul(pages.high.t()) +
+                       query.clamp_max(0).matmul(pages.low.t());  // [group, pages]
+    if (attention.soft_cap.has_value()) {
+      bound.mul_(attention.scale);
+      SoftCap(bound, attention);
+      bound.div_(attention.scale);
+    }
+    if (attention.window.has_value()) Hide(lane.cache().newest() - *attention.window, pages, bound);
     const int64_t num_pages = bound.size(1);
     const int64_t ranked = std::min(std::max<int64_t>(3, budget), num_pages);
     const at::Tensor least =
@@ -218,13 +226,23 @@ class RaasPage final : public Policy {
         .amax(0);
   }
 
+  // Of pages that hold nothing newer than token `last`.
+  void Hide(int64_t last, const LanePages& pages, at::Tensor& bound) const {
+    const auto after = std::upper_bound(
+        pages.number.begin(), pages.number.end(), last,
+        [this](int64_t last, int64_t number) { return last < (number + 1) * page_ - 1; });
+    bound.narrow(-1, 0, after - pages.number.begin())
+        .fill_(-std::numeric_limits<float>::infinity());
+  }
+
   // bool [num_pages]
   at::Tensor Used(int64_t budget, const at::Tensor& score) const {
     if (alpha_ > 0) return score.exp() > alpha_;
     // Of equals the newer: pages are in birth order.
     const int64_t n = score.size(0);
     const at::Tensor ascending = score.argsort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
-    const int64_t used = std::min(budget / 2, n);
+    const int64_t seen = n - score.isneginf().sum().item<int64_t>();
+    const int64_t used = std::min(budget / 2, seen);
     return at::zeros(n, at::kBool).index_fill_(0, ascending.narrow(0, n - used, used), true);
   }
 

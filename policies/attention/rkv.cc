@@ -93,7 +93,7 @@ class RKv final : public ScoredPolicy {
         BeforeWindow(lane, std::get<0>(lane.window_logits().max(0)));  // [w, before]
     const int64_t before = logits.size(1);
     const at::Tensor importance =
-        PoolNeighbours(logits.softmax(-1).mean(0, /*keepdim=*/true), kernel_, "max").squeeze(0);
+        PoolNeighbours(SoftmaxOfSeen(logits).mean(0, /*keepdim=*/true), kernel_, "max").squeeze(0);
     const at::Tensor redundancy = Similarity(lane).softmax(-1).narrow(0, 0, before);
     return WithWindow(lane, lambda_ * importance - (1 - lambda_) * redundancy);
   }

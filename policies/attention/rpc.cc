@@ -59,7 +59,7 @@ class Rpc final : public ScoredPolicy {
   at::Tensor Given(Lane& lane, int64_t prompt) const {
     const at::Tensor logits = BeforeWindow(lane, lane.window_logits());
     const at::Tensor attention =
-        logits.narrow(-1, prompt, logits.size(-1) - prompt).softmax(-1);  // [group, w, decoded]
+        SoftmaxOfSeen(logits.narrow(-1, prompt, logits.size(-1) - prompt));  // [group, w, decoded]
     const at::Tensor sum = attention.sum(1);
     if (!params_.Bool("compat")) return sum;
     return sum - attention.select(1, 0) + attention.select(1, -1);

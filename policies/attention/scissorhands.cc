@@ -40,34 +40,42 @@ class Scissorhands final : public ScoredPolicy {
   static at::Tensor Unimportant(Lane& lane) {
     constexpr int64_t kRows = 32;  // whose weights stay in the second-level cache
     const int64_t group = lane.group(), w = lane.queries().size(1), n = lane.index().size(0);
+    const AttentionFacts attention = lane.cache().attention(lane.layer());
     const at::Tensor queries =  // those of one token follow each other
-        (lane.queries() * lane.cache().attention_scale(lane.layer())).transpose(0, 1).flatten(0, 1);
-    // In birth order: what a query sees comes first.
+        (lane.queries() * attention.scale).transpose(0, 1).flatten(0, 1);
+    // In birth order: what a query sees follows each other.
     const at::Tensor keys = lane.keys().index_select(0, lane.by_birth()).t();
     const at::Tensor index = lane.index().index_select(0, lane.by_birth());
     const int64_t* const tokens = index.const_data_ptr<int64_t>();
 
     const at::Tensor all_logits = at::empty({kRows, n}), all_weights = at::empty({kRows, n});
     std::vector<uint32_t> count(n);
-    float none = 0;  // what is no number stays none
-    std::vector<int64_t> seen(kRows);
+    float none = 0;                                 // what is no number stays none
+    std::vector<int64_t> first(kRows), end(kRows);  // of what each query sees
     for (int64_t begin = 0; begin < w * group; begin += kRows) {
       const int64_t rows = std::min(kRows, w * group - begin);
       at::Tensor logits = all_logits.narrow(0, 0, rows), weights = all_weights.narrow(0, 0, rows);
       at::mm_out(logits, queries.narrow(0, begin, rows), keys);
-      float* const first = logits.mutable_data_ptr<float>();
+      SoftCap(logits, attention);
+      float* const logit = logits.mutable_data_ptr<float>();
       for (int64_t row = 0; row < rows; ++row) {
         const int64_t asked = lane.cache().newest() + 1 - w + (begin + row) / group;
-        seen[row] = std::upper_bound(tokens, tokens + n, asked) - tokens;
-        std::fill(first + row * n + seen[row], first + (row + 1) * n,
-                  -std::numeric_limits<float>::infinity());
+        auto until = [&](int64_t token) {
+          return std::upper_bound(tokens, tokens + n, token) - tokens;
+        };
+        first[row] = attention.window.has_value() ? until(asked - *attention.window) : 0;
+        end[row] = until(asked);
+        constexpr float kUnseen = -std::numeric_limits<float>::infinity();
+        std::fill(logit + row * n, logit + row * n + first[row], kUnseen);
+        std::fill(logit + row * n + end[row], logit + (row + 1) * n, kUnseen);
       }
       at::softmax_out(weights, logits, -1);
       for (int64_t row = 0; row < rows; ++row) {
-        if (seen[row] == 0) continue;
-        const float* const weight = weights.const_data_ptr<float>() + row * n;
+        const int64_t seen = end[row] - first[row];
+        if (seen == 0) continue;
+        const float* const weight = weights.const_data_ptr<float>() + row * n + first[row];
         none += 0 * weight[0];  // one logit that is none makes the whole row so
-        CountBelow(weight, 1 / static_cast<float>(seen[row]), seen[row], count.data());
+        CountBelow(weight, 1 / static_cast<float>(seen), seen, count.data() + first[row]);
       }
     }
     const at::Tensor total = Scores({count.begin(), count.end()});

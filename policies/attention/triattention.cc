@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
@@ -164,6 +165,13 @@ class TriAttention final : public ScoredPolicy {
     at::Tensor score = (at::matmul(turned_real, real.t()) + at::matmul(turned_imag, imag.t()) +
                         at::matmul(spread, length.t())) *
                        rope.attention_factor;  // [group, n]
+    const std::optional<int64_t> window = lane.cache().attention(lane.layer()).window;
+    if (window.has_value()) {
+      // What none of those queries sees is like what they would give least.
+      const at::Tensor hidden =
+          lane.index().index_select(0, lane.by_birth()) + *window <= lane.cache().newest() + 2;
+      score = at::where(hidden, score.amin(1, true), score);
+    }
     if (normalize_) {
       // The protected prompt is not ranked.
       const at::Tensor ranked =

@@ -76,10 +76,9 @@ class Vase final : public ScoredPolicy {
   at::Tensor Draw(Lane& lane, const at::Tensor& candidates) const {
     // The window's tokens have no part in the softmax.
     const int64_t before = candidates.numel(), n = lane.index().numel();
-    const at::Tensor attention = lane.window_logits()
-                                     .index_fill(-1, lane.by_birth().narrow(0, before, n - before),
-                                                 -std::numeric_limits<float>::infinity())
-                                     .softmax(-1);
+    const at::Tensor attention = SoftmaxOfSeen(
+        lane.window_logits().index_fill(-1, lane.by_birth().narrow(0, before, n - before),
+                                        -std::numeric_limits<float>::infinity()));
     const at::Tensor seen = attention.mean(1).index_select(-1, candidates);  // [group, before]
     const at::Tensor mass = PoolNeighbours(seen, kernel_, "avg").mean(0).contiguous();
     const at::Tensor index = lane.index().index_select(0, candidates).to(at::kInt);

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def test_the_sample_model_solves_its_problem(client: Client) -> None:
     assert all(TASK.correct(result.text))
     assert result.summary.finish_reason == "end"
     assert result.summary.kv.evicted_entries == 0
+
+
+def test_the_tokenizer_can_be_had(client: Client, sample_model: Path) -> None:
+    """As it is in the model file; its ids are those that the daemon works with."""
+    with zipfile.ZipFile(sample_model) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("extra/tokenizer.json")]
+        assert client.tokenizer_json(model="sample") == archive.read(name)
+    tokenizer = client.tokenizer()
+    ids = client.tokenize(TASK.prompt)
+    assert tokenizer.encode(TASK.prompt).ids == ids and len(ids) > 20
+    assert tokenizer.decode(ids) == client.detokenize(ids)
 
 
 def test_streamed_and_whole_completions_are_the_same(repeatable: Client) -> None:

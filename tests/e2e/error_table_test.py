@@ -12,6 +12,7 @@ import socket
 import sqlite3
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -1298,10 +1299,22 @@ def load(path: Path, **more: Any) -> admin_pb2.LoadModelRequest:
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("broken")
     broken_models.write(folder)
-    whole = bytearray((folder / "valid.pt").read_bytes())
-    whole[len(whole) // 2] ^= 0x10
-    (folder / "flipped.pt").write_bytes(whole)
+    flip(folder / "valid.pt", folder / "flipped.pt")
     return folder
+
+
+def flip(whole: Path, flipped: Path) -> str:
+    """Writes `whole` with one bit of its largest weight flipped; returns that record's name."""
+    with zipfile.ZipFile(whole) as archive:
+        weight = max(
+            (record for record in archive.infolist() if "/data/" in record.filename),
+            key=lambda record: record.file_size,
+        )
+        data = archive.read(weight)
+    content = whole.read_bytes()
+    place = content.index(data, weight.header_offset) + len(data) // 2
+    flipped.write_bytes(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :])
+    return weight.filename.split("/", 1)[1]
 
 
 @pytest.mark.parametrize("name", ["truncated", "empty", "not_a_model", "flipped"])
@@ -1309,6 +1322,28 @@ def test_a_model_file_that_is_damaged(odd: Daemon, broken: Path, name: str) -> N
     told = refusal(odd.admin, f"{ADMIN}/LoadModel", load(broken / f"{name}.pt", name="new"))
     assert (told.code, told.info.reason) == (Code.DATA_LOSS, "DATA_LOSS"), told.message
     assert name in told.message
+
+
+def test_a_damaged_weight_is_named(odd: Daemon, broken: Path, tmp_path: Path) -> None:
+    record = flip(broken / "valid.pt", tmp_path / "flipped.pt")
+    told = refusal(odd.admin, f"{ADMIN}/LoadModel", load(tmp_path / "flipped.pt", name="new"))
+    assert told.code is Code.DATA_LOSS
+    assert f"its record '{record}' has a wrong checksum" in told.message
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    {
+        "no_tokenizer": "it holds no tokenizer.json",
+        "no_manifest": "it holds no manifest.json",
+        "manifest_later": "of a later version of epikv",
+    }.items(),
+)
+def test_a_model_that_is_not_what_its_manifest_says(
+    odd: Daemon, broken: Path, name: str, reason: str
+) -> None:
+    told = refusal(odd.admin, f"{ADMIN}/LoadModel", load(broken / f"{name}.pt", name="new"))
+    assert told.code is Code.FAILED_PRECONDITION and reason in told.message
 
 
 def test_other_models_that_are_not_loaded(odd: Daemon, broken: Path, tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ METHODS = """
     GenerationService/Generate GenerationService/GenerateOnce GenerationService/Score
     GenerationService/CancelRequest TokenizationService/Tokenize TokenizationService/Detokenize
     TokenizationService/ApplyChatTemplate
-    ModelService/ListModels ModelService/GetModel PolicyService/ListPolicies PolicyService/GetPolicy
+    ModelService/ListModels ModelService/GetModel ModelService/GetTokenizer
+    PolicyService/ListPolicies PolicyService/GetPolicy
     ExperimentService/ListExperiments ExperimentService/GetExperiment
     ExperimentService/CreateExperiment ExperimentService/UpdateExperiment
     ExperimentService/StartExperiment ExperimentService/StopExperiment
@@ -743,6 +744,7 @@ def introspect(world: World) -> None:
     with pytest.raises(RpcError, match="CHAT_FORMAT"):
         client.apply_chat_template(HELLO, model="sample")
     client.model(client.models()[0].name)
+    client.tokenizer_json(model="sample")
     client.policy(client.policies(model="sample")[0].name, model="sample")
 
 

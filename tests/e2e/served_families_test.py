@@ -12,8 +12,14 @@ from epikv.export.sweep import Model, check, make, name_of, serving
 
 CONFIGURATIONS = 3  # of each family
 CASES = [
-    (architecture, seed, "float32") for architecture in FAMILIES for seed in range(CONFIGURATIONS)
-] + [(architecture, 3, "bfloat16") for architecture in FAMILIES]
+    *[
+        (architecture, seed, "float32")
+        for architecture in FAMILIES
+        for seed in range(CONFIGURATIONS)
+    ],
+    *[(architecture, 3, "bfloat16") for architecture in FAMILIES],
+    *[(architecture, 4, "float16") for architecture in ("LlamaForCausalLM", "Gemma2ForCausalLM")],
+]
 
 
 @pytest.fixture(scope="module")

@@ -249,11 +249,19 @@ def _more_layers(manifest: dict[str, Any]) -> None:
 MANIFESTS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "manifest_format": (
         "the manifest's format is unknown",
+        lambda m: m.update(format="other.model/1"),
+    ),
+    "manifest_later": (
+        "the manifest's format is of a later version",
         lambda m: m.update(format="epikv.model/999"),
+    ),
+    "manifest_other_dtype": (
+        "the weights are of another dtype than the manifest's",
+        lambda m: m.update(dtype="bfloat16"),
     ),
     "manifest_field": ("the manifest lacks num_heads", lambda m: m.pop("num_heads")),
     "manifest_type": ("vocab_size is a string", lambda m: m.update(vocab_size="eleven")),
-    "manifest_dtype": ("dtype is unknown", lambda m: m.update(dtype="float16")),
+    "manifest_dtype": ("dtype is unknown", lambda m: m.update(dtype="float64")),
     "manifest_layers": ("the manifest has a layer too many", _more_layers),
     "manifest_rope": ("a layer's rope is not there", lambda m: m["layers"][0].update(rope=7)),
     "manifest_width": (

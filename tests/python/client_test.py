@@ -174,6 +174,10 @@ def test_unary_calls(client: Client, fake: fake_epikvd.Fake) -> None:
     assert client.tokenize("a bb", add_special_tokens=False) == [1, 2]
     assert client.detokenize([3, 4]) == "t3 t4"
     assert [m.name for m in client.models()] == ["fake"] and client.model("fake").layers == 2
+    assert client.tokenizer_json() == fake_epikvd.TOKENIZER
+    assert client.tokenizer(model="fake").encode("w3 w1").ids == [3, 1]
+    with pytest.raises(RpcError, match="no model 'gpt'"):
+        client.tokenizer(model="gpt")
     assert [p.name for p in client.policies()] == ["epikv_flat", "oracle"]
     assert [p.default_value for p in client.policy("epikv_flat").params] == [None, 64]
     flat = client.policy("epikv_flat")

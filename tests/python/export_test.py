@@ -104,7 +104,7 @@ def test_reports_parity_in_float32(directory: Path, tmp_path: Path) -> None:
     assert report.greedy_rows == report.greedy_equal > report.rows / 2
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_narrow_dtype_is_as_close_as_transformers_itself(
     directory: Path, tmp_path: Path, dtype: str
 ) -> None:

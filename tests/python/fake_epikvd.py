@@ -38,6 +38,13 @@ from epikv.v1 import (
 MODEL = model_pb2.Model(
     name="fake", vocab_size=50, layers=2, kv_heads=1, eos_token_ids=[7], threads=1
 )
+# Word-level: w0, w1, ...
+TOKENIZER = json.dumps(
+    {
+        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(50)}, "unk_token": "w0"},
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+    }
+).encode()
 FLAT = policy_pb2.Policy(
     name="epikv_flat",
     summary="keeps what changed the residual",
@@ -196,6 +203,12 @@ class _Models(model_pb2_grpc.ModelServiceServicer):
         if request.name != MODEL.name:
             context.abort(grpc.StatusCode.NOT_FOUND, f"no model '{request.name}'")
         return MODEL
+
+    def GetTokenizer(self, request, context):
+        if request.model not in ("", MODEL.name):
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no model '{request.model}'")
+        for begin in range(0, len(TOKENIZER), 100):
+            yield model_pb2.TokenizerPart(json=TOKENIZER[begin : begin + 100])
 
 
 class _Policies(policy_pb2_grpc.PolicyServiceServicer):

@@ -338,7 +338,7 @@ def test_refuses_by_field(tmp_path: Path, raw: dict[str, Any], named: str) -> No
         read(raw, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_an_exported_file_equals_transformers(
     tmp_path: Path, architecture: str, dtype: str

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.field_mask_pb2 import FieldMask
@@ -36,6 +36,9 @@ from epikv.v1 import (
     tokenization_pb2,
     tokenization_pb2_grpc,
 )
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 
@@ -231,6 +234,20 @@ class Client:
 
     def model(self, name: str) -> Model:
         return from_proto(_call(self._models.GetModel, model_pb2.GetModelRequest(name=name)))
+
+    def tokenizer_json(self, *, model: str = "") -> bytes:
+        """The model's tokenizer.json, to the byte as it was exported."""
+        request = model_pb2.GetTokenizerRequest(model=model)
+        try:
+            return b"".join(part.json for part in self._models.GetTokenizer(request))
+        except grpc.RpcError as error:
+            raise RpcError.from_grpc(error) from None
+
+    def tokenizer(self, *, model: str = "") -> "Tokenizer":
+        """The model's tokenizer, of the package `tokenizers`: the ids are those of the daemon."""
+        from tokenizers import Tokenizer  # only who asks for it needs the package
+
+        return Tokenizer.from_str(self.tokenizer_json(model=model).decode())
 
     def policies(self, *, model: str = "") -> list[Policy]:
         """All policies by name, with their defaults for `model`."""

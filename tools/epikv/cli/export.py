@@ -40,7 +40,11 @@ class _Bar:
 @click.command("export")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("model", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), help="Default: as stored.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Default: bf16 where stored so, else fp32.",
+)
 @click.option("--name", help="What the daemon calls the model. Default: the directory's name.")
 @click.option(
     "--calibration",

@@ -16,10 +16,17 @@ from epikv.export.errors import ExportError
 from epikv.export.manifest import Manifest
 
 # Short names, for command lines.
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 # Told what is being done, and of how many bytes how many are done; of 0: not known.
 Progress = Callable[[str, int, int], object]
+
+
+def _nobody(stage: str, done: int, total: int) -> None:
+    """Tells no one."""
+
+
+_NO_CHAT = chat.Refusal("the model was saved without a chat template")
 
 
 def export(
@@ -30,7 +37,7 @@ def export(
     name: str | None = None,
     calibration: Path | None = None,
     check: bool = True,
-    progress: Progress = lambda stage, done, total: None,
+    progress: Progress = _nobody,
 ) -> parity.Report | None:
     """Writes the model in `directory` to `out`, after comparing it with transformers.
 
@@ -45,30 +52,42 @@ def export(
     reading.total = 2 * source.stored.nbytes()  # for the digest and for the module
     dtype = dtype or source.dtype()
     manifest = source.manifest(name or Path(directory).resolve().name, dtype)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        module = build(source.shape(dtype), source.weights(), getattr(torch, dtype))
-        progress("trying the chat template", 0, 0)
-        formats = chat.to_json(source.chat())
-        with warnings.catch_warnings(), _growing(temporary, _nbytes(module), progress):
-            warnings.simplefilter("ignore", DeprecationWarning)
-            torch.jit.script(module).save(
-                str(temporary),
-                _extra_files={
-                    "manifest.json": manifest.to_json(),
-                    "tokenizer.json": source.tokenizer,
-                    "chat.json": formats,
-                },
-            )
-        del module
-        gc.collect()  # scripting leaves cycles, which would hold the weights while they are loaded
-        report = _check(temporary, manifest, source.directory if check else None, progress)
-        os.replace(temporary, out)
+        with _whole(out) as temporary:
+            module = build(source.shape(dtype), source.weights(), getattr(torch, dtype))
+            progress("trying the chat template", 0, 0)
+            told = _extras(manifest, source.tokenizer, source.chat())
+            _write(module, told, temporary, progress)
+            del module
+            gc.collect()  # scripting leaves cycles, which would hold the weights when loading
+            return _check(temporary, manifest, source.directory if check else None, progress)
     except RuntimeError as error:  # torch's of a tensor or a full disk
         raise ExportError(f"{directory}: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return report
+
+
+def save(
+    module: torch.nn.Module,
+    manifest: Manifest,
+    tokenizer: str,
+    out: Path,
+    chat_formats: chat.ChatFormats | chat.Refusal = _NO_CHAT,
+) -> None:
+    """Writes a module of one's own as the file that the daemon serves.
+
+    `module` keeps the model contract: it can be scripted, its forward takes (token_ids, positions,
+    last) and calls the two operators of `epikv.export.operators`, and its weights are of
+    `manifest.dtype`. `tokenizer` is the text of a tokenizer.json, and `chat_formats` what
+    `epikv.export.chat.derive` makes of a chat template. `out` appears whole or not at all. Raises
+    ExportError, naming everything that breaks the contract.
+    """
+    out = Path(out)
+    with _whole(out) as temporary:
+        try:
+            told = _extras(manifest, tokenizer, chat_formats)
+            _write(module.eval().requires_grad_(False), told, temporary)
+        except RuntimeError as error:  # the compiler's, or of a full disk
+            raise ExportError(f"{out}: {error}") from error
+        _check(temporary, manifest, None)
 
 
 def load(path: Path) -> tuple[torch.jit.ScriptModule, Manifest, str]:
@@ -79,6 +98,36 @@ def load(path: Path) -> tuple[torch.jit.ScriptModule, Manifest, str]:
         module = torch.jit.load(str(path), map_location="cpu", _extra_files=extra)
     texts = {k: v.decode() if isinstance(v, bytes) else v for k, v in extra.items()}
     return module, Manifest.from_json(texts["manifest.json"]), texts["tokenizer.json"]
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A file beside `out`, which takes its place when the block ends well, else is removed."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _extras(
+    manifest: Manifest, tokenizer: str, formats: chat.ChatFormats | chat.Refusal
+) -> dict[str, str]:
+    """What a model file says beside its weights."""
+    return {
+        "manifest.json": manifest.to_json(),
+        "tokenizer.json": tokenizer,
+        "chat.json": chat.to_json(formats),
+    }
+
+
+def _write(
+    module: torch.nn.Module, extras: dict[str, str], path: Path, progress: Progress = _nobody
+) -> None:
+    with warnings.catch_warnings(), _growing(path, _nbytes(module), progress):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.script(module).save(str(path), _extra_files=extras)
 
 
 class _Reading:
@@ -118,7 +167,7 @@ def _nbytes(module: torch.nn.Module) -> int:
 
 
 def _check(
-    path: Path, manifest: Manifest, directory: Path | None, progress: Progress
+    path: Path, manifest: Manifest, directory: Path | None, progress: Progress = _nobody
 ) -> parity.Report | None:
     """Holds the file as written against the contract and, given its directory, transformers."""
     expected = None

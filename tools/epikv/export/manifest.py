@@ -50,7 +50,7 @@ class Calibration:
 class Manifest:
     name: str
     architecture: str
-    dtype: str  # "float32" or "bfloat16"
+    dtype: str  # "float32", "bfloat16" or "float16"
     vocab_size: int
     context_length: int  # prompt + output, in tokens
     hidden_size: int
