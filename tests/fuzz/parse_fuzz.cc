@@ -55,9 +55,10 @@ void Check(const grpc::ByteBuffer& bytes) {
                       .prefill_chunk_tokens = 16,
                       .defaults = {.max_output_tokens = 64, .policy = "by_chunk"}});
   static const Tokenizer& tokenizer = *Tokenizer::FromJson(FakeTokenizerJson()).value().release();
+  static const ChatFormats& chat = *new ChatFormats(*ChatFormats::FromJson(kFakeChatJson));
   const std::variant<Message, Rejection> parsed = Parse<Message>(bytes);
   if (const auto* rejection = std::get_if<Rejection>(&parsed)) return CheckRejection(*rejection);
-  AskedRequest asked = FromProto(std::get<Message>(parsed), tokenizer);
+  AskedRequest asked = FromProto(std::get<Message>(parsed), {.tokenizer = tokenizer, .chat = chat});
   const std::variant<Request, Rejection> resolved = Resolve(std::move(asked), admission);
   if (const auto* rejection = std::get_if<Rejection>(&resolved)) return CheckRejection(*rejection);
   CheckRequest(std::get<Request>(resolved), admission);
