@@ -254,7 +254,8 @@ GRANITE3 = """\
     {%- endif %}
 {%- endfor %}"""
 
-# GLM: of thinking, an empty one is left in history; contents are trimmed.
+# GLM: of thinking, an empty one is left in history; answers are trimmed, and of an empty one not
+# even the line is left.
 THINKING_LEFT_EMPTY = """\
 {{- '[gMASK]<sop>' }}
 {%- for message in messages %}
@@ -263,7 +264,8 @@ THINKING_LEFT_EMPTY = """\
         {%- if '</think>' in content %}
             {%- set content = content.split('</think>')[-1] %}
         {%- endif %}
-        {{- '<|assistant|>\\n<think></think>\\n' + content.strip() }}
+        {{- '<|assistant|>\\n<think></think>' }}
+        {{- '\\n' + content.strip() if content.strip() else '' }}
     {%- else %}
         {{- '<|' + message.role + '|>\\n' + message.content }}
     {%- endif %}

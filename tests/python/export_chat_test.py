@@ -153,6 +153,6 @@ def test_templates_and_directories_can_be_asked_about(directory: Path, tmp_path:
     done = CliRunner().invoke(tell, [str(path) for path in paths])
     assert done.exit_code == 0, done.output
     gemma, broken, hf = done.stdout.splitlines()
-    assert gemma.startswith("gemma.jinja: no system (the template says: No system role here), ")
-    assert broken.startswith("broken.jinja: none, because the template does not compile: line 1")
-    assert hf == "hf: system, several turns, ends with an answer"
+    assert gemma.startswith(f"{paths[0]}: no system (the template says: No system role here), ")
+    assert broken.startswith(f"{paths[1]}: none, because the template does not compile: line 1")
+    assert hf == f"{directory}: system, several turns, ends with an answer"

@@ -62,8 +62,9 @@ def command(
 ) -> None:
     """Write the model in DIRECTORY, in the Hugging Face layout, as one TorchScript file, MODEL.
 
-    The file is compared with transformers before it appears: logits and greedy tokens. On stderr:
-    what is being done, and how long it will take.
+    The file is compared with transformers before it appears: logits and greedy tokens. So is the
+    chat format that is derived from the model's template, which is kept only if it is the same. On
+    stderr: what is being done, and how long it will take.
     """
     try:
         from epikv.export import archive, chat

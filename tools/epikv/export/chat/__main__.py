@@ -16,7 +16,7 @@ def main(paths: tuple[Path, ...]) -> None:
     """Tell, a line each, what chat format becomes of PATHS: templates, or checkpoints' directories."""
     for path in paths:
         chat = read(path) if path.is_dir() else derive(path.read_text(encoding="utf-8"), _TOKENS)
-        click.echo(f"{path.name}: {told(chat)}")
+        click.echo(f"{path}: {told(chat)}")
 
 
 if __name__ == "__main__":

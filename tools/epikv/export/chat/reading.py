@@ -34,7 +34,12 @@ def derive(source: str, tokens: Mapping[str, str]) -> ChatFormats | Refusal:
 
 
 def _format(template: Template, thinking: bool | None) -> Format:
-    return verify(derive_format(template, thinking), template, thinking)
+    try:
+        return verify(derive_format(template, thinking), template, thinking)
+    except Refusal as reason:
+        if thinking is None:
+            raise
+        raise Refusal(f"with enable_thinking {str(thinking).lower()}, {reason}") from reason
 
 
 def _load(directory: Path) -> tuple[str, Mapping[str, str]]:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import FrameType
 
 import jinja2
 from jinja2 import nodes
@@ -88,15 +89,15 @@ class Template:
 def _bounded(render: Callable[[], str]) -> str:
     left = STEPS
 
-    def step(frame: object, event: str, argument: object) -> Callable[..., object]:
+    def step(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
         nonlocal left
         left -= 1
         if left < 0:
             raise Refusal(f"the template does not end within {STEPS} steps")
         return step
 
-    def enter(frame: object, event: str, argument: object) -> Callable[..., object] | None:
-        return step if frame.f_code.co_filename == "<template>" else None  # type: ignore[attr-defined]
+    def enter(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
+        return step if frame.f_code.co_filename == "<template>" else None
 
     previous = sys.gettrace()
     sys.settrace(enter)
