@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "runtime/float16.h"
+
 // Sanitizers run before the loader can pick a clone.
 #if defined(EPIKV_SANITIZED) || !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
 #define EPIKV_CLONES
@@ -23,13 +25,22 @@ constexpr int64_t kBlock = 32;
 struct BFloat16 {
   uint16_t bits;
 };
+#if defined(__clang__) && __clang_major__ < 15
+struct Float16 {
+  uint16_t bits;
+};
+EPIKV_INLINE float Load(const Float16* p) { return WidenFloat16(p->bits); }
+EPIKV_INLINE void Store(Float16* p, float x) { p->bits = NarrowFloat16(x); }
+#else
 using Float16 = _Float16;
+EPIKV_INLINE float Load(const Float16* p) { return static_cast<float>(*p); }
+EPIKV_INLINE void Store(Float16* p, float x) { *p = static_cast<Float16>(x); }
+#endif
 
 EPIKV_INLINE float Load(const float* p) { return *p; }
 EPIKV_INLINE float Load(const BFloat16* p) {
   return std::bit_cast<float>(static_cast<uint32_t>(p->bits) << 16);
 }
-EPIKV_INLINE float Load(const Float16* p) { return static_cast<float>(*p); }
 // To the nearest, ties to even.
 EPIKV_INLINE void Store(float* p, float x) { *p = x; }
 EPIKV_INLINE void Store(BFloat16* p, float x) {
@@ -37,7 +48,6 @@ EPIKV_INLINE void Store(BFloat16* p, float x) {
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   p->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
 }
-EPIKV_INLINE void Store(Float16* p, float x) { *p = static_cast<Float16>(x); }
 
 // exp(x) for x <= 0 to 2 ulp: 2^n times a polynomial of the rest (Cephes expf). 0 below -87.
 EPIKV_INLINE float ExpNegative(float x) {

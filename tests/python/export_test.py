@@ -213,6 +213,20 @@ def test_reads_shards(directory: Path, tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+def test_random_weights_may_be_written_in_shards(tmp_path: Path) -> None:
+    """The same weights, several files, and an index that transformers reads, too."""
+    write_directory(TINY, tmp_path / "whole", seed=3)
+    write_directory(TINY, tmp_path / "shards", seed=3, shard_bytes=40000)
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    whole, shards = (load_reference(tmp_path / name, "float32") for name in ("whole", "shards"))
+    for a, b in zip(whole.parameters(), shards.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for name in ("whole", "shards"):
+        export(tmp_path / name, tmp_path / f"{name}.pt", name="same", check=False)
+    a, b = (load(tmp_path / f"{name}.pt")[1] for name in ("whole", "shards"))
+    assert a == b and a.weights is not None
+
+
 def test_one_shard_is_open_at_a_time(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

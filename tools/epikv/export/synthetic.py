@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,14 @@ def write_directory(
     seed: int = 0,
     tokenizer: str = "words",
     architecture: str = "LlamaForCausalLM",
+    shard_bytes: int | None = None,
 ) -> None:
     """A Hugging Face directory with random weights, large enough that greedy tokens vary.
 
     `config` are arguments of the configuration class in transformers of one of FAMILIES.
     `tokenizer` is "words" (w0, w1, ...) or "bytes" (byte-level BPE; vocab_size >= 256).
+    `shard_bytes`: weights lie in files of about so many bytes, one of which is in memory at a time;
+    default: in one.
     """
     family = FAMILIES[architecture]
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -65,19 +68,43 @@ def write_directory(
     }
     generator = torch.Generator().manual_seed(seed)
     center = 1 - (family.norm_offset or 0)
-    weights = {k: _random(k, shape, generator, center) for k, shape in shapes.items()}
-    if checked.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {k: w.to(getattr(torch, dtype)).contiguous() for k, w in weights.items()},
-        directory / "model.safetensors",
-        metadata={"format": "pt"},
+    weights = (
+        (k, _random(k, shape, generator, center).to(getattr(torch, dtype)))
+        for k, shape in shapes.items()
+        if not (checked.tie_word_embeddings and k == "lm_head.weight")
     )
+    directory.mkdir(parents=True, exist_ok=True)
+    _save(weights, directory, shard_bytes)
     raw = {**whole.to_dict(), "architectures": [architecture], "dtype": dtype}
     (directory / "config.json").write_text(json.dumps(raw))
     make = {"words": word_tokenizer, "bytes": byte_tokenizer}[tokenizer]
     make(checked.vocab_size).save(str(directory / "tokenizer.json"))
+
+
+def _save(weights: Iterable[tuple[str, Tensor]], directory: Path, shard_bytes: int | None) -> None:
+    """As one file, or as shards and the index that names them."""
+    metadata = {"format": "pt"}
+    if shard_bytes is None:
+        save_file(dict(weights), directory / "model.safetensors", metadata=metadata)
+        return
+    weight_map: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+
+    def end() -> None:
+        file = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
+        save_file(shard, directory / file, metadata=metadata)
+        weight_map.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    for name, weight in weights:
+        shard[name] = weight
+        if sum(w.nbytes for w in shard.values()) >= shard_bytes:
+            end()
+    if shard:
+        end()
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _with_vision(whole: str, text: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
