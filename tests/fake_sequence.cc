@@ -106,7 +106,7 @@ decltype(FakeWorld::attention) AttentionOf(const FakeWorld& world, int64_t group
         most = std::max(most, mass.back());
       }
       for (double& m : mass) sum += m = std::exp(m - most);
-      for (size_t i = 0; i < mean.size() && sum > 0; ++i) {
+      for (size_t i = 0; i < mean.size() && sum != 0; ++i) {
         mean[i] += static_cast<float>(mass[i] / sum / static_cast<double>(group));
       }
     }
