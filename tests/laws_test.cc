@@ -556,7 +556,7 @@ TEST_P(SixteenPolicies, Law4_OneBatchGivesEachWhatItGetsAlone) {
 INSTANTIATE_TEST_SUITE_P(
     Laws, SixteenPolicies,
     ::testing::Combine(
-        ::testing::Values("gqa", "sample", "gqa_bf16"),
+        ::testing::Values("gqa", "sample", "gqa_bf16", "gqa_fp16"),
         ::testing::Range(0, (static_cast<int>(ProductionPolicies().size()) + kBatch - 1) / kBatch)),
     [](const auto& info) {
       return absl::StrCat(std::get<0>(info.param), "_batch_", std::get<1>(info.param));
