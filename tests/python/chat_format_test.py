@@ -270,6 +270,22 @@ def test_refuses_conversations_that_no_template_was_asked_about(
             derived["chatml"].default.render(messages, str)
 
 
+def test_refuses_contents_that_hold_texts_one_behind_the_other(
+    derived: dict[str, ChatFormats],
+) -> None:
+    refuse = {"user": (("<a>", "<a>"), ("<b>", "<c>")), "assistant": ((),)}
+    format = swapped(derived["llama3"].default, refuse=refuse)
+    user, answer = message("user", "Why?"), message("assistant", "So.")
+    for content in ("<a>", "<c> <b>", "", "<a><b"):
+        assert format.render([message("user", content)], str)
+        assert format.render([message("user", content), answer, user], str)
+    for content in ("<a><a>", "<a> <b> <a>", "<c><b>\n<c>"):
+        with pytest.raises(Refusal, match="user messages that hold '<[ab]>' and then '<[ac]>'"):
+            format.render([user, answer, message("user", content)], str)
+    with pytest.raises(Refusal, match="assistant messages that are empty"):
+        format.render([user, message("assistant", " \n"), user], str)
+
+
 def test_a_trace_function_outlives_renderings(derived: dict[str, ChatFormats]) -> None:
     def trace(*_: object) -> None: ...
 

@@ -129,7 +129,7 @@ def _with_system(probe: _Probe, format: Format) -> Format:
 
 def _history(probe: _Probe, format: Format) -> Format:
     """Finds the tag behind which answers are kept, if any."""
-    for tag in sorted({"</think>", *probe.template.markup}, key=len):
+    for tag in sorted({"</think>", *probe.template.markup}, key=lambda tag: (len(tag), tag)):
         try:
             text = probe.render(_with("assistant", f"zqa{tag}zqb")[0])
         except Refusal:
@@ -159,7 +159,7 @@ def _refusals(probe: _Probe, format: Format, role: str) -> Format:
     def refusing(format: Format, *texts: str) -> Format:
         return replace(format, refuse={**format.refuse, role: (*format.refuse[role], texts)})
 
-    if unlike(format, ["", " \n", *([f"zq{after}"] if after else [])]):
+    if unlike(format, ["", " \n"]):
         format = refusing(format)
     markup = probe.template.markup
     for text in markup:
