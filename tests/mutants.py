@@ -233,8 +233,8 @@ MUTANTS = [
     Mutant(
         "a query does not see its own token",
         "policies/lane.cc",
-        "index().index_select(0, slots) > asked",
-        "index().index_select(0, slots) >= asked",
+        "index().index_select(0, young) > asked",
+        "index().index_select(0, young) >= asked",
         "golden_policies_test",
         "*GoldenPolicy*snapkv",
     ),
@@ -321,8 +321,8 @@ MUTANTS = [
     Mutant(
         "a query sees tokens younger than itself",
         "policies/attention/scissorhands.cc",
-        "std::upper_bound(tokens, tokens + n, asked) - tokens",
-        "n",
+        "end[row] = until(asked);",
+        "end[row] = n;",
         "scissorhands_test",
         "*",
     ),
@@ -465,7 +465,7 @@ MUTANTS = [
     Mutant(
         "a prefix is kept although something of it was evicted",
         "runtime/prefix_cache.cc",
-        "SharesRows(request) &&\n         cache.Untouched();",
+        "SharesRows(request) && cache.Untouched();",
         "SharesRows(request);",
         "prefix_laws_test",
         "*PromptsOverTheBudget*gqa_Sliding*",
