@@ -26,6 +26,7 @@ TEXTS = ["The quick brown fox jumps over the lazy dog.", "Once upon a time there
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.heads, self.width = HEADS, WIDTH  # the compiler knows no globals
         self.ln_1, self.ln_2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
         self.out = nn.Linear(HIDDEN, HIDDEN)  # W_O, which some policies read
@@ -36,7 +37,7 @@ class Block(nn.Module):
     def forward(self, residual: Tensor, layer: int) -> Tensor:
         residual = torch.ops.epikv.block(residual, layer)
         normed = self.ln_1(residual)
-        q, k, v = self.qkv(normed).view(-1, 3, 4, 16).unbind(1)  # [n, HEADS, WIDTH] each
+        q, k, v = self.qkv(normed).view(-1, 3, self.heads, self.width).unbind(1)  # [n, HEADS, WIDTH] each
         attended = torch.ops.epikv.attention(q, k, v, normed, layer)
         residual = residual + self.out(attended.flatten(1))
         return residual + self.mlp(self.ln_2(residual))
