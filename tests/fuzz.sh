@@ -14,6 +14,7 @@ targets=("$@")
 done
 
 install_packages
+fetch_xgrammar
 cd "$EPIKV_ROOT"
 export CCACHE_DIR=${CCACHE_DIR:-$EPIKV_ROOT/build/ccache}
 stage "configure fuzz" cmake --preset fuzz
