@@ -9,6 +9,7 @@
 #include "epikv/v1/experiment_record.pb.h"
 #include "epikv/v1/generation.pb.h"
 #include "runtime/admission.h"
+#include "runtime/constraint.h"
 #include "runtime/forecast.h"
 #include "runtime/request.h"
 #include "runtime/tokenizer.h"
@@ -27,6 +28,11 @@ struct AskedRequest {
   bool has_seed = false;
   std::vector<FieldViolation> violations;
 };
+
+// What the text has to be; absent: anything.
+std::optional<ConstraintText> ConstraintOf(const v1::SamplingParams& sampling);
+// The field that says so.
+std::string ConstraintField(const ConstraintText& constraint);
 
 AskedRequest FromProto(const v1::GenerateRequest& request, const Tokenizer& tokenizer);
 AskedRequest FromProto(const v1::ScoreRequest& request, const Tokenizer& tokenizer);

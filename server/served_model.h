@@ -8,6 +8,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "runtime/admission.h"
+#include "runtime/constraint.h"
 #include "runtime/core_budget.h"
 #include "runtime/engine_thread.h"
 #include "runtime/runtime.h"
@@ -52,6 +53,7 @@ struct ServedModel {
   std::string name;
   ModelSource source;
   std::unique_ptr<const Tokenizer> tokenizer;
+  std::unique_ptr<ConstraintCompiler> constraints;
   std::unique_ptr<Admission> admission;
   int64_t kv_capacity_bytes = 0;
   int64_t threads = 0;

@@ -179,6 +179,8 @@ class FakeServer {
     const int64_t capacity = options.kv_capacity_tokens * kFakeBytesPerToken;
     model->name = options.manifest.name;
     model->tokenizer = *Tokenizer::FromJson(FakeTokenizerJson(options.word_bytes));
+    model->constraints =
+        std::make_unique<ConstraintCompiler>(*model->tokenizer, options.manifest.vocab_size);
     model->admission = std::make_unique<Admission>(
         options.manifest, FakeCatalog(),
         AdmissionLimits{.kv_capacity_bytes = capacity,

@@ -29,7 +29,7 @@ inline bool IsOfTheTable(grpc::StatusCode code, const std::string& reason) {
        {"INVALID_REQUEST", "KV_BUDGET", "CONTEXT_LENGTH", "NOT_UTF8", "MALFORMED", "TOKEN_RANGE",
         "SPAN_RANGE", "KV_POOL_TOO_SMALL", "PROMPT_EVICTED"}},
       {grpc::OUT_OF_RANGE, {"TOKEN_RANGE", "SPAN_RANGE"}},
-      {grpc::FAILED_PRECONDITION, {"KV_POOL_TOO_SMALL", "PROMPT_EVICTED", "LOADING"}},
+      {grpc::FAILED_PRECONDITION, {"KV_POOL_TOO_SMALL", "PROMPT_EVICTED", "LOADING", "CONSTRAINT_FAILED"}},
       {grpc::NOT_FOUND, {"NOT_FOUND"}},
       {grpc::ALREADY_EXISTS, {"DUPLICATE_ID"}},
       {grpc::RESOURCE_EXHAUSTED, {"QUEUE_FULL"}},
