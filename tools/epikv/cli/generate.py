@@ -45,6 +45,10 @@ KINDS = {
 @click.option("--presence-penalty", type=float, help="Of the output, once; default: 0.")
 @click.option("--logit-bias", type=options.Bias(), multiple=True, help="Added to a token's logit.")
 @click.option("--seed", type=int)
+@click.option("--regex", help="What the whole text has to match.")
+@click.option("--choice", multiple=True, help="One of these texts.")
+@click.option("--json-schema", type=options.text_file, help="A JSON value that this file allows.")
+@click.option("--grammar", type=options.text_file, help="Text of this EBNF's `root`.")
 @click.option(
     "--completions", "completions", type=int, help="Of the one prompt; needs a temperature."
 )
@@ -90,6 +94,10 @@ def command(
             presence_penalty=given.pop("presence_penalty"),
             logit_bias=dict(given.pop("logit_bias")),
             n=given.pop("completions"),
+            regex=given.pop("regex"),
+            choice=given.pop("choice") or None,
+            json_schema=options.read_text(given.pop("json_schema")),
+            grammar=options.read_text(given.pop("grammar")),
         ),
         "stop": Stop(
             max_output_tokens=given.pop("max_output_tokens"),

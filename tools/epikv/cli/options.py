@@ -209,6 +209,13 @@ def take_labels(options: dict[str, Any]) -> dict[str, str]:
     return dict(options.pop("labels"))
 
 
+def read_text(file: Path | None) -> str | None:
+    """What is in a file, or on standard input; None: there is none."""
+    if file is None:
+        return None
+    return sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
+
+
 def read_prompt(text: str | None, file: Path | None, ids: bool) -> Prompt:
     """The prompt from the argument, the file, or standard input; `ids`: token ids, by spaces."""
     if text is not None and file is not None:
@@ -216,7 +223,7 @@ def read_prompt(text: str | None, file: Path | None, ids: bool) -> Prompt:
     if text is None:
         if file is None and sys.stdin.isatty():
             raise click.UsageError("no prompt: give it as an argument, with --file, or on stdin")
-        text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text("utf-8")
+        text = sys.stdin.read() if file is None else read_text(file)
     if not ids:
         return text
     try:
