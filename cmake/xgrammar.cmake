@@ -64,6 +64,14 @@ if(NOT _unpacked STREQUAL "${_edits}${_archive}")
   edit_xgrammar(fsm_builder.h "kMin3BytesUnicode = 0xE08080" "kMin3BytesUnicode = 0xE0A080")
   edit_xgrammar(fsm_builder.h "kMin4BytesUnicode = 0xF0808080" "kMin4BytesUnicode = 0xF0908080")
 
+  # Strings of JSON have no control characters, and what a pattern matches in them is a string, too: the way
+  # that is taken where there is no automaton knows nothing of quotes.
+  edit_xgrammar(json_schema_converter.cc [==[AddCharacterClass({{'"', '"'}]==]
+    [==[AddCharacterClass({{0, 0x1f}, {'"', '"'}]==])
+  edit_xgrammar(json_schema_converter.cc "  // Keep regex conversion independent." "  XGRAMMAR_CHECK(!json_string)
+      << \"the pattern is not supported: printable ASCII, and none of what JSON escapes in strings\";
+  // Keep regex conversion independent.")
+
   # What grammars of a few bytes can make grow without bound is counted: runtime/grammar_work.h.
   edit_xgrammar(support/logging.h "#include \"cpptrace.h\""
     "#include \"runtime/grammar_work.h\"\n#include \"cpptrace.h\"")

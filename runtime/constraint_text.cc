@@ -57,7 +57,7 @@ std::string Literal(absl::string_view text) {
     if (c == '"' || c == '\\') {
       absl::StrAppend(&literal, "\\", absl::string_view(&c, 1));
     } else if (byte < 0x20 || byte == 0x7f) {
-      absl::StrAppend(&literal, "\\x", absl::Hex(byte, absl::kZeroPad2));
+      absl::StrAppend(&literal, "\\u", absl::Hex(byte, absl::kZeroPad4));
     } else {
       literal.push_back(c);
     }

@@ -343,7 +343,7 @@ TEST(ConstraintTest, AllowsNothingThatIsNoUtf8) {
 
 TEST(ConstraintTest, ChoicesAreWhatTheyAreByteForByte) {
   World world(Words());
-  const std::vector<std::string> choices = {"a\"b\\n", "a\n\t\x01\x7f", "日本",
+  const std::vector<std::string> choices = {"a\"b\\n", "a\n\t\x01\x7f", "\tb1", "日本",
                                             "[x](y)*", "::=",           ""};
   const auto constraint = world.compiler.Compile({Kind::kChoice, choices});
   ASSERT_TRUE(constraint.ok()) << constraint.status();
@@ -356,7 +356,7 @@ TEST(ConstraintTest, ChoicesAreWhatTheyAreByteForByte) {
   }
   ConstraintState state(*constraint, {world.end()});
   EXPECT_THAT(AllowedWords(world, state),
-              UnorderedElementsAre("a", "\xE6", "日本", "[", ":", "<end>"));
+              UnorderedElementsAre("a", "\xE6", "日本", "[", ":", "\t", "<end>"));
 }
 
 TEST(ConstraintTest, AnEndIsAllowedWhereTheTextIsWholeAndNeverAsText) {
@@ -487,6 +487,9 @@ TEST(ConstraintTest, WhatCannotBeKeptToIsRefusedWithTheReason) {
        "'type' is not supported beside 'anyOf'"},
       {Kind::kJsonSchema, R"({"allOf": [{"type": "null"}, {"type": "null"}]})", "allOf"},
       {Kind::kJsonSchema, R"({"type": "string", "format": "colour"})", "'format'"},
+      {Kind::kJsonSchema, R"({"type": "string", "format": "email"})", "'format'"},
+      {Kind::kJsonSchema, R"({"type": "string", "pattern": "a\"b"})", "pattern"},
+      {Kind::kJsonSchema, R"({"type": "string", "pattern": "é."})", "pattern"},
       {Kind::kJsonSchema, R"({"type": "number", "multipleOf": 2})", "'multipleOf'"},
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "a+", "minLength": 3})", "minLength"},
       {Kind::kJsonSchema, R"({"type": "object", "required": ["b"], "properties": {}})", "'b'"},
