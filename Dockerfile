@@ -28,12 +28,24 @@ RUN --mount=type=bind,source=deploy/setup.sh,target=/tmp/setup.sh \
  && if ldd /opt/libtorch/lib/libtorch_cpu.so | grep 'not found'; then \
       echo "TORCH_INDEX=${TORCH_INDEX} gave no CPU build of torch" >&2; exit 1; fi
 
+# What is built from sources beside ours. pip checks the hash; building the archive's metadata, which it
+# insists on, fetches its build backend.
+RUN --mount=type=bind,source=deploy/setup.sh,target=/tmp/setup.sh \
+    --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    version=$(sed -n 's/^XGRAMMAR_VERSION=//p' /tmp/setup.sh) \
+ && echo "xgrammar==$version --hash=sha256:$(sed -n 's/^XGRAMMAR_SHA256=//p' /tmp/setup.sh)" >/tmp/xgrammar.txt \
+ && python3 -m venv /tmp/pip \
+ && /tmp/pip/bin/pip download --no-cache-dir --no-deps --no-binary xgrammar --require-hashes --dest=/tmp \
+      -r /tmp/xgrammar.txt \
+ && mv "/tmp/xgrammar-$version.tar.gz" /opt/ && rm -r /tmp/pip /tmp/xgrammar.txt
+
 FROM toolchain AS build
 WORKDIR /src
 COPY . .
 ARG JOBS=2
 RUN --mount=type=cache,target=/var/cache/ccache \
     export CCACHE_DIR=/var/cache/ccache EPIKV_TORCH_DIR=/opt/libtorch \
+      EPIKV_XGRAMMAR_SDIST=$(echo /opt/xgrammar-*.tar.gz) \
  && cmake --preset release && cmake --build --preset release -j "${JOBS}" --target epikvd epikv-probe
 # What of LibTorch the daemon links, where it was linked, without symbols (a fifth of it).
 RUN mkdir -p /image/usr/local/bin /image/opt/libtorch/lib /image/etc/epikv /image/models \

@@ -14,6 +14,9 @@ EPIKV_CONSTRAINTS=$EPIKV_ROOT/tools/constraints.txt
 EPIKV_LOGS=$EPIKV_ROOT/build/logs
 EPIKV_JOBS=${EPIKV_JOBS:-$(($(nproc) < 2 ? 1 : 2))}
 TORCH_VERSION=2.13.0
+# Built from its sources (cmake/xgrammar.cmake).
+XGRAMMAR_VERSION=0.2.8
+XGRAMMAR_SHA256=8305646fd2b319d6c3003f51a1665e54cbbe9cba1fb636bc41d0b46434ccbb80
 
 # What the daemon is built from, and the tools of the build.
 EPIKV_PACKAGES=(
@@ -71,6 +74,24 @@ install_packages() {
 
 pip() { "$EPIKV_PYTHON" -m pip --disable-pip-version-check "$@"; }
 
+make_venv() {
+  [ -x "$EPIKV_PYTHON" ] || stage "virtual environment" python3 -m venv "$EPIKV_VENV"
+}
+
+# Sets EPIKV_XGRAMMAR_SDIST, and fetches it if need be. pip knows index, proxy and certificates; it runs the
+# archive's build backend for its name and version, and builds nothing.
+fetch_xgrammar() {
+  local folder=$EPIKV_ROOT/build/sources
+  export EPIKV_XGRAMMAR_SDIST=$folder/xgrammar-$XGRAMMAR_VERSION.tar.gz
+  [ -f "$EPIKV_XGRAMMAR_SDIST" ] &&
+    sha256sum --check --status <<<"$XGRAMMAR_SHA256  $EPIKV_XGRAMMAR_SDIST" && return 0
+  make_venv
+  mkdir -p "$folder"
+  echo "xgrammar==$XGRAMMAR_VERSION --hash=sha256:$XGRAMMAR_SHA256" >"$folder/xgrammar.txt"
+  stage "xgrammar $XGRAMMAR_VERSION" pip download --no-deps --no-binary xgrammar --require-hashes \
+    --dest "$folder" -r "$folder/xgrammar.txt"
+}
+
 # The virtual environment in pinned versions, made again when what it depends on has changed.
 install_python() {
   local stamp wanted
@@ -78,7 +99,7 @@ install_python() {
   wanted=$(cat "$EPIKV_ROOT"/tools/pyproject.toml "$EPIKV_ROOT"/tools/setup.py \
     "$EPIKV_CONSTRAINTS" "$EPIKV_ROOT"/proto/epikv/v1/*.proto | sha256sum)
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return 0
-  [ -x "$EPIKV_PYTHON" ] || stage "virtual environment" python3 -m venv "$EPIKV_VENV"
+  make_venv
   local index=()
   [ -n "${EPIKV_TORCH_INDEX:-}" ] && index=(--index-url "$EPIKV_TORCH_INDEX")
   # Alone: an index of torch builds need not have the other packages in these versions.
@@ -101,6 +122,7 @@ use_torch() {
 setup() {
   install_packages
   use_torch
+  fetch_xgrammar
   cd "$EPIKV_ROOT"
   export CCACHE_DIR=${CCACHE_DIR:-$EPIKV_ROOT/build/ccache}
   stage "configure" cmake --preset dev

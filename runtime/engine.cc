@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "runtime/constraint.h"
 #include "runtime/reason.h"
 #include "runtime/text_stream.h"
 
@@ -64,6 +65,9 @@ struct Sequence {
                          .stop_token_ids = ends,
                          .include_stop = request.include_stop,
                          .min_tokens = request.min_output_tokens}) {
+    if (request.sampling.constraint != nullptr && !scores()) {
+      constraint.emplace(request.sampling.constraint, ends);
+    }
     // Work items point into the tokens while more are added.
     tokens.reserve(request.prompt.size() + request.max_output_tokens);
     if (request.force_in_chunks) {
@@ -87,6 +91,7 @@ struct Sequence {
   int64_t num_outputs = 0;
   const std::vector<int32_t> ends;  // tokens that end the output
   TextStream text;
+  std::optional<ConstraintState> constraint;
   std::optional<StopMatch> stop;
   bool open = false;  // holds KV
   bool finished = false;
@@ -470,6 +475,7 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
     } else {
       item.outputs = absl::MakeConstSpan(s.tokens).subspan(prompt);
       if (s.num_outputs < s.request.min_output_tokens) item.masked = s.ends;
+      if (s.constraint.has_value()) item.allowed = s.constraint->allowed();
     }
     items.push_back(item);
     sequences.push_back(&s);
@@ -509,12 +515,13 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
     delta.residual_steps.push_back(std::move(outcome.residual_steps));
   }
   Say(s, std::move(delta), absl::MakeSpan(outcome.outputs));
-  if (!outcome.siblings.empty()) BeginSiblings(s, absl::MakeSpan(outcome.siblings));
+  if (!outcome.siblings.empty() && !s.finished) BeginSiblings(s, absl::MakeSpan(outcome.siblings));
 }
 
 void Engine::Say(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
   delta.completion = s.completion;
   std::optional<StopMatch> stop;
+  absl::Status constrained;
   for (OutputToken& output : outputs) {
     const absl::Time now = now_();
     if (s.num_outputs == 0) {
@@ -534,9 +541,16 @@ void Engine::Say(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
     TextStream::Piece piece = s.text.Append(output.token);
     delta.text += piece.text;
     stop = std::move(piece.stop);
+    if (s.constraint.has_value() && !stop.has_value()) {
+      constrained = s.constraint->Accept(output.token);
+    }
   }
+  if (!constrained.ok()) return Finish(s, FinishReason::kError, std::move(constrained));
   const bool at_length = s.num_outputs == s.request.max_output_tokens;
-  if (!stop.has_value() && at_length && !s.scores()) delta.text += s.text.Flush().text;
+  const bool at_end = s.constraint.has_value() && s.constraint->must_end();
+  if (!stop.has_value() && (at_length || at_end) && !s.scores()) {
+    delta.text += s.text.Flush().text;
+  }
   if (!s.request.output.text) delta.text.clear();
   const bool says_something = !delta.tokens.empty() || !delta.residual_steps.empty() ||
                               delta.progress.has_value() || !delta.prompt.tokens.empty();
@@ -545,6 +559,8 @@ void Engine::Say(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
   if (stop.has_value()) {
     s.stop = std::move(stop);
     Finish(s, ReasonOf(s));
+  } else if (at_end) {
+    Finish(s, FinishReason::kEnd);
   } else if (at_length) {
     Finish(s, FinishReason::kLength);
   }
@@ -564,6 +580,7 @@ void Engine::BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs) {
     sibling->from_prefix = first.from_prefix;
     sibling->admitted = first.admitted;
     Say(*sibling, {}, outputs.subspan(i, 1));
+    if (first.finished) return;  // it has failed, and all with it
     first.family->siblings.push_back(std::move(sibling));
   }
 }

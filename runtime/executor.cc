@@ -691,7 +691,8 @@ absl::StatusOr<OutputToken> Executor::TakeOutput(const StepItem& item, int64_t i
                       {.index = static_cast<uint64_t>(work.draw + i),
                        .prompt = request.prompt,
                        .outputs = work.outputs,
-                       .masked = work.masked});
+                       .masked = work.masked,
+                       .allowed = work.allowed});
   if (!chosen.ok()) return chosen.status();
   OutputToken output{.token = forced ? work.forced[i] : *chosen};
   output.greedy = forced && output.token == *chosen;

@@ -25,6 +25,8 @@ inline constexpr absl::string_view kPolicyInvalidSet = "invalid_set";
 inline constexpr absl::string_view kDeadlineInfeasible = "DEADLINE_INFEASIBLE";
 // The server is being drained: refused, or ended at the drain's limit.
 inline constexpr absl::string_view kDraining = "DRAINING";
+// What a completion's text has to be cannot be met, or not be found out in time.
+inline constexpr absl::string_view kConstraintFailed = "CONSTRAINT_FAILED";
 // When a request that the server ended may be tried again; a payload beside the reason.
 inline constexpr absl::string_view kRetryAfterUrl = "epikv/retry_after";
 // Why a policy failed that threw an object of no known type.

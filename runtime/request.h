@@ -144,6 +144,7 @@ struct Request {
   }
 };
 
+// kEnd: an end-of-sequence token, or a constraint that leaves nothing but the end.
 enum class FinishReason { kLength, kEnd, kStopToken, kStopString, kCancelled, kDeadline, kError };
 
 struct EvictionTrace {

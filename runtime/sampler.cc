@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "policies/random.h"
+#include "runtime/reason.h"
 
 namespace epikv {
 namespace {
@@ -155,7 +156,8 @@ bool Penalises(const SamplingParams& params) {
 }
 
 bool Adjusts(const SamplingParams& params, const Draw& draw) {
-  return !params.logit_bias.empty() || !draw.masked.empty() || Penalises(params);
+  return !params.logit_bias.empty() || !draw.masked.empty() || !draw.allowed.empty() ||
+         Penalises(params);
 }
 
 void Penalise(std::vector<float>& logits, const SamplingParams& params, const Draw& draw) {
@@ -185,6 +187,12 @@ std::vector<float> Adjusted(absl::Span<const float> logits, const SamplingParams
   std::vector<float> adjusted(logits.begin(), logits.end());
   for (const auto& [token, bias] : params.logit_bias) adjusted[token] += bias;
   for (int32_t token : draw.masked) adjusted[token] = -kInfinity;
+  if (!draw.allowed.empty()) {
+    for (size_t token = 0; token < adjusted.size(); ++token) {
+      const bool allowed = draw.allowed[token / 32] >> (token % 32) & 1;
+      if (!allowed) adjusted[token] = -kInfinity;
+    }
+  }
   if (Penalises(params)) Penalise(adjusted, params, draw);
   return adjusted;
 }
@@ -265,6 +273,11 @@ absl::StatusOr<std::vector<Candidate>> Candidates(absl::Span<const float> logits
     unmasked.masked = {};
     adjusted = Adjusted(logits, params, unmasked);
     peak = Peak(adjusted);
+  }
+  if (!peak.ok() && !draw.allowed.empty()) {
+    return WithReason(
+        absl::FailedPreconditionError("the constraint allows no token that is possible here"),
+        kConstraintFailed);
   }
   if (!peak.ok()) return peak.status();
   return Narrow(adjusted, *peak, params);

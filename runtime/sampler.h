@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -15,6 +16,8 @@
 
 namespace epikv {
 
+class Constraint;
+
 // How a request's tokens are drawn. Admission has checked the ranges given here.
 struct SamplingParams {
   std::optional<float> temperature;                          // finite, >= 0; absent or 0: greedy
@@ -26,6 +29,8 @@ struct SamplingParams {
   std::optional<float> frequency_penalty, presence_penalty;  // in [-2, 2]; absent: 0
   std::map<int32_t, float> logit_bias;                       // by token, in [-100, 100]
   uint64_t seed = 0;
+  // What the text has to be; null: anything. Draw.allowed says what follows from it.
+  std::shared_ptr<const Constraint> constraint;
 
   bool greedy() const { return temperature.value_or(0) == 0; }
 };
@@ -42,6 +47,8 @@ struct Draw {
   absl::Span<const int32_t> prompt;   // for the repetition penalty
   absl::Span<const int32_t> outputs;  // before this draw; for all penalties
   absl::Span<const int32_t> masked;   // may not be drawn, unless nothing else is possible
+  // Of tokens that may be drawn, a bit each, from the lowest bit; empty: all. [ceil(vocab / 32)]
+  absl::Span<const uint32_t> allowed;
 };
 
 struct Candidate {
@@ -54,7 +61,8 @@ absl::StatusOr<int32_t> Argmax(absl::Span<const float> logits);
 
 // What Sample draws from; never empty. The stages, in the order of Hugging Face's generate (and of
 // vLLM, but that it puts min_p before top_k):
-//   1. logit_bias is added; `masked` tokens become impossible.
+//   1. logit_bias is added; tokens that are `masked`, or not `allowed`, become impossible. None is
+//      left: FAILED_PRECONDITION (kConstraintFailed) where some are not `allowed`.
 //   2. Penalties. Of tokens in prompt or outputs, positive logits are divided by the repetition
 //      penalty and others multiplied; then frequency_penalty is subtracted for each time that a
 //      token is in the outputs, and presence_penalty once. Bias comes first, so that a penalty acts

@@ -26,6 +26,7 @@ struct WorkItem {
   int64_t draw = 0;             // output tokens before this step: the random draw's number
   // Where tokens are sampled: the output before this step, and what may not be drawn (see Draw).
   absl::Span<const int32_t> outputs, masked;
+  absl::Span<const uint32_t> allowed;
   // The last `num_outputs` rows give an output token each: sampled, or forced where `forced` is
   // not empty (then equally long).
   int64_t num_outputs = 0;

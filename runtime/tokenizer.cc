@@ -6,6 +6,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "runtime/tokenizer/added_tokens.h"
 #include "runtime/tokenizer/decoder.h"
 #include "runtime/tokenizer/json_fields.h"
@@ -241,6 +242,19 @@ std::string Tokenizer::Decode(absl::Span<const int32_t> ids, const DecodeOptions
 std::optional<absl::string_view> Tokenizer::TokenBytes(int32_t id) const {
   if (id < 0 || id >= vocab_size() || !parts_->decoded[id].exists) return std::nullopt;
   return parts_->decoded[id].bytes;
+}
+
+std::optional<std::string> Tokenizer::FirstTokenBytes(int32_t id) const {
+  const std::optional<absl::string_view> bytes = TokenBytes(id);
+  if (!bytes.has_value()) return std::nullopt;
+  const auto first = parts_->first_bytes.find(id);
+  absl::string_view text = first == parts_->first_bytes.end() ? *bytes : first->second;
+  const auto& strip = parts_->decoder.strip();
+  size_t left = strip.count;
+  while (left > 0 && absl::ConsumePrefix(&text, strip.content)) --left;
+  // Of the next token more would be taken.
+  if (left > 0 && left < strip.count && text.empty()) return std::nullopt;
+  return std::string(text);
 }
 
 absl::string_view Tokenizer::separator() const { return parts_->decoder.separator(); }

@@ -46,6 +46,8 @@ class Tokenizer {
   // The bytes that a token contributes to decoded text where it is not the first, not always whole
   // UTF-8; absent if the id names no token. Valid while the tokenizer is.
   std::optional<absl::string_view> TokenBytes(int32_t id) const;
+  // The same of a first token. Absent also where the text of those after it depends on it.
+  std::optional<std::string> FirstTokenBytes(int32_t id) const;
   // What stands between the bytes of two contributing tokens: nothing, or a space.
   absl::string_view separator() const;
 

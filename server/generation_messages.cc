@@ -169,6 +169,21 @@ StopOptions FromProto(const v1::StopParams& proto) {
   return stop;
 }
 
+void SetConstraint(const ConstraintText& constraint, v1::SamplingParams& proto) {
+  switch (constraint.kind) {
+    case ConstraintText::Kind::kRegex:
+      return proto.set_regex(constraint.texts.front());
+    case ConstraintText::Kind::kChoice:
+      proto.mutable_choice()->mutable_items()->Assign(constraint.texts.begin(),
+                                                      constraint.texts.end());
+      return;
+    case ConstraintText::Kind::kJsonSchema:
+      return proto.set_json_schema(constraint.texts.front());
+    case ConstraintText::Kind::kGrammar:
+      return proto.set_grammar(constraint.texts.front());
+  }
+}
+
 v1::ResolvedKv ResolvedKvOf(const Request& request) {
   v1::ResolvedKv kv;
   kv.set_policy(std::string(request.spec->name));
@@ -309,7 +324,40 @@ v1::SamplingParams ToProto(const SamplingParams& params) {
   proto.set_frequency_penalty(params.frequency_penalty.value_or(0));
   proto.set_presence_penalty(params.presence_penalty.value_or(0));
   proto.mutable_logit_bias()->insert(params.logit_bias.begin(), params.logit_bias.end());
+  if (params.constraint != nullptr) SetConstraint(params.constraint->text(), proto);
   return proto;
+}
+
+std::optional<ConstraintText> ConstraintOf(const v1::SamplingParams& sampling) {
+  using Kind = ConstraintText::Kind;
+  switch (sampling.constraint_case()) {
+    case v1::SamplingParams::kRegex:
+      return ConstraintText{Kind::kRegex, {sampling.regex()}};
+    case v1::SamplingParams::kChoice:
+      return ConstraintText{Kind::kChoice,
+                            {sampling.choice().items().begin(), sampling.choice().items().end()}};
+    case v1::SamplingParams::kJsonSchema:
+      return ConstraintText{Kind::kJsonSchema, {sampling.json_schema()}};
+    case v1::SamplingParams::kGrammar:
+      return ConstraintText{Kind::kGrammar, {sampling.grammar()}};
+    case v1::SamplingParams::CONSTRAINT_NOT_SET:
+      break;
+  }
+  return std::nullopt;
+}
+
+std::string ConstraintField(const ConstraintText& constraint) {
+  switch (constraint.kind) {
+    case ConstraintText::Kind::kRegex:
+      return "sampling.constraint.regex";
+    case ConstraintText::Kind::kChoice:
+      return "sampling.constraint.choice";
+    case ConstraintText::Kind::kJsonSchema:
+      return "sampling.constraint.json_schema";
+    case ConstraintText::Kind::kGrammar:
+      break;
+  }
+  return "sampling.constraint.grammar";
 }
 
 AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& prompts) {

@@ -10,6 +10,7 @@
 #include "epikv/v1/generation.pb.h"
 #include "runtime/admission.h"
 #include "runtime/chat_format.h"
+#include "runtime/constraint.h"
 #include "runtime/forecast.h"
 #include "runtime/request.h"
 #include "runtime/tokenizer.h"
@@ -29,6 +30,11 @@ struct AskedRequest {
   std::vector<FieldViolation> violations;
   std::optional<Rejection> refusal;  // the model cannot have such a prompt
 };
+
+// What the text has to be; absent: anything.
+std::optional<ConstraintText> ConstraintOf(const v1::SamplingParams& sampling);
+// The field that says so.
+std::string ConstraintField(const ConstraintText& constraint);
 
 // What a model makes of texts and conversations. Both outlive the call.
 struct PromptReader {

@@ -81,6 +81,23 @@ bool ConcernsKv(const Rejection& rejection) {
                      });
 }
 
+// Compiles what the text has to be. A text that is no constraint is a violation beside others.
+std::optional<grpc::Status> Constrain(const v1::GenerateRequest& message, const ServedModel& model,
+                                      AskedRequest& asked) {
+  const std::optional<ConstraintText> text = ConstraintOf(message.sampling());
+  if (!text.has_value()) return std::nullopt;
+  auto constraint = model.constraints->Compile(*text);
+  if (constraint.ok()) {
+    asked.options.sampling.constraint = *std::move(constraint);
+  } else if (absl::IsInvalidArgument(constraint.status())) {
+    asked.violations.push_back(
+        {ConstraintField(*text), std::string(constraint.status().message())});
+  } else {
+    return ToGrpc(constraint.status());
+  }
+  return std::nullopt;
+}
+
 // A stream's messages are smaller than its outbox; a result may be of any size.
 grpc::Status AnswerTooLarge(int64_t bytes, int64_t limit) {
   return ToGrpc(Rejection{
@@ -428,6 +445,10 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope
       return std::move(*refusal);
     }
     dealt = std::get<Dealt>(std::move(result));
+    if (std::optional<grpc::Status> refusal = Constrain(message, model, asked)) {
+      model.metrics->OnRejected(kConstraintFailed);
+      return *std::move(refusal);
+    }
   }
   const DeltaOptions deltas = asked.deltas;
   std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);

@@ -70,6 +70,8 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
     if (!chat.ok()) return chat.status();
     model->chat = *std::move(chat);
   }
+  model->constraints =
+      std::make_unique<ConstraintCompiler>(*model->tokenizer, loaded.manifest.vocab_size);
   model->admission = std::make_unique<Admission>(
       loaded.manifest, std::move(loaded.shape), loaded.policies,
       AdmissionLimits{.kv_capacity_bytes = loaded.kv_capacity_bytes,

@@ -9,6 +9,7 @@
 #include "absl/time/time.h"
 #include "runtime/admission.h"
 #include "runtime/chat_format.h"
+#include "runtime/constraint.h"
 #include "runtime/core_budget.h"
 #include "runtime/engine_thread.h"
 #include "runtime/runtime.h"
@@ -50,6 +51,7 @@ struct ServedModel {
   ModelSource source;
   std::shared_ptr<const Tokenizer> tokenizer;  // downloads of it may end after the model
   ChatFormats chat{"the model file has no chat format: export the model again"};
+  std::unique_ptr<ConstraintCompiler> constraints;
   std::unique_ptr<Admission> admission;
   int64_t kv_capacity_bytes = 0;
   int64_t threads = 0;

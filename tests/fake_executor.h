@@ -122,6 +122,15 @@ class FakeExecutor final : public StepExecutor {
     int64_t peak_tokens = 0;
   };
 
+  static bool Allows(const WorkItem& item, int32_t token) {
+    return item.allowed.empty() || (item.allowed[token / 32] >> (token % 32) & 1) != 0;
+  }
+  static int32_t LowestAllowed(const WorkItem& item) {
+    int32_t token = 0;
+    while (!Allows(item, token)) ++token;
+    return token;
+  }
+
   ForwardOutcome Run(const WorkItem& item) const {
     ForwardOutcome outcome;
     if (script_->on_item) outcome.status = script_->on_item(item);
@@ -133,6 +142,7 @@ class FakeExecutor final : public StepExecutor {
         return std::find(item.masked.begin(), item.masked.end(), likeliest) != item.masked.end();
       };
       while (is_masked()) likeliest = script_->next(likeliest);
+      if (!Allows(item, likeliest)) likeliest = LowestAllowed(item);
       const int32_t token = item.forced.empty() ? likeliest : item.forced[i];
       outcome.outputs.push_back({.token = token,
                                  .logprob = token == likeliest ? -0.125f : -4.0f,
@@ -144,6 +154,9 @@ class FakeExecutor final : public StepExecutor {
       outcome.siblings.push_back(outcome.outputs.back());
       for (int64_t j = 0; j < i; ++j) {
         outcome.siblings.back().token = script_->next(outcome.siblings.back().token);
+      }
+      if (!Allows(item, outcome.siblings.back().token)) {
+        outcome.siblings.back().token = LowestAllowed(item);
       }
     }
     if (!item.decode && item.request->output.prompt_logprobs) outcome.prompt = OfPrompt(item);

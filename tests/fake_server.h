@@ -181,6 +181,8 @@ class FakeServer {
     model->name = options.manifest.name;
     model->tokenizer = *Tokenizer::FromJson(FakeTokenizerJson(options.word_bytes));
     model->chat = *ChatFormats::FromJson(options.chat_json);
+    model->constraints =
+        std::make_unique<ConstraintCompiler>(*model->tokenizer, options.manifest.vocab_size);
     model->admission = std::make_unique<Admission>(
         options.manifest, FakeCatalog(),
         AdmissionLimits{.kv_capacity_bytes = capacity,

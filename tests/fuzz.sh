@@ -17,6 +17,7 @@ done
 preset() { [ "$1" = model_fuzz ] && echo fuzz-torch || echo fuzz; }
 
 install_packages
+fetch_xgrammar
 cd "$EPIKV_ROOT"
 export CCACHE_DIR=${CCACHE_DIR:-$EPIKV_ROOT/build/ccache}
 for tree in fuzz fuzz-torch; do

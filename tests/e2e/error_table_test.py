@@ -235,6 +235,20 @@ ROWS = {
         generate(sampling={"logit_bias": {5: 101}}),
         {"sampling.logit_bias[5]": ["[-100, 100]", "is 101"]},
     ),
+    "regex": Row(
+        generate(sampling={"regex": "a(b"}), {"sampling.constraint.regex": ["parenthesis"]}
+    ),
+    "choice": Row(
+        generate(sampling={"choice": {"items": ["x"] * 1025}}),
+        {"sampling.constraint.choice": ["1025", "1024"]},
+    ),
+    "schema": Row(
+        generate(sampling={"json_schema": '{"type": "array", "uniqueItems": true}'}),
+        {"sampling.constraint.json_schema": ["'uniqueItems'"]},
+    ),
+    "grammar": Row(
+        generate(sampling={"grammar": "root ::= rest"}), {"sampling.constraint.grammar": ["rest"]}
+    ),
     "no output": Row(
         generate(stop={"max_output_tokens": 0}), {"stop.max_output_tokens": ["at least 1"]}
     ),
@@ -710,6 +724,15 @@ def test_what_is_wrong_with_a_request(plain: Daemon, small: Daemon, name: str) -
     if row.code is Code.FAILED_PRECONDITION:
         [missing] = told.details["PreconditionFailure"].violations
         assert [missing.subject] == [*row.fields]
+
+
+def test_a_text_that_no_token_goes_on_with(plain: Daemon) -> None:
+    """The vocabulary has the first word, and nothing of the second."""
+    told = refusal(
+        plain.grpc, f"{GENERATION}/Generate", generate(sampling={"choice": {"items": ["ask zzz"]}})
+    )
+    assert (told.code, told.info.reason) == (Code.FAILED_PRECONDITION, "CONSTRAINT_FAILED")
+    assert "no token of this model's vocabulary" in told.message
 
 
 UNKNOWN = {

@@ -30,7 +30,7 @@ inline bool IsOfTheTable(grpc::StatusCode code, const std::string& reason) {
         "SPAN_RANGE", "KV_POOL_TOO_SMALL", "PROMPT_EVICTED"}},
       {grpc::OUT_OF_RANGE, {"TOKEN_RANGE", "SPAN_RANGE"}},
       {grpc::FAILED_PRECONDITION,
-       {"KV_POOL_TOO_SMALL", "PROMPT_EVICTED", "LOADING", "CHAT_FORMAT"}},
+       {"KV_POOL_TOO_SMALL", "PROMPT_EVICTED", "LOADING", "CHAT_FORMAT", "CONSTRAINT_FAILED"}},
       {grpc::NOT_FOUND, {"NOT_FOUND"}},
       {grpc::ALREADY_EXISTS, {"DUPLICATE_ID"}},
       {grpc::RESOURCE_EXHAUSTED, {"QUEUE_FULL"}},

@@ -40,7 +40,12 @@ constexpr const char* kWords[] = {"",
                                   "default_policy",
                                   "log_level",
                                   "missing",
-                                  "w"};
+                                  "w",
+                                  "w1 w2",
+                                  "w[1-3]( w2)*",
+                                  "root ::= \"w1\" | root \" w2\"",
+                                  "{\"type\": \"string\"}",
+                                  "{\"enum\": [1, \"w1\"]}"};
 constexpr double kNumbers[] = {0,   1,   2,          3,          8,    16,          17,   32,
                                63,  64,  127,        128,        0.5,  0.25,        1.5,  -1,
                                100, 1e6, 2147483647, 4294967295, 1e18, -2147483648, 1e-9, 1e308};

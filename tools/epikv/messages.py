@@ -378,6 +378,8 @@ def from_proto(message: Message) -> Any:
         return message.seconds + message.nanos / 1e9
     if name in ("google.protobuf.Struct", "google.protobuf.Value"):
         return whole(MessageToDict(message))
+    if name == "epikv.v1.StringList":
+        return list(message.items)
     return MESSAGES[name](
         **{field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
     )

@@ -134,7 +134,11 @@ class Kv:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What is left out is the model's own, else as if it were not there: greedy, then."""
+    """What is left out is the model's own, else as if it were not there: greedy, then.
+
+    At most one of `regex`, `choice`, `json_schema` and `grammar` (EBNF) says what the whole text has to
+    be; a schema is JSON, or what JSON is made from.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -147,9 +151,23 @@ class Sampling:
     presence_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
     n: int | None = None  # completions of the prompt; more than one needs a temperature
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    grammar: str | None = None
 
     def to_proto(self) -> generation_pb2.SamplingParams:
-        return generation_pb2.SamplingParams(**vars(self))
+        """Raises ValueError for more than one constraint."""
+        fields = vars(self) | {"choice": None}
+        constraints = ("regex", "choice", "json_schema", "grammar")
+        given = [name for name in constraints if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"one constraint is possible, not {' and '.join(given)}")
+        if isinstance(self.json_schema, Mapping):
+            fields["json_schema"] = json.dumps(self.json_schema, ensure_ascii=False)
+        if self.choice is not None:
+            fields["choice"] = generation_pb2.StringList(items=self.choice)
+        return generation_pb2.SamplingParams(**fields)
 
 
 GREEDY = Sampling(temperature=0)  # whatever the model's own is

@@ -1,5 +1,6 @@
 """`epikv generate`"""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ KINDS = {
 @options.kv
 @click.option("--max-output-tokens", "-n", type=int)
 @options.sampling
+@click.option("--regex", help="What the whole text has to match.")
+@click.option("--choice", multiple=True, help="One of these texts.")
+@click.option("--json-schema", type=options.text_file, help="A JSON value that this file allows.")
+@click.option("--grammar", type=options.text_file, help="Text of this EBNF's `root`.")
 @click.option(
     "--completions", "completions", type=int, help="Of the one prompt; needs a temperature."
 )
@@ -69,7 +74,14 @@ def command(
         "scheduling": options.take_scheduling(given),
         "experiment": options.take_experiment(given),
         "labels": options.take_labels(given),
-        "sampling": options.take_sampling(given, given.pop("completions")),
+        "sampling": replace(
+            options.take_sampling(given),
+            n=given.pop("completions"),
+            regex=given.pop("regex"),
+            choice=given.pop("choice") or None,
+            json_schema=options.read_text(given.pop("json_schema")),
+            grammar=options.read_text(given.pop("grammar")),
+        ),
         "stop": Stop(
             max_output_tokens=given.pop("max_output_tokens"),
             stop_strings=given.pop("stop_strings"),

@@ -170,7 +170,7 @@ def sampling(command: Command) -> Command:
     return command
 
 
-def take_sampling(options: dict[str, Any], n: int | None = None) -> Sampling:
+def take_sampling(options: dict[str, Any]) -> Sampling:
     """The Sampling of a command's options, which are taken out of `options`."""
     return Sampling(
         temperature=options.pop("temperature"),
@@ -183,7 +183,6 @@ def take_sampling(options: dict[str, Any], n: int | None = None) -> Sampling:
         frequency_penalty=options.pop("frequency_penalty"),
         presence_penalty=options.pop("presence_penalty"),
         logit_bias=dict(options.pop("logit_bias")),
-        n=n,
     )
 
 
@@ -248,6 +247,13 @@ def take_labels(options: dict[str, Any]) -> dict[str, str]:
     return dict(options.pop("labels"))
 
 
+def read_text(file: Path | None) -> str | None:
+    """What is in a file, or on standard input; None: there is none."""
+    if file is None:
+        return None
+    return sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
+
+
 def read_prompt(text: str | None, file: Path | None, ids: bool) -> Prompt:
     """The prompt from the argument, the file, or standard input; `ids`: token ids, by spaces."""
     if text is not None and file is not None:
@@ -255,7 +261,7 @@ def read_prompt(text: str | None, file: Path | None, ids: bool) -> Prompt:
     if text is None:
         if file is None and sys.stdin.isatty():
             raise click.UsageError("no prompt: give it as an argument, with --file, or on stdin")
-        text = sys.stdin.read() if file is None or str(file) == "-" else file.read_text("utf-8")
+        text = sys.stdin.read() if file is None else read_text(file)
     if not ids:
         return text
     try:

@@ -1,0 +1,120 @@
+# xgrammar's C++ core as a static library with our flags: its own CMakeLists.txt wants -flto, -Werror and
+# Python's bindings. deploy/setup.sh fetches the archive and checks its hash.
+
+if(NOT EXISTS "${EPIKV_XGRAMMAR_SDIST}")
+  message(FATAL_ERROR "EPIKV_XGRAMMAR_SDIST='${EPIKV_XGRAMMAR_SDIST}' is no file. It is xgrammar's source "
+    "archive; deploy/setup.sh fetches it.")
+endif()
+get_filename_component(_name ${EPIKV_XGRAMMAR_SDIST} NAME)
+string(REGEX REPLACE "[.]tar[.]gz$" "" _name ${_name})
+set(_xgrammar ${PROJECT_BINARY_DIR}/${_name})
+
+# Replaces a text in all its places in one of the library's files.
+function(edit_xgrammar file before after)
+  file(READ ${_xgrammar}/cpp/${file} text)
+  string(REPLACE "${before}" "${after}" edited "${text}")
+  if(edited STREQUAL text)
+    message(FATAL_ERROR "xgrammar's ${file} is not as cmake/xgrammar.cmake expects: no '${before}'")
+  endif()
+  file(WRITE ${_xgrammar}/cpp/${file} "${edited}")
+endfunction()
+
+# Unpacked again when this file or the archive has changed.
+file(SHA256 ${CMAKE_CURRENT_LIST_FILE} _edits)
+file(SHA256 ${EPIKV_XGRAMMAR_SDIST} _archive)
+set(_stamp ${_xgrammar}/epikv.stamp)
+set(_unpacked "")
+if(EXISTS ${_stamp})
+  file(READ ${_stamp} _unpacked)
+endif()
+if(NOT _unpacked STREQUAL "${_edits}${_archive}")
+  file(REMOVE_RECURSE ${_xgrammar})
+  file(ARCHIVE_EXTRACT INPUT ${EPIKV_XGRAMMAR_SDIST} DESTINATION ${PROJECT_BINARY_DIR}
+    PATTERNS "*/cpp/*" "*/include/*" "*/picojson.h" "*/dlpack.h" "*/LICENSE" "*/NOTICE")
+
+  # A token's descendants are those that it begins, not those that it is somewhere in: what the wrong ones
+  # inherited was that they cannot follow.
+  edit_xgrammar(tokenizer_info.cc "(token.find(prefix_stack.top().first) == std::string::npos)"
+    "(token.rfind(prefix_stack.top().first, 0) != 0)")
+
+  # (ab?)? and (ab?){1,} began or went on in the middle of what they repeat: they shared a state that has
+  # edges of its own.
+  edit_xgrammar(fsm.cc "  if (!ends_.empty()) {
+    fsm.AddEpsilonEdge(start_, ends_.front());
+  }
+  return FSMWithStartEnd(fsm, start_, ends_);" "  const int new_start = fsm.AddState();
+  fsm.AddEpsilonEdge(new_start, start_);
+  std::vector<int32_t> new_ends = ends_;
+  new_ends.push_back(new_start);
+  return FSMWithStartEnd(fsm, new_start, new_ends);")
+  edit_xgrammar(fsm_builder.cc "  // Handling {n,}\n" "  if (!has_upper_bound) {
+    std::vector<FSMWithStartEnd> copies(state.lower_bound, child);
+    copies.push_back(child.Star());
+    return ResultOk(FSMWithStartEnd::Concat(copies));
+  }\n")
+
+  # UTF-8 has neither surrogates nor longer spellings of shorter characters.
+  edit_xgrammar(fsm_builder.cc "  // Ensure max and min are valid unicode value.\n" "  constexpr uint32_t kFirstSurrogate = 0xEDA080, kAboveSurrogates = 0xEE8080;
+  if (min < kAboveSurrogates && max >= kFirstSurrogate) {
+    if (min < kFirstSurrogate) AddPackedUTF8RangeEdges(fsm, from, to, min, 0xED9FBF);
+    if (max >= kAboveSurrogates) AddPackedUTF8RangeEdges(fsm, from, to, kAboveSurrogates, max);
+    return;
+  }\n")
+  edit_xgrammar(fsm_builder.h "kMin2BytesUnicode = 0xC080" "kMin2BytesUnicode = 0xC280")
+  edit_xgrammar(fsm_builder.h "kMin3BytesUnicode = 0xE08080" "kMin3BytesUnicode = 0xE0A080")
+  edit_xgrammar(fsm_builder.h "kMin4BytesUnicode = 0xF0808080" "kMin4BytesUnicode = 0xF0908080")
+
+  # Strings of JSON have no control characters, and what a pattern matches in them is a string, too: the way
+  # that is taken where there is no automaton knows nothing of quotes.
+  edit_xgrammar(json_schema_converter.cc [==[AddCharacterClass({{'"', '"'}]==]
+    [==[AddCharacterClass({{0, 0x1f}, {'"', '"'}]==])
+  edit_xgrammar(json_schema_converter.cc "  // Keep regex conversion independent." "  XGRAMMAR_CHECK(!json_string)
+      << \"the pattern is not supported: printable ASCII, and none of what JSON escapes in strings\";
+  // Keep regex conversion independent.")
+
+  # What grammars of a few bytes can make grow without bound is counted: runtime/grammar_work.h.
+  edit_xgrammar(support/logging.h "#include \"cpptrace.h\""
+    "#include \"runtime/grammar_work.h\"\n#include \"cpptrace.h\"")
+  edit_xgrammar(grammar_builder.cc "// Offsets into grammar_expr_data_ are stored as int32."
+    "epikv::SpendGrammarWork(1 + grammar_expr.data_len);")
+  edit_xgrammar(fsm.cc "  int AddState() {\n" "  int AddState() {\n    epikv::SpendGrammarWork(1);\n")
+  edit_xgrammar(fsm.cc "  void AddEdge(int from, int to, int32_t min, int32_t max) {\n"
+    "  void AddEdge(int from, int to, int32_t min, int32_t max) {\n    epikv::SpendGrammarWork(1);\n")
+  edit_xgrammar(fsm.cc "  while (changed) {\n"
+    "  while (changed) {\n    epikv::SpendGrammarWork(4 * result.NumStates());\n")
+  edit_xgrammar(fsm.cc "      std::unordered_set<int> next_closure;\n"
+    "      std::unordered_set<int> next_closure;
+      epikv::SpendGrammarWork(closures.size() + closures[now_process].size());\n")
+  edit_xgrammar(earley_parser.h "  void Enqueue(const ParserState& state) {\n"
+    "  void Enqueue(const ParserState& state) {\n    epikv::SpendGrammarWork(1);\n")
+  edit_xgrammar(earley_parser.h "  void EnqueueWithoutProcessing(const ParserState& state) {\n"
+    "  void EnqueueWithoutProcessing(const ParserState& state) {\n    epikv::SpendGrammarWork(1);\n")
+  edit_xgrammar(earley_parser.cc "void EarleyParser::Scan(const ParserState& state, const uint8_t ch) {\n"
+    "void EarleyParser::Scan(const ParserState& state, const uint8_t ch) {\n  epikv::SpendGrammarWork(1);\n")
+  edit_xgrammar(earley_parser.cc "  for (const auto& [ref_id, parent_state] : parent_states_map) {\n"
+    "  epikv::SpendGrammarWork(parent_states_map.size() / 8);
+  for (const auto& [ref_id, parent_state] : parent_states_map) {\n")
+  edit_xgrammar(earley_parser.cc "for (const auto& parent_state_iter : parent_states_map) {\n"
+    "for (const auto& parent_state_iter : parent_states_map) {
+          epikv::SpendGrammarWork(1 + rule_id_to_completable_states_.Back().size() / 8);\n")
+  edit_xgrammar(grammar_compiler.cc
+    "AdaptiveTokenMask GrammarMatcherForTokenMaskCache::GetAdaptiveTokenMask(bool is_root_rule) {\n"
+    "AdaptiveTokenMask GrammarMatcherForTokenMaskCache::GetAdaptiveTokenMask(bool is_root_rule) {
+  epikv::SpendGrammarWork(64 + tokenizer_info_.GetVocabSize() / 8);\n")
+  file(WRITE ${_stamp} "${_edits}${_archive}")
+endif()
+
+file(GLOB_RECURSE _sources ${_xgrammar}/cpp/*.cc)
+list(FILTER _sources EXCLUDE REGEX "/cpp/tvm_ffi/")
+add_library(xgrammar STATIC ${_sources} ${PROJECT_SOURCE_DIR}/runtime/grammar_work.cc)
+target_include_directories(xgrammar SYSTEM
+  PUBLIC ${_xgrammar}/include ${_xgrammar}/3rdparty/dlpack/include
+  PRIVATE ${_xgrammar}/3rdparty/picojson)
+target_include_directories(xgrammar PRIVATE ${PROJECT_SOURCE_DIR})
+target_compile_definitions(xgrammar PRIVATE XGRAMMAR_LOG_CUSTOMIZE=1 XGRAMMAR_ENABLE_CPPTRACE=0
+  XGRAMMAR_ENABLE_INTERNAL_CHECK=0)
+target_compile_options(xgrammar PRIVATE -w)
+if(EPIKV_SANITIZE)
+  target_compile_options(xgrammar PRIVATE -fsanitize=${EPIKV_SANITIZE} -fno-omit-frame-pointer -O1)
+endif()
+target_link_libraries(xgrammar PUBLIC Threads::Threads)
