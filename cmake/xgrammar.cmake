@@ -107,6 +107,8 @@ endif()
 file(GLOB_RECURSE _sources ${_xgrammar}/cpp/*.cc)
 list(FILTER _sources EXCLUDE REGEX "/cpp/tvm_ffi/")
 add_library(xgrammar STATIC ${_sources} ${PROJECT_SOURCE_DIR}/runtime/grammar_work.cc)
+# Its own standard: in C++20 it is none to clang 14.
+set_target_properties(xgrammar PROPERTIES CXX_STANDARD 17)
 target_include_directories(xgrammar SYSTEM
   PUBLIC ${_xgrammar}/include ${_xgrammar}/3rdparty/dlpack/include
   PRIVATE ${_xgrammar}/3rdparty/picojson)

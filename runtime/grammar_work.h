@@ -18,7 +18,7 @@ struct GrammarTooCostly : std::exception {
 };
 
 // One state or edge made or visited each: some 50 ns and at most some 50 bytes.
-inline constinit thread_local int64_t grammar_work_left = std::numeric_limits<int64_t>::max();
+inline thread_local int64_t grammar_work_left = std::numeric_limits<int64_t>::max();
 
 // Called by the library.
 inline void SpendGrammarWork(int64_t units) {

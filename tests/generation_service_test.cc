@@ -486,7 +486,7 @@ INSTANTIATE_TEST_SUITE_P(
          {"sampling.constraint.choice", "sampling.top_p"},
          "is empty; one item is needed at least"},
         {"choice_of_no_word",
-         "token_ids { ids: 1 } sampling { choice { items: 'w64' } }",
+         "token_ids { ids: 1 } sampling { choice { items: 'x1' } }",
          grpc::INVALID_ARGUMENT,
          "INVALID_REQUEST",
          {"sampling.constraint.choice"},

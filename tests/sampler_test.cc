@@ -392,5 +392,34 @@ TEST(SamplerTest, TopLogProbsAreTheLikeliestOfRawLogits) {
   EXPECT_TRUE(LogprobsOf(Logits{1, 2}, 0)->top.empty());
 }
 
+// Also where a bias, a penalty or the mask of ends speaks for a token that is not.
+TEST(SamplerTest, DrawsOnlyWhatIsAllowed) {
+  const std::vector<uint32_t> allowed = {1u << 3 | 1u << 9, 1u << 1};  // 3, 9 and 33
+  const std::vector<int32_t> masked = {9};
+  const Logits logits = RandomLogits(40, 5);
+  SamplingParams params{.temperature = 2.0f, .presence_penalty = -2.0f, .logit_bias = {{4, 100}}};
+  const std::vector<int32_t> outputs = {4, 5};
+  std::map<int32_t, int> counts;
+  for (uint64_t i = 0; i < 2000; ++i) {
+    const auto token = Sample(logits, params, {.index = i, .outputs = outputs, .allowed = allowed});
+    ASSERT_TRUE(token.ok()) << token.status();
+    ++counts[*token];
+  }
+  EXPECT_EQ(counts.size(), 3);
+  EXPECT_TRUE(counts.contains(3) && counts.contains(9) && counts.contains(33));
+  const SamplingParams greedy;
+  const auto best = Sample(logits, greedy, {.allowed = allowed});
+  for (const int32_t token : {3, 9, 33}) EXPECT_LE(logits[token], logits[*best]);
+  const auto unmasked = Sample(logits, greedy, {.masked = masked, .allowed = allowed});
+  EXPECT_TRUE(*unmasked == 3 || *unmasked == 33);
+  // The mask of ends gives way where nothing else is allowed; what is allowed does not.
+  const std::vector<uint32_t> only = {1u << 9, 0};
+  EXPECT_EQ(*Sample(logits, greedy, {.masked = masked, .allowed = only}), 9);
+  Logits impossible = logits;
+  impossible[9] = -kInfinity;
+  const auto none = Sample(impossible, greedy, {.allowed = only});
+  EXPECT_EQ(none.status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
 }  // namespace
 }  // namespace epikv

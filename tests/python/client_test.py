@@ -112,6 +112,25 @@ def test_events_before_the_first_delta(client: Client, fake: fake_epikvd.Fake) -
     assert fake.requests[-1].top_logprobs == 3
 
 
+def test_sends_one_constraint(client: Client, fake: fake_epikvd.Fake) -> None:
+    asked = (
+        Sampling(regex="a+"),
+        Sampling(choice=["yes", "é"]),
+        Sampling(json_schema={"enum": ["é"]}),
+        Sampling(json_schema="{}"),
+        Sampling(grammar='root ::= "a"'),
+    )
+    for sampling in asked:
+        list(client.generate("x", sampling=sampling))
+    regex, choice, schema, text, grammar = (request.sampling for request in fake.requests)
+    assert regex.WhichOneof("constraint") == "regex" and regex.regex == "a+"
+    assert list(choice.choice.items) == ["yes", "é"]
+    assert schema.json_schema == '{"enum": ["é"]}' and text.json_schema == "{}"
+    assert grammar.grammar == 'root ::= "a"'
+    with pytest.raises(ValueError, match="one constraint is possible, not regex and grammar"):
+        Sampling(regex="a", grammar="b").to_proto()
+
+
 def test_sends_what_was_asked_and_nothing_else(client: Client, fake: fake_epikvd.Fake) -> None:
     list(client.generate("x"))
     list(
