@@ -262,6 +262,10 @@ absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
   return constraint;
 }
 
+bool ConstraintCompiler::Remembers(const ConstraintText& text) {
+  return Find(KeyOf(text)).has_value();
+}
+
 std::optional<ConstraintCompiler::Result> ConstraintCompiler::Find(const std::string& key) {
   absl::MutexLock lock(&mu_);
   const auto found = by_key_.find(key);

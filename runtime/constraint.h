@@ -86,6 +86,8 @@ class ConstraintCompiler {
   // INVALID_ARGUMENT: the text is no constraint, or one of more than can be afforded; says why.
   // FAILED_PRECONDITION: this model's tokens cannot be constrained.
   absl::StatusOr<std::shared_ptr<const Constraint>> Compile(const ConstraintText& text);
+  // Whether Compile answers at once: for seconds it may not.
+  bool Remembers(const ConstraintText& text);
 
   struct Vocabulary;  // constraint.cc
 

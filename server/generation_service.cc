@@ -1,6 +1,7 @@
 #include "server/generation_service.h"
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <optional>
 #include <type_traits>
@@ -146,7 +147,10 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
       : live_(live), scope_("GenerationService/Generate", frontend, context) {}
 
   CallScope& scope() { return scope_; }
-  void Start(CallFacts facts) { facts_ = std::move(facts); }
+  void Start(CallFacts facts) {
+    facts_ = std::move(facts);
+    started_ = true;
+  }
   void Fail(const grpc::Status& status) { Finish(scope_.Close(status)); }
 
   void Send(OutboxMessage message) override {
@@ -165,7 +169,7 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
     facts_.outbox->OnWritten(ok);
   }
   void OnCancel() override {
-    if (facts_.outbox != nullptr) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
+    if (started_) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
   }
   void OnDone() override { delete this; }
 
@@ -210,7 +214,8 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
   const LiveCall live_;
   CallScope scope_;
   CallFacts facts_;
-  grpc::ByteBuffer message_;  // gRPC's until OnWriteDone
+  std::atomic<bool> started_ = false;  // facts_ are there
+  grpc::ByteBuffer message_;           // gRPC's until OnWriteDone
 };
 
 // Where a completion's output goes: into the result, or, of several, into its own place in it.
@@ -260,6 +265,7 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
   void Start(CallFacts facts) {
     facts_ = std::move(facts);
     *result_.mutable_accepted() = facts_.accepted;
+    started_ = true;
   }
   void Fail(const grpc::Status& status) { Finish(scope_.Close(status)); }
 
@@ -278,7 +284,7 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
   }
 
   void OnCancel() override {
-    if (facts_.outbox != nullptr) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
+    if (started_) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
   }
   void OnDone() override { delete this; }
 
@@ -314,6 +320,7 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
   const LiveCall live_;
   CallScope scope_;
   CallFacts facts_;
+  std::atomic<bool> started_ = false;  // facts_ are there
   Result result_;
 };
 
@@ -391,6 +398,27 @@ void GenerationService::Begin(const grpc::ByteBuffer& in, Call& call) {
   scope.entry().set_request_id(ForLog(message.request_id()));
   scope.entry().set_model(ForLog(message.model()));
   scope.entry().set_policy(ForLog(message.kv().policy()));
+  if (!MustCompile(message)) return Submit(message, call);
+  // gRPC has two threads for all calls.
+  compiling_.Post([this, &call, message] {
+    if (call.scope().context().IsCancelled()) {
+      return call.Fail(ToGrpc(WhyCancelledNow(call.scope())));
+    }
+    Submit(message, call);
+  });
+}
+
+bool GenerationService::MustCompile(const v1::GenerateRequest& message) const {
+  const std::optional<ConstraintText> text = ConstraintOf(message.sampling());
+  if (!text.has_value()) return false;
+  const auto found = models_.Find(message.model());
+  const auto* model = std::get_if<ModelPtr>(&found);
+  return model != nullptr && !(*model)->constraints->Remembers(*text);
+}
+
+template <typename Message, typename Call>
+void GenerationService::Submit(const Message& message, Call& call) {
+  CallScope& scope = call.scope();
   for (;;) {
     std::variant<ModelPtr, grpc::Status> found = models_.Find(message.model());
     if (const auto* refusal = std::get_if<grpc::Status>(&found)) {
@@ -415,9 +443,10 @@ void GenerationService::Begin(const grpc::ByteBuffer& in, Call& call) {
     if (submitted.error != SubmitError::kNone) {
       return call.Fail(RefusalOf(scope.context(), submitted, id, *model));
     }
-    // Nothing calls `call` before Open, nor cancels it before this method has returned.
+    // Nothing calls `call` before Open but OnCancel, which may have come too soon.
     SetPredictedWait(submitted.forecast, facts.accepted);
     call.Start(std::move(facts));
+    if (scope.context().IsCancelled()) outbox->OnClientGone(WhyCancelledNow(scope));
     return outbox->Open({.position = static_cast<int64_t>(submitted.forecast.position)});
   }
 }

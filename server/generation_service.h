@@ -22,6 +22,7 @@
 #include "server/metrics.h"
 #include "server/models.h"
 #include "server/outbox.h"
+#include "server/task_thread.h"
 
 namespace epikv {
 
@@ -86,9 +87,15 @@ class GenerationService final
   void AwaitCalls(absl::Time deadline) { live_calls_.AwaitNone(deadline); }
 
  private:
-  // Submits the request of `in` and starts the call, or fails it. Call: in generation_service.cc.
+  // Submits the request of `in` and starts the call, or fails it, in time on another thread. Call:
+  // in generation_service.cc.
   template <typename Message, typename Call>
   void Begin(const grpc::ByteBuffer& in, Call& call);
+  template <typename Message, typename Call>
+  void Submit(const Message& message, Call& call);
+  // Whether what its text has to be must be compiled first, which may take seconds.
+  bool MustCompile(const v1::GenerateRequest& message) const;
+  bool MustCompile(const v1::ScoreRequest&) const { return false; }
   template <typename Message>
   std::variant<Prepared, grpc::Status> Prepare(CallScope& scope, const Message& message,
                                                const ServedModel& model);
@@ -113,6 +120,7 @@ class GenerationService final
   Metrics& metrics_;
   const GenerationOptions options_;
   LiveCalls live_calls_;
+  TaskThread compiling_;
 };
 
 }  // namespace epikv

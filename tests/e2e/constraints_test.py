@@ -382,6 +382,31 @@ def test_hostile_constraints_are_refused_or_harmless(talker: Client) -> None:
         assert talker.generate_once("go", stop=Stop(max_output_tokens=2)).text is not None
 
 
+def test_whoever_has_no_constraint_waits_for_no_compilation(talker: Client) -> None:
+    """More costly ones at once than the server has threads for calls, one of them cancelled while it
+    waits."""
+
+    def ask(number: int) -> str:
+        regex = f"((((((a?){{0,99}}){{0,99}}){{0,99}}){{0,99}}){{0,99}}){{0,{50 + number}}}"
+        with pytest.raises(RpcError) as refused:
+            talker.generate_once("go", sampling=Sampling(regex=regex), stop=Stop(1))
+        return refused.value.code.name
+
+    with ThreadPoolExecutor(24) as pool:
+        costly = [pool.submit(ask, number) for number in range(24)]
+        while not any(future.done() for future in costly):  # all of them are there
+            time.sleep(0.01)
+        left = talker.generate("go", sampling=Sampling(regex="abc"), stop=Stop(1))
+        left.cancel()
+        plain = talker.generate_once("go", stop=Stop(max_output_tokens=2, ignore_eos=True))
+        before = sum(future.done() for future in costly)
+        assert plain.summary is not None and plain.summary.finish_reason == "length"
+        assert before < len(costly) // 2
+        assert {future.result() for future in costly} == {"INVALID_ARGUMENT"}
+    result = talker.generate_once("go", sampling=Sampling(regex="abc"), stop=Stop(9))
+    assert result.text == "abc"
+
+
 def test_a_constraint_that_is_none_is_told_with_its_field(talker: Client) -> None:
     for field, constraint, why in (
         ("regex", {"regex": "(?=a)b"}, "Lookahead"),
