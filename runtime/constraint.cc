@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/constraint_text.h"
 #include "runtime/grammar_work.h"
+#include "runtime/json_schema.h"
 #include "runtime/reason.h"
 
 namespace epikv {
@@ -27,13 +28,18 @@ absl::Status Failed(absl::string_view why) {
                     kConstraintFailed);
 }
 
+// Throws where a regex is none. What makes the automata takes that for granted: it crashes on some.
+void CheckRegex(const std::string& regex) { xgrammar::Grammar::FromRegex(regex); }
+
 xgrammar::Grammar GrammarOf(const ConstraintText& text) {
   switch (text.kind) {
     case ConstraintText::Kind::kRegex:
+      CheckRegex(text.texts.front());
       return xgrammar::Grammar::FromEBNF(GrammarOfRegex(text.texts.front()));
     case ConstraintText::Kind::kChoice:
       return xgrammar::Grammar::FromEBNF(GrammarOfChoices(text.texts));
     case ConstraintText::Kind::kJsonSchema:
+      for (const std::string& pattern : PatternsOf(text.texts.front())) CheckRegex(pattern);
       return xgrammar::Grammar::FromJSONSchema(text.texts.front());
     case ConstraintText::Kind::kGrammar:
       break;

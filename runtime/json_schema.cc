@@ -201,7 +201,21 @@ absl::Status Checker::Check(const Json& schema, const std::string& path) {
   return status.ok() ? CheckChildren(schema, path) : status;
 }
 
+void AddPatterns(const Json& json, std::vector<std::string>& patterns) {
+  for (const auto& [key, value] : json.items()) {
+    if (json.is_object() && key == "pattern" && value.is_string()) patterns.push_back(value);
+    if (value.is_structured()) AddPatterns(value, patterns);
+  }
+}
+
 }  // namespace
+
+std::vector<std::string> PatternsOf(absl::string_view schema) {
+  std::vector<std::string> patterns;
+  const Json json = Json::parse(schema.begin(), schema.end(), nullptr, /*allow_exceptions=*/false);
+  if (json.is_structured()) AddPatterns(json, patterns);
+  return patterns;
+}
 
 absl::Status CheckJsonSchema(absl::string_view schema) {
   bool deep = false;

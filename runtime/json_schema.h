@@ -1,5 +1,8 @@
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 
@@ -9,5 +12,8 @@ namespace epikv {
 // for one that xgrammar does not know, or leaves out where it stands. What merely describes (title,
 // default ...) may be anywhere.
 absl::Status CheckJsonSchema(absl::string_view schema);
+
+// Its regexes. Precondition: the check was OK.
+std::vector<std::string> PatternsOf(absl::string_view schema);
 
 }  // namespace epikv
