@@ -11,6 +11,7 @@
 #include "runtime/grammar_work.h"
 #include "runtime/json_schema.h"
 #include "runtime/reason.h"
+#include "runtime/utf8.h"
 
 namespace epikv {
 namespace {
@@ -30,6 +31,14 @@ absl::Status Failed(absl::string_view why) {
 
 // Throws where a regex is none. What makes the automata takes that for granted: it crashes on some.
 void CheckRegex(const std::string& regex) { xgrammar::Grammar::FromRegex(regex); }
+
+// What the library says, fit to be told: it quotes bytes of the text, which may cut characters.
+std::string Told(absl::string_view what) {
+  constexpr size_t kMost = 512;
+  Utf8Repair repair;
+  std::string told = repair.Append(what.substr(0, kMost));
+  return told + repair.Flush();
+}
 
 xgrammar::Grammar GrammarOf(const ConstraintText& text) {
   switch (text.kind) {
@@ -129,7 +138,7 @@ absl::StatusOr<std::shared_ptr<const Vocabulary>> ReadVocabulary(const Tokenizer
                                            std::vector<int32_t>()),
                    bytes, std::move(first_bytes)});
   } catch (const std::exception& e) {
-    return Failed(absl::StrCat("this model's vocabulary: ", e.what()));
+    return Failed(absl::StrCat("this model's vocabulary: ", Told(e.what())));
   }
 }
 
@@ -166,7 +175,7 @@ absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
     xgrammar::GrammarCompiler compiler(vocabulary->tokens, /*max_threads=*/1,
                                        /*cache_enabled=*/false);
     const xgrammar::CompiledGrammar grammar = compiler.CompileGrammar(GrammarOf(text));
-    if (!work.warning().empty()) return absl::InvalidArgumentError(work.warning());
+    if (!work.warning().empty()) return absl::InvalidArgumentError(Told(work.warning()));
     xgrammar::GrammarMatcher start(grammar, std::nullopt, /*terminate_without_stop_token=*/true);
     std::vector<uint32_t> allowed((vocab_size + 31) / 32);
     if (vocabulary->first_bytes.empty()) {
@@ -187,7 +196,7 @@ absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
     return absl::InvalidArgumentError(
         "is too complex to be compiled; fewer alternatives and smaller repetitions take less");
   } catch (const std::exception& e) {
-    return absl::InvalidArgumentError(e.what());
+    return absl::InvalidArgumentError(Told(e.what()));
   }
 }
 
@@ -233,7 +242,7 @@ absl::Status ConstraintState::Accept(int32_t token) {
   } catch (const GrammarTooCostly&) {
     return Failed("it has too many readings of the text so far");
   } catch (const std::exception& e) {
-    return Failed(e.what());
+    return Failed(Told(e.what()));
   }
   AllowEnds();
   if (may_go_on_ || may_end_) return absl::OkStatus();

@@ -20,6 +20,7 @@
 #include "runtime/constraint_text.h"
 #include "runtime/reason.h"
 #include "runtime/tokenizer.h"
+#include "runtime/utf8.h"
 
 namespace epikv {
 namespace {
@@ -519,6 +520,26 @@ TEST(ConstraintTest, WhatCannotBeKeptToIsRefusedWithTheReason) {
 }
 
 // Each of them is refused, or can be walked: nothing hangs, and nothing grows without bound.
+// The library quotes bytes, not characters.
+TEST(ConstraintTest, ReasonsCanBeToldToClients) {
+  const auto tokenizer = ByteLevel(Bytes());
+  ConstraintCompiler compiler(*tokenizer, 257);
+  const std::string parts[] = {"root ::= ", "\"a\"", "\xc3\xa9", "\xe6\x97\xa5",     "[\xc3\xa9-",
+                               "(",         "\\",    "{2",       "\xf0\x9f\x91\x8b", " | "};
+  std::mt19937 random(5);
+  int refused = 0;
+  for (int round = 0; round < 2000; ++round) {
+    ConstraintText text{static_cast<Kind>(random() % 4), {""}};
+    for (size_t i = 0; i < 1 + random() % 6; ++i) text.texts[0] += parts[random() % 10];
+    const absl::Status status = compiler.Compile(text).status();
+    if (status.ok()) continue;
+    ++refused;
+    EXPECT_FALSE(status.message().empty()) << text.texts[0];
+    EXPECT_FALSE(FirstInvalidUtf8(status.message()).has_value()) << text.texts[0];
+  }
+  EXPECT_GT(refused, 500);
+}
+
 TEST(ConstraintTest, HostileTextsAreRefusedOrHarmless) {
   World world(Words());
   auto repeat = [](const std::string& text, int times) {
