@@ -35,9 +35,7 @@ void CheckRegex(const std::string& regex) { xgrammar::Grammar::FromRegex(regex);
 // What the library says, fit to be told: it quotes bytes of the text, which may cut characters.
 std::string Told(absl::string_view what) {
   constexpr size_t kMost = 512;
-  Utf8Repair repair;
-  std::string told = repair.Append(what.substr(0, kMost));
-  return told + repair.Flush();
+  return ValidUtf8(what.substr(0, kMost));
 }
 
 xgrammar::Grammar GrammarOf(const ConstraintText& text) {

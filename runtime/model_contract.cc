@@ -1,7 +1,9 @@
 #include "runtime/model_contract.h"
 
 #include <ATen/ATen.h>
+#include <malloc.h>
 #include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/ir/constants.h>
 #include <torch/csrc/jit/ir/ir.h>
 
 #include <algorithm>
@@ -153,6 +155,54 @@ std::vector<std::string> SignatureViolations(const Graph& graph) {
                        "one, the logits")};
 }
 
+std::string Describe(const at::Tensor& tensor) {
+  return absl::StrCat(c10::toString(tensor.scalar_type()), " [",
+                      absl::StrJoin(tensor.sizes(), ", "), "]");
+}
+
+// Bytes of memory behind the tensor. What a storage says of its length is what the file says of it,
+// and the record it was read from may be shorter.
+int64_t BytesBehind(const at::Tensor& tensor) {
+  const size_t allocated = malloc_usable_size(const_cast<void*>(tensor.storage().data()));
+  return static_cast<int64_t>(std::min(allocated, tensor.storage().nbytes()));
+}
+
+// Whether every element that offset, sizes and strides name is there. LibTorch takes a file's word
+// for them.
+bool LiesInMemory(const at::Tensor& tensor) {
+  if (!tensor.has_storage() || tensor.numel() == 0) return true;
+  int64_t last = tensor.storage_offset();
+  bool overflows = last < 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    int64_t span = 0;
+    overflows |= tensor.size(i) < 0 || tensor.stride(i) < 0 ||
+                 __builtin_mul_overflow(tensor.size(i) - 1, tensor.stride(i), &span) ||
+                 __builtin_add_overflow(last, span, &last);
+  }
+  const auto itemsize = static_cast<int64_t>(tensor.dtype().itemsize());
+  return !overflows && last < BytesBehind(tensor) / itemsize;
+}
+
+void AddMemoryViolations(const c10::IValue& value, std::set<std::string>& violations) {
+  value.visit([&violations](const c10::IValue& inner) {
+    if (inner.isTensor() && inner.toTensor().defined() && !LiesInMemory(inner.toTensor())) {
+      violations.insert(
+          absl::StrCat("a tensor reaches beyond its data: ", Describe(inner.toTensor()), " in ",
+                       BytesBehind(inner.toTensor()), " bytes"));
+    }
+    return false;
+  });
+}
+
+void AddMemoryViolations(const Block* block, std::set<std::string>& violations) {
+  for (const Node* node : block->nodes()) {
+    for (const Block* inner : node->blocks()) AddMemoryViolations(inner, violations);
+    if (node->kind() != c10::prim::Constant) continue;
+    const std::optional<c10::IValue> value = torch::jit::toIValue(node->output());
+    if (value.has_value()) AddMemoryViolations(*value, violations);
+  }
+}
+
 std::vector<std::string> ParameterViolations(const Module& module, const Manifest& manifest) {
   std::vector<std::string> violations;
   std::map<std::string, at::Tensor> parameters;
@@ -186,11 +236,6 @@ std::vector<std::string> ParameterViolations(const Module& module, const Manifes
     }
   }
   return violations;
-}
-
-std::string Describe(const at::Tensor& tensor) {
-  return absl::StrCat(c10::toString(tensor.scalar_type()), " [",
-                      absl::StrJoin(tensor.sizes(), ", "), "]");
 }
 
 // Passes the residual through, answers attention with its own values, and notes what does not have
@@ -249,7 +294,11 @@ std::string LastLine(absl::string_view what) {
 ContractReport CheckContract(const Module& module, const Manifest& manifest) {
   const std::shared_ptr<Graph> graph = module.get_method("forward").graph();
   ContractReport report;
+  std::set<std::string> beyond;
+  AddMemoryViolations(module._ivalue(), beyond);
+  AddMemoryViolations(graph->block(), beyond);
   report.violations = SignatureViolations(*graph);
+  report.violations.insert(report.violations.end(), beyond.begin(), beyond.end());
   GraphReader reader(*graph, module);
   reader.Read(graph->block(), "");
   report.runnable = report.violations.empty() && !reader.forks();

@@ -25,6 +25,7 @@
 #include "runtime/model.h"
 #include "runtime/model_contract.h"
 #include "runtime/packed_linear.h"
+#include "runtime/utf8.h"
 
 namespace epikv {
 namespace {
@@ -79,14 +80,16 @@ class TorchScriptModel final : public Model {
   const std::vector<at::Tensor> output_projections_;  // dense or packed; [layers]
 };
 
+// Both quote names and code of the file, which may be any bytes.
 absl::Status Broken(const std::string& path, const std::vector<std::string>& violations) {
   return absl::FailedPreconditionError(
-      absl::StrCat(path, " breaks the model contract: ", absl::StrJoin(violations, "; "),
-                   ". Export it again with `epikv export`"));
+      ValidUtf8(absl::StrCat(path, " breaks the model contract: ", absl::StrJoin(violations, "; "),
+                             ". Export it again with `epikv export`")));
 }
 
 absl::Status Damaged(const std::string& path, absl::string_view what) {
-  return absl::DataLossError(absl::StrCat(path, " is damaged or no TorchScript file: ", what));
+  return absl::DataLossError(
+      ValidUtf8(absl::StrCat(path, " is damaged or no TorchScript file: ", what)));
 }
 
 // LibTorch has a type of its own for this on GPUs only.
@@ -169,7 +172,9 @@ absl::StatusOr<Contents> Read(const std::string& path) {
   caffe2::serialize::PyTorchStreamReader reader(path);
   const std::vector<std::string> violations = ReadExtras(reader, contents);
   if (!violations.empty()) return Broken(path, violations);
-  contents.module = torch::jit::load(path, c10::kCPU);
+  // Errors quote the code as it is in the file: told by its debug files, which may be damaged, they
+  // throw out of ErrorReport::what(), and that ends the process.
+  contents.module = torch::jit::load(path, c10::kCPU, /*load_debug_files=*/false);
   if (!contents.module.find_method("forward")) return Broken(path, {"it has no forward"});
   return contents;
 }

@@ -48,6 +48,12 @@ std::optional<size_t> FirstInvalidUtf8(absl::string_view text) {
   return std::nullopt;
 }
 
+std::string ValidUtf8(absl::string_view text) {
+  Utf8Repair repair;
+  std::string valid = repair.Append(text);
+  return valid + repair.Flush();
+}
+
 std::string Utf8Repair::Append(absl::string_view bytes) {
   pending_.append(bytes.data(), bytes.size());
   absl::string_view rest = pending_;
