@@ -272,6 +272,7 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
     items[i]->logits->resize(starts[i].back());
   }
   const int64_t lanes = static_cast<int64_t>(items.size()) * shape.num_kv_heads;
+  const DecodePath path = DecodePaths(kernel_shape).back();
   at::parallel_for(0, lanes, 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     scratch.resize(DecodeScratchFloats(kernel_shape));
@@ -280,7 +281,7 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
       const AttentionItem& item = *items[place];
       DecodeLane lane = DecodeLaneOf(q, &out, layer, head, item, shape);
       if (item.logits != nullptr) lane.logits = item.logits->data() + starts[place][head];
-      DecodeAttention(lane, kernel_shape, scratch.data());
+      DecodeAttention(path, lane, kernel_shape, scratch.data());
     }
   });
 }

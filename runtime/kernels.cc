@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "runtime/bent_logits.h"
+#include "runtime/decode_avx512.h"
 #include "runtime/float16.h"
 
 // Sanitizers run before the loader can pick a clone.
@@ -13,7 +15,6 @@
 #else
 #define EPIKV_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
-#define EPIKV_INLINE inline __attribute__((always_inline))
 
 namespace epikv {
 namespace {
@@ -47,53 +48,6 @@ EPIKV_INLINE void Store(BFloat16* p, float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   p->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
-}
-
-// exp(x) for x <= 0 to 2 ulp: 2^n times a polynomial of the rest (Cephes expf). 0 below -87.
-EPIKV_INLINE float ExpNegative(float x) {
-  const float clamped = x < -87.0f ? -87.0f : x;
-  const float n = std::floor(clamped * 1.44269504f + 0.5f);
-  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const float scale = std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
-  return x < -87.0f ? 0.0f : p * scale;
-}
-
-// cap * tanh(x / cap), to 3e-7 of cap.
-EPIKV_INLINE float Capped(float x, float cap) {
-  const float y = std::fabs(x) / cap, square = y * y;
-  const float e = ExpNegative(-2.0f * y);
-  // Near 0 the quotient has lost its digits: there, the series.
-  const float series =
-      y * (1 + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315))));
-  return std::copysign(cap * (y < 0.2f ? series : (1 - e) / (1 + e)), x);
-}
-
-// Logits of slots [begin, begin + count) as the layer's soft cap and window leave them.
-EPIKV_INLINE void Bend(const DecodeLane& lane, const DecodeShape& shape, int64_t begin,
-                       int64_t count, float* logit) {
-  if (shape.soft_cap > 0) {
-    for (int64_t j = 0; j < count; ++j) logit[j] = Capped(logit[j], shape.soft_cap);
-  }
-  if (lane.positions == nullptr) return;
-  const int64_t* const position = lane.positions + begin;
-  for (int64_t j = 0; j < count; ++j) {
-    logit[j] = position[j] < lane.first_seen ? -INFINITY : logit[j];
-  }
-}
-
-EPIKV_INLINE bool SeesAny(const DecodeLane& lane, int64_t begin, int64_t count) {
-  if (lane.positions == nullptr) return true;
-  for (int64_t j = begin; j < begin + count; ++j) {
-    if (lane.positions[j] >= lane.first_seen) return true;
-  }
-  return false;
 }
 
 template <class T>
@@ -134,10 +88,7 @@ EPIKV_INLINE void DecodeBody(const DecodeLane& lane, const DecodeShape& shape, f
   for (int64_t begin = 0; begin < lane.used; begin += kBlock) {
     const int64_t count = std::min(kBlock, lane.used - begin);
     if (!SeesAny(lane, begin, count)) {
-      for (int64_t g = 0; lane.logits != nullptr && g < group; ++g) {
-        float* const of_block = lane.logits + g * lane.used + begin;
-        std::fill(of_block, of_block + count, -INFINITY);
-      }
+      LeaveUnseen(lane, group, begin, count);
       continue;
     }
     Widen(static_cast<const T*>(lane.keys) + begin * dk, k, count * dk);
@@ -322,8 +273,29 @@ EPIKV_CLONES float StepNormFloat16(const Float16* now, const float* before, floa
 
 }  // namespace
 
+std::vector<DecodePath> DecodePaths(const DecodeShape& shape) {
+  std::vector<DecodePath> paths = {DecodePath::kAnywhere};
+  if (CanDecodeAvx512(shape)) paths.push_back(DecodePath::kAvx512);
+  if (CanDecodeAvx512BFloat16(shape)) paths.push_back(DecodePath::kAvx512BFloat16);
+  return paths;
+}
+
+absl::string_view DecodePathName(DecodePath path) {
+  switch (path) {
+    case DecodePath::kAnywhere:
+      return "any processor";
+    case DecodePath::kAvx512:
+      return "AVX-512";
+    case DecodePath::kAvx512BFloat16:
+      return "AVX-512 BF16";
+  }
+  return "";
+}
+
 int64_t DecodeScratchFloats(const DecodeShape& shape) {
-  return (shape.group + kBlock) * (shape.key_width + shape.value_width) + 2 * shape.group;
+  const int64_t anywhere =
+      (shape.group + kBlock) * (shape.key_width + shape.value_width) + 2 * shape.group;
+  return std::max(anywhere, DecodeAvx512ScratchFloats(shape));
 }
 
 int64_t LogitFloats(const DecodeShape& shape, int64_t used) { return shape.group * (used + 2); }
@@ -337,7 +309,10 @@ int64_t RowScratchFloats(const DecodeShape& shape, int64_t used) {
   return (shape.group + kBlock) * shape.key_width + shape.group * used;
 }
 
-void DecodeAttention(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+void DecodeAttention(DecodePath path, const DecodeLane& lane, const DecodeShape& shape,
+                     float* scratch) {
+  if (path == DecodePath::kAvx512BFloat16) return DecodeAvx512BFloat16(lane, shape, scratch);
+  if (path == DecodePath::kAvx512) return DecodeAvx512(lane, shape, scratch);
   switch (shape.dtype) {
     case DType::kFloat32:
       return DecodeFloat(lane, shape, scratch);

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
+#include "absl/strings/string_view.h"
 #include "runtime/dtype.h"
 
 // The inner loops of attention on raw memory: what the compiler vectorises best, for the machine it
@@ -32,12 +34,20 @@ struct DecodeShape {
   DType dtype = DType::kFloat32;  // elements of q, keys, values and out
 };
 
-// Floats of scratch that one DecodeAttention call needs.
+// What its inner loops are written for.
+enum class DecodePath { kAnywhere, kAvx512, kAvx512BFloat16 };
+absl::string_view DecodePathName(DecodePath path);
+
+// Those that this processor has for a shape, the fastest last.
+std::vector<DecodePath> DecodePaths(const DecodeShape& shape);
+
+// Floats of scratch that one DecodeAttention call needs, whichever its path.
 int64_t DecodeScratchFloats(const DecodeShape& shape);
 
 // out = softmax(scale * q keys^T) values, in one pass over the cache (online softmax). Some slot is
 // attended.
-void DecodeAttention(const DecodeLane& lane, const DecodeShape& shape, float* scratch);
+void DecodeAttention(DecodePath path, const DecodeLane& lane, const DecodeShape& shape,
+                     float* scratch);
 
 // Of one lane: [group, used], then each query's largest and its sum of exp(logit - largest).
 int64_t LogitFloats(const DecodeShape& shape, int64_t used);

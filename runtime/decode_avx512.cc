@@ -1,0 +1,482 @@
+#include "runtime/decode_avx512.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "runtime/bent_logits.h"
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+
+// Of the two, the compiler uses AVX512_BF16 only where it is asked to by name.
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16")
+
+namespace epikv {
+namespace {
+
+constexpr int64_t kVector = 16;
+constexpr int64_t kBlock = 2 * kVector;  // keys: with wide heads, 64 leave no room in the L1 cache
+constexpr int kTile = 7;                 // queries whose sums are in registers together
+
+// exp(x) for x <= 0, as ExpNegative but for what is below -87, which is told from 0 by a denormal
+// or not at all.
+EPIKV_INLINE __m512 Exp(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_set1_ps(-174.0f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)),
+                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+// Rows to columns: a 16 x 16 matrix of 32-bit elements, in place.
+EPIKV_INLINE void Transpose(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// 16 rows of 16 words of 32 bits each, transposed: words [begin, begin + 16) of rows [0, rows),
+// zero beyond `words`, `rows` and in between.
+EPIKV_INLINE void LoadWords(const void* keys, int64_t rows, int64_t words, int64_t begin,
+                            __m512i r[16]) {
+  const auto mask =
+      static_cast<__mmask16>(words - begin >= kVector ? 0xffff : (1 << (words - begin)) - 1);
+  const auto* const first = static_cast<const uint32_t*>(keys) + begin;
+  for (int t = 0; t < kVector; ++t) {
+    r[t] = t < rows ? _mm512_maskz_loadu_epi32(mask, first + t * words) : _mm512_setzero_si512();
+  }
+  Transpose(r);
+}
+
+EPIKV_INLINE __m512 FromBFloat16(__m256i x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+
+// To the nearest, ties to even; NaN stays one.
+EPIKV_INLINE __m256i ToBFloat16(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  return _mm512_cvtepi32_epi16(
+      _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0)));
+}
+
+// How lanes of one dtype are multiplied. A word is what one product takes of a key, a query or a
+// probability, 32 bits: an element in fp32, or two.
+
+// Lanes widened to fp32.
+struct OfFloat {
+  static constexpr int64_t kKeys = 1;  // whose probabilities share a word
+  using Element = float;
+
+  static int64_t Words(int64_t width) { return width; }
+  EPIKV_INLINE static __m512 MulAdd(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+  }
+  // 16 keys from `keys` on into column `column` of words [Words(width), kBlock].
+  EPIKV_INLINE static void PackKeys(const float* keys, int64_t rows, int64_t width,
+                                    uint32_t* column) {
+    for (int64_t i = 0; i < width; i += kVector) {
+      __m512i r[16];
+      LoadWords(keys, rows, width, i, r);
+      for (int t = 0; t < kVector; ++t) _mm512_store_si512(column + (i + t) * kBlock, r[t]);
+    }
+  }
+  EPIKV_INLINE static __m512 Load(const float* p) { return _mm512_loadu_ps(p); }
+  EPIKV_INLINE static void Store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
+};
+
+// Of elements of 16 bits: `Wide` says how they become fp32.
+template <class Wide>
+struct OfHalf : OfFloat {
+  using Element = uint16_t;
+
+  EPIKV_INLINE static void PackKeys(const uint16_t* keys, int64_t rows, int64_t width,
+                                    uint32_t* column) {
+    for (int64_t i = 0; i < width / 2; i += kVector) {
+      __m512i r[16];
+      LoadWords(keys, rows, width / 2, i, r);
+      for (int64_t t = 0; t < std::min(kVector, width / 2 - i); ++t) {
+        uint32_t* const words = column + 2 * (i + t) * kBlock;
+        _mm512_store_ps(words, Wide::Load(_mm512_cvtepi32_epi16(r[t])));
+        _mm512_store_ps(words + kBlock,
+                        Wide::Load(_mm512_cvtepi32_epi16(_mm512_srli_epi32(r[t], 16))));
+      }
+    }
+  }
+  EPIKV_INLINE static __m512 Load(const uint16_t* p) {
+    return Wide::Load(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  EPIKV_INLINE static void Store(uint16_t* p, __m512 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), Wide::Store(x));
+  }
+};
+
+struct BFloat16 {
+  EPIKV_INLINE static __m512 Load(__m256i x) { return FromBFloat16(x); }
+  EPIKV_INLINE static __m256i Store(__m512 x) { return ToBFloat16(x); }
+};
+
+struct Float16 {
+  EPIKV_INLINE static __m512 Load(__m256i x) { return _mm512_cvtph_ps(x); }
+  EPIKV_INLINE static __m256i Store(__m512 x) {
+    return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+};
+
+// What queries, keys, probabilities and values become, for lanes that are widened.
+template <class Of>
+struct Widened : Of {
+  using Element = typename Of::Element;
+
+  static void PackQueries(const Element* queries, int64_t count, uint32_t* words) {
+    for (int64_t i = 0; i < count; i += kVector) _mm512_store_ps(words + i, Of::Load(queries + i));
+  }
+  EPIKV_INLINE static void PackWeights(const __m512 weights[2], uint32_t* words) {
+    for (int i = 0; i < 2; ++i) _mm512_store_ps(words + kVector * i, weights[i]);
+  }
+  template <int kVectors>
+  EPIKV_INLINE static void LoadValues(const Element* row, const Element*, __m512i values[]) {
+    for (int i = 0; i < kVectors; ++i) {
+      values[i] = _mm512_castps_si512(Of::Load(row + kVector * i));
+    }
+  }
+  // Sums [width] over their mass, as elements.
+  EPIKV_INLINE static void Finish(const float* sums, float mass, int64_t width, Element* out) {
+    const __m512 norm = _mm512_set1_ps(1.0f / mass);
+    for (int64_t i = 0; i < width; i += kVector) {
+      Of::Store(out + i, _mm512_mul_ps(norm, _mm512_load_ps(sums + i)));
+    }
+  }
+};
+
+// Lanes of bfloat16 as they are, two elements a word.
+struct Paired {
+  static constexpr int64_t kKeys = 2;
+  using Element = uint16_t;
+
+  static int64_t Words(int64_t width) { return width / 2; }
+  EPIKV_INLINE static __m512 MulAdd(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  }
+  EPIKV_INLINE static void PackKeys(const uint16_t* keys, int64_t rows, int64_t width,
+                                    uint32_t* column) {
+    for (int64_t i = 0; i < width / 2; i += kVector) {
+      __m512i r[16];
+      LoadWords(keys, rows, width / 2, i, r);
+      for (int64_t t = 0; t < std::min(kVector, width / 2 - i); ++t) {
+        _mm512_store_si512(column + (i + t) * kBlock, r[t]);
+      }
+    }
+  }
+  static void PackQueries(const uint16_t* queries, int64_t count, uint32_t* words) {
+    std::memcpy(words, queries, count * sizeof(uint16_t));
+  }
+  EPIKV_INLINE static void PackWeights(const __m512 weights[2], uint32_t* words) {
+    _mm512_store_si512(words, (__m512i)_mm512_cvtne2ps_pbh(weights[1], weights[0]));
+  }
+  // Two rows interleaved, in the order that unpacking leaves: 4 of the first 8, then of the next
+  // ..., and then the other 4 of each.
+  template <int kVectors>
+  EPIKV_INLINE static void LoadValues(const uint16_t* row, const uint16_t* next, __m512i values[]) {
+    for (int i = 0; i < kVectors / 2; ++i) {
+      const __m512i a = _mm512_loadu_si512(row + 2 * kVector * i);
+      const __m512i b = _mm512_loadu_si512(next + 2 * kVector * i);
+      values[2 * i] = _mm512_unpacklo_epi16(a, b);
+      values[2 * i + 1] = _mm512_unpackhi_epi16(a, b);
+    }
+  }
+  EPIKV_INLINE static void Finish(const float* sums, float mass, int64_t width, uint16_t* out) {
+    const __m512 norm = _mm512_set1_ps(1.0f / mass);
+    for (int64_t i = 0; i < width; i += 2 * kVector) {
+      const __m512 low = _mm512_mul_ps(norm, _mm512_load_ps(sums + i));
+      const __m512 high = _mm512_mul_ps(norm, _mm512_load_ps(sums + i + kVector));
+      const __m512i first =
+          _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+      const __m512i second =
+          _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+      auto* const to = reinterpret_cast<__m256i*>(out + i);
+      _mm256_storeu_si256(to, ToBFloat16(_mm512_permutex2var_ps(low, first, high)));
+      _mm256_storeu_si256(to + 1, ToBFloat16(_mm512_permutex2var_ps(low, second, high)));
+    }
+  }
+};
+
+// queries [kQueries, words], keys [words, kBlock] -> logits [kQueries, kBlock], scaled.
+template <class As, int kQueries>
+EPIKV_INLINE void Logits(const uint32_t* queries, const uint32_t* keys, int64_t words, float scale,
+                         float* logits) {
+  __m512 low[kQueries], high[kQueries];
+  for (int g = 0; g < kQueries; ++g) low[g] = high[g] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < words; ++i) {
+    const __m512i k0 = _mm512_load_si512(keys + i * kBlock);
+    const __m512i k1 = _mm512_load_si512(keys + i * kBlock + kVector);
+    for (int g = 0; g < kQueries; ++g) {
+      const __m512i q = _mm512_set1_epi32(static_cast<int>(queries[g * words + i]));
+      low[g] = As::MulAdd(low[g], k0, q);
+      high[g] = As::MulAdd(high[g], k1, q);
+    }
+  }
+  const __m512 factor = _mm512_set1_ps(scale);
+  for (int g = 0; g < kQueries; ++g) {
+    _mm512_store_ps(logits + g * kBlock, _mm512_mul_ps(low[g], factor));
+    _mm512_store_ps(logits + g * kBlock + kVector, _mm512_mul_ps(high[g], factor));
+  }
+}
+
+// What is read next, and is fetched while something else is computed: rows of so many bytes. The
+// processor does not see by itself that K follows V, and V K.
+struct Ahead {
+  const char* rows;
+  int64_t row_bytes;
+
+  EPIKV_INLINE void Fetch(int64_t row) const {
+    for (int64_t at = 0; at < row_bytes; at += 64) {
+      _mm_prefetch(rows + row * row_bytes + at, _MM_HINT_T0);
+    }
+  }
+};
+
+// sums [kQueries, width] += weights [kQueries, kBlock] values [count, width], of kVectors x 16
+// columns.
+template <class As, int kQueries, int kVectors>
+EPIKV_INLINE void AddValues(const uint32_t* weights, const typename As::Element* values,
+                            const Ahead& ahead, int64_t count, int64_t width, float* sums) {
+  __m512 sum[kQueries][kVectors];
+  for (int g = 0; g < kQueries; ++g) {
+    for (int i = 0; i < kVectors; ++i) sum[g][i] = _mm512_load_ps(sums + g * width + kVector * i);
+  }
+  for (int64_t j = 0; j < count; j += As::kKeys) {
+    for (int64_t k = 0; k < As::kKeys; ++k) ahead.Fetch(j + k);
+    const auto* const row = values + j * width;
+    __m512i value[kVectors];
+    As::template LoadValues<kVectors>(row, j + 1 < count ? row + width : row, value);
+    for (int g = 0; g < kQueries; ++g) {
+      const __m512i weight =
+          _mm512_set1_epi32(static_cast<int>(weights[(g * kBlock + j) / As::kKeys]));
+      for (int i = 0; i < kVectors; ++i) sum[g][i] = As::MulAdd(sum[g][i], value[i], weight);
+    }
+  }
+  for (int g = 0; g < kQueries; ++g) {
+    for (int i = 0; i < kVectors; ++i) _mm512_store_ps(sums + g * width + kVector * i, sum[g][i]);
+  }
+}
+
+// All columns.
+template <class As, int kQueries>
+EPIKV_INLINE void AddValues(const uint32_t* weights, const typename As::Element* values,
+                            Ahead ahead, int64_t count, int64_t width, float* sums) {
+  int64_t column = 0;
+  const auto add = [&](auto vectors) __attribute__((always_inline)) {
+    constexpr int kVectors = decltype(vectors)::value;
+    for (; column + kVector * kVectors <= width; column += kVector * kVectors) {
+      AddValues<As, kQueries, kVectors>(weights, values + column, ahead, count, width,
+                                        sums + column);
+      ahead.row_bytes = 0;  // once
+    }
+  };
+  add(std::integral_constant<int, 4>());
+  add(std::integral_constant<int, 2>());
+  if constexpr (As::kKeys == 1) add(std::integral_constant<int, 1>());
+}
+
+// Where a lane's scratch is: 64-byte aligned.
+template <class As>
+struct Scratch {
+  Scratch(const DecodeShape& shape, float* memory) {
+    const int64_t words = As::Words(shape.key_width);
+    auto take = [at = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64](int64_t words) mutable {
+      const uintptr_t begin = at;
+      at += (words + kVector - 1) / kVector * kVector * sizeof(float);
+      return begin;
+    };
+    queries = reinterpret_cast<uint32_t*>(take(shape.group * words));
+    keys = reinterpret_cast<uint32_t*>(take(words * kBlock));
+    logits = reinterpret_cast<float*>(take(shape.group * kBlock));
+    weights = reinterpret_cast<uint32_t*>(take(shape.group * kBlock / As::kKeys));
+    sums = reinterpret_cast<float*>(take(shape.group * shape.value_width));
+    peak = reinterpret_cast<float*>(take(shape.group));
+    mass = reinterpret_cast<float*>(take(shape.group));
+  }
+  uint32_t* queries;  // [group, words]
+  uint32_t* keys;     // [words, kBlock]
+  float* logits;      // [group, kBlock]
+  uint32_t* weights;  // [group, kBlock] probabilities before they are divided by their mass
+  float* sums;        // [group, value_width] of weighted values
+  float* peak;        // [group] running maximum
+  float* mass;        // [group] running sum
+};
+
+// Turns a query's logits of a block into weights.
+template <class As>
+EPIKV_INLINE void Weigh(const Scratch<As>& s, int64_t g, int64_t value_width) {
+  const float* const logit = s.logits + g * kBlock;
+  __m512 x[2] = {_mm512_load_ps(logit), _mm512_load_ps(logit + kVector)};
+  const float top = std::max(s.peak[g], _mm512_reduce_max_ps(_mm512_max_ps(x[0], x[1])));
+  if (top > s.peak[g]) {
+    const __m512 shrink = Exp(_mm512_set1_ps(s.peak[g] - top));
+    float* const sums = s.sums + g * value_width;
+    for (int64_t i = 0; i < value_width; i += kVector) {
+      _mm512_store_ps(sums + i, _mm512_mul_ps(shrink, _mm512_load_ps(sums + i)));
+    }
+    s.mass[g] *= _mm512_cvtss_f32(shrink);
+    s.peak[g] = top;
+  }
+  for (__m512& weight : x) weight = Exp(_mm512_sub_ps(weight, _mm512_set1_ps(top)));
+  s.mass[g] += _mm512_reduce_add_ps(_mm512_add_ps(x[0], x[1]));
+  As::PackWeights(x, s.weights + g * kBlock / As::kKeys);
+}
+
+// Calls run(queries from, how many as a constant) for tiles of the group.
+template <int kQueries = kTile, class Run>
+EPIKV_INLINE void ForTiles(int64_t group, const Run& run) {
+  int64_t g = 0;
+  for (; g + kQueries <= group; g += kQueries) run(g, std::integral_constant<int, kQueries>());
+  if constexpr (kQueries > 1) {
+    if (g < group) {
+      ForTiles<kQueries - 1>(group - g,
+                             [&](int64_t from, auto count)
+                                 __attribute__((always_inline)) { run(g + from, count); });
+    }
+  }
+}
+
+template <class As>
+EPIKV_INLINE void Decode(const DecodeLane& lane, const DecodeShape& shape, float* memory) {
+  using Element = typename As::Element;
+  const int64_t group = shape.group, dk = shape.key_width, dv = shape.value_width;
+  const int64_t words = As::Words(dk), element = sizeof(Element);
+  const Scratch<As> s(shape, memory);
+  As::PackQueries(static_cast<const Element*>(lane.q), group * dk, s.queries);
+  std::fill(s.sums, s.sums + group * dv, 0.0f);
+  std::fill(s.peak, s.peak + group, -INFINITY);
+  std::fill(s.mass, s.mass + group, 0.0f);
+
+  for (int64_t begin = 0; begin < lane.used; begin += kBlock) {
+    const int64_t count = std::min(kBlock, lane.used - begin);
+    if (!SeesAny(lane, begin, count)) {
+      LeaveUnseen(lane, group, begin, count);
+      continue;
+    }
+    const Element* const keys = static_cast<const Element*>(lane.keys) + begin * dk;
+    const Element* const values = static_cast<const Element*>(lane.values) + begin * dv;
+    const Ahead of_values = {reinterpret_cast<const char*>(values), dv * element};
+    Ahead of_keys = {reinterpret_cast<const char*>(keys + kBlock * dk), dk * element};
+    for (int64_t j = 0; j < kBlock; j += kVector) {
+      for (int64_t t = j; t < std::min(count, j + kVector); ++t) of_values.Fetch(t);
+      As::PackKeys(keys + j * dk, count - j, dk, s.keys + j);
+    }
+    ForTiles(group, [&](int64_t g, auto queries) __attribute__((always_inline)) {
+      Logits<As, decltype(queries)::value>(s.queries + g * words, s.keys, words, shape.scale,
+                                           s.logits + g * kBlock);
+    });
+    for (int64_t g = 0; g < group; ++g) {
+      float* const logit = s.logits + g * kBlock;
+      Bend(lane, shape, begin, count, logit);
+      if (lane.logits != nullptr) {
+        std::memcpy(lane.logits + g * lane.used + begin, logit, count * sizeof(float));
+      }
+      std::fill(logit + count, logit + kBlock, -INFINITY);
+      Weigh(s, g, dv);
+    }
+    ForTiles(group, [&](int64_t g, auto queries) __attribute__((always_inline)) {
+      AddValues<As, decltype(queries)::value>(s.weights + g * kBlock / As::kKeys, values, of_keys,
+                                              count, dv, s.sums + g * dv);
+      of_keys.row_bytes = 0;
+    });
+  }
+  if (lane.logits != nullptr) {
+    std::memcpy(lane.logits + group * lane.used, s.peak, group * sizeof(float));
+    std::memcpy(lane.logits + group * (lane.used + 1), s.mass, group * sizeof(float));
+  }
+  for (int64_t g = 0; g < group; ++g) {
+    As::Finish(s.sums + g * dv, s.mass[g], dv, static_cast<Element*>(lane.out) + g * dv);
+  }
+}
+
+}  // namespace
+
+void DecodeAvx512(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+  switch (shape.dtype) {
+    case DType::kFloat32:
+      return Decode<Widened<OfFloat>>(lane, shape, scratch);
+    case DType::kBFloat16:
+      return Decode<Widened<OfHalf<BFloat16>>>(lane, shape, scratch);
+    case DType::kFloat16:
+      return Decode<Widened<OfHalf<Float16>>>(lane, shape, scratch);
+  }
+}
+
+void DecodeAvx512BFloat16(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+  Decode<Paired>(lane, shape, scratch);
+}
+
+}  // namespace epikv
+
+#pragma GCC pop_options
+
+namespace epikv {
+
+bool CanDecodeAvx512(const DecodeShape& shape) {
+  static const bool has = __builtin_cpu_supports("x86-64-v4");
+  return has && shape.key_width % kVector == 0 && shape.value_width % kVector == 0;
+}
+
+bool CanDecodeAvx512BFloat16(const DecodeShape& shape) {
+  static const bool has = __builtin_cpu_supports("avx512bf16");
+  return has && CanDecodeAvx512(shape) && shape.dtype == DType::kBFloat16 &&
+         shape.value_width % (2 * kVector) == 0;
+}
+
+int64_t DecodeAvx512ScratchFloats(const DecodeShape& shape) {
+  const int64_t aligned = 8 * kVector;
+  return aligned + (kBlock + shape.group) * shape.key_width +
+         shape.group * (2 * kBlock + shape.value_width + 2);
+}
+
+}  // namespace epikv
+
+#else
+
+namespace epikv {
+
+bool CanDecodeAvx512(const DecodeShape&) { return false; }
+bool CanDecodeAvx512BFloat16(const DecodeShape&) { return false; }
+int64_t DecodeAvx512ScratchFloats(const DecodeShape&) { return 0; }
+void DecodeAvx512(const DecodeLane&, const DecodeShape&, float*) {}
+void DecodeAvx512BFloat16(const DecodeLane&, const DecodeShape&, float*) {}
+
+}  // namespace epikv
+
+#endif

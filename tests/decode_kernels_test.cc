@@ -1,0 +1,256 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "runtime/float16.h"
+#include "runtime/kernels.h"
+
+// Every path that this processor has, against attention in double.
+
+namespace epikv {
+namespace {
+
+using Paths = std::vector<DecodePath>;
+
+float Narrowed(float x, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      break;
+    case DType::kBFloat16:
+      return std::bit_cast<float>((std::bit_cast<uint32_t>(x) + 0x8000u) & 0xffff0000u);
+    case DType::kFloat16:
+      return WidenFloat16(NarrowFloat16(x));
+  }
+  return x;
+}
+
+// Elements of a dtype. They begin `offset` elements into the memory: lanes and packed rows are not
+// aligned to more than an element.
+class Elements {
+ public:
+  Elements(DType dtype, const std::vector<float>& values, int64_t offset = 0)
+      : dtype_(dtype), offset_(offset), bytes_((values.size() + offset) * Size()) {
+    for (size_t i = 0; i < values.size(); ++i) Set(i, values[i]);
+  }
+  void* data() { return bytes_.data() + offset_ * Size(); }
+  float at(size_t i) const {
+    const char* const p = bytes_.data() + (offset_ + i) * Size();
+    uint16_t half;
+    float whole;
+    if (dtype_ == DType::kFloat32) return std::memcpy(&whole, p, 4), whole;
+    std::memcpy(&half, p, 2);
+    return dtype_ == DType::kFloat16 ? WidenFloat16(half)
+                                     : std::bit_cast<float>(uint32_t{half} << 16);
+  }
+
+ private:
+  int64_t Size() const { return dtype_ == DType::kFloat32 ? 4 : 2; }
+  void Set(size_t i, float x) {
+    char* const p = bytes_.data() + (offset_ + i) * Size();
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const uint16_t half =
+        dtype_ == DType::kFloat16 ? NarrowFloat16(x) : static_cast<uint16_t>(bits >> 16);
+    std::memcpy(p, Size() == 4 ? static_cast<const void*>(&bits) : &half, Size());
+  }
+
+  const DType dtype_;
+  const int64_t offset_;
+  std::vector<char> bytes_;
+};
+
+struct Problem {
+  DecodeShape shape;
+  int64_t used = 0;
+  std::vector<float> q, keys, values;  // as the dtype holds them
+  std::vector<int64_t> positions;      // empty: no window
+  int64_t first_seen = 0;
+};
+
+Problem Random(const DecodeShape& shape, int64_t used, int seed, float size = 1) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0, size);
+  Problem problem = {.shape = shape, .used = used};
+  const auto fill = [&](std::vector<float>& values, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) values.push_back(Narrowed(normal(random), shape.dtype));
+  };
+  fill(problem.q, shape.group * shape.key_width);
+  fill(problem.keys, used * shape.key_width);
+  fill(problem.values, used * shape.value_width);
+  return problem;
+}
+
+struct Answer {
+  std::vector<double> out;     // [group, value_width]
+  std::vector<double> logits;  // [group, used]
+};
+
+Answer Exact(const Problem& p) {
+  const DecodeShape& s = p.shape;
+  Answer answer = {.out = std::vector<double>(s.group * s.value_width)};
+  for (int64_t g = 0; g < s.group; ++g) {
+    std::vector<double> logits;
+    for (int64_t j = 0; j < p.used; ++j) {
+      double dot = 0;
+      for (int64_t i = 0; i < s.key_width; ++i) {
+        dot += double{p.q[g * s.key_width + i]} * p.keys[j * s.key_width + i];
+      }
+      dot *= s.scale;
+      if (s.soft_cap > 0) dot = s.soft_cap * std::tanh(dot / s.soft_cap);
+      if (!p.positions.empty() && p.positions[j] < p.first_seen) dot = -INFINITY;
+      logits.push_back(dot);
+    }
+    const double top = *std::max_element(logits.begin(), logits.end());
+    double mass = 0;
+    for (double logit : logits) mass += std::exp(logit - top);
+    for (int64_t j = 0; j < p.used; ++j) {
+      const double weight = std::exp(logits[j] - top) / mass;
+      for (int64_t i = 0; i < s.value_width; ++i) {
+        answer.out[g * s.value_width + i] += weight * p.values[j * s.value_width + i];
+      }
+    }
+    answer.logits.insert(answer.logits.end(), logits.begin(), logits.end());
+  }
+  return answer;
+}
+
+// How far outputs may be off, beside values of size 1: half a last place of what is stored, and the
+// rounding of probabilities where that is a path's way.
+double Tolerance(DecodePath path, DType dtype) {
+  if (path == DecodePath::kAvx512BFloat16) return 2e-2;
+  return dtype == DType::kFloat32 ? 3e-6 : dtype == DType::kFloat16 ? 2e-3 : 1.6e-2;
+}
+
+void ExpectExact(const Problem& p, int64_t offset = 0) {
+  const Answer exact = Exact(p);
+  const DType dtype = p.shape.dtype;
+  Elements q(dtype, p.q, offset), keys(dtype, p.keys, offset), values(dtype, p.values, offset);
+  for (DecodePath path : DecodePaths(p.shape)) {
+    SCOPED_TRACE(std::string(DecodePathName(path)));
+    // What lies behind the end is nobody's: it is to stay as it is.
+    constexpr float kUntouched = 77;
+    std::vector<float> scratch(DecodeScratchFloats(p.shape) + 1, NAN);
+    scratch.back() = kUntouched;
+    std::vector<float> logits(LogitFloats(p.shape, p.used) + 1, kUntouched);
+    Elements out(dtype, std::vector<float>(exact.out.size() + 1, kUntouched), offset);
+    DecodeAttention(path,
+                    {.q = q.data(),
+                     .keys = keys.data(),
+                     .values = values.data(),
+                     .used = p.used,
+                     .out = out.data(),
+                     .logits = logits.data(),
+                     .positions = p.positions.empty() ? nullptr : p.positions.data(),
+                     .first_seen = p.first_seen},
+                    p.shape, scratch.data());
+    for (size_t i = 0; i < exact.out.size(); ++i) {
+      ASSERT_NEAR(out.at(i), exact.out[i], Tolerance(path, dtype)) << "of output " << i;
+    }
+    EXPECT_EQ(out.at(exact.out.size()), kUntouched);
+    EXPECT_EQ(scratch.back(), kUntouched);
+    for (size_t i = 0; i < exact.logits.size(); ++i) {
+      if (std::isinf(exact.logits[i])) {
+        ASSERT_EQ(logits[i], -INFINITY) << "of logit " << i;
+      } else {
+        ASSERT_NEAR(logits[i], exact.logits[i], 3e-5) << "of logit " << i;
+      }
+    }
+    // Which is what a row is made of.
+    std::vector<float> row(p.used);
+    RowOfLogits(logits.data(), p.shape.group, p.used, row.data());
+    double sum = 0;
+    for (float share : row) sum += share;
+    EXPECT_NEAR(sum, 1, 1e-4);
+    EXPECT_EQ(logits.back(), kUntouched);
+  }
+}
+
+struct Widths {
+  int64_t group, key, value;
+};
+
+class DecodeKernelsTest : public testing::TestWithParam<DType> {
+ protected:
+  DecodeShape Shape(const Widths& widths) const {
+    return {.group = widths.group,
+            .key_width = widths.key,
+            .value_width = widths.value,
+            .scale = 1 / std::sqrt(static_cast<float>(widths.key)),
+            .dtype = GetParam()};
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(DTypes, DecodeKernelsTest,
+                         testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
+                         [](const auto& info) { return std::string(DTypeName(info.param)); });
+
+TEST_P(DecodeKernelsTest, EveryGroupAndWidth) {
+  int seed = 0;
+  for (const auto& [key, value] : std::vector<std::pair<int64_t, int64_t>>{
+           {16, 16}, {32, 32}, {48, 80}, {64, 64}, {80, 48}, {96, 96}, {128, 128}, {256, 64}}) {
+    for (int64_t group : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16}) {
+      SCOPED_TRACE(testing::Message() << group << " queries, widths " << key << " and " << value);
+      ExpectExact(Random(Shape({group, key, value}), 1 + seed % 70, seed));
+      ++seed;
+    }
+  }
+}
+
+TEST_P(DecodeKernelsTest, EveryLength) {
+  for (int64_t used = 1; used <= 100; ++used) {
+    SCOPED_TRACE(used);
+    ExpectExact(Random(Shape({.group = 3, .key = 32, .value = 32}), used, static_cast<int>(used)));
+  }
+  ExpectExact(Random(Shape({.group = 7, .key = 64, .value = 64}), 5000, 1));
+}
+
+TEST_P(DecodeKernelsTest, WidthsOfNoVector) {
+  for (int64_t width : {1, 7, 20, 36, 72}) {
+    SCOPED_TRACE(width);
+    ExpectExact(Random(Shape({.group = 2, .key = width, .value = width}), 50, 3));
+  }
+}
+
+TEST_P(DecodeKernelsTest, MemoryThatIsNotAligned) {
+  for (int64_t offset : {1, 3, 8}) {
+    ExpectExact(Random(Shape({.group = 5, .key = 64, .value = 32}), 45, 5), offset);
+  }
+}
+
+// Weights from 1 down to nothing, in blocks of which later ones outweigh the earlier.
+TEST_P(DecodeKernelsTest, LogitsFarApart) {
+  Problem problem = Random(Shape({.group = 4, .key = 32, .value = 32}), 200, 9);
+  for (int64_t j = 0; j < problem.used; ++j) {
+    for (int64_t i = 0; i < 32; ++i) {
+      float& key = problem.keys[j * 32 + i];
+      key = Narrowed(key * static_cast<float>(j / 40), GetParam());
+    }
+  }
+  ExpectExact(problem);
+}
+
+TEST_P(DecodeKernelsTest, SoftCaps) {
+  DecodeShape shape = Shape({.group = 3, .key = 64, .value = 64});
+  shape.soft_cap = 0.5;
+  ExpectExact(Random(shape, 77, 11));
+}
+
+// A window that hides whole blocks, and parts of some.
+TEST_P(DecodeKernelsTest, Windows) {
+  for (int64_t first_seen : {0, 10, 64, 150, 199}) {
+    SCOPED_TRACE(first_seen);
+    Problem problem = Random(Shape({.group = 3, .key = 32, .value = 64}), 200, 13);
+    for (int64_t j = 0; j < problem.used; ++j) problem.positions.push_back(j * 7 % 200);
+    std::sort(problem.positions.begin(), problem.positions.begin() + 150);
+    problem.first_seen = first_seen;
+    ExpectExact(problem);
+  }
+}
+
+}  // namespace
+}  // namespace epikv
