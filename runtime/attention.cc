@@ -286,7 +286,94 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
   });
 }
 
+// Our loop over the rows of prompts, and what it is written for.
+std::optional<DecodePath> PrefillPath(const DecodeShape& shape) {
+  const DecodePath path = DecodePaths(shape).back();
+  if (path == DecodePath::kAnywhere) return std::nullopt;
+  return path;
+}
+
+// Rows of one lane that are computed together.
+struct PrefillTask {
+  const AttentionItem* item;
+  int64_t head, first, num_rows;
+};
+
+// Dear and cheap ones alternate, for threads take halves: later rows see more.
+std::vector<PrefillTask> PrefillTasks(absl::Span<const AttentionItem* const> items,
+                                      const AttentionShape& shape, int64_t rows) {
+  std::vector<PrefillTask> tasks;
+  for (const AttentionItem* item : items) {
+    for (int64_t first = 0; first < item->num_rows; first += rows) {
+      for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+        tasks.push_back({item, head, first, std::min(rows, item->num_rows - first)});
+      }
+    }
+  }
+  std::vector<PrefillTask> dealt;
+  for (size_t i = 0, j = tasks.size(); i < j;) {
+    dealt.push_back(tasks[i++]);
+    if (i < j) dealt.push_back(tasks[--j]);
+  }
+  return dealt;
+}
+
+PrefillLane PrefillLaneOf(const at::Tensor& q, at::Tensor& out, int64_t layer,
+                          const PrefillTask& task, const AttentionShape& shape) {
+  const AttentionItem& item = *task.item;
+  const LaneRows lane = LaneOf(item, layer, task.head);
+  const int64_t element = static_cast<int64_t>(c10::elementSize(shape.dtype));
+  const int64_t place = (item.row + task.first) * shape.num_heads + task.head * shape.group();
+  PrefillLane result = {
+      .q = static_cast<const char*>(q.const_data_ptr()) + place * shape.key_width * element,
+      .q_stride = shape.num_heads * shape.key_width,
+      .keys = lane.keys,
+      .values = lane.values,
+      .rows = task.num_rows,
+      .seen = item.used[task.head] - item.num_rows + task.first + 1,
+      .out = static_cast<char*>(out.mutable_data_ptr()) + place * shape.value_width * element,
+      .out_stride = shape.num_heads * shape.value_width};
+  if (item.log_sum_exp != nullptr) {
+    result.log_sum_exp = item.log_sum_exp->mutable_data_ptr<float>() +
+                         task.head * shape.group() * item.num_rows + task.first;
+    result.log_sum_exp_stride = item.num_rows;
+  }
+  if (!item.positions.empty()) {
+    result.positions = item.positions[task.head].of_slots;
+    result.first_seen = item.positions[task.head].of_first_row + task.first - *shape.window + 1;
+  }
+  return result;
+}
+
+void PrefillTogether(DecodePath path, const at::Tensor& q, at::Tensor& out, int64_t layer,
+                     absl::Span<const AttentionItem* const> items, const AttentionShape& shape) {
+  const DecodeShape kernel_shape = KernelShape(shape);
+  for (const AttentionItem* item : items) {
+    if (item->log_sum_exp == nullptr) continue;
+    *item->log_sum_exp = at::empty({shape.num_heads, item->num_rows}, at::kFloat);
+  }
+  const std::vector<PrefillTask> tasks = PrefillTasks(items, shape, PrefillRows(kernel_shape));
+  at::parallel_for(0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> scratch;
+    scratch.resize(PrefillScratchFloats(kernel_shape));
+    for (int64_t i = begin; i < end; ++i) {
+      PrefillAttention(path, PrefillLaneOf(q, out, layer, tasks[i], shape), kernel_shape,
+                       scratch.data());
+    }
+  });
+}
+
 }  // namespace
+
+absl::string_view PrefillKernelName(PrefillKernel kernel) {
+  switch (kernel) {
+    case PrefillKernel::kBatch:
+      return "batch";
+    case PrefillKernel::kFlash:
+      return "flash";
+  }
+  return "";
+}
 
 absl::string_view DecodeKernelName(DecodeKernel kernel) {
   switch (kernel) {
@@ -303,10 +390,14 @@ absl::string_view DecodeKernelName(DecodeKernel kernel) {
 at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const AttentionItem> items,
                           const AttentionShape& shape) const {
   at::Tensor out = at::empty({q.size(0), shape.num_heads, shape.value_width}, q.options());
-  std::vector<const AttentionItem*> together;
+  std::optional<DecodePath> prefill;
+  if (prefill_ == PrefillKernel::kBatch) prefill = PrefillPath(KernelShape(shape));
+  std::vector<const AttentionItem*> together, prompts;
   for (const AttentionItem& item : items) {
     counts_.attended += item.num_rows * shape.num_kv_heads;
-    if (!item.decode) {
+    if (!item.decode && prefill.has_value()) {
+      prompts.push_back(&item);
+    } else if (!item.decode) {
       Prefill(q, out, layer, item, shape);
     } else if (decode_ == DecodeKernel::kBatch || shape.soft_cap.has_value() ||
                shape.window.has_value()) {
@@ -316,6 +407,7 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
     }
   }
   if (!together.empty()) DecodeTogether(q, out, layer, together, shape);
+  if (!prompts.empty()) PrefillTogether(*prefill, q, out, layer, prompts, shape);
   return out;
 }
 
@@ -378,53 +470,112 @@ void Attention::ColumnSums(const at::Tensor& q, int64_t layer, const AttentionIt
   }
 }
 
-std::vector<KernelTiming> MeasureDecodeKernels(const AttentionShape& shape) {
-  constexpr int64_t kSequences = 8, kTokens = 512;
-  constexpr int64_t kCapacity = kTokens + 16;  // lanes are rarely full: nor are these
+namespace {
+
+constexpr int64_t kMeasuredTokens = 512;
+
+// Sequences with kMeasuredTokens of noise in their one layer.
+class MeasuredSequences {
+ public:
+  MeasuredSequences(int64_t count, const AttentionShape& shape)
+      : request_(RequestOf(shape)),
+        pool_(count * kCapacity * shape.num_kv_heads, shape.key_width, shape.value_width,
+              shape.dtype),
+        used_(shape.num_kv_heads, kMeasuredTokens) {
+    const ModelShape model{.num_layers = 1,
+                           .num_heads = shape.num_heads,
+                           .num_kv_heads = shape.num_kv_heads,
+                           .key_width = shape.key_width,
+                           .value_width = shape.value_width};
+    for (int64_t s = 0; s < count; ++s) {
+      caches_.push_back(std::make_unique<SequenceCache>(pool_, SequenceId(s), request_, model));
+      for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+        const LaneRows lane = caches_.back()->Lane(0, head);
+        View(lane.keys, kMeasuredTokens, 1, 0, kMeasuredTokens, shape.key_width, shape.dtype)
+            .normal_();
+        View(lane.values, kMeasuredTokens, 1, 0, kMeasuredTokens, shape.value_width, shape.dtype)
+            .normal_();
+      }
+    }
+  }
+
+  // Each sequence's newest rows.
+  std::vector<AttentionItem> Items(int64_t num_rows) const {
+    std::vector<AttentionItem> items;
+    for (size_t s = 0; s < caches_.size(); ++s) {
+      items.push_back({.cache = caches_[s].get(),
+                       .row = static_cast<int64_t>(s) * num_rows,
+                       .num_rows = num_rows,
+                       .decode = num_rows == 1,
+                       .used = used_});
+    }
+    return items;
+  }
+
+ private:
+  static constexpr int64_t kCapacity =
+      kMeasuredTokens + 16;  // lanes are rarely full: nor are these
+
+  static Request RequestOf(const AttentionShape& shape) {
+    Request request;
+    request.demand.budget.assign(shape.num_kv_heads, kCapacity);
+    request.demand.prefill = request.demand.decode = request.demand.budget;
+    return request;
+  }
+
+  const Request request_;
+  KvPool pool_;
+  const std::vector<int64_t> used_;
+  std::vector<std::unique_ptr<SequenceCache>> caches_;
+};
+
+double LeastMicroseconds(const Attention& attention, const at::Tensor& q,
+                         const std::vector<AttentionItem>& items, const AttentionShape& shape) {
   constexpr int kRuns = 5;
-  const Request request = [&] {
-    Request r;
-    r.demand.budget.assign(shape.num_kv_heads, kCapacity);
-    r.demand.prefill = r.demand.decode = r.demand.budget;
-    return r;
-  }();
-  const ModelShape model{.num_layers = 1,
-                         .num_heads = shape.num_heads,
-                         .num_kv_heads = shape.num_kv_heads,
-                         .key_width = shape.key_width,
-                         .value_width = shape.value_width};
-  KvPool pool(kSequences * kCapacity * shape.num_kv_heads, shape.key_width, shape.value_width,
-              shape.dtype);
-  const std::vector<int64_t> used(shape.num_kv_heads, kTokens);
-  std::vector<std::unique_ptr<SequenceCache>> caches;
-  std::vector<AttentionItem> items;
-  for (int64_t s = 0; s < kSequences; ++s) {
-    caches.push_back(std::make_unique<SequenceCache>(pool, SequenceId(s), request, model));
-    for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
-      const LaneRows lane = caches.back()->Lane(0, head);
-      View(lane.keys, kTokens, 1, 0, kTokens, shape.key_width, shape.dtype).normal_();
-      View(lane.values, kTokens, 1, 0, kTokens, shape.value_width, shape.dtype).normal_();
-    }
-    items.push_back(
-        {.cache = caches.back().get(), .row = s, .num_rows = 1, .decode = true, .used = used});
+  absl::Duration least = absl::InfiniteDuration();
+  for (int run = 0; run < kRuns; ++run) {
+    const absl::Time begin = absl::Now();
+    attention.Run(q, 0, items, shape);
+    least = std::min(least, absl::Now() - begin);
   }
-  const at::Tensor q = at::randn({kSequences, shape.num_heads, shape.key_width}).to(shape.dtype);
-  std::vector<KernelTiming> timings;
-  for (DecodeKernel kernel : {DecodeKernel::kBatch, DecodeKernel::kFlash, DecodeKernel::kMatmul}) {
-    // Flash takes V as wide as K.
-    if (kernel == DecodeKernel::kFlash && shape.key_width != shape.value_width) continue;
-    const Attention attention(kernel);
-    absl::Duration least = absl::InfiniteDuration();
-    for (int run = 0; run < kRuns; ++run) {
-      const absl::Time begin = absl::Now();
-      attention.Run(q, 0, items, shape);
-      least = std::min(least, absl::Now() - begin);
-    }
-    timings.push_back({kernel, absl::ToDoubleMicroseconds(least)});
-  }
+  return absl::ToDoubleMicroseconds(least);
+}
+
+template <class Kernel>
+std::vector<KernelTiming<Kernel>> FastestFirst(std::vector<KernelTiming<Kernel>> timings) {
   std::sort(timings.begin(), timings.end(),
             [](const auto& a, const auto& b) { return a.microseconds < b.microseconds; });
   return timings;
+}
+
+}  // namespace
+
+std::vector<KernelTiming<DecodeKernel>> MeasureDecodeKernels(const AttentionShape& shape) {
+  const MeasuredSequences sequences(8, shape);
+  const std::vector<AttentionItem> items = sequences.Items(1);
+  const at::Tensor q = at::randn({8, shape.num_heads, shape.key_width}).to(shape.dtype);
+  std::vector<KernelTiming<DecodeKernel>> timings;
+  for (DecodeKernel kernel : {DecodeKernel::kBatch, DecodeKernel::kFlash, DecodeKernel::kMatmul}) {
+    // Flash takes V as wide as K.
+    if (kernel == DecodeKernel::kFlash && shape.key_width != shape.value_width) continue;
+    timings.push_back(
+        {kernel, LeastMicroseconds(Attention(kernel, PrefillKernel::kFlash), q, items, shape)});
+  }
+  return FastestFirst(std::move(timings));
+}
+
+std::vector<KernelTiming<PrefillKernel>> MeasurePrefillKernels(const AttentionShape& shape) {
+  constexpr int64_t kRows = kMeasuredTokens / 2;
+  const MeasuredSequences sequences(1, shape);
+  const std::vector<AttentionItem> items = sequences.Items(kRows);
+  const at::Tensor q = at::randn({kRows, shape.num_heads, shape.key_width}).to(shape.dtype);
+  std::vector<KernelTiming<PrefillKernel>> timings;
+  for (PrefillKernel kernel : {PrefillKernel::kBatch, PrefillKernel::kFlash}) {
+    if (kernel == PrefillKernel::kBatch && !PrefillPath(KernelShape(shape)).has_value()) continue;
+    timings.push_back(
+        {kernel, LeastMicroseconds(Attention(DecodeKernel::kBatch, kernel), q, items, shape)});
+  }
+  return FastestFirst(std::move(timings));
 }
 
 }  // namespace epikv

@@ -24,6 +24,12 @@ enum class DecodeKernel {
 };
 absl::string_view DecodeKernelName(DecodeKernel kernel);
 
+// How a prompt's rows attend; also measured. kBatch is our loop, one call for all prompts' lanes,
+// where the processor has one; elsewhere, and with kFlash, the SDPA flash kernel, a
+// call or two a sequence.
+enum class PrefillKernel { kBatch, kFlash };
+absl::string_view PrefillKernelName(PrefillKernel kernel);
+
 // Where the tokens of a lane are, at a layer whose window hides some of them: a row sees those
 // whose position is above its own less the window.
 struct LanePositions {
@@ -69,7 +75,7 @@ struct AttentionCounts {
 // Attention of all items at one layer. Stateless but for scratch and counts; engine thread.
 class Attention {
  public:
-  explicit Attention(DecodeKernel decode) : decode_(decode) {}
+  Attention(DecodeKernel decode, PrefillKernel prefill) : decode_(decode), prefill_(prefill) {}
 
   // q [n, heads, key_width], rotated, contiguous -> out [n, heads, value_width].
   at::Tensor Run(const at::Tensor& q, int64_t layer, absl::Span<const AttentionItem> items,
@@ -90,15 +96,19 @@ class Attention {
 
  private:
   const DecodeKernel decode_;
+  const PrefillKernel prefill_;
   mutable AttentionCounts counts_;
 };
 
+template <class Kernel>
 struct KernelTiming {
-  DecodeKernel kernel;
-  double microseconds = 0;  // of one layer, 8 sequences of 512 tokens; the least of several runs
+  Kernel kernel;
+  double microseconds = 0;  // of one layer; the least of several runs
 };
 
-// Times every kernel on this machine with the calling thread's team. Fastest first.
-std::vector<KernelTiming> MeasureDecodeKernels(const AttentionShape& shape);
+// Times every kernel on this machine with the calling thread's team. Fastest first. Decode: 8
+// sequences of 512 tokens; prefill: 256 rows behind as many.
+std::vector<KernelTiming<DecodeKernel>> MeasureDecodeKernels(const AttentionShape& shape);
+std::vector<KernelTiming<PrefillKernel>> MeasurePrefillKernels(const AttentionShape& shape);
 
 }  // namespace epikv

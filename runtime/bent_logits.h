@@ -4,8 +4,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "runtime/kernels.h"
-
 // What a layer's soft cap and window make of logits, and the exponential: for the inner loops of
 // attention, which compile them for one processor or another.
 
@@ -39,32 +37,39 @@ EPIKV_INLINE float Capped(float x, float cap) {
   return std::copysign(cap * (y < 0.2f ? series : (1 - e) / (1 + e)), x);
 }
 
-// Logits of slots [begin, begin + count) as the layer's soft cap and window leave them.
-EPIKV_INLINE void Bend(const DecodeLane& lane, const DecodeShape& shape, int64_t begin,
-                       int64_t count, float* logit) {
-  if (shape.soft_cap > 0) {
-    for (int64_t j = 0; j < count; ++j) logit[j] = Capped(logit[j], shape.soft_cap);
+// Where a lane's tokens are, and from where on a query sees them: DecodeLane's, PrefillLane's.
+struct Window {
+  const int64_t* positions = nullptr;  // null: everything is seen
+  int64_t first_seen = 0;
+
+  EPIKV_INLINE bool SeesAny(int64_t begin, int64_t count) const {
+    if (positions == nullptr) return true;
+    for (int64_t j = begin; j < begin + count; ++j) {
+      if (positions[j] >= first_seen) return true;
+    }
+    return false;
   }
-  if (lane.positions == nullptr) return;
-  const int64_t* const position = lane.positions + begin;
+};
+
+// Logits of slots [begin, begin + count) as the layer's soft cap (0: none) and window leave them.
+EPIKV_INLINE void Bend(const Window& window, float soft_cap, int64_t begin, int64_t count,
+                       float* logit) {
+  if (soft_cap > 0) {
+    for (int64_t j = 0; j < count; ++j) logit[j] = Capped(logit[j], soft_cap);
+  }
+  if (window.positions == nullptr) return;
+  const int64_t* const position = window.positions + begin;
   for (int64_t j = 0; j < count; ++j) {
-    logit[j] = position[j] < lane.first_seen ? -INFINITY : logit[j];
+    logit[j] = position[j] < window.first_seen ? -INFINITY : logit[j];
   }
 }
 
-EPIKV_INLINE bool SeesAny(const DecodeLane& lane, int64_t begin, int64_t count) {
-  if (lane.positions == nullptr) return true;
-  for (int64_t j = begin; j < begin + count; ++j) {
-    if (lane.positions[j] >= lane.first_seen) return true;
-  }
-  return false;
-}
-
-// Leaves the logits of a block that no query sees.
-EPIKV_INLINE void LeaveUnseen(const DecodeLane& lane, int64_t group, int64_t begin, int64_t count) {
-  if (lane.logits == nullptr) return;
+// The logits, [group, used], of a block that no query sees.
+EPIKV_INLINE void LeaveUnseen(float* logits, int64_t group, int64_t used, int64_t begin,
+                              int64_t count) {
+  if (logits == nullptr) return;
   for (int64_t g = 0; g < group; ++g) {
-    float* const of_block = lane.logits + g * lane.used + begin;
+    float* const of_block = logits + g * used + begin;
     for (int64_t j = 0; j < count; ++j) of_block[j] = -INFINITY;
   }
 }

@@ -275,7 +275,7 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
       options_(options),
       shape_(ShapeOf(model_->manifest())),
       output_grams_(OutputGrams(*model_)),
-      attention_(options.decode_kernel),
+      attention_(options.decode_kernel, options.prefill_kernel),
       pool_(options.pool_rows, shape_.key_width, shape_.value_width,
             ScalarTypeOf(model_->manifest().dtype)),
       prefixes_(pool_, shape_.num_layers * shape_.num_kv_heads, options.prefix_block_tokens,

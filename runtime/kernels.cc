@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "runtime/attend_avx512.h"
 #include "runtime/bent_logits.h"
-#include "runtime/decode_avx512.h"
 #include "runtime/float16.h"
 
 // Sanitizers run before the loader can pick a clone.
@@ -73,6 +73,7 @@ EPIKV_INLINE void AddScaled(float* acc, const float* row, float factor, int64_t 
 template <class T, int64_t kKey, int64_t kValue>
 EPIKV_INLINE void DecodeBody(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
   const int64_t group = shape.group, dk = shape.key_width, dv = shape.value_width;
+  const Window window = {lane.positions, lane.first_seen};
   float* q = scratch;             // [group, dk], scaled
   float* acc = q + group * dk;    // [group, dv]
   float* k = acc + group * dv;    // [kBlock, dk]
@@ -87,8 +88,8 @@ EPIKV_INLINE void DecodeBody(const DecodeLane& lane, const DecodeShape& shape, f
 
   for (int64_t begin = 0; begin < lane.used; begin += kBlock) {
     const int64_t count = std::min(kBlock, lane.used - begin);
-    if (!SeesAny(lane, begin, count)) {
-      LeaveUnseen(lane, group, begin, count);
+    if (!window.SeesAny(begin, count)) {
+      LeaveUnseen(lane.logits, group, lane.used, begin, count);
       continue;
     }
     Widen(static_cast<const T*>(lane.keys) + begin * dk, k, count * dk);
@@ -97,7 +98,7 @@ EPIKV_INLINE void DecodeBody(const DecodeLane& lane, const DecodeShape& shape, f
       float logit[kBlock];
       float top = peak[g];
       for (int64_t j = 0; j < count; ++j) logit[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
-      Bend(lane, shape, begin, count, logit);
+      Bend(window, shape.soft_cap, begin, count, logit);
       if (lane.logits != nullptr) {
         std::memcpy(lane.logits + g * lane.used + begin, logit, count * sizeof(float));
       }
@@ -166,6 +167,7 @@ template <class T, int64_t kKey>
 EPIKV_INLINE void RowBody(const DecodeLane& lane, const DecodeShape& shape, float* row,
                           float* scratch) {
   const int64_t group = shape.group, dk = shape.key_width, used = lane.used;
+  const Window window = {lane.positions, lane.first_seen};
   float* q = scratch;               // [group, dk], scaled
   float* k = q + group * dk;        // [kBlock, dk]
   float* logits = k + kBlock * dk;  // [group, used]
@@ -177,7 +179,7 @@ EPIKV_INLINE void RowBody(const DecodeLane& lane, const DecodeShape& shape, floa
     for (int64_t g = 0; g < group; ++g) {
       float* const of_block = logits + g * used + begin;
       for (int64_t j = 0; j < count; ++j) of_block[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
-      Bend(lane, shape, begin, count, of_block);
+      Bend(window, shape.soft_cap, begin, count, of_block);
     }
   }
   std::fill(row, row + used, 0.0f);
@@ -275,8 +277,8 @@ EPIKV_CLONES float StepNormFloat16(const Float16* now, const float* before, floa
 
 std::vector<DecodePath> DecodePaths(const DecodeShape& shape) {
   std::vector<DecodePath> paths = {DecodePath::kAnywhere};
-  if (CanDecodeAvx512(shape)) paths.push_back(DecodePath::kAvx512);
-  if (CanDecodeAvx512BFloat16(shape)) paths.push_back(DecodePath::kAvx512BFloat16);
+  if (CanAttendAvx512(shape)) paths.push_back(DecodePath::kAvx512);
+  if (CanAttendAvx512BFloat16(shape)) paths.push_back(DecodePath::kAvx512BFloat16);
   return paths;
 }
 
@@ -295,7 +297,7 @@ absl::string_view DecodePathName(DecodePath path) {
 int64_t DecodeScratchFloats(const DecodeShape& shape) {
   const int64_t anywhere =
       (shape.group + kBlock) * (shape.key_width + shape.value_width) + 2 * shape.group;
-  return std::max(anywhere, DecodeAvx512ScratchFloats(shape));
+  return std::max(anywhere, AttendAvx512ScratchFloats(shape, /*rows=*/1));
 }
 
 int64_t LogitFloats(const DecodeShape& shape, int64_t used) { return shape.group * (used + 2); }
@@ -321,6 +323,16 @@ void DecodeAttention(DecodePath path, const DecodeLane& lane, const DecodeShape&
     case DType::kFloat16:
       return DecodeFloat16(lane, shape, scratch);
   }
+}
+
+int64_t PrefillScratchFloats(const DecodeShape& shape) {
+  return AttendAvx512ScratchFloats(shape, PrefillRows(shape));
+}
+
+void PrefillAttention(DecodePath path, const PrefillLane& lane, const DecodeShape& shape,
+                      float* scratch) {
+  if (path == DecodePath::kAvx512BFloat16) return PrefillAvx512BFloat16(lane, shape, scratch);
+  PrefillAvx512(lane, shape, scratch);
 }
 
 void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, float* scratch) {

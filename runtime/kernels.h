@@ -49,6 +49,34 @@ int64_t DecodeScratchFloats(const DecodeShape& shape);
 void DecodeAttention(DecodePath path, const DecodeLane& lane, const DecodeShape& shape,
                      float* scratch);
 
+// Queries of some rows of a prompt, of one KV head's group. Row r sees slots [0, seen + r).
+struct PrefillLane {
+  const void* q = nullptr;       // [rows] of [group, key_width], rotated
+  int64_t q_stride = 0;          // elements from one row to the next
+  const void* keys = nullptr;    // [seen + rows - 1, key_width]
+  const void* values = nullptr;  // [seen + rows - 1, value_width]
+  int64_t rows = 0;              // 1 to PrefillRows
+  int64_t seen = 0;              // >= 1
+  void* out = nullptr;           // [rows] of [group, value_width]
+  int64_t out_stride = 0;        // elements
+  // If not null: where each query's log-sum-exp of logits is left, [group] of [rows].
+  float* log_sum_exp = nullptr;
+  int64_t log_sum_exp_stride = 0;  // floats from one query of the group to the next
+  // As in DecodeLane; a row's `first_seen` is one above that of the row before.
+  const int64_t* positions = nullptr;
+  int64_t first_seen = 0;
+};
+
+// The rows of one call, so that what belongs to its queries stays in the caches.
+inline int64_t PrefillRows(const DecodeShape& shape) {
+  return shape.group < 64 ? 64 / shape.group : 1;
+}
+int64_t PrefillScratchFloats(const DecodeShape& shape);
+
+// The same for each row. Precondition: the path is of DecodePaths, and not kAnywhere.
+void PrefillAttention(DecodePath path, const PrefillLane& lane, const DecodeShape& shape,
+                      float* scratch);
+
 // Of one lane: [group, used], then each query's largest and its sum of exp(logit - largest).
 int64_t LogitFloats(const DecodeShape& shape, int64_t used);
 

@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "policies/artefact.h"
 #include "policies/registry.h"
 #include "runtime/admission.h"
@@ -55,24 +56,28 @@ absl::Status CheckSupported(const Manifest& manifest) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<DecodeKernel> ChooseKernel(const std::string& asked, const AttentionShape& shape,
-                                          std::vector<std::string>& description) {
-  const std::vector<KernelTiming> timings = MeasureDecodeKernels(shape);
-  std::string line = "decode kernels, microseconds a layer at 8 x 512 tokens:";
-  for (const KernelTiming& t : timings) {
-    absl::StrAppendFormat(&line, " %s %.0f", DecodeKernelName(t.kernel), t.microseconds);
-  }
-  std::optional<DecodeKernel> chosen;
+// The one that is asked for, or with "auto" the fastest. Precondition: `timings` are not empty.
+template <class Kernel>
+absl::StatusOr<Kernel> Choose(absl::string_view setting, absl::string_view asked,
+                              absl::string_view what,
+                              const std::vector<KernelTiming<Kernel>>& timings,
+                              absl::string_view (*name)(Kernel),
+                              std::vector<std::string>& description) {
+  std::string line = absl::StrCat(what, ":");
+  std::vector<absl::string_view> names = {"auto"};
+  std::optional<Kernel> chosen;
   if (asked == "auto") chosen = timings.front().kernel;
-  for (const KernelTiming& t : timings) {
-    if (asked == DecodeKernelName(t.kernel)) chosen = t.kernel;
+  for (const KernelTiming<Kernel>& t : timings) {
+    absl::StrAppendFormat(&line, " %s %.0f", name(t.kernel), t.microseconds);
+    names.push_back(name(t.kernel));
+    if (asked == name(t.kernel)) chosen = t.kernel;
   }
   if (!chosen.has_value()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("decode_kernel '", asked,
-                     "' is none of auto, batch, flash, matmul, or not for this model"));
+    return absl::InvalidArgumentError(absl::StrCat(setting, " '", asked, "' is none of ",
+                                                   absl::StrJoin(names, ", "),
+                                                   ", those of this processor and model"));
   }
-  description.push_back(absl::StrCat(line, "; using ", DecodeKernelName(*chosen)));
+  description.push_back(absl::StrCat(line, "; using ", name(*chosen)));
   return *chosen;
 }
 
@@ -237,22 +242,31 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
 
   progress("measuring kernels");
   const ModelShape& shape = admission.shape();
-  absl::StatusOr<DecodeKernel> kernel = ChooseKernel(options.decode_kernel,
-                                                     {.num_heads = shape.num_heads,
-                                                      .num_kv_heads = shape.num_kv_heads,
-                                                      .key_width = shape.key_width,
-                                                      .value_width = shape.value_width,
-                                                      .scale = loaded.manifest.layers.front().scale,
-                                                      .dtype = ScalarTypeOf(loaded.manifest.dtype)},
-                                                     loaded.description);
-  if (!kernel.ok()) return kernel.status();
-  loaded.decode_kernel = std::string(DecodeKernelName(*kernel));
+  const AttentionShape attention = {.num_heads = shape.num_heads,
+                                    .num_kv_heads = shape.num_kv_heads,
+                                    .key_width = shape.key_width,
+                                    .value_width = shape.value_width,
+                                    .scale = loaded.manifest.layers.front().scale,
+                                    .dtype = ScalarTypeOf(loaded.manifest.dtype)};
+  const absl::StatusOr<DecodeKernel> decode =
+      Choose("decode_kernel", options.decode_kernel,
+             "decode kernels, microseconds a layer at 8 x 512 tokens",
+             MeasureDecodeKernels(attention), DecodeKernelName, loaded.description);
+  if (!decode.ok()) return decode.status();
+  loaded.decode_kernel = std::string(DecodeKernelName(*decode));
+  const absl::StatusOr<PrefillKernel> prefill =
+      Choose("prefill_kernel", options.prefill_kernel,
+             "prefill kernels, microseconds a layer of 256 tokens behind 256",
+             MeasurePrefillKernels(attention), PrefillKernelName, loaded.description);
+  if (!prefill.ok()) return prefill.status();
+  loaded.prefill_kernel = std::string(PrefillKernelName(*prefill));
 
   progress("warming up");
   auto executor = std::make_unique<Executor>(
       *std::move(model),
       ExecutorOptions{.pool_rows = pool_rows,
-                      .decode_kernel = *kernel,
+                      .decode_kernel = *decode,
+                      .prefill_kernel = *prefill,
                       .deterministic = options.deterministic,
                       .prefix_block_tokens =
                           options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,

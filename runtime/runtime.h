@@ -27,7 +27,7 @@ struct RuntimeOptions {
   int64_t prefill_chunk_tokens = 256;
   int64_t max_running_requests = 256;
   bool deterministic = false;
-  std::string decode_kernel = "auto";
+  std::string decode_kernel = "auto", prefill_kernel = "auto";
   int64_t mass_interval = 0;  // see ExecutorOptions
   // Hears what is being done, before each long stage of loading ("warming up"). May be null.
   std::function<void(absl::string_view)> progress;
@@ -44,7 +44,7 @@ struct LoadedModel {
   int64_t kv_capacity_bytes = 0;
   int64_t weight_bytes = 0;  // in memory, as served
   int64_t threads = 0;
-  std::string decode_kernel;
+  std::string decode_kernel, prefill_kernel;
   // What was found and chosen (weights, pool, kernels and their times), a line each, for people.
   std::vector<std::string> description;
   // Runs first on the thread that will call the executor: it sets that thread's team size.

@@ -367,6 +367,10 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
   check.Require(
       std::find(std::begin(kKernels), std::end(kKernels), c.decode_kernel()) != std::end(kKernels),
       "decode_kernel", "be auto, flash, matmul or batch");
+  constexpr absl::string_view kPrefillKernels[] = {"auto", "flash", "batch"};
+  check.Require(std::find(std::begin(kPrefillKernels), std::end(kPrefillKernels),
+                          c.prefill_kernel()) != std::end(kPrefillKernels),
+                "prefill_kernel", "be auto, flash or batch");
   check.Require(std::isfinite(c.stream_stall_seconds()) && c.stream_stall_seconds() > 0,
                 "stream_stall_seconds", "be above 0");
   check.Require(c.outbox_messages() >= 2, "outbox_messages", "be at least 2");
@@ -461,6 +465,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
                   .max_running_requests = c.max_running_requests(),
                   .deterministic = c.deterministic(),
                   .decode_kernel = c.decode_kernel(),
+                  .prefill_kernel = c.prefill_kernel(),
                   .mass_interval = c.evicted_mass_interval_tokens()},
       .serving = {.scheduler = {.max_step_tokens = c.max_step_tokens(),
                                 .prefill_chunk_tokens = c.prefill_chunk_tokens(),

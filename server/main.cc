@@ -96,7 +96,8 @@ void Announce(const Config& config, const std::vector<ModelPtr>& served, const S
     line["models"].push_back({{"name", model->name},
                               {"kv_capacity_tokens", model->kv_capacity_tokens()},
                               {"threads", model->threads},
-                              {"decode_kernel", model->decode_kernel}});
+                              {"decode_kernel", model->decode_kernel},
+                              {"prefill_kernel", model->prefill_kernel}});
   }
   std::cout << line.dump() << std::endl;
 }

@@ -84,6 +84,7 @@ v1::Model ToProto(const ServedModel& model) {
   proto.mutable_eos_token_ids()->Add(manifest.eos_tokens.begin(), manifest.eos_tokens.end());
   proto.set_deterministic(model.deterministic);
   proto.set_decode_kernel(model.decode_kernel);
+  proto.set_prefill_kernel(model.prefill_kernel);
   proto.set_threads(model.threads);
   proto.set_weights(manifest.weights);
   v1::ChatSupport& chat = *proto.mutable_chat();

@@ -81,6 +81,7 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
   model->kv_capacity_bytes = loaded.kv_capacity_bytes;
   model->threads = loaded.threads;
   model->decode_kernel = loaded.decode_kernel;
+  model->prefill_kernel = loaded.prefill_kernel;
   model->deterministic = options.deterministic;
   absl::StatusOr<std::shared_ptr<ModelMetrics>> series = metrics.OfModel(model->name);
   if (!series.ok()) return series.status();

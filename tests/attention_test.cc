@@ -62,12 +62,12 @@ class OneLayer {
   std::unique_ptr<SequenceCache> cache_;
 };
 
-class ColumnSums
-    : public ::testing::TestWithParam<std::tuple<std::pair<int64_t, int64_t>, at::ScalarType>> {};
+class ColumnSums : public ::testing::TestWithParam<
+                       std::tuple<std::pair<int64_t, int64_t>, at::ScalarType, PrefillKernel>> {};
 
 // What a chunk's queries give each token, against the whole matrix in fp64.
 TEST_P(ColumnSums, EqualTheSoftmaxSummedOverQueries) {
-  const auto [heads, dtype] = GetParam();
+  const auto [heads, dtype, kernel] = GetParam();
   at::manual_seed(1);
   OneLayer layer(heads.first, heads.second, dtype);
   const int64_t group = heads.first / heads.second;
@@ -83,7 +83,7 @@ TEST_P(ColumnSums, EqualTheSoftmaxSummedOverQueries) {
                              .num_rows = rows,
                              .used = slots,
                              .log_sum_exp = &log_sum_exp};
-    const Attention attention(DecodeKernel::kBatch);
+    const Attention attention(DecodeKernel::kBatch, kernel);
     attention.Run(q, 0, {&item, 1}, layer.shape());
     std::vector<float> sums(heads.second * used, -1);
     attention.ColumnSums(q, 0, item, layer.shape(), absl::MakeSpan(sums));
@@ -118,8 +118,9 @@ INSTANTIATE_TEST_SUITE_P(Attention, ColumnSums,
                          ::testing::Combine(::testing::Values(std::pair<int64_t, int64_t>{4, 4},
                                                               std::pair<int64_t, int64_t>{6, 2},
                                                               std::pair<int64_t, int64_t>{4, 1}),
-                                            ::testing::Values(at::kFloat, at::kBFloat16,
-                                                              at::kHalf)));
+                                            ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+                                            ::testing::Values(PrefillKernel::kBatch,
+                                                              PrefillKernel::kFlash)));
 
 // Rows of one byte, so that they can be read.
 // A decode row is the same from the logits that attending left and made anew, and is the softmax.
@@ -137,7 +138,7 @@ TEST(DecodeRows, AreMadeOfTheLogitsThatRunLeaves) {
                              .used = used,
                              .logits = &logits};
     std::vector<float> anew(2 * OneLayer::kTokens), of_logits(2 * OneLayer::kTokens);
-    const Attention attention(DecodeKernel::kBatch);
+    const Attention attention(DecodeKernel::kBatch, PrefillKernel::kBatch);
     attention.Rows(q, 0, item, layer.shape(), absl::MakeSpan(anew));
     attention.Run(q, 0, {&item, 1}, layer.shape());
     ASSERT_FALSE(logits.empty());
@@ -185,7 +186,9 @@ TEST_P(BentAttention, EqualsTheNaiveReference) {
   const auto [soft_cap, window, dtype] = GetParam();
   const bool narrow = dtype != at::kFloat;
   at::manual_seed(3);
-  for (const DecodeKernel kernel : {DecodeKernel::kBatch, DecodeKernel::kFlash}) {
+  for (const auto& [decode_kernel, prefill_kernel] :
+       {std::pair{DecodeKernel::kBatch, PrefillKernel::kBatch},
+        std::pair{DecodeKernel::kFlash, PrefillKernel::kFlash}}) {
     OneLayer layer(6, 2, dtype, soft_cap, window);
     for (const auto& [used, rows] : std::vector<std::pair<int64_t, int64_t>>{
              {7, 7}, {300, 40}, {OneLayer::kTokens, 130}, {1, 1}, {300, 1}, {1000, 1}}) {
@@ -204,7 +207,7 @@ TEST_P(BentAttention, EqualsTheNaiveReference) {
                          .logits = decode ? &logits_left : nullptr,
                          .log_sum_exp = decode ? nullptr : &log_sum_exp};
       if (window.has_value()) item.positions = scattered.positions;
-      const Attention attention(kernel);
+      const Attention attention(decode_kernel, prefill_kernel);
       std::vector<float> mass(kKvHeads * used, -1), anew(decode ? kKvHeads * used : 0);
       if (decode) {
         std::vector<float>* const left = std::exchange(item.logits, nullptr);

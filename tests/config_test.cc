@@ -171,18 +171,18 @@ TEST(ConfigTest, DeterministicPrefillsInChunksOfItsForwards) {
 }
 
 TEST(ConfigTest, NamesEverythingThatIsWrong) {
-  const std::string errors =
-      Errors({"--listen=nowhere", "--metrics_listen=host:70000", "--kv_memory_share=nan",
-              "--max_step_tokens=0", "--decode_kernel=fast", "--outbox_bytes=1",
-              "--stream_stall_seconds=0", "--drain_seconds=-1", "--default_max_output_tokens=0",
-              "--priority_ageing_seconds=inf", "--fairness_quantum_tokens=0", "--threads=x",
-              "--thread=2", "stray", "--metrics_max_series"});
+  const std::string errors = Errors(
+      {"--listen=nowhere", "--metrics_listen=host:70000", "--kv_memory_share=nan",
+       "--max_step_tokens=0", "--decode_kernel=fast", "--prefill_kernel=matmul", "--outbox_bytes=1",
+       "--stream_stall_seconds=0", "--drain_seconds=-1", "--default_max_output_tokens=0",
+       "--priority_ageing_seconds=inf", "--fairness_quantum_tokens=0", "--threads=x", "--thread=2",
+       "stray", "--metrics_max_series"});
   for (const char* name :
        {"--listen must be host:port", "--metrics_listen must", "--model must name the file",
         "--kv_memory_share must be in (0, 1], is nan", "--max_step_tokens must", "is \"fast\"",
-        "--outbox_bytes must", "--default_max_output_tokens must be at least 1",
-        "--stream_stall_seconds must", "--drain_seconds must",
-        "--priority_ageing_seconds must be above 0, is inf",
+        "--prefill_kernel must be auto, flash or batch, is \"matmul\"", "--outbox_bytes must",
+        "--default_max_output_tokens must be at least 1", "--stream_stall_seconds must",
+        "--drain_seconds must", "--priority_ageing_seconds must be above 0, is inf",
         "--fairness_quantum_tokens must be at least 1",
         "--threads: ", "unknown flag --thread; did you mean --threads?", "'stray' is no flag",
         "--metrics_max_series needs a value"}) {

@@ -91,6 +91,7 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
       ExecutorOptions{
           .pool_rows = options.kv_pool_bytes / (admission_->kv_bytes_per_token() / lanes),
           .decode_kernel = options.decode_kernel,
+          .prefill_kernel = options.prefill_kernel,
           .deterministic = options.deterministic,
           .prefix_block_tokens =
               options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,

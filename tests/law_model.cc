@@ -82,12 +82,14 @@ class MaskedHooks final : public ForwardHooks {
     at::Tensor rows = at::zeros({kv_heads, static_cast<int64_t>(keys_[layer].size())});
     for (int64_t h = 0; h < manifest_.num_heads; ++h) {
       const int64_t head = h / group;
-      std::vector<float> mask;
+      std::vector<double> mask;
       for (bool alive : alive_[layer * kv_heads + head]) mask.push_back(alive ? 0 : -INFINITY);
-      const at::Tensor logits = at::mv(keys[head], query[h]) * facts.scale + at::tensor(mask);
+      const at::Tensor logits =
+          at::mv(keys[head].to(at::kDouble), query[h].to(at::kDouble)) * facts.scale +
+          at::tensor(mask, at::kDouble);
       const at::Tensor weights = at::softmax(logits, 0);
       rows[head] += weights / static_cast<double>(group);
-      out.push_back(at::mv(values[head].t(), weights));
+      out.push_back(at::mv(values[head].t().to(at::kDouble), weights).to(at::kFloat));
     }
     step_.attention.push_back(rows);
     return at::stack(out).unsqueeze(0);

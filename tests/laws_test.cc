@@ -33,7 +33,9 @@ TEST_P(FullEqualsTransformers, LogitsAndGreedyTokens) {
   const auto [model, kernel] = GetParam();
   std::ifstream file(absl::StrCat(EPIKV_TEST_MODELS, "/", model, ".json"));
   const auto reference = nlohmann::json::parse(file);
-  EngineHarness harness(ModelPath(model), {.decode_kernel = kernel});
+  const PrefillKernel prefill =
+      kernel == DecodeKernel::kFlash ? PrefillKernel::kFlash : PrefillKernel::kBatch;
+  EngineHarness harness(ModelPath(model), {.decode_kernel = kernel, .prefill_kernel = prefill});
   int64_t rows = 0;
   for (const auto& c : reference["cases"]) {
     const std::vector<int32_t> ids = c["token_ids"];

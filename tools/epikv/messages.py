@@ -302,6 +302,7 @@ class Model:
     eos_token_ids: list[int]
     deterministic: bool
     decode_kernel: str
+    prefill_kernel: str
     threads: int
     weights: str  # digest
     chat: ChatSupport | None

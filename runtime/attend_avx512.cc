@@ -1,4 +1,4 @@
-#include "runtime/decode_avx512.h"
+#include "runtime/attend_avx512.h"
 
 #include <algorithm>
 #include <cmath>
@@ -237,15 +237,25 @@ struct Paired {
 template <class As, int kQueries>
 EPIKV_INLINE void Logits(const uint32_t* queries, const uint32_t* keys, int64_t words, float scale,
                          float* logits) {
+  // Four sums one after another, added at the end, lose fewer digits than one.
+  const int64_t part = (words + 3) / 4;
   __m512 low[kQueries], high[kQueries];
   for (int g = 0; g < kQueries; ++g) low[g] = high[g] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < words; ++i) {
-    const __m512i k0 = _mm512_load_si512(keys + i * kBlock);
-    const __m512i k1 = _mm512_load_si512(keys + i * kBlock + kVector);
+  for (int64_t begin = 0; begin < words; begin += part) {
+    __m512 low_part[kQueries], high_part[kQueries];
+    for (int g = 0; g < kQueries; ++g) low_part[g] = high_part[g] = _mm512_setzero_ps();
+    for (int64_t i = begin; i < std::min(words, begin + part); ++i) {
+      const __m512i k0 = _mm512_load_si512(keys + i * kBlock);
+      const __m512i k1 = _mm512_load_si512(keys + i * kBlock + kVector);
+      for (int g = 0; g < kQueries; ++g) {
+        const __m512i q = _mm512_set1_epi32(static_cast<int>(queries[g * words + i]));
+        low_part[g] = As::MulAdd(low_part[g], k0, q);
+        high_part[g] = As::MulAdd(high_part[g], k1, q);
+      }
+    }
     for (int g = 0; g < kQueries; ++g) {
-      const __m512i q = _mm512_set1_epi32(static_cast<int>(queries[g * words + i]));
-      low[g] = As::MulAdd(low[g], k0, q);
-      high[g] = As::MulAdd(high[g], k1, q);
+      low[g] = _mm512_add_ps(low[g], low_part[g]);
+      high[g] = _mm512_add_ps(high[g], high_part[g]);
     }
   }
   const __m512 factor = _mm512_set1_ps(scale);
@@ -311,31 +321,34 @@ EPIKV_INLINE void AddValues(const uint32_t* weights, const typename As::Element*
   if constexpr (As::kKeys == 1) add(std::integral_constant<int, 1>());
 }
 
-// Where a lane's scratch is: 64-byte aligned.
+// What is kept for `queries` rows x group, 64-byte aligned.
 template <class As>
 struct Scratch {
-  Scratch(const DecodeShape& shape, float* memory) {
+  Scratch(const DecodeShape& shape, int64_t num_queries, float* memory) {
     const int64_t words = As::Words(shape.key_width);
     auto take = [at = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64](int64_t words) mutable {
       const uintptr_t begin = at;
       at += (words + kVector - 1) / kVector * kVector * sizeof(float);
       return begin;
     };
-    queries = reinterpret_cast<uint32_t*>(take(shape.group * words));
+    queries = reinterpret_cast<uint32_t*>(take(num_queries * words));
     keys = reinterpret_cast<uint32_t*>(take(words * kBlock));
-    logits = reinterpret_cast<float*>(take(shape.group * kBlock));
-    weights = reinterpret_cast<uint32_t*>(take(shape.group * kBlock / As::kKeys));
-    sums = reinterpret_cast<float*>(take(shape.group * shape.value_width));
-    peak = reinterpret_cast<float*>(take(shape.group));
-    mass = reinterpret_cast<float*>(take(shape.group));
+    logits = reinterpret_cast<float*>(take(num_queries * kBlock));
+    weights = reinterpret_cast<uint32_t*>(take(num_queries * kBlock / As::kKeys));
+    sums = reinterpret_cast<float*>(take(num_queries * shape.value_width));
+    peak = reinterpret_cast<float*>(take(num_queries));
+    mass = reinterpret_cast<float*>(take(num_queries));
+    std::fill(sums, sums + num_queries * shape.value_width, 0.0f);
+    std::fill(peak, peak + num_queries, -INFINITY);
+    std::fill(mass, mass + num_queries, 0.0f);
   }
-  uint32_t* queries;  // [group, words]
+  uint32_t* queries;  // [queries, words]
   uint32_t* keys;     // [words, kBlock]
-  float* logits;      // [group, kBlock]
-  uint32_t* weights;  // [group, kBlock] probabilities before they are divided by their mass
-  float* sums;        // [group, value_width] of weighted values
-  float* peak;        // [group] running maximum
-  float* mass;        // [group] running sum
+  float* logits;      // [queries, kBlock]
+  uint32_t* weights;  // [queries, kBlock] probabilities before they are divided by their mass
+  float* sums;        // [queries, value_width] of weighted values
+  float* peak;        // [queries] running maximum
+  float* mass;        // [queries] running sum
 };
 
 // Turns a query's logits of a block into weights.
@@ -344,6 +357,10 @@ EPIKV_INLINE void Weigh(const Scratch<As>& s, int64_t g, int64_t value_width) {
   const float* const logit = s.logits + g * kBlock;
   __m512 x[2] = {_mm512_load_ps(logit), _mm512_load_ps(logit + kVector)};
   const float top = std::max(s.peak[g], _mm512_reduce_max_ps(_mm512_max_ps(x[0], x[1])));
+  if (top == -INFINITY) {  // nothing is seen yet
+    x[0] = x[1] = _mm512_setzero_ps();
+    return As::PackWeights(x, s.weights + g * kBlock / As::kKeys);
+  }
   if (top > s.peak[g]) {
     const __m512 shrink = Exp(_mm512_set1_ps(s.peak[g] - top));
     float* const sums = s.sums + g * value_width;
@@ -358,35 +375,38 @@ EPIKV_INLINE void Weigh(const Scratch<As>& s, int64_t g, int64_t value_width) {
   As::PackWeights(x, s.weights + g * kBlock / As::kKeys);
 }
 
-// Calls run(queries from, how many as a constant) for tiles of the group.
+// Calls run(queries from, how many as a constant) for tiles of all queries.
 template <int kQueries = kTile, class Run>
-EPIKV_INLINE void ForTiles(int64_t group, const Run& run) {
+EPIKV_INLINE void ForTiles(int64_t queries, const Run& run) {
   int64_t g = 0;
-  for (; g + kQueries <= group; g += kQueries) run(g, std::integral_constant<int, kQueries>());
+  for (; g + kQueries <= queries; g += kQueries) run(g, std::integral_constant<int, kQueries>());
   if constexpr (kQueries > 1) {
-    if (g < group) {
-      ForTiles<kQueries - 1>(group - g,
+    if (g < queries) {
+      ForTiles<kQueries - 1>(queries - g,
                              [&](int64_t from, auto count)
                                  __attribute__((always_inline)) { run(g + from, count); });
     }
   }
 }
 
+// left: if not null, where DecodeLane::logits says; of one row.
 template <class As>
-EPIKV_INLINE void Decode(const DecodeLane& lane, const DecodeShape& shape, float* memory) {
+EPIKV_INLINE void Attend(const PrefillLane& lane, const DecodeShape& shape, float* left,
+                         float* memory) {
   using Element = typename As::Element;
   const int64_t group = shape.group, dk = shape.key_width, dv = shape.value_width;
   const int64_t words = As::Words(dk), element = sizeof(Element);
-  const Scratch<As> s(shape, memory);
-  As::PackQueries(static_cast<const Element*>(lane.q), group * dk, s.queries);
-  std::fill(s.sums, s.sums + group * dv, 0.0f);
-  std::fill(s.peak, s.peak + group, -INFINITY);
-  std::fill(s.mass, s.mass + group, 0.0f);
+  const int64_t queries = lane.rows * group, used = lane.seen + lane.rows - 1;
+  const Scratch<As> s(shape, queries, memory);
+  for (int64_t r = 0; r < lane.rows; ++r) {
+    As::PackQueries(static_cast<const Element*>(lane.q) + r * lane.q_stride, group * dk,
+                    s.queries + r * group * words);
+  }
 
-  for (int64_t begin = 0; begin < lane.used; begin += kBlock) {
-    const int64_t count = std::min(kBlock, lane.used - begin);
-    if (!SeesAny(lane, begin, count)) {
-      LeaveUnseen(lane, group, begin, count);
+  for (int64_t begin = 0; begin < used; begin += kBlock) {
+    const int64_t count = std::min(kBlock, used - begin);
+    if (!Window{lane.positions, lane.first_seen}.SeesAny(begin, count)) {
+      LeaveUnseen(left, group, used, begin, count);
       continue;
     }
     const Element* const keys = static_cast<const Element*>(lane.keys) + begin * dk;
@@ -397,49 +417,81 @@ EPIKV_INLINE void Decode(const DecodeLane& lane, const DecodeShape& shape, float
       for (int64_t t = j; t < std::min(count, j + kVector); ++t) of_values.Fetch(t);
       As::PackKeys(keys + j * dk, count - j, dk, s.keys + j);
     }
-    ForTiles(group, [&](int64_t g, auto queries) __attribute__((always_inline)) {
-      Logits<As, decltype(queries)::value>(s.queries + g * words, s.keys, words, shape.scale,
-                                           s.logits + g * kBlock);
+    // Queries of the rows before do not see this block.
+    const int64_t first = std::max<int64_t>(0, begin - lane.seen + 1) * group;
+    ForTiles(queries - first, [&](int64_t g, auto tile) __attribute__((always_inline)) {
+      Logits<As, decltype(tile)::value>(s.queries + (first + g) * words, s.keys, words, shape.scale,
+                                        s.logits + (first + g) * kBlock);
     });
-    for (int64_t g = 0; g < group; ++g) {
+    for (int64_t g = first; g < queries; ++g) {
+      const int64_t row = g / group, seen = std::min(count, lane.seen + row - begin);
       float* const logit = s.logits + g * kBlock;
-      Bend(lane, shape, begin, count, logit);
-      if (lane.logits != nullptr) {
-        std::memcpy(lane.logits + g * lane.used + begin, logit, count * sizeof(float));
-      }
-      std::fill(logit + count, logit + kBlock, -INFINITY);
+      Bend({lane.positions, lane.first_seen + row}, shape.soft_cap, begin, seen, logit);
+      if (left != nullptr) std::memcpy(left + g * used + begin, logit, seen * sizeof(float));
+      std::fill(logit + seen, logit + kBlock, -INFINITY);
       Weigh(s, g, dv);
     }
-    ForTiles(group, [&](int64_t g, auto queries) __attribute__((always_inline)) {
-      AddValues<As, decltype(queries)::value>(s.weights + g * kBlock / As::kKeys, values, of_keys,
-                                              count, dv, s.sums + g * dv);
+    ForTiles(queries - first, [&](int64_t g, auto tile) __attribute__((always_inline)) {
+      AddValues<As, decltype(tile)::value>(s.weights + (first + g) * kBlock / As::kKeys, values,
+                                           of_keys, count, dv, s.sums + (first + g) * dv);
       of_keys.row_bytes = 0;
     });
   }
-  if (lane.logits != nullptr) {
-    std::memcpy(lane.logits + group * lane.used, s.peak, group * sizeof(float));
-    std::memcpy(lane.logits + group * (lane.used + 1), s.mass, group * sizeof(float));
+  if (left != nullptr) {
+    std::memcpy(left + group * used, s.peak, group * sizeof(float));
+    std::memcpy(left + group * (used + 1), s.mass, group * sizeof(float));
   }
-  for (int64_t g = 0; g < group; ++g) {
-    As::Finish(s.sums + g * dv, s.mass[g], dv, static_cast<Element*>(lane.out) + g * dv);
+  for (int64_t g = 0; g < queries; ++g) {
+    const int64_t row = g / group, of_group = g % group;
+    As::Finish(s.sums + g * dv, s.mass[g], dv,
+               static_cast<Element*>(lane.out) + row * lane.out_stride + of_group * dv);
+    if (lane.log_sum_exp == nullptr) continue;
+    lane.log_sum_exp[of_group * lane.log_sum_exp_stride + row] = s.peak[g] + std::log(s.mass[g]);
   }
+}
+
+EPIKV_INLINE PrefillLane OneRow(const DecodeLane& lane) {
+  return {.q = lane.q,
+          .keys = lane.keys,
+          .values = lane.values,
+          .rows = 1,
+          .seen = lane.used,
+          .out = lane.out,
+          .positions = lane.positions,
+          .first_seen = lane.first_seen};
+}
+
+void AttendWidened(const PrefillLane& lane, const DecodeShape& shape, float* left, float* scratch) {
+  switch (shape.dtype) {
+    case DType::kFloat32:
+      return Attend<Widened<OfFloat>>(lane, shape, left, scratch);
+    case DType::kBFloat16:
+      return Attend<Widened<OfHalf<BFloat16>>>(lane, shape, left, scratch);
+    case DType::kFloat16:
+      return Attend<Widened<OfHalf<Float16>>>(lane, shape, left, scratch);
+  }
+}
+
+void AttendPaired(const PrefillLane& lane, const DecodeShape& shape, float* left, float* scratch) {
+  Attend<Paired>(lane, shape, left, scratch);
 }
 
 }  // namespace
 
 void DecodeAvx512(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
-  switch (shape.dtype) {
-    case DType::kFloat32:
-      return Decode<Widened<OfFloat>>(lane, shape, scratch);
-    case DType::kBFloat16:
-      return Decode<Widened<OfHalf<BFloat16>>>(lane, shape, scratch);
-    case DType::kFloat16:
-      return Decode<Widened<OfHalf<Float16>>>(lane, shape, scratch);
-  }
+  AttendWidened(OneRow(lane), shape, lane.logits, scratch);
 }
 
 void DecodeAvx512BFloat16(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
-  Decode<Paired>(lane, shape, scratch);
+  AttendPaired(OneRow(lane), shape, lane.logits, scratch);
+}
+
+void PrefillAvx512(const PrefillLane& lane, const DecodeShape& shape, float* scratch) {
+  AttendWidened(lane, shape, nullptr, scratch);
+}
+
+void PrefillAvx512BFloat16(const PrefillLane& lane, const DecodeShape& shape, float* scratch) {
+  AttendPaired(lane, shape, nullptr, scratch);
 }
 
 }  // namespace epikv
@@ -448,21 +500,21 @@ void DecodeAvx512BFloat16(const DecodeLane& lane, const DecodeShape& shape, floa
 
 namespace epikv {
 
-bool CanDecodeAvx512(const DecodeShape& shape) {
+bool CanAttendAvx512(const DecodeShape& shape) {
   static const bool has = __builtin_cpu_supports("x86-64-v4");
   return has && shape.key_width % kVector == 0 && shape.value_width % kVector == 0;
 }
 
-bool CanDecodeAvx512BFloat16(const DecodeShape& shape) {
+bool CanAttendAvx512BFloat16(const DecodeShape& shape) {
   static const bool has = __builtin_cpu_supports("avx512bf16");
-  return has && CanDecodeAvx512(shape) && shape.dtype == DType::kBFloat16 &&
+  return has && CanAttendAvx512(shape) && shape.dtype == DType::kBFloat16 &&
          shape.value_width % (2 * kVector) == 0;
 }
 
-int64_t DecodeAvx512ScratchFloats(const DecodeShape& shape) {
-  const int64_t aligned = 8 * kVector;
-  return aligned + (kBlock + shape.group) * shape.key_width +
-         shape.group * (2 * kBlock + shape.value_width + 2);
+int64_t AttendAvx512ScratchFloats(const DecodeShape& shape, int64_t rows) {
+  const int64_t aligned = 8 * kVector, queries = rows * shape.group;
+  return aligned + (kBlock + queries) * shape.key_width +
+         queries * (2 * kBlock + shape.value_width + 2);
 }
 
 }  // namespace epikv
@@ -471,11 +523,13 @@ int64_t DecodeAvx512ScratchFloats(const DecodeShape& shape) {
 
 namespace epikv {
 
-bool CanDecodeAvx512(const DecodeShape&) { return false; }
-bool CanDecodeAvx512BFloat16(const DecodeShape&) { return false; }
-int64_t DecodeAvx512ScratchFloats(const DecodeShape&) { return 0; }
+bool CanAttendAvx512(const DecodeShape&) { return false; }
+bool CanAttendAvx512BFloat16(const DecodeShape&) { return false; }
+int64_t AttendAvx512ScratchFloats(const DecodeShape&, int64_t) { return 0; }
 void DecodeAvx512(const DecodeLane&, const DecodeShape&, float*) {}
 void DecodeAvx512BFloat16(const DecodeLane&, const DecodeShape&, float*) {}
+void PrefillAvx512(const PrefillLane&, const DecodeShape&, float*) {}
+void PrefillAvx512BFloat16(const PrefillLane&, const DecodeShape&, float*) {}
 
 }  // namespace epikv
 

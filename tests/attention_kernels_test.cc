@@ -1,9 +1,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -174,7 +177,7 @@ struct Widths {
   int64_t group, key, value;
 };
 
-class DecodeKernelsTest : public testing::TestWithParam<DType> {
+class AttentionKernelsTest : public testing::TestWithParam<DType> {
  protected:
   DecodeShape Shape(const Widths& widths) const {
     return {.group = widths.group,
@@ -185,11 +188,11 @@ class DecodeKernelsTest : public testing::TestWithParam<DType> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(DTypes, DecodeKernelsTest,
+INSTANTIATE_TEST_SUITE_P(DTypes, AttentionKernelsTest,
                          testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
                          [](const auto& info) { return std::string(DTypeName(info.param)); });
 
-TEST_P(DecodeKernelsTest, EveryGroupAndWidth) {
+TEST_P(AttentionKernelsTest, EveryGroupAndWidth) {
   int seed = 0;
   for (const auto& [key, value] : std::vector<std::pair<int64_t, int64_t>>{
            {16, 16}, {32, 32}, {48, 80}, {64, 64}, {80, 48}, {96, 96}, {128, 128}, {256, 64}}) {
@@ -201,7 +204,7 @@ TEST_P(DecodeKernelsTest, EveryGroupAndWidth) {
   }
 }
 
-TEST_P(DecodeKernelsTest, EveryLength) {
+TEST_P(AttentionKernelsTest, EveryLength) {
   for (int64_t used = 1; used <= 100; ++used) {
     SCOPED_TRACE(used);
     ExpectExact(Random(Shape({.group = 3, .key = 32, .value = 32}), used, static_cast<int>(used)));
@@ -209,21 +212,21 @@ TEST_P(DecodeKernelsTest, EveryLength) {
   ExpectExact(Random(Shape({.group = 7, .key = 64, .value = 64}), 5000, 1));
 }
 
-TEST_P(DecodeKernelsTest, WidthsOfNoVector) {
+TEST_P(AttentionKernelsTest, WidthsOfNoVector) {
   for (int64_t width : {1, 7, 20, 36, 72}) {
     SCOPED_TRACE(width);
     ExpectExact(Random(Shape({.group = 2, .key = width, .value = width}), 50, 3));
   }
 }
 
-TEST_P(DecodeKernelsTest, MemoryThatIsNotAligned) {
+TEST_P(AttentionKernelsTest, MemoryThatIsNotAligned) {
   for (int64_t offset : {1, 3, 8}) {
     ExpectExact(Random(Shape({.group = 5, .key = 64, .value = 32}), 45, 5), offset);
   }
 }
 
 // Weights from 1 down to nothing, in blocks of which later ones outweigh the earlier.
-TEST_P(DecodeKernelsTest, LogitsFarApart) {
+TEST_P(AttentionKernelsTest, LogitsFarApart) {
   Problem problem = Random(Shape({.group = 4, .key = 32, .value = 32}), 200, 9);
   for (int64_t j = 0; j < problem.used; ++j) {
     for (int64_t i = 0; i < 32; ++i) {
@@ -234,14 +237,14 @@ TEST_P(DecodeKernelsTest, LogitsFarApart) {
   ExpectExact(problem);
 }
 
-TEST_P(DecodeKernelsTest, SoftCaps) {
+TEST_P(AttentionKernelsTest, SoftCaps) {
   DecodeShape shape = Shape({.group = 3, .key = 64, .value = 64});
   shape.soft_cap = 0.5;
   ExpectExact(Random(shape, 77, 11));
 }
 
 // A window that hides whole blocks, and parts of some.
-TEST_P(DecodeKernelsTest, Windows) {
+TEST_P(AttentionKernelsTest, Windows) {
   for (int64_t first_seen : {0, 10, 64, 150, 199}) {
     SCOPED_TRACE(first_seen);
     Problem problem = Random(Shape({.group = 3, .key = 32, .value = 64}), 200, 13);
@@ -249,6 +252,127 @@ TEST_P(DecodeKernelsTest, Windows) {
     std::sort(problem.positions.begin(), problem.positions.begin() + 150);
     problem.first_seen = first_seen;
     ExpectExact(problem);
+  }
+}
+
+// Rows that are the newest of a prompt, among heads that are somebody else's.
+void ExpectExactRows(const DecodeShape& shape, int64_t past, int64_t rows, int seed,
+                     std::optional<int64_t> window = std::nullopt) {
+  constexpr int64_t kHeadsBeside = 3;
+  const int64_t used = past + rows;
+  Problem p = Random(shape, used, seed);
+  const int64_t stride = (shape.group + kHeadsBeside) * shape.key_width;
+  const int64_t out_stride = (shape.group + kHeadsBeside) * shape.value_width;
+  const std::vector<float> q = Random(shape, rows * stride / shape.key_width, seed + 1).keys;
+  if (window.has_value()) {
+    for (int64_t j = 0; j < used; ++j) p.positions.push_back(j + 5);
+  }
+  Elements queries(shape.dtype, q), keys(shape.dtype, p.keys), values(shape.dtype, p.values);
+  for (DecodePath path : DecodePaths(shape)) {
+    if (path == DecodePath::kAnywhere) continue;
+    SCOPED_TRACE(std::string(DecodePathName(path)));
+    constexpr float kUntouched = 77;
+    Elements out(shape.dtype, std::vector<float>(rows * out_stride, kUntouched));
+    std::vector<float> scratch(PrefillScratchFloats(shape) + 1, NAN);
+    scratch.back() = kUntouched;
+    std::vector<float> log_sum_exp(shape.group * (rows + 2), kUntouched);
+    PrefillLane lane = {.q = queries.data(),
+                        .q_stride = stride,
+                        .keys = keys.data(),
+                        .values = values.data(),
+                        .rows = rows,
+                        .seen = past + 1,
+                        .out = out.data(),
+                        .out_stride = out_stride,
+                        .log_sum_exp = log_sum_exp.data(),
+                        .log_sum_exp_stride = rows + 2};
+    if (window.has_value()) {
+      lane.positions = p.positions.data();
+      lane.first_seen = past + 5 - *window + 1;
+    }
+    PrefillAttention(path, lane, shape, scratch.data());
+    EXPECT_EQ(scratch.back(), kUntouched);
+    for (int64_t row = 0; row < rows; ++row) {
+      Problem of_row = p;
+      of_row.used = past + row + 1;
+      of_row.first_seen = lane.first_seen + row;
+      of_row.q.assign(q.begin() + row * stride,
+                      q.begin() + row * stride + shape.group * shape.key_width);
+      const Answer exact = Exact(of_row);
+      for (size_t i = 0; i < exact.out.size(); ++i) {
+        ASSERT_NEAR(out.at(row * out_stride + i), exact.out[i], Tolerance(path, shape.dtype))
+            << "of row " << row << ", output " << i;
+      }
+      for (int64_t i = exact.out.size(); i < out_stride; ++i) {
+        ASSERT_EQ(out.at(row * out_stride + i), kUntouched);
+      }
+      for (int64_t g = 0; g < shape.group; ++g) {
+        double mass = 0;
+        for (int64_t j = 0; j < of_row.used; ++j)
+          mass += std::exp(exact.logits[g * of_row.used + j]);
+        ASSERT_NEAR(log_sum_exp[g * (rows + 2) + row], std::log(mass), 1e-4);
+      }
+    }
+    EXPECT_EQ(log_sum_exp[rows], kUntouched);
+  }
+}
+
+TEST_P(AttentionKernelsTest, RowsOfAPrompt) {
+  int seed = 0;
+  for (int64_t group : {1, 3, 4, 7, 8, 16, 100}) {
+    for (int64_t past : {0, 1, 31, 32, 100}) {
+      const DecodeShape shape = Shape({.group = group, .key = 64, .value = 32});
+      for (int64_t rows : {int64_t{1}, PrefillRows(shape) / 2 + 1, PrefillRows(shape)}) {
+        SCOPED_TRACE(testing::Message() << rows << " rows of " << group << " behind " << past);
+        ExpectExactRows(shape, past, rows, ++seed);
+      }
+    }
+  }
+}
+
+TEST_P(AttentionKernelsTest, RowsUnderSoftCapsAndWindows) {
+  DecodeShape shape = Shape({.group = 2, .key = 32, .value = 64});
+  for (int64_t window : {1, 5, 40, 90, 1000}) {
+    SCOPED_TRACE(window);
+    ExpectExactRows(shape, 100, PrefillRows(shape), 17, window);
+  }
+  shape.soft_cap = 0.5;
+  ExpectExactRows(shape, 40, PrefillRows(shape), 18);
+  ExpectExactRows(shape, 40, PrefillRows(shape), 19, 20);
+}
+
+// A row's bits do not depend on those computed with it.
+TEST_P(AttentionKernelsTest, RowsAreTheSameInAnyCompany) {
+  const DecodeShape shape = Shape({.group = 3, .key = 64, .value = 64});
+  const int64_t rows = PrefillRows(shape), past = 50, stride = 3 * 64;
+  const Problem p = Random(shape, past + rows, 21);
+  const std::vector<float> q = Random(shape, rows * 3, 22).keys;
+  Elements queries(shape.dtype, q), keys(shape.dtype, p.keys), values(shape.dtype, p.values);
+  std::vector<float> scratch(PrefillScratchFloats(shape));
+  for (DecodePath path : DecodePaths(shape)) {
+    if (path == DecodePath::kAnywhere) continue;
+    const auto run = [&](int64_t first, int64_t count) {
+      Elements out(shape.dtype, std::vector<float>(count * stride));
+      const int64_t size = shape.dtype == DType::kFloat32 ? 4 : 2;
+      PrefillAttention(path,
+                       {.q = static_cast<char*>(queries.data()) + first * stride * size,
+                        .q_stride = stride,
+                        .keys = keys.data(),
+                        .values = values.data(),
+                        .rows = count,
+                        .seen = past + first + 1,
+                        .out = out.data(),
+                        .out_stride = stride},
+                       shape, scratch.data());
+      return out;
+    };
+    const Elements together = run(0, rows);
+    for (int64_t row = 0; row < rows; ++row) {
+      const Elements alone = run(row, 1);
+      for (int64_t i = 0; i < stride; ++i) {
+        ASSERT_EQ(alone.at(i), together.at(row * stride + i)) << "of row " << row;
+      }
+    }
   }
 }
 
