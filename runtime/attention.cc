@@ -479,16 +479,16 @@ class MeasuredSequences {
  public:
   MeasuredSequences(int64_t count, const AttentionShape& shape)
       : request_(RequestOf(shape)),
+        model_{.num_layers = 1,
+               .num_heads = shape.num_heads,
+               .num_kv_heads = shape.num_kv_heads,
+               .key_width = shape.key_width,
+               .value_width = shape.value_width},
         pool_(count * kCapacity * shape.num_kv_heads, shape.key_width, shape.value_width,
               shape.dtype),
         used_(shape.num_kv_heads, kMeasuredTokens) {
-    const ModelShape model{.num_layers = 1,
-                           .num_heads = shape.num_heads,
-                           .num_kv_heads = shape.num_kv_heads,
-                           .key_width = shape.key_width,
-                           .value_width = shape.value_width};
     for (int64_t s = 0; s < count; ++s) {
-      caches_.push_back(std::make_unique<SequenceCache>(pool_, SequenceId(s), request_, model));
+      caches_.push_back(std::make_unique<SequenceCache>(pool_, SequenceId(s), request_, model_));
       for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
         const LaneRows lane = caches_.back()->Lane(0, head);
         View(lane.keys, kMeasuredTokens, 1, 0, kMeasuredTokens, shape.key_width, shape.dtype)
@@ -524,6 +524,7 @@ class MeasuredSequences {
   }
 
   const Request request_;
+  const ModelShape model_;
   KvPool pool_;
   const std::vector<int64_t> used_;
   std::vector<std::unique_ptr<SequenceCache>> caches_;
