@@ -246,6 +246,68 @@ EPIKV_CLONES void RotateFloat16(const Float16* in, Float16* out, int64_t width, 
   RotateOf(in, out, width, half, interleaved, cos_sin);
 }
 
+// x as T holds it.
+template <class T>
+EPIKV_INLINE float Rounded(float x) {
+  T narrow;
+  Store(&narrow, x);
+  return Load(&narrow);
+}
+
+template <class T>
+EPIKV_INLINE void RmsNormOf(const T* in, const T* weight, T* out, int64_t width,
+                            const RmsNormKind& kind) {
+  float squares = 0;
+  for (int64_t i = 0; i < width; ++i) {
+    const float x = Load(in + i);
+    squares += x * x;
+  }
+  const float norm = 1.0f / std::sqrt(squares / static_cast<float>(width) + kind.eps);
+  if (kind.wide) {
+    for (int64_t i = 0; i < width; ++i) {
+      Store(out + i, (kind.offset + Load(weight + i)) * (Load(in + i) * norm));
+    }
+    return;
+  }
+  for (int64_t i = 0; i < width; ++i) {
+    Store(out + i, Load(weight + i) * Rounded<T>(Load(in + i) * norm));
+  }
+}
+
+template <class T>
+EPIKV_INLINE void SwiGluOf(const T* gate, const T* up, T* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = Load(gate + i), e = ExpNegative(-std::fabs(x));
+    const float sigmoid = (x < 0 ? e : 1.0f) / (1.0f + e);
+    Store(out + i, Rounded<T>(x * sigmoid) * Load(up + i));
+  }
+}
+
+EPIKV_CLONES void RmsNormFloat(const float* in, const float* weight, float* out, int64_t width,
+                               const RmsNormKind& kind) {
+  RmsNormOf(in, weight, out, width, kind);
+}
+EPIKV_CLONES void RmsNormBFloat16(const BFloat16* in, const BFloat16* weight, BFloat16* out,
+                                  int64_t width, const RmsNormKind& kind) {
+  RmsNormOf(in, weight, out, width, kind);
+}
+EPIKV_CLONES void RmsNormFloat16(const Float16* in, const Float16* weight, Float16* out,
+                                 int64_t width, const RmsNormKind& kind) {
+  RmsNormOf(in, weight, out, width, kind);
+}
+
+EPIKV_CLONES void SwiGluFloat(const float* gate, const float* up, float* out, int64_t count) {
+  SwiGluOf(gate, up, out, count);
+}
+EPIKV_CLONES void SwiGluBFloat16(const BFloat16* gate, const BFloat16* up, BFloat16* out,
+                                 int64_t count) {
+  SwiGluOf(gate, up, out, count);
+}
+EPIKV_CLONES void SwiGluFloat16(const Float16* gate, const Float16* up, Float16* out,
+                                int64_t count) {
+  SwiGluOf(gate, up, out, count);
+}
+
 template <class T>
 EPIKV_INLINE float StepNormOf(const T* now, const float* before, float* stored, int64_t width) {
   // Sixteen partial sums keep long rows accurate without a double pass.
@@ -358,6 +420,35 @@ void Rotate(const void* in, void* out, int64_t width, int64_t half, bool interle
     case DType::kFloat16:
       return RotateFloat16(static_cast<const Float16*>(in), static_cast<Float16*>(out), width, half,
                            interleaved, cos_sin);
+  }
+}
+
+void RmsNorm(const void* in, const void* weight, void* out, int64_t width, const RmsNormKind& kind,
+             DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return RmsNormFloat(static_cast<const float*>(in), static_cast<const float*>(weight),
+                          static_cast<float*>(out), width, kind);
+    case DType::kBFloat16:
+      return RmsNormBFloat16(static_cast<const BFloat16*>(in), static_cast<const BFloat16*>(weight),
+                             static_cast<BFloat16*>(out), width, kind);
+    case DType::kFloat16:
+      return RmsNormFloat16(static_cast<const Float16*>(in), static_cast<const Float16*>(weight),
+                            static_cast<Float16*>(out), width, kind);
+  }
+}
+
+void SwiGlu(const void* gate, const void* up, void* out, int64_t count, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return SwiGluFloat(static_cast<const float*>(gate), static_cast<const float*>(up),
+                         static_cast<float*>(out), count);
+    case DType::kBFloat16:
+      return SwiGluBFloat16(static_cast<const BFloat16*>(gate), static_cast<const BFloat16*>(up),
+                            static_cast<BFloat16*>(out), count);
+    case DType::kFloat16:
+      return SwiGluFloat16(static_cast<const Float16*>(gate), static_cast<const Float16*>(up),
+                           static_cast<Float16*>(out), count);
   }
 }
 

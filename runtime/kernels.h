@@ -6,9 +6,9 @@
 #include "absl/strings/string_view.h"
 #include "runtime/dtype.h"
 
-// The inner loops of attention on raw memory: what the compiler vectorises best, for the machine it
-// finds at start-up (AVX-512, AVX2 or plain). Without torch. Elements are of a DType; all
-// arithmetic is fp32.
+// The inner loops on raw memory, of attention above all: what the compiler vectorises best, for the
+// machine it finds at start-up (AVX-512, AVX2 or plain). Without torch. Elements are of a DType;
+// all arithmetic is fp32.
 
 namespace epikv {
 
@@ -93,6 +93,20 @@ void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, 
 // beyond 2 x half are copied. in and out may be the same.
 void Rotate(const void* in, void* out, int64_t width, int64_t half, bool interleaved,
             const float* cos_sin, DType dtype);
+
+// A row over its root mean square, times a weight: x / sqrt(mean(x^2) + eps), in fp32, narrowed and
+// then weighed, as Llama does; with `wide`, weighed by offset + weight and then narrowed, as Gemma.
+struct RmsNormKind {
+  float eps = 0;
+  bool wide = false;
+  float offset = 0;
+};
+// in, weight, out: [width]
+void RmsNorm(const void* in, const void* weight, void* out, int64_t width, const RmsNormKind& kind,
+             DType dtype);
+
+// silu(gate) * up, silu narrowed in between. gate, up, out: [count]
+void SwiGlu(const void* gate, const void* up, void* out, int64_t count, DType dtype);
 
 // Euclidean length of now - before; `now` is also written to `stored`, as fp32.
 // now: [width] elements; before, stored: [width] fp32.

@@ -72,10 +72,12 @@ class GraphReader {
                                          "'; a module keeps no state"));
     } else if (kind == "prim::CallMethod" || kind == "prim::CallFunction") {
       violations_.push_back("forward makes a call that cannot be inlined");
-    } else if (!absl::StartsWith(kind, "aten::") && !absl::StartsWith(kind, "prim::")) {
-      violations_.push_back(absl::StrCat("forward calls ", kind,
-                                         "; only epikv::block, epikv::attention and torch's own "
-                                         "operators are allowed"));
+    } else if (!absl::StartsWith(kind, "aten::") && !absl::StartsWith(kind, "prim::") &&
+               kind != "epikv::rms_norm" && kind != "epikv::swiglu") {
+      violations_.push_back(
+          absl::StrCat("forward calls ", kind,
+                       "; only torch's own operators and epikv::block, attention, "
+                       "rms_norm and swiglu are allowed"));
     }
   }
 

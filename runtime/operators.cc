@@ -1,6 +1,13 @@
 #include "runtime/operators.h"
 
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <torch/library.h>
+
+#include <algorithm>
+
+#include "runtime/kernels.h"
+#include "runtime/scalar_type.h"
 
 namespace epikv {
 namespace {
@@ -22,6 +29,70 @@ at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return Hooks("attention").Attention(q, k, v, normed, layer);
 }
 
+// Two that a model may call instead of several of torch's, each of which costs as much as a small
+// tensor's arithmetic.
+
+constexpr int64_t kGrain = 32768;  // elements that are worth a thread
+
+bool HasKernel(const at::Tensor& x) {
+  return x.device().is_cpu() && (x.scalar_type() == at::kFloat ||
+                                 x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf);
+}
+
+// As torch's own operators say it: of other types, and weights wider than x.
+at::Tensor PlainRmsNorm(const at::Tensor& x, const at::Tensor& weight, double eps, bool wide,
+                        double offset) {
+  const at::Tensor of = x.to(at::kFloat);
+  const at::Tensor normed = of * at::rsqrt(of.pow(2).mean(-1, /*keepdim=*/true) + eps);
+  if (wide) return ((weight.to(at::kFloat) + offset) * normed).to(x.scalar_type());
+  return weight * normed.to(x.scalar_type());
+}
+
+// x [..., width], weight [width] -> [..., width]
+at::Tensor RmsNormOp(const at::Tensor& x, const at::Tensor& weight, double eps, bool wide,
+                     double offset) {
+  TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && weight.size(0) == x.size(-1),
+              "epikv::rms_norm: x is ", x.sizes(), ", the weight ", weight.sizes());
+  if (!HasKernel(x) || weight.scalar_type() != x.scalar_type()) {
+    return PlainRmsNorm(x, weight, eps, wide, offset);
+  }
+  const at::Tensor in = x.contiguous(), by = weight.contiguous();
+  at::Tensor out = at::empty_like(in);
+  const int64_t width = x.size(-1);
+  if (x.numel() == 0) return out;
+  const RmsNormKind kind = {
+      .eps = static_cast<float>(eps), .wide = wide, .offset = static_cast<float>(offset)};
+  const auto* const from = static_cast<const char*>(in.const_data_ptr());
+  auto* const to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t row = width * static_cast<int64_t>(x.element_size());
+  at::parallel_for(0, x.numel() / width, std::max<int64_t>(1, kGrain / width),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t i = begin; i < end; ++i) {
+                       RmsNorm(from + i * row, by.const_data_ptr(), to + i * row, width, kind,
+                               DTypeOf(x.scalar_type()));
+                     }
+                   });
+  return out;
+}
+
+// gate, up [...] -> silu(gate) * up [...]
+at::Tensor SwiGluOp(const at::Tensor& gate, const at::Tensor& up) {
+  TORCH_CHECK(gate.sizes() == up.sizes(), "epikv::swiglu: gate is ", gate.sizes(), ", up ",
+              up.sizes());
+  if (!HasKernel(gate) || gate.scalar_type() != up.scalar_type()) return at::silu(gate) * up;
+  const at::Tensor a = gate.contiguous(), b = up.contiguous();
+  at::Tensor out = at::empty_like(a);
+  const int64_t size = static_cast<int64_t>(a.element_size());
+  const auto* const gates = static_cast<const char*>(a.const_data_ptr());
+  const auto* const ups = static_cast<const char*>(b.const_data_ptr());
+  auto* const to = static_cast<char*>(out.mutable_data_ptr());
+  at::parallel_for(0, a.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    SwiGlu(gates + begin * size, ups + begin * size, to + begin * size, end - begin,
+           DTypeOf(gate.scalar_type()));
+  });
+  return out;
+}
+
 }  // namespace
 
 HooksScope::HooksScope(ForwardHooks& hooks) : outer_(current_hooks) { current_hooks = &hooks; }
@@ -39,4 +110,8 @@ TORCH_LIBRARY(epikv, m) {
                       c10::AliasAnalysisKind::CONSERVATIVE));
   m.impl("block", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::Block));
   m.impl("attention", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::Attention));
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, bool wide=False, float offset=0.) -> Tensor");
+  m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  m.impl("rms_norm", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::RmsNormOp));
+  m.impl("swiglu", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::SwiGluOp));
 }

@@ -288,6 +288,78 @@ TEST(OperatorsTest, ScopesNest) {
   EXPECT_THAT(inner.calls, ElementsAre("block(0) 1x4"));
 }
 
+at::Tensor Call(const char* name, torch::jit::Stack stack) {
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(&stack);
+  return stack.back().toTensor();
+}
+
+// Numbers of any size, some of them far from the rest.
+at::Tensor AnySize(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return (at::randn(sizes) * at::exp(at::randn(sizes))).to(dtype);
+}
+
+// A last place of the dtype, or of float32 sums.
+double LastPlace(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 ? 1.0 / 128 : dtype == at::kHalf ? 1.0 / 1024 : 1e-5;
+}
+
+class FusedOperators : public ::testing::TestWithParam<at::ScalarType> {};
+
+INSTANTIATE_TEST_SUITE_P(DTypes, FusedOperators,
+                         ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf, at::kDouble),
+                         [](const auto& info) { return std::string(c10::toString(info.param)); });
+
+TEST_P(FusedOperators, RmsNormIsItsDefinition) {
+  at::manual_seed(1);
+  for (int64_t width : {1, 7, 64, 896}) {
+    for (const auto& [wide, offset] :
+         std::vector<std::pair<bool, double>>{{false, 0}, {true, 0}, {true, 1}}) {
+      const at::Tensor x = AnySize({5, 3, width}, GetParam()), weight = AnySize(width, GetParam());
+      const at::Tensor of = x.to(at::kDouble);
+      const at::Tensor normed = of / at::sqrt(of.pow(2).mean(-1, true) + 1e-6);
+      const at::Tensor by = weight.to(at::kDouble);
+      const at::Tensor expected =
+          wide ? (by + offset) * normed : by * normed.to(GetParam()).to(at::kDouble);
+      for (const at::Tensor& in : {x, x.transpose(0, 1).contiguous().transpose(0, 1)}) {
+        const at::Tensor got = Call("epikv::rms_norm", {in, weight, 1e-6, wide, offset});
+        EXPECT_EQ(got.scalar_type(), GetParam());
+        EXPECT_TRUE(at::allclose(got.to(at::kDouble), expected, 2 * LastPlace(GetParam()), 1e-6))
+            << width << " wide, " << wide;
+      }
+    }
+  }
+  const at::Tensor none = at::empty({0, 64}, GetParam());
+  EXPECT_EQ(Call("epikv::rms_norm", {none, none.new_ones(64), 1e-6, false, 0.0}).size(0), 0);
+}
+
+TEST_P(FusedOperators, SwiGluIsItsDefinition) {
+  at::manual_seed(2);
+  for (int64_t width : {1, 7, 4864}) {
+    const at::Tensor both = AnySize({3, 2 * width}, GetParam()).mul_(10);
+    const at::Tensor gate = both.narrow(1, 0, width), up = both.narrow(1, width, width);
+    const at::Tensor of = gate.to(at::kDouble);
+    const at::Tensor expected =
+        (of * of.sigmoid()).to(GetParam()).to(at::kDouble) * up.to(at::kDouble);
+    const at::Tensor got = Call("epikv::swiglu", {gate, up});
+    EXPECT_EQ(got.scalar_type(), GetParam());
+    EXPECT_TRUE(at::allclose(got.to(at::kDouble), expected, 2 * LastPlace(GetParam()), 1e-6));
+  }
+}
+
+TEST(FusedOperatorsTest, WeightsMayBeWiderThanWhatTheyWeigh) {
+  const at::Tensor x = at::randn({3, 64}).to(at::kBFloat16), weight = at::randn({64});
+  const at::Tensor got = Call("epikv::rms_norm", {x, weight, 1e-6, false, 0.0});
+  EXPECT_EQ(got.scalar_type(), at::kFloat);  // as torch promotes
+}
+
+TEST(FusedOperatorsTest, ShapesThatDoNotFitAreRefused) {
+  const at::Tensor x = at::zeros({2, 4});
+  EXPECT_THROW(Call("epikv::rms_norm", {x, at::zeros({3}), 1e-6, false, 0.0}), c10::Error);
+  EXPECT_THROW(Call("epikv::rms_norm", {at::zeros({}), at::zeros({1}), 1e-6, false, 0.0}),
+               c10::Error);
+  EXPECT_THROW(Call("epikv::swiglu", {x, at::zeros({4, 2})}), c10::Error);
+}
+
 struct Refusal {
   StatusCode code;
   std::string reason;

@@ -63,25 +63,24 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, kind: NormKind) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.eps = kind.eps
+        self.eps, self.wide, self.offset = kind.eps, kind.wide, kind.offset
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+        return torch.ops.epikv.rms_norm(x, self.weight, self.eps, self.wide, self.offset)
 
 
-class WideRMSNorm(nn.Module):
-    def __init__(self, size: int, kind: NormKind) -> None:
+class SwiGlu(nn.Module):
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.ops.epikv.swiglu(gate, up)
+
+
+class Gated(nn.Module):
+    def __init__(self, activation: nn.Module) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = kind.eps
-        self.offset = kind.offset
+        self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return ((self.offset + self.weight.float()) * normed).to(x.dtype)
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.activation(gate) * up
 
 
 class Scale(nn.Module):
@@ -139,10 +138,11 @@ class FeedForward(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_size, shape.mlp_bias)
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_size, shape.mlp_bias)
         self.down_proj = nn.Linear(shape.ffn_size, shape.hidden_size, shape.mlp_bias)
-        self.activation = ACTIVATIONS[shape.activation]()
+        activation = ACTIVATIONS[shape.activation]()
+        self.gated = SwiGlu() if isinstance(activation, nn.SiLU) else Gated(activation)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -232,7 +232,7 @@ def build(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> La
 def _norm(size: int, kind: NormKind, there: bool = True) -> nn.Module:
     if not there:
         return nn.Identity()
-    return WideRMSNorm(size, kind) if kind.wide else RMSNorm(size, kind)
+    return RMSNorm(size, kind)
 
 
 def _scaled(factor: float) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The two operators every model calls, as a plain reference in Python.
+"""The two operators every model calls, as a plain reference in Python; and two that it may call.
 
 The daemon registers the same schemas in C++. `block` may return its argument, so its schema says
 that they alias. `attention` writes the KV cache, which no schema can say: it is registered as
@@ -25,6 +25,10 @@ _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor normed, int layer) -> Tensor",
     alias_analysis="CONSERVATIVE",
 )
+_library.define(
+    "rms_norm(Tensor x, Tensor weight, float eps, bool wide=False, float offset=0.) -> Tensor"
+)
+_library.define("swiglu(Tensor gate, Tensor up) -> Tensor")
 
 
 @dataclass
@@ -109,6 +113,22 @@ def _block(residual: Tensor, layer: int) -> Tensor:
     return residual
 
 
+def _rms_norm(
+    x: Tensor, weight: Tensor, eps: float, wide: bool = False, offset: float = 0.0
+) -> Tensor:
+    """x [..., C] over its root mean square, in float32; then narrowed and weighed by weight [C].
+    `wide`: weighed by offset + weight in float32, then narrowed."""
+    of = x.float()
+    normed = of * torch.rsqrt(of.pow(2).mean(-1, keepdim=True) + eps)
+    if wide:
+        return ((offset + weight.float()) * normed).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, normed: Tensor, layer: int) -> Tensor:
     step = _current.get()
     if layer != len(step.attended):
@@ -167,3 +187,5 @@ def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
 
 _library.impl("block", _block, "CPU")
 _library.impl("attention", _attention, "CPU")
+_library.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
+_library.impl("swiglu", _swiglu, "CompositeExplicitAutograd")
