@@ -64,6 +64,15 @@ if(NOT _unpacked STREQUAL "${_edits}${_archive}")
   edit_xgrammar(fsm_builder.h "kMin3BytesUnicode = 0xE08080" "kMin3BytesUnicode = 0xE0A080")
   edit_xgrammar(fsm_builder.h "kMin4BytesUnicode = 0xF0808080" "kMin4BytesUnicode = 0xF0908080")
 
+  # Nor are there escapes of what is no character, and numbers of any length.
+  edit_xgrammar(support/encoding.h "codepoint = codepoint * 16 + digit;"
+    "codepoint = codepoint > 0x10FFFF ? codepoint : codepoint * 16 + digit;")
+  edit_xgrammar(support/encoding.h "    return {codepoint, len + 2};"
+    "    if (codepoint > 0x10FFFF || (codepoint & ~0x7FF) == 0xD800) {
+      return {CharHandlingError::kInvalidEscape, 0};
+    }
+    return {codepoint, len + 2};")
+
   # Strings of JSON have no control characters, and what a pattern matches in them is a string, too: the way
   # that is taken where there is no automaton knows nothing of quotes.
   edit_xgrammar(json_schema_converter.cc [==[AddCharacterClass({{'"', '"'}]==]
