@@ -81,6 +81,51 @@ if(NOT _unpacked STREQUAL "${_edits}${_archive}")
       << \"the pattern is not supported: printable ASCII, and none of what JSON escapes in strings\";
   // Keep regex conversion independent.")
 
+  # Schemas are one only where they are spelled alike: taken for one were those that differ in properties
+  # named as title, default ... are, or in their order.
+  edit_xgrammar(json_schema_converter.cc
+    "std::string SchemaParser::ComputeCacheKey(const picojson::value& schema) {\n"
+    "std::string SchemaParser::ComputeCacheKey(const picojson::value& schema) {
+  return schema.serialize(false);\n")
+
+  # A key beside properties is none of theirs: compared by characters, not by bytes, nor escaped as long as
+  # it could be.
+  edit_xgrammar(json_schema_converter.h "std::map<uint8_t, TrieNode>" "std::map<int32_t, TrieNode>")
+  edit_xgrammar(json_schema_converter.cc "#include \"support/json_parse.h\""
+    "#include \"support/encoding.h\"\n#include \"support/json_parse.h\"")
+  edit_xgrammar(json_schema_converter.cc
+    [==[  choices.push_back(Sequence({ByteString("\\"), RuleRef(kBasicEscape), RuleRef(kBasicStringSub)}));
+  for (const auto& [character, child]]==] "  for (const auto& [character, child]")
+  edit_xgrammar(json_schema_converter.cc "ByteString(std::string(1, static_cast<char>(character)))"
+    "ByteString(CharToUTF8(character))")
+  edit_xgrammar(json_schema_converter.cc "    for (unsigned char c : prop.name) {
+      cur = &cur->children[c];
+    }
+    cur->is_terminal = true;" "    bool escaped = false;
+    for (TCodepoint c : ParseUTF8(prop.name.c_str())) {
+      escaped = c < 0x20 || c == '\"' || c == '\\\\';
+      if (escaped) break;
+      cur = &cur->children[c];
+    }
+    cur->is_terminal |= !escaped;")
+
+  # A number between limits has six decimals at most: none may be left, which is no empty text.
+  edit_xgrammar(json_schema_converter.cc
+    "  return NumberGenerator::FloatRangeRegex(start, end, precision, exclusive_start, exclusive_end);"
+    "  const std::string regex =
+      NumberGenerator::FloatRangeRegex(start, end, precision, exclusive_start, exclusive_end);
+  XGRAMMAR_CHECK(regex != \"^()$\") << \"no number of at most \" << precision
+                                   << \" decimals is between the limits\";
+  return regex;")
+
+  # 0.1 is written so, not 0.10000000000000001.
+  edit_xgrammar(../3rdparty/picojson/picojson.h "      double tmp;\n      SNPRINTF(" "      double tmp;
+      for (int digits = 15; modf(u_.number_, &tmp) != 0 && digits <= 17; ++digits) {
+        SNPRINTF(buf, sizeof(buf), \"%.*g\", digits, u_.number_);
+        if (strtod(buf, nullptr) == u_.number_) return buf;
+      }
+      SNPRINTF(")
+
   # What grammars of a few bytes can make grow without bound is counted: runtime/grammar_work.h.
   edit_xgrammar(support/logging.h "#include \"cpptrace.h\""
     "#include \"runtime/grammar_work.h\"\n#include \"cpptrace.h\"")

@@ -38,6 +38,12 @@ std::string Told(absl::string_view what) {
   return ValidUtf8(what.substr(0, kMost));
 }
 
+// What the library warns of, "...; ignoring ...", without what it would have done.
+absl::Status NotSupported(absl::string_view warning) {
+  return absl::InvalidArgumentError(
+      absl::StrCat("is not supported: ", Told(warning.substr(0, warning.find("; ")))));
+}
+
 xgrammar::Grammar GrammarOf(const ConstraintText& text) {
   switch (text.kind) {
     case ConstraintText::Kind::kRegex:
@@ -45,9 +51,11 @@ xgrammar::Grammar GrammarOf(const ConstraintText& text) {
       return xgrammar::Grammar::FromEBNF(GrammarOfRegex(text.texts.front()));
     case ConstraintText::Kind::kChoice:
       return xgrammar::Grammar::FromEBNF(GrammarOfChoices(text.texts));
-    case ConstraintText::Kind::kJsonSchema:
-      for (const std::string& pattern : PatternsOf(text.texts.front())) CheckRegex(pattern);
-      return xgrammar::Grammar::FromJSONSchema(text.texts.front());
+    case ConstraintText::Kind::kJsonSchema: {
+      const JsonSchema schema = *ReadJsonSchema(text.texts.front());
+      for (const std::string& pattern : schema.patterns) CheckRegex(pattern);
+      return xgrammar::Grammar::FromJSONSchema(schema.text);
+    }
     case ConstraintText::Kind::kGrammar:
       break;
   }
@@ -173,7 +181,7 @@ absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
     xgrammar::GrammarCompiler compiler(vocabulary->tokens, /*max_threads=*/1,
                                        /*cache_enabled=*/false);
     const xgrammar::CompiledGrammar grammar = compiler.CompileGrammar(GrammarOf(text));
-    if (!work.warning().empty()) return absl::InvalidArgumentError(Told(work.warning()));
+    if (!work.warning().empty()) return NotSupported(work.warning());
     xgrammar::GrammarMatcher start(grammar, std::nullopt, /*terminate_without_stop_token=*/true);
     std::vector<uint32_t> allowed((vocab_size + 31) / 32);
     if (vocabulary->first_bytes.empty()) {

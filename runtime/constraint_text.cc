@@ -125,7 +125,7 @@ absl::Status CheckConstraintText(const ConstraintText& text) {
     return absl::InvalidArgumentError("is empty; one item is needed at least");
   if (text.kind == ConstraintText::Kind::kChoice) return absl::OkStatus();
   const std::string& only = text.texts.front();
-  if (text.kind == ConstraintText::Kind::kJsonSchema) return CheckJsonSchema(only);
+  if (text.kind == ConstraintText::Kind::kJsonSchema) return ReadJsonSchema(only).status();
   if (const int nesting = Nesting(only); nesting > kMostNesting) {
     return absl::InvalidArgumentError(
         absl::StrCat("is nested ", nesting, " deep, at most ", kMostNesting));

@@ -387,6 +387,85 @@ TEST(ConstraintTest, AVocabularyThatCannotGoOnSaysSo) {
   EXPECT_EQ(ReasonOf(status), kConstraintFailed);
 }
 
+// How much of a text a constraint takes, byte for byte; and whether it may end there.
+std::pair<std::string, bool> Taken(World& world, Kind kind, const std::string& constraint,
+                                   const std::string& text) {
+  ConstraintState state = world.Start(kind, constraint);
+  std::string taken;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (!(state.allowed()[byte / 32] >> (byte % 32) & 1)) return {taken, false};
+    taken.push_back(c);
+    if (!state.Accept(byte).ok()) return {taken, false};
+  }
+  return {taken, state.may_end()};
+}
+
+struct Instance {
+  const char *schema, *json;
+  bool fits;
+};
+
+TEST(ConstraintTest, TakesJsonThatItsSchemaAllowsAndNoOther) {
+  World world(Words());
+  const std::string two =
+      R"({"type": "object", "properties": {"a": {"type": "object", "properties": )"
+      R"({"title": {"type": "string"}}}, "b": {"type": "object", "properties": )"
+      R"({"title": {"type": "integer"}}}}})";
+  const std::vector<Instance> cases = {
+      // Properties may be named as keywords that describe.
+      {two.c_str(), R"({"a":{"title":"x"},"b":{"title":5}})", true},
+      {two.c_str(), R"({"a":{"title":"x"},"b":{"title":"y"}})", false},
+      {R"({"type": "array", "prefixItems": [{"const": {"default": 1}}, {"const": {"default": 2}}]})",
+       R"([{"default":1},{"default":2}])", true},
+      // Keys beside the properties are none of theirs, however they are spelled, and strings.
+      {R"({"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"b":null,"ab":null,"A":null})", true},
+      {R"({"type": "object", "properties": {"é": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"è":null,"ée":null})", true},
+      {R"({"type": "object", "properties": {"é": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"é":null})", true},
+      {R"({"type": "object", "properties": {"é": {"type": "integer"}}, "additionalProperties": {"type": "null"}})",
+       R"({"é":null})", false},
+      {R"({"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "null"}})",
+       R"({"\u0061":null})", false},
+      {R"({"type": "object", "properties": {"q\"": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"q"a":null})", false},
+      {R"({"type": "object", "properties": {"q\"": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"q\"":1,"q":null,"qq":null})", true},
+      {R"({"type": "object", "properties": {"q\\": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"q\a":null})", false},
+      // What a schema says nothing of.
+      {R"({"type": "array", "maxItems": 2})", R"([1,"a"])", true},
+      {R"({"type": "array", "maxItems": 2})", R"([1,1,1])", false},
+      {R"({"type": ["array", "null"], "minItems": 2, "title": "x"})", R"([1,"a"])", true},
+      {R"({"type": "array", "prefixItems": [true, {"type": "null"}]})", R"([1,null])", true},
+      {R"({"type": "object", "required": []})", R"({"a":1})", true},
+      {R"({"type": "object", "properties": {}})", R"({"a":1})", false},
+      {R"({"type": "object", "description": "x"})", R"({"a":1})", true},
+      {R"({"type": "object", "properties": {"a": {"type": "null"}, "b": {"$ref": "#/properties/a"}}})",
+       R"({"b":null})", true},
+      // Numbers as they are written.
+      {R"({"const": 0.1})", "0.1", true},
+      {R"({"const": 0.30000000000000004})", "0.30000000000000004", true},
+      {R"({"const": 1e2})", "100", true},
+      {R"({"type": "string", "minLength": 2.0})", R"("ab")", true},
+      {R"({"enum": [{"pattern": "("}]})", R"({"pattern":"("})", true},
+  };
+  for (const Instance& instance : cases) {
+    const auto [taken, may_end] = Taken(world, Kind::kJsonSchema, instance.schema, instance.json);
+    EXPECT_EQ(taken == instance.json && may_end, instance.fits)
+        << instance.schema << " took " << taken << " of " << instance.json;
+  }
+}
+
+TEST(ConstraintTest, RulesMayBeNamedLikeWhatIsNotSupported) {
+  World world(Words());
+  const std::string grammar =
+      "root ::= MyToken(\"Regex(\") [(=]  # Token(5)\nMyToken ::= \"Token (\" | \"]\"";
+  EXPECT_EQ(Taken(world, Kind::kGrammar, grammar, "Token (Regex(=").second, true);
+}
+
 // Metaspace: the first token loses the space that stands for its beginning.
 TEST(ConstraintTest, TheFirstTokenIsTheTextThatItBegins) {
   std::vector<std::string> tokens = {"<unk>", "▁", "▁a", "a", "b", "▁b", "▁▁a"};
@@ -513,12 +592,41 @@ TEST(ConstraintTest, WhatCannotBeKeptToIsRefusedWithTheReason) {
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "a\"b"})", "pattern"},
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "é."})", "pattern"},
       {Kind::kJsonSchema, R"({"type": "number", "multipleOf": 2})", "'multipleOf'"},
+      {Kind::kJsonSchema, R"({"type": "string", "pattern": "a+", "format": "date"})",
+       "'pattern' is not supported beside 'format'"},
+      {Kind::kJsonSchema, R"({"type": "string", "pattern": 5})", "'pattern' must be a string"},
+      {Kind::kJsonSchema, R"({"type": "string", "maxLength": -1})", "'maxLength'"},
+      {Kind::kJsonSchema, R"({"type": "string", "minLength": 1.5})", "'minLength'"},
+      {Kind::kJsonSchema, R"({"type": "array", "maxItems": "2"})", "'maxItems'"},
+      {Kind::kJsonSchema, R"({"type": "integer", "minimum": "2"})", "'minimum' must be a number"},
+      {Kind::kJsonSchema, R"({"type": "integer", "exclusiveMinimum": true})", "'exclusiveMinimum'"},
+      {Kind::kJsonSchema, R"({"type": "object", "properties": []})",
+       "'properties' must be an object"},
+      {Kind::kJsonSchema, R"({"anyOf": {}})", "'anyOf' must be a list"},
+      {Kind::kJsonSchema, R"({"anyOf": []})", "'anyOf' must be a list"},
+      {Kind::kJsonSchema, R"({"const": 12345678901234567890})", "64 bits"},
+      {Kind::kJsonSchema, R"({"enum": [{"a": [1, -1e300]}]})", "64 bits"},
+      {Kind::kJsonSchema, R"({"$ref": 5})", "'$ref' must be a string"},
+      {Kind::kJsonSchema, R"({"type": "number", "minimum": 1e-7, "maximum": 2e-7})", "decimals"},
+      {Kind::kJsonSchema, R"({"oneOf": [{"type": "integer"}, {"type": "number"}]})",
+       "is not supported: oneOf"},
+      // What is there is no schema that was looked at.
+      {Kind::kJsonSchema, R"({"$ref": "#/default", "default": {"type": "array", "contains": {}}})",
+       "no schema at '#/default'"},
+      {Kind::kJsonSchema, R"({"$defs": {"a": {"const": {"not": {}}}}, "$ref": "#/$defs/a/const"})",
+       "no schema at"},
+      {Kind::kJsonSchema, R"({"type": "object", "properties": {"": {"$ref": "#/properties/"}}})",
+       "'$ref' is '#/properties/'"},
+      {Kind::kJsonSchema, R"({"$defs": {"a/b": {}}, "$ref": "#/$defs/a~1b"})", "'~'"},
+      {Kind::kJsonSchema, R"({"anyOf": [{}, {"$ref": "#/anyOf/0"}]})", "#/anyOf/0"},
+      {Kind::kJsonSchema, R"({"$defs": {"a": {"$id": "http://b/"}}, "$ref": "#/$defs/a"})",
+       "/$defs/a: the keyword '$id'"},
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "a+", "minLength": 3})", "minLength"},
       {Kind::kJsonSchema, R"({"type": "object", "required": ["b"], "properties": {}})", "'b'"},
       {Kind::kJsonSchema, R"({"enum": [1], "type": "string"})", "'type' excludes"},
       {Kind::kJsonSchema, R"({"properties": {}})", "'type' is missing"},
       {Kind::kJsonSchema, R"({"$ref": "#/$defs/none"})", ""},
-      {Kind::kJsonSchema, R"({"$ref": "http://elsewhere/"})", "URI"},
+      {Kind::kJsonSchema, R"({"$ref": "http://elsewhere/"})", "'$ref' is 'http://elsewhere/'"},
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "("})", ""},
   };
   for (const Refused& refused : cases) {
@@ -617,6 +725,11 @@ TEST(ConstraintTest, HostileTextsAreRefusedOrHarmless) {
       {Kind::kJsonSchema,
        {R"({"type": "integer", "minimum": -9000000000000000000, "maximum": 9000000000000000000})"}},
       {Kind::kJsonSchema, {repeat("[", 60000)}},
+      {Kind::kJsonSchema,
+       {absl::StrCat(R"({"type": "object", "properties": {")", repeat("a", 60000),
+                     R"(": {}}, "additionalProperties": true})")}},
+      {Kind::kRegex,
+       {absl::StrCat("[", repeat(")", 9000), "]", repeat("(", 9000), "a", repeat(")", 9000))}},
   };
   for (const ConstraintText& text : texts) {
     SCOPED_TRACE(text.texts.front().substr(0, 80));
