@@ -118,6 +118,13 @@ if(NOT _unpacked STREQUAL "${_edits}${_archive}")
                                    << \" decimals is between the limits\";
   return regex;")
 
+  # What is wrong with a regex is told without the regex; the rule's name lies where rules that the regex
+  # has added have moved it from.
+  edit_xgrammar(grammar_functor.cc
+    "      XGRAMMAR_LOG(FATAL) << \"Failed to build the automaton for rule \" << *rule_name_
+                          << \" with regex \" << regex << \": \" << error.what();"
+    "      XGRAMMAR_LOG(FATAL) << error.what();")
+
   # 0.1 is written so, not 0.10000000000000001.
   edit_xgrammar(../3rdparty/picojson/picojson.h "      double tmp;\n      SNPRINTF(" "      double tmp;
       for (int digits = 15; modf(u_.number_, &tmp) != 0 && digits <= 17; ++digits) {

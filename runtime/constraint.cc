@@ -29,7 +29,8 @@ absl::Status Failed(absl::string_view why) {
                     kConstraintFailed);
 }
 
-// Throws where a regex is none. What makes the automata takes that for granted: it crashes on some.
+// Throws where a regex is none, or is to the other of the library's two readers, the one that does
+// not make automata: what they read in two ways is told, not guessed.
 void CheckRegex(const std::string& regex) { xgrammar::Grammar::FromRegex(regex); }
 
 // What the library says, fit to be told: it quotes bytes of the text, which may cut characters.

@@ -543,6 +543,9 @@ TEST(ConstraintTest, WhatCannotBeKeptToIsRefusedWithTheReason) {
       // The first of these crashed what makes automata.
       {Kind::kRegex, "[a-z]+(\\.[0-9]{1,3}{0,999}*", ""},
       {Kind::kRegex, "(a{0,999}", "parenthesis"},
+      // Only what makes automata knows what is wrong with these; it crashed where it said so.
+      {Kind::kRegex, "a{0,999}]", "Unmatched ']'"},
+      {Kind::kRegex, "a{0,999}[^\\B]", "\\B"},
       {Kind::kRegex, "a{0,3}{0,999}", ""},
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "(a[0-9]{1,3}{0,999}*"})", ""},
       {Kind::kRegex, "(?=a)b", "Lookahead"},
