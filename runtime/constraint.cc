@@ -22,7 +22,6 @@ constexpr int64_t kCompileWork = 4'000'000, kCompileWorkPerToken = 800;
 constexpr int64_t kStepWork = 4'000'000;
 // What the positions behind a completion may keep: so much, and so much for each byte of text.
 constexpr int64_t kSpareWork = 1'000'000, kSpareWorkPerByte = 256;
-constexpr int64_t kRememberedBytes = 64 << 20;  // of each model
 
 absl::Status Failed(absl::string_view why) {
   return WithReason(absl::FailedPreconditionError(absl::StrCat("the constraint: ", why)),
@@ -209,10 +208,15 @@ absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
 
 }  // namespace
 
-Constraint::Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled)
-    : text_(std::move(text)), compiled_(std::move(compiled)) {}
+Constraint::Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled,
+                       std::shared_ptr<std::atomic<int64_t>> live_bytes)
+    : text_(std::move(text)), compiled_(std::move(compiled)), live_bytes_(std::move(live_bytes)) {
+  *live_bytes_ += bytes();
+}
 
-Constraint::~Constraint() = default;
+Constraint::~Constraint() { *live_bytes_ -= bytes(); }
+
+int64_t Constraint::bytes() const { return compiled_->bytes; }
 
 ConstraintState::ConstraintState(std::shared_ptr<const Constraint> constraint,
                                  absl::Span<const int32_t> ends)
@@ -256,8 +260,9 @@ absl::Status ConstraintState::Accept(int32_t token) {
   return Failed("no token of this model's vocabulary continues the text so far");
 }
 
-ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size)
-    : tokenizer_(tokenizer), vocab_size_(vocab_size) {}
+ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size,
+                                       ConstraintLimits limits)
+    : tokenizer_(tokenizer), vocab_size_(vocab_size), limits_(limits) {}
 
 ConstraintCompiler::~ConstraintCompiler() = default;
 
@@ -268,6 +273,11 @@ absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
   if (std::optional<Result> known = Find(key)) return *std::move(known);
   absl::MutexLock lock(&compile_mu_);
   if (std::optional<Result> known = Find(key)) return *std::move(known);  // made meanwhile
+  if (const int64_t live = *live_bytes_; live > limits_.live) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the constraints of requests hold ", live >> 20, " MiB, and ",
+                     limits_.live >> 20, " may be held; try again when some have ended"));
+  }
   if (vocabulary_ == nullptr) {
     auto vocabulary = ReadVocabulary(tokenizer_, vocab_size_);
     if (!vocabulary.ok()) return vocabulary.status();
@@ -278,9 +288,8 @@ absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
     Remember({.key = std::move(key), .result = compiled.status(), .bytes = 0});
     return compiled.status();
   }
-  const int64_t bytes = (*compiled)->bytes;
-  auto constraint = std::make_shared<const Constraint>(text, *std::move(compiled));
-  Remember({.key = std::move(key), .result = constraint, .bytes = bytes});
+  auto constraint = std::make_shared<const Constraint>(text, *std::move(compiled), live_bytes_);
+  Remember({.key = std::move(key), .result = constraint, .bytes = constraint->bytes()});
   return constraint;
 }
 
@@ -302,7 +311,7 @@ void ConstraintCompiler::Remember(Remembered remembered) {
   remembered_bytes_ += remembered.bytes;
   recent_.push_front(std::move(remembered));
   by_key_[recent_.front().key] = recent_.begin();
-  while (remembered_bytes_ > kRememberedBytes) {
+  while (remembered_bytes_ > limits_.remembered) {
     remembered_bytes_ -= recent_.back().bytes;
     by_key_.erase(recent_.back().key);
     recent_.pop_back();

@@ -96,6 +96,8 @@ std::optional<grpc::Status> Constrain(const v1::GenerateRequest& message, const 
   } else if (absl::IsInvalidArgument(constraint.status())) {
     asked.violations.push_back(
         {ConstraintField(*text), std::string(constraint.status().message())});
+  } else if (absl::IsResourceExhausted(constraint.status())) {
+    return Exhausted("memory of constraints", constraint.status().message(), kCompileRetryDelay);
   } else {
     return ToGrpc(constraint.status());
   }
@@ -489,7 +491,7 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope
     }
     dealt = std::get<Dealt>(std::move(result));
     if (std::optional<grpc::Status> refusal = Constrain(message, model, asked)) {
-      model.metrics->OnRejected(kConstraintFailed);
+      model.metrics->OnRejected(ErrorReason(*refusal));
       return *std::move(refusal);
     }
   }

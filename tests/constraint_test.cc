@@ -763,5 +763,16 @@ TEST(ConstraintTest, WhatWasCompiledIsRememberedAlsoWhereItWasRefused) {
   EXPECT_EQ(world.Compile(Kind::kRegex, "(").status(), world.Compile(Kind::kRegex, "(").status());
 }
 
+TEST(ConstraintTest, NoMoreAreCompiledWhileThoseInUseHoldTooMuch) {
+  const auto tokenizer = ByteLevel(Bytes());
+  ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 0, .live = 1});
+  auto one = compiler.Compile({Kind::kRegex, {"a+"}});
+  ASSERT_TRUE(one.ok()) << one.status();
+  EXPECT_GT((*one)->bytes(), 1);
+  EXPECT_TRUE(absl::IsResourceExhausted(compiler.Compile({Kind::kRegex, {"b+"}}).status()));
+  one = absl::UnknownError("gone");
+  EXPECT_TRUE(compiler.Compile({Kind::kRegex, {"b+"}}).ok());
+}
+
 }  // namespace
 }  // namespace epikv
