@@ -125,6 +125,12 @@ if(NOT _unpacked STREQUAL "${_edits}${_archive}")
                           << \" with regex \" << regex << \": \" << error.what();"
     "      XGRAMMAR_LOG(FATAL) << error.what();")
 
+  # Days that are in the calendar of each year, no leap seconds, and no bytes that begin with 0.
+  edit_xgrammar(json_schema_converter.cc [==[(0[1-9]|1[0-2])-(0[1-9]|[1-2]\\d|3[01])]==]
+    [==[((0[13578]|1[02])-(0[1-9]|[12]\\d|3[01])|(0[469]|11)-(0[1-9]|[12]\\d|30)|02-(0[1-9]|1\\d|2[0-8]))]==])
+  edit_xgrammar(json_schema_converter.cc [==[([0-5]\\d|60)]==] [==[[0-5]\\d]==])
+  edit_xgrammar(json_schema_converter.cc [==[[0-1]?\\d?\\d]==] [==[1\\d\\d|[1-9]?\\d]==])
+
   # 0.1 is written so, not 0.10000000000000001.
   edit_xgrammar(../3rdparty/picojson/picojson.h "      double tmp;\n      SNPRINTF(" "      double tmp;
       for (int digits = 15; modf(u_.number_, &tmp) != 0 && digits <= 17; ++digits) {

@@ -445,6 +445,13 @@ TEST(ConstraintTest, TakesJsonThatItsSchemaAllowsAndNoOther) {
       {R"({"type": "object", "description": "x"})", R"({"a":1})", true},
       {R"({"type": "object", "properties": {"a": {"type": "null"}, "b": {"$ref": "#/properties/a"}}})",
        R"({"b":null})", true},
+      {R"({"type": "string", "format": "date"})", R"("2023-02-28")", true},
+      {R"({"type": "string", "format": "date"})", R"("2023-02-30")", false},
+      {R"({"type": "string", "format": "date"})", R"("2023-11-31")", false},
+      {R"({"type": "string", "format": "date-time"})", R"("1999-12-31T23:59:59Z")", true},
+      {R"({"type": "string", "format": "date-time"})", R"("1999-12-31T12:00:60Z")", false},
+      {R"({"type": "string", "format": "ipv4"})", R"("10.0.255.199")", true},
+      {R"({"type": "string", "format": "ipv4"})", R"("10.01.2.3")", false},
       // Numbers as they are written.
       {R"({"const": 0.1})", "0.1", true},
       {R"({"const": 0.30000000000000004})", "0.30000000000000004", true},
