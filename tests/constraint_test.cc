@@ -653,6 +653,53 @@ TEST(ConstraintTest, WhatCannotBeKeptToIsRefusedWithTheReason) {
               HasSubstr("at most 1024"));
 }
 
+// Of draft 2020-12 and before it, and what is no keyword.
+TEST(ConstraintTest, KeywordsThatCouldNotBeKeptToAreNamedWhereverTheyStand) {
+  World world(Words());
+  for (const char* keyword : {"$anchor",
+                              "$dynamicAnchor",
+                              "$dynamicRef",
+                              "$recursiveAnchor",
+                              "$recursiveRef",
+                              "$vocabulary",
+                              "additionalItems",
+                              "contains",
+                              "contentEncoding",
+                              "contentMediaType",
+                              "contentSchema",
+                              "dependencies",
+                              "dependentRequired",
+                              "dependentSchemas",
+                              "else",
+                              "extends",
+                              "id",
+                              "if",
+                              "maxContains",
+                              "maxProperties",
+                              "minContains",
+                              "minProperties",
+                              "not",
+                              "nullable",
+                              "patternProperties",
+                              "propertyNames",
+                              "then",
+                              "uniqueItems",
+                              "x-any"}) {
+    for (const char* beside : {R"("type": "object")", R"("type": "array")", R"("type": "string")",
+                               R"("type": ["number", "array"])", R"("$ref": "#")", R"("const": 1)",
+                               R"("anyOf": [true])", R"("title": "x")"}) {
+      const std::string inner = absl::StrCat("{", beside, ", \"", keyword, "\": {}}");
+      for (const std::string& schema :
+           {inner, absl::StrCat(R"({"type": "array", "items": )", inner, "}"),
+            absl::StrCat(R"({"$defs": {"unused": )", inner, R"(}, "type": "null"})")}) {
+        const absl::Status status = world.Compile(Kind::kJsonSchema, schema).status();
+        EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << schema;
+        EXPECT_THAT(status.message(), HasSubstr(absl::StrCat("the keyword '", keyword, "'")));
+      }
+    }
+  }
+}
+
 // Each of them is refused, or can be walked: nothing hangs, and nothing grows without bound.
 // The library quotes bytes, not characters.
 TEST(ConstraintTest, ReasonsCanBeToldToClients) {
