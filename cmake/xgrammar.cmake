@@ -64,6 +64,15 @@ if(NOT _unpacked STREQUAL "${_edits}${_archive}")
   edit_xgrammar(fsm_builder.h "kMin3BytesUnicode = 0xE08080" "kMin3BytesUnicode = 0xE0A080")
   edit_xgrammar(fsm_builder.h "kMin4BytesUnicode = 0xF0808080" "kMin4BytesUnicode = 0xF0908080")
 
+  # Nor are there escapes of what is no character, and numbers of any length.
+  edit_xgrammar(support/encoding.h "codepoint = codepoint * 16 + digit;"
+    "codepoint = codepoint > 0x10FFFF ? codepoint : codepoint * 16 + digit;")
+  edit_xgrammar(support/encoding.h "    return {codepoint, len + 2};"
+    "    if (codepoint > 0x10FFFF || (codepoint & ~0x7FF) == 0xD800) {
+      return {CharHandlingError::kInvalidEscape, 0};
+    }
+    return {codepoint, len + 2};")
+
   # Strings of JSON have no control characters, and what a pattern matches in them is a string, too: the way
   # that is taken where there is no automaton knows nothing of quotes.
   edit_xgrammar(json_schema_converter.cc [==[AddCharacterClass({{'"', '"'}]==]
@@ -71,6 +80,64 @@ if(NOT _unpacked STREQUAL "${_edits}${_archive}")
   edit_xgrammar(json_schema_converter.cc "  // Keep regex conversion independent." "  XGRAMMAR_CHECK(!json_string)
       << \"the pattern is not supported: printable ASCII, and none of what JSON escapes in strings\";
   // Keep regex conversion independent.")
+
+  # Schemas are one only where they are spelled alike: taken for one were those that differ in properties
+  # named as title, default ... are, or in their order.
+  edit_xgrammar(json_schema_converter.cc
+    "std::string SchemaParser::ComputeCacheKey(const picojson::value& schema) {\n"
+    "std::string SchemaParser::ComputeCacheKey(const picojson::value& schema) {
+  return schema.serialize(false);\n")
+
+  # A key beside properties is none of theirs: compared by characters, not by bytes, nor escaped as long as
+  # it could be.
+  edit_xgrammar(json_schema_converter.h "std::map<uint8_t, TrieNode>" "std::map<int32_t, TrieNode>")
+  edit_xgrammar(json_schema_converter.cc "#include \"support/json_parse.h\""
+    "#include \"support/encoding.h\"\n#include \"support/json_parse.h\"")
+  edit_xgrammar(json_schema_converter.cc
+    [==[  choices.push_back(Sequence({ByteString("\\"), RuleRef(kBasicEscape), RuleRef(kBasicStringSub)}));
+  for (const auto& [character, child]]==] "  for (const auto& [character, child]")
+  edit_xgrammar(json_schema_converter.cc "ByteString(std::string(1, static_cast<char>(character)))"
+    "ByteString(CharToUTF8(character))")
+  edit_xgrammar(json_schema_converter.cc "    for (unsigned char c : prop.name) {
+      cur = &cur->children[c];
+    }
+    cur->is_terminal = true;" "    bool escaped = false;
+    for (TCodepoint c : ParseUTF8(prop.name.c_str())) {
+      escaped = c < 0x20 || c == '\"' || c == '\\\\';
+      if (escaped) break;
+      cur = &cur->children[c];
+    }
+    cur->is_terminal |= !escaped;")
+
+  # A number between limits has six decimals at most: none may be left, which is no empty text.
+  edit_xgrammar(json_schema_converter.cc
+    "  return NumberGenerator::FloatRangeRegex(start, end, precision, exclusive_start, exclusive_end);"
+    "  const std::string regex =
+      NumberGenerator::FloatRangeRegex(start, end, precision, exclusive_start, exclusive_end);
+  XGRAMMAR_CHECK(regex != \"^()$\") << \"no number of at most \" << precision
+                                   << \" decimals is between the limits\";
+  return regex;")
+
+  # What is wrong with a regex is told without the regex; the rule's name lies where rules that the regex
+  # has added have moved it from.
+  edit_xgrammar(grammar_functor.cc
+    "      XGRAMMAR_LOG(FATAL) << \"Failed to build the automaton for rule \" << *rule_name_
+                          << \" with regex \" << regex << \": \" << error.what();"
+    "      XGRAMMAR_LOG(FATAL) << error.what();")
+
+  # Days that are in the calendar of each year, no leap seconds, and no bytes that begin with 0.
+  edit_xgrammar(json_schema_converter.cc [==[(0[1-9]|1[0-2])-(0[1-9]|[1-2]\\d|3[01])]==]
+    [==[((0[13578]|1[02])-(0[1-9]|[12]\\d|3[01])|(0[469]|11)-(0[1-9]|[12]\\d|30)|02-(0[1-9]|1\\d|2[0-8]))]==])
+  edit_xgrammar(json_schema_converter.cc [==[([0-5]\\d|60)]==] [==[[0-5]\\d]==])
+  edit_xgrammar(json_schema_converter.cc [==[[0-1]?\\d?\\d]==] [==[1\\d\\d|[1-9]?\\d]==])
+
+  # 0.1 is written so, not 0.10000000000000001.
+  edit_xgrammar(../3rdparty/picojson/picojson.h "      double tmp;\n      SNPRINTF(" "      double tmp;
+      for (int digits = 15; modf(u_.number_, &tmp) != 0 && digits <= 17; ++digits) {
+        SNPRINTF(buf, sizeof(buf), \"%.*g\", digits, u_.number_);
+        if (strtod(buf, nullptr) == u_.number_) return buf;
+      }
+      SNPRINTF(")
 
   # What grammars of a few bytes can make grow without bound is counted: runtime/grammar_work.h.
   edit_xgrammar(support/logging.h "#include \"cpptrace.h\""

@@ -22,20 +22,26 @@ constexpr int64_t kCompileWork = 4'000'000, kCompileWorkPerToken = 800;
 constexpr int64_t kStepWork = 4'000'000;
 // What the positions behind a completion may keep: so much, and so much for each byte of text.
 constexpr int64_t kSpareWork = 1'000'000, kSpareWorkPerByte = 256;
-constexpr int64_t kRememberedBytes = 64 << 20;  // of each model
 
 absl::Status Failed(absl::string_view why) {
   return WithReason(absl::FailedPreconditionError(absl::StrCat("the constraint: ", why)),
                     kConstraintFailed);
 }
 
-// Throws where a regex is none. What makes the automata takes that for granted: it crashes on some.
+// Throws where a regex is none, or is to the other of the library's two readers, the one that does
+// not make automata: what they read in two ways is told, not guessed.
 void CheckRegex(const std::string& regex) { xgrammar::Grammar::FromRegex(regex); }
 
 // What the library says, fit to be told: it quotes bytes of the text, which may cut characters.
 std::string Told(absl::string_view what) {
   constexpr size_t kMost = 512;
   return ValidUtf8(what.substr(0, kMost));
+}
+
+// What the library warns of, "...; ignoring ...", without what it would have done.
+absl::Status NotSupported(absl::string_view warning) {
+  return absl::InvalidArgumentError(
+      absl::StrCat("is not supported: ", Told(warning.substr(0, warning.find("; ")))));
 }
 
 xgrammar::Grammar GrammarOf(const ConstraintText& text) {
@@ -45,9 +51,11 @@ xgrammar::Grammar GrammarOf(const ConstraintText& text) {
       return xgrammar::Grammar::FromEBNF(GrammarOfRegex(text.texts.front()));
     case ConstraintText::Kind::kChoice:
       return xgrammar::Grammar::FromEBNF(GrammarOfChoices(text.texts));
-    case ConstraintText::Kind::kJsonSchema:
-      for (const std::string& pattern : PatternsOf(text.texts.front())) CheckRegex(pattern);
-      return xgrammar::Grammar::FromJSONSchema(text.texts.front());
+    case ConstraintText::Kind::kJsonSchema: {
+      const JsonSchema schema = *ReadJsonSchema(text.texts.front());
+      for (const std::string& pattern : schema.patterns) CheckRegex(pattern);
+      return xgrammar::Grammar::FromJSONSchema(schema.text);
+    }
     case ConstraintText::Kind::kGrammar:
       break;
   }
@@ -173,7 +181,7 @@ absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
     xgrammar::GrammarCompiler compiler(vocabulary->tokens, /*max_threads=*/1,
                                        /*cache_enabled=*/false);
     const xgrammar::CompiledGrammar grammar = compiler.CompileGrammar(GrammarOf(text));
-    if (!work.warning().empty()) return absl::InvalidArgumentError(Told(work.warning()));
+    if (!work.warning().empty()) return NotSupported(work.warning());
     xgrammar::GrammarMatcher start(grammar, std::nullopt, /*terminate_without_stop_token=*/true);
     std::vector<uint32_t> allowed((vocab_size + 31) / 32);
     if (vocabulary->first_bytes.empty()) {
@@ -200,10 +208,15 @@ absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
 
 }  // namespace
 
-Constraint::Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled)
-    : text_(std::move(text)), compiled_(std::move(compiled)) {}
+Constraint::Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled,
+                       std::shared_ptr<std::atomic<int64_t>> live_bytes)
+    : text_(std::move(text)), compiled_(std::move(compiled)), live_bytes_(std::move(live_bytes)) {
+  *live_bytes_ += bytes();
+}
 
-Constraint::~Constraint() = default;
+Constraint::~Constraint() { *live_bytes_ -= bytes(); }
+
+int64_t Constraint::bytes() const { return compiled_->bytes; }
 
 ConstraintState::ConstraintState(std::shared_ptr<const Constraint> constraint,
                                  absl::Span<const int32_t> ends)
@@ -247,8 +260,9 @@ absl::Status ConstraintState::Accept(int32_t token) {
   return Failed("no token of this model's vocabulary continues the text so far");
 }
 
-ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size)
-    : tokenizer_(tokenizer), vocab_size_(vocab_size) {}
+ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size,
+                                       ConstraintLimits limits)
+    : tokenizer_(tokenizer), vocab_size_(vocab_size), limits_(limits) {}
 
 ConstraintCompiler::~ConstraintCompiler() = default;
 
@@ -259,6 +273,11 @@ absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
   if (std::optional<Result> known = Find(key)) return *std::move(known);
   absl::MutexLock lock(&compile_mu_);
   if (std::optional<Result> known = Find(key)) return *std::move(known);  // made meanwhile
+  if (const int64_t live = *live_bytes_; live > limits_.live) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the constraints of requests hold ", live >> 20, " MiB, and ",
+                     limits_.live >> 20, " may be held; try again when some have ended"));
+  }
   if (vocabulary_ == nullptr) {
     auto vocabulary = ReadVocabulary(tokenizer_, vocab_size_);
     if (!vocabulary.ok()) return vocabulary.status();
@@ -269,9 +288,8 @@ absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
     Remember({.key = std::move(key), .result = compiled.status(), .bytes = 0});
     return compiled.status();
   }
-  const int64_t bytes = (*compiled)->bytes;
-  auto constraint = std::make_shared<const Constraint>(text, *std::move(compiled));
-  Remember({.key = std::move(key), .result = constraint, .bytes = bytes});
+  auto constraint = std::make_shared<const Constraint>(text, *std::move(compiled), live_bytes_);
+  Remember({.key = std::move(key), .result = constraint, .bytes = constraint->bytes()});
   return constraint;
 }
 
@@ -293,7 +311,7 @@ void ConstraintCompiler::Remember(Remembered remembered) {
   remembered_bytes_ += remembered.bytes;
   recent_.push_front(std::move(remembered));
   by_key_[recent_.front().key] = recent_.begin();
-  while (remembered_bytes_ > kRememberedBytes) {
+  while (remembered_bytes_ > limits_.remembered) {
     remembered_bytes_ -= recent_.back().bytes;
     by_key_.erase(recent_.back().key);
     recent_.pop_back();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <list>
 #include <memory>
@@ -32,15 +33,19 @@ struct ConstraintText {
 class Constraint {
  public:
   struct Compiled;  // constraint.cc
-  Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled);
+  // live_bytes: has them as long as this lives.
+  Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled,
+             std::shared_ptr<std::atomic<int64_t>> live_bytes);
   ~Constraint();
 
   const ConstraintText& text() const { return text_; }
+  int64_t bytes() const;
 
  private:
   friend class ConstraintState;
   const ConstraintText text_;
   const std::unique_ptr<const Compiled> compiled_;
+  const std::shared_ptr<std::atomic<int64_t>> live_bytes_;
 };
 
 // How far one completion has come. Not thread-safe.
@@ -75,16 +80,23 @@ class ConstraintState {
   int64_t spare_work_;  // of what positions behind this one may take
 };
 
+// Bytes of one model's constraints.
+struct ConstraintLimits {
+  int64_t remembered = 64 << 20;
+  int64_t live = 512 << 20;  // of which no more are compiled: remembered, or some request's
+};
+
 // Makes the constraints of one model, and remembers the last ones. Thread-safe; one compilation at
 // a time.
 class ConstraintCompiler {
  public:
   // `tokenizer` outlives it and what it makes. vocab_size: the model's.
-  ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size);
+  ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size, ConstraintLimits limits = {});
   ~ConstraintCompiler();
 
   // INVALID_ARGUMENT: the text is no constraint, or one of more than can be afforded; says why.
   // FAILED_PRECONDITION: this model's tokens cannot be constrained.
+  // RESOURCE_EXHAUSTED: those that are in use hold too much memory.
   absl::StatusOr<std::shared_ptr<const Constraint>> Compile(const ConstraintText& text);
   // Whether Compile answers at once: for seconds it may not.
   bool Remembers(const ConstraintText& text);
@@ -104,6 +116,10 @@ class ConstraintCompiler {
 
   const Tokenizer& tokenizer_;
   const int64_t vocab_size_;
+  const ConstraintLimits limits_;
+  // Of what it has made and still lives, which may outlive it.
+  const std::shared_ptr<std::atomic<int64_t>> live_bytes_ =
+      std::make_shared<std::atomic<int64_t>>(0);
   absl::Mutex compile_mu_ ABSL_ACQUIRED_BEFORE(mu_);
   // Made by the first compilation: it takes a copy of the vocabulary, sorted.
   std::shared_ptr<const Vocabulary> vocabulary_ ABSL_GUARDED_BY(compile_mu_);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -25,20 +26,56 @@ int Nesting(absl::string_view text) {
     } else if (text[i] == '(') {
       deepest = std::max(deepest, ++open);
     } else if (text[i] == ')') {
-      --open;
+      open = std::max(0, open - 1);
     }
   }
   return deepest;
 }
 
-// What an EBNF of xgrammar's can have beside rules: tokens by id, which are no text, and attributes
-// that make a rule more than its text.
-absl::Status CheckGrammar(absl::string_view grammar) {
-  for (const char* macro : {"TagDispatch(", "Token(", "Regex(", "Substring("}) {
-    if (absl::StrContains(grammar, macro)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "rules, strings and character classes are supported, not '", macro, "...)'"));
+// A grammar without its strings, classes and comments, each of them a space.
+std::string BareRules(absl::string_view grammar) {
+  std::string bare;
+  for (size_t i = 0; i < grammar.size(); ++i) {
+    const char opens = grammar[i];
+    if (opens != '"' && opens != '[' && opens != '#') {
+      bare.push_back(opens);
+      continue;
     }
+    bare.push_back(' ');
+    const absl::string_view closes = opens == '"' ? "\"\r\n" : opens == '[' ? "]" : "\r\n";
+    for (++i; i < grammar.size() && !absl::StrContains(closes, grammar[i]); ++i) {
+      if (grammar[i] == '\\' && opens != '#') ++i;
+    }
+  }
+  return bare;
+}
+
+bool IsOfName(char c) { return absl::ascii_isalnum(c) || c == '_' || c == '-' || c == '.'; }
+
+bool HasName(absl::string_view bare, absl::string_view name) {
+  for (size_t at = bare.find(name); at != bare.npos; at = bare.find(name, at + 1)) {
+    const size_t end = at + name.size();
+    if ((at == 0 || !IsOfName(bare[at - 1])) && (end == bare.size() || !IsOfName(bare[end]))) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// What an EBNF of xgrammar's can have beside rules: tokens by id, which are no text, other ways to
+// say what a text is, attributes that make a rule more than its text, and look-ahead that is taken
+// for granted.
+absl::Status CheckGrammar(absl::string_view grammar) {
+  const std::string bare = BareRules(grammar);
+  for (const char* macro :
+       {"TagDispatch", "Token", "ExcludeToken", "TokenTagDispatch", "Regex", "Substring"}) {
+    if (HasName(bare, macro)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("rules, strings and character classes are supported, not '", macro, "'"));
+    }
+  }
+  if (absl::StrContains(bare, "(=")) {
+    return absl::InvalidArgumentError("look-ahead, (= ...), is not supported");
   }
   for (size_t at = grammar.find("::="); at != grammar.npos; at = grammar.find("::=", at + 1)) {
     const size_t before = grammar.find_last_not_of(" \t\r\n", at == 0 ? grammar.npos : at - 1);
@@ -88,7 +125,7 @@ absl::Status CheckConstraintText(const ConstraintText& text) {
     return absl::InvalidArgumentError("is empty; one item is needed at least");
   if (text.kind == ConstraintText::Kind::kChoice) return absl::OkStatus();
   const std::string& only = text.texts.front();
-  if (text.kind == ConstraintText::Kind::kJsonSchema) return CheckJsonSchema(only);
+  if (text.kind == ConstraintText::Kind::kJsonSchema) return ReadJsonSchema(only).status();
   if (const int nesting = Nesting(only); nesting > kMostNesting) {
     return absl::InvalidArgumentError(
         absl::StrCat("is nested ", nesting, " deep, at most ", kMostNesting));

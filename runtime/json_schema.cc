@@ -1,13 +1,19 @@
 #include "runtime/json_schema.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 
 namespace epikv {
 namespace {
@@ -16,11 +22,23 @@ using Json = nlohmann::ordered_json;
 using Names = std::set<std::string, std::less<>>;
 
 constexpr int kMostDepth = 64;
+// Of a property's name: the keys beside it are told apart from it character by character, in depth.
+constexpr size_t kMostNameBytes = 512;
 
 const Names& Descriptions() {
   static const auto& names =
-      *new Names{"$comment",   "$defs",       "$id",      "$schema",  "default", "definitions",
-                 "deprecated", "description", "examples", "readOnly", "title",   "writeOnly"};
+      *new Names{"$comment", "$schema",  "default", "deprecated", "description",
+                 "examples", "readOnly", "title",   "writeOnly"};
+  return names;
+}
+
+// What holds schemas, by name or in a row.
+const Names& NamesSchemas() {
+  static const auto& names = *new Names{"$defs", "definitions", "properties"};
+  return names;
+}
+const Names& ListsSchemas() {
+  static const auto& names = *new Names{"prefixItems", "anyOf", "oneOf", "allOf"};
   return names;
 }
 
@@ -65,9 +83,54 @@ const char* CombinerOf(const Json& schema) {
   return nullptr;
 }
 
-class Checker {
+// Says that anything may be in a list or an object of which nothing is said: xgrammar takes it for
+// granted only where the schema has no keyword but its type.
+void SayWhatIsOpen(Json& schema) {
+  const auto is = [&schema](const char* name) {
+    const auto type = schema.find("type");
+    return type != schema.end() &&
+           (*type == name ||
+            (type->is_array() && std::find(type->begin(), type->end(), name) != type->end()));
+  };
+  const auto says = [&schema](std::initializer_list<const char*> keywords) {
+    return std::any_of(keywords.begin(), keywords.end(),
+                       [&](const char* keyword) { return schema.contains(keyword); });
+  };
+  if (says({"const", "enum"})) return;
+  if (is("array") && !says({"items", "prefixItems", "unevaluatedItems"})) {
+    schema["items"] = Json::object();
+  }
+  if (is("object") && !says({"properties", "additionalProperties", "unevaluatedProperties"})) {
+    schema["additionalProperties"] = Json::object();
+  }
+}
+
+// A count is an integer, also one that is written 2.0.
+std::optional<int64_t> CountOf(const Json& value) {
+  if (!value.is_number()) return std::nullopt;
+  const auto number = value.get<double>();
+  if (number != std::floor(number) || number < 0 || number > 1e15) return std::nullopt;
+  return static_cast<int64_t>(number);
+}
+
+// Beyond them a number is another one once it has been read.
+bool Has64Bits(const Json& value) {
+  if (value.is_structured()) return std::all_of(value.begin(), value.end(), Has64Bits);
+  return !value.is_number() || std::abs(value.get<double>()) < 9.2e18;
+}
+
+// As JSON Pointers have it.
+std::string PartOf(absl::string_view name) {
+  return absl::StrReplaceAll(name, {{"~", "~0"}, {"/", "~1"}});
+}
+
+class Reader {
  public:
-  absl::Status Check(const Json& schema, const std::string& path);
+  // The schema as it is kept; see JsonSchema.
+  absl::StatusOr<Json> Read(const Json& schema, const std::string& path);
+  // After all has been read.
+  absl::Status CheckReferences() const;
+  std::vector<std::string>& patterns() { return patterns_; }
 
  private:
   static absl::Status Wrong(const std::string& path, absl::string_view what) {
@@ -76,16 +139,25 @@ class Checker {
   // Nothing but these, descriptions, and `also`.
   static absl::Status CheckKeywords(const Json& schema, const std::string& path,
                                     const Names& keywords, absl::string_view also = "");
-  absl::Status CheckLiterals(const Json& schema, const std::string& path);
-  absl::Status CheckTyped(const Json& schema, const std::string& path);
-  absl::Status CheckChildren(const Json& schema, const std::string& path);
-  absl::Status CheckEach(const Json& schema, absl::string_view keyword, const std::string& path);
+  static absl::Status CheckLiterals(const Json& schema, const std::string& path);
+  static absl::Status CheckTyped(const Json& schema, const std::string& path);
+  static absl::Status CheckString(const Json& schema, const std::string& path);
+  static absl::Status CheckRequired(const Json& schema, const std::string& path);
+  absl::StatusOr<Json> ReadValue(const std::string& keyword, const Json& value,
+                                 const std::string& path);
+  absl::StatusOr<Json> ReadEach(const Json& schemas, const std::string& path);
+
+  std::vector<std::string> patterns_;
+  std::set<std::string> places_;                                 // of schemas, as JSON Pointers
+  std::vector<std::pair<std::string, std::string>> references_;  // where, and to what
 };
 
-absl::Status Checker::CheckKeywords(const Json& schema, const std::string& path,
-                                    const Names& keywords, absl::string_view also) {
+absl::Status Reader::CheckKeywords(const Json& schema, const std::string& path,
+                                   const Names& keywords, absl::string_view also) {
   for (const auto& [keyword, value] : schema.items()) {
     if (keywords.contains(keyword) || Descriptions().contains(keyword) || keyword == also) continue;
+    if (keyword == "$defs" || keyword == "definitions") continue;
+    if (keyword == "$id" && path.empty()) continue;
     return Wrong(path, absl::StrCat("the keyword '", keyword, "' is not supported",
                                     also.empty() ? "" : absl::StrCat(" beside '", also, "'")));
   }
@@ -93,12 +165,13 @@ absl::Status Checker::CheckKeywords(const Json& schema, const std::string& path,
 }
 
 // enum and const, whose values have to be of the type if one is given beside them.
-absl::Status Checker::CheckLiterals(const Json& schema, const std::string& path) {
+absl::Status Reader::CheckLiterals(const Json& schema, const std::string& path) {
   const bool is_const = schema.contains("const");
   absl::Status status = CheckKeywords(schema, path, {"type"}, is_const ? "const" : "enum");
   if (!status.ok()) return status;
   const Json values = is_const ? Json::array({schema["const"]}) : schema["enum"];
   if (!values.is_array() || values.empty()) return Wrong(path, "'enum' must be a list, not empty");
+  if (!Has64Bits(values)) return Wrong(path, "numbers of more than 64 bits are not supported");
   const auto type = schema.find("type");
   if (type == schema.end()) return absl::OkStatus();
   for (const Json& value : values) {
@@ -113,7 +186,7 @@ absl::Status Checker::CheckLiterals(const Json& schema, const std::string& path)
   return absl::OkStatus();
 }
 
-absl::Status Checker::CheckTyped(const Json& schema, const std::string& path) {
+absl::Status Reader::CheckTyped(const Json& schema, const std::string& path) {
   Names keywords = {"type"};
   std::vector<std::string> types;
   const auto type = schema.find("type");
@@ -138,11 +211,24 @@ absl::Status Checker::CheckTyped(const Json& schema, const std::string& path) {
     if (name == "integer") keywords.insert("multipleOf");
   }
   if (absl::Status status = CheckKeywords(schema, path, keywords); !status.ok()) return status;
+  if (absl::Status status = CheckString(schema, path); !status.ok()) return status;
+  return CheckRequired(schema, path);
+}
+
+absl::Status Reader::CheckString(const Json& schema, const std::string& path) {
   const auto format = schema.find("format");
   if (format != schema.end() &&
       !(format->is_string() && Formats().contains(format->get<std::string>()))) {
     return Wrong(path, absl::StrCat("'format' must be one of: ", absl::StrJoin(Formats(), ", ")));
   }
+  const auto pattern = schema.find("pattern");
+  if (pattern == schema.end()) return absl::OkStatus();
+  if (!pattern->is_string()) return Wrong(path, "'pattern' must be a string");
+  if (format == schema.end()) return absl::OkStatus();
+  return Wrong(path, "the keyword 'pattern' is not supported beside 'format'");
+}
+
+absl::Status Reader::CheckRequired(const Json& schema, const std::string& path) {
   const auto required = schema.find("required");
   if (required == schema.end()) return absl::OkStatus();
   if (!required->is_array()) return Wrong(path, "'required' must be a list");
@@ -159,36 +245,61 @@ absl::Status Checker::CheckTyped(const Json& schema, const std::string& path) {
   return absl::OkStatus();
 }
 
-absl::Status Checker::CheckEach(const Json& schema, absl::string_view keyword,
-                                const std::string& path) {
-  const auto children = schema.find(keyword);
-  if (children == schema.end()) return absl::OkStatus();
-  if (!children->is_structured())
-    return Wrong(path, absl::StrCat("'", keyword, "' holds no schemas"));
-  for (const auto& [name, child] : children->items()) {
-    absl::Status status = Check(child, absl::StrCat(path, "/", keyword, "/", name));
-    if (!status.ok()) return status;
+absl::StatusOr<Json> Reader::ReadEach(const Json& schemas, const std::string& path) {
+  Json kept = schemas.is_array() ? Json::array() : Json::object();
+  for (const auto& [name, child] : schemas.items()) {
+    if (name.size() > kMostNameBytes) {
+      return Wrong(path,
+                   absl::StrCat("a name has ", name.size(), " bytes, at most ", kMostNameBytes));
+    }
+    auto read = Read(child, absl::StrCat(path, "/", PartOf(name)));
+    if (!read.ok()) return read.status();
+    if (schemas.is_array()) {
+      kept.push_back(*std::move(read));
+    } else {
+      kept[name] = *std::move(read);
+    }
   }
-  return absl::OkStatus();
+  return kept;
 }
 
-absl::Status Checker::CheckChildren(const Json& schema, const std::string& path) {
-  for (const char* keyword :
-       {"$defs", "definitions", "properties", "prefixItems", "anyOf", "oneOf", "allOf"}) {
-    if (absl::Status status = CheckEach(schema, keyword, path); !status.ok()) return status;
+// What is kept of a keyword that may stand where it does.
+absl::StatusOr<Json> Reader::ReadValue(const std::string& keyword, const Json& value,
+                                       const std::string& path) {
+  static const auto& schemas =
+      *new Names{"items", "unevaluatedItems", "additionalProperties", "unevaluatedProperties"};
+  static const auto& counts = *new Names{"minLength", "maxLength", "minItems", "maxItems"};
+  static const auto& numbers =
+      *new Names{"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"};
+  if (schemas.contains(keyword)) return Read(value, absl::StrCat(path, "/", keyword));
+  if (NamesSchemas().contains(keyword)) {
+    if (value.is_object()) return ReadEach(value, absl::StrCat(path, "/", keyword));
+    return Wrong(path, absl::StrCat("'", keyword, "' must be an object"));
   }
-  for (const char* keyword :
-       {"items", "unevaluatedItems", "additionalProperties", "unevaluatedProperties"}) {
-    const auto child = schema.find(keyword);
-    if (child == schema.end()) continue;
-    absl::Status status = Check(*child, absl::StrCat(path, "/", keyword));
-    if (!status.ok()) return status;
+  if (ListsSchemas().contains(keyword)) {
+    if (value.is_array() && !value.empty())
+      return ReadEach(value, absl::StrCat(path, "/", keyword));
+    return Wrong(path, absl::StrCat("'", keyword, "' must be a list, not empty"));
   }
-  return absl::OkStatus();
+  if (counts.contains(keyword)) {
+    const std::optional<int64_t> count = CountOf(value);
+    if (count.has_value()) return Json(*count);
+    return Wrong(path, absl::StrCat("'", keyword, "' must be an integer, at least 0"));
+  }
+  if (numbers.contains(keyword) && !value.is_number()) {
+    return Wrong(path, absl::StrCat("'", keyword, "' must be a number"));
+  }
+  if (keyword == "$ref") {
+    if (!value.is_string()) return Wrong(path, "'$ref' must be a string");
+    references_.emplace_back(path, value);
+  }
+  if (keyword == "pattern") patterns_.push_back(value);
+  return value;
 }
 
-absl::Status Checker::Check(const Json& schema, const std::string& path) {
-  if (schema.is_boolean()) return absl::OkStatus();
+absl::StatusOr<Json> Reader::Read(const Json& schema, const std::string& path) {
+  places_.insert("#" + path);
+  if (schema.is_boolean()) return schema.get<bool>() ? Json::object() : schema;
   if (!schema.is_object()) return Wrong(path, "must be an object or a boolean");
   absl::Status status;
   if (schema.contains("const") || schema.contains("enum")) {
@@ -198,26 +309,38 @@ absl::Status Checker::Check(const Json& schema, const std::string& path) {
   } else {
     status = CheckTyped(schema, path);
   }
-  return status.ok() ? CheckChildren(schema, path) : status;
+  if (!status.ok()) return status;
+  Json kept = Json::object();
+  for (const auto& [keyword, value] : schema.items()) {
+    if (Descriptions().contains(keyword) || keyword == "$id") continue;
+    auto read = ReadValue(keyword, value, path);
+    if (!read.ok()) return read.status();
+    kept[keyword] = *std::move(read);
+  }
+  SayWhatIsOpen(kept);
+  return kept;
 }
 
-void AddPatterns(const Json& json, std::vector<std::string>& patterns) {
-  for (const auto& [key, value] : json.items()) {
-    if (json.is_object() && key == "pattern" && value.is_string()) patterns.push_back(value);
-    if (value.is_structured()) AddPatterns(value, patterns);
+absl::Status Reader::CheckReferences() const {
+  for (const auto& [path, target] : references_) {
+    // xgrammar reads no escapes, and leaves empty parts out.
+    const bool plain = target.find_first_of("~%") == target.npos &&
+                       !absl::StrContains(target, "//") && !absl::EndsWith(target, "/");
+    if (!plain || !absl::StartsWith(target, "#")) {
+      return Wrong(path, absl::StrCat("'$ref' is '", target,
+                                      "': only '#' and '#/...' without '~', '%' and empty parts "
+                                      "are supported"));
+    }
+    if (!places_.contains(target)) {
+      return Wrong(path, absl::StrCat("there is no schema at '", target, "'"));
+    }
   }
+  return absl::OkStatus();
 }
 
 }  // namespace
 
-std::vector<std::string> PatternsOf(absl::string_view schema) {
-  std::vector<std::string> patterns;
-  const Json json = Json::parse(schema.begin(), schema.end(), nullptr, /*allow_exceptions=*/false);
-  if (json.is_structured()) AddPatterns(json, patterns);
-  return patterns;
-}
-
-absl::Status CheckJsonSchema(absl::string_view schema) {
+absl::StatusOr<JsonSchema> ReadJsonSchema(absl::string_view schema) {
   bool deep = false;
   const Json json = Json::parse(
       schema.begin(), schema.end(),
@@ -231,7 +354,11 @@ absl::Status CheckJsonSchema(absl::string_view schema) {
         absl::StrCat("the schema is nested more than ", kMostDepth, " deep"));
   }
   if (json.is_discarded()) return absl::InvalidArgumentError("the schema is not JSON");
-  return Checker().Check(json, "");
+  Reader reader;
+  const auto kept = reader.Read(json, "");
+  if (!kept.ok()) return kept.status();
+  if (absl::Status status = reader.CheckReferences(); !status.ok()) return status;
+  return JsonSchema{.text = kept->dump(), .patterns = std::move(reader.patterns())};
 }
 
 }  // namespace epikv

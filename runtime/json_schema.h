@@ -3,17 +3,21 @@
 #include <string>
 #include <vector>
 
-#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
 namespace epikv {
 
-// A JSON schema of which every keyword will hold: INVALID_ARGUMENT, with the place and the keyword,
-// for one that xgrammar does not know, or leaves out where it stands. What merely describes (title,
-// default ...) may be anywhere.
-absl::Status CheckJsonSchema(absl::string_view schema);
+// A JSON schema of which every keyword will hold.
+struct JsonSchema {
+  // The schema as xgrammar is to be given it: without what merely describes (title, default ...),
+  // and with what it would not take to be said unless it is.
+  std::string text;
+  std::vector<std::string> patterns;  // its regexes
+};
 
-// Its regexes. Precondition: the check was OK.
-std::vector<std::string> PatternsOf(absl::string_view schema);
+// INVALID_ARGUMENT, with the place and the keyword, for a schema with one that xgrammar does not
+// know, or leaves out where it stands, or with a value that it cannot have.
+absl::StatusOr<JsonSchema> ReadJsonSchema(absl::string_view schema);
 
 }  // namespace epikv

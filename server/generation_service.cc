@@ -21,6 +21,9 @@
 namespace epikv {
 namespace {
 
+// After which a compilation, or some, will have come to its end.
+constexpr absl::Duration kCompileRetryDelay = absl::Seconds(1);
+
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const auto deadline = context.deadline();
   if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
@@ -93,6 +96,8 @@ std::optional<grpc::Status> Constrain(const v1::GenerateRequest& message, const 
   } else if (absl::IsInvalidArgument(constraint.status())) {
     asked.violations.push_back(
         {ConstraintField(*text), std::string(constraint.status().message())});
+  } else if (absl::IsResourceExhausted(constraint.status())) {
+    return Exhausted("memory of constraints", constraint.status().message(), kCompileRetryDelay);
   } else {
     return ToGrpc(constraint.status());
   }
@@ -400,7 +405,18 @@ void GenerationService::Begin(const grpc::ByteBuffer& in, Call& call) {
   scope.entry().set_policy(ForLog(message.kv().policy()));
   if (!MustCompile(message)) return Submit(message, call);
   // gRPC has two threads for all calls.
-  compiling_.Post([this, &call, message] {
+  const std::string& client = scope.caller().name;
+  if (const int64_t waiting = compiling_.Waiting(client); waiting >= options_.most_compilations) {
+    metrics_.OnRejected(kQueueFull);
+    AddPushback(scope.context(), kCompileRetryDelay);
+    return call.Fail(
+        Exhausted("waiting compilations",
+                  absl::StrCat("the queue is full: ", waiting,
+                               " of your requests wait for their constraints ",
+                               "to be compiled, and ", options_.most_compilations, " may"),
+                  kCompileRetryDelay));
+  }
+  compiling_.Post(client, [this, &call, message] {
     if (call.scope().context().IsCancelled()) {
       return call.Fail(ToGrpc(WhyCancelledNow(call.scope())));
     }
@@ -475,7 +491,7 @@ std::variant<Prepared, grpc::Status> GenerationService::Prepare(CallScope& scope
     }
     dealt = std::get<Dealt>(std::move(result));
     if (std::optional<grpc::Status> refusal = Constrain(message, model, asked)) {
-      model.metrics->OnRejected(kConstraintFailed);
+      model.metrics->OnRejected(ErrorReason(*refusal));
       return *std::move(refusal);
     }
   }

@@ -56,6 +56,7 @@ absl::Status WhyCancelled(const CallTimes& times);
 struct GenerationOptions {
   OutboxLimits outbox;
   int64_t max_answer_bytes = 0;          // of an answer in one message
+  int64_t most_compilations = 1024;      // of constraints of one client's requests, waiting
   Participation* experiments = nullptr;  // null: there are none
   Shadow* shadow = nullptr;              // null: nothing is replayed
 };

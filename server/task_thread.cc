@@ -1,5 +1,6 @@
 #include "server/task_thread.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace epikv {
@@ -12,22 +13,39 @@ TaskThread::~TaskThread() {
   thread_.join();
 }
 
-void TaskThread::Post(std::function<void()> task) {
+void TaskThread::Post(const std::string& owner, std::function<void()> task) {
   absl::MutexLock lock(&mu_);
-  tasks_.push_back(std::move(task));
+  auto of = std::find_if(owners_.begin(), owners_.end(),
+                         [&owner](const Owner& other) { return other.name == owner; });
+  if (of == owners_.end()) of = owners_.insert(of, Owner{.name = owner, .tasks = {}});
+  of->tasks.push_back(std::move(task));
+}
+
+int64_t TaskThread::Waiting(const std::string& owner) const {
+  absl::MutexLock lock(&mu_);
+  for (const Owner& other : owners_) {
+    if (other.name == owner) return static_cast<int64_t>(other.tasks.size());
+  }
+  return 0;
 }
 
 void TaskThread::Run() {
   auto called = [this]()
-                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !tasks_.empty() || stopping_; };
+                    ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !owners_.empty() || stopping_; };
   for (;;) {
     std::function<void()> task;
     {
       absl::MutexLock lock(&mu_);
       mu_.Await(absl::Condition(&called));
-      if (tasks_.empty()) return;
-      task = std::move(tasks_.front());
-      tasks_.pop_front();
+      if (owners_.empty()) return;
+      Owner& owner = owners_.front();
+      task = std::move(owner.tasks.front());
+      owner.tasks.pop_front();
+      if (owner.tasks.empty()) {
+        owners_.pop_front();
+      } else {
+        owners_.splice(owners_.end(), owners_, owners_.begin());
+      }
     }
     task();
   }

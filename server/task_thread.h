@@ -1,8 +1,12 @@
 #pragma once
 
+#include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -10,19 +14,27 @@
 namespace epikv {
 
 // Runs tasks one after the other on a thread of its own: what the thread that posts them must not
-// do. Thread-safe.
+// do. Those of one owner run in the order in which they were posted; owners take turns, so that who
+// posts many waits for them alone. Thread-safe.
 class TaskThread {
  public:
   TaskThread() : thread_([this] { Run(); }) {}
   ~TaskThread();  // after the last task
 
-  void Post(std::function<void()> task);
+  void Post(std::function<void()> task) { Post("", std::move(task)); }
+  void Post(const std::string& owner, std::function<void()> task);
+  // Of this owner, not begun.
+  int64_t Waiting(const std::string& owner) const;
 
  private:
   void Run();
 
-  absl::Mutex mu_;
-  std::deque<std::function<void()>> tasks_ ABSL_GUARDED_BY(mu_);
+  struct Owner {
+    std::string name;
+    std::deque<std::function<void()>> tasks;  // not empty
+  };
+  mutable absl::Mutex mu_;
+  std::list<Owner> owners_ ABSL_GUARDED_BY(mu_);  // whose turn it is first
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::thread thread_;
 };

@@ -387,6 +387,92 @@ TEST(ConstraintTest, AVocabularyThatCannotGoOnSaysSo) {
   EXPECT_EQ(ReasonOf(status), kConstraintFailed);
 }
 
+// How much of a text a constraint takes, byte for byte; and whether it may end there.
+std::pair<std::string, bool> Taken(World& world, Kind kind, const std::string& constraint,
+                                   const std::string& text) {
+  ConstraintState state = world.Start(kind, constraint);
+  std::string taken;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (!(state.allowed()[byte / 32] >> (byte % 32) & 1)) return {taken, false};
+    taken.push_back(c);
+    if (!state.Accept(byte).ok()) return {taken, false};
+  }
+  return {taken, state.may_end()};
+}
+
+struct Instance {
+  const char *schema, *json;
+  bool fits;
+};
+
+TEST(ConstraintTest, TakesJsonThatItsSchemaAllowsAndNoOther) {
+  World world(Words());
+  const std::string two =
+      R"({"type": "object", "properties": {"a": {"type": "object", "properties": )"
+      R"({"title": {"type": "string"}}}, "b": {"type": "object", "properties": )"
+      R"({"title": {"type": "integer"}}}}})";
+  const std::vector<Instance> cases = {
+      // Properties may be named as keywords that describe.
+      {two.c_str(), R"({"a":{"title":"x"},"b":{"title":5}})", true},
+      {two.c_str(), R"({"a":{"title":"x"},"b":{"title":"y"}})", false},
+      {R"({"type": "array", "prefixItems": [{"const": {"default": 1}}, {"const": {"default": 2}}]})",
+       R"([{"default":1},{"default":2}])", true},
+      // Keys beside the properties are none of theirs, however they are spelled, and strings.
+      {R"({"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"b":null,"ab":null,"A":null})", true},
+      {R"({"type": "object", "properties": {"é": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"è":null,"ée":null})", true},
+      {R"({"type": "object", "properties": {"é": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"é":null})", true},
+      {R"({"type": "object", "properties": {"é": {"type": "integer"}}, "additionalProperties": {"type": "null"}})",
+       R"({"é":null})", false},
+      {R"({"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "null"}})",
+       R"({"\u0061":null})", false},
+      {R"({"type": "object", "properties": {"q\"": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"q"a":null})", false},
+      {R"({"type": "object", "properties": {"q\"": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"q\"":1,"q":null,"qq":null})", true},
+      {R"({"type": "object", "properties": {"q\\": {}}, "additionalProperties": {"type": "null"}})",
+       R"({"q\a":null})", false},
+      // What a schema says nothing of.
+      {R"({"type": "array", "maxItems": 2})", R"([1,"a"])", true},
+      {R"({"type": "array", "maxItems": 2})", R"([1,1,1])", false},
+      {R"({"type": ["array", "null"], "minItems": 2, "title": "x"})", R"([1,"a"])", true},
+      {R"({"type": "array", "prefixItems": [true, {"type": "null"}]})", R"([1,null])", true},
+      {R"({"type": "object", "required": []})", R"({"a":1})", true},
+      {R"({"type": "object", "properties": {}})", R"({"a":1})", false},
+      {R"({"type": "object", "description": "x"})", R"({"a":1})", true},
+      {R"({"type": "object", "properties": {"a": {"type": "null"}, "b": {"$ref": "#/properties/a"}}})",
+       R"({"b":null})", true},
+      {R"({"type": "string", "format": "date"})", R"("2023-02-28")", true},
+      {R"({"type": "string", "format": "date"})", R"("2023-02-30")", false},
+      {R"({"type": "string", "format": "date"})", R"("2023-11-31")", false},
+      {R"({"type": "string", "format": "date-time"})", R"("1999-12-31T23:59:59Z")", true},
+      {R"({"type": "string", "format": "date-time"})", R"("1999-12-31T12:00:60Z")", false},
+      {R"({"type": "string", "format": "ipv4"})", R"("10.0.255.199")", true},
+      {R"({"type": "string", "format": "ipv4"})", R"("10.01.2.3")", false},
+      // Numbers as they are written.
+      {R"({"const": 0.1})", "0.1", true},
+      {R"({"const": 0.30000000000000004})", "0.30000000000000004", true},
+      {R"({"const": 1e2})", "100", true},
+      {R"({"type": "string", "minLength": 2.0})", R"("ab")", true},
+      {R"({"enum": [{"pattern": "("}]})", R"({"pattern":"("})", true},
+  };
+  for (const Instance& instance : cases) {
+    const auto [taken, may_end] = Taken(world, Kind::kJsonSchema, instance.schema, instance.json);
+    EXPECT_EQ(taken == instance.json && may_end, instance.fits)
+        << instance.schema << " took " << taken << " of " << instance.json;
+  }
+}
+
+TEST(ConstraintTest, RulesMayBeNamedLikeWhatIsNotSupported) {
+  World world(Words());
+  const std::string grammar =
+      "root ::= MyToken(\"Regex(\") [(=]  # Token(5)\nMyToken ::= \"Token (\" | \"]\"";
+  EXPECT_EQ(Taken(world, Kind::kGrammar, grammar, "Token (Regex(=").second, true);
+}
+
 // Metaspace: the first token loses the space that stands for its beginning.
 TEST(ConstraintTest, TheFirstTokenIsTheTextThatItBegins) {
   std::vector<std::string> tokens = {"<unk>", "▁", "▁a", "a", "b", "▁b", "▁▁a"};
@@ -464,6 +550,9 @@ TEST(ConstraintTest, WhatCannotBeKeptToIsRefusedWithTheReason) {
       // The first of these crashed what makes automata.
       {Kind::kRegex, "[a-z]+(\\.[0-9]{1,3}{0,999}*", ""},
       {Kind::kRegex, "(a{0,999}", "parenthesis"},
+      // Only what makes automata knows what is wrong with these; it crashed where it said so.
+      {Kind::kRegex, "a{0,999}]", "Unmatched ']'"},
+      {Kind::kRegex, "a{0,999}[^\\B]", "\\B"},
       {Kind::kRegex, "a{0,3}{0,999}", ""},
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "(a[0-9]{1,3}{0,999}*"})", ""},
       {Kind::kRegex, "(?=a)b", "Lookahead"},
@@ -479,7 +568,23 @@ TEST(ConstraintTest, WhatCannotBeKeptToIsRefusedWithTheReason) {
       {Kind::kGrammar, "root := a", ""},
       {Kind::kGrammar, "a ::= \"b\"", "root"},
       {Kind::kGrammar, "root ::= b", "b"},
-      {Kind::kGrammar, "root ::= Token(5)", "Token("},
+      {Kind::kRegex, "\\uD800", ""},
+      {Kind::kRegex, "\\uD83D\\uDE00", ""},
+      {Kind::kRegex, "\\u{DFFF}", "escape"},
+      {Kind::kGrammar, "root ::= \"\\uD800\"", "escape"},
+      {Kind::kGrammar, "root ::= [\\uD800-\\uDFFF]", "escape"},
+      {Kind::kGrammar, "root ::= \"\\U00110000\"", "escape"},
+      {Kind::kGrammar, "root ::= \"\\x100000041\"", "escape"},
+      {Kind::kGrammar, "root ::= Token(5)", "'Token'"},
+      {Kind::kGrammar, "root ::= Token (5)", "'Token'"},
+      {Kind::kGrammar, "root ::= Token # tokens\n(5)", "'Token'"},
+      {Kind::kGrammar, "root ::= ExcludeToken\t(5)", "'ExcludeToken'"},
+      {Kind::kGrammar, "root ::= [\"] Substring (\"abc\")", "'Substring'"},
+      {Kind::kGrammar, "root ::= \"\\\"\" TagDispatch ((\"a\", b))\nb ::= \"c\"", "'TagDispatch'"},
+      // This one crashed what makes automata.
+      {Kind::kGrammar, "root ::= Regex (\"(a[0-9]{1,3}{0,999}*\")", "'Regex'"},
+      {Kind::kGrammar, "root[capture=\"]\"] ::= Regex (\"a\")", ""},
+      {Kind::kGrammar, "root ::= a \"c\"\na ::= \"b\" (= \"d\")", "look-ahead"},
       {Kind::kGrammar, "root[temperature=2] ::= \"a\"", "attributes"},
       {Kind::kGrammar, "root ::= root", "no text"},
       {Kind::kJsonSchema, "{", "not JSON"},
@@ -497,12 +602,41 @@ TEST(ConstraintTest, WhatCannotBeKeptToIsRefusedWithTheReason) {
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "a\"b"})", "pattern"},
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "é."})", "pattern"},
       {Kind::kJsonSchema, R"({"type": "number", "multipleOf": 2})", "'multipleOf'"},
+      {Kind::kJsonSchema, R"({"type": "string", "pattern": "a+", "format": "date"})",
+       "'pattern' is not supported beside 'format'"},
+      {Kind::kJsonSchema, R"({"type": "string", "pattern": 5})", "'pattern' must be a string"},
+      {Kind::kJsonSchema, R"({"type": "string", "maxLength": -1})", "'maxLength'"},
+      {Kind::kJsonSchema, R"({"type": "string", "minLength": 1.5})", "'minLength'"},
+      {Kind::kJsonSchema, R"({"type": "array", "maxItems": "2"})", "'maxItems'"},
+      {Kind::kJsonSchema, R"({"type": "integer", "minimum": "2"})", "'minimum' must be a number"},
+      {Kind::kJsonSchema, R"({"type": "integer", "exclusiveMinimum": true})", "'exclusiveMinimum'"},
+      {Kind::kJsonSchema, R"({"type": "object", "properties": []})",
+       "'properties' must be an object"},
+      {Kind::kJsonSchema, R"({"anyOf": {}})", "'anyOf' must be a list"},
+      {Kind::kJsonSchema, R"({"anyOf": []})", "'anyOf' must be a list"},
+      {Kind::kJsonSchema, R"({"const": 12345678901234567890})", "64 bits"},
+      {Kind::kJsonSchema, R"({"enum": [{"a": [1, -1e300]}]})", "64 bits"},
+      {Kind::kJsonSchema, R"({"$ref": 5})", "'$ref' must be a string"},
+      {Kind::kJsonSchema, R"({"type": "number", "minimum": 1e-7, "maximum": 2e-7})", "decimals"},
+      {Kind::kJsonSchema, R"({"oneOf": [{"type": "integer"}, {"type": "number"}]})",
+       "is not supported: oneOf"},
+      // What is there is no schema that was looked at.
+      {Kind::kJsonSchema, R"({"$ref": "#/default", "default": {"type": "array", "contains": {}}})",
+       "no schema at '#/default'"},
+      {Kind::kJsonSchema, R"({"$defs": {"a": {"const": {"not": {}}}}, "$ref": "#/$defs/a/const"})",
+       "no schema at"},
+      {Kind::kJsonSchema, R"({"type": "object", "properties": {"": {"$ref": "#/properties/"}}})",
+       "'$ref' is '#/properties/'"},
+      {Kind::kJsonSchema, R"({"$defs": {"a/b": {}}, "$ref": "#/$defs/a~1b"})", "'~'"},
+      {Kind::kJsonSchema, R"({"anyOf": [{}, {"$ref": "#/anyOf/0"}]})", "#/anyOf/0"},
+      {Kind::kJsonSchema, R"({"$defs": {"a": {"$id": "http://b/"}}, "$ref": "#/$defs/a"})",
+       "/$defs/a: the keyword '$id'"},
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "a+", "minLength": 3})", "minLength"},
       {Kind::kJsonSchema, R"({"type": "object", "required": ["b"], "properties": {}})", "'b'"},
       {Kind::kJsonSchema, R"({"enum": [1], "type": "string"})", "'type' excludes"},
       {Kind::kJsonSchema, R"({"properties": {}})", "'type' is missing"},
       {Kind::kJsonSchema, R"({"$ref": "#/$defs/none"})", ""},
-      {Kind::kJsonSchema, R"({"$ref": "http://elsewhere/"})", "URI"},
+      {Kind::kJsonSchema, R"({"$ref": "http://elsewhere/"})", "'$ref' is 'http://elsewhere/'"},
       {Kind::kJsonSchema, R"({"type": "string", "pattern": "("})", ""},
   };
   for (const Refused& refused : cases) {
@@ -517,6 +651,53 @@ TEST(ConstraintTest, WhatCannotBeKeptToIsRefusedWithTheReason) {
                   .status()
                   .message(),
               HasSubstr("at most 1024"));
+}
+
+// Of draft 2020-12 and before it, and what is no keyword.
+TEST(ConstraintTest, KeywordsThatCouldNotBeKeptToAreNamedWhereverTheyStand) {
+  World world(Words());
+  for (const char* keyword : {"$anchor",
+                              "$dynamicAnchor",
+                              "$dynamicRef",
+                              "$recursiveAnchor",
+                              "$recursiveRef",
+                              "$vocabulary",
+                              "additionalItems",
+                              "contains",
+                              "contentEncoding",
+                              "contentMediaType",
+                              "contentSchema",
+                              "dependencies",
+                              "dependentRequired",
+                              "dependentSchemas",
+                              "else",
+                              "extends",
+                              "id",
+                              "if",
+                              "maxContains",
+                              "maxProperties",
+                              "minContains",
+                              "minProperties",
+                              "not",
+                              "nullable",
+                              "patternProperties",
+                              "propertyNames",
+                              "then",
+                              "uniqueItems",
+                              "x-any"}) {
+    for (const char* beside : {R"("type": "object")", R"("type": "array")", R"("type": "string")",
+                               R"("type": ["number", "array"])", R"("$ref": "#")", R"("const": 1)",
+                               R"("anyOf": [true])", R"("title": "x")"}) {
+      const std::string inner = absl::StrCat("{", beside, ", \"", keyword, "\": {}}");
+      for (const std::string& schema :
+           {inner, absl::StrCat(R"({"type": "array", "items": )", inner, "}"),
+            absl::StrCat(R"({"$defs": {"unused": )", inner, R"(}, "type": "null"})")}) {
+        const absl::Status status = world.Compile(Kind::kJsonSchema, schema).status();
+        EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << schema;
+        EXPECT_THAT(status.message(), HasSubstr(absl::StrCat("the keyword '", keyword, "'")));
+      }
+    }
+  }
 }
 
 // Each of them is refused, or can be walked: nothing hangs, and nothing grows without bound.
@@ -601,6 +782,11 @@ TEST(ConstraintTest, HostileTextsAreRefusedOrHarmless) {
       {Kind::kJsonSchema,
        {R"({"type": "integer", "minimum": -9000000000000000000, "maximum": 9000000000000000000})"}},
       {Kind::kJsonSchema, {repeat("[", 60000)}},
+      {Kind::kJsonSchema,
+       {absl::StrCat(R"({"type": "object", "properties": {")", repeat("a", 60000),
+                     R"(": {}}, "additionalProperties": true})")}},
+      {Kind::kRegex,
+       {absl::StrCat("[", repeat(")", 9000), "]", repeat("(", 9000), "a", repeat(")", 9000))}},
   };
   for (const ConstraintText& text : texts) {
     SCOPED_TRACE(text.texts.front().substr(0, 80));
@@ -629,6 +815,17 @@ TEST(ConstraintTest, WhatWasCompiledIsRememberedAlsoWhereItWasRefused) {
   EXPECT_EQ(*one, *world.Compile(Kind::kRegex, "a+"));
   EXPECT_NE(*one, *world.Compile(Kind::kChoice, "a+"));
   EXPECT_EQ(world.Compile(Kind::kRegex, "(").status(), world.Compile(Kind::kRegex, "(").status());
+}
+
+TEST(ConstraintTest, NoMoreAreCompiledWhileThoseInUseHoldTooMuch) {
+  const auto tokenizer = ByteLevel(Bytes());
+  ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 0, .live = 1});
+  auto one = compiler.Compile({Kind::kRegex, {"a+"}});
+  ASSERT_TRUE(one.ok()) << one.status();
+  EXPECT_GT((*one)->bytes(), 1);
+  EXPECT_TRUE(absl::IsResourceExhausted(compiler.Compile({Kind::kRegex, {"b+"}}).status()));
+  one = absl::UnknownError("gone");
+  EXPECT_TRUE(compiler.Compile({Kind::kRegex, {"b+"}}).ok());
 }
 
 }  // namespace

@@ -18,6 +18,7 @@ epikv_test(planner_test LIBS epikv_server nlohmann_json::nlohmann_json)
 epikv_test(statistics_test LIBS epikv_server nlohmann_json::nlohmann_json)
 epikv_test(recorder_test SHARDS 1 LIBS epikv_server)
 epikv_test(spool_test LIBS epikv_server)
+epikv_test(task_thread_test LIBS epikv_server)
 epikv_test(tokens_test LIBS epikv_server)
 epikv_test(trace_context_test LIBS epikv_server)
 

@@ -6,7 +6,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from epikv.export import export
 from epikv.export.synthetic import write_directory
 from epikv.sample import problem
 from epikv.testing import Daemon
+from epikv.v1 import generation_pb2
 
 TASK = problem(9)
 IDS = Output(token_ids=True, logprobs=True)
@@ -405,6 +406,76 @@ def test_whoever_has_no_constraint_waits_for_no_compilation(talker: Client) -> N
         assert {future.result() for future in costly} == {"INVALID_ARGUMENT"}
     result = talker.generate_once("go", sampling=Sampling(regex="abc"), stop=Stop(9))
     assert result.text == "abc"
+
+
+def costly(number: int) -> dict[str, str]:
+    """Some tenth of a second to refuse; another one for each number."""
+    return {"regex": f"((((((a?){{0,99}}){{0,99}}){{0,99}}){{0,99}}){{0,99}}){{0,{50 + number}}}"}
+
+
+def test_deadlines_and_models_pass_while_constraints_compile(tmp_path: Path) -> None:
+    """A request at its deadline has got nothing; one whose model is replaced meanwhile is the new
+    model's, and one whose model has gone is told so."""
+    path = export_bytes(tmp_path, "one", eos_token_id=3)
+    flags = ("--threads=1", "--deterministic=true", "--kv_pool_bytes=33554432")
+    with Daemon(path, *flags) as daemon, daemon.client() as client, ThreadPoolExecutor(64) as pool:
+
+        def admin(*words: str) -> None:
+            done = CliRunner().invoke(main, ["admin", f"--server={daemon.admin}", *words])
+            assert done.exit_code == 0, done.output
+
+        def ask(regex: str, timeout: float | None = None) -> str:
+            sampling = Sampling(regex=regex, temperature=1, seed=4)
+            try:
+                return client.generate_once(
+                    "go", sampling=sampling, stop=Stop(max_output_tokens=9), timeout=timeout
+                ).text
+            except RpcError as error:
+                return error.code.name
+
+        def occupy(first: int) -> list[Future[str]]:
+            busy = [pool.submit(ask, **costly(first + number)) for number in range(48)]
+            while not any(future.done() for future in busy):
+                time.sleep(0.01)
+            return busy
+
+        expected = ask("[a-p]{8}")
+        busy = occupy(0)
+        late = pool.submit(ask, "[b-p]{8}", 0.2)
+        left = pool.submit(ask, "[c-p]{8}")
+        admin("load-model", str(path), "--name=one", "--replace", "--kv-pool-bytes=33554432")
+        assert late.result() == "DEADLINE_EXCEEDED"
+        assert {future.result() for future in busy} == {"INVALID_ARGUMENT"}
+        assert re.fullmatch("[c-p]{8}", left.result())
+        assert ask("[a-p]{8}") == expected
+
+        busy = occupy(48)
+        left = pool.submit(ask, "[d-p]{8}")
+        admin("unload-model", "one")
+        assert {future.result() for future in busy} <= {"INVALID_ARGUMENT", "NOT_FOUND"}
+        assert left.result() in ("NOT_FOUND", "UNAVAILABLE")
+
+
+def test_who_waits_for_too_many_constraints_is_told(talker: Client) -> None:
+    """Beyond 1024 of one client's; and all of them go when they are cancelled."""
+    asked = []
+    for number in range(1200):
+        request = generation_pb2.GenerateRequest(text="go")
+        request.sampling.regex = costly(number)["regex"]
+        asked.append(talker._generation.GenerateOnce.future(request))
+    refused = [call.exception() for call in asked[-20:]]
+    assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert "1024 may" in refused[0].details()
+    for call in asked:
+        call.cancel()
+    while True:
+        try:
+            result = talker.generate_once("go", sampling=Sampling(regex="xyz"), stop=Stop(9))
+            break
+        except RpcError as full:
+            assert full.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            time.sleep(0.01)
+    assert result.text == "xyz"
 
 
 def test_a_constraint_that_is_none_is_told_with_its_field(talker: Client) -> None:
