@@ -1,4 +1,5 @@
 #include "policies/lane.h"
+#include "policies/products.h"
 
 #include <ATen/ATen.h>
 
@@ -52,7 +53,7 @@ const at::Tensor& Lane::queries() {
 at::Tensor Lane::Logits(int64_t count) {
   const AttentionFacts attention = cache_.attention(layer_);
   const at::Tensor asking = queries().narrow(1, queries().size(1) - count, count);
-  at::Tensor logits = at::matmul(asking, keys().t()).mul_(attention.scale);
+  at::Tensor logits = Products(asking, keys()).mul_(attention.scale);
   SoftCap(logits, attention);
   const int64_t first = cache_.newest() + 1 - count;  // token of the oldest query
   const at::Tensor asked = at::arange(first, cache_.newest() + 1, at::kLong).unsqueeze(1);

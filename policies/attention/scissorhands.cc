@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "policies/products.h"
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
 
@@ -44,18 +45,18 @@ class Scissorhands final : public ScoredPolicy {
     const at::Tensor queries =  // those of one token follow each other
         (lane.queries() * attention.scale).transpose(0, 1).flatten(0, 1);
     // In birth order: what a query sees follows each other.
-    const at::Tensor keys = lane.keys().index_select(0, lane.by_birth()).t();
+    const at::Tensor keys = lane.keys().index_select(0, lane.by_birth());
     const at::Tensor index = lane.index().index_select(0, lane.by_birth());
     const int64_t* const tokens = index.const_data_ptr<int64_t>();
 
-    const at::Tensor all_logits = at::empty({kRows, n}), all_weights = at::empty({kRows, n});
+    const at::Tensor all_weights = at::empty({kRows, n});
     std::vector<uint32_t> count(n);
     float none = 0;                                 // what is no number stays none
     std::vector<int64_t> first(kRows), end(kRows);  // of what each query sees
     for (int64_t begin = 0; begin < w * group; begin += kRows) {
       const int64_t rows = std::min(kRows, w * group - begin);
-      at::Tensor logits = all_logits.narrow(0, 0, rows), weights = all_weights.narrow(0, 0, rows);
-      at::mm_out(logits, queries.narrow(0, begin, rows), keys);
+      at::Tensor logits = Products(queries.narrow(0, begin, rows), keys);
+      at::Tensor weights = all_weights.narrow(0, 0, rows);
       SoftCap(logits, attention);
       float* const logit = logits.mutable_data_ptr<float>();
       for (int64_t row = 0; row < rows; ++row) {
