@@ -11,14 +11,24 @@ install, convert or run is told with its reason, and the others go on.
 """
 
 import os
-from dataclasses import asdict
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from epikv.bench import harness, plots
-from epikv.bench.targets import finish
+from epikv.bench.targets import INTERRUPTED, finish
 from epikv.connection import TLS_VARIABLES
+
+if TYPE_CHECKING:
+    from epikv.bench.peers.cells import Cell
+    from epikv.bench.peers.engines import Arm, Place
+    from epikv.bench.peers.rounds import Results
+
+SPINNING = 0.02  # of a core, that an idle engine may use
 
 
 @click.command("peers")
@@ -67,12 +77,12 @@ def command(
     """
     if pictures is not None:
         plots.check()
-    from epikv.bench.peers import agree, cells, engines, venvs
+    from epikv.bench.peers import cells, engines, venvs
     from epikv.bench.peers import plots as curves
     from epikv.bench.peers import results as found_in
     from epikv.bench.peers.checkpoint import SHAPES, checkpoint
     from epikv.bench.peers.process import ENVIRONMENT
-    from epikv.bench.peers.rounds import Loaded, Results, measure, pool_tokens, replies
+    from epikv.bench.peers.rounds import Results
 
     chosen = cells.parse(names)
     arms = [
@@ -86,53 +96,63 @@ def command(
         os.environ.pop(name, None)
     os.environ.update(ENVIRONMENT)
     model = checkpoint(SHAPES[shape], shape, venvs.folder())
-    results, agreed = Results(), {}
-    largest = pool_tokens([*chosen, agree.CELL])
-    for count in counts:
-        place = engines.Place(SHAPES[shape], model, count, largest, binary)
-        loaded = Loaded(place, results)
-        try:
-            if check and count == counts[0]:
-                whole = [arm for arm in arms if arm.kind != "bound" and arm.budget is None]
-                asked = loaded.job(agree.CELL, 0, engines.FULL).prompts
-                given = replies(loaded, agree.CELL, whole, limit)
-                agreed = agree.agreements(model, asked, given)
-            measure(loaded, chosen, arms, rounds, limit)
-        finally:
-            loaded.close()
+    results = Results()
+    interrupted = False
+    try:
+        for count in dict.fromkeys(counts):
+            place = engines.Place(SHAPES[shape], model, count, 0, binary)
+            agree = check and count == counts[0]
+            _measure(place, chosen, arms, rounds, limit, results, agree=agree)
+    except KeyboardInterrupt:  # hours of measuring are worth telling
+        interrupted = True
 
     click.echo(f"\n{found_in.table(results, chosen, arms, counts)}")
-    for name, found in agreed.items():
+    for name, found in results.agreed.items():
         click.echo(
             f"{name}: {found.wrong} of {found.tokens} greedy tokens are not those of transformers"
             f" fp32; the worst is {found.worst:.2g} below"
         )
     for name, share in results.idle.items():
-        if share > 0.02:
+        if share > SPINNING:
             click.echo(f"warning: {name} used {share:.0%} of a core while idle", err=True)
     click.echo()
     if pictures is not None:
         for count in counts:
             for path in curves.draw(pictures, results, chosen, arms, count):
                 harness.say(f"wrote {path}")
-    targets = found_in.targets(results, shape, arms, counts, agreed)
+    targets = found_in.targets(results, shape, arms, counts)
     details = {
         "shape": {"name": shape, **asdict(SHAPES[shape])},
         "rounds": rounds,
+        "interrupted": interrupted,
         "environment": ENVIRONMENT,
         "load_average": os.getloadavg(),
-        "settings": results.settings,
-        "agreement": {name: asdict(each) for name, each in agreed.items()},
-        "idle_share_of_core": results.idle,
-        "refused": [
-            {"threads": threads, "cell": cell, "arm": arm, "why": why}
-            for (threads, cell, arm), why in results.refused.items()
-        ],
-        "held_bytes": [
-            {"threads": threads, "arm": arm, "bytes": held}
-            for (threads, arm), held in results.held.items()
-        ],
-        "samples": [asdict(sample) for sample in results.samples],
+        **found_in.details(results),
     }
     none = None if targets else "no pair that a target is about was measured"
-    finish("peers", targets, details, json_file, untargeted=none)
+    try:
+        finish("peers", targets, details, json_file, untargeted=none)
+    finally:
+        if interrupted:
+            sys.exit(INTERRUPTED)
+
+
+def _measure(
+    place: "Place", cells: Sequence["Cell"], arms: Sequence["Arm"], rounds: int, limit: float,
+    results: "Results", *, agree: bool,
+) -> None:  # fmt: skip
+    """With one number of threads, into `results`; first, if asked, whether tokens agree."""
+    from epikv.bench.peers import agree as tokens
+    from epikv.bench.peers.engines import FULL
+    from epikv.bench.peers.rounds import Loaded, measure, pool_tokens, replies
+
+    loaded = Loaded(replace(place, pool_tokens=pool_tokens([*cells, tokens.CELL])), results)
+    try:
+        if agree:
+            whole = [arm for arm in arms if arm.kind != "bound" and arm.budget is None]
+            prompts = loaded.job(tokens.CELL, 0, FULL).prompts
+            given = replies(loaded, tokens.CELL, whole, limit)
+            results.agreed = tokens.agreements(place.checkpoint, prompts, given)
+        measure(loaded, cells, arms, rounds, limit)
+    finally:
+        loaded.close()

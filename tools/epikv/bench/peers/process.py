@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,24 +103,30 @@ class Runner:
 
     def close(self) -> None:
         """Ends it and what it has started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._kill()
         self._process.wait()
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # a job that it did not live to read
+            self._process.stdin.close()
         self._process.stdout.close()
         self._errors.close()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _answer(self, limit: float) -> dict[str, Any]:
         late = threading.Event()
 
         def end() -> None:
             late.set()
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill()
 
         timer = threading.Timer(limit, end)
         timer.start()
-        line = self._process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
         if late.is_set():
             raise Refused(f"no answer within {limit:g} s")
         if not line:

@@ -1,9 +1,10 @@
 """What the samples of interleaved rounds amount to: medians, spreads, paired ratios, targets."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from statistics import median
+from typing import Any
 
-from epikv.bench.peers.agree import Agreement
 from epikv.bench.peers.cells import BUDGET, BYTES, Cell
 from epikv.bench.peers.engines import Arm
 from epikv.bench.peers.rounds import Results
@@ -84,13 +85,12 @@ def targets(
     shape: str,
     arms: Sequence[Arm],
     threads: Sequence[int],
-    agreed: Mapping[str, Agreement],
 ) -> list[Target]:
     """Those of which both sides were measured."""
     found = [
-        Target(f"wrong_tokens({arm.name})", Estimate.exact(agreed[arm.name].wrong), 0)
+        Target(f"wrong_tokens({arm.name})", Estimate.exact(results.agreed[arm.name].wrong), 0)
         for arm in arms
-        if arm.precision == "fp32" and arm.name in agreed
+        if arm.precision == "fp32" and arm.name in results.agreed
     ]
     for count in threads:
         stated = _of_small() if shape == "small" else _of_large(results, count, arms)
@@ -101,6 +101,24 @@ def targets(
                 found.append(Target(name, estimate, bound, at_least))
         found += _memory(results, count, arms)
     return found
+
+
+def details(results: Results) -> dict[str, Any]:
+    """Everything, for JSON."""
+    return {
+        "settings": results.settings,
+        "agreement": {name: asdict(each) for name, each in results.agreed.items()},
+        "idle_share_of_core": results.idle,
+        "refused": [
+            {"threads": threads, "cell": cell, "arm": arm, "why": why}
+            for (threads, cell, arm), why in results.refused.items()
+        ],
+        "held_bytes": [
+            {"threads": threads, "arm": arm, "bytes": held}
+            for (threads, arm), held in results.held.items()
+        ],
+        "samples": [asdict(sample) for sample in results.samples],
+    }
 
 
 Stated = tuple[str, Key, Key, float, bool]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from epikv.bench import harness
+from epikv.bench.peers.agree import Agreement
 from epikv.bench.peers.cells import Cell
 from epikv.bench.peers.engines import Arm, Place
 from epikv.bench.peers.process import Engine, Epikvd, Job, Reply
@@ -43,6 +44,7 @@ class Results:
     idle: dict[str, float] = field(default_factory=dict)  # most share of a core used while idle
     # Of our own, by threads and arm, in the memory cell: bytes that it is to hold.
     held: dict[tuple[int, str], int] = field(default_factory=dict)
+    agreed: dict[str, Agreement] = field(default_factory=dict)
 
 
 class Loaded:

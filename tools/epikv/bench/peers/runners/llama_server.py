@@ -1,6 +1,5 @@
 """llama.cpp's own server with a slot for each stream, over HTTP."""
 
-import atexit
 import http.client
 import json
 import socket
@@ -24,7 +23,6 @@ class _Server:
         self._made: tuple[int, int] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
-        atexit.register(self.stop)
 
     @property
     def pid(self) -> int:
@@ -146,4 +144,4 @@ def _complete(port: int, ids: list[int], new: int, stream: int, streams: Streams
 
 
 server: list[_Server] = []
-serve(load, lambda: server[0].pid)
+serve(load, lambda: server[0].pid, lambda: server[0].stop())

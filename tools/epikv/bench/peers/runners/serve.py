@@ -11,8 +11,8 @@ answers
     {"tokens": [[id, ...], ...], "times": [[seconds, ...], ...], "peak": bytes}
 
 where times are since the job began, when a peer could hand out each token, which is -1 if it did not
-say which; peak is the process's largest resident set; or {"refused": why}, and goes on. What libraries print
-on stdout goes to stderr.
+say which; peak is the process's largest resident set; or {"refused": why}, and goes on. What
+libraries print on stdout goes to stderr.
 """
 
 import json
@@ -43,10 +43,11 @@ Run = Callable[[list[list[int]], int], Streams]
 def serve(
     load: Callable[[Mapping[str, Any]], tuple[Run, Mapping[str, Any]]],
     pid: Callable[[], int] = os.getpid,
+    close: Callable[[], None] = lambda: None,
 ) -> None:
     """Until stdin ends. load(configuration) gives what runs a job, and the settings it has.
 
-    pid: of the process whose memory is told, once it is loaded.
+    pid: of the process whose memory is told, once it is loaded. close() is called at the end.
     """
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -68,6 +69,7 @@ def serve(
             answer({"refused": told(error)})
         else:
             answer({"tokens": streams.tokens, "times": streams.times, "peak": _peak(pid())})
+    close()
     out.flush()
     os._exit(0)  # CTranslate2 aborts when the interpreter ends
 
