@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from epikv.bench.peers import agree, cells, checkpoint, convert, engines, results, rounds
+from epikv.bench.peers import agree, cells, checkpoint, convert, curves, engines, results, rounds
 from epikv.bench.peers.agree import Agreement
 from epikv.bench.peers.cells import Cell, parse
 from epikv.bench.peers.engines import FULL, Arm
@@ -119,6 +119,18 @@ def test_a_table_tells_what_was_measured_and_why_the_rest_was_not() -> None:
     assert "| epikv bf16 | 20 | 10 .. 30 | 3 |  |" in table
     assert "| OpenVINO GenAI bf16 | 10 | 5 .. 15 | 3 | 2.00 [2.00, 2.00] |" in table
     assert "| transformers bf16 | refused: it ended with SIGFPE |" in table
+    assert "| memory read bf16 | not measured |" in table
+
+
+def test_curves_are_drawn_where_there_is_more_than_one_point(tmp_path: Path) -> None:
+    chosen = parse("streams4,streams16,decode512")
+    found = Results(
+        [Sample(n, 2, c.name, a.name, 10 + n) for n in range(3) for c in chosen for a in ARMS]
+    )
+    assert curves.draw(tmp_path / "new", found, chosen, ARMS, 2) == [
+        tmp_path / "new/concurrency-2.png"
+    ]
+    assert (tmp_path / "new/concurrency-2.png").read_bytes().startswith(b"\x89PNG")
 
 
 def judged(found: Results, shape: str) -> dict[str, bool]:

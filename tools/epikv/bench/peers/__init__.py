@@ -77,8 +77,7 @@ def command(
     """
     if pictures is not None:
         plots.check()
-    from epikv.bench.peers import cells, engines, venvs
-    from epikv.bench.peers import plots as curves
+    from epikv.bench.peers import cells, curves, engines, venvs
     from epikv.bench.peers import results as found_in
     from epikv.bench.peers.checkpoint import SHAPES, checkpoint
     from epikv.bench.peers.process import ENVIRONMENT

@@ -68,8 +68,9 @@ def table(
 def _row(results: Results, cell: Cell, threads: int, arm: Arm, arms: Sequence[Arm]) -> str:
     found = [*values(results, threads, (cell.name, arm.name)).values()]
     if not found:
-        why = results.refused.get((threads, cell.name, arm.name), "not measured")
-        return f"| {arm.name} | refused: {why.replace('|', '/')} | | | |"
+        why = results.refused.get((threads, cell.name, arm.name))
+        told = f"refused: {why.replace('|', '/')}" if why else "not measured"
+        return f"| {arm.name} | {told} | | | |"
     scale = 1e-6 if cell.unit == BYTES else 1
     middle, low, high = (scale * of(found) for of in (median, min, max))
     own = next((a for a in arms if a.kind == "ours" and a.precision == arm.precision), None)
@@ -99,7 +100,8 @@ def targets(
             if estimate is not None:
                 name = f"{name}({other[1]}, {count} threads)"
                 found.append(Target(name, estimate, bound, at_least))
-        found += _memory(results, count, arms)
+        if shape != "small":
+            found += _memory(results, count, arms)
     return found
 
 

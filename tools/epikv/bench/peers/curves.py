@@ -9,6 +9,8 @@ from epikv.bench.peers.engines import Arm
 from epikv.bench.peers.results import values
 from epikv.bench.peers.rounds import Results
 
+Line = tuple[Arm, dict[int, list[float]]]  # figures by concurrency or context
+
 _STYLES = {"ours": "-o", "peer": "--.", "bound": ":"}
 
 
@@ -28,7 +30,7 @@ def draw(
         if len(points) < 2:
             continue
         path = folder / f"{name}-{threads}.png"
-        lines = {}
+        lines: list[Line] = []
         for arm in arms:
             taken = {
                 at: [scale(rate) for rate in found.values()]
@@ -36,20 +38,20 @@ def draw(
                 if (found := values(results, threads, (cell.name, arm.name)))
             }
             if taken:
-                lines[arm] = taken
+                lines.append((arm, taken))
         _draw(path, lines, across, f"{up}, {threads} thread{'s' * (threads > 1)}")
         made.append(path)
     return made
 
 
-def _draw(path: Path, lines: dict[Arm, dict[int, list[float]]], across: str, up: str) -> None:
+def _draw(path: Path, lines: Sequence[Line], across: str, up: str) -> None:
     from matplotlib.figure import Figure
 
-    precisions = list(dict.fromkeys(arm.precision for arm in lines))
+    precisions = list(dict.fromkeys(arm.precision for arm, _ in lines))
     figure = Figure(figsize=(5 * max(1, len(precisions)), 5), layout="constrained")
     axes = figure.subplots(1, max(1, len(precisions)), sharey=True, squeeze=False)[0]
     for axis, precision in zip(axes, precisions, strict=False):
-        for arm, taken in lines.items():
+        for arm, taken in lines:
             if arm.precision != precision:
                 continue
             middle = [median(found) for found in taken.values()]
