@@ -10,6 +10,7 @@ from serve import Run, Streams, serve
 
 BATCH = 2048  # tokens of a call, llama.cpp's default
 _F32 = 0  # GGML_TYPE_F32
+_OFF = 0  # LLAMA_FLASH_ATTN_TYPE_DISABLED: with it logits are off by 5e-3 even in float32
 
 
 def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
@@ -40,6 +41,7 @@ def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
     settings = {
         "version": ll.__version__,
         "kv": "f32" if config["precision"] == "f32" else "f16",
+        "flash_attention": "off" if config["precision"] == "f32" else "auto",
         "kv_unified": False,
         "n_batch": BATCH,
         "system": ll.llama_print_system_info().decode().strip(),
@@ -68,6 +70,7 @@ class _Contexts:
             chosen.no_perf = True
             if self._config["precision"] == "f32":
                 chosen.type_k = chosen.type_v = _F32
+                chosen.flash_attn_type = _OFF
             self._context = ll.llama_init_from_model(self._model, chosen)
             if not self._context:
                 raise RuntimeError(f"no llama.cpp context of {chosen.n_ctx} tokens")
