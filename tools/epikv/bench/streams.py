@@ -29,6 +29,7 @@ class Running:
     ) -> None:
         self.accepted: Accepted | None = None
         self.summary: Summary | None = None
+        self.token_ids: list[int] = []
         self.arrivals: list[float] = []  # of each output token
         self.error: RpcError | None = None
         self._stream = client.generate(
@@ -65,6 +66,7 @@ class Running:
                     case Accepted():
                         self.accepted = event
                     case Delta():
+                        self.token_ids += event.token_ids
                         self.arrivals += [now] * len(event.token_ids)
                     case Summary():
                         self.summary = event

@@ -1,0 +1,216 @@
+"""Programs that are measured: a runner of a peer, or a daemon of ours. Both stay loaded."""
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+
+from epikv.bench import harness
+from epikv.bench.peers.venvs import Refused, last_line
+from epikv.bench.resident import resident
+from epikv.bench.streams import Running
+from epikv.options import Kv
+from epikv.testing import Daemon, DaemonError
+
+LOAD_SECONDS = 600
+# Workers that wait for the next product sleep: one that spins would take the core of whoever is
+# measured next.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """new greedy tokens behind each prompt, all at once; kv: of ours."""
+
+    prompts: list[list[int]]
+    new: int
+    kv: Kv = field(default_factory=lambda: Kv("full"))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Of each stream its tokens, and when each was there: seconds since the job began."""
+
+    tokens: list[list[int]]
+    times: list[list[float]]
+    peak: int  # bytes of its largest resident set
+
+
+class Engine(Protocol):
+    """A loaded program. Raises Refused where it does not load or answer; it may then have ended."""
+
+    settings: Mapping[str, Any]  # that decide its speed
+
+    def run(self, job: Job, limit: float) -> Reply:
+        """limit: seconds that it may take."""
+
+    def cpu(self) -> float:
+        """Seconds of processor time that it has used so far."""
+
+    def close(self) -> None: ...
+
+
+class Runner:
+    """A peer in a process of its own, which speaks as runners/serve.py says."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        configuration: Mapping[str, Any],
+        threads: int,
+        environment: Mapping[str, str] = {},
+    ) -> None:
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - until close()
+        self._process = subprocess.Popen(
+            [*command, json.dumps({**configuration, "threads": threads})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads), **environment},
+            text=True,
+            process_group=0,
+        )
+        try:
+            self.settings = self._answer(LOAD_SECONDS)["ready"]
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, job: Job, limit: float) -> Reply:
+        try:
+            self._process.stdin.write(json.dumps({"prompts": job.prompts, "new": job.new}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise Refused(self._end()) from error
+        reply = Reply(**self._answer(limit))
+        if any(len(tokens) != job.new for tokens in reply.tokens):
+            counts = sorted({len(tokens) for tokens in reply.tokens})
+            raise Refused(f"it generated {counts} tokens, not {job.new}")
+        return reply
+
+    def cpu(self) -> float:
+        return _cpu(self._process.pid)
+
+    def close(self) -> None:
+        """Ends it and what it has started."""
+        self._kill()
+        self._process.wait()
+        with suppress(BrokenPipeError):  # a job that it did not live to read
+            self._process.stdin.close()
+        self._process.stdout.close()
+        self._errors.close()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _answer(self, limit: float) -> dict[str, Any]:
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self._kill()
+
+        timer = threading.Timer(limit, end)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise Refused(f"no answer within {limit:g} s")
+        if not line:
+            raise Refused(self._end())
+        answer = json.loads(line)
+        if "refused" in answer:
+            raise Refused(answer["refused"])
+        return answer
+
+    def _end(self) -> str:
+        """What it died of."""
+        status = self._process.wait()
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        self._errors.seek(0)
+        said = last_line(self._errors.read())
+        return f"it ended with {how}" + (f": {said}" if said else "")
+
+
+class Epikvd:
+    """Our daemon, over gRPC: a stream is a call of Generate, read by a thread of its own."""
+
+    def __init__(self, model: Path, threads: int, pool_bytes: int, binary: Path | None) -> None:
+        flags = {
+            "threads": threads,
+            "kv_pool_bytes": pool_bytes,
+            "prefix_cache_share": 0,
+        }
+        self._stack = ExitStack()
+        try:
+            daemon = Daemon(
+                model,
+                *(f"--{name}={value}" for name, value in flags.items()),
+                binary=binary or harness.fresh_binary(Path(__file__).resolve().parents[4]),
+            )
+            self._daemon = self._stack.enter_context(daemon)
+        except DaemonError as error:
+            raise Refused(last_line(str(error))) from error
+        self._client = self._stack.enter_context(daemon.client())
+        self._served = harness.Served(self._client, daemon.grpc, daemon.metrics, daemon.pid)
+        page = self._served.page()
+        held = {
+            kind: page.total("epikv_torch_memory_bytes", kind=kind)
+            for kind in ("weights", "kv_pool")
+        }
+        # It has touched its weights and the scratch of its largest step by now, but not its pool.
+        held["resident_at_start"] = resident(daemon.pid)
+        self.held_bytes = held["resident_at_start"] + held["kv_pool"]
+        self.settings = {**flags, "bytes": held}
+
+    def run(self, job: Job, limit: float) -> Reply:
+        begin = time.monotonic()
+        running = [Running(self._client, ids, job.kv, job.new) for ids in job.prompts]
+        timer = threading.Timer(limit, lambda: [stream.cancel() for stream in running])
+        timer.start()
+        try:
+            for stream in running:
+                stream.join()
+        except click.ClickException as error:
+            raise Refused(str(error)) from error
+        finally:
+            timer.cancel()
+        if any(stream.summary is None for stream in running):
+            raise Refused(f"no answer within {limit:g} s")
+        self._served.wait_until_idle()
+        return Reply(
+            [stream.token_ids for stream in running],
+            [[at - begin for at in stream.arrivals] for stream in running],
+            resident(self._daemon.pid, peak=True),
+        )
+
+    def cpu(self) -> float:
+        return _cpu(self._daemon.pid)
+
+    def close(self) -> None:
+        try:
+            self._stack.close()
+        except DaemonError as error:
+            harness.say(f"epikvd: {last_line(str(error))}")
+
+
+def _cpu(pid: int) -> float:
+    """User and system time of a process and those that it has started, in seconds."""
+    process = Path(f"/proc/{pid}")
+    children = (process / "task" / str(pid) / "children").read_text().split()
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(_cpu(int(child)) for child in children)
