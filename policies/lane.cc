@@ -1,9 +1,10 @@
 #include "policies/lane.h"
-#include "policies/products.h"
 
 #include <ATen/ATen.h>
 
 #include <limits>
+
+#include "policies/products.h"
 
 namespace epikv {
 

@@ -65,17 +65,21 @@ EPIKV_INLINE void Transpose(__m512i r[16]) {
   }
 }
 
-// 16 rows of 16 words of 32 bits each, transposed: words [begin, begin + 16) of rows [0, rows),
-// zero beyond `words`, `rows` and in between.
-EPIKV_INLINE void LoadWords(const void* keys, int64_t rows, int64_t words, int64_t begin,
-                            __m512i r[16]) {
-  const auto mask =
-      static_cast<__mmask16>(words - begin >= kVector ? 0xffff : (1 << (words - begin)) - 1);
-  const auto* const first = static_cast<const uint32_t*>(keys) + begin;
-  for (int t = 0; t < kVector; ++t) {
-    r[t] = t < rows ? _mm512_maskz_loadu_epi32(mask, first + t * words) : _mm512_setzero_si512();
+// Transposes 16 rows of `words` words of 32 bits each, those from `rows` on as zeros, and calls
+// store(i, word i of each row).
+template <class StoreWord>
+EPIKV_INLINE void ForWords(const void* keys, int64_t rows, int64_t words, const StoreWord& store) {
+  for (int64_t begin = 0; begin < words; begin += kVector) {
+    const int64_t count = std::min(kVector, words - begin);
+    const auto mask = static_cast<__mmask16>((1 << count) - 1);
+    const auto* const first = static_cast<const uint32_t*>(keys) + begin;
+    __m512i r[16];
+    for (int64_t t = 0; t < kVector; ++t) {
+      r[t] = t < rows ? _mm512_maskz_loadu_epi32(mask, first + t * words) : _mm512_setzero_si512();
+    }
+    Transpose(r);
+    for (int64_t t = 0; t < count; ++t) store(begin + t, r[t]);
   }
-  Transpose(r);
 }
 
 EPIKV_INLINE __m512 FromBFloat16(__m256i x) {
@@ -107,11 +111,9 @@ struct OfFloat {
   // 16 keys from `keys` on into column `column` of words [Words(width), kBlock].
   EPIKV_INLINE static void PackKeys(const float* keys, int64_t rows, int64_t width,
                                     uint32_t* column) {
-    for (int64_t i = 0; i < width; i += kVector) {
-      __m512i r[16];
-      LoadWords(keys, rows, width, i, r);
-      for (int t = 0; t < kVector; ++t) _mm512_store_si512(column + (i + t) * kBlock, r[t]);
-    }
+    ForWords(keys, rows, width, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+      _mm512_store_si512(column + i * kBlock, word);
+    });
   }
   EPIKV_INLINE static __m512 Load(const float* p) { return _mm512_loadu_ps(p); }
   EPIKV_INLINE static void Store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
@@ -124,16 +126,12 @@ struct OfHalf : OfFloat {
 
   EPIKV_INLINE static void PackKeys(const uint16_t* keys, int64_t rows, int64_t width,
                                     uint32_t* column) {
-    for (int64_t i = 0; i < width / 2; i += kVector) {
-      __m512i r[16];
-      LoadWords(keys, rows, width / 2, i, r);
-      for (int64_t t = 0; t < std::min(kVector, width / 2 - i); ++t) {
-        uint32_t* const words = column + 2 * (i + t) * kBlock;
-        _mm512_store_ps(words, Wide::Load(_mm512_cvtepi32_epi16(r[t])));
-        _mm512_store_ps(words + kBlock,
-                        Wide::Load(_mm512_cvtepi32_epi16(_mm512_srli_epi32(r[t], 16))));
-      }
-    }
+    ForWords(keys, rows, width / 2, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+      uint32_t* const words = column + 2 * i * kBlock;
+      _mm512_store_ps(words, Wide::Load(_mm512_cvtepi32_epi16(word)));
+      _mm512_store_ps(words + kBlock,
+                      Wide::Load(_mm512_cvtepi32_epi16(_mm512_srli_epi32(word, 16))));
+    });
   }
   EPIKV_INLINE static __m512 Load(const uint16_t* p) {
     return Wide::Load(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -192,13 +190,9 @@ struct Paired {
   }
   EPIKV_INLINE static void PackKeys(const uint16_t* keys, int64_t rows, int64_t width,
                                     uint32_t* column) {
-    for (int64_t i = 0; i < width / 2; i += kVector) {
-      __m512i r[16];
-      LoadWords(keys, rows, width / 2, i, r);
-      for (int64_t t = 0; t < std::min(kVector, width / 2 - i); ++t) {
-        _mm512_store_si512(column + (i + t) * kBlock, r[t]);
-      }
-    }
+    ForWords(keys, rows, width / 2, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+      _mm512_store_si512(column + i * kBlock, word);
+    });
   }
   static void PackQueries(const uint16_t* queries, int64_t count, uint32_t* words) {
     std::memcpy(words, queries, count * sizeof(uint16_t));

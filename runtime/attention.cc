@@ -272,7 +272,7 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
     items[i]->logits->resize(starts[i].back());
   }
   const int64_t lanes = static_cast<int64_t>(items.size()) * shape.num_kv_heads;
-  const DecodePath path = DecodePaths(kernel_shape).back();
+  const AttentionPath path = FastestAttentionPath(kernel_shape);
   at::parallel_for(0, lanes, 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     scratch.resize(DecodeScratchFloats(kernel_shape));
@@ -287,9 +287,9 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
 }
 
 // Our loop over the rows of prompts, and what it is written for.
-std::optional<DecodePath> PrefillPath(const DecodeShape& shape) {
-  const DecodePath path = DecodePaths(shape).back();
-  if (path == DecodePath::kAnywhere) return std::nullopt;
+std::optional<AttentionPath> PrefillPath(const DecodeShape& shape) {
+  const AttentionPath path = FastestAttentionPath(shape);
+  if (path == AttentionPath::kAnywhere) return std::nullopt;
   return path;
 }
 
@@ -345,7 +345,7 @@ PrefillLane PrefillLaneOf(const at::Tensor& q, at::Tensor& out, int64_t layer,
   return result;
 }
 
-void PrefillTogether(DecodePath path, const at::Tensor& q, at::Tensor& out, int64_t layer,
+void PrefillTogether(AttentionPath path, const at::Tensor& q, at::Tensor& out, int64_t layer,
                      absl::Span<const AttentionItem* const> items, const AttentionShape& shape) {
   const DecodeShape kernel_shape = KernelShape(shape);
   for (const AttentionItem* item : items) {
@@ -390,7 +390,7 @@ absl::string_view DecodeKernelName(DecodeKernel kernel) {
 at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const AttentionItem> items,
                           const AttentionShape& shape) const {
   at::Tensor out = at::empty({q.size(0), shape.num_heads, shape.value_width}, q.options());
-  std::optional<DecodePath> prefill;
+  std::optional<AttentionPath> prefill;
   if (prefill_ == PrefillKernel::kBatch) prefill = PrefillPath(KernelShape(shape));
   std::vector<const AttentionItem*> together, prompts;
   for (const AttentionItem& item : items) {

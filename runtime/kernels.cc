@@ -337,20 +337,25 @@ EPIKV_CLONES float StepNormFloat16(const Float16* now, const float* before, floa
 
 }  // namespace
 
-std::vector<DecodePath> DecodePaths(const DecodeShape& shape) {
-  std::vector<DecodePath> paths = {DecodePath::kAnywhere};
-  if (CanAttendAvx512(shape)) paths.push_back(DecodePath::kAvx512);
-  if (CanAttendAvx512BFloat16(shape)) paths.push_back(DecodePath::kAvx512BFloat16);
+std::vector<AttentionPath> AttentionPaths(const DecodeShape& shape) {
+  std::vector<AttentionPath> paths = {AttentionPath::kAnywhere};
+  if (CanAttendAvx512(shape)) paths.push_back(AttentionPath::kAvx512);
+  if (CanAttendAvx512BFloat16(shape)) paths.push_back(AttentionPath::kAvx512BFloat16);
   return paths;
 }
 
-absl::string_view DecodePathName(DecodePath path) {
+AttentionPath FastestAttentionPath(const DecodeShape& shape) {
+  if (CanAttendAvx512BFloat16(shape)) return AttentionPath::kAvx512BFloat16;
+  return CanAttendAvx512(shape) ? AttentionPath::kAvx512 : AttentionPath::kAnywhere;
+}
+
+absl::string_view AttentionPathName(AttentionPath path) {
   switch (path) {
-    case DecodePath::kAnywhere:
+    case AttentionPath::kAnywhere:
       return "any processor";
-    case DecodePath::kAvx512:
+    case AttentionPath::kAvx512:
       return "AVX-512";
-    case DecodePath::kAvx512BFloat16:
+    case AttentionPath::kAvx512BFloat16:
       return "AVX-512 BF16";
   }
   return "";
@@ -373,10 +378,10 @@ int64_t RowScratchFloats(const DecodeShape& shape, int64_t used) {
   return (shape.group + kBlock) * shape.key_width + shape.group * used;
 }
 
-void DecodeAttention(DecodePath path, const DecodeLane& lane, const DecodeShape& shape,
+void DecodeAttention(AttentionPath path, const DecodeLane& lane, const DecodeShape& shape,
                      float* scratch) {
-  if (path == DecodePath::kAvx512BFloat16) return DecodeAvx512BFloat16(lane, shape, scratch);
-  if (path == DecodePath::kAvx512) return DecodeAvx512(lane, shape, scratch);
+  if (path == AttentionPath::kAvx512BFloat16) return DecodeAvx512BFloat16(lane, shape, scratch);
+  if (path == AttentionPath::kAvx512) return DecodeAvx512(lane, shape, scratch);
   switch (shape.dtype) {
     case DType::kFloat32:
       return DecodeFloat(lane, shape, scratch);
@@ -391,9 +396,9 @@ int64_t PrefillScratchFloats(const DecodeShape& shape) {
   return AttendAvx512ScratchFloats(shape, PrefillRows(shape));
 }
 
-void PrefillAttention(DecodePath path, const PrefillLane& lane, const DecodeShape& shape,
+void PrefillAttention(AttentionPath path, const PrefillLane& lane, const DecodeShape& shape,
                       float* scratch) {
-  if (path == DecodePath::kAvx512BFloat16) return PrefillAvx512BFloat16(lane, shape, scratch);
+  if (path == AttentionPath::kAvx512BFloat16) return PrefillAvx512BFloat16(lane, shape, scratch);
   PrefillAvx512(lane, shape, scratch);
 }
 

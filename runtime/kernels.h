@@ -34,19 +34,20 @@ struct DecodeShape {
   DType dtype = DType::kFloat32;  // elements of q, keys, values and out
 };
 
-// What its inner loops are written for.
-enum class DecodePath { kAnywhere, kAvx512, kAvx512BFloat16 };
-absl::string_view DecodePathName(DecodePath path);
+// What the inner loops of attention are written for.
+enum class AttentionPath { kAnywhere, kAvx512, kAvx512BFloat16 };
+absl::string_view AttentionPathName(AttentionPath path);
 
-// Those that this processor has for a shape, the fastest last.
-std::vector<DecodePath> DecodePaths(const DecodeShape& shape);
+// Those that this processor has for a shape, the fastest last; and that one alone.
+std::vector<AttentionPath> AttentionPaths(const DecodeShape& shape);
+AttentionPath FastestAttentionPath(const DecodeShape& shape);
 
 // Floats of scratch that one DecodeAttention call needs, whichever its path.
 int64_t DecodeScratchFloats(const DecodeShape& shape);
 
 // out = softmax(scale * q keys^T) values, in one pass over the cache (online softmax). Some slot is
 // attended.
-void DecodeAttention(DecodePath path, const DecodeLane& lane, const DecodeShape& shape,
+void DecodeAttention(AttentionPath path, const DecodeLane& lane, const DecodeShape& shape,
                      float* scratch);
 
 // Queries of some rows of a prompt, of one KV head's group. Row r sees slots [0, seen + r).
@@ -73,8 +74,8 @@ inline int64_t PrefillRows(const DecodeShape& shape) {
 }
 int64_t PrefillScratchFloats(const DecodeShape& shape);
 
-// The same for each row. Precondition: the path is of DecodePaths, and not kAnywhere.
-void PrefillAttention(DecodePath path, const PrefillLane& lane, const DecodeShape& shape,
+// The same for each row. Precondition: the path is of AttentionPaths, and not kAnywhere.
+void PrefillAttention(AttentionPath path, const PrefillLane& lane, const DecodeShape& shape,
                       float* scratch);
 
 // Of one lane: [group, used], then each query's largest and its sum of exp(logit - largest).

@@ -19,7 +19,7 @@
 namespace epikv {
 namespace {
 
-using Paths = std::vector<DecodePath>;
+using Paths = std::vector<AttentionPath>;
 
 float Narrowed(float x, DType dtype) {
   switch (dtype) {
@@ -124,8 +124,8 @@ Answer Exact(const Problem& p) {
 
 // How far outputs may be off, beside values of size 1: half a last place of what is stored, and the
 // rounding of probabilities where that is a path's way.
-double Tolerance(DecodePath path, DType dtype) {
-  if (path == DecodePath::kAvx512BFloat16) return 2e-2;
+double Tolerance(AttentionPath path, DType dtype) {
+  if (path == AttentionPath::kAvx512BFloat16) return 2e-2;
   return dtype == DType::kFloat32 ? 3e-6 : dtype == DType::kFloat16 ? 2e-3 : 1.6e-2;
 }
 
@@ -133,8 +133,8 @@ void ExpectExact(const Problem& p, int64_t offset = 0) {
   const Answer exact = Exact(p);
   const DType dtype = p.shape.dtype;
   Elements q(dtype, p.q, offset), keys(dtype, p.keys, offset), values(dtype, p.values, offset);
-  for (DecodePath path : DecodePaths(p.shape)) {
-    SCOPED_TRACE(std::string(DecodePathName(path)));
+  for (AttentionPath path : AttentionPaths(p.shape)) {
+    SCOPED_TRACE(std::string(AttentionPathName(path)));
     // What lies behind the end is nobody's: it is to stay as it is.
     constexpr float kUntouched = 77;
     std::vector<float> scratch(DecodeScratchFloats(p.shape) + 1, NAN);
@@ -268,9 +268,9 @@ void ExpectExactRows(const DecodeShape& shape, int64_t past, int64_t rows, int s
     for (int64_t j = 0; j < used; ++j) p.positions.push_back(j + 5);
   }
   Elements queries(shape.dtype, q), keys(shape.dtype, p.keys), values(shape.dtype, p.values);
-  for (DecodePath path : DecodePaths(shape)) {
-    if (path == DecodePath::kAnywhere) continue;
-    SCOPED_TRACE(std::string(DecodePathName(path)));
+  for (AttentionPath path : AttentionPaths(shape)) {
+    if (path == AttentionPath::kAnywhere) continue;
+    SCOPED_TRACE(std::string(AttentionPathName(path)));
     constexpr float kUntouched = 77;
     Elements out(shape.dtype, std::vector<float>(rows * out_stride, kUntouched));
     std::vector<float> scratch(PrefillScratchFloats(shape) + 1, NAN);
@@ -349,8 +349,8 @@ TEST_P(AttentionKernelsTest, RowsAreTheSameInAnyCompany) {
   const std::vector<float> q = Random(shape, rows * 3, 22).keys;
   Elements queries(shape.dtype, q), keys(shape.dtype, p.keys), values(shape.dtype, p.values);
   std::vector<float> scratch(PrefillScratchFloats(shape));
-  for (DecodePath path : DecodePaths(shape)) {
-    if (path == DecodePath::kAnywhere) continue;
+  for (AttentionPath path : AttentionPaths(shape)) {
+    if (path == AttentionPath::kAnywhere) continue;
     const auto run = [&](int64_t first, int64_t count) {
       Elements out(shape.dtype, std::vector<float>(count * stride));
       const int64_t size = shape.dtype == DType::kFloat32 ? 4 : 2;

@@ -1,8 +1,6 @@
 // What a client says that a text has to be: it is refused with a reason that can be told, or walked
 // by tokens that it allows. The first byte of an input says of which kind it is.
 
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
@@ -12,20 +10,11 @@
 #include "absl/strings/str_split.h"
 #include "runtime/constraint.h"
 #include "runtime/utf8.h"
+#include "tests/fuzz/byte_tokenizer.h"
 #include "tests/fuzz/require.h"
 
 namespace epikv {
 namespace {
-
-// Byte-level: a token may be a part of a code point.
-const Tokenizer& Bytes() {
-  static const Tokenizer& tokenizer = *[] {
-    std::ifstream file(EPIKV_SOURCE_DIR "/tests/golden/tokenizers/gpt2.tokenizer.json");
-    const std::string json{std::istreambuf_iterator<char>(file), {}};
-    return Tokenizer::FromJson(json).value().release();
-  }();
-  return tokenizer;
-}
 
 void CheckError(const absl::Status& status) {
   Require(!status.message().empty(), "an error has a text");

@@ -2,8 +2,6 @@
 // where the first stop string ends. Input: a line of options, stop strings, one a line, an empty
 // line, and tokens, a byte each.
 
-#include <fstream>
-#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,20 +10,11 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_split.h"
 #include "runtime/text_stream.h"
+#include "tests/fuzz/byte_tokenizer.h"
 #include "tests/fuzz/require.h"
 
 namespace epikv {
 namespace {
-
-// Byte-level: a token may be a part of a code point.
-const Tokenizer& Bytes() {
-  static const Tokenizer& tokenizer = *[] {
-    std::ifstream file(EPIKV_SOURCE_DIR "/tests/golden/tokenizers/gpt2.tokenizer.json");
-    const std::string json{std::istreambuf_iterator<char>(file), {}};
-    return Tokenizer::FromJson(json).value().release();
-  }();
-  return tokenizer;
-}
 
 // Where the text ends by the definition: the first end of a stop string beyond `from`.
 std::optional<std::pair<size_t, size_t>> FirstStop(absl::string_view text, size_t from,
