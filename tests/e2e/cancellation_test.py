@@ -364,13 +364,18 @@ def test_a_stream_that_stops_reading_is_cancelled(sample_model: Path) -> None:
 def test_clients_behind_a_dead_network_lose_their_kv(sample_model: Path) -> None:
     """Nothing ends their connection, and they would read if they could: the stall limit ends them.
     Those that have nothing to read are found by keepalive (tests/soak/ends.py)."""
-    flags = ["--threads=1", "--stream_stall_seconds=1", "--prefix_cache_share=0"]
+    flags = [
+        "--threads=1",
+        "--stream_stall_seconds=1",
+        "--prefix_cache_share=0",
+        "--outbox_bytes=4096",  # a request waits for its reader with nearly all of its text ahead
+    ]
     some, short = 8, Stop(max_output_tokens=20)
-    unread = Output(top_logprobs=20)  # more than the network takes in ahead of its reader
+    unread = Output(top_logprobs=20)  # more than gRPC takes in ahead of its reader
     with (
         Daemon(sample_model, *flags) as daemon,
         Relay(daemon.grpc) as relay,
-        Client(relay.address, [("grpc.http2.bdp_probe", 0)]) as gone,
+        Client(relay.address, PACED) as gone,
         daemon.client() as client,
     ):
         watch = Watch(daemon)
