@@ -55,6 +55,11 @@ EPIKV_INLINE void Widen(const T* in, float* out, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = Load(in + i);
 }
 
+template <class T>
+EPIKV_INLINE void Narrow(const float* in, T* out, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) Store(out + i, in[i]);
+}
+
 // kWidth: the row width if it is known to the compiler, else 0.
 template <int64_t kWidth>
 EPIKV_INLINE float Dot(const float* a, const float* b, int64_t width) {
@@ -323,6 +328,28 @@ EPIKV_INLINE float StepNormOf(const T* now, const float* before, float* stored, 
   return std::sqrt(total);
 }
 
+EPIKV_CLONES void WidenInto(const void* in, float* out, int64_t width, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return Widen(static_cast<const float*>(in), out, width);
+    case DType::kBFloat16:
+      return Widen(static_cast<const BFloat16*>(in), out, width);
+    case DType::kFloat16:
+      return Widen(static_cast<const Float16*>(in), out, width);
+  }
+}
+
+EPIKV_CLONES void NarrowInto(const float* in, void* out, int64_t width, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return Narrow(in, static_cast<float*>(out), width);
+    case DType::kBFloat16:
+      return Narrow(in, static_cast<BFloat16*>(out), width);
+    case DType::kFloat16:
+      return Narrow(in, static_cast<Float16*>(out), width);
+  }
+}
+
 EPIKV_CLONES float StepNormFloat(const float* now, const float* before, float* stored, int64_t w) {
   return StepNormOf(now, before, stored, w);
 }
@@ -470,14 +497,11 @@ float StepNorm(const void* now, const float* before, float* stored, int64_t widt
 }
 
 void ToFloat(const void* in, float* out, int64_t width, DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return Widen(static_cast<const float*>(in), out, width);
-    case DType::kBFloat16:
-      return Widen(static_cast<const BFloat16*>(in), out, width);
-    case DType::kFloat16:
-      return Widen(static_cast<const Float16*>(in), out, width);
-  }
+  WidenInto(in, out, width, dtype);
+}
+
+void FromFloat(const float* in, void* out, int64_t width, DType dtype) {
+  NarrowInto(in, out, width, dtype);
 }
 
 }  // namespace epikv

@@ -113,7 +113,8 @@ void SwiGlu(const void* gate, const void* up, void* out, int64_t count, DType dt
 // now: [width] elements; before, stored: [width] fp32.
 float StepNorm(const void* now, const float* before, float* stored, int64_t width, DType dtype);
 
-// Copies a row to fp32.
+// Copies a row to fp32, and back to the nearest, ties to even.
 void ToFloat(const void* in, float* out, int64_t width, DType dtype);
+void FromFloat(const float* in, void* out, int64_t width, DType dtype);
 
 }  // namespace epikv

@@ -302,6 +302,13 @@ Manifest ReadModel(Fields& fields) {
   m.dtype = dtype.value_or(DType::kFloat32);
   if (fields.Has("weights") && !fields.IsNull("weights"))
     m.weights = fields.String("weights").value_or("");
+  if (fields.Has("quantization") && !fields.IsNull("quantization")) {
+    m.quantization = fields.String("quantization").value_or("int8");
+    if (m.quantization != "int8" && m.quantization != "int4") {
+      fields.Refuse("quantization",
+                    absl::StrCat("must be int8, int4 or null, is ", m.quantization));
+    }
+  }
   m.vocab_size = fields.Int("vocab_size", 1, kLargest).value_or(kLargest);
   m.context_length = fields.Int("context_length", 1, kLargest).value_or(1);
   m.hidden_size = fields.Int("hidden_size", 1, kLargest).value_or(1);

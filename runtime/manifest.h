@@ -52,6 +52,8 @@ struct Manifest {
   // Digest of the checkpoint's weights, the same for every dtype they are exported in; empty: the
   // file is older than this field.
   std::string weights;
+  // Of the linears' weights: "int8" or "int4"; empty: they are of `dtype`.
+  std::string quantization;
   int64_t vocab_size = 0;
   int64_t context_length = 0;  // prompt + output, in tokens
   int64_t hidden_size = 0;

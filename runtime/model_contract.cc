@@ -73,11 +73,12 @@ class GraphReader {
     } else if (kind == "prim::CallMethod" || kind == "prim::CallFunction") {
       violations_.push_back("forward makes a call that cannot be inlined");
     } else if (!absl::StartsWith(kind, "aten::") && !absl::StartsWith(kind, "prim::") &&
-               kind != "epikv::rms_norm" && kind != "epikv::swiglu") {
+               kind != "epikv::rms_norm" && kind != "epikv::swiglu" &&
+               kind != "epikv::quantized_linear") {
       violations_.push_back(
           absl::StrCat("forward calls ", kind,
                        "; only torch's own operators and epikv::block, attention, "
-                       "rms_norm and swiglu are allowed"));
+                       "rms_norm, swiglu and quantized_linear are allowed"));
     }
   }
 
@@ -224,9 +225,10 @@ std::vector<std::string> ParameterViolations(const Module& module, const Manifes
   }
   for (int64_t layer = 0; layer < manifest.num_layers(); ++layer) {
     const LayerFacts& facts = manifest.layers[layer];
-    const std::vector<int64_t> wanted = {manifest.hidden_size,
-                                         manifest.num_heads * facts.value_width};
+    std::vector<int64_t> wanted = {manifest.hidden_size, manifest.num_heads * facts.value_width};
     const auto found = parameters.find(facts.output_projection);
+    const bool of_4_bits = found != parameters.end() && found->second.scalar_type() == at::kByte;
+    if (of_4_bits) wanted[1] /= 2;  // two in a byte (epikv::quantized_linear)
     if (found == parameters.end()) {
       violations.push_back(absl::StrCat("layer ", layer, "'s output_projection '",
                                         facts.output_projection, "' is no parameter"));

@@ -6,10 +6,13 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <functional>
 #include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "runtime/quantized_linear.h"
 
 namespace epikv {
 namespace {
@@ -84,45 +87,100 @@ bool CanPack(const at::Tensor& weight) {
   return weight.scalar_type() == at::kBFloat16 && has_bfloat16;
 }
 
-bool CanPack(const Node* linear) {
-  const Node* weight = linear->input(1)->node();
-  return weight->kind() == c10::prim::Constant && CanPack(weight->t(c10::attr::value));
+bool IsConstant(const Value* value) {
+  return value->node()->kind() == c10::prim::Constant &&
+         value->type()->isSubtypeOf(*c10::TensorType::get());
 }
 
-void CollectLinears(Block* block, std::vector<Node*>& found) {
+const at::Tensor& TensorOf(const Value* constant) { return constant->node()->t(c10::attr::value); }
+
+void CollectNodes(Block* block, c10::Symbol kind, std::vector<Node*>& found) {
   for (Node* node : block->nodes()) {
-    for (Block* inner : node->blocks()) CollectLinears(inner, found);
-    if (node->kind() == c10::aten::linear) found.push_back(node);
+    for (Block* inner : node->blocks()) CollectNodes(inner, kind, found);
+    if (node->kind() == kind) found.push_back(node);
   }
 }
 
-}  // namespace
+// Rewrites linears, one after the other. A weight may serve several.
+class Packer {
+ public:
+  Packer(torch::jit::Graph& graph, PackedLinears& result) : graph_(graph), result_(result) {}
 
-PackedLinears PackLinears(torch::jit::Graph& graph) {
-  PackedLinears result;
-  std::unordered_map<Value*, Value*> packed;  // a weight may serve several linears
-  std::vector<Node*> linears;
-  CollectLinears(graph.block(), linears);
-  result.linears = static_cast<int64_t>(linears.size());
-  for (Node* node : linears) {
-    if (!CanPack(node)) continue;
-    Value* weight = node->input(1);
-    Value*& replacement = packed[weight];
-    if (replacement == nullptr) {
-      const at::Tensor& tensor = weight->node()->t(c10::attr::value);
-      const auto holder = c10::make_intrusive<PackedWeight>(tensor);
-      result.weights.emplace(tensor.const_data_ptr(), holder->packed());
-      torch::jit::WithInsertPoint here(*graph.nodes().begin());
-      replacement = graph.insertConstant(c10::IValue(holder));
+  // Of aten::linear(x, weight, bias).
+  void Pack(Node* linear) {
+    Value* const weight = linear->input(1);
+    Value*& packed = packed_[weight];
+    if (packed == nullptr) {
+      const auto holder = c10::make_intrusive<PackedWeight>(TensorOf(weight));
+      const at::Tensor reordered = holder->packed();
+      Note(weight, reordered.numel() * static_cast<int64_t>(reordered.itemsize()),
+           [reordered](at::ScalarType) { return reordered.to_dense(); });
+      packed = Insert(holder);
     }
-    static const c10::Symbol kind = c10::Symbol::fromQualString("epikv::packed_linear");
-    Node* linear = graph.create(kind, {node->input(0), replacement, node->input(2)}, 1);
+    Replace(linear, "epikv::packed_linear", packed, linear->input(2));
+    ++result_.packed;
+  }
+
+  // Of epikv::quantized_linear(x, weight, scale, bias).
+  void PackQuantized(Node* linear) {
+    Value* const weight = linear->input(1);
+    Value*& packed = packed_[weight];
+    if (packed == nullptr) {
+      const auto holder =
+          c10::make_intrusive<PackedQuantizedWeight>(TensorOf(weight), TensorOf(linear->input(2)));
+      Note(weight, holder->bytes(),
+           [holder](at::ScalarType dtype) { return holder->Dense(dtype); });
+      packed = Insert(holder);
+    }
+    Replace(linear, "epikv::packed_quantized_linear", packed, linear->input(3));
+    ++result_.quantized;
+  }
+
+ private:
+  void Note(const Value* weight, int64_t bytes, std::function<at::Tensor(at::ScalarType)> dense) {
+    result_.bytes += bytes;
+    result_.dense.emplace(TensorOf(weight).const_data_ptr(), std::move(dense));
+  }
+
+  Value* Insert(c10::IValue constant) {
+    const torch::jit::WithInsertPoint here(*graph_.nodes().begin());
+    return graph_.insertConstant(std::move(constant));
+  }
+
+  void Replace(Node* node, const char* kind, Value* packed, Value* bias) {
+    Node* const linear =
+        graph_.create(c10::Symbol::fromQualString(kind), {node->input(0), packed, bias}, 1);
     linear->insertBefore(node)->output()->copyMetadata(node->output());
     node->output()->replaceAllUsesWith(linear->output());
+    const std::vector<Value*> inputs = node->inputs().vec();
     node->destroy();
-    ++result.packed;
-    if (!weight->hasUses()) weight->node()->destroy();
+    for (size_t i = 1; i < inputs.size(); ++i) {
+      if (!inputs[i]->hasUses() && IsConstant(inputs[i])) inputs[i]->node()->destroy();
+    }
     malloc_trim(0);  // the freed weight lies between others: the heap would not shrink by itself
+  }
+
+  torch::jit::Graph& graph_;
+  PackedLinears& result_;
+  std::unordered_map<Value*, Value*> packed_;
+};
+
+}  // namespace
+
+PackedLinears PackLinears(torch::jit::Graph& graph, bool prepack) {
+  PackedLinears result;
+  Packer packer(graph, result);
+  std::vector<Node*> quantized, linears;
+  CollectNodes(graph.block(), c10::Symbol::fromQualString("epikv::quantized_linear"), quantized);
+  CollectNodes(graph.block(), c10::aten::linear, linears);
+  result.linears = static_cast<int64_t>(linears.size());
+  for (Node* node : quantized) {
+    if (IsConstant(node->input(1)) && IsConstant(node->input(2))) packer.PackQuantized(node);
+  }
+  for (Node* node : linears) {
+    if (prepack && IsConstant(node->input(1)) && CanPack(TensorOf(node->input(1)))) {
+      packer.Pack(node);
+    }
   }
   return result;
 }

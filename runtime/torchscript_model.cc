@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <new>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
@@ -25,6 +26,8 @@
 #include "runtime/model.h"
 #include "runtime/model_contract.h"
 #include "runtime/packed_linear.h"
+#include "runtime/quantized_matmul.h"
+#include "runtime/scalar_type.h"
 #include "runtime/utf8.h"
 
 namespace epikv {
@@ -53,7 +56,7 @@ struct FrozenForward {
 class TorchScriptModel final : public Model {
  public:
   TorchScriptModel(ModelFacts facts, const FrozenForward& forward,
-                   std::vector<at::Tensor> output_projections)
+                   std::vector<std::function<at::Tensor()>> output_projections)
       : Model(std::move(facts)),
         functions_(forward.functions),
         code_(forward.graph, "forward"),
@@ -70,14 +73,13 @@ class TorchScriptModel final : public Model {
   }
 
   at::Tensor output_projection(int64_t layer) const override {
-    const at::Tensor& weight = output_projections_.at(layer);
-    return weight.is_mkldnn() ? weight.to_dense() : weight;
+    return output_projections_.at(layer)();
   }
 
  private:
   const std::shared_ptr<torch::jit::CompilationUnit> functions_;
   const torch::jit::Code code_;
-  const std::vector<at::Tensor> output_projections_;  // dense or packed; [layers]
+  const std::vector<std::function<at::Tensor()>> output_projections_;  // [layers]
 };
 
 // Both quote names and code of the file, which may be any bytes.
@@ -207,18 +209,16 @@ int64_t ConstantBytes(const Block* block) {
   return bytes;
 }
 
-int64_t PackedBytes(const PackedLinears& packed) {
-  int64_t bytes = 0;
-  for (const auto& [address, weight] : packed.weights) {
-    bytes += weight.numel() * static_cast<int64_t>(weight.itemsize());
-  }
-  return bytes;
-}
-
 std::string Describe(DType dtype, const PackedLinears& packed, bool prepack) {
-  std::string text = absl::StrCat("TorchScript, ", DTypeName(dtype), ", ");
-  if (!prepack) return absl::StrCat(text, "no linear prepacked, as asked");
-  absl::StrAppend(&text, packed.packed, " of ", packed.linears, " linears prepacked for oneDNN");
+  std::string text = absl::StrCat("TorchScript, ", DTypeName(dtype));
+  if (packed.quantized > 0) {
+    absl::StrAppend(&text, ", ", packed.quantized, " linears of integers (",
+                    QuantizedPathName(FastestQuantizedPath()), ")");
+  }
+  if (packed.linears == 0) return text;
+  if (!prepack) return absl::StrCat(text, ", no linear prepacked, as asked");
+  absl::StrAppend(&text, ", ", packed.packed, " of ", packed.linears,
+                  " linears prepacked for oneDNN");
   if (dtype == DType::kBFloat16 && packed.packed == 0) {
     absl::StrAppend(&text, ": this processor has no bfloat16");
   }
@@ -238,20 +238,30 @@ std::vector<at::Tensor> OutputProjections(const Module& module, const Manifest& 
 
 // Takes the last handle to the module, so that weights are freed as they are packed.
 absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOptions options) {
-  std::vector<at::Tensor> projections = OutputProjections(contents.module, contents.manifest);
+  std::vector<at::Tensor> parameters = OutputProjections(contents.module, contents.manifest);
   absl::StatusOr<FrozenForward> forward = Freeze(std::move(contents.module));
   if (!forward.ok()) return forward.status();
   Graph& graph = *forward->graph;
-  const PackedLinears packed = options.prepack ? PackLinears(graph) : PackedLinears();
-  for (at::Tensor& projection : projections) {
-    if (!projection.defined()) continue;
-    const auto found = packed.weights.find(projection.const_data_ptr());
-    if (found != packed.weights.end()) projection = found->second;
+  const PackedLinears packed = PackLinears(graph, options.prepack);
+  const at::ScalarType dtype = ScalarTypeOf(contents.manifest.dtype);
+  std::vector<std::function<at::Tensor()>> projections;
+  for (at::Tensor& weight : parameters) {
+    const auto found =
+        weight.defined() ? packed.dense.find(weight.const_data_ptr()) : packed.dense.end();
+    if (found == packed.dense.end()) {
+      if (weight.defined() && !weight.is_floating_point()) {
+        return absl::FailedPreconditionError(
+            "an output_projection is of integers, and no weight of an epikv::quantized_linear");
+      }
+      projections.emplace_back([weight = std::move(weight)] { return weight; });
+    } else {
+      projections.emplace_back([make = found->second, dtype] { return make(dtype); });
+    }
   }
   ModelFacts facts = {.manifest = std::move(contents.manifest),
                       .tokenizer_json = std::move(contents.tokenizer_json),
                       .chat_json = std::move(contents.chat_json),
-                      .weight_bytes = ConstantBytes(graph.block()) + PackedBytes(packed)};
+                      .weight_bytes = ConstantBytes(graph.block()) + packed.bytes};
   facts.description = Describe(facts.manifest.dtype, packed, options.prepack);
   return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections));
 }

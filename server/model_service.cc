@@ -87,6 +87,7 @@ v1::Model ToProto(const ServedModel& model) {
   proto.set_prefill_kernel(model.prefill_kernel);
   proto.set_threads(model.threads);
   proto.set_weights(manifest.weights);
+  proto.set_quantization(manifest.quantization);
   v1::ChatSupport& chat = *proto.mutable_chat();
   chat.set_refusal(model.chat.refusal());
   chat.set_system_refusal(model.chat.system_refusal());

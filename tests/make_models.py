@@ -53,6 +53,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "wide_fp16": ("float16", WIDE),
 }
 
+# The same with linears of integers.
+QUANTIZED = {"wide_int8": ("float32", "int8"), "wide_int4": ("bfloat16", "int4")}
+
 # Soft caps, and windows in every other layer that hide much of what the laws' texts have.
 BENT = {
     **TINY,
@@ -124,6 +127,9 @@ def main() -> None:
         random_model(config, out / f"{name}.pt", dtype, seed=1, name=name, check=False)
         if dtype == "float32":
             write_reference(config, out / f"{name}.json")
+    for name, (dtype, quantization) in QUANTIZED.items():
+        path = out / f"{name}.pt"
+        random_model(WIDE, path, dtype, seed=1, name=name, quantization=quantization, check=False)
     random_model(BENT, out / "bent.pt", seed=1, name="bent", architecture="Gemma2ForCausalLM")
     write_sample(out)
 

@@ -125,7 +125,8 @@ class ModelTest : public testing::TestWithParam<std::string> {};
 
 INSTANTIATE_TEST_SUITE_P(, ModelTest,
                          testing::Values("mha", "gqa", "mqa", "tied", "gqa_bf16", "gqa_fp16",
-                                         "wide", "wide_bf16", "wide_fp16"),
+                                         "wide", "wide_bf16", "wide_fp16", "wide_int8",
+                                         "wide_int4"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(ModelTest, CallsHooksInOrderWithTheManifestsShapes) {
@@ -192,9 +193,33 @@ TEST(TorchScriptModelTest, SaysWhatItRuns) {
   EXPECT_TRUE(nlohmann::json::parse(model->tokenizer_json()).contains("model"));
 }
 
+TEST(TorchScriptModelTest, LinearsOfIntegersAreNearThoseTheyWereMadeOf) {
+  const struct {
+    const char *name, *of;
+    double logits, weights;  // root mean square errors allowed, relative
+  } cases[] = {{"wide_int8", "wide", 0.03, 0.01}, {"wide_int4", "wide_bf16", 0.4, 0.15}};
+  auto rms = [](const at::Tensor& x) { return x.to(at::kFloat).square().mean().sqrt(); };
+  for (const auto& c : cases) {
+    const auto quantized = Load(c.name), dense = Load(c.of);
+    const at::Tensor tokens = Tokens(*dense, 20), expected = Logits(*dense, tokens);
+    const auto error = (rms(Logits(*quantized, tokens) - expected) / rms(expected)).item<double>();
+    EXPECT_GT(error, 1e-4) << c.name;
+    EXPECT_LT(error, c.logits) << c.name;
+    for (int64_t layer = 0; layer < dense->manifest().num_layers(); ++layer) {
+      const at::Tensor weight = dense->output_projection(layer);
+      const at::Tensor near = quantized->output_projection(layer);
+      EXPECT_EQ(near.scalar_type(), weight.scalar_type());
+      EXPECT_LT((rms(near - weight) / rms(weight)).item<double>(), c.weights) << c.name;
+    }
+    EXPECT_THAT(quantized->description(), HasSubstr(", 15 linears of integers ("));
+    EXPECT_LT(quantized->weight_bytes(), dense->weight_bytes());
+  }
+}
+
 // What the daemon's deterministic mode stands on: steps of one size, whoever shares them.
 TEST(TorchScriptModelTest, BitsOfARowDoNotDependOnItsNeighboursOrItsPlace) {
-  for (const char* name : {"gqa", "gqa_bf16", "gqa_fp16", "wide", "wide_bf16", "wide_fp16"}) {
+  for (const char* name : {"gqa", "gqa_bf16", "gqa_fp16", "wide", "wide_bf16", "wide_fp16",
+                           "wide_int8", "wide_int4"}) {
     for (const bool prepack : {true, false}) {
       const auto model = Load(name, {.prepack = prepack});
       const at::Tensor tokens = Tokens(*model, 16);
@@ -346,6 +371,47 @@ TEST_P(FusedOperators, SwiGluIsItsDefinition) {
   }
 }
 
+// A weight of integers near `weight` [out, in], and its scales: as epikv.export.quantize has it.
+std::pair<at::Tensor, at::Tensor> Quantized(const at::Tensor& weight, int64_t bits, int64_t group) {
+  const int64_t most = bits == 8 ? 127 : 7;
+  const at::Tensor grouped = weight.unflatten(1, {-1, group});
+  const at::Tensor scale = (grouped.abs().amax(-1) / most).to(at::kBFloat16);
+  const at::Tensor integers = (grouped / scale.to(at::kFloat).unsqueeze(-1))
+                                  .round()
+                                  .clamp(-most, most)
+                                  .flatten(1)
+                                  .to(at::kInt);
+  if (bits == 8) return {integers.to(at::kChar), scale};
+  const at::Tensor pairs = (integers + 8).unflatten(1, {-1, 2});
+  return {(pairs.select(2, 0) + pairs.select(2, 1) * 16).to(at::kByte), scale};
+}
+
+TEST_P(FusedOperators, QuantizedLinearIsNearTheLinearItWasMadeOf) {
+  at::manual_seed(3);
+  const at::Tensor weight = at::randn({130, 96}), bias = at::randn({130}).to(GetParam());
+  for (const int64_t bits : {8, 4}) {
+    const auto [integers, scale] = Quantized(weight, bits, 32);
+    const at::Tensor wide = at::randn({2, 70, 192}).to(GetParam());
+    const at::Tensor x = wide.narrow(2, 96, 96);  // with gaps between the rows
+    if (GetParam() == at::kDouble) {
+      EXPECT_THROW(Call("epikv::quantized_linear", {x, integers, scale, bias}), c10::Error);
+      continue;
+    }
+    const at::Tensor expected = at::linear(x.to(at::kFloat), weight);
+    const at::Tensor got = Call("epikv::quantized_linear", {x, integers, scale, c10::IValue()});
+    EXPECT_EQ(got.scalar_type(), GetParam());
+    EXPECT_EQ(got.sizes(), expected.sizes());
+    const auto error = (got.to(at::kFloat) - expected).square().mean().sqrt().item<double>();
+    EXPECT_LT(error, (bits == 8 ? 0.015 : 0.12) * std::sqrt(96.0));
+    const at::Tensor added = Call("epikv::quantized_linear", {x, integers, scale, bias});
+    const at::Tensor sum = got.to(at::kFloat) + bias.to(at::kFloat);
+    const double place = LastPlace(GetParam()) * sum.abs().max().item<double>();
+    EXPECT_LT(LargestDifference(added.to(at::kFloat), sum), 2 * place);
+    const at::Tensor none = x.narrow(1, 0, 0);
+    EXPECT_EQ(Sizes(Call("epikv::quantized_linear", {none, integers, scale, bias})), "2x0x130");
+  }
+}
+
 TEST(FusedOperatorsTest, WeightsMayBeWiderThanWhatTheyWeigh) {
   const at::Tensor x = at::randn({3, 64}).to(at::kBFloat16), weight = at::randn({64});
   const at::Tensor got = Call("epikv::rms_norm", {x, weight, 1e-6, false, 0.0});
@@ -358,6 +424,21 @@ TEST(FusedOperatorsTest, ShapesThatDoNotFitAreRefused) {
   EXPECT_THROW(Call("epikv::rms_norm", {at::zeros({}), at::zeros({1}), 1e-6, false, 0.0}),
                c10::Error);
   EXPECT_THROW(Call("epikv::swiglu", {x, at::zeros({4, 2})}), c10::Error);
+  const at::Tensor scale = at::ones({3, 1}, at::kBFloat16), eight = at::zeros({2, 8});
+  const at::Tensor weight = at::ones({3, 8}, at::kChar);
+  auto multiply = [](const at::Tensor& x, const at::Tensor& w, const at::Tensor& s,
+                     const c10::IValue& bias = {}) {
+    return Call("epikv::quantized_linear", {x, w, s, bias});
+  };
+  EXPECT_EQ(Sizes(multiply(eight, weight, scale)), "2x3");
+  EXPECT_THROW(multiply(x, weight, scale), c10::Error);                      // 4 inputs
+  EXPECT_THROW(multiply(eight.to(at::kDouble), weight, scale), c10::Error);  // no float
+  EXPECT_THROW(multiply(eight, weight.to(at::kInt), scale), c10::Error);     // no bytes
+  EXPECT_THROW(multiply(eight, weight, scale.to(at::kFloat)), c10::Error);   // no bfloat16
+  EXPECT_THROW(multiply(eight, weight, scale.narrow(0, 0, 2)), c10::Error);  // 2 outputs
+  EXPECT_THROW(multiply(eight, weight, scale.narrow(1, 0, 0)), c10::Error);  // no group
+  EXPECT_THROW(multiply(eight, weight, scale.expand({3, 2})), c10::Error);   // groups of 4
+  EXPECT_THROW(multiply(eight, weight, scale, at::zeros({4})), c10::Error);  // 4 biases
 }
 
 struct Refusal {

@@ -398,8 +398,10 @@ def test_a_deadline_is_counted_as_one(sample_model: Path) -> None:
     """
     with Daemon(sample_model, *FLAGS) as daemon, daemon.client() as client:
         watch = Watch(daemon)
-        timeout = 1.232  # 1.24 on the wire
-        streams = [client.generate(TASK.prompt, kv=WHOLE[0], timeout=timeout) for _ in range(CROWD)]
+        timeout, long = 1.232, Stop(max_output_tokens=900, ignore_eos=True)  # 1.24 on the wire
+        streams = [
+            client.generate(PROMPT, kv=WHOLE[0], stop=long, timeout=timeout) for _ in range(CROWD)
+        ]
         for stream in streams:
             with pytest.raises(RpcError) as caught:
                 list(stream)

@@ -69,6 +69,9 @@ def test_an_outage_is_as_long_as_the_store_is_away(sample_model: Path, tmp_path:
         client.start_experiment("lean")
         accepted = client.generate_once("7", stop=Stop(1)).accepted
         assert accepted is not None
+        eventually(
+            lambda: total("records_total") == 2
+        )  # its beginning and end: no spool holds them
         with closing(sqlite3.connect(store)) as other:
             other.execute("BEGIN EXCLUSIVE")
             begin = time.monotonic()

@@ -20,6 +20,7 @@ from epikv.export.decoder import LanguageModel, Shape, build
 from epikv.export.manifest import Manifest
 from epikv.export.operators import KvCache, Step, forward, running
 from epikv.export.parity import load_reference, random_prompts
+from epikv.export.quantize import quantize
 from epikv.export.synthetic import byte_tokenizer, write_directory
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -113,6 +114,44 @@ def test_a_narrow_dtype_is_as_close_as_transformers_itself(
     assert report.passed() and 0 < report.error <= report.limit
     assert manifest.dtype == dtype
     assert {w.dtype for w in module.parameters()} == {getattr(torch, dtype)}
+
+
+WIDE = {**TINY, "hidden_size": 96, "intermediate_size": 160}  # TINY's widths have no groups of 32
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_linears_may_be_integers(tmp_path: Path, quantization: str, tied: bool) -> None:
+    write_directory({**WIDE, "tie_word_embeddings": tied}, tmp_path / "hf", seed=3)
+    report = export(tmp_path / "hf", tmp_path / "model.pt", quantization=quantization)
+    module, manifest, _ = load(tmp_path / "model.pt")
+    assert report.passed() and 0 < report.error <= report.limit and report.measure == "rms"
+    assert (manifest.dtype, manifest.quantization) == ("float32", quantization)
+    kinds = {name: weight.dtype for name, weight in module.named_parameters() if weight.ndim > 1}
+    assert kinds.pop("model.embed_tokens.weight") == torch.float32
+    assert kinds.pop("lm_head.weight") == torch.int8
+    assert set(kinds.values()) == {torch.int8 if quantization == "int8" else torch.uint8}
+
+
+def test_a_linear_that_no_group_divides_stays_as_it_is(tmp_path: Path) -> None:
+    write_directory({**WIDE, "intermediate_size": 136}, tmp_path / "hf", seed=3)
+    report = export(tmp_path / "hf", tmp_path / "model.pt", quantization="int8")
+    assert report.passed()
+    kinds = {name: w.dtype for name, w in load(tmp_path / "model.pt")[0].named_parameters()}
+    assert kinds["model.layers.0.mlp.down_proj.weight"] == torch.float32
+    assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.int8
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 128), (8, 32), (4, 32)])
+def test_integers_are_the_nearest(bits: int, group: int) -> None:
+    weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(1))
+    weight[3] = 0
+    integers, scale = quantize(weight, bits, group)
+    eye = torch.eye(256)
+    dense = torch.ops.epikv.quantized_linear(eye, integers, scale).T
+    off = (dense - weight).abs().unflatten(1, (-1, group)).amax(-1)
+    assert (off <= scale.float() * (0.5 + 127 * 2.0**-9 + 0.01)).all()  # scales are bfloat16
+    assert (dense[3] == 0).all()
 
 
 def test_a_widened_model_computes_in_float32_and_holds_what_it_held(directory: Path) -> None:

@@ -305,6 +305,7 @@ class Model:
     prefill_kernel: str
     threads: int
     weights: str  # digest
+    quantization: str  # of the linears: "int8", "int4"; "": as dtype says
     chat: ChatSupport | None
     sampling: Sampling | None  # where a request does not say
 

@@ -45,6 +45,11 @@ class _Bar:
     type=click.Choice(["fp32", "bf16", "fp16"]),
     help="Default: bf16 where stored so, else fp32.",
 )
+@click.option(
+    "--quantize",
+    type=click.Choice(["int8", "int4"]),
+    help="Linears' weights as integers, in groups with a scale each. Default: as --dtype says.",
+)
 @click.option("--name", help="What the daemon calls the model. Default: the directory's name.")
 @click.option(
     "--calibration",
@@ -56,6 +61,7 @@ def command(
     directory: Path,
     model: Path,
     dtype: str | None,
+    quantize: str | None,
     name: str | None,
     calibration: Path | None,
     check: bool,
@@ -79,6 +85,7 @@ def command(
             directory,
             model,
             dtype=dtype and DTYPES[dtype],
+            quantization=quantize,
             name=name,
             calibration=calibration,
             check=check,

@@ -86,7 +86,7 @@ class Checkpoint:
         slow on most processors, and only asked for."""
         return "bfloat16" if self.stored.dtype() is torch.bfloat16 else "float32"
 
-    def manifest(self, name: str, dtype: str) -> Manifest:
+    def manifest(self, name: str, dtype: str, quantization: str | None = None) -> Manifest:
         config = self.config
         ropes, layers = attention_of(self.family, config)
         return Manifest(
@@ -104,6 +104,7 @@ class Checkpoint:
             layers=layers,
             calibration=self.calibration,
             weights=self.stored.digest(),
+            quantization=quantization,
             sampling=self.sampling,
         )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import epikv.export.operators  # noqa: F401  registers torch.ops.epikv
+from epikv.export.quantize import Quantization, QuantizedLinear
 
 # By the names that configurations give them.
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -203,7 +204,12 @@ def output_projection(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.o_proj.weight"
 
 
-def build(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> LanguageModel:
+def build(
+    shape: Shape,
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+) -> LanguageModel:
     """The module with its weights, ready to script. Each weight is asked for once, in order.
 
     Raises RuntimeError, naming every tensor that is missing, unexpected or of another shape.
@@ -220,13 +226,30 @@ def build(shape: Shape, weights: Mapping[str, Tensor], dtype: torch.dtype) -> La
             faults.append(f"{name} is {list(weight.shape)}, not {list(wanted[name].shape)}")
             continue
         parent, _, leaf = name.rpartition(".")
+        if leaf == "weight" and _quantized(module, parent, weight, quantization):
+            continue
         copy = weight.to(dtype, copy=True)  # of its own: files are mapped
         setattr(module.get_submodule(parent), leaf, nn.Parameter(copy, requires_grad=False))
     if faults:
         raise RuntimeError("; ".join(faults))
-    if shape.tied:
-        module.lm_head.weight = module.model.embed_tokens.weight
+    embedding = module.model.embed_tokens.weight
+    if shape.tied and not _quantized(module, "lm_head", embedding, quantization):
+        module.lm_head.weight = embedding
     return module.eval().requires_grad_(False)
+
+
+def _quantized(
+    module: nn.Module, name: str, weight: Tensor, quantization: Quantization | None
+) -> bool:
+    """Puts a linear of integers in the place of the linear `name`, if it is one and shall be."""
+    linear = module.get_submodule(name)
+    if quantization is None or not isinstance(linear, nn.Linear):
+        return False
+    how = quantization.of(name, weight.shape[1])
+    if how is None:
+        return False
+    module.set_submodule(name, QuantizedLinear(weight, *how, linear.bias))
+    return True
 
 
 def _norm(size: int, kind: NormKind, there: bool = True) -> nn.Module:

@@ -14,6 +14,7 @@ from epikv.export import chat, checkpoint, contract, parity
 from epikv.export.decoder import build
 from epikv.export.errors import ExportError
 from epikv.export.manifest import Manifest
+from epikv.export.quantize import QUANTIZATIONS
 
 # Short names, for command lines.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -34,6 +35,7 @@ def export(
     out: Path,
     *,
     dtype: str | None = None,
+    quantization: str | None = None,
     name: str | None = None,
     calibration: Path | None = None,
     check: bool = True,
@@ -41,7 +43,8 @@ def export(
 ) -> parity.Report | None:
     """Writes the model in `directory` to `out`, after comparing it with transformers.
 
-    `dtype` is one of DTYPES' values (default: as stored); `name` defaults to the directory's;
+    `dtype` is one of DTYPES' values (default: as stored), and `quantization` one of QUANTIZATIONS
+    (default: none); `name` defaults to the directory's;
     `check` may skip the comparison, which loads the model twice more, one after the other. `out`
     appears whole or not at all. In memory is the model, and of a shard what is read of it. Raises
     ExportError, naming the field that cannot be exported or the error measured.
@@ -51,10 +54,12 @@ def export(
     source = checkpoint.read(Path(directory), calibration, reading.add)
     reading.total = 2 * source.stored.nbytes()  # for the digest and for the module
     dtype = dtype or source.dtype()
-    manifest = source.manifest(name or Path(directory).resolve().name, dtype)
+    name = name or Path(directory).resolve().name
+    manifest = source.manifest(name, dtype, quantization)
+    linears = QUANTIZATIONS[quantization] if quantization else None
     try:
         with _whole(out) as temporary:
-            module = build(source.shape(dtype), source.weights(), getattr(torch, dtype))
+            module = build(source.shape(dtype), source.weights(), getattr(torch, dtype), linears)
             progress("trying the chat template", 0, 0)
             told = _extras(manifest, source.tokenizer, source.chat())
             _write(module, told, temporary, progress)
@@ -163,7 +168,7 @@ def _growing(path: Path, nbytes: int, progress: Progress) -> Iterator[None]:
 
 
 def _nbytes(module: torch.nn.Module) -> int:
-    return sum(weight.nbytes for weight in module.parameters())
+    return sum(weight.nbytes for weight in (*module.parameters(), *module.buffers()))
 
 
 def _check(

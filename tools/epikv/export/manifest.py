@@ -62,6 +62,7 @@ class Manifest:
     layers: list[Layer]
     calibration: Calibration | None = None
     weights: str | None = None  # digest of the checkpoint's tensors; None in older files
+    quantization: str | None = None  # of the linears: "int8" or "int4"; None: as `dtype` says
     # What requests that say nothing sample with; fields of SamplingParams in generation.proto.
     sampling: dict[str, float] = field(default_factory=dict)
     format: str = FORMAT

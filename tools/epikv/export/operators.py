@@ -1,4 +1,4 @@
-"""The two operators every model calls, as a plain reference in Python; and two that it may call.
+"""The two operators every model calls, as a plain reference in Python; and three that it may call.
 
 The daemon registers the same schemas in C++. `block` may return its argument, so its schema says
 that they alias. `attention` writes the KV cache, which no schema can say: it is registered as
@@ -29,6 +29,9 @@ _library.define(
     "rms_norm(Tensor x, Tensor weight, float eps, bool wide=False, float offset=0.) -> Tensor"
 )
 _library.define("swiglu(Tensor gate, Tensor up) -> Tensor")
+_library.define(
+    "quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias=None) -> Tensor"
+)
 
 
 @dataclass
@@ -129,6 +132,26 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def _quantized_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """x [..., in] by a weight [out, in] of integers, as `epikv.export.quantize` makes it, of groups
+    with a scale each, [out, in / group]. x too is rounded to 8 bits in those groups."""
+    integers = weight if weight.dtype == torch.int8 else _unpack(weight)
+    groups = scale.shape[1]
+    wide = integers.float().unflatten(1, (groups, -1)) * scale.float().unsqueeze(-1)
+    of = x.float().unflatten(-1, (groups, -1))
+    step = of.abs().amax(-1, keepdim=True) / 127
+    rounded = torch.where(step > 0, (of / step).round() * step, of)
+    bias = None if bias is None else bias.float()
+    return torch.nn.functional.linear(rounded.flatten(-2), wide.flatten(1), bias).to(x.dtype)
+
+
+def _unpack(weight: Tensor) -> Tensor:
+    """Two integers of 4 bits out of each byte: [out, in / 2] -> [out, in]."""
+    return torch.stack([weight & 15, weight >> 4], -1).flatten(1).to(torch.int8) - 8
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, normed: Tensor, layer: int) -> Tensor:
     step = _current.get()
     if layer != len(step.attended):
@@ -189,3 +212,4 @@ _library.impl("block", _block, "CPU")
 _library.impl("attention", _attention, "CPU")
 _library.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
 _library.impl("swiglu", _swiglu, "CompositeExplicitAutograd")
+_library.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")

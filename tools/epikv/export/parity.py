@@ -16,6 +16,9 @@ FLOAT32_TOLERANCE = 1e-4  # largest absolute difference of a logit
 NARROW_FACTOR = (
     1.5  # of narrow dtypes: error against float32, in units of the error transformers makes itself
 )
+# Of quantized linears, in units of the logits' standard deviation: far above what rounding makes of
+# random weights, which no training has made robust, and far below what a wrong model would.
+QUANTIZED_FACTOR = {"int8": 0.1, "int4": 0.7}
 PROMPT_LENGTHS = (1, 7, 33)  # tokens, fed packed in one forward
 CLEAR = 4  # limits: a gap that errors within the limit do not turn round
 STEPS = 8  # decode steps, one token a sequence each
@@ -27,10 +30,11 @@ logging.disable_progress_bar()
 class Report:
     """How far the exported logits are from the reference, over all rows compared."""
 
-    dtype: str
+    measure: str  # of `error`: "max" of float32; "rms" of others
     rows: int
+    spread: float  # standard deviation of the reference's logits
     max_error: float  # largest absolute difference from transformers in float32
-    error: float  # the measure that is limited: max in float32, root mean square in others
+    error: float  # that is limited
     limit: float
     greedy_rows: int  # rows whose two best logits are further apart than CLEAR limits
     greedy_equal: int  # of those, rows with the same greedy token
@@ -39,10 +43,10 @@ class Report:
         return self.error <= self.limit and self.greedy_equal == self.greedy_rows
 
     def __str__(self) -> str:
-        measure = "max" if self.dtype == "float32" else "rms"
         return (
             f"against transformers, {self.rows} rows of prefill and decode:"
-            f" {measure} logit error {self.error:.2e} (limit {self.limit:.2e}),"
+            f" {self.measure} logit error {self.error:.2e} (limit {self.limit:.2e}; the logits'"
+            f" standard deviation is {self.spread:.2e}),"
             f" greedy tokens equal on {self.greedy_equal} of {self.greedy_rows} clear rows"
         )
 
@@ -59,7 +63,8 @@ class Expected:
 
 def expect(manifest: Manifest, directory: Path) -> Expected:
     """Random prompts and their greedy continuations, in transformers: float32 on weights rounded to
-    the model's dtype. The limit of a narrow one is what transformers misses that by in it.
+    the model's dtype, not quantized. The limit of a narrow one is what transformers misses that by
+    in it; of a quantized one, QUANTIZED_FACTOR more.
 
     One model is in memory, in the model's dtype.
     """
@@ -67,11 +72,13 @@ def expect(manifest: Manifest, directory: Path) -> Expected:
     model = load(directory, getattr(torch, manifest.dtype))
     texts = [extend(model, prompt, STEPS) for prompt in prompts]
     theirs = torch.cat([logits(model, text) for text in texts])
-    if manifest.dtype == "float32":
-        return Expected(texts, [len(prompt) for prompt in prompts], theirs, FLOAT32_TOLERANCE)
-    widen(model)
-    wanted = torch.cat([logits(model, text) for text in texts])
-    limit = NARROW_FACTOR * _rms(theirs - wanted)
+    limit, wanted = FLOAT32_TOLERANCE, theirs
+    if manifest.dtype != "float32":
+        widen(model)
+        wanted = torch.cat([logits(model, text) for text in texts])
+        limit = NARROW_FACTOR * _rms(theirs - wanted)
+    if manifest.quantization is not None:
+        limit += QUANTIZED_FACTOR[manifest.quantization] * wanted.std().item()
     return Expected(texts, [len(prompt) for prompt in prompts], wanted, limit)
 
 
@@ -83,11 +90,13 @@ def compare(module: torch.jit.ScriptModule, manifest: Manifest, expected: Expect
     best = wanted.topk(2).values
     clear = best[:, 0] - best[:, 1] > CLEAR * limit
     equal = ours.argmax(-1) == wanted.argmax(-1)
+    exact = manifest.dtype == "float32" and manifest.quantization is None
     return Report(
-        dtype=manifest.dtype,
+        measure="max" if exact else "rms",
         rows=len(wanted),
+        spread=wanted.std().item(),
         max_error=max_error,
-        error=max_error if manifest.dtype == "float32" else _rms(ours - wanted),
+        error=max_error if exact else _rms(ours - wanted),
         limit=limit,
         greedy_rows=int(clear.sum()),
         greedy_equal=int((clear & equal).sum()),

@@ -28,6 +28,7 @@ from epikv.export.synthetic import write_directory
 @click.option("--eos", type=int, help="End-of-sequence token. Default: none.")
 @click.option("--tokenizer", type=click.Choice(["words", "bytes"]), default="words")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32")
+@click.option("--quantize", type=click.Choice(["int8", "int4"]), help="As epikv export has it.")
 @click.option("--seed", default=0)
 @click.option("--name", default="random")
 @click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -55,6 +56,7 @@ def main(
     eos: int | None,
     tokenizer: str,
     dtype: str,
+    quantize: str | None,
     seed: int,
     name: str,
     calibration: Path | None,
@@ -86,7 +88,13 @@ def main(
         try:
             write_directory(config, directory, stored, seed, tokenizer)
             report = export(
-                directory, out, dtype=stored, name=name, calibration=calibration, check=check
+                directory,
+                out,
+                dtype=stored,
+                quantization=quantize,
+                name=name,
+                calibration=calibration,
+                check=check,
             )
         except (ExportError, ValueError) as error:
             sys.exit(f"epikv.export.random: {error}")

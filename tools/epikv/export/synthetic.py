@@ -24,6 +24,7 @@ def random_model(
     *,
     architecture: str = "LlamaForCausalLM",
     name: str = "random",
+    quantization: str | None = None,
     calibration: Path | None = None,
     check: bool = True,
 ) -> None:
@@ -34,7 +35,15 @@ def random_model(
     """
     with tempfile.TemporaryDirectory() as directory:
         write_directory(config, Path(directory), dtype, seed, architecture=architecture)
-        export(Path(directory), path, dtype=dtype, name=name, calibration=calibration, check=check)
+        export(
+            Path(directory),
+            path,
+            dtype=dtype,
+            quantization=quantization,
+            name=name,
+            calibration=calibration,
+            check=check,
+        )
 
 
 def write_directory(

@@ -70,14 +70,16 @@ def gguf(checkpoint: Path, weights: str) -> Path:
     return _made(checkpoint, f"{weights}.gguf", make)
 
 
-def epikv(checkpoint: Path, weights: str) -> Path:
-    """weights: float32 or bfloat16."""
+def epikv(checkpoint: Path, dtype: str, quantization: str | None) -> Path:
+    """dtype: float32 or bfloat16; quantization of the linears: None, int8 or int4."""
     from epikv.export import export
 
+    weights = quantization or dtype
     path = harness.cached(f"peers-{checkpoint.name}-{weights}", {"checkpoint": checkpoint.name})
     if not path.exists():
         harness.say(f"exporting {path.name}")
-        export(checkpoint, path, dtype=weights, name="peers", check=False)
+        how = {"dtype": dtype, "quantization": quantization}
+        export(checkpoint, path, **how, name="peers", check=False)
     return path
 
 

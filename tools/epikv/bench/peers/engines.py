@@ -56,10 +56,12 @@ class Arm:
 
 
 def arms() -> list[Arm]:
-    """All, in the order of tables. int8 and int4 of ours belong here once they are exported."""
+    """All, in the order of tables."""
     return [
         *_ours("fp32", "float32"),
         *_ours("bf16", "bfloat16", budgets=True),
+        *_ours("int8", "bfloat16", "int8"),
+        *_ours("int4", "bfloat16", "int4"),
         _openvino("fp32", "fp32", "f32"),
         _openvino("bf16", "fp32", "bf16"),
         _openvino("bf16", "fp32", "bf16", BUDGET),
@@ -82,10 +84,13 @@ def arms() -> list[Arm]:
     ]
 
 
-def _ours(precision: str, dtype: str, *, budgets: bool = False) -> list[Arm]:
+def _ours(
+    precision: str, dtype: str, quantization: str | None = None, *, budgets: bool = False
+) -> list[Arm]:
     def start(place: Place) -> Engine:
-        pool = place.pool_tokens * place.shape.kv_bytes(BYTES[precision])
-        model = convert.epikv(place.checkpoint, dtype)
+        of_kv = 4 if dtype == "float32" else 2
+        pool = place.pool_tokens * place.shape.kv_bytes(of_kv)
+        model = convert.epikv(place.checkpoint, dtype, quantization)
         return Epikvd(model, place.threads, pool, place.binary)
 
     name = f"epikv {precision}"
