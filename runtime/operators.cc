@@ -75,20 +75,35 @@ at::Tensor RmsNormOp(const at::Tensor& x, const at::Tensor& weight, double eps, 
   return out;
 }
 
+// x as rows whose elements lie beside each other, at any distance: [rows, width].
+at::Tensor AsRows(const at::Tensor& x) {
+  const at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
+  return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
+}
+
 // gate, up [...] -> silu(gate) * up [...]
 at::Tensor SwiGluOp(const at::Tensor& gate, const at::Tensor& up) {
   TORCH_CHECK(gate.sizes() == up.sizes(), "epikv::swiglu: gate is ", gate.sizes(), ", up ",
               up.sizes());
-  if (!HasKernel(gate) || gate.scalar_type() != up.scalar_type()) return at::silu(gate) * up;
-  const at::Tensor a = gate.contiguous(), b = up.contiguous();
-  at::Tensor out = at::empty_like(a);
-  const int64_t size = static_cast<int64_t>(a.element_size());
+  if (!HasKernel(gate) || gate.scalar_type() != up.scalar_type() || gate.dim() == 0) {
+    return at::silu(gate) * up;
+  }
+  at::Tensor out = at::empty(gate.sizes(), gate.options());
+  if (gate.numel() == 0) return out;
+  const at::Tensor a = AsRows(gate), b = AsRows(up);  // which are two parts of one product
+  const int64_t size = static_cast<int64_t>(a.element_size()), width = a.size(1);
   const auto* const gates = static_cast<const char*>(a.const_data_ptr());
   const auto* const ups = static_cast<const char*>(b.const_data_ptr());
   auto* const to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t a_bytes = a.stride(0) * size, b_bytes = b.stride(0) * size;
+  // One row of a step may be worth several threads.
   at::parallel_for(0, a.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    SwiGlu(gates + begin * size, ups + begin * size, to + begin * size, end - begin,
-           DTypeOf(gate.scalar_type()));
+    for (int64_t at = begin; at < end;) {
+      const int64_t row = at / width, from = at % width, count = std::min(end - at, width - from);
+      SwiGlu(gates + row * a_bytes + from * size, ups + row * b_bytes + from * size, to + at * size,
+             count, DTypeOf(gate.scalar_type()));
+      at += count;
+    }
   });
   return out;
 }

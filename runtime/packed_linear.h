@@ -22,11 +22,12 @@ struct PackedLinears {
   std::unordered_map<const void*, std::function<at::Tensor(at::ScalarType)>> dense;
 };
 
-// Rewrites linears of `graph` whose weights are constants, and drops the constants. Memory grows by
-// one weight at most, where nobody else holds them. Each epikv::quantized_linear becomes a product
-// of ours (quantized_linear.h); with `prepack`, each aten::linear becomes epikv::packed_linear over
-// a copy of the weight that lies as this machine's oneDNN kernels read it. Other weights stay:
-// small ones of float32, and bfloat16 where the processor does not have it.
+// Rewrites linears of `graph` whose weights are constants, and drops the constants. Those that
+// share their input, as q, k and v do, become one. Memory grows by the weights of one at most,
+// where nobody else holds them. Each epikv::quantized_linear becomes a product of ours
+// (quantized_linear.h); with `prepack`, each aten::linear becomes epikv::packed_linear over a copy
+// of the weight that lies as this machine's oneDNN kernels read it. Other weights stay: small ones
+// of float32, and bfloat16 where the processor does not have it.
 PackedLinears PackLinears(torch::jit::Graph& graph, bool prepack);
 
 }  // namespace epikv

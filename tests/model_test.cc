@@ -182,7 +182,7 @@ TEST_P(ModelTest, OutputProjectionsSurvivePackingBitForBit) {
 
 TEST(TorchScriptModelTest, SaysWhatItRuns) {
   const auto model = Load("wide");
-  EXPECT_EQ(model->description(), "TorchScript, float32, 11 of 15 linears prepacked for oneDNN");
+  EXPECT_EQ(model->description(), "TorchScript, float32, 15 of 15 linears prepacked for oneDNN");
   EXPECT_EQ(Load("wide", {.prepack = false})->description(),
             "TorchScript, float32, no linear prepacked, as asked");
   for (const std::string dtype : {"bfloat16", "float16"}) {
