@@ -11,7 +11,7 @@ FROM ${BASE} AS toolchain
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
       ca-certificates ccache cmake g++ libabsl-dev libboost-math1.81-dev libgrpc++-dev \
-      libpcre2-dev libpq-dev libprotobuf-dev librandom123-dev libsqlite3-dev libssl-dev \
+      libmimalloc-dev libpcre2-dev libpq-dev libprotobuf-dev librandom123-dev libsqlite3-dev libssl-dev \
       libutf8proc-dev ninja-build \
       nlohmann-json3-dev pkg-config prometheus-cpp-dev protobuf-compiler protobuf-compiler-grpc \
       python3 python3-venv \
@@ -63,7 +63,7 @@ LABEL org.opencontainers.image.title="epikvd" \
       org.opencontainers.image.revision="${REVISION}"
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-      libabsl20220623 libgrpc++1.51 libpcre2-8-0 libpq5 libprometheus-cpp-core1.0 \
+      libabsl20220623 libgrpc++1.51 libmimalloc2.0 libpcre2-8-0 libpq5 libprometheus-cpp-core1.0 \
       libprometheus-cpp-pull1.0 libprotobuf32 libsqlite3-0 libssl3 libstdc++6 libutf8proc2 zlib1g \
  && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
  && useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent \

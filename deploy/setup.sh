@@ -21,8 +21,8 @@ XGRAMMAR_SHA256=8305646fd2b319d6c3003f51a1665e54cbbe9cba1fb636bc41d0b46434ccbb80
 # What the daemon is built from, and the tools of the build.
 EPIKV_PACKAGES=(
   ca-certificates ccache cmake g++ libabsl-dev libboost-math1.81-dev libgmock-dev libgrpc++-dev
-  libgtest-dev libpcre2-dev libpq-dev libprotobuf-dev librandom123-dev libsqlite3-dev libssl-dev
-  libutf8proc-dev ninja-build nlohmann-json3-dev pkg-config prometheus-cpp-dev protobuf-compiler
+  libgtest-dev libmimalloc-dev libpcre2-dev libpq-dev libprotobuf-dev librandom123-dev
+  libsqlite3-dev libssl-dev libutf8proc-dev ninja-build nlohmann-json3-dev pkg-config prometheus-cpp-dev protobuf-compiler
   protobuf-compiler-grpc python3 python3-venv
 )
 

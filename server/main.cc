@@ -1,3 +1,6 @@
+#ifdef EPIKV_MIMALLOC
+#include <mimalloc.h>
+#endif
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
@@ -353,6 +356,11 @@ int Main(const std::vector<std::string>& args) {
 }  // namespace epikv
 
 int main(int argc, char** argv) {
+#ifdef EPIKV_MIMALLOC
+  // What is freed goes back at once: the weights as they were read, of which the peak would be.
+  mi_option_set(mi_option_decommit_delay, 0);
+  mi_option_set(mi_option_segment_decommit_delay, 0);
+#endif
   const int status = epikv::Main({argv + 1, argv + argc});
   // All has ended in order. LibTorch's static destructors would take another second, while the
   // threads of /metrics still answer.
