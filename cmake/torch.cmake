@@ -30,6 +30,11 @@ file(GLOB _gomp ${EPIKV_TORCH_DIR}/lib/libgomp*.so*)
 target_link_libraries(torch_imported INTERFACE
   -Wl,--no-as-needed ${EPIKV_TORCH_DIR}/lib/libtorch_cpu.so
   -Wl,--as-needed ${EPIKV_TORCH_DIR}/lib/libc10.so ${_gomp} Threads::Threads)
+# at::parallel_for is a plain loop in files that are compiled without OpenMP. The team is LibTorch's
+# own libgomp, linked above: GCC's calls are its. Thread sanitizer does not know its barriers.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT EPIKV_SANITIZE MATCHES "thread")
+  target_compile_options(torch_imported INTERFACE -fopenmp)
+endif()
 target_link_options(torch_imported INTERFACE -Wl,-rpath,${EPIKV_TORCH_DIR}/lib)
 add_library(torch::torch ALIAS torch_imported)
 

@@ -116,8 +116,9 @@ at::Tensor PackedQuantizedWeight::Apply(const at::Tensor& x,
   const auto element = static_cast<int64_t>(result.element_size());
   const DType dtype = DTypeOf(x.scalar_type());
   const QuantizedPath path = FastestQuantizedPath();
-  constexpr int64_t kGrain = int64_t{1} << 18;  // products that are worth a thread
-  const int64_t of_block = rows.rows * shape_.inputs * kQuantizedBlock;
+  // Products that are worth a thread; reading a weight takes as long as multiplying it by 8 rows.
+  constexpr int64_t kGrain = int64_t{1} << 22;
+  const int64_t of_block = (rows.rows + 8) * shape_.inputs * kQuantizedBlock;
   at::parallel_for(
       0, QuantizedBlocks(shape_), std::max<int64_t>(1, kGrain / of_block),
       [&](int64_t first, int64_t last) {

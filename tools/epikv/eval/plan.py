@@ -96,6 +96,7 @@ def document(
             "name": model.name,
             "weights": model.weights,
             "dtype": model.dtype,
+            **({"quantization": model.quantization} if model.quantization else {}),
             "calibration": model.calibration and asdict(model.calibration),
         },
         "tasks": [task.facts() for task in tasks],
