@@ -96,6 +96,8 @@ def document(
             "name": model.name,
             "weights": model.weights,
             "dtype": model.dtype,
+            # Told where it is another: plans that are older than it stay what they are.
+            **({"kv_dtype": model.kv_dtype} if model.kv_dtype != model.dtype else {}),
             "calibration": model.calibration and asdict(model.calibration),
         },
         "tasks": [task.facts() for task in tasks],
