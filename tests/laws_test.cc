@@ -123,6 +123,8 @@ INSTANTIATE_TEST_SUITE_P(Law1, FullOfInt8,
 // ---------------------------------------------------------------------------------------------
 // Laws over every policy.
 
+class EveryPolicyOfInt8 : public EveryPolicy {};
+
 class EveryPolicyInFp32 : public EveryPolicy {
  protected:
   // Of logits. Where an element of K or V is half-way between two integers, its last digits decide
@@ -385,8 +387,7 @@ TEST_P(EveryPolicy, Law4_DeterministicModeIgnoresTheBatch) {
 // K and V of int8 are those of the policy's, too: one that reads nothing of them, nor of what
 // attention makes of them, keeps the same tokens as in the model's dtype. Of the others it is told
 // how many they have in common.
-TEST_P(EveryPolicy, WhatInt8KeepsDiffersOnlyByWhatIsRead) {
-  if (kv_dtype() == KvDType::kModel) GTEST_SKIP() << "there is nothing to compare";
+TEST_P(EveryPolicyOfInt8, WhatInt8KeepsDiffersOnlyByWhatIsRead) {
   const RequestOptions options =
       WithPolicy(Scoring(EngineHarness(ModelPath(model())).manifest(), 24, 160, 71), policy(), 64);
   std::vector<std::vector<int32_t>> kept;
@@ -548,6 +549,11 @@ INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicy,
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyInFp32,
                          ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "sample",
                                                               "gqa_int8", "sample_int8"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyOfInt8,
+                         ::testing::Combine(::testing::Values("gqa_int8", "gqa_bf16_int8",
+                                                              "sample_int8"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 INSTANTIATE_TEST_SUITE_P(LawsOfVariants, EveryPolicy,
