@@ -44,8 +44,9 @@ class CacheView {
   // A declared per-slot column, by its place in PolicyTraits::columns. [used]. 0 for a token just
   // cached.
   virtual absl::Span<float> column(int64_t place, int64_t layer, int64_t head) = 0;
-  // K and V rows of one lane, after RoPE, in the model's dtype. [used, width]. Pulled lazily;
-  // declared by Signal::kKeys and kValues.
+  // K and V rows of one lane, after RoPE, as they are attended over, in the model's dtype; in fp32
+  // where they are cached as int8. [used, width]. Pulled lazily; declared by Signal::kKeys and
+  // kValues.
   virtual at::Tensor keys(int64_t layer, int64_t head) const = 0;
   virtual at::Tensor values(int64_t layer, int64_t head) const = 0;
   // The queries of the newest tokens as they attended, after RoPE, in the model's dtype, oldest

@@ -489,7 +489,7 @@ void Resolver::ResolveProtectionAndDemand() {
     std::iota(request_.tap_layers.begin(), request_.tap_layers.end(), int64_t{0});
   }
   const KvLayout layout =
-      LayoutOf(admission_.shape(), admission_.manifest().dtype, request_.traits,
+      LayoutOf(admission_.shape(), admission_.kv_format(), request_.traits,
                static_cast<int64_t>(request_.tap_layers.size()), options_.kv.positions);
   const std::vector<int64_t> budgets =
       evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
@@ -559,12 +559,12 @@ ModelShape ShapeOf(const Manifest& manifest) {
   return shape;
 }
 
-KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& traits,
+KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
                   int64_t num_tap_layers, PositionMode positions) {
-  const int64_t element = dtype == DType::kFloat32 ? 4 : 2;
+  const int64_t element = ElementBytes(format.model), key_bytes = format.RowBytes(shape.key_width);
   KvLayout layout;
   layout.num_lanes = shape.num_layers * shape.num_kv_heads;
-  layout.row_bytes = (shape.key_width + shape.value_width) * element;
+  layout.row_bytes = key_bytes + format.RowBytes(shape.value_width);
   layout.num_tables = traits.granularity == Granularity::kToken   ? 1
                       : traits.granularity == Granularity::kLayer ? shape.num_layers
                                                                   : layout.num_lanes;
@@ -583,7 +583,7 @@ KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& trai
   }
   // The keys of one layer, turned.
   if (positions == PositionMode::kCache) {
-    layout.state_bytes_per_token += shape.num_kv_heads * shape.key_width * element;
+    layout.state_bytes_per_token += shape.num_kv_heads * key_bytes;
   }
   // Residuals after every block, until the last one is there.
   if (traits.signals.Has(Signal::kResidualDistance)) {
@@ -647,8 +647,7 @@ std::string Admission::DefaultPolicy() const {
 }
 
 int64_t Admission::kv_bytes_per_token() const {
-  return shape_.num_layers * shape_.num_kv_heads *
-         LayoutOf(shape_, manifest_.dtype, {}, 0).row_bytes;
+  return shape_.num_layers * shape_.num_kv_heads * LayoutOf(shape_, kv_format(), {}, 0).row_bytes;
 }
 
 std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) const {

@@ -11,6 +11,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "runtime/kv_format.h"
 #include "runtime/manifest.h"
 #include "runtime/request.h"
 
@@ -42,6 +43,7 @@ struct RequestDefaults {
 
 struct AdmissionLimits {
   int64_t kv_capacity_bytes = 0;
+  KvDType kv_dtype = KvDType::kModel;  // K and V are cached as
   int64_t prefill_chunk_tokens = 256;
   int64_t max_running_requests = 256;  // completions count
   RequestDefaults defaults;
@@ -70,6 +72,7 @@ class Admission {
   void SetDefaults(RequestDefaults defaults);
   // Name used when a request gives a budget and no policy; empty: such a request is refused.
   std::string DefaultPolicy() const;
+  KvFormat kv_format() const { return {manifest_.dtype, limits_.kv_dtype}; }
   // Bytes of K and V of one token over all layers.
   int64_t kv_bytes_per_token() const;
 
@@ -106,7 +109,7 @@ struct KvLayout {
   int64_t state_bytes = 0;
   int64_t step_bytes_per_row = 0;  // of each row of a forward, while it runs
 };
-KvLayout LayoutOf(const ModelShape& shape, DType dtype, const PolicyTraits& traits,
+KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
                   int64_t num_tap_layers, PositionMode positions = PositionMode::kAbsolute);
 
 // Bytes of lanes with these capacities (tokens), tables and state included.

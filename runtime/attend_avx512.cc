@@ -65,17 +65,19 @@ EPIKV_INLINE void Transpose(__m512i r[16]) {
   }
 }
 
-// Transposes 16 rows of `words` words of 32 bits each, those from `rows` on as zeros, and calls
-// store(i, word i of each row).
+// Transposes 16 rows, each of `row_bytes` and `words` words of 32 bits, those from `rows` on as
+// zeros, and calls store(i, word i of each row).
 template <class StoreWord>
-EPIKV_INLINE void ForWords(const void* keys, int64_t rows, int64_t words, const StoreWord& store) {
+EPIKV_INLINE void ForWords(const char* keys, int64_t row_bytes, int64_t rows, int64_t words,
+                           const StoreWord& store) {
   for (int64_t begin = 0; begin < words; begin += kVector) {
     const int64_t count = std::min(kVector, words - begin);
     const auto mask = static_cast<__mmask16>((1 << count) - 1);
-    const auto* const first = static_cast<const uint32_t*>(keys) + begin;
+    const char* const first = keys + begin * sizeof(uint32_t);
     __m512i r[16];
     for (int64_t t = 0; t < kVector; ++t) {
-      r[t] = t < rows ? _mm512_maskz_loadu_epi32(mask, first + t * words) : _mm512_setzero_si512();
+      r[t] =
+          t < rows ? _mm512_maskz_loadu_epi32(mask, first + t * row_bytes) : _mm512_setzero_si512();
     }
     Transpose(r);
     for (int64_t t = 0; t < count; ++t) store(begin + t, r[t]);
@@ -97,23 +99,26 @@ EPIKV_INLINE __m256i ToBFloat16(__m512 x) {
 }
 
 // How lanes of one dtype are multiplied. A word is what one product takes of a key, a query or a
-// probability, 32 bits: an element in fp32, or two.
+// probability, 32 bits: an element in fp32, or two. Element: of queries and of what comes out;
+// Cached: of the lanes' rows, behind which is a scale, where they are kScaled.
 
 // Lanes widened to fp32.
 struct OfFloat {
   static constexpr int64_t kKeys = 1;  // whose probabilities share a word
+  static constexpr bool kScaled = false;
   using Element = float;
+  using Cached = float;
 
   static int64_t Words(int64_t width) { return width; }
   EPIKV_INLINE static __m512 MulAdd(__m512 sum, __m512i a, __m512i b) {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
   }
   // 16 keys from `keys` on into column `column` of words [Words(width), kBlock].
-  EPIKV_INLINE static void PackKeys(const float* keys, int64_t rows, int64_t width,
-                                    uint32_t* column) {
-    ForWords(keys, rows, width, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
-      _mm512_store_si512(column + i * kBlock, word);
-    });
+  EPIKV_INLINE static void PackKeys(const char* keys, int64_t row_bytes, int64_t rows,
+                                    int64_t width, uint32_t* column) {
+    ForWords(keys, row_bytes, rows, width,
+             [&](int64_t i, __m512i word)
+                 __attribute__((always_inline)) { _mm512_store_si512(column + i * kBlock, word); });
   }
   EPIKV_INLINE static __m512 Load(const float* p) { return _mm512_loadu_ps(p); }
   EPIKV_INLINE static void Store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
@@ -123,15 +128,17 @@ struct OfFloat {
 template <class Wide>
 struct OfHalf : OfFloat {
   using Element = uint16_t;
+  using Cached = uint16_t;
 
-  EPIKV_INLINE static void PackKeys(const uint16_t* keys, int64_t rows, int64_t width,
-                                    uint32_t* column) {
-    ForWords(keys, rows, width / 2, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
-      uint32_t* const words = column + 2 * i * kBlock;
-      _mm512_store_ps(words, Wide::Load(_mm512_cvtepi32_epi16(word)));
-      _mm512_store_ps(words + kBlock,
-                      Wide::Load(_mm512_cvtepi32_epi16(_mm512_srli_epi32(word, 16))));
-    });
+  EPIKV_INLINE static void PackKeys(const char* keys, int64_t row_bytes, int64_t rows,
+                                    int64_t width, uint32_t* column) {
+    ForWords(keys, row_bytes, rows, width / 2,
+             [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+               uint32_t* const words = column + 2 * i * kBlock;
+               _mm512_store_ps(words, Wide::Load(_mm512_cvtepi32_epi16(word)));
+               _mm512_store_ps(words + kBlock,
+                               Wide::Load(_mm512_cvtepi32_epi16(_mm512_srli_epi32(word, 16))));
+             });
   }
   EPIKV_INLINE static __m512 Load(const uint16_t* p) {
     return Wide::Load(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -182,17 +189,19 @@ struct Widened : Of {
 // Lanes of bfloat16 as they are, two elements a word.
 struct Paired {
   static constexpr int64_t kKeys = 2;
+  static constexpr bool kScaled = false;
   using Element = uint16_t;
+  using Cached = uint16_t;
 
   static int64_t Words(int64_t width) { return width / 2; }
   EPIKV_INLINE static __m512 MulAdd(__m512 sum, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
   }
-  EPIKV_INLINE static void PackKeys(const uint16_t* keys, int64_t rows, int64_t width,
-                                    uint32_t* column) {
-    ForWords(keys, rows, width / 2, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
-      _mm512_store_si512(column + i * kBlock, word);
-    });
+  EPIKV_INLINE static void PackKeys(const char* keys, int64_t row_bytes, int64_t rows,
+                                    int64_t width, uint32_t* column) {
+    ForWords(keys, row_bytes, rows, width / 2,
+             [&](int64_t i, __m512i word)
+                 __attribute__((always_inline)) { _mm512_store_si512(column + i * kBlock, word); });
   }
   static void PackQueries(const uint16_t* queries, int64_t count, uint32_t* words) {
     std::memcpy(words, queries, count * sizeof(uint16_t));
@@ -227,10 +236,84 @@ struct Paired {
   }
 };
 
+// Lanes of int8, whose elements fp32 and bfloat16 hold exactly. Their scales are not theirs: K's
+// are multiplied into logits, V's into probabilities.
+
+// Element `i` of each word's four, in fp32.
+EPIKV_INLINE __m512 FromInt8(__m512i word, int i) {
+  return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(word, 24 - 8 * i), 24));
+}
+EPIKV_INLINE __m512 FromInt8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+// As a pair of bfloat16, of which they have no digit more.
+EPIKV_INLINE __m512i Pair(__m512 low, __m512 high) {
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16),
+                         _mm512_castps_si512(high));
+}
+
+template <class Of>
+struct WidenedInt8 : Widened<Of> {
+  static constexpr bool kScaled = true;
+  using Cached = int8_t;
+
+  EPIKV_INLINE static void PackKeys(const char* keys, int64_t row_bytes, int64_t rows,
+                                    int64_t width, uint32_t* column) {
+    ForWords(keys, row_bytes, rows, width / 4,
+             [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+               for (int part = 0; part < 4; ++part) {
+                 _mm512_store_ps(column + (4 * i + part) * kBlock, FromInt8(word, part));
+               }
+             });
+  }
+  template <int kVectors>
+  EPIKV_INLINE static void LoadValues(const int8_t* row, const int8_t*, __m512i values[]) {
+    for (int i = 0; i < kVectors; ++i) {
+      values[i] = _mm512_castps_si512(FromInt8(row + kVector * i));
+    }
+  }
+};
+
+struct PairedInt8 : Paired {
+  static constexpr bool kScaled = true;
+  using Cached = int8_t;
+
+  EPIKV_INLINE static void PackKeys(const char* keys, int64_t row_bytes, int64_t rows,
+                                    int64_t width, uint32_t* column) {
+    ForWords(keys, row_bytes, rows, width / 4,
+             [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+               uint32_t* const words = column + 2 * i * kBlock;
+               _mm512_store_si512(words, Pair(FromInt8(word, 0), FromInt8(word, 1)));
+               _mm512_store_si512(words + kBlock, Pair(FromInt8(word, 2), FromInt8(word, 3)));
+             });
+  }
+  // Two rows interleaved, in order.
+  template <int kVectors>
+  EPIKV_INLINE static void LoadValues(const int8_t* row, const int8_t* next, __m512i values[]) {
+    for (int i = 0; i < kVectors; ++i) {
+      values[i] = Pair(FromInt8(row + kVector * i), FromInt8(next + kVector * i));
+    }
+  }
+  EPIKV_INLINE static void Finish(const float* sums, float mass, int64_t width, uint16_t* out) {
+    Widened<OfHalf<BFloat16>>::Finish(sums, mass, width, out);
+  }
+};
+
+// The scales of a block's rows, 0 behind the last.
+struct Scales {
+  alignas(64) float of[kBlock];
+
+  EPIKV_INLINE void Read(const char* rows, int64_t row_bytes, int64_t count, int64_t width) {
+    for (int64_t j = 0; j < count; ++j) of[j] = RowScale(rows + j * row_bytes, width);
+    std::fill(of + count, of + kBlock, 0.0f);
+  }
+};
+
 // queries [kQueries, words], keys [words, kBlock] -> logits [kQueries, kBlock], scaled.
 template <class As, int kQueries>
 EPIKV_INLINE void Logits(const uint32_t* queries, const uint32_t* keys, int64_t words, float scale,
-                         float* logits) {
+                         const Scales& scales, float* logits) {
   // Four sums one after another, added at the end, lose fewer digits than one.
   const int64_t part = (words + 3) / 4;
   __m512 low[kQueries], high[kQueries];
@@ -252,10 +335,14 @@ EPIKV_INLINE void Logits(const uint32_t* queries, const uint32_t* keys, int64_t 
       high[g] = _mm512_add_ps(high[g], high_part[g]);
     }
   }
-  const __m512 factor = _mm512_set1_ps(scale);
+  __m512 low_factor = _mm512_set1_ps(scale), high_factor = low_factor;
+  if constexpr (As::kScaled) {
+    low_factor = _mm512_mul_ps(low_factor, _mm512_load_ps(scales.of));
+    high_factor = _mm512_mul_ps(high_factor, _mm512_load_ps(scales.of + kVector));
+  }
   for (int g = 0; g < kQueries; ++g) {
-    _mm512_store_ps(logits + g * kBlock, _mm512_mul_ps(low[g], factor));
-    _mm512_store_ps(logits + g * kBlock + kVector, _mm512_mul_ps(high[g], factor));
+    _mm512_store_ps(logits + g * kBlock, _mm512_mul_ps(low[g], low_factor));
+    _mm512_store_ps(logits + g * kBlock + kVector, _mm512_mul_ps(high[g], high_factor));
   }
 }
 
@@ -275,7 +362,7 @@ struct Ahead {
 // sums [kQueries, width] += weights [kQueries, kBlock] values [count, width], of kVectors x 16
 // columns.
 template <class As, int kQueries, int kVectors>
-EPIKV_INLINE void AddValues(const uint32_t* weights, const typename As::Element* values,
+EPIKV_INLINE void AddValues(const uint32_t* weights, const char* values, int64_t row_bytes,
                             const Ahead& ahead, int64_t count, int64_t width, float* sums) {
   __m512 sum[kQueries][kVectors];
   for (int g = 0; g < kQueries; ++g) {
@@ -283,9 +370,11 @@ EPIKV_INLINE void AddValues(const uint32_t* weights, const typename As::Element*
   }
   for (int64_t j = 0; j < count; j += As::kKeys) {
     for (int64_t k = 0; k < As::kKeys; ++k) ahead.Fetch(j + k);
-    const auto* const row = values + j * width;
+    const char* const row = values + j * row_bytes;
+    const char* const next = j + 1 < count ? row + row_bytes : row;
     __m512i value[kVectors];
-    As::template LoadValues<kVectors>(row, j + 1 < count ? row + width : row, value);
+    As::template LoadValues<kVectors>(reinterpret_cast<const typename As::Cached*>(row),
+                                      reinterpret_cast<const typename As::Cached*>(next), value);
     for (int g = 0; g < kQueries; ++g) {
       const __m512i weight =
           _mm512_set1_epi32(static_cast<int>(weights[(g * kBlock + j) / As::kKeys]));
@@ -299,14 +388,15 @@ EPIKV_INLINE void AddValues(const uint32_t* weights, const typename As::Element*
 
 // All columns.
 template <class As, int kQueries>
-EPIKV_INLINE void AddValues(const uint32_t* weights, const typename As::Element* values,
+EPIKV_INLINE void AddValues(const uint32_t* weights, const char* values, int64_t row_bytes,
                             Ahead ahead, int64_t count, int64_t width, float* sums) {
   int64_t column = 0;
   const auto add = [&](auto vectors) __attribute__((always_inline)) {
     constexpr int kVectors = decltype(vectors)::value;
     for (; column + kVector * kVectors <= width; column += kVector * kVectors) {
-      AddValues<As, kQueries, kVectors>(weights, values + column, ahead, count, width,
-                                        sums + column);
+      AddValues<As, kQueries, kVectors>(
+          weights, values + column * static_cast<int64_t>(sizeof(typename As::Cached)), row_bytes,
+          ahead, count, width, sums + column);
       ahead.row_bytes = 0;  // once
     }
   };
@@ -345,9 +435,10 @@ struct Scratch {
   float* mass;        // [queries] running sum
 };
 
-// Turns a query's logits of a block into weights.
+// Turns a query's logits of a block into weights. scales: of the block's values.
 template <class As>
-EPIKV_INLINE void Weigh(const Scratch<As>& s, int64_t g, int64_t value_width) {
+EPIKV_INLINE void Weigh(const Scratch<As>& s, int64_t g, int64_t value_width,
+                        const Scales& scales) {
   const float* const logit = s.logits + g * kBlock;
   __m512 x[2] = {_mm512_load_ps(logit), _mm512_load_ps(logit + kVector)};
   const float top = std::max(s.peak[g], _mm512_reduce_max_ps(_mm512_max_ps(x[0], x[1])));
@@ -366,6 +457,9 @@ EPIKV_INLINE void Weigh(const Scratch<As>& s, int64_t g, int64_t value_width) {
   }
   for (__m512& weight : x) weight = Exp(_mm512_sub_ps(weight, _mm512_set1_ps(top)));
   s.mass[g] += _mm512_reduce_add_ps(_mm512_add_ps(x[0], x[1]));
+  if constexpr (As::kScaled) {
+    for (int i = 0; i < 2; ++i) x[i] = _mm512_mul_ps(x[i], _mm512_load_ps(scales.of + kVector * i));
+  }
   As::PackWeights(x, s.weights + g * kBlock / As::kKeys);
 }
 
@@ -389,13 +483,16 @@ EPIKV_INLINE void Attend(const PrefillLane& lane, const DecodeShape& shape, floa
                          float* memory) {
   using Element = typename As::Element;
   const int64_t group = shape.group, dk = shape.key_width, dv = shape.value_width;
-  const int64_t words = As::Words(dk), element = sizeof(Element);
+  const int64_t words = As::Words(dk);
+  const KvFormat format = {shape.dtype, shape.stored};
+  const int64_t key_bytes = format.RowBytes(dk), value_bytes = format.RowBytes(dv);
   const int64_t queries = lane.rows * group, used = lane.seen + lane.rows - 1;
   const Scratch<As> s(shape, queries, memory);
   for (int64_t r = 0; r < lane.rows; ++r) {
     As::PackQueries(static_cast<const Element*>(lane.q) + r * lane.q_stride, group * dk,
                     s.queries + r * group * words);
   }
+  Scales key_scales, value_scales;
 
   for (int64_t begin = 0; begin < used; begin += kBlock) {
     const int64_t count = std::min(kBlock, used - begin);
@@ -403,19 +500,23 @@ EPIKV_INLINE void Attend(const PrefillLane& lane, const DecodeShape& shape, floa
       LeaveUnseen(left, group, used, begin, count);
       continue;
     }
-    const Element* const keys = static_cast<const Element*>(lane.keys) + begin * dk;
-    const Element* const values = static_cast<const Element*>(lane.values) + begin * dv;
-    const Ahead of_values = {reinterpret_cast<const char*>(values), dv * element};
-    Ahead of_keys = {reinterpret_cast<const char*>(keys + kBlock * dk), dk * element};
+    const char* const keys = static_cast<const char*>(lane.keys) + begin * key_bytes;
+    const char* const values = static_cast<const char*>(lane.values) + begin * value_bytes;
+    const Ahead of_values = {values, value_bytes};
+    Ahead of_keys = {keys + kBlock * key_bytes, key_bytes};
     for (int64_t j = 0; j < kBlock; j += kVector) {
       for (int64_t t = j; t < std::min(count, j + kVector); ++t) of_values.Fetch(t);
-      As::PackKeys(keys + j * dk, count - j, dk, s.keys + j);
+      As::PackKeys(keys + j * key_bytes, key_bytes, count - j, dk, s.keys + j);
+    }
+    if constexpr (As::kScaled) {
+      key_scales.Read(keys, key_bytes, count, dk);
+      value_scales.Read(values, value_bytes, count, dv);
     }
     // Queries of the rows before do not see this block.
     const int64_t first = std::max<int64_t>(0, begin - lane.seen + 1) * group;
     ForTiles(queries - first, [&](int64_t g, auto tile) __attribute__((always_inline)) {
       Logits<As, decltype(tile)::value>(s.queries + (first + g) * words, s.keys, words, shape.scale,
-                                        s.logits + (first + g) * kBlock);
+                                        key_scales, s.logits + (first + g) * kBlock);
     });
     for (int64_t g = first; g < queries; ++g) {
       const int64_t row = g / group, seen = std::min(count, lane.seen + row - begin);
@@ -423,11 +524,12 @@ EPIKV_INLINE void Attend(const PrefillLane& lane, const DecodeShape& shape, floa
       Bend({lane.positions, lane.first_seen + row}, shape.soft_cap, begin, seen, logit);
       if (left != nullptr) std::memcpy(left + g * used + begin, logit, seen * sizeof(float));
       std::fill(logit + seen, logit + kBlock, -INFINITY);
-      Weigh(s, g, dv);
+      Weigh(s, g, dv, value_scales);
     }
     ForTiles(queries - first, [&](int64_t g, auto tile) __attribute__((always_inline)) {
       AddValues<As, decltype(tile)::value>(s.weights + (first + g) * kBlock / As::kKeys, values,
-                                           of_keys, count, dv, s.sums + (first + g) * dv);
+                                           value_bytes, of_keys, count, dv,
+                                           s.sums + (first + g) * dv);
       of_keys.row_bytes = 0;
     });
   }
@@ -444,29 +546,25 @@ EPIKV_INLINE void Attend(const PrefillLane& lane, const DecodeShape& shape, floa
   }
 }
 
-EPIKV_INLINE PrefillLane OneRow(const DecodeLane& lane) {
-  return {.q = lane.q,
-          .keys = lane.keys,
-          .values = lane.values,
-          .rows = 1,
-          .seen = lane.used,
-          .out = lane.out,
-          .positions = lane.positions,
-          .first_seen = lane.first_seen};
-}
-
-void AttendWidened(const PrefillLane& lane, const DecodeShape& shape, float* left, float* scratch) {
+template <template <class> class As>
+void AttendAs(const PrefillLane& lane, const DecodeShape& shape, float* left, float* scratch) {
   switch (shape.dtype) {
     case DType::kFloat32:
-      return Attend<Widened<OfFloat>>(lane, shape, left, scratch);
+      return Attend<As<OfFloat>>(lane, shape, left, scratch);
     case DType::kBFloat16:
-      return Attend<Widened<OfHalf<BFloat16>>>(lane, shape, left, scratch);
+      return Attend<As<OfHalf<BFloat16>>>(lane, shape, left, scratch);
     case DType::kFloat16:
-      return Attend<Widened<OfHalf<Float16>>>(lane, shape, left, scratch);
+      return Attend<As<OfHalf<Float16>>>(lane, shape, left, scratch);
   }
 }
 
+void AttendWidened(const PrefillLane& lane, const DecodeShape& shape, float* left, float* scratch) {
+  if (shape.stored == KvDType::kInt8) return AttendAs<WidenedInt8>(lane, shape, left, scratch);
+  AttendAs<Widened>(lane, shape, left, scratch);
+}
+
 void AttendPaired(const PrefillLane& lane, const DecodeShape& shape, float* left, float* scratch) {
+  if (shape.stored == KvDType::kInt8) return Attend<PairedInt8>(lane, shape, left, scratch);
   Attend<Paired>(lane, shape, left, scratch);
 }
 

@@ -12,7 +12,7 @@ namespace epikv {
 // Whether this processor, and this compiler, can. Widths are to be multiples of 16.
 bool CanAttendAvx512(const DecodeShape& shape);
 // The same by products of bfloat16 pairs, which AVX512_BF16 sums in fp32; probabilities are rounded
-// to bfloat16 before they meet V. Of bfloat16 lanes, V's width a multiple of 32.
+// to bfloat16 before they meet V. Of bfloat16 models, V's width a multiple of 32.
 bool CanAttendAvx512BFloat16(const DecodeShape& shape);
 
 // Floats of scratch for so many rows, of either.

@@ -8,6 +8,7 @@
 
 #include "absl/time/clock.h"
 #include "runtime/kernels.h"
+#include "runtime/kv_pool.h"
 #include "runtime/scalar_type.h"
 
 namespace epikv {
@@ -19,11 +20,14 @@ DecodeShape KernelShape(const AttentionShape& shape) {
           .value_width = shape.value_width,
           .scale = static_cast<float>(shape.scale),
           .soft_cap = static_cast<float>(shape.soft_cap.value_or(0)),
-          .dtype = DTypeOf(shape.dtype)};
+          .dtype = DTypeOf(shape.dtype),
+          .stored = shape.stored};
 }
 
+KvFormat FormatOf(const AttentionShape& shape) { return {DTypeOf(shape.dtype), shape.stored}; }
+
 // Rows [begin, end) of `heads` lanes from `head` on as one tensor, [1, heads, end - begin, width].
-// Precondition: their capacities are equal.
+// Precondition: their capacities are equal; they are of the model's dtype.
 at::Tensor View(char* first, int64_t capacity, int64_t heads, int64_t begin, int64_t end,
                 int64_t width, at::ScalarType dtype) {
   char* const data = first + begin * width * static_cast<int64_t>(c10::elementSize(dtype));
@@ -286,10 +290,10 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
   });
 }
 
-// Our loop over the rows of prompts, and what it is written for.
+// Our loop over the rows of prompts, where it is worth while: nobody else reads int8.
 std::optional<AttentionPath> PrefillPath(const DecodeShape& shape) {
   const AttentionPath path = FastestAttentionPath(shape);
-  if (path == AttentionPath::kAnywhere) return std::nullopt;
+  if (path == AttentionPath::kAnywhere && shape.stored == KvDType::kModel) return std::nullopt;
   return path;
 }
 
@@ -390,8 +394,9 @@ absl::string_view DecodeKernelName(DecodeKernel kernel) {
 at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const AttentionItem> items,
                           const AttentionShape& shape) const {
   at::Tensor out = at::empty({q.size(0), shape.num_heads, shape.value_width}, q.options());
+  const bool ours = shape.stored == KvDType::kInt8;
   std::optional<AttentionPath> prefill;
-  if (prefill_ == PrefillKernel::kBatch) prefill = PrefillPath(KernelShape(shape));
+  if (prefill_ == PrefillKernel::kBatch || ours) prefill = PrefillPath(KernelShape(shape));
   std::vector<const AttentionItem*> together, prompts;
   for (const AttentionItem& item : items) {
     counts_.attended += item.num_rows * shape.num_kv_heads;
@@ -399,7 +404,7 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
       prompts.push_back(&item);
     } else if (!item.decode) {
       Prefill(q, out, layer, item, shape);
-    } else if (decode_ == DecodeKernel::kBatch || shape.soft_cap.has_value() ||
+    } else if (decode_ == DecodeKernel::kBatch || ours || shape.soft_cap.has_value() ||
                shape.window.has_value()) {
       together.push_back(&item);
     } else {
@@ -441,6 +446,7 @@ void Attention::ColumnSums(const at::Tensor& q, int64_t layer, const AttentionIt
                            const AttentionShape& shape, absl::Span<float> sums) const {
   counts_.measured += item.num_rows * shape.num_kv_heads;
   constexpr int64_t kBlock = 512;  // tokens
+  const KvFormat format = FormatOf(shape);
   int64_t start = 0;
   for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
     const int64_t used = item.used[head], past = used - item.num_rows;
@@ -454,9 +460,8 @@ void Attention::ColumnSums(const at::Tensor& q, int64_t layer, const AttentionIt
         item.log_sum_exp->narrow(0, first, shape.group()).unsqueeze(-1);  // [group, rows, 1]
     for (int64_t begin = 0; begin < used; begin += kBlock) {
       const int64_t end = std::min(used, begin + kBlock);
-      const at::Tensor keys =
-          View(lane.keys, lane.capacity, 1, begin, end, shape.key_width, shape.dtype)[0][0].to(
-              at::kFloat);
+      const at::Tensor keys = ReadRows(lane.keys + begin * format.RowBytes(shape.key_width),
+                                       end - begin, shape.key_width, format);
       at::Tensor logits = at::matmul(queries, keys.t()).mul_(shape.scale);
       Cap(logits, shape.soft_cap);
       at::Tensor mass = logits.sub_(log_sum_exp).exp_();
@@ -485,16 +490,14 @@ class MeasuredSequences {
                .key_width = shape.key_width,
                .value_width = shape.value_width},
         pool_(count * kCapacity * shape.num_kv_heads, shape.key_width, shape.value_width,
-              shape.dtype),
+              FormatOf(shape)),
         used_(shape.num_kv_heads, kMeasuredTokens) {
     for (int64_t s = 0; s < count; ++s) {
       caches_.push_back(std::make_unique<SequenceCache>(pool_, SequenceId(s), request_, model_));
       for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
         const LaneRows lane = caches_.back()->Lane(0, head);
-        View(lane.keys, kMeasuredTokens, 1, 0, kMeasuredTokens, shape.key_width, shape.dtype)
-            .normal_();
-        View(lane.values, kMeasuredTokens, 1, 0, kMeasuredTokens, shape.value_width, shape.dtype)
-            .normal_();
+        Fill(lane.keys, shape.key_width, shape);
+        Fill(lane.values, shape.value_width, shape);
       }
     }
   }
@@ -515,6 +518,16 @@ class MeasuredSequences {
  private:
   static constexpr int64_t kCapacity =
       kMeasuredTokens + 16;  // lanes are rarely full: nor are these
+
+  static void Fill(char* rows, int64_t width, const AttentionShape& shape) {
+    const KvFormat format = FormatOf(shape);
+    const at::Tensor noise = at::randn({kMeasuredTokens, width}).to(shape.dtype);
+    const char* const in = static_cast<const char*>(noise.const_data_ptr());
+    for (int64_t i = 0; i < kMeasuredTokens; ++i) {
+      WriteRow(in + i * width * noise.element_size(), rows + i * format.RowBytes(width), width,
+               format);
+    }
+  }
 
   static Request RequestOf(const AttentionShape& shape) {
     Request request;
@@ -557,6 +570,7 @@ std::vector<KernelTiming<DecodeKernel>> MeasureDecodeKernels(const AttentionShap
   const at::Tensor q = at::randn({8, shape.num_heads, shape.key_width}).to(shape.dtype);
   std::vector<KernelTiming<DecodeKernel>> timings;
   for (DecodeKernel kernel : {DecodeKernel::kBatch, DecodeKernel::kFlash, DecodeKernel::kMatmul}) {
+    if (kernel != DecodeKernel::kBatch && shape.stored == KvDType::kInt8) continue;
     // Flash takes V as wide as K.
     if (kernel == DecodeKernel::kFlash && shape.key_width != shape.value_width) continue;
     timings.push_back(
@@ -573,6 +587,7 @@ std::vector<KernelTiming<PrefillKernel>> MeasurePrefillKernels(const AttentionSh
   std::vector<KernelTiming<PrefillKernel>> timings;
   for (PrefillKernel kernel : {PrefillKernel::kBatch, PrefillKernel::kFlash}) {
     if (kernel == PrefillKernel::kBatch && !PrefillPath(KernelShape(shape)).has_value()) continue;
+    if (kernel == PrefillKernel::kFlash && shape.stored == KvDType::kInt8) continue;
     timings.push_back(
         {kernel, LeastMicroseconds(Attention(DecodeKernel::kBatch, kernel), q, items, shape)});
   }

@@ -10,13 +10,14 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "runtime/kv_format.h"
 #include "runtime/manifest.h"
 #include "runtime/sequence_cache.h"
 
 namespace epikv {
 
 // How one decode query attends. Chosen at start-up by measuring, never by the policy. At layers
-// with a soft cap or a window it is kBatch.
+// with a soft cap or a window, and over K and V of int8, it is kBatch.
 enum class DecodeKernel {
   kBatch,   // our loop, one call for all sequences' lanes
   kFlash,   // the SDPA flash kernel, one call a sequence
@@ -25,8 +26,8 @@ enum class DecodeKernel {
 absl::string_view DecodeKernelName(DecodeKernel kernel);
 
 // How a prompt's rows attend; also measured. kBatch is our loop, one call for all prompts' lanes,
-// where the processor has one; elsewhere, and with kFlash, the SDPA flash kernel, a
-// call or two a sequence.
+// where the processor has one for the shape; elsewhere, and with kFlash, the SDPA flash kernel, a
+// call or two a sequence. Over K and V of int8 it is kBatch.
 enum class PrefillKernel { kBatch, kFlash };
 absl::string_view PrefillKernelName(PrefillKernel kernel);
 
@@ -62,7 +63,8 @@ struct AttentionShape {
   double scale = 1;
   std::optional<double> soft_cap;  // LayerFacts
   std::optional<int64_t> window;
-  at::ScalarType dtype = at::kFloat;
+  at::ScalarType dtype = at::kFloat;  // of q and out
+  KvDType stored = KvDType::kModel;   // of K and V
   int64_t group() const { return num_heads / num_kv_heads; }
 };
 

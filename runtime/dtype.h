@@ -1,10 +1,13 @@
 #pragma once
 
+#include <cstdint>
+
 #include "absl/strings/string_view.h"
 
 namespace epikv {
 
-// What weights, activations and the KV cache are stored in.
+// What weights and activations are stored in; and the KV cache, unless it is told otherwise
+// (KvDType).
 enum class DType { kFloat32, kBFloat16, kFloat16 };
 
 inline absl::string_view DTypeName(DType dtype) {
@@ -18,5 +21,7 @@ inline absl::string_view DTypeName(DType dtype) {
   }
   return "";
 }
+
+inline int64_t ElementBytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 }  // namespace epikv

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <exception>
 
+#include "absl/container/fixed_array.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -20,6 +21,9 @@
 
 namespace epikv {
 namespace {
+
+// One row in the model's dtype, in bytes.
+using RowScratch = absl::FixedArray<char, 1024>;
 
 // Charges the time of a scope to one stage.
 class StageTimer {
@@ -51,7 +55,8 @@ struct Executor::OpenSequence {
       : request(r),
         cache(pool, id, r, shape),
         tap(r.tap_layers, shape.hidden_size),
-        queries(shape.num_layers, r.traits.window, shape.num_heads * pool.key_bytes()),
+        queries(shape.num_layers, r.traits.window,
+                shape.num_heads * shape.key_width * ElementBytes(pool.format().model)),
         moments(r.traits.signals.Has(Signal::kQueryMoments) ? shape.num_layers : 0, shape.num_heads,
                 shape.key_width),
         attention_rows(r.traits.attention_layers, shape.num_kv_heads) {}
@@ -76,7 +81,8 @@ struct Executor::OpenSequence {
   LaneRowsOfStep attention_rows;
   // Scratch of the layer that runs, kept from step to step.
   std::vector<float> decode_logits;  // AttentionItem::logits
-  at::Tensor turned;                 // PositionMode::kCache: keys at their ranks. [rows, key_width]
+  // PositionMode::kCache: keys at their ranks. [rows, bytes of one], uint8
+  at::Tensor turned;
   std::unique_ptr<PolicyState> state;  // null: the policy keeps none
   PrefixCache::Kept prefix;
   std::optional<int64_t> mass_at;  // index of the token that was newest when it was measured last
@@ -188,18 +194,17 @@ class View final : public CacheView {
     return Table(layer, head).column(place);
   }
   at::Tensor keys(int64_t layer, int64_t head) const override {
-    return at::from_blob(sequence_.cache.Lane(layer, head).keys,
-                         {Table(layer, head).used(), pool_.key_width()},
-                         at::TensorOptions().dtype(pool_.dtype()));
+    return Rows(sequence_.cache.Lane(layer, head).keys, Table(layer, head).used(),
+                manifest_.layers[layer].key_width);
   }
   at::Tensor values(int64_t layer, int64_t head) const override {
-    return at::from_blob(sequence_.cache.Lane(layer, head).values,
-                         {Table(layer, head).used(), pool_.value_width()},
-                         at::TensorOptions().dtype(pool_.dtype()));
+    return Rows(sequence_.cache.Lane(layer, head).values, Table(layer, head).used(),
+                manifest_.layers[layer].value_width);
   }
   at::Tensor queries(int64_t layer) const override {
     at::Tensor queries = at::empty(
-        {sequence_.queries.size(), manifest_.num_heads, pool_.key_width()}, pool_.dtype());
+        {sequence_.queries.size(), manifest_.num_heads, manifest_.layers[layer].key_width},
+        ScalarTypeOf(manifest_.dtype));
     sequence_.queries.Read(layer, static_cast<char*>(queries.mutable_data_ptr()));
     return queries;
   }
@@ -216,6 +221,14 @@ class View final : public CacheView {
  private:
   SlotTable& Table(int64_t layer, int64_t head) const {
     return sequence_.cache.table(sequence_.cache.TableOf(layer, head));
+  }
+  // A lane's rows, [used, width]: where they lie, or, of int8, what they are worth.
+  at::Tensor Rows(char* lane, int64_t used, int64_t width) const {
+    const KvFormat& format = pool_.format();
+    if (format.stored == KvDType::kModel) {
+      return at::from_blob(lane, {used, width}, ScalarTypeOf(format.model));
+    }
+    return ReadRows(lane, used, width, format);
   }
   OpenSequence& sequence_;
   const KvPool& pool_;
@@ -277,7 +290,7 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
       output_grams_(OutputGrams(*model_)),
       attention_(options.decode_kernel, options.prefill_kernel),
       pool_(options.pool_rows, shape_.key_width, shape_.value_width,
-            ScalarTypeOf(model_->manifest().dtype)),
+            {model_->manifest().dtype, options.kv_dtype}),
       prefixes_(pool_, shape_.num_layers * shape_.num_kv_heads, options.prefix_block_tokens,
                 shape_.num_layers * shape_.hidden_size),
       taps_(shape_.num_layers),
@@ -521,7 +534,8 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
                              .scale = facts.scale,
                              .soft_cap = facts.soft_cap,
                              .window = facts.window,
-                             .dtype = pool_.dtype()};
+                             .dtype = ScalarTypeOf(pool_.format().model),
+                             .stored = pool_.format().stored};
   // Padding rows of deterministic mode stay zero and are attended by nobody.
   at::Tensor rotated = options_.deterministic ? at::zeros_like(q, at::MemoryFormat::Contiguous)
                                               : at::empty_like(q, at::MemoryFormat::Contiguous);
@@ -560,7 +574,7 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
     OpenSequence& sequence = *item.sequence;
     const StageTimer taps(times_, Stage::kTaps);
     if (item.wants_queries()) {
-      const int64_t row_bytes = shape_.num_heads * pool_.key_bytes();
+      const int64_t row_bytes = shape_.num_heads * shape_.key_width * rotated.element_size();
       sequence.queries.Take(
           layer, static_cast<const char*>(rotated.const_data_ptr()) + items[i].row * row_bytes,
           items[i].num_rows);
@@ -582,23 +596,26 @@ at::Tensor Executor::Attention(const at::Tensor& q, const at::Tensor& k, const a
   return out;
 }
 
-// Rotates queries into `rotated`, and writes rotated keys and values into the slots the step takes.
+// Rotates queries into `rotated`, and writes rotated keys and values into the slots the step takes,
+// as the pool's format has them.
 void Executor::Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
                       const at::Tensor& v, int64_t layer, at::Tensor& rotated) {
   const RopeTable& rope = ropes_[model_->manifest().layers[layer].rope];
-  const DType dtype = model_->manifest().dtype;
+  const KvFormat& format = pool_.format();
   const int64_t kv_heads = shape_.num_kv_heads, group = shape_.num_heads / kv_heads;
-  const int64_t key_bytes = pool_.key_bytes(), value_bytes = pool_.value_bytes();
+  const int64_t key_bytes = shape_.key_width * q.element_size();
+  const int64_t value_bytes = shape_.value_width * v.element_size();
   const char* const q_data = static_cast<const char*>(q.const_data_ptr());
   const char* const k_data = static_cast<const char*>(k.const_data_ptr());
   const char* const v_data = static_cast<const char*>(v.const_data_ptr());
   char* const out_data = static_cast<char*>(rotated.mutable_data_ptr());
   auto rotate = [&](const char* in, char* out, const float* cos_sin) {
-    Rotate(in, out, shape_.key_width, rope.half(), rope.interleaved(), cos_sin, dtype);
+    Rotate(in, out, shape_.key_width, rope.half(), rope.interleaved(), cos_sin, format.model);
   };
   for (const StepItem& item : items) {
     const SequenceCache& cache = item.sequence->cache;
     at::parallel_for(0, item.num_rows(), 16, [&](int64_t begin, int64_t end) {
+      RowScratch turned(key_bytes);
       for (int64_t head = 0; head < kv_heads; ++head) {
         const int64_t table = cache.TableOf(layer, head);
         const LaneRows lane = cache.Lane(layer, head);
@@ -606,12 +623,14 @@ void Executor::Append(absl::Span<const StepItem> items, const at::Tensor& q, con
           const float* const cos_sin = rope.at(item.positions[table] + i);
           const int64_t slot = item.slots[table] + i;
           const int64_t kv_row = (item.row + i) * kv_heads + head;
-          if (item.turns_keys()) {
-            std::memcpy(lane.keys + slot * key_bytes, k_data + kv_row * key_bytes, key_bytes);
-          } else {
-            rotate(k_data + kv_row * key_bytes, lane.keys + slot * key_bytes, cos_sin);
+          const char* key = k_data + kv_row * key_bytes;
+          if (!item.turns_keys()) {
+            rotate(key, turned.data(), cos_sin);
+            key = turned.data();
           }
-          std::memcpy(lane.values + slot * value_bytes, v_data + kv_row * value_bytes, value_bytes);
+          WriteRow(key, lane.keys + slot * pool_.key_bytes(), shape_.key_width, format);
+          WriteRow(v_data + kv_row * value_bytes, lane.values + slot * pool_.value_bytes(),
+                   shape_.value_width, format);
           const int64_t q_row = (item.row + i) * shape_.num_heads + head * group;
           for (int64_t g = 0; g < group; ++g) {
             rotate(q_data + (q_row + g) * key_bytes, out_data + (q_row + g) * key_bytes, cos_sin);
@@ -640,10 +659,10 @@ void Executor::FindHidden(StepItem& item, int64_t layer) {
   }
 }
 
-// Rotates a layer's keys at their ranks, in lanes laid out as those of the cache.
+// Rotates a layer's keys at their ranks, in lanes laid out, and of a format, as those of the cache.
 void Executor::TurnKeys(StepItem& item, int64_t layer) {
   const RopeTable& rope = ropes_[model_->manifest().layers[layer].rope];
-  const DType dtype = model_->manifest().dtype;
+  const KvFormat& format = pool_.format();
   const SequenceCache& cache = item.sequence->cache;
   const int64_t key_bytes = pool_.key_bytes();
   std::vector<int64_t> starts;
@@ -654,7 +673,7 @@ void Executor::TurnKeys(StepItem& item, int64_t layer) {
   }
   at::Tensor& scratch = item.sequence->turned;
   if (!scratch.defined() || scratch.size(0) < rows) {
-    scratch = at::empty({rows, shape_.key_width}, pool_.dtype());
+    scratch = at::empty({rows, key_bytes}, at::kByte);
   }
   char* const turned = static_cast<char*>(scratch.mutable_data_ptr());
   item.turned_keys.clear();
@@ -663,9 +682,12 @@ void Executor::TurnKeys(StepItem& item, int64_t layer) {
     const char* const in = cache.Lane(layer, head).keys;
     const std::vector<int64_t>& ranks = item.PositionsOf(cache.TableOf(layer, head));
     at::parallel_for(0, std::ssize(ranks), 64, [&](int64_t begin, int64_t end) {
+      RowScratch key(shape_.key_width * ElementBytes(format.model));
       for (int64_t slot = begin; slot < end; ++slot) {
-        Rotate(in + slot * key_bytes, out + slot * key_bytes, shape_.key_width, rope.half(),
-               rope.interleaved(), rope.at(ranks[slot]), dtype);
+        ReadRow(in + slot * key_bytes, key.data(), shape_.key_width, format);
+        Rotate(key.data(), key.data(), shape_.key_width, rope.half(), rope.interleaved(),
+               rope.at(ranks[slot]), format.model);
+        WriteRow(key.data(), out + slot * key_bytes, shape_.key_width, format);
       }
     });
     item.turned_keys.push_back(out);

@@ -24,6 +24,7 @@ struct ExecutorOptions {
   int64_t pool_rows = 0;
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PrefillKernel prefill_kernel = PrefillKernel::kBatch;
+  KvDType kv_dtype = KvDType::kModel;
   // Forwards of exactly kDeterministicRows rows, so that a row's bits do not depend on the others.
   bool deterministic = false;
   // Prompts are cached for others in blocks of so many tokens; 0: they are not. Where the bits of

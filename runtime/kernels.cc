@@ -1,20 +1,12 @@
 #include "runtime/kernels.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstring>
 
 #include "runtime/attend_avx512.h"
 #include "runtime/bent_logits.h"
-#include "runtime/float16.h"
-
-// Sanitizers run before the loader can pick a clone.
-#if defined(EPIKV_SANITIZED) || !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
-#define EPIKV_CLONES
-#else
-#define EPIKV_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#endif
+#include "runtime/elements.h"
 
 namespace epikv {
 namespace {
@@ -22,38 +14,26 @@ namespace {
 // Keys of one block: its fp32 copies of K and V stay in the first-level cache.
 constexpr int64_t kBlock = 32;
 
-// Elements of the narrow dtypes.
-struct BFloat16 {
-  uint16_t bits;
-};
-#if defined(__clang__) && __clang_major__ < 15
-struct Float16 {
-  uint16_t bits;
-};
-EPIKV_INLINE float Load(const Float16* p) { return WidenFloat16(p->bits); }
-EPIKV_INLINE void Store(Float16* p, float x) { p->bits = NarrowFloat16(x); }
-#else
-using Float16 = _Float16;
-EPIKV_INLINE float Load(const Float16* p) { return static_cast<float>(*p); }
-EPIKV_INLINE void Store(Float16* p, float x) { *p = static_cast<Float16>(x); }
-#endif
-
-EPIKV_INLINE float Load(const float* p) { return *p; }
-EPIKV_INLINE float Load(const BFloat16* p) {
-  return std::bit_cast<float>(static_cast<uint32_t>(p->bits) << 16);
-}
-// To the nearest, ties to even.
-EPIKV_INLINE void Store(float* p, float x) { *p = x; }
-EPIKV_INLINE void Store(BFloat16* p, float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  p->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : rounded);
-}
-
+// How rows of K or V become fp32.
 template <class T>
-EPIKV_INLINE void Widen(const T* in, float* out, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) out[i] = Load(in + i);
-}
+struct ModelRows {
+  EPIKV_INLINE static void Read(const void* rows, int64_t begin, int64_t count, int64_t width,
+                                float* out) {
+    Widen(static_cast<const T*>(rows) + begin * width, out, count * width);
+  }
+};
+
+struct Int8Rows {
+  EPIKV_INLINE static void Read(const void* rows, int64_t begin, int64_t count, int64_t width,
+                                float* out) {
+    constexpr KvFormat kFormat = {.stored = KvDType::kInt8};
+    const auto* row = static_cast<const int8_t*>(rows) + begin * kFormat.RowBytes(width);
+    for (int64_t j = 0; j < count; ++j, row += kFormat.RowBytes(width)) {
+      const float scale = RowScale(row, width);
+      for (int64_t i = 0; i < width; ++i) out[j * width + i] = scale * static_cast<float>(row[i]);
+    }
+  }
+};
 
 template <class T>
 EPIKV_INLINE void Narrow(const float* in, T* out, int64_t count) {
@@ -75,40 +55,45 @@ EPIKV_INLINE void AddScaled(float* acc, const float* row, float factor, int64_t 
   for (int64_t i = 0; i < n; ++i) acc[i] += factor * row[i];
 }
 
-template <class T, int64_t kKey, int64_t kValue>
-EPIKV_INLINE void DecodeBody(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+// left: if not null, where DecodeLane::logits says; of one row.
+template <class T, class Rows, int64_t kKey, int64_t kValue>
+EPIKV_INLINE void AttendBody(const PrefillLane& lane, const DecodeShape& shape, float* left,
+                             float* scratch) {
   const int64_t group = shape.group, dk = shape.key_width, dv = shape.value_width;
-  const Window window = {lane.positions, lane.first_seen};
-  float* q = scratch;             // [group, dk], scaled
-  float* acc = q + group * dk;    // [group, dv]
-  float* k = acc + group * dv;    // [kBlock, dk]
+  const int64_t queries = lane.rows * group, used = lane.seen + lane.rows - 1;
+  float* q = scratch;             // [queries, dk], scaled
+  float* acc = q + queries * dk;  // [queries, dv]
+  float* k = acc + queries * dv;  // [kBlock, dk]
   float* v = k + kBlock * dk;     // [kBlock, dv]
-  float* peak = v + kBlock * dv;  // [group] running maximum
-  float* mass = peak + group;     // [group] running sum
-  Widen(static_cast<const T*>(lane.q), q, group * dk);
-  for (int64_t i = 0; i < group * dk; ++i) q[i] *= shape.scale;
-  std::fill(acc, acc + group * dv, 0.0f);
-  std::fill(peak, peak + group, -INFINITY);
-  std::fill(mass, mass + group, 0.0f);
+  float* peak = v + kBlock * dv;  // [queries] running maximum
+  float* mass = peak + queries;   // [queries] running sum
+  for (int64_t r = 0; r < lane.rows; ++r) {
+    Widen(static_cast<const T*>(lane.q) + r * lane.q_stride, q + r * group * dk, group * dk);
+  }
+  for (int64_t i = 0; i < queries * dk; ++i) q[i] *= shape.scale;
+  std::fill(acc, acc + queries * dv, 0.0f);
+  std::fill(peak, peak + queries, -INFINITY);
+  std::fill(mass, mass + queries, 0.0f);
 
-  for (int64_t begin = 0; begin < lane.used; begin += kBlock) {
-    const int64_t count = std::min(kBlock, lane.used - begin);
-    if (!window.SeesAny(begin, count)) {
-      LeaveUnseen(lane.logits, group, lane.used, begin, count);
+  for (int64_t begin = 0; begin < used; begin += kBlock) {
+    const int64_t count = std::min(kBlock, used - begin);
+    if (!Window{lane.positions, lane.first_seen}.SeesAny(begin, count)) {
+      LeaveUnseen(left, group, used, begin, count);
       continue;
     }
-    Widen(static_cast<const T*>(lane.keys) + begin * dk, k, count * dk);
-    Widen(static_cast<const T*>(lane.values) + begin * dv, v, count * dv);
-    for (int64_t g = 0; g < group; ++g) {
+    Rows::Read(lane.keys, begin, count, dk, k);
+    Rows::Read(lane.values, begin, count, dv, v);
+    // Queries of the rows before do not see this block.
+    for (int64_t g = std::max<int64_t>(0, begin - lane.seen + 1) * group; g < queries; ++g) {
+      const int64_t row = g / group, seen = std::min(count, lane.seen + row - begin);
       float logit[kBlock];
       float top = peak[g];
-      for (int64_t j = 0; j < count; ++j) logit[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
-      Bend(window, shape.soft_cap, begin, count, logit);
-      if (lane.logits != nullptr) {
-        std::memcpy(lane.logits + g * lane.used + begin, logit, count * sizeof(float));
-      }
-      for (int64_t j = 0; j < count; ++j) top = std::max(top, logit[j]);
-      for (int64_t j = count; j < kBlock; ++j) logit[j] = -INFINITY;
+      for (int64_t j = 0; j < seen; ++j) logit[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
+      Bend({lane.positions, lane.first_seen + row}, shape.soft_cap, begin, seen, logit);
+      if (left != nullptr) std::memcpy(left + g * used + begin, logit, seen * sizeof(float));
+      for (int64_t j = 0; j < seen; ++j) top = std::max(top, logit[j]);
+      if (top == -INFINITY) continue;  // nothing is seen yet
+      for (int64_t j = seen; j < kBlock; ++j) logit[j] = -INFINITY;
       if (top > peak[g]) {
         const float shrink = ExpNegative(peak[g] - top);
         for (int64_t i = 0; i < dv; ++i) acc[g * dv + i] *= shrink;
@@ -119,42 +104,71 @@ EPIKV_INLINE void DecodeBody(const DecodeLane& lane, const DecodeShape& shape, f
       float sum = 0;
       for (int64_t j = 0; j < kBlock; ++j) sum += logit[j];
       mass[g] += sum;
-      for (int64_t j = 0; j < count; ++j) {
+      for (int64_t j = 0; j < seen; ++j) {
         AddScaled<kValue>(acc + g * dv, v + j * dv, logit[j], dv);
       }
     }
   }
-  if (lane.logits != nullptr) {
-    std::memcpy(lane.logits + group * lane.used, peak, 2 * group * sizeof(float));
-  }
-  T* out = static_cast<T*>(lane.out);
-  for (int64_t g = 0; g < group; ++g) {
+  if (left != nullptr) std::memcpy(left + group * used, peak, 2 * group * sizeof(float));
+  for (int64_t g = 0; g < queries; ++g) {
+    const int64_t row = g / group, of_group = g % group;
     const float norm = 1.0f / mass[g];
-    for (int64_t i = 0; i < dv; ++i) Store(out + g * dv + i, acc[g * dv + i] * norm);
+    T* const out = static_cast<T*>(lane.out) + row * lane.out_stride + of_group * dv;
+    for (int64_t i = 0; i < dv; ++i) Store(out + i, acc[g * dv + i] * norm);
+    if (lane.log_sum_exp == nullptr) continue;
+    lane.log_sum_exp[of_group * lane.log_sum_exp_stride + row] = peak[g] + std::log(mass[g]);
+  }
+}
+
+template <class T, class Rows>
+EPIKV_INLINE void AttendRows(const PrefillLane& lane, const DecodeShape& shape, float* left,
+                             float* scratch) {
+  if (shape.key_width == 64 && shape.value_width == 64) {
+    AttendBody<T, Rows, 64, 64>(lane, shape, left, scratch);
+  } else if (shape.key_width == 128 && shape.value_width == 128) {
+    AttendBody<T, Rows, 128, 128>(lane, shape, left, scratch);
+  } else if (shape.key_width == 32 && shape.value_width == 32) {
+    AttendBody<T, Rows, 32, 32>(lane, shape, left, scratch);
+  } else {
+    AttendBody<T, Rows, 0, 0>(lane, shape, left, scratch);
   }
 }
 
 template <class T>
-EPIKV_INLINE void DecodeOf(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
-  if (shape.key_width == 64 && shape.value_width == 64) {
-    DecodeBody<T, 64, 64>(lane, shape, scratch);
-  } else if (shape.key_width == 128 && shape.value_width == 128) {
-    DecodeBody<T, 128, 128>(lane, shape, scratch);
-  } else if (shape.key_width == 32 && shape.value_width == 32) {
-    DecodeBody<T, 32, 32>(lane, shape, scratch);
-  } else {
-    DecodeBody<T, 0, 0>(lane, shape, scratch);
+EPIKV_INLINE void AttendOf(const PrefillLane& lane, const DecodeShape& shape, float* left,
+                           float* scratch) {
+  if (shape.stored == KvDType::kInt8) return AttendRows<T, Int8Rows>(lane, shape, left, scratch);
+  AttendRows<T, ModelRows<T>>(lane, shape, left, scratch);
+}
+
+EPIKV_CLONES void AttendFloat(const PrefillLane& lane, const DecodeShape& shape, float* left,
+                              float* scratch) {
+  AttendOf<float>(lane, shape, left, scratch);
+}
+EPIKV_CLONES void AttendBFloat16(const PrefillLane& lane, const DecodeShape& shape, float* left,
+                                 float* scratch) {
+  AttendOf<BFloat16>(lane, shape, left, scratch);
+}
+EPIKV_CLONES void AttendFloat16(const PrefillLane& lane, const DecodeShape& shape, float* left,
+                                float* scratch) {
+  AttendOf<Float16>(lane, shape, left, scratch);
+}
+
+void AttendAnywhere(const PrefillLane& lane, const DecodeShape& shape, float* left,
+                    float* scratch) {
+  switch (shape.dtype) {
+    case DType::kFloat32:
+      return AttendFloat(lane, shape, left, scratch);
+    case DType::kBFloat16:
+      return AttendBFloat16(lane, shape, left, scratch);
+    case DType::kFloat16:
+      return AttendFloat16(lane, shape, left, scratch);
   }
 }
 
-EPIKV_CLONES void DecodeFloat(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
-  DecodeOf<float>(lane, shape, scratch);
-}
-EPIKV_CLONES void DecodeBFloat16(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
-  DecodeOf<BFloat16>(lane, shape, scratch);
-}
-EPIKV_CLONES void DecodeFloat16(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
-  DecodeOf<Float16>(lane, shape, scratch);
+int64_t AnywhereScratchFloats(const DecodeShape& shape, int64_t rows) {
+  return (rows * shape.group + kBlock) * (shape.key_width + shape.value_width) +
+         2 * rows * shape.group;
 }
 
 // peak, mass: of each query.
@@ -168,7 +182,7 @@ EPIKV_CLONES void NormalizeInto(const float* logits, const float* peak, const fl
   }
 }
 
-template <class T, int64_t kKey>
+template <class T, class Rows, int64_t kKey>
 EPIKV_INLINE void RowBody(const DecodeLane& lane, const DecodeShape& shape, float* row,
                           float* scratch) {
   const int64_t group = shape.group, dk = shape.key_width, used = lane.used;
@@ -180,7 +194,7 @@ EPIKV_INLINE void RowBody(const DecodeLane& lane, const DecodeShape& shape, floa
   for (int64_t i = 0; i < group * dk; ++i) q[i] *= shape.scale;
   for (int64_t begin = 0; begin < used; begin += kBlock) {
     const int64_t count = std::min(kBlock, used - begin);
-    Widen(static_cast<const T*>(lane.keys) + begin * dk, k, count * dk);
+    Rows::Read(lane.keys, begin, count, dk, k);
     for (int64_t g = 0; g < group; ++g) {
       float* const of_block = logits + g * used + begin;
       for (int64_t j = 0; j < count; ++j) of_block[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
@@ -199,18 +213,25 @@ EPIKV_INLINE void RowBody(const DecodeLane& lane, const DecodeShape& shape, floa
   }
 }
 
+template <class T, class Rows>
+EPIKV_INLINE void RowOfRows(const DecodeLane& lane, const DecodeShape& shape, float* row,
+                            float* scratch) {
+  if (shape.key_width == 64) {
+    RowBody<T, Rows, 64>(lane, shape, row, scratch);
+  } else if (shape.key_width == 128) {
+    RowBody<T, Rows, 128>(lane, shape, row, scratch);
+  } else if (shape.key_width == 32) {
+    RowBody<T, Rows, 32>(lane, shape, row, scratch);
+  } else {
+    RowBody<T, Rows, 0>(lane, shape, row, scratch);
+  }
+}
+
 template <class T>
 EPIKV_INLINE void RowOf(const DecodeLane& lane, const DecodeShape& shape, float* row,
                         float* scratch) {
-  if (shape.key_width == 64) {
-    RowBody<T, 64>(lane, shape, row, scratch);
-  } else if (shape.key_width == 128) {
-    RowBody<T, 128>(lane, shape, row, scratch);
-  } else if (shape.key_width == 32) {
-    RowBody<T, 32>(lane, shape, row, scratch);
-  } else {
-    RowBody<T, 0>(lane, shape, row, scratch);
-  }
+  if (shape.stored == KvDType::kInt8) return RowOfRows<T, Int8Rows>(lane, shape, row, scratch);
+  RowOfRows<T, ModelRows<T>>(lane, shape, row, scratch);
 }
 
 EPIKV_CLONES void RowFloat(const DecodeLane& lane, const DecodeShape& shape, float* row,
@@ -389,9 +410,8 @@ absl::string_view AttentionPathName(AttentionPath path) {
 }
 
 int64_t DecodeScratchFloats(const DecodeShape& shape) {
-  const int64_t anywhere =
-      (shape.group + kBlock) * (shape.key_width + shape.value_width) + 2 * shape.group;
-  return std::max(anywhere, AttendAvx512ScratchFloats(shape, /*rows=*/1));
+  return std::max(AnywhereScratchFloats(shape, /*rows=*/1),
+                  AttendAvx512ScratchFloats(shape, /*rows=*/1));
 }
 
 int64_t LogitFloats(const DecodeShape& shape, int64_t used) { return shape.group * (used + 2); }
@@ -409,24 +429,19 @@ void DecodeAttention(AttentionPath path, const DecodeLane& lane, const DecodeSha
                      float* scratch) {
   if (path == AttentionPath::kAvx512BFloat16) return DecodeAvx512BFloat16(lane, shape, scratch);
   if (path == AttentionPath::kAvx512) return DecodeAvx512(lane, shape, scratch);
-  switch (shape.dtype) {
-    case DType::kFloat32:
-      return DecodeFloat(lane, shape, scratch);
-    case DType::kBFloat16:
-      return DecodeBFloat16(lane, shape, scratch);
-    case DType::kFloat16:
-      return DecodeFloat16(lane, shape, scratch);
-  }
+  AttendAnywhere(OneRow(lane), shape, lane.logits, scratch);
 }
 
 int64_t PrefillScratchFloats(const DecodeShape& shape) {
-  return AttendAvx512ScratchFloats(shape, PrefillRows(shape));
+  const int64_t rows = PrefillRows(shape);
+  return std::max(AnywhereScratchFloats(shape, rows), AttendAvx512ScratchFloats(shape, rows));
 }
 
 void PrefillAttention(AttentionPath path, const PrefillLane& lane, const DecodeShape& shape,
                       float* scratch) {
   if (path == AttentionPath::kAvx512BFloat16) return PrefillAvx512BFloat16(lane, shape, scratch);
-  PrefillAvx512(lane, shape, scratch);
+  if (path == AttentionPath::kAvx512) return PrefillAvx512(lane, shape, scratch);
+  AttendAnywhere(lane, shape, nullptr, scratch);
 }
 
 void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, float* scratch) {

@@ -5,6 +5,7 @@
 
 #include "absl/strings/string_view.h"
 #include "runtime/dtype.h"
+#include "runtime/kv_format.h"
 
 // The inner loops on raw memory, of attention above all: what the compiler vectorises best, for the
 // machine it finds at start-up (AVX-512, AVX2 or plain). Without torch. Elements are of a DType;
@@ -15,8 +16,8 @@ namespace epikv {
 // One KV head's cache and the queries of its group.
 struct DecodeLane {
   const void* q = nullptr;       // [group, key_width], rotated
-  const void* keys = nullptr;    // [used, key_width]
-  const void* values = nullptr;  // [used, value_width]
+  const void* keys = nullptr;    // [used] rows of key_width
+  const void* values = nullptr;  // [used] rows of value_width
   int64_t used = 0;              // >= 1
   void* out = nullptr;           // [group, value_width]
   // If not null: where the logits are left, of LogitFloats.
@@ -30,8 +31,9 @@ struct DecodeShape {
   int64_t group = 1;  // query heads of one KV head
   int64_t key_width = 0, value_width = 0;
   float scale = 1;
-  float soft_cap = 0;             // logits become cap * tanh(logits / cap); 0: they stay
-  DType dtype = DType::kFloat32;  // elements of q, keys, values and out
+  float soft_cap = 0;                // logits become cap * tanh(logits / cap); 0: they stay
+  DType dtype = DType::kFloat32;     // elements of q and out
+  KvDType stored = KvDType::kModel;  // of keys and values: rows of KvFormat
 };
 
 // What the inner loops of attention are written for.
@@ -54,8 +56,8 @@ void DecodeAttention(AttentionPath path, const DecodeLane& lane, const DecodeSha
 struct PrefillLane {
   const void* q = nullptr;       // [rows] of [group, key_width], rotated
   int64_t q_stride = 0;          // elements from one row to the next
-  const void* keys = nullptr;    // [seen + rows - 1, key_width]
-  const void* values = nullptr;  // [seen + rows - 1, value_width]
+  const void* keys = nullptr;    // [seen + rows - 1] rows of key_width
+  const void* values = nullptr;  // [seen + rows - 1] rows of value_width
   int64_t rows = 0;              // 1 to PrefillRows
   int64_t seen = 0;              // >= 1
   void* out = nullptr;           // [rows] of [group, value_width]
@@ -68,13 +70,25 @@ struct PrefillLane {
   int64_t first_seen = 0;
 };
 
+// A decoding token is the one row of a prompt.
+inline PrefillLane OneRow(const DecodeLane& lane) {
+  return {.q = lane.q,
+          .keys = lane.keys,
+          .values = lane.values,
+          .rows = 1,
+          .seen = lane.used,
+          .out = lane.out,
+          .positions = lane.positions,
+          .first_seen = lane.first_seen};
+}
+
 // The rows of one call, so that what belongs to its queries stays in the caches.
 inline int64_t PrefillRows(const DecodeShape& shape) {
   return shape.group < 64 ? 64 / shape.group : 1;
 }
 int64_t PrefillScratchFloats(const DecodeShape& shape);
 
-// The same for each row. Precondition: the path is of AttentionPaths, and not kAnywhere.
+// The same for each row. Precondition: the path is of AttentionPaths.
 void PrefillAttention(AttentionPath path, const PrefillLane& lane, const DecodeShape& shape,
                       float* scratch);
 

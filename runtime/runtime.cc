@@ -229,16 +229,18 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
       options.kv_pool_bytes > 0
           ? options.kv_pool_bytes
           : static_cast<int64_t>(options.kv_memory_share * static_cast<double>(available));
+  loaded.kv_dtype = options.kv_dtype;
   const Admission admission(loaded.manifest, loaded.policies,
                             {.kv_capacity_bytes = loaded.kv_capacity_bytes,
+                             .kv_dtype = options.kv_dtype,
                              .prefill_chunk_tokens = options.prefill_chunk_tokens});
   const int64_t token_bytes = admission.kv_bytes_per_token();
   const int64_t lanes = admission.shape().num_layers * admission.shape().num_kv_heads;
   const int64_t pool_rows = loaded.kv_capacity_bytes / (token_bytes / lanes);
-  loaded.description.push_back(absl::StrCat("KV pool ", Megabytes(loaded.kv_capacity_bytes), " of ",
-                                            Megabytes(available),
-                                            " available = ", loaded.kv_capacity_bytes / token_bytes,
-                                            " tokens of ", token_bytes, " bytes"));
+  loaded.description.push_back(
+      absl::StrCat("KV pool ", Megabytes(loaded.kv_capacity_bytes), " of ", Megabytes(available),
+                   " available = ", loaded.kv_capacity_bytes / token_bytes, " tokens of ",
+                   token_bytes, " bytes, ", admission.kv_format().name()));
 
   progress("measuring kernels");
   const ModelShape& shape = admission.shape();
@@ -247,7 +249,8 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
                                     .key_width = shape.key_width,
                                     .value_width = shape.value_width,
                                     .scale = loaded.manifest.layers.front().scale,
-                                    .dtype = ScalarTypeOf(loaded.manifest.dtype)};
+                                    .dtype = ScalarTypeOf(loaded.manifest.dtype),
+                                    .stored = options.kv_dtype};
   const absl::StatusOr<DecodeKernel> decode =
       Choose("decode_kernel", options.decode_kernel,
              "decode kernels, microseconds a layer at 8 x 512 tokens",
@@ -267,6 +270,7 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
       ExecutorOptions{.pool_rows = pool_rows,
                       .decode_kernel = *decode,
                       .prefill_kernel = *prefill,
+                      .kv_dtype = options.kv_dtype,
                       .deterministic = options.deterministic,
                       .prefix_block_tokens =
                           options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,

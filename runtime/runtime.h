@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "policies/spec.h"
+#include "runtime/kv_format.h"
 #include "runtime/manifest.h"
 #include "runtime/step_executor.h"
 
@@ -27,6 +28,7 @@ struct RuntimeOptions {
   int64_t prefill_chunk_tokens = 256;
   int64_t max_running_requests = 256;
   bool deterministic = false;
+  KvDType kv_dtype = KvDType::kModel;  // K and V are cached as
   std::string decode_kernel = "auto", prefill_kernel = "auto";
   int64_t mass_interval = 0;  // see ExecutorOptions
   // Hears what is being done, before each long stage of loading ("warming up"). May be null.
@@ -42,6 +44,7 @@ struct LoadedModel {
   PolicyCatalog policies;      // of this build
   std::unique_ptr<StepExecutor> executor;
   int64_t kv_capacity_bytes = 0;
+  KvDType kv_dtype = KvDType::kModel;
   int64_t weight_bytes = 0;  // in memory, as served
   int64_t threads = 0;
   std::string decode_kernel, prefill_kernel;

@@ -6,7 +6,6 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
-#include "runtime/scalar_type.h"
 
 namespace epikv {
 
@@ -58,7 +57,7 @@ SequenceCache::SequenceCache(KvPool& pool, SequenceId id, const Request& request
       id_(id),
       request_(request),
       shape_(shape),
-      layout_(LayoutOf(shape, DTypeOf(pool.dtype()), request.traits,
+      layout_(LayoutOf(shape, pool.format(), request.traits,
                        static_cast<int64_t>(request.tap_layers.size()), request.positions)),
       capacity_(request.demand.prefill),
       offset_(capacity_.size()),

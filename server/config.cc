@@ -351,6 +351,7 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
                 "be in [0, 1]");
   check.Require(c.kv_memory_share() > 0 && c.kv_memory_share() <= 1, "kv_memory_share",
                 "be in (0, 1]");
+  check.Require(KvDTypeOf(c.kv_dtype()).has_value(), "kv_dtype", "be model or int8");
   check.Require(c.max_step_tokens() >= 1, "max_step_tokens", "be at least 1");
   check.Require(c.prefill_chunk_tokens() >= 1, "prefill_chunk_tokens", "be at least 1");
   check.Require(!c.deterministic() || c.prefill_chunk_tokens() % kDeterministicRows == 0,
@@ -464,6 +465,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
                   .prefill_chunk_tokens = c.prefill_chunk_tokens(),
                   .max_running_requests = c.max_running_requests(),
                   .deterministic = c.deterministic(),
+                  .kv_dtype = KvDTypeOf(c.kv_dtype()).value_or(KvDType::kModel),
                   .decode_kernel = c.decode_kernel(),
                   .prefill_kernel = c.prefill_kernel(),
                   .mass_interval = c.evicted_mass_interval_tokens()},

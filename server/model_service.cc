@@ -73,6 +73,7 @@ v1::Model ToProto(const ServedModel& model) {
   proto.set_heads(manifest.num_heads);
   proto.set_kv_heads(manifest.num_kv_heads);
   proto.set_hidden_size(manifest.hidden_size);
+  proto.set_kv_dtype(std::string(model.admission->kv_format().name()));
   proto.set_kv_bytes_per_token(model.admission->kv_bytes_per_token());
   proto.set_kv_capacity_tokens(model.kv_capacity_tokens());
   proto.set_kv_capacity_bytes(model.kv_capacity_bytes);

@@ -112,10 +112,10 @@ void AddIncompatibleOptions(const PolicySpec& spec, const PolicyTraits& traits,
 }
 
 // With the default parameters and no residual steps of its own.
-void AddStateBytes(const ModelShape& shape, DType dtype, const PolicyTraits& traits,
+void AddStateBytes(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
                    v1::Policy& proto) {
-  const KvLayout plain = LayoutOf(shape, dtype, {}, 0);
-  const KvLayout layout = LayoutOf(shape, dtype, traits, traits.residual_layers.size());
+  const KvLayout plain = LayoutOf(shape, format, {}, 0);
+  const KvLayout layout = LayoutOf(shape, format, traits, traits.residual_layers.size());
   proto.set_state_bytes_per_token(layout.num_lanes * (layout.row_bytes - plain.row_bytes) +
                                   layout.num_tables * layout.slot_bytes +
                                   layout.state_bytes_per_token);
@@ -147,7 +147,7 @@ v1::Policy ToProto(const PolicySpec& spec, const Admission& admission) {
   *proto.mutable_default_protection() = ToProto(traits.published);
   AddIncompatibleOptions(spec, traits, shape, proto);
   for (absl::string_view column : traits.columns) proto.add_columns(std::string(column));
-  AddStateBytes(shape, admission.manifest().dtype, traits, proto);
+  AddStateBytes(shape, admission.kv_format(), traits, proto);
   return proto;
 }
 

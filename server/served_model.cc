@@ -75,6 +75,7 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
   model->admission = std::make_unique<Admission>(
       loaded.manifest, std::move(loaded.shape), loaded.policies,
       AdmissionLimits{.kv_capacity_bytes = loaded.kv_capacity_bytes,
+                      .kv_dtype = loaded.kv_dtype,
                       .prefill_chunk_tokens = options.scheduler.prefill_chunk_tokens,
                       .max_running_requests = options.max_running_requests,
                       .defaults = options.defaults});

@@ -186,7 +186,7 @@ TEST_F(AdmissionTest, ResidualsOfAllBlocksAreReservedForTheRowsOfAForward) {
   for (int64_t prompt : {10, 100}) {  // chunks are of 32
     SCOPED_TRACE(prompt);
     const Request request = Accept(admission, Ask(prompt, 200, "sees_distances", 128));
-    const KvLayout layout = LayoutOf(shape, DType::kFloat32, request.traits, 0);
+    const KvLayout layout = LayoutOf(shape, {DType::kFloat32}, request.traits, 0);
     const KvDemand& demand = request.demand;
     EXPECT_EQ(demand.prefill_bytes - BytesOf(layout, demand.prefill),
               std::min<int64_t>(prompt, 32) * row);
@@ -1004,7 +1004,7 @@ TEST_F(AdmissionTest, BytesAreRowsTablesAndState) {
 TEST_F(AdmissionTest, AttentionRowsAreCountedByTokenInTheLayersMeasured) {
   const ModelShape shape = admission_.shape();
   auto bytes = [&](const PolicyTraits& traits) {
-    return LayoutOf(shape, DType::kFloat32, traits, 0).state_bytes_per_token;
+    return LayoutOf(shape, {DType::kFloat32}, traits, 0).state_bytes_per_token;
   };
   const int64_t logits = shape.num_heads * 4;
   EXPECT_EQ(bytes({.signals = Signal::kAttentionRow}), kLanes * 4 + logits);
@@ -1027,6 +1027,24 @@ TEST_F(AdmissionTest, HalfPrecisionHalvesTheRows) {
   Manifest manifest = FakeManifest(kContext);
   manifest.dtype = DType::kBFloat16;
   EXPECT_EQ(Make(Limits(), manifest).kv_bytes_per_token(), kLanes * 16);
+}
+
+// A row is its elements and a scale; also of the keys of a layer that are turned at each step.
+TEST_F(AdmissionTest, Int8RowsAreAByteAnElementAndAScale) {
+  AdmissionLimits limits = Limits();
+  limits.kv_dtype = KvDType::kInt8;
+  for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    Manifest manifest = FakeManifest(kContext);
+    manifest.dtype = dtype;
+    const Admission admission = Make(limits, manifest);
+    EXPECT_EQ(admission.kv_bytes_per_token(), kLanes * 2 * (4 + 4));
+    RequestOptions options = Ask(10, 11, "full", 20);
+    const int64_t rows = 20 * kLanes * 16 + 20 * 8;
+    EXPECT_EQ(Accept(admission, options).demand.peak_bytes(), rows);
+    options.kv.positions = PositionMode::kCache;
+    EXPECT_EQ(Accept(admission, options).demand.peak_bytes(),
+              rows + 20 * admission.shape().num_kv_heads * (4 + 4));
+  }
 }
 
 TEST_F(AdmissionTest, WhatCanNeverFitIsRefusedWithTheNumbers) {

@@ -13,8 +13,9 @@
 
 #include "runtime/float16.h"
 #include "runtime/kernels.h"
+#include "runtime/kv_format.h"
 
-// Every path that this processor has, against attention in double.
+// Every path that this processor has, against attention in double over the very rows that it reads.
 
 namespace epikv {
 namespace {
@@ -67,6 +68,46 @@ class Elements {
   std::vector<char> bytes_;
 };
 
+// Rows of K or V as a format has them, which begin at some byte, as lanes do.
+class Rows {
+ public:
+  Rows(const KvFormat& format, const std::vector<float>& values, int64_t width, int64_t offset = 0)
+      : format_(format),
+        width_(width),
+        num_rows_(static_cast<int64_t>(values.size()) / width),
+        offset_(offset * (format.stored == KvDType::kInt8 ? 1 : ElementBytes(format.model))),
+        bytes_(offset_ + num_rows_ * format.RowBytes(width)) {
+    Elements elements(format.model, values);
+    const char* const in = static_cast<const char*>(elements.data());
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      WriteRow(in + row * width * ElementBytes(format.model),
+               bytes_.data() + offset_ + row * format.RowBytes(width), width, format);
+    }
+    held_ = values;
+    if (format.stored == KvDType::kInt8) Decode();
+  }
+  const void* data() const { return bytes_.data() + offset_; }
+  // What they are worth.
+  const std::vector<float>& held() const { return held_; }
+
+ private:
+  void Decode() {
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const char* const at = bytes_.data() + offset_ + row * (width_ + 4);
+      float scale;
+      std::memcpy(&scale, at + width_, 4);
+      for (int64_t i = 0; i < width_; ++i) {
+        held_[row * width_ + i] = scale * static_cast<float>(static_cast<int8_t>(at[i]));
+      }
+    }
+  }
+
+  const KvFormat format_;
+  const int64_t width_, num_rows_, offset_;
+  std::vector<char> bytes_;
+  std::vector<float> held_;
+};
+
 struct Problem {
   DecodeShape shape;
   int64_t used = 0;
@@ -87,6 +128,8 @@ Problem Random(const DecodeShape& shape, int64_t used, int seed, float size = 1)
   fill(problem.values, used * shape.value_width);
   return problem;
 }
+
+KvFormat FormatOf(const DecodeShape& shape) { return {shape.dtype, shape.stored}; }
 
 struct Answer {
   std::vector<double> out;     // [group, value_width]
@@ -129,10 +172,14 @@ double Tolerance(AttentionPath path, DType dtype) {
   return dtype == DType::kFloat32 ? 3e-6 : dtype == DType::kFloat16 ? 2e-3 : 1.6e-2;
 }
 
-void ExpectExact(const Problem& p, int64_t offset = 0) {
-  const Answer exact = Exact(p);
+void ExpectExact(Problem p, int64_t offset = 0) {
   const DType dtype = p.shape.dtype;
-  Elements q(dtype, p.q, offset), keys(dtype, p.keys, offset), values(dtype, p.values, offset);
+  Elements q(dtype, p.q, offset);
+  const Rows keys(FormatOf(p.shape), p.keys, p.shape.key_width, offset);
+  const Rows values(FormatOf(p.shape), p.values, p.shape.value_width, offset);
+  p.keys = keys.held();
+  p.values = values.held();
+  const Answer exact = Exact(p);
   for (AttentionPath path : AttentionPaths(p.shape)) {
     SCOPED_TRACE(std::string(AttentionPathName(path)));
     // What lies behind the end is nobody's: it is to stay as it is.
@@ -177,20 +224,32 @@ struct Widths {
   int64_t group, key, value;
 };
 
-class AttentionKernelsTest : public testing::TestWithParam<DType> {
+class AttentionKernelsTest : public testing::TestWithParam<KvFormat> {
  protected:
   DecodeShape Shape(const Widths& widths) const {
     return {.group = widths.group,
             .key_width = widths.key,
             .value_width = widths.value,
             .scale = 1 / std::sqrt(static_cast<float>(widths.key)),
-            .dtype = GetParam()};
+            .dtype = GetParam().model,
+            .stored = GetParam().stored};
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(DTypes, AttentionKernelsTest,
-                         testing::Values(DType::kFloat32, DType::kBFloat16, DType::kFloat16),
-                         [](const auto& info) { return std::string(DTypeName(info.param)); });
+std::vector<KvFormat> Formats() {
+  std::vector<KvFormat> formats;
+  for (DType model : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (KvDType stored : {KvDType::kModel, KvDType::kInt8}) formats.push_back({model, stored});
+  }
+  return formats;
+}
+
+std::string FormatName(const testing::TestParamInfo<KvFormat>& info) {
+  return std::string(DTypeName(info.param.model)) +
+         (info.param.stored == KvDType::kInt8 ? "_int8" : "");
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, AttentionKernelsTest, testing::ValuesIn(Formats()), FormatName);
 
 TEST_P(AttentionKernelsTest, EveryGroupAndWidth) {
   int seed = 0;
@@ -231,7 +290,7 @@ TEST_P(AttentionKernelsTest, LogitsFarApart) {
   for (int64_t j = 0; j < problem.used; ++j) {
     for (int64_t i = 0; i < 32; ++i) {
       float& key = problem.keys[j * 32 + i];
-      key = Narrowed(key * static_cast<float>(j / 40), GetParam());
+      key = Narrowed(key * static_cast<float>(j / 40), GetParam().model);
     }
   }
   ExpectExact(problem);
@@ -267,9 +326,12 @@ void ExpectExactRows(const DecodeShape& shape, int64_t past, int64_t rows, int s
   if (window.has_value()) {
     for (int64_t j = 0; j < used; ++j) p.positions.push_back(j + 5);
   }
-  Elements queries(shape.dtype, q), keys(shape.dtype, p.keys), values(shape.dtype, p.values);
+  Elements queries(shape.dtype, q);
+  const Rows keys(FormatOf(shape), p.keys, shape.key_width);
+  const Rows values(FormatOf(shape), p.values, shape.value_width);
+  p.keys = keys.held();
+  p.values = values.held();
   for (AttentionPath path : AttentionPaths(shape)) {
-    if (path == AttentionPath::kAnywhere) continue;
     SCOPED_TRACE(std::string(AttentionPathName(path)));
     constexpr float kUntouched = 77;
     Elements out(shape.dtype, std::vector<float>(rows * out_stride, kUntouched));
@@ -347,10 +409,11 @@ TEST_P(AttentionKernelsTest, RowsAreTheSameInAnyCompany) {
   const int64_t rows = PrefillRows(shape), past = 50, stride = 3 * 64;
   const Problem p = Random(shape, past + rows, 21);
   const std::vector<float> q = Random(shape, rows * 3, 22).keys;
-  Elements queries(shape.dtype, q), keys(shape.dtype, p.keys), values(shape.dtype, p.values);
+  Elements queries(shape.dtype, q);
+  const Rows keys(FormatOf(shape), p.keys, shape.key_width);
+  const Rows values(FormatOf(shape), p.values, shape.value_width);
   std::vector<float> scratch(PrefillScratchFloats(shape));
   for (AttentionPath path : AttentionPaths(shape)) {
-    if (path == AttentionPath::kAnywhere) continue;
     const auto run = [&](int64_t first, int64_t count) {
       Elements out(shape.dtype, std::vector<float>(count * stride));
       const int64_t size = shape.dtype == DType::kFloat32 ? 4 : 2;

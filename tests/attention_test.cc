@@ -6,8 +6,10 @@
 #include <limits>
 #include <numeric>
 
+#include "runtime/kv_format.h"
 #include "runtime/kv_pool.h"
 #include "runtime/request.h"
+#include "runtime/scalar_type.h"
 #include "runtime/sequence_cache.h"
 #include "runtime/signals.h"
 
@@ -17,7 +19,7 @@ namespace {
 // One layer of one sequence whose lanes are filled with random rows.
 class OneLayer {
  public:
-  OneLayer(int64_t heads, int64_t kv_heads, at::ScalarType dtype,
+  OneLayer(int64_t heads, int64_t kv_heads, at::ScalarType dtype, KvDType stored,
            std::optional<double> soft_cap = std::nullopt,
            std::optional<int64_t> window = std::nullopt)
       : shape_{.num_heads = heads,
@@ -27,34 +29,50 @@ class OneLayer {
                .scale = 0.3,
                .soft_cap = soft_cap,
                .window = window,
-               .dtype = dtype},
+               .dtype = dtype,
+               .stored = stored},
         model_{.num_layers = 1,
                .num_heads = heads,
                .num_kv_heads = kv_heads,
                .key_width = 16,
                .value_width = 16},
-        pool_(kTokens * kv_heads, 16, 16, dtype) {
+        pool_(kTokens * kv_heads, 16, 16, {DTypeOf(dtype), stored}) {
     request_.demand.budget.assign(kv_heads, kTokens);
     request_.demand.prefill = request_.demand.decode = request_.demand.budget;
     cache_ = std::make_unique<SequenceCache>(pool_, SequenceId(0), request_, model_);
     for (int64_t head = 0; head < kv_heads; ++head) {
-      Keys(head).normal_();
-      Values(head).normal_();
+      Fill(cache_->Lane(0, head).keys);
+      Fill(cache_->Lane(0, head).values);
     }
   }
 
-  at::Tensor Keys(int64_t head) {
-    return at::from_blob(cache_->Lane(0, head).keys, {kTokens, 16}, shape_.dtype);
-  }
-  at::Tensor Values(int64_t head) {
-    return at::from_blob(cache_->Lane(0, head).values, {kTokens, 16}, shape_.dtype);
-  }
+  // What the rows are worth. [kTokens, 16], fp64
+  at::Tensor Keys(int64_t head) const { return Worth(cache_->Lane(0, head).keys); }
+  at::Tensor Values(int64_t head) const { return Worth(cache_->Lane(0, head).values); }
   const AttentionShape& shape() const { return shape_; }
   const SequenceCache& cache() const { return *cache_; }
 
   static constexpr int64_t kTokens = 1100;  // of more than two blocks
 
  private:
+  void Fill(char* rows) const {
+    const at::Tensor noise = at::randn({kTokens, 16}).to(shape_.dtype);
+    const char* const in = static_cast<const char*>(noise.const_data_ptr());
+    for (int64_t i = 0; i < kTokens; ++i) {
+      WriteRow(in + i * 16 * noise.element_size(), rows + i * pool_.key_bytes(), 16,
+               pool_.format());
+    }
+  }
+  at::Tensor Worth(char* rows) const {
+    if (shape_.stored == KvDType::kModel) {
+      return at::from_blob(rows, {kTokens, 16}, shape_.dtype).to(at::kDouble);
+    }
+    const at::Tensor bytes = at::from_blob(rows, {kTokens, 16 + 4}, at::kChar);
+    const at::Tensor scales =
+        bytes.narrow(1, 16, 4).contiguous().view(at::kFloat).to(at::kDouble);  // [kTokens, 1]
+    return bytes.narrow(1, 0, 16).to(at::kDouble) * scales;
+  }
+
   const AttentionShape shape_;
   const ModelShape model_;
   Request request_;
@@ -62,14 +80,15 @@ class OneLayer {
   std::unique_ptr<SequenceCache> cache_;
 };
 
-class ColumnSums : public ::testing::TestWithParam<
-                       std::tuple<std::pair<int64_t, int64_t>, at::ScalarType, PrefillKernel>> {};
+class ColumnSums
+    : public ::testing::TestWithParam<
+          std::tuple<std::pair<int64_t, int64_t>, at::ScalarType, KvDType, PrefillKernel>> {};
 
 // What a chunk's queries give each token, against the whole matrix in fp64.
 TEST_P(ColumnSums, EqualTheSoftmaxSummedOverQueries) {
-  const auto [heads, dtype, kernel] = GetParam();
+  const auto [heads, dtype, stored, kernel] = GetParam();
   at::manual_seed(1);
-  OneLayer layer(heads.first, heads.second, dtype);
+  const OneLayer layer(heads.first, heads.second, dtype, stored);
   const int64_t group = heads.first / heads.second;
   // A first chunk, one in the middle of a block, one across blocks; behind a neighbour's rows.
   for (const auto& [used, rows] :
@@ -91,7 +110,7 @@ TEST_P(ColumnSums, EqualTheSoftmaxSummedOverQueries) {
     const at::Tensor future =
         at::arange(used).unsqueeze(0) > at::arange(used - rows, used).unsqueeze(1);  // [rows, used]
     for (int64_t head = 0; head < heads.second; ++head) {
-      const at::Tensor keys = layer.Keys(head).narrow(0, 0, used).to(at::kDouble);
+      const at::Tensor keys = layer.Keys(head).narrow(0, 0, used);
       at::Tensor expected = at::zeros(used, at::kDouble);
       for (int64_t member = 0; member < group; ++member) {
         const at::Tensor logits = q.narrow(0, kRow, rows)
@@ -119,15 +138,21 @@ INSTANTIATE_TEST_SUITE_P(Attention, ColumnSums,
                                                               std::pair<int64_t, int64_t>{6, 2},
                                                               std::pair<int64_t, int64_t>{4, 1}),
                                             ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+                                            ::testing::Values(KvDType::kModel, KvDType::kInt8),
                                             ::testing::Values(PrefillKernel::kBatch,
                                                               PrefillKernel::kFlash)));
 
-// Rows of one byte, so that they can be read.
 // A decode row is the same from the logits that attending left and made anew, and is the softmax.
 TEST(DecodeRows, AreMadeOfTheLogitsThatRunLeaves) {
   at::manual_seed(2);
-  for (at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
-    OneLayer layer(6, 2, dtype);
+  for (const auto& [dtype, stored] :
+       std::vector<std::pair<at::ScalarType, KvDType>>{{at::kFloat, KvDType::kModel},
+                                                       {at::kBFloat16, KvDType::kModel},
+                                                       {at::kHalf, KvDType::kModel},
+                                                       {at::kFloat, KvDType::kInt8},
+                                                       {at::kBFloat16, KvDType::kInt8},
+                                                       {at::kHalf, KvDType::kInt8}}) {
+    const OneLayer layer(6, 2, dtype, stored);
     const at::Tensor q = at::randn({2, 6, 16}).to(dtype);
     const std::vector<int64_t> used = {OneLayer::kTokens, OneLayer::kTokens};
     std::vector<float> logits;
@@ -145,7 +170,7 @@ TEST(DecodeRows, AreMadeOfTheLogitsThatRunLeaves) {
     attention.Rows(q, 0, item, layer.shape(), absl::MakeSpan(of_logits));
     for (int64_t head = 0; head < 2; ++head) {
       const at::Tensor row = at::softmax(at::matmul(q[1].narrow(0, head * 3, 3).to(at::kDouble),
-                                                    layer.Keys(head).to(at::kDouble).t()) *
+                                                    layer.Keys(head).t()) *
                                              layer.shape().scale,
                                          -1)
                                  .mean(0);
@@ -178,18 +203,18 @@ struct Scattered {
 
 class BentAttention
     : public ::testing::TestWithParam<
-          std::tuple<std::optional<double>, std::optional<int64_t>, at::ScalarType>> {};
+          std::tuple<std::optional<double>, std::optional<int64_t>, at::ScalarType, KvDType>> {};
 
 // Soft caps and windows, in prefill and decode, against softmax over the whole matrix in fp64; and
 // what the taps measure of it.
 TEST_P(BentAttention, EqualsTheNaiveReference) {
-  const auto [soft_cap, window, dtype] = GetParam();
+  const auto [soft_cap, window, dtype, stored] = GetParam();
   const bool narrow = dtype != at::kFloat;
   at::manual_seed(3);
   for (const auto& [decode_kernel, prefill_kernel] :
        {std::pair{DecodeKernel::kBatch, PrefillKernel::kBatch},
         std::pair{DecodeKernel::kFlash, PrefillKernel::kFlash}}) {
-    OneLayer layer(6, 2, dtype, soft_cap, window);
+    const OneLayer layer(6, 2, dtype, stored, soft_cap, window);
     for (const auto& [used, rows] : std::vector<std::pair<int64_t, int64_t>>{
              {7, 7}, {300, 40}, {OneLayer::kTokens, 130}, {1, 1}, {300, 1}, {1000, 1}}) {
       constexpr int64_t kRow = 2, kHeads = 6, kKvHeads = 2, kGroup = 3;
@@ -221,8 +246,8 @@ TEST_P(BentAttention, EqualsTheNaiveReference) {
         attention.ColumnSums(q, 0, item, layer.shape(), absl::MakeSpan(mass));
       }
       for (int64_t head = 0; head < kKvHeads; ++head) {
-        const at::Tensor keys = layer.Keys(head).narrow(0, 0, used).to(at::kDouble);
-        const at::Tensor values = layer.Values(head).narrow(0, 0, used).to(at::kDouble);
+        const at::Tensor keys = layer.Keys(head).narrow(0, 0, used);
+        const at::Tensor values = layer.Values(head).narrow(0, 0, used);
         const at::Tensor row = at::arange(rows).unsqueeze(1);
         at::Tensor hidden = decode ? at::zeros({1, used}, at::kBool)
                                    : at::arange(used).unsqueeze(0) > row + (used - rows);
@@ -262,8 +287,10 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::Values(std::nullopt, 5.0),
                        // One that hides most slots, and whole blocks of them; one wider than all.
                        ::testing::Values(std::nullopt, 20, 700, 100000),
-                       ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf)));
+                       ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+                       ::testing::Values(KvDType::kModel, KvDType::kInt8)));
 
+// Rows of one byte, so that they can be read.
 std::string Read(const QueryWindow& window, int64_t layer) {
   std::string rows(window.size(), '?');
   window.Read(layer, rows.data());

@@ -95,7 +95,7 @@ TEST_P(EveryPolicyForks, PromptsOverTheBudgetAreEvictedOnce) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Completions, EveryPolicyForks,
-                         ::testing::Combine(::testing::Values("gqa", "gqa_bf16"),
+                         ::testing::Combine(::testing::Values("gqa", "gqa_bf16", "gqa_int8"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 

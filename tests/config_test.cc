@@ -72,6 +72,7 @@ TEST(ConfigTest, DefaultsAreThoseOfTheCommentedFile) {
   EXPECT_EQ(config.metrics_listen, "127.0.0.1:9464");
   EXPECT_EQ(config.models.at(0).path, "m.pt");
   EXPECT_EQ(config.runtime.kv_memory_share, 0.5);
+  EXPECT_EQ(config.runtime.kv_dtype, KvDType::kModel);
   EXPECT_EQ(config.runtime.mass_interval, 256);
   EXPECT_EQ(config.serving.scheduler.max_step_tokens, 512);
   EXPECT_EQ(config.serving.scheduler.fixed_chunk_tokens, 0);
@@ -158,6 +159,7 @@ TEST(ConfigTest, FlagsGoOverTheFileWhereverTheyStand) {
 
 TEST(ConfigTest, FlagsAreGivenInEveryUsualForm) {
   EXPECT_TRUE(Parse({"--model=m", "--deterministic"}).runtime.deterministic);
+  EXPECT_EQ(Parse({"--model=m", "--kv_dtype=int8"}).runtime.kv_dtype, KvDType::kInt8);
   EXPECT_FALSE(Parse({"--model=m", "--reflection=false"}).reflection);
   EXPECT_EQ(Parse({"--model", "m", "--max-step-tokens", "64"}).serving.scheduler.max_step_tokens,
             64);
@@ -171,15 +173,17 @@ TEST(ConfigTest, DeterministicPrefillsInChunksOfItsForwards) {
 }
 
 TEST(ConfigTest, NamesEverythingThatIsWrong) {
-  const std::string errors = Errors(
-      {"--listen=nowhere", "--metrics_listen=host:70000", "--kv_memory_share=nan",
-       "--max_step_tokens=0", "--decode_kernel=fast", "--prefill_kernel=matmul", "--outbox_bytes=1",
-       "--stream_stall_seconds=0", "--drain_seconds=-1", "--default_max_output_tokens=0",
-       "--priority_ageing_seconds=inf", "--fairness_quantum_tokens=0", "--threads=x", "--thread=2",
-       "stray", "--metrics_max_series"});
+  const std::string errors =
+      Errors({"--listen=nowhere", "--metrics_listen=host:70000", "--kv_memory_share=nan",
+              "--kv_dtype=int4", "--max_step_tokens=0", "--decode_kernel=fast",
+              "--prefill_kernel=matmul", "--outbox_bytes=1", "--stream_stall_seconds=0",
+              "--drain_seconds=-1", "--default_max_output_tokens=0",
+              "--priority_ageing_seconds=inf", "--fairness_quantum_tokens=0", "--threads=x",
+              "--thread=2", "stray", "--metrics_max_series"});
   for (const char* name :
        {"--listen must be host:port", "--metrics_listen must", "--model must name the file",
-        "--kv_memory_share must be in (0, 1], is nan", "--max_step_tokens must", "is \"fast\"",
+        "--kv_memory_share must be in (0, 1], is nan",
+        "--kv_dtype must be model or int8, is \"int4\"", "--max_step_tokens must", "is \"fast\"",
         "--prefill_kernel must be auto, flash or batch, is \"matmul\"", "--outbox_bytes must",
         "--default_max_output_tokens must be at least 1", "--stream_stall_seconds must",
         "--drain_seconds must", "--priority_ageing_seconds must be above 0, is inf",

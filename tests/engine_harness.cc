@@ -83,6 +83,7 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
   admission_ = std::make_unique<Admission>(
       admitted, WithArtefacts(ShapeOf(admitted), options.policies), options.policies,
       AdmissionLimits{.kv_capacity_bytes = options.kv_pool_bytes,
+                      .kv_dtype = options.kv_dtype,
                       .prefill_chunk_tokens = options.prefill_chunk_tokens});
   const ModelShape& shape = admission_->shape();
   const int64_t lanes = shape.num_layers * shape.num_kv_heads;
@@ -92,6 +93,7 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
           .pool_rows = options.kv_pool_bytes / (admission_->kv_bytes_per_token() / lanes),
           .decode_kernel = options.decode_kernel,
           .prefill_kernel = options.prefill_kernel,
+          .kv_dtype = options.kv_dtype,
           .deterministic = options.deterministic,
           .prefix_block_tokens =
               options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,

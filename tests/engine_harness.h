@@ -40,6 +40,7 @@ struct HarnessOptions {
   int64_t max_prefix_bytes = 0;  // of the pool, for cached prefixes
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PrefillKernel prefill_kernel = PrefillKernel::kBatch;
+  KvDType kv_dtype = KvDType::kModel;
   PolicyCatalog policies = AllPolicies();
   int64_t mass_interval = 0;  // see ExecutorOptions
   bool end_tokens = true;     // false: streams go on to their length, whatever they say

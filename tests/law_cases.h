@@ -11,7 +11,9 @@
 #include <tuple>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "policies/registry.h"
 #include "tests/engine_harness.h"
 
@@ -66,15 +68,24 @@ bool SameBits(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b
 // A run in which a law could have been broken: 50 tokens dropped, in five rounds.
 testing::AssertionResult Evicted(const Transcript& transcript, const Manifest& manifest);
 
-// (model, policy)
+// (model, policy). "gqa_int8": the model "gqa", K and V cached as int8.
 class EveryPolicy : public ::testing::TestWithParam<std::tuple<std::string, PolicyCase>> {
  protected:
-  const std::string& model() const { return std::get<0>(GetParam()); }
+  std::string model() const {
+    return std::string(absl::StripSuffix(std::get<0>(GetParam()), kInt8Suffix));
+  }
+  KvDType kv_dtype() const {
+    return absl::EndsWith(std::get<0>(GetParam()), kInt8Suffix) ? KvDType::kInt8 : KvDType::kModel;
+  }
   const PolicyCase& policy() const { return std::get<1>(GetParam()); }
   EngineHarness Harness(HarnessOptions options = {}) const {
     options.policies = LawPolicies();
+    options.kv_dtype = kv_dtype();
     return EngineHarness(ModelPath(model()), std::move(options));
   }
+
+ private:
+  static constexpr absl::string_view kInt8Suffix = "_int8";
 };
 
 std::string CaseName(const ::testing::TestParamInfo<std::tuple<std::string, PolicyCase>>& info);

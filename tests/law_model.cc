@@ -39,9 +39,10 @@ at::Tensor Rotated(const at::Tensor& x, const std::vector<int64_t>& positions, c
 // Plain attention of one new token over all tokens so far, masked lane by lane.
 class MaskedHooks final : public ForwardHooks {
  public:
-  MaskedHooks(const Manifest& manifest, PositionMode positions)
+  MaskedHooks(const Manifest& manifest, PositionMode positions, KvDType stored)
       : manifest_(manifest),
         mode_(positions),
+        stored_(stored),
         keys_(manifest.num_layers()),
         values_(manifest.num_layers()),
         alive_(manifest.num_layers() * manifest.num_kv_heads) {}
@@ -71,9 +72,9 @@ class MaskedHooks final : public ForwardHooks {
       alive.push_back(true);
     }
     const Rope& rope = manifest_.ropes[facts.rope];
-    keys_[layer].push_back(mode_ == PositionMode::kCache ? k[0].clone()
-                                                         : Rotated(k[0], positions, rope));
-    values_[layer].push_back(v[0].clone());
+    keys_[layer].push_back(
+        Held(mode_ == PositionMode::kCache ? k[0].clone() : Rotated(k[0], positions, rope)));
+    values_[layer].push_back(Held(v[0].clone()));
     const at::Tensor query = Rotated(q[0], query_positions, rope);
     at::Tensor keys = at::stack(keys_[layer], 1);  // [kv_heads, tokens, width]
     if (mode_ == PositionMode::kCache) keys = AtRanks(keys, layer, rope);
@@ -96,6 +97,13 @@ class MaskedHooks final : public ForwardHooks {
   }
 
  private:
+  // What rows [n, width] are worth once they are cached.
+  at::Tensor Held(const at::Tensor& rows) const {
+    if (stored_ == KvDType::kModel) return rows;
+    const at::Tensor scale = rows.abs().amax(-1, /*keepdim=*/true) / 127;
+    return (rows / scale).round().nan_to_num(0) * scale;
+  }
+
   // Each lane's living tokens at positions 0, 1, 2, ...
   at::Tensor AtRanks(const at::Tensor& keys, int64_t layer, const Rope& rope) const {
     std::vector<at::Tensor> turned;
@@ -106,13 +114,14 @@ class MaskedHooks final : public ForwardHooks {
         ranks.push_back(next);
         next += alive ? 1 : 0;
       }
-      turned.push_back(Rotated(keys[head], ranks, rope));
+      turned.push_back(Held(Rotated(keys[head], ranks, rope)));
     }
     return at::stack(turned);
   }
 
   const Manifest& manifest_;
   const PositionMode mode_;
+  const KvDType stored_;
   std::vector<std::vector<at::Tensor>> keys_, values_;  // [layers][tokens] of [kv_heads, width]
   std::vector<std::vector<bool>> alive_;                // [lanes][tokens]
   MaskedReference::Step step_;
@@ -131,7 +140,7 @@ at::Tensor LawModel::Forward(const at::Tensor& token_ids, const at::Tensor& posi
 std::vector<MaskedReference::Step> MaskedReference::Run(const std::vector<int32_t>& tokens,
                                                         const std::vector<Dropped>& dropped,
                                                         PositionMode positions) const {
-  MaskedHooks hooks(model_.manifest(), positions);
+  MaskedHooks hooks(model_.manifest(), positions, stored_);
   std::vector<Step> steps;
   size_t next = 0;
   const at::Tensor row = at::zeros({1}, at::kLong);

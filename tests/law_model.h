@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "runtime/kv_format.h"
 #include "runtime/model.h"
 #include "runtime/request.h"
 
@@ -42,10 +43,11 @@ class LawModel final : public Model {
 
 // What a sequence's logits are by definition: token by token over tensors that hold every token
 // ever cached, with plain attention under a mask of what is still kept. Shares no code with the
-// executor. fp32.
+// executor. fp32; of int8, K and V are rounded to what their rows can hold.
 class MaskedReference {
  public:
-  explicit MaskedReference(const Model& model) : model_(model) {}
+  explicit MaskedReference(const Model& model, KvDType stored = KvDType::kModel)
+      : model_(model), stored_(stored) {}
 
   struct Dropped {
     int64_t at_token = 0;  // after the step that cached this token
@@ -66,6 +68,7 @@ class MaskedReference {
 
  private:
   const Model& model_;
+  const KvDType stored_;
 };
 
 }  // namespace epikv

@@ -81,10 +81,56 @@ INSTANTIATE_TEST_SUITE_P(
                           std::string(DecodeKernelName(std::get<1>(info.param))));
     });
 
+// How far K and V cached as int8 take logits from the reference's: the differences' root mean
+// square and their largest, over the logits' root mean square. Seen: .004 to .008 and .03 to .05,
+// the first of each on the sample model, the only trained one.
+class FullOfInt8 : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(FullOfInt8, IsNearTransformers) {
+  std::ifstream file(absl::StrCat(EPIKV_TEST_MODELS, "/", GetParam(), ".json"));
+  const auto reference = nlohmann::json::parse(file);
+  EngineHarness harness(ModelPath(GetParam()), {.kv_dtype = KvDType::kInt8});
+  double squares = 0, error_squares = 0, largest = 0;
+  int64_t count = 0;
+  for (const auto& c : reference["cases"]) {
+    const std::vector<int32_t> ids = c["token_ids"];
+    if (ids.size() < 2) continue;
+    RequestOptions options;
+    options.prompt.assign(ids.begin(), ids.begin() + 1);
+    options.forced.assign(ids.begin() + 1, ids.end());
+    ASSERT_TRUE(harness.Run(options).ok());
+    const std::vector<at::Tensor> logits = harness.model().TakeLogits();
+    for (size_t i = 0; i < logits.size(); ++i) {
+      const at::Tensor expected = at::tensor(c["logits"][i].get<std::vector<float>>());
+      const at::Tensor error = logits[i] - expected;
+      squares += expected.square().sum().item<double>();
+      error_squares += error.square().sum().item<double>();
+      largest = std::max(largest, error.abs().max().item<double>());
+      count += expected.numel();
+    }
+  }
+  const double size = std::sqrt(squares / count), rms = std::sqrt(error_squares / count) / size;
+  RecordProperty("rms", std::to_string(rms));
+  RecordProperty("largest", std::to_string(largest / size));
+  EXPECT_GT(rms, 1e-4) << "nothing was rounded";
+  EXPECT_LT(rms, 0.01);
+  EXPECT_LT(largest / size, 0.1);
+}
+
+INSTANTIATE_TEST_SUITE_P(Law1, FullOfInt8,
+                         ::testing::Values("mha", "gqa", "mqa", "tied", "wide", "sample"));
+
 // ---------------------------------------------------------------------------------------------
 // Laws over every policy.
 
-class EveryPolicyInFp32 : public EveryPolicy {};
+class EveryPolicyOfInt8 : public EveryPolicy {};
+
+class EveryPolicyInFp32 : public EveryPolicy {
+ protected:
+  // Of logits. Where an element of K or V is half-way between two integers, its last digits decide
+  // which one is cached: most runs are within 1e-4 of int8 too, the farthest seen was .03 off.
+  double tolerance() const { return kv_dtype() == KvDType::kInt8 ? 0.1 : 1e-4; }
+};
 
 // Law 2: a budget that holds everything gives the same bits as `full`.
 TEST_P(EveryPolicy, Law2_EnoughBudgetGivesTheBitsOfFull) {
@@ -223,14 +269,15 @@ TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
     TraceReplay replay(harness.manifest(), 24 + 120);
     for (const EvictionTrace& trace : transcript.evictions) ASSERT_TRUE(replay.Apply(trace));
     const std::vector<MaskedReference::Step> steps =
-        MaskedReference(harness.model()).Run(CachedTokens(options), replay.dropped, positions);
+        MaskedReference(harness.model(), kv_dtype())
+            .Run(CachedTokens(options), replay.dropped, positions);
     std::vector<at::Tensor> expected;  // from the prompt's last token on
     for (size_t t = options.prompt.size() - 1; t < steps.size(); ++t) {
       expected.push_back(steps[t].logits);
     }
     // Where a policy asks for entropies, the prompt's other tokens have logits too: before these.
     const size_t more = logits.size() - std::min(logits.size(), expected.size());
-    EXPECT_LT(LargestDifference({logits.begin() + more, logits.end()}, expected), 1e-4);
+    EXPECT_LT(LargestDifference({logits.begin() + more, logits.end()}, expected), tolerance());
   }
 }
 
@@ -284,17 +331,21 @@ TEST_P(EveryPolicyInFp32, Law5_ChunkedPrefillAndMovedLanesChangeNothing) {
     const auto third = harness.Submit(large);
     harness.RunAll();
     ASSERT_TRUE(first->ok() && watched->ok() && third->ok());
-    // The probe's state takes so much of the pool that the rows left need no moving.
-    EXPECT_TRUE(policy().policy == "probe" || harness.executor().pool().rows_moved() > 0);
+    // Beside some policies' state rows are so small a part of the pool that they need no moving.
+    const std::set<std::string> roomy =
+        kv_dtype() == KvDType::kInt8
+            ? std::set<std::string>{"expected_attention", "infokv", "probe"}
+            : std::set<std::string>{"probe"};
+    EXPECT_TRUE(roomy.contains(policy().policy) || harness.executor().pool().rows_moved() > 0);
     EXPECT_GT(first->finished->output_tokens, 96 - 40);
     kept.push_back(watched->finished->kv.kept);
     const Transcript alone = harness.Run(options);
     ASSERT_EQ(alone.logprobs.size(), watched->logprobs.size());
     for (size_t i = 0; i < alone.logprobs.size(); ++i) {
-      EXPECT_NEAR(alone.logprobs[i], watched->logprobs[i], 1e-4);
+      EXPECT_NEAR(alone.logprobs[i], watched->logprobs[i], tolerance());
     }
   }
-  EXPECT_LT(LargestDifference(logits[0], logits[1]), 1e-4);
+  EXPECT_LT(LargestDifference(logits[0], logits[1]), tolerance());
   EXPECT_EQ(kept[0], kept[1]);
   EXPECT_EQ(kept[0], kept[2]);
 }
@@ -330,6 +381,31 @@ TEST_P(EveryPolicy, Law4_DeterministicModeIgnoresTheBatch) {
     EXPECT_EQ(watched->tokens, alone.tokens);
     EXPECT_EQ(watched->logprobs, alone.logprobs);
     EXPECT_EQ(watched->finished->kv.kept, alone.finished->kv.kept);
+  }
+}
+
+// K and V of int8 are those of the policy's, too: one that reads nothing of them, nor of what
+// attention makes of them, keeps the same tokens as in the model's dtype. Of the others it is told
+// how many they have in common.
+TEST_P(EveryPolicyOfInt8, WhatInt8KeepsDiffersOnlyByWhatIsRead) {
+  const RequestOptions options =
+      WithPolicy(Scoring(EngineHarness(ModelPath(model())).manifest(), 24, 160, 71), policy(), 64);
+  std::vector<std::vector<int32_t>> kept;
+  SignalSet signals;
+  for (KvDType stored : {KvDType::kModel, KvDType::kInt8}) {
+    EngineHarness harness(ModelPath(model()), {.kv_dtype = stored, .policies = LawPolicies()});
+    const Transcript transcript = harness.Run(options);
+    ASSERT_TRUE(Evicted(transcript, harness.manifest()));
+    kept.push_back(transcript.finished->kv.kept);
+    signals = std::get<Request>(harness.admission().Resolve(options)).traits.signals;
+  }
+  std::vector<int32_t> common;
+  std::set_intersection(kept[0].begin(), kept[0].end(), kept[1].begin(), kept[1].end(),
+                        std::back_inserter(common));
+  RecordProperty("kept", static_cast<int>(kept[0].size()));
+  RecordProperty("in_common", static_cast<int>(common.size()));
+  if (signals.Names().empty()) {
+    EXPECT_EQ(kept[0], kept[1]);
   }
 }
 
@@ -466,11 +542,18 @@ TEST_P(EveryPolicy, Law3_PromptsOverTheBudgetAreEvictedAtFixedPlaces) {
 
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicy,
                          ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "gqa_bf16",
-                                                              "sample"),
+                                                              "sample", "gqa_int8", "sample_int8",
+                                                              "gqa_bf16_int8"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyInFp32,
-                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "sample"),
+                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "sample",
+                                                              "gqa_int8", "sample_int8"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyOfInt8,
+                         ::testing::Combine(::testing::Values("gqa_int8", "gqa_bf16_int8",
+                                                              "sample_int8"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 INSTANTIATE_TEST_SUITE_P(LawsOfVariants, EveryPolicy,
@@ -976,8 +1059,15 @@ INSTANTIATE_TEST_SUITE_P(Laws, SignalsEqualTheDefinition,
 // ---------------------------------------------------------------------------------------------
 // Law 6: dropping what attention does not look at changes nothing.
 
-TEST(Law6, DroppingTokensWithoutAttentionChangesNothing) {
-  EngineHarness harness(ModelPath("gqa"));
+class OfKvDType : public ::testing::TestWithParam<KvDType> {};
+
+INSTANTIATE_TEST_SUITE_P(Laws, OfKvDType, ::testing::Values(KvDType::kModel, KvDType::kInt8),
+                         [](const auto& info) {
+                           return info.param == KvDType::kInt8 ? "Int8" : "Model";
+                         });
+
+TEST_P(OfKvDType, Law6_DroppingTokensWithoutAttentionChangesNothing) {
+  EngineHarness harness(ModelPath("gqa"), {.kv_dtype = GetParam()});
   // Without rotation, channel 0 decides: a doomed token's key is far below every other.
   constexpr float kDepth = 20;  // exp(-20 * 20 * scale) of the mass
   const int64_t last_channel = harness.manifest().layers[0].key_width / 2 - 1;
@@ -1022,8 +1112,10 @@ TEST(Law6, DroppingTokensWithoutAttentionChangesNothing) {
 // ---------------------------------------------------------------------------------------------
 // Law 7: when every request has ended, however it ended, the pool is whole.
 
-TEST(Law7, ThePoolIsWholeHoweverRequestsEnd) {
-  EngineHarness harness(ModelPath("gqa"), {.kv_pool_bytes = 2 << 20, .policies = LawPolicies()});
+TEST_P(OfKvDType, Law7_ThePoolIsWholeHoweverRequestsEnd) {
+  EngineHarness harness(
+      ModelPath("gqa"),
+      {.kv_pool_bytes = 2 << 20, .kv_dtype = GetParam(), .policies = LawPolicies()});
   const std::vector<PolicyCase> policies = EvictingPolicies();
   std::mt19937_64 rng(43);
   std::vector<std::shared_ptr<Transcript>> transcripts;

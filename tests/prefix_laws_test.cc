@@ -123,7 +123,8 @@ TEST_P(EveryPolicyWithPrefixes, PromptsOverTheBudgetShareWhatPrecedesTheFirstRou
 }
 
 INSTANTIATE_TEST_SUITE_P(Prefixes, EveryPolicyWithPrefixes,
-                         ::testing::Combine(::testing::Values("gqa", "gqa_bf16", "sample"),
+                         ::testing::Combine(::testing::Values("gqa", "gqa_bf16", "gqa_int8",
+                                                              "gqa_bf16_int8", "sample"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 

@@ -67,6 +67,7 @@ TEST_F(ServicesTest, ModelSaysWhatItIs) {
   EXPECT_EQ(model.dtype(), "float32");
   EXPECT_EQ(model.vocab_size(), 64u);
   EXPECT_EQ(model.context_length(), 4096u);
+  EXPECT_EQ(model.kv_dtype(), "float32");
   EXPECT_EQ(model.kv_bytes_per_token(), static_cast<uint64_t>(kFakeBytesPerToken));
   EXPECT_EQ(model.kv_capacity_tokens(), 16384u);
   EXPECT_THAT(model.eos_token_ids(), ElementsAre(63));

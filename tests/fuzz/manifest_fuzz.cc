@@ -38,7 +38,7 @@ void CheckManifest(absl::string_view json) {
     Require(*m->bos_token >= 0 && *m->bos_token < m->vocab_size, "bos");
   }
   // What admission computes of it does not overflow.
-  const KvLayout layout = LayoutOf(ShapeOf(*m), m->dtype, {}, 0);
+  const KvLayout layout = LayoutOf(ShapeOf(*m), {m->dtype}, {}, 0);
   Require(layout.num_lanes == m->num_layers() * m->num_kv_heads && layout.row_bytes > 0, "lanes");
 }
 

@@ -24,11 +24,10 @@ from load import Failure, Load
 
 SAMPLES = Path(__file__).resolve().parents[2] / "tools" / "sample_model"
 CHUNK = 64  # prefill tokens between rounds
-# A pool that the longest requests do not fit and few fit together; outboxes that fill at once.
+# Outboxes that fill at once.
 FLAGS = [
     "--threads=1",
     "--deterministic=true",
-    "--kv_pool_bytes=3000000",
     f"--prefill_chunk_tokens={CHUNK}",
     "--max_step_tokens=64",
     "--max_running_requests=8",
@@ -39,6 +38,8 @@ FLAGS = [
     "--drain_seconds=3",
 ]
 KERNELS = ("batch", "flash", "matmul")
+# Of a pool that the longest requests do not fit and few fit together, by --kv_dtype.
+POOL_BYTES = {"model": 3_000_000, "int8": 900_000}
 WAVE_SECONDS = 45.0
 DRAIN_SECONDS = 2.0
 MEANINGFUL_MINUTES = 5.0  # so long a run has to have met everything
@@ -135,9 +136,17 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="this request of the seed, alone")
     parser.add_argument("--binary", type=Path, help="default: as epikv.testing finds it")
     arguments = parser.parse_args()
-    kernel = random.Random(arguments.seed).choice(KERNELS)
-    print(f"seed {arguments.seed}, {arguments.clients} clients, decode kernel {kernel}", flush=True)
-    flags = [*FLAGS, f"--decode_kernel={kernel}"]
+    draw = random.Random(arguments.seed)
+    kernel, kv_dtype = draw.choice(KERNELS), draw.choice(list(POOL_BYTES))
+    if kv_dtype == "int8":
+        kernel = "batch"  # no other reads it
+    print(
+        f"seed {arguments.seed}, {arguments.clients} clients, decode kernel {kernel},"
+        f" KV cache {kv_dtype}",
+        flush=True,
+    )
+    pool = f"--kv_pool_bytes={POOL_BYTES[kv_dtype]}"
+    flags = [*FLAGS, f"--decode_kernel={kernel}", f"--kv_dtype={kv_dtype}", pool]
     try:
         with Daemon(sample_model(), *flags, binary=arguments.binary) as daemon:
             load = Load(daemon, arguments.seed, arguments.clients, CHUNK)

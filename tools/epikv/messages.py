@@ -294,6 +294,7 @@ class Model:
     kv_heads: int
     hidden_size: int
     kv_bytes_per_token: int
+    kv_dtype: str  # of cached K and V
     kv_capacity_tokens: int
     kv_capacity_bytes: int
     default_policy: str

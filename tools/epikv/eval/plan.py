@@ -96,7 +96,9 @@ def document(
             "name": model.name,
             "weights": model.weights,
             "dtype": model.dtype,
+            # Told where there is something to tell: plans that are older stay what they are.
             **({"quantization": model.quantization} if model.quantization else {}),
+            **({"kv_dtype": model.kv_dtype} if model.kv_dtype != model.dtype else {}),
             "calibration": model.calibration and asdict(model.calibration),
         },
         "tasks": [task.facts() for task in tasks],

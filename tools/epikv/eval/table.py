@@ -29,7 +29,9 @@ def markdown(summary: dict[str, Any]) -> str:
 def made(plan: dict[str, Any]) -> list[str]:
     """How the figures were made, in sentences."""
     model = plan["model"]
-    linears = f" with linears of {model['quantization']}" if "quantization" in model else ""
+    kind = model["dtype"]
+    kind += f", linears of {model['quantization']}" if "quantization" in model else ""
+    kind += f", K and V cached as {model['kv_dtype']}" if "kv_dtype" in model else ""
     draws = (
         f"temperature {plan['temperature']:g}, top-p {plan['top_p']:g}, {plan['seeds']} seeds"
         if plan["temperature"]
@@ -38,7 +40,7 @@ def made(plan: dict[str, Any]) -> list[str]:
     tasks = ", ".join(f"{task['name']} ({task['problems']})" for task in plan["tasks"])
     slacks = sorted({arm["slack"] for arm in plan["arms"] if arm["policy"] != FULL})
     return [
-        f"Model {model['name']}, {model['dtype']}{linears}, weights {model['weights'] or 'not told'};"
+        f"Model {model['name']}, {kind}, weights {model['weights'] or 'not told'};"
         f" {draws}; positions {plan['positions']}.",
         f"Problems: {tasks}; split {plan['split']}.",
         protection(plan) + ".",
