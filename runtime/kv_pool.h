@@ -5,17 +5,26 @@
 #include <cstdint>
 
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "runtime/machine.h"
 #include "runtime/rows.h"
 #include "runtime/step_executor.h"
 
 namespace epikv {
 
+// Where a pool's rows lie, and how they are copied.
+struct KvPlace {
+  at::Device device = at::kCPU;
+  // By gathers in ATen operations, as on a device; else on raw memory, of the CPU alone.
+  bool by_gather = false;
+};
+
 // The rows of all lanes of all sequences: K as [rows, key_width], V as [rows, value_width]. Memory
-// is taken once and becomes resident as it is first written. Engine thread.
+// is taken once and, on the CPU, becomes resident as it is first written. Engine thread.
 class KvPool {
  public:
-  KvPool(int64_t num_rows, int64_t key_width, int64_t value_width, at::ScalarType dtype);
+  KvPool(int64_t num_rows, int64_t key_width, int64_t value_width, at::ScalarType dtype,
+         KvPlace place = {});
 
   // Room for `rows` rows; may move other sequences. Precondition: rows <= free_rows().
   void Open(SequenceId id, int64_t rows);
@@ -23,7 +32,18 @@ class KvPool {
   void Shrink(SequenceId id, int64_t rows) { rows_.Shrink(id, rows); }
   void Close(SequenceId id) { rows_.Free(id); }
 
-  // A sequence's rows, by row number from its first. Valid until the next Open.
+  // A sequence's first row in the pool. Valid until the next Open.
+  int64_t first_row(SequenceId id) const { return rows_.begin(id); }
+  // Copies rows of the pool, in this order. Ranges of one copy may overlap; none reads what one
+  // before it has written.
+  void Copy(absl::Span<const RowMove> copies);
+  // Writes K and V rows [n, width] into rows of the pool: int64 [n], on its device.
+  void Write(const at::Tensor& rows, const at::Tensor& keys, const at::Tensor& values);
+  // All rows.
+  const at::Tensor& keys() const { return key_rows_; }
+  const at::Tensor& values() const { return value_rows_; }
+
+  // A sequence's rows in the CPU's memory, by row number from its first. Valid until the next Open.
   char* key(SequenceId id, int64_t row) const {
     return keys_ + (rows_.begin(id) + row) * key_bytes_;
   }
@@ -44,7 +64,10 @@ class KvPool {
   absl::Duration longest_move() const { return longest_move_; }
 
  private:
+  void Gather(absl::Span<const RowMove> copies);
+
   RowAllocator rows_;
+  const KvPlace place_;
   at::Tensor key_rows_, value_rows_;
   char* const keys_;
   char* const values_;
