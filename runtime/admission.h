@@ -44,6 +44,8 @@ struct AdmissionLimits {
   int64_t kv_capacity_bytes = 0;
   int64_t prefill_chunk_tokens = 256;
   int64_t max_running_requests = 256;  // completions count
+  // Keys are turned at every step for those who ask: not on a device.
+  bool turns_keys = true;
   RequestDefaults defaults;
 };
 

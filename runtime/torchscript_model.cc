@@ -64,7 +64,7 @@ class TorchScriptModel final : public Model {
                      const at::Tensor& last, ForwardHooks& hooks) const override {
     const c10::InferenceMode inference;
     const HooksScope scope(hooks);
-    torch::jit::Stack stack = {token_ids, positions, last};
+    torch::jit::Stack stack = {token_ids.to(device()), positions.to(device()), last.to(device())};
     torch::jit::InterpreterState(code_).run(stack);
     return stack.back().toTensor();
   }
@@ -95,6 +95,7 @@ absl::Status Damaged(const std::string& path, absl::string_view what) {
 // LibTorch has a type of its own for this on GPUs only.
 bool IsOutOfMemory(const std::exception& error) {
   return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+         dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
          absl::StrContains(error.what(), "DefaultCPUAllocator");
 }
 
@@ -167,14 +168,14 @@ absl::Status CheckArchive(const std::string& path) {
 
 // Of an undamaged archive. The extra files come first: a manifest that is wrong is told before the
 // weights are read.
-absl::StatusOr<Contents> Read(const std::string& path) {
+absl::StatusOr<Contents> Read(const std::string& path, at::Device device) {
   Contents contents;
   caffe2::serialize::PyTorchStreamReader reader(path);
   const std::vector<std::string> violations = ReadExtras(reader, contents);
   if (!violations.empty()) return Broken(path, violations);
   // Errors quote the code as it is in the file: told by its debug files, which may be damaged, they
   // throw out of ErrorReport::what(), and that ends the process.
-  contents.module = torch::jit::load(path, c10::kCPU, /*load_debug_files=*/false);
+  contents.module = torch::jit::load(path, device, /*load_debug_files=*/false);
   if (!contents.module.find_method("forward")) return Broken(path, {"it has no forward"});
   return contents;
 }
@@ -215,8 +216,9 @@ int64_t PackedBytes(const PackedLinears& packed) {
   return bytes;
 }
 
-std::string Describe(DType dtype, const PackedLinears& packed, bool prepack) {
+std::string Describe(DType dtype, const PackedLinears& packed, bool prepack, at::Device device) {
   std::string text = absl::StrCat("TorchScript, ", DTypeName(dtype), ", ");
+  if (!device.is_cpu()) return absl::StrCat(text, "on ", device.str());
   if (!prepack) return absl::StrCat(text, "no linear prepacked, as asked");
   absl::StrAppend(&text, packed.packed, " of ", packed.linears, " linears prepacked for oneDNN");
   if (dtype == DType::kBFloat16 && packed.packed == 0) {
@@ -242,7 +244,8 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   absl::StatusOr<FrozenForward> forward = Freeze(std::move(contents.module));
   if (!forward.ok()) return forward.status();
   Graph& graph = *forward->graph;
-  const PackedLinears packed = options.prepack ? PackLinears(graph) : PackedLinears();
+  const PackedLinears packed =
+      options.prepack && options.device.is_cpu() ? PackLinears(graph) : PackedLinears();
   for (at::Tensor& projection : projections) {
     if (!projection.defined()) continue;
     const auto found = packed.weights.find(projection.const_data_ptr());
@@ -251,14 +254,15 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   ModelFacts facts = {.manifest = std::move(contents.manifest),
                       .tokenizer_json = std::move(contents.tokenizer_json),
                       .chat_json = std::move(contents.chat_json),
-                      .weight_bytes = ConstantBytes(graph.block()) + PackedBytes(packed)};
-  facts.description = Describe(facts.manifest.dtype, packed, options.prepack);
+                      .weight_bytes = ConstantBytes(graph.block()) + PackedBytes(packed),
+                      .device = options.device};
+  facts.description = Describe(facts.manifest.dtype, packed, options.prepack, options.device);
   return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections));
 }
 
 absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,
                                                    TorchScriptOptions options) {
-  absl::StatusOr<Contents> contents = Read(path);
+  absl::StatusOr<Contents> contents = Read(path, options.device);
   if (!contents.ok()) return contents.status();
   contents->module.eval();
   torch::jit::Inline(*contents->module.get_method("forward").graph());

@@ -83,7 +83,8 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
   admission_ = std::make_unique<Admission>(
       admitted, WithArtefacts(ShapeOf(admitted), options.policies), options.policies,
       AdmissionLimits{.kv_capacity_bytes = options.kv_pool_bytes,
-                      .prefill_chunk_tokens = options.prefill_chunk_tokens});
+                      .prefill_chunk_tokens = options.prefill_chunk_tokens,
+                      .turns_keys = !options.device_path});
   const ModelShape& shape = admission_->shape();
   const int64_t lanes = shape.num_layers * shape.num_kv_heads;
   auto executor = std::make_unique<Executor>(
@@ -92,6 +93,7 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
           .pool_rows = options.kv_pool_bytes / (admission_->kv_bytes_per_token() / lanes),
           .decode_kernel = options.decode_kernel,
           .prefill_kernel = options.prefill_kernel,
+          .device_path = options.device_path,
           .deterministic = options.deterministic,
           .prefix_block_tokens =
               options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,
