@@ -77,9 +77,11 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
       AdmissionLimits{.kv_capacity_bytes = loaded.kv_capacity_bytes,
                       .prefill_chunk_tokens = options.scheduler.prefill_chunk_tokens,
                       .max_running_requests = options.max_running_requests,
+                      .turns_keys = loaded.device == "cpu",
                       .defaults = options.defaults});
   model->kv_capacity_bytes = loaded.kv_capacity_bytes;
   model->threads = loaded.threads;
+  model->device = loaded.device;
   model->decode_kernel = loaded.decode_kernel;
   model->prefill_kernel = loaded.prefill_kernel;
   model->deterministic = options.deterministic;

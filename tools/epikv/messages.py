@@ -304,6 +304,7 @@ class Model:
     decode_kernel: str
     prefill_kernel: str
     threads: int
+    device: str  # "cpu", "cuda"
     weights: str  # digest
     chat: ChatSupport | None
     sampling: Sampling | None  # where a request does not say
