@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -67,6 +68,8 @@ DeviceForward::DeviceForward(const Model& model, const ModelShape& shape,
       pool_(pool),
       mass_rows_(mass_rows),
       group_(shape.num_heads / shape.num_kv_heads) {
+  TORCH_CHECK(pool.num_rows() <= std::numeric_limits<int32_t>::max(), "the KV pool has ",
+              pool.num_rows(), " rows, which a GPU's kernel cannot number: give it less memory");
   for (const RopeTable& rope : ropes) {
     const at::Tensor table =
         at::from_blob(const_cast<float*>(rope.at(0)),  // only read

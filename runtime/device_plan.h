@@ -40,8 +40,7 @@ struct DevicePlan {
     Section query_rows;       // in q viewed as [n x kv_heads, group, width]
     Section query_starts;     // [lanes + 1] where each lane's begin among query_rows
     int64_t max_queries = 0;  // of a lane
-    std::vector<Section>
-        starts;  // by layer: [lanes + 1] first row in the pool; the last is no lane
+    std::vector<Section> starts;      // by layer: [lanes + 1] first row in the pool, and an end
     std::vector<Section> lengths;     // by layer: [lanes] slots to read
     std::vector<int64_t> max_length;  // by layer
   };

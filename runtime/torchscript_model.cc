@@ -168,14 +168,14 @@ absl::Status CheckArchive(const std::string& path) {
 
 // Of an undamaged archive. The extra files come first: a manifest that is wrong is told before the
 // weights are read.
-absl::StatusOr<Contents> Read(const std::string& path, at::Device device) {
+absl::StatusOr<Contents> Read(const std::string& path) {
   Contents contents;
   caffe2::serialize::PyTorchStreamReader reader(path);
   const std::vector<std::string> violations = ReadExtras(reader, contents);
   if (!violations.empty()) return Broken(path, violations);
   // Errors quote the code as it is in the file: told by its debug files, which may be damaged, they
   // throw out of ErrorReport::what(), and that ends the process.
-  contents.module = torch::jit::load(path, device, /*load_debug_files=*/false);
+  contents.module = torch::jit::load(path, c10::kCPU, /*load_debug_files=*/false);
   if (!contents.module.find_method("forward")) return Broken(path, {"it has no forward"});
   return contents;
 }
@@ -206,6 +206,31 @@ int64_t ConstantBytes(const Block* block) {
     }
   }
   return bytes;
+}
+
+// Weights that have another form now: former address to that form.
+using Replaced = std::unordered_map<const void*, at::Tensor>;
+
+// Moves the graph's tensors to a device, one after another, each once however often it is used.
+void MoveConstants(Block* block, at::Device device, Replaced& moved) {
+  auto move = [&](const at::Tensor& tensor) {
+    at::Tensor& there = moved[tensor.const_data_ptr()];
+    const bool same = there.defined() && there.dtype() == tensor.dtype() &&
+                      there.sizes() == tensor.sizes() && there.strides() == tensor.strides();
+    if (!same) there = tensor.to(device);
+    return there;
+  };
+  for (Node* node : block->nodes()) {
+    for (Block* inner : node->blocks()) MoveConstants(inner, device, moved);
+    if (node->kind() != c10::prim::Constant || !node->hasAttribute(c10::attr::value)) continue;
+    if (node->kindOf(c10::attr::value) == torch::jit::AttributeKind::t) {
+      node->t_(c10::attr::value, move(node->t(c10::attr::value)));
+    } else if (node->kindOf(c10::attr::value) == torch::jit::AttributeKind::ts) {
+      std::vector<at::Tensor> tensors = node->ts(c10::attr::value);
+      for (at::Tensor& tensor : tensors) tensor = move(tensor);
+      node->ts_(c10::attr::value, std::move(tensors));
+    }
+  }
 }
 
 int64_t PackedBytes(const PackedLinears& packed) {
@@ -246,10 +271,12 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   Graph& graph = *forward->graph;
   const PackedLinears packed =
       options.prepack && options.device.is_cpu() ? PackLinears(graph) : PackedLinears();
+  Replaced replaced = packed.weights;
+  if (!options.device.is_cpu()) MoveConstants(graph.block(), options.device, replaced);
   for (at::Tensor& projection : projections) {
     if (!projection.defined()) continue;
-    const auto found = packed.weights.find(projection.const_data_ptr());
-    if (found != packed.weights.end()) projection = found->second;
+    const auto found = replaced.find(projection.const_data_ptr());
+    if (found != replaced.end()) projection = found->second;
   }
   ModelFacts facts = {.manifest = std::move(contents.manifest),
                       .tokenizer_json = std::move(contents.tokenizer_json),
@@ -262,7 +289,7 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
 
 absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,
                                                    TorchScriptOptions options) {
-  absl::StatusOr<Contents> contents = Read(path, options.device);
+  absl::StatusOr<Contents> contents = Read(path);
   if (!contents.ok()) return contents.status();
   contents->module.eval();
   torch::jit::Inline(*contents->module.get_method("forward").graph());

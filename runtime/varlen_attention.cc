@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <vector>
 
 namespace epikv {
 namespace {
@@ -41,7 +42,7 @@ at::Tensor PlainVarlen(const VarlenCall& call) {
 }  // namespace
 
 at::Tensor VarlenAttention(const VarlenCall& call) {
-  if (!call.q.is_cuda()) return PlainVarlen(call);
+  if (call.q.is_cpu()) return PlainVarlen(call);
   return std::get<0>(at::_flash_attention_forward(
       call.q, call.keys.unsqueeze(1), call.values.unsqueeze(1), call.query_starts, call.starts,
       call.max_queries, call.max_length, /*dropout_p=*/0.0, call.causal,
@@ -51,19 +52,27 @@ at::Tensor VarlenAttention(const VarlenCall& call) {
 
 at::Tensor AttentionMass(const at::Tensor& q, const at::Tensor& keys, int64_t first, int64_t heads,
                          int64_t capacity, int64_t used, double scale) {
-  constexpr int64_t kMostLogits = int64_t{1} << 24;  // held at once
+  constexpr int64_t kMost = int64_t{1} << 24;  // of keys and of logits, held at once in fp32
   const int64_t rows = q.size(0), width = q.size(2), group = q.size(1) / heads;
+  if (heads > 1 && heads * used * width > kMost) {
+    std::vector<at::Tensor> each;
+    for (int64_t head = 0; head < heads; ++head) {
+      each.push_back(AttentionMass(q.narrow(1, head * group, group), keys, first + head * capacity,
+                                   1, capacity, used, scale));
+    }
+    return at::cat(each);
+  }
   const at::Tensor lanes = keys.as_strided({heads, used, width}, {capacity * width, width, 1},
                                            keys.storage_offset() + first * width)
                                .to(at::kFloat)
                                .transpose(1, 2);
-  const int64_t block = std::clamp<int64_t>(kMostLogits / (heads * group * used), 1, rows);
+  const int64_t block = std::clamp<int64_t>(kMost / (heads * group * used), 1, rows);
   at::Tensor mass = at::zeros({heads, used}, lanes.options());
   for (int64_t begin = 0; begin < rows; begin += block) {
     const int64_t count = std::min(block, rows - begin);
     const at::Tensor queries = q.narrow(0, begin, count)
                                    .to(at::kFloat)
-                                   .view({count, heads, group, width})
+                                   .reshape({count, heads, group, width})
                                    .permute({1, 2, 0, 3})
                                    .reshape({heads, group * count, width});
     at::Tensor logits = at::bmm(queries, lanes).mul_(scale).view({heads, group, count, used});

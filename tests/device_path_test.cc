@@ -92,11 +92,13 @@ INSTANTIATE_TEST_SUITE_P(Device, DevicePath,
 
 constexpr int64_t kKeptTokens = 96;
 
+int64_t rows_moved = 0;  // since the start, of all runs
+
 // Requests of many policies at once, in steps that hold decoded rows and rows of prompts, with
 // several completions, cached prefixes, and a pool so small that sequences are moved.
-std::vector<Transcript> RunTogether(bool device, const std::string& model,
+std::vector<Transcript> RunTogether(bool device, int64_t pool_bytes,
                                     std::function<void(EngineHarness&)> watch = nullptr) {
-  EngineHarness harness(ModelPath(model), {.kv_pool_bytes = 400000,
+  EngineHarness harness(ModelPath("gqa"), {.kv_pool_bytes = pool_bytes,
                                            .max_step_tokens = 37,
                                            .prefill_chunk_tokens = 32,
                                            .device_path = device,
@@ -118,6 +120,7 @@ std::vector<Transcript> RunTogether(bool device, const std::string& model,
     options.output.kept = true;
     options.sampling.seed = seed;
     options.completions = seed % 3 == 0 ? 2 : 1;
+    options.output.prompt_logprobs = seed == 58;
     if (options.completions > 1) options.sampling.temperature = 0.8f;
     options.kv.positions = seed % 2 == 0 ? PositionMode::kAbsolute : PositionMode::kCompact;
     if (policy != std::string("full")) {
@@ -129,37 +132,47 @@ std::vector<Transcript> RunTogether(bool device, const std::string& model,
     ++seed;
   }
   harness.RunAll();
-  EXPECT_GT(harness.executor().pool().rows_moved(), 0);
+  rows_moved += harness.executor().pool().rows_moved();
   std::vector<Transcript> all;
   for (const auto& transcript : running) all.push_back(*transcript);
   return all;
 }
 
 TEST(DevicePathTogether, GivesWhatTheCpuGives) {
-  const std::vector<Transcript> cpu = RunTogether(false, "gqa"), device = RunTogether(true, "gqa");
-  ASSERT_EQ(cpu.size(), device.size());
-  ASSERT_GT(cpu.size(), 6);
-  int64_t evicted = 0, prefixes = 0;
-  for (size_t i = 0; i < cpu.size(); ++i) {
-    ASSERT_TRUE(cpu[i].ok()) << i << cpu[i].finished->status;
-    ASSERT_TRUE(device[i].ok()) << i << device[i].finished->status;
-    EXPECT_EQ(device[i].tokens, cpu[i].tokens) << i;
-    EXPECT_EQ(device[i].finished->kv.kept, cpu[i].finished->kv.kept) << i;
-    ASSERT_EQ(device[i].logprobs.size(), cpu[i].logprobs.size());
-    for (size_t t = 0; t < cpu[i].logprobs.size(); ++t) {
-      EXPECT_NEAR(device[i].logprobs[t], cpu[i].logprobs[t], 1e-4) << i << " " << t;
+  int64_t evicted = 0, prefixes = 0, of_prompts = 0, moved = 0;
+  for (int64_t pool_bytes : {300'000, 350'000, 400'000, 450'000}) {
+    const std::vector<Transcript> cpu = RunTogether(false, pool_bytes);
+    const int64_t before = rows_moved;
+    const std::vector<Transcript> device = RunTogether(true, pool_bytes);
+    moved += rows_moved - before;
+    ASSERT_EQ(cpu.size(), device.size());
+    for (size_t i = 0; i < cpu.size(); ++i) {
+      ASSERT_TRUE(cpu[i].ok()) << i << cpu[i].finished->status;
+      ASSERT_TRUE(device[i].ok()) << i << device[i].finished->status;
+      EXPECT_EQ(device[i].tokens, cpu[i].tokens) << i;
+      EXPECT_EQ(device[i].finished->kv.kept, cpu[i].finished->kv.kept) << i;
+      ASSERT_EQ(device[i].logprobs.size(), cpu[i].logprobs.size());
+      for (size_t t = 0; t < cpu[i].logprobs.size(); ++t) {
+        EXPECT_NEAR(device[i].logprobs[t], cpu[i].logprobs[t], 1e-4) << i << " " << t;
+      }
+      ASSERT_EQ(device[i].prompt.logprobs.size(), cpu[i].prompt.logprobs.size());
+      for (size_t t = 0; t < cpu[i].prompt.logprobs.size(); ++t, ++of_prompts) {
+        EXPECT_NEAR(device[i].prompt.logprobs[t], cpu[i].prompt.logprobs[t], 1e-4) << i << " " << t;
+      }
+      evicted += cpu[i].finished->kv.evicted_entries;
+      prefixes += device[i].finished->cached_prompt_tokens;
     }
-    evicted += cpu[i].finished->kv.evicted_entries;
-    prefixes += device[i].finished->cached_prompt_tokens;
   }
+  EXPECT_GT(moved, 0);
   EXPECT_GT(evicted, 0);
   EXPECT_GT(prefixes, 0);
+  EXPECT_GT(of_prompts, 60);
 }
 
 // What a step gives the host, whoever asks for how much of it, comes in one copy.
 TEST(DevicePathTogether, CopiesToTheHostOnceAStep) {
   int64_t steps = 0, before = 0;
-  RunTogether(true, "gqa", [&](EngineHarness& harness) {
+  RunTogether(true, 400000, [&](EngineHarness& harness) {
     harness.OnStep([&] {
       const int64_t copies = harness.executor().device()->host_copies();
       EXPECT_LE(copies - before, 1);
