@@ -22,7 +22,7 @@ at::Tensor Rotated(const at::Tensor& x, const at::Tensor& cos_sin, bool interlea
   const at::Tensor pairs = wide.narrow(2, 0, 2 * half);
   const at::Tensor a = interleaved ? pairs.slice(2, 0, 2 * half, 2) : pairs.narrow(2, 0, half);
   const at::Tensor b = interleaved ? pairs.slice(2, 1, 2 * half, 2) : pairs.narrow(2, half, half);
-  const at::Tensor first = a * cos - b * sin, second = b * cos + a * sin;
+  const at::Tensor first = at::addcmul(a * cos, b, sin, -1), second = at::addcmul(b * cos, a, sin);
   std::vector<at::Tensor> parts;
   if (interleaved) {
     parts = {at::stack({first, second}, -1).flatten(2)};
@@ -215,11 +215,14 @@ at::Tensor DeviceForward::Attention(const at::Tensor& q, const at::Tensor& k, co
   const int64_t n = q.size(0), pairs = n * shape_.num_kv_heads;  // (row, KV head)
   const at::Tensor& angles = AnglesOf(layer);
   const bool interleaved = ropes_[model_.manifest().layers[layer].rope].interleaved;
-  const at::Tensor keys =
-      Rotated(k.reshape({pairs, 1, shape_.key_width}), angles, interleaved).squeeze(1);
-  pool_.Write(Index(plan_.written[layer]), keys, v.reshape({pairs, shape_.value_width}));
-  const at::Tensor queries =
-      Rotated(q.reshape({pairs, group_, shape_.key_width}), angles, interleaved);
+  // A KV head's queries and key turn together: a GPU minds the number of operations.
+  const at::Tensor turned = Rotated(at::cat({q.reshape({pairs, group_, shape_.key_width}),
+                                             k.reshape({pairs, 1, shape_.key_width})},
+                                            1),
+                                    angles, interleaved);
+  pool_.Write(Index(plan_.written[layer]), turned.select(1, group_),
+              v.reshape({pairs, shape_.value_width}));
+  const at::Tensor queries = turned.narrow(1, 0, group_).contiguous();
   const at::Tensor out = Attend(queries, layer);
 
   const at::Tensor rotated = queries.view({n, shape_.num_heads, shape_.key_width});
@@ -245,13 +248,13 @@ const at::Tensor& DeviceForward::AnglesOf(int64_t layer) {
   return latest_.angles;
 }
 
-// queries [n x kv_heads, group, width], rotated -> the same
+// queries [n x kv_heads, group, width], rotated, contiguous -> the same
 at::Tensor DeviceForward::Attend(const at::Tensor& queries, int64_t layer) const {
   at::Tensor out;
   for (const DevicePlan::Call& call : plan_.calls) {
     const at::Tensor rows = Index(call.query_rows);
     const at::Tensor attended =
-        VarlenAttention({.q = call.in_order ? queries.contiguous() : queries.index_select(0, rows),
+        VarlenAttention({.q = call.in_order ? queries : queries.index_select(0, rows),
                          .keys = pool_.keys(),
                          .values = pool_.values(),
                          .query_starts = Numbers(call.query_starts),
@@ -262,7 +265,7 @@ at::Tensor DeviceForward::Attend(const at::Tensor& queries, int64_t layer) const
                          .causal = call.causal,
                          .scale = model_.manifest().layers[layer].scale});
     if (call.in_order) return attended;
-    if (!out.defined()) out = at::empty_like(queries, at::MemoryFormat::Contiguous);
+    if (!out.defined()) out = at::empty_like(queries);
     out.index_copy_(0, rows, attended);
   }
   return out;
