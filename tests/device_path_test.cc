@@ -55,6 +55,17 @@ void ExpectAlike(const Outcome& device, const Outcome& cpu) {
   EXPECT_LT(LargestDifference(device.logits, cpu.logits), 1e-4);
 }
 
+void ExpectSameSteps(const Transcript& device, const Transcript& cpu) {
+  ASSERT_EQ(device.residual_steps.size(), cpu.residual_steps.size());
+  for (size_t i = 0; i < cpu.residual_steps.size(); ++i) {
+    ASSERT_EQ(device.residual_steps[i].size(), cpu.residual_steps[i].size());
+    for (size_t l = 0; l < cpu.residual_steps[i].size(); ++l) {
+      const float expected = cpu.residual_steps[i][l];
+      EXPECT_NEAR(device.residual_steps[i][l], expected, 1e-4 * expected) << i << " " << l;
+    }
+  }
+}
+
 class DevicePath : public EveryPolicy {};
 
 // A prompt that fits, several rounds while it decodes.
@@ -65,13 +76,7 @@ TEST_P(DevicePath, GivesWhatTheCpuGives) {
   const Outcome cpu = RunOn(false, model(), options), device = RunOn(true, model(), options);
   ExpectAlike(device, cpu);
   EXPECT_GT(cpu.transcript.finished->kv.evicted_entries, 0);
-  ASSERT_EQ(device.transcript.residual_steps.size(), cpu.transcript.residual_steps.size());
-  for (size_t i = 0; i < cpu.transcript.residual_steps.size(); ++i) {
-    for (size_t l = 0; l < cpu.transcript.residual_steps[i].size(); ++l) {
-      const float expected = cpu.transcript.residual_steps[i][l];
-      EXPECT_NEAR(device.transcript.residual_steps[i][l], expected, 1e-4 * expected);
-    }
-  }
+  ExpectSameSteps(device.transcript, cpu.transcript);
 }
 
 // The prompt itself is evicted from, at the ends of its chunks, in steps that cut them.
@@ -155,6 +160,7 @@ TEST(DevicePathTogether, GivesWhatTheCpuGives) {
       for (size_t t = 0; t < cpu[i].logprobs.size(); ++t) {
         EXPECT_NEAR(device[i].logprobs[t], cpu[i].logprobs[t], 1e-4) << i << " " << t;
       }
+      ExpectSameSteps(device[i], cpu[i]);
       ASSERT_EQ(device[i].prompt.logprobs.size(), cpu[i].prompt.logprobs.size());
       for (size_t t = 0; t < cpu[i].prompt.logprobs.size(); ++t, ++of_prompts) {
         EXPECT_NEAR(device[i].prompt.logprobs[t], cpu[i].prompt.logprobs[t], 1e-4) << i << " " << t;
