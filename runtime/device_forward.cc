@@ -179,11 +179,13 @@ void DeviceForward::TakeSteps() {
     OpenSequence& sequence = *item.sequence;
     const auto count = std::ssize(sequence.tap.layers());
     if (count == 0) continue;
-    sequence.tapped = now.narrow(0, first, count);
-    Bring(steps.narrow(0, first, count),
-          [&tap = sequence.tap](const at::Tensor& rows) { tap.PutSteps(Floats(rows)); });
+    const at::Tensor residuals = now.narrow(0, first, count);
+    Bring(steps.narrow(0, first, count), [&sequence, residuals](const at::Tensor& rows) {
+      sequence.tap.PutSteps(Floats(rows));
+      sequence.tapped = residuals;
+    });
     if (item.wants(Signal::kResidual)) {
-      Bring(sequence.tapped,
+      Bring(residuals,
             [&tap = sequence.tap](const at::Tensor& rows) { tap.PutResiduals(Floats(rows)); });
     }
     first += count;

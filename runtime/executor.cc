@@ -9,7 +9,9 @@
 #include <exception>
 
 #include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "policies/policy.h"
 #include "runtime/kernels.h"
@@ -178,6 +180,14 @@ double MassOf(const std::vector<std::vector<int32_t>>& victims, const SequenceCa
   return mass / static_cast<double>(cache.num_layers() * cache.num_kv_heads());
 }
 
+// TorchScript's tracebacks end with what went wrong; CUDA's errors begin with it.
+std::string WhyItFailed(const std::exception& e) {
+  const auto* const error = dynamic_cast<const c10::Error*>(&e);
+  const absl::string_view what = error == nullptr ? e.what() : error->what_without_backtrace();
+  return absl::StartsWith(what, "CUDA") ? std::string(what.substr(0, what.find('\n')))
+                                        : LastLine(what);
+}
+
 // INTERNAL, whatever the policy says: nothing was wrong with the request.
 absl::Status Failed(const Request& request, absl::string_view kind, absl::string_view why) {
   return WithPolicyError(
@@ -335,7 +345,7 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
     }
   } catch (const std::exception& e) {
     running_ = {};
-    return absl::InternalError(LastLine(e.what()));
+    return absl::InternalError(WhyItFailed(e));
   }
   std::vector<ForwardOutcome> outcomes;
   const StageTimer timer(times_, Stage::kSample);

@@ -22,6 +22,7 @@ namespace {
 constexpr auto kFake = c10::DeviceType::PrivateUse1;
 
 int64_t copies = 0, flash_calls = 0;
+bool fails = false;
 
 struct Block {
   void* address = nullptr;  // what the device says; nothing is there
@@ -102,7 +103,10 @@ at::Tensor ToFake(const at::Tensor& tensor) {
 }
 
 at::Tensor CopyFrom(const at::Tensor& from, const at::Tensor& to, bool) {
-  if (IsFake(from) && !IsFake(to)) ++copies;
+  if (IsFake(from) && !IsFake(to)) {
+    ++copies;
+    TORCH_CHECK(!std::exchange(fails, false), "the device failed");
+  }
   (IsFake(to) ? Alias(to) : to).copy_(IsFake(from) ? Alias(from) : from);
   return to;
 }
@@ -253,6 +257,8 @@ at::Device FakeDevice() {
 }
 
 int64_t CopiesFromFakeDevice() { return copies; }
+
+void FailNextCopyFromFakeDevice() { fails = true; }
 
 int64_t FlashCallsOnFakeDevice() { return flash_calls; }
 

@@ -16,6 +16,9 @@ at::Device FakeDevice();
 // Tensors that were copied from it to the host since the start; a number that was read is one.
 int64_t CopiesFromFakeDevice();
 
+// The next copy to the host fails, as it does where a kernel before it has.
+void FailNextCopyFromFakeDevice();
+
 // Calls of the flash kernel since the start.
 int64_t FlashCallsOnFakeDevice();
 

@@ -69,6 +69,47 @@ TEST(FakeDevice, ServesNarrowTypes) {
   }
 }
 
+// A step that fails where its results are fetched counts for nothing: each sequence runs it again,
+// alone.
+TEST(FakeDevice, AFailedCopyLeavesNoTrace) {
+  EngineHarness cpu(ModelPath("gqa")), device = DeviceHarness("gqa");
+  RequestOptions flat = Scoring(cpu.manifest(), 24, 60, 13);
+  flat.output.residual_steps = true;
+  flat.output.kept = true;
+  flat.kv.policy = "epikv_flat";
+  flat.kv.budget = 64;
+  const RequestOptions full = Scoring(cpu.manifest(), 24, 70, 14);
+  const auto expected = cpu.Submit(flat), got = device.Submit(flat);
+  cpu.Submit(full);
+  device.Submit(full);
+  int64_t failed = 0, steps = 0;
+  device.OnStep([&] {
+    if (++steps % 5 != 0 || got->finished.has_value()) return;
+    FailNextCopyFromFakeDevice();
+    ++failed;
+  });
+  cpu.RunAll();
+  device.RunAll();
+  ASSERT_TRUE(got->ok()) << got->finished->status;
+  EXPECT_GT(failed, 5);
+  EXPECT_EQ(got->finished->kv.kept, expected->finished->kv.kept);
+  ASSERT_EQ(got->residual_steps.size(), expected->residual_steps.size());
+  for (size_t i = 0; i < expected->residual_steps.size(); ++i) {
+    for (size_t l = 0; l < expected->residual_steps[i].size(); ++l) {
+      const float step = expected->residual_steps[i][l];
+      EXPECT_NEAR(got->residual_steps[i][l], step, 1e-4 * step) << i << " " << l;
+    }
+  }
+}
+
+// What went wrong, and not where in the program.
+TEST(FakeDevice, AFailureIsNamed) {
+  EngineHarness device = DeviceHarness("gqa");
+  FailNextCopyFromFakeDevice();
+  const Transcript got = device.Run(Scoring(device.manifest(), 24, 10, 13));
+  EXPECT_EQ(got.finished->status.message(), "the forward failed: the device failed");
+}
+
 // Of policies that pull no keys, values or queries: theirs come besides, at their rounds.
 TEST(FakeDevice, OneCopyComesToTheHostInAStep) {
   EngineHarness harness = DeviceHarness("gqa", {.max_step_tokens = 37, .prefill_chunk_tokens = 32});
