@@ -14,8 +14,8 @@ if(NOT EXISTS ${_version_header})
 endif()
 file(STRINGS ${_version_header} _line REGEX "define TORCH_VERSION_(MAJOR|MINOR) ")
 string(REGEX REPLACE ".*MAJOR ([0-9]+).*MINOR ([0-9]+).*" "\\1.\\2" EPIKV_TORCH_VERSION "${_line}")
-if(EPIKV_TORCH_VERSION VERSION_LESS 2.7)
-  message(FATAL_ERROR "LibTorch ${EPIKV_TORCH_VERSION} is too old: 2.7 or newer is needed")
+if(EPIKV_TORCH_VERSION VERSION_LESS 2.10)
+  message(FATAL_ERROR "LibTorch ${EPIKV_TORCH_VERSION} is too old: 2.10 or newer is needed")
 endif()
 message(STATUS "LibTorch ${EPIKV_TORCH_VERSION} from ${EPIKV_TORCH_DIR}")
 
@@ -24,7 +24,7 @@ target_include_directories(torch_imported SYSTEM INTERFACE
   ${EPIKV_TORCH_DIR}/include ${EPIKV_TORCH_DIR}/include/torch/csrc/api/include)
 target_compile_definitions(torch_imported INTERFACE EPIKV_TORCH_VERSION="${EPIKV_TORCH_VERSION}")
 file(GLOB _gomp ${EPIKV_TORCH_DIR}/lib/libgomp*.so*)
-# Not libtorch.so: in CUDA wheels it is what loads CUDA's libraries, which nothing here uses yet.
+# Not libtorch.so: in CUDA wheels it is what loads CUDA's libraries; runtime/device.cc does, if asked.
 # Their 180 KB of static thread-local storage leave no room in the 100 KB stacks that civetweb gives
 # its threads: /metrics would not start.
 target_link_libraries(torch_imported INTERFACE

@@ -470,6 +470,11 @@ void Resolver::ResolveProtectionAndDemand() {
     // Nobody will be asked to drop anything: nothing is measured, and the bits are those of `full`.
     request_.traits = {.evicts = false, .uncalibrated = request_.traits.uncalibrated};
   }
+  if (options_.kv.positions == PositionMode::kCache && !admission_.limits().turns_keys) {
+    Violate("kv.positions",
+            "the model runs on a GPU, where positions in the cache are not supported; choose "
+            "absolute or compact positions");
+  }
   if (options_.kv.positions == PositionMode::kCache && ReadsRows(request_.traits)) {
     Violate("kv.positions",
             absl::StrCat("policy '", request_.spec->name,

@@ -46,6 +46,8 @@ struct AdmissionLimits {
   KvDType kv_dtype = KvDType::kModel;  // K and V are cached as
   int64_t prefill_chunk_tokens = 256;
   int64_t max_running_requests = 256;  // completions count
+  // Keys are turned at every step for those who ask: not on a device.
+  bool turns_keys = true;
   RequestDefaults defaults;
 };
 

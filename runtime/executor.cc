@@ -10,7 +10,9 @@
 
 #include "absl/container/fixed_array.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "policies/policy.h"
 #include "runtime/kernels.h"
@@ -18,6 +20,7 @@
 #include "runtime/reason.h"
 #include "runtime/sampler.h"
 #include "runtime/scalar_type.h"
+#include "runtime/step_item.h"
 
 namespace epikv {
 namespace {
@@ -48,105 +51,14 @@ class StageTimer {
   const absl::Duration cpu_ = Cpu();
 };
 
-}  // namespace
-
-struct Executor::OpenSequence {
-  OpenSequence(KvPool& pool, SequenceId id, const Request& r, const ModelShape& shape)
-      : request(r),
-        cache(pool, id, r, shape),
-        tap(r.tap_layers, shape.hidden_size),
-        queries(shape.num_layers, r.traits.window,
-                shape.num_heads * shape.key_width * ElementBytes(pool.format().model)),
-        moments(r.traits.signals.Has(Signal::kQueryMoments) ? shape.num_layers : 0, shape.num_heads,
-                shape.key_width),
-        attention_rows(r.traits.attention_layers, shape.num_kv_heads) {}
-  // Goes on from where another is, between two steps.
-  OpenSequence(SequenceId id, const Request& r, const OpenSequence& from)
-      : request(r),
-        cache(id, r, from.cache),
-        tap(from.tap),
-        queries(from.queries),
-        moments(from.moments.Clone()),
-        attention_rows(from.attention_rows),
-        state(from.state == nullptr ? nullptr : from.state->Clone()) {}
-
-  const Request& request;
-  SequenceCache cache;
-  ResidualTap tap;
-  QueryWindow queries;
-  QueryMomentsTap moments;
-  // Of the tokens that the last step cached, where the policy declared them.
-  std::vector<float> logit_entropy;      // [count]
-  std::vector<float> residual_distance;  // [layers, count]
-  LaneRowsOfStep attention_rows;
-  // Scratch of the layer that runs, kept from step to step.
-  std::vector<float> decode_logits;  // AttentionItem::logits
-  // PositionMode::kCache: keys at their ranks. [rows, bytes of one], uint8
-  at::Tensor turned;
-  std::unique_ptr<PolicyState> state;  // null: the policy keeps none
-  PrefixCache::Kept prefix;
-  std::optional<int64_t> mass_at;  // index of the token that was newest when it was measured last
-};
-
-// A work item while its forward runs.
-struct Executor::StepItem {
-  const WorkItem* work = nullptr;
-  OpenSequence* sequence = nullptr;
-  int64_t row = 0;                 // its first row in the forward
-  std::vector<int64_t> slots;      // [tables] that its first token takes
-  std::vector<int64_t> positions;  // [tables] RoPE position of its first token
-  std::vector<int64_t> used;       // [layers x kv_heads] slots that attention reads
-  // SequenceCache::PositionsAfter, once a layer has asked. [tables][slots]
-  std::vector<std::vector<int64_t>> slot_positions;
-  std::vector<LanePositions> lane_positions;  // of the layer that runs, if its window hides any
-  // PositionMode::kCache: keys are turned at every step, into scratch for one layer.
-  std::vector<char*> turned_keys;     // [kv_heads]: each lane's in there
-  at::Tensor logits;                  // [num_logits, vocab], of its last rows
-  std::vector<at::Tensor> residuals;  // [num_rows, hidden] after each block so far, if wanted
-  at::Tensor distances;               // [layers, num_rows], once the last block has run, if wanted
-  at::Tensor log_sum_exp;             // of the layer that runs
-  // Residuals of the last row after every block, fp32 [layers, hidden]; empty: not kept.
-  std::vector<float> last_residuals;
-  bool measures_mass = false;
-
-  int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
-  bool wants_attention_rows() const {
-    return wants(work->decode ? Signal::kAttentionRow : Signal::kPromptAttention);
-  }
-  bool wants_attention_rows(int64_t layer) const {
-    return wants_attention_rows() && sequence->attention_rows.Has(layer);
-  }
-  bool wants(Signal signal) const { return sequence->request.traits.signals.Has(signal); }
-  bool wants_prompt_logprobs() const {
-    return !work->decode && sequence->request.output.prompt_logprobs;
-  }
-  int64_t num_logits() const {
-    const bool all = wants(Signal::kLogitEntropy) || wants_prompt_logprobs();
-    return all ? num_rows() : work->num_outputs;
-  }
-  bool wants_queries() const { return wants(Signal::kQueries); }
-  bool turns_keys() const { return sequence->request.positions == PositionMode::kCache; }
-  const std::vector<int64_t>& PositionsOf(int64_t table) {
-    slot_positions.resize(sequence->cache.num_tables());
-    std::vector<int64_t>& of_slots = slot_positions[table];
-    if (of_slots.empty()) of_slots = sequence->cache.PositionsAfter(table, num_rows());
-    return of_slots;
-  }
-};
-
-namespace {
-
 // W_O of a layer, by query head. [num_heads, value_width, hidden]
 at::Tensor ByHead(const at::Tensor& output_projection, int64_t num_heads) {
   return output_projection.t().unflatten(0, {num_heads, -1});
 }
 
-// Signals::logit_entropy of rows of logits.
-std::vector<float> Entropies(const at::Tensor& logits) {
-  const int64_t count = std::min(Signals::kEntropyTokens, logits.size(1));
-  const at::Tensor log_p = std::get<0>(logits.topk(count, -1)).log_softmax(-1);
-  const at::Tensor entropy = -(log_p.exp() * log_p).sum(-1).contiguous();
-  return {entropy.const_data_ptr<float>(), entropy.const_data_ptr<float>() + entropy.numel()};
+std::vector<float> Floats(const at::Tensor& tensor) {
+  const at::Tensor rows = tensor.contiguous();
+  return {rows.const_data_ptr<float>(), rows.const_data_ptr<float>() + rows.numel()};
 }
 
 std::vector<at::Tensor> OutputGrams(const Model& model) {
@@ -155,13 +67,12 @@ std::vector<at::Tensor> OutputGrams(const Model& model) {
   for (int64_t layer = 0; layer < manifest.num_layers(); ++layer) {
     const at::Tensor by_head =
         ByHead(model.output_projection(layer), manifest.num_heads).to(at::kFloat);
-    grams.push_back(at::matmul(by_head, by_head.transpose(1, 2)));
+    grams.push_back(at::matmul(by_head, by_head.transpose(1, 2)).cpu());
   }
   return grams;
 }
 
 // A sequence's cache as its policy sees it.
-template <class OpenSequence>
 class View final : public CacheView {
  public:
   View(OpenSequence& sequence, const KvPool& pool, const Model& model,
@@ -194,12 +105,16 @@ class View final : public CacheView {
     return Table(layer, head).column(place);
   }
   at::Tensor keys(int64_t layer, int64_t head) const override {
-    return Rows(sequence_.cache.Lane(layer, head).keys, Table(layer, head).used(),
-                manifest_.layers[layer].key_width);
+    const LaneRows lane = sequence_.cache.Lane(layer, head);
+    if (pool_.format().stored == KvDType::kModel) return Rows(pool_.keys(), lane, layer, head);
+    return ReadRows(lane.keys, Table(layer, head).used(), manifest_.layers[layer].key_width,
+                    pool_.format());
   }
   at::Tensor values(int64_t layer, int64_t head) const override {
-    return Rows(sequence_.cache.Lane(layer, head).values, Table(layer, head).used(),
-                manifest_.layers[layer].value_width);
+    const LaneRows lane = sequence_.cache.Lane(layer, head);
+    if (pool_.format().stored == KvDType::kModel) return Rows(pool_.values(), lane, layer, head);
+    return ReadRows(lane.values, Table(layer, head).used(), manifest_.layers[layer].value_width,
+                    pool_.format());
   }
   at::Tensor queries(int64_t layer) const override {
     at::Tensor queries = at::empty(
@@ -212,23 +127,23 @@ class View final : public CacheView {
     const LayerFacts& facts = manifest_.layers[layer];
     return {.scale = facts.scale, .soft_cap = facts.soft_cap, .window = facts.window};
   }
-  QueryMoments query_moments(int64_t layer) const override { return sequence_.moments.Read(layer); }
+  QueryMoments query_moments(int64_t layer) const override {
+    const QueryMoments moments = sequence_.moments.Read(layer);
+    return {
+        .count = moments.count, .mean = moments.mean.cpu(), .covariance = moments.covariance.cpu()};
+  }
   at::Tensor output_projection(int64_t layer) const override {
-    return ByHead(model_.output_projection(layer), manifest_.num_heads);
+    return ByHead(model_.output_projection(layer).cpu(), manifest_.num_heads);
   }
   at::Tensor output_gram(int64_t layer) const override { return output_grams_[layer]; }
 
  private:
+  // A lane's rows, [used, width], where policies compute: a copy if the pool is elsewhere.
+  at::Tensor Rows(const at::Tensor& pool, const LaneRows& lane, int64_t layer, int64_t head) const {
+    return pool.narrow(0, lane.first_row, Table(layer, head).used()).cpu();
+  }
   SlotTable& Table(int64_t layer, int64_t head) const {
     return sequence_.cache.table(sequence_.cache.TableOf(layer, head));
-  }
-  // A lane's rows, [used, width]: where they lie, or, of int8, what they are worth.
-  at::Tensor Rows(char* lane, int64_t used, int64_t width) const {
-    const KvFormat& format = pool_.format();
-    if (format.stored == KvDType::kModel) {
-      return at::from_blob(lane, {used, width}, ScalarTypeOf(format.model));
-    }
-    return ReadRows(lane, used, width, format);
   }
   OpenSequence& sequence_;
   const KvPool& pool_;
@@ -275,6 +190,14 @@ double MassOf(const std::vector<std::vector<int32_t>>& victims, const SequenceCa
   return mass / static_cast<double>(cache.num_layers() * cache.num_kv_heads());
 }
 
+// TorchScript's tracebacks end with what went wrong; CUDA's errors begin with it.
+std::string WhyItFailed(const std::exception& e) {
+  const auto* const error = dynamic_cast<const c10::Error*>(&e);
+  const absl::string_view what = error == nullptr ? e.what() : error->what_without_backtrace();
+  return absl::StartsWith(what, "CUDA") ? std::string(what.substr(0, what.find('\n')))
+                                        : LastLine(what);
+}
+
 // INTERNAL, whatever the policy says: nothing was wrong with the request.
 absl::Status Failed(const Request& request, absl::string_view kind, absl::string_view why) {
   return WithPolicyError(
@@ -290,13 +213,17 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
       output_grams_(OutputGrams(*model_)),
       attention_(options.decode_kernel, options.prefill_kernel),
       pool_(options.pool_rows, shape_.key_width, shape_.value_width,
-            {model_->manifest().dtype, options.kv_dtype}),
+            {model_->manifest().dtype, options.kv_dtype},
+            {.device = model_->device(), .by_gather = options.device_path}),
       prefixes_(pool_, shape_.num_layers * shape_.num_kv_heads, options.prefix_block_tokens,
                 shape_.num_layers * shape_.hidden_size),
       taps_(shape_.num_layers),
       mass_rows_({}, shape_.num_kv_heads) {
   const Manifest& manifest = model_->manifest();
   for (const Rope& rope : manifest.ropes) ropes_.emplace_back(rope, manifest.context_length);
+  if (options.device_path) {
+    device_ = std::make_unique<DeviceForward>(*model_, shape_, ropes_, pool_, mass_rows_);
+  }
 }
 
 Executor::~Executor() = default;
@@ -339,7 +266,7 @@ absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
     prefixes_.Load(block, sequence.cache);
     sequence.cache.Append(cached, count);
     if (request.traits.evicts) {
-      View<OpenSequence> view(sequence, pool_, *model_, output_grams_);
+      View view(sequence, pool_, *model_, output_grams_);
       SequenceStep step{.state = sequence.state.get(),
                         .cache = view,
                         .phase = Phase::kPrefill,
@@ -373,7 +300,7 @@ bool Executor::MassDue(const OpenSequence& sequence, const WorkItem& work) const
   return sequence.cache.OverBudget(traits.slack, /*coming=*/1);
 }
 
-std::vector<Executor::StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
+std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
   mass_of_.reset();
   std::vector<StepItem> step;
   step.reserve(items.size());
@@ -428,7 +355,7 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
     }
   } catch (const std::exception& e) {
     running_ = {};
-    return absl::InternalError(LastLine(e.what()));
+    return absl::InternalError(WhyItFailed(e));
   }
   std::vector<ForwardOutcome> outcomes;
   const StageTimer timer(times_, Stage::kSample);
@@ -449,6 +376,7 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
 }
 
 void Executor::RunModel(absl::Span<StepItem> items) {
+  if (device_ != nullptr) return device_->Run(items);
   std::vector<int64_t> tokens, positions, last;
   for (const StepItem& item : items) {
     for (int64_t i = 0; i < item.num_rows(); ++i) {
@@ -480,6 +408,7 @@ void Executor::RunModel(absl::Span<StepItem> items) {
   int64_t row = 0;
   for (StepItem& item : items) {
     item.logits = logits.narrow(0, row, item.num_logits()).contiguous();
+    if (item.wants(Signal::kLogitEntropy)) item.entropies = EntropiesOf(item.logits);
     row += item.num_logits();
   }
   TORCH_CHECK(row == static_cast<int64_t>(num_last), "logits rows do not match the batch");
@@ -515,11 +444,7 @@ void Executor::TakeResiduals(const at::Tensor& residual, int64_t layer) {
     const StageTimer timer(times_, Stage::kTaps);
     item.residuals.push_back(residual.narrow(0, item.row, item.num_rows()).clone());
     if (layer < shape_.num_layers) continue;
-    const at::Tensor last = item.residuals.back().to(at::kFloat);
-    item.distances = at::empty({shape_.num_layers, item.num_rows()});
-    for (int64_t l = 0; l < shape_.num_layers; ++l) {
-      item.distances[l] = 1 - at::cosine_similarity(item.residuals[l].to(at::kFloat), last, 1);
-    }
+    item.distances = DistancesOf(item.residuals);
     item.residuals.clear();
   }
 }
@@ -706,7 +631,7 @@ absl::StatusOr<OutputToken> Executor::TakeOutput(const StepItem& item, int64_t i
   const WorkItem& work = *item.work;
   const Request& request = item.sequence->request;
   const bool forced = !work.forced.empty();
-  const absl::Span<const float> logits = LogitsOf(item, item.num_logits() - work.num_outputs + i);
+  const absl::Span<const float> logits = LogitsOf(item, item.logits.size(0) - work.num_outputs + i);
   const absl::StatusOr<int32_t> chosen =
       forced ? Argmax(logits)
              : Sample(logits, sampling,
@@ -758,11 +683,8 @@ ForwardOutcome Executor::Finish(StepItem& item) {
   sequence.tap.Commit(work.decode);
   if (item.wants_queries()) sequence.queries.Commit(item.num_rows());
   if (item.wants(Signal::kQueryMoments)) sequence.moments.Commit();
-  if (item.wants(Signal::kLogitEntropy)) sequence.logit_entropy = Entropies(item.logits);
-  if (item.wants(Signal::kResidualDistance)) {
-    const float* const distances = item.distances.const_data_ptr<float>();
-    sequence.residual_distance.assign(distances, distances + item.distances.numel());
-  }
+  if (item.wants(Signal::kLogitEntropy)) sequence.logit_entropy = Floats(item.entropies);
+  if (item.wants(Signal::kResidualDistance)) sequence.residual_distance = Floats(item.distances);
 
   ForwardOutcome outcome;
   if (sequence.request.output.residual_steps) {
@@ -814,7 +736,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
   const Request& request = sequence.request;
   SettleOutcome outcome;
   if (request.traits.evicts) {
-    View<OpenSequence> view(sequence, pool_, *model_, output_grams_);
+    View view(sequence, pool_, *model_, output_grams_);
     {
       const StageTimer timer(times_, Stage::kObserve);
       const PolicyTraits& traits = request.traits;

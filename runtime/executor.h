@@ -9,6 +9,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "runtime/attention.h"
+#include "runtime/device_forward.h"
 #include "runtime/kv_pool.h"
 #include "runtime/model.h"
 #include "runtime/operators.h"
@@ -20,11 +21,17 @@
 
 namespace epikv {
 
+struct OpenSequence;
+struct StepItem;
+
 struct ExecutorOptions {
   int64_t pool_rows = 0;
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PrefillKernel prefill_kernel = PrefillKernel::kBatch;
   KvDType kv_dtype = KvDType::kModel;
+  // Forwards run in ATen operations alone (DeviceForward), on whatever device the model is on. Not
+  // with `deterministic`. False: on the CPU, where the model must be.
+  bool device_path = false;
   // Forwards of exactly kDeterministicRows rows, so that a row's bits do not depend on the others.
   bool deterministic = false;
   // Prompts are cached for others in blocks of so many tokens; 0: they are not. Where the bits of
@@ -59,10 +66,10 @@ class Executor final : public StepExecutor, private ForwardHooks {
   const KvPool& pool() const { return pool_; }
   const Model& model() const { return *model_; }
   const AttentionCounts& attention_counts() const { return attention_.counts(); }
+  // Null: forwards run on the CPU.
+  const DeviceForward* device() const { return device_.get(); }
 
  private:
-  struct OpenSequence;
-  struct StepItem;
   struct Tap {
     StepItem* item = nullptr;
     int64_t place = 0;  // in the sequence's ResidualTap
@@ -109,6 +116,8 @@ class Executor final : public StepExecutor, private ForwardHooks {
   std::optional<SequenceId> mass_of_;  // in the last forward
   LaneRowsOfStep mass_rows_;           // its newest query's attention, of all lanes
   std::vector<float> mass_logits_;     // AttentionItem::logits
+
+  std::unique_ptr<DeviceForward> device_;
 };
 
 }  // namespace epikv

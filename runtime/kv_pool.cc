@@ -4,34 +4,82 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "absl/time/clock.h"
 #include "runtime/scalar_type.h"
 
 namespace epikv {
 
-KvPool::KvPool(int64_t num_rows, int64_t key_width, int64_t value_width, KvFormat format)
+KvPool::KvPool(int64_t num_rows, int64_t key_width, int64_t value_width, KvFormat format,
+               KvPlace place)
     : rows_(num_rows),
       format_(format),
+      place_(place),
       key_bytes_(format.RowBytes(key_width)),
       value_bytes_(format.RowBytes(value_width)),
-      key_rows_(at::empty({num_rows, key_bytes_}, at::kByte)),
-      value_rows_(at::empty({num_rows, value_bytes_}, at::kByte)),
+      key_rows_(at::empty({num_rows, key_bytes_}, at::dtype(at::kByte).device(place.device))),
+      value_rows_(at::empty({num_rows, value_bytes_}, at::dtype(at::kByte).device(place.device))),
       keys_(static_cast<char*>(key_rows_.data_ptr())),
       values_(static_cast<char*>(value_rows_.data_ptr())),
-      reserved_keys_(keys_, num_rows * key_bytes_),
-      reserved_values_(values_, num_rows * value_bytes_) {}
+      reserved_keys_(keys_, place.device.is_cpu() ? num_rows * key_bytes_ : 0),
+      reserved_values_(values_, place.device.is_cpu() ? num_rows * value_bytes_ : 0) {}
+
+at::Tensor KvPool::Elements(const at::Tensor& rows) const {
+  return rows.view(ScalarTypeOf(format_.model));
+}
 
 void KvPool::Open(SequenceId id, int64_t rows) {
   const absl::Time begin = absl::Now();
   const std::vector<RowMove> moves = rows_.Allocate(id, rows);
-  for (const RowMove& m : moves) {
-    std::memmove(keys_ + m.to * key_bytes_, keys_ + m.from * key_bytes_, m.count * key_bytes_);
-    std::memmove(values_ + m.to * value_bytes_, values_ + m.from * value_bytes_,
-                 m.count * value_bytes_);
-    rows_moved_ += m.count;
-  }
+  Copy(moves);
+  for (const RowMove& m : moves) rows_moved_ += m.count;
   if (!moves.empty()) longest_move_ = std::max(longest_move_, absl::Now() - begin);
+}
+
+void KvPool::Copy(absl::Span<const RowMove> copies) {
+  if (place_.by_gather) return Gather(copies);
+  for (const RowMove& c : copies) {
+    std::memmove(keys_ + c.to * key_bytes_, keys_ + c.from * key_bytes_, c.count * key_bytes_);
+    std::memmove(values_ + c.to * value_bytes_, values_ + c.from * value_bytes_,
+                 c.count * value_bytes_);
+  }
+}
+
+void KvPool::Write(const at::Tensor& rows, const at::Tensor& keys, const at::Tensor& values) {
+  this->keys().index_copy_(0, rows, keys);
+  this->values().index_copy_(0, rows, values);
+}
+
+void KvPool::Gather(absl::Span<const RowMove> copies) {
+  constexpr int64_t kMostRows = 1 << 16;  // gathered at once: bounds the scratch
+  std::vector<int64_t> rows;              // those read, then those written
+  std::vector<int64_t> from, to;
+  auto flush = [&] {
+    if (from.empty()) return;
+    rows = from;
+    rows.insert(rows.end(), to.begin(), to.end());
+    const at::Tensor index = at::tensor(rows, at::kLong).to(place_.device).view({2, -1});
+    for (at::Tensor* all : {&key_rows_, &value_rows_}) {
+      all->index_copy_(0, index[1], all->index_select(0, index[0]));
+    }
+    from.clear();
+    to.clear();
+  };
+  for (const RowMove& c : copies) {
+    // Pieces from the end that is overwritten last.
+    for (int64_t done = 0; done < c.count;) {
+      const int64_t piece = std::min(c.count - done, kMostRows - std::ssize(from));
+      const int64_t begin = c.to < c.from ? done : c.count - done - piece;
+      for (int64_t i = begin; i < begin + piece; ++i) {
+        from.push_back(c.from + i);
+        to.push_back(c.to + i);
+      }
+      done += piece;
+      if (std::ssize(from) == kMostRows) flush();
+    }
+  }
+  flush();
 }
 
 at::Tensor ReadRows(char* rows, int64_t count, int64_t width, const KvFormat& format) {

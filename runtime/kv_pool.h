@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "runtime/kv_format.h"
 #include "runtime/machine.h"
 #include "runtime/rows.h"
@@ -12,11 +13,19 @@
 
 namespace epikv {
 
+// Where a pool's rows lie, and how they are copied.
+struct KvPlace {
+  at::Device device = at::kCPU;
+  // By gathers in ATen operations, as on a device; else on raw memory, of the CPU alone.
+  bool by_gather = false;
+};
+
 // The rows of all lanes of all sequences, K and V, each as `format` has it. Memory is taken once
-// and becomes resident as it is first written. Engine thread.
+// and, on the CPU, becomes resident as it is first written. Engine thread.
 class KvPool {
  public:
-  KvPool(int64_t num_rows, int64_t key_width, int64_t value_width, KvFormat format);
+  KvPool(int64_t num_rows, int64_t key_width, int64_t value_width, KvFormat format,
+         KvPlace place = {});
 
   // Room for `rows` rows; may move other sequences. Precondition: rows <= free_rows().
   void Open(SequenceId id, int64_t rows);
@@ -24,7 +33,19 @@ class KvPool {
   void Shrink(SequenceId id, int64_t rows) { rows_.Shrink(id, rows); }
   void Close(SequenceId id) { rows_.Free(id); }
 
-  // A sequence's rows, by row number from its first. Valid until the next Open.
+  // A sequence's first row in the pool. Valid until the next Open.
+  int64_t first_row(SequenceId id) const { return rows_.begin(id); }
+  // Copies rows of the pool, in this order. Ranges of one copy may overlap; none reads what one
+  // before it has written.
+  void Copy(absl::Span<const RowMove> copies);
+  // Writes K and V rows [n, width] into rows of the pool: int64 [n], on its device.
+  void Write(const at::Tensor& rows, const at::Tensor& keys, const at::Tensor& values);
+  // All rows of a pool in the model's dtype: [rows, width].
+  at::Tensor keys() const { return Elements(key_rows_); }
+  at::Tensor values() const { return Elements(value_rows_); }
+  at::Device device() const { return place_.device; }
+
+  // A sequence's rows in the CPU's memory, by row number from its first. Valid until the next Open.
   char* key(SequenceId id, int64_t row) const {
     return keys_ + (rows_.begin(id) + row) * key_bytes_;
   }
@@ -43,8 +64,12 @@ class KvPool {
   absl::Duration longest_move() const { return longest_move_; }
 
  private:
+  void Gather(absl::Span<const RowMove> copies);
+  at::Tensor Elements(const at::Tensor& rows) const;
+
   RowAllocator rows_;
   const KvFormat format_;
+  const KvPlace place_;
   const int64_t key_bytes_, value_bytes_;  // of one row
   at::Tensor key_rows_, value_rows_;       // [rows, bytes], uint8
   char* const keys_;

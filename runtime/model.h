@@ -19,7 +19,8 @@ struct ModelFacts {
   std::string tokenizer_json;
   std::string chat_json;     // empty: the file is older than chat formats
   int64_t weight_bytes = 0;  // in memory, as served
-  std::string description;   // one line, for the log: dtype, kernels
+  at::Device device = at::kCPU;
+  std::string description;  // one line, for the log: dtype, kernels
 };
 
 // A decoder ready to run. Immutable: any thread may call it, several at once.
@@ -29,8 +30,9 @@ class Model {
   virtual ~Model() = default;
 
   // One forward over n packed tokens of all sequences: token_ids [n] and positions [n], and the
-  // rows `last` [b] whose logits are wanted, all int64. Returns float32 [b, vocab]. Calls `hooks`
-  // on this thread, in layer order, each once. Throws what torch and the hooks throw.
+  // rows `last` [b] whose logits are wanted, all int64, on the model's device or the CPU. Returns
+  // float32 [b, vocab], on the model's device. Calls `hooks` on this thread, in layer order, each
+  // once. Throws what torch and the hooks throw.
   //
   // The bits of a row depend on its own tokens, n and b; on nobody else's tokens, not on its place.
   virtual at::Tensor Forward(const at::Tensor& token_ids, const at::Tensor& positions,
@@ -43,6 +45,7 @@ class Model {
   const std::string& tokenizer_json() const { return facts_.tokenizer_json; }
   const std::string& chat_json() const { return facts_.chat_json; }
   int64_t weight_bytes() const { return facts_.weight_bytes; }
+  at::Device device() const { return facts_.device; }
   const std::string& description() const { return facts_.description; }
 
  private:
@@ -50,7 +53,9 @@ class Model {
 };
 
 struct TorchScriptOptions {
-  bool prepack = true;  // reorder linear weights for oneDNN where the machine has the kernels
+  at::Device device = at::kCPU;
+  // On the CPU, reorder linear weights for oneDNN where the machine has the kernels.
+  bool prepack = true;
 };
 
 // Loads a file that keeps the model contract (DESIGN section 3) and runs one small forward.

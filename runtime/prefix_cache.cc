@@ -1,7 +1,6 @@
 #include "runtime/prefix_cache.h"
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 #include <optional>
 
@@ -60,14 +59,15 @@ std::vector<PrefixCache::Block> PrefixCache::Match(const Request& request) {
 
 void PrefixCache::Load(Block block, SequenceCache& cache) const {
   const int64_t count = block_tokens();
-  const int64_t dk = pool_.key_bytes(), dv = pool_.value_bytes();
+  std::vector<RowMove> copies;
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
     const int64_t layer = lane / cache.num_kv_heads(), head = lane % cache.num_kv_heads();
     const int64_t slot = cache.table(cache.TableOf(layer, head)).NextSlot();
-    const LaneRows to = cache.Lane(layer, head);
-    std::memcpy(to.keys + slot * dk, pool_.key(RowsOf(block), lane * count), count * dk);
-    std::memcpy(to.values + slot * dv, pool_.value(RowsOf(block), lane * count), count * dv);
+    copies.push_back({.from = pool_.first_row(RowsOf(block)) + lane * count,
+                      .to = cache.Lane(layer, head).first_row + slot,
+                      .count = count});
   }
+  pool_.Copy(copies);
 }
 
 bool PrefixCache::Wants(const Kept& kept, const Request& request, const SequenceCache& cache,
@@ -93,12 +93,14 @@ void PrefixCache::Keep(Kept& kept, const Request& request, const SequenceCache& 
     contents_[*block].residuals = {residuals.begin(), residuals.end()};
     bytes_ += block_bytes_;
     pool_.Open(RowsOf(*block), num_lanes_ * count);
-    const int64_t dk = pool_.key_bytes(), dv = pool_.value_bytes();
+    std::vector<RowMove> copies;
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
       const LaneRows from = cache.Lane(lane / cache.num_kv_heads(), lane % cache.num_kv_heads());
-      std::memcpy(pool_.key(RowsOf(*block), lane * count), from.keys + first * dk, count * dk);
-      std::memcpy(pool_.value(RowsOf(*block), lane * count), from.values + first * dv, count * dv);
+      copies.push_back({.from = from.first_row + first,
+                        .to = pool_.first_row(RowsOf(*block)) + lane * count,
+                        .count = count});
     }
+    pool_.Copy(copies);
   }
   kept = {.last = *block, .tokens = first + count};
 }

@@ -8,11 +8,12 @@
 
 namespace epikv {
 
-QueryMomentsTap::QueryMomentsTap(int64_t num_layers, int64_t num_heads, int64_t key_width)
+QueryMomentsTap::QueryMomentsTap(int64_t num_layers, int64_t num_heads, int64_t key_width,
+                                 at::Device device)
     : layers_(num_layers) {
   for (Layer& layer : layers_) {
-    layer.mean = at::zeros({num_heads, key_width});
-    layer.squares = at::zeros({num_heads, key_width, key_width});
+    layer.mean = at::zeros({num_heads, key_width}, device);
+    layer.squares = at::zeros({num_heads, key_width, key_width}, device);
   }
 }
 

@@ -15,7 +15,8 @@ namespace epikv {
 class QueryMomentsTap {
  public:
   // num_layers 0: takes nothing and holds nothing.
-  QueryMomentsTap(int64_t num_layers, int64_t num_heads, int64_t key_width);
+  QueryMomentsTap(int64_t num_layers, int64_t num_heads, int64_t key_width,
+                  at::Device device = at::kCPU);
 
   // Of a sequence that goes on alone from here.
   QueryMomentsTap Clone() const;

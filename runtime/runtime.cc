@@ -18,6 +18,7 @@
 #include "policies/registry.h"
 #include "runtime/admission.h"
 #include "runtime/attention.h"
+#include "runtime/device.h"
 #include "runtime/executor.h"
 #include "runtime/machine.h"
 #include "runtime/model.h"
@@ -170,6 +171,27 @@ absl::Status WarmUp(Executor& executor, const Admission& admission, const Runtim
   return RunOnce(executor, std::get<Request>(longest), 1);
 }
 
+struct Kernels {
+  DecodeKernel decode = DecodeKernel::kBatch;
+  PrefillKernel prefill = PrefillKernel::kBatch;
+};
+
+// The CPU's, by measuring.
+absl::StatusOr<Kernels> ChooseKernels(const AttentionShape& shape, const RuntimeOptions& options,
+                                      std::vector<std::string>& description) {
+  const absl::StatusOr<DecodeKernel> decode =
+      Choose("decode_kernel", options.decode_kernel,
+             "decode kernels, microseconds a layer at 8 x 512 tokens", MeasureDecodeKernels(shape),
+             DecodeKernelName, description);
+  if (!decode.ok()) return decode.status();
+  const absl::StatusOr<PrefillKernel> prefill =
+      Choose("prefill_kernel", options.prefill_kernel,
+             "prefill kernels, microseconds a layer of 256 tokens behind 256",
+             MeasurePrefillKernels(shape), PrefillKernelName, description);
+  if (!prefill.ok()) return prefill.status();
+  return Kernels{.decode = *decode, .prefill = *prefill};
+}
+
 std::string Megabytes(int64_t bytes) { return absl::StrFormat("%.1f MB", bytes / 1e6); }
 
 }  // namespace
@@ -189,6 +211,10 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
     if (options.progress) options.progress(stage);
   };
   LoadedModel loaded;
+  const absl::StatusOr<at::Device> device = OpenDevice(options.device);
+  if (!device.ok()) return device.status();
+  const bool on_gpu = !device->is_cpu();
+  loaded.device = options.device;
   loaded.threads = options.threads > 0 ? options.threads : std::max<int64_t>(1, CpuQuota() - 1);
   at::set_num_threads(static_cast<int>(loaded.threads));
 
@@ -199,7 +225,8 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
     return absl::InvalidArgumentError(
         absl::StrCat("'", options.model_path, "' is not a regular file"));
   }
-  absl::StatusOr<std::unique_ptr<Model>> model = LoadTorchScript(options.model_path);
+  absl::StatusOr<std::unique_ptr<Model>> model =
+      LoadTorchScript(options.model_path, {.device = *device});
   if (!model.ok()) return model.status();
   loaded.manifest = (*model)->manifest();
   loaded.tokenizer_json = (*model)->tokenizer_json();
@@ -209,6 +236,10 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   loaded.description.push_back(
       absl::StrCat((*model)->description(), ", weights ", Megabytes((*model)->weight_bytes())));
   if (absl::Status status = CheckSupported(loaded.manifest); !status.ok()) return status;
+  if (absl::Status status = on_gpu ? CheckGpuServes(loaded.manifest) : absl::OkStatus();
+      !status.ok()) {
+    return status;
+  }
   absl::StatusOr<ModelShape> known = ShapeWithArtefacts(loaded.manifest, loaded.policies,
                                                         options.artefact_dir, loaded.description);
   if (!known.ok()) return known.status();
@@ -219,7 +250,7 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
                             ? kDeterministicRows
                             : MostStepTokens({.max_step_tokens = options.max_step_tokens},
                                              options.max_running_requests));
-  const int64_t available = AvailableMemoryBytes();
+  const int64_t available = on_gpu ? FreeGpuBytes(*device) : AvailableMemoryBytes();
   if (options.kv_pool_bytes > available) {
     return absl::FailedPreconditionError(absl::StrCat("kv_pool_bytes is ", options.kv_pool_bytes,
                                                       " and ", available,
@@ -242,7 +273,7 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
                    " available = ", loaded.kv_capacity_bytes / token_bytes, " tokens of ",
                    token_bytes, " bytes, ", admission.kv_format().name()));
 
-  progress("measuring kernels");
+  if (!on_gpu) progress("measuring kernels");
   const ModelShape& shape = admission.shape();
   const AttentionShape attention = {.num_heads = shape.num_heads,
                                     .num_kv_heads = shape.num_kv_heads,
@@ -251,26 +282,24 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
                                     .scale = loaded.manifest.layers.front().scale,
                                     .dtype = ScalarTypeOf(loaded.manifest.dtype),
                                     .stored = options.kv_dtype};
-  const absl::StatusOr<DecodeKernel> decode =
-      Choose("decode_kernel", options.decode_kernel,
-             "decode kernels, microseconds a layer at 8 x 512 tokens",
-             MeasureDecodeKernels(attention), DecodeKernelName, loaded.description);
-  if (!decode.ok()) return decode.status();
-  loaded.decode_kernel = std::string(DecodeKernelName(*decode));
-  const absl::StatusOr<PrefillKernel> prefill =
-      Choose("prefill_kernel", options.prefill_kernel,
-             "prefill kernels, microseconds a layer of 256 tokens behind 256",
-             MeasurePrefillKernels(attention), PrefillKernelName, loaded.description);
-  if (!prefill.ok()) return prefill.status();
-  loaded.prefill_kernel = std::string(PrefillKernelName(*prefill));
+  Kernels kernels;
+  loaded.decode_kernel = loaded.prefill_kernel = "varlen";
+  if (!on_gpu) {
+    const auto chosen = ChooseKernels(attention, options, loaded.description);
+    if (!chosen.ok()) return chosen.status();
+    kernels = *chosen;
+    loaded.decode_kernel = std::string(DecodeKernelName(kernels.decode));
+    loaded.prefill_kernel = std::string(PrefillKernelName(kernels.prefill));
+  }
 
   progress("warming up");
   auto executor = std::make_unique<Executor>(
       *std::move(model),
       ExecutorOptions{.pool_rows = pool_rows,
-                      .decode_kernel = *decode,
-                      .prefill_kernel = *prefill,
+                      .decode_kernel = kernels.decode,
+                      .prefill_kernel = kernels.prefill,
                       .kv_dtype = options.kv_dtype,
+                      .device_path = on_gpu,
                       .deterministic = options.deterministic,
                       .prefix_block_tokens =
                           options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,

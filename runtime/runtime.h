@@ -21,6 +21,7 @@ struct RuntimeOptions {
   std::string model_path;  // file that `epikv export` wrote
   // Folder of files that `epikv calibrate` wrote for this model: all of its *.json; empty: none.
   std::string artefact_dir;
+  std::string device = "cpu";     // where it runs: "cpu", "cuda"
   int64_t threads = 0;            // of the engine; 0: CPU quota minus one, at least one
   int64_t kv_pool_bytes = 0;      // 0: kv_memory_share of what is left after weights and scratch
   double kv_memory_share = 0.5;   // in (0, 1]
@@ -28,9 +29,9 @@ struct RuntimeOptions {
   int64_t prefill_chunk_tokens = 256;
   int64_t max_running_requests = 256;
   bool deterministic = false;
-  KvDType kv_dtype = KvDType::kModel;  // K and V are cached as
-  std::string decode_kernel = "auto", prefill_kernel = "auto";
-  int64_t mass_interval = 0;  // see ExecutorOptions
+  KvDType kv_dtype = KvDType::kModel;                           // K and V are cached as
+  std::string decode_kernel = "auto", prefill_kernel = "auto";  // of the CPU
+  int64_t mass_interval = 0;                                    // see ExecutorOptions
   // Hears what is being done, before each long stage of loading ("warming up"). May be null.
   std::function<void(absl::string_view)> progress;
 };
@@ -47,6 +48,7 @@ struct LoadedModel {
   KvDType kv_dtype = KvDType::kModel;
   int64_t weight_bytes = 0;  // in memory, as served
   int64_t threads = 0;
+  std::string device;  // "cpu", "cuda"
   std::string decode_kernel, prefill_kernel;
   // What was found and chosen (weights, pool, kernels and their times), a line each, for people.
   std::vector<std::string> description;

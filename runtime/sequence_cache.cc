@@ -1,7 +1,6 @@
 #include "runtime/sequence_cache.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 
 #include "absl/container/flat_hash_set.h"
@@ -77,13 +76,13 @@ SequenceCache::SequenceCache(SequenceId id, const Request& request, const Sequen
       tables_(from.tables_),
       newest_(from.newest_) {
   pool_.Open(id_, offset_.back() + capacity_.back());  // may move the rows of `from`
+  std::vector<RowMove> copies;
   for (size_t lane = 0; lane < offset_.size(); ++lane) {
-    const int64_t used = tables_[lane / LanesPerTable()].used();
-    std::memcpy(pool_.key(id_, offset_[lane]), pool_.key(from.id_, offset_[lane]),
-                used * pool_.key_bytes());
-    std::memcpy(pool_.value(id_, offset_[lane]), pool_.value(from.id_, offset_[lane]),
-                used * pool_.value_bytes());
+    copies.push_back({.from = pool_.first_row(from.id_) + offset_[lane],
+                      .to = pool_.first_row(id_) + offset_[lane],
+                      .count = tables_[lane / LanesPerTable()].used()});
   }
+  pool_.Copy(copies);
   NotePeak();
 }
 
@@ -95,7 +94,8 @@ int64_t SequenceCache::TableOf(int64_t layer, int64_t head) const {
 
 LaneRows SequenceCache::Lane(int64_t layer, int64_t head) const {
   const int64_t lane = layer * shape_.num_kv_heads + head;
-  return {.keys = pool_.key(id_, offset_[lane]),
+  return {.first_row = pool_.first_row(id_) + offset_[lane],
+          .keys = pool_.key(id_, offset_[lane]),
           .values = pool_.value(id_, offset_[lane]),
           .capacity = capacity_[lane]};
 }
@@ -249,11 +249,12 @@ std::vector<int64_t> SequenceCache::ShareOut(int64_t rows) const {
 void SequenceCache::LayOut(const std::vector<int64_t>& capacity) {
   std::vector<int64_t> offset(capacity.size());
   std::exclusive_scan(capacity.begin(), capacity.end(), offset.begin(), int64_t{0});
-  const int64_t dk = pool_.key_bytes(), dv = pool_.value_bytes();
+  const int64_t first = pool_.first_row(id_);
+  std::vector<RowMove> moves;
   auto move = [&](size_t lane) {
-    const int64_t used = tables_[lane / LanesPerTable()].used();
-    std::memmove(pool_.key(id_, offset[lane]), pool_.key(id_, offset_[lane]), used * dk);
-    std::memmove(pool_.value(id_, offset[lane]), pool_.value(id_, offset_[lane]), used * dv);
+    moves.push_back({.from = first + offset_[lane],
+                     .to = first + offset[lane],
+                     .count = tables_[lane / LanesPerTable()].used()});
   };
   // Lanes keep their order: those that move down go first, from the lowest, and then those that
   // move up, from the highest; so none is overwritten before it has moved.
@@ -263,21 +264,22 @@ void SequenceCache::LayOut(const std::vector<int64_t>& capacity) {
   for (size_t lane = offset.size(); lane-- > 0;) {
     if (offset[lane] > offset_[lane]) move(lane);
   }
+  pool_.Copy(moves);
   offset_ = std::move(offset);
   capacity_ = capacity;
 }
 
 void SequenceCache::CopySlots(int64_t table, absl::Span<const SlotTable::Copy> copies) {
   if (copies.empty()) return;
-  const int64_t dk = pool_.key_bytes(), dv = pool_.value_bytes();
+  std::vector<RowMove> rows;
+  rows.reserve(copies.size() * LanesPerTable());
   for (int64_t lane = table * LanesPerTable(); lane < (table + 1) * LanesPerTable(); ++lane) {
-    char* const keys = pool_.key(id_, offset_[lane]);
-    char* const values = pool_.value(id_, offset_[lane]);
+    const int64_t first = pool_.first_row(id_) + offset_[lane];
     for (const SlotTable::Copy& copy : copies) {
-      std::memcpy(keys + copy.to * dk, keys + copy.from * dk, dk);
-      std::memcpy(values + copy.to * dv, values + copy.from * dv, dv);
+      rows.push_back({.from = first + copy.from, .to = first + copy.to, .count = 1});
     }
   }
+  pool_.Copy(rows);
 }
 
 void SequenceCache::ShrinkToDecode() {

@@ -56,7 +56,8 @@ class SlotTable {
 
 // One lane's rows in the pool.
 struct LaneRows {
-  char* keys = nullptr;
+  int64_t first_row = 0;  // of the pool
+  char* keys = nullptr;   // on the CPU
   char* values = nullptr;
   int64_t capacity = 0;
 };

@@ -23,6 +23,14 @@ void ResidualTap::Take(int64_t place, const void* residual, DType dtype) {
       StepNorm(residual, before_.data() + at, taken_.data() + at, hidden_size_, dtype);
 }
 
+void ResidualTap::PutSteps(absl::Span<const float> steps) {
+  std::copy(steps.begin(), steps.end(), taken_steps_.begin());
+}
+
+void ResidualTap::PutResiduals(absl::Span<const float> residuals) {
+  std::copy(residuals.begin(), residuals.end(), taken_.begin());
+}
+
 void ResidualTap::Commit(bool decode) {
   before_.swap(taken_);
   steps_.swap(taken_steps_);

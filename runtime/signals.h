@@ -23,6 +23,12 @@ class ResidualTap {
   // Takes h^l of the newest row of the step that runs. place: of l in layers(). residual:
   // [hidden_size] elements.
   void Take(int64_t place, const void* residual, DType dtype);
+  // Instead, as a device found them: the steps of all layers(); and the residuals, [layers,
+  // hidden_size], where somebody reads ResidualsOf.
+  void PutSteps(absl::Span<const float> steps);
+  void PutResiduals(absl::Span<const float> residuals);
+  // What the next step is measured from. [layers, hidden_size]
+  absl::Span<const float> before() const { return before_; }
   // The step is committed: what was taken is now "before".
   void Commit(bool decode);
 

@@ -67,7 +67,7 @@ class TorchScriptModel final : public Model {
                      const at::Tensor& last, ForwardHooks& hooks) const override {
     const c10::InferenceMode inference;
     const HooksScope scope(hooks);
-    torch::jit::Stack stack = {token_ids, positions, last};
+    torch::jit::Stack stack = {token_ids.to(device()), positions.to(device()), last.to(device())};
     torch::jit::InterpreterState(code_).run(stack);
     return stack.back().toTensor();
   }
@@ -97,6 +97,7 @@ absl::Status Damaged(const std::string& path, absl::string_view what) {
 // LibTorch has a type of its own for this on GPUs only.
 bool IsOutOfMemory(const std::exception& error) {
   return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+         dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
          absl::StrContains(error.what(), "DefaultCPUAllocator");
 }
 
@@ -209,8 +210,34 @@ int64_t ConstantBytes(const Block* block) {
   return bytes;
 }
 
-std::string Describe(DType dtype, const PackedLinears& packed, bool prepack) {
+// Tensors on a device, by their former addresses.
+using Moved = std::unordered_map<const void*, at::Tensor>;
+
+// Moves the graph's tensors to a device, one after another, each once however often it is used.
+void MoveConstants(Block* block, at::Device device, Moved& moved) {
+  auto move = [&](const at::Tensor& tensor) {
+    at::Tensor& there = moved[tensor.const_data_ptr()];
+    const bool same = there.defined() && there.dtype() == tensor.dtype() &&
+                      there.sizes() == tensor.sizes() && there.strides() == tensor.strides();
+    if (!same) there = tensor.to(device);
+    return there;
+  };
+  for (Node* node : block->nodes()) {
+    for (Block* inner : node->blocks()) MoveConstants(inner, device, moved);
+    if (node->kind() != c10::prim::Constant || !node->hasAttribute(c10::attr::value)) continue;
+    if (node->kindOf(c10::attr::value) == torch::jit::AttributeKind::t) {
+      node->t_(c10::attr::value, move(node->t(c10::attr::value)));
+    } else if (node->kindOf(c10::attr::value) == torch::jit::AttributeKind::ts) {
+      std::vector<at::Tensor> tensors = node->ts(c10::attr::value);
+      for (at::Tensor& tensor : tensors) tensor = move(tensor);
+      node->ts_(c10::attr::value, std::move(tensors));
+    }
+  }
+}
+
+std::string Describe(DType dtype, const PackedLinears& packed, bool prepack, at::Device device) {
   std::string text = absl::StrCat("TorchScript, ", DTypeName(dtype));
+  if (!device.is_cpu()) return absl::StrCat(text, ", on ", device.str());
   if (packed.quantized > 0) {
     absl::StrAppend(&text, ", ", packed.quantized, " linears of integers (",
                     QuantizedPathName(FastestQuantizedPath()), ")");
@@ -242,27 +269,37 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   absl::StatusOr<FrozenForward> forward = Freeze(std::move(contents.module));
   if (!forward.ok()) return forward.status();
   Graph& graph = *forward->graph;
-  const PackedLinears packed = PackLinears(graph, options.prepack);
+  const bool on_cpu = options.device.is_cpu();
+  const PackedLinears packed = on_cpu ? PackLinears(graph, options.prepack) : PackedLinears();
+  if (!on_cpu && !contents.manifest.quantization.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("its linears of ", contents.manifest.quantization,
+                     " are for the CPU; export it without --quantize to serve it on ",
+                     options.device.str()));
+  }
+  Moved moved;
+  if (!on_cpu) MoveConstants(graph.block(), options.device, moved);
   const at::ScalarType dtype = ScalarTypeOf(contents.manifest.dtype);
   std::vector<std::function<at::Tensor()>> projections;
   for (at::Tensor& weight : parameters) {
-    const auto found =
-        weight.defined() ? packed.dense.find(weight.const_data_ptr()) : packed.dense.end();
-    if (found == packed.dense.end()) {
-      if (weight.defined() && !weight.is_floating_point()) {
-        return absl::FailedPreconditionError(
-            "an output_projection is of integers, and no weight of an epikv::quantized_linear");
-      }
-      projections.emplace_back([weight = std::move(weight)] { return weight; });
-    } else {
+    const void* const address = weight.defined() ? weight.const_data_ptr() : nullptr;
+    if (const auto found = packed.dense.find(address); found != packed.dense.end()) {
       projections.emplace_back([make = found->second, dtype] { return make(dtype); });
+      continue;
     }
+    if (weight.defined() && !weight.is_floating_point()) {
+      return absl::FailedPreconditionError(
+          "an output_projection is of integers, and no weight of an epikv::quantized_linear");
+    }
+    if (const auto found = moved.find(address); found != moved.end()) weight = found->second;
+    projections.emplace_back([weight = std::move(weight)] { return weight; });
   }
   ModelFacts facts = {.manifest = std::move(contents.manifest),
                       .tokenizer_json = std::move(contents.tokenizer_json),
                       .chat_json = std::move(contents.chat_json),
-                      .weight_bytes = ConstantBytes(graph.block()) + packed.bytes};
-  facts.description = Describe(facts.manifest.dtype, packed, options.prepack);
+                      .weight_bytes = ConstantBytes(graph.block()) + packed.bytes,
+                      .device = options.device};
+  facts.description = Describe(facts.manifest.dtype, packed, options.prepack, options.device);
   return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections));
 }
 

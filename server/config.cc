@@ -364,6 +364,12 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
                 "priority_ageing_seconds", "be above 0");
   check.Require(c.fairness_quantum_tokens() >= 1, "fairness_quantum_tokens", "be at least 1");
   check.Require(c.default_max_output_tokens() >= 1, "default_max_output_tokens", "be at least 1");
+  check.Require(c.device() == "cpu" || c.device() == "cuda", "device", "be cpu or cuda");
+  check.Require(!c.deterministic() || c.device() != "cuda", "deterministic",
+                "be off with --device=cuda, where kernels share work out by what else is in the "
+                "batch");
+  check.Require(c.kv_dtype() == "model" || c.device() != "cuda", "kv_dtype",
+                "be model with --device=cuda, where nothing reads rows of int8");
   constexpr absl::string_view kKernels[] = {"auto", "flash", "matmul", "batch"};
   check.Require(
       std::find(std::begin(kKernels), std::end(kKernels), c.decode_kernel()) != std::end(kKernels),
@@ -458,7 +464,8 @@ Config ConfigOf(const v1::ServerConfig& c) {
       .admin_listen = c.admin_listen(),
       .log_level = LogLevelOf(c.log_level()).value_or(LogLevel::kInfo),
       .models = ModelsOf(c),
-      .runtime = {.threads = c.threads(),
+      .runtime = {.device = c.device(),
+                  .threads = c.threads(),
                   .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
                   .kv_memory_share = c.kv_memory_share(),
                   .max_step_tokens = c.max_step_tokens(),

@@ -99,6 +99,7 @@ void Announce(const Config& config, const std::vector<ModelPtr>& served, const S
     line["models"].push_back({{"name", model->name},
                               {"kv_capacity_tokens", model->kv_capacity_tokens()},
                               {"threads", model->threads},
+                              {"device", model->device},
                               {"decode_kernel", model->decode_kernel},
                               {"prefill_kernel", model->prefill_kernel}});
   }

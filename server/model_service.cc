@@ -87,6 +87,7 @@ v1::Model ToProto(const ServedModel& model) {
   proto.set_decode_kernel(model.decode_kernel);
   proto.set_prefill_kernel(model.prefill_kernel);
   proto.set_threads(model.threads);
+  proto.set_device(model.device);
   proto.set_weights(manifest.weights);
   proto.set_quantization(manifest.quantization);
   v1::ChatSupport& chat = *proto.mutable_chat();

@@ -78,9 +78,11 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
                       .kv_dtype = loaded.kv_dtype,
                       .prefill_chunk_tokens = options.scheduler.prefill_chunk_tokens,
                       .max_running_requests = options.max_running_requests,
+                      .turns_keys = loaded.device == "cpu",
                       .defaults = options.defaults});
   model->kv_capacity_bytes = loaded.kv_capacity_bytes;
   model->threads = loaded.threads;
+  model->device = loaded.device;
   model->decode_kernel = loaded.decode_kernel;
   model->prefill_kernel = loaded.prefill_kernel;
   model->deterministic = options.deterministic;

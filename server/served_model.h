@@ -55,6 +55,7 @@ struct ServedModel {
   std::unique_ptr<Admission> admission;
   int64_t kv_capacity_bytes = 0;
   int64_t threads = 0;
+  std::string device;
   std::string decode_kernel, prefill_kernel;
   bool deterministic = false;
   std::shared_ptr<ModelMetrics> metrics;

@@ -172,6 +172,17 @@ TEST(ConfigTest, DeterministicPrefillsInChunksOfItsForwards) {
               HasSubstr("--prefill_chunk_tokens must be a multiple of 16"));
 }
 
+TEST(ConfigTest, DevicesAreTheCpuAndCuda) {
+  EXPECT_EQ(Parse({"--model=m"}).runtime.device, "cpu");
+  EXPECT_EQ(Parse({"--model=m", "--device=cuda"}).runtime.device, "cuda");
+  EXPECT_THAT(Errors({"--model=m", "--device=tpu"}),
+              HasSubstr("--device must be cpu or cuda, is \"tpu\""));
+  EXPECT_THAT(Errors({"--model=m", "--device=cuda", "--deterministic"}),
+              HasSubstr("--deterministic must be off with --device=cuda"));
+  EXPECT_THAT(Errors({"--model=m", "--device=cuda", "--kv_dtype=int8"}),
+              HasSubstr("--kv_dtype must be model with --device=cuda"));
+}
+
 TEST(ConfigTest, NamesEverythingThatIsWrong) {
   const std::string errors =
       Errors({"--listen=nowhere", "--metrics_listen=host:70000", "--kv_memory_share=nan",

@@ -84,7 +84,8 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
       admitted, WithArtefacts(ShapeOf(admitted), options.policies), options.policies,
       AdmissionLimits{.kv_capacity_bytes = options.kv_pool_bytes,
                       .kv_dtype = options.kv_dtype,
-                      .prefill_chunk_tokens = options.prefill_chunk_tokens});
+                      .prefill_chunk_tokens = options.prefill_chunk_tokens,
+                      .turns_keys = !options.device_path});
   const ModelShape& shape = admission_->shape();
   const int64_t lanes = shape.num_layers * shape.num_kv_heads;
   auto executor = std::make_unique<Executor>(
@@ -94,6 +95,7 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
           .decode_kernel = options.decode_kernel,
           .prefill_kernel = options.prefill_kernel,
           .kv_dtype = options.kv_dtype,
+          .device_path = options.device_path,
           .deterministic = options.deterministic,
           .prefix_block_tokens =
               options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,

@@ -37,6 +37,7 @@ struct HarnessOptions {
   int64_t max_step_tokens = 512;
   int64_t prefill_chunk_tokens = 256;
   bool deterministic = false;
+  bool device_path = false;      // see ExecutorOptions
   int64_t max_prefix_bytes = 0;  // of the pool, for cached prefixes
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PrefillKernel prefill_kernel = PrefillKernel::kBatch;

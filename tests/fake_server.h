@@ -190,6 +190,7 @@ class FakeServer {
                         .defaults = {.policy = options.default_policy}});
     model->kv_capacity_bytes = capacity;
     model->threads = 1;
+    model->device = "cpu";
     model->decode_kernel = "fake";
     model->metrics = series_;
     EngineOptions engine = options.engine;

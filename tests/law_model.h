@@ -21,7 +21,9 @@ class LawModel final : public Model {
                                     at::Tensor& v, int64_t layer)>;
 
   explicit LawModel(std::shared_ptr<const Model> model)
-      : Model({.manifest = model->manifest(), .tokenizer_json = model->tokenizer_json()}),
+      : Model({.manifest = model->manifest(),
+               .tokenizer_json = model->tokenizer_json(),
+               .device = model->device()}),
         model_(std::move(model)) {}
 
   at::Tensor Forward(const at::Tensor& token_ids, const at::Tensor& positions,
@@ -33,7 +35,11 @@ class LawModel final : public Model {
   void SetMeddle(Meddle meddle) { meddle_ = std::move(meddle); }
   // Rows of logits since the last call, each [vocab], in the order of the forwards. Padding rows
   // of deterministic mode are among them.
-  std::vector<at::Tensor> TakeLogits() const { return std::exchange(logits_, {}); }
+  std::vector<at::Tensor> TakeLogits() const {
+    std::vector<at::Tensor> logits = std::exchange(logits_, {});
+    for (at::Tensor& row : logits) row = row.cpu();
+    return logits;
+  }
 
  private:
   const std::shared_ptr<const Model> model_;

@@ -72,6 +72,7 @@ TEST_F(ServicesTest, ModelSaysWhatItIs) {
   EXPECT_EQ(model.kv_capacity_tokens(), 16384u);
   EXPECT_THAT(model.eos_token_ids(), ElementsAre(63));
   EXPECT_EQ(model.decode_kernel(), "fake");
+  EXPECT_EQ(model.device(), "cpu");
   EXPECT_EQ(model.weights(), "sha256:fake");
   request.set_name("gpt");
   const grpc::Status status = Call(models_, &v1::ModelService::Stub::GetModel, request, &model);

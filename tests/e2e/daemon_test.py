@@ -13,6 +13,7 @@ from pathlib import Path
 import broken_models
 import grpc
 import pytest
+import torch
 from epikv import Accepted, Client, Kv, Output, RpcError, Stop, Summary
 from epikv.bench.scrape import fetch, scrape
 from epikv.export import random_model
@@ -86,6 +87,12 @@ def test_flags_and_ports_are_checked_before_the_model(tmp_path: Path) -> None:
             assert status == 1 and address in log, log
     status, log = start(model, "--max_running_requests=some")
     assert status == 1 and "max_running_requests" in log
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused(sample_model: Path) -> None:
+    status, log = start(f"--model={sample_model}", "--device=cuda")
+    assert status == 1 and "--device=cuda needs a" in log and "--device=cpu" in log, log
 
 
 def test_health_and_reflection(daemon: Daemon) -> None:

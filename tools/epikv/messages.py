@@ -305,6 +305,7 @@ class Model:
     decode_kernel: str
     prefill_kernel: str
     threads: int
+    device: str  # "cpu", "cuda"
     weights: str  # digest
     quantization: str  # of the linears: "int8", "int4"; "": as dtype says
     chat: ChatSupport | None
