@@ -233,8 +233,8 @@ TEST(OpenDevice, SaysWhatIsMissing) {
 // Each row goes where raw copies put it, whatever overlaps.
 TEST(KvPool, GathersAsItCopies) {
   constexpr int64_t kRows = 200000, kWidth = 2;  // more than are gathered at once
-  KvPool raw(kRows, kWidth, kWidth, at::kFloat);
-  KvPool gathered(kRows, kWidth, kWidth, at::kFloat, {.by_gather = true});
+  KvPool raw(kRows, kWidth, kWidth, KvFormat());
+  KvPool gathered(kRows, kWidth, kWidth, KvFormat(), {.by_gather = true});
   for (KvPool* pool : {&raw, &gathered}) {
     pool->keys().copy_(at::arange(kRows * kWidth).view({kRows, kWidth}));
     pool->values().copy_(-pool->keys());
