@@ -79,8 +79,9 @@ MUTANTS = [
     ),
     Mutant(
         "values stay when keys move",
-        "runtime/sequence_cache.cc",
-        "      std::memcpy(values + copy.to * dv, values + copy.from * dv, dv);\n",
+        "runtime/kv_pool.cc",
+        "    std::memmove(values_ + c.to * value_bytes_, values_ + c.from * value_bytes_,\n"
+        "                 c.count * value_bytes_);\n",
         "",
         "laws_test",
         "*Law5_Slots*Knorm*",
@@ -113,8 +114,8 @@ MUTANTS = [
         # The very last row of an extent is free between steps.
         "a moved extent leaves its last live row",
         "runtime/kv_pool.cc",
-        "m.count * key_bytes_);",
-        "(m.count - 2) * key_bytes_);",
+        "c.count * key_bytes_);",
+        "(c.count > 2 ? c.count - 2 : c.count) * key_bytes_);",
         "laws_test",
         "*Law5_Chunked*Sliding*",
     ),

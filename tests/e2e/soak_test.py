@@ -25,7 +25,8 @@ SEED = 38  # none of its first requests stalls: they take seconds
 
 @pytest.fixture(scope="module")
 def load(sample_model: Path) -> Iterator[Load]:
-    with Daemon(sample_model, *soak.FLAGS) as daemon:
+    pool = f"--kv_pool_bytes={soak.POOL_BYTES['model']}"
+    with Daemon(sample_model, *soak.FLAGS, pool) as daemon:
         yield Load(daemon, seed=SEED, clients=8, chunk=soak.CHUNK)
 
 

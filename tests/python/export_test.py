@@ -473,9 +473,9 @@ def test_a_model_that_differs_is_not_written(
     swapped: tuple[str, str],
     dtype: str,
 ) -> None:
-    def faulty(shape: Shape, weights: dict[str, torch.Tensor], dtype: torch.dtype) -> LanguageModel:
+    def faulty(shape: Shape, weights: dict[str, torch.Tensor], *how: Any) -> LanguageModel:
         one, other = (f"model.layers.1.{part}.weight" for part in swapped)
-        return build(shape, {**weights, one: weights[other], other: weights[one]}, dtype)
+        return build(shape, {**weights, one: weights[other], other: weights[one]}, *how)
 
     monkeypatch.setattr(exporter, "build", faulty)
     (tmp_path / "model.pt").write_bytes(b"the one before")
