@@ -73,7 +73,7 @@ QuantizedRows Some(const QuantizedRows& x, const QuantizedShape& shape, int64_t 
           .sums = x.sums + begin * shape.groups()};
 }
 
-// For who runs a model without packing: the same numbers, but for the order of sums.
+// Of weights that are no constants, which the loader could not pack: the same bits, packed anew.
 at::Tensor QuantizedLinear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
                            const std::optional<at::Tensor>& bias) {
   return PackedQuantizedWeight(weight, scale).Apply(x, bias);

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#define EPIKV_INLINE inline __attribute__((always_inline))
+#include "runtime/elements.h"
 
 namespace epikv {
 namespace {
@@ -34,10 +34,6 @@ const uint8_t* GroupAt(const void* packed, const QuantizedShape& shape, int64_t 
   return static_cast<const uint8_t*>(packed) + (block * shape.groups() + group) * GroupBytes(shape);
 }
 
-float Widened(uint16_t bfloat16) {
-  return std::bit_cast<float>(static_cast<uint32_t>(bfloat16) << 16);
-}
-
 // The weight of an output at an input, less than what it stands above: both within the group.
 struct Place {
   int64_t byte, shift;
@@ -58,9 +54,7 @@ int32_t IntegerAt(const uint8_t* group, const QuantizedShape& shape, int64_t out
 }
 
 float ScaleAt(const uint8_t* group, int64_t output) {
-  uint16_t bits = 0;
-  std::memcpy(&bits, group + output * static_cast<int64_t>(sizeof(bits)), sizeof(bits));
-  return Widened(bits);
+  return Load(reinterpret_cast<const BFloat16*>(group) + output);
 }
 
 void MultiplyAnywhere(const QuantizedRows& x, const void* packed, const QuantizedShape& shape,
