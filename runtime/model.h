@@ -54,7 +54,7 @@ class Model {
 
 struct TorchScriptOptions {
   at::Device device = at::kCPU;
-  // On the CPU, reorder linear weights for oneDNN where the machine has the kernels.
+  // On the CPU, pack linear weights where the machine has kernels for it.
   bool prepack = true;
 };
 

@@ -9,10 +9,11 @@
 #include <algorithm>
 #include <functional>
 #include <optional>
-#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "runtime/bfloat16_linear.h"
+#include "runtime/one_dnn_weight.h"
 #include "runtime/quantized_linear.h"
 
 namespace epikv {
@@ -22,71 +23,29 @@ using torch::jit::Block;
 using torch::jit::Node;
 using torch::jit::Value;
 
-// Rows that oneDNN is told to expect. It fixes the layout, not what may be run: with 16, float32
-// is fastest or equal from 1 to 512 rows, and bfloat16 does not care.
-constexpr int64_t kExpectedRows = 16;
-
 // Elements of a float32 weight from which packing pays: oneDNN takes 8 us more a call than MKL, but
-// is up to twice as fast from 2 rows on. In bfloat16 both are oneDNN.
+// is up to twice as fast from 2 rows on.
 constexpr int64_t kSmallestPacked = 256 * 256;
 
-// A kernel that ATen publishes only through the dispatcher.
-template <typename Signature>
-auto Operator(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+// weight: of a linear; elements: of it and its siblings.
+bool CanPack(const at::Tensor& weight, int64_t elements) {
+  if (!weight.device().is_cpu() || weight.dim() != 2 || weight.numel() == 0) return false;
+  const bool is_bfloat16 = weight.scalar_type() == at::kBFloat16;
+  if (is_bfloat16 && FastestBFloat16Path().has_value()) return true;
+  return OneDnnWeight::Supports(weight.scalar_type()) &&
+         (is_bfloat16 || elements >= kSmallestPacked);
 }
 
-// A constant of the graph. Immutable, shared by all threads.
-class PackedWeight : public torch::CustomClassHolder {
- public:
-  explicit PackedWeight(const at::Tensor& weight)
-      : in_(weight.size(1)), out_(weight.size(0)), dtype_(weight.scalar_type()) {
-    static const auto reorder = Operator<at::Tensor(const at::Tensor&, std::optional<int64_t>)>(
-        "mkldnn::_reorder_linear_weight");
-    packed_ = reorder.call(weight.detach(), kExpectedRows);
+c10::intrusive_ptr<PackedWeight> PackDense(const at::Tensor& weight) {
+  if (weight.scalar_type() == at::kBFloat16 && FastestBFloat16Path().has_value()) {
+    return c10::make_intrusive<PackedBFloat16Weight>(weight);
   }
-
-  const at::Tensor& packed() const { return packed_; }
-
-  // x [..., in] -> [..., out]
-  at::Tensor Apply(const at::Tensor& x, const std::optional<at::Tensor>& bias) const {
-    TORCH_CHECK(x.scalar_type() == dtype_ && x.dim() > 0 && x.size(-1) == in_,
-                "epikv::packed_linear: x is ", x.scalar_type(), x.sizes(), ", the weight ", dtype_,
-                " [", out_, ", ", in_, "]");
-    if (x.numel() == 0) {
-      std::vector<int64_t> sizes = x.sizes().vec();
-      sizes.back() = out_;
-      return at::empty(sizes, x.options());
-    }
-    using Scalars = c10::List<std::optional<at::Scalar>>;
-    static const auto linear =
-        Operator<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                            std::string_view, Scalars, std::optional<std::string_view>)>(
-            "mkldnn::_linear_pointwise");
-    static const Scalars none;
-    return linear.call(x, packed_, bias, "none", none, "");
-  }
-
- private:
-  const int64_t in_;
-  const int64_t out_;
-  const at::ScalarType dtype_;
-  at::Tensor packed_;
-};
+  return c10::make_intrusive<OneDnnWeight>(weight);
+}
 
 at::Tensor PackedLinear(const at::Tensor& x, const c10::intrusive_ptr<PackedWeight>& weight,
                         const std::optional<at::Tensor>& bias) {
   return weight->Apply(x, bias);
-}
-
-// weight: of a linear; elements: of it and its siblings.
-bool CanPack(const at::Tensor& weight, int64_t elements) {
-  if (!at::globalContext().hasMKLDNN() || !weight.device().is_cpu() || weight.dim() != 2) {
-    return false;
-  }
-  if (weight.scalar_type() == at::kFloat) return elements >= kSmallestPacked;
-  static const bool has_bfloat16 = Operator<bool()>("mkldnn::_is_mkldnn_bf16_supported").call();
-  return weight.scalar_type() == at::kBFloat16 && has_bfloat16;
 }
 
 bool IsConstant(const Value* value) {
@@ -155,15 +114,16 @@ class Packer {
 
   // Packs their weights and has one node compute them, in the place of the first.
   void Pack(const Siblings& linears) {
-    Value*& packed = packed_[linears[0]->input(1)];  // a weight may serve linears of several x
-    if (packed == nullptr) packed = PackWeights(linears);
+    Packed& packed = packed_[linears[0]->input(1)];  // a weight may serve linears of several x
+    if (packed.constant == nullptr) packed = PackWeights(linears);
     const auto count = static_cast<int64_t>(linears.size());
     const bool quantized = IsQuantized(linears[0]);
     (quantized ? result_.quantized : result_.packed) += count;
-    const char* const kind = quantized ? "epikv::packed_quantized_linear" : "epikv::packed_linear";
+    (quantized ? result_.quantized_for : result_.packed_for) = packed.weight->kernels();
+    static const c10::Symbol kind = c10::Symbol::fromQualString("epikv::packed_linear");
     const torch::jit::WithInsertPoint here(linears[0]);
-    Value* const all = graph_.insert(c10::Symbol::fromQualString(kind),
-                                     {linears[0]->input(0), packed, Bias(linears)});
+    Value* const all = graph_.insert(
+        kind, {linears[0]->input(0), packed.constant, Bias(linears, packed.weight->bias_dtype())});
     if (count == 1) {
       linears[0]->output()->replaceAllUsesWith(all);
     } else {
@@ -180,51 +140,45 @@ class Packer {
   }
 
  private:
-  Value* PackWeights(const Siblings& linears) {
+  struct Packed {
+    c10::intrusive_ptr<PackedWeight> weight;
+    Value* constant = nullptr;
+  };
+
+  Packed PackWeights(const Siblings& linears) {
     const at::Tensor weight = Together(linears, 1);
-    std::function<at::Tensor(at::ScalarType)> dense;
-    c10::IValue packed;
+    c10::intrusive_ptr<PackedWeight> packed;
     if (IsQuantized(linears[0])) {
-      const auto holder = c10::make_intrusive<PackedQuantizedWeight>(weight, Together(linears, 2));
-      result_.bytes += holder->bytes();
-      dense = [holder](at::ScalarType dtype) { return holder->Dense(dtype); };
-      packed = holder;
+      packed = c10::make_intrusive<PackedQuantizedWeight>(weight, Together(linears, 2));
     } else {
-      const auto holder = c10::make_intrusive<PackedWeight>(weight);
-      const at::Tensor reordered = holder->packed();
-      result_.bytes += reordered.numel() * static_cast<int64_t>(reordered.itemsize());
-      dense = [reordered](at::ScalarType) { return reordered.to_dense(); };
-      packed = holder;
+      packed = PackDense(weight);
     }
+    result_.bytes += packed->bytes();
     int64_t begin = 0;
     for (const Node* linear : linears) {
       const at::Tensor& of = TensorOf(linear->input(1));
       const int64_t count = of.size(0);
-      result_.dense.emplace(of.const_data_ptr(), [dense, begin, count](at::ScalarType dtype) {
-        return dense(dtype).narrow(0, begin, count);
+      result_.dense.emplace(of.const_data_ptr(), [packed, begin, count](at::ScalarType dtype) {
+        return packed->Dense(dtype).narrow(0, begin, count);
       });
       begin += count;
     }
     const torch::jit::WithInsertPoint first(*graph_.nodes().begin());
-    return graph_.insertConstant(std::move(packed));
+    return {packed, graph_.insertConstant(packed)};
   }
 
-  // Of those that have none, zeros; None if none of them has one.
-  c10::IValue Bias(const Siblings& linears) const {
-    if (linears.size() == 1) return *torch::jit::toIValue(BiasOf(linears[0]));
+  // As a constant. Of those that have none, zeros; None if none of them has one.
+  static c10::IValue Bias(const Siblings& linears, at::ScalarType dtype) {
     std::vector<at::Tensor> biases;
-    for (const Node* linear : linears) {
-      if (IsConstant(BiasOf(linear))) biases.push_back(TensorOf(BiasOf(linear)));
-    }
-    if (biases.empty()) return {};
-    const at::TensorOptions like = biases[0].options();
-    std::vector<at::Tensor> parts;
+    bool any = false;
     for (const Node* linear : linears) {
       const bool has = IsConstant(BiasOf(linear));
+      any = any || has;
       const int64_t count = TensorOf(linear->input(1)).size(0);
-      parts.push_back(has ? TensorOf(BiasOf(linear)) : at::zeros({count}, like));
+      biases.push_back(has ? TensorOf(BiasOf(linear)) : at::zeros({count}));
     }
-    return at::cat(parts);
+    if (!any) return {};
+    return at::cat(biases).to(dtype);
   }
 
   // The node, and the constants that were its own.
@@ -240,7 +194,7 @@ class Packer {
 
   torch::jit::Graph& graph_;
   PackedLinears& result_;
-  std::unordered_map<const Value*, Value*> packed_;
+  std::unordered_map<const Value*, Packed> packed_;
 };
 
 // Whether their weights, together, can be packed and shall be.

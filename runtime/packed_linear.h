@@ -6,6 +6,8 @@
 #include <functional>
 #include <unordered_map>
 
+#include "absl/strings/string_view.h"
+
 namespace torch::jit {
 struct Graph;
 }
@@ -13,10 +15,11 @@ struct Graph;
 namespace epikv {
 
 struct PackedLinears {
-  int64_t linears = 0;    // of weights in a floating-point type, in the graph
-  int64_t packed = 0;     // of these, rewritten
-  int64_t quantized = 0;  // of weights in integers, all rewritten
-  int64_t bytes = 0;      // of all packed weights
+  int64_t linears = 0;                          // of weights in a floating-point type, in the graph
+  int64_t packed = 0;                           // of these, rewritten
+  int64_t quantized = 0;                        // of weights in integers, all rewritten
+  absl::string_view packed_for, quantized_for;  // PackedWeight::kernels
+  int64_t bytes = 0;                            // of all packed weights
   // Each weight that was packed, by its former address: makes it again, [out, in]. Bit for bit, or
   // what its integers stand for, in a dtype.
   std::unordered_map<const void*, std::function<at::Tensor(at::ScalarType)>> dense;
@@ -24,10 +27,9 @@ struct PackedLinears {
 
 // Rewrites linears of `graph` whose weights are constants, and drops the constants. Those that
 // share their input, as q, k and v do, become one. Memory grows by the weights of one at most,
-// where nobody else holds them. Each epikv::quantized_linear becomes a product of ours
-// (quantized_linear.h); with `prepack`, each aten::linear becomes epikv::packed_linear over a copy
-// of the weight that lies as this machine's oneDNN kernels read it. Other weights stay: small ones
-// of float32, and bfloat16 where the processor does not have it.
+// where nobody else holds them. Each becomes epikv::packed_linear over a PackedWeight: an
+// epikv::quantized_linear always; an aten::linear with `prepack`, where our products or oneDNN's
+// gain by it, which those of small weights of float32 do not.
 PackedLinears PackLinears(torch::jit::Graph& graph, bool prepack);
 
 }  // namespace epikv

@@ -26,7 +26,6 @@
 #include "runtime/model.h"
 #include "runtime/model_contract.h"
 #include "runtime/packed_linear.h"
-#include "runtime/quantized_matmul.h"
 #include "runtime/scalar_type.h"
 #include "runtime/utf8.h"
 
@@ -239,13 +238,13 @@ std::string Describe(DType dtype, const PackedLinears& packed, bool prepack, at:
   std::string text = absl::StrCat("TorchScript, ", DTypeName(dtype));
   if (!device.is_cpu()) return absl::StrCat(text, ", on ", device.str());
   if (packed.quantized > 0) {
-    absl::StrAppend(&text, ", ", packed.quantized, " linears of integers (",
-                    QuantizedPathName(FastestQuantizedPath()), ")");
+    absl::StrAppend(&text, ", ", packed.quantized, " linears of integers (", packed.quantized_for,
+                    ")");
   }
   if (packed.linears == 0) return text;
   if (!prepack) return absl::StrCat(text, ", no linear prepacked, as asked");
-  absl::StrAppend(&text, ", ", packed.packed, " of ", packed.linears,
-                  " linears prepacked for oneDNN");
+  absl::StrAppend(&text, ", ", packed.packed, " of ", packed.linears, " linears prepacked");
+  if (packed.packed > 0) absl::StrAppend(&text, " for ", packed.packed_for);
   if (dtype == DType::kBFloat16 && packed.packed == 0) {
     absl::StrAppend(&text, ": this processor has no bfloat16");
   }
@@ -272,10 +271,9 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   const bool on_cpu = options.device.is_cpu();
   const PackedLinears packed = on_cpu ? PackLinears(graph, options.prepack) : PackedLinears();
   if (!on_cpu && !contents.manifest.quantization.empty()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("its linears of ", contents.manifest.quantization,
-                     " are for the CPU; export it without --quantize to serve it on ",
-                     options.device.str()));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "its linears of ", contents.manifest.quantization,
+        " are for the CPU; export it without --quantize to serve it on ", options.device.str()));
   }
   Moved moved;
   if (!on_cpu) MoveConstants(graph.block(), options.device, moved);

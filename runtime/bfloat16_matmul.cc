@@ -1,0 +1,341 @@
+#include "runtime/bfloat16_matmul.h"
+
+#include <algorithm>
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define EPIKV_AVX512 1
+#include <immintrin.h>
+#endif
+
+#include "runtime/elements.h"
+#include "runtime/processor.h"
+
+namespace epikv {
+namespace {
+
+// A packed weight is blocks of outputs, each of which is read from its first byte to its last: the
+// first pair of inputs of each output, then their second, ... A pair is a word of 32 bits.
+constexpr int64_t kBlock = kBFloat16Block;
+
+int64_t PairsOf(const BFloat16Shape& shape) { return (shape.inputs + 1) / 2; }
+
+const uint32_t* BlockAt(const void* packed, const BFloat16Shape& shape, int64_t block) {
+  return static_cast<const uint32_t*>(packed) + block * PairsOf(shape) * kBlock;
+}
+
+// Where the weight of an output at an input lies, in elements.
+int64_t PlaceOf(const BFloat16Shape& shape, int64_t output, int64_t input) {
+  const int64_t pair = output / kBlock * PairsOf(shape) + input / 2;
+  return (pair * kBlock + output % kBlock) * 2 + input % 2;
+}
+
+}  // namespace
+
+int64_t PackedBFloat16Bytes(const BFloat16Shape& shape) {
+  return BFloat16Blocks(shape) * PairsOf(shape) * kBlock * static_cast<int64_t>(sizeof(uint32_t));
+}
+
+void PackBFloat16(const uint16_t* weight, const BFloat16Shape& shape, void* packed) {
+  std::memset(packed, 0, PackedBFloat16Bytes(shape));
+  auto* const to = static_cast<uint16_t*>(packed);
+  for (int64_t o = 0; o < shape.outputs; ++o) {
+    for (int64_t i = 0; i < shape.inputs; ++i) to[PlaceOf(shape, o, i)] = *weight++;
+  }
+}
+
+void UnpackBFloat16(const void* packed, const BFloat16Shape& shape, uint16_t* weight) {
+  const auto* const from = static_cast<const uint16_t*>(packed);
+  for (int64_t o = 0; o < shape.outputs; ++o) {
+    for (int64_t i = 0; i < shape.inputs; ++i) *weight++ = from[PlaceOf(shape, o, i)];
+  }
+}
+
+absl::string_view BFloat16PathName(BFloat16Path path) {
+  return path == BFloat16Path::kPaired ? "AVX-512 BF16" : "AVX-512";
+}
+
+#ifdef EPIKV_AVX512
+
+std::vector<BFloat16Path> BFloat16Paths() {
+  if (!__builtin_cpu_supports("x86-64-v4")) return {};
+  if (!__builtin_cpu_supports("avx512bf16")) return {BFloat16Path::kWidened};
+  if (HasFastBFloat16Pairs()) return {BFloat16Path::kWidened, BFloat16Path::kPaired};
+  return {BFloat16Path::kPaired, BFloat16Path::kWidened};
+}
+
+std::optional<BFloat16Path> FastestBFloat16Path() {
+  static const std::vector<BFloat16Path> paths = BFloat16Paths();
+  if (paths.empty() || __builtin_cpu_supports("amx-bf16")) return std::nullopt;
+  return paths.back();
+}
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16")
+
+namespace {
+
+constexpr int kTile = 6;     // rows whose sums are in registers together
+constexpr int kVectors = 4;  // of a block's outputs
+static_assert(kBlock == kVectors * 16);
+
+// What is read next, of which some lines are fetched with each pair of inputs.
+struct Ahead {
+  const char* lines;
+  int64_t per_pair;
+
+  EPIKV_INLINE void Fetch(int64_t pair) const {
+    for (int64_t i = 0; i < per_pair; ++i) {
+      _mm_prefetch(lines + (pair * per_pair + i) * 64, _MM_HINT_T1);
+    }
+  }
+};
+
+// Sums [kRows, kBlock] in registers.
+template <int kRows>
+struct Sums {
+  __m512 of[kRows][kVectors];
+
+  EPIKV_INLINE void Read(const float* from, bool first) {
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        of[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(from + r * kBlock + v * 16);
+      }
+    }
+  }
+  EPIKV_INLINE void Write(float* to) const {
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(to + r * kBlock + v * 16, of[r][v]);
+    }
+  }
+  // One input: x of each row, `stride` apart.
+  EPIKV_INLINE void Add(const __m512 weights[kVectors], const float* x, int64_t stride) {
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const __m512 of_row = _mm512_set1_ps(x[r * stride]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) of[r][v] = _mm512_fmadd_ps(weights[v], of_row, of[r][v]);
+    }
+  }
+  // A pair of inputs.
+  EPIKV_INLINE void Add(const __m512i weights[kVectors], const uint32_t* x, int64_t stride) {
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const auto of_row = (__m512bh)_mm512_set1_epi32(static_cast<int>(x[r * stride]));
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        of[r][v] = _mm512_dpbf16_ps(of[r][v], (__m512bh)weights[v], of_row);
+      }
+    }
+  }
+};
+
+EPIKV_INLINE __m512 First(__m512i pair) { return _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)); }
+EPIKV_INLINE __m512 Second(__m512i pair) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+EPIKV_INLINE void LoadPair(const uint32_t* words, __m512i weights[kVectors]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) weights[v] = _mm512_load_si512(words + v * 16);
+}
+
+// Some inputs' part of a block's sums: words [pairs, kBlock]; x: those inputs of kRows rows.
+template <int kRows>
+EPIKV_INLINE void MultiplyPaired(const uint32_t* x, int64_t stride, const uint32_t* words,
+                                 int64_t pairs, const Ahead& ahead, bool first, float* out) {
+  Sums<kRows> sums;
+  sums.Read(out, first);
+  for (int64_t p = 0; p < pairs; ++p) {
+    __m512i weights[kVectors];
+    LoadPair(words + p * kBlock, weights);
+    ahead.Fetch(p);
+    sums.Add(weights, x + p, stride);
+  }
+  sums.Write(out);
+}
+
+template <int kRows>
+EPIKV_INLINE void MultiplyWidened(const float* x, int64_t stride, const uint32_t* words,
+                                  int64_t pairs, const Ahead& ahead, bool first, float* out) {
+  Sums<kRows> sums;
+  sums.Read(out, first);
+  for (int64_t p = 0; p < pairs; ++p) {
+    __m512i weights[kVectors];
+    __m512 wide[kVectors];
+    LoadPair(words + p * kBlock, weights);
+    ahead.Fetch(p);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) wide[v] = First(weights[v]);
+    sums.Add(wide, x + 2 * p, stride);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) wide[v] = Second(weights[v]);
+    sums.Add(wide, x + 2 * p + 1, stride);
+  }
+  sums.Write(out);
+}
+
+// As above, of weights that are widened already: panel [2 pairs, kBlock].
+template <int kRows>
+EPIKV_INLINE void MultiplyPanel(const float* x, int64_t stride, const float* panel, int64_t pairs,
+                                const Ahead& ahead, bool first, float* out) {
+  Sums<kRows> sums;
+  sums.Read(out, first);
+  for (int64_t p = 0; p < pairs; ++p) {
+    ahead.Fetch(p);
+#pragma GCC unroll 2
+    for (int64_t i = 2 * p; i < 2 * p + 2; ++i) {
+      __m512 weights[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) weights[v] = _mm512_load_ps(panel + i * kBlock + v * 16);
+      sums.Add(weights, x + i, stride);
+    }
+  }
+  sums.Write(out);
+}
+
+EPIKV_INLINE void WidenPanel(const uint32_t* words, int64_t pairs, float* panel) {
+  for (int64_t p = 0; p < pairs; ++p, panel += 2 * kBlock) {
+    __m512i weights[kVectors];
+    LoadPair(words + p * kBlock, weights);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      _mm512_store_ps(panel + v * 16, First(weights[v]));
+      _mm512_store_ps(panel + kBlock + v * 16, Second(weights[v]));
+    }
+  }
+}
+
+// Calls run(first row, how many as a constant) for tiles of all rows.
+template <class Run>
+EPIKV_INLINE void ForTiles(int64_t rows, const Run& run) {
+  int64_t row = 0;
+  for (; row + kTile <= rows; row += kTile) run(row, std::integral_constant<int, kTile>());
+  switch (rows - row) {
+    case 5:
+      return run(row, std::integral_constant<int, 5>());
+    case 4:
+      return run(row, std::integral_constant<int, 4>());
+    case 3:
+      return run(row, std::integral_constant<int, 3>());
+    case 2:
+      return run(row, std::integral_constant<int, 2>());
+    case 1:
+      return run(row, std::integral_constant<int, 1>());
+    default:
+      return;
+  }
+}
+
+// Calls run(first pair, how many, what each tile fetches ahead) for the inputs, some at a time: so
+// many as stay in the L1 cache from one tile to the next.
+template <class Run>
+EPIKV_INLINE void ForPairs(const uint32_t* words, int64_t pairs, int64_t at_once, int64_t num_rows,
+                           const Run& run) {
+  constexpr int64_t kLines = kBlock * sizeof(uint32_t) / 64;  // of a pair of inputs
+  const int64_t tiles = (num_rows + kTile - 1) / kTile;
+  const int64_t per_pair = tiles < 2 ? kLines : tiles < kLines ? kLines / 2 : 1;
+  const auto* const next = reinterpret_cast<const char*>(words + pairs * kBlock);
+  for (int64_t begin = 0; begin < pairs; begin += at_once) {
+    const int64_t count = std::min(at_once, pairs - begin);
+    const char* const lines = next + begin * kLines * 64;
+    run(begin, count, [=](int64_t row) __attribute__((always_inline)) {
+      const int64_t fetched = row / kTile * per_pair;  // of each pair, by the tiles before
+      return Ahead{lines + fetched * count * 64, fetched < kLines ? per_pair : 0};
+    });
+  }
+}
+
+void MultiplyPairs(const void* rows, int64_t num_rows, const uint32_t* words, int64_t pairs,
+                   int64_t stride, float* out) {
+  constexpr int64_t kAtOnce = 96;
+  const auto* const x = static_cast<const uint32_t*>(rows);
+  ForPairs(words, pairs, kAtOnce, num_rows,
+           [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+             ForTiles(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+               MultiplyPaired<decltype(tile)::value>(x + row * stride + begin, stride,
+                                                     words + begin * kBlock, count, ahead(row),
+                                                     begin == 0, out + row * kBlock);
+             });
+           });
+}
+
+void MultiplyWide(const void* rows, int64_t num_rows, const uint32_t* words, int64_t pairs,
+                  int64_t stride, float* out) {
+  // A panel costs as much as several tiles that widen weights as they go.
+  constexpr int64_t kFewRows = 4 * kTile;
+  const auto* const x = static_cast<const float*>(rows);
+  if (num_rows <= kFewRows) {
+    ForPairs(words, pairs, 64, num_rows,
+             [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+               ForTiles(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+                 MultiplyWidened<decltype(tile)::value>(x + row * stride + 2 * begin, stride,
+                                                        words + begin * kBlock, count, ahead(row),
+                                                        begin == 0, out + row * kBlock);
+               });
+             });
+    return;
+  }
+  constexpr int64_t kAtOnce = 32;
+  alignas(64) float panel[2 * kAtOnce * kBlock];
+  ForPairs(words, pairs, kAtOnce, num_rows,
+           [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+             WidenPanel(words + begin * kBlock, count, panel);
+             ForTiles(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+               MultiplyPanel<decltype(tile)::value>(x + row * stride + 2 * begin, stride, panel,
+                                                    count, ahead(row), begin == 0,
+                                                    out + row * kBlock);
+             });
+           });
+}
+
+void WidenRow(const uint16_t* x, int64_t count, float* row) {
+  Widen(reinterpret_cast<const BFloat16*>(x), row, count);
+}
+
+}  // namespace
+
+#pragma GCC pop_options
+
+int64_t BFloat16RowBytes(BFloat16Path path, const BFloat16Shape& shape) {
+  const int64_t words = PairsOf(shape) * (path == BFloat16Path::kWidened ? 2 : 1);
+  // An odd number of cache lines: rows that are a power of two apart push each other out.
+  return ((words * static_cast<int64_t>(sizeof(uint32_t)) + 63) / 64 | 1) * 64;
+}
+
+void PrepareBFloat16(BFloat16Path path, const uint16_t* x, const BFloat16Shape& shape, void* row) {
+  if (path == BFloat16Path::kPaired) {
+    auto* const to = static_cast<uint16_t*>(row);
+    std::memcpy(to, x, shape.inputs * sizeof(uint16_t));
+    if (shape.inputs % 2 == 1) to[shape.inputs] = 0;
+    return;
+  }
+  auto* const to = static_cast<float*>(row);
+  WidenRow(x, shape.inputs, to);
+  if (shape.inputs % 2 == 1) to[shape.inputs] = 0;
+}
+
+void MultiplyBFloat16(BFloat16Path path, const void* rows, int64_t num_rows, const void* packed,
+                      const BFloat16Shape& shape, int64_t block, float* out) {
+  const int64_t stride = BFloat16RowBytes(path, shape) / static_cast<int64_t>(sizeof(uint32_t));
+  const auto multiply = path == BFloat16Path::kPaired ? MultiplyPairs : MultiplyWide;
+  multiply(rows, num_rows, BlockAt(packed, shape, block), PairsOf(shape), stride, out);
+}
+
+#else
+
+std::vector<BFloat16Path> BFloat16Paths() { return {}; }
+std::optional<BFloat16Path> FastestBFloat16Path() { return std::nullopt; }
+int64_t BFloat16RowBytes(BFloat16Path, const BFloat16Shape&) { return 0; }
+void PrepareBFloat16(BFloat16Path, const uint16_t*, const BFloat16Shape&, void*) {}
+void MultiplyBFloat16(BFloat16Path, const void*, int64_t, const void*, const BFloat16Shape&,
+                      int64_t, float*) {}
+
+#endif
+
+}  // namespace epikv
