@@ -421,10 +421,10 @@ struct Scratch {
     weights = reinterpret_cast<uint32_t*>(take(num_queries * kBlock / As::kKeys));
     sums = reinterpret_cast<float*>(take(num_queries * shape.value_width));
     peak = reinterpret_cast<float*>(take(num_queries));
-    mass = reinterpret_cast<float*>(take(num_queries));
+    mass = reinterpret_cast<float*>(take(num_queries * kVector));
     std::fill(sums, sums + num_queries * shape.value_width, 0.0f);
     std::fill(peak, peak + num_queries, -INFINITY);
-    std::fill(mass, mass + num_queries, 0.0f);
+    std::fill(mass, mass + num_queries * kVector, 0.0f);
   }
   uint32_t* queries;  // [queries, words]
   uint32_t* keys;     // [words, kBlock]
@@ -432,7 +432,9 @@ struct Scratch {
   uint32_t* weights;  // [queries, kBlock] probabilities before they are divided by their mass
   float* sums;        // [queries, value_width] of weighted values
   float* peak;        // [queries] running maximum
-  float* mass;        // [queries] running sum
+  float* mass;        // [queries, kVector] running sums, of every 16th key
+
+  float Mass(int64_t g) const { return _mm512_reduce_add_ps(_mm512_load_ps(mass + g * kVector)); }
 };
 
 // Turns a query's logits of a block into weights. scales: of the block's values.
@@ -440,23 +442,26 @@ template <class As>
 EPIKV_INLINE void Weigh(const Scratch<As>& s, int64_t g, int64_t value_width,
                         const Scales& scales) {
   const float* const logit = s.logits + g * kBlock;
+  float* const mass = s.mass + g * kVector;
   __m512 x[2] = {_mm512_load_ps(logit), _mm512_load_ps(logit + kVector)};
-  const float top = std::max(s.peak[g], _mm512_reduce_max_ps(_mm512_max_ps(x[0], x[1])));
-  if (top == -INFINITY) {  // nothing is seen yet
-    x[0] = x[1] = _mm512_setzero_ps();
-    return As::PackWeights(x, s.weights + g * kBlock / As::kKeys);
-  }
-  if (top > s.peak[g]) {
+  const __m512 peak = _mm512_set1_ps(s.peak[g]);
+  if ((_mm512_cmp_ps_mask(x[0], peak, _CMP_GT_OQ) | _mm512_cmp_ps_mask(x[1], peak, _CMP_GT_OQ)) !=
+      0) {  // rare behind the first blocks
+    const float top = _mm512_reduce_max_ps(_mm512_max_ps(x[0], x[1]));
     const __m512 shrink = Exp(_mm512_set1_ps(s.peak[g] - top));
     float* const sums = s.sums + g * value_width;
     for (int64_t i = 0; i < value_width; i += kVector) {
       _mm512_store_ps(sums + i, _mm512_mul_ps(shrink, _mm512_load_ps(sums + i)));
     }
-    s.mass[g] *= _mm512_cvtss_f32(shrink);
+    _mm512_store_ps(mass, _mm512_mul_ps(shrink, _mm512_load_ps(mass)));
     s.peak[g] = top;
   }
-  for (__m512& weight : x) weight = Exp(_mm512_sub_ps(weight, _mm512_set1_ps(top)));
-  s.mass[g] += _mm512_reduce_add_ps(_mm512_add_ps(x[0], x[1]));
+  if (s.peak[g] == -INFINITY) {  // nothing is seen yet
+    x[0] = x[1] = _mm512_setzero_ps();
+    return As::PackWeights(x, s.weights + g * kBlock / As::kKeys);
+  }
+  for (__m512& weight : x) weight = Exp(_mm512_sub_ps(weight, _mm512_set1_ps(s.peak[g])));
+  _mm512_store_ps(mass, _mm512_add_ps(_mm512_load_ps(mass), _mm512_add_ps(x[0], x[1])));
   if constexpr (As::kScaled) {
     for (int i = 0; i < 2; ++i) x[i] = _mm512_mul_ps(x[i], _mm512_load_ps(scales.of + kVector * i));
   }
@@ -535,14 +540,15 @@ EPIKV_INLINE void Attend(const PrefillLane& lane, const DecodeShape& shape, floa
   }
   if (left != nullptr) {
     std::memcpy(left + group * used, s.peak, group * sizeof(float));
-    std::memcpy(left + group * (used + 1), s.mass, group * sizeof(float));
+    for (int64_t g = 0; g < group; ++g) left[group * (used + 1) + g] = s.Mass(g);
   }
   for (int64_t g = 0; g < queries; ++g) {
     const int64_t row = g / group, of_group = g % group;
-    As::Finish(s.sums + g * dv, s.mass[g], dv,
+    const float mass = s.Mass(g);
+    As::Finish(s.sums + g * dv, mass, dv,
                static_cast<Element*>(lane.out) + row * lane.out_stride + of_group * dv);
     if (lane.log_sum_exp == nullptr) continue;
-    lane.log_sum_exp[of_group * lane.log_sum_exp_stride + row] = s.peak[g] + std::log(s.mass[g]);
+    lane.log_sum_exp[of_group * lane.log_sum_exp_stride + row] = s.peak[g] + std::log(mass);
   }
 }
 
@@ -606,7 +612,7 @@ bool CanAttendAvx512BFloat16(const DecodeShape& shape) {
 int64_t AttendAvx512ScratchFloats(const DecodeShape& shape, int64_t rows) {
   const int64_t aligned = 8 * kVector, queries = rows * shape.group;
   return aligned + (kBlock + queries) * shape.key_width +
-         queries * (2 * kBlock + shape.value_width + 2);
+         queries * (2 * kBlock + shape.value_width + kVector + 1);
 }
 
 }  // namespace epikv

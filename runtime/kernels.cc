@@ -7,6 +7,7 @@
 #include "runtime/attend_avx512.h"
 #include "runtime/bent_logits.h"
 #include "runtime/elements.h"
+#include "runtime/processor.h"
 
 namespace epikv {
 namespace {
@@ -388,12 +389,17 @@ EPIKV_CLONES float StepNormFloat16(const Float16* now, const float* before, floa
 std::vector<AttentionPath> AttentionPaths(const DecodeShape& shape) {
   std::vector<AttentionPath> paths = {AttentionPath::kAnywhere};
   if (CanAttendAvx512(shape)) paths.push_back(AttentionPath::kAvx512);
-  if (CanAttendAvx512BFloat16(shape)) paths.push_back(AttentionPath::kAvx512BFloat16);
+  if (CanAttendAvx512BFloat16(shape)) {
+    paths.insert(HasFastBFloat16Pairs() ? paths.end() : paths.end() - 1,
+                 AttentionPath::kAvx512BFloat16);
+  }
   return paths;
 }
 
 AttentionPath FastestAttentionPath(const DecodeShape& shape) {
-  if (CanAttendAvx512BFloat16(shape)) return AttentionPath::kAvx512BFloat16;
+  if (HasFastBFloat16Pairs() && CanAttendAvx512BFloat16(shape)) {
+    return AttentionPath::kAvx512BFloat16;
+  }
   return CanAttendAvx512(shape) ? AttentionPath::kAvx512 : AttentionPath::kAnywhere;
 }
 
