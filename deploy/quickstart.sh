@@ -30,7 +30,7 @@ fi
 
 run=$EPIKV_ROOT/build/run
 mkdir -p "$run"
-export OMP_WAIT_POLICY=PASSIVE
+export GOMP_SPINCOUNT=10000  # as in the Dockerfile
 "$EPIKV_ROOT/build/dev/server/epikvd" --model="$model" --model_name=sample \
   --listen=127.0.0.1:0 --metrics_listen=127.0.0.1:0 --admin_listen=127.0.0.1:0 \
   >"$run/addresses.json" 2>"$run/epikvd.log" &

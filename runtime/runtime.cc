@@ -10,6 +10,7 @@
 #include <iterator>
 #include <optional>
 #include <system_error>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -206,7 +207,9 @@ std::string TorchVersion() { return TORCH_VERSION; }
 
 PolicyCatalog BuiltPolicies() { return AllPolicies(); }
 
-absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
+namespace {
+
+absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   auto progress = [&](absl::string_view stage) {
     if (options.progress) options.progress(stage);
   };
@@ -314,6 +317,16 @@ absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) try {
   return loaded;
 } catch (const std::exception& e) {
   return absl::InternalError(absl::StrCat("loading failed: ", e.what()));
+}
+
+}  // namespace
+
+// On a thread that ends: OpenMP keeps a team for each that ever had one, and once it has more
+// threads than there are CPUs, they sleep after every loop.
+absl::StatusOr<LoadedModel> LoadModel(const RuntimeOptions& options) {
+  absl::StatusOr<LoadedModel> loaded;
+  std::thread([&] { loaded = Load(options); }).join();
+  return loaded;
 }
 
 }  // namespace epikv
