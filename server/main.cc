@@ -51,6 +51,15 @@
 namespace epikv {
 namespace {
 
+// When what is freed goes back to the system. At once while models load: the weights as they were
+// read would be the peak. Later while they serve: what one step frees the next one takes.
+void ReturnFreedMemory(absl::Duration after) {
+#ifdef EPIKV_MIMALLOC
+  mi_option_set(mi_option_decommit_delay, absl::ToInt64Milliseconds(after));
+  mi_option_set(mi_option_segment_decommit_delay, absl::ToInt64Milliseconds(after));
+#endif
+}
+
 // SIGTERM and SIGINT, taken by a thread of its own. The first is an orderly stop, once Serve was
 // called; any other ends the process at once. Made before all other threads, which inherit that
 // the signals are blocked.
@@ -312,6 +321,7 @@ absl::Status Serve(const v1::ServerConfig& settled, Signals& signals) {
 
   if (absl::Status status = LoadAll(config.models, loader, settings, models); !status.ok())
     return status;
+  ReturnFreedMemory(absl::Milliseconds(500));
   signals.Serve();
   lifecycle.SetState(ServerState::kServing);
   log.Info("serving");
@@ -357,11 +367,7 @@ int Main(const std::vector<std::string>& args) {
 }  // namespace epikv
 
 int main(int argc, char** argv) {
-#ifdef EPIKV_MIMALLOC
-  // What is freed goes back at once: the weights as they were read, of which the peak would be.
-  mi_option_set(mi_option_decommit_delay, 0);
-  mi_option_set(mi_option_segment_decommit_delay, 0);
-#endif
+  epikv::ReturnFreedMemory(absl::ZeroDuration());
   const int status = epikv::Main({argv + 1, argv + argc});
   // All has ended in order. LibTorch's static destructors would take another second, while the
   // threads of /metrics still answer.
