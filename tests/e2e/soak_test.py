@@ -75,21 +75,23 @@ TAMPERED = {
 }
 
 
-@pytest.mark.parametrize("tamper", TAMPERED, ids=lambda tamper: tamper.__name__)
-def test_what_does_not_hold_is_seen(
-    load: Load, monkeypatch: pytest.MonkeyPatch, tamper: Callable[[Outcome], None]
-) -> None:
-    """Only the first answer is tampered with, not the replay."""
+def a_case(kv: kv_pb2.KvOptions) -> Case:
     request = generation_pb2.GenerateRequest(
         text=problem(0).prompt,
         stop=generation_pb2.StopParams(max_output_tokens=60),
         output=generation_pb2.OutputOptions(
             token_ids=True, logprobs=True, kv_trace=True, kept=True
         ),
-        kv=kv_pb2.KvOptions(policy="h2o", max_tokens=140, protect_prompt=True),
+        kv=kv,
     )
     wire = request.SerializeToString()
-    case = Case(0, Method.GENERATE, Behaviour.READ, request, wire, events=0, seconds=0)
+    return Case(0, Method.GENERATE, Behaviour.READ, request, wire, events=0, seconds=0)
+
+
+def tamper_with(
+    monkeypatch: pytest.MonkeyPatch, case: Case, tamper: Callable[[Outcome], None]
+) -> None:
+    """Only with the first answer, not the replay."""
     answer = Caller.run
 
     def run(caller: Caller, asked: Case) -> Outcome:
@@ -99,8 +101,35 @@ def test_what_does_not_hold_is_seen(
         return outcome
 
     monkeypatch.setattr(Caller, "run", run)
+
+
+def what_fails(load: Load, case: Case) -> list[str]:
     load.failures.clear()
     load.alone(case)
-    [failure] = load.failures
+    found = [failure.what for failure in load.failures]
     load.failures.clear()
-    assert TAMPERED[tamper] in failure.what
+    return found
+
+
+@pytest.mark.parametrize("tamper", TAMPERED, ids=lambda tamper: tamper.__name__)
+def test_what_does_not_hold_is_seen(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tamper: Callable[[Outcome], None]
+) -> None:
+    case = a_case(kv_pb2.KvOptions(policy="h2o", max_tokens=140, protect_prompt=True))
+    tamper_with(monkeypatch, case, tamper)
+    [found] = what_fails(load, case)
+    assert TAMPERED[tamper] in found
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "pyramid", "head_pool", "model_pool"])
+def test_lanes_are_held_to_what_they_were_allotted(
+    load: Load, monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    """Under every allocator but the first some lanes hold more than the budget, as they may."""
+    kv = kv_pb2.KvOptions(policy="snapkv", max_tokens=64, protect_prompt=False)
+    kv.policy_params.update({"allocator": allocator, "window": 8, "slack": 0})
+    case = a_case(kv)
+    assert what_fails(load, case) == []
+    tamper_with(monkeypatch, case, a_round_untold)
+    [found] = what_fails(load, case)
+    assert "held after token" in found
