@@ -126,6 +126,26 @@ def what_fails(load: Load, case: Case) -> list[str]:
     return found
 
 
+def test_a_replay_may_find_its_prompt_cached(load: Load) -> None:
+    request = generation_pb2.GenerateRequest(text=problem(1).prompt)  # of which no other asks
+    request.stop.max_output_tokens = 8
+    wire = request.SerializeToString()
+    case = Case(0, Method.ONCE, Behaviour.READ, request, wire, events=0, seconds=0)
+    assert what_fails(load, case) == []
+
+
+def test_a_score_in_chunks_is_replayed(load: Load) -> None:
+    request = generation_pb2.ScoreRequest(
+        text=problem(0).prompt,
+        continuation_text=problem(0).trace,
+        cadence=generation_pb2.SCORE_CADENCE_CHUNK,
+        kv=kv_pb2.KvOptions(policy="full"),
+    )
+    wire = request.SerializeToString()
+    case = Case(0, Method.SCORE, Behaviour.READ, request, wire, events=0, seconds=0)
+    assert what_fails(load, case) == []
+
+
 @pytest.mark.parametrize("tamper", TAMPERED, ids=lambda tamper: tamper.__name__)
 def test_what_does_not_hold_is_seen(
     load: Load, monkeypatch: pytest.MonkeyPatch, tamper: Callable[[Outcome], None]
