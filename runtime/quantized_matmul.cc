@@ -214,9 +214,11 @@ EPIKV_INLINE void QuantizeGroup(const float* x, int64_t group, int8_t* values, f
   const auto largest = std::bit_cast<float>(_mm512_reduce_max_epi32(_mm512_zextsi256_si512(most)));
   *scale = largest / 127;
   const __m256 by = _mm256_set1_ps(largest > 0 ? 127 / largest : 0);
+  const __m256i least = _mm256_set1_epi32(-128);
   __m256i sums = _mm256_setzero_si256();
   for (int64_t i = 0; i < group; i += 8) {
-    const __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by));
+    __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by));
+    rounded = _mm256_max_epi32(rounded, least);  // of what is no number
     sums = _mm256_add_epi32(sums, rounded);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(values + i), _mm256_cvtsepi32_epi8(rounded));
   }

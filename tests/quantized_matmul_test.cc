@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -208,6 +209,20 @@ TEST(QuantizedRowsTest, ARowOfZerosIsZeroAndNaNIsNotHidden) {
       EXPECT_EQ(out[o], 0) << QuantizedPathName(path);
       EXPECT_TRUE(std::isnan(out[64 + o])) << QuantizedPathName(path);
     }
+  }
+}
+
+TEST(QuantizedRowsTest, SumsAreOfTheValuesWhateverTheRow) {
+  const QuantizedShape shape = {.outputs = 64, .inputs = 32, .group = 32, .bits = 8};
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr float kLeast = std::numeric_limits<float>::denorm_min();
+  for (const float strange : {kNaN, kInfinity, -kInfinity, kLeast}) {
+    Rows rows(1, shape);
+    std::vector<float> x(32);
+    for (size_t i = 0; i < x.size(); i += 2) x[i] = strange;
+    QuantizeRow(x.data(), shape, 0, rows.View());
+    EXPECT_EQ(rows.sums[0], std::accumulate(rows.values.begin(), rows.values.end(), 0)) << strange;
   }
 }
 

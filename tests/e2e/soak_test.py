@@ -1,6 +1,7 @@
 """The soak's driver: a short wave of it holds, and what does not hold is seen."""
 
 import math
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 from epikv.errors import RpcError
+from epikv.messages import Model
 from epikv.sample import problem
 from epikv.testing import Daemon
 from epikv.v1 import generation_pb2, kv_pb2
@@ -18,16 +20,29 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
 import soak
 from calls import Caller, Outcome
 from cases import Behaviour, Case, Method
+from faults import FAULTS, Fault
 from load import Load
 
 SEED = 38  # none of its first requests stalls: they take seconds
 
 
 @pytest.fixture(scope="module")
-def load(sample_model: Path) -> Iterator[Load]:
+def daemon(sample_model: Path) -> Iterator[Daemon]:
     pool = f"--kv_pool_bytes={soak.POOL_BYTES['model']}"
     with Daemon(sample_model, *soak.FLAGS, pool) as daemon:
-        yield Load(daemon, seed=SEED, clients=8, chunk=soak.CHUNK)
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def load(daemon: Daemon) -> Load:
+    return Load(daemon, seed=SEED, clients=8, chunk=soak.CHUNK)
+
+
+@pytest.fixture(scope="module")
+def model(daemon: Daemon) -> Model:
+    with daemon.client() as client:
+        [model] = client.models()
+    return model
 
 
 def test_a_short_wave_holds(load: Load) -> None:
@@ -75,21 +90,23 @@ TAMPERED = {
 }
 
 
-@pytest.mark.parametrize("tamper", TAMPERED, ids=lambda tamper: tamper.__name__)
-def test_what_does_not_hold_is_seen(
-    load: Load, monkeypatch: pytest.MonkeyPatch, tamper: Callable[[Outcome], None]
-) -> None:
-    """Only the first answer is tampered with, not the replay."""
+def a_case(kv: kv_pb2.KvOptions) -> Case:
     request = generation_pb2.GenerateRequest(
         text=problem(0).prompt,
         stop=generation_pb2.StopParams(max_output_tokens=60),
         output=generation_pb2.OutputOptions(
             token_ids=True, logprobs=True, kv_trace=True, kept=True
         ),
-        kv=kv_pb2.KvOptions(policy="h2o", max_tokens=140, protect_prompt=True),
+        kv=kv,
     )
     wire = request.SerializeToString()
-    case = Case(0, Method.GENERATE, Behaviour.READ, request, wire, events=0, seconds=0)
+    return Case(0, Method.GENERATE, Behaviour.READ, request, wire, events=0, seconds=0)
+
+
+def tamper_with(
+    monkeypatch: pytest.MonkeyPatch, case: Case, tamper: Callable[[Outcome], None]
+) -> None:
+    """Only with the first answer, not the replay."""
     answer = Caller.run
 
     def run(caller: Caller, asked: Case) -> Outcome:
@@ -99,8 +116,77 @@ def test_what_does_not_hold_is_seen(
         return outcome
 
     monkeypatch.setattr(Caller, "run", run)
+
+
+def what_fails(load: Load, case: Case) -> list[str]:
     load.failures.clear()
     load.alone(case)
-    [failure] = load.failures
+    found = [failure.what for failure in load.failures]
     load.failures.clear()
-    assert TAMPERED[tamper] in failure.what
+    return found
+
+
+def test_a_replay_may_find_its_prompt_cached(load: Load) -> None:
+    request = generation_pb2.GenerateRequest(text=problem(1).prompt)  # of which no other asks
+    request.stop.max_output_tokens = 8
+    wire = request.SerializeToString()
+    case = Case(0, Method.ONCE, Behaviour.READ, request, wire, events=0, seconds=0)
+    assert what_fails(load, case) == []
+
+
+def test_a_score_in_chunks_is_replayed(load: Load) -> None:
+    request = generation_pb2.ScoreRequest(
+        text=problem(0).prompt,
+        continuation_text=problem(0).trace,
+        cadence=generation_pb2.SCORE_CADENCE_CHUNK,
+        kv=kv_pb2.KvOptions(policy="full"),
+    )
+    wire = request.SerializeToString()
+    case = Case(0, Method.SCORE, Behaviour.READ, request, wire, events=0, seconds=0)
+    assert what_fails(load, case) == []
+
+
+@pytest.mark.parametrize("tamper", TAMPERED, ids=lambda tamper: tamper.__name__)
+def test_what_does_not_hold_is_seen(
+    load: Load, monkeypatch: pytest.MonkeyPatch, tamper: Callable[[Outcome], None]
+) -> None:
+    case = a_case(kv_pb2.KvOptions(policy="h2o", max_tokens=140, protect_prompt=True))
+    tamper_with(monkeypatch, case, tamper)
+    [found] = what_fails(load, case)
+    assert TAMPERED[tamper] in found
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "pyramid", "head_pool", "model_pool"])
+def test_lanes_are_held_to_what_they_were_allotted(
+    load: Load, monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    """Under every allocator but the first some lanes hold more than the budget, as they may."""
+    kv = kv_pb2.KvOptions(policy="snapkv", max_tokens=64, protect_prompt=False)
+    kv.policy_params.update({"allocator": allocator, "window": 8, "slack": 0})
+    case = a_case(kv)
+    assert what_fails(load, case) == []
+    tamper_with(monkeypatch, case, a_round_untold)
+    [found] = what_fails(load, case)
+    assert "held after token" in found
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.plant.name)
+@pytest.mark.parametrize("policy", ["full", "sliding"])
+def test_each_fault_is_one(load: Load, model: Model, policy: str, fault: Fault) -> None:
+    """Whatever it draws, and with nothing else at fault that would be named instead."""
+    if policy == "full" and fault.if_evicts:
+        pytest.skip("of policies that evict")
+    budget = {} if policy == "full" else {"max_tokens": 140}
+    of_all = {"text": problem(0).prompt, "kv": kv_pb2.KvOptions(policy=policy, **budget)}
+    for draw in range(8):
+        if fault.method is generation_pb2.ScoreRequest:
+            request = generation_pb2.ScoreRequest(continuation_text="#0 $c", **of_all)
+            method = Method.SCORE
+        else:
+            request = generation_pb2.GenerateRequest(**of_all)
+            method = Method.ONCE
+        fault.spoil(request, random.Random(draw), model)
+        wire = request.SerializeToString()
+        faults = (fault.plant,)
+        case = Case(draw, method, Behaviour.READ, request, wire, events=0, seconds=0, faults=faults)
+        assert what_fails(load, case) == []

@@ -23,14 +23,17 @@ def replayed(first: Outcome) -> Case:
     request.CopyFrom(first.case.request)
     request.request_id = ""
     seed = first.accepted.sampling.seed
+    in_chunks = False
     if isinstance(request, generation_pb2.ScoreRequest):
         request.seed = seed
         wants = request
+        in_chunks = request.cadence == generation_pb2.SCORE_CADENCE_CHUNK
     else:
         request.sampling.seed = seed
         wants = request.output
         wants.text = wants.token_ids = wants.logprobs = True
-    wants.kv_trace = wants.residual_steps = wants.kept = True
+    wants.kv_trace = wants.kept = True
+    wants.residual_steps = not in_chunks
     return _read(first.case, request)
 
 

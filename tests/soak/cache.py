@@ -1,11 +1,21 @@
 """The cache as an answer's eviction events tell it, against its budget and its summary."""
 
+import itertools
 import math
+from dataclasses import dataclass
 
 from calls import Outcome, Wrong, at_most, same
 from epikv.messages import EvictionEvent, Model, Policy
 
 Lane = tuple[int | None, int | None]  # layer and head; of lanes that share a decision: None
+
+
+@dataclass(frozen=True)
+class Share:
+    """Lanes that share what their budgets sum to."""
+
+    lanes: list[Lane]
+    budget: int  # tokens of each
 
 
 class Replay:
@@ -16,25 +26,47 @@ class Replay:
         self._summary = outcome.summary
         self._prompt = outcome.accepted.prompt_tokens
         self._cached = self._prompt + outcome.summary.usage.output_tokens - 1
-        self._slack = (self._kv.policy_params or {}).get("slack", 0)
+        params = self._kv.policy_params or {}
+        self._slack = params.get("slack", 0)
+        # Of a budget that holds the whole request nothing is allotted.
+        whole = self._kv.budget_tokens >= self._prompt + outcome.accepted.max_output_tokens - 1
+        allocator = "uniform" if whole else params.get("allocator", "uniform")
         self._at_end = policy.prompt_eviction == "at_end"
         self._chunk = chunk
         self._rounds = {event.at_token: event for event in outcome.evictions}
         self._events = len(outcome.evictions)
         self._all_lanes = model.layers * model.kv_heads
         self._held: dict[Lane, set[int]] = {
-            lane: set() for lane in self._lanes(model, outcome.evictions)
+            lane: set() for lane in self._lanes(model, allocator, outcome.evictions)
         }
+        self._shares = self._share_out(model, allocator, params.get("window", 0))
 
-    def _lanes(self, model: Model, events: list[EvictionEvent]) -> list[Lane]:
+    def _lanes(self, model: Model, allocator: str, events: list[EvictionEvent]) -> list[Lane]:
         named = {(v.layer, v.head) for event in events for v in event.victims}
-        if not named or named == {(None, None)}:
+        if allocator != "uniform":  # each decides for itself, whether or not it lost a token
+            heads = range(model.kv_heads)
+        elif not named or named == {(None, None)}:
             return [(None, None)]
-        heads = [None] if all(head is None for _, head in named) else range(model.kv_heads)
+        else:
+            heads = [None] if all(head is None for _, head in named) else range(model.kv_heads)
         lanes = [(layer, head) for layer in range(model.layers) for head in heads]
         if not named <= set(lanes):
             raise Wrong(f"lanes {sorted(named - set(lanes))} of {sorted(lanes)}")
         return lanes
+
+    def _share_out(self, model: Model, allocator: str, window: int) -> list[Share]:
+        budget, lanes = self._kv.budget_tokens, list(self._held)
+        by_layer = [lanes[i : i + model.kv_heads] for i in range(0, len(lanes), model.kv_heads)]
+        match allocator:
+            case "pyramid":
+                budgets = _pyramid(model.layers, budget, min(window, budget))
+                return [Share([lane], budgets[lane[0]]) for lane in lanes]
+            case "head_pool":
+                return [Share(layer, budget) for layer in by_layer]
+            case "model_pool":
+                return [Share(lanes, budget)]
+            case _:
+                return [Share([lane], budget) for lane in lanes]
 
     def check(self) -> None:
         lanes_each = self._all_lanes // len(self._held)
@@ -46,8 +78,7 @@ class Replay:
             if event := self._rounds.pop(token, None):
                 evicted += self._evict(event) * lanes_each
             if self._settled(token):
-                slack = self._slack if token >= self._prompt else 0
-                self._check_held(token, self._kv.budget_tokens + slack)
+                self._check_held(token, self._slack if token >= self._prompt else 0)
         if self._rounds:
             raise Wrong(f"rounds at tokens {sorted(self._rounds)} of {self._cached}")
         usage = self._summary.kv
@@ -86,7 +117,7 @@ class Replay:
                 gone += 1
         if gone == 0:
             raise Wrong(f"a round without victims at {newest}")
-        self._check_held(newest, self._kv.budget_tokens)
+        self._check_held(newest, slack=0)
         return gone
 
     def _protected(self, index: int, newest: int) -> bool:
@@ -97,6 +128,20 @@ class Replay:
             or any(span.begin <= index < span.end for span in kv.protected_spans)
         )
 
-    def _check_held(self, token: int, limit: int) -> None:
-        for lane, held in self._held.items():
-            at_most(f"held after token {token} in lane {lane}", len(held), limit)
+    def _check_held(self, token: int, slack: int) -> None:
+        for share in self._shares:
+            entries = sum(len(self._held[lane]) for lane in share.lanes)
+            where = f"lane {share.lanes[0]}" if len(share.lanes) == 1 else f"lanes {share.lanes}"
+            limit = len(share.lanes) * (share.budget + slack)
+            at_most(f"held after token {token} in {where}", entries, limit)
+
+
+def _pyramid(layers: int, budget: int, window: int) -> list[int]:
+    """Of each layer's lanes: in equal steps down to a twentieth of what is beside the window."""
+    if layers == 1:
+        return [budget]
+    least = (budget - window) / 20
+    most = 2 * (budget - window) - least
+    shares = (window + most - layer * (most - least) / (layers - 1) for layer in range(layers))
+    sums = [math.floor(owed + 0.5) for owed in itertools.accumulate(shares)]
+    return [after - before for before, after in itertools.pairwise([0, *sums])]

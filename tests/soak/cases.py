@@ -191,12 +191,13 @@ class _Maker:
         else:
             request.continuation_ids.ids.extend(self._tokens(length))
         self._kv(request.kv, prompt, length)
-        if request.kv.policy == "full" and rng.random() < 0.5:
+        in_chunks = request.kv.policy == "full" and rng.random() < 0.5
+        if in_chunks:
             request.cadence = generation_pb2.SCORE_CADENCE_CHUNK
         if rng.random() < 0.5:
             request.seed = rng.getrandbits(64)
         request.kv_trace = rng.random() < 0.5
-        request.residual_steps = rng.random() < 0.2
+        request.residual_steps = rng.random() < 0.2 and not in_chunks
         request.kept = rng.random() < 0.5
         return request
 

@@ -102,6 +102,7 @@ class Rules:
         accepted, request = outcome.accepted, outcome.case.request
         output = summary.usage.output_tokens
         same("prompt in the summary", summary.usage.prompt_tokens, accepted.prompt_tokens)
+        at_most("cached prompt", summary.usage.cached_prompt_tokens, accepted.prompt_tokens)
         at_most("bytes held", summary.kv.peak_bytes, accepted.kv.reserved_bytes)
         at_most("output", output, accepted.max_output_tokens)
         if summary.finish_reason == "length":
@@ -124,9 +125,7 @@ class Rules:
             wanted = request.output.prompt_logprobs
             same("prompt figures", len(outcome.prompt), accepted.prompt_tokens - 1 if wanted else 0)
         # The last output token is never cached; of the prompt's none is an output token.
-        chunked = getattr(request, "cadence", 0) == generation_pb2.SCORE_CADENCE_CHUNK
-        if not chunked:
-            same("signals", len(outcome.signals), output - 1 if has[2] else 0)
+        same("signals", len(outcome.signals), output - 1 if has[2] else 0)
         same("kept", bool(summary.kv.kept), has[3])
         if any(not -math.inf < logprob <= 1e-6 for logprob in outcome.logprobs):
             raise Wrong(f"a log-probability among {outcome.logprobs}")
@@ -195,9 +194,14 @@ def same_scores(generated: Outcome, scored: Outcome) -> None:
 
 
 def _comparable(summary: Summary, first: Outcome) -> Summary:
-    """Without what depends on time, or on what else was asked for."""
+    """Without what depends on time, on who came before, or on what else was asked for."""
     kept = summary.kv.kept if first.summary.kv.kept else []
-    return replace(summary, timings=None, kv=replace(summary.kv, kept=kept, peak_bytes=0))
+    return replace(
+        summary,
+        usage=replace(summary.usage, cached_prompt_tokens=0),
+        timings=None,
+        kv=replace(summary.kv, kept=kept, peak_bytes=0),
+    )
 
 
 def _traced(outcome: Outcome) -> bool:

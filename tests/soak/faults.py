@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 from epikv.messages import Model, Policy
-from epikv.v1 import generation_pb2
+from epikv.v1 import generation_pb2, kv_pb2
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
 RANGE = (grpc.StatusCode.OUT_OF_RANGE, *INVALID)  # the latter beside other faults
@@ -79,6 +80,11 @@ def _set(path: str, values: Sequence[Any]) -> Callable[[Any, random.Random, Mode
     return spoil
 
 
+def _unknown(enum: EnumTypeWrapper) -> list[int]:
+    """Values that it does not have."""
+    return [max(enum.values()) + 1, 99]
+
+
 def _param(name: str, values: Sequence[Any]) -> Callable[[Any, random.Random, Model], None]:
     def spoil(request: Any, rng: random.Random, model: Model) -> None:
         request.kv.policy_params[name] = rng.choice(values)
@@ -117,6 +123,11 @@ def _long_prompt(request: Any, rng: random.Random, model: Model) -> None:
 def _strange_token(request: Any, rng: random.Random, model: Model) -> None:
     strange = rng.choice((-1, model.vocab_size, 2**31 - 1, -(2**31)))
     request.token_ids.ids[:] = [5, strange]
+
+
+def _long_output(request: Any, rng: random.Random, model: Model) -> None:
+    # The prompt has a token at least.
+    request.stop.max_output_tokens = rng.choice((model.context_length, 2**32 - 1))
 
 
 def _strange_stop(request: Any, rng: random.Random, model: Model) -> None:
@@ -189,7 +200,7 @@ FAULTS = [
     ),
     Fault(
         Plant("long output", "stop.max_output_tokens"),
-        _set("stop.max_output_tokens", [1025, 2**32 - 1]),
+        _long_output,
         "output",
         alone=True,
         method=_GENERATE,
@@ -244,7 +255,11 @@ FAULTS = [
         "budget",
     ),
     Fault(Plant("no budget", "kv.budget"), _no_budget, "policy", alone=True, if_evicts=True),
-    Fault(Plant("positions", "kv.positions"), _set("kv.positions", [3, 99]), "positions"),
+    Fault(
+        Plant("positions", "kv.positions"),
+        _set("kv.positions", _unknown(kv_pb2.PositionMode)),
+        "positions",
+    ),
     Fault(Plant("span", "kv.protected_spans[0]", RANGE), _spans, "spans"),
     Fault(Plant("many spans", "kv.protected_spans"), _many_spans, "spans"),
     Fault(Plant("equal and more", "kv.equal_protection"), _equal_and_more, "spans"),
@@ -265,5 +280,10 @@ FAULTS = [
         method=_SCORE,
         if_evicts=True,
     ),
-    Fault(Plant("other cadence", "cadence"), _set("cadence", [3, 77]), "cadence", method=_SCORE),
+    Fault(
+        Plant("other cadence", "cadence"),
+        _set("cadence", _unknown(generation_pb2.ScoreCadence)),
+        "cadence",
+        method=_SCORE,
+    ),
 ]
