@@ -51,6 +51,16 @@ EPIKV_CLONES float LogSumExpOf(const float* x, int64_t n, float least) {
 
 }  // namespace
 
+EPIKV_CLONES float CountBelowMean(const float* logits, int64_t n, uint32_t* count) {
+  float top = kNothing, sum = 0;
+  for (int64_t i = 0; i < n; ++i) top = std::max(top, logits[i]);
+  for (int64_t i = 0; i < n; ++i) sum += ExpNegative(logits[i] - top);
+  // exp(logit - top) / sum < 1 / n
+  const float mean = top + std::log(sum / static_cast<float>(n));
+  for (int64_t i = 0; i < n; ++i) count[i] += logits[i] < mean ? 1 : 0;
+  return sum;
+}
+
 float LogSumExp(absl::Span<const float> x, float least) {
   return LogSumExpOf(x.data(), static_cast<int64_t>(x.size()), least);
 }

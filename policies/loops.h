@@ -10,6 +10,11 @@
 
 namespace epikv {
 
+// Adds 1 to the count of each of a query's logits to which softmax gives less than their mean.
+// logits, count: [n], n > 0. Returns the sum of exp(logit - largest): NaN if a logit is, or is
+// infinity.
+float CountBelowMean(const float* logits, int64_t n, uint32_t* count);
+
 // log(sum(exp(x))) of those of x that are at least `least`; NaN if one of x is, or is infinity, or
 // if none is above -infinity.
 float LogSumExp(absl::Span<const float> x, float least);
