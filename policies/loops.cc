@@ -11,7 +11,7 @@ namespace {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// One row of KeyBounds: a channel's low or high bounds of a block of sets.
+// Numbers side by side: of KeyBounds, a channel's low or high bounds of a block of sets.
 using Block = float __attribute__((vector_size(KeyBounds::kBlock * sizeof(float))));
 constexpr int64_t kTile = 4;  // queries whose sums are in registers together
 
@@ -42,9 +42,23 @@ EPIKV_CLONES void SpreadInto(const int32_t* index, int64_t n, double inverse, co
   }
 }
 
+// By blocks: a loop over single numbers, whose order matters to what is none, is not vectorised.
+EPIKV_INLINE float Largest(const float* x, int64_t n) {
+  Block block, largest = Block{} + kNothing;
+  const int64_t whole = n / KeyBounds::kBlock * KeyBounds::kBlock;
+  for (int64_t i = 0; i < whole; i += KeyBounds::kBlock) {
+    std::memcpy(&block, x + i, sizeof(Block));
+    largest = block > largest ? block : largest;
+  }
+  float top = kNothing;
+  for (int64_t i = 0; i < KeyBounds::kBlock; ++i) top = std::max(top, largest[i]);
+  for (int64_t i = whole; i < n; ++i) top = std::max(top, x[i]);
+  return top;
+}
+
 EPIKV_CLONES float LogSumExpOf(const float* x, int64_t n, float least) {
-  float top = kNothing, sum = 0;
-  for (int64_t i = 0; i < n; ++i) top = std::max(top, x[i]);
+  const float top = Largest(x, n);
+  float sum = 0;
   for (int64_t i = 0; i < n; ++i) sum += x[i] < least ? 0.0f : ExpNegative(x[i] - top);
   return top + std::log(sum);
 }
@@ -52,8 +66,8 @@ EPIKV_CLONES float LogSumExpOf(const float* x, int64_t n, float least) {
 }  // namespace
 
 EPIKV_CLONES float CountBelowMean(const float* logits, int64_t n, uint32_t* count) {
-  float top = kNothing, sum = 0;
-  for (int64_t i = 0; i < n; ++i) top = std::max(top, logits[i]);
+  const float top = Largest(logits, n);
+  float sum = 0;
   for (int64_t i = 0; i < n; ++i) sum += ExpNegative(logits[i] - top);
   // exp(logit - top) / sum < 1 / n
   const float mean = top + std::log(sum / static_cast<float>(n));
