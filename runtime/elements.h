@@ -3,18 +3,10 @@
 #include <bit>
 #include <cstdint>
 
-#include "runtime/bent_logits.h"
+#include "policies/clones.h"
 #include "runtime/float16.h"
 
-// Elements of each DType and how they become fp32 and back, for inner loops on raw memory; and how
-// those are compiled for the processor found at start-up.
-
-// Sanitizers run before the loader can pick a clone.
-#if defined(EPIKV_SANITIZED) || !defined(__x86_64__) || !defined(__GNUC__) || defined(__clang__)
-#define EPIKV_CLONES
-#else
-#define EPIKV_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#endif
+// Elements of each DType and how they become fp32 and back, for inner loops on raw memory.
 
 namespace epikv {
 

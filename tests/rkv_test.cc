@@ -1,9 +1,11 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "policies/registry.h"
 #include "policies/scored_policy.h"
@@ -81,6 +83,47 @@ INSTANTIATE_TEST_SUITE_P(RKv, RKvRedundancy,
                                          Case{"exact", false, 16}, Case{"exact", false, 32},
                                          Case{"exact", true, 32}),
                          &Name);
+
+// What a round knows of duplicates from those before is what it would find without them, also where
+// they took a token's newest duplicate: victims are others than the policy's, which spares those.
+TEST(RKv, DuplicatesAreThoseOfTheTokensThatAreLeft) {
+  constexpr int64_t kPrompt = 300, kWidth = 8;
+  FakeSequence sequence({.spec = FindPolicy(AllPolicies(), "rkv"),
+                         .params = {{"lambda", 0.0}, {"window", int64_t{1}}, {"slack", int64_t{7}}},
+                         .shape = {.num_layers = 1,
+                                   .num_heads = 1,
+                                   .num_kv_heads = 1,
+                                   .key_width = kWidth,
+                                   .value_width = kWidth},
+                         .prompt_tokens = kPrompt,
+                         .budget = kPrompt - 1},
+                        GoldenWorld(3, 1, 1, kWidth));
+  sequence.Prefill(kPrompt);
+  std::mt19937 random(1);
+  int64_t bereft = 0;
+  for (int64_t round = 0; round < 20; ++round) {
+    while (!sequence.OverBudget()) sequence.Decode();
+    sequence.Shuffle(random);
+    const absl::Span<const int32_t> index = sequence.index(0, 0);
+    const absl::Span<const float> duplicate = sequence.column(0, 0, 0);
+    bereft += std::count_if(duplicate.begin(), duplicate.end(), [&](float noted) {
+      return noted > 0 && std::find(index.begin(), index.end(), noted - 1) == index.end();
+    });
+    FakeSequence unaware(sequence);
+    const absl::Span<float> unknown = unaware.column(0, 0, 0);
+    std::fill(unknown.begin(), unknown.end(), 0.0f);
+    const auto& policy = dynamic_cast<const ScoredPolicy&>(sequence.policy());
+    const at::Tensor score = policy.ScoreAll(sequence.task())[0];
+    EXPECT_TRUE(at::allclose(score, policy.ScoreAll(unaware.task())[0], 1e-6, 0))
+        << "round " << round;
+    std::vector<int32_t> victims(index.begin(), index.end());
+    std::erase(victims, static_cast<int32_t>(sequence.newest()));
+    std::shuffle(victims.begin(), victims.end(), random);
+    victims.resize(sequence.excess(0, 0));
+    sequence.Drop({.victims = {victims}});
+  }
+  EXPECT_GT(bereft, 20);
+}
 
 }  // namespace
 }  // namespace epikv

@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
-#include <map>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "policies/lane.h"
+#include "policies/loops.h"
 #include "policies/policy.h"
 
 namespace epikv {
@@ -30,24 +30,17 @@ const ParamSpec kParams[] = {
     SlackParam(0),
 };
 
-// The pages of which a lane holds tokens, oldest first, and what bounds those tokens' keys channel
-// by channel. Made of the keys where a page is not as the last step left it.
+// The pages of which a lane holds tokens, oldest first, and what bounds those tokens' keys.
 struct LanePages {
   std::vector<int64_t> number;  // index / page. [pages]
   std::vector<int64_t> tokens;  // cached. [pages]
-  at::Tensor low, high;         // fp32 [pages, key_width]
+  std::vector<float> date;      // the column's. [pages]
+  KeyBounds bounds;             // of the pages' keys
+  int64_t held = 0;             // tokens of all pages
 };
 
 struct PageState final : PolicyState {
-  std::unique_ptr<PolicyState> Clone() const override {
-    auto copy = std::make_unique<PageState>(*this);
-    for (LanePages& lane : copy->lanes) {
-      if (!lane.low.defined()) continue;
-      lane.low = lane.low.clone();
-      lane.high = lane.high.clone();
-    }
-    return copy;
-  }
+  std::unique_ptr<PolicyState> Clone() const override { return std::make_unique<PageState>(*this); }
 
   int64_t budget = 0;            // pages
   std::vector<LanePages> lanes;  // [layers x kv_heads]
@@ -56,6 +49,9 @@ struct PageState final : PolicyState {
 // Column `date`, alike for all tokens of a page: the last decode step (index of its token, plus 1)
 // in which the lane used the page, at first that in which its first token was cached. Of a prompt's
 // pages 0.
+//
+// A step of a lane takes 4 x group x key_width FLOP and 8 x key_width bytes a page, an exponential
+// for each page and query head, and a look at each token, whose date may be another.
 class RaasPage final : public Policy {
  public:
   explicit RaasPage(const Params& params)
@@ -70,13 +66,27 @@ class RaasPage final : public Policy {
   void Observe(absl::Span<SequenceStep> steps) const override {
     for (SequenceStep& step : steps) {
       if (step.phase == Phase::kPrefill) continue;
+      CacheView& cache = step.cache;
       PageState& state = static_cast<PageState&>(*step.state);
-      const int64_t heads = step.cache.num_kv_heads();
-      state.lanes.resize(step.cache.num_layers() * heads);
-      for (int64_t i = 0; i < std::ssize(state.lanes); ++i) {
-        Lane lane(step.cache, i / heads, i % heads);
-        const std::vector<int64_t> place = Follow(lane, state.lanes[i]);
-        Date(state.budget, lane, state.lanes[i], place);
+      const int64_t heads = cache.num_kv_heads(), group = cache.num_heads() / heads;
+      state.lanes.resize(cache.num_layers() * heads);
+      std::vector<float> by_number(cache.newest() / page_ + 1);
+      for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+        const at::Tensor queries = cache.queries(layer).select(0, -1).to(at::kFloat);
+        for (int64_t head = 0; head < heads; ++head) {
+          LanePages& pages = state.lanes[layer * heads + head];
+          Follow(cache, layer, head, pages);
+          const absl::Span<const float> of_head(
+              queries.const_data_ptr<float>() + head * group * queries.size(1),
+              group * queries.size(1));
+          Date(PageScores(state.budget, cache, cache.attention(layer), of_head, pages),
+               state.budget, cache.newest(), pages);
+          for (size_t page = 0; page < pages.number.size(); ++page) {
+            by_number[pages.number[page]] = pages.date[page];
+          }
+          SpreadGroups(cache.index(layer, head), page_, by_number.data(),
+                       cache.column(0, layer, head).data());
+        }
       }
     }
   }
@@ -89,161 +99,155 @@ class RaasPage final : public Policy {
   }
 
  private:
-  // Brings `pages` to what the lane holds after a decode step. Returns the place in it of each
-  // slot's page. [used]
-  std::vector<int64_t> Follow(const Lane& lane, LanePages& pages) const {
-    const CacheView& cache = lane.cache();
-    const absl::Span<const int32_t> index = cache.index(lane.layer(), lane.head());
-    const at::Tensor rows = cache.keys(lane.layer(), lane.head());  // [used, key_width]
-    Regrouping regrouping = Regroup(index, cache.newest(), pages);
-    CarryBounds(regrouping, rows.size(1), pages);
+  // Brings `pages` to what the lane holds after a decode step.
+  void Follow(CacheView& cache, int64_t layer, int64_t head, LanePages& pages) const {
+    const absl::Span<const int32_t> index = cache.index(layer, head);
+    const at::Tensor keys = cache.keys(layer, head);  // [used, key_width]
+    // A lane that lost no token since has one more.
+    if (std::ssize(index) != pages.held + 1) Regroup(cache, layer, head, keys, pages);
+    const auto newest =
+        std::find(index.rbegin(), index.rend(), static_cast<int32_t>(cache.newest()));
+    const at::Tensor key = keys.select(0, index.rend() - newest - 1).to(at::kFloat);
+    AddToken(cache.newest(), key.const_data_ptr<float>(), pages);
+  }
 
-    std::vector<int64_t> place(index.size());
-    std::vector<int64_t> slots, places;  // of the keys to be read, and of their pages
+  // The pages of all tokens but the newest: those of the last step, but for what a round took.
+  void Regroup(CacheView& cache, int64_t layer, int64_t head, const at::Tensor& keys,
+               LanePages& pages) const {
+    const absl::Span<const int32_t> index = cache.index(layer, head);
+    const absl::Span<const float> dates = cache.column(0, layer, head);
+    struct Held {
+      int64_t tokens = 0;
+      float date = 0;
+      std::vector<int64_t> slots;  // of a page whose bounds are to be made
+    };
+    std::vector<Held> held(cache.newest() / page_ + 1);  // by number
+    for (size_t slot = 0; slot < index.size(); ++slot) {
+      if (index[slot] == cache.newest()) continue;
+      Held& page = held[index[slot] / page_];
+      ++page.tokens;
+      if (dates[slot] > page.date || std::isnan(dates[slot])) page.date = dates[slot];
+    }
+    // A page that lost tokens has fewer than it had.
+    std::vector<int64_t> known(held.size(), -1);  // places before, by number
+    for (size_t old = 0; old < pages.number.size(); ++old) {
+      const int64_t number = pages.number[old];
+      if (held[number].tokens == pages.tokens[old]) known[number] = static_cast<int64_t>(old);
+    }
     for (size_t slot = 0; slot < index.size(); ++slot) {
       const int64_t number = index[slot] / page_;
-      place[slot] = regrouping.place[number];
-      if (!regrouping.fresh[number] && index[slot] != cache.newest()) continue;
-      slots.push_back(static_cast<int64_t>(slot));
-      places.push_back(place[slot]);
+      if (known[number] < 0 && index[slot] != cache.newest()) {
+        held[number].slots.push_back(static_cast<int64_t>(slot));
+      }
     }
-    const at::Tensor keys =
-        rows.index_select(0, at::tensor(slots, at::kLong)).to(at::kFloat);  // [slots, key_width]
-    LanePages& now = regrouping.pages;
-    if (slots.size() == 1) {
-      at::Tensor low = now.low[places[0]], high = now.high[places[0]];
-      at::minimum_out(low, low, keys[0]);
-      at::maximum_out(high, high, keys[0]);
-    } else {
-      const at::Tensor page = at::tensor(places, at::kLong).unsqueeze(1).expand_as(keys);
-      now.low.scatter_reduce_(0, page, keys, "amin");
-      now.high.scatter_reduce_(0, page, keys, "amax");
+    const int64_t num_pages =
+        std::count_if(held.begin(), held.end(), [](const Held& page) { return page.tokens > 0; });
+    LanePages now{.bounds = KeyBounds(keys.size(1), num_pages + 1), .held = std::ssize(index) - 1};
+    for (int64_t number = 0; number < std::ssize(held); ++number) {
+      const Held& page = held[number];
+      if (page.tokens == 0) continue;
+      now.number.push_back(number);
+      now.tokens.push_back(page.tokens);
+      now.date.push_back(page.date);
+      if (known[number] >= 0) {
+        now.bounds.AddCopy(pages.bounds, known[number]);
+      } else {
+        AddBounds(keys.index_select(0, at::tensor(page.slots, at::kLong)), now.bounds);
+      }
     }
     pages = std::move(now);
-    return place;
   }
 
-  // The pages that a lane holds now, beside those it held after the last step.
-  struct Regrouping {
-    LanePages pages;             // without bounds
-    std::vector<int64_t> place;  // in `pages`, by number
-    std::vector<bool> fresh;     // no bounds to carry over: it is new, or lost tokens. By number
-    std::vector<int64_t> from;   // places before and now of those whose bounds hold but for the
-    std::vector<int64_t> to;     // newest token
-  };
-
-  Regrouping Regroup(absl::Span<const int32_t> index, int64_t newest,
-                     const LanePages& before) const {
-    Regrouping now;
-    std::vector<int64_t> tokens(newest / page_ + 1);  // by number
-    for (int32_t token : index) ++tokens[token / page_];
-    now.place.resize(tokens.size());
-    now.fresh.resize(tokens.size());
-    size_t old = 0;
-    for (int64_t number = 0; number < std::ssize(tokens); ++number) {
-      if (tokens[number] == 0) continue;
-      while (old < before.number.size() && before.number[old] < number) ++old;
-      const bool was = old < before.number.size() && before.number[old] == number;
-      now.place[number] = std::ssize(now.pages.number);
-      // A round that took tokens from a page left it fewer than it had.
-      now.fresh[number] =
-          !was || tokens[number] != before.tokens[old] + (number == newest / page_ ? 1 : 0);
-      if (!now.fresh[number]) {
-        now.from.push_back(static_cast<int64_t>(old));
-        now.to.push_back(now.place[number]);
-      }
-      now.pages.number.push_back(number);
-      now.pages.tokens.push_back(tokens[number]);
+  // Of one page's keys, [tokens, key_width].
+  static void AddBounds(const at::Tensor& keys, KeyBounds& bounds) {
+    const at::Tensor rows = keys.to(at::kFloat);
+    const float* const key = rows.const_data_ptr<float>();
+    bounds.Add(key);
+    for (int64_t token = 1; token < rows.size(0); ++token) {
+      bounds.Widen(bounds.size() - 1, key + token * rows.size(1));
     }
-    return now;
   }
 
-  // Gives the pages of `now` the bounds they had; fresh ones are bounded by nothing yet.
-  static void CarryBounds(Regrouping& now, int64_t key_width, LanePages& before) {
-    LanePages& pages = now.pages;
-    const int64_t count = std::ssize(pages.number);
-    if (std::ssize(now.from) == count && pages.number == before.number) {
-      pages.low = std::move(before.low);
-      pages.high = std::move(before.high);
+  void AddToken(int64_t token, const float* key, LanePages& pages) const {
+    ++pages.held;
+    if (pages.number.empty() || pages.number.back() != token / page_) {
+      pages.number.push_back(token / page_);
+      pages.tokens.push_back(1);
+      pages.date.push_back(0);
+      pages.bounds.Add(key);
       return;
     }
-    constexpr float kInfinity = std::numeric_limits<float>::infinity();
-    pages.low = at::full({count, key_width}, kInfinity);
-    pages.high = at::full({count, key_width}, -kInfinity);
-    if (now.from.empty()) return;
-    const at::Tensor from = at::tensor(now.from, at::kLong), to = at::tensor(now.to, at::kLong);
-    pages.low.index_copy_(0, to, before.low.index_select(0, from));
-    pages.high.index_copy_(0, to, before.high.index_select(0, from));
+    ++pages.tokens.back();
+    pages.bounds.Widen(pages.bounds.size() - 1, key);
   }
 
-  // place: of each slot's page.
-  void Date(int64_t budget, const Lane& lane, const LanePages& pages,
-            const std::vector<int64_t>& place) const {
-    const CacheView& cache = lane.cache();
-    const absl::Span<float> dates = lane.cache().column(0, lane.layer(), lane.head());
-    const float now = static_cast<float>(cache.newest() + 1);
-    std::vector<float> date(pages.number.size());
-    for (size_t slot = 0; slot < dates.size(); ++slot) {
-      float& of_page = date[place[slot]];
-      if (dates[slot] > of_page || std::isnan(dates[slot])) of_page = dates[slot];
+  void Date(const std::vector<float>& score, int64_t budget, int64_t newest,
+            LanePages& pages) const {
+    const float now = static_cast<float>(newest + 1);
+    for (const int64_t page : Used(budget, score)) pages.date[page] = now;
+    if (pages.tokens.back() == 1) pages.date.back() = now;  // just opened
+    for (size_t page = 0; page < score.size(); ++page) {
+      if (std::isnan(score[page])) pages.date[page] = score[page];
     }
-    const at::Tensor scores = PageScores(budget, lane, pages);
-    const float* score = scores.const_data_ptr<float>();
-    const at::Tensor used = Used(budget, scores);
-    for (size_t page = 0; page < date.size(); ++page) {
-      if (used.const_data_ptr<bool>()[page]) date[page] = now;
-      if (page + 1 == date.size() && pages.tokens[page] == 1) date[page] = now;  // just opened
-      if (std::isnan(score[page])) date[page] = score[page];
-    }
-    for (size_t slot = 0; slot < dates.size(); ++slot) dates[slot] = date[place[slot]];
   }
 
   // Log of the newest query's softmax over pages, of the query head that gives a page most. A
   // page's logit is the least upper bound that channels one by one put on those of its tokens; not
   // scaled, and of the `budget` highest pages alone (three at least), as published. A page none of
-  // whose tokens the query sees has none. fp32 [pages]
-  at::Tensor PageScores(int64_t budget, const Lane& lane, const LanePages& pages) const {
-    const at::Tensor query = lane.cache()
-                                 .queries(lane.layer())
-                                 .select(0, -1)
-                                 .narrow(0, lane.head() * lane.group(), lane.group())
-                                 .to(at::kFloat);  // [group, width]
-    const AttentionFacts attention = lane.cache().attention(lane.layer());
-    at::Tensor bound = query.clamp_min(0).matmul(pages.high.t()) +
-                       query.clamp_max(0).matmul(pages.low.t());  // [group, pages]
-    if (attention.soft_cap.has_value()) {
-      bound.mul_(attention.scale);
-      SoftCap(bound, attention);
-      bound.div_(attention.scale);
-    }
-    if (attention.window.has_value()) Hide(lane.cache().newest() - *attention.window, pages, bound);
-    const int64_t num_pages = bound.size(1);
+  // whose tokens the query sees has none. queries: [group, width]. [pages]
+  std::vector<float> PageScores(int64_t budget, const CacheView& cache,
+                                const AttentionFacts& attention, absl::Span<const float> queries,
+                                const LanePages& pages) const {
+    const int64_t num_pages = pages.bounds.size(), stride = pages.bounds.stride();
+    const int64_t group = cache.num_heads() / cache.num_kv_heads();
     const int64_t ranked = std::min(std::max<int64_t>(3, budget), num_pages);
-    const at::Tensor least =
-        std::get<0>(bound.kthvalue(num_pages - ranked + 1, -1, /*keepdim=*/true));
-    return bound.masked_fill(bound < least, -std::numeric_limits<float>::infinity())
-        .log_softmax(-1)
-        .amax(0);
+    const int64_t hidden =
+        attention.window.has_value() ? Hidden(cache.newest() - *attention.window, pages) : 0;
+    std::vector<float> bounds = pages.bounds.Most(queries);  // [group, stride]
+    std::vector<float> lowest(num_pages - ranked + 1), score(num_pages, kNone);
+    for (int64_t head = 0; head < group; ++head) {
+      const absl::Span<float> bound(bounds.data() + head * stride, num_pages);
+      if (attention.soft_cap.has_value()) Cap(attention, bound);
+      std::fill(bound.begin(), bound.begin() + hidden, kNone);
+      std::partial_sort_copy(bound.begin(), bound.end(), lowest.begin(), lowest.end());
+      const float least = lowest.back(), total = LogSumExp(bound, least);
+      if (std::isnan(total)) return std::vector<float>(num_pages, total);
+      for (int64_t page = 0; page < num_pages; ++page) {
+        if (bound[page] >= least) score[page] = std::max(score[page], bound[page] - total);
+      }
+    }
+    return score;
   }
 
-  // Of pages that hold nothing newer than token `last`.
-  void Hide(int64_t last, const LanePages& pages, at::Tensor& bound) const {
-    const auto after = std::upper_bound(
-        pages.number.begin(), pages.number.end(), last,
-        [this](int64_t last, int64_t number) { return last < (number + 1) * page_ - 1; });
-    bound.narrow(-1, 0, after - pages.number.begin())
-        .fill_(-std::numeric_limits<float>::infinity());
+  // Bounds are not scaled, the cap's logits are.
+  static void Cap(const AttentionFacts& attention, absl::Span<float> bound) {
+    for (float& x : bound) {
+      x = static_cast<float>(*attention.soft_cap / attention.scale *
+                             std::tanh(x * attention.scale / *attention.soft_cap));
+    }
   }
 
-  // bool [num_pages]
-  at::Tensor Used(int64_t budget, const at::Tensor& score) const {
-    if (alpha_ > 0) return score.exp() > alpha_;
+  // Pages that hold nothing newer than token `last`: the first ones.
+  int64_t Hidden(int64_t last, const LanePages& pages) const {
+    return std::upper_bound(
+               pages.number.begin(), pages.number.end(), last,
+               [this](int64_t last, int64_t number) { return last < (number + 1) * page_ - 1; }) -
+           pages.number.begin();
+  }
+
+  // Pages that count as used. score: [pages], all numbers or none.
+  std::vector<int64_t> Used(int64_t budget, const std::vector<float>& score) const {
+    std::vector<int64_t> used;
+    for (int64_t page = 0; page < std::ssize(score); ++page) {
+      if (alpha_ > 0 ? std::exp(score[page]) > alpha_ : score[page] > kNone) used.push_back(page);
+    }
+    if (alpha_ > 0 || std::ssize(used) <= budget / 2) return used;
     // Of equals the newer: pages are in birth order.
-    const int64_t n = score.size(0);
-    const at::Tensor ascending = score.argsort(/*stable=*/true, /*dim=*/0, /*descending=*/false);
-    const int64_t seen = n - score.isneginf().sum().item<int64_t>();
-    const int64_t used = std::min(budget / 2, seen);
-    return at::zeros(n, at::kBool).index_fill_(0, ascending.narrow(0, n - used, used), true);
+    std::nth_element(
+        used.begin(), used.begin() + budget / 2, used.end(),
+        [&](int64_t a, int64_t b) { return std::pair(score[a], a) > std::pair(score[b], b); });
+    used.resize(budget / 2);
+    return used;
   }
 
   Eviction EvictOne(CacheView& cache) const {
@@ -264,22 +268,43 @@ class RaasPage final : public Policy {
     if (count == 0) return absl::OkStatus();
     const absl::Span<const int32_t> index = cache.index(layer, head);
     const absl::Span<const float> date = cache.column(0, layer, head);
-    std::map<std::pair<float, int64_t>, std::vector<int32_t>> pages;  // by (date, number)
+    struct Open {
+      int64_t tokens = 0;  // unprotected
+      float date = 0;
+    };
+    std::vector<Open> open(cache.newest() / page_ + 1);  // by number
     for (size_t slot = 0; slot < index.size(); ++slot) {
       if (cache.protection().Covers(index[slot], cache.newest())) continue;
       if (std::isnan(date[slot])) {
         return absl::InternalError(absl::StrCat("the date of token ", index[slot], " is NaN"));
       }
-      pages[{date[slot], index[slot] / page_}].push_back(index[slot]);
+      Open& page = open[index[slot] / page_];
+      ++page.tokens;
+      page.date = date[slot];
     }
-    for (const auto& [page, tokens] : pages) {
-      if (std::ssize(victims) >= count) break;
-      victims.insert(victims.end(), tokens.begin(), tokens.end());
+    std::vector<std::pair<float, int64_t>> oldest;  // (date, number), as a heap
+    for (int64_t number = 0; number < std::ssize(open); ++number) {
+      if (open[number].tokens > 0) oldest.emplace_back(open[number].date, number);
     }
-    if (std::ssize(victims) >= count) return absl::OkStatus();
-    return absl::InternalError(
-        absl::StrCat(count, " tokens must go but only ", victims.size(), " may"));
+    std::make_heap(oldest.begin(), oldest.end(), std::greater<>());
+    std::vector<bool> goes(open.size());
+    int64_t going = 0;
+    while (going < count && !oldest.empty()) {
+      std::pop_heap(oldest.begin(), oldest.end(), std::greater<>());
+      goes[oldest.back().second] = true;
+      going += open[oldest.back().second].tokens;
+      oldest.pop_back();
+    }
+    for (const int32_t token : index) {
+      if (goes[token / page_] && !cache.protection().Covers(token, cache.newest())) {
+        victims.push_back(token);
+      }
+    }
+    if (going >= count) return absl::OkStatus();
+    return absl::InternalError(absl::StrCat(count, " tokens must go but only ", going, " may"));
   }
+
+  static constexpr float kNone = -std::numeric_limits<float>::infinity();
 
   const int64_t page_;
   const double alpha_;
@@ -297,7 +322,7 @@ extern constinit const PolicySpec kRaasPage{
         [](const Params& params, const ModelShape& shape) {
           const int64_t lanes = shape.num_layers * shape.num_kv_heads, page = params.Int("page");
           const int64_t bytes_of_page = 2 * shape.key_width * static_cast<int64_t>(sizeof(float)) +
-                                        2 * int64_t{sizeof(int64_t)};
+                                        2 * int64_t{sizeof(int64_t)} + int64_t{sizeof(float)};
           return PolicyTraits{
               .granularity = Granularity::kHead,
               .signals = Signal::kKeys | Signal::kQueries,
@@ -306,9 +331,10 @@ extern constinit const PolicySpec kRaasPage{
               .slack = params.Int("slack"),
               .published = {.recent = 1},
               .state_bytes_per_token = (lanes * bytes_of_page + page - 1) / page,
-              // Broken pages: of the prompt's end, the sinks and the newest token;
-              // protected spans may break more.
-              .state_bytes = lanes * (3 * bytes_of_page + int64_t{sizeof(LanePages)})};
+              // Broken pages: of the prompt's end, the sinks and the newest token; protected spans
+              // may break more. And a block of bounds that is not full.
+              .state_bytes = lanes * ((3 + KeyBounds::kBlock - 1) * bytes_of_page +
+                                      int64_t{sizeof(LanePages)})};
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<RaasPage>(params);

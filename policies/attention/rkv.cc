@@ -25,8 +25,9 @@ const ParamSpec kParams[] = {
      .type = ParamType::kChoice,
      .fallback = std::string("exact"),
      .choices = kRedundancies,
-     .help = "exact: the newest of a token's duplicates is not blamed for it, in time that grows "
-             "with the square of the lane where few keys are alike; linear: every duplicate is"},
+     .help =
+         "exact: the newest of a token's duplicates is not blamed for it, which a round looks for "
+         "among all keys for those that are new or lost theirs; linear: every duplicate is"},
     {.name = "compat",
      .type = ParamType::kBool,
      .fallback = false,
@@ -37,9 +38,13 @@ const ParamSpec kParams[] = {
 
 constexpr float kDuplicate = 0.5;  // a cosine above it
 
+// What column `duplicate` says of a token without one, beside the index + 1 of one that has.
+constexpr float kNoDuplicate = -1;
+
 // Of tokens a[i] and b[j] that are duplicates, notes each as the other's newest so far.
 void NoteDuplicates(const at::Tensor& unit, const std::vector<int64_t>& a,
                     const std::vector<int64_t>& b, std::vector<int64_t>& newest) {
+  if (a.empty() || b.empty()) return;
   auto rows = [&](const std::vector<int64_t>& tokens) {
     return unit.index_select(0, at::tensor(tokens, at::kLong));
   };
@@ -54,24 +59,62 @@ void NoteDuplicates(const at::Tensor& unit, const std::vector<int64_t>& a,
   }
 }
 
-// Of each token the newest duplicate, or -1. unit: keys of length 1 in birth order, [n, key_width].
-// Blocks from the newest tokens to the oldest: no pair of two blocks is looked at twice, and none
-// that could only show an older duplicate of a token that has one.
-std::vector<int64_t> NewestDuplicates(const at::Tensor& unit) {
+// Brings `newest`, of each token the newest duplicate or -1, to what it is beside tokens from
+// `born` on, which it says nothing of, and after the loss of the newest duplicates of `bereft`,
+// ascending. unit: keys of length 1 in birth order, [n, key_width]. Blocks from the newest tokens
+// to the oldest: no pair of two blocks is looked at twice, and none that could only show an older
+// duplicate of a token that has one. 2 x key_width FLOP a pair of a token born or bereft and
+// another: at most, and after a prompt, n^2 / 2 pairs.
+void FindDuplicates(const at::Tensor& unit, int64_t born, const std::vector<int64_t>& bereft,
+                    std::vector<int64_t>& newest) {
   constexpr int64_t kBlock = 256;
-  const int64_t n = unit.size(0);
-  std::vector<int64_t> newest(n, -1);
-  for (int64_t end = n; end > 0; end -= kBlock) {
-    const int64_t begin = std::max<int64_t>(0, end - kBlock);
-    std::vector<int64_t> without, with, older;  // a duplicate, of the block; without, before it
+  for (int64_t end = unit.size(0); end > born; end -= kBlock) {
+    const int64_t begin = std::max(born, end - kBlock);
+    std::vector<int64_t> without, with, older;  // one among those from `end` on; without, before it
     std::vector<int64_t> all(end);
     std::iota(all.begin(), all.end(), int64_t{0});
-    for (int64_t t = begin; t < end; ++t) (newest[t] < 0 ? without : with).push_back(t);
+    for (int64_t t = begin; t < end; ++t) (newest[t] < end ? without : with).push_back(t);
     for (int64_t t = 0; t < begin; ++t) {
-      if (newest[t] < 0) older.push_back(t);
+      if (newest[t] < end) older.push_back(t);
     }
     NoteDuplicates(unit, without, all, newest);
     NoteDuplicates(unit, with, older, newest);
+  }
+  std::vector<int64_t> without, all(born);
+  std::iota(all.begin(), all.end(), int64_t{0});
+  for (const int64_t token : bereft) {
+    if (newest[token] < 0) without.push_back(token);
+    if (std::ssize(without) < kBlock && token != bereft.back()) continue;
+    NoteDuplicates(unit, without, all, newest);
+    without.clear();
+  }
+}
+
+// Of each token of a lane, in birth order, the newest duplicate, or -1. From one round to the next
+// column 0 keeps it: only tokens that are new or have lost theirs look for one.
+std::vector<int64_t> NewestDuplicates(Lane& lane, const at::Tensor& unit) {
+  const int64_t n = unit.size(0);
+  const at::Tensor by_birth = lane.by_birth(), index = lane.index().index_select(0, by_birth);
+  const int64_t* const slot = by_birth.const_data_ptr<int64_t>();
+  const int64_t* const token = index.const_data_ptr<int64_t>();
+  const absl::Span<float> column = lane.cache().column(0, lane.layer(), lane.head());
+  int64_t born = n;  // the first token that no round has looked at
+  while (born > 0 && column[slot[born - 1]] == 0) --born;
+  std::vector<int64_t> newest(n, -1), bereft;
+  for (int64_t t = 0; t < born; ++t) {
+    const float noted = column[slot[t]];
+    if (noted == kNoDuplicate) continue;
+    const int64_t duplicate = static_cast<int64_t>(noted) - 1;
+    const int64_t* const found = std::lower_bound(token, token + n, duplicate);
+    if (found < token + n && *found == duplicate) {
+      newest[t] = found - token;
+    } else {
+      bereft.push_back(t);
+    }
+  }
+  FindDuplicates(unit, born, bereft, newest);
+  for (int64_t t = 0; t < n; ++t) {
+    column[slot[t]] = newest[t] < 0 ? kNoDuplicate : static_cast<float>(token[newest[t]] + 1);
   }
   return newest;
 }
@@ -105,7 +148,7 @@ class RKv final : public ScoredPolicy {
     const int64_t n = unit.size(0);
     at::Tensor sum = unit.matmul(unit.sum(0)) - unit.square().sum(-1);
     if (exact_) {
-      const std::vector<int64_t> duplicates = NewestDuplicates(unit);
+      const std::vector<int64_t> duplicates = NewestDuplicates(lane, unit);
       std::vector<int64_t> blamer, spared;
       for (int64_t token = 0; token < n; ++token) {
         const int64_t other = compat_ ? std::max<int64_t>(0, duplicates[token]) : duplicates[token];
@@ -140,6 +183,7 @@ extern constinit const PolicySpec kRkv{
         [](const Params& params, const ModelShape&) {
           PolicyTraits traits = WindowTraits(params);
           traits.published.prompt = false;
+          if (params.Choice("redundancy") == "exact") traits.columns = {"duplicate"};
           return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

@@ -1,11 +1,9 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <bit>
-#include <cmath>
-#include <limits>
 #include <vector>
 
+#include "policies/loops.h"
 #include "policies/products.h"
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
@@ -37,9 +35,11 @@ class Scissorhands final : public ScoredPolicy {
   }
 
   // How many of the window's queries gave a token less than their mean, averaged over query heads.
+  // What bounds it are the products of all queries with all keys, 2 x w x group x n x key_width
+  // FLOP a round: from one to the next the tokens that a query sees are others, and so is its mean.
   // [n]
   static at::Tensor Unimportant(Lane& lane) {
-    constexpr int64_t kRows = 32;  // whose weights stay in the second-level cache
+    constexpr int64_t kRows = 32;  // whose logits stay in the second-level cache
     const int64_t group = lane.group(), w = lane.queries().size(1), n = lane.index().size(0);
     const AttentionFacts attention = lane.cache().attention(lane.layer());
     const at::Tensor queries =  // those of one token follow each other
@@ -49,47 +49,26 @@ class Scissorhands final : public ScoredPolicy {
     const at::Tensor index = lane.index().index_select(0, lane.by_birth());
     const int64_t* const tokens = index.const_data_ptr<int64_t>();
 
-    const at::Tensor all_weights = at::empty({kRows, n});
     std::vector<uint32_t> count(n);
-    float none = 0;                                 // what is no number stays none
-    std::vector<int64_t> first(kRows), end(kRows);  // of what each query sees
+    float none = 0;  // what is no number stays none
     for (int64_t begin = 0; begin < w * group; begin += kRows) {
       const int64_t rows = std::min(kRows, w * group - begin);
       at::Tensor logits = Products(queries.narrow(0, begin, rows), keys);
-      at::Tensor weights = all_weights.narrow(0, 0, rows);
       SoftCap(logits, attention);
-      float* const logit = logits.mutable_data_ptr<float>();
       for (int64_t row = 0; row < rows; ++row) {
         const int64_t asked = lane.cache().newest() + 1 - w + (begin + row) / group;
         auto until = [&](int64_t token) {
           return std::upper_bound(tokens, tokens + n, token) - tokens;
         };
-        first[row] = attention.window.has_value() ? until(asked - *attention.window) : 0;
-        end[row] = until(asked);
-        constexpr float kUnseen = -std::numeric_limits<float>::infinity();
-        std::fill(logit + row * n, logit + row * n + first[row], kUnseen);
-        std::fill(logit + row * n + end[row], logit + (row + 1) * n, kUnseen);
-      }
-      at::softmax_out(weights, logits, -1);
-      for (int64_t row = 0; row < rows; ++row) {
-        const int64_t seen = end[row] - first[row];
+        const int64_t first = attention.window.has_value() ? until(asked - *attention.window) : 0;
+        const int64_t seen = until(asked) - first;
         if (seen == 0) continue;
-        const float* const weight = weights.const_data_ptr<float>() + row * n + first[row];
-        none += 0 * weight[0];  // one logit that is none makes the whole row so
-        CountBelow(weight, 1 / static_cast<float>(seen), seen, count.data() + first[row]);
+        none += 0 * CountBelowMean(logits.const_data_ptr<float>() + row * n + first, seen,
+                                   count.data() + first);
       }
     }
     const at::Tensor total = Scores({count.begin(), count.end()});
     return lane.ToSlots(total / group + none);
-  }
-
-  // Adds 1 for each of n weights that is below the limit: whose difference has a sign.
-  static void CountBelow(const float* __restrict weights, float limit, int64_t n,
-                         uint32_t* __restrict count) {
-    auto below = [=](float weight) { return std::bit_cast<uint32_t>(weight - limit) >> 31; };
-    const int64_t whole = n / 16 * 16;  // the compiler makes vectors of a multiple of their length
-    for (int64_t i = 0; i < whole; ++i) count[i] += below(weights[i]);
-    for (int64_t i = whole; i < n; ++i) count[i] += below(weights[i]);
   }
 
   const bool count_;

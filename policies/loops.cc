@@ -1,0 +1,142 @@
+#include "policies/loops.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "policies/clones.h"
+
+namespace epikv {
+namespace {
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// Numbers side by side: of KeyBounds, a channel's low or high bounds of a block of sets.
+using Block = float __attribute__((vector_size(KeyBounds::kBlock * sizeof(float))));
+constexpr int64_t kTile = 4;  // queries whose sums are in registers together
+
+// up, down: of each channel what is above 0, and below, in kTile queries. [width, kTile]
+EPIKV_CLONES void MostOfTile(const float* bounds, int64_t blocks, int64_t width, const float* up,
+                             const float* down, float* most) {
+  for (int64_t block = 0; block < blocks; ++block) {
+    Block sum[kTile] = {};
+    for (int64_t channel = 0; channel < width; ++channel, bounds += 2 * KeyBounds::kBlock) {
+      Block low, high;
+      std::memcpy(&low, bounds, sizeof(Block));
+      std::memcpy(&high, bounds + KeyBounds::kBlock, sizeof(Block));
+      for (int64_t query = 0; query < kTile; ++query) {
+        sum[query] += up[channel * kTile + query] * high + down[channel * kTile + query] * low;
+      }
+    }
+    for (int64_t query = 0; query < kTile; ++query) {
+      std::memcpy(most + (query * blocks + block) * KeyBounds::kBlock, &sum[query], sizeof(Block));
+    }
+  }
+}
+
+EPIKV_CLONES void SpreadInto(const int32_t* index, int64_t n, double inverse, const float* of_group,
+                             float* out) {
+  // Half a token further, a quotient is never as near a whole number as it is wrong.
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = of_group[static_cast<int32_t>((index[i] + 0.5) * inverse)];
+  }
+}
+
+// By blocks: a loop over single numbers, whose order matters to what is none, is not vectorised.
+EPIKV_INLINE float Largest(const float* x, int64_t n) {
+  Block block, largest = Block{} + kNothing;
+  const int64_t whole = n / KeyBounds::kBlock * KeyBounds::kBlock;
+  for (int64_t i = 0; i < whole; i += KeyBounds::kBlock) {
+    std::memcpy(&block, x + i, sizeof(Block));
+    largest = block > largest ? block : largest;
+  }
+  float top = kNothing;
+  for (int64_t i = 0; i < KeyBounds::kBlock; ++i) top = std::max(top, largest[i]);
+  for (int64_t i = whole; i < n; ++i) top = std::max(top, x[i]);
+  return top;
+}
+
+EPIKV_CLONES float LogSumExpOf(const float* x, int64_t n, float least) {
+  const float top = Largest(x, n);
+  float sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += x[i] < least ? 0.0f : ExpNegative(x[i] - top);
+  return top + std::log(sum);
+}
+
+}  // namespace
+
+EPIKV_CLONES float CountBelowMean(const float* logits, int64_t n, uint32_t* count) {
+  const float top = Largest(logits, n);
+  float sum = 0;
+  for (int64_t i = 0; i < n; ++i) sum += ExpNegative(logits[i] - top);
+  // exp(logit - top) / sum < 1 / n
+  const float mean = top + std::log(sum / static_cast<float>(n));
+  for (int64_t i = 0; i < n; ++i) count[i] += logits[i] < mean ? 1 : 0;
+  return sum;
+}
+
+float LogSumExp(absl::Span<const float> x, float least) {
+  return LogSumExpOf(x.data(), static_cast<int64_t>(x.size()), least);
+}
+
+void SpreadGroups(absl::Span<const int32_t> index, int64_t group_size, const float* of_group,
+                  float* out) {
+  SpreadInto(index.data(), static_cast<int64_t>(index.size()), 1 / static_cast<double>(group_size),
+             of_group, out);
+}
+
+KeyBounds::KeyBounds(int64_t key_width, int64_t sets) : width_(key_width) {
+  bounds_.reserve((sets + kBlock - 1) / kBlock * 2 * kBlock * width_);
+}
+
+int64_t KeyBounds::Append() {
+  if (size_ == stride()) {
+    const size_t grown = bounds_.size() + 2 * kBlock * width_;
+    bounds_.reserve(grown);  // no more: it is the state that admission counts
+    bounds_.resize(grown);
+  }
+  return size_++;
+}
+
+void KeyBounds::Add(const float* key) {
+  const int64_t added = Append();
+  float* bound = bounds_.data() + At(added);
+  for (int64_t channel = 0; channel < width_; ++channel, bound += 2 * kBlock) {
+    bound[0] = bound[kBlock] = key[channel];
+  }
+}
+
+void KeyBounds::AddCopy(const KeyBounds& other, int64_t set) {
+  const int64_t added = Append();
+  const float* from = other.bounds_.data() + other.At(set);
+  float* to = bounds_.data() + At(added);
+  for (int64_t i = 0; i < 2 * width_; ++i) to[i * kBlock] = from[i * kBlock];
+}
+
+void KeyBounds::Widen(int64_t set, const float* key) {
+  float* bound = bounds_.data() + At(set);
+  for (int64_t channel = 0; channel < width_; ++channel, bound += 2 * kBlock) {
+    const float x = key[channel];
+    if (x < bound[0] || x != x) bound[0] = x;
+    if (x > bound[kBlock] || x != x) bound[kBlock] = x;
+  }
+}
+
+std::vector<float> KeyBounds::Most(absl::Span<const float> queries) const {
+  const int64_t count = static_cast<int64_t>(queries.size()) / width_;
+  std::vector<float> most((count + kTile - 1) / kTile * kTile * stride());
+  std::vector<float> up(width_ * kTile), down(width_ * kTile);
+  for (int64_t first = 0; first < count; first += kTile) {
+    for (int64_t i = 0; i < kTile * width_; ++i) {
+      const int64_t channel = i / kTile, query = first + i % kTile;
+      const float x = query < count ? queries[query * width_ + channel] : 0;
+      up[i] = x < 0 ? 0 : x;
+      down[i] = x < 0 ? x : 0;
+    }
+    MostOfTile(bounds_.data(), stride() / kBlock, width_, up.data(), down.data(),
+               most.data() + first * stride());
+  }
+  return most;
+}
+
+}  // namespace epikv

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+
+// Policies' inner loops over what a lane holds, compiled for the processor found at start-up.
+// Without torch.
+
+namespace epikv {
+
+// Adds 1 to the count of each of a query's logits to which softmax gives less than their mean.
+// logits, count: [n], n > 0. Returns the sum of exp(logit - largest): NaN if a logit is, or is
+// infinity.
+float CountBelowMean(const float* logits, int64_t n, uint32_t* count);
+
+// log(sum(exp(x))) of those of x that are at least `least`; NaN if one of x is, or is infinity, or
+// if none is above -infinity.
+float LogSumExp(absl::Span<const float> x, float least);
+
+// out[i] = of_group[index[i] / group_size]; index: from 0. [n]
+void SpreadGroups(absl::Span<const int32_t> index, int64_t group_size, const float* of_group,
+                  float* out);
+
+// What bounds the keys of sets of tokens channel by channel, in blocks of sets that a query meets
+// side by side.
+class KeyBounds {
+ public:
+  static constexpr int64_t kBlock = 16;
+
+  KeyBounds() = default;
+  KeyBounds(int64_t key_width, int64_t sets);  // none yet, and room for as many
+
+  int64_t size() const { return size_; }
+  void Add(const float* key);  // a set of this one
+  void AddCopy(const KeyBounds& other, int64_t set);
+  void Widen(int64_t set, const float* key);  // what is no number stays one's bound
+
+  // The most that a key within the bounds may give a query, product by product: [queries,
+  // stride()], of which size() count. queries: [n, key_width].
+  int64_t stride() const { return (size_ + kBlock - 1) / kBlock * kBlock; }
+  std::vector<float> Most(absl::Span<const float> queries) const;
+
+ private:
+  // The low bound of a set's first channel. Its high one is kBlock further, the next channel's 2.
+  int64_t At(int64_t set) const { return set / kBlock * 2 * kBlock * width_ + set % kBlock; }
+  int64_t Append();
+
+  int64_t width_ = 0, size_ = 0;
+  std::vector<float> bounds_;  // [stride / kBlock, key_width, low and high, kBlock]
+};
+
+}  // namespace epikv
