@@ -18,6 +18,7 @@ from epikv.v1 import generation_pb2, kv_pb2
 sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
 
 import soak
+import watch
 from calls import Caller, Outcome
 from cases import Behaviour, Case, Method
 from faults import FAULTS, Fault
@@ -124,6 +125,13 @@ def what_fails(load: Load, case: Case) -> list[str]:
     found = [failure.what for failure in load.failures]
     load.failures.clear()
     return found
+
+
+def test_what_the_first_requests_take_is_no_growth() -> None:
+    rests = [watch.Held(float(t), 1024 * mib, 8, 8) for t, mib in enumerate((160, 200, 203))]
+    assert watch.growth_kib(rests) == 3 * 1024
+    assert watch.slope_kib(rests) == pytest.approx(60 * 3 * 1024)
+    assert watch.growth_kib(rests[:1]) == 0
 
 
 def test_a_replay_may_find_its_prompt_cached(load: Load) -> None:

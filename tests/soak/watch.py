@@ -92,15 +92,21 @@ def _check_never(page: Page) -> None:
 
 def growth_kib(samples: list[Held]) -> int:
     """From the end of the first fifth to the last."""
-    return samples[-1].rss_kib - samples[len(samples) // 5].rss_kib
+    warm = _warm(samples)
+    return warm[-1].rss_kib - warm[0].rss_kib
 
 
 def slope_kib(samples: list[Held]) -> float:
     """A minute, by least squares, after the first fifth."""
-    rest = samples[len(samples) // 5 :]
+    rest = _warm(samples)
     mean_time = sum(s.seconds for s in rest) / len(rest)
     mean_rss = sum(s.rss_kib for s in rest) / len(rest)
     spread = sum((s.seconds - mean_time) ** 2 for s in rest)
     if spread == 0:
         return 0.0
     return 60 * sum((s.seconds - mean_time) * (s.rss_kib - mean_rss) for s in rest) / spread
+
+
+def _warm(samples: list[Held]) -> list[Held]:
+    """Without those of the first fifth, nor the first of all, before which nobody asked anything."""
+    return samples[max(1, len(samples) // 5) :] or samples
