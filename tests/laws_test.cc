@@ -300,7 +300,8 @@ RequestOptions EachWordOnce(const Manifest& manifest, RequestOptions options) {
 TEST_P(EveryPolicyInFp32, Law5_ChunkedPrefillAndMovedLanesChangeNothing) {
   const Manifest manifest = EngineHarness(ModelPath(model())).manifest();
   RequestOptions options = WithPolicy(Scoring(manifest, 40, 120, 17), policy(), 96);
-  if (model() == "sample" && (policy().policy == "knorm" || policy().policy == "vase")) {
+  const std::set<std::string> ties = {"knorm", "thinkv_tbe", "vase"};
+  if (model() == "sample" && ties.contains(policy().policy)) {
     options = EachWordOnce(manifest, std::move(options));
   }
   std::vector<std::vector<at::Tensor>> logits;
@@ -1099,7 +1100,9 @@ TEST_P(OfKvDType, Law6_DroppingTokensWithoutAttentionChangesNothing) {
   ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
   EXPECT_GE(transcript.finished->kv.rounds, 5);
   EXPECT_GE(transcript.finished->kv.evicted_entries, 50);
-  EXPECT_LT(LargestDifference(full, harness.model().TakeLogits()), 1e-4);
+  // Sums in another order may round an element to the next integer.
+  const double tolerance = GetParam() == KvDType::kInt8 ? 1e-3 : 1e-4;
+  EXPECT_LT(LargestDifference(full, harness.model().TakeLogits()), tolerance);
   // And it is not because nothing matters: dropping the others shows.
   std::vector<int64_t> wrong;
   for (size_t i = 0; i < tokens.size(); ++i) {

@@ -188,7 +188,9 @@ TEST(TorchScriptModelTest, SaysWhatItRuns) {
   for (const std::string dtype : {"bfloat16", "float16"}) {
     const auto narrow = Load(dtype == "float16" ? "wide_fp16" : "wide_bf16");
     EXPECT_THAT(narrow->description(), HasSubstr(absl::StrCat(", ", dtype, ", ")));
-    EXPECT_EQ(model->weight_bytes(), 2 * narrow->weight_bytes()) << dtype;
+    // Outputs of packed linears may be filled up to whole blocks.
+    EXPECT_GE(2 * narrow->weight_bytes(), model->weight_bytes()) << dtype;
+    EXPECT_LT(2 * narrow->weight_bytes(), 1.01 * model->weight_bytes()) << dtype;
   }
   EXPECT_TRUE(nlohmann::json::parse(model->tokenizer_json()).contains("model"));
 }
