@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define EPIKV_AVX512 1
@@ -19,10 +20,6 @@ namespace {
 constexpr int64_t kBlock = kBFloat16Block;
 
 int64_t PairsOf(const BFloat16Shape& shape) { return (shape.inputs + 1) / 2; }
-
-const uint32_t* BlockAt(const void* packed, const BFloat16Shape& shape, int64_t block) {
-  return static_cast<const uint32_t*>(packed) + block * PairsOf(shape) * kBlock;
-}
 
 // Where the weight of an output at an input lies, in elements.
 int64_t PlaceOf(const BFloat16Shape& shape, int64_t output, int64_t input) {
@@ -323,8 +320,10 @@ void PrepareBFloat16(BFloat16Path path, const uint16_t* x, const BFloat16Shape& 
 void MultiplyBFloat16(BFloat16Path path, const void* rows, int64_t num_rows, const void* packed,
                       const BFloat16Shape& shape, int64_t block, float* out) {
   const int64_t stride = BFloat16RowBytes(path, shape) / static_cast<int64_t>(sizeof(uint32_t));
+  const uint32_t* const words =
+      static_cast<const uint32_t*>(packed) + block * PairsOf(shape) * kBlock;
   const auto multiply = path == BFloat16Path::kPaired ? MultiplyPairs : MultiplyWide;
-  multiply(rows, num_rows, BlockAt(packed, shape, block), PairsOf(shape), stride, out);
+  multiply(rows, num_rows, words, PairsOf(shape), stride, out);
 }
 
 #else
