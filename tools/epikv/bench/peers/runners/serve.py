@@ -80,7 +80,11 @@ def told(error: Exception) -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "KMP_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("OMP_", "GOMP_", "KMP_"))
+    }
 
 
 def _peak(pid: int) -> int:
