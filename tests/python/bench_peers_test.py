@@ -79,6 +79,8 @@ ARMS = [
     arm("transformers bf16", "peer"),
     arm("transformers fp32", "peer", "fp32"),
     arm("memory read bf16", "bound"),
+    arm("our linears alone bf16", "bound"),
+    arm("oneDNN's linears alone bf16", "bound"),
 ]
 
 
@@ -142,6 +144,9 @@ def test_targets_are_those_of_the_shape_and_of_what_was_measured() -> None:
     metric = "streams16_over(OpenVINO GenAI bf16, 2 threads)"
     assert judged(found, "small") == {metric: True}
     assert judged(found, "0.5b") == {metric: False}  # 1.25, of 1.7
+    bounds = {"ourbf16": [11, 11], "onednn'sbf16": [10, 10]}
+    metric = "streams16_over(our linears alone bf16, 2 threads)"
+    assert judged(sampled(epikvbf16=[10, 10], **bounds), "0.5b") == {metric: True}  # .91, of .85
     wrong = {"transformers fp32": Agreement(384, 1, 0.5), "epikv bf16": Agreement(384, 9, 0.5)}
     assert judged(Results(agreed=wrong), "small") == {"wrong_tokens(transformers fp32)": False}
 
@@ -171,6 +176,8 @@ def test_budgets_take_part_where_there_is_something_to_evict() -> None:
     assert "epikv bf16, epikv_flat 512" in of["generated4096"]
     assert not any("bf16" not in name for name in of["16x2048"])
     assert not any("memory read" in name for name in of["memory"] + of["prefill4096"])
+    assert "our linears alone bf16" in of["decode1"]
+    assert "our linears alone bf16" not in of["decode4096"] + of["generated4096"] + of["memory"]
 
 
 # A peer that answers the first token of a prompt, and does what its text says at special ones.

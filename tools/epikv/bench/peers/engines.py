@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from epikv.bench import harness
 from epikv.bench.peers import convert, venvs
 from epikv.bench.peers.cells import BUDGET, Cell
 from epikv.bench.peers.checkpoint import Shape
@@ -41,6 +42,8 @@ class Arm:
     def takes_part(self, cell: Cell) -> bool:
         if self.budget is not None and not cell.evicts:
             return False
+        if "linears alone" in self.name and cell.kind in ("decode", "generated", "16x2048"):
+            return cell.name == "decode1"  # no context changes them
         match cell.kind:
             case "memory":
                 return self.kind != "bound" and self.budget is None
@@ -79,8 +82,11 @@ def arms() -> list[Arm]:
         _memory("fp32"),
         _memory("bf16"),
         _memory("int8"),
-        _linears("fp32", "float32"),
-        _linears("bf16", "bfloat16"),
+        *(
+            _linears(precision, dtype, whose)
+            for precision, dtype in (("fp32", "float32"), ("bf16", "bfloat16"))
+            for whose in ("our", "oneDNN's")
+        ),
     ]
 
 
@@ -190,10 +196,16 @@ def _memory(precision: str) -> Arm:
     return Arm(f"memory read {precision}", "bound", precision, start)
 
 
-def _linears(precision: str, dtype: str) -> Arm:
+def _linears(precision: str, dtype: str, whose: Literal["our", "oneDNN's"]) -> Arm:
     def start(place: Place) -> Engine:
         shape = place.shape
+        program = None
+        if whose == "our":
+            program = harness.measuring_program("linears_alone", place.binary)
+            if program is None:
+                raise venvs.Refused("linears_alone is not there: it is of a build with tests")
         configuration = {
+            "program": program and str(program),
             "precision": dtype,
             "layers": shape.layers,
             "linears": shape.linears,
@@ -201,7 +213,7 @@ def _linears(precision: str, dtype: str) -> Arm:
         }
         return _runner("linears.py", configuration, place, _own_python())
 
-    return Arm(f"linears alone {precision}", "bound", precision, start)
+    return Arm(f"{whose} linears alone {precision}", "bound", precision, start)
 
 
 def _own_python() -> Path:

@@ -1,5 +1,6 @@
 """Programs that are measured: a runner of a peer, or a daemon of ours. Both stay loaded."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,14 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import click
+import grpc
 
 from epikv.bench import harness
 from epikv.bench.peers.venvs import Refused, last_line
 from epikv.bench.resident import resident
-from epikv.bench.streams import Running
-from epikv.options import Kv
+from epikv.connection import connect_async
+from epikv.errors import RpcError
+from epikv.options import Kv, Output, Sampling, Stop
 from epikv.testing import Daemon, DaemonError
+from epikv.v1 import generation_pb2, generation_pb2_grpc
 
 LOAD_SECONDS = 600
 # Workers spin from one product to the next, as deploy/ and the Dockerfile have them, and then sleep:
@@ -146,7 +149,7 @@ class Runner:
 
 
 class Epikvd:
-    """Our daemon, over gRPC: a stream is a call of Generate, read by a thread of its own."""
+    """Our daemon, over gRPC: a stream is a call of Generate."""
 
     def __init__(self, model: Path, threads: int, pool_bytes: int, binary: Path | None) -> None:
         flags = {
@@ -177,25 +180,14 @@ class Epikvd:
         self.settings = {**flags, "bytes": held}
 
     def run(self, job: Job, limit: float) -> Reply:
-        begin = time.monotonic()
-        running = [Running(self._client, ids, job.kv, job.new) for ids in job.prompts]
-        timer = threading.Timer(limit, lambda: [stream.cancel() for stream in running])
-        timer.start()
         try:
-            for stream in running:
-                stream.join()
-        except click.ClickException as error:
-            raise Refused(str(error)) from error
-        finally:
-            timer.cancel()
-        if any(stream.summary is None for stream in running):
-            raise Refused(f"no answer within {limit:g} s")
+            tokens, times = asyncio.run(_generate(self._daemon.grpc, job, limit))
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise Refused(f"no answer within {limit:g} s") from error
+            raise Refused(str(RpcError.from_grpc(error))) from error
         self._served.wait_until_idle()
-        return Reply(
-            [stream.token_ids for stream in running],
-            [[at - begin for at in stream.arrivals] for stream in running],
-            resident(self._daemon.pid, peak=True),
-        )
+        return Reply(tokens, times, resident(self._daemon.pid, peak=True))
 
     def cpu(self) -> float:
         return _cpu(self._daemon.pid)
@@ -205,6 +197,37 @@ class Epikvd:
             self._stack.close()
         except DaemonError as error:
             harness.say(f"epikvd: {last_line(str(error))}")
+
+
+async def _generate(
+    server: str, job: Job, limit: float
+) -> tuple[list[list[int]], list[list[float]]]:
+    """As of Reply. In one loop of raw messages: where every core is the daemon's, what reads its
+    streams takes from it, a thread a stream twice as much."""
+    async with connect_async(server, [("grpc.enable_retries", 0)]) as channel:
+        await channel.channel_ready()
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        begin = time.monotonic()
+
+        async def stream(prompt: list[int]) -> tuple[list[int], list[float]]:
+            tokens: list[int] = []
+            times: list[float] = []
+            request = generation_pb2.GenerateRequest(
+                token_ids=generation_pb2.TokenIds(ids=prompt),
+                kv=job.kv.to_proto(),
+                sampling=Sampling(temperature=0).to_proto(),
+                stop=Stop(max_output_tokens=job.new).to_proto(),
+                output=Output(text=False, token_ids=True).to_proto(),
+            )
+            async for message in stub.Generate(request, timeout=limit):
+                if ids := message.delta.token_ids:
+                    now = time.monotonic() - begin
+                    tokens += ids
+                    times += [now] * len(ids)
+            return tokens, times
+
+        found = await asyncio.gather(*(stream(prompt) for prompt in job.prompts))
+    return [tokens for tokens, _ in found], [times for _, times in found]
 
 
 def _cpu(pid: int) -> float:
