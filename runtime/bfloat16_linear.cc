@@ -23,13 +23,13 @@ char* Scratch(int64_t bytes) {
 
 }  // namespace
 
-PackedBFloat16Weight::PackedBFloat16Weight(const at::Tensor& weight)
+PackedBFloat16Weight::PackedBFloat16Weight(const at::Tensor& weight, WeightArena& arena)
     : path_(FastestBFloat16Path().value()),
       shape_{.outputs = weight.size(0), .inputs = weight.size(1)},
-      packed_(at::empty({PackedBFloat16Bytes(shape_)}, at::kByte)) {
+      packed_(arena.Allocate(PackedBFloat16Bytes(shape_))) {
   const at::Tensor rows = weight.contiguous();
   PackBFloat16(reinterpret_cast<const uint16_t*>(rows.const_data_ptr<at::BFloat16>()), shape_,
-               packed_.mutable_data_ptr());
+               packed_.get());
 }
 
 at::Tensor PackedBFloat16Weight::Apply(const at::Tensor& x,
@@ -44,7 +44,7 @@ at::Tensor PackedBFloat16Weight::Apply(const at::Tensor& x,
               ", the weight bfloat16");
   const int64_t row_bytes = BFloat16RowBytes(path_, shape_);
   char* const rows = Scratch(x.numel() / shape_.inputs * row_bytes);
-  const void* const packed = packed_.const_data_ptr();
+  const void* const packed = packed_.get();
   return linear.Run(
       x, bias,
       [&](const void* from, int64_t row) {
@@ -57,7 +57,7 @@ at::Tensor PackedBFloat16Weight::Apply(const at::Tensor& x,
 
 at::Tensor PackedBFloat16Weight::Dense(at::ScalarType dtype) const {
   at::Tensor weight = at::empty({shape_.outputs, shape_.inputs}, at::kBFloat16);
-  UnpackBFloat16(packed_.const_data_ptr(), shape_,
+  UnpackBFloat16(packed_.get(), shape_,
                  reinterpret_cast<uint16_t*>(weight.mutable_data_ptr<at::BFloat16>()));
   return weight.to(dtype);
 }

@@ -3,9 +3,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 
 #include "runtime/bfloat16_matmul.h"
+#include "runtime/huge_pages.h"
 #include "runtime/packed_weight.h"
 
 namespace epikv {
@@ -13,7 +15,7 @@ namespace epikv {
 class PackedBFloat16Weight final : public PackedWeight {
  public:
   // weight: bfloat16 [out, in]. Precondition: FastestBFloat16Path() has a value.
-  explicit PackedBFloat16Weight(const at::Tensor& weight);
+  PackedBFloat16Weight(const at::Tensor& weight, WeightArena& arena);
 
   at::Tensor Apply(const at::Tensor& x, const std::optional<at::Tensor>& bias) const override;
   at::ScalarType bias_dtype() const override { return at::kFloat; }
@@ -24,7 +26,7 @@ class PackedBFloat16Weight final : public PackedWeight {
  private:
   const BFloat16Path path_;
   const BFloat16Shape shape_;
-  at::Tensor packed_;  // uint8
+  const std::shared_ptr<char> packed_;
 };
 
 }  // namespace epikv

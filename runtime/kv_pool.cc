@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/time/clock.h"
+#include "runtime/huge_pages.h"
 #include "runtime/scalar_type.h"
 
 namespace epikv {
@@ -23,7 +24,11 @@ KvPool::KvPool(int64_t num_rows, int64_t key_width, int64_t value_width, KvForma
       keys_(static_cast<char*>(key_rows_.data_ptr())),
       values_(static_cast<char*>(value_rows_.data_ptr())),
       reserved_keys_(keys_, place.device.is_cpu() ? num_rows * key_bytes_ : 0),
-      reserved_values_(values_, place.device.is_cpu() ? num_rows * value_bytes_ : 0) {}
+      reserved_values_(values_, place.device.is_cpu() ? num_rows * value_bytes_ : 0) {
+  if (!place.device.is_cpu()) return;
+  AdviseHugePages(keys_, num_rows * key_bytes_);
+  AdviseHugePages(values_, num_rows * value_bytes_);
+}
 
 at::Tensor KvPool::Elements(const at::Tensor& rows) const {
   return rows.view(ScalarTypeOf(format_.model));

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "runtime/bfloat16_linear.h"
+#include "runtime/huge_pages.h"
 #include "runtime/one_dnn_weight.h"
 #include "runtime/quantized_linear.h"
 
@@ -36,9 +37,9 @@ bool CanPack(const at::Tensor& weight, int64_t elements) {
          (is_bfloat16 || elements >= kSmallestPacked);
 }
 
-c10::intrusive_ptr<PackedWeight> PackDense(const at::Tensor& weight) {
+c10::intrusive_ptr<PackedWeight> PackDense(const at::Tensor& weight, WeightArena& arena) {
   if (weight.scalar_type() == at::kBFloat16 && FastestBFloat16Path().has_value()) {
-    return c10::make_intrusive<PackedBFloat16Weight>(weight);
+    return c10::make_intrusive<PackedBFloat16Weight>(weight, arena);
   }
   return c10::make_intrusive<OneDnnWeight>(weight);
 }
@@ -149,9 +150,9 @@ class Packer {
     const at::Tensor weight = Together(linears, 1);
     c10::intrusive_ptr<PackedWeight> packed;
     if (IsQuantized(linears[0])) {
-      packed = c10::make_intrusive<PackedQuantizedWeight>(weight, Together(linears, 2));
+      packed = c10::make_intrusive<PackedQuantizedWeight>(weight, Together(linears, 2), arena_);
     } else {
-      packed = PackDense(weight);
+      packed = PackDense(weight, arena_);
     }
     result_.bytes += packed->bytes();
     int64_t begin = 0;
@@ -194,6 +195,7 @@ class Packer {
 
   torch::jit::Graph& graph_;
   PackedLinears& result_;
+  WeightArena arena_;
   std::unordered_map<const Value*, Packed> packed_;
 };
 

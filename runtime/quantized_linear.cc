@@ -22,8 +22,8 @@ QuantizedShape ShapeOf(const at::Tensor& weight, const at::Tensor& scale) {
               ", the scale ", scale.scalar_type(), " ", scale.sizes(),
               ": not int8 [out, in] or uint8 [out, in / 2], and bfloat16 [out, groups]");
   const int64_t inputs = weight.size(1) * (bytes ? 1 : 2), groups = scale.size(1);
-  TORCH_CHECK(inputs > 0 && inputs % (8 * groups) == 0, "epikv::quantized_linear: ", inputs, " inputs in ",
-              groups, " groups: not groups of a multiple of 8");
+  TORCH_CHECK(inputs > 0 && inputs % (8 * groups) == 0, "epikv::quantized_linear: ", inputs,
+              " inputs in ", groups, " groups: not groups of a multiple of 8");
   return {
       .outputs = weight.size(0), .inputs = inputs, .group = inputs / groups, .bits = bytes ? 8 : 4};
 }
@@ -57,18 +57,20 @@ QuantizedRows Some(const QuantizedRows& x, const QuantizedShape& shape, int64_t 
 // Of weights that are no constants, which the loader could not pack: the same bits, packed anew.
 at::Tensor QuantizedLinear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale,
                            const std::optional<at::Tensor>& bias) {
-  const PackedQuantizedWeight packed(weight, scale);
+  WeightArena arena;
+  const PackedQuantizedWeight packed(weight, scale, arena);
   return packed.Apply(x, bias.has_value() ? std::optional(bias->to(at::kFloat)) : std::nullopt);
 }
 
 }  // namespace
 
-PackedQuantizedWeight::PackedQuantizedWeight(const at::Tensor& weight, const at::Tensor& scale)
-    : shape_(ShapeOf(weight, scale)), packed_(at::empty({PackedWeightBytes(shape_)}, at::kByte)) {
+PackedQuantizedWeight::PackedQuantizedWeight(const at::Tensor& weight, const at::Tensor& scale,
+                                             WeightArena& arena)
+    : shape_(ShapeOf(weight, scale)), packed_(arena.Allocate(PackedWeightBytes(shape_))) {
   const at::Tensor integers = weight.contiguous(), scales = scale.contiguous();
   PackWeight(integers.const_data_ptr(),
              reinterpret_cast<const uint16_t*>(scales.const_data_ptr<at::BFloat16>()), shape_,
-             packed_.mutable_data_ptr());
+             packed_.get());
 }
 
 at::Tensor PackedQuantizedWeight::Apply(const at::Tensor& x,
@@ -80,7 +82,7 @@ at::Tensor PackedQuantizedWeight::Apply(const at::Tensor& x,
                                 .rows = kQuantizedRows};
   linear.Check(x, bias);
   const QuantizedRows rows = Rows(x.numel() / shape_.inputs, shape_);
-  const void* const packed = packed_.const_data_ptr();
+  const void* const packed = packed_.get();
   const DType dtype = DTypeOf(x.scalar_type());
   const QuantizedPath path = FastestQuantizedPath();
   return linear.Run(
@@ -98,7 +100,7 @@ at::Tensor PackedQuantizedWeight::Apply(const at::Tensor& x,
 
 at::Tensor PackedQuantizedWeight::Dense(at::ScalarType dtype) const {
   at::Tensor wide = at::empty({shape_.outputs, shape_.inputs}, at::kFloat);
-  UnpackWeight(packed_.const_data_ptr(), shape_, wide.mutable_data_ptr<float>());
+  UnpackWeight(packed_.get(), shape_, wide.mutable_data_ptr<float>());
   return wide.to(dtype);
 }
 

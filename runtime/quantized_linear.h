@@ -3,8 +3,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 
+#include "runtime/huge_pages.h"
 #include "runtime/packed_weight.h"
 #include "runtime/quantized_matmul.h"
 
@@ -15,7 +17,7 @@ class PackedQuantizedWeight final : public PackedWeight {
  public:
   // weight: int8 [out, in], or of 4 bits uint8 [out, in / 2]; scale: bfloat16 [out, groups]. Throws
   // c10::Error, naming what they are not.
-  PackedQuantizedWeight(const at::Tensor& weight, const at::Tensor& scale);
+  PackedQuantizedWeight(const at::Tensor& weight, const at::Tensor& scale, WeightArena& arena);
 
   at::Tensor Apply(const at::Tensor& x, const std::optional<at::Tensor>& bias) const override;
   at::ScalarType bias_dtype() const override { return at::kFloat; }
@@ -25,7 +27,7 @@ class PackedQuantizedWeight final : public PackedWeight {
 
  private:
   const QuantizedShape shape_;
-  at::Tensor packed_;  // uint8
+  const std::shared_ptr<char> packed_;
 };
 
 }  // namespace epikv
