@@ -1,4 +1,5 @@
-"""What eviction costs: taps, observing and evicting as shares of a step's CPU time.
+"""What eviction and serving cost: taps, observing and evicting as shares of a step's CPU time, all
+that is not the forward as a share of the process's, and the time to the first token at idle.
 
 One engine thread decodes at 512 cached tokens, 1 and 16 sequences at once, and evicts at every
 step. Rounds go through `full`, every policy, and `full` again, so that what drifts on the machine
@@ -6,6 +7,7 @@ meets all of them; the second `full` over the first is the spread of equal runs.
 only if, by the daemon's own counters, nothing but decoding happened in it.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +36,8 @@ CACHED = 512
 PROMPT = CACHED - 16  # the longest that a policy which cannot rank a prompt accepts
 BOUNDS = {"epikv_flat": 0.02, "sliding": 0.01, "random": 0.01}
 OUTSIDE_BOUND, OUTSIDE_SEQUENCES = 0.05, 16
+FIRST_TOKENS = 3  # of each length a round
+PROMPTS, FIRST_TOKEN_BOUND = (128, 1024), 1.1  # over the forward of the prompt's steps
 WARM = 20  # tokens of each stream before a window: the cache is at its budget by then
 EVICTION = ("taps", "observe", "evict")
 OUTSIDE = ("schedule", "sample", "deliver", "observe", "evict")
@@ -51,6 +55,7 @@ class Window:
     stages: dict[str, float]
     # All the thread did, between steps too; None where it cannot be known.
     thread_cpu: float | None
+    process_cpu: float  # of all threads: the engine's, gRPC's and the exporter's
 
     @property
     def eviction(self) -> float:
@@ -61,8 +66,27 @@ class Window:
         return sum(self.stages[stage] for stage in OUTSIDE) / self.cpu
 
     @property
+    def serving(self) -> float:
+        """gRPC, scheduling, sampling, streaming and eviction: of the process's CPU time."""
+        return 1 - self.stages["forward"] / self.process_cpu
+
+    @property
     def step(self) -> float:
         return self.cpu / self.steps
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """Seconds until the client of an idle daemon had the first token of a prompt, and those of the
+    forward in the prompt's steps."""
+
+    prompt: int
+    seconds: float
+    forward: float
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.forward
 
 
 @click.command("overhead")
@@ -73,8 +97,8 @@ class Window:
 def command(
     rounds: int, steps: int, sequences: tuple[int, ...], json_file: Path | None, **where: Any
 ) -> None:
-    """CPU time of eviction over the whole step's, at 512 cached tokens. Takes a quarter of an hour:
-    the prompts of 16 sequences are prefilled for every window."""
+    """CPU time of eviction over the whole step's, at 512 cached tokens, and what serving adds to the
+    forward. Takes a quarter of an hour: the prompts of 16 sequences are prefilled for every window."""
     targets: list[Target] = []
     windows: list[Window] = []
     spread: dict[str, Estimate] = {}
@@ -87,10 +111,19 @@ def command(
             windows += [window for taken in measured for window in taken]
             spread |= _report(measured, count)
             targets += _targets(measured, count)
+        first = [
+            _first_token(served, prompt, number)
+            for number in range(FIRST_TOKENS * rounds)
+            for prompt in PROMPTS
+        ]
+    for prompt in PROMPTS:
+        ratios = bootstrap([each.ratio for each in first if each.prompt == prompt])
+        targets.append(Target(f"first_token_over_forward.{prompt}", ratios, FIRST_TOKEN_BOUND))
     details = {
         "shape": SHAPE,
         "cached_tokens": CACHED,
         "windows": [asdict(window) for window in windows],
+        "first_tokens": [asdict(each) for each in first],
         "spread": {name: asdict(estimate) for name, estimate in spread.items()},
     }
     finish("overhead", targets, details, json_file)
@@ -143,7 +176,21 @@ def _window(served: harness.Served, policy: str, count: int, steps: int) -> Wind
         cpu=added.value("epikv_engine_cpu_seconds_total"),
         stages={n: added.value("epikv_step_cpu_seconds_total", stage=n) for n in names},
         thread_cpu=thread_after and thread_before and thread_after - thread_before,
+        process_cpu=added.value("process_cpu_seconds_total"),
     )
+
+
+def _first_token(served: harness.Served, prompt: int, seed: int) -> FirstToken:
+    ids = random_prompt(prompt, SHAPE["vocab"], hash((prompt, seed)))
+    before, begin = served.page(), time.monotonic()
+    stream = Running(served.client, ids, Kv("full"), 1)
+    stream.join()
+    served.wait_until_idle()
+    added = served.page() - before
+    if added.value("epikv_step_tokens_total", phase="prefill") != prompt:
+        raise click.ClickException("not this prompt alone ran: the daemon has other clients")
+    forward = added.value("epikv_step_seconds_total", stage="forward")
+    return FirstToken(prompt, stream.arrivals[0] - begin, forward)
 
 
 def _busiest_thread(pid: int | None) -> float | None:
@@ -194,4 +241,6 @@ def _targets(rounds: Sequence[Sequence[Window]], count: int) -> list[Target]:
             shares = [w.outside for w in windows if w.policy == policy]
             name = f"outside_forward.{policy}.x{count}"
             targets.append(Target(name, bootstrap(shares), OUTSIDE_BOUND))
+        serving = bootstrap([w.serving for w in windows if w.policy == "full"])
+        targets.append(Target(f"serving.full.x{count}", serving, OUTSIDE_BOUND))
     return targets
