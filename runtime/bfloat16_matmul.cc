@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define EPIKV_AVX512 1
@@ -72,9 +73,10 @@ std::optional<BFloat16Path> FastestBFloat16Path() {
 
 namespace {
 
-constexpr int kTile = 6;     // rows whose sums are in registers together
-constexpr int kVectors = 4;  // of a block's outputs
-static_assert(kBlock == kVectors * 16);
+// Rows x vectors of 16 outputs whose sums are in registers together. Tiles of many rows read, and
+// widen, each weight less often; few rows leave fewer tiles for what is between two products.
+constexpr int kFew = 6, kMany = 12;
+constexpr int kVectors = kBlock / 16;  // of a block; with kFew rows. Half of them with kMany
 
 // What is read next, of which some lines are fetched with each pair of inputs.
 struct Ahead {
@@ -88,43 +90,43 @@ struct Ahead {
   }
 };
 
-// Sums [kRows, kBlock] in registers.
-template <int kRows>
+// Sums of kRows rows, kBlock apart in memory, in registers.
+template <int kRows, int kWidth>
 struct Sums {
-  __m512 of[kRows][kVectors];
+  __m512 of[kRows][kWidth];
 
   EPIKV_INLINE void Read(const float* from, bool first) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kWidth; ++v) {
         of[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(from + r * kBlock + v * 16);
       }
     }
   }
   EPIKV_INLINE void Write(float* to) const {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(to + r * kBlock + v * 16, of[r][v]);
+      for (int v = 0; v < kWidth; ++v) _mm512_storeu_ps(to + r * kBlock + v * 16, of[r][v]);
     }
   }
   // One input: x of each row, `stride` apart.
-  EPIKV_INLINE void Add(const __m512 weights[kVectors], const float* x, int64_t stride) {
-#pragma GCC unroll 6
+  EPIKV_INLINE void Add(const __m512 weights[kWidth], const float* x, int64_t stride) {
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const __m512 of_row = _mm512_set1_ps(x[r * stride]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) of[r][v] = _mm512_fmadd_ps(weights[v], of_row, of[r][v]);
+      for (int v = 0; v < kWidth; ++v) of[r][v] = _mm512_fmadd_ps(weights[v], of_row, of[r][v]);
     }
   }
   // A pair of inputs.
-  EPIKV_INLINE void Add(const __m512i weights[kVectors], const uint32_t* x, int64_t stride) {
-#pragma GCC unroll 6
+  EPIKV_INLINE void Add(const __m512i weights[kWidth], const uint32_t* x, int64_t stride) {
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const auto of_row = (__m512bh)_mm512_set1_epi32(static_cast<int>(x[r * stride]));
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kWidth; ++v) {
         of[r][v] = _mm512_dpbf16_ps(of[r][v], (__m512bh)weights[v], of_row);
       }
     }
@@ -137,16 +139,17 @@ EPIKV_INLINE __m512 Second(__m512i pair) {
       _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
-EPIKV_INLINE void LoadPair(const uint32_t* words, __m512i weights[kVectors]) {
+template <int kWidth>
+EPIKV_INLINE void LoadPair(const uint32_t* words, __m512i (&weights)[kWidth]) {
 #pragma GCC unroll 4
-  for (int v = 0; v < kVectors; ++v) weights[v] = _mm512_load_si512(words + v * 16);
+  for (int v = 0; v < kWidth; ++v) weights[v] = _mm512_load_si512(words + v * 16);
 }
 
 // Some inputs' part of a block's sums: words [pairs, kBlock]; x: those inputs of kRows rows.
 template <int kRows>
 EPIKV_INLINE void MultiplyPaired(const uint32_t* x, int64_t stride, const uint32_t* words,
                                  int64_t pairs, const Ahead& ahead, bool first, float* out) {
-  Sums<kRows> sums;
+  Sums<kRows, kVectors> sums;
   sums.Read(out, first);
   for (int64_t p = 0; p < pairs; ++p) {
     __m512i weights[kVectors];
@@ -157,21 +160,22 @@ EPIKV_INLINE void MultiplyPaired(const uint32_t* x, int64_t stride, const uint32
   sums.Write(out);
 }
 
-template <int kRows>
+// Of kWidth vectors of the block's outputs.
+template <int kRows, int kWidth>
 EPIKV_INLINE void MultiplyWidened(const float* x, int64_t stride, const uint32_t* words,
                                   int64_t pairs, const Ahead& ahead, bool first, float* out) {
-  Sums<kRows> sums;
+  Sums<kRows, kWidth> sums;
   sums.Read(out, first);
   for (int64_t p = 0; p < pairs; ++p) {
-    __m512i weights[kVectors];
-    __m512 wide[kVectors];
+    __m512i weights[kWidth];
+    __m512 wide[kWidth];
     LoadPair(words + p * kBlock, weights);
     ahead.Fetch(p);
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) wide[v] = First(weights[v]);
+    for (int v = 0; v < kWidth; ++v) wide[v] = First(weights[v]);
     sums.Add(wide, x + 2 * p, stride);
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) wide[v] = Second(weights[v]);
+    for (int v = 0; v < kWidth; ++v) wide[v] = Second(weights[v]);
     sums.Add(wide, x + 2 * p + 1, stride);
   }
   sums.Write(out);
@@ -181,7 +185,7 @@ EPIKV_INLINE void MultiplyWidened(const float* x, int64_t stride, const uint32_t
 template <int kRows>
 EPIKV_INLINE void MultiplyPanel(const float* x, int64_t stride, const float* panel, int64_t pairs,
                                 const Ahead& ahead, bool first, float* out) {
-  Sums<kRows> sums;
+  Sums<kRows, kVectors> sums;
   sums.Read(out, first);
   for (int64_t p = 0; p < pairs; ++p) {
     ahead.Fetch(p);
@@ -208,41 +212,32 @@ EPIKV_INLINE void WidenPanel(const uint32_t* words, int64_t pairs, float* panel)
   }
 }
 
+int64_t TilesOf(int64_t rows, int64_t tile) { return (rows + tile - 1) / tile; }
+
 // Calls run(first row, how many as a constant) for tiles of all rows.
-template <class Run>
+template <int kTile, class Run>
 EPIKV_INLINE void ForTiles(int64_t rows, const Run& run) {
   int64_t row = 0;
   for (; row + kTile <= rows; row += kTile) run(row, std::integral_constant<int, kTile>());
-  switch (rows - row) {
-    case 5:
-      return run(row, std::integral_constant<int, 5>());
-    case 4:
-      return run(row, std::integral_constant<int, 4>());
-    case 3:
-      return run(row, std::integral_constant<int, 3>());
-    case 2:
-      return run(row, std::integral_constant<int, 2>());
-    case 1:
-      return run(row, std::integral_constant<int, 1>());
-    default:
-      return;
-  }
+  const int64_t rest = rows - row;
+  [&]<int... n>(std::integer_sequence<int, n...>) __attribute__((always_inline)) {
+    ((rest == n + 1 ? run(row, std::integral_constant<int, n + 1>()) : void()), ...);
+  }(std::make_integer_sequence<int, kTile - 1>());
 }
 
-// Calls run(first pair, how many, what each tile fetches ahead) for the inputs, some at a time: so
-// many as stay in the L1 cache from one tile to the next.
+// Calls run(first pair, how many, what each pass over them fetches ahead) for the inputs, some at a
+// time: so many as stay in the L1 cache from one pass to the next.
 template <class Run>
-EPIKV_INLINE void ForPairs(const uint32_t* words, int64_t pairs, int64_t at_once, int64_t num_rows,
+EPIKV_INLINE void ForPairs(const uint32_t* words, int64_t pairs, int64_t at_once, int64_t passes,
                            const Run& run) {
   constexpr int64_t kLines = kBlock * sizeof(uint32_t) / 64;  // of a pair of inputs
-  const int64_t tiles = (num_rows + kTile - 1) / kTile;
-  const int64_t per_pair = tiles < 2 ? kLines : tiles < kLines ? kLines / 2 : 1;
+  const int64_t per_pair = passes < 2 ? kLines : passes < kLines ? kLines / 2 : 1;
   const auto* const next = reinterpret_cast<const char*>(words + pairs * kBlock);
   for (int64_t begin = 0; begin < pairs; begin += at_once) {
     const int64_t count = std::min(at_once, pairs - begin);
     const char* const lines = next + begin * kLines * 64;
-    run(begin, count, [=](int64_t row) __attribute__((always_inline)) {
-      const int64_t fetched = row / kTile * per_pair;  // of each pair, by the tiles before
+    run(begin, count, [=](int64_t pass) __attribute__((always_inline)) {
+      const int64_t fetched = pass * per_pair;  // of each pair, by the passes before
       return Ahead{lines + fetched * count * 64, fetched < kLines ? per_pair : 0};
     });
   }
@@ -252,40 +247,54 @@ void MultiplyPairs(const void* rows, int64_t num_rows, const uint32_t* words, in
                    int64_t stride, float* out) {
   constexpr int64_t kAtOnce = 96;
   const auto* const x = static_cast<const uint32_t*>(rows);
-  ForPairs(words, pairs, kAtOnce, num_rows,
+  ForPairs(words, pairs, kAtOnce, TilesOf(num_rows, kFew),
            [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
-             ForTiles(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
-               MultiplyPaired<decltype(tile)::value>(x + row * stride + begin, stride,
-                                                     words + begin * kBlock, count, ahead(row),
-                                                     begin == 0, out + row * kBlock);
+             ForTiles<kFew>(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+               MultiplyPaired<decltype(tile)::value>(
+                   x + row * stride + begin, stride, words + begin * kBlock, count,
+                   ahead(row / kFew), begin == 0, out + row * kBlock);
              });
            });
 }
 
+// Tiles of kTile rows and kWidth vectors widen weights as they go.
+template <int kTile, int kWidth>
+void MultiplyAsWidened(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
+                       int64_t stride, float* out) {
+  constexpr int64_t kAtOnce = 64;
+  const int64_t tiles = TilesOf(num_rows, kTile);
+  ForPairs(
+      words, pairs, kAtOnce, tiles * kVectors / kWidth,
+      [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+        for (int64_t v = 0; v < kVectors; v += kWidth) {
+          ForTiles<kTile>(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+            MultiplyWidened<decltype(tile)::value, kWidth>(
+                x + row * stride + 2 * begin, stride, words + begin * kBlock + v * 16, count,
+                ahead(v / kWidth * tiles + row / kTile), begin == 0, out + row * kBlock + v * 16);
+          });
+        }
+      });
+}
+
 void MultiplyWide(const void* rows, int64_t num_rows, const uint32_t* words, int64_t pairs,
                   int64_t stride, float* out) {
-  // A panel costs as much as several tiles that widen weights as they go.
-  constexpr int64_t kFewRows = 4 * kTile;
+  // A panel costs as much as some tiles that widen weights as they go.
+  constexpr int64_t kAsWidened = 2 * kMany;
   const auto* const x = static_cast<const float*>(rows);
-  if (num_rows <= kFewRows) {
-    ForPairs(words, pairs, 64, num_rows,
-             [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
-               ForTiles(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
-                 MultiplyWidened<decltype(tile)::value>(x + row * stride + 2 * begin, stride,
-                                                        words + begin * kBlock, count, ahead(row),
-                                                        begin == 0, out + row * kBlock);
-               });
-             });
-    return;
+  if (num_rows <= kFew) {
+    return MultiplyAsWidened<kFew, kVectors>(x, num_rows, words, pairs, stride, out);
+  }
+  if (num_rows <= kAsWidened) {
+    return MultiplyAsWidened<kMany, kVectors / 2>(x, num_rows, words, pairs, stride, out);
   }
   constexpr int64_t kAtOnce = 32;
   alignas(64) float panel[2 * kAtOnce * kBlock];
-  ForPairs(words, pairs, kAtOnce, num_rows,
+  ForPairs(words, pairs, kAtOnce, TilesOf(num_rows, kFew),
            [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
              WidenPanel(words + begin * kBlock, count, panel);
-             ForTiles(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+             ForTiles<kFew>(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
                MultiplyPanel<decltype(tile)::value>(x + row * stride + 2 * begin, stride, panel,
-                                                    count, ahead(row), begin == 0,
+                                                    count, ahead(row / kFew), begin == 0,
                                                     out + row * kBlock);
              });
            });

@@ -128,7 +128,9 @@ TEST_P(OfPath, SumsOfSmallIntegersAreExact) {
   };
   const std::vector<uint16_t> weight = integers(outputs * inputs);
   const Memory packed = Packed(weight, shape());
-  for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 12, 13, 17, 18, 24, 25, 96}) {
+  std::vector<int64_t> counts = {kBFloat16Rows};
+  for (int64_t rows = 1; rows <= 32; ++rows) counts.push_back(rows);  // tiles of all sizes
+  for (const int64_t rows : counts) {
     const std::vector<uint16_t> x = integers(rows * inputs);
     std::vector<float> expected(rows * width());
     for (int64_t r = 0; r < rows; ++r) {
