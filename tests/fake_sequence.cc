@@ -401,6 +401,26 @@ at::Tensor FakeSequence::values(int64_t layer, int64_t head) const {
   return AllRows(Rows::kValue, layer, head).index_select(0, IndexTensor(index(layer, head)));
 }
 
+at::Tensor FakeSequence::keys_of(absl::Span<const int64_t> slots) const {
+  return OfAllLanes(slots, [this](int64_t layer, int64_t head) { return keys(layer, head); });
+}
+
+at::Tensor FakeSequence::values_of(absl::Span<const int64_t> slots) const {
+  return OfAllLanes(slots, [this](int64_t layer, int64_t head) { return values(layer, head); });
+}
+
+template <class RowsOf>
+at::Tensor FakeSequence::OfAllLanes(absl::Span<const int64_t> slots, const RowsOf& rows_of) const {
+  const at::Tensor wanted = at::tensor(at::ArrayRef<int64_t>(slots.data(), slots.size()));
+  std::vector<at::Tensor> rows;
+  for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+    for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
+      rows.push_back(rows_of(layer, head).index_select(0, wanted));
+    }
+  }
+  return at::stack(rows).unflatten(0, {shape_.num_layers, shape_.num_kv_heads});
+}
+
 at::Tensor FakeSequence::queries(int64_t layer) const {
   Expect(Signal::kQueries);
   const int64_t count = std::min(next_, traits_.window);

@@ -106,6 +106,8 @@ class FakeSequence final : public CacheView {
   absl::Span<float> column(int64_t place, int64_t layer, int64_t head) override;
   at::Tensor keys(int64_t layer, int64_t head) const override;
   at::Tensor values(int64_t layer, int64_t head) const override;
+  at::Tensor keys_of(absl::Span<const int64_t> slots) const override;
+  at::Tensor values_of(absl::Span<const int64_t> slots) const override;
   at::Tensor queries(int64_t layer) const override;
   AttentionFacts attention(int64_t) const override {
     return {.scale = world_.attention_scale, .soft_cap = world_.soft_cap, .window = world_.window};
@@ -132,6 +134,8 @@ class FakeSequence final : public CacheView {
   // Of all tokens so far, [tokens, width].
   enum class Rows { kKey, kValue, kQuery };
   at::Tensor AllRows(Rows kind, int64_t layer, int64_t head) const;
+  template <class RowsOf>
+  at::Tensor OfAllLanes(absl::Span<const int64_t> slots, const RowsOf& rows_of) const;
 
   const ModelShape shape_;
   const Protection protection_;
