@@ -344,6 +344,22 @@ MUTANTS = [
         "*",
     ),
     Mutant(
+        "a token's means are those of another slot",
+        "policies/epikv/lag_kv.h",
+        "slots.push_back(slot[born[i]]);",
+        "slots.push_back(born[i]);",
+        "lag_kv_test",
+        "*Remembered*",
+    ),
+    Mutant(
+        "a partition lies in its own range",
+        "policies/geometry/lagkv.cc",
+        "subspan((partition + 1) * lag_, lag_)",
+        "subspan(partition * lag_, lag_)",
+        "lag_kv_test",
+        "*Definition*",
+    ),
+    Mutant(
         "a query sees tokens younger than itself",
         "policies/attention/scissorhands.cc",
         "seen = until(asked) - first;",
