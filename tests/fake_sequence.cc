@@ -161,6 +161,7 @@ FakeSequence::FakeSequence(const Options& options, FakeWorld world)
       protection_(options.protection),
       prompt_tokens_(options.prompt_tokens),
       seed_(options.seed),
+      fills_first_(options.fills_first),
       world_(std::move(world)) {
   const Params params = Resolve(options).params;
   traits_ = options.spec->traits(params, shape_);
@@ -188,6 +189,7 @@ FakeSequence::FakeSequence(const FakeSequence& other)
       protection_(other.protection_),
       prompt_tokens_(other.prompt_tokens_),
       seed_(other.seed_),
+      fills_first_(other.fills_first_),
       traits_(other.traits_),
       policy_(other.policy_),
       state_(other.state_ == nullptr ? nullptr : other.state_->Clone()),
@@ -209,6 +211,12 @@ void FakeSequence::Append(int64_t count, Phase phase) {
       lane.index.push_back(static_cast<int32_t>(token));
     }
     for (std::vector<float>& column : lane.columns) column.resize(lane.index.size());
+    if (!fills_first_) continue;
+    auto to_front = [count](auto& of_slots) {
+      std::rotate(of_slots.begin(), of_slots.end() - count, of_slots.end());
+    };
+    to_front(lane.index);
+    for (std::vector<float>& column : lane.columns) to_front(column);
   }
   std::vector<float> residual_step;
   std::vector<std::vector<float>> residuals;

@@ -64,6 +64,7 @@ class FakeSequence final : public CacheView {
     int64_t prompt_tokens = 0;
     int64_t budget = 0;
     uint64_t seed = 0;
+    bool fills_first = false;  // new tokens take the first slots, as of evicted ones; else the last
   };
 
   FakeSequence(const Options& options, FakeWorld world);
@@ -141,6 +142,7 @@ class FakeSequence final : public CacheView {
   const Protection protection_;
   const int64_t prompt_tokens_;
   const uint64_t seed_;
+  const bool fills_first_;
   PolicyTraits traits_;
   std::shared_ptr<const Policy> policy_;
   std::unique_ptr<PolicyState> state_;

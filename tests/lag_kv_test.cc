@@ -31,7 +31,8 @@ FakeSequence Sequence(const std::string& name, int64_t prompt, int64_t budget,
                                  .key_width = kWidth,
                                  .value_width = kWidth},
                        .prompt_tokens = prompt,
-                       .budget = budget},
+                       .budget = budget,
+                       .fills_first = true},
                       GoldenWorld(3, kHeads, kHeads, kWidth));
 }
 
