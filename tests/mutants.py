@@ -352,6 +352,19 @@ MUTANTS = [
         "*Remembered*",
     ),
     Mutant(
+        "a token takes the means of the one that had its place",
+        "policies/epikv/lag_kv.h",
+        """      while (known != state.tokens.end() && known->index < token) ++known;
+      if (known != state.tokens.end() && known->index == token) {
+        now[place] = std::move(*known);
+""",
+        """      if (known != state.tokens.end()) {
+        now[place] = {token, std::move((known++)->mean)};
+""",
+        "lag_kv_test",
+        "*Remembered*",
+    ),
+    Mutant(
         "a partition lies in its own range",
         "policies/geometry/lagkv.cc",
         "subspan((partition + 1) * lag_, lag_)",
