@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <limits>
+#include <vector>
 
 #include "policies/products.h"
 
@@ -32,7 +33,19 @@ at::Tensor Lane::column(int64_t place) const {
 }
 
 const at::Tensor& Lane::by_birth() {
-  if (!by_birth_.defined()) by_birth_ = index().argsort();
+  if (by_birth_.defined()) return by_birth_;
+  const absl::Span<const int32_t> tokens = cache_.index(layer_, head_);
+  // A look at every token there was is quicker than a sort, where many of them are left.
+  if (cache_.newest() > 16 * std::ssize(tokens)) return by_birth_ = index().argsort();
+  std::vector<int32_t> slot_of(cache_.newest() + 1, -1);
+  for (size_t slot = 0; slot < tokens.size(); ++slot) {
+    slot_of[tokens[slot]] = static_cast<int32_t>(slot);
+  }
+  by_birth_ = at::empty({std::ssize(tokens)}, at::kLong);
+  int64_t* next = by_birth_.mutable_data_ptr<int64_t>();
+  for (const int32_t slot : slot_of) {
+    if (slot >= 0) *next++ = slot;
+  }
   return by_birth_;
 }
 

@@ -63,7 +63,71 @@ EPIKV_CLONES float LogSumExpOf(const float* x, int64_t n, float least) {
   return top + std::log(sum);
 }
 
+// X: channels side by side, from `channel` on.
+template <class X>
+EPIKV_INLINE void BoundAt(const float* const* rows, int64_t n, int64_t channel, float* low,
+                          float* high) {
+  X x, least, most, none = {};  // none: 0, or NaN
+  std::memcpy(&least, rows[0] + channel, sizeof(X));
+  most = least;
+  for (int64_t i = 0; i < n; ++i) {
+    std::memcpy(&x, rows[i] + channel, sizeof(X));
+    least = x < least ? x : least;
+    most = x > most ? x : most;
+    none += x - x;
+  }
+  least += none;
+  most += none;
+  std::memcpy(low + channel, &least, sizeof(X));
+  std::memcpy(high + channel, &most, sizeof(X));
+}
+
+EPIKV_CLONES void BoundInto(const float* const* rows, int64_t n, int64_t width, float* low,
+                            float* high) {
+  int64_t channel = 0;
+  for (; channel + KeyBounds::kBlock <= width; channel += KeyBounds::kBlock) {
+    BoundAt<Block>(rows, n, channel, low, high);
+  }
+  for (; channel < width; ++channel) BoundAt<float>(rows, n, channel, low, high);
+}
+
+// low, factor: of the first channel on. scaled: room for [width].
+EPIKV_CLONES void AddDeviationsTo(const float* const* rows, int64_t n, int64_t first, int64_t width,
+                                  const float* low, const float* factor, float* scaled,
+                                  float* sum) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float* const row = rows[i] + first;
+    // Rows lie anywhere: those to come are fetched line by line before their turn.
+    constexpr int64_t kAhead = 8, kLine = 64 / sizeof(float);
+    for (int64_t c = 0; i + kAhead < n && c < width; c += kLine) {
+      __builtin_prefetch(rows[i + kAhead] + first + c);
+    }
+    float total = 0, squares = 0;
+    for (int64_t c = 0; c < width; ++c) {
+      scaled[c] = (row[c] - low[c]) * factor[c];
+      total += scaled[c];
+    }
+    const float mean = total / static_cast<float>(width);
+    for (int64_t c = 0; c < width; ++c) {
+      const float off = scaled[c] - mean;
+      squares += off * off;
+    }
+    sum[i] += std::sqrt(squares / static_cast<float>(width - 1));
+  }
+}
+
 }  // namespace
+
+void BoundChannels(absl::Span<const float* const> rows, int64_t width, float* low, float* high) {
+  BoundInto(rows.data(), std::ssize(rows), width, low, high);
+}
+
+void AddDeviations(absl::Span<const float* const> rows, int64_t first, int64_t width,
+                   const float* low, const float* factor, float* sum) {
+  std::vector<float> scaled(width);
+  AddDeviationsTo(rows.data(), std::ssize(rows), first, width, low + first, factor + first,
+                  scaled.data(), sum);
+}
 
 EPIKV_CLONES float CountBelowMean(const float* logits, int64_t n, uint32_t* count) {
   const float top = Largest(logits, n);

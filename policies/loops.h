@@ -23,6 +23,15 @@ float LogSumExp(absl::Span<const float> x, float least);
 void SpreadGroups(absl::Span<const int32_t> index, int64_t group_size, const float* of_group,
                   float* out);
 
+// The least and the most of rows channel by channel; NaN where one is no finite number. rows: [n,
+// width], n > 0; low, high: [width].
+void BoundChannels(absl::Span<const float* const> rows, int64_t width, float* low, float* high);
+
+// Adds to each of `sum` how unevenly a row lies over its channels [first, first + width): the
+// deviation (over width - 1) of (row - low) * factor, which go by the row's channels. sum: [rows]
+void AddDeviations(absl::Span<const float* const> rows, int64_t first, int64_t width,
+                   const float* low, const float* factor, float* sum);
+
 // What bounds the keys of sets of tokens channel by channel, in blocks of sets that a query meets
 // side by side.
 class KeyBounds {

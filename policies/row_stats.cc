@@ -30,14 +30,9 @@ int64_t SlotOf(const CacheView& cache, int64_t token) {
 }
 
 float NewestRowStat(const CacheView& cache, RowKind kind, const std::string& stat) {
-  const int64_t slot = SlotOf(cache, cache.newest());
-  std::vector<at::Tensor> rows;
-  for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
-    for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
-      rows.push_back(Rows(cache, kind, layer, head).select(0, slot));
-    }
-  }
-  return RowStat(at::stack(rows), stat).mean().item<float>();
+  const int64_t slots[] = {SlotOf(cache, cache.newest())};
+  const at::Tensor rows = kind == RowKind::kKey ? cache.keys_of(slots) : cache.values_of(slots);
+  return RowStat(rows, stat).mean().item<float>();
 }
 
 at::Tensor MeanRowStat(const CacheView& cache, RowKind kind, const std::string& stat) {

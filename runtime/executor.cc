@@ -116,6 +116,12 @@ class View final : public CacheView {
     return ReadRows(lane.values, Table(layer, head).used(), manifest_.layers[layer].value_width,
                     pool_.format());
   }
+  at::Tensor keys_of(absl::Span<const int64_t> slots) const override {
+    return ByLane(pool_.ReadKeys(RowsOf(slots)));
+  }
+  at::Tensor values_of(absl::Span<const int64_t> slots) const override {
+    return ByLane(pool_.ReadValues(RowsOf(slots)));
+  }
   at::Tensor queries(int64_t layer) const override {
     at::Tensor queries = at::empty(
         {sequence_.queries.size(), manifest_.num_heads, manifest_.layers[layer].key_width},
@@ -141,6 +147,21 @@ class View final : public CacheView {
   // A lane's rows, [used, width], where policies compute: a copy if the pool is elsewhere.
   at::Tensor Rows(const at::Tensor& pool, const LaneRows& lane, int64_t layer, int64_t head) const {
     return pool.narrow(0, lane.first_row, Table(layer, head).used()).cpu();
+  }
+  // These slots of every lane, as rows of the pool. [lanes x slots]
+  std::vector<int64_t> RowsOf(absl::Span<const int64_t> slots) const {
+    std::vector<int64_t> rows;
+    rows.reserve(num_layers() * num_kv_heads() * slots.size());
+    for (int64_t layer = 0; layer < num_layers(); ++layer) {
+      for (int64_t head = 0; head < num_kv_heads(); ++head) {
+        const int64_t first = sequence_.cache.Lane(layer, head).first_row;
+        for (const int64_t slot : slots) rows.push_back(first + slot);
+      }
+    }
+    return rows;
+  }
+  at::Tensor ByLane(const at::Tensor& rows) const {
+    return rows.view({num_layers(), num_kv_heads(), -1, rows.size(1)});
   }
   SlotTable& Table(int64_t layer, int64_t head) const {
     return sequence_.cache.table(sequence_.cache.TableOf(layer, head));

@@ -56,6 +56,14 @@ void KvPool::Write(const at::Tensor& rows, const at::Tensor& keys, const at::Ten
   this->values().index_copy_(0, rows, values);
 }
 
+at::Tensor KvPool::Read(const at::Tensor& all, absl::Span<const int64_t> rows) const {
+  const at::Tensor index = at::tensor(at::ArrayRef<int64_t>(rows.data(), rows.size()), at::kLong);
+  const at::Tensor some = all.index_select(0, index.to(place_.device)).cpu();  // [n, bytes]
+  if (format_.stored == KvDType::kModel) return Elements(some).to(at::kFloat);
+  const int64_t width = some.size(1) - format_.RowBytes(0);
+  return ReadRows(static_cast<char*>(some.data_ptr()), some.size(0), width, format_);
+}
+
 void KvPool::Gather(absl::Span<const RowMove> copies) {
   constexpr int64_t kMostRows = 1 << 16;  // gathered at once: bounds the scratch
   std::vector<int64_t> rows;              // those read, then those written

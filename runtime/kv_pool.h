@@ -40,6 +40,9 @@ class KvPool {
   void Copy(absl::Span<const RowMove> copies);
   // Writes K and V rows [n, width] into rows of the pool: int64 [n], on its device.
   void Write(const at::Tensor& rows, const at::Tensor& keys, const at::Tensor& values);
+  // Copies of some rows, in fp32 and the CPU's memory, whatever the pool's format: [n, width].
+  at::Tensor ReadKeys(absl::Span<const int64_t> rows) const { return Read(key_rows_, rows); }
+  at::Tensor ReadValues(absl::Span<const int64_t> rows) const { return Read(value_rows_, rows); }
   // All rows of a pool in the model's dtype: [rows, width].
   at::Tensor keys() const { return Elements(key_rows_); }
   at::Tensor values() const { return Elements(value_rows_); }
@@ -66,6 +69,7 @@ class KvPool {
  private:
   void Gather(absl::Span<const RowMove> copies);
   at::Tensor Elements(const at::Tensor& rows) const;
+  at::Tensor Read(const at::Tensor& all, absl::Span<const int64_t> rows) const;
 
   RowAllocator rows_;
   const KvFormat format_;

@@ -161,6 +161,7 @@ FakeSequence::FakeSequence(const Options& options, FakeWorld world)
       protection_(options.protection),
       prompt_tokens_(options.prompt_tokens),
       seed_(options.seed),
+      fills_first_(options.fills_first),
       world_(std::move(world)) {
   const Params params = Resolve(options).params;
   traits_ = options.spec->traits(params, shape_);
@@ -188,6 +189,7 @@ FakeSequence::FakeSequence(const FakeSequence& other)
       protection_(other.protection_),
       prompt_tokens_(other.prompt_tokens_),
       seed_(other.seed_),
+      fills_first_(other.fills_first_),
       traits_(other.traits_),
       policy_(other.policy_),
       state_(other.state_ == nullptr ? nullptr : other.state_->Clone()),
@@ -209,6 +211,12 @@ void FakeSequence::Append(int64_t count, Phase phase) {
       lane.index.push_back(static_cast<int32_t>(token));
     }
     for (std::vector<float>& column : lane.columns) column.resize(lane.index.size());
+    if (!fills_first_) continue;
+    auto to_front = [count](auto& of_slots) {
+      std::rotate(of_slots.begin(), of_slots.end() - count, of_slots.end());
+    };
+    to_front(lane.index);
+    for (std::vector<float>& column : lane.columns) to_front(column);
   }
   std::vector<float> residual_step;
   std::vector<std::vector<float>> residuals;
@@ -399,6 +407,26 @@ at::Tensor FakeSequence::keys(int64_t layer, int64_t head) const {
 at::Tensor FakeSequence::values(int64_t layer, int64_t head) const {
   Expect(Signal::kValues);
   return AllRows(Rows::kValue, layer, head).index_select(0, IndexTensor(index(layer, head)));
+}
+
+at::Tensor FakeSequence::keys_of(absl::Span<const int64_t> slots) const {
+  return OfAllLanes(slots, [this](int64_t layer, int64_t head) { return keys(layer, head); });
+}
+
+at::Tensor FakeSequence::values_of(absl::Span<const int64_t> slots) const {
+  return OfAllLanes(slots, [this](int64_t layer, int64_t head) { return values(layer, head); });
+}
+
+template <class RowsOf>
+at::Tensor FakeSequence::OfAllLanes(absl::Span<const int64_t> slots, const RowsOf& rows_of) const {
+  const at::Tensor wanted = at::tensor(at::ArrayRef<int64_t>(slots.data(), slots.size()));
+  std::vector<at::Tensor> rows;
+  for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+    for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
+      rows.push_back(rows_of(layer, head).index_select(0, wanted));
+    }
+  }
+  return at::stack(rows).unflatten(0, {shape_.num_layers, shape_.num_kv_heads});
 }
 
 at::Tensor FakeSequence::queries(int64_t layer) const {

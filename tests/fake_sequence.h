@@ -64,6 +64,7 @@ class FakeSequence final : public CacheView {
     int64_t prompt_tokens = 0;
     int64_t budget = 0;
     uint64_t seed = 0;
+    bool fills_first = false;  // new tokens take the first slots, as of evicted ones; else the last
   };
 
   FakeSequence(const Options& options, FakeWorld world);
@@ -106,6 +107,8 @@ class FakeSequence final : public CacheView {
   absl::Span<float> column(int64_t place, int64_t layer, int64_t head) override;
   at::Tensor keys(int64_t layer, int64_t head) const override;
   at::Tensor values(int64_t layer, int64_t head) const override;
+  at::Tensor keys_of(absl::Span<const int64_t> slots) const override;
+  at::Tensor values_of(absl::Span<const int64_t> slots) const override;
   at::Tensor queries(int64_t layer) const override;
   AttentionFacts attention(int64_t) const override {
     return {.scale = world_.attention_scale, .soft_cap = world_.soft_cap, .window = world_.window};
@@ -132,11 +135,14 @@ class FakeSequence final : public CacheView {
   // Of all tokens so far, [tokens, width].
   enum class Rows { kKey, kValue, kQuery };
   at::Tensor AllRows(Rows kind, int64_t layer, int64_t head) const;
+  template <class RowsOf>
+  at::Tensor OfAllLanes(absl::Span<const int64_t> slots, const RowsOf& rows_of) const;
 
   const ModelShape shape_;
   const Protection protection_;
   const int64_t prompt_tokens_;
   const uint64_t seed_;
+  const bool fills_first_;
   PolicyTraits traits_;
   std::shared_ptr<const Policy> policy_;
   std::unique_ptr<PolicyState> state_;

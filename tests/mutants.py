@@ -344,6 +344,35 @@ MUTANTS = [
         "*",
     ),
     Mutant(
+        "a token's means are those of another slot",
+        "policies/epikv/lag_kv.h",
+        "slots.push_back(slot[born[i]]);",
+        "slots.push_back(born[i]);",
+        "lag_kv_test",
+        "*Remembered*",
+    ),
+    Mutant(
+        "a token takes the means of the one that had its place",
+        "policies/epikv/lag_kv.h",
+        """      while (known != state.tokens.end() && known->index < token) ++known;
+      if (known != state.tokens.end() && known->index == token) {
+        now[place] = std::move(*known);
+""",
+        """      if (known != state.tokens.end()) {
+        now[place] = {token, std::move((known++)->mean)};
+""",
+        "lag_kv_test",
+        "*Remembered*",
+    ),
+    Mutant(
+        "a partition lies in its own range",
+        "policies/geometry/lagkv.cc",
+        "subspan((partition + 1) * lag_, lag_)",
+        "subspan(partition * lag_, lag_)",
+        "lag_kv_test",
+        "*Definition*",
+    ),
+    Mutant(
         "a query sees tokens younger than itself",
         "policies/attention/scissorhands.cc",
         "seen = until(asked) - first;",

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "absl/strings/str_cat.h"
@@ -47,6 +48,7 @@ class Probe final : public Policy {
   void Observe(absl::Span<SequenceStep> steps) const override {
     for (SequenceStep& step : steps) {
       if (current_record != nullptr) Record(step, *current_record);
+      CheckRows(step.cache);
       if (step.count > kWindow) continue;  // the queries of a long chunk's first tokens are gone
       for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
         for (int64_t head = 0; head < step.cache.num_kv_heads(); ++head) Check(step, layer, head);
@@ -61,6 +63,30 @@ class Probe final : public Policy {
   }
 
  private:
+  // Rows of two slots of all lanes are those of the lanes.
+  static void CheckRows(const CacheView& cache) {
+    int64_t last = cache.newest();
+    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+      for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
+        last = std::min(last, std::ssize(cache.index(layer, head)) - 1);
+      }
+    }
+    const int64_t slots[] = {last, 0};
+    const at::Tensor keys = cache.keys_of(slots), values = cache.values_of(slots);
+    const at::Tensor wanted = at::tensor({last, int64_t{0}});
+    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+      for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
+        auto same = [&](const at::Tensor& rows, const at::Tensor& lane) {
+          return rows[layer][head].equal(lane.index_select(0, wanted).to(at::kFloat));
+        };
+        if (!same(keys, cache.keys(layer, head)) || !same(values, cache.values(layer, head))) {
+          throw std::runtime_error(absl::StrCat("layer ", layer, ", head ", head, " at token ",
+                                                cache.newest(), ": rows of slots differ"));
+        }
+      }
+    }
+  }
+
   static void Check(SequenceStep& step, int64_t layer, int64_t head) {
     Lane lane(step.cache, layer, head);
     const int64_t tokens = step.cache.newest() + 1;
@@ -115,10 +141,10 @@ extern constinit const PolicySpec kProbePolicy{
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kHead,
-                              .signals = Signal::kKeys | Signal::kQueries | Signal::kAttentionRow |
-                                         Signal::kPromptAttention | Signal::kLogitEntropy |
-                                         Signal::kResidualDistance | Signal::kResidual |
-                                         Signal::kQueryMoments,
+                              .signals = Signal::kKeys | Signal::kValues | Signal::kQueries |
+                                         Signal::kAttentionRow | Signal::kPromptAttention |
+                                         Signal::kLogitEntropy | Signal::kResidualDistance |
+                                         Signal::kResidual | Signal::kQueryMoments,
                               .residual_layers = {kProbedBlock},
                               .window = kWindow,
                               .prompt = PromptEviction::kByChunk,

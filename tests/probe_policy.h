@@ -8,7 +8,8 @@
 namespace epikv {
 
 // Evicts by chance in every lane, and fails a request for which one signal contradicts another: the
-// attention that is pushed must be what the pulled queries give over the pulled keys.
+// attention that is pushed must be what the pulled queries give over the pulled keys, and rows of
+// slots those of their lanes.
 extern const PolicySpec kProbePolicy;
 
 constexpr int64_t kProbedBlock = 1;

@@ -15,10 +15,8 @@ extern constinit const PolicySpec kEpikvLagKv{
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `LagKVEviction`",
     .params = kParams,
     .traits =
-        [](const Params& params, const ModelShape&) {
-          return PolicyTraits{.signals = Signal::kKeys | Signal::kValues,
-                              .prompt = PromptEviction::kByChunk,
-                              .slack = params.Int("slack")};
+        [](const Params& params, const ModelShape& shape) {
+          return LagKv::Traits(params, shape, LagKv::Rows::kKeysAndValues);
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<LagKv>(params, LagKv::Rows::kKeysAndValues);

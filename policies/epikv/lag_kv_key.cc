@@ -14,10 +14,8 @@ extern constinit const PolicySpec kEpikvLagKvKey{
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `LagKVKeyVarianceEviction`",
     .params = kParams,
     .traits =
-        [](const Params& params, const ModelShape&) {
-          return PolicyTraits{.signals = Signal::kKeys,
-                              .prompt = PromptEviction::kByChunk,
-                              .slack = params.Int("slack")};
+        [](const Params& params, const ModelShape& shape) {
+          return LagKv::Traits(params, shape, LagKv::Rows::kKeys);
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<LagKv>(params, LagKv::Rows::kKeys);

@@ -1,7 +1,10 @@
 #include <ATen/ATen.h>
 
-#include <numeric>
+#include <algorithm>
+#include <limits>
+#include <vector>
 
+#include "policies/loops.h"
 #include "policies/scored_policy.h"
 
 namespace epikv {
@@ -23,20 +26,11 @@ const ParamSpec kParams[] = {
     SlackParam(127),
 };
 
-// How unevenly a row lies between the least and the most of the next partition, channel by channel,
-// as a share of its partition. x: [partitions, lag, width] -> [partitions - 1, lag]
-at::Tensor LagRelative(const at::Tensor& x) {
-  const at::Tensor next = x.slice(0, 1), rows = x.slice(0, 0, -1);
-  const at::Tensor least = next.amin(1, /*keepdim=*/true);
-  const at::Tensor range = next.amax(1, /*keepdim=*/true) - least;
-  // A channel that does not vary there is no measure.
-  const at::Tensor scaled = ((rows - least) / range).masked_fill(range == 0, 0);
-  return scaled.std(-1).softmax(-1);
-}
-
-// Places in ascending order along the last dimension; of equals the newer is higher.
+// Places in ascending order along the last dimension; of equals the newer is higher. x: [n, lag]
 at::Tensor Ranks(const at::Tensor& x) {
-  return x.argsort(/*stable=*/true, -1, /*descending=*/false).argsort();
+  const at::Tensor ascending = x.argsort(/*stable=*/true, -1, /*descending=*/false);
+  return at::empty_like(ascending).scatter_(-1, ascending,
+                                            at::arange(x.size(-1), at::kLong).expand_as(ascending));
 }
 
 // Partitions are of what is cached, in birth order, anew in each round. The newest whole partition
@@ -57,8 +51,8 @@ class LagKv final : public ScoredPolicy {
       if (n > kSinks) score.slice(0, kSinks) = at::arange(n - kSinks) / (n - kSinks);
       return lane.ToSlots(score);
     }
-    const at::Tensor compared = (LagRelative(Partitions(lane, lane.keys(), partitions)) +
-                                 LagRelative(Partitions(lane, lane.values(), partitions))) /
+    const at::Tensor compared = (LagRelative(lane, lane.keys(), partitions) +
+                                 LagRelative(lane, lane.values(), partitions)) /
                                 2;  // [partitions - 1, lag]
     // A rank hides that a number is none; 0 x NaN does not.
     const at::Tensor part = cross_scoring_ ? compared : Ranks(compared) / lag_ + 0 * compared;
@@ -66,10 +60,30 @@ class LagKv final : public ScoredPolicy {
     return lane.ToSlots(score);
   }
 
-  // Rows in birth order, without the sinks and what is left over. [partitions, lag, width]
-  at::Tensor Partitions(Lane& lane, const at::Tensor& rows, int64_t partitions) const {
-    const at::Tensor tokens = lane.by_birth().narrow(0, kSinks, partitions * lag_);
-    return rows.index_select(0, tokens).reshape({partitions, lag_, -1});
+  // How unevenly a row lies between the least and the most of the next partition, channel by
+  // channel, as a share of its partition. x: by slot, [n, width] -> [partitions - 1, lag]
+  at::Tensor LagRelative(Lane& lane, const at::Tensor& x, int64_t partitions) const {
+    const int64_t* const slot = lane.by_birth().const_data_ptr<int64_t>();
+    const int64_t width = x.size(1);
+    std::vector<const float*> rows(partitions * lag_);
+    for (int64_t i = 0; i < std::ssize(rows); ++i) {
+      rows[i] = x.const_data_ptr<float>() + slot[kSinks + i] * x.stride(0);
+    }
+    at::Tensor deviation = at::zeros({partitions - 1, lag_});
+    std::vector<float> least(width), factor(width);
+    for (int64_t partition = 0; partition + 1 < partitions; ++partition) {
+      const auto next = absl::MakeConstSpan(rows).subspan((partition + 1) * lag_, lag_);
+      BoundChannels(next, width, least.data(), factor.data());
+      for (int64_t c = 0; c < width; ++c) {
+        const float range = factor[c] - least[c];
+        // A channel that does not vary there is no measure.
+        factor[c] = range == 0 ? 0 : std::min(1 / range, std::numeric_limits<float>::max());
+      }
+      AddDeviations(absl::MakeConstSpan(rows).subspan(partition * lag_, lag_), 0, width,
+                    least.data(), factor.data(),
+                    deviation.mutable_data_ptr<float>() + partition * lag_);
+    }
+    return deviation.softmax(-1);
   }
 
   const int64_t lag_;
