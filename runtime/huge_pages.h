@@ -4,9 +4,9 @@
 #include <memory>
 
 // Memory that a step reads from end to end. In pages of 4 KiB a processor looks up an address for
-// every 64 cache lines, and its prefetchers end there: one row times a weight is an eighth and more
-// slower. Where the system gives huge pages only to those that ask (transparent_hugepage: madvise)
-// these ask; where it gives none, they are as other memory.
+// every 64 cache lines, and its prefetchers end there. Where the system gives huge pages only to
+// those that ask (transparent_hugepage: madvise) these ask; where it gives none, they are as other
+// memory.
 
 namespace epikv {
 
