@@ -126,10 +126,21 @@ EPIKV_INLINE void Scale(__m512i sums, const uint16_t* scales, __m512 of_row, boo
                    _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(scale, of_row), before));
 }
 
+// What is read next, of which some lines are fetched with each step of a tile.
+struct Ahead {
+  const uint8_t* lines;
+  int64_t per_step;
+
+  EPIKV_INLINE void Fetch() {
+    for (int64_t i = 0; i < per_step; ++i) _mm_prefetch(lines + i * 64, _MM_HINT_T1);
+    lines += per_step * 64;
+  }
+};
+
 // One group's part of a block's outputs, for kRows rows.
 template <int kBits, int kRows>
 EPIKV_INLINE void MultiplyTile(const QuantizedRows& x, int64_t row, int64_t g, const uint8_t* group,
-                               const QuantizedShape& shape, float* out) {
+                               const QuantizedShape& shape, Ahead& ahead, float* out) {
   constexpr int kQuads = 2;  // at a time: what one load holds of 4 bits
   const int64_t groups = shape.groups(), stride = shape.inputs;
   const int32_t* const above = x.sums + row * groups + g;
@@ -141,6 +152,7 @@ EPIKV_INLINE void MultiplyTile(const QuantizedRows& x, int64_t row, int64_t g, c
   const int8_t* values = x.values + row * stride + g * shape.group;
   const int8_t* const end = values + shape.group;
   for (; values < end; values += kQuads * kQuad, integers += kBlock * kBits) {
+    ahead.Fetch();
 #pragma GCC unroll 2
     for (int q = 0; q < kQuads; ++q) {
       const OfBlock weights = LoadWeights<kBits>(integers, q);
@@ -174,27 +186,31 @@ EPIKV_INLINE void MultiplyTile(const QuantizedRows& x, int64_t row, int64_t g, c
 template <int kBits>
 void MultiplyVnni(const QuantizedRows& x, const void* packed, const QuantizedShape& shape,
                   int64_t block, float* out) {
+  constexpr int64_t kAhead = 32 << 10;  // bytes
+  const int64_t steps = (x.rows + kTile - 1) / kTile * (shape.group / 8);
+  const int64_t lines = GroupBytes(shape) / 64, per_step = (lines + steps - 1) / steps;
   for (int64_t g = 0; g < shape.groups(); ++g) {
     const uint8_t* const group = GroupAt(packed, shape, block, g);
+    Ahead ahead = {group + kAhead, per_step};
     int64_t row = 0;
     for (; row + kTile <= x.rows; row += kTile) {
-      MultiplyTile<kBits, kTile>(x, row, g, group, shape, out);
+      MultiplyTile<kBits, kTile>(x, row, g, group, shape, ahead, out);
     }
     switch (x.rows - row) {
       case 5:
-        MultiplyTile<kBits, 5>(x, row, g, group, shape, out);
+        MultiplyTile<kBits, 5>(x, row, g, group, shape, ahead, out);
         break;
       case 4:
-        MultiplyTile<kBits, 4>(x, row, g, group, shape, out);
+        MultiplyTile<kBits, 4>(x, row, g, group, shape, ahead, out);
         break;
       case 3:
-        MultiplyTile<kBits, 3>(x, row, g, group, shape, out);
+        MultiplyTile<kBits, 3>(x, row, g, group, shape, ahead, out);
         break;
       case 2:
-        MultiplyTile<kBits, 2>(x, row, g, group, shape, out);
+        MultiplyTile<kBits, 2>(x, row, g, group, shape, ahead, out);
         break;
       case 1:
-        MultiplyTile<kBits, 1>(x, row, g, group, shape, out);
+        MultiplyTile<kBits, 1>(x, row, g, group, shape, ahead, out);
         break;
       default:
         break;
