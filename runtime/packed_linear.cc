@@ -12,10 +12,11 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/bfloat16_linear.h"
+#include "runtime/dense_linear.h"
 #include "runtime/huge_pages.h"
 #include "runtime/one_dnn_weight.h"
 #include "runtime/quantized_linear.h"
+#include "runtime/scalar_type.h"
 
 namespace epikv {
 namespace {
@@ -24,23 +25,26 @@ using torch::jit::Block;
 using torch::jit::Node;
 using torch::jit::Value;
 
-// Elements of a float32 weight from which packing pays: oneDNN takes 8 us more a call than MKL, but
-// is up to twice as fast from 2 rows on.
+// Elements of a float32 weight from which packing pays: a call of oneDNN's takes 8 us more than one
+// of MKL's, but is up to twice as fast from 2 rows on.
 constexpr int64_t kSmallestPacked = 256 * 256;
+
+// Whether our own products of such weights are the fastest.
+bool AreOurs(const at::Tensor& weight) {
+  const at::ScalarType dtype = weight.scalar_type();
+  return (dtype == at::kFloat || dtype == at::kBFloat16) &&
+         FastestDensePath(DTypeOf(dtype)).has_value();
+}
 
 // weight: of a linear; elements: of it and its siblings.
 bool CanPack(const at::Tensor& weight, int64_t elements) {
   if (!weight.device().is_cpu() || weight.dim() != 2 || weight.numel() == 0) return false;
-  const bool is_bfloat16 = weight.scalar_type() == at::kBFloat16;
-  if (is_bfloat16 && FastestBFloat16Path().has_value()) return true;
-  return OneDnnWeight::Supports(weight.scalar_type()) &&
-         (is_bfloat16 || elements >= kSmallestPacked);
+  if (weight.scalar_type() == at::kFloat && elements < kSmallestPacked) return false;
+  return AreOurs(weight) || OneDnnWeight::Supports(weight.scalar_type());
 }
 
-c10::intrusive_ptr<PackedWeight> PackDense(const at::Tensor& weight, WeightArena& arena) {
-  if (weight.scalar_type() == at::kBFloat16 && FastestBFloat16Path().has_value()) {
-    return c10::make_intrusive<PackedBFloat16Weight>(weight, arena);
-  }
+c10::intrusive_ptr<PackedWeight> PackWeight(const at::Tensor& weight, WeightArena& arena) {
+  if (AreOurs(weight)) return c10::make_intrusive<PackedDenseWeight>(weight, arena);
   return c10::make_intrusive<OneDnnWeight>(weight);
 }
 
@@ -152,7 +156,7 @@ class Packer {
     if (IsQuantized(linears[0])) {
       packed = c10::make_intrusive<PackedQuantizedWeight>(weight, Together(linears, 2), arena_);
     } else {
-      packed = PackDense(weight, arena_);
+      packed = PackWeight(weight, arena_);
     }
     result_.bytes += packed->bytes();
     int64_t begin = 0;

@@ -1,4 +1,4 @@
-#include "runtime/bfloat16_matmul.h"
+#include "runtime/dense_matmul.h"
 
 #include <algorithm>
 #include <cstring>
@@ -17,54 +17,74 @@ namespace epikv {
 namespace {
 
 // A packed weight is blocks of outputs, each of which is read from its first byte to its last: the
-// first pair of inputs of each output, then their second, ... A pair is a word of 32 bits.
-constexpr int64_t kBlock = kBFloat16Block;
+// first word of each output, then their second, ... A word has 32 bits: an input of float32, or a
+// pair of bfloat16's.
+constexpr int64_t kBlock = kDenseBlock;
 
-int64_t PairsOf(const BFloat16Shape& shape) { return (shape.inputs + 1) / 2; }
+int64_t InputsOfWord(const DenseShape& shape) { return shape.dtype == DType::kFloat32 ? 1 : 2; }
+int64_t WordsOf(const DenseShape& shape) {
+  return (shape.inputs + InputsOfWord(shape) - 1) / InputsOfWord(shape);
+}
 
-// Where the weight of an output at an input lies, in elements.
-int64_t PlaceOf(const BFloat16Shape& shape, int64_t output, int64_t input) {
-  const int64_t pair = output / kBlock * PairsOf(shape) + input / 2;
-  return (pair * kBlock + output % kBlock) * 2 + input % 2;
+// Calls each(where it lies in a packed weight, where in one as it was), in elements.
+template <class Each>
+void ForElements(const DenseShape& shape, const Each& each) {
+  const int64_t words = WordsOf(shape), of_word = InputsOfWord(shape);
+  for (int64_t o = 0; o < shape.outputs; ++o) {
+    for (int64_t i = 0; i < shape.inputs; ++i) {
+      const int64_t word = (o / kBlock * words + i / of_word) * kBlock + o % kBlock;
+      each(word * of_word + i % of_word, o * shape.inputs + i);
+    }
+  }
+}
+
+// Calls run(an element as bits, 0) of the shape's dtype.
+template <class Run>
+void AsBits(const DenseShape& shape, const Run& run) {
+  shape.dtype == DType::kFloat32 ? run(uint32_t{0}) : run(uint16_t{0});
 }
 
 }  // namespace
 
-int64_t PackedBFloat16Bytes(const BFloat16Shape& shape) {
-  return BFloat16Blocks(shape) * PairsOf(shape) * kBlock * static_cast<int64_t>(sizeof(uint32_t));
+int64_t PackedDenseBytes(const DenseShape& shape) {
+  return DenseBlocks(shape) * WordsOf(shape) * kBlock * static_cast<int64_t>(sizeof(uint32_t));
 }
 
-void PackBFloat16(const uint16_t* weight, const BFloat16Shape& shape, void* packed) {
-  std::memset(packed, 0, PackedBFloat16Bytes(shape));
-  auto* const to = static_cast<uint16_t*>(packed);
-  for (int64_t o = 0; o < shape.outputs; ++o) {
-    for (int64_t i = 0; i < shape.inputs; ++i) to[PlaceOf(shape, o, i)] = *weight++;
-  }
+void PackDense(const void* weight, const DenseShape& shape, void* packed) {
+  std::memset(packed, 0, PackedDenseBytes(shape));
+  AsBits(shape, [&]<class T>(T) {
+    const auto* const from = static_cast<const T*>(weight);
+    auto* const to = static_cast<T*>(packed);
+    ForElements(shape, [&](int64_t place, int64_t dense) { to[place] = from[dense]; });
+  });
 }
 
-void UnpackBFloat16(const void* packed, const BFloat16Shape& shape, uint16_t* weight) {
-  const auto* const from = static_cast<const uint16_t*>(packed);
-  for (int64_t o = 0; o < shape.outputs; ++o) {
-    for (int64_t i = 0; i < shape.inputs; ++i) *weight++ = from[PlaceOf(shape, o, i)];
-  }
+void UnpackDense(const void* packed, const DenseShape& shape, void* weight) {
+  AsBits(shape, [&]<class T>(T) {
+    const auto* const from = static_cast<const T*>(packed);
+    auto* const to = static_cast<T*>(weight);
+    ForElements(shape, [&](int64_t place, int64_t dense) { to[dense] = from[place]; });
+  });
 }
 
-absl::string_view BFloat16PathName(BFloat16Path path) {
-  return path == BFloat16Path::kPaired ? "AVX-512 BF16" : "AVX-512";
+absl::string_view DensePathName(DensePath path) {
+  return path == DensePath::kPaired ? "AVX-512 BF16" : "AVX-512";
 }
 
 #ifdef EPIKV_AVX512
 
-std::vector<BFloat16Path> BFloat16Paths() {
-  if (!__builtin_cpu_supports("x86-64-v4")) return {};
-  if (!__builtin_cpu_supports("avx512bf16")) return {BFloat16Path::kWidened};
-  if (HasFastBFloat16Pairs()) return {BFloat16Path::kWidened, BFloat16Path::kPaired};
-  return {BFloat16Path::kPaired, BFloat16Path::kWidened};
+std::vector<DensePath> DensePaths(DType dtype) {
+  if (!__builtin_cpu_supports("x86-64-v4") || dtype == DType::kFloat16) return {};
+  if (dtype == DType::kFloat32) return {DensePath::kFloat32};
+  if (!__builtin_cpu_supports("avx512bf16")) return {DensePath::kWidened};
+  if (HasFastBFloat16Pairs()) return {DensePath::kWidened, DensePath::kPaired};
+  return {DensePath::kPaired, DensePath::kWidened};
 }
 
-std::optional<BFloat16Path> FastestBFloat16Path() {
-  static const std::vector<BFloat16Path> paths = BFloat16Paths();
-  if (paths.empty() || __builtin_cpu_supports("amx-bf16")) return std::nullopt;
+std::optional<DensePath> FastestDensePath(DType dtype) {
+  const std::vector<DensePath> paths = DensePaths(dtype);
+  const bool has_unit = dtype == DType::kBFloat16 && __builtin_cpu_supports("amx-bf16");
+  if (paths.empty() || has_unit) return std::nullopt;
   return paths.back();
 }
 
@@ -78,14 +98,14 @@ namespace {
 constexpr int kFew = 6, kMany = 12;
 constexpr int kVectors = kBlock / 16;  // of a block; with kFew rows. Half of them with kMany
 
-// What is read next, of which some lines are fetched with each pair of inputs.
+// What is read next, of which some lines are fetched with each word.
 struct Ahead {
   const char* lines;
-  int64_t per_pair;
+  int64_t per_word;
 
-  EPIKV_INLINE void Fetch(int64_t pair) const {
-    for (int64_t i = 0; i < per_pair; ++i) {
-      _mm_prefetch(lines + (pair * per_pair + i) * 64, _MM_HINT_T1);
+  EPIKV_INLINE void Fetch(int64_t word) const {
+    for (int64_t i = 0; i < per_word; ++i) {
+      _mm_prefetch(lines + (word * per_word + i) * 64, _MM_HINT_T1);
     }
   }
 };
@@ -181,16 +201,16 @@ EPIKV_INLINE void MultiplyWidened(const float* x, int64_t stride, const uint32_t
   sums.Write(out);
 }
 
-// As above, of weights that are widened already: panel [2 pairs, kBlock].
-template <int kRows>
-EPIKV_INLINE void MultiplyPanel(const float* x, int64_t stride, const float* panel, int64_t pairs,
+// As above, of weights in fp32: panel [words x kOfWord, kBlock].
+template <int kRows, int kOfWord>
+EPIKV_INLINE void MultiplyPanel(const float* x, int64_t stride, const float* panel, int64_t words,
                                 const Ahead& ahead, bool first, float* out) {
   Sums<kRows, kVectors> sums;
   sums.Read(out, first);
-  for (int64_t p = 0; p < pairs; ++p) {
-    ahead.Fetch(p);
+  for (int64_t w = 0; w < words; ++w) {
+    ahead.Fetch(w);
 #pragma GCC unroll 2
-    for (int64_t i = 2 * p; i < 2 * p + 2; ++i) {
+    for (int64_t i = kOfWord * w; i < kOfWord * (w + 1); ++i) {
       __m512 weights[kVectors];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) weights[v] = _mm512_load_ps(panel + i * kBlock + v * 16);
@@ -225,29 +245,48 @@ EPIKV_INLINE void ForTiles(int64_t rows, const Run& run) {
   }(std::make_integer_sequence<int, kTile - 1>());
 }
 
-// Calls run(first pair, how many, what each pass over them fetches ahead) for the inputs, some at a
-// time: so many as stay in the L1 cache from one pass to the next.
+// Calls run(first word, how many, what each pass over them fetches ahead) for the inputs, some at a
+// time: so many as stay in the L1 cache from one pass to the next. What is fetched is the next
+// block's, or nearer where a block is so long that the L2 cache would lose it again.
 template <class Run>
-EPIKV_INLINE void ForPairs(const uint32_t* words, int64_t pairs, int64_t at_once, int64_t passes,
-                           const Run& run) {
-  constexpr int64_t kLines = kBlock * sizeof(uint32_t) / 64;  // of a pair of inputs
-  const int64_t per_pair = passes < 2 ? kLines : passes < kLines ? kLines / 2 : 1;
-  const auto* const next = reinterpret_cast<const char*>(words + pairs * kBlock);
-  for (int64_t begin = 0; begin < pairs; begin += at_once) {
-    const int64_t count = std::min(at_once, pairs - begin);
+EPIKV_INLINE void ForWords(const uint32_t* words, int64_t num_words, int64_t at_once,
+                           int64_t passes, const Run& run) {
+  constexpr int64_t kLines = kBlock * sizeof(uint32_t) / 64;  // of a word of each output
+  constexpr int64_t kFarthest = 256;                          // words of each output: 64 KiB
+  const int64_t per_word = (kLines + passes - 1) / passes;
+  const auto* const next =
+      reinterpret_cast<const char*>(words + std::min(num_words, kFarthest) * kBlock);
+  for (int64_t begin = 0; begin < num_words; begin += at_once) {
+    const int64_t count = std::min(at_once, num_words - begin);
     const char* const lines = next + begin * kLines * 64;
     run(begin, count, [=](int64_t pass) __attribute__((always_inline)) {
-      const int64_t fetched = pass * per_pair;  // of each pair, by the passes before
-      return Ahead{lines + fetched * count * 64, fetched < kLines ? per_pair : 0};
+      const int64_t fetched = pass * per_word;  // of each word, by the passes before
+      return Ahead{lines + fetched * count * 64, fetched < kLines ? per_word : 0};
     });
   }
+}
+
+// Tiles of kFew rows, of weights that are fp32 in memory.
+void MultiplyFloat32(const void* rows, int64_t num_rows, const uint32_t* words, int64_t num_words,
+                     int64_t stride, float* out) {
+  constexpr int64_t kAtOnce = 64;
+  const auto* const x = static_cast<const float*>(rows);
+  const auto* const weights = reinterpret_cast<const float*>(words);
+  ForWords(words, num_words, kAtOnce, TilesOf(num_rows, kFew),
+           [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+             ForTiles<kFew>(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+               MultiplyPanel<decltype(tile)::value, 1>(
+                   x + row * stride + begin, stride, weights + begin * kBlock, count,
+                   ahead(row / kFew), begin == 0, out + row * kBlock);
+             });
+           });
 }
 
 void MultiplyPairs(const void* rows, int64_t num_rows, const uint32_t* words, int64_t pairs,
                    int64_t stride, float* out) {
   constexpr int64_t kAtOnce = 96;
   const auto* const x = static_cast<const uint32_t*>(rows);
-  ForPairs(words, pairs, kAtOnce, TilesOf(num_rows, kFew),
+  ForWords(words, pairs, kAtOnce, TilesOf(num_rows, kFew),
            [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
              ForTiles<kFew>(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
                MultiplyPaired<decltype(tile)::value>(
@@ -263,7 +302,7 @@ void MultiplyAsWidened(const float* x, int64_t num_rows, const uint32_t* words, 
                        int64_t stride, float* out) {
   constexpr int64_t kAtOnce = 64;
   const int64_t tiles = TilesOf(num_rows, kTile);
-  ForPairs(
+  ForWords(
       words, pairs, kAtOnce, tiles * kVectors / kWidth,
       [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
         for (int64_t v = 0; v < kVectors; v += kWidth) {
@@ -289,60 +328,66 @@ void MultiplyWide(const void* rows, int64_t num_rows, const uint32_t* words, int
   }
   constexpr int64_t kAtOnce = 32;
   alignas(64) float panel[2 * kAtOnce * kBlock];
-  ForPairs(words, pairs, kAtOnce, TilesOf(num_rows, kFew),
+  ForWords(words, pairs, kAtOnce, TilesOf(num_rows, kFew),
            [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
              WidenPanel(words + begin * kBlock, count, panel);
              ForTiles<kFew>(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
-               MultiplyPanel<decltype(tile)::value>(x + row * stride + 2 * begin, stride, panel,
-                                                    count, ahead(row / kFew), begin == 0,
-                                                    out + row * kBlock);
+               MultiplyPanel<decltype(tile)::value, 2>(x + row * stride + 2 * begin, stride, panel,
+                                                       count, ahead(row / kFew), begin == 0,
+                                                       out + row * kBlock);
              });
            });
 }
 
-void WidenRow(const uint16_t* x, int64_t count, float* row) {
-  Widen(reinterpret_cast<const BFloat16*>(x), row, count);
+void WidenRow(const void* x, int64_t count, float* row) {
+  Widen(static_cast<const BFloat16*>(x), row, count);
 }
 
 }  // namespace
 
 #pragma GCC pop_options
 
-int64_t BFloat16RowBytes(BFloat16Path path, const BFloat16Shape& shape) {
-  const int64_t words = PairsOf(shape) * (path == BFloat16Path::kWidened ? 2 : 1);
+int64_t DenseRowBytes(DensePath path, const DenseShape& shape) {
+  const int64_t words = WordsOf(shape) * (path == DensePath::kWidened ? 2 : 1);
   // An odd number of cache lines: rows that are a power of two apart push each other out.
   return ((words * static_cast<int64_t>(sizeof(uint32_t)) + 63) / 64 | 1) * 64;
 }
 
-void PrepareBFloat16(BFloat16Path path, const uint16_t* x, const BFloat16Shape& shape, void* row) {
-  if (path == BFloat16Path::kPaired) {
-    auto* const to = static_cast<uint16_t*>(row);
-    std::memcpy(to, x, shape.inputs * sizeof(uint16_t));
-    if (shape.inputs % 2 == 1) to[shape.inputs] = 0;
+void PrepareDense(DensePath path, const void* x, const DenseShape& shape, void* row) {
+  const int64_t inputs = shape.inputs;
+  if (path == DensePath::kWidened) {
+    auto* const to = static_cast<float*>(row);
+    WidenRow(x, inputs, to);
+    if (inputs % 2 == 1) to[inputs] = 0;
     return;
   }
-  auto* const to = static_cast<float*>(row);
-  WidenRow(x, shape.inputs, to);
-  if (shape.inputs % 2 == 1) to[shape.inputs] = 0;
+  std::memcpy(row, x, inputs * ElementBytes(shape.dtype));
+  if (path == DensePath::kPaired && inputs % 2 == 1) static_cast<uint16_t*>(row)[inputs] = 0;
 }
 
-void MultiplyBFloat16(BFloat16Path path, const void* rows, int64_t num_rows, const void* packed,
-                      const BFloat16Shape& shape, int64_t block, float* out) {
-  const int64_t stride = BFloat16RowBytes(path, shape) / static_cast<int64_t>(sizeof(uint32_t));
-  const uint32_t* const words =
-      static_cast<const uint32_t*>(packed) + block * PairsOf(shape) * kBlock;
-  const auto multiply = path == BFloat16Path::kPaired ? MultiplyPairs : MultiplyWide;
-  multiply(rows, num_rows, words, PairsOf(shape), stride, out);
+void MultiplyDense(DensePath path, const void* rows, int64_t num_rows, const void* packed,
+                   const DenseShape& shape, int64_t block, float* out) {
+  const int64_t stride = DenseRowBytes(path, shape) / static_cast<int64_t>(sizeof(uint32_t));
+  const int64_t num_words = WordsOf(shape);
+  const uint32_t* const words = static_cast<const uint32_t*>(packed) + block * num_words * kBlock;
+  switch (path) {
+    case DensePath::kFloat32:
+      return MultiplyFloat32(rows, num_rows, words, num_words, stride, out);
+    case DensePath::kWidened:
+      return MultiplyWide(rows, num_rows, words, num_words, stride, out);
+    case DensePath::kPaired:
+      return MultiplyPairs(rows, num_rows, words, num_words, stride, out);
+  }
 }
 
 #else
 
-std::vector<BFloat16Path> BFloat16Paths() { return {}; }
-std::optional<BFloat16Path> FastestBFloat16Path() { return std::nullopt; }
-int64_t BFloat16RowBytes(BFloat16Path, const BFloat16Shape&) { return 0; }
-void PrepareBFloat16(BFloat16Path, const uint16_t*, const BFloat16Shape&, void*) {}
-void MultiplyBFloat16(BFloat16Path, const void*, int64_t, const void*, const BFloat16Shape&,
-                      int64_t, float*) {}
+std::vector<DensePath> DensePaths(DType) { return {}; }
+std::optional<DensePath> FastestDensePath(DType) { return std::nullopt; }
+int64_t DenseRowBytes(DensePath, const DenseShape&) { return 0; }
+void PrepareDense(DensePath, const void*, const DenseShape&, void*) {}
+void MultiplyDense(DensePath, const void*, int64_t, const void*, const DenseShape&, int64_t,
+                   float*) {}
 
 #endif
 
