@@ -18,6 +18,7 @@
 #include "policies/artefact.h"
 #include "policies/registry.h"
 #include "runtime/admission.h"
+#include "runtime/allocation_meter.h"
 #include "runtime/attention.h"
 #include "runtime/device.h"
 #include "runtime/executor.h"
@@ -39,12 +40,14 @@ class NullHooks final : public ForwardHooks {
   }
 };
 
-// The model's scratch for the largest step is taken now, so that the pool is sized from what is
-// left.
-void TouchScratch(const Model& model, int64_t rows) {
+// Bytes of the model's scratch for a step of so many rows. Those of a device stay with its
+// allocator; the CPU's are given back.
+int64_t MeasureScratch(const Model& model, int64_t rows) {
+  const AllocationMeter meter;
   NullHooks hooks;
   const at::Tensor ids = at::zeros({rows}, at::kLong);
   model.Forward(ids, ids, ids, hooks);
+  return meter.peak_bytes();
 }
 
 absl::Status CheckSupported(const Manifest& manifest) {
@@ -249,11 +252,13 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   loaded.shape = *std::move(known);
 
   progress("taking memory");
-  TouchScratch(**model, options.deterministic
-                            ? kDeterministicRows
-                            : MostStepTokens({.max_step_tokens = options.max_step_tokens},
-                                             options.max_running_requests));
-  const int64_t available = on_gpu ? FreeGpuBytes(*device) : AvailableMemoryBytes();
+  loaded.scratch_bytes = MeasureScratch(
+      **model, options.deterministic ? kDeterministicRows
+                                     : MostStepTokens({.max_step_tokens = options.max_step_tokens},
+                                                      options.max_running_requests));
+  const int64_t available =
+      on_gpu ? FreeGpuBytes(*device)
+             : std::max<int64_t>(AvailableMemoryBytes() - loaded.scratch_bytes, 0);
   if (options.kv_pool_bytes > available) {
     return absl::FailedPreconditionError(absl::StrCat("kv_pool_bytes is ", options.kv_pool_bytes,
                                                       " and ", available,

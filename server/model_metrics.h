@@ -30,7 +30,7 @@ struct EngineFacts {
   std::string weights;  // digest of the checkpoint, or empty
   KvScale kv;
   int64_t kv_capacity_bytes = 0;
-  int64_t weight_bytes = 0;
+  int64_t weight_bytes = 0, scratch_bytes = 0;
   int64_t max_running_requests = 256;
   int64_t threads = 1;
   absl::Duration load;  // how long loading took

@@ -9,8 +9,8 @@
 namespace epikv {
 namespace {
 
-EngineFacts FactsOf(const ServedModel& model, const ServingOptions& options, int64_t weight_bytes,
-                    absl::Duration load) {
+EngineFacts FactsOf(const ServedModel& model, const ServingOptions& options,
+                    const LoadedModel& loaded, absl::Duration load) {
   const Manifest& manifest = model.admission->manifest();
   return {.architecture = manifest.architecture,
           .dtype = std::string(DTypeName(manifest.dtype)),
@@ -18,7 +18,8 @@ EngineFacts FactsOf(const ServedModel& model, const ServingOptions& options, int
           .weights = manifest.weights,
           .kv = {.lanes = model.lanes(), .bytes_per_token = model.admission->kv_bytes_per_token()},
           .kv_capacity_bytes = model.kv_capacity_bytes,
-          .weight_bytes = weight_bytes,
+          .weight_bytes = loaded.weight_bytes,
+          .scratch_bytes = loaded.scratch_bytes,
           .max_running_requests = options.max_running_requests,
           .threads = model.threads,
           .load = load};
@@ -90,7 +91,7 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
   if (!series.ok()) return series.status();
   model->metrics = *std::move(series);
   model->observer = std::make_unique<EngineMetrics>(
-      model->metrics, FactsOf(*model, options, loaded.weight_bytes, load));
+      model->metrics, FactsOf(*model, options, loaded, load));
   model->engine = std::make_unique<EngineThread>(
       std::make_unique<Engine>(
           EngineOptions{.scheduler = options.scheduler,

@@ -66,6 +66,7 @@ void FillGauges::Add(const EngineFill& engine) {
   capacity_ += static_cast<double>(last.kv_capacity_bytes);
   peak_used_ += static_cast<double>(engine.peak_used_bytes);
   weights_ += static_cast<double>(engine.weight_bytes);
+  scratch_ += static_cast<double>(engine.scratch_bytes);
   AddTo(last.running_by_priority, running_);
   const bool for_place = last.running >= engine.max_running_requests;
   AddTo(last.waiting_by_priority, for_place ? waiting_for_place_ : waiting_for_kv_);
@@ -89,8 +90,10 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
                   {{"", peak_used_}}),
           GaugeOf("epikv_torch_memory_bytes",
                   "Memory that LibTorch holds for good: weights as they are served, and the KV "
-                  "pool. The scratch of steps comes and goes.",
-                  model, "kind", {{"weights", weights_}, {"kv_pool", capacity_}}),
+                  "pool; and the tensors of the largest step, which come and go, as measured when "
+                  "the model was loaded.",
+                  model, "kind",
+                  {{"weights", weights_}, {"kv_pool", capacity_}, {"scratch", scratch_}}),
           GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",
                   {{"", used_ / whole}}),
           GaugeOf("epikv_kv_reserved_ratio",

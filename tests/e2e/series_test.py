@@ -213,7 +213,7 @@ FAMILIES: dict[str, Expected] = {
         "gauge",
         "load",
         epikv_kv_capacity_bytes=MODEL,
-        epikv_torch_memory_bytes=MODEL | {"kind": ("weights", "kv_pool")},
+        epikv_torch_memory_bytes=MODEL | {"kind": ("weights", "kv_pool", "scratch")},
         epikv_threads=MODEL | {"pool": ("engine",)},
         epikv_model_load_seconds=MODEL,
         epikv_model_info=MODEL

@@ -172,11 +172,10 @@ class Epikvd:
         page = self._served.page()
         held = {
             kind: page.total("epikv_torch_memory_bytes", kind=kind)
-            for kind in ("weights", "kv_pool")
+            for kind in ("weights", "kv_pool", "scratch")
         }
-        # It has touched its weights and the scratch of its largest step by now, but not its pool.
-        held["resident_at_start"] = resident(daemon.pid)
-        self.held_bytes = held["resident_at_start"] + held["kv_pool"]
+        self.held_bytes = sum(held.values())
+        held["resident_at_start"] = resident(daemon.pid)  # of LibTorch's own as well
         self.settings = {**flags, "bytes": held}
 
     def run(self, job: Job, limit: float) -> Reply:
