@@ -78,9 +78,9 @@ ARMS = [
     arm("OpenVINO GenAI bf16", "peer"),
     arm("transformers bf16", "peer"),
     arm("transformers fp32", "peer", "fp32"),
-    arm("memory read bf16", "bound"),
-    arm("our linears alone bf16", "bound"),
-    arm("oneDNN's linears alone bf16", "bound"),
+    arm("memory read bf16", "memory"),
+    arm("our linears alone bf16", "linears"),
+    arm("oneDNN's linears alone bf16", "linears"),
 ]
 
 
@@ -151,6 +151,21 @@ def test_targets_are_those_of_the_shape_and_of_what_was_measured() -> None:
     assert judged(Results(agreed=wrong), "small") == {"wrong_tokens(transformers fp32)": False}
 
 
+def test_limits_are_of_bounds_that_were_measured_beside() -> None:
+    own = [arm("epikv bf16, sliding 512", "ours", budget=512)]
+    bounds = [arm("memory read bf16, 512 tokens", "memory", budget=512)]
+    rates = {"epikv bf16": 7, own[0].name: 9, "memory read bf16": 8, bounds[0].name: 12}
+    found = sampled(epikvbf16=[10], openvinobf16=[5], ourbf16=[12])
+    found.samples += [Sample(0, 2, "16x2048", name, rate) for name, rate in rates.items()]
+    assert list(results.limits(found, "0.5b", ARMS + own + bounds, [2])) == [
+        "streams16_over(OpenVINO GenAI bf16, 2 threads):"
+        " our linears alone bf16 allows 2.4 [2.4, 2.4]",
+        "16x2048(epikv bf16, sliding 512)_over_16x2048(epikv bf16, 2 threads):"
+        " memory read bf16, 512 tokens allows 1.5 [1.5, 1.5]",
+    ]
+    assert list(results.limits(found, "0.5b", ARMS + own + bounds, [1])) == []
+
+
 def test_memory_is_held_against_what_is_to_be_resident_and_the_smallest_peer() -> None:
     peaks = {"epikv bf16": 110, "OpenVINO GenAI bf16": 300, "transformers bf16": 105}
     found = Results([Sample(0, 2, "memory", name, peak) for name, peak in peaks.items()])
@@ -176,6 +191,7 @@ def test_budgets_take_part_where_there_is_something_to_evict() -> None:
     assert "epikv bf16, epikv_flat 512" in of["generated4096"]
     assert not any("bf16" not in name for name in of["16x2048"])
     assert not any("memory read" in name for name in of["memory"] + of["prefill4096"])
+    assert "memory read bf16, 512 tokens" in of["16x2048"]
     assert "our linears alone bf16" in of["decode1"]
     assert "our linears alone bf16" not in of["decode4096"] + of["generated4096"] + of["memory"]
 

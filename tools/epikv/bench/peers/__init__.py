@@ -119,6 +119,8 @@ def command(
         for count in counts:
             for path in curves.draw(pictures, results, chosen, arms, count):
                 harness.say(f"wrote {path}")
+    for line in found_in.limits(results, shape, arms, counts):
+        click.echo(line)
     targets = found_in.targets(results, shape, arms, counts)
     details = {
         "shape": {"name": shape, **asdict(SHAPES[shape])},
@@ -148,7 +150,7 @@ def _measure(
     loaded = Loaded(replace(place, pool_tokens=pool_tokens([*cells, tokens.CELL])), results)
     try:
         if agree:
-            whole = [arm for arm in arms if arm.kind != "bound" and arm.budget is None]
+            whole = [arm for arm in arms if not arm.is_bound and arm.budget is None]
             prompts = loaded.job(tokens.CELL, 0, FULL).prompts
             given = replies(loaded, tokens.CELL, whole, limit)
             results.agreed = tokens.agreements(place.checkpoint, prompts, given)

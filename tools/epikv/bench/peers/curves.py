@@ -11,7 +11,7 @@ from epikv.bench.peers.rounds import Results
 
 Line = tuple[Arm, dict[int, list[float]]]  # figures by concurrency or context
 
-_STYLES = {"ours": "-o", "peer": "--.", "bound": ":"}
+_STYLES = {"ours": "-o", "peer": "--.", "memory": ":", "linears": ":"}
 
 
 def draw(

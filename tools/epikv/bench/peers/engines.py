@@ -33,22 +33,26 @@ class Arm:
     """A row of a table. Arms with the same `start` share a process."""
 
     name: str
-    kind: Literal["ours", "peer", "bound"]
+    kind: Literal["ours", "peer", "memory", "linears"]  # the last two: bounds
     precision: str
     start: Callable[[Place], Engine]
     kv: Kv = FULL
     budget: int | None = None
 
+    @property
+    def is_bound(self) -> bool:
+        return self.kind in ("memory", "linears")
+
     def takes_part(self, cell: Cell) -> bool:
         if self.budget is not None and not cell.evicts:
             return False
-        if "linears alone" in self.name and cell.kind in ("decode", "generated", "16x2048"):
+        if self.kind == "linears" and cell.kind in ("decode", "generated", "16x2048"):
             return cell.name == "decode1"  # no context changes them
         match cell.kind:
             case "memory":
-                return self.kind != "bound" and self.budget is None
+                return not self.is_bound and self.budget is None
             case "prefill":
-                return self.name != f"memory read {self.precision}"
+                return self.kind != "memory"
             case "generated" | "16x2048":
                 if self.precision != "bf16":
                     return False
@@ -81,6 +85,7 @@ def arms() -> list[Arm]:
         _transformers("bf16", "bfloat16"),
         _memory("fp32"),
         _memory("bf16"),
+        _memory("bf16", BUDGET),
         _memory("int8"),
         *(
             _linears(precision, dtype, whose)
@@ -184,16 +189,18 @@ def _transformers(precision: str, dtype: str) -> Arm:
     return Arm(f"transformers {precision}", "peer", precision, start)
 
 
-def _memory(precision: str) -> Arm:
+def _memory(precision: str, budget: int | None = None) -> Arm:
     def start(place: Place) -> Engine:
         size = BYTES[precision]
         configuration = {
             "weight_bytes": size * place.shape.matrix_weights,
             "kv_bytes": place.shape.kv_bytes(max(size, 2)),
+            "budget": budget,
         }
         return _runner("memory.py", configuration, place, _own_python())
 
-    return Arm(f"memory read {precision}", "bound", precision, start)
+    name = f"memory read {precision}" + (f", {budget} tokens" if budget else "")
+    return Arm(name, "memory", precision, start, budget=budget)
 
 
 def _linears(precision: str, dtype: str, whose: Literal["our", "oneDNN's"]) -> Arm:
@@ -213,7 +220,7 @@ def _linears(precision: str, dtype: str, whose: Literal["our", "oneDNN's"]) -> A
         }
         return _runner("linears.py", configuration, place, _own_python())
 
-    return Arm(f"{whose} linears alone {precision}", "bound", precision, start)
+    return Arm(f"{whose} linears alone {precision}", "linears", precision, start)
 
 
 def _own_python() -> Path:

@@ -12,6 +12,7 @@ from epikv.bench.targets import Target
 from epikv.stats import Estimate, bootstrap
 
 Key = tuple[str, str]  # cell and arm
+Stated = tuple[str, Key, Key, float, bool]  # name, ours, the other, bound, whether at least that
 
 
 def values(results: Results, threads: int, key: Key) -> dict[int, float]:
@@ -53,7 +54,7 @@ def fastest_linears(
     measured = {
         arm.name: median(found)
         for arm in arms
-        if arm.name.endswith(f"linears alone {precision}")
+        if (arm.kind, arm.precision) == ("linears", precision)
         and (found := values(results, threads, (cell, arm.name)).values())
     }
     return max(measured, key=measured.__getitem__) if measured else None
@@ -107,8 +108,7 @@ def targets(
         if arm.precision == "fp32" and arm.name in results.agreed
     ]
     for count in threads:
-        stated = _of_small() if shape == "small" else _of_large(results, count, arms)
-        for name, ours, other, bound, at_least in stated:
+        for name, ours, other, bound, at_least in _stated(results, shape, count, arms):
             estimate = paired(results, count, ours, other)
             if estimate is not None:
                 name = f"{name}({other[1]}, {count} threads)"
@@ -116,6 +116,38 @@ def targets(
         if shape != "small":
             found += _memory(results, count, arms)
     return found
+
+
+def limits(
+    results: Results, shape: str, arms: Sequence[Arm], threads: Sequence[int]
+) -> Iterator[str]:
+    """What the bounds allow of the ratios that targets are about, where they were measured: that of
+    a side that is ours is its bound's."""
+    of = {arm.name: arm for arm in arms}
+    for count in threads:
+        for name, ours, other, _, _ in _stated(results, shape, count, arms):
+            if ours[1] not in of or other[1] not in of or of[other[1]].is_bound:
+                continue
+            most = _bound(results, count, arms, ours)
+            least = _bound(results, count, arms, other) if of[other[1]].kind == "ours" else other
+            if most and least and (allowed := paired(results, count, most, least)):
+                yield (
+                    f"{name}({other[1]}, {count} threads): {most[1]} allows"
+                    f" {allowed.value:.3g} [{allowed.low:.3g}, {allowed.high:.3g}]"
+                )
+
+
+def _bound(results: Results, threads: int, arms: Sequence[Arm], ours: Key) -> Key | None:
+    """Of what decodes one token of each stream at a time, reading memory; of what multiplies many rows,
+    the linears."""
+    cell, name = ours
+    own = next(arm for arm in arms if arm.name == name)
+    if cell.startswith(("streams", "prefill")):
+        linears = fastest_linears(results, threads, cell, arms, own.precision)
+        return (cell, linears) if linears else None
+    reading = ("memory", own.precision, own.budget)
+    found = (arm.name for arm in arms if (arm.kind, arm.precision, arm.budget) == reading)
+    return next(((cell, arm) for arm in found), None)
 
 
 def details(results: Results) -> dict[str, Any]:
@@ -136,7 +168,8 @@ def details(results: Results) -> dict[str, Any]:
     }
 
 
-Stated = tuple[str, Key, Key, float, bool]
+def _stated(results: Results, shape: str, threads: int, arms: Sequence[Arm]) -> Iterator[Stated]:
+    return _of_small() if shape == "small" else _of_large(results, threads, arms)
 
 
 def _of_small() -> Iterator[Stated]:
