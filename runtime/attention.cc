@@ -9,6 +9,7 @@
 #include "absl/time/clock.h"
 #include "runtime/kernels.h"
 #include "runtime/kv_pool.h"
+#include "runtime/parts.h"
 #include "runtime/scalar_type.h"
 
 namespace epikv {
@@ -277,7 +278,7 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
   }
   const int64_t lanes = static_cast<int64_t>(items.size()) * shape.num_kv_heads;
   const AttentionPath path = FastestAttentionPath(kernel_shape);
-  at::parallel_for(0, lanes, 1, [&](int64_t begin, int64_t end) {
+  ForParts(lanes, 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     scratch.resize(DecodeScratchFloats(kernel_shape));
     for (int64_t i = begin; i < end; ++i) {
@@ -303,7 +304,7 @@ struct PrefillTask {
   int64_t head, first, num_rows;
 };
 
-// Dear and cheap ones alternate, for threads take halves: later rows see more.
+// The dearest first: later rows see more.
 std::vector<PrefillTask> PrefillTasks(absl::Span<const AttentionItem* const> items,
                                       const AttentionShape& shape, int64_t rows) {
   std::vector<PrefillTask> tasks;
@@ -314,12 +315,8 @@ std::vector<PrefillTask> PrefillTasks(absl::Span<const AttentionItem* const> ite
       }
     }
   }
-  std::vector<PrefillTask> dealt;
-  for (size_t i = 0, j = tasks.size(); i < j;) {
-    dealt.push_back(tasks[i++]);
-    if (i < j) dealt.push_back(tasks[--j]);
-  }
-  return dealt;
+  std::reverse(tasks.begin(), tasks.end());
+  return tasks;
 }
 
 PrefillLane PrefillLaneOf(const at::Tensor& q, at::Tensor& out, int64_t layer,
@@ -357,7 +354,7 @@ void PrefillTogether(AttentionPath path, const at::Tensor& q, at::Tensor& out, i
     *item->log_sum_exp = at::empty({shape.num_heads, item->num_rows}, at::kFloat);
   }
   const std::vector<PrefillTask> tasks = PrefillTasks(items, shape, PrefillRows(kernel_shape));
-  at::parallel_for(0, static_cast<int64_t>(tasks.size()), 1, [&](int64_t begin, int64_t end) {
+  ForParts(std::ssize(tasks), 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     scratch.resize(PrefillScratchFloats(kernel_shape));
     for (int64_t i = begin; i < end; ++i) {
