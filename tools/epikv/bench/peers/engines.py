@@ -46,7 +46,7 @@ class Arm:
     def takes_part(self, cell: Cell) -> bool:
         if self.budget is not None and not cell.evicts:
             return False
-        if self.kind == "linears" and cell.kind in ("decode", "generated", "16x2048"):
+        if self.kind == "linears" and cell.kind in ("decode", "generated"):
             return cell.name == "decode1"  # no context changes them
         match cell.kind:
             case "memory":

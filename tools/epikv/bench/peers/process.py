@@ -188,6 +188,10 @@ class Epikvd:
         self._served.wait_until_idle()
         return Reply(tokens, times, resident(self._daemon.pid, peak=True))
 
+    @property
+    def pid(self) -> int:
+        return self._daemon.pid
+
     def cpu(self) -> float:
         return _cpu(self._daemon.pid)
 
