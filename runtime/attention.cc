@@ -304,7 +304,7 @@ struct PrefillTask {
   int64_t head, first, num_rows;
 };
 
-// The dearest first: later rows see more.
+// The dearest first.
 std::vector<PrefillTask> PrefillTasks(absl::Span<const AttentionItem* const> items,
                                       const AttentionShape& shape, int64_t rows) {
   std::vector<PrefillTask> tasks;
@@ -315,7 +315,11 @@ std::vector<PrefillTask> PrefillTasks(absl::Span<const AttentionItem* const> ite
       }
     }
   }
-  std::reverse(tasks.begin(), tasks.end());
+  auto seen = [](const PrefillTask& task) {
+    return task.item->used[task.head] - task.item->num_rows + task.first;
+  };
+  std::stable_sort(tasks.begin(), tasks.end(),
+                   [&](const PrefillTask& a, const PrefillTask& b) { return seen(a) > seen(b); });
   return tasks;
 }
 

@@ -8,9 +8,10 @@
 
 namespace epikv {
 
-// Calls run(begin, end) for parts of [0, count), each once, on as many threads as `grain` each is
-// worth. A thread takes another part when it is done with one, smaller than the one before: where
-// parts differ in cost, or cores in speed, none waits for long.
+// Calls run(begin, end) for parts of [0, count), each once, with a thread for every `grain` of it
+// at most. A thread takes another part when it is done with one, smaller than the one before: where
+// cores differ in speed, or parts in cost, the dearest first, none waits for long. What a part
+// throws is thrown here; parts that were not begun may then be left.
 template <class Run>
 void ForParts(int64_t count, int64_t grain, const Run& run) {
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), (count + grain - 1) / grain);
