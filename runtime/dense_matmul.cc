@@ -27,21 +27,22 @@ int64_t WordsOf(const DenseShape& shape) {
 }
 
 // Calls each(where it lies in a packed weight, where in one as it was), in elements.
-template <class Each>
+template <int64_t kOfWord, class Each>
 void ForElements(const DenseShape& shape, const Each& each) {
-  const int64_t words = WordsOf(shape), of_word = InputsOfWord(shape);
+  const int64_t words = WordsOf(shape);
   for (int64_t o = 0; o < shape.outputs; ++o) {
     for (int64_t i = 0; i < shape.inputs; ++i) {
-      const int64_t word = (o / kBlock * words + i / of_word) * kBlock + o % kBlock;
-      each(word * of_word + i % of_word, o * shape.inputs + i);
+      const int64_t word = (o / kBlock * words + i / kOfWord) * kBlock + o % kBlock;
+      each(word * kOfWord + i % kOfWord, o * shape.inputs + i);
     }
   }
 }
 
-// Calls run(an element as bits, 0) of the shape's dtype.
+// Calls run<an integer as wide as an element, elements of a word>().
 template <class Run>
 void AsBits(const DenseShape& shape, const Run& run) {
-  shape.dtype == DType::kFloat32 ? run(uint32_t{0}) : run(uint16_t{0});
+  shape.dtype == DType::kFloat32 ? run.template operator()<uint32_t, 1>()
+                                 : run.template operator()<uint16_t, 2>();
 }
 
 }  // namespace
@@ -52,18 +53,18 @@ int64_t PackedDenseBytes(const DenseShape& shape) {
 
 void PackDense(const void* weight, const DenseShape& shape, void* packed) {
   std::memset(packed, 0, PackedDenseBytes(shape));
-  AsBits(shape, [&]<class T>(T) {
+  AsBits(shape, [&]<class T, int64_t kOfWord>() {
     const auto* const from = static_cast<const T*>(weight);
     auto* const to = static_cast<T*>(packed);
-    ForElements(shape, [&](int64_t place, int64_t dense) { to[place] = from[dense]; });
+    ForElements<kOfWord>(shape, [&](int64_t place, int64_t dense) { to[place] = from[dense]; });
   });
 }
 
 void UnpackDense(const void* packed, const DenseShape& shape, void* weight) {
-  AsBits(shape, [&]<class T>(T) {
+  AsBits(shape, [&]<class T, int64_t kOfWord>() {
     const auto* const from = static_cast<const T*>(packed);
     auto* const to = static_cast<T*>(weight);
-    ForElements(shape, [&](int64_t place, int64_t dense) { to[dense] = from[place]; });
+    ForElements<kOfWord>(shape, [&](int64_t place, int64_t dense) { to[dense] = from[place]; });
   });
 }
 

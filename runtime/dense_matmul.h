@@ -49,7 +49,8 @@ int64_t DenseRowBytes(DensePath path, const DenseShape& shape);
 void PrepareDense(DensePath path, const void* x, const DenseShape& shape, void* row);
 
 // Outputs of a block, those from block x kDenseBlock on, of x weight^T: out [num_rows,
-// kDenseBlock]. Those beyond `outputs` are 0. Fetches the block behind it into the caches.
+// kDenseBlock]; at least one row. Those beyond `outputs` are 0. Fetches what is read next, of this
+// block or the one behind it, into the caches.
 void MultiplyDense(DensePath path, const void* rows, int64_t num_rows, const void* packed,
                    const DenseShape& shape, int64_t block, float* out);
 

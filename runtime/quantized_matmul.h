@@ -56,7 +56,8 @@ absl::string_view QuantizedPathName(QuantizedPath path);
 QuantizedPath FastestQuantizedPath();
 
 // Outputs of a block, those from block x kQuantizedBlock on, of x weight^T, in fp32: out [rows,
-// kQuantizedBlock]. Those beyond `outputs` are 0.
+// kQuantizedBlock]; at least one row. Those beyond `outputs` are 0. Fetches what is read next, of
+// this block or the one behind it, into the caches.
 void MultiplyBlock(QuantizedPath path, const QuantizedRows& x, const void* packed,
                    const QuantizedShape& shape, int64_t block, float* out);
 
