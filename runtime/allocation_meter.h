@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/core/DeviceType.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <cstdint>
@@ -7,11 +8,12 @@
 
 namespace epikv {
 
-// What tensors that the calling thread makes take of memory, while this lives: as LibTorch's
-// allocators report it to a profiler. Not what kernels and libraries take by themselves.
+// What tensors that the calling thread makes take of a device's memory, while this lives: as
+// LibTorch's allocators report it to a profiler. Not what kernels and libraries take by themselves.
+// Of that thread alone.
 class AllocationMeter {
  public:
-  AllocationMeter();
+  explicit AllocationMeter(c10::DeviceType device = c10::DeviceType::CPU);
 
   int64_t allocations() const;
   int64_t peak_bytes() const;  // the most of theirs that were held at once

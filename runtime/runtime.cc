@@ -40,10 +40,10 @@ class NullHooks final : public ForwardHooks {
   }
 };
 
-// Bytes of the model's scratch for a step of so many rows. Those of a device stay with its
-// allocator; the CPU's are given back.
+// Bytes of the model's own tensors in a forward of so many rows, all with logits. A device's stay
+// with its allocator; the CPU's are freed.
 int64_t MeasureScratch(const Model& model, int64_t rows) {
-  const AllocationMeter meter;
+  const AllocationMeter meter(model.device().type());
   NullHooks hooks;
   const at::Tensor ids = at::zeros({rows}, at::kLong);
   model.Forward(ids, ids, ids, hooks);

@@ -47,7 +47,7 @@ struct LoadedModel {
   int64_t kv_capacity_bytes = 0;
   KvDType kv_dtype = KvDType::kModel;
   int64_t weight_bytes = 0;   // in memory, as served
-  int64_t scratch_bytes = 0;  // of the model's tensors, in the largest step
+  int64_t scratch_bytes = 0;  // of the model's own tensors in the largest forward
   int64_t threads = 0;
   std::string device;  // "cpu", "cuda"
   std::string decode_kernel, prefill_kernel;

@@ -89,9 +89,9 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
           GaugeOf("epikv_kv_peak_used_bytes", "Most bytes used since the start.", model, "",
                   {{"", peak_used_}}),
           GaugeOf("epikv_torch_memory_bytes",
-                  "Memory that LibTorch holds for good: weights as they are served, and the KV "
-                  "pool; and the tensors of the largest step, which come and go, as measured when "
-                  "the model was loaded.",
+                  "Memory of tensors: weights as they are served; the KV pool; and those that the "
+                  "model makes in a forward of the largest step with logits of every row, which "
+                  "come and go, as measured when it was loaded.",
                   model, "kind",
                   {{"weights", weights_}, {"kv_pool", capacity_}, {"scratch", scratch_}}),
           GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",

@@ -39,7 +39,9 @@ MetricsOptions Options() {
 
 EngineFacts Facts() {
   return {.kv = {.lanes = 4, .bytes_per_token = kFakeBytesPerToken},
-          .kv_capacity_bytes = 1000 * kFakeBytesPerToken};
+          .kv_capacity_bytes = 1000 * kFakeBytesPerToken,
+          .weight_bytes = 7000,
+          .scratch_bytes = 900};
 }
 
 // One for all tests, never stopped: the library takes two seconds for that. Serves what is alive.
@@ -263,6 +265,14 @@ TEST_F(MetricsTest, LabelsComeFromClosedSets) {
   EXPECT_EQ(
       values.at(R"(epikv_grpc_requests_total{code="OK",method="GenerationService/Generate"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_grpc_requests_total{code="UNKNOWN",method="other"})"), 1);
+}
+
+TEST_F(MetricsTest, MemoryIsOfEachKind) {
+  engine_.OnStep({.kv_capacity_bytes = 1000});
+  const auto values = Read();
+  EXPECT_EQ(values.at(R"(epikv_torch_memory_bytes{kind="weights"})"), 7000);
+  EXPECT_EQ(values.at(R"(epikv_torch_memory_bytes{kind="kv_pool"})"), 1000);
+  EXPECT_EQ(values.at(R"(epikv_torch_memory_bytes{kind="scratch"})"), 900);
 }
 
 TEST_F(MetricsTest, BoundHoldsForEverySeries) {
