@@ -97,6 +97,10 @@ TEST(DenseMatmul, PackedWeightsAreWhatTheyWere) {
   }
 }
 
+TEST(DenseMatmul, Float32IsOursWhereThereIsAPath) {
+  EXPECT_EQ(FastestDensePath(DType::kFloat32).has_value(), !DensePaths(DType::kFloat32).empty());
+}
+
 TEST(DenseMatmul, TheFastestPathIsTheLastOrNone) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     const std::optional<DensePath> fastest = FastestDensePath(dtype);

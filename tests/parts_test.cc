@@ -5,7 +5,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -43,14 +45,27 @@ TEST_P(ForPartsTest, WhatIsNotWorthTwoThreadsRunsHereAndAtOnce) {
   EXPECT_EQ(calls, 1);
 }
 
+TEST_P(ForPartsTest, WhatAPartThrowsIsThrownHere) {
+  auto run = [](int64_t begin, int64_t end) {
+    if (begin <= 500 && 500 < end) throw std::out_of_range("500");
+  };
+  EXPECT_THROW(ForParts(1000, 1, run), std::out_of_range);
+}
+
 // One thread is held until all but its own part is done: by the others.
 TEST_P(ForPartsTest, AThreadThatIsSlowIsNotWaitedForWithWorkLeft) {
-  if (GetParam() == 1) GTEST_SKIP() << "nobody else is there";
+  std::atomic<int> threads = 0;
+  at::parallel_for(0, GetParam(), 1, [&](int64_t, int64_t) { ++threads; });
+  if (threads == 1) GTEST_SKIP() << "nobody else is there";
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   std::atomic<int64_t> done = 0;
   std::atomic<bool> held = false;
   ForParts(1000, 1, [&](int64_t begin, int64_t end) {
     if (!held.exchange(true)) {
-      while (done < 1000 - (end - begin)) std::this_thread::yield();
+      while (done < 1000 - (end - begin) && std::chrono::steady_clock::now() < limit) {
+        std::this_thread::yield();
+      }
+      EXPECT_EQ(done, 1000 - (end - begin));
     }
     done += end - begin;
   });
