@@ -36,7 +36,9 @@ def test_streams_are_those_of_the_daemon_and_dated(ours: Epikvd, client: Client)
         assert tokens == list(alone.token_ids)
     assert all(len(times) == 8 and 0 < times[0] for times in found.times)
     assert all(times == sorted(times) for times in found.times)
-    assert found.peak > ours.settings["bytes"]["weights"] and ours.cpu() > 0
+    held = ours.settings["bytes"]
+    assert found.peak > held["weights"] > held["scratch"] > 0 and ours.cpu() > 0
+    assert ours.held_bytes == held["weights"] + held["kv_pool"] + held["scratch"]
 
 
 def test_a_job_that_the_daemon_refuses_or_that_takes_too_long_is_told(ours: Epikvd) -> None:

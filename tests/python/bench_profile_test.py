@@ -2,11 +2,13 @@
 
 import io
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from epikv.bench import harness, profile
 from epikv.bench.profile import Function
 
@@ -78,9 +80,39 @@ def test_the_page_of_flame_graphs_is_fetched_once(
     assert f"--template={tmp_path}/{name}.html" in drawn.read_text()
 
 
-def test_engines_that_are_not_ours_are_refused(program: Callable[[str, str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--engine", "llama"], "no engine of streams16 is called 'llama'; there are epikv fp32,"),
+        (["--engine", "epikv int8", "--cell", "16x2048"], "no engine of 16x2048 is called"),
+        (["--cell", "decode1,streams4"], "'decode1,streams4' is 2 cells; one is looked at"),
+        (["--cell", "walk"], "'walk' is no cell; known: "),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    program: Callable[[str, str], Path], asked: list[str], said: str
+) -> None:
     program("perf", "")
-    from click.testing import CliRunner
+    done = CliRunner().invoke(profile.command, asked)
+    assert done.exit_code == 2 and said in " ".join(done.output.split())
 
-    done = CliRunner().invoke(profile.command, ["--engine", "llama.cpp f32"])
-    assert done.exit_code == 2 and "epikv bf16" in done.output
+
+def test_the_process_is_recorded_while_jobs_run(program: Callable[[str, str], Path]) -> None:
+    log = program("perf", "")
+    ran = []
+    with profile._busy(ran.append):
+        assert ran[0] == 0
+        while len(ran) < 3:
+            time.sleep(0.001)
+        profile.record(77, 2, Path("samples"))
+    assert ran == list(range(len(ran)))
+    assert "-p 77 -o samples -- sleep 2" in log.read_text()
+
+
+def test_a_job_that_fails_meanwhile_ends_it() -> None:
+    def job(seed: int) -> None:
+        if seed > 0:
+            raise RuntimeError("it ended")
+
+    with pytest.raises(RuntimeError, match="it ended"), profile._busy(job):
+        pass

@@ -1,5 +1,5 @@
-"""Where the daemon's time goes: perf's samples of it while it serves jobs of one cell of
-`epikv bench peers`, as a table of functions and, if asked, a flame graph.
+"""Where an engine's time goes, ours or a peer's: perf's samples of it while it runs jobs of one
+cell of `epikv bench peers`, as a table of functions and, if asked, a flame graph.
 
 perf is the Linux kernel's (Debian: linux-perf), and so is the script that makes the flame graph; the
 page that it fills in is d3-flame-graph's, fetched once with npm.
@@ -21,6 +21,7 @@ import click
 
 from epikv.bench import harness
 from epikv.bench.targets import finish
+from epikv.connection import TLS_VARIABLES
 
 D3_FLAME_GRAPH = "4.1.3"  # the last whose package has the page
 _PAGE = "package/dist/templates/d3-flamegraph-base.html"
@@ -39,7 +40,7 @@ class Function:
 @click.command("profile")
 @click.option("--shape", type=click.Choice(["small", "0.5b"]), default="0.5b", show_default=True)
 @click.option("--cell", "cell_name", default="streams16", show_default=True, help="As of peers.")
-@click.option("--engine", default="epikv bf16", show_default=True, help="One of ours, as of peers.")
+@click.option("--engine", default="epikv bf16", show_default=True, help="As of peers, whole.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--seconds", type=click.IntRange(1), default=20, show_default=True)
 @click.option("--least", default=0.005, show_default=True, help="Share that is worth a row.")
@@ -65,22 +66,31 @@ def command(
     binary: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Where the daemon's time goes, by perf: hot functions, and a flame graph."""
+    """Where the daemon's time goes, or a peer's, by perf: hot functions, and a flame graph."""
     from epikv.bench.peers import cells, checkpoint, engines, venvs
     from epikv.bench.peers.process import ENVIRONMENT
     from epikv.bench.peers.rounds import pool_tokens
 
     if shutil.which("perf") is None:
         raise click.ClickException("perf is not there (Debian: apt-get install linux-perf)")
-    (cell,) = cells.parse(cell_name)
-    arm = next((a for a in engines.arms() if (a.kind, a.name) == ("ours", engine)), None)
+    try:
+        chosen = cells.parse(cell_name)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if len(chosen) > 1:
+        raise click.UsageError(f"'{cell_name}' is {len(chosen)} cells; one is looked at")
+    cell = chosen[0]
+    known = [arm for arm in engines.arms() if arm.takes_part(cell)]
+    arm = next((arm for arm in known if arm.name == engine), None)
     if arm is None:
-        known = ", ".join(a.name for a in engines.arms() if a.kind == "ours")
-        raise click.UsageError(f"'{engine}' is none of ours: {known}")
+        names = ", ".join(arm.name for arm in known)
+        raise click.UsageError(f"no engine of {cell.name} is called '{engine}'; there are {names}")
     of_shape = checkpoint.SHAPES[shape]
     weights = checkpoint.checkpoint(of_shape, shape, venvs.folder())
     place = engines.Place(of_shape, weights, threads, pool_tokens([cell]), binary)
     samples = harness.folder() / "perf.data"
+    for name in TLS_VARIABLES:  # of another daemon
+        os.environ.pop(name, None)
     os.environ.update(ENVIRONMENT)
     try:
         with closing(arm.start(place)) as served:
@@ -92,6 +102,7 @@ def command(
                 record(served.pid, seconds, samples)
     except venvs.Refused as refused:
         raise click.ClickException(f"{engine}: {refused}") from refused
+    harness.say(f"perf's samples are in {samples}")
     found = functions(samples)
     click.echo(f"\n{table(found, least)}\n")
     if flame is not None:

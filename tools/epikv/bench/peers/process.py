@@ -54,6 +54,9 @@ class Engine(Protocol):
 
     settings: Mapping[str, Any]  # that decide its speed
 
+    @property
+    def pid(self) -> int: ...
+
     def run(self, job: Job, limit: float) -> Reply:
         """limit: seconds that it may take."""
 
@@ -100,6 +103,10 @@ class Runner:
             counts = sorted({len(tokens) for tokens in reply.tokens})
             raise Refused(f"it generated {counts} tokens, not {job.new}")
         return reply
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def cpu(self) -> float:
         return _cpu(self._process.pid)
@@ -174,6 +181,9 @@ class Epikvd:
             kind: page.total("epikv_torch_memory_bytes", kind=kind)
             for kind in ("weights", "kv_pool", "scratch")
         }
+        if untold := [kind for kind, size in held.items() if size == 0]:
+            self.close()
+            raise Refused(f"its metrics do not say what it holds: {', '.join(untold)}")
         self.held_bytes = sum(held.values())
         held["resident_at_start"] = resident(daemon.pid)  # of LibTorch's own as well
         self.settings = {**flags, "bytes": held}

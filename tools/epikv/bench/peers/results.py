@@ -121,33 +121,35 @@ def targets(
 def limits(
     results: Results, shape: str, arms: Sequence[Arm], threads: Sequence[int]
 ) -> Iterator[str]:
-    """What the bounds allow of the ratios that targets are about, where they were measured: that of
-    a side that is ours is its bound's."""
+    """What bounds allow of the ratios that targets are about, where they were measured beside: the
+    lowest bound's own ratio to the other side."""
     of = {arm.name: arm for arm in arms}
     for count in threads:
         for name, ours, other, _, _ in _stated(results, shape, count, arms):
             if ours[1] not in of or other[1] not in of or of[other[1]].is_bound:
                 continue
-            most = _bound(results, count, arms, ours)
-            least = _bound(results, count, arms, other) if of[other[1]].kind == "ours" else other
-            if most and least and (allowed := paired(results, count, most, least)):
+            allowed = {
+                bound: ratio
+                for bound in _bounds(results, count, arms, ours)
+                if (ratio := paired(results, count, (ours[0], bound), other))
+            }
+            if allowed:
+                lowest = min(allowed, key=lambda bound: allowed[bound].value)
+                ratio = allowed[lowest]
                 yield (
-                    f"{name}({other[1]}, {count} threads): {most[1]} allows"
-                    f" {allowed.value:.3g} [{allowed.low:.3g}, {allowed.high:.3g}]"
+                    f"{name}({other[1]}, {count} threads): {lowest} allows"
+                    f" {ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]"
                 )
 
 
-def _bound(results: Results, threads: int, arms: Sequence[Arm], ours: Key) -> Key | None:
-    """Of what decodes one token of each stream at a time, reading memory; of what multiplies many rows,
-    the linears."""
+def _bounds(results: Results, threads: int, arms: Sequence[Arm], ours: Key) -> Iterator[str]:
+    """Arms that bound one of ours in its cell: linears, and reading memory."""
     cell, name = ours
     own = next(arm for arm in arms if arm.name == name)
-    if cell.startswith(("streams", "prefill")):
-        linears = fastest_linears(results, threads, cell, arms, own.precision)
-        return (cell, linears) if linears else None
+    if linears := fastest_linears(results, threads, cell, arms, own.precision):
+        yield linears
     reading = ("memory", own.precision, own.budget)
-    found = (arm.name for arm in arms if (arm.kind, arm.precision, arm.budget) == reading)
-    return next(((cell, arm) for arm in found), None)
+    yield from (arm.name for arm in arms if (arm.kind, arm.precision, arm.budget) == reading)
 
 
 def details(results: Results) -> dict[str, Any]:
