@@ -46,6 +46,7 @@ def draw(
 
 def _draw(path: Path, lines: Sequence[Line], across: str, up: str) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     precisions = list(dict.fromkeys(arm.precision for arm, _ in lines))
     figure = Figure(figsize=(5 * max(1, len(precisions)), 5), layout="constrained")
@@ -63,6 +64,10 @@ def _draw(path: Path, lines: Sequence[Line], across: str, up: str) -> None:
             )  # fmt: skip
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for each in (axis.xaxis, axis.yaxis):
+            each.set_major_formatter(StrMethodFormatter("{x:g}"))
+            each.set_minor_formatter(NullFormatter())
         axis.set_xlabel(across)
         axis.set_title(precision)
         axis.legend(fontsize="small")
