@@ -10,7 +10,6 @@ namespace epikv {
 
 // What tensors that the calling thread makes take of a device's memory, while this lives: as
 // LibTorch's allocators report it to a profiler. Not what kernels and libraries take by themselves.
-// Of that thread alone.
 class AllocationMeter {
  public:
   explicit AllocationMeter(c10::DeviceType device = c10::DeviceType::CPU);
