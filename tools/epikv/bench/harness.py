@@ -74,6 +74,12 @@ class Served:
             time.sleep(0.02)
 
 
+def forget_tls() -> None:
+    """The environment's TLS files are of another daemon: those of a benchmark speak plain text."""
+    for name in TLS_VARIABLES:
+        os.environ.pop(name, None)
+
+
 @contextmanager
 def serving(
     model: Callable[[], Path],
@@ -94,8 +100,7 @@ def serving(
     try:
         binary = binary or fresh_binary(_ROOT)
         path = model()
-        for name in TLS_VARIABLES:  # of another daemon: this one speaks plain text
-            os.environ.pop(name, None)
+        forget_tls()
         say(f"starting epikvd on {path.name}")
         with Daemon(path, *flags, binary=binary) as daemon, daemon.client() as client:
             say(f"serving at {daemon.grpc}, metrics at {daemon.metrics}")

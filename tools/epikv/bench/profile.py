@@ -21,7 +21,6 @@ import click
 
 from epikv.bench import harness
 from epikv.bench.targets import finish
-from epikv.connection import TLS_VARIABLES
 
 D3_FLAME_GRAPH = "4.1.3"  # the last whose package has the page
 _PAGE = "package/dist/templates/d3-flamegraph-base.html"
@@ -89,8 +88,7 @@ def command(
     weights = checkpoint.checkpoint(of_shape, shape, venvs.folder())
     place = engines.Place(of_shape, weights, threads, pool_tokens([cell]), binary)
     samples = harness.folder() / "perf.data"
-    for name in TLS_VARIABLES:  # of another daemon
-        os.environ.pop(name, None)
+    harness.forget_tls()
     os.environ.update(ENVIRONMENT)
     try:
         with closing(arm.start(place)) as served:

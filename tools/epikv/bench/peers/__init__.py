@@ -21,7 +21,6 @@ import click
 
 from epikv.bench import harness, plots
 from epikv.bench.targets import INTERRUPTED, finish
-from epikv.connection import TLS_VARIABLES
 
 if TYPE_CHECKING:
     from epikv.bench.peers.cells import Cell
@@ -91,8 +90,7 @@ def command(
     ]
     if not arms:
         raise click.UsageError(f"no engine is called {' or '.join(wanted)}")
-    for name in TLS_VARIABLES:  # of another daemon
-        os.environ.pop(name, None)
+    harness.forget_tls()
     os.environ.update(ENVIRONMENT)
     model = checkpoint(SHAPES[shape], shape, venvs.folder())
     results = Results()
