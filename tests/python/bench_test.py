@@ -1,5 +1,6 @@
 """Parts of `epikv bench` that need no daemon."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +46,7 @@ def test_files_are_made_again_when_what_they_hold_changes() -> None:
     assert one == same != other and one.name.startswith("m-")
 
 
-def policy(name: str, slack: int | None) -> Policy:
+def policy(name: str, slack: int | None, signals: Sequence[str] = ()) -> Policy:
     params = [] if slack is None else [PolicyParam("slack", "int", slack, 0, 65536, [], "")]
     return Policy(
         name=name,
@@ -54,7 +55,7 @@ def policy(name: str, slack: int | None) -> Policy:
         params=params,
         params_schema=None,
         evaluation_only=False,
-        signals=[],
+        signals=list(signals),
         granularity="token",
         prompt_eviction="refuses",
         slack_tokens=slack or 0,
@@ -90,6 +91,13 @@ epikv_step_cpu_seconds_total{stage="evict"} 0.2
     for other in ('{phase="prefill"} 1', '{phase="decode"} 6'):
         with pytest.raises(ClickException, match="something else"):
             window(page + f"epikv_step_tokens_total{other}\n")
+
+
+def test_a_policy_without_attention_is_to_cost_next_to_nothing() -> None:
+    share = {512: policies.Cost([1e-3], [], [], 700, 256)}
+    for signals, told in (((), "(over)"), (("keys",), "(over)"), (("keys", "queries"), "| 700")):
+        table = policies._table([policy("it", 0, signals)], {"it": share}, {}, {512: 0.02})
+        assert f"5.0% {told}" in table
 
 
 def test_costs_are_told_in_shares_of_a_step() -> None:
