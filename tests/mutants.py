@@ -564,6 +564,38 @@ MUTANTS = [
         "outbox_test",
         "*AFullOutbox*",
     ),
+    Mutant(
+        "a part reaches into the next",
+        "runtime/parts.h",
+        "      run(begin, end);\n",
+        "      run(begin, std::min(count, end + (threads > 1)));\n",
+        "parts_test",
+        "*EachIsThereOnce*",
+    ),
+    Mutant(
+        "threads share what a product sums in",
+        "runtime/blocked_linear.cc",
+        "thread_local std::vector<float> memory;",
+        "static std::vector<float> memory(rows * block);",
+        "threads_test",
+        "*GiveTheBitsOfOne*",
+    ),
+    Mutant(
+        "a product leaves out an input of those it takes at once",
+        "runtime/dense_matmul.cc",
+        "std::min(at_once, num_words - begin)",
+        "std::min(at_once - 1, num_words - begin)",
+        "dense_matmul_test",
+        "*SumsOfSmallIntegersAreExact*",
+    ),
+    Mutant(
+        "a packed weight's outputs lie backwards",
+        "runtime/dense_matmul.cc",
+        "(o / kBlock * words + i / kOfWord) * kBlock + o % kBlock",
+        "(o / kBlock * words + i / kOfWord) * kBlock + (kBlock - 1 - o % kBlock)",
+        "dense_matmul_test",
+        "*SumsOfSmallIntegersAreExact*",
+    ),
 ]
 
 
@@ -581,7 +613,7 @@ def prepare(build: Path, work: Path) -> Path:
         if not target.exists() or target.read_bytes() != (ROOT / name).read_bytes():
             shutil.copyfile(ROOT / name, target)
     cache = (build / "CMakeCache.txt").read_text()
-    settings = re.findall(r"^(EPIKV_(?:TORCH_DIR|PYTHON)):\w+=(.+)$", cache, re.MULTILINE)
+    settings = re.findall(r"^(EPIKV_(?:TORCH_DIR|PYTHON|XGRAMMAR_SDIST)):\w+=(.+)$", cache, re.MULTILINE)
     # A fault may leave a variable unused.
     flags = [f"-D{key}={value}" for key, value in settings] + [
         "-DEPIKV_SERVER=OFF",
