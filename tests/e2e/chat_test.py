@@ -177,7 +177,6 @@ def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(daemon: Daemon) -> N
     command = talk(daemon, "-n", "3900", "--logit-bias", "0=-100")  # no end of its own
     child, terminal = pty.fork()
     if child == 0:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which background jobs ignore
         os.execvp(command[0], command)
     seen = b""
 
