@@ -613,7 +613,9 @@ def prepare(build: Path, work: Path) -> Path:
         if not target.exists() or target.read_bytes() != (ROOT / name).read_bytes():
             shutil.copyfile(ROOT / name, target)
     cache = (build / "CMakeCache.txt").read_text()
-    settings = re.findall(r"^(EPIKV_(?:TORCH_DIR|PYTHON|XGRAMMAR_SDIST)):\w+=(.+)$", cache, re.MULTILINE)
+    settings = re.findall(
+        r"^(EPIKV_(?:TORCH_DIR|PYTHON|XGRAMMAR_SDIST)):\w+=(.+)$", cache, re.MULTILINE
+    )
     # A fault may leave a variable unused.
     flags = [f"-D{key}={value}" for key, value in settings] + [
         "-DEPIKV_SERVER=OFF",
