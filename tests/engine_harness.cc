@@ -31,12 +31,13 @@ void Append(const Delta& delta, Transcript& to) {
 
 class TranscriptSink final : public RequestSink {
  public:
-  TranscriptSink(std::shared_ptr<Transcript> transcript, int64_t completions)
-      : transcript_(std::move(transcript)) {
+  TranscriptSink(std::shared_ptr<Transcript> transcript, int64_t completions,
+                 std::function<bool()> ready)
+      : transcript_(std::move(transcript)), ready_(std::move(ready)) {
     if (completions > 1) transcript_->completions.resize(completions);
   }
 
-  bool Ready() const override { return true; }
+  bool Ready() const override { return ready_ == nullptr || ready_(); }
   void OnDelta(Delta delta) override {
     Append(delta, *transcript_);
     if (transcript_->completions.empty()) return;
@@ -48,6 +49,7 @@ class TranscriptSink final : public RequestSink {
 
  private:
   const std::shared_ptr<Transcript> transcript_;
+  const std::function<bool()> ready_;
 };
 
 [[noreturn]] void Die(const std::string& why) {
@@ -85,6 +87,7 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
       AdmissionLimits{.kv_capacity_bytes = options.kv_pool_bytes,
                       .kv_dtype = options.kv_dtype,
                       .prefill_chunk_tokens = options.prefill_chunk_tokens,
+                      .max_running_requests = options.max_running_requests,
                       .turns_keys = !options.device_path});
   const ModelShape& shape = admission_->shape();
   const int64_t lanes = shape.num_layers * shape.num_kv_heads;
@@ -107,18 +110,28 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
                         .prefill_chunk_tokens = options.prefill_chunk_tokens,
                         .fixed_chunk_tokens = options.deterministic ? kDeterministicRows : 0},
           .kv_capacity_bytes = options.kv_pool_bytes,
-          .max_prefix_bytes = options.max_prefix_bytes},
-      std::move(executor), *tokenizer_, observer_);
+          .max_prefix_bytes = options.max_prefix_bytes,
+          .max_running_requests = options.max_running_requests},
+      std::move(executor), *tokenizer_, observer_, std::move(options.now));
 }
 
 std::shared_ptr<Transcript> EngineHarness::Submit(RequestOptions options) {
   if (options.id.empty()) options.id = absl::StrCat("request-", next_id_++);
   auto resolved = admission_->Resolve(std::move(options));
   if (const auto* rejection = std::get_if<Rejection>(&resolved)) Die(rejection->message);
+  return Submit(std::get<Request>(std::move(resolved)));
+}
+
+std::shared_ptr<Transcript> EngineHarness::Submit(Request request, std::function<bool()> ready,
+                                                  bool idle) {
   auto transcript = std::make_shared<Transcript>();
-  Request& request = std::get<Request>(resolved);
-  auto sink = std::make_shared<TranscriptSink>(transcript, request.completions());
-  engine_->Submit(std::move(request), std::move(sink));
+  auto sink =
+      std::make_shared<TranscriptSink>(transcript, request.completions(), std::move(ready));
+  if (idle) {
+    engine_->SubmitIdle(std::move(request), std::move(sink));
+  } else {
+    engine_->Submit(std::move(request), std::move(sink));
+  }
   return transcript;
 }
 

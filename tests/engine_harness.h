@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "policies/registry.h"
 #include "runtime/admission.h"
 #include "runtime/engine.h"
@@ -45,6 +46,8 @@ struct HarnessOptions {
   PolicyCatalog policies = AllPolicies();
   int64_t mass_interval = 0;  // see ExecutorOptions
   bool end_tokens = true;     // false: streams go on to their length, whatever they say
+  int64_t max_running_requests = 256;
+  std::function<absl::Time()> now = absl::Now;
 };
 
 // An engine over a real model file, stepped by hand: for tests of what it computes.
@@ -56,6 +59,10 @@ class EngineHarness {
 
   // Queues a request; the transcript fills as Step runs.
   std::shared_ptr<Transcript> Submit(RequestOptions options);
+  // The same of a request that Admission has resolved. `ready`: whether its client reads; null: it
+  // always does. idle: by Engine::SubmitIdle.
+  std::shared_ptr<Transcript> Submit(Request request, std::function<bool()> ready = nullptr,
+                                     bool idle = false);
   // What Admission says of a request that it refuses.
   Rejection Refusal(RequestOptions options) const;
   // Steps until nothing can run.
@@ -68,6 +75,7 @@ class EngineHarness {
   const Manifest& manifest() const { return model_->manifest(); }
   LawModel& model() { return *model_; }
   const Executor& executor() const { return *executor_; }
+  const Tokenizer& tokenizer() const { return *tokenizer_; }
   // Called after every step.
   void OnStep(std::function<void()> check) { on_step_ = std::move(check); }
   // Of every round that was measured, SettleOutcome::attention_mass.

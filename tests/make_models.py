@@ -68,6 +68,25 @@ BENT = {
     "final_logit_softcapping": 30.0,
 }
 
+# Windows without soft caps: the kernels that are chosen run at the layers between.
+WINDOWS = {
+    **TINY,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 24,
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+}
+# The first layers see everything. Its tokens are bytes, so its texts can be JSON.
+WINDOWS_MQA = {
+    **TINY,
+    "num_key_value_heads": 1,
+    "use_sliding_window": True,
+    "sliding_window": 20,
+    "max_window_layers": 2,
+}
+
 
 def write_many_faults(path: Path) -> None:
     """A module and a manifest with five faults between them."""
@@ -131,6 +150,23 @@ def main() -> None:
         path = out / f"{name}.pt"
         random_model(WIDE, path, dtype, seed=1, name=name, quantization=quantization, check=False)
     random_model(BENT, out / "bent.pt", seed=1, name="bent", architecture="Gemma2ForCausalLM")
+    random_model(
+        WINDOWS,
+        out / "windows.pt",
+        seed=1,
+        name="windows",
+        architecture="Gemma3ForCausalLM",
+        check=False,
+    )
+    random_model(
+        WINDOWS_MQA,
+        out / "windows_mqa.pt",
+        seed=1,
+        name="windows_mqa",
+        architecture="Qwen2ForCausalLM",
+        tokenizer="bytes",
+        check=False,
+    )
     write_sample(out)
 
 

@@ -23,6 +23,7 @@ def random_model(
     seed: int = 0,
     *,
     architecture: str = "LlamaForCausalLM",
+    tokenizer: str = "words",
     name: str = "random",
     quantization: str | None = None,
     calibration: Path | None = None,
@@ -30,11 +31,11 @@ def random_model(
 ) -> None:
     """Writes an exported model with random weights to `path`.
 
-    `config` and `architecture` are those of `write_directory`; other arguments are `export`'s.
-    The tokenizer has one made-up word per id: w0, w1, ...
+    `config`, `architecture` and `tokenizer` are those of `write_directory`; other arguments are
+    `export`'s.
     """
     with tempfile.TemporaryDirectory() as directory:
-        write_directory(config, Path(directory), dtype, seed, architecture=architecture)
+        write_directory(config, Path(directory), dtype, seed, tokenizer, architecture)
         export(
             Path(directory),
             path,
