@@ -399,8 +399,11 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
   std::optional<AttentionPath> prefill;
   if (prefill_ == PrefillKernel::kBatch || ours) prefill = PrefillPath(KernelShape(shape));
   std::vector<const AttentionItem*> together, prompts;
+  int64_t end = 0;  // of the items' rows
   for (const AttentionItem& item : items) {
     counts_.attended += item.num_rows * shape.num_kv_heads;
+    end = std::max(end, item.row + item.num_rows);
+    if (item.logits != nullptr) item.logits->clear();  // another layer's, or another step's
     if (!item.decode && prefill.has_value()) {
       prompts.push_back(&item);
     } else if (!item.decode) {
@@ -412,6 +415,7 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
       DecodeAlone(decode_, q, out, layer, item, shape);
     }
   }
+  out.narrow(0, end, q.size(0) - end).zero_();  // padding
   if (!together.empty()) DecodeTogether(q, out, layer, together, shape);
   if (!prompts.empty()) PrefillTogether(*prefill, q, out, layer, prompts, shape);
   return out;
@@ -425,7 +429,7 @@ void Attention::Rows(const at::Tensor& q, int64_t layer, const AttentionItem& it
     starts[head] = starts[head - 1] + item.used[head - 1];
   }
   const DecodeShape kernel_shape = KernelShape(shape);
-  const bool left = item.logits != nullptr && !item.logits->empty();
+  const bool left = item.logits != nullptr && !item.logits->empty();  // by Run, at this layer
   const std::vector<int64_t> logits =
       left ? LogitStarts(item, kernel_shape) : std::vector<int64_t>();
   at::parallel_for(0, shape.num_kv_heads, 1, [&](int64_t begin, int64_t end) {

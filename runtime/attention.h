@@ -10,14 +10,15 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "runtime/kernel_choice.h"
 #include "runtime/kv_format.h"
 #include "runtime/manifest.h"
 #include "runtime/sequence_cache.h"
 
 namespace epikv {
 
-// How one decode query attends. Chosen at start-up by measuring, never by the policy. At layers
-// with a soft cap or a window, and over K and V of int8, it is kBatch.
+// How one decode query attends. Chosen at start-up (kernel_choice.h), never by the policy. At
+// layers with a soft cap or a window, and over K and V of int8, it is kBatch.
 enum class DecodeKernel {
   kBatch,   // our loop, one call for all sequences' lanes
   kFlash,   // the SDPA flash kernel, one call a sequence
@@ -25,7 +26,7 @@ enum class DecodeKernel {
 };
 absl::string_view DecodeKernelName(DecodeKernel kernel);
 
-// How a prompt's rows attend; also measured. kBatch is our loop, one call for all prompts' lanes,
+// How a prompt's rows attend. kBatch is our loop, one call for all prompts' lanes,
 // where the processor has one for the shape; elsewhere, and with kFlash, the SDPA flash kernel, a
 // call or two a sequence. Over K and V of int8 it is kBatch.
 enum class PrefillKernel { kBatch, kFlash };
@@ -50,7 +51,8 @@ struct AttentionItem {
   absl::Span<char* const> keys;
   // Per KV head. Empty: every row sees every slot that is not younger.
   absl::Span<const LanePositions> positions;
-  // Decode, if not null: where Run may leave the logits, so that Rows need not make them again.
+  // Decode, if not null: where Run leaves the logits, so that Rows need not make them again; or
+  // nothing, where its kernel makes none.
   std::vector<float>* logits = nullptr;
   // Prefill, if not null: where Run leaves the log-sum-exp of each query's logits, [heads,
   // num_rows], fp32.
@@ -79,7 +81,8 @@ class Attention {
  public:
   Attention(DecodeKernel decode, PrefillKernel prefill) : decode_(decode), prefill_(prefill) {}
 
-  // q [n, heads, key_width], rotated, contiguous -> out [n, heads, value_width].
+  // q [n, heads, key_width], rotated, contiguous -> out [n, heads, value_width]; rows behind those
+  // of the items are zero.
   at::Tensor Run(const at::Tensor& q, int64_t layer, absl::Span<const AttentionItem> items,
                  const AttentionShape& shape) const;
 
@@ -100,12 +103,6 @@ class Attention {
   const DecodeKernel decode_;
   const PrefillKernel prefill_;
   mutable AttentionCounts counts_;
-};
-
-template <class Kernel>
-struct KernelTiming {
-  Kernel kernel;
-  double microseconds = 0;  // of one layer; the least of several runs
 };
 
 // Times every kernel on this machine with the calling thread's team. Fastest first. Decode: 8

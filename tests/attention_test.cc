@@ -183,6 +183,47 @@ TEST(DecodeRows, AreMadeOfTheLogitsThatRunLeaves) {
   }
 }
 
+// A layer whose kernel leaves no logits is not given those of the layer before, or of a step in
+// which the lanes were shorter.
+TEST(DecodeRows, AreNeverMadeOfAnotherLayersLogits) {
+  at::manual_seed(3);
+  const OneLayer before(6, 2, at::kFloat, KvDType::kModel, std::nullopt, /*window=*/4000);
+  const OneLayer layer(6, 2, at::kFloat, KvDType::kModel);
+  const at::Tensor q = at::randn({1, 6, 16});
+  const std::vector<int64_t> few = {500, 500}, all = {OneLayer::kTokens, OneLayer::kTokens};
+  for (DecodeKernel kernel : {DecodeKernel::kFlash, DecodeKernel::kMatmul}) {
+    const Attention attention(kernel, PrefillKernel::kBatch);
+    std::vector<float> logits;
+    auto item = [&](const OneLayer& of, const std::vector<int64_t>& used) {
+      return AttentionItem{
+          .cache = &of.cache(), .num_rows = 1, .decode = true, .used = used, .logits = &logits};
+    };
+    std::vector<float> row(2 * OneLayer::kTokens), anew = row;
+    const AttentionItem first = item(before, few), second = item(layer, all);
+    attention.Run(q, 0, {&first, 1}, before.shape());
+    ASSERT_FALSE(logits.empty()) << "layers with windows run in our loop";
+    attention.Run(q, 0, {&second, 1}, layer.shape());
+    attention.Rows(q, 0, second, layer.shape(), absl::MakeSpan(row));
+    logits.clear();
+    attention.Rows(q, 0, second, layer.shape(), absl::MakeSpan(anew));
+    EXPECT_EQ(row, anew) << DecodeKernelName(kernel);
+  }
+}
+
+// Whatever lay in that memory before.
+TEST(Attention, LeavesZeroInRowsThatAreNobodys) {
+  const OneLayer layer(6, 2, at::kFloat, KvDType::kModel);
+  const std::vector<int64_t> used = {300, 300};
+  const AttentionItem item{.cache = &layer.cache(), .num_rows = 1, .decode = true, .used = used};
+  for (DecodeKernel kernel : {DecodeKernel::kBatch, DecodeKernel::kFlash, DecodeKernel::kMatmul}) {
+    at::full({16, 6, 16}, std::numeric_limits<float>::quiet_NaN());  // and given back
+    const at::Tensor out = Attention(kernel, PrefillKernel::kBatch)
+                               .Run(at::randn({16, 6, 16}), 0, {&item, 1}, layer.shape());
+    EXPECT_TRUE(at::isfinite(out[0]).all().item<bool>());
+    EXPECT_EQ(out.narrow(0, 1, 15).count_nonzero().item<int64_t>(), 0) << DecodeKernelName(kernel);
+  }
+}
+
 // One attention item whose tokens lie anywhere, as after evictions: every lane's slots have
 // positions of their own, out of order and with gaps; the rows' are the last slots of prefill, any
 // of decode.
