@@ -61,31 +61,6 @@ absl::Status CheckSupported(const Manifest& manifest) {
   return absl::OkStatus();
 }
 
-// The one that is asked for, or with "auto" the fastest. Precondition: `timings` are not empty.
-template <class Kernel>
-absl::StatusOr<Kernel> Choose(absl::string_view setting, absl::string_view asked,
-                              absl::string_view what,
-                              const std::vector<KernelTiming<Kernel>>& timings,
-                              absl::string_view (*name)(Kernel),
-                              std::vector<std::string>& description) {
-  std::string line = absl::StrCat(what, ":");
-  std::vector<absl::string_view> names = {"auto"};
-  std::optional<Kernel> chosen;
-  if (asked == "auto") chosen = timings.front().kernel;
-  for (const KernelTiming<Kernel>& t : timings) {
-    absl::StrAppendFormat(&line, " %s %.0f", name(t.kernel), t.microseconds);
-    names.push_back(name(t.kernel));
-    if (asked == name(t.kernel)) chosen = t.kernel;
-  }
-  if (!chosen.has_value()) {
-    return absl::InvalidArgumentError(absl::StrCat(setting, " '", asked, "' is none of ",
-                                                   absl::StrJoin(names, ", "),
-                                                   ", those of this processor and model"));
-  }
-  description.push_back(absl::StrCat(line, "; using ", name(*chosen)));
-  return *chosen;
-}
-
 // What a policy may know of the model: of its manifest, and of the artefacts in a folder.
 absl::StatusOr<ModelShape> ShapeWithArtefacts(const Manifest& manifest, PolicyCatalog catalog,
                                               const std::string& directory,
@@ -180,18 +155,18 @@ struct Kernels {
   PrefillKernel prefill = PrefillKernel::kBatch;
 };
 
-// The CPU's, by measuring.
+// The CPU's.
 absl::StatusOr<Kernels> ChooseKernels(const AttentionShape& shape, const RuntimeOptions& options,
                                       std::vector<std::string>& description) {
   const absl::StatusOr<DecodeKernel> decode =
-      Choose("decode_kernel", options.decode_kernel,
-             "decode kernels, microseconds a layer at 8 x 512 tokens", MeasureDecodeKernels(shape),
-             DecodeKernelName, description);
+      ChooseKernel("decode_kernel", options.decode_kernel, options.deterministic,
+                   "decode kernels, microseconds a layer at 8 x 512 tokens",
+                   MeasureDecodeKernels(shape), DecodeKernelName, description);
   if (!decode.ok()) return decode.status();
   const absl::StatusOr<PrefillKernel> prefill =
-      Choose("prefill_kernel", options.prefill_kernel,
-             "prefill kernels, microseconds a layer of 256 tokens behind 256",
-             MeasurePrefillKernels(shape), PrefillKernelName, description);
+      ChooseKernel("prefill_kernel", options.prefill_kernel, options.deterministic,
+                   "prefill kernels, microseconds a layer of 256 tokens behind 256",
+                   MeasurePrefillKernels(shape), PrefillKernelName, description);
   if (!prefill.ok()) return prefill.status();
   return Kernels{.decode = *decode, .prefill = *prefill};
 }
