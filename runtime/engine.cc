@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <exception>
 #include <optional>
 #include <utility>
 
@@ -281,8 +282,7 @@ bool Engine::Step(absl::Duration waited) {
   const std::vector<WorkItem> items = PlanStep(running_, sequences);
   clock.Charge(Stage::kSchedule);
   if (items.empty()) {
-    const bool idled = idles();
-    if (idled) StepIdle();
+    const bool idled = idles() && StepIdle();
     Report(StepStats());  // what ended without a step shows
     return idled;
   }
@@ -294,7 +294,7 @@ bool Engine::Step(absl::Duration waited) {
     if (outcomes[i].status.ok()) {
       (items[i].decode ? step.decode_tokens : step.prefill_tokens) += items[i].tokens.size();
     }
-    Deliver(*sequences[i], items[i], std::move(outcomes[i]));
+    Guard(*sequences[i], [&] { Deliver(*sequences[i], items[i], std::move(outcomes[i])); });
   }
   clock.Charge(Stage::kDeliver);
 
@@ -310,16 +310,19 @@ bool Engine::Step(absl::Duration waited) {
   return true;
 }
 
-// As a step, but that forecasts learn nothing and observers hear nothing of it.
-void Engine::StepIdle() {
+// As a step, but that forecasts learn nothing and observers hear nothing of it. False: its reader
+// is not ready.
+bool Engine::StepIdle() {
   std::vector<Sequence*> sequences;
   const std::vector<WorkItem> items = PlanStep({&idle_, 1}, sequences);
+  if (items.empty()) return false;
   std::vector<ForwardOutcome> outcomes = RunForward(items);
   for (size_t i = 0; i < items.size(); ++i) {
-    Deliver(*sequences[i], items[i], std::move(outcomes[i]));
+    Guard(*idle_, [&] { Deliver(*idle_, items[i], std::move(outcomes[i])); });
   }
   Settle(items, sequences);
   if (idle_->finished) idle_.reset();
+  return true;
 }
 
 Outlook Engine::LookOut() const {
@@ -421,8 +424,9 @@ void Engine::Admit() {
       waiting_.erase(*head);
       continue;
     }
+    running_.emplace_back();
     queue_.PopHead();
-    running_.push_back(std::move(waiting));
+    running_.back() = std::move(waiting);
     waiting_.erase(*head);
     Sequence& s = *running_.back();
     ledger_.Reserve(s.id, bytes);
@@ -500,6 +504,25 @@ std::vector<ForwardOutcome> Engine::RunForward(absl::Span<const WorkItem> items)
     }
   }
   return outcomes;
+}
+
+// Runs what is one sequence's own: if it throws, that sequence ends, and no other notices.
+template <class Work>
+void Engine::Guard(Sequence& s, Work work) {
+  try {
+    work();
+  } catch (const std::exception& e) {
+    Finish(s, FinishReason::kError,
+           absl::InternalError(absl::StrCat("the engine failed: ", e.what())));
+  }
+}
+
+void Engine::Fail(absl::Status status) {
+  if (idle_ != nullptr) Finish(*idle_, FinishReason::kError, status);
+  idle_.reset();
+  for (auto& [id, s] : waiting_) Finish(*s, FinishReason::kError, status);
+  for (SequencePtr& s : running_) Finish(*s, FinishReason::kError, status);
+  DropFinished();
 }
 
 void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) {
@@ -612,6 +635,23 @@ void Engine::Part(Sequence& first) {
   }
 }
 
+// If nothing of it could be begun, each sequence alone.
+std::vector<SettleOutcome> Engine::RunSettle(absl::Span<const WorkItem> items) {
+  try {
+    return executor_->Settle(items);
+  } catch (const std::exception&) {
+  }
+  std::vector<SettleOutcome> outcomes(items.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    try {
+      outcomes[i] = std::move(executor_->Settle({&items[i], 1}).front());
+    } catch (const std::exception& e) {
+      outcomes[i].status = absl::InternalError(absl::StrCat("it could not be settled: ", e.what()));
+    }
+  }
+  return outcomes;
+}
+
 void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences) {
   std::vector<WorkItem> live;
   std::vector<Sequence*> owners;
@@ -622,14 +662,14 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
   }
   if (live.empty()) return;
   const absl::Time begin = absl::Now();
-  std::vector<SettleOutcome> outcomes = executor_->Settle(live);
+  std::vector<SettleOutcome> outcomes = RunSettle(live);
   const absl::Duration share = (absl::Now() - begin) / static_cast<int64_t>(live.size());
   for (size_t i = 0; i < live.size(); ++i) {
     Sequence& s = *owners[i];
     SettleOutcome& outcome = outcomes[i];
     s.eviction_time += share;
     if (!outcome.status.ok()) {
-      Finish(s, FinishReason::kError, WithReason(std::move(outcome.status), kPolicyFailed));
+      Finish(s, FinishReason::kError, std::move(outcome.status));
       continue;
     }
     if (live[i].ends_prefill) ledger_.Shrink(s.id, s.request.demand.decode_bytes);
@@ -644,7 +684,8 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
     if (s.request.output.kv_trace) DeliverTrace(s, std::move(outcome.trace));
   }
   for (size_t i = 0; i < live.size(); ++i) {
-    if (live[i].completions > 1 && !owners[i]->finished) Part(*owners[i]);
+    if (live[i].completions <= 1 || owners[i]->finished) continue;
+    Guard(*owners[i], [&] { Part(*owners[i]); });
   }
 }
 
@@ -674,7 +715,7 @@ void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
   if (s.finished) return;
   if (s.family != nullptr) return FinishFamily(s, reason, std::move(status));
   Finished finished = Close(s, reason, std::move(status));
-  if (s.open) {
+  if (s.open && &s != idle_.get()) {  // at idle it is no traffic
     if (finished.status.ok()) LearnOutput(s);
     LearnEnd(s.request, finished);
   }
@@ -739,7 +780,10 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   finished.kv.rounds = s.rounds;
   CacheFacts facts;
   if (s.open) {
-    facts = executor_->Facts(s.id);
+    try {
+      facts = executor_->Facts(s.id);
+    } catch (const std::exception&) {  // no memory to tell of it: it is freed all the same
+    }
     executor_->Close(s.id);
     ledger_.Release(s.id);
   }

@@ -58,6 +58,8 @@ class Engine {
   // Ends a live request with `status`; its KV is free on return. False if there is none.
   bool Cancel(const std::string& request_id, absl::Status status);
   void CancelAll(absl::Status status);
+  // Ends all live requests with an error, for which Step has thrown.
+  void Fail(absl::Status status);
 
   // Ends what is past its deadline or cannot meet it, admits what fits, and runs one step of what
   // is ready. False: nothing could run. waited: for cores, before this step; forecasts count it.
@@ -89,7 +91,9 @@ class Engine {
   absl::Status Infeasible(const Request& request, absl::Duration run, absl::Time now) const;
   std::vector<WorkItem> PlanStep(absl::Span<const SequencePtr> running,
                                  std::vector<Sequence*>& sequences);
-  void StepIdle();
+  bool StepIdle();
+  template <class Work>
+  void Guard(Sequence& sequence, Work work);
   // Who is told of a sequence.
   EngineObserver& ObserverOf(const Sequence& sequence);
   std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items);
@@ -100,6 +104,7 @@ class Engine {
   void BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs);
   // The prompt has settled: from here each completion has KV of its own.
   void Part(Sequence& first);
+  std::vector<SettleOutcome> RunSettle(absl::Span<const WorkItem> items);
   void Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences);
   void DeliverTrace(Sequence& sequence, EvictionTrace trace);
   static FinishReason ReasonOf(const Sequence& sequence);

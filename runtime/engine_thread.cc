@@ -1,7 +1,9 @@
 #include "runtime/engine_thread.h"
 
+#include <exception>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "runtime/reason.h"
 
@@ -282,7 +284,12 @@ void EngineThread::Run() {
   bool busy = false;
   do {
     Handle(TakeInbox(/*wait=*/!busy, engine_->NextDeadline()));
-    busy = Step();
+    try {
+      busy = Step();
+    } catch (const std::exception& e) {  // of no one sequence: nobody knows what has been done
+      engine_->Fail(absl::InternalError(absl::StrCat("the engine failed: ", e.what())));
+      busy = true;
+    }
   } while (Publish());
   // Nothing is submitted once draining; what came before ends here.
   Handle(TakeInbox(/*wait=*/false, absl::InfinitePast()));

@@ -51,7 +51,7 @@ struct ForwardOutcome {
 };
 
 struct SettleOutcome {
-  absl::Status status;  // not OK: this sequence's policy has failed
+  absl::Status status;  // not OK: this sequence alone has failed; kPolicyFailed: by its policy
   int64_t evicted_entries = 0;
   absl::Duration eviction_time;  // of choosing and removing them
   // In decode, now and then: the share of its attention that the newest query gave to what was
@@ -67,7 +67,8 @@ struct CacheFacts {
 };
 
 // Runs what the engine has planned: the boundary between scheduling (without torch) and tensors.
-// Used by the engine's thread alone.
+// Used by the engine's thread alone. Who fails has a status, and all others are as they were. What
+// is thrown all the same was thrown before anything had been done.
 class StepExecutor {
  public:
   virtual ~StepExecutor() = default;

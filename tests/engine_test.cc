@@ -330,6 +330,29 @@ TEST_F(EngineTest, ARequestAtIdleRunsAloneAndIsNoTraffic) {
   ExpectNothingHeld();
 }
 
+TEST_F(EngineTest, ForecastsLearnNothingFromTheEndOfARequestAtIdle) {
+  const double before = engine_->outlook().present.decode_share;
+  Idle(Ask("", 5, 500));  // it ends by itself, long before
+  RunAll();
+  EXPECT_EQ(engine_->outlook().present.decode_share, before);
+  Submit(Ask("a", 5, 500));
+  RunAll();
+  EXPECT_LT(engine_->outlook().present.decode_share, before);
+}
+
+// Whoever steps the engine has to wait until the reader is ready.
+TEST_F(EngineTest, ARequestAtIdleWhoseReaderIsNotReadyRunsNoStep) {
+  const auto idle = Idle(Ask("", 5, 3));
+  EXPECT_TRUE(engine_->Step());
+  idle->ready = false;
+  EXPECT_FALSE(engine_->Step());
+  EXPECT_TRUE(engine_->idles());
+  EXPECT_EQ(idle->tokens.size(), 1u);
+  idle->ready = true;
+  RunAll();
+  EXPECT_EQ(idle->tokens.size(), 3u);
+}
+
 TEST_F(EngineTest, WhatIsSubmittedEndsARequestAtIdleBeforeAStep) {
   Build({.kv_tokens = 20});
   const auto idle = Idle(Ask("", 10, 9));
@@ -1073,11 +1096,26 @@ TEST_F(EngineTest, FailedItemEndsAlone) {
   EXPECT_EQ(a->reason(), "length");
 }
 
+// Nothing has been done where all of them throw together: each is settled alone.
+TEST_F(EngineTest, WhatThrowsWhileItSettlesEndsAlone) {
+  const auto a = Submit(Ask("a", 5, 10, "by_chunk", 8));
+  const auto b = Submit(Ask("b", 5, 10, "by_chunk", 8));
+  script_->on_settle = [](const WorkItem& item) {
+    if (item.request->id == "b" && item.decode) throw std::bad_alloc();
+    return absl::OkStatus();
+  };
+  RunAll();
+  EXPECT_EQ(a->reason(), "length");
+  EXPECT_EQ(b->finished.front().status.code(), absl::StatusCode::kInternal);
+  ExpectNothingHeld();
+}
+
 TEST_F(EngineTest, FailedPolicyEndsItsRequestAlone) {
   const auto a = Submit(Ask("a", 5, 10, "by_chunk", 8));
   Submit(Ask("b", 5, 10, "by_chunk", 8));
   script_->on_settle = [](const WorkItem& item) {
-    return item.request->id == "b" && item.decode ? Boom() : absl::OkStatus();
+    return item.request->id == "b" && item.decode ? WithReason(Boom(), kPolicyFailed)
+                                                  : absl::OkStatus();
   };
   engine_->Step();
   EXPECT_EQ(Step(),

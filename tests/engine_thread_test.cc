@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -569,6 +570,25 @@ TEST_F(EngineThreadTest, DeadlinePassesWithoutAnyMessage) {
 }
 
 // Otherwise the next would wait for a message that need not come.
+// What no one request can be blamed for ends those that are live, and no thread.
+TEST_F(EngineThreadTest, WhatAStepThrowsEndsItsRequestsAndTheThreadLives) {
+  std::atomic<bool> throws = true;
+  script_->on_forward = [&](absl::Span<const WorkItem>) -> absl::Status {
+    if (throws.exchange(false)) throw std::runtime_error("out of order");
+    return absl::OkStatus();
+  };
+  Start();
+  const auto a = Submit("a", 5, 3);
+  a->AwaitEnd();
+  EXPECT_EQ(a->finished().reason, FinishReason::kError);
+  EXPECT_EQ(a->finished().status.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(a->finished().status.message(), "the engine failed: out of order");
+  const auto b = Submit("b", 5, 3);
+  b->AwaitEnd();
+  EXPECT_EQ(b->finished().reason, FinishReason::kLength);
+  EXPECT_EQ(script_->open_sequences, 0);
+}
+
 TEST_F(EngineThreadTest, FailedOpenDoesNotLeaveTheQueueBehind) {
   script_->on_open = [](const Request& request) {
     return request.id == "last" ? absl::OkStatus() : absl::InternalError("boom");
