@@ -176,17 +176,14 @@ void DeviceForward::TakeSteps() {
   const at::Tensor steps = at::linalg_vector_norm(now - at::cat(before), 2, at::IntArrayRef{1});
   int64_t first = 0;
   for (StepItem& item : items_) {
-    OpenSequence& sequence = *item.sequence;
-    const auto count = std::ssize(sequence.tap.layers());
+    ResidualTap& tap = item.sequence->tap;
+    const auto count = std::ssize(tap.layers());
     if (count == 0) continue;
-    const at::Tensor residuals = now.narrow(0, first, count);
-    Bring(steps.narrow(0, first, count), [&sequence, residuals](const at::Tensor& rows) {
-      sequence.tap.PutSteps(Floats(rows));
-      sequence.tapped = residuals;
-    });
+    item.tapped = now.narrow(0, first, count);
+    Bring(steps.narrow(0, first, count),
+          [&tap](const at::Tensor& rows) { tap.PutSteps(Floats(rows)); });
     if (item.wants(Signal::kResidual)) {
-      Bring(residuals,
-            [&tap = sequence.tap](const at::Tensor& rows) { tap.PutResiduals(Floats(rows)); });
+      Bring(item.tapped, [&tap](const at::Tensor& rows) { tap.PutResiduals(Floats(rows)); });
     }
     first += count;
   }

@@ -9,7 +9,6 @@
 #include <exception>
 
 #include "absl/container/fixed_array.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -190,17 +189,10 @@ EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims, const Se
   return trace;
 }
 
-// The share of attention that `victims` have, on average over lanes. rows: over each lane's slots.
-double MassOf(const std::vector<std::vector<int32_t>>& victims, const SequenceCache& cache,
+// The share of attention that what lies in `slots` has, on average over lanes. rows: over each
+// lane's slots.
+double MassOf(const SequenceCache::Slots& slots, const SequenceCache& cache,
               const LaneRowsOfStep& rows) {
-  std::vector<std::vector<int64_t>> slots(cache.num_tables());
-  for (size_t t = 0; t < std::min(slots.size(), victims.size()); ++t) {
-    const absl::flat_hash_set<int32_t> gone(victims[t].begin(), victims[t].end());
-    const absl::Span<const int32_t> index = cache.table(static_cast<int64_t>(t)).index();
-    for (size_t slot = 0; slot < index.size(); ++slot) {
-      if (gone.contains(index[slot])) slots[t].push_back(static_cast<int64_t>(slot));
-    }
-  }
   double mass = 0;
   for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
     for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
@@ -220,9 +212,28 @@ std::string WhyItFailed(const std::exception& e) {
 }
 
 // INTERNAL, whatever the policy says: nothing was wrong with the request.
-absl::Status Failed(const Request& request, absl::string_view kind, absl::string_view why) {
-  return WithPolicyError(
-      absl::InternalError(absl::StrCat("policy '", request.spec->name, "' failed: ", why)), kind);
+absl::Status PolicyFailure(const Request& request, absl::string_view kind, absl::string_view why) {
+  absl::Status status =
+      absl::InternalError(absl::StrCat("policy '", request.spec->name, "' failed: ", why));
+  return WithReason(WithPolicyError(std::move(status), kind), kPolicyFailed);
+}
+
+// Runs a policy's own code: whatever it throws is its failure.
+template <class Call>
+absl::Status AskPolicy(const Request& request, Call call) {
+  try {
+    call();
+    return absl::OkStatus();
+  } catch (const std::exception& e) {
+    return PolicyFailure(request, kPolicyThrew, e.what());
+  } catch (...) {
+    return PolicyFailure(request, kPolicyThrew, kNoException);
+  }
+}
+
+// A sequence of ours failed, which none of the others need know.
+absl::Status OwnFailure(absl::string_view what, const std::exception& e) {
+  return absl::InternalError(absl::StrCat(what, ": ", WhyItFailed(e)));
 }
 
 }  // namespace
@@ -251,30 +262,31 @@ Executor::~Executor() = default;
 
 absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
                                        int64_t prefix_bytes) {
-  std::vector<PrefixCache::Block> blocks = prefixes_.Match(request);  // now the last to go
-  prefixes_.Limit(prefix_bytes);
-  std::erase_if(blocks, [this](PrefixCache::Block block) { return !prefixes_.Contains(block); });
-  std::unique_ptr<OpenSequence> sequence;
+  constexpr absl::string_view kWhat = "the request could not be opened";
   try {
-    sequence = std::make_unique<OpenSequence>(pool_, id, request, shape_);
-  } catch (const std::exception& e) {
-    return absl::InternalError(absl::StrCat("the request could not be opened: ", e.what()));
-  }
-  if (request.traits.evicts) {
-    try {
-      sequence->state =
-          request.policy->NewState({.prompt_tokens = static_cast<int64_t>(request.prompt.size()),
-                                    .budget = request.budget,
-                                    .protection = request.protection});
-    } catch (const std::exception& e) {
-      return WithReason(Failed(request, kPolicyThrew, e.what()), kPolicyFailed);
-    } catch (...) {
-      return WithReason(Failed(request, kPolicyThrew, kNoException), kPolicyFailed);
+    if (pool_.lost() && open_.empty()) {
+      prefixes_.Clear();
+      pool_.StartAnew();
     }
+    std::vector<PrefixCache::Block> blocks = prefixes_.Match(request);  // now the last to go
+    prefixes_.Limit(prefix_bytes);
+    std::erase_if(blocks, [this](PrefixCache::Block block) { return !prefixes_.Contains(block); });
+    auto sequence = std::make_unique<OpenSequence>(pool_, id, request, shape_);
+    if (request.traits.evicts) {
+      absl::Status asked = AskPolicy(request, [&] {
+        sequence->state =
+            request.policy->NewState({.prompt_tokens = static_cast<int64_t>(request.prompt.size()),
+                                      .budget = request.budget,
+                                      .protection = request.protection});
+      });
+      if (!asked.ok()) return asked;
+    }
+    const absl::StatusOr<int64_t> cached = LoadPrefix(*sequence, blocks);
+    if (cached.ok()) open_.emplace(id, std::move(sequence));
+    return cached;
+  } catch (const std::exception& e) {
+    return OwnFailure(kWhat, e);
   }
-  const absl::StatusOr<int64_t> cached = LoadPrefix(*sequence, blocks);
-  if (cached.ok()) open_[id] = std::move(sequence);
-  return cached;
 }
 
 // Caches a prompt's first tokens as if it had run them: its policy observes them, too.
@@ -294,13 +306,8 @@ absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
                         .first = cached,
                         .count = count,
                         .signals = {}};
-      try {
-        request.policy->Observe({&step, 1});
-      } catch (const std::exception& e) {
-        return WithReason(Failed(request, kPolicyThrew, e.what()), kPolicyFailed);
-      } catch (...) {
-        return WithReason(Failed(request, kPolicyThrew, kNoException), kPolicyFailed);
-      }
+      absl::Status asked = AskPolicy(request, [&] { request.policy->Observe({&step, 1}); });
+      if (!asked.ok()) return asked;
     }
     cached += count;
   }
@@ -358,8 +365,11 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
 
 absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const WorkItem> items) {
   times_ = StepStats();
+  if (pool_.lost()) return absl::InternalError("rows of the KV pool were lost in a failed move");
   std::vector<StepItem> step;
+  std::vector<ForwardOutcome> outcomes;
   try {
+    outcomes.reserve(items.size());
     step = Prepare(items);
     // Without --deterministic one forward holds all rows.
     size_t begin = 0;
@@ -378,22 +388,29 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
     running_ = {};
     return absl::InternalError(WhyItFailed(e));
   }
-  std::vector<ForwardOutcome> outcomes;
   const StageTimer timer(times_, Stage::kSample);
   for (StepItem& item : step) {
     try {
       outcomes.push_back(Finish(item));
+      if (outcomes.back().status.ok()) KeepPrefix(item);
     } catch (const std::exception& e) {  // its own alone: the others have committed
-      outcomes.push_back({.status = absl::InternalError(absl::StrCat("sampling: ", e.what()))});
-    }
-    if (!outcomes.back().status.ok()) continue;
-    OpenSequence& sequence = *item.sequence;
-    prefixes_.OnCached(sequence.prefix, item.work->tokens);
-    if (!item.last_residuals.empty()) {
-      prefixes_.Keep(sequence.prefix, sequence.request, sequence.cache, item.last_residuals);
+      outcomes.resize(&item - step.data());
+      outcomes.push_back({.status = OwnFailure("sampling", e)});
     }
   }
   return outcomes;
+}
+
+// Remembers what was cached for prompts that begin alike. One for which there is no memory is not
+// kept, as one for which there is no room: the request itself has lost nothing.
+void Executor::KeepPrefix(const StepItem& item) {
+  OpenSequence& sequence = *item.sequence;
+  prefixes_.OnCached(sequence.prefix, item.work->tokens);
+  if (item.last_residuals.empty()) return;
+  try {
+    prefixes_.Keep(sequence.prefix, sequence.request, sequence.cache, item.last_residuals);
+  } catch (const std::exception&) {
+  }
 }
 
 void Executor::RunModel(absl::Span<StepItem> items) {
@@ -704,6 +721,7 @@ ForwardOutcome Executor::Finish(StepItem& item) {
   sequence.tap.Commit(work.decode);
   if (item.wants_queries()) sequence.queries.Commit(item.num_rows());
   if (item.wants(Signal::kQueryMoments)) sequence.moments.Commit();
+  if (item.tapped.defined()) sequence.tapped = item.tapped;
   if (item.wants(Signal::kLogitEntropy)) sequence.logit_entropy = Floats(item.entropies);
   if (item.wants(Signal::kResidualDistance)) sequence.residual_distance = Floats(item.distances);
 
@@ -738,80 +756,32 @@ ForwardOutcome Executor::Finish(StepItem& item) {
 }
 
 std::vector<SettleOutcome> Executor::Settle(absl::Span<const WorkItem> items) {
-  std::vector<SettleOutcome> outcomes;
-  outcomes.reserve(items.size());
-  for (const WorkItem& item : items) {
+  std::vector<SettleOutcome> outcomes(items.size());
+  for (size_t i = 0; i < items.size(); ++i) {
     // One policy call a sequence: whatever it throws has exactly one owner.
     try {
-      outcomes.push_back(SettleOne(*open_.at(item.id), item));
+      outcomes[i] = SettleOne(*open_.at(items[i].id), items[i]);
     } catch (const std::exception& e) {
-      outcomes.push_back({.status = Failed(*item.request, kPolicyThrew, e.what())});
-    } catch (...) {
-      outcomes.push_back({.status = Failed(*item.request, kPolicyThrew, kNoException)});
+      outcomes[i].status = OwnFailure("its cache could not be settled", e);
     }
   }
   return outcomes;
 }
 
 SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) {
-  const Request& request = sequence.request;
+  const PolicyTraits& traits = sequence.request.traits;
   SettleOutcome outcome;
-  if (request.traits.evicts) {
+  if (traits.evicts) {
     View view(sequence, pool_, *model_, output_grams_);
-    {
-      const StageTimer timer(times_, Stage::kObserve);
-      const PolicyTraits& traits = request.traits;
-      std::vector<float> steps;
-      std::vector<absl::Span<const float>> residuals;
-      if (traits.signals.Has(Signal::kResidualStep)) {
-        steps = sequence.tap.StepsOf(traits.residual_layers);
-      }
-      if (traits.signals.Has(Signal::kResidual)) {
-        residuals = sequence.tap.ResidualsOf(traits.residual_layers);
-      }
-      SequenceStep step{.state = sequence.state.get(),
-                        .cache = view,
-                        .phase = item.decode ? Phase::kDecode : Phase::kPrefill,
-                        .first = item.first,
-                        .count = static_cast<int64_t>(item.tokens.size()),
-                        .signals = {.residual_step = steps,
-                                    .residual = residuals,
-                                    .logit_entropy = sequence.logit_entropy,
-                                    .residual_distance = sequence.residual_distance}};
-      if (traits.signals.Has(item.decode ? Signal::kAttentionRow : Signal::kPromptAttention)) {
-        step.signals.attention = &sequence.attention_rows;
-      }
-      request.policy->Observe({&step, 1});
-    }
+    outcome.status = Observe(sequence, item, view);
     // Rounds in prefill are at fixed places and end at the budget; at decode they allow slack.
-    const bool in_prefill = item.evicts_prefill &&
-                            (request.traits.prompt != PromptEviction::kAtEnd || item.ends_prefill);
-    const int64_t slack = item.decode ? request.traits.slack : 0;
-    if ((item.decode || in_prefill) && sequence.cache.OverBudget(slack)) {
-      const absl::Time begin = absl::Now();
-      EvictionTask task{.state = sequence.state.get(), .cache = view};
-      std::vector<Eviction> answers = request.policy->Evict({&task, 1});
-      if (answers.size() != 1) {
-        const absl::Status status = absl::InternalError(
-            absl::StrCat("the policy gave ", answers.size(), " answers to one task"));
-        return {.status = WithPolicyError(status, kPolicyInvalidSet)};
-      }
-      Eviction& eviction = answers.front();
-      if (!eviction.status.ok()) {
-        return {.status = Failed(request, kPolicyStatus, eviction.status.message())};
-      }
-      if (mass_of_ == item.id) {
-        outcome.attention_mass = MassOf(eviction.victims, sequence.cache, mass_rows_);
-        sequence.mass_at = item.first;
-      }
-      absl::StatusOr<int64_t> entries = sequence.cache.Evict(eviction.victims, item.decode);
-      if (!entries.ok()) return {.status = WithPolicyError(entries.status(), kPolicyInvalidSet)};
-      outcome.evicted_entries = *entries;
-      outcome.eviction_time = absl::Now() - begin;
-      if (request.output.kv_trace) {
-        outcome.trace = TraceOf(eviction.victims, sequence.cache, request.traits.granularity);
-      }
+    const bool in_prefill =
+        item.evicts_prefill && (traits.prompt != PromptEviction::kAtEnd || item.ends_prefill);
+    const int64_t slack = item.decode ? traits.slack : 0;
+    if (outcome.status.ok() && (item.decode || in_prefill) && sequence.cache.OverBudget(slack)) {
+      outcome.status = RunRound(sequence, item, view, outcome);
     }
+    if (!outcome.status.ok()) return outcome;
   }
   if (item.ends_prefill) {
     sequence.cache.ShrinkToDecode();
@@ -820,16 +790,78 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
   return outcome;
 }
 
+// Tells the policy what was cached.
+absl::Status Executor::Observe(OpenSequence& sequence, const WorkItem& item, CacheView& view) {
+  const StageTimer timer(times_, Stage::kObserve);
+  const PolicyTraits& traits = sequence.request.traits;
+  std::vector<float> steps;
+  std::vector<absl::Span<const float>> residuals;
+  if (traits.signals.Has(Signal::kResidualStep)) {
+    steps = sequence.tap.StepsOf(traits.residual_layers);
+  }
+  if (traits.signals.Has(Signal::kResidual)) {
+    residuals = sequence.tap.ResidualsOf(traits.residual_layers);
+  }
+  SequenceStep step{.state = sequence.state.get(),
+                    .cache = view,
+                    .phase = item.decode ? Phase::kDecode : Phase::kPrefill,
+                    .first = item.first,
+                    .count = static_cast<int64_t>(item.tokens.size()),
+                    .signals = {.residual_step = steps,
+                                .residual = residuals,
+                                .logit_entropy = sequence.logit_entropy,
+                                .residual_distance = sequence.residual_distance}};
+  if (traits.signals.Has(item.decode ? Signal::kAttentionRow : Signal::kPromptAttention)) {
+    step.signals.attention = &sequence.attention_rows;
+  }
+  return AskPolicy(sequence.request, [&] { sequence.request.policy->Observe({&step, 1}); });
+}
+
+// Asks the policy what goes, and drops it.
+absl::Status Executor::RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& view,
+                                SettleOutcome& outcome) {
+  const Request& request = sequence.request;
+  const absl::Time begin = absl::Now();
+  EvictionTask task{.state = sequence.state.get(), .cache = view};
+  std::vector<Eviction> answers;
+  absl::Status asked = AskPolicy(request, [&] { answers = request.policy->Evict({&task, 1}); });
+  if (!asked.ok()) return asked;
+  auto invalid = [](absl::Status status) {
+    return WithReason(WithPolicyError(std::move(status), kPolicyInvalidSet), kPolicyFailed);
+  };
+  if (answers.size() != 1) {
+    return invalid(absl::InternalError(
+        absl::StrCat("the policy gave ", answers.size(), " answers to one task")));
+  }
+  const Eviction& eviction = answers.front();
+  if (!eviction.status.ok()) {
+    return PolicyFailure(request, kPolicyStatus, eviction.status.message());
+  }
+  const absl::StatusOr<SequenceCache::Slots> slots = sequence.cache.SlotsOf(eviction.victims);
+  if (!slots.ok()) return invalid(slots.status());
+  if (mass_of_ == item.id) {
+    outcome.attention_mass = MassOf(*slots, sequence.cache, mass_rows_);
+    sequence.mass_at = item.first;
+  }
+  outcome.evicted_entries = sequence.cache.Evict(*slots, item.decode);
+  outcome.eviction_time = absl::Now() - begin;
+  if (request.output.kv_trace) {
+    outcome.trace = TraceOf(eviction.victims, sequence.cache, request.traits.granularity);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Executor::Fork(SequenceId parent, SequenceId child, const Request& request) {
   OpenSequence& from = *open_.at(parent);
   try {
-    open_[child] = std::make_unique<OpenSequence>(child, request, from);
+    auto sequence = std::make_unique<OpenSequence>(child, request, from);
+    if (from.state != nullptr) {
+      absl::Status asked = AskPolicy(request, [&] { sequence->state = from.state->Clone(); });
+      if (!asked.ok()) return asked;
+    }
+    open_.emplace(child, std::move(sequence));
   } catch (const std::exception& e) {
-    open_.erase(child);
-    return absl::InternalError(absl::StrCat("a completion could not be begun: ", e.what()));
-  } catch (...) {
-    open_.erase(child);
-    return WithReason(Failed(request, kPolicyThrew, kNoException), kPolicyFailed);
+    return OwnFailure("a completion could not be begun", e);
   }
   from.cache.ForgetPeak();
   return absl::OkStatus();

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <unordered_map>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "runtime/attention.h"
 #include "runtime/device_forward.h"
 #include "runtime/kv_pool.h"
@@ -95,7 +95,11 @@ class Executor final : public StepExecutor, private ForwardHooks {
                                                 const SamplingParams& sampling);
   static absl::StatusOr<PromptLogprobs> TakePromptLogprobs(const StepItem& item);
   ForwardOutcome Finish(StepItem& item);
+  void KeepPrefix(const StepItem& item);
   SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);
+  absl::Status Observe(OpenSequence& sequence, const WorkItem& item, CacheView& view);
+  absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& view,
+                        SettleOutcome& outcome);
 
   const std::unique_ptr<Model> model_;
   const ExecutorOptions options_;
@@ -105,7 +109,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
   const epikv::Attention attention_;
   KvPool pool_;
   PrefixCache prefixes_;
-  absl::flat_hash_map<SequenceId, std::unique_ptr<OpenSequence>> open_;
+  std::unordered_map<SequenceId, std::unique_ptr<OpenSequence>> open_;
 
   // The forward that runs.
   absl::Span<StepItem> running_;

@@ -36,10 +36,11 @@ at::Tensor KvPool::Elements(const at::Tensor& rows) const {
 
 void KvPool::Open(SequenceId id, int64_t rows) {
   const absl::Time begin = absl::Now();
-  const std::vector<RowMove> moves = rows_.Allocate(id, rows);
-  Copy(moves);
-  for (const RowMove& m : moves) rows_moved_ += m.count;
-  if (!moves.empty()) longest_move_ = std::max(longest_move_, absl::Now() - begin);
+  RowAllocator::Placement placement = rows_.Plan(id, rows);
+  Copy(placement.moves);
+  for (const RowMove& m : placement.moves) rows_moved_ += m.count;
+  if (!placement.moves.empty()) longest_move_ = std::max(longest_move_, absl::Now() - begin);
+  rows_.Place(std::move(placement));
 }
 
 void KvPool::Copy(absl::Span<const RowMove> copies) {
@@ -64,18 +65,16 @@ at::Tensor KvPool::Read(const at::Tensor& all, absl::Span<const int64_t> rows) c
   return ReadRows(static_cast<char*>(some.data_ptr()), some.size(0), width, format_);
 }
 
-void KvPool::Gather(absl::Span<const RowMove> copies) {
+std::vector<KvPool::Piece> KvPool::PiecesOf(absl::Span<const RowMove> copies) {
   constexpr int64_t kMostRows = 1 << 16;  // gathered at once: bounds the scratch
-  std::vector<int64_t> rows;              // those read, then those written
+  std::vector<Piece> pieces;
   std::vector<int64_t> from, to;
   auto flush = [&] {
     if (from.empty()) return;
-    rows = from;
+    std::vector<int64_t> rows = from;
     rows.insert(rows.end(), to.begin(), to.end());
     const at::Tensor index = at::tensor(rows, at::kLong).to(place_.device).view({2, -1});
-    for (at::Tensor* all : {&key_rows_, &value_rows_}) {
-      all->index_copy_(0, index[1], all->index_select(0, index[0]));
-    }
+    for (at::Tensor* all : {&key_rows_, &value_rows_}) pieces.push_back({all, index[0], index[1]});
     from.clear();
     to.clear();
   };
@@ -93,6 +92,23 @@ void KvPool::Gather(absl::Span<const RowMove> copies) {
     }
   }
   flush();
+  return pieces;
+}
+
+void KvPool::Gather(absl::Span<const RowMove> copies) {
+  const std::vector<Piece> pieces = PiecesOf(copies);
+  size_t done = 0;
+  try {
+    for (; done < pieces.size(); ++done) pieces[done].Run();
+  } catch (...) {
+    // Others' rows are among them. Last first: what a piece has read, a later one may overwrite.
+    try {
+      while (done-- > 0) pieces[done].PutBack();
+    } catch (...) {
+      lost_ = true;
+    }
+    throw;
+  }
 }
 
 at::Tensor ReadRows(char* rows, int64_t count, int64_t width, const KvFormat& format) {

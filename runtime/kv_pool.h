@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "absl/time/time.h"
 #include "absl/types/span.h"
@@ -27,17 +29,22 @@ class KvPool {
   KvPool(int64_t num_rows, int64_t key_width, int64_t value_width, KvFormat format,
          KvPlace place = {});
 
-  // Room for `rows` rows; may move other sequences. Precondition: rows <= free_rows().
+  // Room for `rows` rows; may move other sequences. If it throws, nothing has changed (but see
+  // lost()). Requires: rows <= free_rows(). See PoolRows.
   void Open(SequenceId id, int64_t rows);
   // The sequence keeps its first `rows` rows.
   void Shrink(SequenceId id, int64_t rows) { rows_.Shrink(id, rows); }
-  void Close(SequenceId id) { rows_.Free(id); }
+  void Close(SequenceId id) noexcept { rows_.Free(id); }
 
   // A sequence's first row in the pool. Valid until the next Open.
   int64_t first_row(SequenceId id) const { return rows_.begin(id); }
   // Copies rows of the pool, in this order. Ranges of one copy may overlap; none reads what one
-  // before it has written.
+  // before it has written. If it throws, what was read is again where it was (but see lost()).
   void Copy(absl::Span<const RowMove> copies);
+  // A copy failed, and so did putting back what it had moved: rows of any sequence may be wrong.
+  bool lost() const { return lost_; }
+  // Nobody holds rows any more.
+  void StartAnew() { lost_ = false; }
   // Writes K and V rows [n, width] into rows of the pool: int64 [n], on its device.
   void Write(const at::Tensor& rows, const at::Tensor& keys, const at::Tensor& values);
   // Copies of some rows, in fp32 and the CPU's memory, whatever the pool's format: [n, width].
@@ -67,6 +74,14 @@ class KvPool {
   absl::Duration longest_move() const { return longest_move_; }
 
  private:
+  // Rows that are read at once, and where they go; of K or of V.
+  struct Piece {
+    at::Tensor* rows;
+    at::Tensor from, to;
+    void Run() const { rows->index_copy_(0, to, rows->index_select(0, from)); }
+    void PutBack() const { rows->index_copy_(0, from, rows->index_select(0, to)); }
+  };
+  std::vector<Piece> PiecesOf(absl::Span<const RowMove> copies);
   void Gather(absl::Span<const RowMove> copies);
   at::Tensor Elements(const at::Tensor& rows) const;
   at::Tensor Read(const at::Tensor& all, absl::Span<const int64_t> rows) const;
@@ -81,6 +96,27 @@ class KvPool {
   const ReservedMemory reserved_keys_, reserved_values_;
   int64_t rows_moved_ = 0;
   absl::Duration longest_move_;
+  bool lost_ = false;
+};
+
+// Rows of a pool that somebody holds, from construction to destruction.
+class PoolRows {
+ public:
+  PoolRows(KvPool& pool, SequenceId id, int64_t rows) : pool_(&pool), id_(id) {
+    pool.Open(id, rows);
+  }
+  ~PoolRows() {
+    if (pool_ != nullptr) pool_->Close(id_);
+  }
+  PoolRows(PoolRows&& other) noexcept
+      : pool_(std::exchange(other.pool_, nullptr)), id_(other.id_) {}
+  PoolRows& operator=(PoolRows&&) = delete;
+
+  int64_t first_row() const { return pool_->first_row(id_); }
+
+ private:
+  KvPool* pool_;
+  const SequenceId id_;
 };
 
 // Rows in fp32, [count, width]: those of fp32 where they lie, others copied.

@@ -1,26 +1,25 @@
 #include "runtime/ledger.h"
 
-#include "absl/base/internal/raw_logging.h"
-#include "absl/base/macros.h"
+#include "runtime/require.h"
 
 namespace epikv {
 
 void Ledger::Reserve(SequenceId id, int64_t bytes) {
-  ABSL_RAW_CHECK(Fits(bytes) && !held_.contains(id), "reserved what does not fit, or twice");
-  held_[id] = bytes;
+  Require(Fits(bytes) && !held_.contains(id), "reserved what does not fit, or twice");
+  held_.emplace(id, bytes);
   reserved_ += bytes;
 }
 
 void Ledger::Shrink(SequenceId id, int64_t bytes) {
   const auto held = held_.find(id);
-  ABSL_RAW_CHECK(held != held_.end() && bytes <= held->second, "a reservation only shrinks");
+  Require(held != held_.end() && bytes <= held->second, "a reservation only shrinks");
   reserved_ -= held->second - bytes;
   held->second = bytes;
 }
 
 void Ledger::Release(SequenceId id) {
   const auto held = held_.find(id);
-  ABSL_RAW_CHECK(held != held_.end(), "released what was not reserved");
+  Require(held != held_.end(), "released what was not reserved");
   reserved_ -= held->second;
   held_.erase(held);
 }

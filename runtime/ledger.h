@@ -1,8 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <unordered_map>
 
-#include "absl/container/flat_hash_map.h"
 #include "runtime/step_executor.h"
 
 namespace epikv {
@@ -29,7 +29,7 @@ class Ledger {
  private:
   const int64_t capacity_;
   int64_t reserved_ = 0;
-  absl::flat_hash_map<SequenceId, int64_t> held_;
+  std::unordered_map<SequenceId, int64_t> held_;
 };
 
 }  // namespace epikv

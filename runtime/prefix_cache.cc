@@ -42,9 +42,8 @@ void PrefixCache::Clear() {
 }
 
 void PrefixCache::Drop(Block block) {
-  pool_.Close(RowsOf(block));
-  contents_.erase(block);
   tree_.Remove(block);
+  contents_.erase(block);
   bytes_ -= block_bytes_;
 }
 
@@ -59,11 +58,12 @@ std::vector<PrefixCache::Block> PrefixCache::Match(const Request& request) {
 
 void PrefixCache::Load(Block block, SequenceCache& cache) const {
   const int64_t count = block_tokens();
+  const int64_t first = contents_.at(block).rows.first_row();
   std::vector<RowMove> copies;
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
     const int64_t layer = lane / cache.num_kv_heads(), head = lane % cache.num_kv_heads();
     const int64_t slot = cache.table(cache.TableOf(layer, head)).NextSlot();
-    copies.push_back({.from = pool_.first_row(RowsOf(block)) + lane * count,
+    copies.push_back({.from = first + lane * count,
                       .to = cache.Lane(layer, head).first_row + slot,
                       .count = count});
   }
@@ -86,21 +86,25 @@ void PrefixCache::Keep(Kept& kept, const Request& request, const SequenceCache& 
   const int64_t count = block_tokens(), first = kept.tokens;
   const absl::Span<const int32_t> tokens = kept.since;
   if (kept.last != PrefixTree::kNone && !tree_.Contains(kept.last)) return;
+  if (std::ssize(tokens) != count) return;  // not all of its tokens were told of
   std::optional<Block> block = tree_.Find(kept.last, request.prefix_salt, tokens);
   if (!block.has_value()) {
     if (!MakeRoom(kept.last)) return;
-    block = tree_.Add(kept.last, request.prefix_salt, tokens);
-    contents_[*block].residuals = {residuals.begin(), residuals.end()};
-    bytes_ += block_bytes_;
-    pool_.Open(RowsOf(*block), num_lanes_ * count);
+    Content content = {.rows = PoolRows(pool_, next_rows_, num_lanes_ * count),
+                       .residuals = {residuals.begin(), residuals.end()}};
+    next_rows_ = SequenceId{static_cast<int64_t>(next_rows_) - 1};
     std::vector<RowMove> copies;
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
       const LaneRows from = cache.Lane(lane / cache.num_kv_heads(), lane % cache.num_kv_heads());
       copies.push_back({.from = from.first_row + first,
-                        .to = pool_.first_row(RowsOf(*block)) + lane * count,
+                        .to = content.rows.first_row() + lane * count,
                         .count = count});
     }
     pool_.Copy(copies);
+    contents_.reserve(contents_.size() + 1);  // so that what follows the tree does not throw
+    block = tree_.Add(kept.last, request.prefix_salt, tokens);
+    contents_.emplace(*block, std::move(content));
+    bytes_ += block_bytes_;
   }
   kept = {.last = *block, .tokens = first + count};
 }

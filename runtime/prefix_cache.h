@@ -1,9 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/types/span.h"
 #include "runtime/kv_pool.h"
 #include "runtime/prefix_tree.h"
@@ -50,17 +50,16 @@ class PrefixCache {
              int64_t end) const;
   // Of the tokens that a step has cached.
   void OnCached(Kept& kept, absl::Span<const int32_t> tokens) const;
-  // Keeps that block, now that they are. It stays as it is where there is no room, and where the
-  // blocks before it have gone.
+  // Keeps that block, now that they are. `kept` stays as it is where there is no room, where the
+  // blocks before it have gone, and where this throws.
   void Keep(Kept& kept, const Request& request, const SequenceCache& cache,
             absl::Span<const float> residuals);
 
  private:
   struct Content {
+    PoolRows rows;
     std::vector<float> residuals;
   };
-  // Blocks hold rows under ids of their own, which no sequence has.
-  static SequenceId RowsOf(Block block) { return SequenceId{-1 - block}; }
   bool MakeRoom(Block parent);
   void Drop(Block block);
 
@@ -68,8 +67,9 @@ class PrefixCache {
   const int64_t num_lanes_;
   const int64_t block_bytes_;
   PrefixTree tree_;
-  absl::flat_hash_map<Block, Content> contents_;
+  std::unordered_map<Block, Content> contents_;
   int64_t bytes_ = 0, limit_ = 0;
+  SequenceId next_rows_{-1};  // blocks hold rows under ids of their own, which no sequence has
 };
 
 }  // namespace epikv

@@ -1,6 +1,8 @@
 #include "runtime/prefix_tree.h"
 
-#include "absl/base/internal/raw_logging.h"
+#include <utility>
+
+#include "runtime/require.h"
 
 namespace epikv {
 
@@ -12,9 +14,11 @@ PrefixTree::Key PrefixTree::KeyOf(Block parent, absl::string_view salt,
 }
 
 void PrefixTree::Use(Block block, Node& node) {
-  if (node.children == 0) leaves_.erase({node.used, block});
+  auto leaf = leaves_.extract({node.used, block});
   node.used = ++uses_;
-  if (node.children == 0) leaves_.insert({node.used, block});
+  if (leaf.empty()) return;
+  leaf.value().first = node.used;
+  leaves_.insert(std::move(leaf));
 }
 
 std::vector<PrefixTree::Block> PrefixTree::Match(absl::string_view salt,
@@ -41,17 +45,27 @@ std::optional<PrefixTree::Block> PrefixTree::Find(Block parent, absl::string_vie
 
 PrefixTree::Block PrefixTree::Add(Block parent, absl::string_view salt,
                                   absl::Span<const int32_t> tokens) {
-  const Key key = KeyOf(parent, salt, tokens);
-  ABSL_RAW_CHECK(static_cast<int64_t>(tokens.size()) == block_tokens_ && !blocks_.contains(key),
-                 "a block is as long as all others, and added once");
+  Key key = KeyOf(parent, salt, tokens);
+  Require(static_cast<int64_t>(tokens.size()) == block_tokens_ && !blocks_.contains(key),
+          "a block is as long as all others, and added once");
+  Require(parent == kNone || nodes_.contains(parent), "a block continues one that is known");
+  const Block block = next_;
+  const int64_t used = uses_ + 1;
+  const auto leaf = leaves_.emplace(used, block).first;
+  try {
+    blocks_.emplace(key, block);
+    nodes_.emplace(block, Node{.key = key, .used = used});
+  } catch (...) {
+    leaves_.erase(leaf);
+    blocks_.erase(key);
+    throw;
+  }
+  next_ = block + 1;
+  uses_ = used;
   if (parent != kNone) {
     Node& above = nodes_.at(parent);
     if (above.children++ == 0) leaves_.erase({above.used, parent});
   }
-  const Block block = next_++;
-  blocks_.emplace(key, block);
-  Node& node = nodes_[block] = {.key = key};
-  Use(block, node);
   return block;
 }
 
@@ -62,15 +76,17 @@ std::optional<PrefixTree::Block> PrefixTree::Oldest() const {
 
 void PrefixTree::Remove(Block block) {
   const auto found = nodes_.find(block);
-  ABSL_RAW_CHECK(found != nodes_.end() && found->second.children == 0,
-                 "a block goes after those that continue it");
-  const Node node = std::move(found->second);
+  Require(found != nodes_.end() && found->second.children == 0,
+          "a block goes after those that continue it");
+  const Key& key = found->second.key;
+  if (key.parent != kNone) {
+    Node& above = nodes_.at(key.parent);
+    if (above.children == 1) leaves_.insert({above.used, key.parent});
+    --above.children;
+  }
+  leaves_.erase({found->second.used, block});
+  blocks_.erase(key);
   nodes_.erase(found);
-  leaves_.erase({node.used, block});
-  blocks_.erase(node.key);
-  if (node.key.parent == kNone) return;
-  Node& above = nodes_.at(node.key.parent);
-  if (--above.children == 0) leaves_.insert({above.used, node.key.parent});
 }
 
 }  // namespace epikv

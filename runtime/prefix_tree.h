@@ -4,10 +4,11 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
+#include "absl/hash/hash.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
@@ -32,12 +33,12 @@ class PrefixTree {
   // The block that continues `parent` (kNone: begins a prompt) with these block_tokens tokens.
   std::optional<Block> Find(Block parent, absl::string_view salt,
                             absl::Span<const int32_t> tokens) const;
-  // Precondition: it is not known, and its parent is.
+  // Requires: it is not known, and its parent is. If it throws, nothing has changed.
   Block Add(Block parent, absl::string_view salt, absl::Span<const int32_t> tokens);
 
   // Of the blocks that none continues the one whose last use is longest ago.
   std::optional<Block> Oldest() const;
-  // Precondition: none continues it.
+  // Requires: none continues it. If it throws, nothing has changed.
   void Remove(Block block);
 
  private:
@@ -63,8 +64,8 @@ class PrefixTree {
   const int64_t block_tokens_;
   Block next_ = 0;
   int64_t uses_ = 0;
-  absl::flat_hash_map<Key, Block> blocks_;
-  absl::flat_hash_map<Block, Node> nodes_;
+  std::unordered_map<Key, Block, absl::Hash<Key>> blocks_;  // absl's break when memory runs out
+  std::unordered_map<Block, Node> nodes_;
   std::set<std::pair<int64_t, Block>> leaves_;  // by last use
 };
 

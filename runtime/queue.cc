@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "absl/base/internal/raw_logging.h"
-#include "absl/base/macros.h"
+#include "runtime/require.h"
 
 namespace epikv {
 
@@ -30,7 +29,7 @@ std::optional<SequenceId> RequestQueue::Head(absl::Time now) {
 }
 
 void RequestQueue::PopHead() {
-  ABSL_RAW_CHECK(head_.has_value(), "nobody is at the head");
+  Require(head_.has_value(), "nobody is at the head");
   const Entry& entry = entries_.at(*head_);
   classes_[entry.in_class].by_name.at(entry.tenant)->saved -= entry.work.tokens;
   Remove(*head_);
@@ -38,7 +37,7 @@ void RequestQueue::PopHead() {
 
 void RequestQueue::Remove(SequenceId id) {
   const auto entry = entries_.find(id);
-  ABSL_RAW_CHECK(entry != entries_.end(), "it does not wait");
+  Require(entry != entries_.end(), "it does not wait");
   Leave(id, entry->second);
   entries_.erase(entry);
   if (head_ == id) head_.reset();

@@ -1,8 +1,9 @@
 #include "runtime/rows.h"
 
 #include <limits>
+#include <utility>
 
-#include "absl/base/internal/raw_logging.h"
+#include "runtime/require.h"
 
 namespace epikv {
 
@@ -18,14 +19,9 @@ std::vector<RowAllocator::Gap> RowAllocator::Gaps() {
   return gaps;
 }
 
-void RowAllocator::Place(SequenceId id, int64_t begin, int64_t rows) {
-  extents_[begin] = {.id = id, .size = rows};
-  begins_[id] = begin;
-}
-
-std::vector<RowMove> RowAllocator::Allocate(SequenceId id, int64_t rows) {
-  ABSL_RAW_CHECK(rows > 0 && rows <= free_rows() && !begins_.contains(id),
-                 "allocated what does not fit, or twice");
+RowAllocator::Placement RowAllocator::Plan(SequenceId id, int64_t rows) {
+  Require(rows > 0 && rows <= free_rows() && !begins_.contains(id),
+          "rows were asked for that are not free, or twice");
   std::vector<Gap> gaps = Gaps();
   // The run of gaps [first, last] that together hold the rows at the least cost: rows between them
   // that have to move, then rows left over.
@@ -46,30 +42,41 @@ std::vector<RowMove> RowAllocator::Allocate(SequenceId id, int64_t rows) {
       best_last = last;
     }
   }
-  std::vector<RowMove> moves;
+  Placement placement;
   int64_t to = gaps[best_first].begin;
   for (size_t g = best_first; g < best_last; ++g) {
-    const auto [from, extent] = *gaps[g].next;
-    if (from != to) {
-      moves.push_back({.from = from, .to = to, .count = extent.size});
-      extents_.erase(gaps[g].next);
-      Place(extent.id, to, extent.size);
-    }
+    const auto& [from, extent] = *gaps[g].next;
+    if (from != to) placement.moves.push_back({.from = from, .to = to, .count = extent.size});
     to += extent.size;
   }
-  Place(id, to, rows);
-  held_rows_ += rows;
-  return moves;
+  Extents one = {{to, {.id = id, .size = rows}}};
+  placement.extent = one.extract(one.begin());
+  Begins begins = {{id, to}};
+  placement.begin_of = begins.extract(begins.begin());
+  begins_.reserve(begins_.size() + 1);
+  return placement;
+}
+
+void RowAllocator::Place(Placement placement) noexcept {
+  for (const RowMove& move : placement.moves) {
+    Extents::node_type moved = extents_.extract(move.from);
+    moved.key() = move.to;
+    begins_.at(moved.mapped().id) = move.to;
+    extents_.insert(std::move(moved));
+  }
+  held_rows_ += placement.extent.mapped().size;
+  extents_.insert(std::move(placement.extent));
+  begins_.insert(std::move(placement.begin_of));
 }
 
 void RowAllocator::Shrink(SequenceId id, int64_t rows) {
   Extent& extent = extents_.at(begins_.at(id));
-  ABSL_RAW_CHECK(rows > 0 && rows <= extent.size, "an extent only shrinks");
+  Require(rows > 0 && rows <= extent.size, "an extent only shrinks");
   held_rows_ -= extent.size - rows;
   extent.size = rows;
 }
 
-void RowAllocator::Free(SequenceId id) {
+void RowAllocator::Free(SequenceId id) noexcept {
   const auto extent = extents_.find(begins_.at(id));
   held_rows_ -= extent->second.size;
   extents_.erase(extent);

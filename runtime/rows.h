@@ -2,9 +2,9 @@
 
 #include <cstdint>
 #include <map>
+#include <unordered_map>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "runtime/step_executor.h"
 
 namespace epikv {
@@ -16,38 +16,52 @@ struct RowMove {
 // Which rows of the pool belong to whom: each sequence holds one extent. Extents may be moved
 // between steps, so the pool never fragments: whatever fits in the free rows can be placed.
 class RowAllocator {
+  struct Extent {
+    SequenceId id{};
+    int64_t size = 0;
+  };
+  using Extents = std::map<int64_t, Extent>;  // by first row
+  // Of each holder, the first row. (absl's maps break when memory runs out.)
+  using Begins = std::unordered_map<SequenceId, int64_t>;
+
  public:
   explicit RowAllocator(int64_t num_rows) : num_rows_(num_rows) {}
 
-  // Places `rows` rows, in the tightest gap that holds them; else joins the gaps that cost the
-  // fewest moved rows. The caller carries out the returned moves, in order.
-  // Precondition: rows <= free_rows(), the id holds nothing.
-  std::vector<RowMove> Allocate(SequenceId id, int64_t rows);
+  // Where an extent will lie, and what has to move for it, in order. Holds all memory that Place
+  // needs.
+  struct Placement {
+    std::vector<RowMove> moves;
+    Extents::node_type extent;
+    Begins::node_type begin_of;
+  };
 
-  // Gives back the extent's tail.
+  // Places `rows` rows: in the tightest gap that holds them; else it joins the gaps that cost the
+  // fewest moved rows. Nothing has changed yet, whether or not it throws.
+  // Requires: rows <= free_rows(), the id holds nothing.
+  Placement Plan(SequenceId id, int64_t rows);
+  // The moves have been carried out, and nothing else has been planned meanwhile: from now on
+  // extents lie there.
+  void Place(Placement placement) noexcept;
+
+  // Gives back the extent's tail. Requires: it has so many rows.
   void Shrink(SequenceId id, int64_t rows);
-  void Free(SequenceId id);
+  void Free(SequenceId id) noexcept;
 
   int64_t begin(SequenceId id) const { return begins_.at(id); }
   int64_t num_rows() const { return num_rows_; }
   int64_t free_rows() const { return num_rows_ - held_rows_; }
 
  private:
-  struct Extent {
-    SequenceId id{};
-    int64_t size = 0;
-  };
   struct Gap {
     int64_t begin = 0, size = 0;
-    std::map<int64_t, Extent>::iterator next;  // the extent behind it
+    Extents::iterator next;  // the extent behind it
   };
   std::vector<Gap> Gaps();
-  void Place(SequenceId id, int64_t begin, int64_t rows);
 
   const int64_t num_rows_;
   int64_t held_rows_ = 0;
-  std::map<int64_t, Extent> extents_;  // by first row
-  absl::flat_hash_map<SequenceId, int64_t> begins_;
+  Extents extents_;
+  Begins begins_;
 };
 
 }  // namespace epikv

@@ -3,10 +3,19 @@
 #include <algorithm>
 #include <numeric>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
+namespace {
+
+// Where lanes of these capacities begin, one after another.
+std::vector<int64_t> OffsetsOf(const std::vector<int64_t>& capacity) {
+  std::vector<int64_t> offset(capacity.size());
+  std::exclusive_scan(capacity.begin(), capacity.end(), offset.begin(), int64_t{0});
+  return offset;
+}
+
+}  // namespace
 
 void SlotTable::Append(int64_t first, int64_t position, int64_t count) {
   const int64_t slot = NextSlot();
@@ -59,11 +68,9 @@ SequenceCache::SequenceCache(KvPool& pool, SequenceId id, const Request& request
       layout_(LayoutOf(shape, pool.format(), request.traits,
                        static_cast<int64_t>(request.tap_layers.size()), request.positions)),
       capacity_(request.demand.prefill),
-      offset_(capacity_.size()),
-      tables_(layout_.num_tables, SlotTable(static_cast<int64_t>(request.traits.columns.size()))) {
-  std::exclusive_scan(capacity_.begin(), capacity_.end(), offset_.begin(), int64_t{0});
-  pool_.Open(id_, offset_.back() + capacity_.back());
-}
+      offset_(OffsetsOf(capacity_)),
+      tables_(layout_.num_tables, SlotTable(static_cast<int64_t>(request.traits.columns.size()))),
+      rows_(pool, id, offset_.back() + capacity_.back()) {}
 
 SequenceCache::SequenceCache(SequenceId id, const Request& request, const SequenceCache& from)
     : pool_(from.pool_),
@@ -74,8 +81,8 @@ SequenceCache::SequenceCache(SequenceId id, const Request& request, const Sequen
       capacity_(from.capacity_),
       offset_(from.offset_),
       tables_(from.tables_),
+      rows_(pool_, id, offset_.back() + capacity_.back()),  // may move the rows of `from`
       newest_(from.newest_) {
-  pool_.Open(id_, offset_.back() + capacity_.back());  // may move the rows of `from`
   std::vector<RowMove> copies;
   for (size_t lane = 0; lane < offset_.size(); ++lane) {
     copies.push_back({.from = pool_.first_row(from.id_) + offset_[lane],
@@ -85,8 +92,6 @@ SequenceCache::SequenceCache(SequenceId id, const Request& request, const Sequen
   pool_.Copy(copies);
   NotePeak();
 }
-
-SequenceCache::~SequenceCache() { pool_.Close(id_); }
 
 int64_t SequenceCache::TableOf(int64_t layer, int64_t head) const {
   return (layer * shape_.num_kv_heads + head) / LanesPerTable();
@@ -188,9 +193,12 @@ absl::StatusOr<std::vector<int64_t>> SequenceCache::SlotsOf(
     const auto at = std::find(index.begin(), index.end(), victims.front());
     if (at != index.end()) slots.push_back(at - index.begin());
   } else {
-    const absl::flat_hash_set<int32_t> wanted(victims.begin(), victims.end());
+    std::vector<bool> wanted(newest_ + 1);  // by index
+    for (int32_t victim : victims) {
+      if (victim >= 0 && victim <= newest_) wanted[victim] = true;
+    }
     for (size_t slot = 0; slot < index.size(); ++slot) {
-      if (wanted.contains(index[slot])) slots.push_back(static_cast<int64_t>(slot));
+      if (wanted[index[slot]]) slots.push_back(static_cast<int64_t>(slot));
     }
   }
   if (slots.size() != victims.size()) {
@@ -204,13 +212,13 @@ absl::StatusOr<std::vector<int64_t>> SequenceCache::SlotsOf(
   return slots;
 }
 
-absl::StatusOr<int64_t> SequenceCache::Evict(const std::vector<std::vector<int32_t>>& victims,
-                                             bool leave_hole) {
+absl::StatusOr<SequenceCache::Slots> SequenceCache::SlotsOf(
+    const std::vector<std::vector<int32_t>>& victims) const {
   if (static_cast<int64_t>(victims.size()) != num_tables()) {
     return absl::InternalError(
         absl::StrCat("the policy answered for ", victims.size(), " lane groups of ", num_tables()));
   }
-  std::vector<std::vector<int64_t>> slots;  // all are checked before any is dropped
+  Slots slots;
   for (int64_t t = 0; t < num_tables(); ++t) {
     absl::StatusOr<std::vector<int64_t>> of_table = SlotsOf(t, victims[t]);
     if (!of_table.ok()) return of_table.status();
@@ -225,13 +233,19 @@ absl::StatusOr<int64_t> SequenceCache::Evict(const std::vector<std::vector<int32
           absl::StrCat("the policy named ", named, " victims where ", Excess(first), " must go"));
     }
   }
+  return slots;
+}
+
+int64_t SequenceCache::Evict(const Slots& slots, bool leave_hole) {
   // A hole is for the next token; lanes that share a budget are laid out anew instead.
   leave_hole = leave_hole && !SharesBudgets();
   int64_t entries = 0;
+  std::vector<RowMove> moves;
   for (int64_t t = 0; t < num_tables(); ++t) {
-    CopySlots(t, tables_[t].Remove(slots[t], leave_hole));
+    AddMoves(t, tables_[t].Remove(slots[t], leave_hole), moves);
     entries += static_cast<int64_t>(slots[t].size()) * LanesPerTable();
   }
+  pool_.Copy(moves);
   if (SharesBudgets()) LayOut(ShareOut(std::reduce(capacity_.begin(), capacity_.end())));
   return entries;
 }
@@ -247,8 +261,7 @@ std::vector<int64_t> SequenceCache::ShareOut(int64_t rows) const {
 }
 
 void SequenceCache::LayOut(const std::vector<int64_t>& capacity) {
-  std::vector<int64_t> offset(capacity.size());
-  std::exclusive_scan(capacity.begin(), capacity.end(), offset.begin(), int64_t{0});
+  std::vector<int64_t> offset = OffsetsOf(capacity);
   const int64_t first = pool_.first_row(id_);
   std::vector<RowMove> moves;
   auto move = [&](size_t lane) {
@@ -269,17 +282,14 @@ void SequenceCache::LayOut(const std::vector<int64_t>& capacity) {
   capacity_ = capacity;
 }
 
-void SequenceCache::CopySlots(int64_t table, absl::Span<const SlotTable::Copy> copies) {
-  if (copies.empty()) return;
-  std::vector<RowMove> rows;
-  rows.reserve(copies.size() * LanesPerTable());
+void SequenceCache::AddMoves(int64_t table, absl::Span<const SlotTable::Copy> copies,
+                             std::vector<RowMove>& moves) const {
   for (int64_t lane = table * LanesPerTable(); lane < (table + 1) * LanesPerTable(); ++lane) {
     const int64_t first = pool_.first_row(id_) + offset_[lane];
     for (const SlotTable::Copy& copy : copies) {
-      rows.push_back({.from = first + copy.from, .to = first + copy.to, .count = 1});
+      moves.push_back({.from = first + copy.from, .to = first + copy.to, .count = 1});
     }
   }
-  pool_.Copy(rows);
 }
 
 void SequenceCache::ShrinkToDecode() {

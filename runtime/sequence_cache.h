@@ -70,7 +70,6 @@ class SequenceCache {
   SequenceCache(KvPool& pool, SequenceId id, const Request& request, const ModelShape& shape);
   // A copy of `from`, which is between two steps; the pool has room for as many rows.
   SequenceCache(SequenceId id, const Request& request, const SequenceCache& from);
-  ~SequenceCache();
   SequenceCache(const SequenceCache&) = delete;
   SequenceCache& operator=(const SequenceCache&) = delete;
 
@@ -100,9 +99,12 @@ class SequenceCache {
   // a shared one, on average.
   bool OverBudget(int64_t slack, int64_t coming = 0) const;
 
-  // Checks a policy's answer (INTERNAL: what is wrong with it) and carries it out. Returns the
-  // number of entries removed.
-  absl::StatusOr<int64_t> Evict(const std::vector<std::vector<int32_t>>& victims, bool leave_hole);
+  // Checks a policy's answer (INTERNAL: what is wrong with it). Where its victims lie: of each
+  // table its slots, ascending.
+  using Slots = std::vector<std::vector<int64_t>>;
+  absl::StatusOr<Slots> SlotsOf(const std::vector<std::vector<int32_t>>& victims) const;
+  // Drops the tokens in these slots. Returns the number of entries removed.
+  int64_t Evict(const Slots& slots, bool leave_hole);
 
   // Packs the lanes to their decode capacities and gives the surplus back to the pool.
   void ShrinkToDecode();
@@ -132,7 +134,9 @@ class SequenceCache {
   void LayOut(const std::vector<int64_t>& capacity);
   absl::StatusOr<std::vector<int64_t>> SlotsOf(int64_t table,
                                                const std::vector<int32_t>& victims) const;
-  void CopySlots(int64_t table, absl::Span<const SlotTable::Copy> copies);
+  // Adds to `moves` what these copies are in the table's lanes.
+  void AddMoves(int64_t table, absl::Span<const SlotTable::Copy> copies,
+                std::vector<RowMove>& moves) const;
   void NotePeak();
 
   KvPool& pool_;
@@ -142,6 +146,7 @@ class SequenceCache {
   const KvLayout layout_;
   std::vector<int64_t> capacity_, offset_;  // of lanes, in rows; offsets from the extent's first
   std::vector<SlotTable> tables_;
+  const PoolRows rows_;
   int64_t newest_ = -1;
   int64_t peak_entries_ = 0, peak_bytes_ = 0;
 };

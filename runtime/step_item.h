@@ -30,7 +30,7 @@ struct OpenSequence {
         moments(r.traits.signals.Has(Signal::kQueryMoments) ? shape.num_layers : 0, shape.num_heads,
                 shape.key_width, pool.device()),
         attention_rows(r.traits.attention_layers, shape.num_kv_heads) {}
-  // Goes on from where another is, between two steps.
+  // Goes on from where another is, between two steps; the policy's state is the caller's to clone.
   OpenSequence(SequenceId id, const Request& r, const OpenSequence& from)
       : request(r),
         cache(id, r, from.cache),
@@ -39,7 +39,7 @@ struct OpenSequence {
         moments(from.moments.Clone()),
         attention_rows(from.attention_rows),
         tapped(from.tapped),
-        state(from.state == nullptr ? nullptr : from.state->Clone()) {}
+        prefix(from.prefix) {}
 
   const Request& request;
   SequenceCache cache;
@@ -80,6 +80,7 @@ struct StepItem {
   std::vector<at::Tensor> residuals;  // [num_rows, hidden] after each block so far, if wanted
   at::Tensor distances;               // [layers, num_rows], once the last block has run, if wanted
   at::Tensor log_sum_exp;             // of the layer that runs
+  at::Tensor tapped;                  // OpenSequence::tapped once it is committed
   // Residuals of the last row after every block, fp32 [layers, hidden]; empty: not kept.
   std::vector<float> last_residuals;
   bool measures_mass = false;

@@ -104,6 +104,8 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
               options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,
           .mass_interval = options.mass_interval});
   executor_ = executor.get();
+  std::unique_ptr<StepExecutor> steps = std::move(executor);
+  if (options.wrap) steps = options.wrap(std::move(steps));
   engine_ = std::make_unique<Engine>(
       EngineOptions{
           .scheduler = {.max_step_tokens = options.max_step_tokens,
@@ -112,7 +114,7 @@ EngineHarness::EngineHarness(std::shared_ptr<const Model> model, HarnessOptions 
           .kv_capacity_bytes = options.kv_pool_bytes,
           .max_prefix_bytes = options.max_prefix_bytes,
           .max_running_requests = options.max_running_requests},
-      std::move(executor), *tokenizer_, observer_, std::move(options.now));
+      std::move(steps), *tokenizer_, observer_, std::move(options.now));
 }
 
 std::shared_ptr<Transcript> EngineHarness::Submit(RequestOptions options) {
@@ -125,8 +127,7 @@ std::shared_ptr<Transcript> EngineHarness::Submit(RequestOptions options) {
 std::shared_ptr<Transcript> EngineHarness::Submit(Request request, std::function<bool()> ready,
                                                   bool idle) {
   auto transcript = std::make_shared<Transcript>();
-  auto sink =
-      std::make_shared<TranscriptSink>(transcript, request.completions(), std::move(ready));
+  auto sink = std::make_shared<TranscriptSink>(transcript, request.completions(), std::move(ready));
   if (idle) {
     engine_->SubmitIdle(std::move(request), std::move(sink));
   } else {

@@ -48,6 +48,8 @@ struct HarnessOptions {
   bool end_tokens = true;     // false: streams go on to their length, whatever they say
   int64_t max_running_requests = 256;
   std::function<absl::Time()> now = absl::Now;
+  // What the engine gets in place of the executor; null: the executor itself.
+  std::function<std::unique_ptr<StepExecutor>(std::unique_ptr<StepExecutor>)> wrap;
 };
 
 // An engine over a real model file, stepped by hand: for tests of what it computes.

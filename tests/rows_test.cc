@@ -7,6 +7,7 @@
 #include <iterator>
 #include <map>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "runtime/ledger.h"
@@ -28,7 +29,8 @@ class Pool {
   // Rows moved.
   int64_t Open(SequenceId id, int64_t rows) {
     int64_t moved = 0;
-    for (const RowMove& move : rows_.Allocate(id, rows)) {
+    RowAllocator::Placement placement = rows_.Plan(id, rows);
+    for (const RowMove& move : placement.moves) {
       EXPECT_LT(move.to, move.from);
       EXPECT_GE(move.to, 0);
       EXPECT_LE(move.from + move.count, rows_.num_rows());
@@ -36,6 +38,7 @@ class Pool {
       std::copy(from, from + move.count, memory_.begin() + move.to);  // as memmove: to < from
       moved += move.count;
     }
+    rows_.Place(std::move(placement));
     sizes_[id] = rows;
     for (int64_t i = 0; i < rows; ++i) memory_[rows_.begin(id) + i] = {id, i};
     return moved;
@@ -124,13 +127,28 @@ TEST(RowAllocator, MoveMayOverlapItself) {
   pool.Check();
 }
 
-TEST(RowAllocatorDeathTest, BreachesEndTheProcess) {
-  GTEST_FLAG_SET(death_test_style, "threadsafe");
+TEST(RowAllocator, RefusesBreachesAndStaysAsItWas) {
+  Pool pool(10);
+  pool.Open(kA, 4);
+  EXPECT_THROW(pool.Open(kB, 7), std::logic_error);
+  EXPECT_THROW(pool.Open(kA, 1), std::logic_error);
+  EXPECT_THROW(pool.Shrink(kA, 5), std::logic_error);
+  pool.Check();
+}
+
+// What has been planned and not placed never was.
+TEST(RowAllocator, APlanChangesNothing) {
   RowAllocator rows(10);
-  rows.Allocate(kA, 4);
-  EXPECT_DEATH(rows.Allocate(kB, 7), "does not fit");
-  EXPECT_DEATH(rows.Allocate(kA, 1), "twice");
-  EXPECT_DEATH(rows.Shrink(kA, 5), "only shrinks");
+  rows.Place(rows.Plan(kA, 4));
+  rows.Place(rows.Plan(kB, 4));
+  rows.Free(kA);
+  const RowAllocator::Placement placement = rows.Plan(kC, 6);
+  EXPECT_EQ(placement.moves.size(), 1);
+  EXPECT_EQ(rows.begin(kB), 4);
+  EXPECT_EQ(rows.free_rows(), 6);
+  rows.Place(rows.Plan(kC, 6));
+  EXPECT_EQ(rows.begin(kB), 0);
+  EXPECT_EQ(rows.free_rows(), 0);
 }
 
 // The admission law: whatever the ledger admits can be placed, however the pool has been used
