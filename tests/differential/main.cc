@@ -1,8 +1,8 @@
 // The differential fuzzer (trial.h, play.h). Every trial runs in a process of its own, so that what
 // ends the process is found like everything else; what is found is made as small as it gets.
 //
-//   differential [--seconds N] [--trials N] [--seed N] [--findings N] [--corpus DIR] [--answers FILE]
-//   differential TRIAL.json ...     plays these
+//   differential [--seconds N] [--trials N] [--seed N] [--findings N] [--corpus DIR] [--answers
+//   FILE] differential TRIAL.json ...     plays these
 //
 // --corpus: writes what is found there. --answers: appends whole answers, a line of JSON each, for
 // against_transformers.py. Exits 1 if something was found.
@@ -52,8 +52,11 @@ Tally TallyOf(const Json& j) { return {j[0], j[1], j[2], j[3], j[4], j[5], j[6],
 void AppendAnswers(const std::vector<Answer>& answers, const std::string& path) {
   std::ofstream file(path, std::ios::app);
   for (const Answer& a : answers) {
-    file << Json{{"model", a.model},       {"prompt", a.prompt},      {"tokens", a.tokens},
-                 {"logprobs", a.logprobs}, {"evictions", a.evictions}}
+    file << Json{{"model", a.model},
+                 {"prompt", a.prompt},
+                 {"tokens", a.tokens},
+                 {"logprobs", a.logprobs},
+                 {"evictions", a.evictions}}
          << "\n";
   }
 }
@@ -86,8 +89,8 @@ Verdict PlayApart(const Trial& trial, const std::string& answers_path = "") {
     if (!getenv("DIFF_DEBUG")) dup2(ends[1], STDERR_FILENO);
     alarm(kSecondsATrial);
     const Verdict verdict = PlayHere(trial, answers_path);
-    const std::string line = absl::StrCat(
-        "\n", Json{verdict.kind, verdict.what, JsonOf(verdict.tally)}.dump(), "\n");
+    const std::string line =
+        absl::StrCat("\n", Json{verdict.kind, verdict.what, JsonOf(verdict.tally)}.dump(), "\n");
     const bool told = write(ends[1], line.data(), line.size()) == std::ssize(line);
     _exit(told ? 0 : 1);
   }
@@ -218,8 +221,7 @@ Flags FlagsOf(int argc, char** argv) {
         std::exit(2);
       }
       flags.files.push_back(name);
-    } else if (i + 1 == argc ||
-               (number && !absl::SimpleAtoi(argv[i + 1], numbers.at(name)))) {
+    } else if (i + 1 == argc || (number && !absl::SimpleAtoi(argv[i + 1], numbers.at(name)))) {
       std::cerr << name << " needs a " << (number ? "number" : "path") << "\n";
       std::exit(2);
     } else if (!number) {
