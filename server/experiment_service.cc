@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <optional>
 #include <utility>
 
@@ -162,7 +163,7 @@ Answer<v1::RecordOutcomeResponse> AnswerOf(const absl::StatusOr<Recorded>& recor
 }
 
 // The error says what is out of range.
-absl::StatusOr<v1::ExperimentPlan> PlanOf(const v1::PlanExperimentRequest& request) {
+absl::StatusOr<v1::ExperimentPlan> PlanOf(const v1::PlanExperimentRequest& request) try {
   constexpr double kLoss = .01;  // of one arm's units
   const bool is_share = request.kind() == v1::Metric::KIND_PROPORTION;
   const int arms = request.arms() == 0 ? 2 : static_cast<int>(std::min(request.arms(), 1000u));
@@ -205,6 +206,8 @@ absl::StatusOr<v1::ExperimentPlan> PlanOf(const v1::PlanExperimentRequest& reque
   const auto ratio = PlanSampleRatioUnits(weights, 1, kLoss, design.power);
   if (ratio.ok()) answer.set_sample_ratio_units(static_cast<uint64_t>(*ratio));
   return answer;
+} catch (const std::exception& e) {  // of our figures (require.h), or of Boost's
+  return absl::InternalError(absl::StrCat("these numbers cannot be planned for: ", e.what()));
 }
 
 // The answers of a batch, which come in any order.

@@ -94,6 +94,28 @@ TEST_P(EveryPolicyForks, PromptsOverTheBudgetAreEvictedOnce) {
   EXPECT_GE(together.finished->kv.evicted_entries, alone.finished->kv.evicted_entries);
 }
 
+// Each is remembered to its end, in whole blocks, for a turn that begins with it; from a block on
+// that is half the prompt's, half its own.
+TEST(Completions, EachKeepsWhatItHasCached) {
+  EngineHarness harness(
+      ModelPath("gqa"),
+      {.prefill_chunk_tokens = 16, .max_prefix_bytes = 1 << 20, .end_tokens = false});
+  RequestOptions options;
+  options.prompt = Text(harness.manifest(), 40, 23);
+  options.stop.max_output_tokens = 60;
+  options.sampling = {.temperature = 1.0f, .seed = 5};
+  options.completions = kCompletions;
+  const Transcript together = harness.Run(options);
+  ASSERT_TRUE(together.ok()) << together.finished->status;
+  for (const Transcript& one : together.completions) {
+    RequestOptions turn;
+    turn.prompt = options.prompt;
+    turn.prompt.insert(turn.prompt.end(), one.tokens.begin(), one.tokens.end());
+    turn.stop.max_output_tokens = 1;
+    EXPECT_EQ(harness.Run(turn).finished->cached_prompt_tokens, 96) << "of 99";
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Completions, EveryPolicyForks,
                          ::testing::Combine(::testing::Values("gqa", "gqa_bf16", "gqa_int8"),
                                             ::testing::ValuesIn(EvictingPolicies())),

@@ -88,6 +88,33 @@ WINDOWS_MQA = {
 }
 
 
+# Models of other families than Llama: name, architecture, configuration, tokenizer.
+OTHERS = (
+    ("bent", "Gemma2ForCausalLM", BENT, "words"),
+    ("windows", "Gemma3ForCausalLM", WINDOWS, "words"),
+    ("windows_mqa", "Qwen2ForCausalLM", WINDOWS_MQA, "bytes"),
+)
+SEED = 1  # of the weights
+
+
+def source_of(name: str, folder: Path) -> tuple[Path, str]:
+    """The Hugging Face directory of a model, made in `folder` but for the sample's, and its dtype."""
+    if name == "sample":
+        return sample_directory(), "float32"
+    if name in MODELS:
+        dtype, config = MODELS[name]
+        write_directory(config, folder, dtype, SEED)
+        return folder, dtype
+    [(_, architecture, config, tokenizer)] = [other for other in OTHERS if other[0] == name]
+    write_directory(config, folder, "float32", SEED, tokenizer, architecture)
+    return folder, "float32"
+
+
+def sample_directory() -> Path:
+    directory = ROOT / "tools" / "sample_model"
+    return directory / (directory / "SHIPPED").read_text().strip()
+
+
 def write_many_faults(path: Path) -> None:
     """A module and a manifest with five faults between them."""
     manifest = broken_models.manifest()
@@ -122,14 +149,13 @@ class ManyFaults(broken_models.Tiny):
 def write_reference(config: dict[str, Any], path: Path) -> None:
     """What transformers computes with the weights of the model of this config (law 1)."""
     with tempfile.TemporaryDirectory() as folder:
-        write_directory(config, Path(folder), "float32", seed=1)
+        write_directory(config, Path(folder), "float32", SEED)
         write(Path(folder), path, "float32", prompts_of((), config["vocab_size"], 100), 16)
 
 
 def write_sample(out: Path) -> None:
     """The shipped sample model, with its calibration, and what transformers computes with it."""
-    directory = ROOT / "tools" / "sample_model"
-    directory /= (directory / "SHIPPED").read_text().strip()
+    directory = sample_directory()
     vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
     export(directory, out / "sample.pt", dtype="float32", name=directory.name)
     write(directory, out / "sample.json", "float32", prompts_of((), vocab_size, 100), 16)
@@ -143,30 +169,23 @@ def main() -> None:
     broken_models.write(out / "broken")
     write_many_faults(out / "many_faults.pt")
     for name, (dtype, config) in MODELS.items():
-        random_model(config, out / f"{name}.pt", dtype, seed=1, name=name, check=False)
+        random_model(config, out / f"{name}.pt", dtype, SEED, name=name, check=False)
         if dtype == "float32":
             write_reference(config, out / f"{name}.json")
     for name, (dtype, quantization) in QUANTIZED.items():
         path = out / f"{name}.pt"
-        random_model(WIDE, path, dtype, seed=1, name=name, quantization=quantization, check=False)
-    random_model(BENT, out / "bent.pt", seed=1, name="bent", architecture="Gemma2ForCausalLM")
-    random_model(
-        WINDOWS,
-        out / "windows.pt",
-        seed=1,
-        name="windows",
-        architecture="Gemma3ForCausalLM",
-        check=False,
-    )
-    random_model(
-        WINDOWS_MQA,
-        out / "windows_mqa.pt",
-        seed=1,
-        name="windows_mqa",
-        architecture="Qwen2ForCausalLM",
-        tokenizer="bytes",
-        check=False,
-    )
+        random_model(
+            WIDE, path, dtype, SEED, name=name, quantization=quantization, check=False
+        )
+    for name, architecture, config, tokenizer in OTHERS:
+        random_model(
+            config,
+            out / f"{name}.pt",
+            seed=SEED,
+            architecture=architecture,
+            tokenizer=tokenizer,
+            name=name,
+        )
     write_sample(out)
 
 

@@ -596,6 +596,72 @@ MUTANTS = [
         "dense_matmul_test",
         "*SumsOfSmallIntegersAreExact*",
     ),
+    Mutant(
+        "a completion forgets what its parent has cached",
+        "runtime/step_item.h",
+        "        tapped(from.tapped),\n        prefix(from.prefix) {}",
+        "        tapped(from.tapped) {}",
+        "completions_laws_test",
+        "*KeepsWhatItHasCached*",
+    ),
+    Mutant(
+        "decode rows of another layer's logits",
+        "runtime/attention.cc",
+        "    if (item.logits != nullptr) item.logits->clear();  // another layer's, or another step's\n",
+        "",
+        "differential_test",
+        "*rows_of_their_own_layer*",
+    ),
+    Mutant(
+        "padding is what lay there",
+        "runtime/attention.cc",
+        "  out.narrow(0, end, q.size(0) - end).zero_();  // padding\n",
+        "",
+        "attention_test",
+        "*LeavesZero*",
+    ),
+    Mutant(
+        "books before rows",
+        "runtime/kv_pool.cc",
+        "  RowAllocator::Placement placement = rows_.Plan(id, rows);\n  Copy(placement.moves);\n",
+        "  RowAllocator::Placement placement = rows_.Plan(id, rows);\n"
+        "  const std::vector<RowMove> moves = placement.moves;\n"
+        "  rows_.Place(std::move(placement));\n  Copy(moves);\n  return;\n",
+        "injected_failures_test",
+        "*DeviceTensorsOpen*",
+    ),
+    Mutant(
+        "rows that a failed move has moved stay there",
+        "runtime/kv_pool.cc",
+        "      while (done-- > 0) pieces[done].PutBack();\n",
+        "",
+        "injected_failures_test",
+        "*DeviceTensorsFork*",
+    ),
+    Mutant(
+        "a device's residuals count at once",
+        "runtime/device_forward.cc",
+        "    item.tapped = now.narrow(0, first, count);\n",
+        "    item.tapped = item.sequence->tapped = now.narrow(0, first, count);\n",
+        "injected_failures_test",
+        "*DeviceObjectsForward*",
+    ),
+    Mutant(
+        "deterministic mode takes the fastest kernel",
+        "runtime/kernel_choice.h",
+        "  if (pinned) {",
+        "  if (false) {",
+        "kernel_choice_test",
+        "*",
+    ),
+    Mutant(
+        "forecasts learn from idle requests",
+        "runtime/engine.cc",
+        "  if (s.open && &s != idle_.get()) {",
+        "  if (s.open) {",
+        "engine_test",
+        "*ForecastsLearnNothingFromTheEnd*",
+    ),
 ]
 
 

@@ -414,5 +414,37 @@ TEST(GuardrailTest, ALossOfWhatIsBetterHigherIsABreach) {
   EXPECT_EQ(JudgeGuardrail(quality, Better::kLower, .5), Verdict::kSafe);
 }
 
+// Whatever users record, there is something to be said of it, if only that it is too early.
+TEST(ComparisonTest, HasAnAnswerToAnyValues) {
+  const std::vector<std::vector<double>> sets = {
+      {1},      {0, 1},           {1e50, -1e50},    {1e50},         {1e-300, 0},
+      {5e-324}, {1, 1 + 2.3e-16}, {1e50, 1, 1e-50}, {-1e25, 1e-25}, {0.1, 1e16}};
+  std::mt19937_64 rng(1);
+  for (const auto& values : sets) {
+    for (const auto& others : sets) {
+      for (int64_t units : {1, 30, 300, 3000}) {
+        for (bool with_covariate : {false, true}) {
+          MetricTally tally(2);
+          for (int64_t unit = 0; unit < units; ++unit) {
+            const auto& set = unit % 2 == 0 ? values : others;
+            std::optional<double> covariate;
+            if (with_covariate) covariate = others[rng() % others.size()];
+            tally.Add(unit % 2, unit, set[rng() % set.size()], covariate);
+          }
+          for (MetricKind kind : {MetricKind::kMean, MetricKind::kProportion}) {
+            const AnalysisOptions options = {.kind = kind};
+            EXPECT_NO_THROW({
+              ReadArm(tally.sums(), 0, options);
+              ReadArm(tally.sums(), 1, options);
+              JudgeGuardrail(Compare(tally.sums(), 0, 1, options), Better::kLower, 0.1);
+            }) << values[0]
+               << " beside " << others[0] << ", " << units << " units";
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace epikv

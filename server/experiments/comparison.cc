@@ -5,8 +5,7 @@
 #include <cmath>
 #include <limits>
 
-#include "absl/base/internal/raw_logging.h"
-#include "absl/base/macros.h"
+#include "runtime/require.h"
 
 namespace epikv {
 namespace {
@@ -164,7 +163,7 @@ Interval AsymptoticInterval(const MetricEstimates& estimates, size_t arm, double
 }  // namespace
 
 double AlphaPerArm(double alpha, int num_arms) {
-  ABSL_RAW_CHECK(num_arms >= 2, "nothing to compare");
+  Require(num_arms >= 2, "nothing to compare");
   return alpha / (num_arms - 1);
 }
 
@@ -181,7 +180,7 @@ bool Lift::Holds(double lift) const {
 }
 
 ArmReading ReadArm(const MetricSums& sums, size_t arm, const AnalysisOptions& options) {
-  ABSL_RAW_CHECK(arm < sums.arms.size(), "no such arm");
+  Require(arm < sums.arms.size(), "no such arm");
   const MetricEstimates estimates = Estimate(sums);
   ArmReading reading{.observed = estimates.arms[arm]};
   if (!reading.observed.mean.has_value()) return reading;
@@ -204,8 +203,8 @@ ArmReading ReadArm(const MetricSums& sums, size_t arm, const AnalysisOptions& op
 
 Comparison Compare(const MetricSums& sums, size_t control, size_t treatment,
                    const AnalysisOptions& options) {
-  ABSL_RAW_CHECK(control < sums.arms.size() && treatment < sums.arms.size(), "no such arm");
-  ABSL_RAW_CHECK(control != treatment, "an arm is not compared with itself");
+  Require(control < sums.arms.size() && treatment < sums.arms.size(), "no such arm");
+  Require(control != treatment, "an arm is not compared with itself");
   const MetricEstimates estimates = Estimate(sums);
   Comparison comparison{.control = estimates.arms[control], .treatment = estimates.arms[treatment]};
   if (!comparison.control.mean.has_value() || !comparison.treatment.mean.has_value()) {
@@ -224,7 +223,7 @@ Comparison Compare(const MetricSums& sums, size_t control, size_t treatment,
 }
 
 Verdict JudgeGuardrail(const Comparison& comparison, Better better, double margin) {
-  ABSL_RAW_CHECK(margin >= 0, "a margin is a size");
+  Require(margin >= 0, "a margin is a size");
   if (comparison.basis == Basis::kTooEarly) return Verdict::kTooEarly;
   const Interval& gain = comparison.interval;
   const Interval loss =

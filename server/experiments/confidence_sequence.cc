@@ -8,8 +8,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "absl/base/internal/raw_logging.h"
-#include "absl/base/macros.h"
+#include "runtime/require.h"
 
 namespace epikv {
 namespace {
@@ -40,25 +39,25 @@ std::pair<double, double> Crossing(const ProportionEvidence& evidence, double th
 }  // namespace
 
 double MixtureBound(double spread, double alpha) {
-  ABSL_RAW_CHECK(spread > 0 && alpha > 0 && alpha < 1, "no mixture");
+  Require(spread > 0 && alpha > 0 && alpha < 1, "no mixture");
   return (1 + 1 / spread) * (std::log1p(spread) - 2 * std::log(alpha));
 }
 
 double MixturePValue(double squared_errors, double spread) {
-  ABSL_RAW_CHECK(spread > 0, "no mixture");
+  Require(spread > 0, "no mixture");
   const double evidence = squared_errors / (1 + 1 / spread) - std::log1p(spread);
   return std::min(1., std::exp(-evidence / 2));
 }
 
 // The derivative of MixtureBound is 0 where spread - log(1 + spread) = -2 log(alpha).
 double TightestSpread(double alpha) {
-  ABSL_RAW_CHECK(alpha > 0 && alpha < 1, "alpha is a chance");
+  Require(alpha > 0 && alpha < 1, "alpha is a chance");
   return -boost::math::lambert_wm1(-alpha * alpha * std::exp(-1.)) - 1;
 }
 
 ProportionEvidence::ProportionEvidence(double ones, double trials)
     : ones_(ones), zeros_(trials - ones) {
-  ABSL_RAW_CHECK(ones_ >= 0 && zeros_ >= 0, "more ones than trials");
+  Require(ones_ >= 0 && zeros_ >= 0, "more ones than trials");
   mixture_ = LogBeta(kJeffreys + ones_, kJeffreys + zeros_) - kLogBetaOfJeffreys;
 }
 

@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "absl/base/internal/raw_logging.h"
-#include "absl/base/macros.h"
+#include "runtime/require.h"
 
 namespace epikv {
 namespace {
@@ -140,7 +139,7 @@ ArmSums MetricTally::SumsOf(const Unit& unit) {
 
 MetricTally::Added MetricTally::Add(size_t arm, uint64_t unit, double value,
                                     std::optional<double> covariate) {
-  ABSL_RAW_CHECK(arm < sums_.arms.size(), "no such arm");
+  Require(arm < sums_.arms.size(), "no such arm");
   // Also where one is no number.
   if (!(std::abs(value) <= kGreatest)) return Added::kOutOfRange;
   if (covariate.has_value() && !(std::abs(*covariate) <= kGreatest)) return Added::kOutOfRange;

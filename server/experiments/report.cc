@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -462,7 +463,7 @@ class Parties {
   std::optional<size_t> FirstArm(uint64_t unit, size_t seen) const {
     return windows_.has_value() ? arms_.OfWindow(static_cast<int64_t>(unit)) : seen;
   }
-  v1::SampleRatio Ratio(int64_t Count::* counted) const {
+  v1::SampleRatio Ratio(int64_t Count::*counted) const {
     std::vector<int64_t> units;
     std::vector<double> weights;
     for (size_t i = 0; i < arms_.size(); ++i) {
@@ -719,8 +720,10 @@ class ReportMaker {
 }  // namespace
 
 absl::StatusOr<v1::ExperimentReport> MakeReport(const v1::Experiment& experiment, Store& store,
-                                                const ReportOptions& options, absl::Time now) {
+                                                const ReportOptions& options, absl::Time now) try {
   return ReportMaker(experiment, store, options, now).Make();
+} catch (const std::exception& e) {  // of our figures (require.h), or of Boost's
+  return absl::InternalError(absl::StrCat("the report could not be made: ", e.what()));
 }
 
 }  // namespace epikv

@@ -7,8 +7,7 @@
 #include <limits>
 #include <numeric>
 
-#include "absl/base/internal/raw_logging.h"
-#include "absl/base/macros.h"
+#include "runtime/require.h"
 
 namespace epikv {
 namespace {
@@ -36,10 +35,10 @@ double BinomialPValue(int64_t count, int64_t trials, double share) {
 }  // namespace
 
 SampleRatio CheckSampleRatio(absl::Span<const int64_t> units, absl::Span<const double> weights) {
-  ABSL_RAW_CHECK(units.size() == weights.size(), "one weight an arm");
+  Require(units.size() == weights.size(), "one weight an arm");
   const int64_t total = std::reduce(units.begin(), units.end());
   const double weight = std::reduce(weights.begin(), weights.end());
-  ABSL_RAW_CHECK(weight > 0, "no arm has a weight");
+  Require(weight > 0, "no arm has a weight");
   SampleRatio ratio;
   int arms = 0;
   double least_expected = std::numeric_limits<double>::infinity();

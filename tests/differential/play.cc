@@ -413,7 +413,9 @@ class Play {
     if (seen) CompareFigures(pair, got, plain, tokens);
     if (same && seen && whole) CompareEnds(told_[i], got, plain);
     if (!same) ++tally_.ties;
-    if (answers != nullptr && whole && traced && !got.logprobs.empty()) {
+    const bool comparable = pair.rounding().noise > 0 && pair.setup().kv_dtype == KvDType::kModel &&
+                            told_[i].options.kv.positions == PositionMode::kAbsolute;
+    if (answers != nullptr && comparable && whole && traced && !got.logprobs.empty()) {
       answers->push_back(AnswerOf(pair, told_[i].options, got));
     }
   }

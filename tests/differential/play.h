@@ -47,7 +47,7 @@ struct Answer {
 //   changes as well (in a narrow dtype: up to the first that differs);
 // - what was cut short is the beginning of the whole answer;
 // - after every step used <= reserved <= pool, and at the end nothing is held.
-// answers, if not null: takes those that were whole and traced.
+// answers, if not null: takes those of float32 at absolute positions that were whole and traced.
 Tally PlayTrial(const Trial& trial, std::vector<Answer>* answers = nullptr);
 
 // Loads the models of drawn trials and runs each, so that processes that are forked need not.
