@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import jsonschema
@@ -103,15 +105,17 @@ def test_arms_are_refused_as_the_daemon_says(daemon: Daemon) -> None:
         assert said in result.output
 
 
-def test_ctrl_c_tells_what_there_is(sample_model: Path, tmp_path: Path) -> None:
-    """As a terminal sends it: to the whole process group. The daemon is ended in order."""
-    path, log = tmp_path / "load.json", tmp_path / "log"
+def under_load(sample_model: Path, tmp_path: Path) -> tuple[subprocess.Popen[str], str]:
+    """A bench whose daemon decodes, and where that one's metrics are."""
+    log = tmp_path / "log"
     with log.open("w") as stderr:
         bench = subprocess.Popen(
             [
+                *("env", "--default-signal=HUP"),  # which nohup may have had us ignore
                 *(sys.executable, "-c", "from epikv.cli import main; main()", "bench", "load"),
                 *("--model", str(sample_model), "--concurrency", "2", "--duration", "600"),
-                *("--warmup", "0", "--prompt", "8", "--output", "8", "--json", str(path)),
+                *("--warmup", "0", "--prompt", "8", "--output", "8"),
+                *("--json", str(tmp_path / "load.json")),
             ],
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -125,6 +129,13 @@ def test_ctrl_c_tells_what_there_is(sample_model: Path, tmp_path: Path) -> None:
     assert found is not None, log.read_text()
     while scrape(found[1]).value("epikv_step_tokens_total", phase="decode") < 100:
         assert bench.poll() is None, log.read_text()
+    return bench, found[1]
+
+
+def test_ctrl_c_tells_what_there_is(sample_model: Path, tmp_path: Path) -> None:
+    """As a terminal sends it: to the whole process group. The daemon is ended in order."""
+    path, log = tmp_path / "load.json", tmp_path / "log"
+    bench, metrics = under_load(sample_model, tmp_path)
     os.killpg(bench.pid, signal.SIGINT)
     out, _ = bench.communicate(timeout=60)
     assert bench.returncode == 130, log.read_text()
@@ -133,7 +144,35 @@ def test_ctrl_c_tells_what_there_is(sample_model: Path, tmp_path: Path) -> None:
     jsonschema.validate(told, SCHEMA)
     assert told["interrupted"] and told["total"]["ok"] > 0
     with pytest.raises(OSError):
-        scrape(found[1])
+        scrape(metrics)
+
+
+STATUSES = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGKILL: -9}
+
+
+@pytest.mark.parametrize("number", STATUSES, ids=lambda number: number.name)
+def test_killed_it_leaves_no_daemon(
+    number: signal.Signals, sample_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    bench, _ = under_load(sample_model, tmp_path)
+    tasks = Path(f"/proc/{bench.pid}/task").iterdir()
+    pids = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    started = [os.pidfd_open(pid) for pid in pids]
+    assert len(started) == 2 and any(temporary.iterdir())  # the daemon, and what watches it
+    bench.send_signal(number)
+    bench.communicate(timeout=60)
+    gone = [bool(select.select([process], [], [], 60)[0]) for process in started]
+    for process in started:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
+    assert all(gone)
+    assert bench.returncode == STATUSES[number], (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert number == signal.SIGKILL or not any(temporary.iterdir())
 
 
 def test_an_overload_is_measured(

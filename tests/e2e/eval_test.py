@@ -36,7 +36,8 @@ def invoke(*arguments: str) -> Result:
 
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
-    program = [sys.executable, "-c", "from epikv.cli import main; main()", *arguments]
+    program = ["env", "--default-signal=HUP"]  # which nohup may have had us ignore
+    program += [sys.executable, "-c", "from epikv.cli import main; main()", *arguments]
     with log.open("wb") as file:
         return subprocess.Popen(program, stdout=file, stderr=file)
 
@@ -136,11 +137,12 @@ def test_killed_at_any_moment_it_goes_on(daemon: Daemon, tmp_path: Path) -> None
     is_whole(out)
 
 
-def test_ctrl_c_keeps_what_there_is(daemon: Daemon, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_keeps_what_there_is(number: signal.Signals, daemon: Daemon, tmp_path: Path) -> None:
     out, log = tmp_path / "out", tmp_path / "log"
     process = start(command(daemon.grpc, out), log)
     wait_for(5, out, process, log)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.wait(30) == 130, log.read_text()
     said, kept = log.read_text(), lines(out)
     assert f"interrupted; {len(kept)} of {TOTAL} completions are in {out}" in said

@@ -3,12 +3,15 @@
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+from epikv import processes
 
 
 class Postgres:
@@ -50,8 +53,10 @@ class Postgres:
 
     def start(self) -> None:
         options = ["-c", "listen_addresses=", "-c", "fsync=off", "-c", "shared_buffers=16MB"]
-        self._server = subprocess.Popen(
-            self._as_user("postgres", "-D", str(self._data), "-k", str(self._folder), *options),
+        self._server = processes.start(
+            [self._binary("postgres"), "-D", str(self._data), "-k", str(self._folder), *options],
+            end=signal.SIGQUIT,
+            **self._as_user,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -65,7 +70,7 @@ class Postgres:
     def stop(self) -> None:
         """At once, as if it had crashed."""
         if self._server is not None:
-            self._server.send_signal(3)  # SIGQUIT
+            self._server.send_signal(signal.SIGQUIT)
             self._server.wait()
             self._server = None
 
@@ -73,14 +78,13 @@ class Postgres:
     def _data(self) -> Path:
         return self._folder / "data"
 
-    def _run(self, *command: str) -> None:
-        subprocess.run(self._as_user(*command), check=True, stdout=subprocess.DEVNULL)
-
-    def _as_user(self, program: str, *arguments: str) -> list[str]:
+    def _run(self, program: str, *arguments: str) -> None:
         command = [self._binary(program), *arguments]
-        if self._user is None:
-            return command
-        return ["setpriv", f"--reuid={self._user}", "--clear-groups", *command]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **self._as_user)
+
+    @property
+    def _as_user(self) -> dict[str, Any]:
+        return {} if self._user is None else {"user": self._user, "extra_groups": []}
 
     @staticmethod
     def _binary(program: str) -> str:

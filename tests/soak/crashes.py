@@ -25,7 +25,7 @@ from pathlib import Path
 import grpc
 import recorded
 from calls import Wrong, at_most, same
-from epikv import Client, RpcError
+from epikv import Client, RpcError, processes
 from epikv.bench import harness
 from epikv.testing import Daemon, DaemonError, find_binary
 from recorded import Ledger, Store, Traffic
@@ -144,7 +144,7 @@ def _may_be(number: int, error: RpcError, ledger: Ledger) -> bool:
 def _kill_in_start(model: Path, flags: Sequence[str], seconds: float) -> None:
     ports = [f"--{port}=127.0.0.1:0" for port in ("listen", "metrics_listen", "admin_listen")]
     command = [str(find_binary()), *ports, f"--model={model}", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = processes.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(seconds)
     process.kill()
     same("how a daemon that starts ended", process.wait(), -signal.SIGKILL)
@@ -182,6 +182,7 @@ def summarize(found: dict[str, Found]) -> None:
         print(f"{text:28}" + "".join(f"{getattr(one, what):12}" for one in found.values()))
 
 
+@processes.ending_in_order()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)

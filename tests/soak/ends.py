@@ -22,6 +22,7 @@ import grpc
 import watch
 from calls import Wrong, at_most, same
 from crowd import Crowd, Plan, Way
+from epikv import processes
 from epikv.bench import harness
 from epikv.messages import Model
 from epikv.options import Kv, Output, Stop
@@ -408,6 +409,7 @@ def soak(
     return ends.counts
 
 
+@processes.ending_in_order()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ends", type=int, default=100_000)

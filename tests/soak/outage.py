@@ -17,7 +17,7 @@ from statistics import quantiles
 
 import recorded
 from calls import Wrong, same
-from epikv import Client, RpcError
+from epikv import Client, RpcError, processes
 from epikv.bench.scrape import Page, scrape
 from epikv.testing import Daemon, DaemonError
 from recorded import Held, Ledger, Traffic
@@ -123,6 +123,7 @@ def summarize(kind: str, found: Found) -> None:
     )
 
 
+@processes.ending_in_order()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)

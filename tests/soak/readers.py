@@ -21,6 +21,7 @@ from typing import NamedTuple, Self
 import grpc
 from calls import OWN, Wrong
 from crowd import Crowd, Plan, Way
+from epikv import processes
 from epikv.bench.scrape import scrape
 from epikv.options import Kv, Output, Stop
 from epikv.testing import Daemon, DaemonError
@@ -193,6 +194,7 @@ def interval(found: list[float], seed: int) -> tuple[float, float]:
     return medians[50], medians[-51]
 
 
+@processes.ending_in_order()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=20)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import watch
 from calls import Wrong
+from epikv import processes
 from epikv.bench import harness
 from epikv.testing import Daemon, DaemonError
 from facts import tally
@@ -127,6 +128,7 @@ def sample_model() -> Path:
     return path
 
 
+@processes.ending_in_order()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("minutes", type=float, nargs="?", default=30.0)

@@ -13,6 +13,7 @@ from typing import Self
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from epikv import processes
 from epikv.client import Client
 from epikv.connection import Tls, connect
 
@@ -31,7 +32,8 @@ class Daemon:
 
         with Daemon(model, "--deterministic=true") as daemon, Client(daemon.grpc) as client: ...
 
-    Listens on free loopback ports. Leaving the block sends SIGTERM and expects exit status 0.
+    Listens on free loopback ports. Leaving the block sends SIGTERM and expects exit status 0. It does
+    not outlive this process, even if that is killed.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Daemon:
         out, log = (Path(self._directory.name) / name for name in ("out", "log"))
         self._out, self._log = out, log
         with out.open("wb") as stdout, log.open("wb") as stderr:
-            self._process = subprocess.Popen(
+            self._process = processes.start(
                 self._command,
                 stdout=stdout,
                 stderr=stderr,

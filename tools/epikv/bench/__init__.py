@@ -4,7 +4,7 @@ A bench is a module of this package with a click command named `command`; this f
 imports what is heavy inside the command, measures, and ends with `targets.finish`.
 
 Exit status: 0 if every target is met, 1 if one is short, 2 if there is no result to judge, 130 if
-it was interrupted.
+it was interrupted; 143 or 129 if SIGTERM or SIGHUP ended it. Its daemon never outlives it.
 """
 
 from importlib import import_module

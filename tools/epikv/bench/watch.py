@@ -18,6 +18,7 @@ from typing import Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from epikv import processes
 from epikv.bench.scrape import fetch
 from epikv.connection import Tls, connect
 
@@ -52,7 +53,7 @@ class Watch:
         self.readings = Readings()
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
+        self._process = processes.start(
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from epikv import bench
+from epikv import bench, processes
 from epikv.cli import (
     admin,
     calibrate,
@@ -24,7 +24,8 @@ from epikv.errors import RpcError
 class _Main(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with processes.ending_in_order():
+                return super().invoke(ctx)
         except RpcError as error:
             click.echo(f"epikv: {error}", err=True)
             if error.advice:

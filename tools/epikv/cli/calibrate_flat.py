@@ -164,7 +164,7 @@ def command(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C: a daemon that was started does not outlive us."""
+    """SIGTERM is as Ctrl-C: how to go on is told."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.2
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM; what had finished is written down."""
+    """Ctrl-C, SIGTERM or SIGHUP; what had finished is written down."""
 
 
 def run(
@@ -127,8 +127,12 @@ class _Evaluation:
 
 @contextmanager
 def _signals(stopped: threading.Event) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM cancels what is running and keeps what is done; a second kills."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """The first Ctrl-C, SIGTERM or SIGHUP cancels what is running and keeps what is done; a second
+    kills."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # by nohup
+        del before[signal.SIGHUP]
 
     def restore() -> None:
         for number, handler in before.items():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import click
 
+from epikv import processes
 from epikv.export.exporter import DTYPES
 from epikv.export.synthetic import write_directory
 from epikv.options import Kv, Output, Stop
@@ -111,9 +112,13 @@ def run(stage: str, call: str) -> None:
     """Runs a stage as a process, and ends with it if it fails."""
     begin = time.monotonic()
     code = f"import epikv.cli, epikv.export.large; {call}"
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    with watched(process.pid) as peak:
-        _, log = process.communicate()
+    process = processes.start([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        with watched(process.pid) as peak:
+            _, log = process.communicate()
+    finally:  # before its folder is removed
+        process.kill()
+        process.wait()
     if process.returncode != 0:
         sys.exit(f"{stage}: {log.strip()}")
     told(stage, time.monotonic() - begin, peak)
@@ -161,6 +166,7 @@ def serve(model: Path) -> None:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="With room for twice the model. Default: the system's, for temporary files.",
 )
+@processes.ending_in_order()
 def main(shape: str, dtype: str, check: bool, folder: Path | None) -> None:
     """Write, export and serve a random model of SHAPE; its files are removed in the end."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:

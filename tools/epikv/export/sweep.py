@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from epikv import processes
 from epikv.client import Client
 from epikv.export import parity, zoo
 from epikv.export.exporter import DTYPES, export
@@ -212,6 +213,7 @@ def _masks(
 @click.option("--configurations", default=20, help="Of each family.")
 @click.option("--first", default=0, help="Seed of the first; the others follow.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32")
+@processes.ending_in_order()
 def main(family: tuple[str, ...], configurations: int, first: int, dtype: str) -> None:
     """Compare random models of every FAMILY, served over gRPC, with transformers."""
     failed = 0

@@ -1,12 +1,14 @@
 """The evaluations behind the model card, each one `epikv eval` a seed that goes on where it was."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from epikv import processes
 from epikv.eval.models import exported
 from epikv.eval.plan import SLACK
 from epikv.sample.families import FAMILIES
@@ -111,7 +113,7 @@ def calibrate(seed: Path, out: Path) -> Path:
     command = [*_EPIKV, "calibrate", "epikv_flat", str(exported(seed)), "--dry-run"]
     command += [f"--task={task}" for task in _TASKS] + [*CALIBRATION, "--daemon-flag=threads=1"]
     command += ["-o", str(file), "--work", str(out)]
-    status = subprocess.run(command).returncode
+    status = processes.start(command, end=signal.SIGTERM).wait()
     if not file.exists():
         raise SystemExit(status)
     return file
@@ -130,7 +132,8 @@ def measure(name: str, seed: Path, out: Path) -> Path:
     command += [f"--task={task}" for task in of.tasks]
     command += [f"--budget={budget}" for budget in of.budgets]
     command += [f"--policy={policy}" for policy in of.policies(seed)]
-    status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+    process = processes.start(command, end=signal.SIGTERM, stdout=subprocess.DEVNULL)
+    status = process.wait()
     if status != 0:
         raise SystemExit(status)
     file = seed / f"{name}.jsonl"

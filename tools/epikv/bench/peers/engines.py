@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from epikv import processes
 from epikv.bench import harness
 from epikv.bench.peers import convert, venvs
 from epikv.bench.peers.cells import BUDGET, Cell
@@ -165,7 +166,8 @@ def _llama_server(precision: str, weights: str) -> Arm:
     def start(place: Place) -> Engine:
         root, python = venvs.llama(), venvs.python("peers", "llama")
         model = str(convert.gguf(place.checkpoint, weights))
-        configuration = {"model": model, "binary": str(root / "build" / "bin" / "llama-server")}
+        binary = str(root / "build" / "bin" / "llama-server")
+        configuration = {"model": model, "binary": binary, "tether": processes.tether()}
         return _runner("llama_server.py", configuration, place, python)
 
     return Arm(f"llama.cpp server {weights}", "peer", precision, start)

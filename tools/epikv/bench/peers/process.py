@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from epikv import processes
 from epikv.bench import harness
 from epikv.bench.peers.venvs import Refused, last_line
 from epikv.bench.resident import resident
@@ -77,7 +78,7 @@ class Runner:
         environment: Mapping[str, str] = {},
     ) -> None:
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - until close()
-        self._process = subprocess.Popen(
+        self._process = processes.start(
             [*command, json.dumps({**configuration, "threads": threads})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

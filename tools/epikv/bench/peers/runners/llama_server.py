@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -38,6 +39,8 @@ class _Server:
             self.port = free.getsockname()[1]
         threads = str(self._config["threads"])
         command = [
+            *self._config["tether"],
+            str(os.getpid()),
             self._config["binary"],
             *("--model", self._config["model"]),
             *("--parallel", str(slots)),
@@ -76,7 +79,7 @@ class _Server:
 
 
 def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
-    """configuration: model, threads, binary (llama-server)."""
+    """configuration: model, threads, binary (llama-server), tether (epikv.processes.tether)."""
     server.append(_Server(config))
     server[0].ensure(1, 256)
 
