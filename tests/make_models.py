@@ -174,9 +174,7 @@ def main() -> None:
             write_reference(config, out / f"{name}.json")
     for name, (dtype, quantization) in QUANTIZED.items():
         path = out / f"{name}.pt"
-        random_model(
-            WIDE, path, dtype, SEED, name=name, quantization=quantization, check=False
-        )
+        random_model(WIDE, path, dtype, SEED, name=name, quantization=quantization, check=False)
     for name, architecture, config, tokenizer in OTHERS:
         random_model(
             config,
