@@ -415,7 +415,7 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
       DecodeAlone(decode_, q, out, layer, item, shape);
     }
   }
-  out.narrow(0, end, q.size(0) - end).zero_();  // padding
+  if (end < q.size(0)) out.narrow(0, end, q.size(0) - end).zero_();  // padding
   if (!together.empty()) DecodeTogether(q, out, layer, together, shape);
   if (!prompts.empty()) PrefillTogether(*prefill, q, out, layer, prompts, shape);
   return out;

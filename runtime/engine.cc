@@ -21,6 +21,15 @@ constexpr double kMargin = 1.25;
 
 absl::Time EarlierOf(absl::Time a, absl::Time b) { return a < b ? a : b; }
 
+// What is told of an end and not its essence: for lack of memory it is left out.
+template <class Work>
+void Quietly(Work work) {
+  try {
+    work();
+  } catch (const std::exception&) {
+  }
+}
+
 absl::Duration ThreadCpu() {
   timespec now;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
@@ -167,9 +176,15 @@ Engine::~Engine() { CancelAll(absl::CancelledError("the engine has ended")); }
 void Engine::Submit(Request request, std::shared_ptr<RequestSink> sink) {
   EndIdle(absl::CancelledError("it gave way to a live request"));
   const SequenceId id{next_id_++};
-  queue_.Push(id, request, now_());
-  waiting_.emplace(id,
-                   std::make_unique<Sequence>(id, std::move(request), std::move(sink), tokenizer_));
+  auto sequence = std::make_unique<Sequence>(id, std::move(request), std::move(sink), tokenizer_);
+  const Request& queued = sequence->request;
+  waiting_.emplace(id, std::move(sequence));
+  try {
+    queue_.Push(id, queued, now_());
+  } catch (...) {
+    waiting_.erase(id);
+    throw;
+  }
 }
 
 void Engine::SubmitIdle(Request request, std::shared_ptr<RequestSink> sink) {
@@ -294,6 +309,7 @@ bool Engine::Step(absl::Duration waited) {
     if (outcomes[i].status.ok()) {
       (items[i].decode ? step.decode_tokens : step.prefill_tokens) += items[i].tokens.size();
     }
+    if (sequences[i]->finished) continue;  // with another of its completions
     Guard(*sequences[i], [&] { Deliver(*sequences[i], items[i], std::move(outcomes[i])); });
   }
   clock.Charge(Stage::kDeliver);
@@ -424,9 +440,9 @@ void Engine::Admit() {
       waiting_.erase(*head);
       continue;
     }
-    running_.emplace_back();
+    running_.reserve(running_.size() + 1);
     queue_.PopHead();
-    running_.back() = std::move(waiting);
+    running_.push_back(std::move(waiting));
     waiting_.erase(*head);
     Sequence& s = *running_.back();
     ledger_.Reserve(s.id, bytes);
@@ -493,6 +509,7 @@ std::vector<ForwardOutcome> Engine::RunForward(absl::Span<const WorkItem> items)
   absl::StatusOr<std::vector<ForwardOutcome>> together = executor_->Forward(items);
   if (together.ok()) return *std::move(together);
   std::vector<ForwardOutcome> outcomes;
+  outcomes.reserve(items.size());
   for (const WorkItem& item : items) {
     absl::StatusOr<std::vector<ForwardOutcome>> alone =
         items.size() > 1 ? executor_->Forward({&item, 1}) : std::move(together);
@@ -624,11 +641,11 @@ void Engine::Part(Sequence& first) {
     running_.push_back(std::move(sibling));
     members.push_back(&s);
     if (s.ended_early.has_value()) continue;
+    ledger_.Reserve(s.id, s.request.demand.decode_bytes);
+    s.open = true;
     if (absl::Status status = executor_->Fork(first.id, s.id, s.request); !status.ok()) {
       return Finish(s, FinishReason::kError, std::move(status));
     }
-    ledger_.Reserve(s.id, s.request.demand.decode_bytes);
-    s.open = true;
   }
   for (Sequence* s : members) {
     if (s->ended_early.has_value()) Finish(*s, *s->ended_early);
@@ -666,27 +683,28 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
   const absl::Duration share = (absl::Now() - begin) / static_cast<int64_t>(live.size());
   for (size_t i = 0; i < live.size(); ++i) {
     Sequence& s = *owners[i];
-    SettleOutcome& outcome = outcomes[i];
+    if (s.finished) continue;  // with another of its completions
     s.eviction_time += share;
-    if (!outcome.status.ok()) {
-      Finish(s, FinishReason::kError, std::move(outcome.status));
-      continue;
-    }
-    if (live[i].ends_prefill) ledger_.Shrink(s.id, s.request.demand.decode_bytes);
-    if (outcome.evicted_entries == 0) continue;
-    ++s.rounds;
-    s.evicted_entries += outcome.evicted_entries;
-    ObserverOf(s).OnEvicted({.request = s.request,
-                             .entries = outcome.evicted_entries,
-                             .in_prefill = !live[i].decode,
-                             .time = outcome.eviction_time,
-                             .attention_mass = outcome.attention_mass});
-    if (s.request.output.kv_trace) DeliverTrace(s, std::move(outcome.trace));
+    Guard(s, [&] { OnSettled(s, live[i], std::move(outcomes[i])); });
   }
   for (size_t i = 0; i < live.size(); ++i) {
     if (live[i].completions <= 1 || owners[i]->finished) continue;
     Guard(*owners[i], [&] { Part(*owners[i]); });
   }
+}
+
+void Engine::OnSettled(Sequence& s, const WorkItem& item, SettleOutcome outcome) {
+  if (!outcome.status.ok()) return Finish(s, FinishReason::kError, std::move(outcome.status));
+  if (item.ends_prefill) ledger_.Shrink(s.id, s.request.demand.decode_bytes);
+  if (outcome.evicted_entries == 0) return;
+  ++s.rounds;
+  s.evicted_entries += outcome.evicted_entries;
+  ObserverOf(s).OnEvicted({.request = s.request,
+                           .entries = outcome.evicted_entries,
+                           .in_prefill = !item.decode,
+                           .time = outcome.eviction_time,
+                           .attention_mass = outcome.attention_mass});
+  if (s.request.output.kv_trace) DeliverTrace(s, std::move(outcome.trace));
 }
 
 void Engine::DeliverTrace(Sequence& s, EvictionTrace trace) {
@@ -715,11 +733,13 @@ void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
   if (s.finished) return;
   if (s.family != nullptr) return FinishFamily(s, reason, std::move(status));
   Finished finished = Close(s, reason, std::move(status));
-  if (s.open && &s != idle_.get()) {  // at idle it is no traffic
-    if (finished.status.ok()) LearnOutput(s);
-    LearnEnd(s.request, finished);
-  }
-  ObserverOf(s).OnFinished(s.request, finished);
+  Quietly([&] {
+    if (s.open && &s != idle_.get()) {  // at idle it is no traffic
+      if (finished.status.ok()) LearnOutput(s);
+      LearnEnd(s.request, finished);
+    }
+    ObserverOf(s).OnFinished(s.request, finished);
+  });
   s.sink->OnFinished(std::move(finished));
 }
 
@@ -731,13 +751,16 @@ void Engine::FinishFamily(Sequence& s, FinishReason reason, absl::Status status)
   }
   auto end = [&](Sequence& member) {
     Finished closed = Close(member, reason, status);
-    family->Add(member, closed);
     --family->live;
+    Quietly([&] { family->Add(member, closed); });
     return closed;
   };
   if (status.ok()) {
-    LearnOutput(s);
-    s.sink->OnDelta({.completion = s.completion, .ended = end(s)});
+    Finished closed = end(s);
+    Quietly([&] {
+      LearnOutput(s);
+      s.sink->OnDelta({.completion = s.completion, .ended = std::move(closed)});
+    });
     if (family->live > 0) return;
   } else {
     end(s);
@@ -751,13 +774,21 @@ void Engine::FinishFamily(Sequence& s, FinishReason reason, absl::Status status)
   Finished& total = family->total;
   total.kv.peak_entries = std::max(family->prompt_kv.peak_entries, family->held_entries);
   total.kv.peak_bytes = std::max(family->prompt_kv.peak_bytes, family->held_bytes);
-  LearnEnd(family->request, total);
-  observer_.OnFinished(family->request, total);
+  Quietly([&] {
+    LearnEnd(family->request, total);
+    observer_.OnFinished(family->request, total);
+  });
   s.sink->OnFinished(std::move(total));
 }
 
 Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   s.finished = true;
+  CacheFacts facts;
+  if (s.open) {  // first of all: what is told of it may not fit into memory
+    Quietly([&] { facts = executor_->Facts(s.id); });
+    executor_->Close(s.id);
+    ledger_.Release(s.id);
+  }
   const absl::Time now = now_();
   Finished finished{.reason = reason,
                     .status = std::move(status),
@@ -766,7 +797,9 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
                     .output_tokens = s.num_outputs,
                     .kv_trace_truncated = s.trace_truncated};
   if (reason == FinishReason::kStopString) {
-    finished.stop_string = s.request.stop_strings[std::get<StopString>(*s.stop).index];
+    Quietly([&] {
+      finished.stop_string = s.request.stop_strings[std::get<StopString>(*s.stop).index];
+    });
   }
   if (reason == FinishReason::kStopToken) finished.stop_token = std::get<StopToken>(*s.stop).id;
   finished.timings.queue = (s.admitted == absl::Time() ? now : s.admitted) - s.request.arrival;
@@ -778,18 +811,9 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   finished.timings.eviction = s.eviction_time;
   finished.kv.evicted_entries = s.evicted_entries;
   finished.kv.rounds = s.rounds;
-  CacheFacts facts;
-  if (s.open) {
-    try {
-      facts = executor_->Facts(s.id);
-    } catch (const std::exception&) {  // no memory to tell of it: it is freed all the same
-    }
-    executor_->Close(s.id);
-    ledger_.Release(s.id);
-  }
   if (!s.open && s.family != nullptr) {  // ended with its first token
     facts.entries = s.family->prompt_kv.entries;
-    facts.kept = s.family->prompt_kv.kept;
+    Quietly([&] { facts.kept = s.family->prompt_kv.kept; });
   }
   finished.kv.final_entries = facts.entries;
   finished.kv.kept = std::move(facts.kept);

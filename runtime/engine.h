@@ -58,7 +58,7 @@ class Engine {
   // Ends a live request with `status`; its KV is free on return. False if there is none.
   bool Cancel(const std::string& request_id, absl::Status status);
   void CancelAll(absl::Status status);
-  // Ends all live requests with an error, for which Step has thrown.
+  // Ends all live requests: Step has thrown.
   void Fail(absl::Status status);
 
   // Ends what is past its deadline or cannot meet it, admits what fits, and runs one step of what
@@ -106,6 +106,7 @@ class Engine {
   void Part(Sequence& first);
   std::vector<SettleOutcome> RunSettle(absl::Span<const WorkItem> items);
   void Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences);
+  void OnSettled(Sequence& sequence, const WorkItem& item, SettleOutcome outcome);
   void DeliverTrace(Sequence& sequence, EvictionTrace trace);
   static FinishReason ReasonOf(const Sequence& sequence);
   // Ends a sequence: frees its KV, tells sink and observer. It is dropped at the step's end.

@@ -3,6 +3,7 @@
 #include <exception>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "runtime/reason.h"
@@ -12,6 +13,10 @@ namespace {
 
 absl::Status WhyDrained() {
   return WithReason(absl::UnavailableError("the time that a drain left it has run out"), kDraining);
+}
+
+absl::Status EngineFailed(const std::exception& e) {
+  return absl::InternalError(absl::StrCat("the engine failed: ", e.what()));
 }
 
 }  // namespace
@@ -30,8 +35,8 @@ class EngineThread::TrackedSink final : public RequestSink {
     if (ReasonOf(finished.status) == kDeadlineInfeasible) {
       finished.status = WithRetryAfter(std::move(finished.status), thread_.RetryAfterDrop(work_));
     }
+    const absl::Cleanup ended = [this] { thread_.OnEnded(); };
     sink_->OnFinished(std::move(finished));
-    thread_.OnEnded();
   }
 
  private:
@@ -51,8 +56,8 @@ class EngineThread::IdleSink final : public RequestSink {
   void OnDelta(Delta delta) override { sink_->OnDelta(std::move(delta)); }
   void OnFinished(Finished finished) override {
     thread_.OnIdleEnding();  // before its sink, who may submit the next one, hears of it
+    const absl::Cleanup ended = [this] { thread_.OnEnded(); };
     sink_->OnFinished(std::move(finished));
-    thread_.OnEnded();
   }
 
  private:
@@ -229,7 +234,12 @@ std::vector<EngineThread::Message> EngineThread::TakeInbox(bool wait, absl::Time
 void EngineThread::Handle(std::vector<Message> messages) {
   for (Message& message : messages) {
     if (auto* submitted = std::get_if<Submitted>(&message)) {
-      engine_->Submit(std::move(submitted->request), std::move(submitted->sink));
+      const std::shared_ptr<RequestSink> sink = submitted->sink;
+      try {
+        engine_->Submit(std::move(submitted->request), std::move(submitted->sink));
+      } catch (const std::exception& e) {
+        sink->OnFinished({.reason = FinishReason::kError, .status = EngineFailed(e)});
+      }
     } else if (auto* cancelled = std::get_if<Cancelled>(&message)) {
       engine_->Cancel(cancelled->request_id, std::move(cancelled->status));
     } else {
@@ -283,11 +293,11 @@ bool EngineThread::Step() {
 void EngineThread::Run() {
   bool busy = false;
   do {
-    Handle(TakeInbox(/*wait=*/!busy, engine_->NextDeadline()));
     try {
+      Handle(TakeInbox(/*wait=*/!busy, engine_->NextDeadline()));
       busy = Step();
     } catch (const std::exception& e) {  // of no one sequence: nobody knows what has been done
-      engine_->Fail(absl::InternalError(absl::StrCat("the engine failed: ", e.what())));
+      engine_->Fail(EngineFailed(e));
       busy = true;
     }
   } while (Publish());

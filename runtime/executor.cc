@@ -231,9 +231,18 @@ absl::Status AskPolicy(const Request& request, Call call) {
   }
 }
 
-// A sequence of ours failed, which none of the others need know.
+const absl::Status& NoMemory() {
+  static const auto& status = *new absl::Status(absl::InternalError("there is no memory"));
+  return status;
+}
+
+// A sequence of ours failed, which none of the others need know. Throws nothing.
 absl::Status OwnFailure(absl::string_view what, const std::exception& e) {
-  return absl::InternalError(absl::StrCat(what, ": ", WhyItFailed(e)));
+  try {
+    return absl::InternalError(absl::StrCat(what, ": ", WhyItFailed(e)));
+  } catch (const std::exception&) {
+    return NoMemory();
+  }
 }
 
 }  // namespace
@@ -251,6 +260,7 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
                 shape_.num_layers * shape_.hidden_size),
       taps_(shape_.num_layers),
       mass_rows_({}, shape_.num_kv_heads) {
+  NoMemory();  // made while there is some
   const Manifest& manifest = model_->manifest();
   for (const Rope& rope : manifest.ropes) ropes_.emplace_back(rope, manifest.context_length);
   if (options.device_path) {
@@ -405,9 +415,9 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
 // kept, as one for which there is no room: the request itself has lost nothing.
 void Executor::KeepPrefix(const StepItem& item) {
   OpenSequence& sequence = *item.sequence;
-  prefixes_.OnCached(sequence.prefix, item.work->tokens);
-  if (item.last_residuals.empty()) return;
   try {
+    prefixes_.OnCached(sequence.prefix, item.work->tokens);
+    if (item.last_residuals.empty()) return;
     prefixes_.Keep(sequence.prefix, sequence.request, sequence.cache, item.last_residuals);
   } catch (const std::exception&) {
   }

@@ -68,42 +68,49 @@ at::Tensor KvPool::Read(const at::Tensor& all, absl::Span<const int64_t> rows) c
 std::vector<KvPool::Piece> KvPool::PiecesOf(absl::Span<const RowMove> copies) {
   constexpr int64_t kMostRows = 1 << 16;  // gathered at once: bounds the scratch
   std::vector<Piece> pieces;
-  std::vector<int64_t> from, to;
-  auto flush = [&] {
-    if (from.empty()) return;
-    std::vector<int64_t> rows = from;
-    rows.insert(rows.end(), to.begin(), to.end());
-    const at::Tensor index = at::tensor(rows, at::kLong).to(place_.device).view({2, -1});
-    for (at::Tensor* all : {&key_rows_, &value_rows_}) pieces.push_back({all, index[0], index[1]});
-    from.clear();
-    to.clear();
-  };
   for (const RowMove& c : copies) {
-    // Pieces from the end that is overwritten last.
+    // From the end that is overwritten last.
     for (int64_t done = 0; done < c.count;) {
-      const int64_t piece = std::min(c.count - done, kMostRows - std::ssize(from));
-      const int64_t begin = c.to < c.from ? done : c.count - done - piece;
-      for (int64_t i = begin; i < begin + piece; ++i) {
-        from.push_back(c.from + i);
-        to.push_back(c.to + i);
+      if (pieces.empty() || std::ssize(pieces.back().from) == kMostRows) pieces.emplace_back();
+      Piece& piece = pieces.back();
+      const int64_t rows = std::min(c.count - done, kMostRows - std::ssize(piece.from));
+      const int64_t begin = c.to < c.from ? done : c.count - done - rows;
+      for (int64_t i = begin; i < begin + rows; ++i) {
+        piece.from.push_back(c.from + i);
+        piece.to.push_back(c.to + i);
       }
-      done += piece;
-      if (std::ssize(from) == kMostRows) flush();
+      done += rows;
     }
   }
-  flush();
   return pieces;
+}
+
+at::Tensor KvPool::IndexOf(const Piece& piece) const {
+  std::vector<int64_t> rows = piece.from;
+  rows.insert(rows.end(), piece.to.begin(), piece.to.end());
+  return at::tensor(rows, at::kLong).to(place_.device).view({2, -1});
 }
 
 void KvPool::Gather(absl::Span<const RowMove> copies) {
   const std::vector<Piece> pieces = PiecesOf(copies);
-  size_t done = 0;
+  at::Tensor* const both[] = {&key_rows_, &value_rows_};
+  size_t done = 0;  // twice the pieces: K, then V
   try {
-    for (; done < pieces.size(); ++done) pieces[done].Run();
+    for (const Piece& piece : pieces) {
+      const at::Tensor index = IndexOf(piece);
+      for (at::Tensor* all : both) {
+        all->index_copy_(0, index[1], all->index_select(0, index[0]));
+        ++done;
+      }
+    }
   } catch (...) {
     // Others' rows are among them. Last first: what a piece has read, a later one may overwrite.
     try {
-      while (done-- > 0) pieces[done].PutBack();
+      while (done-- > 0) {
+        const at::Tensor index = IndexOf(pieces[done / 2]);
+        at::Tensor* const all = both[done % 2];
+        all->index_copy_(0, index[0], all->index_select(0, index[1]));
+      }
     } catch (...) {
       lost_ = true;
     }

@@ -74,14 +74,13 @@ class KvPool {
   absl::Duration longest_move() const { return longest_move_; }
 
  private:
-  // Rows that are read at once, and where they go; of K or of V.
+  // Rows that are read at once, and where they go.
   struct Piece {
-    at::Tensor* rows;
-    at::Tensor from, to;
-    void Run() const { rows->index_copy_(0, to, rows->index_select(0, from)); }
-    void PutBack() const { rows->index_copy_(0, from, rows->index_select(0, to)); }
+    std::vector<int64_t> from, to;
   };
-  std::vector<Piece> PiecesOf(absl::Span<const RowMove> copies);
+  static std::vector<Piece> PiecesOf(absl::Span<const RowMove> copies);
+  // int64 [2, rows], on the pool's device.
+  at::Tensor IndexOf(const Piece& piece) const;
   void Gather(absl::Span<const RowMove> copies);
   at::Tensor Elements(const at::Tensor& rows) const;
   at::Tensor Read(const at::Tensor& all, absl::Span<const int64_t> rows) const;

@@ -101,9 +101,14 @@ void PrefixCache::Keep(Kept& kept, const Request& request, const SequenceCache& 
                         .count = count});
     }
     pool_.Copy(copies);
-    contents_.reserve(contents_.size() + 1);  // so that what follows the tree does not throw
+    // What it takes is there before the tree knows of it: from then on nothing throws.
+    Contents one;
+    one.emplace(0, std::move(content));
+    Contents::node_type node = one.extract(one.begin());
+    contents_.reserve(contents_.size() + 1);
     block = tree_.Add(kept.last, request.prefix_salt, tokens);
-    contents_.emplace(*block, std::move(content));
+    node.key() = *block;
+    contents_.insert(std::move(node));
     bytes_ += block_bytes_;
   }
   kept = {.last = *block, .tokens = first + count};

@@ -67,7 +67,8 @@ class PrefixCache {
   const int64_t num_lanes_;
   const int64_t block_bytes_;
   PrefixTree tree_;
-  std::unordered_map<Block, Content> contents_;
+  using Contents = std::unordered_map<Block, Content>;
+  Contents contents_;
   int64_t bytes_ = 0, limit_ = 0;
   SequenceId next_rows_{-1};  // blocks hold rows under ids of their own, which no sequence has
 };

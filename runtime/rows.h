@@ -10,7 +10,7 @@
 namespace epikv {
 
 struct RowMove {
-  int64_t from = 0, to = 0, count = 0;  // to < from; the ranges may overlap
+  int64_t from = 0, to = 0, count = 0;  // the ranges may overlap
 };
 
 // Which rows of the pool belong to whom: each sequence holds one extent. Extents may be moved
@@ -30,7 +30,7 @@ class RowAllocator {
   // Where an extent will lie, and what has to move for it, in order. Holds all memory that Place
   // needs.
   struct Placement {
-    std::vector<RowMove> moves;
+    std::vector<RowMove> moves;  // to < from
     Extents::node_type extent;
     Begins::node_type begin_of;
   };

@@ -18,14 +18,14 @@ std::vector<int64_t> OffsetsOf(const std::vector<int64_t>& capacity) {
 }  // namespace
 
 void SlotTable::Append(int64_t first, int64_t position, int64_t count) {
-  const int64_t slot = NextSlot();
-  used_ = UsedAfter(count);
-  hole_.reset();
-  if (static_cast<int64_t>(index_.size()) < used_) {
-    index_.resize(used_);
-    rope_position_.resize(used_);
-    for (auto& column : columns_) column.resize(used_);
+  const int64_t slot = NextSlot(), used = UsedAfter(count);
+  if (static_cast<int64_t>(index_.size()) < used) {
+    for (auto& column : columns_) column.resize(used);
+    rope_position_.resize(used);
+    index_.resize(used);
   }
+  used_ = used;
+  hole_.reset();
   for (int64_t i = 0; i < count; ++i) {
     index_[slot + i] = static_cast<int32_t>(first + i);
     rope_position_[slot + i] = static_cast<int32_t>(position + i);
@@ -188,6 +188,7 @@ absl::StatusOr<std::vector<int64_t>> SequenceCache::SlotsOf(
     int64_t table, const std::vector<int32_t>& victims) const {
   const absl::Span<const int32_t> index = tables_[table].index();
   std::vector<int64_t> slots;
+  if (victims.empty()) return slots;
   slots.reserve(victims.size());
   if (victims.size() == 1) {
     const auto at = std::find(index.begin(), index.end(), victims.front());

@@ -569,7 +569,6 @@ TEST_F(EngineThreadTest, DeadlinePassesWithoutAnyMessage) {
   EXPECT_EQ(sink->finished().reason, FinishReason::kDeadline);
 }
 
-// Otherwise the next would wait for a message that need not come.
 // What no one request can be blamed for ends those that are live, and no thread.
 TEST_F(EngineThreadTest, WhatAStepThrowsEndsItsRequestsAndTheThreadLives) {
   std::atomic<bool> throws = true;
@@ -589,6 +588,7 @@ TEST_F(EngineThreadTest, WhatAStepThrowsEndsItsRequestsAndTheThreadLives) {
   EXPECT_EQ(script_->open_sequences, 0);
 }
 
+// Otherwise the next would wait for a message that need not come.
 TEST_F(EngineThreadTest, FailedOpenDoesNotLeaveTheQueueBehind) {
   script_->on_open = [](const Request& request) {
     return request.id == "last" ? absl::OkStatus() : absl::InternalError("boom");

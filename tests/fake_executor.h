@@ -94,6 +94,7 @@ class FakeExecutor final : public StepExecutor {
   }
 
   CacheFacts Facts(SequenceId id) const override {
+    if (!sequences_.contains(id)) return {};  // it could not be begun
     const Held& held = sequences_.at(id);
     const int64_t lanes = static_cast<int64_t>(held.request->demand.budget.size());
     const int64_t tokens = static_cast<int64_t>(held.tokens.size());
@@ -105,6 +106,7 @@ class FakeExecutor final : public StepExecutor {
   }
 
   void Close(SequenceId id) override {
+    if (!sequences_.contains(id)) return;
     script_->used_bytes -= static_cast<int64_t>(sequences_.at(id).tokens.size()) * bytes_per_token_;
     sequences_.erase(id);
     --script_->open_sequences;

@@ -937,7 +937,8 @@ TEST_F(GenerationServiceTest, FailingSequenceFailsAlone) {
 
 TEST_F(GenerationServiceTest, FailedPolicyIsTold) {
   script_->on_settle = [](const WorkItem& item) {
-    return item.decode ? absl::InternalError("policy 'full' threw") : absl::OkStatus();
+    return item.decode ? WithReason(absl::InternalError("policy 'full' threw"), kPolicyFailed)
+                       : absl::OkStatus();
   };
   const grpc::Status status = Refused(Prompt(10, 20));
   EXPECT_EQ(status.error_code(), grpc::INTERNAL);

@@ -171,7 +171,7 @@ class ScarceMemory : public ::testing::TestWithParam<std::tuple<bool, Memory, Ca
 
   struct Run {
     std::vector<Transcript> neighbours;
-    Transcript newcomer, after;
+    Transcript newcomer, after, alike;
     int64_t rows_moved = 0, failed = 0;
   };
 
@@ -188,7 +188,7 @@ class ScarceMemory : public ::testing::TestWithParam<std::tuple<bool, Memory, Ca
          .prefill_chunk_tokens = 16,
          .deterministic = !device(),
          .device_path = device(),
-         .max_prefix_bytes = 40 * kTokenBytes,
+         .max_prefix_bytes = 60 * kTokenBytes,
          .wrap = [&](std::unique_ptr<StepExecutor> executor) -> std::unique_ptr<StepExecutor> {
            return std::make_unique<ScarceExecutor>(std::move(executor), std::get<2>(GetParam()),
                                                    scarce);
@@ -220,6 +220,8 @@ class ScarceMemory : public ::testing::TestWithParam<std::tuple<bool, Memory, Ca
     for (const auto& neighbour : neighbours) run.neighbours.push_back(*neighbour);
     run.rows_moved = harness.executor().pool().rows_moved();
     run.after = harness.Run(Ask(manifest, 30, 4, 4));
+    run.alike =
+        harness.Run(Ask(manifest, 50, 1, 4));  // from cached prefixes, whatever they are now
     EXPECT_EQ(harness.engine().ledger().reserved(), 0);
     EXPECT_EQ(harness.executor().used_bytes(), 0);
     harness.engine().DropPrefixes();
@@ -271,6 +273,7 @@ TEST_P(ScarceMemory, EndsOneRequestAtMost) {
     }
     if (!run.newcomer.ok()) ++failed;
     ExpectSame(run.after, whole.after);
+    ExpectSame(run.alike, whole.alike);
     EXPECT_LE(failed, 1);
     const bool opening = std::get<2>(GetParam()) <= kFork;
     EXPECT_TRUE(!opening || failed == 0 || !run.newcomer.ok()) << "another's memory was short";

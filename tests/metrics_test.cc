@@ -182,7 +182,7 @@ TEST_F(MetricsTest, FailuresSayWhoFailed) {
   options.kv = {.policy = "window", .budget = int64_t{24}};
   for (absl::string_view kind : {kPolicyThrew, kPolicyStatus, kPolicyInvalidSet, kPolicyThrew}) {
     script_->on_settle = [kind](const WorkItem&) {
-      return WithPolicyError(absl::InternalError("failed"), kind);
+      return WithReason(WithPolicyError(absl::InternalError("failed"), kind), kPolicyFailed);
     };
     Run(options);
   }

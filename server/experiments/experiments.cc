@@ -215,6 +215,11 @@ absl::Duration Experiments::JudgeOne(const v1::Experiment& experiment, absl::Tim
   const absl::Duration began = SteadyTime();
   const absl::StatusOr<v1::ExperimentReport> report =
       MakeReport(experiment, *store_, {.points = 1, .guardrails_only = true}, now);
+  if (absl::IsInternal(report.status())) {
+    log_.Warn(absl::StrCat("experiment '", experiment.name(),
+                           "': guardrails were not judged: ", report.status().message()));
+    return SteadyTime() - began;
+  }
   // What could not be read soon can be when the store is back.
   if (!report.ok()) return absl::ZeroDuration();
   const absl::Duration reading = SteadyTime() - began;
