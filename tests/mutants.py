@@ -535,8 +535,8 @@ MUTANTS = [
     Mutant(
         "the sequence that parts keeps the whole reservation",
         "runtime/engine.cc",
-        "if (live[i].ends_prefill) ledger_.Shrink",
-        "if (live[i].ends_prefill && live[i].completions == 1) ledger_.Shrink",
+        "if (item.ends_prefill) ledger_.Shrink",
+        "if (item.ends_prefill && item.completions == 1) ledger_.Shrink",
         "engine_test",
         "*Completions*",
     ),
