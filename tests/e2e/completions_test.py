@@ -54,6 +54,20 @@ def test_each_is_what_its_seed_gives_alone(sample_model: Path, kv: Kv) -> None:
             assert completion.token_ids == one.token_ids and completion.finished == ended
 
 
+def test_long_ones_are_cached_in_whole_blocks(sample_model: Path) -> None:
+    """By the settings a daemon has by itself: blocks of 256 tokens, some the prompt's in part."""
+    prompt = [40 + i % 30 for i in range(100)]
+    with Daemon(sample_model) as daemon, daemon.client() as client:
+        stop = Stop(max_output_tokens=400, ignore_eos=True)
+        sampling = Sampling(temperature=1.0, seed=1, n=2)
+        result = client.generate_once(prompt, sampling=sampling, stop=stop, output=OUTPUT)
+        for completion in result.completions:
+            turn = client.generate_once(
+                [*prompt, *completion.token_ids], stop=Stop(max_output_tokens=1)
+            )
+            assert turn.summary.usage.cached_prompt_tokens == 256
+
+
 @pytest.mark.parametrize(
     "sampling", [Sampling(n=2), Sampling(temperature=1, n=17), Sampling(temperature=1, n=0)]
 )
