@@ -21,7 +21,7 @@ constexpr double kMargin = 1.25;
 
 absl::Time EarlierOf(absl::Time a, absl::Time b) { return a < b ? a : b; }
 
-// What is told of an end and not its essence: for lack of memory it is left out.
+// Runs what a request's end can do without: if it throws, for lack of memory, it is left out.
 template <class Work>
 void Quietly(Work work) {
   try {

@@ -41,7 +41,7 @@ class KvPool {
   // Copies rows of the pool, in this order. Ranges of one copy may overlap; none reads what one
   // before it has written. If it throws, what was read is again where it was (but see lost()).
   void Copy(absl::Span<const RowMove> copies);
-  // A copy failed, and so did putting back what it had moved: rows of any sequence may be wrong.
+  // A copy failed, and putting back what it had moved failed too: any sequence's rows may be wrong.
   bool lost() const { return lost_; }
   // Nobody holds rows any more.
   void StartAnew() { lost_ = false; }

@@ -1,5 +1,5 @@
-// Trials that have found something once, and some seeds: each answer is what the request gets alone
-// (play.h). The fuzzer itself: tests/soak.sh requests.
+// Small trials of what was at fault once, or may well be, and some seeds: each answer is what the
+// request gets alone (play.h). The fuzzer itself: tests/soak.sh requests.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
