@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from epikv import processes
 
@@ -56,7 +56,7 @@ class Postgres:
         self._server = processes.start(
             [self._binary("postgres"), "-D", str(self._data), "-k", str(self._folder), *options],
             end=signal.SIGQUIT,
-            **self._as_user,
+            user=self._user,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -79,12 +79,8 @@ class Postgres:
         return self._folder / "data"
 
     def _run(self, program: str, *arguments: str) -> None:
-        command = [self._binary(program), *arguments]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **self._as_user)
-
-    @property
-    def _as_user(self) -> dict[str, Any]:
-        return {} if self._user is None else {"user": self._user, "extra_groups": []}
+        command = [*processes.as_user(self._user), self._binary(program), *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     @staticmethod
     def _binary(program: str) -> str:

@@ -174,6 +174,27 @@ def test_nothing_starts_whose_parent_has_ended(tmp_path: Path) -> None:
         assert made.exists() == started
 
 
+STARTED_AS = """
+import sys, time
+from epikv import processes
+print(processes.start(["sleep", "600"], user="nobody").pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may be another user")
+def test_another_user_s_process_ends_too(watch: Callable[[int], int]) -> None:
+    command = [sys.executable, "-c", STARTED_AS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        handle = watch(pid)
+        until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
+        assert Path(f"/proc/{pid}").owner() == "nobody"
+        parent.kill()
+    assert has_ended(handle)
+
+
 # Sends itself the first signal, and the others while it tidies up.
 ENDED = """
 import os, sys

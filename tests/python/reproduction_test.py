@@ -1,12 +1,12 @@
 """The paper's claims: arithmetic of the benches and of the page, and the comparators themselves."""
 
 import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from epikv import processes
 from epikv.bench import attention, context
 from epikv.bench.attention import Time
 from epikv.bench.context import MIB, Curve, Longest
@@ -211,11 +211,11 @@ def test_each_setting_is_an_evaluation_of_its_own(
 ) -> None:
     commands: list[list[str]] = []
 
-    def run(command: list[str], **_: object) -> SimpleNamespace:
+    def start(command: list[str], **_: object) -> SimpleNamespace:
         commands.append(command)
-        return SimpleNamespace(returncode=0)
+        return SimpleNamespace(wait=lambda: 0)
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(processes, "start", start)
     monkeypatch.setattr(measure, "condense", lambda out: [])
     (tmp_path / "calibration.json").write_text(json.dumps({"confirmed": False}))
     found = {}

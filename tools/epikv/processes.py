@@ -15,23 +15,36 @@ from typing import Any
 _lasting = ThreadPoolExecutor(1)
 
 
-def tether(end: signal.Signals = signal.SIGKILL) -> list[str]:
+def as_user(name: str | None) -> list[str]:
+    """What stands before a command, which then runs as this user and is in no groups but its own.
+
+    Popen(user=...) forks, as preexec_fn does: where gRPC has threads, the child may die or hang.
+    setpriv is of util-linux, which every Debian has.
+    """
+    return [] if name is None else ["setpriv", f"--reuid={name}", "--clear-groups"]
+
+
+def tether(end: signal.Signals = signal.SIGKILL, user: str | None = None) -> list[str]:
     """What stands before our process's number and a command, which then gets `end` when we end.
 
-    preexec_fn may deadlock where there are threads; setpriv is of util-linux, which every Debian has.
-    Had we ended before the kernel was told, PPID would be another: then nothing starts.
+    Had we ended before the kernel was told, PPID would be another: then nothing starts. The kernel
+    forgets `end` when the user changes, so that comes first.
     """
     check = '[ "$PPID" = "$1" ] && shift && exec "$@"'
-    return ["setpriv", f"--pdeathsig={end.name}", "sh", "-c", check, "sh"]
+    return [*as_user(user), "setpriv", f"--pdeathsig={end.name}", "sh", "-c", check, "sh"]
 
 
 def start(
-    command: Sequence[str], *, end: signal.Signals = signal.SIGKILL, **how: Any
+    command: Sequence[str],
+    *,
+    end: signal.Signals = signal.SIGKILL,
+    user: str | None = None,
+    **how: Any,
 ) -> subprocess.Popen[Any]:
     """As Popen(command, **how), of a process that gets `end` when this one ends."""
 
     def popen() -> subprocess.Popen[Any]:
-        return subprocess.Popen([*tether(end), str(os.getpid()), *command], **how)
+        return subprocess.Popen([*tether(end, user), str(os.getpid()), *command], **how)
 
     if threading.current_thread() is threading.main_thread():
         return popen()
