@@ -388,15 +388,17 @@ void Engine::ExpireDeadlines() {
   };
   const Pace best = pace_.best();
   for (auto& [id, s] : waiting_) {
-    if (s->request.deadline <= now) {
-      Finish(*s, FinishReason::kDeadline, passed("in the queue"));
-    } else if (absl::Status late = Infeasible(s->request, PredictLeastRun(s->request, best), now);
-               !late.ok()) {
-      Finish(*s, FinishReason::kDeadline, std::move(late));
-    }
+    Guard(*s, [&, &s = *s] {
+      if (s.request.deadline <= now) {
+        return Finish(s, FinishReason::kDeadline, passed("in the queue"));
+      }
+      absl::Status late = Infeasible(s.request, PredictLeastRun(s.request, best), now);
+      if (!late.ok()) Finish(s, FinishReason::kDeadline, std::move(late));
+    });
   }
   for (SequencePtr& s : running_) {
-    if (s->request.deadline <= now) Finish(*s, FinishReason::kDeadline, passed("while running"));
+    if (s->request.deadline > now) continue;
+    Guard(*s, [&] { Finish(*s, FinishReason::kDeadline, passed("while running")); });
   }
   DropFinished();
 }
@@ -420,7 +422,16 @@ absl::Status Engine::Infeasible(const Request& request, absl::Duration run, absl
 // While requests of late ran past their deadlines, the head is dropped instead if at the present
 // pace it would do so, too: it would slow the others, and in a queue that is always full each place
 // would go to one whose time is just too short.
+// What a failed move has lost is lost to all, also to those whose readers pause.
+void Engine::EndLost() {
+  if (!executor_->lost()) return;
+  const absl::Status lost = absl::InternalError("rows of the KV pool were lost in a failed move");
+  for (SequencePtr& s : running_) Finish(*s, FinishReason::kError, lost);
+  DropFinished();
+}
+
 void Engine::Admit() {
+  EndLost();
   while (running() < options_.max_running_requests) {
     const absl::Time now = now_();
     const std::optional<SequenceId> head = queue_.Head(now);
@@ -445,22 +456,26 @@ void Engine::Admit() {
     running_.push_back(std::move(waiting));
     waiting_.erase(*head);
     Sequence& s = *running_.back();
-    ledger_.Reserve(s.id, bytes);
-    s.open = true;
     s.admitted = now;
-    if (s.request.completions() > 1) s.family = std::make_shared<Family>(s.request);
-    const int64_t prefix_bytes =
-        std::min(options_.max_prefix_bytes, ledger_.capacity() - ledger_.reserved());
-    absl::StatusOr<int64_t> cached = executor_->Open(s.id, s.request, prefix_bytes);
-    if (!cached.ok()) {
-      Finish(s, FinishReason::kError, std::move(cached).status());
-      running_.pop_back();  // the next may have its place
-      continue;
-    }
-    s.cached = s.from_prefix = *cached;
-    pace_.OnPrompt(s.request.prefill_tokens() - s.cached, s.request.prefill_tokens());
-    observer_.OnAdmitted(s.request, s.admitted - s.request.arrival, s.from_prefix);
+    Guard(s, [&] { Open(s, bytes); });
+    if (!s.finished) continue;
+    running_.pop_back();  // the next may have its place
+    EndLost();
   }
+}
+
+// bytes: its demand.
+void Engine::Open(Sequence& s, int64_t bytes) {
+  if (s.request.completions() > 1) s.family = std::make_shared<Family>(s.request);
+  ledger_.Reserve(s.id, bytes);
+  s.open = true;
+  const int64_t prefix_bytes =
+      std::min(options_.max_prefix_bytes, ledger_.capacity() - ledger_.reserved());
+  absl::StatusOr<int64_t> cached = executor_->Open(s.id, s.request, prefix_bytes);
+  if (!cached.ok()) return Finish(s, FinishReason::kError, std::move(cached).status());
+  s.cached = s.from_prefix = *cached;
+  pace_.OnPrompt(s.request.prefill_tokens() - s.cached, s.request.prefill_tokens());
+  observer_.OnAdmitted(s.request, s.admitted - s.request.arrival, s.from_prefix);
 }
 
 std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,

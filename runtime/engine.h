@@ -86,7 +86,9 @@ class Engine {
 
   void ExpireDeadlines();
   RequestFacts FactsOf(const Sequence& sequence) const;
+  void EndLost();
   void Admit();
+  void Open(Sequence& sequence, int64_t bytes);
   // Not OK: a request that began now and ran so long would miss its deadline.
   absl::Status Infeasible(const Request& request, absl::Duration run, absl::Time now) const;
   std::vector<WorkItem> PlanStep(absl::Span<const SequencePtr> running,

@@ -58,6 +58,7 @@ class Executor final : public StepExecutor, private ForwardHooks {
   CacheFacts Facts(SequenceId id) const override;
   void Close(SequenceId id) override;
   int64_t used_bytes() const override;
+  bool lost() const override { return pool_.lost(); }
   int64_t prefix_bytes() const override { return prefixes_.bytes(); }
   void DropPrefixes() override { prefixes_.Clear(); }
   void AddMoves(StepStats& step) const override;

@@ -55,13 +55,9 @@ class KvPool {
   at::Tensor values() const { return Elements(value_rows_); }
   at::Device device() const { return place_.device; }
 
-  // A sequence's rows in the CPU's memory, by row number from its first. Valid until the next Open.
-  char* key(SequenceId id, int64_t row) const {
-    return keys_ + (rows_.begin(id) + row) * key_bytes_;
-  }
-  char* value(SequenceId id, int64_t row) const {
-    return values_ + (rows_.begin(id) + row) * value_bytes_;
-  }
+  // A row in the CPU's memory. Valid until the next Open.
+  char* key(int64_t row) const { return keys_ + row * key_bytes_; }
+  char* value(int64_t row) const { return values_ + row * value_bytes_; }
 
   int64_t key_bytes() const { return key_bytes_; }
   int64_t value_bytes() const { return value_bytes_; }

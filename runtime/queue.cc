@@ -14,8 +14,13 @@ void RequestQueue::Push(SequenceId id, const Request& request, absl::Time now) {
       .work = WorkOf(request),
       .in_class = in_class,
       .rises = in_class + 1 < kNumPriorities ? now + rule_.ageing : absl::InfiniteFuture()};
-  Enter(id, entry);
-  entries_.emplace(id, entry);
+  const auto place = entries_.emplace(id, entry).first;
+  try {
+    Enter(id, entry);
+  } catch (...) {
+    entries_.erase(place);
+    throw;
+  }
 }
 
 std::optional<SequenceId> RequestQueue::Head(absl::Time now) {
@@ -59,14 +64,19 @@ Backlog RequestQueue::backlog() const {
 
 void RequestQueue::Enter(SequenceId id, const Entry& entry) {
   Class& to = classes_[entry.in_class];
-  auto [known, is_new] = to.by_name.try_emplace(entry.tenant);
-  if (is_new) {
-    const double saved = to.turns.empty() ? static_cast<double>(rule_.quantum_tokens) : 0;
-    known->second = to.turns.insert(to.turns.end(), {.name = entry.tenant, .saved = saved});
-  }
-  known->second->waiting.insert(id);
+  // All that takes memory; then nothing can throw.
+  const double saved = to.turns.empty() ? static_cast<double>(rule_.quantum_tokens) : 0;
+  std::list<Tenant> stranger;
+  stranger.push_back({.name = entry.tenant, .saved = saved});
+  std::set<SequenceId> waiting = {id};
+  std::set<std::pair<absl::Time, SequenceId>> rises;
+  if (entry.rises != absl::InfiniteFuture()) rises.emplace(entry.rises, id);
+  const auto [known, is_new] = to.by_name.try_emplace(entry.tenant, stranger.begin());
+
+  if (is_new) to.turns.splice(to.turns.end(), stranger);
+  known->second->waiting.merge(waiting);
   known->second->work += entry.work;
-  if (entry.rises != absl::InfiniteFuture()) rises_.emplace(entry.rises, id);
+  rises_.merge(rises);
 }
 
 void RequestQueue::Leave(SequenceId id, const Entry& entry) {
@@ -88,11 +98,13 @@ void RequestQueue::Rise(absl::Time now) {
   while (!rises_.empty() && rises_.begin()->first <= now) {
     const SequenceId id = rises_.begin()->second;
     Entry& entry = entries_.at(id);
+    Entry risen = entry;
+    ++risen.in_class;
+    risen.rises =
+        risen.in_class + 1 < kNumPriorities ? entry.rises + rule_.ageing : absl::InfiniteFuture();
+    Enter(id, risen);
     Leave(id, entry);
-    ++entry.in_class;
-    entry.rises =
-        entry.in_class + 1 < kNumPriorities ? entry.rises + rule_.ageing : absl::InfiniteFuture();
-    Enter(id, entry);
+    entry = std::move(risen);
   }
 }
 

@@ -6,9 +6,9 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/time/time.h"
 #include "runtime/forecast.h"
 #include "runtime/request.h"
@@ -30,6 +30,9 @@ struct QueueRule {
 // request, and saves the rest for its next turn. So of two tenants that both wait all the time,
 // neither gets more than a quantum and a request ahead of the other. A tenant of which nothing
 // waits is forgotten, with what it saved.
+//
+// A call that throws, for lack of memory, has changed nothing that matters: who waits still waits,
+// in its place. So its maps are std's: absl's may break if they cannot grow.
 //
 // Owned by the engine.
 class RequestQueue {
@@ -66,7 +69,7 @@ class RequestQueue {
   // The first has the turn and has got its quantum.
   struct Class {
     std::list<Tenant> turns;
-    absl::flat_hash_map<std::string, std::list<Tenant>::iterator> by_name;
+    std::unordered_map<std::string, std::list<Tenant>::iterator> by_name;
   };
 
   void Enter(SequenceId id, const Entry& entry);
@@ -75,7 +78,7 @@ class RequestQueue {
   SequenceId PickFrom(Class& from);
 
   const QueueRule rule_;
-  absl::flat_hash_map<SequenceId, Entry> entries_;
+  std::unordered_map<SequenceId, Entry> entries_;
   std::array<Class, kNumPriorities> classes_;
   std::set<std::pair<absl::Time, SequenceId>> rises_;
   std::optional<SequenceId> head_;

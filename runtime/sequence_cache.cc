@@ -99,9 +99,10 @@ int64_t SequenceCache::TableOf(int64_t layer, int64_t head) const {
 
 LaneRows SequenceCache::Lane(int64_t layer, int64_t head) const {
   const int64_t lane = layer * shape_.num_kv_heads + head;
-  return {.first_row = pool_.first_row(id_) + offset_[lane],
-          .keys = pool_.key(id_, offset_[lane]),
-          .values = pool_.value(id_, offset_[lane]),
+  const int64_t row = pool_.first_row(id_) + offset_[lane];
+  return {.first_row = row,
+          .keys = pool_.key(row),
+          .values = pool_.value(row),
           .capacity = capacity_[lane]};
 }
 

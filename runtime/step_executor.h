@@ -92,6 +92,9 @@ class StepExecutor {
   // policy state are copied. Its demand has been reserved; the peaks of both begin anew.
   virtual absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) = 0;
 
+  // What the open sequences hold has been lost: they must be closed before another is opened.
+  virtual bool lost() const { return false; }
+
   virtual CacheFacts Facts(SequenceId id) const = 0;
   virtual void Close(SequenceId id) = 0;
 

@@ -391,6 +391,7 @@ grpc::ServerUnaryReactor* ExperimentService::PlanExperiment(grpc::CallbackServer
         reports_.Post([request, pending] {
           absl::StatusOr<v1::ExperimentPlan> plan = PlanOf(request);
           if (plan.ok()) return pending->Finish(*std::move(plan));
+          if (absl::IsInternal(plan.status())) return pending->Finish(ToGrpc(plan.status()));
           pending->Finish(Invalid({{"plan", std::string(plan.status().message())}}));
         });
       });

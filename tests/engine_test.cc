@@ -1367,6 +1367,23 @@ TEST_F(EngineTest, CancelEndsAPausedRequest) {
   ExpectNothingHeld();
 }
 
+// Else one that pauses would keep the others out: the pool starts anew once nothing holds it.
+TEST_F(EngineTest, LostPoolEndsAPausedRequestAndServesTheNext) {
+  Submit(Ask("a", 20, 10));
+  Submit(Ask("b", 20, 10));
+  engine_->Step();
+  outputs_["a"]->ready = false;
+  script_->lost = true;
+  Submit(Ask("c", 20, 10));
+  EXPECT_TRUE(engine_->Step());
+  for (const char* id : {"a", "b"}) {
+    EXPECT_EQ(outputs_[id]->finished.front().status.code(), absl::StatusCode::kInternal);
+  }
+  RunAll();
+  EXPECT_EQ(outputs_["c"]->reason(), "length");
+  ExpectNothingHeld();
+}
+
 TEST_F(EngineTest, CancelOfAQueuedRequestKeepsTheOrder) {
   Build({.engine = {.max_running_requests = 1}});
   for (const char* id : {"a", "b", "c", "d"}) Submit(Ask(id, 5, 2));

@@ -35,6 +35,7 @@ struct FakeScript {
   std::atomic<int64_t> forwards{0};           // that succeeded
   std::atomic<int64_t> room_for_prefixes{0};  // as the last Open was told
   std::atomic<int64_t> prefix_bytes{0};       // that it says it holds
+  std::atomic<bool> lost{false};              // until nothing is open
 };
 
 // A StepExecutor without tensors: the next token is a function of the last one, and eviction drops
@@ -47,8 +48,10 @@ class FakeExecutor final : public StepExecutor {
 
   absl::StatusOr<int64_t> Open(SequenceId id, const Request& request,
                                int64_t prefix_bytes) override {
+    if (sequences_.empty()) script_->lost = false;
     Held& held = sequences_[id] = {.request = &request};
     ++script_->open_sequences;
+    if (script_->lost) return absl::InternalError("rows were lost");
     if (script_->on_open) {
       if (absl::Status status = script_->on_open(request); !status.ok()) return status;
     }
@@ -113,6 +116,7 @@ class FakeExecutor final : public StepExecutor {
   }
 
   int64_t used_bytes() const override { return script_->used_bytes; }
+  bool lost() const override { return script_->lost; }
   int64_t prefix_bytes() const override { return script_->prefix_bytes; }
   void DropPrefixes() override { script_->prefix_bytes = 0; }
   void AddStageTimes(StepStats& step) const override {}

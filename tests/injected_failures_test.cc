@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <new>
 #include <string>
@@ -18,6 +19,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/kv_pool.h"
+#include "runtime/queue.h"
 #include "runtime/reason.h"
 #include "tests/engine_harness.h"
 #include "tests/law_cases.h"
@@ -107,6 +109,7 @@ class ScarceExecutor final : public StepExecutor {
   absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) override {
     return In(kFork, [&] { return executor_->Fork(parent, child, request); });
   }
+  bool lost() const override { return executor_->lost(); }
   CacheFacts Facts(SequenceId id) const override { return executor_->Facts(id); }
   void Close(SequenceId id) override { executor_->Close(id); }
   int64_t used_bytes() const override { return executor_->used_bytes(); }
@@ -286,6 +289,70 @@ TEST_P(ScarceMemory, EndsOneRequestAtMost) {
 
 // Memory that stays short lets nobody put back what a failed move has moved: then nobody's rows are
 // known, all that run are told, and the next request finds a pool that is whole.
+// Who waits, in the order in which they are admitted. Some rise a class at the second time.
+class Waiting {
+ public:
+  Waiting() {
+    for (const char* tenant : {"a", "a", "b", "c"}) Push(tenant, Priority::kLow, 0);
+    Push("d", Priority::kNormal, 0);
+  }
+  void Push(const std::string& tenant, Priority priority, int seconds) {
+    Request request{.prompt = {1, 2, 3}, .max_output_tokens = 97};
+    request.scheduling = {.priority = priority, .tenant = tenant};
+    queue_.Push(SequenceId{next_}, request, At(seconds));
+    ++next_;
+  }
+  void Look(int seconds) { queue_.Head(At(seconds)); }
+  // Empties the queue.
+  std::vector<int64_t> Order(int seconds) {
+    std::vector<int64_t> order;
+    while (const std::optional<SequenceId> head = queue_.Head(At(seconds))) {
+      order.push_back(static_cast<int64_t>(*head));
+      queue_.PopHead();
+    }
+    EXPECT_EQ(queue_.size(), 0);
+    return order;
+  }
+
+ private:
+  static absl::Time At(int seconds) { return absl::FromUnixSeconds(seconds); }
+  RequestQueue queue_{{.ageing = absl::Seconds(10), .quantum_tokens = 100}};
+  int64_t next_ = 0;
+};
+
+// Does something with a queue, without memory for one allocation after another: what failed can
+// be done again, and the order is that of a queue in which nothing failed.
+void ExpectWholeQueue(const std::function<void(Waiting&)>& work, bool again) {
+  Waiting without, with;
+  work(with);
+  const std::vector<int64_t> expected = (again ? with : without).Order(20);
+  for (int64_t left = 0;; ++left) {
+    Waiting waiting;
+    failure = {.armed = true, .left = left};
+    try {
+      work(waiting);
+    } catch (const std::bad_alloc&) {
+    }
+    failure.armed = false;
+    if (failure.failed == 0) {
+      EXPECT_GT(left, 4);
+      return;
+    }
+    if (again) work(waiting);
+    EXPECT_EQ(waiting.Order(20), expected) << "allocation " << left;
+  }
+}
+
+TEST(ScarceMemoryForTheQueue, LeavesOutWhoCouldNotEnter) {
+  const auto push = [](Waiting& waiting) { waiting.Push("e", Priority::kLow, 5); };
+  ExpectWholeQueue(push, /*again=*/true);
+  ExpectWholeQueue(push, /*again=*/false);
+}
+
+TEST(ScarceMemoryForTheQueue, LosesNobodyWhoRises) {
+  ExpectWholeQueue([](Waiting& waiting) { waiting.Look(15); }, /*again=*/true);
+}
+
 class LostPool : public ScarceMemory {};
 
 TEST_P(LostPool, EndsAllThatRunAndStartsAnew) {
@@ -305,7 +372,7 @@ TEST_P(LostPool, EndsAllThatRunAndStartsAnew) {
     ++lost;
     for (const Transcript& neighbour : run.neighbours) {
       EXPECT_EQ(neighbour.finished->status.message(),
-                "the forward failed: rows of the KV pool were lost in a failed move");
+                "rows of the KV pool were lost in a failed move");
     }
   }
   EXPECT_GT(lost, 0);

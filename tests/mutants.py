@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "who waits does not rise",
         "runtime/queue.cc",
-        "    ++entry.in_class;\n",
+        "    ++risen.in_class;\n",
         "",
         "queue_test",
         "*NobodyStarvesUnderAFloodOfHigherPriority*",
