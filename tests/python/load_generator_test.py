@@ -96,7 +96,7 @@ def test_an_arm_is_a_policy_a_budget_and_a_weight() -> None:
     assert isinstance(parse_arm("h2o:1.0").kv.budget, float)
     for spec, said in {
         ":256": "no policy",
-        "h2o:many": "neither a number of tokens",
+        "h2o:many": "is not a number of tokens",
         "h2o:1:0": "weight",
         "h2o:1:nan": "weight",
         "h2o:1:2:3": "weight",
@@ -562,7 +562,7 @@ def test_bad_arguments_of_a_load_are_told(monkeypatch: pytest.MonkeyPatch) -> No
         (["--rate", "1", "--outcome", "right"], "--outcome needs --task"),
         (["--rate", "1", "--task", "needle@50"], "generates nothing"),
         (["--rate", "0"], "--rate"),
-        (["--rate", "1", "--arm", "h2o:x"], "neither a number of tokens (256) nor a share"),
+        (["--rate", "1", "--arm", "h2o:x"], "is not a number of tokens (256) or a share"),
         (["--rate", "1", "--prompt", "uniform:9:1"], "no distribution of lengths"),
         (["--rate", "1", "--deadline", "3y"], "neither seconds"),
         (["--rate", "1", "--deadline", "0"], "neither seconds"),

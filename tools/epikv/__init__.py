@@ -4,6 +4,7 @@ The client's names live here; they load grpc on first use, so that the other par
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 _HOMES = {
@@ -37,6 +38,12 @@ __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("epikv")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'epikv' has no attribute '{name}'")
     return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -428,6 +428,14 @@ def _generate_request(
     model: str,
     request_id: str,
 ) -> generation_pb2.GenerateRequest:
+    kinds = (Kv, Sampling, Stop, Output, Scheduling, Experiment)
+    for given, kind in zip(
+        (kv, sampling, stop, output, scheduling, experiment), kinds, strict=True
+    ):
+        if not isinstance(given, kind):
+            raise ValueError(
+                f"{kind.__name__.lower()} is an epikv.{kind.__name__}; not {given!r:.80}"
+            )
     return generation_pb2.GenerateRequest(
         request_id=request_id,
         model=model,
@@ -448,4 +456,11 @@ def _either(text: str, token_ids: str, prompt: Prompt) -> dict[str, Any]:
         return {text: prompt}
     if isinstance(prompt, Chat):
         return {"chat": prompt.to_proto()}
-    return {token_ids: generation_pb2.TokenIds(ids=prompt)}
+    try:
+        if prompt is None or isinstance(prompt, bytes):  # which would be ids
+            raise TypeError
+        return {token_ids: generation_pb2.TokenIds(ids=prompt)}
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"a prompt is text, a list of token ids, or a Chat of messages; not {prompt!r:.80}"
+        ) from None

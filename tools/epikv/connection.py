@@ -57,6 +57,8 @@ def connect(
     tls: Tls | None = None,
     token: str | None = None,
 ) -> grpc.Channel:
+    """Raises ValueError for a URL."""
+    _check_address(server)
     if tls is None:
         channel = grpc.insecure_channel(server, options)
     else:
@@ -68,10 +70,18 @@ def connect_async(
     server: str, options: Sequence[tuple[str, Any]] = (), *, tls: Tls | None = None
 ) -> grpc.aio.Channel:
     """For asyncio. A token goes with each call, as `bearer` has it: an interceptor of this kind of
-    channel costs time with every message."""
+    channel costs time with every message. Raises ValueError for a URL."""
+    _check_address(server)
     if tls is None:
         return grpc.aio.insecure_channel(server, options)
     return grpc.aio.secure_channel(server, tls.credentials(), options)
+
+
+def _check_address(server: str) -> None:
+    if server.startswith(("http://", "https://")):
+        raise ValueError(
+            f"a server is HOST:PORT, not '{server}'; for TLS name its authority in $EPIKV_TLS_CA"
+        )
 
 
 class _Details(NamedTuple):

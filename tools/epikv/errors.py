@@ -43,7 +43,9 @@ class RpcError(Exception):
         self.retry_delay = retry_delay
 
     def __str__(self) -> str:
-        name = f"{self.code.name} ({self.reason})" if self.reason else self.code.name
+        name = self.code.name
+        if self.reason not in ("", name):
+            name += f" ({self.reason})"
         violations = [f"{v.field}: {v.description}" for v in self.field_violations]
         told = [v for v in violations if v != self.message]  # of one fault the message is all
         return "\n  ".join([f"{name}: {self.message}", *told])
@@ -53,6 +55,11 @@ class RpcError(Exception):
         """What the user of a command can do, where the message does not say it."""
         if self.code is grpc.StatusCode.UNAVAILABLE and not self.reason:
             return "Start a daemon (epikvd), or name one with --server; TLS needs $EPIKV_TLS_CA."
+        if self.code is grpc.StatusCode.UNIMPLEMENTED and not self.reason:
+            return (
+                "This port does not serve that call. `epikv admin` asks a daemon's admin_listen"
+                " (--server, $EPIKV_ADMIN_SERVER), every other command its listen ($EPIKV_SERVER)."
+            )
         if self.code is grpc.StatusCode.UNAUTHENTICATED:
             return "Set $EPIKV_TOKEN to a token that `epikv token` made for this daemon."
         return ""

@@ -4,11 +4,28 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from epikv.v1 import experiment_pb2, generation_pb2, kv_pb2
+
+Proto = TypeVar("Proto", bound=Message)
+
+
+def message_of(kind: type[Proto], **fields: Any) -> Proto:
+    """A message with these fields. Raises ValueError that names the one which cannot hold its value."""
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError):
+        for name, value in fields.items():
+            try:
+                kind(**{name: value})
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name} cannot be {value!r}: {error}") from None
+        raise
+
 
 POSITIONS = {
     "absolute": kv_pb2.POSITION_MODE_ABSOLUTE,
@@ -23,6 +40,10 @@ PRIORITIES = {
 }
 
 
+_BUDGET = "a number of tokens (256) or a share (0.5, 50%)"
+_MOST_TOKENS = 2**32 - 1  # that the field holds
+
+
 def parse_budget(text: str) -> int | float:
     """A `Kv.budget` as people write it: tokens (256) or a share (0.5, 50%)."""
     try:
@@ -30,9 +51,7 @@ def parse_budget(text: str) -> int | float:
             return float(text[:-1]) / 100
         return float(text) if "." in text else int(text)
     except ValueError:
-        raise ValueError(
-            f"'{text}' is neither a number of tokens (256) nor a share (0.5, 50%)"
-        ) from None
+        raise ValueError(f"'{text}' is not {_BUDGET}") from None
 
 
 def show_budget(budget: int | float) -> str:
@@ -91,13 +110,13 @@ class Kv:
     """How the KV cache is held to a budget.
 
     `budget` counts tokens when it is an int, and is a share of prompt + max output, in (0, 1], when
-    it is a float. `positions` is "absolute", "compact" or "cache". The four protections replace the
+    it is a float; text is read as on the command line ("50%"). `positions` is "absolute", "compact" or "cache". The four protections replace the
     policy's own; `equal_protection` replaces them all by the rule that comparisons use; None: as the server
     says.
     """
 
     policy: str = ""
-    budget: int | float | None = None
+    budget: int | float | str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     positions: str | None = None
     protect_prompt: bool | None = None
@@ -112,7 +131,8 @@ class Kv:
         """Raises ValueError for an unknown position mode or a value no field can hold."""
         if self.positions is not None and self.positions not in POSITIONS:
             raise ValueError(f"positions is '{self.positions}'; known: {', '.join(POSITIONS)}")
-        result = kv_pb2.KvOptions(
+        result = message_of(
+            kv_pb2.KvOptions,
             policy=self.policy,
             positions=POSITIONS[self.positions] if self.positions else None,
             protect_prompt=self.protect_prompt,
@@ -125,10 +145,13 @@ class Kv:
         )
         if self.params:
             result.policy_params.update(self.params)
-        if isinstance(self.budget, float):
-            result.keep_ratio = self.budget
-        elif self.budget is not None:
-            result.max_tokens = self.budget
+        budget = parse_budget(self.budget) if isinstance(self.budget, str) else self.budget
+        if isinstance(budget, float):
+            result.keep_ratio = budget
+        elif budget is not None:
+            if isinstance(budget, bool) or not 0 <= budget <= _MOST_TOKENS:
+                raise ValueError(f"budget cannot be {budget}: it is {_BUDGET}")
+            result.max_tokens = budget
         return result
 
 
@@ -167,7 +190,7 @@ class Sampling:
             fields["json_schema"] = json.dumps(self.json_schema, ensure_ascii=False)
         if self.choice is not None:
             fields["choice"] = generation_pb2.StringList(items=self.choice)
-        return generation_pb2.SamplingParams(**fields)
+        return message_of(generation_pb2.SamplingParams, **fields)
 
 
 GREEDY = Sampling(temperature=0)  # whatever the model's own is
@@ -185,7 +208,7 @@ class Stop:
     ignore_eos: bool = False
 
     def to_proto(self) -> generation_pb2.StopParams:
-        return generation_pb2.StopParams(**vars(self))
+        return message_of(generation_pb2.StopParams, **vars(self))
 
 
 @dataclass(frozen=True)
@@ -208,7 +231,7 @@ class Output:
         if self.coalesce is not None:
             coalesce = Duration()
             coalesce.FromTimedelta(timedelta(seconds=self.coalesce))
-        return generation_pb2.OutputOptions(**{**vars(self), "coalesce": coalesce})
+        return message_of(generation_pb2.OutputOptions, **{**vars(self), "coalesce": coalesce})
 
 
 @dataclass(frozen=True)
@@ -240,4 +263,4 @@ class Experiment:
     covariate: float | None = None  # known before, and what outcomes may depend on
 
     def to_proto(self) -> experiment_pb2.ExperimentContext:
-        return experiment_pb2.ExperimentContext(**vars(self))
+        return message_of(experiment_pb2.ExperimentContext, **vars(self))

@@ -35,7 +35,7 @@ class _Main(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=_Main)
+@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="epikv")
 def main() -> None:
     """Talk to epikvd: completions whose KV cache is held to a budget by a policy you choose.

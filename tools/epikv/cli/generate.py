@@ -19,6 +19,7 @@ from epikv.messages import (
 )
 from epikv.options import Output, Stop
 
+_IN_JSON = ("logprobs", "top_logprobs", "prompt_logprobs", "token_ids", "signals", "trace", "kept")
 KINDS = {
     Accepted: "accepted",
     Progress: "progress",
@@ -69,6 +70,9 @@ def command(
     prompt: str | None, file: Path | None, ids: bool, server: str, as_json: bool, **given: Any
 ) -> None:
     """Stream a completion of PROMPT (or --file, or stdin); facts about it go to stderr."""
+    for name in () if as_json else _IN_JSON:
+        if given[name]:
+            raise click.UsageError(f"--{name.replace('_', '-')} shows with --json alone")
     arguments = {
         "kv": options.take_kv(given),
         "scheduling": options.take_scheduling(given),

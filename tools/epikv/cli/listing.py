@@ -4,11 +4,11 @@ import json
 from dataclasses import asdict
 
 import click
-from rich.table import Table
+from rich.table import Column, Table
 
 from epikv.cli import options, show
 from epikv.client import Client
-from epikv.messages import DefaultProtection, Policy, PolicyCost, PolicyParam
+from epikv.messages import DefaultProtection, Model, Policy, PolicyCost, PolicyParam
 
 
 @click.command("policies")
@@ -26,14 +26,15 @@ def policies(name: str | None, model: str, server: str, as_json: bool) -> None:
     elif name:
         _describe(found[0])
     else:
-        table = Table("policy", "drops", "prompt over budget", "cost", "summary")
+        # A name is there to be copied: it is never cut.
+        table = Table(Column("policy", no_wrap=True), Column("cost", no_wrap=True), "summary")
         for policy in found:
             title = f"{policy.name} *" if policy.evaluation_only else policy.name
-            cost = policy.cost.level if policy.cost else ""
-            table.add_row(title, policy.granularity, policy.prompt_eviction, cost, policy.summary)
+            table.add_row(title, policy.cost.level if policy.cost else "", policy.summary)
         show.out.print(table)
         if any(policy.evaluation_only for policy in found):
             show.out.print("* for evaluation only")
+        show.out.print("More of one: epikv policies NAME")
 
 
 @click.command("models")
@@ -48,11 +49,33 @@ def models(name: str | None, server: str, as_json: bool) -> None:
         for model in found:
             show.json_line("model", model)
         return
+    if name:
+        _describe_model(found[0])
+        return
+    table = Table(
+        Column("model", no_wrap=True), "weights", "layers", "context", "KV pool", "a budget"
+    )
     for model in found:
-        table = Table.grid(padding=(0, 2))
-        for field, value in asdict(model).items():
-            table.add_row(field, value if isinstance(value, str) else json.dumps(value))
-        show.out.print(table)
+        table.add_row(
+            model.name,
+            model.quantization or model.dtype,
+            str(model.layers),
+            f"{model.context_length} tokens",
+            f"{model.kv_capacity_tokens} tokens",
+            f"uses {model.default_policy}" if model.default_policy else "needs a policy",
+        )
+    show.out.print(table)
+    show.out.print("More of one: epikv models NAME")
+
+
+def _describe_model(model: Model) -> None:
+    table = Table.grid(padding=(0, 2))
+    for field, value in asdict(model).items():
+        told = value if isinstance(value, str) else json.dumps(value)
+        if field == "default_policy" and told:
+            told += " (of a budget without a policy; of neither it is full)"
+        table.add_row(field, told)
+    show.out.print(table)
 
 
 def _describe(policy: Policy) -> None:

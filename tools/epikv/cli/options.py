@@ -251,7 +251,10 @@ def read_text(file: Path | None) -> str | None:
     """What is in a file, or on standard input; None: there is none."""
     if file is None:
         return None
-    return sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{file} is not text in UTF-8: {error}") from None
 
 
 def read_prompt(text: str | None, file: Path | None, ids: bool) -> Prompt:
