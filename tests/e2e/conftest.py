@@ -21,18 +21,23 @@ sys.path.append(str(ROOT / "tests" / "python"))  # broken_models
 
 
 @pytest.fixture(scope="session")
-def sample_model() -> Path:
+def sample_directory() -> Path:
+    """The shipped model, in the Hugging Face layout."""
+    return SAMPLES / (SAMPLES / "SHIPPED").read_text().strip()
+
+
+@pytest.fixture(scope="session")
+def sample_model(sample_directory: Path) -> Path:
     """The shipped model as the quickstart exports it, once for all sessions."""
     from epikv.export import export
 
-    directory = SAMPLES / (SAMPLES / "SHIPPED").read_text().strip()
     digest = hashlib.sha256()
-    for source in sorted([*directory.glob("*.*"), *(ROOT / "tools/epikv/export").glob("*.py")]):
+    for source in sorted([*sample_directory.glob("*.*"), *(ROOT / "tools/epikv/export").glob("*.py")]):
         digest.update(source.read_bytes())
     path = ROOT / "build" / "e2e" / f"sample-{digest.hexdigest()[:12]}.pt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        export(directory, path, dtype="float32", name="sample")
+        export(sample_directory, path, dtype="float32", name="sample")
     return path
 
 

@@ -16,6 +16,7 @@ from epikv.cli import (
     generate,
     listing,
     score,
+    serve,
     token,
 )
 from epikv.errors import RpcError
@@ -58,6 +59,7 @@ for command in (
     listing.models,
     listing.policies,
     score.command,
+    serve.command,
     token.command,
 ):
     main.add_command(command)

@@ -72,6 +72,29 @@ def command(
     chat format that is derived from the model's template, which is kept only if it is the same. On
     stderr: what is being done, and how long it will take.
     """
+    from_directory(
+        directory,
+        model,
+        dtype=dtype,
+        quantize=quantize,
+        name=name,
+        calibration=calibration,
+        check=check,
+    )
+
+
+def from_directory(
+    directory: Path,
+    model: Path,
+    *,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    name: str | None = None,
+    calibration: Path | None = None,
+    check: bool = True,
+    err: bool = False,
+) -> None:
+    """Exports as the command of this name does. `err`: what it says in the end goes to stderr, too."""
     try:
         from epikv.export import archive, chat
         from epikv.export.exporter import DTYPES, ExportError, export
@@ -95,6 +118,10 @@ def command(
         raise click.ClickException(str(error)) from error
     finally:
         bar.end()
-    click.echo(f"{model}: {model.stat().st_size / 1e6:.1f} MB")
-    click.echo(report or "not compared with transformers")
-    click.echo(f"chat: {chat.told(archive.read_chat(model))}")
+    told = [
+        f"{model}: {model.stat().st_size / 1e6:.1f} MB",
+        str(report or "not compared with transformers"),
+        f"chat: {chat.told(archive.read_chat(model))}",
+    ]
+    for line in told:
+        click.echo(line, err=err)

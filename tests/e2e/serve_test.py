@@ -1,0 +1,84 @@
+"""`epikv serve`: the daemon in the command's place, of a file or of a directory."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+from epikv import Client, Stop, processes
+from epikv.testing import find_binary
+
+PORTS = [f"--{port}=127.0.0.1:0" for port in ("listen", "admin_listen", "metrics_listen")]
+
+
+@contextmanager
+def serving(*arguments: str, cache: Path) -> Iterator[tuple["Popen[str]", str]]:
+    """The process, and what it has printed when it serves."""
+    process = processes.start(
+        [sys.executable, "-c", "from epikv.cli import main; main()", "serve", *arguments],
+        stdout=PIPE,
+        stderr=PIPE,
+        text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        yield process, line
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def failed(*arguments: str, cache: Path) -> str:
+    """What is said by one that must not serve."""
+    with serving(*arguments, cache=cache) as (process, line):
+        said = process.communicate()[1]
+        assert line == "" and process.returncode not in (0, None)
+        return said
+
+
+def test_a_file_is_served_until_a_signal_ends_it(sample_model: Path, tmp_path: Path) -> None:
+    flags = [*PORTS, "--threads=1", "--model_name=mine"]
+    with serving(str(sample_model), *flags, cache=tmp_path) as (process, line):
+        assert Path(f"/proc/{process.pid}/exe").resolve() == find_binary().resolve()
+        served = json.loads(line)
+        assert [model["name"] for model in served["models"]] == ["mine"]
+        with Client(served["grpc"]) as client:
+            answer = client.generate_once("a b", stop=Stop(max_output_tokens=4, ignore_eos=True))
+            assert answer.summary.usage.output_tokens == 4
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert not list(tmp_path.iterdir())  # nothing was exported
+
+
+def test_a_directory_is_exported_once(sample_directory: Path, tmp_path: Path) -> None:
+    directory, cache = tmp_path / "small", tmp_path / "cache"
+    shutil.copytree(sample_directory, directory)
+    flags = ["--dtype=fp32", str(directory), *PORTS, "--threads=1"]
+    for again in (False, True):
+        with serving(*flags, cache=cache) as (process, line):
+            assert json.loads(line)["models"][0]["name"] == "small"
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate()[1]
+            assert process.returncode == 0
+        [made] = (cache / "epikv").iterdir()
+        assert (str(made) in said) != again
+
+    (directory / "README.md").write_text("another")
+    with serving(*flags, cache=cache):
+        assert len(list((cache / "epikv").iterdir())) == 2
+
+
+def test_what_cannot_be_served_is_said(sample_model: Path, tmp_path: Path) -> None:
+    assert "does not exist" in failed(str(tmp_path / "nothing.pt"), cache=tmp_path)
+    assert "config.json" in failed(str(tmp_path), cache=tmp_path / "cache")
+    assert "--dtype and --quantize are of a directory" in failed(
+        "--dtype=bf16", str(sample_model), cache=tmp_path
+    )
+    assert "nonsense" in failed(str(sample_model), "--nonsense=1", cache=tmp_path)
