@@ -666,7 +666,7 @@ MUTANTS = [
 
 
 def run(command: list[str], **kwargs) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, **kwargs)
+    return subprocess.run(command, check=False, capture_output=True, text=True, **kwargs)
 
 
 def prepare(build: Path, work: Path) -> Path:

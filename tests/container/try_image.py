@@ -146,7 +146,7 @@ def running(root: Path, config: dict[str, Any], models: Path) -> Iterator[Contai
 
 def enter_network(container: Container) -> None:
     """This process's, from now on: its ports are ours."""
-    with open(f"/proc/{container.pid}/ns/net") as namespace:
+    with Path(f"/proc/{container.pid}/ns/net").open() as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns")
 

@@ -34,6 +34,7 @@ def test_the_quickstart_keeps_its_promise(daemon: Daemon) -> None:
     """The right answer with at least 40 % of the generated tokens dropped: else its status is 1."""
     demo = subprocess.run(
         [sys.executable, "-m", "epikv.sample", "demo", "--server", daemon.grpc, "--budget", "400"],
+        check=False,
         capture_output=True,
         text=True,
     )

@@ -32,7 +32,9 @@ def sample_model(sample_directory: Path) -> Path:
     from epikv.export import export
 
     digest = hashlib.sha256()
-    for source in sorted([*sample_directory.glob("*.*"), *(ROOT / "tools/epikv/export").glob("*.py")]):
+    for source in sorted(
+        [*sample_directory.glob("*.*"), *(ROOT / "tools/epikv/export").glob("*.py")]
+    ):
         digest.update(source.read_bytes())
     path = ROOT / "build" / "e2e" / f"sample-{digest.hexdigest()[:12]}.pt"
     if not path.exists():

@@ -189,7 +189,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 def test_what_ends_well_is_json_that_its_schema_allows(talker: Client) -> None:
     rng, ended = random.Random(7), 0
     # Whitespace is as good as anything to a random model: it would go on with it.
-    bias = {byte: -100.0 for byte in b" \t\r\n"}
+    bias = dict.fromkeys(b" \t\r\n", -100.0)
     for seed in range(100):
         schema = random_schema(rng)
         for result in sampled(

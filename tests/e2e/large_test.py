@@ -15,7 +15,7 @@ def test_writes_exports_and_serves_and_leaves_nothing(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for stage in ("write", "export", "serve"):
         told = re.search(
-            rf"^{stage}: \d+ s, (\S+) GiB .* of which (\S+) its own", result.stdout, re.M
+            rf"^{stage}: \d+ s, (\S+) GiB .* of which (\S+) its own", result.stdout, re.MULTILINE
         )
         assert told is not None and 0 < float(told[2]) <= float(told[1]), result.stdout
     assert "against transformers" in result.stdout

@@ -197,7 +197,7 @@ def test_pasting_it_runs_a_daemon_from_its_certificate_to_its_end(
         "epikv generate": lambda _: is_for_those_who_may(shell, generate),
         "prometheus": lambda _: is_scraped(ports),
         "epikv admin status": answers(state=serving, models=models),
-        "epikv admin requests": lambda out: json.loads(out),
+        "epikv admin requests": json.loads,
         "epikv admin load-model new.pt": answers(name="b"),
         "epikv admin config max_queued_requests=64": answers(max_queued_requests=64),
         "epikv admin drain": lambda _: is_drained(shell, generate),

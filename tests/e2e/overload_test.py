@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 import grpc
 from epikv import Client, RpcError, Scheduling, Stop
@@ -76,7 +77,7 @@ class Scraper(threading.Thread):
         while not self._ended.wait(0.2):
             self.pages.append(scrape(self._address))
 
-    def __enter__(self) -> "Scraper":
+    def __enter__(self) -> Self:
         self.start()
         return self
 

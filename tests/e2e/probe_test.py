@@ -12,9 +12,7 @@ from security_test import authority, signed
 def probe(*args: str) -> tuple[int, str]:
     """Its exit status and all that it printed."""
     binary = find_binary().with_name("epikv-probe")
-    done = subprocess.run(
-        [binary, *args], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([binary, *args], capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -178,7 +178,7 @@ def main() -> None:
     from src import eviction as authors
 
     commit = subprocess.run(
-        ["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True
+        ["git", "-C", checkout, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
     ).stdout.strip()
     torch.set_num_threads(1)
     runs = {

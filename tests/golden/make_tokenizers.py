@@ -11,16 +11,26 @@ import sys
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, Regex, Tokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 sys.path.append(str(Path(__file__).parents[1] / "tokenizers"))
-import configurations  # noqa: E402
-from parity import Reference  # noqa: E402
+import configurations
+from parity import Reference
 
 OUT = Path(__file__).parent / "tokenizers"
 
-CORPUS = """
+CORPUS = (
+    """
 The quick brown fox jumps over the lazy dog. It's what they're doing; I'd say we've won, haven't we?
 She sells 12 sea shells, 345 in all, for $6,789.10 each. Call 555-0123 at 10:30, or don't.
 2024 2025 2024 2025 and 1000 or 2000: years, or 1000 or 2000 of something, in 2024 and 2025.
@@ -28,7 +38,9 @@ She sells 12 sea shells, 345 in all, for $6,789.10 each. Call 555-0123 at 10:30,
 def main(args):\n    for i in range(10):\n        print(f"{i}: {args[i]}")\n\n\treturn None\n
 Größe, façade, naïve, señor, Åse, Ελληνικά, Русский текст, עברית, العربية, हिन्दी, ไทย, 日本語の文章, 中文文本, 한국어.
 The cache keeps the tokens that matter. The tokens that do not matter are evicted from the cache.
-""" * 4
+"""
+    * 4
+)
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -176,7 +188,11 @@ def qwen():
 
 
 def deepseek():
-    cut = [split(r"\p{N}{1,3}"), split("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"), split(DEEPSEEK)]
+    cut = [
+        split(r"\p{N}{1,3}"),
+        split("[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
+        split(DEEPSEEK),
+    ]
     tokenizer = byte_bpe(pre_tokenizers.Sequence([*cut, plain_bytes()]), specials=("<|bos|>",))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A <|bos|>", special_tokens=[("<|bos|>", 0)]
@@ -266,8 +282,20 @@ def main():
         configurations.t5,
         configurations.unigram_fallback,
     ]
-    for make in [*of_families, gpt2, gpt2_prefix_space, llama3, qwen, deepseek, o200k, digits, odd_patterns,
-                 words, words_and_punctuation, words_without_unknown]:
+    for make in [
+        *of_families,
+        gpt2,
+        gpt2_prefix_space,
+        llama3,
+        qwen,
+        deepseek,
+        o200k,
+        digits,
+        odd_patterns,
+        words,
+        words_and_punctuation,
+        words_without_unknown,
+    ]:
         name = make.__name__
         (OUT / f"{name}.tokenizer.json").write_text(make().to_str() + "\n")
         tokenizer = Tokenizer.from_file(str(OUT / f"{name}.tokenizer.json"))

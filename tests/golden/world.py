@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-@lru_cache(maxsize=None)
+@cache
 def row(seed: int, kind: str, layer: int, head: int, token: int, width: int) -> tuple[float, ...]:
     """Sums of four uniform numbers in [-1, 1): of mean 0 and variance 4/3. Some rows are three
     times as long, so that tokens differ."""

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from epikv.export.manifest import Layer, Manifest, Rope
 from epikv.export.synthetic import word_tokenizer
+from torch import Tensor, nn
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_SIZE = 11, 8, 2, 1, 4
 

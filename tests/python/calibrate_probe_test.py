@@ -9,14 +9,13 @@ import pytest
 import torch
 from calibrate_test import TINY
 from click.testing import CliRunner, Result
-from torch import Tensor
-
 from epikv.calibrate import epikv_probe
 from epikv.calibrate.epikv_probe import CalibrationError, Probe, Text
 from epikv.cli import main
 from epikv.export import load, random_model
 from epikv.export.parity import load_reference
 from epikv.export.synthetic import word_tokenizer, write_directory
+from torch import Tensor
 
 GAP = 10
 

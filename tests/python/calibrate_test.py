@@ -51,7 +51,7 @@ def test_measures_every_layer_as_transformers_attends(tmp_path: Path) -> None:
     random_model(TINY, tmp_path / "model.pt", seed=5, check=False)
     module, manifest, _ = load(tmp_path / "model.pt")
     # Small random weights attend evenly: nothing would be sparse.
-    weights = {name: weight for name, weight in module.named_parameters()}
+    weights = dict(module.named_parameters())
     reference = load_reference(tmp_path / "hf", "float32")
     with torch.no_grad():
         for name, weight in [*weights.items(), *reference.named_parameters()]:

@@ -120,7 +120,7 @@ def chromium() -> Iterator[Chromium]:
             "--remote-debugging-pipe",  # reads 3, writes 4
             f"--user-data-dir={folder}",
         ]
-        log = os.path.join(folder, "log")
+        log = f"{folder}/log"
         actions = [
             (os.POSIX_SPAWN_DUP2, to_browser[0], 3),
             (os.POSIX_SPAWN_DUP2, from_browser[1], 4),

@@ -10,12 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import click
+import epikv
 import fake_epikvd
 import grpc
 import pytest
 from click.testing import CliRunner, Result
-
-import epikv
 from epikv import (
     Accepted,
     Chat,

@@ -15,12 +15,6 @@ from dataclasses import dataclass, field
 
 import fake_experiments
 import grpc
-from fake_experiments import refuse
-from google.protobuf import any_pb2
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.message import Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-
 from epikv.v1 import (
     errors_pb2,
     experiment_pb2_grpc,
@@ -34,6 +28,11 @@ from epikv.v1 import (
     tokenization_pb2,
     tokenization_pb2_grpc,
 )
+from fake_experiments import refuse
+from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 MODEL = model_pb2.Model(
     name="fake", vocab_size=50, layers=2, kv_heads=1, eos_token_ids=[7], threads=1

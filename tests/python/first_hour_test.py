@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import epikv
 import fake_epikvd
 import grpc
 import pytest
 from click.testing import CliRunner, Result
-
-import epikv
 from epikv import Client, Kv, Output, Sampling, Stop
 from epikv.cli import main
 

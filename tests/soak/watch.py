@@ -1,6 +1,5 @@
 """The daemon's process and metrics, between the requests."""
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ def held(pid: int, seconds: float) -> Held:
         seconds,
         rss_kib=int(status["VmRSS"].split()[0]),
         threads=int(status["Threads"]),
-        files=len(os.listdir(f"/proc/{pid}/fd")),
+        files=len(list(Path(f"/proc/{pid}/fd").iterdir())),
     )
 
 

@@ -78,7 +78,7 @@ class Reference:
     def encode(self, text: str, add_special: bool) -> list[int] | None:
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special).ids
-        except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower
+        except Exception:  # tokenizers raises nothing narrower
             return None
 
     def decode(self, ids: Sequence[int], skip: bool) -> str:

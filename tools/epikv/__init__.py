@@ -34,7 +34,7 @@ _HOMES = {
     "epikv.options": ("Chat", "Experiment", "Kv", "Output", "Sampling", "Scheduling", "Stop"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME_OF)
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605  it is a list
 
 
 def __getattr__(name: str) -> Any:

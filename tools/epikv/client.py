@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
 from google.protobuf.field_mask_pb2 import FieldMask
@@ -70,7 +70,7 @@ class Stream:
         """Ends the request, from any thread; the server frees its KV cache within one step."""
         self._call.cancel()
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,7 +110,7 @@ class Client:
         self._policies = policy_pb2_grpc.PolicyServiceStub(self._channel)
         self._experiments = experiment_pb2_grpc.ExperimentServiceStub(self._channel)
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

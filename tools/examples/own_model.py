@@ -12,10 +12,9 @@ import sys
 from pathlib import Path
 
 import torch
+from epikv.export import Layer, Manifest, Rope, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-
-from epikv.export import Layer, Manifest, Rope, save
 
 CONTEXT, HIDDEN, HEADS, LAYERS = 256, 64, 4, 3
 WIDTH = HIDDEN // HEADS  # channels of a head
@@ -37,7 +36,9 @@ class Block(nn.Module):
     def forward(self, residual: Tensor, layer: int) -> Tensor:
         residual = torch.ops.epikv.block(residual, layer)
         normed = self.ln_1(residual)
-        q, k, v = self.qkv(normed).view(-1, 3, self.heads, self.width).unbind(1)  # [n, HEADS, WIDTH] each
+        q, k, v = (
+            self.qkv(normed).view(-1, 3, self.heads, self.width).unbind(1)
+        )  # [n, HEADS, WIDTH] each
         attended = torch.ops.epikv.attention(q, k, v, normed, layer)
         residual = residual + self.out(attended.flatten(1))
         return residual + self.mlp(self.ln_2(residual))

@@ -133,7 +133,9 @@ def _mixed_load(served: harness.Served, requests: int, at_once: int) -> None:
         prompt = random_prompt(rng.randint(1, LONGEST_PROMPT), SHAPE["vocab"], number)
         running.append(Running(served.client, prompt, kv, rng.randint(1, LONGEST_OUTPUT), number))
         wait_until(
-            lambda: sum(r.summary is None for r in running) < at_once, running, "a free place"
+            lambda: sum(r.summary is None for r in running) < at_once,  # noqa: B023  asked at once
+            running,
+            "a free place",
         )
         running = [stream for stream in running if stream.summary is None]
         if (number + 1) % 100 == 0:

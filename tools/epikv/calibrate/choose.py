@@ -100,14 +100,14 @@ def _band(selection: Measured, held_out: Measured, p: Floats, sign: int, seed: i
     selected, judged = selection.auc["z"], held_out.auc["z"]
     found = intervals(selected, seed)
     distance = sign * (selected.mean(0) - 0.5)
-    good = [p[l] <= ERROR and beyond(found[l], 0.5, sign) for l in range(len(found))]
+    good = [p[n] <= ERROR and beyond(found[n], 0.5, sign) for n in range(len(found))]
     runs = _runs(good)
     if not runs:
         return None
     first, last = max(runs, key=lambda run: distance[run[0] : run[1] + 1].sum())
     middle = (first + last) / 2
     representative = max(
-        range(first, last + 1), key=lambda l: (round(distance[l], 6), -abs(l - middle))
+        range(first, last + 1), key=lambda n: (round(distance[n], 6), -abs(n - middle))
     )
     band = slice(first, last + 1)
     return Band(

@@ -1,7 +1,6 @@
 """`epikv experiment report`: what an experiment has found so far."""
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -112,7 +111,7 @@ def _write(text: str, file: Path) -> None:
     partial = file.with_name(f"{file.name}.part")
     try:
         partial.write_text(text, "utf-8")
-        os.replace(partial, file)
+        partial.replace(file)
     except OSError as error:
         raise click.ClickException(str(error)) from error
 

@@ -18,7 +18,6 @@ from epikv.errors import RpcError
 from epikv.experiment.outcome import MAX_BATCH, Outcome, Patience, parse_time
 from epikv.messages import OutcomeResult
 
-
 _SHOWN = 5  # lines, of what was refused for one reason
 
 

@@ -133,6 +133,7 @@ def _agree(folder: Path, plan: dict[str, Any]) -> None:
             f"{folder} holds results of another plan; go on with that one, add arms or budgets to"
             f" it, or name another folder\n{told}"
         )
+    return None
 
 
 def _grown(name: str, have: dict[str, Any], want: dict[str, Any]) -> bool:

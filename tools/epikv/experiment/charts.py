@@ -216,7 +216,7 @@ def distribution(
     arms: with their places among the report's.
     """
     is_log = all(b.high > 0 for b in found[1:]) and any(b.low > 0 for b in found)
-    place = (lambda v: log10(v)) if is_log else (lambda v: v)
+    place = (log10) if is_log else (lambda v: v)
     spans = _spans(found, place, is_log)
     height = 190 + 12 * len(arms)
     bottom = 26 + 12 * len(arms)

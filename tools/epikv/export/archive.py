@@ -53,7 +53,7 @@ def replace_manifest(path: Path, manifest: Manifest) -> None:
                 with old.open(record) as source, new.open(_aligned(new, copy), "w") as target:
                     shutil.copyfileobj(source, target, 1 << 20)
         shutil.copymode(path, temporary)
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -111,7 +111,7 @@ def _whole(out: Path) -> Iterator[Path]:
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         yield temporary
-        os.replace(temporary, out)
+        temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
 

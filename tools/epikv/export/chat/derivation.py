@@ -7,6 +7,7 @@ trying what a format can say, until the two render alike. Nothing here is proof:
 import itertools
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from epikv.export.chat.format import (
@@ -100,10 +101,8 @@ def _texts(probe: _Probe) -> Format:
         history=History(),
         refuse=dict.fromkeys(ROLES, ()),
     )
-    try:
+    with suppress(Refusal):  # the format refuses such conversations, too
         format = replace(format, end=probe.split("user", "assistant")[1][-1])
-    except Refusal:  # the format refuses such conversations, too
-        pass
     return _with_system(probe, format)
 
 

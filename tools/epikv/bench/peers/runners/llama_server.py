@@ -91,7 +91,7 @@ def load(config: Mapping[str, Any]) -> tuple[Run, Mapping[str, Any]]:
         def read(stream: int) -> None:
             try:
                 _complete(server[0].port, prompts[stream], new, stream, streams)
-            except Exception as error:  # noqa: BLE001 - of a thread: told by the main one
+            except Exception as error:  # of a thread: told by the main one
                 failed.append(error)
 
         readers = [threading.Thread(target=read, args=(n,)) for n in range(len(prompts))]
@@ -147,4 +147,4 @@ def _complete(port: int, ids: list[int], new: int, stream: int, streams: Streams
 
 
 server: list[_Server] = []
-serve(load, lambda: server[0].pid, lambda: server[0].stop())
+serve(load, lambda: server[0].pid, lambda: server[0].stop())  # noqa: PLW0108  there is a server once it is asked

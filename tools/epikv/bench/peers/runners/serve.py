@@ -57,7 +57,7 @@ def serve(
 
     try:
         run, settings = load(json.loads(sys.argv[1]))
-    except Exception as error:  # noqa: BLE001 - whatever a peer raises is told
+    except Exception as error:
         answer({"refused": told(error)})
         return
     answer({"ready": {**settings, **_environment()}})
@@ -65,7 +65,7 @@ def serve(
         job = json.loads(line)
         try:
             streams = run(job["prompts"], job["new"])
-        except Exception as error:  # noqa: BLE001 - whatever a peer raises is told
+        except Exception as error:
             answer({"refused": told(error)})
         else:
             answer({"tokens": streams.tokens, "times": streams.times, "peak": _peak(pid())})

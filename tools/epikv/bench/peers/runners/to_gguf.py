@@ -10,7 +10,7 @@ import sys
 sources, checkpoint, out, precision = sys.argv[1:]
 sys.path[:0] = [sources, f"{sources}/gguf-py"]
 
-from conversion.base import TextModel
+from conversion.base import TextModel  # noqa: E402
 
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", out, "--outtype", precision]
