@@ -116,9 +116,10 @@ struct OfFloat {
   // 16 keys from `keys` on into column `column` of words [Words(width), kBlock].
   EPIKV_INLINE static void PackKeys(const char* keys, int64_t row_bytes, int64_t rows,
                                     int64_t width, uint32_t* column) {
-    ForWords(keys, row_bytes, rows, width,
-             [&](int64_t i, __m512i word)
-                 __attribute__((always_inline)) { _mm512_store_si512(column + i * kBlock, word); });
+    ForWords(
+        keys, row_bytes, rows, width, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+          _mm512_store_si512(column + i * kBlock, word);
+        });
   }
   EPIKV_INLINE static __m512 Load(const float* p) { return _mm512_loadu_ps(p); }
   EPIKV_INLINE static void Store(float* p, __m512 x) { _mm512_storeu_ps(p, x); }
@@ -132,13 +133,14 @@ struct OfHalf : OfFloat {
 
   EPIKV_INLINE static void PackKeys(const char* keys, int64_t row_bytes, int64_t rows,
                                     int64_t width, uint32_t* column) {
-    ForWords(keys, row_bytes, rows, width / 2,
-             [&](int64_t i, __m512i word) __attribute__((always_inline)) {
-               uint32_t* const words = column + 2 * i * kBlock;
-               _mm512_store_ps(words, Wide::Load(_mm512_cvtepi32_epi16(word)));
-               _mm512_store_ps(words + kBlock,
-                               Wide::Load(_mm512_cvtepi32_epi16(_mm512_srli_epi32(word, 16))));
-             });
+    ForWords(
+        keys, row_bytes, rows,
+        width / 2, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+          uint32_t* const words = column + 2 * i * kBlock;
+          _mm512_store_ps(words, Wide::Load(_mm512_cvtepi32_epi16(word)));
+          _mm512_store_ps(words + kBlock,
+                          Wide::Load(_mm512_cvtepi32_epi16(_mm512_srli_epi32(word, 16))));
+        });
   }
   EPIKV_INLINE static __m512 Load(const uint16_t* p) {
     return Wide::Load(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
@@ -199,9 +201,11 @@ struct Paired {
   }
   EPIKV_INLINE static void PackKeys(const char* keys, int64_t row_bytes, int64_t rows,
                                     int64_t width, uint32_t* column) {
-    ForWords(keys, row_bytes, rows, width / 2,
-             [&](int64_t i, __m512i word)
-                 __attribute__((always_inline)) { _mm512_store_si512(column + i * kBlock, word); });
+    ForWords(
+        keys, row_bytes, rows,
+        width / 2, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+          _mm512_store_si512(column + i * kBlock, word);
+        });
   }
   static void PackQueries(const uint16_t* queries, int64_t count, uint32_t* words) {
     std::memcpy(words, queries, count * sizeof(uint16_t));
@@ -260,12 +264,13 @@ struct WidenedInt8 : Widened<Of> {
 
   EPIKV_INLINE static void PackKeys(const char* keys, int64_t row_bytes, int64_t rows,
                                     int64_t width, uint32_t* column) {
-    ForWords(keys, row_bytes, rows, width / 4,
-             [&](int64_t i, __m512i word) __attribute__((always_inline)) {
-               for (int part = 0; part < 4; ++part) {
-                 _mm512_store_ps(column + (4 * i + part) * kBlock, FromInt8(word, part));
-               }
-             });
+    ForWords(
+        keys, row_bytes, rows,
+        width / 4, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+          for (int part = 0; part < 4; ++part) {
+            _mm512_store_ps(column + (4 * i + part) * kBlock, FromInt8(word, part));
+          }
+        });
   }
   template <int kVectors>
   EPIKV_INLINE static void LoadValues(const int8_t* row, const int8_t*, __m512i values[]) {
@@ -281,12 +286,13 @@ struct PairedInt8 : Paired {
 
   EPIKV_INLINE static void PackKeys(const char* keys, int64_t row_bytes, int64_t rows,
                                     int64_t width, uint32_t* column) {
-    ForWords(keys, row_bytes, rows, width / 4,
-             [&](int64_t i, __m512i word) __attribute__((always_inline)) {
-               uint32_t* const words = column + 2 * i * kBlock;
-               _mm512_store_si512(words, Pair(FromInt8(word, 0), FromInt8(word, 1)));
-               _mm512_store_si512(words + kBlock, Pair(FromInt8(word, 2), FromInt8(word, 3)));
-             });
+    ForWords(
+        keys, row_bytes, rows,
+        width / 4, [&](int64_t i, __m512i word) __attribute__((always_inline)) {
+          uint32_t* const words = column + 2 * i * kBlock;
+          _mm512_store_si512(words, Pair(FromInt8(word, 0), FromInt8(word, 1)));
+          _mm512_store_si512(words + kBlock, Pair(FromInt8(word, 2), FromInt8(word, 3)));
+        });
   }
   // Two rows interleaved, in order.
   template <int kVectors>
@@ -475,9 +481,9 @@ EPIKV_INLINE void ForTiles(int64_t queries, const Run& run) {
   for (; g + kQueries <= queries; g += kQueries) run(g, std::integral_constant<int, kQueries>());
   if constexpr (kQueries > 1) {
     if (g < queries) {
-      ForTiles<kQueries - 1>(queries - g,
-                             [&](int64_t from, auto count)
-                                 __attribute__((always_inline)) { run(g + from, count); });
+      ForTiles<kQueries - 1>(
+          queries - g, [&](int64_t from, auto count)
+                           __attribute__((always_inline)) { run(g + from, count); });
     }
   }
 }
@@ -519,10 +525,12 @@ EPIKV_INLINE void Attend(const PrefillLane& lane, const DecodeShape& shape, floa
     }
     // Queries of the rows before do not see this block.
     const int64_t first = std::max<int64_t>(0, begin - lane.seen + 1) * group;
-    ForTiles(queries - first, [&](int64_t g, auto tile) __attribute__((always_inline)) {
-      Logits<As, decltype(tile)::value>(s.queries + (first + g) * words, s.keys, words, shape.scale,
-                                        key_scales, s.logits + (first + g) * kBlock);
-    });
+    ForTiles(
+        queries - first, [&](int64_t g, auto tile) __attribute__((always_inline)) {
+          Logits<As, decltype(tile)::value>(s.queries + (first + g) * words, s.keys, words,
+                                            shape.scale, key_scales,
+                                            s.logits + (first + g) * kBlock);
+        });
     for (int64_t g = first; g < queries; ++g) {
       const int64_t row = g / group, seen = std::min(count, lane.seen + row - begin);
       float* const logit = s.logits + g * kBlock;
@@ -531,12 +539,13 @@ EPIKV_INLINE void Attend(const PrefillLane& lane, const DecodeShape& shape, floa
       std::fill(logit + seen, logit + kBlock, -INFINITY);
       Weigh(s, g, dv, value_scales);
     }
-    ForTiles(queries - first, [&](int64_t g, auto tile) __attribute__((always_inline)) {
-      AddValues<As, decltype(tile)::value>(s.weights + (first + g) * kBlock / As::kKeys, values,
-                                           value_bytes, of_keys, count, dv,
-                                           s.sums + (first + g) * dv);
-      of_keys.row_bytes = 0;
-    });
+    ForTiles(
+        queries - first, [&](int64_t g, auto tile) __attribute__((always_inline)) {
+          AddValues<As, decltype(tile)::value>(s.weights + (first + g) * kBlock / As::kKeys, values,
+                                               value_bytes, of_keys, count, dv,
+                                               s.sums + (first + g) * dv);
+          of_keys.row_bytes = 0;
+        });
   }
   if (left != nullptr) {
     std::memcpy(left + group * used, s.peak, group * sizeof(float));

@@ -13,8 +13,8 @@ namespace epikv {
 absl::Status CheckConstraintText(const ConstraintText& text);
 
 // EBNFs of xgrammar's: of texts that a regex matches, by one automaton (its own way from a regex to
-// rules reads (a+b?)+ in all ways at once, which are as many as the text's length cubed); and of one
-// of several texts.
+// rules reads (a+b?)+ in all ways at once, which are as many as the text's length cubed); and of
+// one of several texts.
 std::string GrammarOfRegex(const std::string& regex);
 std::string GrammarOfChoices(const std::vector<std::string>& choices);
 

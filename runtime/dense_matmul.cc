@@ -243,7 +243,8 @@ EPIKV_INLINE void ForTiles(int64_t rows, const Run& run) {
   const int64_t rest = rows - row;
   [&]<int... n>(std::integer_sequence<int, n...>) __attribute__((always_inline)) {
     ((rest == n + 1 ? run(row, std::integral_constant<int, n + 1>()) : void()), ...);
-  }(std::make_integer_sequence<int, kTile - 1>());
+  }
+  (std::make_integer_sequence<int, kTile - 1>());
 }
 
 // Calls run(first word, how many, what each pass over them fetches ahead) for the inputs, some at a
@@ -260,10 +261,11 @@ EPIKV_INLINE void ForWords(const uint32_t* words, int64_t num_words, int64_t at_
   for (int64_t begin = 0; begin < num_words; begin += at_once) {
     const int64_t count = std::min(at_once, num_words - begin);
     const char* const lines = next + begin * kLines * 64;
-    run(begin, count, [=](int64_t pass) __attribute__((always_inline)) {
-      const int64_t fetched = pass * per_word;  // of each word, by the passes before
-      return Ahead{lines + fetched * count * 64, fetched < kLines ? per_word : 0};
-    });
+    run(
+        begin, count, [=](int64_t pass) __attribute__((always_inline)) {
+          const int64_t fetched = pass * per_word;  // of each word, by the passes before
+          return Ahead{lines + fetched * count * 64, fetched < kLines ? per_word : 0};
+        });
   }
 }
 
@@ -273,28 +275,32 @@ void MultiplyFloat32(const void* rows, int64_t num_rows, const uint32_t* words, 
   constexpr int64_t kAtOnce = 64;
   const auto* const x = static_cast<const float*>(rows);
   const auto* const weights = reinterpret_cast<const float*>(words);
-  ForWords(words, num_words, kAtOnce, TilesOf(num_rows, kFew),
-           [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
-             ForTiles<kFew>(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
-               MultiplyPanel<decltype(tile)::value, 1>(
-                   x + row * stride + begin, stride, weights + begin * kBlock, count,
-                   ahead(row / kFew), begin == 0, out + row * kBlock);
-             });
-           });
+  ForWords(
+      words, num_words, kAtOnce, TilesOf(num_rows, kFew),
+      [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+        ForTiles<kFew>(
+            num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+              MultiplyPanel<decltype(tile)::value, 1>(
+                  x + row * stride + begin, stride, weights + begin * kBlock, count,
+                  ahead(row / kFew), begin == 0, out + row * kBlock);
+            });
+      });
 }
 
 void MultiplyPairs(const void* rows, int64_t num_rows, const uint32_t* words, int64_t pairs,
                    int64_t stride, float* out) {
   constexpr int64_t kAtOnce = 96;
   const auto* const x = static_cast<const uint32_t*>(rows);
-  ForWords(words, pairs, kAtOnce, TilesOf(num_rows, kFew),
-           [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
-             ForTiles<kFew>(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
-               MultiplyPaired<decltype(tile)::value>(
-                   x + row * stride + begin, stride, words + begin * kBlock, count,
-                   ahead(row / kFew), begin == 0, out + row * kBlock);
-             });
-           });
+  ForWords(
+      words, pairs, kAtOnce, TilesOf(num_rows, kFew),
+      [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+        ForTiles<kFew>(
+            num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+              MultiplyPaired<decltype(tile)::value>(
+                  x + row * stride + begin, stride, words + begin * kBlock, count,
+                  ahead(row / kFew), begin == 0, out + row * kBlock);
+            });
+      });
 }
 
 // Tiles of kTile rows and kWidth vectors widen weights as they go.
@@ -307,11 +313,13 @@ void MultiplyAsWidened(const float* x, int64_t num_rows, const uint32_t* words, 
       words, pairs, kAtOnce, tiles * kVectors / kWidth,
       [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
         for (int64_t v = 0; v < kVectors; v += kWidth) {
-          ForTiles<kTile>(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
-            MultiplyWidened<decltype(tile)::value, kWidth>(
-                x + row * stride + 2 * begin, stride, words + begin * kBlock + v * 16, count,
-                ahead(v / kWidth * tiles + row / kTile), begin == 0, out + row * kBlock + v * 16);
-          });
+          ForTiles<kTile>(
+              num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+                MultiplyWidened<decltype(tile)::value, kWidth>(
+                    x + row * stride + 2 * begin, stride, words + begin * kBlock + v * 16, count,
+                    ahead(v / kWidth * tiles + row / kTile), begin == 0,
+                    out + row * kBlock + v * 16);
+              });
         }
       });
 }
@@ -329,15 +337,17 @@ void MultiplyWide(const void* rows, int64_t num_rows, const uint32_t* words, int
   }
   constexpr int64_t kAtOnce = 32;
   alignas(64) float panel[2 * kAtOnce * kBlock];
-  ForWords(words, pairs, kAtOnce, TilesOf(num_rows, kFew),
-           [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
-             WidenPanel(words + begin * kBlock, count, panel);
-             ForTiles<kFew>(num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
-               MultiplyPanel<decltype(tile)::value, 2>(x + row * stride + 2 * begin, stride, panel,
-                                                       count, ahead(row / kFew), begin == 0,
-                                                       out + row * kBlock);
-             });
-           });
+  ForWords(
+      words, pairs, kAtOnce, TilesOf(num_rows, kFew),
+      [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+        WidenPanel(words + begin * kBlock, count, panel);
+        ForTiles<kFew>(
+            num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+              MultiplyPanel<decltype(tile)::value, 2>(x + row * stride + 2 * begin, stride, panel,
+                                                      count, ahead(row / kFew), begin == 0,
+                                                      out + row * kBlock);
+            });
+      });
 }
 
 void WidenRow(const void* x, int64_t count, float* row) {

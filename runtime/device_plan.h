@@ -35,11 +35,11 @@ struct DevicePlan {
   // One call of the attention kernel at every layer. Its sequences are lanes: (item, KV head), a
   // query of the kernel is one row's group of query heads.
   struct Call {
-    bool causal = false;      // rows of prompts; else decoded ones, which see every slot
-    bool in_order = false;    // query_rows are 0, 1, .. n x kv_heads - 1
-    Section query_rows;       // in q viewed as [n x kv_heads, group, width]
-    Section query_starts;     // [lanes + 1] where each lane's begin among query_rows
-    int64_t max_queries = 0;  // of a lane
+    bool causal = false;              // rows of prompts; else decoded ones, which see every slot
+    bool in_order = false;            // query_rows are 0, 1, .. n x kv_heads - 1
+    Section query_rows;               // in q viewed as [n x kv_heads, group, width]
+    Section query_starts;             // [lanes + 1] where each lane's begin among query_rows
+    int64_t max_queries = 0;          // of a lane
     std::vector<Section> starts;      // by layer: [lanes + 1] first row in the pool, and an end
     std::vector<Section> lengths;     // by layer: [lanes] slots to read
     std::vector<int64_t> max_length;  // by layer

@@ -90,8 +90,8 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
   absl::StatusOr<std::shared_ptr<ModelMetrics>> series = metrics.OfModel(model->name);
   if (!series.ok()) return series.status();
   model->metrics = *std::move(series);
-  model->observer = std::make_unique<EngineMetrics>(
-      model->metrics, FactsOf(*model, options, loaded, load));
+  model->observer =
+      std::make_unique<EngineMetrics>(model->metrics, FactsOf(*model, options, loaded, load));
   model->engine = std::make_unique<EngineThread>(
       std::make_unique<Engine>(
           EngineOptions{.scheduler = options.scheduler,

@@ -21,9 +21,7 @@ struct Identity {
   Role role = Role::kUser;
 
   // Every role may do what a user may, and who is anonymous everything.
-  bool May(Role needed) const {
-    return needed == Role::kUser || needed == role || name.empty();
-  }
+  bool May(Role needed) const { return needed == Role::kUser || needed == role || name.empty(); }
 };
 
 // A file of tokens, read. Immutable.

@@ -445,8 +445,11 @@ const BadInput kBadInputs[] = {
      "token id 64 is outside the vocabulary [0, 64)", "TOKEN_RANGE", absl::StatusCode::kOutOfRange},
     {"NegativeToken", [](auto& o) { o.prompt[0] = -1; }, "prompt.token_ids.ids[0]", "token id -1",
      "TOKEN_RANGE", absl::StatusCode::kOutOfRange},
-    {"ScoredTokenBeyondTheVocabulary", [](auto& o) { o.forced = {1, 99}; }, "continuation[1]",
-     "token id 99", "TOKEN_RANGE", absl::StatusCode::kOutOfRange},
+    {"ScoredTokenBeyondTheVocabulary",
+     [](auto& o) {
+       o.forced = {1, 99};
+     },
+     "continuation[1]", "token id 99", "TOKEN_RANGE", absl::StatusCode::kOutOfRange},
     {"StopTokenBeyondTheVocabulary", [](auto& o) { o.stop.tokens = {64}; },
      "stop.stop_token_ids[0]", "token id 64", "TOKEN_RANGE", absl::StatusCode::kOutOfRange},
     {"NanTemperature", [](auto& o) { o.sampling.temperature = kNaN; }, "sampling.temperature",
@@ -465,11 +468,20 @@ const BadInput kBadInputs[] = {
      "sampling.presence_penalty", "[-2, 2], is -3"},
     {"PresencePenaltyNan", [](auto& o) { o.sampling.presence_penalty = kNaN; },
      "sampling.presence_penalty", "is nan"},
-    {"LogitBias", [](auto& o) { o.sampling.logit_bias = {{5, 100.5f}}; }, "sampling.logit_bias[5]",
-     "[-100, 100], is 100.5"},
-    {"LogitBiasNan", [](auto& o) { o.sampling.logit_bias = {{5, kNaN}}; }, "sampling.logit_bias[5]",
-     "is nan"},
-    {"LogitBiasBeyondTheVocabulary", [](auto& o) { o.sampling.logit_bias = {{64, 1.0f}}; },
+    {"LogitBias",
+     [](auto& o) {
+       o.sampling.logit_bias = {{5, 100.5f}};
+     },
+     "sampling.logit_bias[5]", "[-100, 100], is 100.5"},
+    {"LogitBiasNan",
+     [](auto& o) {
+       o.sampling.logit_bias = {{5, kNaN}};
+     },
+     "sampling.logit_bias[5]", "is nan"},
+    {"LogitBiasBeyondTheVocabulary",
+     [](auto& o) {
+       o.sampling.logit_bias = {{64, 1.0f}};
+     },
      "sampling.logit_bias[64]", "token id 64 is outside", "TOKEN_RANGE",
      absl::StatusCode::kOutOfRange},
     {"TooManyLogitBiases",
@@ -503,8 +515,11 @@ const BadInput kBadInputs[] = {
     {"TopPAboveOne", [](auto& o) { o.sampling.top_p = 1.5f; }, "sampling.top_p", "is 1.5"},
     {"TopPNan", [](auto& o) { o.sampling.top_p = kNaN; }, "sampling.top_p", "is nan"},
     {"NegativeTopK", [](auto& o) { o.sampling.top_k = -1; }, "sampling.top_k", "is -1"},
-    {"EmptyStopString", [](auto& o) { o.stop.strings = {"a", ""}; }, "stop.stop_strings[1]",
-     "1 to 256 bytes, has 0"},
+    {"EmptyStopString",
+     [](auto& o) {
+       o.stop.strings = {"a", ""};
+     },
+     "stop.stop_strings[1]", "1 to 256 bytes, has 0"},
     {"LongStopString", [](auto& o) { o.stop.strings = {std::string(257, 'x')}; },
      "stop.stop_strings[0]", "has 257"},
     {"ManyStopStrings", [](auto& o) { o.stop.strings.assign(17, "x"); }, "stop.stop_strings",
@@ -572,20 +587,32 @@ const BadInput kBadInputs[] = {
                .protection = {.sinks = kMost, .recent = kMost}};
      },
      "kv.budget", "the smallest is 29", "KV_BUDGET"},
-    {"EmptySpan", [](auto& o) { o.kv.protection.spans = {{0, 1}, {3, 3}}; },
+    {"EmptySpan",
+     [](auto& o) {
+       o.kv.protection.spans = {{0, 1}, {3, 3}};
+     },
      "kv.protected_spans[1]", "must not be empty"},
-    {"SpanBeyondTheEnd", [](auto& o) { o.kv.protection.spans = {{3, 31}}; },
+    {"SpanBeyondTheEnd",
+     [](auto& o) {
+       o.kv.protection.spans = {{3, 31}};
+     },
      "kv.protected_spans[0]", "prompt + max output (30)", "SPAN_RANGE",
      absl::StatusCode::kOutOfRange},
-    {"SpanBeforeTheBeginning", [](auto& o) { o.kv.protection.spans = {{-3, 2}}; },
+    {"SpanBeforeTheBeginning",
+     [](auto& o) {
+       o.kv.protection.spans = {{-3, 2}};
+     },
      "kv.protected_spans[0]", "must begin at 0 or later"},
     {"SpanWithoutEnd",
      [](auto& o) {
        o.kv = {.policy = "by_chunk", .budget = int64_t{8}, .protection = {.spans = {{0, kMost}}}};
      },
      "kv.protected_spans[0]", "must end at or before", "SPAN_RANGE", absl::StatusCode::kOutOfRange},
-    {"ManySpans", [](auto& o) { o.kv.protection.spans.assign(65, {0, 1}); }, "kv.protected_spans",
-     "has 65 items, at most 64"},
+    {"ManySpans",
+     [](auto& o) {
+       o.kv.protection.spans.assign(65, {0, 1});
+     },
+     "kv.protected_spans", "has 65 items, at most 64"},
     {"ListBeyondTheContext",
      [](auto& o) {
        o.kv = {.policy = "by_chunk",

@@ -23,9 +23,7 @@ TEST(AllocationMeter, CountsTensorsAndTheMostOfThemAtOnce) {
   const at::Tensor before = at::ones({100});
   const AllocationMeter meter;
   EXPECT_EQ(meter.allocations(), 0);
-  {
-    const at::Tensor one = at::empty({256}, at::kFloat), other = at::empty({512}, at::kFloat);
-  }
+  { const at::Tensor one = at::empty({256}, at::kFloat), other = at::empty({512}, at::kFloat); }
   const at::Tensor last = at::empty({300}, at::kFloat);
   EXPECT_EQ(meter.allocations(), 3);
   EXPECT_EQ(meter.peak_bytes(), 768 * 4);

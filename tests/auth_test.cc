@@ -35,7 +35,8 @@ constexpr char kTwo[] = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0d
 // The methods of every service of ours that is linked into this program.
 std::vector<std::string> OurMethods() {
   std::vector<std::string> methods;
-  for (const char* file : {"generation", "tokenization", "model", "policy", "experiment", "admin"}) {
+  for (const char* file :
+       {"generation", "tokenization", "model", "policy", "experiment", "admin"}) {
     const auto* descriptor = google::protobuf::DescriptorPool::generated_pool()->FindFileByName(
         absl::StrCat("epikv/v1/", file, ".proto"));
     for (int i = 0; i < descriptor->service_count(); ++i) {

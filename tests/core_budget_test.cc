@@ -36,9 +36,7 @@ TEST(CoreBudgetTest, NeverGivesOutMoreThanThereIs) {
 
 TEST(CoreBudgetTest, WhoAsksForMoreThanThereIsGetsAll) {
   CoreBudget budget(2);
-  {
-    const CoreBudget::Lease all = budget.Take(100);
-  }
+  { const CoreBudget::Lease all = budget.Take(100); }
   const CoreBudget::Lease again = budget.Take(2);
 }
 

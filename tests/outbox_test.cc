@@ -251,8 +251,7 @@ TEST_F(CoalescingTest, DeltasWaitForOthersAsLongAsAsked) {
 
 TEST_F(CoalescingTest, TheEndSendsWhatWaits) {
   outbox_->OnFinished({});
-  EXPECT_THAT(writer_->AwaitSent(4),
-              ElementsAre("queued 0", "delta a|1", "delta b|2", "finished"));
+  EXPECT_THAT(writer_->AwaitSent(4), ElementsAre("queued 0", "delta a|1", "delta b|2", "finished"));
   EXPECT_TRUE(writer_->AwaitEnd().ok());
 }
 
@@ -264,8 +263,7 @@ TEST_F(CoalescingTest, AFailureSendsWhatWaits) {
 
 TEST_F(CoalescingTest, WhatComesBetweenDeltasEndsTheWait) {
   Give(Round(7));
-  EXPECT_THAT(writer_->AwaitSent(4),
-              ElementsAre("queued 0", "delta a|1", "delta b|2", "trace 7"));
+  EXPECT_THAT(writer_->AwaitSent(4), ElementsAre("queued 0", "delta a|1", "delta b|2", "trace 7"));
   outbox_->OnFinished({});
 }
 
@@ -443,9 +441,10 @@ TEST(OutboxRaceTest, EveryStreamEndsExactlyOnce) {
   Courier courier(absl::Milliseconds(1));  // ends first: it may be calling a writer
   for (int i = 0; i < kStreams; ++i) {
     Stream& stream = *streams.emplace_back(std::make_unique<Stream>());
-    OutboxHooks hooks{.wake_engine = [] {},
-                      .cancel_request = [&stream](const RequestSink&, absl::Status) { stream.cancelled = true; },
-                      .was_full = [](absl::Duration) {}};
+    OutboxHooks hooks{
+        .wake_engine = [] {},
+        .cancel_request = [&stream](const RequestSink&, absl::Status) { stream.cancelled = true; },
+        .was_full = [](absl::Duration) {}};
     // Some let their deltas wait, for about as long as a few tokens take.
     const DeltaOptions deltas{.token_ids = true, .coalesce = absl::Microseconds(100 * (i % 4))};
     stream.writer.outbox =
@@ -494,9 +493,11 @@ class EngineStream final : public StreamWriter {
       : leaves_after_(leaves_after) {
     outbox_ = std::make_shared<Outbox>(
         OutboxLimits{.max_messages = 2, .max_bytes = 256},
-        OutboxHooks{.wake_engine = [&engine] { engine.Wake(); },
-                    .cancel_request = [&engine, id](const RequestSink& sink, absl::Status s) { engine.CancelOf(sink, id, s); },
-                    .was_full = [](absl::Duration) {}},
+        OutboxHooks{
+            .wake_engine = [&engine] { engine.Wake(); },
+            .cancel_request = [&engine, id](const RequestSink& sink,
+                                            absl::Status s) { engine.CancelOf(sink, id, s); },
+            .was_full = [](absl::Duration) {}},
         DeltaOptions{.token_ids = true}, *this, courier);
   }
 

@@ -77,7 +77,8 @@ class PostgresServer {
   std::string Execute(const std::string& database, const std::string& sql) const {
     std::unique_ptr<PGconn, void (*)(PGconn*)> connection(PQconnectdb(Url(database).c_str()),
                                                           PQfinish);
-    PQsetNoticeProcessor(connection.get(), [](void*, const char*) {}, nullptr);
+    PQsetNoticeProcessor(
+        connection.get(), [](void*, const char*) {}, nullptr);
     std::unique_ptr<PGresult, void (*)(PGresult*)> result(PQexec(connection.get(), sql.c_str()),
                                                           PQclear);
     const ExecStatusType status = PQresultStatus(result.get());

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds and runs every test, C++ and Python. What takes longer: soak.sh, sanitize.sh, fuzz.sh.
+# Lints, builds and runs every test, C++ and Python. What takes longer: soak.sh, sanitize.sh, fuzz.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 # For the client in tests/clients/node. Debian's npm is 336 packages: not where there is another.
 command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
@@ -21,6 +21,7 @@ prometheus=$EPIKV_ROOT/build/prometheus
 export PATH=$PATH:$prometheus/usr/bin
 command -v prometheus >/dev/null ||
   { mkdir -p "$prometheus" && stage "Prometheus" unpack_prometheus; }
+stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh"
 build
 export OMP_WAIT_POLICY=PASSIVE
 ctest --test-dir build/dev --output-on-failure -j "$EPIKV_JOBS" --timeout 600

@@ -425,9 +425,7 @@ class ReflectionStream {
 };
 
 TEST_F(ServicesTest, IdleReflectionStreamsHoldABoundedNumberOfThreads) {
-  {
-    ReflectionStream first(channel_);
-  }  // connects
+  { ReflectionStream first(channel_); }  // connects
   const int64_t before = NumThreads();
   std::vector<std::unique_ptr<ReflectionStream>> streams;
   for (int i = 0; i < 100; ++i) streams.push_back(std::make_unique<ReflectionStream>(channel_));

@@ -106,8 +106,9 @@ std::vector<AddedTokenFinder::Segment> AddedTokenFinder::Split(absl::string_view
 
 std::optional<AddedTokenFinder::Found> AddedTokenFinder::TokenAt(absl::string_view text) const {
   std::optional<Found> longest;
-  texts_.ForEachPrefix(text,
-                       [&](size_t size, int32_t index) { longest = Found{&tokens_[index], size}; });
+  texts_.ForEachPrefix(text, [&](size_t size, int32_t index) {
+    longest = Found{&tokens_[index], size};
+  });
   return longest;
 }
 

@@ -235,7 +235,7 @@ double CrossingProbability(absl::Span<const double> bounds, double drift) {
 }
 
 absl::StatusOr<UnitPlan> PlanPower(const Baseline& baseline, double effect, int64_t units,
-                               const Design& design) {
+                                   const Design& design) {
   if (absl::Status status = Check(baseline, design); !status.ok()) return status;
   if (absl::Status status = CheckEffect(baseline, effect); !status.ok()) return status;
   if (units < 1) return OutOf("the number of units", "[1, infinity)", static_cast<double>(units));

@@ -57,7 +57,7 @@ absl::StatusOr<UnitPlan> PlanUnits(const Baseline& baseline, double effect, cons
 
 // The chance that a true difference is found with so many units. INVALID_ARGUMENT; units >= 1.
 absl::StatusOr<UnitPlan> PlanPower(const Baseline& baseline, double effect, int64_t units,
-                               const Design& design);
+                                   const Design& design);
 
 // The least differences, in the metric's units, that are found with design.power.
 struct DetectableEffects {

@@ -463,7 +463,7 @@ class Parties {
   std::optional<size_t> FirstArm(uint64_t unit, size_t seen) const {
     return windows_.has_value() ? arms_.OfWindow(static_cast<int64_t>(unit)) : seen;
   }
-  v1::SampleRatio Ratio(int64_t Count::* counted) const {
+  v1::SampleRatio Ratio(int64_t Count::*counted) const {
     std::vector<int64_t> units;
     std::vector<double> weights;
     for (size_t i = 0; i < arms_.size(); ++i) {

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Format and lint of everything that is tracked: clang-format for C++, ruff for Python. A part of run.sh.
+#
+#   lint.sh          says what is wrong; exits 1 if anything is
+#   lint.sh --fix    mends what the tools can mend
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+tools=$PWD/.venv/bin
+cpp() { git ls-files -z '*.cc' '*.h' | xargs -0 "$tools/clang-format" --style=file "$@"; }
+python() { git ls-files -z '*.py' | xargs -0 "$tools/ruff" "$@" --config tools/pyproject.toml; }
+if [ "${1:-}" = --fix ]; then
+  cpp -i
+  python check --fix
+  python format
+else
+  cpp --dry-run --Werror
+  python check
+  python format --check
+fi
