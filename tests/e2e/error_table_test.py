@@ -1,4 +1,4 @@
-"""What clients are told when something is wrong: each row of the README's table of errors, through
+"""What clients are told when something is wrong: each row of the table in docs/errors.md, through
 a real channel, the details read by Google's own types, which share no code with epikv.
 
 Of what only C++ can provoke: a policy that throws or answers nonsense is in broken_policy_test.cc, an

@@ -1,4 +1,4 @@
-"""README's "Experiments", pasted: each of its commands, one after another in one shell, for real."""
+"""docs/experiments.md, pasted: each of its commands, one after another in one shell, for real."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import pytest
 from epikv.testing import find_binary
 from operating_test import ROOT, Shell, free_ports
 
-# The daemon's ports, and what asks it, are others than in the README.
+# The daemon's ports, and what asks it, are others than on the page.
 EPIKVD = """\
 #!/bin/sh
 exec {binary} "$@" --listen=127.0.0.1:{listen} --admin_listen= --metrics_listen=127.0.0.1:{metrics_listen} --threads=1
@@ -28,7 +28,7 @@ exec {python} -c 'from epikv.cli import main; main()' "$@"
 
 def blocks() -> tuple[list[str], str, list[str]]:
     """The section's commands, its application, and the commands of a switchback."""
-    _, _, section = (ROOT / "README.md").read_text().partition("\n## Experiments\n")
+    _, _, section = (ROOT / "docs" / "experiments.md").read_text().partition("# Experiments\n")
     parts = section.split("```")
     switchback = parts[5].strip().replace("\\\n", "").splitlines()
     return parts[1].strip().splitlines(), parts[3].removeprefix("python"), switchback

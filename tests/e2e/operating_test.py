@@ -1,6 +1,6 @@
-"""README's "Operating it", pasted: each of its commands, one after another in one shell, for real.
+"""docs/operating.md, pasted: each of its commands, one after another in one shell, for real.
 
-Other than in the README are ports, and what a checkout would have: models, and programs on PATH.
+Other than there are ports, and what a checkout would have: models, and programs on PATH.
 """
 
 import json
@@ -41,7 +41,7 @@ exec {binary} "$@" --admin_listen=127.0.0.1:{admin_listen} --metrics_listen=127.
 
 def commands() -> list[str]:
     """Of the section's first block; what goes on in the next line is one."""
-    _, _, section = (ROOT / "README.md").read_text().partition("\n## Operating it\n")
+    _, _, section = (ROOT / "docs" / "operating.md").read_text().partition("# Operating it\n")
     return section.split("```")[1].strip().replace("\\\n", "").splitlines()
 
 

@@ -1,4 +1,4 @@
-"""README's "Your own model": its commands, and that what is served is the module.
+"""docs/models.md, "Your own model": its commands, and that what is served is the module.
 
 The reference is the module's mathematics written once more, without the operators and without a
 cache: whole sequences, torch's own attention.
@@ -28,13 +28,13 @@ import own_model  # noqa: E402
 
 def commands() -> list[str]:
     """Of the section's block."""
-    _, _, section = (ROOT / "README.md").read_text().partition("\n### Your own model\n")
+    _, _, section = (ROOT / "docs" / "models.md").read_text().partition("\n## Your own model\n")
     return [line.partition("#")[0].strip() for line in section.split("```")[1].strip().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, made as the README says."""
+    """The model, made as the page says."""
     folder = tmp_path_factory.mktemp("own")
     python, script, out = shlex.split(commands()[0])
     assert python == "python"

@@ -43,7 +43,8 @@ from epikv.options import ROLES
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import generation_pb2, kv_pb2
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+SHOWN = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
 
 
 @pytest.fixture(scope="module")
@@ -388,19 +389,18 @@ def test_score_takes_its_prompt_as_generate_does(fake: fake_epikvd.Fake, tmp_pat
 
 
 def using_it() -> list[str]:
-    """The `epikv` lines of README's "Using it"."""
-    _, _, after = README.read_text().partition("## Using it\n")
-    block = after.split("```")[1]
-    return [line for line in block.splitlines() if line.startswith("epikv ")]
+    """The `epikv` lines of the first pages."""
+    blocks = [block for page in SHOWN for block in page.read_text().split("```")[1::2]]
+    return [line for block in blocks for line in block.splitlines() if line.startswith("epikv ")]
 
 
-def test_the_readme_shows_epikv_commands() -> None:
+def test_the_first_pages_show_epikv_commands() -> None:
     shown = {shlex.split(line, comments=True)[1] for line in using_it()}
     assert {"export", "generate", "score", "policies", "bench", "eval"} <= shown
 
 
 @pytest.mark.parametrize("line", using_it())
-def test_the_readme_shows_what_parses(
+def test_the_first_pages_show_what_parses(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "DIR").mkdir()

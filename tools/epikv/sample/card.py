@@ -23,7 +23,7 @@ FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
 PROBE = "epikv_probe"
 # What the calibrated pair is held against, axis by axis.
 OTHERS = ("h2o", "snapkv", "triattention", "random_attention", PROBE, ORACLE, RANDOM, FROZEN)
-PICTURE = "![Problems solved against budget](tools/sample_model/tournament.png)"
+PICTURE = "![Problems solved against budget](../tools/sample_model/tournament.png)"
 CURVE_TOKENS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8)  # millions
 
 Scores = dict[str, list[Score]]  # by seed
@@ -45,7 +45,8 @@ def pages() -> dict[Path, str]:
         **reproduction.parts(),
     }
     names = ("README.md", "TOURNAMENT.md", "CANDIDATES.md")
-    files = (MODELS.parents[1] / "README.md", *(MODELS / name for name in names), reproduction.PAGE)
+    pages = MODELS.parents[1] / "docs"
+    files = (pages / "what-policies-keep.md", *(MODELS / name for name in names), reproduction.PAGE)
     return {file: _filled(file.read_text(), parts) for file in files}
 
 
