@@ -70,6 +70,12 @@ void* operator new(size_t bytes) {
   return memory;
 }
 void* operator new[](size_t bytes) { return operator new(bytes); }
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  return epikv::Fails(epikv::Memory::kObjects) ? nullptr : std::malloc(bytes);
+}
+void* operator new[](size_t bytes, const std::nothrow_t& may_fail) noexcept {
+  return operator new(bytes, may_fail);
+}
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }

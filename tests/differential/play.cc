@@ -390,6 +390,12 @@ class Play {
       return;
     }
     const bool same = common == events.size() && (cut || common == wanted.size());
+    // Also where nobody sees it.
+    if (!same && !traced && completion > 0 &&
+        PromptRounds(i, completion, prompt) != PromptRounds(i, 0, prompt)) {
+      ++tally_.ties;
+      return;
+    }
     if (same && !cut && got.finished->status.code() != plain.finished->status.code()) {
       throw Finding("differs", absl::StrCat("it ended with ", got.finished->status.ToString(),
                                             "; alone with ", plain.finished->status.ToString()));
@@ -418,6 +424,14 @@ class Play {
     if (answers != nullptr && comparable && whole && traced && !got.logprobs.empty()) {
       answers->push_back(AnswerOf(pair, told_[i].options, got));
     }
+  }
+
+  // What goes of the prompt by a completion's own seed, alone.
+  std::vector<Event> PromptRounds(size_t i, int64_t completion, int64_t prompt) {
+    std::vector<Event> events = EventsOf(RunPlain(i, completion), prompt, /*traced=*/true);
+    std::erase_if(events,
+                  [&](const Event& e) { return e.kind != Event::Kind::kRound || e.at >= prompt; });
+    return events;
   }
 
   // Whether noise makes the plain run choose otherwise where `events` do.
