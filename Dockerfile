@@ -55,11 +55,17 @@ RUN mkdir -p /image/usr/local/bin /image/opt/libtorch/lib /image/etc/epikv /imag
  && ldd build/release/server/epikvd | awk '$3 ~ "^/opt/" { print $3 }' \
   | xargs cp -L -t /image/opt/libtorch/lib \
  && strip --strip-unneeded /image/opt/libtorch/lib/*
+# Licences: ours, and of what no Debian package of the image brings. NOTICE names the rest.
+RUN mkdir -p /image/usr/share/doc/epikvd/xgrammar \
+ && cp LICENSE NOTICE /image/usr/share/doc/epikvd/ \
+ && cp -r /opt/python/torch-*.dist-info/licenses /image/usr/share/doc/epikvd/libtorch \
+ && cp build/release/xgrammar-*/LICENSE build/release/xgrammar-*/NOTICE /image/usr/share/doc/epikvd/xgrammar/
 
 FROM ${BASE} AS runtime
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="epikvd" \
       org.opencontainers.image.description="Serves TorchScript models over gRPC, each request's KV cache held to a budget" \
+      org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"
 RUN apt-get update \
  && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \

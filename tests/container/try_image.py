@@ -185,6 +185,9 @@ def look_at_files(root: Path) -> None:
     assert not list(root.glob("usr/lib/**/libcu*")) and not list(root.glob("var/lib/apt/lists/*_*"))
     assert not (root / "etc/pip.conf").exists() and not (root / "run/secrets").exists()
     passed(f"of LibTorch: {', '.join(libraries)}; no compiler, Python, CUDA or secret")
+    for name in ("LICENSE", "NOTICE", "libtorch/LICENSE", "xgrammar/LICENSE", "xgrammar/NOTICE"):
+        assert (root / "usr/share/doc/epikvd" / name).stat().st_size > 0, name
+    passed("licences of what is in no Debian package")
 
 
 def try_image(root: Path, config: dict[str, Any], models: Path) -> None:
