@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # Lints, builds and runs every test, C++ and Python. What takes longer: soak.sh, sanitize.sh, fuzz.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
-# For the client in tests/clients/node. Debian's npm is 336 packages: not where there is another.
+# For the client in tests/clients/node and for buf in tests/wire. Debian's npm is 336 packages: not where
+# there is another.
 command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
 # Tests of experiments start PostgreSQL servers and a balancer of their own, let clocks jump, and open pages
 # in a browser.
 EPIKV_PACKAGES+=(postgresql haproxy faketime)
 command -v chromium >/dev/null || EPIKV_PACKAGES+=(chromium)
 setup
-node_client=$EPIKV_ROOT/tests/clients/node
-[ "$node_client/node_modules" -nt "$node_client/package-lock.json" ] ||
-  stage "Node packages" npm --prefix "$node_client" ci --ignore-scripts --no-audit --no-fund
+for folder in "$EPIKV_ROOT/tests/clients/node" "$EPIKV_ROOT/tests/wire"; do
+  [ "$folder/node_modules" -nt "$folder/package-lock.json" ] ||
+    stage "Node packages ($(basename "$folder"))" npm --prefix "$folder" ci --ignore-scripts --no-audit --no-fund
+done
 # For tests/e2e/prometheus_test.py. Unpacked, not installed: the package would start its service.
 unpack_prometheus() {
   cd "$prometheus"
