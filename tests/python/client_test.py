@@ -409,12 +409,13 @@ def test_the_first_pages_show_what_parses(
     monkeypatch.chdir(tmp_path)
     name, *words = shlex.split(line, comments=True)
     command: click.Command | None = main
+    context: click.Context | None = None
     while isinstance(command, click.Group):
-        context = click.Context(command, info_name=name)
+        context = click.Context(command, info_name=name, parent=context, **command.context_settings)
         name, *words = words
         command = command.get_command(context, name)
     assert command is not None, f"there is no command '{name}'"
-    command.make_context(name, words)
+    command.make_context(name, words, parent=context)
 
 
 def test_generate_takes_every_sampling_option(fake: fake_epikvd.Fake) -> None:
