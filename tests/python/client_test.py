@@ -19,12 +19,16 @@ from epikv import (
     Accepted,
     Chat,
     Client,
+    DeadlineExceeded,
     Delta,
     EvictionEvent,
+    InvalidRequest,
     Kv,
+    NotFound,
     Output,
     Progress,
     PromptLogprobs,
+    QueueFull,
     RenderedChat,
     RpcError,
     Sampling,
@@ -33,6 +37,7 @@ from epikv import (
     Summary,
     Tls,
     TopLogprobs,
+    Unavailable,
     patiently,
 )
 from epikv.bench import targets
@@ -263,6 +268,26 @@ def test_errors_without_details(client: Client) -> None:
     with pytest.raises(RpcError, match="NOT_FOUND: no model 'other'") as caught:
         client.model("other")
     assert (caught.value.reason, caught.value.retry_delay) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "kind"),
+    [
+        ("INVALID_ARGUMENT", "KV_BUDGET", InvalidRequest),
+        ("RESOURCE_EXHAUSTED", "QUEUE_FULL", QueueFull),
+        ("RESOURCE_EXHAUSTED", "SLOW_READER", RpcError),
+        ("RESOURCE_EXHAUSTED", "", RpcError),
+        ("NOT_FOUND", "", NotFound),
+        ("DEADLINE_EXCEEDED", "DEADLINE_INFEASIBLE", DeadlineExceeded),
+        ("UNAVAILABLE", "DRAINING", Unavailable),
+        ("INTERNAL", "QUEUE_FULL", RpcError),
+    ],
+)
+def test_errors_have_kinds(code: str, reason: str, kind: type[RpcError]) -> None:
+    error = RpcError(grpc.StatusCode[code], "told", reason=reason, retry_delay=2)
+    assert type(error) is kind and isinstance(error, RpcError)
+    assert (error.code.name, error.message, error.reason) == (code, "told", reason)
+    assert error.retry_delay == 2
 
 
 def refused(delay: float | None) -> RpcError:

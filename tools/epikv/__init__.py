@@ -10,7 +10,15 @@ from typing import Any
 _HOMES = {
     "epikv.client": ("Client", "Stream", "patiently"),
     "epikv.connection": ("Tls",),
-    "epikv.errors": ("FieldViolation", "RpcError"),
+    "epikv.errors": (
+        "DeadlineExceeded",
+        "FieldViolation",
+        "InvalidRequest",
+        "NotFound",
+        "QueueFull",
+        "RpcError",
+        "Unavailable",
+    ),
     "epikv.experiment.outcome": ("Outcome", "Patience"),
     "epikv.messages": (
         "Accepted",

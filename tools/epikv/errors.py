@@ -1,6 +1,7 @@
 """What a failed call says."""
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -22,7 +23,14 @@ class RpcError(Exception):
     `reason` is the server's own word ("KV_BUDGET"), empty where it gave none; `metadata` holds
     limits and given values; `field_violations` all that is wrong with the request; `retry_delay`
     seconds to wait before trying again, where the server gave a hint.
+
+    One whose code has a subclass is of that subclass: InvalidRequest, QueueFull, NotFound,
+    DeadlineExceeded, Unavailable.
     """
+
+    def __new__(cls, code: grpc.StatusCode, message: str, *, reason: str = "", **_: Any) -> Self:
+        kind: Any = _kind(code, reason) if cls is RpcError else cls
+        return super().__new__(kind)
 
     def __init__(
         self,
@@ -81,6 +89,39 @@ class RpcError(Exception):
             ),
             retry_delay=retry and retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9,
         )
+
+
+class InvalidRequest(RpcError):
+    """INVALID_ARGUMENT: `field_violations` name the fields at fault."""
+
+
+class QueueFull(RpcError):
+    """RESOURCE_EXHAUSTED (QUEUE_FULL): too many wait. `retry_delay` says when there may be room."""
+
+
+class NotFound(RpcError):
+    """NOT_FOUND: no model, policy, experiment or request has this name."""
+
+
+class DeadlineExceeded(RpcError):
+    """DEADLINE_EXCEEDED: `timeout` has passed, or the server says that it would."""
+
+
+class Unavailable(RpcError):
+    """UNAVAILABLE: no server answers, or it starts or drains."""
+
+
+_QUEUE_FULL = (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+_KINDS = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+}
+
+
+def _kind(code: grpc.StatusCode, reason: str) -> type[RpcError]:
+    return QueueFull if (code, reason) == _QUEUE_FULL else _KINDS.get(code, RpcError)
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
