@@ -6,8 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from epikv import Client, Experiment, RpcError, Stop
-from epikv.client import Patience
+from epikv import Client, Experiment, Patience, RpcError, Stop
 from epikv.testing import Daemon
 from epikv.v1 import experiment_pb2
 from experiments_test import LEAN, define

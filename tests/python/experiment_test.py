@@ -260,7 +260,7 @@ def running(fake: fake_epikvd.Fake, client: Client, lean: Path) -> fake_epikvd.F
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each wait was, which takes no time here."""
     result: list[float] = []
-    monkeypatch.setattr("epikv.experiment.outcome.time.sleep", result.append)
+    monkeypatch.setattr("epikv.client.time.sleep", result.append)
     return result
 
 

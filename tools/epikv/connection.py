@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
+DEFAULT_SERVER = "127.0.0.1:50051"
 TLS_VARIABLES = ("EPIKV_TLS_CA", "EPIKV_TLS_CERTIFICATE", "EPIKV_TLS_KEY")
+# Of a client's channel. A server that is away is tried again within 2 s, not within gRPC's 120.
+CLIENT_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
 
 
 @dataclass(frozen=True)

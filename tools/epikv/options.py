@@ -105,6 +105,9 @@ class Chat:
         )
 
 
+Prompt = str | Sequence[int] | Chat  # text, token ids, or a conversation
+
+
 @dataclass(frozen=True)
 class Kv:
     """How the KV cache is held to a budget.

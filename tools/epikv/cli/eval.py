@@ -12,7 +12,8 @@ import click
 from epikv.bench import harness
 from epikv.bench.targets import INTERRUPTED
 from epikv.cli import options
-from epikv.client import DEFAULT_SERVER, Client
+from epikv.client import Client
+from epikv.connection import DEFAULT_SERVER
 from epikv.errors import RpcError
 from epikv.messages import Model
 from epikv.options import POSITIONS, show_budget

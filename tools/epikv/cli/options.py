@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 import click
 
-from epikv.client import DEFAULT_SERVER, Prompt
+from epikv.connection import DEFAULT_SERVER
 from epikv.options import (
     POSITIONS,
     PRIORITIES,
     Experiment,
     Kv,
+    Prompt,
     Sampling,
     Scheduling,
     parse_budget,

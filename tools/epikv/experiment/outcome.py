@@ -1,8 +1,7 @@
 """What a request turned out to be worth, and telling a server of it until it is kept."""
 
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
@@ -104,60 +103,73 @@ class _Tries:
         self._busy, self._unknown = patience.busy, patience.unknown
         self._delay = _FIRST_DELAY
 
-    def another(self, codes: set[grpc.StatusCode], hint: float | None = None) -> bool:
-        """Waits until there should be another try, after refusals of these codes; False: there
-        have been enough. hint: the server's own, in seconds."""
+    def delay(self, codes: set[grpc.StatusCode], hint: float | None = None) -> float | None:
+        """Seconds to wait before another try, after refusals of these codes; None: there have been
+        enough. hint: the server's own, in seconds."""
         if not codes or not codes <= _BUSY | _UNKNOWN:
-            return False
+            return None
         left = self._unknown if codes <= _UNKNOWN else self._busy
         delay = min(self._delay, left) if hint is None else max(hint, _FIRST_DELAY)
         if left < 1e-3 or delay > left:
-            return False
-        time.sleep(delay)
+            return None
         if codes <= _UNKNOWN:
             self._unknown -= delay
         else:
             self._busy -= delay
         self._delay = min(2 * self._delay, _LONGEST_DELAY)
-        return True
+        return delay
 
 
-def record(call: Callable[[], Reply], patience: Patience) -> Reply:
-    """What `call`, which records an outcome, returns once it is kept. Raises RpcError."""
+async def record(
+    call: Callable[[], Awaitable[Reply]],
+    patience: Patience,
+    sleep: Callable[[float], Awaitable[None]],
+) -> Reply:
+    """What `call`, which records an outcome, returns once it is kept. Raises RpcError.
+
+    `sleep` waits for so many seconds.
+    """
     tries = _Tries(patience)
     while True:
         try:
-            return call()
+            return await call()
         except RpcError as error:
-            if not tries.another({error.code}, error.retry_delay):
+            delay = tries.delay({error.code}, error.retry_delay)
+            if delay is None:
                 raise
+        await sleep(delay)
 
 
-def record_batch(
-    call: Callable[[list[RecordOutcomeRequest]], list[OutcomeResult]],
+async def record_batch(
+    call: Callable[[list[RecordOutcomeRequest]], Awaitable[list[OutcomeResult]]],
     outcomes: Sequence[RecordOutcomeRequest],
     patience: Patience,
+    sleep: Callable[[float], Awaitable[None]],
 ) -> list[OutcomeResult]:
     """What became of each, those that were refused for a while tried again.
 
     Raises RpcError where a whole call is refused; recording all of them again does no harm.
-    Precondition: MAX_BATCH at most.
+    `sleep` waits for so many seconds. Precondition: MAX_BATCH at most.
     """
     results: dict[int, OutcomeResult] = {}
     pending = list(range(len(outcomes)))
     tries = _Tries(patience)
     while pending:
         try:
-            replies = call([outcomes[i] for i in pending])
+            replies = await call([outcomes[i] for i in pending])
         except RpcError as error:
-            if error.code not in _BUSY or not tries.another({error.code}, error.retry_delay):
+            delay = tries.delay({error.code}, error.retry_delay) if error.code in _BUSY else None
+            if delay is None:
                 raise
-            continue
-        results.update(zip(pending, replies, strict=True))
-        pending = [i for i in pending if _may_pass(results[i])]
-        hints = [results[i].retry_delay for i in pending if results[i].retry_delay is not None]
-        if not tries.another({results[i].error.code for i in pending}, max(hints, default=None)):
-            break
+        else:
+            results.update(zip(pending, replies, strict=True))
+            pending = [i for i in pending if _may_pass(results[i])]
+            hints = [results[i].retry_delay for i in pending if results[i].retry_delay is not None]
+            codes = {results[i].error.code for i in pending}
+            delay = tries.delay(codes, max(hints, default=None))
+            if delay is None:
+                break
+        await sleep(delay)
     return [results[i] for i in range(len(outcomes))]
 
 
