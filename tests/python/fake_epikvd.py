@@ -28,7 +28,7 @@ from epikv.v1 import (
     tokenization_pb2,
     tokenization_pb2_grpc,
 )
-from fake_experiments import refuse
+from fake_experiments import reason, refuse
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -75,7 +75,8 @@ class Fake:
     address: str = ""
     requests: list[Message] = field(default_factory=list)
     tokens: list[str | None] = field(default_factory=list)  # of the calls, as shown
-    ended: threading.Event = field(default_factory=threading.Event)  # of an endless stream
+    ended: threading.Event = field(default_factory=threading.Event)  # of an endless request
+    status: health.HealthServicer = field(default_factory=health.HealthServicer)
     experiments: fake_experiments.Experiments = field(default_factory=fake_experiments.Experiments)
 
 
@@ -89,6 +90,8 @@ def accepted(request: generation_pb2.GenerateRequest) -> generation_pb2.Accepted
         sampling=generation_pb2.SamplingParams(seed=5, logit_bias={3: 0.5}),
         arm="none",
     )
+    if request.sampling.HasField("n"):
+        result.sampling.n = request.sampling.n
     result.kv.policy_params.update({"layer_a": 1, "ratio": 0.5})
     return result
 
@@ -132,8 +135,8 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
         if request.kv.policy == "nope":
             abort(context)
         endless = request.text == "endless"
-        if endless and not context.add_callback(self._fake.ended.set):
-            self._fake.ended.set()  # it ended before it began
+        if endless:
+            self._note_end(context)
         yield generation_pb2.GenerateResponse(accepted=accepted(request))
         if endless:
             self._fake.ended.wait(10)
@@ -161,6 +164,11 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
 
     def GenerateOnce(self, request, context):
         self._fake.requests.append(request)
+        if request.kv.policy == "crowded":
+            refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "it is full", reason("QUEUE_FULL"))
+        if request.text == "endless":
+            self._note_end(context)
+            self._fake.ended.wait(10)
         return generation_pb2.GenerateResult(
             accepted=accepted(request), text=request.text.upper(), summary=summary()
         )
@@ -176,6 +184,10 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
     def CancelRequest(self, request, context):
         self._fake.requests.append(request)
         return generation_pb2.CancelRequestResponse()
+
+    def _note_end(self, context):
+        if not context.add_callback(self._fake.ended.set):
+            self._fake.ended.set()  # it ended before it began
 
 
 class _Tokenization(tokenization_pb2_grpc.TokenizationServiceServicer):
@@ -253,9 +265,8 @@ def serve(
     experiment_pb2_grpc.add_ExperimentServiceServicer_to_server(
         experiments or fake_experiments.Service(fake.experiments, fake.requests.append), server
     )
-    status = health.HealthServicer()
-    status.set("", health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(status, server)
+    fake.status.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(fake.status, server)
     fake.address = f"127.0.0.1:{server.add_insecure_port(listen)}"
     server.start()
     try:

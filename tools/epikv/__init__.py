@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 _HOMES = {
+    "epikv.async_client": ("AsyncClient", "AsyncStream"),
     "epikv.client": ("Client", "Stream", "patiently"),
     "epikv.connection": ("Tls",),
     "epikv.errors": (

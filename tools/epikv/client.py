@@ -106,8 +106,8 @@ class Client:
     """One connection to a server, for any number of threads. Every call raises RpcError.
 
     `timeout`, where a method has it, is the call's deadline in seconds; `model` may be left empty
-    where one model is served. A call after `close()` raises ValueError.
-    What each method does: epikv/calls.py, and help(Client).
+    where one model is served. A call after `close()` raises ValueError. AsyncClient has the same
+    methods for asyncio. What each one does: epikv/calls.py, and help(Client).
     """
 
     def __init__(

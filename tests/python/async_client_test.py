@@ -1,0 +1,674 @@
+"""AsyncClient, beside Client: the same calls, answers and errors, against a stand-in daemon."""
+
+import asyncio
+import inspect
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import fake_epikvd
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from epikv import (
+    Accepted,
+    AsyncClient,
+    AsyncStream,
+    Chat,
+    Client,
+    DeadlineExceeded,
+    Delta,
+    Experiment,
+    InvalidRequest,
+    Kv,
+    NotFound,
+    Outcome,
+    Output,
+    Patience,
+    QueueFull,
+    RpcError,
+    Sampling,
+    Scheduling,
+    Stop,
+    Stream,
+    Summary,
+    Tls,
+    Unavailable,
+    calls,
+)
+from epikv.experiment.outcome import MAX_BATCH
+from epikv.v1 import experiment_pb2, generation_pb2, generation_pb2_grpc
+
+GENEROUS_SECONDS = 30
+NOBODY = "127.0.0.1:1"
+STREAMS = 50
+
+
+@pytest.fixture
+def fake() -> Iterator[fake_epikvd.Fake]:
+    with fake_epikvd.serve() as running:
+        yield running
+
+
+def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Its result, in an event loop of its own."""
+    return asyncio.run(asyncio.wait_for(coroutine, GENEROUS_SECONDS))
+
+
+def connected(
+    address: str, work: Callable[[AsyncClient], Coroutine[Any, Any, Any]], **given: Any
+) -> Any:
+    """What `work` with an AsyncClient returns."""
+
+    async def run() -> Any:
+        async with AsyncClient(address, **given) as client:
+            return await work(client)
+
+    return finish(run())
+
+
+def public(kind: type) -> dict[str, Any]:
+    return {name: each for name, each in vars(kind).items() if not name.startswith("_")}
+
+
+def parameters(function: Any) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+# What is the same
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    ours, others = public(Client), public(AsyncClient)
+    assert ours.keys() == others.keys() and len(ours) > 20
+    for name, method in ours.items():
+        assert parameters(method) == parameters(others[name]), name
+        assert method.__doc__ == others[name].__doc__, name
+        assert inspect.iscoroutinefunction(others[name]) == (name != "generate"), name
+        assert not inspect.iscoroutinefunction(method), name
+        returned = [inspect.signature(each).return_annotation for each in (method, others[name])]
+        wanted = [Stream, AsyncStream] if name == "generate" else returned[:1] * 2
+        assert returned == wanted, name
+    assert parameters(Client.__init__) == parameters(AsyncClient.__init__)
+
+
+def test_both_streams_have_the_same_methods() -> None:
+    ours, others = public(Stream), public(AsyncStream)
+    assert ours.keys() == others.keys() == {"text", "cancel"}
+    assert [parameters(each) for each in ours.values()] == [
+        parameters(each) for each in others.values()
+    ]
+
+
+def test_methods_are_described_as_they_are_called() -> None:
+    assert str(inspect.signature(Client.tokenize)) == (
+        "(self, text: str, *, add_special_tokens: bool = True, model: str = '') -> list[int]"
+    )
+    assert Client.score.__name__ == AsyncClient.score.__name__ == "score"
+    assert Client.tokenize.__annotations__ == {
+        "text": str,
+        "add_special_tokens": bool,
+        "model": str,
+        "return": list[int],
+    }
+
+
+def lean() -> experiment_pb2.Experiment:
+    return experiment_pb2.Experiment(
+        name="lean",
+        arms=[
+            experiment_pb2.Arm(name="a", weight_permille=500),
+            experiment_pb2.Arm(name="b", weight_permille=500),
+        ],
+        metrics=[experiment_pb2.Metric(name="right")],
+    )
+
+
+def changed(**fields: Any) -> experiment_pb2.Experiment:
+    """The definition as the stand-in has it after it was made."""
+    definition = lean()
+    for name, value in {"etag": "etag-1", **fields}.items():
+        setattr(definition, name, value)
+    return definition
+
+
+CHAT = Chat([{"role": "user", "content": "one two"}], thinking=True)
+PATIENCE = Patience(busy=1, unknown=0)
+EVERYTHING: dict[str, Any] = {
+    "kv": Kv("h2o", 0.5, {"scope": "head"}, sink_tokens=3),
+    "sampling": Sampling(temperature=0.5, seed=3),
+    "stop": Stop(max_output_tokens=7),
+    "output": Output(kv_trace=True, progress=True),
+    "scheduling": Scheduling("high", tenant="ann"),
+    "experiment": Experiment("user", covariate=0.25),
+    "labels": {"team": "blue"},
+    "model": "fake",
+    "request_id": "mine",
+    "timeout": 20,
+}
+# Calls in order: name, arguments, and arguments by name.
+SCRIPT: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("wait_ready", (), {"timeout": 20}),
+    ("generate", ("one two",), EVERYTHING),
+    ("generate", ([4, 5],), {}),
+    ("generate_once", ("one two",), EVERYTHING),
+    ("generate_once", (CHAT,), {}),
+    (
+        "score",
+        ("a b", [3, 4]),
+        {"kv": Kv("full"), "chunked": True, "kv_trace": True, "kept": True, "seed": 9}
+        | {"residual_steps": True, "top_logprobs": 2, "scheduling": Scheduling("low")}
+        | {"model": "fake", "request_id": "s", "timeout": 20},
+    ),
+    ("score", (CHAT, "text"), {}),
+    ("cancel", ("r9",), {}),
+    ("tokenize", ("a bb",), {}),
+    ("tokenize", ("a bb",), {"add_special_tokens": False, "model": "fake"}),
+    ("detokenize", ([3, 4],), {"skip_special_tokens": False, "model": "fake"}),
+    ("apply_chat_template", (CHAT,), {"model": "fake"}),
+    ("models", (), {}),
+    ("model", ("fake",), {}),
+    ("tokenizer_json", (), {"model": "fake"}),
+    ("tokenizer", (), {}),
+    ("policies", (), {"model": "fake"}),
+    ("policy", ("epikv_flat",), {"model": "fake"}),
+    ("create_experiment", (lean(),), {"validate_only": True}),
+    ("create_experiment", (lean(),), {}),
+    ("experiments", (), {}),
+    ("update_experiment", (changed(hypothesis="more"),), {"mask": ["hypothesis"]}),
+    (
+        "update_experiment",
+        (changed(etag="etag-2"),),
+        {"allow_rebucket": True, "validate_only": True},
+    ),
+    ("start_experiment", ("lean",), {"etag": "etag-2"}),
+    ("record_outcome", ("r-1", "right", 1), {"key": "k", "tenant": "t", "patience": PATIENCE}),
+    (
+        "record_outcomes",
+        ([Outcome("r-1", "right", 1), Outcome("r-2", "right", 0)],),
+        {"patience": PATIENCE},
+    ),
+    ("stop_experiment", ("lean",), {"reason": "enough"}),
+    ("experiment", ("lean",), {}),
+    ("experiment_report", ("lean",), {"points": 3}),
+    ("plan_experiment", (), {"rate": 0.5, "effect": 0.1, "arms": 3, "looks": 2}),
+]
+
+
+@contextmanager
+def prepared() -> Iterator[fake_epikvd.Fake]:
+    """A stand-in that has an answer to all of SCRIPT."""
+    with fake_epikvd.serve() as fake:
+        fake.experiments.took_part = {"r-1"}
+        fake.experiments.reports["lean"] = [experiment_pb2.ExperimentReport(blocked="uneven")]
+        fake.experiments.plan.units = 400
+        yield fake
+
+
+def told(answer: Any) -> Any:
+    return answer.to_str() if type(answer).__name__ == "Tokenizer" else answer
+
+
+def test_every_call_asks_and_answers_the_same() -> None:
+    with prepared() as fake, Client(fake.address, token="secret") as client:
+        answers = []
+        for name, arguments, named in SCRIPT:
+            answer = getattr(client, name)(*arguments, **named)
+            answers.append(list(answer) if name == "generate" else told(answer))
+        asked, tokens = fake.requests, fake.tokens
+
+    async def work(client: AsyncClient) -> list[Any]:
+        others = []
+        for name, arguments, named in SCRIPT:
+            answer = getattr(client, name)(*arguments, **named)
+            if name == "generate":
+                others.append([event async for event in answer])
+            else:
+                others.append(told(await answer))
+        return others
+
+    with prepared() as fake:
+        others = connected(fake.address, work, token="secret")
+        assert fake.requests == asked and len(asked) > 15
+        assert fake.tokens == tokens == ["Bearer secret"] * len(SCRIPT)
+    for (name, _, _), answer, other in zip(SCRIPT, answers, others, strict=True):
+        assert answer == other, name
+        assert answer or name in ("wait_ready", "cancel"), name
+    assert {name for name, _, _ in SCRIPT} | {"close"} == public(Client).keys()
+
+
+def test_a_token_may_come_from_the_environment(
+    fake: fake_epikvd.Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPIKV_TOKEN", "found")
+    connected(fake.address, lambda client: client.models())
+    connected(fake.address, lambda client: client.models(), token="")
+    assert fake.tokens == ["Bearer found", None]
+
+
+def test_arguments_are_checked_as_in_client(fake: fake_epikvd.Fake) -> None:
+    async def work(client: AsyncClient) -> None:
+        with pytest.raises(ValueError, match="kv is an epikv.Kv; not 'sliding'"):
+            client.generate("x", kv="sliding")
+        with pytest.raises(ValueError, match="a prompt is text, a list of token ids, or a Chat"):
+            await client.generate_once(b"abc")
+        with pytest.raises(ValueError, match="one of them"):
+            await client.plan_experiment(effect=0.1)
+        with pytest.raises(ValueError, match="a server is HOST:PORT"):
+            AsyncClient("http://localhost:50051")
+        with pytest.raises(ValueError, match="together"):
+            AsyncClient(NOBODY, tls=Tls(key="only.key"))
+
+    connected(fake.address, work)
+    assert fake.requests == []
+
+
+def test_an_event_loop_has_to_run() -> None:
+    with pytest.raises(RuntimeError, match="no event loop runs"):
+        AsyncClient(NOBODY)
+
+
+# Streams
+
+
+def test_a_stream_gives_events_as_they_come(fake: fake_epikvd.Fake) -> None:
+    async def work(client: AsyncClient) -> None:
+        async with client.generate("endless") as stream:
+            assert isinstance(await anext(stream), Accepted)
+            assert not fake.ended.is_set()
+        assert await asyncio.to_thread(fake.ended.wait, 5), "leaving the block cancels"
+
+    connected(fake.address, work)
+
+
+def test_the_text_of_a_stream(fake: fake_epikvd.Fake) -> None:
+    output = Output(kv_trace=True, progress=True)
+    with Client(fake.address) as client:
+        assert list(client.generate("one two", output=output).text()) == ["one ", "two "]
+
+    async def work(client: AsyncClient) -> list[str]:
+        return [piece async for piece in client.generate("one two", output=output).text()]
+
+    assert connected(fake.address, work) == ["one ", "two "]
+
+
+def test_several_completions_have_no_one_text(fake: fake_epikvd.Fake) -> None:
+    several = Sampling(n=2, temperature=1)
+    with Client(fake.address) as client:
+        assert list(client.generate("one", sampling=Sampling(n=1)).text()) == ["one "]
+        with pytest.raises(ValueError, match="text\\(\\) is of one completion"):
+            list(client.generate("one", sampling=several).text())
+
+    async def work(client: AsyncClient) -> None:
+        with pytest.raises(ValueError, match="text\\(\\) is of one completion"):
+            async for _ in client.generate("one", sampling=several).text():
+                pass
+
+    connected(fake.address, work)
+    later = Delta(1, "text", [], [], [], [])  # where the first events were read before
+    with pytest.raises(ValueError, match="each Delta names its own"):
+        calls.text_of(later)
+
+
+def test_a_cancelled_stream_says_so(fake: fake_epikvd.Fake) -> None:
+    async def work(client: AsyncClient) -> None:
+        stream = client.generate("endless")
+        assert isinstance(await anext(stream), Accepted)
+        stream.cancel()
+        with pytest.raises(RpcError) as caught:
+            await anext(stream)
+        assert caught.value.code is grpc.StatusCode.CANCELLED
+
+    connected(fake.address, work)
+    assert fake.ended.wait(5)
+
+
+def test_a_stream_is_cancelled_while_another_task_reads_it(fake: fake_epikvd.Fake) -> None:
+    async def work(client: AsyncClient) -> None:
+        stream = client.generate("endless")
+        await anext(stream)
+        reader = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0.05)
+        assert not reader.done()
+        stream.cancel()
+        with pytest.raises(RpcError, match="CANCELLED: cancelled by this client"):
+            await reader
+
+    connected(fake.address, work)
+
+
+async def stream_it(client: AsyncClient) -> None:
+    async for _ in client.generate("endless"):
+        pass
+
+
+async def ask_once(client: AsyncClient) -> None:
+    await client.generate_once("endless")
+
+
+ENDLESS = pytest.mark.parametrize("endless", [stream_it, ask_once])
+
+
+@ENDLESS
+def test_a_cancelled_task_is_cancelled(
+    fake: fake_epikvd.Fake, endless: Callable[[AsyncClient], Awaitable[None]]
+) -> None:
+    """As asyncio has it, and the request ends."""
+
+    async def work(client: AsyncClient) -> None:
+        task = asyncio.ensure_future(endless(client))
+        while not fake.requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+        assert await asyncio.to_thread(fake.ended.wait, 5)
+
+    connected(fake.address, work)
+
+
+@ENDLESS
+def test_a_timeout_of_asyncio_ends_a_call(
+    fake: fake_epikvd.Fake, endless: Callable[[AsyncClient], Awaitable[None]]
+) -> None:
+    async def work(client: AsyncClient) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await endless(client)
+        assert await asyncio.to_thread(fake.ended.wait, 5)
+
+    connected(fake.address, work)
+
+
+class _Crowd(generation_pb2_grpc.GenerationServiceServicer):
+    """Goes on with a stream once STREAMS of them are there."""
+
+    def __init__(self) -> None:
+        self._all = threading.Barrier(STREAMS)
+
+    def Generate(self, request, context):
+        yield generation_pb2.GenerateResponse(accepted=fake_epikvd.accepted(request))
+        self._all.wait(GENEROUS_SECONDS)
+        for number in range(5):
+            delta = generation_pb2.Delta(text=f"{request.text}.{number} ")
+            yield generation_pb2.GenerateResponse(delta=delta)
+        yield generation_pb2.GenerateResponse(summary=fake_epikvd.summary())
+
+
+def test_many_streams_at_once() -> None:
+    async def one(client: AsyncClient, number: int) -> list[Any]:
+        return [event async for event in client.generate(f"p{number}", request_id=f"r{number}")]
+
+    async def work(client: AsyncClient) -> list[list[Any]]:
+        return await asyncio.gather(*(one(client, number) for number in range(STREAMS)))
+
+    with fake_epikvd.serve(generation=_Crowd(), threads=STREAMS) as fake:
+        streams = connected(fake.address, work)
+    for number, (first, *deltas, last) in enumerate(streams):
+        assert isinstance(first, Accepted) and first.request_id == f"r{number}"
+        assert [delta.text for delta in deltas] == [f"p{number}.{i} " for i in range(5)]
+        assert isinstance(last, Summary)
+
+
+# Errors
+
+
+REFUSED: list[tuple[type[RpcError], str, tuple[Any, ...], dict[str, Any]]] = [
+    (InvalidRequest, "score", ("x", "y"), {"kv": Kv("nope")}),
+    (QueueFull, "generate_once", ("x",), {"kv": Kv("crowded")}),
+    (NotFound, "model", ("other",), {}),
+    (NotFound, "tokenizer_json", (), {"model": "other"}),
+    (NotFound, "record_outcome", ("r", "m", 1), {"patience": PATIENCE}),
+    (DeadlineExceeded, "generate_once", ("endless",), {"timeout": 0.2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "arguments", "named"), REFUSED)
+def test_refusals_are_of_their_kind(
+    kind: type[RpcError], name: str, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    with fake_epikvd.serve() as fake, Client(fake.address) as client:
+        with pytest.raises(RpcError) as ours:
+            getattr(client, name)(*arguments, **named)
+
+    async def work(client: AsyncClient) -> RpcError:
+        with pytest.raises(RpcError) as caught:
+            await getattr(client, name)(*arguments, **named)
+        return caught.value
+
+    with fake_epikvd.serve() as fake:
+        other = connected(fake.address, work)
+    assert type(ours.value) is type(other) is kind
+    assert vars(other) == vars(ours.value)
+
+
+def test_a_refused_stream_tells_every_detail(fake: fake_epikvd.Fake) -> None:
+    async def work(client: AsyncClient) -> None:
+        with pytest.raises(InvalidRequest) as caught:
+            await anext(client.generate("x", kv=Kv("nope")))
+        error = caught.value
+        assert (error.reason, error.metadata) == ("KV_BUDGET", {"smallest": "24"})
+        assert [v.field for v in error.field_violations] == ["kv.max_tokens", "kv.policy"]
+        assert error.retry_delay == 1.5
+
+    connected(fake.address, work)
+
+
+def test_a_stream_has_a_deadline(fake: fake_epikvd.Fake) -> None:
+    async def work(client: AsyncClient) -> None:
+        stream = client.generate("endless", timeout=0.2)
+        assert isinstance(await anext(stream), Accepted)
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream)
+
+    connected(fake.address, work)
+
+
+def test_nobody_there_is_unavailable() -> None:
+    with Client(NOBODY) as client, pytest.raises(Unavailable):
+        client.models()
+    with pytest.raises(Unavailable):
+        connected(NOBODY, lambda client: client.models())
+
+
+# Outcomes
+
+
+def test_waiting_with_an_outcome_leaves_the_loop_free(fake: fake_epikvd.Fake) -> None:
+    fake.experiments.definitions["lean"] = lean()
+    fake.experiments.took_part = {"r-1"}
+    fake.experiments.refusals = [(grpc.StatusCode.UNAVAILABLE, 0.3)]
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    async def work(client: AsyncClient) -> Any:
+        ticking = asyncio.create_task(tick())
+        recorded = await client.record_outcome("r-1", "right", 1)
+        ticking.cancel()
+        return recorded
+
+    assert not connected(fake.address, work).duplicate
+    assert ticks > 3 and fake.experiments.refusals == []
+    assert len(fake.requests) == 2, "one was refused, the other kept"
+
+
+def test_outcomes_go_in_batches_and_are_tried_again(fake: fake_epikvd.Fake) -> None:
+    fake.experiments.definitions["lean"] = lean()
+    fake.experiments.took_part = {"r-1"}
+    fake.experiments.delays = [0.1]
+    outcomes = [Outcome("r-1", "right", 1, key=str(i)) for i in range(MAX_BATCH)]
+    given = [*outcomes, Outcome("r-2", "right", 1)]
+
+    async def work(client: AsyncClient) -> Any:
+        return await client.record_outcomes(given, patience=PATIENCE)
+
+    results = connected(fake.address, work)
+    assert [result.error for result in results[:-1]] == [None] * MAX_BATCH
+    assert type(results[-1].error) is NotFound
+    assert fake.experiments.batches == [MAX_BATCH, 1, 1]
+
+
+# Closing
+
+
+def test_a_call_after_close_is_told_why(fake: fake_epikvd.Fake) -> None:
+    ours = Client(fake.address)
+    ours.close()
+    ours.close()
+
+    async def work(client: AsyncClient) -> None:
+        await client.close()
+        await client.close()
+        for name, arguments, named in SCRIPT:
+            with pytest.raises(ValueError, match="^the client is closed$"):
+                getattr(ours, name)(*arguments, **named)
+            with pytest.raises(ValueError, match="^the client is closed$"):
+                answer = getattr(client, name)(*arguments, **named)
+                await answer  # generate has raised
+
+    connected(fake.address, work)
+    assert fake.requests == []
+
+
+def test_leaving_the_block_closes(fake: fake_epikvd.Fake) -> None:
+    with Client(fake.address) as ours:
+        pass
+    with pytest.raises(ValueError, match="closed"):
+        ours.models()
+
+    async def work() -> None:
+        async with AsyncClient(fake.address) as client:
+            await client.models()
+        with pytest.raises(ValueError, match="closed"):
+            await client.models()
+
+    finish(work())
+
+
+@ENDLESS
+def test_closing_ends_what_runs(
+    fake: fake_epikvd.Fake, endless: Callable[[AsyncClient], Awaitable[None]]
+) -> None:
+    async def work(client: AsyncClient) -> None:
+        running = asyncio.ensure_future(endless(client))
+        while not fake.requests:
+            await asyncio.sleep(0.01)
+        await client.close()
+        with pytest.raises(RpcError) as caught:
+            await running
+        assert caught.value.code is grpc.StatusCode.CANCELLED
+        assert await asyncio.to_thread(fake.ended.wait, 5)
+
+    connected(fake.address, work)
+
+
+# Waiting for a server
+
+
+# A channel that tries again after a minute, if a client does not say otherwise.
+SLOW = [("grpc.initial_reconnect_backoff_ms", 60_000)]
+
+
+def wait_blocking(address: str, timeout: float) -> None:
+    """Then asks it something."""
+    with Client(address, SLOW) as client:
+        client.wait_ready(timeout)
+        assert client.models()
+
+
+def wait_async(address: str, timeout: float) -> None:
+    """Then asks it something."""
+
+    async def work(client: AsyncClient) -> None:
+        await client.wait_ready(timeout)
+        assert await client.models()
+
+    connected(address, work, options=SLOW)
+
+
+Wait = Callable[[str, float], None]
+EITHER = pytest.mark.parametrize("wait", [wait_blocking, wait_async])
+
+
+@EITHER
+def test_ready_is_when_it_serves(fake: fake_epikvd.Fake, wait: Wait) -> None:
+    serves = threading.Event()
+
+    def serve() -> None:
+        serves.set()
+        fake.status.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    fake.status.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    timer = threading.Timer(0.3, serve)
+    timer.start()
+    wait(fake.address, GENEROUS_SECONDS)
+    assert serves.is_set()
+    timer.join()
+
+
+@EITHER
+def test_ready_is_when_it_is_there(wait: Wait) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        address = f"127.0.0.1:{place.getsockname()[1]}"
+    ended = threading.Event()
+
+    def serve() -> None:
+        time.sleep(0.3)
+        with fake_epikvd.serve(address):
+            ended.wait(GENEROUS_SECONDS)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        wait(address, GENEROUS_SECONDS)
+    finally:
+        ended.set()
+        server.join()
+
+
+@EITHER
+def test_one_that_does_not_serve_is_named(fake: fake_epikvd.Fake, wait: Wait) -> None:
+    fake.status.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    message = f"{fake.address} is not ready after 0.3 s: its health is NOT_SERVING"
+    with pytest.raises(DeadlineExceeded, match=message):
+        wait(fake.address, 0.3)
+
+
+@EITHER
+def test_one_that_is_not_there_is_named(wait: Wait) -> None:
+    begin = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=f"{NOBODY} is not ready after 0.3 s: .*refused"):
+        wait(NOBODY, 0.3)
+    assert 0.25 < time.monotonic() - begin < GENEROUS_SECONDS / 2
+
+
+@EITHER
+def test_one_that_says_nothing_is_named(wait: Wait) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(DeadlineExceeded, match=f"{address} is not ready after 0.3 s"):
+            wait(address, 0.3)
+
+
+@EITHER
+def test_waiting_does_not_mend_a_port_without_health(wait: Wait) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with pytest.raises(RpcError) as caught:
+            wait(address, GENEROUS_SECONDS)
+    finally:
+        server.stop(None).wait()
+    assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
