@@ -13,8 +13,6 @@ from typing import Any
 import fake_epikvd
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
-
 from epikv import (
     Accepted,
     AsyncClient,
@@ -43,6 +41,7 @@ from epikv import (
 )
 from epikv.experiment.outcome import MAX_BATCH
 from epikv.v1 import experiment_pb2, generation_pb2, generation_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 GENEROUS_SECONDS = 30
 NOBODY = "127.0.0.1:1"
