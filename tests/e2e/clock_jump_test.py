@@ -1,6 +1,7 @@
 """Experiments on a machine whose clock jumps: libfaketime moves the daemon's, and not its monotonic
 one."""
 
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -33,6 +34,8 @@ def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[timedelta
         aside = offset.with_suffix(".new")
         aside.write_text(f"{by.total_seconds():+.0f}s")
         aside.replace(offset)
+        # A thread that has just read the old one keeps it for all, until the next that asks.
+        time.sleep(0.2)
 
     set_offset(timedelta())
     return set_offset
