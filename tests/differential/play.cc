@@ -456,9 +456,12 @@ class Play {
       }
     };
     if (at_round) add_difference(events[common], wanted[common], differ);
+    // Of each noise. int8 makes a step of what lies on its edge, and few runs hit the one that
+    // counts.
+    const int runs = pairs_[trial_.asks[i].engine]->setup().kv_dtype == KvDType::kInt8 ? 32 : 8;
     int before = 0;  // runs of the least noise that part from the plain one even before
-    for (int run = 0; run < 16; ++run) {
-      const double noise = base * std::pow(8, run / 4);
+    for (int run = 0; run < 4 * runs; ++run) {
+      const double noise = base * std::pow(8, run / runs);
       const Transcript noisy = RunPlain(i, completion, noise, 1 + run);
       const std::vector<Event> seen = EventsOf(noisy, prompt, traced);
       if (!traced) {  // what it saw may have changed before
@@ -469,14 +472,14 @@ class Play {
         }
       }
       if (CommonLength(seen, wanted) < common) {
-        if (run < 4 && ++before == 2) return true;  // so far the plain run is no guide
+        if (run < runs && ++before == runs / 2) return true;  // so far the plain run is no guide
         continue;
       }
       if (common >= seen.size()) continue;
       if (common >= wanted.size()) return true;
       if (common < events.size() && seen[common] == events[common]) return true;
       // A token is drawn from many: little noise that leads to a third one says as much.
-      if (run < 8 && !at_round && seen[common] != wanted[common]) return true;
+      if (run < 2 * runs && !at_round && seen[common] != wanted[common]) return true;
       if (!at_round || seen[common].kind != Event::Kind::kRound) continue;
       add_difference(seen[common], wanted[common], unstable);
       if (std::includes(unstable.begin(), unstable.end(), differ.begin(), differ.end())) {

@@ -26,14 +26,14 @@ class Chromium:
         self._rest = b""
         self.events: list[dict[str, Any]] = []  # since the page was opened
 
-    def open(self, page: Path, *, width: int = 1200, dark: bool = False) -> None:
-        """Waits until it is loaded; afterwards `events` tells what happened meanwhile."""
+    def open(self, page: Path | str, *, width: int = 1200, dark: bool = False) -> None:
+        """A file or a URL. Waits until it is loaded; afterwards `events` tells what happened meanwhile."""
         self.events.clear()
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
-        self.call("Page.navigate", url=page.as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while not self._has("Page.loadEventFired"):
             self._take()
         self.evaluate("1")  # what was reported before has arrived
