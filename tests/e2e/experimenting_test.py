@@ -72,28 +72,24 @@ def test_pasting_it_leads_from_two_arms_to_a_report(shell: Shell, tmp_path: Path
         if command.startswith("epikv experiment plan"):
             assert "units" in out
             looked_at.append("plan")
-        if command.startswith("epikv experiment start"):
-            # All units: the section's sixty users must not be six.
-            definition = tmp_path / "lean-budget.textproto"
-            whole = definition.read_text().replace(
-                "traffic_permille: 100", "traffic_permille: 1000"
-            )
-            definition.write_text(whole)
-            shell.ok("epikv experiment update lean-budget.textproto --allow-rebucket")
-            looked_at.append("start")
+        if command.startswith("python app.py"):
+            assert out.splitlines() == [f"{n} users" for n in (100, 200, 300, 400)]
+            looked_at.append("app")
         if command.startswith("epikv experiment report"):
             assert "right" in out and "oo early" in out
             found = json.loads(shell.ok("epikv experiment report lean-budget --json"))
-            assert sum(arm["requests"] for arm in found["arms"]) == 60
+            assert sum(arm["requests"] for arm in found["arms"]) == 400
             assert "<html" in (tmp_path / "lean-budget.html").read_text()
             looked_at.append("report")
-    assert looked_at == ["plan", "start", "report"]
+    assert looked_at == ["plan", "app", "report"]
 
 
 def test_pasting_more_leads_to_a_switchback(shell: Shell) -> None:
     commands, _, switchback = blocks()
     start = [
-        command for command in commands if not command.startswith(("epikv ", "python ", "kill "))
+        command
+        for command in commands
+        if not command.startswith(("epikv ", "kill ", "python ", "sed "))
     ]
     for command in start:
         shell.ok(command)
