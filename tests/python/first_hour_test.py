@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import epikv
@@ -10,7 +11,8 @@ import grpc
 import pytest
 from click.testing import CliRunner, Result
 from epikv import Client, Kv, Output, Sampling, Stop
-from epikv.cli import main
+from epikv.cli import main, show
+from epikv.messages import Finished, KvUsage
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +154,11 @@ def refuse(server: str, **_: object) -> None:
 def test_the_local_daemon_is_not_meant_by_who_has_named_another() -> None:
     refused = run("admin", "drain", EPIKV_SERVER="gpu7:50051", EPIKV_ADMIN_SERVER=None)
     assert refused.exit_code == 2 and "EPIKV_ADMIN_SERVER" in refused.stderr
+
+
+@pytest.mark.parametrize(("policy", "told"), [("full", "no budget"), ("h2o", "budget 685 tokens")])
+def test_what_has_no_budget_says_so(policy: str, told: str) -> None:
+    usage = KvUsage(policy, 685, 600, 600, 0, 0, 0, 0, False, [])
+    ended = Finished(0, "end", None, None, 31, usage, False)
+    summary = SimpleNamespace(**vars(ended), usage=None, timings=None)
+    assert dict(show.facts(summary))["cache"] == f"{told}, peak 600"

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from epikv.messages import Summary
+from epikv.messages import KvUsage, Summary
 
 out = Console(highlight=False, markup=False, soft_wrap=True)
 err = Console(highlight=False, markup=False, stderr=True)
@@ -45,7 +45,7 @@ def facts(message: Summary) -> list[tuple[str, str]]:
     if kv is not None:
         facts += [
             ("policy", f"{kv.policy} (uncalibrated)" if kv.uncalibrated else kv.policy),
-            ("cache", f"budget {kv.budget_tokens} tokens, peak {kv.peak_tokens}"),
+            ("cache", f"{_budget(kv)}, peak {kv.peak_tokens}"),
             ("evicted", f"{kv.evicted_tokens} tokens in {kv.rounds} rounds"),
         ]
     if timings is not None and timings.time_to_first_token is not None:
@@ -56,3 +56,7 @@ def facts(message: Summary) -> list[tuple[str, str]]:
             ("speed", f"{(message.usage.output_tokens - 1) / timings.decode:.1f} tokens/s")
         )
     return facts
+
+
+def _budget(kv: KvUsage) -> str:
+    return "no budget" if kv.policy == "full" else f"budget {kv.budget_tokens} tokens"
