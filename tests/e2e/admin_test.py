@@ -30,7 +30,7 @@ def admin_of(daemon: Daemon) -> Admin:
     def run(*args: str, status: int = 0) -> dict:
         done = CliRunner().invoke(main, ["admin", f"--server={daemon.admin}", *args])
         assert done.exit_code == status, done.output
-        return json.loads(done.output) if status == 0 else {"error": done.output}
+        return json.loads(done.stdout) if status == 0 else {"error": done.output}
 
     return run
 

@@ -462,7 +462,7 @@ def test_who_waits_for_too_many_constraints_is_told(talker: Client) -> None:
     for number in range(1200):
         request = generation_pb2.GenerateRequest(text="go")
         request.sampling.regex = costly(number)["regex"]
-        asked.append(talker._generation.GenerateOnce.future(request))
+        asked.append(talker._connection.generation.GenerateOnce.future(request))
     refused = [call.exception() for call in asked[-20:]]
     assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert "1024 may" in refused[0].details()
