@@ -162,3 +162,23 @@ def test_what_has_no_budget_says_so(policy: str, told: str) -> None:
     ended = Finished(0, "end", None, None, 31, usage, False)
     summary = SimpleNamespace(**vars(ended), usage=None, timings=None)
     assert dict(show.facts(summary))["cache"] == f"{told}, peak 600"
+
+
+def test_every_command_of_an_experiment_takes_a_server(tmp_path: Path) -> None:
+    file = tmp_path / "lean.textproto"
+    assert run("experiment", "init", str(file), "--server", "nobody:1").exit_code == 0
+    assert file.exists()
+
+
+def test_score_shows_special_tokens(
+    fake: fake_epikvd.Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def detokenize(self: Client, ids: list[int], **how: bool) -> str:
+        asked.append(how)
+        return "<unk>"
+
+    monkeypatch.setattr(Client, "detokenize", detokenize)
+    assert '"<unk>"' in run("score", "a", "x y", "--server", fake.address).stdout
+    assert asked and all(how == {"skip_special_tokens": False} for how in asked)

@@ -134,6 +134,7 @@ def stop(name: str, reason: str, server: str, as_json: bool) -> None:
 
 @group.command("init")
 @click.argument("file", type=_new_file)
+@click.option("--server", expose_value=False, hidden=True)  # as the others; nobody is asked
 def init(file: Path) -> None:
     """Write a definition to start from to FILE, a new one that ends in .textproto.
 

@@ -51,7 +51,11 @@ def command(
         if as_json:
             show.json_line("score", result)
         else:
-            _print(result, [client.detokenize([token]) for token in result.token_ids])
+            # Also special tokens: the one for unknown words is one.
+            words = [
+                client.detokenize([token], skip_special_tokens=False) for token in result.token_ids
+            ]
+            _print(result, words)
 
 
 def _print(result: ScoreResponse, words: list[str]) -> None:
