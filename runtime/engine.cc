@@ -417,12 +417,6 @@ absl::Status Engine::Infeasible(const Request& request, absl::Duration run, absl
                     kDeadlineInfeasible);
 }
 
-// The head is admitted if and only if there is a place and reserved + its own <= pool.
-//
-// While requests of late ran past their deadlines, the head is dropped instead if at the present
-// pace it would do so, too: it would slow the others, and in a queue that is always full each place
-// would go to one whose time is just too short.
-// What a failed move has lost is lost to all, also to those whose readers pause.
 void Engine::EndLost() {
   if (!executor_->lost()) return;
   const absl::Status lost = absl::InternalError("rows of the KV pool were lost in a failed move");
@@ -430,6 +424,11 @@ void Engine::EndLost() {
   DropFinished();
 }
 
+// The head is admitted if and only if there is a place and reserved + its own <= pool.
+//
+// While requests of late ran past their deadlines, the head is dropped instead if at the present
+// pace it would do so, too: it would slow the others, and in a queue that is always full each place
+// would go to one whose time is just too short.
 void Engine::Admit() {
   EndLost();
   while (running() < options_.max_running_requests) {
@@ -464,7 +463,6 @@ void Engine::Admit() {
   }
 }
 
-// bytes: its demand.
 void Engine::Open(Sequence& s, int64_t bytes) {
   if (s.request.completions() > 1) s.family = std::make_shared<Family>(s.request);
   ledger_.Reserve(s.id, bytes);

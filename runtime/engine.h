@@ -86,8 +86,10 @@ class Engine {
 
   void ExpireDeadlines();
   RequestFacts FactsOf(const Sequence& sequence) const;
+  // Ends all that run if the executor has lost what they hold, also those whose readers pause.
   void EndLost();
   void Admit();
+  // Begins a sequence that has been admitted. bytes: of the pool, its demand.
   void Open(Sequence& sequence, int64_t bytes);
   // Not OK: a request that began now and ran so long would miss its deadline.
   absl::Status Infeasible(const Request& request, absl::Duration run, absl::Time now) const;

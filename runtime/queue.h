@@ -31,8 +31,8 @@ struct QueueRule {
 // neither gets more than a quantum and a request ahead of the other. A tenant of which nothing
 // waits is forgotten, with what it saved.
 //
-// A call that throws, for lack of memory, has changed nothing that matters: who waits still waits,
-// in its place. So its maps are std's: absl's may break if they cannot grow.
+// A call may throw for lack of memory: then Push has added nothing, and everyone who waited keeps
+// their place. So its maps are std's: absl's may break if they cannot grow.
 //
 // Owned by the engine.
 class RequestQueue {

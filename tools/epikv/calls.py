@@ -202,8 +202,8 @@ async def score(
         seed=seed,
         top_logprobs=top_logprobs,
         scheduling=scheduling.to_proto(),
-        **_either("text", "token_ids", prompt),
-        **_either("continuation_text", "continuation_ids", continuation),
+        **_prompt(prompt),
+        **_text_or_ids("continuation", "continuation_text", "continuation_ids", continuation),
     )
     return from_proto(await connection.ask(connection.generation.Score, request, timeout))
 
@@ -493,21 +493,31 @@ def _generate_request(
         scheduling=scheduling.to_proto(),
         experiment=experiment.to_proto(),
         labels=labels,
-        **_either("text", "token_ids", prompt),
+        **_prompt(prompt),
     )
 
 
-def _either(text: str, token_ids: str, prompt: Prompt) -> dict[str, Any]:
-    """The one field of a prompt that is set: text or token ids by these names, or a chat."""
-    if isinstance(prompt, str):
-        return {text: prompt}
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    """The one field of a prompt that is set."""
     if isinstance(prompt, Chat):
         return {"chat": prompt.to_proto()}
+    return _text_or_ids("prompt", "text", "token_ids", prompt)
+
+
+def _text_or_ids(
+    what: str, text: str, token_ids: str, given: str | Sequence[int]
+) -> dict[str, Any]:
+    """The one of the fields `text` and `token_ids` that is set. Raises ValueError for neither."""
+    if isinstance(given, str):
+        return {text: given}
     try:
-        if prompt is None or isinstance(prompt, bytes):  # which would be ids
+        if given is None or isinstance(given, bytes):  # which would be ids
             raise TypeError
-        return {token_ids: generation_pb2.TokenIds(ids=prompt)}
+        return {token_ids: generation_pb2.TokenIds(ids=given)}
     except (TypeError, ValueError):
-        raise ValueError(
-            f"a prompt is text, a list of token ids, or a Chat of messages; not {prompt!r:.80}"
-        ) from None
+        kinds = (
+            "text or a list of token ids"
+            if what != "prompt"
+            else ("text, a list of token ids, or a Chat of messages")
+        )
+        raise ValueError(f"a {what} is {kinds}; not {given!r:.80}") from None

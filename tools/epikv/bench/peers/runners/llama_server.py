@@ -147,4 +147,5 @@ def _complete(port: int, ids: list[int], new: int, stream: int, streams: Streams
 
 
 server: list[_Server] = []
-serve(load, lambda: server[0].pid, lambda: server[0].stop())  # noqa: PLW0108  there is a server once it is asked
+# There is a server once these are asked.
+serve(load, lambda: server[0].pid, lambda: server[0].stop())  # noqa: PLW0108

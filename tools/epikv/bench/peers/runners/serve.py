@@ -57,7 +57,7 @@ def serve(
 
     try:
         run, settings = load(json.loads(sys.argv[1]))
-    except Exception as error:
+    except Exception as error:  # whatever a peer raises is told
         answer({"refused": told(error)})
         return
     answer({"ready": {**settings, **_environment()}})
@@ -65,7 +65,7 @@ def serve(
         job = json.loads(line)
         try:
             streams = run(job["prompts"], job["new"])
-        except Exception as error:
+        except Exception as error:  # whatever a peer raises is told
             answer({"refused": told(error)})
         else:
             answer({"tokens": streams.tokens, "times": streams.times, "peak": _peak(pid())})

@@ -37,6 +37,12 @@ def test_what_is_no_prompt_is_told_what_is_one(client: Client, prompt: Any) -> N
         client.generate(prompt)
 
 
+@pytest.mark.parametrize("continuation", [None, b"abc", epikv.Chat([])])
+def test_what_is_no_continuation_is_told_what_is_one(client: Client, continuation: Any) -> None:
+    with pytest.raises(ValueError, match="a continuation is text or a list of token ids; not"):
+        client.score("x", continuation)
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
