@@ -177,6 +177,10 @@ def test_memory_is_held_against_what_is_to_be_resident_and_the_smallest_peer() -
         "memory(epikv bf16, 2 threads)_over_held": True,
         "memory(epikv bf16, 2 threads)_over(transformers bf16)": False,
     }
+    # Nothing can be said of a peer that was measured in other rounds alone.
+    found.samples[:] = [s for s in found.samples if s.arm == "epikv bf16"]
+    found.samples.append(Sample(1, 2, "memory", "transformers bf16", 105))
+    assert list(judged(found, "0.5b")) == ["memory(epikv bf16, 2 threads)_over_held"]
 
 
 def test_budgets_take_part_where_there_is_something_to_evict() -> None:

@@ -221,6 +221,6 @@ def _memory(results: Results, threads: int, arms: Sequence[Arm]) -> Iterator[Tar
         held = results.held[threads, arm.name]
         ratio = bootstrap([peak / held for peak in peaks])
         yield Target(f"memory({arm.name}, {threads} threads)_over_held", ratio, 1.15)
-        if best := best_peer(results, threads, "memory", arms, arm.precision):
-            estimate = paired(results, threads, key, ("memory", best))
+        best = best_peer(results, threads, "memory", arms, arm.precision)
+        if best and (estimate := paired(results, threads, key, ("memory", best))):
             yield Target(f"memory({arm.name}, {threads} threads)_over({best})", estimate, 1)
