@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Samples = dict[str, "Time"]  # a round's, by arm
 
-SHAPE = {
+SHAPE: harness.Shape = {
     "hidden": 512,
     "layers": 16,
     "heads": 8,
@@ -99,7 +99,7 @@ def command(
     """Speed of policies that read no attention over those that do, here and in transformers."""
     if where["server"] is not None:
         raise click.UsageError("it compares one shape in two programs: leave --server out")
-    shape = {**SHAPE, "layers": layers}
+    shape: harness.Shape = {**SHAPE, "layers": layers}
     load = [os.getloadavg()[0]]
     samples = {f"epikvd, decode at a budget of {budget}": _daemon(shape, budget, rounds, where)}
     load.append(os.getloadavg()[0])
@@ -159,7 +159,7 @@ def _rounds(count: int, arms: Sequence[str], measure: Callable[[str, int], Time]
 
 
 def _daemon(
-    shape: Mapping[str, str | int], budget: int, rounds: int, where: Mapping[str, Any]
+    shape: harness.Shape, budget: int, rounds: int, where: Mapping[str, Any]
 ) -> list[Samples]:
     flags = ["--threads=1", f"--kv_pool_bytes={1 << 30}"]
     with harness.serving(
@@ -204,7 +204,7 @@ def _window(served: harness.Served, kv: Kv, budget: int, seed: int) -> Time:
 
 
 def _transformers(
-    shape: Mapping[str, str | int], lengths: Sequence[int], steps: int, rounds: int
+    shape: harness.Shape, lengths: Sequence[int], steps: int, rounds: int
 ) -> dict[str, list[Samples]]:
     import torch
 
@@ -231,7 +231,8 @@ def _decoded(model: "LlamaForCausalLM", way: "Way", cached: int, steps: int) -> 
     from epikv.bench import reference
 
     model.set_attn_implementation(way.attention)
-    cache, before = reference.filled(model, cached), None
+    cache = reference.filled(model, cached)
+    before: reference.Scores = None
     for step in range(WARM + steps):
         if step == WARM:
             begin = _now()

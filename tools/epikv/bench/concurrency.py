@@ -18,7 +18,7 @@ from epikv.bench.targets import Target, finish
 from epikv.options import Kv
 from epikv.stats import Estimate
 
-SHAPE = {
+SHAPE: harness.Shape = {
     "hidden": 64,
     "layers": 2,
     "heads": 4,
@@ -90,7 +90,7 @@ def _whole_cache_bytes(where: dict[str, Any]) -> int:
         stream = _start(served, Kv("full"), seed=0)
         wait_until(lambda: stream.accepted is not None, [stream], "a request")
         cancel_all([stream])
-        return stream.accepted.kv.reserved_bytes
+        return stream.reserved_bytes
 
 
 def _start(served: harness.Served, kv: Kv, seed: int) -> Running:

@@ -30,7 +30,7 @@ from epikv.bench.streams import Running, random_prompt
 from epikv.bench.targets import finish
 from epikv.options import Kv
 
-SHAPE = {
+SHAPE: harness.Shape = {
     "hidden": 256,
     "layers": 16,
     "heads": 8,
@@ -117,7 +117,8 @@ def command(
         raise click.UsageError("it measures processes of its own: leave --server out")
     if len(set(lengths)) < 3:
         raise click.UsageError("a line's fit needs three points: give three --daemon-length")
-    shape, memory = {**SHAPE, "layers": layers}, mib * MIB
+    shape: harness.Shape = {**SHAPE, "layers": layers}
+    memory = mib * MIB
     found = dict(_prefills(shape, memory, seconds))
     found |= _daemons(shape, memory, lengths, where)
     click.echo(f"\n{table(found, 'maps')}\n")
@@ -144,9 +145,7 @@ def table(found: Mapping[str, Longest], base: str) -> str:
     return "\n".join(lines)
 
 
-def _prefills(
-    shape: Mapping[str, str | int], memory: int, seconds: float
-) -> Iterator[tuple[str, Longest]]:
+def _prefills(shape: harness.Shape, memory: int, seconds: float) -> Iterator[tuple[str, Longest]]:
     from epikv.bench.reference import WAYS
 
     for name in ("maps", "eager", "hidden", "sdpa"):
@@ -168,9 +167,7 @@ def _prefills(
         yield name, Longest(told, longest, peaks, curve.residual, confirmed)
 
 
-def _prefill(
-    shape: Mapping[str, str | int], name: str, tokens: int, peaks: dict[int, int]
-) -> float:
+def _prefill(shape: harness.Shape, name: str, tokens: int, peaks: dict[int, int]) -> float:
     """Notes its peak. Gives the CPU seconds it took."""
     command = [sys.executable, "-m", "epikv.bench.reference", json.dumps(shape), name, str(tokens)]
     # What is freed goes back at once, so that the process's memory is what is in use.
@@ -185,7 +182,7 @@ def _prefill(
 
 
 def _daemons(
-    shape: Mapping[str, str | int],
+    shape: harness.Shape,
     memory: int,
     lengths: Sequence[int],
     where: Mapping[str, Any],
@@ -196,6 +193,7 @@ def _daemons(
     for name in POLICIES:
         with harness.serving(lambda: model, flags, **where) as served:
             reads = set(served.client.policy(name).signals) & set(ATTENTION)
+            assert served.pid is not None  # it is our own
             _held(served, name, SHORTEST)
             idle = resident(served.pid)
             reserved: dict[int, float] = {}
@@ -217,6 +215,6 @@ def _held(served: harness.Served, policy: str, tokens: int) -> int:
     stream = Running(served.client, prompt, kv, BELOW if policy == "full" else DECODED)
     stream.join()
     served.wait_until_idle()
-    if policy != "full" and not stream.summary.kv.rounds:
+    if policy != "full" and not stream.usage.rounds:
         raise click.ClickException(f"{policy} has not evicted")
-    return stream.accepted.kv.reserved_bytes
+    return stream.reserved_bytes

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar, Unpack
 
 import click
 
@@ -21,6 +21,21 @@ from epikv.connection import TLS_VARIABLES
 from epikv.testing import Daemon, DaemonError, find_binary
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class Shape(TypedDict):
+    """Of a random-weight model: options of `epikv.export.random`."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: NotRequired[int]
+    ffn: int
+    vocab: int
+    context: int
+    dtype: str
+
 
 _ROOT = Path(__file__).resolve().parents[3]
 _EXPORTER = Path(__file__).resolve().parents[1] / "export"
@@ -146,8 +161,8 @@ def folder() -> Path:
     return path
 
 
-def random_model(name: str, **shape: str | int) -> Path:
-    """A random-weight model, made once: `shape` are options of `epikv.export.random`."""
+def random_model(name: str, **shape: Unpack[Shape]) -> Path:
+    """A random-weight model, made once."""
     path = cached(name, shape)
     if not path.exists():
         say(f"making {path.name}: {shape}")

@@ -22,7 +22,7 @@ from epikv.bench.targets import finish
 from epikv.options import Kv
 
 # The 0.5B shape's attention, and less of the rest, which costs both the same.
-SHAPE = {
+SHAPE: harness.Shape = {
     "hidden": 896,
     "layers": 8,
     "heads": 14,

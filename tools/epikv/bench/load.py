@@ -32,7 +32,7 @@ from epikv.messages import Model
 from epikv.options import Experiment, Stop
 
 # Of the daemon that is started where no --model is given: a step takes milliseconds.
-SHAPE = {
+SHAPE: harness.Shape = {
     "hidden": 256,
     "layers": 4,
     "heads": 4,
@@ -246,7 +246,7 @@ def command(
             served,
             generator,
             pattern(rate, concurrency, warmup + duration, workload.seed, retry_share)
-            if requests is None
+            if requests is None or concurrency is None
             else ClosedLoop(concurrency, math.inf, requests),
             warmup,
             duration if requests is None else None,
@@ -285,6 +285,7 @@ def pattern(
 ) -> Pattern:
     if concurrency is not None:
         return ClosedLoop(concurrency, seconds)
+    assert rate is not None  # one of the two is given
     return OpenLoop(poisson(rate, seconds, seed), seconds, retry_share)
 
 

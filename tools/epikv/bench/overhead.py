@@ -22,7 +22,7 @@ from epikv.bench.targets import Target, finish
 from epikv.options import Kv
 from epikv.stats import Estimate, bootstrap
 
-SHAPE = {
+SHAPE: harness.Shape = {
     "hidden": 896,
     "layers": 24,
     "heads": 14,
@@ -216,9 +216,8 @@ def _report(rounds: Sequence[Sequence[Window]], count: int) -> dict[str, Estimat
     for policy in BOUNDS:
         ratios = [_steps_of(t, policy)[0] * 2 / sum(_steps_of(t, "full")) for t in rounds]
         found[f"{policy}_step_over_full.x{count}"] = bootstrap(ratios)
-    threads = [w for taken in rounds for w in taken if w.thread_cpu]
-    if threads:
-        shares = [1 - w.stages["forward"] / w.thread_cpu for w in threads]
+    shares = [1 - w.stages["forward"] / w.thread_cpu for t in rounds for w in t if w.thread_cpu]
+    if shares:
         found[f"thread_outside_forward.x{count}"] = bootstrap(shares)
     forward = median(1e3 * w.stages["forward"] / w.steps for taken in rounds for w in taken)
     click.echo(f"\n{count} sequences, forward of {forward:.1f} ms CPU")

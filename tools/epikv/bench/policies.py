@@ -28,8 +28,8 @@ from epikv.messages import Accepted, Policy
 from epikv.options import Kv, Stop
 from epikv.stats import Estimate, bootstrap
 
-SHAPE = {**overhead.SHAPE, "context": 8192}
-THIN = {**SHAPE, "ffn": 64}
+SHAPE: harness.Shape = {**overhead.SHAPE, "context": 8192}
+THIN: harness.Shape = {**SHAPE, "ffn": 64}
 CACHED = (512, 4096)
 BOUND = 0.15  # of a step
 # What attention is, or is made of: policies that need none of it leave the kernels as fast as they are.
@@ -248,9 +248,13 @@ def _full(served: harness.Served, cached: int, steps: int) -> Window:
     stream = _start(served, Kv("full"), cached - steps // 2 - 2, 2 * steps, seed=0)
     pages = []
     for tokens in (2, 2 + steps):  # a step is counted before the next one's token comes
-        wait_until(lambda at=tokens: stream.tokens >= at, [stream], "a stream")
+        wait_until(
+            lambda: stream.tokens >= tokens,  # noqa: B023  asked at once
+            [stream],
+            "a stream",
+        )
         pages.append(served.page())
-    return _between(served, stream, *pages, "full")
+    return _between(served, stream, pages[0], pages[1], "full")
 
 
 def _window(served: harness.Served, policy: Policy, kv: Kv, steps: int, seed: int) -> Window:

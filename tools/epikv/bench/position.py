@@ -30,7 +30,7 @@ from epikv.options import Kv
 from epikv.stats import Estimate, bootstrap
 
 # Narrow and long: attention over 4096 tokens weighs enough for `full` to show it.
-SHAPE = {
+SHAPE: harness.Shape = {
     "hidden": 512,
     "layers": 8,
     "heads": 8,
@@ -150,17 +150,21 @@ def _run(
     for begin, end in edges:
         pages = []
         for mark in (begin, end):
-            wait_until(lambda at=mark: stream.tokens >= at, [stream], "a stream")
+            wait_until(
+                lambda: stream.tokens >= mark,  # noqa: B023  asked at once
+                [stream],
+                "a stream",
+            )
             pages.append(served.page())
         added = pages[1] - pages[0]
         steps = added.value("epikv_step_seconds_count", phase="decode")
         cpu.append(added.value("epikv_engine_cpu_seconds_total") / steps)
     stream.join()
-    if kv.policy != "full" and not stream.summary.kv.rounds:
+    if kv.policy != "full" and not stream.usage.rounds:
         raise click.ClickException(f"{kv.policy} has not evicted")
     gaps = [_gaps(stream.arrivals[begin:end]) for begin, end in edges]
     paces = [Pace(median(g), quantiles(g, n=10)[0], c) for g, c in zip(gaps, cpu, strict=True)]
-    return paces, stream.summary.kv.peak_bytes / stream.accepted.kv.reserved_bytes
+    return paces, stream.usage.peak_bytes / stream.reserved_bytes
 
 
 def _gaps(arrivals: Sequence[float]) -> list[float]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from epikv.bench.resident import forget_peak, resident
+
+if TYPE_CHECKING:
+    from epikv.bench.harness import Shape
+
+Scores = Tensor | list[Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ WAYS = MappingProxyType(
 LAYERS = (0.344, 0.688)  # of whose outputs `hidden` takes the steps, as shares of the depth
 
 
-def load(shape: Mapping[str, int | str]) -> LlamaForCausalLM:
+def load(shape: "Shape") -> LlamaForCausalLM:
     """A model of a bench's SHAPE with random weights, in bfloat16."""
     config = LlamaConfig(
         hidden_size=shape["hidden"],
@@ -60,7 +66,8 @@ def load(shape: Mapping[str, int | str]) -> LlamaForCausalLM:
         eos_token_id=None,
     )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16).eval()  # type: ignore[arg-type]  # their decorator drops self
 
 
 def forward(
@@ -72,7 +79,7 @@ def forward(
         return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **way.returns)
 
 
-def scores(out: CausalLMOutputWithPast, before: list[Tensor] | None) -> object:
+def scores(out: CausalLMOutputWithPast, before: Scores) -> Scores:
     """What a policy of theirs takes from a decode step: the newest query's attention, a mean over
     layers and heads (H2O, RaaS); or how far two layers' outputs moved (EpiKV). before: these."""
     if out.attentions:
@@ -89,6 +96,7 @@ def scores(out: CausalLMOutputWithPast, before: list[Tensor] | None) -> object:
 def filled(model: LlamaForCausalLM, tokens: int) -> DynamicCache:
     """A cache of so many random tokens."""
     config = model.config
+    assert config.num_key_value_heads is not None and config.head_dim is not None  # filled in
     cache = DynamicCache()
     for layer in range(config.num_hidden_layers):
         shape = (2, 1, config.num_key_value_heads, tokens, config.head_dim)
@@ -107,7 +115,7 @@ class Prefill:
     seconds: float
 
 
-def prefill(shape: Mapping[str, int | str], way: Way, tokens: int) -> Prefill:
+def prefill(shape: "Shape", way: Way, tokens: int) -> Prefill:
     """Measures it in this process, which should do nothing else."""
     torch.set_num_threads(1)
     model = load(shape)

@@ -10,7 +10,7 @@ import grpc
 
 from epikv.client import Client
 from epikv.errors import RpcError
-from epikv.messages import Accepted, Delta, Summary
+from epikv.messages import Accepted, Delta, KvUsage, Summary
 from epikv.options import Kv, Output, Sampling, Stop
 
 _POLL_SECONDS = 0.01
@@ -45,6 +45,18 @@ class Running:
     @property
     def tokens(self) -> int:
         return len(self.arrivals)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Precondition: it is accepted."""
+        assert self.accepted is not None and self.accepted.kv is not None
+        return self.accepted.kv.reserved_bytes
+
+    @property
+    def usage(self) -> KvUsage:
+        """Precondition: it has ended, and was not cancelled."""
+        assert self.summary is not None and self.summary.kv is not None
+        return self.summary.kv
 
     def cancel(self) -> None:
         self._stream.cancel()
