@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from epikv.v1 import errors_pb2
 
@@ -132,9 +132,9 @@ def status_code(number: int) -> grpc.StatusCode:
     return _CODES.get(number, grpc.StatusCode.UNKNOWN)
 
 
-def _details(error: grpc.RpcError) -> dict[str, Message]:
-    """The known details by message name, the last of each kind."""
-    found: dict[str, Message] = {}
+def _details(error: grpc.RpcError) -> dict[str, Any]:
+    """The known details, messages of errors_pb2, by their name; the last of each kind."""
+    found: dict[str, Any] = {}
     for key, value in error.trailing_metadata() or ():
         if key != DETAILS:
             continue

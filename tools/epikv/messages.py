@@ -5,7 +5,7 @@ field means stands in the .proto files; a test holds the two in agreement.
 """
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.json_format import MessageToDict
@@ -13,6 +13,9 @@ from google.protobuf.message import Message
 
 from epikv.errors import RpcError, status_code
 from epikv.options import Experiment, Output, Sampling, Scheduling, Stop
+
+if TYPE_CHECKING:  # descriptors are of one of two implementations
+    from google._upb import _message as upb
 
 
 @dataclass(frozen=True)
@@ -378,18 +381,19 @@ MESSAGES: dict[str, type] = {
 def from_proto(message: Message) -> Any:
     """The dataclass of a message in MESSAGES; of well-known types, their Python value."""
     name = message.DESCRIPTOR.full_name
+    fields: Any = message  # by its name it is known which
     if name == "google.protobuf.Duration":
-        return message.seconds + message.nanos / 1e9
+        return fields.seconds + fields.nanos / 1e9
     if name in ("google.protobuf.Struct", "google.protobuf.Value"):
         return whole(MessageToDict(message))
     if name == "epikv.v1.StringList":
-        return list(message.items)
+        return list(fields.items)
     return MESSAGES[name](
         **{field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
     )
 
 
-def _field(message: Message, field: FieldDescriptor) -> Any:
+def _field(message: Message, field: "FieldDescriptor | upb.FieldDescriptor") -> Any:
     value = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return dict(value)  # of scalars
@@ -400,7 +404,7 @@ def _field(message: Message, field: FieldDescriptor) -> Any:
     return _value(value, field)
 
 
-def _value(value: Any, field: FieldDescriptor) -> Any:
+def _value(value: Any, field: "FieldDescriptor | upb.FieldDescriptor") -> Any:
     if field.message_type is not None:
         return from_proto(value)
     if field.enum_type is not None:
@@ -408,7 +412,7 @@ def _value(value: Any, field: FieldDescriptor) -> Any:
     return value
 
 
-def enum_name(enum: EnumDescriptor, number: int) -> str:
+def enum_name(enum: "EnumDescriptor | upb.EnumDescriptor", number: int) -> str:
     """FINISH_REASON_STOP_TOKEN is "stop_token"; a number this version does not know is itself."""
     if number not in enum.values_by_number:
         return str(number)
@@ -425,7 +429,9 @@ def as_json(message: Message) -> dict[str, Any]:
     return _with_integers(text, message.DESCRIPTOR)
 
 
-def _with_integers(value: dict[str, Any], descriptor: Descriptor) -> dict[str, Any]:
+def _with_integers(
+    value: dict[str, Any], descriptor: "Descriptor | upb.Descriptor"
+) -> dict[str, Any]:
     made = {}
     for name, item in value.items():
         field = descriptor.fields_by_name.get(name)

@@ -48,13 +48,13 @@ class _Benches(click.Group):
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            error.exit_code = 2
+            error.exit_code = 2  # type: ignore[misc]  # click reads it of the instance
             raise
         except (KeyboardInterrupt, click.Abort):
             ctx.exit(INTERRUPTED)
         except (RpcError, OSError, ValueError) as error:
             unmeasured = click.ClickException(_told(error))
-            unmeasured.exit_code = 2
+            unmeasured.exit_code = 2  # type: ignore[misc]  # as above
             raise unmeasured from error
 
 

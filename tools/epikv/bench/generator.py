@@ -252,7 +252,8 @@ class Generator:
         return sample
 
     async def _tell(self, sample: Sample, request_id: str) -> None:
-        """What its answer was worth."""
+        """What its answer was worth, which is known."""
+        assert sample.right is not None
         told = experiment_pb2.RecordOutcomeRequest(
             request_id=request_id, metric=self.outcome, value=float(sample.right)
         )

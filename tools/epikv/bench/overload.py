@@ -96,7 +96,7 @@ def command(
         with Watch(served.address, served.metrics, IDLE_WATCH_SECONDS) as watch:
             harness.say("idle: health checks and scrapes")
             time.sleep(3 * measure)
-        idle = {"probes": probes(watch.readings)}
+        idle: dict[str, Any] = {"probes": probes(watch.readings)}
         idle["median_seconds"] = capacity.idle_median(generator, measure)
         generator.deadline = DEADLINE * idle["median_seconds"]
         found = capacity.measure(generator, measure)

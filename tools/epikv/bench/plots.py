@@ -53,7 +53,7 @@ def _latencies(
     for right in more:
         right.set_ylabel("share of right answers, 95 %")
         right.set_ylim(0, 1.02)
-        for name, shares in judged.items():
+        for name, shares in (judged or {}).items():
             if (share := shares["right"]) is not None:
                 below, above = share["value"] - share["low"], share["high"] - share["value"]
                 right.errorbar(name, share["value"], [[below], [above]], fmt="o", capsize=4)

@@ -178,7 +178,9 @@ def template() -> Path:
         _run("npm", "pack", "--silent", "--pack-destination", str(path.parent), package)
         archive = path.with_suffix(".tgz")
         with tarfile.open(archive) as packed:
-            path.write_bytes(packed.extractfile(_PAGE).read())
+            page = packed.extractfile(_PAGE)
+            assert page is not None  # it is a file
+            path.write_bytes(page.read())
         archive.unlink()
     return path
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -115,7 +115,9 @@ def main() -> None:
         request = health_pb2.HealthCheckRequest()
         check = partial(health.Check, request, timeout=TIMEOUT_SECONDS)
         check(wait_for_ready=True)  # connecting is no part of an answer
-        probes = [(check, keep_health)]
+        probes: list[tuple[Callable[[], Any], Callable[[float, float, Any], None]]] = [
+            (check, keep_health)
+        ]
         if metrics:
             probes.append((partial(fetch, metrics), keep_page))
         threads = [

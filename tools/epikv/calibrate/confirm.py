@@ -137,5 +137,8 @@ def told(outcomes: dict[str, Outcome]) -> dict[str, Any]:
         }
 
     names = list(dict.fromkeys(outcomes[chosen].tasks))
-    by_task = {name: part(lambda o, name=name: o.of(name)) for name in names}
+    by_task = {
+        name: part(lambda o: o.of(name))  # noqa: B023  asked at once
+        for name in names
+    }
     return part(lambda o: o) | ({"tasks": by_task} if len(names) > 1 else {})

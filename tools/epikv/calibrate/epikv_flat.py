@@ -24,6 +24,7 @@ from epikv.calibrate.runs import Runner
 from epikv.calibrate.separation import Case, pooled_correlation
 from epikv.calibrate.traces import Problem, Trace, collect
 from epikv.eval.plan import Task
+from epikv.eval.tasks import Item
 from epikv.export.manifest import Manifest
 
 DECIDE = ("random", "inverse")  # what a pair must beat
@@ -76,7 +77,12 @@ class _Run:
 
     def _collect(self, tasks: Sequence[Task]) -> list[Trace]:
         plan = self.plan
-        problems = [Problem(task.name, item) for task in tasks for item in task.items]
+        problems = [
+            Problem(task.name, item)
+            for task in tasks
+            for item in task.items
+            if isinstance(item, Item)  # all are: Plan has seen to it
+        ]
         book = self._journal("traces", fraction=plan.fraction, most=plan.max_output_tokens)
         traces = collect(self.runner, problems, book, plan.fraction, plan.max_output_tokens)
         self.report.details["tasks"] = {
@@ -121,6 +127,7 @@ class _Run:
 
     def _try(self, tasks: Sequence[Task]) -> Pair:
         """The accepted pair with which most parts of answers are right."""
+        assert self.report.search is not None  # it comes first
         plan, pairs = self.plan, self.report.search.pairs
         over = [
             flat(f"layers {p.a}, {p.b}, sign {p.sign:+d}", p.a, p.b, p.sign, plan.rule.window)
@@ -137,6 +144,7 @@ class _Run:
     def _confirm(self, tasks: Sequence[Task]) -> None:
         """Holds the chosen pair against its inverse and others, at every fraction."""
         plan = self.plan
+        assert self.report.chosen is not None  # it comes first
         over = arms(self.report.chosen, len(self.manifest.layers), plan.rule.window)
         found = run(
             self.runner,

@@ -1,6 +1,7 @@
 """What a search for layers goes by and what it finds. Intervals are 95 %, over traces."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from epikv.stats import Estimate
 
@@ -69,8 +70,8 @@ class Search:
     pairs: list[Pair]  # best first
     rejected_bands: list[Band]
     rejected_pairs: list[Pair]
-    layers: list[dict[str, object]]  # of every layer but the last: what was measured
-    every_pair: list[dict[str, object]]  # with both signs, on all traces, best first
+    layers: list[dict[str, Any]]  # of every layer but the last: what was measured
+    every_pair: list[dict[str, Any]]  # with both signs, on all traces, best first
     threshold: float  # standard deviations of chance that a finding must be away from it
     best_p: float  # corrected, of the layer or pair that stood out most
 

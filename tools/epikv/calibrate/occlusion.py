@@ -48,6 +48,7 @@ class Vocabulary:
         that one, repeated. Raises ValueError where there is no such token.
         """
         draw = np.random.default_rng([seed, start])
+        token: int | None
         match kind:
             case "randmulti":
                 return draw.choice(

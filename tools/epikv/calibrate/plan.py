@@ -98,6 +98,7 @@ class Report:
     def calibration(self) -> Calibration:
         """The block for the model file, of a confirmed choice."""
         pair, label = self.chosen, self.plan.labels[0]
+        assert pair is not None and self.search is not None
         return Calibration(
             policy=POLICY,
             layer_a=pair.a,

@@ -80,7 +80,8 @@ def measure(cases: Sequence[Case], window: int) -> Measured:
 
 def by_chance(cases: Sequence[Case], window: int, turns: int, seed: int) -> Chance:
     draw = np.random.default_rng(seed)
-    z_sum, recall_sum = 0.0, 0.0
+    z_sum: Floats | float = 0.0
+    recall_sum: Floats | float = 0.0
     for case in cases:
         of = values(case, window)
         kept = _kept_by_sign(of["pair"], case.keep)

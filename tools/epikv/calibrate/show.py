@@ -35,6 +35,7 @@ def show(report: Report) -> None:
         out.print(f"not calibrated: {report.refusal}")
         return
     pair = report.chosen
+    assert pair is not None  # else there is a refusal
     out.print(
         f"layers {pair.a} and {pair.b}, sign {pair.sign:+d}, window {report.plan.rule.window}"
     )

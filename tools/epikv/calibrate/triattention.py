@@ -29,8 +29,9 @@ def measure(
     def watch(layer: int, queries: Tensor) -> None:
         pairs = as_pairs(queries, manifest.ropes[manifest.layers[layer].rope])
         total, length = pairs.sum(0), pairs.abs().sum(0)
-        sums[layer] = total if sums[layer] is None else sums[layer] + total
-        lengths[layer] = length if lengths[layer] is None else lengths[layer] + length
+        sum_so_far, length_so_far = sums[layer], lengths[layer]
+        sums[layer] = total if sum_so_far is None else sum_so_far + total
+        lengths[layer] = length if length_so_far is None else length_so_far + length
 
     for text in texts:
         cache = KvCache.empty(manifest)

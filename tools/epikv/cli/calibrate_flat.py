@@ -184,8 +184,9 @@ def _served(
 ) -> Iterator[tuple[Client, Model]]:
     """The daemon at `server`, if it serves these weights, or one of our own."""
     own = [f"--max_running_requests={at_once}", *(f"--{flag.removeprefix('--')}" for flag in flags)]
-    where = {"server": server, "metrics": None, "binary": binary, "needs_metrics": False}
-    with harness.serving(lambda: model, own, **where) as served:
+    with harness.serving(
+        lambda: model, own, server=server, metrics=None, binary=binary, needs_metrics=False
+    ) as served:
         found = {each.name: each for each in served.client.models()}
         if manifest.name not in found:
             raise click.ClickException(f"{server} serves {', '.join(found)}, not {manifest.name}")

@@ -245,8 +245,15 @@ def _served(
         named = {text.partition(":")[0] for text in wanted}
         found = models.artefacts(model_dir, models.CALIBRATED if "all" in named else named)
         own += [f"--artefact_dir={found}"] if found else []
+
+    def to_serve() -> Path:
+        if model is not None:
+            return model
+        assert model_dir is not None  # else there is a server
+        return models.exported(model_dir)
+
     with harness.serving(
-        lambda: model or models.exported(model_dir),
+        to_serve,
         [*own, *(f"--{flag.removeprefix('--')}" for flag in flags)],
         server=server,
         metrics=None,

@@ -220,16 +220,15 @@ def _metric(report: ExperimentReport, metric: MetricReport, title: str) -> None:
         for row in reading.rows(report, analysis):
             if not row.value.observations:
                 continue
-            effect = row.effect
-            compared = effect is not None and effect.HasField("difference")
+            effect = row.effect if row.effect and row.effect.HasField("difference") else None
             table.add_row(
                 Text(f"  {_arm_name(row.arm, row.is_control)}"),
                 figures.count(row.value.units),
                 f"{how.value(row.value.mean)}\n{how.interval(row.value.interval)}",
                 f"{how.difference(effect.difference)}\n{how.difference_interval(effect.interval)}"
-                if compared
+                if effect
                 else "",
-                f"{figures.lift(effect)}\n{figures.lift_interval(effect)}" if compared else "",
+                f"{figures.lift(effect)}\n{figures.lift_interval(effect)}" if effect else "",
                 _verdict(reading.row_verdict(report, metric, row)),
             )
     _out.print(table)
@@ -246,15 +245,14 @@ def _compact(report: ExperimentReport, metrics: Sequence[MetricReport]) -> None:
         rows = reading.rows(report, metric.all)
         control = next((row for row in rows if row.is_control), None)
         for place, row in enumerate(row for row in rows if not row.is_control):
-            effect = row.effect
-            compared = effect is not None and effect.HasField("difference")
+            effect = row.effect if row.effect and row.effect.HasField("difference") else None
             table.add_row(
                 metric.metric.name if place == 0 else "",
                 *([row.arm] if several else []),
                 _mean(row, how),
                 _mean(control, how),
                 f"{how.difference(effect.difference)}\n{how.difference_interval(effect.interval)}"
-                if compared
+                if effect
                 else "",
                 _verdict(reading.row_verdict(report, metric, row)),
             )

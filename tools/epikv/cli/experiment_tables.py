@@ -98,7 +98,9 @@ def _of_metric(metric: Metric) -> tuple[str, str, str]:
 
 
 def _word(message: Message, field: str) -> str:
-    return enum_name(message.DESCRIPTOR.fields_by_name[field].enum_type, getattr(message, field))
+    enum = message.DESCRIPTOR.fields_by_name[field].enum_type
+    assert enum is not None  # of these fields there is one
+    return enum_name(enum, getattr(message, field))
 
 
 def _time(experiment: Experiment, field: str) -> str:

@@ -73,7 +73,7 @@ def command(
     for name in () if as_json else _IN_JSON:
         if given[name]:
             raise click.UsageError(f"--{name.replace('_', '-')} shows with --json alone")
-    arguments = {
+    arguments: dict[str, Any] = {
         "kv": options.take_kv(given),
         "scheduling": options.take_scheduling(given),
         "experiment": options.take_experiment(given),
@@ -118,7 +118,8 @@ def _print_json(stream: Stream) -> None:
 
 def _print_text(stream: Stream) -> None:
     """Of several completions, each is printed when it has ended."""
-    several, texts = False, {}
+    several = False
+    texts: dict[int, str] = {}
     for event in stream:
         match event:
             case Accepted():

@@ -13,7 +13,6 @@ from epikv.options import (
     PRIORITIES,
     Experiment,
     Kv,
-    Prompt,
     Sampling,
     Scheduling,
     parse_budget,
@@ -258,7 +257,7 @@ def read_text(file: Path | None) -> str | None:
         raise click.UsageError(f"{file} is not text in UTF-8: {error}") from None
 
 
-def read_prompt(text: str | None, file: Path | None, ids: bool) -> Prompt:
+def read_prompt(text: str | None, file: Path | None, ids: bool) -> str | list[int]:
     """The prompt from the argument, the file, or standard input; `ids`: token ids, by spaces."""
     if text is not None and file is not None:
         raise click.UsageError("give the prompt as an argument or with --file, not both")
@@ -266,6 +265,7 @@ def read_prompt(text: str | None, file: Path | None, ids: bool) -> Prompt:
         if file is None and sys.stdin.isatty():
             raise click.UsageError("no prompt: give it as an argument, with --file, or on stdin")
         text = sys.stdin.read() if file is None else read_text(file)
+    assert text is not None  # of a file that is named there is a text
     if not ids:
         return text
     try:

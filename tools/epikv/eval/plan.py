@@ -10,7 +10,7 @@ run with one slack, and each is held against `random` with its own.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def document(
     }
 
 
-def keys(plan: dict[str, Any], items: dict[str, Sequence[str]]) -> Iterator[Key]:
+def keys(plan: dict[str, Any], items: Mapping[str, Sequence[str]]) -> Iterator[Key]:
     """Of every completion of a plan, in the order in which they are run. items: ids, by task."""
     arms = [arm["label"] for arm in plan["arms"]]
     for budget in ("", *plan["budgets"]):

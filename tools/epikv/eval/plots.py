@@ -13,13 +13,13 @@ from epikv.eval.table import protection
 _COLUMNS = 3
 # How arms look, here and in the picture of the sample models (epikv.sample.picture).
 COLOURS = ("tab:blue", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink")
-OTHERS = {"color": "0.82", "linewidth": 0.8, "zorder": 1}
-ANCHORS = {
+OTHERS: dict[str, Any] = {"color": "0.82", "linewidth": 0.8, "zorder": 1}
+ANCHORS: dict[str, dict[str, Any]] = {
     FULL: {"color": "black", "linestyle": "--"},
     ORACLE: {"color": "tab:green", "linestyle": "--"},
     RANDOM: {"color": "0.35", "linestyle": "-"},
 }
-FROZEN_RANDOM = {"color": "0.35", "linestyle": ":"}
+FROZEN_RANDOM: dict[str, Any] = {"color": "0.35", "linestyle": ":"}
 
 Point = tuple[float, float, float, float]  # x, value, low, high
 

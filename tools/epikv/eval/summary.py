@@ -154,7 +154,7 @@ def _length_ratio(mine: Runs, full: Runs) -> float | None:
 
 def _axes(plan: dict[str, Any], rows: Iterable[Row]) -> list[Row]:
     """Of each arm and budget, the mean of what its tasks solved, by axis; where all are there."""
-    wanted = defaultdict(int)
+    wanted: dict[str, int] = defaultdict(int)
     for task in plan["tasks"]:
         wanted[task["axis"]] += 1
     found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))

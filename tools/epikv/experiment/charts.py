@@ -190,9 +190,8 @@ def bins(arms: Sequence[Distribution]) -> list[Bin]:
     """
     edges = [-inf, *arms[0].bounds, inf]
     fine = [
-        Bin(low, high, counts)
+        Bin(low, high, tuple(counts))
         for low, high, *counts in zip(edges, edges[1:], *(arm.counts for arm in arms), strict=False)
-        for counts in [tuple(counts)]
     ]
     held = [i for i, each in enumerate(fine) if any(each.counts)]
     if not held:
@@ -249,8 +248,8 @@ def distribution(
         drawn.append(_path(steps, f"area arm-{arm}", is_closed=True))
         drawn.append(_path(steps, f"line arm-{arm}"))
     drawn.append(element("line", x1=10, x2=_WIDTH - 10, y1=_n(base), y2=_n(base), class_="axis"))
-    for row, (arm, each) in enumerate(arms):
-        outside += _quantiles(frame, base + 10 + 12 * row, each, arm, place, is_log, spans)
+    for line, (arm, each) in enumerate(arms):
+        outside += _quantiles(frame, base + 10 + 12 * line, each, arm, place, is_log, spans)
     return _svg(name, frame, below=drawn, above=outside)
 
 
@@ -295,8 +294,8 @@ def _spans(found: Sequence[Bin], place: Callable[[float], float], is_log: bool) 
             gap = width if each.high <= 0 and is_log else 0  # 0 has no place: apart
             first = following[0] - width - gap
             spans[i] = (first - width, first) if gap else (first, following[0])
-        elif i and spans[i - 1] is not None:
-            spans[i] = (spans[i - 1][1], spans[i - 1][1] + width)
+        elif i and (before := spans[i - 1]) is not None:
+            spans[i] = (before[1], before[1] + width)
         else:
             spans[i] = (0.0, width)
     return [span or (0.0, width) for span in spans]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from types import UnionType
 from typing import TypeVar
 
 import grpc
@@ -45,7 +46,9 @@ class Outcome:
         given = json.loads(text, parse_int=float)
         if not isinstance(given, dict):
             raise ValueError("an outcome is a JSON object")
-        kinds = dict.fromkeys(("request_id", "metric", "time", "key", "tenant"), str)
+        kinds: dict[str, type | UnionType] = dict.fromkeys(
+            ("request_id", "metric", "time", "key", "tenant"), str
+        )
         kinds["value"] = float | bool
         for name, value in given.items():
             if name not in kinds:
@@ -164,8 +167,8 @@ async def record_batch(
         else:
             results.update(zip(pending, replies, strict=True))
             pending = [i for i in pending if _may_pass(results[i])]
-            hints = [results[i].retry_delay for i in pending if results[i].retry_delay is not None]
-            codes = {results[i].error.code for i in pending}
+            hints = [hint for i in pending if (hint := results[i].retry_delay) is not None]
+            codes = {refused.code for i in pending if (refused := results[i].error) is not None}
             delay = tries.delay(codes, max(hints, default=None))
             if delay is None:
                 break

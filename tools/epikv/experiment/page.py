@@ -11,6 +11,7 @@ from importlib import resources
 
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from epikv.experiment import charts, figures, meaning, reading
 from epikv.experiment.figures import Scale
@@ -236,15 +237,15 @@ def _arms(report: ExperimentReport) -> Iterator[Html]:
             _balance(report, "exposed_units", f"exposed {units}"),
         )
         yield element("div", *plots, class_="plots")
-    told = [
+    items = [
         element("li", _span(name, count, figures.count(count)), f" {what}")
         for name, what, count in reading.left_out(report)
     ]
     yield element("h3", "Requests left out of every analysis")
-    yield element("ul", *told)
+    yield element("ul", *items)
 
 
-def _sets(kv: object) -> str:
+def _sets(kv: Message) -> str:
     told = whole(MessageToDict(kv, preserving_proto_field_name=True))
     named = (f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in told.items())
     return ", ".join(named) or "the request as it came"
@@ -358,7 +359,9 @@ def _effect_row(
     else:
         cells.append(element("td", "no data yet"))
     cells.append(_lift(path, effect))
-    basis = enum_name(effect.DESCRIPTOR.fields_by_name["basis"].enum_type, effect.basis)
+    enum = effect.DESCRIPTOR.fields_by_name["basis"].enum_type
+    assert enum is not None  # of this field there is one
+    basis = enum_name(enum, effect.basis)
     more = element("small", basis, data_figure=f"{path}/basis", data_value=basis)
     chip = _chip(f"{path}/verdict", told)
     cells.append(element("td", chip, "" if basis == "too_early" else more, class_="text"))
@@ -559,11 +562,11 @@ def _distribution(report: ExperimentReport, name: str, confounded: bool) -> Html
     title = f"{name}: shares of {counted} by value, by arm"
     drawn = [charts.distribution(title, arms, found, unit)] if found else []
     steps = []
-    for each in found:
-        upper = f"up to {charts.with_measure(float(f'{each.high:.4g}'), unit)}"
-        below = f"over {charts.with_measure(float(f'{each.low:.4g}'), unit)}"
-        cells = [element("th", below if each.high == float("inf") else upper, scope="row")]
-        steps.append([*cells, *(element("td", figures.count(n)) for n in each.counts)])
+    for part in found:
+        upper = f"up to {charts.with_measure(float(f'{part.high:.4g}'), unit)}"
+        below = f"over {charts.with_measure(float(f'{part.low:.4g}'), unit)}"
+        cells = [element("th", below if part.high == float("inf") else upper, scope="row")]
+        steps.append([*cells, *(element("td", figures.count(n)) for n in part.counts)])
     return element(
         "figure",
         element("figcaption", element("b", name), ", confounded" if confounded else ""),

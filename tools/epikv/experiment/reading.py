@@ -87,6 +87,7 @@ NOTHING_YET = Verdict("no data yet", "early")
 
 def verdict(message: Effect | GuardrailReport) -> Verdict:
     enum = message.DESCRIPTOR.fields_by_name["verdict"].enum_type
+    assert enum is not None  # of this field there is one
     word = enum_name(enum, message.verdict).replace("_", " ")
     return Verdict(word, _TONES.get(word, "early"))
 
@@ -312,6 +313,7 @@ UNEXPOSED = (
 
 def _decision(report: ExperimentReport, metric: MetricReport, row: Row) -> Sentence:
     effect = row.effect
+    assert effect is not None  # asked of rows that have one
     found, how = verdict(effect), scale(metric)
     name, control = metric.metric.name, control_of(report)
     if metric.confounded:

@@ -86,6 +86,7 @@ def _find(archive: zipfile.ZipFile, record: str) -> str | None:
 
 def _aligned(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> zipfile.ZipInfo:
     """With an extra field so long that the bytes begin at the alignment, as torch does it."""
+    assert archive.fp is not None  # it is open
     header = archive.fp.tell() + 30 + len(record.filename.encode()) + 4
     record.extra = struct.pack("<2sH", b"FB", -header % _ALIGNMENT) + b"Z" * (-header % _ALIGNMENT)
     return record

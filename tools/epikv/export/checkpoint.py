@@ -140,7 +140,9 @@ def read(
         bos=bos,
         eos=eos,
         sampling=sampling_of(generation),
-        calibration=calibration and _read_calibration(calibration, config.num_hidden_layers),
+        calibration=None
+        if calibration is None
+        else _read_calibration(calibration, config.num_hidden_layers),
     )
 
 
@@ -169,7 +171,7 @@ def read_config(path: Path) -> tuple[str, PreTrainedConfig]:
 
 def _check_architecture(raw: dict[str, Any]) -> str:
     _check_off(raw)
-    architectures = raw.get("architectures")
+    architectures: Any = raw.get("architectures")
     known = isinstance(architectures, list) and len(architectures) == 1
     if not known or architectures[0] not in FAMILIES:
         raise ExportError(

@@ -1,5 +1,7 @@
 """Checks a scripted module's graph against the model contract, as the daemon does at load."""
 
+from typing import Any
+
 import torch
 
 _OPERATORS = ("epikv::block", "epikv::attention")
@@ -11,7 +13,7 @@ def violations(module: torch.jit.ScriptModule, num_layers: int) -> list[str]:
     Reads the inlined graph before freezing: freezing merges equal calls of `block`, deletes
     unused ones, and so would hide a broken module.
     """
-    graph = module.inlined_graph
+    graph: Any = module.inlined_graph  # its stubs lack findAllNodes
     found = _signature(graph)
     calls = []
     for node in graph.findAllNodes("prim::fork"):
@@ -52,4 +54,4 @@ def _signature(graph: torch.Graph) -> list[str]:
 
 
 def _where(node: torch.Node) -> str:
-    return node.sourceRange().strip().splitlines()[-1].strip()
+    return str(node.sourceRange()).strip().splitlines()[-1].strip()

@@ -83,7 +83,7 @@ class Family:
         return {name for name in named if name is not None}
 
 
-_GEMMA = {
+_GEMMA: dict[str, Any] = {
     "norms": _BOTH,
     "norm_offset": 1.0,
     "windows": "typed",
@@ -186,7 +186,9 @@ def attention_of(family: Family, config: PreTrainedConfig) -> tuple[list[Rope], 
                 size,
                 scale,
                 output_projection(index),
-                soft_cap=family.attention_cap and getattr(config, family.attention_cap),
+                soft_cap=None
+                if family.attention_cap is None
+                else getattr(config, family.attention_cap),
                 window=_window(family, config, index),
                 rope=ropes.index(rope),
             )

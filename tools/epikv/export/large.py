@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -24,10 +25,14 @@ from epikv.export.synthetic import write_directory
 from epikv.options import Kv, Output, Stop
 from epikv.testing import Daemon
 
-_LLAMA = {"max_position_embeddings": 131072, "rope_theta": 500000.0, "vocab_size": 128256}
+_LLAMA: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
 # Of config.json: as meta-llama/Llama-3.1-8B and Llama-3.2-1B have them; the first with half of its
 # layers; and one for tests.
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         **_LLAMA,
         "hidden_size": 4096,
@@ -148,6 +153,8 @@ def serve(model: Path) -> None:
                 timeout=1800,
             )
             summary = result.summary
+            assert summary is not None and summary.kv is not None and summary.timings is not None
+            assert summary.timings.decode is not None  # there were several tokens
             pace = summary.timings.decode / (OUTPUTS - 1)
             click.echo(
                 f"{kv.policy}: {len(result.token_ids)} tokens after {PROMPT}, first after"

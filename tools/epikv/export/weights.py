@@ -77,7 +77,7 @@ class Stored:
         for name in sorted(self._file):
             dtype, shape = self._facts[name]
             digest.update(f"{name} {dtype} {shape}\n".encode())
-            digest.update(self.read(name).contiguous().view(torch.uint8).numpy())
+            digest.update(self.read(name).contiguous().view(torch.uint8).numpy().data)
         return f"sha256:{digest.hexdigest()}"
 
     def _open(self, file: Path) -> safe_open:

@@ -88,8 +88,9 @@ def agree(model: Path, problems: int, family: str, fraction: float) -> None:
     from epikv.sample.model import load
 
     torch.set_num_threads(1)  # the model is too small for more
-    where = {"server": None, "metrics": None, "binary": None}
-    with harness.serving(lambda: exported(model), ["--deterministic=true"], **where) as served:
+    with harness.serving(
+        lambda: exported(model), ["--deterministic=true"], server=None, metrics=None, binary=None
+    ) as served:
         found = run(served.client, load(model), family, problems, fraction)
     for each in found:
         same = each.problems - len(each.different)

@@ -7,9 +7,11 @@ is learned on problems `fit/*`, candidates are chosen on `choose/*`; the judge i
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,7 +137,7 @@ def candidates(model: Llama, fit: int, pair: EpikvFlat | None) -> dict[str, Call
         "probe_sum": lambda: Frozen(_reads(3, probes["sum", 3])),
     }
     for layer in range(LAYERS - 1):
-        found[f"probe_{layer}"] = lambda layer=layer: Frozen(_reads(layer, probes["most", layer]))
+        found[f"probe_{layer}"] = partial(Frozen, _reads(layer, probes["most", layer]))
     best = _reads(3, probes["most", 3])
     return found | {
         "probe_sampled": lambda: Sampled(best, 0.05),
@@ -179,7 +181,7 @@ def measure(folder: Path, fit: int, count: int, fractions: Sequence[float]) -> N
     model = load(folder)
     file = folder / "calibration.json"
     calibration = json.loads(file.read_text()) if file.exists() else {"confirmed": False}
-    layers = calibration.get("layers")
+    layers: Any = calibration.get("layers")
     pair = (
         EpikvFlat(layers["a"], layers["b"], calibration["sign"])
         if calibration["confirmed"]
@@ -255,7 +257,7 @@ def _afar(model: Llama, task: Problem) -> tuple[Tensor, Tensor]:
         getattr(block.self_attn, name).register_forward_hook(
             lambda module, inputs, out, key=(layer, name): projected.__setitem__(key, out)
         )
-        for layer, block in enumerate(model.model["layers"])
+        for layer, block in enumerate(model.model["layers"].children())
         for name in ("q_proj", "k_proj")
     ]
     taps = Taps([])

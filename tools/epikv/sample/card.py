@@ -233,7 +233,7 @@ def _axes() -> str:
     axes = (Axis.REASONING, Axis.RECALL)
     heads = [f"{seed} {a}" for seed in by_seed for a in axes]
     lines = [_row("policy", *heads), _row(*["---"] * (len(heads) + 1))]
-    counts = {}
+    counts: dict[Axis, int] = {}
     for arm in (None, *OTHERS):
         cells = []
         for seed, found in by_seed.items():
@@ -258,7 +258,7 @@ def _candidates() -> str:
     axes = (Axis.REASONING, Axis.RECALL)
     heads = [f"{a} {fraction:.0%}" for a in axes for fraction in fractions]
     lines = [_row("candidate", *heads), _row(*["---"] * (len(heads) + 1))]
-    counts = {}
+    counts: dict[Axis, int] = {}
     for name in dict.fromkeys(row["candidate"] for row in rows):
         cells = []
         for a in axes:

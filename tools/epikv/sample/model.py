@@ -134,6 +134,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
+    rope: Tensor  # [2, positions, D]
+
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.ModuleDict(
@@ -161,7 +163,7 @@ class Llama(nn.Module):
         start = 0 if cache is None else cache.length
         rope = self.rope[:, start : start + tokens.shape[1]]
         x = self.model["embed_tokens"](tokens)
-        for block in self.model["layers"]:
+        for block in self.model["layers"].children():
             x = block(x, rope, mask, cache, taps)
             if taps is not None:
                 taps.residuals.append(x)

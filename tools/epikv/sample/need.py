@@ -43,7 +43,7 @@ class Need:
         return [
             i
             for i, token in enumerate(task.trace_tokens)
-            if token.role in self.roles and last.get(token.name, -1) - i >= window
+            if token.role in self.roles and last.get(token.name or "", -1) - i >= window
         ]
 
 
@@ -56,7 +56,10 @@ def measure(model: Llama, family: str, count: int, fraction: float = 0.5) -> Nee
 
     used = {token.role for task in tasks for token in task.trace_tokens}
     full = accuracy(lambda role: False)
-    without = {role: accuracy(lambda other, role=role: other == role) for role in sorted(used)}
+    without = {
+        role: accuracy(lambda other: other == role)  # noqa: B023  asked at once
+        for role in sorted(used)
+    }
     roles = {role for role, rate in without.items() if full - rate >= HURTS}
     only: dict[str, float] = {}
 

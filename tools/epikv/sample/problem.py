@@ -67,7 +67,7 @@ class Problem:
     def last_read(self) -> dict[str, int]:
         """Trace index at which each name's value is quoted for the last time."""
         readers = (Role.OPERAND, Role.ANSWER)
-        return {t.name: i for i, t in enumerate(self.trace_tokens) if t.role in readers}
+        return {t.name: i for i, t in enumerate(self.trace_tokens) if t.name and t.role in readers}
 
     def correct(self, generated: str) -> list[bool]:
         """Which asked names a completion answers rightly, scored by name, not by position."""

@@ -147,6 +147,7 @@ def run(
         token = logits[:, -1].argmax(-1)
         if scorer is not None:
             residuals = torch.stack(taps.residuals)[:, :, 0]
+            assert taps.attention is not None  # of a decode step there is one
             scores = scorer.score(t, residuals, taps.attention[:, prompt:])
             evict_one(cache.visible[:, : cache.length], scores, limits, protected)
     return [_until_eos(ids) for ids in torch.stack(generated, 1).tolist()]

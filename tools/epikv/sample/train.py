@@ -80,7 +80,7 @@ class Run:
         self.stage, self.step, self.tokens = "recall", 0, 0
         self.lines = {name: family.first for name, family in FAMILIES.items()}
         self.recalls = False
-        self.hits: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self.hits: dict[str, list[float]] = defaultdict(lambda: [0, 0])
         self._new_optimizers()
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "state.pt").exists():

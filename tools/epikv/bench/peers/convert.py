@@ -78,8 +78,7 @@ def epikv(checkpoint: Path, dtype: str, quantization: str | None) -> Path:
     path = harness.cached(f"peers-{checkpoint.name}-{weights}", {"checkpoint": checkpoint.name})
     if not path.exists():
         harness.say(f"exporting {path.name}")
-        how = {"dtype": dtype, "quantization": quantization}
-        export(checkpoint, path, **how, name="peers", check=False)
+        export(checkpoint, path, dtype=dtype, quantization=quantization, name="peers", check=False)
     return path
 
 

@@ -87,6 +87,8 @@ class Runner:
             text=True,
             process_group=0,
         )
+        assert self._process.stdin is not None and self._process.stdout is not None  # pipes
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         try:
             self.settings = self._answer(LOAD_SECONDS)["ready"]
         except BaseException:
@@ -95,8 +97,8 @@ class Runner:
 
     def run(self, job: Job, limit: float) -> Reply:
         try:
-            self._process.stdin.write(json.dumps({"prompts": job.prompts, "new": job.new}) + "\n")
-            self._process.stdin.flush()
+            self._stdin.write(json.dumps({"prompts": job.prompts, "new": job.new}) + "\n")
+            self._stdin.flush()
         except BrokenPipeError as error:
             raise Refused(self._end()) from error
         reply = Reply(**self._answer(limit))
@@ -117,8 +119,8 @@ class Runner:
         self._kill()
         self._process.wait()
         with suppress(BrokenPipeError):  # a job that it did not live to read
-            self._process.stdin.close()
-        self._process.stdout.close()
+            self._stdin.close()
+        self._stdout.close()
         self._errors.close()
 
     def _kill(self) -> None:
@@ -135,7 +137,7 @@ class Runner:
         timer = threading.Timer(limit, end)
         timer.start()
         try:
-            line = self._process.stdout.readline()
+            line = self._stdout.readline()
         finally:
             timer.cancel()
         if late.is_set():
@@ -187,7 +189,7 @@ class Epikvd:
             raise Refused(f"its metrics do not say what it holds: {', '.join(untold)}")
         self.held_bytes = sum(held.values())
         held["resident_at_start"] = resident(daemon.pid)  # of LibTorch's own as well
-        self.settings = {**flags, "bytes": held}
+        self.settings: Mapping[str, Any] = {**flags, "bytes": held}
 
     def run(self, job: Job, limit: float) -> Reply:
         try:

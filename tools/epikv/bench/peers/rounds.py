@@ -43,7 +43,7 @@ class Results:
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # of arms, by threads
     idle: dict[str, float] = field(default_factory=dict)  # most share of a core used while idle
     # Of our own, by threads and arm, in the memory cell: bytes that it is to hold.
-    held: dict[tuple[int, str], int] = field(default_factory=dict)
+    held: dict[tuple[int, str], float] = field(default_factory=dict)
     agreed: dict[str, Agreement] = field(default_factory=dict)
 
 

@@ -8,12 +8,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import jinja2
 from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
 from epikv.export.chat.format import Message, Now, Refusal
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 STEPS = 1_000_000  # lines of the compiled template, of one rendering
 _THINKING = ("enable_thinking", "thinking")  # variables by which templates are told
@@ -89,14 +93,14 @@ class Template:
 def _bounded(render: Callable[[], str]) -> str:
     left = STEPS
 
-    def step(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
+    def step(frame: FrameType, event: str, argument: object) -> "TraceFunction":
         nonlocal left
         left -= 1
         if left < 0:
             raise Refusal(f"the template does not end within {STEPS} steps")
         return step
 
-    def enter(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
+    def enter(frame: FrameType, event: str, argument: object) -> "TraceFunction | None":
         return step if frame.f_code.co_filename == "<template>" else None
 
     previous = sys.gettrace()

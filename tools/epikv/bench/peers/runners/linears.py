@@ -50,15 +50,17 @@ def _program(config: Mapping[str, Any]) -> tuple[Step, Mapping[str, Any]]:
         text=True,
         bufsize=1,
     )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None  # pipes
+    stdin, stdout = process.stdin, process.stdout
 
     def answer() -> str:
-        line = process.stdout.readline()
+        line = stdout.readline()
         if not line:
             raise RuntimeError(f"{config['program']} ended with status {process.wait()}")
         return line.strip()
 
     def step(rows: int, wanted: int) -> None:
-        process.stdin.write(f"{rows} {wanted}\n")
+        stdin.write(f"{rows} {wanted}\n")
         answer()
 
     return step, {"kernels": answer()}

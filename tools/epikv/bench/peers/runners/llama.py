@@ -107,7 +107,7 @@ class _Batch:
         for place, stream in self._asking:
             logits = ll.llama_get_logits_ith(self._context, place)
             pointer = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
-            self._add(stream, np.ctypeslib.as_array(pointer, (self._vocabulary,)).argmax())
+            self._add(stream, int(np.ctypeslib.as_array(pointer, (self._vocabulary,)).argmax()))
         self._asking.clear()
         self._batch.n_tokens = 0
 
