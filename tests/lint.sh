@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Format and lint of everything that is tracked: clang-format for C++, ruff for Python. A part of run.sh.
+# Format and lint of everything that is tracked: clang-format for C++, ruff for Python; and the types of
+# tools/epikv, by mypy. A part of run.sh.
 #
 #   lint.sh          says what is wrong; exits 1 if anything is
 #   lint.sh --fix    mends what the tools can mend
@@ -16,4 +17,5 @@ else
   cpp --dry-run --Werror
   python check
   python format --check
+  (cd tools && "$tools/mypy" --no-error-summary)
 fi
