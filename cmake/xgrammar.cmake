@@ -139,9 +139,9 @@ if(NOT _unpacked STREQUAL "${_edits}${_archive}")
       }
       SNPRINTF(")
 
-  # What grammars of a few bytes can make grow without bound is counted: runtime/grammar_work.h.
+  # What grammars of a few bytes can make grow without bound is counted: runtime/constraints/grammar_work.h.
   edit_xgrammar(support/logging.h "#include \"cpptrace.h\""
-    "#include \"runtime/grammar_work.h\"\n#include \"cpptrace.h\"")
+    "#include \"runtime/constraints/grammar_work.h\"\n#include \"cpptrace.h\"")
   edit_xgrammar(grammar_builder.cc "// Offsets into grammar_expr_data_ are stored as int32."
     "epikv::SpendGrammarWork(1 + grammar_expr.data_len);")
   edit_xgrammar(fsm.cc "  int AddState() {\n" "  int AddState() {\n    epikv::SpendGrammarWork(1);\n")
@@ -173,7 +173,7 @@ endif()
 
 file(GLOB_RECURSE _sources ${_xgrammar}/cpp/*.cc)
 list(FILTER _sources EXCLUDE REGEX "/cpp/tvm_ffi/")
-add_library(xgrammar STATIC ${_sources} ${PROJECT_SOURCE_DIR}/runtime/grammar_work.cc)
+add_library(xgrammar STATIC ${_sources} ${PROJECT_SOURCE_DIR}/runtime/constraints/grammar_work.cc)
 # Its own standard: in C++20 it is none to clang 14.
 set_target_properties(xgrammar PROPERTIES CXX_STANDARD 17)
 target_include_directories(xgrammar SYSTEM

@@ -9,9 +9,9 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "policies/spec.h"
-#include "runtime/kv_format.h"
-#include "runtime/manifest.h"
-#include "runtime/step_executor.h"
+#include "runtime/kernels/kv_format.h"
+#include "runtime/model/manifest.h"
+#include "runtime/step/step_executor.h"
 
 // Where torch begins: the one door from the server to what includes it.
 

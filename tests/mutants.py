@@ -31,7 +31,7 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "tap of the wrong layer",
-        "runtime/executor.cc",
+        "runtime/executor/executor.cc",
         "taps_[layers[place]].push_back",
         "taps_[layers[place] > 0 ? layers[place] - 1 : 1].push_back",
         "laws_test",
@@ -39,7 +39,7 @@ MUTANTS = [
     ),
     Mutant(
         "the mass of every layer in the place of the first",
-        "runtime/executor.cc",
+        "runtime/executor/executor.cc",
         "shape, mass_rows_.layer(layer));",
         "shape, mass_rows_.layer(0));",
         "laws_test",
@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     Mutant(
         "a column not moved",
-        "runtime/sequence_cache.cc",
+        "runtime/kv/sequence_cache.cc",
         "    for (auto& column : columns_) column[hole] = column[tail];\n",
         "",
         "laws_test",
@@ -79,7 +79,7 @@ MUTANTS = [
     ),
     Mutant(
         "values stay when keys move",
-        "runtime/kv_pool.cc",
+        "runtime/kv/kv_pool.cc",
         "    std::memmove(values_ + c.to * value_bytes_, values_ + c.from * value_bytes_,\n"
         "                 c.count * value_bytes_);\n",
         "",
@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     Mutant(
         "the hole is never filled",
-        "runtime/sequence_cache.h",
+        "runtime/kv/sequence_cache.h",
         "int64_t NextSlot() const { return hole_.value_or(used_); }",
         "int64_t NextSlot() const { return used_; }",
         "laws_test",
@@ -96,7 +96,7 @@ MUTANTS = [
     ),
     Mutant(
         "compact keeps the true index",
-        "runtime/sequence_cache.cc",
+        "runtime/kv/sequence_cache.cc",
         "? index : tables_[table].live();",
         "? index : index;",
         "laws_test",
@@ -104,7 +104,7 @@ MUTANTS = [
     ),
     Mutant(
         "prompt evicted wherever a step ends",
-        "runtime/engine.cc",
+        "runtime/engine/engine.cc",
         "(end % chunk == 0 || item.ends_prefill)",
         "true",
         "laws_test",
@@ -113,7 +113,7 @@ MUTANTS = [
     Mutant(
         # The very last row of an extent is free between steps.
         "a moved extent leaves its last live row",
-        "runtime/kv_pool.cc",
+        "runtime/kv/kv_pool.cc",
         "c.count * key_bytes_);",
         "(c.count > 2 ? c.count - 2 : c.count) * key_bytes_);",
         "laws_test",
@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "the ledger forgets a release",
-        "runtime/ledger.cc",
+        "runtime/admission/ledger.cc",
         "  reserved_ -= held->second;\n",
         "",
         "ledger_test",
@@ -129,7 +129,7 @@ MUTANTS = [
     ),
     Mutant(
         "a tenant's turn costs nothing",
-        "runtime/queue.cc",
+        "runtime/admission/queue.cc",
         "->saved -= entry.work.tokens;",
         "->saved -= 0;",
         "queue_test",
@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     Mutant(
         "who waits does not rise",
-        "runtime/queue.cc",
+        "runtime/admission/queue.cc",
         "    ++risen.in_class;\n",
         "",
         "queue_test",
@@ -145,7 +145,7 @@ MUTANTS = [
     ),
     Mutant(
         "the least wait forgets that those ahead overlap",
-        "runtime/forecast.cc",
+        "runtime/admission/forecast.cc",
         "std::max(bounds.least, seconds - longest)",
         "std::max(bounds.least, seconds - 0 * longest)",
         "engine_test",
@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "missed deadlines teach nothing",
-        "runtime/engine.cc",
+        "runtime/engine/engine.cc",
         "pace_.missing() && running()",
         "false && running()",
         "overload_test",
@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant(
         "all who are refused come back at once",
-        "runtime/forecast.cc",
+        "runtime/admission/forecast.cc",
         "  refused_ += work;\n",
         "  refused_ = work;\n",
         "overload_test",
@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         "int8 rows are rounded towards zero",
-        "runtime/kv_format.cc",
+        "runtime/kernels/kv_format.cc",
         "std::rint(Load(in + i) / scale)",
         "std::trunc(Load(in + i) / scale)",
         "kv_format_test",
@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "V's scales are K's",
-        "runtime/attend_avx512.cc",
+        "runtime/kernels/attend_avx512.cc",
         "value_scales.Read(values, value_bytes, count, dv);",
         "value_scales = key_scales;",
         "attention_kernels_test",
@@ -185,7 +185,7 @@ MUTANTS = [
     ),
     Mutant(
         "admission counts int8 rows as the model's",
-        "runtime/admission.h",
+        "runtime/admission/admission.h",
         "return {manifest_.dtype, limits_.kv_dtype};",
         "return {manifest_.dtype, KvDType::kModel};",
         "admission_test",
@@ -193,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "one row too many joins the past",
-        "runtime/attention.cc",
+        "runtime/step/attention.cc",
         "const int64_t past = group.used - item.num_rows;",
         "const int64_t past = std::max<int64_t>(0, group.used - item.num_rows - 1);",
         "laws_test",
@@ -398,7 +398,7 @@ MUTANTS = [
     ),
     Mutant(
         "requests of callers that were not admitted",
-        "server/call_scope.h",
+        "server/call/call_scope.h",
         "if (std::optional<grpc::Status> refusal = Admit()) return *std::move(refusal);",
         "Admit();",
         "auth_test",
@@ -406,7 +406,7 @@ MUTANTS = [
     ),
     Mutant(
         "tokens that only begin alike",
-        "server/tokens.cc",
+        "server/call/tokens.cc",
         "entry.digest.data(), digest.size()) == 0",
         "entry.digest.data(), 0) == 0",
         "tokens_test",
@@ -414,7 +414,7 @@ MUTANTS = [
     ),
     Mutant(
         "clients without a certificate",
-        "server/tls.cc",
+        "server/port/tls.cc",
         "GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY",
         "GRPC_SSL_REQUEST_CLIENT_CERTIFICATE_AND_VERIFY",
         "tls_test",
@@ -422,7 +422,7 @@ MUTANTS = [
     ),
     Mutant(
         "access log that does not follow its path",
-        "server/access_log.cc",
+        "server/call/access_log.cc",
         "    sink_->FollowPath();\n",
         "",
         "access_log_test",
@@ -430,7 +430,7 @@ MUTANTS = [
     ),
     Mutant(
         "typical is likely",
-        "runtime/sampler.cc",
+        "runtime/sampling/sampler.cc",
         "s.distance = std::abs(s.distance - entropy);",
         "s.distance = std::abs(s.distance);",
         "sampler_test",
@@ -438,7 +438,7 @@ MUTANTS = [
     ),
     Mutant(
         "the prompt may be repeated",
-        "runtime/sampler.cc",
+        "runtime/sampling/sampler.cc",
         "{draw.prompt, draw.outputs}",
         "{draw.outputs, draw.outputs}",
         "sampler_test",
@@ -446,7 +446,7 @@ MUTANTS = [
     ),
     Mutant(
         "a mask that leaves nothing",
-        "runtime/sampler.cc",
+        "runtime/sampling/sampler.cc",
         "if (!peak.ok() && !draw.masked.empty()) {",
         "if (!peak.ok() && draw.masked.empty()) {",
         "sampler_test",
@@ -454,7 +454,7 @@ MUTANTS = [
     ),
     Mutant(
         "an end one token early",
-        "runtime/engine.cc",
+        "runtime/engine/engine.cc",
         "if (s.num_outputs < s.request.min_output_tokens)",
         "if (s.num_outputs + 1 < s.request.min_output_tokens)",
         "engine_test",
@@ -462,7 +462,7 @@ MUTANTS = [
     ),
     Mutant(
         "a stop string inside another's end",
-        "runtime/text_stream.h",
+        "runtime/text/text_stream.h",
         "matched_ = borders_[matched_];",
         "matched_ = 0;",
         "text_stream_test",
@@ -470,7 +470,7 @@ MUTANTS = [
     ),
     Mutant(
         "prompt log-probabilities of the row before",
-        "runtime/executor.cc",
+        "runtime/executor/executor.cc",
         "LogprobsOf(LogitsOf(item, row), request.prompt[prompt.first + row],",
         "LogprobsOf(LogitsOf(item, std::max<int64_t>(row, 1) - 1), request.prompt[prompt.first + row],",
         "laws_test",
@@ -478,7 +478,7 @@ MUTANTS = [
     ),
     Mutant(
         "logits of a prompt not reserved",
-        "runtime/admission.cc",
+        "runtime/admission/admission.cc",
         "request_.demand.prefill_bytes += PromptLogitBytes();",
         "request_.demand.prefill_bytes += 0 * PromptLogitBytes();",
         "admission_test",
@@ -486,7 +486,7 @@ MUTANTS = [
     ),
     Mutant(
         "prefixes of all salts are one",
-        "runtime/prefix_tree.cc",
+        "runtime/kv/prefix_tree.cc",
         'parent == kNone ? std::string(salt) : ""',
         "std::string()",
         "prefix_tree_test",
@@ -494,7 +494,7 @@ MUTANTS = [
     ),
     Mutant(
         "the wait for cores is no part of the pace",
-        "runtime/engine.cc",
+        "runtime/engine/engine.cc",
         "pace_.OnStep(waited + (now_() - begin),",
         "pace_.OnStep(now_() - begin,",
         "engine_test",
@@ -502,7 +502,7 @@ MUTANTS = [
     ),
     Mutant(
         "what is dropped from the queue is told nothing",
-        "runtime/engine_thread.cc",
+        "runtime/engine/engine_thread.cc",
         "if (ReasonOf(finished.status) == kDeadlineInfeasible) {",
         "if (false) {",
         "engine_thread_test",
@@ -510,7 +510,7 @@ MUTANTS = [
     ),
     Mutant(
         "memory that pools have reserved is available to others",
-        "runtime/machine.cc",
+        "runtime/base/machine.cc",
         "MemoryLeftInCgroup()) - untouched);",
         "MemoryLeftInCgroup()));",
         "machine_test",
@@ -518,7 +518,7 @@ MUTANTS = [
     ),
     Mutant(
         "a prefix is kept although something of it was evicted",
-        "runtime/prefix_cache.cc",
+        "runtime/kv/prefix_cache.cc",
         "SharesRows(request) && cache.Untouched();",
         "SharesRows(request);",
         "prefix_laws_test",
@@ -526,7 +526,7 @@ MUTANTS = [
     ),
     Mutant(
         "completions draw alike",
-        "runtime/sampler.cc",
+        "runtime/sampling/sampler.cc",
         "of.seed += static_cast<uint64_t>(completion);",
         "",
         "completions_laws_test",
@@ -534,7 +534,7 @@ MUTANTS = [
     ),
     Mutant(
         "the sequence that parts keeps the whole reservation",
-        "runtime/engine.cc",
+        "runtime/engine/engine.cc",
         "if (item.ends_prefill) ledger_.Shrink",
         "if (item.ends_prefill && item.completions == 1) ledger_.Shrink",
         "engine_test",
@@ -542,7 +542,7 @@ MUTANTS = [
     ),
     Mutant(
         "the first delta waits",
-        "server/outbox.cc",
+        "server/stream/outbox.cc",
         "if (!first && waiting_.empty()) due_",
         "if (waiting_.empty()) due_",
         "outbox_test",
@@ -550,7 +550,7 @@ MUTANTS = [
     ),
     Mutant(
         "a delta waits for an end that has come",
-        "server/outbox.cc",
+        "server/stream/outbox.cc",
         "!end_.has_value() && !full_since_",
         "!full_since_",
         "outbox_test",
@@ -558,7 +558,7 @@ MUTANTS = [
     ),
     Mutant(
         "a full outbox waits",
-        "server/outbox.cc",
+        "server/stream/outbox.cc",
         "&& !full_since_.has_value() && now_() < due_",
         "&& now_() < due_",
         "outbox_test",
@@ -566,7 +566,7 @@ MUTANTS = [
     ),
     Mutant(
         "a part reaches into the next",
-        "runtime/parts.h",
+        "runtime/base/parallel_for.h",
         "      run(begin, end);\n",
         "      run(begin, std::min(count, end + (threads > 1)));\n",
         "parts_test",
@@ -574,7 +574,7 @@ MUTANTS = [
     ),
     Mutant(
         "threads share what a product sums in",
-        "runtime/blocked_linear.cc",
+        "runtime/model/blocked_linear.cc",
         "thread_local std::vector<float> memory;",
         "static std::vector<float> memory(rows * block);",
         "threads_test",
@@ -582,7 +582,7 @@ MUTANTS = [
     ),
     Mutant(
         "a product leaves out an input of those it takes at once",
-        "runtime/dense_matmul.cc",
+        "runtime/kernels/dense_matmul.cc",
         "std::min(at_once, num_words - begin)",
         "std::min(at_once - 1, num_words - begin)",
         "dense_matmul_test",
@@ -590,7 +590,7 @@ MUTANTS = [
     ),
     Mutant(
         "a packed weight's outputs lie backwards",
-        "runtime/dense_matmul.cc",
+        "runtime/kernels/dense_matmul.cc",
         "(o / kBlock * words + i / kOfWord) * kBlock + o % kBlock",
         "(o / kBlock * words + i / kOfWord) * kBlock + (kBlock - 1 - o % kBlock)",
         "dense_matmul_test",
@@ -598,7 +598,7 @@ MUTANTS = [
     ),
     Mutant(
         "a completion forgets what its parent has cached",
-        "runtime/step_item.h",
+        "runtime/step/step_item.h",
         "        tapped(from.tapped),\n        prefix(from.prefix) {}",
         "        tapped(from.tapped) {}",
         "completions_laws_test",
@@ -606,7 +606,7 @@ MUTANTS = [
     ),
     Mutant(
         "decode rows of another layer's logits",
-        "runtime/attention.cc",
+        "runtime/step/attention.cc",
         "    if (item.logits != nullptr) item.logits->clear();  // another layer's, or another step's\n",
         "",
         "differential_test",
@@ -614,7 +614,7 @@ MUTANTS = [
     ),
     Mutant(
         "padding is what lay there",
-        "runtime/attention.cc",
+        "runtime/step/attention.cc",
         "  if (end < q.size(0)) out.narrow(0, end, q.size(0) - end).zero_();  // padding\n",
         "",
         "attention_test",
@@ -622,7 +622,7 @@ MUTANTS = [
     ),
     Mutant(
         "books before rows",
-        "runtime/kv_pool.cc",
+        "runtime/kv/kv_pool.cc",
         "  RowAllocator::Placement placement = rows_.Plan(id, rows);\n  Copy(placement.moves);\n",
         "  RowAllocator::Placement placement = rows_.Plan(id, rows);\n"
         "  const std::vector<RowMove> moves = placement.moves;\n"
@@ -632,7 +632,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows that a failed move has moved stay there",
-        "runtime/kv_pool.cc",
+        "runtime/kv/kv_pool.cc",
         "      while (done-- > 0) {\n",
         "      while (false) {\n",
         "injected_failures_test",
@@ -640,7 +640,7 @@ MUTANTS = [
     ),
     Mutant(
         "a device's residuals count at once",
-        "runtime/device_forward.cc",
+        "runtime/device/device_forward.cc",
         "    item.tapped = now.narrow(0, first, count);\n",
         "    item.tapped = item.sequence->tapped = now.narrow(0, first, count);\n",
         "injected_failures_test",
@@ -648,7 +648,7 @@ MUTANTS = [
     ),
     Mutant(
         "deterministic mode takes the fastest kernel",
-        "runtime/kernel_choice.h",
+        "runtime/step/kernel_choice.h",
         "  if (pinned) {",
         "  if (false) {",
         "kernel_choice_test",
@@ -656,7 +656,7 @@ MUTANTS = [
     ),
     Mutant(
         "forecasts learn from idle requests",
-        "runtime/engine.cc",
+        "runtime/engine/engine.cc",
         "  if (s.open && &s != idle_.get()) {",
         "  if (s.open) {",
         "engine_test",

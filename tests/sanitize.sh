@@ -14,5 +14,5 @@ ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1:malloc_context_size=
 
 stage "configure tsan" cmake --preset tsan
 stage "build tsan" cmake --build build/tsan -j "$EPIKV_JOBS"
-TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:suppressions=$EPIKV_ROOT/tests/tsan.supp" \
+TSAN_OPTIONS="halt_on_error=1:second_deadlock_stack=1:suppressions=$EPIKV_ROOT/tests/sanitizers/tsan.supp" \
   ctest --test-dir build/tsan --output-on-failure -j "$EPIKV_JOBS" --timeout 1800

@@ -4,7 +4,7 @@
 #
 #   soak.sh [MINUTES] [--seed N]    random requests, every answer checked; 30 minutes
 #   soak.sh requests [SECONDS]      random requests on random engines, each against itself alone and a sample
-#                                   against transformers; 1800 seconds (tests/differential)
+#                                   against transformers; 1800 seconds (tests/laws/differential)
 #   soak.sh faults [--ends N]       100,000 requests ended by cancels, kills and deadlines, in every state
 #   soak.sh readers [--pairs N]     what 50 readers that stall cost others
 #   soak.sh outage [--seconds N]    the experiment store is away for a minute, under traffic
@@ -33,9 +33,9 @@ if [ "${1:-}" = requests ]; then
   mkdir -p "$(dirname "$answers")"
   rm -f "$answers"
   # Seeds that no run before had. What is found is printed as small as it gets: play it by
-  # build/dev/tests/differential FILE, and put it into tests/differential/corpus with its mend.
+  # build/dev/tests/differential FILE, and put it into tests/laws/differential/corpus with its mend.
   "$EPIKV_ROOT/build/dev/tests/differential" --seconds "${2:-1800}" --seed "$(date +%s)000" --answers "$answers"
-  exec "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/differential/against_transformers.py" "$answers"
+  exec "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/laws/differential/against_transformers.py" "$answers"
 fi
 build epikvd
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1

@@ -6,12 +6,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "server/durations.h"
-#include "server/experiments/edits.h"
-#include "server/experiments/report.h"
-#include "server/experiments/spool.h"
-#include "server/experiments/sql_store.h"
-#include "server/experiments/steady_time.h"
+#include "server/base/durations.h"
+#include "server/experiments/definition/edits.h"
+#include "server/experiments/figures/report.h"
+#include "server/experiments/store/spool.h"
+#include "server/experiments/store/sql_store.h"
+#include "server/base/steady_time.h"
 
 namespace epikv {
 namespace {

@@ -14,12 +14,12 @@
 #include "server/experiments/live_experiments.h"
 #include "server/experiments/options.h"
 #include "server/experiments/participation.h"
-#include "server/experiments/recorder.h"
-#include "server/experiments/shadow_observer.h"
-#include "server/experiments/store.h"
-#include "server/log.h"
-#include "server/metrics.h"
-#include "server/steady_cond_var.h"
+#include "server/experiments/store/recorder.h"
+#include "server/experiments/figures/shadow_observer.h"
+#include "server/experiments/store/store.h"
+#include "server/base/log.h"
+#include "server/metrics/metrics.h"
+#include "server/base/steady_cond_var.h"
 
 namespace epikv {
 

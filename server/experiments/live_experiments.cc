@@ -8,10 +8,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
-#include "server/durations.h"
-#include "server/experiments/assignment.h"
-#include "server/experiments/definition.h"
-#include "server/experiments/windows.h"
+#include "server/base/durations.h"
+#include "server/experiments/definition/assignment.h"
+#include "server/experiments/definition/definition.h"
+#include "server/experiments/definition/windows.h"
 
 namespace epikv {
 namespace {

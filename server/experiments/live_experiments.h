@@ -13,7 +13,7 @@
 #include "epikv/v1/experiment.pb.h"
 #include "epikv/v1/experiment_record.pb.h"
 #include "epikv/v1/generation.pb.h"
-#include "runtime/admission.h"
+#include "runtime/admission/admission.h"
 
 namespace epikv {
 

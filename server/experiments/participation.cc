@@ -1,7 +1,7 @@
 #include "server/experiments/participation.h"
 
 #include "absl/time/clock.h"
-#include "server/durations.h"
+#include "server/base/durations.h"
 
 namespace epikv {
 

@@ -6,7 +6,7 @@
 
 #include "absl/random/random.h"
 #include "absl/synchronization/notification.h"
-#include "server/experiments/steady_time.h"
+#include "server/base/steady_time.h"
 
 namespace epikv {
 

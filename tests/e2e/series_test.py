@@ -317,14 +317,14 @@ FAMILIES: dict[str, Expected] = {
 # Moved while nobody asks for anything.
 BY_THEMSELVES = re.compile("process_|exposer_")
 
-BY_A_BROKEN_POLICY = "no policy of the build fails: tests/broken_policy_test.cc"
+BY_A_BROKEN_POLICY = "no policy of the build fails: tests/server/broken_policy_test.cc"
 # (family, label, value) that no scenario moves, and why. "": all of it.
 UNMOVED = {
     ("epikv_policy_errors_total", "", ""): BY_A_BROKEN_POLICY,
     ("epikv_grpc_requests_total", "code", "UNKNOWN"): "nothing answers so",
     ("epikv_grpc_requests_total", "method", "other"): "a method that the metrics do not know",
     ("epikv_requests_rejected_total", "reason", "other"): "a reason that they do not know",
-    ("epikv_experiment_shadow_requests_total", "outcome", "failed"): "tests/shadow_test.cc",
+    ("epikv_experiment_shadow_requests_total", "outcome", "failed"): "tests/experiments/shadow_test.cc",
     ("epikv_kv_budget_overrun_tokens_total", "", ""): "must stay 0",
     ("epikv_build_info", "", ""): "constant",
     ("epikv_policy_info", "", ""): "constant",

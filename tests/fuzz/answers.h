@@ -13,7 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "epikv/v1/errors.pb.h"
 #include "epikv/v1/generation.pb.h"
-#include "server/errors.h"
+#include "server/base/errors.h"
 #include "tests/fuzz/calls.h"
 #include "tests/fuzz/require.h"
 

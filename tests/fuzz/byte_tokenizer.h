@@ -4,7 +4,7 @@
 #include <iterator>
 #include <string>
 
-#include "runtime/tokenizer.h"
+#include "runtime/text/tokenizer.h"
 
 namespace epikv {
 

@@ -6,8 +6,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "runtime/chat_format.h"
-#include "runtime/utf8.h"
+#include "runtime/text/chat_format.h"
+#include "runtime/text/utf8.h"
 #include "tests/fuzz/require.h"
 
 namespace epikv {

@@ -14,7 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
-#include "server/config.h"
+#include "server/daemon/config.h"
 #include "tests/fuzz/memory_file.h"
 #include "tests/fuzz/require.h"
 

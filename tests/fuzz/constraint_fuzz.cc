@@ -8,8 +8,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_split.h"
-#include "runtime/constraint.h"
-#include "runtime/utf8.h"
+#include "runtime/constraints/constraint.h"
+#include "runtime/text/utf8.h"
 #include "tests/fuzz/byte_tokenizer.h"
 #include "tests/fuzz/require.h"
 

@@ -3,9 +3,9 @@
 #include <cmath>
 
 #include "absl/strings/match.h"
-#include "runtime/admission.h"
-#include "runtime/manifest.h"
-#include "runtime/utf8.h"
+#include "runtime/admission/admission.h"
+#include "runtime/model/manifest.h"
+#include "runtime/text/utf8.h"
 #include "tests/fuzz/require.h"
 
 namespace epikv {

@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
-#include "runtime/model.h"
-#include "runtime/utf8.h"
+#include "runtime/model/model.h"
+#include "runtime/text/utf8.h"
 #include "tests/fuzz/memory_file.h"
 #include "tests/fuzz/require.h"
 

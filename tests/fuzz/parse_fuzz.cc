@@ -1,12 +1,12 @@
 // Requests below the transport, and so many more of them: from the wire to what the engine would be
 // given, or to everything that is wrong.
 
-#include "runtime/utf8.h"
-#include "server/errors.h"
-#include "server/generation_messages.h"
-#include "server/wire.h"
-#include "tests/fake_model.h"
-#include "tests/fake_policies.h"
+#include "runtime/text/utf8.h"
+#include "server/base/errors.h"
+#include "server/messages/generation_messages.h"
+#include "server/call/wire.h"
+#include "tests/fixtures/fake_model.h"
+#include "tests/fixtures/fake_policies.h"
 #include "tests/fuzz/calls.h"
 #include "tests/fuzz/require.h"
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "tests/fake_server.h"
+#include "tests/fixtures/fake_server.h"
 #include "tests/fuzz/answers.h"
 #include "tests/fuzz/call_client.h"
 #include "tests/fuzz/calls.h"

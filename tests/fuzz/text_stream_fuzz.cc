@@ -9,7 +9,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_split.h"
-#include "runtime/text_stream.h"
+#include "runtime/text/text_stream.h"
 #include "tests/fuzz/byte_tokenizer.h"
 #include "tests/fuzz/require.h"
 

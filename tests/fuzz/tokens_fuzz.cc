@@ -15,7 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "server/tokens.h"
+#include "server/call/tokens.h"
 #include "tests/fuzz/require.h"
 
 namespace epikv {

@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "absl/strings/str_cat.h"
-#include "server/trace_context.h"
+#include "server/call/trace_context.h"
 #include "tests/fuzz/require.h"
 
 namespace epikv {

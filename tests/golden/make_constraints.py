@@ -1,6 +1,6 @@
 """Which tokens may come next under constraints, by xgrammar's own Python wheel.
 
-Writes constraints.json, which tests/constraint_golden_test.cc reads. Run again only to change the cases:
+Writes constraints.json, which tests/runtime/constraint_golden_test.cc reads. Run again only to change the cases:
 python make_constraints.py
 Needs `pip install xgrammar==0.2.8 tokenizers`: the version whose C++ core cmake/xgrammar.cmake builds, with
 edits that the wheel lacks. So its masks are no oracle, but its matcher is: it is asked of each token by its

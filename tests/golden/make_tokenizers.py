@@ -1,7 +1,7 @@
 """Tokenizer files and what the `tokenizers` library makes of hostile text with them.
 
 Writes tokenizers/NAME.tokenizer.json, tokenizers/texts.json and tokenizers/NAME.golden.json, which
-tests/tokenizer_test.cc reads. Run again only to change the cases: python make_tokenizers.py
+tests/runtime/tokenizer_test.cc reads. Run again only to change the cases: python make_tokenizers.py
 Needs `pip install tokenizers`; the goldens name the version they were made with.
 """
 

@@ -84,7 +84,7 @@ class Reference:
     def decode(self, ids: Sequence[int], skip: bool) -> str:
         if not self._fallback:
             return self.tokenizer.decode(ids, skip_special_tokens=skip)
-        # Of bytes that are no UTF-8 what can be is text: see runtime/tokenizer.h.
+        # Of bytes that are no UTF-8 what can be is text: see runtime/text/tokenizer.h.
         tokens: list[str] = []
         run, spelt = b"", []
         for id in [*ids, None]:

@@ -1,4 +1,4 @@
-"""Which units take part in an experiment, and with which arm: as server/experiments/assignment.h.
+"""Which units take part in an experiment, and with which arm: as server/experiments/definition/assignment.h.
 
 Hashes of the unit alone, so that a program finds without a server what every replica finds.
 """
@@ -82,7 +82,7 @@ def arm_of(experiment: Experiment, unit: str) -> str | None:
 
 @dataclass(frozen=True)
 class Window:
-    """Of a switchback experiment, which deals windows of time: as server/experiments/windows.h."""
+    """Of a switchback experiment, which deals windows of time: as server/experiments/definition/windows.h."""
 
     number: int  # since 1970
     begin: datetime

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a model file says of itself (read by runtime/manifest.h)."""
+"""`manifest.json`: what a model file says of itself (read by runtime/model/manifest.h)."""
 
 import json
 from dataclasses import asdict, dataclass, field

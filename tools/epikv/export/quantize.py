@@ -2,7 +2,7 @@
 
 As llama.cpp's Q8_0 and Q4_0 have them: round to nearest, nothing learned. What a model is multiplied
 by is weight = integer * scale; x is rounded to 8 bits in the same groups where it meets them
-(runtime/quantized_matmul.h).
+(runtime/kernels/quantized_matmul.h).
 """
 
 from dataclasses import dataclass

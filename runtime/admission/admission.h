@@ -1,0 +1,120 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "runtime/kernels/kv_format.h"
+#include "runtime/model/manifest.h"
+#include "runtime/request/request.h"
+
+namespace epikv {
+
+struct FieldViolation {
+  std::string field;  // path in the request: "kv.policy_params.layer_a"
+  std::string description;
+};
+
+// A request with more faults is told of these: its sender could make us collect millions.
+inline constexpr size_t kMaxViolations = 64;
+
+// Why a request is refused: one code, one sentence, and everything that is wrong with it.
+struct Rejection {
+  absl::StatusCode code = absl::StatusCode::kInvalidArgument;
+  std::string reason;  // of ErrorInfo: "KV_BUDGET", "CONTEXT_LENGTH", "INVALID_REQUEST", ...
+  std::string message;
+  std::vector<FieldViolation> violations;
+  std::map<std::string, std::string> metadata;  // limits and given values
+};
+
+// Of what a request leaves out.
+struct RequestDefaults {
+  int64_t max_output_tokens = 1024;
+  std::string policy;  // may be empty
+  bool equal_protection = false;
+};
+
+struct AdmissionLimits {
+  int64_t kv_capacity_bytes = 0;
+  KvDType kv_dtype = KvDType::kModel;  // K and V are cached as
+  int64_t prefill_chunk_tokens = 256;
+  int64_t max_running_requests = 256;  // completions count
+  // Keys are turned at every step for those who ask: not on a device.
+  bool turns_keys = true;
+  RequestDefaults defaults;
+};
+
+// Turns what a client asks for into a request that can run: fills defaults, finds every violation
+// at once and computes the exact peak. Immutable but for the defaults and the shared policy
+// objects; thread-safe.
+class Admission {
+ public:
+  // shape: the manifest's (ShapeOf), artefacts added.
+  Admission(const Manifest& manifest, ModelShape shape, PolicyCatalog catalog,
+            AdmissionLimits limits);
+  Admission(const Manifest& manifest, PolicyCatalog catalog, AdmissionLimits limits);
+
+  std::variant<Request, Rejection> Resolve(RequestOptions options) const;
+  // Of a request that asked for so many, or did not say: less where the context leaves less.
+  int64_t MaxOutputTokens(std::optional<int64_t> asked, int64_t prompt_tokens) const;
+
+  const Manifest& manifest() const { return manifest_; }
+  const ModelShape& shape() const { return shape_; }
+  PolicyCatalog catalog() const { return catalog_; }
+  const AdmissionLimits& limits() const { return limits_; }  // but for the defaults
+  RequestDefaults defaults() const;
+  // Of requests from now on. The policy, if there is one, is in the catalog.
+  void SetDefaults(RequestDefaults defaults);
+  // Name used when a request gives a budget and no policy; empty: such a request is refused.
+  std::string DefaultPolicy() const;
+  KvFormat kv_format() const { return {manifest_.dtype, limits_.kv_dtype}; }
+  // Bytes of K and V of one token over all layers.
+  int64_t kv_bytes_per_token() const;
+
+ private:
+  std::shared_ptr<const Policy> Share(const PolicySpec& spec, const Params& params) const;
+
+  const Manifest manifest_;
+  const ModelShape shape_;
+  const PolicyCatalog catalog_;
+  const AdmissionLimits limits_;
+  mutable absl::Mutex mu_;
+  RequestDefaults defaults_ ABSL_GUARDED_BY(mu_);
+  // Live policy objects by name and parameters: requests that share one are called in one batch.
+  mutable std::map<std::pair<std::string, std::map<std::string, ParamValue, std::less<>>>,
+                   std::weak_ptr<const Policy>>
+      shared_ ABSL_GUARDED_BY(mu_);
+};
+
+ModelShape ShapeOf(const Manifest& manifest);
+
+// A share of so many tokens, rounded up to whole ones.
+int64_t TokensOf(double ratio, int64_t tokens);
+
+// Reads keys or queries, and so cannot do with positions that change (PositionMode::kCache).
+bool ReadsRows(const PolicyTraits& traits);
+
+// Sizes of what a sequence stores, in bytes.
+struct KvLayout {
+  int64_t num_lanes = 0;   // layers x kv_heads
+  int64_t row_bytes = 0;   // one K and one V row
+  int64_t num_tables = 0;  // slot tables: one, one per layer, or one per lane
+  int64_t slot_bytes = 0;  // of one slot in one table: index, rope position, policy columns
+  int64_t state_bytes_per_token = 0;  // of the longest lane
+  int64_t state_bytes = 0;
+  int64_t step_bytes_per_row = 0;  // of each row of a forward, while it runs
+};
+KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
+                  int64_t num_tap_layers, PositionMode positions = PositionMode::kAbsolute);
+
+// Bytes of lanes with these capacities (tokens), tables and state included.
+int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities);
+
+}  // namespace epikv

@@ -1,0 +1,321 @@
+#include "runtime/constraints/constraint.h"
+
+#include <xgrammar/xgrammar.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/constraints/constraint_text.h"
+#include "runtime/constraints/grammar_work.h"
+#include "runtime/constraints/json_schema.h"
+#include "runtime/base/reason.h"
+#include "runtime/text/utf8.h"
+
+namespace epikv {
+namespace {
+
+// In units of GrammarWork. A compilation visits the vocabulary once for each state of the grammar.
+constexpr int64_t kCompileWork = 4'000'000, kCompileWorkPerToken = 800;
+// Of one step of one completion: the engine's thread waits for it.
+constexpr int64_t kStepWork = 4'000'000;
+// What the positions behind a completion may keep: so much, and so much for each byte of text.
+constexpr int64_t kSpareWork = 1'000'000, kSpareWorkPerByte = 256;
+
+absl::Status Failed(absl::string_view why) {
+  return WithReason(absl::FailedPreconditionError(absl::StrCat("the constraint: ", why)),
+                    kConstraintFailed);
+}
+
+// Throws where a regex is none, or is to the other of the library's two readers, the one that does
+// not make automata: what they read in two ways is told, not guessed.
+void CheckRegex(const std::string& regex) { xgrammar::Grammar::FromRegex(regex); }
+
+// What the library says, fit to be told: it quotes bytes of the text, which may cut characters.
+std::string Told(absl::string_view what) {
+  constexpr size_t kMost = 512;
+  return ValidUtf8(what.substr(0, kMost));
+}
+
+// What the library warns of, "...; ignoring ...", without what it would have done.
+absl::Status NotSupported(absl::string_view warning) {
+  return absl::InvalidArgumentError(
+      absl::StrCat("is not supported: ", Told(warning.substr(0, warning.find("; ")))));
+}
+
+xgrammar::Grammar GrammarOf(const ConstraintText& text) {
+  switch (text.kind) {
+    case ConstraintText::Kind::kRegex:
+      CheckRegex(text.texts.front());
+      return xgrammar::Grammar::FromEBNF(GrammarOfRegex(text.texts.front()));
+    case ConstraintText::Kind::kChoice:
+      return xgrammar::Grammar::FromEBNF(GrammarOfChoices(text.texts));
+    case ConstraintText::Kind::kJsonSchema: {
+      const JsonSchema schema = *ReadJsonSchema(text.texts.front());
+      for (const std::string& pattern : schema.patterns) CheckRegex(pattern);
+      return xgrammar::Grammar::FromJSONSchema(schema.text);
+    }
+    case ConstraintText::Kind::kGrammar:
+      break;
+  }
+  return xgrammar::Grammar::FromEBNF(text.texts.front());
+}
+
+// Sets the bits of the tokens that may come next, of `vocab_size`.
+void Fill(xgrammar::GrammarMatcher& matcher, int64_t vocab_size, std::vector<uint32_t>& allowed) {
+  auto words = static_cast<int64_t>(allowed.size());
+  DLTensor tensor{.data = allowed.data(),
+                  .device = {kDLCPU, 0},
+                  .ndim = 1,
+                  .dtype = xgrammar::GetBitmaskDLType(),
+                  .shape = &words,
+                  .strides = nullptr,
+                  .byte_offset = 0};
+  matcher.FillNextTokenBitmask(&tensor);
+  // Bits behind the last token's may be set, too.
+  if (vocab_size % 32 != 0) allowed.back() &= (uint32_t{1} << (vocab_size % 32)) - 1;
+}
+
+void SetBit(std::vector<uint32_t>& bits, int32_t token, bool value) {
+  const uint32_t bit = uint32_t{1} << (token % 32);
+  uint32_t& word = bits[token / 32];
+  word = value ? word | bit : word & ~bit;
+}
+
+bool AnyBit(const std::vector<uint32_t>& bits) {
+  return std::any_of(bits.begin(), bits.end(), [](uint32_t word) { return word != 0; });
+}
+
+std::string KeyOf(const ConstraintText& text) {
+  std::string key = absl::StrCat(static_cast<int>(text.kind));
+  for (const std::string& part : text.texts) absl::StrAppend(&key, ":", part.size(), ":", part);
+  return key;
+}
+
+}  // namespace
+
+// Tokens as xgrammar sees them: bytes by id, none of what is no text.
+struct ConstraintCompiler::Vocabulary {
+  xgrammar::TokenizerInfo tokens;
+  std::vector<std::string> bytes;  // [vocab]
+  // Those of a completion's first token, where they are others; else empty. Absent: it cannot be
+  // the first.
+  std::vector<std::optional<std::string>> first_bytes;
+};
+
+struct Constraint::Compiled {
+  std::shared_ptr<const ConstraintCompiler::Vocabulary> vocabulary;
+  xgrammar::GrammarMatcher start;  // copied, never moved on
+  std::vector<uint32_t> allowed;   // at the start
+  bool may_end = false;
+  int64_t bytes = 0;
+};
+
+struct ConstraintState::Position {
+  xgrammar::GrammarMatcher matcher;
+};
+
+namespace {
+
+using Vocabulary = ConstraintCompiler::Vocabulary;
+
+absl::StatusOr<std::shared_ptr<const Vocabulary>> ReadVocabulary(const Tokenizer& tokenizer,
+                                                                 int64_t vocab_size) {
+  std::vector<std::string> bytes(vocab_size);
+  std::vector<std::optional<std::string>> first_bytes(vocab_size);
+  bool others = false;
+  for (int32_t id = 0; id < std::min(vocab_size, tokenizer.vocab_size()); ++id) {
+    const std::optional<absl::string_view> text = tokenizer.TokenBytes(id);
+    if (!text.has_value() || tokenizer.IsSpecial(id)) continue;
+    bytes[id] = absl::StrCat(tokenizer.separator(), *text);
+    if (bytes[id].empty()) continue;
+    first_bytes[id] = tokenizer.FirstTokenBytes(id);
+    others |= first_bytes[id] != bytes[id];
+  }
+  if (!others) first_bytes.clear();
+  if (std::all_of(bytes.begin(), bytes.end(), [](const std::string& b) { return b.empty(); })) {
+    return Failed("no token of this model's vocabulary is text");
+  }
+  try {
+    // No stop tokens: which those are is a matter of the request.
+    return std::make_shared<const Vocabulary>(
+        Vocabulary{xgrammar::TokenizerInfo(bytes, xgrammar::VocabType::RAW, std::nullopt,
+                                           std::vector<int32_t>()),
+                   bytes, std::move(first_bytes)});
+  } catch (const std::exception& e) {
+    return Failed(absl::StrCat("this model's vocabulary: ", Told(e.what())));
+  }
+}
+
+// As Fill, of tokens whose bytes are others where they are the first.
+void FillFirst(const std::vector<std::optional<std::string>>& first_bytes,
+               xgrammar::GrammarMatcher& matcher, std::vector<uint32_t>& allowed) {
+  std::vector<int32_t> order;
+  for (size_t id = 0; id < first_bytes.size(); ++id) {
+    if (first_bytes[id].has_value()) order.push_back(static_cast<int32_t>(id));
+  }
+  std::sort(order.begin(), order.end(),
+            [&](int32_t a, int32_t b) { return *first_bytes[a] < *first_bytes[b]; });
+  std::string taken;  // by the matcher
+  for (const int32_t id : order) {
+    const std::string& bytes = *first_bytes[id];
+    const size_t common = static_cast<size_t>(
+        std::mismatch(bytes.begin(), bytes.end(), taken.begin(), taken.end()).first -
+        bytes.begin());
+    if (common < taken.size()) matcher.Rollback(static_cast<int>(taken.size() - common));
+    taken.resize(common);
+    while (taken.size() < bytes.size() && matcher.AcceptString(bytes.substr(taken.size(), 1))) {
+      taken.push_back(bytes[taken.size()]);
+    }
+    if (taken.size() == bytes.size()) SetBit(allowed, id, true);
+  }
+  if (!taken.empty()) matcher.Rollback(static_cast<int>(taken.size()));
+}
+
+absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
+    std::shared_ptr<const Vocabulary> vocabulary, const ConstraintText& text) {
+  const auto vocab_size = static_cast<int64_t>(vocabulary->bytes.size());
+  const GrammarWork work(kCompileWork + kCompileWorkPerToken * vocab_size);
+  try {
+    xgrammar::GrammarCompiler compiler(vocabulary->tokens, /*max_threads=*/1,
+                                       /*cache_enabled=*/false);
+    const xgrammar::CompiledGrammar grammar = compiler.CompileGrammar(GrammarOf(text));
+    if (!work.warning().empty()) return NotSupported(work.warning());
+    xgrammar::GrammarMatcher start(grammar, std::nullopt, /*terminate_without_stop_token=*/true);
+    std::vector<uint32_t> allowed((vocab_size + 31) / 32);
+    if (vocabulary->first_bytes.empty()) {
+      Fill(start, vocab_size, allowed);
+    } else {
+      FillFirst(vocabulary->first_bytes, start, allowed);
+    }
+    const bool may_end = start.IsCompleted();
+    if (!AnyBit(allowed)) {
+      return absl::InvalidArgumentError(
+          may_end ? "allows nothing but the empty text"
+                  : "allows no text that can be made of this model's tokens");
+    }
+    const auto bytes = static_cast<int64_t>(grammar.MemorySizeBytes() + allowed.size() * 4);
+    return std::make_unique<const Constraint::Compiled>(Constraint::Compiled{
+        std::move(vocabulary), std::move(start), std::move(allowed), may_end, bytes});
+  } catch (const GrammarTooCostly&) {
+    return absl::InvalidArgumentError(
+        "is too complex to be compiled; fewer alternatives and smaller repetitions take less");
+  } catch (const std::exception& e) {
+    return absl::InvalidArgumentError(Told(e.what()));
+  }
+}
+
+}  // namespace
+
+Constraint::Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled,
+                       std::shared_ptr<std::atomic<int64_t>> live_bytes)
+    : text_(std::move(text)), compiled_(std::move(compiled)), live_bytes_(std::move(live_bytes)) {
+  *live_bytes_ += bytes();
+}
+
+Constraint::~Constraint() { *live_bytes_ -= bytes(); }
+
+int64_t Constraint::bytes() const { return compiled_->bytes; }
+
+ConstraintState::ConstraintState(std::shared_ptr<const Constraint> constraint,
+                                 absl::Span<const int32_t> ends)
+    : constraint_(std::move(constraint)),
+      ends_(ends.begin(), ends.end()),
+      position_(std::make_unique<Position>(Position{constraint_->compiled_->start.Fork()})),
+      allowed_(constraint_->compiled_->allowed),
+      may_end_(constraint_->compiled_->may_end),
+      spare_work_(kSpareWork) {
+  AllowEnds();
+}
+
+ConstraintState::~ConstraintState() = default;
+
+void ConstraintState::AllowEnds() {
+  for (const int32_t end : ends_) SetBit(allowed_, end, false);
+  may_go_on_ = AnyBit(allowed_);
+  for (const int32_t end : ends_) SetBit(allowed_, end, may_end_);
+}
+
+absl::Status ConstraintState::Accept(int32_t token) {
+  const ConstraintCompiler::Vocabulary& vocabulary = *constraint_->compiled_->vocabulary;
+  const bool is_first = std::exchange(first_, false) && !vocabulary.first_bytes.empty();
+  const std::string& bytes = is_first ? *vocabulary.first_bytes[token] : vocabulary.bytes[token];
+  const GrammarWork work(kStepWork);
+  try {
+    if (!bytes.empty() && !position_->matcher.AcceptString(bytes)) {
+      return Failed(absl::StrCat("it does not allow token ", token));
+    }
+    spare_work_ += kSpareWorkPerByte * static_cast<int64_t>(bytes.size()) - work.spent();
+    if (spare_work_ < 0) throw GrammarTooCostly();
+    Fill(position_->matcher, static_cast<int64_t>(vocabulary.bytes.size()), allowed_);
+    may_end_ = position_->matcher.IsCompleted();
+  } catch (const GrammarTooCostly&) {
+    return Failed("it has too many readings of the text so far");
+  } catch (const std::exception& e) {
+    return Failed(Told(e.what()));
+  }
+  AllowEnds();
+  if (may_go_on_ || may_end_) return absl::OkStatus();
+  return Failed("no token of this model's vocabulary continues the text so far");
+}
+
+ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size,
+                                       ConstraintLimits limits)
+    : tokenizer_(tokenizer), vocab_size_(vocab_size), limits_(limits) {}
+
+ConstraintCompiler::~ConstraintCompiler() = default;
+
+absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
+    const ConstraintText& text) {
+  if (absl::Status status = CheckConstraintText(text); !status.ok()) return status;
+  std::string key = KeyOf(text);
+  if (std::optional<Result> known = Find(key)) return *std::move(known);
+  absl::MutexLock lock(&compile_mu_);
+  if (std::optional<Result> known = Find(key)) return *std::move(known);  // made meanwhile
+  if (const int64_t live = *live_bytes_; live > limits_.live) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the constraints of requests hold ", live >> 20, " MiB, and ",
+                     limits_.live >> 20, " may be held; try again when some have ended"));
+  }
+  if (vocabulary_ == nullptr) {
+    auto vocabulary = ReadVocabulary(tokenizer_, vocab_size_);
+    if (!vocabulary.ok()) return vocabulary.status();
+    vocabulary_ = *std::move(vocabulary);
+  }
+  auto compiled = CompileFor(vocabulary_, text);
+  if (!compiled.ok()) {
+    Remember({.key = std::move(key), .result = compiled.status(), .bytes = 0});
+    return compiled.status();
+  }
+  auto constraint = std::make_shared<const Constraint>(text, *std::move(compiled), live_bytes_);
+  Remember({.key = std::move(key), .result = constraint, .bytes = constraint->bytes()});
+  return constraint;
+}
+
+bool ConstraintCompiler::Remembers(const ConstraintText& text) {
+  return Find(KeyOf(text)).has_value();
+}
+
+std::optional<ConstraintCompiler::Result> ConstraintCompiler::Find(const std::string& key) {
+  absl::MutexLock lock(&mu_);
+  const auto found = by_key_.find(key);
+  if (found == by_key_.end()) return std::nullopt;
+  recent_.splice(recent_.begin(), recent_, found->second);
+  return found->second->result;
+}
+
+void ConstraintCompiler::Remember(Remembered remembered) {
+  remembered.bytes += 2 * static_cast<int64_t>(remembered.key.size()) + 512;
+  absl::MutexLock lock(&mu_);
+  remembered_bytes_ += remembered.bytes;
+  recent_.push_front(std::move(remembered));
+  by_key_[recent_.front().key] = recent_.begin();
+  while (remembered_bytes_ > limits_.remembered) {
+    remembered_bytes_ -= recent_.back().bytes;
+    by_key_.erase(recent_.back().key);
+    recent_.pop_back();
+  }
+}
+
+}  // namespace epikv

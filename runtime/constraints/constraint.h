@@ -1,0 +1,133 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "runtime/text/tokenizer.h"
+
+// What a completion's text has to be: compiled once a text, on the thread of the call that asks for
+// it, then walked token by token. By xgrammar; the only room that knows it.
+
+namespace epikv {
+
+// As asked for.
+struct ConstraintText {
+  enum class Kind { kRegex, kChoice, kJsonSchema, kGrammar };
+  Kind kind = Kind::kRegex;
+  std::vector<std::string> texts;  // of kChoice any number, else one
+};
+
+// Compiled for the tokens of one model. Immutable.
+class Constraint {
+ public:
+  struct Compiled;  // constraint.cc
+  // live_bytes: has them as long as this lives.
+  Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled,
+             std::shared_ptr<std::atomic<int64_t>> live_bytes);
+  ~Constraint();
+
+  const ConstraintText& text() const { return text_; }
+  int64_t bytes() const;
+
+ private:
+  friend class ConstraintState;
+  const ConstraintText text_;
+  const std::unique_ptr<const Compiled> compiled_;
+  const std::shared_ptr<std::atomic<int64_t>> live_bytes_;
+};
+
+// How far one completion has come. Not thread-safe.
+class ConstraintState {
+ public:
+  // ends: tokens that end the completion, allowed exactly where the text may end.
+  ConstraintState(std::shared_ptr<const Constraint> constraint, absl::Span<const int32_t> ends);
+  ~ConstraintState();
+
+  // The tokens that may come next, a bit each, from the lowest bit. [ceil(vocab / 32)]
+  absl::Span<const uint32_t> allowed() const { return allowed_; }
+  // The text so far is whole.
+  bool may_end() const { return may_end_; }
+  // And no token may follow.
+  bool must_end() const { return may_end_ && !may_go_on_; }
+
+  // Not OK, and the state is of no use any more: FAILED_PRECONDITION (kConstraintFailed) where no
+  // token of the vocabulary continues the text, or finding those that do takes too much work.
+  // Precondition: the token is allowed, and no end.
+  absl::Status Accept(int32_t token);
+
+ private:
+  struct Position;  // in the grammar
+  void AllowEnds();
+
+  const std::shared_ptr<const Constraint> constraint_;
+  const std::vector<int32_t> ends_;
+  std::unique_ptr<Position> position_;
+  std::vector<uint32_t> allowed_;
+  bool may_end_ = false, may_go_on_ = true;
+  bool first_ = true;   // no token yet
+  int64_t spare_work_;  // of what positions behind this one may take
+};
+
+// Bytes of one model's constraints.
+struct ConstraintLimits {
+  int64_t remembered = 64 << 20;
+  int64_t live = 512 << 20;  // of which no more are compiled: remembered, or some request's
+};
+
+// Makes the constraints of one model, and remembers the last ones. Thread-safe; one compilation at
+// a time.
+class ConstraintCompiler {
+ public:
+  // `tokenizer` outlives it and what it makes. vocab_size: the model's.
+  ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size, ConstraintLimits limits = {});
+  ~ConstraintCompiler();
+
+  // INVALID_ARGUMENT: the text is no constraint, or one of more than can be afforded; says why.
+  // FAILED_PRECONDITION: this model's tokens cannot be constrained.
+  // RESOURCE_EXHAUSTED: those that are in use hold too much memory.
+  absl::StatusOr<std::shared_ptr<const Constraint>> Compile(const ConstraintText& text);
+  // Whether Compile answers at once: for seconds it may not.
+  bool Remembers(const ConstraintText& text);
+
+  struct Vocabulary;  // constraint.cc
+
+ private:
+  using Result = absl::StatusOr<std::shared_ptr<const Constraint>>;
+  struct Remembered {
+    std::string key;
+    Result result;
+    int64_t bytes;
+  };
+
+  std::optional<Result> Find(const std::string& key);
+  void Remember(Remembered remembered);
+
+  const Tokenizer& tokenizer_;
+  const int64_t vocab_size_;
+  const ConstraintLimits limits_;
+  // Of what it has made and still lives, which may outlive it.
+  const std::shared_ptr<std::atomic<int64_t>> live_bytes_ =
+      std::make_shared<std::atomic<int64_t>>(0);
+  absl::Mutex compile_mu_ ABSL_ACQUIRED_BEFORE(mu_);
+  // Made by the first compilation: it takes a copy of the vocabulary, sorted.
+  std::shared_ptr<const Vocabulary> vocabulary_ ABSL_GUARDED_BY(compile_mu_);
+  absl::Mutex mu_;
+  std::list<Remembered> recent_ ABSL_GUARDED_BY(mu_);  // latest first
+  absl::flat_hash_map<absl::string_view, std::list<Remembered>::iterator> by_key_
+      ABSL_GUARDED_BY(mu_);
+  int64_t remembered_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace epikv

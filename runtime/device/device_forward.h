@@ -1,0 +1,88 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "runtime/device/device_plan.h"
+#include "runtime/device/host_copy.h"
+#include "runtime/kv/kv_pool.h"
+#include "runtime/model/model.h"
+#include "runtime/model/operators.h"
+#include "runtime/model/rope_table.h"
+#include "runtime/signals/signals.h"
+
+namespace epikv {
+
+struct StepItem;
+
+// Forwards on a device, in ATen operations alone: the same code on CUDA and, in tests, on the CPU.
+// What a step needs goes up as one tensor of numbers (DevicePlan) and what the host needs of it
+// comes down in one copy (HostCopy); K, V, residuals and queries stay. Engine thread.
+//
+// Left to the CPU: positions = cache, soft caps, windows, deterministic mode.
+class DeviceForward final : private ForwardHooks {
+ public:
+  // UNIMPLEMENTED: what of this model only the CPU can do.
+  static absl::Status Supports(const Manifest& manifest);
+
+  // Of the executor, which outlives it.
+  DeviceForward(const Model& model, const ModelShape& shape, absl::Span<const RopeTable> ropes,
+                KvPool& pool, LaneRowsOfStep& mass_rows);
+
+  // One forward over items whose rows follow one another from 0. Leaves on the host, with the items
+  // and their sequences, what the executor commits, samples from and tells policies.
+  void Run(absl::Span<StepItem> items);
+
+  // Copies from the device since the start: one a step.
+  int64_t host_copies() const { return copy_.count(); }
+
+ private:
+  at::Tensor Block(const at::Tensor& residual, int64_t layer) override;
+  at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                       const at::Tensor& normed, int64_t layer) override;
+
+  DevicePlan Plan(absl::Span<const StepItem> items) const;
+  at::Tensor Index(DevicePlan::Section section) const;    // int64
+  at::Tensor Numbers(DevicePlan::Section section) const;  // int32
+  const at::Tensor& AnglesOf(int64_t layer);
+  at::Tensor Attend(const at::Tensor& queries, int64_t layer) const;
+  void TakeQueries(const StepItem& item, const at::Tensor& q, const at::Tensor& rotated,
+                   int64_t layer);
+  void Measure(const StepItem& item, const at::Tensor& rotated, int64_t layer,
+               LaneRowsOfStep& rows);
+  void TakeLogits(StepItem& item, const at::Tensor& logits);
+  void TakeSteps();
+  // Brings a tensor with the step's copy, and then calls `arrived` with it.
+  void Bring(const at::Tensor& tensor, std::function<void(const at::Tensor&)> arrived);
+
+  const Model& model_;
+  const ModelShape& shape_;
+  KvPool& pool_;
+  LaneRowsOfStep& mass_rows_;
+  const int64_t group_;  // query heads of a KV head
+  struct Angles {
+    bool interleaved = false;
+    at::Tensor table;  // [context_length, 2 x half]: cosines, sines
+  };
+  std::vector<Angles> ropes_;
+  HostCopy copy_;
+
+  // The forward that runs.
+  absl::Span<StepItem> items_;
+  DevicePlan plan_;
+  at::Tensor numbers_, index_;                 // the plan's, int32 and int64
+  std::vector<at::Tensor> tapped_;             // by block that is: rows that are looked at
+  std::vector<std::vector<at::Tensor>> kept_;  // by item: last_residuals, a row a block
+  struct {
+    int64_t rope = 0, positions = 0;
+    at::Tensor angles;  // [n x kv_heads, 1, 2 x half]
+  } latest_;
+  std::vector<std::function<void()>> arrivals_;
+};
+
+}  // namespace epikv

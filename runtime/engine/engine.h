@@ -1,0 +1,144 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/clock.h"
+#include "runtime/admission/forecast.h"
+#include "runtime/admission/ledger.h"
+#include "runtime/engine/observer.h"
+#include "runtime/admission/queue.h"
+#include "runtime/request/request.h"
+#include "runtime/engine/scheduler.h"
+#include "runtime/step/step_executor.h"
+#include "runtime/text/tokenizer.h"
+
+namespace epikv {
+
+struct EngineOptions {
+  SchedulerOptions scheduler;
+  QueueRule queue;
+  // Requests that cannot meet their deadlines are refused, and dropped while they wait.
+  bool refuse_infeasible_deadlines = true;
+  int64_t kv_capacity_bytes = 0;
+  int64_t max_prefix_bytes = 0;  // of the pool, for cached prefixes, while no request needs them
+  int64_t max_running_requests = 256;
+  int64_t max_trace_victims = 65536;  // of one request's eviction trace
+};
+
+struct Sequence;  // engine.cc
+struct Family;
+
+// Serves requests step by step: admit -> plan -> forward -> sample -> deliver -> observe -> evict.
+// Owns queue, sequences and ledger; has no thread of its own and no locks: one thread calls it.
+class Engine {
+ public:
+  // `tokenizer` and `observer` outlive the engine. now: the clock, for tests.
+  Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor, const Tokenizer& tokenizer,
+         EngineObserver& observer, std::function<absl::Time()> now = absl::Now);
+  ~Engine();
+
+  // Queues a request. Its sink hears from Step, or from Cancel.
+  void Submit(Request request, std::shared_ptr<RequestSink> sink);
+
+  // Runs a request that nobody waits for, alone, while nothing is live: whatever is submitted ends
+  // it, before a step, as does EndIdle. It is no traffic: no queue, observer or forecast knows of
+  // it; what it holds of the pool shows. One at a time. Its sink hears from Step, or of its end:
+  // kCancelled where it gives way, kResourceExhausted at once where the pool, cached prefixes kept,
+  // has no room for it.
+  void SubmitIdle(Request request, std::shared_ptr<RequestSink> sink);
+  void EndIdle(absl::Status status);
+  bool idles() const { return idle_ != nullptr; }  // such a request runs
+
+  // Ends a live request with `status`; its KV is free on return. False if there is none.
+  bool Cancel(const std::string& request_id, absl::Status status);
+  void CancelAll(absl::Status status);
+  // Ends all live requests: Step has thrown.
+  void Fail(absl::Status status);
+
+  // Ends what is past its deadline or cannot meet it, admits what fits, and runs one step of what
+  // is ready. False: nothing could run. waited: for cores, before this step; forecasts count it.
+  bool Step(absl::Duration waited = absl::ZeroDuration());
+
+  // Forgets the cached prefixes of prompts.
+  void DropPrefixes() { executor_->DropPrefixes(); }
+
+  // When Step has to be called next although nothing can run: the earliest deadline.
+  absl::Time NextDeadline() const;
+
+  // Requests that hold KV, or will; each of several completions is one.
+  int64_t running() const;
+  int64_t waiting() const { return queue_.size(); }
+  // After the last step.
+  const Outlook& outlook() const { return outlook_; }
+  const EngineOptions& options() const { return options_; }
+  std::vector<RequestFacts> Describe();  // those that run, then those that wait
+  const Ledger& ledger() const { return ledger_; }
+  const StepExecutor& executor() const { return *executor_; }
+
+ private:
+  using SequencePtr = std::unique_ptr<Sequence>;
+
+  void ExpireDeadlines();
+  RequestFacts FactsOf(const Sequence& sequence) const;
+  // Ends all that run if the executor has lost what they hold, also those whose readers pause.
+  void EndLost();
+  void Admit();
+  // Begins a sequence that has been admitted. bytes: of the pool, its demand.
+  void Open(Sequence& sequence, int64_t bytes);
+  // Not OK: a request that began now and ran so long would miss its deadline.
+  absl::Status Infeasible(const Request& request, absl::Duration run, absl::Time now) const;
+  std::vector<WorkItem> PlanStep(absl::Span<const SequencePtr> running,
+                                 std::vector<Sequence*>& sequences);
+  bool StepIdle();
+  template <class Work>
+  void Guard(Sequence& sequence, Work work);
+  // Who is told of a sequence.
+  EngineObserver& ObserverOf(const Sequence& sequence);
+  std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items);
+  void Deliver(Sequence& sequence, const WorkItem& item, ForwardOutcome outcome);
+  // Hands output tokens on; what ends with them ends.
+  void Say(Sequence& sequence, Delta delta, absl::Span<OutputToken> outputs);
+  // The completions 1, 2 .. of a request whose prompt is cached, with their first tokens.
+  void BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs);
+  // The prompt has settled: from here each completion has KV of its own.
+  void Part(Sequence& first);
+  std::vector<SettleOutcome> RunSettle(absl::Span<const WorkItem> items);
+  void Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences);
+  void OnSettled(Sequence& sequence, const WorkItem& item, SettleOutcome outcome);
+  void DeliverTrace(Sequence& sequence, EvictionTrace trace);
+  static FinishReason ReasonOf(const Sequence& sequence);
+  // Ends a sequence: frees its KV, tells sink and observer. It is dropped at the step's end.
+  // One of several completions ends alone if it ends well, else with all the others.
+  void Finish(Sequence& sequence, FinishReason reason, absl::Status status = absl::OkStatus());
+  void FinishFamily(Sequence& sequence, FinishReason reason, absl::Status status);
+  // Frees its KV and says how it ended.
+  Finished Close(Sequence& sequence, FinishReason reason, absl::Status status);
+  void LearnEnd(const Request& request, const Finished& finished);
+  void LearnOutput(const Sequence& sequence);
+  void DropFinished();
+  Outlook LookOut() const;
+  void Report(StepStats step);
+
+  const EngineOptions options_;
+  const std::unique_ptr<StepExecutor> executor_;
+  const Tokenizer& tokenizer_;
+  EngineObserver& observer_;
+  const std::function<absl::Time()> now_;
+  Ledger ledger_;
+  RequestQueue queue_;
+  std::map<SequenceId, SequencePtr> waiting_;  // what the queue orders; in order of arrival
+  std::vector<SequencePtr> running_;           // in order of admission
+  SequencePtr idle_;                           // of SubmitIdle; null: none. Then nothing is live
+  EngineObserver nobody_;
+  PaceMeter pace_;
+  Outlook outlook_;
+  int64_t next_id_ = 0;
+};
+
+}  // namespace epikv

@@ -1,0 +1,309 @@
+#include "runtime/engine/engine_thread.h"
+
+#include <exception>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "runtime/base/reason.h"
+
+namespace epikv {
+namespace {
+
+absl::Status WhyDrained() {
+  return WithReason(absl::UnavailableError("the time that a drain left it has run out"), kDraining);
+}
+
+absl::Status EngineFailed(const std::exception& e) {
+  return absl::InternalError(absl::StrCat("the engine failed: ", e.what()));
+}
+
+}  // namespace
+
+// Tells the thread when a request ends.
+class EngineThread::TrackedSink final : public RequestSink {
+ public:
+  TrackedSink(EngineThread& thread, const Request& request, std::shared_ptr<RequestSink> sink)
+      : thread_(thread), request_id_(request.id), work_(WorkOf(request)), sink_(std::move(sink)) {}
+
+  bool Ready() const override { return sink_->Ready(); }
+  void OnDelta(Delta delta) override { sink_->OnDelta(std::move(delta)); }
+  void OnFinished(Finished finished) override {
+    // The id is free before the client hears of the end, so that it may use it again.
+    thread_.OnEnding(request_id_);
+    if (ReasonOf(finished.status) == kDeadlineInfeasible) {
+      finished.status = WithRetryAfter(std::move(finished.status), thread_.RetryAfterDrop(work_));
+    }
+    const absl::Cleanup ended = [this] { thread_.OnEnded(); };
+    sink_->OnFinished(std::move(finished));
+  }
+
+ private:
+  EngineThread& thread_;
+  const std::string request_id_;
+  const Work work_;
+  const std::shared_ptr<RequestSink> sink_;
+};
+
+// Tells the thread when the request of SubmitIdle has ended.
+class EngineThread::IdleSink final : public RequestSink {
+ public:
+  IdleSink(EngineThread& thread, std::shared_ptr<RequestSink> sink)
+      : thread_(thread), sink_(std::move(sink)) {}
+
+  bool Ready() const override { return sink_->Ready(); }
+  void OnDelta(Delta delta) override { sink_->OnDelta(std::move(delta)); }
+  void OnFinished(Finished finished) override {
+    thread_.OnIdleEnding();  // before its sink, who may submit the next one, hears of it
+    const absl::Cleanup ended = [this] { thread_.OnEnded(); };
+    sink_->OnFinished(std::move(finished));
+  }
+
+ private:
+  EngineThread& thread_;
+  const std::shared_ptr<RequestSink> sink_;
+};
+
+EngineThread::EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits,
+                           std::function<void()> on_start, CoreShare cores)
+    : cores_(cores), limits_(limits), outlook_(engine->outlook()), engine_(std::move(engine)) {
+  thread_ = std::thread([this, on_start = std::move(on_start)] {
+    if (on_start) on_start();
+    Run();
+  });
+}
+
+EngineThread::~EngineThread() {
+  {
+    absl::MutexLock lock(&mu_);
+    draining_ = true;
+    stopping_ = true;
+  }
+  thread_.join();
+}
+
+SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> sink) {
+  const Work work = WorkOf(request);
+  const absl::Time now = absl::Now();
+  absl::MutexLock lock(&mu_);
+  if (draining_) return {.error = SubmitError::kDraining};
+  if (live_.contains(request.id)) return {.error = SubmitError::kDuplicateId};
+  const Work waiting = outlook_.waiting.total();
+  SubmitResult result{.waiting = static_cast<int64_t>(waiting.requests),
+                      .waiting_tokens = static_cast<int64_t>(waiting.tokens),
+                      .forecast = Predict(outlook_, request, now)};
+  const absl::Duration late =
+      result.forecast.least_wait + result.forecast.least_run - (request.deadline - now);
+  if (engine_->options().refuse_infeasible_deadlines && outlook_.measured &&
+      late > absl::ZeroDuration()) {
+    result.error = SubmitError::kDeadlineInfeasible;
+    if (late <= result.forecast.least_wait) {
+      result.retry_after = retries_.After(late, work, outlook_, now);
+    }
+    return result;
+  }
+  const bool too_many = result.waiting >= limits_.max_requests;
+  // Alone, a request may be over the limit of tokens: it would be refused for ever.
+  const bool too_long =
+      result.waiting > 0 && waiting.tokens + work.tokens > static_cast<double>(limits_.max_tokens);
+  if (too_many || too_long) {
+    result.error = SubmitError::kQueueFull;
+    result.full = too_many ? SubmitResult::Full::kRequests : SubmitResult::Full::kTokens;
+    result.limit = too_many ? limits_.max_requests : limits_.max_tokens;
+    result.retry_after = retries_.After(absl::ZeroDuration(), work, outlook_, now);
+    return result;
+  }
+  live_.emplace(request.id, Live{.sink = sink.get(), .tenant = request.scheduling.tenant});
+  outlook_.waiting.Add(request.scheduling, work);
+  submitted_.Add(request.scheduling, work);
+  auto tracked = std::make_shared<TrackedSink>(*this, request, std::move(sink));
+  inbox_.push_back(Submitted{std::move(request), std::move(tracked)});
+  return result;
+}
+
+bool EngineThread::SubmitIdle(Request request, std::shared_ptr<RequestSink> sink) {
+  absl::MutexLock lock(&mu_);
+  if (draining_ || idle_ || !live_.empty()) return false;
+  idle_ = true;
+  auto tracked = std::make_shared<IdleSink>(*this, std::move(sink));
+  auto shared = std::make_shared<Request>(std::move(request));
+  inbox_.push_back(
+      Asked{[shared, tracked](Engine& engine) { engine.SubmitIdle(std::move(*shared), tracked); }});
+  return true;
+}
+
+void EngineThread::EndIdle() {
+  absl::MutexLock lock(&mu_);
+  PostEndIdle();
+}
+
+void EngineThread::PostEndIdle() {
+  if (!idle_) return;
+  inbox_.push_back(
+      Asked{[](Engine& engine) { engine.EndIdle(absl::CancelledError("it was to end")); }});
+}
+
+bool EngineThread::Cancel(const std::string& request_id, absl::Status status,
+                          const std::string* tenant) {
+  absl::MutexLock lock(&mu_);
+  const auto live = live_.find(request_id);
+  if (live == live_.end()) return false;
+  if (tenant != nullptr && live->second.tenant != *tenant) return false;
+  inbox_.push_back(Cancelled{request_id, std::move(status)});
+  return true;
+}
+
+bool EngineThread::CancelOf(const RequestSink& sink, const std::string& request_id,
+                            absl::Status status) {
+  absl::MutexLock lock(&mu_);
+  const auto live = live_.find(request_id);
+  if (live == live_.end() || live->second.sink != &sink) return false;
+  inbox_.push_back(Cancelled{request_id, std::move(status)});
+  return true;
+}
+
+void EngineThread::Describe(std::function<void(std::vector<RequestFacts>)> tell) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!stopping_) {
+      inbox_.push_back(
+          Asked{[tell = std::move(tell)](Engine& engine) { tell(engine.Describe()); }});
+      return;
+    }
+  }
+  tell({});
+}
+
+void EngineThread::DropPrefixes() {
+  absl::MutexLock lock(&mu_);
+  inbox_.push_back(Asked{[](Engine& engine) { engine.DropPrefixes(); }});
+}
+
+int64_t EngineThread::live() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<int64_t>(live_.size());
+}
+
+void EngineThread::SetLimits(QueueLimits limits) {
+  absl::MutexLock lock(&mu_);
+  limits_ = limits;
+}
+
+void EngineThread::Wake() {
+  absl::MutexLock lock(&mu_);
+  woken_ = true;
+}
+
+void EngineThread::StartDraining() {
+  absl::MutexLock lock(&mu_);
+  draining_ = true;
+  PostEndIdle();
+}
+
+void EngineThread::Resume() {
+  absl::MutexLock lock(&mu_);
+  draining_ = stopping_;
+}
+
+void EngineThread::Drain(absl::Time deadline) {
+  absl::MutexLock lock(&mu_);
+  draining_ = true;
+  PostEndIdle();
+  auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return live_.empty() && !ending_ && !idle_;
+  };
+  if (mu_.AwaitWithDeadline(absl::Condition(&idle), deadline)) return;
+  for (const auto& [id, live] : live_) {
+    inbox_.push_back(Cancelled{id, WhyDrained()});
+  }
+  mu_.Await(absl::Condition(&idle));
+}
+
+std::vector<EngineThread::Message> EngineThread::TakeInbox(bool wait, absl::Time until) {
+  absl::MutexLock lock(&mu_);
+  auto called = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return !inbox_.empty() || woken_ || stopping_;
+  };
+  if (wait) mu_.AwaitWithDeadline(absl::Condition(&called), until);
+  woken_ = false;
+  submitted_ = {};  // they count as waiting until the engine says how many of them do
+  return std::exchange(inbox_, {});
+}
+
+void EngineThread::Handle(std::vector<Message> messages) {
+  for (Message& message : messages) {
+    if (auto* submitted = std::get_if<Submitted>(&message)) {
+      const std::shared_ptr<RequestSink> sink = submitted->sink;
+      try {
+        engine_->Submit(std::move(submitted->request), std::move(submitted->sink));
+      } catch (const std::exception& e) {
+        sink->OnFinished({.reason = FinishReason::kError, .status = EngineFailed(e)});
+      }
+    } else if (auto* cancelled = std::get_if<Cancelled>(&message)) {
+      engine_->Cancel(cancelled->request_id, std::move(cancelled->status));
+    } else {
+      std::get<Asked>(message).of(*engine_);
+    }
+  }
+}
+
+bool EngineThread::Publish() {
+  Outlook outlook = engine_->outlook();
+  absl::MutexLock lock(&mu_);
+  std::swap(outlook_, outlook);
+  outlook_.waiting += submitted_;
+  return !stopping_;
+}
+
+void EngineThread::OnEnding(const std::string& request_id) {
+  absl::MutexLock lock(&mu_);
+  live_.erase(request_id);
+  ending_ = true;
+}
+
+void EngineThread::OnIdleEnding() {
+  absl::MutexLock lock(&mu_);
+  idle_ = false;
+  ending_ = true;
+}
+
+absl::Duration EngineThread::RetryAfterDrop(const Work& work) {
+  absl::MutexLock lock(&mu_);
+  return retries_.After(absl::ZeroDuration(), work, outlook_, absl::Now());
+}
+
+void EngineThread::OnEnded() {
+  absl::MutexLock lock(&mu_);
+  ending_ = false;
+}
+
+bool EngineThread::Step() {
+  if (cores_.budget == nullptr) return engine_->Step();
+  if (engine_->idles()) {
+    const std::optional<CoreBudget::Lease> lease = cores_.budget->TakeIdle(cores_.threads);
+    if (lease.has_value()) return engine_->Step();
+    engine_->EndIdle(absl::CancelledError("it gave way to another engine"));
+  }
+  const absl::Time begin = absl::Now();
+  const CoreBudget::Lease lease = cores_.budget->Take(cores_.threads);
+  return engine_->Step(absl::Now() - begin);
+}
+
+void EngineThread::Run() {
+  bool busy = false;
+  do {
+    try {
+      Handle(TakeInbox(/*wait=*/!busy, engine_->NextDeadline()));
+      busy = Step();
+    } catch (const std::exception& e) {  // of no one sequence: nobody knows what has been done
+      engine_->Fail(EngineFailed(e));
+      busy = true;
+    }
+  } while (Publish());
+  // Nothing is submitted once draining; what came before ends here.
+  Handle(TakeInbox(/*wait=*/false, absl::InfinitePast()));
+  engine_->CancelAll(WhyDrained());
+}
+
+}  // namespace epikv

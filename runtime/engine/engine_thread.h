@@ -1,0 +1,143 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <variant>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "runtime/engine/core_budget.h"
+#include "runtime/engine/engine.h"
+#include "runtime/admission/forecast.h"
+#include "runtime/request/request.h"
+
+namespace epikv {
+
+struct QueueLimits {
+  int64_t max_requests = 1024;   // waiting
+  int64_t max_tokens = 4 << 20;  // of waiting requests: prompts and max outputs
+};
+
+// Why Submit refused.
+enum class SubmitError { kNone, kQueueFull, kDuplicateId, kDraining, kDeadlineInfeasible };
+
+struct SubmitResult {
+  SubmitError error = SubmitError::kNone;
+  int64_t waiting = 0;         // requests, all
+  int64_t waiting_tokens = 0;  // theirs
+  // Of kQueueFull: of which there would be too many.
+  enum class Full { kRequests, kTokens } full = Full::kRequests;
+  int64_t limit = 0;
+  Forecast forecast;
+  // When trying again is worth while. Of kQueueFull always; of kDeadlineInfeasible unless the
+  // request alone takes longer than it has.
+  std::optional<absl::Duration> retry_after;
+};
+
+// Runs one Engine on a thread of its own. All other threads meet it here and nowhere else: a mutex,
+// and an inbox that is swapped whole once per step.
+class EngineThread {
+ public:
+  // `on_start` runs first on the new thread (it sets the thread's OpenMP team size). cores: taken
+  // for each step; the budget outlives the thread.
+  EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits, std::function<void()> on_start,
+               CoreShare cores = {});
+  // Cancels what is live and joins.
+  ~EngineThread();
+
+  SubmitResult Submit(Request request, std::shared_ptr<RequestSink> sink);
+
+  // Runs a request that nobody waits for (see Engine::SubmitIdle) while nothing is live here, and
+  // with a CoreBudget at none of its engines: what comes ends it within one step, as do a drain and
+  // EndIdle. It is not live. False: something is, or such a request is under way, or no request is
+  // taken; its sink hears nothing.
+  bool SubmitIdle(Request request, std::shared_ptr<RequestSink> sink);
+  void EndIdle();
+
+  // False if no such request is live, or not of this tenant (null: of any). Its sink's OnFinished
+  // follows within one step.
+  bool Cancel(const std::string& request_id, absl::Status status,
+              const std::string* tenant = nullptr);
+  // The same, if that request is `sink`'s: an id is free again before its sink hears of the end.
+  bool CancelOf(const RequestSink& sink, const std::string& request_id, absl::Status status);
+
+  // What is live, between two steps. tell: on the engine's thread, or at once if that has ended.
+  void Describe(std::function<void(std::vector<RequestFacts>)> tell);
+
+  // Forgets the cached prefixes of prompts, between two steps.
+  void DropPrefixes();
+
+  int64_t live() const;  // requests that wait or run
+
+  // From now on; what waits stays.
+  void SetLimits(QueueLimits limits);
+
+  // A sink that was not Ready has become so.
+  void Wake();
+
+  // Refuses new requests from now on and returns; live ones go on.
+  void StartDraining();
+  // Takes them again, unless the thread is stopping.
+  void Resume();
+  // Blocks until nothing is live and every sink has heard of its end, at most until `deadline`;
+  // then cancels the rest and waits for their ends. Implies StartDraining.
+  void Drain(absl::Time deadline);
+
+ private:
+  struct Live {
+    const RequestSink* sink = nullptr;
+    std::string tenant;
+  };
+  struct Submitted {
+    Request request;
+    std::shared_ptr<RequestSink> sink;
+  };
+  struct Cancelled {
+    std::string request_id;
+    absl::Status status;
+  };
+  struct Asked {
+    std::function<void(Engine&)> of;
+  };
+  using Message = std::variant<Submitted, Cancelled, Asked>;
+  class TrackedSink;
+  class IdleSink;
+
+  void Run();
+  bool Step();
+  void PostEndIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // `wait`: until there is something to do, at most until `until`.
+  std::vector<Message> TakeInbox(bool wait, absl::Time until);
+  void Handle(std::vector<Message> messages);
+  bool Publish();  // the engine's outlook; false: stop
+  void OnEnding(const std::string& request_id);
+  void OnIdleEnding();
+  // When to try again what had time enough, but for those ahead of it in the queue.
+  absl::Duration RetryAfterDrop(const Work& work);
+  void OnEnded();
+
+  const CoreShare cores_;
+  mutable absl::Mutex mu_;
+  QueueLimits limits_ ABSL_GUARDED_BY(mu_);
+  std::vector<Message> inbox_ ABSL_GUARDED_BY(mu_);
+  bool woken_ ABSL_GUARDED_BY(mu_) = false;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  bool draining_ ABSL_GUARDED_BY(mu_) = false;
+  absl::flat_hash_map<std::string, Live> live_ ABSL_GUARDED_BY(mu_);  // by id
+  bool ending_ ABSL_GUARDED_BY(mu_) = false;  // a sink is hearing of its end
+  bool idle_ ABSL_GUARDED_BY(mu_) = false;    // the request of SubmitIdle has not ended
+  Outlook outlook_ ABSL_GUARDED_BY(mu_);      // after the last step, with what came since
+  Backlog submitted_ ABSL_GUARDED_BY(mu_);    // in the inbox
+  RetryTimes retries_ ABSL_GUARDED_BY(mu_);
+  const std::unique_ptr<Engine> engine_;  // of the thread alone, but for its options
+  std::thread thread_;
+};
+
+}  // namespace epikv

@@ -1,0 +1,405 @@
+#include "runtime/kernels/dense_matmul.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define EPIKV_AVX512 1
+#include <immintrin.h>
+#endif
+
+#include "runtime/base/elements.h"
+#include "runtime/base/processor.h"
+
+namespace epikv {
+namespace {
+
+// A packed weight is blocks of outputs, each of which is read from its first byte to its last: the
+// first word of each output, then their second, ... A word has 32 bits: an input of float32, or a
+// pair of bfloat16's.
+constexpr int64_t kBlock = kDenseBlock;
+
+int64_t InputsOfWord(const DenseShape& shape) { return shape.dtype == DType::kFloat32 ? 1 : 2; }
+int64_t WordsOf(const DenseShape& shape) {
+  return (shape.inputs + InputsOfWord(shape) - 1) / InputsOfWord(shape);
+}
+
+// Calls each(where it lies in a packed weight, where in one as it was), in elements.
+template <int64_t kOfWord, class Each>
+void ForElements(const DenseShape& shape, const Each& each) {
+  const int64_t words = WordsOf(shape);
+  for (int64_t o = 0; o < shape.outputs; ++o) {
+    for (int64_t i = 0; i < shape.inputs; ++i) {
+      const int64_t word = (o / kBlock * words + i / kOfWord) * kBlock + o % kBlock;
+      each(word * kOfWord + i % kOfWord, o * shape.inputs + i);
+    }
+  }
+}
+
+// Calls run<an integer as wide as an element, elements of a word>().
+template <class Run>
+void AsBits(const DenseShape& shape, const Run& run) {
+  shape.dtype == DType::kFloat32 ? run.template operator()<uint32_t, 1>()
+                                 : run.template operator()<uint16_t, 2>();
+}
+
+}  // namespace
+
+int64_t PackedDenseBytes(const DenseShape& shape) {
+  return DenseBlocks(shape) * WordsOf(shape) * kBlock * static_cast<int64_t>(sizeof(uint32_t));
+}
+
+void PackDense(const void* weight, const DenseShape& shape, void* packed) {
+  std::memset(packed, 0, PackedDenseBytes(shape));
+  AsBits(shape, [&]<class T, int64_t kOfWord>() {
+    const auto* const from = static_cast<const T*>(weight);
+    auto* const to = static_cast<T*>(packed);
+    ForElements<kOfWord>(shape, [&](int64_t place, int64_t dense) { to[place] = from[dense]; });
+  });
+}
+
+void UnpackDense(const void* packed, const DenseShape& shape, void* weight) {
+  AsBits(shape, [&]<class T, int64_t kOfWord>() {
+    const auto* const from = static_cast<const T*>(packed);
+    auto* const to = static_cast<T*>(weight);
+    ForElements<kOfWord>(shape, [&](int64_t place, int64_t dense) { to[dense] = from[place]; });
+  });
+}
+
+absl::string_view DensePathName(DensePath path) {
+  return path == DensePath::kPaired ? "AVX-512 BF16" : "AVX-512";
+}
+
+#ifdef EPIKV_AVX512
+
+std::vector<DensePath> DensePaths(DType dtype) {
+  if (!__builtin_cpu_supports("x86-64-v4") || dtype == DType::kFloat16) return {};
+  if (dtype == DType::kFloat32) return {DensePath::kFloat32};
+  if (!__builtin_cpu_supports("avx512bf16")) return {DensePath::kWidened};
+  if (HasFastBFloat16Pairs()) return {DensePath::kWidened, DensePath::kPaired};
+  return {DensePath::kPaired, DensePath::kWidened};
+}
+
+std::optional<DensePath> FastestDensePath(DType dtype) {
+  const std::vector<DensePath> paths = DensePaths(dtype);
+  const bool has_unit = dtype == DType::kBFloat16 && __builtin_cpu_supports("amx-bf16");
+  if (paths.empty() || has_unit) return std::nullopt;
+  return paths.back();
+}
+
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16")
+
+namespace {
+
+// Rows x vectors of 16 outputs whose sums are in registers together. Tiles of many rows read, and
+// widen, each weight less often; few rows leave fewer tiles for what is between two products.
+constexpr int kFew = 6, kMany = 12;
+constexpr int kVectors = kBlock / 16;  // of a block; with kFew rows. Half of them with kMany
+
+// What is read next, of which some lines are fetched with each word.
+struct Ahead {
+  const char* lines;
+  int64_t per_word;
+
+  EPIKV_INLINE void Fetch(int64_t word) const {
+    for (int64_t i = 0; i < per_word; ++i) {
+      _mm_prefetch(lines + (word * per_word + i) * 64, _MM_HINT_T1);
+    }
+  }
+};
+
+// Sums of kRows rows, kBlock apart in memory, in registers.
+template <int kRows, int kWidth>
+struct Sums {
+  __m512 of[kRows][kWidth];
+
+  EPIKV_INLINE void Read(const float* from, bool first) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kWidth; ++v) {
+        of[r][v] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(from + r * kBlock + v * 16);
+      }
+    }
+  }
+  EPIKV_INLINE void Write(float* to) const {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kWidth; ++v) _mm512_storeu_ps(to + r * kBlock + v * 16, of[r][v]);
+    }
+  }
+  // One input: x of each row, `stride` apart.
+  EPIKV_INLINE void Add(const __m512 weights[kWidth], const float* x, int64_t stride) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const __m512 of_row = _mm512_set1_ps(x[r * stride]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kWidth; ++v) of[r][v] = _mm512_fmadd_ps(weights[v], of_row, of[r][v]);
+    }
+  }
+  // A pair of inputs.
+  EPIKV_INLINE void Add(const __m512i weights[kWidth], const uint32_t* x, int64_t stride) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const auto of_row = (__m512bh)_mm512_set1_epi32(static_cast<int>(x[r * stride]));
+#pragma GCC unroll 4
+      for (int v = 0; v < kWidth; ++v) {
+        of[r][v] = _mm512_dpbf16_ps(of[r][v], (__m512bh)weights[v], of_row);
+      }
+    }
+  }
+};
+
+EPIKV_INLINE __m512 First(__m512i pair) { return _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)); }
+EPIKV_INLINE __m512 Second(__m512i pair) {
+  return _mm512_castsi512_ps(
+      _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+template <int kWidth>
+EPIKV_INLINE void LoadPair(const uint32_t* words, __m512i (&weights)[kWidth]) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kWidth; ++v) weights[v] = _mm512_load_si512(words + v * 16);
+}
+
+// Some inputs' part of a block's sums: words [pairs, kBlock]; x: those inputs of kRows rows.
+template <int kRows>
+EPIKV_INLINE void MultiplyPaired(const uint32_t* x, int64_t stride, const uint32_t* words,
+                                 int64_t pairs, const Ahead& ahead, bool first, float* out) {
+  Sums<kRows, kVectors> sums;
+  sums.Read(out, first);
+  for (int64_t p = 0; p < pairs; ++p) {
+    __m512i weights[kVectors];
+    LoadPair(words + p * kBlock, weights);
+    ahead.Fetch(p);
+    sums.Add(weights, x + p, stride);
+  }
+  sums.Write(out);
+}
+
+// Of kWidth vectors of the block's outputs.
+template <int kRows, int kWidth>
+EPIKV_INLINE void MultiplyWidened(const float* x, int64_t stride, const uint32_t* words,
+                                  int64_t pairs, const Ahead& ahead, bool first, float* out) {
+  Sums<kRows, kWidth> sums;
+  sums.Read(out, first);
+  for (int64_t p = 0; p < pairs; ++p) {
+    __m512i weights[kWidth];
+    __m512 wide[kWidth];
+    LoadPair(words + p * kBlock, weights);
+    ahead.Fetch(p);
+#pragma GCC unroll 4
+    for (int v = 0; v < kWidth; ++v) wide[v] = First(weights[v]);
+    sums.Add(wide, x + 2 * p, stride);
+#pragma GCC unroll 4
+    for (int v = 0; v < kWidth; ++v) wide[v] = Second(weights[v]);
+    sums.Add(wide, x + 2 * p + 1, stride);
+  }
+  sums.Write(out);
+}
+
+// As above, of weights in fp32: panel [words x kOfWord, kBlock].
+template <int kRows, int kOfWord>
+EPIKV_INLINE void MultiplyPanel(const float* x, int64_t stride, const float* panel, int64_t words,
+                                const Ahead& ahead, bool first, float* out) {
+  Sums<kRows, kVectors> sums;
+  sums.Read(out, first);
+  for (int64_t w = 0; w < words; ++w) {
+    ahead.Fetch(w);
+#pragma GCC unroll 2
+    for (int64_t i = kOfWord * w; i < kOfWord * (w + 1); ++i) {
+      __m512 weights[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) weights[v] = _mm512_load_ps(panel + i * kBlock + v * 16);
+      sums.Add(weights, x + i, stride);
+    }
+  }
+  sums.Write(out);
+}
+
+EPIKV_INLINE void WidenPanel(const uint32_t* words, int64_t pairs, float* panel) {
+  for (int64_t p = 0; p < pairs; ++p, panel += 2 * kBlock) {
+    __m512i weights[kVectors];
+    LoadPair(words + p * kBlock, weights);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      _mm512_store_ps(panel + v * 16, First(weights[v]));
+      _mm512_store_ps(panel + kBlock + v * 16, Second(weights[v]));
+    }
+  }
+}
+
+int64_t TilesOf(int64_t rows, int64_t tile) { return (rows + tile - 1) / tile; }
+
+// Calls run(first row, how many as a constant) for tiles of all rows.
+template <int kTile, class Run>
+EPIKV_INLINE void ForTiles(int64_t rows, const Run& run) {
+  int64_t row = 0;
+  for (; row + kTile <= rows; row += kTile) run(row, std::integral_constant<int, kTile>());
+  const int64_t rest = rows - row;
+  [&]<int... n>(std::integer_sequence<int, n...>) __attribute__((always_inline)) {
+    ((rest == n + 1 ? run(row, std::integral_constant<int, n + 1>()) : void()), ...);
+  }
+  (std::make_integer_sequence<int, kTile - 1>());
+}
+
+// Calls run(first word, how many, what each pass over them fetches ahead) for the inputs, some at a
+// time: so many as stay in the L1 cache from one pass to the next. What is fetched is the next
+// block's, or nearer where a block is so long that the L2 cache would lose it again.
+template <class Run>
+EPIKV_INLINE void ForWords(const uint32_t* words, int64_t num_words, int64_t at_once,
+                           int64_t passes, const Run& run) {
+  constexpr int64_t kLines = kBlock * sizeof(uint32_t) / 64;  // of a word of each output
+  constexpr int64_t kFarthest = 256;                          // words of each output: 64 KiB
+  const int64_t per_word = (kLines + passes - 1) / passes;
+  const auto* const next =
+      reinterpret_cast<const char*>(words + std::min(num_words, kFarthest) * kBlock);
+  for (int64_t begin = 0; begin < num_words; begin += at_once) {
+    const int64_t count = std::min(at_once, num_words - begin);
+    const char* const lines = next + begin * kLines * 64;
+    run(
+        begin, count, [=](int64_t pass) __attribute__((always_inline)) {
+          const int64_t fetched = pass * per_word;  // of each word, by the passes before
+          return Ahead{lines + fetched * count * 64, fetched < kLines ? per_word : 0};
+        });
+  }
+}
+
+// Tiles of kFew rows, of weights that are fp32 in memory.
+void MultiplyFloat32(const void* rows, int64_t num_rows, const uint32_t* words, int64_t num_words,
+                     int64_t stride, float* out) {
+  constexpr int64_t kAtOnce = 64;
+  const auto* const x = static_cast<const float*>(rows);
+  const auto* const weights = reinterpret_cast<const float*>(words);
+  ForWords(
+      words, num_words, kAtOnce, TilesOf(num_rows, kFew),
+      [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+        ForTiles<kFew>(
+            num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+              MultiplyPanel<decltype(tile)::value, 1>(
+                  x + row * stride + begin, stride, weights + begin * kBlock, count,
+                  ahead(row / kFew), begin == 0, out + row * kBlock);
+            });
+      });
+}
+
+void MultiplyPairs(const void* rows, int64_t num_rows, const uint32_t* words, int64_t pairs,
+                   int64_t stride, float* out) {
+  constexpr int64_t kAtOnce = 96;
+  const auto* const x = static_cast<const uint32_t*>(rows);
+  ForWords(
+      words, pairs, kAtOnce, TilesOf(num_rows, kFew),
+      [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+        ForTiles<kFew>(
+            num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+              MultiplyPaired<decltype(tile)::value>(
+                  x + row * stride + begin, stride, words + begin * kBlock, count,
+                  ahead(row / kFew), begin == 0, out + row * kBlock);
+            });
+      });
+}
+
+// Tiles of kTile rows and kWidth vectors widen weights as they go.
+template <int kTile, int kWidth>
+void MultiplyAsWidened(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
+                       int64_t stride, float* out) {
+  constexpr int64_t kAtOnce = 64;
+  const int64_t tiles = TilesOf(num_rows, kTile);
+  ForWords(
+      words, pairs, kAtOnce, tiles * kVectors / kWidth,
+      [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+        for (int64_t v = 0; v < kVectors; v += kWidth) {
+          ForTiles<kTile>(
+              num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+                MultiplyWidened<decltype(tile)::value, kWidth>(
+                    x + row * stride + 2 * begin, stride, words + begin * kBlock + v * 16, count,
+                    ahead(v / kWidth * tiles + row / kTile), begin == 0,
+                    out + row * kBlock + v * 16);
+              });
+        }
+      });
+}
+
+void MultiplyWide(const void* rows, int64_t num_rows, const uint32_t* words, int64_t pairs,
+                  int64_t stride, float* out) {
+  // A panel costs as much as some tiles that widen weights as they go.
+  constexpr int64_t kAsWidened = 2 * kMany;
+  const auto* const x = static_cast<const float*>(rows);
+  if (num_rows <= kFew) {
+    return MultiplyAsWidened<kFew, kVectors>(x, num_rows, words, pairs, stride, out);
+  }
+  if (num_rows <= kAsWidened) {
+    return MultiplyAsWidened<kMany, kVectors / 2>(x, num_rows, words, pairs, stride, out);
+  }
+  constexpr int64_t kAtOnce = 32;
+  alignas(64) float panel[2 * kAtOnce * kBlock];
+  ForWords(
+      words, pairs, kAtOnce, TilesOf(num_rows, kFew),
+      [&](int64_t begin, int64_t count, const auto& ahead) __attribute__((always_inline)) {
+        WidenPanel(words + begin * kBlock, count, panel);
+        ForTiles<kFew>(
+            num_rows, [&](int64_t row, auto tile) __attribute__((always_inline)) {
+              MultiplyPanel<decltype(tile)::value, 2>(x + row * stride + 2 * begin, stride, panel,
+                                                      count, ahead(row / kFew), begin == 0,
+                                                      out + row * kBlock);
+            });
+      });
+}
+
+void WidenRow(const void* x, int64_t count, float* row) {
+  Widen(static_cast<const BFloat16*>(x), row, count);
+}
+
+}  // namespace
+
+#pragma GCC pop_options
+
+int64_t DenseRowBytes(DensePath path, const DenseShape& shape) {
+  const int64_t words = WordsOf(shape) * (path == DensePath::kWidened ? 2 : 1);
+  // An odd number of cache lines: rows that are a power of two apart push each other out.
+  return ((words * static_cast<int64_t>(sizeof(uint32_t)) + 63) / 64 | 1) * 64;
+}
+
+void PrepareDense(DensePath path, const void* x, const DenseShape& shape, void* row) {
+  const int64_t inputs = shape.inputs;
+  if (path == DensePath::kWidened) {
+    auto* const to = static_cast<float*>(row);
+    WidenRow(x, inputs, to);
+    if (inputs % 2 == 1) to[inputs] = 0;
+    return;
+  }
+  std::memcpy(row, x, inputs * ElementBytes(shape.dtype));
+  if (path == DensePath::kPaired && inputs % 2 == 1) static_cast<uint16_t*>(row)[inputs] = 0;
+}
+
+void MultiplyDense(DensePath path, const void* rows, int64_t num_rows, const void* packed,
+                   const DenseShape& shape, int64_t block, float* out) {
+  const int64_t stride = DenseRowBytes(path, shape) / static_cast<int64_t>(sizeof(uint32_t));
+  const int64_t num_words = WordsOf(shape);
+  const uint32_t* const words = static_cast<const uint32_t*>(packed) + block * num_words * kBlock;
+  switch (path) {
+    case DensePath::kFloat32:
+      return MultiplyFloat32(rows, num_rows, words, num_words, stride, out);
+    case DensePath::kWidened:
+      return MultiplyWide(rows, num_rows, words, num_words, stride, out);
+    case DensePath::kPaired:
+      return MultiplyPairs(rows, num_rows, words, num_words, stride, out);
+  }
+}
+
+#else
+
+std::vector<DensePath> DensePaths(DType) { return {}; }
+std::optional<DensePath> FastestDensePath(DType) { return std::nullopt; }
+int64_t DenseRowBytes(DensePath, const DenseShape&) { return 0; }
+void PrepareDense(DensePath, const void*, const DenseShape&, void*) {}
+void MultiplyDense(DensePath, const void*, int64_t, const void*, const DenseShape&, int64_t,
+                   float*) {}
+
+#endif
+
+}  // namespace epikv

@@ -1,0 +1,154 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "policies/policy.h"
+#include "runtime/admission/admission.h"
+#include "runtime/kv/kv_pool.h"
+#include "runtime/request/request.h"
+
+namespace epikv {
+
+// Which token lies in which slot, for the lanes that share one keep decision. Slots [0, used) are
+// live, except for at most one hole: the slot of a token evicted one at a time, which the next
+// token overwrites before anything reads it.
+class SlotTable {
+ public:
+  explicit SlotTable(int64_t num_columns) : columns_(num_columns) {}
+
+  // Slots that the next `count` tokens will take. Precondition: count is 1 where there is a hole.
+  int64_t NextSlot() const { return hole_.value_or(used_); }
+  // Slots that attention reads once `count` tokens more are written.
+  int64_t UsedAfter(int64_t count) const { return hole_.has_value() ? used_ : used_ + count; }
+
+  // Commits `count` tokens with indexes from `first` and positions from `position`, in the slots
+  // that NextSlot gave. Their columns are zero.
+  void Append(int64_t first, int64_t position, int64_t count);
+
+  int64_t live() const { return used_ - (hole_.has_value() ? 1 : 0); }
+  int64_t used() const { return used_; }
+  std::optional<int64_t> hole() const { return hole_; }
+  absl::Span<const int32_t> index() const { return absl::MakeConstSpan(index_).first(used_); }
+  absl::Span<const int32_t> rope_position() const {
+    return absl::MakeConstSpan(rope_position_).first(used_);
+  }
+  absl::Span<float> column(int64_t place) { return absl::MakeSpan(columns_[place]).first(used_); }
+
+  struct Copy {
+    int64_t from = 0, to = 0;  // slots
+  };
+  // Drops the tokens in `slots` (ascending, live). One victim leaves a hole if `leave_hole`; more
+  // are filled from the tail: the returned copies, which the caller repeats on the lanes.
+  std::vector<Copy> Remove(absl::Span<const int64_t> slots, bool leave_hole);
+
+ private:
+  int64_t used_ = 0;
+  std::optional<int64_t> hole_;
+  std::vector<int32_t> index_, rope_position_;  // by slot
+  std::vector<std::vector<float>> columns_;     // [columns][slots]
+};
+
+// One lane's rows in the pool.
+struct LaneRows {
+  int64_t first_row = 0;  // of the pool
+  char* keys = nullptr;   // on the CPU
+  char* values = nullptr;
+  int64_t capacity = 0;
+};
+
+// The KV cache of one sequence: its lanes, [layers x kv_heads], and what lies in their slots. The
+// only file that knows the layout. Engine thread.
+class SequenceCache {
+ public:
+  // The pool has room for the demand's peak (Ledger).
+  SequenceCache(KvPool& pool, SequenceId id, const Request& request, const ModelShape& shape);
+  // A copy of `from`, which is between two steps; the pool has room for as many rows.
+  SequenceCache(SequenceId id, const Request& request, const SequenceCache& from);
+  SequenceCache(const SequenceCache&) = delete;
+  SequenceCache& operator=(const SequenceCache&) = delete;
+
+  int64_t num_layers() const { return shape_.num_layers; }
+  int64_t num_kv_heads() const { return shape_.num_kv_heads; }
+  int64_t num_tables() const { return static_cast<int64_t>(tables_.size()); }
+  int64_t TableOf(int64_t layer, int64_t head) const;
+  SlotTable& table(int64_t t) { return tables_[t]; }
+  const SlotTable& table(int64_t t) const { return tables_[t]; }
+  LaneRows Lane(int64_t layer, int64_t head) const;
+
+  // All heads of a layer have the same capacity and slots in use: they are one strided tensor.
+  bool Uniform(int64_t layer) const;
+
+  // RoPE position of the next token in a lane: its index, or the tokens retained before it.
+  int64_t NextPosition(int64_t table, int64_t index) const;
+  // RoPE positions at which the keys are attended over once `count` tokens more are written, by
+  // slot. [UsedAfter(count)]
+  std::vector<int64_t> PositionsAfter(int64_t table, int64_t count) const;
+
+  // Commits tokens written to every lane.
+  void Append(int64_t first, int64_t count);
+
+  // Slots over the budget in a table, or in all tables that share one budget with it. >= 0.
+  int64_t Excess(int64_t table) const;
+  // Some table holds over `slack` slots more than its budget, or will with `coming` tokens more; of
+  // a shared one, on average.
+  bool OverBudget(int64_t slack, int64_t coming = 0) const;
+
+  // Checks a policy's answer (INTERNAL: what is wrong with it). Where its victims lie: of each
+  // table its slots, ascending.
+  using Slots = std::vector<std::vector<int64_t>>;
+  absl::StatusOr<Slots> SlotsOf(const std::vector<std::vector<int32_t>>& victims) const;
+  // Drops the tokens in these slots. Returns the number of entries removed.
+  int64_t Evict(const Slots& slots, bool leave_hole);
+
+  // Packs the lanes to their decode capacities and gives the surplus back to the pool.
+  void ShrinkToDecode();
+  bool SharesBudgets() const { return TablesPerPool() > 1; }
+
+  int64_t newest() const { return newest_; }
+  // Nothing was evicted: the token in a slot is the slot's number.
+  bool Untouched() const;
+  int64_t entries() const;
+  int64_t peak_entries() const { return peak_entries_; }
+  void ForgetPeak();
+  int64_t bytes() const;
+  int64_t peak_bytes() const { return peak_bytes_; }
+  std::vector<int32_t> KeptIndexes() const;
+
+ private:
+  // PositionsAfter under PositionMode::kCache: each token's rank among those retained.
+  std::vector<int64_t> RanksAfter(int64_t table, int64_t count) const;
+  int64_t LanesPerTable() const { return shape_.num_layers * shape_.num_kv_heads / num_tables(); }
+  int64_t TablesPerPool() const;
+  // Excess, negative where there is room.
+  int64_t Surplus(int64_t table) const;
+  // Gives each lane what it uses and an equal share of what is left of `rows`. Lanes that share
+  // budgets hold unequally many, but grow alike.
+  std::vector<int64_t> ShareOut(int64_t rows) const;
+  // Moves the lanes, within the sequence's rows, to where these capacities put them.
+  void LayOut(const std::vector<int64_t>& capacity);
+  absl::StatusOr<std::vector<int64_t>> SlotsOf(int64_t table,
+                                               const std::vector<int32_t>& victims) const;
+  // Adds to `moves` what these copies are in the table's lanes.
+  void AddMoves(int64_t table, absl::Span<const SlotTable::Copy> copies,
+                std::vector<RowMove>& moves) const;
+  void NotePeak();
+
+  KvPool& pool_;
+  const SequenceId id_;
+  const Request& request_;
+  const ModelShape& shape_;
+  const KvLayout layout_;
+  std::vector<int64_t> capacity_, offset_;  // of lanes, in rows; offsets from the extent's first
+  std::vector<SlotTable> tables_;
+  const PoolRows rows_;
+  int64_t newest_ = -1;
+  int64_t peak_entries_ = 0, peak_bytes_ = 0;
+};
+
+}  // namespace epikv

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "runtime/model/manifest.h"
+#include "runtime/model/operators.h"
+
+namespace epikv {
+
+// What a loaded model says of itself.
+struct ModelFacts {
+  Manifest manifest;
+  std::string tokenizer_json;
+  std::string chat_json;     // empty: the file is older than chat formats
+  int64_t weight_bytes = 0;  // in memory, as served
+  at::Device device = at::kCPU;
+  std::string description;  // one line, for the log: dtype, kernels
+};
+
+// A decoder ready to run. Immutable: any thread may call it, several at once.
+class Model {
+ public:
+  explicit Model(ModelFacts facts) : facts_(std::move(facts)) {}
+  virtual ~Model() = default;
+
+  // One forward over n packed tokens of all sequences: token_ids [n] and positions [n], and the
+  // rows `last` [b] whose logits are wanted, all int64, on the model's device or the CPU. Returns
+  // float32 [b, vocab], on the model's device. Calls `hooks` on this thread, in layer order, each
+  // once. Throws what torch and the hooks throw.
+  //
+  // The bits of a row depend on its own tokens, n and b; on nobody else's tokens, not on its place.
+  virtual at::Tensor Forward(const at::Tensor& token_ids, const at::Tensor& positions,
+                             const at::Tensor& last, ForwardHooks& hooks) const = 0;
+
+  // W_O of a layer, [hidden, heads * value_width]. May be made at each call: keep it if needed.
+  virtual at::Tensor output_projection(int64_t layer) const = 0;
+
+  const Manifest& manifest() const { return facts_.manifest; }
+  const std::string& tokenizer_json() const { return facts_.tokenizer_json; }
+  const std::string& chat_json() const { return facts_.chat_json; }
+  int64_t weight_bytes() const { return facts_.weight_bytes; }
+  at::Device device() const { return facts_.device; }
+  const std::string& description() const { return facts_.description; }
+
+ private:
+  const ModelFacts facts_;
+};
+
+struct TorchScriptOptions {
+  at::Device device = at::kCPU;
+  // On the CPU, pack linear weights where the machine has kernels for it.
+  bool prepack = true;
+};
+
+// Loads a file that keeps the model contract (DESIGN section 3) and runs one small forward.
+// NOT_FOUND; DATA_LOSS: the file is damaged; RESOURCE_EXHAUSTED: too little memory;
+// FAILED_PRECONDITION: it breaks the contract, and in what, everything at once.
+absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
+                                                       TorchScriptOptions options = {});
+
+}  // namespace epikv

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "runtime/model/manifest.h"
+#include "runtime/model/model.h"
+
+namespace torch::jit {
+struct Module;
+}
+
+namespace epikv {
+
+// In what a module breaks the model contract. Empty: in nothing.
+struct ContractReport {
+  std::vector<std::string> violations;
+  bool runnable = true;  // the signature agrees and nothing forks: it may be probed
+};
+
+// Reads a loaded module: the signature of its forward, the operators' calls and their order, its
+// parameters. `forward` must be inlined and not yet frozen: freezing merges and deletes calls of
+// epikv::block.
+ContractReport CheckContract(const torch::jit::Module& module, const Manifest& manifest);
+
+// What one small forward shows: shapes and types at the operators, the logits.
+std::vector<std::string> ProbeViolations(const Model& model);
+
+// Of what Model::Forward has thrown, the line that says what happened: TorchScript's traceback
+// stands around it.
+std::string LastLine(absl::string_view what);
+
+}  // namespace epikv

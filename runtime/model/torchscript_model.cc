@@ -1,0 +1,339 @@
+#include <ATen/ATen.h>
+#include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/frontend/error_report.h>
+#include <torch/csrc/jit/ir/ir.h>
+#include <torch/csrc/jit/passes/freeze_module.h>
+#include <torch/csrc/jit/passes/inliner.h>
+#include <torch/csrc/jit/runtime/interpreter.h>
+#include <torch/csrc/jit/serialization/import.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <new>
+#include <nlohmann/json.hpp>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "runtime/base/checksums.h"
+#include "runtime/model/model.h"
+#include "runtime/model/model_contract.h"
+#include "runtime/model/packed_linear.h"
+#include "runtime/base/scalar_type.h"
+#include "runtime/text/utf8.h"
+
+namespace epikv {
+namespace {
+
+using torch::jit::Block;
+using torch::jit::Graph;
+using torch::jit::Module;
+using torch::jit::Node;
+
+// What a model file holds.
+struct Contents {
+  Manifest manifest;
+  std::string tokenizer_json;
+  std::string chat_json;
+  Module module;
+};
+
+// A module's forward as one graph of three inputs, its weights constants inside.
+struct FrozenForward {
+  std::shared_ptr<Graph> graph;
+  // The functions that were inlined: an error's traceback names them, by plain pointers.
+  std::shared_ptr<torch::jit::CompilationUnit> functions;
+};
+
+class TorchScriptModel final : public Model {
+ public:
+  TorchScriptModel(ModelFacts facts, const FrozenForward& forward,
+                   std::vector<std::function<at::Tensor()>> output_projections)
+      : Model(std::move(facts)),
+        functions_(forward.functions),
+        code_(forward.graph, "forward"),
+        output_projections_(std::move(output_projections)) {}
+
+  // Straight through the interpreter: no executor rewrites the graph on the way, or profiles it.
+  at::Tensor Forward(const at::Tensor& token_ids, const at::Tensor& positions,
+                     const at::Tensor& last, ForwardHooks& hooks) const override {
+    const c10::InferenceMode inference;
+    const HooksScope scope(hooks);
+    torch::jit::Stack stack = {token_ids.to(device()), positions.to(device()), last.to(device())};
+    torch::jit::InterpreterState(code_).run(stack);
+    return stack.back().toTensor();
+  }
+
+  at::Tensor output_projection(int64_t layer) const override {
+    return output_projections_.at(layer)();
+  }
+
+ private:
+  const std::shared_ptr<torch::jit::CompilationUnit> functions_;
+  const torch::jit::Code code_;
+  const std::vector<std::function<at::Tensor()>> output_projections_;  // [layers]
+};
+
+// Both quote names and code of the file, which may be any bytes.
+absl::Status Broken(const std::string& path, const std::vector<std::string>& violations) {
+  return absl::FailedPreconditionError(
+      ValidUtf8(absl::StrCat(path, " breaks the model contract: ", absl::StrJoin(violations, "; "),
+                             ". Export it again with `epikv export`")));
+}
+
+absl::Status Damaged(const std::string& path, absl::string_view what) {
+  return absl::DataLossError(
+      ValidUtf8(absl::StrCat(path, " is damaged or no TorchScript file: ", what)));
+}
+
+// LibTorch has a type of its own for this on GPUs only.
+bool IsOutOfMemory(const std::exception& error) {
+  return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ||
+         dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
+         absl::StrContains(error.what(), "DefaultCPUAllocator");
+}
+
+absl::Status OutOfMemory(const std::string& path) {
+  return absl::ResourceExhaustedError(
+      absl::StrCat("not enough memory to load ", path, "; its weights need about its size"));
+}
+
+// What TorchScript's compiler says is wrong, without the excerpt of the code that follows.
+std::string CompilerMessage(absl::string_view what) {
+  const absl::string_view message = what.substr(0, what.find("\n:\n"));
+  return absl::StrJoin(absl::StrSplit(message, '\n', absl::SkipWhitespace()), " ");
+}
+
+// The first sentence of an exception's text: torch adds guesses and traces.
+std::string FirstSentence(absl::string_view what) {
+  const absl::string_view line = what.substr(0, what.find('\n'));
+  return std::string(line.substr(0, line.find(". ")));
+}
+
+absl::StatusOr<std::string> ReadExtra(caffe2::serialize::PyTorchStreamReader& reader,
+                                      const std::string& name) {
+  if (!reader.hasRecord("extra/" + name)) {
+    return absl::NotFoundError(absl::StrCat("it holds no ", name));
+  }
+  const auto [data, size] = reader.getRecord("extra/" + name);
+  return std::string(static_cast<const char*>(data.get()), size);
+}
+
+// Reads manifest and tokenizer into `contents`; returns what is wrong with them.
+std::vector<std::string> ReadExtras(caffe2::serialize::PyTorchStreamReader& reader,
+                                    Contents& contents) {
+  std::vector<std::string> violations;
+  const absl::StatusOr<std::string> json = ReadExtra(reader, "manifest.json");
+  if (!json.ok()) {
+    violations.emplace_back(json.status().message());
+  } else if (absl::StatusOr<Manifest> manifest = Manifest::Parse(*json); manifest.ok()) {
+    contents.manifest = *std::move(manifest);
+  } else {
+    violations.emplace_back(manifest.status().message());
+  }
+  absl::StatusOr<std::string> tokenizer = ReadExtra(reader, "tokenizer.json");
+  if (!tokenizer.ok()) {
+    violations.emplace_back(tokenizer.status().message());
+  } else if (!nlohmann::json::accept(*tokenizer)) {
+    violations.emplace_back("its tokenizer.json is not JSON");
+  } else {
+    contents.tokenizer_json = *std::move(tokenizer);
+  }
+  absl::StatusOr<std::string> chat = ReadExtra(reader, "chat.json");  // older files have none
+  if (chat.ok()) contents.chat_json = *std::move(chat);
+  return violations;
+}
+
+// Opens the archive, which fails on a damaged one. Throws no exceptions.
+absl::Status CheckArchive(const std::string& path) {
+  if (!std::ifstream(path)) {
+    return absl::Status(absl::ErrnoToStatusCode(errno),
+                        absl::StrCat("cannot open ", path, ": ", std::strerror(errno)));
+  }
+  try {
+    caffe2::serialize::PyTorchStreamReader reader(path);
+    const absl::Status status = VerifyChecksums(reader, path);
+    return status.ok() ? status : Damaged(path, status.message());
+  } catch (const std::exception& error) {
+    if (IsOutOfMemory(error)) return OutOfMemory(path);
+    return Damaged(path, FirstSentence(error.what()));
+  }
+}
+
+// Of an undamaged archive. The extra files come first: a manifest that is wrong is told before the
+// weights are read.
+absl::StatusOr<Contents> Read(const std::string& path) {
+  Contents contents;
+  caffe2::serialize::PyTorchStreamReader reader(path);
+  const std::vector<std::string> violations = ReadExtras(reader, contents);
+  if (!violations.empty()) return Broken(path, violations);
+  // Errors quote the code as it is in the file: told by its debug files, which may be damaged, they
+  // throw out of ErrorReport::what(), and that ends the process.
+  contents.module = torch::jit::load(path, c10::kCPU, /*load_debug_files=*/false);
+  if (!contents.module.find_method("forward")) return Broken(path, {"it has no forward"});
+  return contents;
+}
+
+// Takes the last handle to the module, so that the graph alone holds the weights.
+absl::StatusOr<FrozenForward> Freeze(Module module) {
+  try {
+    torch::jit::freeze_module_inplace(&module);
+  } catch (const std::exception& error) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("forward cannot be frozen: ", FirstSentence(error.what())));
+  }
+  std::shared_ptr<Graph> graph = module.get_method("forward").graph();
+  if (graph->inputs()[0]->hasUses()) {
+    return absl::FailedPreconditionError("forward changes the module; a module keeps no state");
+  }
+  graph->eraseInput(0);
+  return FrozenForward{.graph = graph, .functions = module._ivalue()->compilation_unit()};
+}
+
+int64_t ConstantBytes(const Block* block) {
+  int64_t bytes = 0;
+  for (const Node* node : block->nodes()) {
+    for (const Block* inner : node->blocks()) bytes += ConstantBytes(inner);
+    if (node->kind() == c10::prim::Constant && node->hasAttribute(c10::attr::value) &&
+        node->kindOf(c10::attr::value) == torch::jit::AttributeKind::t) {
+      bytes += static_cast<int64_t>(node->t(c10::attr::value).nbytes());
+    }
+  }
+  return bytes;
+}
+
+// Tensors on a device, by their former addresses.
+using Moved = std::unordered_map<const void*, at::Tensor>;
+
+// Moves the graph's tensors to a device, one after another, each once however often it is used.
+void MoveConstants(Block* block, at::Device device, Moved& moved) {
+  auto move = [&](const at::Tensor& tensor) {
+    at::Tensor& there = moved[tensor.const_data_ptr()];
+    const bool same = there.defined() && there.dtype() == tensor.dtype() &&
+                      there.sizes() == tensor.sizes() && there.strides() == tensor.strides();
+    if (!same) there = tensor.to(device);
+    return there;
+  };
+  for (Node* node : block->nodes()) {
+    for (Block* inner : node->blocks()) MoveConstants(inner, device, moved);
+    if (node->kind() != c10::prim::Constant || !node->hasAttribute(c10::attr::value)) continue;
+    if (node->kindOf(c10::attr::value) == torch::jit::AttributeKind::t) {
+      node->t_(c10::attr::value, move(node->t(c10::attr::value)));
+    } else if (node->kindOf(c10::attr::value) == torch::jit::AttributeKind::ts) {
+      std::vector<at::Tensor> tensors = node->ts(c10::attr::value);
+      for (at::Tensor& tensor : tensors) tensor = move(tensor);
+      node->ts_(c10::attr::value, std::move(tensors));
+    }
+  }
+}
+
+std::string Describe(DType dtype, const PackedLinears& packed, bool prepack, at::Device device) {
+  std::string text = absl::StrCat("TorchScript, ", DTypeName(dtype));
+  if (!device.is_cpu()) return absl::StrCat(text, ", on ", device.str());
+  if (packed.quantized > 0) {
+    absl::StrAppend(&text, ", ", packed.quantized, " linears of integers (", packed.quantized_for,
+                    ")");
+  }
+  if (packed.linears == 0) return text;
+  if (!prepack) return absl::StrCat(text, ", no linear prepacked, as asked");
+  absl::StrAppend(&text, ", ", packed.packed, " of ", packed.linears, " linears prepacked");
+  if (packed.packed > 0) absl::StrAppend(&text, " for ", packed.packed_for);
+  if (dtype == DType::kBFloat16 && packed.packed == 0) {
+    absl::StrAppend(&text, ": this processor has no bfloat16");
+  }
+  return text;
+}
+
+// Undefined where the module has no such parameter.
+std::vector<at::Tensor> OutputProjections(const Module& module, const Manifest& manifest) {
+  std::unordered_map<std::string, at::Tensor> parameters;
+  for (const auto& [name, tensor] : module.named_parameters()) parameters.emplace(name, tensor);
+  std::vector<at::Tensor> projections;
+  for (const LayerFacts& layer : manifest.layers) {
+    projections.push_back(parameters[layer.output_projection]);
+  }
+  return projections;
+}
+
+// Takes the last handle to the module, so that weights are freed as they are packed.
+absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOptions options) {
+  std::vector<at::Tensor> parameters = OutputProjections(contents.module, contents.manifest);
+  absl::StatusOr<FrozenForward> forward = Freeze(std::move(contents.module));
+  if (!forward.ok()) return forward.status();
+  Graph& graph = *forward->graph;
+  const bool on_cpu = options.device.is_cpu();
+  const PackedLinears packed = on_cpu ? PackLinears(graph, options.prepack) : PackedLinears();
+  if (!on_cpu && !contents.manifest.quantization.empty()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "its linears of ", contents.manifest.quantization,
+        " are for the CPU; export it without --quantize to serve it on ", options.device.str()));
+  }
+  Moved moved;
+  if (!on_cpu) MoveConstants(graph.block(), options.device, moved);
+  const at::ScalarType dtype = ScalarTypeOf(contents.manifest.dtype);
+  std::vector<std::function<at::Tensor()>> projections;
+  for (at::Tensor& weight : parameters) {
+    const void* const address = weight.defined() ? weight.const_data_ptr() : nullptr;
+    if (const auto found = packed.dense.find(address); found != packed.dense.end()) {
+      projections.emplace_back([make = found->second, dtype] { return make(dtype); });
+      continue;
+    }
+    if (weight.defined() && !weight.is_floating_point()) {
+      return absl::FailedPreconditionError(
+          "an output_projection is of integers, and no weight of an epikv::quantized_linear");
+    }
+    if (const auto found = moved.find(address); found != moved.end()) weight = found->second;
+    projections.emplace_back([weight = std::move(weight)] { return weight; });
+  }
+  ModelFacts facts = {.manifest = std::move(contents.manifest),
+                      .tokenizer_json = std::move(contents.tokenizer_json),
+                      .chat_json = std::move(contents.chat_json),
+                      .weight_bytes = ConstantBytes(graph.block()) + packed.bytes,
+                      .device = options.device};
+  facts.description = Describe(facts.manifest.dtype, packed, options.prepack, options.device);
+  return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections));
+}
+
+absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,
+                                                   TorchScriptOptions options) {
+  absl::StatusOr<Contents> contents = Read(path);
+  if (!contents.ok()) return contents.status();
+  contents->module.eval();
+  torch::jit::Inline(*contents->module.get_method("forward").graph());
+  ContractReport report = CheckContract(contents->module, contents->manifest);
+  if (!report.runnable) return Broken(path, report.violations);
+
+  absl::StatusOr<std::unique_ptr<Model>> model = Compile(*std::move(contents), options);
+  const std::vector<std::string> more =
+      model.ok() ? ProbeViolations(**model)
+                 : std::vector<std::string>{std::string(model.status().message())};
+  report.violations.insert(report.violations.end(), more.begin(), more.end());
+  if (!report.violations.empty()) return Broken(path, report.violations);
+  return model;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Model>> LoadTorchScript(const std::string& path,
+                                                       TorchScriptOptions options) {
+  if (absl::Status status = CheckArchive(path); !status.ok()) return status;
+  try {
+    return LoadOrThrow(path, options);
+  } catch (const torch::jit::ErrorReport& error) {
+    return Broken(path,
+                  {absl::StrCat("its code does not compile: ", CompilerMessage(error.what()))});
+  } catch (const std::exception& error) {
+    if (IsOutOfMemory(error)) return OutOfMemory(path);
+    return Broken(path, {absl::StrCat("LibTorch ", EPIKV_TORCH_VERSION,
+                                      " cannot load it: ", FirstSentence(error.what()))});
+  }
+}
+
+}  // namespace epikv

@@ -1,0 +1,119 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "policies/policy.h"
+#include "runtime/step/attention.h"
+#include "runtime/kv/prefix_cache.h"
+#include "runtime/signals/query_moments.h"
+#include "runtime/kv/sequence_cache.h"
+#include "runtime/signals/signals.h"
+#include "runtime/step/step_executor.h"
+
+// What an executor knows of a sequence, and of its share of the step that runs.
+
+namespace epikv {
+
+// A sequence between Open and Close.
+struct OpenSequence {
+  OpenSequence(KvPool& pool, SequenceId id, const Request& r, const ModelShape& shape)
+      : request(r),
+        cache(pool, id, r, shape),
+        tap(r.tap_layers, shape.hidden_size),
+        queries(shape.num_layers, r.traits.window,
+                shape.num_heads * shape.key_width * ElementBytes(pool.format().model)),
+        moments(r.traits.signals.Has(Signal::kQueryMoments) ? shape.num_layers : 0, shape.num_heads,
+                shape.key_width, pool.device()),
+        attention_rows(r.traits.attention_layers, shape.num_kv_heads) {}
+  // Goes on from where another is, between two steps; the policy's state is the caller's to clone.
+  OpenSequence(SequenceId id, const Request& r, const OpenSequence& from)
+      : request(r),
+        cache(id, r, from.cache),
+        tap(from.tap),
+        queries(from.queries),
+        moments(from.moments.Clone()),
+        attention_rows(from.attention_rows),
+        tapped(from.tapped),
+        prefix(from.prefix) {}
+
+  const Request& request;
+  SequenceCache cache;
+  ResidualTap tap;
+  QueryWindow queries;
+  QueryMomentsTap moments;
+  // Of the tokens that the last step cached, where the policy declared them.
+  std::vector<float> logit_entropy;      // [count]
+  std::vector<float> residual_distance;  // [layers, count]
+  LaneRowsOfStep attention_rows;
+  // Scratch of the layer that runs, kept from step to step.
+  std::vector<float> decode_logits;  // AttentionItem::logits
+  // PositionMode::kCache: keys at their ranks. [rows, bytes of one], uint8
+  at::Tensor turned;
+  // On the device path: the residuals that the next step's are compared with, which `tap` has on
+  // the CPU; undefined: they are still there. fp32 [taps, hidden_size], never written.
+  at::Tensor tapped;
+  std::unique_ptr<PolicyState> state;  // null: the policy keeps none
+  PrefixCache::Kept prefix;
+  std::optional<int64_t> mass_at;  // index of the token that was newest when it was measured last
+};
+
+// A work item while its forward runs.
+struct StepItem {
+  const WorkItem* work = nullptr;
+  OpenSequence* sequence = nullptr;
+  int64_t row = 0;                 // its first row in the forward
+  std::vector<int64_t> slots;      // [tables] that its first token takes
+  std::vector<int64_t> positions;  // [tables] RoPE position of its first token
+  std::vector<int64_t> used;       // [layers x kv_heads] slots that attention reads
+  // SequenceCache::PositionsAfter, once a layer has asked. [tables][slots]
+  std::vector<std::vector<int64_t>> slot_positions;
+  std::vector<LanePositions> lane_positions;  // of the layer that runs, if its window hides any
+  // PositionMode::kCache: keys are turned at every step, into scratch for one layer.
+  std::vector<char*> turned_keys;     // [kv_heads]: each lane's in there
+  at::Tensor logits;                  // of its last rows, [at least num_outputs, vocab]
+  at::Tensor entropies;               // Signals::logit_entropy, if wanted. [num_rows]
+  std::vector<at::Tensor> residuals;  // [num_rows, hidden] after each block so far, if wanted
+  at::Tensor distances;               // [layers, num_rows], once the last block has run, if wanted
+  at::Tensor log_sum_exp;             // of the layer that runs
+  at::Tensor tapped;                  // OpenSequence::tapped once it is committed
+  // Residuals of the last row after every block, fp32 [layers, hidden]; empty: not kept.
+  std::vector<float> last_residuals;
+  bool measures_mass = false;
+
+  int64_t num_rows() const { return static_cast<int64_t>(work->tokens.size()); }
+  bool wants_attention_rows() const {
+    return wants(work->decode ? Signal::kAttentionRow : Signal::kPromptAttention);
+  }
+  bool wants_attention_rows(int64_t layer) const {
+    return wants_attention_rows() && sequence->attention_rows.Has(layer);
+  }
+  bool wants(Signal signal) const { return sequence->request.traits.signals.Has(signal); }
+  bool wants_prompt_logprobs() const {
+    return !work->decode && sequence->request.output.prompt_logprobs;
+  }
+  int64_t num_logits() const {
+    const bool all = wants(Signal::kLogitEntropy) || wants_prompt_logprobs();
+    return all ? num_rows() : work->num_outputs;
+  }
+  bool wants_queries() const { return wants(Signal::kQueries); }
+  bool turns_keys() const { return sequence->request.positions == PositionMode::kCache; }
+  const std::vector<int64_t>& PositionsOf(int64_t table) {
+    slot_positions.resize(sequence->cache.num_tables());
+    std::vector<int64_t>& of_slots = slot_positions[table];
+    if (of_slots.empty()) of_slots = sequence->cache.PositionsAfter(table, num_rows());
+    return of_slots;
+  }
+};
+
+// Signals::logit_entropy of rows of logits [n, vocab]. [n]
+at::Tensor EntropiesOf(const at::Tensor& logits);
+
+// Signals::residual_distance of the residuals after every block, [n, hidden] each. fp32 [layers, n]
+at::Tensor DistancesOf(const std::vector<at::Tensor>& residuals);
+
+}  // namespace epikv

@@ -1,0 +1,67 @@
+#include "server/call/call_scope.h"
+
+#include <grpcpp/server_context.h>
+
+#include <vector>
+
+#include "server/base/durations.h"
+
+namespace epikv {
+namespace {
+
+// In ASCII a line stays below the 4096 bytes that a pipe takes whole.
+constexpr size_t kMaxLogBytes = 128;
+
+std::vector<absl::string_view> Headers(const grpc::CallbackServerContext& context,
+                                       const char* name) {
+  std::vector<absl::string_view> values;
+  const auto [begin, end] = context.client_metadata().equal_range(name);
+  for (auto it = begin; it != end; ++it) values.emplace_back(it->second.data(), it->second.size());
+  return values;
+}
+
+// Two headers break the standard as much as a wrong one does.
+std::optional<TraceContext> CallersSpan(const grpc::CallbackServerContext& context) {
+  const std::vector<absl::string_view> headers = Headers(context, "traceparent");
+  return headers.size() == 1 ? ParseTraceParent(headers.front()) : std::nullopt;
+}
+
+}  // namespace
+
+CallScope::CallScope(absl::string_view method, const Frontend& frontend,
+                     grpc::CallbackServerContext& context)
+    : method_(method),
+      frontend_(frontend),
+      context_(context),
+      span_(NewSpan(CallersSpan(context))) {
+  frontend_.traffic.OnCall();
+}
+
+std::optional<grpc::Status> CallScope::Admit() {
+  std::optional<grpc::Status> refusal =
+      frontend_.auth.Admit(method_, Headers(context_, "authorization"), caller_);
+  if (refusal.has_value()) frontend_.metrics.OnRejected(ErrorReason(*refusal));
+  return refusal;
+}
+
+grpc::Status CallScope::Close(const grpc::Status& status) {
+  frontend_.traffic.OnEnd();
+  frontend_.metrics.OnRpcFinished(method_, status.error_code());
+  const absl::Time now = absl::Now();
+  *entry_.mutable_time() = TimestampProto(start_);
+  entry_.set_method(std::string(method_));
+  entry_.set_code(std::string(CodeName(status.error_code())));
+  entry_.set_reason(ErrorReason(status));
+  entry_.set_seconds(absl::ToDoubleSeconds(now - start_));
+  entry_.set_peer(context_.peer());
+  entry_.set_trace_id(span_.trace_id);
+  entry_.set_identity(caller_.name);
+  if (on_close_ != nullptr) on_close_(entry_);
+  frontend_.access_log.Write(std::move(entry_));
+  context_.AddTrailingMetadata("traceparent", span_.ToHeader());
+  return WithTraceId(status, span_.trace_id);
+}
+
+std::string ForLog(absl::string_view text) { return ShortenText(text, kMaxLogBytes); }
+
+}  // namespace epikv

@@ -1,0 +1,86 @@
+#pragma once
+
+#include <google/protobuf/message.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
+#include <grpcpp/support/status.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "epikv/v1/access_log.pb.h"
+#include "server/call/access_log.h"
+#include "server/call/auth.h"
+#include "server/base/errors.h"
+#include "server/metrics/metrics.h"
+#include "server/call/trace_context.h"
+#include "server/call/traffic.h"
+#include "server/call/wire.h"
+
+namespace epikv {
+
+// What all calls to our services share. Outlives them.
+struct Frontend {
+  const Authenticator& auth;
+  Metrics& metrics;
+  AccessLog& access_log;
+  Traffic& traffic;
+};
+
+// One call, from its first byte to its status. The only way to its request leads past the check of
+// its caller, and the only way to a status past metrics, access log and trace.
+class CallScope {
+ public:
+  // method: "GenerationService/Generate"; lives as long as the program.
+  CallScope(absl::string_view method, const Frontend& frontend,
+            grpc::CallbackServerContext& context);
+
+  // The request; or why the caller may not make it, or what is wrong with its bytes.
+  template <typename Message>
+  std::variant<Message, grpc::Status> Open(const grpc::ByteBuffer& in) {
+    if (std::optional<grpc::Status> refusal = Admit()) return *std::move(refusal);
+    std::variant<Message, Rejection> parsed = Parse<Message>(in);
+    if (const auto* rejection = std::get_if<Rejection>(&parsed)) {
+      frontend_.metrics.OnRejected(rejection->reason);
+      return ToGrpc(*rejection);
+    }
+    return std::get<Message>(std::move(parsed));
+  }
+
+  // What the client is told in the end. Once, before the call is finished with it.
+  grpc::Status Close(const grpc::Status& status);
+
+  // told: of the call's line, complete, whether or not a log takes it. Once.
+  void OnClose(std::function<void(const v1::AccessLogEntry&)> told) { on_close_ = std::move(told); }
+  bool has_on_close() const { return on_close_ != nullptr; }
+
+  // Who calls; known once the request is open.
+  const Identity& caller() const { return caller_; }
+  // What the access log will say beside what every call has.
+  v1::AccessLogEntry& entry() { return entry_; }
+  grpc::CallbackServerContext& context() const { return context_; }
+  absl::Time start() const { return start_; }
+
+ private:
+  std::optional<grpc::Status> Admit();
+
+  const absl::string_view method_;
+  const Frontend& frontend_;
+  grpc::CallbackServerContext& context_;
+  const absl::Time start_ = absl::Now();
+  const TraceContext span_;
+  Identity caller_;
+  v1::AccessLogEntry entry_;
+  std::function<void(const v1::AccessLogEntry&)> on_close_;
+};
+
+// What a client chose, cut to what a line of the access log has room for.
+std::string ForLog(absl::string_view text);
+
+}  // namespace epikv

@@ -1,0 +1,105 @@
+#pragma once
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "epikv/v1/admin.grpc.pb.h"
+#include "server/call/call_scope.h"
+#include "server/base/lifecycle.h"
+#include "server/models/models.h"
+#include "server/call/rpc.h"
+#include "server/daemon/settings.h"
+#include "server/base/task_thread.h"
+
+namespace epikv {
+
+// For operators: what the daemon is doing, and how to change it. Thread-safe; everything given to
+// it outlives it, and it outlives its calls.
+class AdminService final
+    : public v1::AdminService::WithRawCallbackMethod_GetServerStatus<
+          v1::AdminService::WithRawCallbackMethod_GetLoad<
+              v1::AdminService::WithRawCallbackMethod_ListActiveRequests<
+                  v1::AdminService::WithRawCallbackMethod_Drain<
+                      v1::AdminService::WithRawCallbackMethod_Resume<
+                          v1::AdminService::WithRawCallbackMethod_GetConfig<
+                              v1::AdminService::WithRawCallbackMethod_UpdateConfig<
+                                  v1::AdminService::WithRawCallbackMethod_LoadModel<
+                                      v1::AdminService::WithRawCallbackMethod_UnloadModel<
+                                          v1::AdminService::WithRawCallbackMethod_FlushPrefixCache<
+                                              v1::AdminService::WithRawCallbackMethod_DumpState<
+                                                  v1::AdminService::Service>>>>>>>>>>> {
+ public:
+  using Load = std::function<absl::StatusOr<ModelPtr>(const ModelSource&)>;
+
+  // load: makes a model ready, on a thread of its own.
+  AdminService(Models& models, Lifecycle& lifecycle, Settings& settings, const Frontend& frontend,
+               Load load);
+  // Waits for the model that is being loaded.
+  ~AdminService();
+
+  // For the end of the process, since loading cannot be cancelled: its caller is told UNAVAILABLE
+  // now. True: the thread goes on, and uses what was given to this; the process has to end without
+  // destroying it.
+  bool AbandonLoading();
+
+  grpc::ServerUnaryReactor* GetServerStatus(grpc::CallbackServerContext* context,
+                                            const grpc::ByteBuffer* in,
+                                            grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* GetLoad(grpc::CallbackServerContext* context,
+                                    const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* ListActiveRequests(grpc::CallbackServerContext* context,
+                                               const grpc::ByteBuffer* in,
+                                               grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context, const grpc::ByteBuffer* in,
+                                  grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* Resume(grpc::CallbackServerContext* context, const grpc::ByteBuffer* in,
+                                   grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* GetConfig(grpc::CallbackServerContext* context,
+                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* UpdateConfig(grpc::CallbackServerContext* context,
+                                         const grpc::ByteBuffer* in,
+                                         grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* LoadModel(grpc::CallbackServerContext* context,
+                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* UnloadModel(grpc::CallbackServerContext* context,
+                                        const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* FlushPrefixCache(grpc::CallbackServerContext* context,
+                                             const grpc::ByteBuffer* in,
+                                             grpc::ByteBuffer* out) override;
+  grpc::ServerUnaryReactor* DumpState(grpc::CallbackServerContext* context,
+                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
+
+ private:
+  // tell: on answers_.
+  void ListRequests(const std::vector<ModelPtr>& models,
+                    std::function<void(std::vector<v1::ActiveRequest>)> tell);
+  v1::ServerStatus Status() const;
+  // Why models cannot be loaded and unloaded now.
+  std::optional<grpc::Status> RefuseModels() const;
+  Answer<v1::Model> LoadNow(const v1::LoadModelRequest& request);
+  std::shared_ptr<PendingAnswer<v1::Model>> TakeLoadCall();
+
+  Models& models_;
+  Lifecycle& lifecycle_;
+  Settings& settings_;
+  const Frontend& frontend_;
+  const Load load_;
+  const absl::Time start_ = absl::Now();
+  mutable absl::Mutex mu_;
+  std::optional<std::string> loading_ ABSL_GUARDED_BY(mu_);  // the name asked for
+  // Null once it has been answered.
+  std::shared_ptr<PendingAnswer<v1::Model>> load_call_ ABSL_GUARDED_BY(mu_);
+  std::thread loader_ ABSL_GUARDED_BY(mu_);  // joined before the next one starts
+  TaskThread answers_;
+};
+
+}  // namespace epikv

@@ -1,0 +1,43 @@
+#include "server/daemon/server.h"
+
+#include <algorithm>
+
+#include "absl/time/clock.h"
+
+namespace epikv {
+
+Server::Server(Models& models, Courier& courier, const Frontend& frontend,
+               const ServerOptions& options)
+    : generation_(models, courier, frontend,
+                  {.outbox = options.outbox,
+                   .max_answer_bytes = options.port.transport.max_sent_message_bytes,
+                   .experiments = options.participation,
+                   .shadow = options.shadow}),
+      tokenization_(models, frontend),
+      model_service_(models, frontend),
+      policies_(models, frontend),
+      experiments_(options.experiments, models, frontend) {}
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options, Models& models,
+                                                      Lifecycle& lifecycle, Courier& courier,
+                                                      const Frontend& frontend) {
+  std::unique_ptr<Server> server(new Server(models, courier, frontend, options));
+  absl::StatusOr<std::unique_ptr<GrpcPort>> port = GrpcPort::Open(
+      options.port,
+      {&server->generation_, &server->tokenization_, &server->model_service_, &server->policies_,
+       &server->experiments_},
+      {"", "epikv.v1.GenerationService", "epikv.v1.TokenizationService", "epikv.v1.ModelService",
+       "epikv.v1.PolicyService", "epikv.v1.ExperimentService"},
+      lifecycle);
+  if (!port.ok()) return port.status();
+  server->port_ = *std::move(port);
+  return server;
+}
+
+void Server::AwaitStreams(absl::Time deadline) {
+  // Requests have been ended by then; what they are told is still on its way.
+  constexpr absl::Duration kFarewell = absl::Seconds(1);
+  generation_.AwaitCalls(std::max(deadline, absl::Now() + kFarewell));
+}
+
+}  // namespace epikv

@@ -1,0 +1,225 @@
+#include "server/metrics/metrics.h"
+
+#include <openssl/sha.h>
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "server/base/errors.h"
+#include "server/messages/param_values.h"
+
+namespace epikv {
+namespace {
+
+constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
+                                          "GenerationService/GenerateOnce",
+                                          "GenerationService/Score",
+                                          "GenerationService/CancelRequest",
+                                          "TokenizationService/Tokenize",
+                                          "TokenizationService/Detokenize",
+                                          "TokenizationService/ApplyChatTemplate",
+                                          "ModelService/ListModels",
+                                          "ModelService/GetModel",
+                                          "ModelService/GetTokenizer",
+                                          "PolicyService/ListPolicies",
+                                          "PolicyService/GetPolicy",
+                                          "ExperimentService/ListExperiments",
+                                          "ExperimentService/GetExperiment",
+                                          "ExperimentService/CreateExperiment",
+                                          "ExperimentService/UpdateExperiment",
+                                          "ExperimentService/StartExperiment",
+                                          "ExperimentService/StopExperiment",
+                                          "ExperimentService/GetExperimentReport",
+                                          "ExperimentService/PlanExperiment",
+                                          "ExperimentService/RecordOutcome",
+                                          "ExperimentService/BatchRecordOutcomes",
+                                          "AdminService/GetServerStatus",
+                                          "AdminService/GetLoad",
+                                          "AdminService/ListActiveRequests",
+                                          "AdminService/Drain",
+                                          "AdminService/Resume",
+                                          "AdminService/GetConfig",
+                                          "AdminService/UpdateConfig",
+                                          "AdminService/LoadModel",
+                                          "AdminService/UnloadModel",
+                                          "AdminService/FlushPrefixCache",
+                                          "AdminService/DumpState",
+                                          "other"};
+constexpr size_t kNumCodes = 17;
+// exposer_*, the HTTP library's own.
+constexpr int64_t kNumExposerSeries = 7;
+
+// Differs where parameters of two builds differ. Not their defaults that depend on the model.
+std::string ConfigHash(const PolicySpec& spec) {
+  std::string text;
+  for (const ParamSpec& param : spec.params) {
+    absl::StrAppend(&text, param.name, " ", ParamTypeName(param.type), " ", param.min, " ",
+                    param.max, " ", absl::StrJoin(param.choices, ","), " ",
+                    param.fallback.has_value() ? ToValue(*param.fallback).ShortDebugString() : "",
+                    "\n");
+  }
+  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest;
+  SHA256(reinterpret_cast<const unsigned char*>(text.data()), text.size(), digest.data());
+  return absl::BytesToHexString(
+      absl::string_view(reinterpret_cast<const char*>(digest.data()), digest.size()).substr(0, 6));
+}
+
+}  // namespace
+
+// Outlives the metrics where the HTTP server is slow to let go, and is empty then.
+class Metrics::Page final : public prometheus::Collectable {
+ public:
+  explicit Page(const Metrics& metrics) : metrics_(&metrics) {}
+
+  void Close() {
+    absl::MutexLock lock(&mu_);
+    metrics_ = nullptr;
+  }
+  std::vector<prometheus::MetricFamily> Collect() const override {
+    absl::MutexLock lock(&mu_);
+    return metrics_ == nullptr ? std::vector<prometheus::MetricFamily>() : metrics_->Collect();
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  const Metrics* metrics_ ABSL_GUARDED_BY(mu_);
+};
+
+Metrics::Metrics(const MetricsOptions& options)
+    : budget_(options.max_series),
+      declare_(registry_, {}),
+      model_unknown_(registry_, {{"model", ""}}),
+      stream_full_(declare_, "epikv_stream_write_stall_seconds",
+                   "How long a stream's outbox was full because its client read slowly.", 1,
+                   Decades(.001, 100)),
+      rpcs_(declare_.Counters("epikv_grpc_requests_total", "RPCs that have ended.",
+                              std::size(kMethods) * kNumCodes)),
+      rejected_(model_unknown_),
+      lifecycle_(options.lifecycle),
+      config_(declare_.Gauges("epikv_config_info", "1; the labels are settings.", 1)),
+      draining_(
+          declare_.Gauges("epikv_drain_state", "1 while new requests are refused.", 1).Add({})),
+      bound_(declare_
+                 .Gauges("epikv_metrics_series",
+                         "Most series that this page can hold with the models and policies in use, "
+                         "to compare with metrics_max_series.",
+                         1)
+                 .Add({})),
+      log_dropped_(declare_
+                       .Counters("epikv_access_log_dropped_total",
+                                 "Lines that the access log had no room for.", 1)
+                       .Add({})),
+      reload_failures_(declare_
+                           .Counters("epikv_auth_reload_failures_total",
+                                     "Changes of auth_tokens_file that were not taken into use.", 1)
+                           .Add({})),
+      page_(std::make_shared<Page>(*this)) {
+  AddInfo(options);
+}
+
+Metrics::~Metrics() { page_->Close(); }
+
+void Metrics::AddInfo(const MetricsOptions& options) {
+  declare_
+      .Gauges("epikv_build_info", "1; the labels are versions: ours, and of what it runs on.", 1)
+      .Add(With(options.build, "version", EPIKV_VERSION))
+      .Set(1);
+  SetConfig(options.config);
+  auto& policies = declare_.Gauges(
+      "epikv_policy_info",
+      "1; the policies of this build. config_hash: of their parameters, defaults and ranges.",
+      options.policies.size());
+  for (const PolicySpec* spec : options.policies) {
+    policies
+        .Add({{"policy", std::string(spec->name)},
+              {"version", EPIKV_VERSION},
+              {"config_hash", ConfigHash(*spec)},
+              {"evaluation_only", spec->evaluation_only ? "true" : "false"}})
+        .Set(1);
+  }
+  declare_.Count(ProcessMetrics::kNumSeries + kNumExposerSeries);
+  // Without these there is no page: never refused.
+  budget_.Take(std::min(budget_.limit(), declare_.bound() + model_unknown_.bound()));
+}
+
+absl::StatusOr<std::shared_ptr<ModelMetrics>> Metrics::OfModel(const std::string& model) {
+  absl::MutexLock lock(&mu_);
+  std::weak_ptr<ModelMetrics>& known = models_[model];
+  if (std::shared_ptr<ModelMetrics> live = known.lock()) return live;
+  absl::StatusOr<std::shared_ptr<ModelMetrics>> made = ModelMetrics::Create(model, budget_);
+  if (made.ok()) known = *made;
+  return made;
+}
+
+std::vector<std::shared_ptr<ModelMetrics>> Metrics::LiveModels() const {
+  std::vector<std::shared_ptr<ModelMetrics>> models;
+  absl::MutexLock lock(&mu_);
+  for (const auto& [name, known] : models_) {
+    if (auto model = known.lock()) models.push_back(std::move(model));
+  }
+  return models;
+}
+
+ExperimentSeries& Metrics::OfExperiments() {
+  absl::MutexLock lock(&mu_);
+  if (experiments_ == nullptr) {
+    experiments_ = std::make_unique<ExperimentSeries>(budget_);
+    budget_.Take(std::min(budget_.limit() - budget_.taken(), experiments_->own_series()));
+  }
+  return *experiments_;
+}
+
+void Metrics::KeepArms(const std::set<std::string, std::less<>>& arms) {
+  for (const std::shared_ptr<ModelMetrics>& model : LiveModels()) model->KeepArms(arms);
+}
+
+std::vector<prometheus::MetricFamily> Metrics::Collect() const {
+  bound_.Set(static_cast<double>(series_bound()));
+  const bool draining = lifecycle_ != nullptr && lifecycle_->state() == ServerState::kDraining;
+  draining_.Set(draining ? 1 : 0);
+  const std::vector<std::shared_ptr<ModelMetrics>> models = LiveModels();
+  std::vector<prometheus::MetricFamily> families;
+  auto add = [&families](std::vector<prometheus::MetricFamily> more) {
+    families.insert(families.end(), std::make_move_iterator(more.begin()),
+                    std::make_move_iterator(more.end()));
+  };
+  add(registry_.Collect());
+  add(process_.Collect());
+  for (const auto& model : models) add(model->Collect());
+  {
+    absl::MutexLock lock(&mu_);
+    if (experiments_ != nullptr) add(experiments_->Collect());
+  }
+  return MergedByName(std::move(families));
+}
+
+void Metrics::OnRpcFinished(absl::string_view method, grpc::StatusCode code) {
+  rpcs_
+      .Add({{"method", std::string(KnownOr(kMethods, method, "other"))},
+            {"code", std::string(CodeName(code))}})
+      .Increment();
+}
+
+void Metrics::OnStreamWasFull(absl::Duration full) { stream_full_.Of({}).Observe(Seconds(full)); }
+
+std::shared_ptr<prometheus::Collectable> Metrics::page() const { return page_; }
+
+void Metrics::SetConfig(const prometheus::Labels& config) {
+  absl::MutexLock lock(&mu_);
+  if (config_now_ != nullptr) config_.Remove(config_now_);
+  config_now_ = &config_.Add(config);
+  config_now_->Set(1);
+}
+
+void Metrics::OnAccessLogDropped(int64_t lines) {
+  log_dropped_.Increment(static_cast<double>(lines));
+}
+
+void Metrics::OnTokensReloadFailed() { reload_failures_.Increment(); }
+
+}  // namespace epikv

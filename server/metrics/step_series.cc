@@ -1,0 +1,206 @@
+#include "server/metrics/step_series.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/time/clock.h"
+
+namespace epikv {
+namespace {
+
+using prometheus::ClientMetric;
+using prometheus::MetricFamily;
+
+constexpr const char* kStages[kNumStages] = {"schedule", "forward", "attention", "taps",
+                                             "sample",   "deliver", "observe",   "evict"};
+
+bool HasCpu(int stage) { return stage != static_cast<int>(Stage::kAttention); }
+
+// By Priority.
+constexpr const char* kPriorities[kNumPriorities] = {"low", "normal", "high"};
+
+// A gauge with one sample for each value of one label; of an empty label, with one sample.
+MetricFamily GaugeOf(const char* name, const char* help, const std::string& model,
+                     const char* label,
+                     const std::vector<std::pair<const char*, double>>& samples) {
+  MetricFamily family{
+      .name = name, .help = help, .type = prometheus::MetricType::Gauge, .metric = {}};
+  for (const auto& [value, number] : samples) {
+    ClientMetric metric;
+    metric.label.push_back({"model", model});
+    if (*label != '\0') metric.label.push_back({label, value});
+    metric.gauge.value = number;
+    family.metric.push_back(std::move(metric));
+  }
+  return family;
+}
+
+// Requests by priority, and by `reason` where that is not empty.
+MetricFamily RequestGauge(const char* name, const char* help, const std::string& model,
+                          const std::vector<std::pair<const char*, ByPriority>>& by_reason) {
+  MetricFamily family{
+      .name = name, .help = help, .type = prometheus::MetricType::Gauge, .metric = {}};
+  for (const auto& [reason, requests] : by_reason) {
+    for (int i = 0; i < kNumPriorities; ++i) {
+      ClientMetric metric;
+      metric.label = {{"model", model}, {"priority", kPriorities[i]}};
+      if (*reason != '\0') metric.label.push_back({"reason", reason});
+      metric.gauge.value = static_cast<double>(requests[i]);
+      family.metric.push_back(std::move(metric));
+    }
+  }
+  return family;
+}
+
+void AddTo(const ByPriority& requests, ByPriority& to) {
+  for (int i = 0; i < kNumPriorities; ++i) to[i] += requests[i];
+}
+
+}  // namespace
+
+void FillGauges::Add(const EngineFill& engine) {
+  const StepStats& last = engine.last;
+  used_ += static_cast<double>(last.kv_used_bytes);
+  reserved_ += static_cast<double>(last.kv_reserved_bytes);
+  prefixes_ += static_cast<double>(last.kv_prefix_bytes);
+  capacity_ += static_cast<double>(last.kv_capacity_bytes);
+  peak_used_ += static_cast<double>(engine.peak_used_bytes);
+  weights_ += static_cast<double>(engine.weight_bytes);
+  scratch_ += static_cast<double>(engine.scratch_bytes);
+  AddTo(last.running_by_priority, running_);
+  const bool for_place = last.running >= engine.max_running_requests;
+  AddTo(last.waiting_by_priority, for_place ? waiting_for_place_ : waiting_for_kv_);
+  if (last.predicted_wait.has_value()) predicted_wait_ = Seconds(*last.predicted_wait);
+}
+
+std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
+  const double whole = std::max(1.0, capacity_);
+  std::vector<std::pair<const char*, double>> wait;  // nothing before steps were measured
+  if (predicted_wait_.has_value()) wait.push_back({"", *predicted_wait_});
+  return {GaugeOf("epikv_kv_bytes",
+                  "Bytes of the KV pool: used, reserved by running requests and not yet used, "
+                  "cached prefixes, free. They sum to the capacity.",
+                  model, "state",
+                  {{"used", used_},
+                   {"reserved", reserved_ - used_},
+                   {"cached_prefix", prefixes_},
+                   {"free", capacity_ - reserved_ - prefixes_}}),
+          GaugeOf("epikv_kv_capacity_bytes", "Bytes of the KV pool.", model, "", {{"", capacity_}}),
+          GaugeOf("epikv_kv_peak_used_bytes", "Most bytes used since the start.", model, "",
+                  {{"", peak_used_}}),
+          GaugeOf("epikv_torch_memory_bytes",
+                  "Memory of tensors: weights as they are served; the KV pool; and those that the "
+                  "model makes in a forward of the largest step with logits of every row, which "
+                  "come and go, as measured when it was loaded.",
+                  model, "kind",
+                  {{"weights", weights_}, {"kv_pool", capacity_}, {"scratch", scratch_}}),
+          GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",
+                  {{"", used_ / whole}}),
+          GaugeOf("epikv_kv_reserved_ratio",
+                  "Share of the KV pool that running requests have reserved, used or not.", model,
+                  "", {{"", reserved_ / whole}}),
+          RequestGauge("epikv_requests_running",
+                       "Requests that hold KV cache; of several completions, each.", model,
+                       {{"", running_}}),
+          RequestGauge("epikv_requests_waiting",
+                       "Requests in the queue, by what the first of them waits for: room in the KV "
+                       "pool, or a place among max_running_requests.",
+                       model, {{"kv", waiting_for_kv_}, {"running", waiting_for_place_}}),
+          GaugeOf("epikv_predicted_wait_seconds",
+                  "How long a request would wait behind all that waits now.", model, "", wait)};
+}
+
+StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
+    : gap_family_(declare, "epikv_inter_token_latency_seconds",
+                  "Between consecutive tokens of a stream: one observation a decoded token.", 1,
+                  PerTokenBounds()),
+      eviction_(of_policy, "epikv_kv_eviction_seconds",
+                "Wall time of a request's round: its policy chooses, and what it chose is removed.",
+                1, Decades(.00001, 1)),
+      gaps_(gap_family_.Of({})),
+      batch_tokens_(HistogramFamily(declare, "epikv_step_batch_tokens", "Tokens of a step.", 1,
+                                    PowersOfTwo(0, 14))
+                        .Of({})),
+      batch_sequences_(HistogramFamily(declare, "epikv_step_batch_sequences",
+                                       "Sequences of a step.", 1, PowersOfTwo(0, 10))
+                           .Of({})),
+      engine_cpu_(declare
+                      .Counters("epikv_engine_cpu_seconds_total",
+                                "CPU time of the engine's thread in steps, all stages.", 1)
+                      .Add({})),
+      rows_moved_(declare
+                      .Counters("epikv_kv_rows_moved_total",
+                                "K/V rows moved so that a request's lanes fit in one place.", 1)
+                      .Add({})),
+      longest_move_(declare
+                        .Gauges("epikv_kv_longest_move_seconds",
+                                "The longest that one admission has moved rows, and all streams "
+                                "stood still, since the start.",
+                                1)
+                        .Add({})) {
+  HistogramFamily steps(declare, "epikv_step_seconds", "Wall time of a step, by what it ran.", 3,
+                        Decades(.0005, 50));
+  by_phase_ = {&steps.Of({{"phase", "prefill"}}), &steps.Of({{"phase", "decode"}}),
+               &steps.Of({{"phase", "mixed"}})};
+  auto& tokens = declare.Counters("epikv_step_tokens_total", "Tokens run, step by step.", 2);
+  tokens_ = {&tokens.Add({{"phase", "prefill"}}), &tokens.Add({{"phase", "decode"}})};
+
+  HistogramFamily stages(
+      declare, "epikv_step_stage_seconds",
+      "Wall time of a step's stage. `attention` and `taps` lie inside `forward`.", kNumStages,
+      Decades(.00001, 10));
+  auto& wall = declare.Counters("epikv_step_seconds_total",
+                                "Wall time of steps, by stage. `attention` and `taps` lie inside "
+                                "`forward`.",
+                                kNumStages);
+  auto& cpu =
+      declare.Counters("epikv_step_cpu_seconds_total",
+                       "CPU time of the engine's thread in steps, by stage.", kNumStages - 1);
+  for (int i = 0; i < kNumStages; ++i) {
+    stages_[i] = &stages.Of({{"stage", kStages[i]}});
+    stage_wall_[i] = &wall.Add({{"stage", kStages[i]}});
+    if (HasCpu(i)) stage_cpu_[i] = &cpu.Add({{"stage", kStages[i]}});
+  }
+}
+
+void StepSeries::AddRound(absl::string_view policy, absl::Duration time) {
+  auto known = rounds_.find(policy);
+  if (known == rounds_.end()) {
+    const std::string label(policy);
+    known = rounds_.emplace(label, &eviction_.Of({{"policy", label}})).first;
+  }
+  known->second->Observe(Seconds(time));
+}
+
+void StepSeries::Add(const StepStats& step, StepBefore& before) {
+  const size_t phase = step.decode_tokens == 0 ? 0 : step.prefill_tokens == 0 ? 1 : 2;
+  by_phase_[phase]->Observe(Seconds(step.total_wall));
+  for (int i = 0; i < kNumStages; ++i) {
+    stages_[i]->Observe(Seconds(step.wall[i]));
+    stage_wall_[i]->Increment(Seconds(step.wall[i]));
+    if (HasCpu(i)) stage_cpu_[i]->Increment(Seconds(step.cpu[i]));
+  }
+  engine_cpu_.Increment(Seconds(step.total_cpu));
+  rows_moved_.Increment(static_cast<double>(step.kv_rows_moved - before.kv_rows_moved));
+  longest_move_.Set(std::max(longest_move_.Value(), Seconds(step.kv_longest_move)));
+  tokens_[0]->Increment(static_cast<double>(step.prefill_tokens));
+  tokens_[1]->Increment(static_cast<double>(step.decode_tokens));
+  batch_tokens_.Observe(static_cast<double>(step.prefill_tokens + step.decode_tokens));
+  batch_sequences_.Observe(static_cast<double>(step.sequences));
+  const absl::Time now = absl::Now();
+  if (before.left_running) AddGaps(step.decode_tokens, now - before.end);
+  before = {.end = now, .left_running = step.running > 0, .kv_rows_moved = step.kv_rows_moved};
+}
+
+// Every decoding sequence waited since the last step's end: one observation each, taken at once.
+void StepSeries::AddGaps(int64_t decode_tokens, absl::Duration gap) {
+  if (decode_tokens == 0) return;
+  const double seconds = Seconds(gap);
+  const Bounds& bounds = gap_family_.bounds();
+  const auto bucket = std::lower_bound(bounds.begin(), bounds.end(), seconds) - bounds.begin();
+  std::vector<double> increments(bounds.size() + 1, 0.0);
+  increments[bucket] = static_cast<double>(decode_tokens);
+  gaps_.ObserveMultiple(increments, seconds * static_cast<double>(decode_tokens));
+}
+
+}  // namespace epikv

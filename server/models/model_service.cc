@@ -1,0 +1,143 @@
+#include "server/models/model_service.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "server/messages/generation_messages.h"
+#include "server/call/rpc.h"
+
+namespace epikv {
+namespace {
+
+v1::Calibration ToProto(const Calibration& calibration) {
+  v1::Calibration proto;
+  proto.set_policy(calibration.policy);
+  proto.set_layer_a(calibration.layer_a);
+  proto.set_layer_b(calibration.layer_b);
+  proto.set_sign(static_cast<int32_t>(calibration.sign));
+  proto.set_window(calibration.window);
+  proto.set_confirmed(calibration.confirmed);
+  return proto;
+}
+
+// A tokenizer.json on its way, part by part. Deletes itself in OnDone.
+class TokenizerStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
+ public:
+  TokenizerStream(grpc::CallbackServerContext& context, const Frontend& frontend)
+      : scope_("ModelService/GetTokenizer", frontend, context) {}
+
+  CallScope& scope() { return scope_; }
+  void Start(std::shared_ptr<const Tokenizer> tokenizer) {
+    tokenizer_ = std::move(tokenizer);
+    SendNext();
+  }
+  void End(const grpc::Status& status) { Finish(scope_.Close(status)); }
+
+  void OnWriteDone(bool ok) override {
+    if (!ok) return End(grpc::Status(grpc::CANCELLED, "the client has gone"));
+    SendNext();
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  void SendNext() {
+    constexpr size_t kPartBytes = 1 << 20;
+    const std::string& json = tokenizer_->json();
+    if (sent_ == json.size()) return End(grpc::Status::OK);
+    v1::TokenizerPart part;
+    part.set_json(json.substr(sent_, kPartBytes));
+    sent_ += part.json().size();
+    message_ = Serialize(part);
+    StartWrite(&message_);
+  }
+
+  CallScope scope_;
+  std::shared_ptr<const Tokenizer> tokenizer_;
+  size_t sent_ = 0;           // bytes
+  grpc::ByteBuffer message_;  // gRPC's until OnWriteDone
+};
+
+}  // namespace
+
+v1::Model ToProto(const ServedModel& model) {
+  const Manifest& manifest = model.admission->manifest();
+  v1::Model proto;
+  proto.set_name(model.name);
+  proto.set_architecture(manifest.architecture);
+  proto.set_dtype(std::string(DTypeName(manifest.dtype)));
+  proto.set_vocab_size(manifest.vocab_size);
+  proto.set_context_length(manifest.context_length);
+  proto.set_layers(manifest.num_layers());
+  proto.set_heads(manifest.num_heads);
+  proto.set_kv_heads(manifest.num_kv_heads);
+  proto.set_hidden_size(manifest.hidden_size);
+  proto.set_kv_dtype(std::string(model.admission->kv_format().name()));
+  proto.set_kv_bytes_per_token(model.admission->kv_bytes_per_token());
+  proto.set_kv_capacity_tokens(model.kv_capacity_tokens());
+  proto.set_kv_capacity_bytes(model.kv_capacity_bytes);
+  proto.set_default_policy(model.admission->DefaultPolicy());
+  if (manifest.calibration.has_value()) {
+    *proto.mutable_calibration() = ToProto(*manifest.calibration);
+  }
+  if (manifest.bos_token.has_value()) proto.set_bos_token_id(*manifest.bos_token);
+  proto.mutable_eos_token_ids()->Add(manifest.eos_tokens.begin(), manifest.eos_tokens.end());
+  proto.set_deterministic(model.deterministic);
+  proto.set_decode_kernel(model.decode_kernel);
+  proto.set_prefill_kernel(model.prefill_kernel);
+  proto.set_threads(model.threads);
+  proto.set_device(model.device);
+  proto.set_weights(manifest.weights);
+  proto.set_quantization(manifest.quantization);
+  v1::ChatSupport& chat = *proto.mutable_chat();
+  chat.set_refusal(model.chat.refusal());
+  chat.set_system_refusal(model.chat.system_refusal());
+  chat.set_thinking(model.chat.has_thinking());
+  *proto.mutable_sampling() = ToProto(manifest.sampling);
+  proto.mutable_sampling()->clear_seed();
+  return proto;
+}
+
+grpc::ServerUnaryReactor* ModelService::ListModels(grpc::CallbackServerContext* context,
+                                                   const grpc::ByteBuffer* in,
+                                                   grpc::ByteBuffer* out) {
+  auto list = [this](const v1::ListModelsRequest&) -> Answer<v1::ListModelsResponse> {
+    v1::ListModelsResponse response;
+    for (const ModelPtr& model : models_.InService()) *response.add_models() = ToProto(*model);
+    return response;
+  };
+  return AnswerAtOnce<v1::ListModelsRequest>("ModelService/ListModels", frontend_, *context, *in,
+                                             *out, list);
+}
+
+grpc::ServerUnaryReactor* ModelService::GetModel(grpc::CallbackServerContext* context,
+                                                 const grpc::ByteBuffer* in,
+                                                 grpc::ByteBuffer* out) {
+  auto get = [this](const v1::GetModelRequest& request) -> Answer<v1::Model> {
+    const auto found = models_.Find(request.name());
+    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+    return ToProto(*std::get<ModelPtr>(found));
+  };
+  return AnswerAtOnce<v1::GetModelRequest>("ModelService/GetModel", frontend_, *context, *in, *out,
+                                           get);
+}
+
+grpc::ServerWriteReactor<grpc::ByteBuffer>* ModelService::GetTokenizer(
+    grpc::CallbackServerContext* context, const grpc::ByteBuffer* in) {
+  auto* const stream = new TokenizerStream(*context, frontend_);
+  const auto request = stream->scope().Open<v1::GetTokenizerRequest>(*in);
+  if (const auto* refusal = std::get_if<grpc::Status>(&request)) {
+    stream->End(*refusal);
+    return stream;
+  }
+  const auto found = models_.Find(std::get<v1::GetTokenizerRequest>(request).model());
+  if (const auto* refusal = std::get_if<grpc::Status>(&found)) {
+    stream->End(*refusal);
+  } else {
+    stream->Start(std::get<ModelPtr>(found)->tokenizer);
+  }
+  return stream;
+}
+
+}  // namespace epikv

@@ -1,0 +1,388 @@
+#include "server/experiments/figures/report.h"
+
+#include <gmock/gmock.h>
+#include <google/protobuf/text_format.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/durations.h"
+#include "server/experiments/definition/assignment.h"
+#include "server/experiments/definition/definition.h"
+#include "server/experiments/figures/distribution.h"
+#include "server/experiments/definition/edits.h"
+#include "server/experiments/store/sql_store.h"
+#include "tests/fixtures/temporary_folder.h"
+
+// What a report says of records that are in a real store.
+
+namespace epikv {
+namespace {
+
+using ::testing::Contains;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+const absl::Time kStart = absl::FromUnixSeconds(1'800'000'000);
+const absl::Time kNow = kStart + absl::Hours(10);
+
+// One request and what came of it.
+struct Asked {
+  std::string arm = "full";
+  bool exposed = true, forced = false, ended = true;
+  std::string code = "OK";
+  double seconds = 1;
+  std::optional<double> right;
+  uint32_t version = 1;
+};
+
+class ReportTest : public ::testing::Test {
+ protected:
+  ReportTest() : store_(*OpenStore(folder_.File("store.db"))) {
+    v1::Experiment draft;
+    EXPECT_TRUE(google::protobuf::TextFormat::ParseFromString(
+        R"pb(
+          name: "lean"
+          traffic_permille: 1000
+          primary_metric: "right"
+          arms { name: "full" weight_permille: 500 control: true }
+          arms {
+            name: "lean"
+            weight_permille: 500
+            kv { policy: "window" max_tokens: 24 }
+          }
+          metrics { name: "right" kind: KIND_PROPORTION }
+          guardrails { metric: "failed" margin: 0.05 }
+        )pb",
+        &draft));
+    draft = Drafted(WithDefaults(std::move(draft)), kStart);
+    EXPECT_TRUE(store_->Create(draft).ok());
+    experiment_ = *store_->Change("lean", [](const std::vector<v1::Experiment>& all) {
+      return Started(all.front(), all, kStart);
+    });
+  }
+
+  // The i-th request, of the unit `unit`, i-th of n in time.
+  void Add(int i, int n, const std::string& unit, const Asked& asked) {
+    const std::string id = absl::StrCat("r", i);
+    const absl::Time time = kStart + (kNow - kStart) * i / n;
+    v1::RequestBegan& began = *records_.emplace_back().mutable_began();
+    began.set_id(id);
+    began.set_request_id(id);
+    began.set_unit(UnitHash("unit", 0, unit));
+    *began.mutable_time() = TimestampProto(time);
+    began.set_prompt_tokens(100);
+    auto& part = *began.add_parts();
+    part.set_experiment("lean");
+    part.set_bucket_version(asked.version);
+    part.set_arm(asked.arm);
+    part.set_forced(asked.forced);
+    part.set_exposed(asked.exposed);
+    if (asked.ended) {
+      v1::RequestEnded& ended = *records_.emplace_back().mutable_ended();
+      ended.set_id(id);
+      *ended.mutable_time() = TimestampProto(time + absl::Seconds(1));
+      ended.set_code(asked.code);
+      ended.set_request_seconds(asked.seconds);
+    }
+    if (asked.right.has_value()) {
+      v1::OutcomeSeen& outcome = *records_.emplace_back().mutable_outcome();
+      outcome.set_request_id(id);
+      outcome.set_metric("right");
+      outcome.set_value(*asked.right);
+      *outcome.mutable_time() = TimestampProto(time + absl::Seconds(2));
+      *outcome.mutable_received() = outcome.time();
+    }
+  }
+  void Write() {
+    for (size_t first = 0; first < records_.size(); first += 1000) {
+      const auto written =
+          store_->Write(absl::MakeSpan(records_).subspan(first, 1000), Source::kNow);
+      ASSERT_TRUE(written.ok()) << written.status();
+      EXPECT_THAT(written->records, Each(Recorded::kWritten));
+    }
+    records_.clear();
+  }
+  v1::ExperimentReport Report(const ReportOptions& options = {}) {
+    const auto report = MakeReport(experiment_, *store_, options, kNow);
+    EXPECT_TRUE(report.ok()) << report.status();
+    return *report;
+  }
+  // 2n requests, of the arms in turn; `right` of each hundred of an arm are right.
+  void AddPairs(int n, int right_of_full, int right_of_lean) {
+    for (int i = 0; i < 2 * n; ++i) {
+      const bool lean = i % 2 == 1;
+      const int place = i / 2 * 37 % 100;  // spread over time
+      Add(i, 2 * n, absl::StrCat("u", i),
+          {.arm = lean ? "lean" : "full",
+           .right = place < (lean ? right_of_lean : right_of_full) ? 1 : 0});
+    }
+    Write();
+  }
+  static const v1::MetricReport& MetricOf(const v1::ExperimentReport& report,
+                                          const std::string& name) {
+    for (const v1::MetricReport& metric : report.metrics()) {
+      if (metric.metric().name() == name) return metric;
+    }
+    ADD_FAILURE() << name;
+    return report.metrics(0);
+  }
+
+  const TemporaryFolder folder_;
+  const std::unique_ptr<Store> store_;
+  v1::Experiment experiment_;
+  std::vector<v1::ExperimentRecord> records_;
+};
+
+TEST_F(ReportTest, OfNothingSaysThatItIsTooEarly) {
+  const v1::ExperimentReport report = Report();
+  EXPECT_EQ(report.sample_ratio().p_value(), 1);
+  EXPECT_EQ(report.metrics(0).metric().name(), "right");
+  EXPECT_TRUE(report.metrics(0).primary());
+  EXPECT_EQ(report.metrics(0).all().effects(0).verdict(), v1::Effect::VERDICT_TOO_EARLY);
+  EXPECT_EQ(report.guardrails(0).verdict(), v1::GuardrailReport::VERDICT_TOO_EARLY);
+  EXPECT_EQ(report.arms_size(), 2);
+}
+
+TEST_F(ReportTest, FindsWhatIsThere) {
+  AddPairs(1000, 90, 60);
+  const v1::ExperimentReport report = Report();
+  const v1::MetricReport& right = report.metrics(0);
+  EXPECT_EQ(right.alpha(), 0.05);
+  EXPECT_NEAR(right.all().arms(0).mean(), 0.9, 1e-9);
+  EXPECT_NEAR(right.all().arms(1).mean(), 0.6, 1e-9);
+  EXPECT_EQ(right.all().arms(0).units(), 1000u);
+  EXPECT_EQ(right.all().arms(0).coverage(), 1);
+  const v1::Effect& effect = right.all().effects(0);
+  EXPECT_EQ(effect.arm(), "lean");
+  EXPECT_NEAR(effect.difference(), -0.3, 1e-9);
+  EXPECT_LT(effect.interval().upper(), 0);
+  EXPECT_NEAR(effect.lift(), -1. / 3, 1e-9);
+  EXPECT_EQ(effect.verdict(), v1::Effect::VERDICT_WORSE);
+  EXPECT_EQ(report.guardrails(0).verdict(), v1::GuardrailReport::VERDICT_SAFE);
+  EXPECT_EQ(report.blocked(), "");
+}
+
+TEST_F(ReportTest, FindsNothingWhereNothingIs) {
+  AddPairs(500, 80, 80);
+  EXPECT_EQ(Report().metrics(0).all().effects(0).verdict(), v1::Effect::VERDICT_UNDECIDED);
+}
+
+TEST_F(ReportTest, SeriesGrowToTheFiguresOfNow) {
+  AddPairs(300, 90, 60);
+  const v1::ExperimentReport report = Report({.points = 7});
+  const v1::Effect& effect = report.metrics(0).all().effects(0);
+  ASSERT_EQ(effect.points_size(), 7);
+  EXPECT_EQ(TimeOf(effect.points(6).time()), kNow);
+  EXPECT_EQ(effect.points(6).difference(), effect.difference());
+  EXPECT_EQ(effect.points(6).interval().upper(), effect.interval().upper());
+  ASSERT_EQ(report.arms(1).points_size(), 7);
+  EXPECT_EQ(report.arms(1).points(6).units(), 300u);
+  EXPECT_NEAR(static_cast<double>(report.arms(1).points(3).units()), 300 * 4 / 7., 2);
+}
+
+TEST_F(ReportTest, SaysTheSameInSeveralPasses) {
+  AddPairs(200, 90, 60);
+  EXPECT_EQ(Report({.memory_bytes = 1}).SerializeAsString(), Report().SerializeAsString());
+}
+
+TEST_F(ReportTest, KeepsEveryoneAndTheExposedApart) {
+  for (int i = 0; i < 800; ++i) {
+    const bool exposed = i % 4 < 2;
+    Add(i, 800, absl::StrCat("u", i),
+        {.arm = i % 2 ? "lean" : "full", .exposed = exposed, .right = exposed && i % 2 ? 0 : 1});
+  }
+  Write();
+  const v1::ExperimentReport report = Report();
+  EXPECT_EQ(report.arms(1).units(), 400u);
+  EXPECT_EQ(report.arms(1).exposed_units(), 200u);
+  EXPECT_NEAR(report.metrics(0).all().effects(0).difference(), -0.5, 1e-9);
+  EXPECT_NEAR(report.metrics(0).exposed().effects(0).difference(), -1, 1e-9);
+}
+
+// All requests of a unit say no more than one that is as large.
+TEST_F(ReportTest, CountsUnitsNotRequests) {
+  for (int i = 0; i < 1000; ++i) {
+    Add(i, 1000, absl::StrCat("u", i % 10), {.arm = i % 2 ? "lean" : "full", .right = i % 2});
+  }
+  Write();
+  const v1::ExperimentReport report = Report();
+  EXPECT_EQ(report.arms(0).units(), 5u);
+  EXPECT_EQ(report.arms(0).requests(), 500u);
+  EXPECT_EQ(report.metrics(0).all().effects(0).verdict(), v1::Effect::VERDICT_TOO_EARLY);
+}
+
+TEST_F(ReportTest, LeavesOutWhatNoHashDealt) {
+  AddPairs(100, 50, 50);
+  for (int i = 200; i < 240; ++i) {
+    Add(i, 240, absl::StrCat("f", i), {.arm = "lean", .forced = true, .right = 0});
+    Add(i + 1000, 2000, absl::StrCat("v", i), {.arm = "lean", .right = 0, .version = 2});
+    Add(i + 2000, 4000, "u0", {.arm = "lean", .right = 0});  // seen under `full`
+  }
+  Write();
+  const v1::ExperimentReport report = Report();
+  EXPECT_EQ(report.forced_requests(), 40u);
+  EXPECT_EQ(report.other_version_requests(), 40u);
+  EXPECT_EQ(report.crossed_requests(), 40u);
+  EXPECT_EQ(report.arms(1).requests(), 100u);
+  EXPECT_EQ(report.metrics(0).all().arms(1).observations(), 100u);
+  EXPECT_THAT(report.notes(), Contains(HasSubstr("another arm")));
+}
+
+TEST_F(ReportTest, IsBlockedUntilASplitIsExplained) {
+  for (int i = 0; i < 1000; ++i) {
+    Add(i, 1000, absl::StrCat("u", i), {.arm = i % 5 < 3 ? "full" : "lean", .right = i % 2});
+  }
+  Write();
+  v1::ExperimentReport report = Report();
+  EXPECT_TRUE(report.sample_ratio().alarm());
+  EXPECT_THAT(report.blocked(), HasSubstr("sample_ratio_explanation"));
+  for (const v1::MetricReport& metric : report.metrics()) {
+    EXPECT_THAT(metric.all().effects(), IsEmpty());
+    EXPECT_THAT(metric.exposed().effects(), IsEmpty());
+  }
+  EXPECT_EQ(report.metrics(0).all().arms_size(), 2);
+  experiment_.set_sample_ratio_explanation("one replica dropped its records");
+  report = Report();
+  EXPECT_EQ(report.blocked(), "");
+  EXPECT_EQ(report.metrics(0).all().effects_size(), 1);
+  EXPECT_THAT(report.notes(), Contains(HasSubstr("one replica dropped its records")));
+}
+
+TEST_F(ReportTest, BreachesAGuardrail) {
+  for (int i = 0; i < 800; ++i) {
+    Add(i, 800, absl::StrCat("u", i),
+        {.arm = i % 2 ? "lean" : "full", .code = i % 2 && i % 3 ? "INTERNAL" : "OK"});
+  }
+  Write();
+  const v1::ExperimentReport report = Report({.guardrails_only = true});
+  ASSERT_EQ(report.guardrails_size(), 1);
+  EXPECT_EQ(report.guardrails(0).arm(), "lean");
+  EXPECT_EQ(report.guardrails(0).verdict(), v1::GuardrailReport::VERDICT_BREACHED);
+  EXPECT_GT(report.guardrails(0).interval().lower(), 0.05);
+  EXPECT_EQ(report.metrics_size(), 1) << "nothing else was read";
+}
+
+// Failures, cancels and missed deadlines are outcomes, and not of one kind.
+TEST_F(ReportTest, TellsEndsApart) {
+  const std::vector<std::string> codes = {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL",
+                                          "INVALID_ARGUMENT"};
+  for (int i = 0; i < 500; ++i) Add(i, 500, absl::StrCat("u", i), {.code = codes[i % 5]});
+  Add(500, 501, "still", {.ended = false});
+  Write();
+  const v1::ExperimentReport report = Report();
+  EXPECT_EQ(report.arms(0).running_requests(), 1u);
+  EXPECT_EQ(MetricOf(report, "completed").all().arms(0).observations(), 500u);
+  EXPECT_NEAR(MetricOf(report, "completed").all().arms(0).mean(), 0.2, 1e-9);
+  EXPECT_NEAR(MetricOf(report, "cancelled").all().arms(0).mean(), 0.2, 1e-9);
+  EXPECT_NEAR(MetricOf(report, "deadline_missed").all().arms(0).mean(), 0.2, 1e-9);
+  EXPECT_NEAR(MetricOf(report, "failed").all().arms(0).mean(), 0.4, 1e-9);
+}
+
+TEST_F(ReportTest, SaysWhichFiguresAreConfounded) {
+  const v1::ExperimentReport report = Report();
+  EXPECT_TRUE(MetricOf(report, "ttft_seconds").confounded());
+  EXPECT_TRUE(MetricOf(report, "request_seconds").confounded());
+  EXPECT_FALSE(MetricOf(report, "kv_peak_tokens").confounded());
+  EXPECT_FALSE(MetricOf(report, "right").confounded());
+  EXPECT_THAT(report.notes(), Contains(HasSubstr("share one queue")));
+}
+
+TEST_F(ReportTest, NoticesThatOneArmsUsersAnswerLess) {
+  for (int i = 0; i < 2000; ++i) {
+    Asked asked{.arm = i % 2 ? "lean" : "full", .right = 1};
+    if (i % 2 && i % 3 == 0) asked.right.reset();
+    Add(i, 2000, absl::StrCat("u", i), asked);
+  }
+  Write();
+  const v1::ExperimentReport report = Report();
+  EXPECT_NEAR(report.metrics(0).all().arms(1).coverage(), 2 / 3., 0.01);
+  EXPECT_THAT(report.notes(), Contains(HasSubstr("who answers depends on the arm")));
+}
+
+TEST_F(ReportTest, SharesAlphaAmongArms) {
+  v1::Arm& third = *experiment_.add_arms();
+  third.set_name("leaner");
+  experiment_.mutable_arms(0)->set_weight_permille(400);
+  experiment_.mutable_arms(1)->set_weight_permille(300);
+  third.set_weight_permille(300);
+  const v1::ExperimentReport report = Report();
+  EXPECT_EQ(report.metrics(0).alpha(), 0.025);
+  EXPECT_EQ(report.metrics(1).alpha(), 0.05);
+  EXPECT_EQ(report.metrics(0).all().effects_size(), 2);
+}
+
+TEST_F(ReportTest, SpreadsOfTimesHaveTheSameBounds) {
+  for (int i = 0; i < 1000; ++i) {
+    Add(i, 1000, absl::StrCat("u", i), {.arm = i % 2 ? "lean" : "full", .seconds = 1 + i / 1000.});
+  }
+  Write();
+  const v1::ExperimentReport report = Report();
+  auto of = [&](int arm) {
+    for (const v1::Distribution& distribution : report.arms(arm).distributions()) {
+      if (distribution.metric() == "request_seconds") return distribution;
+    }
+    return v1::Distribution();
+  };
+  const v1::Distribution full = of(0), lean = of(1);
+  EXPECT_EQ(full.count(), 500u);
+  EXPECT_NEAR(full.quantiles(2), 1.5, 0.03);
+  EXPECT_EQ(full.bounds_size(), lean.bounds_size());
+  EXPECT_EQ(full.counts_size(), full.bounds_size() + 1);
+  uint64_t sum = 0;
+  for (uint64_t count : full.counts()) sum += count;
+  EXPECT_EQ(sum, 500u);
+}
+
+TEST_F(ReportTest, TellsWhatReplaysOfASampleHaveShown) {
+  for (int i = 0; i < 2000; ++i) {
+    const bool lean = i % 2 == 1;
+    Add(i, 2000, absl::StrCat("u", i), {.arm = lean ? "lean" : "full"});
+    if (i % 20 > 1) continue;
+    v1::ShadowSeen& shadow = *records_.emplace_back().mutable_shadow();
+    shadow.set_id(absl::StrCat("r", i));
+    shadow.set_tokens(50);
+    shadow.set_agreed_tokens(lean ? 44 + i % 7 : 50);
+    shadow.set_kl_nats(lean ? 50 * (0.2 + 0.01 * (i % 9)) : 1e-7);
+  }
+  Write();
+  const v1::ExperimentReport report = Report();
+  const v1::MetricReport& kl = MetricOf(report, "shadow_kl_nats");
+  EXPECT_TRUE(kl.measured());
+  EXPECT_FALSE(kl.confounded());
+  for (const v1::ArmValue& arm : kl.all().arms()) {
+    EXPECT_EQ(arm.observations(), 100u);
+    EXPECT_NEAR(arm.coverage(), 0.1, 1e-9);
+  }
+  EXPECT_NEAR(kl.all().arms(0).mean(), 2e-9, 1e-12) << "of a token";
+  EXPECT_NEAR(kl.all().arms(1).mean(), 0.24, 0.01);
+  EXPECT_EQ(kl.all().effects(0).verdict(), v1::Effect::VERDICT_WORSE);
+  const v1::MetricReport& agreement = MetricOf(report, "shadow_top1_agreement");
+  EXPECT_EQ(agreement.all().arms(0).mean(), 1);
+  EXPECT_NEAR(agreement.all().arms(1).mean(), 0.94, 0.01);
+  EXPECT_EQ(agreement.all().effects(0).verdict(), v1::Effect::VERDICT_WORSE);
+  EXPECT_THAT(report.notes(), Each(Not(HasSubstr("who answers depends"))));
+}
+
+TEST(ValueBins, AreWithinTwoPercent) {
+  ValueBins bins;
+  for (int i = 1; i <= 1000; ++i) bins.Add(i * 0.001);
+  for (int i = 0; i < 1000; ++i) bins.Add(0);
+  EXPECT_EQ(bins.Quantile(.25), 0);
+  EXPECT_NEAR(bins.Quantile(.75), .5, .01);
+  EXPECT_NEAR(bins.Quantile(.995), .99, .02);
+  EXPECT_THAT(bins.Counts({.5}),
+              ElementsAre(::testing::AllOf(::testing::Ge(1480u), ::testing::Le(1520u)),
+                          ::testing::AllOf(::testing::Ge(480u), ::testing::Le(520u))));
+}
+
+}  // namespace
+}  // namespace epikv

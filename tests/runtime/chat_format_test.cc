@@ -1,0 +1,236 @@
+#include "runtime/text/chat_format.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/civil_time.h"
+
+namespace epikv {
+namespace {
+
+using ::testing::HasSubstr;
+using Json = nlohmann::json;
+using Role = ChatRole;
+
+const absl::Time kNow = absl::FromCivil(absl::CivilDay(2026, 3, 9), absl::LocalTimeZone());
+
+// "[S system][U user][A assistant]...[A", nothing stripped.
+Json Brackets() {
+  return Json::parse(R"({
+    "begin": {"system": ["[S "], "user": ["[U "]},
+    "between": {"system user": ["][U "], "user assistant": ["][A "], "assistant user": ["][U "]},
+    "generation": ["][A "],
+    "end": ["]"],
+    "system": "first",
+    "strip": {"system": "none", "user": "none", "assistant": "none"},
+    "history": {"after": null, "strip": "none"}
+  })");
+}
+
+ChatFormats Made(const Json& format) {
+  return *ChatFormats::FromJson(Json{{"default", format}}.dump());
+}
+
+std::string Text(const ChatFormats& formats, const std::vector<ChatMessage>& messages,
+                 std::optional<bool> thinking = std::nullopt) {
+  const absl::StatusOr<std::string> text = formats.Render(messages, thinking, kNow);
+  return text.ok() ? *text : text.status().ToString();
+}
+
+TEST(ChatFormatTest, WritesWhatStandsAroundContents) {
+  const ChatFormats formats = Made(Brackets());
+  EXPECT_EQ(Text(formats, {{Role::kUser, "a"}}), "[U a][A ");
+  EXPECT_EQ(Text(formats, {{Role::kSystem, "s"}, {Role::kUser, "a"}}), "[S s][U a][A ");
+  EXPECT_EQ(Text(formats, {{Role::kUser, "a"}, {Role::kAssistant, "b"}, {Role::kUser, "c"}}),
+            "[U a][A b][U c][A ");
+  EXPECT_EQ(Text(formats, {{Role::kUser, "a"}, {Role::kAssistant, "b"}}), "[U a][A b]");
+  EXPECT_EQ(Text(formats, {{Role::kUser, ""}}), "[U ][A ");
+}
+
+TEST(ChatFormatTest, StripsAsPythonDoes) {
+  struct Case {
+    const char *strip, *content, *stripped;
+  };
+  const Case cases[] = {
+      {"none", " \n a ", " \n a "},
+      {"both",
+       " \t\n\v\f\r\x1c\x1d\x1e\x1f"
+       "a b \n",
+       "a b"},
+      {"both", "\xc2\xa0\xe3\x80\x80 a\xe2\x80\xa9", "a"},
+      {"both",
+       "\xe2\x80\x8b"
+       "a\xc2\xad",
+       "\xe2\x80\x8b"
+       "a\xc2\xad"},  // no white space to Python
+      {"both", " \n", ""},
+      {"left", " \na \n", "a \n"},
+      {"right", " \na \n", " \na"},
+      {"left_newlines", "\n\n \na\n", " \na\n"},
+      {"newlines", "\n a \n\n", " a "},
+  };
+  for (const Case& c : cases) {
+    Json format = Brackets();
+    format["strip"]["user"] = c.strip;
+    EXPECT_EQ(Text(Made(format), {{Role::kUser, c.content}}),
+              absl::StrCat("[U ", c.stripped, "][A "))
+        << c.strip << " of '" << c.content << "'";
+  }
+}
+
+TEST(ChatFormatTest, AnswersThatUsersHaveReadLoseTheirThoughts) {
+  Json format = Brackets();
+  format["history"] = {{"after", "</think>"}, {"strip", "left_newlines"}};
+  const std::string thought = "<think>\nhm </think>hm</think>\n\nyes ";
+  const std::vector<ChatMessage> asked = {
+      {Role::kUser, "a</think>b"}, {Role::kAssistant, thought}, {Role::kUser, "c"}};
+  EXPECT_EQ(Text(Made(format), asked), "[U a</think>b][A yes ][U c][A ");
+  const std::vector<ChatMessage> plain = {
+      {Role::kUser, "a"}, {Role::kAssistant, "\n\nyes"}, {Role::kUser, "c"}};
+  EXPECT_EQ(Text(Made(format), plain), "[U a][A \n\nyes][U c][A ");
+  const std::vector<ChatMessage> answered(asked.begin(), asked.begin() + 2);
+  EXPECT_EQ(Text(Made(format), answered), absl::StrCat("[U a</think>b][A ", thought, "]"));
+}
+
+TEST(ChatFormatTest, ASystemMessageMayStandBeforeTheLastUsers) {
+  Json format = Brackets();
+  format["system"] = "last_user";
+  format["between"]["assistant system"] = {"][U+S "};
+  format["between"]["system user"] = {"; "};
+  format["begin"]["system"] = {"[U+S "};
+  const std::vector<ChatMessage> messages = {
+      {Role::kSystem, "s"}, {Role::kUser, "a"}, {Role::kAssistant, "b"}, {Role::kUser, "c"}};
+  EXPECT_EQ(Text(Made(format), messages), "[U a][A b][U+S s; c][A ");
+  const std::vector<ChatMessage> first(messages.begin(), messages.begin() + 2);
+  EXPECT_EQ(Text(Made(format), first), "[U+S s; a][A ");
+  const std::vector<ChatMessage> answered(messages.begin(), messages.begin() + 3);
+  EXPECT_EQ(Text(Made(format), answered), "[U+S s; a][A b]");
+}
+
+TEST(ChatFormatTest, DatesAreTodays) {
+  Json format = Brackets();
+  format["begin"]["user"] = Json::array({"Today: ", {{"date", "%d %B %Y"}}, " [U "});
+  EXPECT_EQ(Text(Made(format), {{Role::kUser, "a %d"}}), "Today: 09 March 2026 [U a %d][A ");
+}
+
+TEST(ChatFormatTest, ThinkingChoosesTheFormat) {
+  Json on = Brackets(), off = Brackets();
+  on["generation"] = {"][A <think>"};
+  off["generation"] = {"][A <think></think>"};
+  const ChatFormats formats = *ChatFormats::FromJson(
+      Json{{"default", Brackets()}, {"thinking", on}, {"no_thinking", off}}.dump());
+  EXPECT_TRUE(formats.has_thinking());
+  EXPECT_EQ(Text(formats, {{Role::kUser, "a"}}), "[U a][A ");
+  EXPECT_EQ(Text(formats, {{Role::kUser, "a"}}, true), "[U a][A <think>");
+  EXPECT_EQ(Text(formats, {{Role::kUser, "a"}}, false), "[U a][A <think></think>");
+}
+
+TEST(ChatFormatTest, WhatATemplateCannotDoIsSaid) {
+  const auto refusal = [](const ChatFormats& formats, std::vector<ChatMessage> messages,
+                          std::optional<bool> thinking = std::nullopt) {
+    const absl::Status status = formats.Render(messages, thinking, kNow).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    return std::string(status.message());
+  };
+  const std::vector<ChatMessage> user = {{Role::kUser, "a"}};
+  EXPECT_EQ(refusal(*ChatFormats::FromJson(R"({"refusal": "no template"})"), user), "no template");
+  EXPECT_EQ(refusal(ChatFormats("none"), user), "none");
+  EXPECT_THAT(refusal(Made(Brackets()), user, true), HasSubstr("no choice of thinking"));
+  Json format = Brackets();
+  format["system"] = {{"refusal", "System role not supported"}};
+  format["begin"].erase("system");
+  format["between"].erase("system user");
+  format["end"] = nullptr;
+  const ChatFormats formats = Made(format);
+  EXPECT_EQ(formats.system_refusal(), "System role not supported");
+  EXPECT_EQ(refusal(formats, {{Role::kSystem, "s"}, {Role::kUser, "a"}}),
+            "System role not supported");
+  EXPECT_THAT(refusal(formats, {{Role::kUser, "a"}, {Role::kAssistant, "b"}}),
+              HasSubstr("end with the user's message"));
+  EXPECT_EQ(Text(formats, user), "[U a][A ");
+}
+
+TEST(ChatFormatTest, ContentsThatTheTemplateTreatsInAWayOfItsOwnAreRefused) {
+  Json format = Brackets();
+  format["strip"]["user"] = "both";
+  format["refuse"] = {{"system", Json::array()},
+                      {"user", {Json::array(), {"<a>", "</a>"}}},
+                      {"assistant", {{"/think"}}}};
+  const ChatFormats formats = Made(format);
+  EXPECT_THAT(Text(formats, {{Role::kUser, " \n"}}), HasSubstr("user messages that are empty"));
+  EXPECT_THAT(Text(formats, {{Role::kUser, "x<a>y</a>"}}),
+              HasSubstr("user messages that hold '<a>' and then '</a>'"));
+  EXPECT_EQ(Text(formats, {{Role::kUser, "</a><a>"}}), "[U </a><a>][A ");
+  EXPECT_THAT(Text(formats, {{Role::kUser, "/think"}, {Role::kAssistant, "so /think"}}),
+              HasSubstr("assistant messages that hold '/think'"));
+  EXPECT_EQ(Text(formats, {{Role::kSystem, ""}, {Role::kUser, "/think"}}), "[S ][U /think][A ");
+}
+
+TEST(ChatFormatTest, AWrongFileIsNamed) {
+  const auto error = [](const Json& json) {
+    const absl::Status status = ChatFormats::FromJson(json.dump()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << json;
+    return std::string(status.message());
+  };
+  const auto broken = [&](const std::string& pointer, const Json& value) {
+    Json format = Brackets();
+    format[Json::json_pointer(pointer)] = value;
+    return error({{"default", format}});
+  };
+  const auto lacking = [&](const std::string& field, const char* name) {
+    Json format = Brackets();
+    (field.empty() ? format : format[field]).erase(name);
+    return error({{"default", format}});
+  };
+  EXPECT_THAT(error(Json::array()), HasSubstr("must be an object"));
+  EXPECT_THAT(error(Json::object()), HasSubstr("default must be an object"));
+  EXPECT_THAT(error({{"refusal", ""}}), HasSubstr("refusal must be a string, not empty"));
+  EXPECT_THAT(error({{"default", Brackets()}, {"thinking", 3}}), HasSubstr("thinking must be"));
+  EXPECT_THAT(broken("/begin", 1), HasSubstr("default.begin must be an object"));
+  EXPECT_THAT(broken("/generation", "x"), HasSubstr("default.generation must be a list"));
+  EXPECT_THAT(broken("/begin/user/0", 1), HasSubstr("default.begin.user must be a list"));
+  EXPECT_THAT(broken("/end", {{"date", "%d"}}), HasSubstr("default.end must be a list"));
+  EXPECT_THAT(broken("/strip/user", "middle"), HasSubstr("default.strip.user must be none"));
+  EXPECT_THAT(broken("/system", "second"), HasSubstr("default.system must be first"));
+  EXPECT_THAT(broken("/system", "last_user"),
+              HasSubstr("default.between.assistant system is missing"));
+  EXPECT_THAT(broken("/history/after", 7), HasSubstr("default.history.after must be a string"));
+  EXPECT_THAT(broken("/refuse", {{"user", "x"}}), HasSubstr("default.refuse.user must be a list"));
+  EXPECT_THAT(broken("/refuse", {{"user", {"x"}}}),
+              HasSubstr("default.refuse.user must be a list"));
+  EXPECT_THAT(broken("/refuse", {{"user", Json::array({Json::array({""})})}}),
+              HasSubstr("default.refuse.user must be a list"));
+  EXPECT_THAT(lacking("begin", "user"), HasSubstr("default.begin.user is missing"));
+  EXPECT_THAT(lacking("begin", "system"), HasSubstr("default.begin.system is missing"));
+  EXPECT_THAT(lacking("between", "user assistant"), HasSubstr("between.user assistant is missing"));
+  EXPECT_THAT(lacking("", "history"), HasSubstr("default.history must be an object"));
+  EXPECT_FALSE(ChatFormats::FromJson("{").ok());
+}
+
+TEST(ChatFormatTest, MessagesTakeTurns) {
+  const auto first = [](const std::vector<Role>& roles) {
+    std::vector<ChatMessage> messages;
+    for (Role role : roles) messages.push_back({role, "x"});
+    return FirstOutOfTurn(messages);
+  };
+  constexpr Role S = Role::kSystem, U = Role::kUser, A = Role::kAssistant;
+  for (const auto& roles :
+       std::vector<std::vector<Role>>{{U}, {S, U}, {U, A}, {S, U, A}, {U, A, U}, {S, U, A, U, A}}) {
+    EXPECT_EQ(first(roles), std::nullopt) << roles.size();
+  }
+  EXPECT_EQ(first({}), 0u);
+  EXPECT_EQ(first({S}), 1u);
+  EXPECT_EQ(first({A}), 0u);
+  EXPECT_EQ(first({S, S, U}), 1u);
+  EXPECT_EQ(first({S, A}), 1u);
+  EXPECT_EQ(first({U, U}), 1u);
+  EXPECT_EQ(first({U, S}), 1u);
+  EXPECT_EQ(first({U, A, A}), 2u);
+}
+
+}  // namespace
+}  // namespace epikv

@@ -1,0 +1,229 @@
+#include "runtime/kernels/dense_matmul.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+
+namespace epikv {
+namespace {
+
+using ::testing::Each;
+using ::testing::ElementsAreArray;
+
+struct FreeDeleter {
+  void operator()(void* p) const { std::free(p); }
+};
+using Memory = std::unique_ptr<void, FreeDeleter>;
+
+Memory Aligned(int64_t bytes) { return Memory(std::aligned_alloc(64, (bytes + 63) / 64 * 64)); }
+
+// What elements of the dtype can be.
+std::vector<float> Noise(int64_t count, uint32_t seed, DType dtype) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> noise(count);
+  for (float& x : noise) {
+    x = normal(random);
+    if (dtype == DType::kBFloat16) x = std::bit_cast<float>(std::bit_cast<uint32_t>(x) & ~0xffffU);
+  }
+  return noise;
+}
+
+// Values as they lie in memory.
+std::vector<char> Stored(const std::vector<float>& values, DType dtype) {
+  const int64_t bytes = ElementBytes(dtype), skipped = 4 - bytes;  // of a float: its lower half
+  std::vector<char> stored(values.size() * bytes);
+  for (size_t i = 0; i < values.size(); ++i) {
+    std::memcpy(stored.data() + i * bytes, reinterpret_cast<const char*>(&values[i]) + skipped,
+                bytes);
+  }
+  return stored;
+}
+
+Memory Packed(const std::vector<float>& weight, const DenseShape& shape) {
+  Memory packed = Aligned(PackedDenseBytes(shape));
+  PackDense(Stored(weight, shape.dtype).data(), shape, packed.get());
+  return packed;
+}
+
+// x [rows, inputs] weight^T, [rows, blocks x kDenseBlock].
+std::vector<float> Product(DensePath path, const std::vector<float>& x, const void* packed,
+                           const DenseShape& shape) {
+  const int64_t rows = static_cast<int64_t>(x.size()) / shape.inputs;
+  const int64_t row_bytes = DenseRowBytes(path, shape);
+  const Memory prepared = Aligned(rows * row_bytes);
+  const std::vector<char> stored = Stored(x, shape.dtype);
+  for (int64_t r = 0; r < rows; ++r) {
+    PrepareDense(path, stored.data() + r * shape.inputs * ElementBytes(shape.dtype), shape,
+                 static_cast<char*>(prepared.get()) + r * row_bytes);
+  }
+  const int64_t blocks = DenseBlocks(shape), width = blocks * kDenseBlock;
+  std::vector<float> out(rows * width);
+  for (int64_t block = 0; block < blocks; ++block) {
+    std::vector<float> sums(rows * kDenseBlock, std::numeric_limits<float>::quiet_NaN());
+    MultiplyDense(path, prepared.get(), rows, packed, shape, block, sums.data());
+    for (int64_t r = 0; r < rows; ++r) {
+      std::memcpy(out.data() + r * width + block * kDenseBlock, sums.data() + r * kDenseBlock,
+                  kDenseBlock * sizeof(float));
+    }
+  }
+  return out;
+}
+
+TEST(DenseMatmul, PackedWeightsAreWhatTheyWere) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (DenseShape shape : {DenseShape{1, 1}, {64, 2}, {65, 3}, {200, 129}}) {
+      shape.dtype = dtype;
+      const std::vector<float> weight = Noise(shape.outputs * shape.inputs, 1, dtype);
+      const Memory packed = Packed(weight, shape);
+      std::vector<char> again(weight.size() * ElementBytes(dtype));
+      UnpackDense(packed.get(), shape, again.data());
+      EXPECT_EQ(again, Stored(weight, dtype)) << shape.outputs << " x " << shape.inputs;
+    }
+  }
+}
+
+TEST(DenseMatmul, Float32IsOursWhereThereIsAPath) {
+  EXPECT_EQ(FastestDensePath(DType::kFloat32).has_value(), !DensePaths(DType::kFloat32).empty());
+}
+
+TEST(DenseMatmul, TheFastestPathIsTheLastOrNone) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    const std::optional<DensePath> fastest = FastestDensePath(dtype);
+    if (fastest.has_value()) {
+      EXPECT_EQ(fastest, DensePaths(dtype).back());
+    }
+  }
+}
+
+class OfPath : public testing::TestWithParam<std::tuple<DensePath, DenseShape>> {
+ protected:
+  DensePath path() const { return std::get<0>(GetParam()); }
+  DType dtype() const { return path() == DensePath::kFloat32 ? DType::kFloat32 : DType::kBFloat16; }
+  DenseShape shape() const {
+    DenseShape shape = std::get<1>(GetParam());
+    shape.dtype = dtype();
+    return shape;
+  }
+  int64_t width() const { return DenseBlocks(shape()) * kDenseBlock; }
+};
+
+TEST_P(OfPath, SumsAreThoseOfExactArithmetic) {
+  const int64_t outputs = shape().outputs, inputs = shape().inputs;
+  const std::vector<float> weight = Noise(outputs * inputs, 2, dtype()),
+                           x = Noise(7 * inputs, 3, dtype());
+  const std::vector<float> out = Product(path(), x, Packed(weight, shape()).get(), shape());
+  for (int64_t r = 0; r < 7; ++r) {
+    for (int64_t o = 0; o < width(); ++o) {
+      double sum = 0, size = 0;
+      for (int64_t i = 0; o < outputs && i < inputs; ++i) {
+        const double product = double{x[r * inputs + i]} * weight[o * inputs + i];
+        sum += product;
+        size += std::abs(product);
+      }
+      // Each addition rounds once: half a unit of 2^-23 of what is summed so far, at most.
+      const double bound = size * static_cast<double>(inputs) * std::ldexp(1.0, -24);
+      EXPECT_LE(std::abs(out[r * width() + o] - sum), bound) << "row " << r << ", output " << o;
+    }
+  }
+}
+
+// Of small integers every sum is exact: no element is missed, none counts twice.
+TEST_P(OfPath, SumsOfSmallIntegersAreExact) {
+  const int64_t outputs = shape().outputs, inputs = shape().inputs;
+  std::mt19937 random(4);
+  auto integers = [&](int64_t count) {
+    std::vector<float> result(count);
+    for (float& value : result) {
+      value = static_cast<float>(std::uniform_int_distribution<int>(-8, 8)(random));
+    }
+    return result;
+  };
+  const std::vector<float> weight = integers(outputs * inputs);
+  const Memory packed = Packed(weight, shape());
+  std::vector<int64_t> counts = {kDenseRows};
+  for (int64_t rows = 1; rows <= 32; ++rows) counts.push_back(rows);  // tiles of all sizes
+  for (const int64_t rows : counts) {
+    const std::vector<float> x = integers(rows * inputs);
+    std::vector<float> expected(rows * width());
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t o = 0; o < outputs; ++o) {
+        for (int64_t i = 0; i < inputs; ++i) {
+          expected[r * width() + o] += x[r * inputs + i] * weight[o * inputs + i];
+        }
+      }
+    }
+    EXPECT_THAT(Product(path(), x, packed.get(), shape()), ElementsAreArray(expected)) << rows;
+  }
+}
+
+TEST_P(OfPath, ARowDoesNotDependOnThoseBesideIt) {
+  const int64_t inputs = shape().inputs;
+  const std::vector<float> x = Noise(40 * inputs, 6, dtype());
+  const Memory packed = Packed(Noise(shape().outputs * inputs, 5, dtype()), shape());
+  const std::vector<float> together = Product(path(), x, packed.get(), shape());
+  for (const int64_t rows : {1, 2, 6, 7, 13, 20, 39}) {
+    const std::vector<float> last(x.end() - rows * inputs, x.end());
+    const std::vector<float> out = Product(path(), last, packed.get(), shape());
+    EXPECT_THAT(out, ElementsAreArray(together.end() - rows * width(), together.end())) << rows;
+  }
+}
+
+TEST_P(OfPath, WhatIsNoNumberStaysInItsRow) {
+  const int64_t inputs = shape().inputs;
+  std::vector<float> x = Noise(8 * inputs, 8, dtype());
+  const Memory packed = Packed(Noise(shape().outputs * inputs, 7, dtype()), shape());
+  const std::vector<float> before = Product(path(), x, packed.get(), shape());
+  x[3 * inputs + inputs - 1] = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<float> after = Product(path(), x, packed.get(), shape());
+  for (int64_t r = 0; r < 8; ++r) {
+    const std::vector<float> row(after.begin() + r * width(),
+                                 after.begin() + r * width() + shape().outputs);
+    if (r == 3) {
+      EXPECT_THAT(row, Each(testing::IsNan()));
+    } else {
+      EXPECT_THAT(row, ElementsAreArray(before.begin() + r * width(),
+                                        before.begin() + r * width() + shape().outputs));
+    }
+  }
+}
+
+std::string NameOf(const testing::TestParamInfo<OfPath::ParamType>& info) {
+  const auto& [path, shape] = info.param;
+  const char* const name = path == DensePath::kFloat32   ? "Float32"
+                           : path == DensePath::kWidened ? "Widened"
+                                                         : "Paired";
+  return absl::StrCat(name, "_", shape.outputs, "x", shape.inputs);
+}
+
+std::vector<DensePath> AllPaths() {
+  std::vector<DensePath> paths = DensePaths(DType::kFloat32);
+  for (const DensePath path : DensePaths(DType::kBFloat16)) paths.push_back(path);
+  return paths;
+}
+
+// None on a processor without AVX-512.
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OfPath);
+INSTANTIATE_TEST_SUITE_P(DenseMatmul, OfPath,
+                         testing::Combine(testing::ValuesIn(AllPaths()),
+                                          testing::Values(DenseShape{1, 1}, DenseShape{64, 64},
+                                                          DenseShape{65, 7}, DenseShape{130, 200},
+                                                          DenseShape{96, 1025})),
+                         NameOf);
+
+}  // namespace
+}  // namespace epikv

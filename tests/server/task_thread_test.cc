@@ -1,0 +1,43 @@
+#include "server/base/task_thread.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/synchronization/notification.h"
+
+namespace epikv {
+namespace {
+
+using testing::ElementsAre;
+
+TEST(TaskThreadTest, OwnersTakeTurnsAndEachHasItsOrder) {
+  std::vector<std::string> done;
+  absl::Notification all_posted;
+  {
+    TaskThread thread;
+    absl::Notification begun;
+    thread.Post([&] {
+      begun.Notify();
+      all_posted.WaitForNotification();
+    });
+    begun.WaitForNotification();
+    const auto post = [&](const std::string& owner, const std::string& name) {
+      thread.Post(owner, [&done, name] { done.push_back(name); });
+    };
+    for (const char* name : {"a1", "a2", "a3", "a4"}) post("a", name);
+    for (const char* name : {"b1", "b2"}) post("b", name);
+    post("c", "c1");
+    EXPECT_EQ(thread.Waiting("a"), 4);
+    EXPECT_EQ(thread.Waiting("c"), 1);
+    EXPECT_EQ(thread.Waiting(""), 0);
+    all_posted.Notify();
+  }
+  EXPECT_THAT(done, ElementsAre("a1", "b1", "c1", "a2", "b2", "a3", "a4"));
+}
+
+}  // namespace
+}  // namespace epikv
