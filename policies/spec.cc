@@ -196,12 +196,6 @@ const PolicySpec* FindPolicy(PolicyCatalog catalog, absl::string_view name) {
   return nullptr;
 }
 
-std::string KnownPolicies(PolicyCatalog catalog) {
-  return absl::StrJoin(catalog, ", ", [](std::string* out, const PolicySpec* spec) {
-    absl::StrAppend(out, spec->name);
-  });
-}
-
 ResolvedParams ResolveParams(const PolicySpec& spec, const std::map<std::string, ParamValue>& given,
                              const ModelShape& shape) {
   ResolvedParams resolved;

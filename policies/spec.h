@@ -213,9 +213,6 @@ using PolicyCatalog = absl::Span<const PolicySpec* const>;  // sorted by name
 // Null if there is none.
 const PolicySpec* FindPolicy(PolicyCatalog catalog, absl::string_view name);
 
-// Names joined by ", ".
-std::string KnownPolicies(PolicyCatalog catalog);
-
 struct ParamViolation {
   std::string param;
   std::string description;

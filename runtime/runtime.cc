@@ -18,14 +18,15 @@
 #include "policies/artefact.h"
 #include "policies/registry.h"
 #include "runtime/admission/admission.h"
+#include "runtime/attention/attention.h"
 #include "runtime/base/allocation_meter.h"
-#include "runtime/step/attention.h"
-#include "runtime/device/device.h"
-#include "runtime/executor/executor.h"
 #include "runtime/base/machine.h"
-#include "runtime/model/model.h"
 #include "runtime/base/scalar_type.h"
 #include "runtime/engine/scheduler.h"
+#include "runtime/executor/executor.h"
+#include "runtime/forward/device.h"
+#include "runtime/model/model.h"
+#include "runtime/model/model_shape.h"
 
 namespace epikv {
 namespace {
@@ -135,8 +136,9 @@ absl::Status WarmUp(Executor& executor, const Admission& admission, const Runtim
   };
   const auto least = resolve(1);
   if (const auto* rejection = std::get_if<Rejection>(&least)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("the KV pool is too small to run anything: ", rejection->message));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the KV pool is too small to run any request: raise --kv_pool_bytes or --kv_memory_share (",
+        rejection->message, ")"));
   }
   const int64_t fits = capacity / std::get<Request>(least).demand.peak_bytes();
   const int64_t largest = std::min({fits, options.max_running_requests, int64_t{64}});
@@ -160,12 +162,12 @@ absl::StatusOr<Kernels> ChooseKernels(const AttentionShape& shape, const Runtime
                                       std::vector<std::string>& description) {
   const absl::StatusOr<DecodeKernel> decode =
       ChooseKernel("decode_kernel", options.decode_kernel, options.deterministic,
-                   "decode kernels, microseconds a layer at 8 x 512 tokens",
+                   "decode kernels, microseconds a layer for 8 sequences of 512 tokens",
                    MeasureDecodeKernels(shape), DecodeKernelName, description);
   if (!decode.ok()) return decode.status();
   const absl::StatusOr<PrefillKernel> prefill =
       ChooseKernel("prefill_kernel", options.prefill_kernel, options.deterministic,
-                   "prefill kernels, microseconds a layer of 256 tokens behind 256",
+                   "prefill kernels, microseconds a layer for 256 tokens after 256 cached ones",
                    MeasurePrefillKernels(shape), PrefillKernelName, description);
   if (!prefill.ok()) return prefill.status();
   return Kernels{.decode = *decode, .prefill = *prefill};
@@ -226,7 +228,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   if (!known.ok()) return known.status();
   loaded.shape = *std::move(known);
 
-  progress("taking memory");
+  progress("reserving memory");
   loaded.scratch_bytes = MeasureScratch(
       **model, options.deterministic ? kDeterministicRows
                                      : MostStepTokens({.max_step_tokens = options.max_step_tokens},
@@ -235,8 +237,8 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
       on_gpu ? FreeGpuBytes(*device)
              : std::max<int64_t>(AvailableMemoryBytes() - loaded.scratch_bytes, 0);
   if (options.kv_pool_bytes > available) {
-    return absl::FailedPreconditionError(absl::StrCat("kv_pool_bytes is ", options.kv_pool_bytes,
-                                                      " and ", available,
+    return absl::FailedPreconditionError(absl::StrCat("--kv_pool_bytes is ", options.kv_pool_bytes,
+                                                      ", but only ", available,
                                                       " bytes of memory are available"));
   }
   loaded.kv_capacity_bytes =

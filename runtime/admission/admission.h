@@ -9,30 +9,13 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "runtime/admission/rejection.h"
 #include "runtime/kernels/kv_format.h"
 #include "runtime/model/manifest.h"
 #include "runtime/request/request.h"
 
 namespace epikv {
-
-struct FieldViolation {
-  std::string field;  // path in the request: "kv.policy_params.layer_a"
-  std::string description;
-};
-
-// A request with more faults is told of these: its sender could make us collect millions.
-inline constexpr size_t kMaxViolations = 64;
-
-// Why a request is refused: one code, one sentence, and everything that is wrong with it.
-struct Rejection {
-  absl::StatusCode code = absl::StatusCode::kInvalidArgument;
-  std::string reason;  // of ErrorInfo: "KV_BUDGET", "CONTEXT_LENGTH", "INVALID_REQUEST", ...
-  std::string message;
-  std::vector<FieldViolation> violations;
-  std::map<std::string, std::string> metadata;  // limits and given values
-};
 
 // Of what a request leaves out.
 struct RequestDefaults {
@@ -93,28 +76,10 @@ class Admission {
       shared_ ABSL_GUARDED_BY(mu_);
 };
 
-ModelShape ShapeOf(const Manifest& manifest);
-
 // A share of so many tokens, rounded up to whole ones.
 int64_t TokensOf(double ratio, int64_t tokens);
 
 // Reads keys or queries, and so cannot do with positions that change (PositionMode::kCache).
 bool ReadsRows(const PolicyTraits& traits);
-
-// Sizes of what a sequence stores, in bytes.
-struct KvLayout {
-  int64_t num_lanes = 0;   // layers x kv_heads
-  int64_t row_bytes = 0;   // one K and one V row
-  int64_t num_tables = 0;  // slot tables: one, one per layer, or one per lane
-  int64_t slot_bytes = 0;  // of one slot in one table: index, rope position, policy columns
-  int64_t state_bytes_per_token = 0;  // of the longest lane
-  int64_t state_bytes = 0;
-  int64_t step_bytes_per_row = 0;  // of each row of a forward, while it runs
-};
-KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
-                  int64_t num_tap_layers, PositionMode positions = PositionMode::kAbsolute);
-
-// Bytes of lanes with these capacities (tokens), tables and state included.
-int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities);
 
 }  // namespace epikv

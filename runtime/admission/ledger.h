@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <unordered_map>
 
-#include "runtime/step/step_executor.h"
+#include "runtime/request/sequence_id.h"
 
 namespace epikv {
 

@@ -12,7 +12,7 @@
 #include "absl/time/time.h"
 #include "runtime/admission/forecast.h"
 #include "runtime/request/request.h"
-#include "runtime/step/step_executor.h"
+#include "runtime/request/sequence_id.h"
 
 namespace epikv {
 

@@ -13,7 +13,7 @@ namespace epikv {
 // cores differ in speed, or parts in cost, the dearest first, none waits for long. What a part
 // throws is thrown here; parts that were not begun may then be left.
 template <class Run>
-void ForParts(int64_t count, int64_t grain, const Run& run) {
+void ParallelFor(int64_t count, int64_t grain, const Run& run) {
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), (count + grain - 1) / grain);
   std::atomic<int64_t> next = 0;
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {

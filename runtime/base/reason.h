@@ -30,7 +30,7 @@ inline constexpr absl::string_view kConstraintFailed = "CONSTRAINT_FAILED";
 // When a request that the server ended may be tried again; a payload beside the reason.
 inline constexpr absl::string_view kRetryAfterUrl = "epikv/retry_after";
 // Why a policy failed that threw an object of no known type.
-inline constexpr absl::string_view kNoException = "it threw what is no exception";
+inline constexpr absl::string_view kNoException = "it threw an object that is not a std::exception";
 
 inline absl::Status WithReason(absl::Status status, absl::string_view reason) {
   status.SetPayload(kReasonUrl, absl::Cord(reason));

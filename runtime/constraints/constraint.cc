@@ -7,10 +7,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/base/reason.h"
 #include "runtime/constraints/constraint_text.h"
 #include "runtime/constraints/grammar_work.h"
 #include "runtime/constraints/json_schema.h"
-#include "runtime/base/reason.h"
 #include "runtime/text/utf8.h"
 
 namespace epikv {
@@ -24,8 +24,7 @@ constexpr int64_t kStepWork = 4'000'000;
 constexpr int64_t kSpareWork = 1'000'000, kSpareWorkPerByte = 256;
 
 absl::Status Failed(absl::string_view why) {
-  return WithReason(absl::FailedPreconditionError(absl::StrCat("the constraint: ", why)),
-                    kConstraintFailed);
+  return WithReason(absl::FailedPreconditionError(why), kConstraintFailed);
 }
 
 // Throws where a regex is none, or is to the other of the library's two readers, the one that does
@@ -135,7 +134,7 @@ absl::StatusOr<std::shared_ptr<const Vocabulary>> ReadVocabulary(const Tokenizer
   }
   if (!others) first_bytes.clear();
   if (std::all_of(bytes.begin(), bytes.end(), [](const std::string& b) { return b.empty(); })) {
-    return Failed("no token of this model's vocabulary is text");
+    return Failed("constraints do not work with this model: none of its tokens is text");
   }
   try {
     // No stop tokens: which those are is a matter of the request.
@@ -144,7 +143,8 @@ absl::StatusOr<std::shared_ptr<const Vocabulary>> ReadVocabulary(const Tokenizer
                                            std::vector<int32_t>()),
                    bytes, std::move(first_bytes)});
   } catch (const std::exception& e) {
-    return Failed(absl::StrCat("this model's vocabulary: ", Told(e.what())));
+    return Failed(
+        absl::StrCat("constraints do not work with this model's vocabulary: ", Told(e.what())));
   }
 }
 
@@ -244,20 +244,21 @@ absl::Status ConstraintState::Accept(int32_t token) {
   const GrammarWork work(kStepWork);
   try {
     if (!bytes.empty() && !position_->matcher.AcceptString(bytes)) {
-      return Failed(absl::StrCat("it does not allow token ", token));
+      return Failed(absl::StrCat("the constraint does not allow token ", token));
     }
     spare_work_ += kSpareWorkPerByte * static_cast<int64_t>(bytes.size()) - work.spent();
     if (spare_work_ < 0) throw GrammarTooCostly();
     Fill(position_->matcher, static_cast<int64_t>(vocabulary.bytes.size()), allowed_);
     may_end_ = position_->matcher.IsCompleted();
   } catch (const GrammarTooCostly&) {
-    return Failed("it has too many readings of the text so far");
+    return Failed(
+        "the constraint can match the text so far in too many ways; make it less ambiguous");
   } catch (const std::exception& e) {
-    return Failed(Told(e.what()));
+    return Failed(absl::StrCat("the constraint: ", Told(e.what())));
   }
   AllowEnds();
   if (may_go_on_ || may_end_) return absl::OkStatus();
-  return Failed("no token of this model's vocabulary continues the text so far");
+  return Failed("the constraint: no token of this model's vocabulary continues the text so far");
 }
 
 ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size,
@@ -274,9 +275,9 @@ absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
   absl::MutexLock lock(&compile_mu_);
   if (std::optional<Result> known = Find(key)) return *std::move(known);  // made meanwhile
   if (const int64_t live = *live_bytes_; live > limits_.live) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("the constraints of requests hold ", live >> 20, " MiB, and ",
-                     limits_.live >> 20, " may be held; try again when some have ended"));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "the constraints of all requests hold ", live >> 20, " MiB of memory, the limit is ",
+        limits_.live >> 20, " MiB; try again when some requests have ended"));
   }
   if (vocabulary_ == nullptr) {
     auto vocabulary = ReadVocabulary(tokenizer_, vocab_size_);

@@ -121,8 +121,9 @@ absl::Status CheckConstraintText(const ConstraintText& text) {
     return absl::InvalidArgumentError(
         absl::StrCat("has ", bytes, " bytes, at most ", kMostTextBytes));
   }
-  if (text.texts.empty())
-    return absl::InvalidArgumentError("is empty; one item is needed at least");
+  if (text.texts.empty()) {
+    return absl::InvalidArgumentError("is empty; at least one item is needed");
+  }
   if (text.kind == ConstraintText::Kind::kChoice) return absl::OkStatus();
   const std::string& only = text.texts.front();
   if (text.kind == ConstraintText::Kind::kJsonSchema) return ReadJsonSchema(only).status();

@@ -14,7 +14,9 @@ namespace epikv {
 
 // Thrown out of the library.
 struct GrammarTooCostly : std::exception {
-  const char* what() const noexcept override { return "it takes too much work"; }
+  const char* what() const noexcept override {
+    return "it needs too much work: the text is small, but what it describes is large";
+  }
 };
 
 // One state or edge made or visited each: some 50 ns and at most some 50 bytes.

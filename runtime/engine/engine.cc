@@ -1,7 +1,5 @@
 #include "runtime/engine/engine.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <exception>
 #include <optional>
@@ -9,9 +7,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "runtime/constraints/constraint.h"
 #include "runtime/base/reason.h"
-#include "runtime/text/text_stream.h"
+#include "runtime/engine/completion_group.h"
+#include "runtime/engine/sequence.h"
+#include "runtime/engine/stage_clock.h"
 
 namespace epikv {
 namespace {
@@ -30,134 +29,7 @@ void Quietly(Work work) {
   }
 }
 
-absl::Duration ThreadCpu() {
-  timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return absl::DurationFromTimespec(now);
-}
-
-// Charges wall and CPU time to one stage after another.
-class StageClock {
- public:
-  explicit StageClock(StepStats& step) : step_(step) {}
-  void Charge(Stage stage) {
-    const absl::Time wall = absl::Now();
-    const absl::Duration cpu = ThreadCpu();
-    step_.wall[static_cast<int>(stage)] += wall - wall_;
-    step_.cpu[static_cast<int>(stage)] += cpu - cpu_;
-    wall_ = wall;
-    cpu_ = cpu;
-  }
-  void ChargeTotal() {
-    step_.total_wall = wall_ - start_wall_;
-    step_.total_cpu = cpu_ - start_cpu_;
-  }
-
- private:
-  StepStats& step_;
-  absl::Time wall_ = absl::Now();
-  absl::Duration cpu_ = ThreadCpu();
-  const absl::Time start_wall_ = wall_;
-  const absl::Duration start_cpu_ = cpu_;
-};
-
 }  // namespace
-
-// A request in the engine. Its tokens are the prompt, then what was sampled (or forced).
-struct Sequence {
-  Sequence(SequenceId id, Request r, std::shared_ptr<RequestSink> s, const Tokenizer& tokenizer)
-      : id(id),
-        request(std::move(r)),
-        sink(std::move(s)),
-        tokens(request.prompt),
-        ends(EndsOf(request)),
-        text(tokenizer, {.stop_strings = request.stop_strings,
-                         .stop_token_ids = ends,
-                         .include_stop = request.include_stop,
-                         .min_tokens = request.min_output_tokens}) {
-    if (request.sampling.constraint != nullptr && !scores()) {
-      constraint.emplace(request.sampling.constraint, ends);
-    }
-    // Work items point into the tokens while more are added.
-    tokens.reserve(request.prompt.size() + request.max_output_tokens);
-    if (request.force_in_chunks) {
-      tokens.insert(tokens.end(), request.forced.begin(), request.forced.end() - 1);
-    }
-  }
-
-  static std::vector<int32_t> EndsOf(const Request& request) {
-    std::vector<int32_t> tokens = request.stop_tokens;
-    tokens.insert(tokens.end(), request.end_tokens.begin(), request.end_tokens.end());
-    return tokens;
-  }
-  bool scores() const { return !request.forced.empty(); }
-
-  const SequenceId id;
-  const Request request;
-  const std::shared_ptr<RequestSink> sink;
-  std::vector<int32_t> tokens;  // known so far; [0, cached) are in the cache
-  int64_t cached = 0;
-  int64_t from_prefix = 0;  // of those cached, copied from the prefix cache
-  int64_t num_outputs = 0;
-  const std::vector<int32_t> ends;  // tokens that end the output
-  TextStream text;
-  std::optional<ConstraintState> constraint;
-  std::optional<StopMatch> stop;
-  bool open = false;  // holds KV
-  bool finished = false;
-  int64_t rounds = 0, evicted_entries = 0, trace_victims = 0;
-  bool trace_truncated = false;
-  absl::Time admitted, first_token, last_token;
-  absl::Duration eviction_time;
-
-  int64_t completion = 0;
-  std::shared_ptr<Family> family;  // of several completions; null: it is the only one
-  // It has ended, before its family parted.
-  std::optional<FinishReason> ended_early;
-
-  // That it stands for: all, until they part.
-  int64_t completions() const;
-};
-
-// The completions of one request. The first caches the prompt; then each has KV of its own.
-struct Family {
-  explicit Family(const Request& r) : request(r), live(r.completions()) {}
-
-  const Request request;
-  int64_t live;  // completions that have not ended
-  bool parted = false;
-  std::vector<std::unique_ptr<Sequence>> siblings;  // until then, once they have begun
-  // What the prompt took, the same for all completions.
-  CacheFacts prompt_kv;
-  int64_t prompt_rounds = 0, prompt_evicted = 0;
-  Finished total;                            // of those that have ended
-  int64_t held_entries = 0, held_bytes = 0;  // their peaks since they parted
-
-  // closed: by Engine::Close.
-  void Add(const Sequence& s, const Finished& closed) {
-    total.prompt_tokens = closed.prompt_tokens;
-    total.cached_prompt_tokens = closed.cached_prompt_tokens;
-    total.output_tokens += closed.output_tokens;
-    total.kv_trace_truncated |= closed.kv_trace_truncated;
-    total.kv.final_entries += s.open ? closed.kv.final_entries : 0;
-    total.kv.evicted_entries += closed.kv.evicted_entries - (parted ? prompt_evicted : 0);
-    total.kv.rounds += closed.kv.rounds - (parted ? prompt_rounds : 0);
-    total.timings.queue = closed.timings.queue;
-    total.timings.prefill = closed.timings.prefill;
-    total.timings.time_to_first_token = closed.timings.time_to_first_token;
-    total.timings.decode = std::max(total.timings.decode, closed.timings.decode);
-    total.timings.eviction += closed.timings.eviction;
-    if (s.completion != 0) return;
-    total.reason = closed.reason;
-    total.stop_string = closed.stop_string;
-    total.stop_token = closed.stop_token;
-    total.kv.kept = closed.kv.kept;
-  }
-};
-
-int64_t Sequence::completions() const {
-  return family != nullptr && !family->parted ? family->live : 1;
-}
 
 Engine::Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor,
                const Tokenizer& tokenizer, EngineObserver& observer,
@@ -252,22 +124,10 @@ absl::Time Engine::NextDeadline() const {
 }
 
 RequestFacts Engine::FactsOf(const Sequence& s) const {
-  const Request& request = s.request;
-  return {.id = request.id,
-          .completion = s.completion,
-          .state = !s.open                               ? RequestState::kQueued
-                   : s.cached < request.prefill_tokens() ? RequestState::kPrefill
-                                                         : RequestState::kDecode,
-          .policy = std::string(request.spec->name),
-          .budget = request.budget,
-          .prompt_tokens = static_cast<int64_t>(request.prompt.size()),
-          .cached_tokens = s.cached,
-          .output_tokens = s.num_outputs,
-          .max_output_tokens = request.max_output_tokens,
-          .kv_used_bytes = s.open ? executor_->Facts(s.id).bytes : 0,
-          .kv_reserved_bytes = s.open ? ledger_.held(s.id) : request.demand.peak_bytes(),
-          .arrival = request.arrival,
-          .deadline = request.deadline};
+  RequestFacts facts = s.Facts();
+  facts.kv_used_bytes = s.open ? executor_->Facts(s.id).bytes : 0;
+  facts.kv_reserved_bytes = s.open ? ledger_.held(s.id) : s.request.demand.peak_bytes();
+  return facts;
 }
 
 std::vector<RequestFacts> Engine::Describe() {
@@ -412,14 +272,15 @@ absl::Status Engine::Infeasible(const Request& request, absl::Duration run, absl
     return absl::StrFormat("%.3f s", absl::ToDoubleSeconds(d));
   };
   return WithReason(absl::DeadlineExceededError(
-                        absl::StrCat("the deadline cannot be met: it is in ", seconds(left),
-                                     ", and the request would run for ", seconds(run))),
+                        absl::StrCat("the deadline cannot be met: it is ", seconds(left),
+                                     " away, and the request would run for ", seconds(run))),
                     kDeadlineInfeasible);
 }
 
 void Engine::EndLost() {
   if (!executor_->lost()) return;
-  const absl::Status lost = absl::InternalError("rows of the KV pool were lost in a failed move");
+  const absl::Status lost = absl::InternalError(
+      "the KV cache was lost: moving its rows failed, and they could not be put back");
   for (SequencePtr& s : running_) Finish(*s, FinishReason::kError, lost);
   DropFinished();
 }
@@ -464,7 +325,7 @@ void Engine::Admit() {
 }
 
 void Engine::Open(Sequence& s, int64_t bytes) {
-  if (s.request.completions() > 1) s.family = std::make_shared<Family>(s.request);
+  if (s.request.completions() > 1) s.group = std::make_shared<CompletionGroup>(s.request);
   ledger_.Reserve(s.id, bytes);
   s.open = true;
   const int64_t prefix_bytes =
@@ -489,28 +350,7 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
   const int64_t chunk = options_.scheduler.prefill_chunk_tokens;
   for (const PlannedItem& planned : Plan(views, options_.scheduler)) {
     Sequence& s = *running[planned.sequence];
-    const int64_t prompt = static_cast<int64_t>(s.request.prompt.size());
-    const int64_t prefill = s.request.prefill_tokens();
-    const int64_t end = s.cached + planned.num_tokens;
-    WorkItem item{.id = s.id,
-                  .request = &s.request,
-                  .tokens = absl::MakeConstSpan(s.tokens).subspan(s.cached, planned.num_tokens),
-                  .first = s.cached,
-                  .decode = s.cached >= prefill,
-                  .draw = s.num_outputs};
-    item.ends_prefill = !item.decode && end == prefill;
-    item.evicts_prefill = !item.decode && (end % chunk == 0 || item.ends_prefill);
-    // Row i predicts token first + i + 1: outputs begin with the prompt's last row.
-    item.num_outputs = std::max<int64_t>(0, end - std::max(item.first, prompt - 1));
-    if (item.ends_prefill) item.completions = s.request.completions();
-    if (s.scores()) {
-      item.forced = absl::MakeConstSpan(s.request.forced).subspan(s.num_outputs, item.num_outputs);
-    } else {
-      item.outputs = absl::MakeConstSpan(s.tokens).subspan(prompt);
-      if (s.num_outputs < s.request.min_output_tokens) item.masked = s.ends;
-      if (s.constraint.has_value()) item.allowed = s.constraint->allowed();
-    }
-    items.push_back(item);
+    items.push_back(s.NextWork(planned.num_tokens, chunk));
     sequences.push_back(&s);
   }
   return items;
@@ -567,11 +407,11 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
   if (!outcome.residual_steps.empty()) {
     delta.residual_steps.push_back(std::move(outcome.residual_steps));
   }
-  Say(s, std::move(delta), absl::MakeSpan(outcome.outputs));
+  Emit(s, std::move(delta), absl::MakeSpan(outcome.outputs));
   if (!outcome.siblings.empty() && !s.finished) BeginSiblings(s, absl::MakeSpan(outcome.siblings));
 }
 
-void Engine::Say(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
+void Engine::Emit(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
   delta.completion = s.completion;
   std::optional<StopMatch> stop;
   absl::Status constrained;
@@ -611,7 +451,7 @@ void Engine::Say(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
 
   if (stop.has_value()) {
     s.stop = std::move(stop);
-    Finish(s, ReasonOf(s));
+    Finish(s, s.StopReason());
   } else if (at_end) {
     Finish(s, FinishReason::kEnd);
   } else if (at_length) {
@@ -628,26 +468,26 @@ void Engine::BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs) {
     auto sibling = std::make_unique<Sequence>(SequenceId{next_id_++}, std::move(request),
                                               first.sink, tokenizer_);
     sibling->completion = completion;
-    sibling->family = first.family;
+    sibling->group = first.group;
     sibling->cached = first.cached;
     sibling->from_prefix = first.from_prefix;
     sibling->admitted = first.admitted;
-    Say(*sibling, {}, outputs.subspan(i, 1));
+    Emit(*sibling, {}, outputs.subspan(i, 1));
     if (first.finished) return;  // it has failed, and all with it
-    first.family->siblings.push_back(std::move(sibling));
+    first.group->siblings.push_back(std::move(sibling));
   }
 }
 
-void Engine::Part(Sequence& first) {
-  const std::shared_ptr<Family> family = first.family;
-  family->parted = true;
-  family->prompt_kv = executor_->Facts(first.id);
-  family->prompt_rounds = first.rounds;
-  family->prompt_evicted = first.evicted_entries;
-  family->total.kv.rounds = first.rounds;
-  family->total.kv.evicted_entries = first.evicted_entries;
+void Engine::ForkCompletions(Sequence& first) {
+  const std::shared_ptr<CompletionGroup> group = first.group;
+  group->forked = true;
+  group->prompt_kv = executor_->Facts(first.id);
+  group->prompt_rounds = first.rounds;
+  group->prompt_evicted = first.evicted_entries;
+  group->total.kv.rounds = first.rounds;
+  group->total.kv.evicted_entries = first.evicted_entries;
   std::vector<Sequence*> members = {&first};
-  for (SequencePtr& sibling : std::exchange(family->siblings, {})) {
+  for (SequencePtr& sibling : std::exchange(group->siblings, {})) {
     Sequence& s = *sibling;
     s.rounds = first.rounds;
     s.evicted_entries = first.evicted_entries;
@@ -676,7 +516,8 @@ std::vector<SettleOutcome> Engine::RunSettle(absl::Span<const WorkItem> items) {
     try {
       outcomes[i] = std::move(executor_->Settle({&items[i], 1}).front());
     } catch (const std::exception& e) {
-      outcomes[i].status = absl::InternalError(absl::StrCat("it could not be settled: ", e.what()));
+      outcomes[i].status = absl::InternalError(
+          absl::StrCat("the step could not be finished for this request: ", e.what()));
     }
   }
   return outcomes;
@@ -702,7 +543,7 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
   }
   for (size_t i = 0; i < live.size(); ++i) {
     if (live[i].completions <= 1 || owners[i]->finished) continue;
-    Guard(*owners[i], [&] { Part(*owners[i]); });
+    Guard(*owners[i], [&] { ForkCompletions(*owners[i]); });
   }
 }
 
@@ -734,17 +575,9 @@ void Engine::DeliverTrace(Sequence& s, EvictionTrace trace) {
   s.sink->OnDelta(std::move(delta));
 }
 
-FinishReason Engine::ReasonOf(const Sequence& s) {
-  const auto* token = std::get_if<StopToken>(&*s.stop);
-  if (token == nullptr) return FinishReason::kStopString;
-  const auto& user = s.request.stop_tokens;
-  const bool asked = std::find(user.begin(), user.end(), token->id) != user.end();
-  return asked ? FinishReason::kStopToken : FinishReason::kEnd;
-}
-
 void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
   if (s.finished) return;
-  if (s.family != nullptr) return FinishFamily(s, reason, std::move(status));
+  if (s.group != nullptr) return FinishGroup(s, reason, std::move(status));
   Finished finished = Close(s, reason, std::move(status));
   Quietly([&] {
     if (s.open && &s != idle_.get()) {  // at idle it is no traffic
@@ -756,16 +589,16 @@ void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
   s.sink->OnFinished(std::move(finished));
 }
 
-void Engine::FinishFamily(Sequence& s, FinishReason reason, absl::Status status) {
-  const std::shared_ptr<Family> family = s.family;
-  if (status.ok() && !family->parted) {
+void Engine::FinishGroup(Sequence& s, FinishReason reason, absl::Status status) {
+  const std::shared_ptr<CompletionGroup> group = s.group;
+  if (status.ok() && !group->forked) {
     s.ended_early = reason;
     return;
   }
   auto end = [&](Sequence& member) {
     Finished closed = Close(member, reason, status);
-    --family->live;
-    Quietly([&] { family->Add(member, closed); });
+    --group->live;
+    Quietly([&] { group->Add(member, closed); });
     return closed;
   };
   if (status.ok()) {
@@ -774,22 +607,22 @@ void Engine::FinishFamily(Sequence& s, FinishReason reason, absl::Status status)
       LearnOutput(s);
       s.sink->OnDelta({.completion = s.completion, .ended = std::move(closed)});
     });
-    if (family->live > 0) return;
+    if (group->live > 0) return;
   } else {
     end(s);
     for (SequencePtr& member : running_) {
-      if (member != nullptr && member->family == family && !member->finished) end(*member);
+      if (member != nullptr && member->group == group && !member->finished) end(*member);
     }
-    family->siblings.clear();
-    family->total.reason = reason;
-    family->total.status = std::move(status);
+    group->siblings.clear();
+    group->total.reason = reason;
+    group->total.status = std::move(status);
   }
-  Finished& total = family->total;
-  total.kv.peak_entries = std::max(family->prompt_kv.peak_entries, family->held_entries);
-  total.kv.peak_bytes = std::max(family->prompt_kv.peak_bytes, family->held_bytes);
+  Finished& total = group->total;
+  total.kv.peak_entries = std::max(group->prompt_kv.peak_entries, group->held_entries);
+  total.kv.peak_bytes = std::max(group->prompt_kv.peak_bytes, group->held_bytes);
   Quietly([&] {
-    LearnEnd(family->request, total);
-    observer_.OnFinished(family->request, total);
+    LearnEnd(group->request, total);
+    observer_.OnFinished(group->request, total);
   });
   s.sink->OnFinished(std::move(total));
 }
@@ -824,21 +657,21 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   finished.timings.eviction = s.eviction_time;
   finished.kv.evicted_entries = s.evicted_entries;
   finished.kv.rounds = s.rounds;
-  if (!s.open && s.family != nullptr) {  // ended with its first token
-    facts.entries = s.family->prompt_kv.entries;
-    Quietly([&] { facts.kept = s.family->prompt_kv.kept; });
+  if (!s.open && s.group != nullptr) {  // ended with its first token
+    facts.entries = s.group->prompt_kv.entries;
+    Quietly([&] { facts.kept = s.group->prompt_kv.kept; });
   }
   finished.kv.final_entries = facts.entries;
   finished.kv.kept = std::move(facts.kept);
   finished.kv.peak_entries = facts.peak_entries;
   finished.kv.peak_bytes = facts.peak_bytes;
   // A completion holds the prompt's cache, too, for as long as it is shared.
-  if (s.family != nullptr) {
-    Family& family = *s.family;
-    (family.parted ? family.held_entries : family.prompt_kv.peak_entries) += facts.peak_entries;
-    (family.parted ? family.held_bytes : family.prompt_kv.peak_bytes) += facts.peak_bytes;
-    finished.kv.peak_entries = std::max(finished.kv.peak_entries, family.prompt_kv.peak_entries);
-    finished.kv.peak_bytes = std::max(finished.kv.peak_bytes, family.prompt_kv.peak_bytes);
+  if (s.group != nullptr) {
+    CompletionGroup& group = *s.group;
+    (group.forked ? group.held_entries : group.prompt_kv.peak_entries) += facts.peak_entries;
+    (group.forked ? group.held_bytes : group.prompt_kv.peak_bytes) += facts.peak_bytes;
+    finished.kv.peak_entries = std::max(finished.kv.peak_entries, group.prompt_kv.peak_entries);
+    finished.kv.peak_bytes = std::max(finished.kv.peak_bytes, group.prompt_kv.peak_bytes);
   }
   return finished;
 }

@@ -11,10 +11,10 @@
 #include "absl/time/clock.h"
 #include "runtime/admission/forecast.h"
 #include "runtime/admission/ledger.h"
-#include "runtime/engine/observer.h"
 #include "runtime/admission/queue.h"
-#include "runtime/request/request.h"
+#include "runtime/engine/observer.h"
 #include "runtime/engine/scheduler.h"
+#include "runtime/request/request.h"
 #include "runtime/step/step_executor.h"
 #include "runtime/text/tokenizer.h"
 
@@ -31,8 +31,7 @@ struct EngineOptions {
   int64_t max_trace_victims = 65536;  // of one request's eviction trace
 };
 
-struct Sequence;  // engine.cc
-struct Family;
+struct Sequence;  // sequence.h
 
 // Serves requests step by step: admit -> plan -> forward -> sample -> deliver -> observe -> evict.
 // Owns queue, sequences and ledger; has no thread of its own and no locks: one thread calls it.
@@ -103,20 +102,19 @@ class Engine {
   std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items);
   void Deliver(Sequence& sequence, const WorkItem& item, ForwardOutcome outcome);
   // Hands output tokens on; what ends with them ends.
-  void Say(Sequence& sequence, Delta delta, absl::Span<OutputToken> outputs);
+  void Emit(Sequence& sequence, Delta delta, absl::Span<OutputToken> outputs);
   // The completions 1, 2 .. of a request whose prompt is cached, with their first tokens.
   void BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs);
-  // The prompt has settled: from here each completion has KV of its own.
-  void Part(Sequence& first);
+  // The prompt is settled: from here each completion has KV of its own.
+  void ForkCompletions(Sequence& first);
   std::vector<SettleOutcome> RunSettle(absl::Span<const WorkItem> items);
   void Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences);
   void OnSettled(Sequence& sequence, const WorkItem& item, SettleOutcome outcome);
   void DeliverTrace(Sequence& sequence, EvictionTrace trace);
-  static FinishReason ReasonOf(const Sequence& sequence);
   // Ends a sequence: frees its KV, tells sink and observer. It is dropped at the step's end.
   // One of several completions ends alone if it ends well, else with all the others.
   void Finish(Sequence& sequence, FinishReason reason, absl::Status status = absl::OkStatus());
-  void FinishFamily(Sequence& sequence, FinishReason reason, absl::Status status);
+  void FinishGroup(Sequence& sequence, FinishReason reason, absl::Status status);
   // Frees its KV and says how it ended.
   Finished Close(Sequence& sequence, FinishReason reason, absl::Status status);
   void LearnEnd(const Request& request, const Finished& finished);

@@ -12,7 +12,10 @@ namespace epikv {
 namespace {
 
 absl::Status WhyDrained() {
-  return WithReason(absl::UnavailableError("the time that a drain left it has run out"), kDraining);
+  return WithReason(
+      absl::UnavailableError(
+          "the server is draining, and the time for running requests is over; try another server"),
+      kDraining);
 }
 
 absl::Status EngineFailed(const std::exception& e) {

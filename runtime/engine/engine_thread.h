@@ -13,9 +13,9 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "runtime/admission/forecast.h"
 #include "runtime/engine/core_budget.h"
 #include "runtime/engine/engine.h"
-#include "runtime/admission/forecast.h"
 #include "runtime/request/request.h"
 
 namespace epikv {

@@ -8,13 +8,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "runtime/step/attention.h"
-#include "runtime/device/device_forward.h"
+#include "runtime/forward/cpu_forward.h"
+#include "runtime/forward/device_forward.h"
 #include "runtime/kv/kv_pool.h"
-#include "runtime/model/model.h"
-#include "runtime/model/operators.h"
 #include "runtime/kv/prefix_cache.h"
-#include "runtime/signals/query_moments.h"
+#include "runtime/model/model.h"
 #include "runtime/model/rope_table.h"
 #include "runtime/signals/signals.h"
 #include "runtime/step/step_executor.h"
@@ -41,11 +39,10 @@ struct ExecutorOptions {
   // measured; its first one is, too. 0: never.
   int64_t mass_interval = 0;
 };
-inline constexpr int64_t kDeterministicRows = 16;
 
-// Runs steps on a Model: builds the packed batch, answers the model's two operators from the lanes,
-// commits, samples, and lets policies observe and evict. Engine thread.
-class Executor final : public StepExecutor, private ForwardHooks {
+// Runs steps on a Model: builds the packed batch, has it run on the CPU or on a device, commits,
+// samples, and lets policies observe and evict. Engine thread.
+class Executor final : public StepExecutor {
  public:
   Executor(std::unique_ptr<Model> model, ExecutorOptions options);
   ~Executor() override;
@@ -66,62 +63,37 @@ class Executor final : public StepExecutor, private ForwardHooks {
 
   const KvPool& pool() const { return pool_; }
   const Model& model() const { return *model_; }
-  const AttentionCounts& attention_counts() const { return attention_.counts(); }
+  // Requires: forwards run on the CPU.
+  const AttentionCounts& attention_counts() const { return cpu_->attention_counts(); }
   // Null: forwards run on the CPU.
   const DeviceForward* device() const { return device_.get(); }
 
  private:
-  struct Tap {
-    StepItem* item = nullptr;
-    int64_t place = 0;  // in the sequence's ResidualTap
-  };
-
-  at::Tensor Block(const at::Tensor& residual, int64_t layer) override;
-  at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                       const at::Tensor& normed, int64_t layer) override;
-
   std::vector<StepItem> Prepare(absl::Span<const WorkItem> items);
   bool MassDue(const OpenSequence& sequence, const WorkItem& work) const;
-  void TakeResiduals(const at::Tensor& residual, int64_t layer);
   absl::StatusOr<int64_t> LoadPrefix(OpenSequence& sequence,
                                      absl::Span<const PrefixCache::Block> blocks);
-  // Runs the model over consecutive items and leaves their logits with them.
-  void RunModel(absl::Span<StepItem> items);
-  void Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
-              const at::Tensor& v, int64_t layer, at::Tensor& rotated);
-  void TurnKeys(StepItem& item, int64_t layer);
-  void FindHidden(StepItem& item, int64_t layer);
-  static absl::Span<const float> LogitsOf(const StepItem& item, int64_t row);
-  static absl::StatusOr<OutputToken> TakeOutput(const StepItem& item, int64_t i,
-                                                const SamplingParams& sampling);
-  static absl::StatusOr<PromptLogprobs> TakePromptLogprobs(const StepItem& item);
   ForwardOutcome Finish(StepItem& item);
   void KeepPrefix(const StepItem& item);
   SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);
-  absl::Status Observe(OpenSequence& sequence, const WorkItem& item, CacheView& view);
-  absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& view,
-                        SettleOutcome& outcome);
 
   const std::unique_ptr<Model> model_;
   const ExecutorOptions options_;
   const ModelShape shape_;
   const std::vector<at::Tensor> output_grams_;  // CacheView::output_gram, [layers]
   std::vector<RopeTable> ropes_;
-  const epikv::Attention attention_;
   KvPool pool_;
   PrefixCache prefixes_;
   std::unordered_map<SequenceId, std::unique_ptr<OpenSequence>> open_;
 
-  // The forward that runs.
-  absl::Span<StepItem> running_;
-  std::vector<std::vector<Tap>> taps_;  // by block number
-  StepStats times_;                     // of the last step's parts
+  StepStats times_;  // of the last step's parts
 
   // SettleOutcome::attention_mass is measured of at most one sequence a step.
   std::optional<SequenceId> mass_of_;  // in the last forward
   LaneRowsOfStep mass_rows_;           // its newest query's attention, of all lanes
-  std::vector<float> mass_logits_;     // AttentionItem::logits
 
+  // One of the two runs all forwards.
+  std::unique_ptr<CpuForward> cpu_;
   std::unique_ptr<DeviceForward> device_;
 };
 

@@ -414,7 +414,7 @@ EPIKV_INLINE void AddValues(const uint32_t* weights, const char* values, int64_t
 // What is kept for `queries` rows x group, 64-byte aligned.
 template <class As>
 struct Scratch {
-  Scratch(const DecodeShape& shape, int64_t num_queries, float* memory) {
+  Scratch(const LaneShape& shape, int64_t num_queries, float* memory) {
     const int64_t words = As::Words(shape.key_width);
     auto take = [at = (reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64](int64_t words) mutable {
       const uintptr_t begin = at;
@@ -490,7 +490,7 @@ EPIKV_INLINE void ForTiles(int64_t queries, const Run& run) {
 
 // left: if not null, where DecodeLane::logits says; of one row.
 template <class As>
-EPIKV_INLINE void Attend(const PrefillLane& lane, const DecodeShape& shape, float* left,
+EPIKV_INLINE void Attend(const PrefillLane& lane, const LaneShape& shape, float* left,
                          float* memory) {
   using Element = typename As::Element;
   const int64_t group = shape.group, dk = shape.key_width, dv = shape.value_width;
@@ -562,7 +562,7 @@ EPIKV_INLINE void Attend(const PrefillLane& lane, const DecodeShape& shape, floa
 }
 
 template <template <class> class As>
-void AttendAs(const PrefillLane& lane, const DecodeShape& shape, float* left, float* scratch) {
+void AttendAs(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch) {
   switch (shape.dtype) {
     case DType::kFloat32:
       return Attend<As<OfFloat>>(lane, shape, left, scratch);
@@ -573,31 +573,31 @@ void AttendAs(const PrefillLane& lane, const DecodeShape& shape, float* left, fl
   }
 }
 
-void AttendWidened(const PrefillLane& lane, const DecodeShape& shape, float* left, float* scratch) {
+void AttendWidened(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch) {
   if (shape.stored == KvDType::kInt8) return AttendAs<WidenedInt8>(lane, shape, left, scratch);
   AttendAs<Widened>(lane, shape, left, scratch);
 }
 
-void AttendPaired(const PrefillLane& lane, const DecodeShape& shape, float* left, float* scratch) {
+void AttendPaired(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch) {
   if (shape.stored == KvDType::kInt8) return Attend<PairedInt8>(lane, shape, left, scratch);
   Attend<Paired>(lane, shape, left, scratch);
 }
 
 }  // namespace
 
-void DecodeAvx512(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+void DecodeAvx512(const DecodeLane& lane, const LaneShape& shape, float* scratch) {
   AttendWidened(OneRow(lane), shape, lane.logits, scratch);
 }
 
-void DecodeAvx512BFloat16(const DecodeLane& lane, const DecodeShape& shape, float* scratch) {
+void DecodeAvx512BFloat16(const DecodeLane& lane, const LaneShape& shape, float* scratch) {
   AttendPaired(OneRow(lane), shape, lane.logits, scratch);
 }
 
-void PrefillAvx512(const PrefillLane& lane, const DecodeShape& shape, float* scratch) {
+void PrefillAvx512(const PrefillLane& lane, const LaneShape& shape, float* scratch) {
   AttendWidened(lane, shape, nullptr, scratch);
 }
 
-void PrefillAvx512BFloat16(const PrefillLane& lane, const DecodeShape& shape, float* scratch) {
+void PrefillAvx512BFloat16(const PrefillLane& lane, const LaneShape& shape, float* scratch) {
   AttendPaired(lane, shape, nullptr, scratch);
 }
 
@@ -607,18 +607,18 @@ void PrefillAvx512BFloat16(const PrefillLane& lane, const DecodeShape& shape, fl
 
 namespace epikv {
 
-bool CanAttendAvx512(const DecodeShape& shape) {
+bool CanAttendAvx512(const LaneShape& shape) {
   static const bool has = __builtin_cpu_supports("x86-64-v4");
   return has && shape.key_width % kVector == 0 && shape.value_width % kVector == 0;
 }
 
-bool CanAttendAvx512BFloat16(const DecodeShape& shape) {
+bool CanAttendAvx512BFloat16(const LaneShape& shape) {
   static const bool has = __builtin_cpu_supports("avx512bf16");
   return has && CanAttendAvx512(shape) && shape.dtype == DType::kBFloat16 &&
          shape.value_width % (2 * kVector) == 0;
 }
 
-int64_t AttendAvx512ScratchFloats(const DecodeShape& shape, int64_t rows) {
+int64_t AttendAvx512ScratchFloats(const LaneShape& shape, int64_t rows) {
   const int64_t aligned = 8 * kVector, queries = rows * shape.group;
   return aligned + (kBlock + queries) * shape.key_width +
          queries * (2 * kBlock + shape.value_width + kVector + 1);
@@ -630,13 +630,13 @@ int64_t AttendAvx512ScratchFloats(const DecodeShape& shape, int64_t rows) {
 
 namespace epikv {
 
-bool CanAttendAvx512(const DecodeShape&) { return false; }
-bool CanAttendAvx512BFloat16(const DecodeShape&) { return false; }
-int64_t AttendAvx512ScratchFloats(const DecodeShape&, int64_t) { return 0; }
-void DecodeAvx512(const DecodeLane&, const DecodeShape&, float*) {}
-void DecodeAvx512BFloat16(const DecodeLane&, const DecodeShape&, float*) {}
-void PrefillAvx512(const PrefillLane&, const DecodeShape&, float*) {}
-void PrefillAvx512BFloat16(const PrefillLane&, const DecodeShape&, float*) {}
+bool CanAttendAvx512(const LaneShape&) { return false; }
+bool CanAttendAvx512BFloat16(const LaneShape&) { return false; }
+int64_t AttendAvx512ScratchFloats(const LaneShape&, int64_t) { return 0; }
+void DecodeAvx512(const DecodeLane&, const LaneShape&, float*) {}
+void DecodeAvx512BFloat16(const DecodeLane&, const LaneShape&, float*) {}
+void PrefillAvx512(const PrefillLane&, const LaneShape&, float*) {}
+void PrefillAvx512BFloat16(const PrefillLane&, const LaneShape&, float*) {}
 
 }  // namespace epikv
 

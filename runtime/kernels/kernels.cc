@@ -4,10 +4,10 @@
 #include <cmath>
 #include <cstring>
 
-#include "runtime/kernels/attend_avx512.h"
-#include "runtime/kernels/bent_logits.h"
 #include "runtime/base/elements.h"
 #include "runtime/base/processor.h"
+#include "runtime/kernels/attend_avx512.h"
+#include "runtime/kernels/bent_logits.h"
 
 namespace epikv {
 namespace {
@@ -58,7 +58,7 @@ EPIKV_INLINE void AddScaled(float* acc, const float* row, float factor, int64_t 
 
 // left: if not null, where DecodeLane::logits says; of one row.
 template <class T, class Rows, int64_t kKey, int64_t kValue>
-EPIKV_INLINE void AttendBody(const PrefillLane& lane, const DecodeShape& shape, float* left,
+EPIKV_INLINE void AttendBody(const PrefillLane& lane, const LaneShape& shape, float* left,
                              float* scratch) {
   const int64_t group = shape.group, dk = shape.key_width, dv = shape.value_width;
   const int64_t queries = lane.rows * group, used = lane.seen + lane.rows - 1;
@@ -122,7 +122,7 @@ EPIKV_INLINE void AttendBody(const PrefillLane& lane, const DecodeShape& shape, 
 }
 
 template <class T, class Rows>
-EPIKV_INLINE void AttendRows(const PrefillLane& lane, const DecodeShape& shape, float* left,
+EPIKV_INLINE void AttendRows(const PrefillLane& lane, const LaneShape& shape, float* left,
                              float* scratch) {
   if (shape.key_width == 64 && shape.value_width == 64) {
     AttendBody<T, Rows, 64, 64>(lane, shape, left, scratch);
@@ -136,27 +136,26 @@ EPIKV_INLINE void AttendRows(const PrefillLane& lane, const DecodeShape& shape, 
 }
 
 template <class T>
-EPIKV_INLINE void AttendOf(const PrefillLane& lane, const DecodeShape& shape, float* left,
+EPIKV_INLINE void AttendOf(const PrefillLane& lane, const LaneShape& shape, float* left,
                            float* scratch) {
   if (shape.stored == KvDType::kInt8) return AttendRows<T, Int8Rows>(lane, shape, left, scratch);
   AttendRows<T, ModelRows<T>>(lane, shape, left, scratch);
 }
 
-EPIKV_CLONES void AttendFloat(const PrefillLane& lane, const DecodeShape& shape, float* left,
+EPIKV_CLONES void AttendFloat(const PrefillLane& lane, const LaneShape& shape, float* left,
                               float* scratch) {
   AttendOf<float>(lane, shape, left, scratch);
 }
-EPIKV_CLONES void AttendBFloat16(const PrefillLane& lane, const DecodeShape& shape, float* left,
+EPIKV_CLONES void AttendBFloat16(const PrefillLane& lane, const LaneShape& shape, float* left,
                                  float* scratch) {
   AttendOf<BFloat16>(lane, shape, left, scratch);
 }
-EPIKV_CLONES void AttendFloat16(const PrefillLane& lane, const DecodeShape& shape, float* left,
+EPIKV_CLONES void AttendFloat16(const PrefillLane& lane, const LaneShape& shape, float* left,
                                 float* scratch) {
   AttendOf<Float16>(lane, shape, left, scratch);
 }
 
-void AttendAnywhere(const PrefillLane& lane, const DecodeShape& shape, float* left,
-                    float* scratch) {
+void AttendAnywhere(const PrefillLane& lane, const LaneShape& shape, float* left, float* scratch) {
   switch (shape.dtype) {
     case DType::kFloat32:
       return AttendFloat(lane, shape, left, scratch);
@@ -167,7 +166,7 @@ void AttendAnywhere(const PrefillLane& lane, const DecodeShape& shape, float* le
   }
 }
 
-int64_t AnywhereScratchFloats(const DecodeShape& shape, int64_t rows) {
+int64_t AnywhereScratchFloats(const LaneShape& shape, int64_t rows) {
   return (rows * shape.group + kBlock) * (shape.key_width + shape.value_width) +
          2 * rows * shape.group;
 }
@@ -184,7 +183,7 @@ EPIKV_CLONES void NormalizeInto(const float* logits, const float* peak, const fl
 }
 
 template <class T, class Rows, int64_t kKey>
-EPIKV_INLINE void RowBody(const DecodeLane& lane, const DecodeShape& shape, float* row,
+EPIKV_INLINE void RowBody(const DecodeLane& lane, const LaneShape& shape, float* row,
                           float* scratch) {
   const int64_t group = shape.group, dk = shape.key_width, used = lane.used;
   const Window window = {lane.positions, lane.first_seen};
@@ -215,7 +214,7 @@ EPIKV_INLINE void RowBody(const DecodeLane& lane, const DecodeShape& shape, floa
 }
 
 template <class T, class Rows>
-EPIKV_INLINE void RowOfRows(const DecodeLane& lane, const DecodeShape& shape, float* row,
+EPIKV_INLINE void RowOfRows(const DecodeLane& lane, const LaneShape& shape, float* row,
                             float* scratch) {
   if (shape.key_width == 64) {
     RowBody<T, Rows, 64>(lane, shape, row, scratch);
@@ -229,21 +228,21 @@ EPIKV_INLINE void RowOfRows(const DecodeLane& lane, const DecodeShape& shape, fl
 }
 
 template <class T>
-EPIKV_INLINE void RowOf(const DecodeLane& lane, const DecodeShape& shape, float* row,
+EPIKV_INLINE void RowOf(const DecodeLane& lane, const LaneShape& shape, float* row,
                         float* scratch) {
   if (shape.stored == KvDType::kInt8) return RowOfRows<T, Int8Rows>(lane, shape, row, scratch);
   RowOfRows<T, ModelRows<T>>(lane, shape, row, scratch);
 }
 
-EPIKV_CLONES void RowFloat(const DecodeLane& lane, const DecodeShape& shape, float* row,
+EPIKV_CLONES void RowFloat(const DecodeLane& lane, const LaneShape& shape, float* row,
                            float* scratch) {
   RowOf<float>(lane, shape, row, scratch);
 }
-EPIKV_CLONES void RowBFloat16(const DecodeLane& lane, const DecodeShape& shape, float* row,
+EPIKV_CLONES void RowBFloat16(const DecodeLane& lane, const LaneShape& shape, float* row,
                               float* scratch) {
   RowOf<BFloat16>(lane, shape, row, scratch);
 }
-EPIKV_CLONES void RowFloat16(const DecodeLane& lane, const DecodeShape& shape, float* row,
+EPIKV_CLONES void RowFloat16(const DecodeLane& lane, const LaneShape& shape, float* row,
                              float* scratch) {
   RowOf<Float16>(lane, shape, row, scratch);
 }
@@ -386,7 +385,7 @@ EPIKV_CLONES float StepNormFloat16(const Float16* now, const float* before, floa
 
 }  // namespace
 
-std::vector<AttentionPath> AttentionPaths(const DecodeShape& shape) {
+std::vector<AttentionPath> AttentionPaths(const LaneShape& shape) {
   std::vector<AttentionPath> paths = {AttentionPath::kAnywhere};
   if (CanAttendAvx512(shape)) paths.push_back(AttentionPath::kAvx512);
   if (CanAttendAvx512BFloat16(shape)) {
@@ -396,7 +395,7 @@ std::vector<AttentionPath> AttentionPaths(const DecodeShape& shape) {
   return paths;
 }
 
-AttentionPath FastestAttentionPath(const DecodeShape& shape) {
+AttentionPath FastestAttentionPath(const LaneShape& shape) {
   if (HasFastBFloat16Pairs() && CanAttendAvx512BFloat16(shape)) {
     return AttentionPath::kAvx512BFloat16;
   }
@@ -415,42 +414,42 @@ absl::string_view AttentionPathName(AttentionPath path) {
   return "";
 }
 
-int64_t DecodeScratchFloats(const DecodeShape& shape) {
+int64_t DecodeScratchFloats(const LaneShape& shape) {
   return std::max(AnywhereScratchFloats(shape, /*rows=*/1),
                   AttendAvx512ScratchFloats(shape, /*rows=*/1));
 }
 
-int64_t LogitFloats(const DecodeShape& shape, int64_t used) { return shape.group * (used + 2); }
+int64_t LogitFloats(const LaneShape& shape, int64_t used) { return shape.group * (used + 2); }
 
 void RowOfLogits(const float* logits, int64_t group, int64_t used, float* row) {
   const float* const peak = logits + group * used;
   NormalizeInto(logits, peak, peak + group, group, used, row);
 }
 
-int64_t RowScratchFloats(const DecodeShape& shape, int64_t used) {
+int64_t RowScratchFloats(const LaneShape& shape, int64_t used) {
   return (shape.group + kBlock) * shape.key_width + shape.group * used;
 }
 
-void DecodeAttention(AttentionPath path, const DecodeLane& lane, const DecodeShape& shape,
+void DecodeAttention(AttentionPath path, const DecodeLane& lane, const LaneShape& shape,
                      float* scratch) {
   if (path == AttentionPath::kAvx512BFloat16) return DecodeAvx512BFloat16(lane, shape, scratch);
   if (path == AttentionPath::kAvx512) return DecodeAvx512(lane, shape, scratch);
   AttendAnywhere(OneRow(lane), shape, lane.logits, scratch);
 }
 
-int64_t PrefillScratchFloats(const DecodeShape& shape) {
+int64_t PrefillScratchFloats(const LaneShape& shape) {
   const int64_t rows = PrefillRows(shape);
   return std::max(AnywhereScratchFloats(shape, rows), AttendAvx512ScratchFloats(shape, rows));
 }
 
-void PrefillAttention(AttentionPath path, const PrefillLane& lane, const DecodeShape& shape,
+void PrefillAttention(AttentionPath path, const PrefillLane& lane, const LaneShape& shape,
                       float* scratch) {
   if (path == AttentionPath::kAvx512BFloat16) return PrefillAvx512BFloat16(lane, shape, scratch);
   if (path == AttentionPath::kAvx512) return PrefillAvx512(lane, shape, scratch);
   AttendAnywhere(lane, shape, nullptr, scratch);
 }
 
-void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, float* scratch) {
+void AttentionRow(const DecodeLane& lane, const LaneShape& shape, float* row, float* scratch) {
   switch (shape.dtype) {
     case DType::kFloat32:
       return RowFloat(lane, shape, row, scratch);

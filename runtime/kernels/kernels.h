@@ -27,7 +27,7 @@ struct DecodeLane {
   int64_t first_seen = 0;
 };
 
-struct DecodeShape {
+struct LaneShape {
   int64_t group = 1;  // query heads of one KV head
   int64_t key_width = 0, value_width = 0;
   float scale = 1;
@@ -41,15 +41,15 @@ enum class AttentionPath { kAnywhere, kAvx512, kAvx512BFloat16 };
 absl::string_view AttentionPathName(AttentionPath path);
 
 // Those that this processor has for a shape, the fastest last; and that one alone.
-std::vector<AttentionPath> AttentionPaths(const DecodeShape& shape);
-AttentionPath FastestAttentionPath(const DecodeShape& shape);
+std::vector<AttentionPath> AttentionPaths(const LaneShape& shape);
+AttentionPath FastestAttentionPath(const LaneShape& shape);
 
 // Floats of scratch that one DecodeAttention call needs, whichever its path.
-int64_t DecodeScratchFloats(const DecodeShape& shape);
+int64_t DecodeScratchFloats(const LaneShape& shape);
 
 // out = softmax(scale * q keys^T) values, in one pass over the cache (online softmax). Some slot is
 // attended.
-void DecodeAttention(AttentionPath path, const DecodeLane& lane, const DecodeShape& shape,
+void DecodeAttention(AttentionPath path, const DecodeLane& lane, const LaneShape& shape,
                      float* scratch);
 
 // Queries of some rows of a prompt, of one KV head's group. Row r sees slots [0, seen + r).
@@ -83,26 +83,26 @@ inline PrefillLane OneRow(const DecodeLane& lane) {
 }
 
 // The rows of one call, so that what belongs to its queries stays in the caches.
-inline int64_t PrefillRows(const DecodeShape& shape) {
+inline int64_t PrefillRows(const LaneShape& shape) {
   return shape.group < 64 ? 64 / shape.group : 1;
 }
-int64_t PrefillScratchFloats(const DecodeShape& shape);
+int64_t PrefillScratchFloats(const LaneShape& shape);
 
 // The same for each row. Precondition: the path is of AttentionPaths.
-void PrefillAttention(AttentionPath path, const PrefillLane& lane, const DecodeShape& shape,
+void PrefillAttention(AttentionPath path, const PrefillLane& lane, const LaneShape& shape,
                       float* scratch);
 
 // Of one lane: [group, used], then each query's largest and its sum of exp(logit - largest).
-int64_t LogitFloats(const DecodeShape& shape, int64_t used);
+int64_t LogitFloats(const LaneShape& shape, int64_t used);
 
 // The row below, from what DecodeAttention left.
 void RowOfLogits(const float* logits, int64_t group, int64_t used, float* row);
 
 // Floats of scratch that one AttentionRow call over `used` slots needs.
-int64_t RowScratchFloats(const DecodeShape& shape, int64_t used);
+int64_t RowScratchFloats(const LaneShape& shape, int64_t used);
 
 // Probabilities that the group's queries give each slot, averaged over the group: row [used].
-void AttentionRow(const DecodeLane& lane, const DecodeShape& shape, float* row, float* scratch);
+void AttentionRow(const DecodeLane& lane, const LaneShape& shape, float* row, float* scratch);
 
 // Rotates one head's channels by RoPE. cos_sin: [rotary / 2] cosines, then as many sines. Channels
 // beyond 2 x half are copied. in and out may be the same.

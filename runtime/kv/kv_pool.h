@@ -8,10 +8,10 @@
 
 #include "absl/time/time.h"
 #include "absl/types/span.h"
-#include "runtime/kernels/kv_format.h"
 #include "runtime/base/machine.h"
+#include "runtime/kernels/kv_format.h"
 #include "runtime/kv/row_allocator.h"
-#include "runtime/step/step_executor.h"
+#include "runtime/request/sequence_id.h"
 
 namespace epikv {
 

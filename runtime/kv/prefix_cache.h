@@ -7,8 +7,8 @@
 #include "absl/types/span.h"
 #include "runtime/kv/kv_pool.h"
 #include "runtime/kv/prefix_tree.h"
-#include "runtime/request/request.h"
 #include "runtime/kv/sequence_cache.h"
+#include "runtime/request/request.h"
 
 namespace epikv {
 

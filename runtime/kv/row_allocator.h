@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "runtime/step/step_executor.h"
+#include "runtime/request/sequence_id.h"
 
 namespace epikv {
 

@@ -204,7 +204,7 @@ absl::StatusOr<std::vector<int64_t>> SequenceCache::SlotsOf(
     }
   }
   if (slots.size() != victims.size()) {
-    return absl::InternalError("the policy named a token twice or one that is not cached");
+    return absl::InternalError("the policy named a token twice, or a token that is not cached");
   }
   for (int32_t victim : victims) {
     if (request_.protection.Covers(victim, newest_)) {
@@ -217,8 +217,8 @@ absl::StatusOr<std::vector<int64_t>> SequenceCache::SlotsOf(
 absl::StatusOr<SequenceCache::Slots> SequenceCache::SlotsOf(
     const std::vector<std::vector<int32_t>>& victims) const {
   if (static_cast<int64_t>(victims.size()) != num_tables()) {
-    return absl::InternalError(
-        absl::StrCat("the policy answered for ", victims.size(), " lane groups of ", num_tables()));
+    return absl::InternalError(absl::StrCat("the policy answered for ", victims.size(),
+                                            " lane groups, there are ", num_tables()));
   }
   Slots slots;
   for (int64_t t = 0; t < num_tables(); ++t) {
@@ -231,8 +231,8 @@ absl::StatusOr<SequenceCache::Slots> SequenceCache::SlotsOf(
     int64_t named = 0;
     for (int64_t t = first; t < first + together; ++t) named += std::ssize(slots[t]);
     if (named < Excess(first)) {
-      return absl::InternalError(
-          absl::StrCat("the policy named ", named, " victims where ", Excess(first), " must go"));
+      return absl::InternalError(absl::StrCat("the policy named ", named, " tokens to evict, but ",
+                                              Excess(first), " must go"));
     }
   }
   return slots;

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "runtime/kernels/kernels.h"
 #include "runtime/base/parallel_for.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/kernels/kernels.h"
 
 namespace epikv {
 namespace {
@@ -55,24 +55,25 @@ at::Tensor BlockedLinear::Run(const at::Tensor& x, const std::optional<at::Tenso
   // Products that are worth a thread; reading a weight takes as long as multiplying it by 8 rows.
   constexpr int64_t kProducts = int64_t{1} << 22;
   const int64_t of_block = (num_rows + 8) * inputs * block;
-  ForParts((outputs + block - 1) / block, std::max<int64_t>(1, kProducts / of_block),
-           [&](int64_t first_block, int64_t last_block) {
-             thread_local std::vector<float> memory;
-             memory.resize(rows * block);
-             for (int64_t b = first_block; b < last_block; ++b) {
-               const int64_t output = b * block, count = std::min(block, outputs - output);
-               for (int64_t first = 0; first < num_rows; first += rows) {
-                 const int64_t many = std::min(rows, num_rows - first);
-                 multiply(first, many, b, memory.data());
-                 for (int64_t r = 0; r < many; ++r) {
-                   float* const sums = memory.data() + r * block;
-                   for (int64_t i = 0; biases != nullptr && i < count; ++i)
-                     sums[i] += biases[output + i];
-                   FromFloat(sums, out + ((first + r) * outputs + output) * element, count, dtype);
-                 }
-               }
-             }
-           });
+  ParallelFor((outputs + block - 1) / block, std::max<int64_t>(1, kProducts / of_block),
+              [&](int64_t first_block, int64_t last_block) {
+                thread_local std::vector<float> memory;
+                memory.resize(rows * block);
+                for (int64_t b = first_block; b < last_block; ++b) {
+                  const int64_t output = b * block, count = std::min(block, outputs - output);
+                  for (int64_t first = 0; first < num_rows; first += rows) {
+                    const int64_t many = std::min(rows, num_rows - first);
+                    multiply(first, many, b, memory.data());
+                    for (int64_t r = 0; r < many; ++r) {
+                      float* const sums = memory.data() + r * block;
+                      for (int64_t i = 0; biases != nullptr && i < count; ++i)
+                        sums[i] += biases[output + i];
+                      FromFloat(sums, out + ((first + r) * outputs + output) * element, count,
+                                dtype);
+                    }
+                  }
+                }
+              });
   return result;
 }
 

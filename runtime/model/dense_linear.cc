@@ -4,8 +4,8 @@
 
 #include <vector>
 
-#include "runtime/model/blocked_linear.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/model/blocked_linear.h"
 
 namespace epikv {
 namespace {

@@ -6,8 +6,8 @@
 #include <memory>
 #include <optional>
 
-#include "runtime/kernels/dense_matmul.h"
 #include "runtime/base/huge_pages.h"
+#include "runtime/kernels/dense_matmul.h"
 #include "runtime/model/packed_weight.h"
 
 namespace epikv {

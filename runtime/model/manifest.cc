@@ -277,8 +277,8 @@ void CheckWidths(Fields& fields, const std::vector<LayerFacts>& layers) {
       if (layer.*width > 0) widths.insert(layer.*width);
     }
     if (widths.size() < 2) continue;
-    fields.Refuse("layers", absl::StrCat("differ in ", name, " (", absl::StrJoin(widths, ", "),
-                                         "), which is not supported yet"));
+    fields.Refuse("layers", absl::StrCat("must all have the same ", name, ", they have ",
+                                         absl::StrJoin(widths, ", ")));
   }
 }
 
@@ -334,8 +334,8 @@ absl::StatusOr<Manifest> Manifest::Parse(absl::string_view json) {
   const Json format = file.value("format", Json());
   if (IsLater(format)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("manifest: its format ", Shown(format),
-                     " is of a later version of epikv; this one reads ", kFormat));
+        absl::StrCat("manifest: the model file was made by a later version of epikv (format ",
+                     Shown(format), "); this version reads ", kFormat));
   }
   if (format != kFormat) {
     return absl::InvalidArgumentError(

@@ -66,10 +66,11 @@ class GraphReader {
       ReadCall(node, kind.substr(7), place);
     } else if (kForks.count(kind) > 0) {
       forks_ = true;
-      violations_.push_back(absl::StrCat("forward calls ", kind, "; a step stays on one thread"));
+      violations_.push_back(absl::StrCat("forward calls ", kind,
+                                         ", which is not allowed: a step must stay on one thread"));
     } else if (kind == "prim::SetAttr") {
       violations_.push_back(absl::StrCat("forward sets the attribute '", node->s(c10::attr::name),
-                                         "'; a module keeps no state"));
+                                         "', which is not allowed: a module must keep no state"));
     } else if (kind == "prim::CallMethod" || kind == "prim::CallFunction") {
       violations_.push_back("forward makes a call that cannot be inlined");
     } else if (!absl::StartsWith(kind, "aten::") && !absl::StartsWith(kind, "prim::") &&
@@ -231,7 +232,8 @@ std::vector<std::string> ParameterViolations(const Module& module, const Manifes
     if (of_4_bits) wanted[1] /= 2;  // two in a byte (epikv::quantized_linear)
     if (found == parameters.end()) {
       violations.push_back(absl::StrCat("layer ", layer, "'s output_projection '",
-                                        facts.output_projection, "' is no parameter"));
+                                        facts.output_projection,
+                                        "' is not a parameter of the module"));
     } else if (found->second.sizes() != at::IntArrayRef(wanted)) {
       violations.push_back(absl::StrCat("layer ", layer, "'s output_projection '",
                                         facts.output_projection, "' is [",

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "runtime/kernels/kernels.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/kernels/kernels.h"
 
 namespace epikv {
 namespace {

@@ -12,11 +12,11 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/model/dense_linear.h"
 #include "runtime/base/huge_pages.h"
+#include "runtime/base/scalar_type.h"
+#include "runtime/model/dense_linear.h"
 #include "runtime/model/one_dnn_weight.h"
 #include "runtime/model/quantized_linear.h"
-#include "runtime/base/scalar_type.h"
 
 namespace epikv {
 namespace {

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "runtime/model/blocked_linear.h"
-#include "runtime/kernels/kernels.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/kernels/kernels.h"
+#include "runtime/model/blocked_linear.h"
 
 namespace epikv {
 namespace {

@@ -7,8 +7,8 @@
 #include <optional>
 
 #include "runtime/base/huge_pages.h"
-#include "runtime/model/packed_weight.h"
 #include "runtime/kernels/quantized_matmul.h"
+#include "runtime/model/packed_weight.h"
 
 namespace epikv {
 

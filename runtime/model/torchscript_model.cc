@@ -23,10 +23,10 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "runtime/base/checksums.h"
+#include "runtime/base/scalar_type.h"
 #include "runtime/model/model.h"
 #include "runtime/model/model_contract.h"
 #include "runtime/model/packed_linear.h"
-#include "runtime/base/scalar_type.h"
 #include "runtime/text/utf8.h"
 
 namespace epikv {
@@ -89,8 +89,9 @@ absl::Status Broken(const std::string& path, const std::vector<std::string>& vio
 }
 
 absl::Status Damaged(const std::string& path, absl::string_view what) {
-  return absl::DataLossError(
-      ValidUtf8(absl::StrCat(path, " is damaged or no TorchScript file: ", what)));
+  return absl::DataLossError(ValidUtf8(
+      absl::StrCat(path, " is damaged, or is not a TorchScript file: ", what,
+                   " (a Hugging Face directory or checkpoint: run `epikv export` first)")));
 }
 
 // LibTorch has a type of its own for this on GPUs only.
@@ -102,7 +103,8 @@ bool IsOutOfMemory(const std::exception& error) {
 
 absl::Status OutOfMemory(const std::string& path) {
   return absl::ResourceExhaustedError(
-      absl::StrCat("not enough memory to load ", path, "; its weights need about its size"));
+      absl::StrCat("not enough memory to load ", path,
+                   ": the weights need about as much memory as the file has bytes"));
 }
 
 // What TorchScript's compiler says is wrong, without the excerpt of the code that follows.
@@ -120,7 +122,7 @@ std::string FirstSentence(absl::string_view what) {
 absl::StatusOr<std::string> ReadExtra(caffe2::serialize::PyTorchStreamReader& reader,
                                       const std::string& name) {
   if (!reader.hasRecord("extra/" + name)) {
-    return absl::NotFoundError(absl::StrCat("it holds no ", name));
+    return absl::NotFoundError(absl::StrCat("the file has no ", name));
   }
   const auto [data, size] = reader.getRecord("extra/" + name);
   return std::string(static_cast<const char*>(data.get()), size);
@@ -287,7 +289,8 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
     }
     if (weight.defined() && !weight.is_floating_point()) {
       return absl::FailedPreconditionError(
-          "an output_projection is of integers, and no weight of an epikv::quantized_linear");
+          "an output_projection has integer weights, but is not the weight of an "
+          "epikv::quantized_linear");
     }
     if (const auto found = moved.find(address); found != moved.end()) weight = found->second;
     projections.emplace_back([weight = std::move(weight)] { return weight; });

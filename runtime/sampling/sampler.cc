@@ -275,9 +275,9 @@ absl::StatusOr<std::vector<Candidate>> Candidates(absl::Span<const float> logits
     peak = Peak(adjusted);
   }
   if (!peak.ok() && !draw.allowed.empty()) {
-    return WithReason(
-        absl::FailedPreconditionError("the constraint allows no token that is possible here"),
-        kConstraintFailed);
+    return WithReason(absl::FailedPreconditionError("the constraint allows only tokens that cannot "
+                                                    "come next here (masked, or of probability 0)"),
+                      kConstraintFailed);
   }
   if (!peak.ok()) return peak.status();
   return Narrow(adjusted, *peak, params);

@@ -7,12 +7,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "runtime/engine/observer.h"
 #include "runtime/request/request.h"
+#include "runtime/request/sequence_id.h"
+#include "runtime/step/step_stats.h"
 
 namespace epikv {
-
-enum class SequenceId : int64_t {};
 
 // One sequence's share of a step.
 struct WorkItem {

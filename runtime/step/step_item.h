@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "policies/policy.h"
-#include "runtime/step/attention.h"
+#include "runtime/attention/attention.h"
 #include "runtime/kv/prefix_cache.h"
-#include "runtime/signals/query_moments.h"
 #include "runtime/kv/sequence_cache.h"
+#include "runtime/signals/query_moments.h"
 #include "runtime/signals/signals.h"
 #include "runtime/step/step_executor.h"
 

@@ -256,10 +256,11 @@ absl::StatusOr<std::string> ChatFormats::Content(const Format& format, const Cha
   for (const std::vector<std::string>& texts : refused->second) {
     if (texts.empty() ? !content.empty() : !HoldsAll(message.content, texts)) continue;
     return absl::FailedPreconditionError(absl::StrCat(
-        "the model's chat template has a way of its own with ",
-        kRoles[static_cast<size_t>(message.role)].second, " messages that ",
+        "this model's chat template treats ", kRoles[static_cast<size_t>(message.role)].second,
+        " messages that ",
         texts.empty() ? "are empty"
-                      : absl::StrCat("hold '", absl::StrJoin(texts, "' and then '"), "'")));
+                      : absl::StrCat("hold '", absl::StrJoin(texts, "' and then '"), "'"),
+        " in a special way, which is not supported here"));
   }
   return content;
 }
@@ -269,7 +270,8 @@ absl::StatusOr<std::string> ChatFormats::Render(absl::Span<const ChatMessage> me
                                                 absl::Time now) const {
   if (!refusal_.empty()) return absl::FailedPreconditionError(refusal_);
   if (thinking.has_value() && !has_thinking()) {
-    return absl::FailedPreconditionError("the model's chat template knows no choice of thinking");
+    return absl::FailedPreconditionError(
+        "this model's chat template does not let thinking be switched on or off");
   }
   const Format& format = !thinking.has_value() ? default_ : *thinking ? *thinking_ : *no_thinking_;
   std::vector<const ChatMessage*> order;
@@ -286,8 +288,8 @@ absl::StatusOr<std::string> ChatFormats::Render(absl::Span<const ChatMessage> me
   }
   if (order.back()->role == ChatRole::kAssistant && !format.end.has_value()) {
     return absl::FailedPreconditionError(
-        "the model's chat template writes a conversation that ends with an answer in a way of its "
-        "own: end with the user's message");
+        "this model's chat template treats a conversation that ends with an assistant message in a "
+        "special way, which is not supported here: end with a user message");
   }
 
   std::string prompt;

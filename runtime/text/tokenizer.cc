@@ -37,7 +37,7 @@ absl::Status CheckTopLevel(const Json& json) {
   if (version != "1.0") return Unsupported("version", "must be \"1.0\"");
   for (const char* name : {"truncation", "padding"}) {
     if (!Field(json, name).is_null()) {
-      return Unsupported(name, "must be null: prompts are neither cut nor filled up");
+      return Unsupported(name, "must be null: prompts are neither truncated nor padded");
     }
   }
   return absl::OkStatus();
@@ -70,7 +70,7 @@ absl::Status CheckAround(const PostProcessor& around, const std::vector<DecodedT
   for (const std::vector<int32_t>& side : {around.prefix, around.suffix}) {
     for (int32_t id : side) {
       if (static_cast<size_t>(id) < decoded.size() && decoded[id].exists) continue;
-      return Malformed("post_processor", absl::StrCat("adds ", id, ", which is no token's id"));
+      return Malformed("post_processor", absl::StrCat("adds the id ", id, ", which no token has"));
     }
   }
   return absl::OkStatus();
@@ -113,8 +113,9 @@ absl::StatusOr<Tokenizer::Parts> Tokenizer::Parts::FromJson(const Json& json) {
   auto pre_tokenizer = PreTokenizer::FromJson(Field(json, "pre_tokenizer"));
   if (!pre_tokenizer.ok()) return pre_tokenizer.status();
   if (pre_tokenizer->minds_beginning() && normalizer->may_cut_beginning()) {
-    return Unsupported("pre_tokenizer",
-                       "has the prepend_scheme 'first' behind a normalizer that strips");
+    return Unsupported(
+        "pre_tokenizer",
+        "has the prepend_scheme 'first' after a normalizer that strips, which is not supported");
   }
   auto model = TokenModel::FromJson(Field(json, "model"), pre_tokenizer->byte_level());
   if (!model.ok()) return model.status();

@@ -67,7 +67,7 @@ absl::StatusOr<std::vector<AddedToken>> AddedTokensFromJson(const Json& json,
       return Malformed(path, "repeats the content or the id of another added token");
     }
     if (token->normalized && !normalized_texts.insert(token->text).second) {
-      return Malformed(path, "is normalized to what another added token is");
+      return Malformed(path, "is the same as another added token after normalization");
     }
     tokens.push_back(*std::move(token));
   }

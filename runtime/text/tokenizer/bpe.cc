@@ -57,7 +57,7 @@ absl::Status Bpe::ReadOptions(const Json& json) {
     *flag = *value;
   }
   if (byte_fallback && byte_level_) {
-    return Unsupported("model.byte_fallback", "must be false behind a ByteLevel pre_tokenizer");
+    return Unsupported("model.byte_fallback", "must be false with a ByteLevel pre_tokenizer");
   }
   if (byte_fallback) fallback_ = ByteFallbackTokens(vocabulary_);
   if (Field(json, "unk_token").is_null()) return absl::OkStatus();

@@ -62,8 +62,9 @@ absl::Status Decoder::AddStep(const Json& json, const std::string& type, const s
   }
   if (type == "Strip") return AddStrip(json, path);
   if (fused_ || bytes_made_) {
-    return Unsupported(path,
-                       absl::StrCat("is '", type, "' behind ByteFallback, ByteLevel or Fuse"));
+    return Unsupported(
+        path, absl::StrCat("is '", type,
+                           "' after ByteFallback, ByteLevel or Fuse, which is not supported"));
   }
   if (type == "ByteLevel") {
     steps_.push_back({.kind = Kind::kByteLevel});
@@ -109,7 +110,9 @@ absl::Status Decoder::AddStrip(const Json& json, const std::string& path) {
     steps_.push_back({.kind = Kind::kStrip, .content = *content, .count = *start});
     return absl::OkStatus();
   }
-  if (!fused_) return Unsupported(path, "is Strip behind ByteFallback without Fuse");
+  if (!fused_) {
+    return Unsupported(path, "is Strip after ByteFallback without Fuse, which is not supported");
+  }
   if (strip_.count > 0) return Unsupported(path, "is a second Strip of the text");
   strip_ = {*content, *start};
   return absl::OkStatus();

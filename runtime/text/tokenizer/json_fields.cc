@@ -25,7 +25,8 @@ absl::Status CheckFields(const Json& object, absl::string_view path,
   if (!object.is_object()) return Malformed(path, "must be an object");
   for (const auto& [name, value] : object.items()) {
     if (std::find(known.begin(), known.end(), name) == known.end()) {
-      return Unsupported(absl::StrCat(path, ".", name), "is not a field this program knows");
+      return Unsupported(absl::StrCat(path, ".", name),
+                         "is not supported: this program does not know this field");
     }
   }
   return absl::OkStatus();

@@ -43,7 +43,7 @@ absl::StatusOr<PostProcessor> TemplateFromJson(const Json& json, const std::stri
     const absl::StatusOr<std::string> id = StringField(part, part_path, "id");
     if (!id.ok()) return id.status();
     if (is_text) {
-      if (*id != "A" || seen_text) return Unsupported(part_path, "is not the one sequence A");
+      if (*id != "A" || seen_text) return Unsupported(part_path, "must be the sequence A, once");
       seen_text = true;
       continue;
     }

@@ -52,7 +52,9 @@ absl::StatusOr<Vocabulary> VocabularyFromJson(const Json& json) {
 absl::StatusOr<std::unique_ptr<TokenModel>> WordLevelFromJson(const Json& json, bool byte_level) {
   const absl::Status status = CheckFields(json, "model", {"type", "vocab", "unk_token"});
   if (!status.ok()) return status;
-  if (byte_level) return Unsupported("model.type", "is WordLevel behind a ByteLevel pre_tokenizer");
+  if (byte_level) {
+    return Unsupported("model.type", "WordLevel with a ByteLevel pre_tokenizer is not supported");
+  }
   absl::StatusOr<Vocabulary> vocabulary = VocabularyFromJson(Field(json, "vocab"));
   if (!vocabulary.ok()) return vocabulary.status();
   const absl::StatusOr<std::string> unknown = StringField(json, "model", "unk_token");

@@ -98,7 +98,9 @@ absl::StatusOr<std::unique_ptr<TokenModel>> Unigram::FromJson(const Json& json, 
   const absl::Status status =
       CheckFields(json, "model", {"type", "vocab", "unk_id", "byte_fallback"});
   if (!status.ok()) return status;
-  if (byte_level) return Unsupported("model.type", "is Unigram behind a ByteLevel pre_tokenizer");
+  if (byte_level) {
+    return Unsupported("model.type", "Unigram with a ByteLevel pre_tokenizer is not supported");
+  }
   absl::StatusOr<Entries> entries = EntriesFromJson(Field(json, "vocab"));
   if (!entries.ok()) return entries.status();
   const absl::StatusOr<bool> fallback = BoolField(json, "model", "byte_fallback", false);

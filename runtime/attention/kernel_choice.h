@@ -49,9 +49,9 @@ absl::StatusOr<Kernel> ChooseKernel(absl::string_view setting, absl::string_view
     chosen = timings.front().kernel;
   }
   if (!chosen.has_value()) {
-    return absl::InvalidArgumentError(absl::StrCat(setting, " '", asked, "' is none of ",
-                                                   absl::StrJoin(names, ", "),
-                                                   ", those of this processor and model"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        setting, " '", asked,
+        "' is not available on this processor and model; these are: ", absl::StrJoin(names, ", ")));
   }
   description.push_back(
       absl::StrCat(line, "; using ", name(*chosen), pinned ? ", pinned by deterministic" : ""));

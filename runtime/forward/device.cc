@@ -1,18 +1,18 @@
-#include "runtime/device/device.h"
+#include "runtime/forward/device.h"
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <dlfcn.h>
 
 #include "absl/strings/str_cat.h"
-#include "runtime/device/device_forward.h"
+#include "runtime/forward/device_forward.h"
 
 namespace epikv {
 
 absl::StatusOr<at::Device> OpenDevice(absl::string_view name) {
   if (name == "cpu") return at::Device(at::kCPU);
   if (name != "cuda") {
-    return absl::InvalidArgumentError(absl::StrCat("device '", name, "' is none of cpu, cuda"));
+    return absl::InvalidArgumentError(absl::StrCat("device must be cpu or cuda, is '", name, "'"));
   }
   // Not linked: see cmake/torch.cmake. Torch looks for it once, when CUDA is first asked for.
   if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
@@ -38,10 +38,8 @@ absl::Status CheckGpuServes(const Manifest& manifest) {
   for (const LayerFacts& layer : manifest.layers) {
     if (layer.key_width % 8 != 0 || layer.key_width > kWidest) {
       return absl::UnimplementedError(
-          absl::StrCat("--device=cuda takes heads of a multiple of 8 channels up to ", kWidest,
-                       ", and the "
-                       "model's have ",
-                       layer.key_width, ": serve with --device=cpu"));
+          absl::StrCat("--device=cuda needs heads with a multiple of 8 channels, at most ", kWidest,
+                       "; this model's heads have ", layer.key_width, ": serve with --device=cpu"));
     }
   }
   return DeviceForward::Supports(manifest);

@@ -1,4 +1,4 @@
-#include "runtime/device/varlen_attention.h"
+#include "runtime/forward/varlen_attention.h"
 
 #include <ATen/ATen.h>
 

@@ -10,10 +10,10 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
-#include "runtime/step/kernel_choice.h"
+#include "runtime/attention/kernel_choice.h"
 #include "runtime/kernels/kv_format.h"
-#include "runtime/model/manifest.h"
 #include "runtime/kv/sequence_cache.h"
+#include "runtime/model/manifest.h"
 
 namespace epikv {
 
@@ -51,8 +51,8 @@ struct AttentionItem {
   absl::Span<char* const> keys;
   // Per KV head. Empty: every row sees every slot that is not younger.
   absl::Span<const LanePositions> positions;
-  // Decode, if not null: where Run leaves the logits, so that Rows need not make them again; or
-  // nothing, where its kernel makes none.
+  // Decode, if not null: where Run leaves the logits, so that NewestRows need not make them again;
+  // or nothing, where its kernel makes none.
   std::vector<float>* logits = nullptr;
   // Prefill, if not null: where Run leaves the log-sum-exp of each query's logits, [heads,
   // num_rows], fp32.
@@ -73,7 +73,7 @@ struct AttentionShape {
 // Work since the start, in query rows x KV heads.
 struct AttentionCounts {
   int64_t attended = 0;  // by Run
-  int64_t measured = 0;  // by Rows and ColumnSums: once more, for those who asked
+  int64_t measured = 0;  // by NewestRows and ColumnSums: once more, for those who asked
 };
 
 // Attention of all items at one layer. Stateless but for scratch and counts; engine thread.
@@ -88,8 +88,8 @@ class Attention {
 
   // Probabilities of a decode item's query over each slot, averaged over the group, in fp32: of
   // every KV head, one after another, `used` floats each.
-  void Rows(const at::Tensor& q, int64_t layer, const AttentionItem& item,
-            const AttentionShape& shape, absl::Span<float> rows) const;
+  void NewestRows(const at::Tensor& q, int64_t layer, const AttentionItem& item,
+                  const AttentionShape& shape, absl::Span<float> rows) const;
 
   // The same of a prefill item, summed over its queries. After Run, with its log_sum_exp: exp(logit
   // - log_sum_exp), block by block, so that no [rows, used] matrix of all heads is ever held.

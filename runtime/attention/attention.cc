@@ -1,4 +1,4 @@
-#include "runtime/step/attention.h"
+#include "runtime/attention/attention.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -7,15 +7,15 @@
 #include <limits>
 
 #include "absl/time/clock.h"
-#include "runtime/kernels/kernels.h"
-#include "runtime/kv/kv_pool.h"
 #include "runtime/base/parallel_for.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/kernels/kernels.h"
+#include "runtime/kv/kv_pool.h"
 
 namespace epikv {
 namespace {
 
-DecodeShape KernelShape(const AttentionShape& shape) {
+LaneShape KernelShape(const AttentionShape& shape) {
   return {.group = shape.group(),
           .key_width = shape.key_width,
           .value_width = shape.value_width,
@@ -261,7 +261,7 @@ DecodeLane DecodeLaneOf(const at::Tensor& q, at::Tensor* out, int64_t layer, int
 }
 
 // Where a head's logits begin, in AttentionItem::logits. [kv_heads], and the end
-std::vector<int64_t> LogitStarts(const AttentionItem& item, const DecodeShape& shape) {
+std::vector<int64_t> LogitStarts(const AttentionItem& item, const LaneShape& shape) {
   std::vector<int64_t> starts = {0};
   for (int64_t used : item.used) starts.push_back(starts.back() + LogitFloats(shape, used));
   return starts;
@@ -269,7 +269,7 @@ std::vector<int64_t> LogitStarts(const AttentionItem& item, const DecodeShape& s
 
 void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
                     absl::Span<const AttentionItem* const> items, const AttentionShape& shape) {
-  const DecodeShape kernel_shape = KernelShape(shape);
+  const LaneShape kernel_shape = KernelShape(shape);
   std::vector<std::vector<int64_t>> starts(items.size());
   for (size_t i = 0; i < items.size(); ++i) {
     if (items[i]->logits == nullptr) continue;
@@ -278,7 +278,7 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
   }
   const int64_t lanes = static_cast<int64_t>(items.size()) * shape.num_kv_heads;
   const AttentionPath path = FastestAttentionPath(kernel_shape);
-  ForParts(lanes, 1, [&](int64_t begin, int64_t end) {
+  ParallelFor(lanes, 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     scratch.resize(DecodeScratchFloats(kernel_shape));
     for (int64_t i = begin; i < end; ++i) {
@@ -292,7 +292,7 @@ void DecodeTogether(const at::Tensor& q, at::Tensor& out, int64_t layer,
 }
 
 // Our loop over the rows of prompts, where it is worth while: nobody else reads int8.
-std::optional<AttentionPath> PrefillPath(const DecodeShape& shape) {
+std::optional<AttentionPath> PrefillPath(const LaneShape& shape) {
   const AttentionPath path = FastestAttentionPath(shape);
   if (path == AttentionPath::kAnywhere && shape.stored == KvDType::kModel) return std::nullopt;
   return path;
@@ -352,13 +352,13 @@ PrefillLane PrefillLaneOf(const at::Tensor& q, at::Tensor& out, int64_t layer,
 
 void PrefillTogether(AttentionPath path, const at::Tensor& q, at::Tensor& out, int64_t layer,
                      absl::Span<const AttentionItem* const> items, const AttentionShape& shape) {
-  const DecodeShape kernel_shape = KernelShape(shape);
+  const LaneShape kernel_shape = KernelShape(shape);
   for (const AttentionItem* item : items) {
     if (item->log_sum_exp == nullptr) continue;
     *item->log_sum_exp = at::empty({shape.num_heads, item->num_rows}, at::kFloat);
   }
   const std::vector<PrefillTask> tasks = PrefillTasks(items, shape, PrefillRows(kernel_shape));
-  ForParts(std::ssize(tasks), 1, [&](int64_t begin, int64_t end) {
+  ParallelFor(std::ssize(tasks), 1, [&](int64_t begin, int64_t end) {
     thread_local std::vector<float> scratch;
     scratch.resize(PrefillScratchFloats(kernel_shape));
     for (int64_t i = begin; i < end; ++i) {
@@ -421,14 +421,14 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
   return out;
 }
 
-void Attention::Rows(const at::Tensor& q, int64_t layer, const AttentionItem& item,
-                     const AttentionShape& shape, absl::Span<float> rows) const {
+void Attention::NewestRows(const at::Tensor& q, int64_t layer, const AttentionItem& item,
+                           const AttentionShape& shape, absl::Span<float> rows) const {
   counts_.measured += shape.num_kv_heads;
   std::vector<int64_t> starts(shape.num_kv_heads);
   for (int64_t head = 1; head < shape.num_kv_heads; ++head) {
     starts[head] = starts[head - 1] + item.used[head - 1];
   }
-  const DecodeShape kernel_shape = KernelShape(shape);
+  const LaneShape kernel_shape = KernelShape(shape);
   const bool left = item.logits != nullptr && !item.logits->empty();  // by Run, at this layer
   const std::vector<int64_t> logits =
       left ? LogitStarts(item, kernel_shape) : std::vector<int64_t>();

@@ -8,8 +8,8 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
-#include "runtime/device/device_plan.h"
-#include "runtime/device/host_copy.h"
+#include "runtime/forward/device_plan.h"
+#include "runtime/forward/host_copy.h"
 #include "runtime/kv/kv_pool.h"
 #include "runtime/model/model.h"
 #include "runtime/model/operators.h"

@@ -1,4 +1,4 @@
-#include "runtime/device/host_copy.h"
+#include "runtime/forward/host_copy.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "runtime/device/device_forward.h"
+#include "runtime/forward/device_forward.h"
 
 #include <ATen/ATen.h>
 
@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/forward/varlen_attention.h"
 #include "runtime/step/step_item.h"
-#include "runtime/device/varlen_attention.h"
 
 namespace epikv {
 namespace {
@@ -48,13 +48,13 @@ absl::Status DeviceForward::Supports(const Manifest& manifest) {
   for (size_t l = 0; l < manifest.layers.size(); ++l) {
     const LayerFacts& layer = manifest.layers[l];
     if (layer.soft_cap.has_value()) {
-      return absl::UnimplementedError(
-          absl::StrCat("layer ", l, " caps its logits, which only the CPU does: use --device=cpu"));
+      return absl::UnimplementedError(absl::StrCat(
+          "layer ", l, " has a soft cap, which works on the CPU only: use --device=cpu"));
     }
     if (layer.window.has_value() && *layer.window < manifest.context_length) {
-      return absl::UnimplementedError(
-          absl::StrCat("layer ", l, " sees a window of ", *layer.window, " tokens of a context of ",
-                       manifest.context_length, ", which only the CPU does: use --device=cpu"));
+      return absl::UnimplementedError(absl::StrCat(
+          "layer ", l, " has a window of ", *layer.window, " tokens, smaller than the context of ",
+          manifest.context_length, ", which works on the CPU only: use --device=cpu"));
     }
   }
   return absl::OkStatus();
@@ -69,7 +69,8 @@ DeviceForward::DeviceForward(const Model& model, const ModelShape& shape,
       mass_rows_(mass_rows),
       group_(shape.num_heads / shape.num_kv_heads) {
   TORCH_CHECK(pool.num_rows() <= std::numeric_limits<int32_t>::max(), "the KV pool has ",
-              pool.num_rows(), " rows, which a GPU's kernel cannot number: give it less memory");
+              pool.num_rows(),
+              " rows, more than the GPU kernel can address: lower --kv_pool_bytes");
   for (const RopeTable& rope : ropes) {
     const at::Tensor table =
         at::from_blob(const_cast<float*>(rope.at(0)),  // only read
@@ -83,7 +84,7 @@ DevicePlan DeviceForward::Plan(absl::Span<const StepItem> items) const {
   std::vector<std::vector<int64_t>> lanes(items.size());
   for (size_t i = 0; i < items.size(); ++i) {
     const StepItem& item = items[i];
-    TORCH_CHECK(!item.turns_keys(), "positions that are ranks need the CPU");
+    TORCH_CHECK(!item.turns_keys(), "cache positions work on the CPU only");
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
         lanes[i].push_back(item.sequence->cache.Lane(layer, head).first_row);

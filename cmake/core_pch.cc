@@ -1,0 +1,1 @@
+// Compiles core_pch.h once; see runtime/CMakeLists.txt.

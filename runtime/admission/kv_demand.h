@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "runtime/kv/kv_layout.h"
+#include "runtime/request/request.h"
+
+namespace epikv {
+
+// Lane capacities from lengths alone. budgets: of each lane; longest: tokens ever cached. Exact
+// where all lanes have the same budget; an upper bound where they differ, for they have their
+// rounds together.
+KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, int64_t longest,
+                  int64_t chunk, const KvLayout& layout);
+
+}  // namespace epikv

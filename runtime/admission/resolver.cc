@@ -1,0 +1,331 @@
+#include "runtime/admission/resolver.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/admission/kv_demand.h"
+#include "runtime/admission/request_checks.h"
+#include "runtime/admission/unknown_policy.h"
+#include "runtime/kv/kv_layout.h"
+
+namespace epikv {
+namespace {
+
+constexpr size_t kMaxSpans = 64;
+
+// Reads queries of tokens before the newest.
+bool ReadsPastQueries(const PolicyTraits& traits) {
+  return traits.signals.Has(Signal::kQueries) || traits.signals.Has(Signal::kQueryMoments);
+}
+
+// Some layer's window is narrower than `tokens`.
+bool HidesTokens(const Manifest& manifest, int64_t tokens) {
+  return std::any_of(manifest.layers.begin(), manifest.layers.end(), [=](const LayerFacts& layer) {
+    return layer.window.has_value() && *layer.window < tokens;
+  });
+}
+
+}  // namespace
+
+void Resolver::CheckFields() {
+  CheckRequest(options_, admission_.manifest().vocab_size, admission_.limits().max_running_requests,
+               violations_);
+}
+
+bool Resolver::ResolveLengths() {
+  const int64_t context = admission_.manifest().context_length;
+  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
+  const int64_t left = context - prompt;
+  const bool scores = !options_.forced.empty();
+  const int64_t max_output =
+      scores ? static_cast<int64_t>(options_.forced.size())
+             : admission_.MaxOutputTokens(options_.stop.max_output_tokens, prompt);
+  if (max_output > left) {
+    violations_.Add(prompt >= context ? "prompt"
+                    : scores          ? "continuation"
+                                      : "stop.max_output_tokens",
+                    absl::StrCat("prompt (", prompt, ") + max output (", max_output,
+                                 ") tokens are more than the context length ", context));
+    violations_.Because("CONTEXT_LENGTH", {{"context_length", absl::StrCat(context)},
+                                           {"prompt_tokens", absl::StrCat(prompt)},
+                                           {"max_output_tokens", absl::StrCat(max_output)}});
+    return false;
+  }
+  request_.max_output_tokens = max_output;
+  if (max_output > 0 && options_.stop.min_output_tokens > max_output) {
+    violations_.Add("stop.min_output_tokens",
+                    absl::StrCat("is ", options_.stop.min_output_tokens,
+                                 ", more than max_output_tokens, ", max_output));
+  }
+  return prompt > 0 && max_output > 0;
+}
+
+const PolicySpec* Resolver::ResolvePolicy() {
+  const bool has_budget = !std::holds_alternative<std::monostate>(options_.kv.budget);
+  std::string name = options_.kv.policy;
+  if (name.empty()) name = has_budget ? admission_.DefaultPolicy() : "full";
+  if (name.empty()) {
+    violations_.Add("kv.policy",
+                    "a budget needs a policy, and this model has no default policy; "
+                    "`epikv policies --all` lists all");
+    return nullptr;
+  }
+  const PolicySpec* spec = FindPolicy(admission_.catalog(), name);
+  if (spec == nullptr) {
+    violations_.Add("kv.policy", UnknownPolicy(admission_.catalog(), name));
+    return nullptr;
+  }
+  if (spec->read_data != nullptr && !admission_.shape().artefacts.contains(name)) {
+    violations_.Add("kv.policy", absl::StrCat("policy '", name,
+                                              "' needs statistics of this model: `epikv "
+                                              "calibrate ",
+                                              name,
+                                              "` measures them, and the daemon loads "
+                                              "them at start (--artefact_dir)"));
+    violations_.Because("ARTEFACT_MISSING", {{"policy", name}},
+                        absl::StatusCode::kFailedPrecondition);
+    return nullptr;
+  }
+  const size_t faults = violations_.count();
+  for (const auto& [param, value] : options_.kv.params) {
+    const auto* list = std::get_if<std::vector<int64_t>>(&value);
+    const size_t most = admission_.manifest().context_length;
+    if (list == nullptr || list->size() <= most) continue;
+    violations_.Add(
+        absl::StrCat("kv.policy_params.", param),
+        absl::StrCat("has ", list->size(), " items, at most the context length, ", most));
+  }
+  if (violations_.count() > faults) return nullptr;
+  ResolvedParams resolved = ResolveParams(*spec, options_.kv.params, admission_.shape());
+  for (ParamViolation& violation : resolved.violations) {
+    violations_.Add(violation.param.empty() ? std::string("kv.policy_params")
+                                            : absl::StrCat("kv.policy_params.", violation.param),
+                    std::move(violation.description));
+  }
+  if (!resolved.violations.empty()) return nullptr;
+  request_.spec = spec;
+  request_.params = std::move(resolved.params);
+  request_.traits = spec->traits(request_.params, admission_.shape());
+  if (request_.traits.evicts && !has_budget) {
+    violations_.Add("kv.budget", absl::StrCat("policy '", name,
+                                              "' evicts, so it needs a budget: kv.max_tokens or "
+                                              "kv.keep_ratio (--budget at the command line)"));
+    return nullptr;
+  }
+  if (options_.force_in_chunks && request_.traits.evicts) {
+    violations_.Add(
+        "cadence",
+        absl::StrCat("scoring in chunks is only possible under 'full', not '", name, "'"));
+  }
+  if (options_.force_in_chunks && options_.output.residual_steps) {
+    violations_.Add(
+        "residual_steps",
+        "can only be measured one token a step, not in chunks; choose SCORE_CADENCE_DECODE");
+  }
+  return spec;
+}
+
+bool Resolver::ResolveBudget() {
+  const int64_t total = static_cast<int64_t>(options_.prompt.size()) + request_.max_output_tokens;
+  request_.budget = total;
+  int64_t asked = total;
+  if (const auto* tokens = std::get_if<int64_t>(&options_.kv.budget)) {
+    if (*tokens < 1) {
+      violations_.Add("kv.max_tokens", "must be at least 1");
+      return false;
+    }
+    asked = *tokens;
+  }
+  if (const auto* ratio = std::get_if<double>(&options_.kv.budget)) {
+    if (!(*ratio > 0 && *ratio <= 1)) {
+      violations_.Add("kv.keep_ratio", absl::StrCat("must be in (0, 1], is ", *ratio));
+      return false;
+    }
+    asked = TokensOf(*ratio, total);
+  }
+  if (request_.spec == nullptr) return true;
+  if (request_.traits.evicts) {
+    request_.budget = asked;
+  } else if (asked < total - 1) {  // the last output token is never cached
+    violations_.Add("kv.budget",
+                    absl::StrCat("policy '", request_.spec->name, "' evicts nothing and may cache ",
+                                 total - 1, " tokens, more than the budget of ", asked,
+                                 "; leave the budget out, or choose a policy that evicts"));
+    violations_.Because("KV_BUDGET",
+                        {{"budget", absl::StrCat(asked)}, {"min", absl::StrCat(total - 1)}});
+    return false;
+  }
+  return true;
+}
+
+std::vector<int64_t> Resolver::LaneBudgets(int64_t budget) const {
+  const ModelShape& shape = admission_.shape();
+  if (request_.spec->lane_budgets != nullptr) {
+    return request_.spec->lane_budgets(request_.params, shape, budget);
+  }
+  return std::vector<int64_t>(shape.num_layers * shape.num_kv_heads, budget);
+}
+
+// Protection is the same in all lanes, so the leanest one decides.
+ResolvedProtection Resolver::ProtectionUnder(int64_t budget) const {
+  const std::vector<int64_t> budgets = LaneBudgets(budget);
+  const int64_t least = *std::min_element(budgets.begin(), budgets.end());
+  ResolvedProtection resolved = ResolveProtection(
+      options_.kv.protection, request_.traits, static_cast<int64_t>(options_.prompt.size()), least);
+  resolved.smallest_budget += budget - least;
+  return resolved;
+}
+
+// The smallest budget, from the one asked for on, under which the request can run. A lane's budget
+// grows no faster than the request's, so no step goes too far.
+int64_t Resolver::SmallestBudget(int64_t longest) const {
+  int64_t budget = request_.budget;
+  while (budget < longest) {
+    const int64_t smallest = ProtectionUnder(budget).smallest_budget;
+    if (smallest <= budget) break;
+    budget = smallest;
+  }
+  return std::min(budget, longest);  // under which nothing is evicted
+}
+
+bool Resolver::CheckProtection(bool has_lengths) {
+  const int64_t total =
+      has_lengths ? static_cast<int64_t>(options_.prompt.size()) + request_.max_output_tokens
+                  : admission_.manifest().context_length;
+  ProtectionOptions& asked = options_.kv.protection;
+  const size_t faults = violations_.count();
+  const bool details = asked.prompt.has_value() || asked.sinks.has_value() ||
+                       asked.recent.has_value() || !asked.spans.empty();
+  if (!asked.equal.has_value()) {
+    asked.equal = admission_.defaults().equal_protection && !details;
+  } else if (*asked.equal && details) {
+    violations_.Add("kv.equal_protection", "cannot be set together with other protection settings");
+  }
+  auto check = [&](absl::string_view field, std::optional<int64_t>& tokens) {
+    if (!tokens.has_value()) return;
+    if (*tokens < 0) violations_.Add(field, absl::StrCat("must be at least 0, is ", *tokens));
+    tokens = std::min(*tokens, total);
+  };
+  check("kv.sink_tokens", asked.sinks);
+  check("kv.recent_tokens", asked.recent);
+  if (asked.spans.size() > kMaxSpans) {
+    violations_.Add("kv.protected_spans",
+                    absl::StrCat("has ", asked.spans.size(), " items, at most ", kMaxSpans));
+  }
+  for (size_t i = 0; i < std::min(asked.spans.size(), kMaxSpans); ++i) {
+    const TokenSpan& span = asked.spans[i];
+    if (0 <= span.begin && span.begin < span.end && span.end <= total) continue;
+    if (0 <= span.begin && span.begin < span.end) {
+      violations_.Because("SPAN_RANGE",
+                          {{"tokens", absl::StrCat(total)}, {"end", absl::StrCat(span.end)}},
+                          absl::StatusCode::kOutOfRange);
+    }
+    violations_.Add(
+        absl::StrCat("kv.protected_spans[", i, "]"),
+        absl::StrCat("must have end > begin, begin >= 0 and end <= ",
+                     has_lengths ? "prompt + max output (" : "the context length (", total, ")"));
+  }
+  return violations_.count() == faults;
+}
+
+// What the tokens behind a chunk say is not what they say of the prompt once it has been evicted.
+void Resolver::CheckPromptLogprobs(int64_t least_budget) {
+  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
+  const bool keeps_it = request_.traits.prompt != PromptEviction::kByChunk ||
+                        prompt + kRoomBesidePrompt <= least_budget;
+  if (!options_.output.prompt_logprobs || keeps_it) return;
+  violations_.Add(
+      "output.prompt_logprobs",
+      absl::StrCat("policy '", request_.spec->name, "' would evict part of the prompt (", prompt,
+                   " tokens) before all of it is cached, so log-probabilities would not be those "
+                   "of the whole prompt; the budget is ",
+                   least_budget, ", the smallest that works is ", prompt + kRoomBesidePrompt));
+  violations_.Because(
+      "PROMPT_EVICTED",
+      {{"budget", absl::StrCat(least_budget)}, {"min", absl::StrCat(prompt + kRoomBesidePrompt)}},
+      absl::StatusCode::kFailedPrecondition);
+}
+
+// Logits of all rows of a prompt chunk, where they are wanted: as the model gives them, and fp32.
+int64_t Resolver::PromptLogitBytes() const {
+  const bool wanted = options_.output.prompt_logprobs || request_.force_in_chunks ||
+                      request_.traits.signals.Has(Signal::kLogitEntropy);
+  if (!wanted) return 0;
+  const Manifest& manifest = admission_.manifest();
+  const int64_t rows =
+      std::min(request_.prefill_tokens(), admission_.limits().prefill_chunk_tokens);
+  return rows * manifest.vocab_size * (manifest.dtype == DType::kFloat32 ? 4 : 2 + 4);
+}
+
+void Resolver::ResolveProtectionAndDemand() {
+  const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
+  // The last output token is never cached.
+  const int64_t longest = prompt + request_.max_output_tokens - 1;
+  const bool evicts = request_.traits.evicts && request_.budget < longest;
+  const ResolvedProtection resolved =
+      evicts ? ProtectionUnder(request_.budget)
+             : ResolveProtection(options_.kv.protection, request_.traits, prompt, longest);
+  request_.protection = resolved.protection;
+  if (evicts && resolved.smallest_budget > request_.budget) {
+    const int64_t smallest = SmallestBudget(longest);
+    violations_.Add(
+        "kv.budget",
+        absl::StrCat("a budget of ", request_.budget, " tokens is too small for what policy '",
+                     request_.spec->name, "' must keep of a prompt of ", prompt,
+                     " tokens; the smallest budget is ", smallest));
+    violations_.Because(
+        "KV_BUDGET", {{"budget", absl::StrCat(request_.budget)}, {"min", absl::StrCat(smallest)}});
+  }
+  if (!evicts) {
+    // Nobody will be asked to drop anything: nothing is measured, and the bits are those of `full`.
+    request_.traits = {.evicts = false, .uncalibrated = request_.traits.uncalibrated};
+  }
+  if (options_.kv.positions == PositionMode::kCache && !admission_.limits().turns_keys) {
+    violations_.Add("kv.positions",
+                    "cache positions do not work on a GPU; choose absolute or compact positions");
+  }
+  if (options_.kv.positions == PositionMode::kCache && ReadsRows(request_.traits)) {
+    violations_.Add("kv.positions",
+                    absl::StrCat("policy '", request_.spec->name,
+                                 "' reads keys or queries, whose positions change at every step "
+                                 "with cache positions; choose absolute or compact positions"));
+  }
+  if (options_.kv.positions == PositionMode::kCompact && ReadsPastQueries(request_.traits) &&
+      HidesTokens(admission_.manifest(), longest)) {
+    violations_.Add(
+        "kv.positions",
+        absl::StrCat("policy '", request_.spec->name,
+                     "' reads past queries, and compact positions of past queries are not kept; "
+                     "this model's attention windows need them: choose absolute positions"));
+  }
+  request_.tap_layers = request_.traits.residual_layers;
+  if (options_.output.residual_steps) {
+    request_.tap_layers.resize(admission_.shape().num_layers);
+    std::iota(request_.tap_layers.begin(), request_.tap_layers.end(), int64_t{0});
+  }
+  const KvLayout layout =
+      LayoutOf(admission_.shape(), admission_.kv_format(), request_.traits,
+               static_cast<int64_t>(request_.tap_layers.size()), options_.kv.positions);
+  const std::vector<int64_t> budgets =
+      evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
+  if (evicts) CheckPromptLogprobs(*std::min_element(budgets.begin(), budgets.end()));
+  request_.demand =
+      DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
+  request_.demand.prefill_bytes += PromptLogitBytes();
+  request_.demand.completions = options_.completions;
+  const int64_t capacity = admission_.limits().kv_capacity_bytes;
+  if (request_.demand.peak_bytes() > capacity) {
+    violations_.Add("kv.budget",
+                    absl::StrCat("the request can hold up to ", request_.demand.peak_bytes(),
+                                 " bytes of KV cache and the pool has ", capacity,
+                                 ": it can never run here; lower the budget",
+                                 options_.completions > 1 ? ", n" : "", " or max_output_tokens"));
+    violations_.Because("KV_POOL_TOO_SMALL",
+                        {{"needed_bytes", absl::StrCat(request_.demand.peak_bytes())},
+                         {"capacity_bytes", absl::StrCat(capacity)}},
+                        absl::StatusCode::kFailedPrecondition);
+  }
+}
+
+}  // namespace epikv

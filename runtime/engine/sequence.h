@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "runtime/constraints/constraint.h"
+#include "runtime/engine/observer.h"
+#include "runtime/request/request.h"
+#include "runtime/request/sequence_id.h"
+#include "runtime/step/step_executor.h"
+#include "runtime/text/text_stream.h"
+
+namespace epikv {
+
+struct CompletionGroup;
+
+// A request in the engine. Its tokens are the prompt, then what was sampled (or forced).
+struct Sequence {
+  // `tokenizer` outlives it.
+  Sequence(SequenceId id, Request request, std::shared_ptr<RequestSink> sink,
+           const Tokenizer& tokenizer);
+
+  bool scores() const { return !request.forced.empty(); }
+
+  const SequenceId id;
+  const Request request;
+  const std::shared_ptr<RequestSink> sink;
+  std::vector<int32_t> tokens;  // known so far; [0, cached) are in the cache
+  int64_t cached = 0;
+  int64_t from_prefix = 0;  // of those cached, copied from the prefix cache
+  int64_t num_outputs = 0;
+  const std::vector<int32_t> ends;  // tokens that end the output
+  TextStream text;
+  std::optional<ConstraintState> constraint;
+  std::optional<StopMatch> stop;
+  bool open = false;  // holds KV
+  bool finished = false;
+  int64_t rounds = 0, evicted_entries = 0, trace_victims = 0;
+  bool trace_truncated = false;
+  absl::Time admitted, first_token, last_token;
+  absl::Duration eviction_time;
+
+  int64_t completion = 0;
+  std::shared_ptr<CompletionGroup> group;  // of several completions; null: it is the only one
+  // It has ended, before its group has forked.
+  std::optional<FinishReason> ended_early;
+
+  // That it stands for: all, until they fork.
+  int64_t completions() const;
+  // Its share of a step that caches its next `count` tokens. Points into the sequence.
+  WorkItem NextWork(int64_t count, int64_t prefill_chunk_tokens) const;
+  // Why its output stops here. Requires: `stop`.
+  FinishReason StopReason() const;
+  // For people who look; what of the pool it holds or waits for is the engine's to add.
+  RequestFacts Facts() const;
+};
+
+}  // namespace epikv

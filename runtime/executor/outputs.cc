@@ -1,0 +1,67 @@
+#include "runtime/executor/outputs.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace epikv {
+namespace {
+
+// One of the rows whose logits an item asked for. [vocab]
+absl::Span<const float> LogitsOf(const StepItem& item, int64_t row) {
+  const int64_t vocab = item.logits.size(1);
+  return {item.logits.const_data_ptr<float>() + row * vocab, static_cast<size_t>(vocab)};
+}
+
+}  // namespace
+
+absl::StatusOr<OutputToken> TakeOutput(const StepItem& item, int64_t i,
+                                       const SamplingParams& sampling) {
+  const WorkItem& work = *item.work;
+  const Request& request = item.sequence->request;
+  const bool forced = !work.forced.empty();
+  const absl::Span<const float> logits = LogitsOf(item, item.logits.size(0) - work.num_outputs + i);
+  const absl::StatusOr<int32_t> chosen =
+      forced ? Argmax(logits)
+             : Sample(logits, sampling,
+                      {.index = static_cast<uint64_t>(work.draw + i),
+                       .prompt = request.prompt,
+                       .outputs = work.outputs,
+                       .masked = work.masked,
+                       .allowed = work.allowed});
+  if (!chosen.ok()) return chosen.status();
+  OutputToken output{.token = forced ? work.forced[i] : *chosen};
+  output.greedy = forced && output.token == *chosen;
+  if (forced || request.output.logprobs || request.output.top_logprobs > 0) {
+    absl::StatusOr<Logprobs> logprobs =
+        LogprobsOf(logits, output.token, request.output.top_logprobs);
+    if (!logprobs.ok()) return logprobs.status();
+    output.logprob = logprobs->of_token;
+    output.top = std::move(logprobs->top);
+  }
+  return output;
+}
+
+absl::StatusOr<PromptLogprobs> TakePromptLogprobs(const StepItem& item) {
+  const Request& request = item.sequence->request;
+  PromptLogprobs prompt{.first = item.work->first + 1};  // row 0 predicts it
+  const int64_t count = std::clamp<int64_t>(
+      static_cast<int64_t>(request.prompt.size()) - prompt.first, 0, item.num_rows());
+  std::vector<absl::StatusOr<Logprobs>> rows(count);
+  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      rows[row] = LogprobsOf(LogitsOf(item, row), request.prompt[prompt.first + row],
+                             request.output.top_logprobs);
+    }
+  });
+  for (int64_t row = 0; row < count; ++row) {
+    if (!rows[row].ok()) return rows[row].status();
+    prompt.tokens.push_back(request.prompt[prompt.first + row]);
+    prompt.logprobs.push_back(rows[row]->of_token);
+    if (request.output.top_logprobs > 0) prompt.top.push_back(std::move(rows[row]->top));
+  }
+  return prompt;
+}
+
+}  // namespace epikv

@@ -1,0 +1,106 @@
+#include "runtime/executor/policy_calls.h"
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+
+namespace epikv {
+namespace {
+
+EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims, const SequenceCache& cache,
+                      Granularity granularity) {
+  EvictionTrace trace{.at_token = cache.newest()};
+  for (size_t t = 0; t < victims.size(); ++t) {
+    if (victims[t].empty()) continue;
+    EvictionTrace::Victims of{.index = victims[t]};
+    const int64_t table = static_cast<int64_t>(t);
+    if (granularity == Granularity::kLayer) of.layer = table;
+    if (granularity == Granularity::kHead) {
+      of.layer = table / cache.num_kv_heads();
+      of.head = table % cache.num_kv_heads();
+    }
+    trace.victims.push_back(std::move(of));
+  }
+  return trace;
+}
+
+// The share of attention that what lies in `slots` has, on average over lanes. rows: over each
+// lane's slots.
+double MassOf(const SequenceCache::Slots& slots, const SequenceCache& cache,
+              const LaneRowsOfStep& rows) {
+  double mass = 0;
+  for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+    for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
+      const absl::Span<const float> row = rows.at(layer, head);
+      for (int64_t slot : slots[cache.TableOf(layer, head)]) mass += row[slot];
+    }
+  }
+  return mass / static_cast<double>(cache.num_layers() * cache.num_kv_heads());
+}
+
+}  // namespace
+
+absl::Status PolicyFailure(const Request& request, absl::string_view kind, absl::string_view why) {
+  absl::Status status =
+      absl::InternalError(absl::StrCat("policy '", request.spec->name, "' failed: ", why));
+  return WithReason(WithPolicyError(std::move(status), kind), kPolicyFailed);
+}
+
+absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView& view) {
+  const PolicyTraits& traits = sequence.request.traits;
+  std::vector<float> steps;
+  std::vector<absl::Span<const float>> residuals;
+  if (traits.signals.Has(Signal::kResidualStep)) {
+    steps = sequence.tap.StepsOf(traits.residual_layers);
+  }
+  if (traits.signals.Has(Signal::kResidual)) {
+    residuals = sequence.tap.ResidualsOf(traits.residual_layers);
+  }
+  SequenceStep step{.state = sequence.state.get(),
+                    .cache = view,
+                    .phase = item.decode ? Phase::kDecode : Phase::kPrefill,
+                    .first = item.first,
+                    .count = static_cast<int64_t>(item.tokens.size()),
+                    .signals = {.residual_step = steps,
+                                .residual = residuals,
+                                .logit_entropy = sequence.logit_entropy,
+                                .residual_distance = sequence.residual_distance}};
+  if (traits.signals.Has(item.decode ? Signal::kAttentionRow : Signal::kPromptAttention)) {
+    step.signals.attention = &sequence.attention_rows;
+  }
+  return AskPolicy(sequence.request, [&] { sequence.request.policy->Observe({&step, 1}); });
+}
+
+absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& view,
+                      const LaneRowsOfStep* mass_rows, SettleOutcome& outcome) {
+  const Request& request = sequence.request;
+  const absl::Time begin = absl::Now();
+  EvictionTask task{.state = sequence.state.get(), .cache = view};
+  std::vector<Eviction> answers;
+  absl::Status asked = AskPolicy(request, [&] { answers = request.policy->Evict({&task, 1}); });
+  if (!asked.ok()) return asked;
+  auto invalid = [](absl::Status status) {
+    return WithReason(WithPolicyError(std::move(status), kPolicyInvalidSet), kPolicyFailed);
+  };
+  if (answers.size() != 1) {
+    return invalid(absl::InternalError(
+        absl::StrCat("the policy gave ", answers.size(), " answers, one was asked for")));
+  }
+  const Eviction& eviction = answers.front();
+  if (!eviction.status.ok()) {
+    return PolicyFailure(request, kPolicyStatus, eviction.status.message());
+  }
+  const absl::StatusOr<SequenceCache::Slots> slots = sequence.cache.SlotsOf(eviction.victims);
+  if (!slots.ok()) return invalid(slots.status());
+  if (mass_rows != nullptr) {
+    outcome.attention_mass = MassOf(*slots, sequence.cache, *mass_rows);
+    sequence.mass_at = item.first;
+  }
+  outcome.evicted_entries = sequence.cache.Evict(*slots, item.decode);
+  outcome.eviction_time = absl::Now() - begin;
+  if (request.output.kv_trace) {
+    outcome.trace = TraceOf(eviction.victims, sequence.cache, request.traits.granularity);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace epikv

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <exception>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "policies/policy.h"
+#include "runtime/base/reason.h"
+#include "runtime/request/request.h"
+#include "runtime/signals/signals.h"
+#include "runtime/step/step_item.h"
+
+// Calls of a request's policy. Whatever a policy throws, or answers wrongly, ends its own request
+// with POLICY_FAILED and nothing else.
+
+namespace epikv {
+
+// INTERNAL, whatever the policy says: nothing was wrong with the request.
+absl::Status PolicyFailure(const Request& request, absl::string_view kind, absl::string_view why);
+
+// Runs a policy's own code: whatever it throws is its failure.
+template <class Call>
+absl::Status AskPolicy(const Request& request, Call call) {
+  try {
+    call();
+    return absl::OkStatus();
+  } catch (const std::exception& e) {
+    return PolicyFailure(request, kPolicyThrew, e.what());
+  } catch (...) {
+    return PolicyFailure(request, kPolicyThrew, kNoException);
+  }
+}
+
+// Tells the policy what the step has cached.
+absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView& view);
+
+// Asks the policy what goes, and drops it. mass_rows: the newest query's attention over all lanes,
+// where SettleOutcome::attention_mass is to be measured; null: it is not.
+absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& view,
+                      const LaneRowsOfStep* mass_rows, SettleOutcome& outcome);
+
+}  // namespace epikv

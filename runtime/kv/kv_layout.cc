@@ -1,0 +1,64 @@
+#include "runtime/kv/kv_layout.h"
+
+#include <algorithm>
+
+#include "runtime/signals/signals.h"
+
+namespace epikv {
+
+KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
+                  int64_t num_tap_layers, PositionMode positions) {
+  const int64_t element = ElementBytes(format.model), key_bytes = format.RowBytes(shape.key_width);
+  KvLayout layout;
+  layout.num_lanes = shape.num_layers * shape.num_kv_heads;
+  layout.row_bytes = key_bytes + format.RowBytes(shape.value_width);
+  layout.num_tables = traits.granularity == Granularity::kToken   ? 1
+                      : traits.granularity == Granularity::kLayer ? shape.num_layers
+                                                                  : layout.num_lanes;
+  layout.slot_bytes = 2 * sizeof(int32_t) + traits.columns.size() * sizeof(float);
+  layout.state_bytes_per_token = traits.state_bytes_per_token;
+  // The probabilities that a step's query gave each slot.
+  if (traits.signals.Has(Signal::kAttentionRow) || traits.signals.Has(Signal::kPromptAttention)) {
+    const int64_t layers = traits.attention_layers.empty()
+                               ? shape.num_layers
+                               : static_cast<int64_t>(traits.attention_layers.size());
+    layout.state_bytes_per_token += layers * shape.num_kv_heads * sizeof(float);
+  }
+  // The logits of one layer that a decode row is made of.
+  if (traits.signals.Has(Signal::kAttentionRow)) {
+    layout.state_bytes_per_token += shape.num_heads * sizeof(float);
+  }
+  // The keys of one layer, turned.
+  if (positions == PositionMode::kCache) {
+    layout.state_bytes_per_token += shape.num_kv_heads * key_bytes;
+  }
+  // Residuals after every block, until the last one is there.
+  if (traits.signals.Has(Signal::kResidualDistance)) {
+    layout.step_bytes_per_row = shape.num_layers * shape.hidden_size * element;
+  }
+  // The residual before, and the one of the step that is not yet committed.
+  layout.state_bytes = traits.state_bytes + 2 * num_tap_layers * shape.hidden_size * 4 +
+                       (traits.signals.Has(Signal::kQueryMoments)
+                            ? QueryMomentsBytes(shape.num_layers, shape.num_heads, shape.key_width)
+                            : 0) +
+                       QueryWindow::Bytes(shape.num_layers, traits.window,
+                                          shape.num_heads * shape.key_width * element);
+  return layout;
+}
+
+int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities) {
+  const int64_t lanes_per_table = layout.num_lanes / layout.num_tables;
+  int64_t bytes = layout.state_bytes, longest = 0;
+  for (int64_t table = 0; table < layout.num_tables; ++table) {
+    int64_t slots = 0;
+    for (int64_t lane = table * lanes_per_table; lane < (table + 1) * lanes_per_table; ++lane) {
+      bytes += capacities[lane] * layout.row_bytes;
+      slots = std::max(slots, capacities[lane]);
+    }
+    bytes += slots * layout.slot_bytes;
+    longest = std::max(longest, slots);
+  }
+  return bytes + longest * layout.state_bytes_per_token;
+}
+
+}  // namespace epikv
