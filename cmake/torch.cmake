@@ -24,7 +24,7 @@ target_include_directories(torch_imported SYSTEM INTERFACE
   ${EPIKV_TORCH_DIR}/include ${EPIKV_TORCH_DIR}/include/torch/csrc/api/include)
 target_compile_definitions(torch_imported INTERFACE EPIKV_TORCH_VERSION="${EPIKV_TORCH_VERSION}")
 file(GLOB _gomp ${EPIKV_TORCH_DIR}/lib/libgomp*.so*)
-# Not libtorch.so: in CUDA wheels it is what loads CUDA's libraries; runtime/device/device.cc does, if asked.
+# Not libtorch.so: in CUDA wheels it is what loads CUDA's libraries; runtime/forward/device.cc does, if asked.
 # Their 180 KB of static thread-local storage leave no room in the 100 KB stacks that civetweb gives
 # its threads: /metrics would not start.
 target_link_libraries(torch_imported INTERFACE

@@ -207,9 +207,9 @@ grpc::Status DeadlineInfeasible(const DeadlineEstimate& estimate,
   const std::string left = seconds(std::max(absl::ZeroDuration(), estimate.left)),
                     wait = seconds(estimate.wait), run = seconds(estimate.run);
   Details details(grpc::StatusCode::DEADLINE_EXCEEDED,
-                  absl::StrCat("the deadline cannot be met: it is in ", left,
-                               " s, and the request would wait for at least ", wait,
-                               " s and run for ", run, " s"),
+                  absl::StrCat("the deadline cannot be met: it is ", left,
+                               " s away; the request would wait at least ", wait,
+                               " s and run at least ", run, " s"),
                   kDeadlineInfeasible,
                   {{"seconds_left", left}, {"wait_seconds", wait}, {"run_seconds", run}});
   if (retry_after.has_value()) details.AddRetry(*retry_after);

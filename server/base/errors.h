@@ -38,8 +38,8 @@ Rejection InvalidRequest(std::vector<FieldViolation> violations,
 grpc::Status ToGrpc(const Rejection& rejection);
 
 // Of a request that has ended, or of a model that was not loaded. Its reason is the payload of
-// runtime/base/reason.h, else the code's name. Says when to try again if the status does, and always
-// of UNAVAILABLE.
+// runtime/base/reason.h, else the code's name. Says when to try again if the status does, and
+// always of UNAVAILABLE.
 grpc::Status ToGrpc(const absl::Status& status);
 
 // What a request has, and what it needs at least.

@@ -27,7 +27,8 @@ void SayForGrpc(gpr_log_func_args* said) {
   const std::optional<int64_t> kept_back = limit.Take(absl::Now());
   if (!kept_back.has_value()) return;
   const std::string more =
-      *kept_back == 0 ? "" : absl::StrCat(" (", *kept_back, " lines before it were kept back)");
+      *kept_back == 0 ? ""
+                      : absl::StrCat(" (", *kept_back, " lines before this one were left out)");
   grpc_log->Say(level, absl::StrCat("gRPC: ", said->message, more));
 }
 

@@ -129,10 +129,11 @@ std::optional<grpc::Status> Authenticator::Admit(
   if (const std::shared_ptr<const TokenTable> tokens = this->tokens()) {
     const std::optional<absl::string_view> token = BearerToken(authorization);
     if (!token.has_value()) {
-      return Unauthenticated("a token is needed: the header `authorization: Bearer <token>`, once");
+      return Unauthenticated(
+          "a token is needed: send exactly one header `authorization: Bearer <token>`");
     }
     const Identity* known = tokens->Find(*token);
-    if (known == nullptr) return Unauthenticated("the token is unknown here");
+    if (known == nullptr) return Unauthenticated("this token is not in auth_tokens_file");
     caller = *known;
   }
   const Role needed = RoleOf(method);

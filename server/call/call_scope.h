@@ -15,13 +15,13 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "epikv/v1/access_log.pb.h"
+#include "server/base/errors.h"
 #include "server/call/access_log.h"
 #include "server/call/auth.h"
-#include "server/base/errors.h"
-#include "server/metrics/metrics.h"
 #include "server/call/trace_context.h"
 #include "server/call/traffic.h"
 #include "server/call/wire.h"
+#include "server/metrics/metrics.h"
 
 namespace epikv {
 

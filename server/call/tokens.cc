@@ -74,14 +74,14 @@ struct TokenTable::Parser {
     if (!role.has_value()) wrong("the role must be user, operator or experimenter");
     const bool named = IsName(fields[1]);
     if (!named) wrong("the name must be at most 64 letters, digits, '.', '_', '-' and '@'");
-    if (named && !names.emplace(fields[1]).second) wrong("the name stands above, too");
+    if (named && !names.emplace(fields[1]).second) wrong("the name is already on an earlier line");
     Digest digest;
     if (fields[2].size() != 2 * digest.size() || !IsLowerHex(fields[2])) {
       return wrong("the digest must be 64 lower-case hex digits");
     }
     const std::string bytes = absl::HexStringToBytes(fields[2]);
     std::copy(bytes.begin(), bytes.end(), digest.begin());
-    if (!digests.insert(digest).second) wrong("the digest stands above, too");
+    if (!digests.insert(digest).second) wrong("the digest is already on an earlier line");
     if (!role.has_value()) return;
     table.entries_.push_back({{.name = std::string(fields[1]), .role = *role}, digest});
   }
@@ -99,7 +99,7 @@ absl::StatusOr<TokenTable> TokenTable::Parse(absl::string_view text) {
   }
   // A file that somebody is about to write would lock everybody out.
   if (parser.table.entries_.empty() && parser.problems.empty()) {
-    parser.problems.push_back("there is no token in it");
+    parser.problems.push_back("the file has no token");
   }
   if (parser.problems.empty()) return std::move(parser.table);
   return absl::InvalidArgumentError(absl::StrJoin(parser.problems, "; "));

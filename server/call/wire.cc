@@ -95,8 +95,9 @@ void FindInvalidText(const pb::Message& message, const std::string& prefix,
 // Why `bytes` are no message of this type.
 Rejection Diagnose(const std::string& bytes, const pb::Descriptor& type) {
   static auto& types = *new LenientTypes;  // never destroyed: RPC threads may outlive main
-  const Rejection malformed{.reason = std::string(kMalformed),
-                            .message = absl::StrCat("the request is not an ", type.full_name())};
+  const Rejection malformed{
+      .reason = std::string(kMalformed),
+      .message = absl::StrCat("the bytes of the request are not a message ", type.full_name())};
   const std::unique_ptr<pb::Message> lenient = types.New(type);
   if (!lenient->ParsePartialFromString(bytes)) return malformed;
   std::vector<FieldViolation> violations;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/durations.h"
+#include "server/daemon/config_checks.h"
 #include "server/models/model_service.h"
 
 namespace epikv {
@@ -92,7 +93,8 @@ grpc::Status Precondition(absl::string_view reason, std::string message) {
 grpc::Status Taken(const std::string& name) {
   return AlreadyExists(
       "model", name,
-      absl::StrCat("a model '", name, "' is served; with `replace` this one takes its place"));
+      absl::StrCat("a model '", name,
+                   "' is served already; set `replace` to put this one in its place"));
 }
 
 grpc::Status Invalid(std::vector<FieldViolation> violations) {
@@ -259,7 +261,7 @@ grpc::ServerUnaryReactor* AdminService::Resume(grpc::CallbackServerContext* cont
       return Precondition(kStarting, "the server is loading its models");
     }
     if (!models_.Resume()) {
-      return Precondition("STOPPING", "the server is stopping; it takes no requests again");
+      return Precondition("STOPPING", "the server is stopping and cannot resume");
     }
     return Status();
   };

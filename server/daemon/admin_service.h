@@ -13,12 +13,12 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "epikv/v1/admin.grpc.pb.h"
-#include "server/call/call_scope.h"
 #include "server/base/lifecycle.h"
-#include "server/models/models.h"
+#include "server/base/task_thread.h"
+#include "server/call/call_scope.h"
 #include "server/call/rpc.h"
 #include "server/daemon/settings.h"
-#include "server/base/task_thread.h"
+#include "server/models/models.h"
 
 namespace epikv {
 

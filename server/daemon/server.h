@@ -5,14 +5,14 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/base/lifecycle.h"
 #include "server/experiments/experiment_service.h"
 #include "server/generation/generation_service.h"
-#include "server/port/grpc_port.h"
-#include "server/base/lifecycle.h"
 #include "server/models/model_service.h"
 #include "server/models/models.h"
 #include "server/models/policy_service.h"
 #include "server/models/tokenization_service.h"
+#include "server/port/grpc_port.h"
 
 namespace epikv {
 

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "server/base/errors.h"
+#include "server/daemon/config_checks.h"
 
 namespace epikv {
 namespace {
@@ -49,7 +50,7 @@ std::variant<v1::ServerConfig, Rejection> Settings::Update(const v1::ServerConfi
     } else {
       violations.push_back(
           {"update_mask",
-           absl::StrCat("'", field, "' cannot be changed while the daemon runs; can: ",
+           absl::StrCat("'", field, "' cannot be changed while the daemon runs; these can: ",
                         absl::StrJoin(kChangeable, ", "))});
     }
   }

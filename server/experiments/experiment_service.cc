@@ -37,10 +37,10 @@ constexpr absl::Duration kUnknownRetryDelay = absl::Seconds(1);
 constexpr absl::Duration kStoreRetryDelay = absl::Seconds(1);
 
 grpc::Status NoExperiments() {
-  return ToGrpc(Rejection{.code = absl::StatusCode::kFailedPrecondition,
-                          .reason = "EXPERIMENTS_OFF",
-                          .message = "there are no experiments here: --experiment_store says "
-                                     "where to keep them"});
+  return ToGrpc(Rejection{
+      .code = absl::StatusCode::kFailedPrecondition,
+      .reason = "EXPERIMENTS_OFF",
+      .message = "this server has no experiments: set --experiment_store to a place to keep them"});
 }
 
 grpc::Status Invalid(std::vector<FieldViolation> violations) {
@@ -59,7 +59,8 @@ grpc::Status Failure(const absl::Status& status, const std::string& name) {
     case absl::StatusCode::kNotFound:
       return NotFound("experiment", name, absl::StrCat("no experiment '", name, "'"));
     case absl::StatusCode::kAlreadyExists:
-      return AlreadyExists("experiment", name, absl::StrCat("there is an experiment '", name, "'"));
+      return AlreadyExists("experiment", name,
+                           absl::StrCat("an experiment '", name, "' exists already"));
     case absl::StatusCode::kUnavailable:
       return StoreIsAway();
     default:
@@ -108,7 +109,7 @@ std::vector<FieldViolation> CheckOutcome(const v1::RecordOutcomeRequest& request
           absl::StrCat("has ", request.idempotency_key().size(), " bytes, at most ", kMaxKeyBytes));
   require(request.metric().size() <= kMaxKeyBytes, "metric",
           absl::StrCat("has ", request.metric().size(), " bytes, at most ", kMaxKeyBytes));
-  require(IsTimestamp(request.time()), "time", "must be of the years 1 to 9999");
+  require(IsTimestamp(request.time()), "time", "must be in the years 1 to 9999");
   int declared = 0, proportions = 0;
   for (const v1::Experiment& experiment : known) {
     for (const v1::Metric& metric : experiment.metrics()) {
@@ -140,8 +141,9 @@ Answer<v1::RecordOutcomeResponse> AnswerOf(const absl::StatusOr<Recorded>& recor
     case Recorded::kConflict:
       return AlreadyExists(
           "outcome", outcome.request_id(),
-          absl::StrCat("another value of '", outcome.metric(), "' was recorded for request '",
-                       outcome.request_id(), "' under this idempotency_key, and stays"),
+          absl::StrCat("another value of '", outcome.metric(),
+                       "' was already recorded for request '", outcome.request_id(),
+                       "' under this idempotency_key; that value is kept"),
           "OUTCOME_CONFLICT");
     case Recorded::kUnknownRequest:
       return NotFound("request", outcome.request_id(),
@@ -159,7 +161,8 @@ Answer<v1::RecordOutcomeResponse> AnswerOf(const absl::StatusOr<Recorded>& recor
     case Recorded::kInvalid:
       break;
   }
-  return Invalid({{"outcome", "no store can hold it"}});
+  return Invalid(
+      {{"outcome", "cannot be stored: a text holds a NUL character, or a value is not finite"}});
 }
 
 // The error says what is out of range.
@@ -184,7 +187,8 @@ absl::StatusOr<v1::ExperimentPlan> PlanOf(const v1::PlanExperimentRequest& reque
                       .treatment_share = (1 - control) / (arms - 1),
                       .covariate_r2 = request.covariate_r2()};
   if (request.aim_case() == v1::PlanExperimentRequest::AIM_NOT_SET) {
-    return absl::InvalidArgumentError("give an effect to find, or how many units there will be");
+    return absl::InvalidArgumentError(
+        "set either `effect` (the effect to find) or `units` (how many there will be)");
   }
   int64_t units = static_cast<int64_t>(request.units());
   absl::StatusOr<UnitPlan> plan = absl::UnknownError("");
@@ -369,9 +373,10 @@ Answer<v1::ExperimentReport> ExperimentService::Report(
       FindExperiment(all->experiments, request.name());
   if (!experiment.ok()) return Failure(experiment.status(), request.name());
   if (experiment->state() == v1::Experiment::STATE_DRAFT) {
-    return ToGrpc(WithReason(absl::FailedPreconditionError(absl::StrCat(
-                                 "'", request.name(), "' is a draft: nothing has taken part")),
-                             "EXPERIMENT_STATE"));
+    return ToGrpc(
+        WithReason(absl::FailedPreconditionError(absl::StrCat(
+                       "'", request.name(), "' is a draft: no request has taken part yet")),
+                   "EXPERIMENT_STATE"));
   }
   ReportOptions options;
   if (request.points() > 0) options.points = static_cast<int>(request.points());
@@ -421,7 +426,7 @@ Answer<v1::Experiment> ExperimentService::Update(const v1::UpdateExperimentReque
   for (const std::string& path : mask.paths()) {
     if (std::find(settable.begin(), settable.end(), path) != settable.end()) continue;
     violations.push_back(
-        {"update_mask", absl::StrCat("'", ShortenText(path, 64), "' cannot be set; what can: ",
+        {"update_mask", absl::StrCat("'", ShortenText(path, 64), "' cannot be set; these can: ",
                                      absl::StrJoin(settable, ", "))});
   }
   if (!violations.empty()) return Invalid(std::move(violations));
@@ -517,7 +522,8 @@ grpc::ServerUnaryReactor* ExperimentService::BatchRecordOutcomes(
         const int size = request.outcomes_size();
         if (size < 1 || size > kMaxOutcomes) {
           return pending->Finish(
-              Invalid({{"outcomes", absl::StrCat("must be 1 to ", kMaxOutcomes, ", are ", size)}}));
+              Invalid({{"outcomes",
+                        absl::StrCat("there must be 1 to ", kMaxOutcomes, ", there are ", size)}}));
         }
         const Identity caller = pending->scope().caller();
         auto batch = std::make_shared<Batch>(size, std::move(pending));

@@ -8,11 +8,11 @@
 #include <vector>
 
 #include "epikv/v1/experiment.grpc.pb.h"
+#include "server/base/task_thread.h"
 #include "server/call/call_scope.h"
+#include "server/call/rpc.h"
 #include "server/experiments/experiments.h"
 #include "server/models/models.h"
-#include "server/call/rpc.h"
-#include "server/base/task_thread.h"
 
 namespace epikv {
 

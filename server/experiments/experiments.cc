@@ -7,11 +7,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "server/base/durations.h"
+#include "server/base/steady_time.h"
 #include "server/experiments/definition/edits.h"
 #include "server/experiments/figures/report.h"
 #include "server/experiments/store/spool.h"
 #include "server/experiments/store/sql_store.h"
-#include "server/base/steady_time.h"
 
 namespace epikv {
 namespace {
@@ -217,7 +217,7 @@ absl::Duration Experiments::JudgeOne(const v1::Experiment& experiment, absl::Tim
       MakeReport(experiment, *store_, {.points = 1, .guardrails_only = true}, now);
   if (absl::IsInternal(report.status())) {
     log_.Warn(absl::StrCat("experiment '", experiment.name(),
-                           "': guardrails were not judged: ", report.status().message()));
+                           "': its guardrails could not be checked: ", report.status().message()));
     return SteadyTime() - began;
   }
   // What could not be read soon can be when the store is back.
@@ -249,8 +249,9 @@ void Experiments::Forget(absl::Time now) {
 void Experiments::Tell(const absl::Status& store) {
   if (store.ok() != away_) return;
   away_ = !store.ok();
-  log_.Warn(away_ ? absl::StrCat("the experiment store is away: ", store.message())
-                  : "the experiment store is back");
+  log_.Warn(away_ ? absl::StrCat("the experiment store cannot be reached: ", store.message(),
+                                 "; records wait in the spool")
+                  : "the experiment store can be reached again");
 }
 
 }  // namespace epikv

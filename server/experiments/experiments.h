@@ -11,15 +11,15 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/base/log.h"
+#include "server/base/steady_cond_var.h"
+#include "server/experiments/figures/shadow_observer.h"
 #include "server/experiments/live_experiments.h"
 #include "server/experiments/options.h"
 #include "server/experiments/participation.h"
 #include "server/experiments/store/recorder.h"
-#include "server/experiments/figures/shadow_observer.h"
 #include "server/experiments/store/store.h"
-#include "server/base/log.h"
 #include "server/metrics/metrics.h"
-#include "server/base/steady_cond_var.h"
 
 namespace epikv {
 

@@ -110,7 +110,7 @@ std::vector<FieldViolation> CheckContext(const v1::GenerateRequest& request) {
     violations.push_back({"experiment.covariate", "must be a finite number"});
   }
   if (!context.force_arm().empty() && context.opt_out()) {
-    violations.push_back({"experiment.force_arm", "excludes opt_out"});
+    violations.push_back({"experiment.force_arm", "cannot be set together with opt_out"});
   }
   for (std::string& fault : LabelFaults(request.labels())) {
     violations.push_back({"labels", std::move(fault)});
@@ -173,8 +173,9 @@ absl::StatusOr<Assignment> LiveExperiments::Assign(const Subject& subject) const
     choices.push_back({.experiment = experiment, .arm = *arm, .forced = force});
   }
   if (!found) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("no arm '", context.force_arm(), "' runs; it is written experiment/arm"));
+    return absl::InvalidArgumentError(absl::StrCat("no running experiment has the arm '",
+                                                   context.force_arm(),
+                                                   "'; write it as experiment/arm"));
   }
   Add(choices, subject, assignment);
   return assignment;

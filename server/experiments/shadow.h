@@ -15,11 +15,11 @@
 #include "absl/time/time.h"
 #include "epikv/v1/experiment_record.pb.h"
 #include "runtime/request/request.h"
-#include "server/experiments/figures/divergence.h"
-#include "server/experiments/options.h"
-#include "server/experiments/figures/shadow_observer.h"
-#include "server/models/models.h"
 #include "server/base/steady_cond_var.h"
+#include "server/experiments/figures/divergence.h"
+#include "server/experiments/figures/shadow_observer.h"
+#include "server/experiments/options.h"
+#include "server/models/models.h"
 
 namespace epikv {
 

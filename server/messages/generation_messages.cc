@@ -7,8 +7,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "server/messages/chat_prompt.h"
 #include "server/base/durations.h"
+#include "server/messages/chat_prompt.h"
 #include "server/messages/param_values.h"
 
 namespace epikv {

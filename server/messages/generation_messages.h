@@ -9,10 +9,10 @@
 #include "epikv/v1/experiment_record.pb.h"
 #include "epikv/v1/generation.pb.h"
 #include "runtime/admission/admission.h"
-#include "runtime/text/chat_format.h"
-#include "runtime/constraints/constraint.h"
 #include "runtime/admission/forecast.h"
+#include "runtime/constraints/constraint.h"
 #include "runtime/request/request.h"
+#include "runtime/text/chat_format.h"
 #include "runtime/text/tokenizer.h"
 #include "server/stream/outbox.h"
 

@@ -83,52 +83,53 @@ class ExperimentSeries::OfExperiment {
         declare_(registry_, {{"experiment", experiment.name()}}),
         assignments_(declare_.Counters(
             "epikv_experiment_assignments_total",
-            "Requests by what an experiment made of them: an arm by the hash of their unit or "
-            "window, the same in a wash-out, which is not analysed, an arm that was forced, or "
-            "none (of its units, but not eligible, or they did not want to).",
+            "Requests by what an experiment did with them. hash: an arm by the hash of the unit or "
+            "window; wash_out: the same, in a wash-out, not analysed; forced: an arm that was "
+            "forced; excluded: no arm, since the request is not eligible or opted out.",
             sources_.size() * arms_.size() + 1)),
-        exposures_(declare_.Counters("epikv_experiment_exposures_total",
-                                     "Requests of an arm, neither forced nor in a wash-out, in "
-                                     "which eviction could act under any arm.",
-                                     arms_.size())),
+        exposures_(
+            declare_.Counters("epikv_experiment_exposures_total",
+                              "Requests of an arm in which eviction could act under any arm. "
+                              "Forced requests and those in a wash-out are not counted.",
+                              arms_.size())),
         breaches_(declare_.Counters("epikv_experiment_guardrail_breaches_total",
-                                    "Guardrails that were found breached here, by arm and metric: "
-                                    "each stops its experiment.",
+                                    "Guardrails that this daemon found breached, by arm and "
+                                    "metric. Each stops its experiment.",
                                     arms_.size() * kMaxMetrics)),
         outcomes_(declare_.Counters("epikv_experiment_outcomes_total",
-                                    "Outcomes that count, by the arm of their request, where it "
-                                    "was not forced, and their metric.",
+                                    "Outcomes that count, by metric and by the arm of their "
+                                    "request. Requests with a forced arm are left out.",
                                     arms_.size() * metrics_.size())),
         outcome_value_(declare_.Histograms("epikv_experiment_outcome_value",
-                                           "Of outcomes that count. No analysis: units that ask "
-                                           "often weigh more here than in a report.",
+                                           "Values of outcomes that count. Not for analysis: units "
+                                           "that ask often weigh more here than in a report.",
                                            arms_.size() * metrics_.size(), OutcomeBounds())),
         shadow_requests_(declare_.Counters(
             "epikv_experiment_shadow_requests_total",
-            "Sampled requests of an arm by what became of their replay: compared; displaced by "
-            "newer ones that waited, too; interrupted by live requests whenever it was tried; "
-            "failed, since it was too long, the KV pool had no room or its model has gone.",
+            "Sampled requests of an arm by the fate of their replay. compared: done; displaced: "
+            "newer requests took their place; interrupted: live requests came at every try; "
+            "failed: too long, no room in the KV pool, or the model has gone.",
             arms_.size() * std::size(kShadowFates))),
         shadow_tokens_(declare_.Counters("epikv_experiment_shadow_tokens_total",
                                          "Output tokens of an arm that were compared with the full "
                                          "cache in replays.",
                                          arms_.size())),
         shadow_agreed_(declare_.Counters("epikv_experiment_shadow_agreed_tokens_total",
-                                         "Of epikv_experiment_shadow_tokens_total, those of which "
-                                         "the arm and the full cache find the same one likeliest.",
+                                         "Of epikv_experiment_shadow_tokens_total: tokens for "
+                                         "which arm and full cache have the same likeliest token.",
                                          arms_.size())),
-        shadow_kl_(declare_.Counters("epikv_experiment_shadow_kl_nats_total",
-                                     "Over epikv_experiment_shadow_tokens_total: the divergence of "
-                                     "the arm's next-token distribution from the full cache's.",
-                                     arms_.size())),
-        sample_ratio_(
-            declare_
-                .Gauges("epikv_experiment_srm_p_value",
-                        "Of the split of units against the arms' weights, when guardrails "
-                        "were judged last; below 0.001 something keeps or loses units of "
-                        "one arm.",
-                        1)
-                .Add({})) {
+        shadow_kl_(
+            declare_.Counters("epikv_experiment_shadow_kl_nats_total",
+                              "Sum over epikv_experiment_shadow_tokens_total of the divergence of "
+                              "the arm's next-token distribution from that of the full cache.",
+                              arms_.size())),
+        sample_ratio_(declare_
+                          .Gauges("epikv_experiment_srm_p_value",
+                                  "p-value of how units are split among the arms, against the "
+                                  "weights, when guardrails were last checked. Below 0.001, units "
+                                  "of one arm are lost or kept back.",
+                                  1)
+                          .Add({})) {
     sample_ratio_.Set(1);
     for (const std::string& arm : arms_) {
       for (const std::string& source : sources_) {
@@ -197,10 +198,10 @@ ExperimentSeries::ExperimentSeries(SeriesBudget& budget)
       declare_(registry_, {}),
       records_(declare_.Counters(
           "epikv_experiment_records_total",
-          "Records of experiments (a request began, it ended, an outcome) by what became of them: "
-          "written, which the store has settled at once, orphans among them; spooled while it was "
-          "away, and replayed since; dropped or, of outcomes, refused, since neither could take "
-          "them.",
+          "Records of experiments (request began, request ended, outcome) by their fate. written: "
+          "the store took them at once, orphans included; spooled: kept while the store was away; "
+          "replayed: written since; dropped: neither store nor spool could take them; refused: the "
+          "same, for outcomes.",
           std::size(kFates))),
       written_(records_.Add({{"fate", "written"}})),
       replayed_(records_.Add({{"fate", "replayed"}})),
@@ -208,8 +209,8 @@ ExperimentSeries::ExperimentSeries(SeriesBudget& budget)
       dropped_(records_.Add({{"fate", "dropped"}})),
       refused_(records_.Add({{"fate", "refused"}})),
       orphaned_(declare_.Counters("epikv_outcomes_orphaned_total",
-                                  "Outcomes that count for no request, or not yet (waiting), and "
-                                  "ends of requests whose beginning was dropped, by why.",
+                                  "By reason: outcomes that count for no request (waiting: not "
+                                  "yet), and ends of requests whose beginning was dropped.",
                                   std::size(kOrphans))),
       outage_seconds_(declare_
                           .Counters("epikv_experiment_store_outage_seconds_total",
@@ -229,8 +230,8 @@ ExperimentSeries::ExperimentSeries(SeriesBudget& budget)
       running_(declare_.Gauges("epikv_experiments_running", "Experiments that run.", 1).Add({})),
       shadow_seconds_(declare_
                           .Counters("epikv_experiment_shadow_seconds_total",
-                                    "Wall time that replays of finished requests have taken from "
-                                    "idle engines; in no other series of steps or requests.",
+                                    "Wall time that replays took from idle engines. No series of "
+                                    "steps or requests includes it.",
                                     1)
                           .Add({})),
       shadow_interruptions_(declare_

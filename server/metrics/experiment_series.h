@@ -18,8 +18,8 @@
 #include "absl/types/span.h"
 #include "epikv/v1/experiment.pb.h"
 #include "epikv/v1/experiment_record.pb.h"
-#include "server/experiments/store/recorder.h"
 #include "server/experiments/figures/shadow_observer.h"
+#include "server/experiments/store/recorder.h"
 #include "server/metrics/metric_families.h"
 
 namespace epikv {

@@ -101,22 +101,23 @@ Metrics::Metrics(const MetricsOptions& options)
                               std::size(kMethods) * kNumCodes)),
       rejected_(model_unknown_),
       lifecycle_(options.lifecycle),
-      config_(declare_.Gauges("epikv_config_info", "1; the labels are settings.", 1)),
+      config_(declare_.Gauges("epikv_config_info", "Always 1. The labels are settings.", 1)),
       draining_(
           declare_.Gauges("epikv_drain_state", "1 while new requests are refused.", 1).Add({})),
       bound_(declare_
                  .Gauges("epikv_metrics_series",
-                         "Most series that this page can hold with the models and policies in use, "
-                         "to compare with metrics_max_series.",
+                         "Most series that this page can hold with the models and policies in use. "
+                         "Compare with metrics_max_series.",
                          1)
                  .Add({})),
-      log_dropped_(declare_
-                       .Counters("epikv_access_log_dropped_total",
-                                 "Lines that the access log had no room for.", 1)
-                       .Add({})),
+      log_dropped_(
+          declare_
+              .Counters("epikv_access_log_dropped_total",
+                        "Access log lines that were lost because the log could not take them.", 1)
+              .Add({})),
       reload_failures_(declare_
                            .Counters("epikv_auth_reload_failures_total",
-                                     "Changes of auth_tokens_file that were not taken into use.", 1)
+                                     "Changes of auth_tokens_file that were refused.", 1)
                            .Add({})),
       page_(std::make_shared<Page>(*this)) {
   AddInfo(options);
@@ -126,14 +127,15 @@ Metrics::~Metrics() { page_->Close(); }
 
 void Metrics::AddInfo(const MetricsOptions& options) {
   declare_
-      .Gauges("epikv_build_info", "1; the labels are versions: ours, and of what it runs on.", 1)
+      .Gauges("epikv_build_info",
+              "Always 1. The labels are versions: of epikv, and of what it runs on.", 1)
       .Add(With(options.build, "version", EPIKV_VERSION))
       .Set(1);
   SetConfig(options.config);
-  auto& policies = declare_.Gauges(
-      "epikv_policy_info",
-      "1; the policies of this build. config_hash: of their parameters, defaults and ranges.",
-      options.policies.size());
+  auto& policies = declare_.Gauges("epikv_policy_info",
+                                   "Always 1. One series for each policy of this build. "
+                                   "config_hash: a hash of its parameters, defaults and ranges.",
+                                   options.policies.size());
   for (const PolicySpec* spec : options.policies) {
     policies
         .Add({{"policy", std::string(spec->name)},

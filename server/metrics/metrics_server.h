@@ -10,8 +10,8 @@
 
 namespace epikv {
 
-// The HTTP port with /metrics. Has threads of its own; a connection that says nothing holds one for
-// two seconds.
+// The HTTP port with /metrics, and a link to it on /. Has threads of its own; a connection that
+// says nothing holds one for two seconds.
 class MetricsServer {
  public:
   // address: host:port. The error names it.

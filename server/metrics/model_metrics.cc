@@ -26,9 +26,11 @@ ModelMetrics::ModelMetrics(std::string model, SeriesBudget& budget)
       requests_(declare_),
       steps_(declare_, of_policy_),
       rejected_(declare_),
-      info_(declare_.Gauges("epikv_model_info", "1; the labels say what is served.", 1)),
+      info_(declare_.Gauges("epikv_model_info", "Always 1. The labels say what is served.", 1)),
       threads_(declare_.Gauges("epikv_threads", "Threads, by pool.", 1).Add({{"pool", "engine"}})),
-      load_(declare_.Gauges("epikv_model_load_seconds", "Loading, measuring and warming up.", 1)
+      load_(declare_
+                .Gauges("epikv_model_load_seconds",
+                        "Time to load the model, measure kernels and warm up.", 1)
                 .Add({})) {
   declare_.Count(FillGauges::kNumSeries);
   for (absl::string_view arm : {kNoArm, kOtherArm}) {

@@ -78,10 +78,11 @@ std::vector<prometheus::MetricFamily> ProcessMetrics::Collect() const {
               memory.virtual_bytes),
           One("process_open_fds", "Open file descriptors.", MetricType::Gauge,
               CountEntries("/proc/self/fd")),
-          One("process_max_fds", "Most file descriptors that may be open.", MetricType::Gauge,
-              MaxFds()),
+          One("process_max_fds", "Most file descriptors that the process may open.",
+              MetricType::Gauge, MaxFds()),
           One("process_threads", "Threads.", MetricType::Gauge, CountEntries("/proc/self/task")),
-          One("process_start_time_seconds", "Start, since the epoch.", MetricType::Gauge, kStart)};
+          One("process_start_time_seconds", "Start time of the process, in seconds since 1970.",
+              MetricType::Gauge, kStart)};
 }
 
 }  // namespace epikv

@@ -63,20 +63,21 @@ RequestSeries::RequestSeries(Declarations& declare)
                "From admission to the first output token.", 1, Decades(.001, 200)),
       decode_(declare, "epikv_request_decode_seconds", "From the first to the last output token.",
               1, Decades(.001, 200)),
-      prefix_queried_(declare
-                          .Counters("epikv_prefix_cache_queried_tokens_total",
-                                    "Prompt tokens of requests that were admitted, but for those "
-                                    "that bypass the prefix cache.",
-                                    1)
-                          .Add({})),
+      prefix_queried_(
+          declare
+              .Counters(
+                  "epikv_prefix_cache_queried_tokens_total",
+                  "Prompt tokens of admitted requests, without those that bypass the prefix cache.",
+                  1)
+              .Add({})),
       prefix_hit_(declare
                       .Counters("epikv_prefix_cache_hit_tokens_total",
                                 "Prompt tokens that were copied from the prefix cache.", 1)
                       .Add({})),
       folded_(declare
                   .Counters("epikv_metrics_label_overflow_total",
-                            "Ended requests that count for policy or arm \"other\", because "
-                            "series of their own would exceed metrics_max_series.",
+                            "Ended requests that are counted under policy or arm \"other\", "
+                            "because a series of their own would exceed metrics_max_series.",
                             1)
                   .Add({})) {}
 
@@ -98,7 +99,7 @@ ArmSeries::ArmSeries(const std::string& model, std::string arm, SeriesBudget& bu
       of_policy_(registry_, {{"model", model}}),
       labels_(budget, of_policy_),
       duration_(of_policy_, "gen_ai_server_request_duration_seconds",
-                "From arrival to the end, by operation and error_type (empty: it ended well).",
+                "Time from arrival to the end, by operation and error_type (empty: it ended well).",
                 std::size(kOperations) * (kNumFailures + 1), RequestBounds()),
       first_token_(of_policy_, "gen_ai_server_time_to_first_token_seconds",
                    "From arrival to the first output token.", 1, FirstTokenBounds()),
@@ -114,21 +115,20 @@ ArmSeries::ArmSeries(const std::string& model, std::string arm, SeriesBudget& bu
             "Share of a request's cached tokens that it held at its end.", 1,
             {.05, .1, .15, .2, .25, .3, .4, .5, .6, .7, .8, .9, 1}),
       mass_(of_policy_, "epikv_evicted_attention_mass_ratio",
-            "Of a round while decoding, now and then: the share of its attention that the newest "
-            "query gave to what is evicted.",
+            "Measured in some rounds while decoding: share of the newest query's attention that "
+            "went to the evicted tokens.",
             1, {0, .001, .002, .005, .01, .02, .05, .1, .2, .5}),
       finished_(of_policy_.Counters("epikv_requests_finished_total",
-                                    "Requests that have ended, by how.", std::size(kReasons))),
-      tokens_(
-          of_policy_.Counters("epikv_tokens_total",
-                              "Tokens of requests that have ended: of prompts, of those the ones "
-                              "that were copied from the prefix cache, and of output.",
-                              3)),
+                                    "Requests that have ended, by reason.", std::size(kReasons))),
+      tokens_(of_policy_.Counters("epikv_tokens_total",
+                                  "Tokens of requests that have ended, by kind: of prompts; of "
+                                  "these, the ones copied from the prefix cache; of outputs.",
+                                  3)),
       evicted_entries_(of_policy_.Counters(
           "epikv_kv_entries_evicted_total",
           "Entries evicted; one is a token of one layer and KV head.", std::size(kPhases))),
       evicted_tokens_(of_policy_.Counters("epikv_kv_tokens_evicted_total",
-                                          "Entries evicted over layers x KV heads.",
+                                          "Evicted entries divided by layers x KV heads.",
                                           std::size(kPhases))),
       rounds_(of_policy_.Counters("epikv_kv_eviction_rounds_total",
                                   "Evictions that removed at least one entry.",
@@ -137,7 +137,7 @@ ArmSeries::ArmSeries(const std::string& model, std::string arm, SeriesBudget& bu
                                    "Tokens held above a request's reservation. Must stay 0.", 1)),
       policy_errors_(of_policy_.Counters("epikv_policy_errors_total",
                                          "Requests that failed because of their policy: it threw, "
-                                         "gave up, or answered an invalid set.",
+                                         "returned an error, or named an invalid set of tokens.",
                                          std::size(kPolicyErrors))) {}
 
 ArmSeries::OfPolicy& ArmSeries::Of(const Request& request) {

@@ -77,52 +77,54 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
   const double whole = std::max(1.0, capacity_);
   std::vector<std::pair<const char*, double>> wait;  // nothing before steps were measured
   if (predicted_wait_.has_value()) wait.push_back({"", *predicted_wait_});
-  return {GaugeOf("epikv_kv_bytes",
-                  "Bytes of the KV pool: used, reserved by running requests and not yet used, "
-                  "cached prefixes, free. They sum to the capacity.",
-                  model, "state",
-                  {{"used", used_},
-                   {"reserved", reserved_ - used_},
-                   {"cached_prefix", prefixes_},
-                   {"free", capacity_ - reserved_ - prefixes_}}),
-          GaugeOf("epikv_kv_capacity_bytes", "Bytes of the KV pool.", model, "", {{"", capacity_}}),
-          GaugeOf("epikv_kv_peak_used_bytes", "Most bytes used since the start.", model, "",
-                  {{"", peak_used_}}),
-          GaugeOf("epikv_torch_memory_bytes",
-                  "Memory of tensors: weights as they are served; the KV pool; and those that the "
-                  "model makes in a forward of the largest step with logits of every row, which "
-                  "come and go, as measured when it was loaded.",
-                  model, "kind",
-                  {{"weights", weights_}, {"kv_pool", capacity_}, {"scratch", scratch_}}),
-          GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",
-                  {{"", used_ / whole}}),
-          GaugeOf("epikv_kv_reserved_ratio",
-                  "Share of the KV pool that running requests have reserved, used or not.", model,
-                  "", {{"", reserved_ / whole}}),
-          RequestGauge("epikv_requests_running",
-                       "Requests that hold KV cache; of several completions, each.", model,
-                       {{"", running_}}),
-          RequestGauge("epikv_requests_waiting",
-                       "Requests in the queue, by what the first of them waits for: room in the KV "
-                       "pool, or a place among max_running_requests.",
-                       model, {{"kv", waiting_for_kv_}, {"running", waiting_for_place_}}),
-          GaugeOf("epikv_predicted_wait_seconds",
-                  "How long a request would wait behind all that waits now.", model, "", wait)};
+  return {
+      GaugeOf("epikv_kv_bytes",
+              "Bytes of the KV pool by use: used; reserved by running requests and not yet used; "
+              "cached prefixes; free. They sum to the capacity.",
+              model, "state",
+              {{"used", used_},
+               {"reserved", reserved_ - used_},
+               {"cached_prefix", prefixes_},
+               {"free", capacity_ - reserved_ - prefixes_}}),
+      GaugeOf("epikv_kv_capacity_bytes", "Bytes of the KV pool.", model, "", {{"", capacity_}}),
+      GaugeOf("epikv_kv_peak_used_bytes", "Most bytes used since the start.", model, "",
+              {{"", peak_used_}}),
+      GaugeOf("epikv_torch_memory_bytes",
+              "Memory of tensors: weights as served; the KV pool; and the largest forward (the "
+              "largest step, with logits of every row), which comes and goes, as measured at load.",
+              model, "kind",
+              {{"weights", weights_}, {"kv_pool", capacity_}, {"scratch", scratch_}}),
+      GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",
+              {{"", used_ / whole}}),
+      GaugeOf("epikv_kv_reserved_ratio",
+              "Share of the KV pool that running requests have reserved, used or not.", model, "",
+              {{"", reserved_ / whole}}),
+      RequestGauge("epikv_requests_running",
+                   "Requests that hold KV cache. Each of several completions counts.", model,
+                   {{"", running_}}),
+      RequestGauge("epikv_requests_waiting",
+                   "Requests in the queue, by what the first one waits for: room in the KV pool, "
+                   "or one of max_running_requests.",
+                   model, {{"kv", waiting_for_kv_}, {"running", waiting_for_place_}}),
+      GaugeOf("epikv_predicted_wait_seconds",
+              "How long a request would wait behind all that waits now.", model, "", wait)};
 }
 
 StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
-    : gap_family_(declare, "epikv_inter_token_latency_seconds",
-                  "Between consecutive tokens of a stream: one observation a decoded token.", 1,
-                  PerTokenBounds()),
-      eviction_(of_policy, "epikv_kv_eviction_seconds",
-                "Wall time of a request's round: its policy chooses, and what it chose is removed.",
-                1, Decades(.00001, 1)),
+    : gap_family_(
+          declare, "epikv_inter_token_latency_seconds",
+          "Time between consecutive tokens of a stream; one observation for each decoded token.", 1,
+          PerTokenBounds()),
+      eviction_(
+          of_policy, "epikv_kv_eviction_seconds",
+          "Wall time of one request's round: its policy chooses victims, and they are removed.", 1,
+          Decades(.00001, 1)),
       gaps_(gap_family_.Of({})),
-      batch_tokens_(HistogramFamily(declare, "epikv_step_batch_tokens", "Tokens of a step.", 1,
+      batch_tokens_(HistogramFamily(declare, "epikv_step_batch_tokens", "Tokens in a step.", 1,
                                     PowersOfTwo(0, 14))
                         .Of({})),
       batch_sequences_(HistogramFamily(declare, "epikv_step_batch_sequences",
-                                       "Sequences of a step.", 1, PowersOfTwo(0, 10))
+                                       "Sequences in a step.", 1, PowersOfTwo(0, 10))
                            .Of({})),
       engine_cpu_(declare
                       .Counters("epikv_engine_cpu_seconds_total",
@@ -134,15 +136,16 @@ StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
                       .Add({})),
       longest_move_(declare
                         .Gauges("epikv_kv_longest_move_seconds",
-                                "The longest that one admission has moved rows, and all streams "
-                                "stood still, since the start.",
+                                "Longest time since the start that moving rows for one admission "
+                                "took. All streams wait meanwhile.",
                                 1)
                         .Add({})) {
-  HistogramFamily steps(declare, "epikv_step_seconds", "Wall time of a step, by what it ran.", 3,
+  HistogramFamily steps(declare, "epikv_step_seconds",
+                        "Wall time of a step, by what it ran: prefill, decode or both (mixed).", 3,
                         Decades(.0005, 50));
   by_phase_ = {&steps.Of({{"phase", "prefill"}}), &steps.Of({{"phase", "decode"}}),
                &steps.Of({{"phase", "mixed"}})};
-  auto& tokens = declare.Counters("epikv_step_tokens_total", "Tokens run, step by step.", 2);
+  auto& tokens = declare.Counters("epikv_step_tokens_total", "Tokens run in steps.", 2);
   tokens_ = {&tokens.Add({{"phase", "prefill"}}), &tokens.Add({{"phase", "decode"}})};
 
   HistogramFamily stages(

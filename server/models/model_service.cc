@@ -5,8 +5,8 @@
 #include <utility>
 #include <variant>
 
-#include "server/messages/generation_messages.h"
 #include "server/call/rpc.h"
+#include "server/messages/generation_messages.h"
 
 namespace epikv {
 namespace {

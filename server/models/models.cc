@@ -50,7 +50,8 @@ std::variant<ModelPtr, grpc::Status> Models::Find(absl::string_view asked) const
   if (asked.empty()) {
     return ToGrpc(Rejection{
         .reason = "INVALID_REQUEST",
-        .message = absl::StrCat("model: several are served, name one of ", NamesOf(in_service_)),
+        .message =
+            absl::StrCat("model: several models are served; name one of ", NamesOf(in_service_)),
         .violations = {{"model", absl::StrCat("must be one of ", NamesOf(in_service_))}}});
   }
   return NotFound(

@@ -8,9 +8,11 @@
 #include "absl/strings/str_cat.h"
 #include "policies/costs.h"
 #include "policies/protection.h"
+#include "runtime/admission/unknown_policy.h"
+#include "runtime/kv/kv_layout.h"
+#include "server/call/rpc.h"
 #include "server/messages/param_values.h"
 #include "server/messages/params_schema.h"
-#include "server/call/rpc.h"
 
 namespace epikv {
 namespace {
@@ -83,11 +85,12 @@ void AddIncompatibleOptions(const PolicySpec& spec, const PolicyTraits& traits,
     option.set_reason(std::string(reason));
   };
   if (traits.evicts) {
-    add("kv.budget", "absent", "it evicts: max_tokens or keep_ratio says down to what");
-    add("cadence", "SCORE_CADENCE_CHUNK", "it evicts at decode cadence");
+    add("kv.budget", "absent", "it evicts, so it needs a budget: max_tokens or keep_ratio");
+    add("cadence", "SCORE_CADENCE_CHUNK",
+        "it evicts, which needs scoring of one token a step (SCORE_CADENCE_DECODE)");
     if (traits.prompt == PromptEviction::kRefuses) {
       add("kv.budget", absl::StrCat("below prompt + ", kRoomBesidePrompt),
-          "it cannot rank the prompt's tokens");
+          "it cannot evict prompt tokens");
     }
     if (traits.prompt == PromptEviction::kByChunk) {
       add("output.prompt_logprobs",
@@ -179,9 +182,7 @@ grpc::ServerUnaryReactor* PolicyService::GetPolicy(grpc::CallbackServerContext* 
     const Admission& admission = *std::get<ModelPtr>(found)->admission;
     const PolicySpec* spec = FindPolicy(admission.catalog(), request.name());
     if (spec != nullptr) return ToProto(*spec, admission);
-    return NotFound("policy", request.name(),
-                    absl::StrCat("unknown policy '", request.name(),
-                                 "'; known: ", KnownPolicies(admission.catalog())));
+    return NotFound("policy", request.name(), UnknownPolicy(admission.catalog(), request.name()));
   };
   return AnswerAtOnce<v1::GetPolicyRequest>("PolicyService/GetPolicy", frontend_, *context, *in,
                                             *out, get);

@@ -5,6 +5,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "runtime/admission/unknown_policy.h"
 
 namespace epikv {
 namespace {
@@ -37,8 +38,8 @@ absl::Status CheckDefaults(const RequestDefaults& defaults, PolicyCatalog catalo
   if (defaults.policy.empty() || FindPolicy(catalog, defaults.policy) != nullptr) {
     return absl::OkStatus();
   }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "--default_policy: unknown policy '", defaults.policy, "'; known: ", KnownPolicies(catalog)));
+  return absl::InvalidArgumentError(
+      absl::StrCat("--default_policy: ", UnknownPolicy(catalog, defaults.policy)));
 }
 
 absl::Status Apply(const ServingOptions& options, const ServedModel& model) {
@@ -61,8 +62,9 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
   auto model = std::make_shared<ServedModel>();
   model->name = source.name.empty() ? loaded.manifest.name : source.name;
   if (!IsModelName(model->name)) {
-    return absl::InvalidArgumentError(absl::StrCat("the name in the model's manifest must ",
-                                                   kModelNameRule, "; give it another one"));
+    return absl::InvalidArgumentError(absl::StrCat("the name in the model file must ",
+                                                   kModelNameRule,
+                                                   "; give it another name (--model_name)"));
   }
   model->source = std::move(source);
   model->tokenizer = *std::move(tokenizer);

@@ -8,11 +8,11 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "runtime/admission/admission.h"
-#include "runtime/text/chat_format.h"
 #include "runtime/constraints/constraint.h"
 #include "runtime/engine/core_budget.h"
 #include "runtime/engine/engine_thread.h"
 #include "runtime/runtime.h"
+#include "runtime/text/chat_format.h"
 #include "runtime/text/tokenizer.h"
 #include "server/metrics/metrics.h"
 

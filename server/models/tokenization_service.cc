@@ -1,8 +1,8 @@
 #include "server/models/tokenization_service.h"
 
 #include "absl/strings/str_cat.h"
-#include "server/messages/chat_prompt.h"
 #include "server/call/rpc.h"
+#include "server/messages/chat_prompt.h"
 
 namespace epikv {
 namespace {

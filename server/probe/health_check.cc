@@ -75,7 +75,8 @@ std::string StatusName(int32_t status) {
 absl::Status CheckHealth(const HealthCheckOptions& options) {
   if (absl::EndsWith(options.listen, ":0")) {
     return absl::InvalidArgumentError(
-        "--listen has port 0, and only the daemon's output tells which port it took; give that");
+        "--listen has port 0: the daemon then takes a free port and prints it; give that port in "
+        "--listen");
   }
   const std::string address = LocalAddress(options.listen);
   const absl::StatusOr<CredentialsPtr> credentials = ClientCredentials(options.tls);
@@ -100,7 +101,7 @@ absl::Status CheckHealth(const HealthCheckOptions& options) {
       break;
     case grpc::StatusCode::NOT_FOUND:
       return absl::NotFoundError(
-          absl::StrCat(address, " knows no service or model '", options.service, "'"));
+          absl::StrCat(address, " has no service or model named '", options.service, "'"));
     case grpc::StatusCode::DEADLINE_EXCEEDED:
       return absl::DeadlineExceededError(
           absl::StrCat(address, " did not answer within ", absl::FormatDuration(options.timeout)));

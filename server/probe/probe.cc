@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
-#include "server/daemon/config.h"
+#include "server/daemon/command_line.h"
 #include "server/probe/health_check.h"
 
 // epikv-probe: asks the daemon on this machine for its health, for containers whose image has no

@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/reason.h"
-#include "server/stream/courier.h"
 #include "server/base/errors.h"
+#include "server/stream/courier.h"
 
 namespace epikv {
 namespace {

@@ -135,7 +135,7 @@ void Checker::CheckNames() {
 void Checker::CheckArms() {
   const int count = experiment_.arms_size();
   if (count < 2 || count > kMaxArms) {
-    Violate("arms", absl::StrCat("must be from 2 to ", kMaxArms, ", are ", count));
+    Violate("arms", absl::StrCat("there must be 2 to ", kMaxArms, ", there are ", count));
     return;
   }
   uint64_t weight = 0;
@@ -146,10 +146,10 @@ void Checker::CheckArms() {
     const std::string field = absl::StrCat("arms[", i, "]");
     CheckName(field + ".name", arm.name());
     if (arm.name() == "none" || arm.name() == "other") {
-      Violate(field + ".name", absl::StrCat("'", arm.name(), "' is taken"));
+      Violate(field + ".name", absl::StrCat("'", arm.name(), "' cannot be the name of an arm"));
     }
     if (!names.insert(arm.name()).second) {
-      Violate(field + ".name", absl::StrCat("'", ShortName(arm.name()), "' is there twice"));
+      Violate(field + ".name", absl::StrCat("'", ShortName(arm.name()), "' is given twice"));
     }
     if (arm.weight_permille() == 0) Violate(field + ".weight_permille", "must be at least 1");
     if (!arm.kv().cache_salt().empty()) {
@@ -159,7 +159,9 @@ void Checker::CheckArms() {
     controls += arm.control() ? 1 : 0;
   }
   if (weight != 1000) Violate("arms", absl::StrCat("weights must sum to 1000, are ", weight));
-  if (controls != 1) Violate("arms", absl::StrCat("one must be the control, are ", controls));
+  if (controls != 1) {
+    Violate("arms", absl::StrCat("exactly one must be the control, ", controls, " are"));
+  }
 }
 
 void Checker::CheckTraffic() {
@@ -187,7 +189,7 @@ void Checker::CheckMetrics() {
       Violate(field + ".name", absl::StrCat("'", metric.name(), "' is measured by the server"));
     }
     if (!names.insert(metric.name()).second) {
-      Violate(field + ".name", absl::StrCat("'", ShortName(metric.name()), "' is there twice"));
+      Violate(field + ".name", absl::StrCat("'", ShortName(metric.name()), "' is given twice"));
     }
     auto check_enum = [&](absl::string_view name, bool valid, int value) {
       if (!valid) Violate(absl::StrCat(field, ".", name), absl::StrCat("unknown value ", value));
@@ -222,8 +224,10 @@ void Checker::CheckMetrics() {
               absl::StrCat("'", ShortName(guardrail.metric()), "' has a guardrail already"));
     }
     if (IsNeither(guardrail.metric())) {
-      Violate(field + ".metric",
-              absl::StrCat("'", guardrail.metric(), "' is neither better higher nor lower"));
+      Violate(
+          field + ".metric",
+          absl::StrCat("'", guardrail.metric(),
+                       "' cannot have a guardrail: neither a higher nor a lower value is better"));
     }
     if (!(guardrail.margin() >= 0 && std::isfinite(guardrail.margin()))) {
       Violate(field + ".margin",
@@ -237,7 +241,7 @@ void Checker::CheckTimes() {
     Violate("alpha", absl::StrCat("must be in (0, 0.5), is ", experiment_.alpha()));
   }
   if (!IsTimestamp(experiment_.end_time())) {
-    Violate("end_time", "must be of the years 1 to 9999");
+    Violate("end_time", "must be in the years 1 to 9999");
   }
   const absl::Duration window = DurationOf(experiment_.outcome_window());
   if (window <= absl::ZeroDuration() || window > kLongestOutcomeWindow) {
@@ -266,7 +270,7 @@ void Checker::CheckSwitchback() {
             absl::StrCat("must be at least 0 and less than the window, in whole milliseconds, is ",
                          absl::FormatDuration(wash_out)));
   }
-  constexpr absl::string_view kWhole = ": a switchback is of the whole server";
+  constexpr absl::string_view kWhole = ": a switchback takes the whole server";
   if (experiment_.traffic_permille() > 0 && experiment_.traffic_permille() < 1000) {
     Violate("traffic_permille",
             absl::StrCat("must be 1000, is ", experiment_.traffic_permille(), kWhole));
@@ -281,7 +285,7 @@ void Checker::CheckSwitchback() {
   for (int i = 0; i < experiment_.metrics_size(); ++i) {
     if (experiment_.metrics(i).covariate() == v1::Metric::COVARIATE_UNSPECIFIED) continue;
     Violate(absl::StrCat("metrics[", i, "].covariate"),
-            "must be none: a switchback counts windows, and of none anything was known before");
+            "must be none: a switchback counts windows, and a window has no covariate");
   }
 }
 

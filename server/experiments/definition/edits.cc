@@ -63,8 +63,8 @@ absl::StatusOr<uint32_t> FirstFree(const v1::Experiment& experiment,
   return Refused("LAYER_FULL",
                  absl::StrCat("layer '", experiment.layer(), "' has no room for ",
                               experiment.traffic_permille(),
-                              " permille of its units: the experiments that run leave ",
-                              widest * 1000 / kNumBuckets, " in one piece"));
+                              " permille of its units: running experiments leave at most ",
+                              widest * 1000 / kNumBuckets, " permille in one piece"));
 }
 
 absl::Status CheckConflicts(const v1::Experiment& experiment,
@@ -73,9 +73,11 @@ absl::Status CheckConflicts(const v1::Experiment& experiment,
     if (other.layer() == experiment.layer()) continue;
     const uint32_t both = GroupsOf(other) & GroupsOf(experiment);
     if (both == 0) continue;
-    return Refused("ARMS_CONFLICT", absl::StrCat("'", other.name(), "' of layer '", other.layer(),
-                                                 "' runs and sets ", GroupNames(both),
-                                                 " too; in one layer they would share no unit"));
+    return Refused(
+        "ARMS_CONFLICT",
+        absl::StrCat("'", other.name(), "' of layer '", other.layer(), "' is running and sets ",
+                     GroupNames(both),
+                     ", too; put both experiments into one layer, so that they share no unit"));
   }
   return absl::OkStatus();
 }
@@ -126,13 +128,14 @@ absl::StatusOr<v1::Experiment> Started(const v1::Experiment& experiment,
   if (experiment.state() == v1::Experiment::STATE_STOPPED) {
     return Refused("EXPERIMENT_STATE",
                    absl::StrCat("'", experiment.name(),
-                                "' was stopped, and what it has found would mix with what it "
-                                "finds; create another"));
+                                "' was stopped and cannot start again: old and new findings would "
+                                "mix; create another experiment"));
   }
   if (experiment.primary_metric().empty()) {
-    return Refused("EXPERIMENT_STATE", absl::StrCat("'", experiment.name(),
-                                                    "' names no primary_metric: say what decides "
-                                                    "before anything is known"));
+    return Refused("EXPERIMENT_STATE",
+                   absl::StrCat("'", experiment.name(),
+                                "' names no primary_metric: set it before the start, so that the "
+                                "metric that decides is chosen before there are results"));
   }
   if (experiment.has_end_time() && TimeOf(experiment.end_time()) <= now) {
     return Refused("EXPERIMENT_STATE",
@@ -150,7 +153,7 @@ absl::StatusOr<v1::Experiment> Stopped(const v1::Experiment& experiment, const s
                                        absl::Time now) {
   if (experiment.state() == v1::Experiment::STATE_STOPPED) return experiment;
   if (experiment.state() != v1::Experiment::STATE_RUNNING) {
-    return Refused("EXPERIMENT_STATE", absl::StrCat("'", experiment.name(), "' does not run"));
+    return Refused("EXPERIMENT_STATE", absl::StrCat("'", experiment.name(), "' is not running"));
   }
   v1::Experiment stopped = experiment;
   stopped.set_state(v1::Experiment::STATE_STOPPED);
@@ -163,22 +166,26 @@ absl::StatusOr<v1::Experiment> Changed(const v1::Experiment& experiment, v1::Exp
                                        bool allow_rebucket,
                                        const std::vector<v1::Experiment>& all) {
   if (experiment.state() != v1::Experiment::STATE_DRAFT && Redecides(experiment, wanted)) {
-    return Refused("DECIDED", absl::StrCat("'", experiment.name(),
-                                           "' has started: alpha, the primary metric and how its "
-                                           "metrics are read were decided before anything was "
-                                           "known; create another"));
+    return Refused("DECIDED",
+                   absl::StrCat("'", experiment.name(),
+                                "' has started: alpha, primary_metric and the metrics that it "
+                                "declared can no longer change; create another experiment"));
   }
   const bool moves = Rebuckets(experiment, wanted);
   if (!moves || experiment.state() == v1::Experiment::STATE_DRAFT) return wanted;
   if (experiment.state() == v1::Experiment::STATE_STOPPED) {
-    return Refused("EXPERIMENT_STATE",
-                   absl::StrCat("'", experiment.name(), "' is over: its arms are what they were"));
+    return Refused(
+        "EXPERIMENT_STATE",
+        absl::StrCat(
+            "'", experiment.name(),
+            "' has stopped: its arms, layer, traffic and eligibility can no longer change"));
   }
   if (!allow_rebucket) {
-    return Refused("REBUCKET",
-                   absl::StrCat("'", experiment.name(),
-                                "' runs, and units would move between arms; allow_rebucket deals "
-                                "them anew, and what was found so far is counted apart"));
+    return Refused(
+        "REBUCKET",
+        absl::StrCat("'", experiment.name(),
+                     "' is running, and this change would move units between arms; allow_rebucket "
+                     "permits it: units are dealt anew, and earlier requests are counted apart"));
   }
   wanted.set_bucket_version(experiment.bucket_version() + 1);
   return Placed(std::move(wanted), all);

@@ -7,9 +7,9 @@
 #include "absl/time/time.h"
 #include "epikv/v1/experiment.pb.h"
 
-// What may become of an experiment, among all there are. Errors have a reason (runtime/base/reason.h):
-// ETAG (kAborted), EXPERIMENT_STATE, LAYER_FULL, ARMS_CONFLICT, REBUCKET, DECIDED
-// (kFailedPrecondition).
+// What may become of an experiment, among all there are. Errors have a reason
+// (runtime/base/reason.h): ETAG (kAborted), EXPERIMENT_STATE, LAYER_FULL, ARMS_CONFLICT, REBUCKET,
+// DECIDED (kFailedPrecondition).
 
 namespace epikv {
 

@@ -16,4 +16,9 @@ absl::Time Windows::Begin(int64_t window) const { return absl::UnixEpoch() + win
 
 std::string WindowUnit(int64_t window) { return absl::StrCat("window/", window); }
 
+std::optional<Windows> WindowsOf(const v1::Experiment& experiment) {
+  if (!experiment.has_switchback()) return std::nullopt;
+  return Windows(experiment.switchback());
+}
+
 }  // namespace epikv

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/time/time.h"
@@ -31,5 +32,8 @@ class Windows {
 
 // What is dealt in its stead: "window/<number>".
 std::string WindowUnit(int64_t window);
+
+// Of a switchback experiment; of another there are none.
+std::optional<Windows> WindowsOf(const v1::Experiment& experiment);
 
 }  // namespace epikv

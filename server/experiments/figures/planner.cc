@@ -137,7 +137,7 @@ UnitPlan PowerOf(const Baseline& baseline, double effect, double units, const De
 }
 
 absl::Status OutOf(absl::string_view name, absl::string_view range, double value) {
-  return absl::InvalidArgumentError(absl::StrCat(name, " is in ", range, "; not ", value));
+  return absl::InvalidArgumentError(absl::StrCat(name, " must be in ", range, ", is ", value));
 }
 
 absl::Status Check(const Baseline& baseline, const Design& design) {
@@ -154,7 +154,7 @@ absl::Status Check(const Baseline& baseline, const Design& design) {
   if (!(design.control_share > 0 && design.treatment_share > 0 &&
         design.control_share + design.treatment_share <= 1 + 1e-9)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("shares of units are positive and together at most 1; not ",
+        absl::StrCat("shares of units must be positive and sum to at most 1, are ",
                      design.control_share, " and ", design.treatment_share));
   }
   if (baseline.kind == MetricKind::kMean) {
@@ -168,7 +168,10 @@ absl::Status Check(const Baseline& baseline, const Design& design) {
 }
 
 absl::Status CheckEffect(const Baseline& baseline, double effect) {
-  if (!std::isfinite(effect) || effect == 0) return OutOf("the effect", "numbers but 0", effect);
+  if (!std::isfinite(effect) || effect == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the effect must be a finite number other than 0, is ", effect));
+  }
   const double rate = baseline.rate + effect;
   if (baseline.kind == MetricKind::kProportion && !(rate > 0 && rate < 1)) {
     return OutOf("the rate with the effect", "(0, 1)", rate);

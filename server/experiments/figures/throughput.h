@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "absl/time/time.h"
-#include "server/experiments/store/store.h"
 #include "server/experiments/definition/windows.h"
+#include "server/experiments/store/store.h"
 
 namespace epikv {
 

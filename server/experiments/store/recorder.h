@@ -17,9 +17,9 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "epikv/v1/experiment_record.pb.h"
+#include "server/base/steady_cond_var.h"
 #include "server/experiments/store/spool.h"
 #include "server/experiments/store/store.h"
-#include "server/base/steady_cond_var.h"
 
 namespace epikv {
 

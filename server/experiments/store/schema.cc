@@ -56,8 +56,8 @@ constexpr absl::string_view kVersion2[] = {
 
 absl::Status NotOurs(absl::string_view why) {
   return absl::FailedPreconditionError(
-      absl::StrCat("this database is no experiment store of epikv (", why,
-                   ") and is left as it is: give another, or an empty one"));
+      absl::StrCat("this database is not an experiment store of epikv (", why,
+                   "), and was not changed; name another database, or an empty one"));
 }
 
 // Of an empty database: 0.
@@ -72,7 +72,7 @@ absl::StatusOr<int64_t> VersionOf(SqlSession& session) {
       session.Query("SELECT application, version FROM schema_version");
   if (absl::IsUnavailable(rows.status())) return rows.status();
   if (!rows.ok() || rows->size() != 1 || TextOf(rows->front()[0]) != kApplication) {
-    return NotOurs("its schema_version is another program's");
+    return NotOurs("its table schema_version was made by another program");
   }
   return IntOf(rows->front()[1]);
 }

@@ -94,8 +94,8 @@ class Spool::File {
   absl::Status LockAlone() {
     if (flock(file_, LOCK_EX | LOCK_NB) == 0) return absl::OkStatus();
     if (errno != EWOULDBLOCK) return ErrorOf(errno, "cannot lock", path_);
-    return absl::FailedPreconditionError(absl::StrCat("spool: another process holds '", path_,
-                                                      "': give each daemon a folder of its own"));
+    return absl::FailedPreconditionError(absl::StrCat("spool: another process is using '", path_,
+                                                      "': give each daemon its own folder"));
   }
   // At the end of the file; synced.
   absl::Status Append(absl::string_view bytes) {
@@ -203,7 +203,9 @@ absl::Status Spool::CheckMagic(const Segment& segment) const {
     return absl::OkStatus();
   }
   return absl::FailedPreconditionError(
-      absl::StrCat("spool: '", folder_, "' was written by a newer epikvd, which must empty it"));
+      absl::StrCat("spool: '", folder_,
+                   "' was written by a newer epikvd: run that version until the folder is empty, "
+                   "or name another folder"));
 }
 
 // Only the last segment was being written. It takes no more: the next record begins another.

@@ -43,7 +43,10 @@ using Open = std::function<absl::StatusOr<std::unique_ptr<SqlSession>>()>;
 absl::StatusOr<int64_t> RevisionOf(SqlSession& session) {
   const absl::StatusOr<std::vector<SqlRow>> rows = session.Query("SELECT revision FROM revisions");
   if (!rows.ok()) return rows.status();
-  if (rows->size() != 1) return absl::DataLossError("the experiment store has lost its revision");
+  if (rows->size() != 1) {
+    return absl::DataLossError(
+        "the experiment store is damaged: its table revisions must have exactly one row");
+  }
   return IntOf(rows->front()[0]);
 }
 
@@ -104,7 +107,7 @@ class SqlStore final : public Store {
       if (!all.ok()) return all.status();
       if (Find(all->experiments, experiment.name()) != nullptr) {
         return absl::AlreadyExistsError(
-            absl::StrCat("there is an experiment '", experiment.name(), "'"));
+            absl::StrCat("an experiment '", experiment.name(), "' exists already"));
       }
       return Put(session, experiment, all->revision + 1);
     });

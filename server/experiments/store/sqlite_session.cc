@@ -119,8 +119,8 @@ class SqliteSession final : public SqlSession {
       if (mode.ok()) {
         return absl::FailedPreconditionError(
             absl::StrCat("'", path_,
-                         "' cannot have a write-ahead log, which network file systems "
-                         "lack: put it on a local disk, or use PostgreSQL"));
+                         "': SQLite cannot keep a write-ahead log there, as on network file "
+                         "systems; put the file on a local disk, or use PostgreSQL"));
       }
       if (!absl::IsUnavailable(mode.status()) || SteadyTime() > give_up) return mode.status();
       sqlite3_sleep(kRetryMs);

@@ -1,0 +1,1 @@
+// Compiles server_pch.h once; see server/CMakeLists.txt.

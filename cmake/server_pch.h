@@ -1,0 +1,32 @@
+#pragma once
+#include <google/protobuf/descriptor.h>
+#include <google/protobuf/text_format.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "epikv/v1/access_log.pb.h"
+#include "epikv/v1/admin.grpc.pb.h"
+#include "epikv/v1/config.pb.h"
+#include "epikv/v1/errors.pb.h"
+#include "epikv/v1/experiment.grpc.pb.h"
+#include "epikv/v1/experiment_record.pb.h"
+#include "epikv/v1/generation.grpc.pb.h"
+#include "epikv/v1/model.grpc.pb.h"
+#include "epikv/v1/policy.grpc.pb.h"
+#include "epikv/v1/tokenization.grpc.pb.h"

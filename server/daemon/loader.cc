@@ -1,0 +1,49 @@
+#include "server/daemon/loader.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "runtime/base/machine.h"
+#include "runtime/runtime.h"
+
+namespace epikv {
+
+int64_t EngineCores(const Config& config) {
+  int64_t cores = std::max({int64_t{1}, CpuQuota() - 1, config.runtime.threads});
+  for (const ModelSource& source : config.models) cores = std::max(cores, source.threads);
+  return cores;
+}
+
+absl::StatusOr<ModelPtr> Loader::Load(const ModelSource& source) const {
+  const absl::Time begin = absl::Now();
+  const Config config = settings_.config();
+  RuntimeOptions options = config.runtime;
+  options.model_path = source.path;
+  options.artefact_dir = source.artefact_dir;
+  if (source.kv_pool_bytes > 0) options.kv_pool_bytes = source.kv_pool_bytes;
+  if (source.threads > 0) options.threads = source.threads;
+  options.progress = [this](absl::string_view stage) { log_.Info(stage); };
+  absl::StatusOr<LoadedModel> loaded = LoadModel(options);
+  if (!loaded.ok()) return loaded.status();
+  for (const std::string& line : loaded->description) log_.Info(line);
+  return MakeServedModel(*std::move(loaded), source, config.serving, absl::Now() - begin, cores_,
+                         metrics_);
+}
+
+absl::Status Loader::LoadAll(const std::vector<ModelSource>& sources, Settings& settings,
+                             Models& models) const {
+  for (const ModelSource& source : sources) {
+    absl::StatusOr<ModelPtr> model = Load(source);
+    if (!model.ok()) return model.status();
+    if (absl::Status status = PutInService(*model, /*replace=*/false, settings, models);
+        !status.ok()) {
+      return absl::Status(status.code(), absl::StrCat(source.path, ": ", status.message()));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace epikv

@@ -1,0 +1,265 @@
+#include "server/daemon/serve.h"
+
+#include <grpcpp/grpcpp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "nlohmann/json.hpp"
+#include "runtime/base/machine.h"
+#include "runtime/engine/core_budget.h"
+#include "runtime/runtime.h"
+#include "server/base/lifecycle.h"
+#include "server/base/log.h"
+#include "server/call/access_log.h"
+#include "server/call/auth.h"
+#include "server/call/call_scope.h"
+#include "server/call/traffic.h"
+#include "server/daemon/admin_service.h"
+#include "server/daemon/config.h"
+#include "server/daemon/freed_memory.h"
+#include "server/daemon/loader.h"
+#include "server/daemon/server.h"
+#include "server/daemon/settings.h"
+#include "server/daemon/version.h"
+#include "server/experiments/experiments.h"
+#include "server/experiments/shadow.h"
+#include "server/metrics/metrics.h"
+#include "server/metrics/metrics_server.h"
+#include "server/models/models.h"
+#include "server/port/grpc_port.h"
+#include "server/stream/courier.h"
+
+namespace epikv {
+namespace {
+
+std::string AddressOf(const std::string& listen, int port) {
+  return absl::StrCat(listen.substr(0, listen.rfind(':')), ":", port);
+}
+
+// For programs: one line, when requests are served.
+void Announce(const Config& config, const std::vector<ModelPtr>& served, const Server& server,
+              const GrpcPort* admin, const MetricsServer* metrics) {
+  nlohmann::ordered_json line;
+  line["grpc"] = AddressOf(config.listen, server.port());
+  line["metrics"] = metrics == nullptr ? "" : AddressOf(config.metrics_listen, metrics->port());
+  line["admin"] = admin == nullptr ? "" : AddressOf(config.admin_listen, admin->port());
+  for (const ModelPtr& model : served) {
+    line["models"].push_back({{"name", model->name},
+                              {"kv_capacity_tokens", model->kv_capacity_tokens()},
+                              {"threads", model->threads},
+                              {"device", model->device},
+                              {"decode_kernel", model->decode_kernel},
+                              {"prefill_kernel", model->prefill_kernel}});
+  }
+  std::cout << line.dump() << std::endl;
+}
+
+// Settings that explain how a daemon behaves; what has a series of its own is not among them.
+prometheus::Labels LabelsOf(const Config& config) {
+  const ServingOptions& serving = config.serving;
+  return {{"max_step_tokens", absl::StrCat(serving.scheduler.max_step_tokens)},
+          {"prefill_chunk_tokens", absl::StrCat(serving.scheduler.prefill_chunk_tokens)},
+          {"max_running_requests", absl::StrCat(serving.max_running_requests)},
+          {"max_queued_requests", absl::StrCat(serving.queue.max_requests)},
+          {"max_queued_tokens", absl::StrCat(serving.queue.max_tokens)},
+          {"default_max_output_tokens", absl::StrCat(serving.defaults.max_output_tokens)},
+          {"default_policy", serving.defaults.policy},
+          {"default_equal_protection", serving.defaults.equal_protection ? "true" : "false"},
+          {"deterministic", serving.deterministic ? "true" : "false"}};
+}
+
+// Health first, so that balancers turn away; then new requests; then what runs, within the cap. The
+// port closes when nobody has sent a call here for a second, ten seconds later at most.
+void Drain(const Settings& settings, Server& server, Models& models, const Traffic& traffic,
+           const Log& log) {
+  const int64_t known = traffic.events();
+  const absl::Duration drain = settings.config().drain;
+  const absl::Time deadline = absl::Now() + drain;
+  log.Info(absl::StrCat("stopping: running streams may go on for ", absl::FormatDuration(drain),
+                        "; a second signal stops the daemon at once"));
+  models.Drain(deadline);
+  server.AwaitStreams(deadline);
+  traffic.AwaitQuiet(known, std::min(deadline - absl::Now(), absl::Seconds(10)));
+  server.Close();
+  log.Info("stopped");
+}
+
+absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config, Metrics& metrics,
+                                                         const Log& log) {
+  constexpr int64_t kSecondsBetweenWarnings = 60;
+  auto warned = std::make_shared<std::atomic<int64_t>>(0);  // when
+  return AccessLog::Open(config.access_log, [&metrics, &log, warned](int64_t lines) {
+    metrics.OnAccessLogDropped(lines);
+    const int64_t now = absl::ToUnixSeconds(absl::Now());
+    int64_t before = *warned;
+    if (now - before < kSecondsBetweenWarnings) return;
+    if (!warned->compare_exchange_strong(before, now)) return;
+    log.Warn(
+        "--access_log cannot be written, or not fast enough: some lines are lost "
+        "(epikv_access_log_dropped_total counts them)");
+  });
+}
+
+absl::StatusOr<std::unique_ptr<Authenticator>> MakeAuthenticator(const Config& config,
+                                                                 Metrics& metrics, const Log& log) {
+  auto on_reload = [&metrics, &log](const absl::Status& status) {
+    if (status.ok()) return log.Info("auth_tokens_file was read again");
+    metrics.OnTokensReloadFailed();
+    log.Warn(absl::StrCat(status.message(), "; the tokens known before stay valid"));
+  };
+  return Authenticator::Create({.tokens_file = config.tokens_file, .on_reload = on_reload});
+}
+
+// Files that serving needs; known before a model takes long to load.
+absl::Status CheckFiles(const Config& config) {
+  const absl::Status checks[] = {
+      CheckTlsFiles(config.tls),
+      Authenticator::Create({.tokens_file = config.tokens_file}).status(),
+      AccessLog::Open(config.access_log, [](int64_t) {}).status()};
+  std::vector<absl::string_view> problems;
+  for (const absl::Status& status : checks) {
+    if (!status.ok()) problems.push_back(status.message());
+  }
+  if (problems.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
+}
+
+void WarnOfPlainText(absl::string_view flag, const std::string& address, const TlsFiles& tls,
+                     const Log& log) {
+  if (address.empty() || !tls.certificate.empty() || IsLoopback(address)) return;
+  log.Warn(absl::StrCat(flag, "=", address,
+                        " is not encrypted: anyone on the network path can read it; set "
+                        "--tls_certificate and --tls_key"));
+}
+
+// Null: metrics are not served. Never stopped: that takes the library two seconds, and the process
+// ends anyway.
+absl::StatusOr<const MetricsServer*> ServeMetrics(const Config& config, Metrics& metrics) {
+  if (config.metrics_listen.empty()) return nullptr;
+  absl::StatusOr<std::unique_ptr<MetricsServer>> started =
+      MetricsServer::Start(config.metrics_listen);
+  if (!started.ok()) return started.status();
+  (*started)->Serve(metrics);
+  return started->release();
+}
+
+GrpcPortOptions PortOf(const Config& config) {
+  return {.listen = config.listen,
+          .transport = config.transport,
+          .tls = config.tls,
+          .reflection = config.reflection};
+}
+
+// Null: there is none.
+absl::StatusOr<std::unique_ptr<GrpcPort>> OpenAdminPort(const Config& config, AdminService& admin,
+                                                        Lifecycle& lifecycle) {
+  if (config.admin_listen.empty()) return nullptr;
+  GrpcPortOptions port = PortOf(config);
+  port.listen = config.admin_listen;
+  port.flag = "--admin_listen";
+  port.channelz = config.channelz;
+  return GrpcPort::Open(port, {&admin}, {"", "epikv.v1.AdminService"}, lifecycle);
+}
+
+// Settings that change while the daemon runs.
+absl::Status Change(const Config& next, Models& models, Metrics& metrics, Log& log) {
+  absl::Status known = CheckDefaults(next.serving.defaults, BuiltPolicies());
+  if (!known.ok()) return known;
+  for (const ModelPtr& model : models.Live()) {
+    if (absl::Status status = Apply(next.serving, *model); !status.ok()) return status;
+  }
+  metrics.SetConfig(LabelsOf(next));
+  log.SetLevel(next.log_level);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
+  const Config config = ConfigOf(settled);
+  static Log& log = *new Log(config.log_level);  // gRPC's threads use it to the end
+  if (absl::Status status = CheckFiles(config); !status.ok()) return status;
+  WarnOfPlainText("--listen", config.listen, config.tls, log);
+  WarnOfPlainText("--admin_listen", config.admin_listen, config.tls, log);
+  // Ports before models: probes are answered while those are loaded.
+  Lifecycle lifecycle;
+  Metrics metrics({.policies = BuiltPolicies(),
+                   .max_series = config.metrics_max_series,
+                   .config = LabelsOf(config),
+                   .build = {{"commit", std::string(Commit())},
+                             {"torch", TorchVersion()},
+                             {"grpc", grpc::Version()}},
+                   .lifecycle = &lifecycle});
+  const absl::StatusOr<const MetricsServer*> metrics_server = ServeMetrics(config, metrics);
+  if (!metrics_server.ok()) return metrics_server.status();
+  absl::StatusOr<std::unique_ptr<AccessLog>> access_log = OpenAccessLog(config, metrics, log);
+  if (!access_log.ok()) return access_log.status();
+  const absl::StatusOr<std::unique_ptr<Authenticator>> auth =
+      MakeAuthenticator(config, metrics, log);
+  if (!auth.ok()) return auth.status();
+  Traffic traffic;
+  const Frontend frontend{
+      .auth = **auth, .metrics = metrics, .access_log = **access_log, .traffic = traffic};
+  CoreBudget cores(EngineCores(config));
+  Courier courier(config.outbox.stall / 4);
+  Models models(lifecycle);
+  Settings settings(settled,
+                    [&](const Config& next) { return Change(next, models, metrics, log); });
+  const Loader loader(settings, log, cores, metrics);
+  absl::StatusOr<std::unique_ptr<Experiments>> experiments = nullptr;
+  if (!config.experiments.store.empty()) {
+    experiments = Experiments::Open(config.experiments, metrics, log);
+  }
+  if (!experiments.ok()) return experiments.status();
+  std::unique_ptr<Shadow> shadow;
+  const ShadowOptions& replays = config.experiments.shadow;
+  if (*experiments != nullptr && replays.share_of_requests > 0) {
+    shadow = std::make_unique<Shadow>(replays, models, **experiments);
+  }
+  absl::StatusOr<std::unique_ptr<Server>> server =
+      Server::Start({.port = PortOf(config),
+                     .outbox = config.outbox,
+                     .participation = experiments->get(),
+                     .experiments = experiments->get(),
+                     .shadow = shadow.get()},
+                    models, lifecycle, courier, frontend);
+  if (!server.ok()) return server.status();
+  AdminService admin(models, lifecycle, settings, frontend,
+                     [&loader](const ModelSource& source) { return loader.Load(source); });
+  absl::StatusOr<std::unique_ptr<GrpcPort>> admin_port = OpenAdminPort(config, admin, lifecycle);
+  if (!admin_port.ok()) return admin_port.status();
+  log.TakeGrpc();
+  log.Info(absl::StrCat("gRPC listens on ", AddressOf(config.listen, (*server)->port()),
+                        "; requests are refused until the models are loaded"));
+
+  absl::Status loaded = loader.LoadAll(config.models, settings, models);
+  if (!loaded.ok()) return loaded;
+  ReturnFreedMemory(absl::Milliseconds(500));
+  signals.Serve();
+  lifecycle.SetState(ServerState::kServing);
+  log.Info("serving");
+  Announce(config, models.InService(), **server, admin_port->get(), *metrics_server);
+  signals.AwaitStop();
+  Drain(settings, **server, models, traffic, log);
+  const bool loading = admin.AbandonLoading();
+  if (*admin_port != nullptr) (*admin_port)->Close();
+  if (loading) {
+    shadow.reset();
+    experiments->reset();  // these write what waits
+    access_log->reset();
+    std::_Exit(0);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace epikv

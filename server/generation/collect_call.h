@@ -1,0 +1,130 @@
+#pragma once
+
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <atomic>
+#include <cstdint>
+#include <utility>
+
+#include "absl/strings/string_view.h"
+#include "server/base/errors.h"
+#include "server/call/call_scope.h"
+#include "server/call/wire.h"
+#include "server/generation/call_facts.h"
+#include "server/generation/live_calls.h"
+#include "server/messages/generation_messages.h"
+#include "server/stream/outbox.h"
+
+namespace epikv {
+
+// A stream's messages are smaller than its outbox; a result may be of any size.
+grpc::Status AnswerTooLarge(int64_t bytes, int64_t limit);
+
+// Where a completion's output goes: into the result, or, of several, into its own place in it.
+template <typename Use>
+void WithOutput(v1::GenerateResult& result, int64_t completion, const Use& use) {
+  const int64_t n = result.accepted().sampling().n();
+  if (n <= 1) return use(result);
+  while (result.completions_size() < n) result.add_completions();
+  use(*result.mutable_completions(static_cast<int>(completion)));
+}
+template <typename Use>
+void WithOutput(v1::ScoreResponse& result, int64_t, const Use& use) {
+  use(result);
+}
+
+inline void AddEnd(v1::GenerateResult& result, const v1::Finished& finished) {
+  WithOutput(result, finished.completion(), [&](auto& output) {
+    if constexpr (requires { output.mutable_finished(); }) *output.mutable_finished() = finished;
+  });
+}
+inline void AddEnd(v1::ScoreResponse&, const v1::Finished&) {}  // scores have one
+
+template <typename Output>
+void AddText(Output& output, const Delta& delta) {
+  output.mutable_text()->append(delta.text);
+}
+inline void AddText(v1::ScoreResponse& result, const Delta& delta) {
+  result.mutable_greedy()->Add(delta.greedy.begin(), delta.greedy.end());
+}
+
+inline void AddPrompt(v1::GenerateResult& result, const PromptLogprobs& prompt) {
+  v1::PromptLogprobs proto = ToProto(prompt);
+  if (result.has_prompt_logprobs()) proto.clear_first();  // that of the first part stays
+  result.mutable_prompt_logprobs()->MergeFrom(proto);
+}
+inline void AddPrompt(v1::ScoreResponse&, const PromptLogprobs&) {}  // cannot be asked for
+
+// Collects the messages of a stream into one result. Deletes itself as StreamCall does.
+template <typename Result>
+class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
+ public:
+  CollectCall(absl::string_view method, grpc::ByteBuffer& out, grpc::CallbackServerContext& context,
+              const Frontend& frontend, LiveCalls& live, int64_t max_bytes)
+      : out_(out), max_bytes_(max_bytes), live_(live), scope_(method, frontend, context) {}
+
+  CallScope& scope() { return scope_; }
+  void Start(CallFacts facts) {
+    facts_ = std::move(facts);
+    *result_.mutable_accepted() = facts_.accepted;
+    started_ = true;
+  }
+  void Fail(const grpc::Status& status) { Finish(scope_.Close(status)); }
+
+  void Send(OutboxMessage message) override {
+    std::visit([this](auto& part) { Collect(part); }, message);
+    facts_.outbox->OnWritten(true);
+  }
+  void Abort() override {}  // no write takes time
+  void End(const absl::Status& status) override {
+    AddPushback(scope_.context(), RetryAfterOf(status));
+    if (!status.ok()) return Fail(ToGrpc(status));
+    const auto bytes = static_cast<int64_t>(result_.ByteSizeLong());
+    if (bytes > max_bytes_) return Fail(AnswerTooLarge(bytes, max_bytes_));
+    out_ = Serialize(result_);
+    Fail(grpc::Status::OK);
+  }
+
+  void OnCancel() override {
+    if (started_) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
+  }
+  void OnDone() override { delete this; }
+
+ private:
+  void Collect(const Queued& queued) {
+    result_.mutable_accepted()->set_queue_position(queued.position);
+  }
+  void Collect(const Delta& delta) {
+    const v1::Delta proto = ToProto(delta);
+    WithOutput(result_, delta.completion, [&](auto& output) {
+      output.mutable_token_ids()->MergeFrom(proto.token_ids());
+      output.mutable_logprobs()->MergeFrom(proto.logprobs());
+      output.mutable_signals()->MergeFrom(proto.signals());
+      output.mutable_top_logprobs()->MergeFrom(proto.top_logprobs());
+      AddText(output, delta);
+    });
+  }
+  void Collect(const PromptProgress&) {}  // nobody sees it pass
+  void Collect(const PromptLogprobs& prompt) { AddPrompt(result_, prompt); }
+  void Collect(const EvictionTrace& trace) {
+    WithOutput(result_, trace.completion,
+               [&](auto& output) { *output.add_evictions() = ToProto(trace); });
+  }
+  void Collect(const CompletionEnd& end) {
+    AddEnd(result_, FinishedOf(facts_.accepted, end, facts_.lanes));
+  }
+  void Collect(const Finished& finished) {
+    *result_.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
+  }
+
+  grpc::ByteBuffer& out_;
+  const int64_t max_bytes_;
+  const LiveCall live_;
+  CallScope scope_;
+  CallFacts facts_;
+  std::atomic<bool> started_ = false;  // facts_ are there
+  Result result_;
+};
+
+}  // namespace epikv

@@ -1,0 +1,173 @@
+#include "server/generation/request_preparer.h"
+
+#include <algorithm>
+#include <iterator>
+#include <type_traits>
+#include <utility>
+
+#include "absl/random/random.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "server/base/errors.h"
+#include "server/generation/call_facts.h"
+
+namespace epikv {
+namespace {
+
+// Who has a token is the tenant of his own requests; an operator may speak for others. Without
+// tokens everyone is who he says.
+std::optional<grpc::Status> SettleTenant(const Identity& caller, std::string& tenant) {
+  if (caller.name.empty() || tenant == caller.name) return std::nullopt;
+  if (tenant.empty()) {
+    tenant = caller.name;
+    return std::nullopt;
+  }
+  if (caller.May(Role::kOperator)) return std::nullopt;
+  return PermissionDenied(
+      absl::StrCat("scheduling.tenant '", tenant, "' of caller '", caller.name, "'"),
+      RoleName(Role::kOperator));
+}
+
+// Nobody can guess it: who did would keep another's request out by a duplicate.
+std::string NewRequestId() {
+  absl::BitGen random;
+  return absl::StrCat(absl::Hex(absl::Uniform<uint64_t>(random), absl::kZeroPad16),
+                      absl::Hex(absl::Uniform<uint64_t>(random), absl::kZeroPad16));
+}
+
+// Whether other options for its KV cache could have been accepted.
+bool ConcernsKv(const Rejection& rejection) {
+  constexpr absl::string_view kReasons[] = {"KV_BUDGET", "KV_POOL_TOO_SMALL", "ARTEFACT_MISSING",
+                                            "PROMPT_EVICTED", "SPAN_RANGE"};
+  return std::find(std::begin(kReasons), std::end(kReasons), rejection.reason) !=
+             std::end(kReasons) ||
+         std::any_of(rejection.violations.begin(), rejection.violations.end(),
+                     [](const FieldViolation& violation) {
+                       return absl::StartsWith(violation.field, "kv.");
+                     });
+}
+
+// Compiles what the text has to be. A text that is no constraint is a violation beside others.
+std::optional<grpc::Status> Constrain(const v1::GenerateRequest& message, const ServedModel& model,
+                                      AskedRequest& asked) {
+  const std::optional<ConstraintText> text = ConstraintOf(message.sampling());
+  if (!text.has_value()) return std::nullopt;
+  auto constraint = model.constraints->Compile(*text);
+  if (constraint.ok()) {
+    asked.options.sampling.constraint = *std::move(constraint);
+  } else if (absl::IsInvalidArgument(constraint.status())) {
+    asked.violations.push_back(
+        {ConstraintField(*text), std::string(constraint.status().message())});
+  } else if (absl::IsResourceExhausted(constraint.status())) {
+    return Exhausted("memory of constraints", constraint.status().message(), kCompileRetryDelay);
+  } else {
+    return ToGrpc(constraint.status());
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+template <typename Message>
+std::variant<Prepared, grpc::Status> RequestPreparer::Prepare(CallScope& scope,
+                                                              const Message& message,
+                                                              const ServedModel& model) {
+  AskedRequest asked = FromProto(message, {.tokenizer = *model.tokenizer, .chat = model.chat});
+  if (asked.options.id.empty()) asked.options.id = NewRequestId();
+  if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
+  std::string& tenant = asked.options.scheduling.tenant;
+  if (std::optional<grpc::Status> refusal = SettleTenant(scope.caller(), tenant)) {
+    model.metrics->OnRejected(kPermissionDenied);
+    return *std::move(refusal);
+  }
+  scope.entry().set_tenant(ForLog(tenant));
+  asked.options.arrival = scope.start();
+  asked.options.deadline = DeadlineOf(scope.context());
+  Dealt dealt;
+  if constexpr (std::is_same_v<Message, v1::GenerateRequest>) {
+    auto result = Deal(scope, message, model, asked);
+    if (auto* refusal = std::get_if<grpc::Status>(&result)) {
+      model.metrics->OnRejected(kPermissionDenied);
+      return std::move(*refusal);
+    }
+    dealt = std::get<Dealt>(std::move(result));
+    if (std::optional<grpc::Status> refusal = Constrain(message, model, asked)) {
+      model.metrics->OnRejected(ErrorReason(*refusal));
+      return *std::move(refusal);
+    }
+  }
+  const DeltaOptions deltas = asked.deltas;
+  std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);
+  const auto* rejection = std::get_if<Rejection>(&resolved);
+  // What is refused whatever its arm says nothing of arms.
+  const bool tells = rejection == nullptr || ConcernsKv(*rejection);
+  if (!tells || !TakePart(scope, dealt)) dealt.began.reset();
+  if (rejection != nullptr) {
+    model.metrics->OnRejected(rejection->reason);
+    return ToGrpc(*rejection);
+  }
+  return Prepared{.request = std::get<Request>(std::move(resolved)),
+                  .deltas = deltas,
+                  .began = std::move(dealt.began)};
+}
+
+std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(
+    const CallScope& scope, const v1::GenerateRequest& message, const ServedModel& model,
+    AskedRequest& asked) {
+  for (FieldViolation& violation : CheckContext(message)) {
+    asked.violations.push_back(std::move(violation));
+  }
+  if (!message.experiment().force_arm().empty() && !scope.caller().May(Role::kExperimenter)) {
+    return PermissionDenied("experiment.force_arm", RoleName(Role::kExperimenter));
+  }
+  if (experiments_ == nullptr) {
+    if (!message.experiment().force_arm().empty()) {
+      asked.violations.push_back(
+          {"experiment.force_arm",
+           "this server has no experiments (--experiment_store is not set)"});
+    }
+    return Dealt();
+  }
+  const auto prompt_tokens = static_cast<int64_t>(asked.options.prompt.size());
+  const Subject subject{.request = message,
+                        .request_id = asked.options.id,
+                        .model = model.name,
+                        .prompt_tokens = prompt_tokens,
+                        .max_output_tokens = model.admission->MaxOutputTokens(
+                            asked.options.stop.max_output_tokens, prompt_tokens),
+                        .began = scope.start()};
+  absl::StatusOr<Assignment> assignment = experiments_->Assign(subject);
+  if (!assignment.ok()) {
+    asked.violations.push_back(
+        {"experiment.force_arm", std::string(assignment.status().message())});
+    return Dealt();
+  }
+  Dealt dealt{.began = std::nullopt, .excluded = std::move(assignment->excluded)};
+  if (assignment->parts.empty()) return dealt;
+  SetKv(assignment->kv, asked);
+  asked.options.arm = assignment->arm;
+  v1::RequestBegan began = BeganOf(subject, *assignment);
+  began.set_id(NewRequestId());
+  began.set_tenant(asked.options.scheduling.tenant);
+  dealt.began = std::move(began);
+  return dealt;
+}
+
+// Once a call: a request that meets its model's successor has begun already.
+bool RequestPreparer::TakePart(CallScope& scope, const Dealt& dealt) {
+  if (!dealt.excluded.empty()) experiments_->OnExcluded(dealt.excluded);
+  if (!dealt.began.has_value() || scope.has_on_close()) return false;
+  scope.OnClose([experiments = experiments_, id = dealt.began->id()](
+                    const v1::AccessLogEntry& entry) { experiments->OnEnded(EndOf(id, entry)); });
+  experiments_->OnBegan(*dealt.began);
+  return true;
+}
+
+template std::variant<Prepared, grpc::Status> RequestPreparer::Prepare(CallScope&,
+                                                                       const v1::GenerateRequest&,
+                                                                       const ServedModel&);
+template std::variant<Prepared, grpc::Status> RequestPreparer::Prepare(CallScope&,
+                                                                       const v1::ScoreRequest&,
+                                                                       const ServedModel&);
+
+}  // namespace epikv
