@@ -31,7 +31,7 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "tap of the wrong layer",
-        "runtime/executor/executor.cc",
+        "runtime/forward/cpu_forward.cc",
         "taps_[layers[place]].push_back",
         "taps_[layers[place] > 0 ? layers[place] - 1 : 1].push_back",
         "laws_test",
@@ -39,7 +39,7 @@ MUTANTS = [
     ),
     Mutant(
         "the mass of every layer in the place of the first",
-        "runtime/executor/executor.cc",
+        "runtime/forward/cpu_forward.cc",
         "shape, mass_rows_.layer(layer));",
         "shape, mass_rows_.layer(0));",
         "laws_test",
@@ -50,7 +50,7 @@ MUTANTS = [
         "policies/select.cc",
         "candidates.emplace_back(scores[slot], index[slot]);",
         "candidates.emplace_back(scores[slot], -index[slot]);",
-        "select_test",
+        "policy_values_test",
         "*",
     ),
     Mutant(
@@ -66,7 +66,7 @@ MUTANTS = [
         "policies/decorators/caote.cc",
         "weight / (1 - weight).clamp_min(kLeast) * (values",
         "weight * (values",
-        "caote_test",
+        "policies_test",
         "*IsTheMeasured*:*IsThatOfEachHead*",
     ),
     Mutant(
@@ -74,7 +74,7 @@ MUTANTS = [
         "policies/protection.h",
         "index > newest - recent",
         "index > newest - recent + 1",
-        "protection_test",
+        "policy_values_test",
         "*",
     ),
     Mutant(
@@ -104,8 +104,8 @@ MUTANTS = [
     ),
     Mutant(
         "prompt evicted wherever a step ends",
-        "runtime/engine/engine.cc",
-        "(end % chunk == 0 || item.ends_prefill)",
+        "runtime/engine/sequence.cc",
+        "(end % prefill_chunk_tokens == 0 || item.ends_prefill)",
         "true",
         "laws_test",
         "*Law3_PromptsOverTheBudget*Sliding*",
@@ -124,7 +124,7 @@ MUTANTS = [
         "runtime/admission/ledger.cc",
         "  reserved_ -= held->second;\n",
         "",
-        "ledger_test",
+        "runtime_test",
         "*",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         "runtime/admission/queue.cc",
         "->saved -= entry.work.tokens;",
         "->saved -= 0;",
-        "queue_test",
+        "runtime_test",
         "*TenantsThatBothWaitGetTheSameTokens*",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
         "runtime/admission/queue.cc",
         "    ++risen.in_class;\n",
         "",
-        "queue_test",
+        "runtime_test",
         "*NobodyStarvesUnderAFloodOfHigherPriority*",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "runtime/admission/forecast.cc",
         "std::max(bounds.least, seconds - longest)",
         "std::max(bounds.least, seconds - 0 * longest)",
-        "engine_test",
+        "runtime_test",
         "*NothingIsFasterThanTheLeastForecast*",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
         "runtime/engine/engine.cc",
         "pace_.missing() && running()",
         "false && running()",
-        "overload_test",
+        "runtime_test",
         "*GoodputAtTwiceTheCapacity*",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = [
         "runtime/admission/forecast.cc",
         "  refused_ += work;\n",
         "  refused_ = work;\n",
-        "overload_test",
+        "runtime_test",
         "*RetriesSucceedMoreOftenThanNot*",
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = [
         "runtime/kernels/kv_format.cc",
         "std::rint(Load(in + i) / scale)",
         "std::trunc(Load(in + i) / scale)",
-        "kv_format_test",
+        "runtime_test",
         "*Nearest*",
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = [
         "runtime/kernels/attend_avx512.cc",
         "value_scales.Read(values, value_bytes, count, dv);",
         "value_scales = key_scales;",
-        "attention_kernels_test",
+        "runtime_test",
         "*EveryGroupAndWidth/*int8",
     ),
     Mutant(
@@ -188,12 +188,12 @@ MUTANTS = [
         "runtime/admission/admission.h",
         "return {manifest_.dtype, limits_.kv_dtype};",
         "return {manifest_.dtype, KvDType::kModel};",
-        "admission_test",
+        "runtime_test",
         "*Int8Rows*",
     ),
     Mutant(
         "one row too many joins the past",
-        "runtime/step/attention.cc",
+        "runtime/attention/attention.cc",
         "const int64_t past = group.used - item.num_rows;",
         "const int64_t past = std::max<int64_t>(0, group.used - item.num_rows - 1);",
         "laws_test",
@@ -204,7 +204,7 @@ MUTANTS = [
         "policies/select.cc",
         "std::clamp<int64_t>(floor - (held - size), 0, size)",
         "std::clamp<int64_t>(floor + 0 * (held - size), 0, size)",
-        "select_test",
+        "policy_values_test",
         "SelectOfPool.*",
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = [
         "policies/select.cc",
         "std::log(mass[slot]) - std::log(-std::log(uniform))",
         "std::log(mass[slot]) + std::log(-std::log(uniform))",
-        "select_test",
+        "policy_values_test",
         "DrawnScores.*",
     ),
     Mutant(
@@ -220,7 +220,7 @@ MUTANTS = [
         "policies/scored_policy.cc",
         "static_cast<double>(held - count) / static_cast<double>(lanes.size())",
         "static_cast<double>(held) / static_cast<double>(lanes.size())",
-        "golden_policies_test",
+        "policies_test",
         "*GoldenPolicy*",
     ),
     Mutant(
@@ -228,7 +228,7 @@ MUTANTS = [
         "policies/scored_policy.cc",
         ": recipe_.pool == Pool::kLayer ? heads",
         ": recipe_.pool == Pool::kLayer ? heads / heads",
-        "golden_policies_test",
+        "policies_test",
         "*GoldenPolicy*",
     ),
     Mutant(
@@ -236,7 +236,7 @@ MUTANTS = [
         "policies/recipe.cc",
         "      traits.signals = traits.signals | spec.signals;\n",
         "",
-        "recipe_test",
+        "policies_test",
         "AddRecipe.*",
     ),
     Mutant(
@@ -244,7 +244,7 @@ MUTANTS = [
         "policies/recipe.cc",
         "std::min(score.comparable, spec.gives.comparable)",
         "spec.gives.comparable",
-        "recipe_test",
+        "policies_test",
         "CheckRecipe.*",
     ),
     Mutant(
@@ -252,7 +252,7 @@ MUTANTS = [
         "policies/recipe.cc",
         "std::llround(owed) - spent;",
         "static_cast<int64_t>(owed) - spent;",
-        "recipe_test",
+        "policies_test",
         "RecipeLaneBudgets.*",
     ),
     Mutant(
@@ -260,7 +260,7 @@ MUTANTS = [
         "policies/lane.cc",
         "index().index_select(0, young) > asked",
         "index().index_select(0, young) >= asked",
-        "golden_policies_test",
+        "policies_test",
         "*GoldenPolicy*snapkv",
     ),
     Mutant(
@@ -268,7 +268,7 @@ MUTANTS = [
         "policies/lane.cc",
         "return at::empty_like(in_birth_order).index_copy_(0, by_birth(), in_birth_order);",
         "return in_birth_order;",
-        "policy_contract_test",
+        "policies_test",
         "*snapkv*",
     ),
     Mutant(
@@ -276,7 +276,7 @@ MUTANTS = [
         "policies/lane.cc",
         "static_cast<uint64_t>(cache.newest() + 1) << 24 |",
         "",
-        "random_policy_test",
+        "policies_test",
         "*",
     ),
     Mutant(
@@ -284,7 +284,7 @@ MUTANTS = [
         "policies/frozen_policy.cc",
         "state.first_recent <= newest - state.protection.recent",
         "state.first_recent < newest - state.protection.recent",
-        "flat_test",
+        "policies_test",
         "Flat.*",
     ),
     Mutant(
@@ -292,7 +292,7 @@ MUTANTS = [
         "policies/frozen_policy.cc",
         "static_cast<int64_t>(state.reserved.size()) > state.reserve.size)",
         "static_cast<int64_t>(state.reserved.size()) >= state.reserve.size)",
-        "flat_test",
+        "policies_test",
         "Flat.*",
     ),
     Mutant(
@@ -300,7 +300,7 @@ MUTANTS = [
         "policies/segment_policy.cc",
         "    room -= count;\n",
         "",
-        "budget_edges_test",
+        "policies_test",
         "*RetainedOfSegments*",
     ),
     Mutant(
@@ -308,7 +308,7 @@ MUTANTS = [
         "policies/segment_policy.cc",
         "  std::reverse(in.begin(), in.end());\n",
         "",
-        "policy_scenarios_test",
+        "policies_test",
         "*",
     ),
     Mutant(
@@ -316,7 +316,7 @@ MUTANTS = [
         "policies/window_score.cc",
         "score.max().expand(n).clone()",
         "at::zeros(n)",
-        "golden_policies_test",
+        "policies_test",
         "*GoldenPolicy*snapkv",
     ),
     Mutant(
@@ -324,7 +324,7 @@ MUTANTS = [
         "policies/window_score.cc",
         "lane.by_birth().narrow(0, 0, before)",
         "lane.by_birth().narrow(0, 1, before)",
-        "golden_policies_test",
+        "policies_test",
         "*GoldenPolicy*snapkv",
     ),
     Mutant(
@@ -332,7 +332,7 @@ MUTANTS = [
         "policies/attention/raas_page.cc",
         "if (held[number].tokens == pages.tokens[old]) known[number]",
         "known[number]",
-        "raas_page_test",
+        "policies_test",
         "*",
     ),
     Mutant(
@@ -340,7 +340,7 @@ MUTANTS = [
         "policies/attention/rkv.cc",
         "    NoteDuplicates(unit, with, older, newest);\n",
         "",
-        "rkv_test",
+        "policies_test",
         "*",
     ),
     Mutant(
@@ -348,7 +348,7 @@ MUTANTS = [
         "policies/epikv/lag_kv.h",
         "slots.push_back(slot[born[i]]);",
         "slots.push_back(born[i]);",
-        "lag_kv_test",
+        "policies_test",
         "*Remembered*",
     ),
     Mutant(
@@ -361,7 +361,7 @@ MUTANTS = [
         """      if (known != state.tokens.end()) {
         now[place] = {token, std::move((known++)->mean)};
 """,
-        "lag_kv_test",
+        "policies_test",
         "*Remembered*",
     ),
     Mutant(
@@ -369,7 +369,7 @@ MUTANTS = [
         "policies/geometry/lagkv.cc",
         "subspan((partition + 1) * lag_, lag_)",
         "subspan(partition * lag_, lag_)",
-        "lag_kv_test",
+        "policies_test",
         "*Definition*",
     ),
     Mutant(
@@ -377,7 +377,7 @@ MUTANTS = [
         "policies/attention/scissorhands.cc",
         "seen = until(asked) - first;",
         "seen = n - first;",
-        "scissorhands_test",
+        "policies_test",
         "*",
     ),
     Mutant(
@@ -385,7 +385,7 @@ MUTANTS = [
         "policies/attention/tova.cc",
         ".column(0).zero_();",
         ".column(0);",
-        "golden_policies_test",
+        "policies_test",
         "*",
     ),
     Mutant(
@@ -393,7 +393,7 @@ MUTANTS = [
         "policies/attention/longflow.cc",
         "norm.eq(0).nonzero()",
         "norm.ge(0).nonzero().narrow(0, 0, 1)",
-        "golden_policies_test",
+        "policies_test",
         "*",
     ),
     Mutant(
@@ -401,7 +401,7 @@ MUTANTS = [
         "server/call/call_scope.h",
         "if (std::optional<grpc::Status> refusal = Admit()) return *std::move(refusal);",
         "Admit();",
-        "auth_test",
+        "server_test",
         "*NoMethodAnswers*",
     ),
     Mutant(
@@ -409,7 +409,7 @@ MUTANTS = [
         "server/call/tokens.cc",
         "entry.digest.data(), digest.size()) == 0",
         "entry.digest.data(), 0) == 0",
-        "tokens_test",
+        "server_test",
         "*FindsTheOwners*",
     ),
     Mutant(
@@ -417,7 +417,7 @@ MUTANTS = [
         "server/port/tls.cc",
         "GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY",
         "GRPC_SSL_REQUEST_CLIENT_CERTIFICATE_AND_VERIFY",
-        "tls_test",
+        "server_test",
         "*OnlyClientsThatItSigned*",
     ),
     Mutant(
@@ -425,7 +425,7 @@ MUTANTS = [
         "server/call/access_log.cc",
         "    sink_->FollowPath();\n",
         "",
-        "access_log_test",
+        "server_test",
         "*RenamedOrRemoved*",
     ),
     Mutant(
@@ -433,7 +433,7 @@ MUTANTS = [
         "runtime/sampling/sampler.cc",
         "s.distance = std::abs(s.distance - entropy);",
         "s.distance = std::abs(s.distance);",
-        "sampler_test",
+        "runtime_test",
         "*Transformers*",
     ),
     Mutant(
@@ -441,7 +441,7 @@ MUTANTS = [
         "runtime/sampling/sampler.cc",
         "{draw.prompt, draw.outputs}",
         "{draw.outputs, draw.outputs}",
-        "sampler_test",
+        "runtime_test",
         "*Transformers*",
     ),
     Mutant(
@@ -449,15 +449,15 @@ MUTANTS = [
         "runtime/sampling/sampler.cc",
         "if (!peak.ok() && !draw.masked.empty()) {",
         "if (!peak.ok() && draw.masked.empty()) {",
-        "sampler_test",
+        "runtime_test",
         "*GivesWay*",
     ),
     Mutant(
         "an end one token early",
-        "runtime/engine/engine.cc",
-        "if (s.num_outputs < s.request.min_output_tokens)",
-        "if (s.num_outputs + 1 < s.request.min_output_tokens)",
-        "engine_test",
+        "runtime/engine/sequence.cc",
+        "if (num_outputs < request.min_output_tokens)",
+        "if (num_outputs + 1 < request.min_output_tokens)",
+        "runtime_test",
         "*LeastOutput*",
     ),
     Mutant(
@@ -465,12 +465,12 @@ MUTANTS = [
         "runtime/text/text_stream.h",
         "matched_ = borders_[matched_];",
         "matched_ = 0;",
-        "text_stream_test",
+        "runtime_test",
         "*LeastTokens*",
     ),
     Mutant(
         "prompt log-probabilities of the row before",
-        "runtime/executor/executor.cc",
+        "runtime/executor/outputs.cc",
         "LogprobsOf(LogitsOf(item, row), request.prompt[prompt.first + row],",
         "LogprobsOf(LogitsOf(item, std::max<int64_t>(row, 1) - 1), request.prompt[prompt.first + row],",
         "laws_test",
@@ -478,10 +478,10 @@ MUTANTS = [
     ),
     Mutant(
         "logits of a prompt not reserved",
-        "runtime/admission/admission.cc",
+        "runtime/admission/resolver.cc",
         "request_.demand.prefill_bytes += PromptLogitBytes();",
         "request_.demand.prefill_bytes += 0 * PromptLogitBytes();",
-        "admission_test",
+        "runtime_test",
         "*LogitsOfAPrompt*",
     ),
     Mutant(
@@ -489,7 +489,7 @@ MUTANTS = [
         "runtime/kv/prefix_tree.cc",
         'parent == kNone ? std::string(salt) : ""',
         "std::string()",
-        "prefix_tree_test",
+        "runtime_test",
         "*SaltsShareNothing*",
     ),
     Mutant(
@@ -497,7 +497,7 @@ MUTANTS = [
         "runtime/engine/engine.cc",
         "pace_.OnStep(waited + (now_() - begin),",
         "pace_.OnStep(now_() - begin,",
-        "engine_test",
+        "runtime_test",
         "*WaitingForCores*",
     ),
     Mutant(
@@ -505,7 +505,7 @@ MUTANTS = [
         "runtime/engine/engine_thread.cc",
         "if (ReasonOf(finished.status) == kDeadlineInfeasible) {",
         "if (false) {",
-        "engine_thread_test",
+        "runtime_test",
         "*WhatIsDroppedFromTheQueue*",
     ),
     Mutant(
@@ -513,7 +513,7 @@ MUTANTS = [
         "runtime/base/machine.cc",
         "MemoryLeftInCgroup()) - untouched);",
         "MemoryLeftInCgroup()));",
-        "machine_test",
+        "runtime_test",
         "*IsNotAvailableTwice*",
     ),
     Mutant(
@@ -521,7 +521,7 @@ MUTANTS = [
         "runtime/kv/prefix_cache.cc",
         "SharesRows(request) && cache.Untouched();",
         "SharesRows(request);",
-        "prefix_laws_test",
+        "laws_test",
         "*PromptsOverTheBudget*gqa_Sliding*",
     ),
     Mutant(
@@ -529,7 +529,7 @@ MUTANTS = [
         "runtime/sampling/sampler.cc",
         "of.seed += static_cast<uint64_t>(completion);",
         "",
-        "completions_laws_test",
+        "laws_test",
         "*gqa_Sliding*",
     ),
     Mutant(
@@ -537,7 +537,7 @@ MUTANTS = [
         "runtime/engine/engine.cc",
         "if (item.ends_prefill) ledger_.Shrink",
         "if (item.ends_prefill && item.completions == 1) ledger_.Shrink",
-        "engine_test",
+        "runtime_test",
         "*Completions*",
     ),
     Mutant(
@@ -545,7 +545,7 @@ MUTANTS = [
         "server/stream/outbox.cc",
         "if (!first && waiting_.empty()) due_",
         "if (waiting_.empty()) due_",
-        "outbox_test",
+        "server_test",
         "*TheEndSends*",
     ),
     Mutant(
@@ -553,7 +553,7 @@ MUTANTS = [
         "server/stream/outbox.cc",
         "!end_.has_value() && !full_since_",
         "!full_since_",
-        "outbox_test",
+        "server_test",
         "*AFailureSends*",
     ),
     Mutant(
@@ -561,7 +561,7 @@ MUTANTS = [
         "server/stream/outbox.cc",
         "&& !full_since_.has_value() && now_() < due_",
         "&& now_() < due_",
-        "outbox_test",
+        "server_test",
         "*AFullOutbox*",
     ),
     Mutant(
@@ -569,7 +569,7 @@ MUTANTS = [
         "runtime/base/parallel_for.h",
         "      run(begin, end);\n",
         "      run(begin, std::min(count, end + (threads > 1)));\n",
-        "parts_test",
+        "tensors_test",
         "*EachIsThereOnce*",
     ),
     Mutant(
@@ -577,7 +577,7 @@ MUTANTS = [
         "runtime/model/blocked_linear.cc",
         "thread_local std::vector<float> memory;",
         "static std::vector<float> memory(rows * block);",
-        "threads_test",
+        "laws_test",
         "*GiveTheBitsOfOne*",
     ),
     Mutant(
@@ -585,7 +585,7 @@ MUTANTS = [
         "runtime/kernels/dense_matmul.cc",
         "std::min(at_once, num_words - begin)",
         "std::min(at_once - 1, num_words - begin)",
-        "dense_matmul_test",
+        "runtime_test",
         "*SumsOfSmallIntegersAreExact*",
     ),
     Mutant(
@@ -593,7 +593,7 @@ MUTANTS = [
         "runtime/kernels/dense_matmul.cc",
         "(o / kBlock * words + i / kOfWord) * kBlock + o % kBlock",
         "(o / kBlock * words + i / kOfWord) * kBlock + (kBlock - 1 - o % kBlock)",
-        "dense_matmul_test",
+        "runtime_test",
         "*SumsOfSmallIntegersAreExact*",
     ),
     Mutant(
@@ -601,12 +601,12 @@ MUTANTS = [
         "runtime/step/step_item.h",
         "        tapped(from.tapped),\n        prefix(from.prefix) {}",
         "        tapped(from.tapped) {}",
-        "completions_laws_test",
+        "laws_test",
         "*KeepsWhatItHasCached*",
     ),
     Mutant(
         "decode rows of another layer's logits",
-        "runtime/step/attention.cc",
+        "runtime/attention/attention.cc",
         "    if (item.logits != nullptr) item.logits->clear();  // another layer's, or another step's\n",
         "",
         "differential_test",
@@ -614,10 +614,10 @@ MUTANTS = [
     ),
     Mutant(
         "padding is what lay there",
-        "runtime/step/attention.cc",
+        "runtime/attention/attention.cc",
         "  if (end < q.size(0)) out.narrow(0, end, q.size(0) - end).zero_();  // padding\n",
         "",
-        "attention_test",
+        "tensors_test",
         "*LeavesZero*",
     ),
     Mutant(
@@ -640,7 +640,7 @@ MUTANTS = [
     ),
     Mutant(
         "a device's residuals count at once",
-        "runtime/device/device_forward.cc",
+        "runtime/forward/device_forward.cc",
         "    item.tapped = now.narrow(0, first, count);\n",
         "    item.tapped = item.sequence->tapped = now.narrow(0, first, count);\n",
         "injected_failures_test",
@@ -648,10 +648,10 @@ MUTANTS = [
     ),
     Mutant(
         "deterministic mode takes the fastest kernel",
-        "runtime/step/kernel_choice.h",
+        "runtime/attention/kernel_choice.h",
         "  if (pinned) {",
         "  if (false) {",
-        "kernel_choice_test",
+        "runtime_test",
         "*",
     ),
     Mutant(
@@ -659,7 +659,7 @@ MUTANTS = [
         "runtime/engine/engine.cc",
         "  if (s.open && &s != idle_.get()) {",
         "  if (s.open) {",
-        "engine_test",
+        "runtime_test",
         "*ForecastsLearnNothingFromTheEnd*",
     ),
 ]

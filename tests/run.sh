@@ -27,4 +27,5 @@ stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh"
 build
 export OMP_WAIT_POLICY=PASSIVE
 ctest --test-dir build/dev --output-on-failure -j "$EPIKV_JOBS" --timeout 600
-"$EPIKV_PYTHON" -m pytest -q tests
+# A file is one process's: its tests share daemons.
+"$EPIKV_PYTHON" -m pytest -q -n "$EPIKV_JOBS" --dist loadfile --durations 15 -m "not nightly" tests

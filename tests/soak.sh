@@ -18,8 +18,8 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 setup
 if [ "${1:-}" = kills ]; then
-  build recorder_test
-  EPIKV_KILLS=${2:-1000} exec "$EPIKV_ROOT/build/dev/tests/recorder_test" --gtest_filter='*KillTest*'
+  build stores_test
+  EPIKV_KILLS=${2:-1000} exec "$EPIKV_ROOT/build/dev/tests/stores_test" --gtest_filter='*KillTest*'
 fi
 if [ "${1:-}" = tokenizers ]; then
   shift

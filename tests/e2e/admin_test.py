@@ -28,7 +28,7 @@ HealthStatus = health_pb2.HealthCheckResponse.ServingStatus
 
 def admin_of(daemon: Daemon) -> Admin:
     def run(*args: str, status: int = 0) -> dict:
-        done = CliRunner().invoke(main, ["admin", f"--server={daemon.admin}", *args])
+        done = CliRunner().invoke(main, ["admin", f"--server={daemon.admin}", *args, "--json"])
         assert done.exit_code == status, done.output
         return json.loads(done.stdout) if status == 0 else {"error": done.output}
 

@@ -65,7 +65,7 @@ BAD = {
         reason="KV_BUDGET",
     ),
     "unknown policy": Bad(
-        kv(policy="slidng", max_tokens=300), ["kv.policy"], ["slidng", "epikv_flat", "sliding"]
+        kv(policy="slidng", max_tokens=300), ["kv.policy"], ["slidng", "did you mean sliding?"]
     ),
     "unknown parameter": Bad(
         with_params("epikv_flat", layer_c=1), ["kv.policy_params.layer_c"], ["layer_a", "window"]
@@ -203,7 +203,7 @@ def test_the_smallest_budget_it_names_is_accepted(neighbour: None, client: Clien
         generate(100)
     smallest = int(caught.value.metadata["min"])
     generate(smallest)
-    with pytest.raises(RpcError, match=f"smallest is {smallest}"):
+    with pytest.raises(RpcError, match=f"smallest budget is {smallest}"):
         generate(smallest - 1)
 
 

@@ -1,7 +1,7 @@
 """Experiments on a machine whose clock jumps: libfaketime moves the daemon's, and not its monotonic
 one."""
 
-import time
+import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,11 +34,26 @@ def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[timedelta
         aside = offset.with_suffix(".new")
         aside.write_text(f"{by.total_seconds():+.0f}s")
         aside.replace(offset)
-        # A thread that has just read the old one keeps it for all, until the next that asks.
-        time.sleep(0.2)
 
     set_offset(timedelta())
     return set_offset
+
+
+def await_jump(client: Client, log: Path, by: timedelta) -> None:
+    """Until the daemon's access log tells the new time: a thread that has just read the old one keeps it for
+    all, until the next that asks."""
+
+    def told() -> bool:
+        client.models()
+        lines = log.read_text().splitlines()
+        off = (
+            datetime.fromisoformat(json.loads(lines[-1])["time"]) - datetime.now(UTC)
+            if lines
+            else None
+        )
+        return off is not None and abs(off - by) < timedelta(minutes=30)
+
+    eventually(told)
 
 
 def ask(client: Client, unit: str) -> str:
@@ -57,24 +72,28 @@ def test_what_is_recorded_while_the_clock_jumps_counts_once(
         requests.append(ask(client, unit))
         assert not client.record_outcome(requests[-1], "right", 1).duplicate
 
-    flag = f"--experiment_store={tmp_path / 'store.db'}"
-    with Daemon(sample_model, "--threads=1", flag) as daemon, daemon.client() as client:
+    log = tmp_path / "access.log"
+    flags = (f"--experiment_store={tmp_path / 'store.db'}", f"--access_log={log}")
+    with Daemon(sample_model, "--threads=1", *flags) as daemon, daemon.client() as client:
         client.create_experiment(define(LEAN))
         client.start_experiment("lean")
         both("before")
         early = ask(client, "early")
 
         jump(timedelta(hours=-2))
+        await_jump(client, log, timedelta(hours=-2))
         assert not client.record_outcome(early, "right", 1).duplicate
         both("two hours ago")
 
         jump(timedelta(days=2))
+        await_jump(client, log, timedelta(days=2))
         with pytest.raises(RpcError, match="outcome_window") as late:
             client.record_outcome(requests[0], "right", 1, key="late", patience=AT_ONCE)
         assert late.value.reason == "OUTCOME_LATE"
         both("in two days")
 
         jump(timedelta())
+        await_jump(client, log, timedelta())
         both("after")
         for request in (early, *requests):
             assert client.record_outcome(request, "right", 1).duplicate
@@ -96,12 +115,18 @@ def test_experiments_are_judged_and_end_whatever_the_clock_does(
     for arm in ending.arms:  # what another layer's arms may set beside those of the first
         arm.ClearField("kv")
     ending.end_time.FromDatetime(datetime.now(UTC) + timedelta(hours=1))
-    flags = (f"--experiment_store={tmp_path / 'store.db'}", "--experiment_guardrail_seconds=0.5")
+    log = tmp_path / "access.log"
+    flags = (
+        f"--experiment_store={tmp_path / 'store.db'}",
+        "--experiment_guardrail_seconds=0.5",
+        f"--access_log={log}",
+    )
     with Daemon(sample_model, "--threads=1", *flags) as daemon, daemon.client() as client:
         for definition in (guarded, ending):
             client.create_experiment(definition)
             client.start_experiment(definition.name)
         jump(timedelta(hours=-2))
+        await_jump(client, log, timedelta(hours=-2))
         for number in range(80):
             accepted = client.generate_once(
                 "7", stop=Stop(1), experiment=Experiment(str(number))

@@ -4,7 +4,6 @@ The binary is found as `epikv.testing.find_binary` says; tests/run.sh builds it 
 """
 
 import hashlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from epikv.testing import Daemon
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "tools" / "sample_model"
-sys.path.append(str(ROOT / "tests" / "python"))  # broken_models
 
 
 @pytest.fixture(scope="session")

@@ -229,7 +229,7 @@ def test_engines_share_one_budget_of_cores(
             assert time.monotonic() < deadline
         begin, before = time.monotonic(), step_seconds(daemon)
         spent = dict.fromkeys(names, 0.0)
-        while min(spent.values()) < 0.5:
+        while min(spent.values()) < 2:  # long beside a step, which counts as it ends
             after = step_seconds(daemon)
             spent = {name: after[name] - before[name] for name in names}
             assert time.monotonic() < deadline
@@ -477,4 +477,4 @@ def test_lines_that_a_full_disk_takes_are_missed(sample_model: Path) -> None:
             client.models()
             time.sleep(0.05)
         assert daemon.stop() == 0
-        assert daemon.log.count("--access_log takes no lines") == 1
+        assert daemon.log.count("--access_log cannot be written") == 1

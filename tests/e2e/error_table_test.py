@@ -321,7 +321,7 @@ ROWS = {
     "no message": Row(b"\x0a\xff\xff", {}, reason="MALFORMED"),
     # Policies and their parameters.
     "unknown policy": Row(
-        kv("slidng", 300), {"kv.policy": ["'slidng'", "epikv_flat", "h2o", "sliding"]}
+        kv("slidng", 300), {"kv.policy": ["'slidng'", "did you mean sliding?", "--all"]}
     ),
     "unknown parameters": Row(
         kv("epikv_flat", 300, {"layer_c": 1, "windw": 2}),
@@ -487,12 +487,12 @@ ROWS = {
     "weights and controls": undefined(
         {
             "arms[0].weight_permille": ["at least 1"],
-            "arms": ["one must be the control", "are 0"],
+            "arms": ["one must be the control", "0 are"],
         },
         arms=arms({"weight_permille": 0, "control": False}, {"weight_permille": 1000}),
     ),
     "names of arms": undefined(
-        {"arms[0].name": ["'none'", "taken"], "arms[1].name": ["lower-case", "'2'"]},
+        {"arms[0].name": ["'none'", "cannot be the name"], "arms[1].name": ["lower-case", "'2'"]},
         arms=arms({"name": "none"}, {"name": "2"}),
     ),
     "two arms of one name": undefined(
@@ -573,8 +573,8 @@ ROWS = {
     ),
     "a plan without an aim": unplanned("effect", "units", effect=None),
     "a plan for one arm": unplanned("2 to 8", arms=1),
-    "a plan of a certain power": unplanned("power", "not 2", power=2),
-    "a plan of a rate that is none": unplanned("rate", "not 1.5", rate=1.5),
+    "a plan of a certain power": unplanned("power", "is 2", power=2),
+    "a plan of a rate that is none": unplanned("rate", "is 1.5", rate=1.5),
     # Requests that take part, and their outcomes.
     "context of an experiment": Row(
         generate(
@@ -798,7 +798,7 @@ FORBIDDEN = {
         "StartExperiment",
         experiment_pb2.StartExperimentRequest(name="draft"),
         "LAYER_FULL",
-        ["'default'", "1000 permille", "leave 0"],
+        ["'default'", "1000 permille", "leave at most 0"],
     ),
     "arms of another layer": (
         "StartExperiment",
@@ -1357,9 +1357,9 @@ def test_a_damaged_weight_is_named(odd: Daemon, broken: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "reason"),
     {
-        "no_tokenizer": "it holds no tokenizer.json",
-        "no_manifest": "it holds no manifest.json",
-        "manifest_later": "of a later version of epikv",
+        "no_tokenizer": "the file has no tokenizer.json",
+        "no_manifest": "the file has no manifest.json",
+        "manifest_later": "made by a later version of epikv",
     }.items(),
 )
 def test_a_model_that_is_not_what_its_manifest_says(

@@ -14,9 +14,10 @@ import pytest
 from click.testing import CliRunner, Result
 from epikv import Client, Kv, Output, Sampling, Stop
 from epikv.cli import main
+from epikv.eval.items import Probe
 from epikv.eval.requests import digest, seed
 from epikv.eval.results import read
-from epikv.eval.tasks import Probe, load
+from epikv.eval.tasks import load
 from epikv.testing import Daemon, DaemonError
 
 PROBLEMS, ARMS, BUDGETS = 16, 4, 2
@@ -222,7 +223,7 @@ def test_refusals_are_told_and_not_averaged(daemon: Daemon, tmp_path: Path) -> N
     assert "INVALID_ARGUMENT (KV_BUDGET)" in refused["fault"]
     assert rows["sliding:slack=-1", "50%"]["refused"] == PROBLEMS
     assert rows["random", "40"]["n"] == rows["epikv_flat", "50%"]["n"] == PROBLEMS
-    assert f"not run, {PROBLEMS} times: sample:programs@6, epikv_flat at 40:" in result.output
+    assert f"refused, {PROBLEMS} times: sample:programs@6, epikv_flat at 40:" in result.output
 
 
 def test_what_cannot_be_run_is_told_before_it_runs(daemon: Daemon, tmp_path: Path) -> None:

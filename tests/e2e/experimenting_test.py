@@ -34,6 +34,12 @@ def blocks() -> tuple[list[str], str, list[str]]:
     return parts[1].strip().splitlines(), parts[3].removeprefix("python"), switchback
 
 
+def made_up() -> list[str]:
+    """The commands of "Without users yet"."""
+    _, _, section = (ROOT / "docs" / "experiments.md").read_text().partition("## Without users yet")
+    return section.split("```")[1].strip().splitlines()
+
+
 @pytest.fixture
 def ports() -> dict[str, str]:
     return free_ports("listen", "metrics_listen")
@@ -102,3 +108,38 @@ def test_pasting_more_leads_to_a_switchback(shell: Shell) -> None:
     assert "full" in assign and "half" in assign
     assert "windows of 5 min, the first 30 s of each not analysed" in " ".join(report.split())
     assert "confounded" not in report and "output_tokens_per_second" in report
+
+
+def test_pasting_made_up_users_leads_to_a_verdict(shell: Shell, tmp_path: Path) -> None:
+    commands, _, _ = blocks()
+    for command in commands[:3]:
+        shell.ok(command)
+    for command in made_up():
+        out = shell.ok(command)
+        if "simulate" in command:
+            assert "full" in out and "half" in out and "1" in out
+        if "report" in command:
+            assert "half is worse than full: right is" in " ".join(out.split())
+    assert "<html" in (tmp_path / "try.html").read_text()
+    found = json.loads(shell.ok("epikv experiment report try --json"))
+    (right,) = (each for each in found["metrics"] if each["metric"]["name"] == "right")
+    full, half = right["all"]["arms"]
+    assert full["units"] + half["units"] == 2000
+    assert abs(full["mean"] - 0.9) < 0.04 and abs(half["mean"] - 0.8) < 0.05
+
+
+def test_what_cannot_be_simulated_is_told(shell: Shell, tmp_path: Path) -> None:
+    commands, _, _ = blocks()
+    for command in [*commands[:3], *made_up()[:3]]:
+        shell.ok(command)
+    simulate = "epikv experiment simulate try"
+    assert "does not run: epikv experiment start try" in shell.refused(simulate)
+    assert "has no arm 'no'; it has full, half" in shell.refused(f"{simulate} --rate no=0.5")
+    assert "a share from 0 to 1" in shell.run(f"{simulate} --rate half=7").err
+    file = tmp_path / "try.textproto"
+    text = file.read_text().replace("try", "own")
+    assert 'primary_metric: "right"' in text
+    own = text.replace('primary_metric: "right"', 'primary_metric: "kv_peak_tokens"')
+    (tmp_path / "own.textproto").write_text(own)
+    shell.ok("epikv experiment create own.textproto")
+    assert "nothing to simulate" in shell.refused("epikv experiment simulate own")

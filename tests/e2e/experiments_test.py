@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from epikv import Client, Experiment, Kv, RpcError, Stop
 from epikv.bench.scrape import fetch
 from epikv.cli import main
-from epikv.eval.tasks import Item, load
+from epikv.eval.items import Item
+from epikv.eval.tasks import load
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import experiment_pb2
 from google.protobuf import text_format
@@ -230,7 +231,7 @@ def test_forcing_and_opting_out_are_told_apart(client: Client, problems: list[It
         for arm in ("forced/lean", "forced/full"):
             assert solve(client, problems[0], Experiment(force_arm=arm))[1] == arm
         assert solve(client, problems[0], Experiment(opt_out=True))[1] == "none"
-        with pytest.raises(RpcError, match="no arm 'forced/fat' runs"):
+        with pytest.raises(RpcError, match="no running experiment has the arm 'forced/fat'"):
             solve(client, problems[0], Experiment(force_arm="forced/fat"))
         found = report(client, "forced")
         assert found.forced_requests == 2

@@ -162,7 +162,7 @@ def test_start_is_refused_with_every_file_at_fault(pki: Path, tmp_path: Path) ->
 def test_plain_text_beyond_this_machine_is_warned_of(pki: Path, tmp_path: Path) -> None:
     model = f"--model={tmp_path / 'absent.pt'}"
     tls = (f"--tls_certificate={pki / 'server.pem'}", f"--tls_key={pki / 'server.key'}")
-    assert "warning: --listen=0.0.0.0:0 is in plain text" in start(model, "--listen=0.0.0.0:0")[1]
+    assert "warning: --listen=0.0.0.0:0 is not encrypted" in start(model, "--listen=0.0.0.0:0")[1]
     assert "warning" not in start(model, "--listen=0.0.0.0:0", *tls)[1]
     assert "warning" not in start(model)[1]
 

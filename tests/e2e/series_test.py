@@ -290,7 +290,7 @@ FAMILIES: dict[str, Expected] = {
     **of(
         "gauge",
         "nothing",
-        epikv_build_info={"version": ANY, "torch": ANY, "grpc": ANY},
+        epikv_build_info={"version": ANY, "commit": ANY, "torch": ANY, "grpc": ANY},
         epikv_policy_info={
             "policy": ANY,
             "version": ANY,
@@ -324,7 +324,11 @@ UNMOVED = {
     ("epikv_grpc_requests_total", "code", "UNKNOWN"): "nothing answers so",
     ("epikv_grpc_requests_total", "method", "other"): "a method that the metrics do not know",
     ("epikv_requests_rejected_total", "reason", "other"): "a reason that they do not know",
-    ("epikv_experiment_shadow_requests_total", "outcome", "failed"): "tests/experiments/shadow_test.cc",
+    (
+        "epikv_experiment_shadow_requests_total",
+        "outcome",
+        "failed",
+    ): "tests/experiments/shadow_test.cc",
     ("epikv_kv_budget_overrun_tokens_total", "", ""): "must stay 0",
     ("epikv_build_info", "", ""): "constant",
     ("epikv_policy_info", "", ""): "constant",

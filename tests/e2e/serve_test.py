@@ -78,7 +78,7 @@ def test_a_directory_is_exported_once(sample_directory: Path, tmp_path: Path) ->
 def test_what_cannot_be_served_is_said(sample_model: Path, tmp_path: Path) -> None:
     assert "does not exist" in failed(str(tmp_path / "nothing.pt"), cache=tmp_path)
     assert "config.json" in failed(str(tmp_path), cache=tmp_path / "cache")
-    assert "--dtype and --quantize are of a directory" in failed(
+    assert "--dtype and --quantize are for a directory" in failed(
         "--dtype=bf16", str(sample_model), cache=tmp_path
     )
     assert "nonsense" in failed(str(sample_model), "--nonsense=1", cache=tmp_path)

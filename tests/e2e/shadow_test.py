@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from epikv import Client, Experiment, Kv, Output, Stop
-from epikv.eval.tasks import Item, load
+from epikv.eval.items import Item
+from epikv.eval.tasks import load
 from epikv.messages import ScoreResponse
 from epikv.testing import Daemon
 from epikv.v1 import experiment_pb2

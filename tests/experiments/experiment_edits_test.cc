@@ -89,7 +89,7 @@ TEST(Started, TakesTheFirstSliceThatIsWideEnough) {
   EXPECT_EQ(experiments.Get("c").first_bucket(), 6000u);
   const absl::Status full = experiments.Start(Draft("d", 101));
   EXPECT_EQ(ReasonOf(full), "LAYER_FULL");
-  EXPECT_THAT(std::string(full.message()), HasSubstr("leave 100 in one piece"));
+  EXPECT_THAT(std::string(full.message()), HasSubstr("leave at most 100 permille in one piece"));
   EXPECT_TRUE(experiments.Start(Draft("d", 100)).ok());
   experiments.Stop("b");
   ASSERT_TRUE(experiments.Start(Draft("e", 200)).ok());

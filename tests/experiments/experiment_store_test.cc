@@ -12,9 +12,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "server/base/steady_time.h"
 #include "server/experiments/store/schema.h"
 #include "server/experiments/store/sql_store.h"
-#include "server/base/steady_time.h"
 #include "tests/fixtures/experiment_records.h"
 #include "tests/fixtures/store_places.h"
 
@@ -686,7 +686,7 @@ TEST_P(ExperimentStoreTest, OtherProgramsDatabasesAreLeftAlone) {
     place->Execute(table);
     const absl::Status status = OpenStore(place->where()).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-    EXPECT_THAT(std::string(status.message()), HasSubstr("no experiment store"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("not an experiment store"));
     EXPECT_THAT(*(*place->Connect())->Tables(), SizeIs(1));
   }
 }

@@ -16,10 +16,10 @@
 #include "server/experiments/definition/assignment.h"
 #include "server/experiments/definition/definition.h"
 #include "server/experiments/definition/edits.h"
-#include "server/experiments/live_experiments.h"
+#include "server/experiments/definition/windows.h"
 #include "server/experiments/figures/report.h"
 #include "server/experiments/figures/throughput.h"
-#include "server/experiments/definition/windows.h"
+#include "server/experiments/live_experiments.h"
 #include "tests/fixtures/store_places.h"
 
 // Experiments that put the whole server on one arm for a window of time: which window a request is

@@ -14,7 +14,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "server/daemon/command_line.h"
 #include "server/daemon/config.h"
+#include "server/daemon/config_checks.h"
 #include "tests/fuzz/memory_file.h"
 #include "tests/fuzz/require.h"
 

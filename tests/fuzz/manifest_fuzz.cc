@@ -4,7 +4,9 @@
 
 #include "absl/strings/match.h"
 #include "runtime/admission/admission.h"
+#include "runtime/kv/kv_layout.h"
 #include "runtime/model/manifest.h"
+#include "runtime/model/model_shape.h"
 #include "runtime/text/utf8.h"
 #include "tests/fuzz/require.h"
 

@@ -3,8 +3,8 @@
 
 #include "runtime/text/utf8.h"
 #include "server/base/errors.h"
-#include "server/messages/generation_messages.h"
 #include "server/call/wire.h"
+#include "server/messages/generation_messages.h"
 #include "tests/fixtures/fake_model.h"
 #include "tests/fixtures/fake_policies.h"
 #include "tests/fuzz/calls.h"

@@ -25,14 +25,14 @@ constexpr absl::string_view kFaults[] = {
     "must be `role name sha256-of-the-token`",
     "the role must be user, operator or experimenter",
     "the name must be at most 64 letters, digits, '.', '_', '-' and '@'",
-    "the name stands above, too",
+    "the name is already on an earlier line",
     "the digest must be 64 lower-case hex digits",
-    "the digest stands above, too",
+    "the digest is already on an earlier line",
 };
 
 // Nothing of the file, and so no token and no digest, can be in a fault but the number of a line.
 void CheckFault(absl::string_view fault, size_t lines) {
-  if (fault == "..." || fault == "there is no token in it") return;
+  if (fault == "..." || fault == "the file has no token") return;
   const std::pair<absl::string_view, absl::string_view> parts =
       absl::StrSplit(fault, absl::MaxSplits(": ", 1));
   absl::string_view number = parts.first;

@@ -9,9 +9,9 @@
 #include <algorithm>
 #include <functional>
 
-#include "runtime/device/device.h"
+#include "runtime/forward/device.h"
+#include "runtime/forward/varlen_attention.h"
 #include "runtime/kv/kv_pool.h"
-#include "runtime/device/varlen_attention.h"
 #include "tests/fixtures/engine_harness.h"
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
@@ -214,9 +214,10 @@ TEST(DevicePathRefuses, ModelsThatTheKernelCannotServe) {
   EXPECT_THAT(refusal([](Manifest& m) { m.dtype = DType::kFloat32; }), HasSubstr("is float32"));
   EXPECT_THAT(refusal([](Manifest& m) { m.layers[1].key_width = 264; }), HasSubstr("have 264"));
   EXPECT_THAT(refusal([](Manifest& m) { m.layers[1].key_width = 20; }), HasSubstr("have 20"));
-  EXPECT_THAT(refusal([](Manifest& m) { m.layers[1].soft_cap = 50; }), HasSubstr("layer 1 caps"));
+  EXPECT_THAT(refusal([](Manifest& m) { m.layers[1].soft_cap = 50; }),
+              HasSubstr("layer 1 has a soft cap"));
   EXPECT_THAT(refusal([](Manifest& m) { m.layers[1].window = m.context_length - 1; }),
-              HasSubstr("layer 1 sees a window"));
+              HasSubstr("layer 1 has a window"));
   Manifest wide = good;  // hides nothing
   wide.layers[1].window = wide.context_length;
   EXPECT_TRUE(CheckGpuServes(wide).ok());

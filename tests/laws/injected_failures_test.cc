@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "runtime/kv/kv_pool.h"
 #include "runtime/admission/queue.h"
 #include "runtime/base/reason.h"
+#include "runtime/kv/kv_pool.h"
 #include "tests/fixtures/engine_harness.h"
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
@@ -378,7 +378,7 @@ TEST_P(LostPool, EndsAllThatRunAndStartsAnew) {
     ++lost;
     for (const Transcript& neighbour : run.neighbours) {
       EXPECT_EQ(neighbour.finished->status.message(),
-                "rows of the KV pool were lost in a failed move");
+                "the KV cache was lost: moving its rows failed, and they could not be put back");
     }
   }
   EXPECT_GT(lost, 0);

@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "runtime/kv/kv_layout.h"
+#include "runtime/model/model_shape.h"
 #include "tests/fixtures/fake_model.h"
 #include "tests/fixtures/fake_policies.h"
 
@@ -166,9 +168,9 @@ TEST_F(AdmissionTest, APolicyThatThrowsWhenItIsMadeFailsItsRequest) {
   const Rejection rejection = Refuse(admission, options);
   EXPECT_EQ(rejection.code, absl::StatusCode::kInternal);
   EXPECT_EQ(rejection.reason, "POLICY_FAILED");
-  EXPECT_THAT(rejection.message, HasSubstr("'cannot_be_made' could not be made: out of order"));
+  EXPECT_THAT(rejection.message, HasSubstr("'cannot_be_made' could not be set up: out of order"));
   options.kv.params["number"] = true;
-  EXPECT_THAT(Refuse(admission, options).message, HasSubstr("could not be made"));
+  EXPECT_THAT(Refuse(admission, options).message, HasSubstr("could not be set up"));
 }
 
 const PolicySpec kSeesDistances{
@@ -328,7 +330,7 @@ TEST_F(AdmissionTest, BudgetAloneIsRefusedWhereThereIsNoDefault) {
   options.kv.budget = int64_t{64};
   const Rejection rejection = Refuse(Make(limits), options);
   EXPECT_THAT(Fields(rejection), ElementsAre("kv.policy"));
-  EXPECT_THAT(rejection.message, HasSubstr("at_end, by_chunk, full, ragged, refuses"));
+  EXPECT_THAT(rejection.message, HasSubstr("this model has no default policy"));
 }
 
 TEST_F(AdmissionTest, DefaultsOfParamsAreFilledIn) {
@@ -422,18 +424,18 @@ struct BadInput {
 const BadInput kBadInputs[] = {
     {"EmptyPrompt", [](auto& o) { o.prompt.clear(); }, "prompt", "is empty"},
     {"PromptFillsTheContext", [](auto& o) { o.prompt.assign(2048, 1); }, "prompt",
-     "over the context length 2048", "CONTEXT_LENGTH"},
+     "more than the context length 2048", "CONTEXT_LENGTH"},
     {"OutputOverTheContext", [](auto& o) { o.stop.max_output_tokens = 2039; },
      "stop.max_output_tokens", "prompt (10) + max output (2039)", "CONTEXT_LENGTH"},
     {"OutputWithoutEnd", [](auto& o) { o.stop.max_output_tokens = kMost; },
-     "stop.max_output_tokens", "over the context length", "CONTEXT_LENGTH"},
+     "stop.max_output_tokens", "more than the context length", "CONTEXT_LENGTH"},
     {"NoOutput", [](auto& o) { o.stop.max_output_tokens = 0; }, "stop.max_output_tokens",
      "at least 1"},
     {"NegativeOutput",
      [](auto& o) { o.stop.max_output_tokens = std::numeric_limits<int64_t>::min(); },
      "stop.max_output_tokens", "at least 1"},
     {"ScoredTokensOverTheContext", [](auto& o) { o.forced.assign(2039, 1); }, "continuation",
-     "over the context length", "CONTEXT_LENGTH"},
+     "more than the context length", "CONTEXT_LENGTH"},
     {"ChunksUnderEviction",
      [](auto& o) {
        o.forced = {1, 2};
@@ -503,7 +505,7 @@ const BadInput kBadInputs[] = {
        o.output.prompt_logprobs = true;
        o.kv = {.policy = "by_chunk", .budget = int64_t{115}};
      },
-     "output.prompt_logprobs", "the smallest budget is 116", "PROMPT_EVICTED",
+     "output.prompt_logprobs", "the smallest that works is 116", "PROMPT_EVICTED",
      absl::StatusCode::kFailedPrecondition},
     {"LeastOutputOverTheMost", [](auto& o) { o.stop.min_output_tokens = 21; },
      "stop.min_output_tokens", "is 21, more than max_output_tokens, 20"},
@@ -530,9 +532,11 @@ const BadInput kBadInputs[] = {
     {"LongTenant", [](auto& o) { o.scheduling.tenant.assign(65, 'x'); }, "scheduling.tenant",
      "has 65 bytes, at most 64"},
     {"UnknownPolicy", [](auto& o) { o.kv.policy = "best"; }, "kv.policy",
-     "unknown policy 'best'; known: at_end, by_chunk, full, ragged, refuses"},
+     "unknown policy 'best'; `epikv policies --all` lists all"},
+    {"MistypedPolicy", [](auto& o) { o.kv.policy = "by_chnk"; }, "kv.policy",
+     "unknown policy 'by_chnk'; did you mean by_chunk? `epikv policies --all` lists all"},
     {"PolicyWithoutBudget", [](auto& o) { o.kv.policy = "by_chunk"; }, "kv.budget",
-     "needs max_tokens or keep_ratio"},
+     "needs a budget: kv.max_tokens or kv.keep_ratio"},
     {"BudgetZero", [](auto& o) { o.kv.budget = int64_t{0}; }, "kv.max_tokens", "at least 1"},
     {"NegativeBudget", [](auto& o) { o.kv.budget = int64_t{-5}; }, "kv.max_tokens", "at least 1"},
     {"RatioZero", [](auto& o) { o.kv.budget = 0.0; }, "kv.keep_ratio", "(0, 1], is 0"},
@@ -559,12 +563,12 @@ const BadInput kBadInputs[] = {
      },
      "kv.policy_params.slack", "type int"},
     {"BudgetBelowThePrompt", [](auto& o) { o.kv = {.policy = "refuses", .budget = int64_t{12}}; },
-     "kv.budget", "the smallest is 26", "KV_BUDGET"},
+     "kv.budget", "the smallest budget is 26", "KV_BUDGET"},
     {"BudgetBelowTheSinks",
      [](auto& o) {
        o.kv = {.policy = "by_chunk", .budget = int64_t{8}, .protection = {.sinks = 8}};
      },
-     "kv.budget", "the smallest is 9", "KV_BUDGET"},
+     "kv.budget", "the smallest budget is 9", "KV_BUDGET"},
     {"NegativeSinks",
      [](auto& o) {
        o.kv = {.policy = "by_chunk", .budget = int64_t{8}, .protection = {.sinks = -1}};
@@ -579,19 +583,19 @@ const BadInput kBadInputs[] = {
      [](auto& o) {
        o.kv = {.policy = "by_chunk", .budget = int64_t{8}, .protection = {.sinks = kMost}};
      },
-     "kv.budget", "the smallest is 29", "KV_BUDGET"},
+     "kv.budget", "the smallest budget is 29", "KV_BUDGET"},
     {"RecentWithoutEnd",
      [](auto& o) {
        o.kv = {.policy = "by_chunk",
                .budget = int64_t{8},
                .protection = {.sinks = kMost, .recent = kMost}};
      },
-     "kv.budget", "the smallest is 29", "KV_BUDGET"},
+     "kv.budget", "the smallest budget is 29", "KV_BUDGET"},
     {"EmptySpan",
      [](auto& o) {
        o.kv.protection.spans = {{0, 1}, {3, 3}};
      },
-     "kv.protected_spans[1]", "must not be empty"},
+     "kv.protected_spans[1]", "must have end > begin"},
     {"SpanBeyondTheEnd",
      [](auto& o) {
        o.kv.protection.spans = {{3, 31}};
@@ -602,12 +606,13 @@ const BadInput kBadInputs[] = {
      [](auto& o) {
        o.kv.protection.spans = {{-3, 2}};
      },
-     "kv.protected_spans[0]", "must begin at 0 or later"},
+     "kv.protected_spans[0]", "begin >= 0"},
     {"SpanWithoutEnd",
      [](auto& o) {
        o.kv = {.policy = "by_chunk", .budget = int64_t{8}, .protection = {.spans = {{0, kMost}}}};
      },
-     "kv.protected_spans[0]", "must end at or before", "SPAN_RANGE", absl::StatusCode::kOutOfRange},
+     "kv.protected_spans[0]", "end <= prompt + max output (30)", "SPAN_RANGE",
+     absl::StatusCode::kOutOfRange},
     {"ManySpans",
      [](auto& o) {
        o.kv.protection.spans.assign(65, {0, 1});
@@ -626,9 +631,9 @@ const BadInput kBadInputs[] = {
        o.force_in_chunks = true;
        o.output.residual_steps = true;
      },
-     "residual_steps", "measured at decode cadence"},
+     "residual_steps", "measured one token a step"},
     {"EqualProtectionAndMore", [](auto& o) { o.kv.protection = {.equal = true, .sinks = 2}; },
-     "kv.equal_protection", "excludes the other"},
+     "kv.equal_protection", "cannot be set together"},
 };
 
 class BadInputTest : public AdmissionTest, public testing::WithParamInterface<BadInput> {};

@@ -109,14 +109,14 @@ class Rows {
 };
 
 struct Problem {
-  DecodeShape shape;
+  LaneShape shape;
   int64_t used = 0;
   std::vector<float> q, keys, values;  // as the dtype holds them
   std::vector<int64_t> positions;      // empty: no window
   int64_t first_seen = 0;
 };
 
-Problem Random(const DecodeShape& shape, int64_t used, int seed, float size = 1) {
+Problem Random(const LaneShape& shape, int64_t used, int seed, float size = 1) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal(0, size);
   Problem problem = {.shape = shape, .used = used};
@@ -129,7 +129,7 @@ Problem Random(const DecodeShape& shape, int64_t used, int seed, float size = 1)
   return problem;
 }
 
-KvFormat FormatOf(const DecodeShape& shape) { return {shape.dtype, shape.stored}; }
+KvFormat FormatOf(const LaneShape& shape) { return {shape.dtype, shape.stored}; }
 
 struct Answer {
   std::vector<double> out;     // [group, value_width]
@@ -137,7 +137,7 @@ struct Answer {
 };
 
 Answer Exact(const Problem& p) {
-  const DecodeShape& s = p.shape;
+  const LaneShape& s = p.shape;
   Answer answer = {.out = std::vector<double>(s.group * s.value_width)};
   for (int64_t g = 0; g < s.group; ++g) {
     std::vector<double> logits;
@@ -226,7 +226,7 @@ struct Widths {
 
 class AttentionKernelsTest : public testing::TestWithParam<KvFormat> {
  protected:
-  DecodeShape Shape(const Widths& widths) const {
+  LaneShape Shape(const Widths& widths) const {
     return {.group = widths.group,
             .key_width = widths.key,
             .value_width = widths.value,
@@ -297,7 +297,7 @@ TEST_P(AttentionKernelsTest, LogitsFarApart) {
 }
 
 TEST_P(AttentionKernelsTest, SoftCaps) {
-  DecodeShape shape = Shape({.group = 3, .key = 64, .value = 64});
+  LaneShape shape = Shape({.group = 3, .key = 64, .value = 64});
   shape.soft_cap = 0.5;
   ExpectExact(Random(shape, 77, 11));
 }
@@ -315,7 +315,7 @@ TEST_P(AttentionKernelsTest, Windows) {
 }
 
 // Rows that are the newest of a prompt, among heads that are somebody else's.
-void ExpectExactRows(const DecodeShape& shape, int64_t past, int64_t rows, int seed,
+void ExpectExactRows(const LaneShape& shape, int64_t past, int64_t rows, int seed,
                      std::optional<int64_t> window = std::nullopt) {
   constexpr int64_t kHeadsBeside = 3;
   const int64_t used = past + rows;
@@ -383,7 +383,7 @@ TEST_P(AttentionKernelsTest, RowsOfAPrompt) {
   int seed = 0;
   for (int64_t group : {1, 3, 4, 7, 8, 16, 100}) {
     for (int64_t past : {0, 1, 31, 32, 100}) {
-      const DecodeShape shape = Shape({.group = group, .key = 64, .value = 32});
+      const LaneShape shape = Shape({.group = group, .key = 64, .value = 32});
       for (int64_t rows : {int64_t{1}, PrefillRows(shape) / 2 + 1, PrefillRows(shape)}) {
         SCOPED_TRACE(testing::Message() << rows << " rows of " << group << " behind " << past);
         ExpectExactRows(shape, past, rows, ++seed);
@@ -393,7 +393,7 @@ TEST_P(AttentionKernelsTest, RowsOfAPrompt) {
 }
 
 TEST_P(AttentionKernelsTest, RowsUnderSoftCapsAndWindows) {
-  DecodeShape shape = Shape({.group = 2, .key = 32, .value = 64});
+  LaneShape shape = Shape({.group = 2, .key = 32, .value = 64});
   for (int64_t window : {1, 5, 40, 90, 1000}) {
     SCOPED_TRACE(window);
     ExpectExactRows(shape, 100, PrefillRows(shape), 17, window);
@@ -405,7 +405,7 @@ TEST_P(AttentionKernelsTest, RowsUnderSoftCapsAndWindows) {
 
 // A row's bits do not depend on those computed with it.
 TEST_P(AttentionKernelsTest, RowsAreTheSameInAnyCompany) {
-  const DecodeShape shape = Shape({.group = 3, .key = 64, .value = 64});
+  const LaneShape shape = Shape({.group = 3, .key = 64, .value = 64});
   const int64_t rows = PrefillRows(shape), past = 50, stride = 3 * 64;
   const Problem p = Random(shape, past + rows, 21);
   const std::vector<float> q = Random(shape, rows * 3, 22).keys;

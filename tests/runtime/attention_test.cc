@@ -1,4 +1,4 @@
-#include "runtime/step/attention.h"
+#include "runtime/attention/attention.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -6,11 +6,11 @@
 #include <limits>
 #include <numeric>
 
+#include "runtime/base/scalar_type.h"
 #include "runtime/kernels/kv_format.h"
 #include "runtime/kv/kv_pool.h"
-#include "runtime/request/request.h"
-#include "runtime/base/scalar_type.h"
 #include "runtime/kv/sequence_cache.h"
+#include "runtime/request/request.h"
 #include "runtime/signals/signals.h"
 
 namespace epikv {
@@ -164,10 +164,10 @@ TEST(DecodeRows, AreMadeOfTheLogitsThatRunLeaves) {
                              .logits = &logits};
     std::vector<float> anew(2 * OneLayer::kTokens), of_logits(2 * OneLayer::kTokens);
     const Attention attention(DecodeKernel::kBatch, PrefillKernel::kBatch);
-    attention.Rows(q, 0, item, layer.shape(), absl::MakeSpan(anew));
+    attention.NewestRows(q, 0, item, layer.shape(), absl::MakeSpan(anew));
     attention.Run(q, 0, {&item, 1}, layer.shape());
     ASSERT_FALSE(logits.empty());
-    attention.Rows(q, 0, item, layer.shape(), absl::MakeSpan(of_logits));
+    attention.NewestRows(q, 0, item, layer.shape(), absl::MakeSpan(of_logits));
     for (int64_t head = 0; head < 2; ++head) {
       const at::Tensor row = at::softmax(at::matmul(q[1].narrow(0, head * 3, 3).to(at::kDouble),
                                                     layer.Keys(head).t()) *
@@ -203,9 +203,9 @@ TEST(DecodeRows, AreNeverMadeOfAnotherLayersLogits) {
     attention.Run(q, 0, {&first, 1}, before.shape());
     ASSERT_FALSE(logits.empty()) << "layers with windows run in our loop";
     attention.Run(q, 0, {&second, 1}, layer.shape());
-    attention.Rows(q, 0, second, layer.shape(), absl::MakeSpan(row));
+    attention.NewestRows(q, 0, second, layer.shape(), absl::MakeSpan(row));
     logits.clear();
-    attention.Rows(q, 0, second, layer.shape(), absl::MakeSpan(anew));
+    attention.NewestRows(q, 0, second, layer.shape(), absl::MakeSpan(anew));
     EXPECT_EQ(row, anew) << DecodeKernelName(kernel);
   }
 }
@@ -277,12 +277,12 @@ TEST_P(BentAttention, EqualsTheNaiveReference) {
       std::vector<float> mass(kKvHeads * used, -1), anew(decode ? kKvHeads * used : 0);
       if (decode) {
         std::vector<float>* const left = std::exchange(item.logits, nullptr);
-        attention.Rows(q, 0, item, layer.shape(), absl::MakeSpan(anew));
+        attention.NewestRows(q, 0, item, layer.shape(), absl::MakeSpan(anew));
         item.logits = left;
       }
       const at::Tensor out = attention.Run(q, 0, {&item, 1}, layer.shape());
       if (decode) {
-        attention.Rows(q, 0, item, layer.shape(), absl::MakeSpan(mass));
+        attention.NewestRows(q, 0, item, layer.shape(), absl::MakeSpan(mass));
       } else {
         attention.ColumnSums(q, 0, item, layer.shape(), absl::MakeSpan(mass));
       }

@@ -139,7 +139,8 @@ TEST(ChatFormatTest, WhatATemplateCannotDoIsSaid) {
   const std::vector<ChatMessage> user = {{Role::kUser, "a"}};
   EXPECT_EQ(refusal(*ChatFormats::FromJson(R"({"refusal": "no template"})"), user), "no template");
   EXPECT_EQ(refusal(ChatFormats("none"), user), "none");
-  EXPECT_THAT(refusal(Made(Brackets()), user, true), HasSubstr("no choice of thinking"));
+  EXPECT_THAT(refusal(Made(Brackets()), user, true),
+              HasSubstr("does not let thinking be switched"));
   Json format = Brackets();
   format["system"] = {{"refusal", "System role not supported"}};
   format["begin"].erase("system");
@@ -150,7 +151,7 @@ TEST(ChatFormatTest, WhatATemplateCannotDoIsSaid) {
   EXPECT_EQ(refusal(formats, {{Role::kSystem, "s"}, {Role::kUser, "a"}}),
             "System role not supported");
   EXPECT_THAT(refusal(formats, {{Role::kUser, "a"}, {Role::kAssistant, "b"}}),
-              HasSubstr("end with the user's message"));
+              HasSubstr("end with a user message"));
   EXPECT_EQ(Text(formats, user), "[U a][A ");
 }
 

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "runtime/admission/admission.h"
+#include "runtime/base/reason.h"
 #include "runtime/constraints/constraint.h"
 #include "runtime/engine/engine.h"
-#include "runtime/base/reason.h"
 #include "runtime/text/tokenizer.h"
 #include "tests/fixtures/fake_executor.h"
 #include "tests/fixtures/fake_model.h"

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "runtime/constraints/constraint.h"
 #include "runtime/base/reason.h"
+#include "runtime/constraints/constraint.h"
 #include "runtime/text/tokenizer.h"
 
 namespace epikv {

@@ -17,8 +17,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "runtime/constraints/constraint_text.h"
 #include "runtime/base/reason.h"
+#include "runtime/constraints/constraint_text.h"
 #include "runtime/text/tokenizer.h"
 #include "runtime/text/utf8.h"
 

@@ -1,4 +1,4 @@
-#include "runtime/device/device_plan.h"
+#include "runtime/forward/device_plan.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

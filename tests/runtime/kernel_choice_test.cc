@@ -1,4 +1,4 @@
-#include "runtime/step/kernel_choice.h"
+#include "runtime/attention/kernel_choice.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -46,7 +46,8 @@ TEST(ChooseKernel, SaysWhatThereIs) {
   const absl::Status status = Choose("first", true, kSome).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(status.message()),
-              HasSubstr("kernel 'first' is none of auto, third, second"));
+              HasSubstr("kernel 'first' is not available on this processor and model; these are: "
+                        "auto, third, second"));
 }
 
 TEST(ChooseKernel, DescribesItself) {

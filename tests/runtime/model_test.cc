@@ -1,6 +1,7 @@
 #include "runtime/model/model.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -453,7 +454,7 @@ struct Refusal {
   std::string reason;
 };
 
-// Of every file that tests/python/broken_models.py writes.
+// Of every file that tests/fixtures/broken_models.py writes.
 const std::map<std::string, Refusal>& Refusals() {
   constexpr StatusCode kBroken = StatusCode::kFailedPrecondition, kDamaged = StatusCode::kDataLoss;
   static const auto& refusals = *new std::map<std::string, Refusal>{
@@ -466,12 +467,13 @@ const std::map<std::string, Refusal>& Refusals() {
       {"manifest_dtype", {kBroken, "dtype must be"}},
       {"manifest_field", {kBroken, "num_heads is missing"}},
       {"manifest_format", {kBroken, "format must be \"epikv.model/1\", is \"other.model/1\""}},
-      {"manifest_later", {kBroken, "\"epikv.model/999\" is of a later version of epikv"}},
+      {"manifest_later",
+       {kBroken, "made by a later version of epikv (format \"epikv.model/999\")"}},
       {"manifest_layers", {kBroken, "attention(2) is not called; block(3) is not called"}},
       {"manifest_other_dtype",
        {kBroken, "8 weights are not of the manifest's dtype BFloat16, first"}},
       {"manifest_not_json", {kBroken, "manifest: not a JSON object"}},
-      {"manifest_projection", {kBroken, "output_projection 'nowhere.weight' is no parameter"}},
+      {"manifest_projection", {kBroken, "output_projection 'nowhere.weight' is not a parameter"}},
       {"manifest_rope", {kBroken, "layers[0].rope must be"}},
       {"manifest_type", {kBroken, "vocab_size must be"}},
       {"manifest_vocab", {kBroken, "a forward with token 11 at position 63 failed"}},
@@ -479,9 +481,9 @@ const std::map<std::string, Refusal>& Refusals() {
       {"missing_attention", {kBroken, "attention(1) is not called"}},
       {"missing_block", {kBroken, "block(1) is not called"}},
       {"missing_last_block", {kBroken, "block(2) is not called"}},
-      {"no_manifest", {kBroken, "it holds no manifest.json"}},
-      {"no_tokenizer", {kBroken, "it holds no tokenizer.json"}},
-      {"not_a_model", {kDamaged, "no TorchScript file"}},
+      {"no_manifest", {kBroken, "the file has no manifest.json"}},
+      {"no_tokenizer", {kBroken, "the file has no tokenizer.json"}},
+      {"not_a_model", {kDamaged, "not a TorchScript file"}},
       {"tokenizer_not_json", {kBroken, "its tokenizer.json is not JSON"}},
       {"truncated", {kDamaged, "is damaged"}},
       {"unknown_operator", {kBroken, "elsewhere::same"}},
@@ -518,7 +520,7 @@ TEST(RefusalTest, NamesEveryFaultAtOnce) {
               AllOf(HasSubstr("block(1) is called 2 times"),
                     HasSubstr("the result of attention(1) is not used"),
                     HasSubstr("1 weights are not of the manifest's dtype Float, first wide.weight"),
-                    HasSubstr("'nowhere.weight' is no parameter"),
+                    HasSubstr("'nowhere.weight' is not a parameter"),
                     HasSubstr("Float [2, 11], not Float [2, 10]")));
 }
 

@@ -26,7 +26,7 @@ TEST_P(ForPartsTest, EachIsThereOnce) {
   for (const int64_t count : {0, 1, 2, 3, 14, 152, 1000}) {
     for (const int64_t grain : {1, 5, 2000}) {
       std::vector<std::atomic<int>> times(count);
-      ForParts(count, grain, [&](int64_t begin, int64_t end) {
+      ParallelFor(count, grain, [&](int64_t begin, int64_t end) {
         ASSERT_LT(begin, end);
         for (int64_t i = begin; i < end; ++i) ++times[i];
       });
@@ -37,7 +37,7 @@ TEST_P(ForPartsTest, EachIsThereOnce) {
 
 TEST_P(ForPartsTest, WhatIsNotWorthTwoThreadsRunsHereAndAtOnce) {
   int calls = 0;
-  ForParts(100, 100, [&, caller = std::this_thread::get_id()](int64_t begin, int64_t end) {
+  ParallelFor(100, 100, [&, caller = std::this_thread::get_id()](int64_t begin, int64_t end) {
     EXPECT_EQ(std::this_thread::get_id(), caller);
     EXPECT_EQ(end - begin, 100);
     ++calls;
@@ -49,7 +49,7 @@ TEST_P(ForPartsTest, WhatAPartThrowsIsThrownHere) {
   auto run = [](int64_t begin, int64_t end) {
     if (begin <= 500 && 500 < end) throw std::out_of_range("500");
   };
-  EXPECT_THROW(ForParts(1000, 1, run), std::out_of_range);
+  EXPECT_THROW(ParallelFor(1000, 1, run), std::out_of_range);
 }
 
 // One thread is held until all but its own part is done: by the others.
@@ -60,7 +60,7 @@ TEST_P(ForPartsTest, AThreadThatIsSlowIsNotWaitedForWithWorkLeft) {
   const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   std::atomic<int64_t> done = 0;
   std::atomic<bool> held = false;
-  ForParts(1000, 1, [&](int64_t begin, int64_t end) {
+  ParallelFor(1000, 1, [&](int64_t begin, int64_t end) {
     if (!held.exchange(true)) {
       while (done < 1000 - (end - begin) && std::chrono::steady_clock::now() < limit) {
         std::this_thread::yield();

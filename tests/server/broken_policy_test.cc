@@ -188,15 +188,16 @@ INSTANTIATE_TEST_SUITE_P(
         {"throws_observing", "policy 'broken' failed: out of order", kPolicyThrew},
         {"nan", "is NaN", kPolicyStatus},
         {"protected", "the policy named the protected token 42", kPolicyInvalidSet},
-        {"too_few", "the policy named 0 victims where 1 must go", kPolicyInvalidSet},
-        {"not_there", "the policy named a token twice or one that is not cached",
+        {"too_few", "the policy named 0 tokens to evict, but 1 must go", kPolicyInvalidSet},
+        {"not_there", "the policy named a token twice, or a token that is not cached",
          kPolicyInvalidSet},
-        {"twice", "the policy named a token twice or one that is not cached", kPolicyInvalidSet},
-        {"too_many_lanes", "the policy answered for 2 lane groups of 1", kPolicyInvalidSet},
+        {"twice", "the policy named a token twice, or a token that is not cached",
+         kPolicyInvalidSet},
+        {"too_many_lanes", "the policy answered for 2 lane groups, there are 1", kPolicyInvalidSet},
         {"throws_a_number", "policy 'broken' failed: it threw", kPolicyThrew},
         {"not_found", "policy 'broken' failed: no such thing", kPolicyStatus},
         {"throws_opening", "policy 'broken' failed: it threw", kPolicyThrew},
-        {"no_answer", "the policy gave 0 answers to one task", kPolicyInvalidSet}}),
+        {"no_answer", "the policy gave 0 answers, one was asked for", kPolicyInvalidSet}}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

@@ -1,4 +1,6 @@
 #include "server/daemon/config.h"
+#include "server/daemon/command_line.h"
+#include "server/daemon/config_checks.h"
 
 #include <gmock/gmock.h>
 #include <google/protobuf/descriptor.h>
@@ -192,17 +194,23 @@ TEST(ConfigTest, NamesEverythingThatIsWrong) {
               "--priority_ageing_seconds=inf", "--fairness_quantum_tokens=0", "--threads=x",
               "--thread=2", "stray", "--metrics_max_series"});
   for (const char* name :
-       {"--listen must be host:port", "--metrics_listen must", "--model must name the file",
+       {"--listen must be host:port", "--metrics_listen must",
         "--kv_memory_share must be in (0, 1], is nan",
         "--kv_dtype must be model or int8, is \"int4\"", "--max_step_tokens must", "is \"fast\"",
         "--prefill_kernel must be auto, flash or batch, is \"matmul\"", "--outbox_bytes must",
         "--default_max_output_tokens must be at least 1", "--stream_stall_seconds must",
         "--drain_seconds must", "--priority_ageing_seconds must be above 0, is inf",
-        "--fairness_quantum_tokens must be at least 1",
-        "--threads: ", "unknown flag --thread; did you mean --threads?", "'stray' is no flag",
+        "--fairness_quantum_tokens must be at least 1", "--threads must be a whole number",
+        "unknown flag --thread; did you mean --threads?", "'stray' is not a flag",
         "--metrics_max_series needs a value"}) {
     EXPECT_THAT(errors, HasSubstr(name));
   }
+}
+
+TEST(ConfigTest, WhoMistypesAFlagMayHaveNamedAModelByIt) {
+  EXPECT_THAT(Errors({"--threads=1"}), HasSubstr("--model must name the file"));
+  EXPECT_THAT(Errors({"--modle=m"}), AllOf(HasSubstr("unknown flag --modle"),
+                                           Not(HasSubstr("--model must name the file"))));
 }
 
 TEST(ConfigTest, TlsFilesAreNamedTogether) {
@@ -212,10 +220,10 @@ TEST(ConfigTest, TlsFilesAreNamedTogether) {
   EXPECT_EQ(tls.key, "k");
   EXPECT_EQ(tls.client_ca, "a");
   EXPECT_THAT(Errors({"--model=m", "--tls_certificate=c"}),
-              HasSubstr("--tls_key must name the key of --tls_certificate"));
+              HasSubstr("--tls_key must name the private key file of --tls_certificate"));
   EXPECT_THAT(Errors({"--model=m", "--tls_key=k", "--tls_client_ca=a"}),
-              AllOf(HasSubstr("--tls_certificate must name a file with --tls_key"),
-                    HasSubstr("--tls_certificate must name a file with --tls_client_ca")));
+              AllOf(HasSubstr("--tls_certificate must name a file, since --tls_key is set"),
+                    HasSubstr("--tls_certificate must name a file, since --tls_client_ca is set")));
 }
 
 TEST(ConfigTest, LimitsOfConnectionsAreChecked) {
@@ -272,8 +280,8 @@ TEST(ConfigTest, NameOfAModelFitsIntoALine) {
 TEST(ConfigTest, FlagHoldsOneValue) {
   EXPECT_THAT(Errors({"--model=m", "--threads=5 6", "--drain_seconds=1 threads: 2",
                       "--models=path: 'a' } models { path: 'b'"}),
-              AllOf(HasSubstr("--threads must be one value, is \"5 6\""),
-                    HasSubstr("--drain_seconds must be one value"),
+              AllOf(HasSubstr("--threads must be a whole number of 0 to 4294967295, is \"5 6\""),
+                    HasSubstr("--drain_seconds must be a number"),
                     HasSubstr("--models must be one value")));
   EXPECT_EQ(Parse({"--model=m", "--threads= 5 "}).runtime.threads, 5);
 }

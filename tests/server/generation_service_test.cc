@@ -1,4 +1,5 @@
 #include "server/generation/generation_service.h"
+#include "server/generation/call_facts.h"
 
 #include <gmock/gmock.h>
 #include <google/protobuf/text_format.h>
@@ -472,7 +473,7 @@ INSTANTIATE_TEST_SUITE_P(
          grpc::FAILED_PRECONDITION,
          "PROMPT_EVICTED",
          {"output.prompt_logprobs"},
-         "the smallest budget is 46"},
+         "the smallest that works is 46"},
         {"regex_that_is_none",
          "token_ids { ids: 1 } sampling { regex: '(' }",
          grpc::INVALID_ARGUMENT,
@@ -484,7 +485,7 @@ INSTANTIATE_TEST_SUITE_P(
          grpc::INVALID_ARGUMENT,
          "INVALID_REQUEST",
          {"sampling.constraint.choice", "sampling.top_p"},
-         "is empty; one item is needed at least"},
+         "is empty; at least one item is needed"},
         {"choice_of_no_word",
          "token_ids { ids: 1 } sampling { choice { items: 'x1' } }",
          grpc::INVALID_ARGUMENT,
@@ -526,7 +527,7 @@ INSTANTIATE_TEST_SUITE_P(
          grpc::INVALID_ARGUMENT,
          "KV_BUDGET",
          {"kv.budget"},
-         "the smallest is 1"},
+         "the smallest budget is 1"},
         {"budget_over_the_pool",
          TokenIds(2) + "stop { max_output_tokens: 450 }",
          grpc::FAILED_PRECONDITION,
@@ -550,13 +551,13 @@ INSTANTIATE_TEST_SUITE_P(
          grpc::INVALID_ARGUMENT,
          "INVALID_REQUEST",
          {"kv.policy"},
-         "full, picky, window"},
+         "no default policy"},
         {"unknown_policy",
          TokenIds(2) + "kv { policy: 'windwo' max_tokens: 20 }",
          grpc::INVALID_ARGUMENT,
          "INVALID_REQUEST",
          {"kv.policy"},
-         "known: full, picky, window"},
+         "did you mean window?"},
         {"unknown_parameter",
          TokenIds(2) + "kv { policy: 'window' max_tokens: 20 policy_params { fields { key: "
                        "'slak' value { number_value: 1 } } } }",

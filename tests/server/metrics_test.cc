@@ -17,8 +17,8 @@
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "runtime/admission/admission.h"
-#include "runtime/engine/engine.h"
 #include "runtime/base/reason.h"
+#include "runtime/engine/engine.h"
 #include "server/metrics/metrics_server.h"
 #include "tests/fixtures/fake_executor.h"
 #include "tests/fixtures/fake_model.h"
@@ -453,6 +453,10 @@ TEST_F(MetricsTest, AnswersWhileClientsHoldSilentConnections) {
   EXPECT_FALSE(Scrape(Page().port()).empty());
   EXPECT_LT(absl::Now() - begin, absl::Seconds(15));  // 30 a connection, were there no limit
   for (const int fd : silent) close(fd);
+}
+
+TEST(MetricsServerTest, RootLinksTheMetrics) {
+  EXPECT_EQ(HttpGet(Page().port(), "/"), "<a href=\"/metrics\">/metrics</a>\n");
 }
 
 TEST(MetricsServerTest, PortInUseIsNamed) {

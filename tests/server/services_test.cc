@@ -254,13 +254,13 @@ TEST_F(ServicesTest, StateIsWhatAdmissionReserves) {
                 policy.state_bytes_per_sequence());
 }
 
-TEST_F(ServicesTest, UnknownPolicyIsNotFoundAndKnownOnesAreNamed) {
+TEST_F(ServicesTest, UnknownPolicyIsNotFoundAndCloseOnesAreNamed) {
   v1::GetPolicyRequest request;
-  request.set_name("lru");
+  request.set_name("pick");
   v1::Policy policy;
   const auto status = Call(policies_, &v1::PolicyService::Stub::GetPolicy, request, &policy);
   EXPECT_EQ(status.error_code(), grpc::NOT_FOUND);
-  EXPECT_THAT(status.error_message(), HasSubstr("known: full, picky, window"));
+  EXPECT_THAT(status.error_message(), HasSubstr("unknown policy 'pick'; did you mean picky?"));
 }
 
 TEST_F(ServicesTest, TokenizesAndDetokenizes) {
@@ -330,8 +330,9 @@ TEST_F(ServicesTest, WhatIsNoConversationIsNamed) {
   EXPECT_THAT(refusal({static_cast<v1::ChatRole>(9)}),
               StartsWith(invalid + "chat.messages[0].role: must be CHAT_ROLE_SYSTEM"));
   EXPECT_EQ(refusal({v1::CHAT_ROLE_USER}, /*thinking=*/true),
-            absl::StrCat(grpc::FAILED_PRECONDITION,
-                         " chat: the model's chat template knows no choice of thinking"));
+            absl::StrCat(
+                grpc::FAILED_PRECONDITION,
+                " chat: this model's chat template does not let thinking be switched on or off"));
 }
 
 // grpc.health.v1, whose messages Debian does not package: a string in field 1, an enum in field 1.

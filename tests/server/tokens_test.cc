@@ -63,14 +63,14 @@ TEST(TokenTableTest, EverythingThatIsWrongIsNamedByLine) {
                             HasSubstr("line 4: the digest must be 64 lower-case hex digits"),
                             HasSubstr("line 5: the name must be at most 64"),
                             HasSubstr("line 6: the digest must"),
-                            HasSubstr("line 7: the name stands above, too")));
+                            HasSubstr("line 7: the name is already on an earlier line")));
 }
 
 TEST(TokenTableTest, SameNameOrDigestTwiceIsRefused) {
   EXPECT_THAT(Faults(absl::StrCat("user a ", kOne, "\noperator a ", kTwo)),
-              HasSubstr("line 2: the name stands above"));
+              HasSubstr("line 2: the name is already on an earlier line"));
   EXPECT_THAT(Faults(absl::StrCat("user a ", kOne, "\noperator b ", kOne)),
-              HasSubstr("line 2: the digest stands above"));
+              HasSubstr("line 2: the digest is already on an earlier line"));
 }
 
 TEST(TokenTableTest, FileWithoutTokensIsRefused) {

@@ -20,7 +20,7 @@ from epikv.bench.scrape import scrape
 from epikv.v1 import experiment_pb2
 from google.protobuf import text_format
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "e2e"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fixtures"))
 from postgres import Postgres
 
 NAME, METRIC = "recorded", "worth"

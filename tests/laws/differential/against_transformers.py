@@ -21,8 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import repeat_kv
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
+ROOT = Path(__file__).resolve().parents[3]
+sys.path[:0] = [str(ROOT / "tests" / "fixtures")]
 
 import make_models  # noqa: E402
 from epikv.export import parity  # noqa: E402

@@ -20,7 +20,7 @@ namespace {
 std::vector<std::string> Corpus() {
   std::vector<std::string> names;
   for (const auto& entry :
-       std::filesystem::directory_iterator(EPIKV_SOURCE_DIR "/tests/differential/corpus")) {
+       std::filesystem::directory_iterator(EPIKV_SOURCE_DIR "/tests/laws/differential/corpus")) {
     names.push_back(entry.path().stem().string());
   }
   std::sort(names.begin(), names.end());
@@ -30,7 +30,7 @@ std::vector<std::string> Corpus() {
 class DifferentialCorpus : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(DifferentialCorpus, GivesWhatEachRequestGetsAlone) {
-  std::ifstream file(EPIKV_SOURCE_DIR "/tests/differential/corpus/" + GetParam() + ".json");
+  std::ifstream file(EPIKV_SOURCE_DIR "/tests/laws/differential/corpus/" + GetParam() + ".json");
   const Tally tally = PlayTrial(TrialOf(nlohmann::json::parse(file)));
   EXPECT_GT(tally.whole + tally.cut + tally.failed, 0) << "nothing was accepted";
 }

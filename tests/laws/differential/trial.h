@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/step/attention.h"
+#include "runtime/attention/attention.h"
 #include "runtime/constraints/constraint.h"
 #include "runtime/request/request.h"
 

@@ -9,7 +9,7 @@ from epikv.calibrate.choose import search
 from epikv.calibrate.confirm import RANDOM, Outcome, arms, gain, told
 from epikv.calibrate.plan import Plan, Report
 from epikv.calibrate.synthetic import World
-from epikv.eval.tasks import Item
+from epikv.eval.items import Item
 from epikv.export import archive, random_model
 from tiny_model import TINY
 

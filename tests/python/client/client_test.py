@@ -48,7 +48,7 @@ from epikv.options import ROLES
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import generation_pb2, kv_pb2
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHOWN = [ROOT / "README.md", ROOT / "docs" / "getting-started.md"]
 
 
@@ -429,7 +429,8 @@ def test_the_first_pages_show_what_parses(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "DIR").mkdir()
-    for name in ("model.pt", "FILE"):
+    (tmp_path / "build" / "sample").mkdir(parents=True)
+    for name in ("model.pt", "FILE", "build/sample/model.pt"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     name, *words = shlex.split(line, comments=True)
@@ -511,7 +512,7 @@ def test_score_policies_and_models(fake: fake_epikvd.Fake) -> None:
     assert '"t4"' in scored.stdout and "sum -3.0000, perplexity 4.4817" in scored.stdout
     as_json = run("score", "a", "x y", "--server", fake.address, "--json")
     assert json.loads(as_json.stdout)["logprobs"] == [-1.0, -2.0]
-    listed = run("policies", "--server", fake.address)
+    listed = run("policies", "--all", "--server", fake.address)
     assert "epikv_flat" in listed.stdout and "oracle *" in listed.stdout
     described = run("policies", "epikv_flat", "--server", fake.address)
     assert "window" in described.stdout and "2 .. " in described.stdout

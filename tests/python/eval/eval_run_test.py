@@ -176,8 +176,11 @@ def test_what_a_policy_refuses_is_written_down(
             result = evaluate(address, problems)
         assert result.exit_code == status, result.output
         assert (
-            f"not run, {PROBLEMS} times: file:sums.jsonl, h2o at 50%: {code.name}" in result.output
+            f"refused, {PROBLEMS} times: file:sums.jsonl, h2o at 50%: {code.name}" in result.output
         )
+        ran = 4 * PROBLEMS - PROBLEMS
+        assert f": {ran} were measured, {PROBLEMS} were refused" in result.output
+        assert "h2o │ refused" in " ".join(result.stdout.split()), "in the table, too"
     assert not solver.requests  # it does not ask again
     faulty = [r for r in read(problems.parent / "out")[1] if r.fault]
     assert {r.arm for r in faulty} == {"h2o"} and len(faulty) == PROBLEMS
@@ -232,10 +235,10 @@ def test_without_full_there_is_no_share_of_a_trace(problems: Path) -> None:
 def test_an_answer_without_a_token_is_not_taken_for_right(problems: Path) -> None:
     """The stand-in's tokens are lengths of words, and "It is" + " 12345" are three of them."""
     from epikv.client import Client
+    from epikv.eval.items import Probe
     from epikv.eval.plan import Settings
     from epikv.eval.requests import ask
     from epikv.eval.results import Key
-    from epikv.eval.tasks import Probe
 
     arm = {"policy": "full", "params": {}}
     with fake_epikvd.serve() as fake, Client(fake.address) as client:

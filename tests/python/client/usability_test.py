@@ -94,6 +94,17 @@ def test_a_status_is_not_said_twice() -> None:
     assert str(error) == "NOT_FOUND: gone"
 
 
+def test_a_missing_budget_is_told_as_the_command_line_has_it() -> None:
+    said = "policy 'snapkv' needs max_tokens or keep_ratio"
+    fault = epikv.FieldViolation("kv.budget", said)
+    refused = epikv.RpcError(
+        grpc.StatusCode.INVALID_ARGUMENT, said, reason="INVALID_REQUEST", field_violations=(fault,)
+    )
+    assert "--budget" in refused.advice and "50%" in refused.advice
+    other = epikv.RpcError(grpc.StatusCode.INVALID_ARGUMENT, "no", reason="INVALID_REQUEST")
+    assert other.advice == ""
+
+
 def test_options_for_json_are_refused_without_it(fake: fake_epikvd.Fake) -> None:
     for option in ("--logprobs", "--top-logprobs=2", "--token-ids", "--trace"):
         refused = run("generate", "x", option, "--server", fake.address)
@@ -112,7 +123,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 def test_names_of_policies_are_never_cut(fake: fake_epikvd.Fake) -> None:
     with Client(fake.address) as client:
         names = [policy.name for policy in client.policies()]
-    shown = run("policies", "--server", fake.address, COLUMNS="60").stdout
+    shown = run("policies", "--all", "--server", fake.address, COLUMNS="60").stdout
     assert all(f" {name} " in shown for name in names)
 
 
@@ -143,7 +154,7 @@ def test_what_changes_a_daemon_names_it_first(
     asked: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("epikv.cli.admin.connect", refuse)
+    monkeypatch.setattr("epikv.admin.connect", refuse)
     for name in ("EPIKV_SERVER", "EPIKV_ADMIN_SERVER"):
         monkeypatch.delenv(name, raising=False)
     done = run("admin", *command, **environment)

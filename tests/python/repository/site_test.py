@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from chromium import Chromium, chromium
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "tools" / "pages.py"
 
 
@@ -32,6 +32,17 @@ def test_each_page_has_its_place(html: Path) -> None:
         page = Path(name).with_suffix("")
         folder = page.parent if page.name in ("README", "index") else page
         assert (html / folder / "index.html").exists(), name
+
+
+def test_what_pages_say_to_tests_does_not_show(html: Path) -> None:
+    """Comments above blocks of commands; and the fences behind them are taken as fences."""
+    hidden = 0
+    for page in html.rglob("*.html"):
+        text = page.read_text()
+        hidden += len(re.findall("<!-- (?:not run:|run by)", text))
+        shown = re.sub("<!--.*?-->|<(code|script)\\b.*?</\\1>", "", text, flags=re.DOTALL)
+        assert not re.search("run by tests/|not run:|```|&lt;!--", shown), page
+    assert hidden >= 5
 
 
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:

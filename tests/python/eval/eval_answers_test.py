@@ -8,7 +8,8 @@ import click
 import pytest
 from epikv.eval.answers import extract, last_boxed, same
 from epikv.eval.files import TEMPLATE
-from epikv.eval.tasks import Item, axis, load
+from epikv.eval.items import Item
+from epikv.eval.tasks import axis, load
 
 EQUAL = [
     ("1/2", r"\frac12"),

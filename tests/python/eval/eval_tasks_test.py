@@ -4,7 +4,8 @@ import re
 
 import click
 import pytest
-from epikv.eval.tasks import Axis, Item, Probe, axis, load
+from epikv.eval.items import Axis, Item, Probe
+from epikv.eval.tasks import axis, load
 from epikv.sample import FAMILIES, problem
 
 

@@ -25,7 +25,7 @@ from epikv.sample.train import Recipe, Run, StuckError
 from epikv.sample.vocabulary import NAMES, TOKEN_IDS, VOCABULARY, encode
 from epikv.stats import wilson
 
-MODELS = Path(__file__).parents[2] / "tools" / "sample_model"
+MODELS = Path(__file__).parents[3] / "tools" / "sample_model"
 CHANCE = (RANDOM, FROZEN)
 SHIPPED = MODELS / (MODELS / "SHIPPED").read_text().strip()
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import fmean, pstdev
+from types import SimpleNamespace
 from typing import Any
 
 import fake_epikvd
@@ -27,7 +28,7 @@ from epikv.bench.report import Window, figures, goodput, percentiles, report, ti
 from epikv.bench.watch import Readings, Watch
 from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.cli import main
-from epikv.eval.tasks import Item
+from epikv.eval.items import Item
 from epikv.options import Kv
 from epikv.v1 import (
     errors_pb2,
@@ -376,6 +377,7 @@ def test_figures_hold_requests_to_the_window_and_the_deadline() -> None:
     assert (found["refused"], found["refused_with_delay"]) == (2, 2)
     assert found["retry_delay"]["p50"] == 1.5
     assert (found["retries"], found["retries_ok"]) == (1, 1)
+    # As those of throughput, of the requests that were in time.
     assert found["goodput_tokens_per_second"] == (20 + 1 + 30 + 10) / 10
     assert found["requests_per_second"] == 5 / 10
     # 20 + 1 + 30 + 40 + 7 + 10; of 50 from 20 on, none.
@@ -383,6 +385,19 @@ def test_figures_hold_requests_to_the_window_and_the_deadline() -> None:
     assert found["end_to_end"]["p50"] == 2 and found["queue"]["p50"] == 1
     assert found["time_to_first_token"]["p99"] == pytest.approx(1.96, abs=0.03)
     assert goodput(samples, Window(10, 20)) == (20 + 1 + 30 + 40 + 10) / 10
+
+
+def test_goodput_is_a_part_of_throughput() -> None:
+    """Where requests end in the window that have begun long before, and others only after it."""
+    samples = [sample(0, 11, tokens=90), sample(8, 24, tokens=60), sample(9, 19, 10, "CANCELLED")]
+    window = Window(10, 20)
+    found = figures(samples, window)
+    arrived = [sum(1 for at, _ in s.messages if at in window) for s in samples]
+    assert 0 < arrived[0] < 90 and 0 < arrived[1] < 60
+    assert found["output_tokens_per_second"] == sum(arrived) / 10
+    assert found["goodput_tokens_per_second"] == goodput(samples, window) == sum(arrived[:2]) / 10
+    points = timeline(samples, window, step=1)
+    assert sum(point["goodput_tokens_per_second"] for point in points) == sum(arrived[:2])
 
 
 def test_inter_token_latency_is_between_messages() -> None:
@@ -395,7 +410,7 @@ def test_a_timeline_is_goodput_and_what_is_under_way() -> None:
     samples = [sample(-1, 2.5, 5), sample(0.5, 1.5, 8), sample(1.2, 9, 3), sample(2.1, 2.2, 1, "X")]
     points = timeline(samples, Window(0, 4, deadline=4), step=1)
     assert [point["at"] for point in points] == [0, 1, 2, 3]
-    assert [point["goodput_tokens_per_second"] for point in points] == [0, 8, 5, 0]
+    assert [point["goodput_tokens_per_second"] for point in points] == [1, 10, 2, 0]
     assert [point["under_way"] for point in points] == [1, 2, 2, 1]
 
 
@@ -502,6 +517,27 @@ def test_overload_is_held_to_its_targets() -> None:
     unanswered = ["after 30.0 s: timed out"]
     assert short(10, [True] * 30, unanswered, 1.1) == {"queue_growth", "probes_unanswered"}
     assert short(10, [], [], 11) == {"retry_success", "queue_growth", "health_p99_over_idle"}
+
+
+def test_pictures_begin_at_zero_and_say_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure_of = pytest.importorskip("matplotlib.figure").Figure
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(
+        figure_of, "savefig", lambda self, path, **_: drawn.update({path.name: self})
+    )
+    samples = [sample(5 + n, 8 + n, tokens=9) for n in range(4)]
+    window = Window(5, 12, deadline=2.5)
+    load = SimpleNamespace(samples=samples)
+    found = {"timeline": timeline(samples, window, step=1), "gauges": [], "experiment_arms": {}}
+    plots.draw(tmp_path, load, ["full"], window, found)
+    goodput_panel, queue_panel = drawn["timeline.png"].axes
+    assert goodput_panel.get_ylim()[0] == queue_panel.get_ylim()[0] == 0
+    title = drawn["timeline.png"].get_suptitle()
+    assert "Goodput" in title and "7 seconds" in title and "deadline of 2.50 s" in title
+    assert "4 requests" in drawn["latency.png"].get_suptitle()
+    assert all(panel.get_xlim()[0] == 0 for panel in drawn["latency.png"].axes)
 
 
 # The commands.

@@ -12,7 +12,7 @@ from epikv.calibrate.journal import Journal, JournalError
 from epikv.calibrate.labels import Labels, agreement, agreement_of
 from epikv.calibrate.occlusion import Occlusion, Vocabulary
 from epikv.calibrate.traces import Budget, Problem, Trace, answer_start
-from epikv.eval.tasks import Item
+from epikv.eval.items import Item
 
 # Labels by occlusion
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from click import ClickException
 from click.testing import CliRunner
+from epikv import programs
 from epikv.bench import harness, policies
 from epikv.bench.scrape import parse
 from epikv.bench.streams import random_prompt
@@ -15,7 +16,7 @@ from epikv.messages import Policy, PolicyParam
 from epikv.testing import DaemonError, find_binary
 
 PAGE = """\
-# HELP epikv_step_tokens_total Tokens run, step by step.
+# HELP epikv_step_tokens_total Tokens run in steps.
 # TYPE epikv_step_tokens_total counter
 epikv_step_tokens_total{model="m",phase="decode"} 12
 epikv_step_tokens_total{phase="prefill",model="m"} 3e+01
@@ -175,13 +176,31 @@ def test_a_named_daemon_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_outside_a_checkout_the_daemon_is_that_of_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epikv.testing.__file__", str(tmp_path / "lib" / "epikv" / "testing.py"))
+    monkeypatch.setattr("epikv.programs.PACKAGE", tmp_path / "lib" / "epikv")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DaemonError, match="no epikvd found"):
         find_binary()
     installed = tmp_path / "epikvd"
     installed.touch(mode=0o755)
     assert harness.fresh_binary(tmp_path) == installed
+
+
+@pytest.mark.usefixtures("no_epikvd")
+def test_what_measures_a_model_builds_no_daemon_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`epikv eval` and `epikv calibrate`: a checkout's daemon as it was built last."""
+    root = checkout(tmp_path, 'mkdir -p "$ROOT/build/dev/server"; touch "$ROOT/made"')
+    built = root / "build" / "dev" / "server" / "epikvd"
+    monkeypatch.setattr(harness, "_ROOT", root)
+    monkeypatch.setattr(programs, "PACKAGE", root / "tools" / "epikv")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert harness.built_binary(Path("/given/epikvd")) == Path("/given/epikvd")
+    built.parent.mkdir(parents=True)
+    built.touch(mode=0o755)
+    assert harness.built_binary(None) == built and not (root / "made").exists()
+    built.unlink()
+    assert harness.built_binary(None) == built and (root / "made").exists()
 
 
 @pytest.mark.usefixtures("no_epikvd")

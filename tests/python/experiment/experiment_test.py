@@ -21,7 +21,7 @@ from epikv.experiment import definition
 from epikv.experiment.assignment import NUM_BUCKETS, arm_of, bucket_of, layer_bucket, unit_hash
 from epikv.v1 import experiment_pb2
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 UNITS = [f"user-{i}" for i in range(20_000)]
 
 
@@ -198,7 +198,7 @@ def test_a_bad_text_is_told_by_its_line(tmp_path: Path, text: str, line: int, sa
     ("text", "line", "said"),
     [
         ('{"name": "a",\n "arms": [{"name": "x"},\n {"weigth": 3}]}', 3, 'named "weigth"'),
-        ('{"name": "a",\n\n "name": "b"}', 3, '"name" is there twice'),
+        ('{"name": "a",\n\n "name": "b"}', 3, '"name" is given twice'),
         ('{"name":\n "a" "b"}', 2, "Expecting ',' delimiter"),
         ("[]", 1, "one JSON object"),
         ('{"hypothesis": "\\"name\\": {",\n "name": 3}', 2, "expected string"),

@@ -1,5 +1,6 @@
 """What an evaluation runs, what it keeps of it, and what it makes of that."""
 
+import io
 import json
 import os
 import re
@@ -11,11 +12,11 @@ from typing import Any
 import click
 import pytest
 from epikv.eval import results
+from epikv.eval.items import Item
 from epikv.eval.plan import Arm, Settings, Task, arms, control, document, keys, total
 from epikv.eval.results import Key, Record, store
 from epikv.eval.summary import faults, summarise
-from epikv.eval.table import markdown
-from epikv.eval.tasks import Item
+from epikv.eval.table import COLUMNS, markdown, short
 from epikv.messages import Model, Policy, PolicyParam, from_proto
 from fake_epikvd import MODEL
 
@@ -262,14 +263,31 @@ def test_figures_of_a_row() -> None:
     assert row["against_full"]["p"] == 2 / 2**5
     assert row["against_random"]["value"] == 0.5 and row["random"] == "random"
     assert row["evicting"]["n"] == 6 and row["evicting"]["solved"]["value"] == 0.5
-    assert row["length_ratio"] == 1.5 and row["cap_hits"] == 0.5
-    assert row["tokens_per_second"] == 149 / 2
+    assert row["length"] == {"value": 1.5, "low": 1.5, "high": 1.5} and row["cap_hits"] == 0.5
+    assert "tokens_per_second" not in row, "of one arm alone it says nothing"
     assert row["dropped"] == pytest.approx(6 * 55 / 1600)
     assert (row["peak_tokens"], row["peak_bytes"]) == (59, 9 * 1024)
     assert "against_random" not in by_arm["random"]
     assert by_arm["random:frozen=true"]["against_random"]["p"] == 1
-    assert by_arm["full"]["against_full"] is None and by_arm["full"]["length_ratio"] == 1
+    assert by_arm["full"]["against_full"] is None and by_arm["full"]["length"]["value"] == 1
     assert by_arm["full"]["evicting"] == {"n": 0, "solved": None}
+
+
+def test_a_terminal_gets_the_best_first_and_what_is_beyond_chance() -> None:
+    from rich.console import Console
+
+    only = task("a", 10)
+    made = plan(only)
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in short(summarise(made, filled(made, only))):
+        console.print(table)
+    shown = console.export_text()
+    rows = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    assert [row[0] for row in cells] == ["full", "h2o", "random", "random:frozen=true"]
+    assert cells[1][1:] == ["0.50 [0.24, 0.76]", "+0.50 *", "21%", "1.50"]
+    assert cells[3][2] == "+0.00", "no star"
+    assert "a, budget 50%, 10 problems" in shown
 
 
 def test_nothing_is_averaged_over_what_is_missing() -> None:
@@ -304,6 +322,7 @@ def test_what_was_refused_is_not_compared() -> None:
         "a, h2o at 50%: INVALID_ARGUMENT (KV_BUDGET): too\n  small": 1,
         "a, random:frozen=true at 50%: INVALID_ARGUMENT (KV_BUDGET): too\n  small": 10,
     }
+    assert "tokens/s" not in COLUMNS
     assert "9 (1 refused)" in markdown(found) and "not run: INVALID_ARGUMENT" in markdown(found)
 
 

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BUILD_FILES = [
     path
     for folder in ("cmake", "policies", "proto", "runtime", "server", "tests")
