@@ -43,10 +43,11 @@ FROM toolchain AS build
 WORKDIR /src
 COPY . .
 ARG JOBS=2
+ARG REVISION=unknown
 RUN --mount=type=cache,target=/var/cache/ccache \
     export CCACHE_DIR=/var/cache/ccache EPIKV_TORCH_DIR=/opt/libtorch \
       EPIKV_XGRAMMAR_SDIST=$(echo /opt/xgrammar-*.tar.gz) \
- && cmake --preset release && cmake --build --preset release -j "${JOBS}" --target epikvd epikv-probe
+ && cmake --preset release -DEPIKV_COMMIT="${REVISION}" && cmake --build --preset release -j "${JOBS}" --target epikvd epikv-probe
 # What of LibTorch the daemon links, where it was linked, without symbols (a fifth of it).
 RUN mkdir -p /image/usr/local/bin /image/opt/libtorch/lib /image/etc/epikv /image/models \
  && strip -o /image/usr/local/bin/epikvd build/release/server/epikvd \
@@ -65,6 +66,7 @@ FROM ${BASE} AS runtime
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="epikvd" \
       org.opencontainers.image.description="Serves TorchScript models over gRPC, each request's KV cache held to a budget" \
+      org.opencontainers.image.version="0.2.0" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"
 RUN apt-get update \

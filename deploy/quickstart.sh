@@ -27,6 +27,7 @@ if [ ! -f "$model" ]; then
   mkdir -p "$(dirname "$model")"
   stage "export" "$EPIKV_VENV/bin/epikv" export "$sample" "$model" --name sample --dtype fp32
 fi
+ln -sf "$(basename "$model")" "$EPIKV_ROOT/build/sample/model.pt"  # the name that the documents use
 
 run=$EPIKV_ROOT/build/run
 mkdir -p "$run"
@@ -47,13 +48,15 @@ address() { "$EPIKV_PYTHON" -c "import json, sys; print(json.load(open(sys.argv[
 server=$(address grpc)
 printf '%-24s gRPC %s, metrics http://%s/metrics\n\n' "serving" "$server" "$(address metrics)"
 
-"$EPIKV_PYTHON" -m epikv.sample demo --server "$server" --seed "$PROBLEM_SEED" \
+"$EPIKV_VENV/bin/epikv" demo --server "$server" --seed "$PROBLEM_SEED" \
   --policy "$POLICY" --budget "$BUDGET" ||
   fail "the completion is not what the sample model promises" "the daemon's log is $run/epikvd.log"
 
 if [ -n "$keep" ]; then
   trap - EXIT
   disown "$daemon"
-  printf '\nstill serving (stop it with: kill %s)\n  gRPC     %s\n  metrics  http://%s/metrics\n  try      %s generate --server %s --policy sliding --budget 300 "..."\n' \
-    "$daemon" "$server" "$(address metrics)" "$EPIKV_VENV/bin/epikv" "$server"
+  printf '\nstill serving (stop it with: kill %s)\n  gRPC     %s\n  metrics  http://%s/metrics\n' \
+    "$daemon" "$server" "$(address metrics)"
+  printf '  try      export PATH=%s:$PATH EPIKV_SERVER=%s\n' "$EPIKV_VENV/bin" "$server"
+  printf '           epikv generate -n 1024 --policy cur --budget 300 "$(python -m epikv.sample problem | head -n 1)"\n'
 fi

@@ -1,12 +1,18 @@
-"""Generates epikv.v1 from ../proto before the package is built or installed in place."""
+"""Generates epikv.v1 from ../proto before the package is built or installed in place, in the version of
+../CMakeLists.txt. With programs in epikv/bin it makes a wheel for this platform."""
 
+import re
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 PACKAGE = Path(__file__).resolve().parent
 PROTO = PACKAGE.parent / "proto"
+# deploy/wheel.sh has put the programs there.
+BRINGS_DAEMON = (PACKAGE / "epikv" / "bin" / "epikvd").exists()
+VERSION = re.compile(r"^project\(epikv VERSION (\S+)", re.MULTILINE)
 
 
 class BuildWithProtos(build_py):
@@ -25,4 +31,26 @@ class BuildWithProtos(build_py):
         super().run()
 
 
-setup(cmdclass={"build_py": BuildWithProtos})
+def version() -> str:
+    listing = PACKAGE.parent / "CMakeLists.txt"
+    found = VERSION.search(listing.read_text())
+    if found is None:
+        raise SystemExit(f"no version in {listing}")
+    return found[1]
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel that brings the daemon is one of this platform, whatever the Python."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = not BRINGS_DAEMON
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+setup(
+    version=version(),
+    cmdclass={"build_py": BuildWithProtos, "bdist_wheel": PlatformWheel},
+)
