@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 _HOMES = {
+    "epikv.admin": ("Admin",),
     "epikv.async_client": ("AsyncClient", "AsyncStream"),
     "epikv.client": ("Client", "Stream", "patiently"),
     "epikv.connection": ("Tls",),
@@ -23,6 +24,7 @@ _HOMES = {
     "epikv.experiment.outcome": ("Outcome", "Patience"),
     "epikv.messages": (
         "Accepted",
+        "ActiveRequest",
         "Completion",
         "Delta",
         "Event",
@@ -30,6 +32,8 @@ _HOMES = {
         "Finished",
         "GenerateResult",
         "Model",
+        "ModelLoad",
+        "ModelStatus",
         "OutcomeResult",
         "Policy",
         "Progress",
@@ -37,6 +41,7 @@ _HOMES = {
         "Recorded",
         "RenderedChat",
         "ScoreResponse",
+        "ServerStatus",
         "Summary",
         "TopLogprobs",
     ),

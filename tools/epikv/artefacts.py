@@ -36,4 +36,5 @@ def write(
     if data is not None:
         artefact["data"] = data
     artefact["made_with"] = {"epikv": version("epikv"), **made_with}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(artefact) + "\n", "utf-8")

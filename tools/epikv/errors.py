@@ -68,6 +68,10 @@ class RpcError(Exception):
                 "This port does not serve that call. `epikv admin` asks a daemon's admin_listen"
                 " (--server, $EPIKV_ADMIN_SERVER), every other command its listen ($EPIKV_SERVER)."
             )
+        if any(
+            "needs max_tokens or keep_ratio" in each.description for each in self.field_violations
+        ):
+            return "Give --budget: a number of tokens (256), or a share of prompt and answer (50%)."
         if self.code is grpc.StatusCode.UNAUTHENTICATED:
             return "Set $EPIKV_TOKEN to a token that `epikv token` made for this daemon."
         return ""

@@ -1,10 +1,12 @@
 """The messages of epikv.v1 that a caller reads, as plain dataclasses of the same names and fields.
 
-Durations are seconds, enums their names in lower case without prefix, absent fields None. What a
+Durations are seconds, times datetimes in UTC, enums their names in lower case without prefix, absent
+fields None. What a
 field means stands in the .proto files; a test holds the two in agreement.
 """
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
@@ -316,6 +318,54 @@ class Model:
 
 
 @dataclass(frozen=True)
+class ModelStatus:
+    name: str
+    state: str  # "loading", "serving", "retiring"
+    live_requests: int  # running or waiting
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    state: str  # "starting", "serving", "draining"
+    version: str
+    start_time: datetime | None
+    models: list[ModelStatus]
+
+
+@dataclass(frozen=True)
+class ModelLoad:
+    model: str
+    running_requests: int
+    waiting_requests: int
+    kv_used_bytes: int
+    kv_reserved_bytes: int  # by running requests, what they use included
+    kv_capacity_bytes: int
+    predicted_wait: float | None  # seconds, of a request that came now
+    prompt_tokens_per_second: float
+    output_tokens_per_second: float
+    kv_prefix_bytes: int  # of cached prefixes
+
+
+@dataclass(frozen=True)
+class ActiveRequest:
+    request_id: str
+    model: str
+    state: str  # "queued", "prefill", "decode"
+    waits_for: str  # "turn", "kv", "place", "reader"; of nothing "unspecified"
+    policy: str
+    budget_tokens: int
+    prompt_tokens: int
+    cached_tokens: int  # so far, evicted ones included
+    output_tokens: int
+    max_output_tokens: int
+    kv_used_bytes: int
+    kv_reserved_bytes: int
+    age: float | None
+    time_left: float | None  # until its deadline; None: there is none
+    completion: int
+
+
+@dataclass(frozen=True)
 class Recorded:
     duplicate: bool
     spooled: bool
@@ -343,6 +393,7 @@ class OutcomeResult:
 
 MESSAGES: dict[str, type] = {
     "epikv.v1.Accepted": Accepted,
+    "epikv.v1.ActiveRequest": ActiveRequest,
     "epikv.v1.BatchRecordOutcomesResponse.Result": OutcomeResult,
     "epikv.v1.Calibration": Calibration,
     "epikv.v1.ChatSupport": ChatSupport,
@@ -357,6 +408,8 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.IncompatibleOption": IncompatibleOption,
     "epikv.v1.KvUsage": KvUsage,
     "epikv.v1.Model": Model,
+    "epikv.v1.ModelLoad": ModelLoad,
+    "epikv.v1.ModelStatus": ModelStatus,
     "epikv.v1.OutputOptions": Output,
     "epikv.v1.Policy": Policy,
     "epikv.v1.PolicyCost": PolicyCost,
@@ -368,6 +421,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.SamplingParams": Sampling,
     "epikv.v1.SchedulingOptions": Scheduling,
     "epikv.v1.ScoreResponse": ScoreResponse,
+    "epikv.v1.ServerStatus": ServerStatus,
     "epikv.v1.StopParams": Stop,
     "epikv.v1.Summary": Summary,
     "epikv.v1.Timings": Timings,
@@ -384,6 +438,8 @@ def from_proto(message: Message) -> Any:
     fields: Any = message  # by its name it is known which
     if name == "google.protobuf.Duration":
         return fields.seconds + fields.nanos / 1e9
+    if name == "google.protobuf.Timestamp":
+        return fields.ToDatetime(tzinfo=UTC)
     if name in ("google.protobuf.Struct", "google.protobuf.Value"):
         return whole(MessageToDict(message))
     if name == "epikv.v1.StringList":

@@ -57,6 +57,20 @@ def difference(more: Sequence[float], less: Sequence[float]) -> Estimate:
     return Estimate(float(gains.mean()), float(low), float(high))
 
 
+def ratio(more: Sequence[float], less: Sequence[float]) -> Estimate:
+    """Of the sums of two figures of the same problems, with its bootstrap over problems. The second
+    sum is positive."""
+    import numpy as np
+
+    pairs = np.array([more, less], dtype=float)
+    draw = np.random.default_rng(0)
+    size = pairs.shape[1]
+    above, below = pairs[:, draw.integers(size, size=(RESAMPLES, size))].sum(axis=2)
+    drawn = above[below > 0] / below[below > 0]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Estimate(float(pairs[0].sum() / pairs[1].sum()), float(low), float(high))
+
+
 def sign_test(more: Sequence[float], less: Sequence[float]) -> float:
     """The exact two-sided p of as many problems on which one is ahead, if neither is better.
 

@@ -13,7 +13,7 @@ from typing import Self
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from epikv import processes
+from epikv import processes, programs
 from epikv.client import Client
 from epikv.connection import Tls, connect
 
@@ -164,15 +164,11 @@ class Daemon:
 
 
 def find_binary() -> Path:
-    """The `epikvd` of $EPIKVD, of the checkout this package is installed from, or of PATH.
-
-    A checkout's is the one that deploy/setup.sh builds, as it lies there.
-    """
+    """The `epikvd` of $EPIKVD, of this package or its checkout (see programs), or of PATH."""
     if given := os.environ.get("EPIKVD"):
         return Path(given)
-    built = Path(__file__).resolve().parents[2] / "build" / "dev" / "server" / "epikvd"
-    if built.exists():
-        return built
+    if ours := programs.find("epikvd"):
+        return ours
     if found := shutil.which("epikvd"):
         return Path(found)
     raise DaemonError("no epikvd found: build it, or name it with $EPIKVD")

@@ -105,7 +105,9 @@ def main(out: Path) -> None:
     words = tokenizer()
     torch.manual_seed(0)
     module = Gpt(words.get_vocab_size())  # here you would load what you have trained
-    save(module, manifest(words.get_vocab_size(), words.token_to_id(END)), words.to_str(), out)
+    end = words.token_to_id(END)
+    assert end is not None  # it is a special token
+    save(module, manifest(words.get_vocab_size(), end), words.to_str(), out)
 
 
 if __name__ == "__main__":

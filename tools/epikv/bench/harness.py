@@ -1,5 +1,6 @@
 """What every bench has: its options, its models, and the daemon it measures."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -130,6 +131,25 @@ def fresh_binary(root: Path) -> Path:
     if os.environ.get("EPIKVD") or not (root / "deploy" / "setup.sh").exists():
         return find_binary()
     return _build(root, "epikvd") / "server" / "epikvd"
+
+
+BUILT = (
+    "The epikvd to start. Default: $EPIKVD, the checkout's as it was built last, or the one on PATH;"
+    " one is built where there is none."
+)
+
+
+def built_binary(given: Path | None) -> Path:
+    """The epikvd that was `given`, or one that is there already; for commands that measure a model
+    and not the daemon, where a build that nobody has asked for is in the way."""
+    if given is not None:
+        return given
+    with contextlib.suppress(DaemonError):
+        return find_binary()
+    try:
+        return fresh_binary(_ROOT)
+    except DaemonError as error:
+        raise click.ClickException(str(error)) from error
 
 
 @cache

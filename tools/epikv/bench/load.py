@@ -27,7 +27,7 @@ from epikv.bench.watch import Watch
 from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.errors import RpcError
 from epikv.eval import tasks
-from epikv.eval.tasks import Item
+from epikv.eval.items import Item
 from epikv.messages import Model
 from epikv.options import Experiment, Stop
 

@@ -8,6 +8,7 @@ import click
 
 from epikv.bench.generator import Load, Sample
 from epikv.bench.report import Window
+from epikv.installing import pip_install
 
 
 def check() -> None:
@@ -15,7 +16,7 @@ def check() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise click.UsageError("--plots needs matplotlib: pip install 'epikv[bench]'") from error
+        raise click.UsageError(f"--plots needs matplotlib: {pip_install('bench')}") from error
 
 
 def draw(
@@ -41,12 +42,16 @@ def _latencies(
 ) -> None:
     """judged: with the share of right answers, of the figures of each group."""
     figure, (first, whole, *more) = _figure(1, 2 if judged is None else 3, (10, 4))
+    count = sum(len(samples) for samples in groups.values())
+    figure.suptitle(f"Latencies of {count} requests, by arm", fontsize=10)
     for name, samples in groups.items():
         first.ecdf([s.first_token for s in samples if s.messages] or [0], label=name)
         whole.ecdf([s.end_to_end for s in samples if s.ok] or [0], label=name)
     first.set_xlabel("time to first token, s")
     whole.set_xlabel("end to end, s")
     first.set_ylabel("share of requests")
+    for panel in (first, whole):
+        panel.set_xlim(left=0)
     if window.deadline is not None:
         whole.axvline(window.deadline, color="grey", linestyle=":", label="deadline")
     whole.legend()
@@ -62,6 +67,9 @@ def _latencies(
 
 def _timeline(path: Path, found: Mapping[str, Any], window: Window) -> None:
     figure, (goodput, queue) = _figure(2, 1, (10, 6), sharex=True)
+    length = f"{window.seconds:.0f} seconds that count"
+    within = "" if window.deadline is None else f"; a deadline of {window.deadline:.2f} s"
+    figure.suptitle(f"Goodput and requests over the {length}{within}", fontsize=10)
     points = found["timeline"]
     times = [point["at"] for point in points]
     goodput.plot(times, [point["goodput_tokens_per_second"] for point in points])
@@ -72,7 +80,9 @@ def _timeline(path: Path, found: Mapping[str, Any], window: Window) -> None:
         if gauges:
             queue.plot(*zip(*gauges, strict=True), label=f"{name} (server)")
     queue.set_ylabel("requests")
-    queue.set_xlabel("s")
+    queue.set_xlabel("seconds since the load began")
+    for panel in (goodput, queue):
+        panel.set_ylim(bottom=0)
     queue.legend()
     figure.savefig(path, dpi=120)
 
@@ -82,4 +92,9 @@ def _figure(rows: int, columns: int, size: tuple[float, float], **axes: Any) -> 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(rows, columns, **axes)
+    panels = figure.subplots(rows, columns, **axes)
+    for panel in panels.flat:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(color="#d9dde4", linewidth=0.8)
+        panel.set_axisbelow(True)
+    return figure, panels

@@ -26,7 +26,8 @@ _MOST_LAG_SHARE = 0.1  # of the median time to the first token
 @dataclass(frozen=True)
 class Window:
     """The seconds of a load that count. A request's latencies belong to the window in which it was
-    to arrive, throughput to that in which tokens arrive and requests end."""
+    to arrive; throughput and goodput count the tokens that arrive in it, so that goodput is a part
+    of throughput."""
 
     begin: float
     end: float
@@ -60,7 +61,6 @@ def figures(samples: Sequence[Sample], window: Window) -> dict[str, Any]:
     ok = [s for s in arrived if s.ok]
     refused = [s for s in arrived if s.refused]
     again = [s for s in arrived if s.attempt > 1]
-    tokens = sum(tokens for s in samples for at, tokens in s.messages if at in window)
     judged = [s.right for s in arrived if s.right is not None]
     outcomes = Counter(s.outcome for s in arrived if s.outcome)
     return {
@@ -82,7 +82,7 @@ def figures(samples: Sequence[Sample], window: Window) -> dict[str, Any]:
         "end_to_end": percentiles(s.end_to_end for s in ok),
         "queue": percentiles(s.queue for s in ok if s.queue is not None),
         "requests_per_second": sum(s.ok for s in ended) / window.seconds,
-        "output_tokens_per_second": tokens / window.seconds,
+        "output_tokens_per_second": _arrived(samples, window) / window.seconds,
         "goodput_tokens_per_second": goodput(samples, window),
         "output_tokens": percentiles(s.tokens for s in ok),
         "judged": len(judged),
@@ -93,9 +93,14 @@ def figures(samples: Sequence[Sample], window: Window) -> dict[str, Any]:
 
 
 def goodput(samples: Iterable[Sample], window: Window) -> float:
-    """Output tokens a second of the requests that end in the window within their deadline."""
-    tokens = sum(s.tokens for s in samples if s.ended in window and window.met(s))
-    return tokens / window.seconds
+    """Output tokens a second, of the requests that succeed within their deadline, also after the
+    window."""
+    return _arrived(filter(window.met, samples), window) / window.seconds
+
+
+def _arrived(samples: Iterable[Sample], window: Window) -> int:
+    """Tokens in the window."""
+    return sum(tokens for s in samples for at, tokens in s.messages if at in window)
 
 
 def timeline(samples: Iterable[Sample], window: Window, step: float) -> list[dict[str, float]]:
@@ -107,8 +112,9 @@ def timeline(samples: Iterable[Sample], window: Window, step: float) -> list[dic
         return math.floor((at - window.begin) / step)
 
     for s in samples:
-        if 0 <= bin_of(s.ended) < count and window.met(s):
-            tokens[bin_of(s.ended)] += s.tokens
+        for at, arrived in s.messages if window.met(s) else ():
+            if 0 <= bin_of(at) < count:
+                tokens[bin_of(at)] += arrived
         # Under way at the begins of the bins after its first moment, up to that of its last.
         changes[min(max(bin_of(s.sent) + 1, 0), count)] += 1
         changes[min(max(bin_of(s.ended) + 1, 0), count)] -= 1

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from epikv.eval.tasks import Item
+from epikv.eval.items import Item
 from epikv.options import GREEDY, Experiment, Kv, parse_budget
 from epikv.v1 import generation_pb2
 

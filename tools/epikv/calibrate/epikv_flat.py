@@ -23,8 +23,8 @@ from epikv.calibrate.plan import Plan, Report
 from epikv.calibrate.runs import Runner
 from epikv.calibrate.separation import Case, pooled_correlation
 from epikv.calibrate.traces import Problem, Trace, collect
+from epikv.eval.items import Item
 from epikv.eval.plan import Task
-from epikv.eval.tasks import Item
 from epikv.export.manifest import Manifest
 
 DECIDE = ("random", "inverse")  # what a pair must beat

@@ -8,8 +8,9 @@ from typing import Any
 from epikv.calibrate.eviction import Eviction
 from epikv.calibrate.findings import Pair, Rule, Search
 from epikv.calibrate.occlusion import Occlusion
+from epikv.eval.items import Item
 from epikv.eval.plan import Settings, Task, named
-from epikv.eval.tasks import Item, load
+from epikv.eval.tasks import load
 from epikv.export.manifest import Calibration, Manifest
 
 POLICY = "epikv_flat"

@@ -18,8 +18,8 @@ import numpy as np
 from epikv.calibrate.journal import Journal
 from epikv.calibrate.runs import Runner, room
 from epikv.calibrate.signals import Floats
+from epikv.eval.items import Item
 from epikv.eval.requests import ROOM
-from epikv.eval.tasks import Item
 from epikv.options import Output
 
 RECENT = 128  # most tokens that equal protection spares for being new

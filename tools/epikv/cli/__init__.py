@@ -10,6 +10,8 @@ from epikv.cli import (
     calibrate,
     cancel,
     chat,
+    completion,
+    demo,
     eval,
     experiment,
     export,
@@ -41,8 +43,9 @@ class _Main(click.Group):
 def main() -> None:
     """Talk to epikvd: completions whose KV cache is held to a budget by a policy you choose.
 
-    A server that asks for a token gets $EPIKV_TOKEN. TLS: $EPIKV_TLS_CA names the file of whom to
-    trust, $EPIKV_TLS_CERTIFICATE and $EPIKV_TLS_KEY what to show to a server that asks.
+    If the server asks for a token, it gets $EPIKV_TOKEN. For TLS, $EPIKV_TLS_CA names the file of
+    certificates to trust. $EPIKV_TLS_CERTIFICATE and $EPIKV_TLS_KEY name what to show to a server
+    that asks for a certificate.
     """
 
 
@@ -52,6 +55,8 @@ for command in (
     calibrate.group,
     cancel.command,
     chat.command,
+    completion.command,
+    demo.command,
     eval.command,
     experiment.group,
     export.command,

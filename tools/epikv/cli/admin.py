@@ -1,48 +1,43 @@
-"""`epikv admin`: what an operator asks of a running daemon, on its admin port. Answers are JSON."""
+"""`epikv admin`: what an operator asks of a running daemon, on its admin port."""
 
+import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+import time
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import click
-import grpc
-from google.protobuf import json_format, text_format
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf import text_format
 from google.protobuf.message import Message
+from rich.console import Console, RenderableType
+from rich.live import Live
 
-from epikv.connection import Tls, connect, token_from_environment
-from epikv.errors import RpcError
-from epikv.v1 import admin_pb2, admin_pb2_grpc, config_pb2
+from epikv.admin import DEFAULT_ADMIN_SERVER, Admin, unload_request, update_request
+from epikv.cli import admin_tables, options, show
+from epikv.messages import as_json
+from epikv.v1 import admin_pb2, config_pb2
 
-DEFAULT_SERVER = "127.0.0.1:50052"
+_WATCH_SECONDS = 2.0
 
 Command = TypeVar("Command", bound=Callable[..., None])
-
-
-@contextmanager
-def _admin(server: str) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
-    token = token_from_environment()
-    with connect(server, tls=Tls.from_environment(), token=token) as channel:
-        try:
-            yield admin_pb2_grpc.AdminServiceStub(channel)
-        except grpc.RpcError as error:
-            raise RpcError.from_grpc(error) from None
-
-
-def _print(message: Message) -> None:
-    click.echo(json_format.MessageToJson(message, preserving_proto_field_name=True))
-
+Table = Callable[[Any], RenderableType]  # what people see of an answer
 
 _server = click.option(
     "--server",
     envvar="EPIKV_ADMIN_SERVER",
     show_envvar=True,
     metavar="HOST:PORT",
-    help=f"The daemon's admin_listen. Default: {DEFAULT_SERVER}.",
+    help=f"The daemon's admin_listen. Default: {DEFAULT_ADMIN_SERVER}.",
+)
+_watch = click.option(
+    "--watch",
+    "every",
+    type=click.FloatRange(min=0.1),
+    is_flag=False,
+    flag_value=_WATCH_SECONDS,
+    metavar="[SECONDS]",
+    help=f"Show it again every {_WATCH_SECONDS:g} seconds, or so many. Ctrl-C ends it.",
 )
 
 
@@ -50,17 +45,23 @@ _server = click.option(
 @_server
 @click.pass_context
 def group(context: click.Context, server: str | None) -> None:
-    """Look at a running daemon and change it: for operators."""
+    """Look at a running daemon and change it: for operators.
+
+    Answers are tables for people. With --json an answer is one line: the message of AdminService
+    with its fields' names.
+    """
     context.obj = server
 
 
 def _asks(command: Command) -> Command:
-    """Gives a subcommand the group's --server, too, and calls it with the address that is meant.
+    """Gives a subcommand --json and the group's --server, and calls it with the address that is
+    meant.
 
     Who has said by $EPIKV_SERVER that the daemon is elsewhere does not mean one of this machine.
     """
 
     @_server
+    @options.as_json
     @click.pass_obj
     @wraps(command)
     def asking(of_group: str | None, /, server: str | None, **given: Any) -> None:
@@ -71,7 +72,7 @@ def _asks(command: Command) -> Command:
                 "name the daemon's admin_listen, by --server or $EPIKV_ADMIN_SERVER:"
                 f" $EPIKV_SERVER is {clients}, where clients call"
             )
-        command(address or DEFAULT_SERVER, **given)
+        command(address or DEFAULT_ADMIN_SERVER, **given)
 
     return cast(Command, asking)
 
@@ -81,37 +82,91 @@ def _changes(server: str, what: str) -> None:
     click.echo(f"epikv: {what}, at {server}", err=True)
 
 
+def _tell(server: str, request: Message, as_json: bool, table: Table) -> None:
+    """Asks, and prints the answer."""
+    with Admin(server) as admin:
+        answer = admin.ask(request)
+    _print(answer, as_json, table)
+
+
+def _print(answer: Message, wants_json: bool, table: Table) -> None:
+    if wants_json:
+        click.echo(json.dumps(as_json(answer)))
+    else:
+        show.out.print(table(answer))
+
+
+def _look(
+    server: str, request: Message, wants_json: bool, every: float | None, table: Table
+) -> None:
+    """Asks once, or again and again."""
+    if every is None:
+        _tell(server, request, wants_json, table)
+        return
+    console = Console(highlight=False, markup=False)
+    with Admin(server) as admin:
+        try:
+            if wants_json or not console.is_terminal:
+                while True:
+                    _print(admin.ask(request), wants_json, table)
+                    time.sleep(every)
+            with Live(console=console, auto_refresh=False) as live:
+                while True:
+                    live.update(table(admin.ask(request)), refresh=True)
+                    time.sleep(every)
+        except KeyboardInterrupt:
+            return
+
+
+@group.command("status")
+@_watch
+@_asks
+def status(server: str, as_json: bool, every: float | None) -> None:
+    """What the daemon is doing, and its models."""
+    request = admin_pb2.GetServerStatusRequest()
+    _look(server, request, as_json, every, admin_tables.status)
+
+
+@group.command("load")
+@_watch
+@_asks
+def load(server: str, as_json: bool, every: float | None) -> None:
+    """Queue, running requests, KV and tokens per second of each model."""
+    _look(server, admin_pb2.GetLoadRequest(), as_json, every, admin_tables.load)
+
+
 @group.command("requests")
 @click.option("--model", default="", help="Of this model; else of all.")
+@_watch
 @_asks
-def requests(server: str, model: str) -> None:
+def requests(server: str, as_json: bool, model: str, every: float | None) -> None:
     """What is live, and what it waits for."""
-    with _admin(server) as admin:
-        _print(admin.ListActiveRequests(admin_pb2.ListActiveRequestsRequest(model=model)))
+    request = admin_pb2.ListActiveRequestsRequest(model=model)
+    _look(server, request, as_json, every, admin_tables.requests)
 
 
 @group.command("config")
 @click.argument("settings", nargs=-1, metavar="[NAME=VALUE]...")
 @click.option("--validate-only", is_flag=True, help="Say what is wrong, and change nothing.")
 @_asks
-def config(server: str, settings: tuple[str, ...], validate_only: bool) -> None:
+def config(server: str, as_json: bool, settings: tuple[str, ...], validate_only: bool) -> None:
     """Every setting as it is now; with NAME=VALUE, change those first."""
     if not settings:
-        with _admin(server) as admin:
-            _print(admin.GetConfig(admin_pb2.GetConfigRequest()))
+        _tell(server, admin_pb2.GetConfigRequest(), as_json, admin_tables.config)
         return
-    request = admin_pb2.UpdateConfigRequest(
-        config=_config_of(settings),
-        update_mask=FieldMask(paths=[setting.partition("=")[0] for setting in settings]),
-        validate_only=validate_only,
-    )
+    wanted = _parsed(settings)
+    request = update_request(wanted, validate_only=validate_only)
     if not validate_only:
         _changes(server, f"set {' '.join(settings)}")
-    with _admin(server) as admin:
-        _print(admin.UpdateConfig(request))
+    _tell(
+        server,
+        request,
+        as_json,
+        lambda answer: admin_tables.changed(answer, list(wanted), validate_only),
+    )
 
 
-def _config_of(settings: tuple[str, ...]) -> config_pb2.ServerConfig:
+def _parsed(settings: tuple[str, ...]) -> dict[str, Any]:
     """Raises ValueError for what no field can hold."""
     wanted = config_pb2.ServerConfig()
     fields = config_pb2.ServerConfig.DESCRIPTOR.fields_by_name
@@ -126,7 +181,7 @@ def _config_of(settings: tuple[str, ...]) -> config_pb2.ServerConfig:
             text_format.Merge(f"{name}: {value}", wanted)
         except text_format.ParseError as error:
             raise ValueError(f"'{setting}': {error}") from None
-    return wanted
+    return {name: getattr(wanted, name) for name in (s.partition("=")[0] for s in settings)}
 
 
 @group.command("load-model")
@@ -139,63 +194,54 @@ def _config_of(settings: tuple[str, ...]) -> config_pb2.ServerConfig:
 @click.option("--threads", default=0, help="Of its engine; 0: the same.")
 @click.option("--replace", is_flag=True, help="Take the place of the model of this name.")
 @_asks
-def load_model(
-    server: str,
-    path: str,
-    name: str,
-    artefact_dir: str,
-    kv_pool_bytes: int,
-    threads: int,
-    replace: bool,
-) -> None:
+def load_model(server: str, as_json: bool, path: str, replace: bool, **given: Any) -> None:
     """Load the model file PATH, a file of the daemon's machine, and answer when it serves."""
-    source = config_pb2.ModelSource(
-        path=path,
-        name=name,
-        artefact_dir=artefact_dir,
-        kv_pool_bytes=kv_pool_bytes,
-        threads=threads,
-    )
+    source = config_pb2.ModelSource(path=path, **given)
     _changes(server, f"load {path}")
-    with _admin(server) as admin:
-        _print(admin.LoadModel(admin_pb2.LoadModelRequest(source=source, replace=replace)))
+    request = admin_pb2.LoadModelRequest(source=source, replace=replace)
+    _tell(server, request, as_json, admin_tables.loaded)
 
 
 @group.command("unload-model")
 @click.argument("name")
 @click.option("--grace", type=float, help="Seconds its requests may go on; else as they take.")
 @_asks
-def unload_model(server: str, name: str, grace: float | None) -> None:
+def unload_model(server: str, as_json: bool, name: str, grace: float | None) -> None:
     """Take the model NAME out of service."""
-    wait = None
-    if grace is not None:
-        wait = Duration()
-        wait.FromTimedelta(timedelta(seconds=grace))
+    request = unload_request(name, grace)
     _changes(server, f"unload {name}")
-    with _admin(server) as admin:
-        _print(admin.UnloadModel(admin_pb2.UnloadModelRequest(name=name, grace=wait)))
+    _tell(server, request, as_json, lambda _: f"{name} is out of service")
 
 
-# Those that ask without saying anything more, and whether they change anything.
-_PLAIN = (
-    ("status", "GetServerStatus", False, "What the daemon is doing, and its models."),
-    ("load", "GetLoad", False, "Queue, running requests, KV and tokens per second of each model."),
-    ("drain", "Drain", True, "Refuse new requests; what runs or waits goes on."),
-    ("resume", "Resume", True, "Take requests again."),
-    ("flush-prefix-cache", "FlushPrefixCache", True, "Forget the cached prefixes of prompts."),
-    ("dump", "DumpState", False, "All that can be asked and the metrics, for a bug report."),
-)
+@group.command("drain")
+@_asks
+def drain(server: str, as_json: bool) -> None:
+    """Refuse new requests; what runs or waits goes on."""
+    _changes(server, "drain")
+    _tell(server, admin_pb2.DrainRequest(), as_json, admin_tables.status)
 
 
-def _plain(name: str, method: str, changes: bool) -> Callable[[str], None]:
-    def ask(server: str) -> None:
-        if changes:
-            _changes(server, name)
-        with _admin(server) as admin:
-            _print(getattr(admin, method)(getattr(admin_pb2, f"{method}Request")()))
-
-    return ask
+@group.command("resume")
+@_asks
+def resume(server: str, as_json: bool) -> None:
+    """Take requests again."""
+    _changes(server, "resume")
+    _tell(server, admin_pb2.ResumeRequest(), as_json, admin_tables.status)
 
 
-for _name, _method, _change, _help in _PLAIN:
-    group.command(_name, help=_help)(_asks(_plain(_name, _method, _change)))
+@group.command("flush-prefix-cache")
+@click.option("--model", default="", help="Of this model; else of all.")
+@_asks
+def flush_prefix_cache(server: str, as_json: bool, model: str) -> None:
+    """Forget the cached prefixes of prompts."""
+    _changes(server, "flush-prefix-cache")
+    request = admin_pb2.FlushPrefixCacheRequest(model=model)
+    _tell(server, request, as_json, lambda _: "the cached prefixes are forgotten")
+
+
+@group.command("dump")
+@_asks
+def dump(server: str, as_json: bool) -> None:
+    """All that can be asked and the metrics, for a bug report: always JSON."""
+    with Admin(server) as admin:
+        click.echo(json.dumps(admin.dump(), indent=None if as_json else 2))

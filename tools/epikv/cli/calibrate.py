@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from epikv.cli import calibrate_flat
+from epikv.installing import pip_install
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -19,8 +20,10 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.group("calibrate")
 def group() -> None:
-    """Measure what a policy must know of a model, once: into a file for the daemon's artefact_dir, or
-    (epikv_flat) into the model file."""
+    """Measure what a policy must know about a model.
+
+    The result goes into a file for the daemon's artefact_dir or, for epikv_flat, into the model
+    file."""
 
 
 group.add_command(calibrate_flat.command)
@@ -37,13 +40,20 @@ def _measures(command: Callable[..., None]) -> Callable[..., None]:
                 type=_file,
                 multiple=True,
                 required=True,
-                help="What the model wrote, prompt and thought; one text a file. Give it often.",
+                help="Text that the model wrote, with its prompt; one text a file. Give it once for each file.",
             ),
             click.option(
-                "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), required=True
+                "-o",
+                "--out",
+                type=click.Path(dir_okay=False, path_type=Path),
+                required=True,
+                help="File to write, for the daemon's artefact_dir.",
             ),
             click.option(
-                "--length", default=4096, show_default=True, help="Tokens read, of each text."
+                "--length",
+                default=4096,
+                show_default=True,
+                help="Tokens of each text that are read.",
             ),
         )
     ):
@@ -69,7 +79,7 @@ def _load(
 
 def _uninstalled(error: ImportError) -> click.ClickException:
     return click.ClickException(
-        f"{error}; install what calibration needs: pip install 'epikv[calibrate,export]'"
+        f"{error}; install what calibration needs: {pip_install('calibrate', 'export')}"
     )
 
 
@@ -84,7 +94,12 @@ def _write(out: Path, policy: str, manifest: "Manifest", **what: Any) -> None:
 
 @group.command("thinkv_tbe")
 @_measures
-@click.option("--skip", default=128, show_default=True, help="Tokens not measured, of each text.")
+@click.option(
+    "--skip",
+    default=128,
+    show_default=True,
+    help="First tokens of each text that are not measured.",
+)
 @click.option(
     "--bandwidth",
     default=1.0,
@@ -95,7 +110,7 @@ def _write(out: Path, policy: str, manifest: "Manifest", **what: Any) -> None:
 def thinkv_tbe(
     model: Path, texts: tuple[Path, ...], out: Path, length: int, skip: int, bandwidth: float
 ) -> None:
-    """Find the layers and thresholds that tell types of thought apart in MODEL. Wants 100 texts."""
+    """Find the layers and thresholds that tell types of thought apart in MODEL. Needs 100 texts."""
     module, manifest, encoded = _load(model, texts, length)
     from epikv.calibrate import thinkv_tbe as calibration
 
@@ -127,7 +142,7 @@ def thinkv_tbe(
 @group.command("triattention")
 @_measures
 def triattention(model: Path, texts: tuple[Path, ...], out: Path, length: int) -> None:
-    """Measure what the queries of MODEL are like before they are rotated."""
+    """Measure what the queries of MODEL are on average before they are rotated."""
     module, manifest, encoded = _load(model, texts, length)
     from epikv.calibrate import triattention as calibration
 
@@ -154,17 +169,19 @@ def triattention(model: Path, texts: tuple[Path, ...], out: Path, length: int) -
     default=64,
     show_default=True,
     type=click.IntRange(1),
-    help="Tokens behind a token from which attention to it counts; about the recent window.",
+    help="Attention to a token counts from queries at least so many tokens later; about the recent window.",
 )
 @click.option(
-    "--after", metavar="TEXT", help="What precedes the thought: tokens up to it do not count."
+    "--after",
+    metavar="TEXT",
+    help="Text before the thought: tokens up to the first TEXT do not count.",
 )
 def epikv_probe(
     model: Path, texts: tuple[Path, ...], out: Path, length: int, gap: int, after: str | None
 ) -> None:
-    """Fit the direction of the residual stream in which MODEL writes what it will look at again.
+    """Fit the direction of the residual stream that shows what MODEL will attend to again.
 
-    Wants 24 texts or more.
+    Needs 24 texts or more.
     """
     module, manifest, encoded = _load(model, texts, length)
     try:

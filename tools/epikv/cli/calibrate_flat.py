@@ -14,6 +14,7 @@ from epikv.bench import harness
 from epikv.bench.targets import INTERRUPTED
 from epikv.client import Client
 from epikv.errors import RpcError
+from epikv.installing import pip_install
 from epikv.messages import Model
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ _OPTIONS = (
         "tasks",
         multiple=True,
         required=True,
-        help="Problems to solve: sample:FAMILY, file:PATH, as of `epikv eval`. Again for more; each"
-        " counts alike.",
+        help="Problems to solve: sample:FAMILY or file:PATH, as in `epikv eval`. May be given several"
+        " times; each task counts the same.",
     ),
-    click.option("--traces", default=32, show_default=True, help="Problems of a task to label."),
-    click.option("--try", "trials", default=24, show_default=True, help="To try pairs on."),
-    click.option("--confirm", default=100, show_default=True, help="To confirm the best on."),
+    click.option("--traces", default=32, show_default=True, help="Problems of each task to label."),
+    click.option("--try", "trials", default=24, show_default=True, help="Problems of each task to try pairs on."),
+    click.option("--confirm", default=100, show_default=True, help="Problems of each task to confirm the best pair on."),
     click.option(
         "--fraction",
         "fractions",
@@ -42,7 +43,7 @@ _OPTIONS = (
         type=click.FloatRange(0, 1, min_open=True, max_open=True),
         default=(0.5,),
         show_default=True,
-        help="Of the trace that is kept. The first decides; others are run and told.",
+        help="Share of the trace that is kept. The first decides; others are run and reported.",
     ),
     click.option(
         "--label",
@@ -51,25 +52,25 @@ _OPTIONS = (
         type=click.Choice(["eviction", "occlusion"]),
         default=("eviction",),
         show_default=True,
-        help="What makes a token needed: later ones are badly predicted when it is evicted, or the"
-        " answer is wrong when a window over it is replaced. Of both, the first decides, and how"
-        " they agree is told.",
+        help="When a token is needed. eviction: later tokens are badly predicted once it is evicted."
+        " occlusion: the answer is wrong when a window over it is replaced. Given both, the first"
+        " decides, and their agreement is reported.",
     ),
-    click.option("--runs", default=48, show_default=True, help="Of a trace, evicting at random."),
+    click.option("--runs", default=48, show_default=True, help="Runs of each trace that evict at random."),
     click.option(
         "--drop",
         default=0.5,
         show_default=True,
-        help="Nats by which a token is badly predicted in such a run.",
+        help="A token is badly predicted if it is less likely by so many nats.",
     ),
-    click.option("--window", default=32, show_default=True, help="Tokens replaced together."),
-    click.option("--stride", default=16, show_default=True, help="From window to window."),
+    click.option("--window", default=32, show_default=True, help="Occlusion: tokens replaced together."),
+    click.option("--stride", default=16, show_default=True, help="Occlusion: tokens from one window to the next."),
     click.option(
         "--filler",
         type=click.Choice(["randmulti", "random", "eos", "pad"]),
         default="randmulti",
         show_default=True,
-        help="What they are replaced with.",
+        help="Occlusion: what tokens are replaced with.",
     ),
     click.option(
         "--from",
@@ -77,34 +78,36 @@ _OPTIONS = (
         type=click.Choice(["gap", "answer"]),
         default="gap",
         show_default=True,
-        help="Where the model goes on: when the window would be evicted, or at the answer.",
+        help="Occlusion: where the model goes on. gap: where the window would be evicted; answer: at the"
+        " answer.",
     ),
     click.option(
-        "--z-window", default=64, show_default=True, help="Tokens of the policy's z-score."
+        "--z-window", default=64, show_default=True, help="Tokens over which the policy takes its z-score."
     ),
     click.option(
         "--least",
         type=int,
-        help="Needed tokens, and others, that a trace must have to count. Default: 1; with labels by"
-        " occlusion, which are of windows, 10.",
+        help="A trace counts if it has so many needed tokens and so many others. Default: 1; with"
+        " labels by occlusion, which label windows, 10.",
     ),
     click.option(
-        "--max-output-tokens", type=click.IntRange(min=1), help="Default: 1.25 of a known trace."
+        "--max-output-tokens", type=click.IntRange(min=1), help="Default: 1.25 times a known trace."
     ),
-    click.option("--seed", default=0, show_default=True, help="Of fillers, turns and resamples."),
-    click.option("--at-once", default=64, show_default=True, help="Requests running together."),
+    click.option("--seed", default=0, show_default=True, help="Seed of fillers, turned labels and resamples."),
+    click.option("--at-once", default=64, show_default=True, help="Requests that run at once."),
     click.option(
-        "-o", "--out", type=_new_file, required=True, help="Of all that was measured, as JSON."
+        "-o", "--out", type=_new_file, required=True, help="Report of all that was measured, as JSON."
     ),
     click.option(
         "--work",
         type=click.Path(file_okay=False, path_type=Path),
-        help="Keeps what was measured, to go on from there. Default: OUT with .work in place of .json.",
+        help="Folder that keeps what was measured, so that an interrupted run can go on. Default: OUT with"
+        " .work in place of .json.",
     ),
     click.option("--dry-run", is_flag=True, help="Leave MODEL as it is."),
-    click.option("--server", metavar="HOST:PORT", help="Ask this one, which serves MODEL; start none."),
-    click.option("--binary", type=_file, help="The epikvd to start. Default: as for benches."),
-    click.option("--daemon-flag", "flags", multiple=True, help="Of the daemon that is started."),
+    click.option("--server", metavar="HOST:PORT", help="Use this daemon, which must serve MODEL; start none."),
+    click.option("--binary", type=_file, help=harness.BUILT),
+    click.option("--daemon-flag", "flags", multiple=True, help="Flag of the daemon that is started; may be given several times."),
 )  # fmt: skip
 
 
@@ -122,10 +125,10 @@ def command(
     """Find the pair of layers and the sign with which epikv_flat keeps what MODEL needs, and write
     them into MODEL.
 
-    Tokens are labelled by what happens to the answer without them; pairs that tell the needed ones
-    from others are tried, and the best is confirmed by running it against its inverse and random
-    eviction. Nothing is written, and the exit status is 1, unless it beats both. Interrupted, or
-    left by its daemon, the same command goes on where it was.
+    Tokens are labelled by what happens without them. Pairs that tell needed tokens from others are
+    tried, and the best is confirmed by running it against its inverse and random eviction. If it
+    does not beat both, nothing is written and the exit status is 1. After an interruption, the same
+    command goes on where it was.
     """
     try:
         from epikv.calibrate import show
@@ -136,7 +139,7 @@ def command(
         from epikv.export import ExportError, archive
     except ImportError as error:
         raise click.ClickException(
-            f"{error}; install what calibration needs: pip install 'epikv[calibrate,export]'"
+            f"{error}; install what calibration needs: {pip_install('calibrate', 'export')}"
         ) from error
     where = {name: given.pop(name) for name in ("server", "binary", "flags")}
     plan = _plan(**given)
@@ -164,7 +167,7 @@ def command(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C: how to go on is told."""
+    """SIGTERM does what Ctrl-C does: how to go on is told."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -183,6 +186,7 @@ def _served(
     flags: Sequence[str],
 ) -> Iterator[tuple[Client, Model]]:
     """The daemon at `server`, if it serves these weights, or one of our own."""
+    binary = binary if server is not None else harness.built_binary(binary)
     own = [f"--max_running_requests={at_once}", *(f"--{flag.removeprefix('--')}" for flag in flags)]
     with harness.serving(
         lambda: model, own, server=server, metrics=None, binary=binary, needs_metrics=False

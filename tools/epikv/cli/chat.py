@@ -1,6 +1,7 @@
 """`epikv chat`"""
 
 import sys
+from functools import partial
 from typing import Any
 
 import click
@@ -8,7 +9,7 @@ import click
 from epikv.cli import options, show
 from epikv.client import Client
 from epikv.errors import RpcError
-from epikv.messages import Delta, Summary
+from epikv.messages import Accepted, Delta, Summary
 from epikv.options import Chat, Stop
 
 HELP = "/clear forgets the conversation, /exit or the end of input leaves, Ctrl-C ends an answer"
@@ -20,7 +21,7 @@ HELP = "/clear forgets the conversation, /exit or the end of input leaves, Ctrl-
     "--thinking/--no-thinking", default=None, help="Of a model that can be told; see epikv models."
 )
 @options.kv
-@click.option("--max-output-tokens", "-n", type=int, help="Of one answer.")
+@options.output_tokens
 @options.sampling
 @options.scheduling
 @options.experiment
@@ -39,7 +40,6 @@ def command(
         "scheduling": options.take_scheduling(given),
         "experiment": options.take_experiment(given),
         "labels": options.take_labels(given),
-        "stop": Stop(max_output_tokens=max_output_tokens),
         **given,
     }
     begin = [{"role": "system", "content": system}] if system else []
@@ -47,9 +47,11 @@ def command(
     if talks:
         import readline  # noqa: F401  # gives input() history and editing
 
-        show.err.print(HELP)
     messages = list(begin)
     with Client(server) as client:
+        _check(client, given["model"], bool(begin))
+        if talks:
+            show.err.print(HELP)
         while (line := _read(talks)) is not None:
             if line == "/exit":
                 return
@@ -60,7 +62,9 @@ def command(
                 continue
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                answer = _answer(client, Chat(asked, thinking), arguments)
+                answer = options.within_context(
+                    partial(_answer, client, Chat(asked, thinking), arguments), max_output_tokens
+                )
             except RpcError as error:
                 if not talks:
                     raise
@@ -81,23 +85,46 @@ def _read(talks: bool) -> str | None:
         return None
 
 
-def _answer(client: Client, chat: Chat, arguments: dict[str, Any]) -> str:
+def _check(client: Client, name: str, system: bool) -> None:
+    """Before anything is typed: whether the model takes conversations. Raises ClickException."""
+    served = [client.model(name)] if name else client.models()
+    if len(served) != 1:
+        names = ", ".join(model.name for model in served) or "none"
+        raise click.UsageError(f"say which model with --model; served: {names}")
+    model = served[0]
+    if model.chat is None:
+        return  # of a server that does not say
+    if model.chat.refusal:
+        raise click.ClickException(
+            f"{model.name} takes no conversations: {model.chat.refusal};"
+            " epikv generate sends it plain text"
+        )
+    if system and model.chat.system_refusal:
+        raise click.ClickException(f"{model.name} takes no --system: {model.chat.system_refusal}")
+
+
+def _answer(
+    client: Client, chat: Chat, arguments: dict[str, Any], max_output_tokens: int | None
+) -> str:
     """Prints the answer as it comes. One that Ctrl-C ended is what came of it."""
-    text = ""
-    with client.generate(chat, **arguments) as stream:
+    text, slack = "", 0
+    stop = Stop(max_output_tokens=max_output_tokens)
+    with client.generate(chat, stop=stop, **arguments) as stream:
         try:
             for event in stream:
                 match event:
+                    case Accepted():
+                        slack = show.slack(event)
                     case Delta():
                         text += event.text
                         show.out.print(event.text, end="")
                     case Summary():
                         show.out.print()
-                        show.err.print(_facts(event), style="dim")
+                        show.err.print(_facts(event, slack), style="dim")
         except KeyboardInterrupt:
             show.out.print()
     return text
 
 
-def _facts(summary: Summary) -> str:
-    return "; ".join(f"{name}: {value}" for name, value in show.facts(summary))
+def _facts(summary: Summary, slack: int) -> str:
+    return "; ".join(f"{name}: {value}" for name, value in show.facts(summary, slack))

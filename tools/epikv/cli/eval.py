@@ -11,7 +11,7 @@ import click
 
 from epikv.bench import harness
 from epikv.bench.targets import INTERRUPTED
-from epikv.cli import options
+from epikv.cli import options, show
 from epikv.client import Client
 from epikv.connection import DEFAULT_SERVER
 from epikv.errors import RpcError
@@ -44,26 +44,30 @@ class _Slack(click.ParamType):
     multiple=True,
     metavar="NAME",
     help="sample:FAMILY, sample:FAMILY@LINES, file:PATH (JSONL: MATH-500, AIME, GSM8K, your own),"
-    " needle@WORDS, recall@PAIRS. Again for more.",
+    " needle@WORDS, recall@PAIRS. May be given several times.",
 )
 @click.option(
     "--problems",
     type=click.IntRange(min=1),
     default=50,
     show_default=True,
-    help="Of each task; the first so many.",
+    help="Run the first so many problems of each task.",
 )
-@click.option("--split", default="test", show_default=True, help="Splits share no made problem.")
 @click.option(
-    "--template", type=_FILE, help="Of prompts for file:PATH, {problem} where the problem goes."
+    "--split", default="test", show_default=True, help="Which made problems; splits share none."
+)
+@click.option(
+    "--template",
+    type=_FILE,
+    help="File with the prompt for file:PATH; {problem} stands for the problem.",
 )
 @click.option(
     "--policy",
     "wanted",
     multiple=True,
     metavar="NAME[:PARAM=VALUE,...]",
-    help="Again for more; `all`: each with its defaults. full and random are there in any case,"
-    " oracle where it is known what is needed.",
+    help="May be given several times. `all`: every policy with its defaults. full and random are"
+    " always run; oracle too, where it is known what is needed.",
 )
 @click.option(
     "--budget",
@@ -71,18 +75,22 @@ class _Slack(click.ParamType):
     type=options.Budget(),
     multiple=True,
     default=(0.5,),
-    help="Tokens, the prompt included (1024), or the prompt and a share of the reference trace"
-    " (0.5, 50%). Again for more. Default: 50%.",
+    help="Tokens, the prompt included (1024); or the prompt and a share of the reference trace"
+    " (0.5, 50%). May be given several times. Default: 50%.",
 )
 @click.option(
     "--slack",
     type=_Slack(),
     default="15",
     show_default=True,
-    help="How far all policies may outgrow their budget between rounds; `own`: each as it does by"
+    help="Tokens by which all policies may exceed their budget between rounds; `own`: each policy's"
     " default.",
 )
-@click.option("--published-protection", is_flag=True, help="Not the rule that is equal for all.")
+@click.option(
+    "--published-protection",
+    is_flag=True,
+    help="Each policy keeps what its authors' does, instead of the rule that is equal for all.",
+)
 @click.option(
     "--positions", type=click.Choice(list(POSITIONS)), default="absolute", show_default=True
 )
@@ -92,30 +100,30 @@ class _Slack(click.ParamType):
     "--seeds",
     type=click.IntRange(min=1),
     default=1,
-    help="Completions of each problem; more than one needs a temperature.",
+    help="Completions of each problem; more than one needs --temperature.",
 )
 @click.option(
-    "--max-output-tokens", type=click.IntRange(min=1), help="Default: 1.25 of a known trace."
+    "--max-output-tokens", type=click.IntRange(min=1), help="Default: 1.25 times a known trace."
 )
 @click.option(
     "--at-once",
     type=click.IntRange(min=1),
     default=64,
     show_default=True,
-    help="Requests running together.",
+    help="Requests that run at once.",
 )
 @click.option(
     "--out",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of results and report. What is there already is not run again.",
+    help="Folder for results and report. What it has already is not run again.",
 )
 @click.option(
     "--server",
     metavar="HOST:PORT",
     help="Default: $EPIKV_SERVER or " + DEFAULT_SERVER + ", unless a daemon is started.",
 )
-@click.option("--model-name", default="", help="Needed only where several are served.")
+@click.option("--model-name", default="", help="Needed only if several models are served.")
 @click.option("--model", type=_FILE, help="Start a daemon on this model file.")
 @click.option(
     "--model-dir",
@@ -123,13 +131,18 @@ class _Slack(click.ParamType):
     help="A sample model's folder. Its oracle knows what is needed; without --server, a daemon is"
     " started on it.",
 )
-@click.option("--binary", type=_FILE, help="The epikvd to start. Default: as for benches.")
-@click.option("--daemon-flag", "flags", multiple=True, help="Of the daemon that is started.")
+@click.option("--binary", type=_FILE, help=harness.BUILT)
+@click.option(
+    "--daemon-flag",
+    "flags",
+    multiple=True,
+    help="Flag of the daemon that is started; may be given several times.",
+)
 def command(names: tuple[str, ...], out: Path, **given: Any) -> None:
     """Measure what policies keep: problems with checkable answers, under budgets.
 
-    Interrupted, or left by its daemon, the same command goes on where it was. Without --task it
-    writes the report of what is in --out so far.
+    After an interruption, the same command goes on where it was. Without --task it writes the
+    report of what is in --out so far.
     """
     if given["seeds"] > 1 and not given["temperature"]:
         raise click.UsageError("greedy completions are all alike: --seeds needs a --temperature")
@@ -206,10 +219,16 @@ def _report(folder: Path) -> dict[str, Any]:
     from epikv.eval.summary import faults
 
     summary = report.write(folder)
-    click.echo(table.markdown(summary), nl=False)
+    for line in table.made(summary["plan"]):
+        click.echo(line)
+    for each in table.short(summary):
+        show.out.print()
+        show.out.print(each)
+    show.out.print("* the interval of the difference is without 0; length: of what full wrote")
+    click.echo(_how_far(folder), err=True)
     for fault, count in faults(summary).items():
-        click.echo(f"not run, {count} times: {fault}", err=True)
-    click.echo(f"{_how_far(folder)}\n{folder / 'report.html'}", err=True)
+        click.echo(f"refused, {count} times: {fault}", err=True)
+    click.echo(f"every figure: {folder / 'report.html'}, {folder / 'summary.md'}", err=True)
     return summary
 
 
@@ -257,7 +276,7 @@ def _served(
         [*own, *(f"--{flag.removeprefix('--')}" for flag in flags)],
         server=server,
         metrics=None,
-        binary=binary,
+        binary=binary if server is not None else harness.built_binary(binary),
         needs_metrics=False,
     ) as served:
         yield served
@@ -279,5 +298,7 @@ def _how_far(folder: Path) -> str:
 
     plan, records = results.read(folder)
     told = f"{len(records)} of {total(plan)} completions are in {folder}"
+    if refused := sum(bool(record.fault) for record in records):
+        told += f": {len(records) - refused} were measured, {refused} were refused"
     more = "" if len(records) == total(plan) else "; the same command goes on from there"
     return told + more

@@ -12,6 +12,7 @@ from rich.table import Table
 from epikv.cli import (
     experiment_plan,
     experiment_report,
+    experiment_simulate,
     experiment_tables,
     options,
     outcome,
@@ -43,6 +44,7 @@ group.add_command(outcome.one)
 group.add_command(outcome.several)
 group.add_command(experiment_plan.command)
 group.add_command(experiment_report.command)
+group.add_command(experiment_simulate.command)
 
 
 @group.command("list")
@@ -61,7 +63,12 @@ def listed(server: str, as_json: bool) -> None:
 
 @group.command("show")
 @click.argument("name")
-@click.option("-o", "--out", type=_new_file, help="Write it here, to change it and `update`.")
+@click.option(
+    "-o",
+    "--out",
+    type=_new_file,
+    help="Write the definition to this file, to change it and `update`.",
+)
 @options.server
 @options.as_json
 def shown(name: str, out: Path | None, server: str, as_json: bool) -> None:
@@ -79,7 +86,7 @@ def shown(name: str, out: Path | None, server: str, as_json: bool) -> None:
 @options.server
 @options.as_json
 def create(file: Path, validate_only: bool, server: str, as_json: bool) -> None:
-    """Make the experiment of FILE, as a draft: no request takes part before `start`."""
+    """Make the experiment of FILE as a draft: no request takes part before `start`."""
     with Client(server) as client:
         made = client.create_experiment(definition.read(file), validate_only=validate_only)
     said = "sound" if validate_only else "a draft"
@@ -95,9 +102,10 @@ def create(file: Path, validate_only: bool, server: str, as_json: bool) -> None:
 def update(
     file: Path, allow_rebucket: bool, validate_only: bool, server: str, as_json: bool
 ) -> None:
-    """Make the experiment as FILE has it.
+    """Change the experiment to what FILE says.
 
-    Where FILE has an etag, as `show --out` writes it, only if nobody has changed it since.
+    If FILE has an etag, as `show --out` writes it, nothing is changed where somebody else has changed
+    the experiment since.
     """
     wanted = definition.read(file)
     with Client(server) as client:
@@ -122,11 +130,11 @@ def start(name: str, server: str, as_json: bool) -> None:
 
 @group.command("stop")
 @click.argument("name")
-@click.option("--reason", default="", help="For people.")
+@click.option("--reason", default="", help="Text for people.")
 @options.server
 @options.as_json
 def stop(name: str, reason: str, server: str, as_json: bool) -> None:
-    """Let no more requests take part in NAME, for good; outcomes are still taken for a while."""
+    """End NAME for good: no more requests take part; outcomes are still taken for a while."""
     with Client(server) as client:
         made = client.stop_experiment(name, reason=reason)
     _tell(made, as_json, lambda: show.out.print(f"{name}: stopped"))
@@ -136,9 +144,9 @@ def stop(name: str, reason: str, server: str, as_json: bool) -> None:
 @click.argument("file", type=_new_file)
 @click.option("--server", expose_value=False, hidden=True)  # as the others; nobody is asked
 def init(file: Path) -> None:
-    """Write a definition to start from to FILE, a new one that ends in .textproto.
+    """Write a definition to start from to FILE, a new file whose name ends in .textproto.
 
-    The experiment is called as the file is.
+    The experiment gets the name of the file.
     """
     if file.suffix != ".textproto":
         raise click.UsageError(f"FILE must end in .textproto, is '{file}'")
@@ -154,8 +162,14 @@ def init(file: Path) -> None:
 @group.command("assign")
 @click.argument("experiment", metavar="NAME_OR_FILE")
 @click.argument("units", nargs=-1, metavar="[UNIT|TIME]...")
-@click.option("--units", "file", type=options.text_file, help="One a line; - is stdin.")
-@click.option("--version", type=click.IntRange(min=1), help="Of its buckets; else as it is now.")
+@click.option(
+    "--units", "file", type=options.text_file, help="File with one unit a line; - is stdin."
+)
+@click.option(
+    "--version",
+    type=click.IntRange(min=1),
+    help="Version of its buckets; default: the present one.",
+)
 @options.server
 @options.as_json
 def assign(
@@ -166,12 +180,12 @@ def assign(
     server: str,
     as_json: bool,
 ) -> None:
-    """Which arm each UNIT gets, "none" where it does not take part.
+    """Show which arm each UNIT gets; "none" if it does not take part.
 
-    Of a switchback experiment: which arm the window of each TIME gets, ISO 8601 with a zone; without
-    any, the windows from now on.
+    For a switchback experiment, show which arm the window of each TIME gets (ISO 8601 with a zone).
+    Without a TIME, show the windows from now on.
 
-    Whether a request is eligible or opts out is not asked. With a file no server is.
+    Whether a request is eligible or opts out is not considered. With a file, no server is asked.
     """
     named = [*units, *(_lines(file) if file else ())]
     dealt = _definition(experiment, server)

@@ -21,56 +21,68 @@ _OPEN_SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
     type=click.Choice(["mean", "proportion"]),
     help="Default: proportion with --rate, mean with --sd.",
 )
-@click.option("--rate", type=_OPEN_SHARE, help="Of a proportion: the control's, 0.7 for 70 %.")
+@click.option(
+    "--rate", type=_OPEN_SHARE, help="For a proportion: the control's rate, 0.7 for 70 %."
+)
 @click.option(
     "--sd",
     type=click.FloatRange(0, min_open=True),
-    help="Of a mean: the standard deviation between units, in the metric's units.",
+    help="For a mean: the standard deviation between units, in the metric's units.",
 )
 @click.option(
     "--effect",
     type=float,
-    help="To be found: arm - control, in the metric's units; 0.02 of a rate is 2 points.",
+    help="Effect to find: arm - control, in the metric's units; 0.02 of a rate is 2 points.",
 )
-@click.option("--units", type=click.IntRange(min=1), help="There will be, in all arms together.")
+@click.option(
+    "--units",
+    type=click.IntRange(min=1),
+    help="Number of units that there will be, in all arms together.",
+)
 @click.option(
     "--power",
     type=_OPEN_SHARE,
     default=0.8,
     show_default=True,
-    help="The chance to find it.",
+    help="Chance to find the effect.",
 )
 @click.option(
     "--alpha",
     type=click.FloatRange(0, 0.5, min_open=True, max_open=True),
     default=0.05,
     show_default=True,
-    help="The chance to find what is not there, over all looks.",
+    help="Chance to find an effect that is not there, over all looks.",
 )
 @click.option(
     "--looks",
     type=click.IntRange(1, 200),
     default=20,
     show_default=True,
-    help="At equal distances, the last when all units are there.",
+    help="Number of looks, at equal distances; the last when all units are there.",
 )
-@click.option("--arms", type=click.IntRange(2, 8), default=2, show_default=True)
+@click.option(
+    "--arms",
+    type=click.IntRange(2, 8),
+    default=2,
+    show_default=True,
+    help="Number of arms, the control included.",
+)
 @click.option(
     "--control-share",
     type=_OPEN_SHARE,
-    help="Of the units, how many the control gets; default: as many as each other arm.",
+    help="Share of the units that the control gets; default: as many as each other arm.",
 )
 @click.option(
     "--r2",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.0,
-    help="Of the variance, what the covariate explains.",
+    help="Share of the variance that the covariate explains.",
 )
 @click.option(
     "--window",
     type=click.FloatRange(1, 86400),
     metavar="SECONDS",
-    help="Of a switchback experiment: the length of its windows, which are its units.",
+    help="For a switchback experiment: length of its windows, which are its units.",
 )
 @options.server
 @options.as_json
@@ -90,11 +102,11 @@ def command(
     server: str,
     as_json: bool,
 ) -> None:
-    """How many units it takes to find --effect, or what so many --units find.
+    """Show how many units it takes to find --effect, or which effect so many --units find.
 
-    A unit is what keeps its arm: a user, a session, a request where it names no unit, or a window of a
-    switchback experiment (--window). Units that are too short to be evicted from count, too: plan for
-    the effect in everyone. The --sd of windows is that of their own means, not of requests.
+    A unit is what keeps its arm: a user, a session, a request that names no unit, or a window of a
+    switchback experiment (--window). Units whose requests are too short for eviction count, too. So
+    plan for the effect in everyone. The --sd of windows is that of their means, not of requests.
     """
     _check(metric_kind, rate, sd, effect, units)
     permille = round(1000 * control_share) if control_share else 0

@@ -44,21 +44,21 @@ _MARKS = {"good": "+", "bad": "!", "open": "-", "neutral": "-", "early": "-"}
     "--html",
     "file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write it here, too, as one page with plots that needs no network.",
+    help="Also write it to this file, as one page with plots that needs no network.",
 )
 @click.option(
     "--watch",
     "seconds",
     type=click.FloatRange(min=1),
     metavar="SECONDS",
-    help="Ask again so often, until nothing can change any more. Looking often costs nothing.",
+    help="Ask again after so many seconds, until nothing can change any more. Looking often costs nothing.",
 )
 @click.option(
     "--points",
     type=click.IntRange(1, 200),
     default=50,
     show_default=True,
-    help="Of each series over time, in --html and --json.",
+    help="Points of each series over time, in --html and --json.",
 )
 @options.server
 @options.as_json

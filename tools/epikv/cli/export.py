@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from epikv.installing import pip_install
+
 
 class _Bar:
     """Writes progress to stderr: one line that changes on a terminal, else a line a stage."""
@@ -43,20 +45,22 @@ class _Bar:
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Default: bf16 where stored so, else fp32.",
+    help="Type of the weights. Default: bf16 if they are stored so, else fp32.",
 )
 @click.option(
     "--quantize",
     type=click.Choice(["int8", "int4"]),
-    help="Linears' weights as integers, in groups with a scale each. Default: as --dtype says.",
+    help="Store the linears' weights as integers, in groups with a scale each. Default: in --dtype.",
 )
 @click.option("--name", help="What the daemon calls the model. Default: the directory's name.")
 @click.option(
     "--calibration",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Default: calibration.json in DIRECTORY, if there.",
+    help="Calibration of epikv_flat. Default: calibration.json in DIRECTORY, if it is there.",
 )
-@click.option("--check/--no-check", default=True, help="Compare with transformers first.")
+@click.option(
+    "--check/--no-check", default=True, help="Compare with transformers before MODEL appears."
+)
 def command(
     directory: Path,
     model: Path,
@@ -68,9 +72,9 @@ def command(
 ) -> None:
     """Write the model in DIRECTORY, in the Hugging Face layout, as one TorchScript file, MODEL.
 
-    The file is compared with transformers before it appears: logits and greedy tokens. So is the
-    chat format that is derived from the model's template, which is kept only if it is the same. On
-    stderr: what is being done, and how long it will take.
+    Before the file appears, its logits and greedy tokens are compared with transformers. The chat
+    format that is derived from the model's template is compared, too, and kept only if it gives the
+    same. stderr shows what is being done, and how long it will take.
     """
     from_directory(
         directory,
@@ -100,7 +104,7 @@ def from_directory(
         from epikv.export.exporter import DTYPES, ExportError, export
     except ImportError as error:
         raise click.ClickException(
-            f"{error}; install what export needs: pip install 'epikv[export]'"
+            f"{error}; install what export needs: {pip_install('export')}"
         ) from error
     bar = _Bar()
     try:

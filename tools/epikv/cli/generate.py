@@ -36,7 +36,7 @@ KINDS = {
 @click.option("--file", type=options.text_file, help="Read the prompt from here; - is stdin.")
 @click.option("--ids", is_flag=True, help="The prompt is token ids, separated by spaces.")
 @options.kv
-@click.option("--max-output-tokens", "-n", type=int)
+@options.output_tokens
 @options.sampling
 @click.option("--regex", help="What the whole text has to match.")
 @click.option("--choice", multiple=True, help="One of these texts.")
@@ -86,14 +86,6 @@ def command(
             json_schema=options.read_text(given.pop("json_schema")),
             grammar=options.read_text(given.pop("grammar")),
         ),
-        "stop": Stop(
-            max_output_tokens=given.pop("max_output_tokens"),
-            stop_strings=given.pop("stop_strings"),
-            stop_token_ids=given.pop("stop_token_ids"),
-            include_stop=given.pop("include_stop"),
-            min_output_tokens=given.pop("min_output_tokens"),
-            ignore_eos=given.pop("ignore_eos"),
-        ),
         "output": Output(
             token_ids=given.pop("token_ids"),
             logprobs=given.pop("logprobs"),
@@ -106,9 +98,26 @@ def command(
             coalesce=given.pop("coalesce"),
         ),
     }
+    stop = Stop(
+        stop_strings=given.pop("stop_strings"),
+        stop_token_ids=given.pop("stop_token_ids"),
+        include_stop=given.pop("include_stop"),
+        min_output_tokens=given.pop("min_output_tokens"),
+        ignore_eos=given.pop("ignore_eos"),
+    )
+    most: int | None = given.pop("max_output_tokens")
     text = options.read_prompt(prompt, file, ids)
-    with Client(server) as client, client.generate(text, **arguments, **given) as stream:
-        (_print_json if as_json else _print_text)(stream)
+
+    def run(tokens: int | None) -> None:
+        limited = replace(stop, max_output_tokens=tokens)
+        with client.generate(text, stop=limited, **arguments, **given) as stream:
+            if as_json:
+                _print_json(stream)
+            elif _print_text(stream) == "length" and most is None and tokens is not None:
+                show.err.print(f"ended at {tokens} tokens: -n asks for more")
+
+    with Client(server) as client:
+        options.within_context(run, most, stop.min_output_tokens)
 
 
 def _print_json(stream: Stream) -> None:
@@ -116,13 +125,15 @@ def _print_json(stream: Stream) -> None:
         show.json_line(KINDS[type(event)], event)
 
 
-def _print_text(stream: Stream) -> None:
-    """Of several completions, each is printed when it has ended."""
+def _print_text(stream: Stream) -> str:
+    """Why it finished. Of several completions, each is printed when it has ended."""
+    finish, slack = "", 0
     several = False
     texts: dict[int, str] = {}
     for event in stream:
         match event:
             case Accepted():
+                slack = show.slack(event)
                 several = event.sampling is not None and (event.sampling.n or 1) > 1
             case Progress():
                 show.err.print(
@@ -137,4 +148,6 @@ def _print_text(stream: Stream) -> None:
                 show.out.print(texts.pop(event.completion, ""))
             case Summary():
                 show.out.print()
-                show.summary(event)
+                show.summary(event, slack)
+                finish = event.finish_reason
+    return finish

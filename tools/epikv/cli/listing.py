@@ -1,40 +1,96 @@
 """`epikv policies` and `epikv models`: what a server offers."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import click
 from rich.table import Column, Table
+from rich.text import Text
 
 from epikv.cli import options, show
 from epikv.client import Client
 from epikv.messages import DefaultProtection, Model, Policy, PolicyCost, PolicyParam
+from epikv.recommended import RECOMMENDED
+
+# They score by the pair of blocks that `epikv calibrate epikv_flat` finds.
+_BY_PAIR = ("epikv_flat", "epikv_seg", "segment_hs")
 
 
 @click.command("policies")
 @click.argument("name", required=False)
+@click.option("--all", "everything", is_flag=True, help="Every policy, not the recommended alone.")
 @options.model
 @options.server
 @options.as_json
-def policies(name: str | None, model: str, server: str, as_json: bool) -> None:
-    """List the eviction policies, or describe policy NAME and its parameters."""
+def policies(name: str | None, everything: bool, model: str, server: str, as_json: bool) -> None:
+    """List the policies to begin with, all of them, or describe policy NAME and its parameters.
+
+    --json lists all.
+    """
+    if name and everything:
+        raise click.UsageError("give the NAME of one policy, or --all")
     with Client(server) as client:
         found = [client.policy(name, model=model)] if name else client.policies(model=model)
+        served = [] if name or as_json else client.models()
     if as_json:
         for policy in found:
             show.json_line("policy", policy)
     elif name:
         _describe(found[0])
     else:
-        # A name is there to be copied: it is never cut.
-        table = Table(Column("policy", no_wrap=True), Column("cost", no_wrap=True), "summary")
-        for policy in found:
-            title = f"{policy.name} *" if policy.evaluation_only else policy.name
-            table.add_row(title, policy.cost.level if policy.cost else "", policy.summary)
-        show.out.print(table)
-        if any(policy.evaluation_only for policy in found):
-            show.out.print("* for evaluation only")
-        show.out.print("More of one: epikv policies NAME")
+        asked = [each for each in served if model in ("", each.name)]
+        _list(found, asked[0] if len(asked) == 1 else None, everything)
+
+
+def _list(found: Sequence[Policy], model: Model | None, everything: bool) -> None:
+    """model: whose calibration counts; None: it is not known which is meant."""
+    known = {policy.name: policy for policy in found}
+    first = [known[name] for name in RECOMMENDED if name in known]
+    shown = found if everything or not first else first
+    # A name is there to be copied: it is never cut.
+    named = Column("policy\nand its cost, of a step", no_wrap=True)
+    table = Table(named, "what it drops\nand what it needs", show_lines=True)
+    for policy in shown:
+        title = f"{policy.name} *" if policy.evaluation_only else policy.name
+        why = f"\n{RECOMMENDED[policy.name]}" if shown is first else ""
+        table.add_row(
+            Text(title, style="bold").append(f"\n{_level(policy)}", style="not bold"),
+            Text(f"{policy.summary}\nneeds {_needs(policy, model)}").append(why, style="italic"),
+        )
+    show.out.print(table)
+    if any(policy.evaluation_only for policy in shown):
+        show.out.print("* for evaluation only")
+    if shown is first:
+        show.out.print(
+            "Shares: of problems that small models solved with half of their steps in the\n"
+            "cache. Your model may rank policies otherwise: epikv eval measures it."
+        )
+        show.out.print(f"The other {len(found) - len(first)}: epikv policies --all")
+    show.out.print("One, with its parameters: epikv policies NAME")
+
+
+def _needs(policy: Policy, model: Model | None) -> str:
+    """What has to be there before a request can use it, or use it well."""
+    if policy.name == "full":
+        return "room for every token"
+    missing = [param.name for param in policy.params if param.default_value is None]
+    needs = []
+    if policy.needs_artefact and not policy.has_artefact:
+        needs.append(f"epikv calibrate {policy.name}")
+    elif missing:
+        needs.append(f"values of {', '.join(missing)}")
+    elif policy.name in _BY_PAIR and model is not None and model.calibration is None:
+        needs.append("epikv calibrate epikv_flat, or it may be worse than chance")
+    if policy.prompt_eviction == "refuses":
+        needs.append("a prompt within the budget")
+    return "; ".join(needs) or "nothing"
+
+
+def _level(policy: Policy) -> str:
+    if policy.cost is None:
+        return "none" if policy.name == "full" else "not measured"
+    return f"{policy.cost.level}, {100 * policy.cost.share_of_step:.1f} %"
 
 
 @click.command("models")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from epikv.connection import DEFAULT_SERVER
+from epikv.errors import InvalidRequest
 from epikv.options import (
     POSITIONS,
     PRIORITIES,
@@ -20,6 +21,9 @@ from epikv.options import (
 )
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Result = TypeVar("Result")
+
+OUTPUT_TOKENS = 256  # most of a completion, where the command does not say; the server's: 1024
 
 server = click.option(
     "--server",
@@ -29,7 +33,9 @@ server = click.option(
     show_envvar=True,
     metavar="HOST:PORT",
 )
-model = click.option("--model", default="", help="Needed only where several are served.")
+model = click.option(
+    "--model", default="", help="Model name; needed only if several models are served."
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 text_file = click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path)
 
@@ -109,19 +115,45 @@ class Span(click.ParamType):
 _KV = (
     click.option("--policy", default="", help="Which tokens to drop; see `epikv policies`."),
     click.option("--budget", type=Budget(), help="Tokens to keep (256), or a share (0.5, 50%)."),
-    click.option("--param", "params", type=Param(), multiple=True, help="Of the policy."),
-    click.option("--positions", type=click.Choice(list(POSITIONS))),
-    click.option("--protect-prompt/--no-protect-prompt", default=None),
-    click.option("--sinks", type=int, help="Protect the first tokens."),
-    click.option("--recent", type=int, help="Protect the newest tokens."),
-    click.option("--protect", "spans", type=Span(), multiple=True, help="Protect these tokens."),
+    click.option(
+        "--param",
+        "params",
+        type=Param(),
+        multiple=True,
+        help="A parameter of the policy; may be given several times.",
+    ),
+    click.option(
+        "--positions",
+        type=click.Choice(list(POSITIONS)),
+        help="Positions after evictions; default: absolute.",
+    ),
+    click.option(
+        "--protect-prompt/--no-protect-prompt",
+        default=None,
+        help="Whether the prompt may not be evicted; default: the policy's own.",
+    ),
+    click.option("--sinks", type=int, help="Protect so many of the first tokens."),
+    click.option("--recent", type=int, help="Protect so many of the newest tokens."),
+    click.option(
+        "--protect",
+        "spans",
+        type=Span(),
+        multiple=True,
+        help="Protect tokens BEGIN to END - 1; may be given several times.",
+    ),
     click.option(
         "--equal-protection/--no-equal-protection",
         default=None,
-        help="The rule that comparisons use.",
+        help="Protect by the rule that is the same for every policy.",
     ),
-    click.option("--cache-salt", default="", help="Share cached prefixes with this salt alone."),
-    click.option("--bypass-prefix-cache", is_flag=True, help="Compute the whole prompt."),
+    click.option(
+        "--cache-salt", default="", help="Share cached prefixes only with requests of this salt."
+    ),
+    click.option(
+        "--bypass-prefix-cache",
+        is_flag=True,
+        help="Compute the whole prompt; leave no cached prefix.",
+    ),
 )
 
 
@@ -151,15 +183,38 @@ def take_kv(options: dict[str, Any]) -> Kv:
 
 _SAMPLING = (
     click.option("--temperature", type=float, help="0: greedy. Default: the model's own, or 0."),
-    click.option("--top-p", type=float),
-    click.option("--top-k", type=int),
-    click.option("--min-p", type=float, help="Least share of the likeliest token's probability."),
-    click.option("--typical-p", type=float),
-    click.option("--repetition-penalty", type=float, help="Of prompt and output; default: 1."),
-    click.option("--frequency-penalty", type=float, help="Of the output, each time; default: 0."),
-    click.option("--presence-penalty", type=float, help="Of the output, once; default: 0."),
-    click.option("--logit-bias", type=Bias(), multiple=True, help="Added to a token's logit."),
-    click.option("--seed", type=int),
+    click.option(
+        "--top-p", type=float, help="Draw from the smallest set with this probability; default: 1."
+    ),
+    click.option("--top-k", type=int, help="Draw from so many likeliest tokens; default: all."),
+    click.option(
+        "--min-p",
+        type=float,
+        help="Smallest share of the likeliest token's probability; default: 0.",
+    ),
+    click.option(
+        "--typical-p",
+        type=float,
+        help="Draw from the most typical set with this probability; default: 1.",
+    ),
+    click.option(
+        "--repetition-penalty", type=float, help="For tokens in prompt or output; default: 1."
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=float,
+        help="For each time a token is in the output; default: 0.",
+    ),
+    click.option(
+        "--presence-penalty", type=float, help="Once for each token in the output; default: 0."
+    ),
+    click.option(
+        "--logit-bias",
+        type=Bias(),
+        multiple=True,
+        help="Add BIAS to the logit of token ID; may be given several times.",
+    ),
+    click.option("--seed", type=int, help="Default: the server draws one."),
 )
 
 
@@ -187,8 +242,12 @@ def take_sampling(options: dict[str, Any]) -> Sampling:
 
 
 _SCHEDULING = (
-    click.option("--priority", type=click.Choice(list(PRIORITIES)), help="While it waits."),
-    click.option("--tenant", default="", help="Tenants take turns while their requests wait."),
+    click.option(
+        "--priority",
+        type=click.Choice(list(PRIORITIES)),
+        help="Priority while the request waits; default: normal.",
+    ),
+    click.option("--tenant", default="", help="Whose request it is; tenants that wait take turns."),
 )
 
 
@@ -205,11 +264,16 @@ def take_scheduling(options: dict[str, Any]) -> Scheduling:
 
 
 _EXPERIMENT = (
-    click.option("--unit", "unit_id", default="", help="Who keeps its arm in experiments."),
+    click.option(
+        "--unit",
+        "unit_id",
+        default="",
+        help="Who or what keeps its arm in experiments: a user, a session.",
+    ),
     click.option(
         "--covariate",
         type=float,
-        help="Known of it before, for metrics that it tells something of.",
+        help="A number known before the request, for metrics of experiments that name it.",
     ),
     click.option("--opt-out", is_flag=True, help="Take part in no experiment."),
     click.option(
@@ -217,10 +281,14 @@ _EXPERIMENT = (
         "force_arm",
         default="",
         metavar="EXPERIMENT/ARM",
-        help="This arm, whatever the hash says; left out of every analysis.",
+        help="Take this arm, whatever the hash says; the request is left out of every analysis.",
     ),
     click.option(
-        "--label", "labels", type=Label(), multiple=True, help="Experiments may choose by it."
+        "--label",
+        "labels",
+        type=Label(),
+        multiple=True,
+        help="Experiments may choose requests by it; may be given several times.",
     ),
 )
 
@@ -245,6 +313,31 @@ def take_experiment(options: dict[str, Any]) -> Experiment:
 def take_labels(options: dict[str, Any]) -> dict[str, str]:
     """The labels of a command's options, which are taken out of `options`."""
     return dict(options.pop("labels"))
+
+
+output_tokens = click.option(
+    "--max-output-tokens",
+    "-n",
+    type=int,
+    help=f"Most tokens of an answer. Default: {OUTPUT_TOKENS}; less where the model's context"
+    " leaves less.",
+)
+
+
+def within_context(
+    run: Callable[[int | None], Result], given: int | None, at_least: int = 0
+) -> Result:
+    """What `run` returns, which is called with the most output tokens of a request.
+
+    Where --max-output-tokens was not `given`, and the model's context has no room for as many as
+    this command line asks for by itself, the server may say how many it leaves.
+    """
+    try:
+        return run(max(OUTPUT_TOKENS, at_least) if given is None else given)
+    except InvalidRequest as error:
+        if given is not None or error.reason != "CONTEXT_LENGTH":
+            raise
+    return run(None)
 
 
 def read_text(file: Path | None) -> str | None:

@@ -40,9 +40,9 @@ class Time(click.ParamType):
 @click.argument("request_id")
 @click.argument("metric")
 @click.argument("value", type=float)
-@click.option("--key", default="", help="Of several outcomes of one metric, which.")
-@click.option("--time", "at", type=Time(), help="When it happened; else now.")
-@click.option("--tenant", default="", help="Whose request; else the caller's own.")
+@click.option("--key", default="", help="Tells several outcomes of one metric apart.")
+@click.option("--time", "at", type=Time(), help="When it happened; default: now.")
+@click.option("--tenant", default="", help="Whose request it is; default: the caller's own.")
 @options.server
 @options.as_json
 def one(
@@ -55,7 +55,7 @@ def one(
     server: str,
     as_json: bool,
 ) -> None:
-    """Record that request REQUEST_ID had VALUE by METRIC. Again does no harm."""
+    """Record that request REQUEST_ID had VALUE in METRIC. Recording it twice does no harm."""
     with Client(server) as client:
         recorded = client.record_outcome(request_id, metric, value, time=at, key=key, tenant=tenant)
     if as_json:
@@ -75,9 +75,9 @@ def one(
 def several(context: click.Context, file: Path, server: str, as_json: bool) -> None:
     """Record the outcomes of FILE (- is stdin), one JSON object a line.
 
-    Each has request_id, metric and value, and may have time, key and tenant. What is refused is
-    told at the end, and keeps no other out; the exit status is 1 then. Do it again after an
-    interruption: what was recorded before does no harm.
+    Each has request_id, metric and value, and may have time, key and tenant. If some are refused,
+    the others are still recorded; the refused ones are listed at the end, and the exit status is 1.
+    After an interruption, run it again: recording an outcome twice does no harm.
     """
     tally = _Tally()
     try:

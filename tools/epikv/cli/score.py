@@ -18,14 +18,21 @@ from epikv.messages import ScoreResponse
 @click.option("--file", type=options.text_file, help="Read the prompt from here; - is stdin.")
 @click.option("--ids", is_flag=True, help="Prompt and continuation are token ids.")
 @options.kv
-@click.option("--chunked", is_flag=True, help="In prefill chunks: faster, only under `full`.")
-@click.option("--signals", "residual_steps", is_flag=True, help="Residual steps, with --json.")
-@click.option("--trace", "kv_trace", is_flag=True, help="Every eviction, with --json.")
-@click.option("--kept", is_flag=True, help="Which tokens are held at the end, with --json.")
-@click.option("--top-logprobs", type=int, default=0, help="Of the likeliest tokens, with --json.")
+@click.option("--chunked", is_flag=True, help="Score in prefill chunks: faster, only under `full`.")
+@click.option(
+    "--signals", "residual_steps", is_flag=True, help="Show residual steps; needs --json."
+)
+@click.option("--trace", "kv_trace", is_flag=True, help="Show every eviction; needs --json.")
+@click.option("--kept", is_flag=True, help="Show the tokens held at the end; needs --json.")
+@click.option(
+    "--top-logprobs",
+    type=int,
+    default=0,
+    help="Show so many of the likeliest tokens at each place; needs --json.",
+)
 @options.scheduling
 @click.option("--timeout", type=float, help="Seconds.")
-@click.option("--request-id", default="")
+@click.option("--request-id", default="", help="Id of the request; default: the server makes one.")
 @options.model
 @options.server
 @options.as_json
@@ -37,7 +44,7 @@ def command(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Log-probabilities of CONTINUATION after PROMPT (or --file, or stdin), with evictions."""
+    """Show how likely CONTINUATION is after PROMPT (or --file, or stdin), evictions included."""
     if len(texts) > 2:
         raise click.UsageError(
             f"give PROMPT and CONTINUATION, in quotes; got {len(texts)} arguments"
@@ -68,4 +75,4 @@ def _print(result: ScoreResponse, words: list[str]) -> None:
     total = sum(result.logprobs)
     show.out.print(f"sum {total:.4f}, perplexity {exp(-total / len(words)):.4f}")
     if result.summary is not None:
-        show.summary(result.summary)
+        show.summary(result.summary, show.slack(result.accepted))

@@ -16,10 +16,12 @@ from epikv.testing import DaemonError, find_binary
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of a directory; see epikv export."
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="For a directory: see epikv export.",
 )
 @click.option(
-    "--quantize", type=click.Choice(["int8", "int4"]), help="Of a directory; see epikv export."
+    "--quantize", type=click.Choice(["int8", "int4"]), help="For a directory: see epikv export."
 )
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[EPIKVD FLAGS]...")
@@ -40,7 +42,7 @@ def command(model: Path, dtype: str | None, quantize: str | None, flags: tuple[s
     if model.is_dir():
         model = _exported(model, dtype, quantize)
     elif dtype or quantize:
-        raise click.UsageError(f"--dtype and --quantize are of a directory; {model} is a file")
+        raise click.UsageError(f"--dtype and --quantize are for a directory; {model} is a file")
     command = [str(binary), f"--model={model}", *flags]
     os.execv(binary, command)  # so signals are the daemon's own
 

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from epikv.messages import KvUsage, Summary
+from epikv.messages import Accepted, KvUsage, Summary
 
 out = Console(highlight=False, markup=False, soft_wrap=True)
 err = Console(highlight=False, markup=False, stderr=True)
@@ -19,16 +19,22 @@ def json_line(event: str, message: Any) -> None:
     click.echo(json.dumps({"event": event, **asdict(message)}))
 
 
-def summary(message: Summary) -> None:
+def slack(accepted: Accepted | None) -> int:
+    """Tokens that the policy of a request may hold above its budget between two rounds."""
+    params = accepted.kv.policy_params if accepted is not None and accepted.kv is not None else {}
+    return int((params or {}).get("slack", 0))
+
+
+def summary(message: Summary, slack: int = 0) -> None:
     """Prints the facts of a finished request to stderr, so that stdout holds its text alone."""
     table = Table.grid(padding=(0, 2))
-    for name, value in facts(message):
+    for name, value in facts(message, slack):
         table.add_row(name, value)
     err.print(table)
 
 
-def facts(message: Summary) -> list[tuple[str, str]]:
-    """What a finished request was like: names and values."""
+def facts(message: Summary, slack: int = 0) -> list[tuple[str, str]]:
+    """What a finished request was like: names and values. slack: as above."""
     stop = message.stop_string if message.stop_token_id is None else message.stop_token_id
     finish = message.finish_reason if stop is None else f"{message.finish_reason}: {stop}"
     facts = [("finish", finish)]
@@ -45,7 +51,7 @@ def facts(message: Summary) -> list[tuple[str, str]]:
     if kv is not None:
         facts += [
             ("policy", f"{kv.policy} (uncalibrated)" if kv.uncalibrated else kv.policy),
-            ("cache", f"{_budget(kv)}, peak {kv.peak_tokens}"),
+            ("cache", f"{_budget(kv, slack)}, peak {kv.peak_tokens}"),
             ("evicted", f"{kv.evicted_tokens} tokens in {kv.rounds} rounds"),
         ]
     if timings is not None and timings.time_to_first_token is not None:
@@ -58,5 +64,7 @@ def facts(message: Summary) -> list[tuple[str, str]]:
     return facts
 
 
-def _budget(kv: KvUsage) -> str:
-    return "no budget" if kv.policy == "full" else f"budget {kv.budget_tokens} tokens"
+def _budget(kv: KvUsage, slack: int) -> str:
+    if kv.policy == "full":
+        return "no budget"
+    return f"budget {kv.budget_tokens} tokens" + (f" (+{slack} slack)" if slack else "")

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from epikv.eval.answers import extract, same
-from epikv.eval.tasks import Item
+from epikv.eval.items import Item
 
 PLACE = "{problem}"
 TEMPLATE = (

@@ -12,13 +12,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import click
 
+from epikv.eval.items import Item, Probe
 from epikv.eval.results import Key
-from epikv.eval.tasks import Item, Probe, axis
+from epikv.eval.tasks import axis
 from epikv.messages import Model, Policy
 from epikv.options import parse_param
 
@@ -168,7 +170,11 @@ def control(plan: dict[str, Any], arm: str) -> str | None:
 def _arm(known: dict[str, Policy], text: str, common: int | None) -> Arm:
     name, _, rest = text.partition(":")
     if name not in known:
-        raise click.BadParameter(f"no policy is called {name}; known: {', '.join(known)}")
+        near = ", ".join(get_close_matches(name, known))
+        meant = f"did you mean {near}? " if near else ""
+        raise click.BadParameter(
+            f"no policy is called {name}; {meant}`epikv policies --all` lists all"
+        )
     try:
         params = dict(map(parse_param, re.split(r",(?=\w+=)", rest))) if rest else {}
     except ValueError as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import click
 
-from epikv.eval.tasks import Probe
+from epikv.eval.items import Probe
 
 WORDS, PAIRS = 2000, 100  # of a probe, unless said otherwise
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

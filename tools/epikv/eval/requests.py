@@ -7,9 +7,9 @@ from math import ceil
 from typing import Any
 
 from epikv.client import Client
+from epikv.eval.items import Item, Probe
 from epikv.eval.plan import FULL, ORACLE, Settings
 from epikv.eval.results import Key, Record
-from epikv.eval.tasks import Item, Probe
 from epikv.messages import Summary
 from epikv.options import Kv, Output, Sampling, Stop, parse_budget
 

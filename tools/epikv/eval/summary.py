@@ -14,7 +14,7 @@ from typing import Any
 
 from epikv.eval.plan import FULL, control, runs
 from epikv.eval.results import Record
-from epikv.stats import difference, sign_test, wilson
+from epikv.stats import difference, ratio, sign_test, wilson
 
 Row = dict[str, Any]
 Runs = Mapping[str, Sequence[Record]]  # of an item, by seed
@@ -77,7 +77,7 @@ def _row(
     row |= _figures(mine)
     full, chance = _runs(cell(FULL), plan["seeds"]), control(plan, label)
     row["against_full"] = _against(mine, full) if label != FULL else None
-    row["length_ratio"] = _length_ratio(mine, full)
+    row["length"] = _length(mine, full)
     row["random"] = chance
     if chance is not None and chance != label:
         row["against_random"] = _against(mine, _runs(cell(chance), plan["seeds"]))
@@ -108,8 +108,6 @@ def _figures(mine: Runs) -> Row:
     evicting = {i: [r for r in records if r.rounds] for i, records in mine.items()}
     evicting = {item: records for item, records in evicting.items() if records}
     hits = _solved(evicting)
-    decoded = sum(r.output_tokens - 1 for r in all_records if r.decode_seconds)
-    seconds = sum(r.decode_seconds for r in all_records)
     cached = sum(r.prompt_tokens + r.output_tokens for r in all_records)
     return {
         "n": len(solved),
@@ -123,7 +121,6 @@ def _figures(mine: Runs) -> Row:
         "dropped": sum(r.evicted_tokens for r in all_records) / cached,
         "output_tokens": fmean(r.output_tokens for r in all_records),
         "cap_hits": fmean(r.finish == "length" for r in all_records),
-        "tokens_per_second": decoded / seconds if seconds else None,
         "budget_tokens": fmean(r.budget_tokens for r in all_records),
         "peak_tokens": max(r.peak_tokens for r in all_records),
         "peak_bytes": max(r.peak_bytes for r in all_records),
@@ -141,15 +138,16 @@ def _against(mine: Runs, other: Runs) -> Row | None:
     return {"n": len(both), **asdict(difference(ours, theirs)), "p": sign_test(ours, theirs)}
 
 
-def _length_ratio(mine: Runs, full: Runs) -> float | None:
+def _length(mine: Runs, full: Runs) -> Row | None:
     """Output tokens over those under `full`, of the problems that both have."""
     both = [item for item in mine if item in full]
     if not both:
         return None
     ours, theirs = (
-        sum(record.output_tokens for item in both for record in runs[item]) for runs in (mine, full)
+        [sum(record.output_tokens for record in runs[item]) for item in both]
+        for runs in (mine, full)
     )
-    return ours / theirs if theirs else None
+    return asdict(ratio(ours, theirs)) if sum(theirs) else None
 
 
 def _axes(plan: dict[str, Any], rows: Iterable[Row]) -> list[Row]:

@@ -1,14 +1,15 @@
-"""An evaluation's summary as Markdown."""
+"""An evaluation's summary as tables: Markdown with all there is, and a short one for a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from rich.table import Column, Table
 
 from epikv.eval.plan import FULL
 
 COLUMNS = (
     "policy", "n", "solved", "answers", "solved - full", "p", "solved - random", "p",
-    "solved, of those that evicted", "dropped", "tokens", "of full", "capped", "tokens/s",
-    "peak KV",
+    "solved, of those that evicted", "dropped", "tokens", "of full", "capped", "peak KV",
 )  # fmt: skip
 
 
@@ -24,6 +25,48 @@ def markdown(summary: dict[str, Any]) -> str:
             parts.append(_cells(["---"] * len(COLUMNS)))
         parts.append(_cells(cells(row)))
     return "\n".join(parts) + "\n"
+
+
+def short(summary: dict[str, Any]) -> Iterator[Table]:
+    """What fits into a terminal: one for each task and budget, the best arm first."""
+    plan = summary["plan"]
+    for task in plan["tasks"]:
+        for budget in plan["budgets"]:
+            rows = [
+                row
+                for row in summary["rows"]
+                if (row["task"], row["budget"]) == (task["name"], budget)
+            ]
+            rows.sort(key=lambda row: -row["solved"]["value"] if "solved" in row else 1)
+            table = Table(
+                Column("policy", overflow="fold"),
+                Column("solved", no_wrap=True),
+                Column("over random", justify="right", no_wrap=True),
+                Column("dropped", justify="right", no_wrap=True),
+                Column("length", justify="right", no_wrap=True),
+                title=f"{task['name']}, budget {budget}, {task['problems']} problems",
+                title_justify="left",
+            )
+            for row in rows:
+                table.add_row(*_short(row))
+            yield table
+
+
+def _short(row: dict[str, Any]) -> list[str]:
+    if "solved" not in row:
+        return [row["arm"], f"{row['pending']} to run" if row["pending"] else "refused"]
+    gain, length = row.get("against_random"), row["length"]
+    return [
+        f"{row['arm']} ({row['n']} of them)" if row["refused"] else row["arm"],
+        "{value:.2f} [{low:.2f}, {high:.2f}]".format_map(row["solved"]),
+        _beyond_chance(gain) if gain else "",
+        f"{row['dropped']:.0%}",
+        f"{length['value']:.2f}" if length else "",
+    ]
+
+
+def _beyond_chance(gain: dict[str, float]) -> str:
+    return f"{gain['value']:+.2f}" + (" *" if gain["low"] > 0 or gain["high"] < 0 else "  ")
 
 
 def made(plan: dict[str, Any]) -> list[str]:
@@ -74,7 +117,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     n = f"{row['n']}" + (f" ({row['refused']} refused)" if row["refused"] else "")
     evicting = row["evicting"]
     of_evicting = f"{_share(evicting['solved'])}, n = {evicting['n']}" if evicting["n"] else "none"
-    speed, ratio = row["tokens_per_second"], row["length_ratio"]
+    length = row["length"]
     return [
         name,
         n,
@@ -85,9 +128,8 @@ def cells(row: dict[str, Any]) -> list[str]:
         of_evicting,
         f"{row['dropped']:.0%}",
         f"{row['output_tokens']:.0f}",
-        "" if ratio is None else f"{ratio:.2f}",
+        "" if length is None else f"{length['value']:.2f}",
         f"{row['cap_hits']:.0%}",
-        "" if speed is None else f"{speed:.1f}",
         f"{row['peak_tokens']}, {row['peak_bytes'] / 2**20:.2f} MiB",
     ]
 

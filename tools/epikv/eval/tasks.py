@@ -6,56 +6,19 @@ file:math500.jsonl       problems of a file (epikv.eval.files): MATH-500, AIME, 
 needle@2000, recall@100  probes (epikv.eval.probes): a fact in 2000 words, 100 pairs of them
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import click
+
+from epikv.eval import files
+from epikv.eval.items import Axis, Item, Needed, Probe
+from epikv.eval.probes import PROBES
 
 if TYPE_CHECKING:
     from epikv.sample.need import Need
     from epikv.sample.problem import Problem
-
-
-class Axis(StrEnum):
-    """What a task asks of a cache. Averages are taken within an axis, never across."""
-
-    REASONING = "reasoning"  # later steps need results of earlier ones
-    RECALL = "recall"  # facts among others like them
-    NEEDLE = "needle"  # one fact in much else
-
-
-# Of a budget in tokens: indexes, of prompt and reference trace, that an oracle prefers to keep.
-Needed: TypeAlias = Callable[[int], list[int]]
-
-
-@dataclass(frozen=True)
-class Item:
-    """One problem."""
-
-    id: str  # unique within its task, the same on every machine
-    prompt: str
-    # Of a completion's text: which of the parts asked for it answers rightly. Solved: all of them.
-    judge: Callable[[str], list[bool]]
-    # Length of the reference trace in output tokens; None: that of the same model under `full`.
-    trace_tokens: int | None = None
-    needed: Needed | None = None  # None: not known, and no oracle
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A text that is forced through after a prompt, one token a step: nothing is generated.
-
-    parts: passages and answers in turn. An answer is right if each of its tokens is the likeliest.
-    """
-
-    id: str
-    prompt: str
-    parts: tuple[str, ...]
-    trace_tokens: None = None  # its parts are
-    needed: None = None
 
 
 def axis(name: str) -> Axis:
@@ -86,11 +49,7 @@ def load(
         case "sample":
             return _sample(rest, split, count, needs or {})
         case "file":
-            from epikv.eval import files
-
             return files.read(Path(rest), count, template or files.TEMPLATE)
-    from epikv.eval.probes import PROBES
-
     kind, _, length = name.partition("@")
     if kind not in PROBES or not (length or "1").isdecimal():
         raise click.BadParameter(

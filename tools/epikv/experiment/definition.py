@@ -122,7 +122,7 @@ def _key_lines(text: str) -> Iterator[int]:
             objects.pop()
         elif token[2]:
             if token[1] in objects[-1]:
-                raise _Fault(line, f"{token[1]} is there twice")
+                raise _Fault(line, f"{token[1]} is given twice")
             objects[-1].add(token[1])
             yield line
 

@@ -35,7 +35,6 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def html(report: ExperimentReport) -> str:
     """The whole page."""
     name = report.experiment.name
-    style = resources.files(__package__).joinpath("page.css").read_text("utf-8")
     sections = list(_sections(report))
     head = [
         element("meta", charset="utf-8"),
@@ -43,11 +42,16 @@ def html(report: ExperimentReport) -> str:
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="referrer", content="no-referrer"),
         element("title", f"{name}: experiment report"),
-        element("style", Html(style)),
+        element("style", Html(style())),
     ]
     body = [*_top(report), _contents(sections), *(section for _, _, section in sections)]
     page = element("html", element("head", *head), element("body", *body), lang="en")
     return f"<!doctype html>\n{page}\n"
+
+
+def style() -> str:
+    """The page's style sheet; other reports share it."""
+    return resources.files(__package__).joinpath("page.css").read_text("utf-8")
 
 
 Section = tuple[str, str, Html]  # id, title, all of it

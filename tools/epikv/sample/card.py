@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from epikv.eval.items import Axis
 from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
-from epikv.eval.tasks import Axis, axis
+from epikv.eval.tasks import axis
 from epikv.sample import reproduction
 from epikv.sample.candidates import FILE as CANDIDATES
 from epikv.sample.families import FAMILIES

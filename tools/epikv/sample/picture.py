@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
+from epikv.eval.items import Axis
 from epikv.eval.plan import FROZEN, RANDOM
 from epikv.eval.plots import ANCHORS, COLOURS, FROZEN_RANDOM, OTHERS
-from epikv.eval.tasks import Axis, axis
+from epikv.eval.tasks import axis
 from epikv.sample.scores import Score, solved
 from epikv.stats import wilson
 

@@ -107,7 +107,7 @@ class Format:
         for texts in self.refuse[role]:
             if _holds(given, texts) if texts else not content:
                 raise Refusal(
-                    f"the template has a way of its own with {role} messages that {_told(texts)}"
+                    f"the template treats {role} messages that {_told(texts)} in a special way"
                 )
         return content
 
