@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
-# What is slow and rarely breaks, which run.sh leaves out: C++ tests with Nightly in their names, Python tests marked
-# nightly, and clang-tidy over every file. Two hours on two cores. Every assertion is either here or in run.sh.
-source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
-setup
-build
-export OMP_WAIT_POLICY=PASSIVE
-bash "$EPIKV_ROOT/tests/tidy.sh" --all
-ctest --test-dir build/dev --build-config Nightly -L nightly --output-on-failure -j "$EPIKV_JOBS" --timeout 5400
-"$EPIKV_PYTHON" -m pytest -q -m nightly tests
+# run.sh and what takes too long for it, one after another, for hours. Each command says at its head what it
+# does. What fails does not stop the others, and is named at the end.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+failed=()
+attempt() { echo "== $*"; "$@" || failed+=("$*"); }
+attempt bash tests/run.sh
+attempt bash tests/sanitize.sh
+attempt bash tests/soak.sh 30
+for mode in requests faults outage tokenizers families; do attempt bash tests/soak.sh "$mode"; done
+attempt bash tests/fuzz.sh 10
+attempt .venv/bin/python tests/mutants.py --build build/dev
+[ ${#failed[@]} -eq 0 ] && exit 0
+printf 'failed: %s\n' "${failed[@]}" >&2
+exit 1

@@ -28,4 +28,4 @@ build
 export OMP_WAIT_POLICY=PASSIVE
 ctest --test-dir build/dev --output-on-failure -j "$EPIKV_JOBS" --timeout 600
 # A file is one process's: its tests share daemons.
-"$EPIKV_PYTHON" -m pytest -q -n "$EPIKV_JOBS" --dist loadfile --durations 15 -m "not nightly" tests
+"$EPIKV_PYTHON" -m pytest -q -n "$EPIKV_JOBS" --dist loadfile --durations 15 tests
