@@ -4,7 +4,7 @@
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -39,12 +39,15 @@ def version() -> str:
     return found[1]
 
 
-class PlatformWheel(bdist_wheel):
-    """A wheel that brings the daemon is one of this platform, whatever the Python."""
+class WithPrograms(Distribution):
+    """With the daemon in it, the package is one of this platform, and goes where such packages go."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = not BRINGS_DAEMON
+    def has_ext_modules(self) -> bool:
+        return BRINGS_DAEMON
+
+
+class PlatformWheel(bdist_wheel):
+    """Of any Python: the programs do not link it."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
@@ -52,5 +55,6 @@ class PlatformWheel(bdist_wheel):
 
 setup(
     version=version(),
+    distclass=WithPrograms,
     cmdclass={"build_py": BuildWithProtos, "bdist_wheel": PlatformWheel},
 )
