@@ -96,8 +96,9 @@ fetch_xgrammar() {
 install_python() {
   local stamp wanted
   stamp=$EPIKV_VENV/epikv.stamp
-  wanted=$(cat "$EPIKV_ROOT"/tools/pyproject.toml "$EPIKV_ROOT"/tools/setup.py \
-    "$EPIKV_CONSTRAINTS" "$EPIKV_ROOT"/proto/epikv/v1/*.proto | sha256sum)
+  wanted=$( (cat "$EPIKV_ROOT"/tools/pyproject.toml "$EPIKV_ROOT"/tools/setup.py \
+    "$EPIKV_CONSTRAINTS" "$EPIKV_ROOT"/proto/epikv/v1/*.proto
+    grep '^project' "$EPIKV_ROOT/CMakeLists.txt") | sha256sum)
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return 0
   make_venv
   local index=()
