@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds dist/epikv-*.whl: the Python package with epikvd and epikv-probe in it, and the libraries that they need
 # but LibTorch, which the wheel depends on: bash deploy/wheel.sh [FOLDER]. As root on Debian 12, or with the
-# packages of setup.sh. It runs where the C library is no older than here (glibc 2.36 on Debian 12).
+# packages of setup.sh. It runs where glibc is no older than the wheel's name says: 2.35, built on Debian 12.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 out=${1:-$EPIKV_ROOT/dist}
