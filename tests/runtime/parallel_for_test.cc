@@ -16,13 +16,13 @@ namespace {
 
 using ::testing::Each;
 
-class ForPartsTest : public ::testing::TestWithParam<int> {
+class ParallelForTest : public ::testing::TestWithParam<int> {
  protected:
   void SetUp() override { at::set_num_threads(GetParam()); }
   void TearDown() override { at::set_num_threads(1); }
 };
 
-TEST_P(ForPartsTest, EachIsThereOnce) {
+TEST_P(ParallelForTest, EachIsThereOnce) {
   for (const int64_t count : {0, 1, 2, 3, 14, 152, 1000}) {
     for (const int64_t grain : {1, 5, 2000}) {
       std::vector<std::atomic<int>> times(count);
@@ -35,7 +35,7 @@ TEST_P(ForPartsTest, EachIsThereOnce) {
   }
 }
 
-TEST_P(ForPartsTest, WhatIsNotWorthTwoThreadsRunsHereAndAtOnce) {
+TEST_P(ParallelForTest, WhatIsNotWorthTwoThreadsRunsHereAndAtOnce) {
   int calls = 0;
   ParallelFor(100, 100, [&, caller = std::this_thread::get_id()](int64_t begin, int64_t end) {
     EXPECT_EQ(std::this_thread::get_id(), caller);
@@ -45,7 +45,7 @@ TEST_P(ForPartsTest, WhatIsNotWorthTwoThreadsRunsHereAndAtOnce) {
   EXPECT_EQ(calls, 1);
 }
 
-TEST_P(ForPartsTest, WhatAPartThrowsIsThrownHere) {
+TEST_P(ParallelForTest, WhatAPartThrowsIsThrownHere) {
   auto run = [](int64_t begin, int64_t end) {
     if (begin <= 500 && 500 < end) throw std::out_of_range("500");
   };
@@ -53,7 +53,7 @@ TEST_P(ForPartsTest, WhatAPartThrowsIsThrownHere) {
 }
 
 // One thread is held until all but its own part is done: by the others.
-TEST_P(ForPartsTest, AThreadThatIsSlowIsNotWaitedForWithWorkLeft) {
+TEST_P(ParallelForTest, AThreadThatIsSlowIsNotWaitedForWithWorkLeft) {
   std::atomic<int> threads = 0;
   at::parallel_for(0, GetParam(), 1, [&](int64_t, int64_t) { ++threads; });
   if (threads == 1) GTEST_SKIP() << "nobody else is there";
@@ -72,7 +72,7 @@ TEST_P(ForPartsTest, AThreadThatIsSlowIsNotWaitedForWithWorkLeft) {
   EXPECT_EQ(done, 1000);
 }
 
-INSTANTIATE_TEST_SUITE_P(Threads, ForPartsTest, ::testing::Values(1, 2, 4));
+INSTANTIATE_TEST_SUITE_P(Threads, ParallelForTest, ::testing::Values(1, 2, 4));
 
 }  // namespace
 }  // namespace epikv
