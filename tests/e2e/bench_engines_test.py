@@ -43,7 +43,7 @@ def test_streams_are_those_of_the_daemon_and_dated(ours: Epikvd, client: Client)
 
 def test_a_job_that_the_daemon_refuses_or_that_takes_too_long_is_told(ours: Epikvd) -> None:
     with pytest.raises(Refused, match="no answer within 0.001 s"):
-        ours.run(Job([[5] * 40], 1000), 0.001)
+        ours.run(Job([[5] * 1000] * 16, 1), 0.001)  # no machine reads 16,000 tokens in 1 ms
     with pytest.raises(Refused, match="TOKEN_RANGE"):
         ours.run(Job([[5], [-1]], 4), 60)
     assert len(ours.run(Job([[5, 6]], 3), 60).tokens[0]) == 3
