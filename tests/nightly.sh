@@ -5,6 +5,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 failed=()
 attempt() { echo "== $*"; "$@" || failed+=("$*"); }
 attempt bash tests/run.sh
+# Laws on more models than run.sh takes.
+attempt ctest --preset nightly -j 2
 attempt bash tests/sanitize.sh
 attempt bash tests/soak.sh 30
 for mode in requests faults outage tokenizers families; do attempt bash tests/soak.sh "$mode"; done

@@ -26,6 +26,6 @@ command -v prometheus >/dev/null ||
 stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh"
 build
 export OMP_WAIT_POLICY=PASSIVE
-ctest --test-dir build/dev --output-on-failure -j "$EPIKV_JOBS" --timeout 600
+ctest --test-dir build/dev -LE nightly --output-on-failure -j "$EPIKV_JOBS" --timeout 600
 # A file is one process's: its tests share daemons.
 "$EPIKV_PYTHON" -m pytest -q -n "$EPIKV_JOBS" --dist loadfile --durations 15 tests

@@ -117,7 +117,11 @@ TEST(Completions, EachKeepsWhatItHasCached) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Completions, EveryPolicyForks,
-                         ::testing::Combine(::testing::Values("gqa", "gqa_bf16", "gqa_int8"),
+                         ::testing::Combine(::testing::Values("gqa"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(NightlyCompletions, EveryPolicyForks,
+                         ::testing::Combine(::testing::Values("gqa_bf16", "gqa_int8"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 

@@ -91,7 +91,11 @@ TEST_P(DevicePath, EvictsPromptsAsTheCpuDoes) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Device, DevicePath,
-                         ::testing::Combine(::testing::Values("gqa", "mha"),
+                         ::testing::Combine(::testing::Values("gqa"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(NightlyDevice, DevicePath,
+                         ::testing::Combine(::testing::Values("mha"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 

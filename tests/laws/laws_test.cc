@@ -541,20 +541,30 @@ TEST_P(EveryPolicy, Law3_PromptsOverTheBudgetAreEvictedAtFixedPlaces) {
   }
 }
 
+// Every policy in each dtype with every change, on all models in the night.
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicy,
-                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "gqa_bf16",
-                                                              "sample", "gqa_int8", "sample_int8",
+                         ::testing::Combine(::testing::Values("gqa", "gqa_bf16", "sample_int8"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(NightlyLaws, EveryPolicy,
+                         ::testing::Combine(::testing::Values("mha", "mqa", "sample", "gqa_int8",
                                                               "gqa_bf16_int8"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyInFp32,
-                         ::testing::Combine(::testing::Values("mha", "gqa", "mqa", "sample",
-                                                              "gqa_int8", "sample_int8"),
+                         ::testing::Combine(::testing::Values("gqa", "sample_int8"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(NightlyLaws, EveryPolicyInFp32,
+                         ::testing::Combine(::testing::Values("mha", "mqa", "sample", "gqa_int8"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyOfInt8,
-                         ::testing::Combine(::testing::Values("gqa_int8", "gqa_bf16_int8",
-                                                              "sample_int8"),
+                         ::testing::Combine(::testing::Values("sample_int8"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(NightlyLaws, EveryPolicyOfInt8,
+                         ::testing::Combine(::testing::Values("gqa_int8", "gqa_bf16_int8"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 INSTANTIATE_TEST_SUITE_P(LawsOfVariants, EveryPolicy,

@@ -123,8 +123,11 @@ TEST_P(EveryPolicyWithPrefixes, PromptsOverTheBudgetShareWhatPrecedesTheFirstRou
 }
 
 INSTANTIATE_TEST_SUITE_P(Prefixes, EveryPolicyWithPrefixes,
-                         ::testing::Combine(::testing::Values("gqa", "gqa_bf16", "gqa_int8",
-                                                              "gqa_bf16_int8", "sample"),
+                         ::testing::Combine(::testing::Values("gqa", "gqa_bf16_int8"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(NightlyPrefixes, EveryPolicyWithPrefixes,
+                         ::testing::Combine(::testing::Values("gqa_bf16", "gqa_int8", "sample"),
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 
