@@ -205,8 +205,10 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   std::error_code ignored;  // what is not there the loader says
   if (std::filesystem::exists(options.model_path, ignored) &&
       !std::filesystem::is_regular_file(options.model_path, ignored)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("'", options.model_path, "' is not a regular file"));
+    const bool folder = std::filesystem::is_directory(options.model_path, ignored);
+    return absl::InvalidArgumentError(absl::StrCat(
+        "'", options.model_path, "' is not a regular file",
+        folder ? ": `epikv serve` takes a Hugging Face directory, exports and serves it" : ""));
   }
   absl::StatusOr<std::unique_ptr<Model>> model =
       LoadTorchScript(options.model_path, {.device = *device});

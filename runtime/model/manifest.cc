@@ -40,7 +40,7 @@ std::string Shown(const Json& value) {
 }
 
 // Everything that is wrong with a manifest.
-class Violations {
+class ManifestViolations {
  public:
   void Add(std::string violation) { all_.push_back(std::move(violation)); }
   absl::Status ToStatus() const {
@@ -58,7 +58,7 @@ class Violations {
 class Fields {
  public:
   // path: where the object lies, "" or ending in a dot. Both references outlive the reader.
-  Fields(const Json& object, std::string path, Violations& violations)
+  Fields(const Json& object, std::string path, ManifestViolations& violations)
       : object_(object), path_(std::move(path)), violations_(violations) {}
 
   void Refuse(absl::string_view name, absl::string_view what) {
@@ -197,7 +197,7 @@ class Fields {
 
   const Json& object_;
   const std::string path_;
-  Violations& violations_;
+  ManifestViolations& violations_;
 };
 
 Rope ReadRope(Fields& fields) {
@@ -341,7 +341,7 @@ absl::StatusOr<Manifest> Manifest::Parse(absl::string_view json) {
     return absl::InvalidArgumentError(
         absl::StrCat("manifest: format must be \"", kFormat, "\", is ", Shown(format)));
   }
-  Violations violations;
+  ManifestViolations violations;
   Fields fields(file, "", violations);
   Manifest m = ReadModel(fields);
   for (Fields& rope : fields.Objects("ropes")) m.ropes.push_back(ReadRope(rope));

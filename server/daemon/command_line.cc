@@ -9,6 +9,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
@@ -113,6 +114,20 @@ absl::string_view NumberRule(const pb::FieldDescriptor& field) {
   }
 }
 
+// "8GiB" as a number of bytes; other text as it is.
+std::string BytesOf(absl::string_view text) {
+  for (const auto& [unit, shift] :
+       {std::pair<absl::string_view, int>{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}}) {
+    absl::string_view digits = text;
+    uint64_t count = 0;
+    if (absl::ConsumeSuffix(&digits, unit) && absl::SimpleAtoi(digits, &count) &&
+        count <= UINT64_MAX >> shift) {
+      return absl::StrCat(count << shift);
+    }
+  }
+  return std::string(text);
+}
+
 void ApplyFlag(const Flag& flag, v1::ServerConfig& config, Problems& problems) {
   const auto* field = v1::ServerConfig::descriptor()->FindFieldByName(flag.name);
   if (field == nullptr) {
@@ -120,6 +135,8 @@ void ApplyFlag(const Flag& flag, v1::ServerConfig& config, Problems& problems) {
     return;
   }
   std::string text = flag.value.value_or("true");
+  const bool bytes = absl::EndsWith(flag.name, "_bytes");
+  if (bytes) text = BytesOf(text);
   if (field->cpp_type() == pb::FieldDescriptor::CPPTYPE_STRING) {
     text = absl::StrCat("\"", absl::CEscape(text), "\"");
   }
@@ -134,7 +151,8 @@ void ApplyFlag(const Flag& flag, v1::ServerConfig& config, Problems& problems) {
   const std::string is = absl::StrCat(", is \"", absl::CEscape(flag.value.value_or("")), "\"");
   if (const absl::string_view must = NumberRule(*field); !must.empty()) {
     problems.resize(known);
-    problems.push_back(absl::StrCat("--", flag.name, " must be ", must, is));
+    problems.push_back(
+        absl::StrCat("--", flag.name, " must be ", must, bytes ? " (or as 512MiB, 8GiB)" : "", is));
   } else if (problems.size() == known) {  // what follows a value fails without an error
     problems.push_back(absl::StrCat("--", flag.name, " must be one value", is));
   }
@@ -155,6 +173,7 @@ PrintHelp ToPrintHelp(const v1::ServerConfig& defaults) {
                      "epikvd serves a TorchScript model over gRPC, each request's KV cache held to "
                      "a budget of its own.\n\n"
                      "  epikvd --model=model.pt [--config=FILE] [--name=value ...]\n\n"
+                     "  --name=value    a setting of those below; of bytes also as 512MiB, 8GiB\n"
                      "  --config=FILE   settings in text format; deploy/epikvd.textproto has all\n"
                      "  --print_config  print the settings as they are after file and flags\n"
                      "  --version       print the version\n"
@@ -196,7 +215,7 @@ absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args) {
   std::vector<FieldViolation> violations = ViolationsOf(config);
   // Who mistyped a flag may have named a model by it.
   if (!arguments.print_config && problems.empty()) {
-    for (FieldViolation& missing : MissingModel(config)) violations.push_back(std::move(missing));
+    if (auto missing = MissingModel(config)) violations.push_back(*std::move(missing));
   }
   if (absl::Status status = StatusOf(problems, violations); !status.ok()) return status;
   if (arguments.print_config) return ToPrintConfig(config);

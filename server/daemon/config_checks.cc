@@ -228,12 +228,9 @@ std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source) {
   return violations;
 }
 
-std::vector<FieldViolation> MissingModel(const v1::ServerConfig& config) {
-  std::vector<FieldViolation> violations;
-  Checker(config, violations)
-      .Require(!config.model().empty() || config.models_size() > 0, "model",
-               "name the file that `epikv export` wrote");
-  return violations;
+std::optional<FieldViolation> MissingModel(const v1::ServerConfig& config) {
+  if (!config.model().empty() || config.models_size() > 0) return std::nullopt;
+  return FieldViolation{"model", "must name the file that `epikv export` wrote"};
 }
 
 }  // namespace epikv

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "epikv/v1/config.pb.h"
@@ -11,7 +12,8 @@ namespace epikv {
 std::vector<FieldViolation> ViolationsOf(const v1::ServerConfig& config);
 std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source);
 
-// That no model is named, which who prints a configuration, or looks for a running daemon, may do.
-std::vector<FieldViolation> MissingModel(const v1::ServerConfig& config);
+// That no model is named. Who prints a configuration, or looks for a running daemon, need not name
+// one.
+std::optional<FieldViolation> MissingModel(const v1::ServerConfig& config);
 
 }  // namespace epikv

@@ -35,6 +35,11 @@ absl::StatusOr<ModelPtr> Loader::Load(const ModelSource& source) const {
 
 absl::Status Loader::LoadAll(const std::vector<ModelSource>& sources, Settings& settings,
                              Models& models) const {
+  // Before the minutes that loading takes.
+  if (absl::Status status = CheckDefaults(settings.config().serving.defaults, BuiltPolicies());
+      !status.ok()) {
+    return status;
+  }
   for (const ModelSource& source : sources) {
     absl::StatusOr<ModelPtr> model = Load(source);
     if (!model.ok()) return model.status();

@@ -69,7 +69,7 @@ struct ServedModel {
 // Shared by the registry and the calls of the model, which end in unknown order.
 using ModelPtr = std::shared_ptr<const ServedModel>;
 
-// Whether there is the default policy, if there is to be one.
+// An error if the default policy is none of the catalog.
 absl::Status CheckDefaults(const RequestDefaults& defaults, PolicyCatalog catalog);
 
 // Changes the settings that a running model can take: queue and defaults. Not OK: nothing was

@@ -409,6 +409,15 @@ def test_ever_new_shapes_leave_nothing_behind(tmp_path: Path) -> None:
     assert after - before < 16 << 20
 
 
+def test_what_cannot_be_served_is_told_before_anything_is_loaded(
+    sample_model: Path, tmp_path: Path
+) -> None:
+    status, log = start(f"--model={sample_model}", "--default_policy=nosuch")
+    assert status == 1 and "unknown policy 'nosuch'" in log and "loading the model" not in log
+    status, log = start(f"--model={tmp_path}")
+    assert status == 1 and "`epikv serve` takes a Hugging Face directory" in log
+
+
 def test_files_that_would_never_end_are_refused(sample_model: Path, tmp_path: Path) -> None:
     """A pipe, which nobody writes to: neither the start nor a load waits for it."""
     pipe = tmp_path / "pipe"

@@ -68,9 +68,9 @@ TEST_P(DefinitionFault, IsNamed) { EXPECT_EQ(Faults(Sound(GetParam().text)), Get
 INSTANTIATE_TEST_SUITE_P(
     , DefinitionFault,
     testing::Values(
-        Fault{R"(name: "Lean")", {"experiment.name", "experiment.salt"}},
+        Fault{R"(name: "Lean")", {"experiment.name"}},
         Fault{R"(name: "lean/1" salt: "s")", {"experiment.name"}},
-        Fault{R"(layer: "a b")", {"experiment.layer"}},
+        Fault{R"(salt: "S")", {"experiment.salt"}}, Fault{R"(layer: "a b")", {"experiment.layer"}},
         Fault{R"(traffic_permille: 1001)", {"experiment.traffic_permille"}},
         Fault{R"(traffic_permille: 0)", {"experiment.traffic_permille"}},
         Fault{R"(arms { name: "lean" weight_permille: 1 })",

@@ -99,6 +99,8 @@ TEST(ConfigTest, ModelsAreTheFirstAndThoseOfTheList) {
   EXPECT_EQ(config.models[2].threads, 1);
   EXPECT_EQ(config.models[2].kv_pool_bytes, 4096);
   EXPECT_EQ(Parse({"--model=m", "--kv_pool_bytes=9"}).runtime.kv_pool_bytes, 9);
+  EXPECT_EQ(Parse({"--model=m", "--kv_pool_bytes=8GiB"}).runtime.kv_pool_bytes, int64_t{8} << 30);
+  EXPECT_EQ(Parse({"--model=m", "--kv_pool_bytes=1536KiB"}).runtime.kv_pool_bytes, 1536 << 10);
   EXPECT_EQ(Parse({"--models=path: 'b.pt'"}).models.at(0).path, "b.pt") << "no other needed";
   EXPECT_THAT(Printed({"--print_config", "--models=path: 'b.pt' threads: 2"}),
               HasSubstr("\nmodels: [{ path: \"b.pt\" threads: 2 }]\n"));
@@ -275,6 +277,16 @@ TEST(ConfigTest, NameOfAModelFitsIntoALine) {
                     HasSubstr("--models[1].name must have 1 to 128 bytes")));
   EXPECT_EQ(Parse({"--model=m", "--model_name=org/model v1.2"}).models.at(0).name,
             "org/model v1.2");
+}
+
+TEST(ConfigTest, NumberOfBytesIsWholeAndHasOneUnit) {
+  for (const char* bytes : {"8GB", "1.5GiB", "GiB", "-1GiB", "16777216TiB", "8MiBKiB"}) {
+    EXPECT_THAT(Errors({"--model=m", absl::StrCat("--kv_pool_bytes=", bytes)}),
+                HasSubstr("--kv_pool_bytes must be a whole number of 0 to 2^64 - 1 (or as 512MiB, "
+                          "8GiB), is \""))
+        << bytes;
+  }
+  EXPECT_THAT(Errors({"--model=m", "--threads=8GiB"}), HasSubstr("--threads must be"));
 }
 
 TEST(ConfigTest, FlagHoldsOneValue) {

@@ -127,7 +127,8 @@ class Checker {
 void Checker::CheckNames() {
   CheckName("name", experiment_.name());
   CheckName("layer", experiment_.layer());
-  CheckName("salt", experiment_.salt());
+  // One that was not given is the name, whose fault is told already.
+  if (experiment_.salt() != experiment_.name()) CheckName("salt", experiment_.salt());
   CheckText("hypothesis", experiment_.hypothesis());
   CheckText("sample_ratio_explanation", experiment_.sample_ratio_explanation());
 }
