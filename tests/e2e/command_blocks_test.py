@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-import chat_templates
 import click
 import pytest
 from epikv.cli import main
@@ -332,7 +331,7 @@ class Sandbox:
         node_modules = Path("tests") / "wire" / "node_modules"
         (self.folder / node_modules).symlink_to(ROOT / node_modules)
         shutil.copy(sample_model, self.folder / "model.pt")
-        self._make_directory(sample_directory)
+        shutil.copytree(sample_directory, self.folder / "DIR")
         solved = problem("calibrate/0")
         (self.folder / "FILE").write_text(f"{solved.prompt} {solved.trace}")
         answer = str(next(iter(solved.answers.values())))
@@ -358,13 +357,6 @@ class Sandbox:
             for program in programs:
                 if found := shutil.which(program):
                     (self.folder / folder / program).symlink_to(found)
-
-    def _make_directory(self, sample_directory: Path) -> None:
-        """A checkpoint called DIR, which can chat."""
-        directory = Path(shutil.copytree(sample_directory, self.folder / "DIR"))
-        config = directory / "tokenizer_config.json"
-        fields = json.loads(config.read_text())
-        config.write_text(json.dumps(fields | {"chat_template": chat_templates.CHATML_DEFAULT}))
 
     def run(self, block: Block) -> str:
         """What it prints. Raises AssertionError where it fails."""

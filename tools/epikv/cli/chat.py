@@ -69,6 +69,8 @@ def command(
                 if not talks:
                     raise
                 show.err.print(f"{error}", style="red")  # the message is as if never sent
+                if messages != begin:
+                    show.err.print("/clear begins another conversation")
                 continue
             messages = [*asked, {"role": "assistant", "content": answer}]
 

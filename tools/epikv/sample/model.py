@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 
+from epikv.sample.chat import TEMPLATE
 from epikv.sample.vocabulary import BOS, EOS, PAD, SPECIALS, TOKEN_IDS, UNK
 
 LAYERS = 6
@@ -173,12 +174,14 @@ class Llama(nn.Module):
 
 
 def save(model: Llama, folder: Path) -> None:
-    """Write config.json, model.safetensors (bfloat16) and the tokenizer to `folder`."""
+    """Write config.json, model.safetensors (bfloat16), the tokenizer and the chat template to
+    `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: w.detach().cpu().to(torch.bfloat16) for name, w in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _write_json(folder / "config.json", _config())
     tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     _write_json(
         folder / "tokenizer_config.json",
         {
