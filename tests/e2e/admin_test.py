@@ -1,9 +1,8 @@
 """The operator's side of a running daemon, through `epikv admin`."""
 
 import contextlib
-import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -11,28 +10,18 @@ from socket import create_server
 
 import grpc
 import pytest
-from click.testing import CliRunner
+from admin_calls import admin_of
+from credentials import new_token, replace
 from epikv import Accepted, Client, Delta, Event, Output, RpcError, Stop, Stream, Summary
 from epikv.bench.scrape import fetch, scrape
-from epikv.cli import main
 from epikv.export import random_model
 from epikv.sample import problem
 from epikv.testing import PACED, Daemon
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from security_test import eventually, new_token, replace
+from waiting import eventually
 
 TASK = problem(9)
-Admin = Callable[..., dict]
 HealthStatus = health_pb2.HealthCheckResponse.ServingStatus
-
-
-def admin_of(daemon: Daemon) -> Admin:
-    def run(*args: str, status: int = 0) -> dict:
-        done = CliRunner().invoke(main, ["admin", f"--server={daemon.admin}", *args, "--json"])
-        assert done.exit_code == status, done.output
-        return json.loads(done.stdout) if status == 0 else {"error": done.output}
-
-    return run
 
 
 def test_drain_and_resume(sample_model: Path) -> None:

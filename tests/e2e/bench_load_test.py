@@ -14,14 +14,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 from click.testing import CliRunner
-from epikv.bench import load, overload
+from credentials import authority, new_token, signed
+from epikv.bench import overload
 from epikv.bench.scrape import scrape
 from epikv.cli import main
 from epikv.connection import TLS_VARIABLES, Tls
 from epikv.testing import Daemon
-from security_test import authority, new_token, signed
-
-SCHEMA = json.loads((Path(load.__file__).parent / "load.schema.json").read_text())
+from load_schema import SCHEMA
 
 
 def test_a_load_counts_what_the_daemon_counts(daemon: Daemon, tmp_path: Path) -> None:

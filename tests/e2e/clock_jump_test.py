@@ -7,11 +7,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from definitions import LEAN, define
 from epikv import Client, Experiment, Patience, RpcError, Stop
 from epikv.testing import Daemon
 from epikv.v1 import experiment_pb2
-from experiments_test import LEAN, define
-from security_test import eventually
+from waiting import eventually
 
 AT_ONCE = Patience(busy=0, unknown=0)
 

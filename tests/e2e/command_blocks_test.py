@@ -36,8 +36,9 @@ import pytest
 from epikv.cli import main
 from epikv.sample import problem
 from epikv.testing import Daemon, find_binary
-from operating_test import ENVIRONMENT, ROOT, free_ports
+from shell import ENVIRONMENT, free_ports
 
+ROOT = Path(__file__).parents[2]
 BASH = shutil.which("bash") or "bash"
 GENEROUS_SECONDS = 300
 AT_ONCE = 2

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 import urllib.request
@@ -18,28 +17,15 @@ from epikv import Accepted, Client, Kv, Output, RpcError, Stop, Summary
 from epikv.bench.scrape import fetch, scrape
 from epikv.export import random_model
 from epikv.sample import problem
-from epikv.testing import PACED, Daemon, DaemonError, find_binary
+from epikv.testing import PACED, Daemon, DaemonError
 from epikv.v1 import admin_pb2, admin_pb2_grpc
 from epikv.v1.config_pb2 import ModelSource
 from epikv.v1.generation_pb2 import GenerateRequest
+from failed_start import PORTS, start
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from metrics_page import parse
 
 TASK = problem(9)
-PORTS = ("listen", "metrics_listen", "admin_listen")
-
-
-def start(*flags: str) -> tuple[int, str]:
-    """The status and log of a daemon that must not start."""
-    ended = subprocess.run(
-        [str(find_binary()), *(f"--{port}=127.0.0.1:0" for port in PORTS), *flags],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ended.stdout == ""
-    return ended.returncode, ended.stderr
 
 
 def load_request(path: Path, name: str) -> admin_pb2.LoadModelRequest:

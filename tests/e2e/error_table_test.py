@@ -5,7 +5,6 @@ Of what only C++ can provoke: a policy that throws or answers nonsense is in bro
 answer over max_sent_message_bytes in transport_test.cc, a second LoadModel in admin_service_test.cc.
 """
 
-import json
 import math
 import re
 import socket
@@ -13,20 +12,18 @@ import sqlite3
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import broken_models
 import grpc
 import pytest
-import torch
 from click.testing import CliRunner
 from epikv.bench.scrape import scrape
 from epikv.cli import main
-from epikv.export.synthetic import word_tokenizer
 from epikv.sample import problem
 from epikv.testing import PACED, Daemon
 from epikv.v1 import (
@@ -40,6 +37,8 @@ from epikv.v1 import (
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from odd_model import save, unreadable
+from waiting import eventually
 
 CONTEXT, VOCABULARY, PROMPT_TOKENS = 1280, 164, 114  # of the sample model and its prompt
 LONGEST = PROMPT_TOKENS + 1024  # with as many output tokens as there are where none are asked for
@@ -128,13 +127,6 @@ def kv(policy: str, budget: int | None = None, params: dict | None = None, **mor
         request.kv.max_tokens = budget
     request.kv.policy_params.update(params or {})
     return request
-
-
-def eventually(is_so: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -1244,39 +1236,6 @@ def test_who_may_not(sample_model: Path, tmp_path: Path) -> None:
         assert (told.code, told.info.reason) == (Code.PERMISSION_DENIED, "PERMISSION_DENIED")
         assert told.metadata == {"role": role}
         assert says in told.message
-
-
-class Odd(broken_models.Tiny):
-    """Of token 8 come NaN, and of token 9, for which it has no row, nothing at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed.weight.data[8] = math.nan
-
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor
-    ) -> torch.Tensor:
-        rows = torch.where(token_ids == 9, token_ids + 1000, token_ids)
-        x = torch.ops.epikv.block(self.embed(rows), 0)
-        x = self.first(x, 0)
-        x = self.second(torch.ops.epikv.block(x, 1), 1)
-        return self.finish(torch.ops.epikv.block(x, 2), last)
-
-
-def save(path: Path, normalizer: dict[str, Any] | None = None) -> Path:
-    """`Odd`, its tokenizer with that normalizer."""
-    tokenizer = json.loads(word_tokenizer(broken_models.VOCAB).to_str())
-    files = {
-        "manifest.json": json.dumps(asdict(broken_models.manifest())),
-        "tokenizer.json": json.dumps({**tokenizer, "normalizer": normalizer}),
-    }
-    broken_models.save(Odd(), path, files)
-    return path
-
-
-def unreadable(path: Path) -> Path:
-    """A model whose tokenizer this build cannot read."""
-    return save(path, {"type": "StripAccents"})
 
 
 @pytest.fixture(scope="module")

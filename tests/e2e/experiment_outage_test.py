@@ -6,13 +6,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from definitions import LEAN, define
 from epikv import Experiment, RpcError, Sampling, Stop
 from epikv.bench.scrape import scrape
 from epikv.connection import connect
 from epikv.testing import Daemon
 from epikv.v1 import experiment_pb2, experiment_pb2_grpc
-from experiments_test import LEAN, define
-from security_test import eventually
+from waiting import eventually
 
 
 def test_a_breached_guardrail_stops_it_soon_after_an_outage(

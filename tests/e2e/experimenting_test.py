@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from epikv.testing import find_binary
-from operating_test import ROOT, Shell, free_ports
+from shell import Shell, free_ports
+
+ROOT = Path(__file__).parents[2]
 
 # The daemon's ports, and what asks it, are others than on the page.
 EPIKVD = """\

@@ -12,8 +12,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from bench_load_test import SCHEMA
 from click.testing import CliRunner
+from definitions import LEAN, define
 from epikv import Client, Experiment, Kv, RpcError, Stop
 from epikv.bench.scrape import fetch
 from epikv.cli import main
@@ -21,20 +21,11 @@ from epikv.eval.items import Item
 from epikv.eval.tasks import load
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import experiment_pb2
-from google.protobuf import text_format
+from load_schema import SCHEMA
 
 PROBLEMS = 320
 GENEROUS_SECONDS = 60
 TASK = "sample:programs@6"
-
-LEAN = """
-name: "lean" traffic_permille: 1000
-arms { name: "full" weight_permille: 500 control: true kv { policy: "full" } }
-arms { name: "lean" weight_permille: 500 kv { policy: "sliding" keep_ratio: 0.45 } }
-metrics { name: "right" kind: KIND_PROPORTION }
-primary_metric: "right"
-guardrails { metric: "failed" margin: 0.2 }
-"""
 SAME = LEAN.replace('"sliding" keep_ratio: 0.45', '"full"').replace(
     'name: "lean" t', 'name: "same" t'
 )
@@ -65,10 +56,6 @@ def server(
 def client(server: Daemon) -> Iterator[Client]:
     with Client(server.grpc) as client:
         yield client
-
-
-def define(text: str) -> experiment_pb2.Experiment:
-    return text_format.Parse(text, experiment_pb2.Experiment())
 
 
 def solve(

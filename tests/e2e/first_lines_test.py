@@ -12,7 +12,9 @@ import pytest
 from epikv.recommended import RECOMMENDED
 from epikv.sample.problem import parse_answers
 from epikv.testing import find_binary
-from operating_test import ROOT, Shell, free_ports
+from shell import Shell, free_ports
+
+ROOT = Path(__file__).parents[2]
 
 PAGES = {"README.md": "## Use it\n", "docs/getting-started.md": "## The command line\n"}
 MODEL = "build/sample/model.pt"

@@ -4,29 +4,21 @@ Other than there are ports, and what a checkout would have: models, and programs
 """
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from socket import create_server
 
 import pytest
 from epikv.testing import find_binary
-from prometheus_test import tool
+from prometheus_tool import tool
+from shell import GENEROUS_SECONDS, Shell, free_ports
 
-GENEROUS_SECONDS = 120
 ROOT = Path(__file__).parents[2]
 PORTS = {"listen": "50051", "admin_listen": "50052", "metrics_listen": "9464", "prometheus": "9099"}
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("EPIKV")}
 
 EPIKV = """\
 #!/bin/sh
@@ -43,70 +35,6 @@ def commands() -> list[str]:
     """Of the section's first block; what goes on in the next line is one."""
     _, _, section = (ROOT / "docs" / "operating.md").read_text().partition("# Operating it\n")
     return section.split("```")[1].strip().replace("\\\n", "").splitlines()
-
-
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    out: str
-    err: str
-
-
-class Shell:
-    """A bash that is given commands one after another, as from a terminal."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._commands = 0
-        self._bash = subprocess.Popen(
-            ["bash", "--norc"],
-            cwd=folder,
-            env=ENVIRONMENT | {"GOMAXPROCS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, command: str) -> Answer:
-        """What it leaves in the background writes into files of its own."""
-        self._commands += 1
-        out, err = (self._folder / f"{self._commands}.{name}" for name in ("out", "err"))
-        watchdog = threading.Timer(GENEROUS_SECONDS, self.kill)
-        watchdog.start()
-        try:
-            print(
-                f"{{ {command}\n}} </dev/null >'{out}' 2>'{err}'; echo $?",
-                file=self._bash.stdin,
-                flush=True,
-            )
-            status = self._bash.stdout.readline()
-        finally:
-            watchdog.cancel()
-        assert status, f"{command}\nended the shell, or took more than {GENEROUS_SECONDS} s"
-        return Answer(int(status), out.read_text(), err.read_text())
-
-    def ok(self, command: str) -> str:
-        answer = self.run(command)
-        assert answer.status == 0, f"{command}\n{answer}"
-        return answer.out
-
-    def refused(self, command: str) -> str:
-        answer = self.run(command)
-        assert answer.status == 1, f"{command}\n{answer}"
-        return answer.err
-
-    def kill(self) -> None:
-        """It, and what it has started, also where it has ended before that."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._bash.pid, signal.SIGKILL)
-        self._bash.wait()
-
-
-def free_ports(*names: str) -> dict[str, str]:
-    with ExitStack() as held:
-        free = {name: held.enter_context(create_server(("127.0.0.1", 0))) for name in names}
-        return {name: str(port.getsockname()[1]) for name, port in free.items()}
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import subprocess
 from pathlib import Path
 
-from admin_test import admin_of
+from admin_calls import admin_of
+from credentials import authority, signed
 from epikv import Tls
 from epikv.testing import Daemon, find_binary
-from security_test import authority, signed
 
 
 def probe(*args: str) -> tuple[int, str]:

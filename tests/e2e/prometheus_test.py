@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,7 @@ from epikv import Kv, RpcError, Stop
 from epikv.sample import problem
 from epikv.testing import Daemon
 from metrics_page import parse
+from prometheus_tool import tool
 
 GENEROUS_SECONDS = 60
 ROOT = Path(__file__).parents[2]
@@ -27,13 +27,6 @@ ALERTS = SHIPPED / "alerts.yml"
 ALERT_TESTS = ROOT / "tests" / "prometheus" / "alerts_test.yml"
 TASK = problem(9)
 REQUESTS, OUTPUT = 5, 40
-
-
-def tool(name: str) -> str:
-    """Of the Debian package `prometheus`, which tests/run.sh unpacks."""
-    path = shutil.which(name)
-    assert path is not None, f"{name} is not installed: apt-get install prometheus"
-    return path
 
 
 class Prometheus:

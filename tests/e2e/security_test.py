@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,11 +9,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from click.testing import CliRunner
-from daemon_test import start
+from credentials import authority, new_token, replace, signed
 from epikv import Client, Experiment, Kv, Patience, RpcError, Scheduling, Stop, Tls
 from epikv.bench.scrape import scrape
-from epikv.cli import main
 from epikv.connection import connect
 from epikv.testing import Daemon
 from epikv.v1 import (
@@ -25,46 +21,10 @@ from epikv.v1 import (
     policy_pb2,
     tokenization_pb2,
 )
+from failed_start import start
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-
-
-def openssl(*args: str) -> None:
-    subprocess.run(["openssl", *args], check=True, capture_output=True)
-
-
-def authority(folder: Path, name: str) -> None:
-    files = ("-keyout", f"{folder / name}.key", "-out", f"{folder / name}.pem")
-    openssl("req", "-x509", *EC, "-days", "2", "-subj", f"/CN={name}", *files)
-
-
-def signed(folder: Path, name: str, by: str) -> None:
-    """name.pem and name.key, for this host."""
-    path = str(folder / name)
-    names = folder / "names"
-    names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    request = ("-subj", f"/CN={name}", "-keyout", f"{path}.key", "-out", f"{path}.csr")
-    openssl("req", *EC, *request)
-    ca = ("-CA", f"{folder / by}.pem", "-CAkey", f"{folder / by}.key", "-CAcreateserial")
-    more = ("-days", "2", "-extfile", str(names), "-out", f"{path}.pem")
-    openssl("x509", "-req", "-in", f"{path}.csr", *ca, *more)
-
-
-def replace(path: Path, text: str | bytes) -> None:
-    """As files should be replaced: all at once."""
-    new = path.with_name(path.name + ".new")
-    new.write_bytes(text.encode() if isinstance(text, str) else text)
-    new.rename(path)
-
-
-def eventually(is_so: Callable[[], bool], seconds: float = 30) -> None:
-    """What the daemon looks at once a second."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+from waiting import eventually
 
 
 def serves(address: str, tls: Tls | None) -> bool:
@@ -165,13 +125,6 @@ def test_plain_text_beyond_this_machine_is_warned_of(pki: Path, tmp_path: Path) 
     assert "warning: --listen=0.0.0.0:0 is not encrypted" in start(model, "--listen=0.0.0.0:0")[1]
     assert "warning" not in start(model, "--listen=0.0.0.0:0", *tls)[1]
     assert "warning" not in start(model)[1]
-
-
-def new_token(name: str, role: str) -> tuple[str, str]:
-    """A token and its line, as `epikv token` prints them."""
-    made = CliRunner().invoke(main, ["token", name, role])
-    assert made.exit_code == 0
-    return made.stderr.split()[-1], made.stdout
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from socket import create_server
 
 import grpc
 import pytest
-from daemon_test import start
+from credentials import new_token, replace
 from epikv import (
     Accepted,
     Chat,
@@ -51,13 +51,13 @@ from epikv.v1 import (
     generation_pb2,
     generation_pb2_grpc,
 )
-from error_table_test import save, unreadable
+from failed_start import start
 from google.protobuf import text_format
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from metrics_page import Family, Series, moved, parse
-from security_test import new_token, replace
+from odd_model import save, unreadable
 
 ROOT = Path(__file__).parents[2]
 GENEROUS_SECONDS = 30
