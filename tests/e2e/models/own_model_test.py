@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 ENOUGH = Stop(max_output_tokens=200, ignore_eos=True)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEXT = "Once upon a time the lazy dog jumps over a quick brown model."
 
 sys.path.append(str(ROOT / "tools" / "examples"))

@@ -11,7 +11,7 @@ from epikv import Accepted, Client, Delta, Kv, Output, Stop, Summary
 from epikv.sample import problem
 from epikv.testing import Daemon
 
-CLIENTS = Path(__file__).parents[1] / "clients"
+CLIENTS = Path(__file__).parents[2] / "clients"
 PROMPT, BUDGET, OUTPUT = problem(3).prompt, 120, 150
 REQUEST = {
     "text": PROMPT,

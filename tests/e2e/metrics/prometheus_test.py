@@ -21,7 +21,7 @@ from metrics_page import parse
 from prometheus_tool import tool
 
 GENEROUS_SECONDS = 60
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHIPPED = ROOT / "deploy" / "prometheus"
 ALERTS = SHIPPED / "alerts.yml"
 ALERT_TESTS = ROOT / "tests" / "prometheus" / "alerts_test.yml"

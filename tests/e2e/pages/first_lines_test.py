@@ -14,7 +14,7 @@ from epikv.sample.problem import parse_answers
 from epikv.testing import find_binary
 from shell import Shell, free_ports
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 PAGES = {"README.md": "## Use it\n", "docs/getting-started.md": "## The command line\n"}
 MODEL = "build/sample/model.pt"

@@ -4,7 +4,7 @@ A block is what stands between fences: of shell (```, bash, sh, console) or of P
 in a folder that looks like a checkout with a model, beside a daemon, and must end with status 0; or a
 comment directly above it says
 
-    <!-- run by tests/e2e/operating_test.py -->    which then names the page
+    <!-- run by tests/e2e/pages/operating_test.py -->    which then names the page
     <!-- not run: it needs a GPU -->               the reason
 
 Whoever runs tests may be root, and a new block is run before anyone has looked at it. So it finds no
@@ -38,7 +38,7 @@ from epikv.sample import problem
 from epikv.testing import Daemon, find_binary
 from shell import ENVIRONMENT, free_ports
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BASH = shutil.which("bash") or "bash"
 GENEROUS_SECONDS = 300
 AT_ONCE = 2
@@ -92,8 +92,8 @@ SMALLER = {
 }
 # Commands that take minutes however small, and the test that runs them.
 TOO_LONG = {
-    "epikv bench overload": "tests/e2e/bench_load_test.py",
-    "epikv calibrate epikv_flat": "tests/e2e/calibrate_epikv_flat_test.py",
+    "epikv bench overload": "tests/e2e/load/bench_load_test.py",
+    "epikv calibrate epikv_flat": "tests/e2e/policies/calibrate_epikv_flat_test.py",
 }
 
 # A command that goes on is in a terminal of its own.
@@ -230,7 +230,10 @@ def test_few_are_not_run() -> None:
         (["```", "epikv policies", "```"], None),
         (["```text", "epikv policies", "```"], None),
         (["<!-- not run: it needs a GPU -->", "```", "x", "```"], None),
-        (["<!-- run by tests/e2e/operating_test.py -->", "```", "x", "```"], "does not name page"),
+        (
+            ["<!-- run by tests/e2e/pages/operating_test.py -->", "```", "x", "```"],
+            "does not name page",
+        ),
         (["<!-- run by tests/e2e/nothing_test.py -->", "```", "x", "```"], "is no test"),
         (["<!-- run by deploy/setup.sh -->", "```", "x", "```"], "is no test"),
         (["<!-- not run: -->", "```", "x", "```"], "write '<!-- run by"),

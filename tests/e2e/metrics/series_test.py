@@ -59,7 +59,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from metrics_page import Family, Series, moved, parse
 from odd_model import save, unreadable
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GENEROUS_SECONDS = 30
 TASK = problem(9)
 PROMPT = [5] * 40

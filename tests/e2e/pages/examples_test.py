@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from epikv.testing import Daemon
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "tools" / "examples"
 OF_THE_SAMPLE = ("stream", "compare", "many", "perplexity")
 MOST_LINES = 40

@@ -19,7 +19,7 @@ from epikv.v1 import experiment_pb2
 from google.protobuf import text_format
 from postgres import Postgres
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROMPT = [5] * 20
 GENEROUS_SECONDS = 60
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "soak"))
 
 import ends
 import readers

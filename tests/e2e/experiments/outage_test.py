@@ -16,7 +16,7 @@ from epikv import Client
 from epikv.bench.scrape import scrape
 from epikv.testing import Daemon, DaemonError, find_binary
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "soak"))
 
 import outage
 import recorded

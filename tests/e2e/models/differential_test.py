@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from epikv.testing import find_binary
 
-FOLDER = Path(__file__).resolve().parents[1] / "laws" / "differential"
+FOLDER = Path(__file__).resolve().parents[2] / "laws" / "differential"
 
 
 @pytest.fixture(scope="module")

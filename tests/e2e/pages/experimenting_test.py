@@ -10,7 +10,7 @@ import pytest
 from epikv.testing import find_binary
 from shell import Shell, free_ports
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # The daemon's ports, and what asks it, are others than on the page.
 EPIKVD = """\

@@ -15,7 +15,7 @@ from epikv.sample import problem
 from epikv.testing import Daemon
 from epikv.v1 import generation_pb2, kv_pb2
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "soak"))
 
 import soak
 import watch

@@ -17,7 +17,7 @@ from epikv.testing import find_binary
 from prometheus_tool import tool
 from shell import GENEROUS_SECONDS, Shell, free_ports
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PORTS = {"listen": "50051", "admin_listen": "50052", "metrics_listen": "9464", "prometheus": "9099"}
 
 EPIKV = """\

@@ -8,7 +8,7 @@ import pytest
 from epikv import Client
 from epikv.testing import Daemon
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "soak"))
 
 import crashes
 import recorded
