@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SAMPLES
 from epikv import Delta, Kv, Output, Stop
 from epikv.export import export, load
 from epikv.export.operators import KvCache, forward
 from epikv.sample import problem
 from epikv.testing import Daemon
 
+SAMPLES = Path(__file__).parents[3] / "tools" / "sample_model"
 PROMPT = problem(9).prompt
 
 
