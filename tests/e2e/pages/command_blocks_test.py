@@ -5,7 +5,7 @@ in a folder that looks like a checkout with a model, beside a daemon, and must e
 comment directly above it says
 
     <!-- run by tests/e2e/pages/operating_test.py -->    which then names the page
-    <!-- not run: it needs a GPU -->               the reason
+    <!-- not run: it needs a GPU -->                     the reason
 
 Whoever runs tests may be root, and a new block is run before anyone has looked at it. So it finds no
 programs but epikv's, python and a few that are harmless, and is refused where it leaves its folder.
@@ -14,7 +14,6 @@ In a console block lines with `$ ` are commands, and the others are what they pr
 there any number stands for any other, and `...` for anything. What is not a command is ```text.
 """
 
-import functools
 import json
 import os
 import re
@@ -27,29 +26,21 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 import chat_templates
-import click
 import pytest
-from epikv.cli import main
 from epikv.sample import problem
 from epikv.testing import Daemon, find_binary
+from page_blocks import CONSOLE, PYTHON, ROOT, SHELL, Block, blocks, pages
 from shell import ENVIRONMENT, free_ports
 
-ROOT = Path(__file__).parents[3]
 BASH = shutil.which("bash") or "bash"
 GENEROUS_SECONDS = 300
 AT_ONCE = 2
 MOST_NOT_RUN = 16
 PORTS = {"listen": "50051", "admin_listen": "50052", "metrics_listen": "9464"}
-
-CONSOLE = ("console",)
-SHELL = ("", "bash", "sh", *CONSOLE)
-PYTHON = ("python",)
 NO_COMMANDS = ("cpp", "diff", "json", "mermaid", "proto", "text", "textproto", "toml", "yaml")
-FENCE = re.compile(r" *(```+|~~~+) *(\S*).*")
 NOTE = re.compile(r" *<!-- (?:run by (?P<test>\S+)|not run: (?P<reason>\S.*)) -->")
 ADVICE = """\
 Mend the block or the program. Give Sandbox a file and PROGRAMS a harmless program that it lacks, SMALLER
@@ -67,13 +58,6 @@ LEAVES = re.compile(
 )
 # Of a block that starts a daemon of its own; others ask one that is there.
 STARTS_A_DAEMON = re.compile(r"^\s*(epikvd\b|epikv serve\b)", re.MULTILINE)
-# Paths of the checkout.
-PATH = re.compile(r"(?<![\w./-])(?:cmake|deploy|docs|policies|proto|tests|tools)/[\w./*-]*\w")
-MADE = (
-    "tests/wire/node_modules/",
-    "policies/geometry/every_nth.cc",
-    "proto/released/VERSION.binpb",
-)
 
 # What takes minutes as it is shown, and how it is run here.
 SMALLER = {
@@ -126,44 +110,6 @@ PROBE = """\
 #!/bin/sh
 exec {binary} "$@" --listen=127.0.0.1:{listen}
 """
-
-
-@dataclass(frozen=True)
-class Block:
-    page: str  # from the root
-    line: int  # of its fence
-    language: str
-    text: str
-    note: str  # the line above
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
-
-    @property
-    def has_commands(self) -> bool:
-        return self.language in (*SHELL, *PYTHON)
-
-
-def pages() -> list[Path]:
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return [ROOT / name for name in listed.splitlines() if (ROOT / name).exists()]
-
-
-def blocks(page: Path, root: Path = ROOT) -> list[Block]:
-    found, lines = [], page.read_text().splitlines()
-    at = 0
-    while at < len(lines):
-        begin = FENCE.fullmatch(lines[at])
-        if begin:
-            fence, language = begin.groups()
-            inside = list(takewhile(lambda line: line.strip() != fence, lines[at + 1 :]))
-            note = lines[at - 1] if at else ""
-            name = page.relative_to(root).as_posix()
-            found.append(Block(name, at + 1, language, "\n".join(inside), note))
-            at += len(inside) + 1
-        at += 1
-    return found
 
 
 ALL = [block for page in pages() for block in blocks(page)]
@@ -485,113 +431,3 @@ def test_a_block_that_fails_is_found(
     sandbox.make(sample_model, sample_directory)
     with pytest.raises(AssertionError, match=re.escape(expected)):
         sandbox.run(Block("page.md", 6, language, text, ""))
-
-
-# What can be told without running: also of blocks that are not run, and of commands in sentences.
-
-
-# Folders that programs lie in; "": PATH's.
-PLACES = ("", "bin", "server")
-
-
-def called(text: str) -> list[list[str]]:
-    """The words of each call of epikv or epikvd in a piece of shell."""
-    calls, pending = [], ""
-    for line in text.replace("\\\n", " ").splitlines():
-        pending += line + "\n"
-        words = shlex.shlex(pending, posix=True, punctuation_chars=True)
-        words.whitespace_split = True
-        try:
-            split = list(words)
-        except ValueError:  # a quote that goes on in the next line
-            continue
-        pending = ""
-        call = None
-        for word in split:
-            # Not a folder of that name, as /var/lib/epikv.
-            if Path(word).name in ("epikv", "epikvd") and Path(word).parent.name in PLACES:
-                call = [Path(word).name]
-                calls.append(call)
-            elif set(word) <= set("();<>|&"):
-                call = None
-            elif call is not None:
-                call.append(word)
-    return calls
-
-
-@functools.cache
-def settings() -> set[str]:
-    """Of epikvd."""
-    told = subprocess.run([find_binary(), "--help"], check=True, capture_output=True, text=True)
-    return {"--help", *re.findall(r"^ +(--\w+)", told.stdout, re.MULTILINE)}
-
-
-def unknown(words: list[str], command: click.Command | None = None) -> list[str]:
-    """The flags and commands among its words that there are not."""
-    name, *words = words
-    if command is None and name == "epikvd":
-        flags = (word.partition("=")[0] for word in words if word.startswith("--"))
-        return [flag for flag in flags if flag not in settings()]
-    command = command or main
-    options = {
-        flag: option
-        for option in command.params
-        if isinstance(option, click.Option)
-        for flag in [*option.opts, *option.secondary_opts]
-    }
-    found = []
-    while words:
-        word = words.pop(0)
-        flag, equals, _ = word.partition("=")
-        if word == "--":  # of the daemon that it starts
-            return found + unknown(["epikvd", *words])
-        if re.match(r"--?[A-Za-z]", word):
-            option = options.get(flag)
-            if option is None and flag not in ("-h", "--help"):
-                found.append(word)
-            elif option and not (equals or option.is_flag) and words:
-                words.pop(0)
-        elif isinstance(command, click.Group):
-            if word.isupper() or word == "...":  # whichever
-                return found
-            inner = command.get_command(click.Context(command), word)
-            return found + ([word] if inner is None else unknown([word, *words], inner))
-        elif not command.context_settings.get("allow_interspersed_args", True):
-            return found + unknown(["epikvd", *words])  # of serve: what follows the model
-    return found
-
-
-def outside(text: str) -> list[str]:
-    """Commands in sentences."""
-    text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
-    return re.findall(r"`(epikvd? [^`]*)`", text)
-
-
-# What a release had may be gone.
-PRESENT = [page for page in pages() if page.name != "CHANGELOG.md"]
-
-
-@pytest.mark.parametrize("page", PRESENT, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_and_flags_are_those_that_there_are(page: Path) -> None:
-    shown = [block.text for block in blocks(page) if block.language in SHELL]
-    for text in [*shown, *outside(page.read_text())]:
-        for call in called(text):
-            assert unknown(call) == [], " ".join(call)
-        for path in PATH.findall(text):
-            assert path.startswith(MADE) or list(ROOT.glob(path)), path
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("epikv generate --budget 50% -n 3 'a\n--b' # --c", []),
-        ("epikv plan && epikv bench plan; epikv bench NAME", ["plan", "plan"]),
-        ("for q in a; do x=$(epikv eval --tusk a --out b); done", ["--tusk"]),
-        ("epikv eval --daemon-flag --nonsense=1 --out b --slack=own --problem 3", ["--problem"]),
-        ("epikv serve --dtype bf16 model.pt --threads=1 --thread=2", ["--thread"]),
-        ("epikv bench load -- --threads=1 --thread=2", ["--thread"]),
-        ("build/dev/server/epikvd --model=a \\\n --modl=b &", ["--modl"]),
-    ],
-)
-def test_a_flag_that_there_is_not_is_found(text: str, expected: list[str]) -> None:
-    assert [word for call in called(text) for word in unknown(call)] == expected
