@@ -2,6 +2,8 @@
 
 import math
 import sqlite3
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -381,23 +383,34 @@ def test_a_store_that_is_away(plain: Daemon, store: Path) -> None:
     requests never."""
     stop = experiment_pb2.StopExperimentRequest(name="lean")
     another = experiment_pb2.CreateExperimentRequest(experiment=definition("another"))
-    with closing(sqlite3.connect(store, isolation_level=None)) as other:
+
+    def record(
+        outcomes: list[experiment_pb2.RecordOutcomeRequest],
+    ) -> Sequence[experiment_pb2.BatchRecordOutcomesResponse.Result]:
+        batch = experiment_pb2.BatchRecordOutcomesRequest(outcomes=outcomes)
+        [answer] = ask(plain.grpc, f"{EXPERIMENT}/BatchRecordOutcomes", batch)
+        return experiment_pb2.BatchRecordOutcomesResponse.FromString(answer).results
+
+    with (
+        closing(sqlite3.connect(store, isolation_level=None)) as other,
+        ThreadPoolExecutor(14) as pool,
+    ):
         other.execute("BEGIN EXCLUSIVE")
-        unavailable = [
-            refusal(plain.grpc, f"{EXPERIMENT}/{method}", request)
+        waiting = [  # 5 s each, meanwhile the spool is filled
+            pool.submit(refusal, plain.grpc, f"{EXPERIMENT}/{method}", request)
             for method, request in (("CreateExperiment", another), ("StopExperiment", stop))
         ]
         request = generate(labels=ELIGIBLE, stop={"max_output_tokens": 1})
         ask(plain.grpc, f"{GENERATION}/Generate", request)
         outcomes = [outcome("gone")] * 1000
+        # At once, for each answer may wait for another try of the store, which takes 5 s.
+        list(pool.map(record, [outcomes] * 12))
         while outcomes:  # until there is no room for one
-            batch = experiment_pb2.BatchRecordOutcomesRequest(outcomes=outcomes)
-            [answer] = ask(plain.grpc, f"{EXPERIMENT}/BatchRecordOutcomes", batch)
-            results = experiment_pb2.BatchRecordOutcomesResponse.FromString(answer).results
-            if any(result.code for result in results):
+            if any(result.code for result in record(outcomes)):
                 outcomes = outcomes[: len(outcomes) // 10]
         longer = outcome("gone", idempotency_key="k" * 64)
-        unavailable.append(refusal(plain.grpc, f"{EXPERIMENT}/RecordOutcome", longer))
+        unavailable = [refusal(plain.grpc, f"{EXPERIMENT}/RecordOutcome", longer)]
+        unavailable += [refused.result() for refused in waiting]
     for told in unavailable:
         assert (told.code, told.info.reason) == (Code.UNAVAILABLE, "STORE_UNAVAILABLE")
         assert told.retry_seconds == 1

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 from credentials import authority, new_token, signed
 from epikv.bench import overload
+from epikv.bench.generator import Retries
 from epikv.bench.scrape import scrape
 from epikv.cli import main
 from epikv.connection import TLS_VARIABLES, Tls
@@ -179,6 +180,11 @@ def test_an_overload_is_measured(
 ) -> None:
     """Whether targets are met in seconds says nothing; that all is measured does."""
     monkeypatch.setattr(overload, "WARMUP_SECONDS", 0.5)
+    # Of those that come again after the load the first: on a busy machine the last are told to wait
+    # for more than a minute.
+    monkeypatch.setattr(
+        overload, "Retries", lambda due: Retries(sorted(due, key=lambda retry: retry[1])[:9])
+    )
     path = tmp_path / "overload.json"
     result = CliRunner().invoke(
         main,
