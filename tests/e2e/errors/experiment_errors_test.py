@@ -393,7 +393,7 @@ def test_a_store_that_is_away(plain: Daemon, store: Path) -> None:
 
     with (
         closing(sqlite3.connect(store, isolation_level=None)) as other,
-        ThreadPoolExecutor(14) as pool,
+        ThreadPoolExecutor(20) as pool,
     ):
         other.execute("BEGIN EXCLUSIVE")
         waiting = [  # 5 s each, meanwhile the spool is filled
@@ -404,7 +404,7 @@ def test_a_store_that_is_away(plain: Daemon, store: Path) -> None:
         ask(plain.grpc, f"{GENERATION}/Generate", request)
         outcomes = [outcome("gone")] * 1000
         # At once, for each answer may wait for another try of the store, which takes 5 s.
-        list(pool.map(record, [outcomes] * 12))
+        list(pool.map(record, [outcomes] * 18))
         while outcomes:  # until there is no room for one
             if any(result.code for result in record(outcomes)):
                 outcomes = outcomes[: len(outcomes) // 10]

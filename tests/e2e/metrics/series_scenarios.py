@@ -370,15 +370,16 @@ def outage(world: World) -> None:
     # A disk changes the last record, which a replay under way may have read before.
     with world.store_away():
         assert world.record("unit 0", "score", 1, key="spooled")
-        world.until_more(bytes_)
         assert world.record("unit 0", "score", 1, key="kept")
         assert world.record("unit 0", "score", 1, key="lost")
+        world.until_more(bytes_)
         [segment] = world.files.spool.glob("*.spool")
         with segment.open("r+b") as file:
             file.seek(-1, SEEK_END)
             last = file.read(1)
             file.seek(-1, SEEK_END)
             file.write(bytes([last[0] ^ 1]))
+        world.look()  # a try that ends after this one
         world.until_more("epikv_experiment_store_outage_seconds_total")
     world.until_more(damaged)
     world.until(bytes_, 0)
@@ -388,7 +389,7 @@ def outage(world: World) -> None:
         outcomes = [{"request_id": "nosuch", "metric": "score", "value": 1}] * 1000
         batch = experiment_pb2.BatchRecordOutcomesRequest(outcomes=outcomes)
         # At once, for each answer may wait for another try of the store, which takes 5 s.
-        for asked in [world.experiments.BatchRecordOutcomes.future(batch) for _ in range(12)]:
+        for asked in [world.experiments.BatchRecordOutcomes.future(batch) for _ in range(18)]:
             asked.result()
         while outcomes:
             batch = experiment_pb2.BatchRecordOutcomesRequest(outcomes=outcomes)
