@@ -4,7 +4,12 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "fixtures"))
+import pytest
+
+FIXTURES = Path(__file__).parent / "fixtures"
+sys.path.insert(0, str(FIXTURES))
+# An assertion of theirs that fails shows its values, as one of a test does.
+pytest.register_assert_rewrite(*(path.stem for path in FIXTURES.glob("*.py")))
 
 # A job in the background ignores Ctrl-C, and so would what tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-// The question that probes ask, at real ports. epikv-probe itself: e2e/probe_test.py.
+// The question that probes ask, at real ports. epikv-probe itself: e2e/operating/probe_test.py.
 
 #include "server/probe/health_check.h"
 

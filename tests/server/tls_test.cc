@@ -1,5 +1,5 @@
 // The port over TLS, with certificates that the openssl command makes. What a rotation does to a
-// running daemon: e2e/security_test.py.
+// running daemon: e2e/operating/security_test.py.
 
 #include "server/port/tls.h"
 

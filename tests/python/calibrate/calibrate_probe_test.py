@@ -7,7 +7,6 @@ from pathlib import Path
 import broken_models
 import pytest
 import torch
-from calibrate_test import TINY
 from click.testing import CliRunner, Result
 from epikv.calibrate import epikv_probe
 from epikv.calibrate.epikv_probe import CalibrationError, Probe, Text
@@ -15,6 +14,7 @@ from epikv.cli import main
 from epikv.export import load, random_model
 from epikv.export.parity import load_reference
 from epikv.export.synthetic import word_tokenizer, write_directory
+from tiny_model import TINY
 from torch import Tensor
 
 GAP = 10

@@ -2,17 +2,14 @@
 
 import asyncio
 import inspect
-import socket
-import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import fake_epikvd
 import grpc
 import pytest
+from async_calls import ENDLESS, NOBODY, connected, finish
 from epikv import (
     Accepted,
     AsyncClient,
@@ -20,7 +17,6 @@ from epikv import (
     Chat,
     Client,
     DeadlineExceeded,
-    Delta,
     Experiment,
     InvalidRequest,
     Kv,
@@ -34,41 +30,17 @@ from epikv import (
     Scheduling,
     Stop,
     Stream,
-    Summary,
     Tls,
     Unavailable,
-    calls,
 )
 from epikv.experiment.outcome import MAX_BATCH
-from epikv.v1 import experiment_pb2, generation_pb2, generation_pb2_grpc
-from grpc_health.v1 import health_pb2
-
-GENEROUS_SECONDS = 30
-NOBODY = "127.0.0.1:1"
-STREAMS = 50
+from epikv.v1 import experiment_pb2
 
 
 @pytest.fixture
 def fake() -> Iterator[fake_epikvd.Fake]:
     with fake_epikvd.serve() as running:
         yield running
-
-
-def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Its result, in an event loop of its own."""
-    return asyncio.run(asyncio.wait_for(coroutine, GENEROUS_SECONDS))
-
-
-def connected(
-    address: str, work: Callable[[AsyncClient], Coroutine[Any, Any, Any]], **given: Any
-) -> Any:
-    """What `work` with an AsyncClient returns."""
-
-    async def run() -> Any:
-        async with AsyncClient(address, **given) as client:
-            return await work(client)
-
-    return finish(run())
 
 
 def public(kind: type) -> dict[str, Any]:
@@ -272,149 +244,6 @@ def test_an_event_loop_has_to_run() -> None:
         AsyncClient(NOBODY)
 
 
-# Streams
-
-
-def test_a_stream_gives_events_as_they_come(fake: fake_epikvd.Fake) -> None:
-    async def work(client: AsyncClient) -> None:
-        async with client.generate("endless") as stream:
-            assert isinstance(await anext(stream), Accepted)
-            assert not fake.ended.is_set()
-        assert await asyncio.to_thread(fake.ended.wait, 5), "leaving the block cancels"
-
-    connected(fake.address, work)
-
-
-def test_the_text_of_a_stream(fake: fake_epikvd.Fake) -> None:
-    output = Output(kv_trace=True, progress=True)
-    with Client(fake.address) as client:
-        assert list(client.generate("one two", output=output).text()) == ["one ", "two "]
-
-    async def work(client: AsyncClient) -> list[str]:
-        return [piece async for piece in client.generate("one two", output=output).text()]
-
-    assert connected(fake.address, work) == ["one ", "two "]
-
-
-def test_several_completions_have_no_one_text(fake: fake_epikvd.Fake) -> None:
-    several = Sampling(n=2, temperature=1)
-    with Client(fake.address) as client:
-        assert list(client.generate("one", sampling=Sampling(n=1)).text()) == ["one "]
-        with pytest.raises(ValueError, match="text\\(\\) is of one completion"):
-            list(client.generate("one", sampling=several).text())
-
-    async def work(client: AsyncClient) -> None:
-        with pytest.raises(ValueError, match="text\\(\\) is of one completion"):
-            async for _ in client.generate("one", sampling=several).text():
-                pass
-
-    connected(fake.address, work)
-    later = Delta(1, "text", [], [], [], [])  # where the first events were read before
-    with pytest.raises(ValueError, match="each Delta names its own"):
-        calls.text_of(later)
-
-
-def test_a_cancelled_stream_says_so(fake: fake_epikvd.Fake) -> None:
-    async def work(client: AsyncClient) -> None:
-        stream = client.generate("endless")
-        assert isinstance(await anext(stream), Accepted)
-        stream.cancel()
-        with pytest.raises(RpcError) as caught:
-            await anext(stream)
-        assert caught.value.code is grpc.StatusCode.CANCELLED
-
-    connected(fake.address, work)
-    assert fake.ended.wait(5)
-
-
-def test_a_stream_is_cancelled_while_another_task_reads_it(fake: fake_epikvd.Fake) -> None:
-    async def work(client: AsyncClient) -> None:
-        stream = client.generate("endless")
-        await anext(stream)
-        reader = asyncio.create_task(anext(stream))
-        await asyncio.sleep(0.05)
-        assert not reader.done()
-        stream.cancel()
-        with pytest.raises(RpcError, match="CANCELLED: cancelled by this client"):
-            await reader
-
-    connected(fake.address, work)
-
-
-async def stream_it(client: AsyncClient) -> None:
-    async for _ in client.generate("endless"):
-        pass
-
-
-async def ask_once(client: AsyncClient) -> None:
-    await client.generate_once("endless")
-
-
-ENDLESS = pytest.mark.parametrize("endless", [stream_it, ask_once])
-
-
-@ENDLESS
-def test_a_cancelled_task_is_cancelled(
-    fake: fake_epikvd.Fake, endless: Callable[[AsyncClient], Awaitable[None]]
-) -> None:
-    """As asyncio has it, and the request ends."""
-
-    async def work(client: AsyncClient) -> None:
-        task = asyncio.ensure_future(endless(client))
-        while not fake.requests:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert task.cancelled()
-        assert await asyncio.to_thread(fake.ended.wait, 5)
-
-    connected(fake.address, work)
-
-
-@ENDLESS
-def test_a_timeout_of_asyncio_ends_a_call(
-    fake: fake_epikvd.Fake, endless: Callable[[AsyncClient], Awaitable[None]]
-) -> None:
-    async def work(client: AsyncClient) -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await endless(client)
-        assert await asyncio.to_thread(fake.ended.wait, 5)
-
-    connected(fake.address, work)
-
-
-class _Crowd(generation_pb2_grpc.GenerationServiceServicer):
-    """Goes on with a stream once STREAMS of them are there."""
-
-    def __init__(self) -> None:
-        self._all = threading.Barrier(STREAMS)
-
-    def Generate(self, request, context):
-        yield generation_pb2.GenerateResponse(accepted=fake_epikvd.accepted(request))
-        self._all.wait(GENEROUS_SECONDS)
-        for number in range(5):
-            delta = generation_pb2.Delta(text=f"{request.text}.{number} ")
-            yield generation_pb2.GenerateResponse(delta=delta)
-        yield generation_pb2.GenerateResponse(summary=fake_epikvd.summary())
-
-
-def test_many_streams_at_once() -> None:
-    async def one(client: AsyncClient, number: int) -> list[Any]:
-        return [event async for event in client.generate(f"p{number}", request_id=f"r{number}")]
-
-    async def work(client: AsyncClient) -> list[list[Any]]:
-        return await asyncio.gather(*(one(client, number) for number in range(STREAMS)))
-
-    with fake_epikvd.serve(generation=_Crowd(), threads=STREAMS) as fake:
-        streams = connected(fake.address, work)
-    for number, (first, *deltas, last) in enumerate(streams):
-        assert isinstance(first, Accepted) and first.request_id == f"r{number}"
-        assert [delta.text for delta in deltas] == [f"p{number}.{i} " for i in range(5)]
-        assert isinstance(last, Summary)
-
-
 # Errors
 
 
@@ -570,104 +399,3 @@ def test_closing_ends_what_runs(
         assert await asyncio.to_thread(fake.ended.wait, 5)
 
     connected(fake.address, work)
-
-
-# Waiting for a server
-
-
-# A channel that tries again after a minute, if a client does not say otherwise.
-SLOW = [("grpc.initial_reconnect_backoff_ms", 60_000)]
-
-
-def wait_blocking(address: str, timeout: float) -> None:
-    """Then asks it something."""
-    with Client(address, SLOW) as client:
-        client.wait_ready(timeout)
-        assert client.models()
-
-
-def wait_async(address: str, timeout: float) -> None:
-    """Then asks it something."""
-
-    async def work(client: AsyncClient) -> None:
-        await client.wait_ready(timeout)
-        assert await client.models()
-
-    connected(address, work, options=SLOW)
-
-
-Wait = Callable[[str, float], None]
-EITHER = pytest.mark.parametrize("wait", [wait_blocking, wait_async])
-
-
-@EITHER
-def test_ready_is_when_it_serves(fake: fake_epikvd.Fake, wait: Wait) -> None:
-    serves = threading.Event()
-
-    def serve() -> None:
-        serves.set()
-        fake.status.set("", health_pb2.HealthCheckResponse.SERVING)
-
-    fake.status.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    timer = threading.Timer(0.3, serve)
-    timer.start()
-    wait(fake.address, GENEROUS_SECONDS)
-    assert serves.is_set()
-    timer.join()
-
-
-@EITHER
-def test_ready_is_when_it_is_there(wait: Wait) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as place:
-        address = f"127.0.0.1:{place.getsockname()[1]}"
-    ended = threading.Event()
-
-    def serve() -> None:
-        time.sleep(0.3)
-        with fake_epikvd.serve(address):
-            ended.wait(GENEROUS_SECONDS)
-
-    server = threading.Thread(target=serve)
-    server.start()
-    try:
-        wait(address, GENEROUS_SECONDS)
-    finally:
-        ended.set()
-        server.join()
-
-
-@EITHER
-def test_one_that_does_not_serve_is_named(fake: fake_epikvd.Fake, wait: Wait) -> None:
-    fake.status.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    message = f"{fake.address} is not ready after 0.3 s: its health is NOT_SERVING"
-    with pytest.raises(DeadlineExceeded, match=message):
-        wait(fake.address, 0.3)
-
-
-@EITHER
-def test_one_that_is_not_there_is_named(wait: Wait) -> None:
-    begin = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=f"{NOBODY} is not ready after 0.3 s: .*refused"):
-        wait(NOBODY, 0.3)
-    assert 0.25 < time.monotonic() - begin < GENEROUS_SECONDS / 2
-
-
-@EITHER
-def test_one_that_says_nothing_is_named(wait: Wait) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        address = f"127.0.0.1:{mute.getsockname()[1]}"
-        with pytest.raises(DeadlineExceeded, match=f"{address} is not ready after 0.3 s"):
-            wait(address, 0.3)
-
-
-@EITHER
-def test_waiting_does_not_mend_a_port_without_health(wait: Wait) -> None:
-    server = grpc.server(ThreadPoolExecutor(1))
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        with pytest.raises(RpcError) as caught:
-            wait(address, GENEROUS_SECONDS)
-    finally:
-        server.stop(None).wait()
-    assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED

@@ -4,41 +4,18 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+from catalog import CATALOG, filled, ids, model, record, task
 from epikv.eval import results
-from epikv.eval.items import Item
 from epikv.eval.plan import Arm, Settings, Task, arms, control, document, keys, total
 from epikv.eval.results import Key, Record, store
 from epikv.eval.summary import faults, summarise
 from epikv.eval.table import COLUMNS, markdown, short
-from epikv.messages import Model, Policy, PolicyParam, from_proto
-from fake_epikvd import MODEL
-
-
-def policy(name: str, *params: str, slack: int | None = 0) -> Policy:
-    names = [*params, *([] if slack is None else ["slack"])]
-    made = [PolicyParam(n, "int", None, None, None, [], "") for n in names]
-    rest: dict[str, Any] = dict.fromkeys(Policy.__dataclass_fields__)
-    evaluation = name == "oracle"
-    return Policy(
-        **rest
-        | {"name": name, "params": made, "slack_tokens": slack or 0, "evaluation_only": evaluation}
-    )
-
-
-CATALOG = [
-    policy("full", slack=None),
-    policy("h2o", "scope"),
-    policy("oracle", "prefer"),
-    policy("random", "frozen"),
-    policy("snapkv", "window", "layers", slack=63),
-]
 
 
 def labels(*wanted: str, slack: int | None = 15, oracle: bool = False) -> list[str]:
@@ -77,23 +54,9 @@ def test_what_is_no_policy_is_refused(text: str) -> None:
         labels(text)
 
 
-def model() -> Model:
-    return from_proto(MODEL)
-
-
-def task(name: str, problems: int, oracle: bool = False, axis: str = "recall") -> Task:
-    needed = (lambda budget: [1]) if oracle else None
-    found = [Item(str(n), f"p{n}", lambda text: [True], 100, needed) for n in range(problems)]
-    return Task(name, axis, found)
-
-
 def plan(*tasks: Task, budgets: tuple[str, ...] = ("50%",), seeds: int = 1) -> dict[str, Any]:
     chosen = arms(CATALOG, ["h2o"], 15, any(t.oracle for t in tasks))
     return document(model(), tasks, chosen, budgets, Settings(seeds=seeds, temperature=0.6))
-
-
-def ids(*tasks: Task) -> dict[str, list[str]]:
-    return {t.name: [item.id for item in t.items] for t in tasks}
 
 
 def test_a_plan_is_every_arm_at_every_budget() -> None:
@@ -113,11 +76,6 @@ def test_a_plan_knows_its_problems() -> None:
     items = [changed.items[0], replace(changed.items[1], prompt="other")]
     assert plan(Task("a", "recall", items)) != made
     assert plan(task("a", 2, oracle=True)) != made
-
-
-def record(key: Key, **figures: Any) -> Record:
-    figures = {"right": [True], "output_tokens": 100, "prompt_tokens": 10, **figures}
-    return Record(**key._asdict(), **figures)
 
 
 def test_what_was_written_is_there_again(tmp_path: Path) -> None:
@@ -226,25 +184,6 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(os, "write", lambda fd, line: whole(fd, line[:9]))
         with pytest.raises(OSError, match="disk is full"):
             found.append(record(Key("a", "0", "full", "", 0)))
-
-
-def filled(made: dict[str, Any], *tasks: Task) -> Iterator[Record]:
-    """`full` solves all, h2o every other problem, random none; all but `full` evict in these."""
-    for key in keys(made, ids(*tasks)):
-        number = int(key.item)
-        solved = {"full": True, "h2o": number % 2 == 0}.get(key.arm, False)
-        evicts = key.arm != "full" and number < 6
-        yield record(
-            key,
-            right=[True, solved],
-            rounds=int(evicts),
-            evicted_tokens=55 * evicts,
-            output_tokens=100 if key.arm == "full" else 150,
-            finish="end" if solved else "length",
-            decode_seconds=2.0,
-            peak_tokens=50 + number,
-            peak_bytes=1024 * number,
-        )
 
 
 def rows(found: dict[str, Any]) -> dict[str, dict[str, Any]]:

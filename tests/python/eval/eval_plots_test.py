@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catalog import CATALOG, filled, model, policy, task
 from chromium import chromium
 from epikv.eval import page, plots
 from epikv.eval.plan import Settings as Asked
 from epikv.eval.plan import arms, document
 from epikv.eval.summary import summarise
 from epikv.stats import ratio
-from eval_plan_test import CATALOG, filled, model, policy, task
 
 pytest.importorskip("matplotlib")
 

@@ -343,7 +343,7 @@ def test_refuses_by_field(tmp_path: Path, raw: dict[str, Any], named: str) -> No
 def test_an_exported_file_equals_transformers(
     tmp_path: Path, architecture: str, dtype: str
 ) -> None:
-    """In Python alone; over gRPC, and more of them: tests/e2e/served_families_test.py."""
+    """In Python alone; over gRPC, and more of them: tests/e2e/models/served_families_test.py."""
     config = configuration(architecture, 100)
     write_directory(config, tmp_path / "hf", dtype, architecture=architecture)
     report = export(tmp_path / "hf", tmp_path / "model.pt", dtype=dtype)

@@ -67,3 +67,19 @@ def test_libraries_do_not_point_back() -> None:
 def test_torch_stays_out_of_the_server() -> None:
     barred = re.compile(r"^#include [<\"](torch|ATen|c10)/", re.MULTILINE)
     assert [p for p in sources("server") if barred.search((ROOT / "server" / p).read_text())] == []
+
+
+def test_every_folder_of_e2e_is_in_the_table() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    _, _, table = text.partition("| folder of `tests/e2e` |")
+    named = re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.MULTILINE)
+    folder = ROOT / "tests" / "e2e"
+    there = {str(test.parent.relative_to(folder)) for test in folder.rglob("*_test.py")}
+    assert set(named) == there
+
+
+def test_no_test_imports_from_another() -> None:
+    """What several need lies in tests/fixtures: a folder of tests can be run by itself."""
+    imports = re.compile(r"^(?:from|import) (\w+_test|conftest)\b", re.MULTILINE)
+    files = [*(ROOT / "tests").rglob("*_test.py"), *(ROOT / "tests").rglob("conftest.py")]
+    assert [file for file in files if imports.search(file.read_text())] == []

@@ -1,0 +1,64 @@
+"""A daemon that is killed while it records outcomes, a few times: tests/soak.sh crashes does it often."""
+
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+from epikv import Client
+from epikv.testing import Daemon
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "soak"))
+
+import crashes
+import recorded
+from calls import Wrong
+from recorded import Ledger, Sqlite, Traffic
+
+SEED = 5  # of a few rounds in which the daemon dies in its start, and under traffic with its store away
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_nothing_acknowledged_is_lost_or_counted_twice(sample_model: Path, kind: str) -> None:
+    found = crashes.batch(sample_model, kind, 8, SEED)
+    assert found.kills == 8 and found.lost == found.twice == 0
+    assert found.in_start > 0 and found.outages > 0
+    assert 0 < found.spooled < found.acknowledged <= found.stored
+
+
+def test_an_interrupted_run_goes_on(
+    sample_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sqlite.jsonl"
+    monkeypatch.setattr(crashes, "BATCH", 1)
+    first = crashes.run(sample_model, "sqlite", 1, file)
+    both = crashes.run(sample_model, "sqlite", 2, file)
+    assert (first.kills, both.kills) == (1, 2)
+    assert both.stored >= first.stored and len(file.read_text().splitlines()) == 2
+
+
+def test_what_does_not_hold_is_seen(sample_model: Path, tmp_path: Path) -> None:
+    ledger, store = Ledger(), Sqlite(tmp_path / "store.db")
+    with (
+        Daemon(sample_model, "--threads=1", f"--experiment_store={store.where}") as daemon,
+        Client(daemon.grpc) as client,
+    ):
+        recorded.begin(client)
+        with Traffic(daemon.grpc, ledger) as traffic:
+            traffic.until_more("written", 10)
+    recorded.held(ledger, store).check()
+    ledger.written.add(10**6)
+    with pytest.raises(Wrong, match="1 are lost"):
+        recorded.held(ledger, store).check()
+    ledger.written.discard(10**6)
+    columns = "tenant, request_id, unit, unit_is_request, model, began_us, prompt_tokens, max_output_tokens"
+    with sqlite3.connect(store.where) as connection:
+        connection.execute(
+            f"INSERT INTO requests (id, {columns}) SELECT 'again', {columns} FROM requests LIMIT 1"
+        )
+    with pytest.raises(Wrong, match="1 are there twice"):
+        recorded.held(ledger, store).check()
+    with sqlite3.connect(store.where) as connection:
+        connection.execute("UPDATE outcomes SET value = value + 1")
+    with pytest.raises(Wrong, match="the request of an outcome"):
+        recorded.held(ledger, store)
