@@ -13,10 +13,10 @@ import grpc
 import pytest
 from click.testing import CliRunner
 from epikv import Accepted, Client, Delta, Event, Output, RpcError, Stop, Stream, Summary
-from epikv.bench.scrape import fetch, scrape
 from epikv.cli import main
 from epikv.export import random_model
 from epikv.sample import problem
+from epikv.scrape import fetch, scrape
 from epikv.testing import PACED, Daemon
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from security_test import eventually, new_token, replace

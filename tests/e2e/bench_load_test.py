@@ -14,11 +14,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 from click.testing import CliRunner
-from epikv.bench import load, overload
-from epikv.bench.scrape import scrape
+from epikv.bench import load
 from epikv.cli import main
 from epikv.connection import TLS_VARIABLES, Tls
+from epikv.scrape import scrape
 from epikv.testing import Daemon
+from epikv_lab.bench import overload
 from security_test import authority, new_token, signed
 
 SCHEMA = json.loads((Path(load.__file__).parent / "load.schema.json").read_text())

@@ -24,10 +24,10 @@ import grpc
 import pytest
 import torch
 from click.testing import CliRunner
-from epikv.bench.scrape import scrape
 from epikv.cli import main
 from epikv.export.synthetic import word_tokenizer
 from epikv.sample import problem
+from epikv.scrape import scrape
 from epikv.testing import PACED, Daemon
 from epikv.v1 import (
     admin_pb2,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from epikv import Experiment, RpcError, Sampling, Stop
-from epikv.bench.scrape import scrape
 from epikv.connection import connect
+from epikv.scrape import scrape
 from epikv.testing import Daemon
 from epikv.v1 import experiment_pb2, experiment_pb2_grpc
 from experiments_test import LEAN, define

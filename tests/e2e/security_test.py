@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 from daemon_test import start
 from epikv import Client, Experiment, Kv, Patience, RpcError, Scheduling, Stop, Tls
-from epikv.bench.scrape import scrape
 from epikv.cli import main
 from epikv.connection import connect
+from epikv.scrape import scrape
 from epikv.testing import Daemon
 from epikv.v1 import (
     experiment_pb2,

@@ -38,9 +38,9 @@ from epikv import (
     Stop,
     Stream,
 )
-from epikv.bench.scrape import scrape
 from epikv.connection import connect
 from epikv.sample import problem
+from epikv.scrape import scrape
 from epikv.testing import PACED, Daemon
 from epikv.v1 import (
     admin_pb2,

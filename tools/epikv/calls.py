@@ -20,7 +20,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epikv.connection import bearer, token_from_environment
 from epikv.errors import DeadlineExceeded, RpcError, Unavailable
-from epikv.experiment.outcome import MAX_BATCH, Outcome, Patience, record, record_batch
 from epikv.messages import (
     Accepted,
     Delta,
@@ -35,6 +34,7 @@ from epikv.messages import (
     from_proto,
 )
 from epikv.options import Chat, Experiment, Kv, Output, Prompt, Sampling, Scheduling, Stop
+from epikv.outcome import MAX_BATCH, Outcome, Patience, record, record_batch
 from epikv.v1 import (
     experiment_pb2,
     experiment_pb2_grpc,

@@ -21,7 +21,7 @@ import grpc
 import jsonschema
 import pytest
 from click.testing import CliRunner
-from epikv.bench import capacity, overload, plots
+from epikv.bench import capacity, plots
 from epikv.bench import load as load_command
 from epikv.bench.generator import UNFINISHED, ClosedLoop, Generator, Load, OpenLoop, Retries, Sample
 from epikv.bench.report import Window, figures, goodput, percentiles, report, timeline
@@ -37,6 +37,7 @@ from epikv.v1 import (
     generation_pb2,
     generation_pb2_grpc,
 )
+from epikv_lab.bench import overload
 from fake_epikvd import accepted, serve, summary
 from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration

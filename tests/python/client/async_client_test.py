@@ -39,7 +39,7 @@ from epikv import (
     Unavailable,
     calls,
 )
-from epikv.experiment.outcome import MAX_BATCH
+from epikv.outcome import MAX_BATCH
 from epikv.v1 import experiment_pb2, generation_pb2, generation_pb2_grpc
 from grpc_health.v1 import health_pb2
 
