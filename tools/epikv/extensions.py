@@ -1,6 +1,6 @@
 """Commands that come with another package, where that is installed."""
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 import click
@@ -15,8 +15,8 @@ class Extensible(click.Group):
         self._extensions = extensions
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        found = entry_points(group=self._extensions).names
-        return sorted({*super().list_commands(ctx), *found})
+        found: EntryPoints = entry_points(group=self._extensions)
+        return sorted({*super().list_commands(ctx), *found.names})
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         own = super().get_command(ctx, name)
