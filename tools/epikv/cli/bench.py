@@ -11,13 +11,22 @@ from typing import Any
 
 import click
 
-from epikv.bench import load
 from epikv.errors import RpcError
 from epikv.extensions import Extensible
 from epikv.processes import INTERRUPTED
 
 
 class _Benches(Extensible):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({"load", *super().list_commands(ctx)})
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name == "load":
+            from epikv.bench.load import command
+
+            return command
+        return super().get_command(ctx, name)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -47,6 +56,3 @@ def group() -> None:
     The exit status is 1 if a target is short, and 2 if nothing could be measured. In a checkout
     the daemon is built first, unless $EPIKVD, --binary or --server names one.
     """
-
-
-group.add_command(load.command)
