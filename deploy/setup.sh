@@ -97,6 +97,7 @@ install_python() {
   local stamp wanted
   stamp=$EPIKV_VENV/epikv.stamp
   wanted=$( (cat "$EPIKV_ROOT"/tools/pyproject.toml "$EPIKV_ROOT"/tools/setup.py \
+    "$EPIKV_ROOT"/tools/lab/pyproject.toml \
     "$EPIKV_CONSTRAINTS" "$EPIKV_ROOT"/proto/epikv/v1/*.proto
     grep '^project' "$EPIKV_ROOT/CMakeLists.txt") | sha256sum)
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return 0
@@ -105,7 +106,8 @@ install_python() {
   [ -n "${EPIKV_TORCH_INDEX:-}" ] && index=(--index-url "$EPIKV_TORCH_INDEX")
   # Alone: an index of torch builds need not have the other packages in these versions.
   stage "LibTorch $TORCH_VERSION" pip install --no-deps "torch==$TORCH_VERSION" "${index[@]}"
-  stage "Python packages" pip install -c "$EPIKV_CONSTRAINTS" -e "$EPIKV_ROOT/tools[bench,calibrate,export,test]"
+  stage "Python packages" pip install -c "$EPIKV_CONSTRAINTS" \
+    -e "$EPIKV_ROOT/tools[bench,calibrate,export,test]" -e "$EPIKV_ROOT/tools/lab"
   echo "$wanted" >"$stamp"
 }
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Format and lint of everything that is tracked: clang-format for C++, ruff for Python; and the types of
-# tools/epikv and tools/examples, by mypy. A part of run.sh.
+# tools/epikv, tools/lab and tools/examples, by mypy. A part of run.sh.
 #
 #   lint.sh          says what is wrong; exits 1 if anything is
 #   lint.sh --fix    mends what the tools can mend

@@ -40,7 +40,7 @@ fi
 build epikvd
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 if [ "${1:-}" = families ]; then
-  exec "$EPIKV_PYTHON" -m epikv.export.sweep "${@:2}"
+  exec "$EPIKV_PYTHON" -m epikv_lab.export.sweep "${@:2}"
 fi
 case ${1:-} in
 faults) script=ends.py && shift ;;

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from epikv import Accepted, Client, Kv, Stop, Summary
-from epikv.bench.scrape import scrape
 from epikv.sample import problem
 from epikv.sample.demo import demo
+from epikv.scrape import scrape
 from epikv.testing import PACED
 
 START_SECONDS = 120

@@ -25,8 +25,7 @@ from pathlib import Path
 import grpc
 import recorded
 from calls import Wrong, at_most, same
-from epikv import Client, RpcError, processes
-from epikv.bench import harness
+from epikv import Client, RpcError, harness, processes
 from epikv.testing import Daemon, DaemonError, find_binary
 from recorded import Ledger, Store, Traffic
 from soak import sample_model

@@ -22,8 +22,7 @@ import grpc
 import watch
 from calls import Wrong, at_most, same
 from crowd import Crowd, Plan, Way
-from epikv import processes
-from epikv.bench import harness
+from epikv import harness, processes
 from epikv.messages import Model
 from epikv.options import Kv, Output, Stop
 from epikv.testing import Daemon, DaemonError

@@ -15,7 +15,7 @@ import facts
 import watch
 from calls import Caller, Outcome, Wrong
 from cases import Case, Cases
-from epikv.bench.scrape import Page, scrape
+from epikv.scrape import Page, scrape
 from epikv.testing import Daemon
 
 REPLAYS_PER_POLICY = 2  # of each wave

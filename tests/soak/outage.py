@@ -18,7 +18,7 @@ from statistics import quantiles
 import recorded
 from calls import Wrong, same
 from epikv import Client, RpcError, processes
-from epikv.bench.scrape import Page, scrape
+from epikv.scrape import Page, scrape
 from epikv.testing import Daemon, DaemonError
 from recorded import Held, Ledger, Traffic
 from soak import sample_model

@@ -22,8 +22,8 @@ import grpc
 from calls import OWN, Wrong
 from crowd import Crowd, Plan, Way
 from epikv import processes
-from epikv.bench.scrape import scrape
 from epikv.options import Kv, Output, Stop
+from epikv.scrape import scrape
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
 from soak import sample_model

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 
 from calls import Wrong, same
 from epikv import Client, Experiment, Patience, RpcError, Stop
-from epikv.bench.scrape import scrape
+from epikv.scrape import scrape
 from epikv.v1 import experiment_pb2
 from google.protobuf import text_format
 

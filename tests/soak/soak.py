@@ -16,8 +16,7 @@ from pathlib import Path
 
 import watch
 from calls import Wrong
-from epikv import processes
-from epikv.bench import harness
+from epikv import harness, processes
 from epikv.testing import Daemon, DaemonError
 from facts import tally
 from google.protobuf.json_format import MessageToJson

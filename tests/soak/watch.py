@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calls import Wrong
-from epikv.bench.scrape import Page, scrape
+from epikv.scrape import Page, scrape
 from epikv.testing import Daemon
 
 QUIET_SECONDS = 30.0  # until all that clients left behind is gone

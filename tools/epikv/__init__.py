@@ -21,7 +21,7 @@ _HOMES = {
         "RpcError",
         "Unavailable",
     ),
-    "epikv.experiment.outcome": ("Outcome", "Patience"),
+    "epikv.outcome": ("Outcome", "Patience"),
     "epikv.messages": (
         "Accepted",
         "ActiveRequest",

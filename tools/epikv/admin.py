@@ -48,6 +48,7 @@ class Admin:
         self.close()
 
     def close(self) -> None:
+        """Closes the connection."""
         self._is_closed = True
         self._channel.close()
 

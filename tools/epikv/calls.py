@@ -20,7 +20,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epikv.connection import bearer, token_from_environment
 from epikv.errors import DeadlineExceeded, RpcError, Unavailable
-from epikv.experiment.outcome import MAX_BATCH, Outcome, Patience, record, record_batch
 from epikv.messages import (
     Accepted,
     Delta,
@@ -35,6 +34,7 @@ from epikv.messages import (
     from_proto,
 )
 from epikv.options import Chat, Experiment, Kv, Output, Prompt, Sampling, Scheduling, Stop
+from epikv.outcome import MAX_BATCH, Outcome, Patience, record, record_batch
 from epikv.v1 import (
     experiment_pb2,
     experiment_pb2_grpc,
@@ -126,8 +126,19 @@ def generate(
     request_id: str = "",
     timeout: float | None = None,
 ) -> Any:
-    """Starts a completion: Accepted, Deltas (and Progress, PromptLogprobs, EvictionEvents, if
-    asked for), Summary. Experiments may choose requests by `labels`."""
+    """Starts a completion, and returns its stream of events: Accepted, Deltas (and Progress,
+    PromptLogprobs, EvictionEvents, if asked for), Summary. Its `text()` gives the text alone.
+
+    prompt: text, a list of token ids, or a Chat.
+    kv: the policy, and the budget that it holds the KV cache to.
+    sampling: temperature, seed, and what the whole text has to be, such as JSON of a schema.
+    stop: the most tokens, and strings or tokens that end it.
+    output: what to send beside the text: token ids, logprobs, evictions.
+    scheduling: priority and tenant. experiment: who keeps its arm of an A/B test.
+    labels: experiments may choose requests by them.
+    model: empty where one model is served. request_id: empty: the server makes one.
+    timeout: seconds until the server ends it; None: no limit of the client's.
+    """
     request = _generate_request(
         prompt, kv, sampling, stop, output, scheduling, experiment, labels, model, request_id
     )
@@ -162,7 +173,10 @@ async def generate_once(
     request_id: str = "",
     timeout: float | None = None,
 ) -> GenerateResult:
-    """The whole completion at once."""
+    """The whole completion at once: `text`, `usage`, `kv`, ... Arguments are those of `generate`.
+
+    Raises RpcError for what the server refuses, with its reason and what to do.
+    """
     request = _generate_request(
         prompt, kv, sampling, stop, output, scheduling, experiment, labels, model, request_id
     )
@@ -188,8 +202,12 @@ async def score(
 ) -> ScoreResponse:
     """Log-probabilities of `continuation` after `prompt`, evicting as generating would.
 
-    `chunked` forces it through in prefill chunks: faster, only under the policy `full`.
-    `seed`: of policies that draw at random; a completion's, to repeat its evictions.
+    prompt, kv, scheduling, model, request_id, timeout: as of `generate`.
+    continuation: text or token ids. Its tokens are given, not sampled.
+    chunked: force it through in prefill chunks: faster, only under the policy `full`.
+    seed: of policies that draw at random; a completion's, to repeat its evictions.
+    top_logprobs: so many likeliest tokens at each place, beside the one that stands there.
+    kv_trace, residual_steps, kept: what is sent of evictions, as of Output.
     """
     request = generation_pb2.ScoreRequest(
         request_id=request_id,
@@ -217,6 +235,7 @@ async def cancel(connection: Connection, request_id: str) -> None:
 async def tokenize(
     connection: Connection, text: str, *, add_special_tokens: bool = True, model: str = ""
 ) -> list[int]:
+    """The token ids of a text, by the model's own tokenizer."""
     request = tokenization_pb2.TokenizeRequest(
         model=model, text=text, add_special_tokens=add_special_tokens
     )
@@ -230,6 +249,7 @@ async def detokenize(
     skip_special_tokens: bool = True,
     model: str = "",
 ) -> str:
+    """The text of token ids."""
     request = tokenization_pb2.DetokenizeRequest(
         model=model,
         tokens=generation_pb2.TokenIds(ids=token_ids),
@@ -248,11 +268,13 @@ async def apply_chat_template(
 
 
 async def models(connection: Connection) -> list[Model]:
+    """The models that are served."""
     reply = await connection.ask(connection.models.ListModels, model_pb2.ListModelsRequest())
     return [from_proto(model) for model in reply.models]
 
 
 async def model(connection: Connection, name: str) -> Model:
+    """The served model of this name; NOT_FOUND if there is none."""
     request = model_pb2.GetModelRequest(name=name)
     return from_proto(await connection.ask(connection.models.GetModel, request))
 
@@ -279,6 +301,7 @@ async def policies(connection: Connection, *, model: str = "") -> list[Policy]:
 
 
 async def policy(connection: Connection, name: str, *, model: str = "") -> Policy:
+    """The policy of this name, with its defaults for `model`; NOT_FOUND if there is none."""
     request = policy_pb2.GetPolicyRequest(name=name, model=model)
     return from_proto(await connection.ask(connection.policies.GetPolicy, request))
 
@@ -295,6 +318,7 @@ async def experiments(connection: Connection) -> list[experiment_pb2.Experiment]
 
 
 async def experiment(connection: Connection, name: str) -> experiment_pb2.Experiment:
+    """The experiment of this name; NOT_FOUND if there is none."""
     request = experiment_pb2.GetExperimentRequest(name=name)
     return await connection.ask(connection.experiments.GetExperiment, request)
 
@@ -333,6 +357,7 @@ async def update_experiment(
 async def start_experiment(
     connection: Connection, name: str, *, etag: str = ""
 ) -> experiment_pb2.Experiment:
+    """From now on requests take part in it. ABORTED (ETAG) where `etag` is given and not the latest."""
     request = experiment_pb2.StartExperimentRequest(name=name, etag=etag)
     return await connection.ask(connection.experiments.StartExperiment, request)
 
@@ -340,6 +365,7 @@ async def start_experiment(
 async def stop_experiment(
     connection: Connection, name: str, *, reason: str = "", etag: str = ""
 ) -> experiment_pb2.Experiment:
+    """No further requests take part in it. `reason` is kept with it; `etag` is as of start_experiment."""
     request = experiment_pb2.StopExperimentRequest(name=name, reason=reason, etag=etag)
     return await connection.ask(connection.experiments.StopExperiment, request)
 

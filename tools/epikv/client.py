@@ -107,7 +107,8 @@ class Client:
 
     `timeout`, where a method has it, is the call's deadline in seconds; `model` may be left empty
     where one model is served. A call after `close()` raises ValueError. AsyncClient has the same
-    methods for asyncio. What each one does: epikv/calls.py, and help(Client).
+    methods for asyncio. help(Client.generate) says what a method takes and returns; all are
+    written in epikv/calls.py.
     """
 
     def __init__(

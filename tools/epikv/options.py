@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -108,14 +108,26 @@ class Chat:
 Prompt = str | Sequence[int] | Chat  # text, token ids, or a conversation
 
 
-@dataclass(frozen=True)
-class Kv:
+class _Options:
+    def __repr__(self) -> str:
+        """Of what is not left out, so that signatures and errors are short."""
+        given = []
+        for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            made = each.default_factory
+            default = each.default if made is MISSING else made()
+            if (value := getattr(self, each.name)) != default:
+                given.append(f"{each.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Kv(_Options):
     """How the KV cache is held to a budget.
 
     `budget` counts tokens when it is an int, and is a share of prompt + max output, in (0, 1], when
-    it is a float; text is read as on the command line ("50%"). `positions` is "absolute", "compact" or "cache". The four protections replace the
-    policy's own; `equal_protection` replaces them all by the rule that comparisons use; None: as the server
-    says.
+    it is a float; text is read as on the command line ("50%"). `positions` is "absolute", "compact"
+    or "cache". The four protections replace the policy's own; `equal_protection` replaces them all
+    by the rule that comparisons use; None: as the server says.
     """
 
     policy: str = ""
@@ -158,8 +170,8 @@ class Kv:
         return result
 
 
-@dataclass(frozen=True)
-class Sampling:
+@dataclass(frozen=True, repr=False)
+class Sampling(_Options):
     """What is left out is the model's own, else as if it were not there: greedy, then.
 
     At most one of `regex`, `choice`, `json_schema` and `grammar` (EBNF) says what the whole text has to
@@ -199,8 +211,8 @@ class Sampling:
 GREEDY = Sampling(temperature=0)  # whatever the model's own is
 
 
-@dataclass(frozen=True)
-class Stop:
+@dataclass(frozen=True, repr=False)
+class Stop(_Options):
     """When to end, beside the model's end-of-sequence tokens."""
 
     max_output_tokens: int | None = None
@@ -214,8 +226,8 @@ class Stop:
         return message_of(generation_pb2.StopParams, **vars(self))
 
 
-@dataclass(frozen=True)
-class Output:
+@dataclass(frozen=True, repr=False)
+class Output(_Options):
     """What to send back."""
 
     text: bool | None = None  # default: true
@@ -237,8 +249,8 @@ class Output:
         return message_of(generation_pb2.OutputOptions, **{**vars(self), "coalesce": coalesce})
 
 
-@dataclass(frozen=True)
-class Scheduling:
+@dataclass(frozen=True, repr=False)
+class Scheduling(_Options):
     """Who is served first while requests wait.
 
     `priority` is "low", "normal" or "high"; tenants of one priority take turns.
@@ -256,8 +268,8 @@ class Scheduling:
         )
 
 
-@dataclass(frozen=True)
-class Experiment:
+@dataclass(frozen=True, repr=False)
+class Experiment(_Options):
     """How a request takes part in the server's experiments."""
 
     unit_id: str = ""  # who keeps its arm: a user, a session; empty: the request is its own unit

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+INTERRUPTED = 130  # exit status of a command that Ctrl-C ended
+
 # The kernel ends a process when the *thread* that started it ends: those of others start here.
 _lasting = ThreadPoolExecutor(1)
 

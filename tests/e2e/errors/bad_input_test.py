@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 from epikv import Client, Kv, Output, RpcError, Stop, Stream
-from epikv.bench.scrape import scrape
 from epikv.sample import problem
+from epikv.scrape import scrape
 from epikv.testing import PACED, Daemon
 from epikv.v1 import generation_pb2, kv_pb2
 

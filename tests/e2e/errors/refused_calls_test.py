@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 from click.testing import CliRunner
-from epikv.bench.scrape import scrape
 from epikv.cli import main
+from epikv.scrape import scrape
 from epikv.testing import PACED, Daemon
 from epikv.v1 import admin_pb2, experiment_pb2, generation_pb2
 from small_daemon import QUEUE

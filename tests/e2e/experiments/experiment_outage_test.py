@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from definitions import LEAN, define
 from epikv import Experiment, RpcError, Sampling, Stop
-from epikv.bench.scrape import scrape
 from epikv.connection import connect
+from epikv.scrape import scrape
 from epikv.testing import Daemon
 from epikv.v1 import experiment_pb2, experiment_pb2_grpc
 from waiting import eventually

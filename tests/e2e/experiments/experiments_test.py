@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 from definitions import LEAN, define
 from epikv import Client, Experiment, Kv, RpcError, Stop
-from epikv.bench.scrape import fetch
 from epikv.cli import main
 from epikv.eval.items import Item
 from epikv.eval.tasks import load
+from epikv.scrape import fetch
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import experiment_pb2
 from load_schema import SCHEMA

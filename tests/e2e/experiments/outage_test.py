@@ -13,7 +13,7 @@ from typing import Protocol
 
 import pytest
 from epikv import Client
-from epikv.bench.scrape import scrape
+from epikv.scrape import scrape
 from epikv.testing import Daemon, DaemonError, find_binary
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "soak"))

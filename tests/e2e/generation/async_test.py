@@ -19,8 +19,8 @@ from epikv import (
     RpcError,
     Stop,
 )
-from epikv.bench.scrape import scrape
 from epikv.sample import problem
+from epikv.scrape import scrape
 from epikv.testing import Daemon
 
 STREAMS = 20

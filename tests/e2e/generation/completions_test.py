@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from epikv import Delta, Finished, Kv, Output, RpcError, Sampling, Stop, Summary
-from epikv.bench.scrape import scrape
 from epikv.cli import main
+from epikv.scrape import scrape
 from epikv.testing import Daemon
 
 PROMPT = [40, 41, 42, 7, 7, 7]  # no problem at all: the model cannot be certain of what follows

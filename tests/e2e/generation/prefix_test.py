@@ -4,9 +4,9 @@ from pathlib import Path
 
 from click.testing import CliRunner
 from epikv import Delta, Kv, Output, Progress, Sampling, Stop, Summary
-from epikv.bench.scrape import scrape
 from epikv.cli import main
 from epikv.sample import problem
+from epikv.scrape import scrape
 from epikv.testing import Daemon
 
 FLAGS = ("--threads=1", "--deterministic=true", "--prefill_chunk_tokens=64")

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from epikv.bench.peers import convert
-from epikv.bench.peers.process import Epikvd, Job
-from epikv.bench.peers.venvs import Refused
 from epikv.client import Client
 from epikv.options import Output, Sampling, Stop
 from epikv.testing import find_binary
+from epikv_lab.bench.peers import convert
+from epikv_lab.bench.peers.process import Epikvd, Job
+from epikv_lab.bench.peers.venvs import Refused
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12] * 40]
 

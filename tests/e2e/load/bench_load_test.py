@@ -15,12 +15,12 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 from credentials import authority, new_token, signed
-from epikv.bench import overload
 from epikv.bench.generator import Retries
-from epikv.bench.scrape import scrape
 from epikv.cli import main
 from epikv.connection import TLS_VARIABLES, Tls
+from epikv.scrape import scrape
 from epikv.testing import Daemon
+from epikv_lab.bench import overload
 from load_schema import SCHEMA
 
 

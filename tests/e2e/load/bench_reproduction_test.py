@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 from click import ClickException
-from epikv.bench import attention, context, harness, reference
-from epikv.bench.context import MIB
+from epikv import harness
 from epikv.options import Kv
+from epikv_lab.bench import attention, context, reference
+from epikv_lab.bench.context import MIB
 
 WHERE: dict[str, Any] = {"server": None, "metrics": None, "binary": None}
 SHAPE = {**context.SHAPE, "layers": 2}

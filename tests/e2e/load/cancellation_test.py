@@ -16,8 +16,8 @@ from typing import Self
 import grpc
 import pytest
 from epikv import Accepted, Client, Delta, Event, Kv, Output, RpcError, Stop, Stream, Summary
-from epikv.bench.scrape import scrape
 from epikv.sample import problem
+from epikv.scrape import scrape
 from epikv.testing import PACED, Daemon
 from epikv.v1 import generation_pb2, generation_pb2_grpc
 from relay import Relay

@@ -11,8 +11,8 @@ from typing import Self
 
 import grpc
 from epikv import Client, RpcError, Scheduling, Stop
-from epikv.bench.scrape import Page, scrape
 from epikv.sample import problem
+from epikv.scrape import Page, scrape
 from epikv.testing import Daemon
 
 SECONDS = 20

@@ -17,7 +17,7 @@ from socket import create_server
 import pytest
 from credentials import new_token
 from epikv import Client, RpcError
-from epikv.bench.scrape import scrape
+from epikv.scrape import scrape
 from epikv.testing import Daemon
 from failed_start import start
 from metrics_page import Family, Series, moved

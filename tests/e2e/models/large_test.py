@@ -1,4 +1,4 @@
-"""`python -m epikv.export.large`: its stages on a small shape, and that peaks are peaks."""
+"""`python -m epikv_lab.export.large`: its stages on a small shape, and that peaks are peaks."""
 
 import re
 import subprocess
@@ -6,11 +6,17 @@ import sys
 import time
 from pathlib import Path
 
-from epikv.export.large import watched
+from epikv_lab.export.large import watched
 
 
 def test_writes_exports_and_serves_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "epikv.export.large", "--shape=tiny", f"--folder={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "epikv_lab.export.large",
+        "--shape=tiny",
+        f"--folder={tmp_path}",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     for stage in ("write", "export", "serve"):
@@ -25,7 +31,7 @@ def test_writes_exports_and_serves_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_fails_is_told(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from epikv.export.large import run; run('odd', '1 / 0')"]
+    command = [sys.executable, "-c", "from epikv_lab.export.large import run; run('odd', '1 / 0')"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
 

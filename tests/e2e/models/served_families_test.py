@@ -1,6 +1,6 @@
 """Every family that can be exported, served by the real daemon: what it says equals transformers.
 
-More configurations: `python -m epikv.export.sweep`.
+More configurations: `python -m epikv_lab.export.sweep`.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from epikv.client import Client
 from epikv.export.families import FAMILIES
-from epikv.export.sweep import Model, check, make, name_of, serving
+from epikv_lab.export.sweep import Model, check, make, name_of, serving
 
 CONFIGURATIONS = 3  # of each family
 CASES = [

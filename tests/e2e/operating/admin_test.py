@@ -13,9 +13,9 @@ import pytest
 from admin_calls import admin_of
 from credentials import new_token, replace
 from epikv import Accepted, Client, Delta, Event, Output, RpcError, Stop, Stream, Summary
-from epikv.bench.scrape import fetch, scrape
 from epikv.export import random_model
 from epikv.sample import problem
+from epikv.scrape import fetch, scrape
 from epikv.testing import PACED, Daemon
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waiting import eventually

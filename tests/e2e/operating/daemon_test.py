@@ -14,9 +14,9 @@ import grpc
 import pytest
 import torch
 from epikv import Accepted, Client, Kv, Output, RpcError, Stop, Summary
-from epikv.bench.scrape import fetch, scrape
 from epikv.export import random_model
 from epikv.sample import problem
+from epikv.scrape import fetch, scrape
 from epikv.testing import PACED, Daemon, DaemonError
 from epikv.v1 import admin_pb2, admin_pb2_grpc
 from epikv.v1.config_pb2 import ModelSource

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from credentials import authority, new_token, replace, signed
 from epikv import Client, Experiment, Kv, Patience, RpcError, Scheduling, Stop, Tls
-from epikv.bench.scrape import scrape
 from epikv.connection import connect
+from epikv.scrape import scrape
 from epikv.testing import Daemon
 from epikv.v1 import (
     experiment_pb2,

@@ -283,8 +283,8 @@ def test_evaluation_equals_a_plain_loop(tmp_path: Path) -> None:
     problems, and a trained model."""
     import torch
     from epikv.export import export
-    from epikv.sample.agree import agree
-    from epikv.sample.model import Llama, load, save
+    from epikv_lab.sample.agree import agree
+    from epikv_lab.sample.model import Llama, load, save
 
     torch.manual_seed(0)
     save(Llama(), tmp_path / "model")

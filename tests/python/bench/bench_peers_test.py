@@ -5,14 +5,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from epikv.bench.peers import agree, cells, checkpoint, convert, curves, engines, results, rounds
-from epikv.bench.peers.agree import Agreement
-from epikv.bench.peers.cells import Cell, parse
-from epikv.bench.peers.engines import FULL, Arm
-from epikv.bench.peers.process import Job, Reply, Runner
-from epikv.bench.peers.rounds import Loaded, Results, Sample
-from epikv.bench.peers.venvs import Refused, run
 from epikv.stats import Estimate
+from epikv_lab.bench.peers import (
+    agree,
+    cells,
+    checkpoint,
+    convert,
+    curves,
+    engines,
+    results,
+    rounds,
+)
+from epikv_lab.bench.peers.agree import Agreement
+from epikv_lab.bench.peers.cells import Cell, parse
+from epikv_lab.bench.peers.engines import FULL, Arm
+from epikv_lab.bench.peers.process import Job, Reply, Runner
+from epikv_lab.bench.peers.rounds import Loaded, Results, Sample
+from epikv_lab.bench.peers.venvs import Refused, run
 
 TINY = checkpoint.Shape(hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, vocabulary=300)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from epikv.bench import harness, profile
-from epikv.bench.profile import Function
+from epikv import harness
+from epikv_lab.bench import profile
+from epikv_lab.bench.profile import Function
 
 REPORT = """
     80.46%\tepikvd           \t[.] epikv::(anonymous namespace)::MultiplyWide

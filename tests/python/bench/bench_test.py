@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 from click import ClickException
 from click.testing import CliRunner
-from epikv import programs
-from epikv.bench import harness, policies
-from epikv.bench.scrape import parse
-from epikv.bench.streams import random_prompt
+from epikv import harness, programs
 from epikv.cli import main
 from epikv.messages import Policy, PolicyParam
+from epikv.scrape import parse
 from epikv.testing import DaemonError, find_binary
+from epikv_lab.bench import policies
+from epikv_lab.bench.streams import random_prompt
 
 PAGE = """\
 # HELP epikv_step_tokens_total Tokens run in steps.
@@ -192,7 +192,7 @@ def test_what_measures_a_model_builds_no_daemon_where_there_is_one(
     """`epikv eval` and `epikv calibrate`: a checkout's daemon as it was built last."""
     root = checkout(tmp_path, 'mkdir -p "$ROOT/build/dev/server"; touch "$ROOT/made"')
     built = root / "build" / "dev" / "server" / "epikvd"
-    monkeypatch.setattr(harness, "_ROOT", root)
+    monkeypatch.setattr(harness, "ROOT", root)
     monkeypatch.setattr(programs, "PACKAGE", root / "tools" / "epikv")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert harness.built_binary(Path("/given/epikvd")) == Path("/given/epikvd")
@@ -207,7 +207,7 @@ def test_what_measures_a_model_builds_no_daemon_where_there_is_one(
 def test_a_failed_build_is_not_taken_for_a_short_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness, "_ROOT", checkout(tmp_path, "exit 1"))
+    monkeypatch.setattr(harness, "ROOT", checkout(tmp_path, "exit 1"))
     result = CliRunner().invoke(main, ["bench", "position"])
     assert result.exit_code == 2 and "could not be built" in result.stderr and not result.stdout
 

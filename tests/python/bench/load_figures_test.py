@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from epikv.bench import capacity, overload, plots
+from epikv.bench import capacity, plots
 from epikv.bench.generator import ClosedLoop, Generator, Load, Sample
 from epikv.bench.report import Window, figures, goodput, percentiles, report, timeline
 from epikv.bench.watch import Readings
@@ -18,6 +18,7 @@ from epikv.v1 import (
     experiment_pb2,
     experiment_pb2_grpc,
 )
+from epikv_lab.bench import overload
 from fake_epikvd import serve
 from scripted_load import WORKLOAD, Scripted, refuse, sample
 

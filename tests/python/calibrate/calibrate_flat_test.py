@@ -8,9 +8,9 @@ import pytest
 from epikv.calibrate.choose import search
 from epikv.calibrate.confirm import RANDOM, Outcome, arms, gain, told
 from epikv.calibrate.plan import Plan, Report
-from epikv.calibrate.synthetic import World
 from epikv.eval.items import Item
 from epikv.export import archive, random_model
+from epikv_lab.calibrate.synthetic import World
 from tiny_model import TINY
 
 

@@ -17,7 +17,7 @@ from epikv.calibrate.separation import (
     turned_recalls,
 )
 from epikv.calibrate.signals import pair_scores, pairs, rolling
-from epikv.calibrate.synthetic import World, rate
+from epikv_lab.calibrate.synthetic import World, rate
 from scipy.stats import mannwhitneyu
 
 RNG = np.random.default_rng(0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from async_calls import ENDLESS, NOBODY, connected, finish
 from epikv import (
     Accepted,
+    Admin,
     AsyncClient,
     AsyncStream,
     Chat,
@@ -33,7 +35,7 @@ from epikv import (
     Tls,
     Unavailable,
 )
-from epikv.experiment.outcome import MAX_BATCH
+from epikv.outcome import MAX_BATCH
 from epikv.v1 import experiment_pb2
 
 
@@ -87,6 +89,28 @@ def test_methods_are_described_as_they_are_called() -> None:
         "model": str,
         "return": list[int],
     }
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient, Admin], ids=lambda kind: kind.__name__)
+def test_help_says_what_each_method_does(kind: type) -> None:
+    assert [name for name, each in public(kind).items() if not each.__doc__] == []
+
+
+@pytest.mark.parametrize("name", ["generate", "score"])
+def test_help_has_a_line_of_every_argument(name: str) -> None:
+    method = getattr(Client, name)
+    said = inspect.getdoc(method)
+    _, *taken = inspect.signature(method).parameters
+    assert said is not None
+    assert [each for each in taken if not re.search(rf"\b{each}\b[\w, ]*:", said)] == []
+
+
+def test_signatures_are_short() -> None:
+    """What is left out of an option is not told."""
+    shown = str(inspect.signature(Client.generate))
+    assert "kv: epikv.options.Kv = Kv()," in shown and "Sampling()" in shown
+    assert repr(Kv("h2o", 0.5, params={"a": 1})) == "Kv(policy='h2o', budget=0.5, params={'a': 1})"
+    assert eval(repr(Kv("h2o", sink_tokens=4))) == Kv("h2o", sink_tokens=4)
 
 
 def lean() -> experiment_pb2.Experiment:

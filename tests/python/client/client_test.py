@@ -38,13 +38,13 @@ from epikv import (
     Unavailable,
     patiently,
 )
-from epikv.bench import targets
-from epikv.bench.costs import write_costs
 from epikv.cli import main
 from epikv.messages import MESSAGES
 from epikv.options import ROLES
 from epikv.testing import Daemon, DaemonError
 from epikv.v1 import generation_pb2, kv_pb2
+from epikv_lab.bench import targets
+from epikv_lab.bench.costs import write_costs
 
 ROOT = Path(__file__).parents[3]
 

@@ -40,8 +40,8 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 PEERS = """
 import sys
 from pathlib import Path
-from epikv.bench.peers import convert, engines, venvs
-from epikv.bench.peers.process import Job
+from epikv_lab.bench.peers import convert, engines, venvs
+from epikv_lab.bench.peers.process import Job
 venvs.llama = lambda: Path(sys.argv[1])
 venvs.python = lambda *_: Path(sys.executable)
 convert.gguf = lambda *_: Path("model.gguf")

@@ -26,7 +26,7 @@ def test_families_are_tasks() -> None:
 
 def test_an_oracle_is_told_indexes_of_prompt_and_trace() -> None:
     pytest.importorskip("torch")
-    from epikv.sample.agree import NEED
+    from epikv_lab.sample.agree import NEED
 
     item = load("sample:programs", "test", 1, needs={"programs": NEED})[0]
     task = problem("test/0", "programs")

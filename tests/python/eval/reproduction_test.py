@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 from epikv import processes
-from epikv.bench import attention, context
-from epikv.bench.attention import Time
-from epikv.bench.context import MIB, Curve, Longest
 from epikv.eval.plan import RANDOM
-from epikv.sample import measure, reproduction
-from epikv.sample.measure import PUBLISHED, named
-from epikv.sample.reproduction import Claim
-from epikv.sample.scores import Score
 from epikv.stats import Estimate
+from epikv_lab.bench import attention, context
+from epikv_lab.bench.attention import Time
+from epikv_lab.bench.context import MIB, Curve, Longest
+from epikv_lab.sample import measure, reproduction
+from epikv_lab.sample.measure import PUBLISHED, named
+from epikv_lab.sample.reproduction import Claim
+from epikv_lab.sample.scores import Score
 
 SHAPE = {**context.SHAPE, "layers": 2}
 
@@ -94,7 +94,7 @@ def test_contexts_are_told_over_the_comparator() -> None:
 def test_ways_differ_in_what_they_return_and_not_in_what_they_compute() -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from epikv.bench import reference
+    from epikv_lab.bench import reference
     from transformers import DynamicCache
 
     model = reference.load(SHAPE)

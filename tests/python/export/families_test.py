@@ -11,7 +11,7 @@ from epikv.export.checkpoint import read_config
 from epikv.export.families import FAMILIES, attention_of, shape_of
 from epikv.export.manifest import Layer, Rope
 from epikv.export.synthetic import write_directory
-from epikv.export.zoo import configuration
+from epikv_lab.export.zoo import configuration
 
 # The fields of published config.json files that say what is computed.
 LLAMA_3_1_8B = {

@@ -1,9 +1,17 @@
 """Candidates for policies, as they are simulated."""
 
 import torch
-from epikv.sample.candidates import GAP, AttentionFromAfar, Distinct, Frozen, Local, Sampled, _ridge
-from epikv.sample.model import LAYERS, WIDTH
-from epikv.sample.simulate import newest_z
+from epikv_lab.sample.candidates import (
+    GAP,
+    AttentionFromAfar,
+    Distinct,
+    Frozen,
+    Local,
+    Sampled,
+    _ridge,
+)
+from epikv_lab.sample.model import LAYERS, WIDTH
+from epikv_lab.sample.simulate import newest_z
 
 
 def residuals(row: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from epikv.export import chat
 from epikv.sample.chat import TEMPLATE
-from epikv.sample.measure import folders
+from epikv_lab.sample.measure import folders
 
 FOLDERS = folders()
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from epikv.eval.results import Record, store
-from epikv.sample.picture import draw
-from epikv.sample.scores import Score, condense, read, write
+from epikv_lab.sample.picture import draw
+from epikv_lab.sample.scores import Score, condense, read, write
 
 PLAN = {
     "tasks": [{"name": "a", "problems": 12, "oracle": False}],

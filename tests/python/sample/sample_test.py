@@ -7,13 +7,16 @@ from statistics import mean
 import pytest
 import torch
 from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
-from epikv.sample import FAMILIES, Role, card, problem
+from epikv.sample import FAMILIES, Role, problem
 from epikv.sample.families import Family
-from epikv.sample.measure import folders
-from epikv.sample.model import Llama, save, tokenizer
-from epikv.sample.recall import recall
-from epikv.sample.scores import read, solved
-from epikv.sample.simulate import (
+from epikv.sample.vocabulary import NAMES, TOKEN_IDS, VOCABULARY, encode
+from epikv.stats import wilson
+from epikv_lab.sample import card
+from epikv_lab.sample.measure import folders
+from epikv_lab.sample.model import Llama, save, tokenizer
+from epikv_lab.sample.recall import recall
+from epikv_lab.sample.scores import read, solved
+from epikv_lab.sample.simulate import (
     EpikvFlat,
     Frozen,
     Recency,
@@ -21,9 +24,7 @@ from epikv.sample.simulate import (
     newest_z,
     run,
 )
-from epikv.sample.train import Recipe, Run, StuckError
-from epikv.sample.vocabulary import NAMES, TOKEN_IDS, VOCABULARY, encode
-from epikv.stats import wilson
+from epikv_lab.sample.train import Recipe, Run, StuckError
 
 MODELS = Path(__file__).parents[3] / "tools" / "sample_model"
 CHANCE = (RANDOM, FROZEN)
@@ -141,7 +142,7 @@ def test_own_forward_equals_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     save(Llama(), tmp_path)
     reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    from epikv.sample.model import load
+    from epikv_lab.sample.model import load
 
     ids = torch.tensor([encode(problem(2).prompt)])
     with torch.inference_mode():
@@ -183,7 +184,7 @@ def test_a_budget_that_fits_changes_nothing() -> None:
 def test_training_stops_when_recall_is_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epikv.sample.train.REVIEW_STEPS", 2)
+    monkeypatch.setattr("epikv_lab.sample.train.REVIEW_STEPS", 2)
     with pytest.raises(StuckError, match="another seed"):
         Run(Recipe(0, recall_deadline=0), tmp_path, "cpu").train()
 

@@ -5,7 +5,7 @@ from statistics import median
 
 import click
 
-from epikv.bench import harness
+from epikv import harness
 from epikv.bench.generator import ClosedLoop, Generator, Load
 from epikv.bench.report import Window, figures
 

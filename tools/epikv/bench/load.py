@@ -7,6 +7,7 @@ Closed loop (--concurrency): each request's end begins the next.
 load.schema.json is the JSON Schema of what --json writes.
 """
 
+import json
 import math
 import re
 import sys
@@ -18,18 +19,19 @@ from typing import Any
 
 import click
 
-from epikv.bench import capacity, harness, plots
+from epikv import harness
+from epikv.bench import capacity, plots
 from epikv.bench.generator import ClosedLoop, Generator, Load, OpenLoop, Pattern
-from epikv.bench.harness import Served
 from epikv.bench.report import Window, report, show
-from epikv.bench.targets import INTERRUPTED, finish
 from epikv.bench.watch import Watch
 from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.errors import RpcError
 from epikv.eval import tasks
 from epikv.eval.items import Item
+from epikv.harness import Served
 from epikv.messages import Model
 from epikv.options import Experiment, Stop
+from epikv.processes import INTERRUPTED
 
 # Of the daemon that is started where no --model is given: a step takes milliseconds.
 SHAPE: harness.Shape = {
@@ -256,6 +258,7 @@ def command(
         click.echo(f"{sent} for {window.seconds:.3g} s after {window.begin:.3g} s{limit}\n")
         show(told)
     details = {
+        "bench": "load",
         "settings": {
             **settings(workload, generator),
             "rate": rate,
@@ -275,7 +278,8 @@ def command(
     }
     if plots_folder is not None:
         plots.draw(plots_folder, load, names(workload), window, told)
-    finish("load", [], details, json_file, untargeted="a load has figures, and no target")
+    if json_file is not None:
+        json_file.write_text(json.dumps(details, indent=1) + "\n")
     if load.interrupted:
         sys.exit(INTERRUPTED)
 

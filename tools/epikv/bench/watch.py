@@ -19,8 +19,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epikv import processes
-from epikv.bench.scrape import fetch
 from epikv.connection import Tls, connect
+from epikv.scrape import fetch
 
 Answer = TypeVar("Answer")
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import click
 
-from epikv import bench, processes
+from epikv import processes
 from epikv.cli import (
     admin,
+    bench,
     calibrate,
     cancel,
     chat,
@@ -51,7 +52,7 @@ def main() -> None:
 
 for command in (
     admin.group,
-    bench.command,
+    bench.group,
     calibrate.group,
     cancel.command,
     chat.command,

@@ -84,7 +84,7 @@ def _uninstalled(error: ImportError) -> click.ClickException:
 
 
 def _write(out: Path, policy: str, manifest: "Manifest", **what: Any) -> None:
-    from epikv import artefacts
+    from epikv.calibrate import artefacts
 
     try:
         artefacts.write(out, policy, manifest, **what)

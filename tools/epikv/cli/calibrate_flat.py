@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from epikv.bench import harness
-from epikv.bench.targets import INTERRUPTED
+from epikv import harness
 from epikv.client import Client
 from epikv.errors import RpcError
 from epikv.installing import pip_install
 from epikv.messages import Model
+from epikv.processes import INTERRUPTED
 
 if TYPE_CHECKING:
     from epikv.calibrate.plan import Plan

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from epikv.bench import harness
-from epikv.bench.targets import INTERRUPTED
+from epikv import harness
 from epikv.cli import options, show
 from epikv.client import Client
 from epikv.connection import DEFAULT_SERVER
 from epikv.errors import RpcError
 from epikv.messages import Model
 from epikv.options import POSITIONS, show_budget
+from epikv.processes import INTERRUPTED
 
 if TYPE_CHECKING:
     from epikv.eval.plan import Task
@@ -176,7 +176,8 @@ def _evaluate(
     **where: Any,
 ) -> int:
     """The exit status."""
-    from epikv.eval import models, runner
+    from epikv.cli import eval_models as models
+    from epikv.eval import runner
     from epikv.eval.plan import Settings, arms, document
     from epikv.eval.summary import faults
 
@@ -253,7 +254,7 @@ def _served(
     flags: Sequence[str],
 ) -> Iterator[harness.Served]:
     """The daemon at `server`, or one on `model` or on what `model_dir` holds."""
-    from epikv.eval import models
+    from epikv.cli import eval_models as models
 
     if server is not None and model is not None:
         raise click.UsageError("give --server or --model: of a server's daemon the model is known")

@@ -21,7 +21,7 @@ from epikv.cli import (
 from epikv.client import Client
 from epikv.experiment import definition
 from epikv.experiment.assignment import arm_of, window_at
-from epikv.experiment.outcome import parse_time
+from epikv.outcome import parse_time
 from epikv.v1.experiment_pb2 import Experiment
 
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)

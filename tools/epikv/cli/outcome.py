@@ -15,8 +15,8 @@ from rich.table import Table
 from epikv.cli import options, show
 from epikv.client import Client
 from epikv.errors import RpcError
-from epikv.experiment.outcome import MAX_BATCH, Outcome, Patience, parse_time
 from epikv.messages import OutcomeResult
+from epikv.outcome import MAX_BATCH, Outcome, Patience, parse_time
 
 _SHOWN = 5  # lines, of what was refused for one reason
 

@@ -13,8 +13,8 @@ from epikv.eval.table import protection
 from epikv.installing import pip_install
 
 _COLUMNS = 3
-# How arms look, here and in the picture of the sample models (epikv.sample.picture): the colours of
-# the page of an experiment.
+# How arms look, here and in the lab's picture of the sample models: the colours of the page of an
+# experiment.
 COLOURS = ("#2563eb", "#c2620a", "#c02672", "#7c3aed", "#0b7fae", "#5a8a0a")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 OTHERS: dict[str, Any] = {"color": "0.82", "linewidth": 0.8, "zorder": 1}

@@ -75,7 +75,7 @@ def _sample(name: str, split: str, count: int, needs: "Mapping[str, Need]") -> l
 
 
 def _needed(need: "Need", task: "Problem") -> Needed:
-    from epikv.sample.simulate import recent
+    from epikv.sample.need import recent
 
     prompt = len(task.prompt.split())
 

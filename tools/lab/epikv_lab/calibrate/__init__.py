@@ -1,0 +1,1 @@
+"""`epikv calibrate` on made-up traces, of which is known what it ought to find."""

@@ -1,0 +1,1 @@
+"""`epikv export` on configurations and sizes that no checkpoint at hand has."""
