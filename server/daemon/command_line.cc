@@ -27,7 +27,7 @@ namespace pb = google::protobuf;
 
 std::string UnknownFlag(absl::string_view name) {
   std::vector<std::string> close;
-  for (const Setting& setting : Settings()) {
+  for (const Setting& setting : AllSettings()) {
     const std::string& known = setting.field->name();
     if (IsClose(name, known)) close.push_back(absl::StrCat("--", known));
   }
@@ -160,7 +160,7 @@ void ApplyFlag(const Flag& flag, v1::ServerConfig& config, Problems& problems) {
 
 PrintConfig ToPrintConfig(const v1::ServerConfig& config) {
   PrintConfig print;
-  for (const Setting& setting : Settings()) {
+  for (const Setting& setting : AllSettings()) {
     for (const std::string& line : setting.comment) absl::StrAppend(&print.text, "# ", line, "\n");
     absl::StrAppend(&print.text, setting.field->name(), ": ", ValueText(config, *setting.field),
                     "\n\n");
@@ -178,7 +178,7 @@ PrintHelp ToPrintHelp(const v1::ServerConfig& defaults) {
                      "  --print_config  print the settings as they are after file and flags\n"
                      "  --version       print the version\n"
                      "  --help          this\n\n"};
-  for (const Setting& setting : Settings()) {
+  for (const Setting& setting : AllSettings()) {
     absl::StrAppend(&help.text, "  --", setting.field->name(), "=",
                     ValueText(defaults, *setting.field), "\n");
     for (const std::string& line : setting.comment) {

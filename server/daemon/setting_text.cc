@@ -28,7 +28,7 @@ v1::ServerConfig DefaultConfig() {
   return ParseText(kDefaultConfig, "defaults", problems);
 }
 
-const std::vector<Setting>& Settings() {
+const std::vector<Setting>& AllSettings() {
   static const auto& settings = *[] {
     auto* all = new std::vector<Setting>;
     std::vector<std::string> comment;

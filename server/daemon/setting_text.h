@@ -49,7 +49,7 @@ struct Setting {
 };
 
 // In the file's order.
-const std::vector<Setting>& Settings();
+const std::vector<Setting>& AllSettings();
 
 std::string ValueText(const v1::ServerConfig& config,
                       const google::protobuf::FieldDescriptor& field);
