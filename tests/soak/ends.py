@@ -29,7 +29,7 @@ from epikv.testing import Daemon, DaemonError
 from epikv.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
 from soak import sample_model
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "fixtures"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fixtures" / "python"))
 from relay import Relay
 
 PLACES = 64  # requests that hold KV at once

@@ -20,7 +20,7 @@ from epikv.scrape import scrape
 from epikv.v1 import experiment_pb2
 from google.protobuf import text_format
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "fixtures"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fixtures" / "python"))
 from postgres import Postgres
 
 NAME, METRIC = "recorded", "worth"

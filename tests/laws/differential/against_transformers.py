@@ -22,7 +22,7 @@ from transformers.masking_utils import eager_mask
 from transformers.models.llama.modeling_llama import repeat_kv
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT / "tests" / "fixtures")]
+sys.path[:0] = [str(ROOT / "tests" / "fixtures" / "python")]
 
 import make_models  # noqa: E402
 from epikv.export import parity  # noqa: E402

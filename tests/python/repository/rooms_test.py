@@ -79,7 +79,7 @@ def test_every_folder_of_e2e_is_in_the_table() -> None:
 
 
 def test_no_test_imports_from_another() -> None:
-    """What several need lies in tests/fixtures: a folder of tests can be run by itself."""
+    """What several need lies in tests/fixtures/python: a folder of tests can be run by itself."""
     imports = re.compile(r"^(?:from|import) (\w+_test|conftest)\b", re.MULTILINE)
     files = [*(ROOT / "tests").rglob("*_test.py"), *(ROOT / "tests").rglob("conftest.py")]
     assert [file for file in files if imports.search(file.read_text())] == []
