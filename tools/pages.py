@@ -23,7 +23,17 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 def sources() -> dict[Path, str]:
     """Pages and pictures of the checkout, with their names on the site."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.png", "*.svg"],
+        [
+            "git",
+            "ls-files",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "*.md",
+            "*.png",
+            "*.svg",
+            "*.css",
+        ],
         cwd=ROOT,
         check=True,
         capture_output=True,
