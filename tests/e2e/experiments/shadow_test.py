@@ -133,16 +133,17 @@ def test_replays_show_what_a_client_finds_by_scoring(
     watched: Watched, problems: list[Item], access_log: Path
 ) -> None:
     client = watched.client
-    results = [
-        client.generate_once(
+    results = []
+    for number, item in enumerate(problems):
+        result = client.generate_once(
             item.prompt,
             experiment=Experiment(unit_id=f"user-{number}"),
             stop=Stop(max_output_tokens=(item.trace_tokens or 0) + 8),
             output=Output(token_ids=True),
         )
-        for number, item in enumerate(problems)
-    ]
-    until(lambda: watched.compared() == PROBLEMS)
+        results.append(result)
+        # Before the next one: a replay that requests interrupt is given up after some tries.
+        until(lambda: watched.compared() == len(results))
 
     expected: dict[str, list[tuple[float, float]]] = {"full": [], "lean": []}
     for item, result in zip(problems, results, strict=True):
