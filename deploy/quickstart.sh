@@ -17,8 +17,12 @@ PROBLEM_SEED=9
 BUDGET=384
 POLICY=epikv_flat
 
-setup
+prepare
+install_tools >"$EPIKV_LOGS/tools.txt" 2>&1 &  # while the daemon is built
+tools=$!
 build epikvd epikv-probe
+wait "$tools" || { cat "$EPIKV_LOGS/tools.txt" >&2; exit 1; }
+tail -n 1 "$EPIKV_LOGS/tools.txt"
 
 sample=$EPIKV_ROOT/tools/sample_model/$(cat "$EPIKV_ROOT/tools/sample_model/SHIPPED")
 model=$EPIKV_ROOT/build/sample/$(sha256sum "$sample"/*.* "$EPIKV_ROOT"/tools/epikv/export/*.py |

@@ -92,8 +92,19 @@ fetch_xgrammar() {
     --dest "$folder" -r "$folder/xgrammar.txt"
 }
 
-# The virtual environment in pinned versions, made again when what it depends on has changed.
-install_python() {
+# LibTorch, which the build needs, into a new virtual environment where the version has changed.
+install_torch() {
+  local index=()
+  [ -f "$EPIKV_VENV/torch.stamp" ] && [ "$(cat "$EPIKV_VENV/torch.stamp")" = "$TORCH_VERSION" ] && return 0
+  make_venv
+  [ -n "${EPIKV_TORCH_INDEX:-}" ] && index=(--index-url "$EPIKV_TORCH_INDEX")
+  # Alone: an index of torch builds need not have the other packages in these versions.
+  stage "LibTorch $TORCH_VERSION" pip install --no-deps "torch==$TORCH_VERSION" "${index[@]}"
+  echo "$TORCH_VERSION" >"$EPIKV_VENV/torch.stamp"
+}
+
+# All other Python packages, in pinned versions, again when what they depend on has changed.
+install_tools() {
   local stamp wanted
   stamp=$EPIKV_VENV/epikv.stamp
   wanted=$( (cat "$EPIKV_ROOT"/tools/pyproject.toml "$EPIKV_ROOT"/tools/setup.py \
@@ -101,11 +112,6 @@ install_python() {
     "$EPIKV_CONSTRAINTS" "$EPIKV_ROOT"/proto/epikv/v1/*.proto
     grep '^project' "$EPIKV_ROOT/CMakeLists.txt") | sha256sum)
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return 0
-  make_venv
-  local index=()
-  [ -n "${EPIKV_TORCH_INDEX:-}" ] && index=(--index-url "$EPIKV_TORCH_INDEX")
-  # Alone: an index of torch builds need not have the other packages in these versions.
-  stage "LibTorch $TORCH_VERSION" pip install --no-deps "torch==$TORCH_VERSION" "${index[@]}"
   stage "Python packages" pip install -c "$EPIKV_CONSTRAINTS" \
     -e "$EPIKV_ROOT/tools[bench,calibrate,export,test]" -e "$EPIKV_ROOT/tools/lab"
   echo "$wanted" >"$stamp"
@@ -113,7 +119,7 @@ install_python() {
 
 # LibTorch of the Python package, for cmake.
 use_torch() {
-  install_python
+  install_torch
   EPIKV_TORCH_DIR=$("$EPIKV_PYTHON" -c \
     'import importlib.util, os; print(os.path.dirname(importlib.util.find_spec("torch").origin))')
   export EPIKV_TORCH_DIR EPIKV_PYTHON
@@ -121,14 +127,20 @@ use_torch() {
   printf '%-24s %s\n' "torch wheel" "$(pip list --format=freeze 2>/dev/null | grep '^torch=')"
 }
 
-# setup: packages, Python, configured build tree (in build/dev).
-setup() {
+# prepare: packages, LibTorch, configured build tree (in build/dev). What a build needs, and no more.
+prepare() {
   install_packages
   use_torch
   fetch_xgrammar
   cd "$EPIKV_ROOT"
   export CCACHE_DIR=${CCACHE_DIR:-$EPIKV_ROOT/build/ccache}
   stage "configure" cmake --preset dev
+}
+
+# setup: that and the Python packages.
+setup() {
+  prepare
+  install_tools
 }
 
 build() {  # targets; none: all

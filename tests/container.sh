@@ -13,7 +13,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 
 EPIKV_PACKAGES+=(buildah debootstrap iproute2)
 install_packages
-install_python
+install_torch
+install_tools
 cd "$EPIKV_ROOT"
 
 work=${EPIKV_CONTAINER_DIR:-$EPIKV_ROOT/build/container}

@@ -12,7 +12,7 @@ import pytest
 from epikv.testing import Daemon
 from epikv.v1 import admin_pb2, generation_pb2
 from odd_model import save, unreadable
-from told import ADMIN, GENERATION, Code, Generate, Told, ask, read_error, refusal
+from told import ADMIN, GENERATION, Code, Generate, Row, Told, ask, check, read_error, refusal
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -50,6 +50,16 @@ def test_a_forward_that_fails(odd: Daemon, token: int, says: str) -> None:
     assert failed.code is Code.INTERNAL and failed.info.reason == "INTERNAL"
     assert says in failed.message and "\n" not in failed.message
     assert failed.info.metadata["trace_id"] == TRACE
+
+
+def test_a_conversation_with_a_model_that_has_no_format_for_it(odd: Daemon) -> None:
+    row = Row(
+        Generate(chat={"messages": [{"role": "CHAT_ROLE_USER", "content": "hello"}]}),
+        {"chat": ["chat"]},
+        code=Code.FAILED_PRECONDITION,
+        reason="CHAT_FORMAT",
+    )
+    check(row, refusal(odd.grpc, row.method, row.request))
 
 
 def load(path: Path, **more: Any) -> admin_pb2.LoadModelRequest:

@@ -291,12 +291,6 @@ ROWS = {
         code=Code.FAILED_PRECONDITION,
         reason="PROMPT_EVICTED",
     ),
-    "conversation with a model that has no format for it": Row(
-        Generate(chat={"messages": [{"role": "CHAT_ROLE_USER", "content": "hello"}]}),
-        {"chat": ["chat"]},
-        code=Code.FAILED_PRECONDITION,
-        reason="CHAT_FORMAT",
-    ),
     "message out of turn": Row(
         Generate(chat={"messages": [{"role": "CHAT_ROLE_ASSISTANT", "content": "hello"}]}),
         {"chat.messages[0].role": ["user", "assistant", "in turns"]},
