@@ -92,7 +92,7 @@ fetch_xgrammar() {
     --dest "$folder" -r "$folder/xgrammar.txt"
 }
 
-# LibTorch, which the build needs, into a new virtual environment where the version has changed.
+# LibTorch, which the build needs, again when its version has changed.
 install_torch() {
   local index=()
   [ -f "$EPIKV_VENV/torch.stamp" ] && [ "$(cat "$EPIKV_VENV/torch.stamp")" = "$TORCH_VERSION" ] && return 0

@@ -1,17 +1,16 @@
 """`epikv experiment report` and `plan` as they are typed."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import fake_epikvd
 import fake_reports
 import grpc
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from command_line import squeezed
 from epikv import Client, RpcError
-from epikv.cli import main, show
 from epikv.experiment import page
 from epikv.messages import as_json
 from epikv.v1 import experiment_pb2
@@ -20,27 +19,6 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.timestamp_pb2 import Timestamp
 
 Report = experiment_pb2.ExperimentReport
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[fake_epikvd.Fake]:
-    with fake_epikvd.serve() as fake:
-        yield fake
-
-
-@pytest.fixture
-def fake(server: fake_epikvd.Fake) -> fake_epikvd.Fake:
-    server.requests.clear()
-    server.experiments.__init__()
-    return server
-
-
-@pytest.fixture
-def ask(fake: fake_epikvd.Fake, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.setattr(show.out, "width", 160)
-    return lambda *words: CliRunner().invoke(
-        main, ("experiment", *map(str, words)), env={"EPIKV_SERVER": fake.address}
-    )
 
 
 def test_the_client_asks_for_reports_and_plans(fake: fake_epikvd.Fake) -> None:
