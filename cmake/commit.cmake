@@ -1,3 +1,4 @@
+cmake_minimum_required(VERSION 3.25)
 # Writes OUT, a header with the commit of SOURCE, and only where it differs: cmake -DSOURCE=... -DCOMMIT=... -DOUT=... -P
 # COMMIT, where it is given, is taken for it: an image is built without the repository.
 set(_commit "${COMMIT}")

@@ -74,7 +74,7 @@ EPIKV_INLINE void BoundAt(const float* const* rows, int64_t n, int64_t channel, 
     std::memcpy(&x, rows[i] + channel, sizeof(X));
     least = x < least ? x : least;
     most = x > most ? x : most;
-    none += x - x;
+    none += x - x;  // NOLINT(misc-redundant-expression): NaN of NaN and of infinity
   }
   least += none;
   most += none;

@@ -38,7 +38,7 @@ Recipe Recipe::Of(const Params& params, Granularity granularity, int64_t own_col
   return recipe;
 }
 
-at::Tensor Scores(std::vector<float> by_slot) {
+at::Tensor Scores(const std::vector<float>& by_slot) {
   return at::tensor(at::ArrayRef<float>(by_slot), at::kFloat);
 }
 

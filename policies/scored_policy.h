@@ -59,6 +59,6 @@ class ScoredPolicy : public Policy {
 };
 
 // A tensor of scores from plain ones.
-at::Tensor Scores(std::vector<float> by_slot);
+at::Tensor Scores(const std::vector<float>& by_slot);
 
 }  // namespace epikv

@@ -5,6 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 failed=()
 attempt() { echo "== $*"; "$@" || failed+=("$*"); }
 attempt bash tests/run.sh
+attempt .venv/bin/python tests/tidy.py tests
 # Laws on more models than run.sh takes.
 attempt ctest --preset nightly -j 2
 attempt bash tests/sanitize.sh

@@ -25,6 +25,7 @@ command -v prometheus >/dev/null ||
   { mkdir -p "$prometheus" && stage "Prometheus" unpack_prometheus; }
 stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh"
 build
+stage "clang-tidy" "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/tidy.py" --jobs "$EPIKV_JOBS"
 export OMP_WAIT_POLICY=PASSIVE
 ctest --test-dir build/dev -LE nightly --output-on-failure -j "$EPIKV_JOBS" --timeout 600
 # A file is one process's: its tests share daemons.

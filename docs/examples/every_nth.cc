@@ -7,7 +7,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kEveryNthParams[] = {
     {.name = "n",
      .type = ParamType::kInt,
      .fallback = int64_t{2},
@@ -32,7 +32,7 @@ class EveryNth final : public ScoredPolicy {
     for (size_t slot = 0; slot < score.size(); ++slot) {
       score[slot] = static_cast<float>(TimesDivided(index[slot]));
     }
-    return Scores(std::move(score));
+    return Scores(score);
   }
 
   // Every n divides 0 for ever: it counts as divided more often than any other index can be.
@@ -53,7 +53,7 @@ extern constinit const PolicySpec kEveryNth{
     .summary = "drops tokens between every n-th one, then between every n-th of those",
     .paper = "ours: the example of docs/writing-a-policy.md",
     .evidence = "cases: golden/scenarios.txt",
-    .params = kParams,
+    .params = kEveryNthParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.prompt = PromptEviction::kByChunk, .slack = params.Int("slack")};

@@ -10,7 +10,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kAttentionHsProductParams[] = {
     {.name = "layer_a",
      .type = ParamType::kInt,
      .max = 4095,
@@ -87,20 +87,20 @@ class AttentionHsProduct final : public ScoredPolicy {
     }
     // The prompt has no z-score: what of it is unprotected goes first.
     std::vector<float> score(index.size(), -std::numeric_limits<float>::infinity());
-    if (decoded_mass.empty()) return Scores(std::move(score));
+    if (decoded_mass.empty()) return Scores(score);
     const Scale scaled_mass(decoded_mass), scaled_z(decoded_z);
     for (size_t slot = 0; slot < index.size(); ++slot) {
       if (index[slot] < cache.prompt_tokens()) continue;
       score[slot] = static_cast<float>(scaled_mass(mass[slot]) + alpha_ * scaled_z(z[slot]));
     }
-    return Scores(std::move(score));
+    return Scores(score);
   }
 
   const int64_t window_;
   const double alpha_;
 };
 
-absl::Status Complete(Params& params, const ModelShape& shape) {
+absl::Status AttentionHsProductComplete(Params& params, const ModelShape& shape) {
   if (!params.Has("layer_a")) params.Set("layer_a", BlockAtDepth(0.344, shape.num_layers));
   return CheckBlock(params, "layer_a", shape);
 }
@@ -112,8 +112,8 @@ extern constinit const PolicySpec kAttentionHsProduct{
     .summary = "drops the tokens that attention used least and over which the residual moved least",
     .paper = "arXiv 2606.26472, appendix, Attn x HS",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `AttentionHSProductEviction`",
-    .params = kParams,
-    .complete = &Complete,
+    .params = kAttentionHsProductParams,
+    .complete = &AttentionHsProductComplete,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{

@@ -9,7 +9,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kDefensiveKvParams[] = {
     WindowParam(32),  PoolKernelParam(5), DecorateParam(),
     AllocatorParam(), FloorParam(),       SlackParam(63),
 };
@@ -47,7 +47,7 @@ extern constinit const PolicySpec kDefensiveKv{
     .evidence =
         "golden: FFY0/DefensiveKV 9251b95 `EfficientDefensiveKVPress` (without the weight "
         "by values)",
-    .params = kParams,
+    .params = kDefensiveKvParams,
     .complete =
         [](Params& params, const ModelShape&) {
           absl::Status status = CheckWindow(params);

@@ -11,7 +11,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kExpectedAttentionParams[] = {
     {.name = "future",
      .type = ParamType::kInt,
      .fallback = int64_t{512},
@@ -134,7 +134,7 @@ extern constinit const PolicySpec kExpectedAttention{
         "far, can be expected to attend least",
     .paper = "arXiv 2510.00636 (Expected Attention)",
     .evidence = "golden: kvpress 0.5.5 `ExpectedAttentionPress`",
-    .params = kParams,
+    .params = kExpectedAttentionParams,
     .complete =
         [](Params& params, const ModelShape&) {
           return CheckRecipe(params, {ScoreKind::kMass, Comparable::kLayer});

@@ -5,7 +5,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kH2oParams[] = {
     ScopeParam("head: every layer and KV head keeps its own tokens; model: one mask, mass averaged "
                "over layers and heads (as in the EpiKV authors' comparison)"),
     SlackParam(0),
@@ -61,7 +61,7 @@ extern constinit const PolicySpec kH2o{
     .summary = "drops the tokens that attention has used least",
     .paper = "arXiv 2306.14048",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `H2OEviction` (scope = model)",
-    .params = kParams,
+    .params = kH2oParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           if (ScopeOf(params) == Granularity::kToken) {

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kEntropy = 0, kDistance = 1;  // columns
 
-const ParamSpec kParams[] = {
+const ParamSpec kInfokvParams[] = {
     WindowParam(64),
     PoolKernelParam(9),
     PoolModeParam("avg"),
@@ -89,7 +89,7 @@ extern constinit const PolicySpec kInfokv{
         "certain of the next token",
     .paper = "arXiv 2606.26875 (InfoKV)",
     .evidence = "cases: infokv_test.cc",
-    .params = kParams,
+    .params = kInfokvParams,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

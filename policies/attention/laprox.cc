@@ -7,7 +7,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kLaproxParams[] = {
     WindowParam(32),  PoolKernelParam(7),           PoolModeParam("avg"),
     GqaParam("mean"), AllocatorParam("model_pool"), FloorParam(0),
     SlackParam(63),
@@ -61,7 +61,7 @@ extern constinit const PolicySpec kLaprox{
         "queries' attention, add least to the residual stream; lanes share one budget",
     .paper = "arXiv 2605.07234 (LaProx)",
     .evidence = "cases: laprox_test.cc",
-    .params = kParams,
+    .params = kLaproxParams,
     .complete =
         [](Params& params, const ModelShape&) {
           absl::Status status = CheckWindow(params);

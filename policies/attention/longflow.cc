@@ -7,7 +7,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kLongflowParams[] = {
     ScopeParam("head: every layer and KV head keeps its own tokens; model: one mask, attention and "
                "norm each averaged over layers and heads (as in the EpiKV authors' comparison)"),
     SlackParam(0),
@@ -73,7 +73,7 @@ extern constinit const PolicySpec kLongflow{
     .evidence =
         "golden: stevenkolawole/epiphany-kv-cache d424208 `LongFlowEviction` (scope = head: "
         "one lane at a time)",
-    .params = kParams,
+    .params = kLongflowParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = ScopeOf(params),

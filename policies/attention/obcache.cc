@@ -11,7 +11,7 @@ namespace {
 constexpr absl::string_view kPrunes[] = {"value", "key", "joint"};
 constexpr absl::string_view kReduces[] = {"after", "before"};
 
-const ParamSpec kParams[] = {
+const ParamSpec kObcacheParams[] = {
     {.name = "prune",
      .type = ParamType::kChoice,
      .fallback = std::string("key"),
@@ -122,7 +122,7 @@ extern constinit const PolicySpec kObcache{
     .summary = "drops the tokens without which the newest queries' outputs change least",
     .paper = "arXiv 2510.07651",
     .evidence = "cases: obcache_test.cc (the change is measured)",
-    .params = kParams,
+    .params = kObcacheParams,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -8,7 +8,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {SlackParam(0)};
+const ParamSpec kRaasParams[] = {SlackParam(0)};
 
 // Column `stamp`: the last decode step, counted from 1, in which a decoded token was among the more
 // attended half of them; at first that of its birth. Prompt tokens have none.
@@ -63,7 +63,7 @@ extern constinit const PolicySpec kRaas{
     .summary = "drops the decoded tokens that were longest not among the more attended half",
     .paper = "arXiv 2502.11147, by token",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `RaaSEviction`",
-    .params = kParams,
+    .params = kRaasParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.signals = Signal::kAttentionRow,

@@ -14,7 +14,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kRaasPageParams[] = {
     {.name = "page",
      .type = ParamType::kInt,
      .fallback = int64_t{16},
@@ -317,7 +317,7 @@ extern constinit const PolicySpec kRaasPage{
     .summary = "drops the pages of neighbouring tokens that were longest not used",
     .paper = "arXiv 2502.11147 (RaaS)",
     .evidence = "golden: DerekHJH/RaaS 71cb3c7 `RaaSCache`; groups: raas_page_test.cc",
-    .params = kParams,
+    .params = kRaasPageParams,
     .traits =
         [](const Params& params, const ModelShape& shape) {
           const int64_t lanes = shape.num_layers * shape.num_kv_heads, page = params.Int("page");

@@ -12,7 +12,7 @@ namespace {
 
 constexpr absl::string_view kRedundancies[] = {"exact", "linear"};
 
-const ParamSpec kParams[] = {
+const ParamSpec kRkvParams[] = {
     {.name = "lambda",
      .type = ParamType::kFloat,
      .fallback = 0.5,
@@ -177,7 +177,7 @@ extern constinit const PolicySpec kRkv{
     .summary = "drops the tokens that the newest queries use least and whose keys repeat others'",
     .paper = "arXiv 2505.24133",
     .evidence = "golden: Zefan-Cai/R-KV d15c976 `R1KV` (redundancy = exact); linear: rkv_test.cc",
-    .params = kParams,
+    .params = kRkvParams,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -13,7 +13,7 @@ constexpr absl::string_view kRows[] = {"row_0", "row_1", "row_2", "row_3",
                                        "row_4", "row_5", "row_6", "row_7"};
 constexpr int64_t kNumRows = std::ssize(kRows);
 
-const ParamSpec kParams[] = {
+const ParamSpec kRkvEpikvParams[] = {
     {.name = "lambda",
      .type = ParamType::kFloat,
      .fallback = 0.1,
@@ -96,7 +96,7 @@ extern constinit const PolicySpec kRkvEpikv{
     .summary = "rkv as in the EpiKV authors' comparison: one mask, both terms standardised",
     .paper = "arXiv 2606.26472, R-KV baseline",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `RKVEviction`",
-    .params = kParams,
+    .params = kRkvEpikvParams,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

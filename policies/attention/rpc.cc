@@ -8,7 +8,7 @@ namespace {
 
 constexpr absl::string_view kAggregations[] = {"all", "group"};
 
-const ParamSpec kParams[] = {
+const ParamSpec kRpcParams[] = {
     WindowParam(32),
     PoolKernelParam(7),
     PoolModeParam("avg"),
@@ -75,7 +75,7 @@ extern constinit const PolicySpec kRpc{
     .summary = "drops the decoded tokens to which the newest queries attend least, per layer",
     .paper = "arXiv 2505.13866 (Reasoning Path Compression)",
     .evidence = "golden: jiwonsong-dev/ReasoningPathCompression 00e64b7 `RPCCluster`",
-    .params = kParams,
+    .params = kRpcParams,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -13,7 +13,7 @@ namespace {
 
 constexpr absl::string_view kHistories[] = {"count", "mass"};
 
-const ParamSpec kParams[] = {
+const ParamSpec kScissorhandsParams[] = {
     WindowParam(400),
     {.name = "history",
      .type = ParamType::kChoice,
@@ -83,7 +83,7 @@ extern constinit const PolicySpec kScissorhands{
     .evidence =
         "golden: guozhiyu/vatp 39ea686 `LlamaAttention_heavy_hitter` (history = mass); "
         "count: scissorhands_test.cc",
-    .params = kParams,
+    .params = kScissorhandsParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           PolicyTraits traits = WindowTraits(params);

@@ -4,7 +4,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kSegmentHsParams[] = {
     LayerAParam(),          LayerBParam(),           SignParam(),
     StepWindowParam(),      ClassifierLayersParam(), SegmentParam(),
     RetainReasoningParam(), RetainExecutionParam(),  RetainTransitionParam(),
@@ -33,7 +33,7 @@ class SegmentHs final : public FlatSegmentPolicy {
   const int64_t classifier_layers_;
 };
 
-PolicyTraits Traits(const Params& params, const ModelShape& shape) {
+PolicyTraits SegmentHsTraits(const Params& params, const ModelShape& shape) {
   return {
       .signals = Signal::kResidualStep | Signal::kAttentionRow,
       .residual_layers = ResidualLayers(params),
@@ -55,12 +55,12 @@ extern constinit const PolicySpec kSegmentHs{
         "attention falls",
     .paper = "arXiv 2606.26472, Segment-HS (withdrawn by its authors)",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `HybridSegmentHSEviction`",
-    .params = kParams,
+    .params = kSegmentHsParams,
     .complete =
         [](Params& params, const ModelShape& shape) {
           return CompleteResidualLayers("epikv_flat", params, shape);
         },
-    .traits = &Traits,
+    .traits = &SegmentHsTraits,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<SegmentHs>(params);
     },

@@ -5,7 +5,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kSnapkvParams[] = {
     WindowParam(64),  PoolKernelParam(5), PoolModeParam("avg"), GqaParam("mean"), DecorateParam(),
     AllocatorParam(), FloorParam(),       SelectParam(),        ThresholdParam(), SlackParam(63),
 };
@@ -35,7 +35,7 @@ extern constinit const PolicySpec kSnapkv{
         "golden: kvpress 0.5.5 `SnapKVPress`, kvpress 0.5.5 `CriticalKVPress`, kvpress 0.5.5 "
         "`AdaKVPress`, kvpress 0.5.5 `PyramidKVPress`, guozhiyu/vatp 39ea686 "
         "`LlamaAttention_heavy_hitter`; caote: caote_test.cc",
-    .params = kParams,
+    .params = kSnapkvParams,
     .complete =
         [](Params& params, const ModelShape&) {
           absl::Status status = CheckWindow(params);

@@ -12,7 +12,7 @@ namespace {
 
 constexpr absl::string_view kVariants[] = {"simplified", "faithful"};
 
-const ParamSpec kParams[] = {
+const ParamSpec kThinkvParams[] = {
     {.name = "variant",
      .type = ParamType::kChoice,
      .fallback = std::string("simplified"),
@@ -114,7 +114,7 @@ class ThinKv final : public SegmentPolicy {
   const int64_t refresh_, classifier_layers_;
 };
 
-PolicyTraits Traits(const Params& params, const ModelShape& shape) {
+PolicyTraits ThinkvTraits(const Params& params, const ModelShape& shape) {
   const bool faithful = params.Choice("variant") == "faithful";
   return {
       .signals = Signal::kAttentionRow,
@@ -138,8 +138,8 @@ extern constinit const PolicySpec kThinkv{
     .evidence =
         "golden: stevenkolawole/epiphany-kv-cache d424208 `ThinKVEviction`, "
         "stevenkolawole/epiphany-kv-cache d424208 `ThinKVFaithfulEviction`",
-    .params = kParams,
-    .traits = &Traits,
+    .params = kThinkvParams,
+    .traits = &ThinkvTraits,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<ThinKv>(params);
     },

@@ -19,7 +19,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kThinkvTbeParams[] = {
     {.name = "layers",
      .type = ParamType::kIntList,
      .max = 4095,
@@ -342,7 +342,7 @@ class ThinKvTbe final : public Policy {
   const std::vector<int64_t> ladder_;
 };
 
-absl::Status Complete(Params& params, const ModelShape& shape) {
+absl::Status ThinkvTbeComplete(Params& params, const ModelShape& shape) {
   // A calibration belongs to its layers: a request that names some gets nothing from it.
   const auto calibrated = shape.calibrated.find("thinkv_tbe");
   if (calibrated != shape.calibrated.end() && !params.Has("layers")) {
@@ -374,7 +374,7 @@ absl::Status Complete(Params& params, const ModelShape& shape) {
   return absl::OkStatus();
 }
 
-PolicyTraits Traits(const Params& params, const ModelShape& shape) {
+PolicyTraits ThinkvTbeTraits(const Params& params, const ModelShape& shape) {
   return {
       .granularity = Granularity::kHead,
       .signals = Signal::kKeys | Signal::kQueries,
@@ -397,10 +397,10 @@ extern constinit const PolicySpec kThinkvTbe{
         "fewer the further thought has moved on",
     .paper = "arXiv 2510.01290 (ThinKV), its eviction alone",
     .evidence = "cases: thinkv_tbe_test.cc",
-    .params = kParams,
+    .params = kThinkvTbeParams,
     .calibrated = true,
-    .complete = &Complete,
-    .traits = &Traits,
+    .complete = &ThinkvTbeComplete,
+    .traits = &ThinkvTbeTraits,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<ThinKvTbe>(params);
     },

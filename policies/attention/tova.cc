@@ -6,7 +6,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {SlackParam(0)};
+const ParamSpec kTovaParams[] = {SlackParam(0)};
 
 // Column `weight`: what the newest query gave the token, averaged over all query heads of the
 // layer.
@@ -37,7 +37,7 @@ extern constinit const PolicySpec kTova{
     .summary = "drops the tokens to which the newest query attends least, per layer",
     .paper = "arXiv 2401.06104",
     .evidence = "golden: kvpress 0.5.5 `TOVAPress`",
-    .params = kParams,
+    .params = kTovaParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kLayer,

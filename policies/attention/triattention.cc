@@ -18,7 +18,7 @@ namespace {
 
 constexpr absl::string_view kScopes[] = {"across_layers", "head", "model"};
 
-const ParamSpec kParams[] = {
+const ParamSpec kTriattentionParams[] = {
     {.name = "scope",
      .type = ParamType::kChoice,
      .fallback = std::string("across_layers"),
@@ -219,7 +219,7 @@ extern constinit const PolicySpec kTriattention{
         "before RoPE, at growing distances",
     .paper = "arXiv 2604.04921 (TriAttention)",
     .evidence = "golden: WeianMao/triattention c3744ee `TriAttention`",
-    .params = kParams,
+    .params = kTriattentionParams,
     .read_data = &ReadStatistics,
     .traits =
         [](const Params& params, const ModelShape&) {

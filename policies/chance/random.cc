@@ -8,7 +8,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kRandomParams[] = {
     {.name = "frozen",
      .type = ParamType::kBool,
      .fallback = false,
@@ -31,7 +31,7 @@ class Random final : public ScoredPolicy {
     for (size_t slot = 0; slot < score.size(); ++slot) {
       score[slot] = static_cast<float>(rng.Uniform(index[slot]));
     }
-    return Scores(std::move(score));
+    return Scores(score);
   }
 
   const bool frozen_;
@@ -44,7 +44,7 @@ extern constinit const PolicySpec kRandom{
     .summary = "drops tokens drawn uniformly among the unprotected ones",
     .paper = "arXiv 2609.03430 (\"Random Attention\"): the control of every comparison",
     .evidence = "cases: random_policy_test.cc",
-    .params = kParams,
+    .params = kRandomParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.prompt = PromptEviction::kByChunk, .slack = params.Int("slack")};

@@ -6,7 +6,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {SlackParam(63)};
+const ParamSpec kRandomAttentionParams[] = {SlackParam(63)};
 
 class RandomAttention final : public ScoredPolicy {
  public:
@@ -22,7 +22,7 @@ class RandomAttention final : public ScoredPolicy {
     for (size_t slot = 0; slot < score.size(); ++slot) {
       score[slot] = static_cast<float>(rng.Uniform(index[slot]));
     }
-    return Scores(std::move(score));
+    return Scores(score);
   }
 };
 
@@ -33,7 +33,7 @@ extern constinit const PolicySpec kRandomAttention{
     .summary = "drops decoded tokens at random, each head and layer by draws of its own",
     .paper = "arXiv 2609.03430 (Random Attention)",
     .evidence = "cases: random_policy_test.cc",
-    .params = kParams,
+    .params = kRandomAttentionParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kHead,

@@ -11,12 +11,12 @@
 namespace epikv {
 namespace {
 
-constexpr int64_t kSinks = 4;          // count as the largest
+constexpr int64_t kVaseSinks = 4;      // count as the largest
 constexpr float kAboveAllDraws = 100;  // a drawn score of a mass <= 1 is below 38
 
 constexpr absl::string_view kMeasures[] = {"range", "var", "l2"};
 
-const ParamSpec kParams[] = {
+const ParamSpec kVaseParams[] = {
     WindowParam(64),
     PoolKernelParam(5),
     {.name = "large",
@@ -53,7 +53,7 @@ class Vase final : public ScoredPolicy {
     const at::Tensor candidates = lane.by_birth().narrow(0, 0, before);
     const at::Tensor size = Measure(lane.values().index_select(0, candidates));
     at::Tensor order = size.clone();
-    order.slice(0, 0, kSinks) = std::numeric_limits<float>::infinity();
+    order.slice(0, 0, kVaseSinks) = std::numeric_limits<float>::infinity();
     const int64_t budget = n - cache.excess(lane.layer(), lane.head());
     const int64_t large = std::min(before, static_cast<int64_t>(large_ * budget));
     // Of equals the newer is larger.
@@ -104,13 +104,13 @@ extern constinit const PolicySpec kVase{
     .evidence =
         "golden: terarachang/VaSE bfa2692 `EvictLayer` (its chance replaced by ours); "
         "random_policy_test.cc",
-    .params = kParams,
+    .params = kVaseParams,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {
           PolicyTraits traits = WindowTraits(params, Signal::kValues);
           traits.published.prompt = false;
-          traits.published.sinks = kSinks;
+          traits.published.sinks = kVaseSinks;
           return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

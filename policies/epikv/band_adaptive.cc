@@ -21,7 +21,7 @@ ParamSpec BandParam(const BandEnd& end, absl::string_view help) {
   return {.name = end.param, .type = ParamType::kInt, .max = 4095, .help = help};
 }
 
-const ParamSpec kParams[] = {
+const ParamSpec kEpikvBandAdaptiveParams[] = {
     BandParam(kAFirst,
               "first block (0-based) of the band whose large steps mark a token as worth "
               "keeping. Default: at 0.25 of the model's depth"),
@@ -51,7 +51,7 @@ const ParamSpec kParams[] = {
     SlackParam(0),
 };
 
-absl::Status Complete(Params& params, const ModelShape& shape) {
+absl::Status EpikvBandAdaptiveComplete(Params& params, const ModelShape& shape) {
   int64_t free = 0;  // a model of few blocks must not have one in both bands
   for (const BandEnd* end : {&kAFirst, &kALast, &kBFirst, &kBLast}) {
     if (!params.Has(end->param)) {
@@ -99,7 +99,7 @@ class BandMean {
   int64_t first_ = 0, count_ = 0;  // places in residual_step
 };
 
-FrozenPolicy::Scorer Scorer(const Params& params) {
+FrozenPolicy::Scorer EpikvBandAdaptiveScorer(const Params& params) {
   const int64_t window = params.Int("window");
   return [a = BandMean(params, kAFirst, kALast), b = BandMean(params, kBFirst, kBLast),
           weight_a = params.Float("weight_a"), weight_b = params.Float("weight_b"),
@@ -108,7 +108,7 @@ FrozenPolicy::Scorer Scorer(const Params& params) {
   };
 }
 
-PolicyTraits Traits(const Params& params, const ModelShape&) {
+PolicyTraits EpikvBandAdaptiveTraits(const Params& params, const ModelShape&) {
   return {
       .signals = Signal::kResidualStep,
       .residual_layers = Blocks(params),
@@ -128,11 +128,11 @@ extern constinit const PolicySpec kEpikvBandAdaptive{
         "band most, against the last 64",
     .paper = "arXiv 2606.26472, Band-adaptive",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `BandAdaptiveHSEviction`",
-    .params = kParams,
-    .complete = &Complete,
-    .traits = &Traits,
+    .params = kEpikvBandAdaptiveParams,
+    .complete = &EpikvBandAdaptiveComplete,
+    .traits = &EpikvBandAdaptiveTraits,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
-      return std::make_shared<FrozenPolicy>(Scorer(params));
+      return std::make_shared<FrozenPolicy>(EpikvBandAdaptiveScorer(params));
     },
 };
 

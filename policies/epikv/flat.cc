@@ -10,12 +10,12 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kEpikvFlatParams[] = {
     LayerAParam(),  LayerBParam(),    SignParam(),   StepWindowParam(),
     ReserveParam(), ReserveByParam(), SlackParam(0),
 };
 
-PolicyTraits Traits(const Params& params, const ModelShape& shape) {
+PolicyTraits EpikvFlatTraits(const Params& params, const ModelShape& shape) {
   return {
       .signals = SignalSet(Signal::kResidualStep) | ReserveSignals(params),
       .residual_layers = ResidualLayers(params),
@@ -36,13 +36,13 @@ extern constinit const PolicySpec kEpikvFlat{
         "block's most, against the last 64",
     .paper = "arXiv 2606.26472, EpiKV-Flat",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `DetrendendHSVarianceEviction`",
-    .params = kParams,
+    .params = kEpikvFlatParams,
     .calibrated = true,
     .complete =
         [](Params& params, const ModelShape& shape) {
           return CompleteResidualLayers("epikv_flat", params, shape);
         },
-    .traits = &Traits,
+    .traits = &EpikvFlatTraits,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       auto measure = [by = params.Choice("reserve_by")](const SequenceStep& step) {
         return NewestRowStat(step.cache, RowKind::kValue, by);

@@ -5,13 +5,13 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kEpikvHsVarianceParams[] = {
     LayerAParam(), LayerBParam(), SignParam(), StepWindowParam(), SlackParam(0),
 };
 
 // sign x (M(step_a) - M(step_b)), M being the mean of the last `window` steps. Not a variance, and
 // the two blocks are not brought to one scale.
-FrozenPolicy::Scorer Scorer(const Params& params) {
+FrozenPolicy::Scorer EpikvHsVarianceScorer(const Params& params) {
   const int64_t window = params.Int("window");
   return [moved = StepPair(params), sign = static_cast<double>(params.Int("sign")),
           a = RollingMean(window), b = RollingMean(window)](const SequenceStep& step) mutable {
@@ -19,7 +19,7 @@ FrozenPolicy::Scorer Scorer(const Params& params) {
   };
 }
 
-PolicyTraits Traits(const Params& params, const ModelShape& shape) {
+PolicyTraits EpikvHsVarianceTraits(const Params& params, const ModelShape& shape) {
   return {
       .signals = Signal::kResidualStep,
       .residual_layers = ResidualLayers(params),
@@ -39,15 +39,15 @@ extern constinit const PolicySpec kEpikvHsVariance{
         "block's much",
     .paper = "arXiv 2606.26472, HS-variance",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `HSVarianceEviction`",
-    .params = kParams,
+    .params = kEpikvHsVarianceParams,
     .calibrated = true,
     .complete =
         [](Params& params, const ModelShape& shape) {
           return CompleteResidualLayers("epikv_hs_variance", params, shape);
         },
-    .traits = &Traits,
+    .traits = &EpikvHsVarianceTraits,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
-      return std::make_shared<FrozenPolicy>(Scorer(params));
+      return std::make_shared<FrozenPolicy>(EpikvHsVarianceScorer(params));
     },
 };
 

@@ -5,7 +5,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {RowWindowParam(), SlackParam(0)};
+const ParamSpec kKvKeyVarianceParams[] = {RowWindowParam(), SlackParam(0)};
 
 }  // namespace
 
@@ -14,7 +14,7 @@ extern constinit const PolicySpec kKvKeyVariance{
     .summary = "drops the tokens of stretches whose keys vary least over their channels",
     .paper = "arXiv 2606.26472, KV-key",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `KVKeyVarianceEviction`",
-    .params = kParams,
+    .params = kKvKeyVarianceParams,
     .traits = [](const Params& params,
                  const ModelShape&) { return RowVarianceTraits(params, Signal::kKeys); },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

@@ -5,7 +5,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {RowWindowParam(), SlackParam(0)};
+const ParamSpec kKvValueVarianceParams[] = {RowWindowParam(), SlackParam(0)};
 
 }  // namespace
 
@@ -14,7 +14,7 @@ extern constinit const PolicySpec kKvValueVariance{
     .summary = "drops the tokens of stretches whose values vary least over their channels",
     .paper = "arXiv 2606.26472, KV-val",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `KVValVarianceEviction`",
-    .params = kParams,
+    .params = kKvValueVarianceParams,
     .traits = [](const Params& params,
                  const ModelShape&) { return RowVarianceTraits(params, Signal::kValues); },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

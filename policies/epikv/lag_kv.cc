@@ -3,7 +3,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {ChunkParam(), SlackParam(0)};
+const ParamSpec kEpikvLagKvParams[] = {ChunkParam(), SlackParam(0)};
 
 }  // namespace
 
@@ -13,7 +13,7 @@ extern constinit const PolicySpec kEpikvLagKv{
         "drops the tokens whose keys and values vary least over channels, against the chunk before",
     .paper = "arXiv 2606.26472, Lag-KV",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `LagKVEviction`",
-    .params = kParams,
+    .params = kEpikvLagKvParams,
     .traits =
         [](const Params& params, const ModelShape& shape) {
           return LagKv::Traits(params, shape, LagKv::Rows::kKeysAndValues);

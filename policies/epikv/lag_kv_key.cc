@@ -3,7 +3,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {ChunkParam(), SlackParam(0)};
+const ParamSpec kEpikvLagKvKeyParams[] = {ChunkParam(), SlackParam(0)};
 
 }  // namespace
 
@@ -12,7 +12,7 @@ extern constinit const PolicySpec kEpikvLagKvKey{
     .summary = "drops the tokens whose keys vary least over channels, against the chunk before",
     .paper = "arXiv 2606.26472, Lag-KV-key",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `LagKVKeyVarianceEviction`",
-    .params = kParams,
+    .params = kEpikvLagKvKeyParams,
     .traits =
         [](const Params& params, const ModelShape& shape) {
           return LagKv::Traits(params, shape, LagKv::Rows::kKeys);

@@ -15,7 +15,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {SlackParam(0)};
+const ParamSpec kEpikvProbeParams[] = {SlackParam(0)};
 
 struct Probe final : public PolicyData {
   int64_t layer = 0;
@@ -66,7 +66,13 @@ float ReadOut(absl::Span<const float> weights, absl::Span<const float> residual)
                             std::sqrt(squares / static_cast<double>(residual.size()) + kEpsilon));
 }
 
-PolicyTraits Traits(const Params& params, const ModelShape& shape) {
+FrozenPolicy::Scorer EpikvProbeScorer(const ModelShape& shape) {
+  return [probe = ProbeOf(shape)](const SequenceStep& step) {
+    return ReadOut(probe->weights, step.signals.residual[0]);
+  };
+}
+
+PolicyTraits EpikvProbeTraits(const Params& params, const ModelShape& shape) {
   const std::shared_ptr<const Probe> probe = ProbeOf(shape);
   return {
       .signals = Signal::kResidual,
@@ -85,13 +91,11 @@ extern constinit const PolicySpec kEpikvProbe{
         "least attention from far behind",
     .paper = "ours; a linear read-out in the style of EpiKV's residual-stream scores",
     .evidence = "cases: epikv_probe_test.cc",
-    .params = kParams,
+    .params = kEpikvProbeParams,
     .read_data = &ReadProbe,
-    .traits = &Traits,
+    .traits = &EpikvProbeTraits,
     .make = [](const Params& params, const ModelShape& shape) -> std::shared_ptr<const Policy> {
-      return std::make_shared<FrozenPolicy>([probe = ProbeOf(shape)](const SequenceStep& step) {
-        return ReadOut(probe->weights, step.signals.residual[0]);
-      });
+      return std::make_shared<FrozenPolicy>(EpikvProbeScorer(shape));
     },
 };
 

@@ -9,7 +9,7 @@ namespace {
 
 constexpr absl::string_view kClassifiers[] = {"key_variance", "entropy"};
 
-const ParamSpec kParams[] = {
+const ParamSpec kEpikvSegParams[] = {
     LayerAParam(),
     LayerBParam(),
     SignParam(),
@@ -65,7 +65,7 @@ class Seg final : public FlatSegmentPolicy {
   const bool by_entropy_;
 };
 
-PolicyTraits Traits(const Params& params, const ModelShape& shape) {
+PolicyTraits EpikvSegTraits(const Params& params, const ModelShape& shape) {
   return {
       .signals = Signal::kResidualStep | Signal::kKeys | ReserveSignals(params),
       .residual_layers = ResidualLayers(params),
@@ -87,12 +87,12 @@ extern constinit const PolicySpec kEpikvSeg{
     .evidence =
         "golden: stevenkolawole/epiphany-kv-cache d424208 `KVSegHSEviction`, "
         "stevenkolawole/epiphany-kv-cache d424208 `KVSegmentHSEviction`",
-    .params = kParams,
+    .params = kEpikvSegParams,
     .complete =
         [](Params& params, const ModelShape& shape) {
           return CompleteResidualLayers("epikv_flat", params, shape);
         },
-    .traits = &Traits,
+    .traits = &EpikvSegTraits,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<Seg>(params);
     },

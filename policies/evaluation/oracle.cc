@@ -6,7 +6,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {
+const ParamSpec kOracleParams[] = {
     {.name = "prefer",
      .type = ParamType::kIntList,
      .fallback = std::vector<int64_t>{},
@@ -29,7 +29,7 @@ class Oracle final : public ScoredPolicy {
     for (size_t slot = 0; slot < score.size(); ++slot) {
       score[slot] = std::binary_search(prefer_.begin(), prefer_.end(), index[slot]) ? 1 : 0;
     }
-    return Scores(std::move(score));
+    return Scores(score);
   }
 
   std::vector<int64_t> prefer_;  // ascending
@@ -41,7 +41,7 @@ extern constinit const PolicySpec kOracle{
     .name = "oracle",
     .summary = "drops tokens outside a given list first, oldest first",
     .evidence = "cases: golden/scenarios.txt",
-    .params = kParams,
+    .params = kOracleParams,
     .evaluation_only = true,
     .traits =
         [](const Params& params, const ModelShape&) {

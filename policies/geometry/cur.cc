@@ -11,13 +11,13 @@
 namespace epikv {
 namespace {
 
-constexpr int64_t kSinks = 4;
+constexpr int64_t kCurSinks = 4;
 constexpr int64_t kRank = 20;  // of the random projection
 
 constexpr absl::string_view kLeverages[] = {"key", "value", "kv_avg", "kv_product"};
 constexpr absl::string_view kProjections[] = {"none", "fixed", "resample"};
 
-const ParamSpec kParams[] = {
+const ParamSpec kCurParams[] = {
     {.name = "leverage",
      .type = ParamType::kChoice,
      .fallback = std::string("kv_product"),
@@ -46,7 +46,7 @@ at::Tensor RandomDirections(uint64_t seed, uint64_t stream, int64_t width) {
     const double angle = 2 * std::numbers::pi * rng.Uniform(2 * i + 1);
     numbers[i] = static_cast<float>(radius * std::cos(angle) / std::sqrt(kRank));
   }
-  return Scores(std::move(numbers)).reshape({width, kRank});
+  return Scores(numbers).reshape({width, kRank});
 }
 
 class Cur final : public ScoredPolicy {
@@ -70,7 +70,7 @@ class Cur final : public ScoredPolicy {
       score = leverage_ == "kv_avg" ? (key + value) / 2 : key * value;
     }
     score = score / score.sum();
-    score.slice(0, 0, kSinks) = 1;
+    score.slice(0, 0, kCurSinks) = 1;
     return lane.ToSlots(score);
   }
 
@@ -112,7 +112,7 @@ extern constinit const PolicySpec kCur{
     .summary = "drops the tokens with the smallest keys and values among their neighbours",
     .paper = "arXiv 2509.15038 (CurDKV)",
     .evidence = "golden: kvpress 0.5.5 `CURPress`, terarachang/VaSE bfa2692 `EvictLayer`",
-    .params = kParams,
+    .params = kCurParams,
     .complete =
         [](Params& params, const ModelShape& shape) {
           if (params.Choice("projection") == "none" || shape.key_width == shape.value_width) {
@@ -128,7 +128,7 @@ extern constinit const PolicySpec kCur{
                               .signals = SignalsOf(params.Choice("leverage")),
                               .prompt = PromptEviction::kAtEnd,
                               .slack = params.Int("slack"),
-                              .published = {.prompt = false, .sinks = kSinks, .recent = 1}};
+                              .published = {.prompt = false, .sinks = kCurSinks, .recent = 1}};
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<Cur>(params);

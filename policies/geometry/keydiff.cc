@@ -5,7 +5,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {SlackParam(127)};
+const ParamSpec kKeydiffParams[] = {SlackParam(127)};
 
 // The mean direction stands for all pairs: a key's cosine to it is, up to a factor that all share,
 // the mean of its cosines to every cached key.
@@ -28,7 +28,7 @@ extern constinit const PolicySpec kKeydiff{
     .summary = "drops the tokens whose keys point most nearly where the others do",
     .paper = "arXiv 2504.15364 (KeyDiff)",
     .evidence = "golden: kvpress 0.5.5 `KeyDiffPress`",
-    .params = kParams,
+    .params = kKeydiffParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kHead,

@@ -5,7 +5,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {SlackParam(32)};
+const ParamSpec kKnormParams[] = {SlackParam(32)};
 
 // Published for prompts only; here decoded tokens are ranked too, in batch rounds, since every
 // round reads the keys of the whole lane. RoPE turns keys without changing their norm.
@@ -26,7 +26,7 @@ extern constinit const PolicySpec kKnorm{
     .summary = "drops the tokens with the largest keys, per layer and head",
     .paper = "arXiv 2406.11430 (L2 norm of keys)",
     .evidence = "golden: kvpress 0.5.5 `KnormPress`",
-    .params = kParams,
+    .params = kKnormParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kHead,

@@ -10,9 +10,9 @@
 namespace epikv {
 namespace {
 
-constexpr int64_t kSinks = 4;  // tokens before the first partition
+constexpr int64_t kLagkvSinks = 4;  // tokens before the first partition
 
-const ParamSpec kParams[] = {
+const ParamSpec kLagkvParams[] = {
     {.name = "lag",
      .type = ParamType::kInt,
      .fallback = int64_t{128},
@@ -46,9 +46,10 @@ class LagKv final : public ScoredPolicy {
   at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
     const int64_t n = lane.index().numel();
     at::Tensor score = at::ones(n);  // in birth order
-    const int64_t partitions = (n - kSinks) / lag_;
+    const int64_t partitions = (n - kLagkvSinks) / lag_;
     if (partitions < 2) {  // recency, behind the sinks
-      if (n > kSinks) score.slice(0, kSinks) = at::arange(n - kSinks) / (n - kSinks);
+      if (n > kLagkvSinks)
+        score.slice(0, kLagkvSinks) = at::arange(n - kLagkvSinks) / (n - kLagkvSinks);
       return lane.ToSlots(score);
     }
     const at::Tensor compared = (LagRelative(lane, lane.keys(), partitions) +
@@ -56,7 +57,7 @@ class LagKv final : public ScoredPolicy {
                                 2;  // [partitions - 1, lag]
     // A rank hides that a number is none; 0 x NaN does not.
     const at::Tensor part = cross_scoring_ ? compared : Ranks(compared) / lag_ + 0 * compared;
-    score.narrow(0, kSinks, part.numel()).copy_(part.flatten());
+    score.narrow(0, kLagkvSinks, part.numel()).copy_(part.flatten());
     return lane.ToSlots(score);
   }
 
@@ -67,7 +68,7 @@ class LagKv final : public ScoredPolicy {
     const int64_t width = x.size(1);
     std::vector<const float*> rows(partitions * lag_);
     for (int64_t i = 0; i < std::ssize(rows); ++i) {
-      rows[i] = x.const_data_ptr<float>() + slot[kSinks + i] * x.stride(0);
+      rows[i] = x.const_data_ptr<float>() + slot[kLagkvSinks + i] * x.stride(0);
     }
     at::Tensor deviation = at::zeros({partitions - 1, lag_});
     std::vector<float> least(width), factor(width);
@@ -99,7 +100,7 @@ extern constinit const PolicySpec kLagkv{
         "theirs",
     .paper = "arXiv 2504.04704 (LagKV)",
     .evidence = "golden: kvpress 0.5.5 `LagKVPress`",
-    .params = kParams,
+    .params = kLagkvParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{
@@ -107,7 +108,7 @@ extern constinit const PolicySpec kLagkv{
               .signals = Signal::kKeys | Signal::kValues,
               .prompt = PromptEviction::kByChunk,
               .slack = params.Int("slack"),
-              .published = {.prompt = false, .sinks = kSinks, .recent = params.Int("lag")}};
+              .published = {.prompt = false, .sinks = kLagkvSinks, .recent = params.Int("lag")}};
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<LagKv>(params);

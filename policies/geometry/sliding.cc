@@ -5,7 +5,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {SlackParam(0)};
+const ParamSpec kSlidingParams[] = {SlackParam(0)};
 
 class Sliding final : public ScoredPolicy {
  public:
@@ -26,7 +26,7 @@ extern constinit const PolicySpec kSliding{
     .paper =
         "arXiv 2309.17453, \"window attention\"; with sinks = 4: StreamingLLM at true positions",
     .evidence = "cases: golden/scenarios.txt",
-    .params = kParams,
+    .params = kSlidingParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.prompt = PromptEviction::kByChunk, .slack = params.Int("slack")};

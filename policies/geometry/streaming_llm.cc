@@ -5,7 +5,7 @@
 namespace epikv {
 namespace {
 
-const ParamSpec kParams[] = {SlackParam(0)};
+const ParamSpec kStreamingLlmParams[] = {SlackParam(0)};
 
 // `sliding` behind four sinks, which are protection.
 class StreamingLlm final : public ScoredPolicy {
@@ -26,7 +26,7 @@ extern constinit const PolicySpec kStreamingLlm{
     .summary = "drops the oldest tokens behind four sinks",
     .paper = "arXiv 2309.17453 (StreamingLLM)",
     .evidence = "golden: mit-han-lab/streaming-llm 2e50426 `StartRecentKVCache`",
-    .params = kParams,
+    .params = kStreamingLlmParams,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.prompt = PromptEviction::kByChunk,

@@ -24,7 +24,8 @@ inline thread_local int64_t grammar_work_left = std::numeric_limits<int64_t>::ma
 
 // Called by the library.
 inline void SpendGrammarWork(int64_t units) {
-  if ((grammar_work_left -= units) < 0) throw GrammarTooCostly();
+  grammar_work_left -= units;
+  if (grammar_work_left < 0) throw GrammarTooCostly();
 }
 
 // While it lives, this thread may spend so much, and the first warning is kept. One at a time.

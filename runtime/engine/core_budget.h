@@ -19,7 +19,9 @@ class CoreBudget {
   // Cores until its end.
   class Lease {
    public:
-    Lease(Lease&& other) : budget_(other.budget_), cores_(other.cores_) { other.budget_ = nullptr; }
+    Lease(Lease&& other) noexcept : budget_(other.budget_), cores_(other.cores_) {
+      other.budget_ = nullptr;
+    }
     ~Lease() {
       if (budget_ != nullptr) budget_->GiveBack(cores_);
     }

@@ -109,7 +109,7 @@ bool Engine::Cancel(const std::string& request_id, absl::Status status) {
   return found;
 }
 
-void Engine::CancelAll(absl::Status status) {
+void Engine::CancelAll(const absl::Status& status) {
   EndIdle(status);
   for (auto& [id, s] : waiting_) Finish(*s, FinishReason::kCancelled, status);
   for (SequencePtr& s : running_) Finish(*s, FinishReason::kCancelled, status);
@@ -365,7 +365,7 @@ std::vector<ForwardOutcome> Engine::RunForward(absl::Span<const WorkItem> items)
   outcomes.reserve(items.size());
   for (const WorkItem& item : items) {
     absl::StatusOr<std::vector<ForwardOutcome>> alone =
-        items.size() > 1 ? executor_->Forward({&item, 1}) : std::move(together);
+        items.size() > 1 ? executor_->Forward({&item, 1}) : together.status();
     if (alone.ok()) {
       outcomes.push_back(std::move(alone->front()));
     } else {
@@ -387,7 +387,7 @@ void Engine::Guard(Sequence& s, Work work) {
   }
 }
 
-void Engine::Fail(absl::Status status) {
+void Engine::Fail(const absl::Status& status) {
   if (idle_ != nullptr) Finish(*idle_, FinishReason::kError, status);
   idle_.reset();
   for (auto& [id, s] : waiting_) Finish(*s, FinishReason::kError, status);

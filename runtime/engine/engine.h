@@ -56,9 +56,9 @@ class Engine {
 
   // Ends a live request with `status`; its KV is free on return. False if there is none.
   bool Cancel(const std::string& request_id, absl::Status status);
-  void CancelAll(absl::Status status);
+  void CancelAll(const absl::Status& status);
   // Ends all live requests: Step has thrown.
-  void Fail(absl::Status status);
+  void Fail(const absl::Status& status);
 
   // Ends what is past its deadline or cannot meet it, admits what fits, and runs one step of what
   // is ready. False: nothing could run. waited: for cores, before this step; forecasts count it.

@@ -44,7 +44,7 @@ class AdminService final
   AdminService(Models& models, Lifecycle& lifecycle, Settings& settings, const Frontend& frontend,
                Load load);
   // Waits for the model that is being loaded.
-  ~AdminService();
+  ~AdminService() override;
 
   // For the end of the process, since loading cannot be cancelled: its caller is told UNAVAILABLE
   // now. True: the thread goes on, and uses what was given to this; the process has to end without

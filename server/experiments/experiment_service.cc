@@ -265,7 +265,7 @@ grpc::ServerUnaryReactor* ExperimentService::Manage(absl::string_view method,
   return AnswerLater<Request, Response>(
       method, frontend_, *context, *in, *out,
       [this, &thread, answer = std::move(answer)](
-          const Request& request, std::shared_ptr<PendingAnswer<Response>> pending) {
+          const Request& request, const std::shared_ptr<PendingAnswer<Response>>& pending) {
         if (experiments_ == nullptr) return pending->Finish(NoExperiments());
         thread.Post([request, answer, pending] { pending->Finish(answer(request)); });
       });
@@ -392,7 +392,7 @@ grpc::ServerUnaryReactor* ExperimentService::PlanExperiment(grpc::CallbackServer
   return AnswerLater<v1::PlanExperimentRequest, v1::ExperimentPlan>(
       "ExperimentService/PlanExperiment", frontend_, *context, *in, *out,
       [this](const v1::PlanExperimentRequest& request,
-             std::shared_ptr<PendingAnswer<v1::ExperimentPlan>> pending) {
+             const std::shared_ptr<PendingAnswer<v1::ExperimentPlan>>& pending) {
         reports_.Post([request, pending] {
           absl::StatusOr<v1::ExperimentPlan> plan = PlanOf(request);
           if (plan.ok()) return pending->Finish(*std::move(plan));
@@ -503,7 +503,7 @@ grpc::ServerUnaryReactor* ExperimentService::RecordOutcome(grpc::CallbackServerC
   return AnswerLater<v1::RecordOutcomeRequest, v1::RecordOutcomeResponse>(
       "ExperimentService/RecordOutcome", frontend_, *context, *in, *out,
       [this](const v1::RecordOutcomeRequest& request,
-             std::shared_ptr<PendingAnswer<v1::RecordOutcomeResponse>> pending) {
+             const std::shared_ptr<PendingAnswer<v1::RecordOutcomeResponse>>& pending) {
         if (experiments_ == nullptr) return pending->Finish(NoExperiments());
         Record(request, pending->scope().caller(),
                [pending](const Answer<v1::RecordOutcomeResponse>& answer) {
@@ -517,7 +517,7 @@ grpc::ServerUnaryReactor* ExperimentService::BatchRecordOutcomes(
   return AnswerLater<v1::BatchRecordOutcomesRequest, v1::BatchRecordOutcomesResponse>(
       "ExperimentService/BatchRecordOutcomes", frontend_, *context, *in, *out,
       [this](const v1::BatchRecordOutcomesRequest& request,
-             std::shared_ptr<PendingAnswer<v1::BatchRecordOutcomesResponse>> pending) {
+             const std::shared_ptr<PendingAnswer<v1::BatchRecordOutcomesResponse>>& pending) {
         if (experiments_ == nullptr) return pending->Finish(NoExperiments());
         const int size = request.outcomes_size();
         if (size < 1 || size > kMaxOutcomes) {
@@ -526,7 +526,7 @@ grpc::ServerUnaryReactor* ExperimentService::BatchRecordOutcomes(
                         absl::StrCat("there must be 1 to ", kMaxOutcomes, ", there are ", size)}}));
         }
         const Identity caller = pending->scope().caller();
-        auto batch = std::make_shared<Batch>(size, std::move(pending));
+        auto batch = std::make_shared<Batch>(size, pending);
         for (int i = 0; i < size; ++i) {
           Record(request.outcomes(i), caller,
                  [batch, i](const Answer<v1::RecordOutcomeResponse>& answer) {

@@ -1,6 +1,9 @@
 #include "server/generation/call_facts.h"
 
+#include <grpcpp/server_context.h>
+
 #include <algorithm>
+#include <chrono>
 #include <string>
 
 #include "absl/strings/str_cat.h"

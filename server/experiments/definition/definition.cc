@@ -66,7 +66,8 @@ bool IsName(absl::string_view name, char joint) {
   return !name.empty() && name.size() <= kMaxNameBytes &&
          absl::ascii_islower(static_cast<unsigned char>(name.front())) &&
          std::all_of(name.begin(), name.end(), [joint](unsigned char c) {
-           return absl::ascii_islower(c) || absl::ascii_isdigit(c) || c == joint;
+           return absl::ascii_islower(c) || absl::ascii_isdigit(c) ||
+                  c == static_cast<unsigned char>(joint);
          });
 }
 

@@ -56,7 +56,7 @@ void Recorder::Record(v1::ExperimentRecord record, Done done) {
     }
   }
   if (has_room) return called_.Signal();
-  if (done == nullptr) {
+  if (done == nullptr) {  // NOLINT(bugprone-use-after-move): moved only where there was room
     observer_.OnDropped(1);
     return;
   }

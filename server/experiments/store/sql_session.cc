@@ -5,14 +5,15 @@
 namespace epikv {
 
 absl::Status SqlSession::RunEach(absl::string_view sql, absl::Span<const SqlRow> calls) {
-  return RunEach(sql, calls, [](size_t, SqlRow) {});
+  return RunEach(sql, calls, [](size_t, const SqlRow&) {});
 }
 
-absl::Status SqlSession::Run(absl::string_view sql, SqlRow parameters) {
+absl::Status SqlSession::Run(absl::string_view sql, const SqlRow& parameters) {
   return RunEach(sql, {&parameters, 1});
 }
 
-absl::StatusOr<std::vector<SqlRow>> SqlSession::Query(absl::string_view sql, SqlRow parameters) {
+absl::StatusOr<std::vector<SqlRow>> SqlSession::Query(absl::string_view sql,
+                                                      const SqlRow& parameters) {
   std::vector<SqlRow> rows;
   const absl::Status status = RunEach(
       sql, {&parameters, 1}, [&rows](size_t, SqlRow row) { rows.push_back(std::move(row)); });

@@ -58,8 +58,8 @@ class SqlSession {
   virtual bool usable() = 0;
 
   absl::Status RunEach(absl::string_view sql, absl::Span<const SqlRow> calls);
-  absl::Status Run(absl::string_view sql, SqlRow parameters = {});
-  absl::StatusOr<std::vector<SqlRow>> Query(absl::string_view sql, SqlRow parameters = {});
+  absl::Status Run(absl::string_view sql, const SqlRow& parameters = {});
+  absl::StatusOr<std::vector<SqlRow>> Query(absl::string_view sql, const SqlRow& parameters = {});
 };
 
 // Of a value that is not of that type: zero, empty.
