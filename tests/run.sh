@@ -4,8 +4,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 # For the client in tests/clients/node and for buf in tests/wire. Debian's npm is 336 packages: not where
 # there is another.
 command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
-# The linters ask git for what is tracked. Tests of experiments start PostgreSQL servers and a balancer of their own, let clocks jump, and open pages
-# in a browser.
+# The linters ask git for what is tracked. Tests of experiments start PostgreSQL servers and a balancer of their
+# own, let clocks jump, and open pages in a browser.
 EPIKV_PACKAGES+=(git postgresql haproxy faketime)
 command -v chromium >/dev/null || EPIKV_PACKAGES+=(chromium)
 setup

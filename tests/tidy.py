@@ -38,7 +38,9 @@ def sources(unit: Path) -> list[str]:
 def arguments(command: str) -> list[str]:
     """Of a compiler's command, what clang-tidy needs: no compiler, precompiled header, input or output."""
     words = shlex.split(command)
-    first = 1 + max(i for i, word in enumerate(words) if Path(word).name in ("c++", "g++", "clang++"))
+    first = 1 + max(
+        i for i, word in enumerate(words) if Path(word).name in ("c++", "g++", "clang++")
+    )
     kept: list[str] = []
     rest = iter(words[first:])
     for word in rest:
@@ -65,7 +67,9 @@ def check(tidy: str, entry: dict[str, str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("folder", nargs="*", default=ROOMS, help="folders or files of the repository")
+    parser.add_argument(
+        "folder", nargs="*", default=ROOMS, help="folders or files of the repository"
+    )
     parser.add_argument("--build", type=Path, default=ROOT / "build/dev", help="a built folder")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
@@ -74,7 +78,9 @@ def main() -> int:
     units = []
     for entry in json.loads((options.build / "compile_commands.json").read_text()):
         files = sources(Path(entry["file"]))
-        if any(file == folder or file.startswith(folder + "/") for file in files for folder in asked):
+        if any(
+            file == folder or file.startswith(folder + "/") for file in files for folder in asked
+        ):
             units.append(entry)
     if not units:
         parser.error(f"{options.build} compiles nothing of {', '.join(asked)}")
@@ -84,7 +90,9 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         found = [finding for finding in pool.map(lambda unit: check(tidy, unit), units) if finding]
     print("\n".join(found), end="\n" if found else "")
-    print(f"clang-tidy: {len(found)} of {len(units)} units have findings, {time.monotonic() - begin:.0f} s")
+    print(
+        f"clang-tidy: {len(found)} of {len(units)} units have findings, {time.monotonic() - begin:.0f} s"
+    )
     return 1 if found else 0
 
 
