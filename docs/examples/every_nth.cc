@@ -1,5 +1,4 @@
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "policies/scored_policy.h"

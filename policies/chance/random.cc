@@ -1,6 +1,5 @@
 #include "policies/random.h"
 
-#include <utility>
 #include <vector>
 
 #include "policies/scored_policy.h"

@@ -235,7 +235,7 @@ class DemandLaw : public AdmissionTest, public testing::WithParamInterface<const
 
 TEST_P(DemandLaw, IsExactlyWhatTheLanesComeToHold) {
   ForRandomRequests(4000, [](const Request& request, const TokenCounts& counts) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
+    for (int64_t lane = 0; lane < kFakeLanes; ++lane) {
       // A lane has one capacity while the prompt is cached, and it only shrinks.
       EXPECT_EQ(request.demand.prefill[lane],
                 std::max(counts.prefill_peak[lane], counts.decode_peak[lane]));
@@ -255,7 +255,7 @@ class UnequalDemandLaw : public DemandLaw {};
 
 TEST_P(UnequalDemandLaw, IsNeverExceededByAnyLane) {
   ForRandomRequests(4000, [](const Request& request, const TokenCounts& counts) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
+    for (int64_t lane = 0; lane < kFakeLanes; ++lane) {
       EXPECT_GE(request.demand.prefill[lane], counts.prefill_peak[lane]);
       EXPECT_GE(request.demand.prefill[lane], counts.decode_peak[lane]);
       EXPECT_GE(request.demand.decode[lane], counts.decode_peak[lane]);
@@ -295,13 +295,13 @@ TEST_F(AdmissionTest, ScoringInChunksDemandsAllScoredTokens) {
 TEST_F(AdmissionTest, BytesAreRowsTablesAndState) {
   const Request full = Accept(Ask(10, 11, "full", 20));
   // 20 tokens in 4 lanes of 4 + 4 floats; one table of index and position.
-  EXPECT_EQ(full.demand.peak_bytes(), 20 * kLanes * 32 + 20 * 8);
-  EXPECT_EQ(admission_.kv_bytes_per_token(), kLanes * 32);
+  EXPECT_EQ(full.demand.peak_bytes(), 20 * kFakeLanes * 32 + 20 * 8);
+  EXPECT_EQ(admission_.kv_bytes_per_token(), kFakeLanes * 32);
 
   const Request request = Accept(Ask(10, 100, "refuses", 40));
   // 41 tokens; a table a layer with two columns; state by token; one tap of 16 floats, twice.
   EXPECT_EQ(request.demand.peak_bytes(),
-            41 * kLanes * 32 + 41 * 2 * (8 + 2 * 4) + 41 * 24 + 1000 + 2 * 16 * 4);
+            41 * kFakeLanes * 32 + 41 * 2 * (8 + 2 * 4) + 41 * 24 + 1000 + 2 * 16 * 4);
 }
 
 // And, in decode, the logits of one layer that they are made of.
@@ -311,10 +311,10 @@ TEST_F(AdmissionTest, AttentionRowsAreCountedByTokenInTheLayersMeasured) {
     return LayoutOf(shape, {DType::kFloat32}, traits, 0).state_bytes_per_token;
   };
   const int64_t logits = shape.num_heads * 4;
-  EXPECT_EQ(bytes({.signals = Signal::kAttentionRow}), kLanes * 4 + logits);
+  EXPECT_EQ(bytes({.signals = Signal::kAttentionRow}), kFakeLanes * 4 + logits);
   EXPECT_EQ(bytes({.signals = Signal::kAttentionRow, .attention_layers = {1}}),
             shape.num_kv_heads * 4 + logits);
-  EXPECT_EQ(bytes({.signals = Signal::kPromptAttention}), kLanes * 4);
+  EXPECT_EQ(bytes({.signals = Signal::kPromptAttention}), kFakeLanes * 4);
 }
 
 TEST_F(AdmissionTest, TableIsAsLongAsItsLongestLane) {
@@ -330,7 +330,7 @@ TEST_F(AdmissionTest, TableIsAsLongAsItsLongestLane) {
 TEST_F(AdmissionTest, HalfPrecisionHalvesTheRows) {
   Manifest manifest = FakeManifest(kContext);
   manifest.dtype = DType::kBFloat16;
-  EXPECT_EQ(Make(Limits(), manifest).kv_bytes_per_token(), kLanes * 16);
+  EXPECT_EQ(Make(Limits(), manifest).kv_bytes_per_token(), kFakeLanes * 16);
 }
 
 // A row is its elements and a scale; also of the keys of a layer that are turned at each step.
@@ -341,9 +341,9 @@ TEST_F(AdmissionTest, Int8RowsAreAByteAnElementAndAScale) {
     Manifest manifest = FakeManifest(kContext);
     manifest.dtype = dtype;
     const Admission admission = Make(limits, manifest);
-    EXPECT_EQ(admission.kv_bytes_per_token(), kLanes * 2 * (4 + 4));
+    EXPECT_EQ(admission.kv_bytes_per_token(), kFakeLanes * 2 * (4 + 4));
     RequestOptions options = Ask(10, 11, "full", 20);
-    const int64_t rows = 20 * kLanes * 16 + 20 * 8;
+    const int64_t rows = 20 * kFakeLanes * 16 + 20 * 8;
     EXPECT_EQ(Accept(admission, options).demand.peak_bytes(), rows);
     options.kv.positions = PositionMode::kCache;
     EXPECT_EQ(Accept(admission, options).demand.peak_bytes(),

@@ -222,10 +222,10 @@ TEST_F(EngineTest, SummaryCountsAndTimes) {
   EXPECT_EQ(finished.prompt_tokens, 20);
   EXPECT_EQ(finished.output_tokens, 15);
   // 20 down to 10, then 11 down to 10 at each decode step but the last, whose token goes with it.
-  EXPECT_EQ(finished.kv.peak_entries, 20 * kLanes);
+  EXPECT_EQ(finished.kv.peak_entries, 20 * kFakeLanes);
   EXPECT_EQ(finished.kv.rounds, 14);
-  EXPECT_EQ(finished.kv.evicted_entries, (10 + 13) * kLanes);
-  EXPECT_EQ(finished.kv.final_entries, 11 * kLanes);
+  EXPECT_EQ(finished.kv.evicted_entries, (10 + 13) * kFakeLanes);
+  EXPECT_EQ(finished.kv.final_entries, 11 * kFakeLanes);
   EXPECT_EQ(finished.kv.peak_bytes, 20 * kTokenBytes);
   EXPECT_THAT(finished.kv.kept, SizeIs(11));
   EXPECT_EQ(finished.timings.queue, absl::Seconds(5));
