@@ -5,6 +5,7 @@
 // gathered.
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -428,7 +428,7 @@ class Play {
 
   // What goes of the prompt by a completion's own seed, alone.
   std::vector<Event> PromptRounds(size_t i, int64_t completion, int64_t prompt) {
-    std::vector<Event> events = EventsOf(RunPlain(i, completion), prompt, /*traced=*/true);
+    std::vector<Event> events = EventsOf(RunPlain(i, completion), prompt, /*with_rounds=*/true);
     std::erase_if(events,
                   [&](const Event& e) { return e.kind != Event::Kind::kRound || e.at >= prompt; });
     return events;
