@@ -4,6 +4,8 @@
 #include <google/protobuf/timestamp.pb.h>
 #include <google/protobuf/util/time_util.h>
 
+#include <cstdint>
+
 #include "absl/time/time.h"
 
 namespace epikv {
@@ -34,6 +36,10 @@ inline bool IsTimestamp(const google::protobuf::Timestamp& proto) {
   return proto.seconds() >= TimeUtil::kTimestampMinSeconds &&
          proto.seconds() <= TimeUtil::kTimestampMaxSeconds && proto.nanos() >= 0 &&
          proto.nanos() < 1'000'000'000;
+}
+
+inline int64_t MicrosOf(const google::protobuf::Timestamp& proto) {  // since 1970
+  return google::protobuf::util::TimeUtil::TimestampToMicroseconds(proto);
 }
 
 inline absl::Time TimeOf(const google::protobuf::Timestamp& proto) {

@@ -93,6 +93,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
       .reflection = c.reflection(),
       .channelz = c.channelz(),
       .transport = TransportOf(c),
+      .connections = {.most = c.max_connections(), .most_of_peer = c.max_connections_per_peer()},
       .tls = {.certificate = c.tls_certificate(),
               .key = c.tls_key(),
               .client_ca = c.tls_client_ca()},

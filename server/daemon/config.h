@@ -10,6 +10,7 @@
 #include "server/base/log.h"
 #include "server/experiments/options.h"
 #include "server/models/served_model.h"
+#include "server/port/connections.h"
 #include "server/port/tls.h"
 #include "server/port/transport.h"
 #include "server/stream/outbox.h"
@@ -34,6 +35,7 @@ struct Config {
   bool reflection = false;
   bool channelz = false;
   TransportLimits transport;
+  ConnectionLimits connections;  // of `listen`
   TlsFiles tls;
   std::string tokens_file;  // empty: everyone may do everything
   std::string access_log;   // empty: none

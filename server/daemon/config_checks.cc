@@ -70,6 +70,8 @@ void CheckTransport(const v1::ServerConfig& c, Checker& check) {
                 "max_message_bytes", "be 1024 to 2147483647");
   check.Require(c.max_sent_message_bytes() >= kLeastSent && c.max_sent_message_bytes() <= INT32_MAX,
                 "max_sent_message_bytes", "be 4194304 to 2147483647");
+  check.Require(c.max_connections() >= 1, "max_connections", "be at least 1");
+  check.Require(c.max_connections_per_peer() >= 1, "max_connections_per_peer", "be at least 1");
   check.Require(c.max_concurrent_streams() >= 1 && c.max_concurrent_streams() <= INT32_MAX,
                 "max_concurrent_streams", "be 1 to 2147483647");
   check.Require(c.keepalive_floor_seconds() > 0 && c.keepalive_floor_seconds() <= kMostSeconds,

@@ -36,6 +36,8 @@
 #include "server/metrics/metrics.h"
 #include "server/metrics/metrics_server.h"
 #include "server/models/models.h"
+#include "server/port/connections.h"
+#include "server/port/descriptors.h"
 #include "server/port/grpc_port.h"
 #include "server/stream/courier.h"
 
@@ -153,18 +155,42 @@ absl::StatusOr<const MetricsServer*> ServeMetrics(const Config& config, Metrics&
   return started->release();
 }
 
-GrpcPortOptions PortOf(const Config& config) {
+// Of the two gRPC ports. Each has its own, so that clients cannot keep operators out.
+struct PortConnections {
+  std::shared_ptr<Connections> clients, operators;
+};
+
+PortConnections ConnectionsOf(const Config& config, const Log& log) {
+  ConnectionLimits clients = config.connections;
+  ConnectionLimits operators = {.most = 64, .most_of_peer = 32};
+  const int64_t descriptors = RaiseDescriptorLimit();
+  const int64_t room = ConnectionsWithin(descriptors);
+  if (room < clients.most + operators.most) {
+    operators.most = std::max<int64_t>(std::min(operators.most, room / 4), 1);
+    clients.most = std::max<int64_t>(room - operators.most, 1);
+    log.Warn(absl::StrCat("the process may open ", descriptors, " descriptors, too few for "
+                          "--max_connections=", config.connections.most, ": at most ",
+                          clients.most, " connections are taken; raise the limit (ulimit -n)"));
+  }
+  return {.clients = std::make_shared<Connections>(clients),
+          .operators = std::make_shared<Connections>(operators)};
+}
+
+GrpcPortOptions PortOf(const Config& config, std::shared_ptr<Connections> connections) {
   return {.listen = config.listen,
           .transport = config.transport,
           .tls = config.tls,
+          .connections = std::move(connections),
           .reflection = config.reflection};
 }
 
 // Null: there is none.
-absl::StatusOr<std::unique_ptr<GrpcPort>> OpenAdminPort(const Config& config, AdminService& admin,
+absl::StatusOr<std::unique_ptr<GrpcPort>> OpenAdminPort(const Config& config,
+                                                        const PortConnections& connections,
+                                                        AdminService& admin,
                                                         Lifecycle& lifecycle) {
   if (config.admin_listen.empty()) return nullptr;
-  GrpcPortOptions port = PortOf(config);
+  GrpcPortOptions port = PortOf(config, connections.operators);
   port.listen = config.admin_listen;
   port.flag = "--admin_listen";
   port.channelz = config.channelz;
@@ -191,6 +217,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   if (absl::Status status = CheckFiles(config); !status.ok()) return status;
   WarnOfPlainText("--listen", config.listen, config.tls, log);
   WarnOfPlainText("--admin_listen", config.admin_listen, config.tls, log);
+  const PortConnections connections = ConnectionsOf(config, log);
   // Ports before models: probes are answered while those are loaded.
   Lifecycle lifecycle;
   Metrics metrics({.policies = BuiltPolicies(),
@@ -199,7 +226,9 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
                    .build = {{"commit", std::string(Commit())},
                              {"torch", TorchVersion()},
                              {"grpc", grpc::Version()}},
-                   .lifecycle = &lifecycle});
+                   .lifecycle = &lifecycle,
+                   .connections = {{"clients", connections.clients},
+                                   {"operators", connections.operators}}});
   const absl::StatusOr<const MetricsServer*> metrics_server = ServeMetrics(config, metrics);
   if (!metrics_server.ok()) return metrics_server.status();
   absl::StatusOr<std::unique_ptr<AccessLog>> access_log = OpenAccessLog(config, metrics, log);
@@ -227,7 +256,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
     shadow = std::make_unique<Shadow>(replays, models, **experiments);
   }
   absl::StatusOr<std::unique_ptr<Server>> server =
-      Server::Start({.port = PortOf(config),
+      Server::Start({.port = PortOf(config, connections.clients),
                      .outbox = config.outbox,
                      .participation = experiments->get(),
                      .experiments = experiments->get(),
@@ -236,7 +265,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   if (!server.ok()) return server.status();
   AdminService admin(models, lifecycle, settings, frontend,
                      [&loader](const ModelSource& source) { return loader.Load(source); });
-  absl::StatusOr<std::unique_ptr<GrpcPort>> admin_port = OpenAdminPort(config, admin, lifecycle);
+  absl::StatusOr<std::unique_ptr<GrpcPort>> admin_port = OpenAdminPort(config, connections, admin, lifecycle);
   if (!admin_port.ok()) return admin_port.status();
   log.TakeGrpc();
   log.Info(absl::StrCat("gRPC listens on ", AddressOf(config.listen, (*server)->port()),

@@ -51,6 +51,7 @@ constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "AdminService/DumpState",
                                           "other"};
 constexpr size_t kNumCodes = 17;
+constexpr Refused kRefusals[] = {Refused::kPort, Refused::kPeer, Refused::kDescriptors};
 // exposer_*, the HTTP library's own.
 constexpr int64_t kNumExposerSeries = 7;
 
@@ -101,6 +102,7 @@ Metrics::Metrics(const MetricsOptions& options)
                               std::size(kMethods) * kNumCodes)),
       rejected_(model_unknown_),
       lifecycle_(options.lifecycle),
+      connections_(options.connections),
       config_(declare_.Gauges("epikv_config_info", "Always 1. The labels are settings.", 1)),
       draining_(
           declare_.Gauges("epikv_drain_state", "1 while new requests are refused.", 1).Add({})),
@@ -145,6 +147,7 @@ void Metrics::AddInfo(const MetricsOptions& options) {
         .Set(1);
   }
   declare_.Count(ProcessMetrics::kNumSeries + kNumExposerSeries);
+  declare_.Count(connections_.size() * (1 + std::size(kRefusals)));
   // Without these there is no page: never refused.
   budget_.Take(std::min(budget_.limit(), declare_.bound() + model_unknown_.bound()));
 }
@@ -192,12 +195,39 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   };
   add(registry_.Collect());
   add(process_.Collect());
+  add(CollectConnections());
   for (const auto& model : models) add(model->Collect());
   {
     absl::MutexLock lock(&mu_);
     if (experiments_ != nullptr) add(experiments_->Collect());
   }
   return MergedByName(std::move(families));
+}
+
+std::vector<prometheus::MetricFamily> Metrics::CollectConnections() const {
+  prometheus::MetricFamily live{.name = "epikv_connections",
+                                .help = "Open connections of a gRPC port.",
+                                .type = prometheus::MetricType::Gauge,
+                                .metric = {}};
+  prometheus::MetricFamily refused{
+      .name = "epikv_connections_refused_total",
+      .help = "Connections of a gRPC port that were closed as soon as they were accepted. "
+              "port_limit: the port has as many as it may; peer_limit: the peer has; descriptors: "
+              "the process could open none.",
+      .type = prometheus::MetricType::Counter,
+      .metric = {}};
+  for (const auto& [port, connections] : connections_) {
+    prometheus::ClientMetric& open = live.metric.emplace_back();
+    open.label = {{"port", port}};
+    open.gauge.value = static_cast<double>(connections->live());
+    for (const Refused reason : kRefusals) {
+      prometheus::ClientMetric& closed = refused.metric.emplace_back();
+      closed.label = {{"port", port}, {"reason", std::string(RefusedName(reason))}};
+      closed.counter.value = static_cast<double>(connections->refused(reason));
+    }
+  }
+  if (connections_.empty()) return {};
+  return {std::move(live), std::move(refused)};
 }
 
 void Metrics::OnRpcFinished(absl::string_view method, grpc::StatusCode code) {

@@ -22,6 +22,7 @@
 #include "server/metrics/metric_families.h"
 #include "server/metrics/model_metrics.h"
 #include "server/metrics/process_metrics.h"
+#include "server/port/connections.h"
 
 namespace epikv {
 
@@ -31,6 +32,7 @@ struct MetricsOptions {
   prometheus::Labels config;             // settings worth seeing beside the rest, by name
   prometheus::Labels build;              // versions of what the daemon runs on, by name
   const Lifecycle* lifecycle = nullptr;  // outlives the metrics
+  std::map<std::string, std::shared_ptr<const Connections>> connections;  // by port
 };
 
 // Everything that Prometheus may scrape: what belongs to no model, and the models' own series.
@@ -72,6 +74,7 @@ class Metrics {
   void AddInfo(const MetricsOptions& options);
   std::vector<std::shared_ptr<ModelMetrics>> LiveModels() const;
   std::vector<prometheus::MetricFamily> Collect() const;
+  std::vector<prometheus::MetricFamily> CollectConnections() const;
 
   SeriesBudget budget_;
   prometheus::Registry registry_;
@@ -81,6 +84,7 @@ class Metrics {
   prometheus::Family<prometheus::Counter>& rpcs_;
   RejectedSeries rejected_;
   const Lifecycle* const lifecycle_;
+  const std::map<std::string, std::shared_ptr<const Connections>> connections_;
   prometheus::Family<prometheus::Gauge>& config_;
   prometheus::Gauge &draining_, &bound_;
   prometheus::Counter &log_dropped_, &reload_failures_;

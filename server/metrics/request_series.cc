@@ -17,7 +17,7 @@ using prometheus::Labels;
 // The closed sets of label values.
 constexpr absl::string_view kPhases[] = {"prefill", "decode"};
 constexpr absl::string_view kOperations[] = {"text_completion", "score"};
-constexpr absl::string_view kReasons[] = {
+constexpr absl::string_view kEndReasons[] = {
     "length", "end",         "stop_token", "stop_string", "deadline", "deadline_infeasible",
     "error",  "slow_reader", "drained",    "cancelled"};
 constexpr size_t kNumFailures = 6;  // of the reasons, the last ones
@@ -119,7 +119,7 @@ ArmSeries::ArmSeries(const std::string& model, std::string arm, SeriesBudget& bu
             "went to the evicted tokens.",
             1, {0, .001, .002, .005, .01, .02, .05, .1, .2, .5}),
       finished_(of_policy_.Counters("epikv_requests_finished_total",
-                                    "Requests that have ended, by reason.", std::size(kReasons))),
+                                    "Requests that have ended, by reason.", std::size(kEndReasons))),
       tokens_(of_policy_.Counters("epikv_tokens_total",
                                   "Tokens of requests that have ended, by kind: of prompts; of "
                                   "these, the ones copied from the prefix cache; of outputs.",

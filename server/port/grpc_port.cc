@@ -1,7 +1,6 @@
 #include "server/port/grpc_port.h"
 
 #include <grpc/grpc.h>
-#include <grpc/support/log.h>
 #include <grpcpp/ext/channelz_service_plugin.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
@@ -20,20 +19,19 @@ namespace {
 // What calls that were cut still need to wind up.
 constexpr absl::Duration kCutGrace = absl::Seconds(1);
 
-// Builds with gRPC's own log of failed binds silenced: our error says it better.
-std::unique_ptr<grpc::Server> BuildQuietly(grpc::ServerBuilder& builder) {
-  gpr_set_log_function([](gpr_log_func_args*) {});
-  std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  gpr_set_log_function(nullptr);
-  return server;
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<GrpcPort>> GrpcPort::Open(
     const GrpcPortOptions& options, const std::vector<grpc::Service*>& services,
     std::vector<std::string> names, Lifecycle& lifecycle) {
   std::unique_ptr<GrpcPort> port(new GrpcPort(lifecycle));
+  absl::StatusOr<std::unique_ptr<Listener>> listener =
+      Listener::Open(options.listen, options.connections);
+  if (!listener.ok()) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot listen on ", options.listen, ": ", listener.status().message(),
+                     "; choose another address with ", options.flag));
+  }
   grpc::EnableDefaultHealthCheckService(true);
   // Plugins of the process: every port built from then on has them.
   if (options.reflection) {
@@ -45,20 +43,16 @@ absl::StatusOr<std::unique_ptr<GrpcPort>> GrpcPort::Open(
     std::call_once(once, grpc::channelz::experimental::InitChannelzService);
   }
   grpc::ServerBuilder builder;
-  builder.AddListeningPort(options.listen, CredentialsOf(options.tls), &port->port_);
-  // Otherwise a second daemon would share the port in silence.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  auto acceptor = builder.experimental().AddExternalConnectionAcceptor(
+      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD,
+      CredentialsOf(options.tls));
   SetLimits(options.transport, builder);
   for (grpc::Service* service : services) builder.RegisterService(service);
-  std::unique_ptr<grpc::Server> server = BuildQuietly(builder);
-  if (server == nullptr || port->port_ == 0) {
-    return absl::UnavailableError(absl::StrCat(
-        "cannot listen on ", options.listen,
-        ": the port is in use, or the host is not this machine's; choose another with ",
-        options.flag));
-  }
-  port->server_ = std::move(server);
+  port->server_ = builder.BuildAndStart();
+  if (port->server_ == nullptr) return absl::InternalError("gRPC cannot start a server");
+  port->listener_ = *std::move(listener);
   lifecycle.Attach(*port->server_->GetHealthCheckService(), std::move(names));
+  port->listener_->Start(std::move(acceptor));
   return port;
 }
 
@@ -69,6 +63,7 @@ GrpcPort::~GrpcPort() {
 }
 
 void GrpcPort::Close() {
+  listener_->Stop();
   // Soon, whatever is left: a health watch would hold the server for ever.
   server_->Shutdown(absl::ToChronoTime(absl::Now() + kCutGrace));
   server_->Wait();

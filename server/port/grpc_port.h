@@ -9,6 +9,8 @@
 
 #include "absl/status/statusor.h"
 #include "server/base/lifecycle.h"
+#include "server/port/connections.h"
+#include "server/port/listener.h"
 #include "server/port/tls.h"
 #include "server/port/transport.h"
 
@@ -19,6 +21,8 @@ struct GrpcPortOptions {
   std::string flag = "--listen";  // to name in errors
   TransportLimits transport;
   TlsFiles tls;
+  // Of this port alone.
+  std::shared_ptr<Connections> connections = std::make_shared<Connections>(ConnectionLimits());
   bool reflection = true;
   bool channelz = false;
 };
@@ -34,7 +38,7 @@ class GrpcPort {
                                                         Lifecycle& lifecycle);
   ~GrpcPort();
 
-  int port() const { return port_; }
+  int port() const { return listener_->port(); }
   // Refuses new calls and cuts those that are left soon.
   void Close();
 
@@ -42,8 +46,8 @@ class GrpcPort {
   explicit GrpcPort(Lifecycle& lifecycle) : lifecycle_(lifecycle) {}
 
   Lifecycle& lifecycle_;
-  int port_ = 0;
   std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<Listener> listener_;  // ends before what it hands connections to
 };
 
 }  // namespace epikv

@@ -232,15 +232,20 @@ TEST(ConfigTest, LimitsOfConnectionsAreChecked) {
   const TransportLimits limits = Parse({"--model=m"}).transport;
   EXPECT_EQ(limits.max_message_bytes, 4194304);
   EXPECT_EQ(limits.max_connection_age, absl::Minutes(30));
-  EXPECT_EQ(limits.max_connection_age_grace, absl::InfiniteDuration());
+  EXPECT_EQ(limits.max_connection_age_grace, absl::Hours(1));
+  EXPECT_EQ(Parse({"--model=m", "--max_connection_age_grace_seconds=0"})
+                .transport.max_connection_age_grace,
+            absl::InfiniteDuration());
   EXPECT_EQ(Parse({"--model=m", "--max_connection_idle_seconds=1.5"}).transport.max_connection_idle,
             absl::Milliseconds(1500));
   const std::string errors =
       Errors({"--model=m", "--max_message_bytes=1", "--max_sent_message_bytes=1",
+              "--max_connections=0", "--max_connections_per_peer=0",
               "--max_concurrent_streams=0", "--keepalive_floor_seconds=0",
               "--max_connection_age_seconds=-1", "--max_connection_age_grace_seconds=nan",
               "--max_connection_idle_seconds=inf"});
-  for (const char* name : {"max_message_bytes", "max_sent_message_bytes", "max_concurrent_streams",
+  for (const char* name : {"max_message_bytes", "max_sent_message_bytes", "max_connections",
+                           "max_connections_per_peer", "max_concurrent_streams",
                            "keepalive_floor_seconds", "max_connection_age_seconds",
                            "max_connection_age_grace_seconds", "max_connection_idle_seconds"}) {
     EXPECT_THAT(errors, HasSubstr(absl::StrCat("--", name, " must be")));

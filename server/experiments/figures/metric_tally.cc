@@ -11,13 +11,13 @@ namespace {
 // Its fourth power, times many units, is a double.
 constexpr double kGreatest = 1e50;
 // Of sums of squares, less than rounding leaves.
-constexpr double kRounding = 1e-11;
+constexpr double kSquaresRounding = 1e-11;
 
 double SquareOf(double x) { return x * x; }
 
 // The sum of squares of what is left of a sum of squares of this size: nothing, or more than the
 // rounding of it.
-double Left(double squares, double of) { return squares > kRounding * of ? squares : 0; }
+double Left(double squares, double of) { return squares > kSquaresRounding * of ? squares : 0; }
 
 struct CovariateSums {
   double mean = 0;      // over all units

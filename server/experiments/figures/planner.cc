@@ -16,7 +16,7 @@
 namespace epikv {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNoBound = std::numeric_limits<double>::infinity();
 constexpr double kMostUnits = 1e12;
 constexpr int kMostLooks = 200;
 constexpr double kPrecision = 1e-3;  // of units and effects, relative
@@ -128,7 +128,7 @@ UnitPlan PowerOf(const Baseline& baseline, double effect, double units, const De
   for (int look = 0; look < design.looks; ++look) {
     const double share = (look + 1.) / design.looks;
     const bool is_early = IsTooEarly(control, share) || IsTooEarly(treatment, share);
-    bounds[look] = is_early ? kInfinity
+    bounds[look] = is_early ? kNoBound
                             : std::sqrt(MixtureBound(tau_squared * share / variance, design.alpha));
   }
   return {.units = static_cast<int64_t>(units),

@@ -59,10 +59,6 @@ constexpr absl::string_view kTakeFromLater =
     "AND NOT EXISTS (SELECT 1 FROM outcomes o WHERE o.request = $1 AND o.metric = outcomes.metric "
     "AND o.outcome_key = outcomes.outcome_key)";
 
-int64_t MicrosOf(const google::protobuf::Timestamp& time) {
-  return TimeUtil::TimestampToMicroseconds(time);
-}
-
 v1::OutcomeSeen WaitingOf(const SqlRow& row) {
   v1::OutcomeSeen outcome;
   outcome.set_tenant(TextOf(row[0]));

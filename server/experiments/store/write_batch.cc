@@ -1,6 +1,5 @@
 #include "server/experiments/store/write_batch.h"
 
-#include <google/protobuf/util/time_util.h>
 
 #include <algorithm>
 #include <cmath>
@@ -9,12 +8,12 @@
 #include <utility>
 
 #include "absl/strings/string_view.h"
+#include "server/base/durations.h"
 #include "server/experiments/store/outcome_joiner.h"
 
 namespace epikv {
 namespace {
 
-using google::protobuf::util::TimeUtil;
 
 constexpr absl::string_view kSelectById =
     "SELECT r.id, e.request, s.request FROM requests r LEFT JOIN ends e ON e.request = r.id "
@@ -32,10 +31,6 @@ constexpr absl::string_view kInsertEnd =
 constexpr absl::string_view kInsertShadow =
     "INSERT INTO shadows (request, compared_us, tokens, agreed_tokens, kl_nats) "
     "VALUES ($1, $2, $3, $4, $5)";
-int64_t MicrosOf(const google::protobuf::Timestamp& time) {
-  return TimeUtil::TimestampToMicroseconds(time);
-}
-
 // Not a number is NULL, in every database.
 SqlValue Number(double value) { return std::isnan(value) ? SqlValue() : SqlValue(value); }
 SqlValue Number(bool known, double value) { return known ? Number(value) : SqlValue(); }
