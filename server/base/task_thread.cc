@@ -13,20 +13,32 @@ TaskThread::~TaskThread() {
   thread_.join();
 }
 
-void TaskThread::Post(const std::string& owner, std::function<void()> task) {
+void TaskThread::Post(const std::string& owner, int64_t weight, std::function<void()> task) {
   absl::MutexLock lock(&mu_);
   auto of = std::find_if(owners_.begin(), owners_.end(),
                          [&owner](const Owner& other) { return other.name == owner; });
   if (of == owners_.end()) of = owners_.insert(of, Owner{.name = owner, .tasks = {}});
-  of->tasks.push_back(std::move(task));
+  of->tasks.push_back({.run = std::move(task), .weight = weight});
+  of->weight += weight;
+}
+
+const TaskThread::Owner* TaskThread::Find(const std::string& name) const {
+  for (const Owner& owner : owners_) {
+    if (owner.name == name) return &owner;
+  }
+  return nullptr;
 }
 
 int64_t TaskThread::Waiting(const std::string& owner) const {
   absl::MutexLock lock(&mu_);
-  for (const Owner& other : owners_) {
-    if (other.name == owner) return static_cast<int64_t>(other.tasks.size());
-  }
-  return 0;
+  const Owner* const found = Find(owner);
+  return found == nullptr ? 0 : static_cast<int64_t>(found->tasks.size());
+}
+
+int64_t TaskThread::Weighs(const std::string& owner) const {
+  absl::MutexLock lock(&mu_);
+  const Owner* const found = Find(owner);
+  return found == nullptr ? 0 : found->weight;
 }
 
 void TaskThread::Run() {
@@ -39,7 +51,8 @@ void TaskThread::Run() {
       mu_.Await(absl::Condition(&called));
       if (owners_.empty()) return;
       Owner& owner = owners_.front();
-      task = std::move(owner.tasks.front());
+      task = std::move(owner.tasks.front().run);
+      owner.weight -= owner.tasks.front().weight;
       owner.tasks.pop_front();
       if (owner.tasks.empty()) {
         owners_.pop_front();

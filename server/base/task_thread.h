@@ -22,17 +22,29 @@ class TaskThread {
   ~TaskThread();  // after the last task
 
   void Post(std::function<void()> task) { Post("", std::move(task)); }
-  void Post(const std::string& owner, std::function<void()> task);
-  // Of this owner, not begun.
+  void Post(const std::string& owner, std::function<void()> task) {
+    Post(owner, 0, std::move(task));
+  }
+  // weight: of what the task holds while it waits, bytes say.
+  void Post(const std::string& owner, int64_t weight, std::function<void()> task);
+  // Of this owner, not begun: how many, and what they weigh.
   int64_t Waiting(const std::string& owner) const;
+  int64_t Weighs(const std::string& owner) const;
 
  private:
   void Run();
 
+  struct Task {
+    std::function<void()> run;
+    int64_t weight = 0;
+  };
   struct Owner {
     std::string name;
-    std::deque<std::function<void()>> tasks;  // not empty
+    int64_t weight = 0;      // of all
+    std::deque<Task> tasks;  // not empty
   };
+  const Owner* Find(const std::string& name) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
   mutable absl::Mutex mu_;
   std::list<Owner> owners_ ABSL_GUARDED_BY(mu_);  // whose turn it is first
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;

@@ -40,8 +40,14 @@ CallScope::CallScope(absl::string_view method, const Frontend& frontend,
 std::optional<grpc::Status> CallScope::Admit() {
   std::optional<grpc::Status> refusal =
       frontend_.auth.Admit(method_, Headers(context_, "authorization"), caller_);
+  admitted_ = !refusal.has_value();
   if (refusal.has_value()) frontend_.metrics.OnRejected(ErrorReason(*refusal));
   return refusal;
+}
+
+grpc::Status CallScope::Reject(const Rejection& rejection) {
+  frontend_.metrics.OnRejected(rejection.reason);
+  return ToGrpc(rejection);
 }
 
 grpc::Status CallScope::Close(const grpc::Status& status) {

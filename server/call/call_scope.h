@@ -15,7 +15,9 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "epikv/v1/access_log.pb.h"
+#include "runtime/base/require.h"
 #include "server/base/errors.h"
+#include "server/base/task_thread.h"
 #include "server/call/access_log.h"
 #include "server/call/auth.h"
 #include "server/call/trace_context.h"
@@ -31,6 +33,8 @@ struct Frontend {
   Metrics& metrics;
   AccessLog& access_log;
   Traffic& traffic;
+  // Where requests are read and answered that are too long for gRPC's threads; clients take turns.
+  TaskThread& long_requests;
 };
 
 // One call, from its first byte to its status. The only way to its request leads past the check of
@@ -41,17 +45,20 @@ class CallScope {
   CallScope(absl::string_view method, const Frontend& frontend,
             grpc::CallbackServerContext& context);
 
-  // The request; or why the caller may not make it, or what is wrong with its bytes.
+  // Why the caller may not make the call. Before the request is read.
+  std::optional<grpc::Status> Admit();
+  // The request has come as a whole.
+  void OnRead() { arrival_ = absl::Now(); }
+  // The request; or what is wrong with its bytes. Precondition: the caller was admitted.
   template <typename Message>
   std::variant<Message, grpc::Status> Open(const grpc::ByteBuffer& in) {
-    if (std::optional<grpc::Status> refusal = Admit()) return *std::move(refusal);
+    Require(admitted_, "a request was opened whose caller was not admitted");
     std::variant<Message, Rejection> parsed = Parse<Message>(in);
-    if (const auto* rejection = std::get_if<Rejection>(&parsed)) {
-      frontend_.metrics.OnRejected(rejection->reason);
-      return ToGrpc(*rejection);
-    }
+    if (const auto* rejection = std::get_if<Rejection>(&parsed)) return Reject(*rejection);
     return std::get<Message>(std::move(parsed));
   }
+  // Counts what no model has refused.
+  grpc::Status Reject(const Rejection& rejection);
 
   // What the client is told in the end. Once, before the call is finished with it.
   grpc::Status Close(const grpc::Status& status);
@@ -60,20 +67,21 @@ class CallScope {
   void OnClose(std::function<void(const v1::AccessLogEntry&)> told) { on_close_ = std::move(told); }
   bool has_on_close() const { return on_close_ != nullptr; }
 
-  // Who calls; known once the request is open.
+  // Who calls; known once he was admitted.
   const Identity& caller() const { return caller_; }
   // What the access log will say beside what every call has.
   v1::AccessLogEntry& entry() { return entry_; }
   grpc::CallbackServerContext& context() const { return context_; }
-  absl::Time start() const { return start_; }
+  absl::Time start() const { return start_; }      // of the call
+  absl::Time arrival() const { return arrival_; }  // of its request
 
  private:
-  std::optional<grpc::Status> Admit();
-
   const absl::string_view method_;
   const Frontend& frontend_;
   grpc::CallbackServerContext& context_;
   const absl::Time start_ = absl::Now();
+  absl::Time arrival_ = start_;
+  bool admitted_ = false;
   const TraceContext span_;
   Identity caller_;
   v1::AccessLogEntry entry_;

@@ -105,11 +105,23 @@ grpc::Status Invalid(std::vector<FieldViolation> violations) {
 
 AdminService::AdminService(Models& models, Lifecycle& lifecycle, Settings& settings,
                            const Frontend& frontend, Load load)
-    : models_(models),
+    : Service(frontend),
+      models_(models),
       lifecycle_(lifecycle),
       settings_(settings),
-      frontend_(frontend),
-      load_(std::move(load)) {}
+      load_(std::move(load)) {
+  AnswerAtOnce("AdminService/GetServerStatus", &AdminService::GetServerStatus);
+  AnswerAtOnce("AdminService/GetLoad", &AdminService::GetLoad);
+  AnswerLater("AdminService/ListActiveRequests", &AdminService::ListActiveRequests);
+  AnswerAtOnce("AdminService/Drain", &AdminService::Drain);
+  AnswerAtOnce("AdminService/Resume", &AdminService::Resume);
+  AnswerAtOnce("AdminService/GetConfig", &AdminService::GetConfig);
+  AnswerAtOnce("AdminService/UpdateConfig", &AdminService::UpdateConfig);
+  AnswerLater("AdminService/LoadModel", &AdminService::LoadModel);
+  AnswerAtOnce("AdminService/UnloadModel", &AdminService::UnloadModel);
+  AnswerAtOnce("AdminService/FlushPrefixCache", &AdminService::FlushPrefixCache);
+  AnswerLater("AdminService/DumpState", &AdminService::DumpState);
+}
 
 AdminService::~AdminService() {
   std::thread loader;
@@ -180,117 +192,78 @@ v1::ServerStatus AdminService::Status() const {
   return status;
 }
 
-grpc::ServerUnaryReactor* AdminService::GetServerStatus(grpc::CallbackServerContext* context,
-                                                        const grpc::ByteBuffer* in,
-                                                        grpc::ByteBuffer* out) {
-  auto get = [this](const v1::GetServerStatusRequest&) -> Answer<v1::ServerStatus> {
-    return Status();
-  };
-  return AnswerAtOnce<v1::GetServerStatusRequest>("AdminService/GetServerStatus", frontend_,
-                                                  *context, *in, *out, get);
+Answer<v1::ServerStatus> AdminService::GetServerStatus(const v1::GetServerStatusRequest&) {
+  return Status();
 }
 
-grpc::ServerUnaryReactor* AdminService::GetLoad(grpc::CallbackServerContext* context,
-                                                const grpc::ByteBuffer* in, grpc::ByteBuffer* out) {
-  auto get = [this](const v1::GetLoadRequest&) -> Answer<v1::GetLoadResponse> {
-    v1::GetLoadResponse response;
-    for (const ModelPtr& model : models_.InService()) {
-      const EngineLoad engine = model->metrics->Load();
-      const StepStats& last = engine.last;
-      v1::ModelLoad& load = *response.add_models();
-      load.set_model(model->name);
-      load.set_running_requests(last.running);
-      load.set_waiting_requests(last.waiting);
-      load.set_kv_used_bytes(last.kv_used_bytes);
-      load.set_kv_reserved_bytes(last.kv_reserved_bytes);
-      load.set_kv_capacity_bytes(last.kv_capacity_bytes);
-      load.set_kv_prefix_bytes(last.kv_prefix_bytes);
-      if (last.predicted_wait.has_value())
-        *load.mutable_predicted_wait() = DurationProto(*last.predicted_wait);
-      load.set_prompt_tokens_per_second(engine.prompt_tokens_per_second);
-      load.set_output_tokens_per_second(engine.output_tokens_per_second);
+Answer<v1::GetLoadResponse> AdminService::GetLoad(const v1::GetLoadRequest&) {
+  v1::GetLoadResponse response;
+  for (const ModelPtr& model : models_.InService()) {
+    const EngineLoad engine = model->metrics->Load();
+    const StepStats& last = engine.last;
+    v1::ModelLoad& load = *response.add_models();
+    load.set_model(model->name);
+    load.set_running_requests(last.running);
+    load.set_waiting_requests(last.waiting);
+    load.set_kv_used_bytes(last.kv_used_bytes);
+    load.set_kv_reserved_bytes(last.kv_reserved_bytes);
+    load.set_kv_capacity_bytes(last.kv_capacity_bytes);
+    load.set_kv_prefix_bytes(last.kv_prefix_bytes);
+    if (last.predicted_wait.has_value())
+      *load.mutable_predicted_wait() = DurationProto(*last.predicted_wait);
+    load.set_prompt_tokens_per_second(engine.prompt_tokens_per_second);
+    load.set_output_tokens_per_second(engine.output_tokens_per_second);
+  }
+  return response;
+}
+
+void AdminService::ListActiveRequests(
+    const v1::ListActiveRequestsRequest& request,
+    std::shared_ptr<PendingAnswer<v1::ListActiveRequestsResponse>> pending) {
+  std::vector<ModelPtr> models = models_.Live();
+  if (!request.model().empty()) {
+    std::erase_if(models, [&](const ModelPtr& model) { return model->name != request.model(); });
+    if (models.empty()) {
+      return pending->Finish(
+          NotFound("model", request.model(),
+                   absl::StrCat("no model '", request.model(), "' is served here")));
     }
-    return response;
-  };
-  return AnswerAtOnce<v1::GetLoadRequest>("AdminService/GetLoad", frontend_, *context, *in, *out,
-                                          get);
+  }
+  ListRequests(models, [pending = std::move(pending)](std::vector<v1::ActiveRequest> requests) {
+    v1::ListActiveRequestsResponse response;
+    for (v1::ActiveRequest& active : requests) *response.add_requests() = std::move(active);
+    pending->Finish(std::move(response));
+  });
 }
 
-grpc::ServerUnaryReactor* AdminService::ListActiveRequests(grpc::CallbackServerContext* context,
-                                                           const grpc::ByteBuffer* in,
-                                                           grpc::ByteBuffer* out) {
-  using Response = v1::ListActiveRequestsResponse;
-  auto list = [this](const v1::ListActiveRequestsRequest& request,
-                     std::shared_ptr<PendingAnswer<Response>> pending) {
-    std::vector<ModelPtr> models = models_.Live();
-    if (!request.model().empty()) {
-      std::erase_if(models, [&](const ModelPtr& model) { return model->name != request.model(); });
-      if (models.empty()) {
-        return pending->Finish(
-            NotFound("model", request.model(),
-                     absl::StrCat("no model '", request.model(), "' is served here")));
-      }
-    }
-    ListRequests(models, [pending = std::move(pending)](std::vector<v1::ActiveRequest> requests) {
-      Response response;
-      for (v1::ActiveRequest& active : requests) *response.add_requests() = std::move(active);
-      pending->Finish(std::move(response));
-    });
-  };
-  return AnswerLater<v1::ListActiveRequestsRequest, Response>("AdminService/ListActiveRequests",
-                                                              frontend_, *context, *in, *out, list);
+Answer<v1::ServerStatus> AdminService::Drain(const v1::DrainRequest&) {
+  if (lifecycle_.state() == ServerState::kStarting) {
+    return Precondition(kStarting, "the server is loading its models");
+  }
+  models_.StartDraining();
+  return Status();
 }
 
-grpc::ServerUnaryReactor* AdminService::Drain(grpc::CallbackServerContext* context,
-                                              const grpc::ByteBuffer* in, grpc::ByteBuffer* out) {
-  auto drain = [this](const v1::DrainRequest&) -> Answer<v1::ServerStatus> {
-    if (lifecycle_.state() == ServerState::kStarting) {
-      return Precondition(kStarting, "the server is loading its models");
-    }
-    models_.StartDraining();
-    return Status();
-  };
-  return AnswerAtOnce<v1::DrainRequest>("AdminService/Drain", frontend_, *context, *in, *out,
-                                        drain);
+Answer<v1::ServerStatus> AdminService::Resume(const v1::ResumeRequest&) {
+  if (lifecycle_.state() == ServerState::kStarting) {
+    return Precondition(kStarting, "the server is loading its models");
+  }
+  if (!models_.Resume()) {
+    return Precondition("STOPPING", "the server is stopping and cannot resume");
+  }
+  return Status();
 }
 
-grpc::ServerUnaryReactor* AdminService::Resume(grpc::CallbackServerContext* context,
-                                               const grpc::ByteBuffer* in, grpc::ByteBuffer* out) {
-  auto resume = [this](const v1::ResumeRequest&) -> Answer<v1::ServerStatus> {
-    if (lifecycle_.state() == ServerState::kStarting) {
-      return Precondition(kStarting, "the server is loading its models");
-    }
-    if (!models_.Resume()) {
-      return Precondition("STOPPING", "the server is stopping and cannot resume");
-    }
-    return Status();
-  };
-  return AnswerAtOnce<v1::ResumeRequest>("AdminService/Resume", frontend_, *context, *in, *out,
-                                         resume);
+Answer<v1::ServerConfig> AdminService::GetConfig(const v1::GetConfigRequest&) {
+  return settings_.Get();
 }
 
-grpc::ServerUnaryReactor* AdminService::GetConfig(grpc::CallbackServerContext* context,
-                                                  const grpc::ByteBuffer* in,
-                                                  grpc::ByteBuffer* out) {
-  auto get = [this](const v1::GetConfigRequest&) -> Answer<v1::ServerConfig> {
-    return settings_.Get();
-  };
-  return AnswerAtOnce<v1::GetConfigRequest>("AdminService/GetConfig", frontend_, *context, *in,
-                                            *out, get);
-}
-
-grpc::ServerUnaryReactor* AdminService::UpdateConfig(grpc::CallbackServerContext* context,
-                                                     const grpc::ByteBuffer* in,
-                                                     grpc::ByteBuffer* out) {
-  auto update = [this](const v1::UpdateConfigRequest& request) -> Answer<v1::ServerConfig> {
-    const auto& paths = request.update_mask().paths();
-    auto updated =
-        settings_.Update(request.config(), {paths.begin(), paths.end()}, request.validate_only());
-    if (const auto* rejection = std::get_if<Rejection>(&updated)) return ToGrpc(*rejection);
-    return std::get<v1::ServerConfig>(std::move(updated));
-  };
-  return AnswerAtOnce<v1::UpdateConfigRequest>("AdminService/UpdateConfig", frontend_, *context,
-                                               *in, *out, update);
+Answer<v1::ServerConfig> AdminService::UpdateConfig(const v1::UpdateConfigRequest& request) {
+  const auto& paths = request.update_mask().paths();
+  auto updated =
+      settings_.Update(request.config(), {paths.begin(), paths.end()}, request.validate_only());
+  if (const auto* rejection = std::get_if<Rejection>(&updated)) return ToGrpc(*rejection);
+  return std::get<v1::ServerConfig>(std::move(updated));
 }
 
 std::optional<grpc::Status> AdminService::RefuseModels() const {
@@ -316,103 +289,78 @@ Answer<v1::Model> AdminService::LoadNow(const v1::LoadModelRequest& request) {
   return ToProto(**loaded);
 }
 
-grpc::ServerUnaryReactor* AdminService::LoadModel(grpc::CallbackServerContext* context,
-                                                  const grpc::ByteBuffer* in,
-                                                  grpc::ByteBuffer* out) {
-  auto load = [this](const v1::LoadModelRequest& request,
-                     std::shared_ptr<PendingAnswer<v1::Model>> pending) {
-    std::vector<FieldViolation> violations = ViolationsOf(request.source());
-    for (FieldViolation& violation : violations) violation.field.insert(0, "source.");
-    if (!violations.empty()) return pending->Finish(Invalid(std::move(violations)));
-    if (auto refusal = RefuseModels()) return pending->Finish(*refusal);
-    const std::string& name = request.source().name();
-    if (!request.replace() && models_.Has(name)) return pending->Finish(Taken(name));
-    std::thread last;
+void AdminService::LoadModel(const v1::LoadModelRequest& request,
+                             std::shared_ptr<PendingAnswer<v1::Model>> pending) {
+  std::vector<FieldViolation> violations = ViolationsOf(request.source());
+  for (FieldViolation& violation : violations) violation.field.insert(0, "source.");
+  if (!violations.empty()) return pending->Finish(Invalid(std::move(violations)));
+  if (auto refusal = RefuseModels()) return pending->Finish(*refusal);
+  const std::string& name = request.source().name();
+  if (!request.replace() && models_.Has(name)) return pending->Finish(Taken(name));
+  std::thread last;
+  {
+    absl::MutexLock lock(&mu_);
+    if (!loading_.has_value()) last.swap(loader_);
+  }
+  if (last.joinable()) last.join();  // it has nothing left to do
+  absl::MutexLock lock(&mu_);
+  if (loading_.has_value() || loader_.joinable()) {
+    return pending->Finish(Precondition(kLoading, "another model is being loaded"));
+  }
+  loading_ = request.source().name();
+  load_call_ = std::move(pending);
+  models_.SetLoading(*loading_);
+  loader_ = std::thread([this, request] {
+    const Answer<v1::Model> answer = LoadNow(request);
+    models_.SetLoading("");
     {
       absl::MutexLock lock(&mu_);
-      if (!loading_.has_value()) last.swap(loader_);
+      loading_.reset();
     }
-    if (last.joinable()) last.join();  // it has nothing left to do
-    absl::MutexLock lock(&mu_);
-    if (loading_.has_value() || loader_.joinable()) {
-      return pending->Finish(Precondition(kLoading, "another model is being loaded"));
-    }
-    loading_ = request.source().name();
-    load_call_ = std::move(pending);
-    models_.SetLoading(*loading_);
-    loader_ = std::thread([this, request] {
-      const Answer<v1::Model> answer = LoadNow(request);
-      models_.SetLoading("");
-      {
-        absl::MutexLock lock(&mu_);
-        loading_.reset();
-      }
-      if (const auto call = TakeLoadCall()) call->Finish(answer);
-    });
-  };
-  return AnswerLater<v1::LoadModelRequest, v1::Model>("AdminService/LoadModel", frontend_, *context,
-                                                      *in, *out, load);
+    if (const auto call = TakeLoadCall()) call->Finish(answer);
+  });
 }
 
-grpc::ServerUnaryReactor* AdminService::UnloadModel(grpc::CallbackServerContext* context,
-                                                    const grpc::ByteBuffer* in,
-                                                    grpc::ByteBuffer* out) {
-  auto unload = [this](const v1::UnloadModelRequest& request) -> Answer<v1::UnloadModelResponse> {
-    if (auto refusal = RefuseModels()) return *refusal;
-    absl::Time deadline = absl::InfiniteFuture();
-    if (request.has_grace()) {
-      const absl::Duration grace = DurationOf(request.grace());
-      if (grace < absl::ZeroDuration()) return Invalid({{"grace", "must not be negative"}});
-      deadline = absl::Now() + grace;
-    }
-    if (models_.Remove(request.name(), deadline)) return v1::UnloadModelResponse();
-    return NotFound("model", request.name(),
-                    absl::StrCat("no model '", request.name(), "' is in service"));
-  };
-  return AnswerAtOnce<v1::UnloadModelRequest>("AdminService/UnloadModel", frontend_, *context, *in,
-                                              *out, unload);
+Answer<v1::UnloadModelResponse> AdminService::UnloadModel(const v1::UnloadModelRequest& request) {
+  if (auto refusal = RefuseModels()) return *refusal;
+  absl::Time deadline = absl::InfiniteFuture();
+  if (request.has_grace()) {
+    const absl::Duration grace = DurationOf(request.grace());
+    if (grace < absl::ZeroDuration()) return Invalid({{"grace", "must not be negative"}});
+    deadline = absl::Now() + grace;
+  }
+  if (models_.Remove(request.name(), deadline)) return v1::UnloadModelResponse();
+  return NotFound("model", request.name(),
+                  absl::StrCat("no model '", request.name(), "' is in service"));
 }
 
-grpc::ServerUnaryReactor* AdminService::FlushPrefixCache(grpc::CallbackServerContext* context,
-                                                         const grpc::ByteBuffer* in,
-                                                         grpc::ByteBuffer* out) {
-  using Response = v1::FlushPrefixCacheResponse;
-  auto flush = [this](const v1::FlushPrefixCacheRequest& request) -> Answer<Response> {
-    bool found = request.model().empty();
-    for (const ModelPtr& model : models_.InService()) {
-      if (!request.model().empty() && model->name != request.model()) continue;
-      model->engine->DropPrefixes();
-      found = true;
-    }
-    if (found) return Response();
-    return NotFound("model", request.model(),
-                    absl::StrCat("no model '", request.model(), "' is in service"));
-  };
-  return AnswerAtOnce<v1::FlushPrefixCacheRequest>("AdminService/FlushPrefixCache", frontend_,
-                                                   *context, *in, *out, flush);
+Answer<v1::FlushPrefixCacheResponse> AdminService::FlushPrefixCache(
+    const v1::FlushPrefixCacheRequest& request) {
+  bool found = request.model().empty();
+  for (const ModelPtr& model : models_.InService()) {
+    if (!request.model().empty() && model->name != request.model()) continue;
+    model->engine->DropPrefixes();
+    found = true;
+  }
+  if (found) return v1::FlushPrefixCacheResponse();
+  return NotFound("model", request.model(),
+                  absl::StrCat("no model '", request.model(), "' is in service"));
 }
 
-grpc::ServerUnaryReactor* AdminService::DumpState(grpc::CallbackServerContext* context,
-                                                  const grpc::ByteBuffer* in,
-                                                  grpc::ByteBuffer* out) {
-  using Response = v1::DumpStateResponse;
-  auto dump = [this](const v1::DumpStateRequest&,
-                     std::shared_ptr<PendingAnswer<Response>> pending) {
-    ListRequests(models_.Live(),
-                 [this, pending = std::move(pending)](std::vector<v1::ActiveRequest> requests) {
-                   Response response;
-                   *response.mutable_status() = Status();
-                   for (v1::ActiveRequest& active : requests) {
-                     *response.add_requests() = std::move(active);
-                   }
-                   *response.mutable_config() = settings_.Get();
-                   response.set_metrics(
-                       prometheus::TextSerializer().Serialize(frontend_.metrics.page()->Collect()));
-                   pending->Finish(std::move(response));
-                 });
-  };
-  return AnswerLater<v1::DumpStateRequest, Response>("AdminService/DumpState", frontend_, *context,
-                                                     *in, *out, dump);
+void AdminService::DumpState(const v1::DumpStateRequest&,
+                             std::shared_ptr<PendingAnswer<v1::DumpStateResponse>> pending) {
+  ListRequests(models_.Live(),
+               [this, pending = std::move(pending)](std::vector<v1::ActiveRequest> requests) {
+                 v1::DumpStateResponse response;
+                 *response.mutable_status() = Status();
+                 for (v1::ActiveRequest& active : requests) {
+                   *response.add_requests() = std::move(active);
+                 }
+                 *response.mutable_config() = settings_.Get();
+                 response.set_metrics(
+                     prometheus::TextSerializer().Serialize(frontend().metrics.page()->Collect()));
+                 pending->Finish(std::move(response));
+               });
 }
 
 }  // namespace epikv

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <grpcpp/support/byte_buffer.h>
-#include <grpcpp/support/server_callback.h>
-
 #include <functional>
 #include <optional>
 #include <string>
@@ -16,7 +13,7 @@
 #include "server/base/lifecycle.h"
 #include "server/base/task_thread.h"
 #include "server/call/call_scope.h"
-#include "server/call/rpc.h"
+#include "server/call/service.h"
 #include "server/daemon/settings.h"
 #include "server/models/models.h"
 
@@ -24,19 +21,7 @@ namespace epikv {
 
 // For operators: what the daemon is doing, and how to change it. Thread-safe; everything given to
 // it outlives it, and it outlives its calls.
-class AdminService final
-    : public v1::AdminService::WithRawCallbackMethod_GetServerStatus<
-          v1::AdminService::WithRawCallbackMethod_GetLoad<
-              v1::AdminService::WithRawCallbackMethod_ListActiveRequests<
-                  v1::AdminService::WithRawCallbackMethod_Drain<
-                      v1::AdminService::WithRawCallbackMethod_Resume<
-                          v1::AdminService::WithRawCallbackMethod_GetConfig<
-                              v1::AdminService::WithRawCallbackMethod_UpdateConfig<
-                                  v1::AdminService::WithRawCallbackMethod_LoadModel<
-                                      v1::AdminService::WithRawCallbackMethod_UnloadModel<
-                                          v1::AdminService::WithRawCallbackMethod_FlushPrefixCache<
-                                              v1::AdminService::WithRawCallbackMethod_DumpState<
-                                                  v1::AdminService::Service>>>>>>>>>>> {
+class AdminService final : public Service {
  public:
   using Load = std::function<absl::StatusOr<ModelPtr>(const ModelSource&)>;
 
@@ -51,34 +36,22 @@ class AdminService final
   // destroying it.
   bool AbandonLoading();
 
-  grpc::ServerUnaryReactor* GetServerStatus(grpc::CallbackServerContext* context,
-                                            const grpc::ByteBuffer* in,
-                                            grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* GetLoad(grpc::CallbackServerContext* context,
-                                    const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* ListActiveRequests(grpc::CallbackServerContext* context,
-                                               const grpc::ByteBuffer* in,
-                                               grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context, const grpc::ByteBuffer* in,
-                                  grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* Resume(grpc::CallbackServerContext* context, const grpc::ByteBuffer* in,
-                                   grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* GetConfig(grpc::CallbackServerContext* context,
-                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* UpdateConfig(grpc::CallbackServerContext* context,
-                                         const grpc::ByteBuffer* in,
-                                         grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* LoadModel(grpc::CallbackServerContext* context,
-                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* UnloadModel(grpc::CallbackServerContext* context,
-                                        const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* FlushPrefixCache(grpc::CallbackServerContext* context,
-                                             const grpc::ByteBuffer* in,
-                                             grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* DumpState(grpc::CallbackServerContext* context,
-                                      const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
-
  private:
+  Answer<v1::ServerStatus> GetServerStatus(const v1::GetServerStatusRequest& request);
+  Answer<v1::GetLoadResponse> GetLoad(const v1::GetLoadRequest& request);
+  void ListActiveRequests(const v1::ListActiveRequestsRequest& request,
+                          std::shared_ptr<PendingAnswer<v1::ListActiveRequestsResponse>> pending);
+  Answer<v1::ServerStatus> Drain(const v1::DrainRequest& request);
+  Answer<v1::ServerStatus> Resume(const v1::ResumeRequest& request);
+  Answer<v1::ServerConfig> GetConfig(const v1::GetConfigRequest& request);
+  Answer<v1::ServerConfig> UpdateConfig(const v1::UpdateConfigRequest& request);
+  void LoadModel(const v1::LoadModelRequest& request,
+                 std::shared_ptr<PendingAnswer<v1::Model>> pending);
+  Answer<v1::UnloadModelResponse> UnloadModel(const v1::UnloadModelRequest& request);
+  Answer<v1::FlushPrefixCacheResponse> FlushPrefixCache(const v1::FlushPrefixCacheRequest& request);
+  void DumpState(const v1::DumpStateRequest& request,
+                 std::shared_ptr<PendingAnswer<v1::DumpStateResponse>> pending);
+
   // tell: on answers_.
   void ListRequests(const std::vector<ModelPtr>& models,
                     std::function<void(std::vector<v1::ActiveRequest>)> tell);
@@ -91,7 +64,6 @@ class AdminService final
   Models& models_;
   Lifecycle& lifecycle_;
   Settings& settings_;
-  const Frontend& frontend_;
   const Load load_;
   const absl::Time start_ = absl::Now();
   mutable absl::Mutex mu_;

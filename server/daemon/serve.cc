@@ -20,6 +20,7 @@
 #include "runtime/runtime.h"
 #include "server/base/lifecycle.h"
 #include "server/base/log.h"
+#include "server/base/task_thread.h"
 #include "server/call/access_log.h"
 #include "server/call/auth.h"
 #include "server/call/call_scope.h"
@@ -168,9 +169,11 @@ PortConnections ConnectionsOf(const Config& config, const Log& log) {
   if (room < clients.most + operators.most) {
     operators.most = std::max<int64_t>(std::min(operators.most, room / 4), 1);
     clients.most = std::max<int64_t>(room - operators.most, 1);
-    log.Warn(absl::StrCat("the process may open ", descriptors, " descriptors, too few for "
-                          "--max_connections=", config.connections.most, ": at most ",
-                          clients.most, " connections are taken; raise the limit (ulimit -n)"));
+    log.Warn(absl::StrCat("the process may open ", descriptors,
+                          " descriptors, too few for "
+                          "--max_connections=",
+                          config.connections.most, ": at most ", clients.most,
+                          " connections are taken; raise the limit (ulimit -n)"));
   }
   return {.clients = std::make_shared<Connections>(clients),
           .operators = std::make_shared<Connections>(operators)};
@@ -187,8 +190,7 @@ GrpcPortOptions PortOf(const Config& config, std::shared_ptr<Connections> connec
 // Null: there is none.
 absl::StatusOr<std::unique_ptr<GrpcPort>> OpenAdminPort(const Config& config,
                                                         const PortConnections& connections,
-                                                        AdminService& admin,
-                                                        Lifecycle& lifecycle) {
+                                                        AdminService& admin, Lifecycle& lifecycle) {
   if (config.admin_listen.empty()) return nullptr;
   GrpcPortOptions port = PortOf(config, connections.operators);
   port.listen = config.admin_listen;
@@ -220,15 +222,15 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   const PortConnections connections = ConnectionsOf(config, log);
   // Ports before models: probes are answered while those are loaded.
   Lifecycle lifecycle;
-  Metrics metrics({.policies = BuiltPolicies(),
-                   .max_series = config.metrics_max_series,
-                   .config = LabelsOf(config),
-                   .build = {{"commit", std::string(Commit())},
-                             {"torch", TorchVersion()},
-                             {"grpc", grpc::Version()}},
-                   .lifecycle = &lifecycle,
-                   .connections = {{"clients", connections.clients},
-                                   {"operators", connections.operators}}});
+  Metrics metrics(
+      {.policies = BuiltPolicies(),
+       .max_series = config.metrics_max_series,
+       .config = LabelsOf(config),
+       .build = {{"commit", std::string(Commit())},
+                 {"torch", TorchVersion()},
+                 {"grpc", grpc::Version()}},
+       .lifecycle = &lifecycle,
+       .connections = {{"clients", connections.clients}, {"operators", connections.operators}}});
   const absl::StatusOr<const MetricsServer*> metrics_server = ServeMetrics(config, metrics);
   if (!metrics_server.ok()) return metrics_server.status();
   absl::StatusOr<std::unique_ptr<AccessLog>> access_log = OpenAccessLog(config, metrics, log);
@@ -237,8 +239,12 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
       MakeAuthenticator(config, metrics, log);
   if (!auth.ok()) return auth.status();
   Traffic traffic;
-  const Frontend frontend{
-      .auth = **auth, .metrics = metrics, .access_log = **access_log, .traffic = traffic};
+  TaskThread long_requests;
+  const Frontend frontend{.auth = **auth,
+                          .metrics = metrics,
+                          .access_log = **access_log,
+                          .traffic = traffic,
+                          .long_requests = long_requests};
   CoreBudget cores(EngineCores(config));
   Courier courier(config.outbox.stall / 4);
   Models models(lifecycle);
@@ -265,7 +271,8 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   if (!server.ok()) return server.status();
   AdminService admin(models, lifecycle, settings, frontend,
                      [&loader](const ModelSource& source) { return loader.Load(source); });
-  absl::StatusOr<std::unique_ptr<GrpcPort>> admin_port = OpenAdminPort(config, connections, admin, lifecycle);
+  absl::StatusOr<std::unique_ptr<GrpcPort>> admin_port =
+      OpenAdminPort(config, connections, admin, lifecycle);
   if (!admin_port.ok()) return admin_port.status();
   log.TakeGrpc();
   log.Info(absl::StrCat("gRPC listens on ", AddressOf(config.listen, (*server)->port()),

@@ -254,115 +254,78 @@ class Batch {
 
 ExperimentService::ExperimentService(Experiments* experiments, const Models& models,
                                      const Frontend& frontend)
-    : experiments_(experiments), models_(models), frontend_(frontend) {}
+    : Service(frontend), experiments_(experiments), models_(models) {
+  using Self = ExperimentService;
+  Manage("ExperimentService/ListExperiments", definitions_, &Self::ListExperiments);
+  Manage("ExperimentService/GetExperiment", definitions_, &Self::GetExperiment);
+  Manage("ExperimentService/CreateExperiment", definitions_, &Self::CreateExperiment);
+  Manage("ExperimentService/UpdateExperiment", definitions_, &Self::UpdateExperiment);
+  Manage("ExperimentService/StartExperiment", definitions_, &Self::StartExperiment);
+  Manage("ExperimentService/StopExperiment", definitions_, &Self::StopExperiment);
+  Manage("ExperimentService/GetExperimentReport", reports_, &Self::GetExperimentReport);
+  Manage("ExperimentService/PlanExperiment", reports_, &Self::PlanExperiment);
+  AnswerLater("ExperimentService/RecordOutcome", &Self::RecordOutcome);
+  AnswerLater("ExperimentService/BatchRecordOutcomes", &Self::BatchRecordOutcomes);
+}
 
-template <typename Request, typename Response, typename Handler>
-grpc::ServerUnaryReactor* ExperimentService::Manage(absl::string_view method,
-                                                    grpc::CallbackServerContext* context,
-                                                    const grpc::ByteBuffer* in,
-                                                    grpc::ByteBuffer* out, TaskThread& thread,
-                                                    Handler answer) {
-  return AnswerLater<Request, Response>(
-      method, frontend_, *context, *in, *out,
-      [this, &thread, answer = std::move(answer)](
-          const Request& request, const std::shared_ptr<PendingAnswer<Response>>& pending) {
+template <typename Request, typename Response>
+void ExperimentService::Manage(absl::string_view method, TaskThread& thread,
+                               Answer<Response> (ExperimentService::*handle)(const Request&)) {
+  AnswerLater<Request, Response>(
+      method, [this, &thread, handle](const Request& request,
+                                      const std::shared_ptr<PendingAnswer<Response>>& pending) {
         if (experiments_ == nullptr) return pending->Finish(NoExperiments());
-        thread.Post([request, answer, pending] { pending->Finish(answer(request)); });
+        thread.Post(
+            [this, request, handle, pending] { pending->Finish((this->*handle)(request)); });
       });
 }
 
-grpc::ServerUnaryReactor* ExperimentService::ListExperiments(grpc::CallbackServerContext* context,
-                                                             const grpc::ByteBuffer* in,
-                                                             grpc::ByteBuffer* out) {
-  auto list = [this](const v1::ListExperimentsRequest&) -> Answer<v1::ListExperimentsResponse> {
-    absl::StatusOr<Definitions> all = experiments_->store().Experiments();
-    if (!all.ok()) return Failure(all.status(), "");
-    v1::ListExperimentsResponse response;
-    for (v1::Experiment& experiment : all->experiments) {
-      *response.add_experiments() = std::move(experiment);
-    }
-    return response;
-  };
-  return Manage<v1::ListExperimentsRequest, v1::ListExperimentsResponse>(
-      "ExperimentService/ListExperiments", context, in, out, definitions_, list);
+Answer<v1::ListExperimentsResponse> ExperimentService::ListExperiments(
+    const v1::ListExperimentsRequest&) {
+  absl::StatusOr<Definitions> all = experiments_->store().Experiments();
+  if (!all.ok()) return Failure(all.status(), "");
+  v1::ListExperimentsResponse response;
+  for (v1::Experiment& experiment : all->experiments) {
+    *response.add_experiments() = std::move(experiment);
+  }
+  return response;
 }
 
-grpc::ServerUnaryReactor* ExperimentService::GetExperiment(grpc::CallbackServerContext* context,
-                                                           const grpc::ByteBuffer* in,
-                                                           grpc::ByteBuffer* out) {
-  auto get = [this](const v1::GetExperimentRequest& request) -> Answer<v1::Experiment> {
-    const absl::StatusOr<Definitions> all = experiments_->store().Experiments();
-    if (!all.ok()) return Failure(all.status(), request.name());
-    return AnswerOf(FindExperiment(all->experiments, request.name()), request.name());
-  };
-  return Manage<v1::GetExperimentRequest, v1::Experiment>("ExperimentService/GetExperiment",
-                                                          context, in, out, definitions_, get);
+Answer<v1::Experiment> ExperimentService::GetExperiment(const v1::GetExperimentRequest& request) {
+  const absl::StatusOr<Definitions> all = experiments_->store().Experiments();
+  if (!all.ok()) return Failure(all.status(), request.name());
+  return AnswerOf(FindExperiment(all->experiments, request.name()), request.name());
 }
 
-grpc::ServerUnaryReactor* ExperimentService::CreateExperiment(grpc::CallbackServerContext* context,
-                                                              const grpc::ByteBuffer* in,
-                                                              grpc::ByteBuffer* out) {
-  return Manage<v1::CreateExperimentRequest, v1::Experiment>(
-      "ExperimentService/CreateExperiment", context, in, out, definitions_,
-      [this](const v1::CreateExperimentRequest& request) { return Create(request); });
+Answer<v1::Experiment> ExperimentService::StartExperiment(
+    const v1::StartExperimentRequest& request) {
+  return Change(request.name(),
+                [&](const std::vector<v1::Experiment>& all) -> absl::StatusOr<v1::Experiment> {
+                  absl::StatusOr<v1::Experiment> now = FindExperiment(all, request.name());
+                  if (!now.ok()) return now;
+                  if (absl::Status status = CheckEtag(*now, request.etag()); !status.ok()) {
+                    return status;
+                  }
+                  return Started(*now, all, absl::Now());
+                });
 }
 
-grpc::ServerUnaryReactor* ExperimentService::UpdateExperiment(grpc::CallbackServerContext* context,
-                                                              const grpc::ByteBuffer* in,
-                                                              grpc::ByteBuffer* out) {
-  return Manage<v1::UpdateExperimentRequest, v1::Experiment>(
-      "ExperimentService/UpdateExperiment", context, in, out, definitions_,
-      [this](const v1::UpdateExperimentRequest& request) { return Update(request); });
+Answer<v1::Experiment> ExperimentService::StopExperiment(const v1::StopExperimentRequest& request) {
+  if (const size_t bytes = request.reason().size(); bytes > kMaxReasonBytes) {
+    return Invalid({{"reason", absl::StrCat("has ", bytes, " bytes, at most ", kMaxReasonBytes)}});
+  }
+  return Change(request.name(),
+                [&](const std::vector<v1::Experiment>& all) -> absl::StatusOr<v1::Experiment> {
+                  absl::StatusOr<v1::Experiment> now = FindExperiment(all, request.name());
+                  if (!now.ok()) return now;
+                  if (absl::Status status = CheckEtag(*now, request.etag()); !status.ok()) {
+                    return status;
+                  }
+                  return Stopped(*now, request.reason(), absl::Now());
+                });
 }
 
-grpc::ServerUnaryReactor* ExperimentService::StartExperiment(grpc::CallbackServerContext* context,
-                                                             const grpc::ByteBuffer* in,
-                                                             grpc::ByteBuffer* out) {
-  auto start = [this](const v1::StartExperimentRequest& request) -> Answer<v1::Experiment> {
-    return Change(request.name(),
-                  [&](const std::vector<v1::Experiment>& all) -> absl::StatusOr<v1::Experiment> {
-                    absl::StatusOr<v1::Experiment> now = FindExperiment(all, request.name());
-                    if (!now.ok()) return now;
-                    if (absl::Status status = CheckEtag(*now, request.etag()); !status.ok()) {
-                      return status;
-                    }
-                    return Started(*now, all, absl::Now());
-                  });
-  };
-  return Manage<v1::StartExperimentRequest, v1::Experiment>("ExperimentService/StartExperiment",
-                                                            context, in, out, definitions_, start);
-}
-
-grpc::ServerUnaryReactor* ExperimentService::StopExperiment(grpc::CallbackServerContext* context,
-                                                            const grpc::ByteBuffer* in,
-                                                            grpc::ByteBuffer* out) {
-  auto stop = [this](const v1::StopExperimentRequest& request) -> Answer<v1::Experiment> {
-    if (const size_t bytes = request.reason().size(); bytes > kMaxReasonBytes) {
-      return Invalid(
-          {{"reason", absl::StrCat("has ", bytes, " bytes, at most ", kMaxReasonBytes)}});
-    }
-    return Change(request.name(),
-                  [&](const std::vector<v1::Experiment>& all) -> absl::StatusOr<v1::Experiment> {
-                    absl::StatusOr<v1::Experiment> now = FindExperiment(all, request.name());
-                    if (!now.ok()) return now;
-                    if (absl::Status status = CheckEtag(*now, request.etag()); !status.ok()) {
-                      return status;
-                    }
-                    return Stopped(*now, request.reason(), absl::Now());
-                  });
-  };
-  return Manage<v1::StopExperimentRequest, v1::Experiment>("ExperimentService/StopExperiment",
-                                                           context, in, out, definitions_, stop);
-}
-
-grpc::ServerUnaryReactor* ExperimentService::GetExperimentReport(
-    grpc::CallbackServerContext* context, const grpc::ByteBuffer* in, grpc::ByteBuffer* out) {
-  return Manage<v1::GetExperimentReportRequest, v1::ExperimentReport>(
-      "ExperimentService/GetExperimentReport", context, in, out, reports_,
-      [this](const v1::GetExperimentReportRequest& request) { return Report(request); });
-}
-
-Answer<v1::ExperimentReport> ExperimentService::Report(
+Answer<v1::ExperimentReport> ExperimentService::GetExperimentReport(
     const v1::GetExperimentReportRequest& request) {
   if (request.points() > kMaxPoints) {
     return Invalid({{"points", absl::StrCat("must be at most ", kMaxPoints)}});
@@ -386,20 +349,12 @@ Answer<v1::ExperimentReport> ExperimentService::Report(
   return *std::move(report);
 }
 
-grpc::ServerUnaryReactor* ExperimentService::PlanExperiment(grpc::CallbackServerContext* context,
-                                                            const grpc::ByteBuffer* in,
-                                                            grpc::ByteBuffer* out) {
-  return AnswerLater<v1::PlanExperimentRequest, v1::ExperimentPlan>(
-      "ExperimentService/PlanExperiment", frontend_, *context, *in, *out,
-      [this](const v1::PlanExperimentRequest& request,
-             const std::shared_ptr<PendingAnswer<v1::ExperimentPlan>>& pending) {
-        reports_.Post([request, pending] {
-          absl::StatusOr<v1::ExperimentPlan> plan = PlanOf(request);
-          if (plan.ok()) return pending->Finish(*std::move(plan));
-          if (absl::IsInternal(plan.status())) return pending->Finish(ToGrpc(plan.status()));
-          pending->Finish(Invalid({{"plan", std::string(plan.status().message())}}));
-        });
-      });
+Answer<v1::ExperimentPlan> ExperimentService::PlanExperiment(
+    const v1::PlanExperimentRequest& request) {
+  absl::StatusOr<v1::ExperimentPlan> plan = PlanOf(request);
+  if (plan.ok()) return *std::move(plan);
+  if (absl::IsInternal(plan.status())) return ToGrpc(plan.status());
+  return Invalid({{"plan", std::string(plan.status().message())}});
 }
 
 Answer<v1::Experiment> ExperimentService::Change(const std::string& name, Store::Edit edit) {
@@ -408,7 +363,8 @@ Answer<v1::Experiment> ExperimentService::Change(const std::string& name, Store:
   return AnswerOf(std::move(changed), name);
 }
 
-Answer<v1::Experiment> ExperimentService::Create(const v1::CreateExperimentRequest& request) {
+Answer<v1::Experiment> ExperimentService::CreateExperiment(
+    const v1::CreateExperimentRequest& request) {
   const v1::Experiment draft = Drafted(WithDefaults(request.experiment()), absl::Now());
   if (std::vector<FieldViolation> violations = Check(draft); !violations.empty()) {
     return Invalid(std::move(violations));
@@ -417,7 +373,8 @@ Answer<v1::Experiment> ExperimentService::Create(const v1::CreateExperimentReque
   return AnswerOf(experiments_->store().Create(draft), draft.name());
 }
 
-Answer<v1::Experiment> ExperimentService::Update(const v1::UpdateExperimentRequest& request) {
+Answer<v1::Experiment> ExperimentService::UpdateExperiment(
+    const v1::UpdateExperimentRequest& request) {
   const std::string& name = request.experiment().name();
   google::protobuf::FieldMask mask = request.update_mask();
   const std::vector<std::string> settable = SettableFields();
@@ -497,43 +454,29 @@ void ExperimentService::Record(const v1::RecordOutcomeRequest& request, const Id
   });
 }
 
-grpc::ServerUnaryReactor* ExperimentService::RecordOutcome(grpc::CallbackServerContext* context,
-                                                           const grpc::ByteBuffer* in,
-                                                           grpc::ByteBuffer* out) {
-  return AnswerLater<v1::RecordOutcomeRequest, v1::RecordOutcomeResponse>(
-      "ExperimentService/RecordOutcome", frontend_, *context, *in, *out,
-      [this](const v1::RecordOutcomeRequest& request,
-             const std::shared_ptr<PendingAnswer<v1::RecordOutcomeResponse>>& pending) {
-        if (experiments_ == nullptr) return pending->Finish(NoExperiments());
-        Record(request, pending->scope().caller(),
-               [pending](const Answer<v1::RecordOutcomeResponse>& answer) {
-                 pending->Finish(answer);
-               });
-      });
+void ExperimentService::RecordOutcome(
+    const v1::RecordOutcomeRequest& request,
+    std::shared_ptr<PendingAnswer<v1::RecordOutcomeResponse>> pending) {
+  if (experiments_ == nullptr) return pending->Finish(NoExperiments());
+  Record(request, pending->scope().caller(),
+         [pending](const Answer<v1::RecordOutcomeResponse>& answer) { pending->Finish(answer); });
 }
 
-grpc::ServerUnaryReactor* ExperimentService::BatchRecordOutcomes(
-    grpc::CallbackServerContext* context, const grpc::ByteBuffer* in, grpc::ByteBuffer* out) {
-  return AnswerLater<v1::BatchRecordOutcomesRequest, v1::BatchRecordOutcomesResponse>(
-      "ExperimentService/BatchRecordOutcomes", frontend_, *context, *in, *out,
-      [this](const v1::BatchRecordOutcomesRequest& request,
-             const std::shared_ptr<PendingAnswer<v1::BatchRecordOutcomesResponse>>& pending) {
-        if (experiments_ == nullptr) return pending->Finish(NoExperiments());
-        const int size = request.outcomes_size();
-        if (size < 1 || size > kMaxOutcomes) {
-          return pending->Finish(
-              Invalid({{"outcomes",
-                        absl::StrCat("there must be 1 to ", kMaxOutcomes, ", there are ", size)}}));
-        }
-        const Identity caller = pending->scope().caller();
-        auto batch = std::make_shared<Batch>(size, pending);
-        for (int i = 0; i < size; ++i) {
-          Record(request.outcomes(i), caller,
-                 [batch, i](const Answer<v1::RecordOutcomeResponse>& answer) {
-                   batch->Set(i, answer);
-                 });
-        }
-      });
+void ExperimentService::BatchRecordOutcomes(
+    const v1::BatchRecordOutcomesRequest& request,
+    std::shared_ptr<PendingAnswer<v1::BatchRecordOutcomesResponse>> pending) {
+  if (experiments_ == nullptr) return pending->Finish(NoExperiments());
+  const int size = request.outcomes_size();
+  if (size < 1 || size > kMaxOutcomes) {
+    return pending->Finish(Invalid(
+        {{"outcomes", absl::StrCat("there must be 1 to ", kMaxOutcomes, ", there are ", size)}}));
+  }
+  const Identity caller = pending->scope().caller();
+  auto batch = std::make_shared<Batch>(size, pending);
+  for (int i = 0; i < size; ++i) {
+    Record(request.outcomes(i), caller,
+           [batch, i](const Answer<v1::RecordOutcomeResponse>& answer) { batch->Set(i, answer); });
+  }
 }
 
 }  // namespace epikv

@@ -5,12 +5,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/string_view.h"
 #include "server/base/errors.h"
-#include "server/call/call_scope.h"
-#include "server/call/wire.h"
+#include "server/call/call.h"
 #include "server/generation/call_facts.h"
 #include "server/generation/live_calls.h"
 #include "server/messages/generation_messages.h"
@@ -56,21 +57,26 @@ inline void AddPrompt(v1::GenerateResult& result, const PromptLogprobs& prompt) 
 }
 inline void AddPrompt(v1::ScoreResponse&, const PromptLogprobs&) {}  // cannot be asked for
 
-// Collects the messages of a stream into one result. Deletes itself as StreamCall does.
+// Collects the messages of a stream into one result. Lives as StreamCall does.
 template <typename Result>
-class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
+class CollectCall final : public Call, public StreamWriter {
  public:
-  CollectCall(absl::string_view method, grpc::ByteBuffer& out, grpc::CallbackServerContext& context,
-              const Frontend& frontend, LiveCalls& live, int64_t max_bytes)
-      : out_(out), max_bytes_(max_bytes), live_(live), scope_(method, frontend, context) {}
+  using Use = std::function<void(const grpc::ByteBuffer& request, CollectCall&)>;
 
-  CallScope& scope() { return scope_; }
+  // use: as StreamCall's.
+  CollectCall(absl::string_view method, grpc::CallbackServerContext& context,
+              const Frontend& frontend, LiveCalls& live, int64_t max_bytes, Use use)
+      : Call(method, frontend, context),
+        max_bytes_(max_bytes),
+        live_calls_(live),
+        use_(std::move(use)) {}
+
   void Start(CallFacts facts) {
     facts_ = std::move(facts);
     *result_.mutable_accepted() = facts_.accepted;
     started_ = true;
   }
-  void Fail(const grpc::Status& status) { Finish(scope_.Close(status)); }
+  void Fail(const grpc::Status& status) { Call::End(status); }
 
   void Send(OutboxMessage message) override {
     std::visit([this](auto& part) { Collect(part); }, message);
@@ -78,20 +84,22 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
   }
   void Abort() override {}  // no write takes time
   void End(const absl::Status& status) override {
-    AddPushback(scope_.context(), RetryAfterOf(status));
+    AddPushback(scope().context(), RetryAfterOf(status));
     if (!status.ok()) return Fail(ToGrpc(status));
     const auto bytes = static_cast<int64_t>(result_.ByteSizeLong());
     if (bytes > max_bytes_) return Fail(AnswerTooLarge(bytes, max_bytes_));
-    out_ = Serialize(result_);
-    Fail(grpc::Status::OK);
+    EndWith(result_);
   }
 
   void OnCancel() override {
-    if (started_) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
+    if (started_) facts_.outbox->OnClientGone(WhyCancelledNow(scope()));
   }
-  void OnDone() override { delete this; }
 
  private:
+  void OnRequest(const grpc::ByteBuffer& request) override {
+    live_.emplace(live_calls_);
+    use_(request, *this);
+  }
   void Collect(const Queued& queued) {
     result_.mutable_accepted()->set_queue_position(queued.position);
   }
@@ -118,10 +126,10 @@ class CollectCall final : public grpc::ServerUnaryReactor, public StreamWriter {
     *result_.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
   }
 
-  grpc::ByteBuffer& out_;
   const int64_t max_bytes_;
-  const LiveCall live_;
-  CallScope scope_;
+  LiveCalls& live_calls_;
+  std::optional<LiveCall> live_;  // once its request is there
+  const Use use_;
   CallFacts facts_;
   std::atomic<bool> started_ = false;  // facts_ are there
   Result result_;

@@ -7,7 +7,6 @@
 #include "absl/time/clock.h"
 #include "runtime/base/reason.h"
 #include "server/base/errors.h"
-#include "server/call/rpc.h"
 #include "server/generation/call_facts.h"
 #include "server/generation/collect_call.h"
 #include "server/generation/stream_call.h"
@@ -16,61 +15,50 @@ namespace epikv {
 
 GenerationService::GenerationService(const Models& models, Courier& courier,
                                      const Frontend& frontend, const GenerationOptions& options)
-    : models_(models),
+    : Service(frontend),
+      models_(models),
       courier_(courier),
-      frontend_(frontend),
       metrics_(frontend.metrics),
       options_(options),
-      preparer_(options.experiments) {}
-
-grpc::ServerWriteReactor<grpc::ByteBuffer>* GenerationService::Generate(
-    grpc::CallbackServerContext* context, const grpc::ByteBuffer* in) {
-  auto* call = new StreamCall(*context, frontend_, live_calls_);
-  Begin<v1::GenerateRequest>(*in, *call);
-  return call;
+      preparer_(options.experiments) {
+  Add("GenerationService/Generate", [this](grpc::CallbackServerContext& context) {
+    return new StreamCall(context, this->frontend(), live_calls_,
+                          [this](const grpc::ByteBuffer& in, StreamCall& call) {
+                            BeginRequest<v1::GenerateRequest>(in, call);
+                          });
+  });
+  AddCollected<v1::GenerateRequest, v1::GenerateResult>("GenerationService/GenerateOnce");
+  AddCollected<v1::ScoreRequest, v1::ScoreResponse>("GenerationService/Score");
+  AnswerAtOnce("GenerationService/CancelRequest", &GenerationService::CancelRequest);
 }
 
-grpc::ServerUnaryReactor* GenerationService::GenerateOnce(grpc::CallbackServerContext* context,
-                                                          const grpc::ByteBuffer* in,
-                                                          grpc::ByteBuffer* out) {
-  auto* call =
-      new CollectCall<v1::GenerateResult>("GenerationService/GenerateOnce", *out, *context,
-                                          frontend_, live_calls_, options_.max_answer_bytes);
-  Begin<v1::GenerateRequest>(*in, *call);
-  return call;
+template <typename Message, typename Result>
+void GenerationService::AddCollected(absl::string_view method) {
+  Add(method, [this, method](grpc::CallbackServerContext& context) {
+    return new CollectCall<Result>(method, context, frontend(), live_calls_,
+                                   options_.max_answer_bytes,
+                                   [this](const grpc::ByteBuffer& in, CollectCall<Result>& call) {
+                                     BeginRequest<Message>(in, call);
+                                   });
+  });
 }
 
-grpc::ServerUnaryReactor* GenerationService::Score(grpc::CallbackServerContext* context,
-                                                   const grpc::ByteBuffer* in,
-                                                   grpc::ByteBuffer* out) {
-  auto* call = new CollectCall<v1::ScoreResponse>(
-      "GenerationService/Score", *out, *context, frontend_, live_calls_, options_.max_answer_bytes);
-  Begin<v1::ScoreRequest>(*in, *call);
-  return call;
-}
-
-grpc::ServerUnaryReactor* GenerationService::CancelRequest(grpc::CallbackServerContext* context,
-                                                           const grpc::ByteBuffer* in,
-                                                           grpc::ByteBuffer* out) {
-  auto cancel = [this](const v1::CancelRequestRequest& request,
-                       const Identity& caller) -> Answer<v1::CancelRequestResponse> {
-    const std::string* const tenant = caller.May(Role::kOperator) ? nullptr : &caller.name;
-    bool found = false;
-    for (const ModelPtr& model : models_.Live()) {
-      if (!request.model().empty() && request.model() != model->name) continue;
-      found |= model->engine->Cancel(request.request_id(),
-                                     absl::CancelledError("cancelled by CancelRequest"), tenant);
-    }
-    if (found) return v1::CancelRequestResponse();
-    return NotFound("request", request.request_id(),
-                    absl::StrCat("no request '", request.request_id(), "' is running or waiting"));
-  };
-  return AnswerAtOnce<v1::CancelRequestRequest>("GenerationService/CancelRequest", frontend_,
-                                                *context, *in, *out, cancel);
+Answer<v1::CancelRequestResponse> GenerationService::CancelRequest(
+    const v1::CancelRequestRequest& request, const Identity& caller) {
+  const std::string* const tenant = caller.May(Role::kOperator) ? nullptr : &caller.name;
+  bool found = false;
+  for (const ModelPtr& model : models_.Live()) {
+    if (!request.model().empty() && request.model() != model->name) continue;
+    found |= model->engine->Cancel(request.request_id(),
+                                   absl::CancelledError("cancelled by CancelRequest"), tenant);
+  }
+  if (found) return v1::CancelRequestResponse();
+  return NotFound("request", request.request_id(),
+                  absl::StrCat("no request '", request.request_id(), "' is running or waiting"));
 }
 
 template <typename Message, typename Call>
-void GenerationService::Begin(const grpc::ByteBuffer& in, Call& call) {
+void GenerationService::BeginRequest(const grpc::ByteBuffer& in, Call& call) {
   CallScope& scope = call.scope();
   const std::variant<Message, grpc::Status> opened = scope.Open<Message>(in);
   if (const auto* refusal = std::get_if<grpc::Status>(&opened)) return call.Fail(*refusal);

@@ -16,6 +16,7 @@
 #include "epikv/v1/generation.grpc.pb.h"
 #include "server/base/task_thread.h"
 #include "server/call/call_scope.h"
+#include "server/call/service.h"
 #include "server/experiments/participation.h"
 #include "server/experiments/shadow.h"
 #include "server/generation/live_calls.h"
@@ -38,35 +39,25 @@ struct GenerationOptions {
 
 // Takes requests, hands them to the engine and streams what comes back. Thread-safe; everything
 // given to it outlives it, and it outlives its calls.
-class GenerationService final
-    : public v1::GenerationService::WithRawCallbackMethod_Generate<
-          v1::GenerationService::WithRawCallbackMethod_GenerateOnce<
-              v1::GenerationService::WithRawCallbackMethod_Score<
-                  v1::GenerationService::WithRawCallbackMethod_CancelRequest<
-                      v1::GenerationService::Service>>>> {
+class GenerationService final : public Service {
  public:
   GenerationService(const Models& models, Courier& courier, const Frontend& frontend,
                     const GenerationOptions& options);
-
-  grpc::ServerWriteReactor<grpc::ByteBuffer>* Generate(grpc::CallbackServerContext* context,
-                                                       const grpc::ByteBuffer* in) override;
-  grpc::ServerUnaryReactor* GenerateOnce(grpc::CallbackServerContext* context,
-                                         const grpc::ByteBuffer* in,
-                                         grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* Score(grpc::CallbackServerContext* context, const grpc::ByteBuffer* in,
-                                  grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* CancelRequest(grpc::CallbackServerContext* context,
-                                          const grpc::ByteBuffer* in,
-                                          grpc::ByteBuffer* out) override;
 
   // Blocks until no call is left, at most until `deadline`.
   void AwaitCalls(absl::Time deadline) { live_calls_.AwaitNone(deadline); }
 
  private:
+  Answer<v1::CancelRequestResponse> CancelRequest(const v1::CancelRequestRequest& request,
+                                                  const Identity& caller);
+
+  // A method whose result is one message.
+  template <typename Message, typename Result>
+  void AddCollected(absl::string_view method);
   // Submits the request of `in` and starts the call, or fails it, in time on another thread. Call:
   // StreamCall or CollectCall.
   template <typename Message, typename Call>
-  void Begin(const grpc::ByteBuffer& in, Call& call);
+  void BeginRequest(const grpc::ByteBuffer& in, Call& call);
   template <typename Message, typename Call>
   void Submit(const Message& message, Call& call);
   // Whether what its text has to be must be compiled first, which may take seconds.
@@ -79,7 +70,6 @@ class GenerationService final
 
   const Models& models_;
   Courier& courier_;
-  const Frontend& frontend_;
   Metrics& metrics_;
   const GenerationOptions options_;
   RequestPreparer preparer_;

@@ -17,18 +17,18 @@ void StreamCall::Send(OutboxMessage message) {
 }
 
 void StreamCall::End(const absl::Status& status) {
-  AddPushback(scope_.context(), RetryAfterOf(status));
+  AddPushback(scope().context(), RetryAfterOf(status));
   Fail(ToGrpc(status));
 }
 
 void StreamCall::OnWriteDone(bool ok) {
   // It may come before OnCancel, and the outbox cannot know why it failed.
-  if (!ok) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
+  if (!ok) facts_.outbox->OnClientGone(WhyCancelledNow(scope()));
   facts_.outbox->OnWritten(ok);
 }
 
 void StreamCall::OnCancel() {
-  if (started_) facts_.outbox->OnClientGone(WhyCancelledNow(scope_));
+  if (started_) facts_.outbox->OnClientGone(WhyCancelledNow(scope()));
 }
 
 v1::GenerateResponse StreamCall::ResponseOf(const Queued& queued) const {

@@ -4,9 +4,11 @@
 #include <grpcpp/support/server_callback.h>
 
 #include <atomic>
+#include <functional>
+#include <optional>
 #include <utility>
 
-#include "server/call/call_scope.h"
+#include "server/call/call.h"
 #include "server/call/wire.h"
 #include "server/generation/call_facts.h"
 #include "server/generation/live_calls.h"
@@ -15,28 +17,34 @@
 
 namespace epikv {
 
-// A call of Generate: writes what its outbox sends.
-//
-// Deletes itself in OnDone, which comes after End: the outbox, and through it the engine, reaches
-// the call only before.
-class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, public StreamWriter {
+// A call of Generate: writes what its outbox sends. It is gone soon after its end: the outbox, and
+// through it the engine, reaches the call only before.
+class StreamCall final : public Call, public StreamWriter {
  public:
-  StreamCall(grpc::CallbackServerContext& context, const Frontend& frontend, LiveCalls& live)
-      : live_(live), scope_("GenerationService/Generate", frontend, context) {}
+  using Use = std::function<void(const grpc::ByteBuffer& request, StreamCall&)>;
 
-  CallScope& scope() { return scope_; }
+  // use: starts or fails the call once its request is there.
+  StreamCall(grpc::CallbackServerContext& context, const Frontend& frontend, LiveCalls& live,
+             Use use)
+      : Call("GenerationService/Generate", frontend, context),
+        live_calls_(live),
+        use_(std::move(use)) {}
+
   void Start(CallFacts facts);
-  void Fail(const grpc::Status& status) { Finish(scope_.Close(status)); }
+  void Fail(const grpc::Status& status) { Call::End(status); }
 
   void Send(OutboxMessage message) override;
-  void Abort() override { scope_.context().TryCancel(); }
+  void Abort() override { scope().context().TryCancel(); }
   void End(const absl::Status& status) override;
 
   void OnWriteDone(bool ok) override;
   void OnCancel() override;
-  void OnDone() override { delete this; }
 
  private:
+  void OnRequest(const grpc::ByteBuffer& request) override {
+    live_.emplace(live_calls_);
+    use_(request, *this);
+  }
   v1::GenerateResponse ResponseOf(const Queued& queued) const;
   static v1::GenerateResponse ResponseOf(const Delta& delta);
   static v1::GenerateResponse ResponseOf(const EvictionTrace& trace);
@@ -45,8 +53,9 @@ class StreamCall final : public grpc::ServerWriteReactor<grpc::ByteBuffer>, publ
   v1::GenerateResponse ResponseOf(const CompletionEnd& end) const;
   v1::GenerateResponse ResponseOf(const Finished& finished) const;
 
-  const LiveCall live_;
-  CallScope scope_;
+  LiveCalls& live_calls_;
+  std::optional<LiveCall> live_;  // once its request is there
+  const Use use_;
   CallFacts facts_;
   std::atomic<bool> started_ = false;  // facts_ are there
   grpc::ByteBuffer message_;           // gRPC's until OnWriteDone

@@ -211,9 +211,10 @@ std::vector<prometheus::MetricFamily> Metrics::CollectConnections() const {
                                 .metric = {}};
   prometheus::MetricFamily refused{
       .name = "epikv_connections_refused_total",
-      .help = "Connections of a gRPC port that were closed as soon as they were accepted. "
-              "port_limit: the port has as many as it may; peer_limit: the peer has; descriptors: "
-              "the process could open none.",
+      .help =
+          "Connections of a gRPC port that were closed as soon as they were accepted. "
+          "port_limit: the port has as many as it may; peer_limit: the peer has; descriptors: "
+          "the process could open none.",
       .type = prometheus::MetricType::Counter,
       .metric = {}};
   for (const auto& [port, connections] : connections_) {

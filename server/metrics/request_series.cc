@@ -119,7 +119,8 @@ ArmSeries::ArmSeries(const std::string& model, std::string arm, SeriesBudget& bu
             "went to the evicted tokens.",
             1, {0, .001, .002, .005, .01, .02, .05, .1, .2, .5}),
       finished_(of_policy_.Counters("epikv_requests_finished_total",
-                                    "Requests that have ended, by reason.", std::size(kEndReasons))),
+                                    "Requests that have ended, by reason.",
+                                    std::size(kEndReasons))),
       tokens_(of_policy_.Counters("epikv_tokens_total",
                                   "Tokens of requests that have ended, by kind: of prompts; of "
                                   "these, the ones copied from the prefix cache; of outputs.",

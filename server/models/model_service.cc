@@ -5,7 +5,8 @@
 #include <utility>
 #include <variant>
 
-#include "server/call/rpc.h"
+#include "server/call/call.h"
+#include "server/call/wire.h"
 #include "server/messages/generation_messages.h"
 
 namespace epikv {
@@ -22,38 +23,41 @@ v1::Calibration ToProto(const Calibration& calibration) {
   return proto;
 }
 
-// A tokenizer.json on its way, part by part. Deletes itself in OnDone.
-class TokenizerStream final : public grpc::ServerWriteReactor<grpc::ByteBuffer> {
+// A tokenizer.json on its way, part by part.
+class TokenizerCall final : public Call {
  public:
-  TokenizerStream(grpc::CallbackServerContext& context, const Frontend& frontend)
-      : scope_("ModelService/GetTokenizer", frontend, context) {}
-
-  CallScope& scope() { return scope_; }
-  void Start(std::shared_ptr<const Tokenizer> tokenizer) {
-    tokenizer_ = std::move(tokenizer);
-    SendNext();
-  }
-  void End(const grpc::Status& status) { Finish(scope_.Close(status)); }
-
-  void OnWriteDone(bool ok) override {
-    if (!ok) return End(grpc::Status(grpc::CANCELLED, "the client has gone"));
-    SendNext();
-  }
-  void OnDone() override { delete this; }
+  TokenizerCall(const Models& models, const Frontend& frontend,
+                grpc::CallbackServerContext& context)
+      : Call("ModelService/GetTokenizer", frontend, context), models_(models) {}
 
  private:
+  void OnRequest(const grpc::ByteBuffer& request) override {
+    const auto asked = scope().Open<v1::GetTokenizerRequest>(request);
+    if (const auto* refusal = std::get_if<grpc::Status>(&asked)) return End(*refusal);
+    const auto found = models_.Find(std::get<v1::GetTokenizerRequest>(asked).model());
+    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return End(*refusal);
+    tokenizer_ = std::get<ModelPtr>(found)->tokenizer;
+    SendNext();
+  }
+  void OnWriteDone(bool ok) override {
+    Expect(absl::ZeroDuration());
+    if (!ok) return End(grpc::Status(grpc::CANCELLED, "the client has gone, or reads too slowly"));
+    SendNext();
+  }
   void SendNext() {
     constexpr size_t kPartBytes = 1 << 20;
+    constexpr absl::Duration kMostOfAPart = absl::Seconds(30);
     const std::string& json = tokenizer_->json();
     if (sent_ == json.size()) return End(grpc::Status::OK);
     v1::TokenizerPart part;
     part.set_json(json.substr(sent_, kPartBytes));
     sent_ += part.json().size();
     message_ = Serialize(part);
+    Expect(kMostOfAPart);
     StartWrite(&message_);
   }
 
-  CallScope scope_;
+  const Models& models_;
   std::shared_ptr<const Tokenizer> tokenizer_;
   size_t sent_ = 0;           // bytes
   grpc::ByteBuffer message_;  // gRPC's until OnWriteDone
@@ -99,45 +103,25 @@ v1::Model ToProto(const ServedModel& model) {
   return proto;
 }
 
-grpc::ServerUnaryReactor* ModelService::ListModels(grpc::CallbackServerContext* context,
-                                                   const grpc::ByteBuffer* in,
-                                                   grpc::ByteBuffer* out) {
-  auto list = [this](const v1::ListModelsRequest&) -> Answer<v1::ListModelsResponse> {
-    v1::ListModelsResponse response;
-    for (const ModelPtr& model : models_.InService()) *response.add_models() = ToProto(*model);
-    return response;
-  };
-  return AnswerAtOnce<v1::ListModelsRequest>("ModelService/ListModels", frontend_, *context, *in,
-                                             *out, list);
+ModelService::ModelService(const Models& models, const Frontend& frontend)
+    : Service(frontend), models_(models) {
+  AnswerAtOnce("ModelService/ListModels", &ModelService::ListModels);
+  AnswerAtOnce("ModelService/GetModel", &ModelService::GetModel);
+  Add("ModelService/GetTokenizer", [this](grpc::CallbackServerContext& context) {
+    return new TokenizerCall(models_, this->frontend(), context);
+  });
 }
 
-grpc::ServerUnaryReactor* ModelService::GetModel(grpc::CallbackServerContext* context,
-                                                 const grpc::ByteBuffer* in,
-                                                 grpc::ByteBuffer* out) {
-  auto get = [this](const v1::GetModelRequest& request) -> Answer<v1::Model> {
-    const auto found = models_.Find(request.name());
-    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
-    return ToProto(*std::get<ModelPtr>(found));
-  };
-  return AnswerAtOnce<v1::GetModelRequest>("ModelService/GetModel", frontend_, *context, *in, *out,
-                                           get);
+Answer<v1::ListModelsResponse> ModelService::ListModels(const v1::ListModelsRequest&) {
+  v1::ListModelsResponse response;
+  for (const ModelPtr& model : models_.InService()) *response.add_models() = ToProto(*model);
+  return response;
 }
 
-grpc::ServerWriteReactor<grpc::ByteBuffer>* ModelService::GetTokenizer(
-    grpc::CallbackServerContext* context, const grpc::ByteBuffer* in) {
-  auto* const stream = new TokenizerStream(*context, frontend_);
-  const auto request = stream->scope().Open<v1::GetTokenizerRequest>(*in);
-  if (const auto* refusal = std::get_if<grpc::Status>(&request)) {
-    stream->End(*refusal);
-    return stream;
-  }
-  const auto found = models_.Find(std::get<v1::GetTokenizerRequest>(request).model());
-  if (const auto* refusal = std::get_if<grpc::Status>(&found)) {
-    stream->End(*refusal);
-  } else {
-    stream->Start(std::get<ModelPtr>(found)->tokenizer);
-  }
-  return stream;
+Answer<v1::Model> ModelService::GetModel(const v1::GetModelRequest& request) {
+  const auto found = models_.Find(request.name());
+  if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+  return ToProto(*std::get<ModelPtr>(found));
 }
 
 }  // namespace epikv

@@ -1,10 +1,8 @@
 #pragma once
 
-#include <grpcpp/support/byte_buffer.h>
-#include <grpcpp/support/server_callback.h>
-
 #include "epikv/v1/model.grpc.pb.h"
 #include "server/call/call_scope.h"
+#include "server/call/service.h"
 #include "server/models/models.h"
 
 namespace epikv {
@@ -12,24 +10,15 @@ namespace epikv {
 v1::Model ToProto(const ServedModel& model);
 
 // What is served here. Thread-safe; everything given to it outlives it.
-class ModelService final
-    : public v1::ModelService::WithRawCallbackMethod_ListModels<
-          v1::ModelService::WithRawCallbackMethod_GetModel<
-              v1::ModelService::WithRawCallbackMethod_GetTokenizer<v1::ModelService::Service>>> {
+class ModelService final : public Service {
  public:
-  ModelService(const Models& models, const Frontend& frontend)
-      : models_(models), frontend_(frontend) {}
-
-  grpc::ServerUnaryReactor* ListModels(grpc::CallbackServerContext* context,
-                                       const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
-  grpc::ServerUnaryReactor* GetModel(grpc::CallbackServerContext* context,
-                                     const grpc::ByteBuffer* in, grpc::ByteBuffer* out) override;
-  grpc::ServerWriteReactor<grpc::ByteBuffer>* GetTokenizer(grpc::CallbackServerContext* context,
-                                                           const grpc::ByteBuffer* in) override;
+  ModelService(const Models& models, const Frontend& frontend);
 
  private:
+  Answer<v1::ListModelsResponse> ListModels(const v1::ListModelsRequest& request);
+  Answer<v1::Model> GetModel(const v1::GetModelRequest& request);
+
   const Models& models_;
-  const Frontend& frontend_;
 };
 
 }  // namespace epikv

@@ -10,7 +10,6 @@
 #include "policies/protection.h"
 #include "runtime/admission/unknown_policy.h"
 #include "runtime/kv/kv_layout.h"
-#include "server/call/rpc.h"
 #include "server/messages/param_values.h"
 #include "server/messages/params_schema.h"
 
@@ -156,36 +155,31 @@ v1::Policy ToProto(const PolicySpec& spec, const Admission& admission) {
 
 }  // namespace
 
-grpc::ServerUnaryReactor* PolicyService::ListPolicies(grpc::CallbackServerContext* context,
-                                                      const grpc::ByteBuffer* in,
-                                                      grpc::ByteBuffer* out) {
-  auto list = [this](const v1::ListPoliciesRequest& request) -> Answer<v1::ListPoliciesResponse> {
-    const auto found = models_.Find(request.model());
-    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
-    const Admission& admission = *std::get<ModelPtr>(found)->admission;
-    v1::ListPoliciesResponse response;
-    for (const PolicySpec* spec : admission.catalog()) {
-      *response.add_policies() = ToProto(*spec, admission);
-    }
-    return response;
-  };
-  return AnswerAtOnce<v1::ListPoliciesRequest>("PolicyService/ListPolicies", frontend_, *context,
-                                               *in, *out, list);
+PolicyService::PolicyService(const Models& models, const Frontend& frontend)
+    : Service(frontend), models_(models) {
+  AnswerAtOnce("PolicyService/ListPolicies", &PolicyService::ListPolicies);
+  AnswerAtOnce("PolicyService/GetPolicy", &PolicyService::GetPolicy);
 }
 
-grpc::ServerUnaryReactor* PolicyService::GetPolicy(grpc::CallbackServerContext* context,
-                                                   const grpc::ByteBuffer* in,
-                                                   grpc::ByteBuffer* out) {
-  auto get = [this](const v1::GetPolicyRequest& request) -> Answer<v1::Policy> {
-    const auto found = models_.Find(request.model());
-    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
-    const Admission& admission = *std::get<ModelPtr>(found)->admission;
-    const PolicySpec* spec = FindPolicy(admission.catalog(), request.name());
-    if (spec != nullptr) return ToProto(*spec, admission);
-    return NotFound("policy", request.name(), UnknownPolicy(admission.catalog(), request.name()));
-  };
-  return AnswerAtOnce<v1::GetPolicyRequest>("PolicyService/GetPolicy", frontend_, *context, *in,
-                                            *out, get);
+Answer<v1::ListPoliciesResponse> PolicyService::ListPolicies(
+    const v1::ListPoliciesRequest& request) {
+  const auto found = models_.Find(request.model());
+  if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+  const Admission& admission = *std::get<ModelPtr>(found)->admission;
+  v1::ListPoliciesResponse response;
+  for (const PolicySpec* spec : admission.catalog()) {
+    *response.add_policies() = ToProto(*spec, admission);
+  }
+  return response;
+}
+
+Answer<v1::Policy> PolicyService::GetPolicy(const v1::GetPolicyRequest& request) {
+  const auto found = models_.Find(request.model());
+  if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+  const Admission& admission = *std::get<ModelPtr>(found)->admission;
+  const PolicySpec* spec = FindPolicy(admission.catalog(), request.name());
+  if (spec != nullptr) return ToProto(*spec, admission);
+  return NotFound("policy", request.name(), UnknownPolicy(admission.catalog(), request.name()));
 }
 
 }  // namespace epikv

@@ -28,9 +28,9 @@ absl::StatusOr<std::unique_ptr<GrpcPort>> GrpcPort::Open(
   absl::StatusOr<std::unique_ptr<Listener>> listener =
       Listener::Open(options.listen, options.connections);
   if (!listener.ok()) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot listen on ", options.listen, ": ", listener.status().message(),
-                     "; choose another address with ", options.flag));
+    return absl::UnavailableError(absl::StrCat("cannot listen on ", options.listen, ": ",
+                                               listener.status().message(),
+                                               "; choose another address with ", options.flag));
   }
   grpc::EnableDefaultHealthCheckService(true);
   // Plugins of the process: every port built from then on has them.

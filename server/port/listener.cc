@@ -20,9 +20,9 @@
 namespace epikv {
 namespace {
 
-constexpr int kBacklog = 1024;            // the system may have less (net.core.somaxconn)
+constexpr int kBacklog = 1024;                // the system may have less (net.core.somaxconn)
 constexpr int kUnackedMilliseconds = 20'000;  // as gRPC's own: the keepalive timeout
-constexpr int kBackOffMilliseconds = 50;  // while there is no descriptor
+constexpr int kBackOffMilliseconds = 50;      // while there is no descriptor
 
 void Set(int socket, int level, int option, int value) {
   setsockopt(socket, level, option, &value, sizeof(value));
@@ -155,8 +155,8 @@ bool Listener::Accept(int listening) {
   for (int i = 0; i < kAtOnce; ++i) {
     sockaddr_storage peer{};
     socklen_t size = sizeof(peer);
-    const int accepted = accept4(listening, reinterpret_cast<sockaddr*>(&peer), &size,
-                                 SOCK_NONBLOCK | SOCK_CLOEXEC);
+    const int accepted =
+        accept4(listening, reinterpret_cast<sockaddr*>(&peer), &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (accepted < 0) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       return errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM;

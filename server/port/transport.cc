@@ -25,8 +25,7 @@ void SetLimits(const TransportLimits& limits, grpc::ServerBuilder& builder) {
   builder.SetMaxReceiveMessageSize(static_cast<int>(limits.max_message_bytes));
   builder.SetMaxSendMessageSize(static_cast<int>(limits.max_sent_message_bytes));
   // Until its first HTTP/2 settings, TLS included, a connection costs its client nothing.
-  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
-                             Milliseconds(limits.handshake));
+  builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, Milliseconds(limits.handshake));
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
                              static_cast<int>(limits.max_concurrent_streams));
   // Prefill is silent for long, so clients may ping; ours find half-open connections.

@@ -95,8 +95,12 @@ class RealServer {
   const std::unique_ptr<Authenticator> auth_ = *Authenticator::Create({});
   const std::unique_ptr<AccessLog> access_log_ = *AccessLog::Open("", [](int64_t) {});
   Traffic traffic_;
-  const Frontend frontend_{
-      .auth = *auth_, .metrics = metrics_, .access_log = *access_log_, .traffic = traffic_};
+  TaskThread long_requests_;
+  const Frontend frontend_{.auth = *auth_,
+                           .metrics = metrics_,
+                           .access_log = *access_log_,
+                           .traffic = traffic_,
+                           .long_requests = long_requests_};
   CoreBudget cores_{1};
   Courier courier_{absl::Seconds(5)};
   Lifecycle lifecycle_;

@@ -240,10 +240,9 @@ TEST(ConfigTest, LimitsOfConnectionsAreChecked) {
             absl::Milliseconds(1500));
   const std::string errors =
       Errors({"--model=m", "--max_message_bytes=1", "--max_sent_message_bytes=1",
-              "--max_connections=0", "--max_connections_per_peer=0",
-              "--max_concurrent_streams=0", "--keepalive_floor_seconds=0",
-              "--max_connection_age_seconds=-1", "--max_connection_age_grace_seconds=nan",
-              "--max_connection_idle_seconds=inf"});
+              "--max_connections=0", "--max_connections_per_peer=0", "--max_concurrent_streams=0",
+              "--keepalive_floor_seconds=0", "--max_connection_age_seconds=-1",
+              "--max_connection_age_grace_seconds=nan", "--max_connection_idle_seconds=inf"});
   for (const char* name : {"max_message_bytes", "max_sent_message_bytes", "max_connections",
                            "max_connections_per_peer", "max_concurrent_streams",
                            "keepalive_floor_seconds", "max_connection_age_seconds",

@@ -128,8 +128,8 @@ UnitPlan PowerOf(const Baseline& baseline, double effect, double units, const De
   for (int look = 0; look < design.looks; ++look) {
     const double share = (look + 1.) / design.looks;
     const bool is_early = IsTooEarly(control, share) || IsTooEarly(treatment, share);
-    bounds[look] = is_early ? kNoBound
-                            : std::sqrt(MixtureBound(tau_squared * share / variance, design.alpha));
+    bounds[look] =
+        is_early ? kNoBound : std::sqrt(MixtureBound(tau_squared * share / variance, design.alpha));
   }
   return {.units = static_cast<int64_t>(units),
           .power = CrossingProbability(bounds, effect / std::sqrt(variance)),

@@ -1,6 +1,5 @@
 #include "server/experiments/store/write_batch.h"
 
-
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -13,7 +12,6 @@
 
 namespace epikv {
 namespace {
-
 
 constexpr absl::string_view kSelectById =
     "SELECT r.id, e.request, s.request FROM requests r LEFT JOIN ends e ON e.request = r.id "

@@ -25,7 +25,9 @@ def limited(folder: Path, descriptors: int) -> Path:
 
 
 @contextmanager
-def connections(address: str, count: int, source: str = "127.0.0.1") -> Iterator[list[socket.socket]]:
+def connections(
+    address: str, count: int, source: str = "127.0.0.1"
+) -> Iterator[list[socket.socket]]:
     """Idle connections, as many of them as the daemon takes within a second."""
     host, port = address.rsplit(":", 1)
     with ExitStack() as stack:
@@ -47,9 +49,7 @@ def connections(address: str, count: int, source: str = "127.0.0.1") -> Iterator
 
 
 def refused(daemon: Daemon, port: str, reason: str) -> float:
-    return scrape(daemon.metrics).value(
-        "epikv_connections_refused_total", port=port, reason=reason
-    )
+    return scrape(daemon.metrics).value("epikv_connections_refused_total", port=port, reason=reason)
 
 
 def open_connections(daemon: Daemon) -> float:

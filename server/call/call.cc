@@ -1,0 +1,100 @@
+#include "server/call/call.h"
+
+#include <grpcpp/server_context.h>
+
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "server/base/task_thread.h"
+#include "server/call/wire.h"
+
+namespace epikv {
+namespace {
+
+// From its first byte to its last.
+constexpr absl::Duration kMostToRead = absl::Seconds(60);
+// To read and encode so much takes some milliseconds, for which gRPC's threads are no worse off.
+constexpr size_t kShortRequestBytes = 16 << 10;
+// Of one client's long requests, while they wait.
+constexpr int64_t kMostLongBytes = 64 << 20;
+constexpr absl::Duration kLongRetryDelay = absl::Seconds(1);
+
+}  // namespace
+
+// Shared with gRPC's timer, which may be late.
+class Call::Timeout {
+ public:
+  explicit Timeout(grpc::CallbackServerContext& context) : context_(&context) {}
+
+  void OnTime() {
+    absl::MutexLock lock(&mu_);
+    if (context_ != nullptr) context_->TryCancel();
+  }
+  void Forget() {
+    absl::MutexLock lock(&mu_);
+    context_ = nullptr;
+  }
+
+ private:
+  absl::Mutex mu_;
+  grpc::CallbackServerContext* context_ ABSL_GUARDED_BY(mu_);
+};
+
+Call::Call(absl::string_view method, const Frontend& frontend, grpc::CallbackServerContext& context)
+    : frontend_(frontend), scope_(method, frontend, context) {}
+
+Call::~Call() { Expect(absl::ZeroDuration()); }
+
+void Call::Expect(absl::Duration most) {
+  if (timeout_ != nullptr) timeout_->Forget();
+  timeout_.reset();
+  alarm_.reset();
+  if (most <= absl::ZeroDuration()) return;
+  timeout_ = std::make_shared<Timeout>(scope_.context());
+  alarm_ = std::make_unique<grpc::Alarm>();
+  alarm_->Set(absl::ToChronoTime(absl::Now() + most), [timeout = timeout_](bool on_time) {
+    if (on_time) timeout->OnTime();
+  });
+}
+
+void Call::Begin() {
+  if (const auto refusal = scope_.Admit()) return End(*refusal);
+  Expect(kMostToRead);
+  StartRead(&request_);
+}
+
+void Call::OnReadDone(bool ok) {
+  Expect(absl::ZeroDuration());
+  grpc::ByteBuffer request;
+  request.Swap(&request_);  // the call may be gone when it has been handed over
+  if (ok) return HandOver(request);
+  if (scope_.context().IsCancelled()) {
+    return End(grpc::Status(grpc::CANCELLED, "the client has gone, or took too long to send"));
+  }
+  End(scope_.Reject({.reason = std::string(kMalformed), .message = "the call has no request"}));
+}
+
+void Call::HandOver(const grpc::ByteBuffer& request) {
+  scope_.OnRead();
+  const auto bytes = static_cast<int64_t>(request.Length());
+  if (request.Length() <= kShortRequestBytes) return OnRequest(request);
+  const std::string& client = scope_.caller().name;
+  if (frontend_.long_requests.Weighs(client) + bytes > kMostLongBytes) {
+    frontend_.metrics.OnRejected(kQueueFull);
+    return End(Exhausted(
+        "long requests",
+        absl::StrCat("more than ", kMostLongBytes, " bytes of your long requests wait to be read"),
+        kLongRetryDelay));
+  }
+  frontend_.long_requests.Post(client, bytes, [this, request] { OnRequest(request); });
+}
+
+void Call::EndWith(const google::protobuf::Message& answer) {
+  answer_ = Serialize(answer);
+  StartWriteAndFinish(&answer_, grpc::WriteOptions(), scope_.Close(grpc::Status::OK));
+}
+
+}  // namespace epikv
