@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "absl/time/clock.h"
 #include "runtime/base/parallel_for.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/base/steady_time.h"
 #include "runtime/kernels/kernels.h"
 #include "runtime/kv/kv_pool.h"
 
@@ -553,9 +553,9 @@ double LeastMicroseconds(const Attention& attention, const at::Tensor& q,
   constexpr int kRuns = 5;
   absl::Duration least = absl::InfiniteDuration();
   for (int run = 0; run < kRuns; ++run) {
-    const absl::Time begin = absl::Now();
+    const absl::Time begin = SteadyNow();
     attention.Run(q, 0, items, shape);
-    least = std::min(least, absl::Now() - begin);
+    least = std::min(least, SteadyNow() - begin);
   }
   return absl::ToDoubleMicroseconds(least);
 }

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "runtime/base/reason.h"
+#include "runtime/base/steady_time.h"
 #include "runtime/engine/completion_group.h"
 #include "runtime/engine/sequence.h"
 #include "runtime/engine/stage_clock.h"
@@ -532,9 +533,9 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
     owners.push_back(sequences[i]);
   }
   if (live.empty()) return;
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = SteadyNow();
   std::vector<SettleOutcome> outcomes = RunSettle(live);
-  const absl::Duration share = (absl::Now() - begin) / static_cast<int64_t>(live.size());
+  const absl::Duration share = (SteadyNow() - begin) / static_cast<int64_t>(live.size());
   for (size_t i = 0; i < live.size(); ++i) {
     Sequence& s = *owners[i];
     if (s.finished) continue;  // with another of its completions

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
 #include "runtime/admission/forecast.h"
 #include "runtime/admission/ledger.h"
 #include "runtime/admission/queue.h"
+#include "runtime/base/steady_time.h"
 #include "runtime/engine/observer.h"
 #include "runtime/engine/scheduler.h"
 #include "runtime/request/request.h"
@@ -39,7 +39,7 @@ class Engine {
  public:
   // `tokenizer` and `observer` outlive the engine. now: the clock, for tests.
   Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor, const Tokenizer& tokenizer,
-         EngineObserver& observer, std::function<absl::Time()> now = absl::Now);
+         EngineObserver& observer, std::function<absl::Time()> now = SteadyNow);
   ~Engine();
 
   // Queues a request. Its sink hears from Step, or from Cancel.

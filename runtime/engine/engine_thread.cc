@@ -5,8 +5,8 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "runtime/base/reason.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 namespace {
@@ -82,13 +82,14 @@ EngineThread::~EngineThread() {
     absl::MutexLock lock(&mu_);
     draining_ = true;
     stopping_ = true;
+    changed_.Signal();
   }
   thread_.join();
 }
 
 SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> sink) {
   const Work work = WorkOf(request);
-  const absl::Time now = absl::Now();
+  const absl::Time now = SteadyNow();
   absl::MutexLock lock(&mu_);
   if (draining_) return {.error = SubmitError::kDraining};
   if (live_.contains(request.id)) return {.error = SubmitError::kDuplicateId};
@@ -121,7 +122,7 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
   outlook_.waiting.Add(request.scheduling, work);
   submitted_.Add(request.scheduling, work);
   auto tracked = std::make_shared<TrackedSink>(*this, request, std::move(sink));
-  inbox_.push_back(Submitted{std::move(request), std::move(tracked)});
+  Post(Submitted{std::move(request), std::move(tracked)});
   return result;
 }
 
@@ -131,7 +132,7 @@ bool EngineThread::SubmitIdle(Request request, std::shared_ptr<RequestSink> sink
   idle_ = true;
   auto tracked = std::make_shared<IdleSink>(*this, std::move(sink));
   auto shared = std::make_shared<Request>(std::move(request));
-  inbox_.push_back(
+  Post(
       Asked{[shared, tracked](Engine& engine) { engine.SubmitIdle(std::move(*shared), tracked); }});
   return true;
 }
@@ -141,10 +142,14 @@ void EngineThread::EndIdle() {
   PostEndIdle();
 }
 
+void EngineThread::Post(Message message) {
+  inbox_.push_back(std::move(message));
+  changed_.Signal();
+}
+
 void EngineThread::PostEndIdle() {
   if (!idle_) return;
-  inbox_.push_back(
-      Asked{[](Engine& engine) { engine.EndIdle(absl::CancelledError("it was to end")); }});
+  Post(Asked{[](Engine& engine) { engine.EndIdle(absl::CancelledError("it was to end")); }});
 }
 
 bool EngineThread::Cancel(const std::string& request_id, absl::Status status,
@@ -153,7 +158,7 @@ bool EngineThread::Cancel(const std::string& request_id, absl::Status status,
   const auto live = live_.find(request_id);
   if (live == live_.end()) return false;
   if (tenant != nullptr && live->second.tenant != *tenant) return false;
-  inbox_.push_back(Cancelled{request_id, std::move(status)});
+  Post(Cancelled{request_id, std::move(status)});
   return true;
 }
 
@@ -162,7 +167,7 @@ bool EngineThread::CancelOf(const RequestSink& sink, const std::string& request_
   absl::MutexLock lock(&mu_);
   const auto live = live_.find(request_id);
   if (live == live_.end() || live->second.sink != &sink) return false;
-  inbox_.push_back(Cancelled{request_id, std::move(status)});
+  Post(Cancelled{request_id, std::move(status)});
   return true;
 }
 
@@ -170,8 +175,7 @@ void EngineThread::Describe(std::function<void(std::vector<RequestFacts>)> tell)
   {
     absl::MutexLock lock(&mu_);
     if (!stopping_) {
-      inbox_.push_back(
-          Asked{[tell = std::move(tell)](Engine& engine) { tell(engine.Describe()); }});
+      Post(Asked{[tell = std::move(tell)](Engine& engine) { tell(engine.Describe()); }});
       return;
     }
   }
@@ -180,7 +184,7 @@ void EngineThread::Describe(std::function<void(std::vector<RequestFacts>)> tell)
 
 void EngineThread::DropPrefixes() {
   absl::MutexLock lock(&mu_);
-  inbox_.push_back(Asked{[](Engine& engine) { engine.DropPrefixes(); }});
+  Post(Asked{[](Engine& engine) { engine.DropPrefixes(); }});
 }
 
 int64_t EngineThread::live() const {
@@ -196,6 +200,7 @@ void EngineThread::SetLimits(QueueLimits limits) {
 void EngineThread::Wake() {
   absl::MutexLock lock(&mu_);
   woken_ = true;
+  changed_.Signal();
 }
 
 void EngineThread::StartDraining() {
@@ -216,11 +221,11 @@ void EngineThread::Drain(absl::Time deadline) {
   auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return live_.empty() && !ending_ && !idle_;
   };
-  if (mu_.AwaitWithDeadline(absl::Condition(&idle), deadline)) return;
+  if (changed_.Wait(mu_, deadline - SteadyNow(), idle)) return;
   for (const auto& [id, live] : live_) {
-    inbox_.push_back(Cancelled{id, WhyDrained()});
+    Post(Cancelled{id, WhyDrained()});
   }
-  mu_.Await(absl::Condition(&idle));
+  changed_.Wait(mu_, absl::InfiniteDuration(), idle);
 }
 
 std::vector<EngineThread::Message> EngineThread::TakeInbox(bool wait, absl::Time until) {
@@ -228,7 +233,7 @@ std::vector<EngineThread::Message> EngineThread::TakeInbox(bool wait, absl::Time
   auto called = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return !inbox_.empty() || woken_ || stopping_;
   };
-  if (wait) mu_.AwaitWithDeadline(absl::Condition(&called), until);
+  if (wait) changed_.Wait(mu_, until - SteadyNow(), called);
   woken_ = false;
   submitted_ = {};  // they count as waiting until the engine says how many of them do
   return std::exchange(inbox_, {});
@@ -273,12 +278,13 @@ void EngineThread::OnIdleEnding() {
 
 absl::Duration EngineThread::RetryAfterDrop(const Work& work) {
   absl::MutexLock lock(&mu_);
-  return retries_.After(absl::ZeroDuration(), work, outlook_, absl::Now());
+  return retries_.After(absl::ZeroDuration(), work, outlook_, SteadyNow());
 }
 
 void EngineThread::OnEnded() {
   absl::MutexLock lock(&mu_);
   ending_ = false;
+  changed_.Signal();
 }
 
 bool EngineThread::Step() {
@@ -288,9 +294,9 @@ bool EngineThread::Step() {
     if (lease.has_value()) return engine_->Step();
     engine_->EndIdle(absl::CancelledError("it gave way to another engine"));
   }
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = SteadyNow();
   const CoreBudget::Lease lease = cores_.budget->Take(cores_.threads);
-  return engine_->Step(absl::Now() - begin);
+  return engine_->Step(SteadyNow() - begin);
 }
 
 void EngineThread::Run() {

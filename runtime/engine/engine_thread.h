@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "runtime/admission/forecast.h"
+#include "runtime/base/steady_cond_var.h"
 #include "runtime/engine/core_budget.h"
 #include "runtime/engine/engine.h"
 #include "runtime/request/request.h"
@@ -86,8 +87,8 @@ class EngineThread {
   void StartDraining();
   // Takes them again, unless the thread is stopping.
   void Resume();
-  // Blocks until nothing is live and every sink has heard of its end, at most until `deadline`;
-  // then cancels the rest and waits for their ends. Implies StartDraining.
+  // Blocks until nothing is live and every sink has heard of its end, at most until `deadline` (of
+  // SteadyNow); then cancels the rest and waits for their ends. Implies StartDraining.
   void Drain(absl::Time deadline);
 
  private:
@@ -112,6 +113,7 @@ class EngineThread {
 
   void Run();
   bool Step();
+  void Post(Message message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void PostEndIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `wait`: until there is something to do, at most until `until`.
   std::vector<Message> TakeInbox(bool wait, absl::Time until);
@@ -125,6 +127,7 @@ class EngineThread {
 
   const CoreShare cores_;
   mutable absl::Mutex mu_;
+  SteadyCondVar changed_;  // anything below that the thread, or Drain, waits for
   QueueLimits limits_ ABSL_GUARDED_BY(mu_);
   std::vector<Message> inbox_ ABSL_GUARDED_BY(mu_);
   bool woken_ ABSL_GUARDED_BY(mu_) = false;

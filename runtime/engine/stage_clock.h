@@ -1,7 +1,7 @@
 #pragma once
 
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "runtime/base/steady_time.h"
 #include "runtime/step/stage_timer.h"
 #include "runtime/step/step_stats.h"
 
@@ -12,7 +12,7 @@ class StageClock {
  public:
   explicit StageClock(StepStats& step) : step_(step) {}
   void Charge(Stage stage) {
-    const absl::Time wall = absl::Now();
+    const absl::Time wall = SteadyNow();
     const absl::Duration cpu = ThreadCpu();
     step_.wall[static_cast<int>(stage)] += wall - wall_;
     step_.cpu[static_cast<int>(stage)] += cpu - cpu_;
@@ -26,7 +26,7 @@ class StageClock {
 
  private:
   StepStats& step_;
-  absl::Time wall_ = absl::Now();
+  absl::Time wall_ = SteadyNow();
   absl::Duration cpu_ = ThreadCpu();
   const absl::Time start_wall_ = wall_;
   const absl::Duration start_cpu_ = cpu_;

@@ -1,7 +1,7 @@
 #include "runtime/executor/policy_calls.h"
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 namespace {
@@ -73,7 +73,7 @@ absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView
 absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& view,
                       const LaneRowsOfStep* mass_rows, SettleOutcome& outcome) {
   const Request& request = sequence.request;
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = SteadyNow();
   EvictionTask task{.state = sequence.state.get(), .cache = view};
   std::vector<Eviction> answers;
   absl::Status asked = AskPolicy(request, [&] { answers = request.policy->Evict({&task, 1}); });
@@ -96,7 +96,7 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
     sequence.mass_at = item.first;
   }
   outcome.evicted_entries = sequence.cache.Evict(*slots, item.decode);
-  outcome.eviction_time = absl::Now() - begin;
+  outcome.eviction_time = SteadyNow() - begin;
   if (request.output.kv_trace) {
     outcome.trace = TraceOf(eviction.victims, sequence.cache, request.traits.granularity);
   }

@@ -7,8 +7,8 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/container/fixed_array.h"
-#include "absl/time/clock.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/base/steady_time.h"
 #include "runtime/kernels/kernels.h"
 #include "runtime/step/stage_timer.h"
 #include "runtime/step/step_item.h"
@@ -127,11 +127,11 @@ at::Tensor CpuForward::Attention(const at::Tensor& q, const at::Tensor& k, const
   // Padding rows of deterministic mode stay zero and are attended by nobody.
   at::Tensor rotated = deterministic_ ? at::zeros_like(q, at::MemoryFormat::Contiguous)
                                       : at::empty_like(q, at::MemoryFormat::Contiguous);
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = SteadyNow();
   Append(running_, q.contiguous(), k.contiguous(), v.contiguous(), layer, rotated);
   const std::vector<AttentionItem> items = ItemsOf(layer);
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
-  times_.wall[static_cast<int>(Stage::kAttention)] += absl::Now() - begin;
+  times_.wall[static_cast<int>(Stage::kAttention)] += SteadyNow() - begin;
   TakeSignals(q, rotated, layer, items, shape);
   return out;
 }

@@ -6,9 +6,9 @@
 #include <cstring>
 #include <vector>
 
-#include "absl/time/clock.h"
 #include "runtime/base/huge_pages.h"
 #include "runtime/base/scalar_type.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 
@@ -35,11 +35,11 @@ at::Tensor KvPool::Elements(const at::Tensor& rows) const {
 }
 
 void KvPool::Open(SequenceId id, int64_t rows) {
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = SteadyNow();
   RowAllocator::Placement placement = rows_.Plan(id, rows);
   Copy(placement.moves);
   for (const RowMove& m : placement.moves) rows_moved_ += m.count;
-  if (!placement.moves.empty()) longest_move_ = std::max(longest_move_, absl::Now() - begin);
+  if (!placement.moves.empty()) longest_move_ = std::max(longest_move_, SteadyNow() - begin);
   rows_.Place(std::move(placement));
 }
 

@@ -2,8 +2,8 @@
 
 #include <time.h>
 
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "runtime/base/steady_time.h"
 #include "runtime/step/step_stats.h"
 
 namespace epikv {
@@ -20,7 +20,7 @@ class StageTimer {
  public:
   StageTimer(StepStats& step, Stage stage) : step_(step), stage_(static_cast<int>(stage)) {}
   ~StageTimer() {
-    step_.wall[stage_] += absl::Now() - wall_;
+    step_.wall[stage_] += SteadyNow() - wall_;
     step_.cpu[stage_] += ThreadCpu() - cpu_;
   }
   StageTimer(const StageTimer&) = delete;
@@ -29,7 +29,7 @@ class StageTimer {
  private:
   StepStats& step_;
   const int stage_;
-  const absl::Time wall_ = absl::Now();
+  const absl::Time wall_ = SteadyNow();
   const absl::Duration cpu_ = ThreadCpu();
 };
 

@@ -15,8 +15,8 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "runtime/base/steady_cond_var.h"
 #include "server/base/file_contents.h"
-#include "server/base/steady_cond_var.h"
 #include "server/call/tokens.h"
 
 namespace epikv {

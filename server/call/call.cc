@@ -63,6 +63,7 @@ void Call::Expect(absl::Duration most) {
 void Call::Begin() {
   if (const auto refusal = scope_.Admit()) return End(*refusal);
   Expect(kMostToRead);
+  frontend_.connections.OnReading(scope_.context().peer());
   StartRead(&request_);
 }
 
@@ -70,6 +71,7 @@ void Call::OnReadDone(bool ok) {
   Expect(absl::ZeroDuration());
   grpc::ByteBuffer request;
   request.Swap(&request_);  // the call may be gone when it has been handed over
+  frontend_.connections.OnRead(scope_.context().peer(), static_cast<int64_t>(request.Length()));
   if (ok) return HandOver(request);
   if (scope_.context().IsCancelled()) {
     return End(grpc::Status(grpc::CANCELLED, "the client has gone, or took too long to send"));

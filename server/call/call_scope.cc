@@ -2,6 +2,7 @@
 
 #include <grpcpp/server_context.h>
 
+#include <chrono>
 #include <vector>
 
 #include "server/base/durations.h"
@@ -20,6 +21,13 @@ std::vector<absl::string_view> Headers(const grpc::CallbackServerContext& contex
   return values;
 }
 
+// gRPC tells it by the wall clock, by which it has just computed it.
+absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
+  const auto deadline = context.deadline();
+  if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
+  return SteadyNow() + (absl::FromChrono(deadline) - absl::Now());
+}
+
 // Two headers break the standard as much as a wrong one does.
 std::optional<TraceContext> CallersSpan(const grpc::CallbackServerContext& context) {
   const std::vector<absl::string_view> headers = Headers(context, "traceparent");
@@ -33,6 +41,7 @@ CallScope::CallScope(absl::string_view method, const Frontend& frontend,
     : method_(method),
       frontend_(frontend),
       context_(context),
+      deadline_(DeadlineOf(context)),
       span_(NewSpan(CallersSpan(context))) {
   frontend_.traffic.OnCall();
 }
@@ -53,8 +62,8 @@ grpc::Status CallScope::Reject(const Rejection& rejection) {
 grpc::Status CallScope::Close(const grpc::Status& status) {
   frontend_.traffic.OnEnd();
   frontend_.metrics.OnRpcFinished(method_, status.error_code());
-  const absl::Time now = absl::Now();
-  *entry_.mutable_time() = TimestampProto(start_);
+  const absl::Time now = SteadyNow();
+  *entry_.mutable_time() = TimestampProto(began_);
   entry_.set_method(std::string(method_));
   entry_.set_code(std::string(CodeName(status.error_code())));
   entry_.set_reason(ErrorReason(status));

@@ -16,6 +16,7 @@
 #include "absl/time/time.h"
 #include "epikv/v1/access_log.pb.h"
 #include "runtime/base/require.h"
+#include "runtime/base/steady_time.h"
 #include "server/base/errors.h"
 #include "server/base/task_thread.h"
 #include "server/call/access_log.h"
@@ -24,6 +25,7 @@
 #include "server/call/traffic.h"
 #include "server/call/wire.h"
 #include "server/metrics/metrics.h"
+#include "server/port/connections.h"
 
 namespace epikv {
 
@@ -35,6 +37,7 @@ struct Frontend {
   Traffic& traffic;
   // Where requests are read and answered that are too long for gRPC's threads; clients take turns.
   TaskThread& long_requests;
+  Connections& connections;  // of the port
 };
 
 // One call, from its first byte to its status. The only way to its request leads past the check of
@@ -48,7 +51,7 @@ class CallScope {
   // Why the caller may not make the call. Before the request is read.
   std::optional<grpc::Status> Admit();
   // The request has come as a whole.
-  void OnRead() { arrival_ = absl::Now(); }
+  void OnRead() { arrival_ = SteadyNow(); }
   // The request; or what is wrong with its bytes. Precondition: the caller was admitted.
   template <typename Message>
   std::variant<Message, grpc::Status> Open(const grpc::ByteBuffer& in) {
@@ -72,14 +75,18 @@ class CallScope {
   // What the access log will say beside what every call has.
   v1::AccessLogEntry& entry() { return entry_; }
   grpc::CallbackServerContext& context() const { return context_; }
-  absl::Time start() const { return start_; }      // of the call
-  absl::Time arrival() const { return arrival_; }  // of its request
+  // Moments of SteadyNow, as are those that the engine is told.
+  absl::Time start() const { return start_; }        // of the call
+  absl::Time arrival() const { return arrival_; }    // of its request
+  absl::Time deadline() const { return deadline_; }  // infinite: none
 
  private:
   const absl::string_view method_;
   const Frontend& frontend_;
   grpc::CallbackServerContext& context_;
-  const absl::Time start_ = absl::Now();
+  const absl::Time began_ = absl::Now();  // for people
+  const absl::Time start_ = SteadyNow();
+  const absl::Time deadline_;
   absl::Time arrival_ = start_;
   bool admitted_ = false;
   const TraceContext span_;

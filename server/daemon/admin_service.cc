@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/base/steady_time.h"
 #include "server/base/durations.h"
 #include "server/daemon/config_checks.h"
 #include "server/models/model_service.h"
@@ -152,7 +153,7 @@ void AdminService::ListRequests(const std::vector<ModelPtr>& models,
   for (const ModelPtr& model : models) names.push_back(model->name);
   auto survey = std::make_shared<Survey>(models.size());
   auto answer = [survey, names = std::move(names), tell = std::move(tell)] {
-    const absl::Time now = absl::Now();
+    const absl::Time now = SteadyNow();
     std::vector<v1::ActiveRequest> all;
     absl::MutexLock lock(&survey->mu);
     for (size_t i = 0; i < names.size(); ++i) {
@@ -327,7 +328,7 @@ Answer<v1::UnloadModelResponse> AdminService::UnloadModel(const v1::UnloadModelR
   if (request.has_grace()) {
     const absl::Duration grace = DurationOf(request.grace());
     if (grace < absl::ZeroDuration()) return Invalid({{"grace", "must not be negative"}});
-    deadline = absl::Now() + grace;
+    deadline = SteadyNow() + grace;
   }
   if (models_.Remove(request.name(), deadline)) return v1::UnloadModelResponse();
   return NotFound("model", request.name(),

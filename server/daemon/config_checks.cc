@@ -72,6 +72,9 @@ void CheckTransport(const v1::ServerConfig& c, Checker& check) {
                 "max_sent_message_bytes", "be 4194304 to 2147483647");
   check.Require(c.max_connections() >= 1, "max_connections", "be at least 1");
   check.Require(c.max_connections_per_peer() >= 1, "max_connections_per_peer", "be at least 1");
+  check.Require(c.max_unread_bytes() / 4 >= c.max_message_bytes() &&
+                    c.max_unread_bytes() <= uint64_t{INT64_MAX},
+                "max_unread_bytes", "be at least four times max_message_bytes");
   check.Require(c.max_concurrent_streams() >= 1 && c.max_concurrent_streams() <= INT32_MAX,
                 "max_concurrent_streams", "be 1 to 2147483647");
   check.Require(c.keepalive_floor_seconds() > 0 && c.keepalive_floor_seconds() <= kMostSeconds,

@@ -16,6 +16,7 @@
 #include "absl/time/clock.h"
 #include "nlohmann/json.hpp"
 #include "runtime/base/machine.h"
+#include "runtime/base/steady_time.h"
 #include "runtime/engine/core_budget.h"
 #include "runtime/runtime.h"
 #include "server/base/lifecycle.h"
@@ -87,12 +88,12 @@ void Drain(const Settings& settings, Server& server, Models& models, const Traff
            const Log& log) {
   const int64_t known = traffic.events();
   const absl::Duration drain = settings.config().drain;
-  const absl::Time deadline = absl::Now() + drain;
+  const absl::Time deadline = SteadyNow() + drain;
   log.Info(absl::StrCat("stopping: running streams may go on for ", absl::FormatDuration(drain),
                         "; a second signal stops the daemon at once"));
   models.Drain(deadline);
   server.AwaitStreams(deadline);
-  traffic.AwaitQuiet(known, std::min(deadline - absl::Now(), absl::Seconds(10)));
+  traffic.AwaitQuiet(known, std::min(deadline - SteadyNow(), absl::Seconds(10)));
   server.Close();
   log.Info("stopped");
 }
@@ -100,10 +101,10 @@ void Drain(const Settings& settings, Server& server, Models& models, const Traff
 absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config, Metrics& metrics,
                                                          const Log& log) {
   constexpr int64_t kSecondsBetweenWarnings = 60;
-  auto warned = std::make_shared<std::atomic<int64_t>>(0);  // when
+  auto warned = std::make_shared<std::atomic<int64_t>>(-kSecondsBetweenWarnings);  // when
   return AccessLog::Open(config.access_log, [&metrics, &log, warned](int64_t lines) {
     metrics.OnAccessLogDropped(lines);
-    const int64_t now = absl::ToUnixSeconds(absl::Now());
+    const int64_t now = absl::ToInt64Seconds(SteadyTime());
     int64_t before = *warned;
     if (now - before < kSecondsBetweenWarnings) return;
     if (!warned->compare_exchange_strong(before, now)) return;
@@ -163,7 +164,8 @@ struct PortConnections {
 
 PortConnections ConnectionsOf(const Config& config, const Log& log) {
   ConnectionLimits clients = config.connections;
-  ConnectionLimits operators = {.most = 64, .most_of_peer = 32};
+  ConnectionLimits operators = {
+      .most = 64, .most_of_peer = 32, .unread_bytes = clients.unread_bytes};
   const int64_t descriptors = RaiseDescriptorLimit();
   const int64_t room = ConnectionsWithin(descriptors);
   if (room < clients.most + operators.most) {
@@ -244,7 +246,14 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
                           .metrics = metrics,
                           .access_log = **access_log,
                           .traffic = traffic,
-                          .long_requests = long_requests};
+                          .long_requests = long_requests,
+                          .connections = *connections.clients};
+  const Frontend operators_frontend{.auth = frontend.auth,
+                                    .metrics = metrics,
+                                    .access_log = frontend.access_log,
+                                    .traffic = traffic,
+                                    .long_requests = long_requests,
+                                    .connections = *connections.operators};
   CoreBudget cores(EngineCores(config));
   Courier courier(config.outbox.stall / 4);
   Models models(lifecycle);
@@ -269,7 +278,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
                      .shadow = shadow.get()},
                     models, lifecycle, courier, frontend);
   if (!server.ok()) return server.status();
-  AdminService admin(models, lifecycle, settings, frontend,
+  AdminService admin(models, lifecycle, settings, operators_frontend,
                      [&loader](const ModelSource& source) { return loader.Load(source); });
   absl::StatusOr<std::unique_ptr<GrpcPort>> admin_port =
       OpenAdminPort(config, connections, admin, lifecycle);

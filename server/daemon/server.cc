@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "absl/time/clock.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 
@@ -37,7 +37,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
 void Server::AwaitStreams(absl::Time deadline) {
   // Requests have been ended by then; what they are told is still on its way.
   constexpr absl::Duration kFarewell = absl::Seconds(1);
-  generation_.AwaitCalls(std::max(deadline, absl::Now() + kFarewell));
+  generation_.AwaitCalls(std::max(deadline, SteadyNow() + kFarewell));
 }
 
 }  // namespace epikv

@@ -6,8 +6,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "runtime/base/steady_time.h"
 #include "server/base/durations.h"
-#include "server/base/steady_time.h"
 #include "server/experiments/definition/edits.h"
 #include "server/experiments/figures/report.h"
 #include "server/experiments/store/spool.h"

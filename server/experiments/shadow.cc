@@ -6,7 +6,7 @@
 
 #include "absl/random/random.h"
 #include "absl/synchronization/notification.h"
-#include "server/base/steady_time.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 

@@ -3,11 +3,10 @@
 #include <grpcpp/server_context.h>
 
 #include <algorithm>
-#include <chrono>
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "runtime/base/steady_time.h"
 #include "server/experiments/participation.h"
 #include "server/metrics/request_series.h"
 
@@ -23,14 +22,7 @@ absl::Status WhyCancelled(const CallTimes& times) {
 }
 
 absl::Status WhyCancelledNow(const CallScope& scope) {
-  return WhyCancelled(
-      {.start = scope.start(), .deadline = DeadlineOf(scope.context()), .now = absl::Now()});
-}
-
-absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
-  const auto deadline = context.deadline();
-  if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
-  return absl::FromChrono(deadline);
+  return WhyCancelled({.start = scope.start(), .deadline = scope.deadline(), .now = SteadyNow()});
 }
 
 void AddPushback(grpc::CallbackServerContext& context, std::optional<absl::Duration> retry_after) {

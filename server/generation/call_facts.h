@@ -36,8 +36,6 @@ absl::Status WhyCancelled(const CallTimes& times);
 // The same of a call that is live, now.
 absl::Status WhyCancelledNow(const CallScope& scope);
 
-absl::Time DeadlineOf(const grpc::CallbackServerContext& context);
-
 // For the retries of gRPC's own clients.
 void AddPushback(grpc::CallbackServerContext& context, std::optional<absl::Duration> retry_after);
 

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "runtime/base/reason.h"
+#include "runtime/base/steady_time.h"
 #include "server/base/errors.h"
 #include "server/generation/call_facts.h"
 #include "server/generation/collect_call.h"
@@ -120,7 +120,7 @@ void GenerationService::Submit(const Message& message, Call& call) {
     // It went out of service meanwhile: who serves its name now may take the request.
     if (submitted.error == SubmitError::kDraining && models_.Replaced(*model)) continue;
     if (submitted.error != SubmitError::kNone) {
-      return call.Fail(RefusalOf(scope.context(), submitted, id, *model));
+      return call.Fail(RefusalOf(scope, submitted, id, *model));
     }
     // Nothing calls `call` before Open but OnCancel, which may have come too soon.
     SetPredictedWait(submitted.forecast, facts.accepted);
@@ -160,10 +160,9 @@ OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const Prepared& p
               }};
 }
 
-grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,
-                                          const SubmitResult& submitted,
+grpc::Status GenerationService::RefusalOf(CallScope& scope, const SubmitResult& submitted,
                                           const std::string& request_id, const ServedModel& model) {
-  AddPushback(context, submitted.retry_after);
+  AddPushback(scope.context(), submitted.retry_after);
   switch (submitted.error) {
     case SubmitError::kDuplicateId:
       model.metrics->OnRejected(kDuplicateId);
@@ -176,7 +175,7 @@ grpc::Status GenerationService::RefusalOf(grpc::CallbackServerContext& context,
                          kDrainRetryDelay);
     case SubmitError::kDeadlineInfeasible:
       model.metrics->OnRejected(kDeadlineInfeasible);
-      return DeadlineInfeasible({.left = DeadlineOf(context) - absl::Now(),
+      return DeadlineInfeasible({.left = scope.deadline() - SteadyNow(),
                                  .wait = submitted.forecast.least_wait,
                                  .run = submitted.forecast.least_run},
                                 submitted.retry_after);

@@ -44,7 +44,7 @@ class GenerationService final : public Service {
   GenerationService(const Models& models, Courier& courier, const Frontend& frontend,
                     const GenerationOptions& options);
 
-  // Blocks until no call is left, at most until `deadline`.
+  // Blocks until no call is left, at most until `deadline` (of SteadyNow).
   void AwaitCalls(absl::Time deadline) { live_calls_.AwaitNone(deadline); }
 
  private:
@@ -65,7 +65,7 @@ class GenerationService final : public Service {
   bool MustCompile(const v1::ScoreRequest&) const { return false; }
   // entry: of the call, which gets to know how its request ended.
   OutboxHooks HooksOf(const ModelPtr& model, const Prepared& prepared, v1::AccessLogEntry& entry);
-  grpc::Status RefusalOf(grpc::CallbackServerContext& context, const SubmitResult& submitted,
+  grpc::Status RefusalOf(CallScope& scope, const SubmitResult& submitted,
                          const std::string& request_id, const ServedModel& model);
 
   const Models& models_;

@@ -5,6 +5,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "runtime/base/steady_cond_var.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 
@@ -14,15 +16,17 @@ class LiveCalls {
   void Add(int calls) {
     absl::MutexLock lock(&mu_);
     count_ += calls;
+    if (count_ == 0) none_.Signal();
   }
-  void AwaitNone(absl::Time deadline) {
+  void AwaitNone(absl::Time deadline) {  // of SteadyNow
     absl::MutexLock lock(&mu_);
     auto none = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return count_ == 0; };
-    mu_.AwaitWithDeadline(absl::Condition(&none), deadline);
+    none_.Wait(mu_, deadline - SteadyNow(), none);
   }
 
  private:
   absl::Mutex mu_;
+  SteadyCondVar none_;
   int64_t count_ ABSL_GUARDED_BY(mu_) = 0;
 };
 

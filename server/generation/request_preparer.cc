@@ -82,7 +82,7 @@ std::variant<Prepared, grpc::Status> RequestPreparer::Prepare(CallScope& scope,
   }
   scope.entry().set_tenant(ForLog(tenant));
   asked.options.arrival = scope.arrival();
-  asked.options.deadline = DeadlineOf(scope.context());
+  asked.options.deadline = scope.deadline();
   Dealt dealt;
   if constexpr (std::is_same_v<Message, v1::GenerateRequest>) {
     auto result = Deal(scope, message, model, asked);
@@ -135,7 +135,7 @@ std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(
                         .prompt_tokens = prompt_tokens,
                         .max_output_tokens = model.admission->MaxOutputTokens(
                             asked.options.stop.max_output_tokens, prompt_tokens),
-                        .began = scope.arrival()};
+                        .began = absl::Now()};
   absl::StatusOr<Assignment> assignment = experiments_->Assign(subject);
   if (!assignment.ok()) {
     asked.violations.push_back(

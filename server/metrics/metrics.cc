@@ -51,7 +51,6 @@ constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "AdminService/DumpState",
                                           "other"};
 constexpr size_t kNumCodes = 17;
-constexpr Refused kRefusals[] = {Refused::kPort, Refused::kPeer, Refused::kDescriptors};
 // exposer_*, the HTTP library's own.
 constexpr int64_t kNumExposerSeries = 7;
 
@@ -212,9 +211,9 @@ std::vector<prometheus::MetricFamily> Metrics::CollectConnections() const {
   prometheus::MetricFamily refused{
       .name = "epikv_connections_refused_total",
       .help =
-          "Connections of a gRPC port that were closed as soon as they were accepted. "
-          "port_limit: the port has as many as it may; peer_limit: the peer has; descriptors: "
-          "the process could open none.",
+          "Connections of a gRPC port that the daemon closed. When they came, port_limit: the port "
+          "had as many as it may; peer_limit: the peer had; descriptors: the process could open "
+          "none. Later, unread_bytes: one had sent too much that is no request.",
       .type = prometheus::MetricType::Counter,
       .metric = {}};
   for (const auto& [port, connections] : connections_) {

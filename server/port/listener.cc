@@ -16,6 +16,8 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "absl/time/time.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 namespace {
@@ -62,9 +64,40 @@ void Reset(int socket) {
   close(socket);
 }
 
+// For poll: -1 is for ever.
+int MillisecondsOf(absl::Duration duration) {
+  if (duration == absl::InfiniteDuration()) return -1;
+  return static_cast<int>(std::max<int64_t>(absl::ToInt64Milliseconds(duration), 0));
+}
+
 int OpenReserve() { return open("/dev/null", O_RDONLY | O_CLOEXEC); }
 
 }  // namespace
+
+class Listener::Wake {
+ public:
+  Wake() : descriptor_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {}
+  ~Wake() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+  void Call() const {
+    const uint64_t one = 1;
+    while (write(descriptor_, &one, sizeof(one)) < 0 && errno == EINTR) {
+    }
+  }
+  void Taken() const {
+    uint64_t calls = 0;
+    while (read(descriptor_, &calls, sizeof(calls)) < 0 && errno == EINTR) {
+    }
+  }
+  int descriptor() const { return descriptor_; }
+
+ private:
+  const int descriptor_;
+};
+
+Listener::Listener(std::shared_ptr<Connections> connections)
+    : connections_(std::move(connections)), wake_(std::make_shared<Wake>()) {}
 
 absl::StatusOr<std::unique_ptr<Listener>> Listener::Open(const std::string& address,
                                                          std::shared_ptr<Connections> connections) {
@@ -74,9 +107,8 @@ absl::StatusOr<std::unique_ptr<Listener>> Listener::Open(const std::string& addr
   if (absl::ConsumePrefix(&host, "[")) absl::ConsumeSuffix(&host, "]");
   absl::Status bound = listener->Bind(std::string(host), address.substr(colon + 1));
   if (!bound.ok()) return bound;
-  listener->wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   listener->reserve_ = OpenReserve();
-  if (listener->wake_ < 0) return absl::UnavailableError(std::strerror(errno));
+  if (listener->wake_->descriptor() < 0) return absl::UnavailableError(std::strerror(errno));
   return listener;
 }
 
@@ -114,34 +146,37 @@ absl::Status Listener::Bind(const std::string& host, const std::string& port) {
 
 Listener::~Listener() {
   Stop();
-  for (const int descriptor : {wake_, reserve_}) {
-    if (descriptor >= 0) close(descriptor);
-  }
+  if (reserve_ >= 0) close(reserve_);
 }
 
 void Listener::Start(std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor) {
   acceptor_ = std::move(acceptor);
+  connections_->OnWatch([wake = wake_] { wake->Call(); });
   thread_ = std::thread([this] { Run(); });
 }
 
 void Listener::Stop() {
-  if (thread_.joinable()) {
-    const uint64_t one = 1;
-    while (write(wake_, &one, sizeof(one)) < 0 && errno == EINTR) {
-    }
-    thread_.join();
-  }
+  connections_->OnWatch(nullptr);
+  stopping_ = true;
+  wake_->Call();
+  if (thread_.joinable()) thread_.join();
   for (const int listening : std::exchange(sockets_, {})) close(listening);
 }
 
 void Listener::Run() {
-  std::vector<pollfd> watched = {{.fd = wake_, .events = POLLIN, .revents = 0}};
+  std::vector<pollfd> watched = {{.fd = wake_->descriptor(), .events = POLLIN, .revents = 0}};
   for (const int listening : sockets_) {
     watched.push_back({.fd = listening, .events = POLLIN, .revents = 0});
   }
-  for (;;) {
-    if (poll(watched.data(), watched.size(), -1) < 0) continue;  // interrupted
-    if (watched.front().revents != 0) return;
+  absl::Duration checked = SteadyTime();
+  while (!stopping_) {
+    const absl::Duration left = connections_->WatchAgain() - (SteadyTime() - checked);
+    if (poll(watched.data(), watched.size(), MillisecondsOf(left)) < 0) continue;  // interrupted
+    if (watched.front().revents != 0) wake_->Taken();
+    if (SteadyTime() - checked >= connections_->WatchAgain()) {
+      connections_->CutFloods();
+      checked = SteadyTime();
+    }
     for (size_t i = 1; i < watched.size(); ++i) {
       if (watched[i].revents == 0 || Accept(watched[i].fd)) continue;
       // Somebody may close one meanwhile.

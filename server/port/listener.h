@@ -2,6 +2,7 @@
 
 #include <grpcpp/server_builder.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
@@ -13,9 +14,9 @@
 
 namespace epikv {
 
-// Listens on a port, and hands what it accepts to gRPC. In place of gRPC's own listener, which has
-// no limit of connections and, in 1.51, accepts nothing ever after once descriptors have run out
-// (CVE-2023-4785).
+// Listens on a port, hands what it accepts to gRPC, and has floods cut. In place of gRPC's own
+// listener, which has no limit of connections and, in 1.51, accepts nothing ever after once
+// descriptors have run out (CVE-2023-4785).
 class Listener {
  public:
   // At every address that the host of host:port has. The error is about the address.
@@ -31,8 +32,10 @@ class Listener {
   void Stop();
 
  private:
-  explicit Listener(std::shared_ptr<Connections> connections)
-      : connections_(std::move(connections)) {}
+  // Ends the thread's wait, once for each call. Shared with whoever may call it late.
+  class Wake;
+
+  explicit Listener(std::shared_ptr<Connections> connections);
 
   absl::Status Bind(const std::string& host, const std::string& port);
   void Run();
@@ -44,9 +47,10 @@ class Listener {
   const std::shared_ptr<Connections> connections_;
   std::shared_ptr<grpc::experimental::ExternalConnectionAcceptor> acceptor_;
   std::vector<int> sockets_;
-  int wake_ = -1;     // an eventfd
+  const std::shared_ptr<Wake> wake_;
   int reserve_ = -1;  // a descriptor to give up when there is no other
   int port_ = 0;
+  std::atomic<bool> stopping_ = false;
   std::thread thread_;
 };
 

@@ -2,8 +2,7 @@
 
 #include <algorithm>
 #include <utility>
-
-#include "absl/time/clock.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 
@@ -15,6 +14,7 @@ Courier::~Courier() {
   {
     absl::MutexLock lock(&mu_);
     stopping_ = true;
+    changed_.Signal();
   }
   thread_.join();
 }
@@ -22,11 +22,13 @@ Courier::~Courier() {
 void Courier::Post(std::shared_ptr<Outbox> outbox) {
   absl::MutexLock lock(&mu_);
   posted_.push_back(std::move(outbox));
+  changed_.Signal();
 }
 
 void Courier::ComeBack(std::weak_ptr<Outbox> outbox, absl::Duration delay) {
   absl::MutexLock lock(&mu_);
-  due_.emplace(absl::Now() + delay, std::move(outbox));
+  due_.emplace(SteadyNow() + delay, std::move(outbox));
+  changed_.Signal();
 }
 
 void Courier::Watch(std::weak_ptr<Outbox> outbox) {
@@ -40,13 +42,13 @@ std::vector<std::shared_ptr<Outbox>> Courier::TakePosted(absl::Time until) {
   auto called = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return !posted_.empty() || stopping_ || (!due_.empty() && due_.begin()->first < until);
   };
-  mu_.AwaitWithDeadline(absl::Condition(&called), until);
+  changed_.Wait(mu_, until - SteadyNow(), called);
   return std::exchange(posted_, {});
 }
 
 std::vector<std::weak_ptr<Outbox>> Courier::TakeDue() {
   std::vector<std::weak_ptr<Outbox>> taken;
-  const absl::Time now = absl::Now();
+  const absl::Time now = SteadyNow();
   absl::MutexLock lock(&mu_);
   while (!due_.empty() && due_.begin()->first <= now) {
     taken.push_back(std::move(due_.begin()->second));
@@ -68,16 +70,16 @@ std::vector<std::shared_ptr<Outbox>> Courier::LiveOutboxes() {
 }
 
 void Courier::Run() {
-  absl::Time next_patrol = absl::Now() + patrol_;
+  absl::Time next_patrol = SteadyNow() + patrol_;
   for (;;) {
     std::vector<std::shared_ptr<Outbox>> posted = TakePosted(next_patrol);
     for (const auto& outbox : posted) outbox->Deliver();
     for (const auto& due : TakeDue()) {
       if (const std::shared_ptr<Outbox> outbox = due.lock()) outbox->DeliverLate();
     }
-    if (absl::Now() >= next_patrol) {
+    if (SteadyNow() >= next_patrol) {
       for (const auto& outbox : LiveOutboxes()) outbox->CheckStall();
-      next_patrol = absl::Now() + patrol_;
+      next_patrol = SteadyNow() + patrol_;
     }
     absl::MutexLock lock(&mu_);
     if (stopping_ && posted_.empty()) return;

@@ -8,6 +8,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "runtime/base/steady_cond_var.h"
 #include "server/stream/outbox.h"
 
 namespace epikv {
@@ -37,6 +38,7 @@ class Courier {
 
   const absl::Duration patrol_;
   absl::Mutex mu_;
+  SteadyCondVar changed_;  // posted_, due_ or stopping_
   std::vector<std::shared_ptr<Outbox>> posted_ ABSL_GUARDED_BY(mu_);
   std::vector<std::weak_ptr<Outbox>> watched_ ABSL_GUARDED_BY(mu_);
   std::multimap<absl::Time, std::weak_ptr<Outbox>> due_ ABSL_GUARDED_BY(mu_);

@@ -10,7 +10,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
+#include "runtime/base/steady_time.h"
 #include "runtime/request/request.h"
 
 namespace epikv {
@@ -83,7 +83,7 @@ class Outbox final : public RequestSink, public std::enable_shared_from_this<Out
  public:
   // `writer` lives until its End; `courier` outlives the outbox. now: the clock, for tests.
   Outbox(OutboxLimits limits, OutboxHooks hooks, DeltaOptions deltas, StreamWriter& writer,
-         Courier& courier, std::function<absl::Time()> now = absl::Now);
+         Courier& courier, std::function<absl::Time()> now = SteadyNow);
 
   // Once the request is queued. Nothing is sent before.
   void Open(Queued queued);

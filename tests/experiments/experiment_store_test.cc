@@ -12,7 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "server/base/steady_time.h"
+#include "runtime/base/steady_time.h"
 #include "server/experiments/store/schema.h"
 #include "server/experiments/store/sql_store.h"
 #include "tests/fixtures/experiment_records.h"

@@ -21,7 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/synchronization/notification.h"
-#include "server/base/steady_time.h"
+#include "runtime/base/steady_time.h"
 #include "tests/fixtures/experiment_records.h"
 #include "tests/fixtures/store_places.h"
 

@@ -96,11 +96,14 @@ class RealServer {
   const std::unique_ptr<AccessLog> access_log_ = *AccessLog::Open("", [](int64_t) {});
   Traffic traffic_;
   TaskThread long_requests_;
+  const std::shared_ptr<Connections> connections_ =
+      std::make_shared<Connections>(ConnectionLimits());
   const Frontend frontend_{.auth = *auth_,
                            .metrics = metrics_,
                            .access_log = *access_log_,
                            .traffic = traffic_,
-                           .long_requests = long_requests_};
+                           .long_requests = long_requests_,
+                           .connections = *connections_};
   CoreBudget cores_{1};
   Courier courier_{absl::Seconds(5)};
   Lifecycle lifecycle_;

@@ -12,7 +12,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "server/base/steady_time.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 namespace {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/random/random.h"
-#include "server/base/steady_time.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 namespace {

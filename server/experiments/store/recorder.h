@@ -17,7 +17,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "epikv/v1/experiment_record.pb.h"
-#include "server/base/steady_cond_var.h"
+#include "runtime/base/steady_cond_var.h"
 #include "server/experiments/store/spool.h"
 #include "server/experiments/store/store.h"
 

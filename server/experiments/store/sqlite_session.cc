@@ -13,7 +13,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "server/base/steady_time.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 namespace {
