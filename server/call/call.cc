@@ -1,5 +1,6 @@
 #include "server/call/call.h"
 
+#include <grpc/support/time.h>
 #include <grpcpp/server_context.h>
 
 #include <utility>
@@ -7,7 +8,6 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "server/base/task_thread.h"
 #include "server/call/wire.h"
 
@@ -55,7 +55,10 @@ void Call::Expect(absl::Duration most) {
   if (most <= absl::ZeroDuration()) return;
   timeout_ = std::make_shared<Timeout>(scope_.context());
   alarm_ = std::make_unique<grpc::Alarm>();
-  alarm_->Set(absl::ToChronoTime(absl::Now() + most), [timeout = timeout_](bool on_time) {
+  const gpr_timespec at =
+      gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
+                   gpr_time_from_millis(absl::ToInt64Milliseconds(most), GPR_TIMESPAN));
+  alarm_->Set(at, [timeout = timeout_](bool on_time) {
     if (on_time) timeout->OnTime();
   });
 }

@@ -21,11 +21,12 @@ std::vector<absl::string_view> Headers(const grpc::CallbackServerContext& contex
   return values;
 }
 
-// gRPC tells it by the wall clock, by which it has just computed it.
+// gRPC tells it by the wall clock, by which it has just computed it. (absl::Now may be a little
+// behind when that clock jumps.)
 absl::Time DeadlineOf(const grpc::CallbackServerContext& context) {
   const auto deadline = context.deadline();
   if (deadline == std::chrono::system_clock::time_point::max()) return absl::InfiniteFuture();
-  return SteadyNow() + (absl::FromChrono(deadline) - absl::Now());
+  return SteadyNow() + absl::FromChrono(deadline - std::chrono::system_clock::now());
 }
 
 // Two headers break the standard as much as a wrong one does.

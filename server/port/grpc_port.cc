@@ -7,11 +7,12 @@
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server_builder.h>
 
+#include <chrono>
 #include <mutex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 
 namespace epikv {
 namespace {
@@ -65,7 +66,7 @@ GrpcPort::~GrpcPort() {
 void GrpcPort::Close() {
   listener_->Stop();
   // Soon, whatever is left: a health watch would hold the server for ever.
-  server_->Shutdown(absl::ToChronoTime(absl::Now() + kCutGrace));
+  server_->Shutdown(std::chrono::system_clock::now() + absl::ToChronoSeconds(kCutGrace));
   server_->Wait();
 }
 

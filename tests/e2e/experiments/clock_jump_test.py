@@ -1,12 +1,12 @@
 """Experiments on a machine whose clock jumps: libfaketime moves the daemon's, and not its monotonic
 one."""
 
-import json
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from clock_jumps import await_jump, faked_clock
 from definitions import LEAN, define
 from epikv import Client, Experiment, Patience, RpcError, Stop
 from epikv.testing import Daemon
@@ -18,42 +18,7 @@ AT_ONCE = Patience(busy=0, unknown=0)
 
 @pytest.fixture
 def jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[timedelta], None]:
-    """Sets how far the clock is off, of daemons that start from now on."""
-    library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
-    offset = tmp_path / "offset"
-    for name, value in (
-        ("LD_PRELOAD", str(library)),
-        ("FAKETIME_TIMESTAMP_FILE", str(offset)),
-        ("FAKETIME_NO_CACHE", "1"),
-        ("FAKETIME_DONT_RESET", "1"),
-        ("FAKETIME_DONT_FAKE_MONOTONIC", "1"),
-    ):
-        monkeypatch.setenv(name, value)
-
-    def set_offset(by: timedelta) -> None:
-        aside = offset.with_suffix(".new")
-        aside.write_text(f"{by.total_seconds():+.0f}s")
-        aside.replace(offset)
-
-    set_offset(timedelta())
-    return set_offset
-
-
-def await_jump(client: Client, log: Path, by: timedelta) -> None:
-    """Until the daemon's access log tells the new time: a thread that has just read the old one keeps it for
-    all, until the next that asks."""
-
-    def told() -> bool:
-        client.models()
-        lines = log.read_text().splitlines()
-        off = (
-            datetime.fromisoformat(json.loads(lines[-1])["time"]) - datetime.now(UTC)
-            if lines
-            else None
-        )
-        return off is not None and abs(off - by) < timedelta(minutes=30)
-
-    eventually(told)
+    return faked_clock(tmp_path, monkeypatch)
 
 
 def ask(client: Client, unit: str) -> str:
