@@ -97,9 +97,10 @@ int64_t Engine::running() const {
   return places;
 }
 
-bool Engine::Cancel(const std::string& request_id, absl::Status status) {
+bool Engine::Cancel(const std::string& request_id, absl::Status status, const std::string* tenant) {
   auto end = [&](Sequence& s) {
     if (s.finished || s.request.id != request_id) return false;
+    if (tenant != nullptr && s.request.scheduling.tenant != *tenant) return false;
     Finish(s, FinishReason::kCancelled, std::move(status));
     return true;
   };

@@ -55,7 +55,8 @@ class Engine {
   bool idles() const { return idle_ != nullptr; }  // such a request runs
 
   // Ends a live request with `status`; its KV is free on return. False if there is none.
-  bool Cancel(const std::string& request_id, absl::Status status);
+  bool Cancel(const std::string& request_id, absl::Status status,
+              const std::string* tenant = nullptr);
   void CancelAll(const absl::Status& status);
   // Ends all live requests: Step has thrown.
   void Fail(const absl::Status& status);

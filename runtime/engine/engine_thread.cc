@@ -28,13 +28,16 @@ absl::Status EngineFailed(const std::exception& e) {
 class EngineThread::TrackedSink final : public RequestSink {
  public:
   TrackedSink(EngineThread& thread, const Request& request, std::shared_ptr<RequestSink> sink)
-      : thread_(thread), request_id_(request.id), work_(WorkOf(request)), sink_(std::move(sink)) {}
+      : thread_(thread),
+        request_(request.scheduling.tenant, request.id),
+        work_(WorkOf(request)),
+        sink_(std::move(sink)) {}
 
   bool Ready() const override { return sink_->Ready(); }
   void OnDelta(Delta delta) override { sink_->OnDelta(std::move(delta)); }
   void OnFinished(Finished finished) override {
     // The id is free before the client hears of the end, so that it may use it again.
-    thread_.OnEnding(request_id_);
+    thread_.OnEnding(request_);
     if (ReasonOf(finished.status) == kDeadlineInfeasible) {
       finished.status = WithRetryAfter(std::move(finished.status), thread_.RetryAfterDrop(work_));
     }
@@ -44,7 +47,7 @@ class EngineThread::TrackedSink final : public RequestSink {
 
  private:
   EngineThread& thread_;
-  const std::string request_id_;
+  const RequestKey request_;
   const Work work_;
   const std::shared_ptr<RequestSink> sink_;
 };
@@ -92,7 +95,8 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
   const absl::Time now = SteadyNow();
   absl::MutexLock lock(&mu_);
   if (draining_) return {.error = SubmitError::kDraining};
-  if (live_.contains(request.id)) return {.error = SubmitError::kDuplicateId};
+  const RequestKey key(request.scheduling.tenant, request.id);
+  if (live_.contains(key)) return {.error = SubmitError::kDuplicateId};
   const Work waiting = outlook_.waiting.total();
   SubmitResult result{.waiting = static_cast<int64_t>(waiting.requests),
                       .waiting_tokens = static_cast<int64_t>(waiting.tokens),
@@ -118,7 +122,7 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
     result.retry_after = retries_.After(absl::ZeroDuration(), work, outlook_, now);
     return result;
   }
-  live_.emplace(request.id, Live{.sink = sink.get(), .tenant = request.scheduling.tenant});
+  live_.emplace(key, Live{.sink = sink.get()});
   outlook_.waiting.Add(request.scheduling, work);
   submitted_.Add(request.scheduling, work);
   auto tracked = std::make_shared<TrackedSink>(*this, request, std::move(sink));
@@ -155,20 +159,24 @@ void EngineThread::PostEndIdle() {
 bool EngineThread::Cancel(const std::string& request_id, absl::Status status,
                           const std::string* tenant) {
   absl::MutexLock lock(&mu_);
-  const auto live = live_.find(request_id);
-  if (live == live_.end()) return false;
-  if (tenant != nullptr && live->second.tenant != *tenant) return false;
-  Post(Cancelled{request_id, std::move(status)});
-  return true;
+  bool found = false;
+  for (const auto& [key, live] : live_) {
+    if (key.second != request_id || (tenant != nullptr && key.first != *tenant)) continue;
+    Post(Cancelled{key, status});
+    found = true;
+  }
+  return found;
 }
 
 bool EngineThread::CancelOf(const RequestSink& sink, const std::string& request_id,
                             absl::Status status) {
   absl::MutexLock lock(&mu_);
-  const auto live = live_.find(request_id);
-  if (live == live_.end() || live->second.sink != &sink) return false;
-  Post(Cancelled{request_id, std::move(status)});
-  return true;
+  for (const auto& [key, live] : live_) {
+    if (live.sink != &sink || key.second != request_id) continue;
+    Post(Cancelled{key, std::move(status)});
+    return true;
+  }
+  return false;
 }
 
 void EngineThread::Describe(std::function<void(std::vector<RequestFacts>)> tell) {
@@ -222,8 +230,8 @@ void EngineThread::Drain(absl::Time deadline) {
     return live_.empty() && !ending_ && !idle_;
   };
   if (changed_.Wait(mu_, deadline - SteadyNow(), idle)) return;
-  for (const auto& [id, live] : live_) {
-    Post(Cancelled{id, WhyDrained()});
+  for (const auto& [key, live] : live_) {
+    Post(Cancelled{key, WhyDrained()});
   }
   changed_.Wait(mu_, absl::InfiniteDuration(), idle);
 }
@@ -249,7 +257,8 @@ void EngineThread::Handle(std::vector<Message> messages) {
         sink->OnFinished({.reason = FinishReason::kError, .status = EngineFailed(e)});
       }
     } else if (auto* cancelled = std::get_if<Cancelled>(&message)) {
-      engine_->Cancel(cancelled->request_id, std::move(cancelled->status));
+      engine_->Cancel(cancelled->request.second, std::move(cancelled->status),
+                      &cancelled->request.first);
     } else {
       std::get<Asked>(message).of(*engine_);
     }
@@ -264,9 +273,9 @@ bool EngineThread::Publish() {
   return !stopping_;
 }
 
-void EngineThread::OnEnding(const std::string& request_id) {
+void EngineThread::OnEnding(const RequestKey& request) {
   absl::MutexLock lock(&mu_);
-  live_.erase(request_id);
+  live_.erase(request);
   ending_ = true;
 }
 

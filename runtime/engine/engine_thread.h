@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -53,6 +54,7 @@ class EngineThread {
   // Cancels what is live and joins.
   ~EngineThread();
 
+  // An id is its tenant's: those of others are no duplicates of it.
   SubmitResult Submit(Request request, std::shared_ptr<RequestSink> sink);
 
   // Runs a request that nobody waits for (see Engine::SubmitIdle) while nothing is live here, and
@@ -62,8 +64,8 @@ class EngineThread {
   bool SubmitIdle(Request request, std::shared_ptr<RequestSink> sink);
   void EndIdle();
 
-  // False if no such request is live, or not of this tenant (null: of any). Its sink's OnFinished
-  // follows within one step.
+  // False if no such request is live, or not of this tenant (null: of any; there may be several,
+  // and all are cancelled). Their sinks' OnFinished follows within one step.
   bool Cancel(const std::string& request_id, absl::Status status,
               const std::string* tenant = nullptr);
   // The same, if that request is `sink`'s: an id is free again before its sink hears of the end.
@@ -92,16 +94,16 @@ class EngineThread {
   void Drain(absl::Time deadline);
 
  private:
+  using RequestKey = std::pair<std::string, std::string>;  // tenant, id
   struct Live {
     const RequestSink* sink = nullptr;
-    std::string tenant;
   };
   struct Submitted {
     Request request;
     std::shared_ptr<RequestSink> sink;
   };
   struct Cancelled {
-    std::string request_id;
+    RequestKey request;
     absl::Status status;
   };
   struct Asked {
@@ -119,7 +121,7 @@ class EngineThread {
   std::vector<Message> TakeInbox(bool wait, absl::Time until);
   void Handle(std::vector<Message> messages);
   bool Publish();  // the engine's outlook; false: stop
-  void OnEnding(const std::string& request_id);
+  void OnEnding(const RequestKey& request);
   void OnIdleEnding();
   // When to try again what had time enough, but for those ahead of it in the queue.
   absl::Duration RetryAfterDrop(const Work& work);
@@ -133,7 +135,7 @@ class EngineThread {
   bool woken_ ABSL_GUARDED_BY(mu_) = false;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   bool draining_ ABSL_GUARDED_BY(mu_) = false;
-  absl::flat_hash_map<std::string, Live> live_ ABSL_GUARDED_BY(mu_);  // by id
+  absl::flat_hash_map<RequestKey, Live> live_ ABSL_GUARDED_BY(mu_);
   bool ending_ ABSL_GUARDED_BY(mu_) = false;  // a sink is hearing of its end
   bool idle_ ABSL_GUARDED_BY(mu_) = false;    // the request of SubmitIdle has not ended
   Outlook outlook_ ABSL_GUARDED_BY(mu_);      // after the last step, with what came since

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <vector>
 
+#include "runtime/base/require.h"
 #include "server/base/durations.h"
 
 namespace epikv {
@@ -53,6 +54,10 @@ std::optional<grpc::Status> CallScope::Admit() {
   admitted_ = !refusal.has_value();
   if (refusal.has_value()) frontend_.metrics.OnRejected(ErrorReason(*refusal));
   return refusal;
+}
+
+void CallScope::RequireAdmitted() const {
+  Require(admitted_, "a request was opened whose caller was not admitted");
 }
 
 grpc::Status CallScope::Reject(const Rejection& rejection) {

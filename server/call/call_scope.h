@@ -15,7 +15,6 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "epikv/v1/access_log.pb.h"
-#include "runtime/base/require.h"
 #include "runtime/base/steady_time.h"
 #include "server/base/errors.h"
 #include "server/base/task_thread.h"
@@ -55,7 +54,7 @@ class CallScope {
   // The request; or what is wrong with its bytes. Precondition: the caller was admitted.
   template <typename Message>
   std::variant<Message, grpc::Status> Open(const grpc::ByteBuffer& in) {
-    Require(admitted_, "a request was opened whose caller was not admitted");
+    RequireAdmitted();
     std::variant<Message, Rejection> parsed = Parse<Message>(in);
     if (const auto* rejection = std::get_if<Rejection>(&parsed)) return Reject(*rejection);
     return std::get<Message>(std::move(parsed));
@@ -81,6 +80,8 @@ class CallScope {
   absl::Time deadline() const { return deadline_; }  // infinite: none
 
  private:
+  void RequireAdmitted() const;
+
   const absl::string_view method_;
   const Frontend& frontend_;
   grpc::CallbackServerContext& context_;

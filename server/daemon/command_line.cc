@@ -215,7 +215,9 @@ absl::StatusOr<Command> ParseCommandLine(absl::Span<const std::string> args) {
   std::vector<FieldViolation> violations = ViolationsOf(config);
   // Who mistyped a flag may have named a model by it.
   if (!arguments.print_config && problems.empty()) {
-    if (auto missing = MissingModel(config)) violations.push_back(*std::move(missing));
+    for (FieldViolation& violation : ViolationsOfRun(config)) {
+      violations.push_back(std::move(violation));
+    }
   }
   if (absl::Status status = StatusOf(problems, violations); !status.ok()) return status;
   if (arguments.print_config) return ToPrintConfig(config);

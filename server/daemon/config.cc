@@ -100,6 +100,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
               .key = c.tls_key(),
               .client_ca = c.tls_client_ca()},
       .tokens_file = c.auth_tokens_file(),
+      .shared_prefixes = c.shared_prefixes(),
       .access_log = c.access_log(),
       .experiments = ExperimentsOf(c)};
 }

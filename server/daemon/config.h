@@ -38,7 +38,8 @@ struct Config {
   ConnectionLimits connections;  // of `listen`
   TlsFiles tls;
   std::string tokens_file;  // empty: everyone may do everything
-  std::string access_log;   // empty: none
+  bool shared_prefixes = false;
+  std::string access_log;  // empty: none
   ExperimentsOptions experiments;
 };
 

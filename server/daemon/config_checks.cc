@@ -233,9 +233,22 @@ std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source) {
   return violations;
 }
 
-std::optional<FieldViolation> MissingModel(const v1::ServerConfig& config) {
-  if (!config.model().empty() || config.models_size() > 0) return std::nullopt;
-  return FieldViolation{"model", "must name the file that `epikv export` wrote"};
+std::vector<FieldViolation> ViolationsOfRun(const v1::ServerConfig& config) {
+  std::vector<FieldViolation> violations;
+  if (config.model().empty() && config.models_size() == 0) {
+    violations.push_back({"model", "must name the file that `epikv export` wrote"});
+  }
+  if (!config.auth_tokens_file().empty() || config.allow_anonymous()) return violations;
+  auto require_loopback = [&](const char* name, const std::string& address) {
+    if (address.empty() || IsLoopback(address)) return;
+    violations.push_back(
+        {name, absl::StrCat("must be on loopback, is \"", address,
+                            "\": whoever reaches it may do everything; set --auth_tokens_file, or "
+                            "--allow_anonymous if that is meant")});
+  };
+  require_loopback("listen", config.listen());
+  require_loopback("admin_listen", config.admin_listen());
+  return violations;
 }
 
 }  // namespace epikv

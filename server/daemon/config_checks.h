@@ -1,6 +1,5 @@
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include "epikv/v1/config.pb.h"
@@ -12,8 +11,8 @@ namespace epikv {
 std::vector<FieldViolation> ViolationsOf(const v1::ServerConfig& config);
 std::vector<FieldViolation> ViolationsOf(const v1::ModelSource& source);
 
-// That no model is named. Who prints a configuration, or looks for a running daemon, need not name
-// one.
-std::optional<FieldViolation> MissingModel(const v1::ServerConfig& config);
+// What keeps a daemon from running by it: no model, or a port that is open to everybody. Who prints
+// a configuration, or looks for a running daemon, is not asked.
+std::vector<FieldViolation> ViolationsOfRun(const v1::ServerConfig& config);
 
 }  // namespace epikv

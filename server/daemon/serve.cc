@@ -275,7 +275,8 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
                      .outbox = config.outbox,
                      .participation = experiments->get(),
                      .experiments = experiments->get(),
-                     .shadow = shadow.get()},
+                     .shadow = shadow.get(),
+                     .shared_prefixes = config.shared_prefixes},
                     models, lifecycle, courier, frontend);
   if (!server.ok()) return server.status();
   AdminService admin(models, lifecycle, settings, operators_frontend,

@@ -24,6 +24,7 @@ struct ServerOptions {
   Participation* participation = nullptr;
   Experiments* experiments = nullptr;
   Shadow* shadow = nullptr;  // outlives the server; null: nothing is replayed
+  bool shared_prefixes = false;
 };
 
 // The gRPC port: our services, grpc.health.v1 and reflection. What it is given outlives it.

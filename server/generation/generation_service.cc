@@ -20,7 +20,7 @@ GenerationService::GenerationService(const Models& models, Courier& courier,
       courier_(courier),
       metrics_(frontend.metrics),
       options_(options),
-      preparer_(options.experiments) {
+      preparer_(options.experiments, options.shared_prefixes) {
   Add("GenerationService/Generate", [this](grpc::CallbackServerContext& context) {
     return new StreamCall(context, this->frontend(), live_calls_,
                           [this](const grpc::ByteBuffer& in, StreamCall& call) {

@@ -35,6 +35,7 @@ struct GenerationOptions {
   int64_t most_compilations = 1024;      // of constraints of one client's requests, waiting
   Participation* experiments = nullptr;  // null: there are none
   Shadow* shadow = nullptr;              // null: nothing is replayed
+  bool shared_prefixes = false;          // see RequestPreparer
 };
 
 // Takes requests, hands them to the engine and streams what comes back. Thread-safe; everything

@@ -28,6 +28,11 @@ std::optional<grpc::Status> SettleTenant(const Identity& caller, std::string& te
       RoleName(Role::kOperator));
 }
 
+// A salt that no other tenant can have.
+std::string OfTenant(const std::string& tenant, const std::string& salt) {
+  return absl::StrCat(tenant.size(), ":", tenant, salt);
+}
+
 // Nobody can guess it: who did would keep another's request out by a duplicate.
 std::string NewRequestId() {
   absl::BitGen random;
@@ -106,9 +111,11 @@ std::variant<Prepared, grpc::Status> RequestPreparer::Prepare(CallScope& scope,
     model.metrics->OnRejected(rejection->reason);
     return ToGrpc(*rejection);
   }
-  return Prepared{.request = std::get<Request>(std::move(resolved)),
-                  .deltas = deltas,
-                  .began = std::move(dealt.began)};
+  Request& request = std::get<Request>(resolved);
+  if (!shared_prefixes_ && !scope.caller().name.empty()) {
+    request.prefix_salt = OfTenant(request.scheduling.tenant, request.prefix_salt);
+  }
+  return Prepared{.request = std::move(request), .deltas = deltas, .began = std::move(dealt.began)};
 }
 
 std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(

@@ -24,8 +24,10 @@ constexpr absl::Duration kCompileRetryDelay = absl::Seconds(1);
 // experiments, its compiled constraint, and admission. Thread-safe.
 class RequestPreparer {
  public:
-  // experiments: outlives it; null: there are none.
-  explicit RequestPreparer(Participation* experiments) : experiments_(experiments) {}
+  // experiments: outlives it; null: there are none. shared_prefixes: whether tenants who show
+  // tokens may find each other's prefixes cached.
+  RequestPreparer(Participation* experiments, bool shared_prefixes)
+      : experiments_(experiments), shared_prefixes_(shared_prefixes) {}
 
   // Message: GenerateRequest or ScoreRequest. A refusal has been counted in the model's metrics.
   template <typename Message>
@@ -45,6 +47,7 @@ class RequestPreparer {
   bool TakePart(CallScope& scope, const Dealt& dealt);
 
   Participation* const experiments_;
+  const bool shared_prefixes_;
 };
 
 }  // namespace epikv

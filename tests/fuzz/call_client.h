@@ -18,9 +18,9 @@
 namespace epikv {
 
 // A call of any kind, and all that came back.
-class Call final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+class ClientCall final : public grpc::ClientBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
  public:
-  Call(const std::shared_ptr<grpc::Channel>& channel, const FuzzCall& call) : stub_(channel) {
+  ClientCall(const std::shared_ptr<grpc::Channel>& channel, const FuzzCall& call) : stub_(channel) {
     const auto message = call.wire ? nullptr : call.ParseBody();
     grpc::Slice bytes(message != nullptr ? message->SerializeAsString() : call.body);
     request_ = grpc::ByteBuffer(&bytes, 1);

@@ -45,7 +45,7 @@ void CheckInput(absl::string_view input) {
   static std::unique_ptr<World> world = std::make_unique<World>();
   std::vector<FuzzCall> calls = ParseCalls(input);
   calls.resize(std::min(calls.size(), kMostCalls));
-  std::deque<Call> started;
+  std::deque<ClientCall> started;
   for (const FuzzCall& call : calls) {
     const bool admin = call.method->service()->name() == "AdminService";
     started.emplace_back(admin ? world->admins : world->clients, call);

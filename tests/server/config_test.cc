@@ -255,8 +255,8 @@ TEST(ConfigTest, ChannelzIsNotForTheNetwork) {
   EXPECT_TRUE(Parse({"--model=m", "--channelz"}).channelz);
   EXPECT_THAT(Errors({"--model=m", "--channelz", "--admin_listen=0.0.0.0:1"}),
               HasSubstr("--channelz must be off"));
-  EXPECT_TRUE(Parse({"--model=m", "--channelz", "--admin_listen=0.0.0.0:1", "--tls_certificate=c",
-                     "--tls_key=k", "--tls_client_ca=a"})
+  EXPECT_TRUE(Parse({"--model=m", "--channelz", "--admin_listen=0.0.0.0:1", "--auth_tokens_file=t",
+                     "--tls_certificate=c", "--tls_key=k", "--tls_client_ca=a"})
                   .channelz);
 }
 
@@ -327,6 +327,20 @@ TEST(ConfigTest, PrintedConfigurationIsOneThatItReads) {
   EXPECT_THAT(printed, AllOf(HasSubstr("\nthreads: 7\n"), HasSubstr("# Threads of the engine")));
   const TemporaryFile file(printed);
   EXPECT_EQ(Printed({"--print_config", "--config=" + file.path()}), printed);
+}
+
+TEST(ConfigTest, APortForOtherMachinesNeedsTokens) {
+  for (const char* port : {"listen", "admin_listen"}) {
+    const std::string open = absl::StrCat("--", port, "=0.0.0.0:1");
+    EXPECT_THAT(Errors({"--model=m", open}),
+                HasSubstr(absl::StrCat("--", port, " must be on loopback, is \"0.0.0.0:1\"")));
+    EXPECT_THAT(Errors({"--model=m", open, "--tls_certificate=c", "--tls_key=k"}),
+                HasSubstr("--allow_anonymous"));
+    Parse({"--model=m", open, "--auth_tokens_file=t"});
+    Parse({"--model=m", open, "--allow_anonymous"});
+    EXPECT_THAT(Printed({"--print_config", open}), HasSubstr("0.0.0.0:1"));
+  }
+  Parse({"--model=m", "--listen=localhost:1", "--admin_listen="});
 }
 
 // For epikv-probe.

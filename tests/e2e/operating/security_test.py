@@ -121,10 +121,25 @@ def test_start_is_refused_with_every_file_at_fault(pki: Path, tmp_path: Path) ->
 
 def test_plain_text_beyond_this_machine_is_warned_of(pki: Path, tmp_path: Path) -> None:
     model = f"--model={tmp_path / 'absent.pt'}"
+    anyone = "--allow_anonymous"
     tls = (f"--tls_certificate={pki / 'server.pem'}", f"--tls_key={pki / 'server.key'}")
-    assert "warning: --listen=0.0.0.0:0 is not encrypted" in start(model, "--listen=0.0.0.0:0")[1]
-    assert "warning" not in start(model, "--listen=0.0.0.0:0", *tls)[1]
+    assert (
+        "warning: --listen=0.0.0.0:0 is not encrypted"
+        in start(model, anyone, "--listen=0.0.0.0:0")[1]
+    )
+    assert "warning" not in start(model, anyone, "--listen=0.0.0.0:0", *tls)[1]
     assert "warning" not in start(model)[1]
+
+
+def test_a_port_for_other_machines_is_not_for_everybody(pki: Path, tmp_path: Path) -> None:
+    """With TLS or without: who reaches it could load a model, which is code."""
+    model = f"--model={tmp_path / 'absent.pt'}"
+    tls = (f"--tls_certificate={pki / 'server.pem'}", f"--tls_key={pki / 'server.key'}")
+    for flag in ("--listen=0.0.0.0:0", "--admin_listen=0.0.0.0:0"):
+        for more in ((), tls):
+            status, log = start(model, flag, *more)
+            assert status == 1
+            assert "must be on loopback" in log and "--allow_anonymous" in log
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def command(model: Path, dtype: str | None, quantize: str | None, flags: tuple[s
     A directory is exported first, into $XDG_CACHE_HOME/epikv (~/.cache/epikv), and again only when
     something in it has changed. What follows MODEL goes to the daemon:
 
-        epikv serve model.pt --threads=4 --listen=0.0.0.0:50051
+        epikv serve model.pt --threads=4 --listen=127.0.0.1:50061
 
     The daemon says when it serves, and prints its addresses as one line of JSON. Ctrl-C ends it.
     """
