@@ -398,9 +398,9 @@ MUTANTS = [
     ),
     Mutant(
         "requests of callers that were not admitted",
-        "server/call/call_scope.h",
-        "if (std::optional<grpc::Status> refusal = Admit()) return *std::move(refusal);",
-        "Admit();",
+        "server/call/call.cc",
+        "if (const auto refusal = scope_.Admit()) return End(*refusal);",
+        "(void)scope_.Admit();",
         "server_test",
         "*NoMethodAnswers*",
     ),

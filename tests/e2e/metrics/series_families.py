@@ -197,6 +197,15 @@ FAMILIES: dict[str, Expected] = {
         | {"arm": ("narrow",), "guardrail": ("right",)},
     ),
     **of("gauge", "operate", epikv_drain_state={}),
+    **of("gauge", "load", epikv_connections={"port": ("clients", "operators")}),
+    **of(
+        "counter",
+        "nothing",
+        epikv_connections_refused_total={
+            "port": ("clients", "operators"),
+            "reason": ("port_limit", "peer_limit", "descriptors", "unread_bytes"),
+        },
+    ),
     **of(
         "gauge",
         "operate",
@@ -235,7 +244,7 @@ FAMILIES: dict[str, Expected] = {
 }
 
 # Moved while nobody asks for anything.
-BY_THEMSELVES = re.compile("process_|exposer_")
+BY_THEMSELVES = re.compile("process_|exposer_|epikv_connections$")
 
 BY_A_BROKEN_POLICY = "no policy of the build fails: tests/server/broken_policy_test.cc"
 # (family, label, value) that no scenario moves, and why. "": all of it.
@@ -250,6 +259,11 @@ UNMOVED = {
         "failed",
     ): "tests/experiments/shadow_test.cc",
     ("epikv_kv_budget_overrun_tokens_total", "", ""): "must stay 0",
+    (
+        "epikv_connections_refused_total",
+        "",
+        "",
+    ): "tests/e2e/operating: connections_test.py, unread_requests_test.py",
     ("epikv_build_info", "", ""): "constant",
     ("epikv_policy_info", "", ""): "constant",
     ("process_start_time_seconds", "", ""): "constant",
