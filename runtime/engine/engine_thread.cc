@@ -200,6 +200,11 @@ int64_t EngineThread::live() const {
   return static_cast<int64_t>(live_.size());
 }
 
+absl::Duration EngineThread::StepAge() const {
+  const int64_t began = step_began_;
+  return began == 0 ? absl::ZeroDuration() : SteadyTime() - absl::Nanoseconds(began);
+}
+
 void EngineThread::SetLimits(QueueLimits limits) {
   absl::MutexLock lock(&mu_);
   limits_ = limits;
@@ -312,12 +317,15 @@ void EngineThread::Run() {
   bool busy = false;
   do {
     try {
-      Handle(TakeInbox(/*wait=*/!busy, engine_->NextDeadline()));
+      std::vector<Message> messages = TakeInbox(/*wait=*/!busy, engine_->NextDeadline());
+      step_began_ = absl::ToInt64Nanoseconds(SteadyTime());
+      Handle(std::move(messages));
       busy = Step();
     } catch (const std::exception& e) {  // of no one sequence: nobody knows what has been done
       engine_->Fail(EngineFailed(e));
       busy = true;
     }
+    step_began_ = 0;
   } while (Publish());
   // Nothing is submitted once draining; what came before ends here.
   Handle(TakeInbox(/*wait=*/false, absl::InfinitePast()));

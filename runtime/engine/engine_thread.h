@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -79,6 +80,9 @@ class EngineThread {
 
   int64_t live() const;  // requests that wait or run
 
+  // How long the step that runs has lasted, what was done before it included; zero between steps.
+  absl::Duration StepAge() const;
+
   // From now on; what waits stays.
   void SetLimits(QueueLimits limits);
 
@@ -141,6 +145,7 @@ class EngineThread {
   Outlook outlook_ ABSL_GUARDED_BY(mu_);      // after the last step, with what came since
   Backlog submitted_ ABSL_GUARDED_BY(mu_);    // in the inbox
   RetryTimes retries_ ABSL_GUARDED_BY(mu_);
+  std::atomic<int64_t> step_began_ = 0;   // of SteadyTime, in nanoseconds; 0: no step runs
   const std::unique_ptr<Engine> engine_;  // of the thread alone, but for its options
   std::thread thread_;
 };

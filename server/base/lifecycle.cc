@@ -21,8 +21,6 @@ absl::string_view ServerStateName(ServerState state) {
 void Lifecycle::Attach(grpc::HealthCheckServiceInterface& health, std::vector<std::string> names) {
   absl::MutexLock lock(&mu_);
   listeners_.push_back({.health = &health, .names = std::move(names)});
-  // For probes that kill: one that asked for "" would end a daemon that loads or drains.
-  health.SetServingStatus("liveness", true);
   Tell(listeners_.back());
 }
 
@@ -43,6 +41,13 @@ void Lifecycle::SetModel(const std::string& name, bool in_service) {
   for (Listener& listener : listeners_) Tell(listener);
 }
 
+void Lifecycle::SetStuck(std::set<std::string> models) {
+  absl::MutexLock lock(&mu_);
+  if (models == stuck_) return;
+  stuck_ = std::move(models);
+  for (Listener& listener : listeners_) Tell(listener);
+}
+
 ServerState Lifecycle::state() const {
   absl::MutexLock lock(&mu_);
   return state_;
@@ -54,9 +59,11 @@ void Lifecycle::Tell(Listener& listener) const {
     if (!first && std::exchange(told->second, serves) == serves) return;
     listener.health->SetServingStatus(name, serves);
   };
+  // For probes that kill: one that asked for "" would end a daemon that loads or drains.
+  tell("liveness", stuck_.empty());
   bool serving = false;  // of one that has no model a balancer would get nothing but NOT_FOUND
   for (const auto& [name, in_service] : models_) {
-    const bool serves = in_service && state_ == ServerState::kServing;
+    const bool serves = in_service && state_ == ServerState::kServing && !stuck_.contains(name);
     tell(absl::StrCat("models/", name), serves);
     serving |= serves;
   }

@@ -3,6 +3,7 @@
 #include <grpcpp/health_check_service_interface.h>
 
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,7 @@ enum class ServerState {
 absl::string_view ServerStateName(ServerState state);  // "STARTING"
 
 // What the daemon is doing, and what grpc.health.v1 says of it: in kServing a model serves that is
-// in service, and a service, and the whole, if any model is; "liveness" whenever the port answers.
+// in service, and a service, and the whole, if any model is; "liveness" unless an engine is stuck.
 // Thread-safe.
 class Lifecycle {
  public:
@@ -31,6 +32,9 @@ class Lifecycle {
 
   void SetState(ServerState state);
   void SetModel(const std::string& name, bool in_service);  // "models/NAME"
+  // The models, by name, of which nobody knows whether they will ever answer: they do not serve,
+  // and while there are any "liveness" does not either.
+  void SetStuck(std::set<std::string> models);
   ServerState state() const;
 
  private:
@@ -44,6 +48,7 @@ class Lifecycle {
   mutable absl::Mutex mu_;
   ServerState state_ ABSL_GUARDED_BY(mu_) = ServerState::kStarting;
   std::map<std::string, bool> models_ ABSL_GUARDED_BY(mu_);
+  std::set<std::string> stuck_ ABSL_GUARDED_BY(mu_);
   std::vector<Listener> listeners_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -1,5 +1,7 @@
 #include "server/daemon/admin_service.h"
 
+#include <grpc/support/time.h>
+#include <grpcpp/alarm.h>
 #include <prometheus/text_serializer.h>
 
 #include <memory>
@@ -81,6 +83,7 @@ struct Survey {
   explicit Survey(size_t models) : missing(models), of_model(models) {}
 
   absl::Mutex mu;
+  bool answered ABSL_GUARDED_BY(mu) = false;
   size_t missing ABSL_GUARDED_BY(mu);
   std::vector<std::vector<RequestFacts>> of_model ABSL_GUARDED_BY(mu);
 };
@@ -163,11 +166,18 @@ void AdminService::ListRequests(const std::vector<ModelPtr>& models,
     }
     tell(std::move(all));
   };
+  // An engine whose step hangs never answers.
+  auto late = std::make_shared<grpc::Alarm>();
+  late->Set(gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC), gpr_time_from_seconds(5, GPR_TIMESPAN)),
+            [this, survey, answer](bool) {
+              absl::MutexLock lock(&survey->mu);
+              if (!std::exchange(survey->answered, true)) answers_.Post(answer);
+            });
   for (size_t i = 0; i < models.size(); ++i) {
-    models[i]->engine->Describe([this, survey, i, answer](std::vector<RequestFacts> facts) {
+    models[i]->engine->Describe([survey, i, late](std::vector<RequestFacts> facts) {
       absl::MutexLock lock(&survey->mu);
       survey->of_model[i] = std::move(facts);
-      if (--survey->missing == 0) answers_.Post(answer);
+      if (--survey->missing == 0) late->Cancel();
     });
   }
 }

@@ -89,6 +89,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
                  .max_bytes = static_cast<int64_t>(c.outbox_bytes()),
                  .stall = absl::Seconds(c.stream_stall_seconds())},
       .drain = absl::Seconds(c.drain_seconds()),
+      .watchdog = SecondsOrNever(c.watchdog_seconds()),
       .metrics_max_series = c.metrics_max_series(),
       .reflection = c.reflection(),
       .channelz = c.channelz(),

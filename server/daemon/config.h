@@ -31,6 +31,7 @@ struct Config {
   ServingOptions serving;
   OutboxLimits outbox;
   absl::Duration drain;
+  absl::Duration watchdog;  // infinite: none
   int64_t metrics_max_series = 0;
   bool reflection = false;
   bool channelz = false;

@@ -186,6 +186,8 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
                 "be 1024 to 2097152");
   check.Require(std::isfinite(c.drain_seconds()) && c.drain_seconds() >= 0, "drain_seconds",
                 "be at least 0");
+  check.Require(std::isfinite(c.watchdog_seconds()) && c.watchdog_seconds() >= 0,
+                "watchdog_seconds", "be at least 0 (never)");
   check.Require(c.metrics_max_series() >= 1, "metrics_max_series", "be at least 1");
   CheckTransport(c, check);
   CheckExperiments(c, check);

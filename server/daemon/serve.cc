@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,6 +34,7 @@
 #include "server/daemon/server.h"
 #include "server/daemon/settings.h"
 #include "server/daemon/version.h"
+#include "server/daemon/watchdog.h"
 #include "server/experiments/experiments.h"
 #include "server/experiments/shadow.h"
 #include "server/metrics/metrics.h"
@@ -82,6 +84,9 @@ prometheus::Labels LabelsOf(const Config& config) {
           {"deterministic", serving.deterministic ? "true" : "false"}};
 }
 
+// An end that is in order takes a dozen seconds beside the streams: see Drain.
+constexpr absl::Duration kMostAfterDrain = absl::Seconds(25);
+
 // Health first, so that balancers turn away; then new requests; then what runs, within the cap. The
 // port closes when nobody has sent a call here for a second, ten seconds later at most.
 void Drain(const Settings& settings, Server& server, Models& models, const Traffic& traffic,
@@ -89,6 +94,7 @@ void Drain(const Settings& settings, Server& server, Models& models, const Traff
   const int64_t known = traffic.events();
   const absl::Duration drain = settings.config().drain;
   const absl::Time deadline = SteadyNow() + drain;
+  EndByForce(drain + kMostAfterDrain, log);
   log.Info(absl::StrCat("stopping: running streams may go on for ", absl::FormatDuration(drain),
                         "; a second signal stops the daemon at once"));
   models.Drain(deadline);
@@ -295,7 +301,10 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   lifecycle.SetState(ServerState::kServing);
   log.Info("serving");
   Announce(config, models.InService(), **server, admin_port->get(), *metrics_server);
+  std::optional<Watchdog> watchdog;
+  watchdog.emplace(WatchdogOptions{.limit = config.watchdog}, models, lifecycle, log);
   signals.AwaitStop();
+  watchdog.reset();
   Drain(settings, **server, models, traffic, log);
   const bool loading = admin.AbandonLoading();
   if (*admin_port != nullptr) (*admin_port)->Close();

@@ -31,7 +31,16 @@ ModelMetrics::ModelMetrics(std::string model, SeriesBudget& budget)
       load_(declare_
                 .Gauges("epikv_model_load_seconds",
                         "Time to load the model, measure kernels and warm up.", 1)
-                .Add({})) {
+                .Add({})),
+      last_step_(declare_
+                     .Gauges("epikv_engine_last_step_timestamp_seconds",
+                             "When the engine's newest step ended, in seconds since 1970.", 1)
+                     .Add({})),
+      step_age_(declare_
+                    .Gauges("epikv_engine_step_age_seconds",
+                            "How long the step that runs has lasted, if that is a second or more.",
+                            1)
+                    .Add({})) {
   declare_.Count(FillGauges::kNumSeries);
   for (absl::string_view arm : {kNoArm, kOtherArm}) {
     arms_.emplace(arm, std::make_unique<ArmSeries>(model_, std::string(arm), budget));
@@ -160,6 +169,7 @@ void EngineMetrics::OnStep(const StepStats& step) {
   fill_.peak_used_bytes = std::max(fill_.peak_used_bytes, step.kv_used_bytes);
   if (step.sequences == 0) return;
   model_->steps_.Add(step, before_);
+  model_->last_step_.Set(absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));
   prompt_tokens_.Add(static_cast<double>(step.prefill_tokens), before_.end);
   output_tokens_.Add(static_cast<double>(step.decode_tokens + first_tokens_), before_.end);
   first_tokens_ = 0;

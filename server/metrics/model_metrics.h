@@ -56,6 +56,9 @@ class ModelMetrics {
 
   void OnRejected(absl::string_view reason) { rejected_.Count(reason); }  // ErrorInfo.reason
 
+  // How long the step that runs has lasted; zero: none runs, or not for long.
+  void SetStepAge(absl::Duration age) { step_age_.Set(absl::ToDoubleSeconds(age)); }
+
   // Of the engine that serves the name.
   EngineLoad Load() const;
 
@@ -89,7 +92,7 @@ class ModelMetrics {
   RejectedSeries rejected_;
   prometheus::Family<prometheus::Gauge>& info_;
   prometheus::Gauge* described_ ABSL_GUARDED_BY(mu_) = nullptr;
-  prometheus::Gauge &threads_, &load_;
+  prometheus::Gauge &threads_, &load_, &last_step_, &step_age_;
   std::vector<const EngineMetrics*> engines_ ABSL_GUARDED_BY(mu_);  // that live, the newest last
 };
 

@@ -3,6 +3,7 @@
 import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -129,13 +130,21 @@ def test_deadlines_and_models_pass_while_constraints_compile(tmp_path: Path) -> 
         assert left.result() in ("NOT_FOUND", "UNAVAILABLE")
 
 
-def test_who_waits_for_too_many_constraints_is_told(talker: Client) -> None:
+def test_who_waits_for_too_many_constraints_is_told(talking: Daemon, talker: Client) -> None:
     """Beyond 1024 of one client's; and all of them go when they are cancelled."""
+    own = [("grpc.use_local_subchannel_pool", 1)]  # a connection each, which carries 512 calls
+    with ExitStack() as stack:
+        clients = [stack.enter_context(Client(talking.grpc, own)) for _ in range(3)]
+        are_told(talker, clients)
+
+
+def are_told(talker: Client, clients: list[Client]) -> None:
     asked = []
     for number in range(1200):
         request = generation_pb2.GenerateRequest(text="go")
         request.sampling.regex = costly(number)["regex"]
-        asked.append(talker._connection.generation.GenerateOnce.future(request))
+        client = clients[number % len(clients)]
+        asked.append(client._connection.generation.GenerateOnce.future(request))
     refused = [call.exception() for call in asked[-20:]]
     assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert "1024 may" in refused[0].details()

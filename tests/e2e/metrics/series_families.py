@@ -128,7 +128,9 @@ FAMILIES: dict[str, Expected] = {
         epikv_kv_usage_ratio=MODEL,
         epikv_kv_reserved_ratio=MODEL,
         epikv_kv_longest_move_seconds=MODEL,
+        epikv_engine_last_step_timestamp_seconds=MODEL,
     ),
+    **of("gauge", "nothing", epikv_engine_step_age_seconds=MODEL),
     **of(
         "gauge",
         "load",
@@ -259,6 +261,7 @@ UNMOVED = {
         "failed",
     ): "tests/experiments/shadow_test.cc",
     ("epikv_kv_budget_overrun_tokens_total", "", ""): "must stay 0",
+    ("epikv_engine_step_age_seconds", "", ""): "no step hangs: tests/server/watchdog_test.cc",
     (
         "epikv_connections_refused_total",
         "",
