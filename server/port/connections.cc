@@ -22,7 +22,7 @@ namespace {
 
 // How soon a flood is seen: while calls are being read, and else.
 constexpr absl::Duration kClosely = absl::Milliseconds(50);
-constexpr absl::Duration kFromAfar = absl::Milliseconds(500);
+constexpr absl::Duration kFromAfar = absl::Milliseconds(200);
 
 // What tells one open socket from all others.
 std::optional<struct stat> Stat(int descriptor) {

@@ -94,5 +94,15 @@ TEST_F(WatchdogTest, OperatorsAreAnsweredWhileAStepHangs) {
   EXPECT_TRUE(hung.AwaitDone().ok());
 }
 
+TEST(EndByForceTest, EndsAProcessThatHangs) {
+  ::testing::FLAGS_gtest_death_test_style = "threadsafe";
+  auto hang = [] {
+    static const Log log;
+    EndByForce(absl::Milliseconds(20), log);
+    absl::SleepFor(kGenerous);
+  };
+  EXPECT_EXIT(hang(), ::testing::ExitedWithCode(1), "ended by force");
+}
+
 }  // namespace
 }  // namespace epikv

@@ -14,6 +14,24 @@ MIB = 1 << 20
 UNAUTHENTICATED = "16"
 
 
+HEADERS, CONTINUATION = 1, 9
+
+
+def frame(kind: int, flags: int, payload: bytes) -> bytes:
+    """Of HTTP/2, on stream 1."""
+    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + (1).to_bytes(4, "big") + payload
+
+
+def never_indexed(name: bytes, value_bytes: int) -> bytes:
+    """A header in HPACK, of which a part at least is there."""
+    length, rest = bytearray(b"\x7f"), value_bytes - 127
+    while rest >= 128:
+        length.append(rest % 128 | 128)
+        rest //= 128
+    length.append(rest)
+    return b"\x10" + bytes((len(name),)) + name + bytes(length) + bytes(min(value_bytes, MIB))
+
+
 def resident(daemon: Daemon) -> float:
     return scrape(daemon.metrics).value("process_resident_memory_bytes")
 
@@ -68,3 +86,33 @@ def test_a_message_that_is_too_long_is_not_kept(sample_model: Path, announced: i
             "epikv_connections_refused_total", port="clients", reason="unread_bytes"
         )
         assert cut == (announced > 8 * MIB)
+
+
+@pytest.mark.parametrize("announced", [1 << 30, 4000])
+def test_headers_without_end_are_cut(sample_model: Path, announced: int) -> None:
+    """CVE-2023-33953: gRPC 1.51 keeps a header of any length, and any number of them, before it
+    compares them with its limit: one of a gigabyte, or many of four kilobytes."""
+    flags = ("--threads=1", f"--max_unread_bytes={32 * MIB}")
+    with Daemon(sample_model, *flags) as daemon, RawHttp2(daemon.grpc) as client:
+        before = resident(daemon)
+        block = never_indexed(b"x", announced)
+        frames = frame(HEADERS, 0, block[:16384]) + b"".join(
+            frame(CONTINUATION, 0, block[at : at + 16384])
+            for at in range(16384, min(len(block), MIB), 16384)
+        )
+        client.socket.settimeout(20)
+        sent, most = 0, 0.0
+        try:
+            while sent < 256 * MIB:
+                client.socket.sendall(frames)
+                sent += len(frames)
+                most = max(most, resident(daemon) - before)
+                # What follows is more of the one header, or another one.
+                more = bytes(16384) if announced > MIB else block
+                frames = frame(CONTINUATION, 0, more) * 64
+        except OSError:  # cut, or refused
+            pass
+        assert sent < 256 * MIB
+        assert most < 96 * MIB, (sent / MIB, most / MIB)
+        with daemon.client() as honest:
+            assert honest.models()
