@@ -156,7 +156,7 @@ void EngineThread::PostEndIdle() {
   Post(Asked{[](Engine& engine) { engine.EndIdle(absl::CancelledError("it was to end")); }});
 }
 
-bool EngineThread::Cancel(const std::string& request_id, absl::Status status,
+bool EngineThread::Cancel(const std::string& request_id, const absl::Status& status,
                           const std::string* tenant) {
   absl::MutexLock lock(&mu_);
   bool found = false;

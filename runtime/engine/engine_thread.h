@@ -67,7 +67,7 @@ class EngineThread {
 
   // False if no such request is live, or not of this tenant (null: of any; there may be several,
   // and all are cancelled). Their sinks' OnFinished follows within one step.
-  bool Cancel(const std::string& request_id, absl::Status status,
+  bool Cancel(const std::string& request_id, const absl::Status& status,
               const std::string* tenant = nullptr);
   // The same, if that request is `sink`'s: an id is free again before its sink hears of the end.
   bool CancelOf(const RequestSink& sink, const std::string& request_id, absl::Status status);

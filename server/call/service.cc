@@ -1,7 +1,10 @@
 #include "server/call/service.h"
 
 #include <grpcpp/impl/codegen/rpc_service_method.h>
+#include <grpcpp/impl/codegen/server_callback_handlers.h>
 #include <grpcpp/support/server_callback.h>
+
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 

@@ -47,7 +47,7 @@ class Service : public grpc::Service {
   template <typename Derived, typename Request, typename Response>
   void AnswerLater(absl::string_view method,
                    void (Derived::*handle)(const Request&,
-                                           std::shared_ptr<PendingAnswer<Response>>));
+                                           const std::shared_ptr<PendingAnswer<Response>>&));
 
   const Frontend& frontend() const { return frontend_; }
 
@@ -116,13 +116,13 @@ void Service::AnswerAtOnce(absl::string_view method,
 }
 
 template <typename Derived, typename Request, typename Response>
-void Service::AnswerLater(absl::string_view method,
-                          void (Derived::*handle)(const Request&,
-                                                  std::shared_ptr<PendingAnswer<Response>>)) {
+void Service::AnswerLater(
+    absl::string_view method,
+    void (Derived::*handle)(const Request&, const std::shared_ptr<PendingAnswer<Response>>&)) {
   AnswerLater<Request, Response>(
       method,
-      [this, handle](const Request& request, std::shared_ptr<PendingAnswer<Response>> call) {
-        (static_cast<Derived*>(this)->*handle)(request, std::move(call));
+      [this, handle](const Request& request, const std::shared_ptr<PendingAnswer<Response>>& call) {
+        (static_cast<Derived*>(this)->*handle)(request, call);
       });
 }
 

@@ -230,7 +230,7 @@ Answer<v1::GetLoadResponse> AdminService::GetLoad(const v1::GetLoadRequest&) {
 
 void AdminService::ListActiveRequests(
     const v1::ListActiveRequestsRequest& request,
-    std::shared_ptr<PendingAnswer<v1::ListActiveRequestsResponse>> pending) {
+    const std::shared_ptr<PendingAnswer<v1::ListActiveRequestsResponse>>& pending) {
   std::vector<ModelPtr> models = models_.Live();
   if (!request.model().empty()) {
     std::erase_if(models, [&](const ModelPtr& model) { return model->name != request.model(); });
@@ -240,7 +240,7 @@ void AdminService::ListActiveRequests(
                    absl::StrCat("no model '", request.model(), "' is served here")));
     }
   }
-  ListRequests(models, [pending = std::move(pending)](std::vector<v1::ActiveRequest> requests) {
+  ListRequests(models, [pending](std::vector<v1::ActiveRequest> requests) {
     v1::ListActiveRequestsResponse response;
     for (v1::ActiveRequest& active : requests) *response.add_requests() = std::move(active);
     pending->Finish(std::move(response));
@@ -301,7 +301,7 @@ Answer<v1::Model> AdminService::LoadNow(const v1::LoadModelRequest& request) {
 }
 
 void AdminService::LoadModel(const v1::LoadModelRequest& request,
-                             std::shared_ptr<PendingAnswer<v1::Model>> pending) {
+                             const std::shared_ptr<PendingAnswer<v1::Model>>& pending) {
   std::vector<FieldViolation> violations = ViolationsOf(request.source());
   for (FieldViolation& violation : violations) violation.field.insert(0, "source.");
   if (!violations.empty()) return pending->Finish(Invalid(std::move(violations)));
@@ -319,7 +319,7 @@ void AdminService::LoadModel(const v1::LoadModelRequest& request,
     return pending->Finish(Precondition(kLoading, "another model is being loaded"));
   }
   loading_ = request.source().name();
-  load_call_ = std::move(pending);
+  load_call_ = pending;
   models_.SetLoading(*loading_);
   loader_ = std::thread([this, request] {
     const Answer<v1::Model> answer = LoadNow(request);
@@ -359,19 +359,18 @@ Answer<v1::FlushPrefixCacheResponse> AdminService::FlushPrefixCache(
 }
 
 void AdminService::DumpState(const v1::DumpStateRequest&,
-                             std::shared_ptr<PendingAnswer<v1::DumpStateResponse>> pending) {
-  ListRequests(models_.Live(),
-               [this, pending = std::move(pending)](std::vector<v1::ActiveRequest> requests) {
-                 v1::DumpStateResponse response;
-                 *response.mutable_status() = Status();
-                 for (v1::ActiveRequest& active : requests) {
-                   *response.add_requests() = std::move(active);
-                 }
-                 *response.mutable_config() = settings_.Get();
-                 response.set_metrics(
-                     prometheus::TextSerializer().Serialize(frontend().metrics.page()->Collect()));
-                 pending->Finish(std::move(response));
-               });
+                             const std::shared_ptr<PendingAnswer<v1::DumpStateResponse>>& pending) {
+  ListRequests(models_.Live(), [this, pending](std::vector<v1::ActiveRequest> requests) {
+    v1::DumpStateResponse response;
+    *response.mutable_status() = Status();
+    for (v1::ActiveRequest& active : requests) {
+      *response.add_requests() = std::move(active);
+    }
+    *response.mutable_config() = settings_.Get();
+    response.set_metrics(
+        prometheus::TextSerializer().Serialize(frontend().metrics.page()->Collect()));
+    pending->Finish(std::move(response));
+  });
 }
 
 }  // namespace epikv

@@ -39,18 +39,19 @@ class AdminService final : public Service {
  private:
   Answer<v1::ServerStatus> GetServerStatus(const v1::GetServerStatusRequest& request);
   Answer<v1::GetLoadResponse> GetLoad(const v1::GetLoadRequest& request);
-  void ListActiveRequests(const v1::ListActiveRequestsRequest& request,
-                          std::shared_ptr<PendingAnswer<v1::ListActiveRequestsResponse>> pending);
+  void ListActiveRequests(
+      const v1::ListActiveRequestsRequest& request,
+      const std::shared_ptr<PendingAnswer<v1::ListActiveRequestsResponse>>& pending);
   Answer<v1::ServerStatus> Drain(const v1::DrainRequest& request);
   Answer<v1::ServerStatus> Resume(const v1::ResumeRequest& request);
   Answer<v1::ServerConfig> GetConfig(const v1::GetConfigRequest& request);
   Answer<v1::ServerConfig> UpdateConfig(const v1::UpdateConfigRequest& request);
   void LoadModel(const v1::LoadModelRequest& request,
-                 std::shared_ptr<PendingAnswer<v1::Model>> pending);
+                 const std::shared_ptr<PendingAnswer<v1::Model>>& pending);
   Answer<v1::UnloadModelResponse> UnloadModel(const v1::UnloadModelRequest& request);
   Answer<v1::FlushPrefixCacheResponse> FlushPrefixCache(const v1::FlushPrefixCacheRequest& request);
   void DumpState(const v1::DumpStateRequest& request,
-                 std::shared_ptr<PendingAnswer<v1::DumpStateResponse>> pending);
+                 const std::shared_ptr<PendingAnswer<v1::DumpStateResponse>>& pending);
 
   // tell: on answers_.
   void ListRequests(const std::vector<ModelPtr>& models,

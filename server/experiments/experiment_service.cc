@@ -456,7 +456,7 @@ void ExperimentService::Record(const v1::RecordOutcomeRequest& request, const Id
 
 void ExperimentService::RecordOutcome(
     const v1::RecordOutcomeRequest& request,
-    std::shared_ptr<PendingAnswer<v1::RecordOutcomeResponse>> pending) {
+    const std::shared_ptr<PendingAnswer<v1::RecordOutcomeResponse>>& pending) {
   if (experiments_ == nullptr) return pending->Finish(NoExperiments());
   Record(request, pending->scope().caller(),
          [pending](const Answer<v1::RecordOutcomeResponse>& answer) { pending->Finish(answer); });
@@ -464,7 +464,7 @@ void ExperimentService::RecordOutcome(
 
 void ExperimentService::BatchRecordOutcomes(
     const v1::BatchRecordOutcomesRequest& request,
-    std::shared_ptr<PendingAnswer<v1::BatchRecordOutcomesResponse>> pending) {
+    const std::shared_ptr<PendingAnswer<v1::BatchRecordOutcomesResponse>>& pending) {
   if (experiments_ == nullptr) return pending->Finish(NoExperiments());
   const int size = request.outcomes_size();
   if (size < 1 || size > kMaxOutcomes) {

@@ -34,9 +34,10 @@ class ExperimentService final : public Service {
   Answer<v1::ExperimentReport> GetExperimentReport(const v1::GetExperimentReportRequest& request);
   Answer<v1::ExperimentPlan> PlanExperiment(const v1::PlanExperimentRequest& request);
   void RecordOutcome(const v1::RecordOutcomeRequest& request,
-                     std::shared_ptr<PendingAnswer<v1::RecordOutcomeResponse>> pending);
-  void BatchRecordOutcomes(const v1::BatchRecordOutcomesRequest& request,
-                           std::shared_ptr<PendingAnswer<v1::BatchRecordOutcomesResponse>> pending);
+                     const std::shared_ptr<PendingAnswer<v1::RecordOutcomeResponse>>& pending);
+  void BatchRecordOutcomes(
+      const v1::BatchRecordOutcomesRequest& request,
+      const std::shared_ptr<PendingAnswer<v1::BatchRecordOutcomesResponse>>& pending);
 
   // A change of one that is there, and what runs from then on.
   Answer<v1::Experiment> Change(const std::string& name, Store::Edit edit);
