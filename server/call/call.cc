@@ -16,7 +16,7 @@ namespace {
 
 // From its first byte to its last.
 constexpr absl::Duration kMostToRead = absl::Seconds(60);
-// To read and encode so much takes some milliseconds, for which gRPC's threads are no worse off.
+// What gRPC's two threads may be kept with. Health waits behind it.
 constexpr size_t kShortRequestBytes = 16 << 10;
 // Of one client's long requests, while they wait.
 constexpr int64_t kMostLongBytes = 64 << 20;
@@ -87,7 +87,9 @@ void Call::HandOver(const grpc::ByteBuffer& request) {
   const auto bytes = static_cast<int64_t>(request.Length());
   if (request.Length() <= kShortRequestBytes) return OnRequest(request);
   const std::string& client = scope_.caller().name;
-  if (frontend_.long_requests.Weighs(client) + bytes > kMostLongBytes) {
+  // Alone, a request may be over the limit: it would be refused for ever.
+  const int64_t waiting = frontend_.long_requests.Weighs(client);
+  if (waiting > 0 && waiting + bytes > kMostLongBytes) {
     frontend_.metrics.OnRejected(kQueueFull);
     return End(Exhausted(
         "long requests",
