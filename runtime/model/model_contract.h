@@ -16,11 +16,11 @@ namespace epikv {
 // In what a module breaks the model contract. Empty: in nothing.
 struct ContractReport {
   std::vector<std::string> violations;
-  bool runnable = true;  // the signature agrees and nothing forks: it may be probed
+  bool runnable = true;  // the signature agrees and tensors are whole: it may be probed
 };
 
-// Reads a loaded module: the signature of its forward, the operators' calls and their order, its
-// parameters. `forward` must be inlined and not yet frozen: freezing merges and deletes calls of
+// Reads a module of allowed operators (module_reader.h): the signature of its forward, the calls of
+// block and attention and their order, its parameters. `forward` must be inlined and not yet frozen: freezing merges and deletes calls of
 // epikv::block.
 ContractReport CheckContract(const torch::jit::Module& module, const Manifest& manifest);
 

@@ -5,7 +5,6 @@
 #include <torch/csrc/jit/passes/freeze_module.h>
 #include <torch/csrc/jit/passes/inliner.h>
 #include <torch/csrc/jit/runtime/interpreter.h>
-#include <torch/csrc/jit/serialization/import.h>
 
 #include <cerrno>
 #include <cstring>
@@ -26,6 +25,7 @@
 #include "runtime/base/scalar_type.h"
 #include "runtime/model/model.h"
 #include "runtime/model/model_contract.h"
+#include "runtime/model/module_reader.h"
 #include "runtime/model/packed_linear.h"
 #include "runtime/text/utf8.h"
 
@@ -176,10 +176,9 @@ absl::StatusOr<Contents> Read(const std::string& path) {
   caffe2::serialize::PyTorchStreamReader reader(path);
   const std::vector<std::string> violations = ReadExtras(reader, contents);
   if (!violations.empty()) return Broken(path, violations);
-  // Errors quote the code as it is in the file: told by its debug files, which may be damaged, they
-  // throw out of ErrorReport::what(), and that ends the process.
-  contents.module = torch::jit::load(path, c10::kCPU, /*load_debug_files=*/false);
-  if (!contents.module.find_method("forward")) return Broken(path, {"it has no forward"});
+  ReadModule read = ReadModuleWithoutRunning(reader);
+  if (!read.violations.empty()) return Broken(path, read.violations);
+  contents.module = std::move(read.module);
   return contents;
 }
 

@@ -1,0 +1,356 @@
+#include "runtime/model/module_reader.h"
+
+#include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/api/compilation_unit.h>
+#include <torch/csrc/jit/api/function_impl.h>
+#include <torch/csrc/jit/frontend/lexer.h>
+#include <torch/csrc/jit/frontend/parser.h>
+#include <torch/csrc/jit/frontend/tree_views.h>
+#include <torch/csrc/jit/ir/ir.h>
+#include <torch/csrc/jit/serialization/import_read.h>
+#include <torch/csrc/jit/serialization/import_source.h>
+
+#include <memory>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/algorithm/container.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/string_view.h"
+#include "runtime/model/allowed_operators.h"
+
+namespace epikv {
+namespace {
+
+using torch::jit::Block;
+using torch::jit::ClassDef;
+using torch::jit::Def;
+using torch::jit::Function;
+using torch::jit::Node;
+using torch::jit::Source;
+using torch::jit::TreeRef;
+
+// Beyond this LibTorch's parser and compiler, which recurse, may run out of stack.
+constexpr int kMostNested = 128;
+
+// Thrown where reading has to stop: LibTorch's functions call ours.
+struct Refused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+std::shared_ptr<Source> SourceOf(caffe2::serialize::PyTorchStreamReader& archive,
+                                 const std::string& record) {
+  const auto [data, size] = archive.getRecord(record);
+  return std::make_shared<Source>(std::string(static_cast<const char*>(data.get()), size), record,
+                                  1);
+}
+
+// Refuses code that nests deeper than kMostNested: in brackets, blocks, or by operators that take what is right of
+// them, one in another.
+class NestingCheck {
+ public:
+  void Read(torch::jit::Lexer& lexer) {
+    for (; lexer.cur().kind != torch::jit::TK_EOF; lexer.next()) {
+      Note(lexer.cur().kind);
+      if (depth_ + blocks_ > kMostNested) {
+        throw Refused("its code is nested too deep to be compiled");
+      }
+    }
+  }
+
+ private:
+  void Note(int kind) {
+    using namespace torch::jit;
+    switch (kind) {
+      case '(':
+      case '[':
+      case '{':
+        open_.push_back(0);
+        ++depth_;
+        break;
+      case ')':
+      case ']':
+      case '}':
+        if (open_.empty()) break;
+        depth_ -= 1 + open_.back();
+        open_.pop_back();
+        break;
+      case ',':
+      case TK_NEWLINE:
+        depth_ -= chain();
+        chain() = 0;
+        break;
+      case TK_INDENT:
+        ++blocks_;
+        break;
+      case TK_DEDENT:
+        --blocks_;
+        break;
+      default:
+        // Each of these may hold the next one.
+        if (kind == '-' || kind == '~' || kind == '.' || kind == TK_NOT || kind == TK_POW ||
+            kind == TK_IF || kind == TK_ELSE || kind == '+' || kind == '*' || kind == '/' ||
+            kind == TK_AND || kind == TK_OR || kind == '|' || kind == '&' || kind == '^') {
+          ++chain();
+          ++depth_;
+        }
+    }
+  }
+  int& chain() { return open_.empty() ? outside_ : open_.back(); }
+
+  std::vector<int> open_;  // operators in each open bracket, since its last comma
+  int outside_ = 0;
+  int depth_ = 0;
+  int blocks_ = 0;
+};
+
+// What LibTorch computes as it reads a class or a function, to have its value. Only literals need no computing.
+bool IsLiteral(const TreeRef& tree) {
+  using namespace torch::jit;
+  switch (tree->kind()) {
+    case TK_CONST:
+    case TK_STRINGLITERAL:
+    case TK_TRUE:
+    case TK_FALSE:
+    case TK_NONE:
+      return true;
+    case TK_VAR: {
+      const std::string& name = Var(tree).name().name();
+      return name == "inf" || name == "nan";
+    }
+    case TK_UNARY_MINUS:
+    case TK_LIST_LITERAL:
+    case TK_TUPLE_LITERAL:
+    case TK_DICT_LITERAL:
+    case TK_LIST:
+      return absl::c_all_of(tree->trees(), IsLiteral);
+    case TK_APPLY: {  // annotate(List[int], [1, 2])
+      const Apply apply(tree);
+      return apply.callee().kind() == TK_VAR && Var(apply.callee()).name().name() == "annotate" &&
+             apply.inputs().size() == 2 && apply.attributes().empty() &&
+             IsLiteral(apply.inputs()[1]);
+    }
+    default:
+      return false;
+  }
+}
+
+void CheckFunction(const Def& def) {
+  const std::string& name = def.name().name();
+  if (name == "__setstate__" || name == "__getstate__") {
+    throw Refused(absl::StrCat("its code has ", name,
+                               ", which is not allowed: it would run as the file is read"));
+  }
+  for (const torch::jit::Param& param : def.decl().params()) {
+    if (param.defaultValue().present() && !IsLiteral(param.defaultValue().get())) {
+      throw Refused(absl::StrCat("the default of '", param.ident().name(), "' of ", name,
+                                 " is no literal: it would be computed as the file is read"));
+    }
+  }
+}
+
+void CheckClass(const ClassDef& def) {
+  using namespace torch::jit;
+  const std::string& name = def.name().name();
+  for (const Stmt& statement : def.body()) {
+    if (statement.kind() == TK_DEF) CheckFunction(Def(statement));
+    if (statement.kind() != TK_ASSIGN) continue;
+    const Assign assign(statement);
+    if (assign.lhs().kind() == TK_SUBSCRIPT) continue;  // __annotations__["0"] = a type
+    if (assign.rhs().present() && !IsLiteral(assign.rhs().get())) {
+      throw Refused(absl::StrCat("a constant of ", name,
+                                 " is no literal: it would be computed as the file is read"));
+    }
+  }
+}
+
+// What is there before anything is compiled.
+void CheckSource(const std::shared_ptr<Source>& source) {
+  using namespace torch::jit;
+  {
+    Lexer lexer(source);
+    NestingCheck().Read(lexer);
+  }
+  Parser parser(source);
+  Lexer& lexer = parser.lexer();
+  while (lexer.cur().kind != TK_EOF) {
+    if (lexer.cur().kind == TK_CLASS_DEF) {
+      CheckClass(ClassDef(parser.parseClass()));
+    } else if (lexer.cur().kind == TK_DEF) {
+      CheckFunction(Def(parser.parseFunction(/*is_method=*/false)));
+    } else if (lexer.cur().kind == TK_IMPORT || lexer.cur().kind == TK_IDENT) {
+      lexer.next();  // a version, an import
+      while (lexer.cur().kind != TK_NEWLINE && lexer.cur().kind != TK_EOF) lexer.next();
+      lexer.nextIf(TK_NEWLINE);
+    } else {
+      throw Refused("its code has more than classes and functions");
+    }
+  }
+}
+
+// Calls of functions, and operators that are not allowed.
+class FunctionReader {
+ public:
+  // All that `function` reaches.
+  void Read(Function& function) {
+    auto* const graph = dynamic_cast<torch::jit::GraphFunction*>(&function);
+    if (graph == nullptr) {
+      violations_.insert(absl::StrCat("its code calls ", function.name(), ", which is not its own"));
+      return;
+    }
+    if (!reached_.insert(&function).second) return;
+    Read(graph->graph()->block());
+  }
+
+  bool reached(const Function* function) const { return reached_.count(function) > 0; }
+  const std::set<std::string>& violations() const { return violations_; }
+
+ private:
+  void Read(const Block* block) {
+    for (const Node* node : block->nodes()) {
+      ReadNode(node);
+      for (const Block* inner : node->blocks()) Read(inner);
+      if (node->hasAttribute(c10::attr::Subgraph)) {
+        Read(node->g(c10::attr::Subgraph)->block());
+      }
+    }
+  }
+
+  void ReadNode(const Node* node) {
+    const std::string kind = node->kind().toQualString();
+    if (node->kind() == c10::prim::CallMethod) {
+      const auto owner = node->inputs()[0]->type()->cast<c10::ClassType>();
+      Function* const method =
+          owner == nullptr ? nullptr : owner->findMethod(node->s(c10::attr::name));
+      if (method == nullptr) {
+        violations_.insert(absl::StrCat("its code calls ", node->s(c10::attr::name),
+                                        " of an object whose class is not known"));
+        return;
+      }
+      Read(*method);
+    } else if (node->kind() == c10::prim::CallFunction) {
+      const auto callee = node->inputs()[0]->type()->cast<c10::FunctionType>();
+      if (callee != nullptr) Read(*callee->function());
+    } else if (!OperatorIsAllowed(kind)) {
+      violations_.insert(absl::StrCat("its code calls ", kind, ", which is not allowed"));
+    }
+  }
+
+  std::set<const Function*> reached_;
+  std::set<std::string> violations_;
+};
+
+// Methods that a module has whether its forward needs them or not: LibTorch gives them to lists and dictionaries of
+// modules.
+bool ComesWithTheModule(const std::string& method) {
+  return method == "__len__" || method == "__contains__";
+}
+
+std::vector<std::string> CodeViolations(const torch::jit::Module& module,
+                                        const torch::jit::CompilationUnit& unit) {
+  const std::optional<torch::jit::Method> forward = module.find_method("forward");
+  if (!forward.has_value()) return {"it has no forward"};
+  FunctionReader reader;
+  reader.Read(forward->function());
+  std::set<std::string> violations = reader.violations();
+  for (Function* function : unit.get_functions()) {
+    if (reader.reached(function)) continue;
+    if (!ComesWithTheModule(function->name())) {
+      violations.insert(absl::StrCat("its code has ", function->qualname().qualifiedName(),
+                                     ", which forward does not call"));
+    }
+    FunctionReader unreached;
+    unreached.Read(*function);
+    violations.insert(unreached.violations().begin(), unreached.violations().end());
+  }
+  return {violations.begin(), violations.end()};
+}
+
+// One archive on its way to a module. LibTorch's own reader of modules does the same, and runs what a class says of
+// how its objects are read.
+class Reader {
+ public:
+  explicit Reader(caffe2::serialize::PyTorchStreamReader& archive)
+      : archive_(archive),
+        importer_(unit_, &constants_, [this](const std::string& name) { return Find(name); },
+                  archive.version()) {}
+
+  ReadModule Read() {
+    for (const std::string& record : archive_.getAllRecords()) {
+      if (IsCode(record)) CheckSource(SourceOf(archive_, record));
+    }
+    const c10::IValue constants = ReadPickle("constants");
+    for (const c10::IValue& constant : constants.toTupleRef().elements()) {
+      constants_.push_back(constant);
+    }
+    const c10::IValue data = ReadPickle("data");
+    if (!data.isObject()) throw Refused("its data is no module");
+    const torch::jit::Module module(data.toObject());
+    std::vector<std::string> violations = CodeViolations(module, *unit_);
+    return {.module = module, .violations = std::move(violations)};
+  }
+
+ private:
+  static bool IsCode(const std::string& record) {
+    return absl::StartsWith(record, "code/") && absl::EndsWith(record, ".py");
+  }
+
+  // The source of "__torch__.a.b", or none. Its name is the record's, for errors.
+  std::shared_ptr<Source> Find(const std::string& name) {
+    const std::string record = absl::StrCat("code/", absl::StrReplaceAll(name, {{".", "/"}}), ".py");
+    return archive_.hasRecord(record) ? SourceOf(archive_, record) : nullptr;
+  }
+
+  c10::StrongTypePtr FindType(const c10::QualifiedName& name) {
+    if (absl::StartsWith(name.qualifiedName(), "__torch__.torch.classes")) {
+      throw Refused(absl::StrCat("it holds an object of ", name.qualifiedName(),
+                                 ", a class that is not its own"));
+    }
+    return c10::StrongTypePtr(unit_, importer_.loadType(name));
+  }
+
+  static c10::intrusive_ptr<c10::ivalue::Object> MakeObject(const c10::StrongTypePtr& type,
+                                                            c10::IValue attributes) {
+    const auto cls = type.type_->expect<c10::ClassType>();
+    const auto values = std::move(attributes).toGenericDict();
+    auto object = c10::ivalue::Object::create(type, cls->numAttributes());
+    for (size_t i = 0; i < cls->numAttributes(); ++i) {
+      c10::IValue value = values.at(cls->getAttributeName(i));
+      if (!value.type()->isSubtypeOf(*cls->getAttribute(i))) {
+        throw Refused(absl::StrCat("its attribute ", cls->getAttributeName(i), " is ",
+                                   value.type()->annotation_str(), ", not ",
+                                   cls->getAttribute(i)->annotation_str()));
+      }
+      object->setSlot(i, std::move(value));
+    }
+    return object;
+  }
+
+  c10::IValue ReadPickle(const std::string& name) {
+    return torch::jit::readArchiveAndTensors(
+        name, /*pickle_prefix=*/"", /*tensor_prefix=*/"",
+        [this](const c10::QualifiedName& type) { return FindType(type); }, MakeObject, c10::kCPU,
+        archive_);
+  }
+
+  caffe2::serialize::PyTorchStreamReader& archive_;
+  const std::shared_ptr<torch::jit::CompilationUnit> unit_ =
+      std::make_shared<torch::jit::CompilationUnit>();
+  std::vector<c10::IValue> constants_;
+  const torch::jit::SourceImporter importer_;
+};
+
+}  // namespace
+
+ReadModule ReadModuleWithoutRunning(caffe2::serialize::PyTorchStreamReader& archive) {
+  try {
+    return Reader(archive).Read();
+  } catch (const Refused& refused) {
+    return {.violations = {refused.what()}};
+  }
+}
+
+}  // namespace epikv
