@@ -20,8 +20,8 @@ struct ContractReport {
 };
 
 // Reads a module of allowed operators (module_reader.h): the signature of its forward, the calls of
-// block and attention and their order, its parameters. `forward` must be inlined and not yet frozen: freezing merges and deletes calls of
-// epikv::block.
+// block and attention and their order, its parameters. `forward` must be inlined and not yet
+// frozen: freezing merges and deletes calls of epikv::block.
 ContractReport CheckContract(const torch::jit::Module& module, const Manifest& manifest);
 
 // What one small forward shows: shapes and types at the operators, the logits.

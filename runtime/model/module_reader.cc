@@ -48,8 +48,8 @@ std::shared_ptr<Source> SourceOf(caffe2::serialize::PyTorchStreamReader& archive
                                   1);
 }
 
-// Refuses code that nests deeper than kMostNested: in brackets, blocks, or by operators that take what is right of
-// them, one in another.
+// Refuses code that nests deeper than kMostNested: in brackets, blocks, or by operators that take
+// what is right of them, one in another.
 class NestingCheck {
  public:
   void Read(torch::jit::Lexer& lexer) {
@@ -107,7 +107,8 @@ class NestingCheck {
   int blocks_ = 0;
 };
 
-// What LibTorch computes as it reads a class or a function, to have its value. Only literals need no computing.
+// What LibTorch computes as it reads a class or a function, to have its value. Only literals need
+// no computing.
 bool IsLiteral(const TreeRef& tree) {
   using namespace torch::jit;
   switch (tree->kind()) {
@@ -198,7 +199,8 @@ class FunctionReader {
   void Read(Function& function) {
     auto* const graph = dynamic_cast<torch::jit::GraphFunction*>(&function);
     if (graph == nullptr) {
-      violations_.insert(absl::StrCat("its code calls ", function.name(), ", which is not its own"));
+      violations_.insert(
+          absl::StrCat("its code calls ", function.name(), ", which is not its own"));
       return;
     }
     if (!reached_.insert(&function).second) return;
@@ -243,8 +245,8 @@ class FunctionReader {
   std::set<std::string> violations_;
 };
 
-// Methods that a module has whether its forward needs them or not: LibTorch gives them to lists and dictionaries of
-// modules.
+// Methods that a module has whether its forward needs them or not: LibTorch gives them to lists and
+// dictionaries of modules.
 bool ComesWithTheModule(const std::string& method) {
   return method == "__len__" || method == "__contains__";
 }
@@ -269,14 +271,15 @@ std::vector<std::string> CodeViolations(const torch::jit::Module& module,
   return {violations.begin(), violations.end()};
 }
 
-// One archive on its way to a module. LibTorch's own reader of modules does the same, and runs what a class says of
-// how its objects are read.
+// One archive on its way to a module. LibTorch's own reader of modules does the same, and runs what
+// a class says of how its objects are read.
 class Reader {
  public:
   explicit Reader(caffe2::serialize::PyTorchStreamReader& archive)
       : archive_(archive),
-        importer_(unit_, &constants_, [this](const std::string& name) { return Find(name); },
-                  archive.version()) {}
+        importer_(
+            unit_, &constants_, [this](const std::string& name) { return Find(name); },
+            archive.version()) {}
 
   ReadModule Read() {
     for (const std::string& record : archive_.getAllRecords()) {
@@ -300,7 +303,8 @@ class Reader {
 
   // The source of "__torch__.a.b", or none. Its name is the record's, for errors.
   std::shared_ptr<Source> Find(const std::string& name) {
-    const std::string record = absl::StrCat("code/", absl::StrReplaceAll(name, {{".", "/"}}), ".py");
+    const std::string record =
+        absl::StrCat("code/", absl::StrReplaceAll(name, {{".", "/"}}), ".py");
     return archive_.hasRecord(record) ? SourceOf(archive_, record) : nullptr;
   }
 

@@ -1,8 +1,12 @@
 #include "server/base/log.h"
 
 #include <grpc/support/log.h>
+#include <limits.h>
+#include <poll.h>
+#include <unistd.h>
 
-#include <iostream>
+#include <algorithm>
+#include <cerrno>
 #include <iterator>
 #include <string>
 #include <utility>
@@ -55,14 +59,29 @@ std::optional<LogLevel> LogLevelOf(absl::string_view name) {
   return std::nullopt;
 }
 
+bool WriteToStderr(absl::string_view text) {
+  while (!text.empty()) {
+    // A pipe that polls as writable takes so much at once.
+    const size_t part = std::min<size_t>(text.size(), PIPE_BUF);
+    pollfd room{.fd = STDERR_FILENO, .events = POLLOUT, .revents = 0};
+    if (poll(&room, 1, 0) <= 0) return false;
+    const ssize_t written = write(STDERR_FILENO, text.data(), part);
+    if (written < 0 && errno != EINTR) return false;
+    if (written > 0) text.remove_prefix(static_cast<size_t>(written));
+  }
+  return true;
+}
+
 void Log::Say(LogLevel level, absl::string_view line) const {
   if (!Says(level)) return;
   const absl::string_view mark = level == LogLevel::kInfo ? "" : kNames[static_cast<size_t>(level)];
-  const std::string text =
-      absl::StrFormat("[%6.1f s] %s%s%s\n", absl::ToDoubleSeconds(absl::Now() - start_), mark,
-                      mark.empty() ? "" : ": ", line);
   absl::MutexLock lock(&mu_);
-  std::cerr << text << std::flush;
+  const std::string more =
+      lost_ == 0 ? "" : absl::StrCat(" (", lost_, " lines before this one had no room)");
+  const bool written = WriteToStderr(absl::StrFormat("[%6.1f s] %s%s%s%s\n",
+                                                     absl::ToDoubleSeconds(absl::Now() - start_),
+                                                     mark, mark.empty() ? "" : ": ", line, more));
+  lost_ = written ? 0 : lost_ + 1;
 }
 
 void Log::TakeGrpc() {

@@ -31,8 +31,13 @@ class LineLimit {
   int64_t kept_back_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-// Tells people on stderr what happens, a line each, and since when: "[   0.3 s] warming up". Of
-// requests there is the access log. Thread-safe.
+// Writes to stderr, unless that would wait: nobody may empty the pipe that it is. False: not all of
+// it was written.
+bool WriteToStderr(absl::string_view text);
+
+// Tells people on stderr what happens, a line each, and since when: "[   0.3 s] warming up". Lines
+// for which stderr has no room are left out, and counted in the next one. Of requests there is the
+// access log. Thread-safe.
 class Log {
  public:
   explicit Log(LogLevel level = LogLevel::kInfo) : level_(level) {}
@@ -52,6 +57,7 @@ class Log {
   const absl::Time start_ = absl::Now();
   std::atomic<LogLevel> level_;
   mutable absl::Mutex mu_;  // one line at a time
+  mutable int64_t lost_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 }  // namespace epikv

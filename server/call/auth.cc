@@ -2,9 +2,11 @@
 
 #include <optional>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "server/base/errors.h"
 
 namespace epikv {
@@ -62,6 +64,30 @@ std::optional<absl::string_view> BearerToken(const std::vector<absl::string_view
   return header.substr(kScheme.size());
 }
 
+// Who shows this, or why it is nobody.
+std::variant<Identity, grpc::Status> Recognise(const TokenTable& table,
+                                               const Authenticator::Credentials& shown) {
+  if (shown.authorization.empty() && table.has_certificates()) {
+    if (const Identity* known = table.FindCertificate(shown.certificate)) return *known;
+    return Unauthenticated(
+        "a token is needed, in a header `authorization: Bearer <token>`: no name of the "
+        "certificate is "
+        "in auth_tokens_file, or names of several");
+  }
+  const std::optional<absl::string_view> token = BearerToken(shown.authorization);
+  if (!token.has_value()) {
+    return Unauthenticated(
+        "a token is needed: send exactly one header `authorization: Bearer <token>`");
+  }
+  const TokenTable::Token* const known = table.Find(*token);
+  if (known == nullptr) return Unauthenticated("this token is not in auth_tokens_file");
+  if (known->until <= absl::Now()) {
+    return Unauthenticated(absl::StrCat("this token has expired, at ",
+                                        absl::FormatTime(known->until, absl::UTCTimeZone())));
+  }
+  return known->identity;
+}
+
 }  // namespace
 
 absl::Span<const MethodRole> MethodRoles() { return kMethodRoles; }
@@ -96,6 +122,11 @@ absl::Status Authenticator::Load() {
   if (!table.ok()) {
     return wrong(absl::StrCat("'", options_.tokens_file, "': ", table.status().message()));
   }
+  if (table->has_certificates() && !options_.certificates) {
+    return wrong(absl::StrCat("'", options_.tokens_file,
+                              "' names certificates (san:), for which clients are not asked: set "
+                              "--tls_client_ca"));
+  }
   auto tokens = std::make_shared<const TokenTable>(*std::move(table));
   absl::MutexLock lock(&mu_);
   tokens_ = std::move(tokens);
@@ -122,19 +153,13 @@ std::shared_ptr<const TokenTable> Authenticator::tokens() const {
   return tokens_;
 }
 
-std::optional<grpc::Status> Authenticator::Admit(
-    absl::string_view method, const std::vector<absl::string_view>& authorization,
-    Identity& caller) const {
+std::optional<grpc::Status> Authenticator::Admit(absl::string_view method, const Credentials& shown,
+                                                 Identity& caller) const {
   caller = {.name = "", .role = Role::kOperator};
   if (const std::shared_ptr<const TokenTable> tokens = this->tokens()) {
-    const std::optional<absl::string_view> token = BearerToken(authorization);
-    if (!token.has_value()) {
-      return Unauthenticated(
-          "a token is needed: send exactly one header `authorization: Bearer <token>`");
-    }
-    const Identity* known = tokens->Find(*token);
-    if (known == nullptr) return Unauthenticated("this token is not in auth_tokens_file");
-    caller = *known;
+    std::variant<Identity, grpc::Status> found = Recognise(*tokens, shown);
+    if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
+    caller = std::get<Identity>(std::move(found));
   }
   const Role needed = RoleOf(method);
   if (!caller.May(needed)) return PermissionDenied(method, RoleName(needed));

@@ -29,7 +29,8 @@ struct MethodRole {
 absl::Span<const MethodRole> MethodRoles();
 
 struct AuthOptions {
-  std::string tokens_file;  // empty: everyone is anonymous and may do everything
+  std::string tokens_file;    // empty: everyone is anonymous and may do everything
+  bool certificates = false;  // clients show certificates that were verified
   absl::Duration poll = absl::Seconds(1);
   // The file has changed: it was taken into use, or, not OK, it was not. Of the polling thread.
   std::function<void(const absl::Status&)> on_reload = [](const absl::Status&) {};
@@ -42,10 +43,15 @@ class Authenticator {
   static absl::StatusOr<std::unique_ptr<Authenticator>> Create(AuthOptions options);
   ~Authenticator();
 
-  // authorization: the values of that header. Refuses with UNAUTHENTICATED, or, once `caller` is
-  // known and set, with PERMISSION_DENIED.
-  std::optional<grpc::Status> Admit(absl::string_view method,
-                                    const std::vector<absl::string_view>& authorization,
+  // What a caller shows.
+  struct Credentials {
+    std::vector<absl::string_view> authorization;  // the values of that header
+    std::vector<absl::string_view> certificate;  // the subject alternative names of his certificate
+  };
+
+  // A token goes before a certificate. Refuses with UNAUTHENTICATED, or, once `caller` is known and
+  // set, with PERMISSION_DENIED.
+  std::optional<grpc::Status> Admit(absl::string_view method, const Credentials& shown,
                                     Identity& caller) const;
 
  private:

@@ -1,5 +1,6 @@
 #include "server/call/call_scope.h"
 
+#include <grpc/grpc_security_constants.h>
 #include <grpcpp/server_context.h>
 
 #include <chrono>
@@ -20,6 +21,18 @@ std::vector<absl::string_view> Headers(const grpc::CallbackServerContext& contex
   const auto [begin, end] = context.client_metadata().equal_range(name);
   for (auto it = begin; it != end; ++it) values.emplace_back(it->second.data(), it->second.size());
   return values;
+}
+
+// Of the certificate that the client has shown and gRPC has verified: without tls_client_ca it asks
+// for none.
+std::vector<absl::string_view> CertificateNames(const grpc::CallbackServerContext& context) {
+  std::vector<absl::string_view> names;
+  const std::shared_ptr<const grpc::AuthContext> auth = context.auth_context();
+  if (auth == nullptr) return names;
+  for (const grpc::string_ref& name : auth->FindPropertyValues(GRPC_X509_SAN_PROPERTY_NAME)) {
+    names.emplace_back(name.data(), name.size());
+  }
+  return names;
 }
 
 // gRPC tells it by the wall clock, by which it has just computed it. (absl::Now may be a little
@@ -50,7 +63,10 @@ CallScope::CallScope(absl::string_view method, const Frontend& frontend,
 
 std::optional<grpc::Status> CallScope::Admit() {
   std::optional<grpc::Status> refusal =
-      frontend_.auth.Admit(method_, Headers(context_, "authorization"), caller_);
+      frontend_.auth.Admit(method_,
+                           {.authorization = Headers(context_, "authorization"),
+                            .certificate = CertificateNames(context_)},
+                           caller_);
   admitted_ = !refusal.has_value();
   if (refusal.has_value()) frontend_.metrics.OnRejected(ErrorReason(*refusal));
   return refusal;

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 
 namespace epikv {
 namespace {
@@ -57,62 +58,118 @@ absl::string_view RoleName(Role role) {
 
 struct TokenTable::Parser {
   TokenTable table;
-  std::set<std::string, std::less<>> names;
+  std::map<std::string, Role, std::less<>> roles;  // by name
   std::set<Digest> digests;
   std::vector<std::string> problems;
+  size_t line = 0;
 
-  void AddLine(size_t number, absl::string_view line) {
-    auto wrong = [&](absl::string_view what) {
-      problems.push_back(absl::StrCat("line ", number, ": ", what));
-    };
-    if (line.empty() || line.front() == '#') return;
+  void AddLine(absl::string_view text) {
+    ++line;
+    if (text.empty() || text.front() == '#') return;
     const std::vector<absl::string_view> fields =
-        absl::StrSplit(line, absl::ByAnyChar(" \t"), absl::SkipEmpty());
+        absl::StrSplit(text, absl::ByAnyChar(" \t"), absl::SkipEmpty());
     if (fields.empty()) return;
-    if (fields.size() != 3) return wrong("must be `role name sha256-of-the-token`");
-    const std::optional<Role> role = RoleCalled(fields[0]);
-    if (!role.has_value()) wrong("the role must be user, operator or experimenter");
-    const bool named = IsName(fields[1]);
-    if (!named) wrong("the name must be at most 64 letters, digits, '.', '_', '-' and '@'");
-    if (named && !names.emplace(fields[1]).second) wrong("the name is already on an earlier line");
-    Digest digest;
-    if (fields[2].size() != 2 * digest.size() || !IsLowerHex(fields[2])) {
-      return wrong("the digest must be 64 lower-case hex digits");
+    if (fields.size() < 3 || fields.size() > 4) {
+      return Wrong(
+          "must be `role name sha256-of-the-token [until=TIME]`, or `role name san:VALUE`");
     }
-    const std::string bytes = absl::HexStringToBytes(fields[2]);
+    const std::optional<Identity> identity = ReadIdentity(fields[0], fields[1]);
+    absl::string_view name = fields[2];
+    if (absl::ConsumePrefix(&name, "san:")) {
+      if (fields.size() == 4) Wrong("a certificate has an end of its own");
+      if (name.empty()) return Wrong("a certificate's name is missing");
+      if (!identity.has_value()) return;
+      if (!table.certificates_.emplace(name, *identity).second) {
+        Wrong("the certificate's name is already on an earlier line");
+      }
+      return;
+    }
+    const std::optional<Digest> digest = ReadDigest(fields[2]);
+    const std::optional<absl::Time> until =
+        fields.size() == 4 ? ReadUntil(fields[3]) : absl::InfiniteFuture();
+    if (!identity.has_value() || !digest.has_value() || !until.has_value()) return;
+    table.entries_.push_back({{.identity = *identity, .until = *until}, *digest});
+  }
+
+ private:
+  void Wrong(absl::string_view what) {
+    problems.push_back(absl::StrCat("line ", line, ": ", what));
+  }
+
+  std::optional<Identity> ReadIdentity(absl::string_view role_name, absl::string_view name) {
+    const std::optional<Role> role = RoleCalled(role_name);
+    if (!role.has_value()) Wrong("the role must be user, operator or experimenter");
+    if (!IsName(name)) {
+      Wrong("the name must be at most 64 letters, digits, '.', '_', '-' and '@'");
+      return std::nullopt;
+    }
+    if (!role.has_value()) return std::nullopt;
+    if (roles.emplace(name, *role).first->second != *role) {
+      Wrong("the name has another role on an earlier line");
+      return std::nullopt;
+    }
+    return Identity{.name = std::string(name), .role = *role};
+  }
+
+  std::optional<Digest> ReadDigest(absl::string_view hex) {
+    Digest digest;
+    if (hex.size() != 2 * digest.size() || !IsLowerHex(hex)) {
+      Wrong("the digest must be 64 lower-case hex digits");
+      return std::nullopt;
+    }
+    const std::string bytes = absl::HexStringToBytes(hex);
     std::copy(bytes.begin(), bytes.end(), digest.begin());
-    if (!digests.insert(digest).second) wrong("the digest is already on an earlier line");
-    if (!role.has_value()) return;
-    table.entries_.push_back({{.name = std::string(fields[1]), .role = *role}, digest});
+    if (!digests.insert(digest).second) Wrong("the digest is already on an earlier line");
+    return digest;
+  }
+
+  std::optional<absl::Time> ReadUntil(absl::string_view text) {
+    absl::Time until;
+    if (absl::ConsumePrefix(&text, "until=") &&
+        absl::ParseTime(absl::RFC3339_full, text, &until, nullptr)) {
+      return until;
+    }
+    Wrong("after the digest, until=TIME must be a time like 2027-01-31T00:00:00Z");
+    return std::nullopt;
   }
 };
 
 absl::StatusOr<TokenTable> TokenTable::Parse(absl::string_view text) {
   Parser parser;
-  size_t number = 0;
   for (absl::string_view line : absl::StrSplit(text, '\n')) {
-    parser.AddLine(++number, line);
+    parser.AddLine(line);
     if (parser.problems.size() > kMostProblems) {
       parser.problems.back() = "...";
       break;
     }
   }
   // A file that somebody is about to write would lock everybody out.
-  if (parser.table.entries_.empty() && parser.problems.empty()) {
+  if (parser.table.size() == 0 && parser.problems.empty()) {
     parser.problems.push_back("the file has no token");
   }
   if (parser.problems.empty()) return std::move(parser.table);
   return absl::InvalidArgumentError(absl::StrJoin(parser.problems, "; "));
 }
 
-const Identity* TokenTable::Find(absl::string_view token) const {
+const TokenTable::Token* TokenTable::Find(absl::string_view token) const {
   Digest digest;
   SHA256(reinterpret_cast<const unsigned char*>(token.data()), token.size(), digest.data());
-  const Identity* found = nullptr;
+  const Token* found = nullptr;
   for (const Entry& entry : entries_) {
     if (CRYPTO_memcmp(digest.data(), entry.digest.data(), digest.size()) == 0) {
-      found = &entry.identity;
+      found = &entry.token;
     }
+  }
+  return found;
+}
+
+const Identity* TokenTable::FindCertificate(const std::vector<absl::string_view>& names) const {
+  const Identity* found = nullptr;
+  for (const absl::string_view name : names) {
+    const auto known = certificates_.find(name);
+    if (known == certificates_.end()) continue;
+    if (found != nullptr && found->name != known->second.name) return nullptr;
+    found = &known->second;
   }
   return found;
 }

@@ -59,6 +59,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
       .admin_listen = c.admin_listen(),
       .log_level = LogLevelOf(c.log_level()).value_or(LogLevel::kInfo),
       .models = ModelsOf(c),
+      .model_files = {.root = c.model_root(), .digests = SplitDigests(c.model_digests())},
       .runtime = {.device = c.device(),
                   .threads = c.threads(),
                   .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),

@@ -9,6 +9,7 @@
 #include "runtime/runtime.h"
 #include "server/base/log.h"
 #include "server/experiments/options.h"
+#include "server/models/model_files.h"
 #include "server/models/served_model.h"
 #include "server/port/connections.h"
 #include "server/port/tls.h"
@@ -27,7 +28,8 @@ struct Config {
   std::string admin_listen;    // empty: none
   LogLevel log_level = LogLevel::kInfo;
   std::vector<ModelSource> models;  // at least one
-  RuntimeOptions runtime;           // but for what a ModelSource says
+  ModelFileRules model_files;
+  RuntimeOptions runtime;  // but for what a ModelSource says
   ServingOptions serving;
   OutboxLimits outbox;
   absl::Duration drain;

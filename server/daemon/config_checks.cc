@@ -8,6 +8,7 @@
 #include <set>
 #include <string>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -15,6 +16,7 @@
 #include "runtime/text/utf8.h"
 #include "server/daemon/config.h"
 #include "server/daemon/setting_text.h"
+#include "server/models/model_files.h"
 
 namespace epikv {
 namespace {
@@ -83,6 +85,11 @@ void CheckTransport(const v1::ServerConfig& c, Checker& check) {
   check.Require(is_time(c.max_connection_age_grace_seconds()), "max_connection_age_grace_seconds",
                 kSeconds);
   check.Require(is_time(c.max_connection_idle_seconds()), "max_connection_idle_seconds", kSeconds);
+}
+
+void CheckModelFiles(const v1::ServerConfig& c, Checker& check) {
+  check.Require(absl::c_all_of(SplitDigests(c.model_digests()), IsDigest), "model_digests",
+                "be sha256: and 64 lower-case hex digits, or several of these");
 }
 
 void CheckSecurity(const v1::ServerConfig& c, Checker& check) {
@@ -191,6 +198,7 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
   check.Require(c.metrics_max_series() >= 1, "metrics_max_series", "be at least 1");
   CheckTransport(c, check);
   CheckExperiments(c, check);
+  CheckModelFiles(c, check);
   CheckSecurity(c, check);
 }
 

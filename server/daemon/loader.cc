@@ -8,6 +8,7 @@
 #include "absl/time/clock.h"
 #include "runtime/base/machine.h"
 #include "runtime/runtime.h"
+#include "server/models/model_files.h"
 
 namespace epikv {
 
@@ -20,14 +21,20 @@ int64_t EngineCores(const Config& config) {
 absl::StatusOr<ModelPtr> Loader::Load(const ModelSource& source) const {
   const absl::Time begin = absl::Now();
   const Config config = settings_.config();
+  const absl::StatusOr<ModelFile> file = ModelFile::Check(source.path, config.model_files);
+  if (!file.ok()) return file.status();
+  const absl::StatusOr<std::string> artefacts =
+      source.artefact_dir.empty() ? "" : ResolveIn(config.model_files.root, source.artefact_dir);
+  if (!artefacts.ok()) return artefacts.status();
   RuntimeOptions options = config.runtime;
-  options.model_path = source.path;
-  options.artefact_dir = source.artefact_dir;
+  options.model_path = file->path();
+  options.artefact_dir = *artefacts;
   if (source.kv_pool_bytes > 0) options.kv_pool_bytes = source.kv_pool_bytes;
   if (source.threads > 0) options.threads = source.threads;
   options.progress = [this](absl::string_view stage) { log_.Info(stage); };
   absl::StatusOr<LoadedModel> loaded = LoadModel(options);
   if (!loaded.ok()) return loaded.status();
+  if (absl::Status status = file->CheckUnchanged(); !status.ok()) return status;
   for (const std::string& line : loaded->description) log_.Info(line);
   return MakeServedModel(*std::move(loaded), source, config.serving, absl::Now() - begin, cores_,
                          metrics_);

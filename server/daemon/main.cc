@@ -6,7 +6,9 @@
 #include <variant>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "runtime/runtime.h"
+#include "server/base/log.h"
 #include "server/daemon/command_line.h"
 #include "server/daemon/freed_memory.h"
 #include "server/daemon/serve.h"
@@ -23,7 +25,7 @@ int Main(const std::vector<std::string>& args) {
   google::protobuf::SetLogHandler(nullptr);
   const absl::StatusOr<Command> command = ParseCommandLine(args);
   if (!command.ok()) {
-    std::cerr << "epikvd: " << command.status().message() << std::endl;
+    WriteToStderr(absl::StrCat("epikvd: ", command.status().message(), "\n"));
     return 1;
   }
   if (const auto* help = std::get_if<PrintHelp>(&*command)) {
@@ -42,7 +44,7 @@ int Main(const std::vector<std::string>& args) {
   static StopSignals signals;  // its thread outlives main
   const absl::Status status = Serve(std::get<Run>(*command).config, signals);
   if (status.ok()) return 0;
-  std::cerr << "epikvd: " << status.message() << std::endl;
+  WriteToStderr(absl::StrCat("epikvd: ", status.message(), "\n"));
   return 1;
 }
 

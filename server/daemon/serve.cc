@@ -127,14 +127,18 @@ absl::StatusOr<std::unique_ptr<Authenticator>> MakeAuthenticator(const Config& c
     metrics.OnTokensReloadFailed();
     log.Warn(absl::StrCat(status.message(), "; the tokens known before stay valid"));
   };
-  return Authenticator::Create({.tokens_file = config.tokens_file, .on_reload = on_reload});
+  return Authenticator::Create({.tokens_file = config.tokens_file,
+                                .certificates = !config.tls.client_ca.empty(),
+                                .on_reload = on_reload});
 }
 
 // Files that serving needs; known before a model takes long to load.
 absl::Status CheckFiles(const Config& config) {
   const absl::Status checks[] = {
       CheckTlsFiles(config.tls),
-      Authenticator::Create({.tokens_file = config.tokens_file}).status(),
+      Authenticator::Create(
+          {.tokens_file = config.tokens_file, .certificates = !config.tls.client_ca.empty()})
+          .status(),
       AccessLog::Open(config.access_log, [](int64_t) {}).status()};
   std::vector<absl::string_view> problems;
   for (const absl::Status& status : checks) {
@@ -263,8 +267,8 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   CoreBudget cores(EngineCores(config));
   Courier courier(config.outbox.stall / 4);
   Models models(lifecycle);
-  Settings settings(settled,
-                    [&](const Config& next) { return Change(next, models, metrics, log); });
+  Settings settings(
+      settled, [&](const Config& next) { return Change(next, models, metrics, log); }, log);
   const Loader loader(settings, log, cores, metrics);
   absl::StatusOr<std::unique_ptr<Experiments>> experiments = nullptr;
   if (!config.experiments.store.empty()) {
@@ -285,8 +289,13 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
                      .shared_prefixes = config.shared_prefixes},
                     models, lifecycle, courier, frontend);
   if (!server.ok()) return server.status();
-  AdminService admin(models, lifecycle, settings, operators_frontend,
-                     [&loader](const ModelSource& source) { return loader.Load(source); });
+  AdminService admin(
+      models, lifecycle, settings, operators_frontend, [&loader](const ModelSource& source) {
+        log.Info(absl::StrCat(source.path,
+                              " is loaded over the port for operators; it is served until "
+                              "the daemon ends: name it in the configuration to keep it"));
+        return loader.Load(source);
+      });
   absl::StatusOr<std::unique_ptr<GrpcPort>> admin_port =
       OpenAdminPort(config, connections, admin, lifecycle);
   if (!admin_port.ok()) return admin_port.status();

@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "server/base/errors.h"
 #include "server/daemon/config_checks.h"
+#include "server/daemon/setting_text.h"
 
 namespace epikv {
 namespace {
@@ -24,6 +25,14 @@ constexpr absl::string_view kChangeable[] = {"max_queued_requests",
 
 bool Changeable(absl::string_view field) {
   return std::find(std::begin(kChangeable), std::end(kChangeable), field) != std::end(kChangeable);
+}
+
+// "drain_seconds: 5, log_level: "debug""
+std::string Values(const v1::ServerConfig& config, const std::vector<std::string>& fields) {
+  return absl::StrJoin(fields, ", ", [&config](std::string* out, const std::string& name) {
+    const auto* field = v1::ServerConfig::descriptor()->FindFieldByName(name);
+    absl::StrAppend(out, name, ": ", ValueText(config, *field));
+  });
 }
 
 }  // namespace
@@ -65,6 +74,9 @@ std::variant<v1::ServerConfig, Rejection> Settings::Update(const v1::ServerConfi
   if (absl::Status status = apply_(ConfigOf(next)); !status.ok()) {
     return InvalidRequest({{"config", std::string(status.message())}});
   }
+  log_.Info(absl::StrCat(
+      "changed over the port for operators: ", Values(next, fields),
+      "; this holds until the daemon ends: write it into the configuration to keep it"));
   absl::MutexLock lock(&mu_);
   config_ = next;
   return next;

@@ -10,6 +10,7 @@
 #include "absl/synchronization/mutex.h"
 #include "epikv/v1/config.pb.h"
 #include "runtime/admission/admission.h"
+#include "server/base/log.h"
 #include "server/daemon/config.h"
 #include "server/models/models.h"
 
@@ -21,9 +22,9 @@ class Settings {
   // Brings the daemon to new settings. Not OK: they cannot be, and nothing was changed.
   using Apply = std::function<absl::Status(const Config&)>;
 
-  // config: checked. apply: called one at a time.
-  Settings(v1::ServerConfig config, Apply apply)
-      : apply_(std::move(apply)), config_(std::move(config)) {}
+  // config: checked. apply: called one at a time. log: is told of changes.
+  Settings(v1::ServerConfig config, Apply apply, const Log& log)
+      : apply_(std::move(apply)), log_(log), config_(std::move(config)) {}
 
   v1::ServerConfig Get() const;
   Config config() const { return ConfigOf(Get()); }
@@ -39,6 +40,7 @@ class Settings {
 
  private:
   const Apply apply_;
+  const Log& log_;
   absl::Mutex updating_ ABSL_ACQUIRED_BEFORE(mu_);
   mutable absl::Mutex mu_;
   v1::ServerConfig config_ ABSL_GUARDED_BY(mu_);

@@ -22,10 +22,14 @@ namespace epikv {
 namespace {
 
 constexpr absl::string_view kFaults[] = {
-    "must be `role name sha256-of-the-token`",
+    "must be `role name sha256-of-the-token [until=TIME]`, or `role name san:VALUE`",
     "the role must be user, operator or experimenter",
     "the name must be at most 64 letters, digits, '.', '_', '-' and '@'",
-    "the name is already on an earlier line",
+    "the name has another role on an earlier line",
+    "a certificate has an end of its own",
+    "a certificate's name is missing",
+    "the certificate's name is already on an earlier line",
+    "after the digest, until=TIME must be a time like 2027-01-31T00:00:00Z",
     "the digest must be 64 lower-case hex digits",
     "the digest is already on an earlier line",
 };
@@ -79,8 +83,9 @@ void CheckFile(const std::string& text) {
     Require(absl::StrContains(text, "last@"), "a line is added", longer.status().message());
     return;
   }
-  const Identity* found = longer->Find(token);
-  Require(found != nullptr && found->name == "last@" && found->role == Role::kOperator,
+  const TokenTable::Token* found = longer->Find(token);
+  Require(found != nullptr && found->identity.name == "last@" &&
+              found->identity.role == Role::kOperator && found->until == absl::InfiniteFuture(),
           "who is added is found");
   Require(longer->size() == table->size() + 1, "one is added");
 }

@@ -246,14 +246,54 @@ TEST(AuthenticatorTest, RoleThatIsNeededIsNamed) {
   folder.Write("tokens", absl::StrCat("user ann ", kOne, "\noperator bob ", kTwo));
   const auto auth = *Authenticator::Create({.tokens_file = folder.File("tokens")});
   Identity caller;
-  const auto refused = auth->Admit("AdminService/Unknown", {"Bearer one"}, caller);
+  const auto refused = auth->Admit("AdminService/Unknown", {{"Bearer one"}, {}}, caller);
   ASSERT_TRUE(refused.has_value());
   EXPECT_EQ(refused->error_code(), grpc::PERMISSION_DENIED);
   EXPECT_EQ(ReasonIn(*refused), "PERMISSION_DENIED");
   EXPECT_EQ(Detail<v1::ErrorInfo>(*refused, "ErrorInfo")->metadata().at("role"), "operator");
   EXPECT_EQ(caller.name, "ann") << "for the access log";
-  EXPECT_FALSE(auth->Admit("AdminService/Unknown", {"Bearer two"}, caller).has_value());
+  EXPECT_FALSE(auth->Admit("AdminService/Unknown", {{"Bearer two"}, {}}, caller).has_value());
   EXPECT_EQ(caller.name, "bob");
+}
+
+TEST(AuthenticatorTest, AnExpiredTokenIsToldSo) {
+  TemporaryFolder folder;
+  folder.Write("tokens", absl::StrCat("user ann ", kOne, " until=2020-01-01T00:00:00Z\nuser ann ",
+                                      kTwo, " until=2999-01-01T00:00:00Z"));
+  const auto auth = *Authenticator::Create({.tokens_file = folder.File("tokens")});
+  Identity caller;
+  const auto refused = auth->Admit("ModelService/ListModels", {{"Bearer one"}, {}}, caller);
+  ASSERT_TRUE(refused.has_value());
+  EXPECT_EQ(refused->error_code(), grpc::UNAUTHENTICATED);
+  EXPECT_THAT(refused->error_message(), HasSubstr("expired, at 2020-01-01T00:00:00+00:00"));
+  EXPECT_EQ(caller.name, "");
+  EXPECT_FALSE(auth->Admit("ModelService/ListModels", {{"Bearer two"}, {}}, caller).has_value());
+  EXPECT_EQ(caller.name, "ann");
+}
+
+TEST(AuthenticatorTest, ACertificateStandsForATokenThatIsNotShown) {
+  TemporaryFolder folder;
+  folder.Write("tokens", absl::StrCat("user ann san:ann.x\noperator bob ", kTwo));
+  const auto auth =
+      *Authenticator::Create({.tokens_file = folder.File("tokens"), .certificates = true});
+  Identity caller;
+  auto admitted = [&](const Authenticator::Credentials& shown) {
+    return !auth->Admit("ModelService/ListModels", shown, caller).has_value();
+  };
+  EXPECT_TRUE(admitted({{}, {"ann.x"}}));
+  EXPECT_EQ(caller.name, "ann");
+  EXPECT_TRUE(admitted({{"Bearer two"}, {"ann.x"}})) << "the token goes before";
+  EXPECT_EQ(caller.name, "bob");
+  EXPECT_FALSE(admitted({{"Bearer three"}, {"ann.x"}})) << "a wrong token is not made good";
+  EXPECT_FALSE(admitted({{}, {"eve.x"}}));
+  EXPECT_FALSE(admitted({{}, {}}));
+}
+
+TEST(AuthenticatorTest, CertificatesThatNobodyIsAskedForAreAnError) {
+  TemporaryFolder folder;
+  folder.Write("tokens", "user ann san:ann.x");
+  EXPECT_THAT(Authenticator::Create({.tokens_file = folder.File("tokens")}).status().message(),
+              HasSubstr("set --tls_client_ca"));
 }
 
 TEST(AuthenticatorTest, WithoutAFileEveryoneIsAnAnonymousOperator) {

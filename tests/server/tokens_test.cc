@@ -33,11 +33,11 @@ TEST(TokenTableTest, FindsTheOwnersOfTokens) {
   ASSERT_EQ(table.status(), absl::OkStatus());
   ASSERT_EQ(table->size(), 2u);
   ASSERT_NE(table->Find("one"), nullptr);
-  EXPECT_EQ(table->Find("one")->name, "ann");
-  EXPECT_EQ(table->Find("one")->role, Role::kOperator);
+  EXPECT_EQ(table->Find("one")->identity.name, "ann");
+  EXPECT_EQ(table->Find("one")->identity.role, Role::kOperator);
   ASSERT_NE(table->Find("two"), nullptr);
-  EXPECT_EQ(table->Find("two")->name, "bob.b-1@x_y");
-  EXPECT_EQ(table->Find("two")->role, Role::kUser);
+  EXPECT_EQ(table->Find("two")->identity.name, "bob.b-1@x_y");
+  EXPECT_EQ(table->Find("two")->identity.role, Role::kUser);
   for (const char* stranger : {"", "on", "one ", "One", kOne}) {
     EXPECT_EQ(table->Find(stranger), nullptr) << stranger;
   }
@@ -55,22 +55,53 @@ TEST(TokenTableTest, EveryRoleMayDoWhatAUserMay) {
 
 TEST(TokenTableTest, EverythingThatIsWrongIsNamedByLine) {
   const std::string faults = Faults(absl::StrCat(
-      "root ann ", kOne, "\nuser bob\nuser c d ", kTwo, "\nuser eve ", kOne, "0\nuser a/b ", kTwo,
-      "\nuser ok ", std::string(64, 'A'), "\nuser ann ", std::string(64, '0')));
-  EXPECT_THAT(faults, AllOf(HasSubstr("line 1: the role must be user, operator or experimenter"),
-                            HasSubstr("line 2: must be `role name sha256-of-the-token`"),
-                            HasSubstr("line 3: must be `role name"),
-                            HasSubstr("line 4: the digest must be 64 lower-case hex digits"),
-                            HasSubstr("line 5: the name must be at most 64"),
-                            HasSubstr("line 6: the digest must"),
-                            HasSubstr("line 7: the name is already on an earlier line")));
+      "root ann ", kOne, "\nuser bob\nuser c ", kTwo, " d\nuser eve ", kOne, "0\nuser a/b ", kTwo,
+      "\nuser ok ", std::string(64, 'A'), "\nuser e ", kTwo, " until=2027-01-31T00:00:00Z more"));
+  EXPECT_THAT(faults,
+              AllOf(HasSubstr("line 1: the role must be user, operator or experimenter"),
+                    HasSubstr("line 2: must be `role name sha256-of-the-token"),
+                    HasSubstr("line 3: after the digest, until=TIME must be"),
+                    HasSubstr("line 4: the digest must be 64 lower-case hex digits"),
+                    HasSubstr("line 5: the name must be at most 64"),
+                    HasSubstr("line 6: the digest must"), HasSubstr("line 7: must be `role name")));
+  EXPECT_THAT(Faults(absl::StrCat("user f ", kTwo,
+                                  " until=tomorrow\nuser g san:g until=2027-01-31T00:00:00Z",
+                                  "\nuser h san:")),
+              AllOf(HasSubstr("line 1: after the digest, until=TIME must be a time"),
+                    HasSubstr("line 2: a certificate has an end of its own"),
+                    HasSubstr("line 3: a certificate's name is missing")));
 }
 
-TEST(TokenTableTest, SameNameOrDigestTwiceIsRefused) {
+TEST(TokenTableTest, ANameHasOneRoleAndADigestOneName) {
   EXPECT_THAT(Faults(absl::StrCat("user a ", kOne, "\noperator a ", kTwo)),
-              HasSubstr("line 2: the name is already on an earlier line"));
+              HasSubstr("line 2: the name has another role on an earlier line"));
   EXPECT_THAT(Faults(absl::StrCat("user a ", kOne, "\noperator b ", kOne)),
               HasSubstr("line 2: the digest is already on an earlier line"));
+  EXPECT_THAT(Faults("user a san:x\nuser b san:x"),
+              HasSubstr("line 2: the certificate's name is already on an earlier line"));
+}
+
+TEST(TokenTableTest, ANameMayHaveSeveralTokensWithEndsOfTheirOwn) {
+  const absl::StatusOr<TokenTable> table = TokenTable::Parse(absl::StrCat(
+      "user ann ", kOne, " until=2027-01-31T12:00:00+01:00\nuser ann ", kTwo, "\nuser ann san:a"));
+  ASSERT_EQ(table.status(), absl::OkStatus());
+  EXPECT_EQ(table->size(), 3u);
+  EXPECT_EQ(table->Find("one")->identity.name, "ann");
+  EXPECT_EQ(table->Find("one")->until, absl::FromUnixSeconds(1801393200));  // 11:00 in UTC
+  EXPECT_EQ(table->Find("two")->identity.name, "ann");
+  EXPECT_EQ(table->Find("two")->until, absl::InfiniteFuture());
+}
+
+TEST(TokenTableTest, ACertificateIsKnownByOneOfItsNames) {
+  const absl::StatusOr<TokenTable> table =
+      TokenTable::Parse("user ann san:spiffe://x/ann\nuser ann san:ann.x\noperator bob san:bob.x");
+  ASSERT_EQ(table.status(), absl::OkStatus());
+  EXPECT_TRUE(table->has_certificates());
+  EXPECT_EQ(table->FindCertificate({"other", "ann.x", "spiffe://x/ann"})->name, "ann");
+  EXPECT_EQ(table->FindCertificate({"bob.x"})->role, Role::kOperator);
+  EXPECT_EQ(table->FindCertificate({}), nullptr);
+  EXPECT_EQ(table->FindCertificate({"ann", "ann.x.y", "*.x"}), nullptr);
+  EXPECT_EQ(table->FindCertificate({"ann.x", "bob.x"}), nullptr) << "of two people";
 }
 
 TEST(TokenTableTest, FileWithoutTokensIsRefused) {

@@ -1,6 +1,8 @@
 """What clients and operators are told of models that fail, are damaged or are not built, and of settings:
 rows of the table in docs/errors.md."""
 
+import hashlib
+import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +117,51 @@ def test_a_model_that_is_not_what_its_manifest_says(
 ) -> None:
     told = refusal(odd.admin, f"{ADMIN}/LoadModel", load(broken / f"{name}.pt", name="new"))
     assert told.code is Code.FAILED_PRECONDITION and reason in told.message
+
+
+@pytest.fixture
+def fenced(broken: Path, tmp_path: Path) -> Iterator[Daemon]:
+    """A daemon that may load one file, and any copy of it, from one folder."""
+    folder = tmp_path / "models"
+    folder.mkdir()
+    shutil.copy(broken / "valid.pt", folder)
+    digest = hashlib.sha256((broken / "valid.pt").read_bytes()).hexdigest()
+    rules = (f"--model_root={folder}", f"--model_digests=sha256:{digest}")
+    pool = "--kv_pool_bytes=1000000"
+    with Daemon(folder / "valid.pt", "--threads=1", pool, *rules) as daemon:
+        yield daemon
+
+
+def test_models_from_elsewhere_and_others_are_not_loaded(
+    fenced: Daemon, broken: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "models"
+
+    def refused(path: Path, **more: str) -> Told:
+        request = load(path, name="new", kv_pool_bytes=1000000, **more)
+        return refusal(fenced.admin, f"{ADMIN}/LoadModel", request)
+
+    (folder / "link.pt").symlink_to(broken / "valid.pt")
+    for path in (broken / "valid.pt", folder / "link.pt", folder / ".." / "models2" / "valid.pt"):
+        (tmp_path / "models2").mkdir(exist_ok=True)
+        shutil.copy(broken / "valid.pt", tmp_path / "models2")
+        told = refused(path)
+        assert told.code is Code.PERMISSION_DENIED and "model_root" in told.message
+    told = refused(folder / "valid.pt", artefact_dir=str(tmp_path))
+    assert told.code is Code.PERMISSION_DENIED and "model_root" in told.message
+    shutil.copy(broken / "wrong_order.pt", folder)
+    told = refused(folder / "wrong_order.pt")
+    assert told.code is Code.FAILED_PRECONDITION and "not in model_digests" in told.message
+    shutil.copy(broken / "valid.pt", folder / "copy.pt")
+    copy = load(folder / "copy.pt", name="copy", kv_pool_bytes=1000000)
+    ask(fenced.admin, f"{ADMIN}/LoadModel", copy)
+
+
+@pytest.mark.parametrize("name", ["saves", "sets_state", "default_runs", "reads_file"])
+def test_code_in_a_model_file_is_not_run(odd: Daemon, broken: Path, name: str) -> None:
+    told = refusal(odd.admin, f"{ADMIN}/LoadModel", load(broken / f"{name}.pt", name="new"))
+    assert told.code is Code.FAILED_PRECONDITION, told.message
+    assert not Path(f"/proc/{odd.pid}/cwd/ran").exists()
 
 
 def test_other_models_that_are_not_loaded(odd: Daemon, broken: Path, tmp_path: Path) -> None:

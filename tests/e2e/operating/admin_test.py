@@ -39,6 +39,15 @@ def test_drain_and_resume(sample_model: Path) -> None:
         client.generate_once(TASK.prompt, stop=Stop(2))
 
 
+def test_what_does_not_outlive_the_daemon_is_told(sample_model: Path) -> None:
+    with Daemon(sample_model, "--threads=1") as daemon:
+        admin_of(daemon)("config", "max_queued_requests=64", "log_level=debug")
+        assert (
+            'max_queued_requests: 64, log_level: "debug"; this holds until the daemon ends'
+            in daemon.log
+        )
+
+
 def health(address: str, service: str) -> str:
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)

@@ -235,6 +235,57 @@ def test_access_log_has_a_line_for_every_call(
     assert token not in path.read_text() and token not in daemon.log
 
 
+def test_a_token_is_replaced_while_the_old_one_is_in_use(
+    guarded: tuple[Daemon, Path, str],
+) -> None:
+    daemon, tokens, old = guarded
+    new, line = new_token("ann", "user", "--days", "90")
+    replace(tokens, tokens.read_text() + line)
+    eventually(lambda: not refused(daemon, new))
+    assert not refused(daemon, old)
+    replace(tokens, line)
+    eventually(lambda: refused(daemon, old))
+    assert not refused(daemon, new)
+    replace(tokens, line.split(" until=")[0] + " until=2020-01-01T00:00:00Z\n")
+    eventually(lambda: refused(daemon, new))
+    with Client(daemon.grpc, token=new) as client, pytest.raises(RpcError, match="has expired"):
+        client.models()
+
+
+def test_a_certificate_names_who_calls(sample_model: Path, pki: Path, tmp_path: Path) -> None:
+    """By one of its names, where the file of tokens has it. Others need a token."""
+    for name in ("ann", "eve"):
+        signed(pki, name, "ca", f"URI:spiffe://here/{name},DNS:{name}.here")
+    token, line = new_token("bob", "operator")
+    tokens, log = tmp_path / "tokens", tmp_path / "access.log"
+    tokens.write_text(f"user ann san:spiffe://here/ann\n{line}")
+    flags = (
+        f"--tls_certificate={pki / 'server.pem'}",
+        f"--tls_key={pki / 'server.key'}",
+        f"--tls_client_ca={pki / 'ca.pem'}",
+        f"--auth_tokens_file={tokens}",
+        f"--access_log={log}",
+    )
+    ann, eve = of_client(pki, "ca", "ann"), of_client(pki, "ca", "eve")
+
+    def models(tls: Tls, token: str | None = None) -> str:
+        """Who has called."""
+        with Client(daemon.grpc, tls=tls, token=token) as client:
+            before = len(log.read_text().splitlines())
+            client.models()
+        eventually(lambda: len(log.read_text().splitlines()) > before)
+        return json.loads(log.read_text().splitlines()[-1])["identity"]
+
+    with Daemon(sample_model, "--threads=1", *flags, tls=ann, token=token) as daemon:
+        assert models(ann) == "ann"
+        assert models(ann, token) == "bob"
+        assert models(eve, token) == "bob"
+        for tls, shown in ((eve, None), (ann, "wrong")):
+            with Client(daemon.grpc, tls=tls, token=shown) as client, pytest.raises(RpcError) as no:
+                client.models()
+            assert no.value.reason == "UNAUTHENTICATED"
+
+
 EXPERIMENTS = experiment_pb2.DESCRIPTOR.services_by_name["ExperimentService"]
 FOR_USERS = {"RecordOutcome", "BatchRecordOutcomes"}
 LEAN = experiment_pb2.Experiment(
