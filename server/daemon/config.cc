@@ -46,6 +46,7 @@ ExperimentsOptions ExperimentsOf(const v1::ServerConfig& c) {
                            ? absl::InfiniteDuration()
                            : absl::Hours(24) * c.experiment_retention_days(),
           .judge_every = absl::Seconds(c.experiment_guardrail_seconds()),
+          .lost_after = absl::Seconds(c.experiment_lost_seconds()),
           .shadow = {.share_of_requests = c.experiment_shadow_permille() / 1000.,
                      .share_of_time = c.experiment_shadow_time_share()}};
 }

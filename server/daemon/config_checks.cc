@@ -134,6 +134,8 @@ void CheckExperiments(const v1::ServerConfig& c, Checker& check) {
                 "experiment_spool_bytes", "be at least 1048576");
   check.Require(c.experiment_guardrail_seconds() >= .1 && c.experiment_guardrail_seconds() <= 86400,
                 "experiment_guardrail_seconds", "be 0.1 to 86400");
+  check.Require(c.experiment_lost_seconds() >= 1 && c.experiment_lost_seconds() <= 1e9,
+                "experiment_lost_seconds", "be 1 to 1000000000");
   check.Require(c.experiment_retention_days() <= kMostDays, "experiment_retention_days",
                 "be 0 (never) to 36500");
   check.Require(c.experiment_shadow_permille() <= 1000, "experiment_shadow_permille",

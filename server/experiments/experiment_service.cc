@@ -30,6 +30,7 @@ using google::protobuf::util::FieldMaskUtil;
 
 constexpr int kMaxOutcomes = 1000;  // of one call
 constexpr size_t kMaxReasonBytes = 1024;
+constexpr int64_t kMostWaiting = 16;  // calls of one client that look after experiments
 constexpr uint32_t kMaxPoints = 200;
 constexpr size_t kMaxRequestIdBytes = 128, kMaxTenantBytes = 64;
 // A request's record may be on its way to a store that another replica reads.
@@ -51,6 +52,13 @@ grpc::Status Invalid(std::vector<FieldViolation> violations) {
 grpc::Status StoreIsAway() {
   return Unavailable(kStoreUnavailable, "the experiment store cannot be reached; try again",
                      kStoreRetryDelay);
+}
+
+grpc::Status TooManyWait() {
+  return Exhausted("waiting calls",
+                   absl::StrCat("the queue is full: ", kMostWaiting,
+                                " calls of yours that look after experiments are waiting"),
+                   kStoreRetryDelay);
 }
 
 // What a store says of an experiment.
@@ -268,15 +276,26 @@ ExperimentService::ExperimentService(Experiments* experiments, const Models& mod
   AnswerLater("ExperimentService/BatchRecordOutcomes", &Self::BatchRecordOutcomes);
 }
 
-template <typename Request, typename Response>
+// handle's second argument, where it has one, tells whether its client has gone.
+template <typename Request, typename Response, typename... Cancelled>
 void ExperimentService::Manage(absl::string_view method, TaskThread& thread,
-                               Answer<Response> (ExperimentService::*handle)(const Request&)) {
+                               Answer<Response> (ExperimentService::*handle)(const Request&,
+                                                                             Cancelled...)) {
   AnswerLater<Request, Response>(
       method, [this, &thread, handle](const Request& request,
                                       const std::shared_ptr<PendingAnswer<Response>>& pending) {
         if (experiments_ == nullptr) return pending->Finish(NoExperiments());
-        thread.Post(
-            [this, request, handle, pending] { pending->Finish((this->*handle)(request)); });
+        const std::string& caller = pending->scope().caller().name;
+        if (thread.Waiting(caller) >= kMostWaiting) return pending->Finish(TooManyWait());
+        thread.Post(caller, [this, request, handle, pending] {
+          auto cancelled = [&pending] { return pending->scope().context().IsCancelled(); };
+          if (cancelled()) return pending->Finish(grpc::Status(grpc::CANCELLED, "cancelled"));
+          if constexpr (sizeof...(Cancelled) == 0) {
+            pending->Finish((this->*handle)(request));
+          } else {
+            pending->Finish((this->*handle)(request, cancelled));
+          }
+        });
       });
 }
 
@@ -326,7 +345,7 @@ Answer<v1::Experiment> ExperimentService::StopExperiment(const v1::StopExperimen
 }
 
 Answer<v1::ExperimentReport> ExperimentService::GetExperimentReport(
-    const v1::GetExperimentReportRequest& request) {
+    const v1::GetExperimentReportRequest& request, const std::function<bool()>& cancelled) {
   if (request.points() > kMaxPoints) {
     return Invalid({{"points", absl::StrCat("must be at most ", kMaxPoints)}});
   }
@@ -341,7 +360,7 @@ Answer<v1::ExperimentReport> ExperimentService::GetExperimentReport(
                        "'", request.name(), "' is a draft: no request has taken part yet")),
                    "EXPERIMENT_STATE"));
   }
-  ReportOptions options;
+  ReportOptions options{.lost_after = experiments_->lost_after(), .cancelled = cancelled};
   if (request.points() > 0) options.points = static_cast<int>(request.points());
   absl::StatusOr<v1::ExperimentReport> report =
       MakeReport(*experiment, experiments_->store(), options, absl::Now());
@@ -441,6 +460,10 @@ void ExperimentService::Record(const v1::RecordOutcomeRequest& request, const Id
   }
   if (auto violations = CheckOutcome(request, *experiments_->known()); !violations.empty()) {
     return told(Invalid(std::move(violations)));
+  }
+  if (experiments_->SurelyUndeclared(request.metric())) {
+    return told(
+        Invalid({{"metric", absl::StrCat("no experiment declares '", request.metric(), "'")}}));
   }
   const absl::Time now = absl::Now();
   outcome.set_request_id(request.request_id());

@@ -22,16 +22,17 @@ class ExperimentService final : public Service {
 
  private:
   // Answered on `thread`, since the store blocks.
-  template <typename Request, typename Response>
+  template <typename Request, typename Response, typename... Cancelled>
   void Manage(absl::string_view method, TaskThread& thread,
-              Answer<Response> (ExperimentService::*handle)(const Request&));
+              Answer<Response> (ExperimentService::*handle)(const Request&, Cancelled...));
   Answer<v1::ListExperimentsResponse> ListExperiments(const v1::ListExperimentsRequest& request);
   Answer<v1::Experiment> GetExperiment(const v1::GetExperimentRequest& request);
   Answer<v1::Experiment> CreateExperiment(const v1::CreateExperimentRequest& request);
   Answer<v1::Experiment> UpdateExperiment(const v1::UpdateExperimentRequest& request);
   Answer<v1::Experiment> StartExperiment(const v1::StartExperimentRequest& request);
   Answer<v1::Experiment> StopExperiment(const v1::StopExperimentRequest& request);
-  Answer<v1::ExperimentReport> GetExperimentReport(const v1::GetExperimentReportRequest& request);
+  Answer<v1::ExperimentReport> GetExperimentReport(const v1::GetExperimentReportRequest& request,
+                                                   const std::function<bool()>& cancelled);
   Answer<v1::ExperimentPlan> PlanExperiment(const v1::PlanExperimentRequest& request);
   void RecordOutcome(const v1::RecordOutcomeRequest& request,
                      const std::shared_ptr<PendingAnswer<v1::RecordOutcomeResponse>>& pending);

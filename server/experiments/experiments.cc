@@ -4,6 +4,7 @@
 #include <set>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "runtime/base/steady_time.h"
@@ -113,6 +114,16 @@ std::shared_ptr<const std::vector<v1::Experiment>> Experiments::known() const {
   return known_;
 }
 
+bool Experiments::SurelyUndeclared(const std::string& metric) const {
+  if (!recorder_.store_is_away()) return false;
+  absl::MutexLock lock(&mu_);
+  if (revision_ < 0) return false;
+  return absl::c_none_of(*known_, [&metric](const v1::Experiment& experiment) {
+    return absl::c_any_of(experiment.metrics(),
+                          [&](const v1::Metric& declared) { return declared.name() == metric; });
+  });
+}
+
 void Experiments::Refresh() {
   LookAt(store_->Experiments());
   KeepSeries(absl::Now());
@@ -214,7 +225,8 @@ void Experiments::Judge(absl::Time now) {
 absl::Duration Experiments::JudgeOne(const v1::Experiment& experiment, absl::Time now) {
   const absl::Duration began = SteadyTime();
   const absl::StatusOr<v1::ExperimentReport> report =
-      MakeReport(experiment, *store_, {.points = 1, .guardrails_only = true}, now);
+      MakeReport(experiment, *store_,
+                 {.points = 1, .guardrails_only = true, .lost_after = options_.lost_after}, now);
   if (absl::IsInternal(report.status())) {
     log_.Warn(absl::StrCat("experiment '", experiment.name(),
                            "': its guardrails could not be checked: ", report.status().message()));

@@ -44,6 +44,10 @@ class Experiments final : public Participation, public ShadowObserver {
 
   // Blocks, as the store does.
   Store& store() { return *store_; }
+  absl::Duration lost_after() const { return options_.lost_after; }
+  // Whether no experiment declares this metric, of what is known while the store cannot be asked. A
+  // store that can be asked knows better.
+  bool SurelyUndeclared(const std::string& metric) const;
   // What runs, as the store has it now; for who has just changed it. Blocks.
   void Refresh();
   void Record(v1::OutcomeSeen outcome, Recorder::Done done);

@@ -29,6 +29,7 @@ struct ExperimentsOptions {
   int64_t spool_bytes = int64_t{256} << 20;
   absl::Duration retention = absl::InfiniteDuration();
   absl::Duration judge_every = absl::Minutes(1);
+  absl::Duration lost_after = absl::Hours(1);  // ReportOptions'
   // After an experiment's stop its requests end and Prometheus scrapes its last figures.
   absl::Duration series_outlive = absl::Minutes(10);
   ShadowOptions shadow;

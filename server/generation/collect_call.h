@@ -79,15 +79,17 @@ class CollectCall final : public Call, public StreamWriter {
   void Fail(const grpc::Status& status) { Call::End(status); }
 
   void Send(OutboxMessage message) override {
-    std::visit([this](auto& part) { Collect(part); }, message);
+    if (!too_large_) std::visit([this](auto& part) { Collect(part); }, message);
+    if (!too_large_ && bytes_ > max_bytes_) GiveUpIfTooLarge();
     facts_.outbox->OnWritten(true);
   }
   void Abort() override {}  // no write takes time
   void End(const absl::Status& status) override {
+    if (too_large_) return Fail(AnswerTooLarge(bytes_, max_bytes_));
     AddPushback(scope().context(), RetryAfterOf(status));
     if (!status.ok()) return Fail(ToGrpc(status));
-    const auto bytes = static_cast<int64_t>(result_.ByteSizeLong());
-    if (bytes > max_bytes_) return Fail(AnswerTooLarge(bytes, max_bytes_));
+    bytes_ = static_cast<int64_t>(result_.ByteSizeLong());
+    if (bytes_ > max_bytes_) return Fail(AnswerTooLarge(bytes_, max_bytes_));
     EndWith(result_);
   }
 
@@ -99,6 +101,14 @@ class CollectCall final : public Call, public StreamWriter {
   void OnRequest(const grpc::ByteBuffer& request) override {
     live_.emplace(live_calls_);
     use_(request, *this);
+  }
+  // Nobody can have the answer then: what is yet to come need not be computed.
+  void GiveUpIfTooLarge() {
+    bytes_ = static_cast<int64_t>(result_.ByteSizeLong());
+    if (bytes_ <= max_bytes_) return;
+    too_large_ = true;
+    result_.Clear();
+    facts_.outbox->OnClientGone(absl::CancelledError("the answer is too large"));
   }
   void Collect(const Queued& queued) {
     result_.mutable_accepted()->set_queue_position(queued.position);
@@ -112,9 +122,13 @@ class CollectCall final : public Call, public StreamWriter {
       output.mutable_top_logprobs()->MergeFrom(proto.top_logprobs());
       AddText(output, delta);
     });
+    bytes_ += static_cast<int64_t>(proto.ByteSizeLong());
   }
   void Collect(const PromptProgress&) {}  // nobody sees it pass
-  void Collect(const PromptLogprobs& prompt) { AddPrompt(result_, prompt); }
+  void Collect(const PromptLogprobs& prompt) {
+    AddPrompt(result_, prompt);
+    bytes_ += static_cast<int64_t>(ToProto(prompt).ByteSizeLong());
+  }
   void Collect(const EvictionTrace& trace) {
     WithOutput(result_, trace.completion,
                [&](auto& output) { *output.add_evictions() = ToProto(trace); });
@@ -133,6 +147,8 @@ class CollectCall final : public Call, public StreamWriter {
   CallFacts facts_;
   std::atomic<bool> started_ = false;  // facts_ are there
   Result result_;
+  int64_t bytes_ = 0;       // of it, at least about
+  bool too_large_ = false;  // it was given up
 };
 
 }  // namespace epikv

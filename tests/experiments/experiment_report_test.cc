@@ -287,6 +287,51 @@ TEST_F(ReportTest, TellsEndsApart) {
   EXPECT_NEAR(MetricOf(report, "failed").all().arms(0).mean(), 0.4, 1e-9);
 }
 
+// A daemon that an arm takes down ends none of its requests.
+TEST_F(ReportTest, WhatIsLostWithItsServerHasFailed) {
+  for (int i = 0; i < 800; ++i) {
+    const bool lean = i % 2 == 1;
+    Add(i, 1000, absl::StrCat("u", i),
+        {.arm = lean ? "lean" : "full", .ended = !lean || i % 3 != 0});
+  }
+  for (int i = 990; i < 1000; ++i) Add(i, 1000, absl::StrCat("u", i), {.ended = false});
+  Write();
+  const absl::Duration since = (kNow - kStart) / 50;  // the last 20 of 1000 may still run
+  const v1::ExperimentReport report = Report({.lost_after = since});
+  EXPECT_EQ(report.arms(0).running_requests(), 10u);
+  EXPECT_EQ(report.arms(0).lost_requests(), 0u);
+  EXPECT_EQ(report.arms(1).running_requests(), 0u);
+  EXPECT_EQ(report.arms(1).lost_requests(), 133u);
+  EXPECT_NEAR(MetricOf(report, "failed").all().arms(1).mean(), 133. / 400, 1e-9);
+  EXPECT_NEAR(MetricOf(report, "completed").all().arms(1).mean(), 267. / 400, 1e-9);
+  EXPECT_EQ(MetricOf(report, "request_seconds").all().arms(1).observations(), 267u);
+  EXPECT_THAT(report.notes(), Contains(HasSubstr("133 requests have no end")));
+  ASSERT_EQ(report.guardrails_size(), 1);
+  EXPECT_EQ(report.guardrails(0).verdict(), v1::GuardrailReport::VERDICT_BREACHED);
+}
+
+// Those that are lost have no outcome, and were the arm's own loss.
+TEST_F(ReportTest, WhatIsLostIsMissedInTheCoverage) {
+  for (int i = 0; i < 2000; ++i) {
+    const bool lost = i % 2 == 1 && i % 5 == 0;
+    Add(i, 2001, absl::StrCat("u", i),
+        {.arm = i % 2 ? "lean" : "full",
+         .ended = !lost,
+         .right = lost ? std::nullopt : std::optional<double>(1)});
+  }
+  Write();
+  EXPECT_THAT(Report({.lost_after = absl::Milliseconds(1)}).notes(),
+              Contains(HasSubstr("the share of requests with an outcome differs by arm")));
+}
+
+TEST_F(ReportTest, NobodyNeedWaitForAReportThatIsNotWantedAnyMore) {
+  AddPairs(3000, 50, 50);
+  int asked = 0;
+  ReportOptions options;
+  options.cancelled = [&asked] { return ++asked == 3; };
+  EXPECT_TRUE(absl::IsCancelled(MakeReport(experiment_, *store_, options, kNow).status()));
+}
+
 TEST_F(ReportTest, SaysWhichFiguresAreConfounded) {
   const v1::ExperimentReport report = Report();
   EXPECT_TRUE(MetricOf(report, "ttft_seconds").confounded());

@@ -22,6 +22,7 @@ namespace epikv {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::Ge;
 using ::testing::HasSubstr;
@@ -325,6 +326,23 @@ TEST_P(ExperimentStoreTest, AnAcknowledgedOutcomeWaitsForItsRequest) {
               ElementsAre(Recorded::kWritten));
   EXPECT_THAT(Picture(*store_), ElementsAre("1: good/=1"));
   EXPECT_THAT(place_->Execute("SELECT * FROM waiting_outcomes"), IsEmpty());
+}
+
+// Of requests that do not exist anybody may send any number.
+TEST_P(ExperimentStoreTest, NotAnyNumberOfOutcomesWaits) {
+  constexpr int kMostOfTenant = 25'000;
+  auto flood = [this](const std::string& tenant, int first, int count) {
+    std::vector<v1::ExperimentRecord> records;
+    for (int i = first; i < first + count; ++i) {
+      records.push_back(Record(Seen{.client = absl::StrCat("none", i), .tenant = tenant}));
+    }
+    return Written(*store_, records, Source::kSpool);
+  };
+  for (int i = 0; i < kMostOfTenant; i += 5000) {
+    EXPECT_THAT(flood("eve", i, 5000), Each(Recorded::kWaiting));
+  }
+  EXPECT_THAT(flood("eve", kMostOfTenant, 3), Each(Recorded::kUnknownRequest));
+  EXPECT_THAT(flood("ann", 0, 3), Each(Recorded::kWaiting));
 }
 
 TEST_P(ExperimentStoreTest, ARequestThatComesLaterFromASpoolGetsItsOutcomes) {

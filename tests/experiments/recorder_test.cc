@@ -407,7 +407,9 @@ TEST_F(RecorderTest, ARecordThatNoStoreTakesHoldsUpNoOther) {
 }
 
 TEST_F(RecorderTest, AFullSpoolRefusesOutcomesAndDropsFacts) {
-  Start(kQuick, {.max_bytes = 400});
+  RecorderOptions options = kQuick;
+  options.outcomes_share = options.tenants_share = 1;
+  Start(options, {.max_bytes = 400});
   store_.FailWith(away_);
   for (size_t i = 0; i < 20; ++i) {
     Outcome(absl::StrCat(i));
@@ -426,8 +428,37 @@ TEST_F(RecorderTest, AFullSpoolRefusesOutcomesAndDropsFacts) {
   EXPECT_THAT(store_.AwaitWritten(0), SizeIs(counts_["spooled"] + 1)) << "none that was refused";
 }
 
+// Whether their requests exist is not known while the store is away.
+TEST_F(RecorderTest, OutcomesLeaveTheSpoolsRoomToOthers) {
+  Start(kQuick, {.max_bytes = 4000});
+  store_.FailWith(away_);
+  auto flood = [this](const std::string& tenant) {
+    const size_t before = answers_.Await(0).size();
+    for (int i = 0; i < 60; ++i) {
+      recorder_->Record(Record(Seen{.client = absl::StrCat(i), .at = 1, .tenant = tenant}),
+                        answers_.For(tenant));
+      answers_.Await(before + i + 1);
+    }
+    const std::vector<std::string> answers = answers_.Await(before + 60);
+    return std::count(answers.begin(), answers.end(), tenant + " spooled");
+  };
+  const auto of_eve = flood("eve");
+  EXPECT_GT(of_eve, 5);
+  EXPECT_LT(of_eve, 30) << "a quarter is hers";
+  EXPECT_NEAR(static_cast<double>(flood("ann")), static_cast<double>(of_eve), 1);
+  EXPECT_LE(flood("bob"), 1) << "half is for outcomes";
+  for (int i = 0; i < 10; ++i) Fact(absl::StrCat(i));
+  store_.FailWith(absl::OkStatus());
+  counts_.AwaitEmptySpool();
+  EXPECT_EQ(counts_["dropped"], 0);
+  store_.FailWith(away_);
+  EXPECT_GE(flood("eve"), of_eve - 1) << "it has room again";
+}
+
 TEST_F(RecorderTest, WithRoomForLessOutcomesComeFirst) {
-  Start(kQuick, {.max_bytes = 400});
+  RecorderOptions options = kQuick;
+  options.outcomes_share = options.tenants_share = 1;
+  Start(options, {.max_bytes = 400});
   store_.SetOpen(false);
   Fact("first");
   store_.AwaitCalls(1);

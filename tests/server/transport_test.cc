@@ -137,10 +137,14 @@ TEST_F(TransportTest, MessageThatIsTooLargeIsRefused) {
 }
 
 TEST_F(TransportTest, AnswerThatIsTooLargeIsRefusedWithItsSize) {
-  script_->next = [](int32_t) { return 5; };
+  std::atomic<int> tokens = 0;
+  script_->next = [&tokens](int32_t) {
+    ++tokens;
+    return 5;
+  };
   Start({.max_sent_message_bytes = 1024});
   gate_.Open();
-  v1::GenerateRequest request = Request(2000);
+  v1::GenerateRequest request = Request(3000);
   request.mutable_output()->set_token_ids(true);
   grpc::ClientContext context;
   v1::GenerateResult result;
@@ -149,6 +153,7 @@ TEST_F(TransportTest, AnswerThatIsTooLargeIsRefusedWithItsSize) {
   EXPECT_EQ(ReasonIn(status), "ANSWER_TOO_LARGE");
   EXPECT_EQ(Detail<v1::ErrorInfo>(status, "ErrorInfo")->metadata().at("limit"), "1024");
   EXPECT_THAT(status.error_message(), HasSubstr("--max_sent_message_bytes"));
+  EXPECT_LT(tokens, 2900) << "what nobody can have is not computed";
 }
 
 }  // namespace

@@ -38,6 +38,13 @@ Observations MeasuredOf(absl::string_view metric, const EndRow& end) {
   return One(end.time_per_output_token_seconds);
 }
 
+// What one says that was lost with its server: that it failed, and nothing else.
+Observations LostOf(absl::string_view metric) {
+  if (metric == "failed") return {1.};
+  if (metric == "completed" || metric == "cancelled" || metric == "deadline_missed") return {0.};
+  return {};
+}
+
 Observations MeasuredOf(absl::string_view metric, const RequestRow& row) {
   if (metric == kShadowKlNats || metric == kShadowTop1Agreement) {
     if (!row.shadow.has_value()) return {};
@@ -45,6 +52,7 @@ Observations MeasuredOf(absl::string_view metric, const RequestRow& row) {
     const bool kl = metric == kShadowKlNats;
     return {(kl ? row.shadow->kl_nats : static_cast<double>(row.shadow->agreed_tokens)) / tokens};
   }
+  if (row.lost) return LostOf(metric);
   return row.end.has_value() ? MeasuredOf(metric, *row.end) : Observations();
 }
 

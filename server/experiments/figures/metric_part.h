@@ -110,7 +110,7 @@ class MetricPart {
     if (measure_.of_windows) return;
     const Observations values = ObservationsOf(measure_, row);
     Add(owner, row.exposed, values, CovariateOf(measure_.metric, row));
-    if (!measure_.measured && row.end.has_value()) {
+    if (!measure_.measured && (row.lost || row.end.has_value())) {
       coverage_.Add(owner.arm, owner.unit, values.empty() ? 0 : 1);
     }
   }
@@ -128,7 +128,7 @@ class MetricPart {
   const std::vector<ValueBins>& bins() const { return bins_; }
   const Population& all() const { return all_; }
   const Measure& measure() const { return measure_; }
-  // Whether the arms certainly differ in how many of their ended requests have an outcome.
+  // Whether the arms certainly differ in how many of their requests that are over have an outcome.
   bool CoverageDiffers(size_t control, size_t arm) const {
     if (measure_.measured) return false;
     const Comparison comparison =

@@ -52,7 +52,8 @@ class Parties {
     Count& count = counts_[*arm];
     count.requests += 1;
     count.units += fresh ? 1 : 0;
-    count.running += row.end.has_value() ? 0 : 1;
+    count.lost += row.lost ? 1 : 0;
+    count.running += row.lost || row.end.has_value() ? 0 : 1;
     if (row.exposed) {
       count.exposed_requests += 1;
       count.exposed_units += known->second.exposed ? 0 : 1;
@@ -88,6 +89,7 @@ class Parties {
       arm.set_exposed_requests(static_cast<uint64_t>(count.exposed_requests));
       arm.set_exposed_units(static_cast<uint64_t>(count.exposed_units));
       arm.set_running_requests(static_cast<uint64_t>(count.running));
+      arm.set_lost_requests(static_cast<uint64_t>(count.lost));
       arm.mutable_points()->Add(count.points.begin(), count.points.end());
     }
   }
@@ -98,7 +100,7 @@ class Parties {
     bool exposed = false;
   };
   struct Count {
-    int64_t requests = 0, units = 0, exposed_requests = 0, exposed_units = 0, running = 0;
+    int64_t requests = 0, units = 0, exposed_requests = 0, exposed_units = 0, running = 0, lost = 0;
     std::vector<v1::ArmPoint> points;
   };
   // Of a unit that is new: the arm in which it was seen; of a window, the one that it was dealt.

@@ -48,24 +48,6 @@ class Timeline {
   const int points_;
 };
 
-// Reads requests in order and calls `at_point` with each moment of the timeline in between.
-template <typename OnRow, typename AtPoint>
-absl::Status ReadAlong(Store& store, const std::string& experiment, const Timeline& timeline,
-                       const OnRow& on_row, const AtPoint& at_point) {
-  int next = 0;
-  const absl::Status status =
-      store.ReadRequests({.experiment = experiment}, [&](const RequestRow& row) {
-        for (; next + 1 < timeline.points() && row.began > timeline.At(next); ++next) {
-          at_point(timeline.At(next));
-        }
-        on_row(row);
-        return absl::OkStatus();
-      });
-  if (!status.ok()) return status;
-  for (; next < timeline.points(); ++next) at_point(timeline.At(next));
-  return absl::OkStatus();
-}
-
 std::string Units(const v1::Experiment& experiment) {
   return experiment.has_switchback() ? "windows" : "units";
 }
@@ -112,11 +94,37 @@ class ReportMaker {
   }
 
  private:
+  // Reads requests in order and calls `at_point` with each moment of the timeline in between.
+  template <typename OnRow, typename AtPoint>
+  absl::Status ReadAlong(const OnRow& on_row, const AtPoint& at_point) {
+    constexpr int64_t kAskEvery = 1000;
+    int next = 0;
+    int64_t rows = 0;
+    const absl::Status status =
+        store_.ReadRequests({.experiment = experiment_.name()}, [&](const RequestRow& row) {
+          if (rows++ % kAskEvery == 0 && options_.cancelled()) {
+            return absl::CancelledError("nobody waits for the report any more");
+          }
+          for (; next + 1 < timeline_.points() && row.began > timeline_.At(next); ++next) {
+            at_point(timeline_.At(next));
+          }
+          if (!row.end.has_value() && row.began + options_.lost_after <= now_) {
+            RequestRow lost = row;
+            lost.lost = true;
+            on_row(lost);
+          } else {
+            on_row(row);
+          }
+          return absl::OkStatus();
+        });
+    if (!status.ok()) return status;
+    for (; next < timeline_.points(); ++next) at_point(timeline_.At(next));
+    return absl::OkStatus();
+  }
   absl::Status ReadParties() {
     Parties parties(experiment_, arms_);
-    absl::Status status = ReadAlong(
-        store_, experiment_.name(), timeline_, [&](const RequestRow& row) { parties.Add(row); },
-        [&](absl::Time time) { parties.AddPoint(time); });
+    absl::Status status = ReadAlong([&](const RequestRow& row) { parties.Add(row); },
+                                    [&](absl::Time time) { parties.AddPoint(time); });
     parties.Report(report_);
     units_ = parties.units();
     if (windows_.has_value()) {
@@ -135,7 +143,6 @@ class ReportMaker {
       throughput.emplace(*windows_, timeline_.begin(), timeline_.end(), now_);
     }
     absl::Status status = ReadAlong(
-        store_, experiment_.name(), timeline_,
         [&](const RequestRow& row) {
           const std::optional<Owner> owner = parties.Add(row);
           if (!owner.has_value()) return;
@@ -202,8 +209,9 @@ class ReportMaker {
   }
 
   void AddNotes() {
-    uint64_t requests = 0, exposed = 0;
+    uint64_t requests = 0, exposed = 0, lost = 0;
     for (const v1::ArmReport& arm : report_.arms()) {
+      lost += arm.lost_requests();
       requests += arm.requests();
       exposed += arm.exposed_requests();
     }
@@ -211,6 +219,11 @@ class ReportMaker {
       report_.add_notes(
           "eviction could act in no request: every prompt with its longest output fits into the "
           "smallest budget, so the arms cannot differ");
+    }
+    if (lost > 0) {
+      report_.add_notes(absl::StrCat(
+          lost, " requests have no end ", absl::FormatDuration(options_.lost_after),
+          " after their beginning: their server ended before them. They count as failed"));
     }
     if (report_.sample_ratio().alarm() && report_.blocked().empty()) {
       report_.add_notes(absl::StrCat(Units(experiment_),

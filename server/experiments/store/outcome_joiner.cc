@@ -30,7 +30,11 @@ constexpr absl::string_view kSelectByClient =
 constexpr absl::string_view kSelectOutcome =
     "SELECT value, received_us FROM outcomes "
     "WHERE request = $1 AND metric = $2 AND outcome_key = $3";
-constexpr absl::string_view kAnyWaiting = "SELECT 1 FROM waiting_outcomes LIMIT 1";
+// Outcomes that may wait for their requests, of all and of one tenant. Of more it is not known
+// whether their requests exist, and they are dropped.
+constexpr int64_t kMostWaiting = 100'000, kMostOfTenant = kMostWaiting / 4;
+constexpr absl::string_view kCountWaiting =
+    "SELECT tenant, COUNT(*) FROM waiting_outcomes GROUP BY tenant";
 constexpr absl::string_view kSelectWaiting =
     "SELECT tenant, request_id, metric, outcome_key, value, happened_us, received_us "
     "FROM waiting_outcomes WHERE tenant = $1 AND request_id = $2 ORDER BY received_us";
@@ -87,8 +91,12 @@ absl::Status OutcomeJoiner::Load(absl::Span<const v1::ExperimentRecord> records)
 }
 
 absl::Status OutcomeJoiner::LoadWaiting(absl::Span<const v1::ExperimentRecord> records) {
-  const absl::StatusOr<std::vector<SqlRow>> any = session_.Query(kAnyWaiting);
-  if (!any.ok() || any->empty()) return any.status();
+  const absl::StatusOr<std::vector<SqlRow>> counts = session_.Query(kCountWaiting);
+  if (!counts.ok() || counts->empty()) return counts.status();
+  for (const SqlRow& row : *counts) {
+    num_waiting_[TextOf(row[0])] = IntOf(row[1]);
+    all_waiting_ += IntOf(row[1]);
+  }
   std::set<Client> clients;
   for (const v1::ExperimentRecord& record : records) {
     if (!record.has_began()) continue;
@@ -188,6 +196,13 @@ bool OutcomeJoiner::JoinByTime(const v1::OutcomeSeen& outcome, Recorded& result)
 void OutcomeJoiner::JoinSpooled() {
   for (const auto& [outcome, result] : spooled_) {
     if (JoinByTime(*outcome, *result)) continue;
+    int64_t& of_tenant = num_waiting_[outcome->tenant()];
+    if (of_tenant >= kMostOfTenant || all_waiting_ >= kMostWaiting) {
+      *result = Recorded::kUnknownRequest;
+      continue;
+    }
+    ++of_tenant;
+    ++all_waiting_;
     *result = Recorded::kWaiting;
     new_waiting_.push_back({outcome->tenant(), outcome->request_id(), outcome->metric(),
                             outcome->key(), outcome->value(), MicrosOf(outcome->time()),

@@ -83,6 +83,8 @@ class OutcomeJoiner {
   std::map<Client, Requests> requests_;  // as far as loaded, and new ones
   std::vector<std::pair<const v1::OutcomeSeen*, Recorded*>> spooled_;
   std::vector<v1::OutcomeSeen> waiting_;
+  std::map<std::string, int64_t> num_waiting_;  // by tenant, in the store and to be written
+  int64_t all_waiting_ = 0;
   Recorded waiting_result_ = Recorded::kWaiting;  // nobody asks for it
   std::vector<Joined> joined_;
   std::map<OutcomeId, Kept> kept_;

@@ -192,7 +192,8 @@ void Recorder::Replay() {
 
 // Outcomes first, where there is no room for all: somebody waits for them.
 void Recorder::Keep(Batch batch) {
-  if (Append(batch)) return;
+  RefuseOutcomes(batch);
+  if (batch.records.empty() || Append(batch)) return;
   Batch outcomes;
   for (size_t i = 0; i < batch.records.size(); ++i) {
     if (batch.dones[i] == nullptr) continue;
@@ -204,6 +205,32 @@ void Recorder::Keep(Batch batch) {
   if (outcomes.records.empty() || (dropped > 0 && Append(outcomes))) return;
   observer_.OnRefused(static_cast<int64_t>(outcomes.records.size()));
   for (const Done& done : outcomes.dones) done(spool_error_);
+}
+
+void Recorder::RefuseOutcomes(Batch& batch) {
+  if (spool_->empty()) {
+    outcome_bytes_.clear();
+    all_outcome_bytes_ = 0;
+  }
+  const auto room = static_cast<double>(spool_->max_bytes());
+  Batch kept;
+  for (size_t i = 0; i < batch.records.size(); ++i) {
+    if (batch.dones[i] != nullptr) {
+      const auto bytes = static_cast<int64_t>(batch.records[i].ByteSizeLong());
+      int64_t& of_tenant = outcome_bytes_[batch.records[i].outcome().tenant()];
+      if (static_cast<double>(of_tenant + bytes) > options_.tenants_share * room ||
+          static_cast<double>(all_outcome_bytes_ + bytes) > options_.outcomes_share * room) {
+        observer_.OnRefused(1);
+        batch.dones[i](absl::ResourceExhaustedError("too many outcomes wait for the store"));
+        continue;
+      }
+      of_tenant += bytes;
+      all_outcome_bytes_ += bytes;
+    }
+    kept.records.push_back(std::move(batch.records[i]));
+    kept.dones.push_back(std::move(batch.dones[i]));
+  }
+  batch = std::move(kept);
 }
 
 bool Recorder::Append(const Batch& batch) {
@@ -219,7 +246,7 @@ bool Recorder::Append(const Batch& batch) {
 
 void Recorder::StoreIsAway(const absl::Status& why) {
   const absl::Duration now = SteadyTime();
-  if (!std::exchange(away_, true)) {
+  if (!away_.exchange(true)) {
     outage_told_ = now;
     backoff_ = options_.first_backoff;
     observer_.OnOutage(why);
@@ -233,7 +260,7 @@ void Recorder::StoreIsAway(const absl::Status& why) {
 
 void Recorder::StoreIsThere() {
   const absl::Duration now = SteadyTime();
-  if (std::exchange(away_, false)) observer_.OnOutageTime(now - outage_told_);
+  if (away_.exchange(false)) observer_.OnOutageTime(now - outage_told_);
   next_try_ = now;
 }
 

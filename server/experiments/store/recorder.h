@@ -1,9 +1,11 @@
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -57,6 +59,9 @@ struct RecorderOptions {
   absl::Duration last_backoff = absl::Seconds(1);
   // How long, at the end, what is queued is offered to the store before the spool takes the rest.
   absl::Duration flush = absl::Seconds(5);
+  // Of the spool, what outcomes may take, all and those of one tenant: whether their requests exist
+  // is not known before the store is back. The rest is for facts about requests.
+  double outcomes_share = .5, tenants_share = .25;
 };
 
 // Brings records to the store, on a thread of its own: all that is queued in one transaction. While
@@ -81,6 +86,9 @@ class Recorder {
   // that later records have later times.
   void Record(v1::ExperimentRecord record, Done done = nullptr);
 
+  // Whether the store could not be written to when it was tried last.
+  bool store_is_away() const { return away_; }
+
  private:
   struct Queued {
     v1::ExperimentRecord record;
@@ -100,6 +108,8 @@ class Recorder {
   void Replay();
   void Keep(Batch batch);
   bool Append(const Batch& batch);
+  // Refuses the outcomes that have no room in the spool's part for them.
+  void RefuseOutcomes(Batch& batch);
   using OnResult = absl::FunctionRef<void(size_t record, const absl::StatusOr<Recorded>& recorded)>;
   size_t Write(absl::Span<const v1::ExperimentRecord> records, Source source, OnResult on_result);
   void Count(const absl::StatusOr<Recorded>& recorded);
@@ -122,8 +132,11 @@ class Recorder {
   // Of the thread.
   const std::unique_ptr<Spool> spool_;
   absl::Status spool_error_;  // of the last Append
-  size_t replayed_batch_;     // records
-  bool away_ = false;
+  // Of outcomes in the spool, since it was empty.
+  std::map<std::string, int64_t> outcome_bytes_;  // by tenant
+  int64_t all_outcome_bytes_ = 0;
+  size_t replayed_batch_;           // records
+  std::atomic<bool> away_ = false;  // any thread reads it
   absl::Duration backoff_;
   // By SteadyTime.
   absl::Duration next_try_;

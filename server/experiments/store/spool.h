@@ -57,6 +57,7 @@ class Spool {
 
   bool empty() const { return segments_.empty(); }
   int64_t bytes() const;
+  int64_t max_bytes() const { return options_.max_bytes; }
   SpoolDamage damage() const { return damage_; }
 
  private:

@@ -102,6 +102,7 @@ struct RequestRow {
   bool forced = false;
   bool exposed = false;
   std::optional<EndRow> end;
+  bool lost = false;  // no end came, and none will: said by who reads it, not by the store
   std::optional<ShadowRow> shadow;
   // Of the experiment's metrics, within its outcome_window; by metric and key.
   std::vector<OutcomeRow> outcomes;

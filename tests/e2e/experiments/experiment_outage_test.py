@@ -44,6 +44,21 @@ def test_a_breached_guardrail_stops_it_soon_after_an_outage(
         assert scrape(daemon.metrics).total("epikv_experiment_guardrail_breaches_total") == 1
 
 
+def test_outcomes_that_nobody_declares_fill_no_spool(sample_model: Path, tmp_path: Path) -> None:
+    """While the store is away nobody knows of their requests; of their metric it is known."""
+    store = tmp_path / "store.db"
+    flag = f"--experiment_store={store}"
+    with Daemon(sample_model, "--threads=1", flag) as daemon, daemon.client() as client:
+        client.create_experiment(define(LEAN))
+        client.start_experiment("lean")
+        with closing(sqlite3.connect(store)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            assert client.record_outcome("none", "right", 1).spooled
+            with pytest.raises(RpcError, match="no experiment declares 'anything'"):
+                client.record_outcome("none", "anything", 1)
+            assert client.record_outcome("none", "right", 0).spooled
+
+
 def test_what_is_refused_is_not_counted_as_left_out(sample_model: Path, tmp_path: Path) -> None:
     """As it is not counted under an arm."""
     flag = f"--experiment_store={tmp_path / 'store.db'}"

@@ -191,7 +191,9 @@ def _arms(report: ExperimentReport) -> None:
     if explained := report.experiment.sample_ratio_explanation:
         _say(f"explained: {reading.plain(explained)}", indent=4)
     if running := sum(arm.running_requests for arm in report.arms):
-        _say(f"No end yet, or lost with their server: {figures.count(running)} requests", indent=2)
+        _say(f"No end yet: {figures.count(running)} requests", indent=2)
+    if lost := sum(arm.lost_requests for arm in report.arms):
+        _say(f"Lost with their server, so failed: {figures.count(lost)} requests", indent=2)
     told = [f"{figures.count(n)} {what}" for _, what, n in reading.left_out(report) if n]
     if told:
         _say(f"Requests left out of every analysis: {', '.join(told)}", indent=2)

@@ -195,6 +195,7 @@ def _arms(report: ExperimentReport) -> Iterator[Html]:
                 _count(f"{path}/exposed_units", arm.exposed_units, share),
                 _count(f"{path}/exposed_requests", arm.exposed_requests),
                 _count(f"{path}/running_requests", arm.running_requests),
+                _count(f"{path}/lost_requests", arm.lost_requests),
             ]
         )
     yield _table(
@@ -205,7 +206,8 @@ def _arms(report: ExperimentReport) -> Iterator[Html]:
         "requests",
         f"exposed {units}",
         "exposed requests",
-        "no end yet, or lost",
+        "no end yet",
+        "lost",
         rows=rows,
         look="wide stack arms",
     )
