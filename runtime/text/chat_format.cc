@@ -265,9 +265,8 @@ absl::StatusOr<std::string> ChatFormats::Content(const Format& format, const Cha
   return content;
 }
 
-absl::StatusOr<std::string> ChatFormats::Render(absl::Span<const ChatMessage> messages,
-                                                std::optional<bool> thinking,
-                                                absl::Time now) const {
+absl::StatusOr<ChatText> ChatFormats::Render(absl::Span<const ChatMessage> messages,
+                                             std::optional<bool> thinking, absl::Time now) const {
   if (!refusal_.empty()) return absl::FailedPreconditionError(refusal_);
   if (thinking.has_value() && !has_thinking()) {
     return absl::FailedPreconditionError(
@@ -292,13 +291,13 @@ absl::StatusOr<std::string> ChatFormats::Render(absl::Span<const ChatMessage> me
         "special way, which is not supported here: end with a user message");
   }
 
-  std::string prompt;
+  ChatText prompt;
   auto append = [&](const Text& text) {
     for (const auto& piece : text) {
       const auto* date = std::get_if<Date>(&piece);
-      absl::StrAppend(&prompt, date == nullptr
-                                   ? std::get<std::string>(piece)
-                                   : absl::FormatTime(date->format, now, absl::LocalTimeZone()));
+      absl::StrAppend(&prompt.text,
+                      date == nullptr ? std::get<std::string>(piece)
+                                      : absl::FormatTime(date->format, now, absl::LocalTimeZone()));
     }
   };
   append(format.begin.at(order.front()->role));
@@ -307,7 +306,9 @@ absl::StatusOr<std::string> ChatFormats::Render(absl::Span<const ChatMessage> me
     const bool history = order[i]->role == ChatRole::kAssistant && i < last;
     absl::StatusOr<std::string> content = Content(format, *order[i], history);
     if (!content.ok()) return content.status();
-    prompt += *content;
+    const size_t begin = prompt.text.size();
+    prompt.text += *content;
+    prompt.contents.push_back({.begin = begin, .end = prompt.text.size()});
   }
   append(order.back()->role == ChatRole::kUser ? format.generation : *format.end);
   return prompt;

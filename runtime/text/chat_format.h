@@ -11,6 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "runtime/text/tokenizer.h"
 
 namespace epikv {
 
@@ -19,6 +20,12 @@ enum class ChatRole { kSystem, kUser, kAssistant };
 struct ChatMessage {
   ChatRole role = ChatRole::kUser;
   std::string content;
+};
+
+// A prompt, and where in it contents of messages stand, in order.
+struct ChatText {
+  std::string text;
+  std::vector<TextRange> contents;
 };
 
 // How a model writes conversations as prompts: what stands before, between and after their
@@ -35,8 +42,8 @@ class ChatFormats {
   // conversation as it stands. `thinking` chooses among the template's ways, where it has several;
   // `now` is what a template dates conversations by. FAILED_PRECONDITION for what the template
   // cannot do, or its format. Precondition: no message is out of turn.
-  absl::StatusOr<std::string> Render(absl::Span<const ChatMessage> messages,
-                                     std::optional<bool> thinking, absl::Time now) const;
+  absl::StatusOr<ChatText> Render(absl::Span<const ChatMessage> messages,
+                                  std::optional<bool> thinking, absl::Time now) const;
 
   // Why there are none; empty: there are.
   const std::string& refusal() const { return refusal_; }

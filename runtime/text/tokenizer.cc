@@ -96,11 +96,16 @@ struct Tokenizer::Parts {
   absl::Status ReadTokens(const std::vector<AddedToken>& added);
   absl::Status ReadToken(absl::string_view token, int32_t id, bool special);
 
-  // Token ids of text, without what goes around it. Precondition: UTF-8.
-  absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view text) const;
+  // Token ids of text, without what goes around it. plain: EncodeOptions'. Precondition: UTF-8.
+  absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view text,
+                                              absl::Span<const TextRange> plain) const;
   // Appends those of text without added tokens that are found before normalizing. `at_start`: no
-  // text stands before it.
-  absl::Status EncodeRaw(absl::string_view text, bool at_start, std::vector<int32_t>& ids) const;
+  // text stands before it. `has_plain`: the model must find no special token in it.
+  absl::Status EncodeRaw(absl::string_view text, bool at_start, bool has_plain,
+                         std::vector<int32_t>& ids) const;
+  // That this text, normalized, has no special token.
+  absl::Status CheckPlain(absl::string_view text) const;
+  absl::Status NotPlain(int32_t id) const;
 };
 
 absl::StatusOr<Tokenizer::Parts> Tokenizer::Parts::FromJson(const Json& json) {
@@ -172,20 +177,44 @@ absl::Status Tokenizer::Parts::ReadToken(absl::string_view token, int32_t id, bo
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<int32_t>> Tokenizer::Parts::Encode(absl::string_view text) const {
+absl::StatusOr<std::vector<int32_t>> Tokenizer::Parts::Encode(
+    absl::string_view text, absl::Span<const TextRange> plain) const {
+  for (const TextRange& range : plain) {
+    const absl::Status status = CheckPlain(text.substr(range.begin, range.end - range.begin));
+    if (!status.ok()) return status;
+  }
   std::vector<int32_t> ids;
-  for (const AddedTokenFinder::Segment& segment : raw_finder.Split(text)) {
+  for (const AddedTokenFinder::Segment& segment : raw_finder.Split(text, plain)) {
     if (segment.token.has_value()) {
       ids.push_back(*segment.token);
       continue;
     }
-    const absl::Status status = EncodeRaw(segment.text, segment.text.data() == text.data(), ids);
+    const size_t begin = segment.text.data() - text.data();
+    const bool has_plain = Overlaps(plain, begin, begin + segment.text.size());
+    const absl::Status status = EncodeRaw(segment.text, begin == 0, has_plain, ids);
     if (!status.ok()) return status;
   }
   return ids;
 }
 
-absl::Status Tokenizer::Parts::EncodeRaw(absl::string_view text, bool at_start,
+absl::Status Tokenizer::Parts::NotPlain(int32_t id) const {
+  return absl::InvalidArgumentError(absl::StrCat("the text holds the special token '",
+                                                 decoded[id].bytes,
+                                                 "', which this tokenizer cannot read as text"));
+}
+
+absl::Status Tokenizer::Parts::CheckPlain(absl::string_view text) const {
+  const absl::StatusOr<std::string> normalized = normalizer.Normalize(text);
+  if (!normalized.ok()) return normalized.status();
+  for (const AddedTokenFinder::Segment& segment : normalized_finder.Split(*normalized)) {
+    if (segment.token.has_value() && decoded[*segment.token].special) {
+      return NotPlain(*segment.token);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Tokenizer::Parts::EncodeRaw(absl::string_view text, bool at_start, bool has_plain,
                                          std::vector<int32_t>& ids) const {
   const absl::StatusOr<std::string> normalized = normalizer.Normalize(text);
   if (!normalized.ok()) return normalized.status();
@@ -199,6 +228,9 @@ absl::Status Tokenizer::Parts::EncodeRaw(absl::string_view text, bool at_start,
     if (!pieces.ok()) return pieces.status();
     const absl::StatusOr<std::vector<int32_t>> tokens = model->Encode(*pieces);
     if (!tokens.ok()) return tokens.status();
+    for (const int32_t id : *tokens) {
+      if (has_plain && decoded[id].special) return NotPlain(id);
+    }
     ids.insert(ids.end(), tokens->begin(), tokens->end());
   }
   return absl::OkStatus();
@@ -224,7 +256,7 @@ absl::StatusOr<std::vector<int32_t>> Tokenizer::Encode(absl::string_view text,
   if (invalid.has_value()) {
     return absl::InvalidArgumentError(absl::StrCat("text is not UTF-8 at byte ", *invalid));
   }
-  absl::StatusOr<std::vector<int32_t>> ids = parts_->Encode(text);
+  absl::StatusOr<std::vector<int32_t>> ids = parts_->Encode(text, options.plain);
   if (ids.ok() && options.add_special) {
     const PostProcessor& around = parts_->around;
     ids->insert(ids->begin(), around.prefix.begin(), around.prefix.end());

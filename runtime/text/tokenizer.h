@@ -13,8 +13,16 @@
 
 namespace epikv {
 
+// Bytes of a text.
+struct TextRange {
+  size_t begin = 0, end = 0;
+};
+
 struct EncodeOptions {
   bool add_special = true;  // what the post-processor adds: a beginning-of-sequence token, say
+  // Where what looks like a special token is text, in order: what people wrote, in a prompt whose
+  // structure is ours.
+  std::vector<TextRange> plain = {};
 };
 
 struct DecodeOptions {
@@ -35,7 +43,8 @@ class Tokenizer {
   ~Tokenizer();
 
   // INVALID_ARGUMENT for text that is not UTF-8 (names the byte) or holds a word that a
-  // word-level vocabulary without an unknown token lacks (names the word).
+  // word-level vocabulary without an unknown token lacks (names the word); and where a special
+  // token in a plain range cannot be text, since the vocabulary has the same as a word (names it).
   absl::StatusOr<std::vector<int32_t>> Encode(absl::string_view text,
                                               const EncodeOptions& options = {}) const;
 

@@ -32,8 +32,8 @@ Rejection Bad(std::string field, std::string description) {
 
 }  // namespace
 
-std::variant<std::string, Rejection> ChatText(const v1::ChatPrompt& chat,
-                                              const ChatFormats& formats) {
+std::variant<ChatText, Rejection> ChatTextOf(const v1::ChatPrompt& chat,
+                                             const ChatFormats& formats) {
   std::vector<ChatMessage> messages;
   auto field = [&](size_t message) { return absl::StrCat("chat.messages[", message, "]"); };
   for (const v1::ChatMessage& message : chat.messages()) {
@@ -49,13 +49,19 @@ std::variant<std::string, Rejection> ChatText(const v1::ChatPrompt& chat,
     return Bad(missing ? "chat.messages" : absl::StrCat(field(*wrong), ".role"),
                "a conversation is a system message or none, then user and assistant in turns");
   }
-  absl::StatusOr<std::string> text = formats.Render(
+  absl::StatusOr<ChatText> text = formats.Render(
       messages, chat.has_thinking() ? std::optional(chat.thinking()) : std::nullopt, absl::Now());
   if (text.ok()) return *std::move(text);
   return Rejection{.code = text.status().code(),
                    .reason = std::string(kChatFormat),
                    .message = absl::StrCat("chat: ", text.status().message()),
                    .violations = {{"chat", std::string(text.status().message())}}};
+}
+
+EncodeOptions ChatEncoding(const v1::ChatPrompt& chat, const ChatText& text) {
+  EncodeOptions options{.add_special = false};
+  if (!chat.special_tokens_in_contents()) options.plain = text.contents;
+  return options;
 }
 
 }  // namespace epikv

@@ -9,9 +9,13 @@
 
 namespace epikv {
 
-// The prompt's text, special tokens included. A message out of turn is named; what the model has no
-// format for is FAILED_PRECONDITION (CHAT_FORMAT).
-std::variant<std::string, Rejection> ChatText(const v1::ChatPrompt& chat,
-                                              const ChatFormats& formats);
+// The prompt's text. A message out of turn is named; what the model has no format for is
+// FAILED_PRECONDITION (CHAT_FORMAT).
+std::variant<ChatText, Rejection> ChatTextOf(const v1::ChatPrompt& chat,
+                                             const ChatFormats& formats);
+
+// How it becomes tokens: special tokens are the format's, but where the request wants them in
+// contents, too.
+EncodeOptions ChatEncoding(const v1::ChatPrompt& chat, const ChatText& text);
 
 }  // namespace epikv

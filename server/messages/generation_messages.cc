@@ -106,12 +106,13 @@ class Reader {
 };
 
 std::vector<int32_t> Reader::Chat(const v1::ChatPrompt& chat) {
-  std::variant<std::string, Rejection> text = ChatText(chat, prompts_.chat);
+  std::variant<ChatText, Rejection> text = ChatTextOf(chat, prompts_.chat);
   if (auto* rejection = std::get_if<Rejection>(&text)) {
     refusal_ = std::move(*rejection);
     return {};
   }
-  return Encode("chat", std::get<std::string>(text), {.add_special = false});
+  const auto& prompt = std::get<ChatText>(text);
+  return Encode("chat", prompt.text, ChatEncoding(chat, prompt));
 }
 
 KvOptions Reader::Kv(const v1::KvOptions& kv) {

@@ -62,12 +62,13 @@ Answer<v1::ApplyChatTemplateResponse> TokenizationService::ApplyChatTemplate(
   const auto found = models_.Find(request.model());
   if (const auto* refusal = std::get_if<grpc::Status>(&found)) return *refusal;
   const ServedModel& model = *std::get<ModelPtr>(found);
-  std::variant<std::string, Rejection> text = ChatText(request.chat(), model.chat);
+  std::variant<ChatText, Rejection> text = ChatTextOf(request.chat(), model.chat);
   if (const auto* rejection = std::get_if<Rejection>(&text)) return ToGrpc(*rejection);
   v1::ApplyChatTemplateResponse response;
-  response.set_text(std::get<std::string>(std::move(text)));
-  const auto tokens = model.tokenizer->Encode(response.text(), {.add_special = false});
+  auto& prompt = std::get<ChatText>(text);
+  const auto tokens = model.tokenizer->Encode(prompt.text, ChatEncoding(request.chat(), prompt));
   if (!tokens.ok()) return ToGrpc(BadField("chat", tokens.status().message()));
+  response.set_text(std::move(prompt.text));
   response.mutable_tokens()->mutable_ids()->Add(tokens->begin(), tokens->end());
   return response;
 }

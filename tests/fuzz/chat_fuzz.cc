@@ -44,7 +44,7 @@ void CheckFile(absl::string_view json) {
   static const auto& conversations = *new auto(Conversations());
   for (const std::optional<bool> thinking : {std::optional<bool>(), std::optional(true)}) {
     for (const std::vector<ChatMessage>& messages : conversations) {
-      const absl::StatusOr<std::string> text =
+      const absl::StatusOr<ChatText> text =
           formats->Render(messages, thinking, absl::FromUnixSeconds(1'700'000'000));
       if (!text.ok()) {
         Require(text.status().code() == absl::StatusCode::kFailedPrecondition &&
@@ -52,11 +52,12 @@ void CheckFile(absl::string_view json) {
                 "it says what it cannot do", text.status().ToString());
         continue;
       }
-      Require(!FirstInvalidUtf8(*text).has_value(), "prompts are UTF-8", *text);
+      Require(!FirstInvalidUtf8(text->text).has_value(), "prompts are UTF-8", text->text);
+      Require(text->contents.size() == messages.size(), "each content has its place");
       for (const ChatMessage& message : messages) {
         if (message.role != ChatRole::kUser) continue;
         const std::string word = message.content.substr(message.content.find("word"), 5);
-        Require(absl::StrContains(*text, word), "what users say is there", word);
+        Require(absl::StrContains(text->text, word), "what users say is there", word);
       }
     }
   }

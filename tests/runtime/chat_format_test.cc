@@ -37,8 +37,8 @@ ChatFormats Made(const Json& format) {
 
 std::string Text(const ChatFormats& formats, const std::vector<ChatMessage>& messages,
                  std::optional<bool> thinking = std::nullopt) {
-  const absl::StatusOr<std::string> text = formats.Render(messages, thinking, kNow);
-  return text.ok() ? *text : text.status().ToString();
+  const absl::StatusOr<ChatText> text = formats.Render(messages, thinking, kNow);
+  return text.ok() ? text->text : text.status().ToString();
 }
 
 TEST(ChatFormatTest, WritesWhatStandsAroundContents) {
@@ -49,6 +49,18 @@ TEST(ChatFormatTest, WritesWhatStandsAroundContents) {
             "[U a][A b][U c][A ");
   EXPECT_EQ(Text(formats, {{Role::kUser, "a"}, {Role::kAssistant, "b"}}), "[U a][A b]");
   EXPECT_EQ(Text(formats, {{Role::kUser, ""}}), "[U ][A ");
+}
+
+TEST(ChatFormatTest, TellsWhereContentsStand) {
+  const ChatText text =
+      *Made(Brackets())
+           .Render({{Role::kSystem, "sys"}, {Role::kUser, ""}, {Role::kAssistant, "b"}}, {}, kNow);
+  std::vector<std::string> contents;
+  for (const TextRange& range : text.contents) {
+    contents.push_back(text.text.substr(range.begin, range.end - range.begin));
+  }
+  EXPECT_EQ(text.text, "[S sys][U ][A b]");
+  EXPECT_EQ(contents, (std::vector<std::string>{"sys", "", "b"}));
 }
 
 TEST(ChatFormatTest, StripsAsPythonDoes) {

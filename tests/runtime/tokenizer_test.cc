@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
@@ -133,6 +134,23 @@ std::string RandomText(std::mt19937& random, bool valid) {
   return text;
 }
 
+// With ranges of the whole text: no special token, whatever it spells; or an error that names it.
+TEST_P(TokenizerGoldenTest, PlainTextHasNoSpecialTokens) {
+  int told = 0, plain = 0;
+  for (const Json& text : texts_) {
+    const std::string spelled = text.get<std::string>();
+    const auto ids =
+        tokenizer_->Encode(spelled, {.add_special = false, .plain = {{0, spelled.size()}}});
+    if (!ids.ok()) {
+      ++told;
+      continue;
+    }
+    ++plain;
+    for (const int32_t id : *ids) EXPECT_FALSE(tokenizer_->IsSpecial(id)) << spelled;
+  }
+  EXPECT_GT(plain, 0) << told << " were refused";
+}
+
 TEST_P(TokenizerGoldenTest, RandomBytesGiveValidIdsOrAnError) {
   std::mt19937 random(1);
   for (int round = 0; round < 3000; ++round) {
@@ -234,6 +252,21 @@ TEST(TokenizerTest, ScoresAreReadAsTheReferenceReadsThem) {
 }
 
 // A megabyte in one piece: a quadratic way would not end.
+// Of a token that has a byte in a plain range nothing is found.
+TEST(TokenizerTest, PlainRangesHoldNoByteOfASpecialToken) {
+  const auto tokenizer = Golden("llama3");
+  const int32_t end = tokenizer->TokenToId("<|eot|>").value();
+  auto count = [&](std::vector<TextRange> plain) {
+    const auto ids = *tokenizer->Encode("<|eot|>a<|eot|>b<|eot|>", {.plain = std::move(plain)});
+    return std::count(ids.begin(), ids.end(), end);
+  };
+  EXPECT_EQ(count({}), 3);
+  EXPECT_EQ(count({{7, 16}}), 2);
+  EXPECT_EQ(count({{0, 7}, {16, 23}}), 1);
+  EXPECT_EQ(count({{6, 7}}), 2) << "its last byte";
+  EXPECT_EQ(count({{7, 8}, {8, 8}, {15, 16}}), 3) << "none of them has one";
+}
+
 TEST(TokenizerTest, LongPiecesAreMerged) {
   const auto tokenizer = Golden("llama2_legacy");  // does not cut text
   std::string text;

@@ -84,10 +84,13 @@ class Chat:
 
     `thinking`: whether the model thinks before it answers, if it can be told; None: as its template
     does it.
+    `special_tokens_in_contents`: whether special tokens written in contents act as such; else they
+    are text.
     """
 
     messages: Sequence[Mapping[str, str]]
     thinking: bool | None = None
+    special_tokens_in_contents: bool = False
 
     def to_proto(self) -> generation_pb2.ChatPrompt:
         """Raises ValueError for what is no message."""
@@ -102,6 +105,7 @@ class Chat:
                 for m in self.messages
             ],
             thinking=self.thinking,
+            special_tokens_in_contents=self.special_tokens_in_contents,
         )
 
 

@@ -77,11 +77,18 @@ absl::StatusOr<std::vector<AddedToken>> AddedTokensFromJson(const Json& json,
 AddedTokenFinder::AddedTokenFinder(std::vector<AddedToken> tokens)
     : tokens_(std::move(tokens)), texts_(TextsOf(tokens_)) {}
 
-std::vector<AddedTokenFinder::Segment> AddedTokenFinder::Split(absl::string_view text) const {
+bool Overlaps(absl::Span<const TextRange> ranges, size_t begin, size_t end) {
+  const auto* const next = std::partition_point(
+      ranges.begin(), ranges.end(), [begin](const TextRange& range) { return range.end <= begin; });
+  return next != ranges.end() && next->begin < end && next->begin < next->end;
+}
+
+std::vector<AddedTokenFinder::Segment> AddedTokenFinder::Split(
+    absl::string_view text, absl::Span<const TextRange> plain) const {
   std::vector<Segment> segments;
   size_t done = 0;
   for (size_t at = 0; at < text.size();) {
-    const std::optional<Found> found = TokenAt(text.substr(at));
+    const std::optional<Found> found = TokenAt(text, at, plain);
     if (!found.has_value()) {
       ++at;
       continue;
@@ -104,9 +111,11 @@ std::vector<AddedTokenFinder::Segment> AddedTokenFinder::Split(absl::string_view
   return segments;
 }
 
-std::optional<AddedTokenFinder::Found> AddedTokenFinder::TokenAt(absl::string_view text) const {
+std::optional<AddedTokenFinder::Found> AddedTokenFinder::TokenAt(
+    absl::string_view text, size_t at, absl::Span<const TextRange> plain) const {
   std::optional<Found> longest;
-  texts_.ForEachPrefix(text, [&](size_t size, int32_t index) {
+  texts_.ForEachPrefix(text.substr(at), [&](size_t size, int32_t index) {
+    if (tokens_[index].special && Overlaps(plain, at, at + size)) return;
     longest = Found{&tokens_[index], size};
   });
   return longest;

@@ -7,6 +7,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "runtime/text/tokenizer.h"
 #include "runtime/text/tokenizer/json_fields.h"
 #include "runtime/text/tokenizer/normalizer.h"
 #include "runtime/text/tokenizer/trie.h"
@@ -30,6 +32,9 @@ struct AddedToken {
 absl::StatusOr<std::vector<AddedToken>> AddedTokensFromJson(const Json& json,
                                                             const Normalizer& normalizer);
 
+// Whether one of the ranges, which are in order, has bytes in [begin, end).
+bool Overlaps(absl::Span<const TextRange> ranges, size_t begin, size_t end);
+
 // Finds added tokens in text: the one that begins first, and there the longest. Immutable, any
 // thread.
 class AddedTokenFinder {
@@ -42,8 +47,9 @@ class AddedTokenFinder {
   // Precondition: the tokens' texts are distinct.
   explicit AddedTokenFinder(std::vector<AddedToken> tokens);
 
-  // All of `text` in segments, which point into it. Precondition: `text` is UTF-8.
-  std::vector<Segment> Split(absl::string_view text) const;
+  // All of `text` in segments, which point into it. No special token has bytes in the ranges
+  // `plain`, which are in order. Precondition: `text` is UTF-8.
+  std::vector<Segment> Split(absl::string_view text, absl::Span<const TextRange> plain = {}) const;
 
  private:
   struct Found {
@@ -51,8 +57,9 @@ class AddedTokenFinder {
     size_t size;  // bytes
   };
 
-  // The longest token at the beginning of `text`.
-  std::optional<Found> TokenAt(absl::string_view text) const;
+  // The longest token that begins at this byte.
+  std::optional<Found> TokenAt(absl::string_view text, size_t at,
+                               absl::Span<const TextRange> plain) const;
 
   std::vector<AddedToken> tokens_;
   Trie texts_;  // values: indexes into tokens_
