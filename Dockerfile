@@ -35,18 +35,20 @@ RUN --mount=type=bind,source=tools/requirements,target=/tmp/requirements \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
     python3 -m venv /tmp/pip \
  && /tmp/pip/bin/pip install --no-cache-dir --require-hashes --only-binary :all: --no-deps --target=/opt/python \
-      --index-url="${TORCH_INDEX}" -r /tmp/requirements/torch-cpu.txt \
+      --report=/opt/torch.json --index-url="${TORCH_INDEX}" -r /tmp/requirements/torch-cpu.txt \
  && ln -s /opt/python/torch /opt/libtorch && rm -r /tmp/pip \
  && if ldd /opt/libtorch/lib/libtorch_cpu.so | grep 'not found'; then \
       echo "TORCH_INDEX=${TORCH_INDEX} gave no CPU build of torch" >&2; exit 1; fi
 
-# What is built from sources beside ours, with the build backend that pip insists on for the archive's metadata.
+# What is built from sources beside ours, with the build backend that pip insists on for the archive's metadata; and
+# what writes the bill of materials.
 RUN --mount=type=bind,source=tools/requirements,target=/tmp/requirements \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
-    python3 -m venv /tmp/pip \
+    python3 -m venv /tmp/pip && python3 -m venv /opt/sbom \
  && /tmp/pip/bin/pip install --no-cache-dir --require-hashes --only-binary :all: -r /tmp/requirements/build.txt \
  && /tmp/pip/bin/pip download --no-cache-dir --require-hashes --no-deps --no-binary xgrammar --no-build-isolation \
-      --dest=/opt -r /tmp/requirements/xgrammar.txt && rm -r /tmp/pip
+      --dest=/opt -r /tmp/requirements/xgrammar.txt && rm -r /tmp/pip \
+ && /opt/sbom/bin/pip install --no-cache-dir --require-hashes --only-binary :all: -r /tmp/requirements/sbom.txt
 
 FROM toolchain AS build
 WORKDIR /src
@@ -70,6 +72,11 @@ RUN mkdir -p /image/usr/share/doc/epikvd/xgrammar \
  && cp LICENSE NOTICE /image/usr/share/doc/epikvd/ \
  && cp -r /opt/python/torch-*.dist-info/licenses /image/usr/share/doc/epikvd/libtorch \
  && cp build/release/xgrammar-*/LICENSE build/release/xgrammar-*/NOTICE /image/usr/share/doc/epikvd/xgrammar/
+
+# What is in the image: Debian's packages, and what is linked or compiled in.
+RUN --mount=type=bind,from=system,source=/,target=/system \
+    /opt/sbom/bin/python deploy/sbom.py --root=/system --program=build/release/server/epikvd \
+      --torch=/opt/torch.json --commit="${REVISION}" --out=/image/usr/share/doc/epikvd/sbom.cdx.json
 
 FROM system AS runtime
 ARG REVISION=unknown
