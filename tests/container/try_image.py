@@ -52,12 +52,21 @@ exec chroot --userspec="$user" --groups= "$root" "$@"
 
 
 class Container:
-    """The image's entry point as process 1 of namespaces of its own."""
+    """The image's entry point, and flags of the user's, as process 1 of namespaces of its own."""
 
-    def __init__(self, root: Path, config: dict[str, Any], models: Path, cgroup: Path, log: Path):
+    def __init__(
+        self,
+        root: Path,
+        config: dict[str, Any],
+        models: Path,
+        cgroup: Path,
+        log: Path,
+        flags: tuple[str, ...],
+    ):
         self._config = config
         names = ("--mount", "--pid", "--net", "--ipc", "--uts", "--fork")
-        arguments = [str(root), str(models), str(cgroup), config["User"], *config["Entrypoint"]]
+        arguments = [str(root), str(models), str(cgroup), config["User"]]
+        arguments += [*config["Entrypoint"], *flags]
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -122,7 +131,7 @@ class Container:
 
 
 @contextmanager
-def running(root: Path, config: dict[str, Any], models: Path) -> Iterator[Container]:
+def running(root: Path, config: dict[str, Any], models: Path, *flags: str) -> Iterator[Container]:
     with tempfile.TemporaryDirectory() as folder:
         cgroup = Path(folder, "cgroup")
         cgroup.mkdir()
@@ -135,7 +144,7 @@ def running(root: Path, config: dict[str, Any], models: Path) -> Iterator[Contai
         }
         for name, value in files.items():
             (cgroup / name).write_text(f"{value}\n")
-        container = Container(root, config, models, cgroup, Path(folder, "log"))
+        container = Container(root, config, models, cgroup, Path(folder, "log"), flags)
         try:
             yield container
         except BaseException:
@@ -242,6 +251,9 @@ def try_image(root: Path, config: dict[str, Any], models: Path) -> None:
     look_at_files(root)
     look_at_bill(root, config)
     with running(root, config, models) as container:
+        assert container.wait() != 0 and "set --auth_tokens_file, or --allow" in container.log
+        passed("it does not serve everyone unless it is told to")
+    with running(root, config, models, "--allow_anonymous") as container:
         said = await_health(container)
         passed(f"healthy; before that: {said[-1] if said else 'nothing asked'}")
         enter_network(container)
