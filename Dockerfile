@@ -4,8 +4,20 @@
 # Secrets that a build behind a proxy or a mirror may give, and that stay out of the image:
 #   --secret id=pip.conf,src=FILE   pip's configuration
 #   --secret id=ca.pem,src=FILE     certificates to trust, for `cert = /run/secrets/ca.pem` in it
+#
+# Debian's packages are signed, which apt checks, and what pip fetches has its hash in tools/requirements. The base is
+# what its tag names today: BASE=docker.io/library/debian@sha256:... pins it.
 
 ARG BASE=docker.io/library/debian:bookworm-slim
+
+FROM ${BASE} AS system
+RUN apt-get update \
+ && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+      libabsl20220623 libgrpc++1.51 libmimalloc2.0 libpcre2-8-0 libpq5 libprometheus-cpp-core1.0 \
+      libprometheus-cpp-pull1.0 libprotobuf32 libsqlite3-0 libssl3 libstdc++6 libutf8proc2 zlib1g \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
+ && useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent \
+      --shell /usr/sbin/nologin epikv
 
 FROM ${BASE} AS toolchain
 RUN apt-get update \
@@ -16,28 +28,27 @@ RUN apt-get update \
       nlohmann-json3-dev pkg-config prometheus-cpp-dev protobuf-compiler protobuf-compiler-grpc \
       python3 python3-venv \
  && rm -rf /var/lib/apt/lists/*
-# A CPU build of LibTorch, in the version that deploy/setup.sh names. A CUDA build would link CUDA's
-# libraries, which are not here.
+# A CPU build of LibTorch. A CUDA build would link CUDA's libraries, which are not here. The index is PyTorch's, or
+# another with the same wheel.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN --mount=type=bind,source=deploy/setup.sh,target=/tmp/setup.sh \
+RUN --mount=type=bind,source=tools/requirements,target=/tmp/requirements \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
     python3 -m venv /tmp/pip \
- && /tmp/pip/bin/pip install --no-cache-dir --no-deps --target=/opt/python \
-      --index-url="${TORCH_INDEX}" torch==$(sed -n 's/^TORCH_VERSION=//p' /tmp/setup.sh) \
+ && /tmp/pip/bin/pip install --no-cache-dir --require-hashes --only-binary :all: --no-deps --target=/opt/python \
+      --report=/opt/torch.json --index-url="${TORCH_INDEX}" -r /tmp/requirements/torch-cpu.txt \
  && ln -s /opt/python/torch /opt/libtorch && rm -r /tmp/pip \
  && if ldd /opt/libtorch/lib/libtorch_cpu.so | grep 'not found'; then \
       echo "TORCH_INDEX=${TORCH_INDEX} gave no CPU build of torch" >&2; exit 1; fi
 
-# What is built from sources beside ours. pip checks the hash; building the archive's metadata, which it
-# insists on, fetches its build backend.
-RUN --mount=type=bind,source=deploy/setup.sh,target=/tmp/setup.sh \
+# What is built from sources beside ours, with the build backend that pip insists on for the archive's metadata; and
+# what writes the bill of materials.
+RUN --mount=type=bind,source=tools/requirements,target=/tmp/requirements \
     --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
-    version=$(sed -n 's/^XGRAMMAR_VERSION=//p' /tmp/setup.sh) \
- && echo "xgrammar==$version --hash=sha256:$(sed -n 's/^XGRAMMAR_SHA256=//p' /tmp/setup.sh)" >/tmp/xgrammar.txt \
- && python3 -m venv /tmp/pip \
- && /tmp/pip/bin/pip download --no-cache-dir --no-deps --no-binary xgrammar --require-hashes --dest=/tmp \
-      -r /tmp/xgrammar.txt \
- && mv "/tmp/xgrammar-$version.tar.gz" /opt/ && rm -r /tmp/pip /tmp/xgrammar.txt
+    python3 -m venv /tmp/pip && python3 -m venv /opt/sbom \
+ && /tmp/pip/bin/pip install --no-cache-dir --require-hashes --only-binary :all: -r /tmp/requirements/build.txt \
+ && /tmp/pip/bin/pip download --no-cache-dir --require-hashes --no-deps --no-binary xgrammar --no-build-isolation \
+      --dest=/opt -r /tmp/requirements/xgrammar.txt && rm -r /tmp/pip \
+ && /opt/sbom/bin/pip install --no-cache-dir --require-hashes --only-binary :all: -r /tmp/requirements/sbom.txt
 
 FROM toolchain AS build
 WORKDIR /src
@@ -62,20 +73,18 @@ RUN mkdir -p /image/usr/share/doc/epikvd/xgrammar \
  && cp -r /opt/python/torch-*.dist-info/licenses /image/usr/share/doc/epikvd/libtorch \
  && cp build/release/xgrammar-*/LICENSE build/release/xgrammar-*/NOTICE /image/usr/share/doc/epikvd/xgrammar/
 
-FROM ${BASE} AS runtime
+# What is in the image: Debian's packages, and what is linked or compiled in.
+RUN --mount=type=bind,from=system,source=/,target=/system \
+    /opt/sbom/bin/python deploy/sbom.py --root=/system --program=build/release/server/epikvd \
+      --torch=/opt/torch.json --commit="${REVISION}" --out=/image/usr/share/doc/epikvd/sbom.cdx.json
+
+FROM system AS runtime
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="epikvd" \
       org.opencontainers.image.description="Serves TorchScript models over gRPC, each request's KV cache held to a budget" \
       org.opencontainers.image.version="0.2.0" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"
-RUN apt-get update \
- && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-      libabsl20220623 libgrpc++1.51 libmimalloc2.0 libpcre2-8-0 libpq5 libprometheus-cpp-core1.0 \
-      libprometheus-cpp-pull1.0 libprotobuf32 libsqlite3-0 libssl3 libstdc++6 libutf8proc2 zlib1g \
- && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
- && useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent \
-      --shell /usr/sbin/nologin epikv
 COPY --from=build /image /
 # A library that is missing ends the build here.
 RUN epikvd --print_config --config=/etc/epikv/epikvd.textproto >/dev/null && epikv-probe --help >/dev/null

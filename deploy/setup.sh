@@ -2,7 +2,8 @@
 #
 # Settings (environment):
 #   EPIKV_TORCH_INDEX   pip index to take the torch wheel from, e.g. PyTorch's own index of CPU
-#                       builds; default: pip's own configuration
+#                       builds; default: pip's own configuration. Its wheel must be one of those
+#                       in tools/requirements/torch-*.txt: add the hash of another
 #   EPIKV_JOBS          compiler processes; default: 2, or the number of CPUs if fewer
 #   EPIKV_SKIP_APT=1    the packages are there under other names; do not look
 
@@ -10,13 +11,10 @@ set -euo pipefail
 EPIKV_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 EPIKV_VENV=$EPIKV_ROOT/.venv
 EPIKV_PYTHON=$EPIKV_VENV/bin/python
-EPIKV_CONSTRAINTS=$EPIKV_ROOT/tools/constraints.txt
+EPIKV_REQUIREMENTS=$EPIKV_ROOT/tools/requirements  # what is fetched, by hash
 EPIKV_LOGS=$EPIKV_ROOT/build/logs
 EPIKV_JOBS=${EPIKV_JOBS:-$(($(nproc) < 2 ? 1 : 2))}
-TORCH_VERSION=2.13.0
-# Built from its sources (cmake/xgrammar.cmake).
-XGRAMMAR_VERSION=0.2.8
-XGRAMMAR_SHA256=8305646fd2b319d6c3003f51a1665e54cbbe9cba1fb636bc41d0b46434ccbb80
+TORCH_VERSION=$(sed -n 's/^torch==\([^ +]*\).*/\1/p' "$EPIKV_REQUIREMENTS/torch-cpu.txt")
 
 # What the daemon is built from, and the tools of the build.
 EPIKV_PACKAGES=(
@@ -74,6 +72,10 @@ install_packages() {
 
 pip() { "$EPIKV_PYTHON" -m pip --disable-pip-version-check "$@"; }
 
+# install_locked FILES AND OPTIONS: wheels whose hashes are in the files. Nothing is built, for what builds would
+# be fetched without a hash.
+install_locked() { pip install --require-hashes --only-binary :all: "$@"; }
+
 make_venv() {
   [ -x "$EPIKV_PYTHON" ] || stage "virtual environment" python3 -m venv "$EPIKV_VENV"
 }
@@ -81,15 +83,17 @@ make_venv() {
 # Sets EPIKV_XGRAMMAR_SDIST, and fetches it if need be. pip knows index, proxy and certificates; it runs the
 # archive's build backend for its name and version, and builds nothing.
 fetch_xgrammar() {
-  local folder=$EPIKV_ROOT/build/sources
-  export EPIKV_XGRAMMAR_SDIST=$folder/xgrammar-$XGRAMMAR_VERSION.tar.gz
+  local wanted=$EPIKV_REQUIREMENTS/xgrammar.txt folder=$EPIKV_ROOT/build/sources version sha256
+  version=$(sed -n 's/^xgrammar==\([^ ]*\).*/\1/p' "$wanted")
+  sha256=$(sed -n 's/.*--hash=sha256:\([0-9a-f]*\).*/\1/p' "$wanted")
+  export EPIKV_XGRAMMAR_SDIST=$folder/xgrammar-$version.tar.gz
   [ -f "$EPIKV_XGRAMMAR_SDIST" ] &&
-    sha256sum --check --status <<<"$XGRAMMAR_SHA256  $EPIKV_XGRAMMAR_SDIST" && return 0
+    sha256sum --check --status <<<"$sha256  $EPIKV_XGRAMMAR_SDIST" && return 0
   make_venv
   mkdir -p "$folder"
-  echo "xgrammar==$XGRAMMAR_VERSION --hash=sha256:$XGRAMMAR_SHA256" >"$folder/xgrammar.txt"
-  stage "xgrammar $XGRAMMAR_VERSION" pip download --no-deps --no-binary xgrammar --require-hashes \
-    --dest "$folder" -r "$folder/xgrammar.txt"
+  stage "build backends" install_locked -r "$EPIKV_REQUIREMENTS/build.txt"
+  stage "xgrammar $version" pip download --require-hashes --no-deps --no-binary xgrammar --no-build-isolation \
+    --dest "$folder" -r "$wanted"
 }
 
 # LibTorch, which the build needs, again when its version has changed.
@@ -98,22 +102,32 @@ install_torch() {
   [ -f "$EPIKV_VENV/torch.stamp" ] && [ "$(cat "$EPIKV_VENV/torch.stamp")" = "$TORCH_VERSION" ] && return 0
   make_venv
   [ -n "${EPIKV_TORCH_INDEX:-}" ] && index=(--index-url "$EPIKV_TORCH_INDEX")
-  # Alone: an index of torch builds need not have the other packages in these versions.
-  stage "LibTorch $TORCH_VERSION" pip install --no-deps "torch==$TORCH_VERSION" "${index[@]}"
+  stage "LibTorch $TORCH_VERSION" install_torch_wheel "${index[@]}"
   echo "$TORCH_VERSION" >"$EPIKV_VENV/torch.stamp"
 }
 
-# All other Python packages, in pinned versions, again when what they depend on has changed.
+# The CPU build where the index has one. Alone: an index of torch builds need not have the other packages.
+install_torch_wheel() {
+  local said
+  said=$(install_locked --no-deps -r "$EPIKV_REQUIREMENTS/torch-cpu.txt" "$@" 2>&1 | tee >(cat >&2)) && return 0
+  grep -q 'No matching distribution found' <<<"$said" || return 1
+  install_locked --no-deps -r "$EPIKV_REQUIREMENTS/torch-cuda.txt" "$@"
+}
+
+# All other Python packages, again when what they depend on has changed.
 install_tools() {
   local stamp wanted
   stamp=$EPIKV_VENV/epikv.stamp
   wanted=$( (cat "$EPIKV_ROOT"/tools/pyproject.toml "$EPIKV_ROOT"/tools/setup.py \
     "$EPIKV_ROOT"/tools/lab/pyproject.toml \
-    "$EPIKV_CONSTRAINTS" "$EPIKV_ROOT"/proto/epikv/v1/*.proto
+    "$EPIKV_REQUIREMENTS"/*.txt "$EPIKV_ROOT"/proto/epikv/v1/*.proto
     grep '^project' "$EPIKV_ROOT/CMakeLists.txt") | sha256sum)
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return 0
-  stage "Python packages" pip install -c "$EPIKV_CONSTRAINTS" \
-    -e "$EPIKV_ROOT/tools[bench,calibrate,export,test]" -e "$EPIKV_ROOT/tools/lab"
+  stage "Python packages" install_locked -r "$EPIKV_REQUIREMENTS/tools.txt"
+  # Nothing is fetched here: what builds them is among those packages.
+  stage "epikv" pip install --no-index --no-deps --no-build-isolation \
+    -e "$EPIKV_ROOT/tools" -e "$EPIKV_ROOT/tools/lab"
+  stage "check of packages" pip check
   echo "$wanted" >"$stamp"
 }
 

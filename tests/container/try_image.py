@@ -25,6 +25,7 @@ from epikv.sample.demo import demo
 from epikv.scrape import scrape
 from epikv.testing import PACED
 
+REQUIREMENTS = Path(__file__).resolve().parents[2] / "tools" / "requirements"
 START_SECONDS = 120
 STOP_SECONDS = 60
 # The memory limit that is shown, and what of it is in use: by processes, and by cached files.
@@ -51,12 +52,21 @@ exec chroot --userspec="$user" --groups= "$root" "$@"
 
 
 class Container:
-    """The image's entry point as process 1 of namespaces of its own."""
+    """The image's entry point, and flags of the user's, as process 1 of namespaces of its own."""
 
-    def __init__(self, root: Path, config: dict[str, Any], models: Path, cgroup: Path, log: Path):
+    def __init__(
+        self,
+        root: Path,
+        config: dict[str, Any],
+        models: Path,
+        cgroup: Path,
+        log: Path,
+        flags: tuple[str, ...],
+    ):
         self._config = config
         names = ("--mount", "--pid", "--net", "--ipc", "--uts", "--fork")
-        arguments = [str(root), str(models), str(cgroup), config["User"], *config["Entrypoint"]]
+        arguments = [str(root), str(models), str(cgroup), config["User"]]
+        arguments += [*config["Entrypoint"], *flags]
         self._log = log
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -121,7 +131,7 @@ class Container:
 
 
 @contextmanager
-def running(root: Path, config: dict[str, Any], models: Path) -> Iterator[Container]:
+def running(root: Path, config: dict[str, Any], models: Path, *flags: str) -> Iterator[Container]:
     with tempfile.TemporaryDirectory() as folder:
         cgroup = Path(folder, "cgroup")
         cgroup.mkdir()
@@ -134,7 +144,7 @@ def running(root: Path, config: dict[str, Any], models: Path) -> Iterator[Contai
         }
         for name, value in files.items():
             (cgroup / name).write_text(f"{value}\n")
-        container = Container(root, config, models, cgroup, Path(folder, "log"))
+        container = Container(root, config, models, cgroup, Path(folder, "log"), flags)
         try:
             yield container
         except BaseException:
@@ -190,10 +200,60 @@ def look_at_files(root: Path) -> None:
     passed("licences of what is in no Debian package")
 
 
+def inside(root: Path, *command: str) -> list[str]:
+    """What a command prints, in lines, as root in the image."""
+    done = subprocess.run(
+        ["chroot", str(root), *command], capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def look_at_bill(root: Path, config: dict[str, Any]) -> None:
+    """The bill of materials names each package of the image, and what the daemon links."""
+    bill = json.loads((root / "usr/share/doc/epikvd/sbom.cdx.json").read_text())
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    parts = {part["bom-ref"]: part for part in bill["components"]}
+    debian = {
+        (part["name"], part["version"]): ref
+        for ref, part in parts.items()
+        if part.get("purl", "").startswith("pkg:deb/debian/") and "arch=source" not in part["purl"]
+    }
+    lines = inside(root, "dpkg-query", "-W", "-f=${Package} ${Version}\n")
+    packages = dict(line.split() for line in lines)
+    missing = packages.items() - debian.keys()
+    assert len(packages) > 80 and not missing, missing
+    passed(f"the bill of materials names all {len(packages)} Debian packages")
+
+    daemon, labels = parts["epikvd"], config["Labels"]
+    assert daemon["version"] == labels["org.opencontainers.image.version"]
+    commit = {"name": "commit", "value": labels["org.opencontainers.image.revision"]}
+    assert commit in daemon["properties"]
+    [links] = [each["dependsOn"] for each in bill["dependencies"] if each["ref"] == "epikvd"]
+    libraries = [line.split() for line in inside(root, "ldd", "/usr/local/bin/epikvd")]
+    paths = [words[2] for words in libraries if words[1:2] == ["=>"]]
+    of_torch = [path for path in paths if path.startswith("/opt/libtorch/")]
+    assert len(paths) > 30 and len(of_torch) == 3
+    for path in set(paths) - set(of_torch):
+        # dpkg knows some files of /usr/lib as files of /lib.
+        owner = inside(root, "dpkg-query", "-S", f"*{path.removeprefix('/usr')}")[0].split(":")[0]
+        assert debian[owner, packages[owner]] in links, f"{owner} has {path}"
+    assert {"torch", "xgrammar"} <= set(links)
+    for name, file in (("torch", "torch-cpu.txt"), ("xgrammar", "xgrammar.txt")):
+        lock = (REQUIREMENTS / file).read_text()
+        assert f"{name}=={parts[name]['version']} " in lock
+        [digest] = parts[name]["hashes"]
+        assert digest["alg"] == "SHA-256" and f"sha256:{digest['content']}" in lock
+    passed(f"and whose the {len(paths)} libraries are that the daemon links; torch by its hash")
+
+
 def try_image(root: Path, config: dict[str, Any], models: Path) -> None:
     assert config["StopSignal"] == "SIGTERM"
     look_at_files(root)
+    look_at_bill(root, config)
     with running(root, config, models) as container:
+        assert container.wait() != 0 and "set --auth_tokens_file, or --allow" in container.log
+        passed("it does not serve everyone unless it is told to")
+    with running(root, config, models, "--allow_anonymous") as container:
         said = await_health(container)
         passed(f"healthy; before that: {said[-1] if said else 'nothing asked'}")
         enter_network(container)

@@ -18,7 +18,7 @@ absl::StatusOr<PostgresAddress> PostgresAddress::Parse(const std::string& url) {
   if (options == nullptr) {
     return absl::InvalidArgumentError(
         "not a PostgreSQL URL (not shown, it may hold a password); as in "
-        "postgresql://user:password@host:5432/database?sslmode=require");
+        "postgresql://user:password@host:5432/database?sslmode=verify-full");
   }
   PostgresAddress address;
   for (const PQconninfoOption* option = options.get(); option->keyword != nullptr; ++option) {

@@ -37,7 +37,7 @@ from shell import ENVIRONMENT, free_ports
 BASH = shutil.which("bash") or "bash"
 GENEROUS_SECONDS = 300
 AT_ONCE = 2
-MOST_NOT_RUN = 15
+MOST_NOT_RUN = 16
 PORTS = {"listen": "50051", "admin_listen": "50052", "metrics_listen": "9464"}
 NO_COMMANDS = ("cpp", "diff", "json", "mermaid", "proto", "text", "textproto", "toml", "yaml")
 NOTE = re.compile(r" *<!-- (?:run by (?P<test>\S+)|not run: (?P<reason>\S.*)) -->")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
+REQUIREMENTS = ROOT / "tools" / "requirements"
 BUILD_FILES = [
     path
     for folder in ("cmake", "policies", "proto", "runtime", "server", "tests")
@@ -91,16 +92,24 @@ def test_every_package_of_node_is_named() -> None:
         assert wanted.items() <= rows().items(), f"NOTICE differs from {path.relative_to(ROOT)}"
 
 
+def test_what_the_hashes_are_made_from_is_named() -> None:
+    text = (REQUIREMENTS / "lock.sh").read_text()
+    lines = re.findall(r"^lock \$folder/\S+ (.+)$", text, re.MULTILINE)
+    words = [word.strip("'") for line in lines for word in line.split()]
+    found = {same(word.split("[")[0]) for word in words if not word.startswith('"')}
+    assert {"auditwheel", "debsbom", "uv"} <= found
+    missing = found - {same(name) for name in rows()}
+    assert not missing, "NOTICE has no row for these"
+
+
 def test_versions_are_those_that_are_installed() -> None:
     named = {same(name): version for name, version in rows().items()}
-    lines = (ROOT / "tools/constraints.txt").read_text().splitlines()
-    pinned = dict(line.split("==") for line in lines if "==" in line)
-    pinned = {same(name): version for name, version in pinned.items()}
-    setup = (ROOT / "deploy/setup.sh").read_text()
-    for name in ("torch", "xgrammar"):
-        version = re.search(rf"^{name.upper()}_VERSION=(.+)$", setup, re.MULTILINE)
-        assert version is not None
-        pinned[name] = version[1]
+    texts = [path.read_text() for path in REQUIREMENTS.glob("*.txt")]
+    found = [
+        pin for text in texts for pin in re.findall(r"^([\w.-]+)==([^\s+]+)", text, re.MULTILINE)
+    ]
+    pinned = {same(name): version for name, version in found}
+    assert {"torch", "xgrammar"} <= pinned.keys()
     common = named.keys() & pinned.keys()
     assert len(common) > 15
     assert {name: named[name] for name in common} == {name: pinned[name] for name in common}
