@@ -1,0 +1,115 @@
+"""A daemon as an operator runs it who trusts nobody: TLS, tokens, experiments in PostgreSQL; and what goes wrong
+around it: the disk of its spool and access log is small, its store comes and goes, its clock jumps, it is stopped.
+"""
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from clock_jumps import faked_clock_variables, set_clock
+from credentials import authority, new_token, signed
+from definitions import LEAN, define
+from epikv import Client
+from epikv.connection import Tls
+from epikv.testing import Daemon
+from postgres import Postgres
+from proxies import PROXIES
+
+DISK_BYTES = 6 << 20
+
+
+@dataclass
+class World:
+    daemon: Daemon
+    clients: str  # where clients connect: the daemon, or a proxy before it
+    ca: Path
+    tokens: dict[str, str]
+    folder: Path
+    store: Postgres
+
+    def honest(self) -> Client:
+        return Client(self.clients, token=self.tokens["ann"], tls=Tls(self.ca))
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of DISK_BYTES. Raises CalledProcessError where this user may mount none."""
+    folder.mkdir()
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)], check=True
+    )
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def world(model: Path, folder: Path, proxy: str | None) -> Iterator[World]:
+    authority(folder, "ca")
+    signed(folder, "server", "ca")
+    roles = {"ann": "user", "eve": "user", "ops": "operator", "lab": "experimenter"}
+    made = {name: new_token(name, role) for name, role in roles.items()}
+    (folder / "tokens").write_text("".join(line for _, line in made.values()))
+    tokens = {name: token for name, (token, _) in made.items()}
+    tls = Tls(folder / "ca.pem")
+    certificate = (f"--tls_certificate={folder / 'server.pem'}", f"--tls_key={folder / 'server.key'}")
+    with ExitStack() as stack:
+        disk = stack.enter_context(small_disk(folder / "disk"))
+        store = stack.enter_context(Postgres())
+        flags = (
+            "--threads=1",
+            "--deterministic=true",
+            f"--auth_tokens_file={folder / 'tokens'}",
+            f"--access_log={disk / 'access.log'}",
+            f"--experiment_store={store.url}",
+            f"--experiment_spool={disk / 'spool'}",
+            f"--experiment_spool_bytes={4 << 20}",
+            *(() if proxy else certificate),
+        )
+        with faked_clock_variables(folder):  # its clock alone
+            daemon = stack.enter_context(
+                Daemon(model, *flags, token=tokens["ops"], tls=None if proxy else tls)
+            )
+        with Client(daemon.grpc, token=tokens["lab"], tls=None if proxy else tls) as lab:
+            lab.create_experiment(define(LEAN))
+            lab.start_experiment("lean")
+        clients = daemon.grpc.replace("127.0.0.1", "localhost")
+        if proxy:
+            before = PROXIES[proxy](folder, folder / "server.pem", daemon.grpc)
+            clients = stack.enter_context(before)
+        yield World(daemon, clients, folder / "ca.pem", tokens, folder, store)
+
+
+class Weather:
+    """What goes wrong around a daemon, on a thread, while a phase under attack goes on: the store is away for a
+    third of the time, and the clock jumps an hour ahead and back."""
+
+    def __init__(self, world: World, seconds: float) -> None:
+        self._world, self._seconds = world, seconds
+        self.events: list[str] = []
+
+    def run(self) -> None:
+        part = self._seconds / 6
+        time.sleep(part)
+        self._world.store.stop()
+        self.events.append("the store goes")
+        time.sleep(part)
+        set_clock(self._world.folder, timedelta(hours=1))
+        self.events.append("the clock goes an hour ahead")
+        time.sleep(part)
+        self._world.store.start()
+        self.events.append("the store comes back")
+        time.sleep(part)
+        set_clock(self._world.folder, timedelta())
+        self.events.append("the clock goes an hour back")
+
+    def start(self) -> threading.Thread:
+        thread = threading.Thread(target=self.run)
+        thread.start()
+        return thread
