@@ -1,6 +1,7 @@
 #include "server/base/task_thread.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 namespace epikv {
@@ -41,11 +42,22 @@ int64_t TaskThread::Weighs(const std::string& owner) const {
   return found == nullptr ? 0 : found->weight;
 }
 
+namespace {
+std::atomic<void (*)()> idle_hook = nullptr;
+}  // namespace
+
+void TaskThread::SetWhenIdle(void (*when_idle)()) { idle_hook = when_idle; }
+
 void TaskThread::Run() {
+  bool worked = false;
   auto called = [this]()
                     ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !owners_.empty() || stopping_; };
   for (;;) {
     std::function<void()> task;
+    if (worked && !AwaitTask(absl::Seconds(1))) {
+      worked = false;
+      if (void (*const when_idle)() = idle_hook; when_idle != nullptr) when_idle();
+    }
     {
       absl::MutexLock lock(&mu_);
       mu_.Await(absl::Condition(&called));
@@ -61,7 +73,15 @@ void TaskThread::Run() {
       }
     }
     task();
+    worked = true;
   }
+}
+
+bool TaskThread::AwaitTask(absl::Duration most) const {
+  auto called = [this]()
+                    ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !owners_.empty() || stopping_; };
+  absl::MutexLock lock(&mu_);
+  return mu_.AwaitWithTimeout(absl::Condition(&called), most);
 }
 
 }  // namespace epikv

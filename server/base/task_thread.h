@@ -10,6 +10,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 
 namespace epikv {
 
@@ -27,12 +28,18 @@ class TaskThread {
   }
   // weight: of what the task holds while it waits, bytes say.
   void Post(const std::string& owner, int64_t weight, std::function<void()> task);
+  // What every such thread does once it has had nothing to do for a second, after a task: gives back
+  // what it has freed, say. Set before the first thread; null: nothing.
+  static void SetWhenIdle(void (*when_idle)());
+
   // Of this owner, not begun: how many, and what they weigh.
   int64_t Waiting(const std::string& owner) const;
   int64_t Weighs(const std::string& owner) const;
 
  private:
   void Run();
+  // Whether there is one, or the end, within so long.
+  bool AwaitTask(absl::Duration most) const;
 
   struct Task {
     std::function<void()> run;

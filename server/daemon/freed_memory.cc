@@ -13,4 +13,10 @@ void ReturnFreedMemory(absl::Duration after) {
 #endif
 }
 
+void ReturnFreedMemoryOfThread() {
+#ifdef EPIKV_MIMALLOC
+  mi_collect(/*force=*/true);
+#endif
+}
+
 }  // namespace epikv

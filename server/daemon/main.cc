@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/runtime.h"
 #include "server/base/log.h"
+#include "server/base/task_thread.h"
 #include "server/daemon/command_line.h"
 #include "server/daemon/freed_memory.h"
 #include "server/daemon/serve.h"
@@ -53,6 +54,7 @@ int Main(const std::vector<std::string>& args) {
 
 int main(int argc, char** argv) {
   epikv::ReturnFreedMemory(absl::ZeroDuration());
+  epikv::TaskThread::SetWhenIdle(epikv::ReturnFreedMemoryOfThread);
   const int status = epikv::Main({argv + 1, argv + argc});
   // All has ended in order. LibTorch's static destructors would take another second, while the
   // threads of /metrics still answer.
