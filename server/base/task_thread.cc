@@ -78,8 +78,7 @@ void TaskThread::Run() {
 }
 
 bool TaskThread::AwaitTask(absl::Duration most) const {
-  auto called = [this]()
-                    ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !owners_.empty() || stopping_; };
+  auto called = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !owners_.empty() || stopping_; };
   absl::MutexLock lock(&mu_);
   return mu_.AwaitWithTimeout(absl::Condition(&called), most);
 }

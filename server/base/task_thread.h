@@ -28,8 +28,8 @@ class TaskThread {
   }
   // weight: of what the task holds while it waits, bytes say.
   void Post(const std::string& owner, int64_t weight, std::function<void()> task);
-  // What every such thread does once it has had nothing to do for a second, after a task: gives back
-  // what it has freed, say. Set before the first thread; null: nothing.
+  // What every such thread does once it has had nothing to do for a second, after a task: gives
+  // back what it has freed, say. Set before the first thread; null: nothing.
   static void SetWhenIdle(void (*when_idle)());
 
   // Of this owner, not begun: how many, and what they weigh.

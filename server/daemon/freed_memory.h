@@ -8,7 +8,8 @@ namespace epikv {
 // read would be the peak. Later while they serve: what one step frees the next one takes.
 void ReturnFreedMemory(absl::Duration after);
 
-// What this thread has freed goes back to the system now. It would keep it until it needs memory again.
+// What this thread has freed goes back to the system now. It would keep it until it needs memory
+// again.
 void ReturnFreedMemoryOfThread();
 
 }  // namespace epikv

@@ -128,7 +128,11 @@ def slow_headers(target: Target, draw: random.Random, ends: Ends) -> None:
     """HEADERS that go on a byte at a time, without an end."""
     with raw(target, draw) as client, suppress(OSError):
         for _ in range(40):
-            client.socket.sendall(b"\x00\x00\x01\x09\x00\x00\x00\x00\x01\x40" if _ else b"\x00\x00\x01\x01\x00\x00\x00\x00\x01\x40")
+            client.socket.sendall(
+                b"\x00\x00\x01\x09\x00\x00\x00\x00\x01\x40"
+                if _
+                else b"\x00\x00\x01\x01\x00\x00\x00\x00\x01\x40"
+            )
             ends["frames"] += 1
             time.sleep(0.1)
             client.receive(0.01)
@@ -158,7 +162,9 @@ def huge_metadata(target: Target, draw: random.Random, ends: Ends) -> None:
             count, size = draw.choice([(200, 1000), (4, 60_000), (1, 3000)])
             for i in range(5):
                 stream = client.call(
-                    GENERATE, *((f"x-{i}-{j}", "v" * size) for j in range(count)), target.authorization
+                    GENERATE,
+                    *((f"x-{i}-{j}", "v" * size) for j in range(count)),
+                    target.authorization,
                 )
                 ends["sent"] += 1
                 client.await_status(stream, 0.5)
@@ -245,7 +251,9 @@ def rapid_resets(target: Target, draw: random.Random, ends: Ends) -> None:
 
 @attack
 def guessed_tokens(target: Target, draw: random.Random, ends: Ends) -> None:
-    with Client(target.clients, token=f"epikv-{draw.randbytes(24).hex()}", tls=Tls(target.ca)) as who:
+    with Client(
+        target.clients, token=f"epikv-{draw.randbytes(24).hex()}", tls=Tls(target.ca)
+    ) as who:
         for _ in range(20):
             try:
                 who.models()
@@ -276,14 +284,25 @@ def _exploding(draw: random.Random) -> Sampling:
     if kind == 0:
         return Sampling(regex="(" * depth + "a{1,200}" + "){1,200}" * depth)
     if kind == 1:
-        schema: dict[str, object] = {"type": "string", "maxLength": 10**draw.randrange(2, 9)}
+        schema: dict[str, object] = {"type": "string", "maxLength": 10 ** draw.randrange(2, 9)}
         for _ in range(depth):
-            schema = {"anyOf": [{"type": "array", "items": schema}, {"type": "object", "properties": {"a": schema, "b": schema}}]}
+            schema = {
+                "anyOf": [
+                    {"type": "array", "items": schema},
+                    {"type": "object", "properties": {"a": schema, "b": schema}},
+                ]
+            }
             if len(json.dumps(schema)) > 20_000:
                 break
         return Sampling(json_schema=schema)
     if kind == 2:
-        return Sampling(grammar="root ::= " + " ".join("(a |" for _ in range(depth)) + " b" + ")" * depth + "\na ::= a a | root\nb ::= \"x\" b")
+        return Sampling(
+            grammar="root ::= "
+            + " ".join("(a |" for _ in range(depth))
+            + " b"
+            + ")" * depth
+            + '\na ::= a a | root\nb ::= "x" b'
+        )
     if kind == 3:
         return Sampling(regex="(a|aa)+" * depth + "$" + "[^b]{0,5000}")
     return Sampling(choice=["x" * i for i in range(1, 100)])
@@ -410,4 +429,3 @@ def run(name: str, target: Target) -> Ends:
             ends[f"met {type(error).__name__}"] += 1
             time.sleep(0.2)
     return ends
-

@@ -45,7 +45,9 @@ SPARE_THREADS, SPARE_FILES = 8, 8
 
 def ask_honest(task: Task) -> object:
     """What the process of honest clients answers."""
-    done = subprocess.run(program(), input=json.dumps(asdict(task)), capture_output=True, text=True)
+    done = subprocess.run(
+        program(), input=json.dumps(asdict(task)), capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         raise RuntimeError(f"the honest clients failed: {done.stderr[-2000:]}")
     return json.loads(done.stdout)
@@ -100,7 +102,9 @@ class Hour:
         self.task = replace(self.task, expected=expected)
         fast = answers_of(ask_honest(replace(self.task, seconds=CAPACITY_SECONDS)))
         if bad := [a for a in fast if a.status != "OK" or not a.right]:
-            raise RuntimeError(f"{len(bad)} of {len(fast)} answers are bad without any attack: {bad[0]}")
+            raise RuntimeError(
+                f"{len(bad)} of {len(fast)} answers are bad without any attack: {bad[0]}"
+            )
         self.task = replace(self.task, rate=len(fast) / CAPACITY_SECONDS / 2)
         print(
             f"ten honest clients get through {len(fast) / CAPACITY_SECONDS:.1f} requests a second of"
@@ -128,7 +132,11 @@ class Hour:
         fleet = Fleet(target, self.names)
         weather = Weather(made, self.seconds).start()
         honest = subprocess.Popen(
-            program(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            program(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert honest.stdin is not None
         honest.stdin.write(json.dumps(asdict(replace(task, seconds=self.seconds + more))))
@@ -233,7 +241,11 @@ def main() -> int:
         for sentence in found:
             print(f"FAILED: {sentence}")
         if found:
-            print(f"seed {arguments.seed}; the daemon's last words:", *made.daemon.log.splitlines()[-15:], sep="\n")
+            print(
+                f"seed {arguments.seed}; the daemon's last words:",
+                *made.daemon.log.splitlines()[-15:],
+                sep="\n",
+            )
     print("FAILED" if found else "all held")
     return 1 if found else 0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures" / "python"))
 
-from attacks import Target, run  # noqa: E402
+from attacks import Target, run
 
 given = json.load(sys.stdin)
 print(json.dumps(run(given.pop("name"), Target(**given))))

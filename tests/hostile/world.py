@@ -58,7 +58,10 @@ def world(model: Path, folder: Path, proxy: str | None) -> Iterator[World]:
     (folder / "tokens").write_text("".join(line for _, line in made.values()))
     tokens = {name: token for name, (token, _) in made.items()}
     tls = Tls(folder / "ca.pem")
-    certificate = (f"--tls_certificate={folder / 'server.pem'}", f"--tls_key={folder / 'server.key'}")
+    certificate = (
+        f"--tls_certificate={folder / 'server.pem'}",
+        f"--tls_key={folder / 'server.key'}",
+    )
     with ExitStack() as stack:
         disk = stack.enter_context(small_disk(folder / "disk"))
         store = stack.enter_context(Postgres())
