@@ -38,8 +38,10 @@ class Dice {
   // In [low, high], all magnitudes alike.
   int64_t Magnitude(int64_t low, int64_t high) {
     const double l = std::log(static_cast<double>(low)), h = std::log(static_cast<double>(high));
-    return std::clamp(std::llround(std::exp(l + (h - l) * Unit())), static_cast<long long>(low),
-                      static_cast<long long>(high));
+    // Of an empty range, its upper end.
+    return std::min(
+        std::max(std::llround(std::exp(l + (h - l) * Unit())), static_cast<long long>(low)),
+        static_cast<long long>(high));
   }
 
  private:
