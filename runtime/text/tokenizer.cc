@@ -228,8 +228,11 @@ absl::Status Tokenizer::Parts::EncodeRaw(absl::string_view text, bool at_start, 
     if (!pieces.ok()) return pieces.status();
     const absl::StatusOr<std::vector<int32_t>> tokens = model->Encode(*pieces);
     if (!tokens.ok()) return tokens.status();
+    // A token for what is unknown is special, too, and nobody has spelled it.
     for (const int32_t id : *tokens) {
-      if (has_plain && decoded[id].special) return NotPlain(id);
+      if (has_plain && decoded[id].special && absl::StrContains(segment.text, decoded[id].bytes)) {
+        return NotPlain(id);
+      }
     }
     ids.insert(ids.end(), tokens->begin(), tokens->end());
   }

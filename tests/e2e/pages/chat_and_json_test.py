@@ -55,7 +55,8 @@ def test_a_problem_sent_as_a_message_is_solved(client: Client, lines: int) -> No
 def test_a_problem_is_also_taken_with_its_marks(client: Client) -> None:
     """As `python -m epikv.sample problem` prints it."""
     task = problem(0)
-    answer = client.generate_once(Chat([user(task.prompt)]), stop=Stop(max_output_tokens=800))
+    chat = Chat([user(task.prompt)], special_tokens_in_contents=True)  # its marks are such
+    answer = client.generate_once(chat, stop=Stop(max_output_tokens=800))
     assert all(task.correct(answer.text)), answer.text
 
 

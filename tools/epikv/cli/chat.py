@@ -63,7 +63,13 @@ def command(
             asked = [*messages, {"role": "user", "content": line}]
             try:
                 answer = options.within_context(
-                    partial(_answer, client, Chat(asked, thinking), arguments), max_output_tokens
+                    partial(
+                        _answer,
+                        client,
+                        Chat(asked, thinking, special_tokens_in_contents=True),
+                        arguments,
+                    ),
+                    max_output_tokens,
                 )
             except RpcError as error:
                 if not talks:
