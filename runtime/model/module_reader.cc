@@ -25,6 +25,8 @@
 namespace epikv {
 namespace {
 
+namespace jit = torch::jit;
+
 using torch::jit::Block;
 using torch::jit::ClassDef;
 using torch::jit::Def;
@@ -52,8 +54,8 @@ std::shared_ptr<Source> SourceOf(caffe2::serialize::PyTorchStreamReader& archive
 // what is right of them, one in another.
 class NestingCheck {
  public:
-  void Read(torch::jit::Lexer& lexer) {
-    for (; lexer.cur().kind != torch::jit::TK_EOF; lexer.next()) {
+  void Read(jit::Lexer& lexer) {
+    for (; lexer.cur().kind != jit::TK_EOF; lexer.next()) {
       Note(lexer.cur().kind);
       if (depth_ + blocks_ > kMostNested) {
         throw Refused("its code is nested too deep to be compiled");
@@ -63,7 +65,6 @@ class NestingCheck {
 
  private:
   void Note(int kind) {
-    using namespace torch::jit;
     switch (kind) {
       case '(':
       case '[':
@@ -79,21 +80,22 @@ class NestingCheck {
         open_.pop_back();
         break;
       case ',':
-      case TK_NEWLINE:
+      case jit::TK_NEWLINE:
         depth_ -= chain();
         chain() = 0;
         break;
-      case TK_INDENT:
+      case jit::TK_INDENT:
         ++blocks_;
         break;
-      case TK_DEDENT:
+      case jit::TK_DEDENT:
         --blocks_;
         break;
       default:
         // Each of these may hold the next one.
-        if (kind == '-' || kind == '~' || kind == '.' || kind == TK_NOT || kind == TK_POW ||
-            kind == TK_IF || kind == TK_ELSE || kind == '+' || kind == '*' || kind == '/' ||
-            kind == TK_AND || kind == TK_OR || kind == '|' || kind == '&' || kind == '^') {
+        if (kind == '-' || kind == '~' || kind == '.' || kind == jit::TK_NOT ||
+            kind == jit::TK_POW || kind == jit::TK_IF || kind == jit::TK_ELSE || kind == '+' ||
+            kind == '*' || kind == '/' || kind == jit::TK_AND || kind == jit::TK_OR ||
+            kind == '|' || kind == '&' || kind == '^') {
           ++chain();
           ++depth_;
         }
@@ -110,29 +112,28 @@ class NestingCheck {
 // What LibTorch computes as it reads a class or a function, to have its value. Only literals need
 // no computing.
 bool IsLiteral(const TreeRef& tree) {
-  using namespace torch::jit;
   switch (tree->kind()) {
-    case TK_CONST:
-    case TK_STRINGLITERAL:
-    case TK_TRUE:
-    case TK_FALSE:
-    case TK_NONE:
+    case jit::TK_CONST:
+    case jit::TK_STRINGLITERAL:
+    case jit::TK_TRUE:
+    case jit::TK_FALSE:
+    case jit::TK_NONE:
       return true;
-    case TK_VAR: {
-      const std::string& name = Var(tree).name().name();
+    case jit::TK_VAR: {
+      const std::string& name = jit::Var(tree).name().name();
       return name == "inf" || name == "nan";
     }
-    case TK_UNARY_MINUS:
-    case TK_LIST_LITERAL:
-    case TK_TUPLE_LITERAL:
-    case TK_DICT_LITERAL:
-    case TK_LIST:
+    case jit::TK_UNARY_MINUS:
+    case jit::TK_LIST_LITERAL:
+    case jit::TK_TUPLE_LITERAL:
+    case jit::TK_DICT_LITERAL:
+    case jit::TK_LIST:
       return absl::c_all_of(tree->trees(), IsLiteral);
-    case TK_APPLY: {  // annotate(List[int], [1, 2])
-      const Apply apply(tree);
-      return apply.callee().kind() == TK_VAR && Var(apply.callee()).name().name() == "annotate" &&
-             apply.inputs().size() == 2 && apply.attributes().empty() &&
-             IsLiteral(apply.inputs()[1]);
+    case jit::TK_APPLY: {  // annotate(List[int], [1, 2])
+      const jit::Apply apply(tree);
+      return apply.callee().kind() == jit::TK_VAR &&
+             jit::Var(apply.callee()).name().name() == "annotate" && apply.inputs().size() == 2 &&
+             apply.attributes().empty() && IsLiteral(apply.inputs()[1]);
     }
     default:
       return false;
@@ -145,7 +146,7 @@ void CheckFunction(const Def& def) {
     throw Refused(absl::StrCat("its code has ", name,
                                ", which is not allowed: it would run as the file is read"));
   }
-  for (const torch::jit::Param& param : def.decl().params()) {
+  for (const jit::Param& param : def.decl().params()) {
     if (param.defaultValue().present() && !IsLiteral(param.defaultValue().get())) {
       throw Refused(absl::StrCat("the default of '", param.ident().name(), "' of ", name,
                                  " is no literal: it would be computed as the file is read"));
@@ -154,13 +155,12 @@ void CheckFunction(const Def& def) {
 }
 
 void CheckClass(const ClassDef& def) {
-  using namespace torch::jit;
   const std::string& name = def.name().name();
-  for (const Stmt& statement : def.body()) {
-    if (statement.kind() == TK_DEF) CheckFunction(Def(statement));
-    if (statement.kind() != TK_ASSIGN) continue;
-    const Assign assign(statement);
-    if (assign.lhs().kind() == TK_SUBSCRIPT) continue;  // __annotations__["0"] = a type
+  for (const jit::Stmt& statement : def.body()) {
+    if (statement.kind() == jit::TK_DEF) CheckFunction(Def(statement));
+    if (statement.kind() != jit::TK_ASSIGN) continue;
+    const jit::Assign assign(statement);
+    if (assign.lhs().kind() == jit::TK_SUBSCRIPT) continue;  // __annotations__["0"] = a type
     if (assign.rhs().present() && !IsLiteral(assign.rhs().get())) {
       throw Refused(absl::StrCat("a constant of ", name,
                                  " is no literal: it would be computed as the file is read"));
@@ -170,22 +170,21 @@ void CheckClass(const ClassDef& def) {
 
 // What is there before anything is compiled.
 void CheckSource(const std::shared_ptr<Source>& source) {
-  using namespace torch::jit;
   {
-    Lexer lexer(source);
+    jit::Lexer lexer(source);
     NestingCheck().Read(lexer);
   }
-  Parser parser(source);
-  Lexer& lexer = parser.lexer();
-  while (lexer.cur().kind != TK_EOF) {
-    if (lexer.cur().kind == TK_CLASS_DEF) {
+  jit::Parser parser(source);
+  jit::Lexer& lexer = parser.lexer();
+  while (lexer.cur().kind != jit::TK_EOF) {
+    if (lexer.cur().kind == jit::TK_CLASS_DEF) {
       CheckClass(ClassDef(parser.parseClass()));
-    } else if (lexer.cur().kind == TK_DEF) {
+    } else if (lexer.cur().kind == jit::TK_DEF) {
       CheckFunction(Def(parser.parseFunction(/*is_method=*/false)));
-    } else if (lexer.cur().kind == TK_IMPORT || lexer.cur().kind == TK_IDENT) {
+    } else if (lexer.cur().kind == jit::TK_IMPORT || lexer.cur().kind == jit::TK_IDENT) {
       lexer.next();  // a version, an import
-      while (lexer.cur().kind != TK_NEWLINE && lexer.cur().kind != TK_EOF) lexer.next();
-      lexer.nextIf(TK_NEWLINE);
+      while (lexer.cur().kind != jit::TK_NEWLINE && lexer.cur().kind != jit::TK_EOF) lexer.next();
+      lexer.nextIf(jit::TK_NEWLINE);
     } else {
       throw Refused("its code has more than classes and functions");
     }

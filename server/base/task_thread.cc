@@ -55,7 +55,6 @@ void TaskThread::Run() {
   for (;;) {
     std::function<void()> task;
     if (worked && !AwaitTask(absl::Seconds(1))) {
-      worked = false;
       if (void (*const when_idle)() = idle_hook; when_idle != nullptr) when_idle();
     }
     {
