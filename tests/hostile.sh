@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A fleet of bad clients against one daemon, and ten honest ones beside them: tests/hostile/hostile.py says what is
-# done and what has to hold. Needs PostgreSQL and libfaketime, and root, for a disk of its own that gets full.
+# done and what has to hold. Needs PostgreSQL and libfaketime, and root, for a small disk of its own.
 #
 #   hostile.sh [MINUTES] [--proxy haproxy|envoy] [--seed N]
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"

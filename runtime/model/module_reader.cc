@@ -50,63 +50,64 @@ std::shared_ptr<Source> SourceOf(caffe2::serialize::PyTorchStreamReader& archive
                                   1);
 }
 
-// Refuses code that nests deeper than kMostNested: in brackets, blocks, or by operators that take
-// what is right of them, one in another.
+// Refuses code that nests deeper than kMostNested. Brackets and blocks nest; and so may every
+// operator, and every bracket behind an expression, with what stands beside it, up to the next
+// comma or the end of the statement. That an operator need not nest is not minded: no statement of
+// ours has so many.
 class NestingCheck {
  public:
   void Read(jit::Lexer& lexer) {
     for (; lexer.cur().kind != jit::TK_EOF; lexer.next()) {
       Note(lexer.cur().kind);
-      if (depth_ + blocks_ > kMostNested) {
-        throw Refused("its code is nested too deep to be compiled");
-      }
+      if (depth_ > kMostNested) throw Refused("its code is nested too deep to be compiled");
     }
   }
 
  private:
   void Note(int kind) {
     switch (kind) {
+      case jit::TK_IDENT:
+      case jit::TK_NUMBER:
+      case jit::TK_STRINGLITERAL:
+        break;
       case '(':
       case '[':
       case '{':
-        open_.push_back(0);
+        chains_.push_back(0);
         ++depth_;
         break;
       case ')':
       case ']':
       case '}':
-        if (open_.empty()) break;
-        depth_ -= 1 + open_.back();
-        open_.pop_back();
+        if (chains_.size() == 1) break;  // the parser refuses it
+        depth_ -= 1 + chains_.back();
+        chains_.pop_back();
+        Chain();  // f()()
         break;
       case ',':
       case jit::TK_NEWLINE:
-        depth_ -= chain();
-        chain() = 0;
-        break;
-      case jit::TK_INDENT:
-        ++blocks_;
+        depth_ -= chains_.back();
+        chains_.back() = 0;
         break;
       case jit::TK_DEDENT:
-        --blocks_;
+        --depth_;
+        break;
+      case jit::TK_INDENT:
+      case jit::TK_ELIF:  // stands in what is else; for good, as what follows it may be as well
+        ++depth_;
         break;
       default:
-        // Each of these may hold the next one.
-        if (kind == '-' || kind == '~' || kind == '.' || kind == jit::TK_NOT ||
-            kind == jit::TK_POW || kind == jit::TK_IF || kind == jit::TK_ELSE || kind == '+' ||
-            kind == '*' || kind == '/' || kind == jit::TK_AND || kind == jit::TK_OR ||
-            kind == '|' || kind == '&' || kind == '^') {
-          ++chain();
-          ++depth_;
-        }
+        Chain();
     }
   }
-  int& chain() { return open_.empty() ? outside_ : open_.back(); }
+  void Chain() {
+    ++chains_.back();
+    ++depth_;
+  }
 
-  std::vector<int> open_;  // operators in each open bracket, since its last comma
-  int outside_ = 0;
+  std::vector<int> chains_ = {
+      0};  // operators since the last comma, outside and in each open bracket
   int depth_ = 0;
-  int blocks_ = 0;
 };
 
 // What LibTorch computes as it reads a class or a function, to have its value. Only literals need
@@ -196,7 +197,7 @@ class FunctionReader {
  public:
   // All that `function` reaches.
   void Read(Function& function) {
-    auto* const graph = dynamic_cast<torch::jit::GraphFunction*>(&function);
+    auto* const graph = dynamic_cast<jit::GraphFunction*>(&function);
     if (graph == nullptr) {
       violations_.insert(
           absl::StrCat("its code calls ", function.name(), ", which is not its own"));
@@ -250,9 +251,9 @@ bool ComesWithTheModule(const std::string& method) {
   return method == "__len__" || method == "__contains__";
 }
 
-std::vector<std::string> CodeViolations(const torch::jit::Module& module,
-                                        const torch::jit::CompilationUnit& unit) {
-  const std::optional<torch::jit::Method> forward = module.find_method("forward");
+std::vector<std::string> CodeViolations(const jit::Module& module,
+                                        const jit::CompilationUnit& unit) {
+  const std::optional<jit::Method> forward = module.find_method("forward");
   if (!forward.has_value()) return {"it has no forward"};
   FunctionReader reader;
   reader.Read(forward->function());
@@ -290,7 +291,7 @@ class Reader {
     }
     const c10::IValue data = ReadPickle("data");
     if (!data.isObject()) throw Refused("its data is no module");
-    const torch::jit::Module module(data.toObject());
+    const jit::Module module(data.toObject());
     std::vector<std::string> violations = CodeViolations(module, *unit_);
     return {.module = module, .violations = std::move(violations)};
   }
@@ -333,17 +334,16 @@ class Reader {
   }
 
   c10::IValue ReadPickle(const std::string& name) {
-    return torch::jit::readArchiveAndTensors(
+    return jit::readArchiveAndTensors(
         name, /*pickle_prefix=*/"", /*tensor_prefix=*/"",
         [this](const c10::QualifiedName& type) { return FindType(type); }, MakeObject, c10::kCPU,
         archive_);
   }
 
   caffe2::serialize::PyTorchStreamReader& archive_;
-  const std::shared_ptr<torch::jit::CompilationUnit> unit_ =
-      std::make_shared<torch::jit::CompilationUnit>();
+  const std::shared_ptr<jit::CompilationUnit> unit_ = std::make_shared<jit::CompilationUnit>();
   std::vector<c10::IValue> constants_;
-  const torch::jit::SourceImporter importer_;
+  const jit::SourceImporter importer_;
 };
 
 }  // namespace

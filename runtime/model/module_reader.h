@@ -17,12 +17,12 @@ struct ReadModule {
   std::vector<std::string> violations;  // empty: `module` is there
 };
 
-// Reads the module of a TorchScript archive and compiles its code, and runs none of it;
-// torch::jit::load would run
-// __setstate__, and the expressions behind default arguments and constants. Refuses these,
-// operators that are not allowed (allowed_operators.h), methods that `forward` does not reach, and
-// objects that are not of the archive's own classes. Throws what LibTorch throws where the archive
-// is damaged or does not compile.
+// Reads the module of a TorchScript archive, compiles its code and runs none of it:
+// torch::jit::load would run __setstate__, and the expressions behind default arguments and
+// constants. Refuses these, operators that are not allowed (allowed_operators.h), methods that
+// `forward` does not reach, objects of other classes than the archive's own, and code that is
+// nested too deep to be compiled. Throws what LibTorch throws where the archive is damaged or does
+// not compile.
 ReadModule ReadModuleWithoutRunning(caffe2::serialize::PyTorchStreamReader& archive);
 
 }  // namespace epikv

@@ -4,6 +4,8 @@
 #include <iterator>
 #include <utility>
 
+#include "absl/algorithm/container.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -87,6 +89,7 @@ struct Tokenizer::Parts {
   PostProcessor around;
   // Added tokens found before and after normalizing.
   AddedTokenFinder raw_finder, normalized_finder;
+  bool normalized_special = false;  // one of those found after normalizing is special
   Vocabulary added_ids;
   std::vector<DecodedToken> decoded;                           // by id
   absl::flat_hash_map<int32_t, std::string> first_bytes = {};  // where a first token's are others
@@ -105,6 +108,9 @@ struct Tokenizer::Parts {
                          std::vector<int32_t>& ids) const;
   // That this text, normalized, has no special token.
   absl::Status CheckPlain(absl::string_view text) const;
+  // That none of these tokens of a text is special and spelled in it. One for what is unknown is
+  // special, too, and nobody has spelled it.
+  absl::Status CheckSpelled(const std::vector<int32_t>& ids, absl::string_view text) const;
   absl::Status NotPlain(int32_t id) const;
 };
 
@@ -132,16 +138,19 @@ absl::StatusOr<Tokenizer::Parts> Tokenizer::Parts::FromJson(const Json& json) {
   if (!consistent.ok()) return consistent;
   Vocabulary added_ids;
   for (const AddedToken& token : *added) added_ids.emplace(token.content, token.id);
-  Parts parts{.json = "",
-              .normalizer = *std::move(normalizer),
-              .decoder = *std::move(decoder),
-              .pre_tokenizer = *std::move(pre_tokenizer),
-              .model = *std::move(model),
-              .around = *std::move(around),
-              .raw_finder = FinderOf(*added, /*normalized=*/false),
-              .normalized_finder = FinderOf(*added, /*normalized=*/true),
-              .added_ids = std::move(added_ids),
-              .decoded = {}};
+  Parts parts{
+      .json = "",
+      .normalizer = *std::move(normalizer),
+      .decoder = *std::move(decoder),
+      .pre_tokenizer = *std::move(pre_tokenizer),
+      .model = *std::move(model),
+      .around = *std::move(around),
+      .raw_finder = FinderOf(*added, /*normalized=*/false),
+      .normalized_finder = FinderOf(*added, /*normalized=*/true),
+      .normalized_special = absl::c_any_of(
+          *added, [](const AddedToken& token) { return token.normalized && token.special; }),
+      .added_ids = std::move(added_ids),
+      .decoded = {}};
   const absl::Status tokens = parts.ReadTokens(*added);
   if (!tokens.ok()) return tokens;
   const absl::Status around_status = CheckAround(parts.around, parts.decoded);
@@ -180,6 +189,7 @@ absl::Status Tokenizer::Parts::ReadToken(absl::string_view token, int32_t id, bo
 absl::StatusOr<std::vector<int32_t>> Tokenizer::Parts::Encode(
     absl::string_view text, absl::Span<const TextRange> plain) const {
   for (const TextRange& range : plain) {
+    if (!normalized_special) break;
     const absl::Status status = CheckPlain(text.substr(range.begin, range.end - range.begin));
     if (!status.ok()) return status;
   }
@@ -214,6 +224,16 @@ absl::Status Tokenizer::Parts::CheckPlain(absl::string_view text) const {
   return absl::OkStatus();
 }
 
+absl::Status Tokenizer::Parts::CheckSpelled(const std::vector<int32_t>& ids,
+                                            absl::string_view text) const {
+  absl::flat_hash_set<int32_t> looked_for;  // each once: a text may be all unknown
+  for (const int32_t id : ids) {
+    if (!decoded[id].special || !looked_for.insert(id).second) continue;
+    if (absl::StrContains(text, decoded[id].bytes)) return NotPlain(id);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Tokenizer::Parts::EncodeRaw(absl::string_view text, bool at_start, bool has_plain,
                                          std::vector<int32_t>& ids) const {
   const absl::StatusOr<std::string> normalized = normalizer.Normalize(text);
@@ -228,11 +248,9 @@ absl::Status Tokenizer::Parts::EncodeRaw(absl::string_view text, bool at_start, 
     if (!pieces.ok()) return pieces.status();
     const absl::StatusOr<std::vector<int32_t>> tokens = model->Encode(*pieces);
     if (!tokens.ok()) return tokens.status();
-    // A token for what is unknown is special, too, and nobody has spelled it.
-    for (const int32_t id : *tokens) {
-      if (has_plain && decoded[id].special && absl::StrContains(segment.text, decoded[id].bytes)) {
-        return NotPlain(id);
-      }
+    if (has_plain) {
+      const absl::Status plain = CheckSpelled(*tokens, segment.text);
+      if (!plain.ok()) return plain;
     }
     ids.insert(ids.end(), tokens->begin(), tokens->end());
   }

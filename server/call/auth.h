@@ -49,6 +49,9 @@ class Authenticator {
     std::vector<absl::string_view> certificate;  // the subject alternative names of his certificate
   };
 
+  // Whether Credentials::certificate is looked at.
+  bool reads_certificates() const { return options_.certificates; }
+
   // A token goes before a certificate. Refuses with UNAUTHENTICATED, or, once `caller` is known and
   // set, with PERMISSION_DENIED.
   std::optional<grpc::Status> Admit(absl::string_view method, const Credentials& shown,

@@ -62,11 +62,10 @@ CallScope::CallScope(absl::string_view method, const Frontend& frontend,
 }
 
 std::optional<grpc::Status> CallScope::Admit() {
-  std::optional<grpc::Status> refusal =
-      frontend_.auth.Admit(method_,
-                           {.authorization = Headers(context_, "authorization"),
-                            .certificate = CertificateNames(context_)},
-                           caller_);
+  Authenticator::Credentials shown{.authorization = Headers(context_, "authorization"),
+                                   .certificate = {}};
+  if (frontend_.auth.reads_certificates()) shown.certificate = CertificateNames(context_);
+  std::optional<grpc::Status> refusal = frontend_.auth.Admit(method_, shown, caller_);
   admitted_ = !refusal.has_value();
   if (refusal.has_value()) frontend_.metrics.OnRejected(ErrorReason(*refusal));
   return refusal;

@@ -120,6 +120,10 @@ absl::StatusOr<std::unique_ptr<AccessLog>> OpenAccessLog(const Config& config, M
   });
 }
 
+AuthOptions AuthOptionsOf(const Config& config) {
+  return {.tokens_file = config.tokens_file, .certificates = !config.tls.client_ca.empty()};
+}
+
 absl::StatusOr<std::unique_ptr<Authenticator>> MakeAuthenticator(const Config& config,
                                                                  Metrics& metrics, const Log& log) {
   auto on_reload = [&metrics, &log](const absl::Status& status) {
@@ -127,19 +131,16 @@ absl::StatusOr<std::unique_ptr<Authenticator>> MakeAuthenticator(const Config& c
     metrics.OnTokensReloadFailed();
     log.Warn(absl::StrCat(status.message(), "; the tokens known before stay valid"));
   };
-  return Authenticator::Create({.tokens_file = config.tokens_file,
-                                .certificates = !config.tls.client_ca.empty(),
-                                .on_reload = on_reload});
+  AuthOptions options = AuthOptionsOf(config);
+  options.on_reload = on_reload;
+  return Authenticator::Create(std::move(options));
 }
 
 // Files that serving needs; known before a model takes long to load.
 absl::Status CheckFiles(const Config& config) {
-  const absl::Status checks[] = {
-      CheckTlsFiles(config.tls),
-      Authenticator::Create(
-          {.tokens_file = config.tokens_file, .certificates = !config.tls.client_ca.empty()})
-          .status(),
-      AccessLog::Open(config.access_log, [](int64_t) {}).status()};
+  const absl::Status checks[] = {CheckTlsFiles(config.tls),
+                                 Authenticator::Create(AuthOptionsOf(config)).status(),
+                                 AccessLog::Open(config.access_log, [](int64_t) {}).status()};
   std::vector<absl::string_view> problems;
   for (const absl::Status& status : checks) {
     if (!status.ok()) problems.push_back(status.message());
@@ -291,10 +292,13 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   if (!server.ok()) return server.status();
   AdminService admin(
       models, lifecycle, settings, operators_frontend, [&loader](const ModelSource& source) {
-        log.Info(absl::StrCat(source.path,
-                              " is loaded over the port for operators; it is served until "
-                              "the daemon ends: name it in the configuration to keep it"));
-        return loader.Load(source);
+        absl::StatusOr<ModelPtr> model = loader.Load(source);
+        if (model.ok()) {
+          log.Info(absl::StrCat(source.path,
+                                " was loaded over the port for operators; it is served until the "
+                                "daemon ends: name it in the configuration to keep it"));
+        }
+        return model;
       });
   absl::StatusOr<std::unique_ptr<GrpcPort>> admin_port =
       OpenAdminPort(config, connections, admin, lifecycle);

@@ -79,8 +79,11 @@ class CollectCall final : public Call, public StreamWriter {
   void Fail(const grpc::Status& status) { Call::End(status); }
 
   void Send(OutboxMessage message) override {
-    if (!too_large_) std::visit([this](auto& part) { Collect(part); }, message);
-    if (!too_large_ && bytes_ > max_bytes_) GiveUpIfTooLarge();
+    if (!too_large_) {
+      bytes_ += MessageBytes(message);
+      std::visit([this](auto& part) { Collect(part); }, message);
+      if (bytes_ > max_bytes_) GiveUpIfTooLarge();
+    }
     facts_.outbox->OnWritten(true);
   }
   void Abort() override {}  // no write takes time
@@ -122,13 +125,9 @@ class CollectCall final : public Call, public StreamWriter {
       output.mutable_top_logprobs()->MergeFrom(proto.top_logprobs());
       AddText(output, delta);
     });
-    bytes_ += static_cast<int64_t>(proto.ByteSizeLong());
   }
   void Collect(const PromptProgress&) {}  // nobody sees it pass
-  void Collect(const PromptLogprobs& prompt) {
-    AddPrompt(result_, prompt);
-    bytes_ += static_cast<int64_t>(ToProto(prompt).ByteSizeLong());
-  }
+  void Collect(const PromptLogprobs& prompt) { AddPrompt(result_, prompt); }
   void Collect(const EvictionTrace& trace) {
     WithOutput(result_, trace.completion,
                [&](auto& output) { *output.add_evictions() = ToProto(trace); });
@@ -147,7 +146,7 @@ class CollectCall final : public Call, public StreamWriter {
   CallFacts facts_;
   std::atomic<bool> started_ = false;  // facts_ are there
   Result result_;
-  int64_t bytes_ = 0;       // of it, at least about
+  int64_t bytes_ = 0;       // of it, about
   bool too_large_ = false;  // it was given up
 };
 

@@ -37,7 +37,6 @@ size_t BytesOf(const std::vector<std::vector<TokenLogprob>>& top) {
   return bytes;
 }
 
-// About what the message takes, in memory and on the wire.
 struct SizeOf {
   int64_t operator()(const Queued&) const { return 64; }
   int64_t operator()(const Finished&) const { return 256; }
@@ -69,6 +68,8 @@ absl::Status SlowReader(absl::Duration stall) {
 }
 
 }  // namespace
+
+int64_t MessageBytes(const OutboxMessage& message) { return std::visit(SizeOf(), message); }
 
 Outbox::Outbox(OutboxLimits limits, OutboxHooks hooks, DeltaOptions deltas, StreamWriter& writer,
                Courier& courier, std::function<absl::Time()> now)
@@ -225,7 +226,7 @@ std::optional<Outbox::Action> Outbox::NextAction() {
       waiting_.pop_front();
       writing_ = true;
       write_began_ = now_();
-      writing_bytes_ = std::visit(SizeOf(), message);
+      writing_bytes_ = MessageBytes(message);
       waiting_bytes_ -= writing_bytes_;
       return message;
     }
@@ -239,7 +240,7 @@ std::optional<Outbox::Action> Outbox::NextAction() {
 }
 
 void Outbox::Push(OutboxMessage message) {
-  waiting_bytes_ += std::visit(SizeOf(), message);
+  waiting_bytes_ += MessageBytes(message);
   if (Delta* delta = std::get_if<Delta>(&message)) {
     if (Delta* newest = NewestDeltaOf(delta->completion)) return Join(*newest, std::move(*delta));
     const bool first = !std::exchange(has_delta_, true);

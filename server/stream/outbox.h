@@ -33,6 +33,9 @@ struct CompletionEnd {
 using OutboxMessage = std::variant<Queued, PromptProgress, PromptLogprobs, Delta, EvictionTrace,
                                    CompletionEnd, Finished>;
 
+// About as many bytes as it takes in memory, and on the wire.
+int64_t MessageBytes(const OutboxMessage& message);
+
 // Where an outbox's messages go. Called by one thread at a time, never while a call is under way;
 // each message after the one before it was written.
 class StreamWriter {

@@ -17,12 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
 import h2.errors
 import h2.exceptions
-from epikv import Chat, Client, Kv, RpcError, Sampling, Stop
+from epikv import Admin, Chat, Client, Kv, RpcError, Sampling, Stop
 from epikv.connection import Tls
 from epikv.sample import problem
 from epikv.v1 import generation_pb2
@@ -85,6 +86,15 @@ def raw(target: Target, draw: random.Random) -> Iterator[RawHttp2]:
 def eve(target: Target) -> Iterator[Client]:
     with Client(target.clients, token=target.token, tls=Tls(target.ca)) as client:
         yield client
+
+
+def count(ends: Ends, call: Callable[[], object], well: str = "OK") -> None:
+    """What the call came to: `well`, or why not."""
+    try:
+        call()
+        ends[well] += 1
+    except RpcError as error:
+        ends[error.reason or error.code.name] += 1
 
 
 def a_request(tokens: int) -> bytes:
@@ -255,26 +265,16 @@ def guessed_tokens(target: Target, draw: random.Random, ends: Ends) -> None:
         target.clients, token=f"epikv-{draw.randbytes(24).hex()}", tls=Tls(target.ca)
     ) as who:
         for _ in range(20):
-            try:
-                who.models()
-                ends["let in"] += 1
-            except RpcError as error:
-                ends[error.reason or error.code.name] += 1
+            count(ends, who.models, "let in")
     time.sleep(0.5)
 
 
 @attack
 def operators_methods(target: Target, draw: random.Random, ends: Ends) -> None:
     """A user's token at the port for operators."""
-    from epikv import Admin
-
     with Admin(target.admin, token=target.token, tls=Tls(target.ca)) as admin:
         for call in (admin.status, admin.drain, lambda: admin.load_model("/etc/passwd")):
-            try:
-                call()
-                ends["let in"] += 1
-            except RpcError as error:
-                ends[error.reason or error.code.name] += 1
+            count(ends, call, "let in")
     time.sleep(1)
 
 
@@ -312,11 +312,11 @@ def _exploding(draw: random.Random) -> Sampling:
 def exploding_constraints(target: Target, draw: random.Random, ends: Ends) -> None:
     with eve(target) as client:
         for _ in range(3):
-            try:
-                client.generate_once("7", sampling=_exploding(draw), stop=Stop(4), timeout=10)
-                ends["OK"] += 1
-            except RpcError as error:
-                ends[error.reason or error.code.name] += 1
+            given = _exploding(draw)
+            count(
+                ends,
+                partial(client.generate_once, "7", sampling=given, stop=Stop(4), timeout=10),
+            )
     time.sleep(1)
 
 
@@ -325,16 +325,9 @@ def long_texts(target: Target, draw: random.Random, ends: Ends) -> None:
     """Prompts and texts of megabytes, to be encoded."""
     with eve(target) as client:
         for _ in range(2):
-            try:
-                client.tokenize("ab c" * draw.randrange(10_000, 200_000))
-                ends["OK"] += 1
-            except RpcError as error:
-                ends[error.reason or error.code.name] += 1
-            try:
-                client.generate_once("x = 1\n" * 60_000, stop=Stop(1), timeout=10)
-                ends["OK"] += 1
-            except RpcError as error:
-                ends[error.reason or error.code.name] += 1
+            count(ends, partial(client.tokenize, "ab c" * draw.randrange(10_000, 200_000)))
+            prompt = "x = 1\n" * 60_000
+            count(ends, partial(client.generate_once, prompt, stop=Stop(1), timeout=10))
     time.sleep(2)
 
 
@@ -342,12 +335,9 @@ def long_texts(target: Target, draw: random.Random, ends: Ends) -> None:
 def outcomes_for_nothing(target: Target, draw: random.Random, ends: Ends) -> None:
     with eve(target) as client:
         for i in range(30):
-            try:
-                metric = "right" if i % 2 else f"made_up_{i}"
-                client.record_outcome(f"none-{draw.randrange(10**9)}", metric, 1)
-                ends["taken"] += 1
-            except RpcError as error:
-                ends[error.reason or error.code.name] += 1
+            metric = "right" if i % 2 else f"made_up_{i}"
+            request = f"none-{draw.randrange(10**9)}"
+            count(ends, partial(client.record_outcome, request, metric, 1), "taken")
     time.sleep(1)
 
 
@@ -359,12 +349,8 @@ def injected_chats(target: Target, draw: random.Random, ends: Ends) -> None:
         for _ in range(4):
             content = "".join(draw.choices([*spelled, "x = 1\n", "\u202e", "\0"], k=6))
             roles = draw.choice([["user"], ["assistant", "user"], ["user", "assistant", "user"]])
-            try:
-                chat = Chat([{"role": role, "content": content} for role in roles])
-                client.generate_once(chat, stop=Stop(4), timeout=10)
-                ends["OK"] += 1
-            except RpcError as error:
-                ends[error.reason or error.code.name] += 1
+            chat = Chat([{"role": role, "content": content} for role in roles])
+            count(ends, partial(client.generate_once, chat, stop=Stop(4), timeout=10))
     time.sleep(1)
 
 
@@ -373,17 +359,15 @@ def odd_options(target: Target, draw: random.Random, ends: Ends) -> None:
     """Requests that are allowed, and unusual: tiny budgets, log-probabilities, several completions."""
     with eve(target) as client:
         for policy in draw.sample(["h2o", "snapkv", "epikv_flat", "random", "raas_page", "cur"], 3):
-            try:
-                client.generate_once(
-                    problem(draw.randrange(9)).prompt,
-                    kv=Kv(policy, draw.choice([1, 8, 40, "10%"])),
-                    sampling=Sampling(temperature=2, n=draw.choice([1, 3])),
-                    stop=Stop(12),
-                    timeout=10,
-                )
-                ends["OK"] += 1
-            except RpcError as error:
-                ends[error.reason or error.code.name] += 1
+            ask = partial(
+                client.generate_once,
+                problem(draw.randrange(9)).prompt,
+                kv=Kv(policy, draw.choice([1, 8, 40, "10%"])),
+                sampling=Sampling(temperature=2, n=draw.choice([1, 3])),
+                stop=Stop(12),
+                timeout=10,
+            )
+            count(ends, ask)
     time.sleep(1.5)
 
 

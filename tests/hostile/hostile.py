@@ -12,10 +12,12 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ from figures import Answer, Comparison, Phase  # noqa: E402
 from honest import OUTPUT_TOKENS, Task, program  # noqa: E402
 from soak import sample_model  # noqa: E402
 from watch import Held, held  # noqa: E402
-from world import Weather, World, world  # noqa: E402
+from world import World, go_wrong, world  # noqa: E402
 
 CAPACITY_SECONDS = 10.0
 STOPPED_SECONDS = 10.0
@@ -130,7 +132,8 @@ class Hour:
             task.seed,
         )
         fleet = Fleet(target, self.names)
-        weather = Weather(made, self.seconds).start()
+        weather = threading.Thread(target=go_wrong, args=(made, self.seconds))
+        weather.start()
         honest = subprocess.Popen(
             program(),
             stdin=subprocess.PIPE,
@@ -206,6 +209,8 @@ def report(hour: Hour, before: Held, now: Held, left: list[str]) -> list[str]:
         f"held before, after    RSS {before.rss_kib / 1024:.0f}, {now.rss_kib / 1024:.0f} MiB;"
         f" open files {before.files}, {now.files}; threads {before.threads}, {now.threads}"
     )
+    disk = shutil.disk_usage(hour.world.disk)
+    print(f"disk of spool, log    {100 * disk.used / disk.total:.0f} % used")
     page = scrape(hour.world.daemon.metrics)
     for name in ("epikv_connections_refused_total", "epikv_requests_rejected_total"):
         print(f"{name:22} {page.total(name):.0f}")

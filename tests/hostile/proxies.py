@@ -3,7 +3,7 @@
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -41,14 +41,8 @@ def haproxy(folder: Path, certificate: Path, back: str) -> Iterator[str]:
     port = back.rpartition(":")[2]
     config.write_text(HAPROXY.format(front=front, certificate=both, back=port))
     program = shutil.which("haproxy") or "/usr/sbin/haproxy"
-    with (folder / "haproxy.log").open("wb") as log:
-        proxy = processes.start([program, "-db", "-f", str(config)], stdout=log, stderr=log)
-    try:
-        _await(f"127.0.0.1:{front}")
-        yield f"localhost:{front}"
-    finally:
-        proxy.kill()
-        proxy.wait()
+    with _running([program, "-db", "-f", str(config)], folder / "haproxy.log", front) as address:
+        yield address
 
 
 ENVOY = """
@@ -116,8 +110,14 @@ def envoy(folder: Path, certificate: Path, back: str) -> Iterator[str]:
     key, port = certificate.with_suffix(".key"), back.rpartition(":")[2]
     config.write_text(ENVOY.format(front=front, certificate=certificate, key=key, back=port))
     command = [program, "-c", str(config), "--concurrency", "1", "--disable-hot-restart"]
-    with (folder / "envoy.log").open("wb") as log:
-        proxy = processes.start(command, stdout=log, stderr=log)
+    with _running(command, folder / "envoy.log", front) as address:
+        yield address
+
+
+@contextmanager
+def _running(command: Sequence[str], log: Path, front: str) -> Iterator[str]:
+    with log.open("wb") as said:
+        proxy = processes.start(command, stdout=said, stderr=said)
     try:
         _await(f"127.0.0.1:{front}")
         yield f"localhost:{front}"

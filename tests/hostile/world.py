@@ -3,7 +3,6 @@ around it: the disk of its spool and access log is small, its store comes and go
 """
 
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,14 +25,12 @@ DISK_BYTES = 6 << 20
 @dataclass
 class World:
     daemon: Daemon
+    disk: Path  # of the spool and the access log
     clients: str  # where clients connect: the daemon, or a proxy before it
     ca: Path
     tokens: dict[str, str]
     folder: Path
     store: Postgres
-
-    def honest(self) -> Client:
-        return Client(self.clients, token=self.tokens["ann"], tls=Tls(self.ca))
 
 
 @contextmanager
@@ -86,33 +83,18 @@ def world(model: Path, folder: Path, proxy: str | None) -> Iterator[World]:
         if proxy:
             before = PROXIES[proxy](folder, folder / "server.pem", daemon.grpc)
             clients = stack.enter_context(before)
-        yield World(daemon, clients, folder / "ca.pem", tokens, folder, store)
+        yield World(daemon, disk, clients, folder / "ca.pem", tokens, folder, store)
 
 
-class Weather:
-    """What goes wrong around a daemon, on a thread, while a phase under attack goes on: the store is away for a
-    third of the time, and the clock jumps an hour ahead and back."""
-
-    def __init__(self, world: World, seconds: float) -> None:
-        self._world, self._seconds = world, seconds
-        self.events: list[str] = []
-
-    def run(self) -> None:
-        part = self._seconds / 6
-        time.sleep(part)
-        self._world.store.stop()
-        self.events.append("the store goes")
-        time.sleep(part)
-        set_clock(self._world.folder, timedelta(hours=1))
-        self.events.append("the clock goes an hour ahead")
-        time.sleep(part)
-        self._world.store.start()
-        self.events.append("the store comes back")
-        time.sleep(part)
-        set_clock(self._world.folder, timedelta())
-        self.events.append("the clock goes an hour back")
-
-    def start(self) -> threading.Thread:
-        thread = threading.Thread(target=self.run)
-        thread.start()
-        return thread
+def go_wrong(world: World, seconds: float) -> None:
+    """What goes wrong around a daemon while a phase under attack goes on: the store is away for a third of the time,
+    and the clock jumps an hour ahead and back."""
+    part = seconds / 6
+    time.sleep(part)
+    world.store.stop()
+    time.sleep(part)
+    set_clock(world.folder, timedelta(hours=1))
+    time.sleep(part)
+    world.store.start()
+    time.sleep(part)
+    set_clock(world.folder, timedelta())

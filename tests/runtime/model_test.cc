@@ -460,6 +460,11 @@ const std::map<std::string, Refusal>& Refusals() {
   static const auto& refusals = *new std::map<std::string, Refusal>{
       {"constant_runs", {kBroken, "a constant of Embedding is no literal"}},
       {"deep_attributes", {kBroken, "nested too deep"}},
+      {"deep_calls", {kBroken, "nested too deep"}},
+      {"deep_comparisons", {kBroken, "nested too deep"}},
+      {"deep_elifs", {kBroken, "nested too deep"}},
+      {"deep_indexes", {kBroken, "nested too deep"}},
+      {"deep_remainders", {kBroken, "nested too deep"}},
       {"deep_brackets", {kBroken, "nested too deep"}},
       {"deep_signs", {kBroken, "nested too deep"}},
       {"deep_sum", {kBroken, "nested too deep"}},

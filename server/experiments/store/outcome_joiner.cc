@@ -33,6 +33,7 @@ constexpr absl::string_view kSelectOutcome =
 // Outcomes that may wait for their requests, of all and of one tenant. Of more it is not known
 // whether their requests exist, and they are dropped.
 constexpr int64_t kMostWaiting = 100'000, kMostOfTenant = kMostWaiting / 4;
+constexpr absl::string_view kAnyWaiting = "SELECT 1 FROM waiting_outcomes LIMIT 1";
 constexpr absl::string_view kCountWaiting =
     "SELECT tenant, COUNT(*) FROM waiting_outcomes GROUP BY tenant";
 constexpr absl::string_view kSelectWaiting =
@@ -91,12 +92,9 @@ absl::Status OutcomeJoiner::Load(absl::Span<const v1::ExperimentRecord> records)
 }
 
 absl::Status OutcomeJoiner::LoadWaiting(absl::Span<const v1::ExperimentRecord> records) {
-  const absl::StatusOr<std::vector<SqlRow>> counts = session_.Query(kCountWaiting);
-  if (!counts.ok() || counts->empty()) return counts.status();
-  for (const SqlRow& row : *counts) {
-    num_waiting_[TextOf(row[0])] = IntOf(row[1]);
-    all_waiting_ += IntOf(row[1]);
-  }
+  const absl::StatusOr<std::vector<SqlRow>> any = session_.Query(kAnyWaiting);
+  if (!any.ok() || any->empty()) return any.status();
+  if (absl::Status status = CountWaiting(); !status.ok()) return status;
   std::set<Client> clients;
   for (const v1::ExperimentRecord& record : records) {
     if (!record.has_began()) continue;
@@ -107,6 +105,18 @@ absl::Status OutcomeJoiner::LoadWaiting(absl::Span<const v1::ExperimentRecord> r
   return session_.RunEach(kSelectWaiting, calls, [this](size_t, const SqlRow& row) {
     waiting_.push_back(WaitingOf(row));
   });
+}
+
+// Reads them all, and so only for records that may add to them: those of a spool.
+absl::Status OutcomeJoiner::CountWaiting() {
+  if (source_ != Source::kSpool) return absl::OkStatus();
+  const absl::StatusOr<std::vector<SqlRow>> counts = session_.Query(kCountWaiting);
+  if (!counts.ok()) return counts.status();
+  for (const SqlRow& row : *counts) {
+    num_waiting_[TextOf(row[0])] = IntOf(row[1]);
+    all_waiting_ += IntOf(row[1]);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status OutcomeJoiner::LoadClients(absl::Span<const v1::ExperimentRecord> records) {

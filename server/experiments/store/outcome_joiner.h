@@ -64,6 +64,7 @@ class OutcomeJoiner {
 
   static OutcomeId IdOf(const std::string& request, const v1::OutcomeSeen& outcome);
   absl::Status LoadWaiting(absl::Span<const v1::ExperimentRecord> records);
+  absl::Status CountWaiting();
   absl::Status LoadClients(absl::Span<const v1::ExperimentRecord> records);
   Request& RequestOf(const Client& client, const std::string& id, int64_t began_us);
   static Requests Near(const Requests& requests, Requests::const_iterator request);
