@@ -283,6 +283,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   auto executor = std::make_unique<Executor>(
       *std::move(model),
       ExecutorOptions{.pool_rows = pool_rows,
+                      .scratch_bytes = on_gpu ? 0 : loaded.scratch_bytes,
                       .decode_kernel = kernels.decode,
                       .prefill_kernel = kernels.prefill,
                       .kv_dtype = options.kv_dtype,

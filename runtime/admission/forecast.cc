@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace epikv {
@@ -12,6 +13,9 @@ constexpr int64_t kLeastSteps = 16;  // before these, nothing is predicted
 constexpr int64_t kLeastPrefillSample = 64;
 constexpr size_t kRemembered = 64;  // prompts, outputs and deadlines
 constexpr double kLastSteps = 32;   // the present is about so many
+// A step counts for so many times what it was expected to take at most. One in which the process
+// was stopped says nothing of the next; where steps stay slow, each moves the present on.
+constexpr double kMostOfExpected = 8;
 
 // A step or a few, where steps are short; and no longer than anybody would wait.
 constexpr absl::Duration kShortestRetry = absl::Milliseconds(100);
@@ -134,19 +138,29 @@ absl::Duration PredictLeastRun(const Request& request, const Pace& pace) {
 void PaceMeter::OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t decode_tokens) {
   const double seconds = absl::ToDoubleSeconds(duration);
   if (seconds <= 0) return;  // the clock was set
+  const double counted = std::min(seconds, MostCounted(prefill_tokens, decode_tokens));
   ++steps_;
   if (prefill_tokens > 0) {
     const double per_token = seconds / static_cast<double>(prefill_tokens);
     if (prefill_tokens >= kLeastPrefillSample) Lower(best_.seconds_per_prefill_token, per_token);
-    prefill_seconds_ += seconds - prefill_seconds_ / kLastSteps;
+    prefill_seconds_ += counted - prefill_seconds_ / kLastSteps;
     prefill_tokens_ += static_cast<double>(prefill_tokens) - prefill_tokens_ / kLastSteps;
     present_.seconds_per_prefill_token = prefill_seconds_ / prefill_tokens_;
   }
   if (decode_tokens > 0) {
     Lower(best_.seconds_per_decode_token, seconds);
     double& present = present_.seconds_per_decode_token;
-    present = present == 0 ? seconds : present + (seconds - present) / kLastSteps;
+    present = present == 0 ? seconds : present + (counted - present) / kLastSteps;
   }
+}
+
+double PaceMeter::MostCounted(int64_t prefill_tokens, int64_t decode_tokens) const {
+  const double per_token = present_.seconds_per_prefill_token,
+               step = present_.seconds_per_decode_token;
+  const bool unknown =
+      (prefill_tokens > 0 && per_token == 0) || (decode_tokens > 0 && step == 0) || !measured();
+  if (unknown) return std::numeric_limits<double>::infinity();
+  return kMostOfExpected * (static_cast<double>(prefill_tokens) * per_token + step);
 }
 
 void PaceMeter::OnPrompt(int64_t prefill, int64_t prompt) { Remember(prefill, prompt, prompts_); }

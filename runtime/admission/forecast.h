@@ -75,12 +75,16 @@ class PaceMeter {
   // The fastest that was seen since the start, the least prefilled of the last 64 prompts and the
   // shortest of the last 64 outputs: no request is expected to do better.
   Pace best() const;
-  // Of the last steps, and the means of the last 64 prompts and outputs.
+  // Of the last steps, and the means of the last 64 prompts and outputs. One step that took far
+  // longer than the others hardly moves it.
   Pace present() const;
   // Whether one of the last 64 requests with deadlines that were started has missed its own.
   bool missing() const { return missed_.any(); }
 
  private:
+  // Seconds that such a step counts for at most.
+  double MostCounted(int64_t prefill_tokens, int64_t decode_tokens) const;
+
   int64_t steps_ = 0;
   Pace best_, present_;
   double prefill_seconds_ = 0, prefill_tokens_ = 0;  // of the last steps, older ones weigh less

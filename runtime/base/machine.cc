@@ -83,10 +83,11 @@ int64_t MemoryLeftInCgroup() {
   return std::max<int64_t>(0, limit - std::max<int64_t>(0, used - cached));
 }
 
-// All reserved memory of this process.
+// All reserved memory of this process, and what is set aside.
 struct Reserved {
   absl::Mutex mu;
   std::set<const ReservedMemory*> all ABSL_GUARDED_BY(mu);
+  int64_t aside ABSL_GUARDED_BY(mu) = 0;  // bytes
 };
 Reserved& TheReserved() {
   static Reserved& reserved = *new Reserved;
@@ -117,12 +118,23 @@ int64_t CpuQuota() {
 }
 
 int64_t AvailableMemoryBytes() {
-  int64_t untouched = 0;
+  int64_t promised = 0;
   {
     absl::MutexLock lock(&TheReserved().mu);
-    for (const ReservedMemory* memory : TheReserved().all) untouched += memory->UntouchedBytes();
+    for (const ReservedMemory* memory : TheReserved().all) promised += memory->UntouchedBytes();
+    promised += TheReserved().aside;
   }
-  return std::max<int64_t>(0, std::min(MemoryAvailable(), MemoryLeftInCgroup()) - untouched);
+  return std::max<int64_t>(0, std::min(MemoryAvailable(), MemoryLeftInCgroup()) - promised);
+}
+
+MemorySetAside::MemorySetAside(int64_t bytes) : bytes_(bytes) {
+  absl::MutexLock lock(&TheReserved().mu);
+  TheReserved().aside += bytes_;
+}
+
+MemorySetAside::~MemorySetAside() {
+  absl::MutexLock lock(&TheReserved().mu);
+  TheReserved().aside -= bytes_;
 }
 
 ReservedMemory::ReservedMemory(const void* begin, int64_t bytes)

@@ -9,7 +9,7 @@ namespace epikv {
 int64_t CpuQuota();
 
 // Bytes this process may still take: the smaller of the machine's available memory and what its
-// cgroup leaves, without what ReservedMemory has yet to touch.
+// cgroup leaves, without what ReservedMemory has yet to touch and what is set aside.
 int64_t AvailableMemoryBytes();
 
 // Memory that was taken whole and becomes resident as it is first touched: the machine counts it as
@@ -25,6 +25,19 @@ class ReservedMemory {
 
  private:
   const uintptr_t begin_, end_;  // of the whole pages
+};
+
+// Bytes that are taken only now and then, as those of the largest forward are: they are not
+// available to anything else meanwhile. Thread-safe.
+class MemorySetAside {
+ public:
+  explicit MemorySetAside(int64_t bytes);
+  ~MemorySetAside();
+  MemorySetAside(const MemorySetAside&) = delete;
+  MemorySetAside& operator=(const MemorySetAside&) = delete;
+
+ private:
+  const int64_t bytes_;
 };
 
 }  // namespace epikv

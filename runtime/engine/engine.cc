@@ -346,7 +346,8 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
   for (const SequencePtr& s : running) {
     views.push_back({.prefill_tokens = s->request.prefill_tokens(),
                      .cached_tokens = s->cached,
-                     .ready = s->sink->Ready()});
+                     .ready = s->sink->Ready(),
+                     .tenant = s->request.scheduling.tenant});
   }
   std::vector<WorkItem> items;
   const int64_t chunk = options_.scheduler.prefill_chunk_tokens;

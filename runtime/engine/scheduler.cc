@@ -1,6 +1,10 @@
 #include "runtime/engine/scheduler.h"
 
 #include <algorithm>
+#include <cstddef>
+
+#include "absl/algorithm/container.h"
+#include "absl/container/flat_hash_map.h"
 
 namespace epikv {
 namespace {
@@ -25,6 +29,26 @@ int64_t PrefillRoom(int64_t decoding, const SchedulerOptions& options) {
       {options.max_step_tokens - decoding, kLeastPrefillTokens, options.fixed_chunk_tokens});
 }
 
+// The places of ready prompts in the order in which they are served.
+std::vector<size_t> PromptsInTurn(absl::Span<const SequenceView> running) {
+  struct Prompt {
+    int64_t before = 0;  // prompts of its tenant
+    size_t place = 0;
+  };
+  std::vector<Prompt> prompts;
+  absl::flat_hash_map<absl::string_view, int64_t> tenants;
+  for (size_t i = 0; i < running.size(); ++i) {
+    const SequenceView& s = running[i];
+    if (!s.ready || s.cached_tokens >= s.prefill_tokens) continue;
+    prompts.push_back({.before = tenants[s.tenant]++, .place = i});
+  }
+  absl::c_stable_sort(prompts,
+                      [](const Prompt& a, const Prompt& b) { return a.before < b.before; });
+  std::vector<size_t> places;
+  for (const Prompt& prompt : prompts) places.push_back(prompt.place);
+  return places;
+}
+
 }  // namespace
 
 int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requests) {
@@ -43,12 +67,10 @@ std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
     }
   }
   int64_t room = PrefillRoom(static_cast<int64_t>(plan.size()), options);
-  for (size_t i = 0; i < running.size() && room > 0; ++i) {
-    const SequenceView& s = running[i];
-    if (!s.ready || s.cached_tokens >= s.prefill_tokens) continue;
-    const int64_t chunk = NextChunk(s, room, options);
-    if (chunk == 0) break;  // first come, first served: a younger one does not overtake
-    plan.push_back({.sequence = static_cast<int64_t>(i), .num_tokens = chunk});
+  for (const size_t place : PromptsInTurn(running)) {
+    const int64_t chunk = NextChunk(running[place], room, options);
+    if (chunk <= 0) break;  // nobody overtakes whose chunk happens to fit
+    plan.push_back({.sequence = static_cast<int64_t>(place), .num_tokens = chunk});
     room -= chunk;
   }
   return plan;

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
 namespace epikv {
@@ -23,6 +24,7 @@ struct SequenceView {
   int64_t prefill_tokens = 0;  // to cache before the first output
   int64_t cached_tokens = 0;
   bool ready = true;  // false: its client does not read; it is left out
+  absl::string_view tenant;
 };
 
 struct PlannedItem {
@@ -33,7 +35,9 @@ struct PlannedItem {
 // The most tokens a step can have.
 int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requests);
 
-// Every ready decoding sequence, then prompt chunks in the room left, oldest first. Pure.
+// Every ready decoding sequence, then prompt chunks in the room left: the oldest prompt of each
+// tenant, then the second of each, and so on, the older one first. So a tenant waits for one prompt
+// of each other tenant at most, however many they have running. Pure.
 std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
                               const SchedulerOptions& options);
 

@@ -56,6 +56,7 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
       options_(options),
       shape_(ShapeOf(model_->manifest())),
       output_grams_(OutputGrams(*model_)),
+      scratch_(options.scratch_bytes),
       pool_(options.pool_rows, shape_.key_width, shape_.value_width,
             {model_->manifest().dtype, options.kv_dtype},
             {.device = model_->device(), .by_gather = options.device_path}),

@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "runtime/base/machine.h"
 #include "runtime/forward/cpu_forward.h"
 #include "runtime/forward/device_forward.h"
 #include "runtime/kv/kv_pool.h"
@@ -24,6 +25,7 @@ struct StepItem;
 
 struct ExecutorOptions {
   int64_t pool_rows = 0;
+  int64_t scratch_bytes = 0;  // of the largest forward, in the machine's memory
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PrefillKernel prefill_kernel = PrefillKernel::kBatch;
   KvDType kv_dtype = KvDType::kModel;
@@ -82,6 +84,7 @@ class Executor final : public StepExecutor {
   const ModelShape shape_;
   const std::vector<at::Tensor> output_grams_;  // CacheView::output_gram, [layers]
   std::vector<RopeTable> ropes_;
+  const MemorySetAside scratch_;
   KvPool pool_;
   PrefixCache prefixes_;
   std::unordered_map<SequenceId, std::unique_ptr<OpenSequence>> open_;

@@ -1,5 +1,8 @@
 #include "server/base/task_thread.h"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <utility>
@@ -44,11 +47,21 @@ int64_t TaskThread::Weighs(const std::string& owner) const {
 
 namespace {
 std::atomic<void (*)()> idle_hook = nullptr;
+
+// On Linux nice values are of threads, whatever POSIX says.
+void BeNice() {
+  const auto self = static_cast<id_t>(gettid());
+  constexpr int kNicer = 10, kMost = 19;
+  // It may always be raised.
+  (void)setpriority(PRIO_PROCESS, self, std::min(getpriority(PRIO_PROCESS, self) + kNicer, kMost));
+}
+
 }  // namespace
 
 void TaskThread::SetWhenIdle(void (*when_idle)()) { idle_hook = when_idle; }
 
 void TaskThread::Run() {
+  BeNice();
   bool worked = false;
   auto called = [this]()
                     ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !owners_.empty() || stopping_; };

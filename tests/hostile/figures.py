@@ -1,8 +1,9 @@
 """What honest clients got, and what is asked of it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 LEAST_GOODPUT = 0.95  # of what there is alone
 MOST_TTFT_RATIO = 2.0
@@ -18,9 +19,16 @@ class Answer:
     right: bool  # its bytes, as far as they came, are those of the request alone
 
 
+class Kind(Enum):
+    """What went on beside honest clients."""
+
+    ALONE = "alone"
+    DECOY = "another daemon attacked"
+    ATTACKED = "attacked"
+
+
 @dataclass(frozen=True)
 class Phase:
-    attacked: bool
     seconds: float
     answers: Sequence[Answer]
 
@@ -33,34 +41,37 @@ class Phase:
     def wrong(self) -> int:
         return sum(not answer.right for answer in self.answers)
 
+    def ttft(self, percent: float) -> float:
+        """Seconds."""
+        return percentile([a.ttft for a in self.answers if a.ttft is not None], percent)
 
-def p99(values: Sequence[float]) -> float:
-    """The value that 99 of 100 are at most; infinite where there is none."""
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that so many percent are at most; infinite where there is none."""
     if not values:
         return math.inf
     ordered = sorted(values)
-    return ordered[math.ceil(0.99 * len(ordered)) - 1]
+    return ordered[math.ceil(percent / 100 * len(ordered)) - 1]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Phases under attack with those beside them that were alone."""
+    """Phases under attack with those that were alone."""
 
-    alone: Sequence[Phase]
-    attacked: Sequence[Phase]
+    phases: Mapping[Kind, Sequence[Phase]]
 
     @property
     def goodput_ratio(self) -> float:
         """1 is no loss."""
-        return _goodput(self.attacked) / _goodput(self.alone)
+        return _goodput(self.phases[Kind.ATTACKED]) / _goodput(self.phases[Kind.ALONE])
 
     @property
     def ttft_ratio(self) -> float:
-        return _ttft_p99(self.attacked) / _ttft_p99(self.alone)
+        return _ttft(self.phases[Kind.ATTACKED]) / _ttft(self.phases[Kind.ALONE])
 
     @property
     def wrong(self) -> int:
-        return sum(phase.wrong for phase in (*self.alone, *self.attacked))
+        return sum(phase.wrong for phases in self.phases.values() for phase in phases)
 
     def failures(self) -> list[str]:
         """What does not hold, a sentence each."""
@@ -80,13 +91,18 @@ class Comparison:
         return found
 
     def lines(self) -> list[str]:
-        answers = [sum(len(p.answers) for p in phases) for phases in (self.alone, self.attacked)]
+        def of_each(figure: Callable[[Sequence[Phase]], str]) -> str:
+            return ", ".join(
+                f"{kind.value} {figure(phases)}" for kind, phases in self.phases.items() if phases
+            )
+
         return [
-            f"honest requests       alone {answers[0]}, under attack {answers[1]}",
-            f"goodput, a second     alone {_goodput(self.alone):.2f},"
-            f" under attack {_goodput(self.attacked):.2f}: {self.goodput_ratio:.3f}",
-            f"p99 of TTFT, seconds  alone {_ttft_p99(self.alone):.3f},"
-            f" under attack {_ttft_p99(self.attacked):.3f}: {self.ttft_ratio:.2f}",
+            f"honest requests       {of_each(lambda phases: str(sum(len(p.answers) for p in phases)))}",
+            f"goodput, a second     {of_each(lambda phases: f'{_goodput(phases):.2f}')}:"
+            f" {self.goodput_ratio:.3f}",
+            f"p50 of TTFT, seconds  {of_each(lambda phases: f'{_ttft(phases, 50):.3f}')}",
+            f"p99 of TTFT, seconds  {of_each(lambda phases: f'{_ttft(phases):.3f}')}:"
+            f" {self.ttft_ratio:.2f}",
             f"wrong answers         {self.wrong}",
         ]
 
@@ -96,5 +112,6 @@ def _goodput(phases: Sequence[Phase]) -> float:
     return sum(phase.goodput * phase.seconds for phase in phases) / seconds
 
 
-def _ttft_p99(phases: Sequence[Phase]) -> float:
-    return p99([a.ttft for phase in phases for a in phase.answers if a.ttft is not None])
+def _ttft(phases: Sequence[Phase], percent: float = 99) -> float:
+    answers = [a for phase in phases for a in phase.answers]
+    return percentile([a.ttft for a in answers if a.ttft is not None], percent)

@@ -6,6 +6,7 @@ spared: a time to first token counts from when its request was due.
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -117,6 +118,8 @@ async def _as_fast_as_they_can(
 
 
 def main() -> None:
+    # They would be on machines of their own: attackers on this one do not hold them up.
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     task = Task(**json.load(sys.stdin))
     if not task.expected:
         print(json.dumps(asyncio.run(expectations(task))))

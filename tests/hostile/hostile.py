@@ -1,11 +1,14 @@
 """A fleet of bad clients against one daemon, and ten honest ones beside them.
 
-    python tests/hostile/hostile.py [MINUTES] [--proxy haproxy|envoy] [--seed N] [--only ATTACK]...
+    python tests/hostile/hostile.py [MINUTES] [--proxy haproxy|envoy] [--seed N] [--decoy] [--only ATTACK]...
 
 Phases alternate: the honest clients alone, and beside all attacks at once. They ask for half of what ten clients get
 through alone. Each answer is compared, byte by byte, with that of the same request alone. At the end of each phase under
 attack the daemon is stopped (SIGSTOP) for ten seconds; requests of that time must end well, too, and count for no
 figure. Exit status 1: goodput, times to first token, bytes, or what the daemon holds afterwards are not as they must be.
+
+With --decoy there is a third phase: the attacks go to another daemon of this machine. What honest clients lose there
+they lose to the attackers' need of cores, and not through the port.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,7 +35,7 @@ for folder in ("soak", "fixtures/python", "hostile"):
 from attacks import ATTACKS, Target  # noqa: E402
 from epikv import processes  # noqa: E402
 from epikv.scrape import scrape  # noqa: E402
-from figures import Answer, Comparison, Phase  # noqa: E402
+from figures import Answer, Comparison, Kind, Phase  # noqa: E402
 from honest import OUTPUT_TOKENS, Task, program  # noqa: E402
 from soak import sample_model  # noqa: E402
 from watch import Held, held  # noqa: E402
@@ -86,16 +90,23 @@ class Fleet:
 
 
 class Hour:
-    def __init__(self, made: World, seconds: float, rounds: int, seed: int, only: Sequence[str]):
-        self.world, self.seconds, self.rounds = made, seconds, rounds
+    def __init__(
+        self,
+        made: World,
+        decoy: World | None,
+        seconds: float,
+        rounds: int,
+        seed: int,
+        only: Sequence[str],
+    ):
+        self.world, self.decoy, self.seconds, self.rounds = made, decoy, seconds, rounds
         self.names = list(only) or list(ATTACKS)
         self.ends: dict[str, Counter[str]] = {name: Counter() for name in self.names}
         self.draw = random.Random(seed)
         self.task = Task(
             made.clients, str(made.ca), made.tokens["ann"], seconds, 0, seed=seed, expected={}
         )
-        self.alone: list[Phase] = []
-        self.attacked: list[Phase] = []
+        self.phases: dict[Kind, list[Phase]] = {kind: [] for kind in Kind}
         self.shaken: list[Answer] = []  # while the daemon was stopped, and after it
 
     def prepare(self) -> None:
@@ -114,15 +125,26 @@ class Hour:
             flush=True,
         )
 
-    def phase(self, attacked: bool) -> None:
-        task = replace(self.task, seed=self.draw.randrange(2**32))
-        if not attacked:
+    def phase(self, kind: Kind, seed: int) -> Phase:
+        """Phases of one seed are asked for the same, at the same moments."""
+        task = replace(self.task, seed=seed)
+        # What is due shortly before the stop may meet it.
+        calm = self.seconds - 5
+        if kind is Kind.ALONE:
             answers = answers_of(ask_honest(task))
-            self.alone.append(Phase(False, self.seconds, answers))
-            return
-        more = STOPPED_SECONDS + AFTER_SECONDS
+        else:
+            answers = self.beside_attacks(self.decoy if kind is Kind.DECOY else self.world, task)
+        if kind is Kind.ATTACKED:
+            self.shaken += [a for a in answers if a.due >= calm]
+        made = Phase(calm, [a for a in answers if a.due < calm])
+        self.phases[kind].append(made)
+        return made
+
+    def beside_attacks(self, made: World, task: Task) -> list[Answer]:
+        """Of honest clients while `made` is attacked. If it is theirs, it is stopped at the end."""
+        stopped = made is self.world
+        more = STOPPED_SECONDS + AFTER_SECONDS if stopped else 0
         until = time.time() + self.seconds
-        made = self.world
         target = Target(
             made.clients,
             made.daemon.admin.replace("127.0.0.1", "localhost"),
@@ -148,27 +170,27 @@ class Hour:
         time.sleep(max(0, until - time.time()))
         fleet.ends(self.ends)
         weather.join()
-        os.kill(made.daemon.pid, signal.SIGSTOP)
-        time.sleep(STOPPED_SECONDS)
-        os.kill(made.daemon.pid, signal.SIGCONT)
+        if stopped:
+            os.kill(made.daemon.pid, signal.SIGSTOP)
+            time.sleep(STOPPED_SECONDS)
+            os.kill(made.daemon.pid, signal.SIGCONT)
         told, wrong = honest.communicate()
         if honest.returncode != 0:
             raise RuntimeError(f"the honest clients failed: {wrong[-2000:]}")
-        answers = answers_of(json.loads(told))
-        # What was due shortly before the stop may have met it.
-        calm = self.seconds - 5
-        self.attacked.append(Phase(True, calm, [a for a in answers if a.due < calm]))
-        self.shaken += [a for a in answers if a.due >= calm]
+        return answers_of(json.loads(told))
 
     def run(self) -> None:
         for number in range(self.rounds):
-            for attacked in (False, True):
-                self.phase(attacked)
-                latest = (self.attacked if attacked else self.alone)[-1]
+            seed = self.draw.randrange(2**32)
+            for kind in Kind:
+                if kind is Kind.DECOY and self.decoy is None:
+                    continue
+                latest = self.phase(kind, seed)
                 print(
-                    f"round {number + 1} of {self.rounds}, {'attacked' if attacked else 'alone'}:"
+                    f"round {number + 1} of {self.rounds}, {kind.value}:"
                     f" {len(latest.answers)} honest requests, {latest.goodput:.2f} a second ended well,"
-                    f" {latest.wrong} wrong; {_what(latest.answers)}",
+                    f" {latest.wrong} wrong; {_what(latest.answers)};"
+                    f" TTFT at p50 {latest.ttft(50):.3f} s, at p99 {latest.ttft(99):.3f} s",
                     flush=True,
                 )
 
@@ -202,7 +224,7 @@ def report(hour: Hour, before: Held, now: Held, left: list[str]) -> list[str]:
     for name, ends in hour.ends.items():
         told = ", ".join(f"{what} {n}" for what, n in ends.most_common())
         print(f"{name:23} {told}")
-    comparison = Comparison(hour.alone, hour.attacked)
+    comparison = Comparison(hour.phases)
     print("", *comparison.lines(), sep="\n")
     print(f"while stopped, after  {_what(hour.shaken)}")
     print(
@@ -228,16 +250,22 @@ def main() -> int:
     parser.add_argument("minutes", type=float, nargs="?", default=60.0)
     parser.add_argument("--proxy", choices=["haproxy", "envoy"])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--decoy", action="store_true")
     parser.add_argument("--only", action="append", default=[], choices=ATTACKS)
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
     rounds = max(1, round(arguments.minutes / 10))
     seconds = max(12.0, 60 * arguments.minutes / rounds / 2)
-    with (
-        tempfile.TemporaryDirectory(prefix="epikv-hostile-") as folder,
-        world(sample_model(), Path(folder), arguments.proxy) as made,
-    ):
-        hour = Hour(made, seconds, rounds, arguments.seed, arguments.only)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epikv-hostile-")))
+
+        def a_world(name: str) -> World:
+            (folder / name).mkdir()
+            return stack.enter_context(world(sample_model(), folder / name, arguments.proxy))
+
+        made = a_world("attacked")
+        decoy = a_world("decoy") if arguments.decoy else None
+        hour = Hour(made, decoy, seconds, rounds, arguments.seed, arguments.only)
         hour.prepare()
         before = held(made.daemon.pid, 0)
         hour.run()

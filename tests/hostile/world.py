@@ -2,6 +2,7 @@
 around it: the disk of its spool and access log is small, its store comes and goes, its clock jumps, it is stopped.
 """
 
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -46,6 +47,25 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def daemon_and_other_cores() -> tuple[set[int], set[int]]:
+    """The first half of the cores is the daemon's: attackers get at them through the port alone. The same cores
+    twice where there is one."""
+    cores = sorted(os.sched_getaffinity(os.getppid()))
+    half = (len(cores) + 1) // 2
+    return set(cores[:half]), set(cores[half:] or cores)
+
+
+@contextmanager
+def on_cores_of_the_daemon() -> Iterator[None]:
+    """For what is started meanwhile. Everything else runs on the others, as does this process from then on."""
+    daemon, others = daemon_and_other_cores()
+    os.sched_setaffinity(0, daemon)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, others)
+
+
 @contextmanager
 def world(model: Path, folder: Path, proxy: str | None) -> Iterator[World]:
     authority(folder, "ca")
@@ -72,7 +92,7 @@ def world(model: Path, folder: Path, proxy: str | None) -> Iterator[World]:
             f"--experiment_spool_bytes={4 << 20}",
             *(() if proxy else certificate),
         )
-        with faked_clock_variables(folder):  # its clock alone
+        with faked_clock_variables(folder), on_cores_of_the_daemon():  # its clock alone
             daemon = stack.enter_context(
                 Daemon(model, *flags, token=tokens["ops"], tls=None if proxy else tls)
             )

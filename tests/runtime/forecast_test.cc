@@ -52,6 +52,17 @@ TEST(PaceMeterTest, BestIsTheFastestAndPresentFollows) {
   EXPECT_THAT(meter.present().seconds_per_prefill_token, DoubleNear(.005, .0001));
 }
 
+TEST(PaceMeterTest, OneStepThatWasStoppedSaysNothingOfTheNext) {
+  PaceMeter meter = Measured();
+  meter.OnStep(absl::Milliseconds(100), 100, 0);
+  meter.OnStep(absl::Seconds(600), 0, 1);
+  meter.OnStep(absl::Seconds(600), 100, 1);
+  EXPECT_LT(meter.present().seconds_per_decode_token, .05);
+  EXPECT_LT(meter.present().seconds_per_prefill_token, .01);
+  for (int i = 0; i < 200; ++i) meter.OnStep(absl::Seconds(2), 0, 1);
+  EXPECT_THAT(meter.present().seconds_per_decode_token, DoubleNear(2, .1)) << "it stays slow";
+}
+
 TEST(PaceMeterTest, OutputsOfLateSayHowMuchOfTheMostIsUsed) {
   PaceMeter meter = Measured();
   EXPECT_EQ(meter.best().decode_share, 0) << "the next may end at once";

@@ -46,6 +46,17 @@ TEST_F(ReservedMemoryTest, CountsWholePagesOfWhatItIsGiven) {
 }
 
 // Others use the machine meanwhile: by and large.
+TEST(MemorySetAsideTest, IsNotAvailable) {
+  const int64_t before = AvailableMemoryBytes(), third = before / 3, noise = before / 6;
+  {
+    const MemorySetAside one(third), other(third);
+    EXPECT_NEAR(AvailableMemoryBytes(), before - 2 * third, noise);
+    const MemorySetAside more(before);
+    EXPECT_EQ(AvailableMemoryBytes(), 0);
+  }
+  EXPECT_NEAR(AvailableMemoryBytes(), before, noise);
+}
+
 TEST_F(ReservedMemoryTest, IsNotAvailableTwice) {
   const int64_t before = AvailableMemoryBytes(), half = before / 2, noise = before / 4;
   {

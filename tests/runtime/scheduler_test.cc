@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <ostream>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace epikv {
@@ -25,6 +26,10 @@ using Item = PlannedItem;
 
 SequenceView Prefilling(int64_t prompt, int64_t cached = 0) {
   return {.prefill_tokens = prompt, .cached_tokens = cached};
+}
+SequenceView Of(absl::string_view tenant, SequenceView view) {
+  view.tenant = tenant;
+  return view;
 }
 SequenceView Decoding() { return {.prefill_tokens = 10, .cached_tokens = 12}; }
 SequenceView Paused(SequenceView view) {
@@ -66,6 +71,20 @@ TEST(Plan, PausedAreLeftOut) {
 TEST(Plan, PausedPromptDoesNotHoldUpTheYounger) {
   const SequenceView running[] = {Paused(Prefilling(20)), Prefilling(20)};
   EXPECT_THAT(Plan(running, {.max_step_tokens = 20}), ElementsAre(Item{1, 20}));
+}
+
+TEST(Plan, OneTenantsPromptsDoNotHoldUpTheOthers) {
+  const SequenceView running[] = {Of("a", Prefilling(20)), Of("a", Prefilling(20)),
+                                  Of("a", Prefilling(20)), Of("b", Prefilling(20)),
+                                  Of("b", Prefilling(20)), Of("c", Prefilling(20))};
+  EXPECT_THAT(Plan(running, {.max_step_tokens = 90}),
+              ElementsAre(Item{0, 20}, Item{3, 20}, Item{5, 20}, Item{1, 20}, Item{4, 10}));
+}
+
+TEST(Plan, PausedPromptTakesNoTurnOfItsTenant) {
+  const SequenceView running[] = {Of("a", Paused(Prefilling(20))), Of("b", Prefilling(20)),
+                                  Of("a", Prefilling(20)), Of("b", Prefilling(20))};
+  EXPECT_THAT(Plan(running, {.max_step_tokens = 40}), ElementsAre(Item{1, 20}, Item{2, 20}));
 }
 
 TEST(Plan, DecodingAllStepsStillPrefillsALittle) {
@@ -131,7 +150,8 @@ class PlanLaws : public testing::Test {
     std::vector<SequenceView> running(Draw(0, 40));
     for (SequenceView& s : running) {
       const bool prefilling = Draw(0, 1) == 0;
-      s = {.prefill_tokens = Draw(1, 400)};
+      static const absl::string_view kTenants[] = {"", "a", "b", "c"};
+      s = {.prefill_tokens = Draw(1, 400), .tenant = kTenants[Draw(0, 3)]};
       if (!prefilling) s.cached_tokens = s.prefill_tokens + Draw(0, 50);
     }
     return running;
@@ -140,6 +160,15 @@ class PlanLaws : public testing::Test {
 };
 
 bool IsDecoding(const SequenceView& s) { return s.cached_tokens >= s.prefill_tokens; }
+
+// Whose turn it is: ready prompts of its tenant before it, then its place.
+std::pair<int64_t, int64_t> Turn(const std::vector<SequenceView>& running, int64_t place) {
+  const auto before =
+      std::count_if(running.begin(), running.begin() + place, [&](const SequenceView& s) {
+        return s.ready && !IsDecoding(s) && s.tenant == running[place].tenant;
+      });
+  return {before, place};
+}
 
 // The prefill tokens that a sequence would get if it ran alone.
 int64_t WholeChunk(const SequenceView& s, const SchedulerOptions& options) {
@@ -151,7 +180,7 @@ int64_t WholeChunk(const SequenceView& s, const SchedulerOptions& options) {
 void CheckPlan(const std::vector<SequenceView>& running, const SchedulerOptions& options,
                const std::vector<PlannedItem>& plan) {
   int64_t decodes = 0, sum = 0, ready_decodes = 0;
-  int64_t previous = -1;
+  std::pair<int64_t, int64_t> previous = {-1, -1};
   bool cut = false;
   std::vector<bool> planned(running.size());
   for (const PlannedItem& item : plan) {
@@ -166,9 +195,9 @@ void CheckPlan(const std::vector<SequenceView>& running, const SchedulerOptions&
       ++decodes;
       continue;
     }
-    EXPECT_GT(item.sequence, previous) << "first come, first served";
-    previous = item.sequence;
-    EXPECT_FALSE(cut) << "a younger one goes on while an older one had to be cut";
+    EXPECT_GT(Turn(running, item.sequence), previous) << "out of turn";
+    previous = Turn(running, item.sequence);
+    EXPECT_FALSE(cut) << "another one goes on while one before it had to be cut";
     EXPECT_GE(item.num_tokens, 1);
     EXPECT_LE(item.num_tokens, WholeChunk(s, options)) << "beyond the prompt or a multiple";
     cut = item.num_tokens < WholeChunk(s, options);
@@ -179,15 +208,15 @@ void CheckPlan(const std::vector<SequenceView>& running, const SchedulerOptions&
   for (size_t i = 0; i < running.size(); ++i) {
     if (!running[i].ready) continue;
     if (IsDecoding(running[i])) ++ready_decodes;
-    if (!IsDecoding(running[i]) && static_cast<int64_t>(i) < previous) {
-      EXPECT_TRUE(planned[i]) << "an older prompt was left out";
+    if (!IsDecoding(running[i]) && Turn(running, static_cast<int64_t>(i)) < previous) {
+      EXPECT_TRUE(planned[i]) << "a prompt was left out before its turn";
     }
   }
   EXPECT_EQ(decodes, ready_decodes) << "every ready decoding sequence runs";
   const int64_t least = std::max<int64_t>(16, options.fixed_chunk_tokens);
   EXPECT_LE(sum, std::max(options.max_step_tokens, decodes + least));
   EXPECT_LE(sum, MostStepTokens(options, std::max<int64_t>(1, running.size())));
-  if (previous < 0) {
+  if (previous.first < 0) {
     for (const SequenceView& s : running) {
       EXPECT_FALSE(s.ready && !IsDecoding(s)) << "no prefill progress";
     }

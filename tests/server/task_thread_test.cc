@@ -3,6 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -37,6 +41,18 @@ TEST(TaskThreadTest, OwnersTakeTurnsAndEachHasItsOrder) {
     all_posted.Notify();
   }
   EXPECT_THAT(done, ElementsAre("a1", "b1", "c1", "a2", "b2", "a3", "a4"));
+}
+
+int Niceness() { return getpriority(PRIO_PROCESS, static_cast<id_t>(gettid())); }
+
+TEST(TaskThreadTest, IsNiceToOtherThreads) {
+  const int own = Niceness();
+  int of_thread = own;
+  {
+    TaskThread().Post([&] { of_thread = Niceness(); });
+  }
+  EXPECT_EQ(of_thread, std::min(own + 10, 19));
+  EXPECT_EQ(Niceness(), own) << "of that thread alone";
 }
 
 }  // namespace

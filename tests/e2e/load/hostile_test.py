@@ -8,26 +8,30 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "hostile"))
 
-from figures import Answer, Comparison, Phase, p99
+from figures import Answer, Comparison, Kind, Phase, percentile
 
 
-def phase(attacked: bool, ttfts: list[float], lost: int = 0, wrong: int = 0) -> Phase:
+def phase(ttfts: list[float], lost: int = 0, wrong: int = 0) -> Phase:
     """Of ten seconds."""
     answers = [Answer(0, ttft, "OK", number >= wrong) for number, ttft in enumerate(ttfts)]
-    return Phase(attacked, 10, [*answers, *(Answer(0, None, "UNAVAILABLE", True),) * lost])
+    return Phase(10, [*answers, *(Answer(0, None, "UNAVAILABLE", True),) * lost])
 
 
-ALONE = phase(False, [0.1] * 100)
+ALONE = phase([0.1] * 100)
+
+
+def with_alone(*attacked: Phase) -> Comparison:
+    return Comparison({Kind.ALONE: [ALONE], Kind.DECOY: [], Kind.ATTACKED: attacked})
 
 
 def test_p99_is_of_99_in_100() -> None:
-    assert p99([float(n) for n in range(1, 101)]) == 99
-    assert p99([1.0]) == 1
-    assert p99([]) == math.inf
+    assert percentile([float(n) for n in range(1, 101)], 99) == 99
+    assert percentile([1.0], 99) == 1
+    assert percentile([], 99) == math.inf
 
 
 def test_what_holds_is_no_failure() -> None:
-    held = Comparison([ALONE], [phase(True, [0.1] * 98 + [0.19, 0.9])])
+    held = with_alone(phase([0.1] * 98 + [0.19, 0.9]))
     assert held.failures() == []
     assert held.goodput_ratio == 1
     assert held.ttft_ratio == pytest.approx(1.9)
@@ -36,16 +40,16 @@ def test_what_holds_is_no_failure() -> None:
 @pytest.mark.parametrize(
     ("attacked", "told"),
     [
-        (phase(True, [0.1] * 94, lost=6), "goodput under attack is 0.940"),
-        (phase(True, [0.1] * 98 + [0.2, 0.2]), "2.00 times what it is alone"),
-        (phase(True, [0.1] * 100, wrong=1), "1 answers have wrong bytes"),
+        (phase([0.1] * 94, lost=6), "goodput under attack is 0.940"),
+        (phase([0.1] * 98 + [0.2, 0.2]), "2.00 times what it is alone"),
+        (phase([0.1] * 100, wrong=1), "1 answers have wrong bytes"),
     ],
 )
 def test_what_does_not_hold_is_told(attacked: Phase, told: str) -> None:
-    [failure] = Comparison([ALONE], [attacked]).failures()
+    [failure] = with_alone(attacked).failures()
     assert told in failure
 
 
 def test_phases_count_by_their_length() -> None:
-    long, short = Phase(True, 30, ALONE.answers * 3), Phase(True, 10, [])
-    assert Comparison([ALONE], [long, short]).goodput_ratio == pytest.approx(0.75)
+    long, short = Phase(30, ALONE.answers * 3), Phase(10, [])
+    assert with_alone(long, short).goodput_ratio == pytest.approx(0.75)
