@@ -131,9 +131,12 @@ def test_a_deadline_behind_a_queue(sample_model: Path) -> None:
     request = generate(stop={"max_output_tokens": 900, "ignore_eos": True})
     with Daemon(sample_model, *flags) as daemon, ExitStack() as stack:
         channel = stack.enter_context(grpc.insecure_channel(daemon.grpc))
-        begin = time.monotonic()
-        ask(daemon.grpc, f"{GENERATION}/Generate", request)  # the pace is known
-        seconds = time.monotonic() - begin
+        took = []
+        for _ in range(3):  # the pace is known, and one that was held up says nothing
+            begin = time.monotonic()
+            ask(daemon.grpc, f"{GENERATION}/Generate", request)
+            took.append(time.monotonic() - begin)
+        seconds = min(took)
         method = channel.unary_stream(f"/epikv.v1.{GENERATION}/Generate")
         calls = [method(request.SerializeToString()) for _ in range(50)]
         for call in calls:
