@@ -511,10 +511,26 @@ MUTANTS = [
     Mutant(
         "memory that pools have reserved is available to others",
         "runtime/base/machine.cc",
-        "MemoryLeftInCgroup()) - untouched);",
-        "MemoryLeftInCgroup()));",
+        "promised += memory->UntouchedBytes();",
+        "promised += 0 * memory->UntouchedBytes();",
         "runtime_test",
         "*IsNotAvailableTwice*",
+    ),
+    Mutant(
+        "the scratch of other models is available",
+        "runtime/base/machine.cc",
+        "promised += TheReserved().aside;",
+        "promised += 0 * TheReserved().aside;",
+        "runtime_test",
+        "MemorySetAsideTest*",
+    ),
+    Mutant(
+        "one tenant's prompts are all prefilled before the next one's",
+        "runtime/engine/scheduler.cc",
+        "tenants[s.tenant]++",
+        "0 * tenants[s.tenant]++",
+        "runtime_test",
+        "*OneTenantsPrompts*",
     ),
     Mutant(
         "a prefix is kept although something of it was evicted",
