@@ -2,7 +2,7 @@
 # A fleet of bad clients against one daemon, and ten honest ones beside them: tests/hostile/hostile.py says what is
 # done and what has to hold. Needs PostgreSQL and libfaketime, and root, for a small disk of its own.
 #
-#   hostile.sh [MINUTES] [--proxy haproxy|envoy] [--seed N]
+#   hostile.sh [MINUTES] [--proxy haproxy|envoy] [--seed N] [--decoy]
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 EPIKV_PACKAGES+=(postgresql haproxy faketime)
 setup

@@ -527,8 +527,8 @@ MUTANTS = [
     Mutant(
         "one tenant's prompts are all prefilled before the next one's",
         "runtime/engine/scheduler.cc",
-        "tenants[s.tenant]++",
-        "0 * tenants[s.tenant]++",
+        "of_tenant[s.tenant]++",
+        "0 * of_tenant[s.tenant]++",
         "runtime_test",
         "*OneTenantsPrompts*",
     ),

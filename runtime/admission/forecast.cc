@@ -150,7 +150,7 @@ void PaceMeter::OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t 
   if (decode_tokens > 0) {
     Lower(best_.seconds_per_decode_token, seconds);
     double& present = present_.seconds_per_decode_token;
-    present = present == 0 ? seconds : present + (counted - present) / kLastSteps;
+    present = present == 0 ? counted : present + (counted - present) / kLastSteps;
   }
 }
 

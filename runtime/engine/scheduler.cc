@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 #include "absl/algorithm/container.h"
 #include "absl/container/flat_hash_map.h"
@@ -29,24 +30,18 @@ int64_t PrefillRoom(int64_t decoding, const SchedulerOptions& options) {
       {options.max_step_tokens - decoding, kLeastPrefillTokens, options.fixed_chunk_tokens});
 }
 
-// The places of ready prompts in the order in which they are served.
-std::vector<size_t> PromptsInTurn(absl::Span<const SequenceView> running) {
-  struct Prompt {
-    int64_t before = 0;  // prompts of its tenant
-    size_t place = 0;
-  };
-  std::vector<Prompt> prompts;
-  absl::flat_hash_map<absl::string_view, int64_t> tenants;
+// Ready prompts in the order in which they are served: of each, how many of its tenant are older,
+// and its place.
+std::vector<std::pair<int64_t, int64_t>> PromptsInTurn(absl::Span<const SequenceView> running) {
+  std::vector<std::pair<int64_t, int64_t>> prompts;
+  absl::flat_hash_map<absl::string_view, int64_t> of_tenant;
   for (size_t i = 0; i < running.size(); ++i) {
     const SequenceView& s = running[i];
     if (!s.ready || s.cached_tokens >= s.prefill_tokens) continue;
-    prompts.push_back({.before = tenants[s.tenant]++, .place = i});
+    prompts.emplace_back(of_tenant[s.tenant]++, i);
   }
-  absl::c_stable_sort(prompts,
-                      [](const Prompt& a, const Prompt& b) { return a.before < b.before; });
-  std::vector<size_t> places;
-  for (const Prompt& prompt : prompts) places.push_back(prompt.place);
-  return places;
+  absl::c_sort(prompts);
+  return prompts;
 }
 
 }  // namespace
@@ -67,10 +62,10 @@ std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
     }
   }
   int64_t room = PrefillRoom(static_cast<int64_t>(plan.size()), options);
-  for (const size_t place : PromptsInTurn(running)) {
+  for (const auto& [older, place] : PromptsInTurn(running)) {
     const int64_t chunk = NextChunk(running[place], room, options);
-    if (chunk <= 0) break;  // nobody overtakes whose chunk happens to fit
-    plan.push_back({.sequence = static_cast<int64_t>(place), .num_tokens = chunk});
+    if (chunk == 0) break;  // nobody overtakes whose chunk happens to fit
+    plan.push_back({.sequence = place, .num_tokens = chunk});
     room -= chunk;
   }
   return plan;

@@ -36,8 +36,9 @@ struct PlannedItem {
 int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requests);
 
 // Every ready decoding sequence, then prompt chunks in the room left: the oldest prompt of each
-// tenant, then the second of each, and so on, the older one first. So a tenant waits for one prompt
-// of each other tenant at most, however many they have running. Pure.
+// tenant, then the second of each, and so on, the older one first. Of a step with room for several
+// prompts, one tenant's do not take it all; where one prompt fills it, the oldest of all goes
+// first. Pure.
 std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
                               const SchedulerOptions& options);
 

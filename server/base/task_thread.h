@@ -15,9 +15,9 @@
 namespace epikv {
 
 // Runs tasks one after the other on a thread of its own: what the thread that posts them must not
-// do. It is nice to other threads, engines among them: on a busy machine it gets what they leave, a
-// tenth of a core at least. Those of one owner run in the order in which they were posted; owners
-// take turns, so that who posts many waits for them alone. Thread-safe.
+// do. It is nice to other threads, engines among them: on a busy core it gets a tenth of what one
+// of them gets. Tasks of one owner run in the order in which they were posted; owners take turns,
+// so that who posts many waits for them alone. Thread-safe.
 class TaskThread {
  public:
   TaskThread() : thread_([this] { Run(); }) {}

@@ -7,6 +7,9 @@ through alone. Each answer is compared, byte by byte, with that of the same requ
 attack the daemon is stopped (SIGSTOP) for ten seconds; requests of that time must end well, too, and count for no
 figure. Exit status 1: goodput, times to first token, bytes, or what the daemon holds afterwards are not as they must be.
 
+The daemon has cores of its own, and honest clients go before attackers on the others: in life all have machines of
+their own.
+
 With --decoy there is a third phase: the attacks go to another daemon of this machine. What honest clients lose there
 they lose to the attackers' need of cores, and not through the port.
 """

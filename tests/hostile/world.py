@@ -21,6 +21,10 @@ from postgres import Postgres
 from proxies import PROXIES
 
 DISK_BYTES = 6 << 20
+CORES = sorted(os.sched_getaffinity(0))
+# Attackers get at these through the port alone; at all, where there is but one.
+DAEMON_CORES = CORES[: (len(CORES) + 1) // 2]
+OTHER_CORES = CORES[len(DAEMON_CORES) :] or CORES
 
 
 @dataclass
@@ -47,23 +51,14 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def daemon_and_other_cores() -> tuple[set[int], set[int]]:
-    """The first half of the cores is the daemon's: attackers get at them through the port alone. The same cores
-    twice where there is one."""
-    cores = sorted(os.sched_getaffinity(os.getppid()))
-    half = (len(cores) + 1) // 2
-    return set(cores[:half]), set(cores[half:] or cores)
-
-
 @contextmanager
 def on_cores_of_the_daemon() -> Iterator[None]:
-    """For what is started meanwhile. Everything else runs on the others, as does this process from then on."""
-    daemon, others = daemon_and_other_cores()
-    os.sched_setaffinity(0, daemon)
+    """For what is started meanwhile. This process runs on the others from then on, with all that it starts."""
+    os.sched_setaffinity(0, DAEMON_CORES)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, others)
+        os.sched_setaffinity(0, OTHER_CORES)
 
 
 @contextmanager
