@@ -194,7 +194,8 @@ class RaasPage final : public Policy {
   // Log of the newest query's softmax over pages, of the query head that gives a page most. A
   // page's logit is the least upper bound that channels one by one put on those of its tokens; not
   // scaled, and of the `budget` highest pages alone (three at least), as published. A page none of
-  // whose tokens the query sees has none. queries: [group, width]. [pages]
+  // whose tokens the query sees has none; one of which it sees some counts whole, for the bound
+  // holds for these, too. queries: [group, width]. [pages]
   std::vector<float> PageScores(int64_t budget, const CacheView& cache,
                                 const AttentionFacts& attention, absl::Span<const float> queries,
                                 const LanePages& pages) const {

@@ -1,11 +1,14 @@
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/strings/cord.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "absl/time/time.h"
 
 namespace epikv {
@@ -35,6 +38,23 @@ inline constexpr absl::string_view kNoException = "it threw an object that is no
 inline absl::Status WithReason(absl::Status status, absl::string_view reason) {
   status.SetPayload(kReasonUrl, absl::Cord(reason));
   return status;
+}
+
+// ErrorInfo.metadata: a payload for each entry.
+inline constexpr absl::string_view kMetadataUrl = "epikv/metadata/";
+
+inline absl::Status WithMetadata(absl::Status status, absl::string_view key,
+                                 absl::string_view value) {
+  status.SetPayload(absl::StrCat(kMetadataUrl, key), absl::Cord(value));
+  return status;
+}
+
+inline std::map<std::string, std::string> MetadataOf(const absl::Status& status) {
+  std::map<std::string, std::string> metadata;
+  status.ForEachPayload([&](absl::string_view url, const absl::Cord& value) {
+    if (absl::ConsumePrefix(&url, kMetadataUrl)) metadata.emplace(url, value);
+  });
+  return metadata;
 }
 
 inline absl::Status WithPolicyError(absl::Status status, absl::string_view kind) {

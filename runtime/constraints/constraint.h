@@ -100,6 +100,8 @@ class ConstraintCompiler {
   absl::StatusOr<std::shared_ptr<const Constraint>> Compile(const ConstraintText& text);
   // Whether Compile answers at once: for seconds it may not.
   bool Remembers(const ConstraintText& text);
+  // Bytes of what it has made and still lives, remembered or some request's. It may outlive this.
+  std::shared_ptr<const std::atomic<int64_t>> live_bytes() const { return live_bytes_; }
 
   struct Vocabulary;  // constraint.cc
 

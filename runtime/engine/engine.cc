@@ -239,7 +239,7 @@ void Engine::Report(StepStats step) {
   step.kv_reserved_bytes = ledger_.reserved();
   step.kv_capacity_bytes = ledger_.capacity();
   step.kv_prefix_bytes = executor_->prefix_bytes();
-  executor_->AddMoves(step);
+  executor_->AddPool(step);
   observer_.OnStep(step);
 }
 
@@ -270,13 +270,19 @@ absl::Status Engine::Infeasible(const Request& request, absl::Duration run, absl
   if (!options_.refuse_infeasible_deadlines || !pace_.measured() || run <= left) {
     return absl::OkStatus();
   }
-  auto seconds = [](absl::Duration d) {
-    return absl::StrFormat("%.3f s", absl::ToDoubleSeconds(d));
-  };
-  return WithReason(absl::DeadlineExceededError(
-                        absl::StrCat("the deadline cannot be met: it is ", seconds(left),
-                                     " away, and the request would run for ", seconds(run))),
-                    kDeadlineInfeasible);
+  auto seconds = [](absl::Duration d) { return absl::StrFormat("%.3f", absl::ToDoubleSeconds(d)); };
+  absl::Status late = WithReason(
+      absl::DeadlineExceededError(absl::StrCat("the deadline cannot be met: it is ", seconds(left),
+                                               " s away, and the request would run for ",
+                                               seconds(run), " s")),
+      kDeadlineInfeasible);
+  // The estimate does not say how long it would wait: even without waiting it would be late.
+  for (const auto& [key, value] : {std::pair("seconds_left", left),
+                                   std::pair("wait_seconds", absl::ZeroDuration()),
+                                   std::pair("run_seconds", run)}) {
+    late = WithMetadata(std::move(late), key, seconds(value));
+  }
+  return late;
 }
 
 void Engine::EndLost() {

@@ -351,9 +351,12 @@ int64_t Executor::used_bytes() const {
   return bytes;
 }
 
-void Executor::AddMoves(StepStats& step) const {
+void Executor::AddPool(StepStats& step) const {
   step.kv_rows_moved = pool_.rows_moved();
   step.kv_longest_move = pool_.longest_move();
+  step.kv_touched_bytes = pool_.touched_bytes();
+  step.signal_bytes = mass_rows_.bytes();
+  for (const auto& [id, sequence] : open_) step.signal_bytes += sequence->signal_bytes();
 }
 
 void Executor::AddStageTimes(StepStats& step) const {

@@ -60,7 +60,7 @@ class Executor final : public StepExecutor {
   bool lost() const override { return pool_.lost(); }
   int64_t prefix_bytes() const override { return prefixes_.bytes(); }
   void DropPrefixes() override { prefixes_.Clear(); }
-  void AddMoves(StepStats& step) const override;
+  void AddPool(StepStats& step) const override;
   void AddStageTimes(StepStats& step) const override;
 
   const KvPool& pool() const { return pool_; }

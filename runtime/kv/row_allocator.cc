@@ -1,5 +1,6 @@
 #include "runtime/kv/row_allocator.h"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -64,7 +65,9 @@ void RowAllocator::Place(Placement placement) noexcept {
     begins_.at(moved.mapped().id) = move.to;
     extents_.insert(std::move(moved));
   }
-  held_rows_ += placement.extent.mapped().size;
+  const int64_t size = placement.extent.mapped().size;
+  held_rows_ += size;
+  touched_rows_ = std::max(touched_rows_, placement.extent.key() + size);
   extents_.insert(std::move(placement.extent));
   begins_.insert(std::move(placement.begin_of));
 }

@@ -50,6 +50,8 @@ class RowAllocator {
   int64_t begin(SequenceId id) const { return begins_.at(id); }
   int64_t num_rows() const { return num_rows_; }
   int64_t free_rows() const { return num_rows_ - held_rows_; }
+  // Up to the last one that was ever held.
+  int64_t touched_rows() const { return touched_rows_; }
 
  private:
   struct Gap {
@@ -59,7 +61,7 @@ class RowAllocator {
   std::vector<Gap> Gaps();
 
   const int64_t num_rows_;
-  int64_t held_rows_ = 0;
+  int64_t held_rows_ = 0, touched_rows_ = 0;
   Extents extents_;
   Begins begins_;
 };

@@ -101,6 +101,8 @@ class LaneRowsOfStep final : public Signals::AttentionRow {
   void Resize(absl::Span<const int64_t> used);
   absl::Span<float> layer(int64_t layer);  // its heads, one after another
   absl::Span<const float> at(int64_t layer, int64_t head) const override;
+  // Kept from step to step.
+  int64_t bytes() const { return static_cast<int64_t>(rows_.capacity() * sizeof(float)); }
 
  private:
   const std::vector<int64_t> layers_;

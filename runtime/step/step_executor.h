@@ -102,8 +102,9 @@ class StepExecutor {
   // Bytes held by cached prefixes.
   virtual int64_t prefix_bytes() const { return 0; }
   virtual void DropPrefixes() {}
-  // kv_rows_moved and kv_longest_move, by an executor that moves lanes.
-  virtual void AddMoves(StepStats& step) const {}
+  // kv_rows_moved and kv_longest_move, kv_touched_bytes and signal_bytes, by an executor that has a
+  // pool.
+  virtual void AddPool(StepStats& step) const {}
   // Moves the times of the last step's parts to their own stages: kSample out of kForward, kObserve
   // out of kEvict; kAttention and kTaps stay parts of kForward.
   virtual void AddStageTimes(StepStats& step) const = 0;

@@ -41,6 +41,13 @@ struct OpenSequence {
         tapped(from.tapped),
         prefix(from.prefix) {}
 
+  // Of attention's rows and logits, kept from step to step, and of keys that were turned.
+  int64_t signal_bytes() const {
+    return attention_rows.bytes() +
+           static_cast<int64_t>(decode_logits.capacity() * sizeof(float)) +
+           (turned.defined() ? turned.numel() : 0);
+  }
+
   const Request& request;
   SequenceCache cache;
   ResidualTap tap;

@@ -164,7 +164,7 @@ grpc::Status ToGrpc(const absl::Status& status) {
   const auto code = static_cast<grpc::StatusCode>(status.code());
   const std::string given = ReasonOf(status);
   const absl::string_view reason = given.empty() ? CodeName(code) : absl::string_view(given);
-  Details details(code, status.message(), reason, {});
+  Details details(code, status.message(), reason, MetadataOf(status));
   if (code == grpc::StatusCode::FAILED_PRECONDITION) details.AddPrecondition(reason, "");
   if (const std::optional<absl::Duration> after = RetryAfterOf(status)) {
     details.AddRetry(*after);

@@ -37,6 +37,8 @@ struct Frontend {
   // Where requests are read and answered that are too long for gRPC's threads; clients take turns.
   TaskThread& long_requests;
   Connections& connections;  // of the port
+  // A client that reads nothing of a stream for so long is given up.
+  absl::Duration stall = absl::Seconds(30);
 };
 
 // One call, from its first byte to its status. The only way to its request leads past the check of

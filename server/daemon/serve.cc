@@ -258,7 +258,8 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
                           .access_log = **access_log,
                           .traffic = traffic,
                           .long_requests = long_requests,
-                          .connections = *connections.clients};
+                          .connections = *connections.clients,
+                          .stall = config.outbox.stall};
   const Frontend operators_frontend{.auth = frontend.auth,
                                     .metrics = metrics,
                                     .access_log = frontend.access_log,

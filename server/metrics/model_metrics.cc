@@ -145,6 +145,7 @@ EngineMetrics::EngineMetrics(std::shared_ptr<ModelMetrics> model, const EngineFa
       fill_{.last = {.kv_capacity_bytes = facts.kv_capacity_bytes},
             .weight_bytes = facts.weight_bytes,
             .scratch_bytes = facts.scratch_bytes,
+            .constraint_bytes = facts.constraint_bytes,
             .max_running_requests = facts.max_running_requests} {
   absl::MutexLock lock(&model_->mu_);
   model_->Describe(facts_);

@@ -31,6 +31,7 @@ struct EngineFacts {
   KvScale kv;
   int64_t kv_capacity_bytes = 0;
   int64_t weight_bytes = 0, scratch_bytes = 0;
+  std::shared_ptr<const std::atomic<int64_t>> constraint_bytes;  // ConstraintCompiler::live_bytes
   int64_t max_running_requests = 256;
   int64_t threads = 1;
   absl::Duration load;  // how long loading took

@@ -67,6 +67,11 @@ void FillGauges::Add(const EngineFill& engine) {
   peak_used_ += static_cast<double>(engine.peak_used_bytes);
   weights_ += static_cast<double>(engine.weight_bytes);
   scratch_ += static_cast<double>(engine.scratch_bytes);
+  touched_ += static_cast<double>(last.kv_touched_bytes);
+  signals_ += static_cast<double>(last.signal_bytes);
+  if (engine.constraint_bytes != nullptr) {
+    constraints_ += static_cast<double>(engine.constraint_bytes->load());
+  }
   AddTo(last.running_by_priority, running_);
   const bool for_place = last.running >= engine.max_running_requests;
   AddTo(last.waiting_by_priority, for_place ? waiting_for_place_ : waiting_for_kv_);
@@ -94,6 +99,12 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
               "largest step, with logits of every row), which comes and goes, as measured at load.",
               model, "kind",
               {{"weights", weights_}, {"kv_pool", capacity_}, {"scratch", scratch_}}),
+      GaugeOf("epikv_resident_memory_bytes",
+              "Memory of the process that is taken as it is needed: kv_touched, what of the KV pool "
+              "was ever used, and stays, 0 on a GPU; signals, what running requests measured for "
+              "their policies; constraints, compiled ones that are in use or remembered.",
+              model, "kind",
+              {{"kv_touched", touched_}, {"signals", signals_}, {"constraints", constraints_}}),
       GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",
               {{"", used_ / whole}}),
       GaugeOf("epikv_kv_reserved_ratio",

@@ -23,6 +23,7 @@ struct EngineFill {
   StepStats last;  // its newest step
   int64_t peak_used_bytes = 0;
   int64_t weight_bytes = 0, scratch_bytes = 0;
+  std::shared_ptr<const std::atomic<int64_t>> constraint_bytes;  // null: it has none
   int64_t max_running_requests = 0;
 };
 
@@ -30,7 +31,7 @@ struct EngineFill {
 // of an engine are from one moment, so that they add up.
 class FillGauges {
  public:
-  static constexpr int64_t kNumSeries = 21;
+  static constexpr int64_t kNumSeries = 24;
 
   void Add(const EngineFill& engine);
   std::vector<prometheus::MetricFamily> Families(const std::string& model) const;
@@ -38,6 +39,7 @@ class FillGauges {
  private:
   double used_ = 0, reserved_ = 0, prefixes_ = 0, capacity_ = 0, peak_used_ = 0;
   double weights_ = 0, scratch_ = 0;
+  double touched_ = 0, signals_ = 0, constraints_ = 0;
   ByPriority running_{}, waiting_for_kv_{}, waiting_for_place_{};
   std::optional<double> predicted_wait_;  // seconds; of the newest engine
 };

@@ -28,7 +28,9 @@ class TokenizerCall final : public Call {
  public:
   TokenizerCall(const Models& models, const Frontend& frontend,
                 grpc::CallbackServerContext& context)
-      : Call("ModelService/GetTokenizer", frontend, context), models_(models) {}
+      : Call("ModelService/GetTokenizer", frontend, context),
+        models_(models),
+        stall_(frontend.stall) {}
 
  private:
   void OnRequest(const grpc::ByteBuffer& request) override {
@@ -46,18 +48,18 @@ class TokenizerCall final : public Call {
   }
   void SendNext() {
     constexpr size_t kPartBytes = 1 << 20;
-    constexpr absl::Duration kMostOfAPart = absl::Seconds(30);
     const std::string& json = tokenizer_->json();
     if (sent_ == json.size()) return End(grpc::Status::OK);
     v1::TokenizerPart part;
     part.set_json(json.substr(sent_, kPartBytes));
     sent_ += part.json().size();
     message_ = Serialize(part);
-    Expect(kMostOfAPart);
+    Expect(stall_);
     StartWrite(&message_);
   }
 
   const Models& models_;
+  const absl::Duration stall_;
   std::shared_ptr<const Tokenizer> tokenizer_;
   size_t sent_ = 0;           // bytes
   grpc::ByteBuffer message_;  // gRPC's until OnWriteDone

@@ -21,6 +21,7 @@ EngineFacts FactsOf(const ServedModel& model, const ServingOptions& options,
           .kv_capacity_bytes = model.kv_capacity_bytes,
           .weight_bytes = loaded.weight_bytes,
           .scratch_bytes = loaded.scratch_bytes,
+          .constraint_bytes = model.constraints->live_bytes(),
           .max_running_requests = options.max_running_requests,
           .threads = model.threads,
           .load = load};

@@ -122,7 +122,7 @@ class ScarceExecutor final : public StepExecutor {
   int64_t used_bytes() const override { return executor_->used_bytes(); }
   int64_t prefix_bytes() const override { return executor_->prefix_bytes(); }
   void DropPrefixes() override { executor_->DropPrefixes(); }
-  void AddMoves(StepStats& step) const override { executor_->AddMoves(step); }
+  void AddPool(StepStats& step) const override { executor_->AddPool(step); }
   void AddStageTimes(StepStats& step) const override { executor_->AddStageTimes(step); }
 
  private:

@@ -14,6 +14,8 @@ namespace {
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Not;
+using testing::Pair;
+using testing::UnorderedElementsAre;
 
 // Deadlines.
 
@@ -111,6 +113,9 @@ TEST_F(EngineDeadlineTest, WaitingRequestIsDroppedWhenItsTimeIsTooShort) {
   EXPECT_LE(now_, last + 2 * step_time_);
   EXPECT_EQ(waiting->reason(), "deadline");
   EXPECT_EQ(ReasonOfEnd(*waiting), kDeadlineInfeasible);
+  EXPECT_THAT(MetadataOf(waiting->finished.at(0).status),
+              UnorderedElementsAre(Pair("seconds_left", "0.190"), Pair("wait_seconds", "0.000"),
+                                   Pair("run_seconds", "0.200")));
   EXPECT_THAT(observer_.admitted, ElementsAre("measured", "running"));
 }
 

@@ -95,6 +95,18 @@ TEST(RowAllocator, TakesTheTightestGap) {
   pool.Check();
 }
 
+TEST(RowAllocator, KnowsUpToWhereRowsWereEverHeld) {
+  Pool pool(100);
+  EXPECT_EQ(pool.rows().touched_rows(), 0);
+  pool.Open(kA, 20);
+  pool.Open(kB, 30);
+  pool.Close(kB);
+  pool.Open(kC, 10);
+  EXPECT_EQ(pool.rows().touched_rows(), 50);
+  pool.Open(kD, 25);
+  EXPECT_EQ(pool.rows().touched_rows(), 55);
+}
+
 TEST(RowAllocator, JoinsTheGapsThatCostTheFewestMovedRows) {
   Pool pool(100);
   pool.Open(kA, 30);

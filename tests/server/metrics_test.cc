@@ -41,7 +41,8 @@ EngineFacts Facts() {
   return {.kv = {.lanes = 4, .bytes_per_token = kFakeBytesPerToken},
           .kv_capacity_bytes = 1000 * kFakeBytesPerToken,
           .weight_bytes = 7000,
-          .scratch_bytes = 900};
+          .scratch_bytes = 900,
+          .constraint_bytes = std::make_shared<const std::atomic<int64_t>>(70)};
 }
 
 // One for all tests, never stopped: the library takes two seconds for that. Serves what is alive.
@@ -268,8 +269,11 @@ TEST_F(MetricsTest, LabelsComeFromClosedSets) {
 }
 
 TEST_F(MetricsTest, MemoryIsOfEachKind) {
-  engine_.OnStep({.kv_capacity_bytes = 1000});
+  engine_.OnStep({.kv_capacity_bytes = 1000, .kv_touched_bytes = 300, .signal_bytes = 40});
   const auto values = Read();
+  EXPECT_EQ(values.at(R"(epikv_resident_memory_bytes{kind="kv_touched"})"), 300);
+  EXPECT_EQ(values.at(R"(epikv_resident_memory_bytes{kind="signals"})"), 40);
+  EXPECT_EQ(values.at(R"(epikv_resident_memory_bytes{kind="constraints"})"), 70);
   EXPECT_EQ(values.at(R"(epikv_torch_memory_bytes{kind="weights"})"), 7000);
   EXPECT_EQ(values.at(R"(epikv_torch_memory_bytes{kind="kv_pool"})"), 1000);
   EXPECT_EQ(values.at(R"(epikv_torch_memory_bytes{kind="scratch"})"), 900);
@@ -287,6 +291,7 @@ TEST_F(MetricsTest, BoundHoldsForEverySeries) {
               absl::StartsWith(name, "epikv_kv_peak_used_bytes") ||
               absl::StartsWith(name, "epikv_kv_usage_ratio") ||
               absl::StartsWith(name, "epikv_torch_memory_bytes") ||
+              absl::StartsWith(name, "epikv_resident_memory_bytes") ||
               absl::StartsWith(name, "epikv_kv_reserved_ratio") ||
               absl::StartsWith(name, "epikv_requests_running") ||
               absl::StartsWith(name, "epikv_requests_waiting") ||

@@ -43,7 +43,16 @@ def can_score(outcome: Outcome) -> bool:
         and outcome.case.method is not Method.SCORE
         and bool(outcome.tokens)
         and bool(outcome.logprobs)
+        and not _evicts_for_its_length(outcome)
     )
+
+
+def _evicts_for_its_length(outcome: Outcome) -> bool:
+    """A pyramid's last lanes evict below the budget. What is known not to outgrow the budget evicts nothing, and
+    that is known of the output once it has ended."""
+    assert outcome.summary is not None
+    cached = outcome.accepted.prompt_tokens + len(outcome.tokens) - 1
+    return outcome.summary.kv.rounds > 0 and cached <= outcome.accepted.kv.budget_tokens
 
 
 def scored(generated: Outcome) -> Case:

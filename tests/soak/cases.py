@@ -255,6 +255,7 @@ class _Maker:
                 kv_pb2.POSITION_MODE_UNSPECIFIED,
                 kv_pb2.POSITION_MODE_ABSOLUTE,
                 kv_pb2.POSITION_MODE_COMPACT,
+                kv_pb2.POSITION_MODE_CACHE,
             )
         )
         if rng.random() < 0.15:

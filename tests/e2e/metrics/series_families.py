@@ -237,6 +237,7 @@ FAMILIES: dict[str, Expected] = {
         "gauge",
         "policies",
         epikv_kv_peak_used_bytes=MODEL,
+        epikv_resident_memory_bytes=MODEL | {"kind": ("kv_touched", "signals", "constraints")},
         process_resident_memory_bytes={},
     ),
     **of("gauge", "load", process_virtual_memory_bytes={}, process_threads={}),
