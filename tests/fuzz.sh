@@ -6,7 +6,7 @@
 # Inputs that reach code which those in tests/fuzz/corpus do not are added there, to be committed:
 # fuzz_corpus_test runs them in every build.
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
-EPIKV_PACKAGES+=(clang libclang-rt-14-dev)
+EPIKV_PACKAGES+=(clang libclang-rt-14-dev strace)
 minutes=${1:-30}
 [ $# -gt 0 ] && shift
 targets=("$@")
@@ -31,6 +31,9 @@ for tree in fuzz fuzz-torch; do
   stage "build $tree" cmake --build build/$tree -j "$EPIKV_JOBS" --target "${of_tree[@]}"
 done
 
+# Of a process, beyond its memory; and which of these libFuzzer makes itself.
+effects=open,openat,creat,truncate,unlink,unlinkat,rename,renameat,mkdir,mkdirat,link,symlink,chmod,socket,connect,execve
+harmless='resumed>|llvm-symbolizer|open(at)?\(.*O_RDONLY|"(\./)?build/fuzz|"/tmp/libFuzzerTemp|"/dev/null"|execve\("/bin/sh"|O_CLOEXEC\|O_RDWR'
 # Small: a target allocates little, and many times.
 asan=quarantine_size_mb=16:malloc_context_size=8:${ASAN_OPTIONS:-}
 failed=0
@@ -39,13 +42,19 @@ for target in "${targets[@]}"; do
   log=$EPIKV_LOGS/$target.log
   mkdir -p "$found" "$crashes"
   before=$(find "$kept" -type f | wc -l)
-  program=build/$(preset "$target")/tests/fuzz/$target longest=2048
+  program=build/$(preset "$target")/tests/fuzz/$target longest=2048 most_mb=2048
   export ASAN_OPTIONS=$asan
-  # LibTorch leaks some of a graph that it could not finish: kilobytes, and no weights.
-  [ "$target" = model_fuzz ] && longest=65536 ASAN_OPTIONS=$asan:detect_leaks=0
+  # LibTorch leaks some of a graph that it could not finish: kilobytes of each, and no weights.
+  [ "$target" = model_fuzz ] && longest=65536 most_mb=4096 ASAN_OPTIONS=$asan:detect_leaks=0
+  # What a model file's code might do if it ran: nothing but what is written below build/fuzz.
+  watch=()
+  rm -f "$log.calls"
+  if [ "$target" = model_fuzz ]; then
+    watch=(strace -f --seccomp-bpf -qq -e signal=none -e "trace=$effects" -o "|grep -vE '$harmless' >$log.calls")
+  fi
   # Each process of -fork is a core; a crash ends one of them and is kept.
-  "$program" -fork="$EPIKV_JOBS" -ignore_crashes=1 -ignore_timeouts=1 -ignore_ooms=1 \
-    -max_total_time=$((minutes * 60)) -timeout=10 -rss_limit_mb=2048 -max_len=$longest -print_funcs=0 \
+  "${watch[@]}" "$program" -fork="$EPIKV_JOBS" -ignore_crashes=1 -ignore_timeouts=1 -ignore_ooms=1 \
+    -max_total_time=$((minutes * 60)) -timeout=10 -rss_limit_mb=$most_mb -max_len=$longest -print_funcs=0 \
     -dict="tests/fuzz/dict/$target.dict" -artifact_prefix="$crashes/" "$found" "$kept" >"$log" 2>&1 ||
     failed=1
   # By edges alone: with counters of how often, ten times as many would be kept.
@@ -54,11 +63,12 @@ for target in "${targets[@]}"; do
   # told; its code may ask for as much.
   if [ "$target" = model_fuzz ]; then
     for input in "$crashes"/*; do
-      ("$program" -rss_limit_mb=2048 "$input" 2>&1 || true) >"$log.input"
+      ("$program" -rss_limit_mb=$most_mb "$input" 2>&1 || true) >"$log.input"
       if grep -aqE 'out-of-memory|allocation-size-too-big' "$log.input"; then rm "$input"; fi
     done
   fi
   [ -z "$(ls -A "$crashes")" ] || failed=1
+  [ ! -s "$log.calls" ] || { echo "$target: more than libFuzzer does itself, in $log.calls:" && head "$log.calls" && failed=1; }
   printf '%-16s %s; kept %d + %d, crashes %d\n' "$target" "$(grep -a '^#[0-9]*: cov' "$log" | tail -n 1)" \
     "$before" $(($(find "$kept" -type f | wc -l) - before)) "$(find "$crashes" -type f | wc -l)"
 done

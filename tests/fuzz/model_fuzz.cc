@@ -1,11 +1,16 @@
 // A model file: it is refused with a reason, or serves. Files are damaged as they are, which
-// checksums find, and inside (model_mutator.cc), as by a program that writes other files than ours.
-// The code in a model file is a program all the same: whoever may load models may run what they
-// like.
+// checksums find, and inside (model_mutator.cc), as by a program that writes other files than ours:
+// weights, objects, and code, to which calls are added that no model file may make. What a file's
+// code calls while it is loaded is watched here as LibTorch calls it; files that it opens, and
+// other machines, by strace (fuzz.sh).
+
+#include <ATen/record_function.h>
 
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "runtime/model/allowed_operators.h"
 #include "runtime/model/model.h"
 #include "runtime/text/utf8.h"
 #include "tests/fuzz/memory_file.h"
@@ -14,11 +19,51 @@
 namespace epikv {
 namespace {
 
+// Operators on tensors that code of model files calls itself; what those call is LibTorch's.
+class CalledByCode {
+ public:
+  static void Watch() {
+    at::addGlobalCallback(
+        at::RecordFunctionCallback(&Begin, &End)
+            .scopes({at::RecordScope::FUNCTION, at::RecordScope::TORCHSCRIPT_FUNCTION}));
+  }
+
+  // Called since they were taken last.
+  static int64_t Take() { return std::exchange(calls_, 0); }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> Begin(const at::RecordFunction& called) {
+    if (called.scope() == at::RecordScope::TORCHSCRIPT_FUNCTION) {
+      ++functions_;
+    } else if (functions_ > 0 && operators_++ == 0) {
+      ++calls_;
+      Require(OperatorIsAllowed(called.name()), "the code calls what it may", called.name());
+    }
+    return nullptr;
+  }
+  static void End(const at::RecordFunction& called, at::ObserverContext*) {
+    if (called.scope() == at::RecordScope::TORCHSCRIPT_FUNCTION) {
+      --functions_;
+    } else if (functions_ > 0) {
+      --operators_;
+    }
+  }
+
+  static thread_local int64_t functions_, operators_, calls_;  // running; running; so far
+};
+
+thread_local int64_t CalledByCode::functions_ = 0;
+thread_local int64_t CalledByCode::operators_ = 0;
+thread_local int64_t CalledByCode::calls_ = 0;
+
 void CheckFile(absl::string_view bytes) {
   static auto& file = *new MemoryFile;
+  CalledByCode::Take();
   const absl::StatusOr<std::unique_ptr<Model>> model = LoadTorchScript(file.With(bytes));
+  const int64_t calls = CalledByCode::Take();
   if (model.ok()) {
     Require((*model)->manifest().num_layers() > 0, "what serves has layers");
+    Require(calls > 0, "its forward was watched");
     return;
   }
   const std::string error = model.status().ToString();
@@ -34,6 +79,11 @@ void CheckFile(absl::string_view bytes) {
 }  // namespace epikv
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  static const bool watched = [] {
+    epikv::CalledByCode::Watch();
+    return true;
+  }();
+  (void)watched;
   epikv::CheckFile({reinterpret_cast<const char*>(data), size});
   return 0;
 }
