@@ -59,6 +59,7 @@ def scored(generated: Outcome) -> Case:
     """Its output, under the cache as it was resolved: shares and rules would resolve anew."""
     first, kv = generated.case.request, generated.accepted.kv
     request = generation_pb2.ScoreRequest(
+        model=first.model,
         seed=generated.accepted.sampling.seed,
         kv_trace=True,
         kept=True,

@@ -11,16 +11,16 @@ from typing import Any, TypeAlias
 from epikv.messages import Model, Policy, PolicyParam
 from epikv.sample import problem
 from epikv.v1 import generation_pb2, kv_pb2
-from faults import Plant, plant
+from faults import CALIBRATIONS, Plant, plant
 
 Request: TypeAlias = generation_pb2.GenerateRequest | generation_pb2.ScoreRequest
 
 PROBLEMS = 200  # of the sample model, of which prompts are taken
 DEFAULT_OUTPUT = 1024  # tokens, where none are asked for
 SHARED_IDS = 3  # request ids that several clients use at once
+# Signals of policies that refuse positions which change at every step.
+READ_AT_THEIR_POSITIONS = {"keys", "queries", "query_moments"}
 STOP_STRINGS = (":", "ok", "so $m", "done #3", " check 6", "7 .", "\u00e9\u4e16", "never said")
-# What a calibration would say to policies that this model has none for.
-CALIBRATIONS = {"thinkv_tbe": {"layers": [0, 1], "theta1": 0.3, "theta2": 0.6}}
 TEMPERATURES = (0.0, 1e-38, 0.3, 0.7, 1.0, 2.0, 50.0, 3e38)
 
 
@@ -67,17 +67,17 @@ class Case:
 
 
 class Cases:
-    """All requests of a seed, for one model and registry."""
+    """All requests of a seed, for these models and one registry."""
 
-    def __init__(self, seed: int, model: Model, policies: list[Policy]) -> None:
+    def __init__(self, seed: int, models: list[Model], policies: list[Policy]) -> None:
         self._seed = seed
-        self._model = model
+        self._models = models
         self._policies = policies
 
     def make(self, number: int) -> Case:
-        return _Maker(
-            number, random.Random(f"{self._seed}/{number}"), self._model, self._policies
-        ).case()
+        model = self._models[number % len(self._models)]
+        maker = _Maker(number, random.Random(f"{self._seed}/{number}"), model, self._policies)
+        return maker.case()
 
 
 class _Maker:
@@ -95,6 +95,7 @@ class _Maker:
         rng = self._rng
         method = _weighted(rng, METHODS)
         request = self._score() if method is Method.SCORE else self._generate()
+        request.model = self._model.name
         if rng.random() < 0.12:
             wire, faults = plant(rng, request, self._model, self._policy)
             return Case(self._number, method, Behaviour.READ, request, wire, 0, 0.0, faults)
@@ -250,14 +251,15 @@ class _Maker:
                     kv.policy_params[param.name] = CALIBRATIONS[name][param.name]
                 if rng.random() < 0.4:
                     kv.policy_params[param.name] = _value(rng, param)
-        kv.positions = rng.choice(
-            (
-                kv_pb2.POSITION_MODE_UNSPECIFIED,
-                kv_pb2.POSITION_MODE_ABSOLUTE,
-                kv_pb2.POSITION_MODE_COMPACT,
-                kv_pb2.POSITION_MODE_CACHE,
-            )
-        )
+        positions = [
+            kv_pb2.POSITION_MODE_UNSPECIFIED,
+            kv_pb2.POSITION_MODE_ABSOLUTE,
+            kv_pb2.POSITION_MODE_COMPACT,
+        ]
+        # One that is not calibrated does not say what it reads.
+        if name not in CALIBRATIONS and READ_AT_THEIR_POSITIONS.isdisjoint(self._policy.signals):
+            positions.append(kv_pb2.POSITION_MODE_CACHE)
+        kv.positions = rng.choice(positions)
         if rng.random() < 0.15:
             kv.equal_protection = True
             return

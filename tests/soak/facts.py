@@ -47,7 +47,7 @@ REFUSED = (INVALID, grpc.StatusCode.OUT_OF_RANGE, PRECONDITION)
 class Rules:
     """What the answers of one daemon are held against."""
 
-    model: Model
+    models: dict[str, Model]
     policies: dict[str, Policy]
     chunk: int  # prompt tokens between rounds
 
@@ -63,7 +63,11 @@ class Rules:
             self._check_end(outcome, outcome.summary)
         if _traced(outcome):
             policy = self.policies[outcome.accepted.kv.policy]
-            Replay(self.model, policy, self.chunk, outcome).check()
+            Replay(self._model(outcome.case), policy, self.chunk, outcome).check()
+
+    def _model(self, case: Case) -> Model:
+        """The one that is asked, which need not be named where there is no other."""
+        return self.models[case.request.model or next(iter(self.models))]
 
     def _check_accepted(self, case: Case, accepted: Accepted) -> None:
         kv, asked = accepted.kv, case.request.kv
@@ -89,9 +93,9 @@ class Rules:
                 same(name, getattr(accepted.sampling, name), getattr(sampling, name))
         if sampling.HasField("top_k"):  # over the vocabulary all are the same
             told = (accepted.sampling.top_k, sampling.top_k)
-            same("top_k", *(min(k, self.model.vocab_size) for k in told))
+            same("top_k", *(min(k, self._model(case).vocab_size) for k in told))
         same("logit bias", accepted.sampling.logit_bias, dict(sampling.logit_bias))
-        ends = [] if case.request.stop.ignore_eos else self.model.eos_token_ids
+        ends = [] if case.request.stop.ignore_eos else self._model(case).eos_token_ids
         stops = {*case.request.stop.stop_token_ids, *ends}
         same("stop tokens", set(accepted.stop_token_ids), stops)
         if case.request.stop.HasField("max_output_tokens"):
@@ -139,7 +143,7 @@ class Rules:
             case "length":
                 pass
             case "end":
-                if last is not None and last not in self.model.eos_token_ids:
+                if last is not None and last not in self._model(outcome.case).eos_token_ids:
                     raise Wrong(f"it ended at token {last}")
             case "stop_token":
                 if summary.stop_token_id not in stop.stop_token_ids:
@@ -200,6 +204,7 @@ def _comparable(summary: Summary, first: Outcome) -> Summary:
         summary,
         usage=replace(summary.usage, cached_prompt_tokens=0),
         timings=None,
+        arm="",  # of who asks, which is nobody: then each request meets its own
         kv=replace(summary.kv, kept=kept, peak_bytes=0),
     )
 

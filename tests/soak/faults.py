@@ -14,6 +14,9 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 INVALID = (grpc.StatusCode.INVALID_ARGUMENT,)
 RANGE = (grpc.StatusCode.OUT_OF_RANGE, *INVALID)  # the latter beside other faults
 
+# What a calibration would say to policies that this model has none for.
+CALIBRATIONS = {"thinkv_tbe": {"layers": [0, 1], "theta1": 0.3, "theta2": 0.6}}
+
 
 @dataclass(frozen=True)
 class Plant:
@@ -50,6 +53,8 @@ def plant(
     chosen = [rng.choice(fitting)]
     if chosen[0].alone:
         request.kv.ClearField("policy_params")  # what is wrong with them may hide it,
+        if request.kv.policy:
+            request.kv.policy_params.update(CALIBRATIONS.get(policy.name, {}))
         if request.kv.policy == "full":
             request.kv.ClearField("budget")  # and so may a budget that `full` refuses
     else:

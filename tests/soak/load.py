@@ -17,6 +17,7 @@ from calls import Caller, Outcome, Wrong
 from cases import Case, Cases
 from epikv.scrape import Page, scrape
 from epikv.testing import Daemon
+from operators import Operator
 
 REPLAYS_PER_POLICY = 2  # of each wave
 SCORED_SHARE, BUDGET_SHARE = 0.25, 0.5  # of what could be asked again at once
@@ -34,15 +35,28 @@ class Failure:
 class Load:
     """Requests of one seed, by `clients` threads at a time. `chunk`: the daemon's prefill chunk."""
 
-    def __init__(self, daemon: Daemon, seed: int, clients: int, chunk: int) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        seed: int,
+        clients: int,
+        chunk: int,
+        operator: Operator | None = None,
+    ) -> None:
         with daemon.client() as client:
-            [model] = client.models()
-            policies = [p for p in client.policies() if p.has_artefact or not p.needs_artefact]
+            models = client.models()
+            known = client.policies(model=models[0].name)
+        policies = [p for p in known if p.has_artefact or not p.needs_artefact]
         self._daemon = daemon
         self._seed = seed
         self._clients = clients
-        self._cases = Cases(seed, model, policies)
-        self._rules = facts.Rules(model, {policy.name: policy for policy in policies}, chunk)
+        self._operator = operator
+        self._cases = Cases(seed, models, policies)
+        self._rules = facts.Rules(
+            {model.name: model for model in models},
+            {policy.name: policy for policy in policies},
+            chunk,
+        )
         self._numbers = itertools.count()
         self._draining = False
         self._begin = time.monotonic()
@@ -55,12 +69,19 @@ class Load:
         self.page = Page({})  # of the last rest
 
     @property
+    def deeds(self) -> Counter[str]:
+        """Of the operator."""
+        return self._operator.did if self._operator is not None else Counter()
+
+    @property
     def seconds(self) -> float:
         return time.monotonic() - self._begin
 
     def wave(self, seconds: float) -> None:
         """Returns when all clients have left."""
         end = time.monotonic() + seconds
+        if self._operator is not None and not self._draining:
+            self._operator.begin()
         threads = [threading.Thread(target=self._client, args=(end,)) for _ in range(self._clients)]
         for thread in threads:
             thread.start()
@@ -70,6 +91,8 @@ class Load:
             if time.monotonic() - said > PROGRESS_SECONDS:
                 said = time.monotonic()
                 self._tell_progress()
+        if self._operator is not None:
+            self._operator.end()
 
     def rest(self) -> None:
         """Raises Wrong unless everything is given back, to what was held at the first rest."""
@@ -141,11 +164,16 @@ class Load:
             self.failures.append(Failure(case, what))
 
     def _request(self, caller: Caller, case: Case) -> None:
+        begin = time.monotonic()
         outcome = caller.run(case)
         with _seed_told(outcome):
-            self._rules.check(outcome, self._draining)
+            self._rules.check(outcome, self._drained_since(begin))
             self._count(outcome)
             self._ask_again(caller, outcome)
+
+    def _drained_since(self, moment: float) -> bool:
+        operator = self._operator
+        return self._draining or (operator is not None and operator.drained_since(moment))
 
     def _ask_again(self, caller: Caller, outcome: Outcome) -> None:
         """What a client may do next: wait, score, try another budget."""
@@ -192,21 +220,23 @@ class Load:
         self._did(first, "replayed")
 
     def _score(self, caller: Caller, generated: Outcome) -> None:
+        begin = time.monotonic()
         case = again.scored(generated)
         while (scored := caller.run(case)).error and not self._draining:
             if scored.error.reason != "QUEUE_FULL":
                 break
             time.sleep(scored.error.retry_delay)
-        if self._draining:
+        if scored.error and self._drained_since(begin):
             return
         self._rules.check(scored)
         facts.same_scores(generated, scored)
         self._did(generated, "scored")
 
     def _try_budgets(self, rng: random.Random, caller: Caller, refused: Outcome) -> None:
+        begin = time.monotonic()
         smallest, too_small = facts.budgets_to_try(rng, refused.error)
         enough = caller.run(again.with_budget(refused.case, smallest))
-        if self._draining:
+        if self._drained_since(begin):
             return
         self._rules.check(enough)
         if enough.error and enough.error.reason == "KV_BUDGET":
@@ -214,7 +244,7 @@ class Load:
         if too_small is None:
             return
         error = caller.run(again.with_budget(refused.case, too_small)).error
-        if self._draining:
+        if self._drained_since(begin):
             return
         if not error or error.metadata.get("min") != refused.error.metadata["min"]:
             raise Wrong(f"budget {too_small}, below the smallest {smallest}, ended with {error}")
@@ -223,7 +253,7 @@ class Load:
         if self._draining:
             return
         page = scrape(self._daemon.metrics)
-        rss = watch.held(self._daemon.pid, 0).rss_kib / 1024
+        rss = watch.held(self._daemon).rss_kib / 1024
         print(
             f"[{self.seconds:6.1f} s] {self.outcomes.total()} requests,"
             f" {self.outcomes['ok']} ok; {page.total('epikv_requests_running'):.0f} running,"

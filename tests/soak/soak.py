@@ -4,13 +4,17 @@
     python tests/soak/soak.py --seed N --case M  # that request alone
 
 Waves of concurrent clients; after each, what the daemon still holds, and some of the wave's
-requests once more, alone. Ends by SIGTERM amid a last wave. Exit status 1: something did not hold.
+requests once more, alone. Two models, in float32 and bfloat16, are served. An experiment whose arms
+are alike takes in all requests and is kept in SQLite. Meanwhile an operator swaps models, loads
+others beside them, drains and resumes. Ends by SIGTERM amid a last wave. Exit status 1: something
+did not hold.
 """
 
 import argparse
 import math
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,6 +25,10 @@ from epikv.testing import Daemon, DaemonError
 from facts import tally
 from google.protobuf.json_format import MessageToJson
 from load import Failure, Load
+from operators import Operator
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fixtures" / "python"))
+from definitions import define
 
 SAMPLES = Path(__file__).resolve().parents[2] / "tools" / "sample_model"
 CHUNK = 64  # prefill tokens between rounds
@@ -42,8 +50,16 @@ KERNELS = ("batch", "flash", "matmul")
 POOL_BYTES = {"model": 3_000_000, "int8": 900_000}
 WAVE_SECONDS = 45.0
 DRAIN_SECONDS = 2.0
-MEANINGFUL_MINUTES = 5.0  # so long a run has to have met everything
+MEANINGFUL_MINUTES = 10.0  # so long a run has to have met everything, and has all its memory
 LOG_LINES = 15
+# All requests take part, and nothing of them changes.
+ALIKE = """
+name: "alike" traffic_permille: 1000
+arms { name: "a" weight_permille: 500 control: true }
+arms { name: "b" weight_permille: 500 }
+metrics { name: "right" kind: KIND_PROPORTION }
+primary_metric: "right"
+"""
 
 
 def run(load: Load, minutes: float) -> None:
@@ -75,9 +91,10 @@ def summarize(load: Load) -> None:
         f"\nrows moved {load.page.value('epikv_kv_rows_moved_total'):.0f};"
         f" threads {first.threads} to {last.threads}; open files {first.files} to {last.files}\n"
         f"RSS {first.rss_kib / 1024:.1f} to {last.rss_kib / 1024:.1f} MiB;"
-        f" after the first fifth {watch.growth_kib(load.rests) / 1024:+.1f} MiB,"
+        f" after the first third {watch.growth_kib(load.rests) / 1024:+.1f} MiB,"
         f" slope {watch.slope_kib(load.rests):+.0f} KiB a minute"
     )
+    print(f"meanwhile {', '.join(f'{what} {n}' for what, n in load.deeds.items())}")
 
 
 def evicted(load: Load, policy: str) -> float:
@@ -86,11 +103,11 @@ def evicted(load: Load, policy: str) -> float:
 
 def check_run(load: Load, most_growth_mib: float, minutes: float) -> None:
     """Raises Wrong if memory grew, or if a long run has left something out."""
+    if minutes < MEANINGFUL_MINUTES:
+        return
     growth = watch.growth_kib(load.rests) / 1024
     if growth > most_growth_mib:
         raise Wrong(f"RSS grew by {growth:.1f} MiB, may grow by {most_growth_mib:g}")
-    if minutes < MEANINGFUL_MINUTES:
-        return
     if not load.page.value("epikv_kv_rows_moved_total"):
         raise Wrong("no rows were moved: this run shows nothing of that")
     for name, did in load.of_policy.items():
@@ -116,14 +133,14 @@ def tell(failures: list[Failure], seed: int, log: str) -> None:
     print(*log.splitlines()[-LOG_LINES:], sep="\n")
 
 
-def sample_model() -> Path:
+def sample_model(dtype: str = "float32") -> Path:
     """Exported as the quickstart does it, once."""
     from epikv.export import export
 
     directory = SAMPLES / (SAMPLES / "SHIPPED").read_text().strip()
-    path = harness.cached(directory.name, {"dtype": "float32"}, list(directory.glob("*.*")))
+    path = harness.cached(directory.name, {"dtype": dtype}, list(directory.glob("*.*")))
     if not path.exists():
-        export(directory, path, dtype="float32", name=directory.name)
+        export(directory, path, dtype=dtype, name=directory.name)
     return path
 
 
@@ -146,11 +163,31 @@ def main() -> int:
         f" KV cache {kv_dtype}",
         flush=True,
     )
-    pool = f"--kv_pool_bytes={POOL_BYTES[kv_dtype]}"
-    flags = [*FLAGS, f"--decode_kernel={kernel}", f"--kv_dtype={kv_dtype}", pool]
+    models = {"wide": sample_model(), "narrow": sample_model("bfloat16")}
+    flags = [
+        *FLAGS,
+        f"--decode_kernel={kernel}",
+        f"--kv_dtype={kv_dtype}",
+        f"--kv_pool_bytes={POOL_BYTES[kv_dtype]}",
+        "--model_name=wide",
+        "--metrics_max_series=200000",  # three models at times, all policies, two arms
+        f'--models=path: "{models["narrow"]}" name: "narrow"',
+    ]
     try:
-        with Daemon(sample_model(), *flags, binary=arguments.binary) as daemon:
-            load = Load(daemon, arguments.seed, arguments.clients, CHUNK)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Daemon(
+                models["wide"],
+                *flags,
+                f"--experiment_store={folder}/experiments.db",
+                binary=arguments.binary,
+            ) as daemon,
+        ):
+            with daemon.client() as client:
+                client.create_experiment(define(ALIKE))
+                client.start_experiment("alike")
+            operator = Operator(daemon, models, arguments.seed)
+            load = Load(daemon, arguments.seed, arguments.clients, CHUNK, operator)
             try:
                 if arguments.case is not None:
                     outcome = load.alone(load.case(arguments.case))

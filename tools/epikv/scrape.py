@@ -17,7 +17,7 @@ class Page:
     values: Mapping[Series, float]
 
     def value(self, name: str, **labels: str) -> float:
-        """Of the series with exactly these labels (and `model`); 0 if there is none yet."""
+        """Of the series with exactly these labels, of all models together; 0 if there is none yet."""
         return self.values.get((name, frozenset(labels.items())), 0.0)
 
     def total(self, name: str, **labels: str) -> float:
@@ -49,5 +49,5 @@ def parse(text: str) -> Page:
         series, _, value = line.rpartition(" ")
         name, _, labels = series.partition("{")
         found = frozenset(pair for pair in _LABEL.findall(labels) if pair[0] != "model")
-        values[name, found] = float(value)
+        values[name, found] = values.get((name, found), 0) + float(value)
     return Page(values)
