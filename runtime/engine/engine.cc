@@ -271,15 +271,15 @@ absl::Status Engine::Infeasible(const Request& request, absl::Duration run, absl
     return absl::OkStatus();
   }
   auto seconds = [](absl::Duration d) { return absl::StrFormat("%.3f", absl::ToDoubleSeconds(d)); };
-  absl::Status late = WithReason(
-      absl::DeadlineExceededError(absl::StrCat("the deadline cannot be met: it is ", seconds(left),
-                                               " s away, and the request would run for ",
-                                               seconds(run), " s")),
-      kDeadlineInfeasible);
+  absl::Status late =
+      WithReason(absl::DeadlineExceededError(
+                     absl::StrCat("the deadline cannot be met: it is ", seconds(left),
+                                  " s away, and the request would run for ", seconds(run), " s")),
+                 kDeadlineInfeasible);
   // The estimate does not say how long it would wait: even without waiting it would be late.
-  for (const auto& [key, value] : {std::pair("seconds_left", left),
-                                   std::pair("wait_seconds", absl::ZeroDuration()),
-                                   std::pair("run_seconds", run)}) {
+  for (const auto& [key, value] :
+       {std::pair("seconds_left", left), std::pair("wait_seconds", absl::ZeroDuration()),
+        std::pair("run_seconds", run)}) {
     late = WithMetadata(std::move(late), key, seconds(value));
   }
   return late;
@@ -341,6 +341,7 @@ void Engine::Open(Sequence& s, int64_t bytes) {
   absl::StatusOr<int64_t> cached = executor_->Open(s.id, s.request, prefix_bytes);
   if (!cached.ok()) return Finish(s, FinishReason::kError, std::move(cached).status());
   s.cached = s.from_prefix = *cached;
+  s.turn = turns_.Take(s.request.scheduling.tenant, s.request.prefill_tokens() - s.cached);
   pace_.OnPrompt(s.request.prefill_tokens() - s.cached, s.request.prefill_tokens());
   observer_.OnAdmitted(s.request, s.admitted - s.request.arrival, s.from_prefix);
 }
@@ -353,13 +354,17 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
     views.push_back({.prefill_tokens = s->request.prefill_tokens(),
                      .cached_tokens = s->cached,
                      .ready = s->sink->Ready(),
-                     .tenant = s->request.scheduling.tenant});
+                     .turn = s->turn + s->cached - s->from_prefix});
   }
   std::vector<WorkItem> items;
   const int64_t chunk = options_.scheduler.prefill_chunk_tokens;
   for (const PlannedItem& planned : Plan(views, options_.scheduler)) {
     Sequence& s = *running[planned.sequence];
     items.push_back(s.NextWork(planned.num_tokens, chunk));
+    // The first prompt of the step; later ones are of later turns.
+    if (!items.back().decode && (items.size() == 1 || items[items.size() - 2].decode)) {
+      turns_.Reach(views[planned.sequence].turn);
+    }
     sequences.push_back(&s);
   }
   return items;

@@ -131,6 +131,7 @@ class Engine {
   const std::function<absl::Time()> now_;
   Ledger ledger_;
   RequestQueue queue_;
+  PrefillTurns turns_;
   std::map<SequenceId, SequencePtr> waiting_;  // what the queue orders; in order of arrival
   std::vector<SequencePtr> running_;           // in order of admission
   SequencePtr idle_;                           // of SubmitIdle; null: none. Then nothing is live

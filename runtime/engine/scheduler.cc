@@ -30,15 +30,12 @@ int64_t PrefillRoom(int64_t decoding, const SchedulerOptions& options) {
       {options.max_step_tokens - decoding, kLeastPrefillTokens, options.fixed_chunk_tokens});
 }
 
-// Ready prompts in the order in which they are served: of each, how many of its tenant are older,
-// and its place.
+// Ready prompts in the order in which they are served: the turn of each, and its place.
 std::vector<std::pair<int64_t, int64_t>> PromptsInTurn(absl::Span<const SequenceView> running) {
   std::vector<std::pair<int64_t, int64_t>> prompts;
-  absl::flat_hash_map<absl::string_view, int64_t> of_tenant;
   for (size_t i = 0; i < running.size(); ++i) {
     const SequenceView& s = running[i];
-    if (!s.ready || s.cached_tokens >= s.prefill_tokens) continue;
-    prompts.emplace_back(of_tenant[s.tenant]++, i);
+    if (s.ready && s.cached_tokens < s.prefill_tokens) prompts.emplace_back(s.turn, i);
   }
   absl::c_sort(prompts);
   return prompts;
@@ -52,6 +49,19 @@ int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requ
   return std::max(max_running_requests, decoding + PrefillRoom(decoding, options));
 }
 
+int64_t PrefillTurns::Take(const std::string& tenant, int64_t tokens) {
+  const auto next = next_.find(tenant);
+  const int64_t turn = next == next_.end() ? now_ : next->second;
+  if (tokens > 0) next_.insert_or_assign(tenant, turn + tokens);
+  return turn;
+}
+
+void PrefillTurns::Reach(int64_t turn) {
+  if (turn <= now_) return;
+  now_ = turn;
+  absl::erase_if(next_, [this](const auto& next) { return next.second <= now_; });
+}
+
 std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
                               const SchedulerOptions& options) {
   std::vector<PlannedItem> plan;
@@ -62,7 +72,7 @@ std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
     }
   }
   int64_t room = PrefillRoom(static_cast<int64_t>(plan.size()), options);
-  for (const auto& [older, place] : PromptsInTurn(running)) {
+  for (const auto& [turn, place] : PromptsInTurn(running)) {
     const int64_t chunk = NextChunk(running[place], room, options);
     if (chunk == 0) break;  // nobody overtakes whose chunk happens to fit
     plan.push_back({.sequence = place, .num_tokens = chunk});

@@ -1,9 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
-#include "absl/strings/string_view.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/types/span.h"
 
 namespace epikv {
@@ -24,7 +25,7 @@ struct SequenceView {
   int64_t prefill_tokens = 0;  // to cache before the first output
   int64_t cached_tokens = 0;
   bool ready = true;  // false: its client does not read; it is left out
-  absl::string_view tenant;
+  int64_t turn = 0;   // of its prompt's next token: the lowest first
 };
 
 struct PlannedItem {
@@ -35,10 +36,25 @@ struct PlannedItem {
 // The most tokens a step can have.
 int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requests);
 
-// Every ready decoding sequence, then prompt chunks in the room left: the oldest prompt of each
-// tenant, then the second of each, and so on, the older one first. Of a step with room for several
-// prompts, one tenant's do not take it all; where one prompt fills it, the oldest of all goes
-// first. Pure.
+// Whose prompt is read next: as if each tenant had a reader of his own, all of one speed, and each
+// read his prompts one after the other. One tenant's prompts do not hold up another's. A prompt's
+// turn is how far its reader has come by then, in tokens; its tokens follow one by one (start-time
+// fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996). Not thread-safe.
+class PrefillTurns {
+ public:
+  // Of the first token of a prompt of which so many are to be cached. It is admitted now.
+  int64_t Take(const std::string& tenant, int64_t tokens);
+  // A token of this turn is the first of a step: who comes now begins no sooner.
+  void Reach(int64_t turn);
+
+ private:
+  int64_t now_ = 0;
+  // Of who has taken turns beyond now_: the next free one.
+  absl::flat_hash_map<std::string, int64_t> next_;
+};
+
+// Every ready decoding sequence, then prompt chunks in the room left, in turn, of equal turns the
+// older one first. Pure.
 std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
                               const SchedulerOptions& options);
 

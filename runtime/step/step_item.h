@@ -43,8 +43,7 @@ struct OpenSequence {
 
   // Of attention's rows and logits, kept from step to step, and of keys that were turned.
   int64_t signal_bytes() const {
-    return attention_rows.bytes() +
-           static_cast<int64_t>(decode_logits.capacity() * sizeof(float)) +
+    return attention_rows.bytes() + static_cast<int64_t>(decode_logits.capacity() * sizeof(float)) +
            (turned.defined() ? turned.numel() : 0);
   }
 

@@ -99,12 +99,13 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
               "largest step, with logits of every row), which comes and goes, as measured at load.",
               model, "kind",
               {{"weights", weights_}, {"kv_pool", capacity_}, {"scratch", scratch_}}),
-      GaugeOf("epikv_resident_memory_bytes",
-              "Memory of the process that is taken as it is needed: kv_touched, what of the KV pool "
-              "was ever used, and stays, 0 on a GPU; signals, what running requests measured for "
-              "their policies; constraints, compiled ones that are in use or remembered.",
-              model, "kind",
-              {{"kv_touched", touched_}, {"signals", signals_}, {"constraints", constraints_}}),
+      GaugeOf(
+          "epikv_resident_memory_bytes",
+          "Memory of the process that is taken as it is needed: kv_touched, what of the KV pool "
+          "was ever used, and stays, 0 on a GPU; signals, what running requests measured for "
+          "their policies; constraints, compiled ones that are in use or remembered.",
+          model, "kind",
+          {{"kv_touched", touched_}, {"signals", signals_}, {"constraints", constraints_}}),
       GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",
               {{"", used_ / whole}}),
       GaugeOf("epikv_kv_reserved_ratio",

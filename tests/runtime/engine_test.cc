@@ -196,6 +196,26 @@ TEST_F(EngineTest, LongPromptIsCachedInChunks) {
                                  "32+5 gives 1 evicts ends", "37+1 gives 1 decode"));
 }
 
+// Twelve long prompts of one tenant fill the engine when another's comes.
+TEST_F(EngineTest, PromptsOfOneTenantDoNotHoldUpAnothers) {
+  Build({.engine = {.scheduler = {.max_step_tokens = 64, .prefill_chunk_tokens = 64},
+                    .max_running_requests = 16}});
+  auto submit = [this](const std::string& tenant, int number) {
+    RequestOptions options = Ask(absl::StrCat(tenant, number), 128, 1);
+    options.scheduling.tenant = tenant;
+    return Submit(options);
+  };
+  std::vector<std::shared_ptr<Output>> many;
+  for (int i = 0; i < 12; ++i) many.push_back(submit("a", i));
+  for (int i = 0; i < 5; ++i) engine_->Step();
+  const auto other = submit("b", 0);
+  for (int i = 0; i < 3; ++i) engine_->Step();
+  EXPECT_TRUE(other->ended()) << "of every two steps one is his";
+  EXPECT_EQ(std::count_if(many.begin(), many.end(), [](const auto& one) { return one->ended(); }),
+            3);
+  RunAll();
+}
+
 TEST_F(EngineTest, KnownPrefixesAreNotPrefilled) {
   Build(
       {.engine = {.scheduler = {.prefill_chunk_tokens = 4}, .max_prefix_bytes = 3 * kTokenBytes}});

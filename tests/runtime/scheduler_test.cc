@@ -27,8 +27,8 @@ using Item = PlannedItem;
 SequenceView Prefilling(int64_t prompt, int64_t cached = 0) {
   return {.prefill_tokens = prompt, .cached_tokens = cached};
 }
-SequenceView Of(absl::string_view tenant, SequenceView view) {
-  view.tenant = tenant;
+SequenceView AtTurn(int64_t turn, SequenceView view) {
+  view.turn = turn;
   return view;
 }
 SequenceView Decoding() { return {.prefill_tokens = 10, .cached_tokens = 12}; }
@@ -73,18 +73,76 @@ TEST(Plan, PausedPromptDoesNotHoldUpTheYounger) {
   EXPECT_THAT(Plan(running, {.max_step_tokens = 20}), ElementsAre(Item{1, 20}));
 }
 
-TEST(Plan, OneTenantsPromptsDoNotHoldUpTheOthers) {
-  const SequenceView running[] = {Of("a", Prefilling(20)), Of("a", Prefilling(20)),
-                                  Of("a", Prefilling(20)), Of("b", Prefilling(20)),
-                                  Of("b", Prefilling(20)), Of("c", Prefilling(20))};
-  EXPECT_THAT(Plan(running, {.max_step_tokens = 90}),
-              ElementsAre(Item{0, 20}, Item{3, 20}, Item{5, 20}, Item{1, 20}, Item{4, 10}));
+TEST(Plan, PromptsGoInTurnThenByAge) {
+  const SequenceView running[] = {AtTurn(20, Prefilling(20)), AtTurn(0, Prefilling(20)),
+                                  AtTurn(20, Prefilling(20)), AtTurn(5, Prefilling(20))};
+  EXPECT_THAT(Plan(running, {.max_step_tokens = 70}),
+              ElementsAre(Item{1, 20}, Item{3, 20}, Item{0, 20}, Item{2, 10}));
 }
 
-TEST(Plan, PausedPromptTakesNoTurnOfItsTenant) {
-  const SequenceView running[] = {Of("a", Paused(Prefilling(20))), Of("b", Prefilling(20)),
-                                  Of("a", Prefilling(20)), Of("b", Prefilling(20))};
-  EXPECT_THAT(Plan(running, {.max_step_tokens = 40}), ElementsAre(Item{1, 20}, Item{2, 20}));
+TEST(Plan, PausedPromptTakesNoTurn) {
+  const SequenceView running[] = {Paused(Prefilling(20)), AtTurn(20, Prefilling(20))};
+  EXPECT_THAT(Plan(running, {.max_step_tokens = 40}), ElementsAre(Item{1, 20}));
+}
+
+TEST(PrefillTurns, OneTenantsFollowOneAnother) {
+  PrefillTurns turns;
+  EXPECT_EQ(turns.Take("a", 30), 0);
+  EXPECT_EQ(turns.Take("a", 50), 30);
+  EXPECT_EQ(turns.Take("a", 0), 80);
+  EXPECT_EQ(turns.Take("a", 1), 80);
+}
+
+TEST(PrefillTurns, WhoComesBeginsNowAndOwesNothing) {
+  PrefillTurns turns;
+  turns.Take("a", 300);
+  turns.Reach(120);
+  EXPECT_EQ(turns.Take("b", 20), 120);
+  EXPECT_EQ(turns.Take("a", 20), 300);
+  turns.Reach(100);  // one that was paused
+  EXPECT_EQ(turns.Take("c", 20), 120);
+  turns.Reach(300);
+  EXPECT_EQ(turns.Take("b", 20), 300) << "what he has left unused is gone";
+}
+
+// While several tenants have prompts to read, they are read alike fast: no tenant is further ahead
+// of another than what one step may read, however many and however long his prompts are.
+TEST(PrefillTurns, TenantsAreReadAlikeFast) {
+  constexpr int64_t kStep = 64, kTenants = 3;
+  std::mt19937 random(7);
+  auto draw = [&](int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+  };
+  PrefillTurns turns;
+  std::vector<SequenceView> running;
+  std::vector<int64_t> tenant_of;
+  int64_t read[kTenants] = {};
+  for (int64_t i = 0; i < 90; ++i) {
+    const int64_t tenant = i < 60 ? 0 : draw(0, kTenants - 1);  // the first has had sixty before
+    const int64_t tokens = tenant == 0 ? draw(1, 200) : 150;
+    const int64_t turn = turns.Take(std::string(1, static_cast<char>('a' + tenant)), tokens);
+    running.push_back(AtTurn(turn, Prefilling(tokens)));
+    tenant_of.push_back(tenant);
+  }
+  auto waits = [&](int64_t tenant) {
+    for (size_t i = 0; i < running.size(); ++i) {
+      if (tenant_of[i] == tenant && running[i].cached_tokens < running[i].prefill_tokens)
+        return true;
+    }
+    return false;
+  };
+  while (waits(0) && waits(1) && waits(2)) {
+    for (const PlannedItem& item : Plan(running, {.max_step_tokens = kStep})) {
+      SequenceView& s = running[item.sequence];
+      if (s.cached_tokens >= s.prefill_tokens) continue;  // it decodes
+      s.cached_tokens += item.num_tokens;
+      s.turn += item.num_tokens;
+      read[tenant_of[item.sequence]] += item.num_tokens;
+    }
+    const auto [least, most] = std::minmax_element(std::begin(read), std::end(read));
+    ASSERT_LE(*most - *least, kStep);
+  }
+  EXPECT_GT(read[2], 500);
 }
 
 TEST(Plan, DecodingAllStepsStillPrefillsALittle) {
@@ -150,8 +208,7 @@ class PlanLaws : public testing::Test {
     std::vector<SequenceView> running(Draw(0, 40));
     for (SequenceView& s : running) {
       const bool prefilling = Draw(0, 1) == 0;
-      static const absl::string_view kTenants[] = {"", "a", "b", "c"};
-      s = {.prefill_tokens = Draw(1, 400), .tenant = kTenants[Draw(0, 3)]};
+      s = {.prefill_tokens = Draw(1, 400), .turn = Draw(0, 3)};
       if (!prefilling) s.cached_tokens = s.prefill_tokens + Draw(0, 50);
     }
     return running;
@@ -161,13 +218,8 @@ class PlanLaws : public testing::Test {
 
 bool IsDecoding(const SequenceView& s) { return s.cached_tokens >= s.prefill_tokens; }
 
-// Whose turn it is: ready prompts of its tenant before it, then its place.
 std::pair<int64_t, int64_t> Turn(const std::vector<SequenceView>& running, int64_t place) {
-  const auto before =
-      std::count_if(running.begin(), running.begin() + place, [&](const SequenceView& s) {
-        return s.ready && !IsDecoding(s) && s.tenant == running[place].tenant;
-      });
-  return {before, place};
+  return {running[place].turn, place};
 }
 
 // The prefill tokens that a sequence would get if it ran alone.
@@ -238,8 +290,8 @@ TEST_F(PlanLaws, HoldInEveryRandomState) {
   }
 }
 
-// The oldest ready prompt advances in every step, whatever decodes beside it; so all end, and the
-// number of steps is bounded by the work.
+// The prompt whose turn it is advances in every step, whatever decodes beside it; so all end, and
+// the number of steps is bounded by the work.
 TEST_F(PlanLaws, NobodyStarves) {
   for (int round = 0; round < 300; ++round) {
     const SchedulerOptions options = RandomOptions();
@@ -249,15 +301,18 @@ TEST_F(PlanLaws, NobodyStarves) {
       left += std::max<int64_t>(0, s.prefill_tokens - s.cached_tokens);
     for (int64_t steps = 0; left > 0; ++steps) {
       ASSERT_LT(steps, 40 * 400) << "prefill never ends";
-      const auto oldest = std::find_if_not(running.begin(), running.end(), IsDecoding);
-      const int64_t before = oldest->cached_tokens;
-      const int64_t due = std::min<int64_t>(16, WholeChunk(*oldest, options));
+      const auto next = std::min_element(
+          running.begin(), running.end(), [](const SequenceView& a, const SequenceView& b) {
+            return std::pair(IsDecoding(a), a.turn) < std::pair(IsDecoding(b), b.turn);
+          });
+      const int64_t before = next->cached_tokens;
+      const int64_t due = std::min<int64_t>(16, WholeChunk(*next, options));
       for (const PlannedItem& item : Plan(running, options)) {
         SequenceView& s = running[item.sequence];
         if (!IsDecoding(s)) left -= item.num_tokens;
         s.cached_tokens += item.num_tokens;
       }
-      ASSERT_GE(oldest->cached_tokens - before, due) << "in round " << round;
+      ASSERT_GE(next->cached_tokens - before, due) << "in round " << round;
     }
   }
 }

@@ -19,8 +19,8 @@ from epikv.v1 import (
     tokenization_pb2,
     tokenization_pb2_grpc,
 )
-from waiting import eventually
 from raw_http2 import RawHttp2, message_header
+from waiting import eventually
 
 GET_TOKENIZER = "/epikv.v1.ModelService/GetTokenizer"
 MIB = 1 << 20
