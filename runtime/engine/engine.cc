@@ -341,7 +341,6 @@ void Engine::Open(Sequence& s, int64_t bytes) {
   absl::StatusOr<int64_t> cached = executor_->Open(s.id, s.request, prefix_bytes);
   if (!cached.ok()) return Finish(s, FinishReason::kError, std::move(cached).status());
   s.cached = s.from_prefix = *cached;
-  s.turn = turns_.Take(s.request.scheduling.tenant, s.request.prefill_tokens() - s.cached);
   pace_.OnPrompt(s.request.prefill_tokens() - s.cached, s.request.prefill_tokens());
   observer_.OnAdmitted(s.request, s.admitted - s.request.arrival, s.from_prefix);
 }
@@ -354,17 +353,16 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
     views.push_back({.prefill_tokens = s->request.prefill_tokens(),
                      .cached_tokens = s->cached,
                      .ready = s->sink->Ready(),
-                     .turn = s->turn + s->cached - s->from_prefix});
+                     .tenant = s->request.scheduling.tenant});
   }
+  turns_.Set(absl::MakeSpan(views));
+  const std::vector<PlannedItem> plan = Plan(views, options_.scheduler);
+  turns_.OnPlanned(views, plan);
   std::vector<WorkItem> items;
   const int64_t chunk = options_.scheduler.prefill_chunk_tokens;
-  for (const PlannedItem& planned : Plan(views, options_.scheduler)) {
+  for (const PlannedItem& planned : plan) {
     Sequence& s = *running[planned.sequence];
     items.push_back(s.NextWork(planned.num_tokens, chunk));
-    // The first prompt of the step; later ones are of later turns.
-    if (!items.back().decode && (items.size() == 1 || items[items.size() - 2].decode)) {
-      turns_.Reach(views[planned.sequence].turn);
-    }
     sequences.push_back(&s);
   }
   return items;

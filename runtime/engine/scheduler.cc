@@ -1,11 +1,11 @@
 #include "runtime/engine/scheduler.h"
 
 #include <algorithm>
+#include <compare>
 #include <cstddef>
-#include <utility>
+#include <string_view>
 
 #include "absl/algorithm/container.h"
-#include "absl/container/flat_hash_map.h"
 
 namespace epikv {
 namespace {
@@ -30,15 +30,30 @@ int64_t PrefillRoom(int64_t decoding, const SchedulerOptions& options) {
       {options.max_step_tokens - decoding, kLeastPrefillTokens, options.fixed_chunk_tokens});
 }
 
-// Ready prompts in the order in which they are served: the turn of each, and its place.
-std::vector<std::pair<int64_t, int64_t>> PromptsInTurn(absl::Span<const SequenceView> running) {
-  std::vector<std::pair<int64_t, int64_t>> prompts;
+bool IsPrompt(const SequenceView& sequence) {
+  return sequence.cached_tokens < sequence.prefill_tokens;
+}
+
+// Places of the ready prompts in the order in which they are served.
+std::vector<int64_t> PromptsInTurn(absl::Span<const SequenceView> running) {
+  struct Prompt {
+    int64_t older, turn, place;  // older: of its tenant
+    auto operator<=>(const Prompt&) const = default;
+  };
+  std::vector<Prompt> prompts;
+  std::unordered_map<std::string_view, int64_t> of_tenant;
   for (size_t i = 0; i < running.size(); ++i) {
     const SequenceView& s = running[i];
-    if (s.ready && s.cached_tokens < s.prefill_tokens) prompts.emplace_back(s.turn, i);
+    if (!s.ready || !IsPrompt(s)) continue;
+    prompts.push_back({.older = of_tenant[{s.tenant.data(), s.tenant.size()}]++,
+                       .turn = s.turn,
+                       .place = static_cast<int64_t>(i)});
   }
   absl::c_sort(prompts);
-  return prompts;
+  std::vector<int64_t> places;
+  places.reserve(prompts.size());
+  for (const Prompt& prompt : prompts) places.push_back(prompt.place);
+  return places;
 }
 
 }  // namespace
@@ -49,36 +64,47 @@ int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requ
   return std::max(max_running_requests, decoding + PrefillRoom(decoding, options));
 }
 
-int64_t PrefillTurns::Take(const std::string& tenant, int64_t tokens) {
-  const auto next = next_.find(tenant);
-  const int64_t turn = next == next_.end() ? now_ : next->second;
-  if (tokens > 0) next_.insert_or_assign(tenant, turn + tokens);
-  return turn;
-}
-
-void PrefillTurns::Reach(int64_t turn) {
-  if (turn <= now_) return;
-  now_ = turn;
-  absl::erase_if(next_, [this](const auto& next) { return next.second <= now_; });
-}
-
 std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
                               const SchedulerOptions& options) {
   std::vector<PlannedItem> plan;
   for (size_t i = 0; i < running.size(); ++i) {
     const SequenceView& s = running[i];
-    if (s.ready && s.cached_tokens >= s.prefill_tokens) {
+    if (s.ready && !IsPrompt(s)) {
       plan.push_back({.sequence = static_cast<int64_t>(i), .num_tokens = 1});
     }
   }
   int64_t room = PrefillRoom(static_cast<int64_t>(plan.size()), options);
-  for (const auto& [turn, place] : PromptsInTurn(running)) {
+  for (const int64_t place : PromptsInTurn(running)) {
     const int64_t chunk = NextChunk(running[place], room, options);
     if (chunk == 0) break;  // nobody overtakes whose chunk happens to fit
     plan.push_back({.sequence = place, .num_tokens = chunk});
     room -= chunk;
   }
   return plan;
+}
+
+void PrefillTurns::Set(absl::Span<SequenceView> running) {
+  time_ += 2;
+  std::unordered_map<std::string, int64_t> now;
+  for (SequenceView& s : running) {
+    if (!IsPrompt(s)) continue;
+    const auto [entry, first] = now.try_emplace(std::string(s.tenant), time_);
+    if (first) {
+      if (const auto known = last_.find(entry->first); known != last_.end()) {
+        entry->second = known->second;
+      }
+    }
+    s.turn = entry->second;
+  }
+  last_.swap(now);
+}
+
+void PrefillTurns::OnPlanned(absl::Span<const SequenceView> running,
+                             absl::Span<const PlannedItem> plan) {
+  for (const PlannedItem& item : plan) {
+    const SequenceView& s = running[item.sequence];
+    if (IsPrompt(s)) last_[std::string(s.tenant)] = time_ + 1;  // behind who came
+  }
 }
 
 }  // namespace epikv

@@ -2,9 +2,10 @@
 
 #include <cstdint>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
 namespace epikv {
@@ -25,7 +26,8 @@ struct SequenceView {
   int64_t prefill_tokens = 0;  // to cache before the first output
   int64_t cached_tokens = 0;
   bool ready = true;  // false: its client does not read; it is left out
-  int64_t turn = 0;   // of its prompt's next token: the lowest first
+  absl::string_view tenant;
+  int64_t turn = 0;  // of its tenant, whose prompts are read by turns: see PrefillTurns
 };
 
 struct PlannedItem {
@@ -36,26 +38,25 @@ struct PlannedItem {
 // The most tokens a step can have.
 int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requests);
 
-// Whose prompt is read next: as if each tenant had a reader of his own, all of one speed, and each
-// read his prompts one after the other. One tenant's prompts do not hold up another's. A prompt's
-// turn is how far its reader has come by then, in tokens; its tokens follow one by one (start-time
-// fair queueing: Goyal, Vin and Cheng, SIGCOMM 1996). Not thread-safe.
-class PrefillTurns {
- public:
-  // Of the first token of a prompt of which so many are to be cached. It is admitted now.
-  int64_t Take(const std::string& tenant, int64_t tokens);
-  // A token of this turn is the first of a step: who comes now begins no sooner.
-  void Reach(int64_t turn);
-
- private:
-  int64_t now_ = 0;
-  // Of who has taken turns beyond now_: the next free one.
-  absl::flat_hash_map<std::string, int64_t> next_;
-};
-
-// Every ready decoding sequence, then prompt chunks in the room left, in turn, of equal turns the
-// older one first. Pure.
+// Every ready decoding sequence, then prompt chunks in the room left: the oldest prompt of each
+// tenant, by the tenants' turns, then the second of each, and so on. Pure.
 std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
                               const SchedulerOptions& options);
+
+// Tenants whose prompts are to be read take turns: first who has waited longest since a prompt of
+// his was read, or since he came. So of T tenants each is read in one of T steps at least, however
+// many prompts the others have, and however long. Not thread-safe.
+class PrefillTurns {
+ public:
+  // At each step: sets the turns. Tenants that have no prompt left are forgotten.
+  void Set(absl::Span<SequenceView> running);
+  // What the step reads.
+  void OnPlanned(absl::Span<const SequenceView> running, absl::Span<const PlannedItem> plan);
+
+ private:
+  int64_t time_ = 0;  // two a step
+  // When a tenant's prompt was read last, or he came. (absl's maps break when memory runs out.)
+  std::unordered_map<std::string, int64_t> last_;
+};
 
 }  // namespace epikv

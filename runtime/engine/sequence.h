@@ -31,7 +31,6 @@ struct Sequence {
   std::vector<int32_t> tokens;  // known so far; [0, cached) are in the cache
   int64_t cached = 0;
   int64_t from_prefix = 0;  // of those cached, copied from the prefix cache
-  int64_t turn = 0;         // PrefillTurns, of the first token that was not
   int64_t num_outputs = 0;
   const std::vector<int32_t> ends;  // tokens that end the output
   TextStream text;

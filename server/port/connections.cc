@@ -107,7 +107,6 @@ void Connections::Forget(std::map<int, Socket>::iterator at) const {
   const auto number = descriptors_.find(at->second.peer);
   if (number != descriptors_.end() && number->second == at->first) descriptors_.erase(number);
   reading_ -= at->second.reading;
-  reading_ -= at->second.reading;
   open_.erase(at);
 }
 

@@ -209,7 +209,7 @@ TEST_F(EngineTest, PromptsOfOneTenantDoNotHoldUpAnothers) {
   for (int i = 0; i < 12; ++i) many.push_back(submit("a", i));
   for (int i = 0; i < 5; ++i) engine_->Step();
   const auto other = submit("b", 0);
-  for (int i = 0; i < 3; ++i) engine_->Step();
+  for (int i = 0; i < 4; ++i) engine_->Step();
   EXPECT_TRUE(other->ended()) << "of every two steps one is his";
   EXPECT_EQ(std::count_if(many.begin(), many.end(), [](const auto& one) { return one->ended(); }),
             3);

@@ -4,8 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <ostream>
 #include <random>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -27,7 +30,8 @@ using Item = PlannedItem;
 SequenceView Prefilling(int64_t prompt, int64_t cached = 0) {
   return {.prefill_tokens = prompt, .cached_tokens = cached};
 }
-SequenceView AtTurn(int64_t turn, SequenceView view) {
+SequenceView Of(absl::string_view tenant, SequenceView view, int64_t turn = 0) {
+  view.tenant = tenant;
   view.turn = turn;
   return view;
 }
@@ -73,76 +77,83 @@ TEST(Plan, PausedPromptDoesNotHoldUpTheYounger) {
   EXPECT_THAT(Plan(running, {.max_step_tokens = 20}), ElementsAre(Item{1, 20}));
 }
 
-TEST(Plan, PromptsGoInTurnThenByAge) {
-  const SequenceView running[] = {AtTurn(20, Prefilling(20)), AtTurn(0, Prefilling(20)),
-                                  AtTurn(20, Prefilling(20)), AtTurn(5, Prefilling(20))};
+TEST(Plan, OneTenantsPromptsDoNotHoldUpTheOthers) {
+  const SequenceView running[] = {Of("a", Prefilling(20)), Of("a", Prefilling(20)),
+                                  Of("a", Prefilling(20)), Of("b", Prefilling(20)),
+                                  Of("b", Prefilling(20)), Of("c", Prefilling(20))};
+  EXPECT_THAT(Plan(running, {.max_step_tokens = 90}),
+              ElementsAre(Item{0, 20}, Item{3, 20}, Item{5, 20}, Item{1, 20}, Item{4, 10}));
+}
+
+TEST(Plan, TenantsGoByTurns) {
+  const SequenceView running[] = {Of("a", Prefilling(20), 5), Of("b", Prefilling(20), 3),
+                                  Of("c", Prefilling(20), 4), Of("b", Prefilling(20), 3)};
   EXPECT_THAT(Plan(running, {.max_step_tokens = 70}),
-              ElementsAre(Item{1, 20}, Item{3, 20}, Item{0, 20}, Item{2, 10}));
+              ElementsAre(Item{1, 20}, Item{2, 20}, Item{0, 20}, Item{3, 10}));
 }
 
-TEST(Plan, PausedPromptTakesNoTurn) {
-  const SequenceView running[] = {Paused(Prefilling(20)), AtTurn(20, Prefilling(20))};
-  EXPECT_THAT(Plan(running, {.max_step_tokens = 40}), ElementsAre(Item{1, 20}));
+TEST(Plan, PausedPromptTakesNoTurnOfItsTenant) {
+  const SequenceView running[] = {Of("a", Paused(Prefilling(20))), Of("b", Prefilling(20)),
+                                  Of("a", Prefilling(20)), Of("b", Prefilling(20))};
+  EXPECT_THAT(Plan(running, {.max_step_tokens = 40}), ElementsAre(Item{1, 20}, Item{2, 20}));
 }
 
-TEST(PrefillTurns, OneTenantsFollowOneAnother) {
-  PrefillTurns turns;
-  EXPECT_EQ(turns.Take("a", 30), 0);
-  EXPECT_EQ(turns.Take("a", 50), 30);
-  EXPECT_EQ(turns.Take("a", 0), 80);
-  EXPECT_EQ(turns.Take("a", 1), 80);
-}
-
-TEST(PrefillTurns, WhoComesBeginsNowAndOwesNothing) {
-  PrefillTurns turns;
-  turns.Take("a", 300);
-  turns.Reach(120);
-  EXPECT_EQ(turns.Take("b", 20), 120);
-  EXPECT_EQ(turns.Take("a", 20), 300);
-  turns.Reach(100);  // one that was paused
-  EXPECT_EQ(turns.Take("c", 20), 120);
-  turns.Reach(300);
-  EXPECT_EQ(turns.Take("b", 20), 300) << "what he has left unused is gone";
-}
-
-// While several tenants have prompts to read, they are read alike fast: no tenant is further ahead
-// of another than what one step may read, however many and however long his prompts are.
-TEST(PrefillTurns, TenantsAreReadAlikeFast) {
-  constexpr int64_t kStep = 64, kTenants = 3;
+// Of tenants that come and go, with any number of prompts of any length.
+TEST(PrefillTurns, OfTTenantsEachIsReadInOneOfTSteps) {
   std::mt19937 random(7);
   auto draw = [&](int64_t low, int64_t high) {
     return std::uniform_int_distribution<int64_t>(low, high)(random);
   };
+  const std::vector<std::string> names = {"a", "b", "c", "d", "e"};
+  for (const int64_t fixed : {0, 16}) {
+    const SchedulerOptions options{
+        .max_step_tokens = 64, .prefill_chunk_tokens = 64, .fixed_chunk_tokens = fixed};
+    PrefillTurns turns;
+    std::vector<SequenceView> running;
+    std::map<absl::string_view, int64_t> waited;  // steps
+    for (int step = 0; step < 5000; ++step) {
+      std::erase_if(running, [&](const SequenceView& s) {
+        return s.cached_tokens >= s.prefill_tokens || draw(0, 99) == 0;  // cancelled
+      });
+      if (draw(0, 2) == 0) {
+        const int64_t tenant = draw(0, 9) < 6 ? 0 : draw(0, 4);  // the first has most
+        running.push_back(Of(names[tenant], Prefilling(draw(1, 400))));
+      }
+      turns.Set(absl::MakeSpan(running));
+      const std::vector<PlannedItem> plan = Plan(running, options);
+      turns.OnPlanned(running, plan);
+      std::map<absl::string_view, bool> read;
+      for (const SequenceView& s : running) read[s.tenant];
+      for (const PlannedItem& item : plan) {
+        running[item.sequence].cached_tokens += item.num_tokens;
+        read[running[item.sequence].tenant] = true;
+      }
+      std::map<absl::string_view, int64_t> now;
+      for (const auto& [tenant, was_read] : read) {
+        now[tenant] = was_read ? 0 : waited[tenant] + 1;
+        ASSERT_LT(now[tenant], 5) << tenant << " in step " << step;
+      }
+      waited = std::move(now);
+    }
+  }
+}
+
+TEST(PrefillTurns, WhoComesWaitsForThoseWhoAreThere) {
   PrefillTurns turns;
-  std::vector<SequenceView> running;
-  std::vector<int64_t> tenant_of;
-  int64_t read[kTenants] = {};
-  for (int64_t i = 0; i < 90; ++i) {
-    const int64_t tenant = i < 60 ? 0 : draw(0, kTenants - 1);  // the first has had sixty before
-    const int64_t tokens = tenant == 0 ? draw(1, 200) : 150;
-    const int64_t turn = turns.Take(std::string(1, static_cast<char>('a' + tenant)), tokens);
-    running.push_back(AtTurn(turn, Prefilling(tokens)));
-    tenant_of.push_back(tenant);
-  }
-  auto waits = [&](int64_t tenant) {
-    for (size_t i = 0; i < running.size(); ++i) {
-      if (tenant_of[i] == tenant && running[i].cached_tokens < running[i].prefill_tokens)
-        return true;
-    }
-    return false;
+  std::vector<SequenceView> running = {Of("a", Prefilling(500)), Of("b", Prefilling(500))};
+  auto next = [&] {
+    turns.Set(absl::MakeSpan(running));
+    const std::vector<PlannedItem> plan = Plan(running, {.max_step_tokens = 64});
+    turns.OnPlanned(running, plan);
+    return running[plan.front().sequence].tenant;
   };
-  while (waits(0) && waits(1) && waits(2)) {
-    for (const PlannedItem& item : Plan(running, {.max_step_tokens = kStep})) {
-      SequenceView& s = running[item.sequence];
-      if (s.cached_tokens >= s.prefill_tokens) continue;  // it decodes
-      s.cached_tokens += item.num_tokens;
-      s.turn += item.num_tokens;
-      read[tenant_of[item.sequence]] += item.num_tokens;
-    }
-    const auto [least, most] = std::minmax_element(std::begin(read), std::end(read));
-    ASSERT_LE(*most - *least, kStep);
-  }
-  EXPECT_GT(read[2], 500);
+  EXPECT_EQ(next(), "a");
+  running.push_back(Of("c", Prefilling(500)));
+  running.push_back(Of("a", Prefilling(500)));
+  EXPECT_EQ(next(), "b");
+  EXPECT_EQ(next(), "a");
+  EXPECT_EQ(next(), "c");
+  EXPECT_EQ(next(), "b");
 }
 
 TEST(Plan, DecodingAllStepsStillPrefillsALittle) {
@@ -208,7 +219,9 @@ class PlanLaws : public testing::Test {
     std::vector<SequenceView> running(Draw(0, 40));
     for (SequenceView& s : running) {
       const bool prefilling = Draw(0, 1) == 0;
-      s = {.prefill_tokens = Draw(1, 400), .turn = Draw(0, 3)};
+      static const absl::string_view kTenants[] = {"", "a", "b", "c"};
+      const int64_t tenant = Draw(0, 3);
+      s = {.prefill_tokens = Draw(1, 400), .tenant = kTenants[tenant], .turn = tenant % 3};
       if (!prefilling) s.cached_tokens = s.prefill_tokens + Draw(0, 50);
     }
     return running;
@@ -218,8 +231,15 @@ class PlanLaws : public testing::Test {
 
 bool IsDecoding(const SequenceView& s) { return s.cached_tokens >= s.prefill_tokens; }
 
-std::pair<int64_t, int64_t> Turn(const std::vector<SequenceView>& running, int64_t place) {
-  return {running[place].turn, place};
+using TurnAndPlace = std::tuple<int64_t, int64_t, int64_t>;
+
+// Whose turn it is: ready prompts of its tenant before it, the tenant's turn, its place.
+TurnAndPlace Turn(const std::vector<SequenceView>& running, int64_t place) {
+  const auto before =
+      std::count_if(running.begin(), running.begin() + place, [&](const SequenceView& s) {
+        return s.ready && !IsDecoding(s) && s.tenant == running[place].tenant;
+      });
+  return {before, running[place].turn, place};
 }
 
 // The prefill tokens that a sequence would get if it ran alone.
@@ -232,7 +252,7 @@ int64_t WholeChunk(const SequenceView& s, const SchedulerOptions& options) {
 void CheckPlan(const std::vector<SequenceView>& running, const SchedulerOptions& options,
                const std::vector<PlannedItem>& plan) {
   int64_t decodes = 0, sum = 0, ready_decodes = 0;
-  std::pair<int64_t, int64_t> previous = {-1, -1};
+  TurnAndPlace previous = {-1, -1, -1};
   bool cut = false;
   std::vector<bool> planned(running.size());
   for (const PlannedItem& item : plan) {
@@ -268,7 +288,7 @@ void CheckPlan(const std::vector<SequenceView>& running, const SchedulerOptions&
   const int64_t least = std::max<int64_t>(16, options.fixed_chunk_tokens);
   EXPECT_LE(sum, std::max(options.max_step_tokens, decodes + least));
   EXPECT_LE(sum, MostStepTokens(options, std::max<int64_t>(1, running.size())));
-  if (previous.first < 0) {
+  if (std::get<0>(previous) < 0) {
     for (const SequenceView& s : running) {
       EXPECT_FALSE(s.ready && !IsDecoding(s)) << "no prefill progress";
     }

@@ -90,6 +90,27 @@ TEST(ConnectionsTest, ANumberThatIsAnotherSocketsByNowIsCountedOnce) {
   EXPECT_EQ(connections.live(), 1);
 }
 
+TEST(ConnectionsTest, IsWatchedCloselyWhileACallIsRead) {
+  Connections connections({.most = 10, .most_of_peer = 10});
+  Owned first, second;
+  EXPECT_TRUE(connections.Admit(first.get(), PeerAt("10.0.0.1")));
+  connections.CutFloods();
+  const absl::Duration from_afar = connections.WatchAgain();
+  connections.OnReading("ipv4:10.0.0.1:0");
+  const absl::Duration closely = connections.WatchAgain();
+  EXPECT_LT(closely, from_afar);
+  first.Close();  // amid the call
+  EXPECT_TRUE(connections.Admit(second.get(), PeerAt("10.0.0.2")));
+  connections.CutFloods();
+  EXPECT_EQ(connections.WatchAgain(), from_afar);
+  connections.OnReading("ipv4:10.0.0.2:0");
+  connections.CutFloods();
+  EXPECT_EQ(connections.WatchAgain(), closely);
+  connections.OnRead("ipv4:10.0.0.2:0", 10);
+  connections.CutFloods();
+  EXPECT_EQ(connections.WatchAgain(), from_afar);
+}
+
 TEST(ListenerTest, SaysThatAPortIsTaken) {
   auto connections = std::make_shared<Connections>(ConnectionLimits());
   const auto first = Listener::Open("127.0.0.1:0", connections);

@@ -1,5 +1,6 @@
 """Floods of connections, and what an honest client gets meanwhile and afterwards."""
 
+import resource
 import shutil
 import socket
 from collections.abc import Iterator
@@ -73,6 +74,27 @@ def test_serves_after_descriptors_ran_out(sample_model: Path, tmp_path: Path) ->
         eventually(lambda: serves(daemon), 10)
         assert "raise the limit" in daemon.log
         scrape(daemon.metrics)
+
+
+def test_what_comes_while_no_descriptor_is_left_is_told_so(sample_model: Path) -> None:
+    """It is reset at once, by the one in reserve; who is connected is served."""
+    with Daemon(sample_model, "--threads=1") as daemon, daemon.client() as early:
+        assert early.models()
+        soft, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        used = {int(entry.name) for entry in Path(f"/proc/{daemon.pid}/fd").iterdir()}
+        none_left = min(set(range(len(used) + 1)) - used)
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (none_left, hard))
+        host, port = daemon.grpc.rsplit(":", 1)
+        for _ in range(5):
+            with (
+                socket.create_connection((host, int(port)), timeout=10) as late,
+                pytest.raises(ConnectionResetError),
+            ):
+                late.recv(1)
+        assert early.models()
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        eventually(lambda: serves(daemon), 10)
+        assert refused(daemon, "clients", "descriptors") >= 5
 
 
 @pytest.mark.parametrize("listener", ["grpc", "admin"])
