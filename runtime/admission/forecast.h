@@ -109,6 +109,9 @@ class Backlog {
 
   Ahead AheadOf(const SchedulingOptions& scheduling, double tokens, double quantum_tokens) const;
   const Work& total() const { return total_; }
+  Work Of(const std::string& tenant) const;
+  // That have any.
+  int64_t NumTenants() const;
 
  private:
   std::array<absl::flat_hash_map<std::string, Work>, kNumPriorities> classes_;

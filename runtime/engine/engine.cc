@@ -278,8 +278,8 @@ absl::Status Engine::Infeasible(const Request& request, absl::Duration run, absl
                  kDeadlineInfeasible);
   // The estimate does not say how long it would wait: even without waiting it would be late.
   for (const auto& [key, value] :
-       {std::pair("seconds_left", left), std::pair("wait_seconds", absl::ZeroDuration()),
-        std::pair("run_seconds", run)}) {
+       {std::pair("seconds_left", std::max(left, absl::ZeroDuration())),
+        std::pair("wait_seconds", absl::ZeroDuration()), std::pair("run_seconds", run)}) {
     late = WithMetadata(std::move(late), key, seconds(value));
   }
   return late;

@@ -115,7 +115,7 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
   // Alone, a request may be over the limit of tokens: it would be refused for ever.
   const bool too_long =
       result.waiting > 0 && waiting.tokens + work.tokens > static_cast<double>(limits_.max_tokens);
-  if (too_many || too_long) {
+  if ((too_many || too_long) && !IsWithinShare(request.scheduling.tenant, work)) {
     result.error = SubmitError::kQueueFull;
     result.full = too_many ? SubmitResult::Full::kRequests : SubmitResult::Full::kTokens;
     result.limit = too_many ? limits_.max_requests : limits_.max_tokens;
@@ -128,6 +128,19 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
   auto tracked = std::make_shared<TrackedSink>(*this, request, std::move(sink));
   Post(Submitted{std::move(request), std::move(tracked)});
   return result;
+}
+
+bool EngineThread::IsWithinShare(const std::string& tenant, const Work& work) const {
+  const Work& all = outlook_.waiting.total();
+  const Work own = outlook_.waiting.Of(tenant);
+  const auto tenants =
+      static_cast<double>(outlook_.waiting.NumTenants() + (own.requests == 0 ? 1 : 0));
+  const auto most_requests = static_cast<double>(limits_.max_requests),
+             most_tokens = static_cast<double>(limits_.max_tokens);
+  return tenants > 1 && own.requests + work.requests <= most_requests / tenants &&
+         own.tokens + work.tokens <= most_tokens / tenants &&
+         all.requests + work.requests <= 2 * most_requests &&
+         all.tokens + work.tokens <= 2 * most_tokens;
 }
 
 bool EngineThread::SubmitIdle(Request request, std::shared_ptr<RequestSink> sink) {

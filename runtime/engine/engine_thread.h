@@ -23,6 +23,8 @@
 
 namespace epikv {
 
+// Where several tenants wait, each may have his share of it although others fill the queue. So
+// twice as much may wait in all.
 struct QueueLimits {
   int64_t max_requests = 1024;   // waiting
   int64_t max_tokens = 4 << 20;  // of waiting requests: prompts and max outputs
@@ -98,6 +100,9 @@ class EngineThread {
   void Drain(absl::Time deadline);
 
  private:
+  bool IsWithinShare(const std::string& tenant, const Work& work) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
+
   using RequestKey = std::pair<std::string, std::string>;  // tenant, id
   struct Live {
     const RequestSink* sink = nullptr;

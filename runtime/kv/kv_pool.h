@@ -64,7 +64,8 @@ class KvPool {
   const KvFormat& format() const { return format_; }
   int64_t free_rows() const { return rows_.free_rows(); }
   int64_t num_rows() const { return rows_.num_rows(); }
-  // Up to the last row that was ever held: no more of the pool is resident. 0 on a device.
+  // Up to the last row that was ever held, written or not: no more of the pool is resident, but for
+  // the rest of a huge page. 0 on a device.
   int64_t touched_bytes() const {
     return place_.device.is_cpu() ? rows_.touched_rows() * (key_bytes_ + value_bytes_) : 0;
   }

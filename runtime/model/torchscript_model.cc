@@ -1,6 +1,8 @@
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
 #include <torch/csrc/jit/frontend/error_report.h>
+#include <torch/csrc/jit/ir/alias_analysis.h>
 #include <torch/csrc/jit/ir/ir.h>
 #include <torch/csrc/jit/passes/freeze_module.h>
 #include <torch/csrc/jit/passes/inliner.h>
@@ -52,6 +54,10 @@ struct FrozenForward {
   std::shared_ptr<torch::jit::CompilationUnit> functions;
 };
 
+class NoWarnings final : public c10::WarningHandler {
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
 class TorchScriptModel final : public Model {
  public:
   TorchScriptModel(ModelFacts facts, const FrozenForward& forward,
@@ -66,6 +72,8 @@ class TorchScriptModel final : public Model {
                      const at::Tensor& last, ForwardHooks& hooks) const override {
     const c10::InferenceMode inference;
     const HooksScope scope(hooks);
+    static NoWarnings none;  // a file's code may warn, with what it pleases
+    const c10::WarningUtils::WarningHandlerGuard quiet(&none);
     torch::jit::Stack stack = {token_ids.to(device()), positions.to(device()), last.to(device())};
     torch::jit::InterpreterState(code_).run(stack);
     return stack.back().toTensor();
@@ -183,6 +191,16 @@ absl::StatusOr<Contents> Read(const std::string& path) {
 }
 
 // Takes the last handle to the module, so that the graph alone holds the weights.
+bool WritesConstants(const Block* block, const torch::jit::AliasDb& aliases) {
+  for (const Node* node : block->nodes()) {
+    for (const Block* inner : node->blocks()) {
+      if (WritesConstants(inner, aliases)) return true;
+    }
+    if (node->kind() == c10::prim::Constant && aliases.hasWriters(node)) return true;
+  }
+  return false;
+}
+
 absl::StatusOr<FrozenForward> Freeze(Module module) {
   try {
     torch::jit::freeze_module_inplace(&module);
@@ -195,6 +213,10 @@ absl::StatusOr<FrozenForward> Freeze(Module module) {
     return absl::FailedPreconditionError("forward changes the module; a module keeps no state");
   }
   graph->eraseInput(0);
+  const torch::jit::AliasDb aliases(graph);
+  if (WritesConstants(graph->block(), aliases)) {
+    return absl::FailedPreconditionError("forward changes a constant; a module keeps no state");
+  }
   return FrozenForward{.graph = graph, .functions = module._ivalue()->compilation_unit()};
 }
 

@@ -41,8 +41,8 @@ struct StepStats {
   // took to move them.
   int64_t kv_rows_moved = 0;
   absl::Duration kv_longest_move;
-  // Of the process: what of the KV pool was ever written, and what running requests measured for
-  // their policies.
+  // Of the process: the KV pool up to the last row that was ever held, and the attention rows that
+  // running requests keep for their policies.
   int64_t kv_touched_bytes = 0, signal_bytes = 0;
 };
 

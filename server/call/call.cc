@@ -18,8 +18,10 @@ namespace {
 constexpr absl::Duration kMostToRead = absl::Seconds(60);
 // What gRPC's two threads may be kept with. Health waits behind it.
 constexpr size_t kShortRequestBytes = 16 << 10;
-// Of one client's long requests, while they wait.
-constexpr int64_t kMostLongBytes = 64 << 20;
+// An answer that is longer counts as one that waits to be read.
+constexpr int64_t kShortAnswerBytes = 64 << 10;
+// Of a long answer, a second: who takes less does not read.
+constexpr int64_t kLeastReadBytes = 64 << 10;
 constexpr absl::Duration kLongRetryDelay = absl::Seconds(1);
 
 }  // namespace
@@ -89,19 +91,37 @@ void Call::HandOver(const grpc::ByteBuffer& request) {
   const std::string& client = scope_.caller().name;
   // Alone, a request may be over the limit: it would be refused for ever.
   const int64_t waiting = frontend_.long_requests.Weighs(client);
-  if (waiting > 0 && waiting + bytes > kMostLongBytes) {
+  if (waiting > 0 && waiting + bytes > kMostClientBytes) {
     frontend_.metrics.OnRejected(kQueueFull);
-    return End(Exhausted(
-        "long requests",
-        absl::StrCat("more than ", kMostLongBytes, " bytes of your long requests wait to be read"),
-        kLongRetryDelay));
+    return End(Exhausted("long requests",
+                         absl::StrCat("more than ", kMostClientBytes,
+                                      " bytes of your long requests wait to be read"),
+                         kLongRetryDelay));
   }
   frontend_.long_requests.Post(client, bytes, [this, request] { OnRequest(request); });
 }
 
 void Call::EndWith(const google::protobuf::Message& answer) {
   answer_ = Serialize(answer);
+  const auto bytes = static_cast<int64_t>(answer_.Length());
+  if (bytes > kShortAnswerBytes) {
+    if (!frontend_.answers.Take(scope_.caller().name, bytes)) {
+      answer_.Clear();
+      frontend_.metrics.OnRejected(kQueueFull);
+      return End(Exhausted("answers",
+                           absl::StrCat("more than ", frontend_.answers.most(),
+                                        " bytes of answers to you wait to be read"),
+                           kLongRetryDelay));
+    }
+    answer_bytes_ = bytes;
+    Expect(frontend_.stall + absl::Seconds(bytes / kLeastReadBytes));
+  }
   StartWriteAndFinish(&answer_, grpc::WriteOptions(), scope_.Close(grpc::Status::OK));
+}
+
+void Call::OnDone() {
+  if (answer_bytes_ > 0) frontend_.answers.Give(scope_.caller().name, answer_bytes_);
+  delete this;
 }
 
 }  // namespace epikv

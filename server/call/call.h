@@ -5,6 +5,7 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <cstdint>
 #include <memory>
 
 #include "absl/strings/string_view.h"
@@ -12,6 +13,10 @@
 #include "server/call/call_scope.h"
 
 namespace epikv {
+
+// Of one client's long requests while they wait, of those whose constraints are to be compiled, and
+// of answers that he has not read: of each.
+inline constexpr int64_t kMostClientBytes = int64_t{64} << 20;
 
 // A call of a method of ours. To gRPC each is a stream both ways, which is the same on the wire as
 // what the protos say: so gRPC reads nothing of a request, and holds no memory for it, before its
@@ -36,6 +41,7 @@ class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> 
 
   // Once: the last that is done with the call.
   void End(const grpc::Status& status) { Finish(scope_.Close(status)); }
+  // A long answer has its time to be read, and ends otherwise where the client leaves too many.
   void EndWith(const google::protobuf::Message& answer);
 
   // Breaks the call off if this is not called again, or with zero, within `most`.
@@ -45,7 +51,7 @@ class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> 
   class Timeout;
 
   void OnReadDone(bool ok) final;
-  void OnDone() final { delete this; }
+  void OnDone() final;
   // False: it could not, and the call has been ended.
   void HandOver(const grpc::ByteBuffer& request);
 
@@ -53,6 +59,7 @@ class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> 
   CallScope scope_;
   grpc::ByteBuffer request_;            // gRPC's until OnReadDone
   grpc::ByteBuffer answer_;             // gRPC's from EndWith on
+  int64_t answer_bytes_ = 0;            // of Frontend::answers
   std::shared_ptr<Timeout> timeout_;    // null: none runs
   std::unique_ptr<grpc::Alarm> alarm_;  // of timeout_
 };

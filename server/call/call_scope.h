@@ -20,6 +20,7 @@
 #include "server/base/task_thread.h"
 #include "server/call/access_log.h"
 #include "server/call/auth.h"
+#include "server/call/client_bytes.h"
 #include "server/call/trace_context.h"
 #include "server/call/traffic.h"
 #include "server/call/wire.h"
@@ -37,6 +38,7 @@ struct Frontend {
   // Where requests are read and answered that are too long for gRPC's threads; clients take turns.
   TaskThread& long_requests;
   Connections& connections;  // of the port
+  ClientBytes& answers;      // long ones that wait to be read
   // A client that reads nothing of a stream for so long is given up.
   absl::Duration stall = absl::Seconds(30);
 };

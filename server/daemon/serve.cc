@@ -253,19 +253,23 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   if (!auth.ok()) return auth.status();
   Traffic traffic;
   TaskThread long_requests;
+  ClientBytes answers(kMostClientBytes);
   const Frontend frontend{.auth = **auth,
                           .metrics = metrics,
                           .access_log = **access_log,
                           .traffic = traffic,
                           .long_requests = long_requests,
                           .connections = *connections.clients,
+                          .answers = answers,
                           .stall = config.outbox.stall};
   const Frontend operators_frontend{.auth = frontend.auth,
                                     .metrics = metrics,
                                     .access_log = frontend.access_log,
                                     .traffic = traffic,
                                     .long_requests = long_requests,
-                                    .connections = *connections.operators};
+                                    .connections = *connections.operators,
+                                    .answers = answers,
+                                    .stall = frontend.stall};
   CoreBudget cores(EngineCores(config));
   Courier courier(config.outbox.stall / 4);
   Models models(lifecycle);

@@ -79,7 +79,18 @@ void GenerationService::BeginRequest(const grpc::ByteBuffer& in, Call& call) {
                                "to be compiled; at most ", options_.most_compilations, " may wait"),
                   kCompileRetryDelay));
   }
-  compiling_.Post(client, [this, &call, message] {
+  const auto bytes = static_cast<int64_t>(message.SpaceUsedLong());
+  if (const int64_t waiting = compiling_.Weighs(client);
+      waiting > 0 && waiting + bytes > kMostClientBytes) {
+    metrics_.OnRejected(kQueueFull);
+    AddPushback(scope.context(), kCompileRetryDelay);
+    return call.Fail(
+        Exhausted("waiting compilations",
+                  absl::StrCat("more than ", kMostClientBytes,
+                               " bytes of your requests wait for their constraints to be compiled"),
+                  kCompileRetryDelay));
+  }
+  compiling_.Post(client, bytes, [this, &call, message] {
     if (call.scope().context().IsCancelled()) {
       return call.Fail(ToGrpc(WhyCancelledNow(call.scope())));
     }

@@ -101,9 +101,9 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
               {{"weights", weights_}, {"kv_pool", capacity_}, {"scratch", scratch_}}),
       GaugeOf(
           "epikv_resident_memory_bytes",
-          "Memory of the process that is taken as it is needed: kv_touched, what of the KV pool "
-          "was ever used, and stays, 0 on a GPU; signals, what running requests measured for "
-          "their policies; constraints, compiled ones that are in use or remembered.",
+          "Memory of the process that is taken as it is needed: kv_touched, the KV pool up to the "
+          "last row that was ever held, which stays, 0 on a GPU; signals, attention rows of "
+          "running requests; constraints, compiled ones that are in use or remembered.",
           model, "kind",
           {{"kv_touched", touched_}, {"signals", signals_}, {"constraints", constraints_}}),
       GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",

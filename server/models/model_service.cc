@@ -47,7 +47,7 @@ class TokenizerCall final : public Call {
     SendNext();
   }
   void SendNext() {
-    constexpr size_t kPartBytes = 1 << 20;
+    constexpr size_t kPartBytes = 64 << 10;  // each has its time to be read
     const std::string& json = tokenizer_->json();
     if (sent_ == json.size()) return End(grpc::Status::OK);
     v1::TokenizerPart part;

@@ -428,6 +428,32 @@ TEST_F(RecorderTest, AFullSpoolRefusesOutcomesAndDropsFacts) {
   EXPECT_THAT(store_.AwaitWritten(0), SizeIs(counts_["spooled"] + 1)) << "none that was refused";
 }
 
+// The store takes nothing yet.
+TEST_F(RecorderTest, OneTenantsOutcomesLeaveTheQueuesRoomToOthers) {
+  RecorderOptions options = kQuick;
+  options.max_queued_bytes = 16000;
+  Start(options);
+  store_.SetOpen(false);
+  Fact("first");
+  store_.AwaitCalls(1);
+  auto outcome = [this](const std::string& tenant, int number) {
+    recorder_->Record(Record(Seen{.client = absl::StrCat(number), .at = 1, .tenant = tenant}),
+                      answers_.For(tenant));
+  };
+  int of_eve = 0;
+  for (; counts_["refused"] == 0; ++of_eve) outcome("eve", of_eve);
+  EXPECT_GT(of_eve, 5);
+  outcome("ann", 0);
+  EXPECT_EQ(counts_["refused"], 1);
+  for (int i = 0; i < 3 * of_eve; ++i) {
+    for (const char* tenant : {"bob", "carl", "dan"}) outcome(tenant, i);
+  }
+  const int64_t dropped = counts_["dropped"];
+  Fact("fact");
+  EXPECT_EQ(counts_["dropped"], dropped) << "half of the room is for facts";
+  store_.SetOpen(true);
+}
+
 // Whether their requests exist is not known while the store is away.
 TEST_F(RecorderTest, OutcomesLeaveTheSpoolsRoomToOthers) {
   Start(kQuick, {.max_bytes = 4000});

@@ -1,8 +1,8 @@
 // A model file: it is refused with a reason, or serves. Files are damaged as they are, which
 // checksums find, and inside (model_mutator.cc), as by a program that writes other files than ours:
-// weights, objects, and code, to which calls are added that no model file may make. What a file's
-// code calls while it is loaded is watched here as LibTorch calls it; files that it opens, and
-// other machines, by strace (fuzz.sh).
+// weights, objects, and code, to which calls are added that no model file may make. The forward
+// that ends loading is watched: operators on tensors here, as LibTorch calls them; files that are
+// opened, and other machines, by strace (fuzz.sh).
 
 #include <ATen/record_function.h>
 

@@ -75,7 +75,7 @@ constexpr absl::string_view kForbidden[] = {
     R"(torch.save([1], "epikv-canary"))",
     R"(ops.aten.save([1], "epikv-canary"))",
     R"(torch.from_file("epikv-canary", True, 4))",
-    R"(ops.aten.from_file("epikv-canary", True, 4, dtype=0))",
+    R"(ops.aten.from_file("epikv-canary", False, 4, dtype=0))",
     R"(print("epikv-canary"))",
     "torch.rand([2])",
     "torch.randn_like($T)",

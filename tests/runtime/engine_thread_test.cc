@@ -205,6 +205,31 @@ TEST_F(EngineThreadTest, QueueIsBoundedInRequests) {
   thread_->Drain(absl::InfiniteFuture());
 }
 
+TEST_F(EngineThreadTest, ATenantHasHisShareOfAQueueThatOthersFill) {
+  HoldForwards();
+  Start({.max_requests = 4, .max_tokens = 400}, {.max_running_requests = 1});
+  int64_t next = 0;
+  auto submit = [&](const std::string& tenant, int64_t prompt = 5) {
+    Request request = Ask(absl::StrCat(next++), prompt, 2);
+    request.scheduling = {.tenant = tenant};
+    return thread_->Submit(std::move(request), std::make_shared<CountingSink>()).error;
+  };
+  EXPECT_EQ(submit("a"), SubmitError::kNone);
+  gate_.AwaitHeld();
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(submit("a"), SubmitError::kNone);
+  EXPECT_EQ(submit("a"), SubmitError::kQueueFull);
+  EXPECT_EQ(submit("b", 300), SubmitError::kQueueFull) << "half of the tokens are his";
+  EXPECT_EQ(submit("b"), SubmitError::kNone);
+  EXPECT_EQ(submit("b"), SubmitError::kNone);
+  EXPECT_EQ(submit("b"), SubmitError::kQueueFull);
+  EXPECT_EQ(submit("c"), SubmitError::kNone);
+  EXPECT_EQ(submit("c"), SubmitError::kQueueFull) << "a third of four is one";
+  EXPECT_EQ(submit("d"), SubmitError::kNone);
+  EXPECT_EQ(submit("e"), SubmitError::kQueueFull) << "there is no place in five parts of four";
+  gate_.Open();
+  thread_->Drain(absl::InfiniteFuture());
+}
+
 TEST_F(EngineThreadTest, PositionIsByPriorityAndTenant) {
   HoldForwards();
   Start({}, {.queue = {.quantum_tokens = 7}, .max_running_requests = 1});

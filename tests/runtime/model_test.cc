@@ -458,6 +458,7 @@ struct Refusal {
 const std::map<std::string, Refusal>& Refusals() {
   constexpr StatusCode kBroken = StatusCode::kFailedPrecondition, kDamaged = StatusCode::kDataLoss;
   static const auto& refusals = *new std::map<std::string, Refusal>{
+      {"changes_constant", {kBroken, "forward changes a constant; a module keeps no state"}},
       {"constant_runs", {kBroken, "a constant of Embedding is no literal"}},
       {"deep_attributes", {kBroken, "nested too deep"}},
       {"deep_calls", {kBroken, "nested too deep"}},
@@ -535,6 +536,14 @@ TEST(RefusalTest, EveryBrokenFileIsRefusedWithItsReason) {
   }
   EXPECT_EQ(broken.size(), Refusals().size());
   EXPECT_TRUE(LoadTorchScript(ModelPath("broken/valid.pt")).ok());
+}
+
+TEST(WarningTest, WhatCodeOfAModelWarnsOfGoesNowhere) {
+  testing::internal::CaptureStderr();
+  const auto warns = Load("broken/warns");
+  const at::Tensor logits = Logits(*warns, Tokens(*warns, 3));
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  EXPECT_EQ(logits.size(0), 3);
 }
 
 TEST(RefusalTest, NamesEveryFaultAtOnce) {

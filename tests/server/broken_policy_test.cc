@@ -96,6 +96,7 @@ class RealServer {
   const std::unique_ptr<AccessLog> access_log_ = *AccessLog::Open("", [](int64_t) {});
   Traffic traffic_;
   TaskThread long_requests_;
+  ClientBytes answers_{kMostClientBytes};
   const std::shared_ptr<Connections> connections_ =
       std::make_shared<Connections>(ConnectionLimits());
   const Frontend frontend_{.auth = *auth_,
@@ -103,7 +104,8 @@ class RealServer {
                            .access_log = *access_log_,
                            .traffic = traffic_,
                            .long_requests = long_requests_,
-                           .connections = *connections_};
+                           .connections = *connections_,
+                           .answers = answers_};
   CoreBudget cores_{1};
   Courier courier_{absl::Seconds(5)};
   Lifecycle lifecycle_;

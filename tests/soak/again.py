@@ -51,6 +51,8 @@ def _evicts_for_its_length(outcome: Outcome) -> bool:
     """A pyramid's last lanes evict below the budget. What is known not to outgrow the budget evicts nothing, and
     that is known of the output once it has ended."""
     assert outcome.summary is not None
+    if (outcome.accepted.kv.policy_params or {}).get("allocator") != "pyramid":
+        return False
     cached = outcome.accepted.prompt_tokens + len(outcome.tokens) - 1
     return outcome.summary.kv.rounds > 0 and cached <= outcome.accepted.kv.budget_tokens
 

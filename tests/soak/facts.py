@@ -39,7 +39,8 @@ ENDS = {
     },
     Behaviour.STALL: {(EXHAUSTED, "SLOW_READER"), (CANCELLED, "")},
 }
-DRAINING = {(UNAVAILABLE, ""), (CANCELLED, "")}
+STOPPING = {(UNAVAILABLE, ""), (CANCELLED, "")}
+DRAINED = (UNAVAILABLE, "DRAINING")  # by an operator: what runs goes on
 REFUSED = (INVALID, grpc.StatusCode.OUT_OF_RANGE, PRECONDITION)
 
 
@@ -51,12 +52,19 @@ class Rules:
     policies: dict[str, Policy]
     chunk: int  # prompt tokens between rounds
 
-    def check(self, outcome: Outcome, draining: bool = False) -> None:
-        """Raises Wrong for a status or a message that must not be."""
-        if outcome.case.faults and not draining:
+    def check(self, outcome: Outcome, *, stopping: bool = False, drained: bool = False) -> None:
+        """Raises Wrong for a status or a message that must not be.
+
+        stopping: the daemon has had SIGTERM; drained: by an operator, meanwhile.
+        """
+        error = outcome.error
+        if drained and error is not None and (error.code, error.reason) == DRAINED:
+            if outcome.accepted is not None:
+                raise Wrong(f"a drain ended what ran: {error}")
+        elif outcome.case.faults and not stopping:
             _check_planted(outcome)
-        elif outcome.error is not None and not outcome.case.faults:
-            _check_error(outcome, outcome.error, draining)
+        elif error is not None and not outcome.case.faults:
+            _check_error(outcome, error, stopping)
         if outcome.accepted is not None:
             self._check_accepted(outcome.case, outcome.accepted)
         if outcome.summary is not None:
@@ -204,7 +212,7 @@ def _comparable(summary: Summary, first: Outcome) -> Summary:
         summary,
         usage=replace(summary.usage, cached_prompt_tokens=0),
         timings=None,
-        arm="",  # of who asks, which is nobody: then each request meets its own
+        arm="",  # drawn for each request, as nobody says of which unit it is
         kv=replace(summary.kv, kept=kept, peak_bytes=0),
     )
 
@@ -235,9 +243,9 @@ def _check_planted(outcome: Outcome) -> None:
         raise Wrong(f"{names}: nothing said in {error}")
 
 
-def _check_error(outcome: Outcome, error: RpcError, draining: bool) -> None:
+def _check_error(outcome: Outcome, error: RpcError, stopping: bool) -> None:
     case = outcome.case
-    allowed = REFUSALS | ENDS.get(case.behaviour, set()) | (DRAINING if draining else set())
+    allowed = REFUSALS | ENDS.get(case.behaviour, set()) | (STOPPING if stopping else set())
     if case.request.request_id.startswith("shared"):
         allowed = allowed | {(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_ID")}
     ended = (error.code, error.reason)

@@ -42,7 +42,9 @@ class Load:
         clients: int,
         chunk: int,
         operator: Operator | None = None,
+        spare_files: int = 0,
     ) -> None:
+        """spare_files: that the daemon may open later, as for a second session of its store."""
         with daemon.client() as client:
             models = client.models()
             known = client.policies(model=models[0].name)
@@ -51,6 +53,7 @@ class Load:
         self._seed = seed
         self._clients = clients
         self._operator = operator
+        self._spare_files = spare_files
         self._cases = Cases(seed, models, policies)
         self._rules = facts.Rules(
             {model.name: model for model in models},
@@ -91,15 +94,15 @@ class Load:
             if time.monotonic() - said > PROGRESS_SECONDS:
                 said = time.monotonic()
                 self._tell_progress()
-        if self._operator is not None:
-            self._operator.end()
+        if self._operator is not None and (error := self._operator.end()):
+            self.failures.append(Failure(None, f"the operator met {error}"))
 
     def rest(self) -> None:
         """Raises Wrong unless everything is given back, to what was held at the first rest."""
         baseline = self.rests[0] if self.rests else None
         if baseline is None:
             time.sleep(SETTLE_SECONDS)
-        self.rests.append(watch.at_rest(self._daemon, self.seconds, baseline))
+        self.rests.append(watch.at_rest(self._daemon, self.seconds, baseline, self._spare_files))
         self.page = scrape(self._daemon.metrics)
 
     def replay(self) -> None:
@@ -167,7 +170,8 @@ class Load:
         begin = time.monotonic()
         outcome = caller.run(case)
         with _seed_told(outcome):
-            self._rules.check(outcome, self._drained_since(begin))
+            drained = self._operator is not None and self._operator.drained_since(begin)
+            self._rules.check(outcome, stopping=self._draining, drained=drained)
             self._count(outcome)
             self._ask_again(caller, outcome)
 

@@ -14,7 +14,7 @@ LEAST_PAUSE, MOST_PAUSE = 2.0, 8.0  # seconds between two deeds
 
 
 class Operator:
-    """One thing after the other, from `begin` to `end`, at moments that the seed draws."""
+    """One deed after the other, from `begin` to `end`, at moments that the seed draws."""
 
     def __init__(self, daemon: Daemon, models: dict[str, Path], seed: int) -> None:
         self._daemon, self._models = daemon, models
@@ -30,15 +30,13 @@ class Operator:
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
 
-    def end(self) -> None:
-        """Once nothing is loading or draining any more. Raises what went wrong."""
-        if self._thread is None:
-            return
-        self._stop.set()
-        self._thread.join()
-        self._thread = None
-        if self._error is not None:
-            raise self._error
+    def end(self) -> Exception | None:
+        """Once nothing is loading or draining any more. What went wrong."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+        return self._error
 
     def drained_since(self, moment: float) -> bool:
         return self._drained_until >= moment

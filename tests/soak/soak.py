@@ -108,6 +108,8 @@ def check_run(load: Load, most_growth_mib: float, minutes: float) -> None:
     growth = watch.growth_kib(load.rests) / 1024
     if growth > most_growth_mib:
         raise Wrong(f"RSS grew by {growth:.1f} MiB, may grow by {most_growth_mib:g}")
+    if len(load.deeds) < 3:
+        raise Wrong(f"this run shows nothing of some deeds of an operator: {dict(load.deeds)}")
     if not load.page.value("epikv_kv_rows_moved_total"):
         raise Wrong("no rows were moved: this run shows nothing of that")
     for name, did in load.of_policy.items():
@@ -150,7 +152,12 @@ def main() -> int:
     parser.add_argument("minutes", type=float, nargs="?", default=30.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--growth-mib", type=float, default=32.0, help="of RSS, at most")
+    parser.add_argument(
+        "--growth-mib",
+        type=float,
+        default=32.0,
+        help="of RSS, at most, in a run of 10 minutes or more",
+    )
     parser.add_argument("--case", type=int, help="this request of the seed, alone")
     parser.add_argument("--binary", type=Path, help="default: as epikv.testing finds it")
     arguments = parser.parse_args()
@@ -187,7 +194,7 @@ def main() -> int:
                 client.create_experiment(define(ALIKE))
                 client.start_experiment("alike")
             operator = Operator(daemon, models, arguments.seed)
-            load = Load(daemon, arguments.seed, arguments.clients, CHUNK, operator)
+            load = Load(daemon, arguments.seed, arguments.clients, CHUNK, operator, spare_files=2)
             try:
                 if arguments.case is not None:
                     outcome = load.alone(load.case(arguments.case))

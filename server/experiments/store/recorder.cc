@@ -48,10 +48,14 @@ void Recorder::Record(v1::ExperimentRecord record, Done done) {
   bool has_room = false;
   {
     absl::MutexLock lock(&mu_);
-    has_room = queued_bytes_ + bytes <= options_.max_queued_bytes;
+    has_room = HasRoom(record, bytes);
     if (has_room) {
       Stamp(record);
       queued_bytes_ += bytes;
+      if (record.has_outcome()) {
+        queued_outcome_bytes_ += bytes;
+        queued_of_tenant_[record.outcome().tenant()] += bytes;
+      }
       queue_.push_back({.record = std::move(record), .done = std::move(done), .bytes = bytes});
     }
   }
@@ -62,6 +66,16 @@ void Recorder::Record(v1::ExperimentRecord record, Done done) {
   }
   observer_.OnRefused(1);
   done(absl::ResourceExhaustedError("too many outcomes wait to be written"));
+}
+
+bool Recorder::HasRoom(const v1::ExperimentRecord& record, size_t bytes) const {
+  if (queued_bytes_ + bytes > options_.max_queued_bytes) return false;
+  if (!record.has_outcome()) return true;
+  const auto of_tenant = queued_of_tenant_.find(record.outcome().tenant());
+  const size_t own = of_tenant == queued_of_tenant_.end() ? 0 : of_tenant->second;
+  const auto room = static_cast<double>(options_.max_queued_bytes);
+  return static_cast<double>(own + bytes) <= options_.tenants_share * room &&
+         static_cast<double>(queued_outcome_bytes_ + bytes) <= options_.outcomes_share * room;
 }
 
 void Recorder::Stamp(v1::ExperimentRecord& record) {
@@ -94,6 +108,11 @@ std::optional<Recorder::Batch> Recorder::Take() {
   while (!queue_.empty() && batch.records.size() < options_.max_batch) {
     Queued& oldest = queue_.front();
     queued_bytes_ -= oldest.bytes;
+    if (oldest.record.has_outcome()) {
+      queued_outcome_bytes_ -= oldest.bytes;
+      const auto of_tenant = queued_of_tenant_.find(oldest.record.outcome().tenant());
+      if ((of_tenant->second -= oldest.bytes) == 0) queued_of_tenant_.erase(of_tenant);
+    }
     batch.records.push_back(std::move(oldest.record));
     batch.dones.push_back(std::move(oldest.done));
     queue_.pop_front();

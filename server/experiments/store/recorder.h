@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -59,8 +60,9 @@ struct RecorderOptions {
   absl::Duration last_backoff = absl::Seconds(1);
   // How long, at the end, what is queued is offered to the store before the spool takes the rest.
   absl::Duration flush = absl::Seconds(5);
-  // Of the spool, what outcomes may take, all and those of one tenant: whether their requests exist
-  // is not known before the store is back. The rest is for facts about requests.
+  // Of the queue and of the spool, what outcomes may take, all and those of one tenant: whether
+  // their requests exist is not known before the store is asked. The rest is for facts about
+  // requests.
   double outcomes_share = .5, tenants_share = .25;
 };
 
@@ -102,6 +104,8 @@ class Recorder {
   void Run();
   std::optional<Batch> Take();
   void Stamp(v1::ExperimentRecord& record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool HasRoom(const v1::ExperimentRecord& record, size_t bytes) const
+      ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Duration LeftUntilTry() const;
   bool MayTry() const;
   void Settle(Batch batch);
@@ -125,7 +129,9 @@ class Recorder {
   SteadyCondVar called_;
   std::deque<Queued> queue_ ABSL_GUARDED_BY(mu_);
   size_t queued_bytes_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t newest_us_ ABSL_GUARDED_BY(mu_) = 0;  // of the times of records
+  size_t queued_outcome_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  std::map<std::string, size_t> queued_of_tenant_ ABSL_GUARDED_BY(mu_);  // of outcomes
+  int64_t newest_us_ ABSL_GUARDED_BY(mu_) = 0;                           // of the times of records
   // Since SteadyTime's moment: when to stop offering to the store. None: it goes on.
   std::optional<absl::Duration> flush_until_ ABSL_GUARDED_BY(mu_);
 

@@ -87,8 +87,8 @@ def test_what_comes_while_no_descriptor_is_left_is_told_so(sample_model: Path) -
         host, port = daemon.grpc.rsplit(":", 1)
         for _ in range(5):
             with (
-                socket.create_connection((host, int(port)), timeout=10) as late,
                 pytest.raises(ConnectionResetError),
+                socket.create_connection((host, int(port)), timeout=10) as late,
             ):
                 late.recv(1)
         assert early.models()

@@ -23,6 +23,8 @@ from raw_http2 import RawHttp2, message_header
 from waiting import eventually
 
 GET_TOKENIZER = "/epikv.v1.ModelService/GetTokenizer"
+TOKENIZE = "/epikv.v1.TokenizationService/Tokenize"
+RESOURCE_EXHAUSTED = "8"
 MIB = 1 << 20
 
 
@@ -107,6 +109,40 @@ def test_what_one_client_may_leave_to_be_read_is_bounded(
         assert page.value("epikv_requests_rejected_total", reason="queue_full") == len(refused)
 
 
+def test_answers_that_one_client_leaves_unread_are_bounded(
+    sample_model: Path, tmp_path: Path
+) -> None:
+    """Answers of 2 MiB, of which he reads nothing: 64 MiB of them are held, then he is told. He has a connection's
+    first window of each."""
+    with ExitStack() as stack:
+        guild = Guild(stack, sample_model, tmp_path)
+        request = tokenization_pb2.TokenizeRequest(text="7 " * (2 * MIB - 1000)).SerializeToString()
+        data = message_header(len(request)) + request
+        ended: list[str] = []
+        with RawHttp2(guild.daemon.grpc, reads=False) as client:
+            for _ in range(40):
+                stream = client.call(TOKENIZE, *guild.as_("ann"))
+                rest = data
+                while rest:
+                    rest = client.send(stream, rest, end=True)
+                    client.receive(0.01)
+                eventually(lambda c=client, s=stream: c.receive(0.05) or s in c.begun)
+                if stream in client.statuses:
+                    ended.append(client.statuses[stream])
+            assert ended and set(ended) == {RESOURCE_EXHAUSTED}
+            assert len(ended) <= 40 - 64 // 4
+            stub = tokenization_pb2_grpc.TokenizationServiceStub(guild.channel)
+            large = tokenization_pb2.TokenizeRequest(text="7 " * MIB)
+            assert (
+                code(stub.Tokenize.future(large, metadata=guild.as_("bob"))) is grpc.StatusCode.OK
+            )
+        eventually(
+            lambda: (
+                code(stub.Tokenize.future(large, metadata=guild.as_("ann"))) is grpc.StatusCode.OK
+            )
+        )
+
+
 def test_waiting_calls_about_experiments_are_bounded(sample_model: Path, tmp_path: Path) -> None:
     """While another process has the store locked, one call is tried, 16 wait, and more are refused."""
     store = tmp_path / "experiments.db"
@@ -131,4 +167,5 @@ def test_waiting_calls_about_experiments_are_bounded(sample_model: Path, tmp_pat
             lock.execute("ROLLBACK")
             codes = list(done)
         assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 8
-        assert codes.count(grpc.StatusCode.OK) == 17  # what runs may be started once more
+        # What runs may be started once more.
+        assert sum(codes.count(c) for c in (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)) == 17
