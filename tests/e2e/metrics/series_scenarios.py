@@ -8,7 +8,7 @@ from itertools import count
 import grpc
 import pytest
 from credentials import replace
-from epikv import Accepted, Chat, Client, Delta, Kv, Output, RpcError, Stop
+from epikv import Accepted, Chat, Client, Delta, Kv, Output, RpcError, Sampling, Stop
 from epikv.connection import connect
 from epikv.sample import problem
 from epikv.testing import PACED
@@ -81,7 +81,7 @@ def probed(world: World) -> None:
 
 
 def policies(world: World) -> None:
-    """Each policy once over its budget, every way to end well, and scoring."""
+    """Each policy once over its budget, every way to end well, scoring, and a constraint."""
     client = world.client
     ask = partial(client.generate_once, PROMPT, model="sample")
     long = Stop(120, min_output_tokens=120, ignore_eos=True)
@@ -102,6 +102,7 @@ def policies(world: World) -> None:
         world.look()
         assert world.value("epikv_requests_finished_total", reason=reason) > 0, reason
     client.score(TASK.prompt, TASK.trace, model="sample")
+    ask(sampling=Sampling(regex="[0-9 ]+"), stop=Stop(2))
     for _ in range(2):  # a prompt that is known when it comes again
         client.generate_once([5] * 300, model="sample", stop=Stop(1))
     # A prompt beside a stream that decodes.
