@@ -26,7 +26,8 @@ class ClientBytes {
   void Give(const std::string& client, int64_t bytes) {
     absl::MutexLock lock(&mu_);
     const auto held = held_.find(client);
-    if ((held->second -= bytes) == 0) held_.erase(held);
+    held->second -= bytes;
+    if (held->second == 0) held_.erase(held);
   }
 
   int64_t most() const { return most_; }

@@ -111,7 +111,8 @@ std::optional<Recorder::Batch> Recorder::Take() {
     if (oldest.record.has_outcome()) {
       queued_outcome_bytes_ -= oldest.bytes;
       const auto of_tenant = queued_of_tenant_.find(oldest.record.outcome().tenant());
-      if ((of_tenant->second -= oldest.bytes) == 0) queued_of_tenant_.erase(of_tenant);
+      of_tenant->second -= oldest.bytes;
+      if (of_tenant->second == 0) queued_of_tenant_.erase(of_tenant);
     }
     batch.records.push_back(std::move(oldest.record));
     batch.dones.push_back(std::move(oldest.done));
