@@ -233,6 +233,22 @@ class CoalescingTest : public OutboxTest {
   void Give(Delta delta) {
     outbox_->OnDelta(std::move(delta));
     outbox_->Deliver();
+    AwaitCourier();
+  }
+  // It has delivered what was posted before: else it might do so when the clock has gone on.
+  void AwaitCourier() {
+    FakeWriter writer(/*at_once=*/true);
+    writer.outbox = std::make_shared<Outbox>(
+        OutboxLimits(),
+        OutboxHooks{.wake_engine = [] {},
+                    .cancel_request = [](const RequestSink&, absl::Status) {},
+                    .was_full = [](absl::Duration) {}},
+        DeltaOptions{.token_ids = true}, writer, courier_);
+    writer.outbox->Open({});
+    writer.outbox->OnDelta(Word("x", 1));
+    writer.AwaitSent(2);
+    writer.outbox->OnFinished({});
+    EXPECT_TRUE(writer.AwaitEnd().ok());
   }
 };
 
