@@ -109,8 +109,9 @@ class Backlog {
 
   Ahead AheadOf(const SchedulingOptions& scheduling, double tokens, double quantum_tokens) const;
   const Work& total() const { return total_; }
+  // One tenant's, of all classes.
   Work Of(const std::string& tenant) const;
-  // That have any.
+  // How many tenants have any.
   int64_t NumTenants() const;
 
  private:

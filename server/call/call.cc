@@ -114,7 +114,7 @@ void Call::EndWith(const google::protobuf::Message& answer) {
                            kLongRetryDelay));
     }
     answer_bytes_ = bytes;
-    Expect(frontend_.stall + absl::Seconds(bytes / kLeastReadBytes));
+    Expect(stall() + absl::Seconds(bytes / kLeastReadBytes));
   }
   StartWriteAndFinish(&answer_, grpc::WriteOptions(), scope_.Close(grpc::Status::OK));
 }

@@ -46,6 +46,8 @@ class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> 
 
   // Breaks the call off if this is not called again, or with zero, within `most`.
   void Expect(absl::Duration most);
+  // A client that reads nothing for so long is given up.
+  absl::Duration stall() const { return frontend_.stall; }
 
  private:
   class Timeout;

@@ -28,9 +28,7 @@ class TokenizerCall final : public Call {
  public:
   TokenizerCall(const Models& models, const Frontend& frontend,
                 grpc::CallbackServerContext& context)
-      : Call("ModelService/GetTokenizer", frontend, context),
-        models_(models),
-        stall_(frontend.stall) {}
+      : Call("ModelService/GetTokenizer", frontend, context), models_(models) {}
 
  private:
   void OnRequest(const grpc::ByteBuffer& request) override {
@@ -54,12 +52,11 @@ class TokenizerCall final : public Call {
     part.set_json(json.substr(sent_, kPartBytes));
     sent_ += part.json().size();
     message_ = Serialize(part);
-    Expect(stall_);
+    Expect(stall());
     StartWrite(&message_);
   }
 
   const Models& models_;
-  const absl::Duration stall_;
   std::shared_ptr<const Tokenizer> tokenizer_;
   size_t sent_ = 0;           // bytes
   grpc::ByteBuffer message_;  // gRPC's until OnWriteDone

@@ -58,7 +58,7 @@ class Rules:
         stopping: the daemon has had SIGTERM; drained: by an operator, meanwhile.
         """
         error = outcome.error
-        if drained and error is not None and (error.code, error.reason) == DRAINED:
+        if drained and error is not None and was_drained(error):
             if outcome.accepted is not None:
                 raise Wrong(f"a drain ended what ran: {error}")
         elif outcome.case.faults and not stopping:
@@ -170,6 +170,11 @@ class Rules:
             for string in stop.stop_strings:
                 if string in outcome.text:
                     raise Wrong(f"the text has the stop string '{string}'")
+
+
+def was_drained(error: RpcError) -> bool:
+    """The request was refused by an operator's drain."""
+    return (error.code, error.reason) == DRAINED
 
 
 def same_answer(first: Outcome, again: Outcome) -> None:

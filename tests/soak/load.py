@@ -80,10 +80,10 @@ class Load:
     def seconds(self) -> float:
         return time.monotonic() - self._begin
 
-    def wave(self, seconds: float) -> None:
-        """Returns when all clients have left."""
+    def wave(self, seconds: float, *, operated: bool = True) -> None:
+        """Returns when all clients have left. operated: the operator, if there is one, works meanwhile."""
         end = time.monotonic() + seconds
-        if self._operator is not None and not self._draining:
+        if self._operator is not None and operated:
             self._operator.begin()
         threads = [threading.Thread(target=self._client, args=(end,)) for _ in range(self._clients)]
         for thread in threads:
@@ -118,7 +118,7 @@ class Load:
         """SIGTERM that long after a wave's start. Raises Wrong unless the daemon then ends well."""
         timer = threading.Timer(seconds, self._terminate)
         timer.start()
-        self.wave(2 * seconds)
+        self.wave(2 * seconds, operated=False)
         timer.join()
         if (status := self._daemon.stop()) != 0:
             raise Wrong(f"the daemon ended with status {status} after SIGTERM")
@@ -170,14 +170,16 @@ class Load:
         begin = time.monotonic()
         outcome = caller.run(case)
         with _seed_told(outcome):
-            drained = self._operator is not None and self._operator.drained_since(begin)
-            self._rules.check(outcome, stopping=self._draining, drained=drained)
+            self._check(outcome, begin)
             self._count(outcome)
             self._ask_again(caller, outcome)
 
-    def _drained_since(self, moment: float) -> bool:
-        operator = self._operator
-        return self._draining or (operator is not None and operator.drained_since(moment))
+    def _check(self, outcome: Outcome, begin: float) -> bool:
+        """Raises Wrong for what must not be. False: a drain, or the daemon's end, said nothing of the request."""
+        drained = self._operator is not None and self._operator.drained_since(begin)
+        self._rules.check(outcome, stopping=self._draining, drained=drained)
+        error = outcome.error
+        return error is None or not (self._draining or facts.was_drained(error))
 
     def _ask_again(self, caller: Caller, outcome: Outcome) -> None:
         """What a client may do next: wait, score, try another budget."""
@@ -230,9 +232,8 @@ class Load:
             if scored.error.reason != "QUEUE_FULL":
                 break
             time.sleep(scored.error.retry_delay)
-        if scored.error and self._drained_since(begin):
+        if not self._check(scored, begin):
             return
-        self._rules.check(scored)
         facts.same_scores(generated, scored)
         self._did(generated, "scored")
 
@@ -240,16 +241,16 @@ class Load:
         begin = time.monotonic()
         smallest, too_small = facts.budgets_to_try(rng, refused.error)
         enough = caller.run(again.with_budget(refused.case, smallest))
-        if self._drained_since(begin):
+        if not self._check(enough, begin):
             return
-        self._rules.check(enough)
         if enough.error and enough.error.reason == "KV_BUDGET":
             raise Wrong(f"the smallest budget that it named was refused: {enough.error}")
         if too_small is None:
             return
-        error = caller.run(again.with_budget(refused.case, too_small)).error
-        if self._drained_since(begin):
+        refused_again = caller.run(again.with_budget(refused.case, too_small))
+        if not self._check(refused_again, begin):
             return
+        error = refused_again.error
         if not error or error.metadata.get("min") != refused.error.metadata["min"]:
             raise Wrong(f"budget {too_small}, below the smallest {smallest}, ended with {error}")
 

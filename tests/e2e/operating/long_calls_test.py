@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def large_tokenizer(sample_model: Path, tmp_path: Path) -> Path:
-    """The sample model with a tokenizer of three parts: JSON may end in spaces."""
+    """The sample model with a tokenizer that no window holds: JSON may end in spaces."""
     target = tmp_path / "large.pt"
     with zipfile.ZipFile(sample_model) as old, zipfile.ZipFile(target, "w") as new:
         for entry in old.infolist():
