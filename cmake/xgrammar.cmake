@@ -143,15 +143,15 @@ if(NOT _unpacked STREQUAL "${_edits}${_archive}")
   edit_xgrammar(support/logging.h "#include \"cpptrace.h\""
     "#include \"runtime/constraints/grammar_work.h\"\n#include \"cpptrace.h\"")
   edit_xgrammar(grammar_builder.cc "// Offsets into grammar_expr_data_ are stored as int32."
-    "epikv::SpendGrammarWork(1 + grammar_expr.data_len);")
-  edit_xgrammar(fsm.cc "  int AddState() {\n" "  int AddState() {\n    epikv::SpendGrammarWork(1);\n")
+    "epikv::SpendGrammarMemory(1 + grammar_expr.data_len);")
+  edit_xgrammar(fsm.cc "  int AddState() {\n" "  int AddState() {\n    epikv::SpendGrammarMemory(1);\n")
   edit_xgrammar(fsm.cc "  void AddEdge(int from, int to, int32_t min, int32_t max) {\n"
-    "  void AddEdge(int from, int to, int32_t min, int32_t max) {\n    epikv::SpendGrammarWork(1);\n")
+    "  void AddEdge(int from, int to, int32_t min, int32_t max) {\n    epikv::SpendGrammarMemory(1);\n")
   edit_xgrammar(fsm.cc "  while (changed) {\n"
     "  while (changed) {\n    epikv::SpendGrammarWork(4 * result.NumStates());\n")
   edit_xgrammar(fsm.cc "      std::unordered_set<int> next_closure;\n"
     "      std::unordered_set<int> next_closure;
-      epikv::SpendGrammarWork(closures.size() + closures[now_process].size());\n")
+      epikv::SpendGrammarMemory(closures.size() + closures[now_process].size());\n")
   edit_xgrammar(earley_parser.h "  void Enqueue(const ParserState& state) {\n"
     "  void Enqueue(const ParserState& state) {\n    epikv::SpendGrammarWork(1);\n")
   edit_xgrammar(earley_parser.h "  void EnqueueWithoutProcessing(const ParserState& state) {\n"
@@ -168,6 +168,100 @@ if(NOT _unpacked STREQUAL "${_edits}${_archive}")
     "AdaptiveTokenMask GrammarMatcherForTokenMaskCache::GetAdaptiveTokenMask(bool is_root_rule) {\n"
     "AdaptiveTokenMask GrammarMatcherForTokenMaskCache::GetAdaptiveTokenMask(bool is_root_rule) {
   epikv::SpendGrammarWork(64 + tokenizer_info_.GetVocabSize() / 8);\n")
+
+  # Each matcher had a byte for each rule that it met and each state of the whole grammar: those of the
+  # rule's own states will do.
+  edit_xgrammar(earley_parser.h "  std::vector<std::vector<uint8_t>> fsm_state_flags_cache_;"
+    "  struct FsmStateFlags {
+    int32_t first = 0;
+    std::vector<uint8_t> flags;  // of states from the first on
+
+    bool Has(int32_t state) const {
+      return state >= first && state - first < static_cast<int32_t>(flags.size());
+    }
+    uint8_t& At(int32_t state) {
+      if (flags.empty()) first = state;
+      if (state < first) {
+        const int32_t more =
+            std::min(first, std::max(first - state, static_cast<int32_t>(flags.size())));
+        flags.insert(flags.begin(), more, 0);
+        first -= more;
+      }
+      if (!Has(state)) flags.resize(state - first + 1);
+      return flags[state - first];
+    }
+  };
+  std::vector<FsmStateFlags> fsm_state_flags_cache_;")
+  edit_xgrammar(earley_parser.h "    if (!flags_cache.empty()) {
+      XGRAMMAR_DCHECK(state_id >= 0 && state_id < static_cast<int32_t>(flags_cache.size()));
+      if (flags_cache[state_id] != 0) {
+        return flags_cache[state_id];
+      }
+    }" "    if (flags_cache.Has(state_id) && flags_cache.At(state_id) != 0) return flags_cache.At(state_id);")
+  edit_xgrammar(earley_parser.cc "  if (flags_cache.empty()) {
+    flags_cache.resize(fsm.NumStates());
+  }
+  XGRAMMAR_DCHECK(state_id >= 0 && state_id < static_cast<int32_t>(flags_cache.size()));
+  uint8_t& flags = flags_cache[state_id];" "  uint8_t& flags = flags_cache.At(state_id);")
+
+  # The size of a grammar: rules' names, what vectors have in reserve, maps' nodes, and a matcher at the start.
+  edit_xgrammar(support/memory_size.h "template <typename>
+inline constexpr bool false_v = false;" "template <typename>
+inline constexpr bool false_v = false;
+
+template <typename T, typename = void>
+inline constexpr bool has_capacity = false;
+template <typename T>
+inline constexpr bool has_capacity<T, std::void_t<decltype(std::declval<const T&>().capacity())>> =
+    true;
+
+template <typename T, typename = void>
+inline constexpr bool is_hash_table = false;
+template <typename T>
+inline constexpr bool
+    is_hash_table<T, std::void_t<decltype(std::declval<const T&>().bucket_count())>> = true;
+
+template <typename T>
+std::size_t OwnSize(const T& container) {
+  const std::size_t element = sizeof(ElementType<T>);
+  if constexpr (has_capacity<T>) {
+    return element * container.capacity();
+  } else if constexpr (is_hash_table<T>) {
+    return (element + 2 * sizeof(void*)) * std::size(container) +
+           sizeof(void*) * container.bucket_count();
+  } else {
+    return element * std::size(container);
+  }
+}")
+  edit_xgrammar(support/memory_size.h
+    "sizeof(detail::memory_size::ElementType<T>) * std::size(value)" "detail::memory_size::OwnSize(value)")
+  edit_xgrammar(support/memory_size.h "inline constexpr std::size_t MemorySize(const T& value)"
+    "inline std::size_t MemorySize(const T& value)")
+  edit_xgrammar(grammar.cc "  return impl.rules_.size() * sizeof(Grammar::Impl::Rule) +"
+    "  std::size_t names = 0;
+  const std::size_t within = std::string().capacity();
+  for (const auto& rule : impl.rules_) {
+    if (rule.name.capacity() > within) names += rule.name.capacity() + 1;
+  }
+  return names + impl.rules_.capacity() * sizeof(Grammar::Impl::Rule) +")
+  edit_xgrammar(earley_parser.h "class EarleyParser {\n" "class EarleyParser {
+  friend std::size_t MemorySize(const EarleyParser& parser) {
+    std::size_t size = parser.fsm_state_flags_cache_.capacity() * sizeof(FsmStateFlags) +
+                       parser.rule_is_nullable_.capacity();
+    for (const auto& cached : parser.fsm_state_flags_cache_) size += cached.flags.capacity();
+    return size + MemorySize(parser.rule_id_to_completable_states_) +
+           MemorySize(parser.scanable_state_history_);
+  }
+
+")
+  edit_xgrammar(../include/xgrammar/matcher.h "  GrammarMatcher Fork() const;\n"
+    "  GrammarMatcher Fork() const;\n  std::size_t MemorySizeBytes() const;\n")
+  edit_xgrammar(grammar_matcher.cc "GrammarMatcher GrammarMatcher::Fork() const {"
+    "std::size_t GrammarMatcher::MemorySizeBytes() const {
+  return MemorySize(static_cast<const EarleyParser&>(*pimpl_));
+}
+
+GrammarMatcher GrammarMatcher::Fork() const {")
   file(WRITE ${_stamp} "${_edits}${_archive}")
 endif()
 

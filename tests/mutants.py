@@ -726,6 +726,14 @@ MUTANTS = [
         "runtime_test",
         "*ForecastsLearnNothingFromTheEnd*",
     ),
+    Mutant(
+        "a completion keeps of its constraint what it likes where memory is scarce",
+        "runtime/constraints/constraint.cc",
+        "    if (spare_work_ < (is_scarce ? kSpareWork : 0)) throw",
+        "    if (spare_work_ < 0) throw",
+        "runtime_test",
+        "*CompletionsKeepNoMoreThanTheirTextAllowsWhereMemoryIsScarce*",
+    ),
 ]
 
 

@@ -18,10 +18,12 @@ namespace {
 
 // In units of GrammarWork. A compilation visits the vocabulary once for each state of the grammar.
 constexpr int64_t kCompileWork = 4'000'000, kCompileWorkPerToken = 800;
+constexpr int64_t kCompileMemory = 1'000'000;  // of it, whatever the vocabulary
 // Of one step of one completion: the engine's thread waits for it.
 constexpr int64_t kStepWork = 4'000'000;
 // What the positions behind a completion may keep: so much, and so much for each byte of text.
 constexpr int64_t kSpareWork = 1'000'000, kSpareWorkPerByte = 256;
+constexpr int64_t kBytesOfWork = 32;  // that a position keeps
 
 absl::Status Failed(absl::string_view why) {
   return WithReason(absl::FailedPreconditionError(why), kConstraintFailed);
@@ -108,7 +110,7 @@ struct Constraint::Compiled {
   xgrammar::GrammarMatcher start;  // copied, never moved on
   std::vector<uint32_t> allowed;   // at the start
   bool may_end = false;
-  int64_t bytes = 0;
+  int64_t start_bytes = 0, bytes = 0;  // of `start`; with it
 };
 
 struct ConstraintState::Position {
@@ -176,7 +178,7 @@ void FillFirst(const std::vector<std::optional<std::string>>& first_bytes,
 absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
     std::shared_ptr<const Vocabulary> vocabulary, const ConstraintText& text) {
   const auto vocab_size = static_cast<int64_t>(vocabulary->bytes.size());
-  const GrammarWork work(kCompileWork + kCompileWorkPerToken * vocab_size);
+  const GrammarWork work(kCompileWork + kCompileWorkPerToken * vocab_size, kCompileMemory);
   try {
     xgrammar::GrammarCompiler compiler(vocabulary->tokens, /*max_threads=*/1,
                                        /*cache_enabled=*/false);
@@ -195,9 +197,12 @@ absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
           may_end ? "allows nothing but the empty text"
                   : "allows no text that can be made of this model's tokens");
     }
-    const auto bytes = static_cast<int64_t>(grammar.MemorySizeBytes() + allowed.size() * 4);
-    return std::make_unique<const Constraint::Compiled>(Constraint::Compiled{
-        std::move(vocabulary), std::move(start), std::move(allowed), may_end, bytes});
+    const size_t start_bytes = start.MemorySizeBytes();
+    size_t bytes = grammar.MemorySizeBytes() + start_bytes + allowed.size() * 4;
+    for (const std::string& part : text.texts) bytes += part.size();
+    return std::make_unique<const Constraint::Compiled>(
+        Constraint::Compiled{std::move(vocabulary), std::move(start), std::move(allowed), may_end,
+                             static_cast<int64_t>(start_bytes), static_cast<int64_t>(bytes)});
   } catch (const GrammarTooCostly&) {
     return absl::InvalidArgumentError(
         "is too complex to be compiled; fewer alternatives and smaller repetitions take less");
@@ -209,8 +214,11 @@ absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
 }  // namespace
 
 Constraint::Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled,
-                       std::shared_ptr<std::atomic<int64_t>> live_bytes)
-    : text_(std::move(text)), compiled_(std::move(compiled)), live_bytes_(std::move(live_bytes)) {
+                       std::shared_ptr<std::atomic<int64_t>> live_bytes, int64_t most_live)
+    : text_(std::move(text)),
+      compiled_(std::move(compiled)),
+      live_bytes_(std::move(live_bytes)),
+      most_live_(most_live) {
   *live_bytes_ += bytes();
 }
 
@@ -226,10 +234,16 @@ ConstraintState::ConstraintState(std::shared_ptr<const Constraint> constraint,
       allowed_(constraint_->compiled_->allowed),
       may_end_(constraint_->compiled_->may_end),
       spare_work_(kSpareWork) {
+  Hold(constraint_->compiled_->start_bytes);
   AllowEnds();
 }
 
-ConstraintState::~ConstraintState() = default;
+ConstraintState::~ConstraintState() { Hold(-bytes_); }
+
+void ConstraintState::Hold(int64_t bytes) {
+  bytes_ += bytes;
+  *constraint_->live_bytes_ += bytes;
+}
 
 void ConstraintState::AllowEnds() {
   for (const int32_t end : ends_) SetBit(allowed_, end, false);
@@ -246,8 +260,10 @@ absl::Status ConstraintState::Accept(int32_t token) {
     if (!bytes.empty() && !position_->matcher.AcceptString(bytes)) {
       return Failed(absl::StrCat("the constraint does not allow token ", token));
     }
+    Hold(kBytesOfWork * work.spent());
     spare_work_ += kSpareWorkPerByte * static_cast<int64_t>(bytes.size()) - work.spent();
-    if (spare_work_ < 0) throw GrammarTooCostly();
+    const bool is_scarce = *constraint_->live_bytes_ > constraint_->most_live_;
+    if (spare_work_ < (is_scarce ? kSpareWork : 0)) throw GrammarTooCostly();
     Fill(position_->matcher, static_cast<int64_t>(vocabulary.bytes.size()), allowed_);
     may_end_ = position_->matcher.IsCompleted();
   } catch (const GrammarTooCostly&) {
@@ -289,7 +305,8 @@ absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
     Remember({.key = std::move(key), .result = compiled.status(), .bytes = 0});
     return compiled.status();
   }
-  auto constraint = std::make_shared<const Constraint>(text, *std::move(compiled), live_bytes_);
+  auto constraint =
+      std::make_shared<const Constraint>(text, *std::move(compiled), live_bytes_, limits_.live);
   Remember({.key = std::move(key), .result = constraint, .bytes = constraint->bytes()});
   return constraint;
 }

@@ -33,9 +33,9 @@ struct ConstraintText {
 class Constraint {
  public:
   struct Compiled;  // constraint.cc
-  // live_bytes: has them as long as this lives.
+  // live_bytes: has them as long as this lives. most_live: ConstraintLimits::live.
   Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled,
-             std::shared_ptr<std::atomic<int64_t>> live_bytes);
+             std::shared_ptr<std::atomic<int64_t>> live_bytes, int64_t most_live);
   ~Constraint();
 
   const ConstraintText& text() const { return text_; }
@@ -46,6 +46,7 @@ class Constraint {
   const ConstraintText text_;
   const std::unique_ptr<const Compiled> compiled_;
   const std::shared_ptr<std::atomic<int64_t>> live_bytes_;
+  const int64_t most_live_;
 };
 
 // How far one completion has come. Not thread-safe.
@@ -70,6 +71,7 @@ class ConstraintState {
  private:
   struct Position;  // in the grammar
   void AllowEnds();
+  void Hold(int64_t bytes);
 
   const std::shared_ptr<const Constraint> constraint_;
   const std::vector<int32_t> ends_;
@@ -78,12 +80,15 @@ class ConstraintState {
   bool may_end_ = false, may_go_on_ = true;
   bool first_ = true;   // no token yet
   int64_t spare_work_;  // of what positions behind this one may take
+  int64_t bytes_ = 0;   // of live_bytes_: what they did take
 };
 
 // Bytes of one model's constraints.
 struct ConstraintLimits {
   int64_t remembered = 64 << 20;
-  int64_t live = 512 << 20;  // of which no more are compiled: remembered, or some request's
+  // Remembered, some request's, or what completions keep of their texts. Beyond it no more are
+  // compiled, and no completion may keep more than its text allows.
+  int64_t live = 512 << 20;
 };
 
 // Makes the constraints of one model, and remembers the last ones. Thread-safe; one compilation at
@@ -100,7 +105,7 @@ class ConstraintCompiler {
   absl::StatusOr<std::shared_ptr<const Constraint>> Compile(const ConstraintText& text);
   // Whether Compile answers at once: for seconds it may not.
   bool Remembers(const ConstraintText& text);
-  // Bytes of what it has made and still lives, remembered or some request's. It may outlive this.
+  // Bytes of what it has made and still lives (ConstraintLimits::live). It may outlive this.
   std::shared_ptr<const std::atomic<int64_t>> live_bytes() const { return live_bytes_; }
 
   struct Vocabulary;  // constraint.cc

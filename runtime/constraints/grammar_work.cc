@@ -9,12 +9,15 @@ thread_local std::string first_warning;
 
 }  // namespace
 
-GrammarWork::GrammarWork(int64_t most) : most_(most) {
+GrammarWork::GrammarWork(int64_t most, int64_t most_made) : most_(most) {
   grammar_work_left = most;
+  grammar_memory_left = most_made;
   first_warning.clear();
 }
 
-GrammarWork::~GrammarWork() { grammar_work_left = std::numeric_limits<int64_t>::max(); }
+GrammarWork::~GrammarWork() {
+  grammar_work_left = grammar_memory_left = std::numeric_limits<int64_t>::max();
+}
 
 const std::string& GrammarWork::warning() const { return first_warning; }
 

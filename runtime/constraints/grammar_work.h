@@ -19,19 +19,29 @@ struct GrammarTooCostly : std::exception {
   }
 };
 
-// One state or edge made or visited each: some 50 ns and at most some 50 bytes.
+// One state or edge made or visited each: some 50 ns.
 inline thread_local int64_t grammar_work_left = std::numeric_limits<int64_t>::max();
+// One made each, and kept for a time: at most some 50 bytes.
+inline thread_local int64_t grammar_memory_left = std::numeric_limits<int64_t>::max();
 
 // Called by the library.
 inline void SpendGrammarWork(int64_t units) {
   grammar_work_left -= units;
   if (grammar_work_left < 0) throw GrammarTooCostly();
 }
+inline void SpendGrammarMemory(int64_t units) {
+  SpendGrammarWork(units);
+  grammar_memory_left -= units;
+  if (grammar_memory_left < 0) throw GrammarTooCostly();
+}
 
-// While it lives, this thread may spend so much, and the first warning is kept. One at a time.
+// While it lives, this thread may visit and make so many, and the first warning is kept. One at a
+// time.
 class GrammarWork {
  public:
-  explicit GrammarWork(int64_t most);
+  explicit GrammarWork(int64_t most) : GrammarWork(most, most) {}
+  // most_made: of `most`. What is visited grows with the vocabulary; what is made need not.
+  GrammarWork(int64_t most, int64_t most_made);
   ~GrammarWork();
   GrammarWork(const GrammarWork&) = delete;
   GrammarWork& operator=(const GrammarWork&) = delete;

@@ -5,6 +5,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <pcre2.h>
 
 #include <algorithm>
@@ -817,6 +818,39 @@ TEST(ConstraintTest, WhatWasCompiledIsRememberedAlsoWhereItWasRefused) {
   EXPECT_EQ(world.Compile(Kind::kRegex, "(").status(), world.Compile(Kind::kRegex, "(").status());
 }
 
+// As glibc counts what is allocated; a sanitizer's malloc is another.
+#ifndef EPIKV_SANITIZED
+TEST(ConstraintTest, BytesAreThoseThatAreAllocated) {
+  std::string chain = "root ::= r0\n";
+  nlohmann::json broad = {{"type", "object"}};
+  for (int i = 0; i < 1500; ++i) {
+    absl::StrAppend(&chain, "r", i, "::=([a-z]*\"x\")? r", i + 1, "\n");
+  }
+  absl::StrAppend(&chain, "r1500::=\"a\"\n");
+  for (int i = 0; i < 500; ++i) {
+    broad["properties"][absl::StrCat("property", i)] = {{"type", {"string", "integer", "null"}}};
+  }
+  World world(Words());
+  ASSERT_TRUE(world.Compile(Kind::kRegex, "a").ok());  // the vocabulary is made once
+  for (const ConstraintText& text : std::vector<ConstraintText>{
+           {Kind::kRegex, {"((a{1,100}){1,20})b[^c]{0,500}"}},
+           {Kind::kGrammar, {chain}},
+           {Kind::kJsonSchema, {broad.dump()}},
+           {Kind::kJsonSchema, {R"({"type": "string", "minLength": 2000, "maxLength": 5000})"}},
+       }) {
+    SCOPED_TRACE(text.texts.front().substr(0, 80));
+    const size_t before = mallinfo2().uordblks + mallinfo2().hblkhd;
+    const auto constraint = world.compiler.Compile(text);
+    ASSERT_TRUE(constraint.ok()) << constraint.status();
+    const auto allocated = static_cast<double>(mallinfo2().uordblks + mallinfo2().hblkhd - before);
+    EXPECT_GT(allocated, 100'000);  // the rest of the process is small beside
+    EXPECT_GT(static_cast<double>((*constraint)->bytes()), 0.8 * allocated);
+    EXPECT_LT(static_cast<double>((*constraint)->bytes()), 1.2 * allocated);
+    EXPECT_LT(allocated, 16e6);  // a matcher of the chain had 68 MiB once
+  }
+}
+#endif
+
 TEST(ConstraintTest, NoMoreAreCompiledWhileThoseInUseHoldTooMuch) {
   const auto tokenizer = ByteLevel(Bytes());
   ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 0, .live = 1});
@@ -826,6 +860,36 @@ TEST(ConstraintTest, NoMoreAreCompiledWhileThoseInUseHoldTooMuch) {
   EXPECT_TRUE(absl::IsResourceExhausted(compiler.Compile({Kind::kRegex, {"b+"}}).status()));
   one = absl::UnknownError("gone");
   EXPECT_TRUE(compiler.Compile({Kind::kRegex, {"b+"}}).ok());
+}
+
+TEST(ConstraintTest, CompletionsKeepNoMoreThanTheirTextAllowsWhereMemoryIsScarce) {
+  std::string wide = "root ::= \"!\"";
+  for (int i = 0; i < 500; ++i) absl::StrAppend(&wide, " | [a-z]* \"", i, "\"");
+  const auto tokenizer = ByteLevel(Bytes());
+  for (const bool scarce : {false, true}) {
+    ConstraintCompiler compiler(*tokenizer, 257,
+                                {.remembered = 0, .live = scarce ? 1 << 20 : 1 << 30});
+    const auto costly = compiler.Compile({Kind::kGrammar, {wide}});
+    ASSERT_TRUE(costly.ok()) << costly.status();
+    const auto cheap = compiler.Compile({Kind::kRegex, {"[a-z]*"}});
+    ASSERT_TRUE(cheap.ok()) << cheap.status();
+    const int64_t before = *compiler.live_bytes();
+    {
+      ConstraintState first(*costly, {256}), second(*costly, {256}), modest(*cheap, {256});
+      for (int i = 0; i < 100; ++i) EXPECT_TRUE(modest.Accept('a').ok());
+      const auto steps = [&](ConstraintState& state) {
+        int taken = 0;
+        while (taken < 100 && state.Accept('a').ok()) ++taken;
+        return taken;
+      };
+      const int alone = steps(first), beside = steps(second);
+      EXPECT_EQ(scarce, alone < 100) << alone;
+      EXPECT_EQ(scarce, beside < alone) << beside;
+      EXPECT_GT(*compiler.live_bytes(), 1 << 20);
+      for (int i = 0; i < 100; ++i) EXPECT_TRUE(modest.Accept('a').ok());
+    }
+    EXPECT_EQ(*compiler.live_bytes(), before);
+  }
 }
 
 }  // namespace
