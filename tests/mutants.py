@@ -737,8 +737,8 @@ MUTANTS = [
 ]
 
 
-def run(command: list[str], **kwargs) -> subprocess.CompletedProcess:
-    return subprocess.run(command, check=False, capture_output=True, text=True, **kwargs)
+def run(command: list[str], check: bool = False, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(command, check=check, capture_output=True, text=True, **kwargs)
 
 
 def prepare(build: Path, work: Path) -> Path:

@@ -103,7 +103,9 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
           "epikv_resident_memory_bytes",
           "Memory of the process that is taken as it is needed: kv_touched, the KV pool up to the "
           "last row that was ever held, which stays, 0 on a GPU; signals, attention rows of "
-          "running requests; constraints, compiled ones that are in use or remembered.",
+          "running requests; constraints, compiled ones that are in use or remembered, and what "
+          "their "
+          "completions keep of them.",
           model, "kind",
           {{"kv_touched", touched_}, {"signals", signals_}, {"constraints", constraints_}}),
       GaugeOf("epikv_kv_usage_ratio", "Used share of the KV pool.", model, "",
