@@ -730,8 +730,8 @@ MUTANTS = [
     Mutant(
         "a completion keeps of its constraint what it likes where memory is scarce",
         "runtime/constraints/constraint.cc",
-        "    if (spare_work_ < (is_scarce ? kSpareWork : 0)) throw",
-        "    if (spare_work_ < 0) throw",
+        "*constraint_->live_bytes_ > constraint_->most_live_",
+        "false",
         "runtime_test",
         "*CompletionsKeepNoMoreThanTheirTextAllowsWhereMemoryIsScarce*",
     ),

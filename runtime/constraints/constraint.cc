@@ -262,8 +262,12 @@ absl::Status ConstraintState::Accept(int32_t token) {
     }
     Hold(kBytesOfWork * work.spent());
     spare_work_ += kSpareWorkPerByte * static_cast<int64_t>(bytes.size()) - work.spent();
-    const bool is_scarce = *constraint_->live_bytes_ > constraint_->most_live_;
-    if (spare_work_ < (is_scarce ? kSpareWork : 0)) throw GrammarTooCostly();
+    if (spare_work_ < 0) throw GrammarTooCostly();
+    if (spare_work_<kSpareWork&& * constraint_->live_bytes_> constraint_->most_live_) {
+      return Failed(
+          "the constraints of all requests hold too much memory, and this one keeps more than its "
+          "text allows; try again when some requests have ended, or make it less ambiguous");
+    }
     Fill(position_->matcher, static_cast<int64_t>(vocabulary.bytes.size()), allowed_);
     may_end_ = position_->matcher.IsCompleted();
   } catch (const GrammarTooCostly&) {
