@@ -730,8 +730,8 @@ MUTANTS = [
     Mutant(
         "a completion keeps of its constraint what it likes where memory is scarce",
         "runtime/constraints/constraint.cc",
-        "*constraint_->live_bytes_ > constraint_->most_live_",
-        "false",
+        "    if (is_scarce && spare_work_ < kSpareWork) {",
+        "    if (false) {",
         "runtime_test",
         "*CompletionsKeepNoMoreThanTheirTextAllowsWhereMemoryIsScarce*",
     ),

@@ -263,7 +263,8 @@ absl::Status ConstraintState::Accept(int32_t token) {
     Hold(kBytesOfWork * work.spent());
     spare_work_ += kSpareWorkPerByte * static_cast<int64_t>(bytes.size()) - work.spent();
     if (spare_work_ < 0) throw GrammarTooCostly();
-    if (spare_work_<kSpareWork&& * constraint_->live_bytes_> constraint_->most_live_) {
+    const bool is_scarce = *constraint_->live_bytes_ > constraint_->most_live_;
+    if (is_scarce && spare_work_ < kSpareWork) {
       return Failed(
           "the constraints of all requests hold too much memory, and this one keeps more than its "
           "text allows; try again when some requests have ended, or make it less ambiguous");
