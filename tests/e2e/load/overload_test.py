@@ -121,9 +121,10 @@ def test_twice_the_capacity_is_accounted_for(sample_model: Path) -> None:
     assert added.total("epikv_requests_rejected_total", reason="queue_full") >= ends["QUEUE_FULL"]
     # Deadlines were known in advance to be missed.
     assert ends["DEADLINE_INFEASIBLE"] > 0
-    # The queue is bounded, its gauges too, and all answered throughout.
+    # The queue is bounded, its gauges too, and all answered throughout. A full one takes those of a
+    # tenant that has less than its share of it, up to twice the limit.
     waited = [page.total("epikv_requests_waiting") for page in scraper.pages]
-    assert len(waited) > 20 and 0 < max(waited) <= QUEUE
+    assert len(waited) > 20 and 0 < max(waited) <= 2 * QUEUE
     assert max(page.total("epikv_requests_running") for page in scraper.pages) <= PLACES
     assert any(page.value("epikv_predicted_wait_seconds") > 0 for page in scraper.pages)
     # Nothing is left.
