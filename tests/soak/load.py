@@ -67,6 +67,9 @@ class Load:
         self._to_replay: dict[str, list[Outcome]] = {}
         self.failures: list[Failure] = []
         self.outcomes: Counter[str] = Counter()
+        self.behaviours: Counter[str] = (
+            Counter()
+        )  # of clients; "malformed": the request was made invalid
         self.of_policy: dict[str, Counter[str]] = {policy.name: Counter() for policy in policies}
         self.rests: list[watch.Held] = []
         self.page = Page({})  # of the last rest
@@ -200,6 +203,7 @@ class Load:
     def _count(self, outcome: Outcome) -> None:
         with self._lock:
             self.outcomes[facts.tally(outcome)] += 1
+            self.behaviours["malformed" if outcome.case.faults else outcome.case.behaviour] += 1
             if outcome.accepted is not None:
                 did = self.of_policy[outcome.accepted.kv.policy]
                 did["accepted"] += 1

@@ -16,10 +16,12 @@ import random
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 
 import watch
 from calls import Wrong
+from cases import Behaviour
 from epikv import harness, processes
 from epikv.testing import Daemon, DaemonError
 from facts import tally
@@ -92,9 +94,26 @@ def summarize(load: Load) -> None:
         f" threads {first.threads} to {last.threads}; open files {first.files} to {last.files}\n"
         f"RSS {first.rss_kib / 1024:.1f} to {last.rss_kib / 1024:.1f} MiB;"
         f" after the first third {watch.growth_kib(load.rests) / 1024:+.1f} MiB,"
-        f" slope {watch.slope_kib(load.rests):+.0f} KiB a minute"
+        f" slope {watch.slope(load.rests) or 'of too few waves'}"
     )
     print(f"meanwhile {', '.join(f'{what} {n}' for what, n in load.deeds.items())}")
+    print(f"\nfor the record of docs/testing.md\n{record(load)}")
+
+
+def record(load: Load) -> str:
+    """A row: when, minutes, requests, which of them were malformed or given up, an operator's deeds, the slope."""
+    did = load.behaviours
+    given_up = did.total() - did["malformed"] - did[Behaviour.READ] - did[Behaviour.SLOW]
+    cells = (
+        f"{date.today():%Y-%m-%d}",
+        f"{load.rests[-1].seconds / 60:.0f}",
+        f"{load.outcomes.total():,}",
+        f"{did['malformed']:,}",
+        f"{given_up:,}",
+        f"{load.deeds.total()}",
+        f"{watch.slope(load.rests) or 'too short'}",
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def evicted(load: Load, policy: str) -> float:

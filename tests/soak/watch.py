@@ -7,15 +7,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from calls import Wrong
 from epikv.scrape import Page, scrape
 from epikv.testing import Daemon
+from scipy import stats
 
 QUIET_SECONDS = 30.0  # until all that clients left behind is gone
 POLL_SECONDS = 0.1
 # gRPC lets idle threads go, and takes new ones, as it likes.
 SPARE_THREADS = 8
 LEAST_POOL_BYTES = 150 << 20
+BLOCKS = 8  # of samples, for the slope's interval
 NEVER = ("epikv_kv_budget_overrun_tokens_total", "epikv_policy_errors_total")
 BROKEN_CODES = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED", "ABORTED")
 
@@ -128,15 +131,29 @@ def growth_kib(samples: list[Held]) -> int:
     return warm[-1].rss_kib - warm[0].rss_kib
 
 
-def slope_kib(samples: list[Held]) -> float:
-    """A minute, by least squares, after the first third."""
+@dataclass(frozen=True)
+class Slope:
+    """Of resident memory, in KiB a minute, and its interval at 95 %."""
+
+    kib: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.kib:+.0f} KiB a minute ({self.low:+.0f} to {self.high:+.0f})"
+
+
+def slope(samples: list[Held]) -> Slope | None:
+    """After the first third, by least squares over the means of BLOCKS blocks of samples in a row: samples next to each
+    other are alike, means of blocks hardly. None: too few samples for so many blocks."""
     rest = _warm(samples)
-    mean_time = sum(s.seconds for s in rest) / len(rest)
-    mean_rss = sum(s.rss_kib for s in rest) / len(rest)
-    spread = sum((s.seconds - mean_time) ** 2 for s in rest)
-    if spread == 0:
-        return 0.0
-    return 60 * sum((s.seconds - mean_time) * (s.rss_kib - mean_rss) for s in rest) / spread
+    if len(rest) < BLOCKS:
+        return None
+    minutes = [block.mean() for block in np.array_split([s.seconds / 60 for s in rest], BLOCKS)]
+    kib = [block.mean() for block in np.array_split([s.rss_kib for s in rest], BLOCKS)]
+    fit = stats.linregress(minutes, kib)
+    margin = fit.stderr * stats.t.ppf(0.975, BLOCKS - 2)
+    return Slope(fit.slope, fit.slope - margin, fit.slope + margin)
 
 
 def _warm(samples: list[Held]) -> list[Held]:

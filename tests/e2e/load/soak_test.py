@@ -130,8 +130,25 @@ def what_fails(load: Load, case: Case) -> list[str]:
 def test_what_the_first_requests_take_is_no_growth() -> None:
     rests = [watch.Held(float(t), 1024 * mib, 8, 8) for t, mib in enumerate((160, 200, 203))]
     assert watch.growth_kib(rests) == 3 * 1024
-    assert watch.slope_kib(rests) == pytest.approx(60 * 3 * 1024)
     assert watch.growth_kib(rests[:1]) == 0
+
+
+def test_a_slope_tells_growth_from_noise() -> None:
+    noise = random.Random(3)
+
+    def slope(kib_a_minute: float, waves: int = 40) -> watch.Slope | None:
+        minutes = [0.75 * wave for wave in range(waves)]
+        return watch.slope(
+            [
+                watch.Held(60 * m, round(2e5 + kib_a_minute * m + noise.gauss(0, 300)), 8, 8)
+                for m in minutes
+            ]
+        )
+
+    still, growing = slope(0), slope(200)
+    assert still is not None and still.low < 0 < still.high
+    assert growing is not None and 0 < growing.low < 200 < growing.high
+    assert slope(0, waves=4) is None
 
 
 def test_a_replay_may_find_its_prompt_cached(load: Load) -> None:
