@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <stdexcept>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -160,6 +161,9 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
         item.used.push_back(cache.table(cache.TableOf(layer, head)).UsedAfter(item.num_rows()));
+        if (item.used.back() > cache.Lane(layer, head).capacity) {
+          throw std::logic_error("a lane has no room for its next token");
+        }
       }
     }
     if (item.wants_attention_rows()) {

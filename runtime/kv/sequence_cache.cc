@@ -259,6 +259,8 @@ std::vector<int64_t> SequenceCache::ShareOut(int64_t rows) const {
     rows -= capacity[lane];
   }
   for (int64_t& c : capacity) c += rows / std::ssize(capacity);
+  // What does not share out evenly is the next round's: lost each time, it would be lanes' room.
+  capacity.back() += rows % std::ssize(capacity);
   return capacity;
 }
 

@@ -175,6 +175,36 @@ TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
   }
 }
 
+// Law 5 where lanes share budgets and rounds end below them: lanes of any lengths keep all the room
+// that there is, round after round.
+TEST(Pools, RoundsThatEndBelowTheBudgetLoseNoRoom) {
+  for (const char* allocator : {"head_pool", "model_pool"}) {
+    SCOPED_TRACE(allocator);
+    EngineHarness harness(ModelPath("gqa"), {});
+    const PolicyCase policy{"",
+                            "snapkv",
+                            {{"allocator", std::string(allocator)},
+                             {"select", std::string("threshold")},
+                             {"threshold", 0.012},
+                             {"window", int64_t{8}},
+                             {"slack", int64_t{3}}}};
+    RequestOptions options = WithPolicy(Scoring(harness.manifest(), 24, 200, 13), policy, 64);
+    options.kv.protection.recent = 8;
+    const Transcript transcript = harness.Run(options);
+    ASSERT_TRUE(Evicted(transcript, harness.manifest()));
+    const std::vector<at::Tensor> logits = harness.model().TakeLogits();
+    TraceReplay replay(harness.manifest(), 24 + 200);
+    for (const EvictionTrace& trace : transcript.evictions) ASSERT_TRUE(replay.Apply(trace));
+    std::vector<at::Tensor> expected;
+    const auto steps =
+        MaskedReference(harness.model()).Run(CachedTokens(options), replay.dropped);
+    for (size_t t = options.prompt.size() - 1; t < steps.size(); ++t) {
+      expected.push_back(steps[t].logits);
+    }
+    EXPECT_LT(LargestDifference(logits, expected), 1e-4);
+  }
+}
+
 // In a text words recur, and equal words have keys and values whose sizes differ by rounding alone:
 // which of them goes is open. Here each word of the vocabulary comes once, but for the special
 // ones.
