@@ -89,6 +89,8 @@ ParamValue DrawParam(Dice& dice, const ParamSpec& param) {
     case ParamType::kInt:
       return DrawInt(dice, param);
     case ParamType::kFloat:
+      // Of no range of its own: a threshold, for shares of attention or for logits.
+      if (param.min < -1e6) return dice.Unit() * dice.Of<double>({0.1, 4, -4});
       return param.min + dice.Unit() * (std::min(param.max, param.min + 2) - param.min);
     case ParamType::kChoice:
       return choice();
@@ -119,6 +121,10 @@ void DrawKv(Dice& dice, int64_t prompt, int64_t output, KvOptions& kv) {
   kv.params = SmallParams(spec);
   for (const ParamSpec& param : spec.params) {
     if (dice.Chance(0.25)) kv.params[std::string(param.name)] = DrawParam(dice, param);
+    // It says nothing by itself.
+    if (param.name == "threshold" && kv.params.contains("threshold")) {
+      kv.params["select"] = std::string("threshold");
+    }
   }
   if (spec.name == "full") return;
   switch (dice.Int(0, 9)) {
