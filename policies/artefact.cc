@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
 
@@ -72,10 +73,37 @@ absl::Status AddParams(const Json& params, const PolicySpec& spec, ModelShape& s
   return absl::OkStatus();
 }
 
+// Of the file of arrays that `file` names; none if it names none.
+absl::StatusOr<NamedArrays> ArraysOf(const Json& file, absl::string_view policy,
+                                     absl::string_view weights, const ReadBeside& read) {
+  if (!file.contains("arrays")) return NamedArrays();
+  const std::string name = TextOf(file, "arrays");
+  if (name.empty() || name == "." || name == ".." || absl::StrContains(name, '/')) {
+    return absl::InvalidArgumentError("arrays must be the name of a file beside this one");
+  }
+  const absl::StatusOr<std::string> bytes = read(name);
+  if (!bytes.ok()) {
+    return absl::Status(bytes.status().code(), absl::StrCat("arrays: ", bytes.status().message()));
+  }
+  absl::StatusOr<Safetensors> arrays = ReadSafetensors(*bytes);
+  if (!arrays.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat(name, ": ", arrays.status().message()));
+  }
+  // So that nobody puts another's beside it.
+  for (const auto& [fact, wanted] : {std::pair("policy", policy), std::pair("weights", weights)}) {
+    const auto said = arrays->metadata.find(fact);
+    if (said != arrays->metadata.end() && said->second == wanted) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat(name, ": its ", fact, " is '",
+                     said == arrays->metadata.end() ? "" : said->second, "', not '", wanted, "'"));
+  }
+  return std::move(arrays->arrays);
+}
+
 }  // namespace
 
 absl::Status AddArtefact(absl::string_view text, PolicyCatalog catalog, absl::string_view weights,
-                         ModelShape& shape) {
+                         const ReadBeside& read, ModelShape& shape) {
   const Json file = Json::parse(text.begin(), text.end(), nullptr, /*allow_exceptions=*/false);
   if (!file.is_object()) return absl::InvalidArgumentError("not a JSON object");
   if (TextOf(file, "format") != kFormat) {
@@ -105,20 +133,26 @@ absl::Status AddArtefact(absl::string_view text, PolicyCatalog catalog, absl::st
   if (data == file.end() && params == file.end()) {
     return absl::InvalidArgumentError("holds neither params nor data");
   }
+  if (data == file.end() && file.contains("arrays")) {
+    return absl::InvalidArgumentError("has arrays, and no data");
+  }
   if ((data != file.end()) != (spec->read_data != nullptr)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "policy '", policy, "' takes ", spec->read_data == nullptr ? "no data" : "data"));
   }
-  std::shared_ptr<const PolicyData> read;
+  std::shared_ptr<const PolicyData> known;
   if (data != file.end()) {
-    absl::StatusOr<std::shared_ptr<const PolicyData>> made = spec->read_data(data->dump(), shape);
+    const absl::StatusOr<NamedArrays> arrays = ArraysOf(file, policy, weights, read);
+    if (!arrays.ok()) return arrays.status();
+    absl::StatusOr<std::shared_ptr<const PolicyData>> made =
+        spec->read_data({.json = data->dump(), .arrays = *arrays}, shape);
     if (!made.ok()) {
       return absl::Status(made.status().code(), absl::StrCat("data: ", made.status().message()));
     }
-    read = *std::move(made);
+    known = *std::move(made);
   }
-  // Known from here on: the policy may ask for it when its parameters are completed.
-  shape.artefacts[policy] = std::move(read);
+  // From here on: the policy may ask for it when its parameters are completed.
+  shape.artefacts[policy] = std::move(known);
   const absl::Status added =
       params == file.end() ? absl::OkStatus() : AddParams(*params, *spec, shape);
   if (!added.ok()) shape.artefacts.erase(policy);

@@ -203,4 +203,13 @@ std::vector<float> KeyBounds::Most(absl::Span<const float> queries) const {
   return most;
 }
 
+EPIKV_CLONES void Affine(const float* weight, const float* bias, const float* x, int64_t out,
+                         int64_t in, float* y) {
+  for (int64_t row = 0; row < out; ++row, weight += in) {
+    float sum = bias[row];
+    for (int64_t i = 0; i < in; ++i) sum += weight[i] * x[i];
+    y[row] = sum;
+  }
+}
+
 }  // namespace epikv

@@ -32,6 +32,10 @@ void BoundChannels(absl::Span<const float* const> rows, int64_t width, float* lo
 void AddDeviations(absl::Span<const float* const> rows, int64_t first, int64_t width,
                    const float* low, const float* factor, float* sum);
 
+// y = weight x + bias. weight: [out, in]; x: [in]; bias, y: [out].
+void Affine(const float* weight, const float* bias, const float* x, int64_t out, int64_t in,
+            float* y);
+
 // What bounds the keys of sets of tokens channel by channel, in blocks of sets that a query meets
 // side by side.
 class KeyBounds {

@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "policies/cache_view.h"
+#include "policies/gate.h"
 #include "policies/signals.h"
 #include "policies/spec.h"
 
@@ -56,6 +57,9 @@ struct Eviction {
 class Policy {
  public:
   virtual ~Policy() = default;
+
+  // Of a policy that declares Signal::kGate, and of no other.
+  virtual const Gate* gate() const { return nullptr; }
 
   // Null: the policy keeps no state.
   virtual std::unique_ptr<PolicyState> NewState(const SequenceInfo& info) const { return nullptr; }

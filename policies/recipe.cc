@@ -117,6 +117,15 @@ ParamSpec ThresholdParam() {
           .help = "with select = threshold: the lowest score that may stay within the budget"};
 }
 
+ParamSpec CadenceParam() {
+  return {.name = "cadence",
+          .type = ParamType::kInt,
+          .fallback = int64_t{64},
+          .min = 1,
+          .max = 65536,
+          .help = "decode tokens between two rounds that drop what the policy has no use for"};
+}
+
 absl::Status CheckRecipe(const Params& params, ScoreTraits score) {
   if (params.Has("decorate")) {
     std::string last = "the policy";

@@ -57,6 +57,7 @@ ParamSpec AllocatorParam(absl::string_view fallback = "uniform");
 ParamSpec FloorParam(double fallback = 0.2);
 ParamSpec SelectParam();
 ParamSpec ThresholdParam();  // with SelectParam
+ParamSpec CadenceParam();    // PolicyTraits::rounds_every
 
 // An error that names what is wrong: an unknown decorator, one that cannot take the scores before
 // it, an allocator for which these scores are not comparable. score: of the undecorated scorer.

@@ -4,7 +4,9 @@ namespace epikv {
 
 extern const PolicySpec kAttentionHsProduct;
 extern const PolicySpec kCur;
+extern const PolicySpec kDbtrimkv;
 extern const PolicySpec kDefensiveKv;
+extern const PolicySpec kDms;
 extern const PolicySpec kEpikvBandAdaptive;
 extern const PolicySpec kEpikvFlat;
 extern const PolicySpec kEpikvHsVariance;
@@ -20,6 +22,7 @@ extern const PolicySpec kKeydiff;
 extern const PolicySpec kKnorm;
 extern const PolicySpec kKvKeyVariance;
 extern const PolicySpec kKvValueVariance;
+extern const PolicySpec kKvzap;
 extern const PolicySpec kLagkv;
 extern const PolicySpec kLaprox;
 extern const PolicySpec kLongflow;
@@ -41,13 +44,16 @@ extern const PolicySpec kThinkv;
 extern const PolicySpec kThinkvTbe;
 extern const PolicySpec kTova;
 extern const PolicySpec kTriattention;
+extern const PolicySpec kTrimkv;
 extern const PolicySpec kVase;
 
 PolicyCatalog AllPolicies() {
   static constexpr const PolicySpec* kAll[] = {
       &kAttentionHsProduct,  //
       &kCur,                 //
+      &kDbtrimkv,            //
       &kDefensiveKv,         //
+      &kDms,                 //
       &kEpikvBandAdaptive,   //
       &kEpikvFlat,           //
       &kEpikvHsVariance,     //
@@ -63,6 +69,7 @@ PolicyCatalog AllPolicies() {
       &kKnorm,               //
       &kKvKeyVariance,       //
       &kKvValueVariance,     //
+      &kKvzap,               //
       &kLagkv,               //
       &kLaprox,              //
       &kLongflow,            //
@@ -84,6 +91,7 @@ PolicyCatalog AllPolicies() {
       &kThinkvTbe,           //
       &kTova,                //
       &kTriattention,        //
+      &kTrimkv,              //
       &kVase,                //
   };
   return kAll;

@@ -55,7 +55,9 @@ std::vector<at::Tensor> ScoredPolicy::ScoreAll(const EvictionTask& task) const {
   const int64_t heads = recipe_.granularity == Granularity::kHead ? cache.num_kv_heads() : 1;
   std::vector<at::Tensor> scores(layers * heads);
   for (int64_t i = 0; i < layers * heads; ++i) {
-    if (cache.excess(i / heads, i % heads) > 0) scores[i] = ScoreLane(task, i / heads, i % heads);
+    if (recipe_.all_lanes || cache.excess(i / heads, i % heads) > 0) {
+      scores[i] = ScoreLane(task, i / heads, i % heads);
+    }
   }
   Reconcile(task, scores);
   return scores;

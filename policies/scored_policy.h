@@ -19,6 +19,8 @@ struct Recipe {
   std::vector<std::shared_ptr<const Decorator>> decorators;
   bool sample = false;             // victims by chance, instead of the lowest scores
   float threshold = kNoThreshold;  // what is below goes too, budget or not
+  bool all_lanes =
+      false;  // those within their budgets are ranked as well: PolicyTraits::rounds_every
 
   // Of the parameters that recipe.h defines, where the policy takes them. own_columns: of the
   // policy itself; its decorators' come after them.

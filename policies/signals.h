@@ -25,6 +25,9 @@ struct Signals {
   // after block l and h^L that after the last. [layers, count]
   absl::Span<const float> residual_distance;
 
+  // Signal::kGate: what Policy::gate() says of each new token. [layers, count, kv_heads]
+  absl::Span<const float> gate;
+
   // Signal::kAttentionRow, in decode: probabilities the new query gave each slot of a lane,
   // averaged over the query heads of its group, recomputed in fp32. Signal::kPromptAttention, in
   // prefill: the same, summed over the queries of the tokens that were just cached. Else null.

@@ -132,6 +132,8 @@ absl::string_view SignalName(Signal signal) {
       return "residual_distance";
     case Signal::kResidual:
       return "residual";
+    case Signal::kGate:
+      return "gate";
   }
   return "";
 }
@@ -141,7 +143,7 @@ std::vector<absl::string_view> SignalSet::Names() const {
   for (Signal s : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys, Signal::kValues,
                    Signal::kPromptAttention, Signal::kQueries, Signal::kOutputProjection,
                    Signal::kQueryMoments, Signal::kLogitEntropy, Signal::kResidualDistance,
-                   Signal::kResidual}) {
+                   Signal::kResidual, Signal::kGate}) {
     if (Has(s)) names.push_back(SignalName(s));
   }
   return names;

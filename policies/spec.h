@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "policies/safetensors.h"
 
 // What a policy is called, which parameters it takes and what it needs from the runtime. Without
 // torch: services describe policies from it and admission computes their peak from it.
@@ -33,6 +34,7 @@ enum class Signal : uint32_t {
   kLogitEntropy = 1u << 8,      // pushed: of the next-token distribution at every token
   kResidualDistance = 1u << 9,  // pushed: 1 - cos(h^l, h^L) of every token, after every block
   kResidual = 1u << 10,         // pushed: h^l of every decode token, at chosen layers
+  kGate = 1u << 11,             // pushed: what the policy's own gate says of every token
 };
 absl::string_view SignalName(Signal signal);
 
@@ -127,7 +129,13 @@ struct RopeShape {
   double attention_factor = 1;
 };
 
-// What the artefact of a policy holds beside parameters (artefact.h): statistics of one model.
+// What the file of an artefact has for the policy that it is of (artefact.h).
+struct ArtefactData {
+  absl::string_view json;
+  const NamedArrays& arrays;  // of the file of arrays that it names; none: empty
+};
+
+// What the artefact of a policy holds beside parameters: statistics of one model.
 class PolicyData {
  public:
   virtual ~PolicyData() = default;
@@ -172,6 +180,9 @@ struct PolicyTraits {
   PromptEviction prompt = PromptEviction::kRefuses;
   // A round happens when a lane holds more than budget + slack entries, and ends at the budget.
   int64_t slack = 0;
+  // If not 0, a round happens at the prompt's end besides, and at every so many tokens from then
+  // on, whatever lanes hold: of a policy that drops what it has no use for.
+  int64_t rounds_every = 0;
   PublishedProtection published;
   // Bytes of the policy's own state: per cached token of a sequence, and fixed.
   int64_t state_bytes_per_token = 0;
@@ -190,9 +201,9 @@ struct PolicySpec {
   absl::Span<const ParamSpec> params = {};
   bool evaluation_only = false;  // needs knowledge that no production caller has
 
-  // Reads the data of the policy's artefact, JSON, without which a request for it is refused. Null:
-  // it needs none.
-  absl::StatusOr<std::shared_ptr<const PolicyData>> (*read_data)(absl::string_view json,
+  // Reads the data of the policy's artefact, without which a request for it is refused. Null: it
+  // needs none.
+  absl::StatusOr<std::shared_ptr<const PolicyData>> (*read_data)(const ArtefactData&,
                                                                  const ModelShape&) = nullptr;
 
   // Its parameters without a default have one on a model that it was calibrated for: by the

@@ -16,6 +16,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "policies/artefact.h"
+#include "policies/mlp_gate.h"
 #include "policies/registry.h"
 #include "runtime/admission/admission.h"
 #include "runtime/attention/attention.h"
@@ -62,6 +63,15 @@ absl::Status CheckSupported(const Manifest& manifest) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::string> ReadWhole(const std::filesystem::path& path) {
+  std::error_code error;
+  std::ifstream file(path, std::ios::binary);
+  if (!std::filesystem::is_regular_file(path, error)) file.setstate(std::ios::failbit);
+  std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", path.string()));
+  return bytes;
+}
+
 // What a policy may know of the model: of its manifest, and of the artefacts in a folder.
 absl::StatusOr<ModelShape> ShapeWithArtefacts(const Manifest& manifest, PolicyCatalog catalog,
                                               const std::string& directory,
@@ -81,10 +91,13 @@ absl::StatusOr<ModelShape> ShapeWithArtefacts(const Manifest& manifest, PolicyCa
   }
   std::sort(files.begin(), files.end());
   for (const fs::path& path : files) {
-    std::ifstream file(path);
-    const std::string text{std::istreambuf_iterator<char>(file), {}};
-    if (!file) return absl::NotFoundError(absl::StrCat("cannot read ", path.string()));
-    if (absl::Status status = AddArtefact(text, catalog, manifest.weights, shape); !status.ok()) {
+    const absl::StatusOr<std::string> text = ReadWhole(path);
+    if (!text.ok()) return text.status();
+    const ReadBeside read = [&path](const std::string& name) {
+      return ReadWhole(path.parent_path() / name);
+    };
+    if (absl::Status status = AddArtefact(*text, catalog, manifest.weights, read, shape);
+        !status.ok()) {
       return absl::Status(status.code(), absl::StrCat(path.string(), ": ", status.message()));
     }
     description.push_back(absl::StrCat("artefact ", path.filename().string()));
@@ -228,6 +241,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   absl::StatusOr<ModelShape> known = ShapeWithArtefacts(loaded.manifest, loaded.policies,
                                                         options.artefact_dir, loaded.description);
   if (!known.ok()) return known.status();
+  if (on_gpu) PlaceGatesOn(*device, *known);
   loaded.shape = *std::move(known);
 
   progress("reserving memory");

@@ -69,13 +69,13 @@ absl::StatusOr<at::Tensor> ReadNumbers(const nlohmann::json& data, const char* n
   return numbers;
 }
 
-absl::StatusOr<std::shared_ptr<const PolicyData>> ReadStatistics(absl::string_view json,
+absl::StatusOr<std::shared_ptr<const PolicyData>> ReadStatistics(const ArtefactData& artefact,
                                                                  const ModelShape& shape) {
   for (const RopeShape& rope : shape.ropes) {
     if (rope.inv_freq.size() == shape.ropes.front().inv_freq.size()) continue;
     return absl::UnimplementedError("layers that rotate unequally many channels");
   }
-  const nlohmann::json data = nlohmann::json::parse(json.begin(), json.end());
+  const nlohmann::json data = nlohmann::json::parse(artefact.json.begin(), artefact.json.end());
   if (!data.is_object()) return absl::InvalidArgumentError("must be an object");
   auto statistics = std::make_shared<QueryStatistics>();
   for (auto [name, numbers] :

@@ -22,9 +22,9 @@ struct Probe final : public PolicyData {
   std::vector<float> weights;  // [hidden_size]
 };
 
-absl::StatusOr<std::shared_ptr<const PolicyData>> ReadProbe(absl::string_view text,
+absl::StatusOr<std::shared_ptr<const PolicyData>> ReadProbe(const ArtefactData& artefact,
                                                             const ModelShape& shape) {
-  const nlohmann::json data = nlohmann::json::parse(text.begin(), text.end());
+  const nlohmann::json data = nlohmann::json::parse(artefact.json.begin(), artefact.json.end());
   if (!data.is_object()) return absl::InvalidArgumentError("must be an object");
   auto probe = std::make_shared<Probe>();
   const nlohmann::json layer = data.value("layer", nlohmann::json());

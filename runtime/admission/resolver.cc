@@ -291,6 +291,13 @@ void Resolver::ResolveProtectionAndDemand() {
                                  "' reads keys or queries, whose positions change at every step "
                                  "with cache positions; choose absolute or compact positions"));
   }
+  if (options_.kv.positions == PositionMode::kCache && request_.traits.pool != Pool::kLane) {
+    violations_.Add("kv.positions",
+                    absl::StrCat("policy '", request_.spec->name,
+                                 "' shares one budget among heads, any of which may hold most of "
+                                 "it, and with cache positions a layer's keys are copied at every "
+                                 "step; choose absolute or compact positions"));
+  }
   if (options_.kv.positions == PositionMode::kCompact && ReadsPastQueries(request_.traits) &&
       HidesTokens(admission_.manifest(), longest)) {
     violations_.Add(

@@ -41,6 +41,13 @@ const absl::Status& NoMemory() {
   return status;
 }
 
+// Whether a round is due though lanes are within their budgets.
+bool UnaskedRound(const WorkItem& item, const PolicyTraits& traits) {
+  if (traits.rounds_every == 0) return false;
+  const int64_t cached = item.first + std::ssize(item.tokens);
+  return item.decode ? cached % traits.rounds_every == 0 : item.ends_prefill;
+}
+
 // A sequence of ours failed, which none of the others need know. Throws nothing.
 absl::Status OwnFailure(absl::string_view what, const std::exception& e) {
   try {
@@ -144,7 +151,7 @@ bool Executor::MassDue(const OpenSequence& sequence, const WorkItem& work) const
   if (sequence.mass_at.has_value() && work.first - *sequence.mass_at < options_.mass_interval) {
     return false;
   }
-  return sequence.cache.OverBudget(traits.slack, /*coming=*/1);
+  return sequence.cache.OverBudget(traits.slack, /*coming=*/1) || UnaskedRound(work, traits);
 }
 
 std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
@@ -249,6 +256,7 @@ ForwardOutcome Executor::Finish(StepItem& item) {
   if (item.tapped.defined()) sequence.tapped = item.tapped;
   if (item.wants(Signal::kLogitEntropy)) sequence.logit_entropy = Floats(item.entropies);
   if (item.wants(Signal::kResidualDistance)) sequence.residual_distance = Floats(item.distances);
+  if (item.wants(Signal::kGate)) sequence.gate = Floats(item.gate);
 
   ForwardOutcome outcome;
   if (sequence.request.output.residual_steps) {
@@ -306,7 +314,8 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
     const bool in_prefill =
         item.evicts_prefill && (traits.prompt != PromptEviction::kAtEnd || item.ends_prefill);
     const int64_t slack = item.decode ? traits.slack : 0;
-    if (outcome.status.ok() && (item.decode || in_prefill) && sequence.cache.OverBudget(slack)) {
+    const bool due = sequence.cache.OverBudget(slack) || UnaskedRound(item, traits);
+    if (outcome.status.ok() && (item.decode || in_prefill) && due) {
       outcome.status =
           RunRound(sequence, item, view, mass_of_ == item.id ? &mass_rows_ : nullptr, outcome);
     }
@@ -315,6 +324,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
   if (item.ends_prefill) {
     sequence.cache.ShrinkToDecode();
     sequence.turned = at::Tensor();  // of a whole prompt
+    sequence.gate = {};              // of its last chunk
   }
   return outcome;
 }

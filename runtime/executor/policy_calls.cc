@@ -1,5 +1,7 @@
 #include "runtime/executor/policy_calls.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "runtime/base/steady_time.h"
 
@@ -63,7 +65,8 @@ absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView
                     .signals = {.residual_step = steps,
                                 .residual = residuals,
                                 .logit_entropy = sequence.logit_entropy,
-                                .residual_distance = sequence.residual_distance}};
+                                .residual_distance = sequence.residual_distance,
+                                .gate = sequence.gate}};
   if (traits.signals.Has(item.decode ? Signal::kAttentionRow : Signal::kPromptAttention)) {
     step.signals.attention = &sequence.attention_rows;
   }
@@ -91,7 +94,10 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
   }
   const absl::StatusOr<SequenceCache::Slots> slots = sequence.cache.SlotsOf(eviction.victims);
   if (!slots.ok()) return invalid(slots.status());
-  if (mass_rows != nullptr) {
+  const bool none =
+      std::all_of(slots->begin(), slots->end(),
+                  [](const std::vector<int64_t>& of_table) { return of_table.empty(); });
+  if (mass_rows != nullptr && !none) {
     outcome.attention_mass = MassOf(*slots, sequence.cache, *mass_rows);
     sequence.mass_at = item.first;
   }

@@ -68,6 +68,10 @@ void CpuForward::Run(absl::Span<StepItem> items) {
   for (StepItem& item : items) {
     item.logits = logits.narrow(0, row, item.num_logits()).contiguous();
     if (item.wants(Signal::kLogitEntropy)) item.entropies = EntropiesOf(item.logits);
+    if (item.wants(Signal::kGate)) {
+      item.gate = at::stack(item.gates);
+      item.gates.clear();
+    }
     row += item.num_logits();
   }
   TORCH_CHECK(row == static_cast<int64_t>(num_last), "logits rows do not match the batch");
@@ -133,6 +137,10 @@ at::Tensor CpuForward::Attention(const at::Tensor& q, const at::Tensor& k, const
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
   times_.wall[static_cast<int>(Stage::kAttention)] += SteadyNow() - begin;
   TakeSignals(q, rotated, layer, items, shape);
+  if (WantsGate(running_)) {
+    const StageTimer timer(times_, Stage::kTaps);
+    TakeGates(running_, normed, layer, /*together=*/deterministic_);
+  }
   return out;
 }
 

@@ -122,6 +122,11 @@ void DeviceForward::Run(absl::Span<StepItem> items) {
   }
   TORCH_CHECK(row == logits.size(0), "logits rows do not match the batch");
   TakeSteps();
+  for (StepItem& item : items) {
+    if (!item.wants(Signal::kGate)) continue;
+    Bring(at::stack(item.gates), [&item](const at::Tensor& rows) { item.gate = rows; });
+    item.gates.clear();
+  }
   for (size_t i = 0; i < items.size(); ++i) {
     if (kept_[i].empty()) continue;
     Bring(at::stack(kept_[i]), [&to = items[i].last_residuals](const at::Tensor& residuals) {
@@ -233,6 +238,7 @@ at::Tensor DeviceForward::Attention(const at::Tensor& q, const at::Tensor& k, co
     }
     if (item.measures_mass) Measure(item, rotated, layer, mass_rows_);
   }
+  TakeGates(items_, normed, layer, /*together=*/false);
   return out.view({n, shape_.num_heads, shape_.value_width});
 }
 

@@ -36,6 +36,10 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
   if (traits.signals.Has(Signal::kResidualDistance)) {
     layout.step_bytes_per_row = shape.num_layers * shape.hidden_size * element;
   }
+  // What the gate says of each row: by layer, of all, and as the policy is told.
+  if (traits.signals.Has(Signal::kGate)) {
+    layout.step_bytes_per_row += 3 * layout.num_lanes * static_cast<int64_t>(sizeof(float));
+  }
   // The residual before, and the one of the step that is not yet committed.
   layout.state_bytes = traits.state_bytes + 2 * num_tap_layers * shape.hidden_size * 4 +
                        (traits.signals.Has(Signal::kQueryMoments)

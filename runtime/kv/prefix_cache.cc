@@ -14,9 +14,9 @@ bool SharesRows(const Request& request) {
 
 // What only a forward over the prompt gives.
 bool NeedsForward(const Request& request) {
-  constexpr Signal kOfPrompts[] = {Signal::kPromptAttention, Signal::kQueries,
-                                   Signal::kQueryMoments, Signal::kLogitEntropy,
-                                   Signal::kResidualDistance};
+  constexpr Signal kOfPrompts[] = {Signal::kPromptAttention,  Signal::kQueries,
+                                   Signal::kQueryMoments,     Signal::kLogitEntropy,
+                                   Signal::kResidualDistance, Signal::kGate};
   return request.output.prompt_logprobs ||
          std::any_of(std::begin(kOfPrompts), std::end(kOfPrompts),
                      [&](Signal signal) { return request.traits.signals.Has(signal); });

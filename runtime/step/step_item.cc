@@ -5,6 +5,37 @@
 #include <algorithm>
 
 namespace epikv {
+namespace {
+
+// Null: it wants none.
+const Gate* GateOf(const StepItem& item) {
+  return item.wants(Signal::kGate) ? item.sequence->request.policy->gate() : nullptr;
+}
+
+}  // namespace
+
+bool WantsGate(absl::Span<const StepItem> items) {
+  return std::any_of(items.begin(), items.end(),
+                     [](const StepItem& item) { return item.wants(Signal::kGate); });
+}
+
+void TakeGates(absl::Span<StepItem> items, const at::Tensor& input, int64_t layer, bool together) {
+  size_t end = 0;
+  for (size_t begin = 0; begin < items.size(); begin = end) {
+    // Items of one gate in a row.
+    const Gate* const gate = GateOf(items[begin]);
+    end = begin + 1;
+    while (end < items.size() && GateOf(items[end]) == gate) ++end;
+    if (gate == nullptr) continue;
+    const int64_t first = together ? 0 : items[begin].row;
+    const int64_t rows =
+        together ? input.size(0) : items[end - 1].row + items[end - 1].num_rows() - first;
+    const at::Tensor said = gate->Apply(layer, input.narrow(0, first, rows));
+    for (StepItem& item : items.subspan(begin, end - begin)) {
+      item.gates.push_back(said.narrow(0, item.row - first, item.num_rows()));
+    }
+  }
+}
 
 at::Tensor EntropiesOf(const at::Tensor& logits) {
   const int64_t count = std::min(Signals::kEntropyTokens, logits.size(1));

@@ -55,6 +55,7 @@ struct OpenSequence {
   // Of the tokens that the last step cached, where the policy declared them.
   std::vector<float> logit_entropy;      // [count]
   std::vector<float> residual_distance;  // [layers, count]
+  std::vector<float> gate;               // [layers, count, kv_heads]
   LaneRowsOfStep attention_rows;
   // Scratch of the layer that runs, kept from step to step.
   std::vector<float> decode_logits;  // AttentionItem::logits
@@ -85,6 +86,8 @@ struct StepItem {
   at::Tensor entropies;               // Signals::logit_entropy, if wanted. [num_rows]
   std::vector<at::Tensor> residuals;  // [num_rows, hidden] after each block so far, if wanted
   at::Tensor distances;               // [layers, num_rows], once the last block has run, if wanted
+  std::vector<at::Tensor> gates;      // [num_rows, kv_heads] of each layer so far, if wanted
+  at::Tensor gate;                    // of all, [layers, num_rows, kv_heads], on the host
   at::Tensor log_sum_exp;             // of the layer that runs
   at::Tensor tapped;                  // OpenSequence::tapped once it is committed
   // Residuals of the last row after every block, fp32 [layers, hidden]; empty: not kept.
@@ -115,6 +118,12 @@ struct StepItem {
     return of_slots;
   }
 };
+
+bool WantsGate(absl::Span<const StepItem> items);
+
+// Lets the gates of items that want one read a layer's attention input [rows of the forward,
+// hidden]. together: each gate reads all rows, whosesoever they are.
+void TakeGates(absl::Span<StepItem> items, const at::Tensor& input, int64_t layer, bool together);
 
 // Signals::logit_entropy of rows of logits [n, vocab]. [n]
 at::Tensor EntropiesOf(const at::Tensor& logits);

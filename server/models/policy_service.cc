@@ -101,6 +101,8 @@ void AddIncompatibleOptions(const PolicySpec& spec, const PolicyTraits& traits,
   }
   if (ReadsRows(traits)) {
     add("kv.positions", "POSITION_MODE_CACHE", "it reads keys or queries");
+  } else if (traits.pool != Pool::kLane) {
+    add("kv.positions", "POSITION_MODE_CACHE", "its heads share one budget");
   }
   for (const ParamSpec& param : spec.params) {
     for (const ParamValue& value : Listable(param)) {

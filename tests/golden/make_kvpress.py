@@ -18,7 +18,18 @@ import draws
 import kvpress
 import torch
 from torch import Tensor
-from world import Chooser, Round, Scorer, Setting, Shape, play, write
+from world import (
+    GATE_WIDTH,
+    Chooser,
+    Round,
+    Scorer,
+    Setting,
+    Shape,
+    as_json,
+    gate_arrays,
+    play,
+    write,
+)
 
 COMMAND = "python tests/golden/make_kvpress.py"
 
@@ -301,6 +312,51 @@ def snapkv() -> list[dict[str, Any]]:
     return runs + snapkv_allocators()
 
 
+def kvzap() -> list[dict[str, Any]]:
+    from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel, KVzapPress
+
+    runs = []
+    for seed, depth in ((1, 1), (2, 2)):
+        setting = Setting(
+            seed=seed,
+            budget=24,
+            prompt_tokens=40,
+            recent=6,
+            tokens=110,
+            slack=7,
+            params={"allocator": "uniform", "slack": 7},
+        )
+        shape, arrays = setting.shape, gate_arrays(setting, depth, 0)
+        config = KVzapConfig(
+            input_dim=2 * shape.width,
+            output_dim=shape.kv_heads,
+            n_modules=shape.layers,
+            hidden_dim=None if depth == 1 else GATE_WIDTH,
+        )
+        press = KVzapPress(model_type="linear" if depth == 1 else "mlp")
+        press.kvzap_model = KVzapModel(config)
+        state = {}
+        for name, array in arrays.items():
+            _, layer, linear, kind = name.split(".")
+            place = "" if depth == 1 else f".{2 * (int(linear[-1]) - 1)}"
+            state[f"layers.{layer}{place}.{kind}"] = array
+        press.kvzap_model.load_state_dict(state)
+
+        def scorer(round_: Round, press: Any = press) -> list[Tensor]:
+            scores = []
+            for layer, lanes in enumerate(round_.index):
+                given = round_.world.attention_input(layer, range(round_.newest + 1))
+                module = SimpleNamespace(layer_idx=layer)
+                with torch.no_grad():
+                    said = press.score(module, given[None], None, None, None, {})[0]
+                scores.append(torch.stack([said[h][lane] for h, lane in enumerate(lanes)]))
+            return scores
+
+        run = play("kvpress 0.5.5 `KVzapPress`", scorer, setting)
+        runs.append({**run, "artefact": {}, "arrays": as_json(arrays)})
+    return runs
+
+
 def tova() -> list[dict[str, Any]]:
     press = kvpress.TOVAPress(0.5)
     runs = []
@@ -317,6 +373,7 @@ POLICIES: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "expected_attention": expected_attention,
     "keydiff": keydiff,
     "knorm": knorm,
+    "kvzap": kvzap,
     "lagkv": lagkv,
     "tova": tova,
 }

@@ -23,7 +23,8 @@ OUT = Path(__file__).parent / "policies"
 # Scores at a cut that are nearer than this (relative) say nothing of who is right.
 MIN_GAP = 1e-5
 MASK64 = (1 << 64) - 1
-KINDS = {"key": 1, "value": 2, "query": 3, "hidden": 4, "output": 5}
+KINDS = {"key": 1, "value": 2, "query": 3, "hidden": 4, "output": 5, "input": 6, "gate": 7}
+GATE_WIDTH = 6
 
 
 def mix(x: int) -> int:
@@ -86,6 +87,11 @@ class World:
         """[heads, tokens, width]"""
         return torch.stack([self.rows("query", layer, h, tokens) for h in range(self.shape.heads)])
 
+    def attention_input(self, layer: int, tokens: Sequence[int]) -> Tensor:
+        """[tokens, hidden]"""
+        width = 2 * self.shape.width
+        return torch.tensor([row(self.seed, "input", layer, 0, t, width) for t in tokens])
+
     def output_projection(self, layer: int) -> Tensor:
         """W_O by query head; the residual stream is twice as wide as a head. [heads, width, hidden]"""
         width = self.shape.width
@@ -114,6 +120,30 @@ class Round:
     def queries(self, layer: int, count: int) -> Tensor:
         """Of the newest `count` tokens. [heads, count, width]"""
         return self.world.queries(layer, range(self.newest + 1 - count, self.newest + 1))
+
+
+def gate_arrays(setting: "Setting", depth: int, middle: float) -> dict[str, Tensor]:
+    """The maps of a gate by their names in policies/mlp_gate.h, GATE_WIDTH wide in between, that
+    says numbers around `middle`."""
+    shape = setting.shape
+    sizes = [2 * shape.width, *[GATE_WIDTH] * (depth - 1), shape.kv_heads]
+    found = {}
+    for layer in range(shape.layers):
+        for i in range(1, depth + 1):
+            rows = range(sizes[i])
+            wide = sizes[i - 1] + 1
+            numbers = torch.tensor([row(setting.seed, "gate", layer, i, r, wide) for r in rows])
+            scale = 0.15 if i == 1 else 0.5
+            found[f"layers.{layer}.linear{i}.weight"] = numbers[:, 1:] * scale
+            found[f"layers.{layer}.linear{i}.bias"] = numbers[:, 0] + (middle if i == depth else 0)
+    return found
+
+
+def as_json(arrays: dict[str, Tensor]) -> dict[str, Any]:
+    return {
+        name: {"shape": list(array.shape), "values": short(array.flatten())}
+        for name, array in arrays.items()
+    }
 
 
 # Scores of every lane, in birth order, higher stays: [layers][kv_heads][n]. Of lanes that keep the

@@ -59,7 +59,11 @@ TEST_P(EveryPolicyForks, EachCompletionIsThatOfItsSeedAlone) {
     evicted += kv.evicted_entries;
   }
   EXPECT_NE(together.completions[0].tokens, together.completions[1].tokens);
-  EXPECT_EQ(together.finished->kv.evicted_entries, evicted) << "nothing of the prompt";
+  if (request.traits.rounds_every == 0) {
+    EXPECT_EQ(together.finished->kv.evicted_entries, evicted) << "nothing of the prompt";
+  } else {
+    EXPECT_LT(together.finished->kv.evicted_entries, evicted) << "the prompt's once";
+  }
   EXPECT_LE(together.finished->kv.peak_bytes, request.demand.peak_bytes());
   EXPECT_EQ(together.finished->output_tokens, kCompletions * 110);
   EXPECT_EQ(harness.engine().ledger().reserved(), 0);

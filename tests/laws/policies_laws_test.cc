@@ -196,8 +196,7 @@ TEST(Pools, RoundsThatEndBelowTheBudgetLoseNoRoom) {
     TraceReplay replay(harness.manifest(), 24 + 200);
     for (const EvictionTrace& trace : transcript.evictions) ASSERT_TRUE(replay.Apply(trace));
     std::vector<at::Tensor> expected;
-    const auto steps =
-        MaskedReference(harness.model()).Run(CachedTokens(options), replay.dropped);
+    const auto steps = MaskedReference(harness.model()).Run(CachedTokens(options), replay.dropped);
     for (size_t t = options.prompt.size() - 1; t < steps.size(); ++t) {
       expected.push_back(steps[t].logits);
     }
@@ -224,7 +223,7 @@ RequestOptions EachWordOnce(const Manifest& manifest, RequestOptions options) {
 TEST_P(EveryPolicyInFp32, Law5_ChunkedPrefillAndMovedLanesChangeNothing) {
   const Manifest manifest = EngineHarness(ModelPath(model())).manifest();
   RequestOptions options = WithPolicy(Scoring(manifest, 40, 120, 17), policy(), 96);
-  const std::set<std::string> ties = {"knorm", "thinkv_tbe", "vase"};
+  const std::set<std::string> ties = {"dms", "knorm", "kvzap", "thinkv_tbe", "vase"};
   if (model() == "sample" && ties.contains(policy().policy)) {
     options = EachWordOnce(manifest, std::move(options));
   }

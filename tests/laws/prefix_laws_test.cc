@@ -49,7 +49,7 @@ void ExpectSameRun(const Transcript& a, const Transcript& b) {
 
 bool NeedsTheForward(const PolicyTraits& traits) {
   for (Signal signal : {Signal::kPromptAttention, Signal::kQueries, Signal::kQueryMoments,
-                        Signal::kLogitEntropy, Signal::kResidualDistance}) {
+                        Signal::kLogitEntropy, Signal::kResidualDistance, Signal::kGate}) {
     if (traits.signals.Has(signal)) return true;
   }
   return false;

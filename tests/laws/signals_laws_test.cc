@@ -157,7 +157,7 @@ TEST(EvictedAttentionMass, IsMeasuredNowAndThenAndChangesNothing) {
     EXPECT_EQ(measured.logprobs, without.Run(options).logprobs);
     int64_t last = -16, expected = 0;
     for (const EvictionTrace& trace : measured.evictions) {
-      if (trace.at_token - last < 16) continue;
+      if (trace.at_token < 24 || trace.at_token - last < 16) continue;  // of decode tokens
       last = trace.at_token;
       ++expected;
     }
@@ -303,6 +303,17 @@ TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
       const at::Tensor b = steps[t].residuals.back().flatten().to(at::kDouble);
       const double cosine = (a.dot(b) / (a.norm() * b.norm())).item<double>();
       EXPECT_NEAR(record.residual_distance[t][l], 1 - cosine, 1e-4) << "token " << t;
+    }
+  }
+  // The probe's gate says of each head a channel of what the layer's attention is given.
+  ASSERT_EQ(record.gate.size(), observed);
+  const int64_t heads = harness.manifest().num_kv_heads;
+  for (size_t t = 0; t < observed; ++t) {
+    for (size_t lane = 0; lane < record.gate[t].size(); ++lane) {
+      const int64_t layer = static_cast<int64_t>(lane) / heads;
+      const float given = steps[t].inputs[layer][static_cast<int64_t>(lane) % heads].item<float>();
+      EXPECT_NEAR(record.gate[t][lane], given + static_cast<float>(layer), 1e-4 * (1 + layer))
+          << "token " << t;
     }
   }
   // Of the decode tokens alone.

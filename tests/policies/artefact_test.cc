@@ -40,11 +40,11 @@ const PolicySpec kPlain{
 const PolicySpec kReads{
     .name = "reads",
     .params = kParams,
-    .read_data = [](absl::string_view text,
+    .read_data = [](const ArtefactData& artefact,
                     const ModelShape&) -> absl::StatusOr<std::shared_ptr<const PolicyData>> {
-      const json data = json::parse(text.begin(), text.end());
+      const json data = json::parse(artefact.json.begin(), artefact.json.end());
       if (!data.is_number_integer()) return absl::InvalidArgumentError("must be an integer");
-      return std::make_shared<Number>(data.get<int64_t>());
+      return std::make_shared<Number>(data.get<int64_t>() + std::ssize(artefact.arrays));
     },
     .calibrated = true,
 };
@@ -63,8 +63,19 @@ json Artefact(const std::string& policy) {
           {"made_with", "whatever a tool notes"}};
 }
 
+// A file of one array, x = 1; and one of another model.
+absl::StatusOr<std::string> ReadBesideIt(const std::string& name) {
+  if (name == "none.safetensors") return absl::NotFoundError("cannot read " + name);
+  const std::string weights = name == "others.safetensors" ? "sha256:56" : kWeights;
+  const json header = {{"__metadata__", {{"policy", "reads"}, {"weights", weights}}},
+                       {"x", {{"dtype", "F32"}, {"shape", {1}}, {"data_offsets", {0, 4}}}}};
+  std::string bytes(8, '\0');
+  bytes[0] = static_cast<char>(header.dump().size());
+  return bytes + header.dump() + std::string("\0\0\x80\x3f", 4);
+}
+
 absl::Status Add(const json& artefact, ModelShape& shape, absl::string_view weights = kWeights) {
-  return AddArtefact(artefact.dump(), kCatalog, weights, shape);
+  return AddArtefact(artefact.dump(), kCatalog, weights, &ReadBesideIt, shape);
 }
 
 TEST(ArtefactTest, ParametersAreTheModelsDefaults) {
@@ -127,6 +138,24 @@ INSTANTIATE_TEST_SUITE_P(
             },
             "policy 'reads' takes data"},
         Bad{"BadData", [](json& a) { a["data"] = "7"; }, "data: must be an integer"},
+        Bad{"ArraysThatAreNotThere", [](json& a) { a["arrays"] = "none.safetensors"; },
+            "arrays: cannot read none.safetensors"},
+        Bad{"ArraysOfAnotherModel", [](json& a) { a["arrays"] = "others.safetensors"; },
+            "others.safetensors: its weights is 'sha256:56', not 'sha256:1234'"},
+        Bad{"ArraysWithoutData",
+            [](json& a) {
+              a["policy"] = "plain";
+              a.erase("data");
+              a["params"] = Params();
+              a["arrays"] = "arrays.safetensors";
+            },
+            "has arrays, and no data"},
+        Bad{"ArraysElsewhere", [](json& a) { a["arrays"] = "../arrays.safetensors"; },
+            "arrays must be the name of a file beside this one"},
+        Bad{"ArraysThatAreAFolder", [](json& a) { a["arrays"] = ".."; },
+            "arrays must be the name of a file beside this one"},
+        Bad{"ArraysWithoutAName", [](json& a) { a["arrays"] = 7; },
+            "arrays must be the name of a file beside this one"},
         Bad{"ParamsAreAList", [](json& a) { a["params"] = {1}; }, "params is no object"},
         Bad{"UnknownParam",
             [](json& a) {
@@ -179,7 +208,17 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(ArtefactTest, NoJson) {
   ModelShape shape;
-  EXPECT_EQ(AddArtefact("{\"format\": ", kCatalog, kWeights, shape).message(), "not a JSON object");
+  EXPECT_EQ(AddArtefact("{\"format\": ", kCatalog, kWeights, &ReadBesideIt, shape).message(),
+            "not a JSON object");
+}
+
+TEST(ArtefactTest, ArraysAreReadFromTheFileBesideIt) {
+  ModelShape shape;
+  json artefact = Artefact("reads");
+  artefact["data"] = 7;
+  artefact["arrays"] = "arrays.safetensors";
+  ASSERT_EQ(Add(artefact, shape), absl::OkStatus());
+  EXPECT_EQ(static_cast<const Number&>(*shape.artefacts.at("reads")).number, 7 + 1);
 }
 
 TEST(ArtefactTest, TwoOfOnePolicy) {

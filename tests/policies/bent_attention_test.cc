@@ -251,6 +251,7 @@ TEST(BentAttention, EveryPolicyGetsOnWithNarrowWindows) {
     world.logit_entropy = random.logit_entropy;
     world.residual_distance = random.residual_distance;
     world.residual = random.residual;
+    world.attention_input = random.attention_input;
     std::map<std::string, ParamValue> params;
     for (const ParamSpec& param : spec->params) {
       if (param.name == "slack") params["slack"] = int64_t{0};

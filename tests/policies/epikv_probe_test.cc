@@ -18,7 +18,7 @@ using testing::HasSubstr;
 const PolicySpec& Probe() { return *FindPolicy(AllPolicies(), "epikv_probe"); }
 
 ModelShape WithProbe(ModelShape shape, const std::string& data) {
-  auto read = Probe().read_data(data, shape);
+  auto read = Probe().read_data({.json = data, .arrays = {}}, shape);
   EXPECT_TRUE(read.ok()) << read.status();
   if (read.ok()) shape.artefacts["epikv_probe"] = *std::move(read);
   return shape;
@@ -116,7 +116,7 @@ TEST(EpikvProbe, ReadsTheBlockOfItsArtefact) {
 TEST(EpikvProbe, AnArtefactOfAnotherShapeIsRefused) {
   const ModelShape shape{.num_layers = 3, .hidden_size = 2};
   auto said = [&](const std::string& data) {
-    return std::string(Probe().read_data(data, shape).status().message());
+    return std::string(Probe().read_data({.json = data, .arrays = {}}, shape).status().message());
   };
   EXPECT_EQ(said(R"({"layer": 2, "weights": [1, -0.5]})"), "");
   EXPECT_THAT(said("[1, 2]"), HasSubstr("must be an object"));

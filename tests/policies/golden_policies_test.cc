@@ -186,7 +186,8 @@ FakeSequence SequenceOf(const std::string& policy, const json& run) {
                    .num_heads = shape["heads"],
                    .num_kv_heads = shape["kv_heads"],
                    .key_width = shape["width"],
-                   .value_width = shape["width"]};
+                   .value_width = shape["width"],
+                   .hidden_size = 2 * shape["width"].get<int64_t>()};
   const int64_t width = shape["width"];
   RopeShape rope;
   for (int64_t i = 0; i < width / 2; ++i) {
@@ -194,7 +195,13 @@ FakeSequence SequenceOf(const std::string& policy, const json& run) {
   }
   options.shape.ropes.assign(options.shape.num_layers, rope);
   if (run.contains("artefact")) {
-    auto data = options.spec->read_data(run["artefact"].dump(), options.shape);
+    const std::string text = run["artefact"].dump();
+    NamedArrays arrays;
+    const json given = run.value("arrays", json::object());
+    for (const auto& [name, array] : given.items()) {
+      arrays[name] = {array["shape"], array["values"]};
+    }
+    auto data = options.spec->read_data({.json = text, .arrays = arrays}, options.shape);
     EXPECT_TRUE(data.ok()) << data.status();
     options.shape.artefacts[policy] = *std::move(data);
   }

@@ -212,6 +212,7 @@ TEST_P(EvictingPolicyContract, OneUnprotectedTokenIsEnough) {
     GTEST_SKIP() << "its lanes are not alike";
   }
   FakeSequence sequence(options, World(3));
+  if (sequence.traits().rounds_every > 0) GTEST_SKIP() << "it drops what it likes";
   sequence.Prefill(10);
   const int64_t slack = sequence.traits().slack;
   for (int64_t i = 0; i < 100 + slack; ++i) {
@@ -233,7 +234,7 @@ TEST_P(EvictingPolicyContract, BatchAnswersAsOneByOne) {
   FakeSequence second(options, World(4));
   first.Prefill(10);
   second.Prefill(10);
-  while (!first.OverBudget() || !second.OverBudget()) {
+  while (!first.OverBudget() || !second.OverBudget() || first.newest() < kBudget) {
     first.Decode();
     second.Decode();
   }
@@ -261,7 +262,7 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
   for (Signal signal : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys,
                         Signal::kValues, Signal::kPromptAttention, Signal::kQueries,
                         Signal::kOutputProjection, Signal::kQueryMoments, Signal::kLogitEntropy,
-                        Signal::kResidualDistance, Signal::kResidual}) {
+                        Signal::kResidualDistance, Signal::kResidual, Signal::kGate}) {
     if (TraitsOf(GetParam()).signals.Has(signal)) worlds.emplace(signal, good);
   }
   for (auto& [signal, world] : worlds) {
@@ -315,6 +316,11 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
         std::vector<float> row = good.residual(layer, token);
         if (token == kToken) row[1] = kNan;
         return row;
+      };
+    }
+    if (signal == Signal::kGate) {
+      world.attention_input = [&](int64_t layer, int64_t token) {
+        return token == kToken ? std::vector<float>(4, kNan) : good.attention_input(layer, token);
       };
     }
     if (signal == Signal::kAttentionRow) {

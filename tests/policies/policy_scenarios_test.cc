@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "nlohmann/json.hpp"
 #include "policies/registry.h"
 #include "tests/fixtures/fake_sequence.h"
 
@@ -68,6 +69,25 @@ ParamValue ParseValue(ParamType type, const std::string& text) {
   return list;
 }
 
+// Of JSON: lists of numbers, or of lists of numbers, by name.
+NamedArrays Arrays(const std::string& text) {
+  NamedArrays arrays;
+  const nlohmann::json all = nlohmann::json::parse(text);
+  for (const auto& [name, rows] : all.items()) {
+    NamedArray& array = arrays[name];
+    array.shape.push_back(std::ssize(rows));
+    if (!rows[0].is_array()) {
+      array.values = rows.get<std::vector<float>>();
+      continue;
+    }
+    array.shape.push_back(std::ssize(rows[0]));
+    for (const nlohmann::json& row : rows) {
+      for (const nlohmann::json& number : row) array.values.push_back(number);
+    }
+  }
+  return arrays;
+}
+
 FakeSequence::Options Options(const Scenario& scenario) {
   FakeSequence::Options options;
   options.shape = {.num_layers = 1,
@@ -79,7 +99,7 @@ FakeSequence::Options Options(const Scenario& scenario) {
   EXPECT_NE(options.spec, nullptr) << "no policy '" << scenario.policy << "'";
   if (options.spec == nullptr) return options;
   std::map<std::string, std::string> settings = scenario.settings;
-  const auto artefact = settings.extract("artefact");
+  const auto artefact = settings.extract("artefact"), arrays = settings.extract("arrays");
   for (const ParamSpec& param : options.spec->params) {
     const auto given = settings.extract(std::string(param.name));
     if (given.empty()) continue;
@@ -105,7 +125,10 @@ FakeSequence::Options Options(const Scenario& scenario) {
   }
   options.shape.num_heads = options.shape.num_kv_heads;
   if (!artefact.empty()) {  // of the shape that the others make
-    auto data = options.spec->read_data(artefact.mapped(), options.shape);
+    auto data = options.spec->read_data(
+        {.json = artefact.mapped(),
+         .arrays = arrays.empty() ? NamedArrays() : Arrays(arrays.mapped())},
+        options.shape);
     EXPECT_TRUE(data.ok()) << data.status();
     if (data.ok()) options.shape.artefacts[scenario.policy] = *std::move(data);
   }
@@ -153,6 +176,9 @@ FakeWorld World(const Scenario& scenario, int64_t newest) {
   }
   world.logit_entropy = [&scenario](int64_t token) {
     return Number(scenario, "entropy", "", token);
+  };
+  world.attention_input = [&scenario](int64_t layer, int64_t token) {
+    return std::vector<float>{1, Number(scenario, "input", absl::StrCat("_", layer), token)};
   };
   world.residual_distance = [&scenario](int64_t layer, int64_t token) {
     return Number(scenario, absl::StrCat("distance_", layer), "", token);

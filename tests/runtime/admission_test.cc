@@ -164,7 +164,7 @@ TEST_F(AdmissionTest, PromptLogprobsNeedThePromptWhole) {
 const PolicySpec kMeasured{
     .name = "measured",
     .params = fake_policies::kParams,
-    .read_data = [](absl::string_view, const ModelShape&)
+    .read_data = [](const ArtefactData&, const ModelShape&)
         -> absl::StatusOr<std::shared_ptr<const PolicyData>> { return nullptr; },
     .traits = [](const Params&, const ModelShape&) { return PolicyTraits{}; },
     .make = &fake_policies::Make};

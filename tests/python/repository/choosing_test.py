@@ -19,7 +19,10 @@ NEEDS_FORWARD = {
     "query_moments",
     "logit_entropy",
     "residual_distance",
+    "gate",
 }
+# Learned policies, whose gates the tournament does not have yet.
+NOT_MEASURED = {"dbtrimkv", "dms", "kvzap", "trimkv"}
 
 
 def rows(text: str) -> dict[str, list[str]]:
@@ -136,7 +139,8 @@ def test_the_first_three_solve_most() -> None:
 
 
 def test_keydiff_is_the_best_of_those_that_evict_by_chunk() -> None:
-    by_chunk = {name for name in REGISTRY if prompt_eviction(name) == "by_chunk"} - NOT_TO_TAKE
+    by_chunk = {name for name in REGISTRY if prompt_eviction(name) == "by_chunk"}
+    by_chunk -= NOT_TO_TAKE | NOT_MEASURED
     for share in ("35%", "25%", "15%"):
         assert max(by_chunk, key=lambda name: added_up(name, share)) == "keydiff"
     before = {n for n in by_chunk if added_up(n, "50%") > added_up("keydiff", "50%")}

@@ -187,7 +187,33 @@ def _artefacts(model: Path) -> Path:
         weights = [draw.gauss(0, 1) for _ in range(manifest.hidden_size)]
         data = {"layer": len(manifest.layers) // 2, "weights": weights}
         artefacts.write(probe, "epikv_probe", manifest, data=data, made_with={"tokens": 0})
+    _gates(model, folder)
     return folder
+
+
+def _gates(model: Path, folder: Path) -> None:
+    """As they are before they are trained, which costs as much; as wide as by default."""
+    from epikv.calibrate import artefacts, dms, gates, retention
+    from epikv.export import load
+
+    kinds = {
+        **retention.TRAININGS,
+        "dms": dms.TRAINING,
+        "kvzap": gates.Training(depth=2, bias=0.0),
+    }
+    if all((folder / f"{policy}.json").exists() for policy in kinds):
+        return
+    _, manifest, _ = load(model)
+    for policy, training in kinds.items():
+        made = gates.Gates(manifest, training).arrays()
+        artefacts.write(
+            folder / f"{policy}.json",
+            policy,
+            manifest,
+            data={},
+            arrays=made,
+            made_with={"steps": 0},
+        )
 
 
 def _chosen(catalog: Sequence[Policy], wanted: str) -> list[Policy]:

@@ -1,0 +1,27 @@
+#include "policies/gated_policy.h"
+
+#include <algorithm>
+
+namespace epikv {
+
+void GatedPolicy::Observe(absl::Span<SequenceStep> steps) const {
+  for (SequenceStep& step : steps) {
+    const int64_t heads = step.cache.num_kv_heads();
+    for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
+      for (int64_t head = 0; head < heads; ++head) {
+        const absl::Span<const int32_t> index = step.cache.index(layer, head);
+        const absl::Span<float> said = step.cache.column(kSaid, layer, head);
+        // Most often they are the last.
+        int64_t left = std::min(step.count, step.first + step.count - delay_);
+        for (size_t slot = index.size(); left > 0 && slot-- > 0;) {
+          const int64_t token = index[slot] + delay_ - step.first;
+          if (token < 0 || token >= step.count) continue;
+          said[slot] = step.signals.gate[(layer * step.count + token) * heads + head];
+          --left;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace epikv
