@@ -61,6 +61,18 @@ def artefact_dir(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -
             command += ["--text", str(text)]
         done = CliRunner().invoke(main, command)
         assert done.exit_code == 0, done.output
+    few = ["--task", "sample:programs", "--problems", "10"]
+    quick = ["--steps", "3"]
+    for policy, more in (
+        ("dbtrimkv", [*quick, "--width", "8"]),
+        ("dms", [*quick, "--window", "64"]),
+        ("kvzap", ["--instruction", ""]),
+        ("trimkv", [*quick, "--width", "8"]),
+    ):
+        out = f"{directory / policy}.json"
+        command = ["calibrate", policy, str(sample_model), "-o", out, *few, *more]
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 0, done.output
     return directory
 
 

@@ -5,12 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from epikv import Client, Kv, RpcError, Stop
 from epikv.testing import Daemon, DaemonError
+from safetensors.torch import load_file, save_file
 
 
 def test_policies_serve_with_what_was_measured(client: Client, artefact_dir: Path) -> None:
-    for name in ("epikv_probe", "thinkv_tbe", "triattention"):
+    measured = ("epikv_probe", "thinkv_tbe", "triattention")
+    trained = ("dbtrimkv", "dms", "kvzap", "trimkv")
+    for name in (*measured, *trained):
         policy = client.policy(name)
         assert policy.has_artefact
         kv = Kv(name, 80, params={"slack": 7})
@@ -60,3 +64,26 @@ def test_what_cannot_be_loaded_stops_the_start(
     artefact["data"]["q_abs_mean"][0].pop()
     (tmp_path / "tri.json").write_text(json.dumps(artefact))
     assert "tri.json: data: q_abs_mean must be" in starts_with(sample_model, tmp_path)
+
+
+def test_a_gate_that_cannot_be_loaded_stops_the_start(
+    sample_model: Path, artefact_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copy(artefact_dir / "trimkv.json", tmp_path)
+    beside = tmp_path / "trimkv.safetensors"
+    assert "arrays: cannot read" in starts_with(sample_model, tmp_path)
+    whole = (artefact_dir / beside.name).read_bytes()
+    beside.write_bytes(whole[:-4])
+    assert "trimkv.safetensors: " in starts_with(sample_model, tmp_path)
+
+    arrays = load_file(artefact_dir / beside.name)
+    last = arrays["layers.5.linear2.bias"]
+    about = json.loads((tmp_path / "trimkv.json").read_text())
+    facts = {"policy": "trimkv", "weights": about["model"]["weights"]}
+    save_file(arrays | {"layers.5.linear2.bias": torch.full_like(last, torch.nan)}, beside, facts)
+    said = starts_with(sample_model, tmp_path)
+    assert "layers.5.linear2.bias: number 0 is not finite" in said
+    save_file(arrays | {"layers.5.linear2.bias": torch.zeros(3)}, beside, facts)
+    assert "layers.5.linear2.bias must be [2], is [3]" in starts_with(sample_model, tmp_path)
+    save_file(arrays, beside, facts | {"policy": "dbtrimkv"})
+    assert "its policy is 'dbtrimkv', not 'trimkv'" in starts_with(sample_model, tmp_path)

@@ -2,11 +2,15 @@
 as JSON, and loaded by the daemon at start (policies/artefact.h)."""
 
 import json
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from epikv.export.manifest import Manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = "epikv.artefact/1"
 
@@ -18,14 +22,15 @@ def write(
     *,
     params: dict[str, Any] | None = None,
     data: Any = None,
+    arrays: Mapping[str, "Tensor"] | None = None,
     made_with: dict[str, Any],
 ) -> None:
-    """Writes what `policy` takes: defaults of its parameters on this model, or data of its own.
+    """Writes what `policy` takes: defaults of its parameters on this model, or data of its own, and
+    arrays in a safetensors file beside it.
 
-    Raises ValueError if the model file does not say which weights it holds.
+    Raises ValueError if the model file does not say which weights it holds, or a number is not one.
     """
-    if manifest.weights is None:
-        raise ValueError("the model file does not say which weights it holds: export it again")
+    check(manifest)
     artefact: dict[str, Any] = {
         "format": FORMAT,
         "policy": policy,
@@ -35,6 +40,18 @@ def write(
         artefact["params"] = params
     if data is not None:
         artefact["data"] = data
-    artefact["made_with"] = {"epikv": version("epikv"), **made_with}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(artefact) + "\n", "utf-8")
+    if arrays is not None:
+        from safetensors.torch import save_file
+
+        beside = path.with_suffix(".safetensors")
+        save_file(dict(arrays), beside, {"policy": policy, "weights": manifest.weights})
+        artefact["arrays"] = beside.name
+    artefact["made_with"] = {"epikv": version("epikv"), **made_with}
+    path.write_text(json.dumps(artefact, allow_nan=False) + "\n", "utf-8")
+
+
+def check(manifest: Manifest) -> None:
+    """Raises ValueError unless artefacts can be made of the model."""
+    if manifest.weights is None:
+        raise ValueError("the model file does not say which weights it holds: export it again")

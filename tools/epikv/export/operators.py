@@ -10,7 +10,7 @@ D channels.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -68,6 +68,12 @@ class Step:
     # with all rows' queries before RoPE, [n, H, D].
     watch: Callable[[int, Tensor], None] | None = None
     watch_queries: Callable[[int, Tensor], None] | None = None
+    # Called for each layer with what its attention is given of all rows, [n, hidden].
+    watch_inputs: Callable[[int, Tensor], None] | None = None
+    # Of one sequence that is fed whole: called for each layer with what its attention is given,
+    # [n, hidden], and how much older than each row each key is, [n, n]. What is added to the logits
+    # of each key-value head, [G, n, n].
+    bias: Callable[[int, Tensor, Tensor], Tensor] | None = None
 
 
 _current: ContextVar[Step] = ContextVar("epikv_step")
@@ -98,11 +104,11 @@ def forward(
 
 
 @contextmanager
-def running(step: Step) -> Iterator[Step]:
-    """Binds the operators to `step` on this thread, without gradients."""
+def running(step: Step, *, gradients: bool = False) -> Iterator[Step]:
+    """Binds the operators to `step` on this thread. gradients: as the caller has them; else none."""
     token = _current.set(step)
     try:
-        with torch.inference_mode():
+        with nullcontext() if gradients else torch.inference_mode():
             yield step
     finally:
         _current.reset(token)
@@ -161,6 +167,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, normed: Tensor, layer: int) -> T
     step.attended.append(layer)
     if step.watch_queries is not None:
         step.watch_queries(layer, q)
+    if step.watch_inputs is not None:
+        step.watch_inputs(layer, normed)
     facts = step.manifest.layers[layer]
     rope = step.manifest.ropes[facts.rope]
     q, k = _rotate(q, rope, step.positions), _rotate(k, rope, step.positions)
@@ -169,23 +177,31 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, normed: Tensor, layer: int) -> T
     for cache, *new in zip(step.caches, *split, strict=True):
         cache.keys[layer] = torch.cat([cache.keys[layer], new[1]])
         cache.values[layer] = torch.cat([cache.values[layer], new[2]])
-        weights = _weights(new[0], cache.keys[layer], facts)
+        age = _age(new[0].shape[0], len(cache.keys[layer]))
+        bias = None if step.bias is None else step.bias(layer, normed, age)
+        weights = _weights(new[0], cache.keys[layer], facts, age, bias)
         if step.watch is not None:
             step.watch(layer, weights)
         result.append(_mix(weights, cache.values[layer]).to(q.dtype))
     return torch.cat(result)
 
 
-def _weights(q: Tensor, keys: Tensor, facts: Layer) -> Tensor:
+def _age(rows: int, keys: int) -> Tensor:
+    """How much older than each of the newest rows each key is: [rows, keys]."""
+    return torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
+
+
+def _weights(
+    q: Tensor, keys: Tensor, facts: Layer, age: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Causal attention of the newest rows q [n, H, D] over keys [S, G, D], in float32 [H, n, S]."""
     groups = q.shape[1] // keys.shape[1]
     keys = keys.float().repeat_interleave(groups, dim=1)
     logits = torch.einsum("nhd,shd->hns", q.float(), keys) * facts.scale
     if facts.soft_cap is not None:
         logits = facts.soft_cap * torch.tanh(logits / facts.soft_cap)
-    age = torch.arange(keys.shape[0] - q.shape[0], keys.shape[0])[:, None] - torch.arange(
-        keys.shape[0]
-    )
+    if bias is not None:
+        logits = logits + bias.repeat_interleave(groups, dim=0)
     hidden = age < 0 if facts.window is None else (age < 0) | (age >= facts.window)
     return logits.masked_fill(hidden, -torch.inf).softmax(-1)
 
@@ -208,8 +224,8 @@ def _rotate(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1).to(x.dtype)
 
 
-_library.impl("block", _block, "CPU")
-_library.impl("attention", _attention, "CPU")
-_library.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
-_library.impl("swiglu", _swiglu, "CompositeExplicitAutograd")
+_library.impl("block", _block, "CompositeImplicitAutograd")
+_library.impl("attention", _attention, "CompositeImplicitAutograd")
+_library.impl("rms_norm", _rms_norm, "CompositeImplicitAutograd")
+_library.impl("swiglu", _swiglu, "CompositeImplicitAutograd")
 _library.impl("quantized_linear", _quantized_linear, "CompositeExplicitAutograd")
