@@ -19,8 +19,8 @@ using ::testing::Le;
 using ::testing::Not;
 
 // `printf one | sha256sum`, and so on.
-constexpr char kOne[] = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
-constexpr char kTwo[] = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3";
+constexpr char kDigestOfOne[] = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed";
+constexpr char kDigestOfTwo[] = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0dbe685e2f3";
 
 std::string Faults(const std::string& text) {
   const absl::StatusOr<TokenTable> table = TokenTable::Parse(text);
@@ -29,7 +29,7 @@ std::string Faults(const std::string& text) {
 
 TEST(TokenTableTest, FindsTheOwnersOfTokens) {
   const absl::StatusOr<TokenTable> table = TokenTable::Parse(
-      absl::StrCat("# staff\n\n  \noperator ann\t", kOne, "\nuser  bob.b-1@x_y ", kTwo));
+      absl::StrCat("# staff\n\n  \noperator ann\t", kDigestOfOne, "\nuser  bob.b-1@x_y ", kDigestOfTwo));
   ASSERT_EQ(table.status(), absl::OkStatus());
   ASSERT_EQ(table->size(), 2u);
   ASSERT_NE(table->Find("one"), nullptr);
@@ -38,7 +38,7 @@ TEST(TokenTableTest, FindsTheOwnersOfTokens) {
   ASSERT_NE(table->Find("two"), nullptr);
   EXPECT_EQ(table->Find("two")->identity.name, "bob.b-1@x_y");
   EXPECT_EQ(table->Find("two")->identity.role, Role::kUser);
-  for (const char* stranger : {"", "on", "one ", "One", kOne}) {
+  for (const char* stranger : {"", "on", "one ", "One", kDigestOfOne}) {
     EXPECT_EQ(table->Find(stranger), nullptr) << stranger;
   }
 }
@@ -55,8 +55,8 @@ TEST(TokenTableTest, EveryRoleMayDoWhatAUserMay) {
 
 TEST(TokenTableTest, EverythingThatIsWrongIsNamedByLine) {
   const std::string faults = Faults(absl::StrCat(
-      "root ann ", kOne, "\nuser bob\nuser c ", kTwo, " d\nuser eve ", kOne, "0\nuser a/b ", kTwo,
-      "\nuser ok ", std::string(64, 'A'), "\nuser e ", kTwo, " until=2027-01-31T00:00:00Z more"));
+      "root ann ", kDigestOfOne, "\nuser bob\nuser c ", kDigestOfTwo, " d\nuser eve ", kDigestOfOne, "0\nuser a/b ", kDigestOfTwo,
+      "\nuser ok ", std::string(64, 'A'), "\nuser e ", kDigestOfTwo, " until=2027-01-31T00:00:00Z more"));
   EXPECT_THAT(faults,
               AllOf(HasSubstr("line 1: the role must be user, operator or experimenter"),
                     HasSubstr("line 2: must be `role name sha256-of-the-token"),
@@ -64,7 +64,7 @@ TEST(TokenTableTest, EverythingThatIsWrongIsNamedByLine) {
                     HasSubstr("line 4: the digest must be 64 lower-case hex digits"),
                     HasSubstr("line 5: the name must be at most 64"),
                     HasSubstr("line 6: the digest must"), HasSubstr("line 7: must be `role name")));
-  EXPECT_THAT(Faults(absl::StrCat("user f ", kTwo,
+  EXPECT_THAT(Faults(absl::StrCat("user f ", kDigestOfTwo,
                                   " until=tomorrow\nuser g san:g until=2027-01-31T00:00:00Z",
                                   "\nuser h san:")),
               AllOf(HasSubstr("line 1: after the digest, until=TIME must be a time"),
@@ -73,9 +73,9 @@ TEST(TokenTableTest, EverythingThatIsWrongIsNamedByLine) {
 }
 
 TEST(TokenTableTest, ANameHasOneRoleAndADigestOneName) {
-  EXPECT_THAT(Faults(absl::StrCat("user a ", kOne, "\noperator a ", kTwo)),
+  EXPECT_THAT(Faults(absl::StrCat("user a ", kDigestOfOne, "\noperator a ", kDigestOfTwo)),
               HasSubstr("line 2: the name has another role on an earlier line"));
-  EXPECT_THAT(Faults(absl::StrCat("user a ", kOne, "\noperator b ", kOne)),
+  EXPECT_THAT(Faults(absl::StrCat("user a ", kDigestOfOne, "\noperator b ", kDigestOfOne)),
               HasSubstr("line 2: the digest is already on an earlier line"));
   EXPECT_THAT(Faults("user a san:x\nuser b san:x"),
               HasSubstr("line 2: the certificate's name is already on an earlier line"));
@@ -83,7 +83,7 @@ TEST(TokenTableTest, ANameHasOneRoleAndADigestOneName) {
 
 TEST(TokenTableTest, ANameMayHaveSeveralTokensWithEndsOfTheirOwn) {
   const absl::StatusOr<TokenTable> table = TokenTable::Parse(absl::StrCat(
-      "user ann ", kOne, " until=2027-01-31T12:00:00+01:00\nuser ann ", kTwo, "\nuser ann san:a"));
+      "user ann ", kDigestOfOne, " until=2027-01-31T12:00:00+01:00\nuser ann ", kDigestOfTwo, "\nuser ann san:a"));
   ASSERT_EQ(table.status(), absl::OkStatus());
   EXPECT_EQ(table->size(), 3u);
   EXPECT_EQ(table->Find("one")->identity.name, "ann");
@@ -122,14 +122,14 @@ TEST(TokenTableTest, FileOfSomethingElseIsNotListedLineByLine) {
 
 TEST(TokenTableTest, AnyBytesAreReadOrRefused) {
   EXPECT_NE(Faults(std::string("user \0 x", 8)), "");
-  EXPECT_NE(Faults(absl::StrCat("user a ", kOne, "\r\n")), "");
-  EXPECT_NE(Faults(absl::StrCat("user \xff ", kOne)), "");
-  EXPECT_NE(Faults(absl::StrCat("user ", std::string(65, 'a'), " ", kOne)), "");
+  EXPECT_NE(Faults(absl::StrCat("user a ", kDigestOfOne, "\r\n")), "");
+  EXPECT_NE(Faults(absl::StrCat("user \xff ", kDigestOfOne)), "");
+  EXPECT_NE(Faults(absl::StrCat("user ", std::string(65, 'a'), " ", kDigestOfOne)), "");
 }
 
 // Bytes changed, taken out and put in: what is read is no more than was there.
 TEST(TokenTableTest, DamagedFilesAreReadOrRefused) {
-  const std::string whole = absl::StrCat("# us\noperator ann ", kOne, "\n\nuser bob ", kTwo, "\n");
+  const std::string whole = absl::StrCat("# us\noperator ann ", kDigestOfOne, "\n\nuser bob ", kDigestOfTwo, "\n");
   std::mt19937 random(1);
   int read = 0, refused = 0;
   for (int i = 0; i < 20000; ++i) {
