@@ -28,8 +28,8 @@ std::string Faults(const std::string& text) {
 }
 
 TEST(TokenTableTest, FindsTheOwnersOfTokens) {
-  const absl::StatusOr<TokenTable> table = TokenTable::Parse(
-      absl::StrCat("# staff\n\n  \noperator ann\t", kDigestOfOne, "\nuser  bob.b-1@x_y ", kDigestOfTwo));
+  const absl::StatusOr<TokenTable> table = TokenTable::Parse(absl::StrCat(
+      "# staff\n\n  \noperator ann\t", kDigestOfOne, "\nuser  bob.b-1@x_y ", kDigestOfTwo));
   ASSERT_EQ(table.status(), absl::OkStatus());
   ASSERT_EQ(table->size(), 2u);
   ASSERT_NE(table->Find("one"), nullptr);
@@ -54,9 +54,10 @@ TEST(TokenTableTest, EveryRoleMayDoWhatAUserMay) {
 }
 
 TEST(TokenTableTest, EverythingThatIsWrongIsNamedByLine) {
-  const std::string faults = Faults(absl::StrCat(
-      "root ann ", kDigestOfOne, "\nuser bob\nuser c ", kDigestOfTwo, " d\nuser eve ", kDigestOfOne, "0\nuser a/b ", kDigestOfTwo,
-      "\nuser ok ", std::string(64, 'A'), "\nuser e ", kDigestOfTwo, " until=2027-01-31T00:00:00Z more"));
+  const std::string faults = Faults(
+      absl::StrCat("root ann ", kDigestOfOne, "\nuser bob\nuser c ", kDigestOfTwo, " d\nuser eve ",
+                   kDigestOfOne, "0\nuser a/b ", kDigestOfTwo, "\nuser ok ", std::string(64, 'A'),
+                   "\nuser e ", kDigestOfTwo, " until=2027-01-31T00:00:00Z more"));
   EXPECT_THAT(faults,
               AllOf(HasSubstr("line 1: the role must be user, operator or experimenter"),
                     HasSubstr("line 2: must be `role name sha256-of-the-token"),
@@ -82,8 +83,9 @@ TEST(TokenTableTest, ANameHasOneRoleAndADigestOneName) {
 }
 
 TEST(TokenTableTest, ANameMayHaveSeveralTokensWithEndsOfTheirOwn) {
-  const absl::StatusOr<TokenTable> table = TokenTable::Parse(absl::StrCat(
-      "user ann ", kDigestOfOne, " until=2027-01-31T12:00:00+01:00\nuser ann ", kDigestOfTwo, "\nuser ann san:a"));
+  const absl::StatusOr<TokenTable> table = TokenTable::Parse(
+      absl::StrCat("user ann ", kDigestOfOne, " until=2027-01-31T12:00:00+01:00\nuser ann ",
+                   kDigestOfTwo, "\nuser ann san:a"));
   ASSERT_EQ(table.status(), absl::OkStatus());
   EXPECT_EQ(table->size(), 3u);
   EXPECT_EQ(table->Find("one")->identity.name, "ann");
@@ -129,7 +131,8 @@ TEST(TokenTableTest, AnyBytesAreReadOrRefused) {
 
 // Bytes changed, taken out and put in: what is read is no more than was there.
 TEST(TokenTableTest, DamagedFilesAreReadOrRefused) {
-  const std::string whole = absl::StrCat("# us\noperator ann ", kDigestOfOne, "\n\nuser bob ", kDigestOfTwo, "\n");
+  const std::string whole =
+      absl::StrCat("# us\noperator ann ", kDigestOfOne, "\n\nuser bob ", kDigestOfTwo, "\n");
   std::mt19937 random(1);
   int read = 0, refused = 0;
   for (int i = 0; i < 20000; ++i) {
