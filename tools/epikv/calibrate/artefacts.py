@@ -45,7 +45,7 @@ def write(
         from safetensors.torch import save_file
 
         beside = path.with_suffix(".safetensors")
-        save_file(dict(arrays), beside, {"policy": policy, "weights": manifest.weights})
+        save_file(dict(arrays), beside, {"policy": policy, "weights": str(manifest.weights)})
         artefact["arrays"] = beside.name
     artefact["made_with"] = {"epikv": version("epikv"), **made_with}
     path.write_text(json.dumps(artefact, allow_nan=False) + "\n", "utf-8")

@@ -62,20 +62,19 @@ class Gates(nn.Module):
             return made
 
         last = linear(depth - 1)
-        self.layers = nn.ModuleList(
-            nn.ModuleList(
-                [
-                    *(linear(i) for i in range(depth - 1)),
-                    last if training.tied else linear(depth - 1),
-                ]
-            )
+        self.linears = [
+            [
+                *(linear(i) for i in range(depth - 1)),
+                last if training.tied else linear(depth - 1),
+            ]
             for _ in manifest.layers
-        )
+        ]
+        self.layers = nn.ModuleList(nn.ModuleList(linears) for linears in self.linears)
 
     def said(self, layer: int, given: Tensor) -> Tensor:
         """given: [n, hidden]. float32 [n, kv_heads]"""
         x = given.float()
-        for i, linear in enumerate(self.layers[layer]):
+        for i, linear in enumerate(self.linears[layer]):
             x = linear(functional.silu(x) if i > 0 else x)
         return x
 
@@ -83,7 +82,7 @@ class Gates(nn.Module):
         """As the daemon reads them; shared maps are told of each layer."""
         return {
             f"layers.{layer}.linear{i}.{name}": value.detach().clone()
-            for layer, linears in enumerate(self.layers)
+            for layer, linears in enumerate(self.linears)
             for i, linear in enumerate(linears, 1)
             for name, value in linear.named_parameters()
         }

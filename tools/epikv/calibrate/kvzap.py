@@ -115,11 +115,10 @@ def network(
     """The arrays of a gate of two maps, all layers fitted together. tell: passes that are done."""
     torch.manual_seed(seed)
     layers, count, hidden = samples.given.shape
-    nets = nn.ModuleList(
-        nn.ModuleList([nn.Linear(hidden, width), nn.Linear(width, samples.worth.shape[2])])
-        for _ in range(layers)
-    )
-    optimizer = torch.optim.AdamW(nets.parameters(), lr=rate)
+    heads = samples.worth.shape[2]
+    nets = [(nn.Linear(hidden, width), nn.Linear(width, heads)) for _ in range(layers)]
+    parameters = [array for net in nets for linear in net for array in linear.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, passes)
     for done in range(passes):
         for rows in torch.randperm(count).split(batch):
@@ -132,7 +131,7 @@ def network(
             loss = functional.mse_loss(said, samples.worth[:, rows])
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(nets.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
         schedule.step()
         tell(done + 1)
