@@ -168,7 +168,7 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
         item.used.push_back(cache.table(cache.TableOf(layer, head)).UsedAfter(item.num_rows()));
-        if (item.used.back() > cache.Lane(layer, head).capacity) {
+        if (item.used.back() > cache.capacity(layer, head)) {
           throw std::logic_error("a lane has no room for its next token");
         }
       }

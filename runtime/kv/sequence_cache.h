@@ -80,6 +80,9 @@ class SequenceCache {
   SlotTable& table(int64_t t) { return tables_[t]; }
   const SlotTable& table(int64_t t) const { return tables_[t]; }
   LaneRows Lane(int64_t layer, int64_t head) const;
+  int64_t capacity(int64_t layer, int64_t head) const {  // the same, without asking the pool
+    return capacity_[layer * shape_.num_kv_heads + head];
+  }
 
   // All heads of a layer have the same capacity and slots in use: they are one strided tensor.
   bool Uniform(int64_t layer) const;

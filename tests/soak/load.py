@@ -67,9 +67,8 @@ class Load:
         self._to_replay: dict[str, list[Outcome]] = {}
         self.failures: list[Failure] = []
         self.outcomes: Counter[str] = Counter()
-        self.behaviours: Counter[str] = (
-            Counter()
-        )  # of clients; "malformed": the request was made invalid
+        # Of clients; "malformed": the request was made invalid.
+        self.behaviours: Counter[str] = Counter()
         self.of_policy: dict[str, Counter[str]] = {policy.name: Counter() for policy in policies}
         self.rests: list[watch.Held] = []
         self.page = Page({})  # of the last rest

@@ -7,7 +7,7 @@ Sparsification, arXiv 2506.05345; as in NVIDIA's Model-Optimizer, experimental/d
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -97,7 +97,7 @@ def train(
     tell: Callable[[int], None] = lambda _: None,
 ) -> Gates:
     """See gates.train."""
-    gates = Gates(manifest, replace(training, depth=1))
+    gates = Gates(manifest, training)
 
     def loss(ids: Ids, step: int) -> Tensor:
         draw = torch.Generator().manual_seed(training.seed * 1_000_003 + step)

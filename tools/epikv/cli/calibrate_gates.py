@@ -312,7 +312,7 @@ def dms(
         default=0,
         show_default=True,
         type=click.IntRange(0),
-        help="Of the gate's hidden layer. 0: a ridge regression, which takes minutes.",
+        help="Of the gate's hidden layer. 0: a ridge regression.",
     ),
     click.option(
         "--instruction",
