@@ -36,6 +36,7 @@ struct SequenceStep {
   Phase phase;
   int64_t first;
   int64_t count;
+  absl::Span<const int32_t> tokens;  // their ids, [count]
   Signals signals;
 };
 

@@ -37,6 +37,7 @@ extern const PolicySpec kRkvEpikv;
 extern const PolicySpec kRpc;
 extern const PolicySpec kScissorhands;
 extern const PolicySpec kSegmentHs;
+extern const PolicySpec kSkipkv;
 extern const PolicySpec kSliding;
 extern const PolicySpec kSnapkv;
 extern const PolicySpec kStreamingLlm;
@@ -84,6 +85,7 @@ PolicyCatalog AllPolicies() {
       &kRpc,                 //
       &kScissorhands,        //
       &kSegmentHs,           //
+      &kSkipkv,              //
       &kSliding,             //
       &kSnapkv,              //
       &kStreamingLlm,        //

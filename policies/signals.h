@@ -28,6 +28,10 @@ struct Signals {
   // Signal::kGate: what Policy::gate() says of each new token. [layers, count, kv_heads]
   absl::Span<const float> gate;
 
+  // Signal::kFinalHidden: of each new token, the residual stream after the last block as the
+  // model's final norm leaves it, fp32. [count, hidden_size]
+  absl::Span<const float> final_hidden;
+
   // Signal::kAttentionRow, in decode: probabilities the new query gave each slot of a lane,
   // averaged over the query heads of its group, recomputed in fp32. Signal::kPromptAttention, in
   // prefill: the same, summed over the queries of the tokens that were just cached. Else null.

@@ -132,6 +132,8 @@ absl::string_view SignalName(Signal signal) {
       return "residual_distance";
     case Signal::kResidual:
       return "residual";
+    case Signal::kFinalHidden:
+      return "final_hidden";
     case Signal::kGate:
       return "gate";
   }
@@ -143,7 +145,8 @@ std::vector<absl::string_view> SignalSet::Names() const {
   for (Signal s : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys, Signal::kValues,
                    Signal::kPromptAttention, Signal::kQueries, Signal::kOutputProjection,
                    Signal::kQueryMoments, Signal::kLogitEntropy, Signal::kResidualDistance,
-                   Signal::kResidual, Signal::kGate}) {
+                   Signal::kResidual, Signal::kGate,
+                        Signal::kFinalHidden}) {
     if (Has(s)) names.push_back(SignalName(s));
   }
   return names;

@@ -35,6 +35,7 @@ enum class Signal : uint32_t {
   kResidualDistance = 1u << 9,  // pushed: 1 - cos(h^l, h^L) of every token, after every block
   kResidual = 1u << 10,         // pushed: h^l of every decode token, at chosen layers
   kGate = 1u << 11,             // pushed: what the policy's own gate says of every token
+  kFinalHidden = 1u << 12,      // pushed: every token's hidden state after the final norm
 };
 absl::string_view SignalName(Signal signal);
 
@@ -149,6 +150,9 @@ struct ModelShape {
   int64_t key_width = 0, value_width = 0;  // channels
   int64_t hidden_size = 0;
   std::vector<RopeShape> ropes;  // by layer
+  bool final_norm = false;       // its file says which norm is the last: Signal::kFinalHidden
+  // Tokens with which a line or a paragraph ends, ascending: sentence_ends.h.
+  std::vector<int32_t> sentence_ends;
   // Parameter values a confirmed or unconfirmed calibration of this model gives, by policy name.
   std::map<std::string, std::map<std::string, ParamValue>> calibrated;
   // Artefacts that were loaded, by policy name. Null: of parameters alone, which are above.

@@ -1,3 +1,5 @@
+#include "policies/attention/rkv.h"
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -13,27 +15,8 @@ namespace {
 constexpr absl::string_view kRedundancies[] = {"exact", "linear"};
 
 const ParamSpec kRkvParams[] = {
-    {.name = "lambda",
-     .type = ParamType::kFloat,
-     .fallback = 0.5,
-     .max = 1,
-     .help = "weight of importance, against that of redundancy. The authors' code says 0.07 and "
-             "their README 0.1; two other engines measured 0.5 to be 7 to 9 points better"},
-    WindowParam(8),
-    PoolKernelParam(7),
-    {.name = "redundancy",
-     .type = ParamType::kChoice,
-     .fallback = std::string("exact"),
-     .choices = kRedundancies,
-     .help =
-         "exact: the newest of a token's duplicates is not blamed for it, which a round looks for "
-         "among all keys for those that are new or lost theirs; linear: every duplicate is"},
-    {.name = "compat",
-     .type = ParamType::kBool,
-     .fallback = false,
-     .help = "as the authors' code has it: tokens without a duplicate spare the oldest token (with "
-             "redundancy = exact)"},
-    SlackParam(127),
+    LambdaParam(0.5),  WindowParam(8),   PoolKernelParam(7),
+    RedundancyParam(), RkvCompatParam(), SlackParam(127),
 };
 
 constexpr float kDuplicate = 0.5;  // a cosine above it
@@ -119,58 +102,90 @@ std::vector<int64_t> NewestDuplicates(Lane& lane, const at::Tensor& unit) {
   return newest;
 }
 
-class RKv final : public ScoredPolicy {
+class Rkv final : public ScoredPolicy {
  public:
-  explicit RKv(const Params& params)
-      : ScoredPolicy(Granularity::kHead),
-        lambda_(params.Float("lambda")),
-        kernel_(params.Int("kernel")),
-        exact_(params.Choice("redundancy") == "exact"),
-        compat_(params.Bool("compat")) {}
+  explicit Rkv(const Params& params) : ScoredPolicy(Granularity::kHead), score_(params) {}
 
  private:
-  at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
-    // The largest logit of the group, before any softmax; that one over the tokens before the
-    // window alone.
-    const at::Tensor logits =
-        BeforeWindow(lane, std::get<0>(lane.window_logits().max(0)));  // [w, before]
-    const int64_t before = logits.size(1);
-    const at::Tensor importance =
-        PoolNeighbours(SoftmaxOfSeen(logits).mean(0, /*keepdim=*/true), kernel_, "max").squeeze(0);
-    const at::Tensor redundancy = Similarity(lane).softmax(-1).narrow(0, 0, before);
-    return WithWindow(lane, lambda_ * importance - (1 - lambda_) * redundancy);
-  }
+  at::Tensor Score(const EvictionTask&, Lane& lane) const override { return score_.Of(lane); }
 
-  // Mean cosine of a token's key with those of the lane. In birth order, [n].
-  at::Tensor Similarity(Lane& lane) const {
-    const at::Tensor keys = lane.keys().index_select(0, lane.by_birth());
-    const at::Tensor unit = keys / (keys.norm(2, -1, /*keepdim=*/true) + 1e-8);  // [n, key_width]
-    const int64_t n = unit.size(0);
-    at::Tensor sum = unit.matmul(unit.sum(0)) - unit.square().sum(-1);
-    if (exact_) {
-      const std::vector<int64_t> duplicates = NewestDuplicates(lane, unit);
-      std::vector<int64_t> blamer, spared;
-      for (int64_t token = 0; token < n; ++token) {
-        const int64_t other = compat_ ? std::max<int64_t>(0, duplicates[token]) : duplicates[token];
-        if (other < 0 || other == token) continue;
-        blamer.push_back(token);
-        spared.push_back(other);
-      }
-      const at::Tensor to = at::tensor(spared, at::kLong);
-      const at::Tensor blame = unit.index_select(0, at::tensor(blamer, at::kLong))
-                                   .mul_(unit.index_select(0, to))
-                                   .sum(-1);
-      sum.index_add_(0, to, blame, -1);
-    }
-    return sum / n;
-  }
-
-  const double lambda_;
-  const int64_t kernel_;
-  const bool exact_, compat_;
+  const RkvScore score_;
 };
 
 }  // namespace
+
+ParamSpec LambdaParam(double fallback) {
+  return {.name = "lambda",
+          .type = ParamType::kFloat,
+          .fallback = fallback,
+          .max = 1,
+          .help = "weight of importance, against that of redundancy. R-KV's code says 0.07 and its "
+                  "README 0.1; two other engines measured 0.5 to be 7 to 9 points better"};
+}
+
+ParamSpec RedundancyParam() {
+  return {.name = "redundancy",
+          .type = ParamType::kChoice,
+          .fallback = std::string("exact"),
+          .choices = kRedundancies,
+          .help = "exact: the newest of a token's duplicates is not blamed for it, which a round "
+                  "looks for among all keys for those that are new or lost theirs; linear: every "
+                  "duplicate is"};
+}
+
+ParamSpec RkvCompatParam() {
+  return {.name = "compat",
+          .type = ParamType::kBool,
+          .fallback = false,
+          .help = "as the authors' code has it: tokens without a duplicate spare the oldest token "
+                  "(with redundancy = exact)"};
+}
+
+RkvScore::RkvScore(const Params& params)
+    : lambda_(params.Float("lambda")),
+      kernel_(params.Int("kernel")),
+      exact_(params.Choice("redundancy") == "exact"),
+      compat_(params.Bool("compat")) {}
+
+void RkvScore::AddColumns(const Params& params, PolicyTraits& traits) {
+  if (params.Choice("redundancy") == "exact") traits.columns = {"duplicate"};
+}
+
+at::Tensor RkvScore::Of(Lane& lane) const {
+  // The largest logit of the group, before any softmax; that one over the tokens before the
+  // window alone.
+  const at::Tensor logits =
+      BeforeWindow(lane, std::get<0>(lane.window_logits().max(0)));  // [w, before]
+  const int64_t before = logits.size(1);
+  const at::Tensor importance =
+      PoolNeighbours(SoftmaxOfSeen(logits).mean(0, /*keepdim=*/true), kernel_, "max").squeeze(0);
+  const at::Tensor redundancy = Similarity(lane).softmax(-1).narrow(0, 0, before);
+  return WithWindow(lane, lambda_ * importance - (1 - lambda_) * redundancy);
+}
+
+// Mean cosine of a token's key with those of the lane. In birth order, [n].
+at::Tensor RkvScore::Similarity(Lane& lane) const {
+  const at::Tensor keys = lane.keys().index_select(0, lane.by_birth());
+  const at::Tensor unit = keys / (keys.norm(2, -1, /*keepdim=*/true) + 1e-8);  // [n, key_width]
+  const int64_t n = unit.size(0);
+  at::Tensor sum = unit.matmul(unit.sum(0)) - unit.square().sum(-1);
+  if (exact_) {
+    const std::vector<int64_t> duplicates = NewestDuplicates(lane, unit);
+    std::vector<int64_t> blamer, spared;
+    for (int64_t token = 0; token < n; ++token) {
+      const int64_t other = compat_ ? std::max<int64_t>(0, duplicates[token]) : duplicates[token];
+      if (other < 0 || other == token) continue;
+      blamer.push_back(token);
+      spared.push_back(other);
+    }
+    const at::Tensor to = at::tensor(spared, at::kLong);
+    const at::Tensor blame = unit.index_select(0, at::tensor(blamer, at::kLong))
+                                 .mul_(unit.index_select(0, to))
+                                 .sum(-1);
+    sum.index_add_(0, to, blame, -1);
+  }
+  return sum / n;
+}
 
 extern constinit const PolicySpec kRkv{
     .name = "rkv",
@@ -183,11 +198,11 @@ extern constinit const PolicySpec kRkv{
         [](const Params& params, const ModelShape&) {
           PolicyTraits traits = WindowTraits(params);
           traits.published.prompt = false;
-          if (params.Choice("redundancy") == "exact") traits.columns = {"duplicate"};
+          RkvScore::AddColumns(params, traits);
           return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
-      return std::make_shared<RKv>(params);
+      return std::make_shared<Rkv>(params);
     },
 };
 

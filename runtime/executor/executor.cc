@@ -131,6 +131,7 @@ absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
                         .phase = Phase::kPrefill,
                         .first = cached,
                         .count = count,
+                        .tokens = absl::MakeConstSpan(request.prompt).subspan(cached, count),
                         .signals = {}};
       absl::Status asked = AskPolicy(request, [&] { request.policy->Observe({&step, 1}); });
       if (!asked.ok()) return asked;
@@ -257,6 +258,7 @@ ForwardOutcome Executor::Finish(StepItem& item) {
   if (item.wants(Signal::kLogitEntropy)) sequence.logit_entropy = Floats(item.entropies);
   if (item.wants(Signal::kResidualDistance)) sequence.residual_distance = Floats(item.distances);
   if (item.wants(Signal::kGate)) sequence.gate = Floats(item.gate);
+  if (item.wants(Signal::kFinalHidden)) sequence.final_hidden = Floats(item.final_hidden);
 
   ForwardOutcome outcome;
   if (sequence.request.output.residual_steps) {
@@ -324,7 +326,8 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
   if (item.ends_prefill) {
     sequence.cache.ShrinkToDecode();
     sequence.turned = at::Tensor();  // of a whole prompt
-    sequence.gate = {};              // of its last chunk
+    sequence.gate = {};              // of its last chunk, as the next
+    sequence.final_hidden = {};
   }
   return outcome;
 }

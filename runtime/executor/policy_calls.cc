@@ -62,11 +62,13 @@ absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView
                     .phase = item.decode ? Phase::kDecode : Phase::kPrefill,
                     .first = item.first,
                     .count = static_cast<int64_t>(item.tokens.size()),
+                    .tokens = item.tokens,
                     .signals = {.residual_step = steps,
                                 .residual = residuals,
                                 .logit_entropy = sequence.logit_entropy,
                                 .residual_distance = sequence.residual_distance,
-                                .gate = sequence.gate}};
+                                .gate = sequence.gate,
+                                .final_hidden = sequence.final_hidden}};
   if (traits.signals.Has(item.decode ? Signal::kAttentionRow : Signal::kPromptAttention)) {
     step.signals.attention = &sequence.attention_rows;
   }

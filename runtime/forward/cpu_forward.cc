@@ -103,6 +103,10 @@ void CpuForward::TakeResiduals(const at::Tensor& residual, int64_t layer) {
                     {shape_.hidden_size})
           .copy_(residual[item.row + item.num_rows() - 1]);
     }
+    if (layer == shape_.num_layers && item.wants(Signal::kFinalHidden)) {
+      const StageTimer timer(times_, Stage::kTaps);
+      item.final_hidden = TakeFinalHidden(item, residual, model_);
+    }
     if (!item.wants(Signal::kResidualDistance)) continue;
     const StageTimer timer(times_, Stage::kTaps);
     item.residuals.push_back(residual.narrow(0, item.row, item.num_rows()).clone());

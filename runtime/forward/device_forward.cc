@@ -206,6 +206,10 @@ at::Tensor DeviceForward::Block(const at::Tensor& residual, int64_t layer) {
       const at::Tensor last = residual[item.row + item.num_rows() - 1];
       kept_[i].push_back(last.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true));
     }
+    if (layer == shape_.num_layers && item.wants(Signal::kFinalHidden)) {
+      Bring(TakeFinalHidden(item, residual, model_),
+            [&item](const at::Tensor& rows) { item.final_hidden = rows; });
+    }
     if (!item.wants(Signal::kResidualDistance)) continue;
     item.residuals.push_back(residual.narrow(0, item.row, item.num_rows()).clone());
     if (layer < shape_.num_layers) continue;

@@ -40,6 +40,10 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
   if (traits.signals.Has(Signal::kGate)) {
     layout.step_bytes_per_row += 3 * layout.num_lanes * static_cast<int64_t>(sizeof(float));
   }
+  // As the final norm leaves each row, in fp32, and as the policy is told.
+  if (traits.signals.Has(Signal::kFinalHidden)) {
+    layout.step_bytes_per_row += shape.hidden_size * (element + 2 * static_cast<int64_t>(sizeof(float)));
+  }
   // The residual before, and the one of the step that is not yet committed.
   layout.state_bytes = traits.state_bytes + 2 * num_tap_layers * shape.hidden_size * 4 +
                        (traits.signals.Has(Signal::kQueryMoments)

@@ -16,7 +16,8 @@ bool SharesRows(const Request& request) {
 bool NeedsForward(const Request& request) {
   constexpr Signal kOfPrompts[] = {Signal::kPromptAttention,  Signal::kQueries,
                                    Signal::kQueryMoments,     Signal::kLogitEntropy,
-                                   Signal::kResidualDistance, Signal::kGate};
+                                   Signal::kResidualDistance, Signal::kGate,
+                                   Signal::kFinalHidden};
   return request.output.prompt_logprobs ||
          std::any_of(std::begin(kOfPrompts), std::end(kOfPrompts),
                      [&](Signal signal) { return request.traits.signals.Has(signal); });

@@ -233,6 +233,16 @@ LayerFacts ReadLayer(Fields& fields, const std::vector<Rope>& ropes) {
   return layer;
 }
 
+FinalNorm ReadFinalNorm(Fields& fields) {
+  FinalNorm norm;
+  norm.weight = fields.String("weight").value_or("");
+  norm.eps = fields.Positive("eps").value_or(0);
+  norm.wide = fields.Bool("wide").value_or(false);
+  constexpr float kMost = std::numeric_limits<float>::max();
+  norm.offset = fields.Number("offset", -kMost, kMost).value_or(0);
+  return norm;
+}
+
 Calibration ReadCalibration(Fields& fields, int64_t num_layers) {
   Calibration calibration;
   // A step needs the layer after it, too. Without layers, refused elsewhere, any will do.
@@ -347,6 +357,10 @@ absl::StatusOr<Manifest> Manifest::Parse(absl::string_view json) {
   for (Fields& rope : fields.Objects("ropes")) m.ropes.push_back(ReadRope(rope));
   for (Fields& layer : fields.Objects("layers")) m.layers.push_back(ReadLayer(layer, m.ropes));
   CheckWidths(fields, m.layers);
+  if (fields.Has("final_norm") && !fields.IsNull("final_norm")) {  // older files have none
+    std::optional<Fields> norm = fields.Object("final_norm");
+    if (norm.has_value()) m.final_norm = ReadFinalNorm(*norm);
+  }
   if (!fields.IsNull("calibration")) {
     std::optional<Fields> calibration = fields.Object("calibration");
     if (calibration.has_value()) m.calibration = ReadCalibration(*calibration, m.num_layers());

@@ -33,6 +33,14 @@ struct LayerFacts {
   std::string output_projection;   // parameter name of W_O inside the module
 };
 
+// The norm before the head: x / rms(x) by a weight, as the operator epikv::rms_norm has it.
+struct FinalNorm {
+  std::string weight;  // parameter name inside the module. [hidden_size]
+  double eps = 0;
+  bool wide = false;  // by offset + weight in fp32, then narrowed; else narrowed, then by weight
+  double offset = 0;
+};
+
 // Which layers and sign `epikv_flat` uses on this model, and how well it was seen to work there.
 // Chosen by measurement (tools/epikv/calibrate/README.md), never by eye.
 struct Calibration {
@@ -63,6 +71,8 @@ struct Manifest {
   std::vector<int32_t> eos_tokens;
   std::vector<Rope> ropes;
   std::vector<LayerFacts> layers;  // [num_layers]
+  // Absent: the file is older than this field, or its last norm is of another kind.
+  std::optional<FinalNorm> final_norm;
   std::optional<Calibration> calibration;
   // How its makers would have it sampled, where a request does not say: some of the fields that
   // generation_config.json can set; no seed and no biases.

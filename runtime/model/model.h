@@ -41,6 +41,10 @@ class Model {
   // W_O of a layer, [hidden, heads * value_width]. May be made at each call: keep it if needed.
   virtual at::Tensor output_projection(int64_t layer) const = 0;
 
+  // The residual stream after the last block, [n, hidden], as the norm before the head leaves it.
+  // Same shape and type. Requires Manifest::final_norm.
+  virtual at::Tensor FinalNormed(const at::Tensor& residual) const = 0;
+
   const Manifest& manifest() const { return facts_.manifest; }
   const std::string& tokenizer_json() const { return facts_.tokenizer_json; }
   const std::string& chat_json() const { return facts_.chat_json; }

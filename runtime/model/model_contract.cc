@@ -202,6 +202,23 @@ void AddMemoryViolations(const Block* block, std::set<std::string>& violations) 
   }
 }
 
+// What is wrong with the weight of the last norm; empty: nothing.
+std::string FinalNormViolation(const std::map<std::string, at::Tensor>& parameters,
+                               const Manifest& manifest) {
+  if (!manifest.final_norm.has_value()) return "";
+  const std::string& name = manifest.final_norm->weight;
+  const auto found = parameters.find(name);
+  if (found == parameters.end()) {
+    return absl::StrCat("final_norm's weight '", name, "' is not a parameter of the module");
+  }
+  const at::Tensor& weight = found->second;
+  if (weight.is_floating_point() && weight.sizes() == at::IntArrayRef({manifest.hidden_size})) {
+    return "";
+  }
+  return absl::StrCat("final_norm's weight '", name, "' is ", Describe(weight), ", not [",
+                      manifest.hidden_size, "] of floating point");
+}
+
 std::vector<std::string> ParameterViolations(const Module& module, const Manifest& manifest) {
   std::vector<std::string> violations;
   std::map<std::string, at::Tensor> parameters;
@@ -236,6 +253,8 @@ std::vector<std::string> ParameterViolations(const Module& module, const Manifes
                                         absl::StrJoin(wanted, ", "), "]"));
     }
   }
+  std::string of_norm = FinalNormViolation(parameters, manifest);
+  if (!of_norm.empty()) violations.push_back(std::move(of_norm));
   return violations;
 }
 

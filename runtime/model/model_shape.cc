@@ -8,7 +8,8 @@ ModelShape ShapeOf(const Manifest& manifest) {
                    .num_kv_heads = manifest.num_kv_heads,
                    .key_width = manifest.layers.front().key_width,
                    .value_width = manifest.layers.front().value_width,
-                   .hidden_size = manifest.hidden_size};
+                   .hidden_size = manifest.hidden_size,
+                   .final_norm = manifest.final_norm.has_value()};
   for (const LayerFacts& layer : manifest.layers) {
     const Rope& rope = manifest.ropes[layer.rope];
     shape.ropes.push_back({.interleaved = rope.layout == Rope::Layout::kInterleaved,

@@ -48,33 +48,6 @@ at::Tensor PlainRmsNorm(const at::Tensor& x, const at::Tensor& weight, double ep
   return weight * normed.to(x.scalar_type());
 }
 
-// x [..., width], weight [width] -> [..., width]
-at::Tensor RmsNormOp(const at::Tensor& x, const at::Tensor& weight, double eps, bool wide,
-                     double offset) {
-  TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && weight.size(0) == x.size(-1),
-              "epikv::rms_norm: x is ", x.sizes(), ", the weight ", weight.sizes());
-  if (!HasKernel(x) || weight.scalar_type() != x.scalar_type()) {
-    return PlainRmsNorm(x, weight, eps, wide, offset);
-  }
-  const at::Tensor in = x.contiguous(), by = weight.contiguous();
-  at::Tensor out = at::empty_like(in);
-  const int64_t width = x.size(-1);
-  if (x.numel() == 0) return out;
-  const RmsNormKind kind = {
-      .eps = static_cast<float>(eps), .wide = wide, .offset = static_cast<float>(offset)};
-  const auto* const from = static_cast<const char*>(in.const_data_ptr());
-  auto* const to = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t row = width * static_cast<int64_t>(x.element_size());
-  at::parallel_for(0, x.numel() / width, std::max<int64_t>(1, kGrain / width),
-                   [&](int64_t begin, int64_t end) {
-                     for (int64_t i = begin; i < end; ++i) {
-                       RmsNorm(from + i * row, by.const_data_ptr(), to + i * row, width, kind,
-                               DTypeOf(x.scalar_type()));
-                     }
-                   });
-  return out;
-}
-
 // x as rows whose elements lie beside each other, at any distance: [rows, width].
 at::Tensor AsRows(const at::Tensor& x) {
   const at::Tensor rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
@@ -114,6 +87,32 @@ HooksScope::HooksScope(ForwardHooks& hooks) : outer_(current_hooks) { current_ho
 
 HooksScope::~HooksScope() { current_hooks = outer_; }
 
+at::Tensor RmsNormed(const at::Tensor& x, const at::Tensor& weight, double eps, bool wide,
+                     double offset) {
+  TORCH_CHECK(x.dim() > 0 && weight.dim() == 1 && weight.size(0) == x.size(-1),
+              "epikv::rms_norm: x is ", x.sizes(), ", the weight ", weight.sizes());
+  if (!HasKernel(x) || weight.scalar_type() != x.scalar_type()) {
+    return PlainRmsNorm(x, weight, eps, wide, offset);
+  }
+  const at::Tensor in = x.contiguous(), by = weight.contiguous();
+  at::Tensor out = at::empty_like(in);
+  const int64_t width = x.size(-1);
+  if (x.numel() == 0) return out;
+  const RmsNormKind kind = {
+      .eps = static_cast<float>(eps), .wide = wide, .offset = static_cast<float>(offset)};
+  const auto* const from = static_cast<const char*>(in.const_data_ptr());
+  auto* const to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t row = width * static_cast<int64_t>(x.element_size());
+  at::parallel_for(0, x.numel() / width, std::max<int64_t>(1, kGrain / width),
+                   [&](int64_t begin, int64_t end) {
+                     for (int64_t i = begin; i < end; ++i) {
+                       RmsNorm(from + i * row, by.const_data_ptr(), to + i * row, width, kind,
+                               DTypeOf(x.scalar_type()));
+                     }
+                   });
+  return out;
+}
+
 }  // namespace epikv
 
 // The same schemas as in tools/epikv/export/operators.py. `block` may return its argument, so the
@@ -127,6 +126,6 @@ TORCH_LIBRARY(epikv, m) {
   m.impl("attention", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::Attention));
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool wide=False, float offset=0.) -> Tensor");
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
-  m.impl("rms_norm", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::RmsNormOp));
+  m.impl("rms_norm", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::RmsNormed));
   m.impl("swiglu", c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(epikv::SwiGluOp));
 }

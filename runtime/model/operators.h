@@ -23,6 +23,11 @@ class ForwardHooks {
                                const at::Tensor& normed, int64_t layer) = 0;
 };
 
+// The operator epikv::rms_norm: x / rms(x) by `weight`. x [..., width], weight [width] -> as x.
+// wide: by offset + weight in fp32, then narrowed; else narrowed, then by weight.
+at::Tensor RmsNormed(const at::Tensor& x, const at::Tensor& weight, double eps, bool wide,
+                     double offset);
+
 // While it lives, the operators called on this thread call `hooks`. Scopes may nest.
 class HooksScope {
  public:

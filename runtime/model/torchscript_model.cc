@@ -61,11 +61,13 @@ class NoWarnings final : public c10::WarningHandler {
 class TorchScriptModel final : public Model {
  public:
   TorchScriptModel(ModelFacts facts, const FrozenForward& forward,
-                   std::vector<std::function<at::Tensor()>> output_projections)
+                   std::vector<std::function<at::Tensor()>> output_projections,
+                   at::Tensor final_norm)
       : Model(std::move(facts)),
         functions_(forward.functions),
         code_(forward.graph, "forward"),
-        output_projections_(std::move(output_projections)) {}
+        output_projections_(std::move(output_projections)),
+        final_norm_(std::move(final_norm)) {}
 
   // Straight through the interpreter: no executor rewrites the graph on the way, or profiles it.
   at::Tensor Forward(const at::Tensor& token_ids, const at::Tensor& positions,
@@ -83,10 +85,16 @@ class TorchScriptModel final : public Model {
     return output_projections_.at(layer)();
   }
 
+  at::Tensor FinalNormed(const at::Tensor& residual) const override {
+    const FinalNorm& norm = manifest().final_norm.value();
+    return RmsNormed(residual, final_norm_, norm.eps, norm.wide, norm.offset);
+  }
+
  private:
   const std::shared_ptr<torch::jit::CompilationUnit> functions_;
   const torch::jit::Code code_;
   const std::vector<std::function<at::Tensor()>> output_projections_;  // [layers]
+  const at::Tensor final_norm_;  // its weight; undefined: the file names none
 };
 
 // Both quote names and code of the file, which may be any bytes.
@@ -275,19 +283,26 @@ std::string Describe(DType dtype, const PackedLinears& packed, bool prepack, at:
 }
 
 // Undefined where the module has no such parameter.
-std::vector<at::Tensor> OutputProjections(const Module& module, const Manifest& manifest) {
+// What the manifest names.
+struct NamedParameters {
+  std::vector<at::Tensor> output_projections;  // [layers]
+  at::Tensor final_norm;                       // undefined: none
+};
+
+NamedParameters Named(const Module& module, const Manifest& manifest) {
   std::unordered_map<std::string, at::Tensor> parameters;
   for (const auto& [name, tensor] : module.named_parameters()) parameters.emplace(name, tensor);
-  std::vector<at::Tensor> projections;
+  NamedParameters named;
   for (const LayerFacts& layer : manifest.layers) {
-    projections.push_back(parameters[layer.output_projection]);
+    named.output_projections.push_back(parameters[layer.output_projection]);
   }
-  return projections;
+  if (manifest.final_norm.has_value()) named.final_norm = parameters[manifest.final_norm->weight];
+  return named;
 }
 
 // Takes the last handle to the module, so that weights are freed as they are packed.
 absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOptions options) {
-  std::vector<at::Tensor> parameters = OutputProjections(contents.module, contents.manifest);
+  NamedParameters named = Named(contents.module, contents.manifest);
   absl::StatusOr<FrozenForward> forward = Freeze(std::move(contents.module));
   if (!forward.ok()) return forward.status();
   Graph& graph = *forward->graph;
@@ -302,7 +317,7 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   if (!on_cpu) MoveConstants(graph.block(), options.device, moved);
   const at::ScalarType dtype = ScalarTypeOf(contents.manifest.dtype);
   std::vector<std::function<at::Tensor()>> projections;
-  for (at::Tensor& weight : parameters) {
+  for (at::Tensor& weight : named.output_projections) {
     const void* const address = weight.defined() ? weight.const_data_ptr() : nullptr;
     if (const auto found = packed.dense.find(address); found != packed.dense.end()) {
       projections.emplace_back([make = found->second, dtype] { return make(dtype); });
@@ -322,7 +337,9 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
                       .weight_bytes = ConstantBytes(graph.block()) + packed.bytes,
                       .device = options.device};
   facts.description = Describe(facts.manifest.dtype, packed, options.prepack, options.device);
-  return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections));
+  if (named.final_norm.defined()) named.final_norm = named.final_norm.detach().to(options.device);
+  return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections),
+                                            std::move(named.final_norm));
 }
 
 absl::StatusOr<std::unique_ptr<Model>> LoadOrThrow(const std::string& path,

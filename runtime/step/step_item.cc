@@ -37,6 +37,11 @@ void TakeGates(absl::Span<StepItem> items, const at::Tensor& input, int64_t laye
   }
 }
 
+at::Tensor TakeFinalHidden(const StepItem& item, const at::Tensor& residual, const Model& model) {
+  const at::Tensor rows = residual.narrow(0, item.row, item.num_rows());
+  return model.FinalNormed(rows).to(at::kFloat);
+}
+
 at::Tensor EntropiesOf(const at::Tensor& logits) {
   const int64_t count = std::min(Signals::kEntropyTokens, logits.size(1));
   const at::Tensor log_p = std::get<0>(logits.topk(count, -1)).log_softmax(-1);

@@ -11,6 +11,7 @@
 #include "runtime/attention/attention.h"
 #include "runtime/kv/prefix_cache.h"
 #include "runtime/kv/sequence_cache.h"
+#include "runtime/model/model.h"
 #include "runtime/signals/query_moments.h"
 #include "runtime/signals/signals.h"
 #include "runtime/step/step_executor.h"
@@ -56,6 +57,7 @@ struct OpenSequence {
   std::vector<float> logit_entropy;      // [count]
   std::vector<float> residual_distance;  // [layers, count]
   std::vector<float> gate;               // [layers, count, kv_heads]
+  std::vector<float> final_hidden;       // [count, hidden]
   LaneRowsOfStep attention_rows;
   // Scratch of the layer that runs, kept from step to step.
   std::vector<float> decode_logits;  // AttentionItem::logits
@@ -88,6 +90,7 @@ struct StepItem {
   at::Tensor distances;               // [layers, num_rows], once the last block has run, if wanted
   std::vector<at::Tensor> gates;      // [num_rows, kv_heads] of each layer so far, if wanted
   at::Tensor gate;                    // of all, [layers, num_rows, kv_heads], on the host
+  at::Tensor final_hidden;            // [num_rows, hidden], fp32, if wanted
   at::Tensor log_sum_exp;             // of the layer that runs
   at::Tensor tapped;                  // OpenSequence::tapped once it is committed
   // Residuals of the last row after every block, fp32 [layers, hidden]; empty: not kept.
@@ -124,6 +127,10 @@ bool WantsGate(absl::Span<const StepItem> items);
 // Lets the gates of items that want one read a layer's attention input [rows of the forward,
 // hidden]. together: each gate reads all rows, whosesoever they are.
 void TakeGates(absl::Span<StepItem> items, const at::Tensor& input, int64_t layer, bool together);
+
+// Signals::final_hidden of an item, of the residual after the last block [rows of the forward,
+// hidden]. fp32 [num_rows, hidden], where the residual is.
+at::Tensor TakeFinalHidden(const StepItem& item, const at::Tensor& residual, const Model& model);
 
 // Signals::logit_entropy of rows of logits [n, vocab]. [n]
 at::Tensor EntropiesOf(const at::Tensor& logits);

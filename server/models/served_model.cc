@@ -6,6 +6,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/admission/unknown_policy.h"
+#include "runtime/text/sentence_ends.h"
 
 namespace epikv {
 namespace {
@@ -69,6 +70,7 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
   }
   model->source = std::move(source);
   model->tokenizer = *std::move(tokenizer);
+  loaded.shape.sentence_ends = SentenceEnds(*model->tokenizer);
   if (!loaded.chat_json.empty()) {
     absl::StatusOr<ChatFormats> chat = ChatFormats::FromJson(loaded.chat_json);
     if (!chat.ok()) return chat.status();

@@ -23,7 +23,7 @@ OUT = Path(__file__).parent / "policies"
 # Scores at a cut that are nearer than this (relative) say nothing of who is right.
 MIN_GAP = 1e-5
 MASK64 = (1 << 64) - 1
-KINDS = {"key": 1, "value": 2, "query": 3, "hidden": 4, "output": 5, "input": 6, "gate": 7}
+KINDS = {"key": 1, "value": 2, "query": 3, "hidden": 4, "output": 5, "input": 6, "gate": 7, "final": 8}
 GATE_WIDTH = 6
 
 
@@ -91,6 +91,14 @@ class World:
         """[tokens, hidden]"""
         width = 2 * self.shape.width
         return torch.tensor([row(self.seed, "input", layer, 0, t, width) for t in tokens])
+
+    def final_hidden(self, tokens: Sequence[int]) -> Tensor:
+        """[tokens, hidden]"""
+        width = 2 * self.shape.width
+        return torch.tensor([row(self.seed, "final", 0, 0, t, width) for t in tokens])
+
+    def token_id(self, token: int) -> int:
+        return mix(mix(self.seed) ^ token) % 12
 
     def output_projection(self, layer: int) -> Tensor:
         """W_O by query head; the residual stream is twice as wide as a head. [heads, width, hidden]"""

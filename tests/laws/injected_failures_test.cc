@@ -150,6 +150,9 @@ class PlentyModel final : public Model {
   at::Tensor output_projection(int64_t layer) const override {
     return model_->output_projection(layer);
   }
+  at::Tensor FinalNormed(const at::Tensor& residual) const override {
+    return model_->FinalNormed(residual);
+  }
 
  private:
   const std::shared_ptr<const Model> model_;

@@ -49,7 +49,8 @@ void ExpectSameRun(const Transcript& a, const Transcript& b) {
 
 bool NeedsTheForward(const PolicyTraits& traits) {
   for (Signal signal : {Signal::kPromptAttention, Signal::kQueries, Signal::kQueryMoments,
-                        Signal::kLogitEntropy, Signal::kResidualDistance, Signal::kGate}) {
+                        Signal::kLogitEntropy, Signal::kResidualDistance, Signal::kGate,
+                        Signal::kFinalHidden}) {
     if (traits.signals.Has(signal)) return true;
   }
   return false;

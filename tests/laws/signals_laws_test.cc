@@ -316,6 +316,21 @@ TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
           << "token " << t;
     }
   }
+  // x / rms(x), by the weight that the norm gives ones.
+  const double eps = harness.manifest().final_norm->eps;
+  const at::Tensor weight =
+      harness.model().FinalNormed(at::ones({1, harness.manifest().hidden_size}))[0].to(at::kDouble) *
+      std::sqrt(1 + eps);
+  const std::vector<int32_t> tokens = CachedTokens(options);
+  ASSERT_EQ(record.final_hidden.size(), observed);
+  for (size_t t = 0; t < observed; ++t) {
+    EXPECT_EQ(record.tokens[t], tokens[t]);
+    const at::Tensor x = steps[t].residuals.back().flatten().to(at::kDouble);
+    const at::Tensor expected = x / (x.square().mean() + eps).sqrt() * weight;
+    EXPECT_TRUE(at::allclose(at::tensor(record.final_hidden[t]).to(at::kDouble), expected, 1e-4,
+                             1e-4))
+        << "token " << t;
+  }
   // Of the decode tokens alone.
   ASSERT_EQ(record.residual.size(), observed - 24);
   for (size_t t = 24; t < observed; ++t) {

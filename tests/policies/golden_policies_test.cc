@@ -187,7 +187,8 @@ FakeSequence SequenceOf(const std::string& policy, const json& run) {
                    .num_kv_heads = shape["kv_heads"],
                    .key_width = shape["width"],
                    .value_width = shape["width"],
-                   .hidden_size = 2 * shape["width"].get<int64_t>()};
+                   .hidden_size = 2 * shape["width"].get<int64_t>(),
+                   .final_norm = true};
   const int64_t width = shape["width"];
   RopeShape rope;
   for (int64_t i = 0; i < width / 2; ++i) {

@@ -262,7 +262,8 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
   for (Signal signal : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys,
                         Signal::kValues, Signal::kPromptAttention, Signal::kQueries,
                         Signal::kOutputProjection, Signal::kQueryMoments, Signal::kLogitEntropy,
-                        Signal::kResidualDistance, Signal::kResidual, Signal::kGate}) {
+                        Signal::kResidualDistance, Signal::kResidual, Signal::kGate,
+                        Signal::kFinalHidden}) {
     if (TraitsOf(GetParam()).signals.Has(signal)) worlds.emplace(signal, good);
   }
   for (auto& [signal, world] : worlds) {
@@ -321,6 +322,11 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
     if (signal == Signal::kGate) {
       world.attention_input = [&](int64_t layer, int64_t token) {
         return token == kToken ? std::vector<float>(4, kNan) : good.attention_input(layer, token);
+      };
+    }
+    if (signal == Signal::kFinalHidden) {
+      world.final_hidden = [&](int64_t token) {
+        return token == kToken ? std::vector<float>(4, kNan) : good.final_hidden(token);
       };
     }
     if (signal == Signal::kAttentionRow) {

@@ -94,7 +94,8 @@ FakeSequence::Options Options(const Scenario& scenario) {
                    .num_heads = 1,
                    .num_kv_heads = 1,
                    .hidden_size = 2,
-                   .ropes = {{.inv_freq = {0}}}};
+                   .ropes = {{.inv_freq = {0}}},
+                   .final_norm = true};
   options.spec = FindPolicy(AllPolicies(), scenario.policy);
   EXPECT_NE(options.spec, nullptr) << "no policy '" << scenario.policy << "'";
   if (options.spec == nullptr) return options;
@@ -179,6 +180,12 @@ FakeWorld World(const Scenario& scenario, int64_t newest) {
   };
   world.attention_input = [&scenario](int64_t layer, int64_t token) {
     return std::vector<float>{1, Number(scenario, "input", absl::StrCat("_", layer), token)};
+  };
+  world.token_id = [&scenario](int64_t token) {
+    return static_cast<int32_t>(Number(scenario, "token", "", token));
+  };
+  world.final_hidden = [&scenario](int64_t token) {
+    return std::vector<float>{1, Number(scenario, "final", "", token)};
   };
   world.residual_distance = [&scenario](int64_t layer, int64_t token) {
     return Number(scenario, absl::StrCat("distance_", layer), "", token);

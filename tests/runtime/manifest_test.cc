@@ -31,6 +31,7 @@ Json Valid() {
                 "window": 16, "rope": 1, "output_projection": "layers.1.o"},
                {"key_width": 8, "value_width": 16, "scale": 1, "soft_cap": null,
                 "window": null, "rope": 1, "output_projection": "layers.2.o"}],
+    "final_norm": {"weight": "norm.w", "eps": 1e-5, "wide": true, "offset": 1},
     "calibration": {"policy": "epikv_flat", "layer_a": 0, "layer_b": 1, "sign": -1, "window": 32,
                     "confirmed": true, "figures": {"anything": [1, 2]}},
     "sampling": {"temperature": 0.5, "top_p": 0.75, "top_k": 20, "min_p": 0.25, "typical_p": 1,
@@ -66,6 +67,11 @@ TEST(ManifestTest, AllFieldsAreRead) {
   EXPECT_EQ(m->layers[1].window, 16);
   EXPECT_EQ(m->layers[1].rope, 1);
   EXPECT_EQ(m->layers[1].output_projection, "layers.1.o");
+  ASSERT_TRUE(m->final_norm.has_value());
+  EXPECT_EQ(m->final_norm->weight, "norm.w");
+  EXPECT_EQ(m->final_norm->eps, 1e-5);
+  EXPECT_TRUE(m->final_norm->wide);
+  EXPECT_EQ(m->final_norm->offset, 1);
   ASSERT_TRUE(m->calibration.has_value());
   EXPECT_EQ(m->calibration->policy, "epikv_flat");
   EXPECT_EQ(m->calibration->layer_a, 0);
@@ -99,8 +105,10 @@ TEST(ManifestTest, NullMeansNone) {
   json["bos_token_id"] = nullptr;
   json["eos_token_ids"] = Json::array();
   json["calibration"] = nullptr;
+  json["final_norm"] = nullptr;
   const auto m = Manifest::Parse(json.dump());
   ASSERT_TRUE(m.ok()) << m.status();
+  EXPECT_EQ(m->final_norm.has_value(), false);
   EXPECT_EQ(m->bos_token, std::nullopt);
   EXPECT_TRUE(m->eos_tokens.empty());
   EXPECT_FALSE(m->calibration.has_value());
@@ -165,6 +173,11 @@ TEST(ManifestTest, EveryRangeIsChecked) {
       {"/layers/1/window", 0, "layers[1].window must be"},
       {"/layers/1/rope", 2, "layers[1].rope must be an integer in [0, 1], is 2"},
       {"/layers/2/output_projection", nullptr, "layers[2].output_projection must be a string"},
+      {"/final_norm", 3, "final_norm must be an object"},
+      {"/final_norm/weight", "", "final_norm.weight must be a string, not empty"},
+      {"/final_norm/eps", 0, "final_norm.eps must be a number above 0"},
+      {"/final_norm/wide", 1, "final_norm.wide must be true or false"},
+      {"/final_norm/offset", 1e300, "final_norm.offset must be a number in ["},
       {"/calibration", 3, "calibration must be an object"},
       {"/calibration/policy", "", "calibration.policy must be"},
       {"/calibration/layer_a", 2, "calibration.layer_a must be an integer in [0, 1], is 2"},
@@ -209,7 +222,8 @@ std::vector<std::string> Pointers(const Json& json, const std::string& path = ""
 TEST(ManifestTest, EveryMissingFieldIsNamed) {
   for (const std::string& pointer : Pointers(Valid())) {
     if (pointer.find("figures") != std::string::npos || pointer == "/format") continue;
-    if (pointer.find("/sampling") == 0) continue;  // which older files lack
+    // Which older files lack.
+    if (pointer.find("/sampling") == 0 || pointer == "/final_norm") continue;
     const Json::json_pointer at(pointer);
     Json json = Valid();
     json[at.parent_pointer()].erase(at.back());

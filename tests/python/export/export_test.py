@@ -14,7 +14,7 @@ from epikv.cli import main
 from epikv.export import ExportError, export, exporter, load, random_model
 from epikv.export.contract import violations
 from epikv.export.decoder import LanguageModel, build
-from epikv.export.manifest import Manifest
+from epikv.export.manifest import FinalNorm, Manifest
 from epikv.export.operators import KvCache, Step, forward, running
 from epikv.export.parity import load_reference, random_prompts
 from epikv.export.quantize import quantize
@@ -210,6 +210,9 @@ def test_manifest_says_what_the_model_is(directory: Path, tmp_path: Path) -> Non
     assert len(manifest.ropes[0].inv_freq) == manifest.layers[0].key_width / 2 == 4
     names = dict(module.named_parameters())
     assert all(names[layer.output_projection].shape == (32, 32) for layer in manifest.layers)
+    stored = load_file(directory / "model.safetensors")
+    assert manifest.final_norm == FinalNorm("model.norm.weight", 1e-6, wide=False, offset=0)
+    assert names[manifest.final_norm.weight].equal(stored["model.norm.weight"])
     assert json.loads(tokenizer)["model"]["type"] == "WordLevel"
 
 

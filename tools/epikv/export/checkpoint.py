@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedConfig
 
 from epikv.export import chat
-from epikv.export.decoder import ACTIVATIONS, Shape
+from epikv.export.decoder import ACTIVATIONS, FINAL_NORM, Shape
 from epikv.export.errors import ExportError
 from epikv.export.families import (
     FAMILIES,
@@ -23,7 +23,7 @@ from epikv.export.families import (
     shape_of,
     stored_as,
 )
-from epikv.export.manifest import Calibration, Manifest
+from epikv.export.manifest import Calibration, FinalNorm, Manifest
 from epikv.export.sampling import sampling_of
 from epikv.export.weights import Stored, Weights
 
@@ -89,6 +89,7 @@ class Checkpoint:
     def manifest(self, name: str, dtype: str, quantization: str | None = None) -> Manifest:
         config = self.config
         ropes, layers = attention_of(self.family, config)
+        norm = self.shape(dtype).norm
         return Manifest(
             name=name,
             architecture=self.architecture,
@@ -102,6 +103,7 @@ class Checkpoint:
             eos_token_ids=self.eos,
             ropes=ropes,
             layers=layers,
+            final_norm=FinalNorm(FINAL_NORM, norm.eps, norm.wide, norm.offset),
             calibration=self.calibration,
             weights=self.stored.digest(),
             quantization=quantization,

@@ -199,6 +199,9 @@ class LanguageModel(nn.Module):
         return self.cap(self.scale(self.lm_head(self.model(token_ids, last)).float()))
 
 
+FINAL_NORM = "model.norm.weight"  # the parameter name
+
+
 def output_projection(layer: int) -> str:
     """The parameter name of W_O."""
     return f"model.layers.{layer}.self_attn.o_proj.weight"

@@ -34,6 +34,16 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class FinalNorm:
+    """The norm before the head, as the operator `epikv::rms_norm` has it."""
+
+    weight: str  # name of the parameter in the module
+    eps: float
+    wide: bool
+    offset: float
+
+
+@dataclass(frozen=True)
 class Calibration:
     """The layers and sign with which `policy` ranks this model's tokens, and what they achieved."""
 
@@ -61,6 +71,7 @@ class Manifest:
     ropes: list[Rope]
     layers: list[Layer]
     calibration: Calibration | None = None
+    final_norm: FinalNorm | None = None  # None in older files, and of norms of another kind
     weights: str | None = None  # digest of the checkpoint's tensors; None in older files
     quantization: str | None = None  # of the linears: "int8" or "int4"; None: as `dtype` says
     # What requests that say nothing sample with; fields of SamplingParams in generation.proto.
@@ -76,6 +87,8 @@ class Manifest:
         fields = json.loads(text)
         fields["ropes"] = [Rope(**rope) for rope in fields["ropes"]]
         fields["layers"] = [Layer(**layer) for layer in fields["layers"]]
+        if fields.get("final_norm") is not None:
+            fields["final_norm"] = FinalNorm(**fields["final_norm"])
         if fields["calibration"] is not None:
             fields["calibration"] = Calibration(**fields["calibration"])
         return cls(**fields)
