@@ -58,6 +58,10 @@ class CacheView {
   // first: the last row is of newest(). [w, num_heads, width], w <= PolicyTraits::window; fewer
   // while fewer tokens have been cached. Declared by Signal::kQueries.
   virtual at::Tensor queries(int64_t layer) const = 0;
+  // The queries of the tokens that were told ahead, as if they came behind newest(), oldest first:
+  // such a query sees all that is cached, but for a layer's window. [m, num_heads, width], m <=
+  // PolicyTraits::lookahead; 0 but in the round at a prompt's end.
+  virtual at::Tensor lookahead(int64_t layer) const = 0;
   virtual AttentionFacts attention(int64_t layer) const = 0;
   // Of the queries of all tokens from this one on, before RoPE: the first tokens' are outliers.
   // fp32; the covariance divides by count. Declared by Signal::kQueryMoments.

@@ -54,23 +54,28 @@ at::Tensor Lane::ToSlots(const at::Tensor& in_birth_order) {
 }
 
 const at::Tensor& Lane::queries() {
-  if (!queries_.defined()) {
-    queries_ = cache_.queries(layer_)
-                   .narrow(1, head_ * group(), group())
-                   .transpose(0, 1)
-                   .to(at::kFloat)
-                   .contiguous();
-  }
+  if (!queries_.defined()) queries_ = OwnHeads(cache_.queries(layer_));
   return queries_;
+}
+
+const at::Tensor& Lane::lookahead() {
+  if (!lookahead_.defined()) lookahead_ = OwnHeads(cache_.lookahead(layer_));
+  return lookahead_;
+}
+
+at::Tensor Lane::OwnHeads(const at::Tensor& queries) const {
+  return queries.narrow(1, head_ * group(), group()).transpose(0, 1).to(at::kFloat).contiguous();
 }
 
 at::Tensor Lane::Logits(int64_t count) {
   const AttentionFacts attention = cache_.attention(layer_);
-  const at::Tensor asking = queries().narrow(1, queries().size(1) - count, count);
+  at::Tensor asking = queries().narrow(1, queries().size(1) - count, count);
+  const int64_t ahead = lookahead().size(1);
+  if (ahead > 0) asking = at::cat({asking, lookahead()}, 1);
   at::Tensor logits = Products(asking, keys()).mul_(attention.scale);
   SoftCap(logits, attention);
   const int64_t first = cache_.newest() + 1 - count;  // token of the oldest query
-  const at::Tensor asked = at::arange(first, cache_.newest() + 1, at::kLong).unsqueeze(1);
+  const at::Tensor asked = at::arange(first, cache_.newest() + 1 + ahead, at::kLong).unsqueeze(1);
   // Hides those tokens among `slots`, a few of all, for which `unseen` [count, slots] holds.
   auto hide = [&](const at::Tensor& slots, const at::Tensor& unseen) {
     logits.index_copy_(-1, slots,
@@ -81,7 +86,8 @@ at::Tensor Lane::Logits(int64_t count) {
   const at::Tensor young = (index() > first).nonzero().squeeze(1);
   hide(young, index().index_select(0, young) > asked);
   if (attention.window.has_value()) {
-    const at::Tensor old = (index() <= cache_.newest() - *attention.window).nonzero().squeeze(1);
+    const at::Tensor old =
+        (index() <= cache_.newest() + ahead - *attention.window).nonzero().squeeze(1);
     hide(old, index().index_select(0, old) <= asked - *attention.window);
   }
   return logits;

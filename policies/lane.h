@@ -34,11 +34,14 @@ class Lane {
 
   // Of the newest w tokens, oldest first. [group, w, key_width]
   const at::Tensor& queries();
-  // Of the newest `count` queries: logits as the layer has them, soft-capped; -inf where the query
-  // does not see the token, which is younger or beyond the layer's window. [group, count, n]
+  // Of tokens that were told ahead: CacheView::lookahead. [group, m, key_width]
+  const at::Tensor& lookahead();
+  // Of the newest `count` queries, and behind them of those told ahead: logits as the layer has
+  // them, soft-capped; -inf where the query does not see the token, which is younger or beyond the
+  // layer's window. [group, count + m, n]
   at::Tensor Logits(int64_t count);
-  const at::Tensor& window_logits();  // of all w
-  // The softmax of that over all n. [group, w, n]
+  const at::Tensor& window_logits();  // of all w, and m
+  // The softmax of that over all n. [group, w + m, n]
   const at::Tensor& window_attention();
   // Tokens of the window that are still cached: the newest of the lane.
   int64_t window_tokens();
@@ -55,8 +58,11 @@ class Lane {
  private:
   CacheView& cache_;
   const int64_t layer_, head_;
-  at::Tensor index_, keys_, values_, by_birth_, queries_, window_logits_, window_attention_,
-      unscored_;
+  // Of a layer's query heads, those of the lane. [count, num_heads, width] -> [group, count, width]
+  at::Tensor OwnHeads(const at::Tensor& queries) const;
+
+  at::Tensor index_, keys_, values_, by_birth_, queries_, lookahead_, window_logits_,
+      window_attention_, unscored_;
 };
 
 // Softmax over the last dimension; zeros where no logit is above -inf: such a query gave nothing to

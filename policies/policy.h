@@ -68,6 +68,13 @@ class Policy {
   // After each step, for every sequence that cached something.
   virtual void Observe(absl::Span<SequenceStep> steps) const {}
 
+  // Of a policy that declares PolicyTraits::lookahead: what the copy of a prompt's cache leaves out,
+  // over which tokens are told ahead. Of each lane as much as it is over its budget, or its share of
+  // one, at least; else as in an answer of Evict, and nothing is dropped.
+  virtual Eviction Draft(const EvictionTask& task) const {
+    return {.status = absl::UnimplementedError("it drafts nothing")};
+  }
+
   // For the sequences over budget + slack. One Eviction for each task, in order.
   virtual std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const = 0;
 };

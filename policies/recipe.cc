@@ -12,6 +12,8 @@ namespace epikv {
 extern const DecoratorSpec kCaote;
 extern const DecoratorSpec kCritical;
 extern const DecoratorSpec kFastCaote;
+extern const DecoratorSpec kInertia;
+extern const DecoratorSpec kTwin;
 extern const DecoratorSpec kVatp;
 
 namespace {
@@ -20,6 +22,8 @@ constexpr const DecoratorSpec* kDecorators[] = {
     &kCaote,      //
     &kCritical,   //
     &kFastCaote,  //
+    &kInertia,    //
+    &kTwin,       //
     &kVatp,       //
 };
 

@@ -25,6 +25,8 @@ extern const PolicySpec kKvValueVariance;
 extern const PolicySpec kKvzap;
 extern const PolicySpec kLagkv;
 extern const PolicySpec kLaprox;
+extern const PolicySpec kLaq;
+extern const PolicySpec kLaqPlus;
 extern const PolicySpec kLongflow;
 extern const PolicySpec kObcache;
 extern const PolicySpec kOracle;
@@ -73,6 +75,8 @@ PolicyCatalog AllPolicies() {
       &kKvzap,               //
       &kLagkv,               //
       &kLaprox,              //
+      &kLaq,                 //
+      &kLaqPlus,             //
       &kLongflow,            //
       &kObcache,             //
       &kOracle,              //

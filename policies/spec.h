@@ -187,6 +187,10 @@ struct PolicyTraits {
   // If not 0, a round happens at the prompt's end besides, and at every so many tokens from then
   // on, whatever lanes hold: of a policy that drops what it has no use for.
   int64_t rounds_every = 0;
+  // If not 0, and a prompt is over the budget: before the round at its end, so many tokens are told
+  // ahead over the cache that Policy::Draft leaves: the first that was sampled, and greedy ones
+  // behind it. CacheView::lookahead has their queries in that round. With kQueries, kHead and kAtEnd alone.
+  int64_t lookahead = 0;
   PublishedProtection published;
   // Bytes of the policy's own state: per cached token of a sequence, and fixed.
   int64_t state_bytes_per_token = 0;

@@ -33,8 +33,8 @@ at::Tensor PoolNeighbours(const at::Tensor& x, int64_t kernel, const std::string
 // Of the tokens before the window, in birth order: [..., n] by slot -> [..., before].
 at::Tensor BeforeWindow(Lane& lane, const at::Tensor& x);
 
-// The scores of the tokens before the window, in birth order, as those of all [n], by slot. Tokens
-// of the window get the highest score of the others.
+// The scores of a lane's oldest tokens, those before a window, in birth order, as those of all [n],
+// by slot. Tokens of the window get the highest score of the others.
 at::Tensor WithWindow(Lane& lane, const at::Tensor& score);
 
 // Scores of a lane from those of its query heads, `by_head` [group, n] by slot: of the tokens

@@ -1,5 +1,6 @@
 #include <ATen/ATen.h>
 
+#include "policies/lookahead.h"
 #include "policies/recipe.h"
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
@@ -10,7 +11,7 @@ namespace {
 const ParamSpec kLaproxParams[] = {
     WindowParam(32),  PoolKernelParam(7),           PoolModeParam("avg"),
     GqaParam("mean"), AllocatorParam("model_pool"), FloorParam(0),
-    SlackParam(63),
+    QueriesParam(), PseudoTokensParam(), DraftParam(), SlackParam(63),
 };
 
 // |v_i W_O[h]|_2 of every token for each query head of the lane, from the Gram matrix of W_O.
@@ -25,6 +26,8 @@ class LaProx final : public ScoredPolicy {
  public:
   explicit LaProx(const Params& params)
       : ScoredPolicy(Recipe::Of(params, Granularity::kHead)), params_(params) {}
+
+  Eviction Draft(const EvictionTask& task) const override { return DraftOf(task, params_); }
 
  private:
   at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
@@ -70,7 +73,10 @@ extern constinit const PolicySpec kLaprox{
         },
     .traits =
         [](const Params& params, const ModelShape&) {
-          return WindowTraits(params, Signal::kValues | Signal::kOutputProjection);
+          PolicyTraits traits =
+              WindowTraits(params, Signal::kValues | Signal::kOutputProjection);
+          AddLookahead(params, traits);
+          return traits;
         },
     .lane_budgets = &RecipeLaneBudgets,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

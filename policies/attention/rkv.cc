@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "policies/lookahead.h"
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
 
@@ -16,7 +17,7 @@ constexpr absl::string_view kRedundancies[] = {"exact", "linear"};
 
 const ParamSpec kRkvParams[] = {
     LambdaParam(0.5),  WindowParam(8),   PoolKernelParam(7),
-    RedundancyParam(), RkvCompatParam(), SlackParam(127),
+    RedundancyParam(), RkvCompatParam(), QueriesParam(), PseudoTokensParam(), DraftParam(), SlackParam(127),
 };
 
 constexpr float kDuplicate = 0.5;  // a cosine above it
@@ -104,11 +105,15 @@ std::vector<int64_t> NewestDuplicates(Lane& lane, const at::Tensor& unit) {
 
 class Rkv final : public ScoredPolicy {
  public:
-  explicit Rkv(const Params& params) : ScoredPolicy(Granularity::kHead), score_(params) {}
+  explicit Rkv(const Params& params)
+      : ScoredPolicy(Granularity::kHead), params_(params), score_(params) {}
+
+  Eviction Draft(const EvictionTask& task) const override { return DraftOf(task, params_); }
 
  private:
   at::Tensor Score(const EvictionTask&, Lane& lane) const override { return score_.Of(lane); }
 
+  const Params params_;
   const RkvScore score_;
 };
 
@@ -199,6 +204,7 @@ extern constinit const PolicySpec kRkv{
           PolicyTraits traits = WindowTraits(params);
           traits.published.prompt = false;
           RkvScore::AddColumns(params, traits);
+          AddLookahead(params, traits);
           return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

@@ -1,3 +1,4 @@
+#include "policies/lookahead.h"
 #include "policies/recipe.h"
 #include "policies/scored_policy.h"
 #include "policies/window_score.h"
@@ -7,7 +8,8 @@ namespace {
 
 const ParamSpec kSnapkvParams[] = {
     WindowParam(64),  PoolKernelParam(5), PoolModeParam("avg"), GqaParam("mean"), DecorateParam(),
-    AllocatorParam(), FloorParam(),       SelectParam(),        ThresholdParam(), SlackParam(63),
+    AllocatorParam(), FloorParam(),       SelectParam(),        ThresholdParam(), QueriesParam(),
+    PseudoTokensParam(), DraftParam(), SlackParam(63),
 };
 
 // Published for prompts; the same score ranks decoded tokens, in rounds of 64 (as in arXiv
@@ -16,6 +18,8 @@ class SnapKv final : public ScoredPolicy {
  public:
   explicit SnapKv(const Params& params)
       : ScoredPolicy(Recipe::Of(params, Granularity::kHead)), params_(params) {}
+
+  Eviction Draft(const EvictionTask& task) const override { return DraftOf(task, params_); }
 
  private:
   at::Tensor Score(const EvictionTask& task, Lane& lane) const override {
@@ -42,7 +46,12 @@ extern constinit const PolicySpec kSnapkv{
           status.Update(CheckRecipe(params, {ScoreKind::kMass, Comparable::kModel}));
           return status;
         },
-    .traits = [](const Params& params, const ModelShape&) { return WindowTraits(params); },
+    .traits =
+        [](const Params& params, const ModelShape&) {
+          PolicyTraits traits = WindowTraits(params);
+          AddLookahead(params, traits);
+          return traits;
+        },
     .lane_budgets = &RecipeLaneBudgets,
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {
       return std::make_shared<SnapKv>(params);

@@ -39,4 +39,15 @@ KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, i
   return demand;
 }
 
+void AddLookahead(const Request& request, const KvLayout& layout, KvDemand& demand) {
+  const int64_t prefill = request.prefill_tokens(), ahead = request.traits.lookahead;
+  const bool over = std::any_of(demand.budget.begin(), demand.budget.end(),
+                                [&](int64_t budget) { return budget < prefill; });
+  if (ahead == 0 || !over) return;
+  for (const int64_t budget : demand.budget) {
+    demand.lookahead.push_back(std::min(budget, prefill) + ahead);
+  }
+  demand.prefill_bytes += BytesOf(layout, demand.lookahead) + layout.step_bytes_per_row;
+}
+
 }  // namespace epikv

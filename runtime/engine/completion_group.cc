@@ -17,6 +17,7 @@ void CompletionGroup::Add(const Sequence& s, const Finished& closed) {
   total.timings.time_to_first_token = closed.timings.time_to_first_token;
   total.timings.decode = std::max(total.timings.decode, closed.timings.decode);
   total.timings.eviction += closed.timings.eviction;
+  total.timings.pass = std::max(total.timings.pass, closed.timings.pass);
   if (s.completion != 0) return;
   total.reason = closed.reason;
   total.stop_string = closed.stop_string;

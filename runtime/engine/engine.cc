@@ -169,7 +169,9 @@ bool Engine::Step(absl::Duration waited) {
 
   for (size_t i = 0; i < items.size(); ++i) {
     if (outcomes[i].status.ok()) {
-      (items[i].decode ? step.decode_tokens : step.prefill_tokens) += items[i].tokens.size();
+      (items[i].pass     ? step.pass_tokens
+       : items[i].decode ? step.decode_tokens
+                         : step.prefill_tokens) += std::ssize(items[i].tokens);
     }
     if (sequences[i]->finished) continue;  // with another of its completions
     Guard(*sequences[i], [&] { Deliver(*sequences[i], items[i], std::move(outcomes[i])); });
@@ -181,7 +183,8 @@ bool Engine::Step(absl::Duration waited) {
   executor_->AddStageTimes(step);
 
   DropFinished();
-  pace_.OnStep(waited + (now_() - begin), step.prefill_tokens, step.decode_tokens);
+  pace_.OnStep(waited + (now_() - begin), step.prefill_tokens,
+               step.decode_tokens + step.pass_tokens);
   step.sequences = static_cast<int64_t>(items.size());
   clock.ChargeTotal();
   Report(step);
@@ -350,10 +353,15 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
   std::vector<SequenceView> views;
   views.reserve(running.size());
   for (const SequencePtr& s : running) {
-    views.push_back({.prefill_tokens = s->request.prefill_tokens(),
-                     .cached_tokens = s->cached,
-                     .ready = s->sink->Ready(),
-                     .tenant = s->request.scheduling.tenant});
+    SequenceView view{.prefill_tokens = s->request.prefill_tokens(),
+                      .cached_tokens = s->cached,
+                      .ready = s->sink->Ready(),
+                      .tenant = s->request.scheduling.tenant};
+    if (s->pass.size() > 1) {  // it runs as a prompt does
+      view.prefill_tokens = std::ssize(s->pass);
+      view.cached_tokens = s->pass_done;
+    }
+    views.push_back(view);
   }
   turns_.Set(absl::MakeSpan(views));
   const std::vector<PlannedItem> plan = Plan(views, options_.scheduler);
@@ -409,6 +417,10 @@ void Engine::Fail(const absl::Status& status) {
 
 void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) {
   if (!outcome.status.ok()) return Finish(s, FinishReason::kError, std::move(outcome.status));
+  if (item.pass) {
+    s.pass_done += std::ssize(item.tokens);
+    return;
+  }
   s.cached += static_cast<int64_t>(item.tokens.size());
   Delta delta{.prompt = std::move(outcome.prompt)};
   const bool whole_prompt = item.first == 0 && item.ends_prefill;
@@ -554,20 +566,27 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
     Guard(s, [&] { OnSettled(s, live[i], std::move(outcomes[i])); });
   }
   for (size_t i = 0; i < live.size(); ++i) {
-    if (live[i].completions <= 1 || owners[i]->finished) continue;
+    if (live[i].completions <= 1 || owners[i]->finished || !owners[i]->pass.empty()) continue;
     Guard(*owners[i], [&] { ForkCompletions(*owners[i]); });
   }
 }
 
 void Engine::OnSettled(Sequence& s, const WorkItem& item, SettleOutcome outcome) {
   if (!outcome.status.ok()) return Finish(s, FinishReason::kError, std::move(outcome.status));
-  if (item.ends_prefill) ledger_.Shrink(s.id, s.request.demand.decode_bytes);
+  const bool more = !outcome.pass.empty();
+  if (item.ends_prefill && more) s.pass_begin = now_();
+  if (item.pass && s.pass_done < std::ssize(s.pass)) return;  // the rest of these tokens comes first
+  if (item.pass && !more) s.pass_time = now_() - s.pass_begin;
+  s.pass = std::move(outcome.pass);
+  s.pass_done = 0;
+  if (more) return;
+  if (item.ends_prefill || item.pass) ledger_.Shrink(s.id, s.request.demand.decode_bytes);
   if (outcome.evicted_entries == 0) return;
   ++s.rounds;
   s.evicted_entries += outcome.evicted_entries;
   ObserverOf(s).OnEvicted({.request = s.request,
                            .entries = outcome.evicted_entries,
-                           .in_prefill = !item.decode,
+                           .in_prefill = item.in_prefill(),
                            .time = outcome.eviction_time,
                            .attention_mass = outcome.attention_mass});
   if (s.request.output.kv_trace) DeliverTrace(s, std::move(outcome.trace));
@@ -667,6 +686,7 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
     finished.timings.decode = s.last_token - s.first_token;
   }
   finished.timings.eviction = s.eviction_time;
+  finished.timings.pass = s.pass_time;
   finished.kv.evicted_entries = s.evicted_entries;
   finished.kv.rounds = s.rounds;
   if (!s.open && s.group != nullptr) {  // ended with its first token

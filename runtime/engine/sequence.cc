@@ -44,6 +44,15 @@ int64_t Sequence::completions() const {
 }
 
 WorkItem Sequence::NextWork(int64_t count, int64_t prefill_chunk_tokens) const {
+  if (!pass.empty()) {
+    return {.id = id,
+            .request = &request,
+            .tokens = absl::MakeConstSpan(pass).subspan(pass_done, count),
+            .first = cached + pass_done,
+            .decode = pass.size() == 1,
+            .pass = true,
+            .completions = request.completions()};
+  }
   const int64_t prompt = static_cast<int64_t>(request.prompt.size());
   const int64_t prefill = request.prefill_tokens();
   const int64_t end = cached + count;

@@ -38,6 +38,12 @@ struct Sequence {
   std::optional<StopMatch> stop;
   bool open = false;  // holds KV
   bool finished = false;
+  // The scratch pass at the prompt's end: tokens that run now, and how many of them have. Empty:
+  // none.
+  std::vector<int32_t> pass;
+  int64_t pass_done = 0;
+  absl::Time pass_begin;
+  absl::Duration pass_time;
   int64_t rounds = 0, evicted_entries = 0, trace_victims = 0;
   bool trace_truncated = false;
   absl::Time admitted, first_token, last_token;

@@ -41,6 +41,15 @@ const absl::Status& NoMemory() {
   return status;
 }
 
+// The pool's name for the copy of a sequence over which tokens are told ahead: one that no sequence
+// has.
+SequenceId CopyOf(SequenceId id) { return SequenceId{-1 - static_cast<int64_t>(id)}; }
+
+// Of the last row of logits.
+int32_t Likeliest(const at::Tensor& logits) {
+  return static_cast<int32_t>(logits[logits.size(0) - 1].argmax().item<int64_t>());
+}
+
 // Whether a round is due though lanes are within their budgets.
 bool UnaskedRound(const WorkItem& item, const PolicyTraits& traits) {
   if (traits.rounds_every == 0) return false;
@@ -148,11 +157,15 @@ absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
 // Whether this step ends in a round whose victims' attention is to be measured.
 bool Executor::MassDue(const OpenSequence& sequence, const WorkItem& work) const {
   const PolicyTraits& traits = sequence.request.traits;
-  if (options_.mass_interval == 0 || !work.decode || !traits.evicts) return false;
+  if (options_.mass_interval == 0 || work.in_prefill() || !traits.evicts) return false;
   if (sequence.mass_at.has_value() && work.first - *sequence.mass_at < options_.mass_interval) {
     return false;
   }
   return sequence.cache.OverBudget(traits.slack, /*coming=*/1) || UnaskedRound(work, traits);
+}
+
+OpenSequence& Executor::SequenceOf(const WorkItem& work) {
+  return work.pass ? lookaheads_.at(work.id)->sequence : *open_.at(work.id);
 }
 
 std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
@@ -160,11 +173,11 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
   std::vector<StepItem> step;
   step.reserve(items.size());
   for (const WorkItem& work : items) {
-    StepItem item{.work = &work, .sequence = open_.at(work.id).get()};
+    StepItem item{.work = &work, .sequence = &SequenceOf(work)};
     const SequenceCache& cache = item.sequence->cache;
     for (int64_t t = 0; t < cache.num_tables(); ++t) {
       item.slots.push_back(cache.table(t).NextSlot());
-      item.positions.push_back(cache.NextPosition(t, work.first));
+      item.positions.push_back(cache.NextPosition(t, cache.newest() + 1));
     }
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
@@ -178,7 +191,7 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
       item.sequence->attention_rows.Resize(item.used);
     }
     // Decoding and reading the same tokens, bits may differ.
-    if (!(work.decode && options_.deterministic) &&
+    if (!work.pass && !(work.decode && options_.deterministic) &&
         prefixes_.Wants(item.sequence->prefix, item.sequence->request, cache,
                         work.first + item.num_rows())) {
       item.last_residuals.resize(shape_.num_layers * shape_.hidden_size);
@@ -225,7 +238,7 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
   for (StepItem& item : step) {
     try {
       outcomes.push_back(Finish(item));
-      if (outcomes.back().status.ok()) KeepPrefix(item);
+      if (outcomes.back().status.ok() && !item.work->pass) KeepPrefix(item);
     } catch (const std::exception& e) {  // its own alone: the others have committed
       outcomes.resize(&item - step.data());
       outcomes.push_back({.status = OwnFailure("sampling", e)});
@@ -250,7 +263,7 @@ void Executor::KeepPrefix(const StepItem& item) {
 ForwardOutcome Executor::Finish(StepItem& item) {
   const WorkItem& work = *item.work;
   OpenSequence& sequence = *item.sequence;
-  sequence.cache.Append(work.first, item.num_rows());
+  sequence.cache.Append(sequence.cache.newest() + 1, item.num_rows());
   sequence.tap.Commit(work.decode);
   if (item.wants_queries()) sequence.queries.Commit(item.num_rows());
   if (item.wants(Signal::kQueryMoments)) sequence.moments.Commit();
@@ -261,6 +274,10 @@ ForwardOutcome Executor::Finish(StepItem& item) {
   if (item.wants(Signal::kFinalHidden)) sequence.final_hidden = Floats(item.final_hidden);
 
   ForwardOutcome outcome;
+  if (work.pass) {
+    lookaheads_.at(work.id)->next = Likeliest(item.logits);
+    return outcome;
+  }
   if (sequence.request.output.residual_steps) {
     const absl::Span<const float> steps = sequence.tap.steps();
     outcome.residual_steps.assign(steps.begin(), steps.end());
@@ -277,6 +294,9 @@ ForwardOutcome Executor::Finish(StepItem& item) {
       return outcome;
     }
     outcome.outputs.push_back(*std::move(output));
+  }
+  if (work.ends_prefill && !outcome.outputs.empty()) {
+    sequence.first_output = outcome.outputs.front().token;
   }
   for (int64_t completion = 1; completion < work.completions; ++completion) {
     absl::StatusOr<OutputToken> output =
@@ -304,6 +324,7 @@ std::vector<SettleOutcome> Executor::Settle(absl::Span<const WorkItem> items) {
 }
 
 SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) {
+  if (item.pass) return SettleLookahead(sequence, item);
   const PolicyTraits& traits = sequence.request.traits;
   SettleOutcome outcome;
   if (traits.evicts) {
@@ -317,18 +338,53 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
         item.evicts_prefill && (traits.prompt != PromptEviction::kAtEnd || item.ends_prefill);
     const int64_t slack = item.decode ? traits.slack : 0;
     const bool due = sequence.cache.OverBudget(slack) || UnaskedRound(item, traits);
+    if (outcome.status.ok() && item.ends_prefill && due && traits.lookahead > 0) {
+      outcome.status = BeginLookahead(sequence, item.id, view);
+      if (outcome.status.ok()) outcome.pass = {sequence.first_output};
+      return outcome;
+    }
     if (outcome.status.ok() && (item.decode || in_prefill) && due) {
       outcome.status =
           RunRound(sequence, item, view, mass_of_ == item.id ? &mass_rows_ : nullptr, outcome);
     }
     if (!outcome.status.ok()) return outcome;
   }
-  if (item.ends_prefill) {
-    sequence.cache.ShrinkToDecode();
-    sequence.turned = at::Tensor();  // of a whole prompt
-    sequence.gate = {};              // of its last chunk, as the next
-    sequence.final_hidden = {};
+  if (item.ends_prefill) EndPrompt(sequence);
+  return outcome;
+}
+
+void Executor::EndPrompt(OpenSequence& sequence) {
+  sequence.cache.ShrinkToDecode();
+  sequence.turned = at::Tensor();  // of a whole prompt
+  sequence.gate = {};              // of its last chunk, as the next
+  sequence.final_hidden = {};
+}
+
+absl::Status Executor::BeginLookahead(OpenSequence& sequence, SequenceId id, PolicyView& view) {
+  const absl::StatusOr<SequenceCache::Slots> left_out = AskDraft(sequence, view);
+  if (!left_out.ok()) return left_out.status();
+  lookaheads_[id] = std::make_unique<Lookahead>(CopyOf(id), sequence.request, sequence, *left_out,
+                                                shape_, ElementBytes(pool_.format().model));
+  return absl::OkStatus();
+}
+
+SettleOutcome Executor::SettleLookahead(OpenSequence& sequence, const WorkItem& item) {
+  Lookahead& lookahead = *lookaheads_.at(item.id);
+  const std::vector<int32_t>& ends = model_->manifest().eos_tokens;
+  SettleOutcome outcome;
+  --lookahead.left;
+  if (lookahead.left > 0 && std::find(ends.begin(), ends.end(), lookahead.next) == ends.end()) {
+    outcome.pass = {lookahead.next};
+    return outcome;
   }
+  const SequenceCache& copy = lookahead.sequence.cache;
+  sequence.peak_entries = sequence.cache.entries() + copy.entries();
+  sequence.peak_bytes = sequence.cache.bytes() + copy.bytes();
+  PolicyView view(sequence, pool_, *model_, output_grams_, &lookahead.sequence.queries);
+  outcome.status = RunRound(sequence, item, view, /*mass_rows=*/nullptr, outcome);
+  if (!outcome.status.ok()) return outcome;
+  lookaheads_.erase(item.id);
+  EndPrompt(sequence);
   return outcome;
 }
 
@@ -345,6 +401,7 @@ absl::Status Executor::Fork(SequenceId parent, SequenceId child, const Request& 
     return OwnFailure("a completion could not be begun", e);
   }
   from.cache.ForgetPeak();
+  from.peak_entries = from.peak_bytes = 0;
   return absl::OkStatus();
 }
 
@@ -353,18 +410,29 @@ CacheFacts Executor::Facts(SequenceId id) const {
   if (found == open_.end()) return {};  // Open failed
   const SequenceCache& cache = found->second->cache;
   CacheFacts facts{.entries = cache.entries(),
-                   .peak_entries = cache.peak_entries(),
+                   .peak_entries = std::max(cache.peak_entries(), found->second->peak_entries),
                    .bytes = cache.bytes(),
-                   .peak_bytes = cache.peak_bytes()};
+                   .peak_bytes = std::max(cache.peak_bytes(), found->second->peak_bytes)};
+  if (const auto ahead = lookaheads_.find(id); ahead != lookaheads_.end()) {
+    const SequenceCache& copy = ahead->second->sequence.cache;
+    facts.entries += copy.entries();
+    facts.bytes += copy.bytes();
+    facts.peak_entries = std::max(facts.peak_entries, facts.entries);
+    facts.peak_bytes = std::max(facts.peak_bytes, facts.bytes);
+  }
   if (found->second->request.output.kept) facts.kept = cache.KeptIndexes();
   return facts;
 }
 
-void Executor::Close(SequenceId id) { open_.erase(id); }
+void Executor::Close(SequenceId id) {
+  lookaheads_.erase(id);
+  open_.erase(id);
+}
 
 int64_t Executor::used_bytes() const {
   int64_t bytes = 0;
   for (const auto& [id, sequence] : open_) bytes += sequence->cache.bytes();
+  for (const auto& [id, ahead] : lookaheads_) bytes += ahead->sequence.cache.bytes();
   return bytes;
 }
 
@@ -374,6 +442,7 @@ void Executor::AddPool(StepStats& step) const {
   step.kv_touched_bytes = pool_.touched_bytes();
   step.signal_bytes = mass_rows_.bytes();
   for (const auto& [id, sequence] : open_) step.signal_bytes += sequence->signal_bytes();
+  for (const auto& [id, ahead] : lookaheads_) step.signal_bytes += ahead->sequence.signal_bytes();
 }
 
 void Executor::AddStageTimes(StepStats& step) const {

@@ -39,6 +39,10 @@ double MassOf(const SequenceCache::Slots& slots, const SequenceCache& cache,
   return mass / static_cast<double>(cache.num_layers() * cache.num_kv_heads());
 }
 
+absl::Status InvalidSet(absl::Status status) {
+  return WithReason(WithPolicyError(std::move(status), kPolicyInvalidSet), kPolicyFailed);
+}
+
 }  // namespace
 
 absl::Status PolicyFailure(const Request& request, absl::string_view kind, absl::string_view why) {
@@ -75,6 +79,28 @@ absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView
   return AskPolicy(sequence.request, [&] { sequence.request.policy->Observe({&step, 1}); });
 }
 
+absl::StatusOr<SequenceCache::Slots> AskDraft(OpenSequence& sequence, CacheView& view) {
+  const Request& request = sequence.request;
+  Eviction draft;
+  absl::Status asked = AskPolicy(request, [&] {
+    draft = request.policy->Draft({.state = sequence.state.get(), .cache = view});
+  });
+  if (!asked.ok()) return asked;
+  if (!draft.status.ok()) return PolicyFailure(request, kPolicyStatus, draft.status.message());
+  absl::StatusOr<SequenceCache::Slots> slots = sequence.cache.SlotsOf(draft.victims);
+  for (size_t lane = 0; slots.ok() && lane < slots->size(); ++lane) {
+    const int64_t kept = sequence.cache.table(static_cast<int64_t>(lane)).live() -
+                         std::ssize((*slots)[lane]);
+    const int64_t room = request.demand.lookahead[lane] - request.traits.lookahead;
+    if (kept > room) {
+      slots = absl::InternalError(absl::StrCat("the policy's draft keeps ", kept,
+                                               " tokens of a lane, which has room for ", room));
+    }
+  }
+  if (!slots.ok()) return InvalidSet(slots.status());
+  return slots;
+}
+
 absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& view,
                       const LaneRowsOfStep* mass_rows, SettleOutcome& outcome) {
   const Request& request = sequence.request;
@@ -83,11 +109,8 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
   std::vector<Eviction> answers;
   absl::Status asked = AskPolicy(request, [&] { answers = request.policy->Evict({&task, 1}); });
   if (!asked.ok()) return asked;
-  auto invalid = [](absl::Status status) {
-    return WithReason(WithPolicyError(std::move(status), kPolicyInvalidSet), kPolicyFailed);
-  };
   if (answers.size() != 1) {
-    return invalid(absl::InternalError(
+    return InvalidSet(absl::InternalError(
         absl::StrCat("the policy gave ", answers.size(), " answers, one was asked for")));
   }
   const Eviction& eviction = answers.front();
@@ -95,7 +118,7 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
     return PolicyFailure(request, kPolicyStatus, eviction.status.message());
   }
   const absl::StatusOr<SequenceCache::Slots> slots = sequence.cache.SlotsOf(eviction.victims);
-  if (!slots.ok()) return invalid(slots.status());
+  if (!slots.ok()) return InvalidSet(slots.status());
   const bool none =
       std::all_of(slots->begin(), slots->end(),
                   [](const std::vector<int64_t>& of_table) { return of_table.empty(); });
@@ -103,7 +126,7 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
     outcome.attention_mass = MassOf(*slots, sequence.cache, *mass_rows);
     sequence.mass_at = item.first;
   }
-  outcome.evicted_entries = sequence.cache.Evict(*slots, item.decode);
+  outcome.evicted_entries = sequence.cache.Evict(*slots, !item.in_prefill());
   outcome.eviction_time = SteadyNow() - begin;
   if (request.output.kv_trace) {
     outcome.trace = TraceOf(eviction.victims, sequence.cache, request.traits.granularity);

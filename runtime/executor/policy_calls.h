@@ -3,6 +3,7 @@
 #include <exception>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "policies/policy.h"
 #include "runtime/base/reason.h"
@@ -33,6 +34,10 @@ absl::Status AskPolicy(const Request& request, Call call) {
 
 // Tells the policy what the step has cached.
 absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView& view);
+
+// Asks the policy what the copy leaves out over which tokens are told ahead; checks that what is
+// left fits into it.
+absl::StatusOr<SequenceCache::Slots> AskDraft(OpenSequence& sequence, CacheView& view);
 
 // Asks the policy what goes, and drops it. mass_rows: the newest query's attention over all lanes,
 // where SettleOutcome::attention_mass is to be measured; null: it is not.

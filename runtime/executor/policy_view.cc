@@ -68,11 +68,18 @@ at::Tensor PolicyView::values_of(absl::Span<const int64_t> slots) const {
 }
 
 at::Tensor PolicyView::queries(int64_t layer) const {
-  at::Tensor queries =
-      at::empty({sequence_.queries.size(), manifest_.num_heads, manifest_.layers[layer].key_width},
+  return ReadQueries(&sequence_.queries, layer);
+}
+
+at::Tensor PolicyView::lookahead(int64_t layer) const { return ReadQueries(lookahead_, layer); }
+
+at::Tensor PolicyView::ReadQueries(const QueryWindow* queries, int64_t layer) const {
+  const int64_t count = queries == nullptr ? 0 : queries->size();
+  at::Tensor rows =
+      at::empty({count, manifest_.num_heads, manifest_.layers[layer].key_width},
                 ScalarTypeOf(manifest_.dtype));
-  sequence_.queries.Read(layer, static_cast<char*>(queries.mutable_data_ptr()));
-  return queries;
+  if (count > 0) queries->Read(layer, static_cast<char*>(rows.mutable_data_ptr()));
+  return rows;
 }
 
 AttentionFacts PolicyView::attention(int64_t layer) const {

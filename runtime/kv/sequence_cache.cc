@@ -59,6 +59,21 @@ std::vector<SlotTable::Copy> SlotTable::Remove(absl::Span<const int64_t> slots, 
   return copies;
 }
 
+SlotTable SlotTable::Without(const SlotTable& from, absl::Span<const int64_t> left_out) {
+  SlotTable table(0);
+  auto next = left_out.begin();
+  for (int64_t slot = 0; slot < from.used_; ++slot) {
+    if (next != left_out.end() && *next == slot) {
+      ++next;
+      continue;
+    }
+    table.index_.push_back(from.index_[slot]);
+    table.rope_position_.push_back(from.rope_position_[slot]);
+  }
+  table.used_ = std::ssize(table.index_);
+  return table;
+}
+
 SequenceCache::SequenceCache(KvPool& pool, SequenceId id, const Request& request,
                              const ModelShape& shape)
     : pool_(pool),
@@ -88,6 +103,35 @@ SequenceCache::SequenceCache(SequenceId id, const Request& request, const Sequen
     copies.push_back({.from = pool_.first_row(from.id_) + offset_[lane],
                       .to = pool_.first_row(id_) + offset_[lane],
                       .count = tables_[lane / LanesPerTable()].used()});
+  }
+  pool_.Copy(copies);
+  NotePeak();
+}
+
+SequenceCache::SequenceCache(SequenceId id, const Request& request, const SequenceCache& from,
+                             const Slots& left_out)
+    : pool_(from.pool_),
+      id_(id),
+      request_(request),
+      shape_(from.shape_),
+      layout_(LayoutOf(shape_, pool_.format(), request.traits, /*num_tap_layers=*/0,
+                       request.positions)),
+      capacity_(request.demand.prefill),
+      offset_(OffsetsOf(capacity_)),
+      rows_(pool_, id, offset_.back() + capacity_.back()),  // may move the rows of `from`
+      newest_(from.newest_) {
+  std::vector<RowMove> copies;
+  for (size_t lane = 0; lane < offset_.size(); ++lane) {
+    const int64_t first = pool_.first_row(from.id_) + from.offset_[lane];
+    int64_t to = pool_.first_row(id_) + offset_[lane], begin = 0;
+    auto copy_until = [&](int64_t end) {
+      if (end > begin) copies.push_back({.from = first + begin, .to = to, .count = end - begin});
+      to += end - begin;
+      begin = end + 1;
+    };
+    for (const int64_t slot : left_out[lane]) copy_until(slot);
+    copy_until(from.tables_[lane].used());
+    tables_.push_back(SlotTable::Without(from.tables_[lane], left_out[lane]));
   }
   pool_.Copy(copies);
   NotePeak();

@@ -47,6 +47,10 @@ class SlotTable {
   // are filled from the tail: the returned copies, which the caller repeats on the lanes.
   std::vector<Copy> Remove(absl::Span<const int64_t> slots, bool leave_hole);
 
+  // The tokens of `from`, which has no hole, that do not lie in `left_out` (ascending slots), in
+  // their order, without columns.
+  static SlotTable Without(const SlotTable& from, absl::Span<const int64_t> left_out);
+
  private:
   int64_t used_ = 0;
   std::optional<int64_t> hole_;
@@ -70,6 +74,11 @@ class SequenceCache {
   SequenceCache(KvPool& pool, SequenceId id, const Request& request, const ModelShape& shape);
   // A copy of `from`, which is between two steps; the pool has room for as many rows.
   SequenceCache(SequenceId id, const Request& request, const SequenceCache& from);
+  // A copy of what of `from` does not lie in `left_out`, for which `request` has
+  // room. In both each lane has tokens of its own.
+  using Slots = std::vector<std::vector<int64_t>>;  // of each table, ascending
+  SequenceCache(SequenceId id, const Request& request, const SequenceCache& from,
+                const Slots& left_out);
   SequenceCache(const SequenceCache&) = delete;
   SequenceCache& operator=(const SequenceCache&) = delete;
 
@@ -102,9 +111,7 @@ class SequenceCache {
   // a shared one, on average.
   bool OverBudget(int64_t slack, int64_t coming = 0) const;
 
-  // Checks a policy's answer (INTERNAL: what is wrong with it). Where its victims lie: of each
-  // table its slots, ascending.
-  using Slots = std::vector<std::vector<int64_t>>;
+  // Checks a policy's answer (INTERNAL: what is wrong with it). Where its victims lie.
   absl::StatusOr<Slots> SlotsOf(const std::vector<std::vector<int32_t>>& victims) const;
   // Drops the tokens in these slots. Returns the number of entries removed.
   int64_t Evict(const Slots& slots, bool leave_hole);

@@ -30,6 +30,10 @@ struct WorkItem {
   // not empty (then equally long).
   int64_t num_outputs = 0;
   absl::Span<const int32_t> forced;
+  // Of a scratch pass (SettleOutcome::pass): its tokens are no part of the sequence. `first` counts
+  // from the prompt's end.
+  bool pass = false;
+  bool in_prefill() const { return !decode || pass; }
   // Where the prompt ends: completions that draw their first token from its last row.
   int64_t completions = 1;
 };
@@ -57,6 +61,9 @@ struct SettleOutcome {
   // evicted, on average over lanes and query heads.
   std::optional<double> attention_mass;
   EvictionTrace trace;  // where the request asks for it
+  // Not empty: tokens to run next of the policy's scratch pass, in one item or several. The prompt
+  // has not settled before that is over. One token is run as a decode step is, more as a prompt.
+  std::vector<int32_t> pass;
 };
 
 struct CacheFacts {

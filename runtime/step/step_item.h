@@ -12,6 +12,7 @@
 #include "runtime/kv/prefix_cache.h"
 #include "runtime/kv/sequence_cache.h"
 #include "runtime/model/model.h"
+#include "runtime/request/lookahead.h"
 #include "runtime/signals/query_moments.h"
 #include "runtime/signals/signals.h"
 #include "runtime/step/step_executor.h"
@@ -42,6 +43,17 @@ struct OpenSequence {
         tapped(from.tapped),
         prefix(from.prefix) {}
 
+  // Goes on from where another is without what lies in `left_out`, and measures queries alone.
+  OpenSequence(SequenceId id, const Request& r, const OpenSequence& from,
+               const SequenceCache::Slots& left_out, const ModelShape& shape, int64_t element_bytes)
+      : request(r),
+        cache(id, r, from.cache, left_out),
+        tap({}, shape.hidden_size),
+        queries(shape.num_layers, r.traits.window,
+                shape.num_heads * shape.key_width * element_bytes),
+        moments(/*num_layers=*/0, shape.num_heads, shape.key_width, at::kCPU),
+        attention_rows({}, shape.num_kv_heads) {}
+
   // Of attention's rows and logits, kept from step to step, and of keys that were turned.
   int64_t signal_bytes() const {
     return attention_rows.bytes() + static_cast<int64_t>(decode_logits.capacity() * sizeof(float)) +
@@ -68,7 +80,24 @@ struct OpenSequence {
   at::Tensor tapped;
   std::unique_ptr<PolicyState> state;  // null: the policy keeps none
   PrefixCache::Kept prefix;
+  int64_t peak_entries = 0, peak_bytes = 0;  // with the copy of a lookahead; 0: there was none
+  int32_t first_output = 0;  // once the prompt is cached
   std::optional<int64_t> mass_at;  // index of the token that was newest when it was measured last
+};
+
+// Tokens told ahead of a prompt's end, over a copy of its cache: `sequence`, which keeps their
+// queries.
+struct Lookahead {
+  Lookahead(SequenceId id, const Request& r, const OpenSequence& from,
+            const SequenceCache::Slots& left_out, const ModelShape& shape, int64_t element_bytes)
+      : request(LookaheadRequest(r)),
+        sequence(id, request, from, left_out, shape, element_bytes),
+        left(r.traits.lookahead) {}
+
+  const Request request;
+  OpenSequence sequence;
+  int32_t next = 0;  // token
+  int64_t left;      // tokens
 };
 
 // A work item while its forward runs.
@@ -108,9 +137,11 @@ struct StepItem {
   bool wants_prompt_logprobs() const {
     return !work->decode && sequence->request.output.prompt_logprobs;
   }
+  // Rows whose logits the host reads, at least.
+  int64_t num_read_logits() const { return work->pass ? 1 : work->num_outputs; }
   int64_t num_logits() const {
     const bool all = wants(Signal::kLogitEntropy) || wants_prompt_logprobs();
-    return all ? num_rows() : work->num_outputs;
+    return all ? num_rows() : num_read_logits();
   }
   bool wants_queries() const { return wants(Signal::kQueries); }
   bool turns_keys() const { return sequence->request.positions == PositionMode::kCache; }

@@ -21,8 +21,8 @@ NEEDS_FORWARD = {
     "residual_distance",
     "gate",
 }
-# Learned policies, whose gates the tournament does not have yet.
-NOT_MEASURED = {"dbtrimkv", "dms", "kvzap", "trimkv"}
+# The tournament does not have them yet.
+NOT_MEASURED = {"dbtrimkv", "dms", "kvzap", "laq", "laq_plus", "skipkv", "trimkv"}
 
 
 def rows(text: str) -> dict[str, list[str]]:

@@ -41,6 +41,7 @@ ENTROPY = "logit_entropy"  # the signal that is measured in the stage sample
 # Of policies that have no default for a model without calibration.
 PARAMS: dict[str, dict[str, Any]] = {
     "thinkv_tbe": {"layers": [4, 12, 16, 20], "theta1": 0.3, "theta2": 0.6},
+    "skipkv": {"ends": list(range(0, 2000, 20))},
 }
 # Prompts: below the budget for policies that cannot rank one; else over it, so that prefill ends
 # with a round. As short as can be for those whose first round would drop most of a prompt, and
