@@ -1,5 +1,6 @@
 #include "policies/artefact.h"
 
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -23,11 +24,18 @@ std::string TextOf(const Json& object, const char* name) {
   return found != object.end() && found->is_string() ? found->get<std::string>() : "";
 }
 
+bool IsInt(const Json& value) {
+  if (!value.is_number_unsigned()) return value.is_number_integer();
+  return value.get<uint64_t>() <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+}
+
+bool IsText(const Json& value) { return value.is_string(); }
+
 template <class T>
-std::optional<std::vector<T>> ListOf(const Json& value, bool (Json::*is)() const noexcept) {
+std::optional<std::vector<T>> ListOf(const Json& value, bool (*is)(const Json&)) {
   std::vector<T> list;
   for (const Json& item : value) {
-    if (!(item.*is)()) return std::nullopt;
+    if (!is(item)) return std::nullopt;
     list.push_back(item.get<T>());
   }
   return list;
@@ -35,12 +43,12 @@ std::optional<std::vector<T>> ListOf(const Json& value, bool (Json::*is)() const
 
 std::optional<ParamValue> ParamOf(const Json& value) {
   if (value.is_boolean()) return value.get<bool>();
-  if (value.is_number_integer()) return value.get<int64_t>();
+  if (IsInt(value)) return value.get<int64_t>();
   if (value.is_number()) return value.get<double>();
   if (value.is_string()) return value.get<std::string>();
   if (!value.is_array()) return std::nullopt;
-  if (auto numbers = ListOf<int64_t>(value, &Json::is_number_integer)) return *std::move(numbers);
-  if (auto names = ListOf<std::string>(value, &Json::is_string)) return *std::move(names);
+  if (auto numbers = ListOf<int64_t>(value, &IsInt)) return *std::move(numbers);
+  if (auto names = ListOf<std::string>(value, &IsText)) return *std::move(names);
   return std::nullopt;
 }
 

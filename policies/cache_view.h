@@ -60,8 +60,11 @@ class CacheView {
   virtual at::Tensor queries(int64_t layer) const = 0;
   // The queries of the tokens that were told ahead, as if they came behind newest(), oldest first:
   // such a query sees all that is cached, but for a layer's window. [m, num_heads, width], m <=
-  // PolicyTraits::lookahead; 0 but in the round at a prompt's end.
+  // ScratchPass::lookahead; 0 but in the round at a prompt's end.
   virtual at::Tensor lookahead(int64_t layer) const = 0;
+  // In a PassStep: keys of a lane's tokens of the segment so far, as `keys` has them. [first +
+  // count, width]
+  virtual at::Tensor scratch_keys(int64_t layer, int64_t head) const = 0;
   virtual AttentionFacts attention(int64_t layer) const = 0;
   // Of the queries of all tokens from this one on, before RoPE: the first tokens' are outliers.
   // fp32; the covariance divides by count. Declared by Signal::kQueryMoments.

@@ -17,7 +17,7 @@
 namespace epikv {
 namespace {
 
-constexpr absl::string_view kDrafts[] = {"snapkv", "streaming_llm"};
+constexpr absl::string_view kDrafts[] = {"snapkv", "streaming_llm", "whole"};
 constexpr absl::string_view kQueries[] = {"recent", "lookahead"};
 constexpr int64_t kDraftWindow = 32, kDraftKernel = 7, kDraftSinks = 4;
 
@@ -82,7 +82,8 @@ ParamSpec DraftParam() {
           .type = ParamType::kChoice,
           .fallback = std::string("snapkv"),
           .choices = kDrafts,
-          .help = "what thins out the copy of the cache over which they are told"};
+          .help = "what thins out the copy of the cache over which they are told; whole: nothing, "
+                  "they are told over the prompt itself"};
 }
 
 ParamSpec QueriesParam() {
@@ -96,7 +97,8 @@ ParamSpec QueriesParam() {
 
 void AddLookahead(const Params& params, PolicyTraits& traits) {
   if (params.Has("queries") && params.Choice("queries") != "lookahead") return;
-  traits.lookahead = params.Int("pseudo_tokens");
+  traits.pass = {.lookahead = params.Int("pseudo_tokens"),
+                 .drafts = params.Choice("draft") != "whole"};
 }
 
 Eviction DraftOf(const EvictionTask& task, const Params& params) {

@@ -16,7 +16,7 @@ ParamSpec DraftParam();         // `draft`: who thins the draft out
 // `queries`: recent, or lookahead. Of policies that may do without; with the two above.
 ParamSpec QueriesParam();
 
-// PolicyTraits::lookahead: where `queries` says so, or always where there is no such parameter.
+// PolicyTraits::pass: where `queries` says so, or always where there is no such parameter.
 void AddLookahead(const Params& params, PolicyTraits& traits);
 
 // Policy::Draft by the parameter `draft`: snapkv with max-pooling over 7 neighbours, of the newest

@@ -40,6 +40,17 @@ struct SequenceStep {
   Signals signals;
 };
 
+// One sequence's tokens that a pass has just run: [first, first + count) of a segment, which came
+// behind the prompt. `cache` is the prompt's, and CacheView::scratch_keys the segment's; `queries`
+// are those of these tokens, count of them.
+struct PassStep {
+  PolicyState* state;  // what NewState returned
+  CacheView& cache;
+  int64_t segment;  // its place in Policy::Segments
+  int64_t first, count;
+  Signals signals;  // Signals::gate alone
+};
+
 struct EvictionTask {
   PolicyState* state;  // what NewState returned
   CacheView& cache;
@@ -68,12 +79,19 @@ class Policy {
   // After each step, for every sequence that cached something.
   virtual void Observe(absl::Span<SequenceStep> steps) const {}
 
-  // Of a policy that declares PolicyTraits::lookahead: what the copy of a prompt's cache leaves out,
-  // over which tokens are told ahead. Of each lane as much as it is over its budget, or its share of
-  // one, at least; else as in an answer of Evict, and nothing is dropped.
+  // Of a policy whose pass drafts: what the copy of a prompt's cache leaves out, over which tokens
+  // are told ahead. Of each lane as much as it is over its budget, or its share of one, at least;
+  // else as in an answer of Evict. Nothing is dropped.
   virtual Eviction Draft(const EvictionTask& task) const {
     return {.status = absl::UnimplementedError("it drafts nothing")};
   }
+
+  // Of a policy whose pass has segments: their tokens, none of them empty.
+  virtual std::vector<std::vector<int32_t>> Segments(absl::Span<const int32_t> prompt) const {
+    return {};
+  }
+  // After each step of such a pass.
+  virtual void ObservePass(absl::Span<PassStep> steps) const {}
 
   // For the sequences over budget + slack. One Eviction for each task, in order.
   virtual std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const = 0;

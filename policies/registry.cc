@@ -23,6 +23,8 @@ extern const PolicySpec kKnorm;
 extern const PolicySpec kKvKeyVariance;
 extern const PolicySpec kKvValueVariance;
 extern const PolicySpec kKvzap;
+extern const PolicySpec kKvzip;
+extern const PolicySpec kKvzipPlus;
 extern const PolicySpec kLagkv;
 extern const PolicySpec kLaprox;
 extern const PolicySpec kLaq;
@@ -73,6 +75,8 @@ PolicyCatalog AllPolicies() {
       &kKvKeyVariance,       //
       &kKvValueVariance,     //
       &kKvzap,               //
+      &kKvzip,               //
+      &kKvzipPlus,           //
       &kLagkv,               //
       &kLaprox,              //
       &kLaq,                 //

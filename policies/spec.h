@@ -151,8 +151,13 @@ struct ModelShape {
   int64_t hidden_size = 0;
   std::vector<RopeShape> ropes;  // by layer
   bool final_norm = false;       // its file says which norm is the last: Signal::kFinalHidden
-  // Tokens with which a line or a paragraph ends, ascending: sentence_ends.h.
+  // Tokens with which a line or a paragraph ends, ascending.
   std::vector<int32_t> sentence_ends;
+  // How a model is asked to repeat a text: all of it, or a part whose beginning follows. `suffix`
+  // comes last.
+  struct RepeatPhrases {
+    std::vector<int32_t> whole, part, suffix;
+  } repeat;
   // Parameter values a confirmed or unconfirmed calibration of this model gives, by policy name.
   std::map<std::string, std::map<std::string, ParamValue>> calibrated;
   // Artefacts that were loaded, by policy name. Null: of parameters alone, which are above.
@@ -166,6 +171,22 @@ struct PublishedProtection {
   std::optional<int64_t> recent;       // tokens, less where the budget has no room; absent: by the
                                        // runtime's rule
   std::optional<double> recent_share;  // of the budget, instead
+};
+
+// Before the round at the end of a prompt that is over the budget: tokens that the model runs for
+// the policy. They are no part of the sequence, and leave nothing but what the policy was shown of
+// them. Of granularity kHead and PromptEviction::kAtEnd alone.
+struct ScratchPass {
+  // So many are told ahead: the one that was sampled, and greedy ones behind it. The round finds
+  // their queries in CacheView::lookahead.
+  int64_t lookahead = 0;
+  bool drafts = false;  // over what Policy::Draft leaves of the prompt; else over all of it
+  // Or they are Policy::Segments, one after another, each over all of the prompt, and
+  // Policy::ObservePass is shown them. Of a prompt of n tokens one has min(n, chunk) + more at most.
+  int64_t chunk = 0, more = 0;
+
+  static constexpr int64_t kStepTokens = 256;  // the most of one PassStep
+  bool any() const { return lookahead > 0 || chunk > 0; }
 };
 
 // What the runtime must provide for one (policy, parameters).
@@ -187,10 +208,7 @@ struct PolicyTraits {
   // If not 0, a round happens at the prompt's end besides, and at every so many tokens from then
   // on, whatever lanes hold: of a policy that drops what it has no use for.
   int64_t rounds_every = 0;
-  // If not 0, and a prompt is over the budget: before the round at its end, so many tokens are told
-  // ahead over the cache that Policy::Draft leaves: the first that was sampled, and greedy ones
-  // behind it. CacheView::lookahead has their queries in that round. With kQueries, kHead and kAtEnd alone.
-  int64_t lookahead = 0;
+  ScratchPass pass;
   PublishedProtection published;
   // Bytes of the policy's own state: per cached token of a sequence, and fixed.
   int64_t state_bytes_per_token = 0;

@@ -39,7 +39,7 @@ struct RuntimeOptions {
 // A model that is loaded, warmed up and ready to run steps.
 struct LoadedModel {
   Manifest manifest;
-  ModelShape shape;            // the manifest's, artefacts added; no sentence ends
+  ModelShape shape;            // the manifest's, artefacts added; without phrases (phrases.h)
   std::string tokenizer_json;  // the model file's tokenizer.json
   std::string chat_json;       // and its chat.json; empty: it has none
   PolicyCatalog policies;      // of this build

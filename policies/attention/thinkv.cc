@@ -134,7 +134,7 @@ extern constinit const PolicySpec kThinkv{
     .summary =
         "keeps the most attended tokens of each segment, more of segments on few of whose tokens "
         "attention falls",
-    .paper = "arXiv 2510.01290, as the authors of arXiv 2606.26472 have it",
+    .paper = "arXiv 2606.26472, ThinKV baseline (not ThinKV itself, arXiv 2510.01290)",
     .evidence =
         "golden: stevenkolawole/epiphany-kv-cache d424208 `ThinKVEviction`, "
         "stevenkolawole/epiphany-kv-cache d424208 `ThinKVFaithfulEviction`",

@@ -395,7 +395,7 @@ extern constinit const PolicySpec kThinkvTbe{
     .summary =
         "keeps representatives of each stretch of thought, fewer of those that matter less and "
         "fewer the further thought has moved on",
-    .paper = "arXiv 2510.01290 (ThinKV), its eviction alone",
+    .paper = "arXiv 2510.01290 (ThinKV), the half that evicts; not the half that quantises",
     .evidence = "cases: thinkv_tbe_test.cc",
     .params = kThinkvTbeParams,
     .calibrated = true,

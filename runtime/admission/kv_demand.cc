@@ -13,12 +13,22 @@ int64_t PeakByChunk(int64_t prefill, int64_t budget, int64_t chunk) {
   return std::max(in_last_part, std::min(budget, whole - chunk) + chunk);
 }
 
+// Rows that a scratch pass has behind those of the prompt.
+int64_t ScratchRows(const ScratchPass& pass, int64_t prefill) {
+  if (pass.chunk > 0) return std::min(prefill, pass.chunk) + pass.more;
+  return pass.drafts ? 0 : pass.lookahead;
+}
+
 }  // namespace
 
 KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, int64_t longest,
                   int64_t chunk, const KvLayout& layout) {
   KvDemand demand;
   const int64_t prefill = request.prefill_tokens();
+  const ScratchPass& pass = request.traits.pass;
+  demand.passes = request.traits.evicts && pass.any() &&
+                  *std::min_element(budgets.begin(), budgets.end()) < prefill;
+  const int64_t scratch = demand.passes ? ScratchRows(pass, prefill) : 0;
   for (int64_t budget : budgets) {
     int64_t while_prefilling = prefill, while_decoding = longest;
     if (request.traits.evicts) {
@@ -30,24 +40,24 @@ KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, i
       }
     }
     demand.budget.push_back(budget);
-    demand.prefill.push_back(std::max(while_prefilling, while_decoding));
+    demand.prefill.push_back(std::max(while_prefilling + scratch, while_decoding));
     demand.decode.push_back(while_decoding);
   }
-  demand.prefill_bytes =
-      BytesOf(layout, demand.prefill) + std::min(prefill, chunk) * layout.step_bytes_per_row;
+  int64_t step_rows = std::min(prefill, chunk);
+  if (demand.passes && pass.chunk > 0) step_rows = std::max(step_rows, ScratchPass::kStepTokens);
+  demand.prefill_bytes = BytesOf(layout, demand.prefill) + step_rows * layout.step_bytes_per_row +
+                         (demand.passes ? layout.pass_bytes : 0);
   demand.decode_bytes = BytesOf(layout, demand.decode) + layout.step_bytes_per_row;
   return demand;
 }
 
-void AddLookahead(const Request& request, const KvLayout& layout, KvDemand& demand) {
-  const int64_t prefill = request.prefill_tokens(), ahead = request.traits.lookahead;
-  const bool over = std::any_of(demand.budget.begin(), demand.budget.end(),
-                                [&](int64_t budget) { return budget < prefill; });
-  if (ahead == 0 || !over) return;
+void AddDraft(const Request& request, const KvLayout& layout, KvDemand& demand) {
+  const ScratchPass& pass = request.traits.pass;
+  if (!demand.passes || !pass.drafts) return;
   for (const int64_t budget : demand.budget) {
-    demand.lookahead.push_back(std::min(budget, prefill) + ahead);
+    demand.draft.push_back(std::min(budget, request.prefill_tokens()) + pass.lookahead);
   }
-  demand.prefill_bytes += BytesOf(layout, demand.lookahead) + layout.step_bytes_per_row;
+  demand.prefill_bytes += BytesOf(layout, demand.draft);
 }
 
 }  // namespace epikv

@@ -14,8 +14,7 @@ namespace epikv {
 KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, int64_t longest,
                   int64_t chunk, const KvLayout& layout);
 
-// Adds the copy over which tokens are told ahead, where the request's policy asks for them and its
-// prompt is over the budget. layout: of LookaheadTraits.
-void AddLookahead(const Request& request, const KvLayout& layout, KvDemand& demand);
+// Adds the draft over which tokens are told ahead, if there is one. layout: of DraftTraits.
+void AddDraft(const Request& request, const KvLayout& layout, KvDemand& demand);
 
 }  // namespace epikv

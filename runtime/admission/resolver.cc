@@ -8,7 +8,7 @@
 #include "runtime/admission/request_checks.h"
 #include "runtime/admission/unknown_policy.h"
 #include "runtime/kv/kv_layout.h"
-#include "runtime/request/lookahead.h"
+#include "runtime/request/draft.h"
 
 namespace epikv {
 namespace {
@@ -321,11 +321,10 @@ void Resolver::ResolveProtectionAndDemand() {
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
   request_.demand.prefill_bytes += PromptLogitBytes();
-  AddLookahead(request_,
-               LayoutOf(admission_.shape(), admission_.kv_format(),
-                        LookaheadTraits(request_.traits), /*num_tap_layers=*/0,
-                        options_.kv.positions),
-               request_.demand);
+  AddDraft(request_,
+           LayoutOf(admission_.shape(), admission_.kv_format(), DraftTraits(),
+                    /*num_tap_layers=*/0, options_.kv.positions),
+           request_.demand);
   request_.demand.completions = options_.completions;
   const int64_t capacity = admission_.limits().kv_capacity_bytes;
   if (request_.demand.peak_bytes() > capacity) {

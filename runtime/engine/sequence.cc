@@ -45,6 +45,7 @@ int64_t Sequence::completions() const {
 
 WorkItem Sequence::NextWork(int64_t count, int64_t prefill_chunk_tokens) const {
   if (!pass.empty()) {
+    count = std::min(count, ScratchPass::kStepTokens);
     return {.id = id,
             .request = &request,
             .tokens = absl::MakeConstSpan(pass).subspan(pass_done, count),

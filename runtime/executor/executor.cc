@@ -50,6 +50,38 @@ int32_t Likeliest(const at::Tensor& logits) {
   return static_cast<int32_t>(logits[logits.size(0) - 1].argmax().item<int64_t>());
 }
 
+// Commits a step of a scratch pass: rows behind those in use, but of a draft, whose tokens they are.
+void FinishPassStep(StepItem& item) {
+  RunningPass& pass = *item.pass;
+  SequenceCache& cache = item.sequence->cache;
+  if (pass.draft != nullptr) {
+    cache.Append(cache.next(), item.num_rows());
+  } else {
+    cache.SetScratch(cache.scratch() + item.num_rows());
+  }
+  if (!pass.segments.empty()) pass.queries.Clear();
+  pass.queries.Commit(item.num_rows());
+  if (item.wants(Signal::kGate)) pass.gate = Floats(item.gate);
+  pass.next = Likeliest(item.logits);
+}
+
+// Bytes and entries that a pass holds beside its sequence's own.
+int64_t EntriesOf(const RunningPass& pass, const OpenSequence& sequence) {
+  return pass.draft != nullptr ? pass.draft->sequence.cache.entries()
+                               : sequence.cache.scratch_entries();
+}
+int64_t BytesOfPass(const RunningPass& pass, const OpenSequence& sequence) {
+  return pass.queries.bytes() + (pass.draft != nullptr ? pass.draft->sequence.cache.bytes()
+                                                       : sequence.cache.scratch_bytes());
+}
+
+void NotePeakOf(const RunningPass& pass, OpenSequence& sequence) {
+  const SequenceCache& cache = sequence.cache;
+  sequence.peak_entries =
+      std::max(sequence.peak_entries, cache.entries() + EntriesOf(pass, sequence));
+  sequence.peak_bytes = std::max(sequence.peak_bytes, cache.bytes() + BytesOfPass(pass, sequence));
+}
+
 // Whether a round is due though lanes are within their budgets.
 bool UnaskedRound(const WorkItem& item, const PolicyTraits& traits) {
   if (traits.rounds_every == 0) return false;
@@ -164,8 +196,19 @@ bool Executor::MassDue(const OpenSequence& sequence, const WorkItem& work) const
   return sequence.cache.OverBudget(traits.slack, /*coming=*/1) || UnaskedRound(work, traits);
 }
 
-OpenSequence& Executor::SequenceOf(const WorkItem& work) {
-  return work.pass ? lookaheads_.at(work.id)->sequence : *open_.at(work.id);
+StepItem Executor::ItemOf(const WorkItem& work) {
+  OpenSequence& own = *open_.at(work.id);
+  StepItem item{.work = &work,
+                .sequence = &own,
+                .signals = own.request.traits.signals,
+                .queries = &own.queries};
+  if (!work.pass) return item;
+  item.pass = passes_.at(work.id).get();
+  if (item.pass->draft != nullptr) item.sequence = &item.pass->draft->sequence;
+  item.queries = &item.pass->queries;
+  const bool gate = own.request.traits.signals.Has(Signal::kGate);
+  item.signals = gate ? Signal::kQueries | Signal::kGate : SignalSet(Signal::kQueries);
+  return item;
 }
 
 std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
@@ -173,15 +216,15 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
   std::vector<StepItem> step;
   step.reserve(items.size());
   for (const WorkItem& work : items) {
-    StepItem item{.work = &work, .sequence = &SequenceOf(work)};
+    StepItem item = ItemOf(work);
     const SequenceCache& cache = item.sequence->cache;
     for (int64_t t = 0; t < cache.num_tables(); ++t) {
-      item.slots.push_back(cache.table(t).NextSlot());
-      item.positions.push_back(cache.NextPosition(t, cache.newest() + 1));
+      item.slots.push_back(cache.NextSlot(t));
+      item.positions.push_back(cache.NextPosition(t));
     }
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
-        item.used.push_back(cache.table(cache.TableOf(layer, head)).UsedAfter(item.num_rows()));
+        item.used.push_back(cache.UsedAfter(cache.TableOf(layer, head), item.num_rows()));
         if (item.used.back() > cache.capacity(layer, head)) {
           throw std::logic_error("a lane has no room for its next token");
         }
@@ -263,7 +306,11 @@ void Executor::KeepPrefix(const StepItem& item) {
 ForwardOutcome Executor::Finish(StepItem& item) {
   const WorkItem& work = *item.work;
   OpenSequence& sequence = *item.sequence;
-  sequence.cache.Append(sequence.cache.newest() + 1, item.num_rows());
+  if (work.pass) {
+    FinishPassStep(item);
+    return {};
+  }
+  sequence.cache.Append(work.first, item.num_rows());
   sequence.tap.Commit(work.decode);
   if (item.wants_queries()) sequence.queries.Commit(item.num_rows());
   if (item.wants(Signal::kQueryMoments)) sequence.moments.Commit();
@@ -274,10 +321,6 @@ ForwardOutcome Executor::Finish(StepItem& item) {
   if (item.wants(Signal::kFinalHidden)) sequence.final_hidden = Floats(item.final_hidden);
 
   ForwardOutcome outcome;
-  if (work.pass) {
-    lookaheads_.at(work.id)->next = Likeliest(item.logits);
-    return outcome;
-  }
   if (sequence.request.output.residual_steps) {
     const absl::Span<const float> steps = sequence.tap.steps();
     outcome.residual_steps.assign(steps.begin(), steps.end());
@@ -324,7 +367,7 @@ std::vector<SettleOutcome> Executor::Settle(absl::Span<const WorkItem> items) {
 }
 
 SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) {
-  if (item.pass) return SettleLookahead(sequence, item);
+  if (item.pass) return SettlePass(sequence, item);
   const PolicyTraits& traits = sequence.request.traits;
   SettleOutcome outcome;
   if (traits.evicts) {
@@ -338,9 +381,13 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
         item.evicts_prefill && (traits.prompt != PromptEviction::kAtEnd || item.ends_prefill);
     const int64_t slack = item.decode ? traits.slack : 0;
     const bool due = sequence.cache.OverBudget(slack) || UnaskedRound(item, traits);
-    if (outcome.status.ok() && item.ends_prefill && due && traits.lookahead > 0) {
-      outcome.status = BeginLookahead(sequence, item.id, view);
-      if (outcome.status.ok()) outcome.pass = {sequence.first_output};
+    if (outcome.status.ok() && item.ends_prefill && sequence.request.demand.passes) {
+      absl::StatusOr<std::vector<int32_t>> first = BeginPass(sequence, item.id, view);
+      if (first.ok()) {
+        outcome.pass = *std::move(first);
+      } else {
+        outcome.status = std::move(first).status();
+      }
       return outcome;
     }
     if (outcome.status.ok() && (item.decode || in_prefill) && due) {
@@ -360,30 +407,81 @@ void Executor::EndPrompt(OpenSequence& sequence) {
   sequence.final_hidden = {};
 }
 
-absl::Status Executor::BeginLookahead(OpenSequence& sequence, SequenceId id, PolicyView& view) {
-  const absl::StatusOr<SequenceCache::Slots> left_out = AskDraft(sequence, view);
-  if (!left_out.ok()) return left_out.status();
-  lookaheads_[id] = std::make_unique<Lookahead>(CopyOf(id), sequence.request, sequence, *left_out,
-                                                shape_, ElementBytes(pool_.format().model));
-  return absl::OkStatus();
+absl::StatusOr<std::vector<int32_t>> Executor::BeginPass(OpenSequence& sequence, SequenceId id,
+                                                         PolicyView& view) {
+  const Request& request = sequence.request;
+  const ScratchPass& traits = request.traits.pass;
+  const int64_t queries = traits.chunk > 0 ? ScratchPass::kStepTokens : traits.lookahead;
+  auto pass = std::make_unique<RunningPass>(RunningPass{
+      .queries = QueryWindow(shape_.num_layers, queries,
+                             shape_.num_heads * shape_.key_width *
+                                 ElementBytes(pool_.format().model))});
+  if (traits.chunk > 0) {
+    absl::Status asked =
+        AskPolicy(request, [&] { pass->segments = request.policy->Segments(request.prompt); });
+    asked.Update(CheckSegments(request, pass->segments));
+    if (!asked.ok()) return asked;
+  } else {
+    pass->next = sequence.first_output;
+    pass->left = traits.lookahead;
+  }
+  if (traits.drafts) {
+    const absl::StatusOr<SequenceCache::Slots> left_out = AskDraft(sequence, view);
+    if (!left_out.ok()) return left_out.status();
+    pass->draft = std::make_unique<Draft>(CopyOf(id), request, sequence, *left_out, shape_);
+  }
+  RunningPass& running = *(passes_[id] = std::move(pass));
+  if (traits.chunk > 0) return running.segments.front();
+  return std::vector<int32_t>{running.next};
 }
 
-SettleOutcome Executor::SettleLookahead(OpenSequence& sequence, const WorkItem& item) {
-  Lookahead& lookahead = *lookaheads_.at(item.id);
-  const std::vector<int32_t>& ends = model_->manifest().eos_tokens;
+absl::StatusOr<std::vector<int32_t>> Executor::GoOnWithPass(OpenSequence& sequence,
+                                                            RunningPass& pass,
+                                                            const WorkItem& item) {
+  const Request& request = sequence.request;
+  if (pass.segments.empty()) {
+    const std::vector<int32_t>& ends = model_->manifest().eos_tokens;
+    --pass.left;
+    if (pass.left == 0 || std::find(ends.begin(), ends.end(), pass.next) != ends.end()) {
+      return std::vector<int32_t>();
+    }
+    return std::vector<int32_t>{pass.next};
+  }
+  const int64_t done = sequence.cache.scratch(), count = std::ssize(item.tokens);
+  PolicyView view(sequence, pool_, *model_, output_grams_, &pass);
+  PassStep step{.state = sequence.state.get(),
+                .cache = view,
+                .segment = static_cast<int64_t>(pass.segment),
+                .first = done - count,
+                .count = count,
+                .signals = {.gate = pass.gate}};
+  absl::Status asked = AskPolicy(request, [&] { request.policy->ObservePass({&step, 1}); });
+  if (!asked.ok()) return asked;
+  if (done < std::ssize(pass.segments[pass.segment])) return std::vector<int32_t>();
+  sequence.cache.SetScratch(0);
+  if (++pass.segment == pass.segments.size()) return std::vector<int32_t>();
+  return pass.segments[pass.segment];
+}
+
+SettleOutcome Executor::SettlePass(OpenSequence& sequence, const WorkItem& item) {
+  RunningPass& pass = *passes_.at(item.id);
+  NotePeakOf(pass, sequence);
   SettleOutcome outcome;
-  --lookahead.left;
-  if (lookahead.left > 0 && std::find(ends.begin(), ends.end(), lookahead.next) == ends.end()) {
-    outcome.pass = {lookahead.next};
+  absl::StatusOr<std::vector<int32_t>> next = GoOnWithPass(sequence, pass, item);
+  if (!next.ok()) {
+    outcome.status = std::move(next).status();
     return outcome;
   }
-  const SequenceCache& copy = lookahead.sequence.cache;
-  sequence.peak_entries = sequence.cache.entries() + copy.entries();
-  sequence.peak_bytes = sequence.cache.bytes() + copy.bytes();
-  PolicyView view(sequence, pool_, *model_, output_grams_, &lookahead.sequence.queries);
+  outcome.pass = *std::move(next);
+  if (!outcome.pass.empty() || (!pass.segments.empty() && pass.segment < pass.segments.size())) {
+    return outcome;
+  }
+  sequence.cache.SetScratch(0);
+  PolicyView view(sequence, pool_, *model_, output_grams_,
+                  pass.segments.empty() ? &pass : nullptr);
   outcome.status = RunRound(sequence, item, view, /*mass_rows=*/nullptr, outcome);
   if (!outcome.status.ok()) return outcome;
-  lookaheads_.erase(item.id);
+  passes_.erase(item.id);
   EndPrompt(sequence);
   return outcome;
 }
@@ -413,10 +511,9 @@ CacheFacts Executor::Facts(SequenceId id) const {
                    .peak_entries = std::max(cache.peak_entries(), found->second->peak_entries),
                    .bytes = cache.bytes(),
                    .peak_bytes = std::max(cache.peak_bytes(), found->second->peak_bytes)};
-  if (const auto ahead = lookaheads_.find(id); ahead != lookaheads_.end()) {
-    const SequenceCache& copy = ahead->second->sequence.cache;
-    facts.entries += copy.entries();
-    facts.bytes += copy.bytes();
+  if (const auto pass = passes_.find(id); pass != passes_.end()) {
+    facts.entries += EntriesOf(*pass->second, *found->second);
+    facts.bytes += BytesOfPass(*pass->second, *found->second);
     facts.peak_entries = std::max(facts.peak_entries, facts.entries);
     facts.peak_bytes = std::max(facts.peak_bytes, facts.bytes);
   }
@@ -425,14 +522,14 @@ CacheFacts Executor::Facts(SequenceId id) const {
 }
 
 void Executor::Close(SequenceId id) {
-  lookaheads_.erase(id);
+  passes_.erase(id);
   open_.erase(id);
 }
 
 int64_t Executor::used_bytes() const {
   int64_t bytes = 0;
   for (const auto& [id, sequence] : open_) bytes += sequence->cache.bytes();
-  for (const auto& [id, ahead] : lookaheads_) bytes += ahead->sequence.cache.bytes();
+  for (const auto& [id, pass] : passes_) bytes += BytesOfPass(*pass, *open_.at(id));
   return bytes;
 }
 
@@ -442,7 +539,9 @@ void Executor::AddPool(StepStats& step) const {
   step.kv_touched_bytes = pool_.touched_bytes();
   step.signal_bytes = mass_rows_.bytes();
   for (const auto& [id, sequence] : open_) step.signal_bytes += sequence->signal_bytes();
-  for (const auto& [id, ahead] : lookaheads_) step.signal_bytes += ahead->sequence.signal_bytes();
+  for (const auto& [id, pass] : passes_) {
+    if (pass->draft != nullptr) step.signal_bytes += pass->draft->sequence.signal_bytes();
+  }
 }
 
 void Executor::AddStageTimes(StepStats& step) const {

@@ -21,8 +21,8 @@
 namespace epikv {
 
 class PolicyView;
-struct Lookahead;
 struct OpenSequence;
+struct RunningPass;
 struct StepItem;
 
 struct ExecutorOptions {
@@ -79,13 +79,15 @@ class Executor final : public StepExecutor {
                                      absl::Span<const PrefixCache::Block> blocks);
   ForwardOutcome Finish(StepItem& item);
   void KeepPrefix(const StepItem& item);
-  // The sequence whose cache an item's tokens go to: its own, or the copy of its lookahead.
-  OpenSequence& SequenceOf(const WorkItem& work);
+  StepItem ItemOf(const WorkItem& work);
   SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);
-  // Makes the copy over which tokens are told ahead of a prompt's end.
-  absl::Status BeginLookahead(OpenSequence& sequence, SequenceId id, PolicyView& view);
-  // Goes on with it, or runs the round that waited for it.
-  SettleOutcome SettleLookahead(OpenSequence& sequence, const WorkItem& item);
+  // Begins the policy's scratch pass over a prompt, and says what runs first.
+  absl::StatusOr<std::vector<int32_t>> BeginPass(OpenSequence& sequence, SequenceId id,
+                                                 PolicyView& view);
+  // What runs next; empty: the rest of a segment, or the pass is over.
+  absl::StatusOr<std::vector<int32_t>> GoOnWithPass(OpenSequence& sequence, RunningPass& pass,
+                                                    const WorkItem& item);
+  SettleOutcome SettlePass(OpenSequence& sequence, const WorkItem& item);
   // The prompt is cached and its round is over.
   void EndPrompt(OpenSequence& sequence);
 
@@ -98,7 +100,7 @@ class Executor final : public StepExecutor {
   KvPool pool_;
   PrefixCache prefixes_;
   std::unordered_map<SequenceId, std::unique_ptr<OpenSequence>> open_;
-  std::unordered_map<SequenceId, std::unique_ptr<Lookahead>> lookaheads_;  // by whose they are
+  std::unordered_map<SequenceId, std::unique_ptr<RunningPass>> passes_;
 
   StepStats times_;  // of the last step's parts
 

@@ -79,6 +79,20 @@ absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView
   return AskPolicy(sequence.request, [&] { sequence.request.policy->Observe({&step, 1}); });
 }
 
+absl::Status CheckSegments(const Request& request,
+                           const std::vector<std::vector<int32_t>>& segments) {
+  const ScratchPass& pass = request.traits.pass;
+  const int64_t most = std::min(request.prefill_tokens(), pass.chunk) + pass.more;
+  if (segments.empty()) return PolicyFailure(request, kPolicyInvalidSet, "it has no segments");
+  for (const std::vector<int32_t>& segment : segments) {
+    if (!segment.empty() && std::ssize(segment) <= most) continue;
+    return PolicyFailure(request, kPolicyInvalidSet,
+                         absl::StrCat("a segment has ", segment.size(), " tokens, at least 1 and ",
+                                      "at most ", most, " are allowed"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<SequenceCache::Slots> AskDraft(OpenSequence& sequence, CacheView& view) {
   const Request& request = sequence.request;
   Eviction draft;
@@ -91,7 +105,7 @@ absl::StatusOr<SequenceCache::Slots> AskDraft(OpenSequence& sequence, CacheView&
   for (size_t lane = 0; slots.ok() && lane < slots->size(); ++lane) {
     const int64_t kept = sequence.cache.table(static_cast<int64_t>(lane)).live() -
                          std::ssize((*slots)[lane]);
-    const int64_t room = request.demand.lookahead[lane] - request.traits.lookahead;
+    const int64_t room = request.demand.draft[lane] - request.traits.pass.lookahead;
     if (kept > room) {
       slots = absl::InternalError(absl::StrCat("the policy's draft keeps ", kept,
                                                " tokens of a lane, which has room for ", room));

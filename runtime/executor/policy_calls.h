@@ -35,6 +35,10 @@ absl::Status AskPolicy(const Request& request, Call call) {
 // Tells the policy what the step has cached.
 absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView& view);
 
+// What is wrong with the segments of a policy's scratch pass.
+absl::Status CheckSegments(const Request& request,
+                           const std::vector<std::vector<int32_t>>& segments);
+
 // Asks the policy what the copy leaves out over which tokens are told ahead; checks that what is
 // left fits into it.
 absl::StatusOr<SequenceCache::Slots> AskDraft(OpenSequence& sequence, CacheView& view);

@@ -30,7 +30,7 @@ int64_t PolicyView::prompt_tokens() const {
 }
 
 int64_t PolicyView::next_position(int64_t layer, int64_t head) const {
-  return sequence_.cache.NextPosition(sequence_.cache.TableOf(layer, head), newest() + 1);
+  return sequence_.cache.NextPosition(sequence_.cache.TableOf(layer, head));
 }
 
 int64_t PolicyView::excess(int64_t layer, int64_t head) const {
@@ -46,17 +46,29 @@ absl::Span<float> PolicyView::column(int64_t place, int64_t layer, int64_t head)
 }
 
 at::Tensor PolicyView::keys(int64_t layer, int64_t head) const {
+  return KeyRows(layer, head, 0, Table(layer, head).used());
+}
+
+at::Tensor PolicyView::scratch_keys(int64_t layer, int64_t head) const {
+  return KeyRows(layer, head, Table(layer, head).used(), sequence_.cache.scratch());
+}
+
+at::Tensor PolicyView::KeyRows(int64_t layer, int64_t head, int64_t first, int64_t count) const {
   const LaneRows lane = sequence_.cache.Lane(layer, head);
-  if (pool_.format().stored == KvDType::kModel) return Rows(pool_.keys(), lane, layer, head);
-  return ReadRows(lane.keys, Table(layer, head).used(), manifest_.layers[layer].key_width,
+  if (pool_.format().stored == KvDType::kModel) {
+    return pool_.keys().narrow(0, lane.first_row + first, count).cpu();
+  }
+  return ReadRows(lane.keys + first * pool_.key_bytes(), count, manifest_.layers[layer].key_width,
                   pool_.format());
 }
 
 at::Tensor PolicyView::values(int64_t layer, int64_t head) const {
   const LaneRows lane = sequence_.cache.Lane(layer, head);
-  if (pool_.format().stored == KvDType::kModel) return Rows(pool_.values(), lane, layer, head);
-  return ReadRows(lane.values, Table(layer, head).used(), manifest_.layers[layer].value_width,
-                  pool_.format());
+  const int64_t count = Table(layer, head).used();
+  if (pool_.format().stored == KvDType::kModel) {
+    return pool_.values().narrow(0, lane.first_row, count).cpu();
+  }
+  return ReadRows(lane.values, count, manifest_.layers[layer].value_width, pool_.format());
 }
 
 at::Tensor PolicyView::keys_of(absl::Span<const int64_t> slots) const {
@@ -68,17 +80,20 @@ at::Tensor PolicyView::values_of(absl::Span<const int64_t> slots) const {
 }
 
 at::Tensor PolicyView::queries(int64_t layer) const {
-  return ReadQueries(&sequence_.queries, layer);
+  return ReadQueries(in_segment() ? pass_->queries : sequence_.queries, layer);
 }
 
-at::Tensor PolicyView::lookahead(int64_t layer) const { return ReadQueries(lookahead_, layer); }
+at::Tensor PolicyView::lookahead(int64_t layer) const {
+  if (pass_ != nullptr && !in_segment()) return ReadQueries(pass_->queries, layer);
+  return at::empty({0, manifest_.num_heads, manifest_.layers[layer].key_width},
+                   ScalarTypeOf(manifest_.dtype));
+}
 
-at::Tensor PolicyView::ReadQueries(const QueryWindow* queries, int64_t layer) const {
-  const int64_t count = queries == nullptr ? 0 : queries->size();
+at::Tensor PolicyView::ReadQueries(const QueryWindow& queries, int64_t layer) const {
   at::Tensor rows =
-      at::empty({count, manifest_.num_heads, manifest_.layers[layer].key_width},
+      at::empty({queries.size(), manifest_.num_heads, manifest_.layers[layer].key_width},
                 ScalarTypeOf(manifest_.dtype));
-  if (count > 0) queries->Read(layer, static_cast<char*>(rows.mutable_data_ptr()));
+  queries.Read(layer, static_cast<char*>(rows.mutable_data_ptr()));
   return rows;
 }
 
@@ -95,11 +110,6 @@ CacheView::QueryMoments PolicyView::query_moments(int64_t layer) const {
 
 at::Tensor PolicyView::output_projection(int64_t layer) const {
   return OutputByHead(model_.output_projection(layer).cpu(), manifest_.num_heads);
-}
-
-at::Tensor PolicyView::Rows(const at::Tensor& pool, const LaneRows& lane, int64_t layer,
-                            int64_t head) const {
-  return pool.narrow(0, lane.first_row, Table(layer, head).used()).cpu();
 }
 
 std::vector<int64_t> PolicyView::RowsOf(absl::Span<const int64_t> slots) const {

@@ -20,13 +20,13 @@ std::vector<at::Tensor> OutputGrams(const Model& model);
 class PolicyView final : public CacheView {
  public:
   PolicyView(OpenSequence& sequence, const KvPool& pool, const Model& model,
-             const std::vector<at::Tensor>& output_grams, const QueryWindow* lookahead = nullptr)
+             const std::vector<at::Tensor>& output_grams, const RunningPass* pass = nullptr)
       : sequence_(sequence),
         pool_(pool),
         model_(model),
         manifest_(model.manifest()),
         output_grams_(output_grams),
-        lookahead_(lookahead) {}
+        pass_(pass) {}
 
   int64_t num_layers() const override { return sequence_.cache.num_layers(); }
   int64_t num_kv_heads() const override { return sequence_.cache.num_kv_heads(); }
@@ -45,18 +45,22 @@ class PolicyView final : public CacheView {
   at::Tensor values_of(absl::Span<const int64_t> slots) const override;
   at::Tensor queries(int64_t layer) const override;
   at::Tensor lookahead(int64_t layer) const override;
+  at::Tensor scratch_keys(int64_t layer, int64_t head) const override;
   AttentionFacts attention(int64_t layer) const override;
   QueryMoments query_moments(int64_t layer) const override;
   at::Tensor output_projection(int64_t layer) const override;
   at::Tensor output_gram(int64_t layer) const override { return output_grams_[layer]; }
 
  private:
-  // A lane's rows, [used, width], where policies compute: a copy if the pool is elsewhere.
-  at::Tensor Rows(const at::Tensor& pool, const LaneRows& lane, int64_t layer, int64_t head) const;
+  // Rows of a lane from slot `first` on, [count, width], where policies compute: a copy if the pool
+  // is elsewhere.
+  at::Tensor KeyRows(int64_t layer, int64_t head, int64_t first, int64_t count) const;
   // These slots of every lane, as rows of the pool. [lanes x slots]
   std::vector<int64_t> RowsOf(absl::Span<const int64_t> slots) const;
-  // A layer's queries, [size(), num_heads, key_width]; null: none.
-  at::Tensor ReadQueries(const QueryWindow* queries, int64_t layer) const;
+  // A segment of a scratch pass runs.
+  bool in_segment() const { return pass_ != nullptr && !pass_->segments.empty(); }
+  // A layer's queries, [size(), num_heads, key_width].
+  at::Tensor ReadQueries(const QueryWindow& queries, int64_t layer) const;
   at::Tensor ByLane(const at::Tensor& rows) const;
   SlotTable& Table(int64_t layer, int64_t head) const;
   OpenSequence& sequence_;
@@ -64,7 +68,7 @@ class PolicyView final : public CacheView {
   const Model& model_;
   const Manifest& manifest_;
   const std::vector<at::Tensor>& output_grams_;
-  const QueryWindow* const lookahead_;  // null: nothing was told ahead
+  const RunningPass* const pass_;  // a segment that runs, or tokens that were told ahead; or null
 };
 
 }  // namespace epikv

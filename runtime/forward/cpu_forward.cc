@@ -187,7 +187,7 @@ void CpuForward::TakeSignals(const at::Tensor& q, const at::Tensor& rotated, int
     const StageTimer taps(times_, Stage::kTaps);
     if (item.wants_queries()) {
       const int64_t row_bytes = shape_.num_heads * shape_.key_width * rotated.element_size();
-      sequence.queries.Take(
+      item.queries->Take(
           layer, static_cast<const char*>(rotated.const_data_ptr()) + items[i].row * row_bytes,
           items[i].num_rows);
     }

@@ -289,9 +289,9 @@ void DeviceForward::TakeQueries(const StepItem& item, const at::Tensor& q,
     sequence.moments.Take(layer, q.narrow(0, item.row, item.num_rows()), item.work->first);
   }
   if (!item.wants_queries()) return;
-  const int64_t kept = std::min(item.num_rows(), sequence.request.traits.window);
+  const int64_t kept = std::min(item.num_rows(), item.queries->capacity());
   Bring(rotated.narrow(0, item.row + item.num_rows() - kept, kept),
-        [&queries = sequence.queries, layer, kept](const at::Tensor& rows) {
+        [&queries = *item.queries, layer, kept](const at::Tensor& rows) {
           queries.Take(layer, static_cast<const char*>(rows.const_data_ptr()), kept);
         });
 }

@@ -51,6 +51,9 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
                             : 0) +
                        QueryWindow::Bytes(shape.num_layers, traits.window,
                                           shape.num_heads * shape.key_width * element);
+  const int64_t pass_queries = traits.pass.chunk > 0 ? ScratchPass::kStepTokens : traits.pass.lookahead;
+  layout.pass_bytes = QueryWindow::Bytes(shape.num_layers, pass_queries,
+                                         shape.num_heads * shape.key_width * element);
   return layout;
 }
 

@@ -17,6 +17,7 @@ struct KvLayout {
   int64_t slot_bytes = 0;  // of one slot in one table: index, rope position, policy columns
   int64_t state_bytes_per_token = 0;  // of the longest lane
   int64_t state_bytes = 0;
+  int64_t pass_bytes = 0;          // of a scratch pass: the queries that are kept of it
   int64_t step_bytes_per_row = 0;  // of each row of a forward, while it runs
 };
 KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,

@@ -163,17 +163,18 @@ bool SequenceCache::Uniform(int64_t layer) const {
   return true;
 }
 
-int64_t SequenceCache::NextPosition(int64_t table, int64_t index) const {
-  return request_.positions == PositionMode::kAbsolute ? index : tables_[table].live();
+int64_t SequenceCache::NextPosition(int64_t table) const {
+  if (request_.positions == PositionMode::kAbsolute) return next();
+  return tables_[table].live() + scratch_;
 }
 
 std::vector<int64_t> SequenceCache::PositionsAfter(int64_t table, int64_t count) const {
   if (request_.positions == PositionMode::kCache) return RanksAfter(table, count);
   const SlotTable& slots = tables_[table];
   std::vector<int64_t> positions(slots.rope_position().begin(), slots.rope_position().end());
-  positions.resize(slots.UsedAfter(count));
-  const int64_t next = NextPosition(table, newest_ + 1);
-  for (int64_t i = 0; i < count; ++i) positions[slots.NextSlot() + i] = next + i;
+  positions.resize(UsedAfter(table, count));
+  const int64_t first = NextPosition(table) - scratch_;
+  for (int64_t i = 0; i < scratch_ + count; ++i) positions[slots.NextSlot() + i] = first + i;
   return positions;
 }
 
@@ -192,7 +193,7 @@ std::vector<int64_t> SequenceCache::RanksAfter(int64_t table, int64_t count) con
 
 void SequenceCache::Append(int64_t first, int64_t count) {
   for (int64_t t = 0; t < num_tables(); ++t) {
-    tables_[t].Append(first, NextPosition(t, first), count);
+    tables_[t].Append(first, NextPosition(t), count);
   }
   newest_ = first + count - 1;
   NotePeak();

@@ -96,13 +96,28 @@ class SequenceCache {
   // All heads of a layer have the same capacity and slots in use: they are one strided tensor.
   bool Uniform(int64_t layer) const;
 
+  // Slots that the next tokens take in a table, and that attention reads once `count` of them are
+  // written: behind those of a scratch pass, too.
+  int64_t NextSlot(int64_t table) const { return tables_[table].NextSlot() + scratch_; }
+  int64_t UsedAfter(int64_t table, int64_t count) const {
+    return tables_[table].UsedAfter(scratch_ + count);
+  }
+  // Index of the next token.
+  int64_t next() const { return newest_ + 1 + scratch_; }
   // RoPE position of the next token in a lane: its index, or the tokens retained before it.
-  int64_t NextPosition(int64_t table, int64_t index) const;
+  int64_t NextPosition(int64_t table) const;
   // RoPE positions at which the keys are attended over once `count` tokens more are written, by
   // slot. [UsedAfter(count)]
   std::vector<int64_t> PositionsAfter(int64_t table, int64_t count) const;
 
-  // Commits tokens written to every lane.
+  // Rows behind those in use that a scratch pass has written. They are no tokens of the sequence,
+  // and forgotten with 0.
+  int64_t scratch() const { return scratch_; }
+  void SetScratch(int64_t rows) { scratch_ = rows; }
+  int64_t scratch_entries() const { return scratch_ * shape_.num_layers * shape_.num_kv_heads; }
+  int64_t scratch_bytes() const { return scratch_entries() * layout_.row_bytes; }
+
+  // Commits tokens written to every lane. Requires: no scratch.
   void Append(int64_t first, int64_t count);
 
   // Slots over the budget in a table, or in all tables that share one budget with it. >= 0.
@@ -158,6 +173,7 @@ class SequenceCache {
   std::vector<SlotTable> tables_;
   const PoolRows rows_;
   int64_t newest_ = -1;
+  int64_t scratch_ = 0;
   int64_t peak_entries_ = 0, peak_bytes_ = 0;
 };
 

@@ -92,8 +92,8 @@ struct KvDemand {
   std::vector<int64_t> budget;   // a lane over budget + slack has a round, down to the budget
   std::vector<int64_t> prefill;  // capacity until the prompt is cached and settled
   std::vector<int64_t> decode;   // capacity from then on
-  // Of the copy over which tokens are told ahead (PolicyTraits::lookahead); empty: there is none.
-  std::vector<int64_t> lookahead;
+  std::vector<int64_t> draft;    // of the copy over which tokens are told ahead; empty: none
+  bool passes = false;           // the prompt is over the budget, and its policy has a scratch pass
   int64_t prefill_bytes = 0;     // K, V, slot columns and policy state
   int64_t decode_bytes = 0;      // of each completion
   int64_t completions = 1;       // they share the prompt until it is cached and settled

@@ -73,6 +73,9 @@ class QueryWindow {
   void Commit(int64_t count);
 
   int64_t size() const { return size_; }
+  int64_t capacity() const { return capacity_; }
+  int64_t bytes() const { return Bytes(num_layers_, capacity_, row_bytes_); }
+  void Clear() { size_ = next_ = 0; }
   // Copies a layer's queries, oldest first: size() rows.
   void Read(int64_t layer, char* out) const;
 

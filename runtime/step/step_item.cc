@@ -9,7 +9,7 @@ namespace {
 
 // Null: it wants none.
 const Gate* GateOf(const StepItem& item) {
-  return item.wants(Signal::kGate) ? item.sequence->request.policy->gate() : nullptr;
+  return item.wants(Signal::kGate) ? item.work->request->policy->gate() : nullptr;
 }
 
 }  // namespace

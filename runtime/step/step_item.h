@@ -12,7 +12,7 @@
 #include "runtime/kv/prefix_cache.h"
 #include "runtime/kv/sequence_cache.h"
 #include "runtime/model/model.h"
-#include "runtime/request/lookahead.h"
+#include "runtime/request/draft.h"
 #include "runtime/signals/query_moments.h"
 #include "runtime/signals/signals.h"
 #include "runtime/step/step_executor.h"
@@ -43,14 +43,13 @@ struct OpenSequence {
         tapped(from.tapped),
         prefix(from.prefix) {}
 
-  // Goes on from where another is without what lies in `left_out`, and measures queries alone.
+  // Goes on from where another is without what lies in `left_out`, and measures nothing.
   OpenSequence(SequenceId id, const Request& r, const OpenSequence& from,
-               const SequenceCache::Slots& left_out, const ModelShape& shape, int64_t element_bytes)
+               const SequenceCache::Slots& left_out, const ModelShape& shape)
       : request(r),
         cache(id, r, from.cache, left_out),
         tap({}, shape.hidden_size),
-        queries(shape.num_layers, r.traits.window,
-                shape.num_heads * shape.key_width * element_bytes),
+        queries(/*num_layers=*/0, /*capacity=*/0, /*row_bytes=*/0),
         moments(/*num_layers=*/0, shape.num_heads, shape.key_width, at::kCPU),
         attention_rows({}, shape.num_kv_heads) {}
 
@@ -80,31 +79,42 @@ struct OpenSequence {
   at::Tensor tapped;
   std::unique_ptr<PolicyState> state;  // null: the policy keeps none
   PrefixCache::Kept prefix;
-  int64_t peak_entries = 0, peak_bytes = 0;  // with the copy of a lookahead; 0: there was none
+  int64_t peak_entries = 0, peak_bytes = 0;  // with what a scratch pass had; 0: there was none
   int32_t first_output = 0;  // once the prompt is cached
   std::optional<int64_t> mass_at;  // index of the token that was newest when it was measured last
 };
 
-// Tokens told ahead of a prompt's end, over a copy of its cache: `sequence`, which keeps their
-// queries.
-struct Lookahead {
-  Lookahead(SequenceId id, const Request& r, const OpenSequence& from,
-            const SequenceCache::Slots& left_out, const ModelShape& shape, int64_t element_bytes)
-      : request(LookaheadRequest(r)),
-        sequence(id, request, from, left_out, shape, element_bytes),
-        left(r.traits.lookahead) {}
+// The copy of a prompt's cache over which tokens are told ahead.
+struct Draft {
+  Draft(SequenceId id, const Request& r, const OpenSequence& from,
+        const SequenceCache::Slots& left_out, const ModelShape& shape)
+      : request(DraftRequest(r)), sequence(id, request, from, left_out, shape) {}
 
   const Request request;
   OpenSequence sequence;
-  int32_t next = 0;  // token
-  int64_t left;      // tokens
+};
+
+// A policy's scratch pass over a prompt, while it runs.
+struct RunningPass {
+  // Of what runs: the newest tokens that were told ahead, or the last step of a segment.
+  QueryWindow queries;
+  std::vector<float> gate;       // of that step
+  std::unique_ptr<Draft> draft;  // null: it runs behind the prompt itself
+  // Tokens told ahead: the next one, and how many there are to come with it.
+  int32_t next = 0;
+  int64_t left = 0;
+  std::vector<std::vector<int32_t>> segments;
+  size_t segment = 0;  // that runs
 };
 
 // A work item while its forward runs.
 struct StepItem {
   const WorkItem* work = nullptr;
-  OpenSequence* sequence = nullptr;
-  int64_t row = 0;                 // its first row in the forward
+  OpenSequence* sequence = nullptr;  // whose cache its tokens go to
+  SignalSet signals;                 // that are measured
+  QueryWindow* queries = nullptr;    // where its queries go, if wanted
+  RunningPass* pass = nullptr;       // of a scratch pass
+  int64_t row = 0;                   // its first row in the forward
   std::vector<int64_t> slots;      // [tables] that its first token takes
   std::vector<int64_t> positions;  // [tables] RoPE position of its first token
   std::vector<int64_t> used;       // [layers x kv_heads] slots that attention reads
@@ -133,9 +143,9 @@ struct StepItem {
   bool wants_attention_rows(int64_t layer) const {
     return wants_attention_rows() && sequence->attention_rows.Has(layer);
   }
-  bool wants(Signal signal) const { return sequence->request.traits.signals.Has(signal); }
+  bool wants(Signal signal) const { return signals.Has(signal); }
   bool wants_prompt_logprobs() const {
-    return !work->decode && sequence->request.output.prompt_logprobs;
+    return !work->decode && !work->pass && sequence->request.output.prompt_logprobs;
   }
   // Rows whose logits the host reads, at least.
   int64_t num_read_logits() const { return work->pass ? 1 : work->num_outputs; }

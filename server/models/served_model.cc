@@ -6,7 +6,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/admission/unknown_policy.h"
-#include "runtime/text/sentence_ends.h"
+#include "runtime/text/phrases.h"
 
 namespace epikv {
 namespace {
@@ -70,7 +70,7 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
   }
   model->source = std::move(source);
   model->tokenizer = *std::move(tokenizer);
-  loaded.shape.sentence_ends = SentenceEnds(*model->tokenizer);
+  AddPhrases(*model->tokenizer, loaded.shape);
   if (!loaded.chat_json.empty()) {
     absl::StatusOr<ChatFormats> chat = ChatFormats::FromJson(loaded.chat_json);
     if (!chat.ok()) return chat.status();

@@ -153,7 +153,7 @@ TEST(Lookahead, IsAnOptionOfPoliciesThatAskAWindow) {
       options.params = {{"window", int64_t{4}},
                         {"queries", std::string(i == 0 ? "recent" : "lookahead")}};
       FakeSequence sequence(options, GoldenWorld(7, 2, 2, 8));
-      EXPECT_EQ(sequence.traits().lookahead, i == 0 ? 0 : 8);
+      EXPECT_EQ(sequence.traits().pass.lookahead, i == 0 ? 0 : 8);
       sequence.Prefill(90);
       prompt[i] = sequence.Round();
     }

@@ -321,7 +321,9 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
     }
     if (signal == Signal::kGate) {
       world.attention_input = [&](int64_t layer, int64_t token) {
-        return token == kToken ? std::vector<float>(4, kNan) : good.attention_input(layer, token);
+        constexpr int64_t kOfPass = 1000;  // from there on, tokens of scratch passes
+        return token == kToken || token >= kOfPass ? std::vector<float>(4, kNan)
+                                                   : good.attention_input(layer, token);
       };
     }
     if (signal == Signal::kFinalHidden) {
@@ -339,9 +341,14 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
         return row;
       };
     }
-    FakeSequence sequence(Options(), world);
-    sequence.Prefill(10);
+    FakeSequence::Options options = Options();
+    // Who reads prompts over their budgets alone is shown one.
+    const bool prompts_alone = TraitsOf(GetParam()).pass.chunk > 0;
+    if (prompts_alone) options.prompt_tokens = 60;
+    FakeSequence sequence(options, world);
+    sequence.Prefill(options.prompt_tokens);
     absl::Status status;
+    if (prompts_alone) status = sequence.Ask().status;
     while (status.ok() && sequence.newest() < 160) {  // a window hides it at first
       sequence.Decode();
       if (!sequence.OverBudget()) continue;

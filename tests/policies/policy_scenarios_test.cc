@@ -148,6 +148,13 @@ float Number(const Scenario& scenario, const std::string& name, const std::strin
   return number;
 }
 
+// The query of a token of a scratch pass, the `place`-th behind the newest.
+float QueryBeyond(const Scenario& scenario, int64_t place) {
+  constexpr int64_t kSegment = 1000;  // FakeSequence::SegmentAt
+  return place < kSegment ? Number(scenario, "ahead", "", place)
+                          : Number(scenario, "repeat", "", place % kSegment);
+}
+
 FakeWorld World(const Scenario& scenario, int64_t newest) {
   auto lane = [](int64_t layer, int64_t head) { return absl::StrCat("_", layer, "_", head); };
   FakeWorld world;
@@ -156,7 +163,11 @@ FakeWorld World(const Scenario& scenario, int64_t newest) {
   };
   auto row = [=, &scenario](const std::string& name) {
     return [=, &scenario](int64_t layer, int64_t head, int64_t token) {
-      return std::vector<float>{0, Number(scenario, name, lane(layer, head), token)};
+      if (token <= newest) {
+        return std::vector<float>{0, Number(scenario, name, lane(layer, head), token)};
+      }
+      const int64_t place = token - newest - 1;
+      return std::vector<float>{0, name == "query" ? QueryBeyond(scenario, place) : 0};
     };
   };
   world.key = row("key");
@@ -178,7 +189,8 @@ FakeWorld World(const Scenario& scenario, int64_t newest) {
   world.logit_entropy = [&scenario](int64_t token) {
     return Number(scenario, "entropy", "", token);
   };
-  world.attention_input = [&scenario](int64_t layer, int64_t token) {
+  world.attention_input = [=, &scenario](int64_t layer, int64_t token) {
+    if (token > newest) return std::vector<float>{1, 0};
     return std::vector<float>{1, Number(scenario, "input", absl::StrCat("_", layer), token)};
   };
   world.token_id = [&scenario](int64_t token) {

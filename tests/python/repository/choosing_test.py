@@ -22,7 +22,7 @@ NEEDS_FORWARD = {
     "gate",
 }
 # The tournament does not have them yet.
-NOT_MEASURED = {"dbtrimkv", "dms", "kvzap", "laq", "laq_plus", "skipkv", "trimkv"}
+NOT_MEASURED = {"dbtrimkv", "dms", "kvzap", "kvzip", "kvzip_plus", "laq", "laq_plus", "skipkv", "trimkv"}
 
 
 def rows(text: str) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-#include "runtime/text/sentence_ends.h"
+#include "runtime/text/phrases.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

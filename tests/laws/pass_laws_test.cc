@@ -66,7 +66,7 @@ const PolicySpec kAhead{
                               .signals = Signal::kKeys | Signal::kQueries,
                               .window = 4,
                               .prompt = PromptEviction::kAtEnd,
-                              .lookahead = params.Int("ahead"),
+                              .pass = {.lookahead = params.Int("ahead"), .drafts = true},
                               .published = {.prompt = false, .recent = 4}};
         },
     .make = [](const Params&, const ModelShape&) -> std::shared_ptr<const Policy> {

@@ -1,7 +1,8 @@
-#include "runtime/text/sentence_ends.h"
+#include "runtime/text/phrases.h"
 
 #include <optional>
 #include <set>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -19,6 +20,11 @@ std::optional<int32_t> LastToken(const Tokenizer& tokenizer, absl::string_view t
   return ids->back();
 }
 
+std::vector<int32_t> Phrase(const Tokenizer& tokenizer, absl::string_view text) {
+  absl::StatusOr<std::vector<int32_t>> ids = tokenizer.Encode(text, {.add_special = false});
+  return ids.ok() ? *std::move(ids) : std::vector<int32_t>();
+}
+
 }  // namespace
 
 std::vector<int32_t> SentenceEnds(const Tokenizer& tokenizer) {
@@ -30,6 +36,16 @@ std::vector<int32_t> SentenceEnds(const Tokenizer& tokenizer) {
     if (const auto id = LastToken(tokenizer, ".", "."); id.has_value()) ends.insert(*id);
   }
   return {ends.begin(), ends.end()};
+}
+
+
+void AddPhrases(const Tokenizer& tokenizer, ModelShape& shape) {
+  shape.sentence_ends = SentenceEnds(tokenizer);
+  shape.repeat = {
+      .whole = Phrase(tokenizer, "\n\nRepeat the previous context exactly."),
+      .part = Phrase(tokenizer,
+                     "\n\nRepeat the part of the previous context exactly, starting with"),
+      .suffix = Phrase(tokenizer, "\n")};
 }
 
 }  // namespace epikv
