@@ -186,7 +186,7 @@ extern constinit const PolicySpec kSkipkv{
         return absl::InvalidArgumentError(
             "this model's file does not say which norm is its last: export it again");
       }
-      if (!params.Has("ends")) {
+      if (!params.Has("ends") || params.IntList("ends").empty()) {
         params.Set("ends", std::vector<int64_t>(shape.sentence_ends.begin(),
                                                 shape.sentence_ends.end()));
       }

@@ -254,7 +254,7 @@ v1::Timings ToProto(const Timings& timings) {
   *proto.mutable_time_to_first_token() = DurationProto(timings.time_to_first_token);
   *proto.mutable_decode() = DurationProto(timings.decode);
   *proto.mutable_eviction() = DurationProto(timings.eviction);
-  *proto.mutable_pass() = DurationProto(timings.pass);
+  *proto.mutable_scratch_pass() = DurationProto(timings.pass);
   return proto;
 }
 

@@ -1,5 +1,6 @@
-// Lookahead: what is told ahead is what the model would say over the draft; nothing of it stays but
-// its queries, it is reserved, and who cancels in the middle leaves nothing behind.
+// Scratch passes: what is told ahead is what the model would say over the draft, and segments are
+// read as if they followed the prompt. Nothing of them stays but what the policy was shown, they are
+// reserved, and who cancels in the middle leaves nothing behind.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -223,7 +224,7 @@ class EndsOtherwise final : public Model {
   const std::shared_ptr<const Model> model_;
 };
 
-TEST(LookaheadLaws, AnEndTokenIsNotRun) {
+TEST(PassLaws, AnEndTokenIsNotRun) {
   constexpr int64_t kPrompt = 60, kBudget = 32;
   const std::shared_ptr<const Model> model = *LoadTorchScript(ModelPath("gqa"));
   std::vector<MaskedReference::Dropped> dropped;
@@ -254,14 +255,174 @@ TEST(LookaheadLaws, AnEndTokenIsNotRun) {
   EXPECT_EQ(seen[0].size(0), 2);
 }
 
-// Requests whose policies look ahead, their prompts over their budgets; some with completions.
-std::vector<PolicyCase> WhoLookAhead() {
+// What the policy below was shown of a segment: its tokens' queries, and the segment's keys so far.
+struct Shown {
+  int64_t segment, first, count;
+  std::vector<at::Tensor> queries;              // [layers] of [count, heads, width]
+  std::vector<std::vector<at::Tensor>> keys;    // [layers][kv_heads] of [first + count, width]
+};
+std::vector<Shown>* shown = nullptr;
+
+// Has each 40 tokens of the prompt read again, behind two words; drops the oldest.
+class Rereads final : public Policy {
+ public:
+  static constexpr int64_t kChunk = 40;
+  std::vector<std::vector<int32_t>> Segments(absl::Span<const int32_t> prompt) const override {
+    std::vector<std::vector<int32_t>> segments;
+    for (size_t begin = 0; begin < prompt.size(); begin += kChunk) {
+      segments.push_back({7, 8});
+      const absl::Span<const int32_t> chunk = prompt.subspan(begin, kChunk);
+      segments.back().insert(segments.back().end(), chunk.begin(), chunk.end());
+    }
+    return segments;
+  }
+  void ObservePass(absl::Span<PassStep> steps) const override {
+    for (PassStep& step : steps) {
+      if (shown == nullptr) continue;
+      Shown one{.segment = step.segment, .first = step.first, .count = step.count};
+      for (int64_t layer = 0; layer < step.cache.num_layers(); ++layer) {
+        one.queries.push_back(step.cache.queries(layer));
+        one.keys.emplace_back();
+        for (int64_t head = 0; head < step.cache.num_kv_heads(); ++head) {
+          one.keys.back().push_back(step.cache.scratch_keys(layer, head).clone());
+        }
+      }
+      shown->push_back(std::move(one));
+    }
+  }
+  std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const override {
+    std::vector<Eviction> evictions;
+    for (const EvictionTask& task : tasks) evictions.push_back({.victims = Oldest(task.cache)});
+    return evictions;
+  }
+};
+const PolicySpec kRereads{
+    .name = "rereads",
+    .params = kAheadParams,
+    .traits =
+        [](const Params& params, const ModelShape&) {
+          return PolicyTraits{
+              .granularity = Granularity::kHead,
+              .signals = Signal::kKeys,
+              .prompt = PromptEviction::kAtEnd,
+              .pass = {.chunk = params.Int("ahead") > 0 ? Rereads::kChunk : 0, .more = 2},
+              .published = {.prompt = false, .recent = 4}};
+        },
+    .make = [](const Params&, const ModelShape&) -> std::shared_ptr<const Policy> {
+      return std::make_shared<Rereads>();
+    },
+};
+const PolicySpec* const kRereading[] = {&kAhead, &kRereads};
+
+class Segments : public testing::TestWithParam<Place> {
+ protected:
+  EngineHarness Harness(HarnessOptions options = {}) const {
+    options.policies = kRereading;
+    options.device_path = GetParam().device_path;
+    options.kv_dtype = GetParam().kv_dtype;
+    options.end_tokens = false;
+    return EngineHarness(ModelPath(GetParam().model), std::move(options));
+  }
+  static RequestOptions Reading(const Manifest& manifest, int64_t reads) {
+    RequestOptions options = Options(manifest, 90, 32, reads);
+    options.kv.policy = "rereads";
+    return options;
+  }
+};
+
+TEST_P(Segments, AreReadAsIfTheyFollowedThePrompt) {
+  EngineHarness harness = Harness({.max_step_tokens = 17});
+  std::vector<Shown> steps;
+  shown = &steps;
+  const RequestOptions options = Reading(harness.manifest(), 1);
+  const Transcript transcript = harness.Run(options);
+  shown = nullptr;
+  ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+  const auto segments = Rereads().Segments(options.prompt);
+  ASSERT_EQ(segments.size(), 3u);
+  const double near = GetParam().kv_dtype == KvDType::kInt8 ? 3e-2 : 1e-3;
+  size_t at = 0;
+  for (int64_t s = 0; s < std::ssize(segments); ++s) {
+    std::vector<int32_t> text = options.prompt;
+    text.insert(text.end(), segments[s].begin(), segments[s].end());
+    const auto expected = MaskedReference(harness.model(), GetParam().kv_dtype).Run(text, {});
+    int64_t read = 0;
+    for (; at < steps.size() && steps[at].segment == s; ++at) {
+      const Shown& one = steps[at];
+      ASSERT_EQ(one.first, read);
+      ASSERT_LE(one.count, 17);
+      read += one.count;
+      for (int64_t layer = 0; layer < harness.manifest().num_layers(); ++layer) {
+        ASSERT_EQ(one.queries[layer].size(0), one.count);
+        for (int64_t i = 0; i < one.count; ++i) {
+          const auto& step = expected[options.prompt.size() + one.first + i];
+          EXPECT_TRUE(at::allclose(one.queries[layer][i].to(at::kFloat), step.queries[layer], near,
+                                   near))
+              << "segment " << s << ", layer " << layer << ", token " << one.first + i;
+        }
+        for (int64_t head = 0; head < harness.manifest().num_kv_heads; ++head) {
+          ASSERT_EQ(one.keys[layer][head].size(0), read);
+          for (int64_t i = 0; i < read; ++i) {
+            const auto& step = expected[options.prompt.size() + i];
+            EXPECT_TRUE(at::allclose(one.keys[layer][head][i].to(at::kFloat),
+                                     step.keys[layer][head], near, near));
+          }
+        }
+      }
+    }
+    EXPECT_EQ(read, std::ssize(segments[s]));
+  }
+  EXPECT_EQ(at, steps.size());
+}
+
+TEST_P(Segments, LeaveNothingBehindAndAreReserved) {
+  EngineHarness harness = Harness();
+  const Transcript without = harness.Run(Reading(harness.manifest(), 0));
+  int64_t most = 0;
+  harness.OnStep([&] {
+    EXPECT_LE(harness.executor().used_bytes(), harness.engine().ledger().reserved());
+    most = std::max(most, harness.executor().used_bytes());
+  });
+  const Transcript with = harness.Run(Reading(harness.manifest(), 1));
+  ASSERT_TRUE(with.ok()) << with.finished->status;
+  EXPECT_EQ(with.tokens, without.tokens);
+  EXPECT_EQ(with.logprobs, without.logprobs);
+  EXPECT_EQ(with.finished->kv.kept, without.finished->kv.kept);
+  EXPECT_EQ(with.finished->kv.rounds, without.finished->kv.rounds);
+  EXPECT_GT(with.finished->timings.pass, absl::ZeroDuration());
+  auto demand = [&](int64_t reads) {
+    return std::get<Request>(harness.admission().Resolve(Reading(harness.manifest(), reads)))
+        .demand;
+  };
+  EXPECT_EQ(demand(1).prefill, std::vector<int64_t>(demand(0).prefill.size(), 90 + 40 + 2));
+  EXPECT_LE(with.finished->kv.peak_bytes, demand(1).prefill_bytes);
+  EXPECT_GT(most, demand(0).prefill_bytes);
+  EXPECT_EQ(harness.executor().pool().free_rows(), harness.executor().pool().num_rows());
+  EngineHarness tight = Harness({.kv_pool_bytes = demand(1).peak_bytes()});
+  EXPECT_EQ(tight.Run(Reading(harness.manifest(), 1)).tokens, without.tokens);
+}
+
+INSTANTIATE_TEST_SUITE_P(Laws, Segments,
+                         testing::Values(Place{"gqa"}, Place{"mqa"}, Place{"bent"},
+                                         Place{"gqa", true},
+                                         Place{"gqa", false, KvDType::kInt8}),
+                         [](const auto& info) {
+                           return std::string(info.param.model) +
+                                  (info.param.device_path ? "_device" : "") +
+                                  (info.param.kv_dtype == KvDType::kInt8 ? "_int8" : "");
+                         });
+
+// Requests whose policies have passes, their prompts over their budgets; some with completions.
+std::vector<PolicyCase> WhoHavePasses() {
   const std::string ahead = "lookahead";
   return {{"", "laq", {{"slack", int64_t{7}}}},
           {"", "laq_plus", {{"slack", int64_t{7}}, {"draft", std::string("streaming_llm")}}},
           {"", "snapkv", {{"queries", ahead}, {"window", int64_t{8}}, {"slack", int64_t{3}}}},
           {"", "rkv", {{"queries", ahead}, {"slack", int64_t{7}}}},
-          {"", "laprox", {{"queries", ahead}, {"window", int64_t{8}}, {"slack", int64_t{7}}}}};
+          {"", "laprox", {{"queries", ahead}, {"window", int64_t{8}}, {"slack", int64_t{7}}}},
+          {"", "snapkv", {{"queries", ahead}, {"window", int64_t{8}}, {"draft", std::string("whole")}}},
+          {"", "kvzip", {{"chunk", int64_t{32}}, {"slack", int64_t{7}}}},
+          {"", "kvzip_plus", {{"slack", int64_t{7}}}}};
 }
 
 RequestOptions Drawn(const Manifest& manifest, const PolicyCase& policy, std::mt19937_64& rng) {
@@ -276,11 +437,11 @@ RequestOptions Drawn(const Manifest& manifest, const PolicyCase& policy, std::mt
 
 // Law 4, where prompts are over their budgets: each gives in a batch with all policies what it gives
 // alone, its completions included.
-TEST(LookaheadLaws, DeterministicModeIgnoresTheBatch) {
+TEST(PassLaws, DeterministicModeIgnoresTheBatch) {
   EngineHarness harness(ModelPath("gqa"), {.deterministic = true, .end_tokens = false});
   std::mt19937_64 rng(31);
   std::vector<RequestOptions> all;
-  for (const PolicyCase& policy : WhoLookAhead()) {
+  for (const PolicyCase& policy : WhoHavePasses()) {
     for (int i = 0; i < 2; ++i) all.push_back(Drawn(harness.manifest(), policy, rng));
   }
   for (const PolicyCase& policy : EvictingPolicies()) {
@@ -316,15 +477,15 @@ TEST(LookaheadLaws, DeterministicModeIgnoresTheBatch) {
   EXPECT_EQ(harness.executor().pool().free_rows(), harness.executor().pool().num_rows());
 }
 
-// A thousand requests are cancelled while tokens are told ahead.
-TEST(LookaheadLaws, CancelsLeaveThePoolWhole) {
+// A thousand requests are cancelled while their passes run.
+TEST(PassLaws, CancelsLeaveThePoolWhole) {
   EngineHarness harness(ModelPath("gqa"), {.end_tokens = false});
   std::mt19937_64 rng(37);
   int64_t in_pass = 0, cancelled = 0;
   std::vector<std::shared_ptr<Transcript>> transcripts;
   for (int i = 0; cancelled < 1000; ++i) {
     ASSERT_LT(i, 3000);
-    const std::vector<PolicyCase> policies = WhoLookAhead();
+    const std::vector<PolicyCase> policies = WhoHavePasses();
     RequestOptions options = Drawn(harness.manifest(), policies[i % policies.size()], rng);
     options.prompt.resize(70);
     options.id = absl::StrCat("r", i);
@@ -380,7 +541,7 @@ const PolicySpec kBadDraft{
     },
 };
 
-TEST(LookaheadLaws, ABadDraftEndsItsRequestAlone) {
+TEST(PassLaws, ABadDraftEndsItsRequestAlone) {
   static const PolicySpec* const kBad[] = {&kAhead, &kBadDraft};
   EngineHarness harness(ModelPath("gqa"), {.policies = kBad, .end_tokens = false});
   const Transcript alone = harness.Run(Options(harness.manifest(), 60, 32, 5));

@@ -4,8 +4,8 @@
 // that they guard looks like a race. These definitions stand before the shared library's own: they
 // report to the sanitizer and call on. Conditions, which Abseil evaluates on whichever thread
 // unlocks, count as part of the lock: what they read is not watched. gRPC locks through the same
-// library and is seen too. Here is what this repository and gRPC call; LockWhen and its like would
-// have to be added.
+// library and is seen too. Here is what this repository, gRPC and Abseil itself call; readers that
+// wait for a condition would have to be added.
 
 #include <dlfcn.h>
 #include <sanitizer/tsan_interface.h>
@@ -62,6 +62,23 @@ class Waiting {
 };
 thread_local int Waiting::depth_ = 0;
 
+// A lock that waits for a condition. Some ways to do so call others.
+class Locking {
+ public:
+  explicit Locking(void* mutex) : mutex_(depth_++ == 0 ? mutex : nullptr) {
+    if (mutex_ != nullptr) __tsan_mutex_pre_lock(mutex_, 0);
+  }
+  ~Locking() {
+    --depth_;
+    if (mutex_ != nullptr) __tsan_mutex_post_lock(mutex_, 0, 0);
+  }
+
+ private:
+  static thread_local int depth_;
+  void* const mutex_;
+};
+thread_local int Locking::depth_ = 0;
+
 }  // namespace
 
 namespace absl {
@@ -98,6 +115,22 @@ void Mutex::ReaderUnlock() {
   __tsan_mutex_pre_unlock(this, __tsan_mutex_read_lock);
   (this->*Real<&Mutex::ReaderUnlock>())();
   __tsan_mutex_post_unlock(this, __tsan_mutex_read_lock);
+}
+
+// absl::Notification waits so.
+void Mutex::LockWhen(const Condition& condition) {
+  Locking locking(this);
+  (this->*Real<&Mutex::LockWhen>())(condition);
+}
+
+bool Mutex::LockWhenWithTimeout(const Condition& condition, Duration timeout) {
+  Locking locking(this);
+  return (this->*Real<&Mutex::LockWhenWithTimeout>())(condition, timeout);
+}
+
+bool Mutex::LockWhenWithDeadline(const Condition& condition, Time deadline) {
+  Locking locking(this);
+  return (this->*Real<&Mutex::LockWhenWithDeadline>())(condition, deadline);
 }
 
 void Mutex::Await(const Condition& condition) {
