@@ -38,15 +38,14 @@ std::vector<float> SnapkvScores(CacheView& cache, int64_t layer, int64_t head) {
   Lane lane(cache, layer, head);
   const int64_t window = std::min(kDraftWindow, lane.queries().size(1));
   const at::Tensor seen = SoftmaxOfSeen(lane.Logits(window)).mean(1);  // [group, n]
-  const at::Tensor pooled =
-      PoolNeighbours(seen.index_select(-1, lane.by_birth()), kDraftKernel, "max");
-  const at::Tensor score = lane.ToSlots(pooled.mean(0).contiguous());
+  const int64_t before = seen.size(1) - window;
+  const at::Tensor oldest = lane.by_birth().narrow(0, 0, before);
+  const at::Tensor score =
+      PoolNeighbours(seen.index_select(-1, oldest), kDraftKernel, "max").mean(0).contiguous();
   // The window stays.
-  std::vector<float> scores(score.const_data_ptr<float>(),
-                            score.const_data_ptr<float>() + score.numel());
-  const absl::Span<const int32_t> index = cache.index(layer, head);
-  for (size_t slot = 0; slot < scores.size(); ++slot) {
-    if (index[slot] > cache.newest() - window) scores[slot] = std::numeric_limits<float>::max();
+  std::vector<float> scores(seen.size(1), std::numeric_limits<float>::max());
+  for (int64_t i = 0; i < before; ++i) {
+    scores[oldest.const_data_ptr<int64_t>()[i]] = score.const_data_ptr<float>()[i];
   }
   return scores;
 }
@@ -82,8 +81,9 @@ ParamSpec DraftParam() {
           .type = ParamType::kChoice,
           .fallback = std::string("snapkv"),
           .choices = kDrafts,
-          .help = "what thins out the copy of the cache over which they are told; whole: nothing, "
-                  "they are told over the prompt itself"};
+          .help =
+              "what thins out the copy of the cache over which they are told; whole: nothing, "
+              "they are told over the prompt itself"};
 }
 
 ParamSpec QueriesParam() {
@@ -91,8 +91,9 @@ ParamSpec QueriesParam() {
           .type = ParamType::kChoice,
           .fallback = std::string("recent"),
           .choices = kQueries,
-          .help = "at the prompt's end, ask the newest queries alone, or beside them those of "
-                  "pseudo_tokens told ahead"};
+          .help =
+              "at the prompt's end, ask the newest queries alone, or beside them those of "
+              "pseudo_tokens told ahead"};
 }
 
 void AddLookahead(const Params& params, PolicyTraits& traits) {

@@ -46,7 +46,7 @@ struct SequenceStep {
 struct PassStep {
   PolicyState* state;  // what NewState returned
   CacheView& cache;
-  int64_t segment;  // its place in Policy::Segments
+  int64_t segment;  // its place in Policy::PassSegments
   int64_t first, count;
   Signals signals;  // Signals::gate alone
 };
@@ -87,7 +87,7 @@ class Policy {
   }
 
   // Of a policy whose pass has segments: their tokens, none of them empty.
-  virtual std::vector<std::vector<int32_t>> Segments(absl::Span<const int32_t> prompt) const {
+  virtual std::vector<std::vector<int32_t>> PassSegments(absl::Span<const int32_t> prompt) const {
     return {};
   }
   // After each step of such a pass.

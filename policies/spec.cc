@@ -145,8 +145,7 @@ std::vector<absl::string_view> SignalSet::Names() const {
   for (Signal s : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys, Signal::kValues,
                    Signal::kPromptAttention, Signal::kQueries, Signal::kOutputProjection,
                    Signal::kQueryMoments, Signal::kLogitEntropy, Signal::kResidualDistance,
-                   Signal::kResidual, Signal::kGate,
-                        Signal::kFinalHidden}) {
+                   Signal::kResidual, Signal::kGate, Signal::kFinalHidden}) {
     if (Has(s)) names.push_back(SignalName(s));
   }
   return names;

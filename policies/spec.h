@@ -181,8 +181,9 @@ struct ScratchPass {
   // their queries in CacheView::lookahead.
   int64_t lookahead = 0;
   bool drafts = false;  // over what Policy::Draft leaves of the prompt; else over all of it
-  // Or they are Policy::Segments, one after another, each over all of the prompt, and
-  // Policy::ObservePass is shown them. Of a prompt of n tokens one has min(n, chunk) + more at most.
+  // Or they are Policy::PassSegments, one after another, each over all of the prompt, and
+  // Policy::ObservePass is shown them. Of a prompt of n tokens one has min(n, chunk) + more at
+  // most.
   int64_t chunk = 0, more = 0;
 
   static constexpr int64_t kStepTokens = 256;  // the most of one PassStep

@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "compact keeps the true index",
         "runtime/kv/sequence_cache.cc",
-        "? index : tables_[table].live();",
-        "? index : index;",
+        "return tables_[table].live() + scratch_;",
+        "return next();",
         "laws_test",
         "*Law5_Slots*Sliding*",
     ),
@@ -600,7 +600,7 @@ MUTANTS = [
     Mutant(
         "the sequence that parts keeps the whole reservation",
         "runtime/engine/engine.cc",
-        "if (item.ends_prefill) ledger_.Shrink",
+        "if (item.ends_prefill || item.pass) ledger_.Shrink",
         "if (item.ends_prefill && item.completions == 1) ledger_.Shrink",
         "runtime_test",
         "*Completions*",

@@ -81,19 +81,17 @@ absl::Status Kvzip::Complete(Params& params) {
 PolicyTraits Kvzip::Traits(const Params& params, const ModelShape& shape, bool weighs) {
   const auto size = [](const std::vector<int32_t>& phrase) { return std::ssize(phrase); };
   const ModelShape::RepeatPhrases& phrases = shape.repeat;
-  PolicyTraits traits{
-      .granularity = Granularity::kHead,
-      .signals = Signal::kKeys,
-      .columns = {"score"},
-      .prompt = PromptEviction::kAtEnd,
-      .slack = params.Int("slack"),
-      .pass = {.chunk = params.Int("chunk"),
-               .more = std::max(size(phrases.whole), size(phrases.part) + kCue) +
-                       size(phrases.suffix)},
-      .published = {.sinks = kSinks}};
+  PolicyTraits traits{.granularity = Granularity::kHead,
+                      .signals = Signal::kKeys,
+                      .columns = {"score"},
+                      .prompt = PromptEviction::kAtEnd,
+                      .slack = params.Int("slack"),
+                      .pass = {.chunk = params.Int("chunk"),
+                               .more = std::max(size(phrases.whole), size(phrases.part) + kCue) +
+                                       size(phrases.suffix)},
+                      .published = {.sinks = kSinks}};
   if (weighs) {
-    traits.signals =
-        traits.signals | Signal::kValues | Signal::kOutputProjection | Signal::kGate;
+    traits.signals = traits.signals | Signal::kValues | Signal::kOutputProjection | Signal::kGate;
   }
   AddRecipe(params, traits);
   return traits;
@@ -105,7 +103,7 @@ Kvzip::Kvzip(const Params& params, const ModelShape& shape, bool weighs)
       phrases_(shape.repeat),
       gate_(weighs ? std::make_unique<Length>(shape.num_kv_heads) : nullptr) {}
 
-std::vector<std::vector<int32_t>> Kvzip::Segments(absl::Span<const int32_t> prompt) const {
+std::vector<std::vector<int32_t>> Kvzip::PassSegments(absl::Span<const int32_t> prompt) const {
   std::vector<std::vector<int32_t>> segments;
   for (size_t begin = 0; begin < prompt.size(); begin += chunk_) {
     const absl::Span<const int32_t> chunk = prompt.subspan(begin, chunk_);
@@ -160,8 +158,9 @@ at::Tensor Kvzip::Score(const EvictionTask&, Lane& lane) const {
 
 extern constinit const PolicySpec kKvzip{
     .name = "kvzip",
-    .summary = "drops the prompt's tokens to which the model attends least while it repeats the "
-               "prompt; lanes share one budget",
+    .summary =
+        "drops the prompt's tokens to which the model attends least while it repeats the "
+        "prompt; lanes share one budget",
     .paper = "arXiv 2505.23416 (KVzip)",
     .evidence = "cases: kvzip_test.cc (a golden of kvpress 0.5.5)",
     .params = kKvzipParams,

@@ -25,7 +25,7 @@ class Kvzip final : public ScoredPolicy {
   static PolicyTraits Traits(const Params& params, const ModelShape& shape, bool weighs);
 
   const Gate* gate() const override { return gate_.get(); }
-  std::vector<std::vector<int32_t>> Segments(absl::Span<const int32_t> prompt) const override;
+  std::vector<std::vector<int32_t>> PassSegments(absl::Span<const int32_t> prompt) const override;
   void ObservePass(absl::Span<PassStep> steps) const override;
 
  private:

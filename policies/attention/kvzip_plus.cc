@@ -16,7 +16,7 @@ extern constinit const PolicySpec kKvzipPlus{
     .name = "kvzip_plus",
     .summary = "kvzip, with attention weighed by what a token's value adds to the residual stream",
     .paper = "arXiv 2505.23416 (KVzip), as KVzip+ in kvpress",
-    .evidence = "cases: kvzip_test.cc (a golden of kvpress 0.5.5)",
+    .evidence = "cases: kvzip_test.cc",
     .params = kKvzipPlusParams,
     .complete = [](Params& params, const ModelShape&) { return Kvzip::Complete(params); },
     .traits = [](const Params& params,

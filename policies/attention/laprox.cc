@@ -11,7 +11,8 @@ namespace {
 const ParamSpec kLaproxParams[] = {
     WindowParam(32),  PoolKernelParam(7),           PoolModeParam("avg"),
     GqaParam("mean"), AllocatorParam("model_pool"), FloorParam(0),
-    QueriesParam(), PseudoTokensParam(), DraftParam(), SlackParam(63),
+    QueriesParam(),   PseudoTokensParam(),          DraftParam(),
+    SlackParam(63),
 };
 
 // |v_i W_O[h]|_2 of every token for each query head of the lane, from the Gram matrix of W_O.
@@ -73,8 +74,7 @@ extern constinit const PolicySpec kLaprox{
         },
     .traits =
         [](const Params& params, const ModelShape&) {
-          PolicyTraits traits =
-              WindowTraits(params, Signal::kValues | Signal::kOutputProjection);
+          PolicyTraits traits = WindowTraits(params, Signal::kValues | Signal::kOutputProjection);
           AddLookahead(params, traits);
           return traits;
         },

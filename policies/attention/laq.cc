@@ -10,8 +10,8 @@ namespace epikv {
 namespace {
 
 const ParamSpec kLaqParams[] = {
-    WindowParam(32),  PoolKernelParam(7),  PoolModeParam("max"), GqaParam("mean"),
-    DraftParam(),     PseudoTokensParam(), LaqCompatParam(),     SlackParam(63),
+    WindowParam(32), PoolKernelParam(7),  PoolModeParam("max"), GqaParam("mean"),
+    DraftParam(),    PseudoTokensParam(), LaqCompatParam(),     SlackParam(63),
 };
 
 // As the authors' code hides keys: as if the m queries had been asked by the newest m tokens, so
@@ -28,8 +28,9 @@ ParamSpec LaqCompatParam() {
   return {.name = "compat",
           .type = ParamType::kBool,
           .fallback = false,
-          .help = "as the authors' code has it: queries told ahead do not see all of the prompt's "
-                  "newest tokens"};
+          .help =
+              "as the authors' code has it: queries told ahead do not see all of the prompt's "
+              "newest tokens"};
 }
 
 absl::Status Laq::Complete(Params& params) { return CheckWindow(params); }
@@ -52,15 +53,17 @@ at::Tensor Laq::Score(const EvictionTask&, Lane& lane) const {
                               .mean(1)
                               .index_select(-1, lane.by_birth())
                               .narrow(-1, 0, before);  // [group, before]
-  const at::Tensor score = ReduceGroup(
-      PoolNeighbours(seen, params_.Int("kernel"), params_.Choice("pooling")), params_.Choice("gqa"));
+  const at::Tensor score =
+      ReduceGroup(PoolNeighbours(seen, params_.Int("kernel"), params_.Choice("pooling")),
+                  params_.Choice("gqa"));
   return WithWindow(lane, score);
 }
 
 extern constinit const PolicySpec kLaq{
     .name = "laq",
-    .summary = "drops the prompt's tokens to which queries of tokens told ahead attend least, and "
-               "decoded ones as snapkv does",
+    .summary =
+        "drops the prompt's tokens to which queries of tokens told ahead attend least, and "
+        "decoded ones as snapkv does",
     .paper = "arXiv 2505.20334 (LAQ)",
     .evidence = "cases: laq_test.cc (a golden of noforit/Lookahead_Q-Cache 74612bd)",
     .params = kLaqParams,

@@ -6,8 +6,8 @@ namespace {
 constexpr int64_t kPromptQueries = 8;
 
 const ParamSpec kLaqPlusParams[] = {
-    WindowParam(32),  PoolKernelParam(7),  PoolModeParam("max"), GqaParam("mean"),
-    DraftParam(),     PseudoTokensParam(), LaqCompatParam(),     SlackParam(63),
+    WindowParam(32), PoolKernelParam(7),  PoolModeParam("max"), GqaParam("mean"),
+    DraftParam(),    PseudoTokensParam(), LaqCompatParam(),     SlackParam(63),
 };
 
 }  // namespace

@@ -16,8 +16,8 @@ namespace {
 constexpr absl::string_view kRedundancies[] = {"exact", "linear"};
 
 const ParamSpec kRkvParams[] = {
-    LambdaParam(0.5),  WindowParam(8),   PoolKernelParam(7),
-    RedundancyParam(), RkvCompatParam(), QueriesParam(), PseudoTokensParam(), DraftParam(), SlackParam(127),
+    LambdaParam(0.5), WindowParam(8),      PoolKernelParam(7), RedundancyParam(), RkvCompatParam(),
+    QueriesParam(),   PseudoTokensParam(), DraftParam(),       SlackParam(127),
 };
 
 constexpr float kDuplicate = 0.5;  // a cosine above it
@@ -124,8 +124,9 @@ ParamSpec LambdaParam(double fallback) {
           .type = ParamType::kFloat,
           .fallback = fallback,
           .max = 1,
-          .help = "weight of importance, against that of redundancy. R-KV's code says 0.07 and its "
-                  "README 0.1; two other engines measured 0.5 to be 7 to 9 points better"};
+          .help =
+              "weight of importance, against that of redundancy. R-KV's code says 0.07 and its "
+              "README 0.1; two other engines measured 0.5 to be 7 to 9 points better"};
 }
 
 ParamSpec RedundancyParam() {
@@ -133,17 +134,19 @@ ParamSpec RedundancyParam() {
           .type = ParamType::kChoice,
           .fallback = std::string("exact"),
           .choices = kRedundancies,
-          .help = "exact: the newest of a token's duplicates is not blamed for it, which a round "
-                  "looks for among all keys for those that are new or lost theirs; linear: every "
-                  "duplicate is"};
+          .help =
+              "exact: the newest of a token's duplicates is not blamed for it, which a round "
+              "looks for among all keys for those that are new or lost theirs; linear: every "
+              "duplicate is"};
 }
 
 ParamSpec RkvCompatParam() {
   return {.name = "compat",
           .type = ParamType::kBool,
           .fallback = false,
-          .help = "as the authors' code has it: tokens without a duplicate spare the oldest token "
-                  "(with redundancy = exact)"};
+          .help =
+              "as the authors' code has it: tokens without a duplicate spare the oldest token "
+              "(with redundancy = exact)"};
 }
 
 RkvScore::RkvScore(const Params& params)
@@ -184,9 +187,8 @@ at::Tensor RkvScore::Similarity(Lane& lane) const {
       spared.push_back(other);
     }
     const at::Tensor to = at::tensor(spared, at::kLong);
-    const at::Tensor blame = unit.index_select(0, at::tensor(blamer, at::kLong))
-                                 .mul_(unit.index_select(0, to))
-                                 .sum(-1);
+    const at::Tensor blame =
+        unit.index_select(0, at::tensor(blamer, at::kLong)).mul_(unit.index_select(0, to)).sum(-1);
     sum.index_add_(0, to, blame, -1);
   }
   return sum / n;

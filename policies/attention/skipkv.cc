@@ -175,8 +175,9 @@ class Skipkv final : public ScoredPolicy {
 
 extern constinit const PolicySpec kSkipkv{
     .name = "skipkv",
-    .summary = "drops the tokens that the newest queries use least, whose keys repeat others', and "
-               "whose sentence a later one repeats",
+    .summary =
+        "drops the tokens that the newest queries use least, whose keys repeat others', and "
+        "whose sentence a later one repeats",
     .paper = "arXiv 2512.07993 (SkipKV), the eviction half; steering is an option of any request",
     .evidence = "golden: TTTTTTris/SkipKV 4492840 `SkipKV` (compat = true)",
     .params = kSkipkvParams,
@@ -187,8 +188,8 @@ extern constinit const PolicySpec kSkipkv{
             "this model's file does not say which norm is its last: export it again");
       }
       if (!params.Has("ends") || params.IntList("ends").empty()) {
-        params.Set("ends", std::vector<int64_t>(shape.sentence_ends.begin(),
-                                                shape.sentence_ends.end()));
+        params.Set("ends",
+                   std::vector<int64_t>(shape.sentence_ends.begin(), shape.sentence_ends.end()));
       }
       if (!params.IntList("ends").empty()) return absl::OkStatus();
       return absl::InvalidArgumentError(

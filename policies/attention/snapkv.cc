@@ -7,9 +7,10 @@ namespace epikv {
 namespace {
 
 const ParamSpec kSnapkvParams[] = {
-    WindowParam(64),  PoolKernelParam(5), PoolModeParam("avg"), GqaParam("mean"), DecorateParam(),
-    AllocatorParam(), FloorParam(),       SelectParam(),        ThresholdParam(), QueriesParam(),
-    PseudoTokensParam(), DraftParam(), SlackParam(63),
+    WindowParam(64),  PoolKernelParam(5), PoolModeParam("avg"), GqaParam("mean"),
+    DecorateParam(),  AllocatorParam(),   FloorParam(),         SelectParam(),
+    ThresholdParam(), QueriesParam(),     PseudoTokensParam(),  DraftParam(),
+    SlackParam(63),
 };
 
 // Published for prompts; the same score ranks decoded tokens, in rounds of 64 (as in arXiv

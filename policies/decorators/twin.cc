@@ -10,7 +10,7 @@
 namespace epikv {
 namespace {
 
-constexpr float kAlike = 0.9f;          // cosine of keys from which on they are twins; ours
+constexpr float kAlike = 0.9f;           // cosine of keys from which on they are twins; ours
 constexpr int64_t kDonorsPerVictim = 4;  // kept tokens of the lowest scores that are looked at
 
 // Of what a round would drop, orphans are those that no kept token is like; of what it would keep,
@@ -28,13 +28,12 @@ class Twin final : public Decorator {
       (cache.protection().Covers(index[slot], cache.newest()) ? kept : open).push_back(slot);
     }
     const int64_t drops = std::min(excess, std::ssize(open));
-    if (drops == 0 || score.isnan().any().item<bool>()) return score;
+    if (drops == 0 || drops == std::ssize(index) || score.isnan().any().item<bool>()) return score;
     std::sort(open.begin(), open.end(), [&](int64_t a, int64_t b) {
       return std::pair(s[a], index[a]) < std::pair(s[b], index[b]);
     });
     const std::vector<int64_t> victims(open.begin(), open.begin() + drops);
-    const int64_t looked_at =
-        std::min(std::ssize(open) - drops, kDonorsPerVictim * drops);
+    const int64_t looked_at = std::min(std::ssize(open) - drops, kDonorsPerVictim * drops);
     const std::vector<int64_t> donors(open.begin() + drops, open.begin() + drops + looked_at);
     kept.insert(kept.end(), open.begin() + drops, open.end());
 
@@ -44,10 +43,15 @@ class Twin final : public Decorator {
       return unit.index_select(0, at::tensor(slots, at::kLong));
     };
     const at::Tensor of_kept = rows(kept).t().contiguous();
-    std::vector<int64_t> orphans;  // the best first
+    std::vector<int64_t> orphans;  // the best first; no two of them are twins
     const at::Tensor nearest = std::get<0>(rows(victims).matmul(of_kept).max(1));
     for (int64_t i = drops; i-- > 0;) {
-      if (nearest[i].item<float>() < kAlike) orphans.push_back(victims[i]);
+      if (nearest[i].item<float>() >= kAlike) continue;
+      if (!orphans.empty() &&
+          rows(orphans).matmul(unit[victims[i]]).max().item<float>() >= kAlike) {
+        continue;
+      }
+      orphans.push_back(victims[i]);
     }
     if (orphans.empty() || donors.empty()) return score;
 
@@ -75,7 +79,7 @@ class Twin final : public Decorator {
 extern constinit const DecoratorSpec kTwin{
     .name = "twin",
     .summary = "tokens that no kept one is like take the places of kept ones that have a twin",
-    .paper = "arXiv 2609.28127 (TwinKV), after its abstract; thresholds are ours",
+    .paper = "arXiv 2608.27128 (TwinKV), after its abstract; thresholds are ours",
     .takes = ScoreKind::kValue,
     .gives = {.kind = ScoreKind::kValue, .comparable = Comparable::kLane},
     .signals = Signal::kKeys,

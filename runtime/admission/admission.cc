@@ -13,7 +13,7 @@ namespace epikv {
 bool ReadsRows(const PolicyTraits& traits) {
   const SignalSet& signals = traits.signals;
   return signals.Has(Signal::kKeys) || signals.Has(Signal::kQueries) ||
-         signals.Has(Signal::kQueryMoments);
+         signals.Has(Signal::kQueryMoments) || traits.pass.any();
 }
 
 int64_t TokensOf(double ratio, int64_t tokens) {

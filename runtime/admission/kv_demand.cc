@@ -13,13 +13,12 @@ int64_t PeakByChunk(int64_t prefill, int64_t budget, int64_t chunk) {
   return std::max(in_last_part, std::min(budget, whole - chunk) + chunk);
 }
 
-// Rows that a scratch pass has behind those of the prompt.
+}  // namespace
+
 int64_t ScratchRows(const ScratchPass& pass, int64_t prefill) {
   if (pass.chunk > 0) return std::min(prefill, pass.chunk) + pass.more;
   return pass.drafts ? 0 : pass.lookahead;
 }
-
-}  // namespace
 
 KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, int64_t longest,
                   int64_t chunk, const KvLayout& layout) {

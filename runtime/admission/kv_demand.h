@@ -8,6 +8,9 @@
 
 namespace epikv {
 
+// Rows of a scratch pass behind those of a prompt of so many tokens.
+int64_t ScratchRows(const ScratchPass& pass, int64_t prefill);
+
 // Lane capacities from lengths alone. budgets: of each lane; longest: tokens ever cached. Exact
 // where all lanes have the same budget; an upper bound where they differ, for they have their
 // rounds together.

@@ -17,7 +17,8 @@ constexpr size_t kMaxSpans = 64;
 
 // Reads queries of tokens before the newest.
 bool ReadsPastQueries(const PolicyTraits& traits) {
-  return traits.signals.Has(Signal::kQueries) || traits.signals.Has(Signal::kQueryMoments);
+  return traits.signals.Has(Signal::kQueries) || traits.signals.Has(Signal::kQueryMoments) ||
+         traits.pass.any();
 }
 
 // Some layer's window is narrower than `tokens`.
@@ -321,6 +322,15 @@ void Resolver::ResolveProtectionAndDemand() {
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
   request_.demand.prefill_bytes += PromptLogitBytes();
+  const int64_t rows = prompt + ScratchRows(request_.traits.pass, prompt);
+  if (request_.demand.passes && request_.traits.pass.chunk > 0 &&
+      rows > admission_.manifest().context_length) {
+    violations_.Add(
+        "kv.policy_params.chunk",
+        absl::StrCat("policy '", request_.spec->name, "' would read up to ", rows - prompt,
+                     " tokens behind a prompt of ", prompt, ", and the context has ",
+                     admission_.manifest().context_length, ": choose a smaller chunk"));
+  }
   AddDraft(request_,
            LayoutOf(admission_.shape(), admission_.kv_format(), DraftTraits(),
                     /*num_tap_layers=*/0, options_.kv.positions),

@@ -167,11 +167,14 @@ bool Engine::Step(absl::Duration waited) {
   std::vector<ForwardOutcome> outcomes = RunForward(items);
   clock.Charge(Stage::kForward);
 
+  int64_t read = 0, told = 0;  // as prompts are, and as decoded tokens are
   for (size_t i = 0; i < items.size(); ++i) {
     if (outcomes[i].status.ok()) {
+      const auto tokens = std::ssize(items[i].tokens);
+      (items[i].decode ? told : read) += tokens;
       (items[i].pass     ? step.pass_tokens
        : items[i].decode ? step.decode_tokens
-                         : step.prefill_tokens) += std::ssize(items[i].tokens);
+                         : step.prefill_tokens) += tokens;
     }
     if (sequences[i]->finished) continue;  // with another of its completions
     Guard(*sequences[i], [&] { Deliver(*sequences[i], items[i], std::move(outcomes[i])); });
@@ -183,8 +186,7 @@ bool Engine::Step(absl::Duration waited) {
   executor_->AddStageTimes(step);
 
   DropFinished();
-  pace_.OnStep(waited + (now_() - begin), step.prefill_tokens,
-               step.decode_tokens + step.pass_tokens);
+  pace_.OnStep(waited + (now_() - begin), read, told);
   step.sequences = static_cast<int64_t>(items.size());
   clock.ChargeTotal();
   Report(step);
@@ -515,6 +517,7 @@ void Engine::ForkCompletions(Sequence& first) {
     Sequence& s = *sibling;
     s.rounds = first.rounds;
     s.evicted_entries = first.evicted_entries;
+    s.pass_time = first.pass_time;
     running_.push_back(std::move(sibling));
     members.push_back(&s);
     if (s.ended_early.has_value()) continue;
@@ -575,7 +578,8 @@ void Engine::OnSettled(Sequence& s, const WorkItem& item, SettleOutcome outcome)
   if (!outcome.status.ok()) return Finish(s, FinishReason::kError, std::move(outcome.status));
   const bool more = !outcome.pass.empty();
   if (item.ends_prefill && more) s.pass_begin = now_();
-  if (item.pass && s.pass_done < std::ssize(s.pass)) return;  // the rest of these tokens comes first
+  if (item.pass && s.pass_done < std::ssize(s.pass))
+    return;  // the rest of these tokens comes first
   if (item.pass && !more) s.pass_time = now_() - s.pass_begin;
   s.pass = std::move(outcome.pass);
   s.pass_done = 0;
@@ -644,6 +648,9 @@ void Engine::FinishGroup(Sequence& s, FinishReason reason, absl::Status status) 
     for (SequencePtr& member : running_) {
       if (member != nullptr && member->group == group && !member->finished) end(*member);
     }
+    for (const SequencePtr& sibling : group->siblings) {  // which have no more than first tokens
+      group->total.output_tokens += sibling->num_outputs;
+    }
     group->siblings.clear();
     group->total.reason = reason;
     group->total.status = std::move(status);
@@ -686,7 +693,7 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
     finished.timings.decode = s.last_token - s.first_token;
   }
   finished.timings.eviction = s.eviction_time;
-  finished.timings.pass = s.pass_time;
+  finished.timings.pass = s.pass.empty() ? s.pass_time : now - s.pass_begin;
   finished.kv.evicted_entries = s.evicted_entries;
   finished.kv.rounds = s.rounds;
   if (!s.open && s.group != nullptr) {  // ended with its first token

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <limits>
 #include <stdexcept>
 
 #include "absl/strings/match.h"
@@ -41,16 +42,19 @@ const absl::Status& NoMemory() {
   return status;
 }
 
-// The pool's name for the copy of a sequence over which tokens are told ahead: one that no sequence
-// has.
-SequenceId CopyOf(SequenceId id) { return SequenceId{-1 - static_cast<int64_t>(id)}; }
+// The pool's name for the draft of a sequence: one that no sequence has, nor a cached prefix, whose
+// names count down from -1.
+SequenceId DraftOf(SequenceId id) {
+  return SequenceId{std::numeric_limits<int64_t>::min() + static_cast<int64_t>(id)};
+}
 
 // Of the last row of logits.
 int32_t Likeliest(const at::Tensor& logits) {
   return static_cast<int32_t>(logits[logits.size(0) - 1].argmax().item<int64_t>());
 }
 
-// Commits a step of a scratch pass: rows behind those in use, but of a draft, whose tokens they are.
+// Commits a step of a scratch pass: rows behind those in use, but of a draft, whose tokens they
+// are.
 void FinishPassStep(StepItem& item) {
   RunningPass& pass = *item.pass;
   SequenceCache& cache = item.sequence->cache;
@@ -221,6 +225,9 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
     for (int64_t t = 0; t < cache.num_tables(); ++t) {
       item.slots.push_back(cache.NextSlot(t));
       item.positions.push_back(cache.NextPosition(t));
+      if (item.positions.back() + item.num_rows() > model_->manifest().context_length) {
+        throw std::logic_error("a token lies beyond the context");
+      }
     }
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
@@ -383,12 +390,12 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
     const bool due = sequence.cache.OverBudget(slack) || UnaskedRound(item, traits);
     if (outcome.status.ok() && item.ends_prefill && sequence.request.demand.passes) {
       absl::StatusOr<std::vector<int32_t>> first = BeginPass(sequence, item.id, view);
-      if (first.ok()) {
-        outcome.pass = *std::move(first);
-      } else {
+      if (!first.ok()) {
         outcome.status = std::move(first).status();
+        return outcome;
       }
-      return outcome;
+      outcome.pass = *std::move(first);
+      if (!outcome.pass.empty()) return outcome;
     }
     if (outcome.status.ok() && (item.decode || in_prefill) && due) {
       outcome.status =
@@ -412,23 +419,25 @@ absl::StatusOr<std::vector<int32_t>> Executor::BeginPass(OpenSequence& sequence,
   const Request& request = sequence.request;
   const ScratchPass& traits = request.traits.pass;
   const int64_t queries = traits.chunk > 0 ? ScratchPass::kStepTokens : traits.lookahead;
-  auto pass = std::make_unique<RunningPass>(RunningPass{
-      .queries = QueryWindow(shape_.num_layers, queries,
-                             shape_.num_heads * shape_.key_width *
-                                 ElementBytes(pool_.format().model))});
+  auto pass = std::make_unique<RunningPass>(
+      RunningPass{.queries = QueryWindow(
+                      shape_.num_layers, queries,
+                      shape_.num_heads * shape_.key_width * ElementBytes(pool_.format().model))});
   if (traits.chunk > 0) {
     absl::Status asked =
-        AskPolicy(request, [&] { pass->segments = request.policy->Segments(request.prompt); });
-    asked.Update(CheckSegments(request, pass->segments));
+        AskPolicy(request, [&] { pass->segments = request.policy->PassSegments(request.prompt); });
+    asked.Update(CheckSegments(request, pass->segments, model_->manifest().vocab_size));
     if (!asked.ok()) return asked;
   } else {
-    pass->next = sequence.first_output;
-    pass->left = traits.lookahead;
+    pass->next = sequence.first_output;  // run even where it is an end, as in LAQ's code
+    pass->left =
+        std::min(traits.lookahead, model_->manifest().context_length - sequence.cache.next());
+    if (pass->left == 0) return std::vector<int32_t>();
   }
   if (traits.drafts) {
     const absl::StatusOr<SequenceCache::Slots> left_out = AskDraft(sequence, view);
     if (!left_out.ok()) return left_out.status();
-    pass->draft = std::make_unique<Draft>(CopyOf(id), request, sequence, *left_out, shape_);
+    pass->draft = std::make_unique<Draft>(DraftOf(id), request, sequence, *left_out, shape_);
   }
   RunningPass& running = *(passes_[id] = std::move(pass));
   if (traits.chunk > 0) return running.segments.front();
@@ -477,8 +486,7 @@ SettleOutcome Executor::SettlePass(OpenSequence& sequence, const WorkItem& item)
     return outcome;
   }
   sequence.cache.SetScratch(0);
-  PolicyView view(sequence, pool_, *model_, output_grams_,
-                  pass.segments.empty() ? &pass : nullptr);
+  PolicyView view(sequence, pool_, *model_, output_grams_, pass.segments.empty() ? &pass : nullptr);
   outcome.status = RunRound(sequence, item, view, /*mass_rows=*/nullptr, outcome);
   if (!outcome.status.ok()) return outcome;
   passes_.erase(item.id);

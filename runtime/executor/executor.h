@@ -81,7 +81,8 @@ class Executor final : public StepExecutor {
   void KeepPrefix(const StepItem& item);
   StepItem ItemOf(const WorkItem& work);
   SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);
-  // Begins the policy's scratch pass over a prompt, and says what runs first.
+  // Begins the policy's scratch pass over a prompt, and says what runs first; empty: there is no
+  // room left in the context.
   absl::StatusOr<std::vector<int32_t>> BeginPass(OpenSequence& sequence, SequenceId id,
                                                  PolicyView& view);
   // What runs next; empty: the rest of a segment, or the pass is over.

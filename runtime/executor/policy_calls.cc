@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/admission/kv_demand.h"
 #include "runtime/base/steady_time.h"
 
 namespace epikv {
@@ -80,11 +81,14 @@ absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView
 }
 
 absl::Status CheckSegments(const Request& request,
-                           const std::vector<std::vector<int32_t>>& segments) {
-  const ScratchPass& pass = request.traits.pass;
-  const int64_t most = std::min(request.prefill_tokens(), pass.chunk) + pass.more;
+                           const std::vector<std::vector<int32_t>>& segments, int64_t vocab_size) {
+  const int64_t most = ScratchRows(request.traits.pass, request.prefill_tokens());
+  auto outside = [=](int32_t token) { return token < 0 || token >= vocab_size; };
   if (segments.empty()) return PolicyFailure(request, kPolicyInvalidSet, "it has no segments");
   for (const std::vector<int32_t>& segment : segments) {
+    if (std::any_of(segment.begin(), segment.end(), outside)) {
+      return PolicyFailure(request, kPolicyInvalidSet, "a segment has a token that is none");
+    }
     if (!segment.empty() && std::ssize(segment) <= most) continue;
     return PolicyFailure(request, kPolicyInvalidSet,
                          absl::StrCat("a segment has ", segment.size(), " tokens, at least 1 and ",
@@ -103,8 +107,8 @@ absl::StatusOr<SequenceCache::Slots> AskDraft(OpenSequence& sequence, CacheView&
   if (!draft.status.ok()) return PolicyFailure(request, kPolicyStatus, draft.status.message());
   absl::StatusOr<SequenceCache::Slots> slots = sequence.cache.SlotsOf(draft.victims);
   for (size_t lane = 0; slots.ok() && lane < slots->size(); ++lane) {
-    const int64_t kept = sequence.cache.table(static_cast<int64_t>(lane)).live() -
-                         std::ssize((*slots)[lane]);
+    const int64_t kept =
+        sequence.cache.table(static_cast<int64_t>(lane)).live() - std::ssize((*slots)[lane]);
     const int64_t room = request.demand.draft[lane] - request.traits.pass.lookahead;
     if (kept > room) {
       slots = absl::InternalError(absl::StrCat("the policy's draft keeps ", kept,

@@ -37,7 +37,7 @@ absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView
 
 // What is wrong with the segments of a policy's scratch pass.
 absl::Status CheckSegments(const Request& request,
-                           const std::vector<std::vector<int32_t>>& segments);
+                           const std::vector<std::vector<int32_t>>& segments, int64_t vocab_size);
 
 // Asks the policy what the copy leaves out over which tokens are told ahead; checks that what is
 // left fits into it.

@@ -156,8 +156,7 @@ at::Tensor DeviceForward::Numbers(DevicePlan::Section section) const {
 
 // Only the rows that the host reads.
 void DeviceForward::TakeLogits(StepItem& item, const at::Tensor& logits) {
-  const int64_t wanted =
-      item.wants_prompt_logprobs() ? item.num_rows() : item.num_read_logits();
+  const int64_t wanted = item.wants_prompt_logprobs() ? item.num_rows() : item.num_read_logits();
   Bring(logits.narrow(0, logits.size(0) - wanted, wanted),
         [&item](const at::Tensor& rows) { item.logits = rows; });
   if (!item.wants(Signal::kLogitEntropy)) return;

@@ -42,7 +42,8 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
   }
   // As the final norm leaves each row, in fp32, and as the policy is told.
   if (traits.signals.Has(Signal::kFinalHidden)) {
-    layout.step_bytes_per_row += shape.hidden_size * (element + 2 * static_cast<int64_t>(sizeof(float)));
+    layout.step_bytes_per_row +=
+        shape.hidden_size * (element + 2 * static_cast<int64_t>(sizeof(float)));
   }
   // The residual before, and the one of the step that is not yet committed.
   layout.state_bytes = traits.state_bytes + 2 * num_tap_layers * shape.hidden_size * 4 +
@@ -51,7 +52,8 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
                             : 0) +
                        QueryWindow::Bytes(shape.num_layers, traits.window,
                                           shape.num_heads * shape.key_width * element);
-  const int64_t pass_queries = traits.pass.chunk > 0 ? ScratchPass::kStepTokens : traits.pass.lookahead;
+  const int64_t pass_queries =
+      traits.pass.chunk > 0 ? ScratchPass::kStepTokens : traits.pass.lookahead;
   layout.pass_bytes = QueryWindow::Bytes(shape.num_layers, pass_queries,
                                          shape.num_heads * shape.key_width * element);
   return layout;

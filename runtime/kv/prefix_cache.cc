@@ -14,10 +14,9 @@ bool SharesRows(const Request& request) {
 
 // What only a forward over the prompt gives.
 bool NeedsForward(const Request& request) {
-  constexpr Signal kOfPrompts[] = {Signal::kPromptAttention,  Signal::kQueries,
-                                   Signal::kQueryMoments,     Signal::kLogitEntropy,
-                                   Signal::kResidualDistance, Signal::kGate,
-                                   Signal::kFinalHidden};
+  constexpr Signal kOfPrompts[] = {
+      Signal::kPromptAttention,  Signal::kQueries, Signal::kQueryMoments, Signal::kLogitEntropy,
+      Signal::kResidualDistance, Signal::kGate,    Signal::kFinalHidden};
   return request.output.prompt_logprobs ||
          std::any_of(std::begin(kOfPrompts), std::end(kOfPrompts),
                      [&](Signal signal) { return request.traits.signals.Has(signal); });

@@ -80,7 +80,7 @@ struct OpenSequence {
   std::unique_ptr<PolicyState> state;  // null: the policy keeps none
   PrefixCache::Kept prefix;
   int64_t peak_entries = 0, peak_bytes = 0;  // with what a scratch pass had; 0: there was none
-  int32_t first_output = 0;  // once the prompt is cached
+  int32_t first_output = 0;                  // once the prompt is cached
   std::optional<int64_t> mass_at;  // index of the token that was newest when it was measured last
 };
 
@@ -115,9 +115,9 @@ struct StepItem {
   QueryWindow* queries = nullptr;    // where its queries go, if wanted
   RunningPass* pass = nullptr;       // of a scratch pass
   int64_t row = 0;                   // its first row in the forward
-  std::vector<int64_t> slots;      // [tables] that its first token takes
-  std::vector<int64_t> positions;  // [tables] RoPE position of its first token
-  std::vector<int64_t> used;       // [layers x kv_heads] slots that attention reads
+  std::vector<int64_t> slots;        // [tables] that its first token takes
+  std::vector<int64_t> positions;    // [tables] RoPE position of its first token
+  std::vector<int64_t> used;         // [layers x kv_heads] slots that attention reads
   // SequenceCache::PositionsAfter, once a layer has asked. [tables][slots]
   std::vector<std::vector<int64_t>> slot_positions;
   std::vector<LanePositions> lane_positions;  // of the layer that runs, if its window hides any

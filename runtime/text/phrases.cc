@@ -38,13 +38,12 @@ std::vector<int32_t> SentenceEnds(const Tokenizer& tokenizer) {
   return {ends.begin(), ends.end()};
 }
 
-
 void AddPhrases(const Tokenizer& tokenizer, ModelShape& shape) {
   shape.sentence_ends = SentenceEnds(tokenizer);
   shape.repeat = {
       .whole = Phrase(tokenizer, "\n\nRepeat the previous context exactly."),
-      .part = Phrase(tokenizer,
-                     "\n\nRepeat the part of the previous context exactly, starting with"),
+      .part =
+          Phrase(tokenizer, "\n\nRepeat the part of the previous context exactly, starting with"),
       .suffix = Phrase(tokenizer, "\n")};
 }
 

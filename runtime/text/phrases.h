@@ -15,8 +15,8 @@ namespace epikv {
 // line in it; of a tokenizer without any, that of "."; empty: it has neither.
 std::vector<int32_t> SentenceEnds(const Tokenizer& tokenizer);
 
-// Fills ModelShape's sentence_ends and repeat, whose phrases are KVzip's (arXiv 2505.23416, kvpress).
-// Empty: of a phrase that has words that the tokenizer lacks.
+// Fills ModelShape's sentence_ends and repeat, whose phrases are KVzip's (arXiv 2505.23416,
+// kvpress). Empty: of a phrase that has words that the tokenizer lacks.
 void AddPhrases(const Tokenizer& tokenizer, ModelShape& shape);
 
 }  // namespace epikv

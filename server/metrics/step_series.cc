@@ -190,7 +190,8 @@ void StepSeries::AddRound(absl::string_view policy, absl::Duration time) {
 }
 
 void StepSeries::Add(const StepStats& step, StepBefore& before) {
-  const size_t phase = step.decode_tokens == 0 ? 0 : step.prefill_tokens == 0 ? 1 : 2;
+  const int64_t read = step.prefill_tokens + step.pass_tokens;
+  const size_t phase = step.decode_tokens == 0 ? 0 : read == 0 ? 1 : 2;
   by_phase_[phase]->Observe(Seconds(step.total_wall));
   for (int i = 0; i < kNumStages; ++i) {
     stages_[i]->Observe(Seconds(step.wall[i]));
@@ -202,7 +203,7 @@ void StepSeries::Add(const StepStats& step, StepBefore& before) {
   longest_move_.Set(std::max(longest_move_.Value(), Seconds(step.kv_longest_move)));
   tokens_[0]->Increment(static_cast<double>(step.prefill_tokens));
   tokens_[1]->Increment(static_cast<double>(step.decode_tokens));
-  batch_tokens_.Observe(static_cast<double>(step.prefill_tokens + step.decode_tokens));
+  batch_tokens_.Observe(static_cast<double>(read + step.decode_tokens));
   batch_sequences_.Observe(static_cast<double>(step.sequences));
   const absl::Time now = absl::Now();
   if (before.left_running) AddGaps(step.decode_tokens, now - before.end);

@@ -1,5 +1,5 @@
-// An artefact and the arrays beside it: all of both is well, or the error says what is not. An input
-// is the JSON, a NUL, and the safetensors file that it may name.
+// An artefact and the arrays beside it: all of both is well, or the error says what is not. An
+// input is the JSON, a NUL, and the safetensors file that it may name.
 
 #include <cmath>
 #include <cstdint>
@@ -30,7 +30,8 @@ void CheckArrays(const NamedArrays& arrays) {
       count *= size;
     }
     Require(count == std::ssize(array.values), "a number for each place", name);
-    for (const float value : array.values) Require(std::isfinite(value), "numbers are finite", name);
+    for (const float value : array.values)
+      Require(std::isfinite(value), "numbers are finite", name);
   }
 }
 
@@ -43,8 +44,8 @@ constexpr ParamSpec kParams[] = {
 const PolicySpec kReader{
     .name = "reader",
     .params = kParams,
-    .read_data = [](const ArtefactData& data, const ModelShape&)
-        -> absl::StatusOr<std::shared_ptr<const PolicyData>> {
+    .read_data = [](const ArtefactData& data,
+                    const ModelShape&) -> absl::StatusOr<std::shared_ptr<const PolicyData>> {
       CheckArrays(data.arrays);
       return std::make_shared<Nothing>();
     },

@@ -23,7 +23,16 @@ OUT = Path(__file__).parent / "policies"
 # Scores at a cut that are nearer than this (relative) say nothing of who is right.
 MIN_GAP = 1e-5
 MASK64 = (1 << 64) - 1
-KINDS = {"key": 1, "value": 2, "query": 3, "hidden": 4, "output": 5, "input": 6, "gate": 7, "final": 8}
+KINDS = {
+    "key": 1,
+    "value": 2,
+    "query": 3,
+    "hidden": 4,
+    "output": 5,
+    "input": 6,
+    "gate": 7,
+    "final": 8,
+}
 GATE_WIDTH = 6
 
 

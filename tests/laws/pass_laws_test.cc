@@ -1,6 +1,6 @@
 // Scratch passes: what is told ahead is what the model would say over the draft, and segments are
-// read as if they followed the prompt. Nothing of them stays but what the policy was shown, they are
-// reserved, and who cancels in the middle leaves nothing behind.
+// read as if they followed the prompt. Nothing of them stays but what the policy was shown, they
+// are reserved, and who cancels in the middle leaves nothing behind.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "policies/select.h"
+#include "runtime/base/reason.h"
 #include "tests/fixtures/engine_harness.h"
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
@@ -81,11 +82,19 @@ RequestOptions Options(const Manifest& manifest, int64_t prompt, int64_t budget,
   options.prompt = Text(manifest, prompt, 3);
   options.stop.max_output_tokens = 40;
   options.sampling.temperature = 0.0f;
-  options.output.logprobs = options.output.kv_trace = true;
+  options.output.logprobs = options.output.kv_trace = options.output.kept = true;
   options.kv.policy = "ahead";
   options.kv.budget = budget;
   options.kv.params = {{"ahead", ahead}};
   return options;
+}
+
+std::vector<std::vector<int32_t>> VictimsOf(const Transcript& transcript) {
+  std::vector<std::vector<int32_t>> victims;
+  for (const EvictionTrace& trace : transcript.evictions) {
+    for (const EvictionTrace::Victims& of_lane : trace.victims) victims.push_back(of_lane.index);
+  }
+  return victims;
 }
 
 struct Place {
@@ -152,7 +161,7 @@ TEST_P(Lookahead, LeavesNothingBehind) {
     EXPECT_EQ(other.logprobs, transcripts[0].logprobs);
     EXPECT_EQ(other.finished->kv.kept, transcripts[0].finished->kv.kept);
     EXPECT_EQ(other.finished->kv.rounds, transcripts[0].finished->kv.rounds);
-    EXPECT_EQ(other.evictions.size(), transcripts[0].evictions.size());
+    EXPECT_EQ(VictimsOf(other), VictimsOf(transcripts[0]));
   }
   EXPECT_EQ(harness.executor().used_bytes(), 0);
   EXPECT_EQ(harness.executor().pool().free_rows(), harness.executor().pool().num_rows());
@@ -166,13 +175,12 @@ TEST_P(Lookahead, IsReserved) {
         .demand;
   };
   const KvDemand without = demand(0), with = demand(6);
-  EXPECT_TRUE(without.lookahead.empty());
-  EXPECT_EQ(with.lookahead, std::vector<int64_t>(with.budget.size(), 32 + 6));
+  EXPECT_TRUE(without.draft.empty());
+  EXPECT_EQ(with.draft, std::vector<int64_t>(with.budget.size(), 32 + 6));
   EXPECT_EQ(with.decode_bytes, without.decode_bytes);
   // Of a prompt within the budget nobody looks ahead.
-  EXPECT_TRUE(std::get<Request>(
-                  harness.admission().Resolve(Options(harness.manifest(), 30, 64, 6)))
-                  .demand.lookahead.empty());
+  EXPECT_TRUE(std::get<Request>(harness.admission().Resolve(Options(harness.manifest(), 30, 64, 6)))
+                  .demand.draft.empty());
   int64_t most = 0;
   harness.OnStep([&] {
     EXPECT_LE(harness.executor().used_bytes(), harness.engine().ledger().reserved());
@@ -188,8 +196,7 @@ TEST_P(Lookahead, IsReserved) {
 
 INSTANTIATE_TEST_SUITE_P(Laws, Lookahead,
                          testing::Values(Place{"gqa"}, Place{"mqa"}, Place{"bent"},
-                                         Place{"gqa", true},
-                                         Place{"gqa", false, KvDType::kInt8}),
+                                         Place{"gqa", true}, Place{"gqa", false, KvDType::kInt8}),
                          [](const auto& info) {
                            return std::string(info.param.model) +
                                   (info.param.device_path ? "_device" : "") +
@@ -237,13 +244,18 @@ TEST(PassLaws, AnEndTokenIsNotRun) {
   }
   RequestOptions options = Options(model->manifest(), kPrompt, kBudget, 16);
   options.stop.ignore_end = true;
-  std::vector<int32_t> text = options.prompt;
-  for (int i = 0; i < 3; ++i) {
-    const auto steps = MaskedReference(*model).Run(text, dropped);
-    text.push_back(static_cast<int32_t>(steps.back().logits.argmax().item<int64_t>()));
+  std::vector<int32_t> text;
+  // Of some prompts the model says three different tokens.
+  for (uint64_t seed = 1; text.empty(); ++seed) {
+    ASSERT_LT(seed, 50u);
+    text = options.prompt = Text(model->manifest(), kPrompt, seed);
+    for (int i = 0; i < 3; ++i) {
+      const auto steps = MaskedReference(*model).Run(text, dropped);
+      text.push_back(static_cast<int32_t>(steps.back().logits.argmax().item<int64_t>()));
+    }
+    const int32_t end = text.back();
+    if (end == text[kPrompt] || end == text[kPrompt + 1]) text.clear();
   }
-  ASSERT_NE(text[kPrompt + 2], text[kPrompt]);
-  ASSERT_NE(text[kPrompt + 2], text[kPrompt + 1]);
   EngineHarness harness(
       std::make_shared<EndsOtherwise>(model, std::vector<int32_t>{text[kPrompt + 2]}),
       {.policies = kCatalog});
@@ -258,8 +270,8 @@ TEST(PassLaws, AnEndTokenIsNotRun) {
 // What the policy below was shown of a segment: its tokens' queries, and the segment's keys so far.
 struct Shown {
   int64_t segment, first, count;
-  std::vector<at::Tensor> queries;              // [layers] of [count, heads, width]
-  std::vector<std::vector<at::Tensor>> keys;    // [layers][kv_heads] of [first + count, width]
+  std::vector<at::Tensor> queries;            // [layers] of [count, heads, width]
+  std::vector<std::vector<at::Tensor>> keys;  // [layers][kv_heads] of [first + count, width]
 };
 std::vector<Shown>* shown = nullptr;
 
@@ -267,7 +279,7 @@ std::vector<Shown>* shown = nullptr;
 class Rereads final : public Policy {
  public:
   static constexpr int64_t kChunk = 40;
-  std::vector<std::vector<int32_t>> Segments(absl::Span<const int32_t> prompt) const override {
+  std::vector<std::vector<int32_t>> PassSegments(absl::Span<const int32_t> prompt) const override {
     std::vector<std::vector<int32_t>> segments;
     for (size_t begin = 0; begin < prompt.size(); begin += kChunk) {
       segments.push_back({7, 8});
@@ -338,7 +350,7 @@ TEST_P(Segments, AreReadAsIfTheyFollowedThePrompt) {
   const Transcript transcript = harness.Run(options);
   shown = nullptr;
   ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
-  const auto segments = Rereads().Segments(options.prompt);
+  const auto segments = Rereads().PassSegments(options.prompt);
   ASSERT_EQ(segments.size(), 3u);
   const double near = GetParam().kv_dtype == KvDType::kInt8 ? 3e-2 : 1e-3;
   size_t at = 0;
@@ -356,8 +368,8 @@ TEST_P(Segments, AreReadAsIfTheyFollowedThePrompt) {
         ASSERT_EQ(one.queries[layer].size(0), one.count);
         for (int64_t i = 0; i < one.count; ++i) {
           const auto& step = expected[options.prompt.size() + one.first + i];
-          EXPECT_TRUE(at::allclose(one.queries[layer][i].to(at::kFloat), step.queries[layer], near,
-                                   near))
+          EXPECT_TRUE(
+              at::allclose(one.queries[layer][i].to(at::kFloat), step.queries[layer], near, near))
               << "segment " << s << ", layer " << layer << ", token " << one.first + i;
         }
         for (int64_t head = 0; head < harness.manifest().num_kv_heads; ++head) {
@@ -388,6 +400,8 @@ TEST_P(Segments, LeaveNothingBehindAndAreReserved) {
   EXPECT_EQ(with.tokens, without.tokens);
   EXPECT_EQ(with.logprobs, without.logprobs);
   EXPECT_EQ(with.finished->kv.kept, without.finished->kv.kept);
+  EXPECT_EQ(VictimsOf(with), VictimsOf(without));
+  EXPECT_FALSE(VictimsOf(with).empty());
   EXPECT_EQ(with.finished->kv.rounds, without.finished->kv.rounds);
   EXPECT_GT(with.finished->timings.pass, absl::ZeroDuration());
   auto demand = [&](int64_t reads) {
@@ -404,8 +418,7 @@ TEST_P(Segments, LeaveNothingBehindAndAreReserved) {
 
 INSTANTIATE_TEST_SUITE_P(Laws, Segments,
                          testing::Values(Place{"gqa"}, Place{"mqa"}, Place{"bent"},
-                                         Place{"gqa", true},
-                                         Place{"gqa", false, KvDType::kInt8}),
+                                         Place{"gqa", true}, Place{"gqa", false, KvDType::kInt8}),
                          [](const auto& info) {
                            return std::string(info.param.model) +
                                   (info.param.device_path ? "_device" : "") +
@@ -415,14 +428,15 @@ INSTANTIATE_TEST_SUITE_P(Laws, Segments,
 // Requests whose policies have passes, their prompts over their budgets; some with completions.
 std::vector<PolicyCase> WhoHavePasses() {
   const std::string ahead = "lookahead";
-  return {{"", "laq", {{"slack", int64_t{7}}}},
-          {"", "laq_plus", {{"slack", int64_t{7}}, {"draft", std::string("streaming_llm")}}},
-          {"", "snapkv", {{"queries", ahead}, {"window", int64_t{8}}, {"slack", int64_t{3}}}},
-          {"", "rkv", {{"queries", ahead}, {"slack", int64_t{7}}}},
-          {"", "laprox", {{"queries", ahead}, {"window", int64_t{8}}, {"slack", int64_t{7}}}},
-          {"", "snapkv", {{"queries", ahead}, {"window", int64_t{8}}, {"draft", std::string("whole")}}},
-          {"", "kvzip", {{"chunk", int64_t{32}}, {"slack", int64_t{7}}}},
-          {"", "kvzip_plus", {{"slack", int64_t{7}}}}};
+  return {
+      {"", "laq", {{"slack", int64_t{7}}}},
+      {"", "laq_plus", {{"slack", int64_t{7}}, {"draft", std::string("streaming_llm")}}},
+      {"", "snapkv", {{"queries", ahead}, {"window", int64_t{8}}, {"slack", int64_t{3}}}},
+      {"", "rkv", {{"queries", ahead}, {"slack", int64_t{7}}}},
+      {"", "laprox", {{"queries", ahead}, {"window", int64_t{8}}, {"slack", int64_t{7}}}},
+      {"", "snapkv", {{"queries", ahead}, {"window", int64_t{8}}, {"draft", std::string("whole")}}},
+      {"", "kvzip", {{"chunk", int64_t{32}}, {"slack", int64_t{7}}}},
+      {"", "kvzip_plus", {{"slack", int64_t{7}}}}};
 }
 
 RequestOptions Drawn(const Manifest& manifest, const PolicyCase& policy, std::mt19937_64& rng) {
@@ -435,8 +449,8 @@ RequestOptions Drawn(const Manifest& manifest, const PolicyCase& policy, std::mt
   return WithPolicy(options, policy, 56);
 }
 
-// Law 4, where prompts are over their budgets: each gives in a batch with all policies what it gives
-// alone, its completions included.
+// Law 4, where prompts are over their budgets: each gives in a batch with all policies what it
+// gives alone, its completions included.
 TEST(PassLaws, DeterministicModeIgnoresTheBatch) {
   EngineHarness harness(ModelPath("gqa"), {.deterministic = true, .end_tokens = false});
   std::mt19937_64 rng(31);
@@ -461,8 +475,10 @@ TEST(PassLaws, DeterministicModeIgnoresTheBatch) {
     for (uint64_t steps = rng() % 4; steps > 0; --steps) harness.engine().Step();
   }
   harness.RunAll();
+  const size_t passing = 2 * WhoHavePasses().size();
   for (size_t i = 0; i < all.size(); ++i) {
     SCOPED_TRACE(all[i].kv.policy);
+    EXPECT_EQ(alone[i].finished->timings.pass > absl::ZeroDuration(), i < passing);
     ASSERT_TRUE(together[i]->ok()) << together[i]->finished->status;
     EXPECT_EQ(together[i]->finished->kv.kept, alone[i].finished->kv.kept);
     ASSERT_EQ(together[i]->completions.size(), alone[i].completions.size());
@@ -491,13 +507,13 @@ TEST(PassLaws, CancelsLeaveThePoolWhole) {
     options.id = absl::StrCat("r", i);
     transcripts.push_back(harness.Submit(options));
     // One step reads the prompt and makes the copy; then eight tokens are told ahead.
-    for (uint64_t steps = 1 + rng() % 9; steps > 0; --steps) harness.engine().Step();
-    const std::vector<RequestFacts> live = harness.engine().Describe();
-    for (const RequestFacts& facts : live) {
-      if (facts.id == options.id) in_pass += facts.kv_used_bytes > 0 ? 1 : 0;
+    const uint64_t steps = 1 + rng() % 9;
+    for (uint64_t step = 0; step < steps; ++step) harness.engine().Step();
+    // Without a pass there would be a second token by now.
+    for (const RequestFacts& facts : harness.engine().Describe()) {
+      if (facts.id == options.id) in_pass += steps > 1 && facts.output_tokens == 1 ? 1 : 0;
     }
-    cancelled +=
-        harness.engine().Cancel(options.id, absl::CancelledError("by the test")) ? 1 : 0;
+    cancelled += harness.engine().Cancel(options.id, absl::CancelledError("by the test")) ? 1 : 0;
     if (i % 50 != 0) continue;
     harness.RunAll();
     ASSERT_EQ(harness.executor().used_bytes(), 0);
@@ -506,7 +522,7 @@ TEST(PassLaws, CancelsLeaveThePoolWhole) {
   }
   harness.RunAll();
   for (const auto& transcript : transcripts) EXPECT_TRUE(transcript->finished.has_value());
-  EXPECT_GT(in_pass, 900);
+  EXPECT_GT(in_pass, 400);
   EXPECT_EQ(harness.executor().used_bytes(), 0);
   EXPECT_EQ(harness.engine().ledger().reserved(), 0);
   EXPECT_EQ(harness.executor().pool().free_rows(), harness.executor().pool().num_rows());
@@ -543,7 +559,8 @@ const PolicySpec kBadDraft{
 
 TEST(PassLaws, ABadDraftEndsItsRequestAlone) {
   static const PolicySpec* const kBad[] = {&kAhead, &kBadDraft};
-  EngineHarness harness(ModelPath("gqa"), {.policies = kBad, .end_tokens = false});
+  EngineHarness harness(ModelPath("gqa"),
+                        {.deterministic = true, .policies = kBad, .end_tokens = false});
   const Transcript alone = harness.Run(Options(harness.manifest(), 60, 32, 5));
   for (const int64_t fault : {0, 1, 2, 3}) {
     RequestOptions options = Options(harness.manifest(), 60, 32, 5);
@@ -552,10 +569,46 @@ TEST(PassLaws, ABadDraftEndsItsRequestAlone) {
     const auto bad = harness.Submit(options);
     const auto good = harness.Submit(Options(harness.manifest(), 60, 32, 5));
     harness.RunAll();
-    EXPECT_FALSE(bad->finished->status.ok());
+    EXPECT_EQ(ReasonOf(bad->finished->status), kPolicyFailed) << bad->finished->status;
     EXPECT_EQ(good->tokens, alone.tokens) << fault;
     EXPECT_EQ(harness.executor().pool().free_rows(), harness.executor().pool().num_rows());
   }
+}
+
+// A prompt of so many tokens, words over and over.
+std::vector<int32_t> Long(const Manifest& manifest, int64_t count) {
+  const std::vector<int32_t> words = Text(manifest, 300, 9);
+  std::vector<int32_t> prompt;
+  while (std::ssize(prompt) < count) prompt.push_back(words[prompt.size() % words.size()]);
+  return prompt;
+}
+
+// Nothing is told ahead beyond the context, and what would be read beyond it is refused.
+TEST(PassLaws, EndWithTheContext) {
+  EngineHarness harness(ModelPath("gqa"), {.policies = kRereading, .end_tokens = false});
+  const int64_t context = harness.manifest().context_length;
+  RequestOptions options = Options(harness.manifest(), 60, 32, 16);
+  for (const int64_t left : {6, 1}) {
+    options.prompt = Long(harness.manifest(), context - left);
+    options.stop.max_output_tokens = left;
+    std::vector<at::Tensor> seen;
+    seen_ahead = &seen;
+    const Transcript transcript = harness.Run(options);
+    seen_ahead = nullptr;
+    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+    if (left > 1) {
+      ASSERT_FALSE(seen.empty());
+      EXPECT_EQ(seen[0].size(0), left);
+    }
+  }
+  options.kv.policy = "rereads";
+  options.prompt = Long(harness.manifest(), context - 41);
+  options.stop.max_output_tokens = 2;
+  const Rejection refusal = harness.Refusal(options);
+  ASSERT_EQ(refusal.violations.size(), 1u);
+  EXPECT_EQ(refusal.violations[0].field, "kv.policy_params.chunk");
+  options.prompt.resize(context - 42);
+  EXPECT_TRUE(harness.Run(options).ok());
 }
 
 }  // namespace

@@ -48,9 +48,9 @@ void ExpectSameRun(const Transcript& a, const Transcript& b) {
 }
 
 bool NeedsTheForward(const PolicyTraits& traits) {
-  for (Signal signal : {Signal::kPromptAttention, Signal::kQueries, Signal::kQueryMoments,
-                        Signal::kLogitEntropy, Signal::kResidualDistance, Signal::kGate,
-                        Signal::kFinalHidden}) {
+  for (Signal signal :
+       {Signal::kPromptAttention, Signal::kQueries, Signal::kQueryMoments, Signal::kLogitEntropy,
+        Signal::kResidualDistance, Signal::kGate, Signal::kFinalHidden}) {
     if (traits.signals.Has(signal)) return true;
   }
   return false;

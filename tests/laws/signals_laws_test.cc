@@ -319,7 +319,8 @@ TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
   // x / rms(x), by the weight that the norm gives ones.
   const double eps = harness.manifest().final_norm->eps;
   const at::Tensor weight =
-      harness.model().FinalNormed(at::ones({1, harness.manifest().hidden_size}))[0].to(at::kDouble) *
+      harness.model().FinalNormed(at::ones({1, harness.manifest().hidden_size}))[0].to(
+          at::kDouble) *
       std::sqrt(1 + eps);
   const std::vector<int32_t> tokens = CachedTokens(options);
   ASSERT_EQ(record.final_hidden.size(), observed);
@@ -327,8 +328,8 @@ TEST_P(SignalsEqualTheDefinition, EntropiesDistancesAndQueryMoments) {
     EXPECT_EQ(record.tokens[t], tokens[t]);
     const at::Tensor x = steps[t].residuals.back().flatten().to(at::kDouble);
     const at::Tensor expected = x / (x.square().mean() + eps).sqrt() * weight;
-    EXPECT_TRUE(at::allclose(at::tensor(record.final_hidden[t]).to(at::kDouble), expected, 1e-4,
-                             1e-4))
+    EXPECT_TRUE(
+        at::allclose(at::tensor(record.final_hidden[t]).to(at::kDouble), expected, 1e-4, 1e-4))
         << "token " << t;
   }
   // Of the decode tokens alone.

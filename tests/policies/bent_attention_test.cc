@@ -252,6 +252,8 @@ TEST(BentAttention, EveryPolicyGetsOnWithNarrowWindows) {
     world.residual_distance = random.residual_distance;
     world.residual = random.residual;
     world.attention_input = random.attention_input;
+    world.final_hidden = random.final_hidden;
+    world.token_id = random.token_id;
     std::map<std::string, ParamValue> params;
     for (const ParamSpec& param : spec->params) {
       if (param.name == "slack") params["slack"] = int64_t{0};

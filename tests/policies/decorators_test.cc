@@ -33,11 +33,8 @@ FakeSequence Sequence(const std::string& decorator, const std::vector<double>& d
   FakeSequence sequence(
       {.spec = FindPolicy(AllPolicies(), "snapkv"),
        .params = {{"decorate", std::vector<std::string>{decorator}}, {"window", int64_t{1}}},
-       .shape = {.num_layers = 1,
-                 .num_heads = 1,
-                 .num_kv_heads = 1,
-                 .key_width = 2,
-                 .value_width = 2},
+       .shape =
+           {.num_layers = 1, .num_heads = 1, .num_kv_heads = 1, .key_width = 2, .value_width = 2},
        .protection = protection,
        .prompt_tokens = std::ssize(degrees),
        .budget = budget},

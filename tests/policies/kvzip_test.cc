@@ -15,8 +15,8 @@
 #include "tests/fixtures/fake_sequence.h"
 #include "tests/fixtures/golden_world.h"
 
-// KVzip's scores against kvpress (golden/make_kvzip.py), KVzip+'s against their definition, and what
-// is dropped.
+// KVzip's scores against kvpress (golden/make_kvzip.py), KVzip+'s against their definition, and
+// what is dropped.
 
 namespace epikv {
 namespace {
@@ -105,8 +105,7 @@ TEST(KvzipPlus, IsItsDefinition) {
         for (int64_t i = first; i < end; ++i) keys.push_back(tensor(world.key(layer, head, i)));
         for (int64_t i = 0; i <= t; ++i) keys.push_back(tensor(world.key(layer, head, base + i)));
         const at::Tensor stacked = at::stack(keys);
-        const double length =
-            tensor(world.attention_input(layer, base + t)).norm().item<double>();
+        const double length = tensor(world.attention_input(layer, base + t)).norm().item<double>();
         for (int64_t member = 0; member < 2; ++member) {
           const int64_t query_head = 2 * head + member;
           const at::Tensor attention =
@@ -118,8 +117,8 @@ TEST(KvzipPlus, IsItsDefinition) {
             for (int64_t c = 0; c < 8; ++c) {
               added += tensor(world.output(layer, query_head, c)) * value[c];
             }
-            const double given = attention[sinks + i - first].item<double>() *
-                                 added.norm().item<double>() / length;
+            const double given =
+                attention[sinks + i - first].item<double>() * added.norm().item<double>() / length;
             most[i - first] = std::max(most[i - first], given);
           }
         }
@@ -138,7 +137,7 @@ TEST(Kvzip, AsksForTheWholeAndThenForPartsByTheirCues) {
   const auto policy = options.spec->make(params, options.shape);
   std::vector<int32_t> prompt;
   for (int32_t token = 100; token < 140; ++token) prompt.push_back(token);
-  const std::vector<std::vector<int32_t>> segments = policy->Segments(prompt);
+  const std::vector<std::vector<int32_t>> segments = policy->PassSegments(prompt);
   ASSERT_EQ(segments.size(), 3u);
   EXPECT_THAT(segments[0], testing::ElementsAre(1, 2, 3, 6, 100, 101, 102, 103, 104, 105, 106, 107,
                                                 108, 109, 110, 111, 112, 113, 114, 115));

@@ -74,7 +74,7 @@ TEST(Laq, DraftsAreTheOthersChoice) {
        std::map<std::string, std::string>{{"snapkv", "snapkv"}, {"streaming_llm", ""}}) {
     FakeSequence::Options options = Options("laq", 90, 40);
     options.params = {{"draft", draft}};
-    FakeSequence sequence(options, GoldenWorld(5, 2, 2, 8));
+    FakeSequence sequence(options, GoldenWorld(6, 2, 2, 8));
     sequence.Prefill(90);
     const Eviction drafted = sequence.policy().Draft(sequence.task());
     ASSERT_TRUE(drafted.status.ok()) << drafted.status;
@@ -85,10 +85,9 @@ TEST(Laq, DraftsAreTheOthersChoice) {
       expected.assign(4, middle);
     } else {
       options.spec = FindPolicy(AllPolicies(), other);
-      options.params = {{"window", int64_t{32}},
-                        {"kernel", int64_t{7}},
-                        {"pooling", std::string("max")}};
-      FakeSequence alone(options, GoldenWorld(5, 2, 2, 8));
+      options.params = {
+          {"window", int64_t{32}}, {"kernel", int64_t{7}}, {"pooling", std::string("max")}};
+      FakeSequence alone(options, GoldenWorld(6, 2, 2, 8));
       alone.Prefill(90);
       expected = alone.Ask().victims;
     }
@@ -158,6 +157,24 @@ TEST(Lookahead, IsAnOptionOfPoliciesThatAskAWindow) {
       prompt[i] = sequence.Round();
     }
     EXPECT_NE(prompt[0], prompt[1]) << name;
+  }
+}
+
+// Lanes that share a budget draft as if they did not; or nothing is drafted.
+TEST(Lookahead, DraftsOfPoolsAndNone) {
+  for (const char* const allocator : {"uniform", "head_pool", "model_pool", "pyramid"}) {
+    for (const char* const draft : {"snapkv", "streaming_llm", "whole"}) {
+      SCOPED_TRACE(testing::Message() << allocator << ", " << draft);
+      FakeSequence::Options options = Options("snapkv", 90, 40);
+      options.params = {{"window", int64_t{4}},
+                        {"queries", std::string("lookahead")},
+                        {"draft", std::string(draft)},
+                        {"allocator", std::string(allocator)}};
+      FakeSequence sequence(options, GoldenWorld(8, 2, 2, 8));
+      EXPECT_EQ(sequence.traits().pass.drafts, std::string(draft) != "whole");
+      sequence.Prefill(90);
+      EXPECT_FALSE(sequence.Round().empty());  // which checks the draft
+    }
   }
 }
 

@@ -117,6 +117,13 @@ class PolicyContract : public testing::TestWithParam<Case> {
   // how they are rounded, and so which of two equals is the larger.
   static FakeWorld World(uint64_t seed) {
     const SignalSet signals = TraitsOf(GetParam()).signals;
+    const auto decorate = GetParam().params.find("decorate");
+    if (decorate != GetParam().params.end() &&
+        decorate->second == ParamValue(std::vector<std::string>{"twin"})) {
+      FakeWorld world = RandomWorld(seed, 1 << 20);
+      world.key = world.value;  // of many directions
+      return Consistent(std::move(world));
+    }
     return Consistent(RandomWorld(seed, signals.Has(Signal::kQueries) ? 1 << 20 : 8));
   }
   // Who looks at queries and at what they gave is shown one world.
@@ -259,11 +266,11 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
   };
   const FakeWorld good = World(3);
   std::map<Signal, FakeWorld> worlds;
-  for (Signal signal : {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys,
-                        Signal::kValues, Signal::kPromptAttention, Signal::kQueries,
-                        Signal::kOutputProjection, Signal::kQueryMoments, Signal::kLogitEntropy,
-                        Signal::kResidualDistance, Signal::kResidual, Signal::kGate,
-                        Signal::kFinalHidden}) {
+  for (Signal signal :
+       {Signal::kResidualStep, Signal::kAttentionRow, Signal::kKeys, Signal::kValues,
+        Signal::kPromptAttention, Signal::kQueries, Signal::kOutputProjection,
+        Signal::kQueryMoments, Signal::kLogitEntropy, Signal::kResidualDistance, Signal::kResidual,
+        Signal::kGate, Signal::kFinalHidden}) {
     if (TraitsOf(GetParam()).signals.Has(signal)) worlds.emplace(signal, good);
   }
   for (auto& [signal, world] : worlds) {
@@ -358,6 +365,16 @@ TEST_P(MeasuringPolicyContract, NanIsAnError) {
     }
     EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   }
+}
+
+// What executors rely on.
+TEST_P(PolicyContract, PassesAreOfLanesAndWholePrompts) {
+  const PolicyTraits traits = TraitsOf(GetParam());
+  if (!traits.pass.any()) return;
+  EXPECT_EQ(traits.granularity, Granularity::kHead);
+  EXPECT_EQ(traits.prompt, PromptEviction::kAtEnd);
+  EXPECT_FALSE(traits.pass.lookahead > 0 && traits.pass.chunk > 0);
+  EXPECT_FALSE(traits.pass.drafts && traits.pass.chunk > 0);
 }
 
 TEST_P(PolicyContract, SpecIsWhole) {

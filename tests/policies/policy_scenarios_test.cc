@@ -151,8 +151,10 @@ float Number(const Scenario& scenario, const std::string& name, const std::strin
 // The query of a token of a scratch pass, the `place`-th behind the newest.
 float QueryBeyond(const Scenario& scenario, int64_t place) {
   constexpr int64_t kSegment = 1000;  // FakeSequence::SegmentAt
-  return place < kSegment ? Number(scenario, "ahead", "", place)
-                          : Number(scenario, "repeat", "", place % kSegment);
+  const std::string name = place < kSegment ? "ahead" : "repeat";
+  const auto row = scenario.rows.find(name);
+  if (row == scenario.rows.end() || place % kSegment >= std::ssize(row->second)) return 0;
+  return Number(scenario, name, "", place % kSegment);
 }
 
 FakeWorld World(const Scenario& scenario, int64_t newest) {

@@ -122,7 +122,8 @@ void DrawKv(Dice& dice, int64_t prompt, int64_t output, KvOptions& kv) {
   for (const ParamSpec& param : spec.params) {
     if (dice.Chance(0.25)) kv.params[std::string(param.name)] = DrawParam(dice, param);
     // It says nothing by itself.
-    if (param.name == "threshold" && kv.params.contains("threshold")) {
+    const bool of_select = param.name == "threshold" && param.min < -1e6;  // ThresholdParam
+    if (of_select && kv.params.contains("threshold")) {
       kv.params["select"] = std::string("threshold");
     }
   }

@@ -43,6 +43,8 @@ PARAMS: dict[str, dict[str, Any]] = {
     "thinkv_tbe": {"layers": [4, 12, 16, 20], "theta1": 0.3, "theta2": 0.6},
     "skipkv": {"ends": list(range(0, 2000, 20))},
 }
+# The daemon lists no signals of a policy without defaults. These two are made of attention.
+ATTENTION_WITH_PARAMS = {"skipkv", "thinkv_tbe"}
 # Prompts: below the budget for policies that cannot rank one; else over it, so that prefill ends
 # with a round. As short as can be for those whose first round would drop most of a prompt, and
 # whose next is then as many tokens away.
@@ -248,7 +250,8 @@ def _cost(
 
 
 def _bound(policy: Policy) -> float:
-    return BOUND if ATTENTION & set(policy.signals) else ATTENTION_FREE_BOUND
+    reads = ATTENTION & set(policy.signals) or policy.name in ATTENTION_WITH_PARAMS
+    return BOUND if reads else ATTENTION_FREE_BOUND
 
 
 def _slack(policy: Policy) -> int:
