@@ -11,6 +11,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
+#include "policies/steering.h"
 
 namespace epikv {
 namespace {
@@ -118,8 +119,9 @@ absl::Status AddArtefact(absl::string_view text, PolicyCatalog catalog, absl::st
     return absl::InvalidArgumentError(absl::StrCat("format must be \"", kFormat, "\""));
   }
   const std::string policy = TextOf(file, "policy");
-  const PolicySpec* spec = FindPolicy(catalog, policy);
-  if (spec == nullptr) {
+  const bool steering = policy == kSteering;
+  const PolicySpec* spec = steering ? nullptr : FindPolicy(catalog, policy);
+  if (spec == nullptr && !steering) {
     return absl::InvalidArgumentError(absl::StrCat("unknown policy '", policy, "'"));
   }
   if (shape.artefacts.contains(policy)) {
@@ -144,16 +146,20 @@ absl::Status AddArtefact(absl::string_view text, PolicyCatalog catalog, absl::st
   if (data == file.end() && file.contains("arrays")) {
     return absl::InvalidArgumentError("has arrays, and no data");
   }
-  if ((data != file.end()) != (spec->read_data != nullptr)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "policy '", policy, "' takes ", spec->read_data == nullptr ? "no data" : "data"));
+  const auto read_data = steering ? &ReadSteering : spec->read_data;
+  if ((data != file.end()) != (read_data != nullptr)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("policy '", policy, "' takes ", read_data == nullptr ? "no data" : "data"));
+  }
+  if (steering && params != file.end()) {
+    return absl::InvalidArgumentError("steering takes no params");
   }
   std::shared_ptr<const PolicyData> known;
   if (data != file.end()) {
     const absl::StatusOr<NamedArrays> arrays = ArraysOf(file, policy, weights, read);
     if (!arrays.ok()) return arrays.status();
     absl::StatusOr<std::shared_ptr<const PolicyData>> made =
-        spec->read_data({.json = data->dump(), .arrays = *arrays}, shape);
+        read_data({.json = data->dump(), .arrays = *arrays}, shape);
     if (!made.ok()) {
       return absl::Status(made.status().code(), absl::StrCat("data: ", made.status().message()));
     }

@@ -96,6 +96,14 @@ MUTANTS = [
         "*Law5_Slots*Sliding*",
     ),
     Mutant(
+        "steered output is cached for others",
+        "runtime/executor/executor.cc",
+        "(options_.deterministic || item.sequence->steering.has_value())",
+        "options_.deterministic",
+        "laws_test",
+        "*SteeringLaws.SteeredOutput*",
+    ),
+    Mutant(
         "compact keeps the true index",
         "runtime/kv/sequence_cache.cc",
         "return tables_[table].live() + scratch_;",

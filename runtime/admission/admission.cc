@@ -67,6 +67,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.force_in_chunks = options.force_in_chunks && !options.forced.empty();
   resolver.CheckFields();
   const bool has_lengths = resolver.ResolveLengths();
+  resolver.CheckSteering();
   const PolicySpec* spec = resolver.ResolvePolicy();
   const bool has_budget = resolver.ResolveBudget();
   const bool has_protection = resolver.CheckProtection(has_lengths);
@@ -77,6 +78,9 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
 
   request.id = std::move(options.id);
   request.sampling = options.sampling;
+  if (options.steering.has_value()) {
+    request.steering = {.vector = SteeringOf(shape_), .options = *options.steering};
+  }
   request.stop_strings = std::move(options.stop.strings);
   request.stop_tokens = std::move(options.stop.tokens);
   if (!options.stop.ignore_end) request.end_tokens = manifest_.eos_tokens;

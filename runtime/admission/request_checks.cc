@@ -12,6 +12,7 @@ constexpr size_t kMaxStopStrings = 16, kMaxStopStringBytes = 256, kMaxStopTokens
 constexpr size_t kMaxIdBytes = 128, kMaxTenantBytes = 64, kMaxSaltBytes = 128;
 constexpr size_t kMaxLogitBiases = 1024;
 constexpr float kMostLogitBias = 100;
+constexpr float kMostSteering = 100;
 constexpr int64_t kMaxTopLogprobs = 20, kMaxCompletions = 16;
 
 class RequestChecks {
@@ -93,6 +94,11 @@ void RequestChecks::Sampling() {
   check("sampling.repetition_penalty", s.repetition_penalty, 0.01f, 100);
   check("sampling.frequency_penalty", s.frequency_penalty, -2, 2);
   check("sampling.presence_penalty", s.presence_penalty, -2, 2);
+  if (options_.steering.has_value()) {
+    check("sampling.steering.coefficient", options_.steering->coefficient, -kMostSteering,
+          kMostSteering);
+    check("sampling.steering.growth", options_.steering->growth, -kMostSteering, kMostSteering);
+  }
   LogitBias();
   const int64_t most = std::min(kMaxCompletions, max_running_requests_);
   if (options_.completions < 1 || options_.completions > most) {

@@ -63,6 +63,15 @@ bool Resolver::ResolveLengths() {
   return prompt > 0 && max_output > 0;
 }
 
+void Resolver::CheckSteering() {
+  if (!options_.steering.has_value() || SteeringOf(admission_.shape()) != nullptr) return;
+  violations_.Add("sampling.steering",
+                  "needs a steering vector of this model, which the daemon loads at start "
+                  "(--artefact_dir)");
+  violations_.Because("ARTEFACT_MISSING", {{"policy", std::string(kSteering)}},
+                      absl::StatusCode::kFailedPrecondition);
+}
+
 const PolicySpec* Resolver::ResolvePolicy() {
   const bool has_budget = !std::holds_alternative<std::monostate>(options_.kv.budget);
   std::string name = options_.kv.policy;

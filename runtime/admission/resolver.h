@@ -20,6 +20,7 @@ class Resolver {
   void CheckFields();
   // False: they are at fault, and say nothing of what follows from them.
   bool ResolveLengths();
+  void CheckSteering();
   const PolicySpec* ResolvePolicy();
   bool ResolveBudget();
   // Of what is asked, whatever the budget. Without lengths the context is the bound.

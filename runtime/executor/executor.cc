@@ -79,6 +79,12 @@ int64_t BytesOfPass(const RunningPass& pass, const OpenSequence& sequence) {
                                                        : sequence.cache.scratch_bytes());
 }
 
+// The tokens are cached.
+void FollowSteering(absl::Span<const int32_t> tokens, OpenSequence& sequence) {
+  if (!sequence.steering.has_value()) return;
+  for (const int32_t token : tokens) sequence.steering->Add(token);
+}
+
 void NotePeakOf(const RunningPass& pass, OpenSequence& sequence) {
   const SequenceCache& cache = sequence.cache;
   sequence.peak_entries =
@@ -169,6 +175,7 @@ absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
   for (const PrefixCache::Block block : blocks) {
     prefixes_.Load(block, sequence.cache);
     sequence.cache.Append(cached, count);
+    FollowSteering(absl::MakeConstSpan(request.prompt).subspan(cached, count), sequence);
     if (request.traits.evicts) {
       PolicyView view(sequence, pool_, *model_, output_grams_);
       SequenceStep step{.state = sequence.state.get(),
@@ -240,8 +247,10 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
     if (item.wants_attention_rows()) {
       item.sequence->attention_rows.Resize(item.used);
     }
-    // Decoding and reading the same tokens, bits may differ.
-    if (!work.pass && !(work.decode && options_.deterministic) &&
+    // Decoding and reading the same tokens, bits may differ; where it is steered they do.
+    const bool decodes_apart =
+        work.decode && (options_.deterministic || item.sequence->steering.has_value());
+    if (!work.pass && !decodes_apart &&
         prefixes_.Wants(item.sequence->prefix, item.sequence->request, cache,
                         work.first + item.num_rows())) {
       item.last_residuals.resize(shape_.num_layers * shape_.hidden_size);
@@ -319,6 +328,7 @@ ForwardOutcome Executor::Finish(StepItem& item) {
   }
   sequence.cache.Append(work.first, item.num_rows());
   sequence.tap.Commit(work.decode);
+  FollowSteering(work.tokens, sequence);
   if (item.wants_queries()) sequence.queries.Commit(item.num_rows());
   if (item.wants(Signal::kQueryMoments)) sequence.moments.Commit();
   if (item.tapped.defined()) sequence.tapped = item.tapped;

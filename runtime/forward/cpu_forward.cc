@@ -79,9 +79,13 @@ void CpuForward::Run(absl::Span<StepItem> items) {
 
 at::Tensor CpuForward::Block(const at::Tensor& residual, int64_t layer) {
   // Entering block `layer` is the residual after block layer - 1.
-  if (layer == 0) return residual;
+  if (layer > 0) TakeTaps(residual, layer);
+  return Steered(running_, residual, layer);
+}
+
+void CpuForward::TakeTaps(const at::Tensor& residual, int64_t layer) {
   TakeResiduals(residual, layer);
-  if (taps_[layer - 1].empty()) return residual;
+  if (taps_[layer - 1].empty()) return;
   const StageTimer timer(times_, Stage::kTaps);
   const at::Tensor rows = residual.contiguous();
   const DType dtype = DTypeOf(rows.scalar_type());
@@ -91,7 +95,6 @@ at::Tensor CpuForward::Block(const at::Tensor& residual, int64_t layer) {
     const int64_t row = tap.item->row + tap.item->num_rows() - 1;
     tap.item->sequence->tap.Take(tap.place, data + row * row_bytes, dtype);
   }
-  return residual;
 }
 
 // A distance to the last block's residual needs all of them: they are held for this one forward, of

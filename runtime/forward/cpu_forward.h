@@ -50,6 +50,8 @@ class CpuForward final : private ForwardHooks {
   at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const at::Tensor& normed, int64_t layer) override;
 
+  // What is looked at of the residual after block layer - 1.
+  void TakeTaps(const at::Tensor& residual, int64_t layer);
   void TakeResiduals(const at::Tensor& residual, int64_t layer);
   void Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
               const at::Tensor& v, int64_t layer, at::Tensor& rotated);

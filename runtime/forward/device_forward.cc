@@ -197,7 +197,11 @@ void DeviceForward::TakeSteps() {
 
 at::Tensor DeviceForward::Block(const at::Tensor& residual, int64_t layer) {
   // Entering block `layer` is the residual after block layer - 1.
-  if (layer == 0) return residual;
+  if (layer > 0) TakeTaps(residual, layer);
+  return Steered(items_, residual, layer);
+}
+
+void DeviceForward::TakeTaps(const at::Tensor& residual, int64_t layer) {
   const DevicePlan::Section tapped = plan_.taps[layer - 1];
   if (tapped.size > 0) tapped_.push_back(residual.index_select(0, Index(tapped)));
   for (size_t i = 0; i < items_.size(); ++i) {
@@ -216,7 +220,6 @@ at::Tensor DeviceForward::Block(const at::Tensor& residual, int64_t layer) {
     Bring(DistancesOf(item.residuals), [&item](const at::Tensor& rows) { item.distances = rows; });
     item.residuals.clear();
   }
-  return residual;
 }
 
 at::Tensor DeviceForward::Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -46,6 +46,8 @@ class DeviceForward final : private ForwardHooks {
   at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const at::Tensor& normed, int64_t layer) override;
 
+  // What is looked at of the residual after block layer - 1.
+  void TakeTaps(const at::Tensor& residual, int64_t layer);
   DevicePlan Plan(absl::Span<const StepItem> items) const;
   at::Tensor Index(DevicePlan::Section section) const;    // int64
   at::Tensor Numbers(DevicePlan::Section section) const;  // int32

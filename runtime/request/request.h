@@ -13,6 +13,7 @@
 #include "absl/time/time.h"
 #include "policies/protection.h"
 #include "policies/spec.h"
+#include "policies/steering.h"
 #include "runtime/sampling/sampler.h"
 
 // What goes into the engine and what comes out of it. Without torch and without protobuf.
@@ -71,6 +72,7 @@ struct RequestOptions {
   std::string id;
   std::vector<int32_t> prompt;
   SamplingParams sampling;
+  std::optional<SteeringOptions> steering;  // absent: it is not steered
   // Of the one prompt; the i-th draws as a request of seed + i would.
   int64_t completions = 1;
   StopOptions stop;
@@ -107,6 +109,7 @@ struct Request {
   std::vector<int32_t> forced;
   bool force_in_chunks = false;
   SamplingParams sampling;
+  std::optional<Steering> steering;
   int64_t max_output_tokens = 0;
   std::vector<std::string> stop_strings;
   std::vector<int32_t> stop_tokens;

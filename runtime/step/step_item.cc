@@ -3,6 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "policies/steering.h"
 
 namespace epikv {
 namespace {
@@ -40,6 +44,23 @@ void TakeGates(absl::Span<StepItem> items, const at::Tensor& input, int64_t laye
 at::Tensor TakeFinalHidden(const StepItem& item, const at::Tensor& residual, const Model& model) {
   const at::Tensor rows = residual.narrow(0, item.row, item.num_rows());
   return model.FinalNormed(rows).to(at::kFloat);
+}
+
+at::Tensor Steered(absl::Span<const StepItem> items, const at::Tensor& residual, int64_t layer) {
+  at::Tensor steered;  // undefined: nothing is
+  for (const StepItem& item : items) {
+    const std::optional<SteeringState>& state = item.sequence->steering;
+    if (!state.has_value() || state->vector().layer != layer) continue;
+    if (!item.work->decode || item.pass != nullptr) continue;
+    const float amount = state->AmountAt(item.work->tokens.front());
+    if (amount == 0) continue;
+    if (!steered.defined()) steered = residual.clone();
+    const std::vector<float>& values = state->vector().values;
+    const at::Tensor direction = at::tensor(values, at::kFloat).to(residual.device());
+    at::Tensor row = steered[item.row];
+    row.copy_(row.to(at::kFloat) + amount * direction);
+  }
+  return steered.defined() ? steered : residual;
 }
 
 at::Tensor EntropiesOf(const at::Tensor& logits) {

@@ -31,7 +31,9 @@ struct OpenSequence {
                 shape.num_heads * shape.key_width * ElementBytes(pool.format().model)),
         moments(r.traits.signals.Has(Signal::kQueryMoments) ? shape.num_layers : 0, shape.num_heads,
                 shape.key_width, pool.device()),
-        attention_rows(r.traits.attention_layers, shape.num_kv_heads) {}
+        attention_rows(r.traits.attention_layers, shape.num_kv_heads) {
+    if (r.steering.has_value()) steering.emplace(*r.steering);
+  }
   // Goes on from where another is, between two steps; the policy's state is the caller's to clone.
   OpenSequence(SequenceId id, const Request& r, const OpenSequence& from)
       : request(r),
@@ -40,6 +42,7 @@ struct OpenSequence {
         queries(from.queries),
         moments(from.moments.Clone()),
         attention_rows(from.attention_rows),
+        steering(from.steering),
         tapped(from.tapped),
         prefix(from.prefix) {}
 
@@ -70,6 +73,7 @@ struct OpenSequence {
   std::vector<float> gate;               // [layers, count, kv_heads]
   std::vector<float> final_hidden;       // [count, hidden]
   LaneRowsOfStep attention_rows;
+  std::optional<SteeringState> steering;
   // Scratch of the layer that runs, kept from step to step.
   std::vector<float> decode_logits;  // AttentionItem::logits
   // PositionMode::kCache: keys at their ranks. [rows, bytes of one], uint8
@@ -172,6 +176,10 @@ void TakeGates(absl::Span<StepItem> items, const at::Tensor& input, int64_t laye
 // Signals::final_hidden of an item, of the residual after the last block [rows of the forward,
 // hidden]. fp32 [num_rows, hidden], where the residual is.
 at::Tensor TakeFinalHidden(const StepItem& item, const at::Tensor& residual, const Model& model);
+
+// The residual entering block `layer`, with the vector of each decode item that is steered there
+// added to its row. It is `residual` itself, never written, where none is.
+at::Tensor Steered(absl::Span<const StepItem> items, const at::Tensor& residual, int64_t layer);
 
 // Signals::logit_entropy of rows of logits [n, vocab]. [n]
 at::Tensor EntropiesOf(const at::Tensor& logits);

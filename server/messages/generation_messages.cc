@@ -160,6 +160,14 @@ SamplingParams FromProto(const v1::SamplingParams& proto) {
   return params;
 }
 
+std::optional<SteeringOptions> SteeringOf(const v1::SamplingParams& proto) {
+  if (!proto.has_steering()) return std::nullopt;
+  SteeringOptions options;
+  if (proto.steering().has_coefficient()) options.coefficient = proto.steering().coefficient();
+  if (proto.steering().has_growth()) options.growth = proto.steering().growth();
+  return options;
+}
+
 StopOptions FromProto(const v1::StopParams& proto) {
   StopOptions stop{.strings = {proto.stop_strings().begin(), proto.stop_strings().end()},
                    .tokens = {proto.stop_token_ids().begin(), proto.stop_token_ids().end()},
@@ -369,6 +377,7 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& p
       .options = {.id = request.request_id(),
                   .prompt = reader.Prompt(request),
                   .sampling = FromProto(request.sampling()),
+                  .steering = SteeringOf(request.sampling()),
                   .completions = request.sampling().has_n() ? int64_t{request.sampling().n()} : 1,
                   .stop = FromProto(request.stop()),
                   .output = {.text = !output.has_text() || output.text(),
@@ -484,6 +493,11 @@ v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model) {
   *accepted.mutable_kv() = ResolvedKvOf(request);
   *accepted.mutable_sampling() = ToProto(request.sampling);
   accepted.mutable_sampling()->set_n(request.completions());
+  if (request.steering.has_value()) {
+    v1::Steering& steering = *accepted.mutable_sampling()->mutable_steering();
+    steering.set_coefficient(request.steering->options.coefficient);
+    steering.set_growth(request.steering->options.growth);
+  }
   accepted.set_prompt_tokens(request.prompt.size());
   accepted.set_max_output_tokens(request.max_output_tokens);
   for (const auto& tokens : {request.stop_tokens, request.end_tokens}) {

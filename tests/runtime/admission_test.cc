@@ -184,6 +184,24 @@ TEST_F(AdmissionTest, APolicyWithoutItsArtefactIsRefused) {
   Accept(Admission(manifest, std::move(shape), catalog, Limits()), options);
 }
 
+TEST_F(AdmissionTest, SteeringNeedsItsArtefact) {
+  const Manifest manifest = FakeManifest(kContext);
+  RequestOptions options = Ask(10);
+  options.steering = {.coefficient = 2, .growth = 0};
+  const Rejection rejection = Refuse(options);
+  EXPECT_EQ(rejection.code, absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(rejection.reason, "ARTEFACT_MISSING");
+  EXPECT_THAT(Fields(rejection), ElementsAre("sampling.steering"));
+
+  ModelShape shape = ShapeOf(manifest);
+  const auto vector = std::make_shared<SteeringVector>();
+  shape.artefacts[std::string(kSteering)] = vector;
+  const Request request =
+      Accept(Admission(manifest, std::move(shape), EveryKindOfPolicy(), Limits()), options);
+  EXPECT_EQ(request.steering->vector, vector);
+  EXPECT_EQ(request.steering->options.coefficient, 2);
+}
+
 // Defaults.
 
 TEST_F(AdmissionTest, MaxOutputIs1024OrWhatTheContextLeaves) {

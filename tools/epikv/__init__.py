@@ -45,7 +45,16 @@ _HOMES = {
         "Summary",
         "TopLogprobs",
     ),
-    "epikv.options": ("Chat", "Experiment", "Kv", "Output", "Sampling", "Scheduling", "Stop"),
+    "epikv.options": (
+        "Chat",
+        "Experiment",
+        "Kv",
+        "Output",
+        "Sampling",
+        "Scheduling",
+        "Steering",
+        "Stop",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)  # noqa: PLE0605  it is a list

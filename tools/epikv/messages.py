@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from epikv.errors import RpcError, status_code
-from epikv.options import Experiment, Output, Sampling, Scheduling, Stop
+from epikv.options import Experiment, Output, Sampling, Scheduling, Steering, Stop
 
 if TYPE_CHECKING:  # descriptors are of one of two implementations
     from google._upb import _message as upb
@@ -421,6 +421,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.RecordOutcomeResponse": Recorded,
     "epikv.v1.ResolvedKv": ResolvedKv,
     "epikv.v1.SamplingParams": Sampling,
+    "epikv.v1.Steering": Steering,
     "epikv.v1.SchedulingOptions": Scheduling,
     "epikv.v1.ScoreResponse": ScoreResponse,
     "epikv.v1.ServerStatus": ServerStatus,

@@ -175,6 +175,17 @@ class Kv(_Options):
 
 
 @dataclass(frozen=True, repr=False)
+class Steering(_Options):
+    """How strongly the model's steering vector is added; what is left out is the server's default."""
+
+    coefficient: float | None = None
+    growth: float | None = None  # for each sentence so far in which the model turned back
+
+    def to_proto(self) -> generation_pb2.Steering:
+        return message_of(generation_pb2.Steering, **vars(self))
+
+
+@dataclass(frozen=True, repr=False)
 class Sampling(_Options):
     """What is left out is the model's own, else as if it were not there: greedy, then.
 
@@ -197,6 +208,7 @@ class Sampling(_Options):
     choice: Sequence[str] | None = None
     json_schema: str | Mapping[str, Any] | None = None
     grammar: str | None = None
+    steering: Steering | None = None  # absent: none
 
     def to_proto(self) -> generation_pb2.SamplingParams:
         """Raises ValueError for more than one constraint."""
@@ -207,6 +219,8 @@ class Sampling(_Options):
             raise ValueError(f"one constraint is possible, not {' and '.join(given)}")
         if isinstance(self.json_schema, Mapping):
             fields["json_schema"] = json.dumps(self.json_schema, ensure_ascii=False)
+        if self.steering is not None:
+            fields["steering"] = self.steering.to_proto()
         if self.choice is not None:
             fields["choice"] = generation_pb2.StringList(items=self.choice)
         return message_of(generation_pb2.SamplingParams, **fields)

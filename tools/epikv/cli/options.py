@@ -16,6 +16,7 @@ from epikv.options import (
     Kv,
     Sampling,
     Scheduling,
+    Steering,
     parse_budget,
     parse_param,
 )
@@ -215,6 +216,12 @@ _SAMPLING = (
         help="Add BIAS to the logit of token ID; may be given several times.",
     ),
     click.option("--seed", type=int, help="Default: the server draws one."),
+    click.option(
+        "--steering",
+        type=float,
+        metavar="COEFFICIENT",
+        help="Add the model's steering vector, times this; default: none.",
+    ),
 )
 
 
@@ -227,7 +234,9 @@ def sampling(command: Command) -> Command:
 
 def take_sampling(options: dict[str, Any]) -> Sampling:
     """The Sampling of a command's options, which are taken out of `options`."""
+    coefficient = options.pop("steering")
     return Sampling(
+        steering=None if coefficient is None else Steering(coefficient),
         temperature=options.pop("temperature"),
         top_p=options.pop("top_p"),
         top_k=options.pop("top_k"),
