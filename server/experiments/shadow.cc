@@ -157,8 +157,11 @@ void Shadow::Run() {
 // The full cache first: it takes less time, and where there is no room for it none of the rest.
 // kCancelled: it gave way; kUnavailable: it could not begin.
 absl::StatusOr<Divergence> Shadow::Replay(const Request& request, const ModelPtr& model) {
-  std::variant<Request, Rejection> full = model->admission->Resolve(
-      {.prompt = request.prompt, .forced = request.forced, .force_in_chunks = true});
+  RequestOptions whole{.prompt = request.prompt, .forced = request.forced};
+  // Only what is decoded is steered. What is not goes faster in chunks.
+  if (request.steering.has_value()) whole.steering = request.steering->options;
+  whole.force_in_chunks = !request.steering.has_value();
+  std::variant<Request, Rejection> full = model->admission->Resolve(std::move(whole));
   if (const auto* rejection = std::get_if<Rejection>(&full)) {
     return absl::FailedPreconditionError(rejection->message);
   }

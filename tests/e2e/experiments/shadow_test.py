@@ -9,9 +9,12 @@ from math import exp, fsum, log
 from pathlib import Path
 
 import pytest
-from epikv import Client, Experiment, Kv, Output, Stop
+import torch
+from epikv import Client, Experiment, Kv, Output, Sampling, Steering, Stop
+from epikv.calibrate import artefacts
 from epikv.eval.items import Item
 from epikv.eval.tasks import load
+from epikv.export.archive import read_manifest
 from epikv.messages import ScoreResponse
 from epikv.testing import Daemon
 from epikv.v1 import experiment_pb2
@@ -190,6 +193,44 @@ def test_replays_show_what_a_client_finds_by_scoring(
 def report(client: Client, metric: str) -> experiment_pb2.MetricReport:
     metrics = client.experiment_report("lean").metrics
     return next(each for each in metrics if each.metric.name == metric)
+
+
+def test_a_replay_is_steered_as_the_request_was(
+    sample_model: Path, problems: list[Item], tmp_path: Path
+) -> None:
+    """Else what steering changed would be taken for what eviction did."""
+    manifest = read_manifest(sample_model)
+    artefacts.write(
+        tmp_path / "artefacts" / "steering.json",
+        "steering",
+        manifest,
+        data={"layer": 1, "at": list(range(manifest.vocab_size)), "ends": [], "marks": []},
+        arrays={"vector": torch.linspace(-1, 1, manifest.hidden_size)},
+        made_with={"test": "shadow"},
+    )
+    flags = (
+        "--threads=1",
+        f"--artefact_dir={tmp_path / 'artefacts'}",
+        f"--experiment_store={tmp_path / 'store.db'}",
+        "--experiment_shadow_permille=1000",
+        "--experiment_shadow_time_share=1",
+    )
+    with Daemon(sample_model, *flags) as daemon:
+        watched = Watched(daemon)
+        watched.start()
+        arms = []
+        for number in range(6):
+            result = watched.client.generate_once(
+                problems[0].prompt,
+                sampling=Sampling(temperature=0, steering=Steering(0.5)),
+                experiment=Experiment(unit_id=f"user-{number}"),
+                stop=Stop(200, ignore_eos=True),
+            )
+            arms.append(result.accepted.arm)
+            until(lambda: watched.compared() == len(arms))
+        assert {"lean/full", "lean/lean"} == set(arms)
+        assert watched.value("epikv_experiment_shadow_kl_nats_total", arm="full") < 1e-3
+        assert watched.value("epikv_experiment_shadow_kl_nats_total", arm="lean") > 0.01
 
 
 def page_soon(watched: Watched) -> dict[str, Family]:
