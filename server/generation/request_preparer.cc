@@ -42,8 +42,8 @@ std::string NewRequestId() {
 
 // Whether other options for its KV cache could have been accepted.
 bool ConcernsKv(const Rejection& rejection) {
-  constexpr absl::string_view kReasons[] = {"KV_BUDGET", "KV_POOL_TOO_SMALL", "ARTEFACT_MISSING",
-                                            "PROMPT_EVICTED", "SPAN_RANGE"};
+  constexpr absl::string_view kReasons[] = {"KV_BUDGET", "KV_POOL_TOO_SMALL", "PROMPT_EVICTED",
+                                            "SPAN_RANGE"};
   return std::find(std::begin(kReasons), std::end(kReasons), rejection.reason) !=
              std::end(kReasons) ||
          std::any_of(rejection.violations.begin(), rejection.violations.end(),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from definitions import LEAN, define
-from epikv import Experiment, RpcError, Sampling, Stop
+from epikv import Experiment, RpcError, Sampling, Steering, Stop
 from epikv.connection import connect
 from epikv.scrape import scrape
 from epikv.testing import Daemon
@@ -66,8 +66,12 @@ def test_what_is_refused_is_not_counted_as_left_out(sample_model: Path, tmp_path
         client.create_experiment(define(LEAN))
         client.start_experiment("lean")
         for experiment in (Experiment(), Experiment(opt_out=True)):
-            with pytest.raises(RpcError, match="temperature"):
-                client.generate_once("7", experiment=experiment, sampling=Sampling(temperature=-1))
+            for sampling, says in (
+                (Sampling(temperature=-1), "temperature"),
+                (Sampling(steering=Steering()), "needs a steering vector"),
+            ):
+                with pytest.raises(RpcError, match=says):
+                    client.generate_once("7", experiment=experiment, sampling=sampling)
         assert scrape(daemon.metrics).total("epikv_experiment_assignments_total") == 0
 
 
