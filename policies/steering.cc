@@ -56,8 +56,9 @@ absl::StatusOr<std::shared_ptr<const PolicyData>> ReadSteering(const ArtefactDat
     if (!read.ok()) return read.status();
     *tokens = *std::move(read);
   }
-  if (vector->at.empty())
+  if (vector->at.empty()) {
     return absl::InvalidArgumentError("at is empty: nothing would be steered");
+  }
   for (const auto& [name, token] :
        {std::pair("begin", &vector->begin), std::pair("end", &vector->end)}) {
     if (!data.contains(name) || data[name].is_null()) continue;

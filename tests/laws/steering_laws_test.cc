@@ -209,6 +209,16 @@ TEST_P(SteeringLaws, SteeredOutputIsNotCachedForOthers) {
   EXPECT_GT(after.finished->cached_prompt_tokens, 0);
 }
 
+TEST_P(SteeringLaws, APromptFromTheCacheCountsAsIfItHadRun) {
+  EngineHarness harness = Harness({.prefill_chunk_tokens = 16, .max_prefix_bytes = 16 << 20});
+  const Steering steering = Of(harness, {.coefficient = 1, .growth = 0.25f});
+  const RequestOptions options = Options(harness.manifest());
+  TranscriptOf(harness, options, steering);
+  const Transcript again = TranscriptOf(harness, options, steering);
+  EXPECT_GT(again.finished->cached_prompt_tokens, 0);
+  ExpectSays(again, options.prompt, harness, steering);
+}
+
 INSTANTIATE_TEST_SUITE_P(, SteeringLaws,
                          testing::Values(Place{"gqa", 0}, Place{"gqa", 1}, Place{"bent", 1},
                                          Place{"gqa", 1, true}),

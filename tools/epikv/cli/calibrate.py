@@ -267,11 +267,12 @@ def steering(
     module, manifest, encoded = _load(model, texts, length)
     from epikv.calibrate import steering as calibration
 
+    token = _token_finder(model)
     words = calibration.Words(
-        sorted(_token(model, text) for text in ends),
-        sorted(_token(model, text) for text in marks),
-        None if begin is None else _token(model, begin),
-        None if end is None else _token(model, end),
+        sorted(map(token, ends)),
+        sorted(map(token, marks)),
+        None if begin is None else token(begin),
+        None if end is None else token(end),
     )
     try:
         found = calibration.find(module, manifest, [text.ids for text in encoded], words, layer)
@@ -303,20 +304,26 @@ def steering(
     )
 
 
-def _token(model: Path, text: str) -> int:
-    """The token that is `text`."""
+def _token_finder(model: Path) -> Callable[[str], int]:
+    """Finds the token of the model that is a text."""
     from tokenizers import Tokenizer
 
     from epikv.export.archive import read_tokenizer
 
     tokenizer = Tokenizer.from_str(read_tokenizer(model))
-    named = tokenizer.token_to_id(text)
-    if named is not None:
-        return int(named)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    if len(ids) != 1:
-        raise click.ClickException(f"'{text}' is {len(ids)} tokens of this model; one is needed")
-    return int(ids[0])
+
+    def token(text: str) -> int:
+        named = tokenizer.token_to_id(text)
+        if named is not None:
+            return int(named)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) != 1:
+            raise click.ClickException(
+                f"'{text}' is {len(ids)} tokens of this model; one is needed"
+            )
+        return int(ids[0])
+
+    return token
 
 
 def _index_after(path: Path, encoding: "Encoding", marker: str) -> int:
