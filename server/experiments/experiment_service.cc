@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "runtime/base/reason.h"
@@ -84,18 +85,23 @@ Answer<v1::Experiment> AnswerOf(absl::StatusOr<v1::Experiment> experiment,
 
 // What is wrong with the options of an arm under a model, whatever the request: one token of prompt
 // and as many of output as the context has room for.
-std::vector<FieldViolation> CheckKv(const v1::KvOptions& kv, const ServedModel& model) {
+std::vector<FieldViolation> CheckArm(const v1::Arm& arm, const ServedModel& model) {
   AskedRequest asked;
   asked.options.prompt = {0};
   asked.options.stop.max_output_tokens = model.admission->manifest().context_length - 1;
-  SetKv(kv, asked);
+  SetKv(arm.kv(), asked);
+  if (arm.has_steering()) SetSteering(arm.steering(), asked);
   const std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);
   const auto* rejection = std::get_if<Rejection>(&resolved);
   if (rejection == nullptr) return {};
-  std::vector<FieldViolation> violations = rejection->violations;
-  std::erase_if(violations, [](const FieldViolation& violation) {
-    return !absl::StartsWith(violation.field, "kv.");
-  });
+  std::vector<FieldViolation> violations;
+  for (const FieldViolation& violation : rejection->violations) {
+    absl::string_view field = violation.field;
+    const bool steers =
+        absl::ConsumePrefix(&field, "sampling.") && absl::StartsWith(field, "steering");
+    if (!steers && !absl::StartsWith(field, "kv.")) continue;
+    violations.push_back({std::string(field), violation.description});
+  }
   return violations;
 }
 
@@ -437,8 +443,8 @@ std::vector<FieldViolation> ExperimentService::Check(const v1::Experiment& exper
   for (const ModelPtr& model : models_.InService()) {
     if (!wanted.empty() && wanted != model->name) continue;
     for (int i = 0; i < experiment.arms_size(); ++i) {
-      if (GroupsOf(experiment.arms(i).kv()) == 0) continue;
-      for (FieldViolation& violation : CheckKv(experiment.arms(i).kv(), *model)) {
+      if (GroupsOf(experiment.arms(i)) == 0) continue;
+      for (FieldViolation& violation : CheckArm(experiment.arms(i), *model)) {
         if (violations.size() == kMaxViolations) return violations;
         violations.push_back({absl::StrCat("experiment.arms[", i, "].", violation.field),
                               absl::StrCat(violation.description, " (model '", model->name, "')")});

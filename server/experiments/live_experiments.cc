@@ -27,11 +27,11 @@ bool IsEligible(const v1::Eligibility& eligibility, const Subject& subject) {
                      });
 }
 
-// Whether eviction could act under any of its arms, so that one holds what another does not.
-// kv: as the request's own arms have it.
+// Whether any of its arms could change the output: by steering, or since eviction could act under
+// it. kv: as the request's own arms have it.
 bool IsExposed(const v1::Experiment& experiment, const v1::KvOptions& kv, int64_t tokens) {
   return std::any_of(experiment.arms().begin(), experiment.arms().end(), [&](const v1::Arm& arm) {
-    return BudgetTokens(Overridden(kv, arm.kv()), tokens) < tokens;
+    return arm.has_steering() || BudgetTokens(Overridden(kv, arm.kv()), tokens) < tokens;
   });
 }
 
@@ -79,6 +79,7 @@ void Add(const std::vector<Choice>& choices, const Subject& subject, Assignment&
   assignment.kv = subject.request.kv();
   for (const Choice& choice : choices) {
     assignment.kv = Overridden(assignment.kv, choice.arm.kv());
+    if (choice.arm.has_steering()) assignment.steering = choice.arm.steering();
   }
   assignment.arm = absl::StrJoin(choices, ",", [](std::string* out, const Choice& choice) {
     absl::StrAppend(out, choice.experiment.name(), "/", choice.arm.name());

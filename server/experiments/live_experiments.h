@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "epikv/v1/experiment.pb.h"
 #include "epikv/v1/experiment_record.pb.h"
 #include "epikv/v1/generation.pb.h"
+#include "epikv/v1/steering.pb.h"
 #include "runtime/admission/admission.h"
 
 namespace epikv {
@@ -29,8 +31,10 @@ struct Subject {
 // What experiments make of a request.
 struct Assignment {
   std::vector<v1::RequestBegan::Part> parts;  // none: it takes part in no experiment
-  v1::KvOptions kv;                           // as its arms have it, where there are parts
-  std::string arm;                            // "experiment/arm", joined by ","; or kNoArm
+  // As its arms have them, where there are parts.
+  v1::KvOptions kv;
+  std::optional<v1::Steering> steering;  // nullopt: the arms leave the request's own
+  std::string arm;                       // "experiment/arm", joined by ","; or kNoArm
   // Experiments that its unit belongs to and that it is not eligible for, or does not want.
   std::vector<std::string> excluded;
 };

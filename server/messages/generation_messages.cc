@@ -160,12 +160,16 @@ SamplingParams FromProto(const v1::SamplingParams& proto) {
   return params;
 }
 
+SteeringOptions FromProto(const v1::Steering& proto) {
+  SteeringOptions options;
+  if (proto.has_coefficient()) options.coefficient = proto.coefficient();
+  if (proto.has_growth()) options.growth = proto.growth();
+  return options;
+}
+
 std::optional<SteeringOptions> SteeringOf(const v1::SamplingParams& proto) {
   if (!proto.has_steering()) return std::nullopt;
-  SteeringOptions options;
-  if (proto.steering().has_coefficient()) options.coefficient = proto.steering().coefficient();
-  if (proto.steering().has_growth()) options.growth = proto.steering().growth();
-  return options;
+  return FromProto(proto.steering());
 }
 
 StopOptions FromProto(const v1::StopParams& proto) {
@@ -441,6 +445,10 @@ void SetKv(const v1::KvOptions& kv, AskedRequest& asked) {
   for (FieldViolation& violation : given.violations) {
     asked.violations.push_back(std::move(violation));
   }
+}
+
+void SetSteering(const v1::Steering& steering, AskedRequest& asked) {
+  asked.options.steering = FromProto(steering);
 }
 
 std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& admission) {

@@ -46,6 +46,7 @@ AskedRequest FromProto(const v1::ScoreRequest& request, const PromptReader& prom
 
 // Options that replace those that were asked for, and what was wrong with them.
 void SetKv(const v1::KvOptions& kv, AskedRequest& asked);
+void SetSteering(const v1::Steering& steering, AskedRequest& asked);
 
 // Admission's answer, with the violations of the conversion beside its own.
 std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& admission);

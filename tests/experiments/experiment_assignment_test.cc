@@ -204,6 +204,25 @@ TEST_F(LiveExperimentsTest, ExposesOnlyWhereEvictionCouldAct) {
   EXPECT_TRUE(exposed(65, 1));
 }
 
+TEST_F(LiveExperimentsTest, ReplacesSteeringAsOne) {
+  v1::Experiment experiment = TwoArms("e");
+  experiment.mutable_arms(0)->clear_kv();
+  experiment.mutable_arms(1)->clear_kv();
+  experiment.mutable_arms(1)->mutable_steering()->set_coefficient(2);
+  live_.Set({experiment});
+  request_.mutable_sampling()->mutable_steering()->set_growth(1);
+  for (const v1::Arm& arm : experiment.arms()) {
+    request_.mutable_experiment()->set_force_arm("e/" + arm.name());
+    const absl::StatusOr<Assignment> assignment = Assign();
+    ASSERT_TRUE(assignment.ok());
+    EXPECT_EQ(assignment->steering.has_value(), arm.has_steering());
+    EXPECT_TRUE(assignment->parts.at(0).exposed()) << "a request with room for all may differ, too";
+    if (!arm.has_steering()) continue;
+    EXPECT_EQ(assignment->steering->coefficient(), 2);
+    EXPECT_FALSE(assignment->steering->has_growth());
+  }
+}
+
 TEST_F(LiveExperimentsTest, TakesEligibleRequestsOnly) {
   v1::Experiment experiment = TwoArms("e");
   experiment.mutable_eligibility()->set_min_prompt_tokens(41);

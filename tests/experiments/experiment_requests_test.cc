@@ -203,6 +203,20 @@ TEST_F(ExperimentRequestsTest, WhatAnArmRefusesIsAnEnd) {
   EXPECT_FALSE(ended.has_kv_peak_tokens());
 }
 
+// The model has no vector, or has lost it since the arm was judged.
+TEST_F(ExperimentRequestsTest, SteeringThatIsRefusedIsAnEndOfTheArmThatSetIt) {
+  v1::GenerateRequest request = Asked(10, 20, "lean/full");
+  request.mutable_sampling()->mutable_steering();
+  EXPECT_EQ(Once(request).error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_TRUE(experiments_.began().empty()) << "who asked for it himself is refused in any arm";
+
+  v1::Experiment experiment = experiments_.live.running()->front();
+  experiment.mutable_arms(1)->mutable_steering();
+  experiments_.live.Set({experiment});
+  EXPECT_EQ(Once(Asked(10, 20, "lean/window")).error_code(), grpc::StatusCode::FAILED_PRECONDITION);
+  EXPECT_EQ(experiments_.AwaitEnd().reason(), "ARTEFACT_MISSING");
+}
+
 TEST_F(ExperimentRequestsTest, WhatIsRefusedWhateverItsArmTakesNoPart) {
   v1::GenerateRequest request = Asked(10, 50, "lean/window");
   request.mutable_sampling()->set_temperature(-1);

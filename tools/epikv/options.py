@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from epikv.v1 import experiment_pb2, generation_pb2, kv_pb2
+from epikv.v1 import experiment_pb2, generation_pb2, kv_pb2, steering_pb2
 
 Proto = TypeVar("Proto", bound=Message)
 
@@ -181,8 +181,8 @@ class Steering(_Options):
     coefficient: float | None = None
     growth: float | None = None  # for each sentence so far in which the model turned back
 
-    def to_proto(self) -> generation_pb2.Steering:
-        return message_of(generation_pb2.Steering, **vars(self))
+    def to_proto(self) -> steering_pb2.Steering:
+        return message_of(steering_pb2.Steering, **vars(self))
 
 
 @dataclass(frozen=True, repr=False)

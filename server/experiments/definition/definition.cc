@@ -291,6 +291,21 @@ void Checker::CheckSwitchback() {
   }
 }
 
+uint32_t KvGroups(const v1::KvOptions& kv) {
+  uint32_t groups = 0;
+  if (!kv.policy().empty() || kv.has_policy_params() ||
+      kv.budget_case() != v1::KvOptions::BUDGET_NOT_SET) {
+    groups |= kChoice;
+  }
+  if (kv.positions() != v1::POSITION_MODE_UNSPECIFIED) groups |= kPositions;
+  if (kv.has_protect_prompt() || kv.has_sink_tokens() || kv.has_recent_tokens() ||
+      kv.protected_spans_size() > 0 || kv.has_equal_protection()) {
+    groups |= kProtection;
+  }
+  if (kv.bypass_prefix_cache()) groups |= kPrefixCache;
+  return groups;
+}
+
 }  // namespace
 
 absl::Span<const MeasuredMetric> MeasuredMetrics() { return kMeasured; }
@@ -368,19 +383,8 @@ bool Redecides(const v1::Experiment& before, const v1::Experiment& after) {
   });
 }
 
-uint32_t GroupsOf(const v1::KvOptions& kv) {
-  uint32_t groups = 0;
-  if (!kv.policy().empty() || kv.has_policy_params() ||
-      kv.budget_case() != v1::KvOptions::BUDGET_NOT_SET) {
-    groups |= kChoice;
-  }
-  if (kv.positions() != v1::POSITION_MODE_UNSPECIFIED) groups |= kPositions;
-  if (kv.has_protect_prompt() || kv.has_sink_tokens() || kv.has_recent_tokens() ||
-      kv.protected_spans_size() > 0 || kv.has_equal_protection()) {
-    groups |= kProtection;
-  }
-  if (kv.bypass_prefix_cache()) groups |= kPrefixCache;
-  return groups;
+uint32_t GroupsOf(const v1::Arm& arm) {
+  return KvGroups(arm.kv()) | (arm.has_steering() ? uint32_t{kSteered} : 0);
 }
 
 std::string GroupNames(uint32_t groups) {
@@ -389,17 +393,18 @@ std::string GroupNames(uint32_t groups) {
   if (groups & kPositions) names.push_back("positions");
   if (groups & kProtection) names.push_back("protection");
   if (groups & kPrefixCache) names.push_back("prefix cache");
+  if (groups & kSteered) names.push_back("steering");
   return absl::StrJoin(names, ", ");
 }
 
 uint32_t GroupsOf(const v1::Experiment& experiment) {
   uint32_t groups = 0;
-  for (const v1::Arm& arm : experiment.arms()) groups |= GroupsOf(arm.kv());
+  for (const v1::Arm& arm : experiment.arms()) groups |= GroupsOf(arm);
   return groups;
 }
 
 v1::KvOptions Overridden(const v1::KvOptions& asked, const v1::KvOptions& arm) {
-  const uint32_t groups = GroupsOf(arm);
+  const uint32_t groups = KvGroups(arm);
   v1::KvOptions kv = asked;
   if (groups & kChoice) {
     kv.clear_policy();

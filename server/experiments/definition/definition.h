@@ -45,7 +45,7 @@ absl::Span<const MeasuredMetric> MeasuredMetrics();
 // and directions of metrics.
 v1::Experiment WithDefaults(v1::Experiment experiment);
 
-// Everything that is wrong with it, but for its arms' KvOptions, which a model must judge. Fields
+// Everything that is wrong with it, but for its arms' options, which a model must judge. Fields
 // as paths in a request that has `experiment`. Precondition: WithDefaults.
 std::vector<FieldViolation> CheckDefinition(const v1::Experiment& experiment);
 
@@ -56,18 +56,19 @@ bool Rebuckets(const v1::Experiment& before, const v1::Experiment& after);
 bool Redecides(const v1::Experiment& before, const v1::Experiment& after);
 
 // Which groups of options an arm sets: those of a group come and go together.
-enum KvGroup : uint32_t {
+enum OptionGroup : uint32_t {
   kChoice = 1,  // policy, policy_params, budget
   kPositions = 2,
   kProtection = 4,  // all that says what no policy may evict
   kPrefixCache = 8,
+  kSteered = 16,
 };
-uint32_t GroupsOf(const v1::KvOptions& kv);
+uint32_t GroupsOf(const v1::Arm& arm);
 // Names of groups, for people: "policy and budget".
 std::string GroupNames(uint32_t groups);
 // All that the arms of an experiment set.
 uint32_t GroupsOf(const v1::Experiment& experiment);
-// What a request asked for, with the groups that the arm sets replaced.
+// What a request asked of its KV cache, with the groups that the arm sets replaced.
 v1::KvOptions Overridden(const v1::KvOptions& asked, const v1::KvOptions& arm);
 
 // The budget in tokens of a request of so many (prompt + max output); all of them where there is

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from epikv import Client, Kv, Output, RpcError, Sampling, Steering, Stop
+from click.testing import CliRunner
+from definitions import define
+from epikv import Client, Experiment, Kv, Output, RpcError, Sampling, Steering, Stop
 from epikv.calibrate import artefacts
+from epikv.cli import main
+from epikv.eval import results
 from epikv.export.archive import read_manifest
 from epikv.export.manifest import Manifest
 from epikv.testing import Daemon, DaemonError
@@ -74,6 +78,73 @@ def test_without_a_vector_nobody_is_steered(client: Client) -> None:
     error = refusal(client, Steering())
     assert (error.code.name, error.reason) == ("FAILED_PRECONDITION", "ARTEFACT_MISSING")
     assert [violation.field for violation in error.field_violations] == ["sampling.steering"]
+
+
+ARMS = """
+name: "turns"
+traffic_permille: 1000
+primary_metric: "output_tokens"
+arms { name: "plain" weight_permille: 500 control: true }
+arms { name: "steered" weight_permille: 500 steering { coefficient: 2 } }
+"""
+
+
+def test_an_arm_steers(sample_model: Path, manifest: Manifest, tmp_path: Path) -> None:
+    """The request itself says nothing of it, and what it says is replaced."""
+    write(tmp_path, manifest, manifest.hidden_size)
+    flags = (f"--artefact_dir={tmp_path}", f"--experiment_store={tmp_path / 'store.db'}")
+    with Daemon(sample_model, *flags) as daemon, daemon.client() as client:
+
+        def said(arm: str, steering: Steering | None) -> tuple[list[int], Steering | None]:
+            result = client.generate_once(
+                [5] * 40,
+                sampling=Sampling(temperature=0, steering=steering),
+                stop=Stop(30, ignore_eos=True),
+                output=Output(token_ids=True),
+                experiment=Experiment(force_arm=arm) if arm else Experiment(),
+            )
+            assert result.accepted.sampling is not None
+            return result.token_ids, result.accepted.sampling.steering
+
+        plain, _ = said("", None)
+        steered, told = said("", Steering(2))
+        assert steered != plain
+        client.create_experiment(define(ARMS))
+        client.start_experiment("turns")
+        assert said("turns/plain", None) == (plain, None)
+        assert said("turns/plain", Steering(2)) == (steered, told)
+        assert said("turns/steered", None) == (steered, told)
+        assert said("turns/steered", Steering(-9, 4)) == (steered, told)
+
+
+def test_an_evaluation_steers(sample_model: Path, manifest: Manifest, tmp_path: Path) -> None:
+    write(tmp_path, manifest, manifest.hidden_size)
+    out = tmp_path / "out"
+    command = ["eval", "--problems=2", "--policy=sliding", "--steering=0", "--steering=50"]
+    with Daemon(sample_model, f"--artefact_dir={tmp_path}") as daemon:
+        command += [f"--server={daemon.grpc}", f"--out={out}"]
+        made = CliRunner().invoke(main, [*command, "--task=sample:programs@6"])
+        assert made.exit_code == 0, made.output
+        refused = CliRunner().invoke(main, [*command, "--task=recall@4"])
+        assert refused.exit_code == 2 and "nothing to steer" in refused.output
+    _, records = results.read(out)
+    said = {(record.item, record.arm): record.digest for record in records}
+    for (item, arm), digest in said.items():
+        if arm in ("full", "sliding"):
+            assert said[item, f"{arm} steered 50"] != digest
+        if arm == "full":
+            assert said[item, "full steered 0"] == digest, "no sentence counts, so nothing is added"
+
+
+def test_an_arm_cannot_steer_without_a_vector(sample_model: Path, tmp_path: Path) -> None:
+    with (
+        Daemon(sample_model, f"--experiment_store={tmp_path / 'store.db'}") as daemon,
+        daemon.client() as client,
+        pytest.raises(RpcError, match="steering vector") as caught,
+    ):
+        client.create_experiment(define(ARMS))
+    fields = [violation.field for violation in caught.value.field_violations]
+    assert fields == ["experiment.arms[1].steering"]
 
 
 def test_what_is_out_of_range_is_refused(

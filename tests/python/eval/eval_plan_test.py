@@ -48,6 +48,24 @@ def test_every_arm_has_random_in_rounds_of_its_length() -> None:
     assert control(plan, "full") is None
 
 
+def test_full_and_the_wanted_run_steered_beside_themselves() -> None:
+    only = task("a", 10)
+    chosen = arms(CATALOG, ["h2o"], 15, False, [0.5, 2])
+    assert [arm.label for arm in chosen[3:]] == [
+        *("h2o", "full steered 0.5", "h2o steered 0.5", "full steered 2", "h2o steered 2")
+    ]
+    made = document(model(), [only], chosen, ["50%", "25%"], Settings())
+    assert [arm.get("steering") for arm in made["arms"]] == [None] * 4 + [0.5, 0.5, 2, 2]
+    assert "steering" not in made["arms"][0], "a plan from before there was any is still the same"
+    # `full` once and the others at both budgets.
+    assert total(made) == 10 * (1 + 3 * 2 + 2 * (1 + 2))
+    assert {key.budget for key in keys(made, ids(only)) if key.arm == "full steered 2"} == {""}
+    assert control(made, "h2o steered 2") == "random" and control(made, "full steered 2") is None
+    by_arm = rows(summarise(made, filled(made, only)))
+    assert by_arm["full steered 2"]["against_full"]["n"] == 10
+    assert by_arm["h2o steered 2"]["length"] == by_arm["h2o"]["length"]
+
+
 @pytest.mark.parametrize("text", ["nothing", "h2o:window=3", "h2o:scope", "h2o:slack=some"])
 def test_what_is_no_policy_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):

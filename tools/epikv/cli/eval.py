@@ -70,6 +70,13 @@ class _Slack(click.ParamType):
     " always run; oracle too, where it is known what is needed.",
 )
 @click.option(
+    "--steering",
+    type=click.FloatRange(-100, 100),
+    multiple=True,
+    metavar="COEFFICIENT",
+    help="Run full and each --policy also with the model's steering vector, times this. May be given several times.",
+)
+@click.option(
     "--budget",
     "budgets",
     type=options.Budget(),
@@ -161,6 +168,7 @@ def _evaluate(
     split: str,
     template: Path | None,
     wanted: tuple[str, ...],
+    steering: tuple[float, ...],
     budgets: tuple[int | float, ...],
     slack: int | None,
     published_protection: bool,
@@ -186,6 +194,10 @@ def _evaluate(
     tasks = [_load(name, split, problems, text, needs) for name in names]
     if len({task.name for task in tasks}) < len(tasks):
         raise click.UsageError("two tasks have one name")
+    if steering and (forced := [task.name for task in tasks if not task.generated]):
+        raise click.UsageError(
+            f"{forced[0]} generates nothing, so there is nothing to steer: leave it or --steering out"
+        )
     settings = Settings(
         split=split,
         seeds=seeds,
@@ -198,7 +210,7 @@ def _evaluate(
     with _served(at_once, model_dir, wanted, **where) as served:
         model = _model(served.client, model_name)
         catalog = served.client.policies(model=model.name)
-        chosen = arms(catalog, wanted, slack, any(task.oracle for task in tasks))
+        chosen = arms(catalog, wanted, slack, any(task.oracle for task in tasks), steering)
         shown = [show_budget(budget) for budget in dict.fromkeys(budgets)]
         plan = document(model, tasks, chosen, shown, settings)
         try:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,15 @@ class Arm:
     policy: str
     params: dict[str, Any]
     slack: int  # in `params`, too, but for `full`
+    steering: float | None = None  # coefficient; None: not steered
+
+    def facts(self) -> dict[str, Any]:
+        """What the plan says of it. Steering is told where there is some: plans that are older stay
+        what they are."""
+        told = asdict(self)
+        if self.steering is None:
+            del told["steering"]
+        return told
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,11 @@ class Task:
     name: str
     axis: str
     items: Sequence[Item | Probe]
+
+    @property
+    def generated(self) -> bool:
+        """Whether the model writes; else texts are forced through."""
+        return not any(isinstance(item, Probe) for item in self.items)
 
     @property
     def oracle(self) -> bool:
@@ -104,7 +118,7 @@ def document(
             "calibration": model.calibration and asdict(model.calibration),
         },
         "tasks": [task.facts() for task in tasks],
-        "arms": [asdict(arm) for arm in arms],
+        "arms": [arm.facts() for arm in arms],
         "budgets": list(budgets),
         **asdict(of),
     }
@@ -112,12 +126,11 @@ def document(
 
 def keys(plan: dict[str, Any], items: Mapping[str, Sequence[str]]) -> Iterator[Key]:
     """Of every completion of a plan, in the order in which they are run. items: ids, by task."""
-    arms = [arm["label"] for arm in plan["arms"]]
+    arms = [(arm["label"], unbudgeted(arm)) for arm in plan["arms"]]
     for budget in ("", *plan["budgets"]):
         for task in plan["tasks"]:
-            for arm in arms:
-                # What needs no budget is not run at one.
-                if (arm == FULL) != (budget == "") or not runs(task, plan, arm):
+            for arm, anywhere in arms:
+                if anywhere != (budget == "") or not runs(task, plan, arm):
                     continue
                 for seed in range(plan["seeds"]):
                     for item in items[task["name"]]:
@@ -135,10 +148,21 @@ def runs(task: dict[str, Any], plan: dict[str, Any], arm: str) -> bool:
     return policy != ORACLE or task["oracle"]
 
 
+def unbudgeted(arm: Mapping[str, Any]) -> bool:
+    """Whether an arm of a plan is `full`, steered or not: it is run once, at no budget."""
+    policy: str = arm["policy"]
+    return policy == FULL
+
+
 def arms(
-    catalog: Sequence[Policy], wanted: Sequence[str], slack: int | None, oracle: bool
+    catalog: Sequence[Policy],
+    wanted: Sequence[str],
+    slack: int | None,
+    oracle: bool,
+    steering: Sequence[float] = (),
 ) -> list[Arm]:
-    """`full`, the oracle if it `oracle`, both kinds of random, and the wanted policies.
+    """`full`, the oracle if it `oracle`, both kinds of random, and the wanted policies; at the end
+    `full` and the wanted ones once more with each `steering`.
 
     wanted: "all", and "name" or "name:param=value,param=value". slack: of all that do not name one;
     None: each policy's own.
@@ -154,15 +178,21 @@ def arms(
         anchors += [_arm(known, f"{ORACLE}:slack={length}", slack) for length in lengths]
     for text in (f"{RANDOM}:slack=", f"{FROZEN},slack="):
         anchors += [_arm(known, f"{text}{length}", slack) for length in lengths]
-    return list({arm.label: arm for arm in [*anchors, *made]}.values())
+    steered = [
+        replace(arm, label=f"{arm.label} steered {coefficient:g}", steering=coefficient)
+        for coefficient in steering
+        for arm in [anchors[0], *made]
+    ]
+    return list({arm.label: arm for arm in [*anchors, *made, *steered]}.values())
 
 
 def control(plan: dict[str, Any], arm: str) -> str | None:
     """The label of fresh `random` in rounds of the same length; None of `full`."""
-    slack = {a["label"]: a["slack"] for a in plan["arms"]}[arm]
+    mine = next(a for a in plan["arms"] if a["label"] == arm)
     for other in plan["arms"]:
         fresh = other["policy"] == RANDOM and set(other["params"]) == {"slack"}
-        if fresh and other["slack"] == slack and arm != FULL:
+        fresh &= "steering" not in other
+        if fresh and other["slack"] == mine["slack"] and not unbudgeted(mine):
             return other["label"]
     return None
 

@@ -11,7 +11,7 @@ from epikv.eval.items import Item, Probe
 from epikv.eval.plan import FULL, ORACLE, Settings
 from epikv.eval.results import Key, Record
 from epikv.messages import Summary
-from epikv.options import Kv, Output, Sampling, Stop, parse_budget
+from epikv.options import Kv, Output, Sampling, Steering, Stop, parse_budget
 
 ROOM = 1.25  # most output tokens, times those of the task's reference trace
 TAIL = 120  # characters of a completion that are kept
@@ -52,7 +52,12 @@ def ask(
     result = client.generate_once(
         item.prompt,
         kv=kv,
-        sampling=Sampling(settings.temperature, settings.top_p, seed=seed(key)),
+        sampling=Sampling(
+            settings.temperature,
+            settings.top_p,
+            seed=seed(key),
+            steering=Steering(arm["steering"]) if "steering" in arm else None,
+        ),
         stop=Stop(most),
         output=Output(token_ids=True),
         model=model,

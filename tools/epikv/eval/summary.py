@@ -12,7 +12,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from epikv.eval.plan import FULL, control, runs
+from epikv.eval.plan import FULL, control, runs, unbudgeted
 from epikv.eval.results import Record
 from epikv.stats import difference, ratio, sign_test, wilson
 
@@ -38,10 +38,9 @@ def faults(summary: dict[str, Any]) -> dict[str, int]:
     """What the daemon would not run, and how often."""
     told: dict[str, int] = {}
     for row in summary["rows"]:
-        if row["refused"] and (
-            row["arm"] != FULL or row["budget"] == summary["plan"]["budgets"][0]
-        ):
-            budget = "" if row["arm"] == FULL else f" at {row['budget']}"
+        once = unbudgeted(row)
+        if row["refused"] and (not once or row["budget"] == summary["plan"]["budgets"][0]):
+            budget = "" if once else f" at {row['budget']}"
             told[f"{row['task']}, {row['arm']}{budget}: {row['fault']}"] = row["refused"]
     return told
 
@@ -54,9 +53,10 @@ def _row(
     arm: dict[str, Any],
 ) -> Row:
     """`full` has a row at every budget, to be read beside the others."""
+    once = {arm["label"] for arm in plan["arms"] if unbudgeted(arm)}
 
     def cell(label: str) -> Sequence[Record]:
-        return cells.get((task["name"], "" if label == FULL else budget, label), ())
+        return cells.get((task["name"], "" if label in once else budget, label), ())
 
     label = arm["label"]
     found = cell(label)

@@ -11,7 +11,6 @@ from importlib import resources
 
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict
-from google.protobuf.message import Message
 
 from epikv.experiment import charts, figures, meaning, reading
 from epikv.experiment.figures import Scale
@@ -19,6 +18,7 @@ from epikv.experiment.markup import Html, element, join
 from epikv.experiment.reading import Row, Verdict
 from epikv.messages import enum_name, whole
 from epikv.v1.experiment_pb2 import (
+    Arm,
     ArmPoint,
     Distribution,
     Effect,
@@ -177,7 +177,7 @@ def _arms(report: ExperimentReport) -> Iterator[Html]:
     rows, units = [], reading.units(report)
     if reading.is_switchback(report):
         yield element("p", reading.switchback(report), id="switchback")
-    sets = {arm.name: _sets(arm.kv) for arm in report.experiment.arms}
+    sets = {arm.name: _sets(arm) for arm in report.experiment.arms}
     for arm in report.arms:
         path = f"arm/{arm.arm}"
         share = f"{figures.percent(arm.exposed_units / arm.units, 0)} of its" if arm.units else ""
@@ -251,8 +251,11 @@ def _arms(report: ExperimentReport) -> Iterator[Html]:
     yield element("ul", *items)
 
 
-def _sets(kv: Message) -> str:
-    told = whole(MessageToDict(kv, preserving_proto_field_name=True))
+def _sets(arm: Arm) -> str:
+    told = whole(MessageToDict(arm.kv, preserving_proto_field_name=True))
+    if arm.HasField("steering"):
+        given = MessageToDict(arm.steering, preserving_proto_field_name=True)
+        told |= {f"steering {name}": value for name, value in given.items()} or {"steering": "on"}
     named = (f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in told.items())
     return ", ".join(named) or "the request as it came"
 
