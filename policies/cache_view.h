@@ -46,14 +46,19 @@ class CacheView {
   virtual absl::Span<float> column(int64_t place, int64_t layer, int64_t head) = 0;
   // K and V rows of one lane, after RoPE, as they are attended over, in the model's dtype; in fp32
   // where they are cached as int8. [used, width]. Pulled lazily; declared by Signal::kKeys and
-  // kValues. A token's rows do not change while it is cached: who declares them is refused
-  // positions that do.
+  // kValues. A token's rows do not change while it is cached, unless the policy itself rounds them:
+  // who declares them is refused positions that do.
   virtual at::Tensor keys(int64_t layer, int64_t head) const = 0;
   virtual at::Tensor values(int64_t layer, int64_t head) const = 0;
   // The same of some slots, all of them in use in every lane: a copy of these alone, in fp32.
   // [num_layers, num_kv_heads, slots, width]
   virtual at::Tensor keys_of(absl::Span<const int64_t> slots) const = 0;
   virtual at::Tensor values_of(absl::Span<const int64_t> slots) const = 0;
+  // Puts rows of one lane, K and V, in place of those in these slots: what the policy has made of
+  // them (rounding.h). fp32 [slots, width], written in the format of the cache. Of decoded tokens,
+  // in Observe; declared by PolicyTraits::rounds.
+  virtual void Replace(int64_t layer, int64_t head, absl::Span<const int64_t> slots,
+                       const at::Tensor& keys, const at::Tensor& values) = 0;
   // The queries of the newest tokens as they attended, after RoPE, in the model's dtype, oldest
   // first: the last row is of newest(). [w, num_heads, width], w <= PolicyTraits::window; fewer
   // while fewer tokens have been cached. Declared by Signal::kQueries.

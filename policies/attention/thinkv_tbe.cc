@@ -9,12 +9,14 @@
 #include "policies/lane.h"
 #include "policies/policy.h"
 #include "policies/residual_layers.h"
+#include "policies/rounding.h"
 
-// ThinKV's eviction, TBE (thought-adaptive block eviction), without its quantisation. Decode tokens
-// are cut into segments, each of one type of thought, told by how sparse attention was. Segments
-// are demoted down a ladder of sizes: all earlier ones when a transition ends; else, over the
-// budget, the oldest of the least important ones. All lanes keep as many tokens of a segment, each
-// its own.
+// ThinKV's eviction, TBE (thought-adaptive block eviction), and its quantisation, TBQ, by rounding:
+// rows are as a store of so few bits would give them back, and lie in the cache as before. Decode
+// tokens are cut into segments, each of one type of thought, told by how sparse attention was.
+// Segments are demoted down a ladder of sizes: all earlier ones when a transition ends; else, over
+// the budget, the oldest of the least important ones. All lanes keep as many tokens of a segment,
+// each its own.
 
 namespace epikv {
 namespace {
@@ -51,6 +53,14 @@ const ParamSpec kThinkvTbeParams[] = {
      .max = 65536,
      .help = "tokens a segment keeps at its first demotion, its second and so on, descending; the "
              "last is what every segment keeps while another has more"},
+    {.name = "bits",
+     .type = ParamType::kIntList,
+     .fallback = std::vector<int64_t>{},
+     .min = 2,
+     .max = 8,
+     .help = "of a decoded number once 16 newer tokens are there, by its thought: of reasoning, "
+             "execution and transition, each 2, 4 or 8 (published: 4, 4, 2). Empty: nothing is "
+             "rounded. The cache is not smaller for it: the summary says what it would take"},
     SlackParam(127),
 };
 
@@ -139,7 +149,8 @@ class ThinKvTbe final : public Policy {
         theta2_(params.Float("theta2")),
         segment_(params.Int("segment")),
         refresh_(params.Int("refresh")),
-        ladder_(params.IntList("ladder")) {}
+        ladder_(params.IntList("ladder")),
+        bits_(params.IntList("bits")) {}
 
   std::unique_ptr<PolicyState> NewState(const SequenceInfo&) const override {
     return std::make_unique<ThoughtState>();
@@ -177,6 +188,39 @@ class ThinKvTbe final : public Policy {
       if (!seen.ok()) return;
       state.now = segments.back().type = *seen;
     }
+    if (!bits_.empty()) Round(step.cache, state);
+  }
+
+  // Of decoded tokens a group at a time, and always with as many newer ones as they were cached.
+  // How many bits its oldest token's thought has.
+  void Round(CacheView& cache, const ThoughtState& state) const {
+    if (state.decoded % kRoundingGroup != 0 || state.decoded < 2 * kRoundingGroup) return;
+    const int64_t end = cache.newest() + 1 - kRoundingGroup, first = end - kRoundingGroup;
+    const int64_t bits = BitsOf(state.segments[Of(static_cast<int32_t>(first), state.segments)]);
+    for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
+      for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
+        const absl::Span<const int32_t> index = cache.index(layer, head);
+        std::vector<int64_t> slots;
+        for (int64_t slot = 0; slot < std::ssize(index); ++slot) {
+          if (index[slot] >= first && index[slot] < end) slots.push_back(slot);
+        }
+        if (slots.empty()) continue;
+        std::sort(slots.begin(), slots.end(),
+                  [&](int64_t a, int64_t b) { return index[a] < index[b]; });
+        const at::Tensor at = at::tensor(at::ArrayRef<int64_t>(slots), at::kLong);
+        auto rows = [&](const at::Tensor& all) { return all.index_select(0, at).to(at::kFloat); };
+        cache.Replace(layer, head, slots, RoundedKeys(rows(cache.keys(layer, head)), bits),
+                      RoundedValues(rows(cache.values(layer, head)), bits));
+        const absl::Span<float> width = cache.column(0, layer, head);
+        for (const int64_t slot : slots) width[slot] = static_cast<float>(bits);
+      }
+    }
+  }
+
+  int64_t BitsOf(const Segment& segment) const {
+    return bits_[segment.type == Thought::kReasoning   ? 0
+                 : segment.type == Thought::kExecution ? 1
+                                                       : 2];
   }
 
   // What the newest query shows. Sparsity: the share of the cached keys that get less than 1 % of
@@ -340,6 +384,7 @@ class ThinKvTbe final : public Policy {
   const double theta1_, theta2_;
   const int64_t segment_, refresh_;
   const std::vector<int64_t> ladder_;
+  const std::vector<int64_t> bits_;  // of reasoning, execution and transition; or none
 };
 
 absl::Status ThinkvTbeComplete(Params& params, const ModelShape& shape) {
@@ -371,14 +416,26 @@ absl::Status ThinkvTbeComplete(Params& params, const ModelShape& shape) {
       std::adjacent_find(ladder.begin(), ladder.end(), std::less_equal<>()) != ladder.end()) {
     return absl::InvalidArgumentError("ladder must be descending, and not empty");
   }
+  const std::vector<int64_t>& bits = params.IntList("bits");
+  if (!bits.empty() && (bits.size() != 3 || std::any_of(bits.begin(), bits.end(), [](int64_t b) {
+                          return b != 2 && b != 4 && b != 8;
+                        }))) {
+    return absl::InvalidArgumentError(
+        "bits must be three numbers, of reasoning, execution and transition, each 2, 4 or 8");
+  }
   return absl::OkStatus();
 }
 
 PolicyTraits ThinkvTbeTraits(const Params& params, const ModelShape& shape) {
+  const bool rounds = !params.IntList("bits").empty();
+  SignalSet signals = Signal::kKeys | Signal::kQueries;
+  if (rounds) signals = signals | Signal::kValues;
   return {
       .granularity = Granularity::kHead,
-      .signals = Signal::kKeys | Signal::kQueries,
+      .signals = signals,
       .window = 1,
+      .columns = rounds ? std::vector<absl::string_view>{"bits"} : std::vector<absl::string_view>{},
+      .rounds = rounds,
       .slack = params.Int("slack"),
       .published = {.recent = 16},
       // A segment may be down to one token.
@@ -395,7 +452,9 @@ extern constinit const PolicySpec kThinkvTbe{
     .summary =
         "keeps representatives of each stretch of thought, fewer of those that matter less and "
         "fewer the further thought has moved on",
-    .paper = "arXiv 2510.01290 (ThinKV), the half that evicts; not the half that quantises",
+    .paper =
+        "arXiv 2510.01290 (ThinKV), the half that evicts; with `bits` the half that quantises, "
+        "by rounding alone",
     .evidence = "cases: thinkv_tbe_test.cc",
     .params = kThinkvTbeParams,
     .calibrated = true,

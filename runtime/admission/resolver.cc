@@ -273,7 +273,8 @@ void Resolver::ResolveProtectionAndDemand() {
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   // The last output token is never cached.
   const int64_t longest = prompt + request_.max_output_tokens - 1;
-  const bool evicts = request_.traits.evicts && request_.budget < longest;
+  const bool evicts =
+      request_.traits.evicts && (request_.traits.rounds || request_.budget < longest);
   const ResolvedProtection resolved =
       evicts ? ProtectionUnder(request_.budget)
              : ResolveProtection(options_.kv.protection, request_.traits, prompt, longest);
@@ -289,7 +290,8 @@ void Resolver::ResolveProtectionAndDemand() {
         "KV_BUDGET", {{"budget", absl::StrCat(request_.budget)}, {"min", absl::StrCat(smallest)}});
   }
   if (!evicts) {
-    // Nobody will be asked to drop anything: nothing is measured, and the bits are those of `full`.
+    // Nobody will be asked to drop or to round anything: nothing is measured, and the bits are
+    // those of `full`.
     request_.traits = {.evicts = false, .uncalibrated = request_.traits.uncalibrated};
   }
   if (options_.kv.positions == PositionMode::kCache && !admission_.limits().turns_keys) {
@@ -325,8 +327,8 @@ void Resolver::ResolveProtectionAndDemand() {
   const KvLayout layout =
       LayoutOf(admission_.shape(), admission_.kv_format(), request_.traits,
                static_cast<int64_t>(request_.tap_layers.size()), options_.kv.positions);
-  const std::vector<int64_t> budgets =
-      evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
+  const std::vector<int64_t> budgets = evicts ? LaneBudgets(std::min(request_.budget, longest))
+                                              : std::vector<int64_t>(layout.num_lanes, longest);
   if (evicts) CheckPromptLogprobs(*std::min_element(budgets.begin(), budgets.end()));
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);

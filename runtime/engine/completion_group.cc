@@ -10,6 +10,7 @@ void CompletionGroup::Add(const Sequence& s, const Finished& closed) {
   total.output_tokens += closed.output_tokens;
   total.kv_trace_truncated |= closed.kv_trace_truncated;
   total.kv.final_entries += s.open ? closed.kv.final_entries : 0;
+  total.kv.packed_bytes += closed.kv.packed_bytes;
   total.kv.evicted_entries += closed.kv.evicted_entries - (forked ? prompt_evicted : 0);
   total.kv.rounds += closed.kv.rounds - (forked ? prompt_rounds : 0);
   total.timings.queue = closed.timings.queue;

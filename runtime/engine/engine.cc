@@ -704,6 +704,7 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   finished.kv.kept = std::move(facts.kept);
   finished.kv.peak_entries = facts.peak_entries;
   finished.kv.peak_bytes = facts.peak_bytes;
+  finished.kv.packed_bytes = facts.packed_bytes;
   // A completion holds the prompt's cache, too, for as long as it is shared.
   if (s.group != nullptr) {
     CompletionGroup& group = *s.group;

@@ -247,9 +247,11 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
     if (item.wants_attention_rows()) {
       item.sequence->attention_rows.Resize(item.used);
     }
-    // Decoding and reading the same tokens, bits may differ; where it is steered they do.
+    // Decoding and reading the same tokens, bits may differ; where it is steered, or rows are
+    // rounded, they do.
     const bool decodes_apart =
-        work.decode && (options_.deterministic || item.sequence->steering.has_value());
+        work.decode && (options_.deterministic || item.sequence->steering.has_value() ||
+                        item.sequence->request.traits.rounds);
     if (!work.pass && !decodes_apart &&
         prefixes_.Wants(item.sequence->prefix, item.sequence->request, cache,
                         work.first + item.num_rows())) {
@@ -536,6 +538,7 @@ CacheFacts Executor::Facts(SequenceId id) const {
     facts.peak_bytes = std::max(facts.peak_bytes, facts.bytes);
   }
   if (found->second->request.output.kept) facts.kept = cache.KeptIndexes();
+  if (found->second->request.traits.rounds) facts.packed_bytes = cache.PackedBytes();
   return facts;
 }
 

@@ -79,6 +79,15 @@ at::Tensor PolicyView::values_of(absl::Span<const int64_t> slots) const {
   return ByLane(pool_.ReadValues(RowsOf(slots)));
 }
 
+void PolicyView::Replace(int64_t layer, int64_t head, absl::Span<const int64_t> slots,
+                         const at::Tensor& keys, const at::Tensor& values) {
+  const int64_t first = sequence_.cache.Lane(layer, head).first_row;
+  std::vector<int64_t> rows;
+  rows.reserve(slots.size());
+  for (const int64_t slot : slots) rows.push_back(first + slot);
+  pool_.Replace(rows, keys, values);
+}
+
 at::Tensor PolicyView::queries(int64_t layer) const {
   return ReadQueries(in_segment() ? pass_->queries : sequence_.queries, layer);
 }

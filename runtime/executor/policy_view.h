@@ -19,7 +19,7 @@ std::vector<at::Tensor> OutputGrams(const Model& model);
 // A sequence's cache as its policy sees it.
 class PolicyView final : public CacheView {
  public:
-  PolicyView(OpenSequence& sequence, const KvPool& pool, const Model& model,
+  PolicyView(OpenSequence& sequence, KvPool& pool, const Model& model,
              const std::vector<at::Tensor>& output_grams, const RunningPass* pass = nullptr)
       : sequence_(sequence),
         pool_(pool),
@@ -43,6 +43,8 @@ class PolicyView final : public CacheView {
   at::Tensor values(int64_t layer, int64_t head) const override;
   at::Tensor keys_of(absl::Span<const int64_t> slots) const override;
   at::Tensor values_of(absl::Span<const int64_t> slots) const override;
+  void Replace(int64_t layer, int64_t head, absl::Span<const int64_t> slots, const at::Tensor& keys,
+               const at::Tensor& values) override;
   at::Tensor queries(int64_t layer) const override;
   at::Tensor lookahead(int64_t layer) const override;
   at::Tensor scratch_keys(int64_t layer, int64_t head) const override;
@@ -64,7 +66,7 @@ class PolicyView final : public CacheView {
   at::Tensor ByLane(const at::Tensor& rows) const;
   SlotTable& Table(int64_t layer, int64_t head) const;
   OpenSequence& sequence_;
-  const KvPool& pool_;
+  KvPool& pool_;
   const Model& model_;
   const Manifest& manifest_;
   const std::vector<at::Tensor>& output_grams_;

@@ -57,6 +57,25 @@ void KvPool::Write(const at::Tensor& rows, const at::Tensor& keys, const at::Ten
   this->values().index_copy_(0, rows, values);
 }
 
+void KvPool::Replace(absl::Span<const int64_t> rows, const at::Tensor& keys,
+                     const at::Tensor& values) {
+  const at::ScalarType dtype = ScalarTypeOf(format_.model);
+  const at::Tensor k = keys.to(dtype).contiguous(), v = values.to(dtype).contiguous();
+  if (format_.stored == KvDType::kModel) {
+    const at::Tensor index = at::tensor(at::ArrayRef<int64_t>(rows.data(), rows.size()), at::kLong);
+    Write(index.to(place_.device), k.to(place_.device), v.to(place_.device));
+    return;
+  }
+  const auto* from_k = static_cast<const char*>(k.const_data_ptr());
+  const auto* from_v = static_cast<const char*>(v.const_data_ptr());
+  for (const int64_t row : rows) {
+    WriteRow(from_k, key(row), k.size(1), format_);
+    WriteRow(from_v, value(row), v.size(1), format_);
+    from_k += k.size(1) * k.element_size();
+    from_v += v.size(1) * v.element_size();
+  }
+}
+
 at::Tensor KvPool::Read(const at::Tensor& all, absl::Span<const int64_t> rows) const {
   const at::Tensor index = at::tensor(at::ArrayRef<int64_t>(rows.data(), rows.size()), at::kLong);
   const at::Tensor some = all.index_select(0, index.to(place_.device)).cpu();  // [n, bytes]

@@ -47,6 +47,8 @@ class KvPool {
   void StartAnew() { lost_ = false; }
   // Writes K and V rows [n, width] into rows of the pool: int64 [n], on its device.
   void Write(const at::Tensor& rows, const at::Tensor& keys, const at::Tensor& values);
+  // The same of rows in fp32 and the CPU's memory, written in the pool's format.
+  void Replace(absl::Span<const int64_t> rows, const at::Tensor& keys, const at::Tensor& values);
   // Copies of some rows, in fp32 and the CPU's memory, whatever the pool's format: [n, width].
   at::Tensor ReadKeys(absl::Span<const int64_t> rows) const { return Read(key_rows_, rows); }
   at::Tensor ReadValues(absl::Span<const int64_t> rows) const { return Read(value_rows_, rows); }

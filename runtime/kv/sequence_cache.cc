@@ -1,9 +1,11 @@
 #include "runtime/kv/sequence_cache.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
+#include "policies/rounding.h"
 
 namespace epikv {
 namespace {
@@ -367,6 +369,24 @@ int64_t SequenceCache::bytes() const {
   }
   return entries() * layout_.row_bytes + slots * layout_.slot_bytes +
          longest * layout_.state_bytes_per_token + layout_.state_bytes;
+}
+
+int64_t SequenceCache::PackedBytes() const {
+  const KvFormat& format = pool_.format();
+  const int64_t numbers = format.stored == KvDType::kInt8
+                              ? layout_.row_bytes - 2 * static_cast<int64_t>(sizeof(float))
+                              : layout_.row_bytes / ElementBytes(format.model);
+  const auto whole = static_cast<double>(layout_.row_bytes);
+  double bytes = 0;
+  for (const SlotTable& table : tables_) {
+    const absl::Span<const float> bits = table.column(0);
+    for (int64_t slot = 0; slot < table.used(); ++slot) {
+      if (slot == table.hole()) continue;
+      const auto rounded = static_cast<int64_t>(bits[slot]);
+      bytes += rounded == 0 ? whole : std::min(whole, epikv::PackedBytes(numbers, rounded));
+    }
+  }
+  return std::llround(std::ceil(bytes * static_cast<double>(LanesPerTable())));
 }
 
 void SequenceCache::ForgetPeak() {

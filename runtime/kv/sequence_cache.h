@@ -39,6 +39,9 @@ class SlotTable {
     return absl::MakeConstSpan(rope_position_).first(used_);
   }
   absl::Span<float> column(int64_t place) { return absl::MakeSpan(columns_[place]).first(used_); }
+  absl::Span<const float> column(int64_t place) const {
+    return absl::MakeConstSpan(columns_[place]).first(used_);
+  }
 
   struct Copy {
     int64_t from = 0, to = 0;  // slots
@@ -143,6 +146,9 @@ class SequenceCache {
   void ForgetPeak();
   int64_t bytes() const;
   int64_t peak_bytes() const { return peak_bytes_; }
+  // What K and V that are held would take if each row were packed to the bits that its policy has
+  // rounded it to (PolicyTraits::rounds), rounded up.
+  int64_t PackedBytes() const;
   std::vector<int32_t> KeptIndexes() const;
 
  private:

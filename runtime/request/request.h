@@ -168,6 +168,7 @@ struct KvUsage {
   int64_t evicted_entries = 0;
   int64_t rounds = 0;
   int64_t peak_bytes = 0;
+  int64_t packed_bytes = 0;   // of a policy that rounds rows: what is held at the end, packed
   std::vector<int32_t> kept;  // on request
 };
 

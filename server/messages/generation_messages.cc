@@ -281,6 +281,7 @@ v1::KvUsage KvUsageOf(const v1::ResolvedKv& kv, const KvUsage& usage, int64_t la
   proto.set_evicted_tokens(usage.evicted_entries / lanes);
   proto.set_rounds(usage.rounds);
   proto.set_peak_bytes(usage.peak_bytes);
+  proto.set_packed_bytes(usage.packed_bytes);
   proto.mutable_kept()->Add(usage.kept.begin(), usage.kept.end());
   return proto;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "policies/registry.h"
+#include "policies/rounding.h"
 #include "tests/fixtures/fake_sequence.h"
 
 // thinkv_tbe by hand: no code of ThinKV is public. Each test fails for one way to misread it.
@@ -315,6 +316,83 @@ TEST(ThinKvTbe, RefusesWhatMakesNoSense) {
   EXPECT_THAT(Refusal({{"theta1", 0.6}}, Calibrated()), HasSubstr("less than theta2"));
   EXPECT_THAT(Refusal({{"ladder", List{4, 4}}}, Calibrated()), HasSubstr("descending"));
   EXPECT_THAT(Refusal({{"ladder", List{}}}, Calibrated()), HasSubstr("not empty"));
+}
+
+// Three segments of sixteen: execution, transition, reasoning.
+FakeSequence Rounded(const std::vector<int64_t>& bits, int64_t decoded) {
+  FakeWorld world;
+  world.key = [](int64_t layer, int64_t, int64_t token) {
+    if (layer == 0) return std::vector<float>{token == 0 ? 1.0f : 0.0f, token % 2 ? 1.0f : 0.0f};
+    return std::vector<float>{std::sin(static_cast<float>(token)), 0.01f * token};
+  };
+  world.value = [](int64_t, int64_t, int64_t token) {
+    return std::vector<float>{std::cos(static_cast<float>(token)), 1};
+  };
+  world.query = [](int64_t layer, int64_t, int64_t token) {
+    const int64_t place = token - kPrompt;
+    if (layer != 0 || place % 16 != 0) return std::vector<float>{0, 0};
+    return std::vector<float>{place == 16 ? 99.0f : 0.0f, place == 32 ? 99.0f : 0.0f};
+  };
+  FakeSequence sequence({.spec = &Tbe(),
+                         .params = {{"layers", std::vector<int64_t>{0}},
+                                    {"theta1", 0.2},
+                                    {"theta2", 0.8},
+                                    {"segment", int64_t{16}},
+                                    {"refresh", int64_t{16}},
+                                    {"bits", bits}},
+                         .shape = {.num_layers = 2, .num_heads = 2, .num_kv_heads = 1},
+                         .protection = {.prompt = kPrompt},
+                         .prompt_tokens = kPrompt,
+                         .budget = 1000},
+                        std::move(world));
+  sequence.Prefill(kPrompt);
+  for (int64_t i = 0; i < decoded; ++i) sequence.Decode();
+  return sequence;
+}
+
+TEST(ThinkvTbe, RoundsEachGroupByItsThoughtOnceSixteenNewerAreThere) {
+  EXPECT_THAT(Rounded({8, 8, 8}, 31).column(0, 1, 0), testing::Each(0));
+
+  FakeSequence sequence = Rounded({8, 4, 2}, 64);
+  std::vector<float> widths(kPrompt, 0);  // the prompt stays as it is
+  for (const float bits : {4, 2, 8, 0}) widths.insert(widths.end(), 16, bits);
+  EXPECT_THAT(sequence.column(0, 1, 0), testing::ElementsAreArray(widths));
+
+  // All as it was before, then group by group.
+  at::Tensor keys = at::empty({kPrompt + 64, 2}), values = at::empty({kPrompt + 64, 2});
+  for (int64_t token = 0; token < kPrompt + 64; ++token) {
+    keys[token][0] = std::sin(static_cast<float>(token));
+    keys[token][1] = 0.01f * static_cast<float>(token);
+    values[token][0] = std::cos(static_cast<float>(token));
+    values[token][1] = 1;
+  }
+  int64_t first = kPrompt;
+  for (const int64_t bits : {4, 2, 8}) {
+    keys.narrow(0, first, 16).copy_(RoundedKeys(keys.narrow(0, first, 16).clone(), bits));
+    values.narrow(0, first, 16).copy_(RoundedValues(values.narrow(0, first, 16).clone(), bits));
+    first += 16;
+  }
+  EXPECT_TRUE(at::equal(sequence.keys(1, 0), keys));
+  EXPECT_TRUE(at::equal(sequence.values(1, 0), values));
+}
+
+TEST(ThinkvTbe, RoundsNothingUnlessAsked) {
+  const FakeSequence sequence = Rounded({}, 40);
+  EXPECT_FALSE(sequence.traits().rounds);
+  EXPECT_TRUE(sequence.traits().columns.empty());
+}
+
+TEST(ThinkvTbe, BitsAreThreeOfTwoFourAndEight) {
+  const ModelShape shape{.num_layers = 2, .num_heads = 2, .num_kv_heads = 1};
+  for (const std::vector<int64_t>& bits :
+       {std::vector<int64_t>{4}, {4, 4}, {4, 4, 4, 4}, {4, 4, 3}, {16, 4, 2}}) {
+    const ResolvedParams resolved = ResolveParams(
+        Tbe(),
+        {{"layers", std::vector<int64_t>{0}}, {"theta1", 0.2}, {"theta2", 0.8}, {"bits", bits}},
+        shape);
+    ASSERT_EQ(resolved.violations.size(), 1u);
+    EXPECT_THAT(resolved.violations[0].description, HasSubstr(bits[0] == 16 ? "8" : "2, 4 or 8"));
+  }
 }
 
 }  // namespace

@@ -125,6 +125,7 @@ class KvUsage:
     evicted_tokens: int
     rounds: int
     peak_bytes: int
+    packed_bytes: int
     uncalibrated: bool
     kept: list[int]
 
