@@ -327,5 +327,32 @@ TEST_F(PrefixTest, WhatFailedIsNotKept) {
   EXPECT_EQ(harness.executor().prefix_bytes(), 0);
 }
 
+// Outside deterministic mode decoded rows are cached as well: not those that a policy has rounded.
+TEST(Prefixes, RoundedOutputIsNotCachedForOthers) {
+  EngineHarness harness(ModelPath("gqa"), {.prefill_chunk_tokens = 16, .max_prefix_bytes = kRoom});
+  const std::vector<int32_t> prompt = Prompt(harness.manifest(), 32, 8, 0);
+  auto cached_after = [&](const std::vector<int64_t>& bits) {
+    RequestOptions options;
+    options.prompt = prompt;
+    options.stop.max_output_tokens = 100;
+    options.kv.policy = "thinkv_tbe";
+    options.kv.budget = int64_t{1000};
+    options.kv.params = {{"layers", std::vector<int64_t>{0}},
+                         {"theta1", 0.0},
+                         {"theta2", 1.0},
+                         {"bits", bits}};
+    const Transcript told = harness.Run(options);
+    EXPECT_TRUE(told.ok()) << told.finished->status;
+    EXPECT_EQ(told.finished->kv.packed_bytes > 0, !bits.empty());
+    RequestOptions next;
+    next.prompt = prompt;
+    next.prompt.insert(next.prompt.end(), told.tokens.begin(), told.tokens.end());
+    next.stop.max_output_tokens = 1;
+    return HitOf(harness.Run(next));
+  };
+  EXPECT_LE(cached_after({2, 2, 2}), std::ssize(prompt));
+  EXPECT_GT(cached_after({}), std::ssize(prompt));
+}
+
 }  // namespace
 }  // namespace epikv

@@ -125,9 +125,9 @@ class KvUsage:
     evicted_tokens: int
     rounds: int
     peak_bytes: int
-    packed_bytes: int
     uncalibrated: bool
     kept: list[int]
+    packed_bytes: int = 0
 
 
 @dataclass(frozen=True)

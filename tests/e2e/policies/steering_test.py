@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,30 @@ def test_who_asks_is_steered_and_told_so(
             assert steered != said(None, kv)[0]
             assert said(Steering(0, 0), kv)[0] == said(None, kv)[0]
         assert said(None)[0] == plain
+
+
+def test_what_is_steered_keeps_to_its_constraint(
+    sample_model: Path, manifest: Manifest, tmp_path: Path
+) -> None:
+    """And what is told ahead of a prompt that is evicted is no part of either."""
+    write(tmp_path, manifest, manifest.hidden_size)
+    with Daemon(sample_model, f"--artefact_dir={tmp_path}") as daemon, daemon.client() as client:
+
+        def said(steering: Steering | None, kv: Kv) -> tuple[str, list[float]]:
+            result = client.generate_once(
+                [5] * 90,
+                kv=kv,
+                sampling=Sampling(temperature=0, regex="( ?[0-9])+ ?", steering=steering),
+                stop=Stop(40),
+                output=Output(logprobs=True),
+            )
+            assert re.fullmatch("( ?[0-9])* ?", result.text), result.text
+            return result.text, result.logprobs
+
+        for kv in (Kv(), Kv("laq", 48), Kv("kvzip", 48), Kv("snapkv", 48, {"queries": "lookahead"})):
+            steered = said(Steering(3), kv)
+            assert steered != said(None, kv)
+            assert steered == said(Steering(3), kv)
 
 
 def refusal(client: Client, steering: Steering) -> RpcError:
