@@ -19,8 +19,11 @@ at::Tensor Rounded(const at::Tensor& groups, int64_t bits) {
     scale = (size.amax(-1, /*keepdim=*/true) / largest).to(at::kBFloat16).to(at::kFloat);
     integers = (groups / scale.clamp_min(1e-38)).round().clamp(-largest, largest);
   }
+  // Not beyond the largest number: a dtype ends somewhere.
+  const at::Tensor most = size.amax(-1, /*keepdim=*/true);
+  const at::Tensor rounded = at::minimum(at::maximum(integers * scale, -most), most);
   // Beside a number that is not finite nothing can be told of the others.
-  return integers * scale + (size.sum(-1, /*keepdim=*/true) * 0);
+  return rounded + (size.sum(-1, /*keepdim=*/true) * 0);
 }
 
 }  // namespace
@@ -44,10 +47,11 @@ at::Tensor RoundedValues(const at::Tensor& rows, int64_t bits) {
   return rounded;
 }
 
-double PackedBytes(int64_t numbers, int64_t bits) {
-  constexpr double kScaleBits = 16;
-  return static_cast<double>(numbers) *
-         (static_cast<double>(bits) + kScaleBits / static_cast<double>(kRoundingGroup)) / 8;
+double PackedBytes(int64_t rows, int64_t key_width, int64_t value_width, int64_t bits) {
+  constexpr int64_t kScaleBits = 16;
+  const int64_t value_groups = (value_width + kRoundingGroup - 1) / kRoundingGroup;
+  const int64_t scales = key_width + rows * value_groups;
+  return static_cast<double>(rows * (key_width + value_width) * bits + scales * kScaleBits) / 8;
 }
 
 }  // namespace epikv

@@ -19,7 +19,8 @@ inline constexpr int64_t kRoundingGroup = 16;
 at::Tensor RoundedKeys(const at::Tensor& rows, int64_t bits);
 at::Tensor RoundedValues(const at::Tensor& rows, int64_t bits);
 
-// What `numbers` of them take, each with its part of a scale.
-double PackedBytes(int64_t numbers, int64_t bits);
+// What is left of a group takes, packed: `rows` rows of K and V with their scales, one for each
+// channel of K, and one for every 16 channels of each V.
+double PackedBytes(int64_t rows, int64_t key_width, int64_t value_width, int64_t bits);
 
 }  // namespace epikv

@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "a policy that rounds has nothing to do where all fits",
         "runtime/admission/resolver.cc",
-        "(request_.traits.rounds || request_.budget < longest)",
-        "request_.budget < longest",
+        "if (!evicts && !rounds) {",
+        "if (!evicts) {",
         "laws_test",
         "*RoundedOutput*",
     ),

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <iterator>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -185,18 +187,18 @@ class ThinKvTbe final : public Policy {
     if (token % refresh_ == 0) {
       const absl::StatusOr<Thought> seen = See(step.cache);
       state.status.Update(seen.status());
-      if (!seen.ok()) return;
+      if (!seen.ok() && bits_.empty()) return;  // the next round tells
+      if (!seen.ok()) throw std::runtime_error(std::string(seen.status().message()));
       state.now = segments.back().type = *seen;
     }
     if (!bits_.empty()) Round(step.cache, state);
   }
 
-  // Of decoded tokens a group at a time, and always with as many newer ones as they were cached.
-  // How many bits its oldest token's thought has.
+  // Of decoded tokens a group at a time, once as many newer ones are cached. What is left of it in
+  // a lane gets the bits of its oldest token's thought.
   void Round(CacheView& cache, const ThoughtState& state) const {
     if (state.decoded % kRoundingGroup != 0 || state.decoded < 2 * kRoundingGroup) return;
     const int64_t end = cache.newest() + 1 - kRoundingGroup, first = end - kRoundingGroup;
-    const int64_t bits = BitsOf(state.segments[Of(static_cast<int32_t>(first), state.segments)]);
     for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
       for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
         const absl::Span<const int32_t> index = cache.index(layer, head);
@@ -207,6 +209,8 @@ class ThinKvTbe final : public Policy {
         if (slots.empty()) continue;
         std::sort(slots.begin(), slots.end(),
                   [&](int64_t a, int64_t b) { return index[a] < index[b]; });
+        // The segment of a cached token is there; others may have gone.
+        const int64_t bits = BitsOf(state.segments[Of(index[slots.front()], state.segments)]);
         const at::Tensor at = at::tensor(at::ArrayRef<int64_t>(slots), at::kLong);
         auto rows = [&](const at::Tensor& all) { return all.index_select(0, at).to(at::kFloat); };
         cache.Replace(layer, head, slots, RoundedKeys(rows(cache.keys(layer, head)), bits),

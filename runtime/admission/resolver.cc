@@ -273,8 +273,8 @@ void Resolver::ResolveProtectionAndDemand() {
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   // The last output token is never cached.
   const int64_t longest = prompt + request_.max_output_tokens - 1;
-  const bool evicts =
-      request_.traits.evicts && (request_.traits.rounds || request_.budget < longest);
+  const bool evicts = request_.traits.evicts && request_.budget < longest;
+  const bool rounds = request_.traits.evicts && request_.traits.rounds;
   const ResolvedProtection resolved =
       evicts ? ProtectionUnder(request_.budget)
              : ResolveProtection(options_.kv.protection, request_.traits, prompt, longest);
@@ -289,7 +289,7 @@ void Resolver::ResolveProtectionAndDemand() {
     violations_.Because(
         "KV_BUDGET", {{"budget", absl::StrCat(request_.budget)}, {"min", absl::StrCat(smallest)}});
   }
-  if (!evicts) {
+  if (!evicts && !rounds) {
     // Nobody will be asked to drop or to round anything: nothing is measured, and the bits are
     // those of `full`.
     request_.traits = {.evicts = false, .uncalibrated = request_.traits.uncalibrated};
@@ -327,8 +327,8 @@ void Resolver::ResolveProtectionAndDemand() {
   const KvLayout layout =
       LayoutOf(admission_.shape(), admission_.kv_format(), request_.traits,
                static_cast<int64_t>(request_.tap_layers.size()), options_.kv.positions);
-  const std::vector<int64_t> budgets = evicts ? LaneBudgets(std::min(request_.budget, longest))
-                                              : std::vector<int64_t>(layout.num_lanes, longest);
+  const std::vector<int64_t> budgets =
+      evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
   if (evicts) CheckPromptLogprobs(*std::min_element(budgets.begin(), budgets.end()));
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);

@@ -668,8 +668,12 @@ void Engine::FinishGroup(Sequence& s, FinishReason reason, absl::Status status) 
 Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   s.finished = true;
   CacheFacts facts;
+  int64_t packed_bytes = 0;
   if (s.open) {  // first of all: what is told of it may not fit into memory
-    Quietly([&] { facts = executor_->Facts(s.id); });
+    Quietly([&] {
+      facts = executor_->Facts(s.id);
+      packed_bytes = executor_->PackedBytes(s.id);
+    });
     executor_->Close(s.id);
     ledger_.Release(s.id);
   }
@@ -704,7 +708,7 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   finished.kv.kept = std::move(facts.kept);
   finished.kv.peak_entries = facts.peak_entries;
   finished.kv.peak_bytes = facts.peak_bytes;
-  finished.kv.packed_bytes = facts.packed_bytes;
+  finished.kv.packed_bytes = packed_bytes;
   // A completion holds the prompt's cache, too, for as long as it is shared.
   if (s.group != nullptr) {
     CompletionGroup& group = *s.group;

@@ -538,8 +538,13 @@ CacheFacts Executor::Facts(SequenceId id) const {
     facts.peak_bytes = std::max(facts.peak_bytes, facts.bytes);
   }
   if (found->second->request.output.kept) facts.kept = cache.KeptIndexes();
-  if (found->second->request.traits.rounds) facts.packed_bytes = cache.PackedBytes();
   return facts;
+}
+
+int64_t Executor::PackedBytes(SequenceId id) const {
+  const auto found = open_.find(id);
+  if (found == open_.end() || !found->second->request.traits.rounds) return 0;
+  return found->second->cache.PackedBytes();
 }
 
 void Executor::Close(SequenceId id) {

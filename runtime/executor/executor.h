@@ -57,6 +57,7 @@ class Executor final : public StepExecutor {
   std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override;
   absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) override;
   CacheFacts Facts(SequenceId id) const override;
+  int64_t PackedBytes(SequenceId id) const override;
   void Close(SequenceId id) override;
   int64_t used_bytes() const override;
   bool lost() const override { return pool_.lost(); }

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <stdexcept>
+
 #include "runtime/base/scalar_type.h"
 
 namespace epikv {
@@ -82,9 +84,18 @@ at::Tensor PolicyView::values_of(absl::Span<const int64_t> slots) const {
 void PolicyView::Replace(int64_t layer, int64_t head, absl::Span<const int64_t> slots,
                          const at::Tensor& keys, const at::Tensor& values) {
   const int64_t first = sequence_.cache.Lane(layer, head).first_row;
+  const LayerFacts& facts = manifest_.layers[layer];
+  const absl::Span<const int32_t> tokens = index(layer, head);
+  bool valid = sequence_.request.traits.rounds &&
+               keys.sizes() == at::IntArrayRef({std::ssize(slots), facts.key_width}) &&
+               values.sizes() == at::IntArrayRef({std::ssize(slots), facts.value_width});
   std::vector<int64_t> rows;
   rows.reserve(slots.size());
-  for (const int64_t slot : slots) rows.push_back(first + slot);
+  for (const int64_t slot : slots) {
+    valid &= slot >= 0 && slot < std::ssize(tokens) && tokens[slot] >= prompt_tokens();
+    rows.push_back(first + slot);
+  }
+  if (!valid) throw std::invalid_argument("the policy rounds rows that are not its to round");
   pool_.Replace(rows, keys, values);
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
@@ -372,20 +373,33 @@ int64_t SequenceCache::bytes() const {
 }
 
 int64_t SequenceCache::PackedBytes() const {
-  const KvFormat& format = pool_.format();
-  const int64_t numbers = format.stored == KvDType::kInt8
-                              ? layout_.row_bytes - 2 * static_cast<int64_t>(sizeof(float))
-                              : layout_.row_bytes / ElementBytes(format.model);
-  const auto whole = static_cast<double>(layout_.row_bytes);
-  double bytes = 0;
+  struct Group {
+    int64_t rows = 0, bits = 0;
+  };
+  const auto prompt = static_cast<int64_t>(request_.prompt.size());
+  int64_t whole = 0;  // rows that are as they were cached
+  double packed = 0;
   for (const SlotTable& table : tables_) {
     const absl::Span<const float> bits = table.column(0);
+    std::map<int64_t, Group> groups;
     for (int64_t slot = 0; slot < table.used(); ++slot) {
       if (slot == table.hole()) continue;
-      const auto rounded = static_cast<int64_t>(bits[slot]);
-      bytes += rounded == 0 ? whole : std::min(whole, epikv::PackedBytes(numbers, rounded));
+      if (bits[slot] == 0) {
+        ++whole;
+        continue;
+      }
+      Group& group = groups[(table.index()[slot] - prompt) / kRoundingGroup];
+      ++group.rows;
+      group.bits = static_cast<int64_t>(bits[slot]);
+    }
+    for (const auto& [place, group] : groups) {
+      const double bytes =
+          epikv::PackedBytes(group.rows, shape_.key_width, shape_.value_width, group.bits);
+      packed += std::min(bytes, static_cast<double>(group.rows * layout_.row_bytes));
     }
   }
+  if (packed == 0) return 0;
+  const double bytes = packed + static_cast<double>(whole * layout_.row_bytes);
   return std::llround(std::ceil(bytes * static_cast<double>(LanesPerTable())));
 }
 

@@ -69,7 +69,6 @@ struct SettleOutcome {
 struct CacheFacts {
   int64_t entries = 0, peak_entries = 0;
   int64_t bytes = 0, peak_bytes = 0;
-  int64_t packed_bytes = 0;   // SequenceCache::PackedBytes, where the policy rounds
   std::vector<int32_t> kept;  // where the request asks for it; ascending
 };
 
@@ -103,6 +102,8 @@ class StepExecutor {
   virtual bool lost() const { return false; }
 
   virtual CacheFacts Facts(SequenceId id) const = 0;
+  // SequenceCache::PackedBytes of a sequence whose policy rounds; 0 of others.
+  virtual int64_t PackedBytes(SequenceId id) const { return 0; }
   virtual void Close(SequenceId id) = 0;
 
   // Bytes held by open sequences: entries, columns and state.

@@ -27,11 +27,12 @@ bool IsEligible(const v1::Eligibility& eligibility, const Subject& subject) {
                      });
 }
 
-// Whether any of its arms could change the output: by steering, or since eviction could act under
-// it. kv: as the request's own arms have it.
+// Whether any of its arms could change the output: by steering, by rounding, or since eviction
+// could act under it. kv: as the request's own arms have it.
 bool IsExposed(const v1::Experiment& experiment, const v1::KvOptions& kv, int64_t tokens) {
   return std::any_of(experiment.arms().begin(), experiment.arms().end(), [&](const v1::Arm& arm) {
-    return arm.has_steering() || BudgetTokens(Overridden(kv, arm.kv()), tokens) < tokens;
+    const v1::KvOptions own = Overridden(kv, arm.kv());
+    return arm.has_steering() || Rounds(own) || BudgetTokens(own, tokens) < tokens;
   });
 }
 
@@ -80,6 +81,7 @@ void Add(const std::vector<Choice>& choices, const Subject& subject, Assignment&
   for (const Choice& choice : choices) {
     assignment.kv = Overridden(assignment.kv, choice.arm.kv());
     if (choice.arm.has_steering()) assignment.steering = choice.arm.steering();
+    assignment.steers |= (GroupsOf(choice.experiment) & kSteered) != 0;
   }
   assignment.arm = absl::StrJoin(choices, ",", [](std::string* out, const Choice& choice) {
     absl::StrAppend(out, choice.experiment.name(), "/", choice.arm.name());

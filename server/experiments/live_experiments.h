@@ -34,7 +34,8 @@ struct Assignment {
   // As its arms have them, where there are parts.
   v1::KvOptions kv;
   std::optional<v1::Steering> steering;  // nullopt: the arms leave the request's own
-  std::string arm;                       // "experiment/arm", joined by ","; or kNoArm
+  bool steers = false;  // some arm of its experiments sets steering, of this request or of others
+  std::string arm;      // "experiment/arm", joined by ","; or kNoArm
   // Experiments that its unit belongs to and that it is not eligible for, or does not want.
   std::vector<std::string> excluded;
 };

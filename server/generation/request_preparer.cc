@@ -40,19 +40,18 @@ std::string NewRequestId() {
                       absl::Hex(absl::Uniform<uint64_t>(random), absl::kZeroPad16));
 }
 
-// Whether other options for its KV cache, or the steering that its arm set, could have been
-// accepted.
-bool ConcernsArm(const Rejection& rejection, bool arm_steers) {
+// Whether other options for its KV cache could have been accepted; or other steering, where some
+// arm would have set it.
+bool ConcernsArms(const Rejection& rejection, bool steers) {
   constexpr absl::string_view kReasons[] = {"KV_BUDGET", "KV_POOL_TOO_SMALL", "PROMPT_EVICTED",
                                             "SPAN_RANGE"};
   return std::find(std::begin(kReasons), std::end(kReasons), rejection.reason) !=
              std::end(kReasons) ||
-         std::any_of(
-             rejection.violations.begin(), rejection.violations.end(),
-             [=](const FieldViolation& violation) {
-               return absl::StartsWith(violation.field, "kv.") ||
-                      (arm_steers && absl::StartsWith(violation.field, "sampling.steering"));
-             });
+         std::any_of(rejection.violations.begin(), rejection.violations.end(),
+                     [=](const FieldViolation& violation) {
+                       return absl::StartsWith(violation.field, "kv.") ||
+                              (steers && absl::StartsWith(violation.field, "sampling.steering"));
+                     });
 }
 
 // Compiles what the text has to be. A text that is no constraint is a violation beside others.
@@ -108,7 +107,7 @@ std::variant<Prepared, grpc::Status> RequestPreparer::Prepare(CallScope& scope,
   std::variant<Request, Rejection> resolved = Resolve(std::move(asked), *model.admission);
   const auto* rejection = std::get_if<Rejection>(&resolved);
   // What is refused whatever its arm says nothing of arms.
-  const bool tells = rejection == nullptr || ConcernsArm(*rejection, dealt.steers);
+  const bool tells = rejection == nullptr || ConcernsArms(*rejection, dealt.steers);
   if (!tells || !TakePart(scope, dealt)) dealt.began.reset();
   if (rejection != nullptr) {
     model.metrics->OnRejected(rejection->reason);
@@ -155,10 +154,8 @@ std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(
   Dealt dealt{.began = std::nullopt, .excluded = std::move(assignment->excluded)};
   if (assignment->parts.empty()) return dealt;
   SetKv(assignment->kv, asked);
-  if (assignment->steering.has_value()) {
-    SetSteering(*assignment->steering, asked);
-    dealt.steers = true;
-  }
+  if (assignment->steering.has_value()) SetSteering(*assignment->steering, asked);
+  dealt.steers = assignment->steers;
   asked.options.arm = assignment->arm;
   v1::RequestBegan began = BeganOf(subject, *assignment);
   began.set_id(NewRequestId());

@@ -39,7 +39,7 @@ class RequestPreparer {
   struct Dealt {
     std::optional<v1::RequestBegan> began;  // it takes part in some
     std::vector<std::string> excluded;      // see Assignment
-    bool steers = false;                    // its arms replaced its steering
+    bool steers = false;                    // see Assignment
   };
   // Gives a request the options of its arms.
   std::variant<Dealt, grpc::Status> Deal(const CallScope& scope, const v1::GenerateRequest& message,

@@ -223,6 +223,22 @@ TEST_F(LiveExperimentsTest, ReplacesSteeringAsOne) {
   }
 }
 
+TEST_F(LiveExperimentsTest, ExposesAllWhereRowsAreRounded) {
+  v1::Experiment experiment = TwoArms("e");
+  v1::KvOptions& kv = *experiment.mutable_arms(1)->mutable_kv();
+  kv.set_policy("thinkv_tbe");
+  kv.set_keep_ratio(1);
+  auto exposed = [&] {
+    live_.Set({experiment});
+    return Assign()->parts.at(0).exposed();
+  };
+  EXPECT_FALSE(exposed());
+  auto& bits = *(*kv.mutable_policy_params()->mutable_fields())["bits"].mutable_list_value();
+  EXPECT_FALSE(exposed());
+  for (int i = 0; i < 3; ++i) bits.add_values()->set_number_value(4);
+  EXPECT_TRUE(exposed());
+}
+
 TEST_F(LiveExperimentsTest, TakesEligibleRequestsOnly) {
   v1::Experiment experiment = TwoArms("e");
   experiment.mutable_eligibility()->set_min_prompt_tokens(41);

@@ -217,6 +217,17 @@ TEST_F(ExperimentRequestsTest, SteeringThatIsRefusedIsAnEndOfTheArmThatSetIt) {
   EXPECT_EQ(experiments_.AwaitEnd().reason(), "ARTEFACT_MISSING");
 }
 
+// In the arm that replaces it, it is no fault: who is counted must not depend on the arm.
+TEST_F(ExperimentRequestsTest, SteeringThatAnArmWouldReplaceIsAnEndInEachArm) {
+  v1::Experiment experiment = experiments_.live.running()->front();
+  experiment.mutable_arms(1)->mutable_steering();
+  experiments_.live.Set({experiment});
+  v1::GenerateRequest request = Asked(10, 20, "lean/full");
+  request.mutable_sampling()->mutable_steering()->set_coefficient(101);
+  EXPECT_EQ(Once(request).error_code(), grpc::StatusCode::INVALID_ARGUMENT);
+  EXPECT_EQ(experiments_.AwaitEnd().code(), "INVALID_ARGUMENT");
+}
+
 TEST_F(ExperimentRequestsTest, WhatIsRefusedWhateverItsArmTakesNoPart) {
   v1::GenerateRequest request = Asked(10, 50, "lean/window");
   request.mutable_sampling()->set_temperature(-1);

@@ -337,10 +337,8 @@ TEST(Prefixes, RoundedOutputIsNotCachedForOthers) {
     options.stop.max_output_tokens = 100;
     options.kv.policy = "thinkv_tbe";
     options.kv.budget = int64_t{1000};
-    options.kv.params = {{"layers", std::vector<int64_t>{0}},
-                         {"theta1", 0.0},
-                         {"theta2", 1.0},
-                         {"bits", bits}};
+    options.kv.params = {
+        {"layers", std::vector<int64_t>{0}}, {"theta1", 0.0}, {"theta2", 1.0}, {"bits", bits}};
     const Transcript told = harness.Run(options);
     EXPECT_TRUE(told.ok()) << told.finished->status;
     EXPECT_EQ(told.finished->kv.packed_bytes > 0, !bits.empty());

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -222,23 +223,30 @@ TEST_P(SteeringLaws, APromptFromTheCacheCountsAsIfItHadRun) {
 // What a policy has the model tell ahead says which tokens of the prompt stay.
 TEST_P(SteeringLaws, WhatIsToldAheadIsNotSteered) {
   EngineHarness harness = Harness();
-  const Steering steering = Of(harness, {.coefficient = 3});
+  auto everywhere =
+      std::make_shared<SteeringVector>(*VectorOf(harness.manifest(), GetParam().layer));
+  everywhere->at.resize(harness.manifest().vocab_size);
+  std::iota(everywhere->at.begin(), everywhere->at.end(), 0);
+  const Steering steering = {.vector = everywhere, .options = {.coefficient = 50}};
   RequestOptions options = Options(harness.manifest());
-  options.prompt = Text(harness.manifest(), 90, 3);
+  options.prompt = Text(harness.manifest(), 200, 3);
   options.sampling.temperature = 2.0f;  // else some model says one token again and again
   options.sampling.seed = 5;
   options.kv.policy = "laq";
   options.kv.params["window"] = int64_t{16};
-  options.kv.budget = int64_t{48};
-  const Transcript plain = TranscriptOf(harness, options, std::nullopt);
-  const Transcript steered = TranscriptOf(harness, options, steering);
-  ASSERT_TRUE(steered.ok()) << steered.finished->status;
-  EXPECT_NE(steered.logprobs, plain.logprobs);
-  EXPECT_GT(steered.finished->timings.pass, absl::ZeroDuration());
-  ASSERT_FALSE(steered.evictions.empty());
-  ASSERT_EQ(steered.evictions[0].victims.size(), plain.evictions[0].victims.size());
-  for (size_t lane = 0; lane < plain.evictions[0].victims.size(); ++lane) {
-    EXPECT_EQ(steered.evictions[0].victims[lane].index, plain.evictions[0].victims[lane].index);
+  options.kv.budget = int64_t{100};
+  for (const char* draft : {"snapkv", "whole"}) {
+    options.kv.params["draft"] = std::string(draft);
+    const Transcript plain = TranscriptOf(harness, options, std::nullopt);
+    const Transcript steered = TranscriptOf(harness, options, steering);
+    ASSERT_TRUE(steered.ok()) << steered.finished->status;
+    EXPECT_NE(steered.logprobs, plain.logprobs);
+    EXPECT_GT(steered.finished->timings.pass, absl::ZeroDuration());
+    ASSERT_FALSE(steered.evictions.empty());
+    ASSERT_EQ(steered.evictions[0].victims.size(), plain.evictions[0].victims.size());
+    for (size_t lane = 0; lane < plain.evictions[0].victims.size(); ++lane) {
+      EXPECT_EQ(steered.evictions[0].victims[lane].index, plain.evictions[0].victims[lane].index);
+    }
   }
 }
 

@@ -63,15 +63,23 @@ TEST(Rounding, ANumberThatIsNotFiniteSpoilsItsGroupAlone) {
   }
 }
 
+TEST(Rounding, NothingIsLargerThanWhatWas) {
+  for (const int64_t bits : {2, 4, 8}) {
+    const at::Tensor rows = at::full({16, 16}, 65504.0F);  // the largest of float16
+    EXPECT_LE(RoundedKeys(rows, bits).max().item<float>(), 65504.0F);
+  }
+}
+
 TEST(Rounding, AGroupOfNothingStaysNothing) {
   const at::Tensor rows = at::zeros({2, 16});
   for (const int64_t bits : {2, 4, 8}) EXPECT_TRUE(at::equal(RoundedKeys(rows, bits), rows));
 }
 
-TEST(Rounding, PackedNumbersHaveTheirPartOfAScale) {
-  EXPECT_EQ(PackedBytes(64, 2), 64 * 3 / 8);
-  EXPECT_EQ(PackedBytes(64, 4), 64 * 5 / 8);
-  EXPECT_EQ(PackedBytes(64, 8), 64 * 9 / 8);
+TEST(Rounding, PackedRowsHaveTheirScales) {
+  // Of a whole group a sixteenth of a scale each; of what is left of one, K's are still all there.
+  EXPECT_EQ(PackedBytes(16, 32, 32, 4), 16 * 64 * (4 + 1) / 8);
+  EXPECT_EQ(PackedBytes(1, 32, 32, 4), (64 * 4 + 32 * 16 + 2 * 16) / 8);
+  EXPECT_EQ(PackedBytes(2, 8, 20, 2), (2 * 28 * 2 + 8 * 16 + 2 * 2 * 16) / 8);
 }
 
 }  // namespace

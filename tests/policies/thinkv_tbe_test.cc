@@ -382,6 +382,56 @@ TEST(ThinkvTbe, RoundsNothingUnlessAsked) {
   EXPECT_TRUE(sequence.traits().columns.empty());
 }
 
+// Whole segments have gone when a group is rounded, its oldest token's among them.
+TEST(ThinkvTbe, RoundsWhatIsLeftByItsOwnThought) {
+  FakeWorld world;
+  world.key = [](int64_t, int64_t, int64_t token) {
+    return std::vector<float>{static_cast<float>(token), 0};
+  };
+  world.value = world.key;
+  world.query = [](int64_t, int64_t, int64_t) { return std::vector<float>{0, 0}; };
+  FakeSequence sequence({.spec = &Tbe(),
+                         .params = {{"layers", std::vector<int64_t>{0}},
+                                    {"theta1", 0.0},
+                                    {"theta2", 1.0},
+                                    {"segment", int64_t{1}},
+                                    {"refresh", int64_t{1}},
+                                    {"ladder", std::vector<int64_t>{1}},
+                                    {"slack", int64_t{0}},
+                                    {"bits", std::vector<int64_t>{4, 8, 2}}},
+                         .shape = {.num_layers = 2, .num_heads = 2, .num_kv_heads = 1},
+                         .prompt_tokens = 1,
+                         .budget = 18},
+                        std::move(world));
+  sequence.Prefill(1);
+  while (sequence.newest() < 32) {
+    EXPECT_THAT(sequence.column(0, 0, 0), testing::Each(0));
+    sequence.Round();
+    sequence.Decode();
+  }
+  std::vector<float> bits(19, 0);
+  bits[0] = bits[1] = bits[2] = 4;  // tokens 14 to 16, of those that are left
+  EXPECT_THAT(sequence.column(0, 0, 0), testing::UnorderedElementsAreArray(bits));
+}
+
+TEST(ThinkvTbe, ASequenceWhoseAttentionIsNoNumberFailsWithoutARound) {
+  FakeWorld world;
+  world.key = [](int64_t, int64_t, int64_t) { return std::vector<float>{NAN, 0}; };
+  world.value = world.key;
+  world.query = [](int64_t, int64_t, int64_t) { return std::vector<float>{1, 0}; };
+  FakeSequence sequence({.spec = &Tbe(),
+                         .params = {{"layers", std::vector<int64_t>{0}},
+                                    {"theta1", 0.0},
+                                    {"theta2", 1.0},
+                                    {"bits", std::vector<int64_t>{4, 4, 2}}},
+                         .shape = {.num_layers = 2, .num_heads = 2, .num_kv_heads = 1},
+                         .prompt_tokens = 1,
+                         .budget = 100},
+                        std::move(world));
+  sequence.Prefill(1);
+  EXPECT_THROW(sequence.Decode(), std::runtime_error);
+}
+
 TEST(ThinkvTbe, BitsAreThreeOfTwoFourAndEight) {
   const ModelShape shape{.num_layers = 2, .num_heads = 2, .num_kv_heads = 1};
   for (const std::vector<int64_t>& bits :

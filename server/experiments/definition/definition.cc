@@ -422,6 +422,12 @@ v1::KvOptions Overridden(const v1::KvOptions& asked, const v1::KvOptions& arm) {
   return kv;
 }
 
+bool Rounds(const v1::KvOptions& kv) {
+  const auto& given = kv.policy_params().fields();
+  const auto bits = given.find("bits");
+  return bits != given.end() && bits->second.list_value().values_size() > 0;
+}
+
 int64_t BudgetTokens(const v1::KvOptions& kv, int64_t tokens) {
   if (kv.has_max_tokens()) return std::min<int64_t>(kv.max_tokens(), tokens);
   if (kv.has_keep_ratio()) return TokensOf(kv.keep_ratio(), tokens);

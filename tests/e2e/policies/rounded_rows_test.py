@@ -33,8 +33,8 @@ def test_fewer_bits_are_heard_and_counted(sample_model: Path, kv_dtype: str) -> 
     with Daemon(sample_model, *flags) as daemon, daemon.client() as client:
         plain = generate(client, 0, PROMPT, 80)
         assert plain.summary.kv.packed_bytes == 0
-        numbers = sum(layer.key_width + layer.value_width for layer in manifest.layers)
-        numbers *= manifest.num_kv_heads
+        lanes = len(manifest.layers) * manifest.num_kv_heads
+        width = manifest.layers[0].key_width
         held = len(PROMPT) + 79  # the last token is never cached
         whole = client.models()[0].kv_bytes_per_token
         for bits in (8, 4, 2):
@@ -45,9 +45,26 @@ def test_fewer_bits_are_heard_and_counted(sample_model: Path, kv_dtype: str) -> 
             kv = rounded.summary.kv
             assert (kv.final_tokens, kv.evicted_tokens) == (held, 0)
             groups = 79 // GROUP - 1
-            packed = min(numbers * (bits + 1) / 8, whole) * GROUP * groups
-            assert kv.packed_bytes == pytest.approx(whole * (held - GROUP * groups) + packed, abs=1)
+            # A scale of 16 bits for each channel of K, and for every 16 of each V.
+            scales = width + GROUP * -(-width // GROUP)
+            packed = lanes * (2 * width * GROUP * bits + 16 * scales) / 8
+            packed = min(packed, whole * GROUP)
+            assert kv.packed_bytes == whole * (held - GROUP * groups) + packed * groups
             assert kv.peak_bytes >= whole * held, "the cache itself is no smaller"
+
+
+def test_a_budget_for_all_is_large_enough(client: Client) -> None:
+    """However short the request and whatever is protected: nothing is dropped."""
+    params = WHATEVER | {"bits": [4, 4, 2]}
+    for prompt, tokens, kv in (
+        (100, 8, Kv("thinkv_tbe", 108, params)),
+        (100, 8, Kv("thinkv_tbe", "100%", params, recent_tokens=500)),
+        (5, 60, Kv("thinkv_tbe", 1000, params, equal_protection=True)),
+    ):
+        result = client.generate_once([5] * prompt, kv=kv, stop=Stop(tokens, ignore_eos=True))
+        assert result.summary.kv.evicted_tokens == 0
+        assert result.summary.kv.final_tokens == prompt + tokens - 1
+        assert (result.summary.kv.packed_bytes > 0) == (tokens > 32)
 
 
 def test_neighbours_keep_their_bits(sample_model: Path) -> None:

@@ -1,19 +1,16 @@
 """How experiments look to people."""
 
-import json
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.table import Table
 
 from epikv.cli import show
 from epikv.experiment import reading
-from epikv.messages import enum_name, whole
-from epikv.v1.experiment_pb2 import Arm, Experiment, Metric
+from epikv.messages import enum_name
+from epikv.v1.experiment_pb2 import Experiment, Metric
 
 
 def all_of(experiments: Sequence[Experiment]) -> None:
@@ -37,7 +34,7 @@ def one(experiment: Experiment) -> None:
     arms = Table("arm", "share", "sets")
     for arm in experiment.arms:
         name = f"{arm.name} (control)" if arm.control else arm.name
-        arms.add_row(name, _percent(arm.weight_permille), _sets(arm))
+        arms.add_row(name, _percent(arm.weight_permille), reading.sets(arm))
     show.out.print(arms)
     if experiment.metrics:
         metrics = Table("metric", "kind", "better", "covariate")
@@ -83,12 +80,6 @@ def _eligibility(experiment: Experiment) -> str:
         facts.append(f"prompts of {asked.min_prompt_tokens} tokens or more")
     facts += [f"{name}={value}" for name, value in sorted(asked.labels.items())]
     return ", ".join(facts) or "any request"
-
-
-def _sets(arm: Arm) -> str:
-    options: dict[str, Any] = whole(MessageToDict(arm.kv, preserving_proto_field_name=True))
-    told = (f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in options.items())
-    return ", ".join(told) or "the request as it came"
 
 
 def _of_metric(metric: Metric) -> tuple[str, str, str]:

@@ -5,20 +5,17 @@ Each figure of the report is an element with the attribute data-figure, a path s
 data-lower and data-upper, absent where it is unbounded).
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 
 from google.protobuf import text_format
-from google.protobuf.json_format import MessageToDict
 
 from epikv.experiment import charts, figures, meaning, reading
 from epikv.experiment.figures import Scale
 from epikv.experiment.markup import Html, element, join
 from epikv.experiment.reading import Row, Verdict
-from epikv.messages import enum_name, whole
+from epikv.messages import enum_name
 from epikv.v1.experiment_pb2 import (
-    Arm,
     ArmPoint,
     Distribution,
     Effect,
@@ -177,7 +174,7 @@ def _arms(report: ExperimentReport) -> Iterator[Html]:
     rows, units = [], reading.units(report)
     if reading.is_switchback(report):
         yield element("p", reading.switchback(report), id="switchback")
-    sets = {arm.name: _sets(arm) for arm in report.experiment.arms}
+    sets = {arm.name: reading.sets(arm) for arm in report.experiment.arms}
     for arm in report.arms:
         path = f"arm/{arm.arm}"
         share = f"{figures.percent(arm.exposed_units / arm.units, 0)} of its" if arm.units else ""
@@ -249,15 +246,6 @@ def _arms(report: ExperimentReport) -> Iterator[Html]:
     ]
     yield element("h3", "Requests left out of every analysis")
     yield element("ul", *items)
-
-
-def _sets(arm: Arm) -> str:
-    told = whole(MessageToDict(arm.kv, preserving_proto_field_name=True))
-    if arm.HasField("steering"):
-        given = MessageToDict(arm.steering, preserving_proto_field_name=True)
-        told |= {f"steering {name}": value for name, value in given.items()} or {"steering": "on"}
-    named = (f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in told.items())
-    return ", ".join(named) or "the request as it came"
 
 
 def _balance(report: ExperimentReport, field: str, what: str) -> Html:

@@ -1,17 +1,21 @@
 """How an experiment's report reads: the words that the terminal and the page share."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import sqrt
+from typing import Any
 
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from epikv.experiment.assignment import wash_out_of
 from epikv.experiment.figures import count, level, percent, probability, scale, with_unit
-from epikv.messages import enum_name
+from epikv.messages import enum_name, whole
 from epikv.v1.experiment_pb2 import (
     Analysis,
+    Arm,
     ArmReport,
     ArmValue,
     Effect,
@@ -41,8 +45,8 @@ EVERYONE = (
     " whole of your traffic."
 )
 EXPOSED = (
-    "exposed: those in whom eviction could act, because their cache outgrew its budget; what"
-    " eviction does to whom it concerns."
+    "exposed: those in whom eviction could act, because their cache outgrew its budget (where an arm"
+    " steers or rounds: all); what that does to whom it concerns."
 )
 ATTRITION = (
     "uneven: by more than chance explains. Who is missing is not the same in all arms then, and a"
@@ -109,6 +113,16 @@ def is_switchback(report: ExperimentReport) -> bool:
 def units(report: ExperimentReport, text: str = "units") -> str:
     """A text about units, for experiments that count windows instead."""
     return text.replace("units", "windows") if is_switchback(report) else text
+
+
+def sets(arm: Arm) -> str:
+    """What an arm gives its requests, in words."""
+    told: dict[str, Any] = whole(MessageToDict(arm.kv, preserving_proto_field_name=True))
+    if arm.HasField("steering"):
+        given = MessageToDict(arm.steering, preserving_proto_field_name=True)
+        told |= {f"steering {name}": value for name, value in given.items()} or {"steering": "on"}
+    named = (f"{k} {v if isinstance(v, str) else json.dumps(v)}" for k, v in told.items())
+    return ", ".join(named) or "the request as it came"
 
 
 def windows_of(experiment: Experiment) -> str:
