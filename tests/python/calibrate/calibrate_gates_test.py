@@ -274,7 +274,9 @@ def test_writes_gates_and_what_they_lose(
     assert result.exit_code == 0, result.output
     artefact = json.loads(out.read_text())
     assert (artefact["policy"], artefact["arrays"]) == (policy, f"{policy}.safetensors")
-    arrays = load_file(out.with_name(f"{policy}.safetensors"))
+    beside = out.with_name(f"{policy}.safetensors")
+    assert beside.stat().st_mode == out.stat().st_mode, "the daemon may be somebody else"
+    arrays = load_file(beside)
     manifest = model[1]
     for layer in range(len(manifest.layers)):
         assert arrays[f"layers.{layer}.linear1.weight"].shape == (6, manifest.hidden_size)

@@ -42,10 +42,12 @@ def write(
         artefact["data"] = data
     path.parent.mkdir(parents=True, exist_ok=True)
     if arrays is not None:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         beside = path.with_suffix(".safetensors")
-        save_file(dict(arrays), beside, {"policy": policy, "weights": str(manifest.weights)})
+        # Not save_file, whose files nobody else may read: the daemon is often somebody else.
+        told = {"policy": policy, "weights": str(manifest.weights)}
+        beside.write_bytes(save(dict(arrays), told))
         artefact["arrays"] = beside.name
     artefact["made_with"] = {"epikv": version("epikv"), **made_with}
     path.write_text(json.dumps(artefact, allow_nan=False) + "\n", "utf-8")
