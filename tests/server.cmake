@@ -1,16 +1,25 @@
 # Tests of server/: the real services over a fake executor, without torch.
 
-# Over real gRPC, which Debian builds without the sanitizer: it hands calls from thread to thread by
-# atomics that ThreadSanitizer does not see, so that every call looks like a race. outbox_test
-# stands in for these there: engine thread, outboxes and courier with writers of its own.
-set(_server_over_grpc)
-set(_experiments_over_grpc)
-if(EPIKV_SANITIZE MATCHES thread)
-  set(_server_over_grpc admin_service_test.cc auth_test.cc call_scope_test.cc cancellation_test.cc
-      generation_service_test.cc health_check_test.cc models_test.cc services_test.cc tls_test.cc
-      transport_test.cc)
-  set(_experiments_over_grpc experiment_requests_test.cc experiment_service_test.cc shadow_test.cc)
-endif()
+# In OUT, under ThreadSanitizer: the tests in FOLDER that start a server, and so run over real gRPC.
+# Debian builds it without the sanitizer: it hands calls from thread to thread by atomics that the
+# sanitizer does not see, so that every call looks like a race. outbox_test stands in for these
+# there: engine thread, outboxes and courier with writers of its own.
+function(epikv_over_grpc out folder)
+  set(found)
+  if(EPIKV_SANITIZE MATCHES thread)
+    file(GLOB tests CONFIGURE_DEPENDS ${folder}/*_test.cc)
+    foreach(test IN LISTS tests)
+      file(STRINGS ${test} lines REGEX "fake_server\\.h|generation_fixture\\.h|CreateChannel")
+      if(lines)
+        cmake_path(GET test FILENAME name)
+        list(APPEND found ${name})
+      endif()
+    endforeach()
+  endif()
+  set(${out} ${found} PARENT_SCOPE)
+endfunction()
+epikv_over_grpc(_server_over_grpc server)
+epikv_over_grpc(_experiments_over_grpc experiments)
 epikv_test(server_test FOLDER server EXCEPT broken_policy_test.cc ${_server_over_grpc} SHARDS 4
            LIBS epikv_server nlohmann_json::nlohmann_json)
 
