@@ -87,7 +87,12 @@ def test_what_is_steered_keeps_to_its_constraint(
             assert re.fullmatch("( ?[0-9])* ?", result.text), result.text
             return result.text, result.logprobs
 
-        for kv in (Kv(), Kv("laq", 48), Kv("kvzip", 48), Kv("snapkv", 48, {"queries": "lookahead"})):
+        for kv in (
+            Kv(),
+            Kv("laq", 48),
+            Kv("kvzip", 48),
+            Kv("snapkv", 48, {"queries": "lookahead"}),
+        ):
             steered = said(Steering(3), kv)
             assert steered != said(None, kv)
             assert steered == said(Steering(3), kv)

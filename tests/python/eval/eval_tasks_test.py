@@ -24,6 +24,18 @@ def test_families_are_tasks() -> None:
     assert other.prompt != load("sample:programs", "test", 1)[0].prompt
 
 
+def test_a_solved_problem_leaves_the_answer_alone() -> None:
+    for family in FAMILIES:
+        item = load(f"solved:{family}@9", "test", 1)[0]
+        task = problem("test/0", family, 9)
+        assert isinstance(item, Item) and item.needed is None
+        rest = f"{task.prompt} {task.trace}".removeprefix(item.prompt)
+        assert rest.split()[:2] == ["</think>", "answer"]
+        assert item.trace_tokens == len(rest.split())
+        assert all(item.judge(rest)) and not any(item.judge("</think> answer"))
+        assert axis(f"solved:{family}@9") == Axis.RECALL
+
+
 def test_an_oracle_is_told_indexes_of_prompt_and_trace() -> None:
     pytest.importorskip("torch")
     from epikv_lab.sample.agree import NEED
@@ -48,7 +60,15 @@ def test_every_task_has_an_axis() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["nothing", "sample:nothing", "sample:programs@x", "needle@x", "recall@2", "recall@5000"],
+    [
+        "nothing",
+        "sample:nothing",
+        "solved:nothing",
+        "sample:programs@x",
+        "needle@x",
+        "recall@2",
+        "recall@5000",
+    ],
 )
 def test_what_is_no_task_is_refused(name: str) -> None:
     with pytest.raises(click.BadParameter):

@@ -43,7 +43,7 @@ class _Slack(click.ParamType):
     "names",
     multiple=True,
     metavar="NAME",
-    help="sample:FAMILY, sample:FAMILY@LINES, file:PATH (JSONL: MATH-500, AIME, GSM8K, your own),"
+    help="sample:FAMILY, sample:FAMILY@LINES, solved:FAMILY, file:PATH (JSONL: MATH-500, AIME, GSM8K, your own),"
     " needle@WORDS, recall@PAIRS. May be given several times.",
 )
 @click.option(
@@ -207,7 +207,8 @@ def _evaluate(
         equal_protection=not published_protection,
         positions=positions,
     )
-    with _served(at_once, model_dir, wanted, **where) as served:
+    needed = [*wanted, models.STEERING] if steering else wanted
+    with _served(at_once, model_dir, needed, **where) as served:
         model = _model(served.client, model_name)
         catalog = served.client.policies(model=model.name)
         chosen = arms(catalog, wanted, slack, any(task.oracle for task in tasks), steering)
@@ -275,7 +276,9 @@ def _served(
     own = [f"--max_running_requests={at_once}"]
     if server is None and model is None and model_dir is not None:
         named = {text.partition(":")[0] for text in wanted}
-        found = models.artefacts(model_dir, models.CALIBRATED if "all" in named else named)
+        if "all" in named:
+            named |= models.CALIBRATED.keys() - {models.STEERING}
+        found = models.artefacts(model_dir, named)
         own += [f"--artefact_dir={found}"] if found else []
 
     def to_serve() -> Path:
