@@ -1,5 +1,6 @@
 """A sample model's folder, as evaluations serve it: exported, with what its policies need."""
 
+import shutil
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -8,14 +9,18 @@ from typing import TYPE_CHECKING
 import click
 
 from epikv import harness
-from epikv.sample.vocabulary import THINK
+from epikv.sample.vocabulary import END_THINK, THINK
 
 if TYPE_CHECKING:
     from epikv.sample.need import Need
 
-# Policies for which `epikv calibrate` makes an artefact, and how it is told where thought begins.
+STEERING = "steering"
+SHIPPED = "artefacts"  # of a model's folder: what takes long to make, and what is loaded as it is
+# What `epikv calibrate` makes an artefact of when it is asked for, and what it is told.
 CALIBRATED: dict[str, tuple[str, ...]] = {
     "epikv_probe": ("--after", THINK),
+    # Away from checking what was just found.
+    STEERING: ("--mark=check", "--sentence-end=.", f"--begin={THINK}", f"--end={END_THINK}"),
     "thinkv_tbe": (),
     "triattention": (),
 }
@@ -43,8 +48,9 @@ def exported(directory: Path) -> Path:
 
 
 def artefacts(directory: Path, policies: Collection[str]) -> Path | None:
-    """A folder of what `epikv calibrate` measures of the model for these policies, over solved
-    problems of a set of its own, as many of each family. None if nothing was found for any.
+    """A folder of what is shipped with the model, and of what `epikv calibrate` measures of it for
+    these policies, over solved problems of a set of its own, as many of each family. None if there
+    is nothing.
 
     What a model does not give is told once; the daemon then refuses the policy.
     """
@@ -54,6 +60,8 @@ def artefacts(directory: Path, policies: Collection[str]) -> Path | None:
     model = exported(directory)
     folder = model.with_suffix(".artefacts")
     folder.mkdir(exist_ok=True)
+    for shipped in (directory / SHIPPED).glob("*"):
+        shutil.copy(shipped, folder)
     for policy in sorted(set(CALIBRATED).intersection(policies)):
         out = folder / f"{policy}.json"
         failed = out.with_suffix(".failed")

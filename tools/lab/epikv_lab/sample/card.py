@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from epikv.cli.eval_models import SHIPPED
 from epikv.eval.items import Axis
 from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM
 from epikv.eval.tasks import axis
@@ -16,9 +17,9 @@ from epikv.sample.families import FAMILIES
 from epikv.sample.need import load as load_needs
 from epikv.stats import difference, sign_test, wilson
 
-from epikv_lab.sample import reproduction
+from epikv_lab.sample import claims, reproduction
 from epikv_lab.sample.candidates import FILE as CANDIDATES
-from epikv_lab.sample.measure import MODELS, calibrated, folders
+from epikv_lab.sample.measure import GATES, MODELS, calibrated, folders
 from epikv_lab.sample.scores import NOT_RUN, Score, read, solved
 
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
@@ -39,16 +40,19 @@ def pages() -> dict[Path, str]:
         "accuracy": _accuracy,
         "lengths": _lengths,
         "needs": _needs,
+        "gates": _gates,
         "pairs": _pairs,
         "axes": _axes,
         "candidates": _candidates,
         "judged": _judged,
         "curves": _curves,
         **reproduction.parts(),
+        **claims.parts(),
     }
     names = ("README.md", "TOURNAMENT.md", "CANDIDATES.md")
     pages = MODELS.parents[1] / "docs"
-    files = (pages / "what-policies-keep.md", *(MODELS / name for name in names), reproduction.PAGE)
+    files = [pages / "what-policies-keep.md", *(MODELS / name for name in names)]
+    files += [reproduction.PAGE, claims.PAGE]
     return {file: _filled(file.read_text(), parts) for file in files}
 
 
@@ -190,6 +194,29 @@ def _needs() -> str:
                     f"{alone:.3f} of {need.full:.3f}",
                 )
             )
+    return "\n".join(lines)
+
+
+def _gates() -> str:
+    """What is lost on texts held out: by the gates, and by the same numbers at other tokens."""
+    lines = [
+        _row("seed", "policy", "leaves", "divergence", "of the same, shuffled"),
+        _row(*["---"] * 5),
+    ]
+    for seed in folders():
+        for policy in GATES:
+            file = seed / SHIPPED / f"{policy}.json"
+            if not file.exists():
+                continue
+            made = json.loads(file.read_text())["made_with"]
+            if "explained" in made:
+                told = ["all", f"explains {fmean(made['explained']):.2f} of the variance", ""]
+            else:
+                of = made["held_out"]
+                left = of["trained"].get("remembered", 1 - of["trained"].get("gone", 0))
+                ways = (f"{of[way]['divergence']:.3f}" for way in ("trained", "shuffled"))
+                told = [f"{left:.0%}", *ways]
+            lines.append(_row(seed.name, f"`{policy}`", *told))
     return "\n".join(lines)
 
 

@@ -111,16 +111,37 @@ def calibrate(seeds: tuple[str, ...], out: Path) -> None:
 
 
 @click.command()
-@click.argument("name", type=click.Choice(["tournament", "pair", "lengths", "reproduction"]))
 @click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
 @OUT
-def evaluate(name: str, seeds: tuple[str, ...], out: Path) -> None:
+def gates(seeds: tuple[str, ...], out: Path) -> None:
+    """Train the gates of learned policies for every seed; interrupted, it goes on."""
+    from epikv_lab.sample.measure import folders, train_gates
+
+    for seed in folders(seeds):
+        train_gates(seed, out / "gates" / seed.name)
+
+
+@click.command()
+@click.argument(
+    "name", type=click.Choice(["tournament", "pair", "lengths", "reproduction", "claims"])
+)
+@click.option(
+    "--policy",
+    "only",
+    multiple=True,
+    help="Add these alone to the tournament that is there, with the anchors once more, which must come out the same.",
+)
+@click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
+@OUT
+def evaluate(name: str, only: tuple[str, ...], seeds: tuple[str, ...], out: Path) -> None:
     """Run one of the model card's evaluations on every seed; interrupted, it goes on."""
     from epikv_lab.sample.measure import folders, measure, named
 
+    if only and name != "tournament":
+        raise click.UsageError("--policy adds to the tournament alone")
     for seed in folders(seeds):
         for each in named(name):
-            measure(each, seed, out / each / seed.name)
+            measure(each, seed, out / (f"{each}-added" if only else each) / seed.name, only)
 
 
 @click.command()

@@ -1,4 +1,5 @@
-"""The evaluations behind the model card, each one `epikv eval` a seed that goes on where it was."""
+"""The evaluations behind the model card and the page of claims, each one `epikv eval` a seed that
+goes on where it was; and the calibrations that are shipped with the models."""
 
 import json
 import signal
@@ -9,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epikv import processes
-from epikv.cli.eval_models import exported
+from epikv.cli.eval_models import SHIPPED, exported
 from epikv.eval.plan import SLACK
 from epikv.sample.families import FAMILIES
 
-from epikv_lab.sample.scores import condense, write
+from epikv_lab.sample.scores import condense, joined, read, write
 
 MODELS = Path(__file__).resolve().parents[3] / "sample_model"
 PUBLISHED = "epikv_flat:layer_a=1,layer_b=3,sign=1"  # at their depths in this model
@@ -46,6 +47,39 @@ def flat_arms(seed: Path) -> list[str]:
     return [*calibrated(seed), PUBLISHED, "sliding", *ANCHORS]
 
 
+# What the papers of other policies claim, held against measurements: epikv_lab.sample.claims.
+LOOKAHEAD = (
+    "snapkv",
+    "rkv",
+    "laprox",
+)  # score prompts by their newest tokens, or by tokens told ahead
+CHUNK = (
+    256  # of a prompt that kvzip reads once more: by default it is more than the context has left
+)
+OF_PROMPTS = (
+    *("laq", "laq_plus", f"kvzip:chunk={CHUNK}", f"kvzip_plus:chunk={CHUNK}"),
+    *("h2o", "expected_attention", "keydiff", "cur"),
+)
+DECORATED = ("snapkv", "defensive_kv")
+DECORATORS = ("caote", "fast_caote", "vatp", "critical", "inertia", "twin")
+
+
+WIDTHS = (8, 4, 2)  # bits of a number
+
+
+def rounded(bits: int) -> str:
+    """Whatever a thought is: not every seed's attention tells thoughts apart."""
+    return f"thinkv_tbe:bits=[{bits},{bits},{bits}],layers=[0],theta1=0,theta2=1"
+
+
+def with_lookahead(policy: str) -> str:
+    return f"{policy}:queries=lookahead"
+
+
+def decorated(policy: str, decorator: str) -> str:
+    return f'{policy}:decorate=["{decorator}"]'
+
+
 def compared(seed: Path) -> list[str]:
     """The paper's own policies, calibrated or with its pair, and those it compares them with."""
     seg = PUBLISHED.replace("flat", "seg")
@@ -59,11 +93,13 @@ class Evaluation:
     tasks: tuple[str, ...]
     problems: int  # of each task
     split: str
-    budgets: tuple[float, ...]
-    policies: Callable[[Path], list[str]]
+    budgets: tuple[float, ...]  # shares of a trace; or tokens
+    policies: Callable[[Path], Sequence[str]]
     slack: int = SLACK
     equal_protection: bool = True
     positions: str = "absolute"
+    steering: tuple[float, ...] = ()
+    lengths: bool = False  # outputs' lengths are kept, too
 
 
 _EPIKV = (sys.executable, "-c", "from epikv.cli import main; main()")
@@ -84,6 +120,30 @@ EVALUATIONS = {
         "lengths",
         (0.5,),
         lambda seed: [],
+    ),
+    # The first are of prompts alone, and their budgets in tokens.
+    "claims-prompt": Evaluation(
+        tuple(f"solved:{family}" for family in FAMILIES),
+        50,
+        "claims",
+        (256, 128, 64),
+        lambda seed: [*LOOKAHEAD, *map(with_lookahead, LOOKAHEAD), *OF_PROMPTS],
+    ),
+    "claims-decorators": Evaluation(
+        _TASKS,
+        25,
+        "claims",
+        (0.5, 0.35),
+        lambda seed: [
+            arm for one in DECORATED for arm in (one, *(decorated(one, d) for d in DECORATORS))
+        ],
+    ),
+    # At a budget that holds all, so that nothing is evicted.
+    "claims-widths": Evaluation(
+        _TASKS, 25, "claims", (1280,), lambda seed: [*map(rounded, WIDTHS)], lengths=True
+    ),
+    "claims-steering": Evaluation(
+        _TASKS, 50, "claims", (0.5,), lambda seed: ["skipkv"], steering=(1, 2, 3), lengths=True
     ),
     # One token a round, as the paper's methods evict.
     **{
@@ -120,8 +180,36 @@ def calibrate(seed: Path, out: Path) -> Path:
     return file
 
 
-def measure(name: str, seed: Path, out: Path) -> Path:
+# How the gates that are shipped were trained, of problems `calibration/*`. Rates are higher than
+# published: the models are a thousandth as wide, and gates begin at forgetting next to nothing.
+GATES = {
+    "trimkv": ("--budget=128", "--steps=1000", "--rate=1e-2"),
+    "dbtrimkv": ("--budget=128", "--steps=1000", "--rate=1e-2"),
+    "dms": ("--window=32", "--compression=4", "--steps=1000", "--rate=3e-3"),
+    "kvzap": ("--instruction=", "--gap=32"),  # the models cannot repeat a text
+}
+GATE_PROBLEMS = 200  # of each family
+
+
+def train_gates(seed: Path, out: Path) -> None:
+    """Trains what learned policies need of a seed's model, into the folder's artefacts; what was
+    trained is not trained again. Exits as the command does; the same call goes on."""
+    folder = seed / SHIPPED
+    folder.mkdir(exist_ok=True)
+    for policy, settings in GATES.items():
+        file = folder / f"{policy}.json"
+        if file.exists():
+            continue
+        command = [*_EPIKV, "calibrate", policy, str(exported(seed)), "-o", str(file), *settings]
+        command += [f"--task={task}" for task in _TASKS] + [f"--problems={GATE_PROBLEMS}"]
+        command += [] if policy == "kvzap" else [f"--work={out / f'{policy}.work'}"]
+        if status := processes.start(command, end=signal.SIGTERM).wait():
+            raise SystemExit(status)
+
+
+def measure(name: str, seed: Path, out: Path, only: Sequence[str] = ()) -> Path:
     """Runs an evaluation on a seed's folder, into `out`, and writes its scores into the folder.
+    only: policies that have been registered since, to be added to what is there.
 
     Exits as `epikv eval` does, if it does not end well; the same call then goes on.
     """
@@ -132,11 +220,13 @@ def measure(name: str, seed: Path, out: Path) -> Path:
     command += [] if of.equal_protection else ["--published-protection"]
     command += [f"--task={task}" for task in of.tasks]
     command += [f"--budget={budget}" for budget in of.budgets]
-    command += [f"--policy={policy}" for policy in of.policies(seed)]
+    command += [f"--policy={policy}" for policy in only or of.policies(seed)]
+    command += [f"--steering={coefficient}" for coefficient in of.steering]
     process = processes.start(command, end=signal.SIGTERM, stdout=subprocess.DEVNULL)
     status = process.wait()
     if status != 0:
         raise SystemExit(status)
     file = seed / f"{name}.jsonl"
-    write(file, condense(out))
+    found = condense(out, of.lengths)
+    write(file, joined(read(file), found) if only else found)
     return file

@@ -2,13 +2,13 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 from epikv.eval import results
-from epikv.eval.plan import FULL, total
+from epikv.eval.plan import FROZEN, FULL, ORACLE, RANDOM, total
 
 NOT_RUN = "Not yet run."  # of a page, where nothing is kept yet
 
@@ -23,16 +23,21 @@ class Score:
     solved: str  # "1" or "0" of each problem, in their order; empty: not run
     answers: float = 0.0  # share of right parts
     dropped: float = 0.0  # evicted tokens, of all that were cached
+    tokens: float = 0.0  # of output, on average; kept where lengths are asked for
     uncalibrated: bool = False
     fault: str = ""  # why the daemon would not run it
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        return self.task, self.budget, self.arm
 
     @property
     def hits(self) -> list[int]:
         return [int(digit) for digit in self.solved]
 
 
-def condense(folder: Path) -> list[Score]:
-    """The scores of a finished evaluation. Raises ValueError of another."""
+def condense(folder: Path, lengths: bool = False) -> list[Score]:
+    """The scores of a finished evaluation, with outputs' `lengths`. Raises ValueError of another."""
     plan, records = results.read(folder)
     if len(records) < total(plan):
         raise ValueError(f"{folder}: {len(records)} of {total(plan)} completions are there")
@@ -42,12 +47,38 @@ def condense(folder: Path) -> list[Score]:
     order = {arm["label"]: number for number, arm in enumerate(plan["arms"])}
     budgets = ["", *plan["budgets"]]
     names = [task["name"] for task in plan["tasks"]]
-    return [
+    made = [
         _score(*key, cells[key])
         for key in sorted(
             cells, key=lambda key: (names.index(key[0]), budgets.index(key[1]), order[key[2]])
         )
     ]
+    if not lengths:
+        return made
+    return [
+        replace(score, tokens=round(fmean(r.output_tokens for r in cells[score.place]), 1))
+        for score in made
+    ]
+
+
+def joined(before: Sequence[Score], more: Sequence[Score]) -> list[Score]:
+    """What there was of all policies, with the arms of `more` that are new, each in its place by name.
+    Raises ValueError if an arm of both did not come out the same: then the model, the engine or a policy is
+    no longer what it was, and all must be run."""
+    was = {score.place: score for score in before}
+    for score in more:
+        if was.get(score.place, score) != score:
+            raise ValueError(f"{score.place} is no longer what it was: run all of it")
+    cells = list(dict.fromkeys((score.task, score.budget) for score in before))
+    together = list({score.place: score for score in [*before, *more]}.values())
+    # Behind the anchors, which come first, arms are in order of their names.
+    anchors = [FULL, ORACLE, RANDOM, FROZEN]
+
+    def order(score: Score) -> tuple[int, int, str]:
+        place = anchors.index(score.arm) if score.arm in anchors else len(anchors)
+        return cells.index((score.task, score.budget)), place, score.arm
+
+    return sorted(together, key=order)
 
 
 def write(file: Path, scores: list[Score]) -> None:

@@ -1,0 +1,229 @@
+"""The generated parts of the page that holds other papers' claims against measurements.
+
+They are made of tournament.jsonl and claims-*.jsonl in each seed's folder (`epikv_lab.sample.measure`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from epikv.eval.plan import FULL, RANDOM
+from epikv.stats import Estimate, difference, wilson
+
+from epikv_lab.sample.measure import (
+    CHUNK,
+    DECORATED,
+    DECORATORS,
+    EVALUATIONS,
+    LOOKAHEAD,
+    MODELS,
+    WIDTHS,
+    decorated,
+    folders,
+    rounded,
+    with_lookahead,
+)
+from epikv_lab.sample.reproduction import verdict
+from epikv_lab.sample.scores import NOT_RUN, Score, read, solved
+
+PAGE = MODELS.parent / "lab" / "CLAIMS.md"
+NEAR = 0.05  # as good as another: at worst so much below it
+TOURNAMENT, PROMPT = "tournament", "claims-prompt"
+DECORATING, STEERING, WIDTH = "claims-decorators", "claims-steering", "claims-widths"
+
+Scores = dict[str, list[Score]]  # by seed
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That one solves more than the other, or as much if `or_equal`, on the same problems."""
+
+    told: str
+    theirs: str
+    more: str
+    less: str
+    or_equal: bool = False
+
+
+_ABOVE = "above every policy that needs no training"
+LEARNED = (
+    Claim("TRIM-KV: at or above the full cache", "75.8 against 65.5", "trimkv", FULL, True),
+    Claim("Make Each Token Count: at or above the full cache", "", "dbtrimkv", FULL, True),
+    Claim(
+        "TRIM-KV over the best without training (`expected_attention`)",
+        _ABOVE,
+        "trimkv",
+        "expected_attention",
+    ),
+    Claim("Make Each Token Count over the same", "", "dbtrimkv", "expected_attention"),
+    Claim("Make Each Token Count over TRIM-KV", "", "dbtrimkv", "trimkv"),
+    Claim("DMS over the same", "", "dms", "expected_attention"),
+    Claim("KVzap over the same", "", "kvzap", "expected_attention"),
+    Claim("SkipKV over R-KV", "+26.7 % accuracy", "skipkv", "rkv"),
+    Claim("OBCache over H2O", "consistently", "obcache", "h2o"),
+    Claim("LaProx over SnapKV", "beats scoring by head", "laprox", "snapkv"),
+    Claim("InfoKV over SnapKV", "beats scoring by attention alone", "infokv", "snapkv"),
+)
+PROMPTS = (
+    Claim("LAQ over SnapKV", "1 to 4 points", "laq", "snapkv"),
+    Claim("LAQ++ over SnapKV", "1 to 4 points", "laq_plus", "snapkv"),
+    Claim("LAQ++ over LAQ", "", "laq_plus", "laq"),
+    *(
+        Claim(f"`{one}` by tokens told ahead over `{one}`", "", with_lookahead(one), one)
+        for one in LOOKAHEAD
+    ),
+    Claim("KVzip over SnapKV", "", f"kvzip:chunk={CHUNK}", "snapkv"),
+    Claim("KVzip+ over KVzip", "", f"kvzip_plus:chunk={CHUNK}", f"kvzip:chunk={CHUNK}"),
+)
+_THEIRS = {
+    "caote": "always improves what it is added to",
+    "inertia": "outweighs the choice of a score",
+}
+DECORATIONS = tuple(
+    Claim(f"`{one}` with {of} over `{one}`", _THEIRS.get(of, ""), decorated(one, of), one)
+    for of in DECORATORS
+    for one in DECORATED
+)
+
+
+def parts() -> dict[str, Callable[[], str]]:
+    """What makes each part of the page, by its name."""
+    return {
+        "learned-claims": lambda: table(_scores(TOURNAMENT), LEARNED),
+        "prompt-claims": lambda: table(_scores(PROMPT), PROMPTS),
+        "prompt-cells": lambda: cells(_scores(PROMPT)),
+        "decorator-claims": lambda: table(_scores(DECORATING), DECORATIONS),
+        "steering-claims": lambda: steering(_scores(STEERING)),
+        "width-claims": lambda: widths(_scores(WIDTH)),
+    }
+
+
+def table(scores: Scores, claims: Sequence[Claim]) -> str:
+    """A row a claim: the gain in problems solved at each budget, all seeds together. The verdict is
+    on each seed at each budget."""
+    wanted = {arm for claim in claims for arm in (claim.more, claim.less)}
+    scores = {seed: of for seed, of in scores.items() if wanted <= {score.arm for score in of}}
+    if not scores:
+        return NOT_RUN
+    budgets = _budgets(scores)
+    pooled = _pooled(scores)
+    lines = [_row("claim", "theirs", *budgets, "verdict"), _row(*["---"] * (len(budgets) + 3))]
+    for claim in claims:
+        told = [_told(_gain(claim, pooled, budget)) for budget in budgets]
+        gains = [_gain(claim, found, budget) for found in scores.values() for budget in budgets]
+        judged = as_good(gains) if claim.or_equal else verdict(gains)
+        lines.append(_row(claim.told, claim.theirs or "not told so", *told, judged))
+    return "\n".join([*lines, "", _count(scores)])
+
+
+def as_good(gains: Sequence[Estimate]) -> str:
+    """On the claim that none of these is below 0 by more than NEAR."""
+    below = sum(gain.high < 0 for gain in gains)
+    if below == 0 and all(gain.low >= -NEAR for gain in gains):
+        return "holds"
+    if below == 0:
+        return "cannot be told"
+    return f"not in general: {below} of {len(gains)} below"
+
+
+def cells(scores: Scores) -> str:
+    """What every arm solves at each budget, all seeds together."""
+    if not scores:
+        return NOT_RUN
+    budgets = _budgets(scores)
+    pooled = _pooled(scores)
+    lines = [_row("policy", *budgets), _row(*["---"] * (len(budgets) + 1))]
+    for arm in dict.fromkeys(score.arm for score in pooled):
+        faults = {score.fault for score in pooled if score.arm == arm and score.fault}
+        told = [_share(solved(pooled, arm, budget)) for budget in budgets]
+        lines.append(_row(f"`{arm}`" + (" (refused in part)" if faults else ""), *told))
+    return "\n".join([*lines, "", _count(scores)])
+
+
+def steering(scores: Scores) -> str:
+    """What each arm solves, and how long its outputs are, beside those that are not steered."""
+    coefficients = EVALUATIONS[STEERING].steering
+    return _beside(
+        scores, {arm: [f"{arm} steered {c:g}" for c in coefficients] for arm in (FULL, "skipkv")}
+    )
+
+
+def widths(scores: Scores) -> str:
+    """The same, of rows that are rounded, beside the full cache."""
+    return _beside(scores, {FULL: [rounded(width) for width in WIDTHS]})
+
+
+def _beside(scores: Scores, arms: Mapping[str, Sequence[str]]) -> str:
+    """arms: by what they are held against."""
+    if not scores:
+        return NOT_RUN
+    budget = _budgets(scores)[0]
+    pooled = _pooled(scores)
+    lines = [
+        _row("policy", "solved", "gain", "output tokens", "share of tokens"),
+        _row(*["---"] * 5),
+    ]
+    for base, others in arms.items():
+        plain, length = _solved(pooled, base, budget), _length(pooled, base)
+        lines.append(_row(f"`{base}`", _share(plain), "", f"{length:.0f}", ""))
+        for arm in others:
+            hits, tokens = _solved(pooled, arm, budget), _length(pooled, arm)
+            gain = _told(difference(hits, plain))
+            cells = _share(hits), gain, f"{tokens:.0f}", f"{tokens / length:.2f}"
+            lines.append(_row(f"`{arm}`", *cells))
+    return "\n".join([*lines, "", f"Budget {budget}. {_count(scores)}"])
+
+
+def _solved(found: Sequence[Score], arm: str, budget: str) -> list[int]:
+    """A steered `full` has no budget either."""
+    return solved(found, arm, "" if arm.startswith(FULL) else budget)
+
+
+def _length(found: Sequence[Score], arm: str) -> float:
+    return fmean(score.tokens for score in found if score.arm == arm)
+
+
+def _gain(claim: Claim, found: Sequence[Score], budget: str) -> Estimate:
+    """Of the tasks that both ran: some policies refuse some prompts."""
+    ours: list[int] = []
+    theirs: list[int] = []
+    for task in dict.fromkeys(score.task for score in found):
+        mine = [score for score in found if score.task == task]
+        more, less = solved(mine, claim.more, budget), solved(mine, claim.less, budget)
+        if len(more) == len(less):
+            ours += more
+            theirs += less
+    return difference(ours, theirs)
+
+
+def _told(gain: Estimate) -> str:
+    return f"{gain.value:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]"
+
+
+def _share(hits: Sequence[int]) -> str:
+    share = wilson(sum(hits), len(hits))
+    return f"{share.value:.2f} [{share.low:.2f}, {share.high:.2f}]"
+
+
+def _count(scores: Scores) -> str:
+    count = len(solved(_pooled(scores), RANDOM, _budgets(scores)[0]))
+    return f"Problems a cell: {count} ({', '.join(scores)})."
+
+
+def _pooled(scores: Scores) -> list[Score]:
+    return [score for found in scores.values() for score in found]
+
+
+def _budgets(scores: Scores) -> list[str]:
+    found = {score.budget for score in _pooled(scores) if score.budget}
+    return sorted(found, key=lambda budget: -float(budget.rstrip("%")))
+
+
+def _scores(name: str) -> Scores:
+    """Of the seeds on which it has been run."""
+    files = {seed.name: seed / f"{name}.jsonl" for seed in folders()}
+    return {seed: read(file) for seed, file in files.items() if file.exists()}
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
