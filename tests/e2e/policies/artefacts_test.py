@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from epikv import Client, Kv, RpcError, Stop
+from epikv import Client, Kv, RpcError, Sampling, Stop
+from epikv.eval.items import Item
+from epikv.eval.tasks import load
 from epikv.testing import Daemon, DaemonError
 from safetensors.torch import load_file, save_file
 
@@ -24,6 +26,29 @@ def test_policies_serve_with_what_was_measured(client: Client, artefact_dir: Pat
     params = json.loads((artefact_dir / "thinkv_tbe.json").read_text())["params"]
     defaults = {p.name: p.default_value for p in client.policy("thinkv_tbe").params}
     assert {name: defaults[name] for name in params} == params
+
+
+def test_the_gates_that_are_shipped_serve_their_model(
+    sample_model: Path, sample_directory: Path
+) -> None:
+    shipped = sample_directory / "artefacts"
+    with (
+        Daemon(sample_model, "--threads=1", f"--artefact_dir={shipped}") as daemon,
+        daemon.client() as client,
+    ):
+        problem = next(iter(load("sample:programs@9", "shipped", 1)))
+        assert isinstance(problem, Item) and problem.trace_tokens is not None
+        for name in ("dbtrimkv", "dms", "kvzap", "trimkv"):
+            assert client.policy(name).has_artefact
+            result = client.generate_once(
+                problem.prompt,
+                kv=Kv(name, "60%", {"slack": 15}),
+                sampling=Sampling(temperature=0),
+                stop=Stop(problem.trace_tokens + 8),
+            )
+            assert result.summary.kv.rounds > 0, name
+            if name.endswith("trimkv"):
+                assert all(problem.judge(result.text)), f"{name}: {result.text[-80:]}"
 
 
 def test_without_it_a_request_is_refused(sample_model: Path) -> None:
