@@ -95,6 +95,11 @@ ParamValue DrawParam(Dice& dice, const ParamSpec& param) {
     case ParamType::kChoice:
       return choice();
     case ParamType::kIntList: {
+      if (param.name == "bits") {  // three of these alone are any
+        std::vector<int64_t> bits(3);
+        for (int64_t& of : bits) of = dice.Of<int64_t>({2, 4, 8});
+        return bits;
+      }
       std::vector<int64_t> list(dice.Int(0, 8));
       for (int64_t& item : list) item = DrawInt(dice, param);
       return list;
