@@ -37,6 +37,7 @@ run=$EPIKV_ROOT/build/run
 mkdir -p "$run"
 export GOMP_SPINCOUNT=10000  # as in the Dockerfile
 "$EPIKV_ROOT/build/dev/server/epikvd" --model="$model" --model_name=sample \
+  --artefact_dir="$sample/artefacts" \
   --listen=127.0.0.1:0 --metrics_listen=127.0.0.1:0 --admin_listen=127.0.0.1:0 \
   >"$run/addresses.json" 2>"$run/epikvd.log" &
 daemon=$!
