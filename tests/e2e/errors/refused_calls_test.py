@@ -222,7 +222,7 @@ def test_a_server_that_is_starting(sample_model: Path) -> None:
 
 
 def test_a_server_that_drains_and_stops(sample_model: Path) -> None:
-    flags = ("--threads=1", "--max_running_requests=1", "--drain_seconds=3")
+    flags = ("--threads=1", "--max_running_requests=1", "--drain_seconds=6")
     endless = generate(stop={"max_output_tokens": 900, "ignore_eos": True}).SerializeToString()
     with Daemon(sample_model, *flags) as daemon, grpc.insecure_channel(daemon.grpc) as channel:
         method = channel.unary_stream(f"/epikv.v1.{GENERATION}/Generate")
