@@ -19,8 +19,8 @@ from epikv.stats import difference, sign_test, wilson
 
 from epikv_lab.sample import claims, reproduction
 from epikv_lab.sample.candidates import FILE as CANDIDATES
-from epikv_lab.sample.measure import GATES, MODELS, calibrated, folders
-from epikv_lab.sample.scores import NOT_RUN, Score, read, solved
+from epikv_lab.sample.measure import GATES, MODELS, calibrated, folders, scores_of
+from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
 
 FIRST = (FULL, ORACLE, RANDOM, FROZEN)  # rows that others are read against
 PROBE = "epikv_probe"
@@ -28,8 +28,6 @@ PROBE = "epikv_probe"
 OTHERS = ("h2o", "snapkv", "triattention", "random_attention", PROBE, ORACLE, RANDOM, FROZEN)
 PICTURE = "![Problems solved against budget](../tools/sample_model/tournament.png)"
 CURVE_TOKENS = (0.25, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8)  # millions
-
-Scores = dict[str, list[Score]]  # by seed
 
 
 def pages() -> dict[Path, str]:
@@ -62,15 +60,9 @@ def write() -> None:
 
     for file, text in pages().items():
         file.write_text(text)
-    every = [score for found in scores("tournament").values() for score in found]
+    every = [score for found in scores_of("tournament").values() for score in found]
     if every:
-        draw(MODELS / "tournament.png", every, len(scores("tournament")))
-
-
-def scores(name: str) -> Scores:
-    """What an evaluation came to, of every seed on which it has been run."""
-    files = {seed.name: seed / f"{name}.jsonl" for seed in folders()}
-    return {seed: read(file) for seed, file in files.items() if file.exists()}
+        draw(MODELS / "tournament.png", every, len(scores_of("tournament")))
 
 
 def _filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
@@ -84,11 +76,11 @@ def _filled(page: str, parts: dict[str, Callable[[], str]]) -> str:
 
 def _tournament() -> str:
     """A row an arm, best first; of each budget what was solved on either axis, over all seeds."""
-    by_seed = scores("tournament")
+    by_seed = scores_of("tournament")
     all_scores = [score for found in by_seed.values() for score in found]
     if not all_scores:
         return NOT_RUN
-    budgets = _budgets(all_scores)
+    budgets = budgets_of(all_scores)
     axes = (Axis.REASONING, Axis.RECALL)
     of = {a: [s for s in all_scores if axis(s.task) == a] for a in axes}
     counts = [len(solved(of[a], RANDOM, budgets[0])) for a in axes]
@@ -99,9 +91,9 @@ def _tournament() -> str:
         order = FIRST.index(arm) if arm in FIRST else len(FIRST)
         rows.append((order, -fmean(told) if told else 0.0, arm, shares))
     heads = [f"{a} {budget}" for a in axes for budget in budgets]
-    lines = [_row("policy", *heads), _row(*["---"] * (len(heads) + 1))]
+    lines = [table_row("policy", *heads), table_row(*["---"] * (len(heads) + 1))]
     lines += [
-        _row(_name(arm, all_scores), *map(_plain, shares)) for *_, arm, shares in sorted(rows)
+        table_row(_name(arm, all_scores), *map(_plain, shares)) for *_, arm, shares in sorted(rows)
     ]
     seeds_told = ", ".join(by_seed)
     lines += [
@@ -117,20 +109,22 @@ def _tournament() -> str:
 def _cells() -> str:
     """Every cell with its interval, by seed and family."""
     parts = []
-    for seed, found in scores("tournament").items():
-        budgets = _budgets(found)
+    for seed, found in scores_of("tournament").items():
+        budgets = budgets_of(found)
         for task in dict.fromkeys(score.task for score in found):
             mine = [score for score in found if score.task == task]
             arms = dict.fromkeys(score.arm for score in mine)
             count = len(solved(mine, RANDOM, budgets[0]))
             rows = [
-                _row(_name(arm, mine), *(_interval(solved(mine, arm, b)) for b in budgets))
+                table_row(_name(arm, mine), *(_interval(solved(mine, arm, b)) for b in budgets))
                 for arm in arms
             ]
             heading = f"### {seed}, {task}, n = {count}\n"
-            rule = _row(*["---"] * (len(budgets) + 1))
-            parts.append("\n".join([heading, _row("policy", *budgets), rule, *rows]))
-    faults = {s.arm: s.fault for found in scores("tournament").values() for s in found if s.fault}
+            rule = table_row(*["---"] * (len(budgets) + 1))
+            parts.append("\n".join([heading, table_row("policy", *budgets), rule, *rows]))
+    faults = {
+        s.arm: s.fault for found in scores_of("tournament").values() for s in found if s.fault
+    }
     parts += [f"Not run: `{arm}`: {fault}" for arm, fault in faults.items()]
     return "\n\n".join(parts) or NOT_RUN
 
@@ -138,28 +132,28 @@ def _cells() -> str:
 def _accuracy() -> str:
     """Under the full cache, on every problem that an evaluation ran at the tested length."""
     lines = [
-        _row("family", *(seed.name for seed in folders())),
-        _row(*["---"] * (len(folders()) + 1)),
+        table_row("family", *(seed.name for seed in folders())),
+        table_row(*["---"] * (len(folders()) + 1)),
     ]
-    every = [scores(name) for name in ("tournament", "pair")]
+    every = [scores_of(name) for name in ("tournament", "pair")]
     for family in FAMILIES:
         cells = []
         for seed in folders():
             found = [score for of in every for score in of.get(seed.name, ())]
             hits = solved([s for s in found if s.task == f"sample:{family}"], FULL, "")
             cells.append(f"{_interval(hits)}, n = {len(hits)}" if hits else "not run")
-        lines.append(_row(family, *cells))
+        lines.append(table_row(family, *cells))
     return "\n".join(lines)
 
 
 def _lengths() -> str:
     """By lines of the trace, also such as training never saw."""
-    found = scores("lengths")
+    found = scores_of("lengths")
     if not found:
         return NOT_RUN
-    budget = _budgets(next(iter(found.values())))[0]
+    budget = budgets_of(next(iter(found.values())))[0]
     heads = [f"{seed}: {what}" for seed in found for what in (FULL, ORACLE, RANDOM)]
-    lines = [_row("family", "lines", *heads), _row(*["---"] * (len(heads) + 2))]
+    lines = [table_row("family", "lines", *heads), table_row(*["---"] * (len(heads) + 2))]
     for task in dict.fromkeys(score.task for mine in found.values() for score in mine):
         name, _, length = task.removeprefix("sample:").partition("@")
         family = FAMILIES[name]
@@ -169,7 +163,7 @@ def _lengths() -> str:
             for mine in found.values()
             for arm in (FULL, ORACLE, RANDOM)
         ]
-        lines.append(_row(name, f"{length} (held out)" if new else length, *cells))
+        lines.append(table_row(name, f"{length} (held out)" if new else length, *cells))
     counts = {len(score.hits) for mine in found.values() for score in mine if score.hits}
     told = ", ".join(map(str, sorted(counts)))
     return "\n".join([*lines, "", f"Problems a cell: {told}; {ORACLE} and {RANDOM} at {budget}."])
@@ -177,8 +171,10 @@ def _lengths() -> str:
 
 def _needs() -> str:
     lines = [
-        _row("seed", "family", "needed roles", "accuracy without each", "with nothing else old"),
-        _row(*["---"] * 5),
+        table_row(
+            "seed", "family", "needed roles", "accuracy without each", "with nothing else old"
+        ),
+        table_row(*["---"] * 5),
     ]
     for seed in folders():
         for family, need in load_needs(seed).items():
@@ -186,7 +182,7 @@ def _needs() -> str:
             without = ", ".join(f"{role} {need.without[role]:.2f}" for role in roles)
             alone = need.only["+".join(roles) or "nothing"]
             lines.append(
-                _row(
+                table_row(
                     seed.name,
                     family,
                     ", ".join(roles) or "none",
@@ -200,8 +196,8 @@ def _needs() -> str:
 def _gates() -> str:
     """What is lost on texts held out: by the gates, and by the same numbers at other tokens."""
     lines = [
-        _row("seed", "policy", "leaves", "divergence", "of the same, shuffled"),
-        _row(*["---"] * 5),
+        table_row("seed", "policy", "leaves", "divergence", "of the same, shuffled"),
+        table_row(*["---"] * 5),
     ]
     for seed in folders():
         for policy in GATES:
@@ -216,14 +212,14 @@ def _gates() -> str:
                 left = of["trained"].get("remembered", 1 - of["trained"].get("gone", 0))
                 ways = (f"{of[way]['divergence']:.3f}" for way in ("trained", "shuffled"))
                 told = [f"{left:.0%}", *ways]
-            lines.append(_row(seed.name, f"`{policy}`", *told))
+            lines.append(table_row(seed.name, f"`{policy}`", *told))
     return "\n".join(lines)
 
 
 def _pairs() -> str:
     """The chosen pair against what it is compared with, on the same problems."""
     parts = []
-    for seed, found in scores("pair").items():
+    for seed, found in scores_of("pair").items():
         calibration = json.loads((MODELS / seed / "calibration.json").read_text())
         chosen = calibrated(MODELS / seed)
         told = f"chosen: `{chosen[0]}`" if chosen else f"no pair: {calibration['refusal']}"
@@ -231,12 +227,12 @@ def _pairs() -> str:
             ("all families", found),
             *((t, [s for s in found if s.task == t]) for t in dict.fromkeys(s.task for s in found)),
         ):
-            budgets = _budgets(found)
+            budgets = budgets_of(found)
             count = len(solved(mine, RANDOM, budgets[0]))
             lines = [f"### {seed}, {group}, n = {count}", ""]
             lines += [f"{told}\n"] if mine is found else []
             heads = [text for budget in budgets for text in (budget, f"{budget}: less `random`")]
-            lines += [_row("policy", *heads), _row(*["---"] * (len(heads) + 1))]
+            lines += [table_row("policy", *heads), table_row(*["---"] * (len(heads) + 1))]
             for arm in dict.fromkeys(score.arm for score in found):
                 cells = [
                     cell
@@ -248,31 +244,31 @@ def _pairs() -> str:
                         else "",
                     )
                 ]
-                lines.append(_row(_name(arm, mine), *cells))
+                lines.append(table_row(_name(arm, mine), *cells))
             parts.append("\n".join(lines))
     return "\n\n".join(parts) or NOT_RUN
 
 
 def _axes() -> str:
     """The calibrated pair of each seed beside the others, by axis: solved at each budget."""
-    by_seed = scores("pair")
+    by_seed = scores_of("pair")
     if not by_seed:
         return NOT_RUN
     chosen = {seed: (calibrated(MODELS / seed) or [""])[0] for seed in by_seed}
     axes = (Axis.REASONING, Axis.RECALL)
     heads = [f"{seed} {a}" for seed in by_seed for a in axes]
-    lines = [_row("policy", *heads), _row(*["---"] * (len(heads) + 1))]
+    lines = [table_row("policy", *heads), table_row(*["---"] * (len(heads) + 1))]
     counts: dict[Axis, int] = {}
     for arm in (None, *OTHERS):
         cells = []
         for seed, found in by_seed.items():
             for a in axes:
                 mine = [score for score in found if axis(score.task) == a]
-                shares = [_share(solved(mine, arm or chosen[seed], b)) for b in _budgets(mine)]
-                counts[a] = len(solved(mine, RANDOM, _budgets(mine)[0]))
+                shares = [_share(solved(mine, arm or chosen[seed], b)) for b in budgets_of(mine)]
+                counts[a] = len(solved(mine, RANDOM, budgets_of(mine)[0]))
                 cells.append(" / ".join(map(_plain, shares)))
-        lines.append(_row(f"`{arm}`" if arm else "`epikv_flat`, calibrated", *cells))
-    budgets = " / ".join(_budgets(next(iter(by_seed.values()))))
+        lines.append(table_row(f"`{arm}`" if arm else "`epikv_flat`, calibrated", *cells))
+    budgets = " / ".join(budgets_of(next(iter(by_seed.values()))))
     told = ", ".join(f"{a} {count}" for a, count in counts.items())
     return "\n".join([*lines, "", f"Solved at {budgets} of the trace; problems a cell: {told}."])
 
@@ -286,7 +282,7 @@ def _candidates() -> str:
     fractions = sorted({row["fraction"] for row in rows}, reverse=True)
     axes = (Axis.REASONING, Axis.RECALL)
     heads = [f"{a} {fraction:.0%}" for a in axes for fraction in fractions]
-    lines = [_row("candidate", *heads), _row(*["---"] * (len(heads) + 1))]
+    lines = [table_row("candidate", *heads), table_row(*["---"] * (len(heads) + 1))]
     counts: dict[Axis, int] = {}
     for name in dict.fromkeys(row["candidate"] for row in rows):
         cells = []
@@ -301,7 +297,7 @@ def _candidates() -> str:
                 ]
                 counts[a] = max(counts.get(a, 0), sum(row["problems"] for row in mine))
                 cells.append(f"{fmean(row['solved'] for row in mine):.2f}")
-        lines.append(_row(name, *cells))
+        lines.append(table_row(name, *cells))
     told = ", ".join(f"{a} {count}" for a, count in counts.items())
     return "\n".join(
         [*lines, "", f"Problems a cell: {told} ({', '.join(file.parent.name for file in files)})."]
@@ -311,7 +307,7 @@ def _candidates() -> str:
 def _judged() -> str:
     """What epikv_probe solves more than each other, on the same problems, by axis and over both."""
     axes = (None, Axis.REASONING, Axis.RECALL)
-    by_seed = scores("pair")
+    by_seed = scores_of("pair")
     everywhere = [{score.arm for score in found} for found in by_seed.values()]
     pooled = [
         score
@@ -323,12 +319,12 @@ def _judged() -> str:
     for seed, found in {f"{len(by_seed)} seeds together": pooled, **by_seed}.items():
         if not found:
             continue
-        budgets = _budgets(found)
+        budgets = budgets_of(found)
         of = {a: [s for s in found if a is None or axis(s.task) == a] for a in axes}
         counts = ", ".join(f"{a or 'all'} {len(solved(of[a], RANDOM, budgets[0]))}" for a in axes)
         heads = [f"{a or 'all'} {budget}" for a in axes for budget in budgets]
-        lines = [f"### {seed}: {counts}\n", _row("`epikv_probe` less", *heads)]
-        lines.append(_row(*["---"] * (len(heads) + 1)))
+        lines = [f"### {seed}: {counts}\n", table_row("`epikv_probe` less", *heads)]
+        lines.append(table_row(*["---"] * (len(heads) + 1)))
         for arm in dict.fromkeys(score.arm for score in found):
             if arm == PROBE:
                 continue
@@ -337,7 +333,7 @@ def _judged() -> str:
                 for a in axes
                 for b in budgets
             ]
-            lines.append(_row(_name(arm, found), *cells))
+            lines.append(table_row(_name(arm, found), *cells))
         parts.append("\n".join(lines))
     return "\n\n".join(parts) or NOT_RUN
 
@@ -349,7 +345,7 @@ def _curves() -> str:
         for seed in folders()
     }
     heads = [f"{seed}: {family}" for seed in logs for family in FAMILIES]
-    lines = [_row("tokens", *heads), _row(*["---"] * (len(heads) + 1))]
+    lines = [table_row("tokens", *heads), table_row(*["---"] * (len(heads) + 1))]
     for millions in CURVE_TOKENS:
         cells = []
         for log in logs.values():
@@ -362,17 +358,12 @@ def _curves() -> str:
                     if mine and far
                     else ""
                 )
-        lines.append(_row(f"{millions:g}M", *cells))
+        lines.append(table_row(f"{millions:g}M", *cells))
     recalled = [
         f"{seed} after {max(r['tokens'] for r in log if r['stage'] == 'recall') / 1e6:.2f}M"
         for seed, log in logs.items()
     ]
     return "\n".join([*lines, "", f"The first stage ended: {', '.join(recalled)}."])
-
-
-def _budgets(found: Sequence[Score]) -> list[str]:
-    budgets = {score.budget for score in found if score.budget}
-    return sorted(budgets, key=lambda budget: -float(budget.rstrip("%")))
 
 
 def _name(arm: str, found: Sequence[Score]) -> str:
@@ -409,7 +400,3 @@ def _gain(ours: Sequence[int], theirs: Sequence[int]) -> str:
 def _difference(ours: Sequence[int], theirs: Sequence[int]) -> str:
     gain = difference(ours, theirs)
     return f"{gain.value:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"

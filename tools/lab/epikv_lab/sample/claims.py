@@ -19,12 +19,12 @@ from epikv_lab.sample.measure import (
     MODELS,
     WIDTHS,
     decorated,
-    folders,
     rounded,
+    scores_of,
     with_lookahead,
 )
 from epikv_lab.sample.reproduction import verdict
-from epikv_lab.sample.scores import NOT_RUN, Score, read, solved
+from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
 
 PAGE = MODELS.parent / "lab" / "CLAIMS.md"
 NEAR = 0.05  # as good as another: at worst so much below it
@@ -89,12 +89,12 @@ DECORATIONS = tuple(
 def parts() -> dict[str, Callable[[], str]]:
     """What makes each part of the page, by its name."""
     return {
-        "learned-claims": lambda: table(_scores(TOURNAMENT), LEARNED),
-        "prompt-claims": lambda: table(_scores(PROMPT), PROMPTS),
-        "prompt-cells": lambda: cells(_scores(PROMPT)),
-        "decorator-claims": lambda: table(_scores(DECORATING), DECORATIONS),
-        "steering-claims": lambda: steering(_scores(STEERING)),
-        "width-claims": lambda: widths(_scores(WIDTH)),
+        "learned-claims": lambda: table(scores_of(TOURNAMENT), LEARNED),
+        "prompt-claims": lambda: table(scores_of(PROMPT), PROMPTS),
+        "prompt-cells": lambda: cells(scores_of(PROMPT)),
+        "decorator-claims": lambda: table(scores_of(DECORATING), DECORATIONS),
+        "steering-claims": lambda: steering(scores_of(STEERING)),
+        "width-claims": lambda: widths(scores_of(WIDTH)),
     }
 
 
@@ -105,14 +105,17 @@ def table(scores: Scores, claims: Sequence[Claim]) -> str:
     scores = {seed: of for seed, of in scores.items() if wanted <= {score.arm for score in of}}
     if not scores:
         return NOT_RUN
-    budgets = _budgets(scores)
+    budgets = budgets_of(_pooled(scores))
     pooled = _pooled(scores)
-    lines = [_row("claim", "theirs", *budgets, "verdict"), _row(*["---"] * (len(budgets) + 3))]
+    lines = [
+        table_row("claim", "theirs", *budgets, "verdict"),
+        table_row(*["---"] * (len(budgets) + 3)),
+    ]
     for claim in claims:
         told = [_told(_gain(claim, pooled, budget)) for budget in budgets]
         gains = [_gain(claim, found, budget) for found in scores.values() for budget in budgets]
         judged = as_good(gains) if claim.or_equal else verdict(gains)
-        lines.append(_row(claim.told, claim.theirs or "not told so", *told, judged))
+        lines.append(table_row(claim.told, claim.theirs or "not told so", *told, judged))
     return "\n".join([*lines, "", _count(scores)])
 
 
@@ -130,13 +133,13 @@ def cells(scores: Scores) -> str:
     """What every arm solves at each budget, all seeds together."""
     if not scores:
         return NOT_RUN
-    budgets = _budgets(scores)
+    budgets = budgets_of(_pooled(scores))
     pooled = _pooled(scores)
-    lines = [_row("policy", *budgets), _row(*["---"] * (len(budgets) + 1))]
+    lines = [table_row("policy", *budgets), table_row(*["---"] * (len(budgets) + 1))]
     for arm in dict.fromkeys(score.arm for score in pooled):
         faults = {score.fault for score in pooled if score.arm == arm and score.fault}
         told = [_share(solved(pooled, arm, budget)) for budget in budgets]
-        lines.append(_row(f"`{arm}`" + (" (refused in part)" if faults else ""), *told))
+        lines.append(table_row(f"`{arm}`" + (" (refused in part)" if faults else ""), *told))
     return "\n".join([*lines, "", _count(scores)])
 
 
@@ -157,20 +160,20 @@ def _beside(scores: Scores, arms: Mapping[str, Sequence[str]]) -> str:
     """arms: by what they are held against."""
     if not scores:
         return NOT_RUN
-    budget = _budgets(scores)[0]
+    budget = budgets_of(_pooled(scores))[0]
     pooled = _pooled(scores)
     lines = [
-        _row("policy", "solved", "gain", "output tokens", "share of tokens"),
-        _row(*["---"] * 5),
+        table_row("policy", "solved", "gain", "output tokens", "share of tokens"),
+        table_row(*["---"] * 5),
     ]
     for base, others in arms.items():
         plain, length = _solved(pooled, base, budget), _length(pooled, base)
-        lines.append(_row(f"`{base}`", _share(plain), "", f"{length:.0f}", ""))
+        lines.append(table_row(f"`{base}`", _share(plain), "", f"{length:.0f}", ""))
         for arm in others:
             hits, tokens = _solved(pooled, arm, budget), _length(pooled, arm)
             gain = _told(difference(hits, plain))
             cells = _share(hits), gain, f"{tokens:.0f}", f"{tokens / length:.2f}"
-            lines.append(_row(f"`{arm}`", *cells))
+            lines.append(table_row(f"`{arm}`", *cells))
     return "\n".join([*lines, "", f"Budget {budget}. {_count(scores)}"])
 
 
@@ -206,24 +209,9 @@ def _share(hits: Sequence[int]) -> str:
 
 
 def _count(scores: Scores) -> str:
-    count = len(solved(_pooled(scores), RANDOM, _budgets(scores)[0]))
+    count = len(solved(_pooled(scores), RANDOM, budgets_of(_pooled(scores))[0]))
     return f"Problems a cell: {count} ({', '.join(scores)})."
 
 
 def _pooled(scores: Scores) -> list[Score]:
     return [score for found in scores.values() for score in found]
-
-
-def _budgets(scores: Scores) -> list[str]:
-    found = {score.budget for score in _pooled(scores) if score.budget}
-    return sorted(found, key=lambda budget: -float(budget.rstrip("%")))
-
-
-def _scores(name: str) -> Scores:
-    """Of the seeds on which it has been run."""
-    files = {seed.name: seed / f"{name}.jsonl" for seed in folders()}
-    return {seed: read(file) for seed, file in files.items() if file.exists()}
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"

@@ -14,7 +14,7 @@ from epikv.cli.eval_models import SHIPPED, exported
 from epikv.eval.plan import SLACK
 from epikv.sample.families import FAMILIES
 
-from epikv_lab.sample.scores import condense, joined, read, write
+from epikv_lab.sample.scores import Score, condense, joined, read, write
 
 MODELS = Path(__file__).resolve().parents[3] / "sample_model"
 PUBLISHED = "epikv_flat:layer_a=1,layer_b=3,sign=1"  # at their depths in this model
@@ -154,6 +154,12 @@ EVALUATIONS = {
         for positions in ("absolute", "compact")
     },
 }
+
+
+def scores_of(name: str) -> dict[str, list[Score]]:
+    """What an evaluation came to, of every seed on which it has been run."""
+    files = {seed.name: seed / f"{name}.jsonl" for seed in folders()}
+    return {seed: read(file) for seed, file in files.items() if file.exists()}
 
 
 def named(name: str) -> list[str]:

@@ -14,7 +14,7 @@ from epikv.stats import Estimate, bootstrap, difference, wilson
 
 from epikv_lab.bench import attention, context
 from epikv_lab.sample.measure import INVERSE, MODELS, PUBLISHED, RKV, calibrated, folders, named
-from epikv_lab.sample.scores import NOT_RUN, Score, read, solved
+from epikv_lab.sample.scores import NOT_RUN, Score, read, solved, table_row
 
 NAME = "reproduction"
 PAGE = MODELS.parent / "lab" / "REPRODUCTION.md"
@@ -130,8 +130,8 @@ def accuracy(scores: By, claims: Iterable[Claim]) -> str:
     if not scores:
         return NOT_RUN
     budgets = " / ".join(BUDGETS)
-    lines = [_row("claim", "theirs", f"ours: gain at {budgets}, of each seed", "verdict")]
-    lines.append(_row(*["---"] * 4))
+    lines = [table_row("claim", "theirs", f"ours: gain at {budgets}, of each seed", "verdict")]
+    lines.append(table_row(*["---"] * 4))
     for claim in claims:
         found = {seed: _gains(claim, seed, of) for seed, of in scores.items()}
         told = [
@@ -139,7 +139,7 @@ def accuracy(scores: By, claims: Iterable[Claim]) -> str:
             for seed, gains in found.items()
         ]
         gains = [gain for of in found.values() for gain in of]
-        lines.append(_row(claim.told, claim.theirs, ", ".join(told), verdict(gains)))
+        lines.append(table_row(claim.told, claim.theirs, ", ".join(told), verdict(gains)))
     return "\n".join(lines)
 
 
@@ -160,18 +160,21 @@ def system(samples: Rounds, longest: Mapping[str, context.Longest]) -> str:
     """The two claims of ratios, with every comparator. Times are CPU times, paired in rounds."""
     if not samples and not longest:
         return NOT_RUN
-    lines = [_row("claim", "where and against what", "ours", "verdict"), _row(*["---"] * 4)]
+    lines = [
+        table_row("claim", "where and against what", "ours", "verdict"),
+        table_row(*["---"] * 4),
+    ]
     for place, rounds in samples.items():
         for name, slow, fast in _SPEEDS:
             if slow in rounds[0]:
                 ratio = bootstrap([taken[slow]["cpu"] / taken[fast]["cpu"] for taken in rounds])
                 told = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
                 cells = f"{SPEED} x faster", f"{place}: {name}", told, reached(ratio, SPEED)
-                lines.append(_row(*cells))
+                lines.append(table_row(*cells))
     for free, arm, name in _LENGTHS if longest else ():
         ratio = Estimate.exact(longest[free].tokens / longest[arm].tokens)
         cells = f"{LENGTH:g} x longer context", name, f"{ratio.value:.1f}", reached(ratio, LENGTH)
-        lines.append(_row(*cells))
+        lines.append(table_row(*cells))
     return "\n".join(lines)
 
 
@@ -189,11 +192,11 @@ def settings(scores: By) -> str:
         heads = [f"{setting} {budget}" for setting in of for budget in BUDGETS]
         first = next(iter(of.values()))
         count = len(solved(first, RANDOM, BUDGETS[0]))
-        lines = [f"### {seed}, n = {count}", "", _row("policy", *heads)]
-        lines.append(_row(*["---"] * (len(heads) + 1)))
+        lines = [f"### {seed}, n = {count}", "", table_row("policy", *heads)]
+        lines.append(table_row(*["---"] * (len(heads) + 1)))
         for arm in dict.fromkeys(score.arm for score in first):
             cells = [_share(solved(mine, arm, b)) for mine in of.values() for b in BUDGETS]
-            lines.append(_row(f"`{arm}`", *cells))
+            lines.append(table_row(f"`{arm}`", *cells))
         faults = {
             f"`{s.arm}`, {name}: {s.fault}" for name, mine in of.items() for s in mine if s.fault
         }
@@ -255,7 +258,3 @@ def _share(hits: Sequence[int]) -> str:
         return "not run"
     share = wilson(sum(hits), len(hits))
     return f"{share.value:.2f} [{share.low:.2f}, {share.high:.2f}]"
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"

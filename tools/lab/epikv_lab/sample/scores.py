@@ -102,6 +102,17 @@ def solved(found: Iterable[Score], arm: str, budget: str) -> list[int]:
     return [hit for s in found if (s.arm, s.budget) == (arm, wanted) for hit in s.hits]
 
 
+def budgets_of(found: Iterable[Score]) -> list[str]:
+    """Those of `found`, largest first."""
+    told = {score.budget for score in found if score.budget}
+    return sorted(told, key=lambda budget: -float(budget.rstrip("%")))
+
+
+def table_row(*cells: str) -> str:
+    """Of a table of the pages that are made of scores."""
+    return "| " + " | ".join(cells) + " |"
+
+
 def _score(task: str, budget: str, arm: str, found: list[results.Record]) -> Score:
     faults = [record.fault for record in found if record.fault]
     if faults:
