@@ -54,11 +54,10 @@ class CacheView {
   // [num_layers, num_kv_heads, slots, width]
   virtual at::Tensor keys_of(absl::Span<const int64_t> slots) const = 0;
   virtual at::Tensor values_of(absl::Span<const int64_t> slots) const = 0;
-  // Puts rows of one lane, K and V, in place of those in these slots: what the policy has made of
-  // them (rounding.h). fp32 [slots, width], written in the format of the cache. Of decoded tokens,
-  // in Observe; declared by PolicyTraits::rounds.
-  virtual void Replace(int64_t layer, int64_t head, absl::Span<const int64_t> slots,
-                       const at::Tensor& keys, const at::Tensor& values) = 0;
+  // Rounds K and V of one lane's slots, which are one group, to so many bits, in place
+  // (rounding.h). Of decoded tokens, in Observe; declared by PolicyTraits::rounds_rows.
+  virtual void RoundRows(int64_t layer, int64_t head, absl::Span<const int64_t> slots,
+                         int64_t bits) = 0;
   // The queries of the newest tokens as they attended, after RoPE, in the model's dtype, oldest
   // first: the last row is of newest(). [w, num_heads, width], w <= PolicyTraits::window; fewer
   // while fewer tokens have been cached. Declared by Signal::kQueries.

@@ -203,9 +203,9 @@ struct PolicyTraits {
   int64_t window = 0;  // of kQueries: how many of the newest queries are kept
   // Names of the policy's per-slot fp32 columns; they travel with K and V.
   std::vector<absl::string_view> columns;
-  // It rounds decoded tokens' rows (CacheView::Replace), and its first column has to how many bits:
-  // 0 of a row that is as it was cached.
-  bool rounds = false;
+  // It rounds decoded tokens' rows (CacheView::RoundRows), and its first column has to how many
+  // bits: 0 of a row that is as it was cached.
+  bool rounds_rows = false;
   PromptEviction prompt = PromptEviction::kRefuses;
   // A round happens when a lane holds more than budget + slack entries, and ends at the budget.
   int64_t slack = 0;

@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "rounded output is cached for others",
         "runtime/executor/executor.cc",
-        "item.sequence->request.traits.rounds);",
+        "item.sequence->request.traits.rounds_rows);",
         "false);",
         "laws_test",
         "*RoundedOutput*",

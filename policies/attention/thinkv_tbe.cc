@@ -191,30 +191,28 @@ class ThinKvTbe final : public Policy {
       if (!seen.ok()) throw std::runtime_error(std::string(seen.status().message()));
       state.now = segments.back().type = *seen;
     }
-    if (!bits_.empty()) Round(step.cache, state);
+    if (!bits_.empty()) RoundRows(step.cache, state);
   }
 
   // Of decoded tokens a group at a time, once as many newer ones are cached. What is left of it in
   // a lane gets the bits of its oldest token's thought.
-  void Round(CacheView& cache, const ThoughtState& state) const {
+  void RoundRows(CacheView& cache, const ThoughtState& state) const {
     if (state.decoded % kRoundingGroup != 0 || state.decoded < 2 * kRoundingGroup) return;
     const int64_t end = cache.newest() + 1 - kRoundingGroup, first = end - kRoundingGroup;
     for (int64_t layer = 0; layer < cache.num_layers(); ++layer) {
       for (int64_t head = 0; head < cache.num_kv_heads(); ++head) {
         const absl::Span<const int32_t> index = cache.index(layer, head);
         std::vector<int64_t> slots;
+        auto oldest = static_cast<int32_t>(cache.newest());
         for (int64_t slot = 0; slot < std::ssize(index); ++slot) {
-          if (index[slot] >= first && index[slot] < end) slots.push_back(slot);
+          if (index[slot] < first || index[slot] >= end) continue;
+          slots.push_back(slot);
+          oldest = std::min(oldest, index[slot]);
         }
         if (slots.empty()) continue;
-        std::sort(slots.begin(), slots.end(),
-                  [&](int64_t a, int64_t b) { return index[a] < index[b]; });
         // The segment of a cached token is there; others may have gone.
-        const int64_t bits = BitsOf(state.segments[Of(index[slots.front()], state.segments)]);
-        const at::Tensor at = at::tensor(at::ArrayRef<int64_t>(slots), at::kLong);
-        auto rows = [&](const at::Tensor& all) { return all.index_select(0, at).to(at::kFloat); };
-        cache.Replace(layer, head, slots, RoundedKeys(rows(cache.keys(layer, head)), bits),
-                      RoundedValues(rows(cache.values(layer, head)), bits));
+        const int64_t bits = BitsOf(state.segments[Of(oldest, state.segments)]);
+        cache.RoundRows(layer, head, slots, bits);
         const absl::Span<float> width = cache.column(0, layer, head);
         for (const int64_t slot : slots) width[slot] = static_cast<float>(bits);
       }
@@ -432,14 +430,12 @@ absl::Status ThinkvTbeComplete(Params& params, const ModelShape& shape) {
 
 PolicyTraits ThinkvTbeTraits(const Params& params, const ModelShape& shape) {
   const bool rounds = !params.IntList("bits").empty();
-  SignalSet signals = Signal::kKeys | Signal::kQueries;
-  if (rounds) signals = signals | Signal::kValues;
   return {
       .granularity = Granularity::kHead,
-      .signals = signals,
+      .signals = Signal::kKeys | Signal::kQueries,
       .window = 1,
       .columns = rounds ? std::vector<absl::string_view>{"bits"} : std::vector<absl::string_view>{},
-      .rounds = rounds,
+      .rounds_rows = rounds,
       .slack = params.Int("slack"),
       .published = {.recent = 16},
       // A segment may be down to one token.

@@ -274,7 +274,7 @@ void Resolver::ResolveProtectionAndDemand() {
   // The last output token is never cached.
   const int64_t longest = prompt + request_.max_output_tokens - 1;
   const bool evicts = request_.traits.evicts && request_.budget < longest;
-  const bool rounds = request_.traits.evicts && request_.traits.rounds;
+  const bool rounds = request_.traits.evicts && request_.traits.rounds_rows;
   const ResolvedProtection resolved =
       evicts ? ProtectionUnder(request_.budget)
              : ResolveProtection(options_.kv.protection, request_.traits, prompt, longest);

@@ -251,7 +251,7 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
     // rounded, they do.
     const bool decodes_apart =
         work.decode && (options_.deterministic || item.sequence->steering.has_value() ||
-                        item.sequence->request.traits.rounds);
+                        item.sequence->request.traits.rounds_rows);
     if (!work.pass && !decodes_apart &&
         prefixes_.Wants(item.sequence->prefix, item.sequence->request, cache,
                         work.first + item.num_rows())) {
@@ -543,7 +543,7 @@ CacheFacts Executor::Facts(SequenceId id) const {
 
 int64_t Executor::PackedBytes(SequenceId id) const {
   const auto found = open_.find(id);
-  if (found == open_.end() || !found->second->request.traits.rounds) return 0;
+  if (found == open_.end() || !found->second->request.traits.rounds_rows) return 0;
   return found->second->cache.PackedBytes();
 }
 

@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 
+#include "policies/rounding.h"
 #include "runtime/base/scalar_type.h"
 
 namespace epikv {
@@ -81,14 +82,11 @@ at::Tensor PolicyView::values_of(absl::Span<const int64_t> slots) const {
   return ByLane(pool_.ReadValues(RowsOf(slots)));
 }
 
-void PolicyView::Replace(int64_t layer, int64_t head, absl::Span<const int64_t> slots,
-                         const at::Tensor& keys, const at::Tensor& values) {
+void PolicyView::RoundRows(int64_t layer, int64_t head, absl::Span<const int64_t> slots,
+                           int64_t bits) {
   const int64_t first = sequence_.cache.Lane(layer, head).first_row;
-  const LayerFacts& facts = manifest_.layers[layer];
   const absl::Span<const int32_t> tokens = index(layer, head);
-  bool valid = sequence_.request.traits.rounds &&
-               keys.sizes() == at::IntArrayRef({std::ssize(slots), facts.key_width}) &&
-               values.sizes() == at::IntArrayRef({std::ssize(slots), facts.value_width});
+  bool valid = sequence_.request.traits.rounds_rows;
   std::vector<int64_t> rows;
   rows.reserve(slots.size());
   for (const int64_t slot : slots) {
@@ -96,7 +94,8 @@ void PolicyView::Replace(int64_t layer, int64_t head, absl::Span<const int64_t> 
     rows.push_back(first + slot);
   }
   if (!valid) throw std::invalid_argument("the policy rounds rows that are not its to round");
-  pool_.Replace(rows, keys, values);
+  pool_.Replace(rows, RoundedKeys(pool_.ReadKeys(rows), bits),
+                RoundedValues(pool_.ReadValues(rows), bits));
 }
 
 at::Tensor PolicyView::queries(int64_t layer) const {

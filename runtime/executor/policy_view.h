@@ -43,8 +43,8 @@ class PolicyView final : public CacheView {
   at::Tensor values(int64_t layer, int64_t head) const override;
   at::Tensor keys_of(absl::Span<const int64_t> slots) const override;
   at::Tensor values_of(absl::Span<const int64_t> slots) const override;
-  void Replace(int64_t layer, int64_t head, absl::Span<const int64_t> slots, const at::Tensor& keys,
-               const at::Tensor& values) override;
+  void RoundRows(int64_t layer, int64_t head, absl::Span<const int64_t> slots,
+                 int64_t bits) override;
   at::Tensor queries(int64_t layer) const override;
   at::Tensor lookahead(int64_t layer) const override;
   at::Tensor scratch_keys(int64_t layer, int64_t head) const override;

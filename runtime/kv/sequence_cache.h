@@ -147,8 +147,8 @@ class SequenceCache {
   int64_t bytes() const;
   int64_t peak_bytes() const { return peak_bytes_; }
   // What K and V that are held would take if rows were packed to the bits that the policy has
-  // rounded them to (PolicyTraits::rounds), rounded up. What would take more so is left as it is.
-  // 0: no row is rounded.
+  // rounded them to (PolicyTraits::rounds_rows), rounded up. What would take more so is left as it
+  // is. 0: no row is rounded.
   int64_t PackedBytes() const;
   std::vector<int32_t> KeptIndexes() const;
 

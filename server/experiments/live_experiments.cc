@@ -32,7 +32,7 @@ bool IsEligible(const v1::Eligibility& eligibility, const Subject& subject) {
 bool IsExposed(const v1::Experiment& experiment, const v1::KvOptions& kv, int64_t tokens) {
   return std::any_of(experiment.arms().begin(), experiment.arms().end(), [&](const v1::Arm& arm) {
     const v1::KvOptions own = Overridden(kv, arm.kv());
-    return arm.has_steering() || Rounds(own) || BudgetTokens(own, tokens) < tokens;
+    return arm.has_steering() || RoundsRows(own) || BudgetTokens(own, tokens) < tokens;
   });
 }
 

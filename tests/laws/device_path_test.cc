@@ -94,7 +94,7 @@ TEST_P(DevicePath, EvictsPromptsAsTheCpuDoes) {
 std::vector<PolicyCase> OfDevices() {
   std::vector<PolicyCase> cases = EvictingPolicies();
   for (const PolicyCase& variant : PolicyVariants()) {
-    if (Rounds(variant)) cases.push_back(variant);
+    if (RoundsRows(variant)) cases.push_back(variant);
   }
   return cases;
 }

@@ -28,7 +28,7 @@ class EveryPolicyInFp32 : public EveryPolicy {
 
 // Law 2: a budget that holds everything gives the same bits as `full`.
 TEST_P(EveryPolicy, Law2_EnoughBudgetGivesTheBitsOfFull) {
-  if (Rounds(policy())) GTEST_SKIP() << "rows are rounded whatever the budget";
+  if (RoundsRows(policy())) GTEST_SKIP() << "rows are rounded whatever the budget";
   EngineHarness harness = Harness();
   RequestOptions options = Scoring(harness.manifest(), 40, 60, 7);
   ASSERT_TRUE(harness.Run(options).ok());
@@ -151,7 +151,7 @@ bool RefusesPositions(const EngineHarness& harness, const RequestOptions& option
 // Law 5: what the engine computes over reused slots, filled holes and packed lanes is what the
 // definition gives: plain attention over every token, under a mask of what is kept.
 TEST_P(EveryPolicyInFp32, Law5_SlotsHolesAndPackedLanesEqualTheMask) {
-  if (Rounds(policy())) GTEST_SKIP() << "the mask is over rows as they were cached";
+  if (RoundsRows(policy())) GTEST_SKIP() << "the mask is over rows as they were cached";
   for (PositionMode positions :
        {PositionMode::kAbsolute, PositionMode::kCompact, PositionMode::kCache}) {
     EngineHarness harness = Harness();

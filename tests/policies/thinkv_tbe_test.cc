@@ -378,7 +378,7 @@ TEST(ThinkvTbe, RoundsEachGroupByItsThoughtOnceSixteenNewerAreThere) {
 
 TEST(ThinkvTbe, RoundsNothingUnlessAsked) {
   const FakeSequence sequence = Rounded({}, 40);
-  EXPECT_FALSE(sequence.traits().rounds);
+  EXPECT_FALSE(sequence.traits().rounds_rows);
   EXPECT_TRUE(sequence.traits().columns.empty());
 }
 

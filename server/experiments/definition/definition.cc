@@ -422,7 +422,7 @@ v1::KvOptions Overridden(const v1::KvOptions& asked, const v1::KvOptions& arm) {
   return kv;
 }
 
-bool Rounds(const v1::KvOptions& kv) {
+bool RoundsRows(const v1::KvOptions& kv) {
   const auto& given = kv.policy_params().fields();
   const auto bits = given.find("bits");
   return bits != given.end() && bits->second.list_value().values_size() > 0;

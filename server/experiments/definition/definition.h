@@ -71,8 +71,8 @@ uint32_t GroupsOf(const v1::Experiment& experiment);
 // What a request asked of its KV cache, with the groups that the arm sets replaced.
 v1::KvOptions Overridden(const v1::KvOptions& asked, const v1::KvOptions& arm);
 
-// It asks a policy to round rows, which it does whatever its budget (PolicyTraits::rounds).
-bool Rounds(const v1::KvOptions& kv);
+// It asks a policy to round rows, which it does whatever its budget (PolicyTraits::rounds_rows).
+bool RoundsRows(const v1::KvOptions& kv);
 
 // The budget in tokens of a request of so many (prompt + max output); all of them where there is
 // none.

@@ -38,8 +38,9 @@ def of(report: ExperimentReport) -> list[tuple[str, str]]:
             " treat). It tells what switching would do to the whole of your traffic. The exposed"
             " are those whose cache outgrew its budget, so that eviction could act (where an arm"
             " steers or rounds, all are); their difference is what that does to whom it concerns,"
-            " and is not diluted by requests too short to be touched. If the exposed are not split as the weights say, the arm"
-            " has a hand in who is exposed, and their figures compare different people.",
+            " and is not diluted by requests too short to be touched. If the exposed are not split"
+            " as the weights say, the arm has a hand in who is exposed, and their figures compare"
+            " different people.",
         ),
         (
             "Percent and percentage points",
