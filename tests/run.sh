@@ -27,6 +27,6 @@ stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh"
 build
 stage "clang-tidy" "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/tidy.py" --jobs "$EPIKV_JOBS"
 export OMP_WAIT_POLICY=PASSIVE
-ctest --test-dir build/dev -LE nightly --output-on-failure -j "$EPIKV_JOBS" --timeout 600
+ctest --test-dir build/dev -LE 'nightly|gpu' --output-on-failure -j "$EPIKV_JOBS" --timeout 600
 # A file is one process's: its tests share daemons, for which it waits more than it computes.
 "$EPIKV_PYTHON" -m pytest -q -n $((EPIKV_JOBS + 1)) --dist loadfile --durations 15 tests

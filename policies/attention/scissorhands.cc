@@ -31,7 +31,7 @@ class Scissorhands final : public ScoredPolicy {
 
  private:
   at::Tensor Score(const EvictionTask&, Lane& lane) const override {
-    return count_ ? -Unimportant(lane) : lane.window_attention().mean({0, 1});
+    return count_ ? -Unimportant(lane) : lane.window_attention().mean(at::IntArrayRef{0, 1});
   }
 
   // How many of the window's queries gave a token less than their mean, averaged over query heads.

@@ -474,7 +474,7 @@ void Attention::ColumnSums(const at::Tensor& q, int64_t layer, const AttentionIt
         mass.masked_fill_(Unseen(item, head, begin, end, shape), 0);
       }
       at::from_blob(sums.data() + start + begin, {end - begin}, at::kFloat)
-          .copy_(mass.sum({0, 1}).div_(static_cast<double>(shape.group())));
+          .copy_(mass.sum(at::IntArrayRef{0, 1}).div_(static_cast<double>(shape.group())));
     }
     start += used;
   }

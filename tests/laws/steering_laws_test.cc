@@ -82,26 +82,6 @@ std::vector<MaskedReference::Added> AddedTo(const std::vector<int32_t>& text,
   return added;
 }
 
-std::vector<MaskedReference::Dropped> DroppedBy(const Transcript& transcript,
-                                                const Manifest& manifest) {
-  std::vector<MaskedReference::Dropped> dropped;
-  for (const EvictionTrace& trace : transcript.evictions) {
-    for (const EvictionTrace::Victims& victims : trace.victims) {
-      for (int64_t layer = 0; layer < manifest.num_layers(); ++layer) {
-        for (int64_t head = 0; head < manifest.num_kv_heads; ++head) {
-          if (victims.layer.value_or(layer) != layer || victims.head.value_or(head) != head) {
-            continue;
-          }
-          for (const int32_t index : victims.index) {
-            dropped.push_back({trace.at_token, layer, head, index});
-          }
-        }
-      }
-    }
-  }
-  return dropped;
-}
-
 void ExpectSays(const Transcript& transcript, const std::vector<int32_t>& prompt,
                 EngineHarness& harness, const Steering& steering) {
   std::vector<int32_t> text = prompt;

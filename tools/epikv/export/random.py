@@ -30,6 +30,7 @@ from epikv.export.synthetic import write_directory
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32")
 @click.option("--quantize", type=click.Choice(["int8", "int4"]), help="As epikv export has it.")
 @click.option("--seed", default=0)
+@click.option("--draw-on", default="cpu", help="Device on which the weights are drawn.")
 @click.option("--name", default="random")
 @click.option("--calibration", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--check/--no-check", default=True, help="Compare with transformers first.")
@@ -58,6 +59,7 @@ def main(
     dtype: str,
     quantize: str | None,
     seed: int,
+    draw_on: str,
     name: str,
     calibration: Path | None,
     check: bool,
@@ -86,7 +88,7 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         try:
-            write_directory(config, directory, stored, seed, tokenizer)
+            write_directory(config, directory, stored, seed, tokenizer, device=draw_on)
             report = export(
                 directory,
                 out,

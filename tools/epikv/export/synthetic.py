@@ -55,6 +55,7 @@ def write_directory(
     tokenizer: str = "words",
     architecture: str = "LlamaForCausalLM",
     shard_bytes: int | None = None,
+    device: str = "cpu",
 ) -> None:
     """A Hugging Face directory with random weights, large enough that greedy tokens vary.
 
@@ -62,6 +63,7 @@ def write_directory(
     `tokenizer` is "words" (w0, w1, ...) or "bytes" (byte-level BPE; vocab_size >= 256).
     `shard_bytes`: weights lie in files of about so many bytes, one of which is in memory at a time;
     default: in one.
+    `device`: where the weights are drawn; they are others there.
     """
     family = FAMILIES[architecture]
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -76,10 +78,10 @@ def write_directory(
         ): w.shape
         for k, w in module.state_dict().items()
     }
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     center = 1 - (family.norm_offset or 0)
     weights = (
-        (k, _random(k, shape, generator, center).to(getattr(torch, dtype)))
+        (k, _random(k, shape, generator, center).to(getattr(torch, dtype)).cpu())
         for k, shape in shapes.items()
         if not (checked.tie_word_embeddings and k == "lm_head.weight")
     )
@@ -164,7 +166,7 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator, center: fl
 
     `center`: of the weights of norms.
     """
-    noise = torch.randn(shape, generator=generator)
+    noise = torch.randn(shape, generator=generator, device=generator.device)
     if "norm" in name:
         return center + 0.1 * noise
     if name.endswith("bias"):

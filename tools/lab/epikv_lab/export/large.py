@@ -59,6 +59,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 331,
     },
 }
+# As Qwen/Qwen2.5-0.5B has it, but for the biases.
+SHAPES["0.5b"] = {
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "tie_word_embeddings": True,
+}
 SHAPES["4b"] = {**SHAPES["8b"], "num_hidden_layers": 16}
 SHARDS = 8  # about
 PROMPT, OUTPUTS, BUDGET = 32, 16, 40  # tokens

@@ -7,8 +7,10 @@ continuations, which run together, and of a text under a budget, where transform
 same evictions as a mask. Log-probabilities differ by no more than twice what logits differ by.
 """
 
+import json
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -112,8 +114,19 @@ def make(architecture: str, seed: int, dtype: str, folder: Path) -> Model:
     return Model(name, architecture, dtype, directory, path)
 
 
+def fits_gpus(model: Model) -> bool:
+    """Whether `--device=cuda` serves it: no soft caps, no windows, heads of 8, 16, .. 256 channels."""
+    with zipfile.ZipFile(model.path) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("/extra/manifest.json"))
+        layers = json.loads(archive.read(name))["layers"]
+    return not any(
+        layer.get("soft_cap") or layer.get("window") or layer["key_width"] not in range(8, 257, 8)
+        for layer in layers
+    )
+
+
 @contextmanager
-def serving(models: Sequence[Model], folder: Path) -> Iterator[Client]:
+def serving(models: Sequence[Model], folder: Path, device: str = "cpu") -> Iterator[Client]:
     """A client of one daemon that serves them all, in chunks of CHUNK tokens."""
     config = folder / "epikvd.textproto"
     config.write_text(
@@ -123,7 +136,12 @@ def serving(models: Sequence[Model], folder: Path) -> Iterator[Client]:
             for model in models[1:]
         )
     )
-    flags = (f"--config={config}", "--kv_pool_bytes=16777216", f"--model_name={models[0].name}")
+    flags = (
+        f"--config={config}",
+        f"--device={device}",
+        "--kv_pool_bytes=16777216",
+        f"--model_name={models[0].name}",
+    )
     with Daemon(models[0].path, *flags) as daemon, daemon.client() as client:
         yield client
 
@@ -214,8 +232,9 @@ def _masks(
 @click.option("--configurations", default=20, help="Of each family.")
 @click.option("--first", default=0, help="Seed of the first; the others follow.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="The daemon's.")
 @processes.ending_in_order()
-def main(family: tuple[str, ...], configurations: int, first: int, dtype: str) -> None:
+def main(family: tuple[str, ...], configurations: int, first: int, dtype: str, device: str) -> None:
     """Compare random models of every FAMILY, served over gRPC, with transformers."""
     failed = 0
     for architecture in family or FAMILIES:
@@ -225,8 +244,13 @@ def main(family: tuple[str, ...], configurations: int, first: int, dtype: str) -
                 make(architecture, seed, DTYPES[dtype], folder)
                 for seed in range(first, first + configurations)
             ]
+            if device != "cpu":
+                models = [model for model in models if fits_gpus(model)]
+            if not models:
+                click.echo(f"{architecture}: none for a GPU")
+                continue
             outcomes = []
-            with serving(models, folder) as client:
+            with serving(models, folder, device) as client:
                 for model in models:
                     outcome = check(client, model)
                     outcomes.append(outcome)
