@@ -26,6 +26,7 @@
 #include "runtime/engine/scheduler.h"
 #include "runtime/executor/executor.h"
 #include "runtime/forward/device.h"
+#include "runtime/forward/device_forward.h"
 #include "runtime/model/model.h"
 #include "runtime/model/model_shape.h"
 
@@ -155,9 +156,12 @@ absl::Status WarmUp(Executor& executor, const Admission& admission, const Runtim
   }
   const int64_t fits = capacity / std::get<Request>(least).demand.peak_bytes();
   const int64_t largest = std::min({fits, options.max_running_requests, int64_t{64}});
+  const int times = executor.device() != nullptr ? 2 : 1;  // the second is recorded
   for (int64_t size = 1; size <= largest; size *= 2) {
-    absl::Status status = RunOnce(executor, std::get<Request>(least), size);
-    if (!status.ok()) return status;
+    for (int i = 0; i < times; ++i) {
+      absl::Status status = RunOnce(executor, std::get<Request>(least), size);
+      if (!status.ok()) return status;
+    }
   }
   const int64_t chunk = options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens;
   const auto longest = resolve(std::min(chunk, admission.manifest().context_length - 2));
@@ -184,6 +188,14 @@ absl::StatusOr<Kernels> ChooseKernels(const AttentionShape& shape, const Runtime
                    MeasurePrefillKernels(shape), PrefillKernelName, description);
   if (!prefill.ok()) return prefill.status();
   return Kernels{.decode = *decode, .prefill = *prefill};
+}
+
+// After the warm-up.
+std::string DescribeRecording(const DeviceForward& device) {
+  if (device.replays() > 0) return "decode steps are recorded as CUDA graphs";
+  return absl::StrCat("decode steps are not recorded: ", device.recording_failed().empty()
+                                                             ? "there is no libepikv_cuda.so"
+                                                             : device.recording_failed());
 }
 
 std::string Megabytes(int64_t bytes) { return absl::StrFormat("%.1f MB", bytes / 1e6); }
@@ -302,11 +314,13 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
                       .prefill_kernel = kernels.prefill,
                       .kv_dtype = options.kv_dtype,
                       .device_path = on_gpu,
+                      .recorder = on_gpu ? NewGpuRecorder() : nullptr,
                       .deterministic = options.deterministic,
                       .prefix_block_tokens =
                           options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,
                       .mass_interval = options.mass_interval});
   if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
+  if (on_gpu) loaded.description.push_back(DescribeRecording(*executor->device()));
   loaded.executor = std::move(executor);
   loaded.on_engine_thread_start = [threads = loaded.threads] {
     at::set_num_threads(static_cast<int>(threads));

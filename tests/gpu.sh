@@ -2,9 +2,9 @@
 # Tests and measures `--device=cuda` on a machine with a GPU, a bare one too: it needs Python, the very torch with CUDA
 # that was named below, and transformers.
 #
-#   gpu.sh pack 2.11.0 [3.12]
-#                             here: builds against that torch's wheel, and packs what the other machine lacks, its
-#                             Python being a 3.12, into build/gpu/pack.tar.xz
+#   gpu.sh pack torch-2.11.0-*.whl [3.12]
+#                             here: builds against that wheel, of the torch that is there, and packs what the other
+#                             machine lacks, its Python being a 3.12, into build/gpu/pack.tar.xz
 #   gpu.sh PART ...           there, in a checkout that has that file: unpacks it, and runs in turn
 #     tests                   gpu_test: the kernel, and whole engines
 #     families                every family that can be exported, served in bf16, against transformers
@@ -18,23 +18,30 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 pack=build/gpu/pack
 
+# locked NAME...: their versions and hashes.
+locked() {
+  local name
+  for name in "$@"; do
+    awk -v own="$name==" '/^[^ ]/ { takes = index($0, own) == 1 } takes && !/#/' tools/requirements/tools.txt
+  done
+}
+
 pack() {
-  local version=$1 torch=build/gpu/torch-$1 python=${2:-3.12}
+  local wheel=$1 python=${2:-3.12} torch
+  torch=build/gpu/$(basename "$wheel" .whl)
   source deploy/setup.sh
   setup
-  [ -d "$torch" ] || {
-    .venv/bin/pip download -q --no-deps --only-binary :all: --dest "$torch" "torch==$version"
-    (cd "$torch" && python3 -m zipfile -e torch-*.whl . && rm torch-*.whl)
-  }
+  [ -d "$torch" ] || python3 -m zipfile -e "$wheel" "$torch"
   # CUDA's own libraries are not here, and nothing of theirs is needed to link.
   EPIKV_TORCH_DIR=$root/$torch/torch cmake --preset dev -B build/gpu/build \
     -DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined
-  cmake --build build/gpu/build -j2 --target epikvd gpu_test step_times
+  cmake --build build/gpu/build -j2 --target epikvd gpu_test step_times epikv_cuda
   rm -rf "$pack"
   mkdir -p "$pack"/{bin,lib,models,python}
   for program in server/epikvd tests/gpu_test tests/step_times; do
     strip -o "$pack/bin/${program#*/}" "build/gpu/build/$program"
   done
+  strip -o "$pack/lib/libepikv_cuda.so" build/gpu/build/runtime/libepikv_cuda.so
   cp build/gpu/build/models/{gqa_bf16,wide_bf16,wide_fp16}.pt "$pack/models"
   # Debian's libraries, but for those of the C and C++ runtimes, which every machine has; and not torch's own nor CUDA's.
   ldd "$pack"/bin/* | sed -n 's/^\s*\(\S*\) => \(\S*\) .*/\2/p' | sort -u |
@@ -42,10 +49,10 @@ pack() {
     xargs -I{} cp -L {} "$pack/lib"
   strip "$pack"/lib/*
   cp -r tools/epikv tools/lab/epikv_lab "$pack/python"
-  .venv/bin/pip freeze | grep -E '^(grpcio|grpcio-health-checking|grpcio-status|protobuf|googleapis-common-protos)==' |
-    .venv/bin/pip download -q --no-deps --only-binary :all: --python-version "$python" --implementation cp \
-      --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-      --dest "$pack/wheels" -r /dev/stdin
+  locked grpcio grpcio-health-checking grpcio-status protobuf googleapis-common-protos >"$pack/python.txt"
+  pip download -q --require-hashes --no-deps --only-binary :all: --python-version "$python" --implementation cp \
+    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+    --dest "$pack/wheels" -r "$pack/python.txt"
   for wheel in "$pack"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$pack/python"; done
   rm -r "$pack/wheels"
   tar -C build/gpu -I 'xz -T0' -cf "$pack.tar.xz" pack
@@ -75,8 +82,8 @@ tests() {
   done
   for shard in "${!pids[@]}"; do
     wait "${pids[shard]}" || failed=1
-    grep -v -e 'Skipped' -e 'this policy takes no prompt' -e 'the mask is over rows' -e '^$' "$where/shard-$shard.log" |
-      head -40
+    grep -A 12 ': Failure' "$where/shard-$shard.log" | grep -v '^frame' | head -40 || true
+    grep -E '^\[ +(PASSED|SKIPPED|FAILED)' "$where/shard-$shard.log" | tail -20
   done
   return $failed
 }

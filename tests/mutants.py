@@ -47,6 +47,22 @@ MUTANTS = [
         "*EvictedAttentionMass/*",
     ),
     Mutant(
+        "a replay reads the numbers of the step that was recorded",
+        "runtime/forward/device_forward.cc",
+        "  step.numbers.narrow(0, 0, size).copy_(host, /*non_blocking=*/true);",
+        "  if (step.graph == nullptr) step.numbers.narrow(0, 0, size).copy_(host);",
+        "laws_test",
+        "*ReplaysGiveWhatTheCpuGives/gqa_Sliding*",
+    ),
+    Mutant(
+        "a lane's attention is another lane's",
+        "runtime/forward/device_forward.cc",
+        "lane.rows->lane(lane.layer, lane.head).begin());",
+        "lane.rows->lane(lane.layer, 0).begin());",
+        "laws_test",
+        "*ReplaysGiveWhatTheCpuGives/gqa_H2o*",
+    ),
+    Mutant(
         "older wins ties",
         "policies/select.cc",
         "candidates.emplace_back(scores[slot], index[slot]);",

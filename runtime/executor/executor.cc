@@ -126,7 +126,8 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
   const Manifest& manifest = model_->manifest();
   for (const Rope& rope : manifest.ropes) ropes_.emplace_back(rope, manifest.context_length);
   if (options.device_path) {
-    device_ = std::make_unique<DeviceForward>(*model_, shape_, ropes_, pool_, mass_rows_);
+    device_ = std::make_unique<DeviceForward>(*model_, shape_, ropes_, pool_, mass_rows_,
+                                              options.recorder);
   } else {
     const CpuForwardOptions cpu{.decode_kernel = options.decode_kernel,
                                 .prefill_kernel = options.prefill_kernel,
@@ -296,6 +297,7 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
     return absl::InternalError(WhyItFailed(e));
   }
   const StageTimer timer(times_, Stage::kSample);
+  TakeOutputs(absl::MakeSpan(step));
   for (StepItem& item : step) {
     try {
       outcomes.push_back(Finish(item));
@@ -349,25 +351,17 @@ ForwardOutcome Executor::Finish(StepItem& item) {
     if (!prompt.ok()) return {.status = prompt.status()};
     outcome.prompt = *std::move(prompt);
   }
-  for (int64_t i = 0; i < work.num_outputs; ++i) {
-    absl::StatusOr<OutputToken> output = TakeOutput(item, i, sequence.request.sampling);
+  if (item.sampling_failed != nullptr) std::rethrow_exception(item.sampling_failed);
+  for (absl::StatusOr<OutputToken>& output : item.outputs) {
     if (!output.ok()) {
       outcome.status = output.status();
       return outcome;
     }
-    outcome.outputs.push_back(*std::move(output));
+    const bool own = std::ssize(outcome.outputs) < work.num_outputs;
+    (own ? outcome.outputs : outcome.siblings).push_back(*std::move(output));
   }
   if (work.ends_prefill && !outcome.outputs.empty()) {
     sequence.first_output = outcome.outputs.front().token;
-  }
-  for (int64_t completion = 1; completion < work.completions; ++completion) {
-    absl::StatusOr<OutputToken> output =
-        TakeOutput(item, work.num_outputs - 1, SamplingOf(sequence.request.sampling, completion));
-    if (!output.ok()) {
-      outcome.status = output.status();
-      return outcome;
-    }
-    outcome.siblings.push_back(*std::move(output));
   }
   return outcome;
 }

@@ -34,6 +34,8 @@ struct ExecutorOptions {
   // Forwards run in ATen operations alone (DeviceForward), on whatever device the model is on. Not
   // with `deterministic`. False: on the CPU, where the model must be.
   bool device_path = false;
+  // Of that device, and of no other executor; null: steps are not recorded.
+  std::shared_ptr<GraphRecorder> recorder;
   // Forwards of exactly kDeterministicRows rows, so that a row's bits do not depend on the others.
   bool deterministic = false;
   // Prompts are cached for others in blocks of so many tokens; 0: they are not. Where the bits of

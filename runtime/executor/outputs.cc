@@ -14,12 +14,17 @@ absl::Span<const float> LogitsOf(const StepItem& item, int64_t row) {
   return {item.logits.const_data_ptr<float>() + row * vocab, static_cast<size_t>(vocab)};
 }
 
-}  // namespace
-
+// The i-th output token that an item gives: sampled, or forced.
 absl::StatusOr<OutputToken> TakeOutput(const StepItem& item, int64_t i,
                                        const SamplingParams& sampling) {
   const WorkItem& work = *item.work;
   const Request& request = item.sequence->request;
+  if (!item.highest.empty()) {
+    const absl::StatusOr<int32_t> token =
+        CheckedArgmax(item.highest[i].logit, item.highest[i].token);
+    if (!token.ok()) return token.status();
+    return OutputToken{.token = *token};
+  }
   const bool forced = !work.forced.empty();
   const absl::Span<const float> logits = LogitsOf(item, item.logits.size(0) - work.num_outputs + i);
   const absl::StatusOr<int32_t> chosen =
@@ -41,6 +46,38 @@ absl::StatusOr<OutputToken> TakeOutput(const StepItem& item, int64_t i,
     output.top = std::move(logprobs->top);
   }
   return output;
+}
+
+void TakeAll(StepItem& item) {
+  const WorkItem& work = *item.work;
+  const SamplingParams& sampling = item.sequence->request.sampling;
+  for (int64_t i = 0; i < work.num_outputs; ++i) {
+    item.outputs.push_back(TakeOutput(item, i, sampling));
+  }
+  for (int64_t completion = 1; completion < work.completions; ++completion) {
+    item.outputs.push_back(
+        TakeOutput(item, work.num_outputs - 1, SamplingOf(sampling, completion)));
+  }
+}
+
+}  // namespace
+
+void TakeOutputs(absl::Span<StepItem> items) {
+  constexpr int64_t kGrain = 65536;  // logits that are worth a thread
+  const int64_t vocab = items.empty() || !items.front().logits.defined()
+                            ? kGrain
+                            : std::max<int64_t>(items.front().logits.size(1), 1);
+  at::parallel_for(0, std::ssize(items), std::max<int64_t>(kGrain / vocab, 1),
+                   [&](int64_t begin, int64_t end) {
+                     for (StepItem& item : items.subspan(begin, end - begin)) {
+                       if (item.work->pass) continue;
+                       try {
+                         TakeAll(item);
+                       } catch (const std::exception&) {
+                         item.sampling_failed = std::current_exception();
+                       }
+                     }
+                   });
 }
 
 absl::StatusOr<PromptLogprobs> TakePromptLogprobs(const StepItem& item) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "runtime/sampling/sampler.h"
 #include "runtime/step/step_item.h"
 
@@ -10,9 +11,9 @@
 
 namespace epikv {
 
-// The i-th output token that an item gives: sampled, or forced. INTERNAL: see sampler.h.
-absl::StatusOr<OutputToken> TakeOutput(const StepItem& item, int64_t i,
-                                       const SamplingParams& sampling);
+// Fills in StepItem::outputs of all items, several at a time: tokens that are sampled, or forced.
+// INTERNAL: see sampler.h. What sampling throws is the item's own, too.
+void TakeOutputs(absl::Span<StepItem> items);
 
 // Of the prompt tokens that an item's rows predict. INTERNAL: see sampler.h.
 absl::StatusOr<PromptLogprobs> TakePromptLogprobs(const StepItem& item);

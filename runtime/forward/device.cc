@@ -45,6 +45,13 @@ absl::Status CheckGpuServes(const Manifest& manifest) {
   return DeviceForward::Supports(manifest);
 }
 
+std::unique_ptr<GraphRecorder> NewGpuRecorder() {
+  void* const library = dlopen("libepikv_cuda.so", RTLD_NOW);
+  if (library == nullptr) return nullptr;
+  auto* const make = reinterpret_cast<GraphRecorder* (*)()>(dlsym(library, "EpikvNewCudaRecorder"));
+  return std::unique_ptr<GraphRecorder>(make != nullptr ? make() : nullptr);
+}
+
 int64_t FreeGpuBytes(at::Device device) {
   return static_cast<int64_t>(
       c10::getDeviceAllocator(device.type())->getMemoryInfo(device.index()).first);

@@ -3,10 +3,12 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "runtime/forward/graph_recorder.h"
 #include "runtime/model/manifest.h"
 
 namespace epikv {
@@ -18,6 +20,10 @@ absl::StatusOr<at::Device> OpenDevice(absl::string_view name);
 
 // Whether a model can be served on a GPU: UNIMPLEMENTED, and why not.
 absl::Status CheckGpuServes(const Manifest& manifest);
+
+// Records graphs on the GPU of OpenDevice. Null: libepikv_cuda.so is not there. Throws what torch
+// throws.
+std::unique_ptr<GraphRecorder> NewGpuRecorder();
 
 // Bytes that are free on a GPU, beside what torch has taken.
 int64_t FreeGpuBytes(at::Device device);

@@ -62,11 +62,12 @@ absl::Status DeviceForward::Supports(const Manifest& manifest) {
 
 DeviceForward::DeviceForward(const Model& model, const ModelShape& shape,
                              absl::Span<const RopeTable> ropes, KvPool& pool,
-                             LaneRowsOfStep& mass_rows)
+                             LaneRowsOfStep& mass_rows, std::shared_ptr<GraphRecorder> recorder)
     : model_(model),
       shape_(shape),
       pool_(pool),
       mass_rows_(mass_rows),
+      recorder_(std::move(recorder)),
       group_(shape.num_heads / shape.num_kv_heads) {
   TORCH_CHECK(pool.num_rows() <= std::numeric_limits<int32_t>::max(), "the KV pool has ",
               pool.num_rows(),
@@ -77,13 +78,20 @@ DeviceForward::DeviceForward(const Model& model, const ModelShape& shape,
                       {model.manifest().context_length, 2 * rope.half()}, at::kFloat);
     ropes_.push_back({.interleaved = rope.interleaved(), .table = table.to(model.device())});
   }
+  std::vector<float> scales;
+  for (const LayerFacts& layer : model.manifest().layers) {
+    scales.push_back(static_cast<float>(layer.scale));
+  }
+  scales_ = at::tensor(scales).view({-1, 1, 1, 1}).to(model.device());
 }
 
-DevicePlan DeviceForward::Plan(absl::Span<const StepItem> items) const {
+// Calls `use` with the items as plans know them.
+template <class Use>
+auto DeviceForward::WithPlanned(Use use) const {
   std::vector<DeviceItem> planned;
-  std::vector<std::vector<int64_t>> lanes(items.size());
-  for (size_t i = 0; i < items.size(); ++i) {
-    const StepItem& item = items[i];
+  std::vector<std::vector<int64_t>> lanes(items_.size());
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const StepItem& item = items_[i];
     TORCH_CHECK(!item.turns_keys(), "cache positions work on the CPU only");
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
@@ -100,27 +108,26 @@ DevicePlan DeviceForward::Plan(absl::Span<const StepItem> items) const {
                        .num_logits = item.num_logits(),
                        .taps = item.sequence->tap.layers()});
   }
-  return PlanDevice(planned, shape_);
+  return use(planned);
 }
 
 void DeviceForward::Run(absl::Span<StepItem> items) {
   items_ = items;
-  plan_ = Plan(items);
   copy_.Drop();
   arrivals_.clear();
   tapped_.clear();
   kept_.assign(items.size(), {});
   latest_ = {};
-  numbers_ = at::tensor(plan_.numbers, at::kInt).to(model_.device());
-  index_ = numbers_.to(at::kLong);
-  const at::Tensor logits =
-      model_.Forward(Index(plan_.tokens), Index(plan_.positions), Index(plan_.last), *this);
+  read_argmax_.clear();
+  at::Tensor logits = recorder_ != nullptr ? RunRecorded() : at::Tensor();
+  if (!logits.defined()) logits = RunOnce();
   int64_t row = 0;
   for (StepItem& item : items) {
-    TakeLogits(item, logits.narrow(0, row, item.num_logits()));
+    TakeLogits(item, logits, row);
     row += item.num_logits();
   }
   TORCH_CHECK(row == logits.size(0), "logits rows do not match the batch");
+  TakeHighest(logits);
   TakeSteps();
   for (StepItem& item : items) {
     if (!item.wants(Signal::kGate)) continue;
@@ -139,6 +146,170 @@ void DeviceForward::Run(absl::Span<StepItem> items) {
   items_ = {};
 }
 
+at::Tensor DeviceForward::RunOnce() {
+  plan_ = WithPlanned([&](const auto& planned) { return PlanDevice(planned, shape_); });
+  numbers_ = at::tensor(plan_.numbers, at::kInt).to(model_.device());
+  index_ = numbers_.to(at::kLong);
+  return model_.Forward(Index(plan_.tokens), Index(plan_.positions), Index(plan_.last), *this);
+}
+
+at::Tensor DeviceForward::RunRecorded() {
+  int64_t longest = 0;
+  for (const StepItem& item : items_) {
+    const bool steered = item.sequence->steering.has_value();
+    if (!item.work->decode || item.work->pass || item.num_rows() > 1 || steered) return {};
+    longest = std::max(longest, *std::max_element(item.used.begin(), item.used.end()));
+  }
+  PaddedLayout layout = {.rows = RecordedSteps::Rows(std::ssize(items_)),
+                         .max_length = RecordedSteps::Length(longest)};
+  if (layout.rows == 0) return {};
+  plan_ = WithPlanned(
+      [&](const auto& planned) { return PlanPadded(planned, pool_.spare_row(), shape_, layout); });
+  RecordedStep& step = recorded_.Find(layout);
+  if (!step.numbers.defined()) {
+    const int64_t taps = 2 * layout.rows * shape_.num_layers;  // which rows, and their order
+    step.numbers =
+        at::empty({plan_.read_by_forward + taps}, at::dtype(at::kInt).device(model_.device()));
+  }
+  const auto size = std::ssize(plan_.numbers);
+  at::Tensor host = at::empty({size}, at::dtype(at::kInt).pinned_memory(step.numbers.is_cuda()));
+  std::copy(plan_.numbers.begin(), plan_.numbers.end(), host.mutable_data_ptr<int32_t>());
+  step.numbers.narrow(0, 0, size).copy_(host, /*non_blocking=*/true);
+
+  if (step.graph == nullptr && step.ran && !Record(step)) return {};
+  if (step.graph != nullptr) {
+    step.graph->Replay();
+    ++replays_;
+  } else {
+    DevicePlan plan = plan_;
+    step.plan = plan;
+    RunInto(step);
+    plan_ = std::move(plan);
+  }
+  numbers_ = step.numbers;
+  index_ = step.index;
+  TakeSeen(step);
+  at::Tensor logits = step.logits.narrow(0, 0, std::ssize(items_));
+  if (step.graph == nullptr) {
+    step.ran = true;
+    step.layers.clear();
+    step.logits = step.index = at::Tensor();
+  }
+  return logits;
+}
+
+// The forward of a step's own plan, which is what is recorded: it sees nobody's items.
+void DeviceForward::RunInto(RecordedStep& step) {
+  const absl::Span<StepItem> items = std::exchange(items_, {});
+  plan_ = step.plan;
+  latest_ = {};
+  numbers_ = step.numbers;
+  index_ = step.index = numbers_.to(at::kLong);
+  step.layers.clear();
+  seen_ = &step.layers;
+  try {
+    step.logits =
+        model_.Forward(Index(plan_.tokens), Index(plan_.positions), Index(plan_.last), *this);
+  } catch (...) {
+    seen_ = nullptr;
+    items_ = items;
+    throw;
+  }
+  seen_ = nullptr;
+  items_ = items;
+}
+
+// False: it failed, and nothing will be recorded any more.
+bool DeviceForward::Record(RecordedStep& step) {
+  const DevicePlan plan = plan_;
+  try {
+    step.plan = plan;
+    step.graph = recorder_->Record([this, &step] { RunInto(step); });
+  } catch (const std::exception& error) {
+    const auto* const of_torch = dynamic_cast<const c10::Error*>(&error);
+    const std::string why = of_torch ? of_torch->what_without_backtrace() : error.what();
+    recording_failed_ = why.substr(0, why.find('\n'));
+    recorded_.Clear();
+    recorder_ = nullptr;
+    return false;
+  }
+  plan_ = plan;
+  for (SeenLayer& layer : step.layers) {
+    for (at::Tensor* tensor : {&layer.normed, &layer.q, &layer.rotated, &layer.residual}) {
+      *tensor = recorder_->Borrow(*tensor);
+    }
+  }
+  step.logits = recorder_->Borrow(step.logits);
+  step.index = recorder_->Borrow(step.index);
+  return true;
+}
+
+void DeviceForward::TakeSeen(const RecordedStep& step) {
+  for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+    TakeAttention(step.layers[layer], layer);
+    TakeTaps(step.layers[layer].residual, layer + 1);
+  }
+  MeasureSeen(step);
+}
+
+// What decoded tokens' queries give the slots of their lanes: of all layers and items together, the
+// longest lanes first.
+void DeviceForward::MeasureSeen(const RecordedStep& step) {
+  struct Measured {
+    int64_t query, start, used, layer, head;
+    LaneRowsOfStep* rows;
+  };
+  std::vector<Measured> lanes;
+  const int64_t heads = shape_.num_kv_heads;
+  auto add = [&](const StepItem& item, LaneRowsOfStep& rows) {
+    for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+      for (int64_t head = 0; rows.Has(layer) && head < heads; ++head) {
+        lanes.push_back({.query = (layer * step.plan.tokens.size + item.row) * heads + head,
+                         .start = item.sequence->cache.Lane(layer, head).first_row,
+                         .used = item.used[layer * heads + head],
+                         .layer = layer,
+                         .head = head,
+                         .rows = &rows});
+      }
+    }
+  };
+  for (const StepItem& item : items_) {
+    if (item.wants_attention_rows()) add(item, item.sequence->attention_rows);
+    if (item.measures_mass) add(item, mass_rows_);
+  }
+  if (lanes.empty()) return;
+  std::stable_sort(lanes.begin(), lanes.end(),
+                   [](const Measured& a, const Measured& b) { return a.used > b.used; });
+
+  std::vector<int64_t> numbers;
+  for (const auto member : {&Measured::query, &Measured::start, &Measured::used}) {
+    for (const Measured& lane : lanes) numbers.push_back(lane.*member);
+  }
+  const auto count = std::ssize(lanes);
+  const at::Tensor up = at::tensor(numbers, at::kLong).view({3, count}).to(model_.device());
+  std::vector<at::Tensor> rotated;
+  for (const SeenLayer& layer : step.layers) rotated.push_back(layer.rotated);
+  const at::Tensor queries = (at::stack(rotated).to(at::kFloat) * scales_)
+                                 .view({-1, group_, shape_.key_width})
+                                 .index_select(0, up[0]);
+  int64_t end = 0;
+  for (int64_t begin = 0; begin < count; begin = end) {
+    const int64_t longest = lanes[begin].used;
+    end = std::min(count, begin + LanesAtOnce(longest, shape_.key_width));
+    const auto some = [&](const at::Tensor& of) { return of.narrow(0, begin, end - begin); };
+    const at::Tensor masses =
+        LaneMasses(some(queries), pool_.keys(), some(up[1]), some(up[2]), longest);
+    Bring(masses,
+          [of = std::vector(lanes.begin() + begin, lanes.begin() + end)](const at::Tensor& rows) {
+            const float* row = rows.const_data_ptr<float>();
+            for (const Measured& lane : of) {
+              std::copy_n(row, lane.used, lane.rows->lane(lane.layer, lane.head).begin());
+              row += rows.size(1);
+            }
+          });
+  }
+}
+
 void DeviceForward::Bring(const at::Tensor& tensor,
                           std::function<void(const at::Tensor&)> arrived) {
   arrivals_.push_back([this, place = copy_.Add(tensor), arrived = std::move(arrived)] {
@@ -154,13 +325,34 @@ at::Tensor DeviceForward::Numbers(DevicePlan::Section section) const {
   return numbers_.narrow(0, section.begin, section.size);
 }
 
-// Only the rows that the host reads.
-void DeviceForward::TakeLogits(StepItem& item, const at::Tensor& logits) {
+// Only what the host reads. The item's logits are those of all from `row` on.
+void DeviceForward::TakeLogits(StepItem& item, const at::Tensor& all, int64_t row) {
+  const at::Tensor logits = all.narrow(0, row, item.num_logits());
   const int64_t wanted = item.wants_prompt_logprobs() ? item.num_rows() : item.num_read_logits();
-  Bring(logits.narrow(0, logits.size(0) - wanted, wanted),
-        [&item](const at::Tensor& rows) { item.logits = rows; });
+  const int64_t first = row + item.num_logits() - wanted;
+  if (wanted > 0 && ReadsArgmax(item)) {
+    read_argmax_.push_back({&item, first});
+  } else {
+    Bring(all.narrow(0, first, wanted), [&item](const at::Tensor& rows) { item.logits = rows; });
+  }
   if (!item.wants(Signal::kLogitEntropy)) return;
   Bring(EntropiesOf(logits), [&item](const at::Tensor& rows) { item.entropies = rows; });
+}
+
+// Of all rows at once, whoever reads them.
+void DeviceForward::TakeHighest(const at::Tensor& logits) {
+  if (read_argmax_.empty()) return;
+  const auto [highest, likeliest] = at::max(logits, 1);
+  const at::Tensor both = at::stack({highest, likeliest.to(at::kInt).view(at::kFloat)});
+  Bring(both, [this](const at::Tensor& rows) {
+    const float* const logit = rows.const_data_ptr<float>();
+    const auto* const token = reinterpret_cast<const int32_t*>(logit + rows.size(1));
+    for (const auto& [item, first] : read_argmax_) {
+      for (int64_t row = first; row < first + item->num_read_logits(); ++row) {
+        item->highest.push_back({.logit = logit[row], .token = token[row]});
+      }
+    }
+  });
 }
 
 // The steps of all items by one reduction.
@@ -197,7 +389,11 @@ void DeviceForward::TakeSteps() {
 
 at::Tensor DeviceForward::Block(const at::Tensor& residual, int64_t layer) {
   // Entering block `layer` is the residual after block layer - 1.
-  if (layer > 0) TakeTaps(residual, layer);
+  if (layer > 0 && seen_ != nullptr) {
+    seen_->back().residual = residual;
+  } else if (layer > 0) {
+    TakeTaps(residual, layer);
+  }
   return Steered(items_, residual, layer);
 }
 
@@ -237,16 +433,27 @@ at::Tensor DeviceForward::Attention(const at::Tensor& q, const at::Tensor& k, co
   const at::Tensor queries = turned.narrow(1, 0, group_).contiguous();
   const at::Tensor out = Attend(queries, layer);
 
-  const at::Tensor rotated = queries.view({n, shape_.num_heads, shape_.key_width});
-  for (const StepItem& item : items_) {
-    TakeQueries(item, q, rotated, layer);
-    if (item.wants_attention_rows(layer)) {
-      Measure(item, rotated, layer, item.sequence->attention_rows);
+  SeenLayer seen = {
+      .normed = normed, .q = q, .rotated = queries.view({n, shape_.num_heads, shape_.key_width})};
+  if (seen_ != nullptr) {
+    seen_->push_back(std::move(seen));
+  } else {
+    TakeAttention(seen, layer);
+    for (const StepItem& item : items_) {
+      if (item.wants_attention_rows(layer)) {
+        Measure(item, seen.rotated, layer, item.sequence->attention_rows);
+      }
+      if (item.measures_mass) Measure(item, seen.rotated, layer, mass_rows_);
     }
-    if (item.measures_mass) Measure(item, rotated, layer, mass_rows_);
   }
-  TakeGates(items_, normed, layer, /*together=*/false);
   return out.view({n, shape_.num_heads, shape_.value_width});
+}
+
+void DeviceForward::TakeAttention(const SeenLayer& seen, int64_t layer) {
+  for (const StepItem& item : items_) {
+    TakeQueries(item, seen.q, seen.rotated, layer);
+  }
+  TakeGates(items_, seen.normed, layer, /*together=*/false);
 }
 
 // Cosines and sines at the rows' positions. Most layers share them.

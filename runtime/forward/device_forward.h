@@ -4,12 +4,17 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
 #include "runtime/forward/device_plan.h"
+#include "runtime/forward/graph_recorder.h"
 #include "runtime/forward/host_copy.h"
+#include "runtime/forward/recorded_steps.h"
 #include "runtime/kv/kv_pool.h"
 #include "runtime/model/model.h"
 #include "runtime/model/operators.h"
@@ -24,15 +29,19 @@ struct StepItem;
 // What a step needs goes up as one tensor of numbers (DevicePlan) and what the host needs of it
 // comes down in one copy (HostCopy); K, V, residuals and queries stay. Engine thread.
 //
+// Steps that only decode are recorded, where there is a recorder: a GPU runs a step's thousand
+// kernels in a fifth of the time that it takes to launch them one by one. What signals need of a
+// layer is then taken after the forward, from what the layer's hooks saw.
+//
 // Left to the CPU: positions = cache, soft caps, windows, deterministic mode.
 class DeviceForward final : private ForwardHooks {
  public:
   // UNIMPLEMENTED: what of this model only the CPU can do.
   static absl::Status Supports(const Manifest& manifest);
 
-  // Of the executor, which outlives it.
+  // Of the executor, which outlives it. recorder: null: nothing is recorded.
   DeviceForward(const Model& model, const ModelShape& shape, absl::Span<const RopeTable> ropes,
-                KvPool& pool, LaneRowsOfStep& mass_rows);
+                KvPool& pool, LaneRowsOfStep& mass_rows, std::shared_ptr<GraphRecorder> recorder);
 
   // One forward over items whose rows follow one another from 0. Leaves on the host, with the items
   // and their sequences, what the executor commits, samples from and tells policies.
@@ -40,15 +49,30 @@ class DeviceForward final : private ForwardHooks {
 
   // Copies from the device since the start: one a step.
   int64_t host_copies() const { return copy_.count(); }
+  // Steps since the start that were replayed.
+  int64_t replays() const { return replays_; }
+  // Why steps are no longer recorded: recording one failed. Empty: they are.
+  const std::string& recording_failed() const { return recording_failed_; }
 
  private:
   at::Tensor Block(const at::Tensor& residual, int64_t layer) override;
   at::Tensor Attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                        const at::Tensor& normed, int64_t layer) override;
 
+  at::Tensor RunOnce();
+  // Undefined: this step is not recorded.
+  at::Tensor RunRecorded();
+  void RunInto(RecordedStep& step);
+  bool Record(RecordedStep& step);
+  void TakeSeen(const RecordedStep& step);
+  void MeasureSeen(const RecordedStep& step);
+
   // What is looked at of the residual after block layer - 1.
   void TakeTaps(const at::Tensor& residual, int64_t layer);
-  DevicePlan Plan(absl::Span<const StepItem> items) const;
+  // What is looked at of a layer's attention, but for what queries give their lanes.
+  void TakeAttention(const SeenLayer& seen, int64_t layer);
+  template <class Use>
+  auto WithPlanned(Use use) const;
   at::Tensor Index(DevicePlan::Section section) const;    // int64
   at::Tensor Numbers(DevicePlan::Section section) const;  // int32
   const at::Tensor& AnglesOf(int64_t layer);
@@ -57,7 +81,8 @@ class DeviceForward final : private ForwardHooks {
                    int64_t layer);
   void Measure(const StepItem& item, const at::Tensor& rotated, int64_t layer,
                LaneRowsOfStep& rows);
-  void TakeLogits(StepItem& item, const at::Tensor& logits);
+  void TakeLogits(StepItem& item, const at::Tensor& all, int64_t row);
+  void TakeHighest(const at::Tensor& logits);
   void TakeSteps();
   // Brings a tensor with the step's copy, and then calls `arrived` with it.
   void Bring(const at::Tensor& tensor, std::function<void(const at::Tensor&)> arrived);
@@ -66,18 +91,21 @@ class DeviceForward final : private ForwardHooks {
   const ModelShape& shape_;
   KvPool& pool_;
   LaneRowsOfStep& mass_rows_;
+  std::shared_ptr<GraphRecorder> recorder_;
   const int64_t group_;  // query heads of a KV head
   struct Angles {
     bool interleaved = false;
     at::Tensor table;  // [context_length, 2 x half]: cosines, sines
   };
   std::vector<Angles> ropes_;
+  at::Tensor scales_;  // of logits, fp32 [layers, 1, 1, 1]
   HostCopy copy_;
 
   // The forward that runs.
   absl::Span<StepItem> items_;
   DevicePlan plan_;
-  at::Tensor numbers_, index_;                 // the plan's, int32 and int64
+  at::Tensor numbers_, index_;                              // the plan's, int32 and int64
+  std::vector<std::pair<StepItem*, int64_t>> read_argmax_;  // and their first rows of logits
   std::vector<at::Tensor> tapped_;             // by block that is: rows that are looked at
   std::vector<std::vector<at::Tensor>> kept_;  // by item: last_residuals, a row a block
   struct {
@@ -85,6 +113,11 @@ class DeviceForward final : private ForwardHooks {
     at::Tensor angles;  // [n x kv_heads, 1, 2 x half]
   } latest_;
   std::vector<std::function<void()>> arrivals_;
+
+  RecordedSteps recorded_;
+  std::vector<SeenLayer>* seen_ = nullptr;  // of the step that is being recorded
+  int64_t replays_ = 0;
+  std::string recording_failed_;
 };
 
 }  // namespace epikv

@@ -11,13 +11,16 @@ using Section = DevicePlan::Section;
 
 class Planner {
  public:
-  Planner(absl::Span<const DeviceItem> items, const ModelShape& shape)
-      : items_(items), shape_(shape), heads_(shape.num_kv_heads) {}
+  // layout: of a padded plan; null: of any other.
+  Planner(absl::Span<const DeviceItem> items, const ModelShape& shape,
+          const PaddedLayout* layout = nullptr)
+      : items_(items), shape_(shape), heads_(shape.num_kv_heads), layout_(layout) {}
 
   DevicePlan Plan() {
     PlanRows();
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) PlanAppends(layer);
     for (const bool decode : {true, false}) PlanCall(decode);
+    plan_.read_by_forward = std::ssize(plan_.numbers);
     PlanTaps();
     return std::move(plan_);
   }
@@ -64,8 +67,9 @@ class Planner {
       }
     }
     plan_.written.push_back(Add(written));
-    plan_.rope_positions.push_back(
-        layer > 0 && positions == positions_ ? plan_.rope_positions.back() : Add(positions));
+    const bool alike =
+        layer > 0 && (layout_ != nullptr ? layout_->one_position : positions == positions_);
+    plan_.rope_positions.push_back(alike ? plan_.rope_positions.back() : Add(positions));
     positions_ = std::move(positions);
   }
 
@@ -96,7 +100,9 @@ class Planner {
           lengths.push_back(item.used[lane]);
         }
       }
-      call.max_length.push_back(*std::max_element(lengths.begin(), lengths.end()));
+      call.max_length.push_back(layout_ != nullptr
+                                    ? layout_->max_length
+                                    : *std::max_element(lengths.begin(), lengths.end()));
       first_rows.push_back(first_rows.back() + lengths.back());
       call.starts.push_back(Add(first_rows));
       call.lengths.push_back(Add(lengths));
@@ -128,12 +134,41 @@ class Planner {
   const absl::Span<const DeviceItem> items_;
   const ModelShape& shape_;
   const int64_t heads_;
+  const PaddedLayout* const layout_;
   int64_t num_rows_ = 0;
   std::vector<int64_t> positions_;  // of the layer before
   DevicePlan plan_;
 };
 
+// Whether each of them gives its token one position.
+bool OnePosition(absl::Span<const DeviceItem> items) {
+  return std::all_of(items.begin(), items.end(), [](const DeviceItem& item) {
+    return std::all_of(item.positions.begin(), item.positions.end(),
+                       [&](int64_t position) { return position == item.positions.front(); });
+  });
+}
+
 }  // namespace
+
+DevicePlan PlanPadded(absl::Span<const DeviceItem> items, int64_t spare, const ModelShape& shape,
+                      PaddedLayout& layout) {
+  layout.one_position = OnePosition(items);
+  const std::vector<int32_t> token = {0};
+  const std::vector<int64_t> zero = {0}, lanes(shape.num_layers * shape.num_kv_heads, spare),
+                             used(lanes.size(), 1);
+  std::vector<DeviceItem> padded(items.begin(), items.end());
+  for (int64_t row = std::ssize(items); row < layout.rows; ++row) {
+    padded.push_back({.row = row,
+                      .decode = true,
+                      .tokens = token,
+                      .lanes = lanes,
+                      .slots = zero,
+                      .positions = zero,
+                      .used = used,
+                      .num_logits = 1});
+  }
+  return Planner(padded, shape, &layout).Plan();
+}
 
 DevicePlan PlanDevice(absl::Span<const DeviceItem> items, const ModelShape& shape) {
   return Planner(items, shape).Plan();

@@ -51,11 +51,28 @@ struct DevicePlan {
   std::vector<Section> written;  // by layer: [n x kv_heads] rows of the pool that K and V take
   std::vector<Section> rope_positions;  // by layer: [n x kv_heads]; those that are alike are shared
   std::vector<Call> calls;              // decoded rows, rows of prompts: those that there are
-  std::vector<Section> taps;            // by block: rows that are looked at
-  Section tap_order;  // what was taken, block by block, as [items][taps of the item]
+  // Before it lies what the forward reads, behind it what is read of it afterwards.
+  int64_t read_by_forward = 0;
+  std::vector<Section> taps;  // by block: rows that are looked at
+  Section tap_order;          // what was taken, block by block, as [items][taps of the item]
 };
 
 // Precondition: rows of items follow one another from 0; the pool has fewer than 2^31 rows.
 DevicePlan PlanDevice(absl::Span<const DeviceItem> items, const ModelShape& shape);
+
+// Of decoded tokens, where the sections that the forward reads lie: plans of one layout differ in
+// numbers alone.
+struct PaddedLayout {
+  int64_t rows = 0;          // of the forward; those behind the items' are nobody's
+  int64_t max_length = 0;    // of all lanes: that of the longest at least
+  bool one_position = true;  // a token has one RoPE position, whatever the layer
+  auto operator<=>(const PaddedLayout&) const = default;
+};
+
+// As PlanDevice, of items that each have one decoded token; their rows count from 0. What the rows
+// behind them write goes to the pool's row `spare`. `rows` and `max_length` of the layout are the
+// caller's; `one_position` is set.
+DevicePlan PlanPadded(absl::Span<const DeviceItem> items, int64_t spare, const ModelShape& shape,
+                      PaddedLayout& layout);
 
 }  // namespace epikv

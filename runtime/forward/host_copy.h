@@ -11,7 +11,8 @@ namespace epikv {
 // thread.
 class HostCopy {
  public:
-  // Queues a tensor of a multiple of 4 bytes that nobody changes before Run. Its place.
+  // Queues a tensor of elements of at most 4 bytes, and a multiple of 4 bytes, that nobody changes
+  // before Run. Its place.
   int64_t Add(const at::Tensor& tensor);
   // What is queued is not wanted.
   void Drop() { queued_.clear(); }

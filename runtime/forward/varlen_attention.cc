@@ -10,6 +10,8 @@
 namespace epikv {
 namespace {
 
+constexpr int64_t kMost = int64_t{1} << 24;  // of keys and of logits, held at once in fp32
+
 // Which of `used` slots m queries do not see, the i-th query being begin + i of `rows`. [m, used]
 at::Tensor Future(int64_t begin, int64_t m, int64_t rows, int64_t used, at::Device device) {
   const auto options = at::dtype(at::kLong).device(device);
@@ -52,7 +54,6 @@ at::Tensor VarlenAttention(const VarlenCall& call) {
 
 at::Tensor AttentionMass(const at::Tensor& q, const at::Tensor& keys, int64_t first, int64_t heads,
                          int64_t capacity, int64_t used, double scale) {
-  constexpr int64_t kMost = int64_t{1} << 24;  // of keys and of logits, held at once in fp32
   const int64_t rows = q.size(0), width = q.size(2), group = q.size(1) / heads;
   if (heads > 1 && heads * used * width > kMost) {
     std::vector<at::Tensor> each;
@@ -80,6 +81,24 @@ at::Tensor AttentionMass(const at::Tensor& q, const at::Tensor& keys, int64_t fi
     mass += logits.softmax(-1).sum({1, 2});
   }
   return mass.div_(static_cast<double>(group));
+}
+
+int64_t LanesAtOnce(int64_t longest, int64_t width) {
+  return std::max<int64_t>(kMost / (longest * width), 1);
+}
+
+at::Tensor LaneMasses(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& starts,
+                      const at::Tensor& lengths, int64_t longest) {
+  const int64_t lanes = queries.size(0), width = queries.size(2);
+  const at::Tensor slots = at::arange(longest, starts.options()).unsqueeze(0);  // [1, longest]
+  const at::Tensor ends = lengths.unsqueeze(1);
+  // Behind its end a lane's last row stands in.
+  const at::Tensor rows = starts.unsqueeze(1) + at::minimum(slots, ends - 1);
+  const at::Tensor gathered =
+      keys.index_select(0, rows.flatten()).view({lanes, longest, width}).to(at::kFloat);
+  const at::Tensor logits = at::bmm(queries, gathered.transpose(1, 2));  // [b, group, longest]
+  logits.masked_fill_((slots >= ends).unsqueeze(1), kNever);
+  return logits.softmax(-1).mean(1);
 }
 
 }  // namespace epikv

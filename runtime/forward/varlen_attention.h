@@ -34,4 +34,14 @@ at::Tensor VarlenAttention(const VarlenCall& call);
 at::Tensor AttentionMass(const at::Tensor& q, const at::Tensor& keys, int64_t first, int64_t heads,
                          int64_t capacity, int64_t used, double scale);
 
+// The same of one query a lane, for lanes anywhere in `keys`. queries fp32 [b, group, width],
+// times the scale; starts,
+// lengths int64 [b]: a lane's first row, and how many of its rows are read; longest: of them. [b,
+// longest], 0 behind a lane's end.
+at::Tensor LaneMasses(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& starts,
+                      const at::Tensor& lengths, int64_t longest);
+
+// Lanes whose masses are made at once, where the longest is so long: keys are widened to fp32.
+int64_t LanesAtOnce(int64_t longest, int64_t width);
+
 }  // namespace epikv

@@ -19,8 +19,10 @@ KvPool::KvPool(int64_t num_rows, int64_t key_width, int64_t value_width, KvForma
       place_(place),
       key_bytes_(format.RowBytes(key_width)),
       value_bytes_(format.RowBytes(value_width)),
-      key_rows_(at::empty({num_rows, key_bytes_}, at::dtype(at::kByte).device(place.device))),
-      value_rows_(at::empty({num_rows, value_bytes_}, at::dtype(at::kByte).device(place.device))),
+      key_rows_(at::empty({num_rows + (place.by_gather ? 1 : 0), key_bytes_},
+                          at::dtype(at::kByte).device(place.device))),
+      value_rows_(
+          at::empty({key_rows_.size(0), value_bytes_}, at::dtype(at::kByte).device(place.device))),
       keys_(static_cast<char*>(key_rows_.data_ptr())),
       values_(static_cast<char*>(value_rows_.data_ptr())),
       reserved_keys_(keys_, place.device.is_cpu() ? num_rows * key_bytes_ : 0),

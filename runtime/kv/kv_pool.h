@@ -52,7 +52,7 @@ class KvPool {
   // Copies of some rows, in fp32 and the CPU's memory, whatever the pool's format: [n, width].
   at::Tensor ReadKeys(absl::Span<const int64_t> rows) const { return Read(key_rows_, rows); }
   at::Tensor ReadValues(absl::Span<const int64_t> rows) const { return Read(value_rows_, rows); }
-  // All rows of a pool in the model's dtype: [rows, width].
+  // All rows of a pool in the model's dtype, the spare one, too: [rows, width].
   at::Tensor keys() const { return Elements(key_rows_); }
   at::Tensor values() const { return Elements(value_rows_); }
   at::Device device() const { return place_.device; }
@@ -66,6 +66,8 @@ class KvPool {
   const KvFormat& format() const { return format_; }
   int64_t free_rows() const { return rows_.free_rows(); }
   int64_t num_rows() const { return rows_.num_rows(); }
+  // A row behind them that nobody reads, of a pool of gathers: for what is nobody's.
+  int64_t spare_row() const { return rows_.num_rows(); }
   // Up to the last row that was ever held, written or not: no more of the pool is resident, but for
   // the rest of a huge page. 0 on a device.
   int64_t touched_bytes() const {

@@ -22,16 +22,18 @@ bool Likelier(const Candidate& a, const Candidate& b) {
   return a.weight != b.weight ? a.weight > b.weight : a.token < b.token;
 }
 
+// -inf: that of all.
+absl::Status BrokenLogit(float logit, size_t token) {
+  if (logit == -kInfinity) return absl::InternalError("logits of all tokens are -inf");
+  return absl::InternalError(
+      absl::StrCat("logits of token ", token, " are ", std::isnan(logit) ? "NaN" : "infinite"));
+}
+
 absl::Status BrokenLogits(absl::Span<const float> logits) {
   for (size_t token = 0; token < logits.size(); ++token) {
-    if (std::isnan(logits[token])) {
-      return absl::InternalError(absl::StrCat("logits of token ", token, " are NaN"));
-    }
-    if (logits[token] == kInfinity) {
-      return absl::InternalError(absl::StrCat("logits of token ", token, " are infinite"));
-    }
+    if (!(logits[token] < kInfinity)) return BrokenLogit(logits[token], token);
   }
-  return absl::InternalError("logits of all tokens are -inf");
+  return BrokenLogit(-kInfinity, 0);
 }
 
 // The highest logit. Independent lanes, so that the compiler can use vector registers: this pass
@@ -261,6 +263,15 @@ absl::StatusOr<int32_t> Argmax(absl::Span<const float> logits) {
   return FirstOf(logits, *peak);
 }
 
+absl::StatusOr<int32_t> CheckedArgmax(float highest, int32_t token) {
+  if (!std::isfinite(highest)) return BrokenLogit(highest, token);
+  return token;
+}
+
+bool GivesArgmax(const SamplingParams& params, const Draw& draw) {
+  return params.greedy() && !Adjusts(params, draw);
+}
+
 absl::StatusOr<std::vector<Candidate>> Candidates(absl::Span<const float> logits,
                                                   const SamplingParams& params, const Draw& draw) {
   const absl::StatusOr<float> raw_peak = Peak(logits);  // also of what is masked: broken is broken
@@ -285,7 +296,7 @@ absl::StatusOr<std::vector<Candidate>> Candidates(absl::Span<const float> logits
 
 absl::StatusOr<int32_t> Sample(absl::Span<const float> logits, const SamplingParams& params,
                                const Draw& draw) {
-  if (params.greedy() && !Adjusts(params, draw)) return Argmax(logits);
+  if (GivesArgmax(params, draw)) return Argmax(logits);
   const absl::StatusOr<std::vector<Candidate>> candidates = Candidates(logits, params, draw);
   if (!candidates.ok()) return candidates.status();
   return Pick(*candidates, CounterRng(params.seed, CounterRng::kSamplerStream).Uniform(draw.index));

@@ -59,6 +59,12 @@ struct Candidate {
 // The token with the highest logit, of several the lowest.
 absl::StatusOr<int32_t> Argmax(absl::Span<const float> logits);
 
+// What Argmax says of logits whose highest, or first NaN, a device has found.
+absl::StatusOr<int32_t> CheckedArgmax(float highest, int32_t token);
+
+// Whether Sample gives the Argmax, whatever the logits.
+bool GivesArgmax(const SamplingParams& params, const Draw& draw);
+
 // What Sample draws from; never empty. The stages, in the order of Hugging Face's generate (and of
 // vLLM, but that it puts min_p before top_k):
 //   1. logit_bias is added; tokens that are `masked`, or not `allowed`, become impossible. None is

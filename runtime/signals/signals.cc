@@ -127,6 +127,11 @@ absl::Span<float> LaneRowsOfStep::layer(int64_t layer) {
   return absl::MakeSpan(rows_).subspan(begin, end - begin);
 }
 
+absl::Span<float> LaneRowsOfStep::lane(int64_t layer, int64_t head) {
+  const int64_t lane = layer * num_kv_heads_ + head;
+  return absl::MakeSpan(rows_).subspan(starts_[lane], starts_[lane + 1] - starts_[lane]);
+}
+
 absl::Span<const float> LaneRowsOfStep::at(int64_t layer, int64_t head) const {
   if (!Has(layer)) {
     throw std::out_of_range(absl::StrCat("attention of layer ", layer, " was not declared"));

@@ -103,6 +103,7 @@ class LaneRowsOfStep final : public Signals::AttentionRow {
   // used: slots of each lane, [layers x kv_heads].
   void Resize(absl::Span<const int64_t> used);
   absl::Span<float> layer(int64_t layer);  // its heads, one after another
+  absl::Span<float> lane(int64_t layer, int64_t head);
   absl::Span<const float> at(int64_t layer, int64_t head) const override;
   // Kept from step to step.
   int64_t bytes() const { return static_cast<int64_t>(rows_.capacity() * sizeof(float)); }

@@ -18,6 +18,15 @@ const Gate* GateOf(const StepItem& item) {
 
 }  // namespace
 
+bool ReadsArgmax(const StepItem& item) {
+  const OutputOptions& output = item.sequence->request.output;
+  const WorkItem& work = *item.work;
+  return !work.pass && work.forced.empty() && !output.logprobs && output.top_logprobs == 0 &&
+         !item.wants_prompt_logprobs() &&
+         GivesArgmax(item.sequence->request.sampling,
+                     {.masked = work.masked, .allowed = work.allowed});
+}
+
 bool WantsGate(absl::Span<const StepItem> items) {
   return std::any_of(items.begin(), items.end(),
                      [](const StepItem& item) { return item.wants(Signal::kGate); });

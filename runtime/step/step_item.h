@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -126,8 +127,16 @@ struct StepItem {
   std::vector<std::vector<int64_t>> slot_positions;
   std::vector<LanePositions> lane_positions;  // of the layer that runs, if its window hides any
   // PositionMode::kCache: keys are turned at every step, into scratch for one layer.
-  std::vector<char*> turned_keys;     // [kv_heads]: each lane's in there
-  at::Tensor logits;                  // of its last rows, [at least num_outputs, vocab]
+  std::vector<char*> turned_keys;  // [kv_heads]: each lane's in there
+  at::Tensor logits;               // of its last rows, [at least num_outputs, vocab]; or
+  struct Highest {
+    float logit = 0;
+    int32_t token = 0;
+  };
+  std::vector<Highest> highest;  // logits of its rows that give an output: see ReadsArgmax
+  // What they became, in order: num_outputs tokens, then those of completions 1, 2 ..
+  std::vector<absl::StatusOr<OutputToken>> outputs;
+  std::exception_ptr sampling_failed;
   at::Tensor entropies;               // Signals::logit_entropy, if wanted. [num_rows]
   std::vector<at::Tensor> residuals;  // [num_rows, hidden] after each block so far, if wanted
   at::Tensor distances;               // [layers, num_rows], once the last block has run, if wanted
@@ -166,6 +175,9 @@ struct StepItem {
     return of_slots;
   }
 };
+
+// Whether its outputs are the likeliest tokens of its rows, and nothing else of them is read.
+bool ReadsArgmax(const StepItem& item);
 
 bool WantsGate(absl::Span<const StepItem> items);
 

@@ -33,7 +33,7 @@ namespace epikv {
 namespace {
 
 constexpr int64_t kWarmSteps = 20, kProfiledSteps = 8;
-constexpr size_t kKernelsShown = 12;
+constexpr size_t kKernelsShown = 10;
 
 [[noreturn]] void Die(const std::string& why) {
   std::fprintf(stderr, "step_times: %s\n", why.c_str());

@@ -10,9 +10,11 @@
 #include <functional>
 
 #include "runtime/forward/device.h"
+#include "runtime/forward/recorded_steps.h"
 #include "runtime/forward/varlen_attention.h"
 #include "runtime/kv/kv_pool.h"
 #include "tests/fixtures/engine_harness.h"
+#include "tests/fixtures/fake_recorder.h"
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
 
@@ -90,6 +92,29 @@ TEST_P(DevicePath, EvictsPromptsAsTheCpuDoes) {
   ExpectAlike(RunOn(true, model(), options, how), RunOn(false, model(), options, how));
 }
 
+// The same where decode steps are recorded, and run again with other numbers.
+TEST_P(DevicePath, ReplaysGiveWhatTheCpuGives) {
+  EngineHarness cpu = Harness();
+  RequestOptions options = WithPolicy(Scoring(cpu.manifest(), 24, 120, 13), policy(), 64);
+  options.output.residual_steps = true;
+  options.output.top_logprobs = 5;
+  const auto recorder = std::make_shared<FakeRecorder>();
+  EngineHarness device = Harness({.device_path = true, .recorder = recorder});
+  const Transcript expected = cpu.Run(options), got = device.Run(options);
+  ASSERT_TRUE(expected.ok()) << expected.finished->status;
+  ASSERT_TRUE(got.ok()) << got.finished->status;
+  EXPECT_EQ(recorder->recorded, 1);
+  EXPECT_EQ(device.executor().device()->replays(), 118);  // of 119: all but the first
+  EXPECT_EQ(Victims(got), Victims(expected));
+  EXPECT_EQ(got.finished->kv.kept, expected.finished->kv.kept);
+  ExpectSameSteps(got, expected);
+  ASSERT_EQ(got.logprobs.size(), expected.logprobs.size());
+  for (size_t i = 0; i < expected.logprobs.size(); ++i) {
+    EXPECT_NEAR(got.logprobs[i], expected.logprobs[i], 1e-4) << i;
+    EXPECT_NEAR(got.top_logprobs[i][4].logprob, expected.top_logprobs[i][4].logprob, 1e-4) << i;
+  }
+}
+
 // And the one variant that writes rows.
 std::vector<PolicyCase> OfDevices() {
   std::vector<PolicyCase> cases = EvictingPolicies();
@@ -115,11 +140,13 @@ int64_t rows_moved = 0;  // since the start, of all runs
 // Requests of many policies at once, in steps that hold decoded rows and rows of prompts, with
 // several completions, cached prefixes, and a pool so small that sequences are moved.
 std::vector<Transcript> RunTogether(bool device, int64_t pool_bytes,
-                                    std::function<void(EngineHarness&)> watch = nullptr) {
+                                    std::function<void(EngineHarness&)> watch = nullptr,
+                                    std::shared_ptr<GraphRecorder> recorder = nullptr) {
   EngineHarness harness(ModelPath("gqa"), {.kv_pool_bytes = pool_bytes,
                                            .max_step_tokens = 37,
                                            .prefill_chunk_tokens = 32,
                                            .device_path = device,
+                                           .recorder = recorder,
                                            .max_prefix_bytes = 200000,
                                            .policies = LawPolicies(),
                                            .mass_interval = 4,
@@ -156,12 +183,23 @@ std::vector<Transcript> RunTogether(bool device, int64_t pool_bytes,
   return all;
 }
 
-TEST(DevicePathTogether, GivesWhatTheCpuGives) {
-  int64_t evicted = 0, prefixes = 0, of_prompts = 0, moved = 0;
+// recorded: steps that only decode.
+class DevicePathTogether : public ::testing::TestWithParam<bool> {};
+
+TEST_P(DevicePathTogether, GivesWhatTheCpuGives) {
+  int64_t evicted = 0, prefixes = 0, of_prompts = 0, moved = 0, replays = 0;
   for (int64_t pool_bytes : {300'000, 350'000, 400'000, 450'000}) {
     const std::vector<Transcript> cpu = RunTogether(false, pool_bytes);
     const int64_t before = rows_moved;
-    const std::vector<Transcript> device = RunTogether(true, pool_bytes);
+    const auto recorder = std::make_shared<FakeRecorder>();
+    int64_t replayed = 0;
+    const std::vector<Transcript> device = RunTogether(
+        true, pool_bytes,
+        [&](EngineHarness& harness) {
+          harness.OnStep([&] { replayed = harness.executor().device()->replays(); });
+        },
+        GetParam() ? recorder : nullptr);
+    replays += replayed;
     moved += rows_moved - before;
     ASSERT_EQ(cpu.size(), device.size());
     for (size_t i = 0; i < cpu.size(); ++i) {
@@ -186,10 +224,82 @@ TEST(DevicePathTogether, GivesWhatTheCpuGives) {
   EXPECT_GT(evicted, 0);
   EXPECT_GT(prefixes, 0);
   EXPECT_GT(of_prompts, 60);
+  EXPECT_EQ(replays > 100, GetParam()) << replays;
+}
+
+INSTANTIATE_TEST_SUITE_P(Steps, DevicePathTogether, ::testing::Bool(),
+                         [](const auto& info) { return info.param ? "Recorded" : "RunOnce"; });
+
+// Where nobody asks for more, the device itself looks for the likeliest tokens.
+TEST(DevicePathGreedy, TokensNeedNoLogits) {
+  for (const char* model : {"gqa", "gqa_bf16"}) {
+    std::vector<std::vector<int32_t>> tokens;
+    for (const bool logprobs : {false, true}) {
+      EngineHarness device(ModelPath(model), {.device_path = true, .end_tokens = false});
+      std::vector<std::shared_ptr<Transcript>> running;
+      for (uint64_t seed : {5, 6, 7}) {
+        RequestOptions options;
+        options.prompt = Text(device.manifest(), 40, seed);
+        options.stop.max_output_tokens = 60;
+        options.output.logprobs = logprobs && seed != 7;
+        if (seed == 7) options.sampling.temperature = 1.0f;  // beside them
+        running.push_back(device.Submit(std::move(options)));
+      }
+      device.RunAll();
+      for (const auto& transcript : running) {
+        ASSERT_TRUE(transcript->ok()) << transcript->finished->status;
+        tokens.push_back(transcript->tokens);
+      }
+    }
+    EXPECT_EQ(tokens[0], tokens[3]);
+    EXPECT_EQ(tokens[1], tokens[4]);
+    EXPECT_EQ(tokens[2], tokens[5]);
+  }
+}
+
+TEST(RecordedSteps, AreOfFewSizes) {
+  std::vector<int64_t> rows;
+  for (int64_t count : {1, 2, 3, 5, 8, 9, 13, 17, 25, 48, 49, 256, 512, 513}) {
+    rows.push_back(RecordedSteps::Rows(count));
+  }
+  EXPECT_THAT(rows, ::testing::ElementsAre(1, 2, 4, 8, 8, 12, 16, 24, 32, 48, 64, 256, 512, 0));
+  EXPECT_EQ(RecordedSteps::Length(1), 256);
+  EXPECT_EQ(RecordedSteps::Length(256), 256);
+  EXPECT_EQ(RecordedSteps::Length(257), 512);
+}
+
+TEST(RecordedSteps, ForgetTheOneThatWasNotUsedForLongest) {
+  RecordedSteps steps;
+  for (int64_t rows = 1; rows <= 64; ++rows) steps.Find({.rows = rows}).ran = true;
+  EXPECT_TRUE(steps.Find({.rows = 1}).ran);
+  EXPECT_FALSE(steps.Find({.rows = 65}).ran);
+  EXPECT_EQ(steps.size(), 64);
+  EXPECT_TRUE(steps.Find({.rows = 1}).ran);
+  EXPECT_FALSE(steps.Find({.rows = 2}).ran);
+}
+
+// A device that can record nothing serves as one without a recorder does.
+TEST(DevicePathRecorder, ThatFailsIsLeftAlone) {
+  const auto recorder = std::make_shared<FakeRecorder>();
+  recorder->fails = true;
+  const std::vector<Transcript> expected = RunTogether(true, 400000);
+  std::string why;
+  const std::vector<Transcript> got = RunTogether(
+      true, 400000,
+      [&](EngineHarness& harness) {
+        harness.OnStep([&] { why = harness.executor().device()->recording_failed(); });
+      },
+      recorder);
+  EXPECT_EQ(recorder->recorded, 1);
+  EXPECT_EQ(why, "nothing can be recorded here");
+  for (size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_TRUE(got[i].ok()) << got[i].finished->status;
+    EXPECT_EQ(got[i].tokens, expected[i].tokens) << i;
+  }
 }
 
 // What a step gives the host, whoever asks for how much of it, comes in one copy.
-TEST(DevicePathTogether, CopiesToTheHostOnceAStep) {
+TEST(DevicePathCopies, ToTheHostAreOneAStep) {
   int64_t steps = 0, before = 0;
   RunTogether(true, 400000, [&](EngineHarness& harness) {
     harness.OnStep([&] {
@@ -250,7 +360,7 @@ TEST(KvPool, GathersAsItCopies) {
   KvPool raw(kRows, kWidth, kWidth, KvFormat());
   KvPool gathered(kRows, kWidth, kWidth, KvFormat(), {.by_gather = true});
   for (KvPool* pool : {&raw, &gathered}) {
-    pool->keys().copy_(at::arange(kRows * kWidth).view({kRows, kWidth}));
+    pool->keys().narrow(0, 0, kRows).copy_(at::arange(kRows * kWidth).view({kRows, kWidth}));
     pool->values().copy_(-pool->keys());
   }
   const std::vector<std::vector<RowMove>> batches = {
@@ -263,8 +373,8 @@ TEST(KvPool, GathersAsItCopies) {
   for (const std::vector<RowMove>& batch : batches) {
     raw.Copy(batch);
     gathered.Copy(batch);
-    ASSERT_TRUE(at::equal(raw.keys(), gathered.keys()));
-    ASSERT_TRUE(at::equal(raw.values(), gathered.values()));
+    ASSERT_TRUE(at::equal(raw.keys(), gathered.keys().narrow(0, 0, kRows)));
+    ASSERT_TRUE(at::equal(raw.values(), gathered.values().narrow(0, 0, kRows)));
   }
 }
 

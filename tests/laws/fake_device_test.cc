@@ -9,6 +9,7 @@
 
 #include "tests/fixtures/engine_harness.h"
 #include "tests/fixtures/fake_device.h"
+#include "tests/fixtures/fake_recorder.h"
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
 
@@ -44,6 +45,20 @@ TEST_P(OnADevice, GivesWhatTheCpuGives) {
   EXPECT_GT(got.finished->kv.evicted_entries, 0);
   EXPECT_EQ(got.finished->kv.kept, expected.finished->kv.kept);
   EXPECT_LT(LargestDifference(device.model().TakeLogits(), cpu.model().TakeLogits()), 1e-4);
+}
+
+// Where decode steps are recorded, and run again with other numbers.
+TEST_P(OnADevice, ReplaysGiveWhatTheCpuGives) {
+  EngineHarness cpu = Harness(),
+                device = DeviceHarness(model(), {.recorder = std::make_shared<FakeRecorder>()});
+  const RequestOptions options = WithPolicy(Scoring(cpu.manifest(), 24, 80, 13), policy(), 64);
+  const Transcript expected = cpu.Run(options), got = device.Run(options);
+  ASSERT_TRUE(got.ok()) << got.finished->status;
+  EXPECT_GT(device.executor().device()->replays(), 70);
+  EXPECT_EQ(got.finished->kv.kept, expected.finished->kv.kept);
+  for (size_t i = 0; i < expected.logprobs.size(); ++i) {
+    EXPECT_NEAR(got.logprobs[i], expected.logprobs[i], 1e-4) << i;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(FakeDevice, OnADevice,

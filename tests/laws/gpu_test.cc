@@ -18,6 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/forward/device.h"
+#include "runtime/forward/device_forward.h"
 #include "runtime/forward/varlen_attention.h"
 #include "runtime/kv/kv_pool.h"
 #include "tests/fixtures/engine_harness.h"
@@ -50,16 +51,25 @@ std::shared_ptr<const Model> OnGpu(const std::string& name) {
 EngineHarness GpuHarness(const std::string& name, HarnessOptions options = {}) {
   options.policies = LawPolicies();
   options.device_path = true;
+  options.recorder = NewGpuRecorder();
   return EngineHarness(OnGpu(name), options);
 }
 
-double RootMeanSquare(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  EXPECT_EQ(a.size(), b.size());
+// Root mean square difference of a transcript's log-probabilities, of the given tokens and of the
+// likeliest ones, from what the reference's logits say.
+double Error(const Transcript& got, const RequestOptions& options,
+             const std::vector<MaskedReference::Step>& expected) {
   double squares = 0;
   int64_t count = 0;
-  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
-    squares += (a[i] - b[i]).square().sum().item<double>();
-    count += a[i].numel();
+  for (size_t i = 0; i < options.forced.size(); ++i) {
+    const at::Tensor wanted =
+        expected[options.prompt.size() - 1 + i].logits.to(at::kFloat).log_softmax(0);
+    std::vector<TokenLogprob> said = got.top_logprobs[i];
+    said.push_back({options.forced[i], got.logprobs[i]});
+    for (const TokenLogprob& each : said) {
+      squares += std::pow(each.logprob - wanted[each.token].item<double>(), 2);
+      ++count;
+    }
   }
   return std::sqrt(squares / static_cast<double>(count));
 }
@@ -154,8 +164,9 @@ TEST(GpuPool, GathersAsItCopies) {
   KvPool gpu(kRows, kWidth, kWidth, format, {.device = Gpu(), .by_gather = true});
   cpu.keys().copy_(at::randn({kRows, kWidth}));
   cpu.values().copy_(-cpu.keys());
-  gpu.keys().copy_(cpu.keys());
-  gpu.values().copy_(cpu.values());
+  const at::Tensor keys = gpu.keys().narrow(0, 0, kRows), values = gpu.values().narrow(0, 0, kRows);
+  keys.copy_(cpu.keys());
+  values.copy_(cpu.values());
   const std::vector<std::vector<RowMove>> batches = {
       {{.from = 40, .to = 3, .count = 100}, {.from = 170, .to = 103, .count = 30}},
       {{.from = 90000, .to = 110000, .count = 80000}},
@@ -164,8 +175,8 @@ TEST(GpuPool, GathersAsItCopies) {
   for (const std::vector<RowMove>& batch : batches) {
     cpu.Copy(batch);
     gpu.Copy(batch);
-    ASSERT_TRUE(at::equal(cpu.keys(), gpu.keys().cpu()));
-    ASSERT_TRUE(at::equal(cpu.values(), gpu.values().cpu()));
+    ASSERT_TRUE(at::equal(cpu.keys(), keys.cpu()));
+    ASSERT_TRUE(at::equal(cpu.values(), values.cpu()));
   }
 }
 
@@ -176,25 +187,20 @@ class OnAGpu : public EveryPolicy {};
 TEST_P(OnAGpu, EvictionIsTheMask) {
   if (RoundsRows(policy())) GTEST_SKIP() << "the mask is over rows as they were cached";
   EngineHarness cpu(ModelPath(model())), harness = GpuHarness(model());
-  const RequestOptions options = WithPolicy(Scoring(cpu.manifest(), 24, 120, 13), policy(), 64);
+  RequestOptions options = WithPolicy(Scoring(cpu.manifest(), 24, 120, 13), policy(), 64);
+  options.output.top_logprobs = 20;
   const Transcript transcript = harness.Run(options);
   ASSERT_TRUE(Evicted(transcript, harness.manifest()));
-  std::vector<at::Tensor> logits = harness.model().TakeLogits();
   const MaskedReference reference(cpu.model());
-  auto after_the_prompt = [&](const std::vector<MaskedReference::Dropped>& dropped) {
-    std::vector<at::Tensor> rows;
-    const auto steps = reference.Run(CachedTokens(options), dropped);
-    for (size_t t = options.prompt.size() - 1; t < steps.size(); ++t) {
-      rows.push_back(steps[t].logits);
-    }
-    return rows;
-  };
-  const std::vector<at::Tensor> expected = after_the_prompt(DroppedBy(transcript, cpu.manifest()));
-  logits.erase(logits.begin(), logits.end() - std::min(logits.size(), expected.size()));
-  const double error = RootMeanSquare(logits, expected);
+  const double error =
+      Error(transcript, options,
+            reference.Run(CachedTokens(options), DroppedBy(transcript, cpu.manifest())));
   RecordProperty("error", absl::StrCat(error));
   EXPECT_LT(error, 0.02);
-  EXPECT_GT(RootMeanSquare(logits, after_the_prompt({})), 5 * error);
+  EXPECT_GT(Error(transcript, options, reference.Run(CachedTokens(options), {})), 5 * error);
+  const DeviceForward& device = *harness.executor().device();
+  EXPECT_EQ(device.recording_failed(), "");
+  EXPECT_GT(device.replays(), 100);
 }
 
 // The prompt itself is evicted from, in steps that cut its chunks, and the run ends well.
@@ -208,9 +214,7 @@ TEST_P(OnAGpu, EvictsFromPrompts) {
   const Transcript transcript = harness.Run(options);
   ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
   EXPECT_GT(transcript.finished->kv.evicted_entries, 0);
-  for (const at::Tensor& row : harness.model().TakeLogits()) {
-    ASSERT_TRUE(at::isfinite(row).all().item<bool>());
-  }
+  for (const float logprob : transcript.logprobs) ASSERT_TRUE(std::isfinite(logprob));
 }
 
 std::vector<PolicyCase> OfDevices() {
@@ -271,12 +275,12 @@ TEST(GpuTogether, GivesWhatTheCpuGives) {
     EngineHarness on_cpu(ModelPath("gqa_bf16"), how), on_gpu = GpuHarness("gqa_bf16", how);
     int64_t before = 0;
     on_gpu.OnStep([&] {
-      const int64_t copies = on_harness.executor().device()->host_copies();
+      const int64_t copies = on_gpu.executor().device()->host_copies();
       EXPECT_LE(copies - before, 1);
       before = copies;
     });
     const std::vector<Transcript> cpu = RunTogether(on_cpu), got = RunTogether(on_gpu);
-    moved += on_harness.executor().pool().rows_moved();
+    moved += on_gpu.executor().pool().rows_moved();
     for (size_t i = 0; i < cpu.size(); ++i) {
       ASSERT_TRUE(cpu[i].ok()) << i << cpu[i].finished->status;
       ASSERT_TRUE(got[i].ok()) << i << got[i].finished->status;
@@ -301,6 +305,23 @@ TEST(GpuTogether, GivesWhatTheCpuGives) {
   EXPECT_GT(evicted, 0);
   EXPECT_GT(prefixes, 0);
   EXPECT_GT(compared, 2000);
+}
+
+// Where nobody asks for more, the GPU itself looks for the likeliest token.
+TEST(GpuTogether, GreedyTokensNeedNoLogits) {
+  std::vector<std::vector<int32_t>> tokens;
+  for (const bool logprobs : {false, true}) {
+    EngineHarness harness = GpuHarness("wide_bf16", {.end_tokens = false});
+    RequestOptions options;
+    options.prompt = Text(harness.manifest(), 40, 5);
+    options.stop.max_output_tokens = 100;
+    options.output.logprobs = logprobs;
+    const Transcript transcript = harness.Run(options);
+    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+    tokens.push_back(transcript.tokens);
+  }
+  EXPECT_EQ(tokens[0].size(), 100);
+  EXPECT_EQ(tokens[0], tokens[1]);
 }
 
 // Every policy beside every other, sampled, several completions each: all end well, nothing is

@@ -115,5 +115,62 @@ TEST(DevicePlan, OrdersWhatIsTapped) {
   EXPECT_THAT(In(plan, PlanDevice({silent.At(0)}, kShape).tap_order), IsEmpty());
 }
 
+constexpr int64_t kSpare = 999;
+
+TEST(PaddedPlan, GivesRowsThatAreNobodysTheSpareOne) {
+  const Decoded decoded;
+  PaddedLayout layout = {.rows = 3, .max_length = 256};
+  const DevicePlan plan = PlanPadded({decoded.At(0)}, kSpare, kShape, layout);
+  EXPECT_TRUE(layout.one_position);
+  EXPECT_THAT(In(plan, plan.tokens), ElementsAre(7, 0, 0));
+  EXPECT_THAT(In(plan, plan.positions), ElementsAre(50, 0, 0));
+  EXPECT_THAT(In(plan, plan.last), ElementsAre(0, 1, 2));
+  EXPECT_THAT(In(plan, plan.written[1]), ElementsAre(143, 163, kSpare, kSpare, kSpare, kSpare));
+  ASSERT_EQ(plan.calls.size(), 1);
+  const DevicePlan::Call& call = plan.calls.front();
+  EXPECT_TRUE(call.in_order);
+  EXPECT_THAT(call.max_length, ElementsAre(256, 256));
+  EXPECT_THAT(In(plan, call.starts[0]),
+              ElementsAre(100, 120, kSpare, kSpare, kSpare, kSpare, kSpare + 1));
+  EXPECT_THAT(In(plan, call.lengths[0]), ElementsAre(20, 20, 1, 1, 1, 1));
+  // Of the items alone, behind what the forward reads.
+  EXPECT_GE(plan.taps[0].begin, plan.read_by_forward);
+  EXPECT_THAT(In(plan, plan.taps[0]), ElementsAre(0));
+}
+
+// What a recorded forward reads lies at the same places whatever the numbers.
+TEST(PaddedPlan, HasOneLayoutForAllNumbers) {
+  Decoded one, other;
+  other.tokens = {8};
+  other.lanes = {5, 6, 7, 8};
+  other.slots = {0};
+  other.positions = {3};
+  other.used = {1, 2, 3, 4};
+  other.taps = {};
+  auto layout_of = [](std::vector<DeviceItem> items, bool one_position) {
+    PaddedLayout layout = {.rows = 4, .max_length = 256};
+    const DevicePlan plan = PlanPadded(items, kSpare, kShape, layout);
+    EXPECT_EQ(layout.one_position, one_position);
+    std::vector<int64_t> begins = {plan.tokens.begin, plan.last.begin, plan.read_by_forward};
+    for (int64_t layer = 0; layer < kShape.num_layers; ++layer) {
+      const DevicePlan::Call& call = plan.calls.front();
+      for (const DevicePlan::Section section : {plan.written[layer], plan.rope_positions[layer],
+                                                call.starts[layer], call.lengths[layer]}) {
+        begins.insert(begins.end(), {section.begin, section.size});
+      }
+    }
+    return begins;
+  };
+  const std::vector<int64_t> shared = layout_of({one.At(0)}, true);
+  EXPECT_EQ(layout_of({other.At(0), one.At(1)}, true), shared);
+  // A sequence whose layers keep different tokens, and one whose layers happen to agree.
+  Decoded apart = one;
+  apart.slots = {3, 4};
+  apart.positions = {50, 51};
+  const std::vector<int64_t> each = layout_of({apart.At(0)}, false);
+  EXPECT_NE(each, shared);
+  EXPECT_EQ(layout_of({one.At(0), apart.At(1)}, false), each);
+}
+
 }  // namespace
 }  // namespace epikv

@@ -220,6 +220,28 @@ TEST(SamplerTest, BrokenLogitsAreNamed) {
   EXPECT_EQ(Argmax(Logits(20, -kInfinity)).status().code(), absl::StatusCode::kInternal);
 }
 
+// What a device found says what the row itself would.
+TEST(SamplerTest, BrokenLogitsThatADeviceFoundAreNamed) {
+  EXPECT_EQ(*CheckedArgmax(1.5f, 7), 7);
+  for (const float broken : {kNaN, kInfinity, -kInfinity}) {
+    Logits logits(20, -kInfinity);
+    logits[7] = broken;
+    EXPECT_EQ(CheckedArgmax(broken, 7).status(), Argmax(logits).status());
+  }
+}
+
+TEST(SamplerTest, WhatGivesTheArgmax) {
+  const std::vector<int32_t> masked = {3};
+  const std::vector<uint32_t> allowed = {1};
+  EXPECT_TRUE(GivesArgmax({}, {}));
+  EXPECT_TRUE(GivesArgmax({.temperature = 0.0f, .top_p = 0.5f}, {}));
+  EXPECT_FALSE(GivesArgmax({.temperature = 0.1f}, {}));
+  EXPECT_FALSE(GivesArgmax({.repetition_penalty = 1.1f}, {}));
+  EXPECT_FALSE(GivesArgmax({.logit_bias = {{1, 2.0f}}}, {}));
+  EXPECT_FALSE(GivesArgmax({}, {.masked = masked}));
+  EXPECT_FALSE(GivesArgmax({}, {.allowed = allowed}));
+}
+
 TEST(SamplerTest, LogProbIsTheLogSoftmaxOfRawLogits) {
   for (size_t vocab : {1, 2, 100, 50000}) {
     Logits logits = RandomLogits(vocab, 5);
