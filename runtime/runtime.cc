@@ -191,11 +191,13 @@ absl::StatusOr<Kernels> ChooseKernels(const AttentionShape& shape, const Runtime
 }
 
 // After the warm-up.
-std::string DescribeRecording(const DeviceForward& device) {
-  if (device.replays() > 0) return "decode steps are recorded as CUDA graphs";
-  return absl::StrCat("decode steps are not recorded: ", device.recording_failed().empty()
-                                                             ? "there is no libepikv_cuda.so"
-                                                             : device.recording_failed());
+std::string DescribeRecording(const Executor& executor, const absl::Status& recorder) {
+  if (executor.device()->replays() > 0) return "decode steps are recorded as CUDA graphs";
+  const std::string why = !recorder.ok() ? std::string(recorder.message())
+                          : executor.model().writes_in_place()
+                              ? "the model's code writes in place"
+                              : executor.device()->recording_failed();
+  return absl::StrCat("decode steps are not recorded: ", why);
 }
 
 std::string Megabytes(int64_t bytes) { return absl::StrFormat("%.1f MB", bytes / 1e6); }
@@ -305,6 +307,10 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
     loaded.prefill_kernel = std::string(PrefillKernelName(kernels.prefill));
   }
 
+  absl::StatusOr<std::unique_ptr<GraphRecorder>> recorder = nullptr;
+  if (on_gpu) recorder = NewGpuRecorder();
+  const absl::Status recording = recorder.status();
+
   progress("warming up");
   auto executor = std::make_unique<Executor>(
       *std::move(model),
@@ -314,13 +320,13 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
                       .prefill_kernel = kernels.prefill,
                       .kv_dtype = options.kv_dtype,
                       .device_path = on_gpu,
-                      .recorder = on_gpu ? NewGpuRecorder() : nullptr,
+                      .recorder = recorder.ok() ? *std::move(recorder) : nullptr,
                       .deterministic = options.deterministic,
                       .prefix_block_tokens =
                           options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,
                       .mass_interval = options.mass_interval});
   if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
-  if (on_gpu) loaded.description.push_back(DescribeRecording(*executor->device()));
+  if (on_gpu) loaded.description.push_back(DescribeRecording(*executor, recording));
   loaded.executor = std::move(executor);
   loaded.on_engine_thread_start = [threads = loaded.threads] {
     at::set_num_threads(static_cast<int>(threads));

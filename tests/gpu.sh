@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests and measures `--device=cuda` on a machine with a GPU, a bare one too: it needs Python, the very torch with CUDA
-# that was named below, and transformers.
+# whose wheel is named below, and transformers. This machine needs CUDA's headers (NVIDIA's package cuda-cudart-dev).
 #
 #   gpu.sh pack torch-2.11.0-*.whl [3.12]
 #                             here: builds against that wheel, of the torch that is there, and packs what the other

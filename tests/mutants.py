@@ -49,10 +49,18 @@ MUTANTS = [
     Mutant(
         "a replay reads the numbers of the step that was recorded",
         "runtime/forward/device_forward.cc",
-        "  step.numbers.narrow(0, 0, size).copy_(host, /*non_blocking=*/true);",
-        "  if (step.graph == nullptr) step.numbers.narrow(0, 0, size).copy_(host);",
+        "  step.numbers.narrow(0, 0, now.size(0)).copy_(now);",
+        "  if (step.graph == nullptr) step.numbers.narrow(0, 0, now.size(0)).copy_(now);",
         "laws_test",
         "*ReplaysGiveWhatTheCpuGives/gqa_Sliding*",
+    ),
+    Mutant(
+        "angles of a recording that failed",
+        "runtime/forward/device_forward.cc",
+        "    seen_ = nullptr;\n    latest_ = {};\n",
+        "    seen_ = nullptr;\n",
+        "laws_test",
+        "*ThatFailsIsLeftAlone*",
     ),
     Mutant(
         "a lane's attention is another lane's",

@@ -6,6 +6,7 @@
 #include <exception>
 #include <limits>
 #include <stdexcept>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -112,26 +113,26 @@ absl::Status OwnFailure(absl::string_view what, const std::exception& e) {
 
 Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
     : model_(std::move(model)),
-      options_(options),
+      options_(std::move(options)),
       shape_(ShapeOf(model_->manifest())),
       output_grams_(OutputGrams(*model_)),
-      scratch_(options.scratch_bytes),
-      pool_(options.pool_rows, shape_.key_width, shape_.value_width,
-            {model_->manifest().dtype, options.kv_dtype},
-            {.device = model_->device(), .by_gather = options.device_path}),
-      prefixes_(pool_, shape_.num_layers * shape_.num_kv_heads, options.prefix_block_tokens,
+      scratch_(options_.scratch_bytes),
+      pool_(options_.pool_rows, shape_.key_width, shape_.value_width,
+            {model_->manifest().dtype, options_.kv_dtype},
+            {.device = model_->device(), .by_gather = options_.device_path}),
+      prefixes_(pool_, shape_.num_layers * shape_.num_kv_heads, options_.prefix_block_tokens,
                 shape_.num_layers * shape_.hidden_size),
       mass_rows_({}, shape_.num_kv_heads) {
   NoMemory();  // made while there is some
   const Manifest& manifest = model_->manifest();
   for (const Rope& rope : manifest.ropes) ropes_.emplace_back(rope, manifest.context_length);
-  if (options.device_path) {
+  if (options_.device_path) {
     device_ = std::make_unique<DeviceForward>(*model_, shape_, ropes_, pool_, mass_rows_,
-                                              options.recorder);
+                                              options_.recorder);
   } else {
-    const CpuForwardOptions cpu{.decode_kernel = options.decode_kernel,
-                                .prefill_kernel = options.prefill_kernel,
-                                .deterministic = options.deterministic};
+    const CpuForwardOptions cpu{.decode_kernel = options_.decode_kernel,
+                                .prefill_kernel = options_.prefill_kernel,
+                                .deterministic = options_.deterministic};
     cpu_ = std::make_unique<CpuForward>(*model_, shape_, ropes_, pool_, cpu, mass_rows_, times_);
   }
 }

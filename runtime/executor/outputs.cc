@@ -64,10 +64,10 @@ void TakeAll(StepItem& item) {
 
 void TakeOutputs(absl::Span<StepItem> items) {
   constexpr int64_t kGrain = 65536;  // logits that are worth a thread
-  const int64_t vocab = items.empty() || !items.front().logits.defined()
-                            ? kGrain
-                            : std::max<int64_t>(items.front().logits.size(1), 1);
-  at::parallel_for(0, std::ssize(items), std::max<int64_t>(kGrain / vocab, 1),
+  int64_t logits = 0;
+  for (const StepItem& item : items) logits += item.logits.defined() ? item.logits.numel() : 0;
+  const int64_t of_one = std::max<int64_t>(logits / std::max<int64_t>(std::ssize(items), 1), 1);
+  at::parallel_for(0, std::ssize(items), std::max<int64_t>(kGrain / of_one, 1),
                    [&](int64_t begin, int64_t end) {
                      for (StepItem& item : items.subspan(begin, end - begin)) {
                        if (item.work->pass) continue;

@@ -45,11 +45,11 @@ absl::Status CheckGpuServes(const Manifest& manifest) {
   return DeviceForward::Supports(manifest);
 }
 
-std::unique_ptr<GraphRecorder> NewGpuRecorder() {
+absl::StatusOr<std::unique_ptr<GraphRecorder>> NewGpuRecorder() {
   void* const library = dlopen("libepikv_cuda.so", RTLD_NOW);
-  if (library == nullptr) return nullptr;
-  auto* const make = reinterpret_cast<GraphRecorder* (*)()>(dlsym(library, "EpikvNewCudaRecorder"));
-  return std::unique_ptr<GraphRecorder>(make != nullptr ? make() : nullptr);
+  void* const make = library == nullptr ? nullptr : dlsym(library, "EpikvNewCudaRecorder");
+  if (make == nullptr) return absl::FailedPreconditionError(dlerror());
+  return std::unique_ptr<GraphRecorder>(reinterpret_cast<GraphRecorder* (*)()>(make)());
 }
 
 int64_t FreeGpuBytes(at::Device device) {

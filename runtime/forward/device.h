@@ -21,9 +21,9 @@ absl::StatusOr<at::Device> OpenDevice(absl::string_view name);
 // Whether a model can be served on a GPU: UNIMPLEMENTED, and why not.
 absl::Status CheckGpuServes(const Manifest& manifest);
 
-// Records graphs on the GPU of OpenDevice. Null: libepikv_cuda.so is not there. Throws what torch
-// throws.
-std::unique_ptr<GraphRecorder> NewGpuRecorder();
+// Records graphs on the GPU of OpenDevice. FAILED_PRECONDITION: libepikv_cuda.so is not there, or
+// cannot be loaded. Throws what torch throws.
+absl::StatusOr<std::unique_ptr<GraphRecorder>> NewGpuRecorder();
 
 // Bytes that are free on a GPU, beside what torch has taken.
 int64_t FreeGpuBytes(at::Device device);

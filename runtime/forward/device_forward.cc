@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/forward/varlen_attention.h"
 #include "runtime/step/step_item.h"
@@ -67,7 +68,7 @@ DeviceForward::DeviceForward(const Model& model, const ModelShape& shape,
       shape_(shape),
       pool_(pool),
       mass_rows_(mass_rows),
-      recorder_(std::move(recorder)),
+      recorder_(model.writes_in_place() ? nullptr : std::move(recorder)),
       group_(shape.num_heads / shape.num_kv_heads) {
   TORCH_CHECK(pool.num_rows() <= std::numeric_limits<int32_t>::max(), "the KV pool has ",
               pool.num_rows(),
@@ -119,8 +120,7 @@ void DeviceForward::Run(absl::Span<StepItem> items) {
   kept_.assign(items.size(), {});
   latest_ = {};
   read_argmax_.clear();
-  at::Tensor logits = recorder_ != nullptr ? RunRecorded() : at::Tensor();
-  if (!logits.defined()) logits = RunOnce();
+  const at::Tensor logits = recorder_ != nullptr && CanBeRecorded() ? RunRecorded() : RunOnce();
   int64_t row = 0;
   for (StepItem& item : items) {
     TakeLogits(item, logits, row);
@@ -148,113 +148,94 @@ void DeviceForward::Run(absl::Span<StepItem> items) {
 
 at::Tensor DeviceForward::RunOnce() {
   plan_ = WithPlanned([&](const auto& planned) { return PlanDevice(planned, shape_); });
-  numbers_ = at::tensor(plan_.numbers, at::kInt).to(model_.device());
+  numbers_ = Upload<int32_t>(plan_.numbers);
   index_ = numbers_.to(at::kLong);
   return model_.Forward(Index(plan_.tokens), Index(plan_.positions), Index(plan_.last), *this);
+}
+
+bool DeviceForward::CanBeRecorded() const {
+  return std::all_of(items_.begin(), items_.end(), [](const StepItem& item) {
+    return item.work->decode && !item.work->pass && item.num_rows() == 1 &&
+           !item.sequence->steering.has_value();
+  });
 }
 
 at::Tensor DeviceForward::RunRecorded() {
   int64_t longest = 0;
   for (const StepItem& item : items_) {
-    const bool steered = item.sequence->steering.has_value();
-    if (!item.work->decode || item.work->pass || item.num_rows() > 1 || steered) return {};
     longest = std::max(longest, *std::max_element(item.used.begin(), item.used.end()));
   }
   PaddedLayout layout = {.rows = RecordedSteps::Rows(std::ssize(items_)),
                          .max_length = RecordedSteps::Length(longest)};
-  if (layout.rows == 0) return {};
+  if (layout.rows == 0) return RunOnce();
   plan_ = WithPlanned(
       [&](const auto& planned) { return PlanPadded(planned, pool_.spare_row(), shape_, layout); });
   RecordedStep& step = recorded_.Find(layout);
+  if (step.refused) return RunOnce();
   if (!step.numbers.defined()) {
     const int64_t taps = 2 * layout.rows * shape_.num_layers;  // which rows, and their order
     step.numbers =
         at::empty({plan_.read_by_forward + taps}, at::dtype(at::kInt).device(model_.device()));
   }
-  const auto size = std::ssize(plan_.numbers);
-  at::Tensor host = at::empty({size}, at::dtype(at::kInt).pinned_memory(step.numbers.is_cuda()));
-  std::copy(plan_.numbers.begin(), plan_.numbers.end(), host.mutable_data_ptr<int32_t>());
-  step.numbers.narrow(0, 0, size).copy_(host, /*non_blocking=*/true);
+  const at::Tensor now = Upload<int32_t>(plan_.numbers);
+  step.numbers.narrow(0, 0, now.size(0)).copy_(now);
 
-  if (step.graph == nullptr && step.ran && !Record(step)) return {};
+  if (step.graph == nullptr && step.ran) Record(step);
+  if (step.refused) return RunOnce();
+  SeenStep seen;
   if (step.graph != nullptr) {
     step.graph->Replay();
+    seen = SeenStep::Of(step.graph->made());
     ++replays_;
   } else {
-    DevicePlan plan = plan_;
-    step.plan = plan;
-    RunInto(step);
-    plan_ = std::move(plan);
+    step.plan = plan_;
+    seen = RunPlanned(step);
+    step.ran = true;
   }
   numbers_ = step.numbers;
-  index_ = step.index;
-  TakeSeen(step);
-  at::Tensor logits = step.logits.narrow(0, 0, std::ssize(items_));
-  if (step.graph == nullptr) {
-    step.ran = true;
-    step.layers.clear();
-    step.logits = step.index = at::Tensor();
+  index_ = seen.index;
+  for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
+    TakeAttention(seen.layers[layer], layer);
+    TakeTaps(seen.layers[layer].residual, layer + 1);
   }
-  return logits;
+  MeasureSeen(seen.layers);
+  return seen.logits.narrow(0, 0, std::ssize(items_));
 }
 
 // The forward of a step's own plan, which is what is recorded: it sees nobody's items.
-void DeviceForward::RunInto(RecordedStep& step) {
+SeenStep DeviceForward::RunPlanned(const RecordedStep& step) {
+  SeenStep seen;
   const absl::Span<StepItem> items = std::exchange(items_, {});
-  plan_ = step.plan;
-  latest_ = {};
-  numbers_ = step.numbers;
-  index_ = step.index = numbers_.to(at::kLong);
-  step.layers.clear();
-  seen_ = &step.layers;
-  try {
-    step.logits =
-        model_.Forward(Index(plan_.tokens), Index(plan_.positions), Index(plan_.last), *this);
-  } catch (...) {
-    seen_ = nullptr;
+  DevicePlan plan = std::exchange(plan_, step.plan);
+  const absl::Cleanup back = [&] {
     items_ = items;
-    throw;
-  }
-  seen_ = nullptr;
-  items_ = items;
+    plan_ = std::move(plan);
+    seen_ = nullptr;
+    latest_ = {};
+  };
+  seen_ = &seen.layers;
+  numbers_ = step.numbers;
+  index_ = seen.index = numbers_.to(at::kLong);
+  seen.logits =
+      model_.Forward(Index(plan_.tokens), Index(plan_.positions), Index(plan_.last), *this);
+  return seen;
 }
 
-// False: it failed, and nothing will be recorded any more.
-bool DeviceForward::Record(RecordedStep& step) {
-  const DevicePlan plan = plan_;
+void DeviceForward::Record(RecordedStep& step) {
   try {
-    step.plan = plan;
-    step.graph = recorder_->Record([this, &step] { RunInto(step); });
+    step.plan = plan_;
+    step.graph = recorder_->Record([this, &step] { return RunPlanned(step).Tensors(); });
   } catch (const std::exception& error) {
     const auto* const of_torch = dynamic_cast<const c10::Error*>(&error);
     const std::string why = of_torch ? of_torch->what_without_backtrace() : error.what();
     recording_failed_ = why.substr(0, why.find('\n'));
-    recorded_.Clear();
-    recorder_ = nullptr;
-    return false;
+    step.refused = true;
   }
-  plan_ = plan;
-  for (SeenLayer& layer : step.layers) {
-    for (at::Tensor* tensor : {&layer.normed, &layer.q, &layer.rotated, &layer.residual}) {
-      *tensor = recorder_->Borrow(*tensor);
-    }
-  }
-  step.logits = recorder_->Borrow(step.logits);
-  step.index = recorder_->Borrow(step.index);
-  return true;
-}
-
-void DeviceForward::TakeSeen(const RecordedStep& step) {
-  for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
-    TakeAttention(step.layers[layer], layer);
-    TakeTaps(step.layers[layer].residual, layer + 1);
-  }
-  MeasureSeen(step);
 }
 
 // What decoded tokens' queries give the slots of their lanes: of all layers and items together, the
 // longest lanes first.
-void DeviceForward::MeasureSeen(const RecordedStep& step) {
+void DeviceForward::MeasureSeen(absl::Span<const SeenLayer> layers) {
   struct Measured {
     int64_t query, start, used, layer, head;
     LaneRowsOfStep* rows;
@@ -264,7 +245,7 @@ void DeviceForward::MeasureSeen(const RecordedStep& step) {
   auto add = [&](const StepItem& item, LaneRowsOfStep& rows) {
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; rows.Has(layer) && head < heads; ++head) {
-        lanes.push_back({.query = (layer * step.plan.tokens.size + item.row) * heads + head,
+        lanes.push_back({.query = (layer * layers[layer].q.size(0) + item.row) * heads + head,
                          .start = item.sequence->cache.Lane(layer, head).first_row,
                          .used = item.used[layer * heads + head],
                          .layer = layer,
@@ -286,9 +267,9 @@ void DeviceForward::MeasureSeen(const RecordedStep& step) {
     for (const Measured& lane : lanes) numbers.push_back(lane.*member);
   }
   const auto count = std::ssize(lanes);
-  const at::Tensor up = at::tensor(numbers, at::kLong).view({3, count}).to(model_.device());
+  const at::Tensor up = Upload<int64_t>(numbers).view({3, count});
   std::vector<at::Tensor> rotated;
-  for (const SeenLayer& layer : step.layers) rotated.push_back(layer.rotated);
+  for (const SeenLayer& layer : layers) rotated.push_back(layer.rotated);
   const at::Tensor queries = (at::stack(rotated).to(at::kFloat) * scales_)
                                  .view({-1, group_, shape_.key_width})
                                  .index_select(0, up[0]);
@@ -315,6 +296,16 @@ void DeviceForward::Bring(const at::Tensor& tensor,
   arrivals_.push_back([this, place = copy_.Add(tensor), arrived = std::move(arrived)] {
     arrived(copy_.Get(place));
   });
+}
+
+// By way of memory that the device reads by itself, where there is a device.
+template <class Number>
+at::Tensor DeviceForward::Upload(const std::vector<Number>& numbers) const {
+  const auto type = c10::CppTypeToScalarType<Number>::value;
+  at::Tensor host =
+      at::empty({std::ssize(numbers)}, at::dtype(type).pinned_memory(model_.device().is_cuda()));
+  std::copy(numbers.begin(), numbers.end(), host.mutable_data_ptr<Number>());
+  return host.to(model_.device(), /*non_blocking=*/true);
 }
 
 at::Tensor DeviceForward::Index(DevicePlan::Section section) const {

@@ -26,7 +26,7 @@ namespace epikv {
 struct StepItem;
 
 // Forwards on a device, in ATen operations alone: the same code on CUDA and, in tests, on the CPU.
-// What a step needs goes up as one tensor of numbers (DevicePlan) and what the host needs of it
+// What a forward needs goes up as one tensor of numbers (DevicePlan) and what the host needs of it
 // comes down in one copy (HostCopy); K, V, residuals and queries stay. Engine thread.
 //
 // Steps that only decode are recorded, where there is a recorder: a GPU runs a step's thousand
@@ -39,7 +39,8 @@ class DeviceForward final : private ForwardHooks {
   // UNIMPLEMENTED: what of this model only the CPU can do.
   static absl::Status Supports(const Manifest& manifest);
 
-  // Of the executor, which outlives it. recorder: null: nothing is recorded.
+  // Of the executor, which outlives it. recorder: null: nothing is recorded; nor is a model whose
+  // code writes in place, for what it gives a hook may change afterwards.
   DeviceForward(const Model& model, const ModelShape& shape, absl::Span<const RopeTable> ropes,
                 KvPool& pool, LaneRowsOfStep& mass_rows, std::shared_ptr<GraphRecorder> recorder);
 
@@ -51,7 +52,7 @@ class DeviceForward final : private ForwardHooks {
   int64_t host_copies() const { return copy_.count(); }
   // Steps since the start that were replayed.
   int64_t replays() const { return replays_; }
-  // Why steps are no longer recorded: recording one failed. Empty: they are.
+  // Why the last step that could not be recorded was not. Empty: there was none.
   const std::string& recording_failed() const { return recording_failed_; }
 
  private:
@@ -60,12 +61,13 @@ class DeviceForward final : private ForwardHooks {
                        const at::Tensor& normed, int64_t layer) override;
 
   at::Tensor RunOnce();
-  // Undefined: this step is not recorded.
+  bool CanBeRecorded() const;
   at::Tensor RunRecorded();
-  void RunInto(RecordedStep& step);
-  bool Record(RecordedStep& step);
-  void TakeSeen(const RecordedStep& step);
-  void MeasureSeen(const RecordedStep& step);
+  SeenStep RunPlanned(const RecordedStep& step);
+  void Record(RecordedStep& step);
+  void MeasureSeen(absl::Span<const SeenLayer> layers);
+  template <class Number>
+  at::Tensor Upload(const std::vector<Number>& numbers) const;
 
   // What is looked at of the residual after block layer - 1.
   void TakeTaps(const at::Tensor& residual, int64_t layer);

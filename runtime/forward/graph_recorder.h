@@ -4,6 +4,8 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
+#include <vector>
 
 namespace epikv {
 
@@ -13,19 +15,22 @@ class DeviceGraph {
   virtual ~DeviceGraph() = default;
   // Everything that was recorded, in one launch. Throws what torch throws.
   virtual void Replay() = 0;
+  // What the function returned, as the last replay has left it; nothing of it lasts longer than
+  // until the next graph of its recorder is recorded or replayed: they share their memory.
+  const std::vector<at::Tensor>& made() const { return made_; }
+
+ protected:
+  std::vector<at::Tensor> made_;
 };
 
-// Records graphs on one device, for one executor: what a graph has made lasts until the next one is
-// recorded or replayed, for they share their memory. Outlived by its graphs. Engine thread.
+// Records graphs on one device, for one executor. Outlives its graphs. Engine thread.
 class GraphRecorder {
  public:
   virtual ~GraphRecorder() = default;
-  // Calls `work`, whose operations are recorded and not run. It has run before, copies nothing to
-  // the host, and depends on nothing that changes but the contents of the device's memory. Throws
-  // what torch throws; then nothing is recorded.
-  virtual std::unique_ptr<DeviceGraph> Record(std::function<void()> work) = 0;
-  // A tensor that `work` made, without a share in its memory.
-  virtual at::Tensor Borrow(const at::Tensor& made) const = 0;
+  // Calls `work`, whose operations are recorded and not run; maybe twice. It has run before, copies
+  // nothing to the host, and depends on nothing that changes but the contents of the device's
+  // memory. Throws what torch throws; then nothing is recorded.
+  virtual std::unique_ptr<DeviceGraph> Record(std::function<std::vector<at::Tensor>()> work) = 0;
 };
 
 }  // namespace epikv

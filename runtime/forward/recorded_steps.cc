@@ -11,6 +11,25 @@ constexpr int64_t kMostRows = 512, kFewRows = 8, kShortest = 256;
 
 }  // namespace
 
+std::vector<at::Tensor> SeenStep::Tensors() const {
+  std::vector<at::Tensor> all = {logits, index};
+  for (const SeenLayer& layer : layers) {
+    all.insert(all.end(), {layer.normed, layer.q, layer.rotated, layer.residual});
+  }
+  return all;
+}
+
+SeenStep SeenStep::Of(const std::vector<at::Tensor>& tensors) {
+  SeenStep step = {.logits = tensors[0], .index = tensors[1]};
+  for (size_t i = 2; i < tensors.size(); i += 4) {
+    step.layers.push_back({.normed = tensors[i],
+                           .q = tensors[i + 1],
+                           .rotated = tensors[i + 2],
+                           .residual = tensors[i + 3]});
+  }
+  return step;
+}
+
 // Powers of two and, from 12 on, what lies half-way between them.
 int64_t RecordedSteps::Rows(int64_t count) {
   if (count > kMostRows) return 0;

@@ -19,16 +19,25 @@ struct SeenLayer {
   at::Tensor residual;            // after the block
 };
 
+// What a forward leaves.
+struct SeenStep {
+  at::Tensor logits;
+  at::Tensor index;  // the plan's numbers as int64
+  std::vector<SeenLayer> layers;
+
+  // As one list, and back.
+  std::vector<at::Tensor> Tensors() const;
+  static SeenStep Of(const std::vector<at::Tensor>& tensors);
+};
+
 // Decode steps of one size. Each is run as it is the first time, is recorded the second time, and
 // replayed from then on.
 struct RecordedStep {
-  DevicePlan plan;                     // that was recorded; those to come differ in numbers alone
-  at::Tensor numbers;                  // int32, on the device, as many as any such plan has
-  at::Tensor index;                    // the same as int64
-  std::unique_ptr<DeviceGraph> graph;  // null: not recorded yet
+  DevicePlan plan;     // that was recorded; those to come differ in numbers alone
+  at::Tensor numbers;  // int32, on the device, as many as any such plan has
   bool ran = false;
-  at::Tensor logits;
-  std::vector<SeenLayer> layers;
+  bool refused = false;                // it cannot be recorded
+  std::unique_ptr<DeviceGraph> graph;  // null: not recorded yet
 };
 
 // The steps of an executor, by size; of too many the one that was not used for longest goes.

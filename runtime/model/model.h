@@ -20,7 +20,8 @@ struct ModelFacts {
   std::string chat_json;     // empty: the file is older than chat formats
   int64_t weight_bytes = 0;  // in memory, as served
   at::Device device = at::kCPU;
-  std::string description;  // one line, for the log: dtype, kernels
+  bool writes_in_place = false;  // its code changes tensors that it has made
+  std::string description;       // one line, for the log: dtype, kernels
 };
 
 // A decoder ready to run. Immutable: any thread may call it, several at once.
@@ -50,6 +51,7 @@ class Model {
   const std::string& chat_json() const { return facts_.chat_json; }
   int64_t weight_bytes() const { return facts_.weight_bytes; }
   at::Device device() const { return facts_.device; }
+  bool writes_in_place() const { return facts_.writes_in_place; }
   const std::string& description() const { return facts_.description; }
 
  private:

@@ -209,6 +209,17 @@ bool WritesConstants(const Block* block, const torch::jit::AliasDb& aliases) {
   return false;
 }
 
+bool WritesInPlace(const Block* block) {
+  for (const Node* node : block->nodes()) {
+    for (const Block* inner : node->blocks()) {
+      if (WritesInPlace(inner)) return true;
+    }
+    const c10::FunctionSchema* const schema = node->maybeSchema();
+    if (schema != nullptr && schema->is_mutable()) return true;
+  }
+  return false;
+}
+
 absl::StatusOr<FrozenForward> Freeze(Module module) {
   try {
     torch::jit::freeze_module_inplace(&module);
@@ -335,7 +346,8 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
                       .tokenizer_json = std::move(contents.tokenizer_json),
                       .chat_json = std::move(contents.chat_json),
                       .weight_bytes = ConstantBytes(graph.block()) + packed.bytes,
-                      .device = options.device};
+                      .device = options.device,
+                      .writes_in_place = WritesInPlace(graph.block())};
   facts.description = Describe(facts.manifest.dtype, packed, options.prepack, options.device);
   if (named.final_norm.defined()) named.final_norm = named.final_norm.detach().to(options.device);
   return std::make_unique<TorchScriptModel>(std::move(facts), *forward, std::move(projections),

@@ -128,12 +128,13 @@ struct StepItem {
   std::vector<LanePositions> lane_positions;  // of the layer that runs, if its window hides any
   // PositionMode::kCache: keys are turned at every step, into scratch for one layer.
   std::vector<char*> turned_keys;  // [kv_heads]: each lane's in there
-  at::Tensor logits;               // of its last rows, [at least num_outputs, vocab]; or
+  at::Tensor logits;               // of its last rows, [at least num_outputs, vocab]
+  // In place of them, of a device: the highest of each row that gives an output. See ReadsArgmax.
   struct Highest {
     float logit = 0;
     int32_t token = 0;
   };
-  std::vector<Highest> highest;  // logits of its rows that give an output: see ReadsArgmax
+  std::vector<Highest> highest;
   // What they became, in order: num_outputs tokens, then those of completions 1, 2 ..
   std::vector<absl::StatusOr<OutputToken>> outputs;
   std::exception_ptr sampling_failed;

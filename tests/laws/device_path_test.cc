@@ -290,12 +290,29 @@ TEST(DevicePathRecorder, ThatFailsIsLeftAlone) {
         harness.OnStep([&] { why = harness.executor().device()->recording_failed(); });
       },
       recorder);
-  EXPECT_EQ(recorder->recorded, 1);
+  EXPECT_EQ(recorder->recorded, 3);  // each size once
   EXPECT_EQ(why, "nothing can be recorded here");
   for (size_t i = 0; i < expected.size(); ++i) {
     ASSERT_TRUE(got[i].ok()) << got[i].finished->status;
     EXPECT_EQ(got[i].tokens, expected[i].tokens) << i;
   }
+}
+
+// What such a model gave a hook is no longer what it was when the forward has ended.
+TEST(DevicePathRecorder, IsNotForModelsThatWriteInPlace) {
+  const auto recorder = std::make_shared<FakeRecorder>();
+  EngineHarness cpu(ModelPath("broken/in_place"));
+  EngineHarness device(ModelPath("broken/in_place"), {.device_path = true, .recorder = recorder});
+  EXPECT_TRUE(device.model().writes_in_place());
+  EXPECT_FALSE(EngineHarness(ModelPath("gqa")).model().writes_in_place());
+  RequestOptions options;
+  options.prompt = {1, 2, 3};
+  options.forced = {4, 3, 2, 1, 0, 1, 2, 3, 4, 4, 1};
+  options.output.residual_steps = true;
+  const Transcript expected = cpu.Run(options), got = device.Run(options);
+  ASSERT_TRUE(got.ok()) << got.finished->status;
+  EXPECT_EQ(recorder->recorded, 0);
+  ExpectSameSteps(got, expected);
 }
 
 // What a step gives the host, whoever asks for how much of it, comes in one copy.

@@ -51,7 +51,7 @@ std::shared_ptr<const Model> OnGpu(const std::string& name) {
 EngineHarness GpuHarness(const std::string& name, HarnessOptions options = {}) {
   options.policies = LawPolicies();
   options.device_path = true;
-  options.recorder = NewGpuRecorder();
+  options.recorder = *NewGpuRecorder();
   return EngineHarness(OnGpu(name), options);
 }
 
