@@ -55,14 +55,6 @@ MUTANTS = [
         "*ReplaysGiveWhatTheCpuGives/gqa_Sliding*",
     ),
     Mutant(
-        "angles of a recording that failed",
-        "runtime/forward/device_forward.cc",
-        "    seen_ = nullptr;\n    latest_ = {};\n",
-        "    seen_ = nullptr;\n",
-        "laws_test",
-        "*ThatFailsIsLeftAlone*",
-    ),
-    Mutant(
         "a lane's attention is another lane's",
         "runtime/forward/device_forward.cc",
         "lane.rows->lane(lane.layer, lane.head).begin());",
