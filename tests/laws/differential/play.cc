@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "tests/fixtures/engine_harness.h"
+#include "tests/fixtures/fake_recorder.h"
 #include "tests/fixtures/law_cases.h"
 
 namespace epikv {
@@ -129,6 +130,7 @@ class Pair {
         .prefill_chunk_tokens = setup.chunk_tokens,
         .deterministic = setup.deterministic,
         .device_path = setup.device_path,
+        .recorder = setup.recorded ? std::make_shared<FakeRecorder>() : nullptr,
         .max_prefix_bytes = static_cast<int64_t>(setup.prefix_share * static_cast<double>(pool)),
         .decode_kernel = setup.decode_kernel,
         .prefill_kernel = setup.prefill_kernel,

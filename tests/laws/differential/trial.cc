@@ -71,6 +71,7 @@ EngineSetup DrawSetup(Dice& dice) {
   const bool bent = setup.model == "bent" || setup.model.starts_with("windows");
   setup.device_path =
       !setup.deterministic && setup.kv_dtype == KvDType::kModel && !bent && dice.Chance(0.3);
+  setup.recorded = setup.device_path && dice.Chance(0.7);
   return setup;
 }
 
@@ -320,6 +321,7 @@ void Visit(Fields& f, EngineSetup& s) {
   f.Is("kv_dtype", s.kv_dtype, d.kv_dtype, kDTypes);
   f.Is("deterministic", s.deterministic, d.deterministic);
   f.Is("device_path", s.device_path, d.device_path);
+  f.Is("recorded", s.recorded, d.recorded);
   f.Is("mass_interval", s.mass_interval, d.mass_interval);
 }
 

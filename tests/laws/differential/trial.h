@@ -29,6 +29,7 @@ struct EngineSetup {
   KvDType kv_dtype = KvDType::kModel;
   bool deterministic = false;
   bool device_path = false;
+  bool recorded = false;  // its decode steps
   int64_t mass_interval = 0;
 };
 
