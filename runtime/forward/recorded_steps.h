@@ -50,7 +50,6 @@ class RecordedSteps {
 
   RecordedStep& Find(const PaddedLayout& layout);
   int64_t size() const { return static_cast<int64_t>(steps_.size()); }
-  void Clear() { steps_.clear(); }
 
  private:
   struct Used {
