@@ -49,7 +49,7 @@ MUTANTS = [
     Mutant(
         "a replay reads the numbers of the step that was recorded",
         "runtime/forward/device_forward.cc",
-        "  step.numbers.narrow(0, 0, now.size(0)).copy_(now);",
+        "  step.numbers.narrow(0, 0, now.size(0)).copy_(now, /*non_blocking=*/true);",
         "  if (step.graph == nullptr) step.numbers.narrow(0, 0, now.size(0)).copy_(now);",
         "laws_test",
         "*ReplaysGiveWhatTheCpuGives/gqa_Sliding*",

@@ -148,7 +148,7 @@ void DeviceForward::Run(absl::Span<StepItem> items) {
 
 at::Tensor DeviceForward::RunOnce() {
   plan_ = WithPlanned([&](const auto& planned) { return PlanDevice(planned, shape_); });
-  numbers_ = Upload<int32_t>(plan_.numbers);
+  numbers_ = Pinned(plan_.numbers).to(model_.device(), /*non_blocking=*/true);
   index_ = numbers_.to(at::kLong);
   return model_.Forward(Index(plan_.tokens), Index(plan_.positions), Index(plan_.last), *this);
 }
@@ -177,8 +177,8 @@ at::Tensor DeviceForward::RunRecorded() {
     step.numbers =
         at::empty({plan_.read_by_forward + taps}, at::dtype(at::kInt).device(model_.device()));
   }
-  const at::Tensor now = Upload<int32_t>(plan_.numbers);
-  step.numbers.narrow(0, 0, now.size(0)).copy_(now);
+  const at::Tensor now = Pinned(plan_.numbers);
+  step.numbers.narrow(0, 0, now.size(0)).copy_(now, /*non_blocking=*/true);
 
   if (step.graph == nullptr && step.ran) Record(step);
   if (step.refused) return RunOnce();
@@ -241,11 +241,11 @@ void DeviceForward::MeasureSeen(absl::Span<const SeenLayer> layers) {
     LaneRowsOfStep* rows;
   };
   std::vector<Measured> lanes;
-  const int64_t heads = shape_.num_kv_heads;
+  const int64_t heads = shape_.num_kv_heads, forward_rows = layers.front().q.size(0);
   auto add = [&](const StepItem& item, LaneRowsOfStep& rows) {
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; rows.Has(layer) && head < heads; ++head) {
-        lanes.push_back({.query = (layer * layers[layer].q.size(0) + item.row) * heads + head,
+        lanes.push_back({.query = (layer * forward_rows + item.row) * heads + head,
                          .start = item.sequence->cache.Lane(layer, head).first_row,
                          .used = item.used[layer * heads + head],
                          .layer = layer,
@@ -267,7 +267,7 @@ void DeviceForward::MeasureSeen(absl::Span<const SeenLayer> layers) {
     for (const Measured& lane : lanes) numbers.push_back(lane.*member);
   }
   const auto count = std::ssize(lanes);
-  const at::Tensor up = Upload<int64_t>(numbers).view({3, count});
+  const at::Tensor up = Pinned(numbers).to(model_.device(), /*non_blocking=*/true).view({3, count});
   std::vector<at::Tensor> rotated;
   for (const SeenLayer& layer : layers) rotated.push_back(layer.rotated);
   const at::Tensor queries = (at::stack(rotated).to(at::kFloat) * scales_)
@@ -298,14 +298,14 @@ void DeviceForward::Bring(const at::Tensor& tensor,
   });
 }
 
-// By way of memory that the device reads by itself, where there is a device.
+// In memory that the device reads by itself, where there is a device.
 template <class Number>
-at::Tensor DeviceForward::Upload(const std::vector<Number>& numbers) const {
+at::Tensor DeviceForward::Pinned(const std::vector<Number>& numbers) const {
   const auto type = c10::CppTypeToScalarType<Number>::value;
   at::Tensor host =
       at::empty({std::ssize(numbers)}, at::dtype(type).pinned_memory(model_.device().is_cuda()));
   std::copy(numbers.begin(), numbers.end(), host.mutable_data_ptr<Number>());
-  return host.to(model_.device(), /*non_blocking=*/true);
+  return host;
 }
 
 at::Tensor DeviceForward::Index(DevicePlan::Section section) const {

@@ -67,7 +67,7 @@ class DeviceForward final : private ForwardHooks {
   void Record(RecordedStep& step);
   void MeasureSeen(absl::Span<const SeenLayer> layers);
   template <class Number>
-  at::Tensor Upload(const std::vector<Number>& numbers) const;
+  at::Tensor Pinned(const std::vector<Number>& numbers) const;
 
   // What is looked at of the residual after block layer - 1.
   void TakeTaps(const at::Tensor& residual, int64_t layer);

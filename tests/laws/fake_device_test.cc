@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <map>
 #include <memory>
 
 #include "tests/fixtures/engine_harness.h"
@@ -16,22 +15,10 @@
 namespace epikv {
 namespace {
 
-std::shared_ptr<const Model> OnFakeDevice(const std::string& name) {
-  static auto& models = *new std::map<std::string, std::shared_ptr<const Model>>;
-  std::shared_ptr<const Model>& model = models[name];
-  if (model == nullptr) {
-    absl::StatusOr<std::unique_ptr<Model>> loaded =
-        LoadTorchScript(ModelPath(name), {.device = FakeDevice()});
-    EXPECT_TRUE(loaded.ok()) << loaded.status();
-    model = *std::move(loaded);
-  }
-  return model;
-}
-
 EngineHarness DeviceHarness(const std::string& name, HarnessOptions options = {}) {
   options.policies = LawPolicies();
   options.device_path = true;
-  return EngineHarness(OnFakeDevice(name), options);
+  return EngineHarness(LoadOnce(ModelPath(name), FakeDevice()), options);
 }
 
 class OnADevice : public EveryPolicy {};

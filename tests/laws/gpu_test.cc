@@ -9,7 +9,6 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -36,23 +35,11 @@ at::Device Gpu() {
   return *gpu;
 }
 
-std::shared_ptr<const Model> OnGpu(const std::string& name) {
-  static auto& models = *new std::map<std::string, std::shared_ptr<const Model>>;
-  std::shared_ptr<const Model>& model = models[name];
-  if (model == nullptr) {
-    absl::StatusOr<std::unique_ptr<Model>> loaded =
-        LoadTorchScript(ModelPath(name), {.device = Gpu()});
-    if (!loaded.ok()) throw std::runtime_error(std::string(loaded.status().message()));
-    model = *std::move(loaded);
-  }
-  return model;
-}
-
 EngineHarness GpuHarness(const std::string& name, HarnessOptions options = {}) {
   options.policies = LawPolicies();
   options.device_path = true;
   options.recorder = *NewGpuRecorder();
-  return EngineHarness(OnGpu(name), options);
+  return EngineHarness(LoadOnce(ModelPath(name), Gpu()), options);
 }
 
 // Root mean square difference of a transcript's log-probabilities, of the given tokens and of the
