@@ -28,7 +28,7 @@ void SayForGrpc(gpr_log_func_args* said) {
   const LogLevel level =
       said->severity == GPR_LOG_SEVERITY_ERROR ? LogLevel::kWarning : LogLevel::kDebug;
   if (!grpc_log->Says(level)) return;
-  const std::optional<int64_t> kept_back = limit.Take(absl::Now());
+  const std::optional<int64_t> kept_back = limit.Take(SteadyNow());
   if (!kept_back.has_value()) return;
   const std::string more =
       *kept_back == 0 ? ""
@@ -79,7 +79,7 @@ void Log::Say(LogLevel level, absl::string_view line) const {
   const std::string more =
       lost_ == 0 ? "" : absl::StrCat(" (", lost_, " lines before this one had no room)");
   const bool written = WriteToStderr(absl::StrFormat("[%6.1f s] %s%s%s%s\n",
-                                                     absl::ToDoubleSeconds(absl::Now() - start_),
+                                                     absl::ToDoubleSeconds(SteadyNow() - start_),
                                                      mark, mark.empty() ? "" : ": ", line, more));
   lost_ = written ? 0 : lost_ + 1;
 }

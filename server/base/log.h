@@ -7,8 +7,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 
@@ -54,7 +54,7 @@ class Log {
   void TakeGrpc();
 
  private:
-  const absl::Time start_ = absl::Now();
+  const absl::Time start_ = SteadyNow();
   std::atomic<LogLevel> level_;
   mutable absl::Mutex mu_;  // one line at a time
   mutable int64_t lost_ ABSL_GUARDED_BY(mu_) = 0;

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "runtime/base/machine.h"
+#include "runtime/base/steady_time.h"
 #include "runtime/runtime.h"
 #include "server/models/model_files.h"
 
@@ -19,7 +19,7 @@ int64_t EngineCores(const Config& config) {
 }
 
 absl::StatusOr<ModelPtr> Loader::Load(const ModelSource& source) const {
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = SteadyNow();
   const Config config = settings_.config();
   const absl::StatusOr<ModelFile> file = ModelFile::Check(source.path, config.model_files);
   if (!file.ok()) return file.status();
@@ -36,7 +36,7 @@ absl::StatusOr<ModelPtr> Loader::Load(const ModelSource& source) const {
   if (!loaded.ok()) return loaded.status();
   if (absl::Status status = file->CheckUnchanged(); !status.ok()) return status;
   for (const std::string& line : loaded->description) log_.Info(line);
-  return MakeServedModel(*std::move(loaded), source, config.serving, absl::Now() - begin, cores_,
+  return MakeServedModel(*std::move(loaded), source, config.serving, SteadyNow() - begin, cores_,
                          metrics_);
 }
 

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 namespace {
@@ -115,7 +116,7 @@ EngineLoad ModelMetrics::Load() const {
   absl::MutexLock lock(&mu_);
   if (engines_.empty()) return {};
   const EngineMetrics& engine = *engines_.back();
-  const absl::Time now = absl::Now();
+  const absl::Time now = SteadyNow();
   return {.last = engine.fill_.last,
           .prompt_tokens_per_second = engine.prompt_tokens_.At(now),
           .output_tokens_per_second = engine.output_tokens_.At(now)};

@@ -4,8 +4,9 @@
 #include <iterator>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "runtime/base/reason.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 namespace {
@@ -205,7 +206,7 @@ void ArmSeries::CountOutcome(const OfPolicy& policy, const Request& request,
   const absl::string_view operation = kOperations[request.forced.empty() ? 0 : 1];
   const Labels labels = With(policy.labels, "gen_ai_operation_name", operation);
   duration_.Of(With(labels, "error_type", finished.status.ok() ? "" : reason))
-      .Observe(Seconds(absl::Now() - request.arrival));
+      .Observe(Seconds(SteadyNow() - request.arrival));
   policy.prompt_tokens.Increment(static_cast<double>(finished.prompt_tokens));
   policy.cached_prompt_tokens.Increment(static_cast<double>(finished.cached_prompt_tokens));
   policy.output_tokens.Increment(static_cast<double>(finished.output_tokens));

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "runtime/base/steady_time.h"
 
 namespace epikv {
 namespace {
@@ -205,7 +206,7 @@ void StepSeries::Add(const StepStats& step, StepBefore& before) {
   tokens_[1]->Increment(static_cast<double>(step.decode_tokens));
   batch_tokens_.Observe(static_cast<double>(read + step.decode_tokens));
   batch_sequences_.Observe(static_cast<double>(step.sequences));
-  const absl::Time now = absl::Now();
+  const absl::Time now = SteadyNow();
   if (before.left_running) AddGaps(step.decode_tokens, now - before.end);
   before = {.end = now, .left_running = step.running > 0, .kv_rows_moved = step.kv_rows_moved};
 }
