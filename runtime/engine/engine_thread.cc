@@ -106,7 +106,8 @@ SubmitResult EngineThread::Submit(Request request, std::shared_ptr<RequestSink> 
   if (engine_->options().refuse_infeasible_deadlines && outlook_.measured &&
       late > absl::ZeroDuration()) {
     result.error = SubmitError::kDeadlineInfeasible;
-    if (late <= result.forecast.least_wait) {
+    // What it lost on its way here it may have, if it comes again.
+    if (result.forecast.least_run <= request.deadline - request.arrival) {
       result.retry_after = retries_.After(late, work, outlook_, now);
     }
     return result;

@@ -42,7 +42,7 @@ struct SubmitResult {
   int64_t limit = 0;
   Forecast forecast;
   // When trying again is worth while. Of kQueueFull always; of kDeadlineInfeasible unless the
-  // request alone takes longer than it has.
+  // request alone takes longer than it had as it arrived.
   std::optional<absl::Duration> retry_after;
 };
 

@@ -21,6 +21,7 @@
 #include "absl/time/clock.h"
 #include "runtime/admission/admission.h"
 #include "runtime/base/reason.h"
+#include "runtime/base/steady_time.h"
 #include "runtime/text/tokenizer.h"
 #include "tests/fixtures/fake_executor.h"
 #include "tests/fixtures/fake_model.h"
@@ -137,7 +138,7 @@ class EngineThreadTest : public testing::Test {
               absl::Time deadline = absl::InfiniteFuture()) const {
     RequestOptions options{.id = id,
                            .prompt = std::vector<int32_t>(prompt_tokens, 0),
-                           .arrival = absl::Now(),
+                           .arrival = SteadyNow(),
                            .deadline = deadline};
     options.stop.max_output_tokens = max_output;
     return std::get<Request>(admission_.Resolve(std::move(options)));
@@ -269,6 +270,14 @@ TEST_F(EngineThreadTest, DeadlineThatCannotBeMetIsRefusedOnceThePaceIsKnown) {
   } while (refused.error != SubmitError::kDeadlineInfeasible);
   EXPECT_GT(refused.forecast.least_run, absl::ZeroDuration());
   EXPECT_EQ(refused.retry_after, std::nullopt) << "no wait makes it shorter";
+  // It arrived with time enough, which passed before it came here (its prompt was encoded).
+  Request held_up = Ask("held up", 5, 3000, SteadyNow());
+  held_up.ignore_end = true;
+  held_up.arrival = SteadyNow() - absl::Hours(1);
+  refused = thread_->Submit(std::move(held_up), std::make_shared<CountingSink>());
+  ASSERT_EQ(refused.error, SubmitError::kDeadlineInfeasible);
+  ASSERT_TRUE(refused.retry_after.has_value());
+  EXPECT_GT(*refused.retry_after, absl::ZeroDuration());
   EXPECT_EQ(thread_->Submit(Ask("endless", 5, 3000), std::make_shared<CountingSink>()).error,
             SubmitError::kNone);
 }
