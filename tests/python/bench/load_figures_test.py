@@ -86,16 +86,19 @@ def test_figures_hold_requests_to_the_window_and_the_deadline() -> None:
         # Accepted, and dropped from the queue.
         sample(13, 13, tokens=0, error="DEADLINE_EXCEEDED/DEADLINE_INFEASIBLE", retry_delay=2.0),
         sample(14, 16, tokens=10, attempt=2),
+        Sample(0, 15, sent=17.5, ended=17.5, error="DEADLINE_EXCEEDED"),
+        sample(15, 16, 0, error="DEADLINE_EXCEEDED/DEADLINE_INFEASIBLE", hopeless=True),
         sample(19, 21, tokens=50),  # ends after it
     ]
     found = figures(samples, Window(10, 20, deadline=2.5))
-    assert (found["n"], found["ok"], found["met_deadline"]) == (7, 4, 3)
+    assert (found["n"], found["ok"], found["met_deadline"]) == (9, 4, 3)
     assert found["errors"] == {
-        "DEADLINE_EXCEEDED": 1,
-        "DEADLINE_EXCEEDED/DEADLINE_INFEASIBLE": 1,
+        "DEADLINE_EXCEEDED": 2,
+        "DEADLINE_EXCEEDED/DEADLINE_INFEASIBLE": 2,
         "RESOURCE_EXHAUSTED/QUEUE_FULL": 1,
     }
-    assert (found["refused"], found["refused_with_delay"]) == (2, 2)
+    assert (found["refused"], found["refused_with_delay"], found["refused_hopeless"]) == (3, 2, 1)
+    assert found["sent_too_late"] == 1
     assert found["retry_delay"]["p50"] == 1.5
     assert (found["retries"], found["retries_ok"]) == (1, 1)
     # As those of throughput, of the requests that were in time.
@@ -187,6 +190,8 @@ def overloaded(
         error = "" if succeeded else "RESOURCE_EXHAUSTED"
         samples.append(sample(number, number + 0.1, 0, error, attempt=2, accepted=succeeded))
     samples.append(sample(1, 1.1, 0, "RESOURCE_EXHAUSTED", retry_delay=delay))
+    # No delay would have helped it: it is not missed.
+    samples.append(sample(1, 1.1, 0, "DEADLINE_EXCEEDED/DEADLINE_INFEASIBLE", hopeless=True))
     readings = Readings(
         health=[(100 + second, 0.001 * growth) for second in range(60)],
         scrapes=[(100 + second, 0.002) for second in range(60)],

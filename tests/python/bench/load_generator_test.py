@@ -177,6 +177,23 @@ def test_a_refusal_is_sent_again_after_the_delay_it_asks_for(
         assert again.sent >= again.scheduled
 
 
+@pytest.mark.parametrize(
+    ("left", "run", "delay", "hopeless"),
+    [
+        ("0.010", "0.020", None, True),
+        ("0.030", "0.020", None, False),  # the wait was too long: it should have a delay
+        ("0.010", "0.020", 1.0, False),
+    ],
+)
+def test_no_delay_is_missed_where_none_would_help(
+    left: str, run: str, delay: float | None, hopeless: bool
+) -> None:
+    estimate = {"seconds_left": left, "run_seconds": run}
+    with scripted(lambda _, context: refuse(context, delay, None, estimate), refuses=True) as fake:
+        (sample,) = Generator(fake, WORKLOAD).run(OpenLoop([0.0], SECONDS)).samples
+    assert (sample.refused, sample.retry_delay, sample.hopeless) == (True, delay, hopeless)
+
+
 def test_no_retry_comes_twice_or_after_the_end() -> None:
     always = scripted(lambda _, context: refuse(context, 0.01, None), refuses=True)
     with always as address:

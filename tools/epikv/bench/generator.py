@@ -54,6 +54,8 @@ class Sample:
     error: str = ""  # CODE or CODE/REASON; empty: it succeeded
     queue: float | None = None  # seconds, as the server tells them
     retry_delay: float | None = None  # seconds that a refusal asked to wait
+    # Refused without a delay, since no wait would help: alone it runs longer than it had left.
+    hopeless: bool = False
     experiment_arm: str = NO_ARM  # "experiment/arm", as the server tells it
     right: bool | None = None  # None: nobody knows
     outcome: str = ""  # of what was recorded: KEPT, CODE or CODE/REASON; empty: nothing was
@@ -239,6 +241,7 @@ class Generator:
                     sample.queue = queue.seconds + queue.nanos / 1e9
         except grpc.RpcError as error:
             sample.error, sample.retry_delay = _refusal(error)
+            sample.hopeless = sample.retry_delay is None and _too_late(error)
         except asyncio.CancelledError:
             sample.error = UNFINISHED
             raise
@@ -267,6 +270,12 @@ class Generator:
             if delay is None:
                 return
             await asyncio.sleep(delay)
+
+
+def _too_late(error: grpc.RpcError) -> bool:
+    """Whether the server tells that the request alone takes longer than it has."""
+    told = RpcError.from_grpc(error).metadata
+    return "run_seconds" in told and float(told["seconds_left"]) <= float(told["run_seconds"])
 
 
 def _refusal(error: grpc.RpcError) -> tuple[str, float | None]:

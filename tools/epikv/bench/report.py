@@ -40,6 +40,10 @@ class Window:
     def __contains__(self, at: float) -> bool:
         return self.begin <= at < self.end
 
+    def has_passed(self, sample: Sample) -> bool:
+        """Whether its deadline had passed as it was sent."""
+        return self.deadline is not None and sample.sent - sample.scheduled >= self.deadline
+
     def met(self, sample: Sample) -> bool:
         """Whether it succeeded within its deadline."""
         return sample.ok and (self.deadline is None or sample.end_to_end <= self.deadline)
@@ -70,6 +74,8 @@ def figures(samples: Sequence[Sample], window: Window) -> dict[str, Any]:
         "errors": dict(sorted(Counter(s.error for s in arrived if s.error).items())),
         "refused": len(refused),
         "refused_with_delay": sum(s.retry_delay is not None for s in refused),
+        "refused_hopeless": sum(s.hopeless for s in refused),
+        "sent_too_late": sum(window.has_passed(s) for s in arrived),
         "retry_delay": percentiles(s.retry_delay for s in refused if s.retry_delay is not None),
         "retries": len(again),
         "retries_ok": sum(s.ok for s in again),
@@ -228,8 +234,11 @@ def show(found: Mapping[str, Any]) -> None:
         click.echo(
             f"refused: {total['refused']}, {total['refused_with_delay']} of them with a delay"
             + (f" (p50 {delay['p50']:.2f} s, p99 {delay['p99']:.2f})" if delay else "")
+            + f", {total['refused_hopeless']} with too little time left for any"
             + f"; sent again after it: {total['retries']}, of which {total['retries_ok']} succeeded"
         )
+    if total["sent_too_late"]:
+        click.echo(f"sent by the generator after their deadline: {total['sent_too_late']}")
     generator = found["generator"]
     lag = generator["send_lag"]
     click.echo(

@@ -159,7 +159,8 @@ def _targets(
     )
     retries = bootstrap(ok, fmean) if ok else Estimate.exact(0)
     total = report["total"]
-    told = total["refused_with_delay"] / total["refused"] if total["refused"] else 0.0
+    helped = total["refused"] - total["refused_hopeless"]
+    told = total["refused_with_delay"] / helped if helped else 0.0
     gauges = [g for g in report["gauges"] if g["at"] in window]
     resident = [g["resident_bytes"] for g in gauges]
     # All that the daemon holds: what waits may count as running. One more, at all times: a queue of
