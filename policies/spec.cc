@@ -66,10 +66,15 @@ std::string RangeError(const ParamSpec& spec, const ParamValue& value) {
     }
   }
   if (spec.type == ParamType::kChoiceList) {
-    for (const std::string& choice : std::get<std::vector<std::string>>(value)) {
-      if (known(choice)) continue;
-      return absl::StrCat("items must be of ", absl::StrJoin(spec.choices, ", "), ", one is '",
-                          choice, "'");
+    const auto& items = std::get<std::vector<std::string>>(value);
+    for (auto item = items.begin(); item != items.end(); ++item) {
+      if (!known(*item)) {
+        return absl::StrCat("items must be of ", absl::StrJoin(spec.choices, ", "), ", one is '",
+                            *item, "'");
+      }
+      if (std::find(items.begin(), item, *item) != item) {
+        return absl::StrCat("has '", *item, "' twice");
+      }
     }
   }
   if (spec.type == ParamType::kIntList) {

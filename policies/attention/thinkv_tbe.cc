@@ -403,8 +403,12 @@ absl::Status ThinkvTbeComplete(Params& params, const ModelShape& shape) {
         "model: give all three, or calibrate the model: epikv calibrate thinkv_tbe MODEL.pt --text "
         "FILE -o OUT.json");
   }
-  if (params.IntList("layers").empty()) return absl::InvalidArgumentError("layers is empty");
-  for (int64_t layer : params.IntList("layers")) {
+  const std::vector<int64_t>& layers = params.IntList("layers");
+  if (layers.empty() ||
+      std::adjacent_find(layers.begin(), layers.end(), std::greater_equal<>()) != layers.end()) {
+    return absl::InvalidArgumentError("layers must be ascending, each once, and not empty");
+  }
+  for (int64_t layer : layers) {
     if (layer >= shape.num_layers) {
       return absl::InvalidArgumentError(absl::StrCat(
           "layers has ", layer, "; the model's layers are 0 to ", shape.num_layers - 1));

@@ -20,6 +20,7 @@ const ParamSpec kParams[] = {
      .type = ParamType::kChoice,
      .fallback = std::string("red"),
      .choices = kColours},
+    {.name = "colours", .type = ParamType::kChoiceList, .choices = kColours},
     {.name = "tokens", .type = ParamType::kIntList, .fallback = std::vector<int64_t>{}, .max = 9},
     {.name = "layer", .type = ParamType::kInt, .max = 99},
 };
@@ -99,9 +100,17 @@ TEST(ResolveParams, UnknownChoiceListsTheKnown) {
   EXPECT_THAT(Wrong("colour", std::string("blue")), HasSubstr("one of red, green, is 'blue'"));
 }
 
+// A list of choices is no longer than there are choices, whatever a request holds.
+TEST(ResolveParams, AListHasEachChoiceOnce) {
+  using List = std::vector<std::string>;
+  EXPECT_EQ(Wrong("colours", List{"green", "red"}), "");
+  EXPECT_THAT(Wrong("colours", List{"red", "blue"}), HasSubstr("of red, green, one is 'blue'"));
+  EXPECT_EQ(Wrong("colours", List(500'000, "red")), "has 'red' twice");
+}
+
 TEST(ResolveParams, UnknownParameterListsTheKnown) {
   EXPECT_THAT(Wrong("size", int64_t{1}),
-              HasSubstr("known: flag, count, share, colour, tokens, layer"));
+              HasSubstr("known: flag, count, share, colour, colours, tokens, layer"));
 }
 
 TEST(ResolveParams, AllViolationsAtOnce) {

@@ -312,7 +312,10 @@ TEST(ThinKvTbe, RefusesWhatMakesNoSense) {
   using List = std::vector<int64_t>;
   EXPECT_THAT(Refusal({{"layers", List{8}}, {"theta1", 0.1}, {"theta2", 0.2}}, Calibrated()),
               HasSubstr("0 to 7"));
-  EXPECT_NE(Refusal({{"layers", List{}}, {"theta1", 0.1}, {"theta2", 0.2}}, Calibrated()), "");
+  for (const List& layers : {List{}, List{0, 0}, List(100'000, 1), List{2, 1}}) {
+    EXPECT_THAT(Refusal({{"layers", layers}, {"theta1", 0.1}, {"theta2", 0.2}}, Calibrated()),
+                HasSubstr("ascending, each once"));
+  }
   EXPECT_THAT(Refusal({{"theta1", 0.6}}, Calibrated()), HasSubstr("less than theta2"));
   EXPECT_THAT(Refusal({{"ladder", List{4, 4}}}, Calibrated()), HasSubstr("descending"));
   EXPECT_THAT(Refusal({{"ladder", List{}}}, Calibrated()), HasSubstr("not empty"));
