@@ -119,6 +119,17 @@ TEST(PlanTest, EffectsOfAProportionDifferUpAndDown) {
   EXPECT_EQ(PlanEffects(Rate(.01), 5000, {})->down, std::nullopt) << "50 ones are too few to halve";
 }
 
+// The thread that plans is everybody's.
+TEST(PlanTest, NumbersThatAreAlmostZeroEnd) {
+  const auto of_mean = [](double sd) {
+    return PlanEffects({.kind = MetricKind::kMean, .sd = sd}, 10'000, {}).ok();
+  };
+  for (const double sd : {1e-100, 1e100}) EXPECT_TRUE(of_mean(sd)) << sd;
+  for (const double sd : {5e-324, 1e-161, 1.58e-159, 1e300}) EXPECT_FALSE(of_mean(sd)) << sd;
+  EXPECT_TRUE(PlanEffects(Rate(1e-100), 100, {}).ok());
+  EXPECT_FALSE(PlanEffects(Rate(5e-324), 100, {}).ok());
+}
+
 TEST(PlanTest, SaysWhatIsOutOfRange) {
   EXPECT_THAT(PlanUnits(kMeanOfOne, 0, {}).status().message(), HasSubstr("effect"));
   EXPECT_THAT(PlanUnits(kMeanOfOne, 1, {.alpha = 0}).status().message(), HasSubstr("alpha"));

@@ -158,11 +158,12 @@ absl::Status Check(const Baseline& baseline, const Design& design) {
                      design.control_share, " and ", design.treatment_share));
   }
   if (baseline.kind == MetricKind::kMean) {
-    if (!(baseline.sd > 0 && std::isfinite(baseline.sd))) {
-      return OutOf("the standard deviation", "(0, infinity)", baseline.sd);
+    // Beyond, its square is 0 or infinite.
+    if (!(baseline.sd >= 1e-100 && baseline.sd <= 1e100)) {
+      return OutOf("the standard deviation", "[1e-100, 1e100]", baseline.sd);
     }
-  } else if (!(baseline.rate > 0 && baseline.rate < 1)) {
-    return OutOf("the rate", "(0, 1)", baseline.rate);
+  } else if (!(baseline.rate >= 1e-100 && baseline.rate < 1)) {
+    return OutOf("the rate", "[1e-100, 1)", baseline.rate);
   }
   return absl::OkStatus();
 }
@@ -184,7 +185,7 @@ absl::Status CheckEffect(const Baseline& baseline, double effect) {
 template <typename Predicate>
 double Least(double low, double high, Predicate is_enough) {
   while (high / low > 1 + kPrecision) {
-    const double middle = std::sqrt(low * high);
+    const double middle = low * std::sqrt(high / low);
     (is_enough(middle) ? high : low) = middle;
   }
   return high;
