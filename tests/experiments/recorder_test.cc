@@ -473,6 +473,8 @@ TEST_F(RecorderTest, OutcomesLeaveTheSpoolsRoomToOthers) {
   EXPECT_LT(of_eve, 30) << "a quarter is hers";
   EXPECT_NEAR(static_cast<double>(flood("ann")), static_cast<double>(of_eve), 1);
   EXPECT_LE(flood("bob"), 1) << "half is for outcomes";
+  Start(kQuick, {.max_bytes = 4000});
+  EXPECT_LE(flood("cid"), 1) << "and still is, for a daemon that is started again";
   for (int i = 0; i < 10; ++i) Fact(absl::StrCat(i));
   store_.FailWith(absl::OkStatus());
   counts_.AwaitEmptySpool();

@@ -28,6 +28,7 @@ Recorder::Recorder(Store& store, std::unique_ptr<Spool> spool, RecorderObserver&
       observer_(observer),
       options_(options),
       spool_(std::move(spool)),
+      all_outcome_bytes_(spool_->bytes()),
       replayed_batch_(options.max_batch),
       next_try_(SteadyTime()) {
   TellSpool();
@@ -237,14 +238,16 @@ void Recorder::RefuseOutcomes(Batch& batch) {
   for (size_t i = 0; i < batch.records.size(); ++i) {
     if (batch.dones[i] != nullptr) {
       const auto bytes = static_cast<int64_t>(batch.records[i].ByteSizeLong());
-      int64_t& of_tenant = outcome_bytes_[batch.records[i].outcome().tenant()];
+      const std::string& tenant = batch.records[i].outcome().tenant();
+      const auto known = outcome_bytes_.find(tenant);
+      const int64_t of_tenant = known == outcome_bytes_.end() ? 0 : known->second;
       if (static_cast<double>(of_tenant + bytes) > options_.tenants_share * room ||
           static_cast<double>(all_outcome_bytes_ + bytes) > options_.outcomes_share * room) {
         observer_.OnRefused(1);
         batch.dones[i](absl::ResourceExhaustedError("too many outcomes wait for the store"));
         continue;
       }
-      of_tenant += bytes;
+      outcome_bytes_[tenant] = of_tenant + bytes;
       all_outcome_bytes_ += bytes;
     }
     kept.records.push_back(std::move(batch.records[i]));

@@ -138,9 +138,10 @@ class Recorder {
   // Of the thread.
   const std::unique_ptr<Spool> spool_;
   absl::Status spool_error_;  // of the last Append
-  // Of outcomes in the spool, since it was empty.
+  // Of outcomes in the spool, since it was empty. What lay there at the start counts as outcomes,
+  // of nobody: only reading all of it would tell.
   std::map<std::string, int64_t> outcome_bytes_;  // by tenant
-  int64_t all_outcome_bytes_ = 0;
+  int64_t all_outcome_bytes_;
   size_t replayed_batch_;           // records
   std::atomic<bool> away_ = false;  // any thread reads it
   absl::Duration backoff_;
