@@ -1,3 +1,4 @@
+#include "runtime/base/steady_time.h"
 #include "server/experiments/figures/report.h"
 
 #include <gmock/gmock.h>
@@ -31,7 +32,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
 
-const absl::Time kStart = absl::FromUnixSeconds(1'800'000'000);
+const absl::Time kStart = absl::FromUnixSeconds(1'700'000'000);
 const absl::Time kNow = kStart + absl::Hours(10);
 
 // One request and what came of it.
@@ -308,6 +309,17 @@ TEST_F(ReportTest, WhatIsLostWithItsServerHasFailed) {
   EXPECT_THAT(report.notes(), Contains(HasSubstr("133 requests have no end")));
   ASSERT_EQ(report.guardrails_size(), 1);
   EXPECT_EQ(report.guardrails(0).verdict(), v1::GuardrailReport::VERDICT_BREACHED);
+}
+
+TEST_F(ReportTest, WhatStillRunsIsNotLostWhenTheClockIsSet) {
+  for (int i = 0; i < 10; ++i) Add(i, 10, absl::StrCat("u", i), {.ended = false});
+  Write();
+  const auto report = [&](absl::Time now) {
+    return *MakeReport(experiment_, *store_, {.lost_after = SteadyNow() - kStart + absl::Hours(1)},
+                       now);
+  };
+  EXPECT_EQ(report(SteadyNow()).arms(0).running_requests(), 10u);
+  EXPECT_EQ(report(SteadyNow() + absl::Hours(24)).arms(0).running_requests(), 10u);
 }
 
 // Those that are lost have no outcome, and were the arm's own loss.

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "runtime/base/steady_time.h"
 #include "server/base/durations.h"
 #include "server/experiments/definition/definition.h"
 #include "server/experiments/definition/windows.h"
@@ -71,6 +72,7 @@ class ReportMaker {
         store_(store),
         options_(options),
         now_(now),
+        lost_before_(std::min(now, SteadyNow()) - options.lost_after),
         arms_(experiment),
         windows_(WindowsOf(experiment)),
         timeline_(experiment, options.points, now),
@@ -108,7 +110,7 @@ class ReportMaker {
           for (; next + 1 < timeline_.points() && row.began > timeline_.At(next); ++next) {
             at_point(timeline_.At(next));
           }
-          if (!row.end.has_value() && row.began + options_.lost_after <= now_) {
+          if (!row.end.has_value() && row.began <= lost_before_) {
             RequestRow lost = row;
             lost.lost = true;
             on_row(lost);
@@ -265,6 +267,7 @@ class ReportMaker {
   Store& store_;
   const ReportOptions options_;
   const absl::Time now_;
+  const absl::Time lost_before_;
   const Arms arms_;
   const std::optional<Windows> windows_;
   const Timeline timeline_;

@@ -16,6 +16,8 @@ struct ReportOptions {
   // Of units' sums at once; more metrics than fit are read in several passes over the store.
   int64_t memory_bytes = int64_t{256} << 20;
   // A request without an end counts as failed from then on: its server ended before it.
+  // By whichever is earlier of `now` and a clock that does not jump: a wall clock that was set must
+  // not end what still runs.
   absl::Duration lost_after = absl::Hours(1);
   // Asked now and then; true: nobody waits for the report any more.
   std::function<bool()> cancelled = [] { return false; };
