@@ -12,13 +12,13 @@ namespace {
 
 // Of aten. "add" is add_, too.
 constexpr absl::string_view kAten = R"(
-  abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv all alpha_dropout amax amin aminmax any arange arccos
+  abs absolute acos acosh add addbmm addcdiv addcmul addmm addmv all amax amin aminmax any arange arccos
   arcsin arctan arctan2 argmax argmin argsort asin asinh atan atan2 atanh atleast_1d atleast_2d avg_pool1d baddbmm
   batch_norm bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor bmm broadcast_tensors
   broadcast_to bucketize cat ceil celu chunk clamp clamp_max clamp_min clip clone column_stack concat concatenate
   constant_pad_nd contiguous conv1d conv2d copy copysign cos cosh count_nonzero cross cummax cummin cumprod cumsum
   detach diag diag_embed diagonal diff div divide dot dropout einsum elu embedding eq equal erf erfc erfinv exp exp2
-  expand expand_as expm1 eye feature_dropout fill flatten flip float_power floor floor_divide fmax fmin fmod frac full
+  expand expand_as expm1 eye fill flatten flip float_power floor floor_divide fmax fmin fmod frac full
   full_like gather ge gelu glu greater greater_equal group_norm gt hardsigmoid hardswish hardtanh heaviside hstack hypot
   index index_add index_copy index_fill index_put index_select inner isclose isfinite isin isinf isnan isneginf isposinf
   item kron layer_norm le leaky_relu lerp less less_equal linalg_matmul linalg_norm linalg_vector_norm linear linspace
@@ -27,7 +27,7 @@ constexpr absl::string_view kAten = R"(
   minimum mish mm moveaxis movedim mul multiply mv nan_to_num nanmean nansum narrow ne neg negative new_full new_ones
   new_zeros nonzero norm normalize not_equal numel one_hot ones ones_like outer pad permute polar positive pow prelu
   prod quantile ravel real reciprocal relu relu6 remainder repeat repeat_interleave reshape reshape_as rms_norm roll
-  round rrelu rsqrt rsub scalar_tensor scaled_dot_product_attention scatter scatter_add scatter_reduce searchsorted
+  round rsqrt rsub scalar_tensor scaled_dot_product_attention scatter scatter_add scatter_reduce searchsorted
   select selu sgn sigmoid sign signbit silu sin sinc sinh size slice softmax softplus softshrink sort split
   split_with_sizes sqrt square squeeze stack std stride sub subtract sum sum_to_size swapaxes swapdims t take
   take_along_dim tan tanh tensor tensor_split tensordot threshold tile to topk trace transpose tril triu true_divide
@@ -49,7 +49,7 @@ constexpr absl::string_view kAten = R"(
 constexpr absl::string_view kPrim = R"(
   Constant If Loop ListConstruct ListUnpack TupleConstruct TupleUnpack TupleIndex TupleSlice DictConstruct GetAttr
   CallMethod CallFunction NumToTensor RaiseException StringIndex Uninitialized unchecked_cast unchecked_unwrap_optional
-  isinstance annotate tolist dtype device layout shape min max abs data requires_grad type id is_cpu is_cuda is_quantized
+  isinstance annotate tolist dtype device layout shape min max abs data requires_grad type is_cpu is_cuda is_quantized
   is_sparse is_meta is_mkldnn is_nested itemsize nbytes rangelist ModuleContainerIndex EnumName EnumValue Function
 )";
 

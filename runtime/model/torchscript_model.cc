@@ -3,6 +3,7 @@
 #include <caffe2/serialize/inline_container.h>
 #include <torch/csrc/jit/frontend/error_report.h>
 #include <torch/csrc/jit/ir/alias_analysis.h>
+#include <torch/csrc/jit/ir/constants.h>
 #include <torch/csrc/jit/ir/ir.h>
 #include <torch/csrc/jit/passes/freeze_module.h>
 #include <torch/csrc/jit/passes/inliner.h>
@@ -220,6 +221,25 @@ bool WritesInPlace(const Block* block) {
   return false;
 }
 
+// Dropout, unless it is known to be off.
+bool DrawsRandomNumbers(const Block* block) {
+  for (const Node* node : block->nodes()) {
+    for (const Block* inner : node->blocks()) {
+      if (DrawsRandomNumbers(inner)) return true;
+    }
+    const absl::string_view kind = node->kind().toQualString();
+    if (kind == "aten::dropout" || kind == "aten::dropout_") {
+      const auto train = torch::jit::constant_as<bool>(node->input(2));
+      if (train.value_or(true)) return true;
+    }
+    if (kind == "aten::scaled_dot_product_attention") {
+      const auto dropout = torch::jit::constant_as<double>(node->input(4));
+      if (dropout.value_or(1) != 0) return true;
+    }
+  }
+  return false;
+}
+
 absl::StatusOr<FrozenForward> Freeze(Module module) {
   try {
     torch::jit::freeze_module_inplace(&module);
@@ -230,6 +250,10 @@ absl::StatusOr<FrozenForward> Freeze(Module module) {
   std::shared_ptr<Graph> graph = module.get_method("forward").graph();
   if (graph->inputs()[0]->hasUses()) {
     return absl::FailedPreconditionError("forward changes the module; a module keeps no state");
+  }
+  if (DrawsRandomNumbers(graph->block())) {
+    return absl::FailedPreconditionError(
+        "forward draws random numbers: its dropout is not off; export the module after eval()");
   }
   graph->eraseInput(0);
   const torch::jit::AliasDb aliases(graph);

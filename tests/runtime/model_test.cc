@@ -483,6 +483,8 @@ const std::map<std::string, Refusal>& Refusals() {
       {"sparse_tensor", {kBroken, "a tensor is Sparse"}},
       {"state_of_a_part", {kBroken, "its code has __getstate__, which is not allowed"}},
       {"conditional", {kBroken, "attention(1) is called under a condition"}},
+      {"drops_at_random", {kBroken, "forward draws random numbers: its dropout is not off"}},
+      {"drops_in_attention", {kBroken, "forward draws random numbers: its dropout is not off"}},
       {"duplicated_attention", {kBroken, "attention(0) is called 2 times"}},
       {"duplicated_block", {kBroken, "block(1) is called 2 times"}},
       {"empty", {kDamaged, "not a ZIP archive"}},
