@@ -290,9 +290,9 @@ ConstraintCompiler::~ConstraintCompiler() = default;
 
 absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
     const ConstraintText& text) {
-  if (absl::Status status = CheckConstraintText(text); !status.ok()) return status;
   std::string key = KeyOf(text);
   if (std::optional<Result> known = Find(key)) return *std::move(known);
+  if (absl::Status status = CheckConstraintText(text); !status.ok()) return status;
   absl::MutexLock lock(&compile_mu_);
   if (std::optional<Result> known = Find(key)) return *std::move(known);  // made meanwhile
   if (const int64_t live = *live_bytes_; live > limits_.live) {
@@ -330,6 +330,7 @@ std::optional<ConstraintCompiler::Result> ConstraintCompiler::Find(const std::st
 
 void ConstraintCompiler::Remember(Remembered remembered) {
   remembered.bytes += 2 * static_cast<int64_t>(remembered.key.size()) + 512;
+  if (remembered.bytes > limits_.remembered) return;  // it would push out all others, and itself
   absl::MutexLock lock(&mu_);
   remembered_bytes_ += remembered.bytes;
   recent_.push_front(std::move(remembered));
