@@ -150,8 +150,13 @@ bool EngineThread::SubmitIdle(Request request, std::shared_ptr<RequestSink> sink
   idle_ = true;
   auto tracked = std::make_shared<IdleSink>(*this, std::move(sink));
   auto shared = std::make_shared<Request>(std::move(request));
-  Post(
-      Asked{[shared, tracked](Engine& engine) { engine.SubmitIdle(std::move(*shared), tracked); }});
+  Post(Asked{[shared, tracked](Engine& engine) {
+    try {
+      engine.SubmitIdle(std::move(*shared), tracked);
+    } catch (const std::exception& e) {
+      tracked->OnFinished({.reason = FinishReason::kError, .status = EngineFailed(e)});
+    }
+  }});
   return true;
 }
 
@@ -266,20 +271,23 @@ std::vector<EngineThread::Message> EngineThread::TakeInbox(bool wait, absl::Time
   return std::exchange(inbox_, {});
 }
 
+// One that fails, for lack of memory, keeps no other from being heard.
 void EngineThread::Handle(std::vector<Message> messages) {
   for (Message& message : messages) {
-    if (auto* submitted = std::get_if<Submitted>(&message)) {
-      const std::shared_ptr<RequestSink> sink = submitted->sink;
-      try {
+    std::shared_ptr<RequestSink> submitter;
+    try {
+      if (auto* submitted = std::get_if<Submitted>(&message)) {
+        submitter = submitted->sink;
         engine_->Submit(std::move(submitted->request), std::move(submitted->sink));
-      } catch (const std::exception& e) {
-        sink->OnFinished({.reason = FinishReason::kError, .status = EngineFailed(e)});
+      } else if (auto* cancelled = std::get_if<Cancelled>(&message)) {
+        engine_->Cancel(cancelled->request.second, std::move(cancelled->status),
+                        &cancelled->request.first);
+      } else {
+        std::get<Asked>(message).of(*engine_);
       }
-    } else if (auto* cancelled = std::get_if<Cancelled>(&message)) {
-      engine_->Cancel(cancelled->request.second, std::move(cancelled->status),
-                      &cancelled->request.first);
-    } else {
-      std::get<Asked>(message).of(*engine_);
+    } catch (const std::exception& e) {
+      if (submitter == nullptr) continue;
+      submitter->OnFinished({.reason = FinishReason::kError, .status = EngineFailed(e)});
     }
   }
 }

@@ -302,6 +302,19 @@ TEST_F(EngineThreadTest, WhatIsDroppedFromTheQueueIsToldWhenToTryAgain) {
   EXPECT_GT(*after, absl::ZeroDuration());
 }
 
+TEST_F(EngineThreadTest, AQuestionThatFailsKeepsNoRequestFromBeingHeard) {
+  HoldForwards();
+  Start();
+  const auto first = Submit("first", 5, 2);
+  gate_.AwaitHeld();
+  thread_->Describe([](const std::vector<RequestFacts>&) { throw std::bad_alloc(); });
+  const auto second = Submit("second", 5, 2);  // heard of in the same breath
+  gate_.Open();
+  first->AwaitEnd();
+  second->AwaitEnd();
+  EXPECT_EQ(second->finished().reason, FinishReason::kLength);
+}
+
 TEST_F(EngineThreadTest, ForecastsCountTheTurnsOfOtherEngines) {
   CoreBudget cores(1);
   script_->next = [](int32_t) { return 5; };
