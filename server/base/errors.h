@@ -55,6 +55,8 @@ grpc::Status AlreadyExists(absl::string_view type, absl::string_view name,
 // subject: what is used up; retry_after: when it may be free again.
 grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
                        absl::Duration retry_after);
+// limit: of --max_sent_message_bytes; advice: what to do in its place.
+grpc::Status AnswerTooLarge(int64_t bytes, int64_t limit, absl::string_view advice);
 // What was refused at the door: a deadline that cannot be met.
 grpc::Status DeadlineInfeasible(const DeadlineEstimate& estimate,
                                 std::optional<absl::Duration> retry_after);

@@ -14,7 +14,7 @@ Server::Server(Models& models, Courier& courier, const Frontend& frontend,
                    .experiments = options.participation,
                    .shadow = options.shadow,
                    .shared_prefixes = options.shared_prefixes}),
-      tokenization_(models, frontend),
+      tokenization_(models, frontend, options.port.transport.max_sent_message_bytes),
       model_service_(models, frontend),
       policies_(models, frontend),
       experiments_(options.experiments, models, frontend) {}

@@ -20,7 +20,7 @@
 namespace epikv {
 
 // A stream's messages are smaller than its outbox; a result may be of any size.
-grpc::Status AnswerTooLarge(int64_t bytes, int64_t limit);
+inline constexpr absl::string_view kStreamIt = "use Generate, which streams the answer in parts";
 
 // Where a completion's output goes: into the result, or, of several, into its own place in it.
 template <typename Use>
@@ -88,11 +88,11 @@ class CollectCall final : public Call, public StreamWriter {
   }
   void Abort() override {}  // no write takes time
   void End(const absl::Status& status) override {
-    if (too_large_) return Fail(AnswerTooLarge(bytes_, max_bytes_));
+    if (too_large_) return Fail(AnswerTooLarge(bytes_, max_bytes_, kStreamIt));
     AddPushback(scope().context(), RetryAfterOf(status));
     if (!status.ok()) return Fail(ToGrpc(status));
     bytes_ = static_cast<int64_t>(result_.ByteSizeLong());
-    if (bytes_ > max_bytes_) return Fail(AnswerTooLarge(bytes_, max_bytes_));
+    if (bytes_ > max_bytes_) return Fail(AnswerTooLarge(bytes_, max_bytes_, kStreamIt));
     EndWith(result_);
   }
 

@@ -14,8 +14,9 @@ Rejection BadField(const std::string& field, absl::string_view description) {
 
 }  // namespace
 
-TokenizationService::TokenizationService(const Models& models, const Frontend& frontend)
-    : Service(frontend), models_(models) {
+TokenizationService::TokenizationService(const Models& models, const Frontend& frontend,
+                                         int64_t max_answer_bytes)
+    : Service(frontend), models_(models), max_answer_bytes_(max_answer_bytes) {
   AnswerAtOnce("TokenizationService/Tokenize", &TokenizationService::Tokenize);
   AnswerAtOnce("TokenizationService/Detokenize", &TokenizationService::Detokenize);
   AnswerAtOnce("TokenizationService/ApplyChatTemplate", &TokenizationService::ApplyChatTemplate);
@@ -49,6 +50,14 @@ Answer<v1::DetokenizeResponse> TokenizationService::Detokenize(
     rejection.reason = "TOKEN_RANGE";
     rejection.metadata = {{"vocab_size", absl::StrCat(vocab)}};
     return ToGrpc(rejection);
+  }
+  // Before it is made: an id of two bytes may name a token of many.
+  int64_t bytes = 0;
+  for (const int32_t id : ids) {
+    bytes += static_cast<int64_t>(model.tokenizer->TokenBytes(id).value_or("").size());
+  }
+  if (bytes > max_answer_bytes_) {
+    return AnswerTooLarge(bytes, max_answer_bytes_, "ask for the text of fewer tokens at once");
   }
   const bool skip = !request.has_skip_special_tokens() || request.skip_special_tokens();
   v1::DetokenizeResponse response;

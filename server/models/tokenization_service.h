@@ -10,7 +10,8 @@ namespace epikv {
 // The served model's tokenizer and chat format. Thread-safe; everything given to it outlives it.
 class TokenizationService final : public Service {
  public:
-  TokenizationService(const Models& models, const Frontend& frontend);
+  // max_answer_bytes: of one answer.
+  TokenizationService(const Models& models, const Frontend& frontend, int64_t max_answer_bytes);
 
  private:
   Answer<v1::TokenizeResponse> Tokenize(const v1::TokenizeRequest& request);
@@ -19,6 +20,7 @@ class TokenizationService final : public Service {
       const v1::ApplyChatTemplateRequest& request);
 
   const Models& models_;
+  const int64_t max_answer_bytes_;
 };
 
 }  // namespace epikv

@@ -156,5 +156,18 @@ TEST_F(TransportTest, AnswerThatIsTooLargeIsRefusedWithItsSize) {
   EXPECT_LT(tokens, 2900) << "what nobody can have is not computed";
 }
 
+TEST_F(TransportTest, TextThatIsTooLargeIsNotMade) {
+  Start({.max_sent_message_bytes = 1024});
+  v1::DetokenizeRequest request;
+  for (int i = 0; i < 3000; ++i) request.mutable_tokens()->add_ids(5);
+  grpc::ClientContext context;
+  v1::DetokenizeResponse text;
+  const auto tokenization = v1::TokenizationService::NewStub(channel_);
+  const grpc::Status status = tokenization->Detokenize(&context, request, &text);
+  EXPECT_EQ(status.error_code(), grpc::RESOURCE_EXHAUSTED);
+  EXPECT_EQ(ReasonIn(status), "ANSWER_TOO_LARGE");
+  EXPECT_EQ(Detail<v1::ErrorInfo>(status, "ErrorInfo")->metadata().at("limit"), "1024");
+}
+
 }  // namespace
 }  // namespace epikv
