@@ -48,6 +48,18 @@ def test_what_does_not_outlive_the_daemon_is_told(sample_model: Path) -> None:
         )
 
 
+def test_a_loaded_model_is_told_not_to_outlive_the_daemon(sample_model: Path) -> None:
+    """One of the configuration is not, nor is one that could not be loaded."""
+    told = "was loaded over the port for operators; it is served until the daemon ends"
+    with Daemon(sample_model, "--threads=1") as daemon:
+        admin = admin_of(daemon)
+        admin("load-model", str(sample_model), "--name=sample", status=1)
+        assert told not in daemon.log
+        admin("load-model", str(sample_model), "--name=b", "--kv-pool-bytes=33554432")
+        [line] = [line for line in daemon.log.splitlines() if told in line]
+        assert f"{sample_model} {told}: name it in the configuration to keep it" in line
+
+
 def health(address: str, service: str) -> str:
     with grpc.insecure_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
