@@ -3,6 +3,7 @@
 import math
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "soak"))
 import soak
 import watch
 from calls import Caller, Outcome
-from cases import Behaviour, Case, Method
+from cases import Behaviour, Case, Cases, Method
 from faults import FAULTS, Fault
 from load import Load
 
@@ -53,6 +54,18 @@ def test_a_short_wave_holds(load: Load) -> None:
     load.replay()
     assert load.failures == []
     assert load.outcomes["ok"] > 0
+
+
+def test_every_mode_of_positions_is_drawn(daemon: Daemon, model: Model) -> None:
+    """In requests that the daemon is to serve; 300 are less than a wave's."""
+    with daemon.client() as client:
+        known = client.policies(model=model.name)
+    policies = [p for p in known if p.has_artefact or not p.needs_artefact]
+    cases = Cases(SEED, [model], policies)
+    drawn = [case for case in map(cases.make, range(300)) if not case.faults]
+    modes = Counter(case.request.kv.positions for case in drawn)
+    assert set(modes) == set(kv_pb2.PositionMode.values())
+    assert min(modes.values()) >= 10
 
 
 def another_bit(outcome: Outcome) -> None:
