@@ -6,6 +6,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/base/reason.h"
 #include "runtime/constraints/constraint_text.h"
@@ -256,6 +257,7 @@ absl::Status ConstraintState::Accept(int32_t token) {
   const bool is_first = std::exchange(first_, false) && !vocabulary.first_bytes.empty();
   const std::string& bytes = is_first ? *vocabulary.first_bytes[token] : vocabulary.bytes[token];
   const GrammarWork work(kStepWork);
+  const absl::Cleanup spent = [&] { work_ = work.spent(); };
   try {
     if (!bytes.empty() && !position_->matcher.AcceptString(bytes)) {
       return Failed(absl::StrCat("the constraint does not allow token ", token));

@@ -154,6 +154,7 @@ bool Engine::Step(absl::Duration waited) {
   StageClock clock(step);
   const absl::Time begin = now_();
   ExpireDeadlines();
+  ReadTokens();
   Admit();
   std::vector<Sequence*> sequences;
   const std::vector<WorkItem> items = PlanStep(running_, sequences);
@@ -161,7 +162,7 @@ bool Engine::Step(absl::Duration waited) {
   if (items.empty()) {
     const bool idled = idles() && StepIdle();
     Report(StepStats());  // what ended without a step shows
-    return idled;
+    return idled || !unread_.empty();
   }
 
   std::vector<ForwardOutcome> outcomes = RunForward(items);
@@ -357,7 +358,7 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
   for (const SequencePtr& s : running) {
     SequenceView view{.prefill_tokens = s->request.prefill_tokens(),
                       .cached_tokens = s->cached,
-                      .ready = s->sink->Ready(),
+                      .ready = s->sink->Ready() && !s->unread.has_value(),
                       .tenant = s->request.scheduling.tenant};
     if (s->pass.size() > 1) {  // it runs as a prompt does
       view.prefill_tokens = std::ssize(s->pass);
@@ -440,7 +441,6 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
 void Engine::Emit(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
   delta.completion = s.completion;
   std::optional<StopMatch> stop;
-  absl::Status constrained;
   for (OutputToken& output : outputs) {
     const absl::Time now = now_();
     if (s.num_outputs == 0) {
@@ -460,20 +460,22 @@ void Engine::Emit(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
     TextStream::Piece piece = s.text.Append(output.token);
     delta.text += piece.text;
     stop = std::move(piece.stop);
-    if (s.constraint.has_value() && !stop.has_value()) {
-      constrained = s.constraint->Accept(output.token);
-    }
+    if (s.constraint.has_value() && !stop.has_value()) s.unread = output.token;
   }
+  absl::Status constrained = ReadToken(s);
   if (!constrained.ok()) return Finish(s, FinishReason::kError, std::move(constrained));
   const bool at_length = s.num_outputs == s.request.max_output_tokens;
   const bool at_end = s.constraint.has_value() && s.constraint->must_end();
-  if (!stop.has_value() && (at_length || at_end) && !s.scores()) {
+  const bool waits = s.unread.has_value();  // what it ends is not known yet
+  if (!stop.has_value() && (at_length || at_end) && !s.scores() && !waits) {
     delta.text += s.text.Flush().text;
   }
   if (!s.request.output.text) delta.text.clear();
-  const bool says_something = !delta.tokens.empty() || !delta.residual_steps.empty() ||
-                              delta.progress.has_value() || !delta.prompt.tokens.empty();
+  const bool says_something = !delta.tokens.empty() || !delta.text.empty() ||
+                              !delta.residual_steps.empty() || delta.progress.has_value() ||
+                              !delta.prompt.tokens.empty();
   if (says_something) s.sink->OnDelta(std::move(delta));
+  if (waits) return;
 
   if (stop.has_value()) {
     s.stop = std::move(stop);
@@ -483,6 +485,39 @@ void Engine::Emit(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
   } else if (at_length) {
     Finish(s, FinishReason::kLength);
   }
+}
+
+// At idle nobody else waits.
+absl::Status Engine::ReadToken(Sequence& s) {
+  if (!s.unread.has_value()) return absl::OkStatus();
+  if (constraint_work_ >= options_.constraint_work && &s != idle_.get()) {
+    unread_.push_back(s.id);
+    return absl::OkStatus();
+  }
+  absl::Status read = s.constraint->Accept(*std::exchange(s.unread, std::nullopt));
+  constraint_work_ += s.constraint->work();
+  return read;
+}
+
+void Engine::ReadTokens() {
+  constraint_work_ = 0;
+  while (!unread_.empty() && constraint_work_ < options_.constraint_work) {
+    Sequence* const s = FindLive(unread_.front());
+    unread_.pop_front();
+    if (s != nullptr && !s->finished) Guard(*s, [&] { Emit(*s, {}, {}); });
+  }
+  DropFinished();
+}
+
+Sequence* Engine::FindLive(SequenceId id) {
+  for (const SequencePtr& s : running_) {
+    if (s->id == id) return s.get();
+    if (s->group == nullptr) continue;
+    for (const SequencePtr& sibling : s->group->siblings) {
+      if (sibling->id == id) return sibling.get();
+    }
+  }
+  return nullptr;
 }
 
 void Engine::BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs) {

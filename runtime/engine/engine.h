@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -29,6 +30,9 @@ struct EngineOptions {
   int64_t max_prefix_bytes = 0;  // of the pool, for cached prefixes, while no request needs them
   int64_t max_running_requests = 256;
   int64_t max_trace_victims = 65536;  // of one request's eviction trace
+  // Of a step, what constraints may take before those that are left wait for their turn, in units
+  // of ConstraintState::work: about 50 ms.
+  int64_t constraint_work = 1'000'000;
 };
 
 struct Sequence;  // sequence.h
@@ -104,6 +108,12 @@ class Engine {
   void Deliver(Sequence& sequence, const WorkItem& item, ForwardOutcome outcome);
   // Hands output tokens on; what ends with them ends.
   void Emit(Sequence& sequence, Delta delta, absl::Span<OutputToken> outputs);
+  // Lets the constraint read the newest token, or, where it has to wait for its turn, nothing.
+  absl::Status ReadToken(Sequence& sequence);
+  // Those that waited for their turn.
+  void ReadTokens();
+  // Running, or a completion that will be; null: it has ended.
+  Sequence* FindLive(SequenceId id);
   // The completions 1, 2 .. of a request whose prompt is cached, with their first tokens.
   void BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs);
   // The prompt is settled: from here each completion has KV of its own.
@@ -134,6 +144,8 @@ class Engine {
   PrefillTurns turns_;
   std::map<SequenceId, SequencePtr> waiting_;  // what the queue orders; in order of arrival
   std::vector<SequencePtr> running_;           // in order of admission
+  std::deque<SequenceId> unread_;              // whose constraints have a token to read
+  int64_t constraint_work_ = 0;                // in this step
   SequencePtr idle_;                           // of SubmitIdle; null: none. Then nothing is live
   EngineObserver nobody_;
   PaceMeter pace_;

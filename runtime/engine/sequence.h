@@ -35,6 +35,7 @@ struct Sequence {
   const std::vector<int32_t> ends;  // tokens that end the output
   TextStream text;
   std::optional<ConstraintState> constraint;
+  std::optional<int32_t> unread;  // its newest token, until the constraint has read it
   std::optional<StopMatch> stop;
   bool open = false;  // holds KV
   bool finished = false;

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -45,7 +46,8 @@ struct Got final : RequestSink {
   std::vector<Finished> finishes;
 };
 
-class ConstrainedEngineTest : public testing::Test {
+// With what a step's constraints may take: enough for all, or for one at a time.
+class ConstrainedEngineTest : public testing::TestWithParam<int64_t> {
  protected:
   // The prompt is w0 w1 w2.
   RequestOptions Ask(const std::string& id, Kind kind, std::vector<std::string> texts) {
@@ -82,20 +84,25 @@ class ConstrainedEngineTest : public testing::Test {
   EngineObserver observer_;
   const std::shared_ptr<FakeScript> script_ = std::make_shared<FakeScript>();
   Admission admission_{FakeManifest(), FakeCatalog(), {.kv_capacity_bytes = 1 << 20}};
-  Engine engine_{{.kv_capacity_bytes = 1 << 20},
+  Engine engine_{{.kv_capacity_bytes = 1 << 20, .constraint_work = GetParam()},
                  std::make_unique<FakeExecutor>(script_, kFakeBytesPerToken + 8),
                  *tokenizer_,
                  observer_};
 };
 
-TEST_F(ConstrainedEngineTest, EndsWithTheTokenAfterWhichNothingMayFollow) {
+INSTANTIATE_TEST_SUITE_P(, ConstrainedEngineTest, testing::Values(1'000'000, 1),
+                         [](const auto& info) {
+                           return std::string(info.param == 1 ? "InTurns" : "AtOnce");
+                         });
+
+TEST_P(ConstrainedEngineTest, EndsWithTheTokenAfterWhichNothingMayFollow) {
   const auto got = Run(Ask("a", Kind::kChoice, {"w5 w2", "w7 w8 w9"}));
   EXPECT_THAT(got->tokens[0], ElementsAre(5, 2));
   EXPECT_EQ(got->text[0], "w5 w2");
   EXPECT_EQ(got->reason(), FinishReason::kEnd);
 }
 
-TEST_F(ConstrainedEngineTest, TakesTheEndOnlyWhereTheTextIsWhole) {
+TEST_P(ConstrainedEngineTest, TakesTheEndOnlyWhereTheTextIsWhole) {
   script_->next = [](int32_t) { return 63; };  // always wants to end
   const auto got = Run(Ask("a", Kind::kRegex, {"w5 w2( w4)*"}));
   EXPECT_THAT(got->tokens[0], ElementsAre(5, 2, 63));
@@ -103,7 +110,7 @@ TEST_F(ConstrainedEngineTest, TakesTheEndOnlyWhereTheTextIsWhole) {
   EXPECT_EQ(got->reason(), FinishReason::kEnd);
 }
 
-TEST_F(ConstrainedEngineTest, AStopTokenIsAnEndToo) {
+TEST_P(ConstrainedEngineTest, AStopTokenIsAnEndToo) {
   script_->next = [](int32_t token) { return token == 2 ? 9 : 4; };
   RequestOptions options = Ask("a", Kind::kRegex, {"w9( w[45])*"});
   options.stop.tokens = {4};
@@ -113,7 +120,7 @@ TEST_F(ConstrainedEngineTest, AStopTokenIsAnEndToo) {
   EXPECT_EQ(got->reason(), FinishReason::kStopToken);
 }
 
-TEST_F(ConstrainedEngineTest, WithoutAnEndItGoesOnToItsLength) {
+TEST_P(ConstrainedEngineTest, WithoutAnEndItGoesOnToItsLength) {
   script_->next = [](int32_t) { return 63; };
   RequestOptions options = Ask("a", Kind::kRegex, {"w5( w4)*"});
   options.stop.ignore_end = true;
@@ -122,7 +129,7 @@ TEST_F(ConstrainedEngineTest, WithoutAnEndItGoesOnToItsLength) {
   EXPECT_EQ(got->reason(), FinishReason::kLength);
 }
 
-TEST_F(ConstrainedEngineTest, TheLeastOutputWaitsOnlyWhereTheTextCanGoOn) {
+TEST_P(ConstrainedEngineTest, TheLeastOutputWaitsOnlyWhereTheTextCanGoOn) {
   script_->next = [](int32_t token) { return token == 63 ? 4 : 63; };
   RequestOptions options = Ask("a", Kind::kRegex, {"w5( w4)*"});
   options.stop.min_output_tokens = 3;
@@ -134,7 +141,7 @@ TEST_F(ConstrainedEngineTest, TheLeastOutputWaitsOnlyWhereTheTextCanGoOn) {
   EXPECT_EQ(got->reason(), FinishReason::kEnd);
 }
 
-TEST_F(ConstrainedEngineTest, LengthAndStopStringsMayCutItShort) {
+TEST_P(ConstrainedEngineTest, LengthAndStopStringsMayCutItShort) {
   RequestOptions options = Ask("a", Kind::kRegex, {"w3 w4 w5 w6 w7 w8 w9"});
   const auto cut = Run(std::move(options));
   EXPECT_THAT(cut->tokens[0], SizeIs(6));
@@ -147,13 +154,13 @@ TEST_F(ConstrainedEngineTest, LengthAndStopStringsMayCutItShort) {
 }
 
 // One that ends where the length does, too, is whole.
-TEST_F(ConstrainedEngineTest, AWholeTextOfFullLengthHasEnded) {
+TEST_P(ConstrainedEngineTest, AWholeTextOfFullLengthHasEnded) {
   RequestOptions options = Ask("a", Kind::kChoice, {"w3 w4"});
   options.stop.max_output_tokens = 2;
   EXPECT_EQ(Run(std::move(options))->reason(), FinishReason::kEnd);
 }
 
-TEST_F(ConstrainedEngineTest, NeighboursWithoutAConstraintAreAsTheyAre) {
+TEST_P(ConstrainedEngineTest, NeighboursWithoutAConstraintAreAsTheyAre) {
   RequestOptions free{.id = "free", .prompt = {0, 1, 2}};
   free.stop.max_output_tokens = 4;
   const auto constrained = Submit(Ask("a", Kind::kChoice, {"w9 w9 w9"}));
@@ -165,7 +172,37 @@ TEST_F(ConstrainedEngineTest, NeighboursWithoutAConstraintAreAsTheyAre) {
   EXPECT_THAT(third->tokens[0], ElementsAre(3, 5, 5, 5, 5, 5));
 }
 
-TEST_F(ConstrainedEngineTest, EachOfSeveralCompletionsHasAPlaceOfItsOwn) {
+// Who is not constrained has a token at every step; the others have turns.
+TEST_P(ConstrainedEngineTest, NobodyWaitsForTheConstraintsOfMany) {
+  RequestOptions free{.id = "free", .prompt = {0, 1, 2}};
+  free.stop.max_output_tokens = 20;
+  const auto other = Submit(free);
+  std::vector<std::shared_ptr<Got>> constrained;
+  for (const char* id : {"a", "b", "c"}) {
+    RequestOptions options = Ask(id, Kind::kRegex, {"w3( w[0-9]+)*"});
+    options.stop.max_output_tokens = 20;
+    constrained.push_back(Submit(std::move(options)));
+  }
+  engine_.Step();
+  for (int step = 1; step < 12; ++step) {
+    engine_.Step();
+    EXPECT_THAT(other->tokens[0], SizeIs(step + 1));
+    std::vector<size_t> told;
+    for (const auto& got : constrained) told.push_back(got->tokens[0].size());
+    const auto [least, most] = std::minmax_element(told.begin(), told.end());
+    EXPECT_LE(*most - *least, 1u) << "at step " << step;
+    if (GetParam() == 1) {
+      EXPECT_LE(*most, static_cast<size_t>(step) / 3 + 2);
+    }
+  }
+  RunAll();
+  for (const auto& got : constrained) {
+    EXPECT_EQ(got->tokens[0], constrained[0]->tokens[0]);
+    EXPECT_THAT(got->tokens[0], SizeIs(20));
+  }
+}
+
+TEST_P(ConstrainedEngineTest, EachOfSeveralCompletionsHasAPlaceOfItsOwn) {
   RequestOptions options = Ask("a", Kind::kRegex, {"w3 w4 w1|w4 w1( w2 w3)*|w9"});
   options.completions = 3;
   options.sampling.temperature = 1;
@@ -178,7 +215,7 @@ TEST_F(ConstrainedEngineTest, EachOfSeveralCompletionsHasAPlaceOfItsOwn) {
 }
 
 // The vocabulary has no "w64": after w3 nothing goes on.
-TEST_F(ConstrainedEngineTest, ATextThatCannotGoOnFailsItsRequestAlone) {
+TEST_P(ConstrainedEngineTest, ATextThatCannotGoOnFailsItsRequestAlone) {
   const auto dead = Submit(Ask("dead", Kind::kChoice, {"w3 w64"}));
   RequestOptions several = Ask("several", Kind::kChoice, {"w3 w64", "w4 w5"});
   several.completions = 3;
@@ -195,7 +232,7 @@ TEST_F(ConstrainedEngineTest, ATextThatCannotGoOnFailsItsRequestAlone) {
   EXPECT_THAT(neighbour->tokens[0], ElementsAre(3, 4, 5));
 }
 
-TEST_F(ConstrainedEngineTest, WhatIsForcedIsNotConstrained) {
+TEST_P(ConstrainedEngineTest, WhatIsForcedIsNotConstrained) {
   RequestOptions options = Ask("a", Kind::kChoice, {"w3"});
   options.stop.max_output_tokens = std::nullopt;
   options.forced = {8, 9, 10};

@@ -377,6 +377,19 @@ TEST(ConstraintTest, AnEndIsAllowedWhereTheTextIsWholeAndNeverAsText) {
   EXPECT_TRUE(endless.may_end());
 }
 
+TEST(ConstraintTest, OneThatIsTooLargeToBeRememberedPushesOutNoOther) {
+  const std::unique_ptr<Tokenizer> tokenizer = ByteLevel(Bytes());
+  ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 1 << 16});
+  const ConstraintText small{Kind::kRegex, {"ab"}}, large{Kind::kRegex, {"(ab|cd){0,100}x{0,99}"}};
+  ASSERT_TRUE(compiler.Compile(small).ok());
+  ASSERT_TRUE(compiler.Remembers(small));
+  const auto made = compiler.Compile(large);
+  ASSERT_TRUE(made.ok()) << made.status();
+  ASSERT_GT((*made)->bytes(), 1 << 16);
+  EXPECT_FALSE(compiler.Remembers(large));
+  EXPECT_TRUE(compiler.Remembers(small));
+}
+
 TEST(ConstraintTest, AVocabularyThatCannotGoOnSaysSo) {
   World world({"a", "b"});
   EXPECT_THAT(world.Compile(Kind::kRegex, "c").status().message(),
