@@ -12,6 +12,8 @@ namespace {
 
 constexpr float kAlike = 0.9f;           // cosine of keys from which on they are twins; ours
 constexpr int64_t kDonorsPerVictim = 4;  // kept tokens of the lowest scores that are looked at
+// Of a round's victims, the best: after a long prompt all of them would take its square of memory.
+constexpr int64_t kMostVictims = 256;
 
 // Of what a round would drop, orphans are those that no kept token is like; of what it would keep,
 // donors are those that another kept token is like. The best orphans and the worst donors change
@@ -28,12 +30,13 @@ class Twin final : public Decorator {
       (cache.protection().Covers(index[slot], cache.newest()) ? kept : open).push_back(slot);
     }
     const int64_t drops = std::min(excess, std::ssize(open));
+    const int64_t considered = std::min(drops, kMostVictims);
     if (drops == 0 || drops == std::ssize(index) || score.isnan().any().item<bool>()) return score;
     std::sort(open.begin(), open.end(), [&](int64_t a, int64_t b) {
       return std::pair(s[a], index[a]) < std::pair(s[b], index[b]);
     });
-    const std::vector<int64_t> victims(open.begin(), open.begin() + drops);
-    const int64_t looked_at = std::min(std::ssize(open) - drops, kDonorsPerVictim * drops);
+    const std::vector<int64_t> victims(open.begin() + drops - considered, open.begin() + drops);
+    const int64_t looked_at = std::min(std::ssize(open) - drops, kDonorsPerVictim * considered);
     const std::vector<int64_t> donors(open.begin() + drops, open.begin() + drops + looked_at);
     kept.insert(kept.end(), open.begin() + drops, open.end());
 
@@ -45,12 +48,15 @@ class Twin final : public Decorator {
     const at::Tensor of_kept = rows(kept).t().contiguous();
     std::vector<int64_t> orphans;  // the best first; no two of them are twins
     const at::Tensor nearest = std::get<0>(rows(victims).matmul(of_kept).max(1));
-    for (int64_t i = drops; i-- > 0;) {
+    const at::Tensor of_orphans = at::empty({considered, unit.size(1)}, unit.options());
+    for (int64_t i = considered; i-- > 0;) {
       if (nearest[i].item<float>() >= kAlike) continue;
-      if (!orphans.empty() &&
-          rows(orphans).matmul(unit[victims[i]]).max().item<float>() >= kAlike) {
+      const at::Tensor row = unit[victims[i]];
+      const int64_t found = std::ssize(orphans);
+      if (found > 0 && of_orphans.narrow(0, 0, found).mv(row).max().item<float>() >= kAlike) {
         continue;
       }
+      of_orphans[found].copy_(row);
       orphans.push_back(victims[i]);
     }
     if (orphans.empty() || donors.empty()) return score;

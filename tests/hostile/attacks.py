@@ -317,6 +317,8 @@ def exploding_constraints(target: Target, draw: random.Random, ends: Ends) -> No
                 ends,
                 partial(client.generate_once, "7", sampling=given, stop=Stop(4), timeout=10),
             )
+        many = Sampling(temperature=1, n=16, regex=".{500}")
+        count(ends, partial(client.generate_once, "7", sampling=many, stop=Stop(40), timeout=10))
     time.sleep(1)
 
 
@@ -365,6 +367,27 @@ def odd_options(target: Target, draw: random.Random, ends: Ends) -> None:
                 kv=Kv(policy, draw.choice([1, 8, 40, "10%"])),
                 sampling=Sampling(temperature=2, n=draw.choice([1, 3])),
                 stop=Stop(12),
+                timeout=10,
+            )
+            count(ends, ask)
+    time.sleep(1.5)
+
+
+@attack
+def odd_parameters(target: Target, draw: random.Random, ends: Ends) -> None:
+    """Parameters of policies: lists as long as a message holds, of what may be in them."""
+    with eve(target) as client:
+        for policy, params in (
+            ("snapkv", {"decorate": ["vatp"] * draw.choice([100, 200_000]), "window": 2}),
+            ("thinkv_tbe", {"layers": [0] * draw.choice([9, 100_000]), "theta1": 0.1, "theta2": 1}),
+            ("oracle", {"prefer": [draw.randrange(9) for _ in range(100_000)]}),
+            ("skipkv", {"ends": list(range(100_000))}),
+        ):
+            ask = partial(
+                client.generate_once,
+                problem(draw.randrange(9)).prompt,
+                kv=Kv(policy, 24, params={**params, "slack": 0}),
+                stop=Stop(60),
                 timeout=10,
             )
             count(ends, ask)

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -90,6 +91,30 @@ TEST(Twin, ProtectedTokensStay) {
   Lane lane(sequence, 0, 0);
   // Token 0 would be the worst, and be a twin of 2, which is one of its in turn.
   EXPECT_THAT(Apply("twin", {0, 1, 3, 4}, lane), ElementsAre(0, 3, 1, 4));
+}
+
+// Of a thousand victims none has a twin that stays. As many places change as the best 256 have.
+TEST(Twin, OfManyVictimsTheBestAreLookedAt) {
+  std::vector<double> degrees;
+  for (int i = 0; i < 1000; ++i) degrees.push_back(i % 2 == 0 ? 90 : 180);
+  for (int i = 0; i < 1100; ++i) degrees.push_back(0);
+  FakeSequence sequence = Sequence("twin", degrees, 1100);
+  Lane lane(sequence, 0, 0);
+  std::vector<float> score(2100);
+  std::iota(score.begin(), score.end(), 1.f);
+  const std::vector<float> result = Apply("twin", score, lane);
+  EXPECT_EQ(result[999], 1001) << "of those alike, the best is the orphan";
+  EXPECT_EQ(result[998], 1002);
+  EXPECT_EQ(result[997], 998);
+  // Alone and worse than 256 others: it stays where it is.
+  degrees[743] = 270;
+  FakeSequence other = Sequence("twin", degrees, 1100);
+  Lane of_other(other, 0, 0);
+  EXPECT_EQ(Apply("twin", score, of_other)[743], 744);
+  degrees[743] = 180, degrees[744] = 270;
+  FakeSequence third = Sequence("twin", degrees, 1100);
+  Lane of_third(third, 0, 0);
+  EXPECT_NE(Apply("twin", score, of_third)[744], 745);
 }
 
 TEST(Twin, WithoutOrphansOrTwinsNothingChanges) {
