@@ -1,7 +1,9 @@
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <random>
 #include <string>
@@ -121,6 +123,33 @@ at::Tensor LagRelative(const at::Tensor& rows, int64_t lag) {
   const at::Tensor next = x.slice(0, 1), low = next.amin(1, true), high = next.amax(1, true);
   const at::Tensor scaled = ((x.slice(0, 0, -1) - low) / (high - low)).masked_fill(high == low, 0);
   return scaled.std(-1).softmax(-1).flatten();
+}
+
+// What is scaled by infinity is no number. The request ends and is told which token it was; the
+// least of what would be wrong without a word.
+TEST(LagKv, AnInfiniteKeyEndsItsRequest) {
+  for (const char* name : {"epikv_lag_kv", "epikv_lag_kv_key", "lagkv"}) {
+    FakeWorld world = GoldenWorld(3, kHeads, kHeads, kWidth);
+    world.key = [key = world.key](int64_t layer, int64_t head, int64_t token) {
+      std::vector<float> row = key(layer, head, token);
+      if (token == 40) row[5] = std::numeric_limits<float>::infinity();
+      return row;
+    };
+    FakeSequence sequence({.spec = FindPolicy(AllPolicies(), name),
+                           .params = {{name[0] == 'l' ? "lag" : "chunk", kChunk}},
+                           .shape = {.num_layers = kLayers,
+                                     .num_heads = kHeads,
+                                     .num_kv_heads = kHeads,
+                                     .key_width = kWidth,
+                                     .value_width = kWidth},
+                           .prompt_tokens = 170,
+                           .budget = 60},
+                          world);
+    sequence.Prefill(170);
+    const absl::Status status = sequence.Ask().status;
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << name;
+    EXPECT_THAT(std::string(status.message()), testing::HasSubstr("token")) << name;
+  }
 }
 
 // One channel is alike in all tokens, and no measure.

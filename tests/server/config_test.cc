@@ -85,6 +85,9 @@ TEST(ConfigTest, DefaultsAreThoseOfTheCommentedFile) {
   EXPECT_TRUE(config.serving.refuse_infeasible_deadlines);
   EXPECT_EQ(config.outbox.stall, absl::Seconds(30));
   EXPECT_EQ(config.drain, absl::Seconds(30));
+  EXPECT_EQ(config.transport.max_concurrent_streams, 512);
+  EXPECT_EQ(config.transport.max_connection_age_grace, absl::Hours(1));
+  EXPECT_EQ(config.transport.max_connection_idle, absl::Minutes(15));
   EXPECT_TRUE(config.reflection);
 }
 

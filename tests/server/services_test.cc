@@ -8,17 +8,22 @@
 #include <grpcpp/impl/codegen/client_unary_call.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <fstream>
 #include <iterator>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <thread>
 #include <variant>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "epikv/v1/errors.pb.h"
 #include "epikv/v1/model.grpc.pb.h"
 #include "epikv/v1/policy.grpc.pb.h"
@@ -77,6 +82,41 @@ TEST_F(ServicesTest, ModelSaysWhatItIs) {
   request.set_name("gpt");
   const grpc::Status status = Call(models_, &v1::ModelService::Stub::GetModel, request, &model);
   EXPECT_EQ(status.error_code(), grpc::NOT_FOUND);
+}
+
+// Whoever is asked how it is has gRPC's two threads; what is long has another.
+TEST_F(ServicesTest, ALongRequestHoldsUpNoOther) {
+  absl::Notification open;
+  const absl::Cleanup opened = [&open] {
+    if (!open.HasBeenNotified()) open.Notify();
+  };
+  server_.frontend().long_requests.Post("somebody", 1, [&open] { open.WaitForNotification(); });
+  constexpr int kLong = 4;  // more than gRPC's threads
+  std::atomic<int> answered = 0;
+  std::vector<std::thread> callers;
+  callers.reserve(kLong);
+  for (int i = 0; i < kLong; ++i) {
+    callers.emplace_back([&] {
+      v1::TokenizeRequest request;
+      request.set_text(absl::StrCat("w5", std::string(17 << 10, ' ')));
+      v1::TokenizeResponse response;
+      Call(tokenizer_, &v1::TokenizationService::Stub::Tokenize, request, &response);
+      ++answered;
+    });
+  }
+  while (server_.frontend().long_requests.Waiting("") < kLong) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  v1::TokenizeRequest request;
+  request.set_text(absl::StrCat("w5", std::string(15 << 10, ' ')));
+  v1::TokenizeResponse response;
+  EXPECT_TRUE(Call(tokenizer_, &v1::TokenizationService::Stub::Tokenize, request, &response).ok());
+  v1::ListModelsResponse list;
+  EXPECT_TRUE(Call(models_, &v1::ModelService::Stub::ListModels, {}, &list).ok());
+  EXPECT_EQ(answered, 0);
+  open.Notify();
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(answered, kLong);
 }
 
 // In as many parts as it takes; however many, they are the file.
