@@ -262,7 +262,7 @@ UNMOVED = {
         "failed",
     ): "tests/experiments/shadow_test.cc",
     ("epikv_kv_budget_overrun_tokens_total", "", ""): "must stay 0",
-    ("epikv_engine_step_age_seconds", "", ""): "no step hangs: tests/server/watchdog_test.cc",
+    ("epikv_engine_step_age_seconds", "", ""): "no step hangs: tests/e2e/operating/hang_test.py",
     (
         "epikv_connections_refused_total",
         "",
