@@ -13,9 +13,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from epikv import Client, Delta, Experiment, RpcError, Stop, patiently
+from epikv import Client, Delta, Experiment, RpcError, Stop, Summary, patiently
 from epikv.testing import Daemon
-from epikv.v1 import experiment_pb2
+from epikv.v1 import experiment_pb2, model_pb2, model_pb2_grpc
 from google.protobuf import text_format
 from postgres import Postgres
 
@@ -135,6 +135,21 @@ def test_a_unit_has_one_arm_and_outcomes_find_it(site: Site) -> None:
             assert sum(arm.observations for arm in report.metrics[0].all.arms) == 12
     finally:
         site.client.stop_experiment("shared", reason="done")
+
+
+def test_headers_that_would_end_a_shared_connection_go_no_further(site: Site) -> None:
+    """Clients share the proxy's connections to replicas, which end one with 8 KiB of headers."""
+    with site.client.generate(PROMPT, stop=Stop(600, ignore_eos=True)) as stream:
+        events = iter(stream)
+        next(events)
+        with grpc.insecure_channel(site.address) as channel:
+            models = model_pb2_grpc.ModelServiceStub(channel)
+            for _ in range(10):
+                with pytest.raises(grpc.RpcError, match="431"):
+                    models.ListModels(
+                        model_pb2.ListModelsRequest(), metadata=[("x-padding", "v" * 10_000)]
+                    )
+        assert isinstance(list(events)[-1], Summary)
 
 
 def test_a_rolling_restart_drops_no_stream(site: Site) -> None:
