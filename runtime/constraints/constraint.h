@@ -80,7 +80,7 @@ class ConstraintState {
   std::unique_ptr<Position> position_;
   std::vector<uint32_t> allowed_;
   bool may_end_ = false, may_go_on_ = true;
-  bool first_ = true;   // no token yet
+  bool first_ = true;  // no token yet
   int64_t work_ = 0;
   int64_t spare_work_;  // of what positions behind this one may take
   int64_t bytes_ = 0;   // of live_bytes_: what they did take

@@ -154,7 +154,9 @@ bool Engine::Step(absl::Duration waited) {
   StageClock clock(step);
   const absl::Time begin = now_();
   ExpireDeadlines();
+  clock.Charge(Stage::kSchedule);
   ReadTokens();
+  clock.Charge(Stage::kDeliver);
   Admit();
   std::vector<Sequence*> sequences;
   const std::vector<WorkItem> items = PlanStep(running_, sequences);
@@ -462,59 +464,68 @@ void Engine::Emit(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
     stop = std::move(piece.stop);
     if (s.constraint.has_value() && !stop.has_value()) s.unread = output.token;
   }
-  absl::Status constrained = ReadToken(s);
-  if (!constrained.ok()) return Finish(s, FinishReason::kError, std::move(constrained));
   const bool at_length = s.num_outputs == s.request.max_output_tokens;
-  const bool at_end = s.constraint.has_value() && s.constraint->must_end();
-  const bool waits = s.unread.has_value();  // what it ends is not known yet
-  if (!stop.has_value() && (at_length || at_end) && !s.scores() && !waits) {
-    delta.text += s.text.Flush().text;
-  }
+  const bool is_last = !stop.has_value() && at_length && !s.unread.has_value();
+  if (is_last && !s.scores()) delta.text += s.text.Flush().text;
   if (!s.request.output.text) delta.text.clear();
-  const bool says_something = !delta.tokens.empty() || !delta.text.empty() ||
-                              !delta.residual_steps.empty() || delta.progress.has_value() ||
-                              !delta.prompt.tokens.empty();
+  const bool says_something = !delta.tokens.empty() || !delta.residual_steps.empty() ||
+                              delta.progress.has_value() || !delta.prompt.tokens.empty();
   if (says_something) s.sink->OnDelta(std::move(delta));
-  if (waits) return;
+  if (s.unread.has_value()) return AwaitReading(s);
+  if (stop.has_value()) s.stop = std::move(stop);
+  EndIfLast(s);
+}
 
-  if (stop.has_value()) {
-    s.stop = std::move(stop);
+void Engine::EndIfLast(Sequence& s) {
+  if (s.stop.has_value()) {
     Finish(s, s.StopReason());
-  } else if (at_end) {
+  } else if (s.constraint.has_value() && s.constraint->must_end()) {
     Finish(s, FinishReason::kEnd);
-  } else if (at_length) {
+  } else if (s.num_outputs == s.request.max_output_tokens) {
     Finish(s, FinishReason::kLength);
   }
 }
 
-// At idle nobody else waits.
-absl::Status Engine::ReadToken(Sequence& s) {
-  if (!s.unread.has_value()) return absl::OkStatus();
-  if (constraint_work_ >= options_.constraint_work && &s != idle_.get()) {
-    unread_.push_back(s.id);
-    return absl::OkStatus();
-  }
-  absl::Status read = s.constraint->Accept(*std::exchange(s.unread, std::nullopt));
-  constraint_work_ += s.constraint->work();
-  return read;
+// A completion that has not forked waits until it has: until then nothing but its group knows it.
+void Engine::AwaitReading(const Sequence& s) {
+  if (s.completion > 0 && !s.group->forked) return;
+  unread_[s.request.scheduling.tenant].push_back(s.id);
 }
 
-void Engine::ReadTokens() {
-  constraint_work_ = 0;
-  while (!unread_.empty() && constraint_work_ < options_.constraint_work) {
-    Sequence* const s = FindLive(unread_.front());
-    unread_.pop_front();
-    if (s != nullptr && !s->finished) Guard(*s, [&] { Emit(*s, {}, {}); });
+void Engine::ReadToken(Sequence& s) {
+  absl::Status read = s.constraint->Accept(*std::exchange(s.unread, std::nullopt));
+  if (!read.ok()) return Finish(s, FinishReason::kError, std::move(read));
+  if (s.constraint->must_end() || s.num_outputs == s.request.max_output_tokens) {
+    Delta rest{.completion = s.completion, .text = s.text.Flush().text};
+    if (s.request.output.text && !rest.text.empty()) s.sink->OnDelta(std::move(rest));
   }
+  EndIfLast(s);
+}
+
+// Always here, at a step's begin, and never as a token is told: what becomes of a completion must
+// not depend on whether it had to wait.
+void Engine::ReadTokens() {
+  for (int64_t work = 0; work < options_.constraint_work;) {
+    Sequence* const s = NextToRead();
+    if (s == nullptr) break;
+    Guard(*s, [&] { ReadToken(*s); });
+    work += s->constraint->work();
+  }
+  if (idle_ != nullptr && idle_->finished) idle_.reset();
   DropFinished();
 }
 
-Sequence* Engine::FindLive(SequenceId id) {
-  for (const SequencePtr& s : running_) {
-    if (s->id == id) return s.get();
-    if (s->group == nullptr) continue;
-    for (const SequencePtr& sibling : s->group->siblings) {
-      if (sibling->id == id) return sibling.get();
+Sequence* Engine::NextToRead() {
+  while (!unread_.empty()) {
+    auto tenant = unread_.upper_bound(last_reader_);
+    if (tenant == unread_.end()) tenant = unread_.begin();
+    last_reader_ = tenant->first;
+    const SequenceId id = tenant->second.front();
+    tenant->second.pop_front();
+    if (tenant->second.empty()) unread_.erase(tenant);
+    if (idle_ != nullptr && idle_->id == id) return idle_.get();
+    for (const SequencePtr& s : running_) {
+      if (s->id == id && !s->finished) return s.get();
     }
   }
   return nullptr;
@@ -555,6 +566,7 @@ void Engine::ForkCompletions(Sequence& first) {
     s.pass_time = first.pass_time;
     running_.push_back(std::move(sibling));
     members.push_back(&s);
+    if (s.unread.has_value()) AwaitReading(s);
     if (s.ended_early.has_value()) continue;
     ledger_.Reserve(s.id, s.request.demand.decode_bytes);
     s.open = true;

@@ -31,7 +31,7 @@ struct EngineOptions {
   int64_t max_running_requests = 256;
   int64_t max_trace_victims = 65536;  // of one request's eviction trace
   // Of a step, what constraints may take before those that are left wait for their turn, in units
-  // of ConstraintState::work: about 50 ms.
+  // of ConstraintState::work: about 50 ms, and one token more, which may take 200.
   int64_t constraint_work = 1'000'000;
 };
 
@@ -108,12 +108,14 @@ class Engine {
   void Deliver(Sequence& sequence, const WorkItem& item, ForwardOutcome outcome);
   // Hands output tokens on; what ends with them ends.
   void Emit(Sequence& sequence, Delta delta, absl::Span<OutputToken> outputs);
-  // Lets the constraint read the newest token, or, where it has to wait for its turn, nothing.
-  absl::Status ReadToken(Sequence& sequence);
-  // Those that waited for their turn.
+  // Ends a sequence whose newest token is its last.
+  void EndIfLast(Sequence& sequence);
+  // Lets constraints read the newest tokens: tenants in turns, each one's oldest first.
   void ReadTokens();
-  // Running, or a completion that will be; null: it has ended.
-  Sequence* FindLive(SequenceId id);
+  void ReadToken(Sequence& sequence);
+  void AwaitReading(const Sequence& sequence);
+  // Of those that wait to be read, the next; null: none.
+  Sequence* NextToRead();
   // The completions 1, 2 .. of a request whose prompt is cached, with their first tokens.
   void BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs);
   // The prompt is settled: from here each completion has KV of its own.
@@ -144,9 +146,10 @@ class Engine {
   PrefillTurns turns_;
   std::map<SequenceId, SequencePtr> waiting_;  // what the queue orders; in order of arrival
   std::vector<SequencePtr> running_;           // in order of admission
-  std::deque<SequenceId> unread_;              // whose constraints have a token to read
-  int64_t constraint_work_ = 0;                // in this step
-  SequencePtr idle_;                           // of SubmitIdle; null: none. Then nothing is live
+  // Whose constraints have a token to read, by tenant; some have ended since.
+  std::map<std::string, std::deque<SequenceId>> unread_;
+  std::string last_reader_;  // the tenant whose turn was the last
+  SequencePtr idle_;         // of SubmitIdle; null: none. Then nothing is live
   EngineObserver nobody_;
   PaceMeter pace_;
   Outlook outlook_;

@@ -154,6 +154,7 @@ bool EngineThread::SubmitIdle(Request request, std::shared_ptr<RequestSink> sink
     try {
       engine.SubmitIdle(std::move(*shared), tracked);
     } catch (const std::exception& e) {
+      if (engine.idles()) return engine.EndIdle(EngineFailed(e));
       tracked->OnFinished({.reason = FinishReason::kError, .status = EngineFailed(e)});
     }
   }});

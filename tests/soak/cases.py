@@ -302,7 +302,7 @@ def _value(rng: random.Random, param: PolicyParam) -> Any:
         "int": lambda: _int(rng, param),
         "float": lambda: rng.uniform(param.min, param.max),
         "int_list": lambda: [_int(rng, param) for _ in range(rng.randrange(50))],
-        "choice_list": lambda: rng.choices(param.choices, k=rng.randrange(3)),
+        "choice_list": lambda: rng.sample(param.choices, k=rng.randrange(3)),
     }
     return draw[param.type]()
 

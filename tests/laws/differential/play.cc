@@ -137,6 +137,7 @@ class Pair {
         .kv_dtype = setup.kv_dtype,
         .mass_interval = setup.mass_interval,
         .max_running_requests = setup.max_running,
+        .constraint_work = setup.constraint_work,
         .now = std::move(now)};
   }
 

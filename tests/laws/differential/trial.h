@@ -9,6 +9,7 @@
 
 #include "runtime/attention/attention.h"
 #include "runtime/constraints/constraint.h"
+#include "runtime/engine/engine.h"
 #include "runtime/request/request.h"
 
 // What the differential fuzzer tries: requests and what their clients do, on engines set up in some
@@ -24,6 +25,7 @@ struct EngineSetup {
   int64_t chunk_tokens = 32;
   int64_t max_step_tokens = 512;
   int64_t max_running = 256;
+  int64_t constraint_work = EngineOptions().constraint_work;
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PrefillKernel prefill_kernel = PrefillKernel::kBatch;
   KvDType kv_dtype = KvDType::kModel;
