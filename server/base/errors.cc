@@ -202,13 +202,13 @@ grpc::Status Exhausted(absl::string_view subject, absl::string_view description,
 }
 
 grpc::Status AnswerTooLarge(int64_t bytes, int64_t limit, absl::string_view advice) {
-  return ToGrpc(
-      Rejection{.code = absl::StatusCode::kResourceExhausted,
-                .reason = "ANSWER_TOO_LARGE",
-                .message = absl::StrCat("the answer has at least ", bytes,
-                                        " bytes, more than --max_sent_message_bytes allows (",
-                                        limit, "); ", advice),
-                .metadata = {{"limit", absl::StrCat(limit)}, {"bytes", absl::StrCat(bytes)}}});
+  return ToGrpc(Rejection{
+      .code = absl::StatusCode::kResourceExhausted,
+      .reason = "ANSWER_TOO_LARGE",
+      .message =
+          absl::StrCat("the answer has at least ", bytes,
+                       " bytes, more than --max_sent_message_bytes allows (", limit, "); ", advice),
+      .metadata = {{"limit", absl::StrCat(limit)}, {"bytes", absl::StrCat(bytes)}}});
 }
 
 grpc::Status DeadlineInfeasible(const DeadlineEstimate& estimate,

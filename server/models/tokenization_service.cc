@@ -51,15 +51,16 @@ Answer<v1::DetokenizeResponse> TokenizationService::Detokenize(
     rejection.metadata = {{"vocab_size", absl::StrCat(vocab)}};
     return ToGrpc(rejection);
   }
+  const bool skip = !request.has_skip_special_tokens() || request.skip_special_tokens();
   // Before it is made: an id of two bytes may name a token of many.
   int64_t bytes = 0;
   for (const int32_t id : ids) {
+    if (skip && model.tokenizer->IsSpecial(id)) continue;
     bytes += static_cast<int64_t>(model.tokenizer->TokenBytes(id).value_or("").size());
   }
   if (bytes > max_answer_bytes_) {
     return AnswerTooLarge(bytes, max_answer_bytes_, "ask for the text of fewer tokens at once");
   }
-  const bool skip = !request.has_skip_special_tokens() || request.skip_special_tokens();
   v1::DetokenizeResponse response;
   response.set_text(model.tokenizer->Decode({ids.data(), static_cast<size_t>(ids.size())},
                                             {.skip_special = skip}));

@@ -23,7 +23,7 @@
 namespace epikv {
 namespace {
 
-constexpr int kTokens = 500;  // of the text that is timed
+constexpr int kTokens = 500;    // of the text that is timed
 constexpr int kLongest = 1024;  // looked for
 
 // Each byte, as files of byte fallback spell it, and words of one to twelve letters.
@@ -42,24 +42,24 @@ std::unique_ptr<Tokenizer> MakeTokenizer(size_t tokens) {
     const size_t id = 256 + words.size();
     if (words.insert(word).second) vocab[word] = id;
   }
-  const nlohmann::json json = {{"version", "1.0"},
-                               {"added_tokens", nlohmann::json::array()},
-                               {"normalizer", nullptr},
-                               {"pre_tokenizer", nullptr},
-                               {"post_processor", nullptr},
-                               {"decoder", {{"type", "Sequence"},
-                                            {"decoders",
-                                             {{{"type", "Replace"},
-                                               {"pattern", {{"String", "▁"}}},
-                                               {"content", " "}},
-                                              {{"type", "ByteFallback"}},
-                                              {{"type", "Fuse"}}}}}},
-                               {"model",
-                                {{"type", "BPE"},
-                                 {"byte_fallback", true},
-                                 {"vocab", std::move(vocab)},
-                                 {"merges", nlohmann::json::array()},
-                                 {"unk_token", nullptr}}}};
+  const nlohmann::json json = {
+      {"version", "1.0"},
+      {"added_tokens", nlohmann::json::array()},
+      {"normalizer", nullptr},
+      {"pre_tokenizer", nullptr},
+      {"post_processor", nullptr},
+      {"decoder",
+       {{"type", "Sequence"},
+        {"decoders",
+         {{{"type", "Replace"}, {"pattern", {{"String", "▁"}}}, {"content", " "}},
+          {{"type", "ByteFallback"}},
+          {{"type", "Fuse"}}}}}},
+      {"model",
+       {{"type", "BPE"},
+        {"byte_fallback", true},
+        {"vocab", std::move(vocab)},
+        {"merges", nlohmann::json::array()},
+        {"unk_token", nullptr}}}};
   return *Tokenizer::FromJson(json.dump());
 }
 
@@ -101,8 +101,9 @@ int Run(int64_t tokens) {
   ConstraintCompiler compiler(*tokenizer, tokens);
   using Kind = ConstraintText::Kind;
   std::cout << tokens << " tokens\nmaxLength: "
-            << Longest(compiler, Kind::kJsonSchema,
-                       [](int n) { return absl::StrCat(R"({"type":"string","maxLength":)", n, "}"); })
+            << Longest(
+                   compiler, Kind::kJsonSchema,
+                   [](int n) { return absl::StrCat(R"({"type":"string","maxLength":)", n, "}"); })
             << "\n.{0,N}: "
             << Longest(compiler, Kind::kRegex, [](int n) { return absl::StrCat(".{0,", n, "}"); })
             << "\n";

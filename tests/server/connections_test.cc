@@ -144,7 +144,8 @@ TEST(DescriptorsTest, TheLimitIsRaisedToTheHardOne) {
   low.rlim_cur = 200;
   ASSERT_GT(before.rlim_max, low.rlim_cur);
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &low), 0);
-  EXPECT_EQ(RaiseDescriptorLimit(), std::min<int64_t>(before.rlim_max, 1 << 20));
+  EXPECT_EQ(RaiseDescriptorLimit(),
+            static_cast<int64_t>(std::min<rlim_t>(before.rlim_max, 1 << 20)));
   ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 

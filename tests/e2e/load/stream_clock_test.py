@@ -50,7 +50,9 @@ def test_a_stream_goes_on_as_if_nothing_had_happened(
         assert other.summary.usage.output_tokens == 3
         page = scrape(daemon.metrics)
         # Of both requests together, no wait, run or step lasted as long.
-        lasted = {name: page.total(name) for name, _ in page.values if name.endswith("_seconds_sum")}
+        lasted = {
+            name: page.total(name) for name, _ in page.values if name.endswith("_seconds_sum")
+        }
         assert "gen_ai_server_request_duration_seconds_sum" in lasted
         assert {name: took for name, took in lasted.items() if not 0 <= took < 600} == {}
 

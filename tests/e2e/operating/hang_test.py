@@ -64,9 +64,9 @@ def test_a_step_that_hangs_is_told(daemon: Daemon) -> None:
 
 def test_a_step_that_hangs_holds_up_no_other_model(daemon: Daemon) -> None:
     with daemon.client() as client:
-        stop = Stop(3, ignore_eos=True)
+        stop = Stop(1, ignore_eos=True)  # of random weights: the token itself might hang it
         answer = client.generate_once(GOOD, model="other", stop=stop, timeout=ANSWER_SECONDS)
-        assert answer.summary.usage.output_tokens == 3
+        assert answer.summary.usage.output_tokens == 1
 
 
 def test_operators_are_answered_while_a_step_hangs(daemon: Daemon) -> None:
