@@ -23,7 +23,7 @@ from pathlib import Path
 import grpc
 import h2.errors
 import h2.exceptions
-from epikv import Admin, Chat, Client, Kv, RpcError, Sampling, Stop
+from epikv import Admin, Chat, Client, Experiment, Kv, RpcError, Sampling, Stop
 from epikv.connection import Tls
 from epikv.sample import problem
 from epikv.v1 import generation_pb2
@@ -31,6 +31,8 @@ from raw_http2 import RawHttp2, message_header
 
 GENERATE = "/epikv.v1.GenerationService/Generate"
 MIB = 1 << 20
+# Else the request's own policy gives way to its arm's.
+NO_ARM = Experiment(opt_out=True)
 
 
 @dataclass(frozen=True)
@@ -365,6 +367,7 @@ def odd_options(target: Target, draw: random.Random, ends: Ends) -> None:
                 client.generate_once,
                 problem(draw.randrange(9)).prompt,
                 kv=Kv(policy, draw.choice([1, 8, 40, "10%"])),
+                experiment=draw.choice([NO_ARM, Experiment()]),
                 sampling=Sampling(temperature=2, n=draw.choice([1, 3])),
                 stop=Stop(12),
                 timeout=10,
@@ -387,6 +390,7 @@ def odd_parameters(target: Target, draw: random.Random, ends: Ends) -> None:
                 client.generate_once,
                 problem(draw.randrange(9)).prompt,
                 kv=Kv(policy, 24, params={**params, "slack": 0}),
+                experiment=NO_ARM,
                 stop=Stop(60),
                 timeout=10,
             )
