@@ -26,7 +26,7 @@ frontend epikv
   stick-table type ip size 100k expire 30s store conn_cur,conn_rate(10s)
   tcp-request connection track-sc0 src
   tcp-request connection reject if {{ sc0_conn_cur gt 64 }} || {{ sc0_conn_rate gt 200 }}
-  http-request return status 431 if {{ req.hdrs,length gt 4096 }}
+  http-request return status 431 if {{ req.hdrs,length gt 4096 }} || {{ url,length gt 1024 }}
   default_backend epikvd
 backend epikvd
   server a 127.0.0.1:{back} proto h2

@@ -149,6 +149,8 @@ def test_headers_that_would_end_a_shared_connection_go_no_further(site: Site) ->
                     models.ListModels(
                         model_pb2.ListModelsRequest(), metadata=[("x-padding", "v" * 10_000)]
                     )
+                with pytest.raises(grpc.RpcError, match="431"):
+                    channel.unary_unary("/" + "p" * 10_000)(b"")
         assert isinstance(list(events)[-1], Summary)
 
 
