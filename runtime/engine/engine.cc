@@ -154,9 +154,11 @@ bool Engine::Step(absl::Duration waited) {
   StageClock clock(step);
   const absl::Time begin = now_();
   ExpireDeadlines();
-  clock.Charge(Stage::kSchedule);
-  ReadTokens();
-  clock.Charge(Stage::kDeliver);
+  if (!unread_.empty()) {
+    clock.Charge(Stage::kSchedule);
+    ReadTokens();
+    clock.Charge(Stage::kDeliver);
+  }
   Admit();
   std::vector<Sequence*> sequences;
   const std::vector<WorkItem> items = PlanStep(running_, sequences);
@@ -199,6 +201,13 @@ bool Engine::Step(absl::Duration waited) {
 // As a step, but that forecasts learn nothing and observers hear nothing of it. False: its reader
 // is not ready.
 bool Engine::StepIdle() {
+  if (idle_->unread.has_value()) {  // nobody else waits
+    Guard(*idle_, [&] { ReadToken(*idle_); });
+    if (idle_->finished) {
+      idle_.reset();
+      return true;
+    }
+  }
   std::vector<Sequence*> sequences;
   const std::vector<WorkItem> items = PlanStep({&idle_, 1}, sequences);
   if (items.empty()) return false;
@@ -487,9 +496,10 @@ void Engine::EndIfLast(Sequence& s) {
 }
 
 // A completion that has not forked waits until it has: until then nothing but its group knows it.
-void Engine::AwaitReading(const Sequence& s) {
-  if (s.completion > 0 && !s.group->forked) return;
-  unread_[s.request.scheduling.tenant].push_back(s.id);
+// At idle there is nobody to take turns with.
+void Engine::AwaitReading(Sequence& s) {
+  if (&s == idle_.get() || (s.completion > 0 && !s.group->forked)) return;
+  unread_[s.request.scheduling.tenant].push_back(&s);
 }
 
 void Engine::ReadToken(Sequence& s) {
@@ -511,7 +521,6 @@ void Engine::ReadTokens() {
     Guard(*s, [&] { ReadToken(*s); });
     work += s->constraint->work();
   }
-  if (idle_ != nullptr && idle_->finished) idle_.reset();
   DropFinished();
 }
 
@@ -520,13 +529,10 @@ Sequence* Engine::NextToRead() {
     auto tenant = unread_.upper_bound(last_reader_);
     if (tenant == unread_.end()) tenant = unread_.begin();
     last_reader_ = tenant->first;
-    const SequenceId id = tenant->second.front();
+    Sequence* const s = tenant->second.front();
     tenant->second.pop_front();
     if (tenant->second.empty()) unread_.erase(tenant);
-    if (idle_ != nullptr && idle_->id == id) return idle_.get();
-    for (const SequencePtr& s : running_) {
-      if (s->id == id && !s->finished) return s.get();
-    }
+    if (!s->finished) return s;
   }
   return nullptr;
 }
@@ -784,6 +790,10 @@ void Engine::DropFinished() {
     if (entry.second->finished) queue_.Remove(entry.first);
     return entry.second->finished;
   });
+  for (auto& [tenant, queue] : unread_) {
+    std::erase_if(queue, [](const Sequence* s) { return s->finished; });
+  }
+  std::erase_if(unread_, [](const auto& entry) { return entry.second.empty(); });
   std::erase_if(running_, [](const SequencePtr& s) { return s->finished; });
 }
 

@@ -113,7 +113,7 @@ class Engine {
   // Lets constraints read the newest tokens: tenants in turns, each one's oldest first.
   void ReadTokens();
   void ReadToken(Sequence& sequence);
-  void AwaitReading(const Sequence& sequence);
+  void AwaitReading(Sequence& sequence);
   // Of those that wait to be read, the next; null: none.
   Sequence* NextToRead();
   // The completions 1, 2 .. of a request whose prompt is cached, with their first tokens.
@@ -146,8 +146,8 @@ class Engine {
   PrefillTurns turns_;
   std::map<SequenceId, SequencePtr> waiting_;  // what the queue orders; in order of arrival
   std::vector<SequencePtr> running_;           // in order of admission
-  // Whose constraints have a token to read, by tenant; some have ended since.
-  std::map<std::string, std::deque<SequenceId>> unread_;
+  // Of those that run, whose constraints have a token to read, by tenant.
+  std::map<std::string, std::deque<Sequence*>> unread_;
   std::string last_reader_;  // the tenant whose turn was the last
   SequencePtr idle_;         // of SubmitIdle; null: none. Then nothing is live
   EngineObserver nobody_;
