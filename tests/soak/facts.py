@@ -26,6 +26,7 @@ REFUSALS = {
     (INVALID, "INVALID_REQUEST"),  # of policy parameters only: see _check_violations
     (INVALID, "KV_BUDGET"),
     (PRECONDITION, "KV_POOL_TOO_SMALL"),
+    (INVALID, "KV_POOL_TOO_SMALL"),  # and a policy parameter is at fault besides
     (EXHAUSTED, "QUEUE_FULL"),
 }
 # Of what the client did; an empty reason: whatever it is.
@@ -92,7 +93,8 @@ class Rules:
         same("budget", kv.budget_tokens, budget)
         same("positions", POSITIONS[kv.positions], max(asked.positions, 1))
         for name, value in MessageToDict(asked.policy_params).items():
-            same(f"parameter {name}", kv.policy_params[name], value)
+            if value != []:  # a list of nothing asks for the model's own
+                same(f"parameter {name}", kv.policy_params[name], value)
         if case.method is Method.SCORE:
             return
         sampling = case.request.sampling

@@ -53,6 +53,7 @@ POOL_BYTES = {"model": 3_000_000, "int8": 900_000}
 WAVE_SECONDS = 45.0
 DRAIN_SECONDS = 2.0
 MEANINGFUL_MINUTES = 10.0  # so long a run has to have met everything, and has all its memory
+SLOPE_MINUTES = 30.0  # so long a run's slope has an interval that means something
 LOG_LINES = 15
 # All requests take part, and nothing of them changes.
 ALIKE = """
@@ -78,7 +79,7 @@ def run(load: Load, minutes: float) -> None:
     load.drain(DRAIN_SECONDS)
 
 
-def summarize(load: Load) -> None:
+def summarize(load: Load, drawn: str) -> None:
     print("\nrequests by outcome")
     for outcome, count in load.outcomes.most_common():
         print(f"  {outcome:40} {count:7}")
@@ -97,15 +98,17 @@ def summarize(load: Load) -> None:
         f" slope {watch.slope(load.rests) or 'of too few waves'}"
     )
     print(f"meanwhile {', '.join(f'{what} {n}' for what, n in load.deeds.items())}")
-    print(f"\nfor the record of docs/testing.md\n{record(load)}")
+    print(f"\nfor the record of docs/testing.md\n{record(load, drawn)}")
 
 
-def record(load: Load) -> str:
-    """A row: when, minutes, requests, which of them were malformed or given up, an operator's deeds, the slope."""
+def record(load: Load, drawn: str) -> str:
+    """A row: when, what was drawn, minutes, requests, which of them were malformed or given up, an operator's deeds, the
+    slope."""
     did = load.behaviours
     given_up = did.total() - did["malformed"] - did[Behaviour.READ] - did[Behaviour.SLOW]
     cells = (
         f"{date.today():%Y-%m-%d}",
+        drawn,
         f"{load.rests[-1].seconds / 60:.0f}",
         f"{load.outcomes.total():,}",
         f"{did['malformed']:,}",
@@ -127,6 +130,9 @@ def check_run(load: Load, most_growth_mib: float, minutes: float) -> None:
     growth = watch.growth_kib(load.rests) / 1024
     if growth > most_growth_mib:
         raise Wrong(f"RSS grew by {growth:.1f} MiB, may grow by {most_growth_mib:g}")
+    slope = watch.slope(load.rests)
+    if minutes >= SLOPE_MINUTES and slope and slope.low > 0:
+        raise Wrong(f"RSS grows by {slope}")
     if len(load.deeds) < 3:
         raise Wrong(f"this run shows nothing of some deeds of an operator: {dict(load.deeds)}")
     if not load.page.value("epikv_kv_rows_moved_total"):
@@ -220,7 +226,7 @@ def main() -> int:
                     print(f"{tally(outcome)}, {outcome.summary}")
                 else:
                     run(load, arguments.minutes)
-                    summarize(load)
+                    summarize(load, f"{arguments.seed}: {kernel}, {kv_dtype}")
                     if not load.failures:
                         check_run(load, arguments.growth_mib, arguments.minutes)
             except Wrong as error:
