@@ -232,6 +232,11 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   if (absl::Status status = CheckFiles(config); !status.ok()) return status;
   WarnOfPlainText("--listen", config.listen, config.tls, log);
   WarnOfPlainText("--admin_listen", config.admin_listen, config.tls, log);
+  if (!config.metrics_listen.empty() && !IsLoopback(config.metrics_listen)) {
+    log.Warn(absl::StrCat("--metrics_listen=", config.metrics_listen,
+                          " asks for no token and is not encrypted: whoever reaches it reads all "
+                          "series, those of experiments too"));
+  }
   const PortConnections connections = ConnectionsOf(config, log);
   // Ports before models: probes are answered while those are loaded.
   Lifecycle lifecycle;

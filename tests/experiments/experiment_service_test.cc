@@ -4,15 +4,20 @@
 #include <google/protobuf/text_format.h>
 #include <gtest/gtest.h>
 #include <prometheus/text_serializer.h>
+#include <sqlite3.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "tests/fixtures/error_details.h"
 #include "tests/fixtures/fake_server.h"
 #include "tests/fixtures/scrape.h"
@@ -361,6 +366,63 @@ TEST_F(ExperimentServiceTest, ItIsOverAtItsEnd) {
   }
   ASSERT_TRUE(Get("lean").ok());
   EXPECT_EQ(experiment_.stop_reason(), "end_time");
+}
+
+// While another program has the store's write lock, one call is under way, and others of its client
+// wait behind it: a few. Of those whose client has gone nothing is done.
+TEST_F(ExperimentServiceTest, CallsWaitInABoundedQueueAndGoWithTheirClients) {
+  constexpr int kCalls = 24, kWait = 16;
+  struct Call {
+    grpc::ClientContext context;
+    v1::CreateExperimentRequest request;
+    v1::Experiment response;
+    grpc::Status status;
+    absl::Notification done;
+  };
+  std::vector<Call> calls(kCalls);
+  sqlite3* other = nullptr;
+  ASSERT_EQ(sqlite3_open(folder_.File("store.db").c_str(), &other), SQLITE_OK);
+  sqlite3_busy_timeout(other, 10'000);
+  ASSERT_EQ(sqlite3_exec(other, "BEGIN EXCLUSIVE", nullptr, nullptr, nullptr), SQLITE_OK);
+  for (int i = 0; i < kCalls; ++i) {
+    Call& call = calls[i];
+    *call.request.mutable_experiment() = Lean();
+    call.request.mutable_experiment()->set_name(absl::StrCat("lean-", i));
+    stub_->async()->CreateExperiment(&call.context, &call.request, &call.response,
+                                     [&call](grpc::Status status) {
+                                       call.status = std::move(status);
+                                       call.done.Notify();
+                                     });
+  }
+  const auto ended = [&calls] {
+    return std::count_if(calls.begin(), calls.end(),
+                         [](const Call& call) { return call.done.HasBeenNotified(); });
+  };
+  // All came before the first was begun, or not.
+  while (ended() < kCalls - kWait - 1) absl::SleepFor(absl::Milliseconds(1));
+  absl::SleepFor(absl::Milliseconds(200));
+  const auto refused = static_cast<int>(ended());
+  EXPECT_LE(refused, kCalls - kWait);
+  std::vector<Call*> gone;
+  for (Call& call : calls) {
+    if (call.done.HasBeenNotified()) {
+      EXPECT_EQ(call.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+      EXPECT_THAT(call.status.error_message(), HasSubstr("the queue is full: 16"));
+    } else if (gone.size() < kWait / 2) {
+      gone.push_back(&call);
+      call.context.TryCancel();
+    }
+  }
+  for (Call* call : gone) call->done.WaitForNotification();
+  sqlite3_close(other);
+  for (Call& call : calls) call.done.WaitForNotification();
+  int done = 0;
+  for (const Call& call : calls) done += call.status.ok();
+  EXPECT_EQ(done, kCalls - refused - static_cast<int>(gone.size()));
+  // One of them may have been under way.
+  int kept = 0;
+  for (const Call* call : gone) kept += Get(call->request.experiment().name()).ok();
+  EXPECT_LE(kept, 1);
 }
 
 TEST_F(ExperimentServiceTest, APlanSaysHowManyUnitsItTakes) {

@@ -127,6 +127,10 @@ def test_plain_text_beyond_this_machine_is_warned_of(pki: Path, tmp_path: Path) 
         "warning: --listen=0.0.0.0:0 is not encrypted"
         in start(model, anyone, "--listen=0.0.0.0:0")[1]
     )
+    assert (
+        "warning: --metrics_listen=0.0.0.0:0 asks for no token"
+        in start(model, "--metrics_listen=0.0.0.0:0")[1]
+    )
     assert "warning" not in start(model, anyone, "--listen=0.0.0.0:0", *tls)[1]
     assert "warning" not in start(model)[1]
 
