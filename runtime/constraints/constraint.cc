@@ -215,21 +215,23 @@ absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
 }  // namespace
 
 Constraint::Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled,
-                       std::shared_ptr<std::atomic<int64_t>> live_bytes, int64_t most_live)
+                       std::shared_ptr<ConstraintMemory> memory,
+                       std::shared_ptr<ConstraintMemory::Share> share)
     : text_(std::move(text)),
       compiled_(std::move(compiled)),
-      live_bytes_(std::move(live_bytes)),
-      most_live_(most_live) {
-  *live_bytes_ += bytes();
+      memory_(std::move(memory)),
+      share_(std::move(share)) {
+  share_->Hold(bytes());
 }
 
-Constraint::~Constraint() { *live_bytes_ -= bytes(); }
+Constraint::~Constraint() { share_->Hold(-bytes()); }
 
 int64_t Constraint::bytes() const { return compiled_->bytes; }
 
 ConstraintState::ConstraintState(std::shared_ptr<const Constraint> constraint,
-                                 absl::Span<const int32_t> ends)
+                                 absl::Span<const int32_t> ends, const std::string& tenant)
     : constraint_(std::move(constraint)),
+      share_(constraint_->memory_->Of(tenant)),
       ends_(ends.begin(), ends.end()),
       position_(std::make_unique<Position>(Position{constraint_->compiled_->start.Fork()})),
       allowed_(constraint_->compiled_->allowed),
@@ -243,7 +245,7 @@ ConstraintState::~ConstraintState() { Hold(-bytes_); }
 
 void ConstraintState::Hold(int64_t bytes) {
   bytes_ += bytes;
-  *constraint_->live_bytes_ += bytes;
+  share_->Hold(bytes);
 }
 
 void ConstraintState::AllowEnds() {
@@ -265,11 +267,10 @@ absl::Status ConstraintState::Accept(int32_t token) {
     Hold(kBytesOfWork * work.spent());
     spare_work_ += kSpareWorkPerByte * static_cast<int64_t>(bytes.size()) - work.spent();
     if (spare_work_ < 0) throw GrammarTooCostly();
-    const bool is_scarce = *constraint_->live_bytes_ > constraint_->most_live_;
-    if (is_scarce && spare_work_ < kSpareWork) {
+    if (share_->IsFull() && spare_work_ < kSpareWork) {
       return Failed(
-          "the constraints of all requests hold too much memory, and this one keeps more than its "
-          "text allows; try again when some requests have ended, or make it less ambiguous");
+          "your requests' constraints hold too much memory, and this one keeps more than its text "
+          "allows; try again when some of them have ended, or make it less ambiguous");
     }
     Fill(position_->matcher, static_cast<int64_t>(vocabulary.bytes.size()), allowed_);
     may_end_ = position_->matcher.IsCompleted();
@@ -286,21 +287,26 @@ absl::Status ConstraintState::Accept(int32_t token) {
 
 ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size,
                                        ConstraintLimits limits)
-    : tokenizer_(tokenizer), vocab_size_(vocab_size), limits_(limits) {}
+    : tokenizer_(tokenizer),
+      vocab_size_(vocab_size),
+      limits_(limits),
+      memory_(std::make_shared<ConstraintMemory>(limits.live)) {}
 
 ConstraintCompiler::~ConstraintCompiler() = default;
 
-absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
-    const ConstraintText& text) {
+ConstraintCompiler::Result ConstraintCompiler::Compile(const ConstraintText& text,
+                                                       const std::string& tenant) {
   std::string key = KeyOf(text);
   if (std::optional<Result> known = Find(key)) return *std::move(known);
   if (absl::Status status = CheckConstraintText(text); !status.ok()) return status;
   absl::MutexLock lock(&compile_mu_);
   if (std::optional<Result> known = Find(key)) return *std::move(known);  // made meanwhile
-  if (const int64_t live = *live_bytes_; live > limits_.live) {
+  std::shared_ptr<ConstraintMemory::Share> share = memory_->Of(tenant);
+  if (share->IsFull()) {
     return absl::ResourceExhaustedError(absl::StrCat(
-        "the constraints of all requests hold ", live >> 20, " MiB of memory, the limit is ",
-        limits_.live >> 20, " MiB; try again when some requests have ended"));
+        "your requests' constraints hold ", share->bytes() >> 20,
+        " MiB of memory, and those of all ", "leave ", std::max<int64_t>(0, share->left()) >> 20,
+        " MiB; try again when some of your requests have ended"));
   }
   if (vocabulary_ == nullptr) {
     auto vocabulary = ReadVocabulary(tokenizer_, vocab_size_);
@@ -313,13 +319,14 @@ absl::StatusOr<std::shared_ptr<const Constraint>> ConstraintCompiler::Compile(
     return compiled.status();
   }
   auto constraint =
-      std::make_shared<const Constraint>(text, *std::move(compiled), live_bytes_, limits_.live);
+      std::make_shared<const Constraint>(text, *std::move(compiled), memory_, std::move(share));
   Remember({.key = std::move(key), .result = constraint, .bytes = constraint->bytes()});
   return constraint;
 }
 
-bool ConstraintCompiler::Remembers(const ConstraintText& text) {
-  return Find(KeyOf(text)).has_value();
+std::optional<ConstraintCompiler::Result> ConstraintCompiler::Remembered(
+    const ConstraintText& text) {
+  return Find(KeyOf(text));
 }
 
 std::optional<ConstraintCompiler::Result> ConstraintCompiler::Find(const std::string& key) {
@@ -330,12 +337,12 @@ std::optional<ConstraintCompiler::Result> ConstraintCompiler::Find(const std::st
   return found->second->result;
 }
 
-void ConstraintCompiler::Remember(Remembered remembered) {
-  remembered.bytes += 2 * static_cast<int64_t>(remembered.key.size()) + 512;
-  if (remembered.bytes > limits_.remembered) return;  // it would push out all others, and itself
+void ConstraintCompiler::Remember(Entry entry) {
+  entry.bytes += 2 * static_cast<int64_t>(entry.key.size()) + 512;
+  if (entry.bytes > limits_.remembered) return;  // it would push out all others, and itself
   absl::MutexLock lock(&mu_);
-  remembered_bytes_ += remembered.bytes;
-  recent_.push_front(std::move(remembered));
+  remembered_bytes_ += entry.bytes;
+  recent_.push_front(std::move(entry));
   by_key_[recent_.front().key] = recent_.begin();
   while (remembered_bytes_ > limits_.remembered) {
     remembered_bytes_ -= recent_.back().bytes;

@@ -15,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/types/span.h"
+#include "runtime/constraints/constraint_memory.h"
 #include "runtime/text/tokenizer.h"
 
 // What a completion's text has to be: compiled once a text, on the thread of the call that asks for
@@ -33,9 +34,10 @@ struct ConstraintText {
 class Constraint {
  public:
   struct Compiled;  // constraint.cc
-  // live_bytes: has them as long as this lives. most_live: ConstraintLimits::live.
+  // share: of the tenant who had it compiled; it has the bytes as long as this lives.
   Constraint(ConstraintText text, std::unique_ptr<const Compiled> compiled,
-             std::shared_ptr<std::atomic<int64_t>> live_bytes, int64_t most_live);
+             std::shared_ptr<ConstraintMemory> memory,
+             std::shared_ptr<ConstraintMemory::Share> share);
   ~Constraint();
 
   const ConstraintText& text() const { return text_; }
@@ -45,15 +47,17 @@ class Constraint {
   friend class ConstraintState;
   const ConstraintText text_;
   const std::unique_ptr<const Compiled> compiled_;
-  const std::shared_ptr<std::atomic<int64_t>> live_bytes_;
-  const int64_t most_live_;
+  const std::shared_ptr<ConstraintMemory> memory_;
+  const std::shared_ptr<ConstraintMemory::Share> share_;
 };
 
 // How far one completion has come. Not thread-safe.
 class ConstraintState {
  public:
-  // ends: tokens that end the completion, allowed exactly where the text may end.
-  ConstraintState(std::shared_ptr<const Constraint> constraint, absl::Span<const int32_t> ends);
+  // ends: tokens that end the completion, allowed exactly where the text may end. tenant: whose
+  // completion it is.
+  ConstraintState(std::shared_ptr<const Constraint> constraint, absl::Span<const int32_t> ends,
+                  const std::string& tenant = "");
   ~ConstraintState();
 
   // The tokens that may come next, a bit each, from the lowest bit. [ceil(vocab / 32)]
@@ -76,6 +80,7 @@ class ConstraintState {
   void Hold(int64_t bytes);
 
   const std::shared_ptr<const Constraint> constraint_;
+  const std::shared_ptr<ConstraintMemory::Share> share_;
   const std::vector<int32_t> ends_;
   std::unique_ptr<Position> position_;
   std::vector<uint32_t> allowed_;
@@ -83,14 +88,15 @@ class ConstraintState {
   bool first_ = true;  // no token yet
   int64_t work_ = 0;
   int64_t spare_work_;  // of what positions behind this one may take
-  int64_t bytes_ = 0;   // of live_bytes_: what they did take
+  int64_t bytes_ = 0;   // of share_
 };
 
 // Bytes of one model's constraints.
 struct ConstraintLimits {
   int64_t remembered = 64 << 20;
-  // Remembered, some request's, or what completions keep of their texts. Beyond it no more are
-  // compiled, and no completion may keep more than its text allows.
+  // Remembered, some request's, or what completions keep of their texts (ConstraintMemory). For a
+  // tenant whose share is full no more are compiled, and none of his completions may keep more than
+  // its text allows.
   int64_t live = 512 << 20;
 };
 
@@ -104,39 +110,37 @@ class ConstraintCompiler {
 
   // INVALID_ARGUMENT: the text is no constraint, or one of more than can be afforded; says why.
   // FAILED_PRECONDITION: this model's tokens cannot be constrained.
-  // RESOURCE_EXHAUSTED: those that are in use hold too much memory.
-  absl::StatusOr<std::shared_ptr<const Constraint>> Compile(const ConstraintText& text);
-  // Whether Compile answers at once: for seconds it may not.
-  bool Remembers(const ConstraintText& text);
+  // RESOURCE_EXHAUSTED: those of the tenant hold too much memory.
+  using Result = absl::StatusOr<std::shared_ptr<const Constraint>>;
+  Result Compile(const ConstraintText& text, const std::string& tenant = "");
+  // What Compile would answer at once; absent: it takes its time, which may be seconds.
+  std::optional<Result> Remembered(const ConstraintText& text);
   // Bytes of what it has made and still lives (ConstraintLimits::live). It may outlive this.
-  std::shared_ptr<const std::atomic<int64_t>> live_bytes() const { return live_bytes_; }
+  std::shared_ptr<const std::atomic<int64_t>> live_bytes() const { return memory_->bytes(); }
 
   struct Vocabulary;  // constraint.cc
 
  private:
-  using Result = absl::StatusOr<std::shared_ptr<const Constraint>>;
-  struct Remembered {
+  struct Entry {
     std::string key;
     Result result;
     int64_t bytes;
   };
 
   std::optional<Result> Find(const std::string& key);
-  void Remember(Remembered remembered);
+  void Remember(Entry entry);
 
   const Tokenizer& tokenizer_;
   const int64_t vocab_size_;
   const ConstraintLimits limits_;
   // Of what it has made and still lives, which may outlive it.
-  const std::shared_ptr<std::atomic<int64_t>> live_bytes_ =
-      std::make_shared<std::atomic<int64_t>>(0);
+  const std::shared_ptr<ConstraintMemory> memory_;
   absl::Mutex compile_mu_ ABSL_ACQUIRED_BEFORE(mu_);
   // Made by the first compilation: it takes a copy of the vocabulary, sorted.
   std::shared_ptr<const Vocabulary> vocabulary_ ABSL_GUARDED_BY(compile_mu_);
   absl::Mutex mu_;
-  std::list<Remembered> recent_ ABSL_GUARDED_BY(mu_);  // latest first
-  absl::flat_hash_map<absl::string_view, std::list<Remembered>::iterator> by_key_
-      ABSL_GUARDED_BY(mu_);
+  std::list<Entry> recent_ ABSL_GUARDED_BY(mu_);  // latest first
+  absl::flat_hash_map<absl::string_view, std::list<Entry>::iterator> by_key_ ABSL_GUARDED_BY(mu_);
   int64_t remembered_bytes_ ABSL_GUARDED_BY(mu_) = 0;
 };
 

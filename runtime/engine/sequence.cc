@@ -30,7 +30,7 @@ Sequence::Sequence(SequenceId id, Request r, std::shared_ptr<RequestSink> s,
                        .include_stop = request.include_stop,
                        .min_tokens = request.min_output_tokens}) {
   if (request.sampling.constraint != nullptr && !scores()) {
-    constraint.emplace(request.sampling.constraint, ends);
+    constraint.emplace(request.sampling.constraint, ends, request.scheduling.tenant);
   }
   // Work items point into the tokens while more are added.
   tokens.reserve(request.prompt.size() + request.max_output_tokens);

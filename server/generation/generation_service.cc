@@ -66,8 +66,12 @@ void GenerationService::BeginRequest(const grpc::ByteBuffer& in, Call& call) {
   scope.entry().set_request_id(ForLog(message.request_id()));
   scope.entry().set_model(ForLog(message.model()));
   scope.entry().set_policy(ForLog(message.kv().policy()));
-  if (!MustCompile(message)) return Submit(message, call);
-  // gRPC has two threads for all calls.
+  Submit(message, call, /*may_compile=*/false);
+}
+
+template <typename Message, typename Call>
+void GenerationService::SubmitOnceCompiled(const Message& message, Call& call) {
+  CallScope& scope = call.scope();
   const std::string& client = scope.caller().name;
   if (const int64_t waiting = compiling_.Waiting(client); waiting >= options_.most_compilations) {
     metrics_.OnRejected(kQueueFull);
@@ -94,20 +98,12 @@ void GenerationService::BeginRequest(const grpc::ByteBuffer& in, Call& call) {
     if (call.scope().context().IsCancelled()) {
       return call.Fail(ToGrpc(WhyCancelledNow(call.scope())));
     }
-    Submit(message, call);
+    Submit(message, call, /*may_compile=*/true);
   });
 }
 
-bool GenerationService::MustCompile(const v1::GenerateRequest& message) const {
-  const std::optional<ConstraintText> text = ConstraintOf(message.sampling());
-  if (!text.has_value()) return false;
-  const auto found = models_.Find(message.model());
-  const auto* model = std::get_if<ModelPtr>(&found);
-  return model != nullptr && !(*model)->constraints->Remembers(*text);
-}
-
 template <typename Message, typename Call>
-void GenerationService::Submit(const Message& message, Call& call) {
+void GenerationService::Submit(const Message& message, Call& call, bool may_compile) {
   CallScope& scope = call.scope();
   for (;;) {
     std::variant<ModelPtr, grpc::Status> found = models_.Find(message.model());
@@ -116,8 +112,11 @@ void GenerationService::Submit(const Message& message, Call& call) {
       return call.Fail(*refusal);
     }
     const ModelPtr model = std::get<ModelPtr>(std::move(found));
-    std::variant<Prepared, grpc::Status> prepared = preparer_.Prepare(scope, message, *model);
+    RequestPreparer::Result prepared = preparer_.Prepare(scope, message, *model, may_compile);
     if (const auto* status = std::get_if<grpc::Status>(&prepared)) return call.Fail(*status);
+    if (std::holds_alternative<RequestPreparer::MustCompile>(prepared)) {
+      return SubmitOnceCompiled(message, call);
+    }
     Prepared& ready = std::get<Prepared>(prepared);
     const std::string id = ready.request.id;
     CallFacts facts{

@@ -59,11 +59,13 @@ class GenerationService final : public Service {
   // StreamCall or CollectCall.
   template <typename Message, typename Call>
   void BeginRequest(const grpc::ByteBuffer& in, Call& call);
+  // may_compile: on a thread that has the seconds which a constraint may take; gRPC has two for all
+  // calls.
   template <typename Message, typename Call>
-  void Submit(const Message& message, Call& call);
-  // Whether what its text has to be must be compiled first, which may take seconds.
-  bool MustCompile(const v1::GenerateRequest& message) const;
-  bool MustCompile(const v1::ScoreRequest&) const { return false; }
+  void Submit(const Message& message, Call& call, bool may_compile);
+  // The same on the thread that compiles, or fails the call: too much of its client waits there.
+  template <typename Message, typename Call>
+  void SubmitOnceCompiled(const Message& message, Call& call);
   // entry: of the call, which gets to know how its request ended.
   OutboxHooks HooksOf(const ModelPtr& model, const Prepared& prepared, v1::AccessLogEntry& entry);
   grpc::Status RefusalOf(CallScope& scope, const SubmitResult& submitted,

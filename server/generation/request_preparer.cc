@@ -54,17 +54,13 @@ bool ConcernsArms(const Rejection& rejection, bool steers) {
                      });
 }
 
-// Compiles what the text has to be. A text that is no constraint is a violation beside others.
-std::optional<grpc::Status> Constrain(const v1::GenerateRequest& message, const ServedModel& model,
-                                      AskedRequest& asked) {
-  const std::optional<ConstraintText> text = ConstraintOf(message.sampling());
-  if (!text.has_value()) return std::nullopt;
-  auto constraint = model.constraints->Compile(*text);
+// A text that is no constraint is a violation beside others.
+std::optional<grpc::Status> Constrain(const ConstraintText& text,
+                                      ConstraintCompiler::Result constraint, AskedRequest& asked) {
   if (constraint.ok()) {
     asked.options.sampling.constraint = *std::move(constraint);
   } else if (absl::IsInvalidArgument(constraint.status())) {
-    asked.violations.push_back(
-        {ConstraintField(*text), std::string(constraint.status().message())});
+    asked.violations.push_back({ConstraintField(text), std::string(constraint.status().message())});
   } else if (absl::IsResourceExhausted(constraint.status())) {
     return Exhausted("memory of constraints", constraint.status().message(), kCompileRetryDelay);
   } else {
@@ -76,9 +72,17 @@ std::optional<grpc::Status> Constrain(const v1::GenerateRequest& message, const 
 }  // namespace
 
 template <typename Message>
-std::variant<Prepared, grpc::Status> RequestPreparer::Prepare(CallScope& scope,
-                                                              const Message& message,
-                                                              const ServedModel& model) {
+RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message& message,
+                                                 const ServedModel& model, bool may_compile) {
+  std::optional<ConstraintText> text;
+  std::optional<ConstraintCompiler::Result> constraint;
+  if constexpr (std::is_same_v<Message, v1::GenerateRequest>) {
+    text = ConstraintOf(message.sampling());
+    if (text.has_value() && !may_compile) {
+      constraint = model.constraints->Remembered(*text);
+      if (!constraint.has_value()) return MustCompile();
+    }
+  }
   AskedRequest asked = FromProto(message, {.tokenizer = *model.tokenizer, .chat = model.chat});
   if (asked.options.id.empty()) asked.options.id = NewRequestId();
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
@@ -98,9 +102,12 @@ std::variant<Prepared, grpc::Status> RequestPreparer::Prepare(CallScope& scope,
       return std::move(*refusal);
     }
     dealt = std::get<Dealt>(std::move(result));
-    if (std::optional<grpc::Status> refusal = Constrain(message, model, asked)) {
-      model.metrics->OnRejected(ErrorReason(*refusal));
-      return *std::move(refusal);
+    if (text.has_value()) {
+      if (!constraint.has_value()) constraint = model.constraints->Compile(*text, tenant);
+      if (std::optional<grpc::Status> refusal = Constrain(*text, *std::move(constraint), asked)) {
+        model.metrics->OnRejected(ErrorReason(*refusal));
+        return *std::move(refusal);
+      }
     }
   }
   const DeltaOptions deltas = asked.deltas;
@@ -174,11 +181,9 @@ bool RequestPreparer::TakePart(CallScope& scope, const Dealt& dealt) {
   return true;
 }
 
-template std::variant<Prepared, grpc::Status> RequestPreparer::Prepare(CallScope&,
-                                                                       const v1::GenerateRequest&,
-                                                                       const ServedModel&);
-template std::variant<Prepared, grpc::Status> RequestPreparer::Prepare(CallScope&,
-                                                                       const v1::ScoreRequest&,
-                                                                       const ServedModel&);
+template RequestPreparer::Result RequestPreparer::Prepare(CallScope&, const v1::GenerateRequest&,
+                                                          const ServedModel&, bool);
+template RequestPreparer::Result RequestPreparer::Prepare(CallScope&, const v1::ScoreRequest&,
+                                                          const ServedModel&, bool);
 
 }  // namespace epikv

@@ -29,10 +29,15 @@ class RequestPreparer {
   RequestPreparer(Participation* experiments, bool shared_prefixes)
       : experiments_(experiments), shared_prefixes_(shared_prefixes) {}
 
+  // The model does not remember the request's constraint: nothing has been done.
+  struct MustCompile {};
+  using Result = std::variant<Prepared, grpc::Status, MustCompile>;
+
   // Message: GenerateRequest or ScoreRequest. A refusal has been counted in the model's metrics.
+  // may_compile: or MustCompile is the answer.
   template <typename Message>
-  std::variant<Prepared, grpc::Status> Prepare(CallScope& scope, const Message& message,
-                                               const ServedModel& model);
+  Result Prepare(CallScope& scope, const Message& message, const ServedModel& model,
+                 bool may_compile);
 
  private:
   // What experiments are to be told of a request if it is taken.

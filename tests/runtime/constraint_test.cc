@@ -125,7 +125,7 @@ struct World {
   ConstraintState Start(Kind kind, const std::string& text) {
     auto constraint = Compile(kind, text);
     EXPECT_TRUE(constraint.ok()) << text << ": " << constraint.status();
-    return ConstraintState(*constraint, {end()});
+    return ConstraintState(*constraint, {end()}, "");
   }
 
   const std::vector<std::string> words;
@@ -382,12 +382,12 @@ TEST(ConstraintTest, OneThatIsTooLargeToBeRememberedPushesOutNoOther) {
   ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 1 << 16});
   const ConstraintText small{Kind::kRegex, {"ab"}}, large{Kind::kRegex, {"(ab|cd){0,100}x{0,99}"}};
   ASSERT_TRUE(compiler.Compile(small).ok());
-  ASSERT_TRUE(compiler.Remembers(small));
+  ASSERT_TRUE(compiler.Remembered(small).has_value());
   const auto made = compiler.Compile(large);
   ASSERT_TRUE(made.ok()) << made.status();
   ASSERT_GT((*made)->bytes(), 1 << 16);
-  EXPECT_FALSE(compiler.Remembers(large));
-  EXPECT_TRUE(compiler.Remembers(small));
+  EXPECT_FALSE(compiler.Remembered(large).has_value());
+  EXPECT_TRUE(compiler.Remembered(small).has_value());
 }
 
 TEST(ConstraintTest, AVocabularyThatCannotGoOnSaysSo) {
@@ -881,14 +881,15 @@ TEST(ConstraintTest, CompletionsKeepNoMoreThanTheirTextAllowsWhereMemoryIsScarce
   const auto tokenizer = ByteLevel(Bytes());
   for (const bool scarce : {false, true}) {
     ConstraintCompiler compiler(*tokenizer, 257,
-                                {.remembered = 0, .live = scarce ? 1 << 20 : 1 << 30});
+                                {.remembered = 0, .live = scarce ? 2 << 20 : 1 << 30});
     const auto costly = compiler.Compile({Kind::kGrammar, {wide}});
     ASSERT_TRUE(costly.ok()) << costly.status();
     const auto cheap = compiler.Compile({Kind::kRegex, {"[a-z]*"}});
     ASSERT_TRUE(cheap.ok()) << cheap.status();
     const int64_t before = *compiler.live_bytes();
     {
-      ConstraintState first(*costly, {256}), second(*costly, {256}), modest(*cheap, {256});
+      ConstraintState first(*costly, {256}, ""), second(*costly, {256}, "");
+      ConstraintState modest(*cheap, {256}, "");
       for (int i = 0; i < 100; ++i) EXPECT_TRUE(modest.Accept('a').ok());
       const auto steps = [&](ConstraintState& state) {
         int taken = 0;
@@ -903,6 +904,22 @@ TEST(ConstraintTest, CompletionsKeepNoMoreThanTheirTextAllowsWhereMemoryIsScarce
     }
     EXPECT_EQ(*compiler.live_bytes(), before);
   }
+}
+
+TEST(ConstraintTest, WhatOneTenantHoldsKeepsNobodyElseOut) {
+  const auto tokenizer = ByteLevel(Bytes());
+  const ConstraintText text{Kind::kRegex, {"[a-z]{100}"}};
+  const int64_t bytes = (*ConstraintCompiler(*tokenizer, 257).Compile(text))->bytes();
+  ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 0, .live = 3 * bytes});
+  const auto first = compiler.Compile(text, "greedy"), second = compiler.Compile(text, "greedy");
+  EXPECT_TRUE(absl::IsResourceExhausted(compiler.Compile(text, "greedy").status()));
+  const auto other = compiler.Compile(text, "modest");
+  ASSERT_TRUE(other.ok()) << other.status();
+  // A completion is its tenant's, whoever had its constraint compiled.
+  const int64_t before = *compiler.live_bytes();
+  const ConstraintState state(*first, {256}, "modest");
+  EXPECT_GT(*compiler.live_bytes(), before);
+  EXPECT_TRUE(absl::IsResourceExhausted(compiler.Compile(text, "modest").status()));
 }
 
 }  // namespace
