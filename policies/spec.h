@@ -212,6 +212,8 @@ struct PolicyTraits {
   // If not 0, a round happens at the prompt's end besides, and at every so many tokens from then
   // on, whatever lanes hold: of a policy that drops what it has no use for.
   int64_t rounds_every = 0;
+  // A round compares all pairs of a lane's tokens that no round before it has compared.
+  bool compares_pairs = false;
   ScratchPass pass;
   PublishedProtection published;
   // Bytes of the policy's own state: per cached token of a sequence, and fixed.

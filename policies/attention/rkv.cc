@@ -156,7 +156,9 @@ RkvScore::RkvScore(const Params& params)
       compat_(params.Bool("compat")) {}
 
 void RkvScore::AddColumns(const Params& params, PolicyTraits& traits) {
-  if (params.Choice("redundancy") == "exact") traits.columns = {"duplicate"};
+  if (params.Choice("redundancy") != "exact") return;
+  traits.columns = {"duplicate"};
+  traits.compares_pairs = true;
 }
 
 at::Tensor RkvScore::Of(Lane& lane) const {

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "runtime/admission/kv_demand.h"
 #include "runtime/admission/request_checks.h"
 #include "runtime/admission/unknown_policy.h"
@@ -14,6 +15,7 @@ namespace epikv {
 namespace {
 
 constexpr size_t kMaxSpans = 64;
+constexpr int64_t kMaxWindowBytes = int64_t{1} << 30;  // of what one lane's round computes
 
 // Reads queries of tokens before the newest.
 bool ReadsPastQueries(const PolicyTraits& traits) {
@@ -269,6 +271,48 @@ int64_t Resolver::PromptLogitBytes() const {
   return rows * manifest.vocab_size * (manifest.dtype == DType::kFloat32 ? 4 : 2 + 4);
 }
 
+// A round is one step, in which nobody else has a token, and its memory is reserved by nobody.
+void Resolver::CheckRound() {
+  const std::vector<int64_t>& held = request_.demand.prefill;  // most tokens, of each lane
+  const ModelShape& shape = admission_.shape();
+  const auto refuse = [&](absl::string_view field, std::string description, double needs,
+                          int64_t most) {
+    violations_.Add(field, std::move(description));
+    violations_.Because("ROUND_TOO_LARGE",
+                        {{"needed", absl::StrFormat("%.0f", needs)}, {"most", absl::StrCat(most)}},
+                        absl::StatusCode::kFailedPrecondition);
+  };
+  if (request_.traits.compares_pairs) {
+    double pairs = 0;
+    for (const int64_t tokens : held) pairs += static_cast<double>(tokens) * (tokens - 1) / 2;
+    const int64_t most = admission_.limits().max_round_pairs;
+    if (pairs > static_cast<double>(most)) {
+      refuse(
+          "kv.policy_params.redundancy",
+          absl::StrFormat("policy '%s' with redundancy = exact could compare %.0f pairs of tokens "
+                          "in one round, more than %d (--max_round_pairs): choose redundancy = "
+                          "linear, a smaller budget or a shorter prompt",
+                          request_.spec->name, pairs, most),
+          pairs, most);
+    }
+  }
+  if (request_.traits.signals.Has(Signal::kQueries)) {
+    // Logits, what they become, and what is made of that.
+    constexpr double kBytes = 3 * sizeof(float);
+    const int64_t tokens = *std::max_element(held.begin(), held.end());
+    const int64_t queries =
+        std::min(request_.traits.window, tokens) + request_.traits.pass.lookahead;
+    const double bytes = kBytes * queries * (shape.num_heads / shape.num_kv_heads) * tokens;
+    if (bytes > kMaxWindowBytes) {
+      refuse("kv.policy_params.window",
+             absl::StrFormat("logits of %d queries over %d tokens take %.0f bytes, at most %d: "
+                             "choose a smaller window",
+                             queries, tokens, bytes, kMaxWindowBytes),
+             bytes, kMaxWindowBytes);
+    }
+  }
+}
+
 void Resolver::ResolveProtectionAndDemand() {
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   // The last output token is never cached.
@@ -333,6 +377,7 @@ void Resolver::ResolveProtectionAndDemand() {
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
   request_.demand.prefill_bytes += PromptLogitBytes();
+  CheckRound();
   const int64_t rows = prompt + ScratchRows(request_.traits.pass, prompt);
   if (request_.demand.passes && request_.traits.pass.chunk > 0 &&
       rows > admission_.manifest().context_length) {

@@ -38,6 +38,7 @@ class Resolver {
   int64_t SmallestBudget(int64_t longest) const;
   void CheckPromptLogprobs(int64_t least_budget);
   int64_t PromptLogitBytes() const;
+  void CheckRound();
 
   const Admission& admission_;
   RequestOptions options_;

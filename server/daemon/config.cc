@@ -77,6 +77,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
                                 .prefill_chunk_tokens = c.prefill_chunk_tokens(),
                                 .fixed_chunk_tokens = c.deterministic() ? kDeterministicRows : 0},
                   .max_running_requests = c.max_running_requests(),
+                  .max_round_pairs = static_cast<int64_t>(c.max_round_pairs()),
                   .prefix_cache_share = c.prefix_cache_share(),
                   .queue = {.max_requests = c.max_queued_requests(),
                             .max_tokens = static_cast<int64_t>(c.max_queued_tokens())},

@@ -168,6 +168,8 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
   check.Require(!c.deterministic() || c.prefill_chunk_tokens() % kDeterministicRows == 0,
                 "prefill_chunk_tokens", "be a multiple of 16 with --deterministic");
   check.Require(c.max_running_requests() >= 1, "max_running_requests", "be at least 1");
+  check.Require(c.max_round_pairs() >= 1 && c.max_round_pairs() <= kMost, "max_round_pairs",
+                "be at least 1 and below 2^63");
   check.Require(c.max_queued_requests() >= 1, "max_queued_requests", "be at least 1");
   check.Require(c.max_queued_tokens() >= 1 && c.max_queued_tokens() <= kMost, "max_queued_tokens",
                 "be at least 1 and below 2^63");

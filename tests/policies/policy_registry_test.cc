@@ -196,6 +196,24 @@ TEST(PolicyRegistry, ReadmeShowsTheTable) {
                                "--gtest_filter='PolicyRegistry.*'";
 }
 
+// Admission refuses a round that costs too much by the name of the parameter that makes it so.
+TEST(PolicyRegistry, WhatMakesARoundCostlyIsAParameter) {
+  std::vector<absl::string_view> comparing;
+  for (const PolicySpec* spec : AllPolicies()) {
+    const auto has = [&](absl::string_view name) {
+      return std::any_of(spec->params.begin(), spec->params.end(),
+                         [&](const ParamSpec& param) { return param.name == name; });
+    };
+    for (const PolicyTraits& traits : TraitsOf(*spec)) {
+      EXPECT_TRUE(traits.window <= 64 || has("window")) << spec->name;
+      if (!traits.compares_pairs) continue;
+      EXPECT_TRUE(has("redundancy")) << spec->name;
+      if (comparing.empty() || comparing.back() != spec->name) comparing.push_back(spec->name);
+    }
+  }
+  EXPECT_THAT(comparing, testing::ElementsAre("rkv", "skipkv"));
+}
+
 // `epikv bench policies --write` has measured each, and shows what it found.
 TEST(PolicyRegistry, EveryPolicysCostIsMeasured) {
   const std::string readme = ReadFile(kReadme);

@@ -366,5 +366,42 @@ TEST_F(AdmissionTest, WhatCanNeverFitIsRefusedWithTheNumbers) {
                                    Pair("capacity_bytes", absl::StrCat(limits.kv_capacity_bytes))));
 }
 
+// 99 tokens of prompt and 20 more, 119 of which are cached: of `kFakeLanes` lanes each holds 99
+// before the first round, and 51 before any other.
+TEST_F(AdmissionTest, ARoundThatComparesTooManyPairsIsRefused) {
+  const RequestOptions options = Ask(99, 20, "pairs", 50);
+  AdmissionLimits limits = Limits();
+  limits.max_round_pairs = kFakeLanes * 99 * 98 / 2;
+  Accept(Make(limits), options);
+  --limits.max_round_pairs;
+  const Admission admission = Make(limits);
+  const Rejection rejection = Refuse(admission, options);
+  EXPECT_EQ(rejection.reason, "ROUND_TOO_LARGE");
+  EXPECT_EQ(rejection.code, absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(Fields(rejection), ElementsAre("kv.policy_params.redundancy"));
+  EXPECT_THAT(rejection.metadata,
+              UnorderedElementsAre(Pair("needed", absl::StrCat(limits.max_round_pairs + 1)),
+                                   Pair("most", absl::StrCat(limits.max_round_pairs))));
+  // Without rounds, or with others.
+  Accept(admission, Ask(99, 20, "pairs", 119));
+  Accept(admission, Ask(99, 20, "at_end", 50));
+}
+
+TEST_F(AdmissionTest, AWindowWhoseLogitsTakeTooMuchIsRefused) {
+  const Admission admission = Make(Limits(), FakeManifest(1 << 20));
+  const int64_t group = admission.shape().num_heads / admission.shape().num_kv_heads;
+  constexpr int64_t kTokens = 1 << 15;
+  const int64_t most = (int64_t{1} << 30) / (3 * 4 * group * kTokens);
+  AdmissionLimits limits = Limits();
+  limits.max_round_pairs = kMost;
+  RequestOptions options = Ask(kTokens, 2, "pairs", 50);
+  options.kv.params["window"] = most;
+  Accept(Make(limits, FakeManifest(1 << 20)), options);
+  options.kv.params["window"] = most + 1;
+  const Rejection rejection = Refuse(Make(limits, FakeManifest(1 << 20)), options);
+  EXPECT_EQ(rejection.reason, "ROUND_TOO_LARGE");
+  EXPECT_THAT(Fields(rejection), ElementsAre("kv.policy_params.window"));
+}
+
 }  // namespace
 }  // namespace epikv

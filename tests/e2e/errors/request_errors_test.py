@@ -302,8 +302,15 @@ ROWS = {
         code=Code.FAILED_PRECONDITION,
         reason="KV_POOL_TOO_SMALL",
     ),
+    "pairs": Row(
+        kv("rkv", 64),
+        {"kv.policy_params.redundancy": ["--max_round_pairs", "redundancy = linear", "10000"]},
+        {"needed": "...", "most": "10000"},
+        code=Code.FAILED_PRECONDITION,
+        reason="ROUND_TOO_LARGE",
+    ),
 }
-SMALL = {"pool"}  # of the daemon that is called so
+SMALL = {"pool", "pairs"}  # of the daemon that is called so
 
 
 @pytest.mark.parametrize("name", ROWS)
