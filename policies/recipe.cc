@@ -173,6 +173,7 @@ void AddRecipe(const Params& params, PolicyTraits& traits) {
     for (const std::string& name : params.ChoiceList("decorate")) {
       const DecoratorSpec& spec = *FindDecorator(name);
       traits.signals = traits.signals | spec.signals;
+      traits.pairs_per_token += spec.pairs_per_token;
       traits.columns.insert(traits.columns.end(), spec.columns.begin(), spec.columns.end());
     }
   }

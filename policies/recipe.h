@@ -40,6 +40,7 @@ struct DecoratorSpec {
   ScoreTraits gives;  // no more comparable than what it was given
   SignalSet signals;
   absl::Span<const absl::string_view> columns = {};  // PolicyTraits::columns of its own
+  int64_t pairs_per_token = 0;                       // PolicyTraits has it
   // first_column: place of the first of them.
   std::shared_ptr<const Decorator> (*make)(int64_t first_column) = nullptr;
 };

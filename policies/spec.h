@@ -212,8 +212,12 @@ struct PolicyTraits {
   // If not 0, a round happens at the prompt's end besides, and at every so many tokens from then
   // on, whatever lanes hold: of a policy that drops what it has no use for.
   int64_t rounds_every = 0;
-  // A round compares all pairs of a lane's tokens that no round before it has compared.
-  bool compares_pairs = false;
+  // What a round takes beside a few looks at each token of a lane of n: pairs of tokens that it
+  // compares, about n x n / 2 in the first and about pairs_per_token x n in any; and fp32 numbers
+  // that it holds at once for each token and query head of the lane, such as logits of a window.
+  bool compares_all_pairs = false;
+  int64_t pairs_per_token = 0;
+  int64_t floats_per_token = 0;
   ScratchPass pass;
   PublishedProtection published;
   // Bytes of the policy's own state: per cached token of a sequence, and fixed.

@@ -70,7 +70,7 @@ ParamSpec RepeatChunkParam() {
           .type = ParamType::kInt,
           .fallback = int64_t{2048},
           .min = 16,
-          .max = 65536,
+          .max = 8192,
           .help = "prompt tokens that the model repeats at a time"};
 }
 

@@ -127,6 +127,7 @@ extern constinit const PolicySpec kObcache{
     .traits =
         [](const Params& params, const ModelShape&) {
           PolicyTraits traits = WindowTraits(params, Signal::kValues);
+          traits.floats_per_token *= 2;  // slopes, and parts of the saliency
           traits.published.prompt = false;
           traits.published.sinks = 4;
           if (params.Bool("accumulate")) {

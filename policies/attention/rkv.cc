@@ -158,7 +158,7 @@ RkvScore::RkvScore(const Params& params)
 void RkvScore::AddColumns(const Params& params, PolicyTraits& traits) {
   if (params.Choice("redundancy") != "exact") return;
   traits.columns = {"duplicate"};
-  traits.compares_pairs = true;
+  traits.compares_all_pairs = true;
 }
 
 at::Tensor RkvScore::Of(Lane& lane) const {

@@ -88,6 +88,7 @@ extern constinit const PolicySpec kScissorhands{
         [](const Params& params, const ModelShape&) {
           PolicyTraits traits = WindowTraits(params);
           traits.published = {.prompt = false, .recent = 10};
+          if (params.Choice("history") == "count") traits.floats_per_token = 0;  // some at a time
           return traits;
         },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <functional>
 #include <iterator>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -96,13 +97,14 @@ struct Demotion {
   int64_t oldest = 0;          // of the rest, so many go as well
 };
 
+constexpr int kMaxSteps = 20;  // of K-means
+
 // Of n keys, oldest first, the k nearest to the centroids of a K-means: their places, ascending.
 // The first centroids are keys at even distances, so that there is no chance in it. Each centroid
 // takes from its own cluster alone, so that no two take the same key, and of equals the newer;
 // clusters are empty only where keys are equal, and then the newest of the rest make up for them.
 // keys: fp32 [n, width]. An error if one is not a number.
 absl::StatusOr<std::vector<int64_t>> Representatives(const at::Tensor& keys, int64_t k) {
-  constexpr int kMaxSteps = 20;
   const int64_t n = keys.size(0);
   at::Tensor centroids =
       keys.index_select(0, at::div(at::arange(k, at::kLong) * n, k, "floor"));  // [k, width]
@@ -435,6 +437,7 @@ absl::Status ThinkvTbeComplete(Params& params, const ModelShape& shape) {
 
 PolicyTraits ThinkvTbeTraits(const Params& params, const ModelShape& shape) {
   const bool rounds = !params.IntList("bits").empty();
+  const std::vector<int64_t>& ladder = params.IntList("ladder");
   return {
       .granularity = Granularity::kHead,
       .signals = Signal::kKeys | Signal::kQueries,
@@ -442,6 +445,8 @@ PolicyTraits ThinkvTbeTraits(const Params& params, const ModelShape& shape) {
       .columns = rounds ? std::vector<absl::string_view>{"bits"} : std::vector<absl::string_view>{},
       .rounds_rows = rounds,
       .slack = params.Int("slack"),
+      // A round may bring a segment down all of the ladder.
+      .pairs_per_token = kMaxSteps * std::accumulate(ladder.begin(), ladder.end(), int64_t{0}),
       .published = {.recent = 16},
       // A segment may be down to one token.
       .state_bytes_per_token = sizeof(Segment),

@@ -89,6 +89,7 @@ extern constinit const DecoratorSpec kTwin{
     .takes = ScoreKind::kValue,
     .gives = {.kind = ScoreKind::kValue, .comparable = Comparable::kLane},
     .signals = Signal::kKeys,
+    .pairs_per_token = (1 + kDonorsPerVictim) * kMostVictims,
     .make = [](int64_t) -> std::shared_ptr<const Decorator> { return std::make_shared<Twin>(); },
 };
 

@@ -9,7 +9,7 @@ namespace epikv {
 namespace {
 
 constexpr size_t kMaxStopStrings = 16, kMaxStopStringBytes = 256, kMaxStopTokens = 64;
-constexpr size_t kMaxIdBytes = 128, kMaxTenantBytes = 64, kMaxSaltBytes = 128;
+constexpr size_t kMaxIdBytes = 128, kMaxSaltBytes = 128;
 constexpr size_t kMaxLogitBiases = 1024;
 constexpr float kMostLogitBias = 100;
 constexpr float kMostSteering = 100;

@@ -1,7 +1,10 @@
 #include "runtime/admission/resolver.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
+#include <string>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -15,7 +18,8 @@ namespace epikv {
 namespace {
 
 constexpr size_t kMaxSpans = 64;
-constexpr int64_t kMaxWindowBytes = int64_t{1} << 30;  // of what one lane's round computes
+constexpr int64_t kMaxRoundBytes = int64_t{1}
+                                   << 30;  // of one lane's PolicyTraits::floats_per_token
 
 // Reads queries of tokens before the newest.
 bool ReadsPastQueries(const PolicyTraits& traits) {
@@ -271,45 +275,65 @@ int64_t Resolver::PromptLogitBytes() const {
   return rows * manifest.vocab_size * (manifest.dtype == DType::kFloat32 ? 4 : 2 + 4);
 }
 
-// A round is one step, in which nobody else has a token, and its memory is reserved by nobody.
-void Resolver::CheckRound() {
-  const std::vector<int64_t>& held = request_.demand.prefill;  // most tokens, of each lane
-  const ModelShape& shape = admission_.shape();
-  const auto refuse = [&](absl::string_view field, std::string description, double needs,
-                          int64_t most) {
+// Of lanes that share a budget one may hold what is left of it, up to all that is cached.
+int64_t Resolver::LongestLane(int64_t longest) const {
+  const std::vector<int64_t>& held = request_.demand.prefill;
+  const auto together =
+      static_cast<size_t>(request_.traits.pool == Pool::kLane    ? 1
+                          : request_.traits.pool == Pool::kLayer ? admission_.shape().num_kv_heads
+                                                                 : held.size());
+  int64_t most = 0;
+  for (size_t lane = 0; lane < held.size(); lane += together) {
+    const auto first = held.begin() + static_cast<int64_t>(lane);
+    const auto last = first + static_cast<int64_t>(together);
+    most = std::max({most, *std::max_element(first, last),
+                     std::min(longest, std::accumulate(first, last, int64_t{0}))});
+  }
+  return most;
+}
+
+// In a round nobody else has a token, and no reservation counts its memory.
+void Resolver::CheckRound(int64_t longest) {
+  const PolicyTraits& traits = request_.traits;
+  const auto refuse = [&](absl::string_view field, std::string description,
+                          std::map<std::string, std::string> metadata) {
     violations_.Add(field, std::move(description));
-    violations_.Because("ROUND_TOO_LARGE",
-                        {{"needed", absl::StrFormat("%.0f", needs)}, {"most", absl::StrCat(most)}},
+    violations_.Because("ROUND_TOO_LARGE", std::move(metadata),
                         absl::StatusCode::kFailedPrecondition);
   };
-  if (request_.traits.compares_pairs) {
-    double pairs = 0;
-    for (const int64_t tokens : held) pairs += static_cast<double>(tokens) * (tokens - 1) / 2;
-    const int64_t most = admission_.limits().max_round_pairs;
-    if (pairs > static_cast<double>(most)) {
-      refuse(
-          "kv.policy_params.redundancy",
-          absl::StrFormat("policy '%s' with redundancy = exact could compare %.0f pairs of tokens "
-                          "in one round, more than %d (--max_round_pairs): choose redundancy = "
-                          "linear, a smaller budget or a shorter prompt",
-                          request_.spec->name, pairs, most),
-          pairs, most);
+  // Completions that are decoded together have their rounds together.
+  const auto completions = static_cast<double>(options_.completions);
+  double pairs = 0;
+  for (size_t lane = 0; lane < request_.demand.prefill.size(); ++lane) {
+    const auto tokens = static_cast<double>(request_.demand.prefill[lane]);
+    const bool before_fork = request_.prefill_tokens() > request_.demand.budget[lane];
+    pairs += completions * static_cast<double>(traits.pairs_per_token) * tokens;
+    if (traits.compares_all_pairs) {
+      pairs += (before_fork ? 1 : completions) * tokens * (tokens - 1) / 2;
     }
   }
-  if (request_.traits.signals.Has(Signal::kQueries)) {
-    // Logits, what they become, and what is made of that.
-    constexpr double kBytes = 3 * sizeof(float);
-    const int64_t tokens = *std::max_element(held.begin(), held.end());
-    const int64_t queries =
-        std::min(request_.traits.window, tokens) + request_.traits.pass.lookahead;
-    const double bytes = kBytes * queries * (shape.num_heads / shape.num_kv_heads) * tokens;
-    if (bytes > kMaxWindowBytes) {
-      refuse("kv.policy_params.window",
-             absl::StrFormat("logits of %d queries over %d tokens take %.0f bytes, at most %d: "
-                             "choose a smaller window",
-                             queries, tokens, bytes, kMaxWindowBytes),
-             bytes, kMaxWindowBytes);
-    }
+  const int64_t most = admission_.limits().max_round_pairs;
+  if (pairs > static_cast<double>(most)) {
+    refuse(traits.compares_all_pairs ? "kv.policy_params.redundancy" : "kv.policy_params",
+           absl::StrFormat("policy '%s' could compare %.0f pairs of tokens in one round, more than "
+                           "%d (--max_round_pairs): choose %sa smaller budget or a shorter prompt",
+                           request_.spec->name, pairs, most,
+                           traits.compares_all_pairs ? "redundancy = linear, " : ""),
+           {{"pairs", absl::StrFormat("%.0f", pairs)}, {"most_pairs", absl::StrCat(most)}});
+  }
+  const ModelShape& shape = admission_.shape();
+  const double bytes = static_cast<double>(traits.floats_per_token) * sizeof(float) *
+                       static_cast<double>(shape.num_heads / shape.num_kv_heads) *
+                       static_cast<double>(LongestLane(longest));
+  if (bytes > kMaxRoundBytes) {
+    const bool ahead = traits.pass.lookahead > traits.window;
+    refuse(
+        ahead ? "kv.policy_params.pseudo_tokens" : "kv.policy_params.window",
+        absl::StrFormat("policy '%s' would take %.0f bytes for the logits of %d queries in one "
+                        "round, more than %d: choose fewer",
+                        request_.spec->name, bytes, traits.window + traits.pass.lookahead,
+                        kMaxRoundBytes),
+        {{"bytes", absl::StrFormat("%.0f", bytes)}, {"most_bytes", absl::StrCat(kMaxRoundBytes)}});
   }
 }
 
@@ -377,7 +401,7 @@ void Resolver::ResolveProtectionAndDemand() {
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
   request_.demand.prefill_bytes += PromptLogitBytes();
-  CheckRound();
+  CheckRound(longest);
   const int64_t rows = prompt + ScratchRows(request_.traits.pass, prompt);
   if (request_.demand.passes && request_.traits.pass.chunk > 0 &&
       rows > admission_.manifest().context_length) {

@@ -38,7 +38,8 @@ class Resolver {
   int64_t SmallestBudget(int64_t longest) const;
   void CheckPromptLogprobs(int64_t least_budget);
   int64_t PromptLogitBytes() const;
-  void CheckRound();
+  int64_t LongestLane(int64_t longest) const;
+  void CheckRound(int64_t longest);
 
   const Admission& admission_;
   RequestOptions options_;

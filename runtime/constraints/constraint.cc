@@ -254,6 +254,13 @@ void ConstraintState::AllowEnds() {
   for (const int32_t end : ends_) SetBit(allowed_, end, may_end_);
 }
 
+// Its memory is needed at once.
+absl::Status ConstraintState::GiveUp(absl::string_view why) {
+  position_ = nullptr;
+  Hold(-bytes_);
+  return Failed(why);
+}
+
 absl::Status ConstraintState::Accept(int32_t token) {
   const ConstraintCompiler::Vocabulary& vocabulary = *constraint_->compiled_->vocabulary;
   const bool is_first = std::exchange(first_, false) && !vocabulary.first_bytes.empty();
@@ -267,8 +274,13 @@ absl::Status ConstraintState::Accept(int32_t token) {
     Hold(kBytesOfWork * work.spent());
     spare_work_ += kSpareWorkPerByte * static_cast<int64_t>(bytes.size()) - work.spent();
     if (spare_work_ < 0) throw GrammarTooCostly();
-    if (share_->IsFull() && spare_work_ < kSpareWork) {
-      return Failed(
+    if (share_->MustShrink()) {
+      return GiveUp(
+          "the constraints of all requests hold too much memory, and those of yours the most; try "
+          "again when some of them have ended, or make them less ambiguous");
+    }
+    if (share_->left() >= 0 && share_->IsFull() && spare_work_ < kSpareWork) {
+      return GiveUp(
           "your requests' constraints hold too much memory, and this one keeps more than its text "
           "allows; try again when some of them have ended, or make it less ambiguous");
     }
@@ -304,9 +316,9 @@ ConstraintCompiler::Result ConstraintCompiler::Compile(const ConstraintText& tex
   std::shared_ptr<ConstraintMemory::Share> share = memory_->Of(tenant);
   if (share->IsFull()) {
     return absl::ResourceExhaustedError(absl::StrCat(
-        "your requests' constraints hold ", share->bytes() >> 20,
-        " MiB of memory, and those of all ", "leave ", std::max<int64_t>(0, share->left()) >> 20,
-        " MiB; try again when some of your requests have ended"));
+        "your requests' constraints hold ", share->bytes() >> 20, " MiB of memory, and of the ",
+        limits_.live >> 20, " MiB for all tenants no more than that is left; try again when some ",
+        "requests have ended"));
   }
   if (vocabulary_ == nullptr) {
     auto vocabulary = ReadVocabulary(tokenizer_, vocab_size_);

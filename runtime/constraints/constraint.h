@@ -78,6 +78,7 @@ class ConstraintState {
   struct Position;  // in the grammar
   void AllowEnds();
   void Hold(int64_t bytes);
+  absl::Status GiveUp(absl::string_view why);
 
   const std::shared_ptr<const Constraint> constraint_;
   const std::shared_ptr<ConstraintMemory::Share> share_;
@@ -96,7 +97,7 @@ struct ConstraintLimits {
   int64_t remembered = 64 << 20;
   // Remembered, some request's, or what completions keep of their texts (ConstraintMemory). For a
   // tenant whose share is full no more are compiled, and none of his completions may keep more than
-  // its text allows.
+  // its text allows. Beyond the limit completions of those who hold most end.
   int64_t live = 512 << 20;
 };
 

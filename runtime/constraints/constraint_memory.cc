@@ -5,9 +5,12 @@
 namespace epikv {
 
 ConstraintMemory::Share::Share(std::string tenant, std::shared_ptr<ConstraintMemory> memory)
-    : tenant_(std::move(tenant)), memory_(std::move(memory)) {}
+    : tenant_(std::move(tenant)), memory_(std::move(memory)) {
+  ++memory_->num_shares_;
+}
 
 ConstraintMemory::Share::~Share() {
+  --memory_->num_shares_;
   absl::MutexLock lock(&memory_->mu_);
   const auto found = memory_->shares_.find(tenant_);
   // Unless the tenant has another by now.

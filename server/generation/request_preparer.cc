@@ -8,6 +8,7 @@
 #include "absl/random/random.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "runtime/admission/request_checks.h"
 #include "server/base/errors.h"
 #include "server/generation/call_facts.h"
 
@@ -102,7 +103,8 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
       return std::move(*refusal);
     }
     dealt = std::get<Dealt>(std::move(result));
-    if (text.has_value()) {
+    // Who has no name that could be his will be told so.
+    if (text.has_value() && tenant.size() <= kMaxTenantBytes) {
       if (!constraint.has_value()) constraint = model.constraints->Compile(*text, tenant);
       if (std::optional<grpc::Status> refusal = Constrain(*text, *std::move(constraint), asked)) {
         model.metrics->OnRejected(ErrorReason(*refusal));
@@ -173,8 +175,12 @@ std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(
 
 // Once a call: a request that meets its model's successor has begun already.
 bool RequestPreparer::TakePart(CallScope& scope, const Dealt& dealt) {
-  if (!dealt.excluded.empty()) experiments_->OnExcluded(dealt.excluded);
-  if (!dealt.began.has_value() || scope.has_on_close()) return false;
+  if (scope.has_on_close()) return false;
+  if (!dealt.excluded.empty()) {
+    experiments_->OnExcluded(dealt.excluded);
+    if (!dealt.began.has_value()) scope.OnClose([](const v1::AccessLogEntry&) {});  // it was told
+  }
+  if (!dealt.began.has_value()) return false;
   scope.OnClose([experiments = experiments_, id = dealt.began->id()](
                     const v1::AccessLogEntry& entry) { experiments->OnEnded(EndOf(id, entry)); });
   experiments_->OnBegan(*dealt.began);

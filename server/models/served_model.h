@@ -36,7 +36,7 @@ struct ModelSource {
 struct ServingOptions {
   SchedulerOptions scheduler;
   int64_t max_running_requests = 256;
-  int64_t max_round_pairs = 1'000'000'000;  // AdmissionLimits has it
+  int64_t max_round_pairs = 4'000'000'000;  // see AdmissionLimits
   double prefix_cache_share = .5;           // of the KV pool
   QueueLimits queue;
   QueueRule queue_rule;

@@ -27,7 +27,8 @@ inline bool IsOfTheTable(grpc::StatusCode code, const std::string& reason) {
   static const auto& table = *new std::map<grpc::StatusCode, std::set<std::string>>{
       {grpc::INVALID_ARGUMENT,
        {"INVALID_REQUEST", "KV_BUDGET", "CONTEXT_LENGTH", "NOT_UTF8", "MALFORMED", "TOKEN_RANGE",
-        "SPAN_RANGE", "KV_POOL_TOO_SMALL", "PROMPT_EVICTED", "ARTEFACT_MISSING"}},
+        "SPAN_RANGE", "KV_POOL_TOO_SMALL", "PROMPT_EVICTED", "ROUND_TOO_LARGE",
+        "ARTEFACT_MISSING"}},
       {grpc::OUT_OF_RANGE, {"TOKEN_RANGE", "SPAN_RANGE"}},
       {grpc::FAILED_PRECONDITION,
        {"KV_POOL_TOO_SMALL", "PROMPT_EVICTED", "ROUND_TOO_LARGE", "ARTEFACT_MISSING", "LOADING",

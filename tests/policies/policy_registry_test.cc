@@ -196,22 +196,32 @@ TEST(PolicyRegistry, ReadmeShowsTheTable) {
                                "--gtest_filter='PolicyRegistry.*'";
 }
 
-// Admission refuses a round that costs too much by the name of the parameter that makes it so.
+// Admission refuses a round that costs too much, and names the parameter that makes it so.
 TEST(PolicyRegistry, WhatMakesARoundCostlyIsAParameter) {
-  std::vector<absl::string_view> comparing;
+  std::set<absl::string_view> all_pairs, some_pairs;
   for (const PolicySpec* spec : AllPolicies()) {
     const auto has = [&](absl::string_view name) {
       return std::any_of(spec->params.begin(), spec->params.end(),
                          [&](const ParamSpec& param) { return param.name == name; });
     };
     for (const PolicyTraits& traits : TraitsOf(*spec)) {
-      EXPECT_TRUE(traits.window <= 64 || has("window")) << spec->name;
-      if (!traits.compares_pairs) continue;
-      EXPECT_TRUE(has("redundancy")) << spec->name;
-      if (comparing.empty() || comparing.back() != spec->name) comparing.push_back(spec->name);
+      if (traits.compares_all_pairs) {
+        EXPECT_TRUE(has("redundancy")) << spec->name;
+        EXPECT_EQ(traits.pool, Pool::kLane) << spec->name;  // or a lane may hold more
+        all_pairs.insert(spec->name);
+      }
+      if (traits.pairs_per_token > 0 && !has("decorate")) some_pairs.insert(spec->name);
+      if (traits.floats_per_token > 0) {
+        EXPECT_TRUE(has("window") || has("pseudo_tokens")) << spec->name;
+      }
+      // It keeps logits of its queries.
+      if (traits.window > 1 && spec->name != "scissorhands") {
+        EXPECT_GE(traits.floats_per_token, 5 * traits.window) << spec->name;
+      }
     }
   }
-  EXPECT_THAT(comparing, testing::ElementsAre("rkv", "skipkv"));
+  EXPECT_THAT(all_pairs, testing::ElementsAre("rkv", "skipkv"));
+  EXPECT_THAT(some_pairs, testing::ElementsAre("thinkv_tbe"));
 }
 
 // `epikv bench policies --write` has measured each, and shows what it found.

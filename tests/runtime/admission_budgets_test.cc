@@ -380,27 +380,71 @@ TEST_F(AdmissionTest, ARoundThatComparesTooManyPairsIsRefused) {
   EXPECT_EQ(rejection.code, absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(Fields(rejection), ElementsAre("kv.policy_params.redundancy"));
   EXPECT_THAT(rejection.metadata,
-              UnorderedElementsAre(Pair("needed", absl::StrCat(limits.max_round_pairs + 1)),
-                                   Pair("most", absl::StrCat(limits.max_round_pairs))));
+              UnorderedElementsAre(Pair("pairs", absl::StrCat(limits.max_round_pairs + 1)),
+                                   Pair("most_pairs", absl::StrCat(limits.max_round_pairs))));
   // Without rounds, or with others.
   Accept(admission, Ask(99, 20, "pairs", 119));
   Accept(admission, Ask(99, 20, "at_end", 50));
 }
 
+// Those that fork before their first round have it together; those of one prompt's round share it.
+TEST_F(AdmissionTest, CompletionsHaveTheirRoundsTogether) {
+  AdmissionLimits limits = Limits();
+  limits.max_round_pairs = kFakeLanes * 101 * 100 / 2;  // of one
+  RequestOptions options = Ask(99, 20, "pairs", 100);
+  Accept(Make(limits), options);
+  options.completions = 3;
+  options.sampling.temperature = 1;
+  EXPECT_EQ(Refuse(Make(limits), options).reason, "ROUND_TOO_LARGE");
+  options.kv.budget = int64_t{50};
+  Accept(Make(limits), options);
+}
+
+TEST_F(AdmissionTest, PairsOfEachTokenCount) {
+  RequestOptions options = Ask(99, 20, "pairs", 50);
+  options.kv.params["each"] = int64_t{7};
+  options.completions = 2;
+  options.sampling.temperature = 1;
+  AdmissionLimits limits = Limits();
+  limits.max_round_pairs = kFakeLanes * (99 * 98 / 2 + 2 * 7 * 99);
+  Accept(Make(limits), options);
+  --limits.max_round_pairs;
+  EXPECT_EQ(Refuse(Make(limits), options).reason, "ROUND_TOO_LARGE");
+}
+
 TEST_F(AdmissionTest, AWindowWhoseLogitsTakeTooMuchIsRefused) {
-  const Admission admission = Make(Limits(), FakeManifest(1 << 20));
+  const Manifest manifest = FakeManifest(1 << 20);
+  AdmissionLimits limits = Limits();
+  limits.max_round_pairs = kMost;
+  const Admission admission = Make(limits, manifest);
   const int64_t group = admission.shape().num_heads / admission.shape().num_kv_heads;
   constexpr int64_t kTokens = 1 << 15;
   const int64_t most = (int64_t{1} << 30) / (3 * 4 * group * kTokens);
-  AdmissionLimits limits = Limits();
-  limits.max_round_pairs = kMost;
   RequestOptions options = Ask(kTokens, 2, "pairs", 50);
   options.kv.params["window"] = most;
-  Accept(Make(limits, FakeManifest(1 << 20)), options);
+  Accept(admission, options);
   options.kv.params["window"] = most + 1;
-  const Rejection rejection = Refuse(Make(limits, FakeManifest(1 << 20)), options);
+  const Rejection rejection = Refuse(admission, options);
   EXPECT_EQ(rejection.reason, "ROUND_TOO_LARGE");
   EXPECT_THAT(Fields(rejection), ElementsAre("kv.policy_params.window"));
+}
+
+// One of them may hold what the others do not.
+TEST_F(AdmissionTest, LanesThatShareABudgetCountForTheLongest) {
+  const Manifest manifest = FakeManifest(1 << 20);
+  AdmissionLimits limits = Limits();
+  limits.max_round_pairs = kMost;
+  const Admission admission = Make(limits, manifest);
+  const int64_t group = admission.shape().num_heads / admission.shape().num_kv_heads;
+  constexpr int64_t kBudget = 1 << 10, kTokens = kBudget * kFakeLanes * 2;
+  const int64_t most = (int64_t{1} << 30) / (3 * 4 * group * (kBudget + 1));
+  RequestOptions options = Ask(10, kTokens, "pairs", kBudget);
+  options.kv.params["window"] = most;
+  Accept(admission, options);
+  options.kv.params["pool"] = true;
+  EXPECT_EQ(Refuse(admission, options).reason, "ROUND_TOO_LARGE");
+  options.kv.params["window"] = most / kFakeLanes - 1;
+  Accept(admission, options);
 }
 
 }  // namespace

@@ -23,6 +23,28 @@ TEST(ConstraintMemory, ATenantMayHoldAsMuchAsIsLeftToAll) {
   EXPECT_EQ(*memory->bytes(), 25);
 }
 
+TEST(ConstraintMemory, BeyondTheLimitThoseWhoHoldMostShrink) {
+  const auto memory = std::make_shared<ConstraintMemory>(100);
+  const auto one = memory->Of("one");
+  auto other = memory->Of("other");
+  one->Hold(80);
+  other->Hold(20);
+  EXPECT_FALSE(one->MustShrink());
+  other->Hold(20);
+  EXPECT_TRUE(one->MustShrink());
+  EXPECT_FALSE(other->MustShrink());
+  other->Hold(40);  // as much as the other
+  EXPECT_TRUE(other->MustShrink());
+  one->Hold(-80);
+  other->Hold(21);
+  EXPECT_TRUE(other->MustShrink());
+  EXPECT_FALSE(one->MustShrink());
+  other->Hold(-101);
+  other.reset();
+  one->Hold(101);
+  EXPECT_TRUE(one->MustShrink());
+}
+
 TEST(ConstraintMemory, ATenantHasOneShareAsLongAsSomethingOfHisIsHeld) {
   const auto memory = std::make_shared<ConstraintMemory>(100);
   auto held = memory->Of("one");

@@ -26,6 +26,7 @@ REFUSALS = {
     (INVALID, "INVALID_REQUEST"),  # of policy parameters only: see _check_violations
     (INVALID, "KV_BUDGET"),
     (PRECONDITION, "KV_POOL_TOO_SMALL"),
+    (PRECONDITION, "ROUND_TOO_LARGE"),
     (INVALID, "KV_POOL_TOO_SMALL"),  # and a policy parameter is at fault besides
     (EXHAUSTED, "QUEUE_FULL"),
 }

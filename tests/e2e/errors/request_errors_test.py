@@ -305,7 +305,7 @@ ROWS = {
     "pairs": Row(
         kv("rkv", 64),
         {"kv.policy_params.redundancy": ["--max_round_pairs", "redundancy = linear", "10000"]},
-        {"needed": "...", "most": "10000"},
+        {"pairs": "...", "most_pairs": "10000"},
         code=Code.FAILED_PRECONDITION,
         reason="ROUND_TOO_LARGE",
     ),
