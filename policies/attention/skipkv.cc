@@ -34,7 +34,7 @@ const ParamSpec kSkipkvParams[] = {
      .type = ParamType::kIntList,
      .min = 0,
      .max = 2147483647,
-     .help = "ids of the tokens that end sentences. None: those that end a line in this "
+     .help = "ids of the tokens that end sentences. Empty: those that end a line in this "
              "model's tokenizer, or without any its full stop"},
     LambdaParam(0.1),
     WindowParam(8),

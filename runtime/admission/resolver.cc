@@ -18,8 +18,8 @@ namespace epikv {
 namespace {
 
 constexpr size_t kMaxSpans = 64;
-constexpr int64_t kMaxRoundBytes = int64_t{1}
-                                   << 30;  // of one lane's PolicyTraits::floats_per_token
+// Of what a round computes of one lane: PolicyTraits::floats_per_token.
+constexpr int64_t kMaxRoundBytes = int64_t{1} << 30;
 
 // Reads queries of tokens before the newest.
 bool ReadsPastQueries(const PolicyTraits& traits) {
@@ -275,7 +275,8 @@ int64_t Resolver::PromptLogitBytes() const {
   return rows * manifest.vocab_size * (manifest.dtype == DType::kFloat32 ? 4 : 2 + 4);
 }
 
-// Of lanes that share a budget one may hold what is left of it, up to all that is cached.
+// Most tokens that a lane can hold. Where lanes share a budget, one of them may have all of it, up
+// to all tokens that are cached, which are `longest`.
 int64_t Resolver::LongestLane(int64_t longest) const {
   const std::vector<int64_t>& held = request_.demand.prefill;
   const auto together =
