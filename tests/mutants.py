@@ -802,10 +802,34 @@ MUTANTS = [
     Mutant(
         "a completion keeps of its constraint what it likes where memory is scarce",
         "runtime/constraints/constraint.cc",
-        "    if (is_scarce && spare_work_ < kSpareWork) {",
+        "    if (share_->left() >= 0 && share_->IsFull() && spare_work_ < kSpareWork) {",
         "    if (false) {",
         "runtime_test",
         "*CompletionsKeepNoMoreThanTheirTextAllowsWhereMemoryIsScarce*",
+    ),
+    Mutant(
+        "constraints grow beyond all limits as long as each keeps what its text allows",
+        "runtime/constraints/constraint.cc",
+        "    if (share_->MustShrink()) {",
+        "    if (false) {",
+        "runtime_test",
+        "ConstraintTest.BeyondTheLimitOneCompletionEndsForTheOthers",
+    ),
+    Mutant(
+        "completions that meet their first round together count for one",
+        "runtime/admission/resolver.cc",
+        "pairs += (before_fork ? 1 : completions) * tokens",
+        "pairs += tokens",
+        "runtime_test",
+        "AdmissionTest.CompletionsHaveTheirRoundsTogether",
+    ),
+    Mutant(
+        "a thread of gRPC compiles what its model has forgotten",
+        "server/generation/request_preparer.cc",
+        "if (!constraint.has_value()) return MustCompile();",
+        "",
+        "server_test",
+        "RequestPreparerTest.AThreadThatMayNotCompileIsToldTo",
     ),
 ]
 

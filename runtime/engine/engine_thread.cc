@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/reason.h"
 #include "runtime/base/steady_time.h"
+#include "runtime/base/when_idle.h"
 
 namespace epikv {
 namespace {
@@ -72,8 +73,12 @@ class EngineThread::IdleSink final : public RequestSink {
 };
 
 EngineThread::EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits,
-                           std::function<void()> on_start, CoreShare cores)
-    : cores_(cores), limits_(limits), outlook_(engine->outlook()), engine_(std::move(engine)) {
+                           std::function<void()> on_start, CoreShare cores, absl::Duration rest)
+    : cores_(cores),
+      rest_(rest),
+      limits_(limits),
+      outlook_(engine->outlook()),
+      engine_(std::move(engine)) {
   thread_ = std::thread([this, on_start = std::move(on_start)] {
     if (on_start) on_start();
     Run();
@@ -272,6 +277,14 @@ std::vector<EngineThread::Message> EngineThread::TakeInbox(bool wait, absl::Time
   return std::exchange(inbox_, {});
 }
 
+bool EngineThread::Rests() {
+  if (engine_->NextDeadline() - SteadyNow() < rest_) return false;
+  absl::MutexLock lock(&mu_);
+  return !changed_.Wait(mu_, rest_, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return !inbox_.empty() || woken_ || stopping_;
+  });
+}
+
 // One that fails, for lack of memory, keeps no other from being heard.
 void EngineThread::Handle(std::vector<Message> messages) {
   for (Message& message : messages) {
@@ -337,8 +350,9 @@ bool EngineThread::Step() {
 }
 
 void EngineThread::Run() {
-  bool busy = false;
+  bool busy = false, worked = false;
   do {
+    if (!busy && std::exchange(worked, false) && Rests()) WhenIdle::Run();
     try {
       std::vector<Message> messages = TakeInbox(/*wait=*/!busy, engine_->NextDeadline());
       step_began_ = absl::ToInt64Nanoseconds(SteadyTime());
@@ -349,6 +363,7 @@ void EngineThread::Run() {
       busy = true;
     }
     step_began_ = 0;
+    worked = true;
   } while (Publish());
   // Nothing is submitted once draining; what came before ends here.
   Handle(TakeInbox(/*wait=*/false, absl::InfinitePast()));

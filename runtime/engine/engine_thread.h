@@ -51,9 +51,10 @@ struct SubmitResult {
 class EngineThread {
  public:
   // `on_start` runs first on the new thread (it sets the thread's OpenMP team size). cores: taken
-  // for each step; the budget outlives the thread.
+  // for each step; the budget outlives the thread. rest: so long after the last work WhenIdle is
+  // run; who comes then does not mind some milliseconds more.
   EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits, std::function<void()> on_start,
-               CoreShare cores = {});
+               CoreShare cores = {}, absl::Duration rest = absl::Seconds(10));
   // Cancels what is live and joins.
   ~EngineThread();
 
@@ -128,6 +129,7 @@ class EngineThread {
   void PostEndIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `wait`: until there is something to do, at most until `until`.
   std::vector<Message> TakeInbox(bool wait, absl::Time until);
+  bool Rests();  // nothing comes and nothing is due for `rest_`
   void Handle(std::vector<Message> messages);
   bool Publish();  // the engine's outlook; false: stop
   void OnEnding(const RequestKey& request);
@@ -137,6 +139,7 @@ class EngineThread {
   void OnEnded();
 
   const CoreShare cores_;
+  const absl::Duration rest_;
   mutable absl::Mutex mu_;
   SteadyCondVar changed_;  // anything below that the thread, or Drain, waits for
   QueueLimits limits_ ABSL_GUARDED_BY(mu_);

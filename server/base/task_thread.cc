@@ -4,8 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <utility>
+
+#include "runtime/base/when_idle.h"
 
 namespace epikv {
 
@@ -46,8 +47,6 @@ int64_t TaskThread::Weighs(const std::string& owner) const {
 }
 
 namespace {
-std::atomic<void (*)()> idle_hook = nullptr;
-
 // On Linux nice values are of threads, whatever POSIX says.
 void BeNice() {
   const auto self = static_cast<id_t>(gettid());
@@ -58,8 +57,6 @@ void BeNice() {
 
 }  // namespace
 
-void TaskThread::SetWhenIdle(void (*when_idle)()) { idle_hook = when_idle; }
-
 void TaskThread::Run() {
   BeNice();
   bool worked = false;
@@ -67,9 +64,7 @@ void TaskThread::Run() {
                     ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !owners_.empty() || stopping_; };
   for (;;) {
     std::function<void()> task;
-    if (worked && !AwaitTask(absl::Seconds(1))) {
-      if (void (*const when_idle)() = idle_hook; when_idle != nullptr) when_idle();
-    }
+    if (worked && !AwaitTask(absl::Seconds(1))) WhenIdle::Run();
     {
       absl::MutexLock lock(&mu_);
       mu_.Await(absl::Condition(&called));

@@ -17,7 +17,8 @@ namespace epikv {
 // Runs tasks one after the other on a thread of its own: what the thread that posts them must not
 // do. It is nice to other threads, engines among them: on a busy core it gets a tenth of what one
 // of them gets. Tasks of one owner run in the order in which they were posted; owners take turns,
-// so that who posts many waits for them alone. Thread-safe.
+// so that who posts many waits for them alone. After a second without a task: WhenIdle.
+// Thread-safe.
 class TaskThread {
  public:
   TaskThread() : thread_([this] { Run(); }) {}
@@ -29,9 +30,6 @@ class TaskThread {
   }
   // weight: of what the task holds while it waits, bytes say.
   void Post(const std::string& owner, int64_t weight, std::function<void()> task);
-  // What every such thread does once it has had nothing to do for a second, after a task: gives
-  // back what it has freed, say. Set before the first thread; null: nothing.
-  static void SetWhenIdle(void (*when_idle)());
 
   // Of this owner, not begun: how many, and what they weigh.
   int64_t Waiting(const std::string& owner) const;

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/base/when_idle.h"
 #include "runtime/runtime.h"
 #include "server/base/log.h"
-#include "server/base/task_thread.h"
 #include "server/daemon/command_line.h"
 #include "server/daemon/freed_memory.h"
 #include "server/daemon/serve.h"
@@ -54,7 +54,7 @@ int Main(const std::vector<std::string>& args) {
 
 int main(int argc, char** argv) {
   epikv::ReturnFreedMemory(absl::ZeroDuration());
-  epikv::TaskThread::SetWhenIdle(epikv::ReturnFreedMemoryOfThread);
+  epikv::WhenIdle::Set(epikv::ReturnFreedMemoryOfThread);
   const int status = epikv::Main({argv + 1, argv + argc});
   // All has ended in order. LibTorch's static destructors would take another second, while the
   // threads of /metrics still answer.

@@ -22,6 +22,7 @@
 #include "runtime/admission/admission.h"
 #include "runtime/base/reason.h"
 #include "runtime/base/steady_time.h"
+#include "runtime/base/when_idle.h"
 #include "runtime/text/tokenizer.h"
 #include "tests/fixtures/fake_executor.h"
 #include "tests/fixtures/fake_model.h"
@@ -118,13 +119,14 @@ class EngineThreadTest : public testing::Test {
   }
 
   void Start(QueueLimits limits = {}, EngineOptions options = {},
-             std::function<void()> on_start = nullptr, CoreShare cores = {}) {
+             std::function<void()> on_start = nullptr, CoreShare cores = {},
+             absl::Duration rest = absl::Seconds(10)) {
     options.kv_capacity_bytes = admission_.limits().kv_capacity_bytes;
     thread_ = std::make_unique<EngineThread>(
         std::make_unique<Engine>(options,
                                  std::make_unique<FakeExecutor>(script_, kFakeBytesPerToken),
                                  *tokenizer_, observer_),
-        limits, std::move(on_start), cores);
+        limits, std::move(on_start), cores, rest);
   }
   // The engine's thread will stop in its next forward.
   void HoldForwards() {
@@ -184,6 +186,32 @@ TEST_F(EngineThreadTest, StartsBeforeAllElseAndOnTheEnginesThread) {
   sink->AwaitEnd();
   EXPECT_EQ(started, ended);
   EXPECT_NE(started, std::this_thread::get_id());
+}
+
+// Once after each time it has worked: what it has freed is given back.
+TEST_F(EngineThreadTest, RunsWhenIdleOnceItRests) {
+  static std::atomic<int> times;
+  times = 0;
+  WhenIdle::Set([] { ++times; });
+  Start({}, {}, nullptr, {}, absl::Milliseconds(5));
+  auto await = [](int count) {
+    while (times < count) absl::SleepFor(absl::Milliseconds(1));
+    absl::SleepFor(absl::Milliseconds(30));
+    EXPECT_EQ(times, count);
+  };
+  await(0);
+  Submit("a", 5, 3)->AwaitEnd();
+  await(1);
+  Submit("b", 5, 3)->AwaitEnd();
+  await(2);
+  HoldForwards();
+  const auto held = Submit("c", 5, 3);
+  gate_.AwaitHeld();
+  await(2);
+  gate_.Open();
+  held->AwaitEnd();
+  await(3);
+  WhenIdle::Set(nullptr);
 }
 
 // The queue.
