@@ -322,10 +322,9 @@ void Resolver::CheckRound(int64_t longest) {
                            traits.compares_all_pairs ? "redundancy = linear, " : ""),
            {{"pairs", absl::StrFormat("%.0f", pairs)}, {"most_pairs", absl::StrCat(most)}});
   }
-  const ModelShape& shape = admission_.shape();
+  const int64_t group = admission_.shape().num_heads / admission_.shape().num_kv_heads;
   const double bytes = static_cast<double>(traits.floats_per_token) * sizeof(float) *
-                       static_cast<double>(shape.num_heads / shape.num_kv_heads) *
-                       static_cast<double>(LongestLane(longest));
+                       static_cast<double>(group) * static_cast<double>(LongestLane(longest));
   if (bytes > kMaxRoundBytes) {
     const bool ahead = traits.pass.lookahead > traits.window;
     refuse(
