@@ -100,7 +100,7 @@ void AddLookahead(const Params& params, PolicyTraits& traits) {
   if (params.Has("queries") && params.Choice("queries") != "lookahead") return;
   traits.pass = {.lookahead = params.Int("pseudo_tokens"),
                  .drafts = params.Choice("draft") != "whole"};
-  traits.floats_per_token += 5 * params.Int("pseudo_tokens");
+  traits.floats_per_token += kFloatsOfQuery * params.Int("pseudo_tokens");
 }
 
 Eviction DraftOf(const EvictionTask& task, const Params& params) {

@@ -54,8 +54,7 @@ PolicyTraits WindowTraits(const Params& params, SignalSet more) {
                       .window = params.Int("window"),
                       .prompt = PromptEviction::kAtEnd,
                       .slack = params.Int("slack"),
-                      // Logits, attention, and what is made of them.
-                      .floats_per_token = 5 * params.Int("window"),
+                      .floats_per_token = kFloatsOfQuery * params.Int("window"),
                       .published = {.recent = params.Int("window")}};
   AddRecipe(params, traits);
   return traits;

@@ -19,6 +19,10 @@ ParamSpec GqaParam(absl::string_view fallback);       // `gqa`: mean, max or sum
 // An even kernel has no middle.
 absl::Status CheckWindow(const Params& params);
 
+// PolicyTraits::floats_per_token of a query whose logits a round holds: with its attention, and
+// what is made of both.
+constexpr int64_t kFloatsOfQuery = 5;
+
 // Of a policy that scores lanes by what its window sees: a prompt is cached whole and then ranked,
 // the window stays. more: signals beside keys and queries.
 PolicyTraits WindowTraits(const Params& params, SignalSet more = {});

@@ -155,7 +155,7 @@ RkvScore::RkvScore(const Params& params)
       exact_(params.Choice("redundancy") == "exact"),
       compat_(params.Bool("compat")) {}
 
-void RkvScore::AddColumns(const Params& params, PolicyTraits& traits) {
+void RkvScore::AddTraits(const Params& params, PolicyTraits& traits) {
   if (params.Choice("redundancy") != "exact") return;
   traits.columns = {"duplicate"};
   traits.compares_all_pairs = true;
@@ -207,7 +207,7 @@ extern constinit const PolicySpec kRkv{
         [](const Params& params, const ModelShape&) {
           PolicyTraits traits = WindowTraits(params);
           traits.published.prompt = false;
-          RkvScore::AddColumns(params, traits);
+          RkvScore::AddTraits(params, traits);
           AddLookahead(params, traits);
           return traits;
         },

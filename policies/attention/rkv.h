@@ -20,8 +20,9 @@ class RkvScore {
  public:
   explicit RkvScore(const Params& params);
 
-  // Of the column that it keeps from round to round, if it keeps one: the policy's only ones.
-  static void AddColumns(const Params& params, PolicyTraits& traits);
+  // Of redundancy = exact: the column that it keeps from round to round, the policy's only one, and
+  // that it compares all pairs.
+  static void AddTraits(const Params& params, PolicyTraits& traits);
 
   // fp32, by slot, [n]. Tokens of the window get the highest score of the others.
   at::Tensor Of(Lane& lane) const;

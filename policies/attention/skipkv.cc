@@ -201,7 +201,7 @@ extern constinit const PolicySpec kSkipkv{
           PolicyTraits traits = WindowTraits(params, Signal::kFinalHidden);
           traits.published.prompt = false;
           traits.state_bytes = Sentences::Bytes(shape.hidden_size, params.Int("sentences"));
-          RkvScore::AddColumns(params, traits);
+          RkvScore::AddTraits(params, traits);
           return traits;
         },
     .make = [](const Params& params, const ModelShape& shape) -> std::shared_ptr<const Policy> {

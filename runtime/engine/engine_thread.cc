@@ -268,9 +268,7 @@ void EngineThread::Drain(absl::Time deadline) {
 
 std::vector<EngineThread::Message> EngineThread::TakeInbox(bool wait, absl::Time until) {
   absl::MutexLock lock(&mu_);
-  auto called = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    return !inbox_.empty() || woken_ || stopping_;
-  };
+  auto called = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return IsCalled(); };
   if (wait) changed_.Wait(mu_, until - SteadyNow(), called);
   woken_ = false;
   submitted_ = {};  // they count as waiting until the engine says how many of them do
@@ -280,9 +278,8 @@ std::vector<EngineThread::Message> EngineThread::TakeInbox(bool wait, absl::Time
 bool EngineThread::Rests() {
   if (engine_->NextDeadline() - SteadyNow() < rest_) return false;
   absl::MutexLock lock(&mu_);
-  return !changed_.Wait(mu_, rest_, [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    return !inbox_.empty() || woken_ || stopping_;
-  });
+  return !changed_.Wait(mu_, rest_,
+                        [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return IsCalled(); });
 }
 
 // One that fails, for lack of memory, keeps no other from being heard.

@@ -52,7 +52,7 @@ class EngineThread {
  public:
   // `on_start` runs first on the new thread (it sets the thread's OpenMP team size). cores: taken
   // for each step; the budget outlives the thread. rest: so long after the last work WhenIdle is
-  // run; who comes then does not mind some milliseconds more.
+  // run, after which a step takes its memory anew.
   EngineThread(std::unique_ptr<Engine> engine, QueueLimits limits, std::function<void()> on_start,
                CoreShare cores = {}, absl::Duration rest = absl::Seconds(10));
   // Cancels what is live and joins.
@@ -129,6 +129,9 @@ class EngineThread {
   void PostEndIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // `wait`: until there is something to do, at most until `until`.
   std::vector<Message> TakeInbox(bool wait, absl::Time until);
+  bool IsCalled() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return !inbox_.empty() || woken_ || stopping_;
+  }
   bool Rests();  // nothing comes and nothing is due for `rest_`
   void Handle(std::vector<Message> messages);
   bool Publish();  // the engine's outlook; false: stop
