@@ -9,6 +9,7 @@
 #     tests                   gpu_test: the kernel, and whole engines
 #     families                every family that can be exported, served in bf16, against transformers
 #     memcheck                a part of gpu_test under compute-sanitizer
+#     limit SHAPE SHARE,..    a daemon whose KV pool is a share of the GPU's memory, and full of requests
 #     steps SHAPE CACHED STREAMS,.. POLICY,..
 #                             where a step's time goes, of random weights of epikv_lab.export.large's shape
 #     peer SHAPE CACHED STREAMS,..
@@ -122,6 +123,7 @@ while [ $# -gt 0 ]; do
   echo "== $part ${*:1:4}"
   case $part in
     tests | families | memcheck) "$part" || failed=1 ;;
+    limit) python3 tests/bench/gpu_limit.py "$(model "$1")" "$2" || failed=1 && shift 2 ;;
     steps) "$where/bin/step_times" "$(model "$1")" cuda "${@:2:3}" || failed=1 && shift 4 ;;
     peer) python3 tests/bench/gpu_peer.py "${@:1:3}" || failed=1 && shift 3 ;;
     *) echo "gpu.sh: no part '$part'; see its head" >&2 && exit 2 ;;
