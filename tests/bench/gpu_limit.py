@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Self
 
 from epikv.errors import RpcError
 from epikv.options import Kv, Output, Sampling, Stop
@@ -49,7 +50,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run)
         self.pool = self.used = 0.0  # ratio of the pool that was reserved; MiB of the GPU
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
