@@ -31,6 +31,22 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "who may have a costly round never goes first",
+        "runtime/engine/scheduler.cc",
+        "return last_step(a) < last_step(b);",
+        "return false;",
+        "runtime_test",
+        "EngineTest.RoundsOfOneStepAreBounded",
+    ),
+    Mutant(
+        "rounds in prompts are not foretold",
+        "runtime/executor/executor.cc",
+        "if (!item.decode && !item.evicts_prefill) return false;",
+        "if (!item.decode) return false;",
+        "laws_test",
+        "*RoundsAreForetold*",
+    ),
+    Mutant(
         "tap of the wrong layer",
         "runtime/forward/cpu_forward.cc",
         "taps_[layers[place]].push_back",

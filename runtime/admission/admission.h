@@ -29,8 +29,8 @@ struct AdmissionLimits {
   KvDType kv_dtype = KvDType::kModel;  // K and V are cached as
   int64_t prefill_chunk_tokens = 256;
   int64_t max_running_requests = 256;  // completions count
-  // Most pairs of tokens, over all lanes, that a request's policy may compare in one round: about
-  // 5 ns each (PolicyTraits::compares_all_pairs, pairs_per_token).
+  // Most pairs of tokens, over all lanes, that a policy may compare in one round of a completion:
+  // about 5 ns each (PolicyTraits::compares_all_pairs, pairs_per_token).
   int64_t max_round_pairs = 4'000'000'000;
   // Keys are turned at every step for those who ask: not on a device.
   bool turns_keys = true;

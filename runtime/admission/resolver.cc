@@ -302,19 +302,16 @@ void Resolver::CheckRound(int64_t longest) {
     violations_.Because("ROUND_TOO_LARGE", std::move(metadata),
                         absl::StatusCode::kFailedPrecondition);
   };
-  // Completions that are decoded together have their rounds together.
-  const auto completions = static_cast<double>(options_.completions);
   double pairs = 0;
-  for (size_t lane = 0; lane < request_.demand.prefill.size(); ++lane) {
-    const auto tokens = static_cast<double>(request_.demand.prefill[lane]);
-    const bool before_fork = request_.prefill_tokens() > request_.demand.budget[lane];
-    pairs += completions * static_cast<double>(traits.pairs_per_token) * tokens;
-    if (traits.compares_all_pairs) {
-      pairs += (before_fork ? 1 : completions) * tokens * (tokens - 1) / 2;
-    }
+  for (const int64_t held : request_.demand.prefill) {
+    const auto tokens = static_cast<double>(held);
+    pairs += static_cast<double>(traits.pairs_per_token) * tokens;
+    if (traits.compares_all_pairs) pairs += tokens * (tokens - 1) / 2;
   }
   const int64_t most = admission_.limits().max_round_pairs;
-  if (pairs > static_cast<double>(most)) {
+  if (pairs <= static_cast<double>(most)) {
+    request_.demand.round_pairs = static_cast<int64_t>(pairs);
+  } else {
     refuse(traits.compares_all_pairs ? "kv.policy_params.redundancy" : "kv.policy_params",
            absl::StrFormat("policy '%s' could compare %.0f pairs of tokens in one round, more than "
                            "%d (--max_round_pairs): choose %sa smaller budget or a shorter prompt",

@@ -370,7 +370,8 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
     SequenceView view{.prefill_tokens = s->request.prefill_tokens(),
                       .cached_tokens = s->cached,
                       .ready = s->sink->Ready() && !s->unread.has_value(),
-                      .tenant = s->request.scheduling.tenant};
+                      .tenant = s->request.scheduling.tenant,
+                      .last_step = s->last_step};
     if (s->pass.size() > 1) {  // it runs as a prompt does
       view.prefill_tokens = std::ssize(s->pass);
       view.cached_tokens = s->pass_done;
@@ -378,12 +379,22 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
     views.push_back(view);
   }
   turns_.Set(absl::MakeSpan(views));
-  const std::vector<PlannedItem> plan = Plan(views, options_.scheduler);
+  const int64_t chunk = options_.scheduler.prefill_chunk_tokens;
+  std::vector<PlannedItem> plan = Plan(views, options_.scheduler);
+  for (PlannedItem& planned : plan) {
+    const Sequence& s = *running[planned.sequence];
+    const int64_t pairs = s.request.demand.round_pairs;
+    if (pairs > 0 && executor_->MayRound(s.NextWork(planned.num_tokens, chunk))) {
+      planned.round_pairs = pairs;
+    }
+  }
+  LimitRounds(views, options_.scheduler.max_round_pairs, plan);
   turns_.OnPlanned(views, plan);
   std::vector<WorkItem> items;
-  const int64_t chunk = options_.scheduler.prefill_chunk_tokens;
+  ++steps_;
   for (const PlannedItem& planned : plan) {
     Sequence& s = *running[planned.sequence];
+    s.last_step = steps_;
     items.push_back(s.NextWork(planned.num_tokens, chunk));
     sequences.push_back(&s);
   }

@@ -153,7 +153,7 @@ class Engine {
   EngineObserver nobody_;
   PaceMeter pace_;
   Outlook outlook_;
-  int64_t next_id_ = 0;
+  int64_t next_id_ = 0, steps_ = 0;
 };
 
 }  // namespace epikv

@@ -83,6 +83,23 @@ std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
   return plan;
 }
 
+void LimitRounds(absl::Span<const SequenceView> running, int64_t max_round_pairs,
+                 std::vector<PlannedItem>& plan) {
+  std::vector<PlannedItem*> rounds;
+  for (PlannedItem& item : plan) {
+    if (item.round_pairs > 0) rounds.push_back(&item);
+  }
+  auto last_step = [&](const PlannedItem* item) { return running[item->sequence].last_step; };
+  absl::c_stable_sort(rounds, [&](auto* a, auto* b) { return last_step(a) < last_step(b); });
+  double pairs = 0;
+  for (PlannedItem* item : rounds) {
+    const bool first = pairs == 0;
+    pairs += static_cast<double>(item->round_pairs);
+    if (!first && pairs > static_cast<double>(max_round_pairs)) item->num_tokens = 0;
+  }
+  std::erase_if(plan, [](const PlannedItem& item) { return item.num_tokens == 0; });
+}
+
 void PrefillTurns::Set(absl::Span<SequenceView> running) {
   time_ += 2;
   std::unordered_map<std::string, int64_t> now;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -19,6 +20,8 @@ struct SchedulerOptions {
   // Not 0: prefill runs in whole chunks of this many tokens (the last one shorter), so that a
   // request's bits do not depend on its batch. Divides prefill_chunk_tokens.
   int64_t fixed_chunk_tokens = 0;
+  // Most pairs of tokens that the rounds of one step may compare, all together.
+  int64_t max_round_pairs = std::numeric_limits<int64_t>::max();
 };
 
 // What the scheduler knows of one running sequence.
@@ -27,12 +30,14 @@ struct SequenceView {
   int64_t cached_tokens = 0;
   bool ready = true;  // false: its client does not read; it is left out
   absl::string_view tenant;
-  int64_t turn = 0;  // of its tenant, whose prompts are read by turns: see PrefillTurns
+  int64_t turn = 0;       // of its tenant, whose prompts are read by turns: see PrefillTurns
+  int64_t last_step = 0;  // number of the last step that it was in
 };
 
 struct PlannedItem {
   int64_t sequence = 0;  // place in the span given to Plan
   int64_t num_tokens = 0;
+  int64_t round_pairs = 0;  // pairs of tokens that its round, if it may have one, may compare
 };
 
 // The most tokens a step can have.
@@ -42,6 +47,10 @@ int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requ
 // tenant, by the tenants' turns, then the second of each, and so on. Pure.
 std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
                               const SchedulerOptions& options);
+
+// Leaves out those for whose rounds this step has no room: who has waited longest goes first.
+void LimitRounds(absl::Span<const SequenceView> running, int64_t max_round_pairs,
+                 std::vector<PlannedItem>& plan);
 
 // Tenants whose prompts are to be read take turns: first who has waited longest since a prompt of
 // his was read, or since he came. So of T tenants each is read in one of T steps at least, however

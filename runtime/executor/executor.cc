@@ -201,12 +201,11 @@ absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
 
 // Whether this step ends in a round whose victims' attention is to be measured.
 bool Executor::MassDue(const OpenSequence& sequence, const WorkItem& work) const {
-  const PolicyTraits& traits = sequence.request.traits;
-  if (options_.mass_interval == 0 || work.in_prefill() || !traits.evicts) return false;
+  if (options_.mass_interval == 0 || work.in_prefill()) return false;
   if (sequence.mass_at.has_value() && work.first - *sequence.mass_at < options_.mass_interval) {
     return false;
   }
-  return sequence.cache.OverBudget(traits.slack, /*coming=*/1) || UnaskedRound(work, traits);
+  return MayRound(work);
 }
 
 StepItem Executor::ItemOf(const WorkItem& work) {
@@ -365,6 +364,15 @@ ForwardOutcome Executor::Finish(StepItem& item) {
     sequence.first_output = outcome.outputs.front().token;
   }
   return outcome;
+}
+
+bool Executor::MayRound(const WorkItem& item) const {
+  const OpenSequence& sequence = *open_.at(item.id);
+  const PolicyTraits& traits = sequence.request.traits;
+  if (!traits.evicts || item.pass) return traits.evicts;
+  if (!item.decode && !item.evicts_prefill) return false;
+  const int64_t slack = item.decode ? traits.slack : 0;
+  return sequence.cache.OverBudget(slack, std::ssize(item.tokens)) || UnaskedRound(item, traits);
 }
 
 std::vector<SettleOutcome> Executor::Settle(absl::Span<const WorkItem> items) {

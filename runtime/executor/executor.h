@@ -56,6 +56,7 @@ class Executor final : public StepExecutor {
   absl::StatusOr<int64_t> Open(SequenceId id, const Request& request,
                                int64_t prefix_bytes) override;
   absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override;
+  bool MayRound(const WorkItem& item) const override;
   std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override;
   absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) override;
   CacheFacts Facts(SequenceId id) const override;

@@ -89,6 +89,9 @@ class StepExecutor {
   // committed unless it returns OK. Not OK: the forward failed as a whole.
   virtual absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) = 0;
 
+  // Whether Settle may run a round of eviction once this has been cached: false where it will not.
+  virtual bool MayRound(const WorkItem& item) const { return true; }
+
   // Lets the policies observe what was cached since the last Settle (by one Forward, or by several
   // where a failed one was repeated item by item) and evicts; in order of `items`, which are those
   // or fewer.

@@ -84,7 +84,7 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
                       .kv_dtype = loaded.kv_dtype,
                       .prefill_chunk_tokens = options.scheduler.prefill_chunk_tokens,
                       .max_running_requests = options.max_running_requests,
-                      .max_round_pairs = options.max_round_pairs,
+                      .max_round_pairs = options.scheduler.max_round_pairs,
                       .turns_keys = loaded.device == "cpu",
                       .defaults = options.defaults});
   model->kv_capacity_bytes = loaded.kv_capacity_bytes;

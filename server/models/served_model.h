@@ -36,7 +36,6 @@ struct ModelSource {
 struct ServingOptions {
   SchedulerOptions scheduler;
   int64_t max_running_requests = 256;
-  int64_t max_round_pairs = AdmissionLimits().max_round_pairs;
   double prefix_cache_share = .5;  // of the KV pool
   QueueLimits queue;
   QueueRule queue_rule;

@@ -23,6 +23,7 @@
 #include "runtime/base/reason.h"
 #include "runtime/kv/kv_pool.h"
 #include "tests/fixtures/engine_harness.h"
+#include "tests/fixtures/forwarding_executor.h"
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
 
@@ -90,10 +91,10 @@ namespace {
 // not: a forward that throws has tests of its own.
 enum Calls { kOpen, kFork, kForward, kSettle };
 
-class ScarceExecutor final : public StepExecutor {
+class ScarceExecutor final : public ForwardingExecutor {
  public:
   ScarceExecutor(std::unique_ptr<StepExecutor> executor, Calls calls, const bool& scarce)
-      : executor_(std::move(executor)), calls_(calls), scarce_(scarce) {}
+      : ForwardingExecutor(std::move(executor)), calls_(calls), scarce_(scarce) {}
 
   template <class Call>
   auto In(Calls calls, Call call) {
@@ -105,28 +106,19 @@ class ScarceExecutor final : public StepExecutor {
   }
 
   absl::StatusOr<int64_t> Open(SequenceId id, const Request& request, int64_t bytes) override {
-    return In(kOpen, [&] { return executor_->Open(id, request, bytes); });
+    return In(kOpen, [&] { return ForwardingExecutor::Open(id, request, bytes); });
   }
   absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override {
-    return In(kForward, [&] { return executor_->Forward(items); });
+    return In(kForward, [&] { return ForwardingExecutor::Forward(items); });
   }
   std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override {
-    return In(kSettle, [&] { return executor_->Settle(items); });
+    return In(kSettle, [&] { return ForwardingExecutor::Settle(items); });
   }
   absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) override {
-    return In(kFork, [&] { return executor_->Fork(parent, child, request); });
+    return In(kFork, [&] { return ForwardingExecutor::Fork(parent, child, request); });
   }
-  bool lost() const override { return executor_->lost(); }
-  CacheFacts Facts(SequenceId id) const override { return executor_->Facts(id); }
-  void Close(SequenceId id) override { executor_->Close(id); }
-  int64_t used_bytes() const override { return executor_->used_bytes(); }
-  int64_t prefix_bytes() const override { return executor_->prefix_bytes(); }
-  void DropPrefixes() override { executor_->DropPrefixes(); }
-  void AddPool(StepStats& step) const override { executor_->AddPool(step); }
-  void AddStageTimes(StepStats& step) const override { executor_->AddStageTimes(step); }
 
  private:
-  const std::unique_ptr<StepExecutor> executor_;
   const Calls calls_;
   const bool& scarce_;
   int steps_ = 0;

@@ -4,11 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <set>
 
 #include "tests/fixtures/engine_harness.h"
+#include "tests/fixtures/forwarding_executor.h"
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
 #include "tests/fixtures/probe_policy.h"
@@ -137,6 +140,60 @@ TEST_P(EveryPolicy, Law3_RoundsMeetTheBudgetAndSpareTheProtected) {
     }
   }
   EXPECT_EQ(std::vector<int32_t>(kept.begin(), kept.end()), kv.kept);
+}
+
+// How many rounds there were, whether MayRound had told of them, and how often it told of none.
+struct Foretold {
+  int64_t rounds = 0, untold = 0, none = 0;
+};
+
+class ForetellingExecutor final : public ForwardingExecutor {
+ public:
+  ForetellingExecutor(std::unique_ptr<StepExecutor> executor, Foretold& counts)
+      : ForwardingExecutor(std::move(executor)), counts_(counts) {}
+
+  absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override {
+    for (const WorkItem& item : items) {
+      const bool may = MayRound(item);
+      told_[item.id] = may;
+      counts_.none += may ? 0 : 1;
+    }
+    return ForwardingExecutor::Forward(items);
+  }
+  std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override {
+    std::vector<SettleOutcome> outcomes = ForwardingExecutor::Settle(items);
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (outcomes[i].eviction_time == absl::ZeroDuration()) continue;
+      ++counts_.rounds;
+      counts_.untold += told_.at(items[i].id) ? 0 : 1;
+    }
+    return outcomes;
+  }
+
+ private:
+  Foretold& counts_;
+  std::map<SequenceId, bool> told_;
+};
+
+// What the engine plans steps by: no round comes that was not told, in prompts, in decode, and
+// after scratch passes; and most steps are known to have none.
+TEST_P(EveryPolicy, RoundsAreForetold) {
+  Foretold counts;
+  EngineHarness harness =
+      Harness({.prefill_chunk_tokens = 32, .wrap = [&](std::unique_ptr<StepExecutor> executor) {
+                 return std::make_unique<ForetellingExecutor>(std::move(executor), counts);
+               }});
+  for (const int64_t prompt : {24, 130}) {
+    const RequestOptions options =
+        WithPolicy(Scoring(harness.manifest(), prompt, 100, 11), policy(), 64);
+    const auto resolved = harness.admission().Resolve(options);
+    if (prompt > 64 && std::holds_alternative<Rejection>(resolved)) continue;  // it may refuse them
+    const Transcript transcript = harness.Run(options);
+    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+  }
+  EXPECT_GE(counts.rounds, 5);
+  EXPECT_EQ(counts.untold, 0);
+  EXPECT_GE(counts.none, 10);
 }
 
 // A policy that reads keys or queries cannot do with positions that change.

@@ -387,26 +387,22 @@ TEST_F(AdmissionTest, ARoundThatComparesTooManyPairsIsRefused) {
   Accept(admission, Ask(99, 20, "at_end", 50));
 }
 
-// Those that fork before their first round have it together; those of one prompt's round share it.
-TEST_F(AdmissionTest, CompletionsHaveTheirRoundsTogether) {
-  AdmissionLimits limits = Limits();
-  limits.max_round_pairs = kFakeLanes * 101 * 100 / 2;  // of one
+// Completions need no step in which all of them have theirs.
+TEST_F(AdmissionTest, PairsOfARoundAreOfOneCompletion) {
   RequestOptions options = Ask(99, 20, "pairs", 100);
-  Accept(Make(limits), options);
   options.completions = 3;
   options.sampling.temperature = 1;
-  EXPECT_EQ(Refuse(Make(limits), options).reason, "ROUND_TOO_LARGE");
-  options.kv.budget = int64_t{50};
-  Accept(Make(limits), options);
+  AdmissionLimits limits = Limits();
+  limits.max_round_pairs = kFakeLanes * 101 * 100 / 2;
+  EXPECT_EQ(Accept(Make(limits), options).demand.round_pairs, limits.max_round_pairs);
+  EXPECT_EQ(Accept(Make(limits), Ask(99, 20, "full", 119)).demand.round_pairs, 0);
 }
 
 TEST_F(AdmissionTest, PairsOfEachTokenCount) {
   RequestOptions options = Ask(99, 20, "pairs", 50);
   options.kv.params["each"] = int64_t{7};
-  options.completions = 2;
-  options.sampling.temperature = 1;
   AdmissionLimits limits = Limits();
-  limits.max_round_pairs = kFakeLanes * (99 * 98 / 2 + 2 * 7 * 99);
+  limits.max_round_pairs = kFakeLanes * (99 * 98 / 2 + 7 * 99);
   Accept(Make(limits), options);
   --limits.max_round_pairs;
   EXPECT_EQ(Refuse(Make(limits), options).reason, "ROUND_TOO_LARGE");

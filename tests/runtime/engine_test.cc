@@ -3,8 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -214,6 +216,38 @@ TEST_F(EngineTest, PromptsOfOneTenantDoNotHoldUpAnothers) {
   EXPECT_EQ(std::count_if(many.begin(), many.end(), [](const auto& one) { return one->ended(); }),
             3);
   RunAll();
+}
+
+// Each of five may have a round at every step that comes to two fifths of what a step may compare.
+TEST_F(EngineTest, RoundsOfOneStepAreBounded) {
+  const int64_t pairs =
+      std::get<Request>(admission_->Resolve(Ask("one", 20, 40, "pairs", 10))).demand.round_pairs;
+  ASSERT_GT(pairs, 0);
+  Build({.engine = {.scheduler = {.max_round_pairs = pairs * 5 / 2}}});
+  std::map<std::string, std::vector<int>> steps;
+  int step = 0;
+  script_->on_forward = [&](absl::Span<const WorkItem> items) {
+    ++step;
+    for (const WorkItem& item : items) steps[item.request->id].push_back(step);
+    return absl::OkStatus();
+  };
+  const auto light = Submit(Ask("light", 20, 40));
+  for (int i = 0; i < 5; ++i) Submit(Ask(absl::StrCat("costly ", i), 20, 40, "pairs", 10));
+  RunAll();
+  EXPECT_EQ(step, 100);
+  std::vector<int> together(step + 1);
+  for (const auto& [id, in] : steps) {
+    ASSERT_EQ(in.size(), 40) << id;
+    if (id == "light") {
+      EXPECT_EQ(in.back(), 40) << "nobody's rounds hold it up";
+      continue;
+    }
+    for (size_t i = 0; i < in.size(); ++i) {
+      EXPECT_LE(in[i] - (i == 0 ? 0 : in[i - 1]), 3) << id << " waits for the other four";
+      ++together[in[i]];
+    }
+  }
+  EXPECT_EQ(*std::max_element(together.begin(), together.end()), 2);
 }
 
 TEST_F(EngineTest, KnownPrefixesAreNotPrefilled) {

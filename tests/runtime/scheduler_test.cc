@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <ostream>
 #include <random>
@@ -99,6 +100,38 @@ TEST(Plan, PausedPromptTakesNoTurnOfItsTenant) {
 }
 
 // Of tenants that come and go, with any number of prompts of any length.
+// Of (last_step, round_pairs) who runs where `most` pairs may be compared.
+std::vector<int64_t> Limited(const std::vector<std::pair<int64_t, int64_t>>& running,
+                             int64_t most) {
+  std::vector<SequenceView> views;
+  std::vector<PlannedItem> plan;
+  for (const auto& [last_step, pairs] : running) {
+    views.push_back(Decoding());
+    views.back().last_step = last_step;
+    plan.push_back({.sequence = std::ssize(views) - 1, .num_tokens = 1, .round_pairs = pairs});
+  }
+  LimitRounds(views, most, plan);
+  std::vector<int64_t> places;
+  for (const PlannedItem& item : plan) places.push_back(item.sequence);
+  return places;
+}
+
+TEST(LimitRounds, WhoHasNoneRunsAndOneRunsWhateverItTakes) {
+  EXPECT_THAT(Limited({{9, 0}, {9, 50}, {9, 0}}, 10), ElementsAre(0, 1, 2));
+  EXPECT_THAT(Limited({}, 10), IsEmpty());
+}
+
+TEST(LimitRounds, WhoHasWaitedLongestGoesFirstAndNobodyPasses) {
+  EXPECT_THAT(Limited({{9, 4}, {8, 4}, {9, 4}, {7, 4}, {9, 0}}, 8), ElementsAre(1, 3, 4));
+  EXPECT_THAT(Limited({{9, 4}, {9, 4}, {9, 4}}, 8), ElementsAre(0, 1));
+  EXPECT_THAT(Limited({{7, 4}, {8, 5}, {9, 1}}, 8), ElementsAre(0)) << "the third would fit";
+}
+
+TEST(LimitRounds, SumsDoNotOverflow) {
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  EXPECT_THAT(Limited({{9, most}, {9, most}}, most), ElementsAre(0));
+}
+
 TEST(PrefillTurns, OfTTenantsEachIsReadInOneOfTSteps) {
   std::mt19937 random(7);
   auto draw = [&](int64_t low, int64_t high) {

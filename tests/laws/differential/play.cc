@@ -138,6 +138,7 @@ class Pair {
         .mass_interval = setup.mass_interval,
         .max_running_requests = setup.max_running,
         .constraint_work = setup.constraint_work,
+        .max_round_pairs = setup.max_round_pairs,
         .now = std::move(now)};
   }
 

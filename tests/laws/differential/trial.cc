@@ -64,6 +64,7 @@ EngineSetup DrawSetup(Dice& dice) {
   setup.prefix_share = dice.Of({0.0, 0.1, 0.5, 1.0});
   setup.max_running = dice.Of<int64_t>({2, 4, 256, 256});
   if (dice.Chance(0.5)) setup.constraint_work = 1;  // tokens of constraints are read one a step
+  if (dice.Chance(0.5)) setup.max_round_pairs = 1;  // costly rounds are one a step
   setup.decode_kernel =
       dice.Of({DecodeKernel::kBatch, DecodeKernel::kFlash, DecodeKernel::kMatmul});
   setup.prefill_kernel = dice.Of({PrefillKernel::kBatch, PrefillKernel::kFlash});
@@ -318,6 +319,7 @@ void Visit(Fields& f, EngineSetup& s) {
   f.Is("max_step_tokens", s.max_step_tokens, d.max_step_tokens);
   f.Is("max_running", s.max_running, d.max_running);
   f.Is("constraint_work", s.constraint_work, d.constraint_work);
+  f.Is("max_round_pairs", s.max_round_pairs, d.max_round_pairs);
   f.Is("decode_kernel", s.decode_kernel, d.decode_kernel, kDecodeKernels);
   f.Is("prefill_kernel", s.prefill_kernel, d.prefill_kernel, kPrefillKernels);
   f.Is("kv_dtype", s.kv_dtype, d.kv_dtype, kDTypes);

@@ -26,6 +26,7 @@ struct EngineSetup {
   int64_t max_step_tokens = 512;
   int64_t max_running = 256;
   int64_t constraint_work = EngineOptions().constraint_work;
+  int64_t max_round_pairs = SchedulerOptions().max_round_pairs;
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PrefillKernel prefill_kernel = PrefillKernel::kBatch;
   KvDType kv_dtype = KvDType::kModel;
