@@ -33,16 +33,36 @@ MUTANTS = [
     Mutant(
         "who may have a costly round never goes first",
         "runtime/engine/scheduler.cc",
-        "return last_step(a) < last_step(b);",
+        "return running[a.sequence].last_step < running[b.sequence].last_step;",
         "return false;",
         "runtime_test",
         "EngineTest.RoundsOfOneStepAreBounded",
     ),
     Mutant(
+        "newcomers' rounds go before all others",
+        "runtime/engine/engine.cc",
+        "s.last_step = steps_;\n    Guard",
+        "Guard",
+        "runtime_test",
+        "EngineTest.WhoComesWaitsForWhoIsThere",
+    ),
+    Mutant(
+        "who waits for a round keeps the room for his prompt",
+        "runtime/engine/engine.cc",
+        "if (out.empty()) return plan;",
+        """if (out.empty()) return plan;
+    std::erase_if(plan, [&](const PlannedItem& item) {
+      return std::find(out.begin(), out.end(), item.sequence) != out.end();
+    });
+    return plan;""",
+        "runtime_test",
+        "EngineTest.WhoComesWaitsForWhoIsThere",
+    ),
+    Mutant(
         "rounds in prompts are not foretold",
         "runtime/executor/executor.cc",
-        "if (!item.decode && !item.evicts_prefill) return false;",
-        "if (!item.decode) return false;",
+        "return RoundIsDue(sequence, item, std::ssize(item.tokens));",
+        "return item.decode && RoundIsDue(sequence, item, std::ssize(item.tokens));",
         "laws_test",
         "*RoundsAreForetold*",
     ),
@@ -830,14 +850,6 @@ MUTANTS = [
         "    if (false) {",
         "runtime_test",
         "ConstraintTest.BeyondTheLimitOneCompletionEndsForTheOthers",
-    ),
-    Mutant(
-        "completions that meet their first round together count for one",
-        "runtime/admission/resolver.cc",
-        "pairs += (before_fork ? 1 : completions) * tokens",
-        "pairs += tokens",
-        "runtime_test",
-        "AdmissionTest.CompletionsHaveTheirRoundsTogether",
     ),
     Mutant(
         "a thread of gRPC compiles what its model has forgotten",

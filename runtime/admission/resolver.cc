@@ -302,15 +302,21 @@ void Resolver::CheckRound(int64_t longest) {
     violations_.Because("ROUND_TOO_LARGE", std::move(metadata),
                         absl::StatusCode::kFailedPrecondition);
   };
-  double pairs = 0;
-  for (const int64_t held : request_.demand.prefill) {
-    const auto tokens = static_cast<double>(held);
-    pairs += static_cast<double>(traits.pairs_per_token) * tokens;
-    if (traits.compares_all_pairs) pairs += tokens * (tokens - 1) / 2;
-  }
+  auto pairs_over = [&](const std::vector<int64_t>& lanes) {
+    double pairs = 0;
+    for (const int64_t held : lanes) {
+      const auto tokens = static_cast<double>(held);
+      pairs += static_cast<double>(traits.pairs_per_token) * tokens;
+      if (traits.compares_all_pairs) pairs += tokens * (tokens - 1) / 2;
+    }
+    return pairs;
+  };
+  // A lane's capacity in the prompt is that of decode at least.
+  const double pairs = pairs_over(request_.demand.prefill);
   const int64_t most = admission_.limits().max_round_pairs;
   if (pairs <= static_cast<double>(most)) {
-    request_.demand.round_pairs = static_cast<int64_t>(pairs);
+    request_.demand.prefill_round_pairs = static_cast<int64_t>(pairs);
+    request_.demand.decode_round_pairs = static_cast<int64_t>(pairs_over(request_.demand.decode));
   } else {
     refuse(traits.compares_all_pairs ? "kv.policy_params.redundancy" : "kv.policy_params",
            absl::StrFormat("policy '%s' could compare %.0f pairs of tokens in one round, more than "

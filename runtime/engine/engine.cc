@@ -342,6 +342,7 @@ void Engine::Admit() {
     waiting_.erase(*head);
     Sequence& s = *running_.back();
     s.admitted = now;
+    s.last_step = steps_;
     Guard(s, [&] { Open(s, bytes); });
     if (!s.finished) continue;
     running_.pop_back();  // the next may have its place
@@ -379,18 +380,10 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
     views.push_back(view);
   }
   turns_.Set(absl::MakeSpan(views));
-  const int64_t chunk = options_.scheduler.prefill_chunk_tokens;
-  std::vector<PlannedItem> plan = Plan(views, options_.scheduler);
-  for (PlannedItem& planned : plan) {
-    const Sequence& s = *running[planned.sequence];
-    const int64_t pairs = s.request.demand.round_pairs;
-    if (pairs > 0 && executor_->MayRound(s.NextWork(planned.num_tokens, chunk))) {
-      planned.round_pairs = pairs;
-    }
-  }
-  LimitRounds(views, options_.scheduler.max_round_pairs, plan);
+  const std::vector<PlannedItem> plan = PlanWithRounds(running, absl::MakeSpan(views));
   turns_.OnPlanned(views, plan);
   std::vector<WorkItem> items;
+  const int64_t chunk = options_.scheduler.prefill_chunk_tokens;
   ++steps_;
   for (const PlannedItem& planned : plan) {
     Sequence& s = *running[planned.sequence];
@@ -399,6 +392,25 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
     sequences.push_back(&s);
   }
   return items;
+}
+
+std::vector<PlannedItem> Engine::PlanWithRounds(absl::Span<const SequencePtr> running,
+                                                absl::Span<SequenceView> views) const {
+  for (;;) {
+    std::vector<PlannedItem> plan = Plan(views, options_.scheduler);
+    for (PlannedItem& planned : plan) {
+      const Sequence& s = *running[planned.sequence];
+      const KvDemand& demand = s.request.demand;
+      if (demand.prefill_round_pairs == 0) continue;
+      const WorkItem work = s.NextWork(planned.num_tokens, options_.scheduler.prefill_chunk_tokens);
+      if (!executor_->MayRound(work)) continue;
+      planned.round_pairs =
+          work.in_prefill() ? demand.prefill_round_pairs : demand.decode_round_pairs;
+    }
+    const std::vector<int64_t> out = WithoutRoom(views, plan, options_.scheduler.max_round_pairs);
+    if (out.empty()) return plan;
+    for (const int64_t place : out) views[place].ready = false;  // others have its tokens
+  }
 }
 
 // If the forward fails as a whole, each sequence runs once alone, so that only the guilty one
@@ -581,6 +593,7 @@ void Engine::ForkCompletions(Sequence& first) {
     s.rounds = first.rounds;
     s.evicted_entries = first.evicted_entries;
     s.pass_time = first.pass_time;
+    s.last_step = first.last_step;
     running_.push_back(std::move(sibling));
     members.push_back(&s);
     if (s.unread.has_value()) AwaitReading(s);

@@ -120,6 +120,9 @@ class Engine {
   void BeginSiblings(Sequence& first, absl::Span<OutputToken> outputs);
   // The prompt is settled: from here each completion has KV of its own.
   void ForkCompletions(Sequence& first);
+  // Who runs in the next step. Those for whose rounds it has no room become not ready.
+  std::vector<PlannedItem> PlanWithRounds(absl::Span<const SequencePtr> running,
+                                          absl::Span<SequenceView> views) const;
   std::vector<SettleOutcome> RunSettle(absl::Span<const WorkItem> items);
   void Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences);
   void OnSettled(Sequence& sequence, const WorkItem& item, SettleOutcome outcome);

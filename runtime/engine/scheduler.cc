@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <compare>
 #include <cstddef>
+#include <iterator>
 #include <string_view>
 
 #include "absl/algorithm/container.h"
@@ -83,21 +84,22 @@ std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
   return plan;
 }
 
-void LimitRounds(absl::Span<const SequenceView> running, int64_t max_round_pairs,
-                 std::vector<PlannedItem>& plan) {
-  std::vector<PlannedItem*> rounds;
-  for (PlannedItem& item : plan) {
-    if (item.round_pairs > 0) rounds.push_back(&item);
-  }
-  auto last_step = [&](const PlannedItem* item) { return running[item->sequence].last_step; };
-  absl::c_stable_sort(rounds, [&](auto* a, auto* b) { return last_step(a) < last_step(b); });
+std::vector<int64_t> WithoutRoom(absl::Span<const SequenceView> running,
+                                 absl::Span<const PlannedItem> plan, int64_t max_round_pairs) {
+  std::vector<PlannedItem> rounds;
+  absl::c_copy_if(plan, std::back_inserter(rounds),
+                  [](const PlannedItem& item) { return item.round_pairs > 0; });
+  absl::c_stable_sort(rounds, [&](const PlannedItem& a, const PlannedItem& b) {
+    return running[a.sequence].last_step < running[b.sequence].last_step;
+  });
+  std::vector<int64_t> out;
   double pairs = 0;
-  for (PlannedItem* item : rounds) {
+  for (const PlannedItem& item : rounds) {
     const bool first = pairs == 0;
-    pairs += static_cast<double>(item->round_pairs);
-    if (!first && pairs > static_cast<double>(max_round_pairs)) item->num_tokens = 0;
+    pairs += static_cast<double>(item.round_pairs);
+    if (!first && pairs > static_cast<double>(max_round_pairs)) out.push_back(item.sequence);
   }
-  std::erase_if(plan, [](const PlannedItem& item) { return item.num_tokens == 0; });
+  return out;
 }
 
 void PrefillTurns::Set(absl::Span<SequenceView> running) {

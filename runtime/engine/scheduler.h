@@ -31,7 +31,7 @@ struct SequenceView {
   bool ready = true;  // false: its client does not read; it is left out
   absl::string_view tenant;
   int64_t turn = 0;       // of its tenant, whose prompts are read by turns: see PrefillTurns
-  int64_t last_step = 0;  // number of the last step that it was in
+  int64_t last_step = 0;  // number of the last step that it was in, or came after
 };
 
 struct PlannedItem {
@@ -48,9 +48,10 @@ int64_t MostStepTokens(const SchedulerOptions& options, int64_t max_running_requ
 std::vector<PlannedItem> Plan(absl::Span<const SequenceView> running,
                               const SchedulerOptions& options);
 
-// Leaves out those for whose rounds this step has no room: who has waited longest goes first.
-void LimitRounds(absl::Span<const SequenceView> running, int64_t max_round_pairs,
-                 std::vector<PlannedItem>& plan);
+// Places of those of the plan for whose rounds the step has no room. Who has waited longest goes
+// first; one whose round takes more than all may take has a step without others' rounds.
+std::vector<int64_t> WithoutRoom(absl::Span<const SequenceView> running,
+                                 absl::Span<const PlannedItem> plan, int64_t max_round_pairs);
 
 // Tenants whose prompts are to be read take turns: first who has waited longest since a prompt of
 // his was read, or since he came. So of T tenants each is read in one of T steps at least, however

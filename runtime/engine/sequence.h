@@ -32,7 +32,7 @@ struct Sequence {
   int64_t cached = 0;
   int64_t from_prefix = 0;  // of those cached, copied from the prefix cache
   int64_t num_outputs = 0;
-  int64_t last_step = 0;            // the engine's number of the last step that it was in
+  int64_t last_step = 0;  // the engine's number of the last step that it was in, or came after
   const std::vector<int32_t> ends;  // tokens that end the output
   TextStream text;
   std::optional<ConstraintState> constraint;

@@ -370,9 +370,17 @@ bool Executor::MayRound(const WorkItem& item) const {
   const OpenSequence& sequence = *open_.at(item.id);
   const PolicyTraits& traits = sequence.request.traits;
   if (!traits.evicts || item.pass) return traits.evicts;
-  if (!item.decode && !item.evicts_prefill) return false;
+  return RoundIsDue(sequence, item, std::ssize(item.tokens));
+}
+
+// Rounds in prefill are at fixed places and end at the budget; at decode they allow slack.
+bool Executor::RoundIsDue(const OpenSequence& sequence, const WorkItem& item, int64_t coming) {
+  const PolicyTraits& traits = sequence.request.traits;
+  const bool in_prefill =
+      item.evicts_prefill && (traits.prompt != PromptEviction::kAtEnd || item.ends_prefill);
+  if (!item.decode && !in_prefill) return false;
   const int64_t slack = item.decode ? traits.slack : 0;
-  return sequence.cache.OverBudget(slack, std::ssize(item.tokens)) || UnaskedRound(item, traits);
+  return sequence.cache.OverBudget(slack, coming) || UnaskedRound(item, traits);
 }
 
 std::vector<SettleOutcome> Executor::Settle(absl::Span<const WorkItem> items) {
@@ -398,11 +406,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
       const StageTimer timer(times_, Stage::kObserve);
       outcome.status = ObserveStep(sequence, item, view);
     }
-    // Rounds in prefill are at fixed places and end at the budget; at decode they allow slack.
-    const bool in_prefill =
-        item.evicts_prefill && (traits.prompt != PromptEviction::kAtEnd || item.ends_prefill);
-    const int64_t slack = item.decode ? traits.slack : 0;
-    const bool due = sequence.cache.OverBudget(slack) || UnaskedRound(item, traits);
+    const bool due = RoundIsDue(sequence, item, /*coming=*/0);
     if (outcome.status.ok() && item.ends_prefill && sequence.request.demand.passes) {
       absl::StatusOr<std::vector<int32_t>> first = BeginPass(sequence, item.id, view);
       if (!first.ok()) {
@@ -412,7 +416,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
       outcome.pass = *std::move(first);
       if (!outcome.pass.empty()) return outcome;
     }
-    if (outcome.status.ok() && (item.decode || in_prefill) && due) {
+    if (outcome.status.ok() && due) {
       outcome.status =
           RunRound(sequence, item, view, mass_of_ == item.id ? &mass_rows_ : nullptr, outcome);
     }

@@ -98,8 +98,9 @@ struct KvDemand {
   bool passes = false;           // the prompt is over the budget, and its policy has a scratch pass
   int64_t prefill_bytes = 0;     // K, V, slot columns and policy state
   int64_t decode_bytes = 0;      // of each completion
-  int64_t round_pairs = 0;       // pairs of tokens that a round of one completion may compare
-  int64_t completions = 1;       // they share the prompt until it is cached and settled
+  // Pairs of tokens that a round may compare: in the prompt, and in the decode of one completion.
+  int64_t prefill_round_pairs = 0, decode_round_pairs = 0;
+  int64_t completions = 1;  // they share the prompt until it is cached and settled
   int64_t peak_bytes() const { return std::max(prefill_bytes, completions * decode_bytes); }
 };
 

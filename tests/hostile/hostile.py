@@ -7,6 +7,9 @@ through alone. Each answer is compared, byte by byte, with that of the same requ
 attack the daemon is stopped (SIGSTOP) for ten seconds; requests of that time must end well, too, and count for no
 figure. Exit status 1: goodput, times to first token, bytes, or what the daemon holds afterwards are not as they must be.
 
+What it holds is compared with what it held after half a minute of all attacks: whatever is done for the first time (a
+policy's code is read, tables are made) takes memory once.
+
 The daemon has cores of its own, and honest clients go before attackers on the others: in life all have machines of
 their own.
 
@@ -45,6 +48,8 @@ from watch import Held, held  # noqa: E402
 from world import World, go_wrong, world  # noqa: E402
 
 CAPACITY_SECONDS = 10.0
+WARM_SECONDS = 30.0
+REST_SECONDS = 30.0
 STOPPED_SECONDS = 10.0
 AFTER_SECONDS = 15.0  # of the phase after the stop
 QUIET_SECONDS = 120.0
@@ -128,6 +133,21 @@ class Hour:
             flush=True,
         )
 
+    def warm(self) -> None:
+        """Each attack, for the first time."""
+        Fleet(self.target(self.world, WARM_SECONDS, seed=0), self.names).ends(self.ends)
+        time.sleep(REST_SECONDS)
+
+    def target(self, made: World, seconds: float, seed: int) -> Target:
+        return Target(
+            made.clients,
+            made.daemon.admin.replace("127.0.0.1", "localhost"),
+            str(made.ca),
+            made.tokens["eve"],
+            time.time() + seconds,
+            seed,
+        )
+
     def phase(self, kind: Kind, seed: int) -> Phase:
         """Phases of one seed are asked for the same, at the same moments."""
         task = replace(self.task, seed=seed)
@@ -147,15 +167,7 @@ class Hour:
         """Of honest clients while `made` is attacked. If it is theirs, it is stopped at the end."""
         stopped = made is self.world
         more = STOPPED_SECONDS + AFTER_SECONDS if stopped else 0
-        until = time.time() + self.seconds
-        target = Target(
-            made.clients,
-            made.daemon.admin.replace("127.0.0.1", "localhost"),
-            str(made.ca),
-            made.tokens["eve"],
-            until,
-            task.seed,
-        )
+        target = self.target(made, self.seconds, task.seed)
         fleet = Fleet(target, self.names)
         weather = threading.Thread(target=go_wrong, args=(made, self.seconds))
         weather.start()
@@ -170,7 +182,7 @@ class Hour:
         honest.stdin.write(json.dumps(asdict(replace(task, seconds=self.seconds + more))))
         honest.stdin.close()
         honest.stdin = None
-        time.sleep(max(0, until - time.time()))
+        time.sleep(max(0, target.until - time.time()))
         fleet.ends(self.ends)
         weather.join()
         if stopped:
@@ -223,7 +235,7 @@ def come_back(made: World, before: Held) -> tuple[Held, list[str]]:
     return now, left
 
 
-def report(hour: Hour, before: Held, now: Held, left: list[str]) -> list[str]:
+def report(hour: Hour, first: Held, before: Held, now: Held, left: list[str]) -> list[str]:
     """Prints it all; what does not hold."""
     print("\nattack                  what became of it")
     for name, ends in hour.ends.items():
@@ -233,8 +245,9 @@ def report(hour: Hour, before: Held, now: Held, left: list[str]) -> list[str]:
     print("", *comparison.lines(), sep="\n")
     print(f"while stopped, after  {_what(hour.shaken)}")
     print(
-        f"held before, after    {before.rss_kib / 1024:.0f}, {now.rss_kib / 1024:.0f} MiB beside what is kept;"
-        f" open files {before.files}, {now.files}; threads {before.threads}, {now.threads}"
+        f"held before, after    {before.rss_kib / 1024:.0f}, {now.rss_kib / 1024:.0f} MiB beside what is kept"
+        f" ({first.rss_kib / 1024:.0f} before any attack); open files {before.files}, {now.files};"
+        f" threads {before.threads}, {now.threads}"
     )
     disk = shutil.disk_usage(hour.world.disk)
     print(f"disk of spool, log    {100 * disk.used / disk.total:.0f} % used")
@@ -279,10 +292,12 @@ def main() -> int:
         decoy = a_world("decoy") if arguments.decoy else None
         hour = Hour(made, decoy, seconds, rounds, arguments.seed, arguments.only)
         hour.prepare()
+        first = held(made.daemon)
+        hour.warm()
         before = held(made.daemon)
         hour.run()
         now, left = come_back(made, before)
-        found = report(hour, before, now, left)
+        found = report(hour, first, before, now, left)
         for sentence in found:
             print(f"FAILED: {sentence}")
         if found:

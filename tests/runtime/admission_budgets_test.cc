@@ -394,8 +394,14 @@ TEST_F(AdmissionTest, PairsOfARoundAreOfOneCompletion) {
   options.sampling.temperature = 1;
   AdmissionLimits limits = Limits();
   limits.max_round_pairs = kFakeLanes * 101 * 100 / 2;
-  EXPECT_EQ(Accept(Make(limits), options).demand.round_pairs, limits.max_round_pairs);
-  EXPECT_EQ(Accept(Make(limits), Ask(99, 20, "full", 119)).demand.round_pairs, 0);
+  EXPECT_EQ(Accept(Make(limits), options).demand.decode_round_pairs, limits.max_round_pairs);
+  EXPECT_EQ(Accept(Make(limits), Ask(99, 20, "full", 119)).demand.prefill_round_pairs, 0);
+}
+
+TEST_F(AdmissionTest, PairsInDecodeAreThoseOfTheBudget) {
+  const KvDemand demand = Accept(Make(Limits()), Ask(99, 20, "pairs", 50)).demand;
+  EXPECT_EQ(demand.prefill_round_pairs, kFakeLanes * 99 * 98 / 2);
+  EXPECT_EQ(demand.decode_round_pairs, kFakeLanes * 51 * 50 / 2);
 }
 
 TEST_F(AdmissionTest, PairsOfEachTokenCount) {

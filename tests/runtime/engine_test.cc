@@ -220,8 +220,8 @@ TEST_F(EngineTest, PromptsOfOneTenantDoNotHoldUpAnothers) {
 
 // Each of five may have a round at every step that comes to two fifths of what a step may compare.
 TEST_F(EngineTest, RoundsOfOneStepAreBounded) {
-  const int64_t pairs =
-      std::get<Request>(admission_->Resolve(Ask("one", 20, 40, "pairs", 10))).demand.round_pairs;
+  const int64_t pairs = std::get<Request>(admission_->Resolve(Ask("one", 20, 40, "pairs", 20)))
+                            .demand.decode_round_pairs;
   ASSERT_GT(pairs, 0);
   Build({.engine = {.scheduler = {.max_round_pairs = pairs * 5 / 2}}});
   std::map<std::string, std::vector<int>> steps;
@@ -232,7 +232,7 @@ TEST_F(EngineTest, RoundsOfOneStepAreBounded) {
     return absl::OkStatus();
   };
   const auto light = Submit(Ask("light", 20, 40));
-  for (int i = 0; i < 5; ++i) Submit(Ask(absl::StrCat("costly ", i), 20, 40, "pairs", 10));
+  for (int i = 0; i < 5; ++i) Submit(Ask(absl::StrCat("costly ", i), 20, 40, "pairs", 20));
   RunAll();
   EXPECT_EQ(step, 100);
   std::vector<int> together(step + 1);
@@ -248,6 +248,31 @@ TEST_F(EngineTest, RoundsOfOneStepAreBounded) {
     }
   }
   EXPECT_EQ(*std::max_element(together.begin(), together.end()), 2);
+}
+
+// Those who come, with a costly prompt each, do not always go before one that is there; and costly
+// prompts that wait keep no room from one that is not.
+TEST_F(EngineTest, WhoComesWaitsForWhoIsThere) {
+  const KvDemand demand =
+      std::get<Request>(admission_->Resolve(Ask("one", 30, 9, "pairs", 20))).demand;
+  ASSERT_LT(demand.decode_round_pairs, demand.prefill_round_pairs);
+  Build({.engine = {
+             .scheduler = {.max_step_tokens = 80, .max_round_pairs = demand.prefill_round_pairs}}});
+  int steps_of_first = 0;
+  script_->on_forward = [&](absl::Span<const WorkItem> items) {
+    for (const WorkItem& item : items) steps_of_first += item.request->id == "first" ? 1 : 0;
+    return absl::OkStatus();
+  };
+  Submit(Ask("first", 30, 9, "pairs", 20));
+  engine_->Step();
+  for (int i = 0; i < 12; ++i) {
+    Submit(Ask(absl::StrCat("costly ", i), 30, 1, "pairs", 20));
+    const auto light = Submit(Ask(absl::StrCat("light ", i), 40, 1));
+    engine_->Step();
+    EXPECT_TRUE(light->ended()) << i;
+  }
+  EXPECT_GE(steps_of_first, 4);
+  RunAll();
 }
 
 TEST_F(EngineTest, KnownPrefixesAreNotPrefilled) {

@@ -100,9 +100,8 @@ TEST(Plan, PausedPromptTakesNoTurnOfItsTenant) {
 }
 
 // Of tenants that come and go, with any number of prompts of any length.
-// Of (last_step, round_pairs) who runs where `most` pairs may be compared.
-std::vector<int64_t> Limited(const std::vector<std::pair<int64_t, int64_t>>& running,
-                             int64_t most) {
+// Of (last_step, round_pairs) who has no room where `most` pairs may be compared.
+std::vector<int64_t> Out(const std::vector<std::pair<int64_t, int64_t>>& running, int64_t most) {
   std::vector<SequenceView> views;
   std::vector<PlannedItem> plan;
   for (const auto& [last_step, pairs] : running) {
@@ -110,26 +109,23 @@ std::vector<int64_t> Limited(const std::vector<std::pair<int64_t, int64_t>>& run
     views.back().last_step = last_step;
     plan.push_back({.sequence = std::ssize(views) - 1, .num_tokens = 1, .round_pairs = pairs});
   }
-  LimitRounds(views, most, plan);
-  std::vector<int64_t> places;
-  for (const PlannedItem& item : plan) places.push_back(item.sequence);
-  return places;
+  return WithoutRoom(views, plan, most);
 }
 
-TEST(LimitRounds, WhoHasNoneRunsAndOneRunsWhateverItTakes) {
-  EXPECT_THAT(Limited({{9, 0}, {9, 50}, {9, 0}}, 10), ElementsAre(0, 1, 2));
-  EXPECT_THAT(Limited({}, 10), IsEmpty());
+TEST(WithoutRoom, WhoHasNoRoundRunsAndOneRunsWhateverItTakes) {
+  EXPECT_THAT(Out({{9, 0}, {9, 50}, {9, 0}}, 10), IsEmpty());
+  EXPECT_THAT(Out({}, 10), IsEmpty());
 }
 
-TEST(LimitRounds, WhoHasWaitedLongestGoesFirstAndNobodyPasses) {
-  EXPECT_THAT(Limited({{9, 4}, {8, 4}, {9, 4}, {7, 4}, {9, 0}}, 8), ElementsAre(1, 3, 4));
-  EXPECT_THAT(Limited({{9, 4}, {9, 4}, {9, 4}}, 8), ElementsAre(0, 1));
-  EXPECT_THAT(Limited({{7, 4}, {8, 5}, {9, 1}}, 8), ElementsAre(0)) << "the third would fit";
+TEST(WithoutRoom, WhoHasWaitedLongestGoesFirstAndNobodyPasses) {
+  EXPECT_THAT(Out({{9, 4}, {8, 4}, {9, 4}, {7, 4}, {9, 0}}, 8), ElementsAre(0, 2));
+  EXPECT_THAT(Out({{9, 4}, {9, 4}, {9, 4}}, 8), ElementsAre(2));
+  EXPECT_THAT(Out({{7, 4}, {8, 5}, {9, 1}}, 8), ElementsAre(1, 2)) << "the third would fit";
 }
 
-TEST(LimitRounds, SumsDoNotOverflow) {
+TEST(WithoutRoom, SumsDoNotOverflow) {
   const int64_t most = std::numeric_limits<int64_t>::max();
-  EXPECT_THAT(Limited({{9, most}, {9, most}}, most), ElementsAre(0));
+  EXPECT_THAT(Out({{9, most}, {9, most}}, most), ElementsAre(1));
 }
 
 TEST(PrefillTurns, OfTTenantsEachIsReadInOneOfTSteps) {
