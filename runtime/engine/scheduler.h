@@ -28,7 +28,7 @@ struct SchedulerOptions {
 struct SequenceView {
   int64_t prefill_tokens = 0;  // to cache before the first output
   int64_t cached_tokens = 0;
-  bool ready = true;  // false: its client does not read; it is left out
+  bool ready = true;  // false: it is left out, as its client does not read, say
   absl::string_view tenant;
   int64_t turn = 0;       // of its tenant, whose prompts are read by turns: see PrefillTurns
   int64_t last_step = 0;  // number of the last step that it was in, or came after

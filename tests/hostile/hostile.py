@@ -7,8 +7,8 @@ through alone. Each answer is compared, byte by byte, with that of the same requ
 attack the daemon is stopped (SIGSTOP) for ten seconds; requests of that time must end well, too, and count for no
 figure. Exit status 1: goodput, times to first token, bytes, or what the daemon holds afterwards are not as they must be.
 
-What it holds is compared with what it held after half a minute of all attacks: whatever is done for the first time (a
-policy's code is read, tables are made) takes memory once.
+What it holds is compared with what it held after half a minute of all attacks: what is done for the first time takes
+memory once.
 
 The daemon has cores of its own, and honest clients go before attackers on the others: in life all have machines of
 their own.

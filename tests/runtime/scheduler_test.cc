@@ -99,7 +99,6 @@ TEST(Plan, PausedPromptTakesNoTurnOfItsTenant) {
   EXPECT_THAT(Plan(running, {.max_step_tokens = 40}), ElementsAre(Item{1, 20}, Item{2, 20}));
 }
 
-// Of tenants that come and go, with any number of prompts of any length.
 // Of (last_step, round_pairs) who has no room where `most` pairs may be compared.
 std::vector<int64_t> Out(const std::vector<std::pair<int64_t, int64_t>>& running, int64_t most) {
   std::vector<SequenceView> views;
@@ -128,6 +127,7 @@ TEST(WithoutRoom, SumsDoNotOverflow) {
   EXPECT_THAT(Out({{9, most}, {9, most}}, most), ElementsAre(1));
 }
 
+// Of tenants that come and go, with any number of prompts of any length.
 TEST(PrefillTurns, OfTTenantsEachIsReadInOneOfTSteps) {
   std::mt19937 random(7);
   auto draw = [&](int64_t low, int64_t high) {
