@@ -505,16 +505,16 @@ EPIKV_INLINE void Attend(const PrefillLane& lane, const LaneShape& shape, float*
   }
   Scales key_scales, value_scales;
 
-  for (int64_t begin = 0; begin < used; begin += kBlock) {
-    const int64_t count = std::min(kBlock, used - begin);
+  // next: the slots that are read behind these.
+  const auto attend = [&](int64_t begin, int64_t count, int64_t next)
+      __attribute__((always_inline)) {
     if (!Window{lane.positions, lane.first_seen}.SeesAny(begin, count)) {
-      LeaveUnseen(left, group, used, begin, count);
-      continue;
+      return LeaveUnseen(left, group, used, begin, count);
     }
     const char* const keys = static_cast<const char*>(lane.keys) + begin * key_bytes;
     const char* const values = static_cast<const char*>(lane.values) + begin * value_bytes;
     const Ahead of_values = {values, value_bytes};
-    Ahead of_keys = {keys + kBlock * key_bytes, key_bytes};
+    Ahead of_keys = {static_cast<const char*>(lane.keys) + next * key_bytes, key_bytes};
     for (int64_t j = 0; j < kBlock; j += kVector) {
       for (int64_t t = j; t < std::min(count, j + kVector); ++t) of_values.Fetch(t);
       As::PackKeys(keys + j * key_bytes, key_bytes, count - j, dk, s.keys + j);
@@ -546,6 +546,16 @@ EPIKV_INLINE void Attend(const PrefillLane& lane, const LaneShape& shape, float*
                                                s.sums + (first + g) * dv);
           of_keys.row_bytes = 0;
         });
+  };
+  LeaveUnread(left, lane.reads, group, used);
+  const ReadsOf ranges(lane.reads, used);
+  for (size_t r = 0; r < ranges.reads.size(); ++r) {
+    const SlotRange& range = ranges.reads[r];
+    for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
+      const bool last = begin + kBlock >= range.end && r + 1 < ranges.reads.size();
+      attend(begin, std::min(kBlock, range.end - begin),
+             last ? ranges.reads[r + 1].begin : begin + kBlock);
+    }
   }
   if (left != nullptr) {
     std::memcpy(left + group * used, s.peak, group * sizeof(float));

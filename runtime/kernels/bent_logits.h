@@ -3,7 +3,9 @@
 #include <cmath>
 #include <cstdint>
 
+#include "absl/types/span.h"
 #include "policies/clones.h"
+#include "runtime/kernels/kernels.h"
 
 // What a layer's soft cap and window make of logits: for the inner loops of attention, which
 // compile them for one processor or another.
@@ -45,6 +47,23 @@ EPIKV_INLINE void Bend(const Window& window, float soft_cap, int64_t begin, int6
   for (int64_t j = 0; j < count; ++j) {
     logit[j] = position[j] < window.first_seen ? -INFINITY : logit[j];
   }
+}
+
+// What a loop over a lane of `used` slots runs over.
+struct ReadsOf {
+  const SlotRange all;
+  const absl::Span<const SlotRange> reads;
+
+  ReadsOf(absl::Span<const SlotRange> given, int64_t used)
+      : all{0, used}, reads(given.empty() ? absl::Span<const SlotRange>(&all, 1) : given) {}
+  ReadsOf(const ReadsOf&) = delete;
+};
+
+// The logits, [group, used], of slots that are not read: before a loop over those that are.
+EPIKV_INLINE void LeaveUnread(float* logits, absl::Span<const SlotRange> reads, int64_t group,
+                              int64_t used) {
+  if (logits == nullptr || reads.empty()) return;
+  for (int64_t i = 0; i < group * used; ++i) logits[i] = -INFINITY;
 }
 
 // The logits, [group, used], of a block that no query sees.

@@ -76,11 +76,9 @@ EPIKV_INLINE void AttendBody(const PrefillLane& lane, const LaneShape& shape, fl
   std::fill(peak, peak + queries, -INFINITY);
   std::fill(mass, mass + queries, 0.0f);
 
-  for (int64_t begin = 0; begin < used; begin += kBlock) {
-    const int64_t count = std::min(kBlock, used - begin);
+  auto attend = [&](int64_t begin, int64_t count) __attribute__((always_inline)) {
     if (!Window{lane.positions, lane.first_seen}.SeesAny(begin, count)) {
-      LeaveUnseen(left, group, used, begin, count);
-      continue;
+      return LeaveUnseen(left, group, used, begin, count);
     }
     Rows::Read(lane.keys, begin, count, dk, k);
     Rows::Read(lane.values, begin, count, dv, v);
@@ -108,6 +106,13 @@ EPIKV_INLINE void AttendBody(const PrefillLane& lane, const LaneShape& shape, fl
       for (int64_t j = 0; j < seen; ++j) {
         AddScaled<kValue>(acc + g * dv, v + j * dv, logit[j], dv);
       }
+    }
+  };
+  LeaveUnread(left, lane.reads, group, used);
+  const ReadsOf ranges(lane.reads, used);
+  for (const SlotRange& range : ranges.reads) {
+    for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
+      attend(begin, std::min(kBlock, range.end - begin));
     }
   }
   if (left != nullptr) std::memcpy(left + group * used, peak, 2 * group * sizeof(float));
@@ -192,13 +197,17 @@ EPIKV_INLINE void RowBody(const DecodeLane& lane, const LaneShape& shape, float*
   float* logits = k + kBlock * dk;  // [group, used]
   Widen(static_cast<const T*>(lane.q), q, group * dk);
   for (int64_t i = 0; i < group * dk; ++i) q[i] *= shape.scale;
-  for (int64_t begin = 0; begin < used; begin += kBlock) {
-    const int64_t count = std::min(kBlock, used - begin);
-    Rows::Read(lane.keys, begin, count, dk, k);
-    for (int64_t g = 0; g < group; ++g) {
-      float* const of_block = logits + g * used + begin;
-      for (int64_t j = 0; j < count; ++j) of_block[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
-      Bend(window, shape.soft_cap, begin, count, of_block);
+  LeaveUnread(logits, lane.reads, group, used);
+  const ReadsOf ranges(lane.reads, used);
+  for (const SlotRange& range : ranges.reads) {
+    for (int64_t begin = range.begin; begin < range.end; begin += kBlock) {
+      const int64_t count = std::min(kBlock, range.end - begin);
+      Rows::Read(lane.keys, begin, count, dk, k);
+      for (int64_t g = 0; g < group; ++g) {
+        float* const of_block = logits + g * used + begin;
+        for (int64_t j = 0; j < count; ++j) of_block[j] = Dot<kKey>(q + g * dk, k + j * dk, dk);
+        Bend(window, shape.soft_cap, begin, count, of_block);
+      }
     }
   }
   std::fill(row, row + used, 0.0f);

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "runtime/base/dtype.h"
 #include "runtime/kernels/kv_format.h"
 
@@ -12,6 +13,12 @@
 // all arithmetic is fp32.
 
 namespace epikv {
+
+// Slots [begin, end) of a lane.
+struct SlotRange {
+  int64_t begin = 0, end = 0;
+  bool operator==(const SlotRange&) const = default;
+};
 
 // One KV head's cache and the queries of its group.
 struct DecodeLane {
@@ -25,6 +32,8 @@ struct DecodeLane {
   // If not null: where each slot's token is, [used]. Those below `first_seen` are not attended.
   const int64_t* positions = nullptr;
   int64_t first_seen = 0;
+  // If not empty: the only slots that are read, ascending.
+  absl::Span<const SlotRange> reads;
 };
 
 struct LaneShape {
@@ -68,6 +77,7 @@ struct PrefillLane {
   // As in DecodeLane; a row's `first_seen` is one above that of the row before.
   const int64_t* positions = nullptr;
   int64_t first_seen = 0;
+  absl::Span<const SlotRange> reads;  // of one row alone
 };
 
 // A decoding token is the one row of a prompt.
@@ -79,7 +89,8 @@ inline PrefillLane OneRow(const DecodeLane& lane) {
           .seen = lane.used,
           .out = lane.out,
           .positions = lane.positions,
-          .first_seen = lane.first_seen};
+          .first_seen = lane.first_seen,
+          .reads = lane.reads};
 }
 
 // The rows of one call, so that what belongs to its queries stays in the caches.

@@ -114,6 +114,13 @@ struct Problem {
   std::vector<float> q, keys, values;  // as the dtype holds them
   std::vector<int64_t> positions;      // empty: no window
   int64_t first_seen = 0;
+  std::vector<SlotRange> reads;  // empty: all
+
+  bool Reads(int64_t slot) const {
+    return reads.empty() || std::any_of(reads.begin(), reads.end(), [&](const SlotRange& range) {
+             return range.begin <= slot && slot < range.end;
+           });
+  }
 };
 
 Problem Random(const LaneShape& shape, int64_t used, int seed, float size = 1) {
@@ -149,6 +156,7 @@ Answer Exact(const Problem& p) {
       dot *= s.scale;
       if (s.soft_cap > 0) dot = s.soft_cap * std::tanh(dot / s.soft_cap);
       if (!p.positions.empty() && p.positions[j] < p.first_seen) dot = -INFINITY;
+      if (!p.Reads(j)) dot = -INFINITY;
       logits.push_back(dot);
     }
     const double top = *std::max_element(logits.begin(), logits.end());
@@ -196,7 +204,8 @@ void ExpectExact(Problem p, int64_t offset = 0) {
                      .out = out.data(),
                      .logits = logits.data(),
                      .positions = p.positions.empty() ? nullptr : p.positions.data(),
-                     .first_seen = p.first_seen},
+                     .first_seen = p.first_seen,
+                     .reads = p.reads},
                     p.shape, scratch.data());
     for (size_t i = 0; i < exact.out.size(); ++i) {
       ASSERT_NEAR(out.at(i), exact.out[i], Tolerance(path, dtype)) << "of output " << i;
@@ -300,6 +309,59 @@ TEST_P(AttentionKernelsTest, SoftCaps) {
   LaneShape shape = Shape({.group = 3, .key = 64, .value = 64});
   shape.soft_cap = 0.5;
   ExpectExact(Random(shape, 77, 11));
+}
+
+// Ranges of any length, at any place, whatever else bends the logits; a row of the same.
+TEST_P(AttentionKernelsTest, ReadsTheRangesThatAreAskedFor) {
+  std::mt19937 random(17);
+  for (int round = 0; round < 40; ++round) {
+    SCOPED_TRACE(round);
+    LaneShape shape = Shape({.group = 1 + round % 8, .key = 32, .value = 64});
+    if (round % 3 == 1) shape.soft_cap = 0.7f;
+    Problem problem = Random(shape, 300, round);
+    for (int64_t begin = random() % 40; begin < problem.used;) {
+      const int64_t end = std::min<int64_t>(problem.used, begin + 1 + random() % 70);
+      problem.reads.push_back({begin, end});
+      begin = end + 1 + static_cast<int64_t>(random() % 90);
+    }
+    if (round % 4 == 2) {
+      for (int64_t j = 0; j < problem.used; ++j) problem.positions.push_back(j);
+      problem.first_seen = problem.reads.back().begin;
+    }
+    ExpectExact(problem);
+  }
+}
+
+// What is not read is not looked at.
+TEST_P(AttentionKernelsTest, WhatIsNotReadMayBeAnything) {
+  Problem problem = Random(Shape({.group = 3, .key = 64, .value = 64}), 200, 19);
+  problem.reads = {{16, 48}, {100, 101}, {184, 200}};
+  for (int64_t j = 0; j < problem.used; ++j) {
+    if (problem.Reads(j)) continue;
+    std::fill_n(problem.keys.begin() + j * 64, 64, NAN);
+    std::fill_n(problem.values.begin() + j * 64, 64, NAN);
+  }
+  Problem clean = problem;
+  for (std::vector<float>* rows : {&clean.keys, &clean.values}) {
+    for (float& x : *rows) x = std::isnan(x) ? 0.0f : x;
+  }
+  ExpectExact(clean);
+  Elements q(problem.shape.dtype, problem.q);
+  const Rows keys(FormatOf(problem.shape), problem.keys, 64);
+  const Rows values(FormatOf(problem.shape), problem.values, 64);
+  for (AttentionPath path : AttentionPaths(problem.shape)) {
+    std::vector<float> scratch(DecodeScratchFloats(problem.shape));
+    Elements out(problem.shape.dtype, std::vector<float>(3 * 64));
+    DecodeAttention(path,
+                    {.q = q.data(),
+                     .keys = keys.data(),
+                     .values = values.data(),
+                     .used = problem.used,
+                     .out = out.data(),
+                     .reads = problem.reads},
+                    problem.shape, scratch.data());
+    for (int64_t i = 0; i < 3 * 64; ++i) EXPECT_TRUE(std::isfinite(out.at(i))) << i;
+  }
 }
 
 // A window that hides whole blocks, and parts of some.
