@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "absl/types/span.h"
 #include "policies/protection.h"
@@ -69,6 +70,14 @@ class CacheView {
   // In a PassStep: keys of a lane's tokens of the segment so far, as `keys` has them. [first +
   // count, width]
   virtual at::Tensor scratch_keys(int64_t layer, int64_t head) const = 0;
+  // Tokens that were dropped from this lane and lie in the tier below, in the order in which they
+  // went, and their keys, in fp32. [ghosts], [ghosts, width]. Declared by
+  // PolicyTraits::recalls.
+  virtual std::vector<int32_t> ghosts(int64_t layer, int64_t head) const { return {}; }
+  virtual at::Tensor ghost_keys(int64_t layer, int64_t head,
+                                absl::Span<const int32_t> ghosts) const {
+    return {};
+  }
   virtual AttentionFacts attention(int64_t layer) const = 0;
   // Of the queries of all tokens from this one on, before RoPE: the first tokens' are outliers.
   // fp32; the covariance divides by count. Declared by Signal::kQueryMoments.

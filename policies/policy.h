@@ -61,6 +61,9 @@ struct EvictionTask {
 struct Eviction {
   absl::Status status;
   std::vector<std::vector<int32_t>> victims;
+  // Tokens of the tier that come back in their place, by index, in lists as above; or none at all.
+  // Of each lane no more than what leaves it beyond its excess. Of a policy that recalls.
+  std::vector<std::vector<int32_t>> recalled;
 };
 
 // Decides what to drop. Immutable and shared by all requests with the same name and parameters;

@@ -32,6 +32,7 @@ extern const PolicySpec kLaqPlus;
 extern const PolicySpec kLongflow;
 extern const PolicySpec kObcache;
 extern const PolicySpec kOracle;
+extern const PolicySpec kQuest;
 extern const PolicySpec kRaas;
 extern const PolicySpec kRaasPage;
 extern const PolicySpec kRandom;
@@ -84,6 +85,7 @@ PolicyCatalog AllPolicies() {
       &kLongflow,            //
       &kObcache,             //
       &kOracle,              //
+      &kQuest,               //
       &kRaas,                //
       &kRaasPage,            //
       &kRandom,              //

@@ -198,6 +198,18 @@ absl::string_view ParamTypeName(ParamType type) {
   return "";
 }
 
+void AddGuard(const ModelShape& shape, PolicyTraits& traits) {
+  constexpr int64_t kBytesOfToken = 64;  // that is old, and that is not guarded
+  const int64_t tables = traits.granularity == Granularity::kToken ? 1
+                         : traits.granularity == Granularity::kLayer
+                             ? shape.num_layers
+                             : shape.num_layers * shape.num_kv_heads;
+  traits.signals = traits.signals | Signal::kQueries | Signal::kKeys;
+  traits.window = std::max<int64_t>(traits.window, 1);
+  traits.state_bytes_per_token += tables * kBytesOfToken;
+  traits.recalls = true;
+}
+
 const PolicySpec* FindPolicy(PolicyCatalog catalog, absl::string_view name) {
   for (const PolicySpec* spec : catalog) {
     if (spec->name == name) return spec;

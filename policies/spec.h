@@ -190,6 +190,13 @@ struct ScratchPass {
   bool any() const { return lookahead > 0 || chunk > 0; }
 };
 
+// How a decode step reads a part of a lane: the pages whose keys may give its queries the largest
+// products, and the one that holds the newest token (Quest, arXiv 2406.10774).
+struct ReadRule {
+  int64_t page = 16;         // tokens
+  int64_t dense_layers = 2;  // the first ones read all
+};
+
 // What the runtime must provide for one (policy, parameters).
 struct PolicyTraits {
   bool evicts = true;  // false: the whole cache is kept, or the budget refused
@@ -219,6 +226,11 @@ struct PolicyTraits {
   int64_t pairs_per_token = 0;
   int64_t floats_per_token = 0;
   ScratchPass pass;
+  // Its budget is of what a decode step reads of the cache, all of which is kept: such a policy
+  // does not evict.
+  std::optional<ReadRule> reads;
+  // It looks at what it has dropped, and takes some of it back (AddGuard).
+  bool recalls = false;
   PublishedProtection published;
   // Bytes of the policy's own state: per cached token of a sequence, and fixed.
   int64_t state_bytes_per_token = 0;
@@ -226,6 +238,17 @@ struct PolicyTraits {
   // The parameters came from no measurement on this model (flagged in the summary).
   bool uncalibrated = false;
 };
+
+// Around a policy that scores tokens: those that it dropped and that attention asks for come back.
+struct GuardRule {
+  int64_t asked = 32;       // a query asks for so many tokens, those that it gives most
+  bool follow = false;      // who comes back takes the place that the scores say, not one by chance
+  int64_t relax_times = 0;  // GuardOptions
+  double relax_prob = 0;
+};
+
+// What it needs beside what the policy does.
+void AddGuard(const ModelShape& shape, PolicyTraits& traits);
 
 struct PolicySpec {
   absl::string_view name;
@@ -236,6 +259,7 @@ struct PolicySpec {
   absl::string_view evidence;
   absl::Span<const ParamSpec> params = {};
   bool evaluation_only = false;  // needs knowledge that no production caller has
+  bool scores = false;           // it gives every token of a lane a number: a ScoredPolicy
 
   // Reads the data of the policy's artefact, without which a request for it is refused. Null: it
   // needs none.

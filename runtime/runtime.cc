@@ -27,6 +27,7 @@
 #include "runtime/executor/executor.h"
 #include "runtime/forward/device.h"
 #include "runtime/forward/device_forward.h"
+#include "runtime/kv/tier_store.h"
 #include "runtime/model/model.h"
 #include "runtime/model/model_shape.h"
 
@@ -263,9 +264,15 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
       **model, options.deterministic ? kDeterministicRows
                                      : MostStepTokens({.max_step_tokens = options.max_step_tokens},
                                                       options.max_running_requests));
+  loaded.tier_capacity_bytes = options.kv_tier_bytes;
+  const int64_t tier_memory = options.kv_tier_dir.empty() ? options.kv_tier_bytes : 0;
+  if (options.kv_tier_bytes > 0) {
+    const auto usable = OpenTierStore(options.kv_tier_dir, /*bytes=*/1);
+    if (!usable.ok()) return usable.status();
+  }
   const int64_t available =
       on_gpu ? FreeGpuBytes(*device)
-             : std::max<int64_t>(AvailableMemoryBytes() - loaded.scratch_bytes, 0);
+             : std::max<int64_t>(AvailableMemoryBytes() - loaded.scratch_bytes - tier_memory, 0);
   if (options.kv_pool_bytes > available) {
     return absl::FailedPreconditionError(absl::StrCat("--kv_pool_bytes is ", options.kv_pool_bytes,
                                                       ", but only ", available,
@@ -315,7 +322,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   auto executor = std::make_unique<Executor>(
       *std::move(model),
       ExecutorOptions{.pool_rows = pool_rows,
-                      .scratch_bytes = on_gpu ? 0 : loaded.scratch_bytes,
+                      .scratch_bytes = on_gpu ? 0 : loaded.scratch_bytes + tier_memory,
                       .decode_kernel = kernels.decode,
                       .prefill_kernel = kernels.prefill,
                       .kv_dtype = options.kv_dtype,
@@ -324,7 +331,8 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
                       .deterministic = options.deterministic,
                       .prefix_block_tokens =
                           options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,
-                      .mass_interval = options.mass_interval});
+                      .mass_interval = options.mass_interval,
+                      .open_tier = TiersIn(options.kv_tier_dir)});
   if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
   if (on_gpu) loaded.description.push_back(DescribeRecording(*executor, recording));
   loaded.executor = std::move(executor);

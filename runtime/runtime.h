@@ -25,6 +25,8 @@ struct RuntimeOptions {
   int64_t threads = 0;            // of the engine; 0: CPU quota minus one, at least one
   int64_t kv_pool_bytes = 0;      // 0: kv_memory_share of what is left after weights and scratch
   double kv_memory_share = 0.5;   // in (0, 1]
+  int64_t kv_tier_bytes = 0;      // below the pool; 0: there is no tier
+  std::string kv_tier_dir;        // where it lies (OpenTierStore)
   int64_t max_step_tokens = 512;  // bounds the scratch of a step
   int64_t prefill_chunk_tokens = 256;
   int64_t max_running_requests = 256;
@@ -44,7 +46,7 @@ struct LoadedModel {
   std::string chat_json;       // and its chat.json; empty: it has none
   PolicyCatalog policies;      // of this build
   std::unique_ptr<StepExecutor> executor;
-  int64_t kv_capacity_bytes = 0;
+  int64_t kv_capacity_bytes = 0, tier_capacity_bytes = 0;
   KvDType kv_dtype = KvDType::kModel;
   int64_t weight_bytes = 0;   // in memory, as served
   int64_t scratch_bytes = 0;  // of the model's own tensors in the largest forward

@@ -708,8 +708,8 @@ MUTANTS = [
     Mutant(
         "the sequence that parts keeps the whole reservation",
         "runtime/engine/engine.cc",
-        "if (item.ends_prefill || item.pass) ledger_.Shrink",
-        "if (item.ends_prefill && item.completions == 1) ledger_.Shrink",
+        "if (item.ends_prefill || item.pass) {\n    ledger_.Shrink",
+        "if (item.ends_prefill && item.completions == 1) {\n    ledger_.Shrink",
         "runtime_test",
         "*Completions*",
     ),
@@ -772,8 +772,8 @@ MUTANTS = [
     Mutant(
         "a completion forgets what its parent has cached",
         "runtime/step/step_item.h",
-        "        tapped(from.tapped),\n        prefix(from.prefix) {}",
-        "        tapped(from.tapped) {}",
+        "        tapped(from.tapped),\n        prefix(from.prefix) {",
+        "        tapped(from.tapped) {",
         "laws_test",
         "*KeepsWhatItHasCached*",
     ),

@@ -113,6 +113,7 @@ extern constinit const PolicySpec kAttentionHsProduct{
     .paper = "arXiv 2606.26472, appendix, Attn x HS",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `AttentionHSProductEviction`",
     .params = kAttentionHsProductParams,
+    .scores = true,
     .complete = &AttentionHsProductComplete,
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -48,6 +48,7 @@ extern constinit const PolicySpec kDefensiveKv{
         "golden: FFY0/DefensiveKV 9251b95 `EfficientDefensiveKVPress` (without the weight "
         "by values)",
     .params = kDefensiveKvParams,
+    .scores = true,
     .complete =
         [](Params& params, const ModelShape&) {
           absl::Status status = CheckWindow(params);

@@ -135,6 +135,7 @@ extern constinit const PolicySpec kExpectedAttention{
     .paper = "arXiv 2510.00636 (Expected Attention)",
     .evidence = "golden: kvpress 0.5.5 `ExpectedAttentionPress`",
     .params = kExpectedAttentionParams,
+    .scores = true,
     .complete =
         [](Params& params, const ModelShape&) {
           return CheckRecipe(params, {ScoreKind::kMass, Comparable::kLayer});

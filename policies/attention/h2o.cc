@@ -62,6 +62,7 @@ extern constinit const PolicySpec kH2o{
     .paper = "arXiv 2306.14048",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `H2OEviction` (scope = model)",
     .params = kH2oParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           if (ScopeOf(params) == Granularity::kToken) {

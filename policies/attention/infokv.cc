@@ -90,6 +90,7 @@ extern constinit const PolicySpec kInfokv{
     .paper = "arXiv 2606.26875 (InfoKV)",
     .evidence = "cases: infokv_test.cc",
     .params = kInfokvParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

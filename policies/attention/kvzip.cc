@@ -164,6 +164,7 @@ extern constinit const PolicySpec kKvzip{
     .paper = "arXiv 2505.23416 (KVzip)",
     .evidence = "cases: kvzip_test.cc (a golden of kvpress 0.5.5)",
     .params = kKvzipParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape&) { return Kvzip::Complete(params); },
     .traits = [](const Params& params,
                  const ModelShape& shape) { return Kvzip::Traits(params, shape, false); },

@@ -18,6 +18,7 @@ extern constinit const PolicySpec kKvzipPlus{
     .paper = "arXiv 2505.23416 (KVzip), as KVzip+ in kvpress",
     .evidence = "cases: kvzip_test.cc",
     .params = kKvzipPlusParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape&) { return Kvzip::Complete(params); },
     .traits = [](const Params& params,
                  const ModelShape& shape) { return Kvzip::Traits(params, shape, true); },

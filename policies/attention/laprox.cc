@@ -66,6 +66,7 @@ extern constinit const PolicySpec kLaprox{
     .paper = "arXiv 2605.07234 (LaProx)",
     .evidence = "cases: laprox_test.cc",
     .params = kLaproxParams,
+    .scores = true,
     .complete =
         [](Params& params, const ModelShape&) {
           absl::Status status = CheckWindow(params);

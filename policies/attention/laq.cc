@@ -67,6 +67,7 @@ extern constinit const PolicySpec kLaq{
     .paper = "arXiv 2505.20334 (LAQ)",
     .evidence = "cases: laq_test.cc (a golden of noforit/Lookahead_Q-Cache 74612bd)",
     .params = kLaqParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape&) { return Laq::Complete(params); },
     .traits = [](const Params& params, const ModelShape&) { return Laq::Traits(params, 0); },
     .make = [](const Params& params, const ModelShape&) -> std::shared_ptr<const Policy> {

@@ -18,6 +18,7 @@ extern constinit const PolicySpec kLaqPlus{
     .paper = "arXiv 2505.20334 (LAQ++)",
     .evidence = "cases: laq_test.cc (a golden of noforit/Lookahead_Q-Cache 74612bd)",
     .params = kLaqPlusParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape&) { return Laq::Complete(params); },
     .traits = [](const Params& params,
                  const ModelShape&) { return Laq::Traits(params, kPromptQueries); },

@@ -74,6 +74,7 @@ extern constinit const PolicySpec kLongflow{
         "golden: stevenkolawole/epiphany-kv-cache d424208 `LongFlowEviction` (scope = head: "
         "one lane at a time)",
     .params = kLongflowParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = ScopeOf(params),

@@ -123,6 +123,7 @@ extern constinit const PolicySpec kObcache{
     .paper = "arXiv 2510.07651",
     .evidence = "cases: obcache_test.cc (the change is measured)",
     .params = kObcacheParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -64,6 +64,7 @@ extern constinit const PolicySpec kRaas{
     .paper = "arXiv 2502.11147, by token",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `RaaSEviction`",
     .params = kRaasParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.signals = Signal::kAttentionRow,

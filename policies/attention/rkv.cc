@@ -202,6 +202,7 @@ extern constinit const PolicySpec kRkv{
     .paper = "arXiv 2505.24133",
     .evidence = "golden: Zefan-Cai/R-KV d15c976 `R1KV` (redundancy = exact); linear: rkv_test.cc",
     .params = kRkvParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -97,6 +97,7 @@ extern constinit const PolicySpec kRkvEpikv{
     .paper = "arXiv 2606.26472, R-KV baseline",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `RKVEviction`",
     .params = kRkvEpikvParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -76,6 +76,7 @@ extern constinit const PolicySpec kRpc{
     .paper = "arXiv 2505.13866 (Reasoning Path Compression)",
     .evidence = "golden: jiwonsong-dev/ReasoningPathCompression 00e64b7 `RPCCluster`",
     .params = kRpcParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -84,6 +84,7 @@ extern constinit const PolicySpec kScissorhands{
         "golden: guozhiyu/vatp 39ea686 `LlamaAttention_heavy_hitter` (history = mass); "
         "count: scissorhands_test.cc",
     .params = kScissorhandsParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           PolicyTraits traits = WindowTraits(params);

@@ -181,6 +181,7 @@ extern constinit const PolicySpec kSkipkv{
     .paper = "arXiv 2512.07993 (SkipKV), the eviction half; steering is an option of any request",
     .evidence = "golden: TTTTTTris/SkipKV 4492840 `SkipKV` (compat = true)",
     .params = kSkipkvParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape& shape) -> absl::Status {
       if (absl::Status status = CheckWindow(params); !status.ok()) return status;
       if (!shape.final_norm) {

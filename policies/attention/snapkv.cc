@@ -41,6 +41,7 @@ extern constinit const PolicySpec kSnapkv{
         "`AdaKVPress`, kvpress 0.5.5 `PyramidKVPress`, guozhiyu/vatp 39ea686 "
         "`LlamaAttention_heavy_hitter`; caote: caote_test.cc",
     .params = kSnapkvParams,
+    .scores = true,
     .complete =
         [](Params& params, const ModelShape&) {
           absl::Status status = CheckWindow(params);

@@ -38,6 +38,7 @@ extern constinit const PolicySpec kTova{
     .paper = "arXiv 2401.06104",
     .evidence = "golden: kvpress 0.5.5 `TOVAPress`",
     .params = kTovaParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kLayer,

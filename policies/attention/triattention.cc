@@ -220,6 +220,7 @@ extern constinit const PolicySpec kTriattention{
     .paper = "arXiv 2604.04921 (TriAttention)",
     .evidence = "golden: WeianMao/triattention c3744ee `TriAttention`",
     .params = kTriattentionParams,
+    .scores = true,
     .read_data = &ReadStatistics,
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -44,6 +44,7 @@ extern constinit const PolicySpec kRandom{
     .paper = "arXiv 2609.03430 (\"Random Attention\"): the control of every comparison",
     .evidence = "cases: random_policy_test.cc",
     .params = kRandomParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.prompt = PromptEviction::kByChunk, .slack = params.Int("slack")};

@@ -34,6 +34,7 @@ extern constinit const PolicySpec kRandomAttention{
     .paper = "arXiv 2609.03430 (Random Attention)",
     .evidence = "cases: random_policy_test.cc",
     .params = kRandomAttentionParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kHead,

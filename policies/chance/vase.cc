@@ -105,6 +105,7 @@ extern constinit const PolicySpec kVase{
         "golden: terarachang/VaSE bfa2692 `EvictLayer` (its chance replaced by ours); "
         "random_policy_test.cc",
     .params = kVaseParams,
+    .scores = true,
     .complete = [](Params& params, const ModelShape&) { return CheckWindow(params); },
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -14,6 +14,7 @@ extern constinit const PolicySpec kEpikvLagKv{
     .paper = "arXiv 2606.26472, Lag-KV",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `LagKVEviction`",
     .params = kEpikvLagKvParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape& shape) {
           return LagKv::Traits(params, shape, LagKv::Rows::kKeysAndValues);

@@ -13,6 +13,7 @@ extern constinit const PolicySpec kEpikvLagKvKey{
     .paper = "arXiv 2606.26472, Lag-KV-key",
     .evidence = "golden: stevenkolawole/epiphany-kv-cache d424208 `LagKVKeyVarianceEviction`",
     .params = kEpikvLagKvKeyParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape& shape) {
           return LagKv::Traits(params, shape, LagKv::Rows::kKeys);

@@ -43,6 +43,7 @@ extern constinit const PolicySpec kOracle{
     .evidence = "cases: golden/scenarios.txt",
     .params = kOracleParams,
     .evaluation_only = true,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.prompt = PromptEviction::kByChunk, .slack = params.Int("slack")};

@@ -113,6 +113,7 @@ extern constinit const PolicySpec kCur{
     .paper = "arXiv 2509.15038 (CurDKV)",
     .evidence = "golden: kvpress 0.5.5 `CURPress`, terarachang/VaSE bfa2692 `EvictLayer`",
     .params = kCurParams,
+    .scores = true,
     .complete =
         [](Params& params, const ModelShape& shape) {
           if (params.Choice("projection") == "none" || shape.key_width == shape.value_width) {

@@ -29,6 +29,7 @@ extern constinit const PolicySpec kKeydiff{
     .paper = "arXiv 2504.15364 (KeyDiff)",
     .evidence = "golden: kvpress 0.5.5 `KeyDiffPress`",
     .params = kKeydiffParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kHead,

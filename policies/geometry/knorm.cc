@@ -27,6 +27,7 @@ extern constinit const PolicySpec kKnorm{
     .paper = "arXiv 2406.11430 (L2 norm of keys)",
     .evidence = "golden: kvpress 0.5.5 `KnormPress`",
     .params = kKnormParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.granularity = Granularity::kHead,

@@ -101,6 +101,7 @@ extern constinit const PolicySpec kLagkv{
     .paper = "arXiv 2504.04704 (LagKV)",
     .evidence = "golden: kvpress 0.5.5 `LagKVPress`",
     .params = kLagkvParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{

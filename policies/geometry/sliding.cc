@@ -27,6 +27,7 @@ extern constinit const PolicySpec kSliding{
         "arXiv 2309.17453, \"window attention\"; with sinks = 4: StreamingLLM at true positions",
     .evidence = "cases: golden/scenarios.txt",
     .params = kSlidingParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.prompt = PromptEviction::kByChunk, .slack = params.Int("slack")};

@@ -27,6 +27,7 @@ extern constinit const PolicySpec kStreamingLlm{
     .paper = "arXiv 2309.17453 (StreamingLLM)",
     .evidence = "golden: mit-han-lab/streaming-llm 2e50426 `StartRecentKVCache`",
     .params = kStreamingLlmParams,
+    .scores = true,
     .traits =
         [](const Params& params, const ModelShape&) {
           return PolicyTraits{.prompt = PromptEviction::kByChunk,

@@ -42,6 +42,7 @@ extern constinit const PolicySpec kDms{
     .paper = "arXiv 2506.05345 (Dynamic Memory Sparsification)",
     .evidence = "cases: dms_test.cc",
     .params = kDmsParams,
+    .scores = true,
     .read_data = &ReadDmsGate,
     .traits =
         [](const Params& params, const ModelShape&) {

@@ -68,6 +68,7 @@ extern constinit const PolicySpec kKvzap{
     .paper = "arXiv 2601.07891 (KVzap)",
     .evidence = "golden: kvpress 0.5.5 `KVzapPress`",
     .params = kKvzapParams,
+    .scores = true,
     .read_data = &ReadKvzapGate,
     .complete =
         [](Params& params, const ModelShape&) {

@@ -26,6 +26,7 @@ struct RequestDefaults {
 
 struct AdmissionLimits {
   int64_t kv_capacity_bytes = 0;
+  int64_t tier_capacity_bytes = 0;     // below it; 0: there is no tier
   KvDType kv_dtype = KvDType::kModel;  // K and V are cached as
   int64_t prefill_chunk_tokens = 256;
   int64_t max_running_requests = 256;  // completions count

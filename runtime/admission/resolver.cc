@@ -17,6 +17,12 @@
 namespace epikv {
 namespace {
 
+// The fewest that a decode step reads of a lane (Quest's own).
+constexpr int64_t kLeastPages = 3;
+
+// How far a request may go beyond the context whose positions are counted in what is cached.
+constexpr int64_t kMostContexts = 64;
+
 constexpr size_t kMaxSpans = 64;
 // Of what a round computes of one lane: PolicyTraits::floats_per_token.
 constexpr int64_t kMaxRoundBytes = int64_t{1} << 30;
@@ -41,14 +47,39 @@ void Resolver::CheckFields() {
                violations_);
 }
 
-bool Resolver::ResolveLengths() {
+// Positions are then counted in what is cached, and only that must fit the context: CheckOutgrown.
+bool Resolver::OutgrowsContext() const {
+  return options_.kv.positions != PositionMode::kAbsolute &&
+         !std::holds_alternative<std::monostate>(options_.kv.budget);
+}
+
+void Resolver::CheckOutgrown() {
+  if (!OutgrowsContext()) return;
+  const KvDemand& demand = request_.demand;
+  const int64_t most = std::max(*std::max_element(demand.prefill.begin(), demand.prefill.end()),
+                                *std::max_element(demand.decode.begin(), demand.decode.end()));
   const int64_t context = admission_.manifest().context_length;
+  if (most <= context) return;
+  violations_.Add("kv.budget", absl::StrCat("up to ", most,
+                                            " tokens would be cached at once, and the context "
+                                            "has ",
+                                            context,
+                                            ": lower the budget, or choose a policy that evicts "
+                                            "a prompt while it is cached"));
+  violations_.Because("CONTEXT_LENGTH", {{"context_length", absl::StrCat(context)},
+                                         {"cached_tokens", absl::StrCat(most)}});
+}
+
+bool Resolver::ResolveLengths() {
+  const int64_t context =
+      admission_.manifest().context_length * (OutgrowsContext() ? kMostContexts : 1);
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   const int64_t left = context - prompt;
   const bool scores = !options_.forced.empty();
-  const int64_t max_output =
-      scores ? static_cast<int64_t>(options_.forced.size())
-             : admission_.MaxOutputTokens(options_.stop.max_output_tokens, prompt);
+  const int64_t by_default = OutgrowsContext() ? admission_.defaults().max_output_tokens
+                                               : admission_.MaxOutputTokens({}, prompt);
+  const int64_t max_output = scores ? static_cast<int64_t>(options_.forced.size())
+                                    : options_.stop.max_output_tokens.value_or(by_default);
   if (max_output > left) {
     violations_.Add(prompt >= context ? "prompt"
                     : scores          ? "continuation"
@@ -140,7 +171,34 @@ const PolicySpec* Resolver::ResolvePolicy() {
         "residual_steps",
         "can only be measured one token a step, not in chunks; choose SCORE_CADENCE_DECODE");
   }
+  if (options_.kv.tier.guard.has_value() && request_.traits.evicts) AddGuardAround(*spec);
   return spec;
+}
+
+void Resolver::AddGuardAround(const PolicySpec& spec) {
+  if (!spec.scores || request_.traits.pool != Pool::kLane) {
+    violations_.Add("kv.tier.guard",
+                    absl::StrCat("policy '", spec.name, "' ",
+                                 spec.scores ? "shares one budget among heads"
+                                             : "gives tokens no scores, by which a guard goes"));
+    return;
+  }
+  const bool by_more = request_.params.Has("select") && request_.params.Choice("select") != "top_k";
+  if (by_more || request_.traits.rounds_every > 0) {
+    violations_.Add("kv.tier.guard",
+                    absl::StrCat("policy '", spec.name, "' drops by more than the lowest scores",
+                                 by_more ? " here: choose select = top_k" : ""));
+    return;
+  }
+  const GuardRule& rule = *options_.kv.tier.guard;
+  if (rule.asked < 1 || rule.asked > 1024) {
+    violations_.Add("kv.tier.guard.asked", absl::StrCat("must be 1 to 1024, is ", rule.asked));
+  }
+  if (!(rule.relax_prob >= 0 && rule.relax_prob <= 1)) {
+    violations_.Add("kv.tier.guard.relax_prob",
+                    absl::StrCat("must be in [0, 1], is ", rule.relax_prob));
+  }
+  AddGuard(admission_.shape(), request_.traits);
 }
 
 bool Resolver::ResolveBudget() {
@@ -164,6 +222,8 @@ bool Resolver::ResolveBudget() {
   if (request_.spec == nullptr) return true;
   if (request_.traits.evicts) {
     request_.budget = asked;
+  } else if (request_.traits.reads.has_value()) {
+    request_.read = {.tokens = asked, .rule = *request_.traits.reads};
   } else if (asked < total - 1) {  // the last output token is never cached
     violations_.Add("kv.budget",
                     absl::StrCat("policy '", request_.spec->name, "' evicts nothing and may cache ",
@@ -293,6 +353,74 @@ int64_t Resolver::LongestLane(int64_t longest) const {
   return most;
 }
 
+// Pages are of keys as they lie in the lanes, on the CPU.
+void Resolver::ResolveReads(int64_t longest) {
+  ReadLimit& read = request_.read;
+  const bool by_policy = read.tokens > 0;
+  const absl::string_view field = by_policy ? "kv.budget" : "kv.read_tokens";
+  if (by_policy && options_.kv.read_tokens > 0) {
+    violations_.Add("kv.read_tokens", absl::StrCat("the budget of policy '", request_.spec->name,
+                                                   "' is what is read: leave one of them out"));
+  }
+  if (!by_policy) read.tokens = options_.kv.read_tokens;
+  if (read.tokens >= longest) read.tokens = 0;  // all there can be
+  if (read.tokens == 0) return;
+  const int64_t least = kLeastPages * read.rule.page;
+  if (read.tokens < least) {
+    violations_.Add(field, absl::StrCat("a decode step reads ", kLeastPages, " pages of ",
+                                        read.rule.page, " tokens at least, which are ", least,
+                                        "; asked for are ", read.tokens));
+    violations_.Because("KV_BUDGET",
+                        {{"budget", absl::StrCat(read.tokens)}, {"min", absl::StrCat(least)}});
+  }
+  if (options_.kv.positions == PositionMode::kCache) {
+    violations_.Add("kv.positions",
+                    "with cache positions keys change at every step, and what is read of a cache "
+                    "is chosen by keys; choose absolute or compact positions");
+  }
+  if (!admission_.limits().turns_keys) {
+    violations_.Add(field, "a part of a cache can be read on a CPU, not on a GPU");
+  }
+}
+
+// A request that evicts nothing needs none. On a CPU, where rows of the pool can be written.
+void Resolver::ResolveTier(int64_t longest, const KvLayout& layout) {
+  const TierOptions& asked = options_.kv.tier;
+  const bool evicts = request_.traits.evicts;
+  if (asked.guard.has_value() && asked.tokens == 0) {
+    violations_.Add("kv.tier.guard", "tokens come back from the tier: kv.tier.tokens is 0");
+  }
+  if (asked.fetch > asked.tokens) {
+    violations_.Add("kv.tier.fetch", absl::StrCat("a tier of ", asked.tokens, " tokens has no ",
+                                                  asked.fetch, " to attend to"));
+  }
+  if (asked.fetch > 0 && asked.fetch < std::min(kTierPage, asked.tokens)) {
+    violations_.Add("kv.tier.fetch", absl::StrCat("tokens are fetched by pages of ", kTierPage,
+                                                  ": ask for ", kTierPage, " at least"));
+  }
+  if (asked.tokens == 0) return;
+  if (!admission_.limits().turns_keys) {
+    violations_.Add("kv.tier", "a tier works on a CPU, not on a GPU");
+  }
+  if (!evicts) return;
+  request_.tier = asked;
+  request_.tier.tokens = std::min(asked.tokens, longest);
+  request_.demand.tier_bytes =
+      TierBytes(layout, admission_.shape(), admission_.kv_format(), request_.tier.tokens);
+  const int64_t capacity = admission_.limits().tier_capacity_bytes;
+  if (request_.demand.peak_tier_bytes() <= capacity) return;
+  violations_.Add(
+      "kv.tier.tokens",
+      capacity == 0
+          ? "this server has no tier below its KV pool (--kv_tier_bytes)"
+          : absl::StrCat("the request's tier takes ", request_.demand.peak_tier_bytes(),
+                         " bytes, and this server has ", capacity, " for all (--kv_tier_bytes)"));
+  violations_.Because("KV_TIER_TOO_SMALL",
+                      {{"needed_bytes", absl::StrCat(request_.demand.peak_tier_bytes())},
+                       {"capacity_bytes", absl::StrCat(capacity)}},
+                      absl::StatusCode::kFailedPrecondition);
+}
+
 // In a round nobody else has a token, and no reservation counts its memory.
 void Resolver::CheckRound(int64_t longest) {
   const PolicyTraits& traits = request_.traits;
@@ -365,6 +493,7 @@ void Resolver::ResolveProtectionAndDemand() {
     // those of `full`.
     request_.traits = {.evicts = false, .uncalibrated = request_.traits.uncalibrated};
   }
+  ResolveReads(longest);
   if (options_.kv.positions == PositionMode::kCache && !admission_.limits().turns_keys) {
     violations_.Add("kv.positions",
                     "cache positions do not work on a GPU; choose absolute or compact positions");
@@ -395,15 +524,16 @@ void Resolver::ResolveProtectionAndDemand() {
     request_.tap_layers.resize(admission_.shape().num_layers);
     std::iota(request_.tap_layers.begin(), request_.tap_layers.end(), int64_t{0});
   }
-  const KvLayout layout =
-      LayoutOf(admission_.shape(), admission_.kv_format(), request_.traits,
-               static_cast<int64_t>(request_.tap_layers.size()), options_.kv.positions);
+  const KvLayout layout = LayoutOf(admission_.shape(), admission_.kv_format(), request_.traits,
+                                   static_cast<int64_t>(request_.tap_layers.size()),
+                                   options_.kv.positions, request_.read);
   const std::vector<int64_t> budgets =
       evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
   if (evicts) CheckPromptLogprobs(*std::min_element(budgets.begin(), budgets.end()));
   request_.demand =
       DemandOf(request_, budgets, longest, admission_.limits().prefill_chunk_tokens, layout);
   request_.demand.prefill_bytes += PromptLogitBytes();
+  CheckOutgrown();
   CheckRound(longest);
   const int64_t rows = prompt + ScratchRows(request_.traits.pass, prompt);
   if (request_.demand.passes && request_.traits.pass.chunk > 0 &&
@@ -419,6 +549,7 @@ void Resolver::ResolveProtectionAndDemand() {
                     /*num_tap_layers=*/0, options_.kv.positions),
            request_.demand);
   request_.demand.completions = options_.completions;
+  ResolveTier(longest, layout);
   const int64_t capacity = admission_.limits().kv_capacity_bytes;
   if (request_.demand.peak_bytes() > capacity) {
     violations_.Add("kv.budget",

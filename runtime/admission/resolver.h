@@ -6,6 +6,7 @@
 #include "policies/protection.h"
 #include "runtime/admission/admission.h"
 #include "runtime/admission/rejection.h"
+#include "runtime/kv/kv_layout.h"
 #include "runtime/request/request.h"
 
 namespace epikv {
@@ -39,6 +40,11 @@ class Resolver {
   void CheckPromptLogprobs(int64_t least_budget);
   int64_t PromptLogitBytes() const;
   int64_t LongestLane(int64_t longest) const;
+  void ResolveReads(int64_t longest);
+  bool OutgrowsContext() const;
+  void CheckOutgrown();
+  void AddGuardAround(const PolicySpec& spec);
+  void ResolveTier(int64_t longest, const KvLayout& layout);
   void CheckRound(int64_t longest);
 
   const Admission& admission_;

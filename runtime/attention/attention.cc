@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "runtime/base/parallel_for.h"
@@ -257,6 +258,7 @@ DecodeLane DecodeLaneOf(const at::Tensor& q, at::Tensor* out, int64_t layer, int
     result.positions = item.positions[head].of_slots;
     result.first_seen = item.positions[head].of_first_row - *shape.window + 1;
   }
+  if (!item.reads.empty()) result.reads = item.reads[head];
   return result;
 }
 
@@ -347,6 +349,7 @@ PrefillLane PrefillLaneOf(const at::Tensor& q, at::Tensor& out, int64_t layer,
     result.positions = item.positions[task.head].of_slots;
     result.first_seen = item.positions[task.head].of_first_row + task.first - *shape.window + 1;
   }
+  if (item.decode && !item.reads.empty()) result.reads = item.reads[task.head];
   return result;
 }
 
@@ -364,6 +367,58 @@ void PrefillTogether(AttentionPath path, const at::Tensor& q, at::Tensor& out, i
     for (int64_t i = begin; i < end; ++i) {
       PrefillAttention(path, PrefillLaneOf(q, out, layer, tasks[i], shape), kernel_shape,
                        scratch.data());
+    }
+  });
+}
+
+// out = the attention over two disjoint sets of keys, of which it has one's. By query of the group.
+void AddFar(const LaneShape& shape, const float* far_lse, const char* far, const float* near_lse,
+            int64_t near_stride, char* out, float* scratch) {
+  const int64_t width = shape.value_width, bytes = width * ElementBytes(shape.dtype);
+  float* const near = scratch;
+  float* const other = scratch + width;
+  for (int64_t g = 0; g < shape.group; ++g) {
+    const float share = 1 / (1 + std::exp(near_lse[g * near_stride] - far_lse[g]));
+    ToFloat(out + g * bytes, near, width, shape.dtype);
+    ToFloat(far + g * bytes, other, width, shape.dtype);
+    for (int64_t i = 0; i < width; ++i) near[i] += share * (other[i] - near[i]);
+    FromFloat(near, out + g * bytes, width, shape.dtype);
+  }
+}
+
+// Adds to each row of items with a tier what it attends to there. After the lanes, with
+// log_sum_exp.
+void AttendFar(AttentionPath path, const at::Tensor& q, at::Tensor& out, int64_t layer,
+               absl::Span<const AttentionItem* const> items, const AttentionShape& shape) {
+  const LaneShape kernel_shape = KernelShape(shape);
+  const std::vector<PrefillTask> tasks = PrefillTasks(items, shape, /*rows=*/1);
+  ParallelFor(std::ssize(tasks), 1, [&](int64_t begin, int64_t end) {
+    thread_local std::vector<float> scratch;
+    thread_local FarRows rows;
+    const int64_t group = shape.group(), floats = PrefillScratchFloats(kernel_shape);
+    std::vector<char> far(group * shape.value_width * ElementBytes(kernel_shape.dtype));
+    std::vector<float> lse(group);
+    scratch.resize(std::max(floats, 2 * shape.value_width));
+    for (int64_t i = begin; i < end; ++i) {
+      const PrefillTask& task = tasks[i];
+      const PrefillLane near = PrefillLaneOf(q, out, layer, task, shape);
+      task.item->tier->Fetch(layer * shape.num_kv_heads + task.head, near.q, group,
+                             task.item->far_tokens, rows);
+      if (rows.count == 0) continue;
+      PrefillAttention(path,
+                       {.q = near.q,
+                        .q_stride = near.q_stride,
+                        .keys = rows.keys.data(),
+                        .values = rows.values.data(),
+                        .rows = 1,
+                        .seen = rows.count,
+                        .out = far.data(),
+                        .out_stride = near.out_stride,
+                        .log_sum_exp = lse.data(),
+                        .log_sum_exp_stride = 1},
+                       kernel_shape, scratch.data());
+      AddFar(kernel_shape, lse.data(), far.data(), near.log_sum_exp, near.log_sum_exp_stride,
+             static_cast<char*>(near.out), scratch.data());
     }
   });
 }
@@ -398,18 +453,20 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
   const bool ours = shape.stored == KvDType::kInt8;
   std::optional<AttentionPath> prefill;
   if (prefill_ == PrefillKernel::kBatch || ours) prefill = PrefillPath(KernelShape(shape));
-  std::vector<const AttentionItem*> together, prompts;
+  std::vector<const AttentionItem*> together, prompts, far;
   int64_t end = 0;  // of the items' rows
   for (const AttentionItem& item : items) {
     counts_.attended += item.num_rows * shape.num_kv_heads;
     end = std::max(end, item.row + item.num_rows);
     if (item.logits != nullptr) item.logits->clear();  // another layer's, or another step's
-    if (!item.decode && prefill.has_value()) {
+    if (item.tier != nullptr) {
+      far.push_back(&item);
+    } else if (!item.decode && prefill.has_value()) {
       prompts.push_back(&item);
     } else if (!item.decode) {
       Prefill(q, out, layer, item, shape);
     } else if (decode_ == DecodeKernel::kBatch || ours || shape.soft_cap.has_value() ||
-               shape.window.has_value()) {
+               shape.window.has_value() || !item.reads.empty()) {
       together.push_back(&item);
     } else {
       DecodeAlone(decode_, q, out, layer, item, shape);
@@ -418,6 +475,11 @@ at::Tensor Attention::Run(const at::Tensor& q, int64_t layer, absl::Span<const A
   if (end < q.size(0)) out.narrow(0, end, q.size(0) - end).zero_();  // padding
   if (!together.empty()) DecodeTogether(q, out, layer, together, shape);
   if (!prompts.empty()) PrefillTogether(*prefill, q, out, layer, prompts, shape);
+  if (!far.empty()) {
+    const AttentionPath path = FastestAttentionPath(KernelShape(shape));
+    PrefillTogether(path, q, out, layer, far, shape);
+    AttendFar(path, q, out, layer, far, shape);
+  }
   return out;
 }
 

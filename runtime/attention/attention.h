@@ -11,14 +11,16 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "runtime/attention/kernel_choice.h"
+#include "runtime/kernels/kernels.h"
 #include "runtime/kernels/kv_format.h"
 #include "runtime/kv/sequence_cache.h"
+#include "runtime/kv/sequence_tier.h"
 #include "runtime/model/manifest.h"
 
 namespace epikv {
 
 // How one decode query attends. Chosen at start-up (kernel_choice.h), never by the policy. At
-// layers with a soft cap or a window, and over K and V of int8, it is kBatch.
+// layers with a soft cap or a window, over K and V of int8, and where a part is read, it is kBatch.
 enum class DecodeKernel {
   kBatch,   // our loop, one call for all sequences' lanes
   kFlash,   // the SDPA flash kernel, one call a sequence
@@ -51,12 +53,18 @@ struct AttentionItem {
   absl::Span<char* const> keys;
   // Per KV head. Empty: every row sees every slot that is not younger.
   absl::Span<const LanePositions> positions;
+  // Decode, per KV head: the slots that are read, ascending. Empty, of a head or at all: all are.
+  absl::Span<const std::vector<SlotRange>> reads;
   // Decode, if not null: where Run leaves the logits, so that NewestRows need not make them again;
   // or nothing, where its kernel makes none.
   std::vector<float>* logits = nullptr;
   // Prefill, if not null: where Run leaves the log-sum-exp of each query's logits, [heads,
-  // num_rows], fp32.
+  // num_rows], fp32. Of the lanes alone.
   at::Tensor* log_sum_exp = nullptr;
+  // If not null: what each row attends to besides, of each KV head `far_tokens` at most. With
+  // log_sum_exp.
+  const SequenceTier* tier = nullptr;
+  int64_t far_tokens = 0;
 };
 
 struct AttentionShape {

@@ -11,6 +11,9 @@ void CompletionGroup::Add(const Sequence& s, const Finished& closed) {
   total.kv_trace_truncated |= closed.kv_trace_truncated;
   total.kv.final_entries += s.open ? closed.kv.final_entries : 0;
   total.kv.packed_bytes += closed.kv.packed_bytes;
+  total.kv.reads.read += closed.kv.reads.read;
+  total.kv.reads.cached += closed.kv.reads.cached;
+  total.kv.tier.Add(closed.kv.tier);
   total.kv.evicted_entries += closed.kv.evicted_entries - (forked ? prompt_evicted : 0);
   total.kv.rounds += closed.kv.rounds - (forked ? prompt_rounds : 0);
   total.timings.queue = closed.timings.queue;

@@ -41,6 +41,7 @@ Engine::Engine(EngineOptions options, std::unique_ptr<StepExecutor> executor,
       observer_(observer),
       now_(std::move(now)),
       ledger_(options_.kv_capacity_bytes),
+      tier_ledger_(options_.tier_capacity_bytes),
       queue_(options_.queue),
       outlook_(LookOut()) {}
 
@@ -67,12 +68,13 @@ void Engine::SubmitIdle(Request request, std::shared_ptr<RequestSink> sink) {
     sink->OnFinished({.reason = FinishReason::kCancelled, .status = std::move(why)});
   };
   if (!alone) return refuse(absl::CancelledError("something else runs"));
-  if (ledger_.reserved() + executor_->prefix_bytes() + bytes > ledger_.capacity()) {
+  if (ledger_.reserved() + executor_->prefix_bytes() + bytes > ledger_.capacity() ||
+      !tier_ledger_.Fits(request.demand.peak_tier_bytes())) {
     return refuse(absl::ResourceExhaustedError("the KV pool has no room for it"));
   }
   idle_ = std::make_unique<Sequence>(SequenceId{next_id_++}, std::move(request), std::move(sink),
                                      tokenizer_);
-  ledger_.Reserve(idle_->id, bytes);
+  Reserve(idle_->id, bytes, idle_->request.demand.peak_tier_bytes());
   idle_->open = true;
   idle_->admitted = now_();
   const absl::StatusOr<int64_t> cached =
@@ -255,6 +257,8 @@ void Engine::Report(StepStats step) {
   step.kv_used_bytes = executor_->used_bytes();
   step.kv_reserved_bytes = ledger_.reserved();
   step.kv_capacity_bytes = ledger_.capacity();
+  step.tier_reserved_bytes = tier_ledger_.reserved();
+  step.tier_capacity_bytes = tier_ledger_.capacity();
   step.kv_prefix_bytes = executor_->prefix_bytes();
   executor_->AddPool(step);
   observer_.OnStep(step);
@@ -323,8 +327,8 @@ void Engine::Admit() {
     if (!head.has_value()) break;
     SequencePtr& waiting = waiting_.at(*head);
     if (running() + waiting->request.completions() > options_.max_running_requests) break;
-    const int64_t bytes = waiting->request.demand.peak_bytes();
-    if (!ledger_.Fits(bytes)) break;
+    const KvDemand& demand = waiting->request.demand;
+    if (!ledger_.Fits(demand.peak_bytes()) || !tier_ledger_.Fits(demand.peak_tier_bytes())) break;
     absl::Status late = absl::OkStatus();
     if (pace_.missing() && running() + queue_.size() > 1) {
       late = Infeasible(waiting->request, PredictRun(waiting->request, pace_.present()) * kMargin,
@@ -343,16 +347,26 @@ void Engine::Admit() {
     Sequence& s = *running_.back();
     s.admitted = now;
     s.last_step = steps_;
-    Guard(s, [&] { Open(s, bytes); });
+    Guard(s, [&] { Open(s); });
     if (!s.finished) continue;
     running_.pop_back();  // the next may have its place
     EndLost();
   }
 }
 
-void Engine::Open(Sequence& s, int64_t bytes) {
+void Engine::Reserve(SequenceId id, int64_t bytes, int64_t tier_bytes) {
+  ledger_.Reserve(id, bytes);
+  try {
+    tier_ledger_.Reserve(id, tier_bytes);
+  } catch (...) {
+    ledger_.Release(id);
+    throw;
+  }
+}
+
+void Engine::Open(Sequence& s) {
   if (s.request.completions() > 1) s.group = std::make_shared<CompletionGroup>(s.request);
-  ledger_.Reserve(s.id, bytes);
+  Reserve(s.id, s.request.demand.peak_bytes(), s.request.demand.peak_tier_bytes());
   s.open = true;
   const int64_t prefix_bytes =
       std::min(options_.max_prefix_bytes, ledger_.capacity() - ledger_.reserved());
@@ -598,7 +612,7 @@ void Engine::ForkCompletions(Sequence& first) {
     members.push_back(&s);
     if (s.unread.has_value()) AwaitReading(s);
     if (s.ended_early.has_value()) continue;
-    ledger_.Reserve(s.id, s.request.demand.decode_bytes);
+    Reserve(s.id, s.request.demand.decode_bytes, s.request.demand.tier_bytes);
     s.open = true;
     if (absl::Status status = executor_->Fork(first.id, s.id, s.request); !status.ok()) {
       return Finish(s, FinishReason::kError, std::move(status));
@@ -661,7 +675,10 @@ void Engine::OnSettled(Sequence& s, const WorkItem& item, SettleOutcome outcome)
   s.pass = std::move(outcome.pass);
   s.pass_done = 0;
   if (more) return;
-  if (item.ends_prefill || item.pass) ledger_.Shrink(s.id, s.request.demand.decode_bytes);
+  if (item.ends_prefill || item.pass) {
+    ledger_.Shrink(s.id, s.request.demand.decode_bytes);
+    tier_ledger_.Shrink(s.id, s.request.demand.tier_bytes);
+  }
   if (outcome.evicted_entries == 0) return;
   ++s.rounds;
   s.evicted_entries += outcome.evicted_entries;
@@ -675,7 +692,7 @@ void Engine::OnSettled(Sequence& s, const WorkItem& item, SettleOutcome outcome)
 
 void Engine::DeliverTrace(Sequence& s, EvictionTrace trace) {
   for (const EvictionTrace::Victims& victims : trace.victims) {
-    s.trace_victims += static_cast<int64_t>(victims.index.size());
+    s.trace_victims += static_cast<int64_t>(victims.index.size() + victims.recalled.size());
   }
   if (s.trace_victims > options_.max_trace_victims) {
     s.trace_truncated = true;
@@ -753,6 +770,7 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
     });
     executor_->Close(s.id);
     ledger_.Release(s.id);
+    tier_ledger_.Release(s.id);
   }
   const absl::Time now = now_();
   Finished finished{.reason = reason,
@@ -786,6 +804,8 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   finished.kv.peak_entries = facts.peak_entries;
   finished.kv.peak_bytes = facts.peak_bytes;
   finished.kv.packed_bytes = packed_bytes;
+  finished.kv.reads = facts.reads;
+  finished.kv.tier = facts.tier;
   // A completion holds the prompt's cache, too, for as long as it is shared.
   if (s.group != nullptr) {
     CompletionGroup& group = *s.group;

@@ -27,7 +27,8 @@ struct EngineOptions {
   // Requests that cannot meet their deadlines are refused, and dropped while they wait.
   bool refuse_infeasible_deadlines = true;
   int64_t kv_capacity_bytes = 0;
-  int64_t max_prefix_bytes = 0;  // of the pool, for cached prefixes, while no request needs them
+  int64_t tier_capacity_bytes = 0;  // below the pool
+  int64_t max_prefix_bytes = 0;     // of the pool, for cached prefixes, while no request needs them
   int64_t max_running_requests = 256;
   int64_t max_trace_victims = 65536;  // of one request's eviction trace
   // Of a step, what constraints may take before those that are left wait for their turn, in units
@@ -83,6 +84,7 @@ class Engine {
   const EngineOptions& options() const { return options_; }
   std::vector<RequestFacts> Describe();  // those that run, then those that wait
   const Ledger& ledger() const { return ledger_; }
+  const Ledger& tier_ledger() const { return tier_ledger_; }
   const StepExecutor& executor() const { return *executor_; }
 
  private:
@@ -94,7 +96,10 @@ class Engine {
   void EndLost();
   void Admit();
   // Begins a sequence that has been admitted. bytes: of the pool, its demand.
-  void Open(Sequence& sequence, int64_t bytes);
+  void Open(Sequence& sequence);
+  // Reserves what a sequence may hold, of the pool and of the tier, or throws and has reserved
+  // nothing.
+  void Reserve(SequenceId id, int64_t bytes, int64_t tier_bytes);
   // Not OK: a request that began now and ran so long would miss its deadline.
   absl::Status Infeasible(const Request& request, absl::Duration run, absl::Time now) const;
   std::vector<WorkItem> PlanStep(absl::Span<const SequencePtr> running,
@@ -144,7 +149,7 @@ class Engine {
   const Tokenizer& tokenizer_;
   EngineObserver& observer_;
   const std::function<absl::Time()> now_;
-  Ledger ledger_;
+  Ledger ledger_, tier_ledger_;  // of the pool, and of what lies below it
   RequestQueue queue_;
   PrefillTurns turns_;
   std::map<SequenceId, SequencePtr> waiting_;  // what the queue orders; in order of arrival

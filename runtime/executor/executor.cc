@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
+#include "policies/guarded_policy.h"
 #include "policies/policy.h"
 #include "runtime/base/reason.h"
 #include "runtime/executor/outputs.h"
@@ -151,12 +152,22 @@ absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
     prefixes_.Limit(prefix_bytes);
     std::erase_if(blocks, [this](PrefixCache::Block block) { return !prefixes_.Contains(block); });
     auto sequence = std::make_unique<OpenSequence>(pool_, id, request, shape_);
+    if (request.tier.tokens > 0) {
+      sequence->tier =
+          std::make_unique<SequenceTier>(sequence->cache.layout(), shape_, pool_.format(),
+                                         request.tier.tokens, options_.open_tier);
+    }
+    sequence->policy = request.policy;
+    if (request.traits.recalls) {
+      sequence->policy =
+          GuardedPolicy(request.policy, request.traits.granularity, *request.tier.guard);
+    }
     if (request.traits.evicts) {
       absl::Status asked = AskPolicy(request, [&] {
-        sequence->state =
-            request.policy->NewState({.prompt_tokens = static_cast<int64_t>(request.prompt.size()),
-                                      .budget = request.budget,
-                                      .protection = request.protection});
+        sequence->state = sequence->policy->NewState(
+            {.prompt_tokens = static_cast<int64_t>(request.prompt.size()),
+             .budget = request.budget,
+             .protection = request.protection});
       });
       if (!asked.ok()) return asked;
     }
@@ -187,7 +198,7 @@ absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
                         .count = count,
                         .tokens = absl::MakeConstSpan(request.prompt).subspan(cached, count),
                         .signals = {}};
-      absl::Status asked = AskPolicy(request, [&] { request.policy->Observe({&step, 1}); });
+      absl::Status asked = AskPolicy(request, [&] { sequence.policy->Observe({&step, 1}); });
       if (!asked.ok()) return asked;
     }
     cached += count;
@@ -444,7 +455,7 @@ absl::StatusOr<std::vector<int32_t>> Executor::BeginPass(OpenSequence& sequence,
                       shape_.num_heads * shape_.key_width * ElementBytes(pool_.format().model))});
   if (traits.chunk > 0) {
     absl::Status asked =
-        AskPolicy(request, [&] { pass->segments = request.policy->PassSegments(request.prompt); });
+        AskPolicy(request, [&] { pass->segments = sequence.policy->PassSegments(request.prompt); });
     asked.Update(CheckSegments(request, pass->segments, model_->manifest().vocab_size));
     if (!asked.ok()) return asked;
   } else {
@@ -483,7 +494,7 @@ absl::StatusOr<std::vector<int32_t>> Executor::GoOnWithPass(OpenSequence& sequen
                 .first = done - count,
                 .count = count,
                 .signals = {.gate = pass.gate}};
-  absl::Status asked = AskPolicy(request, [&] { request.policy->ObservePass({&step, 1}); });
+  absl::Status asked = AskPolicy(request, [&] { sequence.policy->ObservePass({&step, 1}); });
   if (!asked.ok()) return asked;
   if (done < std::ssize(pass.segments[pass.segment])) return std::vector<int32_t>();
   sequence.cache.SetScratch(0);
@@ -537,7 +548,9 @@ CacheFacts Executor::Facts(SequenceId id) const {
   CacheFacts facts{.entries = cache.entries(),
                    .peak_entries = std::max(cache.peak_entries(), found->second->peak_entries),
                    .bytes = cache.bytes(),
-                   .peak_bytes = std::max(cache.peak_bytes(), found->second->peak_bytes)};
+                   .peak_bytes = std::max(cache.peak_bytes(), found->second->peak_bytes),
+                   .reads = found->second->reads};
+  if (found->second->tier != nullptr) facts.tier = found->second->tier->usage();
   if (const auto pass = passes_.find(id); pass != passes_.end()) {
     facts.entries += EntriesOf(*pass->second, *found->second);
     facts.bytes += BytesOfPass(*pass->second, *found->second);
@@ -564,6 +577,19 @@ int64_t Executor::used_bytes() const {
   for (const auto& [id, sequence] : open_) bytes += sequence->cache.bytes();
   for (const auto& [id, pass] : passes_) bytes += BytesOfPass(*pass, *open_.at(id));
   return bytes;
+}
+
+bool Executor::PagesHold() const {
+  for (const auto& [id, sequence] : open_) {
+    if (!sequence->pages.has_value()) continue;
+    const SequenceCache& cache = sequence->cache;
+    for (int64_t lane = 0; lane < shape_.num_layers * shape_.num_kv_heads; ++lane) {
+      const int64_t layer = lane / shape_.num_kv_heads, head = lane % shape_.num_kv_heads;
+      const std::optional<int64_t> hole = cache.table(cache.TableOf(layer, head)).hole();
+      if (!sequence->pages->Holds(lane, cache.Lane(layer, head).keys, hole)) return false;
+    }
+  }
+  return true;
 }
 
 void Executor::AddPool(StepStats& step) const {

@@ -13,6 +13,7 @@
 #include "runtime/forward/device_forward.h"
 #include "runtime/kv/kv_pool.h"
 #include "runtime/kv/prefix_cache.h"
+#include "runtime/kv/tier_store.h"
 #include "runtime/model/model.h"
 #include "runtime/model/rope_table.h"
 #include "runtime/signals/signals.h"
@@ -27,7 +28,7 @@ struct StepItem;
 
 struct ExecutorOptions {
   int64_t pool_rows = 0;
-  int64_t scratch_bytes = 0;  // of the largest forward, in the machine's memory
+  int64_t scratch_bytes = 0;  // of the largest forward, and of tiers, in the machine's memory
   DecodeKernel decode_kernel = DecodeKernel::kBatch;
   PrefillKernel prefill_kernel = PrefillKernel::kBatch;
   KvDType kv_dtype = KvDType::kModel;
@@ -44,6 +45,7 @@ struct ExecutorOptions {
   // Decoded tokens of a sequence between two rounds whose SettleOutcome::attention_mass is
   // measured; its first one is, too. 0: never.
   int64_t mass_interval = 0;
+  TierOpener open_tier = TiersIn("");
 };
 
 // Runs steps on a Model: builds the packed batch, has it run on the CPU or on a device, commits,
@@ -70,6 +72,8 @@ class Executor final : public StepExecutor {
   void AddStageTimes(StepStats& step) const override;
 
   const KvPool& pool() const { return pool_; }
+  // Whether PageIndex::Holds of every open sequence: every kept token can be read. For tests.
+  bool PagesHold() const;
   const Model& model() const { return *model_; }
   // Requires: forwards run on the CPU.
   const AttentionCounts& attention_counts() const { return cpu_->attention_counts(); }

@@ -1,6 +1,7 @@
 #include "runtime/executor/policy_calls.h"
 
 #include <algorithm>
+#include <set>
 
 #include "absl/strings/str_cat.h"
 #include "runtime/admission/kv_demand.h"
@@ -9,12 +10,16 @@
 namespace epikv {
 namespace {
 
-EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims, const SequenceCache& cache,
+EvictionTrace TraceOf(const std::vector<std::vector<int32_t>>& victims,
+                      const std::vector<std::vector<Recalled>>& back, const SequenceCache& cache,
                       Granularity granularity) {
   EvictionTrace trace{.at_token = cache.newest()};
   for (size_t t = 0; t < victims.size(); ++t) {
-    if (victims[t].empty()) continue;
     EvictionTrace::Victims of{.index = victims[t]};
+    if (!back.empty()) {
+      for (const Recalled& token : back[t]) of.recalled.push_back(token.index);
+    }
+    if (of.index.empty() && of.recalled.empty()) continue;
     const int64_t table = static_cast<int64_t>(t);
     if (granularity == Granularity::kLayer) of.layer = table;
     if (granularity == Granularity::kHead) {
@@ -38,6 +43,33 @@ double MassOf(const SequenceCache::Slots& slots, const SequenceCache& cache,
     }
   }
   return mass / static_cast<double>(cache.num_layers() * cache.num_kv_heads());
+}
+
+// Whether what a policy takes back lies in the tier, and has room once `slots` are evicted.
+absl::Status CheckRecalled(const OpenSequence& sequence, const SequenceCache::Slots& slots,
+                           const std::vector<std::vector<int32_t>>& recalled) {
+  const SequenceCache& cache = sequence.cache;
+  if (sequence.tier == nullptr || !sequence.request.traits.recalls) {
+    return absl::InternalError("the policy takes tokens back, and there is no tier");
+  }
+  if (std::ssize(recalled) != cache.num_tables()) {
+    return absl::InternalError(absl::StrCat("the policy takes tokens back into ", recalled.size(),
+                                            " lane groups, there are ", cache.num_tables()));
+  }
+  for (int64_t t = 0; t < cache.num_tables(); ++t) {
+    const std::set<int32_t> once(recalled[t].begin(), recalled[t].end());
+    const int64_t freed = std::ssize(slots[t]) - cache.Excess(t);
+    if (once.size() != recalled[t].size() || std::ssize(recalled[t]) > freed) {
+      return absl::InternalError(absl::StrCat("the policy takes ", recalled[t].size(),
+                                              " tokens back where ", freed, " have room"));
+    }
+    for (const int32_t token : once) {
+      if (sequence.tier->Holds(t, token)) continue;
+      return absl::InternalError(
+          absl::StrCat("the policy takes token ", token, " back, which is not in the tier"));
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status InvalidSet(absl::Status status) {
@@ -77,7 +109,7 @@ absl::Status ObserveStep(OpenSequence& sequence, const WorkItem& item, CacheView
   if (traits.signals.Has(item.decode ? Signal::kAttentionRow : Signal::kPromptAttention)) {
     step.signals.attention = &sequence.attention_rows;
   }
-  return AskPolicy(sequence.request, [&] { sequence.request.policy->Observe({&step, 1}); });
+  return AskPolicy(sequence.request, [&] { sequence.policy->Observe({&step, 1}); });
 }
 
 absl::Status CheckSegments(const Request& request,
@@ -101,7 +133,7 @@ absl::StatusOr<SequenceCache::Slots> AskDraft(OpenSequence& sequence, CacheView&
   const Request& request = sequence.request;
   Eviction draft;
   absl::Status asked = AskPolicy(request, [&] {
-    draft = request.policy->Draft({.state = sequence.state.get(), .cache = view});
+    draft = sequence.policy->Draft({.state = sequence.state.get(), .cache = view});
   });
   if (!asked.ok()) return asked;
   if (!draft.status.ok()) return PolicyFailure(request, kPolicyStatus, draft.status.message());
@@ -125,7 +157,7 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
   const absl::Time begin = SteadyNow();
   EvictionTask task{.state = sequence.state.get(), .cache = view};
   std::vector<Eviction> answers;
-  absl::Status asked = AskPolicy(request, [&] { answers = request.policy->Evict({&task, 1}); });
+  absl::Status asked = AskPolicy(request, [&] { answers = sequence.policy->Evict({&task, 1}); });
   if (!asked.ok()) return asked;
   if (answers.size() != 1) {
     return InvalidSet(absl::InternalError(
@@ -144,10 +176,32 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
     outcome.attention_mass = MassOf(*slots, sequence.cache, *mass_rows);
     sequence.mass_at = item.first;
   }
-  outcome.evicted_entries = sequence.cache.Evict(*slots, !item.in_prefill());
+  const bool recalls = std::any_of(eviction.recalled.begin(), eviction.recalled.end(),
+                                   [](const auto& of_table) { return !of_table.empty(); });
+  if (recalls) {
+    absl::Status valid = CheckRecalled(sequence, *slots, eviction.recalled);
+    if (!valid.ok()) return InvalidSet(std::move(valid));
+  }
+  const bool leave_hole = !item.in_prefill();
+  std::vector<std::vector<Recalled>> back(recalls ? slots->size() : 0);
+  for (int64_t t = 0; sequence.tier != nullptr && t < std::ssize(*slots); ++t) {
+    if (recalls) back[t] = sequence.tier->Take(t, eviction.recalled[t]);
+    sequence.tier->Demote(sequence.cache, t, (*slots)[t]);
+  }
+  outcome.evicted_entries = sequence.cache.Evict(*slots, leave_hole);
+  for (size_t t = 0; t < back.size(); ++t) {
+    for (const Recalled& token : back[t]) {
+      SequenceTier::PutBack(token, sequence.cache, static_cast<int64_t>(t));
+    }
+  }
+  // A hole's page is bounded anew once it is filled.
+  const bool moved =
+      recalls || !leave_hole || sequence.cache.SharesBudgets() ||
+      std::any_of(slots->begin(), slots->end(), [](const auto& of) { return of.size() > 1; });
+  if (sequence.pages.has_value() && moved) sequence.pages->Forget();
   outcome.eviction_time = SteadyNow() - begin;
   if (request.output.kv_trace) {
-    outcome.trace = TraceOf(eviction.victims, sequence.cache, request.traits.granularity);
+    outcome.trace = TraceOf(eviction.victims, back, sequence.cache, request.traits.granularity);
   }
   return absl::OkStatus();
 }

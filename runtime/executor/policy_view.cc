@@ -74,6 +74,19 @@ at::Tensor PolicyView::values(int64_t layer, int64_t head) const {
   return ReadRows(lane.values, count, manifest_.layers[layer].value_width, pool_.format());
 }
 
+std::vector<int32_t> PolicyView::ghosts(int64_t layer, int64_t head) const {
+  if (sequence_.tier == nullptr) return {};
+  return sequence_.tier->tokens(sequence_.cache.TableOf(layer, head));
+}
+
+at::Tensor PolicyView::ghost_keys(int64_t layer, int64_t head,
+                                  absl::Span<const int32_t> ghosts) const {
+  const int64_t width = manifest_.layers[layer].key_width;
+  if (sequence_.tier == nullptr) return at::zeros({std::ssize(ghosts), width});
+  std::vector<char> rows = sequence_.tier->Keys(layer * num_kv_heads() + head, ghosts);
+  return ReadRows(rows.data(), std::ssize(ghosts), width, pool_.format()).clone();
+}
+
 at::Tensor PolicyView::keys_of(absl::Span<const int64_t> slots) const {
   return ByLane(pool_.ReadKeys(RowsOf(slots)));
 }
@@ -96,6 +109,7 @@ void PolicyView::RoundRows(int64_t layer, int64_t head, absl::Span<const int64_t
   if (!valid) throw std::invalid_argument("the policy rounds rows that are not its to round");
   pool_.Replace(rows, RoundedKeys(pool_.ReadKeys(rows), bits),
                 RoundedValues(pool_.ReadValues(rows), bits));
+  if (sequence_.pages.has_value()) sequence_.pages->Forget();
 }
 
 at::Tensor PolicyView::queries(int64_t layer) const {

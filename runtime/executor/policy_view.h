@@ -48,6 +48,9 @@ class PolicyView final : public CacheView {
   at::Tensor queries(int64_t layer) const override;
   at::Tensor lookahead(int64_t layer) const override;
   at::Tensor scratch_keys(int64_t layer, int64_t head) const override;
+  std::vector<int32_t> ghosts(int64_t layer, int64_t head) const override;
+  at::Tensor ghost_keys(int64_t layer, int64_t head,
+                        absl::Span<const int32_t> ghosts) const override;
   AttentionFacts attention(int64_t layer) const override;
   QueryMoments query_moments(int64_t layer) const override;
   at::Tensor output_projection(int64_t layer) const override;

@@ -140,7 +140,7 @@ at::Tensor CpuForward::Attention(const at::Tensor& q, const at::Tensor& k, const
                                       : at::empty_like(q, at::MemoryFormat::Contiguous);
   const absl::Time begin = SteadyNow();
   Append(running_, q.contiguous(), k.contiguous(), v.contiguous(), layer, rotated);
-  const std::vector<AttentionItem> items = ItemsOf(layer);
+  const std::vector<AttentionItem> items = ItemsOf(rotated, layer);
   at::Tensor out = attention_.Run(rotated, layer, items, shape);
   times_.wall[static_cast<int>(Stage::kAttention)] += SteadyNow() - begin;
   TakeSignals(q, rotated, layer, items, shape);
@@ -152,26 +152,31 @@ at::Tensor CpuForward::Attention(const at::Tensor& q, const at::Tensor& k, const
 }
 
 // What each running item attends over.
-std::vector<AttentionItem> CpuForward::ItemsOf(int64_t layer) {
+std::vector<AttentionItem> CpuForward::ItemsOf(const at::Tensor& rotated, int64_t layer) {
   std::vector<AttentionItem> items;
   items.reserve(running_.size());
   for (StepItem& item : running_) {
     if (item.turns_keys()) TurnKeys(item, layer);
     FindHidden(item, layer);
-    const bool measures = item.wants_attention_rows(layer);
+    ChooseReads(item, rotated, layer);
+    const bool measures = item.wants_attention_rows(layer), far = ReadsTier(item, layer);
     std::vector<float>* const logits = measures             ? &item.sequence->decode_logits
                                        : item.measures_mass ? &mass_logits_
                                                             : nullptr;
-    items.push_back({.cache = &item.sequence->cache,
-                     .row = item.row,
-                     .num_rows = item.num_rows(),
-                     .decode = item.work->decode,
-                     .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
-                                                                    shape_.num_kv_heads),
-                     .keys = item.turned_keys,
-                     .positions = item.lane_positions,
-                     .logits = item.work->decode ? logits : nullptr,
-                     .log_sum_exp = measures && !item.work->decode ? &item.log_sum_exp : nullptr});
+    items.push_back(
+        {.cache = &item.sequence->cache,
+         .row = item.row,
+         .num_rows = item.num_rows(),
+         .decode = item.work->decode,
+         .used = absl::MakeConstSpan(item.used).subspan(layer * shape_.num_kv_heads,
+                                                        shape_.num_kv_heads),
+         .keys = item.turned_keys,
+         .positions = item.lane_positions,
+         .reads = item.reads,
+         .logits = item.work->decode ? logits : nullptr,
+         .log_sum_exp = far || (measures && !item.work->decode) ? &item.log_sum_exp : nullptr,
+         .tier = far ? item.sequence->tier.get() : nullptr,
+         .far_tokens = item.sequence->request.tier.fetch});
   }
   return items;
 }
@@ -271,6 +276,49 @@ void CpuForward::FindHidden(StepItem& item, int64_t layer) {
     item.lane_positions.push_back(
         {.of_slots = item.PositionsOf(table).data(), .of_first_row = item.positions[table]});
   }
+}
+
+// Whether the item's rows attend to what was demoted. What a window hides lies further back.
+bool CpuForward::ReadsTier(const StepItem& item, int64_t layer) const {
+  const OpenSequence& sequence = *item.sequence;
+  return sequence.request.tier.fetch > 0 && sequence.tier != nullptr && item.pass == nullptr &&
+         !sequence.tier->empty() && !model_.manifest().layers[layer].window.has_value();
+}
+
+// Which slots of its lanes the item's query reads, of a request that reads a part: in decode,
+// behind the dense layers. A window that hides tokens is a choice already.
+void CpuForward::ChooseReads(StepItem& item, const at::Tensor& rotated, int64_t layer) const {
+  item.reads.clear();
+  const ReadLimit& read = item.sequence->request.read;
+  if (read.tokens == 0 || item.work->in_prefill() || layer < read.rule.dense_layers ||
+      !item.lane_positions.empty()) {
+    return;
+  }
+  const int64_t kv_heads = shape_.num_kv_heads, group = shape_.num_heads / kv_heads;
+  const SequenceCache& cache = item.sequence->cache;
+  const char* const q = static_cast<const char*>(rotated.const_data_ptr()) +
+                        item.row * shape_.num_heads * shape_.key_width * rotated.element_size();
+  item.reads.resize(kv_heads);
+  at::parallel_for(0, kv_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) {
+      const int64_t lane = layer * kv_heads + head, slot = item.slots[cache.TableOf(layer, head)];
+      item.sequence->pages->Update(lane, cache.Lane(layer, head).keys, slot, item.used[lane]);
+      item.sequence->pages->Choose(lane,
+                                   q + head * group * shape_.key_width * rotated.element_size(),
+                                   group, slot, read.tokens, item.reads[head]);
+    }
+  });
+  ReadSlots& slots = item.sequence->reads;
+  bool part = false;
+  for (int64_t head = 0; head < kv_heads; ++head) {
+    const int64_t used = item.used[layer * kv_heads + head];
+    int64_t count = 0;
+    for (const SlotRange& range : item.reads[head]) count += range.end - range.begin;
+    part |= count > 0;
+    slots.read += count > 0 ? count : used;
+    slots.cached += used;
+  }
+  if (!part) item.reads.clear();  // any kernel will do
 }
 
 // Rotates a layer's keys at their ranks, in lanes laid out, and of a format, as those of the cache.

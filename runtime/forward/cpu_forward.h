@@ -56,9 +56,11 @@ class CpuForward final : private ForwardHooks {
   void Append(absl::Span<const StepItem> items, const at::Tensor& q, const at::Tensor& k,
               const at::Tensor& v, int64_t layer, at::Tensor& rotated);
   AttentionShape ShapeOfLayer(int64_t layer) const;
-  std::vector<AttentionItem> ItemsOf(int64_t layer);
+  std::vector<AttentionItem> ItemsOf(const at::Tensor& rotated, int64_t layer);
   void TurnKeys(StepItem& item, int64_t layer);
   void FindHidden(StepItem& item, int64_t layer);
+  bool ReadsTier(const StepItem& item, int64_t layer) const;
+  void ChooseReads(StepItem& item, const at::Tensor& rotated, int64_t layer) const;
   void TakeSignals(const at::Tensor& q, const at::Tensor& rotated, int64_t layer,
                    absl::Span<const AttentionItem> items, const AttentionShape& shape);
 

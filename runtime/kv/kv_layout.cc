@@ -2,12 +2,14 @@
 
 #include <algorithm>
 
+#include "runtime/kernels/page_bounds.h"
+#include "runtime/kv/page_index.h"
 #include "runtime/signals/signals.h"
 
 namespace epikv {
 
 KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
-                  int64_t num_tap_layers, PositionMode positions) {
+                  int64_t num_tap_layers, PositionMode positions, const ReadLimit& read) {
   const int64_t element = ElementBytes(format.model), key_bytes = format.RowBytes(shape.key_width);
   KvLayout layout;
   layout.num_lanes = shape.num_layers * shape.num_kv_heads;
@@ -54,9 +56,24 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
                                           shape.num_heads * shape.key_width * element);
   const int64_t pass_queries =
       traits.pass.chunk > 0 ? ScratchPass::kStepTokens : traits.pass.lookahead;
+  if (read.tokens > 0) {
+    layout.state_bytes_per_token +=
+        layout.num_lanes * PageIndex::BytesPerToken(read.rule.page, shape.key_width, format.model);
+    layout.state_bytes += layout.num_lanes * PageIndex::BytesPerLane(shape.key_width, format.model);
+  }
   layout.pass_bytes = QueryWindow::Bytes(shape.num_layers, pass_queries,
                                          shape.num_heads * shape.key_width * element);
   return layout;
+}
+
+int64_t TierBytes(const KvLayout& layout, const ModelShape& shape, const KvFormat& format,
+                  int64_t tokens) {
+  // By token: its place, which is kept by index and in order, in nodes of the standard library's.
+  constexpr int64_t kBytesOfToken = 192;
+  const int64_t pages = (tokens + kTierPage - 1) / kTierPage;
+  return layout.num_tables * tokens * (layout.slot_bytes + kBytesOfToken) +
+         layout.num_lanes *
+             (tokens * layout.row_bytes + pages * PageBoundsBytes(shape.key_width, format.model));
 }
 
 int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities) {

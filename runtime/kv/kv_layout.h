@@ -21,7 +21,15 @@ struct KvLayout {
   int64_t step_bytes_per_row = 0;  // of each row of a forward, while it runs
 };
 KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
-                  int64_t num_tap_layers, PositionMode positions = PositionMode::kAbsolute);
+                  int64_t num_tap_layers, PositionMode positions = PositionMode::kAbsolute,
+                  const ReadLimit& read = {});
+
+// Of keys that were demoted one after another, bounds are kept together (page_bounds.h).
+inline constexpr int64_t kTierPage = 16;  // tokens
+
+// Bytes of a tier (SequenceTier) of so many tokens for each slot table.
+int64_t TierBytes(const KvLayout& layout, const ModelShape& shape, const KvFormat& format,
+                  int64_t tokens);
 
 // Bytes of lanes with these capacities (tokens), tables and state included.
 int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities);

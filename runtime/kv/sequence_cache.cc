@@ -36,6 +36,12 @@ void SlotTable::Append(int64_t first, int64_t position, int64_t count) {
   }
 }
 
+void SlotTable::Insert(int32_t index, int32_t position, absl::Span<const float> columns) {
+  const int64_t slot = NextSlot();
+  Append(index, position, 1);
+  for (int64_t place = 0; place < num_columns(); ++place) columns_[place][slot] = columns[place];
+}
+
 std::vector<SlotTable::Copy> SlotTable::Remove(absl::Span<const int64_t> slots, bool leave_hole) {
   if (slots.empty()) return {};
   if (slots.size() == 1 && leave_hole) {
@@ -84,7 +90,8 @@ SequenceCache::SequenceCache(KvPool& pool, SequenceId id, const Request& request
       request_(request),
       shape_(shape),
       layout_(LayoutOf(shape, pool.format(), request.traits,
-                       static_cast<int64_t>(request.tap_layers.size()), request.positions)),
+                       static_cast<int64_t>(request.tap_layers.size()), request.positions,
+                       request.read)),
       capacity_(request.demand.prefill),
       offset_(OffsetsOf(capacity_)),
       tables_(layout_.num_tables, SlotTable(static_cast<int64_t>(request.traits.columns.size()))),
@@ -199,6 +206,12 @@ void SequenceCache::Append(int64_t first, int64_t count) {
     tables_[t].Append(first, NextPosition(t), count);
   }
   newest_ = first + count - 1;
+  NotePeak();
+}
+
+void SequenceCache::Insert(int64_t table, int32_t index, int32_t position,
+                           absl::Span<const float> columns) {
+  tables_[table].Insert(index, position, columns);
   NotePeak();
 }
 

@@ -31,6 +31,10 @@ class SlotTable {
   // that NextSlot gave. Their columns are zero.
   void Append(int64_t first, int64_t position, int64_t count);
 
+  // The same of one token that comes back, with its columns.
+  void Insert(int32_t index, int32_t position, absl::Span<const float> columns);
+
+  int64_t num_columns() const { return std::ssize(columns_); }
   int64_t live() const { return used_ - (hole_.has_value() ? 1 : 0); }
   int64_t used() const { return used_; }
   std::optional<int64_t> hole() const { return hole_; }
@@ -85,6 +89,7 @@ class SequenceCache {
   SequenceCache(const SequenceCache&) = delete;
   SequenceCache& operator=(const SequenceCache&) = delete;
 
+  const KvLayout& layout() const { return layout_; }
   int64_t num_layers() const { return shape_.num_layers; }
   int64_t num_kv_heads() const { return shape_.num_kv_heads; }
   int64_t num_tables() const { return static_cast<int64_t>(tables_.size()); }
@@ -122,6 +127,9 @@ class SequenceCache {
 
   // Commits tokens written to every lane. Requires: no scratch.
   void Append(int64_t first, int64_t count);
+
+  // Commits a token that comes back, written to the table's lanes in its NextSlot.
+  void Insert(int64_t table, int32_t index, int32_t position, absl::Span<const float> columns);
 
   // Slots over the budget in a table, or in all tables that share one budget with it. >= 0.
   int64_t Excess(int64_t table) const;

@@ -26,6 +26,13 @@ enum class PositionMode {
   kCache,     // a token's position is its rank among the tokens cached, at every step anew
 };
 
+// Where tokens go that are evicted. 0: nowhere.
+struct TierOptions {
+  int64_t tokens = 0;  // that it holds, of each keep decision
+  int64_t fetch = 0;   // of these, that each new token attends to besides the lanes, at most
+  std::optional<GuardRule> guard;  // what is asked for comes back to the lanes
+};
+
 struct KvOptions {
   std::string policy;  // empty: see Admission
   // Tokens, or a share of prompt + max output; neither: the whole cache is kept.
@@ -33,6 +40,8 @@ struct KvOptions {
   std::map<std::string, ParamValue> params;
   ProtectionOptions protection;
   PositionMode positions = PositionMode::kAbsolute;
+  int64_t read_tokens = 0;  // of a lane by a decode step; 0: all, or by the policy
+  TierOptions tier;
   // Prompts share cached prefixes with those of the same salt alone; or with none.
   std::string prefix_salt;
   bool bypass_prefix_cache = false;
@@ -88,6 +97,35 @@ struct RequestOptions {
   absl::Time deadline = absl::InfiniteFuture();
 };
 
+// Slots of lanes, over decode steps of a request that reads a part: those that were read, and all
+// that there were.
+struct ReadSlots {
+  int64_t read = 0, cached = 0;
+};
+
+// What went through a request's tier, in entries: one token in one layer and KV head.
+struct TierUsage {
+  int64_t bytes = 0;  // that it held room for
+  int64_t demoted = 0, recalled = 0, forgotten = 0, fetched = 0;
+  bool failed = false;  // then tokens were evicted for good
+  absl::Duration time;  // of demoting and recalling
+  void Add(const TierUsage& other) {
+    bytes += other.bytes;
+    demoted += other.demoted;
+    recalled += other.recalled;
+    forgotten += other.forgotten;
+    fetched += other.fetched;
+    failed |= other.failed;
+    time += other.time;
+  }
+};
+
+// What a decode step reads of each lane at most.
+struct ReadLimit {
+  int64_t tokens = 0;  // 0: all
+  ReadRule rule;
+};
+
 // The most KV memory a request can hold, computed from lengths alone (Admission). Tokens per lane;
 // lanes are [layers x kv_heads], heads inner.
 struct KvDemand {
@@ -100,7 +138,9 @@ struct KvDemand {
   int64_t decode_bytes = 0;      // of each completion
   // Pairs of tokens that a round may compare: in the prompt, and in the decode of one completion.
   int64_t prefill_round_pairs = 0, decode_round_pairs = 0;
+  int64_t tier_bytes = 0;   // of each completion, below its lanes
   int64_t completions = 1;  // they share the prompt until it is cached and settled
+  int64_t peak_tier_bytes() const { return completions * tier_bytes; }
   int64_t peak_bytes() const { return std::max(prefill_bytes, completions * decode_bytes); }
 };
 
@@ -130,6 +170,8 @@ struct Request {
   int64_t budget = 0;                    // tokens
   Protection protection;
   PositionMode positions = PositionMode::kAbsolute;
+  ReadLimit read;
+  TierOptions tier;
   std::string prefix_salt;
   bool bypass_prefix_cache = false;
   // Blocks whose residual is looked at for each decode token, ascending: the policy's and,
@@ -159,6 +201,7 @@ struct EvictionTrace {
   struct Victims {
     std::optional<int64_t> layer, head;  // absent: of all
     std::vector<int32_t> index;
+    std::vector<int32_t> recalled;  // tokens of the tier that came back
   };
   int64_t at_token = 0;  // index of the newest token
   std::vector<Victims> victims;
@@ -170,7 +213,9 @@ struct KvUsage {
   int64_t evicted_entries = 0;
   int64_t rounds = 0;
   int64_t peak_bytes = 0;
-  int64_t packed_bytes = 0;   // of a policy that rounds rows: what is held at the end, packed
+  int64_t packed_bytes = 0;  // of a policy that rounds rows: what is held at the end, packed
+  ReadSlots reads;
+  TierUsage tier;
   std::vector<int32_t> kept;  // on request
 };
 

@@ -69,6 +69,8 @@ struct SettleOutcome {
 struct CacheFacts {
   int64_t entries = 0, peak_entries = 0;
   int64_t bytes = 0, peak_bytes = 0;
+  ReadSlots reads;
+  TierUsage tier;
   std::vector<int32_t> kept;  // where the request asks for it; ascending
 };
 

@@ -10,8 +10,10 @@
 
 #include "policies/policy.h"
 #include "runtime/attention/attention.h"
+#include "runtime/kv/page_index.h"
 #include "runtime/kv/prefix_cache.h"
 #include "runtime/kv/sequence_cache.h"
+#include "runtime/kv/sequence_tier.h"
 #include "runtime/model/model.h"
 #include "runtime/request/draft.h"
 #include "runtime/signals/query_moments.h"
@@ -21,6 +23,10 @@
 // What an executor knows of a sequence, and of its share of the step that runs.
 
 namespace epikv {
+
+inline PageIndex PagesOf(const ModelShape& shape, const ReadLimit& read, const KvFormat& format) {
+  return {shape.num_layers * shape.num_kv_heads, read.rule.page, shape.key_width, format};
+}
 
 // A sequence between Open and Close.
 struct OpenSequence {
@@ -34,6 +40,7 @@ struct OpenSequence {
                 shape.key_width, pool.device()),
         attention_rows(r.traits.attention_layers, shape.num_kv_heads) {
     if (r.steering.has_value()) steering.emplace(*r.steering);
+    if (r.read.tokens > 0) pages.emplace(PagesOf(shape, r.read, pool.format()));
   }
   // Goes on from where another is, between two steps; the policy's state is the caller's to clone.
   OpenSequence(SequenceId id, const Request& r, const OpenSequence& from)
@@ -45,7 +52,11 @@ struct OpenSequence {
         attention_rows(from.attention_rows),
         steering(from.steering),
         tapped(from.tapped),
-        prefix(from.prefix) {}
+        prefix(from.prefix) {
+    if (from.pages.has_value()) pages.emplace(*from.pages);
+    if (from.tier != nullptr) tier = from.tier->Clone();
+    policy = from.policy;
+  }
 
   // Goes on from where another is without what lies in `left_out`, and measures nothing.
   OpenSequence(SequenceId id, const Request& r, const OpenSequence& from,
@@ -75,6 +86,10 @@ struct OpenSequence {
   std::vector<float> final_hidden;       // [count, hidden]
   LaneRowsOfStep attention_rows;
   std::optional<SteeringState> steering;
+  // Of Request::read. Counted with a step's forward, whatever becomes of it.
+  std::optional<PageIndex> pages;
+  ReadSlots reads;
+  std::unique_ptr<SequenceTier> tier;  // of Request::tier, or null
   // Scratch of the layer that runs, kept from step to step.
   std::vector<float> decode_logits;  // AttentionItem::logits
   // PositionMode::kCache: keys at their ranks. [rows, bytes of one], uint8
@@ -82,7 +97,8 @@ struct OpenSequence {
   // On the device path: the residuals that the next step's are compared with, which `tap` has on
   // the CPU; undefined: they are still there. fp32 [taps, hidden_size], never written.
   at::Tensor tapped;
-  std::unique_ptr<PolicyState> state;  // null: the policy keeps none
+  std::shared_ptr<const Policy> policy;  // the request's, or a guard around it; null: see there
+  std::unique_ptr<PolicyState> state;    // null: the policy keeps none
   PrefixCache::Kept prefix;
   int64_t peak_entries = 0, peak_bytes = 0;  // with what a scratch pass had; 0: there was none
   int32_t first_output = 0;                  // once the prompt is cached
@@ -126,6 +142,8 @@ struct StepItem {
   // SequenceCache::PositionsAfter, once a layer has asked. [tables][slots]
   std::vector<std::vector<int64_t>> slot_positions;
   std::vector<LanePositions> lane_positions;  // of the layer that runs, if its window hides any
+  // AttentionItem::reads of the layer that runs. [kv_heads], or empty
+  std::vector<std::vector<SlotRange>> reads;
   // PositionMode::kCache: keys are turned at every step, into scratch for one layer.
   std::vector<char*> turned_keys;  // [kv_heads]: each lane's in there
   at::Tensor logits;               // of its last rows, [at least num_outputs, vocab]

@@ -37,6 +37,7 @@ struct StepStats {
   // Of a request that comes behind all that waits. Absent before anything was measured.
   std::optional<absl::Duration> predicted_wait;
   int64_t kv_used_bytes = 0, kv_reserved_bytes = 0, kv_capacity_bytes = 0;
+  int64_t tier_reserved_bytes = 0, tier_capacity_bytes = 0;
   int64_t kv_prefix_bytes = 0;  // of cached prefixes, beside what is reserved
   // Since the start: K/V rows that made room for others, and the longest time that one admission
   // took to move them.

@@ -65,6 +65,8 @@ Config ConfigOf(const v1::ServerConfig& c) {
                   .threads = c.threads(),
                   .kv_pool_bytes = static_cast<int64_t>(c.kv_pool_bytes()),
                   .kv_memory_share = c.kv_memory_share(),
+                  .kv_tier_bytes = static_cast<int64_t>(c.kv_tier_bytes()),
+                  .kv_tier_dir = c.kv_tier_dir(),
                   .max_step_tokens = c.max_step_tokens(),
                   .prefill_chunk_tokens = c.prefill_chunk_tokens(),
                   .max_running_requests = c.max_running_requests(),

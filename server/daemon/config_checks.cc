@@ -158,6 +158,9 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
                 kModelNameRule);
   check.Require(c.threads() <= 1024, "threads", "be at most 1024");
   check.Require(c.kv_pool_bytes() <= kMost, "kv_pool_bytes", "be below 2^63");
+  check.Require(c.kv_tier_bytes() <= kMost, "kv_tier_bytes", "be below 2^63");
+  check.Require(c.kv_tier_bytes() == 0 || c.device() != "cuda", "kv_tier_bytes",
+                "be 0 with --device=cuda: the tier works on the CPU only");
   check.Require(c.prefix_cache_share() >= 0 && c.prefix_cache_share() <= 1, "prefix_cache_share",
                 "be in [0, 1]");
   check.Require(c.kv_memory_share() > 0 && c.kv_memory_share() <= 1, "kv_memory_share",

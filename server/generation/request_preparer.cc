@@ -44,8 +44,8 @@ std::string NewRequestId() {
 // Whether other options for its KV cache could have been accepted; or other steering, where some
 // arm would have set it.
 bool ConcernsArms(const Rejection& rejection, bool steers) {
-  constexpr absl::string_view kReasons[] = {"KV_BUDGET", "KV_POOL_TOO_SMALL", "PROMPT_EVICTED",
-                                            "SPAN_RANGE"};
+  constexpr absl::string_view kReasons[] = {"KV_BUDGET", "KV_POOL_TOO_SMALL", "KV_TIER_TOO_SMALL",
+                                            "PROMPT_EVICTED", "SPAN_RANGE"};
   return std::find(std::begin(kReasons), std::end(kReasons), rejection.reason) !=
              std::end(kReasons) ||
          std::any_of(rejection.violations.begin(), rejection.violations.end(),

@@ -62,6 +62,15 @@ GivenKv ReadKv(const v1::KvOptions& kv) {
   for (const v1::TokenSpan& span : kv.protected_spans()) {
     options.protection.spans.push_back({.begin = span.begin(), .end = span.end()});
   }
+  options.read_tokens = kv.read_tokens();
+  options.tier = {.tokens = kv.tier().tokens(), .fetch = kv.tier().fetch()};
+  if (kv.tier().has_guard()) {
+    const v1::KvGuard& guard = kv.tier().guard();
+    options.tier.guard = {.asked = guard.asked() == 0 ? GuardRule().asked : guard.asked(),
+                          .follow = guard.follow(),
+                          .relax_times = guard.relax_times(),
+                          .relax_prob = guard.relax_prob()};
+  }
   options.prefix_salt = kv.cache_salt();
   options.bypass_prefix_cache = kv.bypass_prefix_cache();
   return read;
@@ -213,6 +222,19 @@ v1::ResolvedKv ResolvedKvOf(const Request& request) {
   }
   kv.set_reserved_bytes(request.demand.peak_bytes());
   kv.set_uncalibrated(request.traits.uncalibrated);
+  kv.set_read_tokens(request.read.tokens);
+  if (request.tier.tokens > 0) {
+    kv.mutable_tier()->set_tokens(request.tier.tokens);
+    kv.mutable_tier()->set_fetch(request.tier.fetch);
+    kv.set_tier_bytes(request.demand.peak_tier_bytes());
+    if (request.traits.recalls) {
+      v1::KvGuard& guard = *kv.mutable_tier()->mutable_guard();
+      guard.set_asked(request.tier.guard->asked);
+      guard.set_follow(request.tier.guard->follow);
+      guard.set_relax_times(request.tier.guard->relax_times);
+      guard.set_relax_prob(request.tier.guard->relax_prob);
+    }
+  }
   return kv;
 }
 
@@ -282,6 +304,15 @@ v1::KvUsage KvUsageOf(const v1::ResolvedKv& kv, const KvUsage& usage, int64_t la
   proto.set_rounds(usage.rounds);
   proto.set_peak_bytes(usage.peak_bytes);
   proto.set_packed_bytes(usage.packed_bytes);
+  if (usage.reads.cached > 0) {
+    proto.set_read_share(static_cast<double>(usage.reads.read) /
+                         static_cast<double>(usage.reads.cached));
+  }
+  proto.set_demoted_entries(usage.tier.demoted);
+  proto.set_recalled_entries(usage.tier.recalled);
+  proto.set_forgotten_entries(usage.tier.forgotten);
+  proto.set_fetched_entries(usage.tier.fetched);
+  proto.set_tier_failed(usage.tier.failed);
   proto.mutable_kept()->Add(usage.kept.begin(), usage.kept.end());
   return proto;
 }
@@ -567,6 +598,7 @@ v1::EvictionEvent ToProto(const EvictionTrace& trace) {
     if (victims.layer.has_value()) added.set_layer(*victims.layer);
     if (victims.head.has_value()) added.set_head(*victims.head);
     added.mutable_index()->Add(victims.index.begin(), victims.index.end());
+    added.mutable_recalled()->Add(victims.recalled.begin(), victims.recalled.end());
   }
   return event;
 }

@@ -143,7 +143,8 @@ std::vector<prometheus::MetricFamily> ModelMetrics::Collect() const {
 EngineMetrics::EngineMetrics(std::shared_ptr<ModelMetrics> model, const EngineFacts& facts)
     : model_(std::move(model)),
       facts_(facts),
-      fill_{.last = {.kv_capacity_bytes = facts.kv_capacity_bytes},
+      fill_{.last = {.kv_capacity_bytes = facts.kv_capacity_bytes,
+                     .tier_capacity_bytes = facts.tier_capacity_bytes},
             .weight_bytes = facts.weight_bytes,
             .scratch_bytes = facts.scratch_bytes,
             .constraint_bytes = facts.constraint_bytes,

@@ -29,7 +29,7 @@ struct EngineFacts {
   std::string architecture, dtype, decode_kernel;
   std::string weights;  // digest of the checkpoint, or empty
   KvScale kv;
-  int64_t kv_capacity_bytes = 0;
+  int64_t kv_capacity_bytes = 0, tier_capacity_bytes = 0;
   int64_t weight_bytes = 0, scratch_bytes = 0;
   std::shared_ptr<const std::atomic<int64_t>> constraint_bytes;  // ConstraintCompiler::live_bytes
   int64_t max_running_requests = 256;

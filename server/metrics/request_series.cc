@@ -17,6 +17,7 @@ using prometheus::Labels;
 
 // The closed sets of label values.
 constexpr absl::string_view kPhases[] = {"prefill", "decode"};
+constexpr absl::string_view kTierEvents[] = {"demoted", "recalled", "forgotten", "fetched"};
 constexpr absl::string_view kOperations[] = {"text_completion", "score"};
 constexpr absl::string_view kEndReasons[] = {
     "length", "end",         "stop_token", "stop_string", "deadline", "deadline_infeasible",
@@ -80,7 +81,29 @@ RequestSeries::RequestSeries(Declarations& declare)
                             "Ended requests that are counted under policy or arm \"other\", "
                             "because a series of their own would exceed metrics_max_series.",
                             1)
-                  .Add({})) {}
+                  .Add({})),
+      tier_failures_(declare
+                         .Counters("epikv_tier_failures_total",
+                                   "Requests whose tier could not be opened, written or read: what "
+                                   "they evicted from then on was dropped.",
+                                   1)
+                         .Add({})),
+      tier_seconds_(declare
+                        .Counters("epikv_tier_seconds_total",
+                                  "Wall time of moving entries to the tier and back, of requests "
+                                  "that have ended.",
+                                  1)
+                        .Add({})) {
+  Family<Counter>& entries = declare.Counters(
+      "epikv_tier_entries_total",
+      "Entries of requests that have ended, by what became of them. demoted: they were evicted and "
+      "went to the tier; recalled: back to the cache; forgotten: the tier was full; fetched: "
+      "attended to there, each time.",
+      std::size(kTierEvents));
+  for (size_t i = 0; i < std::size(kTierEvents); ++i) {
+    tier_entries_[i] = &entries.Add({{"event", std::string(kTierEvents[i])}});
+  }
+}
 
 void RequestSeries::OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) {
   queue_.Of({}).Observe(Seconds(queued));
@@ -90,6 +113,13 @@ void RequestSeries::OnAdmitted(const Request& request, absl::Duration queued, in
 }
 
 void RequestSeries::OnFinished(const Finished& finished) {
+  const TierUsage& tier = finished.kv.tier;
+  const int64_t entries[] = {tier.demoted, tier.recalled, tier.forgotten, tier.fetched};
+  for (size_t i = 0; i < std::size(entries); ++i) {
+    tier_entries_[i]->Increment(static_cast<double>(entries[i]));
+  }
+  if (tier.failed) tier_failures_.Increment();
+  tier_seconds_.Increment(Seconds(tier.time));
   if (finished.output_tokens == 0) return;
   prefill_.Of({}).Observe(Seconds(finished.timings.prefill));
   decode_.Of({}).Observe(Seconds(finished.timings.decode));

@@ -65,6 +65,8 @@ void FillGauges::Add(const EngineFill& engine) {
   reserved_ += static_cast<double>(last.kv_reserved_bytes);
   prefixes_ += static_cast<double>(last.kv_prefix_bytes);
   capacity_ += static_cast<double>(last.kv_capacity_bytes);
+  tier_reserved_ += static_cast<double>(last.tier_reserved_bytes);
+  tier_capacity_ += static_cast<double>(last.tier_capacity_bytes);
   peak_used_ += static_cast<double>(engine.peak_used_bytes);
   weights_ += static_cast<double>(engine.weight_bytes);
   scratch_ += static_cast<double>(engine.scratch_bytes);
@@ -93,6 +95,9 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
                {"cached_prefix", prefixes_},
                {"free", capacity_ - reserved_ - prefixes_}}),
       GaugeOf("epikv_kv_capacity_bytes", "Bytes of the KV pool.", model, "", {{"", capacity_}}),
+      GaugeOf("epikv_tier_bytes",
+              "Bytes of the tier below the KV pool: reserved by running requests; free.", model,
+              "state", {{"reserved", tier_reserved_}, {"free", tier_capacity_ - tier_reserved_}}),
       GaugeOf("epikv_kv_peak_used_bytes", "Most bytes used since the start.", model, "",
               {{"", peak_used_}}),
       GaugeOf("epikv_torch_memory_bytes",

@@ -31,13 +31,14 @@ struct EngineFill {
 // of an engine are from one moment, so that they add up.
 class FillGauges {
  public:
-  static constexpr int64_t kNumSeries = 24;
+  static constexpr int64_t kNumSeries = 26;
 
   void Add(const EngineFill& engine);
   std::vector<prometheus::MetricFamily> Families(const std::string& model) const;
 
  private:
   double used_ = 0, reserved_ = 0, prefixes_ = 0, capacity_ = 0, peak_used_ = 0;
+  double tier_reserved_ = 0, tier_capacity_ = 0;
   double weights_ = 0, scratch_ = 0;
   double touched_ = 0, signals_ = 0, constraints_ = 0;
   ByPriority running_{}, waiting_for_kv_{}, waiting_for_place_{};

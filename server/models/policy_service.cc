@@ -96,10 +96,12 @@ void AddIncompatibleOptions(const PolicySpec& spec, const PolicyTraits& traits,
           absl::StrCat("true with a budget below prompt + ", kRoomBesidePrompt),
           "it evicts the prompt while it is cached");
     }
+  } else if (traits.reads.has_value()) {
+    add("kv.read_tokens", "above 0", "its budget is what a decode step reads");
   } else {
     add("kv.budget", "below prompt + max_output_tokens - 1", "it evicts nothing");
   }
-  if (ReadsRows(traits)) {
+  if (ReadsRows(traits) || traits.reads.has_value()) {
     add("kv.positions", "POSITION_MODE_CACHE", "it reads keys or queries");
   } else if (traits.pool != Pool::kLane) {
     add("kv.positions", "POSITION_MODE_CACHE", "its heads share one budget");
@@ -119,7 +121,10 @@ void AddIncompatibleOptions(const PolicySpec& spec, const PolicyTraits& traits,
 void AddStateBytes(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
                    v1::Policy& proto) {
   const KvLayout plain = LayoutOf(shape, format, {}, 0);
-  const KvLayout layout = LayoutOf(shape, format, traits, traits.residual_layers.size());
+  ReadLimit read;
+  if (traits.reads.has_value()) read = {.tokens = 1, .rule = *traits.reads};
+  const KvLayout layout =
+      LayoutOf(shape, format, traits, traits.residual_layers.size(), PositionMode::kAbsolute, read);
   proto.set_state_bytes_per_token(layout.num_lanes * (layout.row_bytes - plain.row_bytes) +
                                   layout.num_tables * layout.slot_bytes +
                                   layout.state_bytes_per_token);

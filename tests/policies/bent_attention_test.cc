@@ -245,7 +245,7 @@ TEST(BentAttention, HiddenPagesAreNotUsed) {
 TEST(BentAttention, EveryPolicyGetsOnWithNarrowWindows) {
   for (const PolicySpec* spec : AllPolicies()) {
     SCOPED_TRACE(spec->name);
-    if (spec->evaluation_only || spec->name == "full") continue;
+    if (spec->evaluation_only || spec->name == "full" || spec->name == "quest") continue;
     FakeWorld world = BentWorld(7, kHeads, kKvHeads, kWidth, kCap, 3);
     const FakeWorld random = RandomWorld(1, 1 << 20);
     world.logit_entropy = random.logit_entropy;

@@ -350,6 +350,30 @@ TEST_F(AdmissionTest, OneTokenOfAKindIsEnough) {
   EXPECT_THAT(Fields(Refuse(options)), ElementsAre("prompt.token_ids.ids[0]"));
 }
 
+// Where positions are counted in what is cached, that alone must fit the context.
+TEST_F(AdmissionTest, ARequestMayOutgrowTheContextWhoseCacheDoesNot) {
+  for (const PositionMode positions : {PositionMode::kCompact, PositionMode::kCache}) {
+    RequestOptions options = Ask(3000, 5000, "by_chunk", 500);
+    options.kv.positions = positions;
+    const Request request = Accept(options);
+    EXPECT_EQ(request.max_output_tokens, 5000);
+    options.stop.max_output_tokens.reset();
+    EXPECT_GT(Accept(options).max_output_tokens, 1);
+    options.kv.budget = int64_t{2040};  // and a chunk
+    EXPECT_THAT(Refuse(options).message, HasSubstr("tokens would be cached at once"));
+    EXPECT_EQ(Refuse(options).reason, "CONTEXT_LENGTH");
+    options = Ask(3000, 50, "at_end", 500);
+    options.kv.positions = positions;
+    EXPECT_THAT(Refuse(options).message, HasSubstr("tokens would be cached at once"));
+    options = Ask(100, 64 * 2048, "by_chunk", 500);
+    options.kv.positions = positions;
+    EXPECT_THAT(Refuse(options).message, HasSubstr("more than the context length"));
+    options = Ask(3000);  // under `full`
+    options.kv.positions = positions;
+    EXPECT_EQ(Refuse(options).reason, "CONTEXT_LENGTH");
+  }
+}
+
 TEST_F(AdmissionTest, LimitsAndValuesAreMetadata) {
   RequestOptions options = Ask(3000);
   EXPECT_THAT(Refuse(options).metadata,

@@ -287,6 +287,7 @@ TEST_F(MetricsTest, BoundHoldsForEverySeries) {
   int64_t gauges = 0;
   for (const auto& [name, value] : values) {
     gauges += absl::StartsWith(name, "epikv_kv_bytes{") ||
+              absl::StartsWith(name, "epikv_tier_bytes{") ||
               absl::StartsWith(name, "epikv_kv_capacity_bytes") ||
               absl::StartsWith(name, "epikv_kv_peak_used_bytes") ||
               absl::StartsWith(name, "epikv_kv_usage_ratio") ||

@@ -5,7 +5,7 @@ fields None. What a
 field means stands in the .proto files; a test holds the two in agreement.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,6 +27,21 @@ class TokenSpan:
 
 
 @dataclass(frozen=True)
+class KvGuard:
+    asked: int
+    follow: bool
+    relax_times: int
+    relax_prob: float
+
+
+@dataclass(frozen=True)
+class KvTier:
+    tokens: int
+    fetch: int
+    guard: KvGuard | None
+
+
+@dataclass(frozen=True)
 class ResolvedKv:
     policy: str
     budget_tokens: int
@@ -38,6 +53,9 @@ class ResolvedKv:
     protected_spans: list[TokenSpan]
     reserved_bytes: int
     uncalibrated: bool
+    read_tokens: int  # of a lane, by a decode step; 0: all
+    tier: KvTier | None
+    tier_bytes: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +117,7 @@ class Victims:
     layer: int | None
     head: int | None
     index: list[int]
+    recalled: list[int] = field(default_factory=list)  # tokens of the tier that came back
 
 
 @dataclass(frozen=True)
@@ -128,6 +147,12 @@ class KvUsage:
     uncalibrated: bool
     kept: list[int]
     packed_bytes: int = 0
+    read_share: float = 0  # of the cache, by decode steps; 0: all was read
+    demoted_entries: int = 0  # to the tier below the cache
+    recalled_entries: int = 0  # and back
+    forgotten_entries: int = 0  # as the tier was full
+    fetched_entries: int = 0  # attended to in the tier
+    tier_failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -409,6 +434,8 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.Finished": Finished,
     "epikv.v1.GenerateResult": GenerateResult,
     "epikv.v1.IncompatibleOption": IncompatibleOption,
+    "epikv.v1.KvGuard": KvGuard,
+    "epikv.v1.KvTier": KvTier,
     "epikv.v1.KvUsage": KvUsage,
     "epikv.v1.Model": Model,
     "epikv.v1.ModelLoad": ModelLoad,

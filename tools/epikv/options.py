@@ -143,8 +143,20 @@ class Kv(_Options):
     recent_tokens: int | None = None
     protected_spans: Sequence[tuple[int, int]] = ()  # [begin, end) by token index
     equal_protection: bool | None = None
+    read_tokens: int = 0  # of a lane by a decode step; 0: all
+    tier_tokens: int = 0  # evicted ones that are kept below the cache
+    tier_fetch: int = 0  # of these, that each new token attends to
+    guard: int = 0  # tokens that a query asks for, dropped ones come back; 0: there is no guard
     cache_salt: str = ""  # prompts share cached prefixes with those of the same salt
     bypass_prefix_cache: bool = False
+
+    def _tier(self) -> kv_pb2.KvTier | None:
+        if not self.tier_tokens and not self.tier_fetch and not self.guard:
+            return None
+        guard = message_of(kv_pb2.KvGuard, asked=self.guard) if self.guard else None
+        return message_of(
+            kv_pb2.KvTier, tokens=self.tier_tokens, fetch=self.tier_fetch, guard=guard
+        )
 
     def to_proto(self) -> kv_pb2.KvOptions:
         """Raises ValueError for an unknown position mode or a value no field can hold."""
@@ -159,6 +171,8 @@ class Kv(_Options):
             recent_tokens=self.recent_tokens,
             protected_spans=[kv_pb2.TokenSpan(begin=b, end=e) for b, e in self.protected_spans],
             equal_protection=self.equal_protection,
+            read_tokens=self.read_tokens,
+            tier=self._tier(),
             cache_salt=self.cache_salt,
             bypass_prefix_cache=self.bypass_prefix_cache,
         )

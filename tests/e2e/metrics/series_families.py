@@ -13,7 +13,7 @@ FAILURES = ("deadline", "deadline_infeasible", "error", "slow_reader", "drained"
 STAGES = ("schedule", "forward", "attention", "taps", "sample", "deliver", "observe", "evict")
 OF_CPU = tuple(stage for stage in STAGES if stage != "attention")
 REFUSALS = (
-    "invalid_request token_range span_range context_length kv_budget kv_pool_too_small "
+    "invalid_request token_range span_range context_length kv_budget kv_pool_too_small kv_tier_too_small "
     "artefact_missing prompt_evicted chat_format queue_full starting loading draining duplicate_id "
     "not_found not_utf8 malformed unauthenticated permission_denied deadline_infeasible other"
 )
@@ -99,6 +99,13 @@ FAMILIES: dict[str, Expected] = {
         epikv_kv_entries_evicted_total=OF_EVICTIONS | {"phase": PHASES},
         epikv_kv_eviction_rounds_total=OF_EVICTIONS | {"phase": PHASES},
     ),
+    **of(
+        "counter",
+        "tier",
+        epikv_tier_entries_total=MODEL | {"event": ("demoted", "recalled", "forgotten", "fetched")},
+        epikv_tier_seconds_total=MODEL,
+    ),
+    **of("gauge", "tier", epikv_tier_bytes=MODEL | {"state": ("reserved", "free")}),
     **of("counter", "small", epikv_metrics_label_overflow_total=MODEL),
     **of("counter", "crowd", epikv_kv_rows_moved_total=MODEL),
     **of("counter", "reload", epikv_auth_reload_failures_total={}),
@@ -117,6 +124,7 @@ FAMILIES: dict[str, Expected] = {
         "nothing",
         epikv_policy_errors_total=A | {"kind": ("threw", "status", "invalid_set")},
         epikv_kv_budget_overrun_tokens_total=A,
+        epikv_tier_failures_total=MODEL,
     ),
     **of(
         "gauge",
@@ -262,6 +270,7 @@ UNMOVED = {
         "failed",
     ): "tests/experiments/shadow_test.cc",
     ("epikv_kv_budget_overrun_tokens_total", "", ""): "must stay 0",
+    ("epikv_tier_failures_total", "", ""): "no disk fails: tests/laws/tier_laws_test.cc",
     ("epikv_engine_step_age_seconds", "", ""): "no step hangs: tests/e2e/operating/hang_test.py",
     (
         "epikv_connections_refused_total",
@@ -284,6 +293,7 @@ OF_A_NEW_MODEL = {
     "epikv_model_info",
     "epikv_model_load_seconds",
     "epikv_threads",
+    "epikv_tier_bytes",
     "epikv_torch_memory_bytes",
 }
 # What moves in scenarios that no engine has a part in, beside what moves by itself.

@@ -113,6 +113,20 @@ def policies(world: World) -> None:
         stream.cancel()
 
 
+def tier(world: World) -> None:
+    """What is evicted is fetched, comes back, and is forgotten."""
+    for kv in (
+        Kv("h2o", 64, tier_tokens=64, tier_fetch=16),
+        Kv("h2o", 64, tier_tokens=16, guard=8),
+    ):
+        stop = Stop(120, min_output_tokens=120, ignore_eos=True)
+        with world.client.generate(PROMPT, model="sample", kv=kv, stop=stop) as stream:
+            while not isinstance(next(stream), Delta):
+                pass
+            world.look()
+            list(stream)
+
+
 def refusals(world: World) -> None:
     ask = partial(world.client.generate_once, TASK.prompt, model="sample")
     refused("invalid_request", lambda: world.client.generate_once("", model="sample"))
@@ -124,6 +138,7 @@ def refusals(world: World) -> None:
         "prompt_evicted", lambda: ask(kv=Kv("sliding", 64), output=Output(prompt_logprobs=True))
     )
     refused("kv_pool_too_small", lambda: ask(model="b", stop=Stop(CONTEXT - TASK_TOKENS)))
+    refused("kv_tier_too_small", lambda: ask(kv=Kv("sliding", 100, tier_tokens=900)))
     refused("artefact_missing", lambda: ask(model="b", kv=Kv("triattention", 300)))
     refused("not_found", lambda: ask(model="nosuch"))
     refused("not_found", lambda: world.client.cancel("nosuch"))
@@ -461,6 +476,7 @@ SCENARIOS = (
     probed,
     load,
     policies,
+    tier,
     refusals,
     crowd,
     late,

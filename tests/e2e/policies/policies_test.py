@@ -118,6 +118,8 @@ def test_incompatible_options_are_refused(client: Client, policies: list[Policy]
                 shown = str(value).lower() if param.type == "bool" else value
                 said = refusals(client, policy, **{param.name: [value] if listed else value})
                 says(field, shown, field in said)
+        reads = violations(client, Kv(policy.name, 240, read_tokens=48))
+        says("kv.read_tokens", "above 0", "kv.read_tokens" in reads)
         assert refused == set(), policy.name
     assert {option for option, _ in kinds} >= {
         "kv.budget",
@@ -140,7 +142,7 @@ def test_default_protection_is_what_an_accepted_request_has(
         got = accepted.kv
         assert got.sink_tokens == kept.sink_tokens, policy.name
         assert (got.protected_prompt_tokens > 0) == (kept.protect_prompt is not False)
-        if policy.name == "full":
+        if policy.name in ("full", "quest"):  # nothing is evicted: nothing is protected from it
             continue
         asked = budget // 4 if kept.recent_tokens is None else kept.recent_tokens
         if kept.recent_share is not None:

@@ -110,6 +110,7 @@ class Pair {
  private:
   static HarnessOptions PlainOptions(const EngineSetup& setup) {
     HarnessOptions options = {.kv_pool_bytes = kPlainPoolBytes,
+                              .kv_tier_bytes = kPlainPoolBytes,
                               .prefill_chunk_tokens = setup.chunk_tokens,
                               .deterministic = setup.deterministic,
                               .kv_dtype = setup.kv_dtype};
@@ -126,6 +127,7 @@ class Pair {
     const int64_t pool = setup.pool_tokens * plain.admission().kv_bytes_per_token();
     return {
         .kv_pool_bytes = pool,
+        .kv_tier_bytes = pool,
         .max_step_tokens = setup.max_step_tokens,
         .prefill_chunk_tokens = setup.chunk_tokens,
         .deterministic = setup.deterministic,
@@ -423,8 +425,12 @@ class Play {
     if (seen) CompareFigures(pair, got, plain, tokens);
     if (same && seen && whole) CompareEnds(told_[i], got, plain);
     if (!same) ++tally_.ties;
+    // By transformers with what was evicted hidden: nothing of it is attended to or comes back.
+    const KvOptions& kv = told_[i].options.kv;
+    const bool hides = kv.tier.fetch == 0 && !kv.tier.guard.has_value() && kv.read_tokens == 0 &&
+                       kv.policy != "quest";
     const bool comparable = pair.rounding().noise > 0 && pair.setup().kv_dtype == KvDType::kModel &&
-                            told_[i].options.kv.positions == PositionMode::kAbsolute;
+                            kv.positions == PositionMode::kAbsolute && hides;
     if (answers != nullptr && comparable && whole && traced && !got.logprobs.empty()) {
       answers->push_back(AnswerOf(pair, told_[i].options, got));
     }

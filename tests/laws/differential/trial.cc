@@ -161,6 +161,24 @@ void DrawKv(Dice& dice, int64_t prompt, int64_t output, KvOptions& kv) {
   }
 }
 
+// Read in part, or with a tier. Where bits may differ from run to run, all of it or none: a page
+// whose bound is next to another's would be chosen or not.
+void DrawBeside(Dice& dice, bool deterministic, KvOptions& kv) {
+  if (!deterministic && kv.policy == "quest") kv.budget = int64_t{1} << 20;
+  if (deterministic && dice.Chance(0.15)) kv.read_tokens = dice.Int(48, 120);
+  if (!dice.Chance(0.25)) return;
+  kv.tier.tokens = dice.Magnitude(1, 200);
+  if (dice.Chance(0.6)) kv.tier.fetch = kv.tier.tokens;
+  if (!deterministic) return;
+  if (dice.Chance(0.5)) kv.tier.fetch = std::min<int64_t>(kv.tier.tokens, 16 * dice.Int(1, 4));
+  if (dice.Chance(0.4)) {
+    kv.tier.guard = GuardRule{.asked = dice.Int(1, 40),
+                              .follow = dice.Chance(0.3),
+                              .relax_times = dice.Of<int64_t>({0, 0, 2}),
+                              .relax_prob = dice.Of({0.0, 0.0, 0.5})};
+  }
+}
+
 void DrawSampling(Dice& dice, RequestOptions& options) {
   SamplingParams& s = options.sampling;
   s.seed = dice.Bits() >> 12;  // exact in JSON's doubles
@@ -257,6 +275,7 @@ Ask DrawAsk(Dice& dice, const std::vector<EngineSetup>& engines, const std::vect
     const int64_t begin = dice.Int(0, 80);
     ask.pauses.emplace_back(begin, begin + dice.Int(1, 40));
   }
+  DrawBeside(dice, engines[ask.engine].deterministic, options.kv);
   return ask;
 }
 
@@ -412,6 +431,20 @@ void VisitKv(Fields& f, KvOptions& kv) {
   VisitBudget(f, kv);
   f.Is("positions", kv.positions, PositionMode::kAbsolute, kPositions);
   f.Is("salt", kv.prefix_salt, std::string());
+  f.Is("read_tokens", kv.read_tokens, int64_t{0});
+  f.Is("tier_tokens", kv.tier.tokens, int64_t{0});
+  f.Is("tier_fetch", kv.tier.fetch, int64_t{0});
+  std::optional<int64_t> asked;
+  GuardRule guard = kv.tier.guard.value_or(GuardRule());
+  if (kv.tier.guard.has_value()) asked = guard.asked;
+  f.Is("guard", asked, {});
+  f.Is("guard_follow", guard.follow, false);
+  f.Is("guard_relax_times", guard.relax_times, int64_t{0});
+  f.Is("guard_relax_prob", guard.relax_prob, 0.0);
+  if (asked.has_value()) {
+    guard.asked = *asked;
+    kv.tier.guard = guard;
+  }
   f.Is("bypass_prefix_cache", kv.bypass_prefix_cache, false);
   f.Is("equal_protection", kv.protection.equal, {});
   f.Is("protect_prompt", kv.protection.prompt, {});

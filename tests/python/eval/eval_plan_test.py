@@ -66,6 +66,21 @@ def test_full_and_the_wanted_run_steered_beside_themselves() -> None:
     assert by_arm["h2o steered 2"]["length"] == by_arm["h2o"]["length"]
 
 
+def test_the_wanted_run_beside_themselves_with_more_fields() -> None:
+    chosen = arms(
+        CATALOG, ["h2o", "random"], 15, False, kv=[{"tier_tokens": 200, "tier_fetch": 32}]
+    )
+    assert [arm.label for arm in chosen[3:]] == [
+        "h2o",
+        "h2o tier_tokens=200 tier_fetch=32",
+        "random tier_tokens=200 tier_fetch=32",
+    ]
+    made = document(model(), [], chosen, ["50%"], Settings())
+    assert made["arms"][4]["kv"] == {"tier_tokens": 200, "tier_fetch": 32}
+    assert all("kv" not in arm for arm in made["arms"][:4])
+    assert control(made, "h2o tier_tokens=200 tier_fetch=32") == "random"
+
+
 @pytest.mark.parametrize("text", ["nothing", "h2o:window=3", "h2o:scope", "h2o:slack=some"])
 def test_what_is_no_policy_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter):

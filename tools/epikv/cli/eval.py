@@ -37,6 +37,22 @@ class _Slack(click.ParamType):
         return int(value)
 
 
+class _Fields(click.ParamType):
+    name = "fields"
+    KNOWN = ("tier_tokens", "tier_fetch", "guard", "read_tokens")
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, int]:
+        if isinstance(value, dict):
+            return value
+        fields = {}
+        for text in value.split(","):
+            name, _, number = text.partition("=")
+            if name not in self.KNOWN or not number.isdecimal():
+                self.fail(f"'{text}' is not FIELD=N; fields: {', '.join(self.KNOWN)}", param, ctx)
+            fields[name] = int(number)
+        return fields
+
+
 @click.command("eval")
 @click.option(
     "--task",
@@ -75,6 +91,14 @@ class _Slack(click.ParamType):
     multiple=True,
     metavar="COEFFICIENT",
     help="Run full and each --policy also with the model's steering vector, times this. May be given several times.",
+)
+@click.option(
+    "--with",
+    "variants",
+    type=_Fields(),
+    multiple=True,
+    metavar="FIELD=N,...",
+    help="Run each --policy also with these: tier_tokens, tier_fetch, guard, read_tokens. May be given several times.",
 )
 @click.option(
     "--budget",
@@ -169,6 +193,7 @@ def _evaluate(
     template: Path | None,
     wanted: tuple[str, ...],
     steering: tuple[float, ...],
+    variants: tuple[dict[str, int], ...],
     budgets: tuple[int | float, ...],
     slack: int | None,
     published_protection: bool,
@@ -211,7 +236,8 @@ def _evaluate(
     with _served(at_once, model_dir, needed, **where) as served:
         model = _model(served.client, model_name)
         catalog = served.client.policies(model=model.name)
-        chosen = arms(catalog, wanted, slack, any(task.oracle for task in tasks), steering)
+        oracle = any(task.oracle for task in tasks)
+        chosen = arms(catalog, wanted, slack, oracle, steering, variants)
         shown = [show_budget(budget) for budget in dict.fromkeys(budgets)]
         plan = document(model, tasks, chosen, shown, settings)
         try:

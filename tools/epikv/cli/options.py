@@ -148,6 +148,30 @@ _KV = (
         help="Protect by the rule that is the same for every policy.",
     ),
     click.option(
+        "--read-tokens",
+        type=int,
+        default=0,
+        help="Cached tokens that a decode step reads of each layer and head; default: all.",
+    ),
+    click.option(
+        "--tier-tokens",
+        type=int,
+        default=0,
+        help="Keep so many evicted tokens in the server's tier below the cache; default: none.",
+    ),
+    click.option(
+        "--tier-fetch",
+        type=int,
+        default=0,
+        help="Of these, so many are attended to by each new token; default: none.",
+    ),
+    click.option(
+        "--guard",
+        type=int,
+        default=0,
+        help="Of these, those come back that are among so many which a query asks for; default: none.",
+    ),
+    click.option(
         "--cache-salt", default="", help="Share cached prefixes only with requests of this salt."
     ),
     click.option(
@@ -177,6 +201,10 @@ def take_kv(options: dict[str, Any]) -> Kv:
         recent_tokens=options.pop("recent"),
         protected_spans=options.pop("spans"),
         equal_protection=options.pop("equal_protection"),
+        read_tokens=options.pop("read_tokens"),
+        tier_tokens=options.pop("tier_tokens"),
+        tier_fetch=options.pop("tier_fetch"),
+        guard=options.pop("guard"),
         cache_salt=options.pop("cache_salt"),
         bypass_prefix_cache=options.pop("bypass_prefix_cache"),
     )

@@ -38,13 +38,15 @@ class Arm:
     params: dict[str, Any]
     slack: int  # in `params`, too, but for `full`
     steering: float | None = None  # coefficient; None: not steered
+    kv: Mapping[str, int] | None = None  # more fields of Kv; None: none
 
     def facts(self) -> dict[str, Any]:
-        """What the plan says of it. Steering is told where there is some: plans that are older stay
-        what they are."""
+        """What the plan says of it. Steering and fields of Kv are told where there are some: plans
+        that are older stay what they are."""
         told = asdict(self)
-        if self.steering is None:
-            del told["steering"]
+        for name in ("steering", "kv"):
+            if told[name] is None:
+                del told[name]
         return told
 
 
@@ -160,9 +162,10 @@ def arms(
     slack: int | None,
     oracle: bool,
     steering: Sequence[float] = (),
+    kv: Sequence[Mapping[str, int]] = (),
 ) -> list[Arm]:
     """`full`, the oracle if it `oracle`, both kinds of random, and the wanted policies; at the end
-    `full` and the wanted ones once more with each `steering`.
+    `full` and the wanted ones once more with each `steering`, and the wanted ones with each `kv`.
 
     wanted: "all", and "name" or "name:param=value,param=value". slack: of all that do not name one;
     None: each policy's own.
@@ -183,7 +186,14 @@ def arms(
         for coefficient in steering
         for arm in [anchors[0], *made]
     ]
-    return list({arm.label: arm for arm in [*anchors, *made, *steered]}.values())
+    varied = [
+        replace(
+            arm, label=" ".join([arm.label, *(f"{k}={v}" for k, v in fields.items())]), kv=fields
+        )
+        for fields in kv
+        for arm in made
+    ]
+    return list({arm.label: arm for arm in [*anchors, *made, *steered, *varied]}.values())
 
 
 def control(plan: dict[str, Any], arm: str) -> str | None:
@@ -191,7 +201,7 @@ def control(plan: dict[str, Any], arm: str) -> str | None:
     mine = next(a for a in plan["arms"] if a["label"] == arm)
     for other in plan["arms"]:
         fresh = other["policy"] == RANDOM and set(other["params"]) == {"slack"}
-        fresh &= "steering" not in other
+        fresh &= "steering" not in other and "kv" not in other
         if fresh and other["slack"] == mine["slack"] and not unbudgeted(mine):
             return other["label"]
     return None

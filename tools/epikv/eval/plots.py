@@ -63,7 +63,7 @@ def _styles(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     styles, others = {}, {}
     for arm in summary["plan"]["arms"]:
         label, policy = arm["label"], arm["policy"]
-        if policy in ANCHORS and "steering" not in arm:
+        if policy in ANCHORS and "steering" not in arm and "kv" not in arm:
             styles[label] = FROZEN_RANDOM if arm["params"].get("frozen") else ANCHORS[policy]
         elif values := [row["solved"]["value"] for row in rows if row["arm"] == label]:
             others[label] = fmean(values)

@@ -42,6 +42,7 @@ def ask(
             params,
             positions=settings.positions,
             equal_protection=settings.equal_protection,
+            **arm.get("kv", {}),
         )
     record = Record(**key._asdict())
     if isinstance(item, Probe):

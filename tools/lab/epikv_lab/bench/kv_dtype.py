@@ -90,7 +90,7 @@ def _rounds(
     found = []
     for number in range(-1, count):  # the first computes the prompts
         order: Sequence[str] = ARMS if number % 2 == 0 else ARMS[::-1]
-        taken = {arm: _window(daemons[arm], streams, tokens) for arm in order}
+        taken = {arm: decode_window(daemons[arm], Kv(), streams, tokens) for arm in order}
         if number >= 0:
             found.append({arm: taken[arm] for arm in ARMS})
         said = ", ".join(f"{arm} {1e3 * taken[arm].wall:.2f} ms" for arm in ARMS)
@@ -98,11 +98,11 @@ def _rounds(
     return found
 
 
-def _window(served: harness.Served, streams: int, tokens: int) -> Time:
-    """Of a step in which all decode."""
+def decode_window(served: harness.Served, kv: Kv, streams: int, tokens: int) -> Time:
+    """Of a step in which `streams` decode, each behind a prompt of so many tokens."""
     vocabulary = served.client.models()[0].vocab_size
     running = [
-        Running(served.client, random_prompt(tokens, vocabulary, seed), Kv(), 4 * WINDOW, seed)
+        Running(served.client, random_prompt(tokens, vocabulary, seed), kv, 4 * WINDOW, seed)
         for seed in range(streams)
     ]
     wait_until(lambda: all(stream.tokens > 0 for stream in running), running, "a stream")
