@@ -57,8 +57,7 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
   const int64_t pass_queries =
       traits.pass.chunk > 0 ? ScratchPass::kStepTokens : traits.pass.lookahead;
   if (read.tokens > 0) {
-    layout.state_bytes_per_token +=
-        layout.num_lanes * PageIndex::BytesPerToken(read.rule.page, shape.key_width, format.model);
+    layout.bound_bytes = PageIndex::BytesPerToken(read.rule.page, shape.key_width, format.model);
     layout.state_bytes += layout.num_lanes * PageIndex::BytesPerLane(shape.key_width, format.model);
   }
   layout.pass_bytes = QueryWindow::Bytes(shape.num_layers, pass_queries,
@@ -82,7 +81,7 @@ int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities) 
   for (int64_t table = 0; table < layout.num_tables; ++table) {
     int64_t slots = 0;
     for (int64_t lane = table * lanes_per_table; lane < (table + 1) * lanes_per_table; ++lane) {
-      bytes += capacities[lane] * layout.row_bytes;
+      bytes += capacities[lane] * (layout.row_bytes + layout.bound_bytes);
       slots = std::max(slots, capacities[lane]);
     }
     bytes += slots * layout.slot_bytes;

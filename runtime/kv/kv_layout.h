@@ -11,10 +11,11 @@ namespace epikv {
 
 // Sizes of what a sequence stores, in bytes.
 struct KvLayout {
-  int64_t num_lanes = 0;   // layers x kv_heads
-  int64_t row_bytes = 0;   // one K and one V row
-  int64_t num_tables = 0;  // slot tables: one, one per layer, or one per lane
-  int64_t slot_bytes = 0;  // of one slot in one table: index, rope position, policy columns
+  int64_t num_lanes = 0;    // layers x kv_heads
+  int64_t row_bytes = 0;    // one K and one V row
+  int64_t bound_bytes = 0;  // of the bounds of one K row's page, its share
+  int64_t num_tables = 0;   // slot tables: one, one per layer, or one per lane
+  int64_t slot_bytes = 0;   // of one slot in one table: index, rope position, policy columns
   int64_t state_bytes_per_token = 0;  // of the longest lane
   int64_t state_bytes = 0;
   int64_t pass_bytes = 0;          // of a scratch pass: the queries that are kept of it

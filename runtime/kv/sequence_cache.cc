@@ -381,7 +381,7 @@ int64_t SequenceCache::bytes() const {
     slots += table.live();
     longest = std::max(longest, table.live());
   }
-  return entries() * layout_.row_bytes + slots * layout_.slot_bytes +
+  return entries() * (layout_.row_bytes + layout_.bound_bytes) + slots * layout_.slot_bytes +
          longest * layout_.state_bytes_per_token + layout_.state_bytes;
 }
 
