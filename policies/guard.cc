@@ -6,11 +6,6 @@ namespace epikv {
 
 void Guard::Hit(int32_t token) { std::erase(old_, token); }
 
-bool Guard::IsGuarded(int32_t token) const {
-  return !old_.empty() &&
-         std::find(unguarded_.begin(), unguarded_.end(), token) == unguarded_.end();
-}
-
 void Guard::BeginIfOver(absl::Span<const int32_t> cached, absl::Span<const int32_t> may_go) {
   if (!old_.empty()) return;
   old_.assign(may_go.begin(), may_go.end());

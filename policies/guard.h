@@ -50,8 +50,6 @@ class Guard {
 
   // Those that the prediction may drop.
   const std::vector<int32_t>& unguarded() const { return unguarded_; }
-  bool IsGuarded(int32_t token) const;
-  const GuardOptions& options() const { return options_; }
 
  private:
   GuardOptions options_;

@@ -21,6 +21,7 @@ extern constinit const PolicySpec kDbtrimkv{
     .paper = "arXiv 2605.09649 (Make Each Token Count)",
     .evidence = "golden: ngocbh/trimkv 0456bc4 `DynamicBudgetTrimKVCache`",
     .params = kDbtrimkvParams,
+    .scores = true,
     .read_data = [](const ArtefactData& artefact,
                     const ModelShape& shape) { return ReadRetentionGate(artefact, shape, 3); },
     .complete =

@@ -19,6 +19,7 @@ extern constinit const PolicySpec kTrimkv{
     .paper = "arXiv 2512.03324 (TRIM-KV)",
     .evidence = "golden: ngocbh/trimkv 0456bc4 `TrimKVCache`",
     .params = kTrimkvParams,
+    .scores = true,
     .read_data = [](const ArtefactData& artefact,
                     const ModelShape& shape) { return ReadRetentionGate(artefact, shape, 2); },
     .traits = [](const Params& params, const ModelShape&) { return RetentionTraits(params); },

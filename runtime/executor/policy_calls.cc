@@ -194,11 +194,12 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
       SequenceTier::PutBack(token, sequence.cache, static_cast<int64_t>(t));
     }
   }
-  // A hole's page is bounded anew once it is filled.
-  const bool moved =
-      recalls || !leave_hole || sequence.cache.SharesBudgets() ||
-      std::any_of(slots->begin(), slots->end(), [](const auto& of) { return of.size() > 1; });
-  if (sequence.pages.has_value() && moved) sequence.pages->Forget();
+  if (sequence.pages.has_value()) {  // a hole's page is bounded anew once it is filled
+    const bool moved =
+        recalls || !leave_hole || sequence.cache.SharesBudgets() ||
+        std::any_of(slots->begin(), slots->end(), [](const auto& of) { return of.size() > 1; });
+    if (moved) sequence.pages->Forget();
+  }
   outcome.eviction_time = SteadyNow() - begin;
   if (request.output.kv_trace) {
     outcome.trace = TraceOf(eviction.victims, back, sequence.cache, request.traits.granularity);

@@ -154,7 +154,7 @@ TEST(PlanSampleRatioTest, IsThatOfTheNonCentralChiSquared) {
 }
 
 TEST(PlanSampleRatioTest, SaysWhatIsOutOfRange) {
-  EXPECT_FALSE(PlanSampleRatioUnits({{1}}, 0, .01, .8).ok());
+  EXPECT_FALSE(PlanSampleRatioUnits(std::vector<double>{1}, 0, .01, .8).ok());
   EXPECT_FALSE(PlanSampleRatioUnits({{1, 0}}, 0, .01, .8).ok());
   EXPECT_FALSE(PlanSampleRatioUnits({{1, 1}}, 2, .01, .8).ok());
   EXPECT_FALSE(PlanSampleRatioUnits({{1, 1}}, 0, 0, .8).ok());

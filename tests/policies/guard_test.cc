@@ -36,7 +36,6 @@ class GuardedCache {
     return victim;
   }
   int64_t misses() const { return misses_; }
-  const Guard& guard() const { return guard_; }
 
  private:
   const int64_t slots_;
@@ -75,7 +74,7 @@ TEST(Guard, DropsWhatTheAuthorsDrop) {
       draws += std::ssize(drawn);
     }
     EXPECT_GT(victims, 10);
-    EXPECT_EQ(draws > 0, !options.contains("relax_times") || draws > 0);
+    EXPECT_TRUE(draws > 0 || options.contains("relax_times"));
   }
 }
 

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "policies/registry.h"
+#include "policies/scored_policy.h"
 #include "tests/fixtures/fake_sequence.h"
 #include "tests/fixtures/ragged_policy.h"
 
@@ -398,6 +399,8 @@ TEST_P(PolicyContract, SpecIsWhole) {
   const PolicyTraits traits = sequence.traits();
   EXPECT_EQ(sequence.task().state != nullptr, traits.state_bytes + traits.state_bytes_per_token > 0)
       << "what it remembers is what it says it takes";
+  EXPECT_EQ(spec.scores, dynamic_cast<const ScoredPolicy*>(&sequence.policy()) != nullptr)
+      << "a guard goes by what the spec says, and needs its scores";
   EXPECT_EQ(traits.evicts, names.contains("slack"));
   EXPECT_EQ(traits.signals.Has(Signal::kResidualStep) || traits.signals.Has(Signal::kResidual),
             !traits.residual_layers.empty());
