@@ -11,6 +11,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "nlohmann/json.hpp"
+#include "policies/soft_tokens.h"
 #include "policies/steering.h"
 
 namespace epikv {
@@ -19,6 +20,18 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr absl::string_view kFormat = "epikv.artefact/1";
+
+// Artefacts that are of no policy, and have data alone.
+using ReadData = absl::StatusOr<std::shared_ptr<const PolicyData>> (*)(const ArtefactData&,
+                                                                       const ModelShape&);
+constexpr std::pair<absl::string_view, ReadData> kOfTheModel[] = {{kSteering, &ReadSteering},
+                                                                  {kPacketArtefact, &ReadSoftTokens}};
+ReadData ReaderOfTheModel(absl::string_view name) {
+  for (const auto& [known, read] : kOfTheModel) {
+    if (known == name) return read;
+  }
+  return nullptr;
+}
 
 std::string TextOf(const Json& object, const char* name) {
   const auto found = object.find(name);
@@ -119,9 +132,9 @@ absl::Status AddArtefact(absl::string_view text, PolicyCatalog catalog, absl::st
     return absl::InvalidArgumentError(absl::StrCat("format must be \"", kFormat, "\""));
   }
   const std::string policy = TextOf(file, "policy");
-  const bool steering = policy == kSteering;
-  const PolicySpec* spec = steering ? nullptr : FindPolicy(catalog, policy);
-  if (spec == nullptr && !steering) {
+  const ReadData of_the_model = ReaderOfTheModel(policy);
+  const PolicySpec* spec = of_the_model != nullptr ? nullptr : FindPolicy(catalog, policy);
+  if (spec == nullptr && of_the_model == nullptr) {
     return absl::InvalidArgumentError(absl::StrCat("unknown policy '", policy, "'"));
   }
   if (shape.artefacts.contains(policy)) {
@@ -146,13 +159,13 @@ absl::Status AddArtefact(absl::string_view text, PolicyCatalog catalog, absl::st
   if (data == file.end() && file.contains("arrays")) {
     return absl::InvalidArgumentError("has arrays, and no data");
   }
-  const auto read_data = steering ? &ReadSteering : spec->read_data;
+  const ReadData read_data = of_the_model != nullptr ? of_the_model : spec->read_data;
   if ((data != file.end()) != (read_data != nullptr)) {
     return absl::InvalidArgumentError(
         absl::StrCat("policy '", policy, "' takes ", read_data == nullptr ? "no data" : "data"));
   }
-  if (steering && params != file.end()) {
-    return absl::InvalidArgumentError("steering takes no params");
+  if (of_the_model != nullptr && params != file.end()) {
+    return absl::InvalidArgumentError(absl::StrCat(policy, " takes no params"));
   }
   std::shared_ptr<const PolicyData> known;
   if (data != file.end()) {

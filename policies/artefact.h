@@ -23,8 +23,8 @@ namespace epikv {
 //    ...}  and whatever else its tool notes
 // weights: of the model that is served. read: the bytes of a file beside this one. An error names
 // what is wrong: the policy is unknown, takes no such thing or has one already, a parameter is out
-// of range, the model is another one. NAME may also be "steering" (steering.h), which is no policy
-// and has data alone.
+// of range, the model is another one. NAME may also be "steering" (steering.h) or "packet"
+// (soft_tokens.h), which are no policies and have data alone.
 using ReadBeside = std::function<absl::StatusOr<std::string>(const std::string& name)>;
 absl::Status AddArtefact(absl::string_view text, PolicyCatalog catalog, absl::string_view weights,
                          const ReadBeside& read, ModelShape& shape);

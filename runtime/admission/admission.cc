@@ -58,14 +58,18 @@ int64_t Admission::kv_bytes_per_token() const {
   return shape_.num_layers * shape_.num_kv_heads * LayoutOf(shape_, kv_format(), {}, 0).row_bytes;
 }
 
+int64_t Admission::MostPacketBytes(const Request& request) const {
+  return epikv::MostPacketBytes(LayoutOf(shape_, kv_format(), request.traits, 0), request);
+}
+
 std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) const {
   if (options.forced.empty()) FillIn(manifest_.sampling, options.sampling);
   Resolver resolver(*this, options);
   Request& request = resolver.request();
-  request.prompt = options.prompt;
   request.forced = options.forced;
   request.force_in_chunks = options.force_in_chunks && !options.forced.empty();
   resolver.CheckFields();
+  resolver.AddPackets();
   const bool has_lengths = resolver.ResolveLengths();
   resolver.CheckSteering();
   const PolicySpec* spec = resolver.ResolvePolicy();
@@ -92,7 +96,8 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.arm = std::move(options.arm);
   request.positions = options.kv.positions;
   request.prefix_salt = std::move(options.kv.prefix_salt);
-  request.bypass_prefix_cache = options.kv.bypass_prefix_cache;
+  request.bypass_prefix_cache = options.kv.bypass_prefix_cache || !request.packets.empty() ||
+                                request.soft != nullptr;
   auto failed = [&](absl::string_view why) {
     return Rejection{
         .code = absl::StatusCode::kInternal,

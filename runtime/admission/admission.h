@@ -62,6 +62,8 @@ class Admission {
   // Name used when a request gives a budget and no policy; empty: such a request is refused.
   std::string DefaultPolicy() const;
   KvFormat kv_format() const { return {manifest_.dtype, limits_.kv_dtype}; }
+  // Of the packet that a resolved request can leave, at most.
+  int64_t MostPacketBytes(const Request& request) const;
   // Bytes of K and V of one token over all layers.
   int64_t kv_bytes_per_token() const;
 

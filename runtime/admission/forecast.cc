@@ -93,7 +93,7 @@ Work Work::operator*(double share) const {
 Work WorkOf(const Request& request) {
   const double bytes = static_cast<double>(request.demand.peak_bytes());
   const double completions = static_cast<double>(request.completions());
-  const double prefill = static_cast<double>(request.prefill_tokens());
+  const double prefill = static_cast<double>(request.computed_tokens());
   const double decode = DecodeTokens(request);
   const double tokens = static_cast<double>(request.most_tokens());
   return {.requests = completions,  // each takes a place
@@ -126,14 +126,14 @@ Work WorkLeft(const Request& request, int64_t cached_tokens, int64_t num_outputs
 
 absl::Duration PredictRun(const Request& request, const Pace& pace) {
   return absl::Seconds(
-      pace.SecondsOf(static_cast<double>(request.prefill_tokens()), DecodeTokens(request)));
+      pace.SecondsOf(static_cast<double>(request.computed_tokens()), DecodeTokens(request)));
 }
 
 absl::Duration PredictLeastRun(const Request& request, const Pace& pace) {
   double decode = static_cast<double>(std::max<int64_t>(1, request.min_output_tokens) - 1);
   const bool may_stop = !request.stop_strings.empty() || !request.stop_tokens.empty();
   if (!request.forced.empty() || (request.ignore_end && !may_stop)) decode = DecodeTokens(request);
-  return absl::Seconds(static_cast<double>(request.prefill_tokens()) * pace.prefill_share *
+  return absl::Seconds(static_cast<double>(request.computed_tokens()) * pace.prefill_share *
                            pace.seconds_per_prefill_token +
                        decode * pace.seconds_per_decode_token);
 }

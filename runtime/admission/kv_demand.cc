@@ -25,17 +25,24 @@ KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, i
   KvDemand demand;
   const int64_t prefill = request.prefill_tokens();
   const ScratchPass& pass = request.traits.pass;
-  demand.passes = request.traits.evicts && pass.any() &&
-                  *std::min_element(budgets.begin(), budgets.end()) < prefill;
+  for (int64_t lane = 0; lane < std::ssize(budgets); ++lane) {
+    const bool over = budgets[lane] < prefill - request.MissingOf(lane);
+    demand.passes |= request.traits.evicts && pass.any() && over;
+  }
   const int64_t scratch = demand.passes ? ScratchRows(pass, prefill) : 0;
-  for (int64_t budget : budgets) {
-    int64_t while_prefilling = prefill, while_decoding = longest;
+  for (int64_t lane = 0; lane < std::ssize(budgets); ++lane) {
+    const int64_t budget = budgets[lane], missing = request.MissingOf(lane);
+    const int64_t held = prefill - missing;  // if nothing is evicted
+    int64_t while_prefilling = held, while_decoding = longest - missing;
     if (request.traits.evicts) {
-      const int64_t after_prefill = std::min(prefill, budget);
+      const int64_t after_prefill = std::min(held, budget);
       while_decoding =
           std::min(after_prefill + longest - prefill, budget + request.traits.slack + 1);
       if (request.traits.prompt == PromptEviction::kByChunk) {
-        while_prefilling = PeakByChunk(prefill, budget, chunk);
+        // Packets are cached at once; the first round comes a chunk later at most.
+        const int64_t packets = request.packet_tokens - missing;
+        while_prefilling = std::min(
+            held, std::max(PeakByChunk(prefill, budget, chunk), packets > 0 ? packets + chunk : 0));
       }
     }
     demand.budget.push_back(budget);

@@ -24,6 +24,7 @@ constexpr int64_t kLeastPages = 3;
 constexpr int64_t kMostContexts = 64;
 
 constexpr size_t kMaxSpans = 64;
+constexpr size_t kMaxPackets = 64;
 // Of what a round computes of one lane: PolicyTraits::floats_per_token.
 constexpr int64_t kMaxRoundBytes = int64_t{1} << 30;
 
@@ -31,6 +32,13 @@ constexpr int64_t kMaxRoundBytes = int64_t{1} << 30;
 bool ReadsPastQueries(const PolicyTraits& traits) {
   return traits.signals.Has(Signal::kQueries) || traits.signals.Has(Signal::kQueryMoments) ||
          traits.pass.any();
+}
+
+// What a policy is told of each token as a forward reads it.
+bool MeasuresTokens(const PolicyTraits& traits) {
+  return traits.signals.Has(Signal::kLogitEntropy) ||
+         traits.signals.Has(Signal::kResidualDistance) || traits.signals.Has(Signal::kGate) ||
+         traits.signals.Has(Signal::kFinalHidden);
 }
 
 // Some layer's window is narrower than `tokens`.
@@ -45,6 +53,95 @@ bool HidesTokens(const Manifest& manifest, int64_t tokens) {
 void Resolver::CheckFields() {
   CheckRequest(options_, admission_.manifest().vocab_size, admission_.limits().max_running_requests,
                violations_);
+}
+
+void Resolver::AddPackets() {
+  std::vector<int32_t>& prompt = request_.prompt;
+  if (options_.packets.size() > kMaxPackets) {
+    violations_.Add("packets",
+                    absl::StrCat("has ", options_.packets.size(), " items, at most ", kMaxPackets));
+    options_.packets.clear();
+  }
+  for (size_t i = 0; i < options_.packets.size(); ++i) {
+    const std::shared_ptr<const Packet>& packet = options_.packets[i];
+    if (!IsOfModel(*packet)) {
+      violations_.Add(absl::StrCat("packets[", i, "]"),
+                      "holds K and V of another model, or of another kv_dtype");
+      continue;
+    }
+    prompt.insert(prompt.end(), packet->tokens.begin(), packet->tokens.end());
+    request_.packets.push_back(packet);
+  }
+  request_.packet_tokens = std::ssize(prompt);
+  if (options_.wrap && !options_.prompt.empty()) {
+    request_.soft = SoftTokensOf(admission_.shape());
+    if (request_.soft == nullptr) {
+      violations_.Add("soft_tokens",
+                      "needs soft tokens of this model: `epikv calibrate packet` trains them, and "
+                      "the daemon loads them at start (--artefact_dir)");
+      violations_.Because("ARTEFACT_MISSING", {{"policy", std::string(kPacketArtefact)}},
+                          absl::StatusCode::kFailedPrecondition);
+    }
+  }
+  const std::vector<int32_t>& asked = options_.prompt;
+  if (request_.soft != nullptr) prompt.insert(prompt.end(), request_.soft->header, asked.front());
+  prompt.insert(prompt.end(), asked.begin(), asked.end());
+  if (request_.soft != nullptr) prompt.insert(prompt.end(), request_.soft->trailer, asked.back());
+  if (options_.prompt.empty()) return;  // it is at fault, packets or none
+  options_.prompt = prompt;
+}
+
+bool Resolver::IsOfModel(const Packet& packet) const {
+  const ModelShape& shape = admission_.shape();
+  const KvFormat format = admission_.kv_format();
+  const int32_t vocab = static_cast<int32_t>(admission_.manifest().vocab_size);
+  const auto tables = std::ssize(packet.tables);
+  return packet.num_layers == shape.num_layers && packet.num_kv_heads == shape.num_kv_heads &&
+         packet.key_width == shape.key_width && packet.value_width == shape.value_width &&
+         packet.format.model == format.model && packet.format.stored == format.stored &&
+         (tables == 1 || tables == shape.num_layers || tables == packet.num_lanes()) &&
+         !packet.tokens.empty() &&
+         std::all_of(packet.tokens.begin(), packet.tokens.end(),
+                     [=](int32_t token) { return token >= 0 && token < vocab; });
+}
+
+int64_t Resolver::LeastMissing() const {
+  int64_t least = request_.packet_tokens;
+  const int64_t lanes = admission_.shape().num_layers * admission_.shape().num_kv_heads;
+  for (int64_t lane = 0; least > 0 && lane < lanes; ++lane) {
+    least = std::min(least, request_.MissingOf(lane));
+  }
+  return least;
+}
+
+// Packets hold rows of the CPU's memory, and no more of what a forward would have measured.
+void Resolver::CheckPackets(const KvLayout& layout) {
+  const bool on_gpu = !admission_.limits().turns_keys;
+  if (options_.output.packet && options_.completions > 1) {
+    violations_.Add("sampling.n", "one completion alone can be kept as a packet");
+  }
+  if (on_gpu && (options_.output.packet || !request_.packets.empty() || options_.wrap)) {
+    violations_.Add("packets", "packets work on a CPU, not on a GPU");
+  }
+  if (options_.output.prompt_logprobs && !request_.packets.empty()) {
+    violations_.Add("output.prompt_logprobs",
+                    "no log-probabilities are known of the tokens of packets");
+  }
+  if (MeasuresTokens(request_.traits) && !request_.packets.empty()) {
+    violations_.Add("kv.policy",
+                    absl::StrCat("policy '", request_.spec->name,
+                                 "' measures tokens as the model reads them, and those of packets "
+                                 "were read before"));
+  }
+  const bool ragged = std::any_of(
+      request_.packets.begin(), request_.packets.end(),
+      [&](const auto& packet) { return std::ssize(packet->tables) > layout.num_tables; });
+  if (ragged) {
+    violations_.Add("packets", absl::StrCat("a packet holds other tokens in other layers or heads, "
+                                            "and policy '",
+                                            request_.spec->name,
+                                            "' keeps the same in all of them"));
+  }
 }
 
 // Positions are then counted in what is cached, and only that must fit the context: CheckOutgrown.
@@ -472,7 +569,8 @@ void Resolver::ResolveProtectionAndDemand() {
   const int64_t prompt = static_cast<int64_t>(options_.prompt.size());
   // The last output token is never cached.
   const int64_t longest = prompt + request_.max_output_tokens - 1;
-  const bool evicts = request_.traits.evicts && request_.budget < longest;
+  const int64_t most = longest - LeastMissing();  // of one lane
+  const bool evicts = request_.traits.evicts && request_.budget < most;
   const bool rounds = request_.traits.evicts && request_.traits.rounds_rows;
   const ResolvedProtection resolved =
       evicts ? ProtectionUnder(request_.budget)
@@ -492,8 +590,11 @@ void Resolver::ResolveProtectionAndDemand() {
     // Nobody will be asked to drop or to round anything: nothing is measured, and the bits are
     // those of `full`.
     request_.traits = {.evicts = false, .uncalibrated = request_.traits.uncalibrated};
+    for (const auto& packet : request_.packets) {  // each lane has what its packet has
+      if (packet->tables.size() > 1) request_.traits.granularity = Granularity::kHead;
+    }
   }
-  ResolveReads(longest);
+  ResolveReads(most);
   if (options_.kv.positions == PositionMode::kCache && !admission_.limits().turns_keys) {
     violations_.Add("kv.positions",
                     "cache positions do not work on a GPU; choose absolute or compact positions");
@@ -527,6 +628,7 @@ void Resolver::ResolveProtectionAndDemand() {
   const KvLayout layout = LayoutOf(admission_.shape(), admission_.kv_format(), request_.traits,
                                    static_cast<int64_t>(request_.tap_layers.size()),
                                    options_.kv.positions, request_.read);
+  CheckPackets(layout);
   const std::vector<int64_t> budgets =
       evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);
   if (evicts) CheckPromptLogprobs(*std::min_element(budgets.begin(), budgets.end()));

@@ -19,6 +19,8 @@ class Resolver {
 
   // Of fields that mean the same under every policy and budget.
   void CheckFields();
+  // Puts the packets' tokens before the prompt, and soft ones around it.
+  void AddPackets();
   // False: they are at fault, and say nothing of what follows from them.
   bool ResolveLengths();
   void CheckSteering();
@@ -43,6 +45,10 @@ class Resolver {
   void ResolveReads(int64_t longest);
   bool OutgrowsContext() const;
   void CheckOutgrown();
+  bool IsOfModel(const Packet& packet) const;
+  void CheckPackets(const KvLayout& layout);
+  // Of the packets' tokens, those that the lane does not get which gets most.
+  int64_t LeastMissing() const;
   void AddGuardAround(const PolicySpec& spec);
   void ResolveTier(int64_t longest, const KvLayout& layout);
   void CheckRound(int64_t longest);

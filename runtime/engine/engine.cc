@@ -80,7 +80,8 @@ void Engine::SubmitIdle(Request request, std::shared_ptr<RequestSink> sink) {
   const absl::StatusOr<int64_t> cached =
       executor_->Open(idle_->id, idle_->request, executor_->prefix_bytes());
   if (!cached.ok()) return EndIdle(cached.status());
-  idle_->cached = idle_->from_prefix = *cached;
+  idle_->cached = *cached;
+  idle_->from_prefix = *cached - idle_->request.packet_tokens;
 }
 
 void Engine::EndIdle(absl::Status status) {
@@ -372,8 +373,9 @@ void Engine::Open(Sequence& s) {
       std::min(options_.max_prefix_bytes, ledger_.capacity() - ledger_.reserved());
   absl::StatusOr<int64_t> cached = executor_->Open(s.id, s.request, prefix_bytes);
   if (!cached.ok()) return Finish(s, FinishReason::kError, std::move(cached).status());
-  s.cached = s.from_prefix = *cached;
-  pace_.OnPrompt(s.request.prefill_tokens() - s.cached, s.request.prefill_tokens());
+  s.cached = *cached;
+  s.from_prefix = *cached - s.request.packet_tokens;
+  pace_.OnPrompt(s.request.prefill_tokens() - s.cached, s.request.computed_tokens());
   observer_.OnAdmitted(s.request, s.admitted - s.request.arrival, s.from_prefix);
 }
 
@@ -473,6 +475,7 @@ void Engine::Deliver(Sequence& s, const WorkItem& item, ForwardOutcome outcome) 
     return;
   }
   s.cached += static_cast<int64_t>(item.tokens.size());
+  s.settled = false;
   Delta delta{.prompt = std::move(outcome.prompt)};
   const bool whole_prompt = item.first == 0 && item.ends_prefill;
   if (s.request.output.progress && !item.decode && !whole_prompt) {
@@ -658,6 +661,8 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
     if (s.finished) continue;  // with another of its completions
     s.eviction_time += share;
     Guard(s, [&] { OnSettled(s, live[i], std::move(outcomes[i])); });
+    s.settled = s.pass.empty();
+    if (s.settled && s.group == nullptr && s.ended_early.has_value()) Finish(s, *s.ended_early);
   }
   for (size_t i = 0; i < live.size(); ++i) {
     if (live[i].completions <= 1 || owners[i]->finished || !owners[i]->pass.empty()) continue;
@@ -707,6 +712,10 @@ void Engine::DeliverTrace(Sequence& s, EvictionTrace trace) {
 void Engine::Finish(Sequence& s, FinishReason reason, absl::Status status) {
   if (s.finished) return;
   if (s.group != nullptr) return FinishGroup(s, reason, std::move(status));
+  if (s.request.output.packet && status.ok() && !s.settled) {
+    s.ended_early = reason;
+    return;
+  }
   Finished finished = Close(s, reason, std::move(status));
   Quietly([&] {
     if (s.open && &s != idle_.get()) {  // at idle it is no traffic
@@ -763,7 +772,11 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   s.finished = true;
   CacheFacts facts;
   int64_t packed_bytes = 0;
+  std::shared_ptr<const Packet> packet;
   if (s.open) {  // first of all: what is told of it may not fit into memory
+    if (s.request.output.packet && status.ok()) {
+      Quietly([&] { packet = executor_->Export(s.id, absl::MakeSpan(s.tokens).first(s.cached)); });
+    }
     Quietly([&] {
       facts = executor_->Facts(s.id);
       packed_bytes = executor_->PackedBytes(s.id);
@@ -775,8 +788,10 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
   const absl::Time now = now_();
   Finished finished{.reason = reason,
                     .status = std::move(status),
+                    .packet = std::move(packet),
                     .prompt_tokens = static_cast<int64_t>(s.request.prompt.size()),
                     .cached_prompt_tokens = s.from_prefix,
+                    .packet_tokens = s.request.packet_tokens,
                     .output_tokens = s.num_outputs,
                     .kv_trace_truncated = s.trace_truncated};
   if (reason == FinishReason::kStopString) {

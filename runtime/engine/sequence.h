@@ -53,8 +53,10 @@ struct Sequence {
 
   int64_t completion = 0;
   std::shared_ptr<CompletionGroup> group;  // of several completions; null: it is the only one
-  // It has ended, before its group has forked.
+  // It has ended, before its group has forked; or, of one that leaves a packet, before its cache was
+  // settled.
   std::optional<FinishReason> ended_early;
+  bool settled = true;  // what the last step cached
 
   // That it stands for: all, until they fork.
   int64_t completions() const;

@@ -18,6 +18,7 @@
 #include "runtime/executor/outputs.h"
 #include "runtime/executor/policy_calls.h"
 #include "runtime/executor/policy_view.h"
+#include "runtime/kv/packet_rows.h"
 #include "runtime/model/model_contract.h"
 #include "runtime/model/model_shape.h"
 #include "runtime/step/stage_timer.h"
@@ -171,7 +172,8 @@ absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
       });
       if (!asked.ok()) return asked;
     }
-    const absl::StatusOr<int64_t> cached = LoadPrefix(*sequence, blocks);
+    const absl::StatusOr<int64_t> cached =
+        request.packets.empty() ? LoadPrefix(*sequence, blocks) : LoadPackets(*sequence);
     if (cached.ok()) open_.emplace(id, std::move(sequence));
     return cached;
   } catch (const std::exception& e) {
@@ -182,25 +184,13 @@ absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
 // Caches a prompt's first tokens as if it had run them: its policy observes them, too.
 absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
                                              absl::Span<const PrefixCache::Block> blocks) {
-  const Request& request = sequence.request;
   const int64_t count = prefixes_.block_tokens();
   int64_t cached = 0;
   for (const PrefixCache::Block block : blocks) {
     prefixes_.Load(block, sequence.cache);
     sequence.cache.Append(cached, count);
-    FollowSteering(absl::MakeConstSpan(request.prompt).subspan(cached, count), sequence);
-    if (request.traits.evicts) {
-      PolicyView view(sequence, pool_, *model_, output_grams_);
-      SequenceStep step{.state = sequence.state.get(),
-                        .cache = view,
-                        .phase = Phase::kPrefill,
-                        .first = cached,
-                        .count = count,
-                        .tokens = absl::MakeConstSpan(request.prompt).subspan(cached, count),
-                        .signals = {}};
-      absl::Status asked = AskPolicy(request, [&] { sequence.policy->Observe({&step, 1}); });
-      if (!asked.ok()) return asked;
-    }
+    absl::Status observed = ObserveLoaded(sequence, cached, count);
+    if (!observed.ok()) return observed;
     cached += count;
   }
   if (!blocks.empty()) {
@@ -208,6 +198,35 @@ absl::StatusOr<int64_t> Executor::LoadPrefix(OpenSequence& sequence,
     sequence.tap.Restore(prefixes_.residuals(blocks.back()));
   }
   return cached;
+}
+
+absl::StatusOr<int64_t> Executor::LoadPackets(OpenSequence& sequence) {
+  int64_t cached = 0;
+  for (const std::shared_ptr<const Packet>& packet : sequence.request.packets) {
+    LoadPacket(*packet, model_->manifest(), sequence.request.positions, sequence.cache);
+    absl::Status observed = ObserveLoaded(sequence, cached, packet->num_tokens());
+    if (!observed.ok()) return observed;
+    cached += packet->num_tokens();
+  }
+  return cached;
+}
+
+// Policies that measure how a prompt is read are told of what is read alone: their columns of these
+// tokens stay zero.
+absl::Status Executor::ObserveLoaded(OpenSequence& sequence, int64_t first, int64_t count) {
+  const Request& request = sequence.request;
+  const auto tokens = absl::MakeConstSpan(request.prompt).subspan(first, count);
+  FollowSteering(tokens, sequence);
+  if (!request.traits.evicts || MeasuresPrompt(request.traits)) return absl::OkStatus();
+  PolicyView view(sequence, pool_, *model_, output_grams_);
+  SequenceStep step{.state = sequence.state.get(),
+                    .cache = view,
+                    .phase = Phase::kPrefill,
+                    .first = first,
+                    .count = count,
+                    .tokens = tokens,
+                    .signals = {}};
+  return AskPolicy(request, [&] { sequence.policy->Observe({&step, 1}); });
 }
 
 // Whether this step ends in a round whose victims' attention is to be measured.
@@ -559,6 +578,13 @@ CacheFacts Executor::Facts(SequenceId id) const {
   }
   if (found->second->request.output.kept) facts.kept = cache.KeptIndexes();
   return facts;
+}
+
+std::shared_ptr<const Packet> Executor::Export(SequenceId id,
+                                               absl::Span<const int32_t> tokens) const {
+  const auto found = open_.find(id);
+  if (found == open_.end()) return nullptr;
+  return PacketOf(found->second->cache, pool_, found->second->request.positions, tokens);
 }
 
 int64_t Executor::PackedBytes(SequenceId id) const {

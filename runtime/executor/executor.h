@@ -62,6 +62,8 @@ class Executor final : public StepExecutor {
   std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override;
   absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) override;
   CacheFacts Facts(SequenceId id) const override;
+  std::shared_ptr<const Packet> Export(SequenceId id,
+                                       absl::Span<const int32_t> tokens) const override;
   int64_t PackedBytes(SequenceId id) const override;
   void Close(SequenceId id) override;
   int64_t used_bytes() const override;
@@ -85,6 +87,10 @@ class Executor final : public StepExecutor {
   bool MassDue(const OpenSequence& sequence, const WorkItem& work) const;
   absl::StatusOr<int64_t> LoadPrefix(OpenSequence& sequence,
                                      absl::Span<const PrefixCache::Block> blocks);
+  // Caches the tokens of the request's packets. How many.
+  absl::StatusOr<int64_t> LoadPackets(OpenSequence& sequence);
+  // Tells a policy of prompt tokens that are cached without a forward.
+  absl::Status ObserveLoaded(OpenSequence& sequence, int64_t first, int64_t count);
   ForwardOutcome Finish(StepItem& item);
   void KeepPrefix(const StepItem& item);
   StepItem ItemOf(const WorkItem& work);

@@ -80,7 +80,7 @@ void CpuForward::Run(absl::Span<StepItem> items) {
 at::Tensor CpuForward::Block(const at::Tensor& residual, int64_t layer) {
   // Entering block `layer` is the residual after block layer - 1.
   if (layer > 0) TakeTaps(residual, layer);
-  return Steered(running_, residual, layer);
+  return Steered(running_, layer > 0 ? residual : WithSoftTokens(running_, residual), layer);
 }
 
 void CpuForward::TakeTaps(const at::Tensor& residual, int64_t layer) {

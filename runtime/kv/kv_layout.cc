@@ -1,6 +1,7 @@
 #include "runtime/kv/kv_layout.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "runtime/kernels/page_bounds.h"
 #include "runtime/kv/page_index.h"
@@ -73,6 +74,14 @@ int64_t TierBytes(const KvLayout& layout, const ModelShape& shape, const KvForma
   return layout.num_tables * tokens * (layout.slot_bytes + kBytesOfToken) +
          layout.num_lanes *
              (tokens * layout.row_bytes + pages * PageBoundsBytes(shape.key_width, format.model));
+}
+
+int64_t MostPacketBytes(const KvLayout& layout, const Request& request) {
+  const std::vector<int64_t>& rows = request.demand.decode;
+  return std::reduce(rows.begin(), rows.end()) *
+             (layout.row_bytes + 2 * static_cast<int64_t>(sizeof(int32_t))) +
+         (request.prefill_tokens() + request.max_output_tokens) *
+             static_cast<int64_t>(sizeof(int32_t));
 }
 
 int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities) {

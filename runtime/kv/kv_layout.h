@@ -32,6 +32,9 @@ inline constexpr int64_t kTierPage = 16;  // tokens
 int64_t TierBytes(const KvLayout& layout, const ModelShape& shape, const KvFormat& format,
                   int64_t tokens);
 
+// Bytes of the packet that a request can leave, at most.
+int64_t MostPacketBytes(const KvLayout& layout, const Request& request);
+
 // Bytes of lanes with these capacities (tokens), tables and state included.
 int64_t BytesOf(const KvLayout& layout, const std::vector<int64_t>& capacities);
 

@@ -1,7 +1,6 @@
 #include "runtime/kv/prefix_cache.h"
 
 #include <algorithm>
-#include <iterator>
 #include <optional>
 
 namespace epikv {
@@ -14,12 +13,7 @@ bool SharesRows(const Request& request) {
 
 // What only a forward over the prompt gives.
 bool NeedsForward(const Request& request) {
-  constexpr Signal kOfPrompts[] = {
-      Signal::kPromptAttention,  Signal::kQueries, Signal::kQueryMoments, Signal::kLogitEntropy,
-      Signal::kResidualDistance, Signal::kGate,    Signal::kFinalHidden};
-  return request.output.prompt_logprobs ||
-         std::any_of(std::begin(kOfPrompts), std::end(kOfPrompts),
-                     [&](Signal signal) { return request.traits.signals.Has(signal); });
+  return request.output.prompt_logprobs || MeasuresPrompt(request.traits);
 }
 
 }  // namespace

@@ -36,6 +36,13 @@ void SlotTable::Append(int64_t first, int64_t position, int64_t count) {
   }
 }
 
+void SlotTable::Adopt(absl::Span<const int32_t> index, absl::Span<const int32_t> position) {
+  const int64_t slot = NextSlot(), count = std::ssize(index);
+  Append(/*first=*/0, /*position=*/0, count);
+  std::copy(index.begin(), index.end(), index_.begin() + slot);
+  std::copy(position.begin(), position.end(), rope_position_.begin() + slot);
+}
+
 void SlotTable::Insert(int32_t index, int32_t position, absl::Span<const float> columns) {
   const int64_t slot = NextSlot();
   Append(index, position, 1);
@@ -206,6 +213,18 @@ void SequenceCache::Append(int64_t first, int64_t count) {
     tables_[t].Append(first, NextPosition(t), count);
   }
   newest_ = first + count - 1;
+  NotePeak();
+}
+
+void SequenceCache::Adopt(int64_t count, const std::vector<Packet::Table>& tables) {
+  const auto first = static_cast<int32_t>(next());
+  for (int64_t t = 0; t < num_tables(); ++t) {
+    const Packet::Table& from = tables[t];
+    std::vector<int32_t> index = from.index;
+    for (int32_t& token : index) token += first;
+    tables_[t].Adopt(index, from.position);
+  }
+  newest_ += count;
   NotePeak();
 }
 

@@ -11,6 +11,7 @@
 #include "policies/policy.h"
 #include "runtime/kv/kv_layout.h"
 #include "runtime/kv/kv_pool.h"
+#include "runtime/request/packet.h"
 #include "runtime/request/request.h"
 
 namespace epikv {
@@ -30,6 +31,9 @@ class SlotTable {
   // Commits `count` tokens with indexes from `first` and positions from `position`, in the slots
   // that NextSlot gave. Their columns are zero.
   void Append(int64_t first, int64_t position, int64_t count);
+
+  // The same of tokens that were cached elsewhere: the one at index[i] is at position[i].
+  void Adopt(absl::Span<const int32_t> index, absl::Span<const int32_t> position);
 
   // The same of one token that comes back, with its columns.
   void Insert(int32_t index, int32_t position, absl::Span<const float> columns);
@@ -90,6 +94,7 @@ class SequenceCache {
   SequenceCache& operator=(const SequenceCache&) = delete;
 
   const KvLayout& layout() const { return layout_; }
+  const ModelShape& shape() const { return shape_; }
   int64_t num_layers() const { return shape_.num_layers; }
   int64_t num_kv_heads() const { return shape_.num_kv_heads; }
   int64_t num_tables() const { return static_cast<int64_t>(tables_.size()); }
@@ -130,6 +135,11 @@ class SequenceCache {
 
   // Commits a token that comes back, written to the table's lanes in its NextSlot.
   void Insert(int64_t table, int32_t index, int32_t position, absl::Span<const float> columns);
+
+  // Commits `count` tokens that were cached elsewhere, written to each table's lanes from its
+  // NextSlot on: those of a packet's table, whose `index` counts from the first of them. Requires:
+  // no scratch.
+  void Adopt(int64_t count, const std::vector<Packet::Table>& tables);
 
   // Slots over the budget in a table, or in all tables that share one budget with it. >= 0.
   int64_t Excess(int64_t table) const;

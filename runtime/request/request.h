@@ -12,8 +12,10 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "policies/protection.h"
+#include "policies/soft_tokens.h"
 #include "policies/spec.h"
 #include "policies/steering.h"
+#include "runtime/request/packet.h"
 #include "runtime/sampling/sampler.h"
 
 // What goes into the engine and what comes out of it. Without torch and without protobuf.
@@ -65,6 +67,7 @@ struct OutputOptions {
   bool kv_trace = false;         // victims of every round
   bool residual_steps = false;   // of every cached output token, after every block
   bool kept = false;             // indexes held at the end
+  bool packet = false;           // what is cached at the end (Finished::packet)
 };
 
 enum class Priority { kLow, kNormal, kHigh };
@@ -80,6 +83,9 @@ struct SchedulingOptions {
 struct RequestOptions {
   std::string id;
   std::vector<int32_t> prompt;
+  // Cached tokens that the prompt goes on from, in this order.
+  std::vector<std::shared_ptr<const Packet>> packets;
+  bool wrap = false;  // the prompt is read between the model's soft tokens
   SamplingParams sampling;
   std::optional<SteeringOptions> steering;  // absent: it is not steered
   // Of the one prompt; the i-th draws as a request of seed + i would.
@@ -144,10 +150,17 @@ struct KvDemand {
   int64_t peak_bytes() const { return std::max(prefill_bytes, completions * decode_bytes); }
 };
 
+// What a policy measures of a prompt while the model reads it.
+bool MeasuresPrompt(const PolicyTraits& traits);
+
 // A request with every default filled in and every limit checked. Immutable.
 struct Request {
   std::string id;
+  // The packets' tokens, and behind them what was asked, between `soft` if there is any.
   std::vector<int32_t> prompt;
+  std::vector<std::shared_ptr<const Packet>> packets;
+  int64_t packet_tokens = 0;
+  std::shared_ptr<const SoftTokens> soft;
   std::vector<int32_t> forced;
   bool force_in_chunks = false;
   SamplingParams sampling;
@@ -191,6 +204,16 @@ struct Request {
   int64_t prefill_tokens() const {
     return static_cast<int64_t>(prompt.size() + (force_in_chunks ? forced.size() - 1 : 0));
   }
+  // Of them, those that a forward has to run.
+  int64_t computed_tokens() const { return prefill_tokens() - packet_tokens; }
+  // Of the packets' tokens, those that a lane does not get.
+  int64_t MissingOf(int64_t lane) const {
+    int64_t missing = 0;
+    for (const auto& packet : packets) {
+      missing += packet->num_tokens() - packet->TableOf(lane).rows();
+    }
+    return missing;
+  }
 };
 
 // kEnd: an end-of-sequence token, or a constraint that leaves nothing but the end.
@@ -229,8 +252,10 @@ struct Finished {
   absl::Status status;  // not OK: kCancelled, kDeadline, kError
   std::string stop_string;
   std::optional<int32_t> stop_token;
+  std::shared_ptr<const Packet> packet;  // if asked for; null: there was no memory for it
   int64_t prompt_tokens = 0;
   int64_t cached_prompt_tokens = 0;  // of them, those that were copied from the prefix cache
+  int64_t packet_tokens = 0;         // of them, those that packets had
   int64_t output_tokens = 0;
   KvUsage kv;
   Timings timings;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -81,8 +82,8 @@ class StepExecutor {
  public:
   virtual ~StepExecutor() = default;
 
-  // Makes room and state for a sequence whose demand has been reserved, and caches what is known of
-  // its prompt: so many tokens, and not all. `request` outlives it. prefix_bytes: what cached
+  // Makes room and state for a sequence whose demand has been reserved, and caches its packets, or
+  // what is known of its prompt: so many tokens, and not all. `request` outlives it. prefix_bytes: what cached
   // prefixes may hold from now on.
   virtual absl::StatusOr<int64_t> Open(SequenceId id, const Request& request,
                                        int64_t prefix_bytes) = 0;
@@ -107,6 +108,12 @@ class StepExecutor {
   virtual bool lost() const { return false; }
 
   virtual CacheFacts Facts(SequenceId id) const = 0;
+  // What the sequence has cached of `tokens`, all that it was given, between two steps. Null: it is
+  // not open.
+  virtual std::shared_ptr<const Packet> Export(SequenceId id,
+                                               absl::Span<const int32_t> tokens) const {
+    return nullptr;
+  }
   // SequenceCache::PackedBytes of a sequence whose policy rounds; 0 of others.
   virtual int64_t PackedBytes(SequenceId id) const { return 0; }
   virtual void Close(SequenceId id) = 0;

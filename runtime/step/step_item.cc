@@ -72,6 +72,31 @@ at::Tensor Steered(absl::Span<const StepItem> items, const at::Tensor& residual,
   return steered.defined() ? steered : residual;
 }
 
+at::Tensor WithSoftTokens(absl::Span<const StepItem> items, const at::Tensor& residual) {
+  at::Tensor changed;  // undefined: nothing is
+  auto put = [&](int64_t row, const float* values) {
+    if (!changed.defined()) changed = residual.clone();
+    changed[row].copy_(at::from_blob(const_cast<float*>(values), {residual.size(1)}));
+  };
+  for (const StepItem& item : items) {
+    const SoftTokens* const soft = item.sequence->request.soft.get();
+    if (soft == nullptr || item.work->decode || item.work->pass) continue;
+    const int64_t width = residual.size(1);
+    const auto trailer = std::ssize(item.sequence->request.prompt) - soft->trailer;
+    for (int64_t i = 0; i < item.num_rows(); ++i) {
+      // Its place in what was asked for: packets come before.
+      const int64_t token = item.work->first + i;
+      const int64_t place = token - item.sequence->request.packet_tokens;
+      if (place < soft->header) {
+        put(item.row + i, soft->header_rows.data() + place * width);
+      } else if (token >= trailer && token < trailer + soft->trailer) {
+        put(item.row + i, soft->trailer_rows.data() + (token - trailer) * width);
+      }
+    }
+  }
+  return changed.defined() ? changed : residual;
+}
+
 at::Tensor EntropiesOf(const at::Tensor& logits) {
   const int64_t count = std::min(Signals::kEntropyTokens, logits.size(1));
   const at::Tensor log_p = std::get<0>(logits.topk(count, -1)).log_softmax(-1);

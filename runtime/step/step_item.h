@@ -208,6 +208,10 @@ void TakeGates(absl::Span<StepItem> items, const at::Tensor& input, int64_t laye
 // hidden]. fp32 [num_rows, hidden], where the residual is.
 at::Tensor TakeFinalHidden(const StepItem& item, const at::Tensor& residual, const Model& model);
 
+// The residual entering the first block, with the rows of soft tokens in place of what was looked up
+// for them. It is `residual` itself, never written, where there are none.
+at::Tensor WithSoftTokens(absl::Span<const StepItem> items, const at::Tensor& residual);
+
 // The residual entering block `layer`, with the vector of each decode item that is steered there
 // added to its row. It is `residual` itself, never written, where none is.
 at::Tensor Steered(absl::Span<const StepItem> items, const at::Tensor& residual, int64_t layer);

@@ -108,7 +108,11 @@ Config ConfigOf(const v1::ServerConfig& c) {
       .tokens_file = c.auth_tokens_file(),
       .shared_prefixes = c.shared_prefixes(),
       .access_log = c.access_log(),
-      .experiments = ExperimentsOf(c)};
+      .experiments = ExperimentsOf(c),
+      .packets = {.bytes = static_cast<int64_t>(c.packet_bytes()),
+                  .folder = c.packet_dir(),
+                  .folder_bytes = static_cast<int64_t>(c.packet_dir_bytes()),
+                  .tenant_bytes = static_cast<int64_t>(c.tenant_packet_bytes())}};
 }
 
 ModelSource FromProto(const v1::ModelSource& source) {

@@ -11,6 +11,7 @@
 #include "server/experiments/options.h"
 #include "server/models/model_files.h"
 #include "server/models/served_model.h"
+#include "server/packets/packet_store.h"
 #include "server/port/connections.h"
 #include "server/port/tls.h"
 #include "server/port/transport.h"
@@ -44,6 +45,7 @@ struct Config {
   bool shared_prefixes = false;
   std::string access_log;  // empty: none
   ExperimentsOptions experiments;
+  PacketStoreOptions packets;
 };
 
 Config ConfigOf(const v1::ServerConfig& config);

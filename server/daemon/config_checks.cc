@@ -161,6 +161,11 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
   check.Require(c.kv_tier_bytes() <= kMost, "kv_tier_bytes", "be below 2^63");
   check.Require(c.kv_tier_bytes() == 0 || c.device() != "cuda", "kv_tier_bytes",
                 "be 0 with --device=cuda: the tier works on the CPU only");
+  check.Require(c.packet_bytes() <= kMost, "packet_bytes", "be below 2^63");
+  check.Require(c.packet_bytes() == 0 || c.device() != "cuda", "packet_bytes",
+                "be 0 with --device=cuda: packets work on the CPU only");
+  check.Require(c.packet_dir_bytes() <= kMost, "packet_dir_bytes", "be below 2^63");
+  check.Require(c.tenant_packet_bytes() <= kMost, "tenant_packet_bytes", "be below 2^63");
   check.Require(c.prefix_cache_share() >= 0 && c.prefix_cache_share() <= 1, "prefix_cache_share",
                 "be in [0, 1]");
   check.Require(c.kv_memory_share() > 0 && c.kv_memory_share() <= 1, "kv_memory_share",

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
@@ -291,13 +292,18 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   if (*experiments != nullptr && replays.share_of_requests > 0) {
     shadow = std::make_unique<Shadow>(replays, models, **experiments);
   }
+  absl::StatusOr<std::unique_ptr<PacketStore>> packets = PacketStore::Open(config.packets);
+  if (!packets.ok()) return packets.status();
+  const absl::Cleanup forget_packets = [&metrics] { metrics.SetPackets(nullptr); };
+  metrics.SetPackets([store = packets->get()] { return store->usage(); });
   absl::StatusOr<std::unique_ptr<Server>> server =
       Server::Start({.port = PortOf(config, connections.clients),
                      .outbox = config.outbox,
                      .participation = experiments->get(),
                      .experiments = experiments->get(),
                      .shadow = shadow.get(),
-                     .shared_prefixes = config.shared_prefixes},
+                     .shared_prefixes = config.shared_prefixes,
+                     .packets = packets->get()},
                     models, lifecycle, courier, frontend);
   if (!server.ok()) return server.status();
   AdminService admin(

@@ -13,10 +13,12 @@ Server::Server(Models& models, Courier& courier, const Frontend& frontend,
                    .max_answer_bytes = options.port.transport.max_sent_message_bytes,
                    .experiments = options.participation,
                    .shadow = options.shadow,
-                   .shared_prefixes = options.shared_prefixes}),
+                   .shared_prefixes = options.shared_prefixes,
+                   .packets = options.packets}),
       tokenization_(models, frontend, options.port.transport.max_sent_message_bytes),
       model_service_(models, frontend),
       policies_(models, frontend),
+      packets_(*options.packets, frontend),
       experiments_(options.experiments, models, frontend) {}
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options, Models& models,
@@ -26,9 +28,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   absl::StatusOr<std::unique_ptr<GrpcPort>> port = GrpcPort::Open(
       options.port,
       {&server->generation_, &server->tokenization_, &server->model_service_, &server->policies_,
-       &server->experiments_},
+       &server->packets_, &server->experiments_},
       {"", "epikv.v1.GenerationService", "epikv.v1.TokenizationService", "epikv.v1.ModelService",
-       "epikv.v1.PolicyService", "epikv.v1.ExperimentService"},
+       "epikv.v1.PolicyService", "epikv.v1.PacketService", "epikv.v1.ExperimentService"},
       lifecycle);
   if (!port.ok()) return port.status();
   server->port_ = *std::move(port);

@@ -25,6 +25,7 @@ struct ServerOptions {
   Experiments* experiments = nullptr;
   Shadow* shadow = nullptr;  // outlives the server; null: nothing is replayed
   bool shared_prefixes = false;
+  PacketStore* packets = nullptr;  // outlives the server; not null
 };
 
 // The gRPC port: our services, grpc.health.v1 and reflection. What it is given outlives it.
@@ -51,6 +52,7 @@ class Server {
   TokenizationService tokenization_;
   ModelService model_service_;
   PolicyService policies_;
+  PacketService packets_;
   ExperimentService experiments_;
   std::unique_ptr<GrpcPort> port_;  // ends before its services
 };

@@ -18,6 +18,11 @@
 
 namespace epikv {
 
+// Whether a request leaves a packet, and reads its prompt between soft tokens.
+struct PacketAsked {
+  bool keep = false, soft_tokens = false;
+};
+
 // What a call knows of its request once it is queued.
 struct CallFacts {
   std::shared_ptr<Outbox> outbox;  // shared with the engine, which may end later or sooner

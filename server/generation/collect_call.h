@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -59,7 +60,7 @@ inline void AddPrompt(v1::ScoreResponse&, const PromptLogprobs&) {}  // cannot b
 
 // Collects the messages of a stream into one result. Lives as StreamCall does.
 template <typename Result>
-class CollectCall final : public Call, public StreamWriter {
+class CollectCall : public Call, public StreamWriter {
  public:
   using Use = std::function<void(const grpc::ByteBuffer& request, CollectCall&)>;
 
@@ -77,6 +78,8 @@ class CollectCall final : public Call, public StreamWriter {
     started_ = true;
   }
   void Fail(const grpc::Status& status) { Call::End(status); }
+  // What becomes of what its request has cached.
+  virtual PacketAsked asked() const { return {}; }
 
   void Send(OutboxMessage message) override {
     if (!too_large_) {
@@ -93,12 +96,19 @@ class CollectCall final : public Call, public StreamWriter {
     if (!status.ok()) return Fail(ToGrpc(status));
     bytes_ = static_cast<int64_t>(result_.ByteSizeLong());
     if (bytes_ > max_bytes_) return Fail(AnswerTooLarge(bytes_, max_bytes_, kStreamIt));
-    EndWith(result_);
+    Answer();
   }
 
   void OnCancel() override {
     if (started_) facts_.outbox->OnClientGone(WhyCancelledNow(scope()));
   }
+
+ protected:
+  // The result is whole.
+  virtual void Answer() { EndWith(result_); }
+  Result& result() { return result_; }
+  // What the request has left, if it was asked to; null: there was no memory for it.
+  std::shared_ptr<const Packet> TakePacket() { return std::move(packet_); }
 
  private:
   void OnRequest(const grpc::ByteBuffer& request) override {
@@ -135,7 +145,8 @@ class CollectCall final : public Call, public StreamWriter {
   void Collect(const CompletionEnd& end) {
     AddEnd(result_, FinishedOf(facts_.accepted, end, facts_.lanes));
   }
-  void Collect(const Finished& finished) {
+  void Collect(Finished& finished) {
+    packet_ = std::move(finished.packet);
     *result_.mutable_summary() = SummaryOf(facts_.accepted, finished, facts_.lanes);
   }
 
@@ -146,6 +157,7 @@ class CollectCall final : public Call, public StreamWriter {
   CallFacts facts_;
   std::atomic<bool> started_ = false;  // facts_ are there
   Result result_;
+  std::shared_ptr<const Packet> packet_;
   int64_t bytes_ = 0;       // of it, about
   bool too_large_ = false;  // it was given up
 };

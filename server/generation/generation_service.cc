@@ -1,6 +1,7 @@
 #include "server/generation/generation_service.h"
 
 #include <optional>
+#include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -20,7 +21,7 @@ GenerationService::GenerationService(const Models& models, Courier& courier,
       courier_(courier),
       metrics_(frontend.metrics),
       options_(options),
-      preparer_(options.experiments, options.shared_prefixes) {
+      preparer_(options.experiments, *options.packets, options.shared_prefixes) {
   Add("GenerationService/Generate", [this](grpc::CallbackServerContext& context) {
     return new StreamCall(context, this->frontend(), live_calls_,
                           [this](const grpc::ByteBuffer& in, StreamCall& call) {
@@ -29,6 +30,13 @@ GenerationService::GenerationService(const Models& models, Courier& courier,
   });
   AddCollected<v1::GenerateRequest, v1::GenerateResult>("GenerationService/GenerateOnce");
   AddCollected<v1::ScoreRequest, v1::ScoreResponse>("GenerationService/Score");
+  Add("PacketService/CreatePacket", [this](grpc::CallbackServerContext& context) {
+    return new PacketCall(context, this->frontend(), live_calls_, options_.max_answer_bytes,
+                          *options_.packets, keeping_,
+                          [this](const grpc::ByteBuffer& in, CollectCall<v1::GenerateResult>& call) {
+                            BeginPacket(in, static_cast<PacketCall&>(call));
+                          });
+  });
   AnswerAtOnce("GenerationService/CancelRequest", &GenerationService::CancelRequest);
 }
 
@@ -57,53 +65,95 @@ Answer<v1::CancelRequestResponse> GenerationService::CancelRequest(
                   absl::StrCat("no request '", request.request_id(), "' is running or waiting"));
 }
 
+namespace {
+
+template <typename Message>
+void LogAsked(const Message& message, v1::AccessLogEntry& entry) {
+  entry.set_request_id(ForLog(message.request_id()));
+  entry.set_model(ForLog(message.model()));
+  entry.set_policy(ForLog(message.kv().policy()));
+}
+
+}  // namespace
+
 template <typename Message, typename Call>
 void GenerationService::BeginRequest(const grpc::ByteBuffer& in, Call& call) {
   CallScope& scope = call.scope();
   const std::variant<Message, grpc::Status> opened = scope.Open<Message>(in);
   if (const auto* refusal = std::get_if<grpc::Status>(&opened)) return call.Fail(*refusal);
   const Message& message = std::get<Message>(opened);
-  scope.entry().set_request_id(ForLog(message.request_id()));
-  scope.entry().set_model(ForLog(message.model()));
-  scope.entry().set_policy(ForLog(message.kv().policy()));
-  Submit(message, call, /*may_compile=*/false);
+  LogAsked(message, scope.entry());
+  Submit(message, call, /*may_wait=*/false);
+}
+
+void GenerationService::BeginPacket(const grpc::ByteBuffer& in, PacketCall& call) {
+  CallScope& scope = call.scope();
+  const auto opened = scope.Open<v1::CreatePacketRequest>(in);
+  if (const auto* refusal = std::get_if<grpc::Status>(&opened)) return call.Fail(*refusal);
+  const auto& message = std::get<v1::CreatePacketRequest>(opened);
+  LogAsked(message.request(), scope.entry());
+  call.Ask(message.soft_tokens());
+  Submit(message.request(), call, /*may_wait=*/false);
+}
+
+// Before it runs: of what it can hold at most.
+bool GenerationService::MakeRoom(const ServedModel& model, const Request& request,
+                                 PacketCall& call) {
+  v1::PacketHead head = HeadOf(model, request.scheduling.tenant);
+  head.set_soft_tokens(request.soft != nullptr);
+  absl::StatusOr<PacketStore::Room> room = absl::FailedPreconditionError(
+      "the model file does not say which weights it holds: export it again");
+  if (!head.weights().empty()) {
+    room = options_.packets->Reserve(model.admission->MostPacketBytes(request));
+  }
+  if (room.ok()) {
+    call.Expect(std::move(head), *std::move(room));
+    return true;
+  }
+  const grpc::Status refusal = ToGrpc(room.status());
+  model.metrics->OnRejected(ErrorReason(refusal));
+  AddPushback(call.scope().context(), RetryAfterOf(room.status()));
+  call.Fail(refusal);
+  return false;
 }
 
 template <typename Message, typename Call>
-void GenerationService::SubmitOnceCompiled(const Message& message, Call& call) {
+void GenerationService::SubmitOncePrepared(const Message& message, Call& call) {
   CallScope& scope = call.scope();
   const std::string& client = scope.caller().name;
-  if (const int64_t waiting = compiling_.Waiting(client); waiting >= options_.most_compilations) {
+  if (const int64_t waiting = preparing_.Waiting(client); waiting >= options_.most_compilations) {
     metrics_.OnRejected(kQueueFull);
     AddPushback(scope.context(), kCompileRetryDelay);
     return call.Fail(
-        Exhausted("waiting compilations",
+        Exhausted("waiting preparations",
                   absl::StrCat("the queue is full: ", waiting,
-                               " of your requests wait for their constraints ",
-                               "to be compiled; at most ", options_.most_compilations, " may wait"),
+                               " of your requests wait for their constraints to be compiled, or ",
+                               "for packets to be read; at most ", options_.most_compilations,
+                               " may wait"),
                   kCompileRetryDelay));
   }
   const auto bytes = static_cast<int64_t>(message.SpaceUsedLong());
-  if (const int64_t waiting = compiling_.Weighs(client);
+  if (const int64_t waiting = preparing_.Weighs(client);
       waiting > 0 && waiting + bytes > kMostClientBytes) {
     metrics_.OnRejected(kQueueFull);
     AddPushback(scope.context(), kCompileRetryDelay);
     return call.Fail(
-        Exhausted("waiting compilations",
+        Exhausted("waiting preparations",
                   absl::StrCat("more than ", kMostClientBytes,
-                               " bytes of your requests wait for their constraints to be compiled"),
+                               " bytes of your requests wait for their constraints to be compiled, ",
+                               "or for packets to be read"),
                   kCompileRetryDelay));
   }
-  compiling_.Post(client, bytes, [this, &call, message] {
+  preparing_.Post(client, bytes, [this, &call, message] {
     if (call.scope().context().IsCancelled()) {
       return call.Fail(ToGrpc(WhyCancelledNow(call.scope())));
     }
-    Submit(message, call, /*may_compile=*/true);
+    Submit(message, call, /*may_wait=*/true);
   });
 }
 
 template <typename Message, typename Call>
-void GenerationService::Submit(const Message& message, Call& call, bool may_compile) {
+void GenerationService::Submit(const Message& message, Call& call, bool may_wait) {
   CallScope& scope = call.scope();
   for (;;) {
     std::variant<ModelPtr, grpc::Status> found = models_.Find(message.model());
@@ -112,12 +162,16 @@ void GenerationService::Submit(const Message& message, Call& call, bool may_comp
       return call.Fail(*refusal);
     }
     const ModelPtr model = std::get<ModelPtr>(std::move(found));
-    RequestPreparer::Result prepared = preparer_.Prepare(scope, message, *model, may_compile);
+    RequestPreparer::Result prepared =
+        preparer_.Prepare(scope, message, *model, may_wait, call.asked());
     if (const auto* status = std::get_if<grpc::Status>(&prepared)) return call.Fail(*status);
-    if (std::holds_alternative<RequestPreparer::MustCompile>(prepared)) {
-      return SubmitOnceCompiled(message, call);
+    if (std::holds_alternative<RequestPreparer::MustWait>(prepared)) {
+      return SubmitOncePrepared(message, call);
     }
     Prepared& ready = std::get<Prepared>(prepared);
+    if constexpr (std::is_same_v<Call, PacketCall>) {
+      if (!MakeRoom(*model, ready.request, call)) return;
+    }
     const std::string id = ready.request.id;
     CallFacts facts{
         .outbox = std::make_shared<Outbox>(options_.outbox, HooksOf(model, ready, scope.entry()),
@@ -147,7 +201,9 @@ OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const Prepared& p
   const std::weak_ptr<const ServedModel> model = served;
   const std::string& request_id = prepared.request.id;
   std::shared_ptr<Shadow::Tap> tap;
-  if (options_.shadow != nullptr && prepared.began.has_value()) {
+  // A replay would have to hold packets that may have been deleted.
+  if (options_.shadow != nullptr && prepared.began.has_value() &&
+      prepared.request.packets.empty() && prepared.request.soft == nullptr) {
     tap = options_.shadow->Follow(*prepared.began, served, prepared.request);
   }
   std::function<void(const Delta&)> on_delta;

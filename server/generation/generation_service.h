@@ -20,10 +20,12 @@
 #include "server/experiments/participation.h"
 #include "server/experiments/shadow.h"
 #include "server/generation/live_calls.h"
+#include "server/generation/packet_call.h"
 #include "server/generation/request_preparer.h"
 #include "server/messages/generation_messages.h"
 #include "server/metrics/metrics.h"
 #include "server/models/models.h"
+#include "server/packets/packet_store.h"
 #include "server/stream/courier.h"
 #include "server/stream/outbox.h"
 
@@ -36,6 +38,7 @@ struct GenerationOptions {
   Participation* experiments = nullptr;  // null: there are none
   Shadow* shadow = nullptr;              // null: nothing is replayed
   bool shared_prefixes = false;          // see RequestPreparer
+  PacketStore* packets = nullptr;        // not null
 };
 
 // Takes requests, hands them to the engine and streams what comes back. Thread-safe; everything
@@ -59,13 +62,16 @@ class GenerationService final : public Service {
   // StreamCall or CollectCall.
   template <typename Message, typename Call>
   void BeginRequest(const grpc::ByteBuffer& in, Call& call);
-  // may_compile: on a thread that has the seconds which a constraint may take; gRPC has two for all
-  // calls.
+  void BeginPacket(const grpc::ByteBuffer& in, PacketCall& call);
+  // may_wait: on a thread that has the seconds which a constraint or the file of a packet may take;
+  // gRPC has two for all calls.
   template <typename Message, typename Call>
-  void Submit(const Message& message, Call& call, bool may_compile);
-  // The same on the thread that compiles, or fails the call: too much of its client waits there.
+  void Submit(const Message& message, Call& call, bool may_wait);
+  // The same on the thread that prepares, or fails the call: too much of its client waits there.
   template <typename Message, typename Call>
-  void SubmitOnceCompiled(const Message& message, Call& call);
+  void SubmitOncePrepared(const Message& message, Call& call);
+  // Memory for the packet that a request leaves; or the call has failed.
+  bool MakeRoom(const ServedModel& model, const Request& request, PacketCall& call);
   // entry: of the call, which gets to know how its request ended.
   OutboxHooks HooksOf(const ModelPtr& model, const Prepared& prepared, v1::AccessLogEntry& entry);
   grpc::Status RefusalOf(CallScope& scope, const SubmitResult& submitted,
@@ -77,7 +83,7 @@ class GenerationService final : public Service {
   const GenerationOptions options_;
   RequestPreparer preparer_;
   LiveCalls live_calls_;
-  TaskThread compiling_;
+  TaskThread preparing_, keeping_;
 };
 
 }  // namespace epikv

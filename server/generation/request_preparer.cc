@@ -10,24 +10,11 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/admission/request_checks.h"
 #include "server/base/errors.h"
-#include "server/generation/call_facts.h"
+#include "runtime/base/reason.h"
+#include "server/packets/packet_service.h"
 
 namespace epikv {
 namespace {
-
-// Who has a token is the tenant of his own requests; an operator may speak for others. Without
-// tokens everyone is who he says.
-std::optional<grpc::Status> SettleTenant(const Identity& caller, std::string& tenant) {
-  if (caller.name.empty() || tenant == caller.name) return std::nullopt;
-  if (tenant.empty()) {
-    tenant = caller.name;
-    return std::nullopt;
-  }
-  if (caller.May(Role::kOperator)) return std::nullopt;
-  return PermissionDenied(
-      absl::StrCat("scheduling.tenant '", tenant, "' of caller '", caller.name, "'"),
-      RoleName(Role::kOperator));
-}
 
 // A salt that no other tenant can have.
 std::string OfTenant(const std::string& tenant, const std::string& salt) {
@@ -72,25 +59,61 @@ std::optional<grpc::Status> Constrain(const ConstraintText& text,
 
 }  // namespace
 
+v1::PacketHead HeadOf(const ServedModel& model, const std::string& tenant) {
+  const Manifest& manifest = model.admission->manifest();
+  v1::PacketHead head;
+  head.set_tenant(tenant);
+  head.set_model(model.name);
+  head.set_weights(manifest.weights);
+  head.set_dtype(std::string(DTypeName(manifest.dtype)));
+  head.set_quantization(manifest.quantization);
+  head.set_kv_format(std::string(model.admission->kv_format().name()));
+  return head;
+}
+
 template <typename Message>
 RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message& message,
-                                                 const ServedModel& model, bool may_compile) {
+                                                 const ServedModel& model, bool may_wait,
+                                                 const PacketAsked& leaves) {
   std::optional<ConstraintText> text;
   std::optional<ConstraintCompiler::Result> constraint;
   if constexpr (std::is_same_v<Message, v1::GenerateRequest>) {
     text = ConstraintOf(message.sampling());
-    if (text.has_value() && !may_compile) {
+    if (text.has_value() && !may_wait) {
       constraint = model.constraints->Remembered(*text);
-      if (!constraint.has_value()) return MustCompile();
+      if (!constraint.has_value()) return MustWait();
     }
   }
   AskedRequest asked = FromProto(message, {.tokenizer = *model.tokenizer, .chat = model.chat});
   if (asked.options.id.empty()) asked.options.id = NewRequestId();
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
   std::string& tenant = asked.options.scheduling.tenant;
-  if (std::optional<grpc::Status> refusal = SettleTenant(scope.caller(), tenant)) {
+  if (std::optional<grpc::Status> refusal =
+          SettleTenant(scope.caller(), "scheduling.tenant", tenant)) {
     model.metrics->OnRejected(kPermissionDenied);
     return *std::move(refusal);
+  }
+  if (!packets_.any() && (leaves.keep || !message.packets().empty())) {
+    model.metrics->OnRejected(kPacketsOff);
+    return PacketsOff();
+  }
+  absl::StatusOr<std::optional<Packets>> packets =
+      FindPackets(message.packets(), tenant, model, may_wait);
+  if (!packets.ok()) {
+    const bool unknown = absl::IsNotFound(packets.status());
+    grpc::Status refusal = unknown
+                               ? NotFound("packet", message.packets()[0], packets.status().message())
+                               : ToGrpc(packets.status());
+    model.metrics->OnRejected(ErrorReason(refusal));
+    AddPushback(scope.context(), RetryAfterOf(packets.status()));
+    return refusal;
+  }
+  if (!packets->has_value()) return MustWait();
+  asked.options.packets = **std::move(packets);
+  asked.options.wrap = leaves.soft_tokens;
+  asked.options.output.packet = leaves.keep;
+  if (leaves.keep && !asked.options.stop.max_output_tokens.has_value()) {
+    asked.options.stop.max_output_tokens = 1;
   }
   scope.entry().set_tenant(ForLog(tenant));
   asked.options.arrival = scope.arrival();
@@ -146,7 +169,8 @@ std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(
     }
     return Dealt();
   }
-  const auto prompt_tokens = static_cast<int64_t>(asked.options.prompt.size());
+  auto prompt_tokens = static_cast<int64_t>(asked.options.prompt.size());
+  for (const auto& packet : asked.options.packets) prompt_tokens += packet->num_tokens();
   const Subject subject{.request = message,
                         .request_id = asked.options.id,
                         .model = model.name,
@@ -173,6 +197,21 @@ std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(
   return dealt;
 }
 
+absl::StatusOr<std::optional<RequestPreparer::Packets>> RequestPreparer::FindPackets(
+    const google::protobuf::RepeatedPtrField<std::string>& ids, const std::string& tenant,
+    const ServedModel& model, bool may_wait) {
+  const v1::PacketHead head = HeadOf(model, tenant);
+  Packets found;
+  for (const std::string& id : ids) {
+    absl::StatusOr<std::shared_ptr<const Packet>> packet =
+        may_wait ? packets_.Load(tenant, id, head) : packets_.Find(tenant, id, head);
+    if (!packet.ok()) return packet.status();
+    if (*packet == nullptr) return std::nullopt;
+    found.push_back(*std::move(packet));
+  }
+  return found;
+}
+
 // Once a call: a request that meets its model's successor has begun already.
 bool RequestPreparer::TakePart(CallScope& scope, const Dealt& dealt) {
   if (scope.has_on_close()) return false;
@@ -188,8 +227,10 @@ bool RequestPreparer::TakePart(CallScope& scope, const Dealt& dealt) {
 }
 
 template RequestPreparer::Result RequestPreparer::Prepare(CallScope&, const v1::GenerateRequest&,
-                                                          const ServedModel&, bool);
+                                                          const ServedModel&, bool,
+                                                          const PacketAsked&);
 template RequestPreparer::Result RequestPreparer::Prepare(CallScope&, const v1::ScoreRequest&,
-                                                          const ServedModel&, bool);
+                                                          const ServedModel&, bool,
+                                                          const PacketAsked&);
 
 }  // namespace epikv

@@ -12,13 +12,18 @@
 #include "epikv/v1/generation.pb.h"
 #include "server/call/call_scope.h"
 #include "server/experiments/participation.h"
+#include "server/generation/call_facts.h"
 #include "server/messages/generation_messages.h"
 #include "server/models/served_model.h"
+#include "server/packets/packet_store.h"
 
 namespace epikv {
 
 // After which a compilation, or some, will have come to its end.
 constexpr absl::Duration kCompileRetryDelay = absl::Seconds(1);
+
+// Whose packets a model's requests may leave and read, and of which model they are.
+v1::PacketHead HeadOf(const ServedModel& model, const std::string& tenant);
 
 // Makes of a call's message a request that the engine can take: whose it is, the arms of its
 // experiments, its compiled constraint, and admission. Thread-safe.
@@ -26,18 +31,20 @@ class RequestPreparer {
  public:
   // experiments: outlives it; null: there are none. shared_prefixes: whether tenants who show
   // tokens may find each other's prefixes cached.
-  RequestPreparer(Participation* experiments, bool shared_prefixes)
-      : experiments_(experiments), shared_prefixes_(shared_prefixes) {}
+  // packets: outlives it.
+  RequestPreparer(Participation* experiments, PacketStore& packets, bool shared_prefixes)
+      : experiments_(experiments), packets_(packets), shared_prefixes_(shared_prefixes) {}
 
-  // The model does not remember the request's constraint: nothing has been done.
-  struct MustCompile {};
-  using Result = std::variant<Prepared, grpc::Status, MustCompile>;
+  // The model does not remember the request's constraint, or a packet is in a file: nothing has been
+  // done.
+  struct MustWait {};
+  using Result = std::variant<Prepared, grpc::Status, MustWait>;
 
   // Message: GenerateRequest or ScoreRequest. A refusal has been counted in the model's metrics.
-  // may_compile: or MustCompile is the answer.
+  // may_wait: for what takes a while; or MustWait is the answer. leaves: a packet, or none.
   template <typename Message>
-  Result Prepare(CallScope& scope, const Message& message, const ServedModel& model,
-                 bool may_compile);
+  Result Prepare(CallScope& scope, const Message& message, const ServedModel& model, bool may_wait,
+                 const PacketAsked& leaves);
 
  private:
   // What experiments are to be told of a request if it is taken.
@@ -49,10 +56,16 @@ class RequestPreparer {
   // Gives a request the options of its arms.
   std::variant<Dealt, grpc::Status> Deal(const CallScope& scope, const v1::GenerateRequest& message,
                                          const ServedModel& model, AskedRequest& asked);
+  // Packets of a tenant. Null: they may be in files, and may_wait is false.
+  using Packets = std::vector<std::shared_ptr<const Packet>>;
+  absl::StatusOr<std::optional<Packets>> FindPackets(
+      const google::protobuf::RepeatedPtrField<std::string>& ids, const std::string& tenant,
+      const ServedModel& model, bool may_wait);
   // False: it takes no part, or the call's request did before.
   bool TakePart(CallScope& scope, const Dealt& dealt);
 
   Participation* const experiments_;
+  PacketStore& packets_;
   const bool shared_prefixes_;
 };
 

@@ -32,6 +32,7 @@ class StreamCall final : public Call, public StreamWriter {
 
   void Start(CallFacts facts);
   void Fail(const grpc::Status& status) { Call::End(status); }
+  static PacketAsked asked() { return {}; }
 
   void Send(OutboxMessage message) override;
   void Abort() override { scope().context().TryCancel(); }

@@ -619,6 +619,7 @@ v1::Summary SummaryOf(const v1::Accepted& accepted, const Finished& finished, in
   SetReason(finished, summary);
   summary.mutable_usage()->set_prompt_tokens(finished.prompt_tokens);
   summary.mutable_usage()->set_cached_prompt_tokens(finished.cached_prompt_tokens);
+  summary.mutable_usage()->set_packet_prompt_tokens(finished.packet_tokens);
   summary.mutable_usage()->set_output_tokens(finished.output_tokens);
   *summary.mutable_kv() = KvUsageOf(accepted.kv(), finished.kv, lanes);
   *summary.mutable_timings() = ToProto(finished.timings);

@@ -28,6 +28,9 @@ constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "ModelService/GetTokenizer",
                                           "PolicyService/ListPolicies",
                                           "PolicyService/GetPolicy",
+                                          "PacketService/CreatePacket",
+                                          "PacketService/ListPackets",
+                                          "PacketService/DeletePacket",
                                           "ExperimentService/ListExperiments",
                                           "ExperimentService/GetExperiment",
                                           "ExperimentService/CreateExperiment",
@@ -111,6 +114,18 @@ Metrics::Metrics(const MetricsOptions& options)
                          "Compare with metrics_max_series.",
                          1)
                  .Add({})),
+      packet_count_(
+          declare_.Gauges("epikv_packets", "Packets that are kept, of all models.", 1).Add({})),
+      packet_memory_(declare_
+                         .Gauges("epikv_packet_memory_bytes",
+                                 "Bytes of packets in memory, those that requests are about to "
+                                 "leave included.",
+                                 1)
+                         .Add({})),
+      packet_folder_(declare_
+                         .Gauges("epikv_packet_folder_bytes",
+                                 "Bytes of the packets in packet_dir, 0 where there is none.", 1)
+                         .Add({})),
       log_dropped_(
           declare_
               .Counters("epikv_access_log_dropped_total",
@@ -182,10 +197,25 @@ void Metrics::KeepArms(const std::set<std::string, std::less<>>& arms) {
   for (const std::shared_ptr<ModelMetrics>& model : LiveModels()) model->KeepArms(arms);
 }
 
+void Metrics::SetPackets(std::function<PacketGauges()> usage) {
+  absl::MutexLock lock(&mu_);
+  packets_ = std::move(usage);
+}
+
+void Metrics::SetPacketGauges() const {
+  absl::MutexLock lock(&mu_);
+  if (packets_ == nullptr) return;
+  const PacketGauges now = packets_();
+  packet_count_.Set(static_cast<double>(now.packets));
+  packet_memory_.Set(static_cast<double>(now.memory_bytes));
+  packet_folder_.Set(static_cast<double>(now.folder_bytes));
+}
+
 std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   bound_.Set(static_cast<double>(series_bound()));
   const bool draining = lifecycle_ != nullptr && lifecycle_->state() == ServerState::kDraining;
   draining_.Set(draining ? 1 : 0);
+  SetPacketGauges();
   const std::vector<std::shared_ptr<ModelMetrics>> models = LiveModels();
   std::vector<prometheus::MetricFamily> families;
   auto add = [&families](std::vector<prometheus::MetricFamily> more) {

@@ -57,6 +57,11 @@ class Metrics {
   void OnStreamWasFull(absl::Duration full);
   void SetConfig(const prometheus::Labels& config);
   void OnAccessLogDropped(int64_t lines);
+  // What packets take, asked at each scrape.
+  struct PacketGauges {
+    int64_t packets = 0, memory_bytes = 0, folder_bytes = 0;
+  };
+  void SetPackets(std::function<PacketGauges()> usage);
   void OnTokensReloadFailed();
   // Those of experiments, made when first asked for, once; they live as long as this.
   ExperimentSeries& OfExperiments();
@@ -73,6 +78,7 @@ class Metrics {
 
   void AddInfo(const MetricsOptions& options);
   std::vector<std::shared_ptr<ModelMetrics>> LiveModels() const;
+  void SetPacketGauges() const;
   std::vector<prometheus::MetricFamily> Collect() const;
   std::vector<prometheus::MetricFamily> CollectConnections() const;
 
@@ -87,8 +93,10 @@ class Metrics {
   const std::map<std::string, std::shared_ptr<const Connections>> connections_;
   prometheus::Family<prometheus::Gauge>& config_;
   prometheus::Gauge &draining_, &bound_;
+  prometheus::Gauge &packet_count_, &packet_memory_, &packet_folder_;
   prometheus::Counter &log_dropped_, &reload_failures_;
   mutable absl::Mutex mu_;
+  std::function<PacketGauges()> packets_ ABSL_GUARDED_BY(mu_);  // null: there is no store
   prometheus::Gauge* config_now_ ABSL_GUARDED_BY(mu_) = nullptr;
   std::map<std::string, std::weak_ptr<ModelMetrics>> models_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<ExperimentSeries> experiments_ ABSL_GUARDED_BY(mu_);  // null: there are none

@@ -76,6 +76,10 @@ RequestSeries::RequestSeries(Declarations& declare)
                       .Counters("epikv_prefix_cache_hit_tokens_total",
                                 "Prompt tokens that were copied from the prefix cache.", 1)
                       .Add({})),
+      packet_tokens_(declare
+                         .Counters("epikv_packet_prompt_tokens_total",
+                                   "Prompt tokens of admitted requests that packets had.", 1)
+                         .Add({})),
       folded_(declare
                   .Counters("epikv_metrics_label_overflow_total",
                             "Ended requests that are counted under policy or arm \"other\", "
@@ -107,6 +111,7 @@ RequestSeries::RequestSeries(Declarations& declare)
 
 void RequestSeries::OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) {
   queue_.Of({}).Observe(Seconds(queued));
+  packet_tokens_.Increment(static_cast<double>(request.packet_tokens));
   if (request.bypass_prefix_cache) return;
   prefix_queried_.Increment(static_cast<double>(request.prompt.size()));
   prefix_hit_.Increment(static_cast<double>(cached));

@@ -38,7 +38,7 @@ class RequestSeries {
 
  private:
   HistogramFamily queue_, prefill_, decode_;
-  prometheus::Counter &prefix_queried_, &prefix_hit_, &folded_;
+  prometheus::Counter &prefix_queried_, &prefix_hit_, &packet_tokens_, &folded_;
   prometheus::Counter &tier_failures_, &tier_seconds_;
   std::array<prometheus::Counter*, 4> tier_entries_{};  // by event
 };

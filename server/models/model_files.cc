@@ -1,21 +1,17 @@
 #include "server/models/model_files.h"
 
-#include <openssl/evp.h>
-
 #include <algorithm>
-#include <array>
 #include <filesystem>
 #include <fstream>
-#include <memory>
 #include <system_error>
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "runtime/text/utf8.h"
+#include "server/base/sha256.h"
 
 namespace epikv {
 namespace {
@@ -34,22 +30,14 @@ absl::StatusOr<fs::path> Resolve(const std::string& path) {
 }
 
 absl::StatusOr<std::string> DigestOf(const std::string& path) {
-  struct Free {
-    void operator()(EVP_MD_CTX* context) const { EVP_MD_CTX_free(context); }
-  };
-  const std::unique_ptr<EVP_MD_CTX, Free> context(EVP_MD_CTX_new());
-  EVP_DigestInit_ex(context.get(), EVP_sha256(), nullptr);
+  Sha256 digest;
   std::ifstream file(path, std::ios::binary);
   std::vector<char> part(1 << 20);
   while (file.read(part.data(), static_cast<std::streamsize>(part.size())) || file.gcount() > 0) {
-    EVP_DigestUpdate(context.get(), part.data(), file.gcount());
+    digest.Add({part.data(), static_cast<size_t>(file.gcount())});
   }
   if (!file.eof()) return CannotRead(path, errno);
-  std::array<unsigned char, EVP_MAX_MD_SIZE> digest;
-  unsigned size = 0;
-  EVP_DigestFinal_ex(context.get(), digest.data(), &size);
-  return absl::StrCat("sha256:",
-                      absl::BytesToHexString({reinterpret_cast<char*>(digest.data()), size}));
+  return digest.Name();
 }
 
 }  // namespace

@@ -22,11 +22,13 @@ from epikv.connection import bearer, token_from_environment
 from epikv.errors import DeadlineExceeded, RpcError, Unavailable
 from epikv.messages import (
     Accepted,
+    CreatedPacket,
     Delta,
     Event,
     GenerateResult,
     Model,
     OutcomeResult,
+    Packet,
     Policy,
     Recorded,
     RenderedChat,
@@ -42,6 +44,8 @@ from epikv.v1 import (
     generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    packet_pb2,
+    packet_pb2_grpc,
     policy_pb2,
     policy_pb2_grpc,
     tokenization_pb2,
@@ -68,6 +72,7 @@ class Connection(ABC):
         self.generation = generation_pb2_grpc.GenerationServiceStub(channel)
         self.tokenization = tokenization_pb2_grpc.TokenizationServiceStub(channel)
         self.models = model_pb2_grpc.ModelServiceStub(channel)
+        self.packets = packet_pb2_grpc.PacketServiceStub(channel)
         self.policies = policy_pb2_grpc.PolicyServiceStub(channel)
         self.experiments = experiment_pb2_grpc.ExperimentServiceStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
@@ -122,6 +127,7 @@ def generate(
     scheduling: Scheduling = Scheduling(),
     experiment: Experiment = Experiment(),
     labels: Mapping[str, str] | None = None,
+    packets: Sequence[str] = (),
     model: str = "",
     request_id: str = "",
     timeout: float | None = None,
@@ -136,11 +142,22 @@ def generate(
     output: what to send beside the text: token ids, logprobs, evictions.
     scheduling: priority and tenant. experiment: who keeps its arm of an A/B test.
     labels: experiments may choose requests by them.
+    packets: ids of packets that stand before the prompt (`create_packet`).
     model: empty where one model is served. request_id: empty: the server makes one.
     timeout: seconds until the server ends it; None: no limit of the client's.
     """
     request = _generate_request(
-        prompt, kv, sampling, stop, output, scheduling, experiment, labels, model, request_id
+        prompt,
+        kv,
+        sampling,
+        stop,
+        output,
+        scheduling,
+        experiment,
+        labels,
+        packets,
+        model,
+        request_id,
     )
     return connection.start(connection.generation.Generate, request, timeout)
 
@@ -169,6 +186,7 @@ async def generate_once(
     scheduling: Scheduling = Scheduling(),
     experiment: Experiment = Experiment(),
     labels: Mapping[str, str] | None = None,
+    packets: Sequence[str] = (),
     model: str = "",
     request_id: str = "",
     timeout: float | None = None,
@@ -178,7 +196,17 @@ async def generate_once(
     Raises RpcError for what the server refuses, with its reason and what to do.
     """
     request = _generate_request(
-        prompt, kv, sampling, stop, output, scheduling, experiment, labels, model, request_id
+        prompt,
+        kv,
+        sampling,
+        stop,
+        output,
+        scheduling,
+        experiment,
+        labels,
+        packets,
+        model,
+        request_id,
     )
     return from_proto(await connection.ask(connection.generation.GenerateOnce, request, timeout))
 
@@ -195,6 +223,7 @@ async def score(
     kept: bool = False,
     seed: int | None = None,
     top_logprobs: int = 0,
+    packets: Sequence[str] = (),
     scheduling: Scheduling = Scheduling(),
     model: str = "",
     request_id: str = "",
@@ -202,7 +231,7 @@ async def score(
 ) -> ScoreResponse:
     """Log-probabilities of `continuation` after `prompt`, evicting as generating would.
 
-    prompt, kv, scheduling, model, request_id, timeout: as of `generate`.
+    prompt, kv, packets, scheduling, model, request_id, timeout: as of `generate`.
     continuation: text or token ids. Its tokens are given, not sampled.
     chunked: force it through in prefill chunks: faster, only under the policy `full`.
     seed: of policies that draw at random; a completion's, to repeat its evictions.
@@ -219,11 +248,67 @@ async def score(
         kept=kept,
         seed=seed,
         top_logprobs=top_logprobs,
+        packets=packets,
         scheduling=scheduling.to_proto(),
         **_prompt(prompt),
         **_text_or_ids("continuation", "continuation_text", "continuation_ids", continuation),
     )
     return from_proto(await connection.ask(connection.generation.Score, request, timeout))
+
+
+async def create_packet(
+    connection: Connection,
+    prompt: Prompt,
+    *,
+    soft_tokens: bool = False,
+    kv: Kv = Kv(),
+    sampling: Sampling = Sampling(),
+    stop: Stop = Stop(),
+    output: Output = Output(),
+    scheduling: Scheduling = Scheduling(),
+    experiment: Experiment = Experiment(),
+    labels: Mapping[str, str] | None = None,
+    packets: Sequence[str] = (),
+    model: str = "",
+    request_id: str = "",
+    timeout: float | None = None,
+) -> CreatedPacket:
+    """Reads a prompt and keeps its K and V, for requests that name the packet's id (`packets`).
+
+    Arguments are those of `generate`. Without `Stop.max_output_tokens` the packet is the prompt's;
+    with it, the output is a part of it, but for its last token.
+    soft_tokens: read it between the tokens that `epikv calibrate packet` trained.
+    """
+    request = packet_pb2.CreatePacketRequest(
+        request=_generate_request(
+            prompt,
+            kv,
+            sampling,
+            stop,
+            output,
+            scheduling,
+            experiment,
+            labels,
+            packets,
+            model,
+            request_id,
+        ),
+        soft_tokens=soft_tokens,
+    )
+    return from_proto(await connection.ask(connection.packets.CreatePacket, request, timeout))
+
+
+async def packets(connection: Connection, *, model: str = "", tenant: str = "") -> list[Packet]:
+    """The tenant's packets, the newest first; of one model, or of all."""
+    request = packet_pb2.ListPacketsRequest(model=model, tenant=tenant)
+    reply = await connection.ask(connection.packets.ListPackets, request)
+    return [from_proto(packet) for packet in reply.packets]
+
+
+async def delete_packet(connection: Connection, packet_id: str, *, tenant: str = "") -> None:
+    """Requests that have named it go on; NOT_FOUND if there is none, or it is another tenant's."""
+    request = packet_pb2.DeletePacketRequest(id=packet_id, tenant=tenant)
+    await connection.ask(connection.packets.DeletePacket, request)
 
 
 async def cancel(connection: Connection, request_id: str) -> None:
@@ -498,6 +583,7 @@ def _generate_request(
     scheduling: Scheduling,
     experiment: Experiment,
     labels: Mapping[str, str] | None,
+    packets: Sequence[str],
     model: str,
     request_id: str,
 ) -> generation_pb2.GenerateRequest:
@@ -519,6 +605,7 @@ def _generate_request(
         scheduling=scheduling.to_proto(),
         experiment=experiment.to_proto(),
         labels=labels,
+        packets=packets,
         **_prompt(prompt),
     )
 

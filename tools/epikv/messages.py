@@ -132,6 +132,7 @@ class Usage:
     prompt_tokens: int
     output_tokens: int
     cached_prompt_tokens: int
+    packet_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,26 @@ class ScoreResponse:
     evictions: list[EvictionEvent]
     summary: Summary | None
     top_logprobs: list[TopLogprobs]
+
+
+@dataclass(frozen=True)
+class Packet:
+    """K and V that one request has cached, for others to begin with."""
+
+    id: str
+    model: str
+    tenant: str
+    tokens: int  # that a request takes from it as prompt tokens
+    kept_tokens: float  # held of them, on average over layers and KV heads
+    soft_tokens: bool  # among them
+    bytes: int
+    create_time: datetime | None
+
+
+@dataclass(frozen=True)
+class CreatedPacket:
+    packet: Packet | None
+    result: GenerateResult | None  # of the request that left it
 
 
 @dataclass(frozen=True)
@@ -426,6 +447,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.Calibration": Calibration,
     "epikv.v1.ChatSupport": ChatSupport,
     "epikv.v1.Completion": Completion,
+    "epikv.v1.CreatePacketResponse": CreatedPacket,
     "epikv.v1.DefaultProtection": DefaultProtection,
     "epikv.v1.Delta": Delta,
     "epikv.v1.EvictionEvent": EvictionEvent,
@@ -441,6 +463,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.ModelLoad": ModelLoad,
     "epikv.v1.ModelStatus": ModelStatus,
     "epikv.v1.OutputOptions": Output,
+    "epikv.v1.Packet": Packet,
     "epikv.v1.Policy": Policy,
     "epikv.v1.PolicyCost": PolicyCost,
     "epikv.v1.PolicyParam": PolicyParam,

@@ -59,6 +59,7 @@ KINDS = {
 @click.option("--kept", is_flag=True, help="Which tokens are held at the end, with --json.")
 @click.option("--progress", is_flag=True, help="How far a long prompt is cached; on stderr.")
 @click.option("--coalesce", type=float, help="Seconds that a delta may wait for others.")
+@options.packets
 @options.scheduling
 @options.experiment
 @click.option("--timeout", type=float, help="Seconds.")

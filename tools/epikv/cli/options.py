@@ -182,6 +182,14 @@ _KV = (
 )
 
 
+packets = click.option(
+    "--packet",
+    "packets",
+    multiple=True,
+    help="A packet's tokens stand before the prompt (`epikv packet create`); may be given several times.",
+)
+
+
 def kv(command: Command) -> Command:
     """Gives a command the options that `take_kv` turns into its Kv."""
     for option in reversed(_KV):

@@ -30,6 +30,7 @@ from epikv.messages import ScoreResponse
     default=0,
     help="Show so many of the likeliest tokens at each place; needs --json.",
 )
+@options.packets
 @options.scheduling
 @click.option("--timeout", type=float, help="Seconds.")
 @click.option("--request-id", default="", help="Id of the request; default: the server makes one.")

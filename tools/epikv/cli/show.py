@@ -40,10 +40,13 @@ def facts(message: Summary, slack: int = 0) -> list[tuple[str, str]]:
     facts = [("finish", finish)]
     if message.usage is not None:
         cached = message.usage.cached_prompt_tokens
+        packets = message.usage.packet_prompt_tokens
+        known = [f"{cached} cached"] * (cached > 0) + [f"{packets} of packets"] * (packets > 0)
+        told = f" ({', '.join(known)})" if known else ""
         facts.append(
             (
                 "tokens",
-                f"{message.usage.prompt_tokens} in{f' ({cached} cached)' if cached else ''}, "
+                f"{message.usage.prompt_tokens} in{told}, "
                 f"{message.usage.output_tokens} out",
             )
         )
