@@ -29,6 +29,7 @@ inline constexpr absl::string_view kNotFound = "NOT_FOUND";
 inline constexpr absl::string_view kStoreUnavailable = "STORE_UNAVAILABLE";
 inline constexpr absl::string_view kPacketsFull = "PACKETS_FULL";
 inline constexpr absl::string_view kPacketsOff = "PACKETS_OFF";
+inline constexpr absl::string_view kSessionsOff = "SESSIONS_OFF";
 inline constexpr absl::string_view kPacketModel = "PACKET_MODEL";
 inline constexpr absl::string_view kUnauthenticated = "UNAUTHENTICATED";
 inline constexpr absl::string_view kPermissionDenied = "PERMISSION_DENIED";

@@ -254,10 +254,12 @@ absl::Status WritePacketFile(const std::string& folder, const NamedPacket& packe
   if (fsync(file) != 0) return SystemError("cannot sync", unnamed);
   if (rename(unnamed.c_str(), path.c_str()) != 0) return SystemError("cannot rename to", path);
   std::move(remove).Cancel();
+  absl::Cleanup take_back = [&] { unlink(path.c_str()); };
   const int at = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (at < 0) return SystemError("cannot open", folder);
   absl::Cleanup shut_folder = [at] { close(at); };
   if (fsync(at) != 0) return SystemError("cannot sync", folder);
+  std::move(take_back).Cancel();
   return absl::OkStatus();
 }
 

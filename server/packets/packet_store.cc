@@ -139,6 +139,11 @@ void PacketStore::Drop(std::map<std::string, Entry>::iterator entry) {
   entries_.erase(entry);
 }
 
+bool PacketStore::IsThere(const std::string& id) const {
+  struct stat facts = {};
+  return options_.folder.empty() || lstat(PacketPath(options_.folder, id).c_str(), &facts) == 0;
+}
+
 bool PacketStore::MakeRoom(int64_t bytes) {
   while (in_memory_ + reserved_ + bytes > options_.bytes) {
     Entry* oldest = nullptr;
@@ -192,10 +197,12 @@ absl::StatusOr<PacketStore::Facts> PacketStore::Put(v1::PacketHead head,
   absl::MutexLock files(&files_);
   {
     absl::MutexLock lock(&mu_);
-    if (Entry* const known = Of(named.head.tenant(), named.id)) {
+    Entry* const known = Of(named.head.tenant(), named.id);
+    if (known != nullptr && IsThere(named.id)) {
       known->used = ++uses_;
       return known->facts;
     }
+    if (known != nullptr) Drop(entries_.find(named.id));  // another daemon has deleted it
     absl::Status status = CheckLimits(named.head.tenant(), bytes);
     if (!status.ok()) return status;
   }
@@ -207,8 +214,8 @@ absl::StatusOr<PacketStore::Facts> PacketStore::Put(v1::PacketHead head,
   Entry entry{.facts = FactsOf(named.id, named.head, bytes, absl::Now()),
               .packet = std::move(named.packet)};
   entry.head = WithoutTokens(std::move(named.head));
-  room.Free();
   absl::MutexLock lock(&mu_);
+  room.FreeLocked();
   entry.used = ++uses_;
   in_memory_ += bytes;
   kept_ += bytes;
@@ -257,8 +264,8 @@ absl::StatusOr<std::shared_ptr<const Packet>> PacketStore::Load(absl::string_vie
   if (!room.ok()) return room.status();
   absl::StatusOr<NamedPacket> read = ReadPacketFile(options_.folder, id);
   if (!read.ok()) return read.status();
-  room->Free();
   absl::MutexLock lock(&mu_);
+  room->FreeLocked();
   Entry& entry = entries_[id];
   if (entry.facts.id.empty()) kept_ += *bytes;  // another daemon's
   entry.facts = FactsOf(id, read->head, *bytes, absl::TimeFromTimespec(facts.st_mtim));

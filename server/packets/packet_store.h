@@ -31,6 +31,7 @@ struct PacketStoreOptions {
 // What touches files blocks.
 class PacketStore {
  public:
+  PacketStore() : PacketStore(PacketStoreOptions()) {}  // there are no packets
   // FAILED_PRECONDITION: the folder cannot be used.
   static absl::StatusOr<std::unique_ptr<PacketStore>> Open(PacketStoreOptions options);
 
@@ -53,6 +54,10 @@ class PacketStore {
     friend class PacketStore;
     void Free() {
       if (store_ != nullptr) std::exchange(store_, nullptr)->Release(bytes_);
+    }
+    // By who has the store's lock: what it was for takes its place at once.
+    void FreeLocked() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      if (store_ != nullptr) std::exchange(store_, nullptr)->reserved_ -= bytes_;
     }
     PacketStore* store_;
     int64_t bytes_;
@@ -107,6 +112,8 @@ class PacketStore {
   }
   // Files that others have made or deleted.
   absl::Status LookAtFolder();
+  // Whether its file is, of one that has been put.
+  bool IsThere(const std::string& id) const;
   // Forgets what lies in files until so many bytes are free; false: they cannot be.
   bool MakeRoom(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status CheckLimits(const std::string& tenant, int64_t bytes) const

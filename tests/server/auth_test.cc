@@ -36,7 +36,7 @@ constexpr char kTwo[] = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0d
 std::vector<std::string> OurMethods() {
   std::vector<std::string> methods;
   for (const char* file :
-       {"generation", "tokenization", "model", "policy", "experiment", "admin"}) {
+       {"generation", "tokenization", "model", "policy", "packet", "experiment", "admin"}) {
     const auto* descriptor = google::protobuf::DescriptorPool::generated_pool()->FindFileByName(
         absl::StrCat("epikv/v1/", file, ".proto"));
     for (int i = 0; i < descriptor->service_count(); ++i) {

@@ -17,8 +17,8 @@ class RequestPreparerTest : public ::testing::Test {
   RequestPreparerTest() { EXPECT_EQ(scope_.Admit(), std::nullopt); }
   ~RequestPreparerTest() override { scope_.Close(grpc::Status::OK); }
 
-  RequestPreparer::Result Prepare(const v1::GenerateRequest& request, bool may_compile) {
-    return preparer_.Prepare(scope_, request, *model_, may_compile);
+  RequestPreparer::Result Prepare(const v1::GenerateRequest& request, bool may_wait) {
+    return preparer_.Prepare(scope_, request, *model_, may_wait, /*leaves=*/{});
   }
   static v1::GenerateRequest Request(const std::string& regex) {
     v1::GenerateRequest request;
@@ -29,7 +29,8 @@ class RequestPreparerTest : public ::testing::Test {
 
   FakeServer server_;
   const ModelPtr model_ = server_.Make({});
-  RequestPreparer preparer_{/*experiments=*/nullptr, /*shared_prefixes=*/false};
+  PacketStore packets_;
+  RequestPreparer preparer_{/*experiments=*/nullptr, packets_, /*sessions=*/nullptr, /*shared_prefixes=*/false};
   grpc::CallbackServerContext context_;
   CallScope scope_{"GenerationService/Generate", server_.frontend(), context_};
 };
@@ -39,7 +40,7 @@ class RequestPreparerTest : public ::testing::Test {
 TEST_F(RequestPreparerTest, AThreadThatMayNotCompileIsToldTo) {
   const v1::GenerateRequest request = Request("w[0-9]{1,2}");
   auto is_left = [&] {
-    return std::holds_alternative<RequestPreparer::MustCompile>(Prepare(request, false));
+    return std::holds_alternative<RequestPreparer::MustWait>(Prepare(request, false));
   };
   EXPECT_TRUE(is_left());
   EXPECT_EQ(*model_->constraints->live_bytes(), 0);

@@ -115,6 +115,10 @@ def test_a_paused_conversation_goes_on_elsewhere(
         assert rest.logprobs == whole.logprobs[20:]
         assert [packet.id for packet in second.packets()] == [begun.packet.id]
         second.delete_packet(begun.packet.id)
+        again = first.create_packet(text, stop=Stop(20, ignore_eos=True), output=OUTPUT)
+        assert again.packet.id == begun.packet.id
+        assert [packet.id for packet in second.packets()] == [begun.packet.id], "it is there again"
+        second.delete_packet(begun.packet.id)
         assert first.packets() == [], "it is gone for both"
 
 

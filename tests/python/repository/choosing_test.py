@@ -11,7 +11,7 @@ POLICIES = (ROOT / "policies" / "README.md").read_text()
 TOURNAMENT = (ROOT / "tools" / "sample_model" / "TOURNAMENT.md").read_text()
 FIVE = ["expected_attention", "cur", "epikv_probe", "keydiff", "sliding"]
 TRACE = ["75%", "50%", "35%", "25%", "15%"]
-# What makes a policy refuse positions = cache, and compute its whole prompt: admission.cc and prefix_cache.cc.
+# What makes a policy refuse positions = cache, and compute its whole prompt: admission.cc and request.cc.
 READS_ROWS = {"keys", "queries", "query_moments"}
 NEEDS_FORWARD = {
     "prompt_attention",
@@ -232,5 +232,5 @@ def test_what_the_code_decides_by_is_what_this_test_decides_by() -> None:
 
     admission = named("runtime/admission/admission.cc", "bool ReadsRows(", "\n}")
     assert admission == camel(READS_ROWS)
-    prefixes = named("runtime/kv/prefix_cache.cc", "kOfPrompts[] = {", "};")
+    prefixes = named("runtime/request/request.cc", "kOfPrompts[] = {", "};")
     assert prefixes == camel(NEEDS_FORWARD)
