@@ -23,7 +23,6 @@ class PolicyState {
 };
 
 struct SequenceInfo {
-  int64_t prompt_tokens = 0;
   int64_t budget = 0;  // tokens
   Protection protection;
 };

@@ -7,6 +7,7 @@ extern const PolicySpec kCur;
 extern const PolicySpec kDbtrimkv;
 extern const PolicySpec kDefensiveKv;
 extern const PolicySpec kDms;
+extern const PolicySpec kEpicache;
 extern const PolicySpec kEpikvBandAdaptive;
 extern const PolicySpec kEpikvFlat;
 extern const PolicySpec kEpikvHsVariance;
@@ -60,6 +61,7 @@ PolicyCatalog AllPolicies() {
       &kDbtrimkv,            //
       &kDefensiveKv,         //
       &kDms,                 //
+      &kEpicache,            //
       &kEpikvBandAdaptive,   //
       &kEpikvFlat,           //
       &kEpikvHsVariance,     //

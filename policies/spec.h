@@ -46,6 +46,7 @@ class SignalSet {
       : bits_(static_cast<uint32_t>(signal)) {}  // NOLINT: a set of one
   constexpr bool Has(Signal signal) const { return bits_ & static_cast<uint32_t>(signal); }
   constexpr SignalSet operator|(SignalSet other) const { return SignalSet(bits_ | other.bits_); }
+  constexpr SignalSet Without(SignalSet other) const { return SignalSet(bits_ & ~other.bits_); }
   std::vector<absl::string_view> Names() const;
 
  private:
@@ -144,6 +145,7 @@ class PolicyData {
 
 // What a policy may know of the model when its parameters are resolved.
 struct ModelShape {
+  int64_t vocab_size = 0;
   int64_t num_layers = 0;
   int64_t num_heads = 0;
   int64_t num_kv_heads = 0;
@@ -173,9 +175,10 @@ struct PublishedProtection {
   std::optional<double> recent_share;  // of the budget, instead
 };
 
-// Before the round at the end of a prompt that is over the budget: tokens that the model runs for
-// the policy. They are no part of the sequence, and leave nothing but what the policy was shown of
-// them. Of granularity kHead and PromptEviction::kAtEnd alone.
+// Before the round at the end of a prompt that is over the budget, or before each round in a prompt
+// (PromptEviction::kByChunk): tokens that the model runs for the policy. They are no part of the
+// sequence, and leave nothing but what the policy was shown of them. Of granularity kHead alone, and
+// tokens are told ahead at a prompt's end alone.
 struct ScratchPass {
   // So many are told ahead: the one that was sampled, and greedy ones behind it. The round finds
   // their queries in CacheView::lookahead.

@@ -28,6 +28,7 @@
 #include "runtime/forward/device.h"
 #include "runtime/forward/device_forward.h"
 #include "runtime/kv/tier_store.h"
+#include "runtime/model/embedding.h"
 #include "runtime/model/model.h"
 #include "runtime/model/model_shape.h"
 
@@ -331,10 +332,14 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
                       .deterministic = options.deterministic,
                       .prefix_block_tokens =
                           options.deterministic ? kDeterministicRows : options.prefill_chunk_tokens,
+                      .prefill_chunk_tokens = options.prefill_chunk_tokens,
                       .mass_interval = options.mass_interval,
                       .open_tier = TiersIn(options.kv_tier_dir)});
   if (absl::Status status = WarmUp(*executor, admission, options); !status.ok()) return status;
   if (on_gpu) loaded.description.push_back(DescribeRecording(*executor, recording));
+  loaded.embed = [&model = executor->model()](absl::Span<const int32_t> tokens) {
+    return EmbeddingOf(model, tokens);
+  };
   loaded.executor = std::move(executor);
   loaded.on_engine_thread_start = [threads = loaded.threads] {
     at::set_num_threads(static_cast<int>(threads));

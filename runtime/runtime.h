@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "policies/spec.h"
 #include "runtime/kernels/kv_format.h"
 #include "runtime/model/manifest.h"
@@ -46,6 +47,8 @@ struct LoadedModel {
   std::string chat_json;       // and its chat.json; empty: it has none
   PolicyCatalog policies;      // of this build
   std::unique_ptr<StepExecutor> executor;
+  // EmbeddingOf this model's. Any thread, while the executor lives.
+  std::function<std::vector<float>(absl::Span<const int32_t>)> embed;
   int64_t kv_capacity_bytes = 0, tier_capacity_bytes = 0;
   KvDType kv_dtype = KvDType::kModel;
   int64_t weight_bytes = 0;   // in memory, as served

@@ -39,10 +39,11 @@ KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, i
       while_decoding =
           std::min(after_prefill + longest - prefill, budget + request.traits.slack + 1);
       if (request.traits.prompt == PromptEviction::kByChunk) {
-        // Packets are cached at once; the first round comes a chunk later at most.
-        const int64_t packets = request.packet_tokens - missing;
-        while_prefilling = std::min(
-            held, std::max(PeakByChunk(prefill, budget, chunk), packets > 0 ? packets + chunk : 0));
+        // Packets are cached at once; the first round comes at the next multiple of a chunk.
+        const int64_t packets = request.packet_tokens;
+        const int64_t first = std::min(prefill, (packets / chunk + 1) * chunk) - missing;
+        while_prefilling =
+            std::min(held, std::max(PeakByChunk(prefill, budget, chunk), packets > 0 ? first : 0));
       }
     }
     demand.budget.push_back(budget);

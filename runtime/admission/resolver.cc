@@ -147,7 +147,7 @@ void Resolver::CheckPackets(const KvLayout& layout) {
 // Positions are then counted in what is cached, and only that must fit the context: CheckOutgrown.
 bool Resolver::OutgrowsContext() const {
   return options_.kv.positions != PositionMode::kAbsolute &&
-         !std::holds_alternative<std::monostate>(options_.kv.budget);
+         (!std::holds_alternative<std::monostate>(options_.kv.budget) || LeastMissing() > 0);
 }
 
 void Resolver::CheckOutgrown() {

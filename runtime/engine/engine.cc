@@ -375,6 +375,11 @@ void Engine::Open(Sequence& s) {
   if (!cached.ok()) return Finish(s, FinishReason::kError, std::move(cached).status());
   s.cached = *cached;
   s.from_prefix = *cached - s.request.packet_tokens;
+  if (s.from_prefix > 0) {  // as if it had come so far itself
+    const CacheFacts facts = executor_->Facts(s.id);
+    s.rounds = facts.rounds;
+    s.evicted_entries = facts.evicted_entries;
+  }
   pace_.OnPrompt(s.request.prefill_tokens() - s.cached, s.request.computed_tokens());
   observer_.OnAdmitted(s.request, s.admitted - s.request.arrival, s.from_prefix);
 }
@@ -673,14 +678,14 @@ void Engine::Settle(absl::Span<const WorkItem> items, absl::Span<Sequence* const
 void Engine::OnSettled(Sequence& s, const WorkItem& item, SettleOutcome outcome) {
   if (!outcome.status.ok()) return Finish(s, FinishReason::kError, std::move(outcome.status));
   const bool more = !outcome.pass.empty();
-  if (item.ends_prefill && more) s.pass_begin = now_();
+  if (!item.pass && more) s.pass_begin = now_();
   if (item.pass && s.pass_done < std::ssize(s.pass))
     return;  // the rest of these tokens comes first
-  if (item.pass && !more) s.pass_time = now_() - s.pass_begin;
+  if (item.pass && !more) s.pass_time += now_() - s.pass_begin;
   s.pass = std::move(outcome.pass);
   s.pass_done = 0;
   if (more) return;
-  if (item.ends_prefill || item.pass) {
+  if ((item.ends_prefill || item.pass) && s.cached == s.request.prefill_tokens()) {
     ledger_.Shrink(s.id, s.request.demand.decode_bytes);
     tier_ledger_.Shrink(s.id, s.request.demand.tier_bytes);
   }
@@ -807,7 +812,7 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
     finished.timings.decode = s.last_token - s.first_token;
   }
   finished.timings.eviction = s.eviction_time;
-  finished.timings.pass = s.pass.empty() ? s.pass_time : now - s.pass_begin;
+  finished.timings.pass = s.pass_time + (s.pass.empty() ? absl::ZeroDuration() : now - s.pass_begin);
   finished.kv.evicted_entries = s.evicted_entries;
   finished.kv.rounds = s.rounds;
   if (!s.open && s.group != nullptr) {  // ended with its first token

@@ -52,7 +52,7 @@ WorkItem Sequence::NextWork(int64_t count, int64_t prefill_chunk_tokens) const {
             .first = cached + pass_done,
             .decode = pass.size() == 1,
             .pass = true,
-            .completions = request.completions()};
+            .completions = cached == request.prefill_tokens() ? request.completions() : 1};
   }
   const int64_t prompt = static_cast<int64_t>(request.prompt.size());
   const int64_t prefill = request.prefill_tokens();

@@ -40,7 +40,7 @@ struct Sequence {
   std::optional<StopMatch> stop;
   bool open = false;  // holds KV
   bool finished = false;
-  // The scratch pass at the prompt's end: tokens that run now, and how many of them have. Empty:
+  // A scratch pass over the prompt, or what is cached of it: tokens that run now, and how many of them have. Empty:
   // none.
   std::vector<int32_t> pass;
   int64_t pass_done = 0;

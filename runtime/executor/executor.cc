@@ -124,6 +124,7 @@ Executor::Executor(std::unique_ptr<Model> model, ExecutorOptions options)
             {.device = model_->device(), .by_gather = options_.device_path}),
       prefixes_(pool_, shape_.num_layers * shape_.num_kv_heads, options_.prefix_block_tokens,
                 shape_.num_layers * shape_.hidden_size),
+      evicted_(pool_, options_.prefill_chunk_tokens),
       mass_rows_({}, shape_.num_kv_heads) {
   NoMemory();  // made while there is some
   const Manifest& manifest = model_->manifest();
@@ -146,13 +147,22 @@ absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
   constexpr absl::string_view kWhat = "the request could not be started";
   try {
     if (pool_.lost() && open_.empty()) {
-      prefixes_.Clear();
+      DropPrefixes();
       pool_.StartAnew();
     }
     std::vector<PrefixCache::Block> blocks = prefixes_.Match(request);  // now the last to go
-    prefixes_.Limit(prefix_bytes);
+    evicted_.Match(request);                                            // it, too
+    LimitPrefixes(prefix_bytes);
+    const EvictedPrefixes::Found found = evicted_.Match(request);
+    auto sequence = GoOnFromEvicted(id, request, found);
+    if (sequence != nullptr) {
+      sequence->keep_at = evicted_.PlacesOf(request);
+      open_.emplace(id, std::move(sequence));
+      return found.tokens;
+    }
     std::erase_if(blocks, [this](PrefixCache::Block block) { return !prefixes_.Contains(block); });
-    auto sequence = std::make_unique<OpenSequence>(pool_, id, request, shape_);
+    sequence = std::make_unique<OpenSequence>(pool_, id, request, shape_);
+    if (options_.prefix_block_tokens > 0) sequence->keep_at = evicted_.PlacesOf(request);
     if (request.tier.tokens > 0) {
       sequence->tier =
           std::make_unique<SequenceTier>(sequence->cache.layout(), shape_, pool_.format(),
@@ -166,9 +176,7 @@ absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
     if (request.traits.evicts) {
       absl::Status asked = AskPolicy(request, [&] {
         sequence->state = sequence->policy->NewState(
-            {.prompt_tokens = static_cast<int64_t>(request.prompt.size()),
-             .budget = request.budget,
-             .protection = request.protection});
+            {.budget = request.budget, .protection = request.protection});
       });
       if (!asked.ok()) return asked;
     }
@@ -178,6 +186,48 @@ absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
     return cached;
   } catch (const std::exception& e) {
     return OwnFailure(kWhat, e);
+  }
+}
+
+// What lies within its prompt as it was before any round goes to plain prefixes; half of the room is
+// theirs in any case. Requests at idle change nothing.
+void Executor::LimitPrefixes(int64_t bytes) {
+  prefix_limit_ = bytes;
+  evicted_.Limit(std::max(bytes / 2, bytes - prefixes_.bytes()));
+  prefixes_.Limit(bytes - evicted_.bytes());
+}
+
+std::unique_ptr<OpenSequence> Executor::GoOnFromEvicted(SequenceId id, const Request& request,
+                                                        const EvictedPrefixes::Found& found) const {
+  if (found.sequence == nullptr) return nullptr;
+  try {
+    auto sequence = std::make_unique<OpenSequence>(id, request, *found.sequence,
+                                                   request.demand.prefill, shape_);
+    sequence->policy = request.policy;
+    if (found.sequence->state == nullptr) return sequence;
+    const absl::Status asked =
+        AskPolicy(request, [&] { sequence->state = found.sequence->state->Clone(); });
+    return asked.ok() ? std::move(sequence) : nullptr;
+  } catch (const std::exception&) {  // of memory
+    return nullptr;
+  }
+}
+
+// One for which there is no memory is not kept: the request itself has lost nothing.
+void Executor::KeepEvicted(OpenSequence& sequence, const WorkItem& item) {
+  const int64_t cached = item.first + std::ssize(item.tokens);
+  if (item.decode || !item.evicts_prefill ||
+      std::find(sequence.keep_at.begin(), sequence.keep_at.end(), cached) ==
+          sequence.keep_at.end()) {
+    return;
+  }
+  try {
+    const int64_t bytes = sequence.cache.bytes();
+    if (bytes > prefix_limit_ / 2) return;
+    prefixes_.Limit(std::max(prefix_limit_ - evicted_.bytes() - bytes, prefix_limit_ / 2));
+    evicted_.Limit(prefix_limit_ - prefixes_.bytes());
+    evicted_.Keep(sequence, cached);
+  } catch (const std::exception&) {
   }
 }
 
@@ -437,7 +487,9 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
       outcome.status = ObserveStep(sequence, item, view);
     }
     const bool due = RoundIsDue(sequence, item, /*coming=*/0);
-    if (outcome.status.ok() && item.ends_prefill && sequence.request.demand.passes) {
+    const bool passes = sequence.request.demand.passes && !item.decode &&
+                        (traits.prompt == PromptEviction::kByChunk ? due : item.ends_prefill);
+    if (outcome.status.ok() && passes) {
       absl::StatusOr<std::vector<int32_t>> first = BeginPass(sequence, item.id, view);
       if (!first.ok()) {
         outcome.status = std::move(first).status();
@@ -451,6 +503,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
           RunRound(sequence, item, view, mass_of_ == item.id ? &mass_rows_ : nullptr, outcome);
     }
     if (!outcome.status.ok()) return outcome;
+    KeepEvicted(sequence, item);
   }
   if (item.ends_prefill) EndPrompt(sequence);
   return outcome;
@@ -539,7 +592,7 @@ SettleOutcome Executor::SettlePass(OpenSequence& sequence, const WorkItem& item)
   outcome.status = RunRound(sequence, item, view, /*mass_rows=*/nullptr, outcome);
   if (!outcome.status.ok()) return outcome;
   passes_.erase(item.id);
-  EndPrompt(sequence);
+  if (sequence.cache.next() == sequence.request.prefill_tokens()) EndPrompt(sequence);
   return outcome;
 }
 
@@ -566,6 +619,8 @@ CacheFacts Executor::Facts(SequenceId id) const {
   const SequenceCache& cache = found->second->cache;
   CacheFacts facts{.entries = cache.entries(),
                    .peak_entries = std::max(cache.peak_entries(), found->second->peak_entries),
+                   .rounds = found->second->rounds,
+                   .evicted_entries = found->second->evicted_entries,
                    .bytes = cache.bytes(),
                    .peak_bytes = std::max(cache.peak_bytes(), found->second->peak_bytes),
                    .reads = found->second->reads};

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/base/machine.h"
+#include "runtime/executor/evicted_prefixes.h"
 #include "runtime/forward/cpu_forward.h"
 #include "runtime/forward/device_forward.h"
 #include "runtime/kv/kv_pool.h"
@@ -42,6 +43,9 @@ struct ExecutorOptions {
   // Prompts are cached for others in blocks of so many tokens; 0: they are not. Where the bits of
   // what follows shall not depend on it, a multiple of what prefill runs in at a time.
   int64_t prefix_block_tokens = 0;
+  // Between two places in a prompt where a round may be. What is left there is cached for others
+  // where prefix_block_tokens is not 0.
+  int64_t prefill_chunk_tokens = 256;
   // Decoded tokens of a sequence between two rounds whose SettleOutcome::attention_mass is
   // measured; its first one is, too. 0: never.
   int64_t mass_interval = 0;
@@ -68,8 +72,11 @@ class Executor final : public StepExecutor {
   void Close(SequenceId id) override;
   int64_t used_bytes() const override;
   bool lost() const override { return pool_.lost(); }
-  int64_t prefix_bytes() const override { return prefixes_.bytes(); }
-  void DropPrefixes() override { prefixes_.Clear(); }
+  int64_t prefix_bytes() const override { return prefixes_.bytes() + evicted_.bytes(); }
+  void DropPrefixes() override {
+    prefixes_.Clear();
+    evicted_.Clear();
+  }
   void AddPool(StepStats& step) const override;
   void AddStageTimes(StepStats& step) const override;
 
@@ -87,6 +94,14 @@ class Executor final : public StepExecutor {
   bool MassDue(const OpenSequence& sequence, const WorkItem& work) const;
   absl::StatusOr<int64_t> LoadPrefix(OpenSequence& sequence,
                                      absl::Span<const PrefixCache::Block> blocks);
+  // Shares what they may hold out among both kinds of cached prefixes.
+  void LimitPrefixes(int64_t bytes);
+  // A sequence that goes on from what a policy has left of its prompt; null: there is nothing, or
+  // it cannot be had, and all is computed.
+  std::unique_ptr<OpenSequence> GoOnFromEvicted(SequenceId id, const Request& request,
+                                                const EvictedPrefixes::Found& found) const;
+  // Keeps what the round has left of a prompt, where it is to be kept.
+  void KeepEvicted(OpenSequence& sequence, const WorkItem& item);
   // Caches the tokens of the request's packets. How many.
   absl::StatusOr<int64_t> LoadPackets(OpenSequence& sequence);
   // Tells a policy of prompt tokens that are cached without a forward.
@@ -97,7 +112,7 @@ class Executor final : public StepExecutor {
   SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);
   // Whether the round after this item, with `coming` tokens more than are cached, is to happen.
   static bool RoundIsDue(const OpenSequence& sequence, const WorkItem& item, int64_t coming);
-  // Begins the policy's scratch pass over a prompt, and says what runs first; empty: there is no
+  // Begins the policy's scratch pass over what is cached of a prompt, and says what runs first; empty: there is no
   // room left in the context.
   absl::StatusOr<std::vector<int32_t>> BeginPass(OpenSequence& sequence, SequenceId id,
                                                  PolicyView& view);
@@ -116,6 +131,8 @@ class Executor final : public StepExecutor {
   const MemorySetAside scratch_;
   KvPool pool_;
   PrefixCache prefixes_;
+  EvictedPrefixes evicted_;
+  int64_t prefix_limit_ = 0;  // bytes of both
   std::unordered_map<SequenceId, std::unique_ptr<OpenSequence>> open_;
   std::unordered_map<SequenceId, std::unique_ptr<RunningPass>> passes_;
 

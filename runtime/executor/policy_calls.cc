@@ -189,6 +189,8 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
     sequence.tier->Demote(sequence.cache, t, (*slots)[t]);
   }
   outcome.evicted_entries = sequence.cache.Evict(*slots, leave_hole);
+  sequence.evicted_entries += outcome.evicted_entries;
+  if (outcome.evicted_entries > 0) ++sequence.rounds;
   for (size_t t = 0; t < back.size(); ++t) {
     for (const Recalled& token : back[t]) {
       SequenceTier::PutBack(token, sequence.cache, static_cast<int64_t>(t));

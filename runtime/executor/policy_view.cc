@@ -29,6 +29,7 @@ std::vector<at::Tensor> OutputGrams(const Model& model) {
 }
 
 int64_t PolicyView::prompt_tokens() const {
+  sequence_.asked.prompt_tokens = true;
   return static_cast<int64_t>(sequence_.request.prompt.size());
 }
 

@@ -35,7 +35,10 @@ class PolicyView final : public CacheView {
   int64_t newest() const override { return sequence_.cache.newest(); }
   int64_t next_position(int64_t layer, int64_t head) const override;
   const Protection& protection() const override { return sequence_.request.protection; }
-  uint64_t seed() const override { return sequence_.request.sampling.seed; }
+  uint64_t seed() const override {
+    sequence_.asked.seed = true;
+    return sequence_.request.sampling.seed;
+  }
   int64_t excess(int64_t layer, int64_t head) const override;
   absl::Span<const int32_t> index(int64_t layer, int64_t head) const override;
   absl::Span<float> column(int64_t place, int64_t layer, int64_t head) override;

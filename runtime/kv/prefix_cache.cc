@@ -11,9 +11,21 @@ bool SharesRows(const Request& request) {
   return !request.bypass_prefix_cache && request.positions != PositionMode::kCache;
 }
 
-// What only a forward over the prompt gives.
-bool NeedsForward(const Request& request) {
-  return request.output.prompt_logprobs || MeasuresPrompt(request.traits);
+// How many tokens of a prompt may be copied. The last one always runs, for its logits. What only a
+// forward over the prompt gives is lost; but policies that look at a prompt when it is cached, alone,
+// need the newest queries of it and no others. And no round may have been due before.
+int64_t MostCopied(const Request& request) {
+  const PolicyTraits& traits = request.traits;
+  const int64_t most = std::ssize(request.prompt) - 1;
+  if (request.output.prompt_logprobs) return 0;
+  if (traits.evicts && traits.prompt == PromptEviction::kAtEnd && !traits.recalls) {
+    PolicyTraits others = traits;
+    others.signals = others.signals.Without(Signal::kQueries);
+    if (!MeasuresPrompt(others)) return std::max<int64_t>(0, most + 1 - std::max<int64_t>(traits.window, 1));
+  }
+  if (MeasuresPrompt(traits)) return 0;
+  const std::vector<int64_t>& budget = request.demand.budget;
+  return std::min(most, *std::min_element(budget.begin(), budget.end()));
 }
 
 }  // namespace
@@ -42,11 +54,9 @@ void PrefixCache::Drop(Block block) {
 }
 
 std::vector<PrefixCache::Block> PrefixCache::Match(const Request& request) {
-  if (block_tokens() == 0 || !SharesRows(request) || NeedsForward(request)) return {};
-  // The last prompt token always runs, for its logits; and no round may have been due before.
-  const std::vector<int64_t>& budget = request.demand.budget;
-  const int64_t most = std::min(static_cast<int64_t>(request.prompt.size()) - 1,
-                                *std::min_element(budget.begin(), budget.end()));
+  if (block_tokens() == 0 || !SharesRows(request)) return {};
+  const int64_t most = MostCopied(request);
+  if (most <= 0) return {};
   return tree_.Match(request.prefix_salt, absl::MakeConstSpan(request.prompt).first(most));
 }
 

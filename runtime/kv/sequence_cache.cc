@@ -104,20 +104,29 @@ SequenceCache::SequenceCache(KvPool& pool, SequenceId id, const Request& request
       tables_(layout_.num_tables, SlotTable(static_cast<int64_t>(request.traits.columns.size()))),
       rows_(pool, id, offset_.back() + capacity_.back()) {}
 
-SequenceCache::SequenceCache(SequenceId id, const Request& request, const SequenceCache& from)
+SequenceCache::SequenceCache(SequenceId id, const Request& request, const SequenceCache& from,
+                             std::vector<int64_t> capacity)
     : pool_(from.pool_),
       id_(id),
       request_(request),
       shape_(from.shape_),
-      layout_(from.layout_),
-      capacity_(from.capacity_),
-      offset_(from.offset_),
+      layout_(LayoutOf(shape_, pool_.format(), request.traits,
+                       static_cast<int64_t>(request.tap_layers.size()), request.positions,
+                       request.read)),
+      capacity_(std::move(capacity)),
+      offset_(OffsetsOf(capacity_)),
       tables_(from.tables_),
       rows_(pool_, id, offset_.back() + capacity_.back()),  // may move the rows of `from`
-      newest_(from.newest_) {
+      newest_(from.newest_),
+      peak_entries_(from.peak_entries_),
+      peak_bytes_(from.peak_bytes_) {
+  if (SharesBudgets()) {
+    capacity_ = ShareOut(std::reduce(capacity_.begin(), capacity_.end()));
+    offset_ = OffsetsOf(capacity_);
+  }
   std::vector<RowMove> copies;
   for (size_t lane = 0; lane < offset_.size(); ++lane) {
-    copies.push_back({.from = pool_.first_row(from.id_) + offset_[lane],
+    copies.push_back({.from = pool_.first_row(from.id_) + from.offset_[lane],
                       .to = pool_.first_row(id_) + offset_[lane],
                       .count = tables_[lane / LanesPerTable()].used()});
   }
@@ -152,6 +161,14 @@ SequenceCache::SequenceCache(SequenceId id, const Request& request, const Sequen
   }
   pool_.Copy(copies);
   NotePeak();
+}
+
+std::vector<int64_t> SequenceCache::UsedRows() const {
+  std::vector<int64_t> used;
+  for (size_t lane = 0; lane < capacity_.size(); ++lane) {
+    used.push_back(tables_[lane / LanesPerTable()].used());
+  }
+  return used;
 }
 
 int64_t SequenceCache::TableOf(int64_t layer, int64_t head) const {

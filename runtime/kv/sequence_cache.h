@@ -83,8 +83,10 @@ class SequenceCache {
  public:
   // The pool has room for the demand's peak (Ledger).
   SequenceCache(KvPool& pool, SequenceId id, const Request& request, const ModelShape& shape);
-  // A copy of `from`, which is between two steps; the pool has room for as many rows.
-  SequenceCache(SequenceId id, const Request& request, const SequenceCache& from);
+  // A copy of `from`, which is between two steps and has no scratch, in lanes of these capacities:
+  // they have room for what is cached, and the pool for as many rows. Its peak is that of `from`.
+  SequenceCache(SequenceId id, const Request& request, const SequenceCache& from,
+                std::vector<int64_t> capacity);
   // A copy of what of `from` does not lie in `left_out`, for which `request` has
   // room. In both each lane has tokens of its own.
   using Slots = std::vector<std::vector<int64_t>>;  // of each table, ascending
@@ -105,6 +107,10 @@ class SequenceCache {
   int64_t capacity(int64_t layer, int64_t head) const {  // the same, without asking the pool
     return capacity_[layer * shape_.num_kv_heads + head];
   }
+
+  // Of lanes, in rows: what they have room for, and what is in use.
+  const std::vector<int64_t>& capacities() const { return capacity_; }
+  std::vector<int64_t> UsedRows() const;
 
   // All heads of a layer have the same capacity and slots in use: they are one strided tensor.
   bool Uniform(int64_t layer) const;

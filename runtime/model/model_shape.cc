@@ -3,7 +3,8 @@
 namespace epikv {
 
 ModelShape ShapeOf(const Manifest& manifest) {
-  ModelShape shape{.num_layers = manifest.num_layers(),
+  ModelShape shape{.vocab_size = manifest.vocab_size,
+                   .num_layers = manifest.num_layers(),
                    .num_heads = manifest.num_heads,
                    .num_kv_heads = manifest.num_kv_heads,
                    .key_width = manifest.layers.front().key_width,

@@ -244,7 +244,8 @@ struct KvUsage {
 
 struct Timings {
   absl::Duration queue, prefill, time_to_first_token, decode, eviction;
-  absl::Duration pass;  // the policy's scratch pass, from the prompt's end on: a part of `decode`
+  // The policy's scratch passes: at the prompt's end a part of `decode`, before it of `prefill`.
+  absl::Duration pass;
 };
 
 struct Finished {

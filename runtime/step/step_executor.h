@@ -69,6 +69,7 @@ struct SettleOutcome {
 
 struct CacheFacts {
   int64_t entries = 0, peak_entries = 0;
+  int64_t rounds = 0, evicted_entries = 0;  // so far, those of what it was opened with included
   int64_t bytes = 0, peak_bytes = 0;
   ReadSlots reads;
   TierUsage tier;

@@ -45,7 +45,7 @@ struct OpenSequence {
   // Goes on from where another is, between two steps; the policy's state is the caller's to clone.
   OpenSequence(SequenceId id, const Request& r, const OpenSequence& from)
       : request(r),
-        cache(id, r, from.cache),
+        cache(id, r, from.cache, from.cache.capacities()),
         tap(from.tap),
         queries(from.queries),
         moments(from.moments.Clone()),
@@ -56,6 +56,23 @@ struct OpenSequence {
     if (from.pages.has_value()) pages.emplace(*from.pages);
     if (from.tier != nullptr) tier = from.tier->Clone();
     policy = from.policy;
+    cache.ForgetPeak();
+  }
+  // The same in lanes of other capacities, of a sequence in its prompt that measures nothing and has
+  // no tier: as if it had come as far itself.
+  OpenSequence(SequenceId id, const Request& r, const OpenSequence& from,
+               std::vector<int64_t> capacity, const ModelShape& shape)
+      : request(r),
+        cache(id, r, from.cache, std::move(capacity)),
+        tap(from.tap),
+        queries(from.queries),
+        moments(from.moments.Clone()),
+        attention_rows(r.traits.attention_layers, shape.num_kv_heads),
+        tapped(from.tapped),
+        rounds(from.rounds),
+        evicted_entries(from.evicted_entries),
+        asked(from.asked) {
+    if (r.read.tokens > 0) pages.emplace(*from.pages);
   }
 
   // Goes on from where another is without what lies in `left_out`, and measures nothing.
@@ -99,6 +116,13 @@ struct OpenSequence {
   at::Tensor tapped;
   std::shared_ptr<const Policy> policy;  // the request's, or a guard around it; null: see there
   std::unique_ptr<PolicyState> state;    // null: the policy keeps none
+  int64_t rounds = 0, evicted_entries = 0;
+  // What its policy has asked of the request, on which what it does may depend.
+  struct Asked {
+    bool seed = false, prompt_tokens = false;
+  };
+  Asked asked;
+  std::vector<int64_t> keep_at;  // where its prompt is kept as it was evicted: EvictedPrefixes
   PrefixCache::Kept prefix;
   int64_t peak_entries = 0, peak_bytes = 0;  // with what a scratch pass had; 0: there was none
   int32_t first_output = 0;                  // once the prompt is cached

@@ -73,6 +73,7 @@ class CallScope {
   void OnClose(std::function<void(const v1::AccessLogEntry&)> told) { on_close_ = std::move(told); }
   bool has_on_close() const { return on_close_ != nullptr; }
 
+  const Frontend& frontend() const { return frontend_; }
   // Who calls; known once he was admitted.
   const Identity& caller() const { return caller_; }
   // What the access log will say beside what every call has.

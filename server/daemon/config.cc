@@ -112,7 +112,9 @@ Config ConfigOf(const v1::ServerConfig& c) {
       .packets = {.bytes = static_cast<int64_t>(c.packet_bytes()),
                   .folder = c.packet_dir(),
                   .folder_bytes = static_cast<int64_t>(c.packet_dir_bytes()),
-                  .tenant_bytes = static_cast<int64_t>(c.tenant_packet_bytes())}};
+                  .tenant_bytes = static_cast<int64_t>(c.tenant_packet_bytes())},
+      .sessions = {.bytes = static_cast<int64_t>(c.session_bytes()),
+                   .ttl = absl::Seconds(c.session_ttl_seconds())}};
 }
 
 ModelSource FromProto(const v1::ModelSource& source) {

@@ -15,6 +15,7 @@
 #include "server/port/connections.h"
 #include "server/port/tls.h"
 #include "server/port/transport.h"
+#include "server/sessions/sessions.h"
 #include "server/stream/outbox.h"
 
 namespace epikv {
@@ -46,6 +47,7 @@ struct Config {
   std::string access_log;  // empty: none
   ExperimentsOptions experiments;
   PacketStoreOptions packets;
+  SessionsOptions sessions;
 };
 
 Config ConfigOf(const v1::ServerConfig& config);

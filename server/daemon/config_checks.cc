@@ -165,6 +165,11 @@ void CheckRanges(const v1::ServerConfig& c, std::vector<FieldViolation>& violati
   check.Require(c.packet_bytes() == 0 || c.device() != "cuda", "packet_bytes",
                 "be 0 with --device=cuda: packets work on the CPU only");
   check.Require(c.packet_dir_bytes() <= kMost, "packet_dir_bytes", "be below 2^63");
+  check.Require(c.session_bytes() <= kMost, "session_bytes", "be below 2^63");
+  check.Require(c.session_bytes() == 0 || c.device() != "cuda", "session_bytes",
+                "be 0 with --device=cuda: sessions work on the CPU only");
+  check.Require(c.session_ttl_seconds() >= 1 && c.session_ttl_seconds() <= 1e9,
+                "session_ttl_seconds", "be 1 to 1000000000");
   check.Require(c.tenant_packet_bytes() <= kMost, "tenant_packet_bytes", "be below 2^63");
   check.Require(c.prefix_cache_share() >= 0 && c.prefix_cache_share() <= 1, "prefix_cache_share",
                 "be in [0, 1]");

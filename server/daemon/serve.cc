@@ -294,7 +294,12 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   }
   absl::StatusOr<std::unique_ptr<PacketStore>> packets = PacketStore::Open(config.packets);
   if (!packets.ok()) return packets.status();
-  const absl::Cleanup forget_packets = [&metrics] { metrics.SetPackets(nullptr); };
+  Sessions sessions(config.sessions, models);
+  const absl::Cleanup forget_kept = [&metrics] {
+    metrics.SetPackets(nullptr);
+    metrics.SetSessions(nullptr);
+  };
+  metrics.SetSessions([&sessions] { return sessions.usage(); });
   metrics.SetPackets([store = packets->get()] { return store->usage(); });
   absl::StatusOr<std::unique_ptr<Server>> server =
       Server::Start({.port = PortOf(config, connections.clients),
@@ -303,7 +308,8 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
                      .experiments = experiments->get(),
                      .shadow = shadow.get(),
                      .shared_prefixes = config.shared_prefixes,
-                     .packets = packets->get()},
+                     .packets = packets->get(),
+                     .sessions = &sessions},
                     models, lifecycle, courier, frontend);
   if (!server.ok()) return server.status();
   AdminService admin(

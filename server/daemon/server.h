@@ -25,7 +25,8 @@ struct ServerOptions {
   Experiments* experiments = nullptr;
   Shadow* shadow = nullptr;  // outlives the server; null: nothing is replayed
   bool shared_prefixes = false;
-  PacketStore* packets = nullptr;  // outlives the server; not null
+  PacketStore* packets = nullptr;  // outlives the server; null: there are none
+  Sessions* sessions = nullptr;    // the same
 };
 
 // The gRPC port: our services, grpc.health.v1 and reflection. What it is given outlives it.
@@ -48,6 +49,7 @@ class Server {
  private:
   Server(Models& models, Courier& courier, const Frontend& frontend, const ServerOptions& options);
 
+  PacketStore no_packets_;
   GenerationService generation_;
   TokenizationService tokenization_;
   ModelService model_service_;

@@ -21,7 +21,8 @@ GenerationService::GenerationService(const Models& models, Courier& courier,
       courier_(courier),
       metrics_(frontend.metrics),
       options_(options),
-      preparer_(options.experiments, *options.packets, options.shared_prefixes) {
+      preparer_(options.experiments, *options.packets, options.sessions,
+                options.shared_prefixes) {
   Add("GenerationService/Generate", [this](grpc::CallbackServerContext& context) {
     return new StreamCall(context, this->frontend(), live_calls_,
                           [this](const grpc::ByteBuffer& in, StreamCall& call) {
@@ -220,9 +221,13 @@ OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const Prepared& p
           .was_full = [this](absl::Duration full) { metrics_.OnStreamWasFull(full); },
           .delta = std::move(on_delta),
           .finished =
-              [&entry, lanes = served->lanes(), tap](const Finished& finished) {
+              [&entry, lanes = served->lanes(), tap, session = prepared.session, model,
+               sessions = options_.sessions](const Finished& finished) {
                 LogFinished(finished, lanes, entry);
                 if (tap != nullptr) tap->OnFinished(finished);
+                const ModelPtr live = model.lock();
+                if (session == nullptr || live == nullptr || !finished.status.ok()) return;
+                sessions->Extend(session->name, live, session->tokens);
               }};
 }
 

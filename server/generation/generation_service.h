@@ -26,6 +26,7 @@
 #include "server/metrics/metrics.h"
 #include "server/models/models.h"
 #include "server/packets/packet_store.h"
+#include "server/sessions/sessions.h"
 #include "server/stream/courier.h"
 #include "server/stream/outbox.h"
 
@@ -39,6 +40,7 @@ struct GenerationOptions {
   Shadow* shadow = nullptr;              // null: nothing is replayed
   bool shared_prefixes = false;          // see RequestPreparer
   PacketStore* packets = nullptr;        // not null
+  Sessions* sessions = nullptr;          // null: there are none
 };
 
 // Takes requests, hands them to the engine and streams what comes back. Thread-safe; everything

@@ -57,6 +57,18 @@ std::optional<grpc::Status> Constrain(const ConstraintText& text,
   return std::nullopt;
 }
 
+// What a conversation's newest message asks; empty: it is none, or its model has no words for it.
+std::vector<int32_t> QuestionOf(const v1::GenerateRequest& message, const ServedModel& model) {
+  if (!message.has_chat() || message.chat().messages().empty()) return {};
+  const std::string& text = message.chat().messages().rbegin()->content();
+  absl::StatusOr<std::vector<int32_t>> tokens =
+      model.tokenizer->Encode(text, {.add_special = false});
+  if (!tokens.ok()) return {};
+  constexpr size_t kMost = 1024;
+  if (tokens->size() > kMost) tokens->resize(kMost);
+  return *std::move(tokens);
+}
+
 }  // namespace
 
 v1::PacketHead HeadOf(const ServedModel& model, const std::string& tenant) {
@@ -75,9 +87,11 @@ template <typename Message>
 RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message& message,
                                                  const ServedModel& model, bool may_wait,
                                                  const PacketAsked& leaves) {
+  std::shared_ptr<AskedSession> session;
   std::optional<ConstraintText> text;
   std::optional<ConstraintCompiler::Result> constraint;
   if constexpr (std::is_same_v<Message, v1::GenerateRequest>) {
+    if (message.has_session() && !may_wait) return MustWait();
     text = ConstraintOf(message.sampling());
     if (text.has_value() && !may_wait) {
       constraint = model.constraints->Remembered(*text);
@@ -126,6 +140,16 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
       return std::move(*refusal);
     }
     dealt = std::get<Dealt>(std::move(result));
+    if (message.has_session()) {
+      if (sessions_ == nullptr || !sessions_->any()) {
+        model.metrics->OnRejected(kSessionsOff);
+        return ToGrpc(Rejection{.code = absl::StatusCode::kFailedPrecondition,
+                                .reason = std::string(kSessionsOff),
+                                .message = "this server keeps no sessions (--session_bytes is 0)",
+                                .violations = {{"session", "this server keeps none"}}});
+      }
+      session = GoOn(scope, message, model, asked);
+    }
     // Who has no name that could be his will be told so.
     if (text.has_value() && tenant.size() <= kMaxTenantBytes) {
       if (!constraint.has_value()) constraint = model.constraints->Compile(*text, tenant);
@@ -149,7 +173,76 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
   if (!shared_prefixes_ && !scope.caller().name.empty()) {
     request.prefix_salt = OfTenant(request.scheduling.tenant, request.prefix_salt);
   }
-  return Prepared{.request = std::move(request), .deltas = deltas, .began = std::move(dealt.began)};
+  return Prepared{.request = std::move(request),
+                  .deltas = deltas,
+                  .began = std::move(dealt.began),
+                  .session = std::move(session)};
+}
+
+// Behind a conversation's beginning the model reads what has been said since, with all of the cache;
+// where nothing is known of a long one, its question chooses what is left of it.
+std::shared_ptr<AskedSession> RequestPreparer::GoOn(CallScope& scope,
+                                                    const v1::GenerateRequest& message,
+                                                    const ServedModel& model,
+                                                    AskedRequest& asked) {
+  constexpr size_t kMostIdBytes = 128;
+  constexpr int64_t kLeastBudget = 64, kMostEpisodes = 16, kQuestionTokens = 64;
+  const v1::SessionOptions& session = message.session();
+  RequestOptions& options = asked.options;
+  const size_t faults = asked.violations.size();
+  auto require = [&](bool ok, std::string field, std::string must) {
+    if (!ok) asked.violations.push_back({std::move(field), std::move(must)});
+  };
+  Sessions::Name name{
+      .tenant = options.scheduling.tenant,
+      .id = session.id(),
+      .model = model.name,
+      .budget = session.budget_tokens(),
+      .episodes = session.episodes() == 0 ? Sessions::Name().episodes : session.episodes()};
+  require(!name.id.empty() && name.id.size() <= kMostIdBytes, "session.id",
+          absl::StrCat("must have 1 to ", kMostIdBytes, " bytes"));
+  require(name.budget >= kLeastBudget, "session.budget_tokens",
+          absl::StrCat("must be at least ", kLeastBudget, ", is ", name.budget));
+  require(name.episodes <= kMostEpisodes, "session.episodes",
+          absl::StrCat("must be at most ", kMostEpisodes, ", is ", name.episodes));
+  require(options.packets.empty(), "packets", "cannot be set together with a session");
+  require(options.completions == 1, "sampling.n", "must be 1 in a session");
+  require(options.kv.policy.empty() && options.kv.tier.tokens == 0 &&
+              std::holds_alternative<std::monostate>(options.kv.budget) &&
+              options.kv.positions == PositionMode::kAbsolute,
+          "kv", "a session chooses policy, budget, positions and tier");
+  require(name.budget < kLeastBudget || name.episodes > kMostEpisodes ||
+              sessions_->HasRoomFor(name, model),
+          "session.budget_tokens", "is more than this server can keep of one (--session_bytes)");
+  const int64_t vocab = model.admission->manifest().vocab_size;
+  const bool readable = std::all_of(options.prompt.begin(), options.prompt.end(),
+                                    [=](int32_t token) { return token >= 0 && token < vocab; });
+  if (asked.violations.size() > faults || options.prompt.empty() || !readable) return nullptr;
+  auto going_on = std::make_shared<AskedSession>(AskedSession{.name = name, .tokens = options.prompt});
+  const auto size = std::ssize(options.prompt);
+  const int64_t output = model.admission->MaxOutputTokens(options.stop.max_output_tokens, size);
+  if (size <= name.budget) {
+    scope.frontend().metrics.OnSessionRequest(Metrics::SessionStart::kWhole);
+    return going_on;
+  }
+  std::vector<int32_t> question = QuestionOf(message, model);
+  if (question.size() < 2) {
+    question = {options.prompt.end() - std::min(size, kQuestionTokens), options.prompt.end()};
+  }
+  options.kv.positions = SessionPositions(model, size + std::ssize(question) + output);
+  Sessions::Start start =
+      sessions_->Find(name, model, options.prompt, model.embed(question));
+  if (start.episode != nullptr) {
+    scope.frontend().metrics.OnSessionRequest(Metrics::SessionStart::kEpisode);
+    options.packets = {std::move(start.episode)};
+    options.prompt.erase(options.prompt.begin(), options.prompt.begin() + start.tokens);
+    return going_on;
+  }
+  scope.frontend().metrics.OnSessionRequest(Metrics::SessionStart::kAnew);
+  options.kv.policy = "epicache";
+  options.kv.budget = name.budget;
+  options.kv.params = {{"query", std::vector<int64_t>(question.begin(), question.end())}};
+  return going_on;
 }
 
 std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(
@@ -161,6 +254,7 @@ std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(
   if (!message.experiment().force_arm().empty() && !scope.caller().May(Role::kExperimenter)) {
     return PermissionDenied("experiment.force_arm", RoleName(Role::kExperimenter));
   }
+  if (message.has_session()) return Dealt();  // which chooses what arms would
   if (experiments_ == nullptr) {
     if (!message.experiment().force_arm().empty()) {
       asked.violations.push_back(

@@ -2,6 +2,8 @@
 
 #include <grpcpp/support/status.h>
 
+#include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -16,11 +18,19 @@
 #include "server/messages/generation_messages.h"
 #include "server/models/served_model.h"
 #include "server/packets/packet_store.h"
+#include "server/sessions/sessions.h"
 
 namespace epikv {
 
 // After which a compilation, or some, will have come to its end.
 constexpr absl::Duration kCompileRetryDelay = absl::Seconds(1);
+
+// Of a request of a session: which, and its whole prompt. The answer is not among what is kept: the
+// next request brings it as text, which may have other tokens.
+struct AskedSession {
+  Sessions::Name name;
+  std::vector<int32_t> tokens;
+};
 
 // Whose packets a model's requests may leave and read, and of which model they are.
 v1::PacketHead HeadOf(const ServedModel& model, const std::string& tenant);
@@ -31,12 +41,16 @@ class RequestPreparer {
  public:
   // experiments: outlives it; null: there are none. shared_prefixes: whether tenants who show
   // tokens may find each other's prefixes cached.
-  // packets: outlives it.
-  RequestPreparer(Participation* experiments, PacketStore& packets, bool shared_prefixes)
-      : experiments_(experiments), packets_(packets), shared_prefixes_(shared_prefixes) {}
+  // packets, sessions: outlive it; sessions null: there are none.
+  RequestPreparer(Participation* experiments, PacketStore& packets, Sessions* sessions,
+                  bool shared_prefixes)
+      : experiments_(experiments),
+        packets_(packets),
+        sessions_(sessions),
+        shared_prefixes_(shared_prefixes) {}
 
-  // The model does not remember the request's constraint, or a packet is in a file: nothing has been
-  // done.
+  // The model does not remember the request's constraint, a packet is in a file, or the request is
+  // of a session: nothing has been done.
   struct MustWait {};
   using Result = std::variant<Prepared, grpc::Status, MustWait>;
 
@@ -61,11 +75,15 @@ class RequestPreparer {
   absl::StatusOr<std::optional<Packets>> FindPackets(
       const google::protobuf::RepeatedPtrField<std::string>& ids, const std::string& tenant,
       const ServedModel& model, bool may_wait);
+  // Has a request of a session go on from its episodes. Null: it is of none, or at fault.
+  std::shared_ptr<AskedSession> GoOn(CallScope& scope, const v1::GenerateRequest& message,
+                                     const ServedModel& model, AskedRequest& asked);
   // False: it takes no part, or the call's request did before.
   bool TakePart(CallScope& scope, const Dealt& dealt);
 
   Participation* const experiments_;
   PacketStore& packets_;
+  Sessions* const sessions_;
   const bool shared_prefixes_;
 };
 

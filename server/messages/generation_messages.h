@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -51,11 +52,14 @@ void SetSteering(const v1::Steering& steering, AskedRequest& asked);
 // Admission's answer, with the violations of the conversion beside its own.
 std::variant<Request, Rejection> Resolve(AskedRequest asked, const Admission& admission);
 
+struct AskedSession;  // request_preparer.h
+
 // A request that can be queued, and what only its messages need.
 struct Prepared {
   Request request;
   DeltaOptions deltas;
   std::optional<v1::RequestBegan> began;  // where it takes part in experiments
+  std::shared_ptr<AskedSession> session;  // where it is of one; else null
 };
 
 // `queue_position` and `predicted_wait` are not set yet.

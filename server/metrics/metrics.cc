@@ -54,6 +54,7 @@ constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "AdminService/DumpState",
                                           "other"};
 constexpr size_t kNumCodes = 17;
+constexpr absl::string_view kSessionStarts[] = {"whole", "episode", "anew"};
 // exposer_*, the HTTP library's own.
 constexpr int64_t kNumExposerSeries = 7;
 
@@ -126,6 +127,21 @@ Metrics::Metrics(const MetricsOptions& options)
                          .Gauges("epikv_packet_folder_bytes",
                                  "Bytes of the packets in packet_dir, 0 where there is none.", 1)
                          .Add({})),
+      session_count_(
+          declare_.Gauges("epikv_sessions", "Conversations whose episodes are kept.", 1).Add({})),
+      session_bytes_(
+          declare_.Gauges("epikv_session_bytes", "Bytes of the episodes of sessions.", 1).Add({})),
+      session_updates_(declare_
+                           .Counters("epikv_session_updates_total",
+                                     "Times that a session's episodes were made, or brought up to "
+                                     "what has been said.",
+                                     1)
+                           .Add({})),
+      session_requests_(declare_.Counters(
+          "epikv_session_requests_total",
+          "Requests of sessions by what they began with. whole: their prompt, which is within the "
+          "budget; episode: an episode of what was said; anew: their prompt, evicted to the budget.",
+          std::size(kSessionStarts))),
       log_dropped_(
           declare_
               .Counters("epikv_access_log_dropped_total",
@@ -202,20 +218,37 @@ void Metrics::SetPackets(std::function<PacketGauges()> usage) {
   packets_ = std::move(usage);
 }
 
-void Metrics::SetPacketGauges() const {
+void Metrics::SetSessions(std::function<SessionGauges()> usage) {
   absl::MutexLock lock(&mu_);
-  if (packets_ == nullptr) return;
-  const PacketGauges now = packets_();
-  packet_count_.Set(static_cast<double>(now.packets));
-  packet_memory_.Set(static_cast<double>(now.memory_bytes));
-  packet_folder_.Set(static_cast<double>(now.folder_bytes));
+  sessions_ = std::move(usage);
+}
+
+void Metrics::OnSessionRequest(SessionStart start) {
+  session_requests_.Add({{"start", std::string(kSessionStarts[static_cast<int>(start)])}})
+      .Increment();
+}
+
+void Metrics::SetKeptGauges() const {
+  absl::MutexLock lock(&mu_);
+  if (packets_ != nullptr) {
+    const PacketGauges now = packets_();
+    packet_count_.Set(static_cast<double>(now.packets));
+    packet_memory_.Set(static_cast<double>(now.memory_bytes));
+    packet_folder_.Set(static_cast<double>(now.folder_bytes));
+  }
+  if (sessions_ != nullptr) {
+    const SessionGauges now = sessions_();
+    session_count_.Set(static_cast<double>(now.sessions));
+    session_bytes_.Set(static_cast<double>(now.bytes));
+    session_updates_.Increment(static_cast<double>(now.updates) - session_updates_.Value());
+  }
 }
 
 std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   bound_.Set(static_cast<double>(series_bound()));
   const bool draining = lifecycle_ != nullptr && lifecycle_->state() == ServerState::kDraining;
   draining_.Set(draining ? 1 : 0);
-  SetPacketGauges();
+  SetKeptGauges();
   const std::vector<std::shared_ptr<ModelMetrics>> models = LiveModels();
   std::vector<prometheus::MetricFamily> families;
   auto add = [&families](std::vector<prometheus::MetricFamily> more) {

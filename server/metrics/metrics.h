@@ -62,6 +62,14 @@ class Metrics {
     int64_t packets = 0, memory_bytes = 0, folder_bytes = 0;
   };
   void SetPackets(std::function<PacketGauges()> usage);
+  // The same of sessions. updates: of episodes, so far.
+  struct SessionGauges {
+    int64_t sessions = 0, bytes = 0, updates = 0;
+  };
+  void SetSessions(std::function<SessionGauges()> usage);
+  // What requests of sessions began with.
+  enum class SessionStart { kWhole, kEpisode, kAnew };
+  void OnSessionRequest(SessionStart start);
   void OnTokensReloadFailed();
   // Those of experiments, made when first asked for, once; they live as long as this.
   ExperimentSeries& OfExperiments();
@@ -78,7 +86,7 @@ class Metrics {
 
   void AddInfo(const MetricsOptions& options);
   std::vector<std::shared_ptr<ModelMetrics>> LiveModels() const;
-  void SetPacketGauges() const;
+  void SetKeptGauges() const;
   std::vector<prometheus::MetricFamily> Collect() const;
   std::vector<prometheus::MetricFamily> CollectConnections() const;
 
@@ -94,9 +102,13 @@ class Metrics {
   prometheus::Family<prometheus::Gauge>& config_;
   prometheus::Gauge &draining_, &bound_;
   prometheus::Gauge &packet_count_, &packet_memory_, &packet_folder_;
+  prometheus::Gauge &session_count_, &session_bytes_;
+  prometheus::Counter& session_updates_;
+  prometheus::Family<prometheus::Counter>& session_requests_;
   prometheus::Counter &log_dropped_, &reload_failures_;
   mutable absl::Mutex mu_;
   std::function<PacketGauges()> packets_ ABSL_GUARDED_BY(mu_);  // null: there is no store
+  std::function<SessionGauges()> sessions_ ABSL_GUARDED_BY(mu_);
   prometheus::Gauge* config_now_ ABSL_GUARDED_BY(mu_) = nullptr;
   std::map<std::string, std::weak_ptr<ModelMetrics>> models_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<ExperimentSeries> experiments_ ABSL_GUARDED_BY(mu_);  // null: there are none

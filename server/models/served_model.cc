@@ -89,6 +89,7 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
                       .max_round_pairs = options.scheduler.max_round_pairs,
                       .turns_keys = loaded.device == "cpu",
                       .defaults = options.defaults});
+  model->embed = std::move(loaded.embed);
   model->kv_capacity_bytes = loaded.kv_capacity_bytes;
   model->threads = loaded.threads;
   model->device = loaded.device;

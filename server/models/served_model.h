@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -53,6 +55,7 @@ struct ServedModel {
   ChatFormats chat{"the model file has no chat format: export the model again"};
   std::unique_ptr<ConstraintCompiler> constraints;
   std::unique_ptr<Admission> admission;
+  std::function<std::vector<float>(absl::Span<const int32_t>)> embed;  // LoadedModel's
   int64_t kv_capacity_bytes = 0;
   int64_t threads = 0;
   std::string device;

@@ -47,13 +47,11 @@ void ExpectSameRun(const Transcript& a, const Transcript& b) {
   }
 }
 
-bool NeedsTheForward(const PolicyTraits& traits) {
-  for (Signal signal :
-       {Signal::kPromptAttention, Signal::kQueries, Signal::kQueryMoments, Signal::kLogitEntropy,
-        Signal::kResidualDistance, Signal::kGate, Signal::kFinalHidden}) {
-    if (traits.signals.Has(signal)) return true;
-  }
-  return false;
+// Looks at a prompt once it is cached, at its newest queries at most.
+bool LooksAtTheEnd(const PolicyTraits& traits) {
+  PolicyTraits others = traits;
+  others.signals = others.signals.Without(Signal::kQueries);
+  return traits.prompt == PromptEviction::kAtEnd && !MeasuresPrompt(others);
 }
 
 class EveryPolicyWithPrefixes : public EveryPolicy {
@@ -62,7 +60,12 @@ class EveryPolicyWithPrefixes : public EveryPolicy {
   static int64_t Expected(const EngineHarness& harness, const RequestOptions& options,
                           int64_t tokens) {
     const Request request = std::get<Request>(harness.admission().Resolve(options));
-    if (NeedsTheForward(request.traits)) return 0;
+    if (LooksAtTheEnd(request.traits)) {
+      const int64_t window = std::max<int64_t>(request.traits.window, 1);
+      const int64_t most = std::max<int64_t>(0, std::ssize(request.prompt) - window);
+      return std::min(tokens, most / kDeterministicRows * kDeterministicRows);
+    }
+    if (MeasuresPrompt(request.traits)) return 0;
     const std::vector<int64_t>& budget = request.demand.budget;
     return std::min(tokens, *std::min_element(budget.begin(), budget.end()) / kDeterministicRows *
                                 kDeterministicRows);
@@ -121,6 +124,52 @@ TEST_P(EveryPolicyWithPrefixes, PromptsOverTheBudgetShareWhatPrecedesTheFirstRou
   whole.stop.max_output_tokens = 20;
   whole.output.logprobs = true;
   ExpectSameRun(cached.Run(whole), computed.Run(whole));
+}
+
+// Of a policy that evicts a prompt while it is cached and measures nothing on the way, what it has
+// left is gone on from: with the bits, the kept tokens and the figures of computing.
+TEST_P(EveryPolicyWithPrefixes, WhatIsLeftOfAPromptIsGoneOnFrom) {
+  HarnessOptions how{.prefill_chunk_tokens = 32, .deterministic = true, .end_tokens = false};
+  EngineHarness computed = Harness(how);
+  how.max_prefix_bytes = kRoom;
+  EngineHarness cached = Harness(how);
+  RequestOptions options;
+  options.prompt = Text(cached.manifest(), 200, 37);
+  options.stop.max_output_tokens = 40;
+  options.sampling = {.temperature = 0.8f, .seed = 5};
+  options = WithPolicy(options, policy(), 64);
+  options.output = {.logprobs = true, .residual_steps = true, .kept = true};
+  const auto resolved = cached.admission().Resolve(options);
+  if (std::holds_alternative<Rejection>(resolved)) {
+    GTEST_SKIP() << "this policy takes no prompt over its budget";
+  }
+  const PolicyTraits& traits = std::get<Request>(resolved).traits;
+  const bool leaves = traits.prompt == PromptEviction::kByChunk && !MeasuresPrompt(traits) &&
+                      !traits.rounds_rows && !traits.pass.any();
+  auto expect_same = [&](const RequestOptions& asked, int64_t hit) {
+    const Transcript a = cached.Run(asked), b = computed.Run(asked);
+    ExpectSameRun(a, b);
+    if (leaves) {
+      EXPECT_EQ(HitOf(a), hit);
+    }
+    EXPECT_EQ(a.finished->kv.rounds, b.finished->kv.rounds);
+    EXPECT_EQ(a.finished->kv.evicted_entries, b.finished->kv.evicted_entries);
+    EXPECT_EQ(a.finished->kv.peak_entries, b.finished->kv.peak_entries);
+    EXPECT_EQ(a.finished->kv.peak_bytes, b.finished->kv.peak_bytes);
+  };
+  const Transcript first = cached.Run(options);
+  ExpectSameRun(first, computed.Run(options));
+  expect_same(options, 192);
+
+  // Other questions behind one document: the second leaves what it shares with the first, and the
+  // third goes on from there.
+  RequestOptions others = options;
+  std::copy_n(Text(cached.manifest(), 60, 38).begin(), 60, others.prompt.end() - 60);
+  std::rotate(others.prompt.end() - 60, others.prompt.end() - 30, others.prompt.end());
+  const Transcript second = cached.Run(others);
+  ExpectSameRun(second, computed.Run(others));
+  std::rotate(others.prompt.end() - 60, others.prompt.end() - 20, others.prompt.end());
+  expect_same(others, 128);
 }
 
 INSTANTIATE_TEST_SUITE_P(Prefixes, EveryPolicyWithPrefixes,

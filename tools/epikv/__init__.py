@@ -54,6 +54,7 @@ _HOMES = {
         "Output",
         "Sampling",
         "Scheduling",
+        "Session",
         "Steering",
         "Stop",
     ),

@@ -35,7 +35,7 @@ from epikv.messages import (
     ScoreResponse,
     from_proto,
 )
-from epikv.options import Chat, Experiment, Kv, Output, Prompt, Sampling, Scheduling, Stop
+from epikv.options import Chat, Experiment, Kv, Output, Prompt, Sampling, Scheduling, Session, Stop
 from epikv.outcome import MAX_BATCH, Outcome, Patience, record, record_batch
 from epikv.v1 import (
     experiment_pb2,
@@ -128,6 +128,7 @@ def generate(
     experiment: Experiment = Experiment(),
     labels: Mapping[str, str] | None = None,
     packets: Sequence[str] = (),
+    session: Session | None = None,
     model: str = "",
     request_id: str = "",
     timeout: float | None = None,
@@ -143,6 +144,7 @@ def generate(
     scheduling: priority and tenant. experiment: who keeps its arm of an A/B test.
     labels: experiments may choose requests by them.
     packets: ids of packets that stand before the prompt (`create_packet`).
+    session: of a long conversation, whose past is kept to a budget; the prompt is all of it.
     model: empty where one model is served. request_id: empty: the server makes one.
     timeout: seconds until the server ends it; None: no limit of the client's.
     """
@@ -156,6 +158,7 @@ def generate(
         experiment,
         labels,
         packets,
+        session,
         model,
         request_id,
     )
@@ -187,6 +190,7 @@ async def generate_once(
     experiment: Experiment = Experiment(),
     labels: Mapping[str, str] | None = None,
     packets: Sequence[str] = (),
+    session: Session | None = None,
     model: str = "",
     request_id: str = "",
     timeout: float | None = None,
@@ -205,6 +209,7 @@ async def generate_once(
         experiment,
         labels,
         packets,
+        session,
         model,
         request_id,
     )
@@ -290,6 +295,7 @@ async def create_packet(
             experiment,
             labels,
             packets,
+            None,
             model,
             request_id,
         ),
@@ -584,6 +590,7 @@ def _generate_request(
     experiment: Experiment,
     labels: Mapping[str, str] | None,
     packets: Sequence[str],
+    session: Session | None,
     model: str,
     request_id: str,
 ) -> generation_pb2.GenerateRequest:
@@ -606,6 +613,7 @@ def _generate_request(
         experiment=experiment.to_proto(),
         labels=labels,
         packets=packets,
+        session=session.to_proto() if session is not None else None,
         **_prompt(prompt),
     )
 

@@ -178,7 +178,7 @@ class Timings:
     time_to_first_token: float | None
     decode: float | None
     eviction: float | None
-    # What the policy had the model run between the prompt's end and its first round; a part of `decode`.
+    # What the policy had the model run before its rounds in the prompt; at its end a part of `decode`.
     scratch_pass: float | None = None
 
 

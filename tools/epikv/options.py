@@ -301,6 +301,18 @@ class Scheduling(_Options):
 
 
 @dataclass(frozen=True, repr=False)
+class Session(_Options):
+    """A long conversation whose past is kept to a budget between requests, as episodes."""
+
+    id: str  # of the tenant and the model; at most 128 bytes
+    budget_tokens: int  # of the past, kept of each layer and KV head; at least 64
+    episodes: int = 0  # at most 16; 0: 4
+
+    def to_proto(self) -> generation_pb2.SessionOptions:
+        return message_of(generation_pb2.SessionOptions, **vars(self))
+
+
+@dataclass(frozen=True, repr=False)
 class Experiment(_Options):
     """How a request takes part in the server's experiments."""
 

@@ -14,7 +14,7 @@ STAGES = ("schedule", "forward", "attention", "taps", "sample", "deliver", "obse
 OF_CPU = tuple(stage for stage in STAGES if stage != "attention")
 REFUSALS = (
     "invalid_request token_range span_range context_length kv_budget kv_pool_too_small kv_tier_too_small "
-    "artefact_missing prompt_evicted chat_format queue_full starting loading draining duplicate_id "
+    "artefact_missing prompt_evicted chat_format packets_off packets_full packet_model sessions_off queue_full starting loading draining duplicate_id "
     "not_found not_utf8 malformed unauthenticated permission_denied deadline_infeasible other"
 )
 METHODS = """
@@ -23,6 +23,7 @@ METHODS = """
     TokenizationService/ApplyChatTemplate
     ModelService/ListModels ModelService/GetModel ModelService/GetTokenizer
     PolicyService/ListPolicies PolicyService/GetPolicy
+    PacketService/CreatePacket PacketService/ListPackets PacketService/DeletePacket
     ExperimentService/ListExperiments ExperimentService/GetExperiment
     ExperimentService/CreateExperiment ExperimentService/UpdateExperiment
     ExperimentService/StartExperiment ExperimentService/StopExperiment
@@ -106,6 +107,21 @@ FAMILIES: dict[str, Expected] = {
         epikv_tier_seconds_total=MODEL,
     ),
     **of("gauge", "tier", epikv_tier_bytes=MODEL | {"state": ("reserved", "free")}),
+    **of("counter", "packets", epikv_packet_prompt_tokens_total=MODEL),
+    **of(
+        "gauge",
+        "packets",
+        epikv_packets={},
+        epikv_packet_memory_bytes={},
+        epikv_packet_folder_bytes={},
+    ),
+    **of("gauge", "sessions", epikv_sessions={}, epikv_session_bytes={}),
+    **of(
+        "counter",
+        "sessions",
+        epikv_session_updates_total={},
+        epikv_session_requests_total={"start": ("whole", "episode", "anew")},
+    ),
     **of("counter", "small", epikv_metrics_label_overflow_total=MODEL),
     **of("counter", "crowd", epikv_kv_rows_moved_total=MODEL),
     **of("counter", "reload", epikv_auth_reload_failures_total={}),
@@ -258,12 +274,20 @@ FAMILIES: dict[str, Expected] = {
 BY_THEMSELVES = re.compile("process_|exposer_|epikv_connections$")
 
 BY_A_BROKEN_POLICY = "no policy of the build fails: tests/server/broken_policy_test.cc"
+BY_PACKETS_TEST = "needs another daemon: tests/e2e/generation/packets_test.py"
 # (family, label, value) that no scenario moves, and why. "": all of it.
 UNMOVED = {
     ("epikv_policy_errors_total", "", ""): BY_A_BROKEN_POLICY,
     ("epikv_grpc_requests_total", "code", "UNKNOWN"): "nothing answers so",
     ("epikv_grpc_requests_total", "method", "other"): "a method that the metrics do not know",
     ("epikv_requests_rejected_total", "reason", "other"): "a reason that they do not know",
+    ("epikv_requests_rejected_total", "reason", "packets_off"): BY_PACKETS_TEST,
+    ("epikv_requests_rejected_total", "reason", "packet_model"): BY_PACKETS_TEST,
+    (
+        "epikv_requests_rejected_total",
+        "reason",
+        "sessions_off",
+    ): "needs another daemon: tests/e2e/generation/sessions_test.py",
     (
         "epikv_experiment_shadow_requests_total",
         "outcome",

@@ -8,7 +8,7 @@ from itertools import count
 import grpc
 import pytest
 from credentials import replace
-from epikv import Accepted, Chat, Client, Delta, Kv, Output, RpcError, Sampling, Stop
+from epikv import Accepted, Chat, Client, Delta, Kv, Output, RpcError, Sampling, Session, Stop
 from epikv.connection import connect
 from epikv.sample import problem
 from epikv.testing import PACED
@@ -125,6 +125,28 @@ def tier(world: World) -> None:
                 pass
             world.look()
             list(stream)
+
+
+def packets(world: World) -> None:
+    """What one prompt has cached stands before another; and is deleted."""
+    made = world.client.create_packet(TASK.prompt, model="sample").packet
+    assert made is not None
+    world.client.generate_once("1", packets=[made.id], model="sample", stop=Stop(2))
+    assert [each.id for each in world.client.packets()] == [made.id]
+    world.look()
+    refused("packets_full", lambda: world.client.create_packet([5] * 900, model="sample"))
+    world.client.delete_packet(made.id)
+
+
+def sessions(world: World) -> None:
+    """A conversation that is short, that is long, and that goes on."""
+    ask = partial(
+        world.client.generate_once, model="sample", session=Session("one", 64), stop=Stop(1)
+    )
+    ask([5] * 40)
+    ask([5] * 400)
+    world.until("epikv_session_updates_total", 1)
+    ask([5] * 410)
 
 
 def refusals(world: World) -> None:
@@ -477,6 +499,8 @@ SCENARIOS = (
     load,
     policies,
     tier,
+    packets,
+    sessions,
     refusals,
     crowd,
     late,

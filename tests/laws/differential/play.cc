@@ -255,6 +255,7 @@ class Play {
       }
     } else {
       options.prompt = TokensOfText(ask.shared_text, ask.shared, vocab_size);
+      if (ask.packets > 0) options.packets = PacketsOf(pair.plain(), ask, std::exchange(options.prompt, {}));
     }
     append(options.prompt, TokensOfText(ask.text, ask.own, vocab_size));
     if (ask.forced > 0) options.forced = TokensOfText(ask.text + 1, ask.forced, vocab_size);
@@ -282,6 +283,50 @@ class Play {
       });
     };
     told.transcript = pair.tested().Submit(std::move(request), reads, ask.idle);
+  }
+
+  // The shared part, each packet cached alone.
+  static std::vector<std::shared_ptr<const Packet>> PacketsOf(EngineHarness& plain, const Ask& ask,
+                                                              const std::vector<int32_t>& shared) {
+    std::vector<std::shared_ptr<const Packet>> packets;
+    const int64_t size = std::ssize(shared);
+    for (int64_t p = 0; p < ask.packets; ++p) {
+      RequestOptions options;
+      options.prompt = {shared.begin() + size * p / ask.packets,
+                        shared.begin() + size * (p + 1) / ask.packets};
+      options.stop.max_output_tokens = 1;
+      options.output.packet = true;
+      if (ask.evicted_packets) {
+        options.kv = {.policy = "knorm", .budget = 2 + std::ssize(options.prompt) / 2};
+        options.kv.protection.prompt = false;
+      }
+      const Transcript made = plain.Run(options);
+      plain.model().TakeLogits();
+      if (!made.ok()) throw Finding("differs", "a packet could not be made");
+      packets.push_back(made.finished->packet);
+    }
+    return packets;
+  }
+
+  // With what packets have.
+  int64_t PromptTokens(size_t i) const {
+    const RequestOptions& options = told_[i].options;
+    int64_t tokens = std::ssize(options.prompt);
+    for (const auto& packet : options.packets) tokens += packet->num_tokens();
+    return tokens;
+  }
+
+  static void CheckPacket(const Told& told, int64_t prompt) {
+    const Transcript& all = *told.transcript;
+    if (!told.options.output.packet || !all.ok()) return;
+    const Packet* const packet = all.finished->packet.get();
+    if (packet == nullptr) throw Finding("law", "it left no packet");
+    if (packet->rows() != all.finished->kv.final_entries ||
+        packet->num_tokens() != prompt + all.finished->output_tokens - 1) {
+      throw Finding("law", absl::StrCat("its packet has ", packet->rows(), " rows of ",
+                                        packet->num_tokens(), " tokens; it held ",
+                                        all.finished->kv.final_entries));
+    }
   }
 
   static void CheckHeld(EngineHarness& harness) {
@@ -342,6 +387,7 @@ class Play {
       throw Finding("law", absl::StrCat("it held ", all.finished->kv.peak_bytes, " bytes of ",
                                         told.peak_bytes, " reserved"));
     }
+    CheckPacket(told, PromptTokens(i));
     (all.ok() ? tally_.whole : IsCut(all) ? tally_.cut : tally_.failed) += 1;
     if (all.completions.empty()) return CompareOne(i, 0, all, IsCut(all), answers);
     bool fails_alone = false;
@@ -352,7 +398,7 @@ class Play {
       // What went of the prompt is told once, as the first completion's.
       std::vector<EvictionTrace> evictions;
       for (const EvictionTrace& trace : all.completions.front().evictions) {
-        if (c > 0 && trace.at_token < std::ssize(told.options.prompt)) evictions.push_back(trace);
+        if (c > 0 && trace.at_token < PromptTokens(i)) evictions.push_back(trace);
       }
       one.evictions.insert(one.evictions.begin(), evictions.begin(), evictions.end());
       // One that fails ends the others.
@@ -379,7 +425,7 @@ class Play {
                   std::vector<Answer>* answers) {
     const Pair& pair = *pairs_[trial_.asks[i].engine];
     const Transcript plain = RunPlain(i, completion);
-    const int64_t prompt = static_cast<int64_t>(told_[i].options.prompt.size());
+    const int64_t prompt = PromptTokens(i);
     const bool traced = told_[i].options.output.kv_trace && !got.finished->kv_trace_truncated;
     const std::vector<Event> events = EventsOf(got, prompt, traced);
     const std::vector<Event> wanted = EventsOf(plain, prompt, traced);
@@ -428,7 +474,7 @@ class Play {
     // By transformers with what was evicted hidden: nothing of it is attended to or comes back.
     const KvOptions& kv = told_[i].options.kv;
     const bool hides = kv.tier.fetch == 0 && !kv.tier.guard.has_value() && kv.read_tokens == 0 &&
-                       kv.policy != "quest";
+                       kv.policy != "quest" && told_[i].options.packets.empty();
     const bool comparable = pair.rounding().noise > 0 && pair.setup().kv_dtype == KvDType::kModel &&
                             kv.positions == PositionMode::kAbsolute && hides;
     if (answers != nullptr && comparable && whole && traced && !got.logprobs.empty()) {
@@ -449,7 +495,7 @@ class Play {
                         const std::vector<Event>& wanted, size_t common, bool traced) {
     const double base = pairs_[trial_.asks[i].engine]->rounding().noise;
     if (base == 0) return true;
-    const int64_t prompt = static_cast<int64_t>(told_[i].options.prompt.size());
+    const int64_t prompt = PromptTokens(i);
     const std::vector<Event> all = EventsOf(RunPlain(i, completion), prompt, true);
     const bool at_round = common < events.size() && common < wanted.size() &&
                           events[common].kind == Event::Kind::kRound &&

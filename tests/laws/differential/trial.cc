@@ -233,6 +233,10 @@ Ask DrawAsk(Dice& dice, const std::vector<EngineSetup>& engines, const std::vect
     ask.shared_text = dice.Bits() % 2;
     ask.shared = std::max<int64_t>(0, dice.Int(1, 4) * chunk + dice.Int(-1, 1));
     if (dice.Chance(0.3)) ask.own = dice.Int(1, 4);
+    if (dice.Chance(0.3)) {
+      ask.packets = std::min<int64_t>(ask.shared, dice.Int(1, 3));
+      ask.evicted_packets = dice.Chance(0.4);
+    }
     prompt = ask.shared + ask.own;
   } else if (!before.empty() && dice.Chance(0.4)) {
     const auto other = dice.Int(0, static_cast<int64_t>(before.size()) - 1);
@@ -249,7 +253,7 @@ Ask DrawAsk(Dice& dice, const std::vector<EngineSetup>& engines, const std::vect
   DrawKv(dice, prompt, output, options.kv);
   OutputOptions& wants = options.output;
   options.stop.max_output_tokens = output;
-  wants.kv_trace = dice.Chance(0.9);
+  wants.kv_trace = dice.Chance(0.75);
   wants.residual_steps = dice.Chance(0.2);
   wants.kept = dice.Chance(0.7);
   wants.top_logprobs = dice.Chance(0.2) ? dice.Int(1, 5) : 0;
@@ -270,6 +274,7 @@ Ask DrawAsk(Dice& dice, const std::vector<EngineSetup>& engines, const std::vect
   options.scheduling.tenant = dice.Of<const char*>({"", "", "a", "b"});
   if (dice.Chance(0.1)) ask.idle = options.completions == 1;
   if (dice.Chance(0.15)) ask.cancel_after = dice.Magnitude(1, 150);
+  wants.packet = options.completions == 1 && dice.Chance(0.2);
   if (dice.Chance(0.07)) ask.deadline_after = dice.Magnitude(1, 300);
   for (int64_t n = dice.Chance(0.15) ? dice.Int(1, 2) : 0; n > 0; --n) {
     const int64_t begin = dice.Int(0, 80);
@@ -407,6 +412,7 @@ void VisitOutput(Fields& f, OutputOptions& wants) {
   f.Is("kv_trace", wants.kv_trace, false);
   f.Is("residual_steps", wants.residual_steps, false);
   f.Is("kept", wants.kept, false);
+  f.Is("packet", wants.packet, false);
 }
 
 void VisitBudget(Fields& f, KvOptions& kv) {
@@ -466,6 +472,8 @@ void Visit(Fields& f, Ask& ask) {
   f.Is("own", ask.own, d.own);
   f.Is("text", ask.text, d.text);
   f.Is("continues", ask.continues, {});
+  f.Is("packets", ask.packets, d.packets);
+  f.Is("evicted_packets", ask.evicted_packets, d.evicted_packets);
   f.Is("forced", ask.forced, d.forced);
   f.Is("force_in_chunks", ask.options.force_in_chunks, false);
   VisitSampling(f, ask.options);

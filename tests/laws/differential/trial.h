@@ -46,6 +46,10 @@ struct Ask {
   int64_t shared = 0, own = 8;
   uint64_t shared_text = 0, text = 0;
   std::optional<int64_t> continues;  // an ask before it, of the same engine
+  // The shared part comes in so many packets, which were cached alone; and evicted there, each lane
+  // on its own.
+  int64_t packets = 0;
+  bool evicted_packets = false;
   int64_t forced = 0;                // tokens to score; 0: it generates
   RequestOptions options;            // without id, prompt, forced, constraint, deadline
   std::optional<ConstraintText> constraint;

@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import click
 
@@ -10,7 +11,7 @@ from epikv.cli import options, show
 from epikv.client import Client
 from epikv.errors import RpcError
 from epikv.messages import Accepted, Delta, Summary
-from epikv.options import Chat, Stop
+from epikv.options import Chat, Session, Stop
 
 HELP = "/clear forgets the conversation, /exit or the end of input leaves, Ctrl-C ends an answer"
 
@@ -20,6 +21,11 @@ HELP = "/clear forgets the conversation, /exit or the end of input leaves, Ctrl-
 @click.option(
     "--thinking/--no-thinking", default=None, help="Of a model that can be told; see epikv models."
 )
+@click.option(
+    "--session-budget",
+    type=int,
+    help="Keep so many tokens of what was said, as episodes; default: all of it.",
+)
 @options.kv
 @options.output_tokens
 @options.sampling
@@ -28,7 +34,12 @@ HELP = "/clear forgets the conversation, /exit or the end of input leaves, Ctrl-
 @options.model
 @options.server
 def command(
-    system: str, thinking: bool | None, max_output_tokens: int | None, server: str, **given: Any
+    system: str,
+    thinking: bool | None,
+    session_budget: int | None,
+    max_output_tokens: int | None,
+    server: str,
+    **given: Any,
 ) -> None:
     """Talk to a model: every line of input is a message; facts about answers go to stderr.
 
@@ -40,6 +51,7 @@ def command(
         "scheduling": options.take_scheduling(given),
         "experiment": options.take_experiment(given),
         "labels": options.take_labels(given),
+        "session": Session(uuid4().hex, session_budget) if session_budget else None,
         **given,
     }
     begin = [{"role": "system", "content": system}] if system else []

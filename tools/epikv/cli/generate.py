@@ -17,7 +17,7 @@ from epikv.messages import (
     PromptLogprobs,
     Summary,
 )
-from epikv.options import Output, Stop
+from epikv.options import Output, Session, Stop
 
 _IN_JSON = ("logprobs", "top_logprobs", "prompt_logprobs", "token_ids", "signals", "trace", "kept")
 KINDS = {
@@ -60,6 +60,8 @@ KINDS = {
 @click.option("--progress", is_flag=True, help="How far a long prompt is cached; on stderr.")
 @click.option("--coalesce", type=float, help="Seconds that a delta may wait for others.")
 @options.packets
+@click.option("--session", "session_id", help="A conversation's name; needs --session-budget.")
+@click.option("--session-budget", type=int, help="Tokens of its past that are kept.")
 @options.scheduling
 @options.experiment
 @click.option("--timeout", type=float, help="Seconds.")
@@ -74,7 +76,11 @@ def command(
     for name in () if as_json else _IN_JSON:
         if given[name]:
             raise click.UsageError(f"--{name.replace('_', '-')} shows with --json alone")
+    session_id, session_budget = given.pop("session_id"), given.pop("session_budget")
+    if (session_id is None) != (session_budget is None):
+        raise click.UsageError("--session and --session-budget go together")
     arguments: dict[str, Any] = {
+        "session": Session(session_id, session_budget) if session_id is not None else None,
         "kv": options.take_kv(given),
         "scheduling": options.take_scheduling(given),
         "experiment": options.take_experiment(given),

@@ -23,6 +23,7 @@ PASSES: dict[str, dict[str, Any]] = {
     "snapkv": {"queries": "lookahead"},
     "kvzip": {},
     "kvzip_plus": {},
+    "epicache": {},
 }
 NO_TARGET = "a pass is what these policies are made of; the table says what it costs"
 
