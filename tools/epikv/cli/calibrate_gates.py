@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 _new_file = click.Path(dir_okay=False, path_type=Path)
 _positive = click.FloatRange(min=0, min_open=True)
-_TEXTS = (
+SOURCES = (
     click.argument("model", type=_file),
     click.option(
         "--text",
@@ -36,6 +36,9 @@ _TEXTS = (
         help="Problems of a sample model with their solutions, instead: sample:FAMILY, as in `epikv eval`.",
     ),
     click.option("--problems", default=200, show_default=True, help="Problems of each task."),
+)
+_TEXTS = (
+    *SOURCES,
     click.option(
         "-o",
         "--out",
@@ -75,7 +78,9 @@ _WIDTH = click.option(
 )
 
 
-def _with(*options: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(
+    *options: Callable[..., Any],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         for option in reversed(options):
             command = option(command)
@@ -85,7 +90,7 @@ def _with(*options: Callable[..., Any]) -> Callable[[Callable[..., None]], Calla
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """The model, and the tokens of every text."""
 
     module: "ScriptModule"
@@ -104,9 +109,9 @@ class _Source:
             raise click.ClickException(str(error)) from error
 
 
-def _load(
+def load_texts(
     model: Path, texts: Sequence[Path], tasks: Sequence[str], problems: int, length: int
-) -> _Source:
+) -> Source:
     try:
         from tokenizers import Tokenizer
 
@@ -123,7 +128,7 @@ def _load(
     module, manifest, tokenizer = load(model)
     encoder = Tokenizer.from_str(tokenizer)
     encoder.enable_truncation(min(length, manifest.context_length))
-    return _Source(module, manifest, encoder, [encoder.encode(text).ids for text in written])
+    return Source(module, manifest, encoder, [encoder.encode(text).ids for text in written])
 
 
 def _solutions(task: str, count: int) -> list[str]:
@@ -159,7 +164,7 @@ def _retention(policy: str) -> click.Command:
         The model's own weights stay as they are. A tenth of the texts is held out; at the end it says what the gates
         lose there.""",
     )
-    @_with(
+    @with_options(
         *_TEXTS,
         _WIDTH,
         click.option(
@@ -186,7 +191,7 @@ def _retention(policy: str) -> click.Command:
         rate: float | None,
         work: Path | None,
     ) -> None:
-        source = _load(model, texts, tasks, problems, length)
+        source = load_texts(model, texts, tasks, problems, length)
         from epikv.calibrate import gates, retention
         from epikv.eval.progress import progress
 
@@ -230,7 +235,7 @@ trimkv, dbtrimkv = _retention("trimkv"), _retention("dbtrimkv")
 
 
 @click.command("dms")
-@_with(
+@with_options(
     *_TEXTS,
     click.option(
         "--window",
@@ -266,7 +271,7 @@ def dms(
 
     The model's own weights stay as they are. A tenth of the texts is held out; at the end it says what the gates lose
     there."""
-    source = _load(model, texts, tasks, problems, length)
+    source = load_texts(model, texts, tasks, problems, length)
     from epikv.calibrate import dms as calibration
     from epikv.calibrate import gates
     from epikv.eval.progress import progress
@@ -305,7 +310,7 @@ def dms(
 
 
 @click.command("kvzap")
-@_with(
+@with_options(
     *_TEXTS,
     click.option(
         "--width",
@@ -341,7 +346,7 @@ def kvzap(
     gap: int,
 ) -> None:
     """Fit gates for kvzap that foretell how much MODEL will take of a token."""
-    source = _load(model, texts, tasks, problems, length)
+    source = load_texts(model, texts, tasks, problems, length)
     from epikv.calibrate import gates
     from epikv.calibrate import kvzap as calibration
     from epikv.eval.progress import progress

@@ -70,9 +70,9 @@ class Step:
     watch_queries: Callable[[int, Tensor], None] | None = None
     # Called for each layer with what its attention is given of all rows, [n, hidden].
     watch_inputs: Callable[[int, Tensor], None] | None = None
-    # Of one sequence that is fed whole: called for each layer with what its attention is given,
-    # [n, hidden], and how much older than each row each key is, [n, n]. What is added to the logits
-    # of each key-value head, [G, n, n].
+    # Of one sequence: called for each layer with what its attention is given of the new rows,
+    # [n, hidden], and how much older than each row each key is, [n, S]. What is added to the logits
+    # of each key-value head, [G, n, S].
     bias: Callable[[int, Tensor, Tensor], Tensor] | None = None
 
 
