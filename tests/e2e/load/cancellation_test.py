@@ -15,77 +15,32 @@ from typing import Self
 
 import grpc
 import pytest
-from epikv import Accepted, Client, Delta, Event, Kv, Output, RpcError, Stop, Stream, Summary
-from epikv.sample import problem
-from epikv.scrape import scrape
+from epikv import Accepted, Client, Delta, Event, Kv, Output, RpcError, Stop, Stream
 from epikv.testing import PACED, Daemon
 from epikv.v1 import generation_pb2, generation_pb2_grpc
+from leaving import (
+    CODES,
+    CROWD,
+    FLAGS,
+    GENEROUS_SECONDS,
+    PROMPT,
+    REASONS,
+    TASK,
+    Watch,
+    all_have_chunks,
+    all_run,
+    all_wait,
+    expect_empty,
+    latest_steps,
+    start_neighbour,
+    text_alone,
+    text_of,
+)
 from relay import Relay
 
-CROWD = 60  # clients that leave together: 18 times, 1,080 in all, 180 in each state
-GENEROUS_SECONDS = 60
-TASK = problem(9)
-
-# Deterministic, so that a stream's text does not depend on who else is there. Nothing but the
-# clients ends a stream: its stall limit and the drain's are far away.
-FLAGS = [
-    "--threads=1",
-    "--deterministic=true",
-    "--kv_pool_bytes=400000000",
-    "--prefill_chunk_tokens=16",
-    "--prefix_cache_share=0",  # a crowd of one prompt, which prefills all the same
-    f"--max_step_tokens={16 * (CROWD + 1)}",  # a chunk of everyone's
-    "--outbox_messages=8",
-    "--stream_stall_seconds=600",
-    "--drain_seconds=600",
-    "--refuse_infeasible_deadlines=false",  # they pass in the state that the request is in
-]
-PROMPT = " ".join(TASK.prompt.split(" ")[:60])  # of as many tokens; the model goes on for long
+# CROWD clients leave together 18 times: 1,080 in all, 180 in each state.
 WHOLE = (Kv("full"),)
 EVICTING = tuple(Kv(name, 76) for name in ("epikv_flat", "sliding", "h2o", "random"))
-
-
-class Watch:
-    """What a daemon's metrics say, now and since the watch was set."""
-
-    def __init__(self, daemon: Daemon) -> None:
-        self._daemon = daemon
-        self._start = self._last = self._now = scrape(daemon.metrics)
-
-    def look(self) -> Self:
-        self._last, self._now = self._now, scrape(self._daemon.metrics)
-        return self
-
-    def until(self, condition: Callable[[Self], bool]) -> None:
-        """Looks until it holds; fails when that takes too long."""
-        deadline = monotonic() + GENEROUS_SECONDS
-        while not condition(self.look()):
-            assert monotonic() < deadline, f"{self.held()} bytes held; ended: {self.ends()}"
-
-    def now(self, name: str, **labels: str) -> float:
-        return self._now.total(name, **labels)
-
-    def added(self, name: str) -> float:
-        """Since the start, whatever the labels."""
-        added = (self._now - self._start).values.items()
-        return sum(value for (series, _), value in added if series == name)
-
-    def added_lately(self, name: str) -> float:
-        """Between the last two looks."""
-        return (self._now - self._last).value(name)
-
-    def ends(self) -> Counter[str]:
-        """The requests that have ended since the start, by reason."""
-        ends: Counter[str] = Counter()
-        for (series, labels), value in (self._now - self._start).values.items():
-            if series == "epikv_requests_finished_total":
-                ends[dict(labels)["reason"]] += int(value)
-        return +ends
-
-    def held(self) -> float:
-        """Bytes of the pool that are used, reserved or kept as a prefix."""
-        states = ("used", "reserved", "cached_prefix")
-        return sum(self.now("epikv_kv_bytes", state=state) for state in states)
 
 
 @dataclass(frozen=True)
@@ -103,32 +58,10 @@ class State:
     draining: bool = False
 
 
-def all_run(watch: Watch) -> bool:
-    """Beside a neighbour."""
-    return watch.now("epikv_requests_running") == CROWD + 1
-
-
-def all_wait(watch: Watch) -> bool:
-    """For the only place, which the neighbour holds."""
-    return watch.now("epikv_requests_waiting", reason="running") == CROWD
-
-
-def all_have_chunks(watch: Watch) -> bool:
-    """Of their prompts: the latest steps ran them all."""
-    steps, sequences = latest_steps(watch)
-    return all_run(watch) and sequences >= steps * CROWD > 0
-
-
 def all_are_paused(watch: Watch) -> bool:
     """The latest steps ran the neighbour alone, which is read."""
     steps, sequences = latest_steps(watch)
     return all_run(watch) and sequences == steps > 0
-
-
-def latest_steps(watch: Watch) -> tuple[float, float]:
-    """Between the last two looks: how many there were, and the sum of their sequences."""
-    series = "epikv_step_batch_sequences"
-    return watch.added_lately(f"{series}_count"), watch.added_lately(f"{series}_sum")
 
 
 def all_run_on(watch: Watch) -> bool:
@@ -146,13 +79,6 @@ STATES = {
     "outbox_full": State(all_are_paused, kv=EVICTING, paced=True),
     "draining": State(all_run_on, first="delta", kv=WHOLE + EVICTING, draining=True),
 }
-CODES = {
-    "cancel": grpc.StatusCode.CANCELLED,
-    "disconnect": grpc.StatusCode.UNAVAILABLE,
-    "deadline": grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-# How they are counted.
-REASONS = {"cancel": {"cancelled"}, "disconnect": {"cancelled"}, "deadline": {"deadline"}}
 
 
 class Crowd:
@@ -213,36 +139,6 @@ def request_of(state: State, i: int) -> generation_pb2.GenerateRequest:
         kv=state.kv[i % len(state.kv)].to_proto(),
         output=Output(kv_trace=True).to_proto(),
     )
-
-
-def start_neighbour(client: Client) -> Stream:
-    """With a paced client it goes on only while it is read: its evictions soon fill its outbox."""
-    return client.generate(
-        TASK.prompt,
-        kv=Kv("epikv_flat", 130),
-        stop=Stop(max_output_tokens=200),
-        output=Output(kv_trace=True),
-    )
-
-
-def text_alone(daemon: Daemon) -> str:
-    """What the neighbour says when nobody else is there."""
-    with daemon.client() as client, start_neighbour(client) as stream:
-        return text_of(list(stream))
-
-
-def text_of(events: list[Event]) -> str:
-    assert isinstance(events[-1], Summary)
-    return "".join(event.text for event in events if isinstance(event, Delta))
-
-
-def expect_empty(watch: Watch) -> None:
-    """No requests, and the pool is whole."""
-    watch.until(lambda w: w.now("epikv_requests_running") == w.held() == 0)
-    for reason in ("kv", "running"):
-        assert watch.now("epikv_requests_waiting", reason=reason) == 0
-    free = watch.now("epikv_kv_bytes", state="free")
-    assert free == watch.now("epikv_kv_capacity_bytes") > 0
 
 
 @dataclass
