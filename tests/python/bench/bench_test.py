@@ -9,10 +9,10 @@ from click import ClickException
 from click.testing import CliRunner
 from epikv import harness, programs
 from epikv.cli import main
-from epikv.messages import Policy, PolicyParam
+from epikv.messages import Packet, Policy, PolicyParam
 from epikv.scrape import parse
 from epikv.testing import DaemonError, find_binary
-from epikv_lab.bench import policies
+from epikv_lab.bench import packets, policies
 from epikv_lab.bench.streams import random_prompt
 
 PAGE = """\
@@ -135,6 +135,26 @@ def test_costs_are_told_in_shares_of_a_step() -> None:
         "vase",
     ]
     assert "| `tova` | 0" in both and "| `tova` | 7" not in both
+
+
+def test_packets_are_told_beside_the_prefill_of_the_same_round() -> None:
+    made = [
+        packets.Made(Packet("it", "m", "", 512, 512, False, 2_000_000, None), seconds)
+        for seconds in (0.25, 0.75, 0.5)
+    ]
+    rounds = [
+        {"packets": packets.First(0.01 * slow, 0.03), "prefill": packets.First(0.1 * slow, 0.12)}
+        for slow in (1, 7, 2)  # the machine is, and both are
+    ]
+    figures = {3: packets.told(rounds, made)}
+    row = "| 3 | 6.0 | 0.50 | 20.0 | 200.0 | 0.100 [0.100, 0.100] | 0.250 [0.250, 0.250] |"
+    assert packets.table(figures, 512).splitlines()[-1] == row
+
+
+def test_numbers_of_documents_are_numbers() -> None:
+    for wrong in ("", "1,,4", "0", "two", "-1"):
+        result = CliRunner().invoke(packets.command, ["--documents", wrong])
+        assert result.exit_code == 2 and "numbers with commas" in result.output
 
 
 def checkout(root: Path, build: str) -> Path:
