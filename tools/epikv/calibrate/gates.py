@@ -142,33 +142,64 @@ def train(
 ) -> None:
     """Trains gates, as they were made, on one text a step. loss: of a text, and of the step's number.
 
+    See take_steps, whose settings are these, the training's and the texts'.
+    """
+    settings = {**asdict(training), **settings, "texts": digest([list(text) for text in texts])}
+    optimizer = torch.optim.AdamW(gates.parameters(), lr=training.rate, weight_decay=training.decay)
+
+    def slope(step: int) -> None:
+        loss(drawn(texts, training.seed, step), step).backward()
+
+    steps = Steps(training.steps, lambda step: _rate(training, step), SAVED_EVERY)
+    take_steps(gates, optimizer, steps, slope, work, settings, tell)
+
+
+@dataclass(frozen=True)
+class Steps:
+    count: int
+    rate: Callable[[int], float]  # of learning, in each
+    saved_every: int
+
+
+def take_steps(
+    trained: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Steps,
+    slope: Callable[[int], None],
+    work: Path,
+    settings: dict[str, Any],
+    tell: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Trains what the optimizer has. slope: adds to the gradients what a step takes.
+
     What was done so far is kept in the file `work`, with `settings`; from there a run that was cut
-    off goes on, to the same gates. tell: how many steps are done. Raises CalibrationError if the file is
+    off goes on, to the same end. tell: how many steps are done. Raises CalibrationError if the file is
     of other settings.
     """
-    digest = hashlib.sha256(json.dumps([list(text) for text in texts]).encode()).hexdigest()
-    settings = {**asdict(training), **settings, "texts": digest}
-    optimizer = torch.optim.AdamW(gates.parameters(), lr=training.rate, weight_decay=training.decay)
-    done = _resume(work, gates, optimizer, settings)
+    done = _resume(work, trained, optimizer, settings)
     tell(done)
-    for step in range(done, training.steps):
+    for step in range(done, steps.count):
         for group in optimizer.param_groups:
-            group["lr"] = _rate(training, step)
+            group["lr"] = steps.rate(step)
         optimizer.zero_grad()
-        loss(_text(texts, training.seed, step), step).backward()
+        slope(step)
         optimizer.step()
         tell(step + 1)
-        if (step + 1) % SAVED_EVERY == 0 or step + 1 == training.steps:
+        if (step + 1) % steps.saved_every == 0 or step + 1 == steps.count:
             state = {
                 "settings": settings,
                 "done": step + 1,
-                "gates": gates.state_dict(),
+                "trained": trained.state_dict(),
                 "optimizer": optimizer.state_dict(),
             }
             work.parent.mkdir(parents=True, exist_ok=True)
             beside = work.with_name(work.name + ".new")
             torch.save(state, beside)
             beside.replace(work)
+
+
+def digest(of: Any) -> str:
+    return hashlib.sha256(json.dumps(of).encode()).hexdigest()
 
 
 def _rate(training: Training, step: int) -> float:
@@ -179,22 +210,22 @@ def _rate(training: Training, step: int) -> float:
     return LEAST_RATE + (training.rate - LEAST_RATE) * (1 + math.cos(math.pi * past)) / 2
 
 
-def _text(texts: Sequence[Ids], seed: int, step: int) -> Ids:
+def drawn(texts: Sequence[Of], seed: int, number: int) -> Of:
     """Each once in each pass, in another order."""
-    passed, place = divmod(step, len(texts))
+    passed, place = divmod(number, len(texts))
     draw = torch.Generator().manual_seed(seed * 1_000_003 + passed)
     return texts[int(torch.randperm(len(texts), generator=draw)[place])]
 
 
 def _resume(
-    work: Path, gates: Gates, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
+    work: Path, trained: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
 ) -> int:
     """How many steps were done."""
     if not work.exists():
         return 0
     try:
         state = torch.load(work, weights_only=True)
-        begun = state["settings"]
+        begun, kept = state["settings"], state["trained"]
     except Exception as error:  # whatever a file that is none of ours makes of it
         raise CalibrationError(f"{work} holds no training: {error}") from error
     differ = [name for name, value in settings.items() if begun.get(name) != value]
@@ -203,7 +234,7 @@ def _resume(
             f"{work} was begun with another {', another '.join(differ)}: delete it, or name another"
             " with --work"
         )
-    gates.load_state_dict(state["gates"])
+    trained.load_state_dict(kept)
     optimizer.load_state_dict(state["optimizer"])
     done: int = state["done"]
     return done

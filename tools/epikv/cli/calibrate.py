@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from epikv.cli import calibrate_epicache, calibrate_flat, calibrate_gates
+from epikv.cli import calibrate_epicache, calibrate_flat, calibrate_gates, calibrate_packet
 from epikv.installing import pip_install
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ group.add_command(calibrate_flat.command)
 group.add_command(calibrate_epicache.command)
 for _gates in ("trimkv", "dbtrimkv", "dms", "kvzap"):
     group.add_command(getattr(calibrate_gates, _gates))
+group.add_command(calibrate_packet.command)
 
 
 def _measures(command: Callable[..., None]) -> Callable[..., None]:

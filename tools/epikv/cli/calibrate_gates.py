@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from epikv.calibrate.kvzap import Samples
     from epikv.export.manifest import Manifest
+    from epikv.sample import Problem
 
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 _new_file = click.Path(dir_okay=False, path_type=Path)
@@ -132,18 +133,22 @@ def load_texts(
 
 
 def _solutions(task: str, count: int) -> list[str]:
+    return [f"{one.prompt} {one.trace}" for one in sample_problems(task, count, "solutions")]
+
+
+def sample_problems(task: str, count: int, what: str) -> "list[Problem]":
+    """Of sample:FAMILY. what: is read of them."""
     from epikv.sample import FAMILIES, problem
 
     kind, _, family = task.partition(":")
     if kind != "sample" or family not in FAMILIES:
         raise click.BadParameter(
-            f"{task} has no solutions to read; those have that are of the sample model:"
+            f"{task} has no {what} to read; those have that are of the sample model:"
             f" {', '.join(f'sample:{name}' for name in FAMILIES)}. Of other tasks, let the model"
             " write texts and give them by --text",
             param_hint="--task",
         )
-    found = (problem(f"calibration/{number}", family) for number in range(count))
-    return [f"{one.prompt} {one.trace}" for one in found]
+    return [problem(f"calibration/{number}", family) for number in range(count)]
 
 
 def _say(figures: Mapping[str, object]) -> None:

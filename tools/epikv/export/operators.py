@@ -74,6 +74,8 @@ class Step:
     # [n, hidden], and how much older than each row each key is, [n, S]. What is added to the logits
     # of each key-value head, [G, n, S].
     bias: Callable[[int, Tensor, Tensor], Tensor] | None = None
+    # Called with what enters the first block, [n, hidden]: what is read in its place.
+    replace: Callable[[Tensor], Tensor] | None = None
 
 
 _current: ContextVar[Step] = ContextVar("epikv_step")
@@ -118,6 +120,8 @@ def _block(residual: Tensor, layer: int) -> Tensor:
     step = _current.get()
     if layer != len(step.residuals):
         raise RuntimeError(f"block({layer}) was called where block({len(step.residuals)}) was due")
+    if layer == 0 and step.replace is not None:
+        residual = step.replace(residual)
     step.residuals.append(residual.clone())
     return residual
 
