@@ -137,10 +137,10 @@ void Resolver::CheckPackets(const KvLayout& layout) {
       request_.packets.begin(), request_.packets.end(),
       [&](const auto& packet) { return std::ssize(packet->tables) > layout.num_tables; });
   if (ragged) {
-    violations_.Add("packets", absl::StrCat("a packet holds other tokens in other layers or heads, "
-                                            "and policy '",
-                                            request_.spec->name,
-                                            "' keeps the same in all of them"));
+    violations_.Add("packets",
+                    absl::StrCat("a packet holds other tokens in other layers or heads, "
+                                 "and policy '",
+                                 request_.spec->name, "' keeps the same in all of them"));
   }
 }
 
@@ -503,7 +503,8 @@ void Resolver::ResolveTier(int64_t longest, const KvLayout& layout) {
   request_.tier = asked;
   request_.tier.tokens = std::min(asked.tokens, longest);
   request_.demand.tier_bytes =
-      TierBytes(layout, admission_.shape(), admission_.kv_format(), request_.tier.tokens);
+      TierBytes(layout, admission_.shape(), {admission_.kv_format(), request_.tier.dtype},
+                request_.tier.tokens);
   const int64_t capacity = admission_.limits().tier_capacity_bytes;
   if (request_.demand.peak_tier_bytes() <= capacity) return;
   violations_.Add(

@@ -164,9 +164,9 @@ absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
     sequence = std::make_unique<OpenSequence>(pool_, id, request, shape_);
     if (options_.prefix_block_tokens > 0) sequence->keep_at = evicted_.PlacesOf(request);
     if (request.tier.tokens > 0) {
-      sequence->tier =
-          std::make_unique<SequenceTier>(sequence->cache.layout(), shape_, pool_.format(),
-                                         request.tier.tokens, options_.open_tier);
+      sequence->tier = std::make_unique<SequenceTier>(
+          sequence->cache.layout(), shape_, TierFormat{pool_.format(), request.tier.dtype},
+          request.tier.tokens, options_.open_tier);
     }
     sequence->policy = request.policy;
     if (request.traits.recalls) {
@@ -189,8 +189,8 @@ absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
   }
 }
 
-// What lies within its prompt as it was before any round goes to plain prefixes; half of the room is
-// theirs in any case. Requests at idle change nothing.
+// What lies within its prompt as it was before any round goes to plain prefixes; half of the room
+// is theirs in any case. Requests at idle change nothing.
 void Executor::LimitPrefixes(int64_t bytes) {
   prefix_limit_ = bytes;
   evicted_.Limit(std::max(bytes / 2, bytes - prefixes_.bytes()));

@@ -66,14 +66,15 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
   return layout;
 }
 
-int64_t TierBytes(const KvLayout& layout, const ModelShape& shape, const KvFormat& format,
+int64_t TierBytes(const KvLayout& layout, const ModelShape& shape, const TierFormat& format,
                   int64_t tokens) {
   // By token: its place, which is kept by index and in order, in nodes of the standard library's.
   constexpr int64_t kBytesOfToken = 192;
   const int64_t pages = (tokens + kTierPage - 1) / kTierPage;
   return layout.num_tables * tokens * (layout.slot_bytes + kBytesOfToken) +
          layout.num_lanes *
-             (tokens * layout.row_bytes + pages * PageBoundsBytes(shape.key_width, format.model));
+             (tokens * (format.RowBytes(shape.key_width) + format.RowBytes(shape.value_width)) +
+              pages * PageBoundsBytes(shape.key_width, format.pool.model));
 }
 
 int64_t MostPacketBytes(const KvLayout& layout, const Request& request) {

@@ -5,6 +5,7 @@
 
 #include "policies/spec.h"
 #include "runtime/kernels/kv_format.h"
+#include "runtime/kernels/tier_format.h"
 #include "runtime/request/request.h"
 
 namespace epikv {
@@ -29,7 +30,7 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
 inline constexpr int64_t kTierPage = 16;  // tokens
 
 // Bytes of a tier (SequenceTier) of so many tokens for each slot table.
-int64_t TierBytes(const KvLayout& layout, const ModelShape& shape, const KvFormat& format,
+int64_t TierBytes(const KvLayout& layout, const ModelShape& shape, const TierFormat& format,
                   int64_t tokens);
 
 // Bytes of the packet that a request can leave, at most.

@@ -18,20 +18,20 @@ int64_t PagesOf(int64_t tokens) { return (tokens + kTierPage - 1) / kTierPage; }
 
 }  // namespace
 
-SequenceTier::SequenceTier(const KvLayout& layout, const ModelShape& shape, const KvFormat& format,
-                           int64_t tokens, TierOpener open)
+SequenceTier::SequenceTier(const KvLayout& layout, const ModelShape& shape,
+                           const TierFormat& format, int64_t tokens, TierOpener open)
     : layout_(layout),
       shape_(shape),
       format_(format),
       tokens_(tokens),
-      key_bytes_(format.RowBytes(shape.key_width)),
-      value_bytes_(format.RowBytes(shape.value_width)),
+      key_bytes_(format.pool.RowBytes(shape.key_width)),
+      value_bytes_(format.pool.RowBytes(shape.value_width)),
       lanes_per_table_(layout.num_lanes / layout.num_tables),
       bytes_(TierBytes(layout, shape, format, tokens)),
       open_(std::move(open)),
       tables_(layout.num_tables),
       bounds_(layout.num_lanes) {
-  auto store = open_(layout.num_lanes * tokens * (key_bytes_ + value_bytes_));
+  auto store = open_(OffsetOf(Rows::kKeys, layout.num_lanes, 0));
   if (Check(store.status())) store_ = *std::move(store);
 }
 
@@ -40,8 +40,9 @@ std::unique_ptr<SequenceTier> SequenceTier::Clone() const {
   std::vector<char> rows;
   for (int64_t lane = 0; lane < layout_.num_lanes && !failed_ && !copy->failed_; ++lane) {
     const int64_t filled = std::ssize(tables_[lane / lanes_per_table_].places);
-    for (const auto& [offset, bytes] : {std::pair(KeyOffset(lane, 0), filled * key_bytes_),
-                                        std::pair(ValueOffset(lane, 0), filled * value_bytes_)}) {
+    for (const Rows kind : {Rows::kKeys, Rows::kValues}) {
+      const int64_t offset = OffsetOf(kind, lane, 0);
+      const int64_t bytes = filled * format_.RowBytes(WidthOf(kind));
       rows.resize(bytes);
       if (!Check(store_->Read(offset, rows.data(), bytes)) ||
           !copy->Check(copy->store_->Write(offset, rows.data(), bytes))) {
@@ -58,12 +59,35 @@ std::unique_ptr<SequenceTier> SequenceTier::Clone() const {
   return copy;
 }
 
-int64_t SequenceTier::KeyOffset(int64_t lane, int64_t place) const {
-  return lane * tokens_ * (key_bytes_ + value_bytes_) + place * key_bytes_;
+int64_t SequenceTier::OffsetOf(Rows kind, int64_t lane, int64_t place) const {
+  const int64_t key = format_.RowBytes(shape_.key_width);
+  const int64_t value = format_.RowBytes(shape_.value_width);
+  const int64_t lane_begins = lane * tokens_ * (key + value);
+  return kind == Rows::kKeys ? lane_begins + place * key
+                             : lane_begins + tokens_ * key + place * value;
 }
 
-int64_t SequenceTier::ValueOffset(int64_t lane, int64_t place) const {
-  return KeyOffset(lane, tokens_) + place * value_bytes_;
+bool SequenceTier::Write(Rows kind, int64_t lane, int64_t place, const char* row) {
+  const int64_t width = WidthOf(kind), bytes = format_.RowBytes(width);
+  const int64_t offset = OffsetOf(kind, lane, place);
+  if (format_.same()) return Check(store_->Write(offset, row, bytes));
+  std::vector<char> packed(bytes);
+  PackRow(row, packed.data(), width, format_);
+  return Check(store_->Write(offset, packed.data(), bytes));
+}
+
+bool SequenceTier::Read(Rows kind, int64_t lane, int64_t place, int64_t count, char* rows) const {
+  const int64_t width = WidthOf(kind), bytes = format_.RowBytes(width);
+  const int64_t offset = OffsetOf(kind, lane, place);
+  if (format_.same()) return Check(store_->Read(offset, rows, count * bytes));
+  thread_local std::vector<char> packed;
+  packed.resize(count * bytes);
+  if (!Check(store_->Read(offset, packed.data(), count * bytes))) return false;
+  const int64_t row_bytes = format_.pool.RowBytes(width);
+  for (int64_t i = 0; i < count; ++i) {
+    UnpackRow(packed.data() + i * bytes, rows + i * row_bytes, width, format_);
+  }
+  return true;
 }
 
 bool SequenceTier::Check(const absl::Status& status) const {
@@ -102,7 +126,7 @@ int64_t SequenceTier::PlaceFor(Table& table) {
 }
 
 char* SequenceTier::BoundsOf(int64_t lane, int64_t page) {
-  return bounds_[lane].data() + page * PageBoundsBytes(shape_.key_width, format_.model);
+  return bounds_[lane].data() + page * PageBoundsBytes(shape_.key_width, format_.pool.model);
 }
 
 // Makes the bounds of the page that has this place, of all lanes of a table, by the rows that are
@@ -114,12 +138,12 @@ void SequenceTier::BoundPage(int64_t table, int64_t place) {
   const int64_t count = std::min(kTierPage, filled - first);
   std::vector<char> rows(count * key_bytes_);
   for (int64_t lane = table * lanes_per_table_; lane < (table + 1) * lanes_per_table_; ++lane) {
-    bounds_[lane].resize(PagesOf(filled) * PageBoundsBytes(shape_.key_width, format_.model));
-    if (!Check(store_->Read(KeyOffset(lane, first), rows.data(), std::ssize(rows)))) return;
+    bounds_[lane].resize(PagesOf(filled) * PageBoundsBytes(shape_.key_width, format_.pool.model));
+    if (!Read(Rows::kKeys, lane, first, count, rows.data())) return;
     bool fresh = true;
     for (int64_t i = 0; i < count; ++i) {
       if (own.places[first + i].index < 0) continue;
-      BoundRows(rows.data() + i * key_bytes_, 1, shape_.key_width, format_, fresh,
+      BoundRows(rows.data() + i * key_bytes_, 1, shape_.key_width, format_.pool, fresh,
                 BoundsOf(lane, page));
       fresh = false;
     }
@@ -145,10 +169,8 @@ void SequenceTier::Demote(const SequenceCache& cache, int64_t table,
     const int64_t place = PlaceFor(own);
     for (int64_t lane = table * lanes_per_table_; lane < (table + 1) * lanes_per_table_; ++lane) {
       const LaneRows rows = cache.Lane(lane / shape_.num_kv_heads, lane % shape_.num_kv_heads);
-      if (!Check(
-              store_->Write(KeyOffset(lane, place), rows.keys + slot * key_bytes_, key_bytes_)) ||
-          !Check(store_->Write(ValueOffset(lane, place), rows.values + slot * value_bytes_,
-                               value_bytes_))) {
+      if (!Write(Rows::kKeys, lane, place, rows.keys + slot * key_bytes_) ||
+          !Write(Rows::kValues, lane, place, rows.values + slot * value_bytes_)) {
         Usable();
         return;
       }
@@ -186,8 +208,8 @@ std::vector<Recalled> SequenceTier::Take(int64_t table, absl::Span<const int32_t
         .values = {static_cast<size_t>(lanes_per_table_), std::vector<char>(value_bytes_)}};
     for (int64_t i = 0; i < lanes_per_table_; ++i) {
       const int64_t lane = table * lanes_per_table_ + i;
-      if (!Check(store_->Read(KeyOffset(lane, place), back.keys[i].data(), key_bytes_)) ||
-          !Check(store_->Read(ValueOffset(lane, place), back.values[i].data(), value_bytes_))) {
+      if (!Read(Rows::kKeys, lane, place, 1, back.keys[i].data()) ||
+          !Read(Rows::kValues, lane, place, 1, back.values[i].data())) {
         Usable();
         return taken;
       }
@@ -230,7 +252,7 @@ void SequenceTier::Fetch(int64_t lane, const void* q, int64_t group, int64_t mos
     thread_local std::vector<float> scores, scratch;
     scores.resize(pages);
     scratch.resize(PageScoreFloats(group, shape_.key_width));
-    PageScores(q, group, shape_.key_width, bounds_[lane].data(), pages, format_.model,
+    PageScores(q, group, shape_.key_width, bounds_[lane].data(), pages, format_.pool.model,
                scores.data(), scratch.data());
     for (int64_t page = 0; page < pages && !table.free.empty(); ++page) {
       const auto begin = table.places.begin() + page * kTierPage;
@@ -246,11 +268,8 @@ void SequenceTier::Fetch(int64_t lane, const void* q, int64_t group, int64_t mos
   rows.values.resize(room * value_bytes_);
   auto copy = [&](int64_t begin, int64_t end) {
     const int64_t count = end - begin;
-    if (!Check(store_->Read(KeyOffset(lane, begin), rows.keys.data() + rows.count * key_bytes_,
-                            count * key_bytes_)) ||
-        !Check(store_->Read(ValueOffset(lane, begin),
-                            rows.values.data() + rows.count * value_bytes_,
-                            count * value_bytes_))) {
+    if (!Read(Rows::kKeys, lane, begin, count, rows.keys.data() + rows.count * key_bytes_) ||
+        !Read(Rows::kValues, lane, begin, count, rows.values.data() + rows.count * value_bytes_)) {
       return false;
     }
     rows.count += count;
@@ -300,7 +319,7 @@ std::vector<char> SequenceTier::Keys(int64_t lane, absl::Span<const int32_t> tok
   for (const int32_t index : tokens) {
     const auto found = table.at.find(index);
     if (failed_ || found == table.at.end()) break;
-    if (!Check(store_->Read(KeyOffset(lane, found->second), to, key_bytes_))) break;
+    if (!Read(Rows::kKeys, lane, found->second, 1, to)) break;
     to += key_bytes_;
   }
   return rows;

@@ -10,7 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
-#include "runtime/kernels/kv_format.h"
+#include "runtime/kernels/tier_format.h"
 #include "runtime/kv/kv_layout.h"
 #include "runtime/kv/sequence_cache.h"
 #include "runtime/kv/tier_store.h"
@@ -32,14 +32,14 @@ struct Recalled {
 
 // Below a sequence's lanes: tokens that were evicted. Attention can read of them, and they can come
 // back. Which they are is told by slot table, as in the cache. Their rows, of all lanes of the
-// table, lie in a store as the pool has them: what comes back has the very bits that went. Of a
-// table so many tokens fit; then the one that went first is forgotten. A store that fails holds
-// nothing from then on, and tokens are evicted as if there were no tier. On the CPU. Engine thread;
-// Fetch may be called by several at a time.
+// table, lie in a store in a format of its own: as the pool has them, so that what comes back has
+// the very bits that went, or rounded to fewer. Of a table so many tokens fit; then the one that
+// went first is forgotten. A store that fails holds nothing from then on, and tokens are evicted as
+// if there were no tier. On the CPU. Engine thread; Fetch may be called by several at a time.
 class SequenceTier {
  public:
   // layout: of the cache. tokens: of each table.
-  SequenceTier(const KvLayout& layout, const ModelShape& shape, const KvFormat& format,
+  SequenceTier(const KvLayout& layout, const ModelShape& shape, const TierFormat& format,
                int64_t tokens, TierOpener open);
   // A copy, for a completion that goes on from the same cache.
   std::unique_ptr<SequenceTier> Clone() const;
@@ -90,15 +90,23 @@ class SequenceTier {
   void BoundPage(int64_t table, int64_t place);
   static bool IsHeld(const Table& table, const std::pair<int64_t, int64_t>& entry);
   char* BoundsOf(int64_t lane, int64_t page);
-  int64_t KeyOffset(int64_t lane, int64_t place) const;
-  int64_t ValueOffset(int64_t lane, int64_t place) const;
+  // Rows of a lane from a place on, in the pool's format. False: the store has failed.
+  enum class Rows { kKeys, kValues };
+  bool Write(Rows kind, int64_t lane, int64_t place, const char* rows);  // one
+  bool Read(Rows kind, int64_t lane, int64_t place, int64_t count, char* rows) const;
+  int64_t OffsetOf(Rows kind, int64_t lane, int64_t place) const;
+  int64_t WidthOf(Rows kind) const {
+    return kind == Rows::kKeys ? shape_.key_width : shape_.value_width;
+  }
   bool Check(const absl::Status& status) const;  // false, and failed from then on, if not OK
   bool Usable();  // false if it has failed; then it holds nothing any more
 
   const KvLayout layout_;
   const ModelShape shape_;
-  const KvFormat format_;
-  const int64_t tokens_, key_bytes_, value_bytes_, lanes_per_table_, bytes_;
+  const TierFormat format_;
+  const int64_t tokens_;
+  const int64_t key_bytes_, value_bytes_;  // of one row of the pool
+  const int64_t lanes_per_table_, bytes_;
   const TierOpener open_;
   std::unique_ptr<TierStore> store_;  // null: it could not be opened
   std::vector<Table> tables_;

@@ -15,6 +15,7 @@
 #include "policies/soft_tokens.h"
 #include "policies/spec.h"
 #include "policies/steering.h"
+#include "runtime/kernels/tier_format.h"
 #include "runtime/request/packet.h"
 #include "runtime/sampling/sampler.h"
 
@@ -33,6 +34,7 @@ struct TierOptions {
   int64_t tokens = 0;  // that it holds, of each keep decision
   int64_t fetch = 0;   // of these, that each new token attends to besides the lanes, at most
   std::optional<GuardRule> guard;  // what is asked for comes back to the lanes
+  TierDType dtype = TierDType::kPool;
 };
 
 struct KvOptions {

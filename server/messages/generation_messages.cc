@@ -34,6 +34,24 @@ v1::PositionMode ProtoOf(PositionMode mode) {
   return v1::POSITION_MODE_UNSPECIFIED;
 }
 
+TierDType DTypeOf(v1::TierDtype dtype) {
+  if (dtype == v1::TIER_DTYPE_INT8) return TierDType::kInt8;
+  if (dtype == v1::TIER_DTYPE_INT4) return TierDType::kInt4;
+  return TierDType::kPool;
+}
+
+v1::TierDtype ProtoOf(TierDType dtype) {
+  switch (dtype) {
+    case TierDType::kPool:
+      return v1::TIER_DTYPE_UNSPECIFIED;
+    case TierDType::kInt8:
+      return v1::TIER_DTYPE_INT8;
+    case TierDType::kInt4:
+      return v1::TIER_DTYPE_INT4;
+  }
+  return v1::TIER_DTYPE_UNSPECIFIED;
+}
+
 // Options as far as their message can say them.
 struct GivenKv {
   KvOptions options;
@@ -63,7 +81,13 @@ GivenKv ReadKv(const v1::KvOptions& kv) {
     options.protection.spans.push_back({.begin = span.begin(), .end = span.end()});
   }
   options.read_tokens = kv.read_tokens();
-  options.tier = {.tokens = kv.tier().tokens(), .fetch = kv.tier().fetch()};
+  options.tier = {.tokens = kv.tier().tokens(),
+                  .fetch = kv.tier().fetch(),
+                  .guard = std::nullopt,
+                  .dtype = DTypeOf(kv.tier().dtype())};
+  if (!v1::TierDtype_IsValid(kv.tier().dtype())) {
+    read.violations.push_back({"kv.tier.dtype", absl::StrCat("unknown value ", kv.tier().dtype())});
+  }
   if (kv.tier().has_guard()) {
     const v1::KvGuard& guard = kv.tier().guard();
     options.tier.guard = {.asked = guard.asked() == 0 ? GuardRule().asked : guard.asked(),
@@ -90,7 +114,9 @@ class Reader {
   }
   template <typename Message>
   std::vector<int32_t> Prompt(const Message& request) {
-    if (request.has_text()) return Encode("text", request.text(), {});
+    if (request.has_text()) {
+      return Encode("text", request.text(), {.add_special = !prompts_.goes_on});
+    }
     if (request.has_chat()) return Chat(request.chat());
     return Ids(request.token_ids());
   }
@@ -226,6 +252,7 @@ v1::ResolvedKv ResolvedKvOf(const Request& request) {
   if (request.tier.tokens > 0) {
     kv.mutable_tier()->set_tokens(request.tier.tokens);
     kv.mutable_tier()->set_fetch(request.tier.fetch);
+    kv.mutable_tier()->set_dtype(ProtoOf(request.tier.dtype));
     kv.set_tier_bytes(request.demand.peak_tier_bytes());
     if (request.traits.recalls) {
       v1::KvGuard& guard = *kv.mutable_tier()->mutable_guard();

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <random>
@@ -92,6 +93,28 @@ TEST_P(Tiers, AllOfAWholeTierIsFull) {
   EXPECT_EQ(transcript.finished->kv.tier.demoted, transcript.finished->kv.evicted_entries);
   EXPECT_LT(LargestDifference(full, harness.model().TakeLogits()),
             kv_dtype() == KvDType::kInt8 ? 0.1 : 2e-4);
+}
+
+// What is rounded on its way there is off by little, and takes less.
+TEST_P(Tiers, RoundedTiersAreNearlyFull) {
+  EngineHarness harness = Harness(Roomy());
+  const RequestOptions plain = Scoring(harness.manifest(), kPrompt, kForced, 5);
+  ASSERT_TRUE(harness.Run(plain).ok());
+  const std::vector<at::Tensor> full = harness.model().TakeLogits();
+  int64_t bytes = std::numeric_limits<int64_t>::max();
+  for (const auto& [dtype, least, most] :
+       {std::tuple(TierDType::kPool, 0., 2e-4), std::tuple(TierDType::kInt8, 0., .2),
+        std::tuple(TierDType::kInt4, 1e-6, 3.)}) {
+    RequestOptions options = WithTier(WithPolicy(plain, policy(), kBudget), 1000, 1000);
+    options.kv.tier.dtype = dtype;
+    const Transcript transcript = harness.Run(options);
+    ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+    const double off = LargestDifference(full, harness.model().TakeLogits());
+    EXPECT_GE(off, least);
+    EXPECT_LT(off, kv_dtype() == KvDType::kInt8 ? most + .1 : most);
+    EXPECT_LE(transcript.finished->kv.tier.bytes, bytes);
+    bytes = transcript.finished->kv.tier.bytes;
+  }
 }
 
 // A tier from which nothing is read changes no bit.

@@ -37,7 +37,8 @@ class TieredCache {
     request_.demand.budget.assign(kLayers * kHeads, kCapacity);
     request_.demand.prefill = request_.demand.decode = request_.demand.budget;
     cache = std::make_unique<SequenceCache>(pool_, SequenceId(0), request_, shape_);
-    tier = std::make_unique<SequenceTier>(cache->layout(), shape_, format, tokens, TiersIn(folder));
+    tier = std::make_unique<SequenceTier>(cache->layout(), shape_, TierFormat{format}, tokens,
+                                          TiersIn(folder));
   }
 
   // Caches one more token, of random rows and columns.

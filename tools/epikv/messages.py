@@ -38,6 +38,7 @@ class KvGuard:
 class KvTier:
     tokens: int
     fetch: int
+    dtype: str  # "unspecified" is as they were cached; "int8", "int4"
     guard: KvGuard | None
 
 

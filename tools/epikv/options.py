@@ -109,6 +109,8 @@ class Chat:
         )
 
 
+_TIER_DTYPES = {0: None, 8: kv_pb2.TIER_DTYPE_INT8, 4: kv_pb2.TIER_DTYPE_INT4}
+
 Prompt = str | Sequence[int] | Chat  # text, token ids, or a conversation
 
 
@@ -146,6 +148,7 @@ class Kv(_Options):
     read_tokens: int = 0  # of a lane by a decode step; 0: all
     tier_tokens: int = 0  # evicted ones that are kept below the cache
     tier_fetch: int = 0  # of these, that each new token attends to
+    tier_bits: int = 0  # 8 or 4, to which they are rounded there; 0: they are not
     guard: int = 0  # tokens that a query asks for, dropped ones come back; 0: there is no guard
     cache_salt: str = ""  # prompts share cached prefixes with those of the same salt
     bypass_prefix_cache: bool = False
@@ -154,8 +157,14 @@ class Kv(_Options):
         if not self.tier_tokens and not self.tier_fetch and not self.guard:
             return None
         guard = message_of(kv_pb2.KvGuard, asked=self.guard) if self.guard else None
+        if self.tier_bits not in _TIER_DTYPES:
+            raise ValueError(f"tier_bits is {self.tier_bits}; known: 8, 4")
         return message_of(
-            kv_pb2.KvTier, tokens=self.tier_tokens, fetch=self.tier_fetch, guard=guard
+            kv_pb2.KvTier,
+            tokens=self.tier_tokens,
+            fetch=self.tier_fetch,
+            dtype=_TIER_DTYPES[self.tier_bits],
+            guard=guard,
         )
 
     def to_proto(self) -> kv_pb2.KvOptions:

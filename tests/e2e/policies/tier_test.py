@@ -1,5 +1,6 @@
 """The tier below the KV pool, on the real daemon: what it is for, and what its faults do."""
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,49 @@ def test_files_go_with_the_daemon_however_it_ends(sample_model: Path, tmp_path: 
         assert result.summary is not None and result.summary.kv is not None
         assert not result.summary.kv.tier_failed
         assert scrape(daemon.metrics).total("epikv_tier_failures_total") == 0
+
+
+def test_a_full_disk_is_an_eviction(sample_model: Path, tmp_path: Path) -> None:
+    """No file may grow, as where a disk or a quota is full: the request goes on, and says so."""
+    flags = ("--threads=1", f"--kv_tier_bytes={TIER}", f"--kv_tier_dir={tmp_path}")
+    kv = Kv("sliding", 48, protect_prompt=False, tier_tokens=500, tier_fetch=32)
+    task = PROBLEMS[0]
+    with Daemon(sample_model, *flags) as daemon, daemon.client() as client:
+        alone = client.generate_once(
+            task.prompt, kv=Kv("sliding", 48, protect_prompt=False), stop=Stop(100)
+        )
+        everything = resource.RLIM_INFINITY
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (0, everything))
+        result = client.generate_once(task.prompt, kv=kv, stop=Stop(100))
+        assert result.summary.kv.tier_failed
+        assert result.summary.kv.evicted_tokens > 0 == result.summary.kv.demoted_entries
+        assert result.text == alone.text, "as if it had no tier"
+        assert scrape(daemon.metrics).total("epikv_tier_failures_total") == 1
+        resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (everything, everything))
+        result = client.generate_once(task.prompt, kv=kv, stop=Stop(100))
+        assert not result.summary.kv.tier_failed and result.summary.kv.fetched_entries > 0
+
+
+def test_a_rounded_tier_takes_less_and_serves(daemon: Daemon) -> None:
+    """With eight bits as many problems are solved as with all; four bits are a measurement."""
+    taken = []
+    with daemon.client() as client:
+        for bits in (0, 8, 4):
+            kv = Kv(
+                "streaming_llm",
+                96,
+                protect_prompt=False,
+                tier_tokens=1000,
+                tier_fetch=160,
+                tier_bits=bits,
+            )
+            accepted = client.generate_once(PROBLEMS[0].prompt, kv=kv, stop=Stop(1)).accepted
+            taken.append(accepted.kv.tier_bytes)
+            assert accepted.kv.tier.dtype == {0: "unspecified", 8: "int8", 4: "int4"}[bits]
+            if bits != 4:
+                right = sum(solved(client, task, kv)[0] for task in PROBLEMS)
+                assert right >= len(PROBLEMS) - 1
+    assert taken[0] > taken[1] > taken[2]
 
 
 def test_a_folder_that_is_not_there_is_told_at_the_start(sample_model: Path) -> None:

@@ -39,7 +39,7 @@ class _Slack(click.ParamType):
 
 class _Fields(click.ParamType):
     name = "fields"
-    KNOWN = ("tier_tokens", "tier_fetch", "guard", "read_tokens")
+    KNOWN = ("tier_tokens", "tier_fetch", "tier_bits", "guard", "read_tokens")
 
     def convert(self, value: Any, param: Any, ctx: Any) -> dict[str, int]:
         if isinstance(value, dict):
@@ -98,7 +98,7 @@ class _Fields(click.ParamType):
     type=_Fields(),
     multiple=True,
     metavar="FIELD=N,...",
-    help="Run each --policy also with these: tier_tokens, tier_fetch, guard, read_tokens. May be given several times.",
+    help="Run each --policy also with these: tier_tokens, tier_fetch, tier_bits, guard, read_tokens. May be given several times.",
 )
 @click.option(
     "--budget",

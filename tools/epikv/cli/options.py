@@ -166,6 +166,12 @@ _KV = (
         help="Of these, so many are attended to by each new token; default: none.",
     ),
     click.option(
+        "--tier-bits",
+        type=click.Choice(["8", "4"]),
+        default="0",
+        help="Round them there to so many bits; default: not at all.",
+    ),
+    click.option(
         "--guard",
         type=int,
         default=0,
@@ -212,6 +218,7 @@ def take_kv(options: dict[str, Any]) -> Kv:
         read_tokens=options.pop("read_tokens"),
         tier_tokens=options.pop("tier_tokens"),
         tier_fetch=options.pop("tier_fetch"),
+        tier_bits=int(options.pop("tier_bits")),
         guard=options.pop("guard"),
         cache_salt=options.pop("cache_salt"),
         bypass_prefix_cache=options.pop("bypass_prefix_cache"),
