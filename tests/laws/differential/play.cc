@@ -255,7 +255,8 @@ class Play {
       }
     } else {
       options.prompt = TokensOfText(ask.shared_text, ask.shared, vocab_size);
-      if (ask.packets > 0) options.packets = PacketsOf(pair.plain(), ask, std::exchange(options.prompt, {}));
+      if (ask.packets > 0)
+        options.packets = PacketsOf(pair.plain(), ask, std::exchange(options.prompt, {}));
     }
     append(options.prompt, TokensOfText(ask.text, ask.own, vocab_size));
     if (ask.forced > 0) options.forced = TokensOfText(ask.text + 1, ask.forced, vocab_size);
@@ -323,9 +324,9 @@ class Play {
     if (packet == nullptr) throw Finding("law", "it left no packet");
     if (packet->rows() != all.finished->kv.final_entries ||
         packet->num_tokens() != prompt + all.finished->output_tokens - 1) {
-      throw Finding("law", absl::StrCat("its packet has ", packet->rows(), " rows of ",
-                                        packet->num_tokens(), " tokens; it held ",
-                                        all.finished->kv.final_entries));
+      throw Finding(
+          "law", absl::StrCat("its packet has ", packet->rows(), " rows of ", packet->num_tokens(),
+                              " tokens; it held ", all.finished->kv.final_entries));
     }
   }
 
@@ -442,8 +443,8 @@ class Play {
       return;
     }
     const bool same = common == events.size() && (cut || common == wanted.size());
-    // Also where nobody sees it.
-    if (!same && !traced && completion > 0 &&
+    // Also where nobody sees it: tokens may be the same, and figures not.
+    if (!traced && completion > 0 && plain.finished->kv.rounds > 0 &&
         PromptRounds(i, completion, prompt) != PromptRounds(i, 0, prompt)) {
       ++tally_.ties;
       return;
