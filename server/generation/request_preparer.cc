@@ -9,8 +9,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/admission/request_checks.h"
-#include "server/base/errors.h"
 #include "runtime/base/reason.h"
+#include "server/base/errors.h"
 #include "server/packets/packet_service.h"
 
 namespace epikv {
@@ -98,7 +98,10 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
       if (!constraint.has_value()) return MustWait();
     }
   }
-  AskedRequest asked = FromProto(message, {.tokenizer = *model.tokenizer, .chat = model.chat});
+  AskedRequest asked =
+      FromProto(message, {.tokenizer = *model.tokenizer,
+                          .chat = model.chat,
+                          .goes_on = !message.packets().empty() || leaves.soft_tokens});
   if (asked.options.id.empty()) asked.options.id = NewRequestId();
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
   std::string& tenant = asked.options.scheduling.tenant;
@@ -115,9 +118,9 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
       FindPackets(message.packets(), tenant, model, may_wait);
   if (!packets.ok()) {
     const bool unknown = absl::IsNotFound(packets.status());
-    grpc::Status refusal = unknown
-                               ? NotFound("packet", message.packets()[0], packets.status().message())
-                               : ToGrpc(packets.status());
+    grpc::Status refusal =
+        unknown ? NotFound("packet", message.packets()[0], packets.status().message())
+                : ToGrpc(packets.status());
     model.metrics->OnRejected(ErrorReason(refusal));
     AddPushback(scope.context(), RetryAfterOf(packets.status()));
     return refusal;
@@ -179,12 +182,11 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
                   .session = std::move(session)};
 }
 
-// Behind a conversation's beginning the model reads what has been said since, with all of the cache;
-// where nothing is known of a long one, its question chooses what is left of it.
+// Behind a conversation's beginning the model reads what has been said since, with all of the
+// cache; where nothing is known of a long one, its question chooses what is left of it.
 std::shared_ptr<AskedSession> RequestPreparer::GoOn(CallScope& scope,
                                                     const v1::GenerateRequest& message,
-                                                    const ServedModel& model,
-                                                    AskedRequest& asked) {
+                                                    const ServedModel& model, AskedRequest& asked) {
   constexpr size_t kMostIdBytes = 128;
   constexpr int64_t kLeastBudget = 64, kMostEpisodes = 16, kQuestionTokens = 64;
   const v1::SessionOptions& session = message.session();
@@ -218,7 +220,8 @@ std::shared_ptr<AskedSession> RequestPreparer::GoOn(CallScope& scope,
   const bool readable = std::all_of(options.prompt.begin(), options.prompt.end(),
                                     [=](int32_t token) { return token >= 0 && token < vocab; });
   if (asked.violations.size() > faults || options.prompt.empty() || !readable) return nullptr;
-  auto going_on = std::make_shared<AskedSession>(AskedSession{.name = name, .tokens = options.prompt});
+  auto going_on =
+      std::make_shared<AskedSession>(AskedSession{.name = name, .tokens = options.prompt});
   const auto size = std::ssize(options.prompt);
   const int64_t output = model.admission->MaxOutputTokens(options.stop.max_output_tokens, size);
   if (size <= name.budget) {
@@ -230,8 +233,7 @@ std::shared_ptr<AskedSession> RequestPreparer::GoOn(CallScope& scope,
     question = {options.prompt.end() - std::min(size, kQuestionTokens), options.prompt.end()};
   }
   options.kv.positions = SessionPositions(model, size + std::ssize(question) + output);
-  Sessions::Start start =
-      sessions_->Find(name, model, options.prompt, model.embed(question));
+  Sessions::Start start = sessions_->Find(name, model, options.prompt, model.embed(question));
   if (start.episode != nullptr) {
     scope.frontend().metrics.OnSessionRequest(Metrics::SessionStart::kEpisode);
     options.packets = {std::move(start.episode)};

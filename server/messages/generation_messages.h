@@ -41,6 +41,8 @@ std::string ConstraintField(const ConstraintText& constraint);
 struct PromptReader {
   const Tokenizer& tokenizer;
   const ChatFormats& chat;
+  // The prompt is the middle of what the model reads: text gets nothing that marks a beginning.
+  bool goes_on = false;
 };
 AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& prompts);
 AskedRequest FromProto(const v1::ScoreRequest& request, const PromptReader& prompts);

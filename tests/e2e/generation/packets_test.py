@@ -13,9 +13,13 @@ from click.testing import CliRunner
 from credentials import new_token
 from epikv import Client, Kv, NotFound, Output, RpcError, Stop
 from epikv.cli import main
+from epikv.export import export
+from epikv.export.synthetic import byte_tokenizer, write_directory
 from epikv.sample import problem
 from epikv.scrape import scrape
 from epikv.testing import Daemon, DaemonError
+from tiny_model import TINY
+from tokenizers.processors import TemplateProcessing
 
 FLAGS = ("--threads=1", "--deterministic=true", "--prefill_chunk_tokens=64")
 ROOM = "--packet_bytes=200000000"
@@ -34,6 +38,24 @@ def text(server: Daemon) -> list[int]:
         return client.tokenize(problem(9).prompt + " " + problem(9).trace)[:200]
 
 
+def test_text_behind_a_packet_begins_nothing(tmp_path: Path) -> None:
+    write_directory({**TINY, "vocab_size": 300}, tmp_path / "model", seed=3, tokenizer="bytes")
+    tokenizer = byte_tokenizer(298)
+    tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])
+    begins = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 298)])
+    tokenizer.post_processor = begins
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    export(tmp_path / "model", tmp_path / "model.pt", check=False)
+    with Daemon(tmp_path / "model.pt", *FLAGS, ROOM) as running, running.client() as client:
+        assert client.tokenize("ab")[0] == 298
+        first = client.create_packet("a document").packet
+        assert first.tokens == 11
+        behind = client.generate_once("more", packets=[first.id], stop=Stop(1)).summary.usage
+        assert behind.prompt_tokens == 11 + 4
+        assert client.create_packet("more", packets=[first.id]).packet.tokens == 15
+        assert client.score("more", [5], packets=[first.id]).summary.usage.prompt_tokens == 15
+
+
 def test_a_packet_stands_for_its_tokens(server: Daemon, text: list[int]) -> None:
     stop = Stop(40, ignore_eos=True)
     with server.client() as client:
@@ -41,7 +63,9 @@ def test_a_packet_stands_for_its_tokens(server: Daemon, text: list[int]) -> None
         made = client.create_packet(text[:150])
         assert made.packet is not None and made.result is not None
         assert (made.packet.tokens, made.packet.kept_tokens) == (150, 150)
-        loaded = client.generate_once(text[150:], packets=[made.packet.id], stop=stop, output=OUTPUT)
+        loaded = client.generate_once(
+            text[150:], packets=[made.packet.id], stop=stop, output=OUTPUT
+        )
         assert (loaded.token_ids, loaded.logprobs) == (plain.token_ids, plain.logprobs)
         usage = loaded.summary.usage
         assert (usage.prompt_tokens, usage.packet_prompt_tokens) == (200, 150)
