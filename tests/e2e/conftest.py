@@ -66,6 +66,7 @@ def artefact_dir(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     for policy, more in (
         ("dbtrimkv", [*quick, "--width", "8"]),
         ("dms", [*quick, "--window", "64"]),
+        ("epicache", []),
         ("kvzap", ["--instruction", ""]),
         ("trimkv", [*quick, "--width", "8"]),
     ):
