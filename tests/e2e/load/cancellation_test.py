@@ -38,9 +38,15 @@ from leaving import (
 )
 from relay import Relay
 
-# CROWD clients leave together 18 times: 1,080 in all, 180 in each state.
+# CROWD clients leave together three times in each state: 180.
 WHOLE = (Kv("full"),)
 EVICTING = tuple(Kv(name, 76) for name in ("epikv_flat", "sliding", "h2o", "random"))
+TIERED = (
+    Kv("h2o", 76, tier_tokens=200, tier_fetch=32),
+    Kv("sliding", 76, tier_tokens=64, tier_fetch=64, tier_bits=4),
+    Kv("h2o", 76, tier_tokens=200, guard=16),
+    Kv("sliding", 76, read_tokens=48),
+)
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,10 @@ STATES = {
     "prefilling": State(all_have_chunks, prompt=TASK.prompt * 8, has_tokens=False),
     "decoding": State(all_run, first="delta"),
     "evicting": State(all_run, first="eviction", kv=EVICTING),
+    "tiered": State(all_run, first="eviction", kv=TIERED, flags=("--kv_tier_bytes=400000000",)),
+    "passing": State(
+        all_have_chunks, prompt=TASK.prompt * 8, kv=(Kv("epicache", 76),), has_tokens=False
+    ),
     "outbox_full": State(all_are_paused, kv=EVICTING, paced=True),
     "draining": State(all_run_on, first="delta", kv=WHOLE + EVICTING, draining=True),
 }
