@@ -5,13 +5,13 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from epikv import processes
 from epikv.cli.eval_models import SHIPPED, exported
-from epikv.eval.plan import SLACK
+from epikv.eval.plan import RANDOM, SLACK
 from epikv.sample.families import FAMILIES
 
 from epikv_lab.sample.scores import Score, condense, joined, read, write
@@ -64,12 +64,24 @@ DECORATED = ("snapkv", "defensive_kv")
 DECORATORS = ("caote", "fast_caote", "vatp", "critical", "inertia", "twin")
 
 
+# What is dropped goes below the cache: there a guard brings it back, or attention reads of it.
+GUARDED = ("expected_attention", "dbtrimkv", "trimkv", "kvzap", "epikv_probe")  # the five best
+GUARD = {"tier_tokens": 128, "guard": 32}  # a quarter of a trace
+FAR = ("sliding", "streaming_llm", "snapkv", "expected_attention", RANDOM)
+FETCH = {"tier_tokens": 1280, "tier_fetch": 48}  # all that is dropped; read is a tenth of a trace
+EPISODES = ("snapkv", "epicache")
+
+
 WIDTHS = (8, 4, 2)  # bits of a number
 
 
 def rounded(bits: int) -> str:
     """Whatever a thought is: not every seed's attention tells thoughts apart."""
     return f"thinkv_tbe:bits=[{bits},{bits},{bits}],layers=[0],theta1=0,theta2=1"
+
+
+def varied(policy: str, fields: Mapping[str, int]) -> str:
+    return " ".join([policy, *(f"{field}={value}" for field, value in fields.items())])
 
 
 def with_lookahead(policy: str) -> str:
@@ -99,6 +111,7 @@ class Evaluation:
     equal_protection: bool = True
     positions: str = "absolute"
     steering: tuple[float, ...] = ()
+    variant: Mapping[str, int] = field(default_factory=dict)  # each policy runs also with these
     lengths: bool = False  # outputs' lengths are kept, too
 
 
@@ -144,6 +157,17 @@ EVALUATIONS = {
     ),
     "claims-steering": Evaluation(
         _TASKS, 50, "claims", (0.5,), lambda seed: ["skipkv"], steering=(1, 2, 3), lengths=True
+    ),
+    "claims-guard": Evaluation(
+        _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variant=GUARD
+    ),
+    "claims-far": Evaluation(_TASKS, 25, "claims", (0.25, 0.15), lambda seed: FAR, variant=FETCH),
+    "claims-episodes": Evaluation(
+        tuple(f"solved:{family}" for family in FAMILIES),
+        50,
+        "claims",
+        (256, 128, 64),
+        lambda seed: EPISODES,
     ),
     # One token a round, as the paper's methods evict.
     **{
@@ -228,6 +252,8 @@ def measure(name: str, seed: Path, out: Path, only: Sequence[str] = ()) -> Path:
     command += [f"--budget={budget}" for budget in of.budgets]
     command += [f"--policy={policy}" for policy in only or of.policies(seed)]
     command += [f"--steering={coefficient}" for coefficient in of.steering]
+    if of.variant:
+        command += ["--with", ",".join(f"{name}={value}" for name, value in of.variant.items())]
     process = processes.start(command, end=signal.SIGTERM, stdout=subprocess.DEVNULL)
     status = process.wait()
     if status != 0:
