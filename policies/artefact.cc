@@ -24,8 +24,8 @@ constexpr absl::string_view kFormat = "epikv.artefact/1";
 // Artefacts that are of no policy, and have data alone.
 using ReadData = absl::StatusOr<std::shared_ptr<const PolicyData>> (*)(const ArtefactData&,
                                                                        const ModelShape&);
-constexpr std::pair<absl::string_view, ReadData> kOfTheModel[] = {{kSteering, &ReadSteering},
-                                                                  {kPacketArtefact, &ReadSoftTokens}};
+constexpr std::pair<absl::string_view, ReadData> kOfTheModel[] = {
+    {kSteering, &ReadSteering}, {kPacketArtefact, &ReadSoftTokens}};
 ReadData ReaderOfTheModel(absl::string_view name) {
   for (const auto& [known, read] : kOfTheModel) {
     if (known == name) return read;

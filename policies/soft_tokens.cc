@@ -26,9 +26,8 @@ absl::StatusOr<std::shared_ptr<const PolicyData>> ReadSoftTokens(const ArtefactD
     if (found == artefact.arrays.end() || found->second.shape.size() != 2 ||
         found->second.shape[0] < 1 || found->second.shape[0] > kMostSoftTokens ||
         found->second.shape[1] != shape.hidden_size) {
-      return absl::InvalidArgumentError(absl::StrCat("arrays must hold '", name, "' [1 to ",
-                                                     kMostSoftTokens, ", ", shape.hidden_size,
-                                                     "]"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "arrays must hold '", name, "' [1 to ", kMostSoftTokens, ", ", shape.hidden_size, "]"));
     }
     *count = found->second.shape[0];
     *rows = found->second.values;

@@ -9,8 +9,9 @@
 #include "policies/spec.h"
 
 // Soft tokens (KV Packet, arXiv 2604.13226): rows that a model reads in place of its tokens'
-// embeddings, before and behind a document that is cached alone. They were trained so that the model
-// reads documents that lie side by side as if it had read them one after another. Without torch.
+// embeddings, before and behind a document that is cached alone. They were trained so that the
+// model reads documents that lie side by side as if it had read them one after another. Without
+// torch.
 
 namespace epikv {
 
@@ -18,7 +19,7 @@ constexpr absl::string_view kPacketArtefact = "packet";  // its artefact's `poli
 
 // Of one model: what `epikv calibrate packet` trained.
 struct SoftTokens final : public PolicyData {
-  int64_t header = 0, trailer = 0;            // how many
+  int64_t header = 0, trailer = 0;               // how many
   std::vector<float> header_rows, trailer_rows;  // [header, hidden_size], [trailer, hidden_size]
 };
 

@@ -177,8 +177,8 @@ struct PublishedProtection {
 
 // Before the round at the end of a prompt that is over the budget, or before each round in a prompt
 // (PromptEviction::kByChunk): tokens that the model runs for the policy. They are no part of the
-// sequence, and leave nothing but what the policy was shown of them. Of granularity kHead alone, and
-// tokens are told ahead at a prompt's end alone.
+// sequence, and leave nothing but what the policy was shown of them. Of granularity kHead alone,
+// and tokens are told ahead at a prompt's end alone.
 struct ScratchPass {
   // So many are told ahead: the one that was sampled, and greedy ones behind it. The round finds
   // their queries in CacheView::lookahead.

@@ -50,8 +50,8 @@ std::vector<double> Similarities(const Params& params) {
 }
 
 // Behind each block of a prompt that is over the budget, the model reads the query, and a token is
-// worth the most that any of the query gave it, of what it gave to the tokens cached. Decoded tokens
-// stay as long as any of the prompt may go.
+// worth the most that any of the query gave it, of what it gave to the tokens cached. Decoded
+// tokens stay as long as any of the prompt may go.
 class EpiCache final : public ScoredPolicy {
  public:
   explicit EpiCache(const Params& params)
@@ -119,9 +119,8 @@ absl::Status Complete(Params& params, const ModelShape& shape) {
   const std::vector<int64_t>& query = params.IntList("query");
   for (const int64_t token : query) {
     if (token < shape.vocab_size) continue;
-    return absl::InvalidArgumentError(absl::StrCat("query: token id ", token,
-                                                   " is outside the vocabulary [0, ",
-                                                   shape.vocab_size, ")"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "query: token id ", token, " is outside the vocabulary [0, ", shape.vocab_size, ")"));
   }
   if (query.size() == 1) return absl::InvalidArgumentError("query: has 1 item, 2 at least or none");
   return CheckRecipe(params, {ScoreKind::kMass, Comparable::kModel});
@@ -165,8 +164,7 @@ std::vector<int64_t> PublishedEpicacheBudgets(absl::Span<const double> similarit
   std::vector<int64_t> budgets;
   for (const double weight : weights) {
     const double share = weight * static_cast<double>(budget * std::ssize(weights)) / sum;
-    budgets.push_back(
-        std::max(static_cast<int64_t>(share), std::max<int64_t>(1, budget / 4)));
+    budgets.push_back(std::max(static_cast<int64_t>(share), std::max<int64_t>(1, budget / 4)));
   }
   return budgets;
 }
@@ -174,7 +172,8 @@ std::vector<int64_t> PublishedEpicacheBudgets(absl::Span<const double> similarit
 std::vector<int64_t> EpicacheBudgets(absl::Span<const double> similarities, double power,
                                      int64_t budget) {
   std::vector<int64_t> budgets = PublishedEpicacheBudgets(similarities, power, budget);
-  const int64_t layers = std::ssize(budgets), floor = std::min(budget, std::max<int64_t>(1, budget / 4));
+  const int64_t layers = std::ssize(budgets),
+                floor = std::min(budget, std::max<int64_t>(1, budget / 4));
   int64_t above = 0;
   for (const int64_t b : budgets) above += b - floor;
   if (above == 0) return std::vector<int64_t>(layers, budget);
@@ -192,8 +191,9 @@ std::vector<int64_t> EpicacheBudgets(absl::Span<const double> similarities, doub
 
 extern constinit const PolicySpec kEpicache{
     .name = "epicache",
-    .summary = "drops the tokens to which a query attends least that the model reads behind each "
-               "block of the prompt; a layer's heads share its budget",
+    .summary =
+        "drops the tokens to which a query attends least that the model reads behind each "
+        "block of the prompt; a layer's heads share its budget",
     .paper = "arXiv 2509.17396 (EpiCache)",
     .evidence = "cases: epicache_test.cc (a golden of apple/ml-epicache b742661)",
     .params = kEpicacheParams,

@@ -96,8 +96,8 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.arm = std::move(options.arm);
   request.positions = options.kv.positions;
   request.prefix_salt = std::move(options.kv.prefix_salt);
-  request.bypass_prefix_cache = options.kv.bypass_prefix_cache || !request.packets.empty() ||
-                                request.soft != nullptr;
+  request.bypass_prefix_cache =
+      options.kv.bypass_prefix_cache || !request.packets.empty() || request.soft != nullptr;
   auto failed = [&](absl::string_view why) {
     return Rejection{
         .code = absl::StatusCode::kInternal,

@@ -812,7 +812,8 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
     finished.timings.decode = s.last_token - s.first_token;
   }
   finished.timings.eviction = s.eviction_time;
-  finished.timings.pass = s.pass_time + (s.pass.empty() ? absl::ZeroDuration() : now - s.pass_begin);
+  finished.timings.pass =
+      s.pass_time + (s.pass.empty() ? absl::ZeroDuration() : now - s.pass_begin);
   finished.kv.evicted_entries = s.evicted_entries;
   finished.kv.rounds = s.rounds;
   if (!s.open && s.group != nullptr) {  // ended with its first token

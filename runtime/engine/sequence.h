@@ -40,8 +40,8 @@ struct Sequence {
   std::optional<StopMatch> stop;
   bool open = false;  // holds KV
   bool finished = false;
-  // A scratch pass over the prompt, or what is cached of it: tokens that run now, and how many of them have. Empty:
-  // none.
+  // A scratch pass over the prompt, or what is cached of it: tokens that run now, and how many of
+  // them have. Empty: none.
   std::vector<int32_t> pass;
   int64_t pass_done = 0;
   absl::Time pass_begin;
@@ -53,8 +53,8 @@ struct Sequence {
 
   int64_t completion = 0;
   std::shared_ptr<CompletionGroup> group;  // of several completions; null: it is the only one
-  // It has ended, before its group has forked; or, of one that leaves a packet, before its cache was
-  // settled.
+  // It has ended, before its group has forked; or, of one that leaves a packet, before its cache
+  // was settled.
   std::optional<FinishReason> ended_early;
   bool settled = true;  // what the last step cached
 

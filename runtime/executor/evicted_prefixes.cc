@@ -52,13 +52,13 @@ std::string IdentityOf(const Request& request) {
   }
   const Protection& kept = request.protection;
   // Lengths go before what anybody can choose.
-  std::string identity =
-      absl::StrCat(request.prefix_salt.size(), ":", request.prefix_salt, ";", request.spec->name,
-                   ";", request.budget, ";", absl::StrJoin(request.demand.budget, ","), ";",
-                   static_cast<int>(request.positions), ";", request.read.tokens, ";",
-                   absl::StrJoin(request.tap_layers, ","), ";", kept.prompt, ",", kept.sinks, ",",
-                   kept.recent);
-  for (const TokenSpan& span : kept.spans) absl::StrAppend(&identity, ",", span.begin, "-", span.end);
+  std::string identity = absl::StrCat(
+      request.prefix_salt.size(), ":", request.prefix_salt, ";", request.spec->name, ";",
+      request.budget, ";", absl::StrJoin(request.demand.budget, ","), ";",
+      static_cast<int>(request.positions), ";", request.read.tokens, ";",
+      absl::StrJoin(request.tap_layers, ","), ";", kept.prompt, ",", kept.sinks, ",", kept.recent);
+  for (const TokenSpan& span : kept.spans)
+    absl::StrAppend(&identity, ",", span.begin, "-", span.end);
   for (const auto& [name, value] : request.params.values()) {
     const std::string text = TextOf(value);
     absl::StrAppend(&identity, ";", name, "=", text.size(), ":", text);
@@ -94,8 +94,8 @@ EvictedPrefixes::Entry::Entry(SequenceId id, const OpenSequence& from, std::stri
       prompt_tokens(std::ssize(from.request.prompt)) {
   if (from.state != nullptr) sequence.state = from.state->Clone();
   constexpr int64_t kBeside = 4096;  // of all that is not counted
-  bytes = sequence.cache.bytes() + std::ssize(tokens) * static_cast<int64_t>(sizeof(int32_t)) +
-          kBeside;
+  bytes =
+      sequence.cache.bytes() + std::ssize(tokens) * static_cast<int64_t>(sizeof(int32_t)) + kBeside;
 }
 
 void EvictedPrefixes::Drop(Entries::iterator entry) {
@@ -140,7 +140,8 @@ EvictedPrefixes::Found EvictedPrefixes::Match(const Request& request) {
 std::vector<int64_t> EvictedPrefixes::PlacesOf(const Request& request) {
   const std::string identity = IdentityOf(request);
   const auto prompt = absl::MakeConstSpan(request.prompt);
-  const int64_t least = *std::min_element(request.demand.budget.begin(), request.demand.budget.end());
+  const int64_t least =
+      *std::min_element(request.demand.budget.begin(), request.demand.budget.end());
   if (identity.empty() || std::ssize(prompt) <= least) return {};
   int64_t shared = 0;
   auto same = seen_.end();

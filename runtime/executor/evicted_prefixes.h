@@ -13,13 +13,13 @@ namespace epikv {
 
 // What policies have left of prompts' beginnings at places where a round may be: rows in the pool
 // that no request has reserved, and the policy's state. A request of the same policy, parameters,
-// budget and protection whose prompt begins so goes on from there. What was used least recently goes
-// first. Engine thread.
+// budget and protection whose prompt begins so goes on from there. What was used least recently
+// goes first. Engine thread.
 //
 // A prompt leaves two: at its last place before its end, and at the last that it has in common with
 // a prompt seen before, such as behind a document that many ask about. A policy may have asked for
-// the request's seed, or for how long its prompt is: what it has left then serves requests that have
-// the same.
+// the request's seed, or for how long its prompt is: what it has left then serves requests that
+// have the same.
 class EvictedPrefixes {
  public:
   // chunk: tokens of a prompt between two such places.

@@ -112,8 +112,8 @@ class Executor final : public StepExecutor {
   SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);
   // Whether the round after this item, with `coming` tokens more than are cached, is to happen.
   static bool RoundIsDue(const OpenSequence& sequence, const WorkItem& item, int64_t coming);
-  // Begins the policy's scratch pass over what is cached of a prompt, and says what runs first; empty: there is no
-  // room left in the context.
+  // Begins the policy's scratch pass over what is cached of a prompt, and says what runs first;
+  // empty: there is no room left in the context.
   absl::StatusOr<std::vector<int32_t>> BeginPass(OpenSequence& sequence, SequenceId id,
                                                  PolicyView& view);
   // What runs next; empty: the rest of a segment, or the pass is over.

@@ -50,9 +50,8 @@ std::shared_ptr<const Packet> PacketOf(const SequenceCache& cache, const KvPool&
     for (int64_t slot = 0; slot < table.used(); ++slot) {
       if (slot != table.hole()) slots[t].push_back(slot);
     }
-    std::sort(slots[t].begin(), slots[t].end(), [index = table.index()](int64_t a, int64_t b) {
-      return index[a] < index[b];
-    });
+    std::sort(slots[t].begin(), slots[t].end(),
+              [index = table.index()](int64_t a, int64_t b) { return index[a] < index[b]; });
     Packet::Table& to = packet->tables.emplace_back();
     for (const int64_t slot : slots[t]) {
       to.index.push_back(table.index()[slot]);
@@ -142,8 +141,7 @@ void LoadPacket(const Packet& packet, const Manifest& manifest, PositionMode pos
           continue;
         }
         ReadRow(key, row.data(), packet.key_width, format);
-        Rotate(row.data(), row.data(), packet.key_width,
-               static_cast<int64_t>(rope.inv_freq.size()),
+        Rotate(row.data(), row.data(), packet.key_width, static_cast<int64_t>(rope.inv_freq.size()),
                rope.layout == Rope::Layout::kInterleaved, turns[rope_of_layer].at(by).data(),
                format.model);
         WriteRow(row.data(), out, packet.key_width, format);

@@ -19,8 +19,8 @@ std::shared_ptr<const Packet> PacketOf(const SequenceCache& cache, const KvPool&
                                        PositionMode positions, absl::Span<const int32_t> tokens);
 
 // Caches a packet's tokens behind those that are cached. Their keys are turned by as much as they
-// move (KV Packet, arXiv 2604.13226, section 3): in the model's dtype they are rounded once more, as
-// int8 too. Requires: of the same model and format, and tables no finer than the cache's. Throws
+// move (KV Packet, arXiv 2604.13226, section 3): in the model's dtype they are rounded once more,
+// as int8 too. Requires: of the same model and format, and tables no finer than the cache's. Throws
 // std::logic_error where lanes have no room.
 void LoadPacket(const Packet& packet, const Manifest& manifest, PositionMode positions,
                 SequenceCache& cache);

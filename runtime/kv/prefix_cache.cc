@@ -12,8 +12,8 @@ bool SharesRows(const Request& request) {
 }
 
 // How many tokens of a prompt may be copied. The last one always runs, for its logits. What only a
-// forward over the prompt gives is lost; but policies that look at a prompt when it is cached, alone,
-// need the newest queries of it and no others. And no round may have been due before.
+// forward over the prompt gives is lost; but policies that look at a prompt when it is cached,
+// alone, need the newest queries of it and no others. And no round may have been due before.
 int64_t MostCopied(const Request& request) {
   const PolicyTraits& traits = request.traits;
   const int64_t most = std::ssize(request.prompt) - 1;
@@ -21,7 +21,8 @@ int64_t MostCopied(const Request& request) {
   if (traits.evicts && traits.prompt == PromptEviction::kAtEnd && !traits.recalls) {
     PolicyTraits others = traits;
     others.signals = others.signals.Without(Signal::kQueries);
-    if (!MeasuresPrompt(others)) return std::max<int64_t>(0, most + 1 - std::max<int64_t>(traits.window, 1));
+    if (!MeasuresPrompt(others))
+      return std::max<int64_t>(0, most + 1 - std::max<int64_t>(traits.window, 1));
   }
   if (MeasuresPrompt(traits)) return 0;
   const std::vector<int64_t>& budget = request.demand.budget;

@@ -29,8 +29,7 @@ class FirstResidual final : public ForwardHooks {
 }  // namespace
 
 std::vector<float> EmbeddingOf(const Model& model, absl::Span<const int32_t> tokens) {
-  const at::Tensor ids =
-      at::tensor(std::vector<int64_t>(tokens.begin(), tokens.end()), at::kLong);
+  const at::Tensor ids = at::tensor(std::vector<int64_t>(tokens.begin(), tokens.end()), at::kLong);
   FirstResidual first;
   try {
     model.Forward(ids, at::zeros_like(ids), at::zeros({1}, at::kLong), first);

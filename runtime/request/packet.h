@@ -9,8 +9,8 @@
 namespace epikv {
 
 // K and V of consecutive tokens, as some request had cached them at its end, in the machine's
-// memory: all of them, or those that its policy had kept. Other requests begin with them in place of
-// computing them (KV Packet, arXiv 2604.13226). Immutable and shared. Without torch.
+// memory: all of them, or those that its policy had kept. Other requests begin with them in place
+// of computing them (KV Packet, arXiv 2604.13226). Immutable and shared. Without torch.
 struct Packet {
   // Of lanes that share a keep decision: which tokens there are, ascending, and the RoPE position
   // that each had.

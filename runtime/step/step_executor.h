@@ -84,8 +84,8 @@ class StepExecutor {
   virtual ~StepExecutor() = default;
 
   // Makes room and state for a sequence whose demand has been reserved, and caches its packets, or
-  // what is known of its prompt: so many tokens, and not all. `request` outlives it. prefix_bytes: what cached
-  // prefixes may hold from now on.
+  // what is known of its prompt: so many tokens, and not all. `request` outlives it. prefix_bytes:
+  // what cached prefixes may hold from now on.
   virtual absl::StatusOr<int64_t> Open(SequenceId id, const Request& request,
                                        int64_t prefix_bytes) = 0;
 

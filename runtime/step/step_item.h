@@ -58,8 +58,8 @@ struct OpenSequence {
     policy = from.policy;
     cache.ForgetPeak();
   }
-  // The same in lanes of other capacities, of a sequence in its prompt that measures nothing and has
-  // no tier: as if it had come as far itself.
+  // The same in lanes of other capacities, of a sequence in its prompt that measures nothing and
+  // has no tier: as if it had come as far itself.
   OpenSequence(SequenceId id, const Request& r, const OpenSequence& from,
                std::vector<int64_t> capacity, const ModelShape& shape)
       : request(r),
@@ -232,8 +232,8 @@ void TakeGates(absl::Span<StepItem> items, const at::Tensor& input, int64_t laye
 // hidden]. fp32 [num_rows, hidden], where the residual is.
 at::Tensor TakeFinalHidden(const StepItem& item, const at::Tensor& residual, const Model& model);
 
-// The residual entering the first block, with the rows of soft tokens in place of what was looked up
-// for them. It is `residual` itself, never written, where there are none.
+// The residual entering the first block, with the rows of soft tokens in place of what was looked
+// up for them. It is `residual` itself, never written, where there are none.
 at::Tensor WithSoftTokens(absl::Span<const StepItem> items, const at::Tensor& residual);
 
 // The residual entering block `layer`, with the vector of each decode item that is steered there

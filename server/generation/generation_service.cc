@@ -21,8 +21,7 @@ GenerationService::GenerationService(const Models& models, Courier& courier,
       courier_(courier),
       metrics_(frontend.metrics),
       options_(options),
-      preparer_(options.experiments, *options.packets, options.sessions,
-                options.shared_prefixes) {
+      preparer_(options.experiments, *options.packets, options.sessions, options.shared_prefixes) {
   Add("GenerationService/Generate", [this](grpc::CallbackServerContext& context) {
     return new StreamCall(context, this->frontend(), live_calls_,
                           [this](const grpc::ByteBuffer& in, StreamCall& call) {
@@ -32,11 +31,11 @@ GenerationService::GenerationService(const Models& models, Courier& courier,
   AddCollected<v1::GenerateRequest, v1::GenerateResult>("GenerationService/GenerateOnce");
   AddCollected<v1::ScoreRequest, v1::ScoreResponse>("GenerationService/Score");
   Add("PacketService/CreatePacket", [this](grpc::CallbackServerContext& context) {
-    return new PacketCall(context, this->frontend(), live_calls_, options_.max_answer_bytes,
-                          *options_.packets, keeping_,
-                          [this](const grpc::ByteBuffer& in, CollectCall<v1::GenerateResult>& call) {
-                            BeginPacket(in, static_cast<PacketCall&>(call));
-                          });
+    return new PacketCall(
+        context, this->frontend(), live_calls_, options_.max_answer_bytes, *options_.packets,
+        keeping_, [this](const grpc::ByteBuffer& in, CollectCall<v1::GenerateResult>& call) {
+          BeginPacket(in, static_cast<PacketCall&>(call));
+        });
   });
   AnswerAtOnce("GenerationService/CancelRequest", &GenerationService::CancelRequest);
 }
@@ -125,25 +124,24 @@ void GenerationService::SubmitOncePrepared(const Message& message, Call& call) {
   if (const int64_t waiting = preparing_.Waiting(client); waiting >= options_.most_compilations) {
     metrics_.OnRejected(kQueueFull);
     AddPushback(scope.context(), kCompileRetryDelay);
-    return call.Fail(
-        Exhausted("waiting preparations",
-                  absl::StrCat("the queue is full: ", waiting,
-                               " of your requests wait for their constraints to be compiled, or ",
-                               "for packets to be read; at most ", options_.most_compilations,
-                               " may wait"),
-                  kCompileRetryDelay));
+    return call.Fail(Exhausted(
+        "waiting preparations",
+        absl::StrCat("the queue is full: ", waiting,
+                     " of your requests wait for their constraints to be compiled, or ",
+                     "for packets to be read; at most ", options_.most_compilations, " may wait"),
+        kCompileRetryDelay));
   }
   const auto bytes = static_cast<int64_t>(message.SpaceUsedLong());
   if (const int64_t waiting = preparing_.Weighs(client);
       waiting > 0 && waiting + bytes > kMostClientBytes) {
     metrics_.OnRejected(kQueueFull);
     AddPushback(scope.context(), kCompileRetryDelay);
-    return call.Fail(
-        Exhausted("waiting preparations",
-                  absl::StrCat("more than ", kMostClientBytes,
-                               " bytes of your requests wait for their constraints to be compiled, ",
-                               "or for packets to be read"),
-                  kCompileRetryDelay));
+    return call.Fail(Exhausted(
+        "waiting preparations",
+        absl::StrCat("more than ", kMostClientBytes,
+                     " bytes of your requests wait for their constraints to be compiled, ",
+                     "or for packets to be read"),
+        kCompileRetryDelay));
   }
   preparing_.Post(client, bytes, [this, &call, message] {
     if (call.scope().context().IsCancelled()) {

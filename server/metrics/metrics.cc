@@ -140,7 +140,8 @@ Metrics::Metrics(const MetricsOptions& options)
       session_requests_(declare_.Counters(
           "epikv_session_requests_total",
           "Requests of sessions by what they began with. whole: their prompt, which is within the "
-          "budget; episode: an episode of what was said; anew: their prompt, evicted to the budget.",
+          "budget; episode: an episode of what was said; anew: their prompt, evicted to the "
+          "budget.",
           std::size(kSessionStarts))),
       log_dropped_(
           declare_

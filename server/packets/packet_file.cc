@@ -79,8 +79,8 @@ std::optional<KvFormat> FormatOf(const v1::PacketHead& head) {
   return std::nullopt;
 }
 
-// A packet without rows, as its head has it; or what is wrong with the head. Files are an operator's,
-// but what they say is not believed.
+// A packet without rows, as its head has it; or what is wrong with the head. Files are an
+// operator's, but what they say is not believed.
 absl::StatusOr<std::unique_ptr<Packet>> EmptyPacket(const std::string& id,
                                                     const v1::PacketHead& head) {
   constexpr int64_t kMost = 1 << 20;  // of anything that is counted
@@ -94,8 +94,8 @@ absl::StatusOr<std::unique_ptr<Packet>> EmptyPacket(const std::string& id,
   packet->value_width = head.value_width();
   packet->turned = head.turned();
   packet->tokens = {head.tokens().begin(), head.tokens().end()};
-  for (const int64_t count : {packet->num_layers, packet->num_kv_heads, packet->key_width,
-                              packet->value_width}) {
+  for (const int64_t count :
+       {packet->num_layers, packet->num_kv_heads, packet->key_width, packet->value_width}) {
     if (count < 1 || count > kMost) return Damaged(id, "its head has impossible sizes");
   }
   const int64_t tables = head.tables_size();
@@ -106,11 +106,10 @@ absl::StatusOr<std::unique_ptr<Packet>> EmptyPacket(const std::string& id,
     Packet::Table& to = packet->tables.emplace_back();
     to.index = {table.index().begin(), table.index().end()};
     to.position = {table.position().begin(), table.position().end()};
-    const bool ascending =
-        std::adjacent_find(to.index.begin(), to.index.end(), std::greater_equal<>()) ==
-        to.index.end();
-    const bool inside = to.index.empty() ||
-                        (to.index.front() >= 0 && to.index.back() < packet->num_tokens());
+    const bool ascending = std::adjacent_find(to.index.begin(), to.index.end(),
+                                              std::greater_equal<>()) == to.index.end();
+    const bool inside =
+        to.index.empty() || (to.index.front() >= 0 && to.index.back() < packet->num_tokens());
     const bool placed = std::all_of(to.position.begin(), to.position.end(),
                                     [](int32_t p) { return p >= 0 && p < (1 << 28); });
     if (!ascending || !inside || !placed || to.index.size() != to.position.size()) {
@@ -241,8 +240,8 @@ absl::Status WritePacketFile(const std::string& folder, const NamedPacket& packe
   absl::Cleanup remove = [&] { unlink(unnamed.c_str()); };
   absl::Cleanup shut = [file] { close(file); };
   const std::string preamble = Preamble(packet.head);
-  for (absl::string_view part : {absl::string_view(preamble), KeysOf(*packet.packet),
-                                 ValuesOf(*packet.packet)}) {
+  for (absl::string_view part :
+       {absl::string_view(preamble), KeysOf(*packet.packet), ValuesOf(*packet.packet)}) {
     while (!part.empty()) {
       const ssize_t written = write(file, part.data(), part.size());
       if (written < 0 && errno == EINTR) continue;

@@ -11,8 +11,8 @@
 
 // Packets as files:
 //   "epikvKV1", bytes of the head, the head (PacketHead), K rows, V rows
-// Numbers are of 8 bytes, little-endian. A file's name is the SHA-256 digest of its bytes, and so is
-// the packet's id: `sha256sum` tells whether a file is what its name says.
+// Numbers are of 8 bytes, little-endian. A file's name is the SHA-256 digest of its bytes, and so
+// is the packet's id: `sha256sum` tells whether a file is what its name says.
 
 namespace epikv {
 

@@ -25,8 +25,8 @@ constexpr absl::Duration kRetryDelay = absl::Seconds(5);
 constexpr absl::Duration kAbandoned = absl::Hours(1);
 
 absl::Status Full(std::string what) {
-  return WithRetryAfter(
-      WithReason(absl::ResourceExhaustedError(std::move(what)), kPacketsFull), kRetryDelay);
+  return WithRetryAfter(WithReason(absl::ResourceExhaustedError(std::move(what)), kPacketsFull),
+                        kRetryDelay);
 }
 
 absl::Status NoSuch(const std::string& id) {

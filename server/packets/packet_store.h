@@ -27,8 +27,8 @@ struct PacketStoreOptions {
 };
 
 // The packets of all models and tenants. Memory holds them all; or, where there is a folder, those
-// used last: that and the files are shared with other daemons, which may add and delete. Thread-safe.
-// What touches files blocks.
+// used last: that and the files are shared with other daemons, which may add and delete.
+// Thread-safe. What touches files blocks.
 class PacketStore {
  public:
   PacketStore() : PacketStore(PacketStoreOptions()) {}  // there are no packets
@@ -74,8 +74,8 @@ class PacketStore {
     absl::Time created;
   };
   // Keeps a packet, and gives its room back. RESOURCE_EXHAUSTED (PACKETS_FULL): the tenant, or the
-  // folder, has as much as it may; or the disk is full. UNAVAILABLE: the disk fails. Nothing is kept
-  // then.
+  // folder, has as much as it may; or the disk is full. UNAVAILABLE: the disk fails. Nothing is
+  // kept then.
   absl::StatusOr<Facts> Put(v1::PacketHead head, std::shared_ptr<const Packet> packet, Room room);
 
   // A tenant's packet; null: it may be in a file (Load). NOT_FOUND: there is no such id. model: of
@@ -123,7 +123,7 @@ class PacketStore {
 
   const PacketStoreOptions options_;
   const MemorySetAside set_aside_;  // which KV pools have less
-  absl::Mutex files_;  // who reads or writes them, one at a time; before mu_
+  absl::Mutex files_;               // who reads or writes them, one at a time; before mu_
   mutable absl::Mutex mu_;
   std::map<std::string, Entry> entries_ ABSL_GUARDED_BY(mu_);  // by id
   int64_t in_memory_ ABSL_GUARDED_BY(mu_) = 0;                 // bytes of packets

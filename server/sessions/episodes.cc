@@ -22,9 +22,7 @@ double Distance(const Embedding& a, const Embedding& b) {
 }
 
 // Of [0, 1): the same with every standard library.
-double Uniform(std::mt19937_64& random) {
-  return static_cast<double>(random() >> 11) * 0x1.0p-53;
-}
+double Uniform(std::mt19937_64& random) { return static_cast<double>(random() >> 11) * 0x1.0p-53; }
 
 struct Clustering {
   std::vector<Embedding> centroids;

@@ -5,16 +5,16 @@
 
 #include "absl/types/span.h"
 
-// A conversation's episodes: what of it is about the same (EpiCache, arXiv 2509.17396, section 3.2).
-// Pure.
+// A conversation's episodes: what of it is about the same (EpiCache, arXiv 2509.17396,
+// section 3.2). Pure.
 
 namespace epikv {
 
 using Embedding = std::vector<float>;  // of length 1
 
 struct Episode {
-  Embedding centroid;             // the mean of its windows': shorter than 1
-  std::vector<int64_t> windows;   // by place in the conversation, nearest to the centroid first
+  Embedding centroid;            // the mean of its windows': shorter than 1
+  std::vector<int64_t> windows;  // by place in the conversation, nearest to the centroid first
 };
 
 // Windows by k-means: `count` episodes, or as many as there are windows. The best of ten tries, by

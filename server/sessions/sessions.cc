@@ -73,8 +73,7 @@ Sessions::~Sessions() {
 int64_t Sessions::Session::bytes() const {
   int64_t bytes = std::ssize(tokens) * static_cast<int64_t>(sizeof(int32_t));
   for (const Kept& kept : episodes) {
-    bytes += kept.packet->bytes() +
-             std::ssize(kept.centroid) * static_cast<int64_t>(sizeof(float));
+    bytes += kept.packet->bytes() + std::ssize(kept.centroid) * static_cast<int64_t>(sizeof(float));
   }
   return bytes;
 }
@@ -139,9 +138,8 @@ void Sessions::Extend(const Name& name, const ModelPtr& model, std::vector<int32
   // One task a session waits at most: the next request brings all that has come since.
   const std::string owner = absl::StrCat(name.tenant.size(), ":", name.tenant, name.id);
   if (updating_.Waiting(owner) > 0) return;
-  updating_.Post(owner, std::ssize(tokens), [this, name, model, tokens = std::move(tokens)] {
-    Update(name, model, tokens);
-  });
+  updating_.Post(owner, std::ssize(tokens),
+                 [this, name, model, tokens = std::move(tokens)] { Update(name, model, tokens); });
 }
 
 void Sessions::Update(const Name& name, const ModelPtr& model, const std::vector<int32_t>& tokens) {

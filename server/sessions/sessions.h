@@ -27,15 +27,15 @@ namespace epikv {
 PositionMode SessionPositions(const ServedModel& model, int64_t tokens);
 
 struct SessionsOptions {
-  int64_t bytes = 0;  // of all; 0: there are none
+  int64_t bytes = 0;                    // of all; 0: there are none
   absl::Duration ttl = absl::Hours(1);  // after which one that nobody used is forgotten
 };
 
 // Long conversations whose past is kept as episodes (EpiCache, arXiv 2509.17396): the past is
 // clustered, and for each cluster there is a packet of all of it, evicted to a budget by what that
 // cluster's passages attend to. A request goes on from the episode that its question is nearest to.
-// A session is a cache: a request brings its whole prompt, and what has been forgotten is read anew.
-// Thread-safe.
+// A session is a cache: a request brings its whole prompt, and what has been forgotten is read
+// anew. Thread-safe.
 class Sessions {
  public:
   // models: whose engines keep episodes up to date, as requests of low priority of the session's
@@ -101,7 +101,7 @@ class Sessions {
   Table sessions_ ABSL_GUARDED_BY(mu_);
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::weak_ptr<const ServedModel> building_ ABSL_GUARDED_BY(mu_);  // whose engine works for one
-  std::string building_id_ ABSL_GUARDED_BY(mu_);                   // of its request
+  std::string building_id_ ABSL_GUARDED_BY(mu_);                    // of its request
   int64_t updates_ ABSL_GUARDED_BY(mu_) = 0;
   TaskThread updating_;  // last: its tasks use all of this
 };

@@ -212,8 +212,8 @@ TEST_P(PacketTest, APausedSequenceGoesOn) {
     std::vector<int32_t> tokens = first.tokens;
     tokens.insert(tokens.end(), second.tokens.begin(), second.tokens.end());
     EXPECT_EQ(tokens, whole.tokens);
-    EXPECT_TRUE(std::equal(second.logprobs.begin(), second.logprobs.end(),
-                           whole.logprobs.begin() + pause));
+    EXPECT_TRUE(
+        std::equal(second.logprobs.begin(), second.logprobs.end(), whole.logprobs.begin() + pause));
   }
 }
 
@@ -224,8 +224,8 @@ TEST(PacketOfABudget, NeverHoldsMoreThanWasReserved) {
   EngineHarness harness(ModelPath("gqa"), {.prefill_chunk_tokens = 32, .end_tokens = false});
   const std::vector<int32_t> text = Text(harness.manifest(), 300, 59);
   const auto packet = PacketFrom(harness, Part(text, 0, 100));
-  const auto ragged = PacketFrom(harness, Part(text, 100, 250),
-                                 {.policy = "snapkv", .budget = int64_t{48}});
+  const auto ragged =
+      PacketFrom(harness, Part(text, 100, 250), {.policy = "snapkv", .budget = int64_t{48}});
   EXPECT_EQ(ragged->TableOf(0).rows(), 48);
   for (const std::string policy : {"snapkv", "keydiff", "ada_kv", "streaming_llm", "full"}) {
     if (FindPolicy(AllPolicies(), policy) == nullptr) continue;
@@ -236,9 +236,8 @@ TEST(PacketOfABudget, NeverHoldsMoreThanWasReserved) {
     options.stop.max_output_tokens = 60;
     options.kv.policy = policy;
     if (policy != "full") options.kv.budget = int64_t{80};
-    harness.OnStep([&] {
-      ASSERT_LE(harness.executor().used_bytes(), harness.engine().ledger().reserved());
-    });
+    harness.OnStep(
+        [&] { ASSERT_LE(harness.executor().used_bytes(), harness.engine().ledger().reserved()); });
     const Request request = std::get<Request>(harness.admission().Resolve(options));
     const Transcript run = harness.Run(options);
     ASSERT_TRUE(run.ok()) << policy << ": " << run.finished->status;
@@ -281,8 +280,8 @@ TEST(PacketRefusals, SayWhatIsWrong) {
   EngineHarness rounded(ModelPath("gqa"), {.kv_dtype = KvDType::kInt8});
   EXPECT_THAT(rounded.Refusal(elsewhere).message, HasSubstr("another kv_dtype"));
 
-  const auto ragged = PacketFrom(harness, Part(text, 0, 90),
-                                 {.policy = "snapkv", .budget = int64_t{48}});
+  const auto ragged =
+      PacketFrom(harness, Part(text, 0, 90), {.policy = "snapkv", .budget = int64_t{48}});
   RequestOptions coarse;
   coarse.packets = {ragged};
   coarse.prompt = Part(text, 90, 100);

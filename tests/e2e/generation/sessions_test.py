@@ -97,9 +97,7 @@ def test_a_long_forgotten_session_leaves_nothing(sample_model: Path) -> None:
             client.generate_once(said, session=Session("one", BUDGET), stop=STOP)
             updated(daemon, 0)
             sleep(1.1)
-            result = client.generate_once(
-                [*said, 5, 6], session=Session("one", BUDGET), stop=STOP
-            )
+            result = client.generate_once([*said, 5, 6], session=Session("one", BUDGET), stop=STOP)
             assert result.summary.kv.policy == "epicache"
 
 

@@ -114,7 +114,7 @@ def busy_world(files: Files) -> Iterator[World]:
         "--kv_tier_bytes=1000000",
         "--packet_bytes=2000000",
         "--session_bytes=4000000",
-        f"--packet_dir={files.store.parent / "packets"}",
+        f"--packet_dir={files.store.parent / 'packets'}",
         "--outbox_messages=8",
         "--outbox_bytes=1024",
         "--stream_stall_seconds=600",

@@ -50,8 +50,8 @@ struct Ask {
   // on its own.
   int64_t packets = 0;
   bool evicted_packets = false;
-  int64_t forced = 0;                // tokens to score; 0: it generates
-  RequestOptions options;            // without id, prompt, forced, constraint, deadline
+  int64_t forced = 0;      // tokens to score; 0: it generates
+  RequestOptions options;  // without id, prompt, forced, constraint, deadline
   std::optional<ConstraintText> constraint;
   bool idle = false;  // by SubmitIdle, once nothing is live
   std::optional<int64_t> cancel_after, deadline_after;

@@ -46,8 +46,7 @@ def facts(message: Summary, slack: int = 0) -> list[tuple[str, str]]:
         facts.append(
             (
                 "tokens",
-                f"{message.usage.prompt_tokens} in{told}, "
-                f"{message.usage.output_tokens} out",
+                f"{message.usage.prompt_tokens} in{told}, {message.usage.output_tokens} out",
             )
         )
     kv, timings = message.kv, message.timings
