@@ -15,7 +15,7 @@ from typing import Self
 
 import grpc
 import pytest
-from epikv import Accepted, Client, Delta, Event, Kv, Output, RpcError, Stop, Stream
+from epikv import Accepted, Client, Delta, Event, Kv, Output, RpcError, Session, Stop, Stream
 from epikv.testing import PACED, Daemon
 from epikv.v1 import generation_pb2, generation_pb2_grpc
 from leaving import (
@@ -47,6 +47,8 @@ TIERED = (
     Kv("h2o", 76, tier_tokens=200, guard=16),
     Kv("sliding", 76, read_tokens=48),
 )
+TASK_LONG = TASK.prompt * 8
+SESSIONS = ("--session_bytes=400000000",)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class State:
     holds_kv: bool = True
     has_tokens: bool = True
     draining: bool = False
+    sessions: bool = False  # of each client one, which chooses the policy
 
 
 def all_are_paused(watch: Watch) -> bool:
@@ -79,12 +82,18 @@ STATES = {
     "queued": State(
         all_wait, flags=("--max_running_requests=1",), holds_kv=False, has_tokens=False
     ),
-    "prefilling": State(all_have_chunks, prompt=TASK.prompt * 8, has_tokens=False),
+    "prefilling": State(all_have_chunks, prompt=TASK_LONG, has_tokens=False),
     "decoding": State(all_run, first="delta"),
     "evicting": State(all_run, first="eviction", kv=EVICTING),
     "tiered": State(all_run, first="eviction", kv=TIERED, flags=("--kv_tier_bytes=400000000",)),
     "passing": State(
-        all_have_chunks, prompt=TASK.prompt * 8, kv=(Kv("epicache", 76),), has_tokens=False
+        all_have_chunks, prompt=TASK_LONG, kv=(Kv("epicache", 76),), has_tokens=False
+    ),
+    "beginning a session": State(
+        all_have_chunks, prompt=TASK_LONG, flags=SESSIONS, has_tokens=False, sessions=True
+    ),
+    "answering in a session": State(
+        all_run, prompt=TASK_LONG, first="delta", flags=SESSIONS, sessions=True
     ),
     "outbox_full": State(all_are_paused, kv=EVICTING, paced=True),
     "draining": State(all_run_on, first="delta", kv=WHOLE + EVICTING, draining=True),
@@ -143,12 +152,14 @@ class Crowd:
 
 
 def request_of(state: State, i: int) -> generation_pb2.GenerateRequest:
-    return generation_pb2.GenerateRequest(
-        request_id=str(i),
-        text=state.prompt,
-        kv=state.kv[i % len(state.kv)].to_proto(),
-        output=Output(kv_trace=True).to_proto(),
+    request = generation_pb2.GenerateRequest(
+        request_id=str(i), text=state.prompt, output=Output(kv_trace=True).to_proto()
     )
+    if state.sessions:
+        request.session.CopyFrom(Session(f"of {i}", 76).to_proto())
+    else:
+        request.kv.CopyFrom(state.kv[i % len(state.kv)].to_proto())
+    return request
 
 
 @dataclass
@@ -212,6 +223,7 @@ class Scene:
             return
         assert text_alone(self.daemon) == self.alone
         expect_empty(watch)
+        assert watch.now("epikv_sessions") == watch.now("epikv_session_bytes") == 0
 
 
 @pytest.mark.parametrize("way", CODES)

@@ -15,14 +15,21 @@ from epikv_lab.sample.measure import (
     DECORATED,
     DECORATORS,
     EVALUATIONS,
+    FAR,
+    FETCH,
+    GUARD,
+    GUARDED,
     LOOKAHEAD,
     MODELS,
     WIDTHS,
     decorated,
     rounded,
     scores_of,
+    varied,
     with_lookahead,
 )
+from epikv_lab.sample.packets import ALONE, RANDOM_ROWS, TRAINED, TURN, UNREAD
+from epikv_lab.sample.packets import NAME as PACKETS
 from epikv_lab.sample.reproduction import verdict
 from epikv_lab.sample.scores import NOT_RUN, Score, budgets_of, solved, table_row
 
@@ -30,6 +37,7 @@ PAGE = MODELS.parent / "lab" / "CLAIMS.md"
 NEAR = 0.05  # as good as another: at worst so much below it
 TOURNAMENT, PROMPT = "tournament", "claims-prompt"
 DECORATING, STEERING, WIDTH = "claims-decorators", "claims-steering", "claims-widths"
+GUARDING, FETCHING, EPISODIC = "claims-guard", "claims-far", "claims-episodes"
 
 Scores = dict[str, list[Score]]  # by seed
 
@@ -75,6 +83,7 @@ PROMPTS = (
     Claim("KVzip over SnapKV", "", f"kvzip:chunk={CHUNK}", "snapkv"),
     Claim("KVzip+ over KVzip", "", f"kvzip_plus:chunk={CHUNK}", f"kvzip:chunk={CHUNK}"),
 )
+EPISODES = (Claim("EpiCache over SnapKV", "better at any budget", "epicache", "snapkv"),)
 _THEIRS = {
     "caote": "always improves what it is added to",
     "inertia": "outweighs the choice of a score",
@@ -95,6 +104,13 @@ def parts() -> dict[str, Callable[[], str]]:
         "decorator-claims": lambda: table(scores_of(DECORATING), DECORATIONS),
         "steering-claims": lambda: steering(scores_of(STEERING)),
         "width-claims": lambda: widths(scores_of(WIDTH)),
+        "guard-claims": lambda: beneath(
+            scores_of(GUARDING), (*GUARDED, RANDOM), GUARD, "25%", "50%"
+        ),
+        "far-claims": lambda: beneath(scores_of(FETCHING), FAR, FETCH, "15%", "25%"),
+        "episode-claims": lambda: table(scores_of(EPISODIC), EPISODES),
+        "episode-cells": lambda: cells(scores_of(EPISODIC)),
+        "packet-claims": lambda: packets(scores_of(PACKETS)),
     }
 
 
@@ -154,6 +170,53 @@ def steering(scores: Scores) -> str:
 def widths(scores: Scores) -> str:
     """The same, of rows that are rounded, beside the full cache."""
     return _beside(scores, {FULL: [rounded(width) for width in WIDTHS]})
+
+
+def beneath(
+    scores: Scores, arms: Sequence[str], fields: Mapping[str, int], less: str, more: str
+) -> str:
+    """What each arm solves at the smaller budget with a tier beneath it, beside itself without one,
+    there and at the larger budget."""
+    if not scores:
+        return NOT_RUN
+    pooled = _pooled(scores)
+    told = ", ".join(f"`{field}` {value}" for field, value in fields.items())
+    lines = [
+        table_row("policy", less, f"{less} and a tier", "gain", more, f"gain over {more}"),
+        table_row(*["---"] * 6),
+    ]
+    for arm in arms:
+        tiered = solved(pooled, varied(arm, fields), less)
+        at_less, at_more = solved(pooled, arm, less), solved(pooled, arm, more)
+        gains = [_told(difference(tiered, plain)) for plain in (at_less, at_more)]
+        row = _share(at_less), _share(tiered), gains[0], _share(at_more), gains[1]
+        lines.append(table_row(f"`{arm}`", *row))
+    return "\n".join([*lines, "", f"The tier: {told}. {_count(scores)}"])
+
+
+def packets(scores: Scores) -> str:
+    """What is solved over documents that are read in each way, by family, and the share of right
+    parts."""
+    if not scores:
+        return NOT_RUN
+    pooled = _pooled(scores)
+    families = list(dict.fromkeys(score.task for score in pooled))
+    lines = [
+        table_row("documents", *families, "right parts", "solved over packets alone"),
+        table_row(*["---"] * (len(families) + 3)),
+    ]
+    alone = solved(pooled, ALONE, "")
+    for arm in (TURN, TRAINED, RANDOM_ROWS, ALONE, UNREAD):
+        of_arm = [score for score in pooled if score.arm == arm]
+        shares = [
+            _share([hit for score in of_arm if score.task == task for hit in score.hits])
+            for task in families
+        ]
+        right = f"{fmean(score.answers for score in of_arm):.2f}"
+        gain = "" if arm == ALONE else _told(difference(solved(pooled, arm, ""), alone))
+        lines.append(table_row(arm, *shares, right, gain))
+    count = len(alone) // len(families)
+    return "\n".join([*lines, "", f"Problems a cell: {count} ({', '.join(scores)})."])
 
 
 def _beside(scores: Scores, arms: Mapping[str, Sequence[str]]) -> str:

@@ -122,6 +122,18 @@ def gates(seeds: tuple[str, ...], out: Path) -> None:
 
 
 @click.command()
+@click.option("--seed", "seeds", multiple=True, help="Only this one, of tools/sample_model.")
+@OUT
+def packets(seeds: tuple[str, ...], out: Path) -> None:
+    """Train soft tokens for every seed, and measure answers over packets of documents."""
+    from epikv_lab.sample.measure import folders
+    from epikv_lab.sample.packets import measure
+
+    for seed in folders(seeds):
+        measure(seed, out / "packets" / seed.name)
+
+
+@click.command()
 @click.argument(
     "name", type=click.Choice(["tournament", "pair", "lengths", "reproduction", "claims"])
 )
