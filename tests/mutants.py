@@ -708,7 +708,7 @@ MUTANTS = [
     Mutant(
         "the sequence that parts keeps the whole reservation",
         "runtime/engine/engine.cc",
-        "if (item.ends_prefill || item.pass) {\n    ledger_.Shrink",
+        "if ((item.ends_prefill || item.pass) && s.cached == s.request.prefill_tokens()) {\n    ledger_.Shrink",
         "if (item.ends_prefill && item.completions == 1) {\n    ledger_.Shrink",
         "runtime_test",
         "*Completions*",

@@ -86,9 +86,7 @@ STATES = {
     "decoding": State(all_run, first="delta"),
     "evicting": State(all_run, first="eviction", kv=EVICTING),
     "tiered": State(all_run, first="eviction", kv=TIERED, flags=("--kv_tier_bytes=400000000",)),
-    "passing": State(
-        all_have_chunks, prompt=TASK_LONG, kv=(Kv("epicache", 76),), has_tokens=False
-    ),
+    "passing": State(all_have_chunks, prompt=TASK_LONG, kv=(Kv("epicache", 76),), has_tokens=False),
     "beginning a session": State(
         all_have_chunks, prompt=TASK_LONG, flags=SESSIONS, has_tokens=False, sessions=True
     ),

@@ -161,6 +161,13 @@ SCRIPT: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         | {"model": "fake", "request_id": "s", "timeout": 20},
     ),
     ("score", (CHAT, "text"), {}),
+    (
+        "create_packet",
+        ("one two",),
+        {"soft_tokens": True, "packets": ["sha256:0"], "kv": Kv("full"), "model": "fake"},
+    ),
+    ("packets", (), {"model": "fake", "tenant": "t"}),
+    ("delete_packet", ("sha256:1f",), {"tenant": "t"}),
     ("cancel", ("r9",), {}),
     ("tokenize", ("a bb",), {}),
     ("tokenize", ("a bb",), {"add_special_tokens": False, "model": "fake"}),
@@ -233,7 +240,7 @@ def test_every_call_asks_and_answers_the_same() -> None:
         assert fake.tokens == tokens == ["Bearer secret"] * len(SCRIPT)
     for (name, _, _), answer, other in zip(SCRIPT, answers, others, strict=True):
         assert answer == other, name
-        assert answer or name in ("wait_ready", "cancel"), name
+        assert answer or name in ("wait_ready", "cancel", "delete_packet"), name
     assert {name for name, _, _ in SCRIPT} | {"close"} == public(Client).keys()
 
 

@@ -11,7 +11,8 @@ POLICIES = (ROOT / "policies" / "README.md").read_text()
 TOURNAMENT = (ROOT / "tools" / "sample_model" / "TOURNAMENT.md").read_text()
 FIVE = ["expected_attention", "cur", "epikv_probe", "keydiff", "sliding"]
 TRACE = ["75%", "50%", "35%", "25%", "15%"]
-# What makes a policy refuse positions = cache, and compute its whole prompt: admission.cc and request.cc.
+# What makes a policy refuse positions = cache, and compute its whole prompt: admission.cc and request.cc;
+# at a prompt's end its newest queries are enough (prefix_cache.cc).
 READS_ROWS = {"keys", "queries", "query_moments"}
 NEEDS_FORWARD = {
     "prompt_attention",
@@ -193,7 +194,15 @@ def test_those_no_better_than_random_are_named() -> None:
             {name for name in REGISTRY if prompt_eviction(name) == "refuses"} | {"h2o"},
         ),
         ("**`positions = cache`** is", {name for name in REGISTRY if signals(name) & READS_ROWS}),
-        ("**Cached prefixes** are not", {n for n in REGISTRY if signals(n) & NEEDS_FORWARD}),
+        (
+            "**Cached prefixes** are not",
+            {
+                name
+                for name in REGISTRY
+                if (seen := signals(name) & NEEDS_FORWARD)
+                and not (prompt_eviction(name) == "at_end" and seen == {"queries"})
+            },
+        ),
     ],
 )
 def test_who_refuses_is_told_whole(beginning: str, expected: set[str]) -> None:

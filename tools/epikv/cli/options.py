@@ -168,7 +168,6 @@ _KV = (
     click.option(
         "--tier-bits",
         type=click.Choice(["8", "4"]),
-        default="0",
         help="Round them there to so many bits; default: not at all.",
     ),
     click.option(
@@ -218,7 +217,7 @@ def take_kv(options: dict[str, Any]) -> Kv:
         read_tokens=options.pop("read_tokens"),
         tier_tokens=options.pop("tier_tokens"),
         tier_fetch=options.pop("tier_fetch"),
-        tier_bits=int(options.pop("tier_bits")),
+        tier_bits=int(options.pop("tier_bits") or 0),
         guard=options.pop("guard"),
         cache_salt=options.pop("cache_salt"),
         bypass_prefix_cache=options.pop("bypass_prefix_cache"),
