@@ -13,6 +13,32 @@ int64_t PeakByChunk(int64_t prefill, int64_t budget, int64_t chunk) {
   return std::max(in_last_part, std::min(budget, whole - chunk) + chunk);
 }
 
+// Of lanes that share budgets, behind packets that may leave them unequal. No lane is held to its
+// own budget then, and all share their room evenly (SequenceCache::ShareRoom): sums count, and what
+// a lane holds until its first round.
+void DemandTogether(const Request& request, const std::vector<int64_t>& budgets, int64_t longest,
+                    int64_t chunk, int64_t scratch, KvDemand& demand) {
+  const int64_t prefill = request.prefill_tokens(), slack = request.traits.slack;
+  const bool by_chunk = request.traits.prompt == PromptEviction::kByChunk;
+  const int64_t first = std::min(prefill, (request.packet_tokens / chunk + 1) * chunk);
+  const auto lanes = std::ssize(budgets);
+  int64_t budget = 0, missing = 0;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    budget += budgets[lane];
+    missing += request.MissingOf(lane);
+  }
+  const bool fits = prefill * lanes - missing <= budget + chunk * lanes;
+  const bool never_evicts = longest * lanes - missing <= budget + (slack + 1) * lanes;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const int64_t gone = request.MissingOf(lane), held = prefill - gone;
+    const int64_t decode = never_evicts ? longest - gone : budgets[lane] + slack + 1;
+    const int64_t while_prefilling =
+        !by_chunk || fits ? held : std::max(budgets[lane] + chunk, first - gone);
+    demand.prefill[lane] = std::max(while_prefilling + scratch, decode);
+    demand.decode[lane] = decode;
+  }
+}
+
 }  // namespace
 
 int64_t ScratchRows(const ScratchPass& pass, int64_t prefill) {
@@ -49,6 +75,9 @@ KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, i
     demand.budget.push_back(budget);
     demand.prefill.push_back(std::max(while_prefilling + scratch, while_decoding));
     demand.decode.push_back(while_decoding);
+  }
+  if (request.traits.evicts && request.traits.pool != Pool::kLane && request.packet_tokens > 0) {
+    DemandTogether(request, budgets, longest, chunk, scratch, demand);
   }
   int64_t step_rows = std::min(prefill, chunk);
   if (demand.passes && pass.chunk > 0) step_rows = std::max(step_rows, ScratchPass::kStepTokens);

@@ -133,6 +133,17 @@ void Resolver::CheckPackets(const KvLayout& layout) {
                                  "' measures tokens as the model reads them, and those of packets "
                                  "were read before"));
   }
+  const bool evicted =
+      std::any_of(request_.packets.begin(), request_.packets.end(), [](const auto& packet) {
+        return packet->rows() < packet->num_tokens() * packet->num_lanes();
+      });
+  const PolicyTraits& traits = request_.traits;
+  if (evicted && traits.pass.chunk > 0 && traits.prompt == PromptEviction::kAtEnd) {
+    violations_.Add("kv.policy",
+                    absl::StrCat("policy '", request_.spec->name,
+                                 "' looks at a whole prompt, and of a packet some tokens were "
+                                 "evicted"));
+  }
   const bool ragged = std::any_of(
       request_.packets.begin(), request_.packets.end(),
       [&](const auto& packet) { return std::ssize(packet->tables) > layout.num_tables; });
@@ -638,8 +649,11 @@ void Resolver::ResolveProtectionAndDemand() {
   request_.demand.prefill_bytes += PromptLogitBytes();
   CheckOutgrown();
   CheckRound(longest);
-  const int64_t rows = prompt + ScratchRows(request_.traits.pass, prompt);
-  if (request_.demand.passes && request_.traits.pass.chunk > 0 &&
+  const ScratchPass& pass = request_.traits.pass;
+  const int64_t rows = prompt + ScratchRows(pass, prompt);
+  // Behind what is left of a prompt its positions are those of CheckOutgrown.
+  const bool behind_rest = OutgrowsContext() && request_.traits.prompt == PromptEviction::kByChunk;
+  if (request_.demand.passes && pass.chunk > 0 && !behind_rest &&
       rows > admission_.manifest().context_length) {
     violations_.Add(
         "kv.policy_params.chunk",

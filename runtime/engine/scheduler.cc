@@ -21,7 +21,7 @@ int64_t NextChunk(const SequenceView& sequence, int64_t room, const SchedulerOpt
   const int64_t to_boundary =
       options.prefill_chunk_tokens - sequence.cached_tokens % options.prefill_chunk_tokens;
   if (options.fixed_chunk_tokens == 0) return std::min({left, to_boundary, room});
-  const int64_t chunk = std::min(left, options.fixed_chunk_tokens);
+  const int64_t chunk = std::min({left, to_boundary, options.fixed_chunk_tokens});
   return chunk <= room ? chunk : 0;
 }
 

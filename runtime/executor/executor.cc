@@ -258,6 +258,7 @@ absl::StatusOr<int64_t> Executor::LoadPackets(OpenSequence& sequence) {
     if (!observed.ok()) return observed;
     cached += packet->num_tokens();
   }
+  sequence.cache.ShareRoom();  // a packet's lanes may be unequal
   return cached;
 }
 

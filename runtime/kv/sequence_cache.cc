@@ -4,6 +4,7 @@
 #include <cmath>
 #include <map>
 #include <numeric>
+#include <stdexcept>
 
 #include "absl/strings/str_cat.h"
 #include "policies/rounding.h"
@@ -345,7 +346,7 @@ int64_t SequenceCache::Evict(const Slots& slots, bool leave_hole) {
     entries += static_cast<int64_t>(slots[t].size()) * LanesPerTable();
   }
   pool_.Copy(moves);
-  if (SharesBudgets()) LayOut(ShareOut(std::reduce(capacity_.begin(), capacity_.end())));
+  ShareRoom();
   return entries;
 }
 
@@ -355,6 +356,7 @@ std::vector<int64_t> SequenceCache::ShareOut(int64_t rows) const {
     capacity[lane] = tables_[lane / LanesPerTable()].used();
     rows -= capacity[lane];
   }
+  if (rows < 0) throw std::logic_error("lanes hold more rows than they have room for together");
   for (int64_t& c : capacity) c += rows / std::ssize(capacity);
   // What does not share out evenly is the next round's: lost each time, it would be lanes' room.
   capacity.back() += rows % std::ssize(capacity);
@@ -391,6 +393,10 @@ void SequenceCache::AddMoves(int64_t table, absl::Span<const SlotTable::Copy> co
       moves.push_back({.from = first + copy.from, .to = first + copy.to, .count = 1});
     }
   }
+}
+
+void SequenceCache::ShareRoom() {
+  if (SharesBudgets()) LayOut(ShareOut(std::reduce(capacity_.begin(), capacity_.end())));
 }
 
 void SequenceCache::ShrinkToDecode() {

@@ -158,6 +158,8 @@ class SequenceCache {
   // Drops the tokens in these slots. Returns the number of entries removed.
   int64_t Evict(const Slots& slots, bool leave_hole);
 
+  // Lanes that share budgets get as much free room each.
+  void ShareRoom();
   // Packs the lanes to their decode capacities and gives the surplus back to the pool.
   void ShrinkToDecode();
   bool SharesBudgets() const { return TablesPerPool() > 1; }

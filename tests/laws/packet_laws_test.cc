@@ -247,6 +247,51 @@ TEST(PacketOfABudget, NeverHoldsMoreThanWasReserved) {
   }
 }
 
+// Packets of any length, whole, evicted and with unequal lanes, under policies that evict while a
+// prompt is cached or whose lanes share budgets.
+TEST(PacketOfABudget, LeavesRoomForWhatFollows) {
+  for (const bool deterministic : {false, true}) {
+    EngineHarness harness(
+        ModelPath("gqa"),
+        {.prefill_chunk_tokens = 32, .deterministic = deterministic, .end_tokens = false});
+    harness.OnStep(
+        [&] { ASSERT_LE(harness.executor().used_bytes(), harness.engine().ledger().reserved()); });
+    const std::vector<int32_t> text = Text(harness.manifest(), 300, 67);
+    int64_t ran = 0;
+    for (const int64_t size : {10, 40, 66, 130}) {
+      std::vector<std::shared_ptr<const Packet>> packets = {
+          PacketFrom(harness, Part(text, 0, size))};
+      if (size > 60) {
+        for (const std::string by : {"snapkv", "sliding", "laprox", "epicache"}) {
+          packets.push_back(
+              PacketFrom(harness, Part(text, 0, size), {.policy = by, .budget = int64_t{40}}));
+        }
+      }
+      for (const std::shared_ptr<const Packet>& packet : packets) {
+        for (const std::string policy : {"random_attention", "sliding", "keydiff", "laprox",
+                                         "kvzip", "epicache", "snapkv", "random"}) {
+          for (const int64_t budget : {48, 60, 90, 150}) {
+            for (const int64_t output : {1, 8, 60}) {
+              RequestOptions options;
+              options.packets = {packet};
+              options.prompt = Part(text, 150, 150 + (output == 8 ? 20 : 120));
+              options.stop.max_output_tokens = output;
+              options.kv = {.policy = policy, .budget = budget};
+              options.kv.protection.prompt = false;
+              if (std::holds_alternative<Rejection>(harness.admission().Resolve(options))) continue;
+              const Transcript run = harness.Run(options);
+              ASSERT_TRUE(run.ok())
+                  << policy << " " << budget << " behind " << size << ": " << run.finished->status;
+              ++ran;
+            }
+          }
+        }
+      }
+    }
+    EXPECT_GT(ran, 500);
+  }
+}
+
 TEST(PacketRefusals, SayWhatIsWrong) {
   EngineHarness harness(ModelPath("gqa"));
   const std::vector<int32_t> text = Text(harness.manifest(), 100, 61);
@@ -287,6 +332,8 @@ TEST(PacketRefusals, SayWhatIsWrong) {
   coarse.prompt = Part(text, 90, 100);
   coarse.kv = {.policy = "streaming_llm", .budget = int64_t{48}};
   EXPECT_THAT(harness.Refusal(coarse).message, HasSubstr("keeps the same in all of them"));
+  coarse.kv = {.policy = "kvzip", .budget = int64_t{48}};
+  EXPECT_THAT(harness.Refusal(coarse).message, HasSubstr("some tokens were evicted"));
 }
 
 // Rows of soft tokens that are some tokens' embeddings make a prompt of these tokens.
