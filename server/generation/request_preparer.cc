@@ -182,13 +182,14 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
                   .session = std::move(session)};
 }
 
-// Behind a conversation's beginning the model reads what has been said since, with all of the
-// cache; where nothing is known of a long one, its question chooses what is left of it.
+// Behind a conversation's beginning the model reads what has been said since, and keeps all of that
+// if it is little. Where it is much, or nothing is known of a long conversation, the question
+// chooses what is left of it.
 std::shared_ptr<AskedSession> RequestPreparer::GoOn(CallScope& scope,
                                                     const v1::GenerateRequest& message,
                                                     const ServedModel& model, AskedRequest& asked) {
   constexpr size_t kMostIdBytes = 128;
-  constexpr int64_t kLeastBudget = 64, kMostEpisodes = 16, kQuestionTokens = 64;
+  constexpr int64_t kLeastBudget = 64, kMostEpisodes = 16, kQuestionTokens = 64, kLittle = 512;
   const v1::SessionOptions& session = message.session();
   RequestOptions& options = asked.options;
   const size_t faults = asked.violations.size();
@@ -238,9 +239,10 @@ std::shared_ptr<AskedSession> RequestPreparer::GoOn(CallScope& scope,
     scope.frontend().metrics.OnSessionRequest(Metrics::SessionStart::kEpisode);
     options.packets = {std::move(start.episode)};
     options.prompt.erase(options.prompt.begin(), options.prompt.begin() + start.tokens);
-    return going_on;
+    if (size - start.tokens <= kLittle) return going_on;
+  } else {
+    scope.frontend().metrics.OnSessionRequest(Metrics::SessionStart::kAnew);
   }
-  scope.frontend().metrics.OnSessionRequest(Metrics::SessionStart::kAnew);
   options.kv.policy = "epicache";
   options.kv.budget = name.budget;
   options.kv.params = {{"query", std::vector<int64_t>(question.begin(), question.end())}};

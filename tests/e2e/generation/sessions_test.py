@@ -69,8 +69,23 @@ def test_a_conversation_goes_on_in_a_fixed_peak(server: Daemon) -> None:
         page = scrape(server.metrics)
         assert page.total("epikv_sessions") == 1
         assert 0 < page.total("epikv_session_bytes") < 100_000_000
-        assert page.total("epikv_session_requests_total", start="whole") == 2
+        assert page.total("epikv_session_requests_total", start="whole") == 1
+        assert page.total("epikv_session_requests_total", start="anew") == 1
         assert page.total("epikv_session_requests_total", start="episode") >= 5
+
+
+def test_much_that_is_new_is_read_within_the_peak(server: Daemon) -> None:
+    with server.client() as client:
+        said = talk(client, 1100)
+        before = scrape(server.metrics).total("epikv_session_updates_total")
+        session = Session("leaps", BUDGET)
+        client.generate_once(said[:400], session=session, stop=STOP)
+        first = updated(server, before)
+        result = client.generate_once(said, session=session, stop=STOP)
+        updated(server, first)
+        assert result.summary.usage.packet_prompt_tokens > 350, "it goes on from an episode"
+        assert result.summary.kv.policy == "epicache"
+        assert result.summary.kv.peak_tokens <= BUDGET + 32 + 64 + 32
 
 
 def test_what_is_forgotten_is_read_anew(server: Daemon) -> None:
@@ -79,6 +94,8 @@ def test_what_is_forgotten_is_read_anew(server: Daemon) -> None:
         before = scrape(server.metrics).total("epikv_session_updates_total")
         client.generate_once(said[:500], session=Session("two", BUDGET), stop=STOP)
         updated(server, before)
+        result = client.generate_once(said[:520], session=Session("two", BUDGET), stop=STOP)
+        assert result.summary.usage.packet_prompt_tokens > 0
         # Another beginning, another budget, another name: nothing is known.
         for prompt, session in (
             ([5, *said[:500]], Session("two", BUDGET)),
@@ -89,8 +106,6 @@ def test_what_is_forgotten_is_read_anew(server: Daemon) -> None:
             assert result.summary.usage.packet_prompt_tokens == 0
             assert result.summary.kv.policy == "epicache"
             assert result.summary.kv.evicted_tokens > 0
-        result = client.generate_once(said[:520], session=Session("two", BUDGET), stop=STOP)
-        assert result.summary.usage.packet_prompt_tokens > 0
 
 
 def test_a_long_forgotten_session_leaves_nothing(sample_model: Path) -> None:
