@@ -18,6 +18,7 @@ from epikv.v1 import (
     experiment_pb2,
     generation_pb2,
     model_pb2,
+    packet_pb2,
     policy_pb2,
     tokenization_pb2,
 )
@@ -167,12 +168,20 @@ def refused(daemon: Daemon, token: str) -> bool:
             return True
 
 
+SERVICES = (
+    experiment_pb2,
+    generation_pb2,
+    model_pb2,
+    packet_pb2,
+    policy_pb2,
+    tokenization_pb2,
+)
+
+
 def test_no_method_of_ours_answers_without_a_token(guarded: tuple[Daemon, Path, str]) -> None:
     daemon = guarded[0]
     services = [
-        service
-        for module in (experiment_pb2, generation_pb2, model_pb2, policy_pb2, tokenization_pb2)
-        for service in module.DESCRIPTOR.services_by_name.values()
+        service for module in SERVICES for service in module.DESCRIPTOR.services_by_name.values()
     ]
     with grpc.insecure_channel(daemon.grpc) as channel:
         reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

@@ -278,6 +278,7 @@ class Sandbox:
         for name in ("math500.jsonl", "aime24.jsonl"):
             (self.folder / name).write_text(f"{json.dumps(asked)}\n")
         (self.folder / "chat.txt").write_text("{problem}")
+        (self.folder / "report.txt").write_text(solved.prompt)
         (self.folder / "stdin").write_text("What is 2 + 3?\n")
         binary = find_binary()
         for name, program, of in (
@@ -349,7 +350,8 @@ def served(
 ) -> Iterator[dict[str, str]]:
     """The ports of a daemon that blocks ask which start none."""
     store = tmp_path_factory.mktemp("store") / "experiments.db"
-    with Daemon(sample_model, "--threads=1", f"--experiment_store={store}") as daemon:
+    flags = [f"--experiment_store={store}", "--packet_bytes=100000000", "--session_bytes=100000000"]
+    with Daemon(sample_model, "--threads=1", *flags) as daemon:
         addresses = (daemon.grpc, daemon.admin, daemon.metrics)
         ports = (address.rpartition(":")[2] for address in addresses)
         yield dict(zip(PORTS, ports, strict=True))
