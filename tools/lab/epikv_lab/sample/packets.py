@@ -35,15 +35,15 @@ SOFT_TOKENS = ("--rate=5e-3", "--problems=150", f"--documents={DOCUMENTS}")
 _UNTRAINED = ("--steps=1", "--rate=1e-12", "--problems=10", f"--documents={DOCUMENTS}")
 
 
-def train(seed: Path, out: Path, settings: Sequence[str] = SOFT_TOKENS) -> None:
+def train(seed: Path, out: Path, work: Path, settings: Sequence[str] = SOFT_TOKENS) -> None:
     """Trains soft tokens for a seed's model, into `out`/packet.json, unless they are there. Exits as
-    the command does; the same call goes on."""
+    the command does; the same call goes on, from `work`."""
     out.mkdir(parents=True, exist_ok=True)
     file = out / "packet.json"
     if file.exists():
         return
     command = [sys.executable, "-c", "from epikv.cli import main; main()", "calibrate", "packet"]
-    command += [str(exported(seed)), "-o", str(file), *settings]
+    command += [str(exported(seed)), "-o", str(file), f"--work={work}", *settings]
     command += [f"--task=sample:{family}" for family in FAMILIES]
     if status := processes.start(command, end=signal.SIGTERM).wait():
         raise SystemExit(status)
@@ -51,8 +51,9 @@ def train(seed: Path, out: Path, settings: Sequence[str] = SOFT_TOKENS) -> None:
 
 def measure(seed: Path, out: Path) -> Path:
     """Trains what is missing, and writes the scores into the seed's folder."""
-    train(seed, seed / SHIPPED)
-    train(seed, out / "untrained", _UNTRAINED)
+    out.mkdir(parents=True, exist_ok=True)
+    train(seed, seed / SHIPPED, out / "trained.work")
+    train(seed, out / "untrained", out / "untrained.work", _UNTRAINED)
     scores = [
         *_scores(seed, seed / SHIPPED, (TURN, TRAINED, ALONE, UNREAD)),
         *_scores(seed, out / "untrained", (RANDOM_ROWS,)),
