@@ -134,8 +134,8 @@ class Reader {
     return reader;
   }
   Reader(Reader&& other) noexcept
-      : path_(std::move(other.path_)),
-        id_(std::move(other.id_)),
+      : path_(other.path_),
+        id_(other.id_),
         file_(std::exchange(other.file_, -1)),
         left_(other.left_),
         digest_(std::move(other.digest_)) {}

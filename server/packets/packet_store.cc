@@ -24,9 +24,8 @@ constexpr absl::Duration kRetryDelay = absl::Seconds(5);
 // Of a file that has no name yet and that nobody can be writing any more.
 constexpr absl::Duration kAbandoned = absl::Hours(1);
 
-absl::Status Full(std::string what) {
-  return WithRetryAfter(WithReason(absl::ResourceExhaustedError(std::move(what)), kPacketsFull),
-                        kRetryDelay);
+absl::Status Full(absl::string_view what) {
+  return WithRetryAfter(WithReason(absl::ResourceExhaustedError(what), kPacketsFull), kRetryDelay);
 }
 
 absl::Status NoSuch(const std::string& id) {

@@ -138,7 +138,8 @@ void Sessions::Extend(const Name& name, const ModelPtr& model, std::vector<int32
   // One task a session waits at most: the next request brings all that has come since.
   const std::string owner = absl::StrCat(name.tenant.size(), ":", name.tenant, name.id);
   if (updating_.Waiting(owner) > 0) return;
-  updating_.Post(owner, std::ssize(tokens),
+  const int64_t size = std::ssize(tokens);
+  updating_.Post(owner, size,
                  [this, name, model, tokens = std::move(tokens)] { Update(name, model, tokens); });
 }
 

@@ -83,7 +83,7 @@ PROMPTS = (
     Claim("KVzip over SnapKV", "", f"kvzip:chunk={CHUNK}", "snapkv"),
     Claim("KVzip+ over KVzip", "", f"kvzip_plus:chunk={CHUNK}", f"kvzip:chunk={CHUNK}"),
 )
-EPISODES = (Claim("EpiCache over SnapKV", "better at any budget", "epicache", "snapkv"),)
+EPISODES = (Claim("EpiCache over SnapKV", "up to +40 % accuracy", "epicache", "snapkv"),)
 _THEIRS = {
     "caote": "always improves what it is added to",
     "inertia": "outweighs the choice of a score",

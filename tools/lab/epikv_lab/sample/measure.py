@@ -65,7 +65,8 @@ DECORATORS = ("caote", "fast_caote", "vatp", "critical", "inertia", "twin")
 
 
 # What is dropped goes below the cache: there a guard brings it back, or attention reads of it.
-GUARDED = ("expected_attention", "dbtrimkv", "trimkv", "kvzap", "epikv_probe")  # the five best
+# The best of those that give tokens scores, each lane with a budget of its own.
+GUARDED = ("expected_attention", "trimkv", "cur", "keydiff", "h2o")
 GUARD = {"tier_tokens": 128, "guard": 32}  # a quarter of a trace
 FAR = ("sliding", "streaming_llm", "snapkv", "expected_attention", RANDOM)
 FETCH = {"tier_tokens": 1280, "tier_fetch": 48}  # all that is dropped; read is a tenth of a trace
@@ -253,6 +254,7 @@ def measure(name: str, seed: Path, out: Path, only: Sequence[str] = ()) -> Path:
     command += [f"--policy={policy}" for policy in only or of.policies(seed)]
     command += [f"--steering={coefficient}" for coefficient in of.steering]
     if of.variant:
+        command += ["--daemon-flag=kv_tier_bytes=1GiB"]
         command += ["--with", ",".join(f"{name}={value}" for name, value in of.variant.items())]
     process = processes.start(command, end=signal.SIGTERM, stdout=subprocess.DEVNULL)
     status = process.wait()
