@@ -92,8 +92,8 @@ Clustering Cluster(absl::Span<const Embedding> windows, int64_t count, std::mt19
 std::vector<Episode> EpisodesOf(absl::Span<const Embedding> windows, int64_t count) {
   count = std::min(count, std::ssize(windows));
   if (count == 0) return {};
-  std::mt19937_64 random(
-      kSeed);  // NOLINT(bugprone-random-generator-seed): the same for the same windows
+  // NOLINTNEXTLINE(bugprone-random-generator-seed): the same for the same windows
+  std::mt19937_64 random(kSeed);
   Clustering best;
   for (int i = 0; i < kTries; ++i) {
     Clustering tried = Cluster(windows, count, random);
