@@ -83,7 +83,7 @@ std::optional<KvFormat> FormatOf(const v1::PacketHead& head) {
 // operator's, but what they say is not believed.
 absl::StatusOr<std::unique_ptr<Packet>> EmptyPacket(const std::string& id,
                                                     const v1::PacketHead& head) {
-  constexpr int64_t kMost = 1 << 20;  // of anything that is counted
+  constexpr int64_t kMost = 1 << 13, kMostLanes = 1 << 16;  // so that no product below overflows
   const std::optional<KvFormat> format = FormatOf(head);
   if (!format.has_value()) return OfAnotherVersion(id);
   auto packet = std::make_unique<Packet>();
@@ -99,7 +99,7 @@ absl::StatusOr<std::unique_ptr<Packet>> EmptyPacket(const std::string& id,
     if (count < 1 || count > kMost) return Damaged(id, "its head has impossible sizes");
   }
   const int64_t tables = head.tables_size();
-  if (tables < 1 || (tables > 1 && tables != packet->num_layers && tables != packet->num_lanes())) {
+  if (packet->num_lanes() > kMostLanes || tables < 1 || (tables > 1 && tables != packet->num_layers && tables != packet->num_lanes())) {
     return Damaged(id, "its head has impossible sizes");
   }
   for (const v1::PacketHead::Table& table : head.tables()) {
