@@ -99,7 +99,8 @@ absl::StatusOr<std::unique_ptr<Packet>> EmptyPacket(const std::string& id,
     if (count < 1 || count > kMost) return Damaged(id, "its head has impossible sizes");
   }
   const int64_t tables = head.tables_size();
-  if (packet->num_lanes() > kMostLanes || tables < 1 || (tables > 1 && tables != packet->num_layers && tables != packet->num_lanes())) {
+  if (packet->num_lanes() > kMostLanes || tables < 1 ||
+      (tables > 1 && tables != packet->num_layers && tables != packet->num_lanes())) {
     return Damaged(id, "its head has impossible sizes");
   }
   for (const v1::PacketHead::Table& table : head.tables()) {
