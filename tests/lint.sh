@@ -14,6 +14,9 @@ if [ "${1:-}" = --fix ]; then
   python check --fix
   python format
 else
+  # pytest knows a test file by its name alone.
+  twice=$(git ls-files '*_test.py' | sed 's|.*/||' | sort | uniq -d)
+  [ -z "$twice" ] || { echo "more than one test file is named $twice" >&2; exit 1; }
   cpp --dry-run --Werror
   python check
   python format --check
