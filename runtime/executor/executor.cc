@@ -166,7 +166,7 @@ absl::StatusOr<int64_t> Executor::Open(SequenceId id, const Request& request,
     if (request.tier.tokens > 0) {
       sequence->tier = std::make_unique<SequenceTier>(
           sequence->cache.layout(), shape_, TierFormat{pool_.format(), request.tier.dtype},
-          request.tier.tokens, options_.open_tier);
+          request.tier.tokens, /*fetches=*/request.tier.fetch > 0, options_.open_tier);
     }
     sequence->policy = request.policy;
     if (request.traits.recalls) {

@@ -193,7 +193,7 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
   if (outcome.evicted_entries > 0) ++sequence.rounds;
   for (size_t t = 0; t < back.size(); ++t) {
     for (const Recalled& token : back[t]) {
-      SequenceTier::PutBack(token, sequence.cache, static_cast<int64_t>(t));
+      sequence.tier->PutBack(token, sequence.cache, static_cast<int64_t>(t));
     }
   }
   if (sequence.pages.has_value()) {  // a hole's page is bounded anew once it is filled

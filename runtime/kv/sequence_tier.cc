@@ -19,15 +19,17 @@ int64_t PagesOf(int64_t tokens) { return (tokens + kTierPage - 1) / kTierPage; }
 }  // namespace
 
 SequenceTier::SequenceTier(const KvLayout& layout, const ModelShape& shape,
-                           const TierFormat& format, int64_t tokens, TierOpener open)
+                           const TierFormat& format, int64_t tokens_per_table, bool fetches,
+                           TierOpener open)
     : layout_(layout),
       shape_(shape),
       format_(format),
-      tokens_(tokens),
+      tokens_(tokens_per_table),
+      fetches_(fetches),
       key_bytes_(format.pool.RowBytes(shape.key_width)),
       value_bytes_(format.pool.RowBytes(shape.value_width)),
       lanes_per_table_(layout.num_lanes / layout.num_tables),
-      bytes_(TierBytes(layout, shape, format, tokens)),
+      bytes_(TierBytes(layout, shape, format, tokens_per_table)),
       open_(std::move(open)),
       tables_(layout.num_tables),
       bounds_(layout.num_lanes) {
@@ -36,7 +38,7 @@ SequenceTier::SequenceTier(const KvLayout& layout, const ModelShape& shape,
 }
 
 std::unique_ptr<SequenceTier> SequenceTier::Clone() const {
-  auto copy = std::make_unique<SequenceTier>(layout_, shape_, format_, tokens_, open_);
+  auto copy = std::make_unique<SequenceTier>(layout_, shape_, format_, tokens_, fetches_, open_);
   std::vector<char> rows;
   for (int64_t lane = 0; lane < layout_.num_lanes && !failed_ && !copy->failed_; ++lane) {
     const int64_t filled = std::ssize(tables_[lane / lanes_per_table_].places);
@@ -71,7 +73,8 @@ bool SequenceTier::Write(Rows kind, int64_t lane, int64_t place, const char* row
   const int64_t width = WidthOf(kind), bytes = format_.RowBytes(width);
   const int64_t offset = OffsetOf(kind, lane, place);
   if (format_.same()) return Check(store_->Write(offset, row, bytes));
-  std::vector<char> packed(bytes);
+  thread_local std::vector<char> packed;
+  packed.resize(bytes);
   PackRow(row, packed.data(), width, format_);
   return Check(store_->Write(offset, packed.data(), bytes));
 }
@@ -129,23 +132,29 @@ char* SequenceTier::BoundsOf(int64_t lane, int64_t page) {
   return bounds_[lane].data() + page * PageBoundsBytes(shape_.key_width, format_.pool.model);
 }
 
-// Makes the bounds of the page that has this place, of all lanes of a table, by the rows that are
-// held.
-void SequenceTier::BoundPage(int64_t table, int64_t place) {
+// Makes the bounds of the pages that have these places, of all lanes of a table, by the rows that
+// are held.
+void SequenceTier::BoundPages(int64_t table, std::vector<int64_t> places) {
+  if (!fetches_) return;
+  std::vector<int64_t>& pages = places;
+  for (int64_t& place : pages) place /= kTierPage;
+  std::sort(pages.begin(), pages.end());
+  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
   const Table& own = tables_[table];
   const int64_t filled = std::ssize(own.places);
-  const int64_t page = place / kTierPage, first = page * kTierPage;
-  const int64_t count = std::min(kTierPage, filled - first);
-  std::vector<char> rows(count * key_bytes_);
-  for (int64_t lane = table * lanes_per_table_; lane < (table + 1) * lanes_per_table_; ++lane) {
+  std::vector<char> rows(kTierPage * key_bytes_);
+  for (int64_t lane = FirstLane(table); lane < FirstLane(table + 1); ++lane) {
     bounds_[lane].resize(PagesOf(filled) * PageBoundsBytes(shape_.key_width, format_.pool.model));
-    if (!Read(Rows::kKeys, lane, first, count, rows.data())) return;
-    bool fresh = true;
-    for (int64_t i = 0; i < count; ++i) {
-      if (own.places[first + i].index < 0) continue;
-      BoundRows(rows.data() + i * key_bytes_, 1, shape_.key_width, format_.pool, fresh,
-                BoundsOf(lane, page));
-      fresh = false;
+    for (const int64_t page : pages) {
+      const int64_t first = page * kTierPage, count = std::min(kTierPage, filled - first);
+      if (!Read(Rows::kKeys, lane, first, count, rows.data())) return;
+      bool fresh = true;
+      for (int64_t i = 0; i < count; ++i) {
+        if (own.places[first + i].index < 0) continue;
+        BoundRows(rows.data() + i * key_bytes_, 1, shape_.key_width, format_.pool, fresh,
+                  BoundsOf(lane, page));
+        fresh = false;
+      }
     }
   }
 }
@@ -165,9 +174,11 @@ void SequenceTier::Demote(const SequenceCache& cache, int64_t table,
   std::vector<int64_t> order(slots.begin(), slots.end());
   std::sort(order.begin(), order.end(),
             [index = from.index()](int64_t a, int64_t b) { return index[a] < index[b]; });
+  std::vector<int64_t> places;
   for (const int64_t slot : order) {
     const int64_t place = PlaceFor(own);
-    for (int64_t lane = table * lanes_per_table_; lane < (table + 1) * lanes_per_table_; ++lane) {
+    places.push_back(place);
+    for (int64_t lane = FirstLane(table); lane < FirstLane(table + 1); ++lane) {
       const LaneRows rows = cache.Lane(lane / shape_.num_kv_heads, lane % shape_.num_kv_heads);
       if (!Write(Rows::kKeys, lane, place, rows.keys + slot * key_bytes_) ||
           !Write(Rows::kValues, lane, place, rows.values + slot * value_bytes_)) {
@@ -184,10 +195,10 @@ void SequenceTier::Demote(const SequenceCache& cache, int64_t table,
     }
     own.at[token.index] = place;
     own.queue.emplace_back(place, token.order);
-    BoundPage(table, place);
     usage_.demoted += lanes_per_table_;
     ++held_;
   }
+  BoundPages(table, std::move(places));
 }
 
 std::vector<Recalled> SequenceTier::Take(int64_t table, absl::Span<const int32_t> tokens) {
@@ -196,20 +207,21 @@ std::vector<Recalled> SequenceTier::Take(int64_t table, absl::Span<const int32_t
   const absl::Time begin = SteadyNow();
   const auto timed = absl::MakeCleanup([&] { usage_.time += SteadyNow() - begin; });
   Table& own = tables_[table];
+  std::vector<int64_t> places;
   for (const int32_t index : tokens) {
     const auto found = own.at.find(index);
     const int64_t place = found->second;
     Token& token = own.places[place];
-    Recalled back{
-        .index = index,
-        .rope_position = token.rope_position,
-        .columns = std::move(token.columns),
-        .keys = {static_cast<size_t>(lanes_per_table_), std::vector<char>(key_bytes_)},
-        .values = {static_cast<size_t>(lanes_per_table_), std::vector<char>(value_bytes_)}};
+    places.push_back(place);
+    Recalled back{.index = index,
+                  .rope_position = token.rope_position,
+                  .columns = std::move(token.columns),
+                  .keys = std::vector<char>(lanes_per_table_ * key_bytes_),
+                  .values = std::vector<char>(lanes_per_table_ * value_bytes_)};
     for (int64_t i = 0; i < lanes_per_table_; ++i) {
-      const int64_t lane = table * lanes_per_table_ + i;
-      if (!Read(Rows::kKeys, lane, place, 1, back.keys[i].data()) ||
-          !Read(Rows::kValues, lane, place, 1, back.values[i].data())) {
+      const int64_t lane = FirstLane(table) + i;
+      if (!Read(Rows::kKeys, lane, place, 1, back.keys.data() + i * key_bytes_) ||
+          !Read(Rows::kValues, lane, place, 1, back.values.data() + i * value_bytes_)) {
         Usable();
         return taken;
       }
@@ -220,23 +232,22 @@ std::vector<Recalled> SequenceTier::Take(int64_t table, absl::Span<const int32_t
     token = {};
     own.at.erase(found);
     own.free.push_back(place);
-    BoundPage(table, place);
   }
+  BoundPages(table, std::move(places));
   if (std::ssize(own.queue) > 2 * std::ssize(own.at) + kTierPage) {
     std::erase_if(own.queue, [&](const auto& entry) { return !IsHeld(own, entry); });
   }
   return taken;
 }
 
-void SequenceTier::PutBack(const Recalled& token, SequenceCache& cache, int64_t table) {
-  const int64_t slot = cache.table(table).NextSlot(), lanes = std::ssize(token.keys);
-  for (int64_t i = 0; i < lanes; ++i) {
-    const int64_t lane = table * lanes + i, heads = cache.num_kv_heads();
+void SequenceTier::PutBack(const Recalled& token, SequenceCache& cache, int64_t table) const {
+  const int64_t slot = cache.table(table).NextSlot();
+  for (int64_t i = 0; i < lanes_per_table_; ++i) {
+    const int64_t lane = FirstLane(table) + i, heads = shape_.num_kv_heads;
     const LaneRows rows = cache.Lane(lane / heads, lane % heads);
-    std::memcpy(rows.keys + slot * std::ssize(token.keys[i]), token.keys[i].data(),
-                token.keys[i].size());
-    std::memcpy(rows.values + slot * std::ssize(token.values[i]), token.values[i].data(),
-                token.values[i].size());
+    std::memcpy(rows.keys + slot * key_bytes_, token.keys.data() + i * key_bytes_, key_bytes_);
+    std::memcpy(rows.values + slot * value_bytes_, token.values.data() + i * value_bytes_,
+                value_bytes_);
   }
   cache.Insert(table, token.index, token.rope_position, token.columns);
 }

@@ -27,7 +27,7 @@ struct FarRows {
 struct Recalled {
   int32_t index = 0, rope_position = 0;
   std::vector<float> columns;
-  std::vector<std::vector<char>> keys, values;  // of each lane, one row
+  std::vector<char> keys, values;  // [lanes of the table] rows
 };
 
 // Below a sequence's lanes: tokens that were evicted. Attention can read of them, and they can come
@@ -38,9 +38,9 @@ struct Recalled {
 // if there were no tier. On the CPU. Engine thread; Fetch may be called by several at a time.
 class SequenceTier {
  public:
-  // layout: of the cache. tokens: of each table.
+  // layout: of the cache. fetches: whether Fetch is called.
   SequenceTier(const KvLayout& layout, const ModelShape& shape, const TierFormat& format,
-               int64_t tokens, TierOpener open);
+               int64_t tokens_per_table, bool fetches, TierOpener open);
   // A copy, for a completion that goes on from the same cache.
   std::unique_ptr<SequenceTier> Clone() const;
   SequenceTier(const SequenceTier&) = delete;
@@ -52,11 +52,11 @@ class SequenceTier {
   // Takes tokens out, which it holds. Fewer if the store fails.
   std::vector<Recalled> Take(int64_t table, absl::Span<const int32_t> tokens);
   // Puts one back, as the newest slot of its table, which has room.
-  static void PutBack(const Recalled& token, SequenceCache& cache, int64_t table);
+  void PutBack(const Recalled& token, SequenceCache& cache, int64_t table) const;
 
   // Copies of a lane those tokens out whose keys may meet the group's queries [group, width] best:
   // `most` at most, by pages of kTierPage that went one after another and the bounds of their keys
-  // (page_bounds.h). Requires: most >= kTierPage, or it holds no more.
+  // (page_bounds.h). Requires: it was made for it, and most >= kTierPage, or it holds no more.
   void Fetch(int64_t lane, const void* q, int64_t group, int64_t most, FarRows& rows) const;
 
   // Indexes of the tokens that a table has here, in the order in which they went.
@@ -86,8 +86,10 @@ class SequenceTier {
     std::deque<std::pair<int64_t, int64_t>> queue;
   };
 
+  // Lanes of a table, which stand one after another.
+  int64_t FirstLane(int64_t table) const { return table * lanes_per_table_; }
   int64_t PlaceFor(Table& table);
-  void BoundPage(int64_t table, int64_t place);
+  void BoundPages(int64_t table, std::vector<int64_t> places);
   static bool IsHeld(const Table& table, const std::pair<int64_t, int64_t>& entry);
   char* BoundsOf(int64_t lane, int64_t page);
   // Rows of a lane from a place on, in the pool's format. False: the store has failed.
@@ -105,6 +107,7 @@ class SequenceTier {
   const ModelShape shape_;
   const TierFormat format_;
   const int64_t tokens_;
+  const bool fetches_;
   const int64_t key_bytes_, value_bytes_;  // of one row of the pool
   const int64_t lanes_per_table_, bytes_;
   const TierOpener open_;

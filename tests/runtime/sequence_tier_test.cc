@@ -38,7 +38,7 @@ class TieredCache {
     request_.demand.prefill = request_.demand.decode = request_.demand.budget;
     cache = std::make_unique<SequenceCache>(pool_, SequenceId(0), request_, shape_);
     tier = std::make_unique<SequenceTier>(cache->layout(), shape_, TierFormat{format}, tokens,
-                                          TiersIn(folder));
+                                          /*fetches=*/true, TiersIn(folder));
   }
 
   // Caches one more token, of random rows and columns.
@@ -159,7 +159,7 @@ TEST_P(SequenceTierTest, WhatComesBackIsWhatWent) {
       if (std::ssize(held[t]) > kTokens) {
         held[t].erase(held[t].begin(), held[t].end() - kTokens);
       }
-      for (const Recalled& token : taken) SequenceTier::PutBack(token, *it.cache, t);
+      for (const Recalled& token : taken) it.tier->PutBack(token, *it.cache, t);
       for (const int32_t token : back) it.ExpectAsItWas(t, token);
       ASSERT_EQ(it.tier->tokens(t), held[t]);
     }
