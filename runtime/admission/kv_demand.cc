@@ -13,14 +13,41 @@ int64_t PeakByChunk(int64_t prefill, int64_t budget, int64_t chunk) {
   return std::max(in_last_part, std::min(budget, whole - chunk) + chunk);
 }
 
+// Most tokens of a lane, until the prompt is cached and settled, and from then on.
+struct LaneRoom {
+  int64_t prefill = 0, decode = 0;
+};
+
+// Tokens that a lane holds until the first round behind packets, which are cached at once: it comes
+// at the next multiple of a chunk.
+int64_t BeforeFirstRound(const Request& request, int64_t chunk) {
+  return std::min(request.prefill_tokens(), (request.packet_tokens / chunk + 1) * chunk);
+}
+
+// Of a lane that is held to its own budget.
+LaneRoom RoomOf(const Request& request, int64_t lane, int64_t budget, int64_t longest,
+                int64_t chunk) {
+  const int64_t prefill = request.prefill_tokens(), missing = request.MissingOf(lane);
+  const int64_t held = prefill - missing;  // if nothing is evicted
+  if (!request.traits.evicts) return {.prefill = held, .decode = longest - missing};
+  LaneRoom room{.prefill = held,
+                .decode = std::min(std::min(held, budget) + longest - prefill,
+                                   budget + request.traits.slack + 1)};
+  if (request.traits.prompt == PromptEviction::kByChunk) {
+    const int64_t first =
+        request.packet_tokens > 0 ? BeforeFirstRound(request, chunk) - missing : 0;
+    room.prefill = std::min(held, std::max(PeakByChunk(prefill, budget, chunk), first));
+  }
+  return room;
+}
+
 // Of lanes that share budgets, behind packets that may leave them unequal. No lane is held to its
 // own budget then, and all share their room evenly (SequenceCache::ShareRoom): sums count, and what
 // a lane holds until its first round.
-void DemandTogether(const Request& request, const std::vector<int64_t>& budgets, int64_t longest,
-                    int64_t chunk, int64_t scratch, KvDemand& demand) {
+std::vector<LaneRoom> SharedRooms(const Request& request, const std::vector<int64_t>& budgets,
+                                  int64_t longest, int64_t chunk) {
   const int64_t prefill = request.prefill_tokens(), slack = request.traits.slack;
   const bool by_chunk = request.traits.prompt == PromptEviction::kByChunk;
-  const int64_t first = std::min(prefill, (request.packet_tokens / chunk + 1) * chunk);
   const auto lanes = std::ssize(budgets);
   int64_t budget = 0, missing = 0;
   for (int64_t lane = 0; lane < lanes; ++lane) {
@@ -29,14 +56,29 @@ void DemandTogether(const Request& request, const std::vector<int64_t>& budgets,
   }
   const bool fits = prefill * lanes - missing <= budget + chunk * lanes;
   const bool never_evicts = longest * lanes - missing <= budget + (slack + 1) * lanes;
+  std::vector<LaneRoom> rooms;
   for (int64_t lane = 0; lane < lanes; ++lane) {
-    const int64_t gone = request.MissingOf(lane), held = prefill - gone;
-    const int64_t decode = never_evicts ? longest - gone : budgets[lane] + slack + 1;
-    const int64_t while_prefilling =
-        !by_chunk || fits ? held : std::max(budgets[lane] + chunk, first - gone);
-    demand.prefill[lane] = std::max(while_prefilling + scratch, decode);
-    demand.decode[lane] = decode;
+    const int64_t gone = request.MissingOf(lane);
+    rooms.push_back(
+        {.prefill = !by_chunk || fits
+                        ? prefill - gone
+                        : std::max(budgets[lane] + chunk, BeforeFirstRound(request, chunk) - gone),
+         .decode = never_evicts ? longest - gone : budgets[lane] + slack + 1});
   }
+  return rooms;
+}
+
+std::vector<LaneRoom> RoomsOf(const Request& request, const std::vector<int64_t>& budgets,
+                              int64_t longest, int64_t chunk) {
+  const PolicyTraits& traits = request.traits;
+  if (traits.evicts && traits.pool != Pool::kLane && request.packet_tokens > 0) {
+    return SharedRooms(request, budgets, longest, chunk);
+  }
+  std::vector<LaneRoom> rooms;
+  for (int64_t lane = 0; lane < std::ssize(budgets); ++lane) {
+    rooms.push_back(RoomOf(request, lane, budgets[lane], longest, chunk));
+  }
+  return rooms;
 }
 
 }  // namespace
@@ -48,7 +90,7 @@ int64_t ScratchRows(const ScratchPass& pass, int64_t prefill) {
 
 KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, int64_t longest,
                   int64_t chunk, const KvLayout& layout) {
-  KvDemand demand;
+  KvDemand demand{.budget = budgets};
   const int64_t prefill = request.prefill_tokens();
   const ScratchPass& pass = request.traits.pass;
   for (int64_t lane = 0; lane < std::ssize(budgets); ++lane) {
@@ -56,28 +98,9 @@ KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, i
     demand.passes |= request.traits.evicts && pass.any() && over;
   }
   const int64_t scratch = demand.passes ? ScratchRows(pass, prefill) : 0;
-  for (int64_t lane = 0; lane < std::ssize(budgets); ++lane) {
-    const int64_t budget = budgets[lane], missing = request.MissingOf(lane);
-    const int64_t held = prefill - missing;  // if nothing is evicted
-    int64_t while_prefilling = held, while_decoding = longest - missing;
-    if (request.traits.evicts) {
-      const int64_t after_prefill = std::min(held, budget);
-      while_decoding =
-          std::min(after_prefill + longest - prefill, budget + request.traits.slack + 1);
-      if (request.traits.prompt == PromptEviction::kByChunk) {
-        // Packets are cached at once; the first round comes at the next multiple of a chunk.
-        const int64_t packets = request.packet_tokens;
-        const int64_t first = std::min(prefill, (packets / chunk + 1) * chunk) - missing;
-        while_prefilling =
-            std::min(held, std::max(PeakByChunk(prefill, budget, chunk), packets > 0 ? first : 0));
-      }
-    }
-    demand.budget.push_back(budget);
-    demand.prefill.push_back(std::max(while_prefilling + scratch, while_decoding));
-    demand.decode.push_back(while_decoding);
-  }
-  if (request.traits.evicts && request.traits.pool != Pool::kLane && request.packet_tokens > 0) {
-    DemandTogether(request, budgets, longest, chunk, scratch, demand);
+  for (const LaneRoom& room : RoomsOf(request, budgets, longest, chunk)) {
+    demand.prefill.push_back(std::max(room.prefill + scratch, room.decode));
+    demand.decode.push_back(room.decode);
   }
   int64_t step_rows = std::min(prefill, chunk);
   if (demand.passes && pass.chunk > 0) step_rows = std::max(step_rows, ScratchPass::kStepTokens);

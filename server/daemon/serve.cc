@@ -294,7 +294,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   }
   absl::StatusOr<std::unique_ptr<PacketStore>> packets = PacketStore::Open(config.packets);
   if (!packets.ok()) return packets.status();
-  Sessions sessions(config.sessions, models);
+  Sessions sessions(config.sessions, models, log);
   const absl::Cleanup forget_kept = [&metrics] {
     metrics.SetPackets(nullptr);
     metrics.SetSessions(nullptr);

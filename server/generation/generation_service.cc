@@ -223,9 +223,8 @@ OutboxHooks GenerationService::HooksOf(const ModelPtr& served, const Prepared& p
                sessions = options_.sessions](const Finished& finished) {
                 LogFinished(finished, lanes, entry);
                 if (tap != nullptr) tap->OnFinished(finished);
-                const ModelPtr live = model.lock();
-                if (session == nullptr || live == nullptr || !finished.status.ok()) return;
-                sessions->Extend(session->name, live, session->tokens);
+                if (session == nullptr || !finished.status.ok()) return;
+                sessions->Extend(session->name, model, session->tokens);
               }};
 }
 

@@ -114,19 +114,21 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
     model.metrics->OnRejected(kPacketsOff);
     return PacketsOff();
   }
-  absl::StatusOr<std::optional<Packets>> packets =
-      FindPackets(message.packets(), tenant, model, may_wait);
-  if (!packets.ok()) {
-    const bool unknown = absl::IsNotFound(packets.status());
-    grpc::Status refusal =
-        unknown ? NotFound("packet", message.packets()[0], packets.status().message())
-                : ToGrpc(packets.status());
-    model.metrics->OnRejected(ErrorReason(refusal));
-    AddPushback(scope.context(), RetryAfterOf(packets.status()));
-    return refusal;
+  for (const std::string& id : message.packets()) {
+    const v1::PacketHead head = HeadOf(model, tenant);
+    absl::StatusOr<std::shared_ptr<const Packet>> packet =
+        may_wait ? packets_.Load(tenant, id, head) : packets_.Find(tenant, id, head);
+    if (!packet.ok()) {
+      grpc::Status refusal = absl::IsNotFound(packet.status())
+                                 ? NotFound("packet", id, packet.status().message())
+                                 : ToGrpc(packet.status());
+      model.metrics->OnRejected(ErrorReason(refusal));
+      AddPushback(scope.context(), RetryAfterOf(packet.status()));
+      return refusal;
+    }
+    if (*packet == nullptr) return MustWait();
+    asked.options.packets.push_back(*std::move(packet));
   }
-  if (!packets->has_value()) return MustWait();
-  asked.options.packets = **std::move(packets);
   asked.options.wrap = leaves.soft_tokens;
   asked.options.output.packet = leaves.keep;
   if (leaves.keep && !asked.options.stop.max_output_tokens.has_value()) {
@@ -210,10 +212,14 @@ std::shared_ptr<AskedSession> RequestPreparer::GoOn(CallScope& scope,
           absl::StrCat("must be at most ", kMostEpisodes, ", is ", name.episodes));
   require(options.packets.empty(), "packets", "cannot be set together with a session");
   require(options.completions == 1, "sampling.n", "must be 1 in a session");
-  require(options.kv.policy.empty() && options.kv.tier.tokens == 0 &&
-              std::holds_alternative<std::monostate>(options.kv.budget) &&
-              options.kv.positions == PositionMode::kAbsolute,
-          "kv", "a session chooses policy, budget, positions and tier");
+  require(!options.output.prompt_logprobs, "output.prompt_logprobs",
+          "cannot be set together with a session: what an episode stands for is not computed");
+  v1::KvOptions chosen = message.kv();
+  chosen.clear_read_tokens();
+  chosen.clear_cache_salt();
+  chosen.clear_bypass_prefix_cache();
+  require(chosen.ByteSizeLong() == 0, "kv",
+          "a session chooses all but read_tokens, cache_salt and bypass_prefix_cache");
   require(name.budget < kLeastBudget || name.episodes > kMostEpisodes ||
               sessions_->HasRoomFor(name, model),
           "session.budget_tokens", "is more than this server can keep of one (--session_bytes)");
@@ -234,7 +240,8 @@ std::shared_ptr<AskedSession> RequestPreparer::GoOn(CallScope& scope,
     question = {options.prompt.end() - std::min(size, kQuestionTokens), options.prompt.end()};
   }
   options.kv.positions = SessionPositions(model, size + std::ssize(question) + output);
-  Sessions::Start start = sessions_->Find(name, model, options.prompt, model.embed(question));
+  Sessions::Start start =
+      sessions_->Find(name, model.weak_from_this(), options.prompt, model.embed(question));
   if (start.episode != nullptr) {
     scope.frontend().metrics.OnSessionRequest(Metrics::SessionStart::kEpisode);
     options.packets = {std::move(start.episode)};
@@ -293,21 +300,6 @@ std::variant<RequestPreparer::Dealt, grpc::Status> RequestPreparer::Deal(
   began.set_tenant(asked.options.scheduling.tenant);
   dealt.began = std::move(began);
   return dealt;
-}
-
-absl::StatusOr<std::optional<RequestPreparer::Packets>> RequestPreparer::FindPackets(
-    const google::protobuf::RepeatedPtrField<std::string>& ids, const std::string& tenant,
-    const ServedModel& model, bool may_wait) {
-  const v1::PacketHead head = HeadOf(model, tenant);
-  Packets found;
-  for (const std::string& id : ids) {
-    absl::StatusOr<std::shared_ptr<const Packet>> packet =
-        may_wait ? packets_.Load(tenant, id, head) : packets_.Find(tenant, id, head);
-    if (!packet.ok()) return packet.status();
-    if (*packet == nullptr) return std::nullopt;
-    found.push_back(*std::move(packet));
-  }
-  return found;
 }
 
 // Once a call: a request that meets its model's successor has begun already.

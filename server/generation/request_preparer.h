@@ -70,11 +70,6 @@ class RequestPreparer {
   // Gives a request the options of its arms.
   std::variant<Dealt, grpc::Status> Deal(const CallScope& scope, const v1::GenerateRequest& message,
                                          const ServedModel& model, AskedRequest& asked);
-  // Packets of a tenant. Null: they may be in files, and may_wait is false.
-  using Packets = std::vector<std::shared_ptr<const Packet>>;
-  absl::StatusOr<std::optional<Packets>> FindPackets(
-      const google::protobuf::RepeatedPtrField<std::string>& ids, const std::string& tenant,
-      const ServedModel& model, bool may_wait);
   // Has a request of a session go on from its episodes. Null: it is of none, or at fault.
   std::shared_ptr<AskedSession> GoOn(CallScope& scope, const v1::GenerateRequest& message,
                                      const ServedModel& model, AskedRequest& asked);

@@ -131,12 +131,12 @@ Metrics::Metrics(const MetricsOptions& options)
           declare_.Gauges("epikv_sessions", "Conversations whose episodes are kept.", 1).Add({})),
       session_bytes_(
           declare_.Gauges("epikv_session_bytes", "Bytes of the episodes of sessions.", 1).Add({})),
-      session_updates_(declare_
-                           .Counters("epikv_session_updates_total",
-                                     "Times that a session's episodes were made, or brought up to "
-                                     "what has been said.",
-                                     1)
-                           .Add({})),
+      session_updates_(declare_.Counters(
+          "epikv_session_updates_total",
+          "Times that a session's episodes were to be made, or brought up to what has been said.",
+          2)),
+      session_updated_(session_updates_.Add({{"result", "done"}})),
+      session_failed_(session_updates_.Add({{"result", "failed"}})),
       session_requests_(declare_.Counters(
           "epikv_session_requests_total",
           "Requests of sessions by what they began with. whole: their prompt, which is within the "
@@ -241,7 +241,8 @@ void Metrics::SetKeptGauges() const {
     const SessionGauges now = sessions_();
     session_count_.Set(static_cast<double>(now.sessions));
     session_bytes_.Set(static_cast<double>(now.bytes));
-    session_updates_.Increment(static_cast<double>(now.updates) - session_updates_.Value());
+    session_updated_.Increment(static_cast<double>(now.updated) - session_updated_.Value());
+    session_failed_.Increment(static_cast<double>(now.failed) - session_failed_.Value());
   }
 }
 

@@ -62,9 +62,9 @@ class Metrics {
     int64_t packets = 0, memory_bytes = 0, folder_bytes = 0;
   };
   void SetPackets(std::function<PacketGauges()> usage);
-  // The same of sessions. updates: of episodes, so far.
+  // The same of sessions. updated, failed: times that episodes were to be brought up to date.
   struct SessionGauges {
-    int64_t sessions = 0, bytes = 0, updates = 0;
+    int64_t sessions = 0, bytes = 0, updated = 0, failed = 0;
   };
   void SetSessions(std::function<SessionGauges()> usage);
   // What requests of sessions began with.
@@ -103,7 +103,8 @@ class Metrics {
   prometheus::Gauge &draining_, &bound_;
   prometheus::Gauge &packet_count_, &packet_memory_, &packet_folder_;
   prometheus::Gauge &session_count_, &session_bytes_;
-  prometheus::Counter& session_updates_;
+  prometheus::Family<prometheus::Counter>& session_updates_;
+  prometheus::Counter &session_updated_, &session_failed_;
   prometheus::Family<prometheus::Counter>& session_requests_;
   prometheus::Counter &log_dropped_, &reload_failures_;
   mutable absl::Mutex mu_;

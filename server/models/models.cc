@@ -76,6 +76,12 @@ bool Models::Replaced(const ServedModel& model) const {
   return found == in_service_.end() || found->second.get() != &model;
 }
 
+bool Models::Serves(const std::weak_ptr<const ServedModel>& model) const {
+  absl::MutexLock lock(&mu_);
+  return std::any_of(in_service_.begin(), in_service_.end(),
+                     [&](const auto& entry) { return IsModel(model, entry.second); });
+}
+
 std::vector<ModelPtr> Models::InService() const {
   absl::MutexLock lock(&mu_);
   std::vector<ModelPtr> models;

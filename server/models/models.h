@@ -4,6 +4,7 @@
 
 #include <list>
 #include <map>
+#include <memory>
 #include <string>
 #include <thread>
 #include <variant>
@@ -32,6 +33,9 @@ class Models {
   ModelPtr Named(absl::string_view name) const;  // in service; null: none is
   // Whether another model serves the name of this one, or none.
   bool Replaced(const ServedModel& model) const;
+  // Whether this model is in service. Unlike lock(), it never leaves the caller with the last
+  // reference: on its own engine's thread a model cannot end.
+  bool Serves(const std::weak_ptr<const ServedModel>& model) const;
   std::vector<ModelPtr> InService() const;  // sorted by name
   // Beside those in service, the ones whose requests have not all ended.
   std::vector<ModelPtr> Live() const;

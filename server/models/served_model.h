@@ -48,7 +48,7 @@ struct ServingOptions {
 
 // A model in service: what describes it, and its engine with a pool of its own. Immutable, but for
 // what the engine does.
-struct ServedModel {
+struct ServedModel : std::enable_shared_from_this<ServedModel> {
   std::string name;
   ModelSource source;
   std::shared_ptr<const Tokenizer> tokenizer;  // downloads of it may end after the model
@@ -71,6 +71,12 @@ struct ServedModel {
 
 // Shared by the registry and the calls of the model, which end in unknown order.
 using ModelPtr = std::shared_ptr<const ServedModel>;
+
+// Whether both are one model, which may have gone.
+inline bool IsModel(const std::weak_ptr<const ServedModel>& model,
+                    const std::weak_ptr<const ServedModel>& other) {
+  return !model.owner_before(other) && !other.owner_before(model);
+}
 
 // An error if the default policy is none of the catalog.
 absl::Status CheckDefaults(const RequestDefaults& defaults, PolicyCatalog catalog);

@@ -1,5 +1,7 @@
 #include "server/packets/packet_service.h"
 
+#include <google/protobuf/util/time_util.h>
+
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -16,10 +18,8 @@ v1::Packet ToProto(const PacketStore::Facts& facts) {
   proto.set_kept_tokens(facts.kept_tokens);
   proto.set_soft_tokens(facts.soft_tokens);
   proto.set_bytes(facts.bytes);
-  const absl::Duration since = facts.created - absl::UnixEpoch();
-  proto.mutable_create_time()->set_seconds(absl::ToInt64Seconds(since));
-  proto.mutable_create_time()->set_nanos(
-      static_cast<int32_t>(absl::ToInt64Nanoseconds(since % absl::Seconds(1))));
+  *proto.mutable_create_time() =
+      google::protobuf::util::TimeUtil::NanosecondsToTimestamp(absl::ToUnixNanos(facts.created));
   return proto;
 }
 

@@ -194,10 +194,11 @@ absl::StatusOr<PacketStore::Facts> PacketStore::Put(v1::PacketHead head,
   NamedPacket named = NamePacket(std::move(head), std::move(packet));
   const int64_t bytes = named.packet->bytes();
   absl::MutexLock files(&files_);
+  const bool is_there = IsThere(named.id);
   {
     absl::MutexLock lock(&mu_);
     Entry* const known = Of(named.head.tenant(), named.id);
-    if (known != nullptr && IsThere(named.id)) {
+    if (known != nullptr && is_there) {
       known->used = ++uses_;
       return known->facts;
     }

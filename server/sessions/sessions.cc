@@ -4,6 +4,7 @@
 #include <utility>
 #include <variant>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/random/random.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
@@ -38,6 +39,31 @@ class PacketSink final : public RequestSink {
   absl::Notification ended_;
 };
 
+absl::Span<const int32_t> WindowOf(absl::Span<const int32_t> tokens, int64_t window) {
+  return tokens.subspan(window * kWindow, kWindow);  // the last may be shorter
+}
+
+// Those windows of an episode that say best what it is about, in their order.
+std::vector<int64_t> QueryOf(absl::Span<const int32_t> tokens, const Episode& episode) {
+  std::vector<int64_t> asking = episode.windows;
+  asking.resize(std::min(std::ssize(asking), kMedoids));
+  std::sort(asking.begin(), asking.end());
+  std::vector<int64_t> query;
+  for (const int64_t window : asking) {
+    const auto part = WindowOf(tokens, window);
+    query.insert(query.end(), part.begin(), part.end());
+  }
+  return query;
+}
+
+// That a session's episodes can take: rows, which they are, and the conversation's tokens with
+// each.
+int64_t MostBytes(const Sessions::Name& name, const ServedModel& model, int64_t tokens) {
+  const int64_t row = model.admission->kv_bytes_per_token() + model.lanes() * 8;
+  const int64_t centroid = model.admission->manifest().hidden_size * 4;
+  return name.episodes * (name.budget * row + tokens * 4 + centroid) + tokens * 4;
+}
+
 bool Begins(absl::Span<const int32_t> all, absl::Span<const int32_t> with) {
   return all.size() >= with.size() && all.first(with.size()) == with;
 }
@@ -55,8 +81,8 @@ PositionMode SessionPositions(const ServedModel& model, int64_t tokens) {
   return fits ? PositionMode::kAbsolute : PositionMode::kCompact;
 }
 
-Sessions::Sessions(const SessionsOptions& options, const Models& models)
-    : options_(options), models_(models), set_aside_(options.bytes) {}
+Sessions::Sessions(const SessionsOptions& options, const Models& models, const Log& log)
+    : options_(options), models_(models), log_(log), set_aside_(options.bytes) {}
 
 Sessions::~Sessions() {
   std::shared_ptr<const ServedModel> building;
@@ -78,8 +104,15 @@ int64_t Sessions::Session::bytes() const {
   return bytes;
 }
 
+std::shared_ptr<const Packet> Sessions::Session::Nearest(const Embedding& to) const {
+  if (episodes.empty()) return nullptr;
+  std::vector<Embedding> centroids;
+  for (const Kept& kept : episodes) centroids.push_back(kept.centroid);
+  return episodes[NearestEpisode(centroids, to)].packet;
+}
+
 int64_t Sessions::bytes() const {
-  int64_t bytes = 0;
+  int64_t bytes = making_;
   for (const auto& [name, session] : sessions_) bytes += session.bytes();
   return bytes;
 }
@@ -88,44 +121,31 @@ int64_t Sessions::bytes() const {
 void Sessions::Sweep() {
   const absl::Time now = SteadyNow();
   std::erase_if(sessions_, [&](const auto& entry) {
-    const std::shared_ptr<const ServedModel> model = entry.second.model.lock();
-    return now - entry.second.used > options_.ttl || model == nullptr || models_.Replaced(*model);
+    return now - entry.second.used > options_.ttl || !models_.Serves(entry.second.model);
   });
 }
 
-// Those that were used least recently go first.
-void Sessions::MakeRoom() {
-  while (!sessions_.empty() && bytes() > options_.bytes) {
-    sessions_.erase(std::min_element(
-        sessions_.begin(), sessions_.end(),
-        [](const auto& a, const auto& b) { return a.second.used < b.second.used; }));
-  }
-}
-
 bool Sessions::HasRoomFor(const Name& name, const ServedModel& model) const {
-  const int64_t token_bytes = model.admission->kv_bytes_per_token();
-  return name.budget <= options_.bytes / token_bytes / std::max<int64_t>(1, name.episodes);
+  return MostBytes(name, model, name.budget) <= options_.bytes;
 }
 
-Sessions::Start Sessions::Find(const Name& name, const ServedModel& model,
+Sessions::Start Sessions::Find(const Name& name, const std::weak_ptr<const ServedModel>& model,
                                absl::Span<const int32_t> prompt, const Embedding& question) {
   absl::MutexLock lock(&mu_);
   Sweep();
   const auto found = sessions_.find(name);
   if (found == sessions_.end()) return {};
   Session& session = found->second;
-  if (session.model.lock().get() != &model || session.episodes.empty() ||
-      session.tokens.size() >= prompt.size() || !Begins(prompt, session.tokens)) {
+  if (!IsModel(session.model, model) || session.tokens.size() >= prompt.size() ||
+      !Begins(prompt, session.tokens)) {
     return {};
   }
   session.used = SteadyNow();
-  std::vector<Embedding> centroids;
-  for (const Kept& kept : session.episodes) centroids.push_back(kept.centroid);
-  const Kept& nearest = session.episodes[NearestEpisode(centroids, question)];
-  return {.episode = nearest.packet, .tokens = std::ssize(session.tokens)};
+  return {.episode = session.Nearest(question), .tokens = std::ssize(session.tokens)};
 }
 
-void Sessions::Extend(const Name& name, const ModelPtr& model, std::vector<int32_t> tokens) {
+void Sessions::Extend(const Name& name, const std::weak_ptr<const ServedModel>& model,
+                      std::vector<int32_t> tokens) {
   {
     absl::MutexLock lock(&mu_);
     Sweep();
@@ -139,65 +159,88 @@ void Sessions::Extend(const Name& name, const ModelPtr& model, std::vector<int32
   const std::string owner = absl::StrCat(name.tenant.size(), ":", name.tenant, name.id);
   if (updating_.Waiting(owner) > 0) return;
   const int64_t size = std::ssize(tokens);
-  updating_.Post(owner, size,
-                 [this, name, model, tokens = std::move(tokens)] { Update(name, model, tokens); });
+  updating_.Post(owner, size, [this, name, model, tokens = std::move(tokens)] {
+    const ModelPtr live = model.lock();
+    if (live == nullptr) return;
+    const absl::Status status = Update(name, live, tokens);
+    if (status.ok() || absl::IsCancelled(status)) return;
+    {
+      absl::MutexLock lock(&mu_);
+      ++failed_;
+    }
+    if (failures_told_.Take(SteadyNow()).has_value()) {
+      log_.Warn(absl::StrCat("episodes of a session were not made: ", status.message()));
+    }
+  });
 }
 
-void Sessions::Update(const Name& name, const ModelPtr& model, const std::vector<int32_t>& tokens) {
+absl::Status Sessions::Update(const Name& name, const ModelPtr& model,
+                              absl::Span<const int32_t> tokens) {
   const int64_t chunk = model->admission->limits().prefill_chunk_tokens;
   // In whole blocks, so that each is scored behind its end; the newest tokens stay outside.
-  const int64_t size = (std::ssize(tokens) - 1) / chunk * chunk;
-  std::vector<Kept> before;
-  std::vector<int32_t> covered;
-  {
-    absl::MutexLock lock(&mu_);
-    const auto found = sessions_.find(name);
-    if (found != sessions_.end() && found->second.model.lock() == model &&
-        Begins(tokens, found->second.tokens)) {
-      before = found->second.episodes;
-      covered = found->second.tokens;
-    }
-  }
-  if (size <= std::ssize(covered) || size <= name.budget || !HasRoomFor(name, *model)) return;
-  const auto all = absl::MakeConstSpan(tokens);
+  tokens = tokens.first((std::ssize(tokens) - 1) / chunk * chunk);
+  if (std::ssize(tokens) <= name.budget) return absl::OkStatus();
   std::vector<Embedding> windows;
-  for (int64_t begin = 0; begin < size; begin += kWindow) {
-    windows.push_back(model->embed(all.subspan(begin, std::min(kWindow, size - begin))));
+  for (int64_t begin = 0; begin < std::ssize(tokens); begin += kWindow) {
+    windows.push_back(model->embed(WindowOf(tokens, begin / kWindow)));
   }
-  Session next{.model = model, .tokens = {tokens.begin(), tokens.begin() + size}};
+  const int64_t most = MostBytes(name, *model, std::ssize(tokens));
+  if (most > options_.bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("they may take ", most, " bytes, more than session_bytes, ", options_.bytes));
+  }
+  const Session before = Take(name, model, tokens, most);
+  const auto made = absl::MakeCleanup([this] {
+    absl::MutexLock lock(&mu_);
+    making_ = 0;
+  });
+  if (before.tokens.size() == tokens.size())
+    return absl::OkStatus();  // a request before brought it
+  Session next{.model = model, .tokens = {tokens.begin(), tokens.end()}};
   for (Episode& episode : EpisodesOf(windows, name.episodes)) {
-    std::vector<int64_t> asking = episode.windows;
-    asking.resize(std::min(std::ssize(asking), kMedoids));
-    std::sort(asking.begin(), asking.end());
-    std::vector<int64_t> query;
-    for (const int64_t window : asking) {
-      const auto part = all.subspan(window * kWindow, std::min(kWindow, size - window * kWindow));
-      query.insert(query.end(), part.begin(), part.end());
-    }
-    std::vector<Embedding> centroids;
-    for (const Kept& kept : before) centroids.push_back(kept.centroid);
-    const std::shared_ptr<const Packet> from =
-        before.empty() ? nullptr : before[NearestEpisode(centroids, episode.centroid)].packet;
-    const int64_t first = from == nullptr ? 0 : std::ssize(covered);
     absl::StatusOr<std::shared_ptr<const Packet>> packet =
-        Build(name, model, from, {tokens.begin() + first, tokens.begin() + size}, std::move(query));
-    if (!packet.ok()) return;  // the next request tries again
+        Build(name, model, before.Nearest(episode.centroid), tokens.subspan(before.tokens.size()),
+              QueryOf(tokens, episode));
+    if (!packet.ok()) return packet.status();  // the next request tries again
     next.episodes.push_back({std::move(episode.centroid), *std::move(packet)});
   }
   absl::MutexLock lock(&mu_);
+  if (stopping_) return absl::CancelledError("the server stops");
   next.used = SteadyNow();
-  if (stopping_ || next.bytes() > options_.bytes) return;
   sessions_.insert_or_assign(name, std::move(next));
-  ++updates_;
-  MakeRoom();
+  ++done_;
+  return absl::OkStatus();
+}
+
+Sessions::Session Sessions::Take(const Name& name, const ModelPtr& model,
+                                 absl::Span<const int32_t> tokens, int64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  making_ = bytes;
+  auto own = sessions_.find(name);
+  if (own != sessions_.end() &&
+      (!IsModel(own->second.model, model) || !Begins(tokens, own->second.tokens) ||
+       own->second.bytes() + making_ > options_.bytes)) {
+    sessions_.erase(own);
+    own = sessions_.end();
+  }
+  // Those that were used least recently go first.
+  while (this->bytes() > options_.bytes) {
+    auto oldest = sessions_.end();
+    for (auto other = sessions_.begin(); other != sessions_.end(); ++other) {
+      if (other == own) continue;
+      if (oldest == sessions_.end() || other->second.used < oldest->second.used) oldest = other;
+    }
+    sessions_.erase(oldest);
+  }
+  return own == sessions_.end() ? Session() : own->second;
 }
 
 absl::StatusOr<std::shared_ptr<const Packet>> Sessions::Build(
     const Name& name, const ModelPtr& model, const std::shared_ptr<const Packet>& from,
-    std::vector<int32_t> tokens, std::vector<int64_t> query) {
+    absl::Span<const int32_t> tokens, std::vector<int64_t> query) {
   const int64_t known = from == nullptr ? 0 : from->num_tokens();
   const int64_t longest = known + std::ssize(tokens) + std::ssize(query);
-  RequestOptions options{.id = NewId(), .prompt = std::move(tokens)};
+  RequestOptions options{.id = NewId(), .prompt = {tokens.begin(), tokens.end()}};
   if (from != nullptr) options.packets = {from};
   options.stop.max_output_tokens = 1;
   options.output = {.text = false, .packet = true};
@@ -218,9 +261,12 @@ absl::StatusOr<std::shared_ptr<const Packet>> Sessions::Build(
   {
     absl::MutexLock lock(&mu_);
     if (stopping_) return absl::CancelledError("the server stops");
+    if (models_.Replaced(*model)) return absl::CancelledError("the model is out of service");
     const SubmitResult submitted =
         model->engine->Submit(std::get<Request>(std::move(resolved)), sink);
-    if (submitted.error != SubmitError::kNone) return absl::UnavailableError("it is not taken");
+    if (submitted.error != SubmitError::kNone) {
+      return absl::UnavailableError("the model's queue is full");
+    }
     building_ = model;
     building_id_ = id;
   }
@@ -236,7 +282,10 @@ absl::StatusOr<std::shared_ptr<const Packet>> Sessions::Build(
 
 Metrics::SessionGauges Sessions::usage() const {
   absl::MutexLock lock(&mu_);
-  return {.sessions = std::ssize(sessions_), .bytes = bytes(), .updates = updates_};
+  return {.sessions = std::ssize(sessions_),
+          .bytes = bytes() - making_,
+          .updated = done_,
+          .failed = failed_};
 }
 
 }  // namespace epikv

@@ -16,6 +16,7 @@
 #include "absl/time/time.h"
 #include "runtime/base/machine.h"
 #include "runtime/request/request.h"
+#include "server/base/log.h"
 #include "server/base/task_thread.h"
 #include "server/metrics/metrics.h"
 #include "server/models/models.h"
@@ -39,8 +40,8 @@ struct SessionsOptions {
 class Sessions {
  public:
   // models: whose engines keep episodes up to date, as requests of low priority of the session's
-  // tenant. Both outlive this.
-  Sessions(const SessionsOptions& options, const Models& models);
+  // tenant. log: is told where that fails. Both outlive this.
+  Sessions(const SessionsOptions& options, const Models& models, const Log& log);
   ~Sessions();
 
   bool any() const { return options_.bytes > 0; }
@@ -62,12 +63,13 @@ class Sessions {
     int64_t tokens = 0;
   };
   // question: its embedding.
-  Start Find(const Name& name, const ServedModel& model, absl::Span<const int32_t> prompt,
-             const Embedding& question);
+  Start Find(const Name& name, const std::weak_ptr<const ServedModel>& model,
+             absl::Span<const int32_t> prompt, const Embedding& question);
 
   // A request with this prompt has ended. Where that is beyond the episodes, they are brought up to
-  // it, in the background.
-  void Extend(const Name& name, const ModelPtr& model, std::vector<int32_t> tokens);
+  // it, in the background. For the engine's thread too.
+  void Extend(const Name& name, const std::weak_ptr<const ServedModel>& model,
+              std::vector<int32_t> tokens);
 
   Metrics::SessionGauges usage() const;
 
@@ -82,27 +84,36 @@ class Sessions {
     std::vector<Kept> episodes;
     absl::Time used;
     int64_t bytes() const;
+    // The episode whose centroid is nearest; null: there is none.
+    std::shared_ptr<const Packet> Nearest(const Embedding& to) const;
   };
-  using Table = std::map<Name, Session>;
 
-  void Update(const Name& name, const ModelPtr& model, const std::vector<int32_t>& tokens);
+  // Brings a session's episodes up to its conversation: so many tokens of it, not its newest.
+  // Cancelled: the server stops, or the model has gone out of service.
+  absl::Status Update(const Name& name, const ModelPtr& model, absl::Span<const int32_t> tokens);
+  // The session as it is, where it stands for the beginning of these tokens; else an empty one.
+  // Makes room for its new episodes beside it, `bytes` at most, or in place of it.
+  Session Take(const Name& name, const ModelPtr& model, absl::Span<const int32_t> tokens,
+               int64_t bytes);
   absl::StatusOr<std::shared_ptr<const Packet>> Build(const Name& name, const ModelPtr& model,
                                                       const std::shared_ptr<const Packet>& from,
-                                                      std::vector<int32_t> tokens,
+                                                      absl::Span<const int32_t> tokens,
                                                       std::vector<int64_t> query);
   void Sweep() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void MakeRoom() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  int64_t bytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  int64_t bytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);  // with those that are being made
 
   const SessionsOptions options_;
   const Models& models_;
+  const Log& log_;
   const MemorySetAside set_aside_;
   mutable absl::Mutex mu_;
-  Table sessions_ ABSL_GUARDED_BY(mu_);
+  std::map<Name, Session> sessions_ ABSL_GUARDED_BY(mu_);
+  int64_t making_ ABSL_GUARDED_BY(mu_) = 0;  // bytes that new episodes can take
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   std::weak_ptr<const ServedModel> building_ ABSL_GUARDED_BY(mu_);  // whose engine works for one
   std::string building_id_ ABSL_GUARDED_BY(mu_);                    // of its request
-  int64_t updates_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t done_ ABSL_GUARDED_BY(mu_) = 0, failed_ ABSL_GUARDED_BY(mu_) = 0;  // updates
+  LineLimit failures_told_{1};
   TaskThread updating_;  // last: its tasks use all of this
 };
 

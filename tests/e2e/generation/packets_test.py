@@ -20,6 +20,7 @@ from epikv.scrape import scrape
 from epikv.testing import Daemon, DaemonError
 from tiny_model import TINY
 from tokenizers.processors import TemplateProcessing
+from told import GENERATION, generate, refusal
 
 FLAGS = ("--threads=1", "--deterministic=true", "--prefill_chunk_tokens=64")
 ROOM = "--packet_bytes=200000000"
@@ -86,6 +87,23 @@ def test_a_packet_stands_for_its_tokens(server: Daemon, text: list[int]) -> None
             client.generate_once("1", packets=[made.packet.id], stop=Stop(1))
         with pytest.raises(NotFound, match="there is no packet"):
             client.delete_packet(made.packet.id)
+
+
+def test_the_packet_that_is_missing_is_named(server: Daemon, text: list[int]) -> None:
+    with server.client() as client:
+        made = client.create_packet(text[:10]).packet
+        missing = "sha256:" + 64 * "0"
+        request = generate(packets=[made.id, missing, made.id])
+        resource = refusal(server.grpc, f"{GENERATION}/GenerateOnce", request).details[
+            "ResourceInfo"
+        ]
+        assert (resource.resource_type, resource.resource_name) == ("packet", missing)
+        # Sixty-four, the same one each time; and no more.
+        result = client.generate_once("1", packets=[made.id] * 64, stop=Stop(1))
+        assert result.summary.usage.packet_prompt_tokens == 64 * 10
+        with pytest.raises(RpcError, match="at most 64"):
+            client.generate_once("1", packets=[made.id] * 65, stop=Stop(1))
+        client.delete_packet(made.id)
 
 
 def test_what_a_policy_has_left_is_a_packet(server: Daemon, text: list[int]) -> None:

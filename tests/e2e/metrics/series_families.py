@@ -119,7 +119,7 @@ FAMILIES: dict[str, Expected] = {
     **of(
         "counter",
         "sessions",
-        epikv_session_updates_total={},
+        epikv_session_updates_total={"result": ("done", "failed")},
         epikv_session_requests_total={"start": ("whole", "episode", "anew")},
     ),
     **of("counter", "small", epikv_metrics_label_overflow_total=MODEL),

@@ -31,6 +31,7 @@ TASK = problem(9)
 HELLO = Chat([{"role": "user", "content": "hello"}])
 CONTEXT, TASK_TOKENS = 1280, 114
 TOKEN_BYTES = 3080  # of the sample model
+SESSION_BYTES = 4_000_000
 POOL_BYTES, SMALL_POOL = 2900 * TOKEN_BYTES, 1000 * TOKEN_BYTES
 
 # Both arms evict; of 120 tokens each keeps less. Their outcomes stop it.
@@ -139,14 +140,17 @@ def packets(world: World) -> None:
 
 
 def sessions(world: World) -> None:
-    """A conversation that is short, that is long, and that goes on."""
-    ask = partial(
-        world.client.generate_once, model="sample", session=Session("one", 64), stop=Stop(1)
-    )
-    ask([5] * 40)
-    ask([5] * 400)
-    world.until("epikv_session_updates_total", 1)
-    ask([5] * 410)
+    """A conversation that is short, that is long, that goes on, and one that outgrows its room."""
+    ask = partial(world.client.generate_once, model="sample", stop=Stop(1))
+    for tokens in (40, 400, 410):
+        ask([5] * tokens, session=Session("one", 64))
+        if tokens == 400:
+            world.until("epikv_session_updates_total", 1, result="done")
+    [model] = (model for model in world.client.models() if model.name == "sample")
+    row = 16 * (model.kv_bytes_per_token + 8 * model.layers * model.kv_heads + 4) + 4
+    budget = (SESSION_BYTES - 16 * 4 * model.hidden_size) // row
+    ask([5] * 1100, session=Session("two", budget, episodes=16))
+    world.until("epikv_session_updates_total", 1, result="failed")
 
 
 def refusals(world: World) -> None:

@@ -34,7 +34,7 @@ from series_families import (
     UNMOVED,
     Expected,
 )
-from series_scenarios import POOL_BYTES, SCENARIOS, idle, small
+from series_scenarios import POOL_BYTES, SCENARIOS, SESSION_BYTES, idle, small
 from series_world import Files, World, text
 
 ROOT = Path(__file__).parents[3]
@@ -113,7 +113,7 @@ def busy_world(files: Files) -> Iterator[World]:
         f"--kv_pool_bytes={POOL_BYTES}",
         "--kv_tier_bytes=1000000",
         "--packet_bytes=2000000",
-        "--session_bytes=4000000",
+        f"--session_bytes={SESSION_BYTES}",
         f"--packet_dir={files.store.parent / 'packets'}",
         "--outbox_messages=8",
         "--outbox_bytes=1024",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from epikv.cli import calibrate_epicache, calibrate_flat, calibrate_gates, calibrate_packet
+from epikv.cli import calibrate_sources as sources
 from epikv.installing import pip_install
 
 if TYPE_CHECKING:
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from torch.jit import ScriptModule
 
     from epikv.export.manifest import Manifest
-
-_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.group("calibrate")
@@ -33,36 +32,10 @@ for _gates in ("trimkv", "dbtrimkv", "dms", "kvzap"):
 group.add_command(calibrate_packet.command)
 
 
-def _measures(command: Callable[..., None]) -> Callable[..., None]:
-    """What every measurement takes: a model, texts, and where the artefact goes."""
-    for option in reversed(
-        (
-            click.argument("model", type=_file),
-            click.option(
-                "--text",
-                "texts",
-                type=_file,
-                multiple=True,
-                required=True,
-                help="Text that the model wrote, with its prompt; one text a file. Give it once for each file.",
-            ),
-            click.option(
-                "-o",
-                "--out",
-                type=click.Path(dir_okay=False, path_type=Path),
-                required=True,
-                help="File to write, for the daemon's artefact_dir.",
-            ),
-            click.option(
-                "--length",
-                default=4096,
-                show_default=True,
-                help="Tokens of each text that are read.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+# What every measurement takes.
+_measures = sources.with_options(
+    sources.MODEL, sources.texts(required=True), sources.out(), sources.length()
+)
 
 
 def _load(

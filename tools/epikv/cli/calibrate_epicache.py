@@ -5,28 +5,16 @@ from pathlib import Path
 
 import click
 
-from epikv.cli.calibrate_gates import SOURCES, load_texts, with_options
+from epikv.cli import calibrate_sources as sources
 
 _number = click.IntRange(1)
 
 
 @click.command("epicache")
-@with_options(
-    *SOURCES,
-    click.option(
-        "-o",
-        "--out",
-        type=click.Path(dir_okay=False, path_type=Path),
-        required=True,
-        help="File to write, for the daemon's artefact_dir.",
-    ),
-    click.option(
-        "--length",
-        default=16384,
-        show_default=True,
-        type=_number,
-        help="Tokens of each text that are read.",
-    ),
+@sources.with_options(
+    *sources.SOURCES,
+    sources.out(),
+    sources.length(16384),
     click.option(
         "--block",
         type=_number,
@@ -65,7 +53,7 @@ def command(
     """Measure how much of each layer's keys MODEL makes of what is far away.
 
     Texts are read once whole, and once in blocks. Layers whose keys differ more get more of the budget."""
-    source = load_texts(model, texts, tasks, problems, length)
+    source = sources.load_texts(model, texts, tasks, problems, length)
     from epikv.calibrate import artefacts
     from epikv.calibrate import epicache as calibration
     from epikv.eval.progress import progress

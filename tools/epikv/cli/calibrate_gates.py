@@ -1,58 +1,23 @@
 """`epikv calibrate trimkv`, `dbtrimkv`, `dms`, `kvzap`: gates, small models beside the model."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from epikv.installing import pip_install
+from epikv.cli import calibrate_sources as sources
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from torch import Tensor
-    from torch.jit import ScriptModule
-
     from epikv.calibrate.kvzap import Samples
-    from epikv.export.manifest import Manifest
-    from epikv.sample import Problem
 
-_file = click.Path(exists=True, dir_okay=False, path_type=Path)
-_new_file = click.Path(dir_okay=False, path_type=Path)
 _positive = click.FloatRange(min=0, min_open=True)
-SOURCES = (
-    click.argument("model", type=_file),
-    click.option(
-        "--text",
-        "texts",
-        type=_file,
-        multiple=True,
-        help="Text that the model wrote, with its prompt; one text a file. Give it once for each file.",
-    ),
-    click.option(
-        "--task",
-        "tasks",
-        multiple=True,
-        help="Problems of a sample model with their solutions, instead: sample:FAMILY, as in `epikv eval`.",
-    ),
-    click.option("--problems", default=200, show_default=True, help="Problems of each task."),
-)
 _TEXTS = (
-    *SOURCES,
-    click.option(
-        "-o",
-        "--out",
-        type=_new_file,
-        required=True,
-        help="File to write, for the daemon's artefact_dir; the gate's weights go beside it.",
-    ),
-    click.option(
-        "--length", default=4096, show_default=True, help="Tokens of each text that are read."
-    ),
-    click.option(
-        "--seed", default=0, show_default=True, help="Of first weights, and of the order of texts."
-    ),
+    *sources.SOURCES,
+    sources.out("the gate's weights go"),
+    sources.length(),
+    sources.seed("Of first weights, and of the order of texts."),
 )
 _TRAINING = (
     click.option(
@@ -63,12 +28,7 @@ _TRAINING = (
         help="Texts trained on, one a step.",
     ),
     click.option("--rate", type=_positive, help="Learning rate. Default: as published."),
-    click.option(
-        "--work",
-        type=_new_file,
-        help="File that keeps what was trained, from which an interrupted run goes on. Default: OUT with .work in place"
-        " of .json.",
-    ),
+    sources.WORK,
 )
 _WIDTH = click.option(
     "--width",
@@ -77,78 +37,6 @@ _WIDTH = click.option(
     type=click.IntRange(1),
     help="Of the gate's hidden layers.",
 )
-
-
-def with_options(
-    *options: Callable[..., Any],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorated
-
-
-@dataclass(frozen=True)
-class Source:
-    """The model, and the tokens of every text."""
-
-    module: "ScriptModule"
-    manifest: "Manifest"
-    encoder: "Tokenizer"
-    ids: list[list[int]]
-
-    def write(
-        self, out: Path, policy: str, arrays: "Mapping[str, Tensor]", **made_with: Any
-    ) -> None:
-        from epikv.calibrate import artefacts
-
-        try:
-            artefacts.write(out, policy, self.manifest, data={}, arrays=arrays, made_with=made_with)
-        except (OSError, ValueError) as error:
-            raise click.ClickException(str(error)) from error
-
-
-def load_texts(
-    model: Path, texts: Sequence[Path], tasks: Sequence[str], problems: int, length: int
-) -> Source:
-    try:
-        from tokenizers import Tokenizer
-
-        from epikv.export import load
-    except ImportError as error:
-        raise click.ClickException(
-            f"{error}; install what calibration needs: {pip_install('calibrate', 'export')}"
-        ) from error
-    written = [text.read_text("utf-8") for text in texts]
-    for task in tasks:
-        written += _solutions(task, problems)
-    if not written:
-        raise click.UsageError("no texts: give --text or --task")
-    module, manifest, tokenizer = load(model)
-    encoder = Tokenizer.from_str(tokenizer)
-    encoder.enable_truncation(min(length, manifest.context_length))
-    return Source(module, manifest, encoder, [encoder.encode(text).ids for text in written])
-
-
-def _solutions(task: str, count: int) -> list[str]:
-    return [f"{one.prompt} {one.trace}" for one in sample_problems(task, count, "solutions")]
-
-
-def sample_problems(task: str, count: int, what: str) -> "list[Problem]":
-    """Of sample:FAMILY. what: is read of them."""
-    from epikv.sample import FAMILIES, problem
-
-    kind, _, family = task.partition(":")
-    if kind != "sample" or family not in FAMILIES:
-        raise click.BadParameter(
-            f"{task} has no {what} to read; those have that are of the sample model:"
-            f" {', '.join(f'sample:{name}' for name in FAMILIES)}. Of other tasks, let the model"
-            " write texts and give them by --text",
-            param_hint="--task",
-        )
-    return [problem(f"calibration/{number}", family) for number in range(count)]
 
 
 def _say(figures: Mapping[str, object]) -> None:
@@ -169,7 +57,7 @@ def _retention(policy: str) -> click.Command:
         The model's own weights stay as they are. A tenth of the texts is held out; at the end it says what the gates
         lose there.""",
     )
-    @with_options(
+    @sources.with_options(
         *_TEXTS,
         _WIDTH,
         click.option(
@@ -196,7 +84,7 @@ def _retention(policy: str) -> click.Command:
         rate: float | None,
         work: Path | None,
     ) -> None:
-        source = load_texts(model, texts, tasks, problems, length)
+        source = sources.load_texts(model, texts, tasks, problems, length)
         from epikv.calibrate import gates, retention
         from epikv.eval.progress import progress
 
@@ -240,7 +128,7 @@ trimkv, dbtrimkv = _retention("trimkv"), _retention("dbtrimkv")
 
 
 @click.command("dms")
-@with_options(
+@sources.with_options(
     *_TEXTS,
     click.option(
         "--window",
@@ -276,7 +164,7 @@ def dms(
 
     The model's own weights stay as they are. A tenth of the texts is held out; at the end it says what the gates lose
     there."""
-    source = load_texts(model, texts, tasks, problems, length)
+    source = sources.load_texts(model, texts, tasks, problems, length)
     from epikv.calibrate import dms as calibration
     from epikv.calibrate import gates
     from epikv.eval.progress import progress
@@ -315,7 +203,7 @@ def dms(
 
 
 @click.command("kvzap")
-@with_options(
+@sources.with_options(
     *_TEXTS,
     click.option(
         "--width",
@@ -351,7 +239,7 @@ def kvzap(
     gap: int,
 ) -> None:
     """Fit gates for kvzap that foretell how much MODEL will take of a token."""
-    source = load_texts(model, texts, tasks, problems, length)
+    source = sources.load_texts(model, texts, tasks, problems, length)
     from epikv.calibrate import gates
     from epikv.calibrate import kvzap as calibration
     from epikv.eval.progress import progress

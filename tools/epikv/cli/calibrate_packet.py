@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from epikv.cli.calibrate_gates import sample_problems
+from epikv.cli import calibrate_sources as sources
 from epikv.installing import pip_install
 
 if TYPE_CHECKING:
@@ -16,34 +16,16 @@ if TYPE_CHECKING:
     from epikv.calibrate.soft_tokens import Problem
     from epikv.export.manifest import Manifest
 
-_file = click.Path(exists=True, dir_okay=False, path_type=Path)
-_new_file = click.Path(dir_okay=False, path_type=Path)
-
 
 @click.command("packet")
-@click.argument("model", type=_file)
-@click.option(
-    "--text",
-    "texts",
-    type=_file,
-    multiple=True,
-    help="Text to cut into documents and, at its end, a question; one problem a file. Give it once for each file.",
+@sources.MODEL
+@sources.texts("Text to cut into documents and, at its end, a question; one problem a file.")
+@sources.tasks(
+    "Problems of a sample model, instead: sample:FAMILY, as in `epikv eval`. The lines of a prompt are dealt"
+    " into documents, what stands before them is read first, and what is asked is the question."
 )
-@click.option(
-    "--task",
-    "tasks",
-    multiple=True,
-    help="Problems of a sample model, instead: sample:FAMILY, as in `epikv eval`. The lines of a prompt are dealt"
-    " into documents, what stands before them is read first, and what is asked is the question.",
-)
-@click.option("--problems", default=200, show_default=True, help="Problems of each task.")
-@click.option(
-    "-o",
-    "--out",
-    type=_new_file,
-    required=True,
-    help="File to write, for the daemon's artefact_dir; the rows go beside it.",
-)
+@sources.PROBLEMS
+@sources.out("the rows go")
 @click.option(
     "--documents",
     default=4,
@@ -65,12 +47,7 @@ _new_file = click.Path(dir_okay=False, path_type=Path)
     type=click.IntRange(1),
     help="Tokens that the model says next, at most: of them the documents are to make the same.",
 )
-@click.option(
-    "--length",
-    default=4096,
-    show_default=True,
-    help="Tokens of each text that are read, if the model's context has room for them and all others.",
-)
+@sources.length(when=", if the model's context has room for them and all others")
 @click.option(
     "--soft",
     default=8,
@@ -93,15 +70,8 @@ _new_file = click.Path(dir_okay=False, path_type=Path)
     type=click.FloatRange(min=0, min_open=True),
     help="Learning rate at the start; it falls to 0 in a line.",
 )
-@click.option(
-    "--seed", default=0, show_default=True, help="Of first rows, and of the order of problems."
-)
-@click.option(
-    "--work",
-    type=_new_file,
-    help="File that keeps what was trained, from which an interrupted run goes on. Default: OUT with .work in place"
-    " of .json.",
-)
+@sources.seed("Of first rows, and of the order of problems.")
+@sources.WORK
 def command(
     model: Path,
     texts: tuple[Path, ...],
@@ -189,7 +159,7 @@ def _of_tasks(
     from epikv.calibrate import soft_tokens as calibration
 
     for task in tasks:
-        for one in sample_problems(task, count, "documents"):
+        for one in sources.sample_problems(task, count, "documents"):
             parts = calibration.parts_of_prompt(one.prompt, documents)
             yield calibration.problem_of(
                 [encoder.encode(part, add_special_tokens=False).ids for part in parts]
