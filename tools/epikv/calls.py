@@ -148,7 +148,7 @@ def generate(
     model: empty where one model is served. request_id: empty: the server makes one.
     timeout: seconds until the server ends it; None: no limit of the client's.
     """
-    request = _generate_request(
+    request = generate_request(
         prompt,
         kv,
         sampling,
@@ -199,7 +199,7 @@ async def generate_once(
 
     Raises RpcError for what the server refuses, with its reason and what to do.
     """
-    request = _generate_request(
+    request = generate_request(
         prompt,
         kv,
         sampling,
@@ -285,7 +285,7 @@ async def create_packet(
     soft_tokens: read it between the tokens that `epikv calibrate packet` trained.
     """
     request = packet_pb2.CreatePacketRequest(
-        request=_generate_request(
+        request=generate_request(
             prompt,
             kv,
             sampling,
@@ -580,7 +580,7 @@ async def wait_ready(connection: Connection, timeout: float = 60) -> None:
     )
 
 
-def _generate_request(
+def generate_request(
     prompt: Prompt,
     kv: Kv,
     sampling: Sampling,

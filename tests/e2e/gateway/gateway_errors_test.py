@@ -1,0 +1,387 @@
+"""Requests that are wrong: each gets a status, a type and a name of what is at fault, in OpenAI's body."""
+
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from credentials import new_token
+from epikv.sample import problem
+from epikv.testing import Daemon
+from gateway_process import Gateway
+from openai import OpenAI, PermissionDeniedError, RateLimitError
+from waiting import eventually
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+GOOD = {"model": "sample", "prompt": "1 2 3", "max_tokens": 1}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: Any
+
+    @property
+    def error(self) -> dict[str, Any]:
+        assert set(self.body) == {"error"}
+        assert set(self.body["error"]) == {"message", "type", "param", "code"}
+        return self.body["error"]
+
+
+def ask(
+    gateway: Gateway, path: str, body: Any = None, method: str | None = None, **headers: str
+) -> Answer:
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(gateway.url + path, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            status, found, text = reply.status, reply.headers, reply.read()
+    except urllib.error.HTTPError as error:
+        status, found, text = error.code, error.headers, error.read()
+    return Answer(status, {k.lower(): v for k, v in found.items()}, json.loads(text))
+
+
+# What is wrong: path, body, status, param, code, and a word of the message.
+WRONG: dict[str, tuple[str, Any, int, str | None, str | None, str]] = {
+    "no JSON": (COMPLETIONS, b"{", 400, None, None, "Invalid JSON"),
+    "no object": (COMPLETIONS, [1], 400, None, None, "an object"),
+    "nothing": (COMPLETIONS, b"", 400, None, None, "Invalid JSON"),
+    "no prompt": (COMPLETIONS, {"model": "sample"}, 400, "prompt", None, "Field required"),
+    "empty prompt": (COMPLETIONS, {**GOOD, "prompt": ""}, 400, "prompt", "invalid_request", ""),
+    "no prompts": (COMPLETIONS, {**GOOD, "prompt": []}, 400, "prompt", None, "1 to 128"),
+    "prompts of two kinds": (COMPLETIONS, {**GOOD, "prompt": ["1", 2]}, 400, "prompt.1", None, ""),
+    "no messages": (CHATS, {"model": "sample", "messages": []}, 400, "messages", None, ""),
+    "a role": (
+        CHATS,
+        {"model": "sample", "messages": [{"role": "king", "content": "x"}]},
+        400,
+        "messages.0.role",
+        None,
+        "",
+    ),
+    "an image": (
+        CHATS,
+        {
+            "model": "sample",
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ],
+        },
+        400,
+        "messages.0.content.0.type",
+        None,
+        "text",
+    ),
+    "two users": (
+        CHATS,
+        {"model": "sample", "messages": HELLO * 2},
+        400,
+        "messages[1].role",
+        None,
+        "turns",
+    ),
+    "unknown model": (COMPLETIONS, {**GOOD, "model": "x"}, 404, None, "model_not_found", "'x'"),
+    "unknown field": (COMPLETIONS, {**GOOD, "temprature": 1}, 400, "temprature", None, ""),
+    "temperature": (COMPLETIONS, {**GOOD, "temperature": -1}, 400, "temperature", None, ""),
+    "a temperature in words": (
+        COMPLETIONS,
+        {**GOOD, "temperature": "hot"},
+        400,
+        "temperature",
+        None,
+        "valid number",
+    ),
+    "NaN": (
+        COMPLETIONS,
+        b'{"model": "sample", "prompt": "1", "top_p": NaN}',
+        400,
+        "top_p",
+        None,
+        "",
+    ),
+    "top_p": (COMPLETIONS, {**GOOD, "top_p": 2}, 400, "top_p", None, ""),
+    "n": (COMPLETIONS, {**GOOD, "n": 0}, 400, "n", None, ""),
+    "many": (COMPLETIONS, {**GOOD, "n": 17}, 400, "n", None, ""),
+    "no tokens": (COMPLETIONS, {**GOOD, "max_tokens": 0}, 400, "max_tokens", None, "echo"),
+    "negative tokens": (COMPLETIONS, {**GOOD, "max_tokens": -1}, 400, "max_tokens", None, ""),
+    "more than the context": (
+        COMPLETIONS,
+        {**GOOD, "max_tokens": 5000},
+        400,
+        "max_tokens",
+        "context_length_exceeded",
+        "1280",
+    ),
+    "a prompt beyond it": (
+        COMPLETIONS,
+        {**GOOD, "prompt": [5] * 3000},
+        400,
+        "prompt",
+        "context_length_exceeded",
+        "1280",
+    ),
+    "a token": (COMPLETIONS, {**GOOD, "prompt": [10**6]}, 400, "prompt.ids[0]", "token_range", ""),
+    "a large token": (COMPLETIONS, {**GOOD, "prompt": [2**40]}, 400, "prompt.0", None, ""),
+    "too many stop strings": (COMPLETIONS, {**GOOD, "stop": ["x"] * 17}, 400, "stop", None, "16"),
+    "best of": (COMPLETIONS, {**GOOD, "best_of": 3}, 400, "best_of", None, ""),
+    "suffix": (COMPLETIONS, {**GOOD, "suffix": "x"}, 400, "suffix", None, ""),
+    "echo of a stream": (
+        COMPLETIONS,
+        {**GOOD, "echo": True, "stream": True, "logprobs": 1},
+        400,
+        "echo",
+        None,
+        "",
+    ),
+    "bias": (COMPLETIONS, {**GOOD, "logit_bias": {"x": 1}}, 400, None, None, "invalid literal"),
+    "policy": (
+        COMPLETIONS,
+        {**GOOD, "kv": {"policy": "epikv_flt", "budget": 64}},
+        400,
+        "kv.policy",
+        None,
+        "epikv_flat",
+    ),
+    "budget": (
+        COMPLETIONS,
+        {**GOOD, "kv": {"policy": "epikv_flat", "budget": 1}},
+        400,
+        "kv.budget",
+        "kv_budget",
+        "",
+    ),
+    "an option of kv": (
+        COMPLETIONS,
+        {**GOOD, "kv": {"polcy": "sliding"}},
+        400,
+        "kv.polcy",
+        None,
+        "known",
+    ),
+    "no schema": (
+        CHATS,
+        {"model": "sample", "messages": HELLO, "response_format": {"type": "json_schema"}},
+        400,
+        "response_format.json_schema",
+        None,
+        "",
+    ),
+    "a schema that cannot be kept to": (
+        CHATS,
+        {
+            "model": "sample",
+            "messages": HELLO,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "nothing"}},
+            },
+        },
+        400,
+        "response_format",
+        None,
+        "",
+    ),
+    "two constraints": (
+        COMPLETIONS,
+        {**GOOD, "structured_outputs": {"regex": "a", "choice": ["a"]}},
+        400,
+        None,
+        None,
+        "one constraint",
+    ),
+    "half a character": (
+        COMPLETIONS,
+        b'{"model": "sample", "prompt": "\\ud800"}',
+        400,
+        None,
+        None,
+        "",
+    ),
+    "likeliest of none": (
+        CHATS,
+        {"model": "sample", "messages": HELLO, "top_logprobs": 2},
+        400,
+        "top_logprobs",
+        None,
+        "",
+    ),
+    "a packet": (
+        COMPLETIONS,
+        {**GOOD, "packets": ["sha256:" + 64 * "0"]},
+        400,
+        "packets",
+        "packets_off",
+        "",
+    ),
+    "a session": (
+        COMPLETIONS,
+        {**GOOD, "session": {"budget_tokens": 64}},
+        400,
+        "session",
+        None,
+        "id",
+    ),
+    "neither prompt nor messages": ("/tokenize", {"model": "sample"}, 400, "prompt", None, ""),
+    "an outcome": ("/v1/outcomes", {"metric": "x", "value": 1}, 400, None, None, "request_id"),
+    "what is not there": (
+        "/v1/embeddings",
+        {"model": "sample", "input": "x"},
+        404,
+        None,
+        "unsupported_endpoint",
+        "no model for this",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_bad_request(gateway: Gateway, name: str) -> None:
+    path, body, status, param, code, word = WRONG[name]
+    answer = ask(gateway, path, body)
+    assert (answer.status, answer.error["type"]) == (status, "invalid_request_error"), answer
+    assert answer.error["param"] == param, answer
+    assert code is None or answer.error["code"] == code
+    assert word in answer.error["message"]
+    if path in (COMPLETIONS, CHATS) and isinstance(body, dict):
+        streamed = ask(gateway, path, {**body, "stream": True})
+        assert (streamed.status, streamed.error) == (status, answer.error)
+
+
+def test_paths_and_methods(gateway: Gateway) -> None:
+    assert ask(gateway, "/v1/nothing").status == 404
+    answer = ask(gateway, COMPLETIONS)
+    assert answer.status == 405 and answer.error["type"] == "invalid_request_error"
+    assert ask(gateway, "/v1/models", {}, "POST").status == 405
+
+
+def test_headers(gateway: Gateway) -> None:
+    for timeout in ("0", "-1", "nan", "soon", "inf"):
+        answer = ask(gateway, COMPLETIONS, GOOD, timeout=timeout)
+        assert answer.status == 400 and "timeout" in answer.error["message"]
+    answer = ask(gateway, COMPLETIONS, GOOD, authorization="Bearer \u00e9")
+    assert answer.status == 400 and "authorization" in answer.error["message"]
+    named = ask(gateway, COMPLETIONS, GOOD, **{"x-request-id": "mine"})
+    assert named.headers["x-request-id"] == "mine" == named.body["epikv"]["request_id"]
+    odd = ask(gateway, COMPLETIONS, GOOD, **{"x-request-id": "a b"})
+    assert odd.headers["x-request-id"] != "a b" and odd.status == 200
+
+
+def test_a_body_has_a_size_and_a_time(daemon: Daemon) -> None:
+    with Gateway(daemon.grpc, flags=("--max-body-bytes=1000", "--body-seconds=1")) as gateway:
+        assert ask(gateway, COMPLETIONS, GOOD).status == 200
+        answer = ask(gateway, COMPLETIONS, {**GOOD, "prompt": "1 " * 1000})
+        assert (answer.status, answer.error["type"]) == (413, "invalid_request_error")
+        host, _, port = gateway.address.partition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            begin = time.monotonic()
+            assert b" 408 " in slow.recv(1 << 16).split(b"\r\n")[0]
+            assert time.monotonic() - begin < 20
+
+
+def test_whose_token_it_is(sample_model: Path, tmp_path: Path) -> None:
+    """It goes on to the daemon as it is; the gateway has none."""
+    user, line = new_token("ann", "user")
+    (tmp_path / "tokens").write_text(line)
+    flags = ("--threads=1", f"--auth_tokens_file={tmp_path / 'tokens'}")
+    with Daemon(sample_model, *flags, token=user) as daemon:
+        with Gateway(daemon.grpc, EPIKV_TOKEN=user) as gateway:
+            for headers in ({}, {"authorization": "Bearer wrong"}):
+                for path, body in ((COMPLETIONS, GOOD), ("/v1/models", None)):
+                    answer = ask(gateway, path, body, **headers)
+                    assert answer.status == 401, "not the gateway's own, were it told one"
+                    assert answer.error["type"] == "authentication_error"
+                    assert answer.error["code"] == "invalid_api_key"
+            assert ask(gateway, "/health").status == 200
+            with OpenAI(base_url=f"{gateway.url}/v1", api_key=user, max_retries=0) as client:
+                assert client.completions.create(**GOOD).usage.completion_tokens == 1
+                with pytest.raises(PermissionDeniedError, match="operator"):
+                    client.completions.create(**GOOD, extra_body={"tenant": "bob"})
+            # What one client may learn is no other's: models are asked for anew.
+            assert ask(gateway, "/v1/models").status == 401
+            assert ask(gateway, "/tokenizer_info").status == 401
+
+
+def test_a_full_queue_says_when_to_come_again(sample_model: Path) -> None:
+    flags = ("--threads=1", "--max_running_requests=1", "--max_queued_requests=1")
+    with Daemon(sample_model, *flags) as daemon, Gateway(daemon.grpc) as gateway:
+        with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+            held = [
+                client.completions.create(
+                    model="sample",
+                    prompt=[5] * 40,
+                    max_tokens=1200,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                )
+                for _ in range(2)
+            ]
+            with pytest.raises(RateLimitError) as caught:
+                client.completions.create(**GOOD)
+            assert caught.value.code == "queue_full"
+            headers = caught.value.response.headers
+            assert int(headers["retry-after"]) >= 1 and float(headers["retry-after-ms"]) > 0
+            for stream in held:
+                stream.close()
+
+
+def test_one_worker_takes_so_many(daemon: Daemon) -> None:
+    with Gateway(daemon.grpc, flags=("--max-requests=1",)) as gateway:
+        with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+            stream = client.completions.create(
+                model="sample",
+                prompt=[5] * 40,
+                max_tokens=700,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            answer = ask(gateway, COMPLETIONS, GOOD)
+            assert (answer.status, answer.error["code"]) == (429, "queue_full")
+            assert answer.headers["retry-after"] == "1"
+            stream.close()
+            eventually(lambda: ask(gateway, COMPLETIONS, GOOD).status == 200)
+
+
+def test_another_daemon_answers_where_one_is_away(sample_model: Path) -> None:
+    with (
+        Daemon(sample_model, "--threads=1") as first,
+        Daemon(sample_model, "--threads=1") as second,
+    ):
+        with Gateway(first.grpc, second.grpc) as gateway:
+            for _ in range(4):
+                assert ask(gateway, COMPLETIONS, GOOD).status == 200
+            assert first.stop() == 0
+            for _ in range(8):
+                assert ask(gateway, COMPLETIONS, GOOD).status == 200
+            health = ask(gateway, "/health")
+            assert health.status == 200
+            assert health.body["servers"] == {first.grpc: "away", second.grpc: "serving"}
+            assert second.stop() == 0
+            assert ask(gateway, "/health").status == 503
+            answer = ask(gateway, COMPLETIONS, GOOD)
+            assert (answer.status, answer.error["type"]) == (503, "server_error")
+
+
+def test_several_workers_share_their_series(daemon: Daemon) -> None:
+    with Gateway(daemon.grpc, flags=("--workers=2",)) as gateway:
+        for _ in range(20):
+            assert ask(gateway, COMPLETIONS, GOOD).status == 200
+        with urllib.request.urlopen(f"{gateway.url}/metrics", timeout=30) as reply:
+            page = reply.read().decode()
+        assert 'epikv_gateway_requests_total{route="/v1/completions",status="200"} 20.0' in page
+
+
+def test_the_openapi_page_has_all_routes(gateway: Gateway) -> None:
+    document = ask(gateway, "/openapi.json").body
+    assert {COMPLETIONS, CHATS, "/v1/models", "/tokenize", "/health"} <= set(document["paths"])
+    fields = document["components"]["schemas"]["CompletionBody"]["properties"]
+    assert {"prompt", "kv", "experiment", "cache_salt", "logit_bias"} <= set(fields)
+    body = problem(9).prompt
+    assert ask(gateway, "/tokenize", {"prompt": body}).body["count"] == 114

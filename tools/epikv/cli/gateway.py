@@ -1,0 +1,118 @@
+"""`epikv gateway`"""
+
+from pathlib import Path
+
+import click
+
+from epikv.connection import DEFAULT_SERVER, Tls
+from epikv.installing import pip_install
+
+_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command("gateway")
+@click.option(
+    "--listen",
+    default="127.0.0.1:8000",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where clients ask. 0.0.0.0:8000: from other machines, too.",
+)
+@click.option(
+    "--server",
+    "servers",
+    multiple=True,
+    metavar="HOST:PORT",
+    envvar="EPIKV_SERVER",
+    help=f"A daemon; once for each. [default: $EPIKV_SERVER, else {DEFAULT_SERVER}]",
+)
+@click.option(
+    "--workers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Processes that answer.",
+)
+@click.option("--tls-certificate", type=_file, help="In PEM. With it, clients speak TLS.")
+@click.option("--tls-key", type=_file, help="Of the certificate.")
+@click.option(
+    "--max-body-bytes",
+    default=8 << 20,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Of one request.",
+)
+@click.option(
+    "--body-seconds",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Within which a request's body has to come.",
+)
+@click.option(
+    "--max-requests",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(1),
+    help="At once, of each worker; then 429.",
+)
+@click.option(
+    "--drain-seconds",
+    default=60,
+    show_default=True,
+    type=click.IntRange(0),
+    help="That streams may go on for once the gateway is told to stop.",
+)
+@click.option(
+    "--cors-origin",
+    "origins",
+    multiple=True,
+    help="Of pages whose scripts may ask: https://chat.example, or *.",
+)
+def command(
+    listen: str,
+    servers: tuple[str, ...],
+    workers: int,
+    tls_certificate: Path | None,
+    tls_key: Path | None,
+    max_body_bytes: int,
+    body_seconds: float,
+    max_requests: int,
+    drain_seconds: int,
+    origins: tuple[str, ...],
+) -> None:
+    """Speak OpenAI's HTTP API in front of daemons.
+
+    Set OPENAI_BASE_URL=http://127.0.0.1:8000/v1 for clients. A client's token, trace and deadline go on
+    to the daemon as they are; the gateway has no token of its own. TLS to daemons is as with other
+    commands ($EPIKV_TLS_CA).
+    """
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit():
+        raise click.BadParameter(f"'{listen}' is not HOST:PORT", param_hint="--listen")
+    if (tls_certificate is None) != (tls_key is None):
+        raise click.UsageError("--tls-certificate and --tls-key are given together")
+    try:
+        from epikv.gateway.app import Settings
+        from epikv.gateway.server import Serving, run
+    except ImportError as error:
+        raise click.ClickException(f"{error}; install it: {pip_install('gateway')}") from error
+    settings = Settings(
+        servers or (DEFAULT_SERVER,),
+        Tls.from_environment(),
+        max_body_bytes,
+        body_seconds,
+        at_once=max_requests,
+        origins=origins,
+    )
+    run(
+        Serving(
+            host.strip("[]"),
+            int(port),
+            workers,
+            str(tls_certificate) if tls_certificate else None,
+            str(tls_key) if tls_key else None,
+            drain_seconds,
+            settings,
+        )
+    )

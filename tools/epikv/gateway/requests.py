@@ -1,0 +1,349 @@
+"""Bodies of requests, and the requests of the daemon that they stand for.
+
+Fields have the names and meanings of OpenAI's API; those of vLLM that tools send are taken beside them,
+and those of the daemon (`kv`, `experiment`, ...), which SDKs send by `extra_body`. A field that is not
+known is refused: a budget that is misspelt would not be kept to.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from epikv import calls, options
+from epikv.gateway.errors import ApiError
+from epikv.v1 import generation_pb2
+
+Options = TypeVar("Options")
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+
+MOST_PROMPTS = 128  # of one body
+MOST_LOGPROBS = 20
+DEFAULT_COMPLETION_TOKENS = 16  # as the dialect has it, where max_tokens is absent
+_MASK = 2**64 - 1
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class StructuredOutputs(Body):
+    """What the whole text has to be; one of them."""
+
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+
+
+class JsonSchema(Body):
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationBody(Body):
+    """What completions and chats have in common."""
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=16)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: Count | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None  # keeps its arm of an experiment
+
+    # As vLLM has them.
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
+
+    # The daemon's own.
+    kv: dict[str, Any] | None = None
+    experiment: dict[str, Any] | None = None
+    session: dict[str, Any] | None = None
+    steering: dict[str, Any] | None = None
+    packets: list[str] | None = None
+    labels: dict[str, str] | None = None
+    cache_salt: str | None = None
+    priority: Literal["low", "normal", "high"] | None = None
+    tenant: str | None = None
+
+    # Of OpenAI's, for a provider that is not this one: taken, and without meaning here.
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def output(self) -> options.Output:
+        raise NotImplementedError
+
+    def counts_tokens(self) -> bool:
+        """While they come."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def request(self, prompt: options.Prompt, request_id: str) -> generation_pb2.GenerateRequest:
+        """Raises ApiError for what the daemon's message cannot hold."""
+        try:
+            return calls.generate_request(
+                prompt,
+                _kv(self),
+                _sampling(self),
+                _stop(self),
+                self.output(),
+                options.Scheduling(self.priority, self.tenant or ""),
+                _experiment(self),
+                self.labels,
+                self.packets or (),
+                _options(options.Session, "session", self.session),
+                self.model,
+                request_id,
+            )
+        except (TypeError, ValueError) as error:
+            raise ApiError(str(error)) from None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each of which is a request of its own."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        if not 1 <= len(self.prompt) <= MOST_PROMPTS:
+            raise ApiError(
+                f"prompt: has {len(self.prompt)} items, must have 1 to {MOST_PROMPTS}",
+                param="prompt",
+            )
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """Raises ApiError."""
+        if self.suffix:
+            raise ApiError("suffix: this server does not insert", param="suffix")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ApiError("best_of: must be n, all of which are returned", param="best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError("max_tokens: must be at least 1, or 0 with echo", param="max_tokens")
+        if self.echo and self.stream and self.logprobs is not None:
+            raise ApiError("echo: not with logprobs in a stream", param="echo")
+
+    def most_tokens(self) -> int | None:
+        """At least one: where none was asked for, it is left out of the answer."""
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+
+    def output(self) -> options.Output:
+        wants = self.logprobs is not None
+        return options.Output(
+            token_ids=wants or self.counts_tokens(),
+            logprobs=wants,
+            top_logprobs=self.logprobs or 0,
+            prompt_logprobs=wants and self.echo,
+        )
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatTemplateOptions(Body):
+    enable_thinking: bool | None = None
+
+
+def chat_of(messages: Sequence[Message], template: ChatTemplateOptions | None) -> options.Chat:
+    thinking = template.enable_thinking if template else None
+    return options.Chat([each.plain() for each in messages], thinking=thinking)
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    chat_template_kwargs: ChatTemplateOptions | None = None
+
+    def chat(self) -> options.Chat:
+        return chat_of(self.messages, self.chat_template_kwargs)
+
+    def check(self) -> None:
+        """Raises ApiError."""
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError("top_logprobs: needs logprobs to be true", param="top_logprobs")
+        if self.most_tokens() == 0:
+            raise ApiError("max_tokens: must be at least 1", param="max_tokens")
+
+    def most_tokens(self) -> int | None:
+        newer = self.max_completion_tokens
+        return self.max_tokens if newer is None else newer
+
+    def output(self) -> options.Output:
+        return options.Output(
+            token_ids=bool(self.logprobs) or self.counts_tokens(),
+            logprobs=bool(self.logprobs),
+            top_logprobs=(self.top_logprobs or 0) if self.logprobs else 0,
+        )
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: of a text, or of a conversation."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    chat_template_kwargs: ChatTemplateOptions | None = None
+    return_token_strs: bool = False
+
+    def chat(self) -> options.Chat:
+        return chat_of(self.messages or [], self.chat_template_kwargs)
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str = ""
+    tokens: list[TokenId]
+
+
+def _sampling(body: GenerationBody) -> options.Sampling:
+    return options.Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(0, body.top_k) if body.top_k is not None else None,  # -1: all, too
+        seed=body.seed & _MASK if body.seed is not None else None,
+        min_p=body.min_p,
+        typical_p=body.typical_p,
+        repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        n=body.n,
+        steering=_options(options.Steering, "steering", body.steering),
+        **dict(_constraints(body)),
+    )
+
+
+def _constraints(body: GenerationBody) -> Iterator[tuple[str, Any]]:
+    """Of which one is possible."""
+    asked = body.response_format
+    if asked is not None and asked.type == "json_object":
+        yield "json_schema", {"type": "object", "additionalProperties": True}
+    elif asked is not None and asked.type == "json_schema":
+        schema = asked.json_schema.schema_ if asked.json_schema else None
+        if schema is None:
+            raise ApiError(
+                "response_format.json_schema: has no schema", param="response_format.json_schema"
+            )
+        yield "json_schema", json.dumps(schema, ensure_ascii=False)
+    if body.structured_outputs is not None:
+        if asked is not None and asked.type != "text":
+            raise ApiError(
+                "structured_outputs: not beside response_format", param="structured_outputs"
+            )
+        of = body.structured_outputs
+        for name, value in (
+            ("regex", of.regex),
+            ("choice", of.choice),
+            ("grammar", of.grammar),
+            ("json_schema", of.json_),
+        ):
+            if value is not None:
+                yield name, value
+
+
+def _stop(body: GenerationBody) -> options.Stop:
+    return options.Stop(
+        max_output_tokens=body.most_tokens(),
+        stop_strings=[body.stop] if isinstance(body.stop, str) else body.stop or (),
+        stop_token_ids=body.stop_token_ids or (),
+        include_stop=body.include_stop_str_in_output,
+        min_output_tokens=body.min_tokens or 0,
+        ignore_eos=body.ignore_eos,
+    )
+
+
+def _kv(body: GenerationBody) -> options.Kv:
+    given = dict(body.kv or {})
+    if body.cache_salt is not None:
+        given["cache_salt"] = body.cache_salt
+    return _options(options.Kv, "kv", given) or options.Kv()
+
+
+def _experiment(body: GenerationBody) -> options.Experiment:
+    """Who is named as the user keeps an arm, if no unit is named."""
+    given = {"unit_id": body.user or ""} | (body.experiment or {})
+    return _options(options.Experiment, "experiment", given) or options.Experiment()
+
+
+def _options(kind: type[Options], name: str, given: dict[str, Any] | None) -> Options | None:
+    """Raises ApiError for a field that is not known."""
+    if given is None:
+        return None
+    known = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # all are dataclasses
+    for field in given:
+        if field not in known:
+            raise ApiError(
+                f"{name}.{field}: is not known; known: {', '.join(known)}", param=f"{name}.{field}"
+            )
+    try:
+        return kind(**given)
+    except TypeError as error:  # one that is required is missing
+        raise ApiError(f"{name}: {error}", param=name) from None

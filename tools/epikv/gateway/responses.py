@@ -1,0 +1,280 @@
+"""What daemons send, as bodies and as the events of a stream."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from epikv.gateway.tokens import TokenTexts
+from epikv.messages import enum_name, from_proto
+from epikv.v1 import generation_pb2
+
+_REASONS = generation_pb2.FinishReason.DESCRIPTOR
+_LEAST_LOGPROB = -9999.0  # as OpenAI tells of what cannot be: JSON has no infinity
+_FINISH = {"length": "length", "end": "stop", "stop_token": "stop", "stop_string": "stop"}
+
+
+# What has tokens, and how likely they were; and what says how a completion ended.
+Likely = (
+    generation_pb2.Delta
+    | generation_pb2.Completion
+    | generation_pb2.GenerateResult
+    | generation_pb2.PromptLogprobs
+)
+Ended = generation_pb2.Finished | generation_pb2.Summary
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all parts of an answer begin with."""
+
+    id: str
+    model: str
+    created: int  # seconds since 1970
+
+    def of(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def _told(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def finish_of(end: Ended) -> dict[str, Any]:
+    """`stop_reason`, as vLLM has it: the string or the token that was found."""
+    match = end.WhichOneof("stop_match")
+    return {
+        "finish_reason": _FINISH.get(enum_name(_REASONS, end.finish_reason), "stop"),
+        "stop_reason": getattr(end, match) if match else None,
+    }
+
+
+def usage_of(
+    summaries: Iterable[generation_pb2.Summary], *, nothing_asked: bool = False
+) -> dict[str, Any]:
+    """nothing_asked: what was made is left out of the answer."""
+    prompt = output = cached = 0
+    for summary in summaries:
+        prompt += summary.usage.prompt_tokens
+        output += 0 if nothing_asked else summary.usage.output_tokens
+        cached += summary.usage.cached_prompt_tokens + summary.usage.packet_prompt_tokens
+    return usage(prompt, output) | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def usage(prompt: int, output: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+    }
+
+
+def facts_of(accepted: generation_pb2.Accepted, summary: generation_pb2.Summary) -> dict[str, Any]:
+    """What OpenAI's API has no words for: the request's name, its arm, its KV cache, and when."""
+    return {
+        "request_id": accepted.request_id,
+        "arm": summary.arm,
+        "seed": accepted.sampling.seed,
+        "kv": asdict(from_proto(summary.kv)),
+        "timings": asdict(from_proto(summary.timings)),
+    }
+
+
+class Completions:
+    """The bodies of /v1/completions. top: likeliest tokens told of at each place; None: no
+    log-probabilities."""
+
+    whole = part = "text_completion"
+
+    def __init__(self, top: int | None, texts: TokenTexts | None) -> None:
+        self._top = top
+        self._texts = texts
+
+    def begin(self, index: int, echoed: str) -> list[dict[str, Any]]:
+        """Choices of a stream, before any text that is made."""
+        return [self._choice(index, echoed, None, {"finish_reason": None})] if echoed else []
+
+    def delta(self, index: int, text: str, likely: Likely, at: int) -> dict[str, Any]:
+        """A choice of a stream. at: characters before it."""
+        return self._choice(index, text, self.logprobs(likely, at), {"finish_reason": None})
+
+    def end(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
+        return self._choice(index, "", None, end)
+
+    def choice(
+        self, index: int, text: str, likely: Likely, end: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        return self._choice(index, text, self.logprobs(likely, 0), end)
+
+    def echoed(
+        self,
+        choice: dict[str, Any],
+        prompt: str,
+        ids: Sequence[int],
+        of_prompt: generation_pb2.PromptLogprobs,
+        *,
+        alone: bool,
+    ) -> dict[str, Any]:
+        """The choice with its prompt before it; alone: in place of it."""
+        text = prompt if alone else prompt + choice["text"]
+        if self._top is None:
+            return choice | {"text": text}
+        first = self._texts_of(ids[:1])  # which nothing foretells
+        parts = [
+            {
+                "tokens": first,
+                "token_logprobs": [None],
+                "top_logprobs": [None],
+                "text_offset": [0],
+            },
+            self._table(of_prompt, sum(map(len, first))),
+        ]
+        if not alone:
+            made = choice["logprobs"]
+            offsets = [offset + len(prompt) for offset in made["text_offset"]]
+            parts.append(made | {"text_offset": offsets})
+        logprobs = {
+            name: [each for part in parts for each in part[name] or ()] for name in parts[0]
+        }
+        return choice | {"text": text, "logprobs": logprobs}
+
+    def logprobs(self, likely: Likely, at: int) -> dict[str, Any] | None:
+        return None if self._top is None else self._table(likely, at)
+
+    def _table(self, likely: Likely, at: int) -> dict[str, Any]:
+        tokens = self._texts_of(likely.token_ids)
+        logprobs = [_told(logprob) for logprob in likely.logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(at)
+            at += len(token)
+        tops = None
+        if self._top:
+            taken = zip(likely.top_logprobs, tokens, logprobs, strict=True)
+            tops = [self._likeliest(*each) for each in taken]
+        return {
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _likeliest(
+        self, top: generation_pb2.TopLogprobs, token: str, logprob: float
+    ) -> dict[str, float]:
+        """With the one that was taken, be it among them or not."""
+        likeliest = zip(self._texts_of(top.token_ids), map(_told, top.logprobs), strict=True)
+        return {token: logprob} | dict(reversed(list(likeliest)))  # of one text, its likeliest
+
+    def _texts_of(self, ids: Iterable[int]) -> list[str]:
+        assert self._texts is not None
+        return [self._texts.text(token) for token in ids]
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: Any, end: Mapping[str, Any]) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, **end}
+
+
+class Chats:
+    """The bodies of /v1/chat/completions."""
+
+    whole, part = "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, top: int | None, texts: TokenTexts | None) -> None:
+        self._top = top
+        self._texts = texts
+
+    def begin(self, index: int, echoed: str) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [self._part(index, delta, None, {"finish_reason": None})]
+
+    def delta(self, index: int, text: str, likely: Likely, at: int) -> dict[str, Any]:
+        return self._part(index, {"content": text}, self.logprobs(likely), {"finish_reason": None})
+
+    def end(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
+        return self._part(index, {}, None, end)
+
+    def choice(
+        self, index: int, text: str, likely: Likely, end: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": self.logprobs(likely), **end}
+
+    def logprobs(self, likely: Likely) -> dict[str, Any] | None:
+        if self._top is None:
+            return None
+        tops = likely.top_logprobs or [generation_pb2.TopLogprobs()] * len(likely.token_ids)
+        content = [
+            self._token(token, logprob)
+            | {
+                "top_logprobs": [
+                    self._token(*each) for each in zip(top.token_ids, top.logprobs, strict=True)
+                ]
+            }
+            for token, logprob, top in zip(likely.token_ids, likely.logprobs, tops, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        assert self._texts is not None
+        data = self._texts.data(token)
+        return {"token": self._texts.text(token), "logprob": _told(logprob), "bytes": list(data)}
+
+    @staticmethod
+    def _part(index: int, delta: Any, logprobs: Any, end: Mapping[str, Any]) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, **end}
+
+
+Form = Completions | Chats
+
+
+def choices_of(
+    form: Form, first: int, result: generation_pb2.GenerateResult
+) -> list[dict[str, Any]]:
+    """Of one prompt's completions, numbered from `first`."""
+    if not result.completions:
+        return [form.choice(first, result.text, result, finish_of(result.summary))]
+    return [
+        form.choice(first + place, each.text, each, finish_of(each.finished))
+        for place, each in enumerate(result.completions)
+    ]
+
+
+class Parts:
+    """The choices of a stream, of one prompt whose completions are numbered from `first`."""
+
+    def __init__(self, form: Form, first: int, n: int) -> None:
+        self._form = form
+        self._first = first
+        self._characters = [0] * n
+        self.n = n
+        self.output_tokens = 0
+
+    def begin(self, echoed: str) -> list[dict[str, Any]]:
+        """echoed: text that stands before each completion."""
+        choices = []
+        for place in range(self.n):
+            choices += self._form.begin(self._first + place, echoed)
+            self._characters[place] = len(echoed)
+        return choices
+
+    def of(self, event: generation_pb2.GenerateResponse) -> dict[str, Any] | None:
+        """A choice, or nothing that a client would see."""
+        kind = event.WhichOneof("event")
+        if kind == "delta":
+            delta = event.delta
+            place = delta.completion
+            self.output_tokens += len(delta.token_ids)
+            if not delta.text and not delta.token_ids:
+                return None
+            choice = self._form.delta(
+                self._first + place, delta.text, delta, self._characters[place]
+            )
+            self._characters[place] += len(delta.text)
+            return choice
+        if kind == "finished":
+            return self._form.end(
+                self._first + event.finished.completion, finish_of(event.finished)
+            )
+        if kind == "summary" and self.n == 1:
+            return self._form.end(self._first, finish_of(event.summary))
+        return None

@@ -1,0 +1,68 @@
+"""Runs the gateway: workers behind one socket, until a signal ends them."""
+
+import json
+import os
+import signal
+from dataclasses import asdict, dataclass, field
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.supervisors import Multiprocess
+
+from epikv.connection import Tls
+from epikv.gateway import metrics
+from epikv.gateway.app import Settings, create_app
+
+_SETTINGS = "EPIKV_GATEWAY_SETTINGS"  # how workers get them, which are processes of their own
+
+
+@dataclass(frozen=True)
+class Serving:
+    host: str
+    port: int
+    workers: int = 1
+    certificate: str | None = None  # PEM; with it, clients speak TLS
+    key: str | None = None
+    drain_seconds: float = 60
+    settings: Settings = field(default_factory=lambda: Settings(()))
+
+
+def app() -> Starlette:
+    """Of a worker."""
+    given = json.loads(os.environ[_SETTINGS])
+    given["tls"] = Tls(**given["tls"]) if given["tls"] else None
+    for name in ("servers", "origins"):
+        given[name] = tuple(given[name])
+    return create_app(Settings(**given))
+
+
+def run(serving: Serving) -> None:
+    """Until SIGTERM or SIGINT. Streams that have begun may go on for drain_seconds."""
+    os.environ[_SETTINGS] = json.dumps(asdict(serving.settings), default=str)
+    config = uvicorn.Config(
+        "epikv.gateway.server:app",
+        factory=True,
+        host=serving.host,
+        port=serving.port,
+        workers=serving.workers,
+        ssl_certfile=serving.certificate,
+        ssl_keyfile=serving.key,
+        timeout_graceful_shutdown=int(serving.drain_seconds),
+        access_log=False,
+        server_header=False,
+        log_level="warning",
+        ws="none",
+    )
+    socket = config.bind_socket()
+    socket.listen(config.backlog)  # who comes before the workers waits
+    host, port = socket.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    print(json.dumps({"http": address, "servers": serving.settings.servers}), flush=True)
+    # The server takes signals, and raises them again once it has ended in order: that is no failure.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    if serving.workers == 1:
+        uvicorn.Server(config).run(sockets=[socket])
+    else:
+        with metrics.shared_among_workers():
+            Multiprocess(config, sockets=[socket]).run()
