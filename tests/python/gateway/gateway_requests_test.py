@@ -143,9 +143,7 @@ def test_what_no_message_holds(body: dict[str, Any], param: str | None) -> None:
         (grpc.StatusCode.UNKNOWN, "", 500, "server_error"),
     ],
 )
-def test_errors_of_the_daemon(
-    code: grpc.StatusCode, reason: str, status: int, kind: str
-) -> None:
+def test_errors_of_the_daemon(code: grpc.StatusCode, reason: str, status: int, kind: str) -> None:
     error = ApiError.from_rpc(RpcError(code, "so it is", reason=reason, retry_delay=0.25))
     told = error.body()["error"]
     assert (error.status, told["type"], told["message"]) == (status, kind, "so it is")
