@@ -22,7 +22,8 @@ class RpcError(Exception):
 
     `reason` is the server's own word ("KV_BUDGET"), empty where it gave none; `metadata` holds
     limits and given values; `field_violations` all that is wrong with the request; `retry_delay`
-    seconds to wait before trying again, where the server gave a hint.
+    seconds to wait before trying again, where the server gave a hint; `resource_type` what there is
+    not, or is already ("model"), where the server says so.
 
     One whose code has a subclass is of that subclass: InvalidRequest, QueueFull, NotFound,
     DeadlineExceeded, Unavailable.
@@ -41,6 +42,7 @@ class RpcError(Exception):
         metadata: dict[str, str] | None = None,
         field_violations: tuple[FieldViolation, ...] = (),
         retry_delay: float | None = None,
+        resource_type: str = "",
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -49,6 +51,7 @@ class RpcError(Exception):
         self.metadata = metadata or {}
         self.field_violations = field_violations
         self.retry_delay = retry_delay
+        self.resource_type = resource_type
 
     def __str__(self) -> str:
         name = self.code.name
@@ -91,6 +94,7 @@ class RpcError(Exception):
             field_violations=tuple(
                 FieldViolation(v.field, v.description) for v in request.field_violations
             ),
+            resource_type=details.get("ResourceInfo", errors_pb2.ResourceInfo()).resource_type,
             retry_delay=retry and retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9,
         )
 
@@ -136,6 +140,9 @@ def status_code(number: int) -> grpc.StatusCode:
     return _CODES.get(number, grpc.StatusCode.UNKNOWN)
 
 
+_KNOWN = ("BadRequest", "ErrorInfo", "ResourceInfo", "RetryInfo")
+
+
 def _details(error: grpc.RpcError) -> dict[str, Any]:
     """The known details, messages of errors_pb2, by their name; the last of each kind."""
     found: dict[str, Any] = {}
@@ -144,10 +151,10 @@ def _details(error: grpc.RpcError) -> dict[str, Any]:
             continue
         try:
             for detail in errors_pb2.Status.FromString(value).details:
-                name = detail.type_url.rpartition(".")[
-                    2
-                ]  # type.googleapis.com/google.rpc.ErrorInfo
-                if name in ("ErrorInfo", "BadRequest", "RetryInfo"):
+                _, _, name = detail.type_url.rpartition(
+                    "."
+                )  # of type.googleapis.com/google.rpc.NAME
+                if name in _KNOWN:
                     found[name] = getattr(errors_pb2, name).FromString(detail.value)
         except DecodeError:
             continue

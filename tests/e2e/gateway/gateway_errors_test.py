@@ -88,6 +88,14 @@ WRONG: dict[str, tuple[str, Any, int, str | None, str | None, str]] = {
         "turns",
     ),
     "unknown model": (COMPLETIONS, {**GOOD, "model": "x"}, 404, None, "model_not_found", "'x'"),
+    "unknown model, as the daemon says": (
+        COMPLETIONS,
+        {**GOOD, "model": "x", "temperature": 0},
+        404,
+        None,
+        "model_not_found",
+        "'x'",
+    ),
     "unknown field": (COMPLETIONS, {**GOOD, "temprature": 1}, 400, "temprature", None, ""),
     "temperature": (COMPLETIONS, {**GOOD, "temperature": -1}, 400, "temperature", None, ""),
     "a temperature in words": (

@@ -26,7 +26,7 @@ def test_models(openai: OpenAI) -> None:
     [model] = openai.models.list()
     assert (model.id, model.object, model.owned_by) == ("sample", "model", "epikv")
     assert openai.models.retrieve("sample").id == "sample"
-    with pytest.raises(sdk.NotFoundError, match="no model 'gpt-5'") as caught:
+    with pytest.raises(sdk.NotFoundError, match="model 'gpt-5' is not served") as caught:
         openai.models.retrieve("gpt-5")
     assert caught.value.code == "model_not_found"
 

@@ -71,7 +71,7 @@ class ApiError(Exception):
             status = 400
         reason = error.reason or error.code.name
         code = _CODES.get(reason, reason.lower())
-        if error.code is grpc.StatusCode.NOT_FOUND and error.message.startswith("no model"):
+        if error.code is grpc.StatusCode.NOT_FOUND and error.resource_type == "model":
             code = "model_not_found"
         violations = [
             f"{_param(each.field)}: {each.description}" for each in error.field_violations

@@ -171,8 +171,9 @@ class Upstream:
         if name not in self._models:
             raise RpcError(
                 grpc.StatusCode.NOT_FOUND,
-                f"no model '{name}'; served: {', '.join(self._models) or 'none'}",
+                f"model '{name}' is not served here; known: {', '.join(self._models) or 'none'}",
                 reason="NOT_FOUND",
+                resource_type="model",
             )
         return self._models[name]
 
