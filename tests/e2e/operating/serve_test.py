@@ -12,6 +12,8 @@ from subprocess import PIPE, Popen
 
 from epikv import Client, Stop, processes
 from epikv.testing import find_binary
+from openai import OpenAI
+from waiting import eventually
 
 PORTS = [f"--{port}=127.0.0.1:0" for port in ("listen", "admin_listen", "metrics_listen")]
 
@@ -82,3 +84,41 @@ def test_what_cannot_be_served_is_said(sample_model: Path, tmp_path: Path) -> No
         "--dtype=bf16", str(sample_model), cache=tmp_path
     )
     assert "nonsense" in failed(str(sample_model), "--nonsense=1", cache=tmp_path)
+
+
+def test_openais_api_is_served_beside_it(sample_model: Path, tmp_path: Path) -> None:
+    """Both end in order with a signal, or when the daemon does."""
+    flags = [str(sample_model), *PORTS, "--threads=1", "--http", "0"]
+    for ending in ("signal", "daemon"):
+        with serving(*flags, cache=tmp_path) as (process, line):
+            assert process.stdout is not None
+            http = json.loads(process.stdout.readline())
+            assert http["servers"] == [json.loads(line)["grpc"]]
+            with OpenAI(base_url=f"http://{http['http']}/v1", api_key="none") as client:
+                answer = client.completions.create(
+                    model="sample", prompt="a b", max_tokens=4, extra_body={"ignore_eos": True}
+                )
+            assert answer.usage.completion_tokens == 4
+            if ending == "signal":
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
+            else:
+                [daemon] = children(process.pid)
+                os.kill(daemon, signal.SIGKILL)
+                assert process.wait(60) != 0
+        eventually(lambda: not children(process.pid))
+
+
+def test_an_address_that_is_none_is_refused_before_anything_begins(
+    sample_model: Path, tmp_path: Path
+) -> None:
+    for http in ("--http=x", "--http=1.2.3.4:x"):
+        assert "is not HOST:PORT" in failed(str(sample_model), http, cache=tmp_path)
+    assert "--http needs" in failed(str(sample_model), "--http", cache=tmp_path)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []

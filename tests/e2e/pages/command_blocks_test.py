@@ -31,6 +31,7 @@ from pathlib import Path
 import pytest
 from epikv.sample import problem
 from epikv.testing import Daemon, find_binary
+from gateway_process import Gateway
 from page_blocks import PYTHON, ROOT, SHELL, Block, blocks, commands, pages, printed
 from shell import ENVIRONMENT, free_ports
 
@@ -38,7 +39,7 @@ BASH = shutil.which("bash") or "bash"
 GENEROUS_SECONDS = 300
 AT_ONCE = 2
 MOST_NOT_RUN = 16
-PORTS = {"listen": "50051", "admin_listen": "50052", "metrics_listen": "9464"}
+PORTS = {"listen": "50051", "admin_listen": "50052", "metrics_listen": "9464", "http": "8000"}
 NO_COMMANDS = ("cpp", "diff", "json", "mermaid", "proto", "text", "textproto", "toml", "yaml")
 NOTE = re.compile(r" *<!-- (?:run by (?P<test>\S+)|not run: (?P<reason>\S.*)) -->")
 ADVICE = """\
@@ -351,8 +352,8 @@ def served(
     """The ports of a daemon that blocks ask which start none."""
     store = tmp_path_factory.mktemp("store") / "experiments.db"
     flags = [f"--experiment_store={store}", "--packet_bytes=100000000", "--session_bytes=100000000"]
-    with Daemon(sample_model, "--threads=1", *flags) as daemon:
-        addresses = (daemon.grpc, daemon.admin, daemon.metrics)
+    with Daemon(sample_model, "--threads=1", *flags) as daemon, Gateway(daemon.grpc) as gateway:
+        addresses = (daemon.grpc, daemon.admin, daemon.metrics, gateway.address)
         ports = (address.rpartition(":")[2] for address in addresses)
         yield dict(zip(PORTS, ports, strict=True))
 

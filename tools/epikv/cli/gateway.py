@@ -1,11 +1,16 @@
 """`epikv gateway`"""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from epikv.connection import DEFAULT_SERVER, Tls
 from epikv.installing import pip_install
+
+if TYPE_CHECKING:
+    from epikv.gateway.server import Serving
 
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -87,32 +92,59 @@ def command(
     to the daemon as they are; the gateway has no token of its own. TLS to daemons is as with other
     commands ($EPIKV_TLS_CA).
     """
+    run(
+        serving(
+            listen,
+            servers=servers or (DEFAULT_SERVER,),
+            body_bytes=max_body_bytes,
+            body_seconds=body_seconds,
+            at_once=max_requests,
+            origins=origins,
+            workers=workers,
+            certificate=tls_certificate,
+            key=tls_key,
+            drain_seconds=drain_seconds,
+        )
+    )
+
+
+def serving(
+    listen: str,
+    servers: tuple[str, ...],
+    *,
+    workers: int = 1,
+    certificate: Path | None = None,
+    key: Path | None = None,
+    drain_seconds: float = 60,
+    **settings: Any,
+) -> "Serving":
+    """A gateway that may be run; settings are those of epikv.gateway.app.Settings. Raises what click
+    shows."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit():
         raise click.BadParameter(f"'{listen}' is not HOST:PORT", param_hint="--listen")
-    if (tls_certificate is None) != (tls_key is None):
+    if (certificate is None) != (key is None):
         raise click.UsageError("--tls-certificate and --tls-key are given together")
     try:
         from epikv.gateway.app import Settings
-        from epikv.gateway.server import Serving, run
+        from epikv.gateway.server import Serving
     except ImportError as error:
         raise click.ClickException(f"{error}; install it: {pip_install('gateway')}") from error
-    settings = Settings(
-        servers or (DEFAULT_SERVER,),
-        Tls.from_environment(),
-        max_body_bytes,
-        body_seconds,
-        at_once=max_requests,
-        origins=origins,
+    return Serving(
+        host.strip("[]"),
+        int(port),
+        Settings(servers, Tls.from_environment(), **settings),
+        workers,
+        certificate,
+        key,
+        drain_seconds,
     )
-    run(
-        Serving(
-            host.strip("[]"),
-            int(port),
-            workers,
-            str(tls_certificate) if tls_certificate else None,
-            str(tls_key) if tls_key else None,
-            drain_seconds,
-            settings,
-        )
-    )
+
+
+def run(serving: "Serving", servers: tuple[str, ...] | None = None) -> None:
+    """servers: in place of those that it was told."""
+    from epikv.gateway import server
+
+    if servers is not None:
+        serving = replace(serving, settings=replace(serving.settings, servers=servers))
+    server.run(serving)

@@ -1,13 +1,19 @@
 """`epikv serve`"""
 
 import hashlib
+import json
 import os
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import click
 
-from epikv.cli import export
+from epikv import processes
+from epikv.cli import export, gateway
 from epikv.testing import DaemonError, find_binary
 
 
@@ -23,15 +29,30 @@ from epikv.testing import DaemonError, find_binary
 @click.option(
     "--quantize", type=click.Choice(["int8", "int4"]), help="For a directory: see epikv export."
 )
+@click.option(
+    "--http",
+    metavar="[HOST:]PORT",
+    help="Speak OpenAI's API, too: `epikv gateway` in front of the daemon. HOST is 127.0.0.1 if it is left out.",
+)
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[EPIKVD FLAGS]...")
-def command(model: Path, dtype: str | None, quantize: str | None, flags: tuple[str, ...]) -> None:
+def command(
+    model: Path,
+    dtype: str | None,
+    quantize: str | None,
+    http: str | None,
+    flags: tuple[str, ...],
+) -> None:
     """Start epikvd with MODEL: a file that `epikv export` wrote, or a Hugging Face directory.
 
     A directory is exported first, into $XDG_CACHE_HOME/epikv (~/.cache/epikv), and again only when
     something in it has changed. What follows MODEL goes to the daemon:
 
         epikv serve model.pt --threads=4 --listen=127.0.0.1:50061
+
+    but for --http, which may stand there, too:
+
+        epikv serve model.pt --http 8000
 
     The daemon says when it serves, and prints its addresses as one line of JSON. Ctrl-C ends it.
     """
@@ -43,8 +64,48 @@ def command(model: Path, dtype: str | None, quantize: str | None, flags: tuple[s
         model = _exported(model, dtype, quantize)
     elif dtype or quantize:
         raise click.UsageError(f"--dtype and --quantize are for a directory; {model} is a file")
+    http, flags = _http_of(http, flags)
     command = [str(binary), f"--model={model}", *flags]
-    os.execv(binary, command)  # so signals are the daemon's own
+    if http is None:
+        os.execv(binary, command)  # so signals are the daemon's own
+    _with_gateway(command, http if ":" in http else f"127.0.0.1:{http}")
+
+
+def _http_of(http: str | None, flags: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """--http is ours wherever it stands; all other flags are the daemon's."""
+    rest: list[str] = []
+    given = iter(flags)
+    for flag in given:
+        name, equals, value = flag.partition("=")
+        if name != "--http":
+            rest.append(flag)
+            continue
+        http = value if equals else next(given, None)
+        if not http:
+            raise click.UsageError("--http needs [HOST:]PORT")
+    return http, tuple(rest)
+
+
+def _with_gateway(command: Sequence[str], listen: str) -> None:
+    """Both end when one of them does: the gateway first, so that its streams can end."""
+    serving = gateway.serving(
+        listen, servers=()
+    )  # what is wrong with it is said before models load
+    daemon = processes.start(command, end=signal.SIGTERM, stdout=subprocess.PIPE)
+    assert daemon.stdout is not None
+    line = daemon.stdout.readline()
+    if not line:
+        raise SystemExit(daemon.wait())
+    click.echo(line, nl=False)
+
+    def follow() -> None:
+        daemon.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
+    gateway.run(serving, servers=(json.loads(line)["grpc"],))
+    daemon.terminate()
+    raise SystemExit(daemon.wait())
 
 
 def _exported(directory: Path, dtype: str | None, quantize: str | None) -> Path:

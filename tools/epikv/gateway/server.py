@@ -3,7 +3,8 @@
 import json
 import os
 import signal
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,11 +21,11 @@ _SETTINGS = "EPIKV_GATEWAY_SETTINGS"  # how workers get them, which are processe
 class Serving:
     host: str
     port: int
+    settings: Settings
     workers: int = 1
-    certificate: str | None = None  # PEM; with it, clients speak TLS
-    key: str | None = None
-    drain_seconds: float = 60
-    settings: Settings = field(default_factory=lambda: Settings(()))
+    certificate: Path | None = None  # PEM; with it, clients speak TLS
+    key: Path | None = None
+    drain_seconds: float = 60  # that streams may go on for after a signal
 
 
 def app() -> Starlette:
