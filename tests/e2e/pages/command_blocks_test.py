@@ -278,6 +278,7 @@ class Sandbox:
         asked = {"problem": solved.prompt, "answer": answer, "unique_id": "1"}
         for name in ("math500.jsonl", "aime24.jsonl"):
             (self.folder / name).write_text(f"{json.dumps(asked)}\n")
+        self._write_problems(solved.prompt, answer)
         (self.folder / "chat.txt").write_text("{problem}")
         (self.folder / "report.txt").write_text(solved.prompt)
         (self.folder / "stdin").write_text("What is 2 + 3?\n")
@@ -298,6 +299,18 @@ class Sandbox:
             for program in programs:
                 if found := shutil.which(program):
                     (self.folder / folder / program).symlink_to(found)
+
+    def _write_problems(self, prompt: str, answer: str) -> None:
+        """Files of benchmarks, and of one's own."""
+        long = {"input": "Who?", "context": prompt, "answers": [answer], "dataset": "qasper"}
+        for name, row in (
+            ("mine.jsonl", {"prompt": prompt, "answer": answer}),
+            ("qasper.jsonl", long),
+            ("dataset2prompt.json", {"qasper": "{context} {input}"}),
+        ):
+            (self.folder / name).write_text(f"{json.dumps(row)}\n")
+        (self.folder / "mmlu.csv").write_text("What is 2 + 3?,4,5,6,7,B\n")
+        (self.folder / "check.py").write_text("def right(output, answer): return answer in output")
 
     def run(self, block: Block) -> str:
         """What it prints. Raises AssertionError where it fails."""

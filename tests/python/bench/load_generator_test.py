@@ -13,6 +13,7 @@ import pytest
 from epikv.bench.generator import UNFINISHED, ClosedLoop, Generator, OpenLoop, Retries
 from epikv.bench.report import Window, figures
 from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
+from epikv.eval.forms import AnswerError
 from epikv.eval.items import Item
 from epikv.options import Kv
 from fake_epikvd import serve
@@ -109,6 +110,19 @@ def test_problems_are_asked_in_turn_by_users_in_turn() -> None:
     assert [workload.judge(n, "1") for n in range(3)] == [True, False, True]
     assert WORKLOAD.judge(0, "1") is None
     assert not WORKLOAD.request(0)[1].HasField("experiment")
+
+
+def test_a_judge_that_fails_ends_the_load() -> None:
+    def judge(text: str) -> list[bool]:
+        raise AnswerError("no judge")
+
+    items = [Item("a", "first", judge, stop_strings=("Q:",))]
+    workload = Workload(WORKLOAD.arms, WORKLOAD.prompt, WORKLOAD.output, 50, problems=items)
+    assert list(workload.request(0)[1].stop.stop_strings) == ["Q:"]
+    for pattern in (ClosedLoop(2, math.inf, 4), OpenLoop([0, 0.01], 1)):
+        with serve(generation=Scripted(lambda *_: None, False)) as fake:
+            with pytest.raises(AnswerError, match="no judge"):
+                Generator(fake.address, workload).run(pattern)
 
 
 def test_an_open_loop_waits_for_no_answer() -> None:

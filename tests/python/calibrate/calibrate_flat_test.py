@@ -29,7 +29,7 @@ def test_problems_are_used_once() -> None:
 
 def test_a_task_must_have_enough_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     short = [Item(str(i), "", lambda text: []) for i in range(7)]
-    monkeypatch.setattr("epikv.calibrate.plan.load", lambda *_: short)
+    monkeypatch.setattr("epikv.calibrate.plan.load", lambda *_, **__: short)
     with pytest.raises(ValueError, match="file:x has 7 problems.* take 156"):
         Plan(("file:x",)).problems()
 

@@ -12,6 +12,7 @@ from epikv.calibrate.journal import Journal, JournalError
 from epikv.calibrate.labels import Labels, agreement, agreement_of
 from epikv.calibrate.occlusion import Occlusion, Vocabulary
 from epikv.calibrate.traces import Budget, Problem, Trace, answer_start
+from epikv.eval.forms import AnswerForm
 from epikv.eval.items import Item
 
 # Labels by occlusion
@@ -40,6 +41,9 @@ def test_where_an_answer_starts() -> None:
     assert answer_start(thought, [0, 3, 4, 5, 6, 3]) == 2  # the token in which the box begins
     assert answer_start(thought, [0] * 100) == 36
     assert answer_start(thought, [0] * 10) == 0
+    told = AnswerForm(after="two").begins
+    assert answer_start(thought, [0, 3, 1, 3, 6, 4, 5], told) == 3  # the last such word
+    assert answer_start(thought, [0, 1, 0], told) == 2  # as without: it is not there
 
 
 def test_a_budget_is_the_prompt_and_a_share_of_the_trace() -> None:

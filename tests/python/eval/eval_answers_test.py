@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 import pytest
 from epikv.eval.answers import extract, last_boxed, same
-from epikv.eval.files import TEMPLATE
+from epikv.eval.files import Reading
+from epikv.eval.formats import TEMPLATE
 from epikv.eval.items import Item
 from epikv.eval.tasks import axis, load
 
@@ -93,8 +94,8 @@ def lines(path: Path, *rows: object) -> str:
     return f"file:{path}"
 
 
-def items(name: str, count: int = 10, template: str | None = None) -> list[Item]:
-    return list(load(name, "test", count, template=template))  # type: ignore[arg-type]
+def items(name: str, count: int = 10, reading: Reading = Reading()) -> list[Item]:
+    return list(load(name, "test", count, reading=reading))  # type: ignore[arg-type]
 
 
 def test_the_usual_files_are_read(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_the_usual_files_are_read(tmp_path: Path) -> None:
         assert item.judge(f"So it is \\boxed{{{answer}1}}.") == [False]
         assert item.judge(f"So it is {answer}.") == [False]
         assert item.trace_tokens is None and item.needed is None
-    assert items(name, template="Q: {problem} {x}\nA:")[1].prompt == "Q: 2+2? {x}\nA:"
+    assert items(name, reading=Reading("Q: {problem} {x}\nA:"))[1].prompt == "Q: 2+2? {x}\nA:"
     assert len(items(name, 2)) == 2
     assert axis(name) == "reasoning"
 

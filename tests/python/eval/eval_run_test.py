@@ -213,6 +213,57 @@ def test_a_full_daemon_is_waited_for(problems: Path) -> None:
     assert len(solver.requests) == 4 * PROBLEMS + 5
 
 
+def test_answers_read_in_another_form_are_of_another_plan(problems: Path) -> None:
+    """The same problems: the prompts are theirs, whatever is read of an answer."""
+    solver, form = Solver(), ("--answer-regex", r"boxed.(\d+)", "--match", "number")
+    with serving(solver) as address:
+        assert evaluate(address, problems, *form).exit_code == 0
+        asked = len(solver.requests)
+        for other in ((), (*form[:3], "exact"), ("--answer-after", "{", *form[2:])):
+            result = evaluate(address, problems, *other)
+            assert result.exit_code == 1 and "results of another plan" in result.output
+        assert '"regex": "boxed.(\\\\d+)", "match": "number"' in result.output
+        assert evaluate(address, problems, *form).exit_code == 0
+    assert len(solver.requests) == asked == 4 * PROBLEMS
+    rows = json.loads((problems.parent / "out" / "summary.json").read_text())["rows"]
+    assert [row["solved"]["value"] for row in rows] == [row["arm"] == "full" for row in rows]
+
+
+def test_graded_answers_are_averaged(problems: Path) -> None:
+    judge = problems.parent / "near.py"
+    judge.write_text("def right(output, answer): return 1 / (1 + abs(int(output) - int(answer)))")
+    with serving(Solver()) as address:
+        form = ("--answer-after", "boxed{", "--match", f"python:{judge}")
+        result = evaluate(address, problems, *form)
+        assert result.exit_code == 1 and "invalid literal for int()" in result.output
+        assert "Error: problem" in result.output and "Traceback" not in result.output
+        form = ("--answer-regex", r"boxed.(\d+)", *form[2:])
+        assert evaluate(address, problems, *form, "--out", f"{judge}.out").exit_code == 0
+        judge.write_text(judge.read_text() + "\n# changed")
+        changed = evaluate(address, problems, *form, "--out", f"{judge}.out")
+        assert changed.exit_code == 1 and "digest" in changed.output
+    rows = json.loads(Path(f"{judge}.out", "summary.json").read_text())["rows"]
+    for row in rows:
+        assert row["solved"]["value"] == (1 if row["arm"] == "full" else 0.5)
+
+
+def test_what_ends_an_answer_in_its_benchmark_ends_it_here(problems: Path) -> None:
+    arguments = [["3+0?", {"until": ["Q:", ""], "max_gen_toks": 30}]]
+    row = {"doc": {}, "target": "3", "arguments": arguments}
+    problems.write_text(json.dumps(row))
+    solver = Solver()
+    with serving(solver) as address:
+        assert evaluate(address, problems).exit_code == 0
+    for request in solver.requests:
+        assert list(request.stop.stop_strings) == ["Q:"] and request.stop.max_output_tokens == 30
+
+
+def test_how_files_are_read_says_nothing_of_other_tasks(tmp_path: Path) -> None:
+    command = ["eval", "--task", "sample:programs", "--match", "exact", "--out", str(tmp_path)]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2 and "no --task is a file" in result.output
+
+
 def test_without_full_there_is_no_share_of_a_trace(problems: Path) -> None:
     class NoFull(Solver):
         def GenerateOnce(self, request, context):

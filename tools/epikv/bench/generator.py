@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
+import click
 import grpc
 
 from epikv.bench.workload import Workload
@@ -183,10 +184,16 @@ class Generator:
     begin: float = field(default=0, init=False)  # of its load, by the monotonic clock
 
     def run(self, pattern: Pattern) -> Load:
-        """Ends when every request has; SIGINT ends those that have not."""
+        """Ends when every request has; SIGINT ends those that have not. Raises what a problem's judge
+        raises."""
         self._samples: list[Sample] = []
         self.begin, cpu = time.monotonic(), time.process_time()
-        interrupted = asyncio.run(self._run(pattern))
+        try:
+            interrupted = asyncio.run(self._run(pattern))
+        except ExceptionGroup as group:  # of tasks
+            if (told := group.subgroup(click.ClickException)) is not None:
+                raise told.exceptions[0] from None
+            raise
         return Load(self._samples, self.begin, self.now(), time.process_time() - cpu, interrupted)
 
     def now(self) -> float:

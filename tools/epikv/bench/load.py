@@ -26,7 +26,8 @@ from epikv.bench.report import Window, report, show
 from epikv.bench.watch import Watch
 from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.errors import RpcError
-from epikv.eval import tasks
+from epikv.eval import answer_options, tasks
+from epikv.eval.files import Reading
 from epikv.eval.items import Item
 from epikv.harness import Served
 from epikv.messages import Model
@@ -144,6 +145,7 @@ connections = click.option(
 @click.option(
     "--task", help="Ask its problems (see `epikv eval`), and tell which answers are right."
 )
+@answer_options.add
 @click.option(
     "--problems", type=click.IntRange(min=1), default=200, show_default=True, help="Of the task."
 )
@@ -231,7 +233,8 @@ def command(
         )
     if plots_folder is not None:
         plots.check()
-    asked = _problems(task, problems)
+    reading = answer_options.take(where, [task or ""])
+    asked = _problems(task, problems, reading)
     with serving(where, needs_metrics=False, units=units or 0, problems=asked) as (
         served,
         workload,
@@ -266,6 +269,7 @@ def command(
             "requests": requests,
             "task": task,
             "problems": len(asked),
+            "reading": reading.facts(),
             "units": units,
             "outcome": outcome,
             "retry_share": retry_share,
@@ -293,10 +297,12 @@ def pattern(
     return OpenLoop(poisson(rate, seconds, seed), seconds, retry_share)
 
 
-def _problems(task: str | None, count: int) -> list[Item]:
+def _problems(task: str | None, count: int, reading: Reading) -> list[Item]:
     if task is None:
         return []
-    found = [item for item in tasks.load(task, "load", count) if isinstance(item, Item)]
+    found = [
+        item for item in tasks.load(task, "load", count, reading=reading) if isinstance(item, Item)
+    ]
     if not found:
         raise click.UsageError(f"--task: {task} generates nothing")
     return found

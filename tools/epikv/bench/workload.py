@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from epikv.eval.items import Item
+from epikv.eval.items import Item, solved
 from epikv.options import GREEDY, Experiment, Kv, parse_budget
 from epikv.v1 import generation_pb2
 
@@ -130,7 +130,7 @@ class Workload:
         """Whether that is the right answer to a request; None: nobody knows."""
         if not self.problems:
             return None
-        return all(self.problems[number % len(self.problems)].judge(text))
+        return solved(self.problems[number % len(self.problems)].judge(text))
 
     def _drawn(self, draw: Random) -> generation_pb2.GenerateRequest:
         prompt, output = self.prompt.draw(draw), self.output.draw(draw)
@@ -146,7 +146,9 @@ class Workload:
         return generation_pb2.GenerateRequest(
             text=item.prompt,
             sampling=GREEDY.to_proto(),
-            stop=generation_pb2.StopParams(max_output_tokens=_longest(item, self.output)),
+            stop=generation_pb2.StopParams(
+                max_output_tokens=_longest(item, self.output), stop_strings=item.stop_strings
+            ),
             output=generation_pb2.OutputOptions(text=True, token_ids=True),
         )
 

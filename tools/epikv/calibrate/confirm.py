@@ -15,6 +15,7 @@ from typing import Any
 from epikv.calibrate.choose import CalibrationError, Pair
 from epikv.calibrate.runs import Runner
 from epikv.eval import results, runner
+from epikv.eval.items import Right, score
 from epikv.eval.plan import FULL, Arm, Settings, Task, document
 from epikv.eval.results import Record
 from epikv.options import show_budget
@@ -46,11 +47,11 @@ class Outcome:
     """Of each problem, its task and which parts of its answer were right."""
 
     tasks: list[str]
-    right: list[list[bool]]
+    right: list[Right]
 
     @property
     def solved(self) -> list[float]:
-        return [float(all(parts)) for parts in self.right]
+        return [float(score(parts)) for parts in self.right]
 
     @property
     def parts(self) -> list[float]:

@@ -71,6 +71,8 @@ class _Run:
         self._confirm(to_confirm)
 
     def _journal(self, name: str, **settings: Any) -> Journal:
+        if reading := self.plan.reading.facts():  # else as in journals that are older
+            settings["reading"] = reading
         model = {"model": self.manifest.name, "weights": self.manifest.weights}
         journal = Journal(self.folder / f"{name}.jsonl", {**model, **settings})
         return self.files.enter_context(journal)

@@ -19,6 +19,8 @@ from epikv.calibrate.journal import Journal
 from epikv.calibrate.runs import Runner, room
 from epikv.calibrate.signals import Bools
 from epikv.calibrate.traces import Trace
+from epikv.eval.items import solved
+from epikv.options import Stop
 
 FILLERS = ("randmulti", "random", "eos", "pad")
 STARTS = ("gap", "answer")
@@ -121,15 +123,17 @@ def occlude(
     def one(window: Window) -> None:
         trace = window.trace
         ids = window.ids(occlusion, vocabulary)
-        result = runner.complete(ids, room(len(trace.output) - window.go_on))
-        journal.add(window.key, {"right": trace.problem.item.judge(result.text)})
+        item = trace.problem.item
+        most = room(len(trace.output) - window.go_on)
+        result = runner.complete(ids, Stop(most, item.stop_strings))
+        journal.add(window.key, {"right": list(item.judge(result.text))})
 
     missing = [window for window in over if window.key not in journal]
     runner.each("windows replaced", one, missing, len(over) - len(missing))
 
 
 def flipped(window: Window, journal: Journal) -> bool:
-    return not all(journal.records[window.key]["right"])
+    return not solved(journal.records[window.key]["right"])
 
 
 def needed(windows: Sequence[tuple[Window, bool]], candidates: int) -> Bools:

@@ -1,14 +1,15 @@
 """What a calibration of epikv_flat is to do, and what it reports."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from epikv.calibrate.eviction import Eviction
 from epikv.calibrate.findings import Pair, Rule, Search
 from epikv.calibrate.occlusion import Occlusion
-from epikv.eval.items import Item
+from epikv.eval.files import Reading
+from epikv.eval.items import Choices, Item
 from epikv.eval.plan import Settings, Task, named
 from epikv.eval.tasks import load
 from epikv.export.manifest import Calibration, Manifest
@@ -31,6 +32,7 @@ class Plan:
     occlusion: Occlusion = Occlusion()
     rule: Rule = Rule()
     max_output_tokens: int | None = None  # None: as the task's reference trace lets expect
+    reading: Reading = Reading()  # of files
 
     @property
     def fraction(self) -> float:
@@ -40,6 +42,10 @@ class Plan:
     def settings(self) -> Settings:
         """Of trials and confirmation."""
         return Settings(split=SPLIT, max_output_tokens=self.max_output_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        plan = asdict(replace(self, reading=Reading()))
+        return {**plan, "reading": self.reading.facts()}
 
     def problems(self) -> tuple[list[Task], list[Task], list[Task]]:
         """To label, to try and to confirm on: of each task the first, the next and those after.
@@ -54,7 +60,11 @@ class Plan:
 
     def _parts(self, name: str) -> Iterator[Task]:
         counts = (self.traces, self.trials, self.confirm)
-        items = load(name, SPLIT, sum(counts))
+        items = load(name, SPLIT, sum(counts), reading=self.reading)
+        if any(isinstance(item, Choices) for item in items):
+            raise ValueError(
+                f"{name} has choices to score; a trace is what the model generates: give --match choice"
+            )
         if not all(isinstance(item, Item) for item in items):
             raise ValueError(f"{name} is forced through the model; a trace is what it generates")
         if len(items) < sum(counts):
@@ -63,7 +73,7 @@ class Plan:
                 f" {sum(counts)}"
             )
         for count in counts:
-            yield named(name, items[:count])
+            yield named(name, items[:count], self.reading)
             items = items[count:]
 
 
@@ -91,7 +101,7 @@ class Report:
             "refusal": self.refusal,
             "date": self.date,
             "model": {"name": self.manifest.name, "weights": self.manifest.weights},
-            "plan": asdict(self.plan),
+            "plan": self.plan.to_json(),
             **self.details,
             "search": None if self.search is None else asdict(self.search),
         }

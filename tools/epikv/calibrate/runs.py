@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from epikv.client import Client, patiently
@@ -45,18 +45,18 @@ class Runner:
             pool.shutdown(cancel_futures=True)
 
     def complete(
-        self, prompt: Sequence[int], most: int | None, output: Output = Output()
+        self, prompt: Sequence[int], stop: Stop, output: Output = Output()
     ) -> GenerateResult:
-        """A greedy completion under the whole cache, of at most so many tokens, fewer where the
-        context ends; None: as many as the server lets."""
-        if most is not None:
-            most = min(most, self.served.context_length - len(prompt))
+        """A greedy completion under the whole cache, which ends where the context does at the latest."""
+        if stop.max_output_tokens is not None:
+            most = min(stop.max_output_tokens, self.served.context_length - len(prompt))
+            stop = replace(stop, max_output_tokens=most)
         return patiently(
             lambda: self.client.generate_once(
                 prompt,
                 kv=WHOLE,
                 sampling=GREEDY,
-                stop=Stop(most),
+                stop=stop,
                 output=output,
                 model=self.served.name,
             )

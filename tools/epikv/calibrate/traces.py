@@ -8,9 +8,8 @@ what was taken away.
 import base64
 import hashlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,9 @@ import numpy as np
 from epikv.calibrate.journal import Journal
 from epikv.calibrate.runs import Runner, room
 from epikv.calibrate.signals import Floats
-from epikv.eval.items import Item
-from epikv.eval.requests import ROOM
-from epikv.options import Output
+from epikv.eval.items import Item, solved
+from epikv.eval.requests import most_tokens
+from epikv.options import Output, Stop
 
 RECENT = 128  # most tokens that equal protection spares for being new
 TAIL = 64  # tokens taken for the answer where nothing marks it
@@ -100,9 +99,11 @@ def collect(
     ]
 
 
-def answer_start(runner: Runner, output: Sequence[int]) -> int:
-    """The output token with which the answer starts: after the thought, else at the last box,
-    else the last but TAIL."""
+def answer_start(
+    runner: Runner, output: Sequence[int], begins: Callable[[str], int | None] | None = None
+) -> int:
+    """The output token with which the answer starts: where it `begins`; if that is not known after the
+    thought, else at the last box, else the last but TAIL."""
     text = runner.text(output, skip_special_tokens=False)
 
     def tokens(characters: int) -> int:
@@ -113,6 +114,8 @@ def answer_start(runner: Runner, output: Sequence[int]) -> int:
             key=lambda n: len(runner.text(output[:n], skip_special_tokens=False)),
         )
 
+    if begins is not None and (marked := begins(text)) is not None:
+        return tokens(marked + 1) - 1
     if (at := text.rfind(AFTER)) >= 0:
         start = tokens(at + len(AFTER))
         while (
@@ -130,18 +133,18 @@ def _trace(runner: Runner, problem: Problem, fraction: float, most: int | None) 
     """The journal's record: a trace, or why there is none."""
     item = problem.item
     prompt = runner.ids(item.prompt)
-    if most is None and item.trace_tokens is not None:
-        most = ceil(ROOM * item.trace_tokens)
-    result = runner.complete(prompt, most, Output(token_ids=True, residual_steps=True))
-    if not all(item.judge(result.text)):
+    stop = Stop(most_tokens(item, most), item.stop_strings)
+    result = runner.complete(prompt, stop, Output(token_ids=True, residual_steps=True))
+    if not solved(item.judge(result.text)):
         return {"unsolved": "from the start"}
     output = result.token_ids
     steps = np.array([s.residual_steps for s in result.signals], np.float32).T
-    answer = answer_start(runner, output)
+    answer = answer_start(runner, output, item.begins)
     trace = Trace(problem, prompt, output, answer, steps.astype(np.float64))
     for start in {answer, min(trace.budget(fraction).recent, answer)}:
-        again = runner.complete([*prompt, *output[:start]], room(len(output) - start))
-        if not all(item.judge(again.text)):
+        stop = Stop(room(len(output) - start), item.stop_strings)
+        again = runner.complete([*prompt, *output[:start]], stop)
+        if not solved(item.judge(again.text)):
             return {"unsolved": f"from output token {start}"}
     return {
         "prompt": prompt,

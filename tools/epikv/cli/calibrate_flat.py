@@ -13,6 +13,7 @@ import click
 from epikv import harness
 from epikv.client import Client
 from epikv.errors import RpcError
+from epikv.eval import answer_options
 from epikv.installing import pip_install
 from epikv.messages import Model
 from epikv.processes import INTERRUPTED
@@ -33,6 +34,7 @@ _OPTIONS = (
         help="Problems to solve: sample:FAMILY or file:PATH, as in `epikv eval`. May be given several"
         " times; each task counts the same.",
     ),
+    answer_options.add,
     click.option("--traces", default=32, show_default=True, help="Problems of each task to label."),
     click.option("--try", "trials", default=24, show_default=True, help="Problems of each task to try pairs on."),
     click.option("--confirm", default=100, show_default=True, help="Problems of each task to confirm the best pair on."),
@@ -142,7 +144,7 @@ def command(
             f"{error}; install what calibration needs: {pip_install('calibrate', 'export')}"
         ) from error
     where = {name: given.pop(name) for name in ("server", "binary", "flags")}
-    plan = _plan(**given)
+    plan = _plan(reading=answer_options.take(given, given["tasks"]), **given)
     folder = work or out.with_suffix(".work")
     try:
         manifest, tokenizer = archive.read_manifest(model), archive.read_tokenizer(model)

@@ -14,11 +14,13 @@ from epikv.cli import options, show
 from epikv.client import Client
 from epikv.connection import DEFAULT_SERVER
 from epikv.errors import RpcError
+from epikv.eval import answer_options
 from epikv.messages import Model
 from epikv.options import POSITIONS, show_budget
 from epikv.processes import INTERRUPTED
 
 if TYPE_CHECKING:
+    from epikv.eval.files import Reading
     from epikv.eval.plan import Task
     from epikv.sample.need import Need
 
@@ -59,7 +61,8 @@ class _Fields(click.ParamType):
     "names",
     multiple=True,
     metavar="NAME",
-    help="sample:FAMILY, sample:FAMILY@LINES, solved:FAMILY, file:PATH (JSONL: MATH-500, AIME, GSM8K, your own),"
+    help="sample:FAMILY, sample:FAMILY@LINES, solved:FAMILY, file:PATH (MATH-500, AIME, GSM8K,"
+    " MMLU, LongBench, RULER, lm-eval's samples, your own),"
     " needle@WORDS, recall@PAIRS. May be given several times.",
 )
 @click.option(
@@ -72,11 +75,7 @@ class _Fields(click.ParamType):
 @click.option(
     "--split", default="test", show_default=True, help="Which made problems; splits share none."
 )
-@click.option(
-    "--template",
-    type=_FILE,
-    help="File with the prompt for file:PATH; {problem} stands for the problem.",
-)
+@answer_options.add
 @click.option(
     "--policy",
     "wanted",
@@ -190,7 +189,6 @@ def _evaluate(
     names: tuple[str, ...],
     problems: int,
     split: str,
-    template: Path | None,
     wanted: tuple[str, ...],
     steering: tuple[float, ...],
     variants: tuple[dict[str, int], ...],
@@ -214,9 +212,9 @@ def _evaluate(
     from epikv.eval.plan import Settings, arms, document
     from epikv.eval.summary import faults
 
+    reading = answer_options.take(where, names)
     needs = models.needs(model_dir) if model_dir is not None else {}
-    text = template.read_text("utf-8") if template is not None else None
-    tasks = [_load(name, split, problems, text, needs) for name in names]
+    tasks = [_load(name, split, problems, reading, needs) for name in names]
     if len({task.name for task in tasks}) < len(tasks):
         raise click.UsageError("two tasks have one name")
     if steering and (forced := [task.name for task in tasks if not task.generated]):
@@ -273,12 +271,12 @@ def _report(folder: Path) -> dict[str, Any]:
 
 
 def _load(
-    name: str, split: str, problems: int, template: str | None, needs: "dict[str, Need]"
+    name: str, split: str, problems: int, reading: "Reading", needs: "dict[str, Need]"
 ) -> "Task":
     from epikv.eval.plan import named
     from epikv.eval.tasks import load
 
-    return named(name, load(name, split, problems, template=template, needs=needs))
+    return named(name, load(name, split, problems, reading=reading, needs=needs), reading)
 
 
 @contextmanager

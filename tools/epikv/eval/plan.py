@@ -18,7 +18,8 @@ from typing import Any
 
 import click
 
-from epikv.eval.items import Item, Probe
+from epikv.eval.files import Reading
+from epikv.eval.items import Item, Probe, Question
 from epikv.eval.results import Key
 from epikv.eval.tasks import axis
 from epikv.messages import Model, Policy
@@ -56,12 +57,13 @@ class Task:
 
     name: str
     axis: str
-    items: Sequence[Item | Probe]
+    items: Sequence[Question]
+    reading: Reading | None = None  # of a file; None: it is none
 
     @property
     def generated(self) -> bool:
         """Whether the model writes; else texts are forced through."""
-        return not any(isinstance(item, Probe) for item in self.items)
+        return all(isinstance(item, Item) for item in self.items)
 
     @property
     def oracle(self) -> bool:
@@ -69,12 +71,15 @@ class Task:
         return all(item.needed is not None for item in self.items)
 
     def facts(self) -> dict[str, Any]:
-        """What the plan says of it. digest: of its problems."""
+        """What the plan says of it. digest: of its problems. How a file is read is told where something
+        was said of it: plans that are older stay what they are."""
         digest = hashlib.sha256()
         for item in self.items:
             needed = item.needed and item.needed(1 << 20)
             parts = item.parts if isinstance(item, Probe) else ()
             content = [item.id, item.prompt, parts, item.trace_tokens, needed]
+            if not isinstance(item, Probe) and item.expects:
+                content.append(item.expects)
             digest.update(json.dumps(content).encode())
         return {
             "name": self.name,
@@ -82,13 +87,16 @@ class Task:
             "problems": len(self.items),
             "oracle": self.oracle,
             "digest": digest.hexdigest()[:16],
+            **({"reading": self.reading.facts()} if self.reading and self.reading.facts() else {}),
         }
 
 
-def named(name: str, items: Sequence[Item | Probe]) -> Task:
+def named(name: str, items: Sequence[Question], reading: Reading = Reading()) -> Task:
     """A task's problems. The folder that a file lies in is nobody's business."""
     kind, _, rest = name.partition(":")
-    return Task(f"file:{Path(rest).name}" if kind == "file" else name, axis(name), items)
+    if kind != "file":
+        return Task(name, axis(name), items)
+    return Task(f"file:{Path(rest).name}", axis(name), items, reading)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from math import ceil
 from typing import Any
 
 from epikv.client import Client
-from epikv.eval.items import Item, Probe
+from epikv.eval.items import Choices, Item, Probe, Question
 from epikv.eval.plan import FULL, ORACLE, Settings
 from epikv.eval.results import Key, Record
-from epikv.messages import Summary
+from epikv.messages import ScoreResponse, Summary
 from epikv.options import Kv, Output, Sampling, Steering, Stop, parse_budget
 
 ROOM = 1.25  # most output tokens, times those of the task's reference trace
@@ -21,7 +21,7 @@ def ask(
     client: Client,
     model: str,
     key: Key,
-    item: Item | Probe,
+    item: Question,
     arm: Mapping[str, Any],
     settings: Settings,
     reference: Record | None,
@@ -47,9 +47,8 @@ def ask(
     record = Record(**key._asdict())
     if isinstance(item, Probe):
         return _score(client, model, record, item, kv)
-    most = settings.max_output_tokens
-    if most is None and item.trace_tokens is not None:
-        most = ceil(ROOM * item.trace_tokens)
+    if isinstance(item, Choices):
+        return _choose(client, model, record, item, kv)
     result = client.generate_once(
         item.prompt,
         kv=kv,
@@ -59,21 +58,29 @@ def ask(
             seed=seed(key),
             steering=Steering(arm["steering"]) if "steering" in arm else None,
         ),
-        stop=Stop(most),
+        stop=Stop(most_tokens(item, settings.max_output_tokens), item.stop_strings),
         output=Output(token_ids=True),
         model=model,
     )
     assert result.summary is not None
     return replace(
         _filled(record, result.summary),
-        right=item.judge(result.text),
+        right=list(item.judge(result.text)),
         output_tokens=len(result.token_ids),
         digest=digest(result.token_ids),
         tail=result.text[-TAIL:],
     )
 
 
-def tokens(budget: str, item: Item | Probe, reference: Record | None) -> int:
+def most_tokens(item: Item, asked: int | None) -> int | None:
+    """Of output: as was asked; else as the benchmark has it, or as the reference trace lets expect;
+    None: as the server lets."""
+    if asked is not None or item.trace_tokens is None:
+        return item.most_tokens if asked is None else asked
+    return ceil(ROOM * item.trace_tokens)
+
+
+def tokens(budget: str, item: Question, reference: Record | None) -> int:
     """A budget as the server counts it, the prompt included."""
     size = parse_budget(budget)
     if isinstance(size, int):
@@ -95,7 +102,7 @@ def digest(token_ids: Sequence[int]) -> str:
 
 
 def _score(client: Client, model: str, record: Record, probe: Probe, kv: Kv) -> Record:
-    ids, ends = _tokenized(client, model, probe)
+    ids, ends = _tokenized(client, model, probe.prompt, probe.parts)
     answers = list(zip(ends[1::2], ends[2::2], strict=True))
     if any(begin >= end for begin, end in answers):
         raise ValueError(
@@ -112,14 +119,51 @@ def _score(client: Client, model: str, record: Record, probe: Probe, kv: Kv) -> 
     )
 
 
-def _tokenized(client: Client, model: str, probe: Probe) -> tuple[list[int], list[int]]:
+def _choose(client: Client, model: str, record: Record, choices: Choices, kv: Kv) -> Record:
+    """Scores each choice in a request of its own. Figures of the cache are those of the longest.
+
+    The prompt's last token is forced through with the choice. So what a policy drops of a prompt is
+    gone when the choice's first token is predicted: else one token alone would never tell.
+    """
+    scored: list[ScoreResponse] = []
+    logprobs: list[float] = []
+    for continuation in choices.continuations:
+        ids, (prompt, _) = _tokenized(client, model, choices.prompt, (continuation,))
+        begin = max(prompt - 1, 1)
+        result = client.score(ids[:begin], ids[begin:], kv=kv, seed=seed(record.key), model=model)
+        scored.append(result)
+        logprobs.append(sum(result.logprobs[prompt - begin :]))
+    longest = max(scored, key=lambda result: len(result.token_ids))
+    assert longest.summary is not None
+    acc = likeliest(logprobs) == choices.right
+    acc_norm = likeliest(logprobs, choices.characters) == choices.right
+    return replace(
+        _filled(record, longest.summary),
+        right=[acc_norm if choices.by_length else acc],
+        finish="",  # nothing is generated
+        output_tokens=len(longest.token_ids),
+        acc=acc,
+        acc_norm=acc_norm,
+        choice_logprobs=logprobs,
+    )
+
+
+def likeliest(logprobs: Sequence[float], characters: Sequence[int] | None = None) -> int:
+    """The first of the choices with the highest log-probability, or the highest by character."""
+    lengths = characters or [1] * len(logprobs)
+    return max(range(len(logprobs)), key=lambda choice: logprobs[choice] / lengths[choice])
+
+
+def _tokenized(
+    client: Client, model: str, prompt: str, parts: Sequence[str]
+) -> tuple[list[int], list[int]]:
     """Token ids of the whole text, and where the prompt and each part end in them.
 
     The whole is tokenized at once, as a model would have it; a part begins at the first token that
     is another than without it.
     """
-    text, prefixes = probe.prompt, []
-    for part in probe.parts:
+    text, prefixes = prompt, []
+    for part in parts:
         prefixes.append(client.tokenize(text, model=model))
         text += part
     ids = client.tokenize(text, model=model)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import click
 
+from epikv.eval.items import Right, score
+
 PLAN, RESULTS, LOCK = "plan.json", "results.jsonl", "lock"
 
 
@@ -38,7 +40,7 @@ class Record:
     budget: str
     seed: int
     fault: str = ""
-    right: list[bool] = field(default_factory=list)  # of the parts asked for
+    right: Right = field(default_factory=list)  # of the parts asked for
     finish: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0  # of a probe: forced through
@@ -51,14 +53,18 @@ class Record:
     decode_seconds: float = 0  # from the first to the last output token
     digest: str = ""  # of the output token ids
     tail: str = ""  # the end of the text
+    acc_norm: bool | None = None  # of choices, as is acc: whether the likeliest by length is right
+    acc: bool | None = None
+    choice_logprobs: list[float] = field(default_factory=list)
 
     @property
     def key(self) -> Key:
         return Key(self.task, self.item, self.arm, self.budget, self.seed)
 
     @property
-    def solved(self) -> bool:
-        return bool(self.right) and all(self.right)
+    def solved(self) -> float:
+        """1 or 0, and between them where answers are graded."""
+        return float(score(self.right))
 
 
 class Store:

@@ -113,6 +113,7 @@ def _figures(mine: Runs) -> Row:
         "n": len(solved),
         "solved": asdict(wilson(sum(solved.values()), len(solved))),
         "answers": fmean(fmean(r.right) for r in all_records),
+        **_choices(all_records),
         "evicting": {
             "n": len(hits),
             "solved": asdict(wilson(sum(hits.values()), len(hits))) if hits else None,
@@ -125,6 +126,16 @@ def _figures(mine: Runs) -> Row:
         "peak_tokens": max(r.peak_tokens for r in all_records),
         "peak_bytes": max(r.peak_bytes for r in all_records),
         "uncalibrated": any(r.uncalibrated for r in all_records),
+    }
+
+
+def _choices(records: Sequence[Record]) -> Row:
+    """Of multiple choices: both accuracies, one of which is what is called solved."""
+    if any(record.acc is None for record in records):
+        return {}
+    return {
+        "acc": fmean(bool(record.acc) for record in records),
+        "acc_norm": fmean(bool(record.acc_norm) for record in records),
     }
 
 

@@ -1,5 +1,6 @@
 """An evaluation's summary as tables: Markdown with all there is, and a short one for a terminal."""
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -86,6 +87,7 @@ def made(plan: dict[str, Any]) -> list[str]:
         f"Model {model['name']}, {kind}, weights {model['weights'] or 'not told'};"
         f" {draws}; positions {plan['positions']}.",
         f"Problems: {tasks}; split {plan['split']}.",
+        *map(_reading, (task for task in plan["tasks"] if "reading" in task)),
         protection(plan) + ".",
         "A budget counts all tokens, the prompt's too; a share is the prompt and that share of the"
         " reference trace.",
@@ -94,6 +96,12 @@ def made(plan: dict[str, Any]) -> list[str]:
         "Intervals are 95 %: Wilson's of a share, the bootstrap over problems of a difference; p is"
         " McNemar's, exact, not corrected for the number of comparisons.",
     ]
+
+
+def _reading(task: dict[str, Any]) -> str:
+    """What was said of how a file's answers are read."""
+    told = ", ".join(f"{name} {json.dumps(value)}" for name, value in task["reading"].items())
+    return f"Answers of {task['name']}: {told}."
 
 
 def protection(plan: dict[str, Any]) -> str:
@@ -122,7 +130,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         name,
         n,
         _share(row["solved"]),
-        f"{row['answers']:.3f}",
+        _answers(row),
         *_gain(row["against_full"]),
         *_gain(row.get("against_random")),
         of_evicting,
@@ -132,6 +140,13 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{row['cap_hits']:.0%}",
         f"{row['peak_tokens']}, {row['peak_bytes'] / 2**20:.2f} MiB",
     ]
+
+
+def _answers(row: dict[str, Any]) -> str:
+    """Of multiple choices, which have one part, both accuracies instead."""
+    if "acc" in row:
+        return f"acc {row['acc']:.3f}, acc_norm {row['acc_norm']:.3f}"
+    return f"{row['answers']:.3f}"
 
 
 def _share(share: dict[str, float]) -> str:

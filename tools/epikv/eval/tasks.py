@@ -3,7 +3,7 @@
 sample:programs          a family of the sample model (epikv.sample.families), at its tested length
 sample:ledger@26         the same with 26 lines
 solved:ledger            the same with its worked solution in the prompt: only the answer is written
-file:math500.jsonl       problems of a file (epikv.eval.files): MATH-500, AIME, GSM8K, one's own
+file:math500.jsonl       problems of a file (epikv.eval.formats): of benchmarks, or one's own
 needle@2000, recall@100  probes (epikv.eval.probes): a fact in 2000 words, 100 pairs of them
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from epikv.eval import files
-from epikv.eval.items import Axis, Item, Needed, Probe
+from epikv.eval.items import Axis, Item, Needed, Question
 from epikv.eval.probes import PROBES
 
 if TYPE_CHECKING:
@@ -39,12 +39,12 @@ def load(
     split: str,
     count: int,
     *,
-    template: str | None = None,
+    reading: files.Reading = files.Reading(),
     needs: "Mapping[str, Need] | None" = None,
-) -> Sequence[Item | Probe]:
+) -> Sequence[Question]:
     """The first `count` problems of a task's split; splits share no problem, but a file is one.
 
-    template: of prompts for the problems of a file. needs: what a sample model was measured to
+    reading: of files. needs: what a sample model was measured to
     need, by family, for an oracle.
     """
     kind, _, rest = name.partition(":")
@@ -54,7 +54,7 @@ def load(
         case "solved":
             return _solved(rest, split, count)
         case "file":
-            return files.read(Path(rest), count, template or files.TEMPLATE)
+            return files.read(Path(rest), count, reading)
     kind, _, length = name.partition("@")
     if kind not in PROBES or not (length or "1").isdecimal():
         raise click.BadParameter(
