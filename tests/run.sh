@@ -13,6 +13,7 @@ for folder in "$EPIKV_ROOT/tests/clients/node" "$EPIKV_ROOT/tests/wire"; do
   [ "$folder/node_modules" -nt "$folder/package-lock.json" ] ||
     stage "Node packages ($(basename "$folder"))" npm --prefix "$folder" ci --ignore-scripts --no-audit --no-fund
 done
+stage "Python clients" bash "$EPIKV_ROOT/tests/clients/python/install.sh"
 # For tests/e2e/metrics/prometheus_test.py. Unpacked, not installed: the package would start its service.
 unpack_prometheus() {
   cd "$prometheus"
