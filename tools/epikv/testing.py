@@ -1,12 +1,14 @@
-"""A daemon of one's own, for end-to-end tests and benches."""
+"""A daemon of one's own, and a gateway, for end-to-end tests and benches."""
 
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +23,7 @@ from epikv.connection import Tls, connect
 PACED = [("grpc.http2.lookahead_bytes", 16), ("grpc.http2.bdp_probe", 0)]
 
 _POLL_SECONDS = 0.02
+_GATEWAY_SECONDS = 90  # to begin to serve, and to end
 
 
 class DaemonError(Exception):
@@ -161,6 +164,78 @@ class Daemon:
         if status != health_pb2.HealthCheckResponse.SERVING:
             name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
             raise DaemonError(f"epikvd printed its addresses but its health is {name}\n{self.log}")
+
+
+class Gateway:
+    """`epikv gateway` in front of these daemons, HOST:PORT each, on a port of its own, until it is left.
+
+    flags: of the command. environment: beside this process's own. Raises DaemonError where it does not
+    serve, and, when it is left, where it has not ended well.
+    """
+
+    def __init__(self, *servers: str, flags: Sequence[str] = (), **environment: str) -> None:
+        command = [sys.executable, "-c", "from epikv.cli import main; main()", "gateway"]
+        self._command = [*command, "--listen=127.0.0.1:0", *flags]
+        self._command += [f"--server={server}" for server in servers]
+        self._environment = {**os.environ, **environment}
+        self.address = ""  # HOST:PORT
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="epikv-gateway-")
+        out, self._log = (Path(self._folder.name) / name for name in ("out", "log"))
+        with out.open("wb") as stdout, self._log.open("wb") as stderr:
+            self._process = processes.start(
+                self._command,
+                stdout=stdout,
+                stderr=stderr,
+                process_group=0,
+                env=self._environment,
+            )
+        deadline = time.monotonic() + _GATEWAY_SECONDS
+        while not (line := out.read_bytes()).endswith(b"\n"):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._process.kill()
+                raise DaemonError(f"the gateway does not serve\n{self.log}")
+            time.sleep(_POLL_SECONDS)
+        self.address = json.loads(line)["http"]
+        return self
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        """All it has written to stderr so far."""
+        return self._log.read_text(errors="replace")
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def stop(self) -> int:
+        """Sends SIGTERM, if it still runs, and waits; its exit status."""
+        self.terminate()
+        return self._process.wait(_GATEWAY_SECONDS)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            status = self.stop()
+            if status != 0 and kind is None:
+                raise DaemonError(f"the gateway ended with status {status}\n{self.log}")
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+        finally:
+            self._folder.cleanup()
 
 
 def find_binary() -> Path:

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from epikv.testing import Daemon
-from gateway_process import Gateway
+from epikv.testing import Daemon, Gateway
 from openai import OpenAI
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from credentials import new_token
 from epikv.sample import problem
-from epikv.testing import Daemon
-from gateway_process import Gateway
+from epikv.testing import Daemon, Gateway
 from openai import OpenAI, PermissionDeniedError, RateLimitError
 from waiting import eventually
 

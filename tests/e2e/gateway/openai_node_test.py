@@ -7,8 +7,7 @@ from pathlib import Path
 from epikv import Kv, Sampling, Stop
 from epikv.sample import problem
 from epikv.scrape import scrape
-from epikv.testing import Daemon
-from gateway_process import Gateway
+from epikv.testing import Daemon, Gateway
 from waiting import eventually
 
 PROGRAM = Path(__file__).parents[2] / "clients/node/openai_client.js"

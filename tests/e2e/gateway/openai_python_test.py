@@ -13,8 +13,7 @@ from byte_model import export_bytes
 from epikv import Kv, Output, Sampling, Stop
 from epikv.sample import problem
 from epikv.scrape import scrape
-from epikv.testing import Daemon
-from gateway_process import Gateway
+from epikv.testing import Daemon, Gateway
 from openai import OpenAI
 from waiting import eventually
 
@@ -326,7 +325,7 @@ def test_a_gateway_that_stops_drops_no_stream(daemon: Daemon, tmp_path: Path) ->
             stream = client.completions.create(model="sample", prompt=[5] * 40, stream=True, **LONG)
             parts = iter(stream)
             next(parts)
-            gateway.process.terminate()
+            gateway.terminate()
             rest = list(parts)
             assert rest[-1].choices[0].finish_reason == "length"
         assert gateway.stop() == 0

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from epikv.scrape import scrape
-from epikv.testing import Daemon
-from gateway_process import Gateway
+from epikv.testing import Daemon, Gateway
 from page_blocks import ROOT, Block, blocks, commands
 
 PAGE = ROOT / "docs" / "clients.md"

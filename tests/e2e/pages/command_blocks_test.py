@@ -30,8 +30,7 @@ from pathlib import Path
 
 import pytest
 from epikv.sample import problem
-from epikv.testing import Daemon, find_binary
-from gateway_process import Gateway
+from epikv.testing import Daemon, Gateway, find_binary
 from page_blocks import PYTHON, ROOT, SHELL, Block, blocks, commands, pages, printed
 from shell import ENVIRONMENT, free_ports
 
