@@ -6,6 +6,7 @@
 #   soak.sh requests [SECONDS]      random requests on random engines, each against itself alone and a sample
 #                                   against transformers; 1800 seconds (tests/laws/differential)
 #   soak.sh faults [--ends N]       100,000 requests ended by cancels, kills and deadlines, in every state
+#   soak.sh bodies [--seconds N]    bodies that are nearly right, to a gateway; half an hour
 #   soak.sh readers [--pairs N]     what 50 readers that stall cost others
 #   soak.sh outage [--seconds N]    the experiment store is away for a minute, under traffic
 #   soak.sh crashes [--kills N]     1000 kills -9 of a daemon that records outcomes, for each kind of store;
@@ -44,6 +45,7 @@ if [ "${1:-}" = families ]; then
 fi
 case ${1:-} in
 faults) script=ends.py && shift ;;
+bodies) script=bodies.py && shift ;;
 readers) script=readers.py && shift ;;
 outage) script=outage.py && shift ;;
 crashes) script=crashes.py && shift ;;
