@@ -18,6 +18,7 @@ from epikv_lab.sample.measure import (
     FAR,
     FETCH,
     GUARD,
+    GUARD_OF_ONE,
     GUARDED,
     LOOKAHEAD,
     MODELS,
@@ -37,7 +38,8 @@ PAGE = MODELS.parent / "lab" / "CLAIMS.md"
 NEAR = 0.05  # as good as another: at worst so much below it
 TOURNAMENT, PROMPT = "tournament", "claims-prompt"
 DECORATING, STEERING, WIDTH = "claims-decorators", "claims-steering", "claims-widths"
-GUARDING, FETCHING, EPISODIC = "claims-guard", "claims-far", "claims-episodes"
+GUARDING, GUARDING_ONE = "claims-guard", "claims-guard-one"
+FETCHING, EPISODIC = "claims-far", "claims-episodes"
 
 Scores = dict[str, list[Score]]  # by seed
 
@@ -106,6 +108,9 @@ def parts() -> dict[str, Callable[[], str]]:
         "width-claims": lambda: widths(scores_of(WIDTH)),
         "guard-claims": lambda: beneath(
             scores_of(GUARDING), (*GUARDED, RANDOM), GUARD, "25%", "50%"
+        ),
+        "guard-one-claims": lambda: beneath(
+            scores_of(GUARDING_ONE), (*GUARDED, RANDOM), GUARD_OF_ONE, "25%", "50%"
         ),
         "far-claims": lambda: beneath(scores_of(FETCHING), FAR, FETCH, "15%", "25%"),
         "episode-claims": lambda: table(scores_of(EPISODIC), EPISODES),

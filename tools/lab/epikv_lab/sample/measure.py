@@ -67,7 +67,9 @@ DECORATORS = ("caote", "fast_caote", "vatp", "critical", "inertia", "twin")
 # What is dropped goes below the cache: there a guard brings it back, or attention reads of it.
 # The best of those that give tokens scores, each lane with a budget of its own.
 GUARDED = ("expected_attention", "trimkv", "cur", "keydiff", "h2o")
-GUARD = {"tier_tokens": 128, "guard": 32}  # a quarter of a trace
+# A quarter of a trace; and 32 of its tokens asked for by each query, or the one that it asks for most.
+GUARD = {"tier_tokens": 128, "guard": 32}
+GUARD_OF_ONE = {"tier_tokens": 128, "guard": 1}
 FAR = ("sliding", "streaming_llm", "snapkv", "expected_attention", RANDOM)
 FETCH = {"tier_tokens": 1280, "tier_fetch": 48}  # all that is dropped; read is a tenth of a trace
 EPISODES = ("snapkv", "epicache")
@@ -161,6 +163,9 @@ EVALUATIONS = {
     ),
     "claims-guard": Evaluation(
         _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variant=GUARD
+    ),
+    "claims-guard-one": Evaluation(
+        _TASKS, 25, "claims", (0.5, 0.25), lambda seed: [*GUARDED, RANDOM], variant=GUARD_OF_ONE
     ),
     "claims-far": Evaluation(_TASKS, 25, "claims", (0.25, 0.15), lambda seed: FAR, variant=FETCH),
     "claims-episodes": Evaluation(
