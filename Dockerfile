@@ -78,6 +78,51 @@ RUN --mount=type=bind,from=system,source=/,target=/system \
     /opt/sbom/bin/python deploy/sbom.py --root=/system --program=build/release/server/epikvd \
       --torch=/opt/torch.json --commit="${REVISION}" --out=/image/usr/share/doc/epikvd/sbom.cdx.json
 
+# `--target gateway`: OpenAI's HTTP API in front of daemons, without a daemon. It has Python and nothing of LibTorch.
+FROM ${BASE} AS python
+RUN apt-get update \
+ && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3 \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
+ && useradd --uid 10001 --user-group --no-create-home --home-dir /nonexistent \
+      --shell /usr/sbin/nologin epikv
+
+FROM python AS packages
+RUN apt-get update \
+ && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends ca-certificates python3-venv \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY CMakeLists.txt LICENSE NOTICE ./
+COPY proto proto
+COPY tools tools
+# What generates the code of the protos is in an environment of its own, and stays out of the image.
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf --mount=type=secret,id=ca.pem \
+    python3 -m venv /tmp/build \
+ && /tmp/build/bin/pip install --no-cache-dir --require-hashes --only-binary :all: -r tools/requirements/wheel.txt \
+ && /tmp/build/bin/pip wheel --no-index --no-deps --no-build-isolation --wheel-dir=/tmp/wheels ./tools \
+ && python3 -m venv --without-pip /opt/epikv \
+ && /tmp/build/bin/pip --python=/opt/epikv/bin/python install --no-cache-dir --require-hashes --only-binary :all: \
+      -r tools/requirements/gateway.txt \
+ && /tmp/build/bin/pip --python=/opt/epikv/bin/python install --no-index --no-deps /tmp/wheels/*.whl
+
+FROM python AS gateway
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="epikv gateway" \
+      org.opencontainers.image.description="OpenAI's HTTP API in front of epikvd" \
+      org.opencontainers.image.version="0.2.0" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision="${REVISION}"
+COPY --from=packages /opt/epikv /opt/epikv
+COPY LICENSE NOTICE /usr/share/doc/epikv/
+ENV PATH=/opt/epikv/bin:$PATH EPIKV_SERVER=epikvd:50051
+RUN epikv gateway --help >/dev/null
+USER 10001:10001
+WORKDIR /
+EXPOSE 8000/tcp
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=10s --retries=3 CMD ["python3", "-c", \
+  "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+ENTRYPOINT ["epikv", "gateway", "--listen=0.0.0.0:8000"]
+
 FROM system AS runtime
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="epikvd" \

@@ -60,3 +60,5 @@ lock $folder/uv.txt uv
 inputs+=(tools/pyproject.toml)
 lock $work/daemon.txt torch
 except $work/daemon.txt "$torch" >$folder/daemon.txt
+inputs+=(--extra gateway)
+lock $folder/gateway.txt

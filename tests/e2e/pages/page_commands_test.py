@@ -87,7 +87,8 @@ def unknown(words: list[str], command: click.Command | None = None) -> list[str]
             inner = command.get_command(click.Context(command), word)
             return found + ([word] if inner is None else unknown([word, *words], inner))
         elif not command.context_settings.get("allow_interspersed_args", True):
-            return found + unknown(["epikvd", *words])  # of serve: what follows the model
+            # Of serve: what follows the model, but for --http.
+            return found + [each for each in unknown(["epikvd", *words]) if each != "--http"]
     return found
 
 

@@ -69,6 +69,13 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
     help="That streams may go on for once the gateway is told to stop.",
 )
 @click.option(
+    "--stall-seconds",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1),
+    help="That a client may take nothing of what is sent; then it is gone.",
+)
+@click.option(
     "--cors-origin",
     "origins",
     multiple=True,
@@ -84,6 +91,7 @@ def command(
     body_seconds: float,
     max_requests: int,
     drain_seconds: int,
+    stall_seconds: float,
     origins: tuple[str, ...],
 ) -> None:
     """Speak OpenAI's HTTP API in front of daemons.
@@ -104,6 +112,7 @@ def command(
             certificate=tls_certificate,
             key=tls_key,
             drain_seconds=drain_seconds,
+            stall_seconds=stall_seconds,
         )
     )
 
@@ -116,6 +125,7 @@ def serving(
     certificate: Path | None = None,
     key: Path | None = None,
     drain_seconds: float = 60,
+    stall_seconds: float = 60,
     **settings: Any,
 ) -> "Serving":
     """A gateway that may be run; settings are those of epikv.gateway.app.Settings. Raises what click
@@ -138,6 +148,7 @@ def serving(
         certificate,
         key,
         drain_seconds,
+        stall_seconds,
     )
 
 

@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -19,12 +19,17 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 GONE = 499  # the status of who did not wait for one
 _BUSY_SECONDS = 1.0
+_ADDRESS = re.compile(
+    r"(?:localhost|[\d.]+|\[[\da-fA-F:.]+\])(?::\d+)?"
+)  # no name that can be moved
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Limits:
     """ASGI middleware. Bodies have a size and a time, requests at once a number; each has an id, which
-    its answer tells: the client's x-request-id, or a new one."""
+    its answer tells: the client's x-request-id, or a new one. Scripts of pages may ask that come from
+    `origins`, or from a machine's own address: a page elsewhere could else have its reader's browser ask
+    a gateway that only that browser reaches, also by a name that it lets point there."""
 
     def __init__(
         self,
@@ -34,12 +39,14 @@ class Limits:
         body_bytes: int,
         body_seconds: float,
         at_once: int,
+        origins: Sequence[str],
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._body_bytes = body_bytes
         self._body_seconds = body_seconds
         self._at_once = at_once
+        self._origins = frozenset(origins)
         self._in_flight = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -61,14 +68,34 @@ class Limits:
         self._in_flight += 1
         self._metrics.in_flight.inc()
         try:
-            if self._in_flight > self._at_once:
-                await _refuse(scope, receive, told, self._at_once)
+            if refusal := self._refusal(scope):
+                response = JSONResponse(refusal.body(), refusal.status, refusal.headers())
+                await response(scope, receive, told)
             else:
                 await self._app(scope, self._bounded(receive, begin), told)
         finally:
             self._in_flight -= 1
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(_route(scope), str(status)).inc()
+
+    def _refusal(self, scope: Message) -> ApiError | None:
+        if self._in_flight > self._at_once:
+            return ApiError(
+                f"this gateway has {self._at_once} requests at once, and takes no more",
+                status=429,
+                code="queue_full",
+                retry_after=_BUSY_SECONDS,
+            )
+        headers = dict(scope["headers"])
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if not origin or "*" in self._origins or origin in self._origins:
+            return None
+        page = origin.partition("://")[2]
+        if page == headers.get(b"host", b"").decode("latin-1") and _ADDRESS.fullmatch(page):
+            return None
+        return ApiError(
+            f"pages of {origin:.200} may not ask here (--cors-origin)", status=403, code="origin"
+        )
 
     def _bounded(self, receive: Receive, begin: float) -> Receive:
         size = 0
@@ -104,14 +131,3 @@ def _request_id(scope: Message) -> str:
 def _route(scope: Message) -> str:
     route = scope.get("route")
     return getattr(route, "path", "other")
-
-
-async def _refuse(scope: Message, receive: Receive, send: Send, most: int) -> None:
-    error = ApiError(
-        f"this gateway has {most} requests at once, and takes no more",
-        status=429,
-        code="queue_full",
-        retry_after=_BUSY_SECONDS,
-    )
-    response = JSONResponse(error.body(), error.status, error.headers())
-    await response(scope, receive, send)

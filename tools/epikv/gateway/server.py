@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
 
 import uvicorn
 from starlette.applications import Starlette
@@ -26,6 +27,7 @@ class Serving:
     certificate: Path | None = None  # PEM; with it, clients speak TLS
     key: Path | None = None
     drain_seconds: float = 60  # that streams may go on for after a signal
+    stall_seconds: float = 60  # that a client may take nothing
 
 
 def app() -> Starlette:
@@ -55,6 +57,10 @@ def run(serving: Serving) -> None:
         ws="none",
     )
     socket = config.bind_socket()
+    # A client that does not read has so long for what waits for it, then its connection ends; and so
+    # does what it asked for. Sockets that are accepted have the option too.
+    stall = int(1000 * serving.stall_seconds)
+    socket.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, stall)
     socket.listen(config.backlog)  # who comes before the workers waits
     host, port = socket.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

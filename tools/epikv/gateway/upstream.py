@@ -177,7 +177,7 @@ class Upstream:
             )
         return self._models[name]
 
-    async def healthy(self) -> dict[str, bool]:
+    async def healthy(self) -> list[bool]:
         """Of each daemon, whether it serves."""
 
         async def check(daemon: Daemon) -> bool:
@@ -189,8 +189,7 @@ class Upstream:
                 return False
             return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
-        states = await asyncio.gather(*map(check, self.daemons))
-        return {daemon.address: state for daemon, state in zip(self.daemons, states, strict=True)}
+        return await asyncio.gather(*map(check, self.daemons))
 
     async def _models_of(self, daemon: Daemon, caller: Caller) -> list[Model]:
         try:
