@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds the image of the Dockerfile without a Docker engine and tries it: bash tests/container.sh,
+# Builds the images of the Dockerfile without a Docker engine and tries them: bash tests/container.sh,
 # as root on Debian 12. Takes 10 GB below build/container, which are gone afterwards, and a quarter
 # of an hour on two cores, 20 minutes more while the compiler's cache, which stays, is cold: no part
 # of run.sh. The base image is made by debootstrap from the mirror of this machine's apt. What is
-# tried: tests/container/try_image.py.
+# tried: tests/container/try_image.py and try_gateway.py.
 #
 # Settings (environment), beside deploy/setup.sh's:
 #   EPIKV_TORCH_INDEX    index of CPU builds of torch; file:///FOLDER also works (PEP 503).
@@ -50,7 +50,7 @@ make_base() {
   buildah commit --quiet --rm "$container" epikv-base
 }
 
-build_image() {
+build_image() {  # TARGET TAG
   local arguments=(--build-arg BASE=localhost/epikv-base --build-arg JOBS="$EPIKV_JOBS"
     --build-arg REVISION="$(git rev-parse HEAD 2>/dev/null || echo unknown)")
   if [ -n "${EPIKV_TORCH_INDEX:-}" ]; then
@@ -63,11 +63,16 @@ build_image() {
   printf '[global]\ncert = /run/secrets/ca.pem\n' >"$work/pip.conf"
   buildah build --format docker --pull-never "${arguments[@]}" \
     --secret id=pip.conf,src="$work/pip.conf" \
-    --secret id=ca.pem,src="${PIP_CERT:-/etc/ssl/certs/ca-certificates.crt}" --tag epikvd .
+    --secret id=ca.pem,src="${PIP_CERT:-/etc/ssl/certs/ca-certificates.crt}" --target "$1" --tag "$2" .
 }
 
 stage "base image" make_base
-stage "image" build_image
+stage "image of the gateway" build_image gateway epikv-gateway
+root=$(buildah mount "$(buildah from --pull-never epikv-gateway)")
+buildah inspect --type image --format '{{.Config}}' epikv-gateway >"$work/config.json"
+"$EPIKV_PYTHON" "$EPIKV_ROOT/tests/container/try_gateway.py" --root "$root" --config "$work/config.json"
+
+stage "image" build_image runtime epikvd
 
 sample=$EPIKV_ROOT/tools/sample_model/$(cat "$EPIKV_ROOT/tools/sample_model/SHIPPED")
 mkdir -p "$work/models"

@@ -64,6 +64,8 @@ def test_a_completion_is_the_daemons(daemon: Daemon, openai: OpenAI) -> None:
     assert facts["kv"]["peak_tokens"] == plain.summary.kv.peak_tokens
     assert facts["kv"]["evicted_tokens"] == plain.summary.kv.evicted_tokens > 0
     assert whole.id == f"cmpl-{facts['request_id']}"
+    unnamed = openai.completions.create(**{**ask, "model": ""})
+    assert unnamed.model == whole.model == "sample", "the one that has answered"
 
     *parts, last = openai.completions.create(
         **ask, stream=True, stream_options={"include_usage": True}

@@ -133,7 +133,7 @@ class Gateway:
         prompts = body.prompts()
         form = responses.Completions(body.logprobs, await self._texts_for(body, caller))
         asked = await self._asked(body, prompts, request, caller)
-        head = _head(f"cmpl-{request.state.request_id}", body)
+        head = responses.Head(f"cmpl-{request.state.request_id}", int(time.time()))
         if body.stream:
             echoed = [await self._text(prompt, body, caller) for prompt in prompts if body.echo]
             return await self._stream(asked, body, form, head, caller, echoed)
@@ -150,7 +150,7 @@ class Gateway:
         top = (body.top_logprobs or 0) if body.logprobs else None
         form = responses.Chats(top, await self._texts_for(body, caller))
         asked = await self._asked(body, [body.chat()], request, caller)
-        head = _head(f"chatcmpl-{request.state.request_id}", body)
+        head = responses.Head(f"chatcmpl-{request.state.request_id}", int(time.time()))
         if body.stream:
             return await self._stream(asked, body, form, head, caller)
         results = await _unless_gone(request, self._whole(asked, caller))
@@ -362,7 +362,7 @@ class Stream:
     ) -> None:
         self._begun = begun
         self._form = form
-        self._head = head.of(form.part)
+        self._head = head.of(form.part, begun[0].accepted)
         self._echoed = echoed
         wanted = body.stream_options or bodies.StreamOptions()
         self._usage_at_end = wanted.include_usage
@@ -527,10 +527,6 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-def _head(name: str, body: bodies.GenerationBody) -> responses.Head:
-    return responses.Head(name, body.model, int(time.time()))
-
-
 def _choices(
     form: responses.Form, results: Sequence[generation_pb2.GenerateResult]
 ) -> list[dict[str, Any]]:
@@ -552,7 +548,7 @@ def _whole_answer(
     summaries = [result.summary for result in results]
     return JSONResponse(
         {
-            **head.of(form.whole),
+            **head.of(form.whole, results[0].accepted),
             "choices": choices,
             "usage": responses.usage_of(summaries, nothing_asked=nothing_asked),
             "epikv": facts[0] if len(facts) == 1 else facts,

@@ -28,11 +28,10 @@ class Head:
     """What all parts of an answer begin with."""
 
     id: str
-    model: str
     created: int  # seconds since 1970
 
-    def of(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def of(self, kind: str, accepted: generation_pb2.Accepted) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": accepted.model}
 
 
 def _told(logprob: float) -> float:
