@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
+from epikv.testing import find_binary
 from epikv_lab.bench import gateway
 
 
-def test_what_a_gateway_costs_is_measured(tmp_path: Path) -> None:
+def test_what_a_gateway_costs_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPIKVD", str(find_binary()))  # or it would be built while others run
     out = tmp_path / "gateway.json"
     short = "--shape small --requests 10 --rounds 2 --streams 4 --tokens 16 --clients 20 --crowds 3"
     result = CliRunner().invoke(gateway.command, [*short.split(), "--json", str(out)])

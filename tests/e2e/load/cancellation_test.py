@@ -91,7 +91,7 @@ STATES = {
         all_have_chunks, prompt=TASK_LONG, flags=SESSIONS, has_tokens=False, sessions=True
     ),
     "answering in a session": State(
-        all_run, prompt=TASK_LONG, first="delta", flags=SESSIONS, sessions=True
+        all_run, prompt=TASK.prompt * 2, first="delta", flags=SESSIONS, sessions=True
     ),
     "outbox_full": State(all_are_paused, kv=EVICTING, paced=True),
     "draining": State(all_run_on, first="delta", kv=WHOLE + EVICTING, draining=True),
@@ -155,6 +155,7 @@ def request_of(state: State, i: int) -> generation_pb2.GenerateRequest:
     )
     if state.sessions:
         request.session.CopyFrom(Session(f"of {i}", 76).to_proto())
+        request.stop.CopyFrom(Stop(20_000, ignore_eos=True).to_proto())  # it ends by leaving alone
     else:
         request.kv.CopyFrom(state.kv[i % len(state.kv)].to_proto())
     return request
