@@ -36,8 +36,16 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "seed": 3,
             "logprobs": 2,
             "logit_bias": {"5": 1.5},
-            "kv": {"policy": "sliding", "budget": 200, "positions": "compact"},
-            "experiment": {"unit_id": "u"},
+            "kv": {
+                "policy": "snapkv",
+                "budget": 200,
+                "positions": "compact",
+                "params": {"window": 16, "decorate": []},
+                "protect_prompt": False,
+                "protected_spans": [[0, 2]],
+            },
+            "experiment": {"unit_id": "u", "opt_out": False, "covariate": 1.5},
+            "steering": {"coefficient": 0.0},
             "stream": True,
             "stream_options": {"include_usage": True},
         },
@@ -78,7 +86,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/outcomes", {"request_id": "r", "metric": "m", "value": 1}),
 ]
 ODD: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 17, 2**31, 2**32, 2**63, 2**64, 10**30, 0.5, -0.0, 1e-320, 1e308,
+    None, True, False, 0, 1, -1, 2, 17, 2**31, 2**32, 2**63, 2**64, 10**30, 10**400, 0.5, -0.0, 1e-320, 1e308,
     "", "x", "sample", "\x00", "é", "\U0001f600", "1" * 5000, "nan", "50%", [], [[]], [None], [0], {},
     {"": None}, {"a": {"b": [1]}}, ["x", 1], [5] * 300, {"type": "text"}, "full", "epikv_flat",
 ]  # fmt: skip

@@ -1,10 +1,14 @@
 """Requests that are wrong: each gets a status, a type and a name of what is at fault, in OpenAI's body."""
 
 import json
+import os
+import re
+import signal
 import socket
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +16,16 @@ from typing import Any
 import pytest
 from credentials import new_token
 from epikv.sample import problem
-from epikv.testing import Daemon, Gateway
+from epikv.scrape import scrape
+from epikv.testing import Daemon, DaemonError, Gateway
 from openai import OpenAI, PermissionDeniedError, RateLimitError
 from waiting import eventually
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 GOOD = {"model": "sample", "prompt": "1 2 3", "max_tokens": 1}
+DEEP: Any = 1
+for _ in range(60):
+    DEEP = [DEEP]
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -47,6 +55,21 @@ def ask(
     return Answer(status, {k.lower(): v for k, v in found.items()}, json.loads(text))
 
 
+def raw(gateway: Gateway, path: str, body: Any, headers: list[tuple[str, str]]) -> int:
+    """The status, of headers that urllib would not send; 0: none."""
+    data = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {len(data)}"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    host, _, port = gateway.address.partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        try:
+            connection.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+            answer = connection.recv(1 << 16)
+        except OSError:
+            return 0
+    return int(answer.split()[1]) if answer else 0
+
+
 # What is wrong: path, body, status, param, code, and a word of the message.
 WRONG: dict[str, tuple[str, Any, int, str | None, str | None, str]] = {
     "no JSON": (COMPLETIONS, b"{", 400, None, None, "Invalid JSON"),
@@ -54,8 +77,16 @@ WRONG: dict[str, tuple[str, Any, int, str | None, str | None, str]] = {
     "nothing": (COMPLETIONS, b"", 400, None, None, "Invalid JSON"),
     "no prompt": (COMPLETIONS, {"model": "sample"}, 400, "prompt", None, "Field required"),
     "empty prompt": (COMPLETIONS, {**GOOD, "prompt": ""}, 400, "prompt", "invalid_request", ""),
-    "no prompts": (COMPLETIONS, {**GOOD, "prompt": []}, 400, "prompt", None, "1 to 128"),
-    "prompts of two kinds": (COMPLETIONS, {**GOOD, "prompt": ["1", 2]}, 400, "prompt.1", None, ""),
+    "no prompts": (COMPLETIONS, {**GOOD, "prompt": []}, 400, "prompt", None, "must be text"),
+    "many prompts": (COMPLETIONS, {**GOOD, "prompt": ["1"] * 129}, 400, "prompt", None, "1 to 128"),
+    "prompts of two kinds": (
+        COMPLETIONS,
+        {**GOOD, "prompt": ["1", 2]},
+        400,
+        "prompt",
+        None,
+        "item 1",
+    ),
     "no messages": (CHATS, {"model": "sample", "messages": []}, 400, "messages", None, ""),
     "a role": (
         CHATS,
@@ -109,7 +140,7 @@ WRONG: dict[str, tuple[str, Any, int, str | None, str | None, str]] = {
         COMPLETIONS,
         b'{"model": "sample", "prompt": "1", "top_p": NaN}',
         400,
-        "top_p",
+        None,
         None,
         "",
     ),
@@ -135,7 +166,7 @@ WRONG: dict[str, tuple[str, Any, int, str | None, str | None, str]] = {
         "1280",
     ),
     "a token": (COMPLETIONS, {**GOOD, "prompt": [10**6]}, 400, "prompt.ids[0]", "token_range", ""),
-    "a large token": (COMPLETIONS, {**GOOD, "prompt": [2**40]}, 400, "prompt.0", None, ""),
+    "a large token": (COMPLETIONS, {**GOOD, "prompt": [2**40]}, 400, "prompt", None, "item 0"),
     "too many stop strings": (COMPLETIONS, {**GOOD, "stop": ["x"] * 17}, 400, "stop", None, "16"),
     "best of": (COMPLETIONS, {**GOOD, "best_of": 3}, 400, "best_of", None, ""),
     "suffix": (COMPLETIONS, {**GOOD, "suffix": "x"}, 400, "suffix", None, ""),
@@ -202,6 +233,54 @@ WRONG: dict[str, tuple[str, Any, int, str | None, str | None, str]] = {
         None,
         None,
         "one constraint",
+    ),
+    "parameters that are none": (
+        COMPLETIONS,
+        {**GOOD, "kv": {"policy": "sliding", "budget": 200, "params": "x"}},
+        400,
+        None,
+        None,
+        "",
+    ),
+    "parameters that are deep": (
+        COMPLETIONS,
+        {**GOOD, "kv": {"policy": "sliding", "budget": 200, "params": {"x": DEEP}}},
+        400,
+        None,
+        None,
+        "",
+    ),
+    "a large truth": (
+        COMPLETIONS,
+        {**GOOD, "kv": {"policy": "sliding", "budget": 200, "protect_prompt": 2**64}},
+        400,
+        None,
+        None,
+        "",
+    ),
+    "a large covariate": (
+        COMPLETIONS,
+        {**GOOD, "experiment": {"covariate": 10**400}},
+        400,
+        None,
+        None,
+        "",
+    ),
+    "tools": (
+        CHATS,
+        {"model": "sample", "messages": HELLO, "tools": [{"type": "function"}]},
+        400,
+        "tools",
+        None,
+        "",
+    ),
+    "no token is told in a stream": (
+        COMPLETIONS,
+        {**GOOD, "echo": True, "stream": True, "max_tokens": 0},
+        400,
+        "echo",
+        None,
+        "",
     ),
     "half a character": (
         COMPLETIONS,
@@ -275,7 +354,16 @@ def test_headers(gateway: Gateway) -> None:
     answer = ask(gateway, COMPLETIONS, GOOD, authorization="Bearer \u00e9")
     assert answer.status == 400 and "authorization" in answer.error["message"]
     named = ask(gateway, COMPLETIONS, GOOD, **{"x-request-id": "mine"})
-    assert named.headers["x-request-id"] == "mine" == named.body["epikv"]["request_id"]
+    assert named.headers["x-request-id"] == "mine"
+    assert re.fullmatch("mine-[0-9a-f]{8}", named.body["epikv"]["request_id"])
+    twice = [("Authorization", "Bearer a"), ("authorization", "Bearer b")]
+    assert raw(gateway, COMPLETIONS, GOOD, twice) == 400, "a proxy may have judged the other"
+    assert raw(gateway, COMPLETIONS, GOOD, [("tracestate", "x" * 5000)]) == 400
+    assert raw(gateway, COMPLETIONS, GOOD, [(f"x{i}", "y" * 1000) for i in range(200)]) in (
+        0,
+        400,
+        431,
+    )
     odd = ask(gateway, COMPLETIONS, GOOD, **{"x-request-id": "a b"})
     assert odd.headers["x-request-id"] != "a b" and odd.status == 200
 
@@ -287,7 +375,9 @@ def test_a_body_has_a_size_and_a_time(daemon: Daemon) -> None:
         assert (answer.status, answer.error["type"]) == (413, "invalid_request_error")
         host, _, port = gateway.address.partition(":")
         with socket.create_connection((host, int(port)), timeout=30) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{"
+            )
             begin = time.monotonic()
             assert b" 408 " in slow.recv(1 << 16).split(b"\r\n")[0]
             assert time.monotonic() - begin < 20
@@ -309,6 +399,91 @@ def test_a_page_elsewhere_may_not_ask(daemon: Daemon) -> None:
         assert answer.headers["access-control-allow-origin"] == "https://chat.example"
 
 
+def test_a_bad_body_takes_no_longer_than_a_good_one(gateway: Gateway) -> None:
+    """Whatever is wrong with each of a million items."""
+    bodies: list[tuple[str, Any]] = [
+        (COMPLETIONS, {**GOOD, "prompt": ["a", *[1] * 1_000_000]}),
+        (COMPLETIONS, {**GOOD, "prompt": [[1], *["x"] * 500_000]}),
+        (COMPLETIONS, {**GOOD, "stop": [1] * 1_000_000}),
+        (COMPLETIONS, {**GOOD, **{f"k{i}": 1 for i in range(200_000)}}),
+        (CHATS, {"messages": [1] * 1_000_000}),
+        (CHATS, {"messages": [{"role": "user", "content": [1] * 1_000_000}]}),
+        ("/detokenize", {"tokens": ["x"] * 500_000}),
+    ]
+    before = resident(gateway)
+    for path, body in bodies:
+        begin = time.monotonic()
+        assert ask(gateway, path, body).status == 400
+        assert time.monotonic() - begin < 5, path
+    told = ask(gateway, COMPLETIONS, {**GOOD, "k" * 3_000_000: 1})
+    assert int(told.headers["content-length"]) < 3000
+    assert resident(gateway) < before + 300e6
+
+
+def resident(gateway: Gateway) -> int:
+    pages = int(Path(f"/proc/{gateway.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_daemon_that_hangs_takes_nobody_along(sample_model: Path) -> None:
+    """Lookups have a time of their own, and a client that leaves is noticed wherever it waits."""
+    flags = ("--threads=1", "--watchdog_seconds=0")
+    with Daemon(sample_model, *flags) as first, Daemon(sample_model, *flags) as second:
+        with Gateway(first.grpc, second.grpc, flags=("--max-requests=8",)) as gateway:
+            os.kill(first.pid, signal.SIGSTOP)
+            try:
+                assert ask(gateway, "/v1/models").body["data"][0]["id"] == "sample"
+                time.sleep(1.2)  # it is no longer passed over
+                hung = 0
+                for _ in range(16):  # twice as many as it may have at once
+                    hung += leaves_soon(gateway)
+                assert hung > 0
+                assert ask(gateway, "/health").status == 200
+                answers = [ask(gateway, COMPLETIONS, GOOD, timeout="5") for _ in range(4)]
+                assert 200 in {answer.status for answer in answers}
+                eventually(lambda: ask(gateway, COMPLETIONS, GOOD, timeout="5").status != 429)
+            finally:
+                os.kill(first.pid, signal.SIGCONT)
+
+
+def leaves_soon(gateway: Gateway) -> bool:
+    """Whether a client has left before its stream began."""
+    data = json.dumps({**GOOD, "temperature": 0, "stream": True}).encode()
+    request = urllib.request.Request(gateway.url + COMPLETIONS, data)
+    try:
+        with urllib.request.urlopen(request, timeout=0.3) as reply:
+            reply.read()
+    except (TimeoutError, urllib.error.URLError):
+        return True
+    return False
+
+
+def test_a_request_that_has_begun_is_not_run_again(sample_model: Path) -> None:
+    with Daemon(sample_model, "--threads=1") as other:
+        with (
+            pytest.raises(DaemonError, match="status -9"),
+            Daemon(sample_model, "--threads=1") as one,
+        ):
+            with Gateway(one.grpc) as alone:
+                body = {**GOOD, "prompt": [5] * 40, "max_tokens": 1200, "ignore_eos": True}
+                assert ask(alone, COMPLETIONS, {**body, "max_tokens": 1}).status == 200
+            with Gateway(one.grpc, other.grpc) as gateway, ThreadPoolExecutor() as pool:
+                asked = [pool.submit(ask, gateway, COMPLETIONS, body) for _ in range(2)]
+                for daemon in (one, other):
+                    eventually(
+                        lambda d=daemon: scrape(d.metrics).total("epikv_requests_running") == 1
+                    )
+                one.kill()
+                assert sorted(each.result().status for each in asked) == [200, 503]
+            assert scrape(other.metrics).total("epikv_requests_finished_total") == 1
+
+
+def test_a_name_that_points_here_is_no_name_of_this_machine(gateway: Gateway) -> None:
+    """A page of a name that its owner moved here could read what it asks for."""
+    answer = ask(gateway, "/v1/models", host="evil.example:8000")
+    assert (answer.status, answer.error["code"]) == (403, "host")
+
+
 def test_who_reads_nothing_is_gone(daemon: Daemon) -> None:
     with Gateway(daemon.grpc, flags=("--stall-seconds=1",)) as gateway:
         host, _, port = gateway.address.partition(":")
@@ -324,7 +499,7 @@ def test_who_reads_nothing_is_gone(daemon: Daemon) -> None:
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect((host, int(port)))
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
             deaf.sendall(head.encode() + body)
             gone = 'epikv_gateway_requests_total{route="/v1/completions",status="200"} 1.0'
 

@@ -1,6 +1,7 @@
 """`epikv gateway`"""
 
 from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--tls-key", type=_file, help="Of the certificate.")
 @click.option(
     "--max-body-bytes",
-    default=8 << 20,
+    default=4 << 20,
     show_default=True,
     type=click.IntRange(1),
     help="Of one request.",
@@ -143,7 +144,7 @@ def serving(
     return Serving(
         host.strip("[]"),
         int(port),
-        Settings(servers, Tls.from_environment(), **settings),
+        Settings(servers, Tls.from_environment(), local=_is_loopback(host), **settings),
         workers,
         certificate,
         key,
@@ -159,3 +160,10 @@ def run(serving: "Serving", servers: tuple[str, ...] | None = None) -> None:
     if servers is not None:
         serving = replace(serving, settings=replace(serving.settings, servers=servers))
     server.run(serving)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -5,12 +5,14 @@ import json
 import math
 import re
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -41,7 +43,11 @@ _MOST_TOKENIZERS = 8  # kept in memory
 _MOST_FAULTS = 8  # told of one body
 _LONGEST_TIMEOUT = 1e6  # seconds
 _STARTED = int(time.time())
-_IS_TYPE = re.compile(r"^(str|list\[|dict\[|bool$|function-|constrained)")
+_IS_TYPE = re.compile(r"^(str$|list\[|dict\[|function-|constrained)")
+_LONGEST_NAME = 200  # characters, of a field that is told
+_LONGEST_ID = 100
+# Some clients take these for ends of lines.
+_ESCAPED = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 # What OpenAI's API has and no model here is for.
 _ABSENT = ("audio", "batches", "embeddings", "files", "images", "moderations", "responses")
 
@@ -50,10 +56,11 @@ _ABSENT = ("audio", "batches", "embeddings", "files", "images", "moderations", "
 class Settings:
     servers: tuple[str, ...]  # HOST:PORT of each daemon
     tls: Tls | None = None  # of the way to them
-    body_bytes: int = 8 << 20
+    body_bytes: int = 4 << 20  # of one request: the daemon takes no larger messages
     body_seconds: float = 30  # within which a body has to come
     at_once: int = 1024  # requests of one worker
     origins: tuple[str, ...] = ()  # of pages whose scripts may ask
+    local: bool = False  # only this machine reaches it
 
 
 def create_app(settings: Settings) -> Starlette:
@@ -74,6 +81,7 @@ def create_app(settings: Settings) -> Starlette:
             body_seconds=settings.body_seconds,
             at_once=settings.at_once,
             origins=settings.origins,
+            local=settings.local,
         )
     ]
     if settings.origins:
@@ -88,14 +96,19 @@ def create_app(settings: Settings) -> Starlette:
         )
     return Starlette(
         routes=[
-            Route("/v1/completions", gateway.completions, methods=["POST"]),
-            Route("/v1/chat/completions", gateway.chats, methods=["POST"]),
-            Route("/v1/models", gateway.models),
-            Route("/v1/models/{name:path}", gateway.model),
-            Route("/v1/outcomes", gateway.outcome, methods=["POST"]),
-            Route("/tokenize", gateway.tokenize, methods=["POST"]),
-            Route("/detokenize", gateway.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", gateway.tokenizer_info),
+            *(
+                Route(path, _while_there(endpoint), methods=[method])
+                for method, path, endpoint in (
+                    ("POST", "/v1/completions", gateway.completions),
+                    ("POST", "/v1/chat/completions", gateway.chats),
+                    ("GET", "/v1/models", gateway.models),
+                    ("GET", "/v1/models/{name:path}", gateway.model),
+                    ("POST", "/v1/outcomes", gateway.outcome),
+                    ("POST", "/tokenize", gateway.tokenize),
+                    ("POST", "/detokenize", gateway.detokenize),
+                    ("GET", "/tokenizer_info", gateway.tokenizer_info),
+                )
+            ),
             Route("/health", gateway.health),
             Route("/metrics", gateway.page_of_metrics),
             Route("/openapi.json", _openapi),
@@ -112,7 +125,6 @@ def create_app(settings: Settings) -> Starlette:
             ApiError: _refused,
             RpcError: _refused,
             HTTPException: _refused,
-            Exception: _failed,
         },
     )
 
@@ -131,13 +143,15 @@ class Gateway:
         body.check()
         caller = _caller(request)
         prompts = body.prompts()
+        if not body.add_special_tokens:
+            prompts = [await self._ids(prompt, body, caller) for prompt in prompts]
         form = responses.Completions(body.logprobs, await self._texts_for(body, caller))
         asked = await self._asked(body, prompts, request, caller)
         head = responses.Head(f"cmpl-{request.state.request_id}", int(time.time()))
         if body.stream:
             echoed = [await self._text(prompt, body, caller) for prompt in prompts if body.echo]
             return await self._stream(asked, body, form, head, caller, echoed)
-        results = await _unless_gone(request, self._whole(asked, caller))
+        results = await self._whole(asked, caller)
         choices = _choices(form, results)
         if body.echo:
             choices = await self._echoed(form, choices, results, prompts, body, caller)
@@ -153,7 +167,7 @@ class Gateway:
         head = responses.Head(f"chatcmpl-{request.state.request_id}", int(time.time()))
         if body.stream:
             return await self._stream(asked, body, form, head, caller)
-        results = await _unless_gone(request, self._whole(asked, caller))
+        results = await self._whole(asked, caller)
         return _whole_answer(form, head, _choices(form, results), results)
 
     async def models(self, request: Request) -> Response:
@@ -169,8 +183,8 @@ class Gateway:
     async def outcome(self, request: Request) -> Response:
         try:
             outcome = Outcome.from_json(await request.body()).to_proto()
-        except ValueError as error:
-            raise ApiError(str(error)) from None
+        except bodies.UNFIT as error:
+            raise ApiError(str(error) or "the body is out of range") from None
         await self.upstream.ask(lambda of: of.experiments.RecordOutcome, outcome, _caller(request))
         return JSONResponse({"recorded": True})
 
@@ -207,6 +221,7 @@ class Gateway:
 
     async def tokenizer_info(self, request: Request) -> Response:
         caller = _caller(request)
+        await self.upstream.models(caller)  # whether the caller may know
         model = await self.upstream.model(request.query_params.get("model", ""), caller)
         texts = await self._texts_of(model, caller)
         ends = [texts.name(token) for token in model.eos_token_ids]
@@ -239,7 +254,7 @@ class Gateway:
     ) -> list[generation_pb2.GenerateRequest]:
         """A request for each prompt. Where neither it nor the model says a temperature, it is 1, as
         OpenAI has it; the daemon would be greedy."""
-        name = request.state.request_id
+        name = _id_of(request)
         made = []
         for place, prompt in enumerate(prompts):
             one = body.request(prompt, name if len(prompts) == 1 else f"{name}-{place}")
@@ -271,7 +286,7 @@ class Gateway:
             (self.upstream.generate(each, caller) for each in asked), undo=Generation.close
         )
         stream = Stream(begun, body, form, head, echoed)
-        return StreamingResponse(stream.lines(), media_type="text/event-stream")
+        return Streaming(stream)
 
     async def _echoed(
         self,
@@ -343,10 +358,28 @@ class Gateway:
         if found is None:
             request = model_pb2.GetTokenizerRequest(model=model.name)
             found = TokenTexts.from_json(await self.upstream.tokenizer(request, caller))
+            await self.upstream.models(caller)
+            now = await self.upstream.model(model.name, caller)
+            if not model.weights or now.weights != model.weights:
+                return found  # another model may have come by the name meanwhile
             if len(self._texts) >= _MOST_TOKENIZERS:
                 del self._texts[next(iter(self._texts))]
             self._texts[model.weights] = found
         return found
+
+
+class Streaming(StreamingResponse):
+    """Ends what its stream has begun, however it ends itself."""
+
+    def __init__(self, stream: "Stream") -> None:
+        super().__init__(stream.lines(), media_type="text/event-stream")
+        self._stream = stream
+
+    async def __call__(self, *connection: Any) -> None:
+        try:
+            await super().__call__(*connection)
+        finally:
+            self._stream.close()
 
 
 class Stream:
@@ -394,10 +427,11 @@ class Stream:
                 yield self._event([], usage=responses.usage_of(self._summaries.values()))
         except RpcError as error:
             yield _line(ApiError.from_rpc(error).body())
-        finally:
-            for generation in self._begun:
-                generation.close()
         yield _DONE
+
+    def close(self) -> None:
+        for generation in self._begun:
+            generation.close()
 
     def _facts(self) -> dict[str, Any]:
         facts = [
@@ -408,7 +442,9 @@ class Stream:
 
     def _event(self, choices: Sequence[dict[str, Any]], **more: Any) -> bytes:
         event = {**self._head, "choices": choices, **more}
-        if self._usage_always and "usage" not in event:
+        if self._usage_at_end:
+            event.setdefault("usage", None)
+        if self._usage_always and not event.get("usage"):
             prompt = sum(generation.accepted.prompt_tokens for generation in self._begun)
             output = sum(parts.output_tokens for parts in self._parts)
             event["usage"] = responses.usage(prompt, output)
@@ -444,15 +480,25 @@ async def _merged(
 
 
 async def _read(request: Request, kind: type[Body]) -> Body:
-    """Raises ApiError that names a field at fault, and tells of all."""
+    """Raises ApiError that names a field at fault, and tells of some. What is wrong with a body is not
+    looked for longer than what is right."""
     try:
-        return kind.model_validate_json(await request.body())
+        given = from_json(await request.body(), allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(f"Invalid JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ApiError("the body must be an object")
+    for name in given:
+        if name not in kind.model_fields:
+            shown = name[:_LONGEST_NAME]
+            raise ApiError(f"{shown}: is not known here", param=shown)
+    try:
+        return kind.model_validate(given)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         told = [": ".join(filter(None, (_path(fault["loc"]), fault["msg"]))) for fault in faults]
-        deepest = max(
-            faults, key=lambda fault: len(fault["loc"])
-        )  # of a union's members, that meant
+        # Of a union's members, the one that was meant.
+        deepest = max(faults, key=lambda fault: len(fault["loc"]))
         raise ApiError(
             "; ".join(told[:_MOST_FAULTS]), param=_path(deepest["loc"]) or None
         ) from None
@@ -460,7 +506,17 @@ async def _read(request: Request, kind: type[Body]) -> Body:
 
 def _path(location: tuple[int | str, ...]) -> str:
     """Of a union's members pydantic names the type, which is no field."""
-    return ".".join(str(part) for part in location if not _IS_TYPE.search(str(part)))
+    parts = (str(part) for part in location if not _IS_TYPE.search(str(part)))
+    return ".".join(parts)[:_LONGEST_NAME]
+
+
+def _id_of(request: Request) -> str:
+    """What the daemon is to call a request. A client's own name is followed by one of ours: a mesh gives
+    several requests the same."""
+    given = str(request.state.request_id)
+    if "x-request-id" not in request.headers:
+        return given
+    return f"{given[:_LONGEST_ID]}-{uuid.uuid4().hex[:8]}"
 
 
 def _caller(request: Request) -> Caller:
@@ -473,7 +529,7 @@ def _caller(request: Request) -> Caller:
         if not (value.isascii() and value.isprintable()):
             raise ApiError(f"header {name}: must be printable ASCII")
         metadata.append((name, value))
-    timeout = None
+    deadline = None
     if (text := request.headers.get("timeout")) is not None:
         try:
             timeout = float(text)
@@ -481,15 +537,16 @@ def _caller(request: Request) -> Caller:
             timeout = math.nan
         if not 0 < timeout <= _LONGEST_TIMEOUT:
             raise ApiError(f"header timeout: must be seconds above 0, is {text!r:.40}")
-    return Caller(tuple(metadata), timeout)
+        deadline = time.monotonic() + timeout
+    return Caller(tuple(metadata), deadline)
 
 
 def _message(make: Callable[[], Result]) -> Result:
     """Raises ApiError for what a message cannot hold."""
     try:
         return make()
-    except (TypeError, ValueError) as error:
-        raise ApiError(str(error)) from None
+    except bodies.UNFIT as error:
+        raise ApiError(str(error) or "a value is out of range") from None
 
 
 async def _all(
@@ -508,18 +565,23 @@ async def _all(
         raise
 
 
-async def _unless_gone(request: Request, asked: Awaitable[Result]) -> Result:
-    """Cancels what was asked for once the client has gone."""
-    answer = asyncio.ensure_future(asked)
-    gone = asyncio.ensure_future(_until_gone(request))
-    try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ApiError("the client has gone", status=GONE)
-        return answer.result()
-    finally:
-        gone.cancel()
-        answer.cancel()
+def _while_there(endpoint: Callable[[Request], Awaitable[Response]]) -> Any:
+    """Ends with its client what a route does, once it has read the body."""
+
+    async def until_gone(request: Request) -> Response:
+        await request.body()
+        answer = asyncio.ensure_future(endpoint(request))
+        gone = asyncio.ensure_future(_until_gone(request))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ApiError("the client has gone", status=GONE)
+            return answer.result()
+        finally:
+            gone.cancel()
+            answer.cancel()
+
+    return until_gone
 
 
 async def _until_gone(request: Request) -> None:
@@ -597,8 +659,3 @@ async def _refused(request: Request, error: Exception) -> Response:
         )
     assert isinstance(error, ApiError)
     return JSONResponse(error.body(), error.status, error.headers())
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    fault = ApiError("the gateway has failed; its log says how", status=500, code="internal")
-    return JSONResponse(fault.body(), fault.status)

@@ -44,6 +44,9 @@ _PARAMS = {
 }
 
 
+_LONGEST = 2000  # characters of a message, which may hold what was sent
+
+
 class ApiError(Exception):
     """What is wrong with a request, by the gateway's own judgement."""
 
@@ -57,7 +60,7 @@ class ApiError(Exception):
         retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.message = message
+        self.message = message[:_LONGEST]
         self.status = status
         self.param = param
         self.code = code
@@ -67,8 +70,13 @@ class ApiError(Exception):
     def from_rpc(cls, error: RpcError) -> "ApiError":
         """What the daemon, or the way to it, has said."""
         status = _STATUS.get(error.code, 500)
+        message = error.message
         if error.reason == "ANSWER_TOO_LARGE":
             status = 400
+        elif error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not error.reason:
+            status, message = 413, "the request is larger than the daemon takes"  # gRPC's own words
+        elif error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
+            message = "no daemon can be reached"  # where they are is nobody's business
         reason = error.reason or error.code.name
         code = _CODES.get(reason, reason.lower())
         if error.code is grpc.StatusCode.NOT_FOUND and error.resource_type == "model":
@@ -76,9 +84,9 @@ class ApiError(Exception):
         violations = [
             f"{_param(each.field)}: {each.description}" for each in error.field_violations
         ]
-        told = [each for each in violations if error.message not in each]
+        told = [each for each in violations if message not in each]
         return cls(
-            "; ".join([error.message, *told]) if told and len(violations) > 1 else error.message,
+            "; ".join([message, *told]) if told and len(violations) > 1 else message,
             status=status,
             param=_param(error.field_violations[0].field) if error.field_violations else None,
             code=code,

@@ -1,12 +1,14 @@
 """Around the application: what a client may send, how much at once, and what is counted of it."""
 
 import asyncio
+import logging
 import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from epikv.gateway.errors import ApiError
@@ -19,6 +21,10 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 GONE = 499  # the status of who did not wait for one
 _BUSY_SECONDS = 1.0
+_ALWAYS = ("/health", "/metrics")  # answered however busy it is
+_ONCE = (b"authorization", b"host", b"timeout", b"traceparent", b"tracestate", b"x-request-id")
+_LONGEST_HEADER = 4096  # bytes, of these
+_log = logging.getLogger("uvicorn.error")
 _ADDRESS = re.compile(
     r"(?:localhost|[\d.]+|\[[\da-fA-F:.]+\])(?::\d+)?"
 )  # no name that can be moved
@@ -40,13 +46,16 @@ class Limits:
         body_seconds: float,
         at_once: int,
         origins: Sequence[str],
+        local: bool,
     ) -> None:
+        """local: it listens on a loopback address alone."""
         self._app = app
         self._metrics = metrics
         self._body_bytes = body_bytes
         self._body_seconds = body_seconds
         self._at_once = at_once
         self._origins = frozenset(origins)
+        self._local = local
         self._in_flight = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -62,66 +71,95 @@ class Limits:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if not body.whole:  # what is left of it is not read
+                    message["headers"].append((b"connection", b"close"))
                 self._metrics.first_byte.labels(_route(scope)).observe(time.monotonic() - begin)
             await send(message)
 
+        async def answer(error: ApiError) -> None:
+            response = JSONResponse(error.body(), error.status, error.headers())
+            await response(scope, receive, told)
+
+        body = _Body(scope, receive, begin + self._body_seconds, self._body_bytes)
         self._in_flight += 1
         self._metrics.in_flight.inc()
         try:
             if refusal := self._refusal(scope):
-                response = JSONResponse(refusal.body(), refusal.status, refusal.headers())
-                await response(scope, receive, told)
+                await answer(refusal)
             else:
-                await self._app(scope, self._bounded(receive, begin), told)
+                await self._app(scope, body.receive, told)
+        except ClientDisconnect:
+            pass  # before its body was whole
+        except Exception:
+            _log.exception("request %s", request_id)
+            if status == GONE:  # nothing was sent
+                await answer(
+                    ApiError(
+                        "the gateway has failed; its log says how", status=500, code="internal"
+                    )
+                )
         finally:
             self._in_flight -= 1
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(_route(scope), str(status)).inc()
 
     def _refusal(self, scope: Message) -> ApiError | None:
-        if self._in_flight > self._at_once:
+        if self._in_flight > self._at_once and scope["path"] not in _ALWAYS:
             return ApiError(
                 f"this gateway has {self._at_once} requests at once, and takes no more",
                 status=429,
                 code="queue_full",
                 retry_after=_BUSY_SECONDS,
             )
-        headers = dict(scope["headers"])
+        headers: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            if name in _ONCE and (name in headers or len(value) > _LONGEST_HEADER):
+                return ApiError(
+                    f"header {name.decode()}: give one, of at most {_LONGEST_HEADER} bytes"
+                )
+            headers[name] = value
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._local and not self._origins and not _ADDRESS.fullmatch(host):
+            return ApiError(f"{host:.200} is no name of this machine", status=403, code="host")
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or "*" in self._origins or origin in self._origins:
             return None
         page = origin.partition("://")[2]
-        if page == headers.get(b"host", b"").decode("latin-1") and _ADDRESS.fullmatch(page):
+        if page == host and _ADDRESS.fullmatch(page):
             return None
         return ApiError(
             f"pages of {origin:.200} may not ask here (--cors-origin)", status=403, code="origin"
         )
 
-    def _bounded(self, receive: Receive, begin: float) -> Receive:
-        size = 0
-        whole = False
 
-        async def bounded() -> Message:
-            nonlocal size, whole
-            if whole:
-                return await receive()  # until the client goes
-            left = begin + self._body_seconds - time.monotonic()
-            try:
-                message = await asyncio.wait_for(receive(), max(0, left))
-            except TimeoutError:
-                raise ApiError(
-                    f"the body did not come within {self._body_seconds:g} s", status=408
-                ) from None
-            size += len(message.get("body", b""))
-            if size > self._body_bytes:
-                raise ApiError(f"the body has more than {self._body_bytes} bytes", status=413)
-            whole = not message.get("more_body", False)
-            return message
+class _Body:
+    """What a client sends, up to a size and a time. Raises ApiError beyond."""
 
-        return bounded
+    def __init__(self, scope: Message, receive: Receive, deadline: float, most: int) -> None:
+        self._receive = receive
+        self._deadline = deadline
+        self._most = most
+        self._size = 0
+        names = {name for name, _ in scope["headers"]}
+        self.whole = not names & {b"content-length", b"transfer-encoding"}  # there is none
+
+    async def receive(self) -> Message:
+        if self.whole:
+            return await self._receive()  # until the client goes
+        left = self._deadline - time.monotonic()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(0, left))
+        except TimeoutError:
+            raise ApiError("the body took too long", status=408) from None
+        self._size += len(message.get("body", b""))
+        if self._size > self._most:
+            raise ApiError(f"the body has more than {self._most} bytes", status=413)
+        self.whole = not message.get("more_body", False)
+        return message
 
 
 def _request_id(scope: Message) -> str:
+    """The client's own, or a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _ID.fullmatch(given := value.decode("latin-1")):
             return given

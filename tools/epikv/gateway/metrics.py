@@ -21,6 +21,11 @@ def shared_among_workers() -> Iterator[None]:
         yield
 
 
+def shared() -> bool:
+    """Whether this process is one of several workers."""
+    return _FOLDER in os.environ
+
+
 class Metrics:
     """Of one application. Routes and statuses are few: a path that is not known is "other"."""
 
@@ -47,7 +52,7 @@ class Metrics:
         )
 
     def page(self) -> bytes:
-        if _FOLDER not in os.environ:
+        if not shared():
             return generate_latest(self._registry)
         registry = CollectorRegistry()
         MultiProcessCollector(registry)

@@ -5,12 +5,14 @@ and those of the daemon (`kv`, `experiment`, ...), which SDKs send by `extra_bod
 known is refused: a budget that is misspelt would not be kept to.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from epikv import calls, options
 from epikv.gateway.errors import ApiError
@@ -19,21 +21,63 @@ from epikv.v1 import generation_pb2
 Options = TypeVar("Options")
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+Item = TypeVar("Item")
+
+PromptSchema = str | list[str] | list[TokenId] | list[list[TokenId]]
 
 MOST_PROMPTS = 128  # of one body
+MOST_ITEMS = 1 << 20  # of any list: more than a message to the daemon holds
+MOST_FEW = 1024  # of lists that are short: of messages, stop strings, fields
+LONGEST_USER = 128  # bytes
 MOST_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16  # as the dialect has it, where max_tokens is absent
+# What protobuf raises of values that a message cannot hold.
+UNFIT = (AttributeError, DecodeError, OverflowError, RecursionError, TypeError, ValueError)
 _MASK = 2**64 - 1
+
+
+Few = Annotated[list[Item], Field(max_length=MOST_FEW, fail_fast=True)]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def _prompt_of(value: Any) -> Any:
+    """Text, texts, ids or lists of ids: told by the first item, and wrong with the first that differs. A
+    union of kinds would tell of every item and every kind, which takes as long as a stranger likes."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be text, a list of texts, a list of token ids, or a list of those")
+    if isinstance(value[0], int):
+        return _ids_of(value)
+    if len(value) > MOST_PROMPTS:
+        raise ValueError(f"has {len(value)} items, must have 1 to {MOST_PROMPTS}")
+    if isinstance(value[0], str):
+        for place, item in enumerate(value):
+            if not isinstance(item, str):
+                raise ValueError(f"item {place} is no text, as those before it")
+        return value
+    return [_ids_of(item) for item in value]
+
+
+def _ids_of(value: Any) -> list[int]:
+    if not isinstance(value, list) or not 1 <= len(value) <= MOST_ITEMS:
+        raise ValueError(f"must be 1 to {MOST_ITEMS} token ids")
+    for place, item in enumerate(value):
+        if type(item) is not int or not 0 <= item < 2**31:
+            raise ValueError(f"item {place} is no token id")
+    return value
+
+
+Prompts = Annotated[Any, PlainValidator(_prompt_of, json_schema_input_type=PromptSchema)]
+
+
 class StreamOptions(Body):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class StructuredOutputs(Body):
@@ -61,11 +105,11 @@ class GenerationBody(Body):
     """What completions and chats have in common."""
 
     model: str = ""
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Few[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
@@ -81,9 +125,9 @@ class GenerationBody(Body):
     typical_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Count | None = None
-    stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    stop_token_ids: Few[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
 
     # The daemon's own.
@@ -91,7 +135,7 @@ class GenerationBody(Body):
     experiment: dict[str, Any] | None = None
     session: dict[str, Any] | None = None
     steering: dict[str, Any] | None = None
-    packets: list[str] | None = None
+    packets: Few[str] | None = None
     labels: dict[str, str] | None = None
     cache_salt: str | None = None
     priority: Literal["low", "normal", "high"] | None = None
@@ -113,7 +157,7 @@ class GenerationBody(Body):
 
     def counts_tokens(self) -> bool:
         """While they come."""
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def request(self, prompt: options.Prompt, request_id: str) -> generation_pb2.GenerateRequest:
         """Raises ApiError for what the daemon's message cannot hold."""
@@ -132,15 +176,15 @@ class GenerationBody(Body):
                 self.model,
                 request_id,
             )
-        except (TypeError, ValueError) as error:
-            raise ApiError(str(error)) from None
+        except UNFIT as error:
+            raise ApiError(f"{error}" or "a value is out of range") from None
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    echo: bool = False
+    prompt: Prompts
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -148,16 +192,8 @@ class CompletionBody(GenerationBody):
 
     def prompts(self) -> list[str | list[int]]:
         """Each of which is a request of its own."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        if not 1 <= len(self.prompt) <= MOST_PROMPTS:
-            raise ApiError(
-                f"prompt: has {len(self.prompt)} items, must have 1 to {MOST_PROMPTS}",
-                param="prompt",
-            )
-        return list(self.prompt)  # type: ignore[arg-type]
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt
 
     def check(self) -> None:
         """Raises ApiError."""
@@ -167,8 +203,8 @@ class CompletionBody(GenerationBody):
             raise ApiError("best_of: must be n, all of which are returned", param="best_of")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError("max_tokens: must be at least 1, or 0 with echo", param="max_tokens")
-        if self.echo and self.stream and self.logprobs is not None:
-            raise ApiError("echo: not with logprobs in a stream", param="echo")
+        if self.echo and self.stream and (self.logprobs is not None or self.max_tokens == 0):
+            raise ApiError("echo: not with logprobs or max_tokens 0 in a stream", param="echo")
 
     def most_tokens(self) -> int | None:
         """At least one: where none was asked for, it is left out of the answer."""
@@ -180,7 +216,7 @@ class CompletionBody(GenerationBody):
             token_ids=wants or self.counts_tokens(),
             logprobs=wants,
             top_logprobs=self.logprobs or 0,
-            prompt_logprobs=wants and self.echo,
+            prompt_logprobs=wants and bool(self.echo),
         )
 
 
@@ -191,12 +227,12 @@ class TextPart(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Few[TextPart] | None
     name: str | None = None
     refusal: str | None = None
 
     def plain(self) -> dict[str, str]:
-        content = self.content
+        content = self.content or ""
         if isinstance(content, list):
             content = "".join(part.text for part in content)
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
@@ -214,17 +250,24 @@ def chat_of(messages: Sequence[Message], template: ChatTemplateOptions | None) -
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_FEW, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     chat_template_kwargs: ChatTemplateOptions | None = None
+    reasoning_effort: str | None = None  # without meaning here
+    # Taken where they ask for nothing.
+    tools: Few[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def chat(self) -> options.Chat:
         return chat_of(self.messages, self.chat_template_kwargs)
 
     def check(self) -> None:
         """Raises ApiError."""
+        if self.tools or self.tool_choice not in (None, "none", "auto"):
+            raise ApiError("tools: this server calls none", param="tools")
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs: needs logprobs to be true", param="top_logprobs")
         if self.most_tokens() == 0:
@@ -247,7 +290,7 @@ class TokenizeBody(Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Few[Message] | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: ChatTemplateOptions | None = None
     return_token_strs: bool = False
@@ -260,7 +303,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str = ""
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MOST_ITEMS, fail_fast=True)]
 
 
 def _sampling(body: GenerationBody) -> options.Sampling:
@@ -314,9 +357,9 @@ def _stop(body: GenerationBody) -> options.Stop:
         max_output_tokens=body.most_tokens(),
         stop_strings=[body.stop] if isinstance(body.stop, str) else body.stop or (),
         stop_token_ids=body.stop_token_ids or (),
-        include_stop=body.include_stop_str_in_output,
+        include_stop=bool(body.include_stop_str_in_output),
         min_output_tokens=body.min_tokens or 0,
-        ignore_eos=body.ignore_eos,
+        ignore_eos=bool(body.ignore_eos),
     )
 
 
@@ -329,7 +372,10 @@ def _kv(body: GenerationBody) -> options.Kv:
 
 def _experiment(body: GenerationBody) -> options.Experiment:
     """Who is named as the user keeps an arm, if no unit is named."""
-    given = {"unit_id": body.user or ""} | (body.experiment or {})
+    user = body.user or ""
+    if len(user.encode()) > LONGEST_USER:  # its digest keeps an arm as well
+        user = hashlib.sha256(user.encode()).hexdigest()
+    given = {"unit_id": user} | (body.experiment or {})
     return _options(options.Experiment, "experiment", given) or options.Experiment()
 
 

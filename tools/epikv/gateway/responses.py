@@ -118,11 +118,11 @@ class Completions:
         if self._top is None:
             return choice | {"text": text}
         first = self._texts_of(ids[:1])  # which nothing foretells
-        parts = [
+        parts: list[dict[str, Any]] = [
             {
                 "tokens": first,
                 "token_logprobs": [None],
-                "top_logprobs": [None],
+                "top_logprobs": [None] if self._top else None,
                 "text_offset": [0],
             },
             self._table(of_prompt, sum(map(len, first))),
@@ -132,7 +132,8 @@ class Completions:
             offsets = [offset + len(prompt) for offset in made["text_offset"]]
             parts.append(made | {"text_offset": offsets})
         logprobs = {
-            name: [each for part in parts for each in part[name] or ()] for name in parts[0]
+            name: [each for part in parts for each in part[name]] if parts[0][name] else None
+            for name in parts[0]
         }
         return choice | {"text": text, "logprobs": logprobs}
 

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
@@ -15,6 +17,7 @@ from epikv.connection import Tls
 from epikv.gateway import metrics
 from epikv.gateway.app import Settings, create_app
 
+_LOOK_SECONDS = 1.0
 _SETTINGS = "EPIKV_GATEWAY_SETTINGS"  # how workers get them, which are processes of their own
 
 
@@ -31,12 +34,20 @@ class Serving:
 
 
 def app() -> Starlette:
-    """Of a worker."""
+    """Of the one process, or of a worker, which ends with the process that has started it."""
+    if metrics.shared():
+        threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     given = json.loads(os.environ[_SETTINGS])
     given["tls"] = Tls(**given["tls"]) if given["tls"] else None
     for name in ("servers", "origins"):
         given[name] = tuple(given[name])
     return create_app(Settings(**given))
+
+
+def _follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run(serving: Serving) -> None:
@@ -50,6 +61,7 @@ def run(serving: Serving) -> None:
         workers=serving.workers,
         ssl_certfile=serving.certificate,
         ssl_keyfile=serving.key,
+        http="h11",  # which has a limit for headers
         timeout_graceful_shutdown=int(serving.drain_seconds),
         access_log=False,
         server_header=False,

@@ -18,9 +18,17 @@ from epikv.v1 import generation_pb2, model_pb2
 
 Reply = TypeVar("Reply")
 
+LOOKUP_SECONDS = 2.0  # within which a daemon says what it serves, or is away
 AWAY_SECONDS = 1.0  # that a daemon is not asked which could not be reached, while others can
 MODEL_SECONDS = 30.0  # that what a daemon said of its models is taken for true
 _HEALTH_SECONDS = 2.0
+_UNREACHED = "failed to connect"  # gRPC's words where no connection could be made
+
+
+# The daemon takes nothing of the sort, now: another may.
+_ELSEWHERE = {"DRAINING", "QUEUE_FULL", "STARTING"}
+# What a connection is asked that nothing comes from, and how long it may take to answer.
+_KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 10_000)]
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,12 @@ class Caller:
     """What of a client's request goes on to the daemon."""
 
     metadata: tuple[tuple[str, str], ...] = ()  # its token and trace
-    timeout: float | None = None  # seconds
+    deadline: float | None = None  # of time.monotonic()
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that are left, of all that is asked in its name."""
+        return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
 
 
 class _Stubs(Connection):
@@ -85,12 +98,12 @@ class Generation:
 class Upstream:
     """Of those that can be reached, the one with the fewest of this gateway's requests is asked.
 
-    One that cannot be reached, drains, or does not have the model that is asked for, has begun
-    nothing: the next one is asked.
+    The next one is asked where one cannot be reached, takes nothing now (it drains, its queue is full),
+    or does not have the model: it has begun nothing. What may have begun is not asked for again.
     """
 
     def __init__(self, addresses: Sequence[str], tls: Tls | None = None) -> None:
-        options = [*CLIENT_OPTIONS, ("grpc.max_send_message_length", -1)]
+        options = [*CLIENT_OPTIONS, ("grpc.max_send_message_length", -1), *_KEEPALIVE]
         self.daemons = []
         for address in addresses:
             channel = connect_async(address, options, tls=tls)
@@ -142,7 +155,7 @@ class Upstream:
 
         async def read(daemon: Daemon) -> bytes:
             call = daemon.stubs.models.GetTokenizer(
-                request, timeout=caller.timeout, metadata=caller.metadata
+                request, timeout=_lookup(caller), metadata=caller.metadata
             )
             return b"".join([part.json async for part in call])
 
@@ -154,11 +167,14 @@ class Upstream:
             *(self._models_of(daemon, caller) for daemon in self.daemons), return_exceptions=True
         )
         models: dict[str, Model] = {}
+        wrong = [each for each in found if isinstance(each, BaseException)]
         for of_daemon in found:
             if not isinstance(of_daemon, BaseException):
                 models = {model.name: model for model in of_daemon} | models
-        if not models and (wrong := [each for each in found if isinstance(each, BaseException)]):
+        if len(wrong) == len(found):
             raise wrong[0]
+        if wrong:  # what those have said before may still be so
+            models = self._models | models
         self._models, self._models_until = models, time.monotonic() + MODEL_SECONDS
         return [models[name] for name in sorted(models)]
 
@@ -192,16 +208,22 @@ class Upstream:
         return await asyncio.gather(*map(check, self.daemons))
 
     async def _models_of(self, daemon: Daemon, caller: Caller) -> list[Model]:
+        if daemon.away_until > time.monotonic() and len(self.daemons) > 1:
+            raise RpcError(grpc.StatusCode.UNAVAILABLE, "away")
         try:
             reply = await daemon.stubs.models.ListModels(
-                model_pb2.ListModelsRequest(), timeout=caller.timeout, metadata=caller.metadata
+                model_pb2.ListModelsRequest(), timeout=_lookup(caller), metadata=caller.metadata
             )
         except grpc.RpcError as error:
-            raise RpcError.from_grpc(error) from None
+            told = RpcError.from_grpc(error)
+            if told.code is grpc.StatusCode.DEADLINE_EXCEEDED and not told.reason:
+                daemon.away_until = time.monotonic() + AWAY_SECONDS
+                told = RpcError(grpc.StatusCode.UNAVAILABLE, "it says nothing")
+            raise told from None
         return [from_proto(model) for model in reply.models]
 
     async def _ask(self, once: Callable[[Daemon], Awaitable[Reply]]) -> Reply:
-        last: RpcError | None = None
+        told: RpcError | None = None
         for daemon in self._in_order():
             try:
                 return await once(daemon)
@@ -211,10 +233,14 @@ class Upstream:
                 last = error
             if last.code is grpc.StatusCode.UNAVAILABLE:
                 daemon.away_until = time.monotonic() + AWAY_SECONDS
-            elif last.code is not grpc.StatusCode.NOT_FOUND:
-                break
-        assert last is not None
-        raise last
+            elsewhere = last.reason in _ELSEWHERE or _UNREACHED in last.message
+            if not elsewhere and last.code is not grpc.StatusCode.NOT_FOUND:
+                raise last
+            # That it is not there says less than that somebody could not be asked.
+            if told is None or told.code is grpc.StatusCode.NOT_FOUND:
+                told = last
+        assert told is not None
+        raise told
 
     def _in_order(self) -> list[Daemon]:
         """Those that are away come last."""
@@ -223,3 +249,9 @@ class Upstream:
         turned = self.daemons[first:] + self.daemons[:first]
         now = time.monotonic()
         return sorted(turned, key=lambda daemon: (daemon.away_until > now, daemon.in_flight))
+
+
+def _lookup(caller: Caller) -> float:
+    """Seconds for what a daemon answers at once."""
+    left = caller.timeout
+    return LOOKUP_SECONDS if left is None else min(LOOKUP_SECONDS, left)

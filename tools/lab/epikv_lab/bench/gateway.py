@@ -230,7 +230,7 @@ class Http:
             "stream_options": {"continuous_usage_stats": True},
         }
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
         self._writer.write(head.encode() + data)
         status = await self._reader.readline()
         if b" 200 " not in status:
