@@ -245,6 +245,7 @@ absl::StatusOr<LoadedModel> Load(const RuntimeOptions& options) try {
   loaded.manifest = (*model)->manifest();
   loaded.tokenizer_json = (*model)->tokenizer_json();
   loaded.chat_json = (*model)->chat_json();
+  loaded.chat_template_json = (*model)->chat_template_json();
   loaded.policies = BuiltPolicies();
   loaded.weight_bytes = (*model)->weight_bytes();
   loaded.description.push_back(

@@ -45,7 +45,10 @@ struct LoadedModel {
   ModelShape shape;            // the manifest's, artefacts added; without phrases (phrases.h)
   std::string tokenizer_json;  // the model file's tokenizer.json
   std::string chat_json;       // and its chat.json; empty: it has none
-  PolicyCatalog policies;      // of this build
+  // And its chat_template.json: the checkpoint's own template with the special tokens that it
+  // knows. Nothing here runs it. Empty: it has none.
+  std::string chat_template_json;
+  PolicyCatalog policies;  // of this build
   std::unique_ptr<StepExecutor> executor;
   // EmbeddingOf this model's. Any thread, while the executor lives.
   std::function<std::vector<float>(absl::Span<const int32_t>)> embed;

@@ -17,8 +17,9 @@ namespace epikv {
 struct ModelFacts {
   Manifest manifest;
   std::string tokenizer_json;
-  std::string chat_json;     // empty: the file is older than chat formats
-  int64_t weight_bytes = 0;  // in memory, as served
+  std::string chat_json;           // empty: the file is older than chat formats
+  std::string chat_template_json;  // empty: the file has none
+  int64_t weight_bytes = 0;        // in memory, as served
   at::Device device = at::kCPU;
   bool writes_in_place = false;  // its code changes tensors that it has made
   std::string description;       // one line, for the log: dtype, kernels
@@ -49,6 +50,7 @@ class Model {
   const Manifest& manifest() const { return facts_.manifest; }
   const std::string& tokenizer_json() const { return facts_.tokenizer_json; }
   const std::string& chat_json() const { return facts_.chat_json; }
+  const std::string& chat_template_json() const { return facts_.chat_template_json; }
   int64_t weight_bytes() const { return facts_.weight_bytes; }
   at::Device device() const { return facts_.device; }
   bool writes_in_place() const { return facts_.writes_in_place; }

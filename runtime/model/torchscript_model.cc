@@ -45,6 +45,7 @@ struct Contents {
   Manifest manifest;
   std::string tokenizer_json;
   std::string chat_json;
+  std::string chat_template_json;
   Module module;
 };
 
@@ -167,6 +168,8 @@ std::vector<std::string> ReadExtras(caffe2::serialize::PyTorchStreamReader& read
   }
   absl::StatusOr<std::string> chat = ReadExtra(reader, "chat.json");  // older files have none
   if (chat.ok()) contents.chat_json = *std::move(chat);
+  absl::StatusOr<std::string> chat_template = ReadExtra(reader, "chat_template.json");  // nor these
+  if (chat_template.ok()) contents.chat_template_json = *std::move(chat_template);
   return violations;
 }
 
@@ -369,6 +372,7 @@ absl::StatusOr<std::unique_ptr<Model>> Compile(Contents contents, TorchScriptOpt
   ModelFacts facts = {.manifest = std::move(contents.manifest),
                       .tokenizer_json = std::move(contents.tokenizer_json),
                       .chat_json = std::move(contents.chat_json),
+                      .chat_template_json = std::move(contents.chat_template_json),
                       .weight_bytes = ConstantBytes(graph.block()) + packed.bytes,
                       .device = options.device,
                       .writes_in_place = WritesInPlace(graph.block())};

@@ -77,6 +77,7 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
     if (!chat.ok()) return chat.status();
     model->chat = *std::move(chat);
   }
+  model->chat_template_json = std::move(loaded.chat_template_json);
   model->constraints =
       std::make_unique<ConstraintCompiler>(*model->tokenizer, loaded.manifest.vocab_size);
   model->admission = std::make_unique<Admission>(

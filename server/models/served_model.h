@@ -53,6 +53,7 @@ struct ServedModel : std::enable_shared_from_this<ServedModel> {
   ModelSource source;
   std::shared_ptr<const Tokenizer> tokenizer;  // downloads of it may end after the model
   ChatFormats chat{"the model file has no chat format: export the model again"};
+  std::string chat_template_json;  // LoadedModel's
   std::unique_ptr<ConstraintCompiler> constraints;
   std::unique_ptr<Admission> admission;
   std::function<std::vector<float>(absl::Span<const int32_t>)> embed;  // LoadedModel's

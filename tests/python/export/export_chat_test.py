@@ -57,6 +57,11 @@ def test_a_model_file_holds_the_formats_of_its_template(directory: Path, tmp_pat
     formats = archive.read_chat(tmp_path / "model.pt")
     assert formats == chat.read(directory)
     assert rendered(formats) == theirs(directory)
+    with zipfile.ZipFile(tmp_path / "model.pt") as file:
+        [name] = [name for name in file.namelist() if name.endswith("extra/chat_template.json")]
+        kept = json.loads(file.read(name))
+    assert kept["template"] == templates.MISTRAL_V3, "for routers, which run it themselves"
+    assert kept["special_tokens"]["eos_token"] == "<end>"
     assert rendered(formats) == (
         "<begin>[INST] What is a lane?[/INST] Rows of K and V.<end>[INST] Be brief.\n\nWhose?[/INST]"
     )

@@ -114,6 +114,10 @@ class Checkpoint:
         """Takes seconds."""
         return chat.read(self.directory)
 
+    def chat_template(self) -> str:
+        """As a model file has it; "" if there is none."""
+        return chat.template_json(self.directory)
+
 
 def read(
     directory: Path,

@@ -61,7 +61,7 @@ def export(
         with _whole(out) as temporary:
             module = build(source.shape(dtype), source.weights(), getattr(torch, dtype), linears)
             progress("trying the chat template", 0, 0)
-            told = _extras(manifest, source.tokenizer, source.chat())
+            told = _extras(manifest, source.tokenizer, source.chat(), source.chat_template())
             _write(module, told, temporary, progress)
             del module
             gc.collect()  # scripting leaves cycles, which would hold the weights when loading
@@ -117,14 +117,18 @@ def _whole(out: Path) -> Iterator[Path]:
 
 
 def _extras(
-    manifest: Manifest, tokenizer: str, formats: chat.ChatFormats | chat.Refusal
+    manifest: Manifest,
+    tokenizer: str,
+    formats: chat.ChatFormats | chat.Refusal,
+    template: str = "",
 ) -> dict[str, str]:
     """What a model file says beside its weights."""
-    return {
+    extras = {
         "manifest.json": manifest.to_json(),
         "tokenizer.json": tokenizer,
         "chat.json": chat.to_json(formats),
     }
+    return {**extras, "chat_template.json": template} if template else extras
 
 
 def _write(

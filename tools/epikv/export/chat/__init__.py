@@ -1,6 +1,16 @@
 """What makes a prompt of a conversation, as a checkpoint's template does: chat.json."""
 
 from epikv.export.chat.format import ChatFormats, Format, Refusal, from_json, to_json, told
-from epikv.export.chat.reading import derive, read
+from epikv.export.chat.reading import derive, read, template_json
 
-__all__ = ["ChatFormats", "Format", "Refusal", "derive", "from_json", "read", "to_json", "told"]
+__all__ = [
+    "ChatFormats",
+    "Format",
+    "Refusal",
+    "derive",
+    "from_json",
+    "read",
+    "template_json",
+    "to_json",
+    "told",
+]

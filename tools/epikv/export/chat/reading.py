@@ -1,5 +1,6 @@
 """The chat formats of checkpoints: derived from their templates, kept if they render alike."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,17 @@ def read(directory: Path) -> ChatFormats | Refusal:
         return derive(*_load(directory))
     except Refusal as reason:
         return reason
+
+
+def template_json(directory: Path) -> str:
+    """The template itself and the special tokens that it knows, for programs that run it; "" if the
+    checkpoint has none."""
+    try:
+        source, tokens = _load(directory)
+    except Refusal:
+        return ""
+    names = {name: token for name, token in tokens.items() if isinstance(token, str)}
+    return json.dumps({"template": source, "special_tokens": names}, ensure_ascii=False)
 
 
 def derive(source: str, tokens: Mapping[str, str]) -> ChatFormats | Refusal:
