@@ -53,6 +53,14 @@ ServerState Lifecycle::state() const {
   return state_;
 }
 
+bool Lifecycle::serving() const {
+  absl::MutexLock lock(&mu_);
+  for (const auto& [name, in_service] : models_) {
+    if (Serves(name, in_service)) return true;
+  }
+  return false;
+}
+
 void Lifecycle::Tell(Listener& listener) const {
   auto tell = [&](const std::string& name, bool serves) {
     const auto [told, first] = listener.told.try_emplace(name, serves);
@@ -63,7 +71,7 @@ void Lifecycle::Tell(Listener& listener) const {
   tell("liveness", stuck_.empty());
   bool serving = false;  // of one that has no model a balancer would get nothing but NOT_FOUND
   for (const auto& [name, in_service] : models_) {
-    const bool serves = in_service && state_ == ServerState::kServing && !stuck_.contains(name);
+    const bool serves = Serves(name, in_service);
     tell(absl::StrCat("models/", name), serves);
     serving |= serves;
   }

@@ -36,6 +36,8 @@ class Lifecycle {
   // and while there are any "liveness" does not either.
   void SetStuck(std::set<std::string> models);
   ServerState state() const;
+  // Whether any model serves: what health says of the whole.
+  bool serving() const;
 
  private:
   struct Listener {
@@ -44,6 +46,9 @@ class Lifecycle {
     std::map<std::string, bool> told;  // who watches hears of changes alone
   };
   void Tell(Listener& listener) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool Serves(const std::string& model, bool in_service) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return in_service && state_ == ServerState::kServing && !stuck_.contains(model);
+  }
 
   mutable absl::Mutex mu_;
   ServerState state_ ABSL_GUARDED_BY(mu_) = ServerState::kStarting;

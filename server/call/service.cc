@@ -14,7 +14,7 @@ namespace epikv {
 void Service::Add(absl::string_view method,
                   std::function<Call*(grpc::CallbackServerContext& context)> make) {
   using Bytes = grpc::ByteBuffer;
-  paths_.push_back(absl::StrCat("/epikv.v1.", method));
+  paths_.push_back(absl::StrCat("/", package_, ".", method));
   const auto index = static_cast<int>(paths_.size()) - 1;
   AddMethod(new grpc::internal::RpcServiceMethod(
       paths_.back().c_str(), grpc::internal::RpcMethod::BIDI_STREAMING, nullptr));

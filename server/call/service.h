@@ -23,11 +23,13 @@ using Answer = std::variant<Response, grpc::Status>;
 template <typename Response>
 class PendingAnswer;
 
-// A service of epikv.v1, whose methods are added one by one. Thread-safe once it is made;
-// `frontend` outlives it, and it outlives its calls.
+// A service, whose methods are added one by one. Thread-safe once it is made; `frontend` outlives
+// it, and it outlives its calls.
 class Service : public grpc::Service {
  protected:
-  explicit Service(const Frontend& frontend) : frontend_(frontend) {}
+  // package: of the service's proto; lives as long as the program.
+  explicit Service(const Frontend& frontend, absl::string_view package = "epikv.v1")
+      : frontend_(frontend), package_(package) {}
 
   // method: "ModelService/GetModel"; lives as long as the program.
   void Add(absl::string_view method,
@@ -53,6 +55,7 @@ class Service : public grpc::Service {
 
  private:
   const Frontend& frontend_;
+  const absl::string_view package_;
   std::deque<std::string> paths_;  // "/epikv.v1.ModelService/GetModel"; gRPC points to them
 };
 

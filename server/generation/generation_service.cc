@@ -23,7 +23,7 @@ GenerationService::GenerationService(const Models& models, Courier& courier,
       options_(options),
       preparer_(options.experiments, *options.packets, options.sessions, options.shared_prefixes) {
   Add("GenerationService/Generate", [this](grpc::CallbackServerContext& context) {
-    return new StreamCall(context, this->frontend(), live_calls_,
+    return new StreamCall("GenerationService/Generate", context, this->frontend(), live_calls_,
                           [this](const grpc::ByteBuffer& in, StreamCall& call) {
                             BeginRequest<v1::GenerateRequest>(in, call);
                           });
@@ -53,16 +53,23 @@ void GenerationService::AddCollected(absl::string_view method) {
 
 Answer<v1::CancelRequestResponse> GenerationService::CancelRequest(
     const v1::CancelRequestRequest& request, const Identity& caller) {
-  const std::string* const tenant = caller.May(Role::kOperator) ? nullptr : &caller.name;
-  bool found = false;
-  for (const ModelPtr& model : models_.Live()) {
-    if (!request.model().empty() && request.model() != model->name) continue;
-    found |= model->engine->Cancel(request.request_id(),
-                                   absl::CancelledError("cancelled by CancelRequest"), tenant);
+  const absl::Status why = absl::CancelledError("cancelled by CancelRequest");
+  if (Cancel(request.request_id(), request.model(), why, caller)) {
+    return v1::CancelRequestResponse();
   }
-  if (found) return v1::CancelRequestResponse();
   return NotFound("request", request.request_id(),
                   absl::StrCat("no request '", request.request_id(), "' is running or waiting"));
+}
+
+bool GenerationService::Cancel(const std::string& id, const std::string& model,
+                               const absl::Status& why, const Identity& caller) {
+  const std::string* const tenant = caller.May(Role::kOperator) ? nullptr : &caller.name;
+  bool found = false;
+  for (const ModelPtr& live : models_.Live()) {
+    if (!model.empty() && model != live->name) continue;
+    found |= live->engine->Cancel(id, why, tenant);
+  }
+  return found;
 }
 
 namespace {
@@ -75,6 +82,11 @@ void LogAsked(const Message& message, v1::AccessLogEntry& entry) {
 }
 
 }  // namespace
+
+void GenerationService::Take(const v1::GenerateRequest& message, StreamCall& call) {
+  LogAsked(message, call.scope().entry());
+  Submit(message, call, /*may_wait=*/false);
+}
 
 template <typename Message, typename Call>
 void GenerationService::BeginRequest(const grpc::ByteBuffer& in, Call& call) {

@@ -22,6 +22,7 @@
 #include "server/generation/live_calls.h"
 #include "server/generation/packet_call.h"
 #include "server/generation/request_preparer.h"
+#include "server/generation/stream_call.h"
 #include "server/messages/generation_messages.h"
 #include "server/metrics/metrics.h"
 #include "server/models/models.h"
@@ -52,6 +53,16 @@ class GenerationService final : public Service {
 
   // Blocks until no call is left, at most until `deadline` (of SteadyNow).
   void AwaitCalls(absl::Time deadline) { live_calls_.AwaitNone(deadline); }
+
+  // For services that speak other dialects. Their calls count among those of this one.
+  LiveCalls& live_calls() { return live_calls_; }
+  // What a client asked for in another dialect: submits it and starts the call, or fails it.
+  // Precondition: the caller was admitted.
+  void Take(const v1::GenerateRequest& message, StreamCall& call);
+  // Ends the request of this id with `why`, if it is the caller's own or he is an operator. model:
+  // empty for any. False: there is none.
+  bool Cancel(const std::string& id, const std::string& model, const absl::Status& why,
+              const Identity& caller);
 
  private:
   Answer<v1::CancelRequestResponse> CancelRequest(const v1::CancelRequestRequest& request,

@@ -12,8 +12,14 @@ void StreamCall::Start(CallFacts facts) {
 }
 
 void StreamCall::Send(OutboxMessage message) {
-  message_ = Serialize(std::visit([this](auto& part) { return ResponseOf(part); }, message));
+  std::optional<grpc::ByteBuffer> bytes = BytesOf(message);
+  if (!bytes.has_value()) return facts_.outbox->OnWritten(true);
+  message_ = *std::move(bytes);
   StartWrite(&message_);
+}
+
+std::optional<grpc::ByteBuffer> StreamCall::BytesOf(OutboxMessage& message) {
+  return Serialize(std::visit([this](auto& part) { return ResponseOf(part); }, message));
 }
 
 void StreamCall::End(const absl::Status& status) {

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/string_view.h"
 #include "server/call/call.h"
 #include "server/call/wire.h"
 #include "server/generation/call_facts.h"
@@ -17,18 +18,17 @@
 
 namespace epikv {
 
-// A call of Generate: writes what its outbox sends. It is gone soon after its end: the outbox, and
-// through it the engine, reaches the call only before.
-class StreamCall final : public Call, public StreamWriter {
+// A call that streams: writes what its outbox sends, in the words of epikv.v1 unless a class that
+// derives from it has others. It is gone soon after its end: the outbox, and through it the engine,
+// reaches the call only before.
+class StreamCall : public Call, public StreamWriter {
  public:
   using Use = std::function<void(const grpc::ByteBuffer& request, StreamCall&)>;
 
-  // use: starts or fails the call once its request is there.
-  StreamCall(grpc::CallbackServerContext& context, const Frontend& frontend, LiveCalls& live,
-             Use use)
-      : Call("GenerationService/Generate", frontend, context),
-        live_calls_(live),
-        use_(std::move(use)) {}
+  // method: as CallScope has it. use: starts or fails the call once its request is there.
+  StreamCall(absl::string_view method, grpc::CallbackServerContext& context,
+             const Frontend& frontend, LiveCalls& live, Use use)
+      : Call(method, frontend, context), live_calls_(live), use_(std::move(use)) {}
 
   void Start(CallFacts facts);
   void Fail(const grpc::Status& status) { Call::End(status); }
@@ -40,6 +40,12 @@ class StreamCall final : public Call, public StreamWriter {
 
   void OnWriteDone(bool ok) override;
   void OnCancel() override;
+
+ protected:
+  // What the client is sent of a message; absent: nothing.
+  virtual std::optional<grpc::ByteBuffer> BytesOf(OutboxMessage& message);
+  // Once the call has started.
+  const CallFacts& facts() const { return facts_; }
 
  private:
   void OnRequest(const grpc::ByteBuffer& request) override {
