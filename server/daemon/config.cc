@@ -97,6 +97,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
       .watchdog = SecondsOrNever(c.watchdog_seconds()),
       .metrics_max_series = c.metrics_max_series(),
       .reflection = c.reflection(),
+      .vllm_dialect = c.vllm_dialect(),
       .channelz = c.channelz(),
       .transport = TransportOf(c),
       .connections = {.most = c.max_connections(),

@@ -38,6 +38,7 @@ struct Config {
   absl::Duration watchdog;  // infinite: none
   int64_t metrics_max_series = 0;
   bool reflection = false;
+  bool vllm_dialect = false;
   bool channelz = false;
   TransportLimits transport;
   ConnectionLimits connections;  // of `listen`

@@ -265,6 +265,10 @@ std::vector<FieldViolation> ViolationsOfRun(const v1::ServerConfig& config) {
   if (config.model().empty() && config.models_size() == 0) {
     violations.push_back({"model", "must name the file that `epikv export` wrote"});
   }
+  if (config.vllm_dialect() && config.models_size() + (config.model().empty() ? 0 : 1) > 1) {
+    violations.push_back(
+        {"vllm_dialect", "must be false where several models are served: its requests name none"});
+  }
   if (!config.auth_tokens_file().empty() || config.allow_anonymous()) return violations;
   auto require_loopback = [&](const char* name, const std::string& address) {
     if (address.empty() || IsLoopback(address)) return;

@@ -308,6 +308,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
                      .experiments = experiments->get(),
                      .shadow = shadow.get(),
                      .shared_prefixes = config.shared_prefixes,
+                     .vllm_dialect = config.vllm_dialect,
                      .packets = packets->get(),
                      .sessions = &sessions},
                     models, lifecycle, courier, frontend);

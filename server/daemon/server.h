@@ -6,6 +6,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/base/lifecycle.h"
+#include "server/dialect/vllm_service.h"
 #include "server/experiments/experiment_service.h"
 #include "server/generation/generation_service.h"
 #include "server/models/model_service.h"
@@ -25,6 +26,7 @@ struct ServerOptions {
   Experiments* experiments = nullptr;
   Shadow* shadow = nullptr;  // outlives the server; null: nothing is replayed
   bool shared_prefixes = false;
+  bool vllm_dialect = false;       // whether VllmService is served, too
   PacketStore* packets = nullptr;  // outlives the server; null: there are none
   Sessions* sessions = nullptr;    // the same
 };
@@ -47,7 +49,8 @@ class Server {
   void Close() { port_->Close(); }
 
  private:
-  Server(Models& models, Courier& courier, const Frontend& frontend, const ServerOptions& options);
+  Server(Models& models, const Lifecycle& lifecycle, Courier& courier, const Frontend& frontend,
+         const ServerOptions& options);
 
   PacketStore no_packets_;
   GenerationService generation_;
@@ -56,7 +59,8 @@ class Server {
   PolicyService policies_;
   PacketService packets_;
   ExperimentService experiments_;
-  std::unique_ptr<GrpcPort> port_;  // ends before its services
+  std::unique_ptr<VllmService> vllm_;  // null: it is not served
+  std::unique_ptr<GrpcPort> port_;     // ends before its services
 };
 
 }  // namespace epikv

@@ -14,7 +14,9 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "epikv/v1/generation.grpc.pb.h"
 #include "server/metrics/metrics_server.h"
 #include "tests/fixtures/error_details.h"
@@ -35,10 +37,11 @@ constexpr char kTwo[] = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0d
 // The methods of every service of ours that is linked into this program.
 std::vector<std::string> OurMethods() {
   std::vector<std::string> methods;
-  for (const char* file :
-       {"generation", "tokenization", "model", "policy", "packet", "experiment", "admin"}) {
+  for (const char* file : {"epikv/v1/generation", "epikv/v1/tokenization", "epikv/v1/model",
+                           "epikv/v1/policy", "epikv/v1/packet", "epikv/v1/experiment",
+                           "epikv/v1/admin", "vllm/grpc/engine/vllm_engine"}) {
     const auto* descriptor = google::protobuf::DescriptorPool::generated_pool()->FindFileByName(
-        absl::StrCat("epikv/v1/", file, ".proto"));
+        absl::StrCat(file, ".proto"));
     for (int i = 0; i < descriptor->service_count(); ++i) {
       const auto* service = descriptor->service(i);
       for (int j = 0; j < service->method_count(); ++j) {
@@ -58,7 +61,9 @@ grpc::Status Call(grpc::Channel& channel, const std::string& method,
   grpc::GenericStub stub(std::shared_ptr<grpc::Channel>(&channel, [](grpc::Channel*) {}));
   grpc::CompletionQueue queue;
   grpc::Slice garbage("\xff");
-  auto call = stub.PrepareCall(&context, absl::StrCat("/epikv.v1.", method), &queue);
+  const bool ours = !absl::StartsWith(method, "VllmEngine/");
+  const absl::string_view package = ours ? "epikv.v1" : "vllm.grpc.engine";
+  auto call = stub.PrepareCall(&context, absl::StrCat("/", package, ".", method), &queue);
   call->StartCall(nullptr);
   auto await = [&queue] {
     void* tag;
@@ -88,7 +93,8 @@ class AuthServerTest : public ::testing::Test {
     server_.emplace(FakeServerOptions{
         .auth = {.tokens_file = folder_.File("tokens"),
                  .poll = absl::Milliseconds(1),
-                 .on_reload = [this](const absl::Status& status) { OnReload(status); }}});
+                 .on_reload = [this](const absl::Status& status) { OnReload(status); }},
+        .vllm_dialect = true});
     channel_ = server_->Connect();
     admin_channel_ = server_->ConnectAdmin();
   }

@@ -89,6 +89,7 @@ TEST(ConfigTest, DefaultsAreThoseOfTheCommentedFile) {
   EXPECT_EQ(config.transport.max_connection_age_grace, absl::Hours(1));
   EXPECT_EQ(config.transport.max_connection_idle, absl::Minutes(15));
   EXPECT_TRUE(config.reflection);
+  EXPECT_FALSE(config.vllm_dialect);  // what nobody asked for is not there
 }
 
 TEST(ConfigTest, ModelsAreTheFirstAndThoseOfTheList) {
@@ -168,6 +169,7 @@ TEST(ConfigTest, FlagsAreGivenInEveryUsualForm) {
   EXPECT_TRUE(Parse({"--model=m", "--deterministic"}).runtime.deterministic);
   EXPECT_EQ(Parse({"--model=m", "--kv_dtype=int8"}).runtime.kv_dtype, KvDType::kInt8);
   EXPECT_FALSE(Parse({"--model=m", "--reflection=false"}).reflection);
+  EXPECT_TRUE(Parse({"--model=m", "--vllm-dialect"}).vllm_dialect);
   EXPECT_EQ(Parse({"--model", "m", "--max-step-tokens", "64"}).serving.scheduler.max_step_tokens,
             64);
   EXPECT_EQ(Parse({"--model=a\"b\\c=d e"}).models.at(0).path, "a\"b\\c=d e");
@@ -330,6 +332,12 @@ TEST(ConfigTest, PrintedConfigurationIsOneThatItReads) {
   EXPECT_THAT(printed, AllOf(HasSubstr("\nthreads: 7\n"), HasSubstr("# Threads of the engine")));
   const TemporaryFile file(printed);
   EXPECT_EQ(Printed({"--print_config", "--config=" + file.path()}), printed);
+}
+
+TEST(ConfigTest, ADialectThatNamesNoModelWantsOne) {
+  EXPECT_THAT(Errors({"--model=m", "--models=path: 'b' name: 'b'", "--vllm_dialect"}),
+              HasSubstr("--vllm_dialect must be false where several models are served"));
+  Parse({"--models=path: 'b' name: 'b'", "--vllm_dialect"});
 }
 
 TEST(ConfigTest, APortForOtherMachinesNeedsTokens) {

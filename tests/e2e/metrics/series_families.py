@@ -29,6 +29,8 @@ METHODS = """
     ExperimentService/StartExperiment ExperimentService/StopExperiment
     ExperimentService/GetExperimentReport ExperimentService/PlanExperiment
     ExperimentService/RecordOutcome ExperimentService/BatchRecordOutcomes
+    VllmEngine/Generate VllmEngine/HealthCheck VllmEngine/Abort VllmEngine/GetModelInfo
+    VllmEngine/GetServerInfo VllmEngine/GetLoads VllmEngine/GetTokenizer
     AdminService/GetServerStatus AdminService/GetLoad AdminService/ListActiveRequests
     AdminService/Drain AdminService/Resume AdminService/GetConfig AdminService/UpdateConfig
     AdminService/LoadModel AdminService/UnloadModel AdminService/FlushPrefixCache

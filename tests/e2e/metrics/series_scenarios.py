@@ -187,6 +187,13 @@ def refusals(world: World) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 send(message)
             assert RpcError.from_grpc(caught.value).reason == reason
+        # Of several models, of which this dialect's requests name none; but for an Abort of nothing.
+        methods = ("Generate", "HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads")
+        for method in (*methods, "GetTokenizer"):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(f"/vllm.grpc.engine.VllmEngine/{method}")(b"")
+            assert RpcError.from_grpc(caught.value).reason == "INVALID_REQUEST"
+        assert channel.unary_unary("/vllm.grpc.engine.VllmEngine/Abort")(b"") == b""
     with Client(world.daemon.grpc, token="unknown" * 8) as stranger:
         refused("unauthenticated", stranger.models)
     with connect(world.daemon.admin, token=world.user) as channel:

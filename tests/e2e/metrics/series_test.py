@@ -105,6 +105,7 @@ def busy_world(files: Files) -> Iterator[World]:
         f"--auth_tokens_file={files.tokens}",
         f"--artefact_dir={files.artefacts}",
         "--access_log=/dev/full",
+        "--vllm_dialect",
         "--metrics_max_series=40000",  # of every policy its own
         "--threads=1",
         "--max_running_requests=4",
