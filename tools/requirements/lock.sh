@@ -46,7 +46,7 @@ except $work/tools.txt "$torch" >$folder/tools.txt
 inputs=(--no-binary sqlitedict --no-binary rouge-score --no-binary word2number --no-binary fire)
 cp $folder/clients.txt $work/clients.txt 2>/dev/null || true
 lock $work/clients.txt 'lm-eval[api]==0.4.13' guidellm==0.8.1 aiperf==0.13.0 litellm==1.110.2 \
-  langchain-openai==1.7.4 kvpress==0.5.5 "$(sed -n 's/^\(torch==[^ +]*\).*/\1/p' $folder/torch-cpu.txt)"
+  langchain-openai==1.7.4 kvpress==0.5.5 smg==1.13.0 "$(sed -n 's/^\(torch==[^ +]*\).*/\1/p' $folder/torch-cpu.txt)"
 except $work/clients.txt 'torch|cuda-.*|nvidia-[cn].*|triton' >$folder/clients.txt
 
 # In the same versions.
