@@ -41,7 +41,7 @@ def flags() -> list[str]:
         {word for word in line.split()[1:-1] if not re.match("--(model|[a-z_]*listen)=", word)}
         for line in lines("epikvd ")
     ]
-    assert len(told) == 2 and told[0] == told[1] == {"--vllm-dialect"}
+    assert len(told) == 2 and told[0] == told[1] == {"--vllm_dialect"}
     return ["--threads=1", *told[0]]
 
 
