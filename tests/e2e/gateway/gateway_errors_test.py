@@ -465,7 +465,14 @@ def test_a_request_that_has_begun_is_not_run_again(sample_model: Path) -> None:
             Daemon(sample_model, "--threads=1") as one,
         ):
             with Gateway(one.grpc) as alone:
-                body = {**GOOD, "prompt": [5] * 40, "max_tokens": 1200, "ignore_eos": True}
+                kv = {"policy": "sliding", "budget": 100, "positions": "compact"}
+                body = {
+                    **GOOD,
+                    "prompt": [5] * 40,
+                    "max_tokens": 5000,
+                    "ignore_eos": True,
+                    "kv": kv,
+                }
                 assert ask(alone, COMPLETIONS, {**body, "max_tokens": 1}).status == 200
             with Gateway(one.grpc, other.grpc) as gateway, ThreadPoolExecutor() as pool:
                 asked = [pool.submit(ask, gateway, COMPLETIONS, body) for _ in range(2)]
