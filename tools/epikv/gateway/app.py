@@ -85,14 +85,15 @@ def create_app(settings: Settings) -> Starlette:
         )
     ]
     if settings.origins:
-        around.append(
+        around.insert(
+            0,  # so that pages can read refusals, too
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
-            )
+            ),
         )
     return Starlette(
         routes=[
@@ -285,8 +286,7 @@ class Gateway:
         begun = await _all(
             (self.upstream.generate(each, caller) for each in asked), undo=Generation.close
         )
-        stream = Stream(begun, body, form, head, echoed)
-        return Streaming(stream)
+        return Streaming(Stream(begun, body, form, head, echoed))
 
     async def _echoed(
         self,

@@ -42,8 +42,6 @@ _PARAMS = {
     "token_ids": "prompt",
     "chat": "",
 }
-
-
 _LONGEST = 2000  # characters of a message, which may hold what was sent
 
 

@@ -35,7 +35,6 @@ DEFAULT_COMPLETION_TOKENS = 16  # as the dialect has it, where max_tokens is abs
 UNFIT = (AttributeError, DecodeError, OverflowError, RecursionError, TypeError, ValueError)
 _MASK = 2**64 - 1
 
-
 Few = Annotated[list[Item], Field(max_length=MOST_FEW, fail_fast=True)]
 
 

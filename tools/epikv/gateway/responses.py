@@ -12,7 +12,6 @@ _REASONS = generation_pb2.FinishReason.DESCRIPTOR
 _LEAST_LOGPROB = -9999.0  # as OpenAI tells of what cannot be: JSON has no infinity
 _FINISH = {"length": "length", "end": "stop", "stop_token": "stop", "stop_string": "stop"}
 
-
 # What has tokens, and how likely they were; and what says how a completion ended.
 Likely = (
     generation_pb2.Delta

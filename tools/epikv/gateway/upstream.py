@@ -23,8 +23,6 @@ AWAY_SECONDS = 1.0  # that a daemon is not asked which could not be reached, whi
 MODEL_SECONDS = 30.0  # that what a daemon said of its models is taken for true
 _HEALTH_SECONDS = 2.0
 _UNREACHED = "failed to connect"  # gRPC's words where no connection could be made
-
-
 # The daemon takes nothing of the sort, now: another may.
 _ELSEWHERE = {"DRAINING", "QUEUE_FULL", "STARTING"}
 # What a connection is asked that nothing comes from, and how long it may take to answer.
@@ -180,7 +178,8 @@ class Upstream:
 
     async def model(self, name: str, caller: Caller) -> Model:
         """As the daemons told of it some seconds ago; no name: the only one. Raises RpcError."""
-        if time.monotonic() > self._models_until or name not in self._models:
+        known = name in self._models or (not name and self._models)
+        if time.monotonic() > self._models_until or not known:
             await self.models(caller)
         if not name and len(self._models) == 1:
             return next(iter(self._models.values()))
