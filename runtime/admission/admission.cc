@@ -92,6 +92,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.min_output_tokens = options.stop.min_output_tokens;
   request.ignore_end = options.stop.ignore_end;
   request.output = options.output;
+  request.answer = options.answer;
   request.scheduling = std::move(options.scheduling);
   request.arm = std::move(options.arm);
   request.positions = options.kv.positions;

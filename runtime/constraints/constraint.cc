@@ -3,8 +3,11 @@
 #include <xgrammar/xgrammar.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <optional>
+#include <stdexcept>
 #include <utility>
+#include <variant>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
@@ -46,6 +49,24 @@ absl::Status NotSupported(absl::string_view warning) {
       absl::StrCat("is not supported: ", Told(warning.substr(0, warning.find("; ")))));
 }
 
+xgrammar::Grammar GrammarOfTag(const std::string& tag) {
+  auto grammar = xgrammar::Grammar::FromStructuralTag(tag);
+  if (auto* made = std::get_if<xgrammar::Grammar>(&grammar)) return *std::move(made);
+  std::visit([](const auto& error) { throw std::runtime_error(error.what()); },
+             std::get<xgrammar::StructuralTagError>(grammar));
+  throw std::logic_error("no error says why");
+}
+
+xgrammar::Grammar GrammarOfThinking(const ThinkingBefore& thinking) {
+  using Json = nlohmann::json;
+  Json format = {{"type", "tag"},
+                 {"begin", thinking.begun ? "" : thinking.begin},
+                 {"content", {{"type", "any_text"}}},
+                 {"end", thinking.end}};
+  if (!thinking.begun) format = {{"type", "optional"}, {"content", std::move(format)}};
+  return GrammarOfTag(Json{{"type", "structural_tag"}, {"format", std::move(format)}}.dump());
+}
+
 xgrammar::Grammar GrammarOf(const ConstraintText& text) {
   switch (text.kind) {
     case ConstraintText::Kind::kRegex:
@@ -58,10 +79,24 @@ xgrammar::Grammar GrammarOf(const ConstraintText& text) {
       for (const std::string& pattern : schema.patterns) CheckRegex(pattern);
       return xgrammar::Grammar::FromJSONSchema(schema.text);
     }
+    case ConstraintText::Kind::kStructuralTag:
+      for (size_t i = 1; i < text.texts.size(); ++i) CheckRegex(text.texts[i]);
+      return GrammarOfTag(text.texts.front());
     case ConstraintText::Kind::kGrammar:
       break;
   }
   return xgrammar::Grammar::FromEBNF(text.texts.front());
+}
+
+xgrammar::Grammar WholeGrammarOf(const ConstraintText& text) {
+  xgrammar::Grammar grammar = GrammarOf(text);
+  if (!text.thinking.has_value()) return grammar;
+  return xgrammar::Grammar::Concat({GrammarOfThinking(*text.thinking), grammar});
+}
+
+// Whether it is of an answer's parts, and so of their markup.
+bool HasMarkup(const ConstraintText& text) {
+  return text.kind == ConstraintText::Kind::kStructuralTag || text.thinking.has_value();
 }
 
 // Sets the bits of the tokens that may come next, of `vocab_size`.
@@ -92,6 +127,9 @@ bool AnyBit(const std::vector<uint32_t>& bits) {
 std::string KeyOf(const ConstraintText& text) {
   std::string key = absl::StrCat(static_cast<int>(text.kind));
   for (const std::string& part : text.texts) absl::StrAppend(&key, ":", part.size(), ":", part);
+  if (const auto& thinking = text.thinking; thinking.has_value()) {
+    absl::StrAppend(&key, "|", thinking->begun ? "" : thinking->begin, "|", thinking->end);
+  }
   return key;
 }
 
@@ -122,14 +160,18 @@ namespace {
 
 using Vocabulary = ConstraintCompiler::Vocabulary;
 
+// shown: special tokens that are text.
 absl::StatusOr<std::shared_ptr<const Vocabulary>> ReadVocabulary(const Tokenizer& tokenizer,
-                                                                 int64_t vocab_size) {
+                                                                 int64_t vocab_size,
+                                                                 absl::Span<const int32_t> shown) {
   std::vector<std::string> bytes(vocab_size);
   std::vector<std::optional<std::string>> first_bytes(vocab_size);
   bool others = false;
   for (int32_t id = 0; id < std::min(vocab_size, tokenizer.vocab_size()); ++id) {
     const std::optional<absl::string_view> text = tokenizer.TokenBytes(id);
-    if (!text.has_value() || tokenizer.IsSpecial(id)) continue;
+    const bool is_text =
+        !tokenizer.IsSpecial(id) || std::find(shown.begin(), shown.end(), id) != shown.end();
+    if (!text.has_value() || !is_text) continue;
     bytes[id] = absl::StrCat(tokenizer.separator(), *text);
     if (bytes[id].empty()) continue;
     first_bytes[id] = tokenizer.FirstTokenBytes(id);
@@ -183,7 +225,7 @@ absl::StatusOr<std::unique_ptr<const Constraint::Compiled>> CompileFor(
   try {
     xgrammar::GrammarCompiler compiler(vocabulary->tokens, /*max_threads=*/1,
                                        /*cache_enabled=*/false);
-    const xgrammar::CompiledGrammar grammar = compiler.CompileGrammar(GrammarOf(text));
+    const xgrammar::CompiledGrammar grammar = compiler.CompileGrammar(WholeGrammarOf(text));
     if (!work.warning().empty()) return NotSupported(work.warning());
     xgrammar::GrammarMatcher start(grammar, std::nullopt, /*terminate_without_stop_token=*/true);
     std::vector<uint32_t> allowed((vocab_size + 31) / 32);
@@ -298,13 +340,24 @@ absl::Status ConstraintState::Accept(int32_t token) {
 }
 
 ConstraintCompiler::ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size,
-                                       ConstraintLimits limits)
+                                       ConstraintLimits limits, std::vector<int32_t> markup)
     : tokenizer_(tokenizer),
       vocab_size_(vocab_size),
       limits_(limits),
-      memory_(std::make_shared<ConstraintMemory>(limits.live)) {}
+      memory_(std::make_shared<ConstraintMemory>(limits.live)),
+      markup_(std::move(markup)) {}
 
 ConstraintCompiler::~ConstraintCompiler() = default;
+
+absl::StatusOr<std::shared_ptr<const ConstraintCompiler::Vocabulary>>
+ConstraintCompiler::VocabularyFor(const ConstraintText& text) {
+  const bool marked = HasMarkup(text) && !markup_.empty();
+  std::shared_ptr<const Vocabulary>& known = marked ? marked_vocabulary_ : vocabulary_;
+  if (known != nullptr) return known;
+  auto made = ReadVocabulary(tokenizer_, vocab_size_, marked ? markup_ : std::vector<int32_t>());
+  if (made.ok()) known = *made;
+  return made;
+}
 
 ConstraintCompiler::Result ConstraintCompiler::Compile(const ConstraintText& text,
                                                        const std::string& tenant) {
@@ -320,12 +373,9 @@ ConstraintCompiler::Result ConstraintCompiler::Compile(const ConstraintText& tex
         limits_.live >> 20, " MiB for all tenants no more than that is left; try again when some ",
         "requests have ended"));
   }
-  if (vocabulary_ == nullptr) {
-    auto vocabulary = ReadVocabulary(tokenizer_, vocab_size_);
-    if (!vocabulary.ok()) return vocabulary.status();
-    vocabulary_ = *std::move(vocabulary);
-  }
-  auto compiled = CompileFor(vocabulary_, text);
+  auto vocabulary = VocabularyFor(text);
+  if (!vocabulary.ok()) return vocabulary.status();
+  auto compiled = CompileFor(*std::move(vocabulary), text);
   if (!compiled.ok()) {
     Remember({.key = std::move(key), .result = compiled.status(), .bytes = 0});
     return compiled.status();

@@ -23,11 +23,20 @@
 
 namespace epikv {
 
+// Thinking that stands before a text, and is free.
+struct ThinkingBefore {
+  std::string begin, end;
+  bool begun = false;  // without `begin`, and not to be left out
+};
+
 // As asked for.
 struct ConstraintText {
-  enum class Kind { kRegex, kChoice, kJsonSchema, kGrammar };
+  // kStructuralTag: xgrammar's, with the regexes of its schemas behind it; made by
+  // ConstraintOfCalls alone.
+  enum class Kind { kRegex, kChoice, kJsonSchema, kGrammar, kStructuralTag };
   Kind kind = Kind::kRegex;
-  std::vector<std::string> texts;  // of kChoice any number, else one
+  std::vector<std::string> texts;          // of kChoice and kStructuralTag any number, else one
+  std::optional<ThinkingBefore> thinking;  // absent: none
 };
 
 // Compiled for the tokens of one model. Immutable.
@@ -105,8 +114,10 @@ struct ConstraintLimits {
 // a time.
 class ConstraintCompiler {
  public:
-  // `tokenizer` outlives it and what it makes. vocab_size: the model's.
-  ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size, ConstraintLimits limits = {});
+  // `tokenizer` outlives it and what it makes. vocab_size: the model's. markup: special tokens that
+  // are text where a constraint is of an answer's parts: structural tags, and those with thinking.
+  ConstraintCompiler(const Tokenizer& tokenizer, int64_t vocab_size, ConstraintLimits limits = {},
+                     std::vector<int32_t> markup = {});
   ~ConstraintCompiler();
 
   // INVALID_ARGUMENT: the text is no constraint, or one of more than can be afforded; says why.
@@ -128,6 +139,8 @@ class ConstraintCompiler {
     int64_t bytes;
   };
 
+  absl::StatusOr<std::shared_ptr<const Vocabulary>> VocabularyFor(const ConstraintText& text)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(compile_mu_);
   std::optional<Result> Find(const std::string& key);
   void Remember(Entry entry);
 
@@ -137,8 +150,10 @@ class ConstraintCompiler {
   // Of what it has made and still lives, which may outlive it.
   const std::shared_ptr<ConstraintMemory> memory_;
   absl::Mutex compile_mu_ ABSL_ACQUIRED_BEFORE(mu_);
-  // Made by the first compilation: it takes a copy of the vocabulary, sorted.
+  const std::vector<int32_t> markup_;
+  // Made by the first compilation: it takes a copy of the vocabulary, sorted. And with markup.
   std::shared_ptr<const Vocabulary> vocabulary_ ABSL_GUARDED_BY(compile_mu_);
+  std::shared_ptr<const Vocabulary> marked_vocabulary_ ABSL_GUARDED_BY(compile_mu_);
   absl::Mutex mu_;
   std::list<Entry> recent_ ABSL_GUARDED_BY(mu_);  // latest first
   absl::flat_hash_map<absl::string_view, std::list<Entry>::iterator> by_key_ ABSL_GUARDED_BY(mu_);

@@ -124,7 +124,10 @@ absl::Status CheckConstraintText(const ConstraintText& text) {
   if (text.texts.empty()) {
     return absl::InvalidArgumentError("is empty; at least one item is needed");
   }
-  if (text.kind == ConstraintText::Kind::kChoice) return absl::OkStatus();
+  if (text.kind == ConstraintText::Kind::kChoice ||
+      text.kind == ConstraintText::Kind::kStructuralTag) {
+    return absl::OkStatus();
+  }
   const std::string& only = text.texts.front();
   if (text.kind == ConstraintText::Kind::kJsonSchema) return ReadJsonSchema(only).status();
   if (const int nesting = Nesting(only); nesting > kMostNesting) {

@@ -514,13 +514,14 @@ void Engine::Emit(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
       continue;
     }
     TextStream::Piece piece = s.text.Append(output.token);
-    delta.text += piece.text;
+    s.Tell(std::move(piece.text), delta);
     stop = std::move(piece.stop);
     if (s.constraint.has_value() && !stop.has_value()) s.unread = output.token;
   }
   const bool at_length = s.num_outputs == s.request.max_output_tokens;
   const bool is_last = !stop.has_value() && at_length && !s.unread.has_value();
-  if (is_last && !s.scores()) delta.text += s.text.Flush().text;
+  if (is_last && !s.scores()) s.Tell(s.text.Flush().text, delta);
+  if ((stop.has_value() || is_last) && s.answer.has_value()) delta.answer.Append(s.answer->Flush());
   if (!s.request.output.text) delta.text.clear();
   const bool says_something = !delta.tokens.empty() || !delta.residual_steps.empty() ||
                               delta.progress.has_value() || !delta.prompt.tokens.empty();
@@ -551,8 +552,11 @@ void Engine::ReadToken(Sequence& s) {
   absl::Status read = s.constraint->Accept(*std::exchange(s.unread, std::nullopt));
   if (!read.ok()) return Finish(s, FinishReason::kError, std::move(read));
   if (s.constraint->must_end() || s.num_outputs == s.request.max_output_tokens) {
-    Delta rest{.completion = s.completion, .text = s.text.Flush().text};
-    if (s.request.output.text && !rest.text.empty()) s.sink->OnDelta(std::move(rest));
+    Delta rest{.completion = s.completion};
+    s.Tell(s.text.Flush().text, rest);
+    if (s.answer.has_value()) rest.answer.Append(s.answer->Flush());
+    if (!s.request.output.text) rest.text.clear();
+    if (!rest.text.empty() || !rest.answer.empty()) s.sink->OnDelta(std::move(rest));
   }
   EndIfLast(s);
 }

@@ -25,10 +25,13 @@ Sequence::Sequence(SequenceId id, Request r, std::shared_ptr<RequestSink> s,
       sink(std::move(s)),
       tokens(request.prompt),
       ends(EndsOf(request)),
-      text(tokenizer, {.stop_strings = request.stop_strings,
-                       .stop_token_ids = ends,
-                       .include_stop = request.include_stop,
-                       .min_tokens = request.min_output_tokens}) {
+      text(tokenizer,
+           {.stop_strings = request.stop_strings,
+            .stop_token_ids = ends,
+            .include_stop = request.include_stop,
+            .shown = request.answer.has_value() ? request.answer->markup : std::vector<int32_t>(),
+            .min_tokens = request.min_output_tokens}) {
+  if (request.answer.has_value() && !scores()) answer.emplace(*request.answer);
   if (request.sampling.constraint != nullptr && !scores()) {
     constraint.emplace(request.sampling.constraint, ends, request.scheduling.tenant);
   }
@@ -37,6 +40,11 @@ Sequence::Sequence(SequenceId id, Request r, std::shared_ptr<RequestSink> s,
   if (request.force_in_chunks) {
     tokens.insert(tokens.end(), request.forced.begin(), request.forced.end() - 1);
   }
+}
+
+void Sequence::Tell(std::string piece, Delta& delta) {
+  if (answer.has_value()) delta.answer.Append(answer->Append(piece));
+  delta.text += piece;
 }
 
 int64_t Sequence::completions() const {

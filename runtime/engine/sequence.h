@@ -11,6 +11,7 @@
 #include "runtime/request/request.h"
 #include "runtime/request/sequence_id.h"
 #include "runtime/step/step_executor.h"
+#include "runtime/text/chat/answer_reader.h"
 #include "runtime/text/text_stream.h"
 
 namespace epikv {
@@ -35,6 +36,7 @@ struct Sequence {
   int64_t last_step = 0;  // the engine's number of the last step that it was in, or came after
   const std::vector<int32_t> ends;  // tokens that end the output
   TextStream text;
+  std::optional<AnswerReader> answer;
   std::optional<ConstraintState> constraint;
   std::optional<int32_t> unread;  // its newest token, until the constraint has read it
   std::optional<StopMatch> stop;
@@ -62,6 +64,8 @@ struct Sequence {
   int64_t completions() const;
   // Its share of a step that caches its next `count` tokens. Points into the sequence.
   WorkItem NextWork(int64_t count, int64_t prefill_chunk_tokens) const;
+  // Adds text that has come to what is told.
+  void Tell(std::string piece, Delta& delta);
   // Why its output stops here. Requires: `stop`.
   FinishReason StopReason() const;
   // For people who look; what of the pool it holds or waits for is the engine's to add.

@@ -18,6 +18,7 @@
 #include "runtime/kernels/tier_format.h"
 #include "runtime/request/packet.h"
 #include "runtime/sampling/sampler.h"
+#include "runtime/text/chat/answer_reader.h"
 
 // What goes into the engine and what comes out of it. Without torch and without protobuf.
 
@@ -94,6 +95,7 @@ struct RequestOptions {
   int64_t completions = 1;
   StopOptions stop;
   OutputOptions output;
+  std::optional<AnswerFormat> answer;  // its parts are told; absent: they are not
   KvOptions kv;
   SchedulingOptions scheduling;
   std::string arm = "none";  // of experiments; told in series, means nothing here
@@ -175,6 +177,7 @@ struct Request {
   int64_t min_output_tokens = 0;  // none of these ends the request
   bool ignore_end = false;
   OutputOptions output;
+  std::optional<AnswerFormat> answer;
   SchedulingOptions scheduling;
   std::string arm;
 
@@ -281,6 +284,7 @@ struct PromptProgress {
 struct Delta {
   int64_t completion = 0;  // whose
   std::string text;        // whole code points; may lag behind the tokens
+  AnswerDelta answer;      // its parts, if asked for
   std::vector<int32_t> tokens;
   std::vector<float> logprobs;  // if asked for
   std::vector<bool> greedy;     // of forced tokens: whether it was the most likely one

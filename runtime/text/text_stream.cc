@@ -21,7 +21,7 @@ void TextStream::Matcher::Advance(char byte) {
 
 TextStream::TextStream(const Tokenizer& tokenizer, TextStreamOptions options)
     : options_(std::move(options)),
-      detokenizer_(tokenizer, {.skip_special = options_.skip_special}) {
+      detokenizer_(tokenizer, {.skip_special = options_.skip_special, .shown = options_.shown}) {
   for (const std::string& stop : options_.stop_strings) matchers_.emplace_back(stop);
 }
 

@@ -14,9 +14,10 @@ namespace epikv {
 struct TextStreamOptions {
   std::vector<std::string> stop_strings;  // UTF-8, none empty
   std::vector<int32_t> stop_token_ids;
-  bool include_stop = false;  // leave the match in the text
-  bool skip_special = true;   // leave special tokens out of the text
-  int64_t min_tokens = 0;     // stop strings that end in the first this many tokens do not count
+  bool include_stop = false;        // leave the match in the text
+  bool skip_special = true;         // leave special tokens out of the text
+  std::vector<int32_t> shown = {};  // but for these
+  int64_t min_tokens = 0;  // stop strings that end in the first this many tokens do not count
 };
 
 struct StopString {

@@ -336,7 +336,9 @@ Detokenizer::Detokenizer(const Tokenizer& tokenizer, const DecodeOptions& option
 
 std::string Detokenizer::Append(int32_t id) {
   std::optional<absl::string_view> bytes = tokenizer_.TokenBytes(id);
-  if (!bytes.has_value() || (options_.skip_special && tokenizer_.IsSpecial(id))) return "";
+  if (!bytes.has_value() || (options_.skip_special && tokenizer_.IsSpecial(id) && !Shown(id))) {
+    return "";
+  }
   if (std::exchange(contributed_, true)) {
     const absl::string_view separator = tokenizer_.separator();
     if (!separator.empty()) return WithoutStrip(repair_.Append(absl::StrCat(separator, *bytes)));
@@ -345,6 +347,10 @@ std::string Detokenizer::Append(int32_t id) {
   const auto& first_bytes = tokenizer_.parts_->first_bytes;
   const auto first = first_bytes.find(id);
   return WithoutStrip(repair_.Append(first == first_bytes.end() ? *bytes : first->second));
+}
+
+bool Detokenizer::Shown(int32_t id) const {
+  return std::find(options_.shown.begin(), options_.shown.end(), id) != options_.shown.end();
 }
 
 std::string Detokenizer::Flush() { return WithoutStrip(repair_.Flush()); }

@@ -26,7 +26,8 @@ struct EncodeOptions {
 };
 
 struct DecodeOptions {
-  bool skip_special = true;  // leave special tokens out of the text
+  bool skip_special = true;         // leave special tokens out of the text
+  std::vector<int32_t> shown = {};  // but for these
 };
 
 // Text to token ids and back, exactly as the `tokenizers` library does it from the same file: BPE
@@ -93,6 +94,7 @@ class Detokenizer {
   std::string Flush();
 
  private:
+  bool Shown(int32_t special) const;
   // The text without what is taken off the beginning of all text.
   std::string WithoutStrip(std::string text);
 

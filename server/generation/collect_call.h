@@ -134,6 +134,9 @@ class CollectCall : public Call, public StreamWriter {
       output.mutable_signals()->MergeFrom(proto.signals());
       output.mutable_top_logprobs()->MergeFrom(proto.top_logprobs());
       AddText(output, delta);
+      if constexpr (requires { output.mutable_answer(); }) {
+        if (!delta.answer.empty()) AddAnswer(delta.answer, *output.mutable_answer());
+      }
     });
   }
   void Collect(const PromptProgress&) {}  // nobody sees it pass

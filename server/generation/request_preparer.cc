@@ -88,20 +88,19 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
                                                  const ServedModel& model, bool may_wait,
                                                  const PacketAsked& leaves) {
   std::shared_ptr<AskedSession> session;
-  std::optional<ConstraintText> text;
-  std::optional<ConstraintCompiler::Result> constraint;
   if constexpr (std::is_same_v<Message, v1::GenerateRequest>) {
     if (message.has_session() && !may_wait) return MustWait();
-    text = ConstraintOf(message.sampling());
-    if (text.has_value() && !may_wait) {
-      constraint = model.constraints->Remembered(*text);
-      if (!constraint.has_value()) return MustWait();
-    }
   }
   AskedRequest asked =
       FromProto(message, {.tokenizer = *model.tokenizer,
                           .chat = model.chat,
                           .goes_on = !message.packets().empty() || leaves.soft_tokens});
+  const std::optional<ConstraintText> text = asked.constraint;
+  std::optional<ConstraintCompiler::Result> constraint;
+  if (text.has_value() && !may_wait) {
+    constraint = model.constraints->Remembered(*text);
+    if (!constraint.has_value()) return MustWait();
+  }
   if (asked.options.id.empty()) asked.options.id = NewRequestId();
   if (!asked.has_seed) asked.options.sampling.seed = absl::Uniform<uint64_t>(absl::BitGen());
   std::string& tenant = asked.options.scheduling.tenant;

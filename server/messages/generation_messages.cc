@@ -100,6 +100,24 @@ GivenKv ReadKv(const v1::KvOptions& kv) {
   return read;
 }
 
+std::optional<ConstraintText> ConstraintOf(const v1::SamplingParams& sampling) {
+  using Kind = ConstraintText::Kind;
+  switch (sampling.constraint_case()) {
+    case v1::SamplingParams::kRegex:
+      return ConstraintText{Kind::kRegex, {sampling.regex()}};
+    case v1::SamplingParams::kChoice:
+      return ConstraintText{Kind::kChoice,
+                            {sampling.choice().items().begin(), sampling.choice().items().end()}};
+    case v1::SamplingParams::kJsonSchema:
+      return ConstraintText{Kind::kJsonSchema, {sampling.json_schema()}};
+    case v1::SamplingParams::kGrammar:
+      return ConstraintText{Kind::kGrammar, {sampling.grammar()}};
+    case v1::SamplingParams::CONSTRAINT_NOT_SET:
+      break;
+  }
+  return std::nullopt;
+}
+
 // Fills an AskedRequest from messages and collects what cannot be converted.
 class Reader {
  public:
@@ -125,6 +143,10 @@ class Reader {
     return {ids.ids().begin(), ids.ids().end()};
   }
 
+  // How the answer is written, if its parts are asked for. Behind Prompt.
+  std::optional<AnswerFormat> Answer(const v1::GenerateRequest& request);
+  // What the text has to be. Behind Prompt.
+  std::optional<ConstraintText> Constraint(const v1::GenerateRequest& request);
   KvOptions Kv(const v1::KvOptions& kv);
   DeltaOptions Deltas(const v1::OutputOptions& output);
   SchedulingOptions Scheduling(const v1::SchedulingOptions& scheduling);
@@ -136,6 +158,7 @@ class Reader {
 
  private:
   const PromptReader& prompts_;
+  ChatText chat_;  // of a chat prompt
   std::vector<FieldViolation> violations_;
   std::optional<Rejection> refusal_;
 };
@@ -146,8 +169,41 @@ std::vector<int32_t> Reader::Chat(const v1::ChatPrompt& chat) {
     refusal_ = std::move(*rejection);
     return {};
   }
-  const auto& prompt = std::get<ChatText>(text);
-  return Encode("chat", prompt.text, ChatEncoding(chat, prompt));
+  chat_ = std::get<ChatText>(std::move(text));
+  return Encode("chat", chat_.text, ChatEncoding(chat, chat_));
+}
+
+std::optional<AnswerFormat> Reader::Answer(const v1::GenerateRequest& request) {
+  if (!request.output().answer()) return std::nullopt;
+  if (!request.has_chat()) {
+    Violate("output.answer", "needs a chat prompt: other answers have no parts");
+    return std::nullopt;
+  }
+  return AnswerFormatOf(request.chat(), chat_, prompts_.chat, prompts_.tokenizer);
+}
+
+std::optional<ConstraintText> Reader::Constraint(const v1::GenerateRequest& request) {
+  std::optional<ConstraintText> text = ConstraintOf(request.sampling());
+  const v1::ChatPrompt& chat = request.chat();
+  const std::optional<CallRule> rule = CallRuleOf(chat, prompts_.chat);
+  if (rule.has_value()) {
+    if (text.has_value()) Violate("sampling.constraint", "cannot be set together with chat.tools");
+    if (!request.output().answer())
+      Violate("chat.tools", "needs output.answer, which has the calls");
+    absl::StatusOr<ConstraintText> calls = ConstraintOfCalls(*rule);
+    if (!calls.ok()) {
+      Violate("chat.tools", absl::StrCat("the parameters ", calls.status().message()));
+      return std::nullopt;
+    }
+    text = *std::move(calls);
+  }
+  const std::optional<ThinkingTags>& tags = prompts_.chat.thinking_tags();
+  const bool thinks = !chat.has_thinking() || chat.thinking();
+  if (text.has_value() && request.has_chat() && request.output().answer() && tags.has_value() &&
+      thinks) {
+    text->thinking = {.begin = tags->begin, .end = tags->end, .begun = chat_.thinks};
+  }
+  return text;
 }
 
 KvOptions Reader::Kv(const v1::KvOptions& kv) {
@@ -229,6 +285,8 @@ void SetConstraint(const ConstraintText& constraint, v1::SamplingParams& proto) 
       return proto.set_json_schema(constraint.texts.front());
     case ConstraintText::Kind::kGrammar:
       return proto.set_grammar(constraint.texts.front());
+    case ConstraintText::Kind::kStructuralTag:
+      return;  // of tools, which the client has given
   }
 }
 
@@ -288,6 +346,7 @@ v1::OutputOptions OutputOf(const Prepared& prepared) {
   proto.set_top_logprobs(output.top_logprobs);
   proto.set_prompt_logprobs(output.prompt_logprobs);
   proto.set_progress(output.progress);
+  proto.set_answer(prepared.request.answer.has_value());
   if (prepared.deltas.coalesce > absl::ZeroDuration()) {
     *proto.mutable_coalesce() = DurationProto(prepared.deltas.coalesce);
   }
@@ -401,24 +460,6 @@ v1::SamplingParams ToProto(const SamplingParams& params) {
   return proto;
 }
 
-std::optional<ConstraintText> ConstraintOf(const v1::SamplingParams& sampling) {
-  using Kind = ConstraintText::Kind;
-  switch (sampling.constraint_case()) {
-    case v1::SamplingParams::kRegex:
-      return ConstraintText{Kind::kRegex, {sampling.regex()}};
-    case v1::SamplingParams::kChoice:
-      return ConstraintText{Kind::kChoice,
-                            {sampling.choice().items().begin(), sampling.choice().items().end()}};
-    case v1::SamplingParams::kJsonSchema:
-      return ConstraintText{Kind::kJsonSchema, {sampling.json_schema()}};
-    case v1::SamplingParams::kGrammar:
-      return ConstraintText{Kind::kGrammar, {sampling.grammar()}};
-    case v1::SamplingParams::CONSTRAINT_NOT_SET:
-      break;
-  }
-  return std::nullopt;
-}
-
 std::string ConstraintField(const ConstraintText& constraint) {
   switch (constraint.kind) {
     case ConstraintText::Kind::kRegex:
@@ -427,6 +468,8 @@ std::string ConstraintField(const ConstraintText& constraint) {
       return "sampling.constraint.choice";
     case ConstraintText::Kind::kJsonSchema:
       return "sampling.constraint.json_schema";
+    case ConstraintText::Kind::kStructuralTag:
+      return "chat.tools";
     case ConstraintText::Kind::kGrammar:
       break;
   }
@@ -436,7 +479,7 @@ std::string ConstraintField(const ConstraintText& constraint) {
 AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& prompts) {
   Reader reader(prompts);
   const v1::OutputOptions& output = request.output();
-  return {
+  AskedRequest asked = {
       .options = {.id = request.request_id(),
                   .prompt = reader.Prompt(request),
                   .sampling = FromProto(request.sampling()),
@@ -455,8 +498,13 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& p
                   .scheduling = reader.Scheduling(request.scheduling())},
       .deltas = reader.Deltas(output),
       .has_seed = request.sampling().has_seed(),
-      .violations = reader.TakeViolations(),
-      .refusal = reader.TakeRefusal()};
+      .violations = {},
+      .refusal = std::nullopt};
+  asked.constraint = reader.Constraint(request);
+  asked.options.answer = reader.Answer(request);
+  asked.violations = reader.TakeViolations();
+  asked.refusal = reader.TakeRefusal();
+  return asked;
 }
 
 AskedRequest FromProto(const v1::ScoreRequest& request, const PromptReader& prompts) {
@@ -596,7 +644,34 @@ v1::Delta ToProto(const Delta& delta) {
     proto.add_signals()->mutable_residual_steps()->Add(steps.begin(), steps.end());
   }
   *proto.mutable_top_logprobs() = ToProto(delta.top_logprobs);
+  if (!delta.answer.empty()) *proto.mutable_answer() = ToProto(delta.answer);
   return proto;
+}
+
+v1::AnswerDelta ToProto(const AnswerDelta& delta) {
+  v1::AnswerDelta proto;
+  proto.set_reasoning(delta.reasoning);
+  proto.set_content(delta.content);
+  for (const CallDelta& call : delta.calls) {
+    v1::ToolCallDelta& added = *proto.add_tool_calls();
+    added.set_index(call.index);
+    added.set_id(call.id);
+    added.set_name(call.name);
+    added.set_arguments(call.arguments);
+  }
+  return proto;
+}
+
+void AddAnswer(const AnswerDelta& delta, v1::Answer& answer) {
+  answer.mutable_reasoning()->append(delta.reasoning);
+  answer.mutable_content()->append(delta.content);
+  for (const CallDelta& part : delta.calls) {
+    while (answer.tool_calls_size() <= part.index) answer.add_tool_calls();
+    v1::ToolCall& call = *answer.mutable_tool_calls(static_cast<int>(part.index));
+    if (!part.id.empty()) call.set_id(part.id);
+    if (!part.name.empty()) call.set_name(part.name);
+    call.mutable_arguments()->append(part.arguments);
+  }
 }
 
 v1::Progress ToProto(const PromptProgress& progress) {

@@ -13,7 +13,7 @@
 #include "runtime/admission/forecast.h"
 #include "runtime/constraints/constraint.h"
 #include "runtime/request/request.h"
-#include "runtime/text/chat_format.h"
+#include "runtime/text/chat/chat_format.h"
 #include "runtime/text/tokenizer.h"
 #include "server/stream/outbox.h"
 
@@ -28,13 +28,12 @@ struct AskedRequest {
   RequestOptions options;
   DeltaOptions deltas;
   bool has_seed = false;
+  std::optional<ConstraintText> constraint;  // what the text has to be; absent: anything
   std::vector<FieldViolation> violations;
   std::optional<Rejection> refusal;  // the model cannot have such a prompt
 };
 
-// What the text has to be; absent: anything.
-std::optional<ConstraintText> ConstraintOf(const v1::SamplingParams& sampling);
-// The field that says so.
+// The field that says what the text has to be.
 std::string ConstraintField(const ConstraintText& constraint);
 
 // What a model makes of texts and conversations. Both outlive the call.
@@ -69,6 +68,8 @@ v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model);
 void SetPredictedWait(const Forecast& forecast, v1::Accepted& accepted);
 v1::SamplingParams ToProto(const SamplingParams& params);  // what is absent as it is used
 v1::Delta ToProto(const Delta& delta);
+v1::AnswerDelta ToProto(const AnswerDelta& delta);
+void AddAnswer(const AnswerDelta& delta, v1::Answer& answer);
 v1::EvictionEvent ToProto(const EvictionTrace& trace);
 v1::Progress ToProto(const PromptProgress& progress);
 v1::PromptLogprobs ToProto(const PromptLogprobs& prompt);

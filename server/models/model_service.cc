@@ -97,6 +97,8 @@ v1::Model ToProto(const ServedModel& model) {
   chat.set_refusal(model.chat.refusal());
   chat.set_system_refusal(model.chat.system_refusal());
   chat.set_thinking(model.chat.has_thinking());
+  chat.set_tools_refusal(model.chat.tools_refusal());
+  chat.set_several_calls(model.chat.tools_refusal().empty() && model.chat.calls().several);
   *proto.mutable_sampling() = ToProto(manifest.sampling);
   proto.mutable_sampling()->clear_seed();
   return proto;

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/admission/unknown_policy.h"
 #include "runtime/text/phrases.h"
+#include "server/messages/chat_prompt.h"
 
 namespace epikv {
 namespace {
@@ -78,8 +79,9 @@ absl::StatusOr<ModelPtr> MakeServedModel(LoadedModel loaded, ModelSource source,
     model->chat = *std::move(chat);
   }
   model->chat_template_json = std::move(loaded.chat_template_json);
-  model->constraints =
-      std::make_unique<ConstraintCompiler>(*model->tokenizer, loaded.manifest.vocab_size);
+  model->constraints = std::make_unique<ConstraintCompiler>(
+      *model->tokenizer, loaded.manifest.vocab_size, ConstraintLimits(),
+      AnswerMarkup(model->chat, *model->tokenizer));
   model->admission = std::make_unique<Admission>(
       loaded.manifest, std::move(loaded.shape), loaded.policies,
       AdmissionLimits{.kv_capacity_bytes = loaded.kv_capacity_bytes,

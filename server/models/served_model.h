@@ -14,7 +14,7 @@
 #include "runtime/engine/core_budget.h"
 #include "runtime/engine/engine_thread.h"
 #include "runtime/runtime.h"
-#include "runtime/text/chat_format.h"
+#include "runtime/text/chat/chat_format.h"
 #include "runtime/text/tokenizer.h"
 #include "server/metrics/metrics.h"
 

@@ -19,6 +19,7 @@ void Join(std::vector<T>& to, std::vector<T>&& from) {
 
 void Join(Delta& to, Delta&& from) {
   to.text += from.text;
+  to.answer.Append(std::move(from.answer));
   Join(to.tokens, std::move(from.tokens));
   Join(to.logprobs, std::move(from.logprobs));
   to.greedy.insert(to.greedy.end(), from.greedy.begin(), from.greedy.end());
@@ -27,13 +28,22 @@ void Join(Delta& to, Delta&& from) {
 }
 
 bool IsEmpty(const Delta& delta) {
-  return delta.text.empty() && delta.tokens.empty() && delta.logprobs.empty() &&
-         delta.greedy.empty() && delta.residual_steps.empty() && delta.top_logprobs.empty();
+  return delta.text.empty() && delta.answer.empty() && delta.tokens.empty() &&
+         delta.logprobs.empty() && delta.greedy.empty() && delta.residual_steps.empty() &&
+         delta.top_logprobs.empty();
 }
 
 size_t BytesOf(const std::vector<std::vector<TokenLogprob>>& top) {
   size_t bytes = 0;
   for (const auto& tokens : top) bytes += 8 + 8 * tokens.size();
+  return bytes;
+}
+
+size_t BytesOf(const AnswerDelta& answer) {
+  size_t bytes = answer.reasoning.size() + answer.content.size();
+  for (const CallDelta& call : answer.calls) {
+    bytes += 16 + call.id.size() + call.name.size() + call.arguments.size();
+  }
   return bytes;
 }
 
@@ -48,8 +58,9 @@ struct SizeOf {
     return static_cast<int64_t>(8 + 8 * prompt.tokens.size() + BytesOf(prompt.top));
   }
   int64_t operator()(const Delta& delta) const {
-    size_t bytes = delta.text.size() + 4 * (delta.tokens.size() + delta.logprobs.size()) +
-                   delta.greedy.size() + BytesOf(delta.top_logprobs);
+    size_t bytes = delta.text.size() + BytesOf(delta.answer) +
+                   4 * (delta.tokens.size() + delta.logprobs.size()) + delta.greedy.size() +
+                   BytesOf(delta.top_logprobs);
     for (const auto& row : delta.residual_steps) bytes += 8 + 4 * row.size();
     return static_cast<int64_t>(bytes);
   }

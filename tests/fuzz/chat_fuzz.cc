@@ -6,7 +6,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "runtime/text/chat_format.h"
+#include "runtime/text/chat/chat_format.h"
 #include "runtime/text/utf8.h"
 #include "tests/fuzz/require.h"
 
@@ -44,8 +44,8 @@ void CheckFile(absl::string_view json) {
   static const auto& conversations = *new auto(Conversations());
   for (const std::optional<bool> thinking : {std::optional<bool>(), std::optional(true)}) {
     for (const std::vector<ChatMessage>& messages : conversations) {
-      const absl::StatusOr<ChatText> text =
-          formats->Render(messages, thinking, absl::FromUnixSeconds(1'700'000'000));
+      const absl::StatusOr<ChatText> text = formats->Render(
+          messages, {.thinking = thinking, .now = absl::FromUnixSeconds(1'700'000'000)});
       if (!text.ok()) {
         Require(text.status().code() == absl::StatusCode::kFailedPrecondition &&
                     !text.status().message().empty(),

@@ -1,8 +1,9 @@
-#include "runtime/text/chat_format.h"
+#include "runtime/text/chat/chat_format.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <nlohmann/json.hpp>
 #include <vector>
 
@@ -37,7 +38,8 @@ ChatFormats Made(const Json& format) {
 
 std::string Text(const ChatFormats& formats, const std::vector<ChatMessage>& messages,
                  std::optional<bool> thinking = std::nullopt) {
-  const absl::StatusOr<ChatText> text = formats.Render(messages, thinking, kNow);
+  const absl::StatusOr<ChatText> text =
+      formats.Render(messages, {.thinking = thinking, .now = kNow});
   return text.ok() ? text->text : text.status().ToString();
 }
 
@@ -54,7 +56,8 @@ TEST(ChatFormatTest, WritesWhatStandsAroundContents) {
 TEST(ChatFormatTest, TellsWhereContentsStand) {
   const ChatText text =
       *Made(Brackets())
-           .Render({{Role::kSystem, "sys"}, {Role::kUser, ""}, {Role::kAssistant, "b"}}, {}, kNow);
+           .Render({{Role::kSystem, "sys"}, {Role::kUser, ""}, {Role::kAssistant, "b"}},
+                   {.now = kNow});
   std::vector<std::string> contents;
   for (const TextRange& range : text.contents) {
     contents.push_back(text.text.substr(range.begin, range.end - range.begin));
@@ -144,7 +147,8 @@ TEST(ChatFormatTest, ThinkingChoosesTheFormat) {
 TEST(ChatFormatTest, WhatATemplateCannotDoIsSaid) {
   const auto refusal = [](const ChatFormats& formats, std::vector<ChatMessage> messages,
                           std::optional<bool> thinking = std::nullopt) {
-    const absl::Status status = formats.Render(messages, thinking, kNow).status();
+    const absl::Status status =
+        formats.Render(messages, {.thinking = thinking, .now = kNow}).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
     return std::string(status.message());
   };
@@ -228,7 +232,8 @@ TEST(ChatFormatTest, MessagesTakeTurns) {
   const auto first = [](const std::vector<Role>& roles) {
     std::vector<ChatMessage> messages;
     for (Role role : roles) messages.push_back({role, "x"});
-    return FirstOutOfTurn(messages);
+    const std::optional<OutOfTurn> wrong = FirstOutOfTurn(messages);
+    return wrong.has_value() ? std::optional(wrong->message) : std::nullopt;
   };
   constexpr Role S = Role::kSystem, U = Role::kUser, A = Role::kAssistant;
   for (const auto& roles :
@@ -243,6 +248,192 @@ TEST(ChatFormatTest, MessagesTakeTurns) {
   EXPECT_EQ(first({U, U}), 1u);
   EXPECT_EQ(first({U, S}), 1u);
   EXPECT_EQ(first({U, A, A}), 2u);
+  EXPECT_EQ(first({U, Role::kTool}), 1u);
+  EXPECT_EQ(first({U, A, Role::kTool}), 2u);
+}
+
+TEST(ChatFormatTest, ResultsFollowCalls) {
+  const ChatMessage user{Role::kUser, "x"}, said{Role::kAssistant, "x"}, result{Role::kTool, "x"},
+      called{.role = Role::kAssistant, .calls = {{"1", "f", "{}"}}};
+  const auto first = [](const std::vector<ChatMessage>& messages) {
+    const std::optional<OutOfTurn> wrong = FirstOutOfTurn(messages);
+    return wrong.has_value() ? std::optional(wrong->message) : std::nullopt;
+  };
+  for (const auto& messages :
+       std::vector<std::vector<ChatMessage>>{{user, called, result},
+                                             {user, called, result, result, said},
+                                             {user, called, result, called, result, said, user},
+                                             {user, called, result, user},
+                                             {user, called, user}}) {
+    EXPECT_EQ(first(messages), std::nullopt) << messages.size();
+  }
+  EXPECT_EQ(first({user, called}), 2u);
+  EXPECT_EQ(first({user, called, said}), 2u);
+  EXPECT_EQ(first({user, called, result, said, result}), 4u);
+  EXPECT_EQ(first({user, called, user, result}), 3u);
+}
+
+// As Brackets, with tools behind the system message: "[T f; g]", calls "{f=args#id}", results
+// "<id:content>".
+Json Calling() {
+  Json format = Brackets();
+  format["begin"]["tools"] = {"[T "};
+  for (const auto& [names, text] : std::map<std::string, std::string>{{"system tools", "][T "},
+                                                                      {"tools user", "][U "},
+                                                                      {"user call", "][A {"},
+                                                                      {"assistant call", "{"},
+                                                                      {"call call", "}{"},
+                                                                      {"call result", "}<"},
+                                                                      {"result result", "><"},
+                                                                      {"result assistant", ">[A "},
+                                                                      {"result call", ">[A {"}}) {
+    format["between"][names] = {text};
+  }
+  format["calls"] = {
+      {"syntax", "hermes"},
+      {"call", {{{"field", "name"}}, "=", {{"field", "arguments"}}, "#", {{"field", "id"}}}},
+      {"result", {{{"field", "id"}}, ":", {{"field", "content"}}}},
+      {"result_strip", "both"},
+      {"result_generation", {">[A "}},
+      {"content", "kept"},
+      {"several", true},
+      {"id_length", nullptr}};
+  return format;
+}
+
+Json WithTools(Json format) {
+  format["tools"] = {{"place", "first"}, {"between", "; "}, {"indent", nullptr}};
+  return format;
+}
+
+ChatFormats MadeWithTools(const Json& format) {
+  const absl::StatusOr<ChatFormats> formats = ChatFormats::FromJson(
+      Json{{"default", Calling()}, {"tools", {{"default", WithTools(format)}}}}.dump());
+  EXPECT_TRUE(formats.ok()) << formats.status();
+  return *formats;
+}
+
+std::string Offering(const ChatFormats& formats, const std::vector<ChatMessage>& messages,
+                     std::vector<ChatTool> tools = {{"f", "", ""}}) {
+  const absl::StatusOr<ChatText> text =
+      formats.Render(messages, {.tools = std::move(tools), .now = kNow});
+  return text.ok() ? text->text : text.status().ToString();
+}
+
+const ChatMessage kCalled{.role = Role::kAssistant,
+                          .content = "Look.",
+                          .calls = {{"1", "f", "{\"a\":[1,2]}"}, {"2", "g", "{}"}}};
+const ChatMessage kFirstResult{
+    .role = Role::kTool, .content = " one ", .call_id = "1", .name = "f"};
+const ChatMessage kSecondResult{.role = Role::kTool, .content = "two", .call_id = "2", .name = "g"};
+
+TEST(ChatFormatTest, CallsAndResultsAreParts) {
+  const ChatFormats formats = MadeWithTools(Calling());
+  const std::vector<ChatMessage> messages = {
+      {Role::kUser, "a"}, kCalled, kFirstResult, kSecondResult};
+  const char* text = "[U a][A Look.{f={\"a\": [1, 2]}#1}{g={}#2}<1:one><2:two>[A ";
+  EXPECT_EQ(Text(formats, messages), text);
+  std::vector<ChatMessage> answered = messages;
+  answered.push_back({Role::kAssistant, "b"});
+  EXPECT_EQ(Text(formats, answered), absl::StrCat(text, "b]"));
+  ChatMessage silent = kCalled;
+  silent.content = " \n";
+  EXPECT_EQ(Text(formats, {{Role::kUser, "a"}, silent, kFirstResult}),
+            "[U a][A {f={\"a\": [1, 2]}#1}{g={}#2}<1:one>[A ");
+}
+
+TEST(ChatFormatTest, ToolsStandWhereTheTemplatePutsThem) {
+  const std::vector<ChatTool> tools = {{"f", "It \"f\"s.", "{\"type\":\"object\"}"}, {"g", "", ""}};
+  const char* written =
+      "[T {\"type\": \"function\", \"function\": {\"name\": \"f\", \"description\": \"It "
+      "\\\"f\\\"s.\", \"parameters\": {\"type\": \"object\"}}}; {\"type\": \"function\", "
+      "\"function\": {\"name\": \"g\"}}]";
+  const ChatFormats first = MadeWithTools(Calling());
+  EXPECT_EQ(Offering(first, {{Role::kUser, "a"}}, tools), absl::StrCat(written, "[U a][A "));
+  EXPECT_EQ(Offering(first, {{Role::kSystem, "s"}, {Role::kUser, "a"}}, tools),
+            absl::StrCat("[S s]", written, "[U a][A "));
+  Json format = Calling();
+  format["between"]["assistant tools"] = {"][T "};
+  format["between"]["result tools"] = {">[T "};
+  format["tools"] = {{"place", "last_user"}, {"between", ", "}, {"indent", nullptr}};
+  const ChatFormats last =
+      *ChatFormats::FromJson(Json{{"default", Calling()}, {"tools", {{"default", format}}}}.dump());
+  const char* f = "[T {\"type\": \"function\", \"function\": {\"name\": \"f\"}}]";
+  EXPECT_EQ(Offering(last, {{Role::kUser, "a"}, {Role::kAssistant, "b"}, {Role::kUser, "c"}}),
+            absl::StrCat("[U a][A b]", f, "[U c][A "));
+  EXPECT_EQ(Offering(last, {{Role::kUser, "a"}, kCalled, kFirstResult, {Role::kUser, "c"}}),
+            absl::StrCat("[U a][A Look.{f={\"a\": [1, 2]}#1}{g={}#2}<1:one>", f, "[U c][A "));
+}
+
+TEST(ChatFormatTest, ReasoningIsWrittenBehindTheLastUsersMessage) {
+  Json format = Calling();
+  format["between"]["user reasoning"] = {"][A <think>"};
+  format["between"]["reasoning call"] = {"</think>{"};
+  format["between"]["reasoning assistant"] = {"</think>"};
+  format["reasoning"] = {{"strip", "newlines"}};
+  ChatMessage called = kCalled;
+  called.reasoning = "\nhm\n";
+  const ChatFormats formats = MadeWithTools(format);
+  EXPECT_EQ(Offering(formats, {{Role::kSystem, "s"}, {Role::kUser, "a"}, called, kFirstResult}),
+            "[S s][T {\"type\": \"function\", \"function\": {\"name\": \"f\"}}][U a][A "
+            "<think>hm</think>Look.{f={\"a\": [1, 2]}#1}{g={}#2}<1:one>[A ");
+  EXPECT_THAT(
+      Offering(
+          formats,
+          {{Role::kUser, "a"}, called, kFirstResult, {Role::kAssistant, "b"}, {Role::kUser, "c"}}),
+      HasSubstr("[A Look.{"));
+}
+
+TEST(ChatFormatTest, WhatATemplateCannotDoWithToolsIsSaid) {
+  const auto offering = [](const std::string& pointer, const Json& value,
+                           const std::vector<ChatMessage>& messages,
+                           std::vector<ChatTool> tools = {{"f", "", ""}}) {
+    Json format = WithTools(Calling());
+    format[Json::json_pointer(pointer)] = value;
+    const ChatFormats formats = *ChatFormats::FromJson(
+        Json{{"default", Calling()}, {"tools", {{"default", format}}}}.dump());
+    return Offering(formats, messages, std::move(tools));
+  };
+  const std::vector<ChatMessage> called = {{Role::kUser, "a"}, kCalled, kFirstResult};
+  EXPECT_THAT(offering("/calls/several", false, called), HasSubstr("one call in a message"));
+  EXPECT_THAT(offering("/calls/id_length", 9, called), HasSubstr("9 letters and digits, not '1'"));
+  EXPECT_THAT(offering("/calls", {{"refusal", "its own way"}}, {{Role::kUser, "a"}}),
+              HasSubstr("takes no tools: its own way"));
+  EXPECT_THAT(offering("/tools/plain_descriptions", true, {{Role::kUser, "a"}}, {{"f", "\"", ""}}),
+              HasSubstr("that of 'f' has quotes"));
+  EXPECT_THAT(offering("/tools/indent", nullptr, {{Role::kUser, "a"}}, {{"f", "", "{"}}),
+              HasSubstr("the parameters of the tool 'f': the text is no JSON"));
+  EXPECT_THAT(
+      offering("/history/after", "</think>",
+               {{Role::kUser, "a"},
+                {.role = Role::kAssistant, .content = "</think>", .calls = {{"1", "f", "{}"}}},
+                kFirstResult}),
+      HasSubstr("give it as the message's reasoning"));
+  EXPECT_THAT(offering("/tools/equal_users", "refused",
+                       {{Role::kUser, "a"}, {Role::kAssistant, "b"}, {Role::kUser, "a"}}),
+              HasSubstr("says the same as the last"));
+  ChatMessage wrong = kCalled;
+  wrong.calls[0].arguments = "[1]";
+  EXPECT_THAT(offering("/tools/indent", nullptr, {{Role::kUser, "a"}, wrong, kFirstResult}),
+              HasSubstr("INVALID_ARGUMENT: the arguments of a call of 'f' must be a JSON object"));
+  EXPECT_THAT(offering("/tools/indent", nullptr, {{Role::kUser, "a"}, kCalled, {Role::kUser, "b"}}),
+              HasSubstr("a user message follows a call message"));
+  EXPECT_THAT(Offering(Made(Brackets()), {{Role::kUser, "a"}}), HasSubstr("knew no tools"));
+  EXPECT_THAT(Text(Made(Brackets()), called), HasSubstr("no calls of tools"));
+}
+
+TEST(ChatFormatTest, TellsWhetherAPromptEndsWithinThinking) {
+  Json format = Brackets();
+  format["generation"] = {"][A <think>\n"};
+  const auto thinks = [](const Json& format, const std::vector<ChatMessage>& messages) {
+    const ChatFormats formats = *ChatFormats::FromJson(
+        Json{{"default", format}, {"thinking_tags", {"<think>", "</think>"}}}.dump());
+    return formats.Render(messages, {.now = kNow})->thinks;
+  };
+  EXPECT_TRUE(thinks(format, {{Role::kUser, "a"}}));
+  EXPECT_FALSE(thinks(format, {{Role::kUser, "a"}, {Role::kAssistant, "<think>b</think>c"}}));
+  EXPECT_TRUE(thinks(format, {{Role::kUser, "a"}, {Role::kAssistant, "<think>b"}}));
+  EXPECT_FALSE(thinks(Brackets(), {{Role::kUser, "<think>"}}));
 }
 
 }  // namespace

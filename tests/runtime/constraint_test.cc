@@ -23,6 +23,7 @@
 #include "runtime/constraints/constraint_text.h"
 #include "runtime/text/tokenizer.h"
 #include "runtime/text/utf8.h"
+#include "tests/fixtures/byte_level.h"
 
 namespace epikv {
 namespace {
@@ -32,56 +33,6 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::UnorderedElementsAre;
-
-// As byte-level files spell a byte.
-std::string Symbol(int byte) {
-  const bool printable = (33 <= byte && byte < 127) || (161 <= byte && byte < 173) || byte >= 174;
-  int code = byte;
-  if (!printable) {
-    code = 256;
-    for (int b = 0; b < byte; ++b) {
-      code += !((33 <= b && b < 127) || (161 <= b && b < 173) || b >= 174);
-    }
-  }
-  if (code < 0x80) return std::string(1, static_cast<char>(code));
-  return {static_cast<char>(0xC0 | code >> 6), static_cast<char>(0x80 | (code & 0x3F))};
-}
-
-std::string Spelled(absl::string_view bytes) {
-  std::string spelled;
-  for (const char c : bytes) spelled += Symbol(static_cast<unsigned char>(c));
-  return spelled;
-}
-
-// A byte-level tokenizer: `words` from id 0, then `end`, which is special.
-std::unique_ptr<Tokenizer> ByteLevel(const std::vector<std::string>& words) {
-  nlohmann::json vocab = nlohmann::json::object();
-  for (size_t id = 0; id < words.size(); ++id) vocab[Spelled(words[id])] = id;
-  const nlohmann::json added = {{"id", words.size()},   {"content", "<end>"}, {"special", true},
-                                {"single_word", false}, {"lstrip", false},    {"rstrip", false},
-                                {"normalized", false}};
-  const nlohmann::json json = {
-      {"version", "1.0"},
-      {"added_tokens", {added}},
-      {"normalizer", nullptr},
-      {"pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"use_regex", false}}},
-      {"post_processor", nullptr},
-      {"decoder", {{"type", "ByteLevel"}}},
-      {"model",
-       {{"type", "BPE"},
-        {"vocab", vocab},
-        {"merges", nlohmann::json::array()},
-        {"unk_token", nullptr}}}};
-  auto tokenizer = Tokenizer::FromJson(json.dump());
-  EXPECT_TRUE(tokenizer.ok()) << tokenizer.status();
-  return *std::move(tokenizer);
-}
-
-std::vector<std::string> Bytes() {
-  std::vector<std::string> words;
-  for (int byte = 0; byte < 256; ++byte) words.emplace_back(1, static_cast<char>(byte));
-  return words;
-}
 
 // One of tokens that stand in a row, and none of them for a byte.
 std::unique_ptr<Tokenizer> OfTokens(const std::vector<std::string>& words) {

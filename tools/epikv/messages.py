@@ -104,6 +104,37 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class ToolCallDelta:
+    index: int
+    id: str  # with its first part; then empty, as is the name
+    name: str
+    arguments: str  # a piece
+
+
+@dataclass(frozen=True)
+class AnswerDelta:
+    reasoning: str
+    content: str
+    tool_calls: list[ToolCallDelta]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # a JSON object
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a Chat, in its parts."""
+
+    reasoning: str
+    content: str
+    tool_calls: list[ToolCall]
+
+
+@dataclass(frozen=True)
 class Delta:
     completion: int  # whose, of `Sampling.n`
     text: str
@@ -111,6 +142,7 @@ class Delta:
     logprobs: list[float]
     signals: list[TokenSignals]
     top_logprobs: list[TopLogprobs]
+    answer: AnswerDelta | None = None
 
 
 @dataclass(frozen=True)
@@ -209,6 +241,7 @@ class Completion:
     evictions: list[EvictionEvent]
     top_logprobs: list[TopLogprobs]
     finished: Finished | None
+    answer: Answer | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +256,7 @@ class GenerateResult:
     top_logprobs: list[TopLogprobs]
     prompt_logprobs: PromptLogprobs | None
     completions: list[Completion]  # where `Sampling.n` > 1; else the fields above
+    answer: Answer | None = None
 
 
 @dataclass(frozen=True)
@@ -329,6 +363,8 @@ class ChatSupport:
     refusal: str  # why a model takes no conversations; empty: it does
     system_refusal: str  # why no system message
     thinking: bool  # may be chosen
+    tools_refusal: str = ""  # why it takes no tools
+    several_calls: bool = False  # in one answer
 
 
 @dataclass(frozen=True)
@@ -444,6 +480,8 @@ class OutcomeResult:
 MESSAGES: dict[str, type] = {
     "epikv.v1.Accepted": Accepted,
     "epikv.v1.ActiveRequest": ActiveRequest,
+    "epikv.v1.Answer": Answer,
+    "epikv.v1.AnswerDelta": AnswerDelta,
     "epikv.v1.BatchRecordOutcomesResponse.Result": OutcomeResult,
     "epikv.v1.Calibration": Calibration,
     "epikv.v1.ChatSupport": ChatSupport,
@@ -482,6 +520,8 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.Timings": Timings,
     "epikv.v1.TokenSignals": TokenSignals,
     "epikv.v1.TokenSpan": TokenSpan,
+    "epikv.v1.ToolCall": ToolCall,
+    "epikv.v1.ToolCallDelta": ToolCallDelta,
     "epikv.v1.TopLogprobs": TopLogprobs,
     "epikv.v1.Usage": Usage,
 }

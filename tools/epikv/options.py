@@ -74,39 +74,107 @@ ROLES = {
     "system": generation_pb2.CHAT_ROLE_SYSTEM,
     "user": generation_pb2.CHAT_ROLE_USER,
     "assistant": generation_pb2.CHAT_ROLE_ASSISTANT,
+    "tool": generation_pb2.CHAT_ROLE_TOOL,
 }
+TOOL_CHOICES = {
+    None: generation_pb2.TOOL_CHOICE_MODE_UNSPECIFIED,
+    "auto": generation_pb2.TOOL_CHOICE_MODE_AUTO,
+    "none": generation_pb2.TOOL_CHOICE_MODE_NONE,
+    "required": generation_pb2.TOOL_CHOICE_MODE_REQUIRED,
+}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call.
+
+    `parameters`: JSON schema of its arguments; None: it has none.
+    `strict`: whether calls are held to the schema, else arguments are any object; None: they are.
+    """
+
+    name: str
+    description: str = ""
+    parameters: str | Mapping[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_proto(self) -> generation_pb2.Tool:
+        return generation_pb2.Tool(
+            name=self.name,
+            description=self.description,
+            parameters="" if self.parameters is None else _json(self.parameters),
+            strict=self.strict,
+        )
 
 
 @dataclass(frozen=True)
 class Chat:
     """A conversation as a prompt: messages of `role` and `content`, a system message or none, then
-    user and assistant in turns.
+    user and assistant in turns. An assistant's message may have `tool_calls`, each of `id`, `name`
+    and `arguments` (JSON, or a dict), and `reasoning`; a message of role "tool", with the
+    `tool_call_id` of the call that it answers, follows each call.
 
     `thinking`: whether the model thinks before it answers, if it can be told; None: as its template
     does it.
     `special_tokens_in_contents`: whether special tokens written in contents act as such; else they
     are text.
+    `tools`: functions that the model may call; they need Output(answer=True), which has the calls.
+    `tool_choice`: "auto", "none" or "required"; None: auto.
+    `tool`: the one function that may be called; empty: each.
+    `single_call`: at most one call in an answer.
     """
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     thinking: bool | None = None
     special_tokens_in_contents: bool = False
+    tools: Sequence[Tool] = ()
+    tool_choice: str | None = None
+    tool: str = ""
+    single_call: bool = False
 
     def to_proto(self) -> generation_pb2.ChatPrompt:
-        """Raises ValueError for what is no message."""
-        for message in self.messages:
-            if set(message) != {"role", "content"} or message["role"] not in ROLES:
-                raise ValueError(
-                    f"a message has a role ({', '.join(ROLES)}) and a content, not {dict(message)}"
-                )
+        """Raises ValueError for what is no message, or no choice."""
+        if self.tool_choice not in TOOL_CHOICES:
+            known = ", ".join(name for name in TOOL_CHOICES if name)
+            raise ValueError(f"tool_choice is {known}, not {self.tool_choice!r}")
+        choice = generation_pb2.ToolChoice(
+            mode=TOOL_CHOICES[self.tool_choice], name=self.tool, single=self.single_call
+        )
         return generation_pb2.ChatPrompt(
-            messages=[
-                generation_pb2.ChatMessage(role=ROLES[m["role"]], content=m["content"])
-                for m in self.messages
-            ],
+            messages=[_message(message) for message in self.messages],
             thinking=self.thinking,
             special_tokens_in_contents=self.special_tokens_in_contents,
+            tools=[tool.to_proto() for tool in self.tools],
+            tool_choice=choice if choice.ByteSize() else None,
         )
+
+
+def _message(message: Mapping[str, Any]) -> generation_pb2.ChatMessage:
+    more = {"assistant": {"tool_calls", "reasoning"}, "tool": {"tool_call_id"}}
+    role = message.get("role")
+    if role not in ROLES or not {"role", "content"} <= set(message) <= {
+        "role",
+        "content",
+        *more.get(role, ()),
+    }:
+        raise ValueError(
+            f"a message has a role ({', '.join(ROLES)}) and a content, not {dict(message)}"
+        )
+    return generation_pb2.ChatMessage(
+        role=ROLES[role],
+        content=message["content"],
+        reasoning=message.get("reasoning", ""),
+        tool_call_id=message.get("tool_call_id", ""),
+        tool_calls=[
+            generation_pb2.ToolCall(
+                id=call["id"], name=call["name"], arguments=_json(call["arguments"])
+            )
+            for call in message.get("tool_calls", ())
+        ],
+    )
+
+
+def _json(value: str | Mapping[str, Any]) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 _TIER_DTYPES = {0: None, 8: kv_pb2.TIER_DTYPE_INT8, 4: kv_pb2.TIER_DTYPE_INT4}
@@ -281,6 +349,7 @@ class Output(_Options):
     prompt_logprobs: bool = False
     progress: bool = False
     coalesce: float | None = None  # seconds that a delta may wait for others
+    answer: bool = False  # of a Chat: the answer's parts beside its text
 
     def to_proto(self) -> generation_pb2.OutputOptions:
         coalesce = None

@@ -1,0 +1,148 @@
+#include "runtime/constraints/call_grammar.h"
+
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "runtime/constraints/json_schema.h"
+
+namespace epikv {
+namespace {
+
+// xgrammar's structural tags, which keep the order of a schema's properties.
+using Json = nlohmann::ordered_json;
+
+constexpr int kMostWhiteSpace = 16;  // in a row; a model that writes nothing else has to go on
+
+Json TagOf(const std::string& begin, Json content, const std::string& end) {
+  return {{"type", "tag"}, {"begin", begin}, {"content", std::move(content)}, {"end", end}};
+}
+
+Json AnyTextWithout(const std::string& text) {
+  return {{"type", "any_text"}, {"excludes", {text}}};
+}
+
+// Every text that does not begin with `prefix`, whose characters are no ^, ] nor \.
+Json TextNotBeginningWith(const std::string& prefix) {
+  std::string regex;
+  for (size_t n = prefix.size(); n-- > 0;) {
+    // Nothing; another character, and anything; or this one, and what may follow it.
+    const std::string next = prefix.substr(n, 1);
+    const std::string rest = regex.empty() ? "" : absl::StrCat("|[", next, "]", regex);
+    regex = absl::StrCat("([^", next, "][\\s\\S]*", rest, ")?");
+  }
+  return {{"type", "regex"}, {"pattern", regex}};
+}
+
+struct Spelling {
+  std::string begin;      // of the calls
+  std::string call;       // of one, to its name
+  std::string arguments;  // between name and arguments
+  std::string call_end;
+  std::string between;
+  std::string end;
+};
+
+Spelling SpellingOf(CallSyntax syntax) {
+  switch (syntax) {
+    case CallSyntax::kHermes:
+      return {.begin = "",
+              .call = "<tool_call>\n{\"name\": \"",
+              .arguments = "\", \"arguments\": ",
+              .call_end = "}\n</tool_call>",
+              .between = "\n",
+              .end = ""};
+    case CallSyntax::kLlama3:
+      return {.begin = "",
+              .call = "{\"name\": \"",
+              .arguments = "\", \"parameters\": ",
+              .call_end = "}",
+              .between = "",
+              .end = ""};
+    case CallSyntax::kMistral:
+      return {.begin = "[TOOL_CALLS] [",
+              .call = "{\"name\": \"",
+              .arguments = "\", \"arguments\": ",
+              .call_end = "}",
+              .between = ", ",
+              .end = "]"};
+  }
+  return {};
+}
+
+// What tells a call from what is said.
+std::string TriggerOf(CallSyntax syntax) {
+  switch (syntax) {
+    case CallSyntax::kHermes:
+      return "<tool_call>";
+    case CallSyntax::kLlama3:
+      return "{\"name\": \"";
+    case CallSyntax::kMistral:
+      break;
+  }
+  return "[TOOL_CALLS]";
+}
+
+// Calls one behind the other, and nothing else.
+Json CallsOf(const Spelling& spelling, const Json& tags, bool several) {
+  Json calls = {{"type", "tags_with_separator"},
+                {"tags", tags},
+                {"separator", spelling.between},
+                {"at_least_one", true},
+                {"stop_after_first", !several}};
+  return spelling.begin.empty() ? calls : TagOf(spelling.begin, std::move(calls), spelling.end);
+}
+
+Json AnswerOf(const CallRule& rule, const Json& tags) {
+  const Spelling spelling = SpellingOf(rule.syntax);
+  const std::string trigger = TriggerOf(rule.syntax);
+  const bool first = rule.syntax == CallSyntax::kLlama3;  // a call is the whole answer
+  if (rule.functions.empty()) {
+    return first ? TextNotBeginningWith(trigger) : AnyTextWithout(trigger);
+  }
+  Json calls = CallsOf(spelling, tags, rule.several && !first);
+  if (rule.required) return calls;
+  if (first) {
+    return {{"type", "or"}, {"elements", {std::move(calls), TextNotBeginningWith(trigger)}}};
+  }
+  const bool listed = !spelling.begin.empty();  // all calls are in one list
+  return {{"type", "triggered_tags"},
+          {"triggers", {trigger}},
+          {"tags", listed ? Json::array({std::move(calls)}) : tags},
+          {"at_least_one", false},
+          {"stop_after_first", listed || !rule.several}};
+}
+
+}  // namespace
+
+absl::StatusOr<ConstraintText> ConstraintOfCalls(const CallRule& rule) {
+  const Spelling spelling = SpellingOf(rule.syntax);
+  ConstraintText text{.kind = ConstraintText::Kind::kStructuralTag};
+  Json tags = Json::array();
+  std::vector<std::string> patterns;
+  for (const CalledFunction& function : rule.functions) {
+    absl::StatusOr<JsonSchema> schema = ReadJsonSchema(function.schema);
+    if (!schema.ok()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("of '", function.name, "': ", schema.status().message()));
+    }
+    Json arguments = Json::parse(schema->text);
+    if (!arguments.is_object() || !arguments.contains("type") || arguments["type"] != "object") {
+      return absl::InvalidArgumentError(
+          absl::StrCat("of '", function.name, "': must have the type 'object'"));
+    }
+    tags.push_back(TagOf(absl::StrCat(spelling.call, function.name, spelling.arguments),
+                         {{"type", "json_schema"},
+                          {"json_schema", std::move(arguments)},
+                          {"max_whitespace_cnt", kMostWhiteSpace}},
+                         spelling.call_end));
+    for (std::string& pattern : schema->patterns) patterns.push_back(std::move(pattern));
+  }
+  const Json tag = {{"type", "structural_tag"}, {"format", AnswerOf(rule, tags)}};
+  text.texts.push_back(tag.dump());
+  text.texts.insert(text.texts.end(), patterns.begin(), patterns.end());
+  return text;
+}
+
+}  // namespace epikv
