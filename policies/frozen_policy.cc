@@ -36,22 +36,35 @@ template <typename T>
 using LowestFirst = std::priority_queue<T, std::vector<T>, std::greater<>>;
 
 struct FrozenState final : PolicyState {
-  FrozenState(FrozenPolicy::Scorer score, FrozenPolicy::Reserve reserve, Protection protection)
-      : score(std::move(score)), reserve(std::move(reserve)), protection(std::move(protection)) {}
+  FrozenState(FrozenPolicy::Scorer score, FrozenPolicy::Reserve reserve)
+      : score(std::move(score)), reserve(std::move(reserve)) {}
   std::unique_ptr<PolicyState> Clone() const override {
     return std::make_unique<FrozenState>(*this);
   }
 
   FrozenPolicy::Scorer score;
   FrozenPolicy::Reserve reserve;
-  const Protection protection;
   std::deque<Recent> recent;  // the tokens in the recent window, oldest first
   int64_t first_recent = 0;   // index of the oldest of them
+  TokenSpan forgotten;        // of them, these are not cached any more
   // The others that are not protected.
   LowestFirst<Scored> older;
   LowestFirst<Reserved> reserved;  // their largest measures: at most reserve.size
   absl::Status status;
 };
+
+int32_t IndexOf(const Scored& scored) { return scored.second; }
+int32_t IndexOf(const Reserved& reserved) { return reserved.index; }
+
+template <typename Queue>
+void Drop(TokenSpan tokens, Queue& queue) {
+  Queue left;
+  for (; !queue.empty(); queue.pop()) {
+    const int32_t index = IndexOf(queue.top());
+    if (index < tokens.begin || index >= tokens.end) left.push(queue.top());
+  }
+  queue = std::move(left);
+}
 
 void Reconsider(FrozenState& state) {
   const Reserved& least = state.reserved.top();
@@ -70,11 +83,13 @@ void Admit(const Recent& token, int32_t index, FrozenState& state) {
   }
 }
 
-void LeaveRecent(int64_t newest, FrozenState& state) {
-  for (; state.first_recent <= newest - state.protection.recent; ++state.first_recent) {
+void LeaveRecent(int64_t newest, const Protection& protection, FrozenState& state) {
+  for (; state.first_recent <= newest - protection.recent; ++state.first_recent) {
     const Recent token = state.recent.front();
     state.recent.pop_front();
-    if (state.protection.CoversForever(state.first_recent)) continue;
+    const bool forgotten = state.first_recent >= state.forgotten.begin &&
+                           state.first_recent < state.forgotten.end;
+    if (forgotten || protection.CoversForever(state.first_recent)) continue;
     Admit(token, static_cast<int32_t>(state.first_recent), state);
   }
 }
@@ -97,8 +112,15 @@ Eviction PopLowest(int64_t count, FrozenState& state) {
 
 }  // namespace
 
-std::unique_ptr<PolicyState> FrozenPolicy::NewState(const SequenceInfo& info) const {
-  return std::make_unique<FrozenState>(fresh_, reserve_, info.protection);
+std::unique_ptr<PolicyState> FrozenPolicy::NewState(const SequenceInfo&) const {
+  return std::make_unique<FrozenState>(fresh_, reserve_);
+}
+
+void FrozenPolicy::Forget(PolicyState* state, TokenSpan tokens) const {
+  auto& frozen = static_cast<FrozenState&>(*state);
+  Drop(tokens, frozen.older);
+  Drop(tokens, frozen.reserved);
+  frozen.forgotten = tokens;
 }
 
 void FrozenPolicy::Observe(absl::Span<SequenceStep> steps) const {
@@ -110,7 +132,7 @@ void FrozenPolicy::Observe(absl::Span<SequenceStep> steps) const {
       state.recent.push_back({.score = state.score(step),
                               .measure = state.reserve.size > 0 ? state.reserve.measure(step) : 0});
     }
-    LeaveRecent(step.first + step.count - 1, state);
+    LeaveRecent(step.first + step.count - 1, step.cache.protection(), state);
   }
 }
 

@@ -33,6 +33,7 @@ class FrozenPolicy final : public Policy {
 
   std::unique_ptr<PolicyState> NewState(const SequenceInfo& info) const override;
   void Observe(absl::Span<SequenceStep> steps) const override;
+  void Forget(PolicyState* state, TokenSpan tokens) const override;
   std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const override;
 
   // Of the state: for PolicyTraits.

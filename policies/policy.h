@@ -95,6 +95,10 @@ class Policy {
   // After each step of such a pass.
   virtual void ObservePass(absl::Span<PassStep> steps) const {}
 
+  // Tokens that were evicted without being asked for, [begin, end) as far as they were cached: of a
+  // policy that remembers tokens by index. Before the round of the step, if there is one.
+  virtual void Forget(PolicyState* state, TokenSpan tokens) const {}
+
   // For the sequences over budget + slack. One Eviction for each task, in order.
   virtual std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const = 0;
 };

@@ -13,7 +13,7 @@ constexpr int64_t kMostRecent = 128;
 int64_t Protection::Size() const {
   // Tokens protected for good, counted once however many rules name them.
   const int64_t front = std::max(prompt, sinks);
-  int64_t size = front + recent;
+  int64_t size = front + recent + thinking;
   std::vector<TokenSpan> sorted = spans;
   std::sort(sorted.begin(), sorted.end(),
             [](const TokenSpan& a, const TokenSpan& b) { return a.begin < b.begin; });
@@ -35,6 +35,7 @@ ResolvedProtection ResolveProtection(const ProtectionOptions& options, const Pol
   p.prompt = options.prompt.value_or(published.prompt && fits) ? prompt_tokens : 0;
   p.sinks = options.sinks.value_or(published.sinks);
   p.spans = options.spans;
+  p.thinking = options.thinking;
 
   const int64_t fixed = p.Size();
   const int64_t room = std::max<int64_t>(0, budget - fixed);

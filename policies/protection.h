@@ -24,6 +24,7 @@ struct ProtectionOptions {
   std::optional<int64_t> sinks;
   std::optional<int64_t> recent;
   std::vector<TokenSpan> spans;
+  int64_t thinking = 0;  // the first tokens of the answer's thinking
 };
 
 // The tokens that no policy may evict. One owner, the runtime: unequal protection is the classic
@@ -34,10 +35,13 @@ class Protection {
   int64_t sinks = 0;
   int64_t recent = 0;  // the newest `recent` tokens, the current one included
   std::vector<TokenSpan> spans;
+  int64_t thinking = 0;  // the first tokens of the answer's thinking
+  TokenSpan thought;     // where these are, once it is known; before they are cached
 
   // `newest`: index of the newest cached token.
   bool Covers(int64_t index, int64_t newest) const {
     if (index < prompt || index < sinks || index > newest - recent) return true;
+    if (index >= thought.begin && index < thought.end) return true;
     for (const TokenSpan& s : spans) {
       if (index >= s.begin && index < s.end) return true;
     }

@@ -93,6 +93,8 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.ignore_end = options.stop.ignore_end;
   request.output = options.output;
   request.answer = options.answer;
+  request.thinking = options.thinking;
+  request.evict_thinking = options.kv.evict_thinking && options.thinking.has_value();
   request.scheduling = std::move(options.scheduling);
   request.arm = std::move(options.arm);
   request.positions = options.kv.positions;

@@ -394,6 +394,7 @@ bool Resolver::CheckProtection(bool has_lengths) {
   };
   check("kv.sink_tokens", asked.sinks);
   check("kv.recent_tokens", asked.recent);
+  asked.thinking = options_.thinking.has_value() ? std::min(asked.thinking, total) : 0;
   if (asked.spans.size() > kMaxSpans) {
     violations_.Add("kv.protected_spans",
                     absl::StrCat("has ", asked.spans.size(), " items, at most ", kMaxSpans));

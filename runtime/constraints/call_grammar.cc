@@ -13,6 +13,7 @@ namespace {
 // xgrammar's structural tags, which keep the order of a schema's properties.
 using Json = nlohmann::ordered_json;
 
+const char* const kAnyObject = R"({"type": "object"})";
 constexpr int kMostWhiteSpace = 16;  // in a row; a model that writes nothing else has to go on
 
 Json TagOf(const std::string& begin, Json content, const std::string& end) {
@@ -114,6 +115,15 @@ Json AnswerOf(const CallRule& rule, const Json& tags) {
           {"stop_after_first", listed || !rule.several}};
 }
 
+// Of an object.
+absl::StatusOr<JsonSchema> SchemaOf(const std::string& text) {
+  absl::StatusOr<JsonSchema> schema = ReadJsonSchema(text);
+  if (!schema.ok()) return schema;
+  const Json json = Json::parse(schema->text);
+  if (json.is_object() && json.contains("type") && json["type"] == "object") return schema;
+  return absl::InvalidArgumentError("must have the type 'object'");
+}
+
 }  // namespace
 
 absl::StatusOr<ConstraintText> ConstraintOfCalls(const CallRule& rule) {
@@ -122,19 +132,15 @@ absl::StatusOr<ConstraintText> ConstraintOfCalls(const CallRule& rule) {
   Json tags = Json::array();
   std::vector<std::string> patterns;
   for (const CalledFunction& function : rule.functions) {
-    absl::StatusOr<JsonSchema> schema = ReadJsonSchema(function.schema);
+    absl::StatusOr<JsonSchema> schema = SchemaOf(function.schema);
+    if (!schema.ok() && function.lenient) schema = SchemaOf(kAnyObject);
     if (!schema.ok()) {
       return absl::InvalidArgumentError(
           absl::StrCat("of '", function.name, "': ", schema.status().message()));
     }
-    Json arguments = Json::parse(schema->text);
-    if (!arguments.is_object() || !arguments.contains("type") || arguments["type"] != "object") {
-      return absl::InvalidArgumentError(
-          absl::StrCat("of '", function.name, "': must have the type 'object'"));
-    }
     tags.push_back(TagOf(absl::StrCat(spelling.call, function.name, spelling.arguments),
                          {{"type", "json_schema"},
-                          {"json_schema", std::move(arguments)},
+                          {"json_schema", Json::parse(schema->text)},
                           {"max_whitespace_cnt", kMostWhiteSpace}},
                          spelling.call_end));
     for (std::string& pattern : schema->patterns) patterns.push_back(std::move(pattern));

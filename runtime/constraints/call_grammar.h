@@ -13,6 +13,8 @@ namespace epikv {
 struct CalledFunction {
   std::string name;
   std::string schema;  // of its arguments, an object's
+  // Where the schema cannot be held, arguments are any object.
+  bool lenient = false;
 };
 
 // What an answer may call, and whether it has to.

@@ -513,6 +513,7 @@ void Engine::Emit(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
       delta.greedy.push_back(output.greedy);
       continue;
     }
+    if (s.thinking.has_value()) s.thinking->Append(output.token);
     TextStream::Piece piece = s.text.Append(output.token);
     s.Tell(std::move(piece.text), delta);
     stop = std::move(piece.stop);
@@ -802,6 +803,7 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
                     .cached_prompt_tokens = s.from_prefix,
                     .packet_tokens = s.request.packet_tokens,
                     .output_tokens = s.num_outputs,
+                    .thinking_tokens = s.thinking.has_value() ? s.thinking->num_tokens() : 0,
                     .kv_trace_truncated = s.trace_truncated};
   if (reason == FinishReason::kStopString) {
     Quietly([&] {

@@ -32,6 +32,12 @@ Sequence::Sequence(SequenceId id, Request r, std::shared_ptr<RequestSink> s,
             .shown = request.answer.has_value() ? request.answer->markup : std::vector<int32_t>(),
             .min_tokens = request.min_output_tokens}) {
   if (request.answer.has_value() && !scores()) answer.emplace(*request.answer);
+  const bool asks_of_thinking =
+      request.answer.has_value() || request.evict_thinking || request.protection.thinking > 0;
+  if (request.thinking.has_value() && asks_of_thinking && !scores()) {
+    thinking.emplace(tokenizer, request.thinking->tags, request.thinking->begun,
+                     std::ssize(request.prompt));
+  }
   if (request.sampling.constraint != nullptr && !scores()) {
     constraint.emplace(request.sampling.constraint, ends, request.scheduling.tenant);
   }
@@ -71,6 +77,7 @@ WorkItem Sequence::NextWork(int64_t count, int64_t prefill_chunk_tokens) const {
                 .first = cached,
                 .decode = cached >= prefill,
                 .draw = num_outputs};
+  if (thinking.has_value()) item.thinking = thinking->found();
   item.ends_prefill = !item.decode && end == prefill;
   item.evicts_prefill = !item.decode && (end % prefill_chunk_tokens == 0 || item.ends_prefill);
   // Row i predicts token first + i + 1: outputs begin with the prompt's last row.

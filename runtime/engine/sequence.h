@@ -12,6 +12,7 @@
 #include "runtime/request/sequence_id.h"
 #include "runtime/step/step_executor.h"
 #include "runtime/text/chat/answer_reader.h"
+#include "runtime/text/chat/thinking_finder.h"
 #include "runtime/text/text_stream.h"
 
 namespace epikv {
@@ -37,6 +38,7 @@ struct Sequence {
   const std::vector<int32_t> ends;  // tokens that end the output
   TextStream text;
   std::optional<AnswerReader> answer;
+  std::optional<ThinkingFinder> thinking;
   std::optional<ConstraintState> constraint;
   std::optional<int32_t> unread;  // its newest token, until the constraint has read it
   std::optional<StopMatch> stop;

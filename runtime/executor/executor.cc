@@ -450,8 +450,24 @@ ForwardOutcome Executor::Finish(StepItem& item) {
 bool Executor::MayRound(const WorkItem& item) const {
   const OpenSequence& sequence = *open_.at(item.id);
   const PolicyTraits& traits = sequence.request.traits;
+  if (ThinkingGoes(sequence, item)) return true;
   if (!traits.evicts || item.pass) return traits.evicts;
   return RoundIsDue(sequence, item, std::ssize(item.tokens));
+}
+
+// Its first tokens are kept from when it begins.
+void Executor::NoteThinking(OpenSequence& sequence, const WorkItem& item) {
+  const int64_t most = sequence.request.protection.thinking;
+  if (!item.thinking.has_value() || most == 0 || sequence.thinking_ended) return;
+  const auto [begin, end] = item.thinking->span;
+  sequence.cache.SetThought(
+      {.begin = begin, .end = item.thinking->ended ? std::min(begin + most, end) : begin + most});
+}
+
+// It has ended with the token that the step cached, and is to go.
+bool Executor::ThinkingGoes(const OpenSequence& sequence, const WorkItem& item) {
+  return item.thinking.has_value() && item.thinking->ended && !sequence.thinking_ended &&
+         !item.pass && sequence.request.evict_thinking;
 }
 
 // Rounds in prefill are at fixed places and end at the budget; at decode they allow slack.
@@ -481,11 +497,15 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
   if (item.pass) return SettlePass(sequence, item);
   const PolicyTraits& traits = sequence.request.traits;
   SettleOutcome outcome;
+  NoteThinking(sequence, item);
   if (traits.evicts) {
     PolicyView view(sequence, pool_, *model_, output_grams_);
     {
       const StageTimer timer(times_, Stage::kObserve);
       outcome.status = ObserveStep(sequence, item, view);
+    }
+    if (outcome.status.ok() && ThinkingGoes(sequence, item)) {
+      outcome.status = EvictThinking(sequence, item.thinking->span, outcome);
     }
     const bool due = RoundIsDue(sequence, item, /*coming=*/0);
     const bool passes = sequence.request.demand.passes && !item.decode &&
@@ -505,7 +525,10 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
     }
     if (!outcome.status.ok()) return outcome;
     KeepEvicted(sequence, item);
+  } else if (ThinkingGoes(sequence, item)) {
+    outcome.status = EvictThinking(sequence, item.thinking->span, outcome);
   }
+  sequence.thinking_ended = item.thinking.has_value() && item.thinking->ended;
   if (item.ends_prefill) EndPrompt(sequence);
   return outcome;
 }

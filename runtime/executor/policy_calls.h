@@ -48,4 +48,7 @@ absl::StatusOr<SequenceCache::Slots> AskDraft(OpenSequence& sequence, CacheView&
 absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& view,
                       const LaneRowsOfStep* mass_rows, SettleOutcome& outcome);
 
+// Drops an answer's thinking, whatever the policy thinks of it, and tells it.
+absl::Status EvictThinking(OpenSequence& sequence, TokenSpan thinking, SettleOutcome& outcome);
+
 }  // namespace epikv

@@ -34,7 +34,7 @@ class PolicyView final : public CacheView {
   int64_t prompt_tokens() const override;
   int64_t newest() const override { return sequence_.cache.newest(); }
   int64_t next_position(int64_t layer, int64_t head) const override;
-  const Protection& protection() const override { return sequence_.request.protection; }
+  const Protection& protection() const override { return sequence_.cache.protection(); }
   uint64_t seed() const override {
     sequence_.asked.seed = true;
     return sequence_.request.sampling.seed;

@@ -96,6 +96,7 @@ SequenceCache::SequenceCache(KvPool& pool, SequenceId id, const Request& request
     : pool_(pool),
       id_(id),
       request_(request),
+      protection_(request.protection),
       shape_(shape),
       layout_(LayoutOf(shape, pool.format(), request.traits,
                        static_cast<int64_t>(request.tap_layers.size()), request.positions,
@@ -110,6 +111,7 @@ SequenceCache::SequenceCache(SequenceId id, const Request& request, const Sequen
     : pool_(from.pool_),
       id_(id),
       request_(request),
+      protection_(request.protection),
       shape_(from.shape_),
       layout_(LayoutOf(shape_, pool_.format(), request.traits,
                        static_cast<int64_t>(request.tap_layers.size()), request.positions,
@@ -140,6 +142,7 @@ SequenceCache::SequenceCache(SequenceId id, const Request& request, const Sequen
     : pool_(from.pool_),
       id_(id),
       request_(request),
+      protection_(request.protection),
       shape_(from.shape_),
       layout_(LayoutOf(shape_, pool_.format(), request.traits, /*num_tap_layers=*/0,
                        request.positions)),
@@ -305,7 +308,7 @@ absl::StatusOr<std::vector<int64_t>> SequenceCache::SlotsOf(
     return absl::InternalError("the policy named a token twice, or a token that is not cached");
   }
   for (int32_t victim : victims) {
-    if (request_.protection.Covers(victim, newest_)) {
+    if (protection_.Covers(victim, newest_)) {
       return absl::InternalError(absl::StrCat("the policy named the protected token ", victim));
     }
   }

@@ -97,6 +97,9 @@ class SequenceCache {
 
   const KvLayout& layout() const { return layout_; }
   const ModelShape& shape() const { return shape_; }
+  // The request's, and where the answer's thinking is as far as that is known.
+  const Protection& protection() const { return protection_; }
+  void SetThought(TokenSpan thought) { protection_.thought = thought; }
   int64_t num_layers() const { return shape_.num_layers; }
   int64_t num_kv_heads() const { return shape_.num_kv_heads; }
   int64_t num_tables() const { return static_cast<int64_t>(tables_.size()); }
@@ -200,6 +203,7 @@ class SequenceCache {
   KvPool& pool_;
   const SequenceId id_;
   const Request& request_;
+  Protection protection_;
   const ModelShape& shape_;
   const KvLayout layout_;
   std::vector<int64_t> capacity_, offset_;  // of lanes, in rows; offsets from the extent's first

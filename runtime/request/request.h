@@ -47,6 +47,7 @@ struct KvOptions {
   PositionMode positions = PositionMode::kAbsolute;
   int64_t read_tokens = 0;  // of a lane by a decode step; 0: all, or by the policy
   TierOptions tier;
+  bool evict_thinking = false;  // of the answer, once it has ended; beside what is protected of it
   // Prompts share cached prefixes with those of the same salt alone; or with none.
   std::string prefix_salt;
   bool bypass_prefix_cache = false;
@@ -82,6 +83,12 @@ struct SchedulingOptions {
   std::string tenant;  // empty: the default tenant
 };
 
+// Where an answer thinks.
+struct ThinkingMarks {
+  ThinkingTags tags;
+  bool begun = false;  // the prompt ends within it
+};
+
 // What a client asks for.
 struct RequestOptions {
   std::string id;
@@ -96,6 +103,7 @@ struct RequestOptions {
   StopOptions stop;
   OutputOptions output;
   std::optional<AnswerFormat> answer;  // its parts are told; absent: they are not
+  std::optional<ThinkingMarks> thinking;  // absent: it does not, or nobody knows
   KvOptions kv;
   SchedulingOptions scheduling;
   std::string arm = "none";  // of experiments; told in series, means nothing here
@@ -178,6 +186,8 @@ struct Request {
   bool ignore_end = false;
   OutputOptions output;
   std::optional<AnswerFormat> answer;
+  std::optional<ThinkingMarks> thinking;
+  bool evict_thinking = false;
   SchedulingOptions scheduling;
   std::string arm;
 
@@ -263,6 +273,7 @@ struct Finished {
   int64_t cached_prompt_tokens = 0;  // of them, those that were copied from the prefix cache
   int64_t packet_tokens = 0;         // of them, those that packets had
   int64_t output_tokens = 0;
+  int64_t thinking_tokens = 0;  // of them
   KvUsage kv;
   Timings timings;
   bool kv_trace_truncated = false;

@@ -11,6 +11,7 @@
 #include "runtime/request/request.h"
 #include "runtime/request/sequence_id.h"
 #include "runtime/step/step_stats.h"
+#include "runtime/text/chat/thinking_finder.h"
 
 namespace epikv {
 
@@ -31,6 +32,7 @@ struct WorkItem {
   // not empty (then equally long).
   int64_t num_outputs = 0;
   absl::Span<const int32_t> forced;
+  std::optional<ThinkingFinder::Found> thinking;  // of the output before this step
   // Of a scratch pass (SettleOutcome::pass): its tokens are no part of the sequence. `first` counts
   // from the prompt's end.
   bool pass = false;

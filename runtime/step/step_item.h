@@ -117,6 +117,7 @@ struct OpenSequence {
   std::shared_ptr<const Policy> policy;  // the request's, or a guard around it; null: see there
   std::unique_ptr<PolicyState> state;    // null: the policy keeps none
   int64_t rounds = 0, evicted_entries = 0;
+  bool thinking_ended = false;  // with a token that is cached
   // What its policy has asked of the request, on which what it does may depend.
   struct Asked {
     bool seed = false, prompt_tokens = false;

@@ -224,7 +224,8 @@ std::optional<CallRule> CallRuleOf(const v1::ChatPrompt& chat, const ChatFormats
     rule.functions.push_back({.name = tool.name(),
                               .schema = !strict                     ? std::string(kAnyArguments)
                                         : tool.parameters().empty() ? std::string(kNoArguments)
-                                                                    : tool.parameters()});
+                                                                    : tool.parameters(),
+                              .lenient = !tool.has_strict()});
   }
   return rule;
 }

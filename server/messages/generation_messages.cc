@@ -95,6 +95,8 @@ GivenKv ReadKv(const v1::KvOptions& kv) {
                           .relax_times = guard.relax_times(),
                           .relax_prob = guard.relax_prob()};
   }
+  options.protection.thinking = kv.thinking().protected_tokens();
+  options.evict_thinking = kv.thinking().evict();
   options.prefix_salt = kv.cache_salt();
   options.bypass_prefix_cache = kv.bypass_prefix_cache();
   return read;
@@ -145,6 +147,8 @@ class Reader {
 
   // How the answer is written, if its parts are asked for. Behind Prompt.
   std::optional<AnswerFormat> Answer(const v1::GenerateRequest& request);
+  // Where it thinks. Behind Prompt.
+  std::optional<ThinkingMarks> Thinking(const v1::GenerateRequest& request) const;
   // What the text has to be. Behind Prompt.
   std::optional<ConstraintText> Constraint(const v1::GenerateRequest& request);
   KvOptions Kv(const v1::KvOptions& kv);
@@ -180,6 +184,12 @@ std::optional<AnswerFormat> Reader::Answer(const v1::GenerateRequest& request) {
     return std::nullopt;
   }
   return AnswerFormatOf(request.chat(), chat_, prompts_.chat, prompts_.tokenizer);
+}
+
+std::optional<ThinkingMarks> Reader::Thinking(const v1::GenerateRequest& request) const {
+  const std::optional<ThinkingTags>& tags = prompts_.chat.thinking_tags();
+  if (!request.has_chat() || !tags.has_value()) return std::nullopt;
+  return ThinkingMarks{.tags = *tags, .begun = chat_.thinks};
 }
 
 std::optional<ConstraintText> Reader::Constraint(const v1::GenerateRequest& request) {
@@ -303,6 +313,10 @@ v1::ResolvedKv ResolvedKvOf(const Request& request) {
     v1::TokenSpan& added = *kv.add_protected_spans();
     added.set_begin(span.begin);
     added.set_end(span.end);
+  }
+  if (request.protection.thinking > 0 || request.evict_thinking) {
+    kv.mutable_thinking()->set_protected_tokens(request.protection.thinking);
+    kv.mutable_thinking()->set_evict(request.evict_thinking);
   }
   kv.set_reserved_bytes(request.demand.peak_bytes());
   kv.set_uncalibrated(request.traits.uncalibrated);
@@ -502,6 +516,7 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& p
       .refusal = std::nullopt};
   asked.constraint = reader.Constraint(request);
   asked.options.answer = reader.Answer(request);
+  asked.options.thinking = reader.Thinking(request);
   asked.violations = reader.TakeViolations();
   asked.refusal = reader.TakeRefusal();
   return asked;
@@ -722,6 +737,7 @@ v1::Summary SummaryOf(const v1::Accepted& accepted, const Finished& finished, in
   summary.mutable_usage()->set_prompt_tokens(finished.prompt_tokens);
   summary.mutable_usage()->set_cached_prompt_tokens(finished.cached_prompt_tokens);
   summary.mutable_usage()->set_packet_prompt_tokens(finished.packet_tokens);
+  summary.mutable_usage()->set_thinking_tokens(finished.thinking_tokens);
   summary.mutable_usage()->set_output_tokens(finished.output_tokens);
   *summary.mutable_kv() = KvUsageOf(accepted.kv(), finished.kv, lanes);
   *summary.mutable_timings() = ToProto(finished.timings);

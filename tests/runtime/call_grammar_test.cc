@@ -29,7 +29,7 @@ const CalledFunction kStop = {
 // Bytes, and special tokens that are markup but for the last, which ends the answer.
 struct World {
   std::unique_ptr<Tokenizer> tokenizer =
-      ByteLevel(Bytes(), {"[TOOL_CALLS]", "<tool_call>", "<think>", "</think>", "<end>"});
+      ByteLevel(ByteWords(), {"[TOOL_CALLS]", "<tool_call>", "<think>", "</think>", "<end>"});
   static constexpr int32_t kMarkup = 256, kEnd = 260;
   ConstraintCompiler compiler{*tokenizer, 261, ConstraintLimits(), {256, 257, 258, 259}};
 
@@ -201,6 +201,16 @@ TEST(CallGrammarTest, SchemasThatCannotBeHeldAreNamed) {
   EXPECT_THAT(
       error(R"({"type": "object", "properties": {"a": {"type": "array", "contains": {}}}})"),
       HasSubstr("contains"));
+}
+
+TEST(CallGrammarTest, ArgumentsAreAnyObjectWhereTheSchemaNeedNotBeHeld) {
+  World world;
+  const auto rule = world.Compile(
+      {.functions = {{"find", R"({"type": "object", "minProperties": 1})", /*lenient=*/true}},
+       .required = true});
+  const std::string begin = "<tool_call>\n{\"name\": \"find\", \"arguments\": ";
+  EXPECT_EQ(Taken(rule, absl::StrCat(begin, "{\"a\": [1, null]}}\n</tool_call>")), "whole");
+  EXPECT_EQ(Taken(rule, absl::StrCat(begin, "[")), absl::StrCat(begin, "!"));
 }
 
 TEST(CallGrammarTest, WhatCostsTooMuchIsRefused) {

@@ -56,7 +56,7 @@ std::unique_ptr<Tokenizer> OfTokens(const std::vector<std::string>& words) {
 
 // All bytes, and words of several: characters cut in two, and some whose beginnings are no tokens.
 std::vector<std::string> Words() {
-  std::vector<std::string> words = Bytes();
+  std::vector<std::string> words = ByteWords();
   for (const char* word : {"ab",  "ba",  "aab", "abba", "ca",  "cbca",      "cbcab",    "12",
                            "123", "1a",  "é",   "日本", "本a", "\xC3\xA9z", "\x97\xA5", "a b",
                            "  ",  " \n", "\"a", "\":",  "{\"", "},",        "bcabc",    "acbac"}) {
@@ -330,7 +330,7 @@ TEST(ConstraintTest, AnEndIsAllowedWhereTheTextIsWholeAndNeverAsText) {
 }
 
 TEST(ConstraintTest, OneThatIsTooLargeToBeRememberedPushesOutNoOther) {
-  const std::unique_ptr<Tokenizer> tokenizer = ByteLevel(Bytes());
+  const std::unique_ptr<Tokenizer> tokenizer = ByteLevel(ByteWords());
   ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 1 << 16});
   const ConstraintText small{Kind::kRegex, {"ab"}}, large{Kind::kRegex, {"(ab|cd){0,100}x{0,99}"}};
   ASSERT_TRUE(compiler.Compile(small).ok());
@@ -669,7 +669,7 @@ TEST(ConstraintTest, KeywordsThatCouldNotBeKeptToAreNamedWhereverTheyStand) {
 // Each of them is refused, or can be walked: nothing hangs, and nothing grows without bound.
 // The library quotes bytes, not characters.
 TEST(ConstraintTest, ReasonsCanBeToldToClients) {
-  const auto tokenizer = ByteLevel(Bytes());
+  const auto tokenizer = ByteLevel(ByteWords());
   ConstraintCompiler compiler(*tokenizer, 257);
   const std::string parts[] = {"root ::= ", "\"a\"", "\xc3\xa9", "\xe6\x97\xa5",     "[\xc3\xa9-",
                                "(",         "\\",    "{2",       "\xf0\x9f\x91\x8b", " | "};
@@ -817,7 +817,7 @@ TEST(ConstraintTest, BytesAreThoseThatAreAllocated) {
 #endif
 
 TEST(ConstraintTest, NoMoreAreCompiledWhileThoseInUseHoldTooMuch) {
-  const auto tokenizer = ByteLevel(Bytes());
+  const auto tokenizer = ByteLevel(ByteWords());
   ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 0, .live = 1});
   auto one = compiler.Compile({Kind::kRegex, {"a+"}});
   ASSERT_TRUE(one.ok()) << one.status();
@@ -830,7 +830,7 @@ TEST(ConstraintTest, NoMoreAreCompiledWhileThoseInUseHoldTooMuch) {
 TEST(ConstraintTest, CompletionsKeepNoMoreThanTheirTextAllowsWhereMemoryIsScarce) {
   std::string wide = "root ::= \"!\"";
   for (int i = 0; i < 500; ++i) absl::StrAppend(&wide, " | [a-z]* \"", i, "\"");
-  const auto tokenizer = ByteLevel(Bytes());
+  const auto tokenizer = ByteLevel(ByteWords());
   for (const bool scarce : {false, true}) {
     ConstraintCompiler compiler(*tokenizer, 257,
                                 {.remembered = 0, .live = scarce ? 2 << 20 : 1 << 30});
@@ -859,7 +859,7 @@ TEST(ConstraintTest, CompletionsKeepNoMoreThanTheirTextAllowsWhereMemoryIsScarce
 }
 
 TEST(ConstraintTest, WhatOneTenantHoldsKeepsNobodyElseOut) {
-  const auto tokenizer = ByteLevel(Bytes());
+  const auto tokenizer = ByteLevel(ByteWords());
   const ConstraintText text{Kind::kRegex, {"[a-z]{100}"}};
   const int64_t bytes = (*ConstraintCompiler(*tokenizer, 257).Compile(text))->bytes();
   ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 0, .live = 3 * bytes});
@@ -871,7 +871,7 @@ TEST(ConstraintTest, WhatOneTenantHoldsKeepsNobodyElseOut) {
 
 // Whoever had its constraint compiled.
 TEST(ConstraintTest, ACompletionsMemoryIsItsTenants) {
-  const auto tokenizer = ByteLevel(Bytes());
+  const auto tokenizer = ByteLevel(ByteWords());
   const ConstraintText text{Kind::kRegex, {"[a-z]{100}"}}, more{Kind::kRegex, {"[0-9]{100}"}};
   const int64_t bytes = (*ConstraintCompiler(*tokenizer, 257).Compile(text))->bytes();
   ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 0, .live = 10 * bytes});
@@ -888,7 +888,7 @@ TEST(ConstraintTest, ACompletionsMemoryIsItsTenants) {
 TEST(ConstraintTest, BeyondTheLimitOneCompletionEndsForTheOthers) {
   std::string wide = "root ::= \"!\"";
   for (int i = 0; i < 20; ++i) absl::StrAppend(&wide, " | [a-z]* \"", i, "\"");
-  const auto tokenizer = ByteLevel(Bytes());
+  const auto tokenizer = ByteLevel(ByteWords());
   ConstraintCompiler compiler(*tokenizer, 257, {.remembered = 0, .live = 1 << 20});
   const auto constraint = *compiler.Compile({Kind::kGrammar, {wide}});
   std::list<ConstraintState> states;

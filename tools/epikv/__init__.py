@@ -25,6 +25,8 @@ _HOMES = {
     "epikv.messages": (
         "Accepted",
         "ActiveRequest",
+        "Answer",
+        "AnswerDelta",
         "Completion",
         "CreatedPacket",
         "Delta",
@@ -45,6 +47,8 @@ _HOMES = {
         "ScoreResponse",
         "ServerStatus",
         "Summary",
+        "ToolCall",
+        "ToolCallDelta",
         "TopLogprobs",
     ),
     "epikv.options": (
@@ -57,6 +61,7 @@ _HOMES = {
         "Session",
         "Steering",
         "Stop",
+        "Tool",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -43,6 +43,12 @@ class KvTier:
 
 
 @dataclass(frozen=True)
+class KvThinking:
+    protected_tokens: int
+    evict: bool
+
+
+@dataclass(frozen=True)
 class ResolvedKv:
     policy: str
     budget_tokens: int
@@ -57,6 +63,7 @@ class ResolvedKv:
     read_tokens: int  # of a lane, by a decode step; 0: all
     tier: KvTier | None
     tier_bytes: int
+    thinking: KvThinking | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,7 @@ class Usage:
     output_tokens: int
     cached_prompt_tokens: int
     packet_prompt_tokens: int = 0
+    thinking_tokens: int = 0  # of the output, where it is asked for
 
 
 @dataclass(frozen=True)
@@ -496,6 +504,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.GenerateResult": GenerateResult,
     "epikv.v1.IncompatibleOption": IncompatibleOption,
     "epikv.v1.KvGuard": KvGuard,
+    "epikv.v1.KvThinking": KvThinking,
     "epikv.v1.KvTier": KvTier,
     "epikv.v1.KvUsage": KvUsage,
     "epikv.v1.Model": Model,

@@ -89,7 +89,8 @@ class Tool:
     """A function that a model may call.
 
     `parameters`: JSON schema of its arguments; None: it has none.
-    `strict`: whether calls are held to the schema, else arguments are any object; None: they are.
+    `strict`: whether calls are held to the schema, else arguments are any object; None: where they can
+    be.
     """
 
     name: str
@@ -218,6 +219,8 @@ class Kv(_Options):
     tier_fetch: int = 0  # of these, that each new token attends to
     tier_bits: int = 0  # 8 or 4, to which they are rounded there; 0: they are not
     guard: int = 0  # tokens that a query asks for, dropped ones come back; 0: there is no guard
+    protect_thinking: int = 0  # first tokens of an answer's thinking that are not evicted
+    evict_thinking: bool = False  # the rest of it, as soon as it has ended
     cache_salt: str = ""  # prompts share cached prefixes with those of the same salt
     bypass_prefix_cache: bool = False
 
@@ -235,6 +238,13 @@ class Kv(_Options):
             guard=guard,
         )
 
+    def _thinking(self) -> kv_pb2.KvThinking | None:
+        if not self.protect_thinking and not self.evict_thinking:
+            return None
+        return message_of(
+            kv_pb2.KvThinking, protected_tokens=self.protect_thinking, evict=self.evict_thinking
+        )
+
     def to_proto(self) -> kv_pb2.KvOptions:
         """Raises ValueError for an unknown position mode or a value no field can hold."""
         if self.positions is not None and self.positions not in POSITIONS:
@@ -250,6 +260,7 @@ class Kv(_Options):
             equal_protection=self.equal_protection,
             read_tokens=self.read_tokens,
             tier=self._tier(),
+            thinking=self._thinking(),
             cache_salt=self.cache_salt,
             bypass_prefix_cache=self.bypass_prefix_cache,
         )

@@ -299,7 +299,7 @@ uint32_t KvGroups(const v1::KvOptions& kv) {
   }
   if (kv.positions() != v1::POSITION_MODE_UNSPECIFIED) groups |= kPositions;
   if (kv.has_protect_prompt() || kv.has_sink_tokens() || kv.has_recent_tokens() ||
-      kv.protected_spans_size() > 0 || kv.has_equal_protection()) {
+      kv.protected_spans_size() > 0 || kv.has_equal_protection() || kv.has_thinking()) {
     groups |= kProtection;
   }
   if (kv.bypass_prefix_cache()) groups |= kPrefixCache;
@@ -417,6 +417,7 @@ v1::KvOptions Overridden(const v1::KvOptions& asked, const v1::KvOptions& arm) {
     kv.clear_recent_tokens();
     kv.clear_protected_spans();
     kv.clear_equal_protection();
+    kv.clear_thinking();
   }
   kv.MergeFrom(arm);  // what is left is scalar, and set by both or by one
   return kv;

@@ -216,13 +216,14 @@ def test_a_conversation_is_a_prompt(client: Client, fake: fake_epikvd.Fake) -> N
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "tool", "content": "x"},
+        {"role": "robot", "content": "x"},
+        {"role": "user", "content": "x", "tool_calls": []},
         {"role": "user"},
         {"role": "user", "content": "x", "name": "y"},
     ],
 )
 def test_what_is_no_message_is_named(client: Client, message: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="a message has a role \\(system, user, assistant\\)"):
+    with pytest.raises(ValueError, match="a message has a role \\(system, user, assistant, tool\\)"):
         client.generate(Chat([message]))
 
 

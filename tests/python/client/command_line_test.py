@@ -143,9 +143,8 @@ def test_chat_sends_the_conversation_so_far(fake: fake_epikvd.Fake) -> None:
         ["be brief", "one two", "one two ", "three"],
         ["be brief", "four"],
     ]
-    assert [m.role for m in fake.requests[1].chat.messages] == list(ROLES.values()) + [
-        ROLES["user"]
-    ]
+    roles = [ROLES[role] for role in ("system", "user", "assistant", "user")]
+    assert [m.role for m in fake.requests[1].chat.messages] == roles
     assert fake.requests[0].stop.max_output_tokens == 5
 
 

@@ -1,0 +1,144 @@
+// Laws of an answer's thinking: kept as far as it is protected, and evicted once it has ended.
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "tests/fixtures/engine_harness.h"
+#include "tests/fixtures/law_cases.h"
+#include "tests/fixtures/law_model.h"
+
+namespace epikv {
+namespace {
+
+constexpr int64_t kAsked = 40, kSaid = 90, kHeld = 72, kKept = 6;
+constexpr int64_t kShortest = 24;  // tokens of thinking
+
+// (model, policy).
+using Thinking = EveryPolicy;
+
+// Thinking that began in the prompt and ends with output `end`, as the model says it.
+struct Thought {
+  ThinkingMarks marks;
+  int64_t end = 0;
+};
+
+RequestOptions Generating(const Manifest& manifest, const PolicyCase& policy, int64_t budget) {
+  RequestOptions options = WithPolicy(Scoring(manifest, kAsked, 1, 5), policy, budget);
+  options.forced.clear();
+  options.output = {.logprobs = true, .kv_trace = true, .kept = true};
+  options.stop.max_output_tokens = kSaid;
+  options.sampling.temperature = 1.;
+  options.sampling.seed = 11;
+  return options;
+}
+
+// What of an output may stand for the last tag: a token whose text has not been there before.
+std::optional<Thought> ThoughtIn(const Tokenizer& tokenizer, const std::vector<int32_t>& output) {
+  for (int64_t end = kShortest; end + 20 < std::ssize(output); ++end) {
+    const std::string before =
+        tokenizer.Decode(absl::MakeConstSpan(output).first(end), {.skip_special = false});
+    const std::string tag(tokenizer.TokenBytes(output[end]).value_or(""));
+    if (tag.size() < 2 || absl::StrContains(before + " ", tag)) continue;
+    return Thought{{.tags = {"<never>", tag}, .begun = true}, end};
+  }
+  return std::nullopt;
+}
+
+std::vector<int32_t> TokensOf(const RequestOptions& options, const Transcript& transcript) {
+  std::vector<int32_t> tokens = options.prompt;
+  tokens.insert(tokens.end(), transcript.tokens.begin(), transcript.tokens.end() - 1);
+  return tokens;
+}
+
+// Until it ends, nothing is other than without; then it is gone but for what is protected, and all
+// that follows is plain attention over what is left.
+TEST_P(Thinking, GoesOnceItHasEnded) {
+  EngineHarness harness = Harness({.end_tokens = false});
+  RequestOptions options = Generating(harness.manifest(), policy(), kHeld);
+  options.kv.protection.thinking = kKept;
+  options.thinking = ThinkingMarks{.tags = {"<never>", "<never>"}, .begun = true};
+  const Transcript before = harness.Run(options);
+  ASSERT_TRUE(before.ok()) << before.finished->status;
+  EXPECT_EQ(before.finished->thinking_tokens, kSaid);
+  const std::optional<Thought> thought = ThoughtIn(harness.tokenizer(), before.tokens);
+  if (!thought.has_value()) GTEST_SKIP() << "the model says too little";
+  harness.model().TakeLogits();
+  options.thinking = thought->marks;
+  options.kv.evict_thinking = true;
+  const Transcript transcript = harness.Run(options);
+  ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+  EXPECT_EQ(transcript.finished->thinking_tokens, thought->end);
+  for (int64_t i = 0; i <= thought->end + 1; ++i) {
+    EXPECT_EQ(transcript.tokens[i], before.tokens[i]) << i;
+  }
+  const int64_t begin = kAsked, end = kAsked + thought->end;
+  const std::vector<int32_t>& kept = transcript.finished->kv.kept;
+  for (const int32_t token : kept) EXPECT_FALSE(token >= begin + kKept && token < end) << token;
+  for (int32_t token = begin; token < begin + kKept; ++token) {
+    EXPECT_TRUE(std::binary_search(kept.begin(), kept.end(), token)) << token;
+  }
+  if (RoundsRows(policy())) return;
+  const std::vector<at::Tensor> got = harness.model().TakeLogits();
+  const std::vector<int32_t> cached = TokensOf(options, transcript);
+  const MaskedReference reference(harness.model(), kv_dtype());
+  const auto wanted = reference.Run(cached, DroppedBy(transcript, harness.manifest()));
+  ASSERT_GE(std::ssize(got), kSaid);  // of some policies, those of the prompt, too
+  for (int64_t i = 0; i < kSaid; ++i) {
+    const int64_t step = std::ssize(cached) - kSaid + i;
+    const at::Tensor& logits = got[std::ssize(got) - kSaid + i];
+    EXPECT_LT((logits - wanted[step].logits).abs().max().item<double>(),
+              kv_dtype() == KvDType::kInt8 ? 0.1 : 2e-4)
+        << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, Thinking,
+                         ::testing::Combine(::testing::Values("gqa", "gqa_int8"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+
+// Without a budget it goes, too, and so it does of each of several completions.
+TEST(ThinkingLaws, GoesWithoutABudget) {
+  EngineHarness harness(ModelPath("gqa"), {.end_tokens = false});
+  RequestOptions options = Generating(harness.manifest(), {.policy = "full"}, 0);
+  options.kv.budget = std::monostate();
+  const Transcript before = harness.Run(options);
+  const std::optional<Thought> thought = ThoughtIn(harness.tokenizer(), before.tokens);
+  ASSERT_TRUE(thought.has_value());
+  options.thinking = thought->marks;
+  options.kv.evict_thinking = true;
+  const Transcript transcript = harness.Run(options);
+  ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+  const KvUsage& kv = transcript.finished->kv;
+  EXPECT_EQ(std::ssize(kv.kept), kAsked + kSaid - 1 - thought->end);
+  EXPECT_EQ(kv.rounds, 1);
+  options.completions = 3;
+  const Transcript several = harness.Run(options);
+  ASSERT_TRUE(several.ok()) << several.finished->status;
+  EXPECT_EQ(several.completions[0].tokens, transcript.tokens);
+  EXPECT_EQ(several.completions[0].finished->kv.kept, kv.kept);
+}
+
+TEST(ThinkingLaws, WhatIsProtectedOfItCountsAsSuch) {
+  EngineHarness harness(ModelPath("gqa"), {.end_tokens = false});
+  RequestOptions options = Generating(harness.manifest(), {.policy = "sliding"}, kHeld);
+  options.kv.protection.prompt = true;
+  options.kv.protection.thinking = kHeld - kAsked;
+  EXPECT_TRUE(harness.Run(options).ok()) << "it has no thinking";
+  options.thinking = ThinkingMarks{.tags = {"<never>", "<never>"}, .begun = true};
+  const Rejection refusal = harness.Refusal(options);
+  EXPECT_EQ(refusal.reason, "KV_BUDGET");
+  options.kv.protection.thinking -= 8;
+  EXPECT_TRUE(harness.Run(options).ok());
+}
+
+}  // namespace
+}  // namespace epikv
