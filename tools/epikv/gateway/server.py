@@ -1,8 +1,10 @@
 """Runs the gateway: workers behind one socket, until a signal ends them."""
 
 import json
+import logging
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -11,12 +13,14 @@ from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
 from epikv.connection import Tls
 from epikv.gateway import metrics
 from epikv.gateway.app import Settings, create_app
 
+_log = logging.getLogger("uvicorn.error")
 _LOOK_SECONDS = 1.0
 _SETTINGS = "EPIKV_GATEWAY_SETTINGS"  # how workers get them, which are processes of their own
 
@@ -41,7 +45,13 @@ def app() -> Starlette:
     given["tls"] = Tls(**given["tls"]) if given["tls"] else None
     for name in ("servers", "origins"):
         given[name] = tuple(given[name])
-    return create_app(Settings(**given))
+    try:
+        return create_app(Settings(**given))
+    except (
+        ValueError
+    ) as error:  # of a daemon's address, or of TLS: no other worker would fare better
+        _log.error("%s", error)
+        sys.exit(STARTUP_FAILURE)
 
 
 def _follow(parent: int) -> None:

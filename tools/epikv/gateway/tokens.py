@@ -1,19 +1,69 @@
-"""What single tokens are as text: log-probabilities name their tokens by it."""
+"""Text and tokens of the models that are served."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
+
+from epikv.gateway.reading import fitting
+from epikv.gateway.upstream import Caller, Upstream
+from epikv.messages import Model
+from epikv.v1 import generation_pb2, model_pb2, tokenization_pb2
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_MOST_TOKENIZERS = 8  # kept in memory
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _PART_OF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
+class Tokenizers:
+    """Of all models: the daemons encode and decode; what single tokens are is known here."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._texts: dict[str, TokenTexts] = {}  # by the digest of a model's weights
+
+    async def encode(self, text: str, model: str, caller: Caller, special: bool) -> list[int]:
+        reply = await self._upstream.ask(
+            lambda of: of.tokenization.Tokenize,
+            fitting(
+                lambda: tokenization_pb2.TokenizeRequest(
+                    model=model, text=text, add_special_tokens=special
+                )
+            ),
+            caller,
+        )
+        return list(reply.tokens.ids)
+
+    async def decode(self, ids: Sequence[int], model: str, caller: Caller) -> str:
+        reply = await self._upstream.ask(
+            lambda of: of.tokenization.Detokenize,
+            tokenization_pb2.DetokenizeRequest(
+                model=model, tokens=generation_pb2.TokenIds(ids=ids), skip_special_tokens=False
+            ),
+            caller,
+        )
+        return str(reply.text)
+
+    async def texts_of(self, model: Model, caller: Caller) -> "TokenTexts":
+        found = self._texts.get(model.weights)
+        if found is None:
+            request = model_pb2.GetTokenizerRequest(model=model.name)
+            found = TokenTexts.from_json(await self._upstream.tokenizer(request, caller))
+            await self._upstream.models(caller)
+            now = await self._upstream.model(model.name, caller)
+            if not model.weights or now.weights != model.weights:
+                return found  # another model may have come by the name meanwhile
+            if len(self._texts) >= _MOST_TOKENIZERS:
+                del self._texts[next(iter(self._texts))]
+            self._texts[model.weights] = found
+        return found
+
+
 class TokenTexts:
-    """Of one model's tokens, each as it reads behind others."""
+    """Of one model's tokens, each as it reads behind others: log-probabilities name their tokens so."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
