@@ -1,19 +1,25 @@
 """`epikv gateway`"""
 
-from dataclasses import replace
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from epikv.connection import DEFAULT_SERVER, Tls
+from epikv.connection import DEFAULT_SERVER
+from epikv.gateway.settings import Settings
 from epikv.installing import pip_install
 
 if TYPE_CHECKING:
-    from epikv.gateway.server import Serving
+    from epikv.gateway.server import Server
 
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+def _address(context: click.Context, option: click.Parameter, listen: str) -> str:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit():
+        raise click.BadParameter(f"'{listen}' is not HOST:PORT")
+    return listen
 
 
 @click.command("gateway")
@@ -22,12 +28,14 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
     default="127.0.0.1:8000",
     show_default=True,
     metavar="HOST:PORT",
+    callback=_address,
     help="Where clients ask. 0.0.0.0:8000: from other machines, too.",
 )
 @click.option(
     "--server",
     "servers",
     multiple=True,
+    default=(DEFAULT_SERVER,),
     metavar="HOST:PORT",
     envvar="EPIKV_SERVER",
     help=f"A daemon; once for each. [default: $EPIKV_SERVER, else {DEFAULT_SERVER}]",
@@ -46,7 +54,7 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
     default=4 << 20,
     show_default=True,
     type=click.IntRange(1),
-    help="Of one request.",
+    help="Of one request. The daemon takes no larger messages.",
 )
 @click.option(
     "--body-seconds",
@@ -82,88 +90,26 @@ _file = click.Path(exists=True, dir_okay=False, path_type=Path)
     multiple=True,
     help="Of pages whose scripts may ask: https://chat.example, or *.",
 )
-def command(
-    listen: str,
-    servers: tuple[str, ...],
-    workers: int,
-    tls_certificate: Path | None,
-    tls_key: Path | None,
-    max_body_bytes: int,
-    body_seconds: float,
-    max_requests: int,
-    drain_seconds: int,
-    stall_seconds: float,
-    origins: tuple[str, ...],
-) -> None:
+def command(**options: Any) -> None:
     """Speak OpenAI's HTTP API in front of daemons.
 
     Set OPENAI_BASE_URL=http://127.0.0.1:8000/v1 for clients. A client's token, trace and deadline go on
     to the daemon as they are; the gateway has no token of its own. TLS to daemons is as with other
     commands ($EPIKV_TLS_CA).
     """
-    run(
-        serving(
-            listen,
-            servers=servers or (DEFAULT_SERVER,),
-            body_bytes=max_body_bytes,
-            body_seconds=body_seconds,
-            at_once=max_requests,
-            origins=origins,
-            workers=workers,
-            certificate=tls_certificate,
-            key=tls_key,
-            drain_seconds=drain_seconds,
-            stall_seconds=stall_seconds,
-        )
-    )
+    _server(Settings(**options)).run()
 
 
-def serving(
-    listen: str,
-    servers: tuple[str, ...],
-    *,
-    workers: int = 1,
-    certificate: Path | None = None,
-    key: Path | None = None,
-    drain_seconds: float = 60,
-    stall_seconds: float = 60,
-    **settings: Any,
-) -> "Serving":
-    """A gateway that may be run; settings are those of epikv.gateway.app.Settings. Raises what click
-    shows."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdigit():
-        raise click.BadParameter(f"'{listen}' is not HOST:PORT", param_hint="--listen")
-    if (certificate is None) != (key is None):
+def at(listen: str) -> "Server":
+    """A gateway that listens there and has the defaults, to be run. Raises what click shows."""
+    return _server(Settings(**command.make_context("epikv gateway", ["--listen", listen]).params))
+
+
+def _server(settings: Settings) -> "Server":
+    if (settings.tls_certificate is None) != (settings.tls_key is None):
         raise click.UsageError("--tls-certificate and --tls-key are given together")
     try:
-        from epikv.gateway.app import Settings
-        from epikv.gateway.server import Serving
+        from epikv.gateway.server import Server
     except ImportError as error:
         raise click.ClickException(f"{error}; install it: {pip_install('gateway')}") from error
-    return Serving(
-        host.strip("[]"),
-        int(port),
-        Settings(servers, Tls.from_environment(), local=_is_loopback(host), **settings),
-        workers,
-        certificate,
-        key,
-        drain_seconds,
-        stall_seconds,
-    )
-
-
-def run(serving: "Serving", servers: tuple[str, ...] | None = None) -> None:
-    """servers: in place of those that it was told."""
-    from epikv.gateway import server
-
-    if servers is not None:
-        serving = replace(serving, settings=replace(serving.settings, servers=servers))
-    server.run(serving)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return Server(settings)

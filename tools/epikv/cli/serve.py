@@ -88,9 +88,7 @@ def _http_of(http: str | None, flags: Sequence[str]) -> tuple[str | None, tuple[
 
 def _with_gateway(command: Sequence[str], listen: str) -> None:
     """Both end when one of them does: the gateway first, so that its streams can end."""
-    serving = gateway.serving(
-        listen, servers=()
-    )  # what is wrong with it is said before models load
+    http = gateway.at(listen)  # what is wrong with it is said before models load
     daemon = processes.start(command, end=signal.SIGTERM, stdout=subprocess.PIPE)
     assert daemon.stdout is not None
     line = daemon.stdout.readline()
@@ -103,7 +101,7 @@ def _with_gateway(command: Sequence[str], listen: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=follow, daemon=True).start()
-    gateway.run(serving, servers=(json.loads(line)["grpc"],))
+    http.run(servers=[json.loads(line)["grpc"]])
     daemon.terminate()
     raise SystemExit(daemon.wait())
 

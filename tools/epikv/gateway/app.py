@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,27 +20,17 @@ from epikv.gateway.errors import ApiError
 from epikv.gateway.limits import GONE, Limits
 from epikv.gateway.metrics import Metrics
 from epikv.gateway.routes import Routes
+from epikv.gateway.settings import Settings
 from epikv.gateway.upstream import Upstream
 
 # What OpenAI's API has and no model here is for.
 _ABSENT = ("audio", "batches", "embeddings", "files", "images", "moderations", "responses")
 
 
-@dataclass(frozen=True)
-class Settings:
-    servers: tuple[str, ...]  # HOST:PORT of each daemon
-    tls: Tls | None = None  # of the way to them
-    body_bytes: int = 4 << 20  # of one request: the daemon takes no larger messages
-    body_seconds: float = 30  # within which a body has to come
-    at_once: int = 1024  # requests of one worker
-    origins: tuple[str, ...] = ()  # of pages whose scripts may ask
-    local: bool = False  # only this machine reaches it
-
-
-def create_app(settings: Settings) -> Starlette:
-    """In the event loop that will run it."""
+def create_app(settings: Settings, tls: Tls | None = None) -> Starlette:
+    """In the event loop that will run it. tls: of the way to the daemons."""
     metrics = Metrics()
-    upstream = Upstream(settings.servers, settings.tls)
+    upstream = Upstream(settings.servers, tls)
     routes = Routes(upstream, metrics)
 
     @asynccontextmanager
@@ -49,17 +38,7 @@ def create_app(settings: Settings) -> Starlette:
         yield
         await upstream.close()
 
-    around = [
-        Middleware(
-            Limits,
-            metrics=metrics,
-            body_bytes=settings.body_bytes,
-            body_seconds=settings.body_seconds,
-            at_once=settings.at_once,
-            origins=settings.origins,
-            local=settings.local,
-        )
-    ]
+    around = [Middleware(Limits, settings=settings, metrics=metrics)]
     if settings.origins:
         around.insert(
             0,  # so that pages can read refusals, too

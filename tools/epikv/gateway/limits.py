@@ -5,7 +5,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 
 from epikv.gateway.errors import ApiError
 from epikv.gateway.metrics import Metrics
+from epikv.gateway.settings import Settings
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -37,25 +38,10 @@ class Limits:
     `origins`, or from a machine's own address: a page elsewhere could else have its reader's browser ask
     a gateway that only that browser reaches, also by a name that it lets point there."""
 
-    def __init__(
-        self,
-        app: Application,
-        *,
-        metrics: Metrics,
-        body_bytes: int,
-        body_seconds: float,
-        at_once: int,
-        origins: Sequence[str],
-        local: bool,
-    ) -> None:
-        """local: it listens on a loopback address alone."""
+    def __init__(self, app: Application, *, settings: Settings, metrics: Metrics) -> None:
         self._app = app
+        self._settings = settings
         self._metrics = metrics
-        self._body_bytes = body_bytes
-        self._body_seconds = body_seconds
-        self._at_once = at_once
-        self._origins = frozenset(origins)
-        self._local = local
         self._in_flight = 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -80,7 +66,9 @@ class Limits:
             response = JSONResponse(error.body(), error.status, error.headers())
             await response(scope, receive, told)
 
-        body = _Body(scope, receive, begin + self._body_seconds, self._body_bytes)
+        body = _Body(
+            scope, receive, begin + self._settings.body_seconds, self._settings.max_body_bytes
+        )
         self._in_flight += 1
         self._metrics.in_flight.inc()
         try:
@@ -104,9 +92,10 @@ class Limits:
             self._metrics.requests.labels(_route(scope), str(status)).inc()
 
     def _refusal(self, scope: Message) -> ApiError | None:
-        if self._in_flight > self._at_once and scope["path"] not in _ALWAYS:
+        most, origins = self._settings.max_requests, self._settings.origins
+        if self._in_flight > most and scope["path"] not in _ALWAYS:
             return ApiError(
-                f"this gateway has {self._at_once} requests at once, and takes no more",
+                f"this gateway has {most} requests at once, and takes no more",
                 status=429,
                 code="queue_full",
                 retry_after=_BUSY_SECONDS,
@@ -119,10 +108,10 @@ class Limits:
                 )
             headers[name] = value
         host = headers.get(b"host", b"").decode("latin-1")
-        if self._local and not self._origins and not _ADDRESS.fullmatch(host):
+        if self._settings.local and not origins and not _ADDRESS.fullmatch(host):
             return ApiError(f"{host:.200} is no name of this machine", status=403, code="host")
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if not origin or "*" in self._origins or origin in self._origins:
+        if not origin or "*" in origins or origin in origins:
             return None
         page = origin.partition("://")[2]
         if page == host and _ADDRESS.fullmatch(page):
