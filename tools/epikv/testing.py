@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -30,56 +30,40 @@ class DaemonError(Exception):
     """The daemon did not start, serve or stop as it should; the message ends with its log."""
 
 
-class Daemon:
-    """A running `epikvd`, from the moment it serves until the `with` block ends.
+class _Served:
+    """A process of ours, from the moment it serves until the `with` block ends. Then it gets SIGTERM and
+    has to end with status 0. It does not outlive this process, even if that is killed."""
 
-        with Daemon(model, "--deterministic=true") as daemon, Client(daemon.grpc) as client: ...
-
-    Listens on free loopback ports. Leaving the block sends SIGTERM and expects exit status 0. It does
-    not outlive this process, even if that is killed.
-    """
+    _name: str  # in errors
 
     def __init__(
         self,
-        model: Path | str,
-        *flags: str,
-        binary: Path | str | None = None,
-        token: str | None = None,
-        tls: Tls | None = None,
-        start_seconds: float = 120,
-        stop_seconds: float = 60,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        start_seconds: float,
+        stop_seconds: float,
     ) -> None:
-        """`binary`: default find_binary(). Flags come after the defaults and win over them.
-
-        `token` and `tls`: of `client()`, as the flags ask for them.
-        """
-        self._command = [
-            str(binary or find_binary()),
-            "--listen=127.0.0.1:0",
-            "--metrics_listen=127.0.0.1:0",
-            "--admin_listen=127.0.0.1:0",
-            f"--model={model}",
-            *flags,
-        ]
-        self._token, self._tls = token, tls
+        self._command = command
+        self._environment = environment
         self._start_seconds = start_seconds
         self._stop_seconds = stop_seconds
         self._terminated = False
-        self.addresses: dict[str, str] = {}  # what it printed when it began to serve
+        self.addresses: dict[str, Any] = {}  # what it printed when it began to serve
 
     def __enter__(self) -> Self:
-        self._directory = tempfile.TemporaryDirectory(prefix="epikvd-")
-        out, log = (Path(self._directory.name) / name for name in ("out", "log"))
-        self._out, self._log = out, log
-        with out.open("wb") as stdout, log.open("wb") as stderr:
+        self._directory = tempfile.TemporaryDirectory(prefix="epikv-")
+        self._out, self._log = (Path(self._directory.name) / name for name in ("out", "log"))
+        with self._out.open("wb") as stdout, self._log.open("wb") as stderr:
             self._process = processes.start(
                 self._command,
                 stdout=stdout,
                 stderr=stderr,
                 process_group=0,  # a Ctrl-C at the terminal is for us: we end it
+                env=self._environment,
             )
         try:
-            self._wait_until_serving()
+            self._wait_until_serving(time.monotonic() + self._start_seconds)
         except BaseException:
             self.kill()
             self._directory.cleanup()
@@ -95,21 +79,9 @@ class Daemon:
         try:
             status = self.stop()
             if status != 0 and kind is None:
-                raise DaemonError(f"epikvd ended with status {status}\n{self.log}")
+                raise self._wrong(f"ended with status {status}")
         finally:
             self._directory.cleanup()
-
-    @property
-    def grpc(self) -> str:
-        return self.addresses["grpc"]
-
-    @property
-    def admin(self) -> str:
-        return self.addresses["admin"]
-
-    @property
-    def metrics(self) -> str:
-        return self.addresses["metrics"]
 
     @property
     def pid(self) -> int:
@@ -119,9 +91,6 @@ class Daemon:
     def log(self) -> str:
         """All it has written to stderr so far."""
         return self._log.read_text(errors="replace")
-
-    def client(self) -> Client:
-        return Client(self.grpc, token=self._token, tls=self._tls)
 
     def terminate(self) -> None:
         """Sends SIGTERM, the first time only (a second one ends a draining daemon at once)."""
@@ -136,26 +105,78 @@ class Daemon:
             return self._process.wait(self._stop_seconds)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise DaemonError(
-                f"epikvd ran {self._stop_seconds} s after SIGTERM\n{self.log}"
-            ) from None
+            raise self._wrong(f"ran {self._stop_seconds} s after SIGTERM") from None
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
 
-    def _wait_until_serving(self) -> None:
-        deadline = time.monotonic() + self._start_seconds
+    def _wait_until_serving(self, deadline: float) -> None:
         while not (line := self._out.read_bytes()).endswith(b"\n"):
             if self._process.poll() is not None:
-                status = self._process.returncode
-                raise DaemonError(f"epikvd ended with status {status} before it served\n{self.log}")
+                raise self._wrong(f"ended with status {self._process.returncode} before it served")
             if time.monotonic() > deadline:
-                raise DaemonError(
-                    f"epikvd did not serve within {self._start_seconds} s\n{self.log}"
-                )
+                raise self._wrong(f"did not serve within {self._start_seconds} s")
             time.sleep(_POLL_SECONDS)
         self.addresses = json.loads(line.splitlines()[0])
+
+    def _wrong(self, what: str) -> DaemonError:
+        return DaemonError(f"{self._name} {what}\n{self.log}")
+
+
+class Daemon(_Served):
+    """A running `epikvd`, from the moment it serves until the `with` block ends.
+
+        with Daemon(model, "--deterministic=true") as daemon, Client(daemon.grpc) as client: ...
+
+    Listens on free loopback ports. Leaving the block sends SIGTERM and expects exit status 0. It does
+    not outlive this process, even if that is killed.
+    """
+
+    _name = "epikvd"
+
+    def __init__(
+        self,
+        model: Path | str,
+        *flags: str,
+        binary: Path | str | None = None,
+        token: str | None = None,
+        tls: Tls | None = None,
+        start_seconds: float = 120,
+        stop_seconds: float = 60,
+    ) -> None:
+        """`binary`: default find_binary(). Flags come after the defaults and win over them.
+
+        `token` and `tls`: of `client()`, as the flags ask for them.
+        """
+        command = [
+            str(binary or find_binary()),
+            "--listen=127.0.0.1:0",
+            "--metrics_listen=127.0.0.1:0",
+            "--admin_listen=127.0.0.1:0",
+            f"--model={model}",
+            *flags,
+        ]
+        super().__init__(command, start_seconds=start_seconds, stop_seconds=stop_seconds)
+        self._token, self._tls = token, tls
+
+    @property
+    def grpc(self) -> str:
+        return str(self.addresses["grpc"])
+
+    @property
+    def admin(self) -> str:
+        return str(self.addresses["admin"])
+
+    @property
+    def metrics(self) -> str:
+        return str(self.addresses["metrics"])
+
+    def client(self) -> Client:
+        return Client(self.grpc, token=self._token, tls=self._tls)
+
+    def _wait_until_serving(self, deadline: float) -> None:
+        super()._wait_until_serving(deadline)
         with connect(self.grpc, tls=self._tls) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest()
@@ -163,79 +184,36 @@ class Daemon:
             status = health.Check(request, wait_for_ready=True, timeout=timeout).status
         if status != health_pb2.HealthCheckResponse.SERVING:
             name = health_pb2.HealthCheckResponse.ServingStatus.Name(status)
-            raise DaemonError(f"epikvd printed its addresses but its health is {name}\n{self.log}")
+            raise self._wrong(f"printed its addresses but its health is {name}")
 
 
-class Gateway:
+class Gateway(_Served):
     """`epikv gateway` in front of these daemons, HOST:PORT each, on a port of its own, until it is left.
 
-    flags: of the command. environment: beside this process's own. Raises DaemonError where it does not
-    serve, and, when it is left, where it has not ended well.
+    flags: of the command. environment: beside this process's own.
     """
+
+    _name = "the gateway"
 
     def __init__(self, *servers: str, flags: Sequence[str] = (), **environment: str) -> None:
         command = [sys.executable, "-c", "from epikv.cli import main; main()", "gateway"]
-        self._command = [*command, "--listen=127.0.0.1:0", *flags]
-        self._command += [f"--server={server}" for server in servers]
-        self._environment = {**os.environ, **environment}
-        self.address = ""  # HOST:PORT
+        command += ["--listen=127.0.0.1:0", *flags]
+        command += [f"--server={server}" for server in servers]
+        super().__init__(
+            command,
+            environment={**os.environ, **environment},
+            start_seconds=_GATEWAY_SECONDS,
+            stop_seconds=_GATEWAY_SECONDS,
+        )
 
-    def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="epikv-gateway-")
-        out, self._log = (Path(self._folder.name) / name for name in ("out", "log"))
-        with out.open("wb") as stdout, self._log.open("wb") as stderr:
-            self._process = processes.start(
-                self._command,
-                stdout=stdout,
-                stderr=stderr,
-                process_group=0,
-                env=self._environment,
-            )
-        deadline = time.monotonic() + _GATEWAY_SECONDS
-        while not (line := out.read_bytes()).endswith(b"\n"):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self._process.kill()
-                raise DaemonError(f"the gateway does not serve\n{self.log}")
-            time.sleep(_POLL_SECONDS)
-        self.address = json.loads(line)["http"]
-        return self
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return str(self.addresses["http"])
 
     @property
     def url(self) -> str:
         return f"http://{self.address}"
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def log(self) -> str:
-        """All it has written to stderr so far."""
-        return self._log.read_text(errors="replace")
-
-    def terminate(self) -> None:
-        self._process.terminate()
-
-    def stop(self) -> int:
-        """Sends SIGTERM, if it still runs, and waits; its exit status."""
-        self.terminate()
-        return self._process.wait(_GATEWAY_SECONDS)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            status = self.stop()
-            if status != 0 and kind is None:
-                raise DaemonError(f"the gateway ended with status {status}\n{self.log}")
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise
-        finally:
-            self._folder.cleanup()
 
 
 def find_binary() -> Path:
