@@ -1,7 +1,6 @@
 """The answer to a body that asks for text: whole, or as a stream."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,12 +11,11 @@ from epikv.errors import RpcError
 from epikv.gateway import requests as bodies
 from epikv.gateway import responses
 from epikv.gateway.errors import ApiError
+from epikv.gateway.events import DONE, MEDIA_TYPE, event
 from epikv.gateway.upstream import Caller, Generation, Upstream
 from epikv.v1 import generation_pb2
 
 Result = TypeVar("Result")
-
-_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class _Streaming(StreamingResponse):
     """Ends what its stream has begun, however it ends itself."""
 
     def __init__(self, stream: "_Stream") -> None:
-        super().__init__(stream.lines(), media_type="text/event-stream")
+        super().__init__(stream.lines(), media_type=MEDIA_TYPE)
         self._stream = stream
 
     async def __call__(self, *connection: Any) -> None:
@@ -131,8 +129,8 @@ class _Stream:
             if self._usage_at_end:
                 yield self._event([], usage=responses.usage_of(self._summaries.values()))
         except RpcError as error:
-            yield _line(ApiError.from_rpc(error).body())
-        yield _DONE
+            yield event(ApiError.from_rpc(error).body())
+        yield DONE
 
     def close(self) -> None:
         for generation in self._begun:
@@ -146,14 +144,14 @@ class _Stream:
         return {"epikv": facts[0] if len(facts) == 1 else facts}
 
     def _event(self, choices: Sequence[dict[str, Any]], **more: Any) -> bytes:
-        event = {**self._head, "choices": choices, **more}
+        told = {**self._head, "choices": choices, **more}
         if self._usage_at_end:
-            event.setdefault("usage", None)
-        if self._usage_always and not event.get("usage"):
+            told.setdefault("usage", None)
+        if self._usage_always and not told.get("usage"):
             prompt = sum(generation.accepted.prompt_tokens for generation in self._begun)
             output = sum(parts.output_tokens for parts in self._parts)
-            event["usage"] = responses.usage(prompt, output)
-        return _line(event)
+            told["usage"] = responses.usage(prompt, output)
+        return event(told)
 
 
 async def _merged(
@@ -198,9 +196,3 @@ async def _all(
             if not isinstance(result, BaseException):
                 undo(result)
         raise
-
-
-def _line(event: Any) -> bytes:
-    return (
-        b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )

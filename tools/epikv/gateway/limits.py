@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from epikv.gateway.errors import ApiError
+from epikv.gateway.events import DONE, MEDIA_TYPE, event
 from epikv.gateway.metrics import Metrics
 from epikv.gateway.settings import Settings
 
@@ -51,11 +52,15 @@ class Limits:
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
         status = GONE
+        streams = False  # an answer of events has begun
 
         async def told(message: Message) -> None:
-            nonlocal status
+            nonlocal status, streams
             if message["type"] == "http.response.start":
                 status = message["status"]
+                streams = any(
+                    value.startswith(MEDIA_TYPE.encode()) for _, value in message["headers"]
+                )
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
                 if not body.whole:  # what is left of it is not read
                     message["headers"].append((b"connection", b"close"))
@@ -78,6 +83,17 @@ class Limits:
                 await self._app(scope, body.receive, told)
         except ClientDisconnect:
             pass  # before its body was whole
+        except asyncio.CancelledError:  # the gateway ends, and what still runs has had its time
+            error = ApiError(
+                "the gateway has been told to end, and this request had not ended in time",
+                status=503,
+                code="draining",
+                retry_after=_BUSY_SECONDS,
+            )
+            if status == GONE:  # nothing was sent
+                await answer(error)
+            elif streams:
+                await told({"type": "http.response.body", "body": event(error.body()) + DONE})
         except Exception:
             _log.exception("request %s", request_id)
             if status == GONE:  # nothing was sent
