@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -55,3 +56,20 @@ def test_what_is_cut_at_the_end_is_told_so() -> None:
         *_, error, done, end = stream.result().text.split("\n\n")
         assert json.loads(error.removeprefix("data: "))["error"] == answer.error
         assert (done, end) == ("data: [DONE]", "")
+
+
+def test_who_leaves_is_noticed_with_a_second_request_behind_the_first() -> None:
+    with fake_epikvd.serve() as fake, Gateway(fake.address) as gateway:
+        host, _, port = gateway.address.partition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            client.sendall(posted(ENDLESS))
+            eventually(lambda: len(fake.requests) == 1)
+            client.sendall(posted(ENDLESS))
+        assert fake.ended.wait(5), "it would end by itself after ten seconds"
+        assert len(fake.requests) == 1
+
+
+def posted(body: Any) -> bytes:
+    data = json.dumps(body)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    return (head + data).encode()

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.config import STARTUP_FAILURE
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.supervisors import Multiprocess
 
 from epikv.connection import Tls
@@ -23,6 +25,7 @@ from epikv.gateway.settings import Settings
 
 _log = logging.getLogger("uvicorn.error")
 _LOOK_SECONDS = 1.0
+_MOST_WAITING_BYTES = 1 << 16  # of requests behind the one that is answered
 _SETTINGS = "EPIKV_GATEWAY_SETTINGS"  # how workers get them, which are processes of their own
 
 
@@ -44,6 +47,19 @@ def _follow(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+class _Http(H11Protocol):
+    """h11 has a limit for headers. uvicorn reads nothing once a second request stands behind the one that
+    is answered, and so would not see that the client leaves: it goes on here while what waits is little.
+    """
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.flow.read_paused and self.conn.their_state is h11.DONE:
+            waiting, _ = self.conn.trailing_data
+            if len(waiting) <= _MOST_WAITING_BYTES:
+                self.flow.resume_reading()
+
+
 class Server:
     """Runs in the main thread."""
 
@@ -57,7 +73,7 @@ class Server:
             workers=settings.workers,
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,
-            http="h11",  # which has a limit for headers
+            http=_Http,
             timeout_graceful_shutdown=settings.drain_seconds,
             access_log=False,
             server_header=False,
