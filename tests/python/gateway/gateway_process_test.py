@@ -2,12 +2,16 @@
 
 import http.client
 import json
+import os
+import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import fake_epikvd
+import pytest
 from epikv.testing import Gateway
 from waiting import eventually
 
@@ -73,3 +77,35 @@ def posted(body: Any) -> bytes:
     data = json.dumps(body)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     return (head + data).encode()
+
+
+def test_what_a_killed_worker_had_in_flight_is_no_longer() -> None:
+    with (
+        fake_epikvd.serve() as fake,
+        Gateway(fake.address, flags=("--workers=2",)) as gateway,
+        ThreadPoolExecutor() as pool,
+    ):
+        asked = pool.submit(ask, gateway, COMPLETIONS, ENDLESS)
+        eventually(lambda: "epikv_gateway_requests_in_flight 2.0" in page_of(gateway))
+        for worker in workers_of(gateway):
+            os.kill(worker, signal.SIGKILL)
+        with pytest.raises(OSError):
+            asked.result()
+        eventually(lambda: "epikv_gateway_requests_in_flight 1.0" in page_of(gateway), seconds=20)
+
+
+def page_of(gateway: Gateway) -> str:
+    """Of its series; empty: the worker that was to tell them has been killed."""
+    try:
+        return ask(gateway, "/metrics").text
+    except OSError:
+        return ""
+
+
+def workers_of(gateway: Gateway) -> list[int]:
+    children = Path(f"/proc/{gateway.pid}/task/{gateway.pid}/children").read_text().split()
+    return [pid for pid in map(int, children) if b"spawn_main" in cmdline(pid)]
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

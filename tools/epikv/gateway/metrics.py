@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
@@ -24,6 +24,11 @@ def shared_among_workers() -> Iterator[None]:
 def shared() -> bool:
     """Whether this process is one of several workers."""
     return _FOLDER in os.environ
+
+
+def forget_worker(pid: int | None) -> None:
+    """What one that has died had in flight is no longer; what it has counted stays."""
+    mark_process_dead(pid)
 
 
 class Metrics:

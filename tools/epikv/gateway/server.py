@@ -60,6 +60,16 @@ class _Http(H11Protocol):
                 self.flow.resume_reading()
 
 
+class _Workers(Multiprocess):
+    """Begins another in place of one that has died."""
+
+    def keep_subprocess_alive(self) -> None:
+        before = {process.pid for process in self.processes}
+        super().keep_subprocess_alive()
+        for pid in before - {process.pid for process in self.processes}:
+            metrics.forget_worker(pid)
+
+
 class Server:
     """Runs in the main thread."""
 
@@ -102,4 +112,4 @@ class Server:
             uvicorn.Server(self._config).run(sockets=[socket])
         else:
             with metrics.shared_among_workers():
-                Multiprocess(self._config, sockets=[socket]).run()
+                _Workers(self._config, sockets=[socket]).run()
