@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,6 +116,29 @@ def test_an_address_that_is_none_is_refused_before_anything_begins(
     for http in ("--http=x", "--http=1.2.3.4:x"):
         assert "is not HOST:PORT" in failed(str(sample_model), http, cache=tmp_path)
     assert "--http needs" in failed(str(sample_model), "--http", cache=tmp_path)
+
+
+def test_a_port_that_is_taken_is_told_before_anything_begins(
+    sample_model: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = failed(str(sample_model), *PORTS, f"--http={port}", cache=tmp_path)
+    assert f"cannot listen at 127.0.0.1:{port}" in said and "epikvd" not in said
+
+
+def test_what_a_daemon_only_tells_is_told_with_a_gateway_too(
+    sample_model: Path, tmp_path: Path
+) -> None:
+    for flag, begin in (
+        ("--help", "epikvd serves"),
+        ("--version", "epikvd "),
+        ("--print_config", ""),
+    ):
+        with serving(str(sample_model), "--http=0", flag, cache=tmp_path) as (process, line):
+            said, wrong = process.communicate()
+            assert process.returncode == 0, wrong
+            assert line.startswith(begin) and not (line + said).startswith("{")
 
 
 def children(pid: int) -> list[int]:

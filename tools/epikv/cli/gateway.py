@@ -112,4 +112,8 @@ def _server(settings: Settings) -> "Server":
         from epikv.gateway.server import Server
     except ImportError as error:
         raise click.ClickException(f"{error}; install it: {pip_install('gateway')}") from error
-    return Server(settings)
+    try:
+        return Server(settings)
+    except OSError as error:
+        reason = error.strerror or error
+        raise click.ClickException(f"cannot listen at {settings.listen}: {reason}") from error

@@ -16,6 +16,8 @@ from epikv import processes
 from epikv.cli import export, gateway
 from epikv.testing import DaemonError, find_binary
 
+_ONLY_TELL = {"--help", "--version", "--print_config"}  # flags with which the daemon serves nothing
+
 
 @click.command(
     "serve",
@@ -66,7 +68,7 @@ def command(
         raise click.UsageError(f"--dtype and --quantize are for a directory; {model} is a file")
     http, flags = _http_of(http, flags)
     command = [str(binary), f"--model={model}", *flags]
-    if http is None:
+    if http is None or _ONLY_TELL.intersection(flags):
         os.execv(binary, command)  # so signals are the daemon's own
     _with_gateway(command, http if ":" in http else f"127.0.0.1:{http}")
 

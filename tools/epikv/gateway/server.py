@@ -4,12 +4,12 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from socket import IPPROTO_TCP, TCP_USER_TIMEOUT
 
 import h11
 import uvicorn
@@ -71,15 +71,17 @@ class _Workers(Multiprocess):
 
 
 class Server:
-    """Runs in the main thread."""
+    """Has its address from when it is made; runs in the main thread."""
 
     def __init__(self, settings: Settings) -> None:
+        """Raises OSError for an address that it cannot have."""
         self._settings = settings
+        self._socket = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((settings.host, settings.port))
         self._config = uvicorn.Config(
             "epikv.gateway.server:app",
             factory=True,
-            host=settings.host,
-            port=settings.port,
             workers=settings.workers,
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,
@@ -96,20 +98,19 @@ class Server:
         of those that it was told."""
         told = asdict(self._settings) | ({} if servers is None else {"servers": servers})
         os.environ[_SETTINGS] = json.dumps(told, default=str)
-        socket = self._config.bind_socket()
         # A client that does not read has so long for what waits for it, then its connection ends; and so
         # does what it asked for. Sockets that are accepted have the option too.
         stall = int(1000 * self._settings.stall_seconds)
-        socket.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, stall)
-        socket.listen(self._config.backlog)  # who comes before the workers waits
-        host, port = socket.getsockname()[:2]
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall)
+        self._socket.listen(self._config.backlog)  # who comes before the workers waits
+        host, port = self._socket.getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         print(json.dumps({"http": address, "servers": told["servers"]}), flush=True)
         # The server takes signals, and raises them again once it has ended in order: that is no failure.
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)
         if self._settings.workers == 1:
-            uvicorn.Server(self._config).run(sockets=[socket])
+            uvicorn.Server(self._config).run(sockets=[self._socket])
         else:
             with metrics.shared_among_workers():
-                _Workers(self._config, sockets=[socket]).run()
+                _Workers(self._config, sockets=[self._socket]).run()
