@@ -5,6 +5,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,3 +111,21 @@ def workers_of(gateway: Gateway) -> list[int]:
 
 def cmdline(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_signal_as_soon_as_the_address_is_told_ends_it_in_order(workers: int) -> None:
+    code = f"""
+import builtins, os, signal
+from epikv.cli import main
+def told(line, **_):
+    os.write(1, line.encode())
+    os.kill(os.getpid(), signal.SIGTERM)
+builtins.print = told
+main(["gateway", "--listen=127.0.0.1:0", "--workers={workers}"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=60, check=False
+    )
+    assert b"http" in done.stdout
+    assert done.returncode == 0, done.stderr

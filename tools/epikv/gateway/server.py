@@ -98,6 +98,20 @@ class Server:
         of those that it was told."""
         told = asdict(self._settings) | ({} if servers is None else {"servers": servers})
         os.environ[_SETTINGS] = json.dumps(told, default=str)
+        if self._settings.workers == 1:
+            alone = uvicorn.Server(self._config)
+            # Only once it runs it takes signals by itself. When it has ended in order it raises them again.
+            for each in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(each, alone.handle_exit)
+            self._listen(told["servers"])
+            alone.run(sockets=[self._socket])
+        else:
+            workers = _Workers(self._config, sockets=[self._socket])  # takes signals from here on
+            self._listen(told["servers"])
+            with metrics.shared_among_workers():
+                workers.run()
+
+    def _listen(self, servers: Sequence[str]) -> None:
         # A client that does not read has so long for what waits for it, then its connection ends; and so
         # does what it asked for. Sockets that are accepted have the option too.
         stall = int(1000 * self._settings.stall_seconds)
@@ -105,12 +119,4 @@ class Server:
         self._socket.listen(self._config.backlog)  # who comes before the workers waits
         host, port = self._socket.getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        print(json.dumps({"http": address, "servers": told["servers"]}), flush=True)
-        # The server takes signals, and raises them again once it has ended in order: that is no failure.
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
-        if self._settings.workers == 1:
-            uvicorn.Server(self._config).run(sockets=[self._socket])
-        else:
-            with metrics.shared_among_workers():
-                _Workers(self._config, sockets=[self._socket]).run()
+        print(json.dumps({"http": address, "servers": servers}), flush=True)
