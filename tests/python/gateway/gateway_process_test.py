@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import fake_epikvd
+import grpc
 import pytest
 from epikv.testing import Gateway
+from epikv.v1 import generation_pb2_grpc
 from waiting import eventually
 
 COMPLETIONS = "/v1/completions"
@@ -129,3 +131,29 @@ main(["gateway", "--listen=127.0.0.1:0", "--workers={workers}"])
     )
     assert b"http" in done.stdout
     assert done.returncode == 0, done.stderr
+
+
+class KnowsNoModel(generation_pb2_grpc.GenerationServiceServicer):
+    def GenerateOnce(self, request, context):
+        context.abort(grpc.StatusCode.NOT_FOUND, f"no model '{request.model}'")
+
+
+def test_a_daemon_that_is_away_may_have_the_model() -> None:
+    with fake_epikvd.serve(generation=KnowsNoModel()) as fake, socket.socket() as other:
+        other.bind(("127.0.0.1", 0))  # nothing listens there
+        away = f"127.0.0.1:{other.getsockname()[1]}"
+        body = {"model": "x", "prompt": "1"}
+        # The model is looked for to learn its temperature, or by the request itself.
+        bodies = (body, {**body, "temperature": 0})
+        with Gateway(fake.address, away) as gateway:
+            for asked in bodies * 2:
+                answer = ask(gateway, COMPLETIONS, asked)
+                assert (answer.status, answer.error["code"]) == (503, "unavailable")
+                assert "'x'" in answer.error["message"]
+                assert answer.headers["retry-after"] == "1"
+        with Gateway(fake.address) as gateway:
+            assert [ask(gateway, COMPLETIONS, asked).status for asked in bodies] == [404, 404]
+        with Gateway(away) as gateway:
+            answer = ask(gateway, COMPLETIONS, body)
+            assert (answer.status, answer.error["message"]) == (503, "no daemon can be reached")
+            assert answer.headers["retry-after"] == "1"

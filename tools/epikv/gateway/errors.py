@@ -42,6 +42,7 @@ _PARAMS = {
     "token_ids": "prompt",
     "chat": "",
 }
+_AWAY_SECONDS = 1.0  # after which one that could not be reached is tried again
 _LONGEST = 2000  # characters of a message, which may hold what was sent
 
 
@@ -68,13 +69,14 @@ class ApiError(Exception):
     def from_rpc(cls, error: RpcError) -> "ApiError":
         """What the daemon, or the way to it, has said."""
         status = _STATUS.get(error.code, 500)
-        message = error.message
+        message, retry_after = error.message, error.retry_delay
         if error.reason == "ANSWER_TOO_LARGE":
             status = 400
         elif error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not error.reason:
             status, message = 413, "the request is larger than the daemon takes"  # gRPC's own words
         elif error.code is grpc.StatusCode.UNAVAILABLE and not error.reason:
             message = "no daemon can be reached"  # where they are is nobody's business
+            retry_after = _AWAY_SECONDS
         reason = error.reason or error.code.name
         code = _CODES.get(reason, reason.lower())
         if error.code is grpc.StatusCode.NOT_FOUND and error.resource_type == "model":
@@ -88,7 +90,7 @@ class ApiError(Exception):
             status=status,
             param=_param(error.field_violations[0].field) if error.field_violations else None,
             code=code,
-            retry_after=error.retry_delay,
+            retry_after=retry_after,
         )
 
     def body(self) -> dict[str, Any]:

@@ -108,6 +108,7 @@ class Upstream:
             self.daemons.append(Daemon(address, channel, _Stubs(address, channel, "")))
         self._turn = 0
         self._models: dict[str, Model] = {}
+        self._all_asked = True  # when models were last asked for
         self._models_until = 0.0
 
     async def close(self) -> None:
@@ -173,6 +174,7 @@ class Upstream:
             raise wrong[0]
         if wrong:  # what those have said before may still be so
             models = self._models | models
+        self._all_asked = not any(_is_away(error) for error in wrong)
         self._models, self._models_until = models, time.monotonic() + MODEL_SECONDS
         return [models[name] for name in sorted(models)]
 
@@ -184,12 +186,13 @@ class Upstream:
         if not name and len(self._models) == 1:
             return next(iter(self._models.values()))
         if name not in self._models:
-            raise RpcError(
+            missing = RpcError(
                 grpc.StatusCode.NOT_FOUND,
                 f"model '{name}' is not served here; known: {', '.join(self._models) or 'none'}",
                 reason="NOT_FOUND",
                 resource_type="model",
             )
+            raise missing if self._all_asked else _perhaps(missing)
         return self._models[name]
 
     async def healthy(self) -> list[bool]:
@@ -223,6 +226,7 @@ class Upstream:
 
     async def _ask(self, once: Callable[[Daemon], Awaitable[Reply]]) -> Reply:
         told: RpcError | None = None
+        missing: RpcError | None = None
         for daemon in self._in_order():
             try:
                 return await once(daemon)
@@ -233,13 +237,17 @@ class Upstream:
             if last.code is grpc.StatusCode.UNAVAILABLE:
                 daemon.away_until = time.monotonic() + AWAY_SECONDS
             elsewhere = last.reason in _ELSEWHERE or _UNREACHED in last.message
-            if not elsewhere and last.code is not grpc.StatusCode.NOT_FOUND:
+            if last.code is grpc.StatusCode.NOT_FOUND:
+                missing = missing or last
+            elif elsewhere:
+                told = told or last
+            else:
                 raise last
-            # That it is not there says less than that somebody could not be asked.
-            if told is None or told.code is grpc.StatusCode.NOT_FOUND:
-                told = last
-        assert told is not None
-        raise told
+        if missing and told and _is_away(told):
+            raise _perhaps(missing)
+        failed = told or missing
+        assert failed is not None
+        raise failed
 
     def _in_order(self) -> list[Daemon]:
         """Those that are away come last."""
@@ -248,6 +256,25 @@ class Upstream:
         turned = self.daemons[first:] + self.daemons[:first]
         now = time.monotonic()
         return sorted(turned, key=lambda daemon: (daemon.away_until > now, daemon.in_flight))
+
+
+def _is_away(error: BaseException) -> bool:
+    """Whether who says so was not asked."""
+    return (
+        isinstance(error, RpcError)
+        and error.code is grpc.StatusCode.UNAVAILABLE
+        and not error.reason
+    )
+
+
+def _perhaps(missing: RpcError) -> RpcError:
+    """What some do not have, one that could not be asked may have."""
+    return RpcError(
+        grpc.StatusCode.UNAVAILABLE,
+        f"{missing.message}; a daemon that could not be asked may have it",
+        reason="UNAVAILABLE",
+        retry_delay=AWAY_SECONDS,
+    )
 
 
 def _lookup(caller: Caller) -> float:
