@@ -25,6 +25,7 @@ from epikv.gateway.upstream import Upstream
 
 # What OpenAI's API has and no model here is for.
 _ABSENT = ("audio", "batches", "embeddings", "files", "images", "moderations", "responses")
+_NO_SCRIPTS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
 
 
 def create_app(settings: Settings, tls: Tls | None = None) -> Starlette:
@@ -122,7 +123,7 @@ async def _openapi(request: Request) -> Response:
 
 
 async def _docs(request: Request) -> Response:
-    return HTMLResponse(openapi.PAGE)
+    return HTMLResponse(openapi.page(), headers=_NO_SCRIPTS)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

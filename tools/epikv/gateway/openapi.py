@@ -1,6 +1,7 @@
-"""What the routes take, as an OpenAPI document."""
+"""What the routes take, as an OpenAPI document, and as a page of it."""
 
 from functools import cache
+from html import escape
 from importlib.metadata import version
 from typing import Any
 
@@ -9,13 +10,9 @@ from pydantic.json_schema import models_json_schema
 
 from epikv.gateway import requests
 
-PAGE = """<!doctype html>
-<title>epikv gateway</title>
-<meta charset="utf-8">
-<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
-<div id="page"></div>
-<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
-<script>SwaggerUIBundle({url: "openapi.json", dom_id: "#page"})</script>
+_STYLE = """
+body { max-width: 60em; margin: 2em auto; padding: 0 1em; font-family: sans-serif; line-height: 1.4 }
+td { padding: 0 1.5em 0 0; vertical-align: top }
 """
 
 _BODIES: dict[str, tuple[type[BaseModel], str]] = {
@@ -74,3 +71,54 @@ def _operation(what: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
             "content": {"application/json": {"schema": body}},
         }
     return operation
+
+
+@cache
+def page() -> str:
+    """For readers: one that asks no other server for anything, and runs no script."""
+    told = document()
+    parts = [
+        f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation['summary'])}{_body(operation)}"
+        for path, methods in told["paths"].items()
+        for method, operation in methods.items()
+    ]
+    parts += [
+        f'<h2 id="{name}">{name}</h2>{_fields(schema)}'
+        for name, schema in told["components"]["schemas"].items()
+    ]
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>epikv gateway</title>'
+        f"<style>{_STYLE}</style><h1>epikv gateway {told['info']['version']}</h1>"
+        f'<p>The same <a href="openapi.json">for programs</a>.</p>{"".join(parts)}</html>'
+    )
+
+
+def _body(operation: dict[str, Any]) -> str:
+    if "requestBody" not in operation:
+        return ""
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    return _fields(schema) if "properties" in schema else f" Body: {_kind(schema)}."
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    needed = schema.get("required", ())
+    rows = (
+        f"<tr><td><code>{escape(name)}</code><td>{_kind(field)}{', required' * (name in needed)}"
+        for name, field in schema["properties"].items()
+    )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """In words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(_kind(each) for each in schema["anyOf"] if each != {"type": "null"})
+    if "enum" in schema or "const" in schema:
+        return escape(", ".join(map(str, schema.get("enum", [schema.get("const")]))))
+    kinds = schema.get("type", "any")
+    if kinds == "array":
+        return f"list of {_kind(schema.get('items', {}))}"
+    return " or ".join([kinds] if isinstance(kinds, str) else kinds)
