@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,42 @@ def test_echo_tells_of_the_prompt(daemon: Daemon, openai: OpenAI) -> None:
     assert "".join(part.choices[0].text for part in text).startswith("1 2 3")
 
 
+def test_an_echoed_prompt_and_its_answer_are_one_text(daemon: Daemon, openai: OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "sample", "temperature": 0, "max_tokens": 4}
+    answer = openai.completions.create(prompt=TASK.prompt, **ask).choices[0].text
+    with daemon.client() as client:
+        ids = client.tokenize(TASK.prompt)
+    for prompt in (TASK.prompt, ids):
+        [choice] = openai.completions.create(prompt=prompt, echo=True, logprobs=1, **ask).choices
+        assert choice.text == f"{TASK.prompt} {answer}"
+        tokens, offsets = choice.logprobs.tokens, choice.logprobs.text_offset
+        spans = [choice.text[a:b] for a, b in pairwise([*offsets, len(choice.text)])]
+        assert spans == [tokens[0].strip(), *tokens[1:]]
+    parts = openai.completions.create(prompt=[TASK.prompt, "1 2 3"], echo=True, stream=True, **ask)
+    streamed = dict.fromkeys(range(2), "")
+    for part in parts:
+        for each in part.choices:
+            streamed[each.index] += each.text
+    assert streamed[0] == choice.text and streamed[1].startswith("1 2 3 ")
+
+
+def test_where_the_tokens_of_an_answer_alone_begin(openai: OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "sample", "temperature": 0, "max_tokens": 4, "logprobs": 1}
+    [choice] = openai.completions.create(prompt=TASK.prompt, **ask).choices
+    offsets = choice.logprobs.text_offset
+    spans = [choice.text[a:b] for a, b in pairwise([*offsets, len(choice.text)])]
+    first, *others = choice.logprobs.tokens
+    assert spans == [first.strip(), *others]
+    streamed = [
+        offset
+        for part in openai.completions.create(prompt=TASK.prompt, stream=True, **ask)
+        for each in part.choices
+        if each.logprobs
+        for offset in each.logprobs.text_offset
+    ]
+    assert streamed == offsets
+
+
 def test_a_chat(daemon: Daemon, openai: OpenAI) -> None:
     messages: list[Any] = [
         {
@@ -245,6 +282,16 @@ def test_tokens_that_are_parts_of_characters(bytes_openai: OpenAI) -> None:
         model="bytes", prompt="é", max_tokens=1, echo=True, logprobs=1
     )
     assert result.choices[0].logprobs.tokens[:2] == ["bytes:\\xc3", "bytes:\\xa9"]
+
+
+def test_an_answer_ends_a_character_of_its_prompt(bytes_openai: OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "bytes", "prompt": [0x61, 0xC3], "max_tokens": 1, "echo": True}
+    ask["logit_bias"] = {str(0xA9): 100}
+    [choice] = bytes_openai.completions.create(logprobs=1, **ask).choices
+    assert choice.text == "aé"
+    assert choice.logprobs.text_offset == [0, 1, 1]
+    parts = bytes_openai.completions.create(stream=True, **ask)
+    assert "".join(part.choices[0].text for part in parts) == "aé"
 
 
 def test_errors_are_the_sdks_own(openai: OpenAI) -> None:

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from epikv.errors import RpcError
 from epikv.gateway import requests as bodies
 from epikv.gateway import responses
+from epikv.gateway.echo import Behind, Echo
 from epikv.gateway.errors import ApiError
 from epikv.gateway.events import DONE, MEDIA_TYPE, event
 from epikv.gateway.upstream import Caller, Generation, Upstream
@@ -46,6 +47,28 @@ def choices_of(
     return choices
 
 
+async def echoed(
+    form: responses.Completions,
+    choices: Iterable[dict[str, Any]],
+    results: Sequence[generation_pb2.GenerateResult],
+    echoes: Sequence[Echo],
+    *,
+    alone: bool,
+) -> list[dict[str, Any]]:
+    """The choices, each with its prompt before it; alone: in place of it."""
+    rest = iter(choices)
+    made = []
+    for echo, result in zip(echoes, results, strict=True):
+        for answer in result.completions or [result]:
+            text, ids = echo.prompt, list(answer.token_ids)
+            if alone:
+                ids = []
+            else:
+                text = echo.begin + await echo.behind(answer.text, ids)
+            made.append(form.echoed(next(rest), text, echo.ids, result.prompt_logprobs, ids))
+    return made
+
+
 def whole(
     asked: Asked,
     choices: Sequence[dict[str, Any]],
@@ -65,13 +88,13 @@ def whole(
     )
 
 
-async def stream(asked: Asked, upstream: Upstream, echoed: Sequence[str] = ()) -> Response:
-    """Once the daemon has taken all of them: what it refuses has a status of its own. echoed: text that
-    stands before each prompt's completions."""
+async def stream(asked: Asked, upstream: Upstream, echoes: Sequence[Echo] = ()) -> Response:
+    """Once the daemon has taken all of them: what it refuses has a status of its own. echoes: of all
+    prompts, or of none."""
     begun = await _all(
         (upstream.generate(each, asked.caller) for each in asked.requests), undo=Generation.close
     )
-    return _Streaming(_Stream(asked, begun, echoed))
+    return _Streaming(_Stream(asked, begun, echoes))
 
 
 class _Streaming(StreamingResponse):
@@ -95,28 +118,33 @@ class _Stream:
         self,
         asked: Asked,
         begun: Sequence[Generation],
-        echoed: Sequence[str],
+        echoes: Sequence[Echo],
     ) -> None:
         self._begun = begun
         self._head = asked.head.of(asked.form.part, begun[0].accepted)
-        self._echoed = echoed
+        self._echoes = echoes
         wanted = asked.body.stream_options or bodies.StreamOptions()
         self._usage_at_end = wanted.include_usage
         self._usage_always = wanted.continuous_usage_stats
         n = asked.body.n or 1
         self._parts = [responses.Parts(asked.form, n * place, n) for place in range(len(begun))]
+        self._behind = [[Behind(echo) for _ in range(n)] for echo in echoes]
         self._summaries: dict[int, generation_pb2.Summary] = {}
 
     async def lines(self) -> AsyncIterator[bytes]:
         try:
             for place, parts in enumerate(self._parts):
-                for choice in parts.begin(self._echoed[place] if self._echoed else ""):
+                for choice in parts.begin(self._echoes[place].begin if self._echoes else ""):
                     yield self._event([choice])
             end: list[dict[str, Any]] = []  # a choice that waits for what is said at the end
             async for place, message in _merged(self._begun):
                 kind = message.WhichOneof("event")
                 if kind == "summary":
                     self._summaries[place] = message.summary
+                elif kind == "delta" and self._behind:
+                    delta = message.delta
+                    behind = self._behind[place][delta.completion]
+                    delta.text = await behind.part(delta.text, delta.token_ids)
                 part = self._parts[place].of(message)
                 if part is None:
                     continue

@@ -212,7 +212,7 @@ class CompletionBody(GenerationBody):
     def output(self) -> options.Output:
         wants = self.logprobs is not None
         return options.Output(
-            token_ids=wants or self.counts_tokens(),
+            token_ids=wants or self.counts_tokens() or bool(self.echo),
             logprobs=wants,
             top_logprobs=self.logprobs or 0,
             prompt_logprobs=wants and bool(self.echo),

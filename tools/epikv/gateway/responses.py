@@ -93,7 +93,7 @@ class Completions:
 
     def delta(self, index: int, text: str, likely: Likely, at: int) -> dict[str, Any]:
         """A choice of a stream. at: characters before it."""
-        return self._choice(index, text, self.logprobs(likely, at), {"finish_reason": None})
+        return self._choice(index, text, self.logprobs(likely, text, at), {"finish_reason": None})
 
     def end(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
         return self._choice(index, "", None, end)
@@ -101,61 +101,54 @@ class Completions:
     def choice(
         self, index: int, text: str, likely: Likely, end: Mapping[str, Any]
     ) -> dict[str, Any]:
-        return self._choice(index, text, self.logprobs(likely, 0), end)
+        return self._choice(index, text, self.logprobs(likely, text, 0), end)
 
     def echoed(
         self,
         choice: dict[str, Any],
-        prompt: str,
-        ids: Sequence[int],
+        text: str,
+        prompt: Sequence[int],
         of_prompt: generation_pb2.PromptLogprobs,
-        *,
-        alone: bool,
+        answer: Sequence[int],
     ) -> dict[str, Any]:
-        """The choice with its prompt before it; alone: in place of it."""
-        text = prompt if alone else prompt + choice["text"]
+        """The choice with its prompt before it. text: of both; prompt, answer: their tokens, none of an
+        answer that is left out."""
         if self._top is None:
             return choice | {"text": text}
-        first = self._texts_of(ids[:1])  # which nothing foretells
-        parts: list[dict[str, Any]] = [
-            {
-                "tokens": first,
-                "token_logprobs": [None],
-                "top_logprobs": [None] if self._top else None,
-                "text_offset": [0],
-            },
-            self._table(of_prompt, sum(map(len, first))),
-        ]
-        if not alone:
-            made = choice["logprobs"]
-            offsets = [offset + len(prompt) for offset in made["text_offset"]]
-            parts.append(made | {"text_offset": offsets})
-        logprobs = {
-            name: [each for part in parts for each in part[name]] if parts[0][name] else None
-            for name in parts[0]
+        first = {  # which nothing foretells
+            "tokens": self._texts_of(prompt[:1]),
+            "token_logprobs": [None],
+            "top_logprobs": [None] if self._top else None,
         }
-        return choice | {"text": text, "logprobs": logprobs}
+        parts = [first, self._table(of_prompt)]
+        if answer:
+            parts.append(choice["logprobs"])
+        logprobs = {
+            name: [each for part in parts for each in part[name]] if first[name] else None
+            for name in first
+        }
+        offsets = self._offsets([*prompt, *answer], text, 0)
+        return choice | {"text": text, "logprobs": logprobs | {"text_offset": offsets}}
 
-    def logprobs(self, likely: Likely, at: int) -> dict[str, Any] | None:
-        return None if self._top is None else self._table(likely, at)
+    def logprobs(self, likely: Likely, text: str, at: int) -> dict[str, Any] | None:
+        """at: characters before the text."""
+        if self._top is None:
+            return None
+        offsets = self._offsets(likely.token_ids, text, at)
+        return self._table(likely) | {"text_offset": offsets}
 
-    def _table(self, likely: Likely, at: int) -> dict[str, Any]:
+    def _offsets(self, ids: Sequence[int], text: str, at: int) -> list[int]:
+        assert self._texts is not None
+        return self._texts.offsets(ids, text, at)
+
+    def _table(self, likely: Likely) -> dict[str, Any]:
         tokens = self._texts_of(likely.token_ids)
         logprobs = [_told(logprob) for logprob in likely.logprobs]
-        offsets = []
-        for token in tokens:
-            offsets.append(at)
-            at += len(token)
         tops = None
         if self._top:
             taken = zip(likely.top_logprobs, tokens, logprobs, strict=True)
             tops = [self._likeliest(*each) for each in taken]
-        return {
-            "tokens": tokens,
-            "token_logprobs": logprobs,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
 
     def _likeliest(
         self, top: generation_pb2.TopLogprobs, token: str, logprob: float

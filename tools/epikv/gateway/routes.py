@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -9,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from epikv.gateway import answers, responses
 from epikv.gateway import requests as bodies
+from epikv.gateway.echo import Echo
 from epikv.gateway.errors import ApiError
 from epikv.gateway.metrics import CONTENT_TYPE, Metrics
 from epikv.gateway.reading import caller_of, fitting, id_of, read
@@ -41,12 +43,14 @@ class Routes:
         head = responses.Head(f"cmpl-{request.state.request_id}", int(time.time()))
         asked = answers.Asked(body, made, form, head, caller)
         if body.stream:
-            echoed = [await self._text(prompt, body, caller) for prompt in prompts if body.echo]
-            return await answers.stream(asked, self._upstream, echoed)
+            echoes = [await self._echo(prompt, body, caller) for prompt in prompts if body.echo]
+            return await answers.stream(asked, self._upstream, echoes)
         results = await answers.results_of(asked, self._upstream)
         choices = answers.choices_of(form, results)
         if body.echo:
-            choices = await self._echoed(form, choices, results, prompts, body, caller)
+            echoes = [await self._echo(prompt, body, caller) for prompt in prompts]
+            alone = body.max_tokens == 0
+            choices = await answers.echoed(form, choices, results, echoes, alone=alone)
         return answers.whole(asked, choices, results, nothing_asked=body.max_tokens == 0)
 
     async def chats(self, request: Request) -> Response:
@@ -162,35 +166,13 @@ class Routes:
             made.append(one)
         return made
 
-    async def _echoed(
-        self,
-        form: responses.Completions,
-        choices: Sequence[dict[str, Any]],
-        results: Sequence[generation_pb2.GenerateResult],
-        prompts: Sequence[str | list[int]],
-        body: bodies.CompletionBody,
-        caller: Caller,
-    ) -> list[dict[str, Any]]:
-        """The choices, each with its prompt before it."""
-        made = []
-        n = len(choices) // len(prompts)
-        for place, prompt in enumerate(prompts):
-            text = await self._text(prompt, body, caller)
-            ids = await self._ids(prompt, body, caller) if body.logprobs is not None else []
-            made += [
-                form.echoed(
-                    choice, text, ids, results[place].prompt_logprobs, alone=body.max_tokens == 0
-                )
-                for choice in choices[n * place : n * (place + 1)]
-            ]
-        return made
-
-    async def _text(
+    async def _echo(
         self, prompt: str | list[int], body: bodies.CompletionBody, caller: Caller
-    ) -> str:
-        if isinstance(prompt, str):
-            return prompt
-        return await self._tokenizers.decode(prompt, body.model, caller)
+    ) -> Echo:
+        decode = partial(self._tokenizers.decode, model=body.model, caller=caller)
+        text = prompt if isinstance(prompt, str) else await decode(prompt)
+        ids = await self._ids(prompt, body, caller)
+        return Echo(text, ids, partial(decode, special=False))
 
     async def _ids(
         self, prompt: str | list[int], body: bodies.CompletionBody, caller: Caller

@@ -1,7 +1,8 @@
 """Text and tokens of the models that are served."""
 
 import re
-from collections.abc import Mapping, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -37,11 +38,16 @@ class Tokenizers:
         )
         return list(reply.tokens.ids)
 
-    async def decode(self, ids: Sequence[int], model: str, caller: Caller) -> str:
+    async def decode(
+        self, ids: Sequence[int], model: str, caller: Caller, *, special: bool = True
+    ) -> str:
+        """special: with special tokens."""
         reply = await self._upstream.ask(
             lambda of: of.tokenization.Detokenize,
             tokenization_pb2.DetokenizeRequest(
-                model=model, tokens=generation_pb2.TokenIds(ids=ids), skip_special_tokens=False
+                model=model,
+                tokens=generation_pb2.TokenIds(ids=ids),
+                skip_special_tokens=not special,
             ),
             caller,
         )
@@ -69,7 +75,10 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._skip = len(tokenizer.decode(self._before, skip_special_tokens=False))
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token for token, each in added.items() if each.special}
         self._texts: dict[int, str] = {}
+        self._data: dict[int, bytes] = {}
 
     @classmethod
     def from_json(cls, tokenizer: bytes) -> "TokenTexts":
@@ -92,6 +101,12 @@ class TokenTexts:
         return text
 
     def data(self, token: int) -> bytes:
+        data = self._data.get(token)
+        if data is None:
+            data = self._data[token] = self._bytes_of(token)
+        return data
+
+    def _bytes_of(self, token: int) -> bytes:
         text = self._decoded(token)
         if _PART_OF_A_CHARACTER not in text:
             return text.encode()
@@ -102,6 +117,30 @@ class TokenTexts:
         if all(char in names for char in name):
             return bytes(names[char] for char in name)
         return text.encode()  # it is the character that stands for others
+
+    def offsets(self, ids: Iterable[int], text: str, before: int = 0) -> list[int]:
+        """In which place of a text each begins; who ends a character: where that begins. text: what they
+        are, behind so many characters. Special tokens may be left out of it, and the space that it would begin
+        with."""
+        characters = getincrementaldecoder("utf-8")("replace")
+        begun = before > 0
+        at = 0
+        offsets = []
+        for token in ids:
+            offsets.append(before + at)
+            piece = characters.decode(self.data(token))
+            if not begun and self._loses_a_space(token):
+                piece = piece[1:]
+            if token in self._special and not text.startswith(piece, at):
+                continue
+            begun = True
+            at = min(at + len(piece), len(text))
+        return offsets
+
+    def _loses_a_space(self, token: int) -> bool:
+        """Where a text begins with it."""
+        alone = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._decoded(token) == f" {alone}"
 
     def _decoded(self, token: int) -> str:
         """A tokenizer may drop a space that begins a text: so it stands behind another token."""
