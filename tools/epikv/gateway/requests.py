@@ -8,7 +8,7 @@ known is refused: a budget that is misspelt would not be kept to.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -224,26 +224,104 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Few[TextPart] | None
-    name: str | None = None
-    refusal: str | None = None
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # as it came in a stream; without meaning here
 
     def plain(self) -> dict[str, str]:
+        return {"id": self.id, "name": self.function.name, "arguments": self.function.arguments}
+
+
+class Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Few[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    # Of the assistant's, as they were answered.
+    reasoning_content: str | None = None
+    tool_calls: Few[ToolCall] | None = None
+    # Of what SDKs send back of an answer; without meaning here.
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_call_id: str | None = None  # of a tool's
+
+    def plain(self) -> dict[str, Any]:
         content = self.content or ""
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        plain: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content,
+        }
+        if self.tool_calls:
+            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.reasoning_content:
+            plain["reasoning"] = self.reasoning_content
+        if self.tool_call_id is not None:
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
+
+
+class Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def plain(self) -> options.Tool:
+        of = self.function
+        return options.Tool(of.name, of.description or "", of.parameters, of.strict)
+
+
+class FunctionName(Body):
+    name: str
+
+
+class OneTool(Body):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatTemplateOptions(Body):
     enable_thinking: bool | None = None
 
 
-def chat_of(messages: Sequence[Message], template: ChatTemplateOptions | None) -> options.Chat:
-    thinking = template.enable_thinking if template else None
-    return options.Chat([each.plain() for each in messages], thinking=thinking)
+def chat_of(
+    messages: Sequence[Message],
+    template: ChatTemplateOptions | None,
+    tools: Sequence[Tool] | None,
+    choice: str | OneTool | None = None,
+    *,
+    single_call: bool = False,
+) -> options.Chat:
+    """Without tools there is nothing to choose from: a choice of none of them asks for nothing."""
+    chat = options.Chat(
+        [each.plain() for each in messages],
+        thinking=template.enable_thinking if template else None,
+    )
+    if not tools and (choice is None or choice in ("none", "auto")):
+        return chat
+    one = isinstance(choice, OneTool)
+    return replace(
+        chat,
+        tools=[each.plain() for each in tools or ()],
+        tool_choice="required" if isinstance(choice, OneTool) else choice,
+        tool=choice.function.name if isinstance(choice, OneTool) else "",
+        single_call=single_call or one,
+    )
 
 
 class ChatBody(GenerationBody):
@@ -255,18 +333,21 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     chat_template_kwargs: ChatTemplateOptions | None = None
     reasoning_effort: str | None = None  # without meaning here
-    # Taken where they ask for nothing.
-    tools: Few[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: Few[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | OneTool | None = None
     parallel_tool_calls: bool | None = None
 
     def chat(self) -> options.Chat:
-        return chat_of(self.messages, self.chat_template_kwargs)
+        return chat_of(
+            self.messages,
+            self.chat_template_kwargs,
+            self.tools,
+            self.tool_choice,
+            single_call=self.parallel_tool_calls is False,
+        )
 
     def check(self) -> None:
         """Raises ApiError."""
-        if self.tools or self.tool_choice not in (None, "none", "auto"):
-            raise ApiError("tools: this server calls none", param="tools")
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs: needs logprobs to be true", param="top_logprobs")
         if self.most_tokens() == 0:
@@ -278,6 +359,8 @@ class ChatBody(GenerationBody):
 
     def output(self) -> options.Output:
         return options.Output(
+            text=False,  # the answer has it
+            answer=True,
             token_ids=bool(self.logprobs) or self.counts_tokens(),
             logprobs=bool(self.logprobs),
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else 0,
@@ -290,12 +373,13 @@ class TokenizeBody(Body):
     model: str = ""
     prompt: str | None = None
     messages: Few[Message] | None = None
+    tools: Few[Tool] | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: ChatTemplateOptions | None = None
     return_token_strs: bool = False
 
     def chat(self) -> options.Chat:
-        return chat_of(self.messages or [], self.chat_template_kwargs)
+        return chat_of(self.messages or [], self.chat_template_kwargs, self.tools)
 
 
 class DetokenizeBody(Body):

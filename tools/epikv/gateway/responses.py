@@ -19,6 +19,7 @@ Likely = (
     | generation_pb2.GenerateResult
     | generation_pb2.PromptLogprobs
 )
+Output = generation_pb2.Completion | generation_pb2.GenerateResult
 Ended = generation_pb2.Finished | generation_pb2.Summary
 
 
@@ -50,12 +51,16 @@ def usage_of(
     summaries: Iterable[generation_pb2.Summary], *, nothing_asked: bool = False
 ) -> dict[str, Any]:
     """nothing_asked: what was made is left out of the answer."""
-    prompt = output = cached = 0
+    prompt = output = cached = thinking = 0
     for summary in summaries:
         prompt += summary.usage.prompt_tokens
         output += 0 if nothing_asked else summary.usage.output_tokens
         cached += summary.usage.cached_prompt_tokens + summary.usage.packet_prompt_tokens
-    return usage(prompt, output) | {"prompt_tokens_details": {"cached_tokens": cached}}
+        thinking += summary.usage.thinking_tokens
+    return usage(prompt, output) | {
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": thinking},
+    }
 
 
 def usage(prompt: int, output: int) -> dict[str, Any]:
@@ -91,17 +96,18 @@ class Completions:
         """Choices of a stream, before any text that is made."""
         return [self._choice(index, echoed, None, {"finish_reason": None})] if echoed else []
 
-    def delta(self, index: int, text: str, likely: Likely, at: int) -> dict[str, Any]:
-        """A choice of a stream. at: characters before it."""
-        return self._choice(index, text, self.logprobs(likely, text, at), {"finish_reason": None})
+    def delta(self, index: int, delta: generation_pb2.Delta, at: int) -> dict[str, Any] | None:
+        """A choice of a stream; None: it has nothing for its reader. at: characters before it."""
+        if not delta.text and not delta.token_ids:
+            return None
+        logprobs = self.logprobs(delta, delta.text, at)
+        return self._choice(index, delta.text, logprobs, {"finish_reason": None})
 
     def end(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
         return self._choice(index, "", None, end)
 
-    def choice(
-        self, index: int, text: str, likely: Likely, end: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        return self._choice(index, text, self.logprobs(likely, text, 0), end)
+    def choice(self, index: int, output: Output, end: Mapping[str, Any]) -> dict[str, Any]:
+        return self._choice(index, output.text, self.logprobs(output, output.text, 0), end)
 
     def echoed(
         self,
@@ -179,17 +185,41 @@ class Chats:
         delta = {"role": "assistant", "content": ""}
         return [self._part(index, delta, None, {"finish_reason": None})]
 
-    def delta(self, index: int, text: str, likely: Likely, at: int) -> dict[str, Any]:
-        return self._part(index, {"content": text}, self.logprobs(likely), {"finish_reason": None})
+    def delta(self, index: int, delta: generation_pb2.Delta, at: int) -> dict[str, Any] | None:
+        told: dict[str, Any] = {}
+        if delta.answer.reasoning:
+            told["reasoning_content"] = delta.answer.reasoning
+        if delta.answer.tool_calls:
+            told["tool_calls"] = [_call_part(call) for call in delta.answer.tool_calls]
+        if delta.answer.content or (delta.token_ids and not told):
+            told["content"] = delta.answer.content
+        if not told:
+            return None
+        return self._part(index, told, self.logprobs(delta), {"finish_reason": None})
 
     def end(self, index: int, end: Mapping[str, Any]) -> dict[str, Any]:
         return self._part(index, {}, None, end)
 
-    def choice(
-        self, index: int, text: str, likely: Likely, end: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": self.logprobs(likely), **end}
+    def choice(self, index: int, output: Output, end: Mapping[str, Any]) -> dict[str, Any]:
+        answer = output.answer
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": answer.content or (None if answer.tool_calls else ""),
+            "refusal": None,
+        }
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in answer.tool_calls
+            ]
+            end = _called(end)
+        return {"index": index, "message": message, "logprobs": self.logprobs(output), **end}
 
     def logprobs(self, likely: Likely) -> dict[str, Any] | None:
         if self._top is None:
@@ -216,6 +246,24 @@ class Chats:
         return {"index": index, "delta": delta, "logprobs": logprobs, **end}
 
 
+def _call_part(call: generation_pb2.ToolCallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments}
+    if not call.id:
+        return {"index": call.index, "function": function}
+    return {
+        "index": call.index,
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, **function},
+    }
+
+
+def _called(end: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The end of an answer that has called tools."""
+    stopped = end["finish_reason"] == "stop"
+    return {**end, "finish_reason": "tool_calls"} if stopped else end
+
+
 Form = Completions | Chats
 
 
@@ -224,9 +272,9 @@ def choices_of(
 ) -> list[dict[str, Any]]:
     """Of one prompt's completions, numbered from `first`."""
     if not result.completions:
-        return [form.choice(first, result.text, result, finish_of(result.summary))]
+        return [form.choice(first, result, finish_of(result.summary))]
     return [
-        form.choice(first + place, each.text, each, finish_of(each.finished))
+        form.choice(first + place, each, finish_of(each.finished))
         for place, each in enumerate(result.completions)
     ]
 
@@ -238,6 +286,7 @@ class Parts:
         self._form = form
         self._first = first
         self._characters = [0] * n
+        self._called = [False] * n  # some tool
         self.n = n
         self.output_tokens = 0
 
@@ -256,17 +305,16 @@ class Parts:
             delta = event.delta
             place = delta.completion
             self.output_tokens += len(delta.token_ids)
-            if not delta.text and not delta.token_ids:
-                return None
-            choice = self._form.delta(
-                self._first + place, delta.text, delta, self._characters[place]
-            )
+            self._called[place] |= bool(delta.answer.tool_calls)
+            choice = self._form.delta(self._first + place, delta, self._characters[place])
             self._characters[place] += len(delta.text)
             return choice
         if kind == "finished":
-            return self._form.end(
-                self._first + event.finished.completion, finish_of(event.finished)
-            )
+            return self._end(event.finished.completion, event.finished)
         if kind == "summary" and self.n == 1:
-            return self._form.end(self._first, finish_of(event.summary))
+            return self._end(0, event.summary)
         return None
+
+    def _end(self, place: int, ended: Ended) -> dict[str, Any]:
+        end: Mapping[str, Any] = finish_of(ended)
+        return self._form.end(self._first + place, _called(end) if self._called[place] else end)
