@@ -1,7 +1,6 @@
 """Chat formats: what is derived renders as the template does, and what does not is not kept."""
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -284,16 +283,3 @@ def test_refuses_contents_that_hold_texts_one_behind_the_other(
             format.render([user, answer, message("user", content)], str)
     with pytest.raises(Refusal, match="assistant messages that are empty"):
         format.render([user, message("assistant", " \n"), user], str)
-
-
-def test_a_trace_function_outlives_renderings(derived: dict[str, ChatFormats]) -> None:
-    def trace(*_: object) -> None: ...
-
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        Template(templates.CHATML, TOKENS).render([message("user", "Why?")], str)
-        kept = sys.gettrace()
-    finally:
-        sys.settrace(previous)
-    assert kept is trace

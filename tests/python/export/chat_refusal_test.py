@@ -4,6 +4,7 @@ import pytest
 from epikv.export import chat
 from epikv.export.chat import ChatFormats, Refusal
 from epikv.export.chat.format import Message
+from epikv.export.chat.template import Template
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -22,7 +23,15 @@ BROKEN = {
     "no_syntax": ("a\n{% if %}", "does not compile: line 2: Expected an expression"),
     "endless": (
         turns("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
-        "does not end within 1000000 steps",
+        "does not end within 200000 steps",
+    ),
+    "endless_filter": (
+        turns("{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}"),
+        "does not end within 200000 steps",
+    ),
+    "recursive_doubly": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "does not end within 200000 steps",
     ),
     "recursive": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: RecursionError"),
     "always_raises": ("{{ raise_exception('Not for chats.') }}", "says: Not for chats."),
@@ -81,6 +90,13 @@ def test_refuses_what_no_format_says(name: str) -> None:
     assert isinstance(found, Refusal)
     with pytest.raises(Refusal, match=reason):
         raise found
+
+
+def test_each_rendering_has_all_steps_to_itself() -> None:
+    loops = "{% for i in range(12000) %}{% for j in range(10) %}{% endfor %}{% endfor %}"
+    first, second = Template(loops, TOKENS), Template(loops, TOKENS)
+    for template in (first, second, first, first):
+        assert template.render([message("user", "Why?")], str) == ""
 
 
 SYSTEM_ELSEWHERE = {

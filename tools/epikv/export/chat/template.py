@@ -4,22 +4,17 @@ A template is a stranger's program: it runs in transformers' sandbox, in a bound
 """
 
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from types import FrameType
-from typing import TYPE_CHECKING
 
 import jinja2
 from jinja2 import nodes
+from jinja2.ext import Extension
 from transformers.utils import chat_template_utils
 
 from epikv.export.chat.format import Message, Now, Refusal
 
-if TYPE_CHECKING:
-    from _typeshed import TraceFunction
-
-STEPS = 1_000_000  # lines of the compiled template, of one rendering
+STEPS = 200_000  # bodies of loops, macros and blocks that one rendering enters
 _THINKING = ("enable_thinking", "thinking")  # variables by which templates are told
 
 
@@ -30,7 +25,9 @@ class Template:
         """`tokens`: the special tokens by the names templates know, as `bos_token`."""
         try:
             # Not through apply_chat_template: it does not let the clock be set.
-            self._compiled = chat_template_utils._compile_jinja_template(source)
+            environment = chat_template_utils._compile_jinja_template(source).environment
+            self._tree = environment.parse(source)
+            self._compiled, self._steps = _bounded(environment, source)
         except jinja2.TemplateSyntaxError as error:
             raise Refusal(
                 f"the template does not compile: line {error.lineno}: {error.message}"
@@ -44,17 +41,16 @@ class Template:
         """With the generation prompt after a last user message. Raises Refusal in the template's
         own words, where it has some."""
         said = {} if thinking is None else dict.fromkeys(_THINKING, thinking)
+        self._steps.left = STEPS
         try:
-            return _bounded(
-                lambda: self._compiled.render(
-                    messages=[dict(message) for message in messages],
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=messages[-1]["role"] == "user",
-                    strftime_now=now,
-                    **self._tokens,
-                    **said,
-                )
+            return self._compiled.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=messages[-1]["role"] == "user",
+                strftime_now=now,
+                **self._tokens,
+                **said,
             )
         except Refusal:
             raise
@@ -74,38 +70,46 @@ class Template:
     def deciding(self) -> list[str]:
         """String constants that it compares with, passes to functions or assigns: contents that
         hold one may be treated in a way of their own."""
-        tree = self._compiled.environment.parse(self.source)
         kinds = (nodes.Compare, nodes.Call, nodes.Filter, nodes.Test, nodes.Assign)
         found = {
             constant.value
-            for node in tree.find_all(kinds)
+            for node in self._tree.find_all(kinds)
             for constant in node.find_all(nodes.Const)
             if isinstance(constant.value, str) and len(constant.value) <= 40
         }
         return sorted(found)
 
-    @property
+    @cached_property
     def markup(self) -> list[str]:
         """Those of `deciding` that nobody writes by chance."""
         return [text for text in self.deciding if re.search(r"[^\w\s]", text) and len(text) >= 4]
 
 
-def _bounded(render: Callable[[], str]) -> str:
+class _Steps(Extension):
+    """Counts the steps of a rendering, and ends it where they are too many."""
+
     left = STEPS
 
-    def step(frame: FrameType, event: str, argument: object) -> "TraceFunction":
-        nonlocal left
-        left -= 1
-        if left < 0:
+    @property
+    def step(self) -> bool:
+        """True. Raises Refusal."""
+        self.left -= 1
+        if self.left < 0:
             raise Refusal(f"the template does not end within {STEPS} steps")
-        return step
+        return True
 
-    def enter(frame: FrameType, event: str, argument: object) -> "TraceFunction | None":
-        return step if frame.f_code.co_filename == "<template>" else None
 
-    previous = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        return render()
-    finally:
-        sys.settrace(previous)
+def _bounded(environment: jinja2.Environment, source: str) -> tuple[jinja2.Template, _Steps]:
+    """A template that counts its steps."""
+    if _Steps.identifier not in environment.extensions:  # transformers has one for each source
+        environment.add_extension(_Steps)
+    steps = environment.extensions[_Steps.identifier]
+    assert isinstance(steps, _Steps)
+    tree = environment.parse(source)
+    for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))):
+        assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block)
+        node.body.insert(0, nodes.ExprStmt(steps.attr("step")))
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = nodes.And(steps.attr("step"), node.test)
+    code = environment.compile(tree)
+    return jinja2.Template.from_code(environment, code, environment.make_globals(None)), steps
