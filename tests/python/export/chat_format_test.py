@@ -10,8 +10,10 @@ import chat_templates as templates
 import pytest
 from epikv.export import chat
 from epikv.export.chat import ChatFormats, Format, Refusal
-from epikv.export.chat.format import Date, History, Message
+from epikv.export.chat.conversation import Message
+from epikv.export.chat.format import History
 from epikv.export.chat.template import Template
+from epikv.export.chat.text import Date
 from epikv.export.chat.verification import verify
 from epikv.export.synthetic import word_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -198,12 +200,15 @@ def test_json_is_as_the_daemon_reads_it(derived: dict[str, ChatFormats]) -> None
             "strip": {"system": "both", "user": "both", "assistant": "both"},
             "history": {"after": None, "strip": "none"},
             "refuse": {"system": [], "user": [], "assistant": []},
-        }
+        },
+        "tools": {"refusal": "the template does not know tools"},
     }
     gemma = json.loads(chat.to_json(derived["gemma2"]))["default"]
     assert gemma["system"] == {"refusal": "the template says: No system role here"}
     assert "system" not in gemma["begin"]
-    assert [*json.loads(chat.to_json(derived["qwen3"]))] == ["default", "thinking", "no_thinking"]
+    qwen = json.loads(chat.to_json(derived["qwen3"]))
+    assert [*qwen] == ["default", "thinking", "no_thinking", "tools", "thinking_tags"]
+    assert qwen["thinking_tags"] == ["<think>", "</think>"]
     assert json.loads(chat.to_json(Refusal("no template"))) == {"refusal": "no template"}
     assert chat.from_json('{"refusal": "no template"}') == Refusal("no template")
 

@@ -3,7 +3,7 @@
 import pytest
 from epikv.export import chat
 from epikv.export.chat import ChatFormats, Refusal
-from epikv.export.chat.format import Message
+from epikv.export.chat.conversation import Message
 from epikv.export.chat.template import Template
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

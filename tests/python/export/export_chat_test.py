@@ -11,10 +11,11 @@ import pytest
 from click.testing import CliRunner
 from epikv.cli import main
 from epikv.export import archive, chat, export
-from epikv.export.chat import ChatFormats, Refusal
+from epikv.export.chat import ChatFormats, Refusal, Ways
 from epikv.export.chat.__main__ import main as tell
 from epikv.export.synthetic import write_directory
 from tiny_model import TINY
+from tool_templates import HERMES
 from transformers import AutoTokenizer
 
 CHAT = [
@@ -74,14 +75,16 @@ def test_special_tokens_that_only_the_class_knows_reach_the_template(directory: 
     assert rendered(chat.read(directory)).startswith("<bos><turn>user")
 
 
-def test_of_named_templates_the_default_is_taken(directory: Path) -> None:
+def test_of_named_templates_the_default_is_taken_and_that_for_tools(directory: Path) -> None:
     named = [
-        {"name": "tool_use", "template": "{{ tools[0] }}"},
+        {"name": "tool_use", "template": HERMES},
         {"name": "default", "template": templates.CHATML},
     ]
     configure(directory, chat_template=named)
-    assert chat.read(directory) == chat.derive(templates.CHATML, {})
-    assert rendered(chat.read(directory)) == theirs(directory)
+    found = chat.read(directory)
+    assert isinstance(found, ChatFormats) and isinstance(found.tools, Ways)
+    assert found == chat.derive(templates.CHATML, {}, HERMES)
+    assert rendered(found) == theirs(directory)
     configure(directory, chat_template=named[:1])
     assert "no default specified" in str(chat.read(directory))
 
@@ -160,4 +163,7 @@ def test_templates_and_directories_can_be_asked_about(directory: Path, tmp_path:
     gemma, broken, hf = done.stdout.splitlines()
     assert gemma.startswith(f"{paths[0]}: no system (the template says: No system role here), ")
     assert broken.startswith(f"{paths[1]}: none, because the template does not compile: line 1")
-    assert hf == f"{directory}: system, several turns, ends with an answer"
+    assert (
+        hf
+        == f"{directory}: system, several turns, ends with an answer, no tools (the template does not know tools)"
+    )

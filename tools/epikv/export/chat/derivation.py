@@ -1,132 +1,106 @@
 """A format from a template's renderings of conversations whose contents are marks.
 
-What stands between the marks is the format's text. What the template does to contents is found by
-trying what a format can say, until the two render alike. Nothing here is proof: see verification.py.
+What the template does to contents is found by trying what a format can say, until the two render
+alike. Nothing here is proof: see verification.py.
 """
 
 import itertools
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from epikv.export.chat.format import (
-    ROLES,
-    STRIPS,
-    Date,
-    Format,
-    History,
-    Message,
-    Refusal,
-    Text,
-    literal,
-)
+from epikv.export.chat.calling import Tools
+from epikv.export.chat.conversation import ROLES, Message
+from epikv.export.chat.derive_calls import with_calls
+from epikv.export.chat.format import Format, History
+from epikv.export.chat.marks import Written
+from epikv.export.chat.probe import PADDED, Probe, with_texts
 from epikv.export.chat.template import Template
+from epikv.export.chat.text import STRIPS, Refusal
 
-_PADDED = ("\n \t{} \t\n", "{}\n\n", "\n\n{}", " {}", "{} ")  # tell all of STRIPS apart
 _HOLDING = ("{}", "{}zq", "zq{}", "zq{}zq", "zq\n{}\nzq")
+_ESCAPED = {"name": "zq", "description": 'Says "zq", a \\,\nand more.'}
 
 
-def derive(template: Template, thinking: bool | None) -> Format:
-    """Raises Refusal, where the template has no such form."""
-    probe = _Probe(template, thinking)
-    format = _texts(probe)
+def derive(template: Template, thinking: bool | None, offers: bool = False) -> Format:
+    """`offers`: tools are offered. Raises Refusal, where the template has no such form."""
+    probe = Probe(template, thinking, offers)
+    format = _with_system(probe, _texts(probe))
+    if format.tools is not None:
+        format = _with_odd_tools(probe, format, format.tools)
     for role in _roles(format):
         format = probe.first_alike(
             [replace(format, strip={**format.strip, role: strip}) for strip in STRIPS],
-            [c for padded in _PADDED for c in _with(role, padded.format("zq"))],
+            [c for padded in PADDED for c in _with(role, padded.format("zq"))],
         )
     format = _history(probe, format)
     for role in _roles(format):
         format = _refusals(probe, format, role)
-    return format
+    return with_calls(probe, format) if template.knows("tool_calls") else format
 
 
-class _Probe:
-    def __init__(self, template: Template, thinking: bool | None) -> None:
-        self.template = template
-        self._thinking = thinking
-
-    def render(self, messages: Sequence[Message]) -> str:
-        """Dates show their formats."""
-        return self.template.render(messages, _marked_date, self._thinking)
-
-    def split(self, *roles: str) -> tuple[list[int], list[Text]]:
-        """The order in which the messages' contents are written, and what is written before,
-        between and after them."""
-        messages = [_message(role, f"zq{i}qz") for i, role in enumerate(roles)]
-        parts = re.split(r"zq(\d)qz", self.render(messages))
-        order = [int(part) for part in parts[1::2]]
-        for i, role in enumerate(roles):
-            if order.count(i) != 1:
-                does = "repeats" if i in order else "leaves out"
-                raise Refusal(f"the template {does} a message of the {role}'s")
-        return order, [_text(part) for part in parts[::2]]
-
-    def alike(self, format: Format, messages: Sequence[Message]) -> bool:
-        """Or refused by the format."""
-        try:
-            ours = format.render(messages, _marked_date)
-        except Refusal:
-            return True
-        try:
-            return ours == self.render(messages)
-        except Refusal:
-            return False
-
-    def first_alike(
-        self, formats: Sequence[Format], conversations: Sequence[Sequence[Message]]
-    ) -> Format:
-        """The first that renders them as the template does; else the first."""
-        for format in formats:
-            if all(self.alike(format, messages) for messages in conversations):
-                return format
-        return formats[0]
-
-
-def _texts(probe: _Probe) -> Format:
+def _texts(probe: Probe) -> Format:
     """A format that leaves all contents as they are."""
-    order, (begin, question, answer, _, _, generation) = probe.split(
-        "user", "assistant", "user", "assistant", "user"
-    )
-    if order != sorted(order):
-        raise Refusal("the template changes the order of the turns")
+    turns = probe.written("user assistant user assistant user")
     format = Format(
-        begin={"user": begin},
-        between={"user assistant": question, "assistant user": answer},
-        generation=generation,
+        begin={},
+        between={},
+        generation=turns.around[-1],
         end=None,
         system="first",
         strip=dict.fromkeys(ROLES, "none"),
         history=History(),
         refuse=dict.fromkeys(ROLES, ()),
+        tools=_tools(probe, probe.written("user assistant user")) if probe.offers else None,
     )
+    for written in (turns, probe.written("user")):
+        format = with_texts(format, written)
     with suppress(Refusal):  # the format refuses such conversations, too
-        format = replace(format, end=probe.split("user", "assistant")[1][-1])
-    return _with_system(probe, format)
+        format = replace(format, end=probe.written("user assistant").around[-1])
+    return format
 
 
-def _with_system(probe: _Probe, format: Format) -> Format:
+def _tools(probe: Probe, written: Written) -> Tools:
+    for place in ("first", "last_user"):
+        if written.kinds == _arranged(system=None, tools=place):
+            between = "".join(piece for piece in written.piece("tools") if isinstance(piece, str))
+            return Tools(place, between, written.indent)
+    raise Refusal("the template puts the tools elsewhere")
+
+
+def _arranged(system: str | None, tools: str | None) -> list[str]:
+    """The parts of a conversation of three turns, where these stand at their places."""
+    first = [kind for kind, place in (("system", system), ("tools", tools)) if place == "first"]
+    last = [kind for kind, place in (("tools", tools), ("system", system)) if place == "last_user"]
+    return [*first, "user", "assistant", *last, "user"]
+
+
+def _with_system(probe: Probe, format: Format) -> Format:
+    tools = format.tools.place if format.tools is not None else None
     try:
-        begin = probe.split("system", "user")[1][0]
-        order, texts = probe.split("system", "user", "assistant", "user")
+        written = [probe.written(kinds) for kinds in ("system user", "system user assistant user")]
     except Refusal as reason:
         return replace(format, system=reason)
-    if order == [0, 1, 2, 3]:
-        place, between = "first", {"system user": texts[1]}
-    elif order == [1, 2, 0, 3]:
-        place, between = "last_user", {"assistant system": texts[2], "system user": texts[3]}
-    else:
-        return replace(format, system=Refusal("the template puts the system message elsewhere"))
-    return replace(
-        format,
-        begin={**format.begin, "system": begin},
-        between={**format.between, **between},
-        system=place,
-    )
+    for place in ("first", "last_user"):
+        if written[1].kinds == _arranged(place, tools):
+            for one in written:
+                format = with_texts(format, one)
+            return replace(format, system=place)
+    return replace(format, system=Refusal("the template puts the system message elsewhere"))
 
 
-def _history(probe: _Probe, format: Format) -> Format:
+def _with_odd_tools(probe: Probe, format: Format, tools: Tools) -> Format:
+    """What the template does to descriptions, and to the tools where user messages are equal."""
+    manners = [
+        replace(format, tools=replace(tools, raw_descriptions=raw, equal_users=equal))
+        for equal in (None, "repeated")
+        for raw in (False, True)
+    ]
+    conversations = [_with("user", "zq1")[1]]
+    return probe.first_alike(manners, conversations, (_ESCAPED,))
+
+
+def _history(probe: Probe, format: Format) -> Format:
     """Finds the tag behind which answers are kept, if any."""
     for tag in sorted({"</think>", *probe.template.markup}, key=lambda tag: (len(tag), tag)):
         try:
@@ -136,12 +110,12 @@ def _history(probe: _Probe, format: Format) -> Format:
         if "zqb" in text and "zqa" not in text:
             return probe.first_alike(
                 [replace(format, history=History(tag, strip)) for strip in STRIPS],
-                [c for p in _PADDED for c in _with("assistant", f"zqa{tag}{p.format('zqb')}")],
+                [c for p in PADDED for c in _with("assistant", f"zqa{tag}{p.format('zqb')}")],
             )
     return format
 
 
-def _refusals(probe: _Probe, format: Format, role: str) -> Format:
+def _refusals(probe: Probe, format: Format, role: str) -> Format:
     """Adds what the template treats in a way of its own, if that is told by markup, or is that
     there is nothing."""
     after = format.history.after
@@ -187,14 +161,3 @@ def _with(role: str, content: str, answered: str = "zq2") -> list[list[Message]]
 
 def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
-
-
-def _marked_date(format: str) -> str:
-    return f"\ue000{format}\ue001"
-
-
-def _text(rendered: str) -> Text:
-    """Dates taken out of what `_marked_date` left."""
-    parts = re.split("\ue000(.*?)\ue001", rendered, flags=re.DOTALL)
-    texts = [Date(part) if i % 2 else literal(part) for i, part in enumerate(parts)]
-    return tuple(p for text in texts for p in ((text,) if isinstance(text, Date) else text))

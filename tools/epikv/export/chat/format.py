@@ -1,68 +1,35 @@
-"""`chat.json`: how a model's conversations become prompts (read by the daemon).
+"""How a model's conversations become prompts.
 
-A format is what its template writes around the contents of messages: one text for the beginning,
-one for each pair of neighbours, one for the end. It says of the contents themselves what the
-template takes off them, and which it treats in a way of its own, so that they are refused.
+A format is what its template writes around the parts of a conversation: one text for the beginning,
+one for each pair of neighbours, one for the end. It says of the parts themselves what the template
+takes off them, and which it treats in a way of its own, so that they are refused.
 """
 
 import itertools
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-Message = Mapping[str, str]  # role and content
-Now = Callable[[str], str]  # a strftime format to what it is now
-
-ROLES = ("system", "user", "assistant")
-
-# White space is what str.isspace() says, beyond ASCII, too.
-STRIPS: dict[str, Callable[[str], str]] = {
-    "none": lambda text: text,
-    "both": str.strip,
-    "left": str.lstrip,
-    "right": str.rstrip,
-    "newlines": lambda text: text.strip("\n"),
-    "left_newlines": lambda text: text.lstrip("\n"),
-}
-
-
-class Refusal(ValueError):
-    """Why there is no format, or why a format does not take a conversation."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Refusal) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
-
-
-@dataclass(frozen=True)
-class Date:
-    """Today, as strftime writes it."""
-
-    format: str
-
-
-Text = tuple[str | Date, ...]
-
-
-def literal(text: str) -> Text:
-    return (text,) if text else ()
+from epikv.export.chat.calling import Calls, Reasoning, Tools
+from epikv.export.chat.conversation import Message, Tool, calls_of, check_turns, last_user
+from epikv.export.chat.text import STRIPS, Now, Refusal, Text, written
 
 
 @dataclass(frozen=True)
 class History:
-    """Of assistant messages that another follows: of one that holds `after`, only what is behind
-    the last of it stays, stripped."""
+    """Of assistant messages before the last user message: of one that holds `after`, only what is
+    behind the last of it stays, stripped."""
 
     after: str | None = None
     strip: str = "none"
 
 
+Part = tuple[str, str]  # kind and text
+
+
 @dataclass(frozen=True)
 class Format:
-    """Keys of `begin`, `strip` and `refuse` are roles; of `between`, two with a space."""
+    """Parts are of the kinds system, tools, user, assistant, reasoning, call and result. Keys of
+    `begin` are kinds, of `between` two with a space, of `strip` and `refuse` roles."""
 
     begin: dict[str, Text]
     between: dict[str, Text]
@@ -74,104 +41,148 @@ class Format:
     # Contents that hold the texts of one of these, one behind the other, are refused; where it has
     # no texts, those of which nothing is left.
     refuse: dict[str, tuple[tuple[str, ...], ...]]
+    calls: Calls | Refusal | None = None  # None: the template does not know them
+    tools: Tools | None = None  # None: none are offered
+    reasoning: Reasoning | None = None  # None: it is not written
 
-    def render(self, messages: Sequence[Message], now: Now) -> str:
-        """The prompt of an optional system message, then user and assistant in turns.
+    def render(self, messages: Sequence[Message], now: Now, tools: Sequence[Tool] = ()) -> str:
+        """The prompt of a conversation, with `tools` offered, if the format has them.
 
-        Ends with `generation` after a last user message. Raises Refusal.
+        Ends where an answer begins, unless the last message is one. Raises Refusal.
         """
         self._check(messages)
-        contents = [
-            (message["role"], self.shown(message, last=i == len(messages) - 1))
-            for i, message in enumerate(messages)
-        ]
-        if contents[0][0] == "system" and self.system == "last_user":
-            system = contents.pop(0)
-            contents.insert(
-                max(i for i, (role, _) in enumerate(contents) if role == "user"), system
-            )
-        parts = [_written(self.begin[contents[0][0]], now), contents[0][1]]
-        for (before, _), (role, content) in itertools.pairwise(contents):
-            parts += [_written(self.between[f"{before} {role}"], now), content]
-        ends = self.end if contents[-1][0] == "assistant" else self.generation
-        return "".join([*parts, _written(ends or (), now)])
+        parts = list(self._parts(messages, tools))
+        texts = [_text(self.begin, parts[0][0], now), parts[0][1]]
+        for (before, _), (kind, text) in itertools.pairwise(parts):
+            texts += [_text(self.between, f"{before} {kind}", now), text]
+        return "".join([*texts, written(self._ending(parts[-1][0]), now)])
 
-    def shown(self, message: Message, last: bool) -> str:
-        """What of a message's content is written. Raises Refusal."""
+    def shown(self, message: Message, history: bool, strip: str = "none") -> str:
+        """What of a message's content is written. `history`: it stands before the last user
+        message; `strip`: what else is taken off. Raises Refusal."""
         role = message["role"]
-        given = message["content"]
-        content = STRIPS[self.strip[role]](given)
+        given: str = message["content"]
+        content = STRIPS[strip](STRIPS[self.strip[role]](given))
         after = self.history.after
-        if role == "assistant" and not last and after is not None and after in content:
+        if role == "assistant" and history and after is not None and after in content:
             content = STRIPS[self.history.strip](content.rpartition(after)[2])
         for texts in self.refuse[role]:
             if _holds(given, texts) if texts else not content:
                 raise Refusal(
-                    f"the template treats {role} messages that {_told(texts)} in a special way"
+                    f"the template treats {role} messages that {refused(texts)} in a special way"
                 )
         return content
 
+    def given(self, messages: Sequence[Message]) -> list[Message]:
+        """What its template is to be given for the same prompt: messages that call have no blank
+        content, and only those behind the last user message have reasoning, if any."""
+        last = last_user(messages)
+        return [self._given(message, i > last) for i, message in enumerate(messages)]
+
+    def known_calls(self) -> Calls:
+        """Raises Refusal, where there are none."""
+        if self.calls is None:
+            raise Refusal("the template does not know calls of tools")
+        if isinstance(self.calls, Refusal):
+            raise self.calls
+        return self.calls
+
+    def _given(self, message: Message, later: bool) -> Message:
+        said = dict(message)
+        thought = said.pop("reasoning_content", None) or ""
+        if later and self.reasoning is not None and thought.strip():
+            said["reasoning_content"] = thought
+        if calls := calls_of(message):
+            said["content"] = message["content"] if message["content"].strip() else ""
+            said["tool_calls"] = [self.known_calls().given(call) for call in calls]
+        return said
+
     def _check(self, messages: Sequence[Message]) -> None:
-        roles = [message["role"] for message in messages]
-        turns = roles[1:] if roles[:1] == ["system"] else roles
-        if not turns or turns != (["user", "assistant"] * len(turns))[: len(turns)]:
-            raise Refusal("messages must be user and assistant in turns, after an optional system")
-        if len(turns) < len(roles) and isinstance(self.system, Refusal):
+        check_turns(messages)
+        if messages[0]["role"] == "system" and isinstance(self.system, Refusal):
             raise self.system
-        if turns[-1] == "assistant" and self.end is None:
+        if messages[-1]["role"] == "assistant" and self.end is None:
             raise Refusal("the template is not known for conversations that end with an answer")
+        for message in messages:
+            if calls_of(message) or message["role"] == "tool":
+                self.known_calls().check(message)
+
+    def _ending(self, kind: str) -> Text:
+        if kind == "result":
+            return self.known_calls().result_generation
+        return self.generation if kind == "user" else self.end or ()
+
+    def _parts(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[Part]:
+        """In the order in which they are written."""
+        system = messages[0]["role"] == "system"
+        if system and self.system == "first":
+            yield "system", self.shown(messages[0], history=False)
+        if self.tools is not None and self.tools.place == "first":
+            yield "tools", self.tools.written(tools)
+        last = last_user(messages)
+        looping = any(calls_of(message) for message in messages[last:])
+        for i, message in enumerate(messages[system:], start=int(system)):
+            match message["role"]:
+                case "user":
+                    yield from self._tools_before(message, messages[last], tools)
+                    if i == last and system and self._system_before_last(messages):
+                        yield "system", self.shown(messages[0], history=False)
+                    yield "user", self.shown(message, history=False)
+                case "tool":
+                    yield "result", self.known_calls().written_result(message)
+                case _:
+                    yield from self._said(message, history=i < last, looping=looping and i > last)
+
+    def _tools_before(
+        self, message: Message, last: Message, tools: Sequence[Tool]
+    ) -> Iterator[Part]:
+        if self.tools is None or self.tools.place != "last_user":
+            return
+        repeated = self.tools.equal_users == "repeated" and message["content"] == last["content"]
+        if message is last or repeated:
+            yield "tools", self.tools.written(tools)
+
+    def _system_before_last(self, messages: Sequence[Message]) -> bool:
+        """Whether it is written there."""
+        dropped = messages[-1]["role"] == "tool" and self.known_calls().system == "dropped"
+        return self.system == "last_user" and not dropped
+
+    def _said(self, message: Message, history: bool, looping: bool) -> Iterator[Part]:
+        """What the assistant said, and calls. `looping`: between a call and the answer to come."""
+        after, content = self.history.after, message["content"]
+        if looping and after is not None and after in content:
+            raise Refusal(
+                f"the template treats {after!r} in messages among calls in a special way: give the"
+                " thinking as the message's reasoning"
+            )
+        strip = "none"
+        thought = "" if history else message.get("reasoning_content") or ""
+        if self.reasoning is not None and thought.strip():
+            strip = self.reasoning.content_strip
+            yield "reasoning", STRIPS[self.reasoning.strip](thought)
+        calls = calls_of(message)
+        if not calls:
+            yield "assistant", self.shown(message, history, strip)
+        elif content.strip() and (mode := self.known_calls().content) != "dropped":
+            shown = self.shown(message, history, strip)
+            if shown or mode == "kept":
+                yield "assistant", shown
+        for call in calls:
+            yield "call", self.known_calls().written(call)
 
 
-@dataclass(frozen=True)
-class ChatFormats:
-    """With thinking asked for, and asked not to; None where the template does not heed that."""
-
-    default: Format
-    thinking: Format | None = None
-    no_thinking: Format | None = None
-
-    def __str__(self) -> str:
-        """What is known, in one line."""
-        format = self.default
-        system = "system"
-        if isinstance(format.system, Refusal):
-            system = f"no system ({format.system})"
-        elif format.system == "last_user":
-            system = "system (in the last user message)"
-        parts = [system, "several turns"]
-        parts += ["ends with an answer"] if format.end is not None else []
-        parts += ["thinking"] if self.thinking is not None else []
-        parts += [f"history behind {format.history.after}"] if format.history.after else []
-        parts += [
-            f"refuses {role} messages that {' or '.join(map(_told, refused))}"
-            for role, refused in format.refuse.items()
-            if refused
-        ]
-        return ", ".join(parts)
+def refused(texts: Sequence[str]) -> str:
+    """What contents do that hold these."""
+    return f"hold {' and then '.join(map(repr, texts))}" if texts else "are empty"
 
 
-def told(chat: ChatFormats | Refusal) -> str:
-    """In one line."""
-    return f"none, because {chat}" if isinstance(chat, Refusal) else str(chat)
-
-
-def to_json(chat: ChatFormats | Refusal) -> str:
-    if isinstance(chat, Refusal):
-        return json.dumps({"refusal": str(chat)}, ensure_ascii=False)
-    formats = {
-        name: _fields(format)
-        for name in ("default", "thinking", "no_thinking")
-        if (format := getattr(chat, name)) is not None
-    }
-    return json.dumps(formats, ensure_ascii=False)
-
-
-def from_json(text: str) -> ChatFormats | Refusal:
-    """The inverse of `to_json`, for files that this package wrote."""
-    raw = json.loads(text)
-    if "refusal" in raw:
-        return Refusal(raw["refusal"])
-    return ChatFormats(**{name: _format(fields) for name, fields in raw.items()})
+def _text(texts: Mapping[str, Text], key: str, now: Now) -> str:
+    if key not in texts:
+        before, _, kind = key.rpartition(" ")
+        raise Refusal(
+            f"the template is not known for {kind} {f'behind {before}' if before else 'first'}"
+        )
+    return written(texts[key], now)
 
 
 def _holds(content: str, texts: Sequence[str]) -> bool:
@@ -183,45 +194,3 @@ def _holds(content: str, texts: Sequence[str]) -> bool:
             return False
         begin = found + len(text)
     return True
-
-
-def _told(refused: Sequence[str]) -> str:
-    return f"hold {' and then '.join(map(repr, refused))}" if refused else "are empty"
-
-
-def _written(text: Text, now: Now) -> str:
-    return "".join(now(part.format) if isinstance(part, Date) else part for part in text)
-
-
-def _fields(format: Format) -> dict[str, Any]:
-    def plain(text: Text) -> list[Any]:
-        return [{"date": part.format} if isinstance(part, Date) else part for part in text]
-
-    system = format.system
-    return {
-        "begin": {role: plain(text) for role, text in format.begin.items()},
-        "between": {roles: plain(text) for roles, text in format.between.items()},
-        "generation": plain(format.generation),
-        "end": None if format.end is None else plain(format.end),
-        "system": {"refusal": str(system)} if isinstance(system, Refusal) else system,
-        "strip": format.strip,
-        "history": asdict(format.history),
-        "refuse": format.refuse,
-    }
-
-
-def _format(raw: dict[str, Any]) -> Format:
-    def text(parts: list[Any]) -> Text:
-        return tuple(part if isinstance(part, str) else Date(part["date"]) for part in parts)
-
-    system = raw["system"]
-    return Format(
-        begin={role: text(parts) for role, parts in raw["begin"].items()},
-        between={roles: text(parts) for roles, parts in raw["between"].items()},
-        generation=text(raw["generation"]),
-        end=None if raw["end"] is None else text(raw["end"]),
-        system=Refusal(system["refusal"]) if isinstance(system, dict) else system,
-        strip=raw["strip"],
-        history=History(**raw["history"]),
-        refuse={role: tuple(map(tuple, refused)) for role, refused in raw["refuse"].items()},
-    )

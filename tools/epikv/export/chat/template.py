@@ -12,9 +12,11 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from transformers.utils import chat_template_utils
 
-from epikv.export.chat.format import Message, Now, Refusal
+from epikv.export.chat.conversation import Message, Tool, offered
+from epikv.export.chat.text import Now, Refusal
 
 STEPS = 200_000  # bodies of loops, macros and blocks that one rendering enters
+_TAG = r"((?<!\w)[<\[]((?:\w*(?:think|reason)\w*)|THINK|REASON\w*)[>\]])"
 _THINKING = ("enable_thinking", "thinking")  # variables by which templates are told
 
 
@@ -37,17 +39,23 @@ class Template:
         self.source = source
         self._tokens = dict(tokens)
 
-    def render(self, messages: Sequence[Message], now: Now, thinking: bool | None = None) -> str:
-        """With the generation prompt after a last user message. Raises Refusal in the template's
-        own words, where it has some."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        now: Now,
+        thinking: bool | None = None,
+        tools: Sequence[Tool] = (),
+    ) -> str:
+        """With the generation prompt, unless the last message is the assistant's. Raises Refusal in
+        the template's own words, where it has some."""
         said = {} if thinking is None else dict.fromkeys(_THINKING, thinking)
         self._steps.left = STEPS
         try:
             return self._compiled.render(
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=[offered(tool) for tool in tools] or None,
                 documents=None,
-                add_generation_prompt=messages[-1]["role"] == "user",
+                add_generation_prompt=messages[-1]["role"] != "assistant",
                 strftime_now=now,
                 **self._tokens,
                 **said,
@@ -62,9 +70,24 @@ class Template:
                 else f"the template fails: {type(error).__name__}: {error}"
             ) from error
 
-    def heeds_thinking(self) -> bool:
+    def knows(self, name: str) -> bool:
         """Or may: where not, it need not be asked."""
-        return any(name in self.source for name in _THINKING)
+        return name in self.source
+
+    def heeds_thinking(self) -> bool:
+        return any(self.knows(name) for name in _THINKING)
+
+    @cached_property
+    def thinking_tags(self) -> tuple[str, str] | None:
+        """Two tags of one name that it writes or looks for around thinking."""
+        constants = self._tree.find_all(nodes.Const)
+        texts = [node.value for node in constants if isinstance(node.value, str)]
+        texts += [node.data for node in self._tree.find_all(nodes.TemplateData)]
+        for opening, name in re.findall(_TAG, "\n".join(texts)):
+            closing = opening.replace(name, f"/{name}")
+            if any(closing in text for text in texts):
+                return opening, closing
+        return None
 
     @cached_property
     def deciding(self) -> list[str]:
