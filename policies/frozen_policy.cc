@@ -87,8 +87,8 @@ void LeaveRecent(int64_t newest, const Protection& protection, FrozenState& stat
   for (; state.first_recent <= newest - protection.recent; ++state.first_recent) {
     const Recent token = state.recent.front();
     state.recent.pop_front();
-    const bool forgotten = state.first_recent >= state.forgotten.begin &&
-                           state.first_recent < state.forgotten.end;
+    const bool forgotten =
+        state.first_recent >= state.forgotten.begin && state.first_recent < state.forgotten.end;
     if (forgotten || protection.CoversForever(state.first_recent)) continue;
     Admit(token, static_cast<int32_t>(state.first_recent), state);
   }

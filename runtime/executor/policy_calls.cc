@@ -239,8 +239,8 @@ absl::Status EvictThinking(OpenSequence& sequence, TokenSpan thinking, SettleOut
     }
   }
   if (sequence.policy != nullptr) {
-    absl::Status told = AskPolicy(
-        sequence.request, [&] { sequence.policy->Forget(sequence.state.get(), thinking); });
+    absl::Status told = AskPolicy(sequence.request,
+                                  [&] { sequence.policy->Forget(sequence.state.get(), thinking); });
     if (!told.ok()) return told;
   }
   Drop(sequence, victims, slots, /*recalled=*/{}, /*leave_hole=*/false, outcome);

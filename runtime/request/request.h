@@ -102,7 +102,7 @@ struct RequestOptions {
   int64_t completions = 1;
   StopOptions stop;
   OutputOptions output;
-  std::optional<AnswerFormat> answer;  // its parts are told; absent: they are not
+  std::optional<AnswerFormat> answer;     // its parts are told; absent: they are not
   std::optional<ThinkingMarks> thinking;  // absent: it does not, or nobody knows
   KvOptions kv;
   SchedulingOptions scheduling;

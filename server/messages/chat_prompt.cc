@@ -107,10 +107,11 @@ class ConversationReader {
       if (call == called_.end()) {
         return Bad(absl::StrCat(field, ".tool_call_id"),
                    absl::StrCat("'", message.tool_call_id(),
-                                "' is the id of no call that the assistant has just made"));
+                                "' is the id of no call that waits for its result"));
       }
       read.call_id = call->first;
       read.name = call->second;
+      called_.erase(call);
     }
     messages_.push_back(std::move(read));
     return std::nullopt;
@@ -153,7 +154,7 @@ class ConversationReader {
   const v1::ChatPrompt& chat_;
   std::vector<ChatMessage> messages_;
   std::vector<ChatTool> tools_;
-  std::map<std::string, std::string> called_;  // names of the last calls, by id
+  std::map<std::string, std::string> called_;  // names of the last calls without results, by id
 };
 
 }  // namespace

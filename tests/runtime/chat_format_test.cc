@@ -254,22 +254,28 @@ TEST(ChatFormatTest, MessagesTakeTurns) {
 
 TEST(ChatFormatTest, ResultsFollowCalls) {
   const ChatMessage user{Role::kUser, "x"}, said{Role::kAssistant, "x"}, result{Role::kTool, "x"},
-      called{.role = Role::kAssistant, .calls = {{"1", "f", "{}"}}};
+      called{.role = Role::kAssistant, .calls = {{"1", "f", "{}"}}},
+      twice{.role = Role::kAssistant, .calls = {{"1", "f", "{}"}, {"2", "f", "{}"}}};
   const auto first = [](const std::vector<ChatMessage>& messages) {
     const std::optional<OutOfTurn> wrong = FirstOutOfTurn(messages);
     return wrong.has_value() ? std::optional(wrong->message) : std::nullopt;
   };
   for (const auto& messages :
        std::vector<std::vector<ChatMessage>>{{user, called, result},
-                                             {user, called, result, result, said},
+                                             {user, twice, result, result, said},
                                              {user, called, result, called, result, said, user},
                                              {user, called, result, user},
-                                             {user, called, user}}) {
+                                             {user, called, user},
+                                             {user, twice, user}}) {
     EXPECT_EQ(first(messages), std::nullopt) << messages.size();
   }
   EXPECT_EQ(first({user, called}), 2u);
   EXPECT_EQ(first({user, called, said}), 2u);
   EXPECT_EQ(first({user, called, result, said, result}), 4u);
+  EXPECT_EQ(first({user, called, result, result}), 3u);
+  EXPECT_EQ(first({user, twice, result}), 3u);
+  EXPECT_EQ(first({user, twice, result, said}), 3u);
+  EXPECT_EQ(first({user, twice, result, user}), 3u);
   EXPECT_EQ(first({user, called, user, result}), 3u);
 }
 
@@ -361,8 +367,51 @@ TEST(ChatFormatTest, ToolsStandWhereTheTemplatePutsThem) {
   const char* f = "[T {\"type\": \"function\", \"function\": {\"name\": \"f\"}}]";
   EXPECT_EQ(Offering(last, {{Role::kUser, "a"}, {Role::kAssistant, "b"}, {Role::kUser, "c"}}),
             absl::StrCat("[U a][A b]", f, "[U c][A "));
-  EXPECT_EQ(Offering(last, {{Role::kUser, "a"}, kCalled, kFirstResult, {Role::kUser, "c"}}),
-            absl::StrCat("[U a][A Look.{f={\"a\": [1, 2]}#1}{g={}#2}<1:one>", f, "[U c][A "));
+  EXPECT_EQ(
+      Offering(last,
+               {{Role::kUser, "a"}, kCalled, kFirstResult, kSecondResult, {Role::kUser, "c"}}),
+      absl::StrCat("[U a][A Look.{f={\"a\": [1, 2]}#1}{g={}#2}<1:one><2:two>", f, "[U c][A "));
+}
+
+TEST(ChatFormatTest, FormatsSayWhatElseBecomesOfToolsAndContents) {
+  const auto offering = [](const std::vector<std::pair<std::string, Json>>& changes,
+                           const std::vector<ChatMessage>& messages,
+                           std::vector<ChatTool> tools = {{"f", "", ""}}) {
+    Json format = WithTools(Calling());
+    for (const auto& [pointer, value] : changes) format[Json::json_pointer(pointer)] = value;
+    const absl::StatusOr<ChatFormats> formats = ChatFormats::FromJson(
+        Json{{"default", Calling()}, {"tools", {{"default", format}}}}.dump());
+    EXPECT_TRUE(formats.ok()) << formats.status();
+    return Offering(*formats, messages, std::move(tools));
+  };
+  const std::string f = "[T {\"type\": \"function\", \"function\": {\"name\": \"f\"}}]";
+  const std::vector<ChatMessage> called = {
+      {Role::kUser, "a"}, kCalled, kFirstResult, kSecondResult};
+  const std::string calls = "{f={\"a\": [1, 2]}#1}{g={}#2}<1:one><2:two>[A ";
+  EXPECT_EQ(offering({{"/calls/content", "dropped"}}, called), f + "[U a][A " + calls);
+  EXPECT_EQ(offering({{"/calls/content", "kept_unless_empty"}}, called),
+            f + "[U a][A Look." + calls);
+  EXPECT_THAT(
+      offering({{"/tools/raw_descriptions", true}}, {{Role::kUser, "a"}}, {{"f", "\"x\"", ""}}),
+      HasSubstr("\"description\": \"\"x\"\"}"));
+  const std::vector<std::pair<std::string, Json>> last = {
+      {"/tools/place", "last_user"},          {"/system", "last_user"},
+      {"/between/assistant tools", {"][T "}}, {"/between/result tools", {">[T "}},
+      {"/between/tools system", {"][S "}},    {"/between/system user", {"; "}}};
+  const std::vector<ChatMessage> twice = {
+      {Role::kSystem, "s"}, {Role::kUser, "a"}, {Role::kAssistant, "b"}, {Role::kUser, "a"}};
+  EXPECT_EQ(offering(last, twice), "[U a][A b]" + f + "[S s; a][A ");
+  auto alike = last;
+  alike.emplace_back("/tools/equal_users", "repeated");
+  EXPECT_EQ(offering(alike, twice), f + "[U a][A b]" + f + "[S s; a][A ");
+  auto dropped = last;
+  dropped.emplace_back("/calls/system", "dropped");
+  std::vector<ChatMessage> told = called;
+  told.insert(told.begin(), {Role::kSystem, "s"});
+  EXPECT_EQ(offering(last, told), f + "[S s; a][A Look." + calls);
+  EXPECT_EQ(offering(dropped, told), f + "[U a][A Look." + calls);
+  told.push_back({Role::kAssistant, "b"});
+  EXPECT_THAT(offering(dropped, told), HasSubstr("[S s; a]"));
 }
 
 TEST(ChatFormatTest, ReasoningIsWrittenBehindTheLastUsersMessage) {
@@ -370,7 +419,7 @@ TEST(ChatFormatTest, ReasoningIsWrittenBehindTheLastUsersMessage) {
   format["between"]["user reasoning"] = {"][A <think>"};
   format["between"]["reasoning call"] = {"</think>{"};
   format["between"]["reasoning assistant"] = {"</think>"};
-  format["reasoning"] = {{"strip", "newlines"}};
+  format["reasoning"] = {{"strip", "newlines"}, {"content_strip", "left"}};
   ChatMessage called = kCalled;
   called.reasoning = "\nhm\n";
   const ChatFormats formats = MadeWithTools(format);
@@ -399,8 +448,6 @@ TEST(ChatFormatTest, WhatATemplateCannotDoWithToolsIsSaid) {
   EXPECT_THAT(offering("/calls/id_length", 9, called), HasSubstr("9 letters and digits, not '1'"));
   EXPECT_THAT(offering("/calls", {{"refusal", "its own way"}}, {{Role::kUser, "a"}}),
               HasSubstr("takes no tools: its own way"));
-  EXPECT_THAT(offering("/tools/plain_descriptions", true, {{Role::kUser, "a"}}, {{"f", "\"", ""}}),
-              HasSubstr("that of 'f' has quotes"));
   EXPECT_THAT(offering("/tools/indent", nullptr, {{Role::kUser, "a"}}, {{"f", "", "{"}}),
               HasSubstr("the parameters of the tool 'f': the text is no JSON"));
   EXPECT_THAT(
@@ -409,9 +456,6 @@ TEST(ChatFormatTest, WhatATemplateCannotDoWithToolsIsSaid) {
                 {.role = Role::kAssistant, .content = "</think>", .calls = {{"1", "f", "{}"}}},
                 kFirstResult}),
       HasSubstr("give it as the message's reasoning"));
-  EXPECT_THAT(offering("/tools/equal_users", "refused",
-                       {{Role::kUser, "a"}, {Role::kAssistant, "b"}, {Role::kUser, "a"}}),
-              HasSubstr("says the same as the last"));
   ChatMessage wrong = kCalled;
   wrong.calls[0].arguments = "[1]";
   EXPECT_THAT(offering("/tools/indent", nullptr, {{Role::kUser, "a"}, wrong, kFirstResult}),

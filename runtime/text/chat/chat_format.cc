@@ -16,6 +16,7 @@ namespace {
 using Part = ChatFormat::Part;
 using Field = ChatFormat::Field;
 using Strip = ChatFormat::Strip;
+using Beside = ChatFormat::Beside;
 
 // Every character that Python's str.strip() takes off, in UTF-8.
 constexpr std::array<absl::string_view, 29> kSpaces = {
@@ -81,6 +82,8 @@ std::string Stripped(absl::string_view content, Strip strip) {
   return std::string(content);
 }
 
+bool IsBlank(absl::string_view text) { return StripLeft(text, kSpaces).empty(); }
+
 absl::string_view NameOf(Part part) {
   switch (part) {
     case Part::kSystem:
@@ -119,12 +122,15 @@ class PromptWriter {
 
  private:
   absl::Status Order(absl::Span<const ChatMessage> messages);
-  absl::Status WriteMessage(const ChatMessage& message, bool history, bool last);
-  absl::Status WriteAnswer(const ChatMessage& message, bool history, bool last);
+  absl::Status WriteMessage(const ChatMessage& message, bool history);
+  absl::Status WriteAnswer(const ChatMessage& message, bool history);
   absl::Status WriteCall(const ToolCall& call);
   absl::Status WriteResult(const ChatMessage& message);
   absl::Status WriteTools();
-  absl::Status WriteContent(Part part, const std::string& given, bool history);
+  absl::Status WriteContent(Part part, const std::string& given);
+  // What of a content is written.
+  absl::StatusOr<std::string> ContentOf(Part part, const std::string& given, bool history,
+                                        Strip strip = Strip::kNone) const;
   // What stands before a part.
   absl::Status Begin(Part part);
   void Append(const ChatFormat::Text& text);
@@ -139,41 +145,34 @@ class PromptWriter {
   size_t tail_ = 0;
   std::vector<const ChatMessage*> order_;  // as they are written; null: the tools
   size_t last_user_ = 0;                   // its place in `order_`
+  bool calls_now_ = false;                 // behind it
 };
 
 // Brings system message and tools to their places.
 absl::Status PromptWriter::Order(absl::Span<const ChatMessage> messages) {
-  for (const ChatMessage& message : messages) order_.push_back(&message);
-  const bool system = order_.front()->role == ChatRole::kSystem;
+  const bool system = messages.front().role == ChatRole::kSystem;
   if (system && !format_.system_refusal.empty()) {
     return absl::FailedPreconditionError(format_.system_refusal);
   }
-  const auto is_user = [](const ChatMessage* message) {
-    return message != nullptr && message->role == ChatRole::kUser;
-  };
-  const auto last_user = [&] {
-    return order_.rend() - std::find_if(order_.rbegin(), order_.rend(), is_user) - 1;
-  };
-  if (system && format_.system_last) {
-    std::rotate(order_.begin(), order_.begin() + 1, order_.begin() + last_user());
-  }
-  if (format_.tools.has_value()) {
-    ptrdiff_t place = system && !format_.system_last ? 1 : 0;
-    if (format_.tools->last_user) {
-      place = last_user();
-      if (place > 0 && order_[place - 1]->role == ChatRole::kSystem && format_.system_last) --place;
-    }
-    order_.insert(order_.begin() + place, nullptr);
-  }
-  last_user_ = last_user();
-  if (format_.tools.has_value() && !format_.tools->equal_users) {
-    for (size_t i = 0; i < last_user_; ++i) {
-      if (is_user(order_[i]) && order_[i]->content == order_[last_user_]->content) {
-        return Refused(
-            "writes the tools before each message of the user's that says the same as the last, "
-            "which is not supported here");
-      }
-    }
+  size_t last = messages.size();
+  while (last > 0 && messages[last - 1].role != ChatRole::kUser) --last;
+  const ChatMessage& last_user = messages[last - 1];
+  const bool system_first = system && !format_.system_last;
+  const bool system_last = system && format_.system_last &&
+                           !(messages.back().role == ChatRole::kTool && format_.calls.has_value() &&
+                             format_.calls->system_dropped);
+  if (system_first) order_.push_back(&messages.front());
+  if (format_.tools.has_value() && !format_.tools->last_user) order_.push_back(nullptr);
+  for (const ChatMessage& message : messages.subspan(system ? 1 : 0)) {
+    const bool is_last = &message == &last_user;
+    const bool alike = message.role == ChatRole::kUser && format_.tools.has_value() &&
+                       format_.tools->equal_users && message.content == last_user.content;
+    const bool tools_here = format_.tools.has_value() && format_.tools->last_user;
+    if (tools_here && (is_last || alike)) order_.push_back(nullptr);
+    if (is_last && system_last) order_.push_back(&messages.front());
+    if (is_last) last_user_ = order_.size();
+    order_.push_back(&message);
+    calls_now_ |= &message > &last_user && !message.calls.empty();
   }
   return absl::OkStatus();
 }
@@ -181,9 +180,8 @@ absl::Status PromptWriter::Order(absl::Span<const ChatMessage> messages) {
 absl::Status PromptWriter::Write(absl::Span<const ChatMessage> messages) {
   if (absl::Status status = Order(messages); !status.ok()) return status;
   for (size_t i = 0; i < order_.size(); ++i) {
-    absl::Status status = order_[i] == nullptr
-                              ? WriteTools()
-                              : WriteMessage(*order_[i], i < last_user_, i + 1 == order_.size());
+    absl::Status status =
+        order_[i] == nullptr ? WriteTools() : WriteMessage(*order_[i], i < last_user_);
     if (!status.ok()) return status;
   }
   const std::vector<TextRange>& contents = prompt_.contents;
@@ -207,34 +205,44 @@ absl::Status PromptWriter::Write(absl::Span<const ChatMessage> messages) {
       "supported here: end with a user message");
 }
 
-absl::Status PromptWriter::WriteMessage(const ChatMessage& message, bool history, bool last) {
+absl::Status PromptWriter::WriteMessage(const ChatMessage& message, bool history) {
   switch (message.role) {
     case ChatRole::kSystem:
-      return WriteContent(Part::kSystem, message.content, history);
+      return WriteContent(Part::kSystem, message.content);
     case ChatRole::kUser:
-      return WriteContent(Part::kUser, message.content, history);
+      return WriteContent(Part::kUser, message.content);
     case ChatRole::kAssistant:
-      return WriteAnswer(message, history, last);
+      return WriteAnswer(message, history);
     case ChatRole::kTool:
       return WriteResult(message);
   }
   return absl::OkStatus();
 }
 
-absl::Status PromptWriter::WriteAnswer(const ChatMessage& message, bool history, bool last) {
-  if (!history && !last && !format_.history_after.empty() &&
+absl::Status PromptWriter::WriteAnswer(const ChatMessage& message, bool history) {
+  if (!history && calls_now_ && !format_.history_after.empty() &&
       absl::StrContains(message.content, format_.history_after)) {
     return Refused(absl::StrCat("takes thinking out of contents that hold '", format_.history_after,
                                 "': give it as the message's reasoning"));
   }
-  if (!history && format_.reasoning.has_value() && !message.reasoning.empty()) {
+  Strip strip = Strip::kNone;
+  if (!history && format_.reasoning.has_value() && !IsBlank(message.reasoning)) {
     if (absl::Status status = Begin(Part::kReasoning); !status.ok()) return status;
-    Put(Stripped(message.reasoning, *format_.reasoning));
+    Put(Stripped(message.reasoning, format_.reasoning->strip));
+    strip = format_.reasoning->content_strip;
   }
-  const bool blank = StripLeft(message.content, kSpaces).empty();
-  if (message.calls.empty() || (format_.calls.has_value() && format_.calls->content && !blank)) {
-    absl::Status status = WriteContent(Part::kAssistant, message.content, history);
-    if (!status.ok()) return status;
+  const Beside beside = message.calls.empty()       ? Beside::kKept
+                        : IsBlank(message.content)  ? Beside::kDropped
+                        : format_.calls.has_value() ? format_.calls->content
+                                                    : Beside::kDropped;
+  if (beside != Beside::kDropped) {
+    const absl::StatusOr<std::string> content =
+        ContentOf(Part::kAssistant, message.content, history, strip);
+    if (!content.ok()) return content.status();
+    if (beside == Beside::kKept || !content->empty()) {
+      if (absl::Status status = Begin(Part::kAssistant); !status.ok()) return status;
+      Put(*content);
+    }
   }
   if (message.calls.empty()) return absl::OkStatus();
   if (!format_.calls.has_value()) {
@@ -312,13 +320,9 @@ absl::Status PromptWriter::WriteTools() {
   if (absl::Status status = Begin(Part::kTools); !status.ok()) return status;
   std::string all;
   for (const ChatTool& tool : options_.tools) {
-    const std::string description = PythonJsonString(tool.description);
-    if (format_.tools->plain_descriptions && description.size() != tool.description.size() + 2) {
-      return Refused(absl::StrCat("does not escape descriptions of tools; that of '", tool.name,
-                                  "' has quotes, backslashes or control characters"));
-    }
     std::string json = absl::StrCat("{\"type\": \"function\", \"function\": {\"name\": ",
                                     PythonJsonString(tool.name));
+    const std::string description = PythonJsonString(tool.description);
     if (!tool.description.empty()) absl::StrAppend(&json, ", \"description\": ", description);
     if (!tool.parameters.empty()) absl::StrAppend(&json, ", \"parameters\": ", tool.parameters);
     json += "}}";
@@ -327,32 +331,43 @@ absl::Status PromptWriter::WriteTools() {
       return absl::InvalidArgumentError(absl::StrCat("the parameters of the tool '", tool.name,
                                                      "': the text ", written.status().message()));
     }
+    if (format_.tools->raw_descriptions && !tool.description.empty()) {
+      written->replace(written->find(description), description.size(),
+                       absl::StrCat("\"", tool.description, "\""));
+    }
     absl::StrAppend(&all, all.empty() ? "" : format_.tools->between, *written);
   }
   Put(all);
   return absl::OkStatus();
 }
 
-absl::Status PromptWriter::WriteContent(Part part, const std::string& given, bool history) {
-  std::string content = Stripped(given, format_.strip.at(part));
+absl::StatusOr<std::string> PromptWriter::ContentOf(Part part, const std::string& given,
+                                                    bool history, Strip strip) const {
+  std::string content = Stripped(Stripped(given, format_.strip.at(part)), strip);
   if (part == Part::kAssistant && history && !format_.history_after.empty()) {
     const size_t tag = content.rfind(format_.history_after);
     if (tag != std::string::npos) {
       content = Stripped(content.substr(tag + format_.history_after.size()), format_.history_strip);
     }
   }
-  if (const auto refused = format_.refuse.find(part); refused != format_.refuse.end()) {
-    for (const std::vector<std::string>& texts : refused->second) {
-      if (texts.empty() ? !content.empty() : !HoldsAll(given, texts)) continue;
-      return Refused(absl::StrCat(
-          "treats ", NameOf(part), " messages that ",
-          texts.empty() ? "are empty"
-                        : absl::StrCat("hold '", absl::StrJoin(texts, "' and then '"), "'"),
-          " in a special way, which is not supported here"));
-    }
+  const auto refused = format_.refuse.find(part);
+  if (refused == format_.refuse.end()) return content;
+  for (const std::vector<std::string>& texts : refused->second) {
+    if (texts.empty() ? !content.empty() : !HoldsAll(given, texts)) continue;
+    return Refused(absl::StrCat(
+        "treats ", NameOf(part), " messages that ",
+        texts.empty() ? "are empty"
+                      : absl::StrCat("hold '", absl::StrJoin(texts, "' and then '"), "'"),
+        " in a special way, which is not supported here"));
   }
+  return content;
+}
+
+absl::Status PromptWriter::WriteContent(Part part, const std::string& given) {
+  const absl::StatusOr<std::string> content = ContentOf(part, given, /*history=*/false);
+  if (!content.ok()) return content.status();
   if (absl::Status status = Begin(part); !status.ok()) return status;
-  Put(content);
+  Put(*content);
   return absl::OkStatus();
 }
 
@@ -422,37 +437,28 @@ std::optional<OutOfTurn> FirstOutOfTurn(absl::Span<const ChatMessage> messages) 
   constexpr absl::string_view kTurns =
       "a conversation is a system message or none, then user and assistant in turns";
   constexpr absl::string_view kResults =
-      "results of tools follow an assistant message that calls them";
-  bool calls = false;   // results may follow
-  bool user = true;     // the user's turn
-  bool answer = false;  // the assistant's
-  for (size_t i = 0; i < messages.size(); ++i) {
-    const ChatMessage& message = messages[i];
-    switch (message.role) {
-      case ChatRole::kSystem:
-        if (i > 0) return OutOfTurn{i, std::string(kTurns)};
-        continue;
-      case ChatRole::kUser:
-        if (!user) return OutOfTurn{i, std::string(kTurns)};
-        user = calls = false;
-        answer = true;
-        continue;
-      case ChatRole::kAssistant:
-        if (!answer) return OutOfTurn{i, std::string(kTurns)};
-        calls = !message.calls.empty();
-        answer = false;
-        user = true;
-        continue;
-      case ChatRole::kTool:
-        if (!calls) return OutOfTurn{i, std::string(kResults)};
-        answer = true;
-        continue;
+      "each call of an assistant message is followed by its result, or all of them by a user "
+      "message";
+  const size_t first = !messages.empty() && messages[0].role == ChatRole::kSystem ? 1 : 0;
+  ChatRole before = ChatRole::kSystem;
+  size_t calls = 0, due = 0;  // of the last answer; of them, those without a result
+  for (size_t i = first; i < messages.size(); ++i) {
+    const ChatRole role = messages[i].role;
+    const bool answered = due == 0 || due == calls;
+    const bool user = role == ChatRole::kUser && before != ChatRole::kUser && answered;
+    const bool answer = role == ChatRole::kAssistant && due == 0 &&
+                        (before == ChatRole::kUser || before == ChatRole::kTool);
+    const bool result = role == ChatRole::kTool && due > 0;
+    if (!user && !answer && !result) {
+      const bool of_results = due > 0 || role == ChatRole::kTool;
+      return OutOfTurn{i, std::string(of_results ? kResults : kTurns)};
     }
+    if (result) --due;
+    if (!result) calls = due = messages[i].calls.size();
+    before = role;
   }
-  const bool speaks = !messages.empty() && messages.back().role != ChatRole::kSystem;
-  const bool awaits = speaks && messages.back().role == ChatRole::kAssistant && calls;
-  if (!speaks) return OutOfTurn{messages.size(), std::string(kTurns)};
-  if (awaits) return OutOfTurn{messages.size(), std::string(kResults)};
+  if (before == ChatRole::kSystem) return OutOfTurn{messages.size(), std::string(kTurns)};
+  if (due > 0) return OutOfTurn{messages.size(), std::string(kResults)};
   return std::nullopt;
 }
 

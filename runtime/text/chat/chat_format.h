@@ -52,22 +52,25 @@ struct ChatFormat {
   // What is written of a call or a result, from its first field to its last.
   using Pattern = std::vector<std::variant<std::string, Field>>;
 
+  // Whether a message that calls has what it says beside: where it is not blank, with
+  // kKeptUnlessEmpty not where nothing is left of it.
+  enum class Beside { kKept, kKeptUnlessEmpty, kDropped };
   struct Calls {
     CallSyntax syntax = CallSyntax::kHermes;
     Pattern call, result;
     Strip result_strip = Strip::kNone;
-    Text result_generation;        // after a last result: where the answer begins
-    bool content = true;           // what a message that calls says beside is written
+    Text result_generation;  // after a last result: where the answer begins
+    Beside content = Beside::kKept;
     bool several = true;           // one may call more than once
+    bool system_dropped = false;   // of conversations that end with a result
     std::optional<int> id_length;  // ids are so many letters and digits
   };
   struct Tools {
-    bool last_user = false;  // they stand before the last user's message, not behind the system's
-    std::string between;     // two of them
+    bool last_user = false;    // they stand before the last user's message, not behind the system's
+    bool equal_users = false;  // and before those that say the same
+    std::string between;       // two of them
     std::optional<int> indent;
-    // Descriptions that a JSON string would escape are refused: the template does not.
-    bool plain_descriptions = false;
-    bool equal_users = true;  // a user may say the same as the last
+    bool raw_descriptions = false;  // they are not escaped
   };
 
   std::map<Part, Text> begin;  // before the first part
@@ -78,7 +81,7 @@ struct ChatFormat {
   bool system_last = false;  // its content stands before the last user's, not first
   std::map<Part, Strip> strip;
   // Of the assistant's contents that a user's follows: of one with this tag only what is behind the
-  // last of it, stripped. Those behind the last user's may not hold it.
+  // last of it, stripped. Those beside calls behind the last user's may not hold it.
   std::string history_after;  // empty: none
   Strip history_strip = Strip::kNone;
   // Contents that the template treats in a way of its own: those that hold all of these texts one
@@ -87,8 +90,12 @@ struct ChatFormat {
   std::string calls_refusal;   // why there are no calls, nor results
   std::optional<Calls> calls;  // there are
   std::optional<Tools> tools;  // of formats with tools
-  // Reasoning is written of messages behind the last user's, less this; absent: of none.
-  std::optional<Strip> reasoning;
+  // Written of messages behind the last user's.
+  struct Reasoning {
+    Strip strip = Strip::kNone;
+    Strip content_strip = Strip::kNone;  // of the content that it stands before
+  };
+  std::optional<Reasoning> reasoning;  // absent: none is
 };
 
 // What of a conversation is not its messages.
@@ -148,7 +155,8 @@ struct OutOfTurn {
   std::string rule;
 };
 // A conversation is a system message or none, then user and assistant in turns, the user first. A
-// message of the assistant's that calls tools is followed by their results, in any number.
+// message of the assistant's that calls tools is followed by a result of each call; or by none, and
+// the user.
 std::optional<OutOfTurn> FirstOutOfTurn(absl::Span<const ChatMessage> messages);
 
 }  // namespace epikv

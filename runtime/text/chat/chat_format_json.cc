@@ -90,8 +90,10 @@ class ChatFormats::Reader {
     ReadCalls(json, path, format);
     if (tools) format.tools = ReadTools(json, path);
     if (json.contains("reasoning") && !json["reasoning"].is_null()) {
-      format.reasoning =
-          ReadStrip(Object(json, path, "reasoning"), absl::StrCat(path, "reasoning."), "strip");
+      const Json& reasoning = Object(json, path, "reasoning");
+      const std::string in = absl::StrCat(path, "reasoning.");
+      format.reasoning = {.strip = ReadStrip(reasoning, in, "strip"),
+                          .content_strip = ReadStrip(reasoning, in, "content_strip")};
     }
     CheckComplete(format, path);
     return format;
@@ -233,7 +235,8 @@ class ChatFormats::Reader {
                     Field::kContent);
     read.result_strip = ReadStrip(calls, in, "result_strip");
     read.result_generation = ReadText(calls, in, "result_generation");
-    read.content = OneOf(calls, in, "content", "kept", "dropped");
+    read.content = ReadBeside(calls, in);
+    read.system_dropped = calls.contains("system") && OneOf(calls, in, "system", "dropped", "kept");
     read.several = Bool(calls, in, "several");
     read.id_length = Number(calls, in, "id_length");
     format.calls = std::move(read);
@@ -251,10 +254,20 @@ class ChatFormats::Reader {
     } else {
       Refuse(absl::StrCat(in, "between"), "must be a string");
     }
-    read.plain_descriptions =
-        tools.contains("plain_descriptions") && Bool(tools, in, "plain_descriptions");
-    read.equal_users = !tools.contains("equal_users");
+    read.raw_descriptions =
+        tools.contains("raw_descriptions") && Bool(tools, in, "raw_descriptions");
+    read.equal_users = tools.contains("equal_users") && !tools["equal_users"].is_null();
     return read;
+  }
+
+  ChatFormat::Beside ReadBeside(const Json& calls, const std::string& path) {
+    const Json& content = calls.contains("content") ? calls["content"] : Json();
+    if (content == "kept_unless_empty") return ChatFormat::Beside::kKeptUnlessEmpty;
+    if (content == "dropped") return ChatFormat::Beside::kDropped;
+    if (content != "kept") {
+      Refuse(absl::StrCat(path, "content"), "must be kept, kept_unless_empty or dropped");
+    }
+    return ChatFormat::Beside::kKept;
   }
 
   // Whether it is the one, not the other.
@@ -289,25 +302,31 @@ class ChatFormats::Reader {
     auto need_between = [&](Part before, Part after, absl::string_view what) {
       need(format.between.contains({before, after}), what);
     };
+    const bool system = format.system_refusal.empty();
     const bool tools_first = format.tools.has_value() && !format.tools->last_user;
+    const bool tools_last = format.tools.has_value() && format.tools->last_user;
     need_between(Part::kUser, Part::kAssistant, "between.user assistant");
     need_between(Part::kAssistant, Part::kUser, "between.assistant user");
-    if (tools_first) {
+    if (!tools_first) need(format.begin.contains(Part::kUser), "begin.user");
+    if (format.tools.has_value()) {
+      const bool behind_system = tools_first && system && !format.system_last;
       need(format.begin.contains(Part::kTools), "begin.tools");
       need_between(Part::kTools, Part::kUser, "between.tools user");
-    } else {
-      need(format.begin.contains(Part::kUser), "begin.user");
+      if (behind_system) need_between(Part::kSystem, Part::kTools, "between.system tools");
+      if (tools_last) need_between(Part::kAssistant, Part::kTools, "between.assistant tools");
     }
-    if (!format.system_refusal.empty()) return;
-    need((tools_first && format.system_last) || format.begin.contains(Part::kSystem),
-         "begin.system");
-    if (tools_first && !format.system_last) {
-      need_between(Part::kSystem, Part::kTools, "between.system tools");
-    } else {
+    if (!system) return;
+    if (!tools_first || format.system_last) {
       need_between(Part::kSystem, Part::kUser, "between.system user");
     }
-    if (!format.system_last) return;
-    need_between(Part::kAssistant, Part::kSystem, "between.assistant system");
+    if (!format.system_last) {
+      need(format.begin.contains(Part::kSystem), "begin.system");
+    } else if (tools_last) {
+      need_between(Part::kTools, Part::kSystem, "between.tools system");
+    } else {
+      need(tools_first || format.begin.contains(Part::kSystem), "begin.system");
+      need_between(Part::kAssistant, Part::kSystem, "between.assistant system");
+    }
   }
 
   static constexpr absl::string_view kRefuseRule = "must be a list of lists of strings, none empty";

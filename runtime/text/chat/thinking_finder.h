@@ -9,8 +9,8 @@
 
 namespace epikv {
 
-// Finds the thinking among an answer's tokens, as they come. Not thread-safe: owned by the request's
-// sequence.
+// Finds the thinking among an answer's tokens, as they come. Not thread-safe: owned by the
+// request's sequence.
 class ThinkingFinder {
  public:
   // `tokenizer` outlives it. first: index of the answer's first token. begun: it begins within
@@ -27,7 +27,9 @@ class ThinkingFinder {
   };
   const std::optional<Found>& found() const { return found_; }
   // Of the answer so far, those that are thinking.
-  int64_t num_tokens() const { return found_.has_value() ? found_->span.end - found_->span.begin : 0; }
+  int64_t num_tokens() const {
+    return found_.has_value() ? found_->span.end - found_->span.begin : 0;
+  }
 
  private:
   Detokenizer detokenizer_;

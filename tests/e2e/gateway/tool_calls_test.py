@@ -126,7 +126,13 @@ def test_results_go_back(openai: OpenAI, model: str) -> None:
     messages = list(ASK)
     for _ in range(3):
         answer = openai.chat.completions.create(
-            **ask(model, messages=messages, tools=[LOOK_UP], tool_choice="required")
+            **ask(
+                model,
+                messages=messages,
+                tools=[LOOK_UP],
+                tool_choice="required",
+                parallel_tool_calls=False,
+            )
         )
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
@@ -213,7 +219,8 @@ def test_thinking_is_told_apart(openai: OpenAI) -> None:
     asked = ask(
         "thinker",
         max_tokens=80,
-        logit_bias={str(300 - 1): 3},
+        seed=1,
+        logit_bias={str(300 - 1): 1.5},
         extra_body={"kv": {"evict_thinking": True, "protect_thinking": 2}, "ignore_eos": True},
     )
     whole = openai.chat.completions.create(**asked)
