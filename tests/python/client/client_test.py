@@ -223,7 +223,9 @@ def test_a_conversation_is_a_prompt(client: Client, fake: fake_epikvd.Fake) -> N
     ],
 )
 def test_what_is_no_message_is_named(client: Client, message: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="a message has a role \\(system, user, assistant, tool\\)"):
+    with pytest.raises(
+        ValueError, match="a message has a role \\(system, user, assistant, tool\\)"
+    ):
         client.generate(Chat([message]))
 
 

@@ -35,7 +35,7 @@ SYSTEM = {"role": "system", "content": "be brief. "}
 def called(*names: str, said: str = "", thought: str = "", first: int = 1) -> dict[str, Any]:
     """An assistant's message."""
     arguments = [
-        {"of": "k", "é": [1, 2.5, None, True, {"deep": "a \"b\"\n世"}]},
+        {"of": "k", "é": [1, 2.5, None, True, {"deep": 'a "b"\n世'}]},
         {},
         {"n": -12345678901234567890},
     ]
@@ -59,7 +59,11 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "turns": [*ONE, {"role": "assistant", "content": "three"}, {"role": "user", "content": "why?"}],
     "loop": LOOP,
     "twice": TWICE,
-    "answered": [*LOOP, {"role": "assistant", "content": "lane 3"}, {"role": "user", "content": "ok"}],
+    "answered": [
+        *LOOP,
+        {"role": "assistant", "content": "lane 3"},
+        {"role": "user", "content": "ok"},
+    ],
     "several": [*ONE, called("look_up", "pause"), result("a"), result("b", 2)],
     "said": [*ONE, called("look_up", said="I look."), result("<tool_response>é</tool_response>")],
     "thought": [*ONE, called("look_up", said="I look.", thought="\nhm, é\n"), result("3")],
