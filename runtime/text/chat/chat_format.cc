@@ -324,12 +324,20 @@ absl::Status PromptWriter::WriteTools() {
                                     PythonJsonString(tool.name));
     const std::string description = PythonJsonString(tool.description);
     if (!tool.description.empty()) absl::StrAppend(&json, ", \"description\": ", description);
-    if (!tool.parameters.empty()) absl::StrAppend(&json, ", \"parameters\": ", tool.parameters);
+    if (!tool.parameters.empty()) {
+      const absl::StatusOr<std::string> parameters = PythonJson(tool.parameters);
+      if (!parameters.ok()) {
+        return absl::InvalidArgumentError(absl::StrCat("the parameters of the tool '", tool.name,
+                                                       "': the text ",
+                                                       parameters.status().message()));
+      }
+      absl::StrAppend(&json, ", \"parameters\": ", *parameters);
+    }
     json += "}}";
     absl::StatusOr<std::string> written = PythonJson(json, format_.tools->indent);
-    if (!written.ok()) {
-      return absl::InvalidArgumentError(absl::StrCat("the parameters of the tool '", tool.name,
-                                                     "': the text ", written.status().message()));
+    if (!written.ok()) {  // nested too deeply, with what stands around them
+      return absl::InvalidArgumentError(
+          absl::StrCat("the tool '", tool.name, "' ", written.status().message()));
     }
     if (format_.tools->raw_descriptions && !tool.description.empty()) {
       written->replace(written->find(description), description.size(),

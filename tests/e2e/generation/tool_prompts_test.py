@@ -1,6 +1,9 @@
 """Tools in conversations: the prompts that the daemon makes of them are those of transformers."""
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from epikv import Chat, Client, RpcError, Tool
 from epikv.export import export
 from epikv.export.synthetic import byte_tokenizer, write_directory
 from epikv.testing import Daemon
+from page_blocks import ROOT, blocks, commands
 from tiny_model import TINY
 from transformers import AutoTokenizer
 
@@ -131,6 +135,19 @@ def client(checkpoints: dict[str, Path]) -> Iterator[Client]:
     with Daemon(Path(f"{checkpoints[first]}.pt"), *flags, *more) as daemon:
         with daemon.client() as made:
             yield made
+
+
+def test_the_page_calls_a_tool(checkpoints: dict[str, Path]) -> None:
+    [block] = [
+        each for each in blocks(ROOT / "docs" / "models.md") if Path(__file__).name in each.note
+    ]
+    with Daemon(Path(f"{checkpoints['hermes']}.pt"), "--threads=1") as daemon:
+        text = commands(block).replace("localhost:50051", daemon.grpc)
+        run = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False
+        )
+    assert run.returncode == 0, run.stderr
+    assert re.match(r'look_up \{("lane": \d)?', run.stdout)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
