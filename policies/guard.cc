@@ -31,6 +31,13 @@ void Guard::Drop(int32_t victim) {
   std::erase(unguarded_, victim);
 }
 
+void Guard::Forget(int32_t begin, int32_t end) {
+  const auto gone = [=](int32_t token) { return token >= begin && token < end; };
+  std::erase_if(old_, gone);
+  std::erase_if(unguarded_, gone);
+  std::erase_if(gone_, gone);
+}
+
 int32_t Guard::Miss(int32_t token, absl::Span<const int32_t> cached, const Predict& predict,
                     const Draw& draw) {
   BeginIfOver(cached, cached);

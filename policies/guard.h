@@ -47,6 +47,8 @@ class Guard {
   bool has_old() const { return !old_.empty(); }
   void Drop(int32_t victim);
   void Add(int32_t token) { unguarded_.push_back(token); }  // one that is not guarded
+  // Tokens that have left the cache without this, [begin, end).
+  void Forget(int32_t begin, int32_t end);
 
   // Those that the prediction may drop.
   const std::vector<int32_t>& unguarded() const { return unguarded_; }

@@ -115,6 +115,15 @@ class Guarded final : public Policy {
     }
   }
 
+  void Forget(PolicyState* state, TokenSpan tokens) const override {
+    inner_->Forget(InnerOf(state), tokens);
+    const auto begin = static_cast<int32_t>(tokens.begin), end = static_cast<int32_t>(tokens.end);
+    for (GuardOfTable& table : static_cast<GuardedState*>(state)->tables) {
+      table.guard.Forget(begin, end);
+      std::erase_if(table.asked, [=](int32_t token) { return token >= begin && token < end; });
+    }
+  }
+
   std::vector<Eviction> Evict(absl::Span<EvictionTask> tasks) const override {
     std::vector<Eviction> evictions;
     evictions.reserve(tasks.size());

@@ -232,6 +232,9 @@ struct PolicyTraits {
   // Its budget is of what a decode step reads of the cache, all of which is kept: such a policy
   // does not evict.
   std::optional<ReadRule> reads;
+  // Its lanes hold equally many tokens of each stretch of text: none may go beside its rounds
+  // (Policy::Forget).
+  bool plans_all_lanes = false;
   // It looks at what it has dropped, and takes some of it back (AddGuard).
   bool recalls = false;
   PublishedProtection published;

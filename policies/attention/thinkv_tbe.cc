@@ -447,6 +447,7 @@ PolicyTraits ThinkvTbeTraits(const Params& params, const ModelShape& shape) {
       .slack = params.Int("slack"),
       // A round may bring a segment down all of the ladder.
       .pairs_per_token = kMaxSteps * std::accumulate(ladder.begin(), ladder.end(), int64_t{0}),
+      .plans_all_lanes = true,
       .published = {.recent = 16},
       // A segment may be down to one token.
       .state_bytes_per_token = sizeof(Segment),

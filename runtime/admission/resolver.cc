@@ -380,8 +380,17 @@ bool Resolver::CheckProtection(bool has_lengths) {
                   : admission_.manifest().context_length;
   ProtectionOptions& asked = options_.kv.protection;
   const size_t faults = violations_.count();
+  asked.thinking = options_.thinking.has_value() ? std::min(asked.thinking, total) : 0;
+  if (options_.kv.evict_thinking && options_.thinking.has_value() &&
+      request_.traits.plans_all_lanes) {
+    violations_.Add(
+        "kv.thinking.evict",
+        absl::StrCat("policy '", request_.spec->name,
+                     "' holds equally many tokens of each stretch of text in all lanes, "
+                     "which it could not any more"));
+  }
   const bool details = asked.prompt.has_value() || asked.sinks.has_value() ||
-                       asked.recent.has_value() || !asked.spans.empty();
+                       asked.recent.has_value() || !asked.spans.empty() || asked.thinking > 0;
   if (!asked.equal.has_value()) {
     asked.equal = admission_.defaults().equal_protection && !details;
   } else if (*asked.equal && details) {
@@ -394,7 +403,6 @@ bool Resolver::CheckProtection(bool has_lengths) {
   };
   check("kv.sink_tokens", asked.sinks);
   check("kv.recent_tokens", asked.recent);
-  asked.thinking = options_.thinking.has_value() ? std::min(asked.thinking, total) : 0;
   if (asked.spans.size() > kMaxSpans) {
     violations_.Add("kv.protected_spans",
                     absl::StrCat("has ", asked.spans.size(), " items, at most ", kMaxSpans));

@@ -14,6 +14,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 const char* const kAnyObject = R"({"type": "object"})";
+constexpr size_t kMostSchemaBytes = 49152;  // of all functions together, and their names
 constexpr int kMostWhiteSpace = 16;  // in a row; a model that writes nothing else has to go on
 
 Json TagOf(const std::string& begin, Json content, const std::string& end) {
@@ -37,9 +38,9 @@ Json TextNotBeginningWith(const std::string& prefix) {
 }
 
 struct Spelling {
-  std::string begin;      // of the calls
-  std::string call;       // of one, to its name
-  std::string arguments;  // between name and arguments
+  std::vector<std::string> begins;  // of the calls, one of them; none: nothing stands before them
+  std::string call;                 // of one, to its name
+  std::string arguments;            // between name and arguments
   std::string call_end;
   std::string between;
   std::string end;
@@ -48,21 +49,21 @@ struct Spelling {
 Spelling SpellingOf(CallSyntax syntax) {
   switch (syntax) {
     case CallSyntax::kHermes:
-      return {.begin = "",
+      return {.begins = {},
               .call = "<tool_call>\n{\"name\": \"",
               .arguments = "\", \"arguments\": ",
               .call_end = "}\n</tool_call>",
               .between = "\n",
               .end = ""};
     case CallSyntax::kLlama3:
-      return {.begin = "",
+      return {.begins = {},
               .call = "{\"name\": \"",
               .arguments = "\", \"parameters\": ",
               .call_end = "}",
               .between = "",
               .end = ""};
     case CallSyntax::kMistral:
-      return {.begin = "[TOOL_CALLS] [",
+      return {.begins = {"[TOOL_CALLS] [", "[TOOL_CALLS]["},
               .call = "{\"name\": \"",
               .arguments = "\", \"arguments\": ",
               .call_end = "}",
@@ -85,14 +86,19 @@ std::string TriggerOf(CallSyntax syntax) {
   return "[TOOL_CALLS]";
 }
 
-// Calls one behind the other, and nothing else.
-Json CallsOf(const Spelling& spelling, const Json& tags, bool several) {
+// Calls one behind the other, and nothing else; where they are listed, one list for each way to
+// begin.
+std::vector<Json> CallsOf(const Spelling& spelling, const Json& tags, bool several) {
   Json calls = {{"type", "tags_with_separator"},
                 {"tags", tags},
                 {"separator", spelling.between},
                 {"at_least_one", true},
                 {"stop_after_first", !several}};
-  return spelling.begin.empty() ? calls : TagOf(spelling.begin, std::move(calls), spelling.end);
+  if (spelling.begins.empty()) return {calls};
+  std::vector<Json> lists;
+  for (const std::string& begin : spelling.begins)
+    lists.push_back(TagOf(begin, calls, spelling.end));
+  return lists;
 }
 
 Json AnswerOf(const CallRule& rule, const Json& tags) {
@@ -102,15 +108,16 @@ Json AnswerOf(const CallRule& rule, const Json& tags) {
   if (rule.functions.empty()) {
     return first ? TextNotBeginningWith(trigger) : AnyTextWithout(trigger);
   }
-  Json calls = CallsOf(spelling, tags, rule.several && !first);
-  if (rule.required) return calls;
-  if (first) {
-    return {{"type", "or"}, {"elements", {std::move(calls), TextNotBeginningWith(trigger)}}};
+  std::vector<Json> calls = CallsOf(spelling, tags, rule.several && !first);
+  if (first && !rule.required) calls.push_back(TextNotBeginningWith(trigger));
+  if (first || rule.required) {
+    if (calls.size() == 1) return calls.front();
+    return {{"type", "or"}, {"elements", calls}};
   }
-  const bool listed = !spelling.begin.empty();  // all calls are in one list
+  const bool listed = !spelling.begins.empty();  // all calls are in one list
   return {{"type", "triggered_tags"},
           {"triggers", {trigger}},
-          {"tags", listed ? Json::array({std::move(calls)}) : tags},
+          {"tags", listed ? Json(calls) : tags},
           {"at_least_one", false},
           {"stop_after_first", listed || !rule.several}};
 }
@@ -131,8 +138,15 @@ absl::StatusOr<ConstraintText> ConstraintOfCalls(const CallRule& rule) {
   ConstraintText text{.kind = ConstraintText::Kind::kStructuralTag};
   Json tags = Json::array();
   std::vector<std::string> patterns;
+  size_t bytes = 0;
   for (const CalledFunction& function : rule.functions) {
-    absl::StatusOr<JsonSchema> schema = SchemaOf(function.schema);
+    bytes += function.name.size();
+    const bool fits = bytes + function.schema.size() <= kMostSchemaBytes;
+    absl::StatusOr<JsonSchema> schema =
+        fits ? SchemaOf(function.schema)
+             : absl::InvalidArgumentError(absl::StrCat("is too large: schemas of all tools have ",
+                                                       kMostSchemaBytes, " bytes at most"));
+    if (schema.ok()) bytes += function.schema.size();
     if (!schema.ok() && function.lenient) schema = SchemaOf(kAnyObject);
     if (!schema.ok()) {
       return absl::InvalidArgumentError(

@@ -57,12 +57,16 @@ xgrammar::Grammar GrammarOfTag(const std::string& tag) {
   throw std::logic_error("no error says why");
 }
 
+// White space at its edges belongs to it.
 xgrammar::Grammar GrammarOfThinking(const ThinkingBefore& thinking) {
   using Json = nlohmann::json;
-  Json format = {{"type", "tag"},
-                 {"begin", thinking.begun ? "" : thinking.begin},
-                 {"content", {{"type", "any_text"}}},
-                 {"end", thinking.end}};
+  const Json space = {{"type", "regex"}, {"pattern", "[ \\t\\r\\n]{0,16}"}};
+  const Json thought = {{"type", "tag"},
+                        {"begin", thinking.begun ? "" : thinking.begin},
+                        {"content", {{"type", "any_text"}}},
+                        {"end", thinking.end}};
+  Json format = {{"type", "sequence"},
+                 {"elements", thinking.begun ? Json{thought, space} : Json{space, thought, space}}};
   if (!thinking.begun) format = {{"type", "optional"}, {"content", std::move(format)}};
   return GrammarOfTag(Json{{"type", "structural_tag"}, {"format", std::move(format)}}.dump());
 }

@@ -286,7 +286,7 @@ bool Executor::MassDue(const OpenSequence& sequence, const WorkItem& work) const
   if (sequence.mass_at.has_value() && work.first - *sequence.mass_at < options_.mass_interval) {
     return false;
   }
-  return MayRound(work);
+  return !ThinkingGoes(sequence, work) && MayRound(work);
 }
 
 StepItem Executor::ItemOf(const WorkItem& work) {
@@ -504,7 +504,8 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
       const StageTimer timer(times_, Stage::kObserve);
       outcome.status = ObserveStep(sequence, item, view);
     }
-    if (outcome.status.ok() && ThinkingGoes(sequence, item)) {
+    const bool thinking_goes = ThinkingGoes(sequence, item);
+    if (outcome.status.ok() && thinking_goes) {
       outcome.status = EvictThinking(sequence, item.thinking->span, outcome);
     }
     const bool due = RoundIsDue(sequence, item, /*coming=*/0);

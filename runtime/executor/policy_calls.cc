@@ -73,39 +73,22 @@ absl::Status CheckRecalled(const OpenSequence& sequence, const SequenceCache::Sl
   return absl::OkStatus();
 }
 
-// Takes `victims`, which lie in `slots`, out of a cache, and `recalled` back in; may be empty.
 using TokensOfTables = std::vector<std::vector<int32_t>>;
-void Drop(OpenSequence& sequence, const TokensOfTables& victims, const SequenceCache::Slots& slots,
-          const TokensOfTables& recalled, bool leave_hole, SettleOutcome& outcome) {
-  const bool recalls = std::any_of(recalled.begin(), recalled.end(),
-                                   [](const auto& of_table) { return !of_table.empty(); });
-  std::vector<std::vector<Recalled>> back(recalls ? slots.size() : 0);
-  for (int64_t t = 0; sequence.tier != nullptr && t < std::ssize(slots); ++t) {
-    if (recalls) back[t] = sequence.tier->Take(t, recalled[t]);
-    sequence.tier->Demote(sequence.cache, t, slots[t]);
-  }
+
+void AddTrace(const TokensOfTables& victims, const std::vector<std::vector<Recalled>>& back,
+              const OpenSequence& sequence, SettleOutcome& outcome) {
+  EvictionTrace trace = TraceOf(victims, back, sequence.cache, sequence.request.traits.granularity);
+  outcome.trace.at_token = trace.at_token;
+  std::move(trace.victims.begin(), trace.victims.end(), std::back_inserter(outcome.trace.victims));
+}
+
+// Takes what lies in `slots` out of the lanes.
+void Drop(OpenSequence& sequence, const SequenceCache::Slots& slots, bool leave_hole,
+          SettleOutcome& outcome) {
   const int64_t entries = sequence.cache.Evict(slots, leave_hole);
   outcome.evicted_entries += entries;
   sequence.evicted_entries += entries;
   if (entries > 0) ++sequence.rounds;
-  for (size_t t = 0; t < back.size(); ++t) {
-    for (const Recalled& token : back[t]) {
-      sequence.tier->PutBack(token, sequence.cache, static_cast<int64_t>(t));
-    }
-  }
-  if (sequence.pages.has_value()) {  // a hole's page is bounded anew once it is filled
-    const bool moved =
-        recalls || !leave_hole || sequence.cache.SharesBudgets() ||
-        std::any_of(slots.begin(), slots.end(), [](const auto& of) { return of.size() > 1; });
-    if (moved) sequence.pages->Forget();
-  }
-  if (sequence.request.output.kv_trace) {
-    EvictionTrace trace =
-        TraceOf(victims, back, sequence.cache, sequence.request.traits.granularity);
-    outcome.trace.at_token = trace.at_token;
-    std::move(trace.victims.begin(), trace.victims.end(),
-              std::back_inserter(outcome.trace.victims));
-  }
 }
 
 absl::Status InvalidSet(absl::Status status) {
@@ -218,9 +201,26 @@ absl::Status RunRound(OpenSequence& sequence, const WorkItem& item, CacheView& v
     absl::Status valid = CheckRecalled(sequence, *slots, eviction.recalled);
     if (!valid.ok()) return InvalidSet(std::move(valid));
   }
-  Drop(sequence, eviction.victims, *slots, eviction.recalled, /*leave_hole=*/!item.in_prefill(),
-       outcome);
+  const bool leave_hole = !item.in_prefill();
+  std::vector<std::vector<Recalled>> back(recalls ? slots->size() : 0);
+  for (int64_t t = 0; sequence.tier != nullptr && t < std::ssize(*slots); ++t) {
+    if (recalls) back[t] = sequence.tier->Take(t, eviction.recalled[t]);
+    sequence.tier->Demote(sequence.cache, t, (*slots)[t]);
+  }
+  Drop(sequence, *slots, leave_hole, outcome);
+  for (size_t t = 0; t < back.size(); ++t) {
+    for (const Recalled& token : back[t]) {
+      sequence.tier->PutBack(token, sequence.cache, static_cast<int64_t>(t));
+    }
+  }
+  if (sequence.pages.has_value()) {  // a hole's page is bounded anew once it is filled
+    const bool moved =
+        recalls || !leave_hole || sequence.cache.SharesBudgets() ||
+        std::any_of(slots->begin(), slots->end(), [](const auto& of) { return of.size() > 1; });
+    if (moved) sequence.pages->Forget();
+  }
   outcome.eviction_time += SteadyNow() - begin;
+  if (request.output.kv_trace) AddTrace(eviction.victims, back, sequence, outcome);
   return absl::OkStatus();
 }
 
@@ -235,7 +235,7 @@ absl::Status EvictThinking(OpenSequence& sequence, TokenSpan thinking, SettleOut
       const bool thought = index[slot] >= thinking.begin && index[slot] < thinking.end;
       if (!thought || cache.protection().CoversForever(index[slot])) continue;
       slots[t].push_back(slot);
-      victims[t].push_back(index[slot]);
+      if (sequence.request.output.kv_trace) victims[t].push_back(index[slot]);
     }
   }
   if (sequence.policy != nullptr) {
@@ -243,7 +243,11 @@ absl::Status EvictThinking(OpenSequence& sequence, TokenSpan thinking, SettleOut
                                   [&] { sequence.policy->Forget(sequence.state.get(), thinking); });
     if (!told.ok()) return told;
   }
-  Drop(sequence, victims, slots, /*recalled=*/{}, /*leave_hole=*/false, outcome);
+  // It does not go to the tier, nor stay there: it is to be gone.
+  if (sequence.tier != nullptr) sequence.tier->Forget(thinking);
+  Drop(sequence, slots, /*leave_hole=*/false, outcome);
+  if (sequence.pages.has_value()) sequence.pages->Forget();
+  if (sequence.request.output.kv_trace) AddTrace(victims, /*back=*/{}, sequence, outcome);
   outcome.eviction_time += SteadyNow() - begin;
   return absl::OkStatus();
 }

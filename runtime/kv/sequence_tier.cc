@@ -228,16 +228,37 @@ std::vector<Recalled> SequenceTier::Take(int64_t table, absl::Span<const int32_t
     }
     taken.push_back(std::move(back));
     usage_.recalled += lanes_per_table_;
-    --held_;
-    token = {};
-    own.at.erase(found);
-    own.free.push_back(place);
+    Free(own, place);
   }
   BoundPages(table, std::move(places));
-  if (std::ssize(own.queue) > 2 * std::ssize(own.at) + kTierPage) {
-    std::erase_if(own.queue, [&](const auto& entry) { return !IsHeld(own, entry); });
-  }
+  DropVoidEntries(own);
   return taken;
+}
+
+void SequenceTier::Forget(TokenSpan tokens) {
+  if (!Usable()) return;
+  for (int64_t t = 0; t < std::ssize(tables_); ++t) {
+    Table& own = tables_[t];
+    std::vector<int64_t> places;
+    for (const auto& [index, place] : own.at) {
+      if (index >= tokens.begin && index < tokens.end) places.push_back(place);
+    }
+    for (const int64_t place : places) Free(own, place);
+    BoundPages(t, std::move(places));
+    DropVoidEntries(own);
+  }
+}
+
+void SequenceTier::Free(Table& table, int64_t place) {
+  --held_;
+  table.at.erase(table.places[place].index);
+  table.places[place] = {};
+  table.free.push_back(place);
+}
+
+void SequenceTier::DropVoidEntries(Table& table) const {
+  if (std::ssize(table.queue) <= 2 * std::ssize(table.at) + kTierPage) return;
+  std::erase_if(table.queue, [&](const auto& entry) { return !IsHeld(table, entry); });
 }
 
 void SequenceTier::PutBack(const Recalled& token, SequenceCache& cache, int64_t table) const {

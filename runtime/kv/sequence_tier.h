@@ -51,6 +51,8 @@ class SequenceTier {
   void Demote(const SequenceCache& cache, int64_t table, absl::Span<const int64_t> slots);
   // Takes tokens out, which it holds. Fewer if the store fails.
   std::vector<Recalled> Take(int64_t table, absl::Span<const int32_t> tokens);
+  // Drops what it holds of these tokens, in every table.
+  void Forget(TokenSpan tokens);
   // Puts one back, as the newest slot of its table, which has room.
   void PutBack(const Recalled& token, SequenceCache& cache, int64_t table) const;
 
@@ -89,6 +91,9 @@ class SequenceTier {
   // Lanes of a table, which stand one after another.
   int64_t FirstLane(int64_t table) const { return table * lanes_per_table_; }
   int64_t PlaceFor(Table& table);
+  // The token of this place is here no more.
+  void Free(Table& table, int64_t place);
+  void DropVoidEntries(Table& table) const;
   void BoundPages(int64_t table, std::vector<int64_t> places);
   static bool IsHeld(const Table& table, const std::pair<int64_t, int64_t>& entry);
   char* BoundsOf(int64_t lane, int64_t page);

@@ -197,7 +197,7 @@ std::optional<ConstraintText> Reader::Constraint(const v1::GenerateRequest& requ
   const v1::ChatPrompt& chat = request.chat();
   const std::optional<CallRule> rule = CallRuleOf(chat, prompts_.chat);
   if (rule.has_value()) {
-    if (text.has_value()) Violate("sampling.constraint", "cannot be set together with chat.tools");
+    if (text.has_value()) Violate(ConstraintField(*text), "cannot be set together with chat.tools");
     if (!request.output().answer())
       Violate("chat.tools", "needs output.answer, which has the calls");
     absl::StatusOr<ConstraintText> calls = ConstraintOfCalls(*rule);

@@ -78,6 +78,10 @@ Answer<v1::ApplyChatTemplateResponse> TokenizationService::ApplyChatTemplate(
   auto& prompt = std::get<ChatText>(text);
   const auto tokens = model.tokenizer->Encode(prompt.text, ChatEncoding(request.chat(), prompt));
   if (!tokens.ok()) return ToGrpc(BadField("chat", tokens.status().message()));
+  const auto bytes = static_cast<int64_t>(prompt.text.size() + 4 * tokens->size());
+  if (bytes > max_answer_bytes_) {
+    return AnswerTooLarge(bytes, max_answer_bytes_, "ask for the prompt of a shorter conversation");
+  }
   response.set_text(std::move(prompt.text));
   response.mutable_tokens()->mutable_ids()->Add(tokens->begin(), tokens->end());
   return response;

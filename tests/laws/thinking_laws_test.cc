@@ -73,6 +73,10 @@ TEST_P(Thinking, GoesOnceItHasEnded) {
   harness.model().TakeLogits();
   options.thinking = thought->marks;
   options.kv.evict_thinking = true;
+  if (policy().policy == "thinkv_tbe") {  // which could not go on
+    EXPECT_THAT(harness.Refusal(options).message, ::testing::HasSubstr("kv.thinking.evict"));
+    return;
+  }
   const Transcript transcript = harness.Run(options);
   ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
   EXPECT_EQ(transcript.finished->thinking_tokens, thought->end);
@@ -125,6 +129,43 @@ TEST(ThinkingLaws, GoesWithoutABudget) {
   ASSERT_TRUE(several.ok()) << several.finished->status;
   EXPECT_EQ(several.completions[0].tokens, transcript.tokens);
   EXPECT_EQ(several.completions[0].finished->kv.kept, kv.kept);
+}
+
+// It is gone from the tier, too: nothing of it comes back, by no guard.
+TEST(ThinkingLaws, DoesNotComeBackFromATier) {
+  EngineHarness harness(ModelPath("gqa"), {.kv_tier_bytes = 64 << 20, .end_tokens = false});
+  int64_t recalled = 0;
+  for (const char* policy : {"tova", "h2o", "snapkv", "keydiff"}) {
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+      RequestOptions options = Generating(harness.manifest(), {.policy = policy}, 48);
+      options.sampling.seed = seed;
+      options.kv.protection.prompt = false;
+      options.kv.protection.recent = 4;
+      options.kv.tier = {.tokens = 100, .guard = GuardRule{.asked = 2}};
+      options.thinking = ThinkingMarks{.tags = {"<never>", "<never>"}, .begun = true};
+      const Transcript before = harness.Run(options);
+      ASSERT_TRUE(before.ok()) << before.finished->status;
+      const std::optional<Thought> thought = ThoughtIn(harness.tokenizer(), before.tokens);
+      if (!thought.has_value()) continue;
+      options.thinking = thought->marks;
+      options.kv.evict_thinking = true;
+      const Transcript transcript = harness.Run(options);
+      ASSERT_TRUE(transcript.ok()) << policy << " " << seed << transcript.finished->status;
+      const int64_t end = kAsked + thought->end;
+      for (const EvictionTrace& trace : transcript.evictions) {
+        for (const EvictionTrace::Victims& of : trace.victims) {
+          recalled += std::ssize(of.recalled);
+          for (const int32_t token : of.recalled) {
+            EXPECT_FALSE(trace.at_token > end && token >= kAsked && token < end) << token;
+          }
+        }
+      }
+      for (const int32_t token : transcript.finished->kv.kept) {
+        EXPECT_FALSE(token >= kAsked && token < end) << token;
+      }
+    }
+  }
+  EXPECT_GT(recalled, 100) << "guards took back";
 }
 
 TEST(ThinkingLaws, WhatIsProtectedOfItCountsAsSuch) {

@@ -104,6 +104,15 @@ TEST(AnswerReaderTest, ReadsLlamasCall) {
   EXPECT_EQ(Read(format, "Say {\"name\": \"f\", \"parameters\": {}}"),
             "|Say {\"name\": \"f\", \"parameters\": {}}");
   EXPECT_EQ(Read(format, " {\"answer\": 3}"), "| {\"answer\": 3}");
+  // What the constraint takes for words is no call.
+  for (const char* text :
+       {"{\"name\":\"f\",\"parameters\":{}}", "\n{\"name\": \"f\", \"parameters\": {}}",
+        "{ \"name\": \"f\", \"parameters\": {}}"}) {
+    EXPECT_EQ(Read(format, text), absl::StrCat("|", text));
+  }
+  EXPECT_EQ(Read({.thinking = kThink, .calls = CallSyntax::kLlama3},
+                 "<think>a</think>\n\n{\"name\": \"f\", \"parameters\": {}}"),
+            "a||f({})");
   EXPECT_EQ(Read({.thinking = kThink, .calls = CallSyntax::kLlama3}, "<think>a</think>\n\nNo."),
             "a|No.");
 }
@@ -140,6 +149,28 @@ TEST(AnswerReaderTest, ACallThatIsCutShortIsToldAsFarAsItCame) {
   EXPECT_EQ(Read(format, "<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool"), "||f({})");
   EXPECT_EQ(Read(format, "<tool_call>\n{\"name\": \"f\", \"arguments\": {}} and so on"),
             "|} and so on|f({})");
+}
+
+TEST(AnswerReaderTest, HoldsNoMoreThanALittleWhiteSpace) {
+  for (const AnswerFormat& format :
+       {AnswerFormat{.calls = CallSyntax::kHermes},
+        AnswerFormat{.thinking = kThink, .thinks = true}, AnswerFormat{.thinking = kThink}}) {
+    AnswerReader reader(format);
+    AnswerDelta all = reader.Append("a");
+    for (int i = 0; i < 1000; ++i) all.Append(reader.Append("  \n"));
+    EXPECT_GT(all.content.size() + all.reasoning.size(), 2500u);
+    all.Append(reader.Flush());
+  }
+  AnswerReader blank({.thinking = kThink});
+  AnswerDelta all = blank.Append(std::string(1000, ' '));
+  all.Append(blank.Flush());
+  EXPECT_EQ(all.content, std::string(1000, ' '));
+}
+
+TEST(AnswerReaderTest, WhatIsWrongBehindACallIsContent) {
+  const std::string call = "[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {}";
+  EXPECT_EQ(Read({.calls = CallSyntax::kMistral}, call + " so"), "|so|f({})");
+  EXPECT_EQ(Read({.calls = CallSyntax::kMistral}, call + "} so"), "|} so|f({})");
 }
 
 TEST(AnswerReaderTest, TellsACallOnce) {

@@ -128,6 +128,13 @@ TEST(CallGrammarTest, WhatIsSaidBesideIsFree) {
     EXPECT_EQ(Taken(llama, text), "whole") << text;
   }
   EXPECT_EQ(Taken(llama, "{\"name\": \"x"), "{\"name\": \"!");
+  const auto mistral = world.Compile({.syntax = CallSyntax::kMistral, .functions = {kStop}});
+  for (const char* begin : {"[TOOL_CALLS] [", "[TOOL_CALLS]["}) {
+    EXPECT_EQ(Taken(mistral, absl::StrCat(begin, "{\"name\": \"stop\", \"arguments\": {}}]")),
+              "whole");
+    EXPECT_EQ(Taken(mistral, absl::StrCat("So: ", begin, "{\"name\": \"x")),
+              absl::StrCat("So: ", begin, "{\"name\": \"!"));
+  }
   const auto single = world.Compile(
       {.syntax = CallSyntax::kHermes, .functions = {kStop}, .required = true, .several = false});
   EXPECT_EQ(Taken(single, absl::StrCat(call, "\n")), absl::StrCat(call, "!"));
@@ -156,6 +163,8 @@ TEST(CallGrammarTest, ThinkingBeforeIsFree) {
   const auto begun = world.Compile(rule, ThinkingBefore{"<think>", "</think>", true});
   EXPECT_EQ(Taken(begun, absl::StrCat("so\n</think>", call)), "whole");
   EXPECT_EQ(Taken(begun, call), "...");
+  EXPECT_EQ(Taken(begun, absl::StrCat("so\n</think>\n\n", call)), "whole");
+  EXPECT_EQ(Taken(may, absl::StrCat("\n<think>a <tool_call>b</think>\n\n", call)), "whole");
   const auto schema =
       world.compiler.Compile({.kind = ConstraintText::Kind::kJsonSchema,
                               .texts = {R"({"type": "boolean"})"},
@@ -211,6 +220,21 @@ TEST(CallGrammarTest, ArgumentsAreAnyObjectWhereTheSchemaNeedNotBeHeld) {
   const std::string begin = "<tool_call>\n{\"name\": \"find\", \"arguments\": ";
   EXPECT_EQ(Taken(rule, absl::StrCat(begin, "{\"a\": [1, null]}}\n</tool_call>")), "whole");
   EXPECT_EQ(Taken(rule, absl::StrCat(begin, "[")), absl::StrCat(begin, "!"));
+}
+
+TEST(CallGrammarTest, SchemasThatAreTooLargeAreNotRead) {
+  std::string schema = R"({"type": "object", "properties": {)";
+  for (int i = 0; schema.size() < 60000; ++i) {
+    absl::StrAppend(&schema, i > 0 ? ", " : "", "\"property", i, "\": {\"type\": \"integer\"}");
+  }
+  schema += "}}";
+  EXPECT_THAT(ConstraintOfCalls({.functions = {kStop, {"find", schema}}}).status().message(),
+              HasSubstr("of 'find': is too large"));
+  World world;
+  const auto rule = world.Compile({.functions = {kStop, {"find", schema, /*lenient=*/true}}});
+  EXPECT_EQ(
+      Taken(rule, "<tool_call>\n{\"name\": \"find\", \"arguments\": {\"x\": 1}}\n</tool_call>"),
+      "whole");
 }
 
 TEST(CallGrammarTest, WhatCostsTooMuchIsRefused) {

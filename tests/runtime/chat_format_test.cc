@@ -414,6 +414,28 @@ TEST(ChatFormatTest, FormatsSayWhatElseBecomesOfToolsAndContents) {
   EXPECT_THAT(offering(dropped, told), HasSubstr("[S s; a]"));
 }
 
+TEST(ChatFormatTest, APromptThatATemplateMakesTooLongIsRefused) {
+  Json format = Calling();
+  format["between"]["assistant tools"] = {"][T "};
+  format["tools"] = {
+      {"place", "last_user"}, {"between", ", "}, {"indent", 64}, {"equal_users", "repeated"}};
+  const ChatFormats formats =
+      *ChatFormats::FromJson(Json{{"default", Calling()}, {"tools", {{"default", format}}}}.dump());
+  std::vector<ChatMessage> messages = {{Role::kUser, "a"}};
+  for (int i = 0; i < 500; ++i) {
+    messages.push_back({Role::kAssistant, "b"});
+    messages.push_back({Role::kUser, "a"});
+  }
+  const std::string description(100'000, 'x');
+  EXPECT_THAT(Offering(formats, messages, {{"f", description, ""}}),
+              HasSubstr("the conversation is longer than 16 MiB as this model's"));
+  std::string wide(60, '[');
+  for (int i = 0; i < 50'000; ++i) wide += i > 0 ? ",1" : "1";
+  wide += std::string(60, ']');
+  EXPECT_THAT(Offering(formats, {{Role::kUser, "a"}}, {{"f", "", wide}}),
+              HasSubstr("is longer than 16 MiB as it is written"));
+}
+
 TEST(ChatFormatTest, ReasoningIsWrittenBehindTheLastUsersMessage) {
   Json format = Calling();
   format["between"]["user reasoning"] = {"][A <think>"};

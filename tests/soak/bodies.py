@@ -14,12 +14,18 @@ import http.client
 import json
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from epikv.testing import Daemon, Gateway
 from soak import sample_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "fixtures" / "python"))
+from chat_model import export_chat
+from tool_templates import HERMES_THINKING
 
 HELLO = [{"role": "user", "content": "hello"}]
 BODIES: list[tuple[str, dict[str, Any]]] = [
@@ -50,10 +56,18 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             "stream_options": {"include_usage": True},
         },
     ),
-    ("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 1, "echo": True, "logprobs": 1}),
     (
         "/v1/completions",
-        {"prompt": ["1", "2"], "max_tokens": 3, "structured_outputs": {"regex": "[0-9]+"}},
+        {"model": "sample", "prompt": [[5, 6], [7]], "max_tokens": 1, "echo": True, "logprobs": 1},
+    ),
+    (
+        "/v1/completions",
+        {
+            "model": "sample",
+            "prompt": ["1", "2"],
+            "max_tokens": 3,
+            "structured_outputs": {"regex": "[0-9]+"},
+        },
     ),
     (
         "/v1/chat/completions",
@@ -71,6 +85,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (
         "/v1/chat/completions",
         {
+            "model": "sample",
             "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
             "max_tokens": 3,
             "stream": True,
@@ -80,9 +95,52 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
             },
         },
     ),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "tools",
+            "messages": [
+                *HELLO,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "reasoning_content": "hm",
+                    "tool_calls": [
+                        {
+                            "id": "c1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": '{"a": [1, "x"]}'},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "3"},
+            ],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "f",
+                        "description": "Finds.",
+                        "strict": False,
+                        "parameters": {
+                            "type": "object",
+                            "properties": {"a": {"enum": [1, 2]}},
+                            "required": ["a"],
+                        },
+                    },
+                },
+                {"type": "function", "function": {"name": "g"}},
+            ],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "parallel_tool_calls": False,
+            "max_tokens": 30,
+            "stream": True,
+            "kv": {"evict_thinking": True, "protect_thinking": 2},
+        },
+    ),
     ("/tokenize", {"model": "sample", "prompt": "1 2", "return_token_strs": True}),
-    ("/tokenize", {"messages": HELLO}),
-    ("/detokenize", {"tokens": [5, 6, 7]}),
+    ("/tokenize", {"model": "tools", "messages": HELLO}),
+    ("/detokenize", {"model": "sample", "tokens": [5, 6, 7]}),
     ("/v1/outcomes", {"request_id": "r", "metric": "m", "value": 1}),
 ]
 ODD: list[Any] = [
@@ -161,7 +219,15 @@ def main() -> int:
     draw = random.Random(given.seed)
     statuses: Counter[int] = Counter()
     flags = ("--threads=1", "--session_bytes=50000000", "--packet_bytes=50000000")
-    with Daemon(sample_model(), *flags) as daemon, Gateway(daemon.grpc) as gateway:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Daemon(
+            sample_model(),
+            *flags,
+            f'--models=path: "{export_chat(Path(folder), "tools", HERMES_THINKING)}" name: "tools"',
+        ) as daemon,
+        Gateway(daemon.grpc) as gateway,
+    ):
         end = time.monotonic() + given.seconds
         while time.monotonic() < end:
             path, body = draw.choice(BODIES)
@@ -176,7 +242,7 @@ def main() -> int:
                 print(f"{path}: {wrong}\n{data!r}\n{gateway.log}", file=sys.stderr)
                 return 1
         connection = http.client.HTTPConnection(gateway.address, timeout=120)
-        sound = json.dumps({"prompt": "1 2 3", "max_tokens": 1}).encode()
+        sound = json.dumps({"model": "sample", "prompt": "1 2 3", "max_tokens": 1}).encode()
         connection.request("POST", "/v1/completions", sound)
         assert connection.getresponse().status == 200
         assert "Traceback" not in gateway.log, gateway.log

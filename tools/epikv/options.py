@@ -165,12 +165,15 @@ def _message(message: Mapping[str, Any]) -> generation_pb2.ChatMessage:
         content=message["content"],
         reasoning=message.get("reasoning", ""),
         tool_call_id=message.get("tool_call_id", ""),
-        tool_calls=[
-            generation_pb2.ToolCall(
-                id=call["id"], name=call["name"], arguments=_json(call["arguments"])
-            )
-            for call in message.get("tool_calls", ())
-        ],
+        tool_calls=[_call(call) for call in message.get("tool_calls") or ()],
+    )
+
+
+def _call(call: Mapping[str, Any]) -> generation_pb2.ToolCall:
+    if set(call) != {"id", "name", "arguments"}:
+        raise ValueError(f"a call has an id, a name and arguments, not {dict(call)}")
+    return generation_pb2.ToolCall(
+        id=call["id"], name=call["name"], arguments=_json(call["arguments"])
     )
 
 

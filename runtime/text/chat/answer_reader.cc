@@ -12,6 +12,8 @@ namespace epikv {
 namespace {
 
 constexpr size_t kMostNameBytes = 64;
+// That is held back: more of it in a row is content, or thinking.
+constexpr size_t kMostSpaceBytes = 256;
 
 // How much of the text's end begins `mark`, less than all of it.
 size_t Begun(absl::string_view text, absl::string_view mark) {
@@ -26,6 +28,12 @@ bool IsSpace(char c) { return absl::ascii_isspace(static_cast<unsigned char>(c))
 size_t SpaceAtEnd(absl::string_view text) {
   const auto last = std::find_if_not(text.rbegin(), text.rend(), IsSpace);
   return static_cast<size_t>(last - text.rbegin());
+}
+
+// Of it, what may be held back.
+size_t HeldSpace(absl::string_view text) {
+  const size_t space = SpaceAtEnd(text);
+  return space > kMostSpaceBytes ? 0 : space;
 }
 
 size_t SpaceAtBegin(absl::string_view text) {
@@ -152,8 +160,8 @@ bool AnswerReader::Step(AnswerDelta& delta) {
 // Thinking, a call that is the whole answer, or content.
 bool AnswerReader::Start() {
   const absl::string_view said = absl::string_view(held_).substr(SpaceAtBegin(held_));
-  if (said.empty()) return false;
-  if (format_.thinking.has_value()) {
+  if (said.empty() && held_.size() <= kMostSpaceBytes) return false;
+  if (format_.thinking.has_value() && !said.empty()) {
     const std::string& begin = format_.thinking->begin;
     if (absl::StartsWith(said, begin)) {
       Take(held_.size() - said.size() + begin.size());
@@ -164,11 +172,7 @@ bool AnswerReader::Start() {
   }
   trims_ = false;  // what is before it is content
   state_ = State::kContent;
-  if (format_.calls == CallSyntax::kLlama3) {
-    markup_ = held_.substr(0, held_.size() - said.size());
-    Take(markup_.size());
-    state_ = State::kHead;
-  }
+  if (format_.calls == CallSyntax::kLlama3 && said.size() == held_.size()) state_ = State::kHead;
   return true;
 }
 
@@ -183,7 +187,7 @@ bool AnswerReader::Think(AnswerDelta& delta) {
   if (found == std::string::npos) {
     const size_t begun = Begun(held_, end);
     const absl::string_view thought(held_.data(), held_.size() - begun);
-    const size_t told = thought.size() - SpaceAtEnd(thought);
+    const size_t told = thought.size() - HeldSpace(thought);
     delta.reasoning += held_.substr(0, told);
     Take(told);
     return false;
@@ -210,7 +214,8 @@ bool AnswerReader::Say(AnswerDelta& delta) {
   const size_t found = held_.find(std::string(mark));
   const size_t begun = found == std::string::npos ? Begun(held_, mark) : held_.size() - found;
   const absl::string_view said(held_.data(), held_.size() - begun);
-  const size_t told = said.size() - SpaceAtEnd(said);
+  const size_t told =
+      said.size() - (found == std::string::npos ? HeldSpace(said) : SpaceAtEnd(said));
   delta.content += held_.substr(0, told);
   if (found == std::string::npos) {
     Take(told);
@@ -223,29 +228,36 @@ bool AnswerReader::Say(AnswerDelta& delta) {
 }
 
 bool AnswerReader::ReadHead(AnswerDelta& delta) {
-  const bool llama = format_.calls == CallSyntax::kLlama3;
+  if (markup_.empty() && trims_) Take(SpaceAtBegin(held_));  // behind thinking
   Scanner head(held_);
-  head.Space();
-  if (format_.calls == CallSyntax::kMistral && num_calls_ == 0) {
-    head.Literal("[");
+  std::string name;
+  if (format_.calls == CallSyntax::kLlama3) {  // as it is told from what is said (call_grammar.h)
+    head.Literal("{\"name\": \"");
+    name = head.Name();
+    head.Literal("\", \"parameters\": ");
+  } else {
+    head.Space();
+    if (format_.calls == CallSyntax::kMistral && num_calls_ == 0) {
+      head.Literal("[");
+      head.Space();
+    }
+    head.Literal("{");
+    head.Space();
+    head.Literal("\"name\"");
+    head.Space();
+    head.Literal(":");
+    head.Space();
+    head.Literal("\"");
+    name = head.Name();
+    head.Literal("\"");
+    head.Space();
+    head.Literal(",");
+    head.Space();
+    head.Literal("\"arguments\"");
+    head.Space();
+    head.Literal(":");
     head.Space();
   }
-  head.Literal("{");
-  head.Space();
-  head.Literal("\"name\"");
-  head.Space();
-  head.Literal(":");
-  head.Space();
-  head.Literal("\"");
-  std::string name = head.Name();
-  head.Literal("\"");
-  head.Space();
-  head.Literal(",");
-  head.Space();
-  head.Literal(llama ? "\"parameters\"" : "\"arguments\"");
-  head.Space();
-  head.Literal(":");
-  head.Space();
   const bool begins = head.whole() && !head.at_end();
   if (!head.ok() || (begins && held_[head.at()] != '{')) {
     GiveUp(delta);
@@ -292,8 +304,8 @@ bool AnswerReader::ReadTail() {
   if (format_.calls == CallSyntax::kHermes) {
     tail.Literal("</tool_call>");
   } else if (format_.calls == CallSyntax::kMistral) {
-    if (!tail.whole() || tail.at_end()) return false;
-    next = held_[tail.at()] == ',';
+    if (tail.ok() && (!tail.whole() || tail.at_end())) return false;
+    next = tail.ok() && held_[tail.at()] == ',';
     tail.Literal(next ? "," : "]");
   }
   if (tail.ok() && !tail.whole()) return false;

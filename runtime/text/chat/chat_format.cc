@@ -127,6 +127,7 @@ class PromptWriter {
   absl::Status WriteCall(const ToolCall& call);
   absl::Status WriteResult(const ChatMessage& message);
   absl::Status WriteTools();
+  absl::Status MakeTools();
   absl::Status WriteContent(Part part, const std::string& given);
   // What of a content is written.
   absl::StatusOr<std::string> ContentOf(Part part, const std::string& given, bool history,
@@ -142,6 +143,7 @@ class PromptWriter {
   const ChatOptions& options_;
   ChatText prompt_;
   std::optional<Part> before_;
+  std::string tools_;  // as they are written, once they are needed
   size_t tail_ = 0;
   std::vector<const ChatMessage*> order_;  // as they are written; null: the tools
   size_t last_user_ = 0;                   // its place in `order_`
@@ -183,6 +185,11 @@ absl::Status PromptWriter::Write(absl::Span<const ChatMessage> messages) {
     absl::Status status =
         order_[i] == nullptr ? WriteTools() : WriteMessage(*order_[i], i < last_user_);
     if (!status.ok()) return status;
+    if (prompt_.text.size() > ChatFormats::kMostBytes) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the conversation is longer than ", ChatFormats::kMostBytes >> 20,
+                       " MiB as this model's chat template writes it"));
+    }
   }
   const std::vector<TextRange>& contents = prompt_.contents;
   tail_ = *before_ == Part::kAssistant ? contents.back().begin : contents.back().end;
@@ -259,7 +266,9 @@ absl::Status PromptWriter::WriteAnswer(const ChatMessage& message, bool history)
 }
 
 absl::Status PromptWriter::WriteCall(const ToolCall& call) {
-  const absl::StatusOr<std::string> arguments = PythonJson(call.arguments);
+  // Models that have none to give may give nothing.
+  const absl::StatusOr<std::string> arguments =
+      PythonJson(call.arguments.empty() ? "{}" : call.arguments);
   if (!arguments.ok() || !absl::StartsWith(*arguments, "{")) {
     return absl::InvalidArgumentError(absl::StrCat(
         "the arguments of a call of '", call.name, "' must be a JSON object",
@@ -317,8 +326,15 @@ absl::Status PromptWriter::CheckId(const std::string& id) const {
 }
 
 absl::Status PromptWriter::WriteTools() {
+  if (tools_.empty()) {
+    if (absl::Status status = MakeTools(); !status.ok()) return status;
+  }
   if (absl::Status status = Begin(Part::kTools); !status.ok()) return status;
-  std::string all;
+  Put(tools_);
+  return absl::OkStatus();
+}
+
+absl::Status PromptWriter::MakeTools() {
   for (const ChatTool& tool : options_.tools) {
     std::string json = absl::StrCat("{\"type\": \"function\", \"function\": {\"name\": ",
                                     PythonJsonString(tool.name));
@@ -343,9 +359,9 @@ absl::Status PromptWriter::WriteTools() {
       written->replace(written->find(description), description.size(),
                        absl::StrCat("\"", tool.description, "\""));
     }
-    absl::StrAppend(&all, all.empty() ? "" : format_.tools->between, *written);
+    absl::StrAppend(&tools_, tools_.empty() ? "" : format_.tools->between, *written);
+    if (tools_.size() > ChatFormats::kMostBytes) break;  // it will be told
   }
-  Put(all);
   return absl::OkStatus();
 }
 

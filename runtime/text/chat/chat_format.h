@@ -115,9 +115,13 @@ class ChatFormats {
   // INVALID_ARGUMENT names the field that is wrong.
   static absl::StatusOr<ChatFormats> FromJson(absl::string_view json);
 
+  // Of a prompt. What a request says is shorter, but a template may say it again, or spread it out.
+  static constexpr size_t kMostBytes = 16 << 20;
+
   // The prompt that asks for the next answer; after a last message of the assistant's, the
   // conversation as it stands. FAILED_PRECONDITION for what the template cannot do, or its format;
-  // INVALID_ARGUMENT for what is no JSON. Precondition: no message is out of turn.
+  // INVALID_ARGUMENT for what is no JSON, or a prompt that is too long. Precondition: no message is
+  // out of turn.
   absl::StatusOr<ChatText> Render(absl::Span<const ChatMessage> messages,
                                   const ChatOptions& options) const;
 

@@ -10,7 +10,7 @@
 namespace epikv {
 namespace {
 
-constexpr size_t kMostJsonDepth = 64;
+constexpr size_t kMostJsonDepth = 64, kMostJsonBytes = 16 << 20;
 
 // Writes what the parser finds.
 class JsonWriter : public nlohmann::json_sax<nlohmann::json> {
@@ -73,14 +73,16 @@ class JsonWriter : public nlohmann::json_sax<nlohmann::json> {
   bool Value(absl::string_view text) {
     Place();
     absl::StrAppend(&text_, text);
+    if (text_.size() > kMostJsonBytes) {
+      return Refuse(absl::StrCat("is longer than ", kMostJsonBytes >> 20, " MiB as it is written"));
+    }
     return true;
   }
   bool Begin(char bracket) {
     if (levels_.size() == kMostJsonDepth) {
       return Refuse(absl::StrCat("is nested deeper than ", kMostJsonDepth));
     }
-    Place();
-    text_ += bracket;
+    if (!Value(absl::string_view(&bracket, 1))) return false;
     levels_.emplace_back();
     return true;
   }

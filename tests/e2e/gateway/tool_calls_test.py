@@ -12,14 +12,12 @@ from typing import Any
 import openai as sdk
 import pytest
 import tool_templates as templates
+from chat_model import VOCAB, export_chat
 from chat_templates import R1_DISTILL
 from epikv import Chat, Output, RpcError, Sampling, Stop, Tool
-from epikv.export import export
-from epikv.export.synthetic import byte_tokenizer, write_directory
 from epikv.testing import Daemon, Gateway
 from openai import OpenAI
 from page_blocks import ROOT, blocks, commands
-from tiny_model import TINY
 
 FAMILIES = {
     "hermes": templates.HERMES,
@@ -52,23 +50,8 @@ ASK: Any = [{"role": "user", "content": "which lane?"}]
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """With a model a family."""
     folder = tmp_path_factory.mktemp("families")
-    paths = []
-    for name, template in {**FAMILIES, "thinker": R1_DISTILL}.items():
-        directory = folder / name
-        config = {**TINY, "vocab_size": 300, "max_position_embeddings": 8192}
-        write_directory(config, directory, seed=3, tokenizer="bytes")
-        tokenizer = byte_tokenizer(300 - len(SPECIAL))
-        tokenizer.add_special_tokens(SPECIAL)
-        tokenizer.save(str(directory / "tokenizer.json"))
-        fields = {
-            "chat_template": template,
-            "bos_token": "<|bos|>",
-            "eos_token": "<|eos|>",
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        }
-        (directory / "tokenizer_config.json").write_text(json.dumps(fields))
-        export(directory, folder / f"{name}.pt", check=False)
-        paths.append(folder / f"{name}.pt")
+    templates_of = {**FAMILIES, "thinker": R1_DISTILL}
+    paths = [export_chat(folder, name, each, SPECIAL) for name, each in templates_of.items()]
     first, *others = paths
     more = [f'--models=path: "{path}" name: "{path.stem}"' for path in others]
     flags = ("--threads=1", "--kv_pool_bytes=40000000", f"--model_name={first.stem}")
@@ -189,7 +172,7 @@ def test_nothing_is_called_where_nothing_may_be(openai: OpenAI) -> None:
         (
             {"tools": [PAUSE], "response_format": {"type": "json_object"}},
             400,
-            "structured_outputs",
+            "response_format",
             "together with chat.tools",
         ),
         (
@@ -211,13 +194,24 @@ def test_what_is_wrong_is_named(
         assert caught.value.param == param
 
 
+def test_a_call_that_is_cut_is_not_said_to_be_whole(openai: OpenAI) -> None:
+    cut = openai.chat.completions.create(
+        **ask("hermes", tools=[LOOK_UP], tool_choice="required", stop=['"of'])
+    )
+    assert cut.choices[0].finish_reason == "stop"
+    short = openai.chat.completions.create(
+        **ask("hermes", tools=[LOOK_UP], tool_choice="required", max_tokens=30)
+    )
+    assert short.choices[0].finish_reason == "length"
+
+
 def test_thinking_is_told_apart(openai: OpenAI) -> None:
     """Its tag is made likely, and comes after some tokens."""
     asked = ask(
         "thinker",
         max_tokens=80,
         seed=1,
-        logit_bias={str(300 - 1): 1.5},
+        logit_bias={str(VOCAB - 1): 1.5},
         extra_body={"kv": {"evict_thinking": True, "protect_thinking": 2}, "ignore_eos": True},
     )
     whole = openai.chat.completions.create(**asked)

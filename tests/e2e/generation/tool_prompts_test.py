@@ -1,6 +1,5 @@
 """Tools in conversations: the prompts that the daemon makes of them are those of transformers."""
 
-import json
 import re
 import subprocess
 import sys
@@ -10,12 +9,10 @@ from typing import Any
 
 import pytest
 import tool_templates as templates
+from chat_model import export_chat
 from epikv import Chat, Client, RpcError, Tool
-from epikv.export import export
-from epikv.export.synthetic import byte_tokenizer, write_directory
 from epikv.testing import Daemon
 from page_blocks import ROOT, blocks, commands
-from tiny_model import TINY
 from transformers import AutoTokenizer
 
 FAMILIES = {
@@ -107,24 +104,9 @@ def function(tool: Tool) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("tools")
-    made = {}
     for name, template in FAMILIES.items():
-        directory = folder / name
-        config = {**TINY, "vocab_size": 300, "max_position_embeddings": 8192}
-        write_directory(config, directory, seed=3, tokenizer="bytes")
-        tokenizer = byte_tokenizer(298)
-        tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])
-        tokenizer.save(str(directory / "tokenizer.json"))
-        fields = {
-            "chat_template": template,
-            "bos_token": "<|bos|>",
-            "eos_token": "<|eos|>",
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        }
-        (directory / "tokenizer_config.json").write_text(json.dumps(fields))
-        export(directory, folder / f"{name}.pt", check=False)
-        made[name] = directory
-    return made
+        export_chat(folder, name, template)
+    return {name: folder / name for name in FAMILIES}
 
 
 @pytest.fixture(scope="module")

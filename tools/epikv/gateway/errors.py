@@ -122,5 +122,5 @@ def _param(field: str) -> str:
     for length in range(len(parts), 0, -1):
         name = _PARAMS.get(".".join(parts[:length]))
         if name is not None:
-            return ".".join(filter(None, (name, *parts[length:])))
+            return ".".join(filter(None, (name, *parts[length:]))) or "messages"
     return field

@@ -260,8 +260,8 @@ def _call_part(call: generation_pb2.ToolCallDelta) -> dict[str, Any]:
 
 def _called(end: Mapping[str, Any]) -> Mapping[str, Any]:
     """The end of an answer that has called tools."""
-    stopped = end["finish_reason"] == "stop"
-    return {**end, "finish_reason": "tool_calls"} if stopped else end
+    whole = end["finish_reason"] == "stop" and end["stop_reason"] is None
+    return {**end, "finish_reason": "tool_calls"} if whole else end
 
 
 Form = Completions | Chats

@@ -143,15 +143,18 @@ async def _throughput(
     found: list[tuple[float, float]] = []
     cpu = []
     async with AsyncClient(grpc) as client:
-        connections = [await Http.open(gateway.address) for _ in range(streams)]
 
         async def direct() -> float:
             return await _rate([by_grpc(client, tokens) for _ in range(streams)])
 
         async def through() -> float:
+            # Those of the last round have been closed meanwhile, as nobody used them.
+            connections = [await Http.open(gateway.address) for _ in range(streams)]
             before = cpu_seconds(gateway.pid)
             rate = await _rate([each.ask(tokens) for each in connections])
             cpu.append((cpu_seconds(gateway.pid) - before) / (streams * tokens))
+            for connection in connections:
+                await connection.close()
             return rate
 
         await through()
@@ -161,8 +164,6 @@ async def _throughput(
             rates = {way: await way() for way in order}
             found.append((rates[direct], rates[through]))
             harness.say(f"round {number + 1}: gRPC {found[-1][0]:.1f}, gateway {found[-1][1]:.1f}")
-        for connection in connections:
-            await connection.close()
     return {"rounds": found, "cpu_seconds_per_token": cpu}
 
 
