@@ -391,8 +391,8 @@ MUTANTS = [
     Mutant(
         "a token leaves the recent window late",
         "policies/frozen_policy.cc",
-        "state.first_recent <= newest - state.protection.recent",
-        "state.first_recent < newest - state.protection.recent",
+        "state.first_recent <= newest - protection.recent",
+        "state.first_recent < newest - protection.recent",
         "policies_test",
         "Flat.*",
     ),

@@ -515,7 +515,7 @@ void Engine::Emit(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
     }
     if (s.thinking.has_value()) s.thinking->Append(output.token);
     TextStream::Piece piece = s.text.Append(output.token);
-    s.Tell(std::move(piece.text), delta);
+    s.Tell(piece.text, delta);
     stop = std::move(piece.stop);
     if (s.constraint.has_value() && !stop.has_value()) s.unread = output.token;
   }

@@ -48,7 +48,7 @@ Sequence::Sequence(SequenceId id, Request r, std::shared_ptr<RequestSink> s,
   }
 }
 
-void Sequence::Tell(std::string piece, Delta& delta) {
+void Sequence::Tell(const std::string& piece, Delta& delta) {
   if (answer.has_value()) delta.answer.Append(answer->Append(piece));
   delta.text += piece;
 }

@@ -67,7 +67,7 @@ struct Sequence {
   // Its share of a step that caches its next `count` tokens. Points into the sequence.
   WorkItem NextWork(int64_t count, int64_t prefill_chunk_tokens) const;
   // Adds text that has come to what is told.
-  void Tell(std::string piece, Delta& delta);
+  void Tell(const std::string& piece, Delta& delta);
   // Why its output stops here. Requires: `stop`.
   FinishReason StopReason() const;
   // For people who look; what of the pool it holds or waits for is the engine's to add.
