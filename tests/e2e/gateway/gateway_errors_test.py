@@ -270,7 +270,7 @@ WRONG: dict[str, tuple[str, Any, int, str | None, str | None, str]] = {
         CHATS,
         {"model": "sample", "messages": HELLO, "tools": [{"type": "function"}]},
         400,
-        "tools",
+        "tools.0.function",
         None,
         "",
     ),
