@@ -218,7 +218,12 @@ def main() -> int:
     given = parser.parse_args()
     draw = random.Random(given.seed)
     statuses: Counter[int] = Counter()
-    flags = ("--threads=1", "--session_bytes=50000000", "--packet_bytes=50000000")
+    flags = (
+        "--model_name=sample",
+        "--threads=1",
+        "--session_bytes=50000000",
+        "--packet_bytes=50000000",
+    )
     with (
         tempfile.TemporaryDirectory() as folder,
         Daemon(
@@ -244,7 +249,8 @@ def main() -> int:
         connection = http.client.HTTPConnection(gateway.address, timeout=120)
         sound = json.dumps({"model": "sample", "prompt": "1 2 3", "max_tokens": 1}).encode()
         connection.request("POST", "/v1/completions", sound)
-        assert connection.getresponse().status == 200
+        reply = connection.getresponse()
+        assert reply.status == 200, f"a sound request: {reply.status} {reply.read()!r}; {statuses}"
         assert "Traceback" not in gateway.log, gateway.log
     told = ", ".join(f"{count} of {status}" for status, count in sorted(statuses.items()))
     print(f"seed {given.seed}: {statuses.total()} bodies, {told}: all held")
