@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/constraints/json_schema.h"
+#include "runtime/text/chat/answer_reader.h"
 
 namespace epikv {
 namespace {
@@ -13,7 +14,7 @@ namespace {
 // xgrammar's structural tags, which keep the order of a schema's properties.
 using Json = nlohmann::ordered_json;
 
-const char* const kAnyObject = R"({"type": "object"})";
+constexpr absl::string_view kAnyObject = R"({"type": "object"})";
 constexpr size_t kMostSchemaBytes = 49152;  // of all functions together, and their names
 constexpr int kMostWhiteSpace = 16;  // in a row; a model that writes nothing else has to go on
 
@@ -73,19 +74,6 @@ Spelling SpellingOf(CallSyntax syntax) {
   return {};
 }
 
-// What tells a call from what is said.
-std::string TriggerOf(CallSyntax syntax) {
-  switch (syntax) {
-    case CallSyntax::kHermes:
-      return "<tool_call>";
-    case CallSyntax::kLlama3:
-      return "{\"name\": \"";
-    case CallSyntax::kMistral:
-      break;
-  }
-  return "[TOOL_CALLS]";
-}
-
 // Calls one behind the other, and nothing else; where they are listed, one list for each way to
 // begin.
 std::vector<Json> CallsOf(const Spelling& spelling, const Json& tags, bool several) {
@@ -103,27 +91,27 @@ std::vector<Json> CallsOf(const Spelling& spelling, const Json& tags, bool sever
 
 Json AnswerOf(const CallRule& rule, const Json& tags) {
   const Spelling spelling = SpellingOf(rule.syntax);
-  const std::string trigger = TriggerOf(rule.syntax);
+  const std::string mark(CallMark(rule.syntax));
   const bool first = rule.syntax == CallSyntax::kLlama3;  // a call is the whole answer
   if (rule.functions.empty()) {
-    return first ? TextNotBeginningWith(trigger) : AnyTextWithout(trigger);
+    return first ? TextNotBeginningWith(mark) : AnyTextWithout(mark);
   }
   std::vector<Json> calls = CallsOf(spelling, tags, rule.several && !first);
-  if (first && !rule.required) calls.push_back(TextNotBeginningWith(trigger));
+  if (first && !rule.required) calls.push_back(TextNotBeginningWith(mark));
   if (first || rule.required) {
     if (calls.size() == 1) return calls.front();
     return {{"type", "or"}, {"elements", calls}};
   }
   const bool listed = !spelling.begins.empty();  // all calls are in one list
   return {{"type", "triggered_tags"},
-          {"triggers", {trigger}},
+          {"triggers", {mark}},
           {"tags", listed ? Json(calls) : tags},
           {"at_least_one", false},
           {"stop_after_first", listed || !rule.several}};
 }
 
 // Of an object.
-absl::StatusOr<JsonSchema> SchemaOf(const std::string& text) {
+absl::StatusOr<JsonSchema> SchemaOf(absl::string_view text) {
   absl::StatusOr<JsonSchema> schema = ReadJsonSchema(text);
   if (!schema.ok()) return schema;
   const Json json = Json::parse(schema->text);
@@ -143,7 +131,7 @@ absl::StatusOr<ConstraintText> ConstraintOfCalls(const CallRule& rule) {
     bytes += function.name.size();
     const bool fits = bytes + function.schema.size() <= kMostSchemaBytes;
     absl::StatusOr<JsonSchema> schema =
-        fits ? SchemaOf(function.schema)
+        fits ? SchemaOf(function.schema.empty() ? kAnyObject : function.schema)
              : absl::InvalidArgumentError(absl::StrCat("is too large: schemas of all tools have ",
                                                        kMostSchemaBytes, " bytes at most"));
     if (schema.ok()) bytes += function.schema.size();

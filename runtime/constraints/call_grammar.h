@@ -12,7 +12,7 @@ namespace epikv {
 // A function that an answer may call.
 struct CalledFunction {
   std::string name;
-  std::string schema;  // of its arguments, an object's
+  std::string schema;  // of its arguments, an object's; empty: any object's
   // Where the schema cannot be held, arguments are any object.
   bool lenient = false;
 };

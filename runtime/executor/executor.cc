@@ -504,8 +504,7 @@ SettleOutcome Executor::SettleOne(OpenSequence& sequence, const WorkItem& item) 
       const StageTimer timer(times_, Stage::kObserve);
       outcome.status = ObserveStep(sequence, item, view);
     }
-    const bool thinking_goes = ThinkingGoes(sequence, item);
-    if (outcome.status.ok() && thinking_goes) {
+    if (outcome.status.ok() && ThinkingGoes(sequence, item)) {
       outcome.status = EvictThinking(sequence, item.thinking->span, outcome);
     }
     const bool due = RoundIsDue(sequence, item, /*coming=*/0);

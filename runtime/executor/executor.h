@@ -110,9 +110,9 @@ class Executor final : public StepExecutor {
   void KeepPrefix(const StepItem& item);
   StepItem ItemOf(const WorkItem& work);
   SettleOutcome SettleOne(OpenSequence& sequence, const WorkItem& item);
-  // Whether the round after this item, with `coming` tokens more than are cached, is to happen.
   static void NoteThinking(OpenSequence& sequence, const WorkItem& item);
   static bool ThinkingGoes(const OpenSequence& sequence, const WorkItem& item);
+  // Whether the round after this item, with `coming` tokens more than are cached, is to happen.
   static bool RoundIsDue(const OpenSequence& sequence, const WorkItem& item, int64_t coming);
   // Begins the policy's scratch pass over what is cached of a prompt, and says what runs first;
   // empty: there is no room left in the context.

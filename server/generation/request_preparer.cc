@@ -95,7 +95,7 @@ RequestPreparer::Result RequestPreparer::Prepare(CallScope& scope, const Message
       FromProto(message, {.tokenizer = *model.tokenizer,
                           .chat = model.chat,
                           .goes_on = !message.packets().empty() || leaves.soft_tokens});
-  const std::optional<ConstraintText> text = asked.constraint;
+  const std::optional<ConstraintText>& text = asked.constraint;
   std::optional<ConstraintCompiler::Result> constraint;
   if (text.has_value() && !may_wait) {
     constraint = model.constraints->Remembered(*text);

@@ -19,7 +19,6 @@ constexpr int kMostTools = 128;
 constexpr size_t kMostNameBytes = 64;
 constexpr absl::string_view kNoArguments =
     R"({"type": "object", "properties": {}, "additionalProperties": false})";
-constexpr absl::string_view kAnyArguments = R"({"type": "object"})";
 
 std::optional<ChatRole> RoleOf(v1::ChatRole role) {
   switch (role) {
@@ -223,7 +222,7 @@ std::optional<CallRule> CallRuleOf(const v1::ChatPrompt& chat, const ChatFormats
     if (!choice.name().empty() && choice.name() != tool.name()) continue;
     const bool strict = !tool.has_strict() || tool.strict();
     rule.functions.push_back({.name = tool.name(),
-                              .schema = !strict                     ? std::string(kAnyArguments)
+                              .schema = !strict                     ? ""
                                         : tool.parameters().empty() ? std::string(kNoArguments)
                                                                     : tool.parameters(),
                               .lenient = !tool.has_strict()});

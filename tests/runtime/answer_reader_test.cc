@@ -161,6 +161,18 @@ TEST(AnswerReaderTest, HoldsNoMoreThanALittleWhiteSpace) {
     EXPECT_GT(all.content.size() + all.reasoning.size(), 2500u);
     all.Append(reader.Flush());
   }
+  // It goes nowhere, or it is told, however the answer is cut.
+  for (const size_t n : {250, 256, 257, 1000}) {
+    const std::string space(n, ' ');
+    const std::string told = n > 256 ? space : "";
+    EXPECT_EQ(Read({.thinking = kThink}, absl::StrCat("<think>a", space, "</think>b")),
+              absl::StrCat("a", told, "|b"));
+    EXPECT_EQ(Read({.calls = CallSyntax::kHermes},
+                   absl::StrCat("a", space, "<tool_call>{\"name\": \"f\", \"arguments\": {}}")),
+              absl::StrCat("|a", told, "|f({})"));
+    EXPECT_EQ(Read({.thinking = kThink}, absl::StrCat(space, "<think>a</think>b")),
+              n > 256 ? absl::StrCat("|", space, "<think>a</think>b") : "a|b");
+  }
   AnswerReader blank({.thinking = kThink});
   AnswerDelta all = blank.Append(std::string(1000, ' '));
   all.Append(blank.Flush());

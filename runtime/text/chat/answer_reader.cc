@@ -30,12 +30,6 @@ size_t SpaceAtEnd(absl::string_view text) {
   return static_cast<size_t>(last - text.rbegin());
 }
 
-// Of it, what may be held back.
-size_t HeldSpace(absl::string_view text) {
-  const size_t space = SpaceAtEnd(text);
-  return space > kMostSpaceBytes ? 0 : space;
-}
-
 size_t SpaceAtBegin(absl::string_view text) {
   return static_cast<size_t>(std::find_if_not(text.begin(), text.end(), IsSpace) - text.begin());
 }
@@ -93,17 +87,28 @@ AnswerReader::AnswerReader(AnswerFormat format) : format_(std::move(format)) {
   if (format_.thinks) state_ = State::kThinking;
 }
 
-absl::string_view AnswerReader::trigger() const {
-  if (!format_.calls.has_value()) return "";
-  switch (*format_.calls) {
+absl::string_view CallMark(CallSyntax syntax) {
+  switch (syntax) {
     case CallSyntax::kHermes:
       return "<tool_call>";
-    case CallSyntax::kMistral:
-      return "[TOOL_CALLS]";
     case CallSyntax::kLlama3:
+      return "{\"name\": \"";
+    case CallSyntax::kMistral:
       break;
   }
-  return "";
+  return "[TOOL_CALLS]";
+}
+
+absl::string_view AnswerReader::mark() const {
+  const bool behind = format_.calls.has_value() && format_.calls != CallSyntax::kLlama3;
+  return behind ? CallMark(*format_.calls) : "";
+}
+
+size_t AnswerReader::Told(absl::string_view text) {
+  const size_t space = SpaceAtEnd(text);
+  if (space < text.size()) space_told_ = false;  // it begins here
+  space_told_ |= space > kMostSpaceBytes;
+  return space_told_ ? text.size() : text.size() - space;
 }
 
 AnswerDelta AnswerReader::Append(absl::string_view text) {
@@ -159,9 +164,10 @@ bool AnswerReader::Step(AnswerDelta& delta) {
 
 // Thinking, a call that is the whole answer, or content.
 bool AnswerReader::Start() {
-  const absl::string_view said = absl::string_view(held_).substr(SpaceAtBegin(held_));
-  if (said.empty() && held_.size() <= kMostSpaceBytes) return false;
-  if (format_.thinking.has_value() && !said.empty()) {
+  const size_t space = SpaceAtBegin(held_);
+  const absl::string_view said = absl::string_view(held_).substr(space);
+  if (said.empty() && space <= kMostSpaceBytes) return false;
+  if (format_.thinking.has_value() && space <= kMostSpaceBytes) {
     const std::string& begin = format_.thinking->begin;
     if (absl::StartsWith(said, begin)) {
       Take(held_.size() - said.size() + begin.size());
@@ -187,15 +193,16 @@ bool AnswerReader::Think(AnswerDelta& delta) {
   if (found == std::string::npos) {
     const size_t begun = Begun(held_, end);
     const absl::string_view thought(held_.data(), held_.size() - begun);
-    const size_t told = thought.size() - HeldSpace(thought);
+    const size_t told = Told(thought);
     delta.reasoning += held_.substr(0, told);
     Take(told);
     return false;
   }
   const absl::string_view thought(held_.data(), found);
-  absl::StrAppend(&delta.reasoning, thought.substr(0, found - SpaceAtEnd(thought)));
+  absl::StrAppend(&delta.reasoning, thought.substr(0, Told(thought)));
   Take(found + end.size());
   trims_ = true;
+  space_told_ = false;
   state_ = format_.calls == CallSyntax::kLlama3 ? State::kHead : State::kContent;
   return true;
 }
@@ -206,7 +213,7 @@ bool AnswerReader::Say(AnswerDelta& delta) {
     trims_ = held_.empty();
     if (trims_) return false;
   }
-  const absl::string_view mark = trigger();
+  const absl::string_view mark = this->mark();
   if (mark.empty()) {
     delta.content += std::exchange(held_, "");
     return false;
@@ -214,8 +221,7 @@ bool AnswerReader::Say(AnswerDelta& delta) {
   const size_t found = held_.find(std::string(mark));
   const size_t begun = found == std::string::npos ? Begun(held_, mark) : held_.size() - found;
   const absl::string_view said(held_.data(), held_.size() - begun);
-  const size_t told =
-      said.size() - (found == std::string::npos ? HeldSpace(said) : SpaceAtEnd(said));
+  const size_t told = Told(said);
   delta.content += held_.substr(0, told);
   if (found == std::string::npos) {
     Take(told);
@@ -223,6 +229,7 @@ bool AnswerReader::Say(AnswerDelta& delta) {
   }
   markup_ = held_.substr(told, found - told + mark.size());
   Take(found + mark.size());
+  space_told_ = false;
   state_ = State::kHead;
   return true;
 }
@@ -232,7 +239,7 @@ bool AnswerReader::ReadHead(AnswerDelta& delta) {
   Scanner head(held_);
   std::string name;
   if (format_.calls == CallSyntax::kLlama3) {  // as it is told from what is said (call_grammar.h)
-    head.Literal("{\"name\": \"");
+    head.Literal(CallMark(CallSyntax::kLlama3));
     name = head.Name();
     head.Literal("\", \"parameters\": ");
   } else {

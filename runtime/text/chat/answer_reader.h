@@ -10,6 +10,9 @@
 
 namespace epikv {
 
+// What a call, or a list of calls, begins with.
+absl::string_view CallMark(CallSyntax syntax);
+
 // How a model's answers are written.
 struct AnswerFormat {
   std::optional<ThinkingTags> thinking;  // absent: it does not think
@@ -49,6 +52,8 @@ class AnswerReader {
   // What was held back, when the answer ends.
   AnswerDelta Flush();
 
+  // It may yet think, or does.
+  bool may_think() const { return state_ == State::kStart || thinks(); }
   // The answer so far ends within thinking.
   bool thinks() const { return state_ == State::kThinking; }
 
@@ -73,14 +78,18 @@ class AnswerReader {
   // The call is none.
   void GiveUp(AnswerDelta& delta);
   void Take(size_t count) { held_.erase(0, count); }
+  // How much of the held text up to here is told: less the white space that it ends with, unless
+  // that is long.
+  size_t Told(absl::string_view text);
   std::string NewId() const;
-  absl::string_view trigger() const;
+  absl::string_view mark() const;  // of calls that stand behind what is said; empty: there are none
 
   const AnswerFormat format_;
   State state_ = State::kStart;
-  std::string held_;    // text that is not told yet
-  std::string markup_;  // what was taken as a call's, until its arguments begin
-  bool trims_ = true;   // white space that comes next belongs to nothing
+  std::string held_;         // text that is not told yet
+  std::string markup_;       // what was taken as a call's, until its arguments begin
+  bool space_told_ = false;  // of the white space that the text ends with, some was told
+  bool trims_ = true;        // white space that comes next belongs to nothing
   int64_t num_calls_ = 0;
   int64_t depth_ = 0;  // of the arguments' brackets
   bool in_string_ = false, escaped_ = false;

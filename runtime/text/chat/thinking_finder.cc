@@ -12,7 +12,7 @@ ThinkingFinder::ThinkingFinder(const Tokenizer& tokenizer, const ThinkingTags& t
 
 void ThinkingFinder::Append(int32_t token) {
   const int64_t index = next_++;
-  if (found_.has_value() && found_->ended) return;
+  if (!reader_.may_think()) return;
   reader_.Append(detokenizer_.Append(token));
   if (reader_.thinks()) {
     if (!found_.has_value()) found_ = Found{.span = {next_, next_}};
