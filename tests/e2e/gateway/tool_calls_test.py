@@ -181,7 +181,12 @@ def test_nothing_is_called_where_nothing_may_be(openai: OpenAI) -> None:
             "messages[1].tool_call_id",
             "'x' is the id of no call",
         ),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, 400, None, ""),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "x"}}]},
+            400,
+            None,
+            "tools.0.type: Input should be 'function'",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(
@@ -234,7 +239,7 @@ def test_thinking_is_told_apart(openai: OpenAI) -> None:
 
 
 def test_the_page_shows_it(gateway: Gateway) -> None:
-    page = ROOT / "docs" / "clients.md"
+    page = ROOT / "docs/clients.md"
     [block] = [each for each in blocks(page) if Path(__file__).name in each.note]
     text = commands(block).replace("127.0.0.1:8000", gateway.address).replace('"qwen"', '"hermes"')
     run = subprocess.run(

@@ -120,9 +120,7 @@ def client(checkpoints: dict[str, Path]) -> Iterator[Client]:
 
 
 def test_the_page_calls_a_tool(checkpoints: dict[str, Path]) -> None:
-    [block] = [
-        each for each in blocks(ROOT / "docs" / "models.md") if Path(__file__).name in each.note
-    ]
+    [block] = [each for each in blocks(ROOT / "docs/models.md") if Path(__file__).name in each.note]
     with Daemon(Path(f"{checkpoints['hermes']}.pt"), "--threads=1") as daemon:
         text = commands(block).replace("localhost:50051", daemon.grpc)
         run = subprocess.run(
