@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import fake_epikvd
 import grpc
 import pytest
+from epikv.cli.gateway import at
 from epikv.testing import Gateway
 from epikv.v1 import generation_pb2_grpc
 from waiting import eventually
@@ -96,6 +98,16 @@ def test_what_a_killed_worker_had_in_flight_is_no_longer() -> None:
         with pytest.raises(OSError):
             asked.result()
         eventually(lambda: "epikv_gateway_requests_in_flight 1.0" in page_of(gateway), seconds=20)
+
+
+def test_an_address_is_taken_before_it_is_served() -> None:
+    """A gateway waits for its models: nobody else gets its address meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = "127.0.0.1:{1}".format(*free.getsockname())
+    waits = at(address)
+    with pytest.raises(click.ClickException, match=f"cannot listen at {address}: Address already in use"):
+        at(address)
+    del waits
 
 
 def page_of(gateway: Gateway) -> str:

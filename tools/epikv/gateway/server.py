@@ -71,7 +71,7 @@ class _Workers(Multiprocess):
 
 
 class Server:
-    """Has its address from when it is made; runs in the main thread."""
+    """Listens from when it is made; runs in the main thread."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises OSError for an address that it cannot have."""
@@ -92,6 +92,12 @@ class Server:
             log_level="warning",
             ws="none",
         )
+        # A client that does not read has so long for what waits for it, then its connection ends; and so
+        # does what it asked for. Sockets that are accepted have the option too.
+        stall = int(1000 * settings.stall_seconds)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall)
+        # Before it runs: nobody else can take the address, and who comes sooner waits.
+        self._socket.listen(self._config.backlog)
 
     def run(self, servers: Sequence[str] | None = None) -> None:
         """Until SIGTERM or SIGINT. Streams that have begun may go on for drain_seconds. servers: in place
@@ -103,20 +109,15 @@ class Server:
             # Only once it runs it takes signals by itself. When it has ended in order it raises them again.
             for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, alone.handle_exit)
-            self._listen(told["servers"])
+            self._tell(told["servers"])
             alone.run(sockets=[self._socket])
         else:
             workers = _Workers(self._config, sockets=[self._socket])  # takes signals from here on
-            self._listen(told["servers"])
+            self._tell(told["servers"])
             with metrics.shared_among_workers():
                 workers.run()
 
-    def _listen(self, servers: Sequence[str]) -> None:
-        # A client that does not read has so long for what waits for it, then its connection ends; and so
-        # does what it asked for. Sockets that are accepted have the option too.
-        stall = int(1000 * self._settings.stall_seconds)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall)
-        self._socket.listen(self._config.backlog)  # who comes before the workers waits
+    def _tell(self, servers: Sequence[str]) -> None:
         host, port = self._socket.getsockname()[:2]
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         print(json.dumps({"http": address, "servers": servers}), flush=True)
