@@ -31,6 +31,22 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "thinking that has ended stays in the tier",
+        "runtime/executor/policy_calls.cc",
+        "if (sequence.tier != nullptr) sequence.tier->Forget(thinking);",
+        "",
+        "laws_test",
+        "ThinkingLaws.*",
+    ),
+    Mutant(
+        "a guard goes on asking for thinking that has ended",
+        "policies/guarded_policy.cc",
+        "table.guard.Forget(begin, end);",
+        "",
+        "laws_test",
+        "ThinkingLaws.*",
+    ),
+    Mutant(
         "who may have a costly round never goes first",
         "runtime/engine/scheduler.cc",
         "return running[a.sequence].last_step < running[b.sequence].last_step;",

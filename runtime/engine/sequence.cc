@@ -35,8 +35,8 @@ Sequence::Sequence(SequenceId id, Request r, std::shared_ptr<RequestSink> s,
   const bool asks_of_thinking =
       request.answer.has_value() || request.evict_thinking || request.protection.thinking > 0;
   if (request.thinking.has_value() && asks_of_thinking && !scores()) {
-    thinking.emplace(tokenizer, request.thinking->tags, request.thinking->begun,
-                     std::ssize(request.prompt));
+    thinking.emplace(tokenizer, request.thinking->tags, request.thinking->markup,
+                     request.thinking->begun, std::ssize(request.prompt));
   }
   if (request.sampling.constraint != nullptr && !scores()) {
     constraint.emplace(request.sampling.constraint, ends, request.scheduling.tenant);

@@ -86,7 +86,8 @@ struct SchedulingOptions {
 // Where an answer thinks.
 struct ThinkingMarks {
   ThinkingTags tags;
-  bool begun = false;  // the prompt ends within it
+  bool begun = false;                // the prompt ends within it
+  std::vector<int32_t> markup = {};  // special tokens that are a part of answers, as text
 };
 
 // What a client asks for.

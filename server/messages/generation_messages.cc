@@ -189,7 +189,9 @@ std::optional<AnswerFormat> Reader::Answer(const v1::GenerateRequest& request) {
 std::optional<ThinkingMarks> Reader::Thinking(const v1::GenerateRequest& request) const {
   const std::optional<ThinkingTags>& tags = prompts_.chat.thinking_tags();
   if (!request.has_chat() || !tags.has_value()) return std::nullopt;
-  return ThinkingMarks{.tags = *tags, .begun = chat_.thinks};
+  return ThinkingMarks{.tags = *tags,
+                       .begun = chat_.thinks,
+                       .markup = AnswerMarkup(prompts_.chat, prompts_.tokenizer)};
 }
 
 std::optional<ConstraintText> Reader::Constraint(const v1::GenerateRequest& request) {

@@ -43,8 +43,8 @@ RequestOptions Generating(const Manifest& manifest, const PolicyCase& policy, in
 // What of an output may stand for the last tag: a token whose text has not been there before.
 std::optional<Thought> ThoughtIn(const Tokenizer& tokenizer, const std::vector<int32_t>& output) {
   for (int64_t end = kShortest; end + 20 < std::ssize(output); ++end) {
-    const std::string before =
-        tokenizer.Decode(absl::MakeConstSpan(output).first(end), {.skip_special = false});
+    if (tokenizer.IsSpecial(output[end])) continue;
+    const std::string before = tokenizer.Decode(absl::MakeConstSpan(output).first(end));
     const std::string tag(tokenizer.TokenBytes(output[end]).value_or(""));
     if (tag.size() < 2 || absl::StrContains(before + " ", tag)) continue;
     return Thought{{.tags = {"<never>", tag}, .begun = true}, end};
@@ -166,6 +166,35 @@ TEST(ThinkingLaws, DoesNotComeBackFromATier) {
     }
   }
   EXPECT_GT(recalled, 100) << "guards took back";
+}
+
+// A tier that holds all, of which all is fetched, is the whole cache: less the thinking.
+TEST(ThinkingLaws, IsNotFetchedFromATier) {
+  EngineHarness harness(ModelPath("gqa"), {.kv_tier_bytes = 64 << 20, .end_tokens = false});
+  RequestOptions options = Generating(harness.manifest(), {.policy = "full"}, 0);
+  options.kv.budget = std::monostate();
+  const Transcript before = harness.Run(options);
+  const std::optional<Thought> thought = ThoughtIn(harness.tokenizer(), before.tokens);
+  ASSERT_TRUE(thought.has_value());
+  options.thinking = thought->marks;
+  options.kv.evict_thinking = true;
+  harness.model().TakeLogits();
+  const Transcript whole = harness.Run(options);
+  ASSERT_TRUE(whole.ok()) << whole.finished->status;
+  const std::vector<at::Tensor> wanted = harness.model().TakeLogits();
+  options.kv.policy = "h2o";
+  options.kv.budget = int64_t{48};
+  options.kv.protection.prompt = false;
+  options.kv.tier = {.tokens = 200, .fetch = 200};
+  const Transcript transcript = harness.Run(options);
+  ASSERT_TRUE(transcript.ok()) << transcript.finished->status;
+  EXPECT_GT(transcript.finished->kv.tier.fetched, 0);
+  const std::vector<at::Tensor> got = harness.model().TakeLogits();
+  EXPECT_EQ(transcript.tokens, whole.tokens);
+  ASSERT_EQ(got.size(), wanted.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_LT((got[i] - wanted[i]).abs().max().item<double>(), 2e-4) << i;
+  }
 }
 
 TEST(ThinkingLaws, WhatIsProtectedOfItCountsAsSuch) {

@@ -12,16 +12,19 @@ namespace epikv {
 namespace {
 
 const ThinkingTags kTags = {"<think>", "</think>"};
-constexpr int32_t kBegin = 256, kEnd = 257;  // as special tokens
+constexpr int32_t kBegin = 256, kEnd = 257, kOther = 258;  // special tokens
 
 using Found = std::optional<ThinkingFinder::Found>;
 
-// Of an answer whose first token is token 10: special tokens are "{" and "}".
+// Of an answer whose first token is token 10: special tokens are "{", "}" and, no markup, "^".
 Found FindIn(const std::string& answer, bool begun = false) {
-  const auto tokenizer = ByteLevel(ByteWords(), {"<think>", "</think>"});
-  ThinkingFinder finder(*tokenizer, kTags, begun, 10);
+  const auto tokenizer = ByteLevel(ByteWords(), {"<think>", "</think>", "<other>"});
+  ThinkingFinder finder(*tokenizer, kTags, {kBegin, kEnd}, begun, 10);
   for (const char c : answer) {
-    finder.Append(c == '{' ? kBegin : c == '}' ? kEnd : static_cast<unsigned char>(c));
+    finder.Append(c == '{'   ? kBegin
+                  : c == '}' ? kEnd
+                  : c == '^' ? kOther
+                             : static_cast<unsigned char>(c));
   }
   return finder.found();
 }
@@ -41,6 +44,12 @@ TEST(ThinkingFinderTest, FindsWhatStandsBetweenTheTags) {
   ExpectFound(FindIn("<think>abc</think>d"), 17, 27, true);
   EXPECT_FALSE(FindIn("abc{d}").has_value());
   EXPECT_FALSE(FindIn("").has_value());
+}
+
+// As the reader of the answer's parts, which is not told of them.
+TEST(ThinkingFinderTest, OtherSpecialTokensAreNoText) {
+  ExpectFound(FindIn("^{abc}de"), 12, 15, true);
+  ExpectFound(FindIn("{a^bc^}de"), 11, 16, true);
 }
 
 TEST(ThinkingFinderTest, ThinkingMayHaveBegunInThePrompt) {

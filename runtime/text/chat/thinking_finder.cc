@@ -2,9 +2,9 @@
 
 namespace epikv {
 
-ThinkingFinder::ThinkingFinder(const Tokenizer& tokenizer, const ThinkingTags& tags, bool begun,
-                               int64_t first)
-    : detokenizer_(tokenizer, {.skip_special = false}),
+ThinkingFinder::ThinkingFinder(const Tokenizer& tokenizer, const ThinkingTags& tags,
+                               const std::vector<int32_t>& markup, bool begun, int64_t first)
+    : detokenizer_(tokenizer, {.shown = markup}),
       reader_({.thinking = tags, .thinks = begun}),
       next_(first) {
   if (begun) found_ = Found{.span = {first, first}};

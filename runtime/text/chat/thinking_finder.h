@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "policies/protection.h"
 #include "runtime/text/chat/answer_reader.h"
@@ -13,9 +14,10 @@ namespace epikv {
 // request's sequence.
 class ThinkingFinder {
  public:
-  // `tokenizer` outlives it. first: index of the answer's first token. begun: it begins within
-  // thinking.
-  ThinkingFinder(const Tokenizer& tokenizer, const ThinkingTags& tags, bool begun, int64_t first);
+  // `tokenizer` outlives it. markup: special tokens that are a part of the answer, as text, as its
+  // reader takes them. begun: it begins within thinking. first: index of its first token.
+  ThinkingFinder(const Tokenizer& tokenizer, const ThinkingTags& tags,
+                 const std::vector<int32_t>& markup, bool begun, int64_t first);
 
   void Append(int32_t token);
 
