@@ -97,6 +97,7 @@ std::variant<Request, Rejection> Admission::Resolve(RequestOptions options) cons
   request.evict_thinking = options.kv.evict_thinking && options.thinking.has_value();
   request.scheduling = std::move(options.scheduling);
   request.arm = std::move(options.arm);
+  request.chat = options.chat;
   request.positions = options.kv.positions;
   request.prefix_salt = std::move(options.kv.prefix_salt);
   request.bypass_prefix_cache =

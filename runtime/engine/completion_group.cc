@@ -28,6 +28,7 @@ void CompletionGroup::Add(const Sequence& s, const Finished& closed) {
   total.stop_string = closed.stop_string;
   total.stop_token = closed.stop_token;
   total.kv.kept = closed.kv.kept;
+  total.kv.first_rounds = closed.kv.first_rounds;
 }
 
 }  // namespace epikv

@@ -18,6 +18,8 @@ namespace {
 
 // Steps to come may take longer than those before.
 constexpr double kMargin = 1.25;
+// Of a request, whose times are told.
+constexpr size_t kFirstRounds = 12;
 
 absl::Time EarlierOf(absl::Time a, absl::Time b) { return a < b ? a : b; }
 
@@ -389,6 +391,7 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
   std::vector<SequenceView> views;
   views.reserve(running.size());
   for (const SequencePtr& s : running) {
+    if (!s->sink->Ready()) s->waited_for_reader = true;
     SequenceView view{.prefill_tokens = s->request.prefill_tokens(),
                       .cached_tokens = s->cached,
                       .ready = s->sink->Ready() && !s->unread.has_value(),
@@ -502,7 +505,10 @@ void Engine::Emit(Sequence& s, Delta delta, absl::Span<OutputToken> outputs) {
     if (s.num_outputs == 0) {
       s.first_token = now;
       if (s.completion == 0) ObserverOf(s).OnFirstToken(s.request, now - s.request.arrival);
+    } else if (!s.scores() && !s.waited_for_reader) {
+      ObserverOf(s).OnToken(s.request, now - s.last_token);
     }
+    s.waited_for_reader = false;
     s.last_token = now;
     ++s.num_outputs;
     if (!s.request.force_in_chunks) s.tokens.push_back(output.token);
@@ -696,6 +702,11 @@ void Engine::OnSettled(Sequence& s, const WorkItem& item, SettleOutcome outcome)
   }
   if (outcome.evicted_entries == 0) return;
   ++s.rounds;
+  if (s.first_rounds.size() < kFirstRounds) {
+    s.first_rounds.push_back({.end = now_() - s.request.arrival,
+                              .time = outcome.eviction_time,
+                              .entries = outcome.evicted_entries});
+  }
   s.evicted_entries += outcome.evicted_entries;
   ObserverOf(s).OnEvicted({.request = s.request,
                            .entries = outcome.evicted_entries,
@@ -822,6 +833,7 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
       s.pass_time + (s.pass.empty() ? absl::ZeroDuration() : now - s.pass_begin);
   finished.kv.evicted_entries = s.evicted_entries;
   finished.kv.rounds = s.rounds;
+  finished.kv.first_rounds = std::move(s.first_rounds);
   if (!s.open && s.group != nullptr) {  // ended with its first token
     facts.entries = s.group->prompt_kv.entries;
     Quietly([&] { facts.kept = s.group->prompt_kv.kept; });

@@ -46,7 +46,7 @@ struct EvictedStats {
   std::optional<double> attention_mass;  // see SettleOutcome
 };
 
-// Watches the engine: metrics, logs and tests all see the same five events. Called on the engine
+// Watches the engine: metrics, logs and tests all see the same events. Called on the engine
 // thread with no lock held; must not block, throw, or call back into the engine.
 class EngineObserver {
  public:
@@ -57,6 +57,8 @@ class EngineObserver {
   // After each step, and (with 0 sequences) when nothing could run.
   virtual void OnStep(const StepStats& step) {}
   virtual void OnFirstToken(const Request& request, absl::Duration since_arrival) {}
+  // Of each generated token but the first, and but those that waited for their reader.
+  virtual void OnToken(const Request& request, absl::Duration since_last) {}
   virtual void OnEvicted(const EvictedStats& evicted) {}
   // Once for every submitted request, admitted or not.
   virtual void OnFinished(const Request& request, const Finished& finished) {}

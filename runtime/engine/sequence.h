@@ -51,8 +51,10 @@ struct Sequence {
   absl::Time pass_begin;
   absl::Duration pass_time;
   int64_t rounds = 0, evicted_entries = 0, trace_victims = 0;
+  std::vector<RoundTime> first_rounds;
   bool trace_truncated = false;
   absl::Time admitted, first_token, last_token;
+  bool waited_for_reader = false;  // since its last token
   absl::Duration eviction_time;
 
   int64_t completion = 0;

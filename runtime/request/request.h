@@ -94,6 +94,7 @@ struct ThinkingMarks {
 struct RequestOptions {
   std::string id;
   std::vector<int32_t> prompt;
+  bool chat = false;  // the prompt is a conversation; told in series, means nothing here
   // Cached tokens that the prompt goes on from, in this order.
   std::vector<std::shared_ptr<const Packet>> packets;
   bool wrap = false;  // the prompt is read between the model's soft tokens
@@ -191,6 +192,7 @@ struct Request {
   bool evict_thinking = false;
   SchedulingOptions scheduling;
   std::string arm;
+  bool chat = false;
 
   const PolicySpec* spec = nullptr;
   Params params;
@@ -246,11 +248,18 @@ struct EvictionTrace {
   std::vector<Victims> victims;
 };
 
+struct RoundTime {
+  absl::Duration end;  // since the request's arrival
+  absl::Duration time;
+  int64_t entries = 0;  // evicted
+};
+
 struct KvUsage {
   int64_t peak_entries = 0;
   int64_t final_entries = 0;
   int64_t evicted_entries = 0;
   int64_t rounds = 0;
+  std::vector<RoundTime> first_rounds;  // of the first completion
   int64_t peak_bytes = 0;
   int64_t packed_bytes = 0;  // of a policy that rounds rows: what is held at the end, packed
   ReadSlots reads;

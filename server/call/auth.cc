@@ -45,6 +45,7 @@ constexpr MethodRole kMethodRoles[] = {
     {"VllmEngine/GetServerInfo", Role::kUser},
     {"VllmEngine/GetLoads", Role::kUser},
     {"VllmEngine/GetTokenizer", Role::kUser},
+    {"OpenRcaService/StreamCoreMetrics", Role::kUser},
     {"AdminService/GetServerStatus", Role::kOperator},
     {"AdminService/GetLoad", Role::kOperator},
     {"AdminService/ListActiveRequests", Role::kOperator},

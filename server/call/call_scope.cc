@@ -57,7 +57,8 @@ CallScope::CallScope(absl::string_view method, const Frontend& frontend,
       frontend_(frontend),
       context_(context),
       deadline_(DeadlineOf(context)),
-      span_(NewSpan(CallersSpan(context))) {
+      callers_span_(CallersSpan(context)),
+      span_(NewSpan(callers_span_)) {
   frontend_.traffic.OnCall();
 }
 
@@ -91,10 +92,20 @@ grpc::Status CallScope::Close(const grpc::Status& status) {
   entry_.set_seconds(absl::ToDoubleSeconds(now - start_));
   entry_.set_peer(context_.peer());
   entry_.set_trace_id(span_.trace_id);
+  entry_.set_span_id(span_.span_id);
+  if (callers_span_.has_value()) entry_.set_parent_span_id(callers_span_->span_id);
+  entry_.set_sampled(span_.sampled);
+  entry_.set_read_seconds(absl::ToDoubleSeconds(arrival_ - start_));
   entry_.set_identity(caller_.name);
   if (on_close_ != nullptr) on_close_(entry_);
   frontend_.access_log.Write(std::move(entry_));
   context_.AddTrailingMetadata("traceparent", span_.ToHeader());
+  if (LoadReports* reports = frontend_.load_reports;
+      reports != nullptr && LoadReports::AreRequests(method_)) {
+    reports->OnRequestEnded(status.error_code());
+    context_.AddTrailingMetadata("endpoint-load-metrics-bin",
+                                 reports->Report().SerializeAsString());
+  }
   return WithTraceId(status, span_.trace_id);
 }
 

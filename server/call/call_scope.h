@@ -24,6 +24,7 @@
 #include "server/call/trace_context.h"
 #include "server/call/traffic.h"
 #include "server/call/wire.h"
+#include "server/metrics/load_reports.h"
 #include "server/metrics/metrics.h"
 #include "server/port/connections.h"
 
@@ -37,8 +38,9 @@ struct Frontend {
   Traffic& traffic;
   // Where requests are read and answered that are too long for gRPC's threads; clients take turns.
   TaskThread& long_requests;
-  Connections& connections;  // of the port
-  ClientBytes& answers;      // long ones that wait to be read
+  Connections& connections;             // of the port
+  ClientBytes& answers;                 // long ones that wait to be read
+  LoadReports* load_reports = nullptr;  // null: nobody is told of the load
   // A client that reads nothing of a stream for so long is given up.
   absl::Duration stall = absl::Seconds(30);
 };
@@ -95,6 +97,7 @@ class CallScope {
   const absl::Time deadline_;
   absl::Time arrival_ = start_;
   bool admitted_ = false;
+  const std::optional<TraceContext> callers_span_;
   const TraceContext span_;
   Identity caller_;
   v1::AccessLogEntry entry_;

@@ -98,6 +98,7 @@ Config ConfigOf(const v1::ServerConfig& c) {
       .metrics_max_series = c.metrics_max_series(),
       .reflection = c.reflection(),
       .vllm_dialect = c.vllm_dialect(),
+      .load_reports = c.load_reports(),
       .channelz = c.channelz(),
       .transport = TransportOf(c),
       .connections = {.most = c.max_connections(),

@@ -39,6 +39,7 @@ struct Config {
   int64_t metrics_max_series = 0;
   bool reflection = false;
   bool vllm_dialect = false;
+  bool load_reports = false;
   bool channelz = false;
   TransportLimits transport;
   ConnectionLimits connections;  // of `listen`

@@ -249,6 +249,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
                  {"torch", TorchVersion()},
                  {"grpc", grpc::Version()}},
        .lifecycle = &lifecycle,
+       .tls_certificate = config.tls.certificate,
        .connections = {{"clients", connections.clients}, {"operators", connections.operators}}});
   const absl::StatusOr<const MetricsServer*> metrics_server = ServeMetrics(config, metrics);
   if (!metrics_server.ok()) return metrics_server.status();
@@ -260,6 +261,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
   Traffic traffic;
   TaskThread long_requests;
   ClientBytes answers(kMostClientBytes);
+  LoadReports load_reports(metrics);
   const Frontend frontend{.auth = **auth,
                           .metrics = metrics,
                           .access_log = **access_log,
@@ -267,6 +269,7 @@ absl::Status Serve(const v1::ServerConfig& settled, StopSignals& signals) {
                           .long_requests = long_requests,
                           .connections = *connections.clients,
                           .answers = answers,
+                          .load_reports = config.load_reports ? &load_reports : nullptr,
                           .stall = config.outbox.stall};
   const Frontend operators_frontend{.auth = frontend.auth,
                                     .metrics = metrics,

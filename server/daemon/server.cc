@@ -24,6 +24,9 @@ Server::Server(Models& models, const Lifecycle& lifecycle, Courier& courier,
       policies_(models, frontend),
       packets_(options.packets != nullptr ? *options.packets : no_packets_, frontend),
       experiments_(options.experiments, models, frontend) {
+  if (frontend.load_reports != nullptr) {
+    orca_ = std::make_unique<OrcaService>(*frontend.load_reports, lifecycle, frontend);
+  }
   if (!options.vllm_dialect) return;
   vllm_ = std::make_unique<VllmService>(generation_, models, lifecycle, frontend,
                                         options.port.transport.max_sent_message_bytes);
@@ -46,6 +49,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   if (server->vllm_ != nullptr) {
     services.push_back(server->vllm_.get());
     names.emplace_back("vllm.grpc.engine.VllmEngine");
+  }
+  if (server->orca_ != nullptr) {
+    services.push_back(server->orca_.get());
+    names.emplace_back("xds.service.orca.v3.OpenRcaService");
   }
   absl::StatusOr<std::unique_ptr<GrpcPort>> port =
       GrpcPort::Open(options.port, services, std::move(names), lifecycle);

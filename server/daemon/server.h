@@ -6,6 +6,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/base/lifecycle.h"
+#include "server/dialect/orca_service.h"
 #include "server/dialect/vllm_service.h"
 #include "server/experiments/experiment_service.h"
 #include "server/generation/generation_service.h"
@@ -60,6 +61,7 @@ class Server {
   PacketService packets_;
   ExperimentService experiments_;
   std::unique_ptr<VllmService> vllm_;  // null: it is not served
+  std::unique_ptr<OrcaService> orca_;  // the same
   std::unique_ptr<GrpcPort> port_;     // ends before its services
 };
 

@@ -12,6 +12,15 @@
 
 namespace epikv {
 
+namespace {
+
+// To microseconds: digits take room in a line.
+double RoundedSeconds(absl::Duration time) {
+  return static_cast<double>(absl::ToInt64Microseconds(time)) / 1e6;
+}
+
+}  // namespace
+
 absl::Status WhyCancelled(const CallTimes& times) {
   constexpr absl::Duration kMostEarly = absl::Milliseconds(250);
   const absl::Duration rounded = (times.deadline - times.start) / 100 + absl::Milliseconds(10);
@@ -52,6 +61,13 @@ void LogFinished(const Finished& finished, int64_t lanes, v1::AccessLogEntry& en
   entry.set_prefill_seconds(absl::ToDoubleSeconds(timings.prefill));
   entry.set_ttft_seconds(absl::ToDoubleSeconds(timings.time_to_first_token));
   entry.set_decode_seconds(absl::ToDoubleSeconds(timings.decode));
+  entry.set_eviction_seconds(absl::ToDoubleSeconds(timings.eviction));
+  for (const RoundTime& round : finished.kv.first_rounds) {
+    v1::AccessLogEntry::EvictionRound& told = *entry.add_eviction_rounds();
+    told.set_end_seconds(RoundedSeconds(round.end));
+    told.set_seconds(RoundedSeconds(round.time));
+    told.set_evicted_tokens(round.entries / lanes);
+  }
 }
 
 }  // namespace epikv

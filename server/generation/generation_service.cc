@@ -11,6 +11,7 @@
 #include "server/generation/call_facts.h"
 #include "server/generation/collect_call.h"
 #include "server/generation/stream_call.h"
+#include "server/metrics/request_series.h"
 
 namespace epikv {
 
@@ -190,6 +191,7 @@ void GenerationService::Submit(const Message& message, Call& call, bool may_wait
         .accepted = AcceptedOf(ready, model->name),
         .lanes = model->lanes()};
     LogAccepted(facts.accepted, scope.entry());
+    scope.entry().set_operation(std::string(OperationOf(ready.request)));
     const std::shared_ptr<Outbox> outbox = facts.outbox;
     const SubmitResult submitted = model->engine->Submit(std::move(ready.request), outbox);
     // It went out of service meanwhile: who serves its name now may take the request.

@@ -517,6 +517,7 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& p
       .violations = {},
       .refusal = std::nullopt};
   asked.constraint = reader.Constraint(request);
+  asked.options.chat = request.has_chat();
   asked.options.answer = reader.Answer(request);
   asked.options.thinking = reader.Thinking(request);
   asked.violations = reader.TakeViolations();

@@ -5,13 +5,16 @@
 #include <algorithm>
 #include <array>
 #include <iterator>
+#include <limits>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "server/base/errors.h"
 #include "server/messages/param_values.h"
+#include "server/port/tls.h"
 
 namespace epikv {
 namespace {
@@ -48,6 +51,7 @@ constexpr absl::string_view kMethods[] = {"GenerationService/Generate",
                                           "VllmEngine/GetServerInfo",
                                           "VllmEngine/GetLoads",
                                           "VllmEngine/GetTokenizer",
+                                          "OpenRcaService/StreamCoreMetrics",
                                           "AdminService/GetServerStatus",
                                           "AdminService/GetLoad",
                                           "AdminService/ListActiveRequests",
@@ -112,6 +116,7 @@ Metrics::Metrics(const MetricsOptions& options)
                               std::size(kMethods) * kNumCodes)),
       rejected_(model_unknown_),
       lifecycle_(options.lifecycle),
+      tls_certificate_(options.tls_certificate),
       connections_(options.connections),
       config_(declare_.Gauges("epikv_config_info", "Always 1. The labels are settings.", 1)),
       draining_(
@@ -122,6 +127,13 @@ Metrics::Metrics(const MetricsOptions& options)
                          "Compare with metrics_max_series.",
                          1)
                  .Add({})),
+      certificate_expiry_(
+          declare_
+              .Gauges("epikv_tls_certificate_expiry_timestamp_seconds",
+                      "When the certificate of the gRPC ports ends, in seconds since 1970; +Inf: "
+                      "they have none.",
+                      1)
+              .Add({})),
       packet_count_(
           declare_.Gauges("epikv_packets", "Packets that are kept, of all models.", 1).Add({})),
       packet_memory_(declare_
@@ -172,6 +184,15 @@ void Metrics::AddInfo(const MetricsOptions& options) {
       .Add(With(options.build, "version", EPIKV_VERSION))
       .Set(1);
   SetConfig(options.config);
+  constexpr ServerState kStates[] = {ServerState::kStarting, ServerState::kServing,
+                                     ServerState::kDraining};
+  auto& states = declare_.Gauges("epikv_lifecycle_state",
+                                 "1 for what the daemon is doing, 0 for the other states.",
+                                 std::size(kStates));
+  for (const ServerState state : kStates) {
+    states_[state] = &states.Add({{"state", absl::AsciiStrToLower(ServerStateName(state))}});
+  }
+  certificate_expiry_.Set(std::numeric_limits<double>::infinity());
   auto& policies = declare_.Gauges("epikv_policy_info",
                                    "Always 1. One series for each policy of this build. "
                                    "config_hash: a hash of its parameters, defaults and ranges.",
@@ -255,8 +276,7 @@ void Metrics::SetKeptGauges() const {
 
 std::vector<prometheus::MetricFamily> Metrics::Collect() const {
   bound_.Set(static_cast<double>(series_bound()));
-  const bool draining = lifecycle_ != nullptr && lifecycle_->state() == ServerState::kDraining;
-  draining_.Set(draining ? 1 : 0);
+  SetStates();
   SetKeptGauges();
   const std::vector<std::shared_ptr<ModelMetrics>> models = LiveModels();
   std::vector<prometheus::MetricFamily> families;
@@ -273,6 +293,18 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
     if (experiments_ != nullptr) add(experiments_->Collect());
   }
   return MergedByName(std::move(families));
+}
+
+void Metrics::SetStates() const {
+  if (lifecycle_ != nullptr) {
+    const ServerState now = lifecycle_->state();
+    draining_.Set(now == ServerState::kDraining ? 1 : 0);
+    for (const auto& [state, gauge] : states_) gauge->Set(state == now ? 1 : 0);
+  }
+  if (tls_certificate_.empty()) return;
+  // A file that cannot be read leaves what connections are made with, and what was told of it.
+  const absl::StatusOr<absl::Time> expiry = CertificateExpiry(tls_certificate_);
+  if (expiry.ok()) certificate_expiry_.Set(Seconds(*expiry - absl::UnixEpoch()));
 }
 
 std::vector<prometheus::MetricFamily> Metrics::CollectConnections() const {
@@ -310,6 +342,25 @@ void Metrics::OnRpcFinished(absl::string_view method, grpc::StatusCode code) {
 }
 
 void Metrics::OnStreamWasFull(absl::Duration full) { stream_full_.Of({}).Observe(Seconds(full)); }
+
+DaemonLoad Metrics::Load() const {
+  DaemonLoad load;
+  for (const std::shared_ptr<ModelMetrics>& model : LiveModels()) {
+    const StepStats last = model->Load().last;
+    load.running_requests += last.running;
+    load.waiting_requests += last.waiting;
+    if (last.kv_capacity_bytes > 0) {
+      load.kv_reserved_ratio =
+          std::max(load.kv_reserved_ratio, static_cast<double>(last.kv_reserved_bytes) /
+                                               static_cast<double>(last.kv_capacity_bytes));
+    }
+    if (last.predicted_wait.has_value()) {
+      load.predicted_wait =
+          std::max(load.predicted_wait.value_or(absl::ZeroDuration()), *last.predicted_wait);
+    }
+  }
+  return load;
+}
 
 std::shared_ptr<prometheus::Collectable> Metrics::page() const { return page_; }
 

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -32,7 +33,15 @@ struct MetricsOptions {
   prometheus::Labels config;             // settings worth seeing beside the rest, by name
   prometheus::Labels build;              // versions of what the daemon runs on, by name
   const Lifecycle* lifecycle = nullptr;  // outlives the metrics
+  std::string tls_certificate;           // of the gRPC ports, a PEM file; empty: none
   std::map<std::string, std::shared_ptr<const Connections>> connections;  // by port
+};
+
+struct DaemonLoad {
+  double kv_reserved_ratio = 0;  // of the model whose KV pool is fullest
+  int64_t running_requests = 0, waiting_requests = 0;
+  std::optional<absl::Duration>
+      predicted_wait;  // the longest of a model; absent: none was measured
 };
 
 // Everything that Prometheus may scrape: what belongs to no model, and the models' own series.
@@ -78,6 +87,8 @@ class Metrics {
 
   // Most series that a scrape can hold with the models and policies that are in use.
   int64_t series_bound() const { return budget_.taken(); }
+  // How full the daemon is, for balancers: of all models that live.
+  DaemonLoad Load() const;
   // What an HTTP server collects; it may be answering when this ends.
   std::shared_ptr<prometheus::Collectable> page() const;
 
@@ -89,6 +100,7 @@ class Metrics {
   void SetKeptGauges() const;
   std::vector<prometheus::MetricFamily> Collect() const;
   std::vector<prometheus::MetricFamily> CollectConnections() const;
+  void SetStates() const;
 
   SeriesBudget budget_;
   prometheus::Registry registry_;
@@ -98,9 +110,11 @@ class Metrics {
   prometheus::Family<prometheus::Counter>& rpcs_;
   RejectedSeries rejected_;
   const Lifecycle* const lifecycle_;
+  const std::string tls_certificate_;
   const std::map<std::string, std::shared_ptr<const Connections>> connections_;
   prometheus::Family<prometheus::Gauge>& config_;
-  prometheus::Gauge &draining_, &bound_;
+  prometheus::Gauge &draining_, &bound_, &certificate_expiry_;
+  std::map<ServerState, prometheus::Gauge*> states_;
   prometheus::Gauge &packet_count_, &packet_memory_, &packet_folder_;
   prometheus::Gauge &session_count_, &session_bytes_;
   prometheus::Family<prometheus::Counter>& session_updates_;

@@ -163,7 +163,8 @@ EngineMetrics::~EngineMetrics() {
 
 void EngineMetrics::OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) {
   absl::MutexLock lock(&model_->mu_);
-  model_->requests_.OnAdmitted(request, queued, cached);
+  model_->Of(request).OnAdmitted(request, queued);
+  model_->requests_.OnAdmitted(request, cached);
 }
 
 void EngineMetrics::OnStep(const StepStats& step) {
@@ -182,6 +183,11 @@ void EngineMetrics::OnFirstToken(const Request& request, absl::Duration since_ar
   absl::MutexLock lock(&model_->mu_);
   model_->Of(request).OnFirstToken(request, since_arrival);
   ++first_tokens_;
+}
+
+void EngineMetrics::OnToken(const Request& request, absl::Duration since_last) {
+  absl::MutexLock lock(&model_->mu_);
+  model_->Of(request).OnToken(request, since_last);
 }
 
 void EngineMetrics::OnEvicted(const EvictedStats& evicted) {

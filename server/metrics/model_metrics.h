@@ -17,10 +17,10 @@
 #include "absl/synchronization/mutex.h"
 #include "runtime/engine/observer.h"
 #include "server/metrics/metric_families.h"
+#include "server/metrics/recent_rate.h"
 #include "server/metrics/rejected_series.h"
 #include "server/metrics/request_series.h"
 #include "server/metrics/step_series.h"
-#include "server/metrics/token_rate.h"
 
 namespace epikv {
 
@@ -40,7 +40,7 @@ struct EngineFacts {
 // What balancers ask of an engine.
 struct EngineLoad {
   StepStats last;                                                     // its newest step
-  double prompt_tokens_per_second = 0, output_tokens_per_second = 0;  // see TokenRate
+  double prompt_tokens_per_second = 0, output_tokens_per_second = 0;  // see RecentRate
 };
 
 class EngineMetrics;
@@ -106,6 +106,7 @@ class EngineMetrics final : public EngineObserver {
   void OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) override;
   void OnStep(const StepStats& step) override;
   void OnFirstToken(const Request& request, absl::Duration since_arrival) override;
+  void OnToken(const Request& request, absl::Duration since_last) override;
   void OnEvicted(const EvictedStats& evicted) override;
   void OnFinished(const Request& request, const Finished& finished) override;
 
@@ -116,7 +117,7 @@ class EngineMetrics final : public EngineObserver {
   const EngineFacts facts_;
   // Guarded by the model's mutex.
   EngineFill fill_;
-  TokenRate prompt_tokens_, output_tokens_;
+  RecentRate prompt_tokens_, output_tokens_;
   StepBefore before_;
   int64_t first_tokens_ = 0;  // in the step that runs
 };

@@ -18,7 +18,7 @@ using prometheus::Labels;
 // The closed sets of label values.
 constexpr absl::string_view kPhases[] = {"prefill", "decode"};
 constexpr absl::string_view kTierEvents[] = {"demoted", "recalled", "forgotten", "fetched"};
-constexpr absl::string_view kOperations[] = {"text_completion", "score"};
+constexpr absl::string_view kOperations[] = {"text_completion", "chat", "score"};
 constexpr absl::string_view kEndReasons[] = {
     "length", "end",         "stop_token", "stop_string", "deadline", "deadline_infeasible",
     "error",  "slow_reader", "drained",    "cancelled"};
@@ -58,13 +58,15 @@ absl::string_view FinishLabel(const Finished& finished) {
   }
 }
 
+absl::string_view OperationOf(const Request& request) {
+  return kOperations[!request.forced.empty() ? 2 : request.chat ? 1 : 0];
+}
+
 RequestSeries::RequestSeries(Declarations& declare)
-    : queue_(declare, "epikv_request_queue_seconds", "From arrival to admission.", 1,
-             Decades(.001, 200)),
-      prefill_(declare, "epikv_request_prefill_seconds",
-               "From admission to the first output token.", 1, Decades(.001, 200)),
+    : prefill_(declare, "epikv_request_prefill_seconds",
+               "From admission to the first output token.", 1, Decades(.001, 2000)),
       decode_(declare, "epikv_request_decode_seconds", "From the first to the last output token.",
-              1, Decades(.001, 200)),
+              1, Decades(.001, 2000)),
       prefix_queried_(
           declare
               .Counters(
@@ -109,8 +111,7 @@ RequestSeries::RequestSeries(Declarations& declare)
   }
 }
 
-void RequestSeries::OnAdmitted(const Request& request, absl::Duration queued, int64_t cached) {
-  queue_.Of({}).Observe(Seconds(queued));
+void RequestSeries::OnAdmitted(const Request& request, int64_t cached) {
   packet_tokens_.Increment(static_cast<double>(request.packet_tokens));
   if (request.bypass_prefix_cache) return;
   prefix_queried_.Increment(static_cast<double>(request.prompt.size()));
@@ -137,8 +138,14 @@ ArmSeries::ArmSeries(const std::string& model, std::string arm, SeriesBudget& bu
       duration_(of_policy_, "gen_ai_server_request_duration_seconds",
                 "Time from arrival to the end, by operation and error_type (empty: it ended well).",
                 std::size(kOperations) * (kNumFailures + 1), RequestBounds()),
+      queue_(of_policy_, "epikv_request_queue_seconds", "From arrival to admission.", 1,
+             Decades(.001, 2000)),
       first_token_(of_policy_, "gen_ai_server_time_to_first_token_seconds",
                    "From arrival to the first output token.", 1, FirstTokenBounds()),
+      gap_(of_policy_, "epikv_inter_token_latency_seconds",
+           "Time between consecutive tokens of a stream, but where it waited for its reader; one "
+           "observation for each decoded token.",
+           1, PerTokenBounds()),
       per_token_(of_policy_, "gen_ai_server_time_per_output_token_seconds",
                  "Mean time of a request's output tokens after the first.", 1, PerTokenBounds()),
       budget_(of_policy_, "epikv_request_kv_budget_tokens", "A request's KV budget.", 1,
@@ -187,7 +194,9 @@ ArmSeries::OfPolicy& ArmSeries::Of(const Request& request) {
                                    &family.Add(With(labels, "phase", kPhases[1]))};
   };
   OfPolicy series{.labels = labels,
+                  .queue = queue_.Of(labels),
                   .first_token = first_token_.Of(labels),
+                  .gap = gap_.Of(labels),
                   .per_token = per_token_.Of(labels),
                   .budget = budget_.Of(labels),
                   .peak = peak_.Of(labels),
@@ -203,6 +212,14 @@ ArmSeries::OfPolicy& ArmSeries::Of(const Request& request) {
                   .rounds = by_phase(rounds_)};
   for (absl::string_view kind : kPolicyErrors) policy_errors_.Add(With(labels, "kind", kind));
   return by_policy_.emplace(policy, std::move(series)).first->second;
+}
+
+void ArmSeries::OnAdmitted(const Request& request, absl::Duration queued) {
+  Of(request).queue.Observe(Seconds(queued));
+}
+
+void ArmSeries::OnToken(const Request& request, absl::Duration since_last) {
+  Of(request).gap.Observe(Seconds(since_last));
 }
 
 void ArmSeries::OnFirstToken(const Request& request, absl::Duration since_arrival) {
@@ -238,8 +255,7 @@ void ArmSeries::CountOutcome(const OfPolicy& policy, const Request& request,
     policy_errors_.Add(With(policy.labels, "kind", KnownOr(kPolicyErrors, kind, kPolicyStatus)))
         .Increment();
   }
-  const absl::string_view operation = kOperations[request.forced.empty() ? 0 : 1];
-  const Labels labels = With(policy.labels, "gen_ai_operation_name", operation);
+  const Labels labels = With(policy.labels, "gen_ai_operation_name", OperationOf(request));
   duration_.Of(With(labels, "error_type", finished.status.ok() ? "" : reason))
       .Observe(Seconds(SteadyNow() - request.arrival));
   policy.prompt_tokens.Increment(static_cast<double>(finished.prompt_tokens));

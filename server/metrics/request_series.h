@@ -20,6 +20,9 @@ namespace epikv {
 // status who cancelled.
 absl::string_view FinishLabel(const Finished& finished);
 
+// What OpenTelemetry calls it: gen_ai.operation.name.
+absl::string_view OperationOf(const Request& request);
+
 // What turns entries and bytes of a model's KV cache into tokens.
 struct KvScale {
   int64_t lanes = 1;            // layers x KV heads
@@ -31,13 +34,13 @@ class RequestSeries {
  public:
   explicit RequestSeries(Declarations& declare);
 
-  void OnAdmitted(const Request& request, absl::Duration queued, int64_t cached);
+  void OnAdmitted(const Request& request, int64_t cached);
   void OnFinished(const Finished& finished);
   // A request counts for a policy or an arm "other".
   void OnFolded() { folded_.Increment(); }
 
  private:
-  HistogramFamily queue_, prefill_, decode_;
+  HistogramFamily prefill_, decode_;
   prometheus::Counter &prefix_queried_, &prefix_hit_, &packet_tokens_, &folded_;
   prometheus::Counter &tier_failures_, &tier_seconds_;
   std::array<prometheus::Counter*, 4> tier_entries_{};  // by event
@@ -52,7 +55,9 @@ class ArmSeries {
 
   int64_t own_series() const { return of_policy_.bound(); }
 
+  void OnAdmitted(const Request& request, absl::Duration queued);
   void OnFirstToken(const Request& request, absl::Duration since_arrival);
+  void OnToken(const Request& request, absl::Duration since_last);
   void OnEvicted(const EvictedStats& evicted, KvScale scale);
   void OnFinished(const Request& request, const Finished& finished, KvScale scale);
   // Whether the policy has series of its own here.
@@ -66,7 +71,7 @@ class ArmSeries {
   // Of one policy; made when its first request comes.
   struct OfPolicy {
     prometheus::Labels labels;
-    prometheus::Histogram &first_token, &per_token;
+    prometheus::Histogram &queue, &first_token, &gap, &per_token;
     prometheus::Histogram &budget, &peak, &final_held, &kept, &mass;
     prometheus::Counter &prompt_tokens, &cached_prompt_tokens, &output_tokens, &overrun;
     std::array<prometheus::Counter*, 2> evicted_entries, evicted_tokens, rounds;  // by phase
@@ -79,7 +84,7 @@ class ArmSeries {
   prometheus::Registry registry_;
   Declarations of_policy_;
   PolicyLabels labels_;
-  HistogramFamily duration_, first_token_, per_token_;
+  HistogramFamily duration_, queue_, first_token_, gap_, per_token_;
   HistogramFamily budget_, peak_, final_held_, kept_, mass_;
   prometheus::Family<prometheus::Counter>&finished_, &tokens_;
   prometheus::Family<prometheus::Counter>&evicted_entries_, &evicted_tokens_, &rounds_;

@@ -1,6 +1,7 @@
 #include "server/metrics/step_series.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "absl/time/time.h"
@@ -55,6 +56,10 @@ MetricFamily RequestGauge(const char* name, const char* help, const std::string&
 
 void AddTo(const ByPriority& requests, ByPriority& to) {
   for (int i = 0; i < kNumPriorities; ++i) to[i] += requests[i];
+}
+
+double Sum(const ByPriority& requests) {
+  return static_cast<double>(std::accumulate(requests.begin(), requests.end(), int64_t{0}));
 }
 
 }  // namespace
@@ -126,20 +131,21 @@ std::vector<MetricFamily> FillGauges::Families(const std::string& model) const {
                    "Requests in the queue, by what the first one waits for: room in the KV pool, "
                    "or one of max_running_requests.",
                    model, {{"kv", waiting_for_kv_}, {"running", waiting_for_place_}}),
+      GaugeOf("epikv_load_running_requests",
+              "Requests that hold KV cache, of all priorities: one series, for what cannot sum.",
+              model, "", {{"", Sum(running_)}}),
+      GaugeOf("epikv_load_waiting_requests",
+              "Requests in the queue, of all priorities: one series, for what cannot sum.", model,
+              "", {{"", Sum(waiting_for_kv_) + Sum(waiting_for_place_)}}),
       GaugeOf("epikv_predicted_wait_seconds",
               "How long a request would wait behind all that waits now.", model, "", wait)};
 }
 
 StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
-    : gap_family_(
-          declare, "epikv_inter_token_latency_seconds",
-          "Time between consecutive tokens of a stream; one observation for each decoded token.", 1,
-          PerTokenBounds()),
-      eviction_(
+    : eviction_(
           of_policy, "epikv_kv_eviction_seconds",
           "Wall time of one request's round: its policy chooses victims, and they are removed.", 1,
           Decades(.00001, 1)),
-      gaps_(gap_family_.Of({})),
       batch_tokens_(HistogramFamily(declare, "epikv_step_batch_tokens", "Tokens in a step.", 1,
                                     PowersOfTwo(0, 14))
                         .Of({})),
@@ -211,20 +217,7 @@ void StepSeries::Add(const StepStats& step, StepBefore& before) {
   tokens_[1]->Increment(static_cast<double>(step.decode_tokens));
   batch_tokens_.Observe(static_cast<double>(read + step.decode_tokens));
   batch_sequences_.Observe(static_cast<double>(step.sequences));
-  const absl::Time now = SteadyNow();
-  if (before.left_running) AddGaps(step.decode_tokens, now - before.end);
-  before = {.end = now, .left_running = step.running > 0, .kv_rows_moved = step.kv_rows_moved};
-}
-
-// Every decoding sequence waited since the last step's end: one observation each, taken at once.
-void StepSeries::AddGaps(int64_t decode_tokens, absl::Duration gap) {
-  if (decode_tokens == 0) return;
-  const double seconds = Seconds(gap);
-  const Bounds& bounds = gap_family_.bounds();
-  const auto bucket = std::lower_bound(bounds.begin(), bounds.end(), seconds) - bounds.begin();
-  std::vector<double> increments(bounds.size() + 1, 0.0);
-  increments[bucket] = static_cast<double>(decode_tokens);
-  gaps_.ObserveMultiple(increments, seconds * static_cast<double>(decode_tokens));
+  before = {.end = SteadyNow(), .kv_rows_moved = step.kv_rows_moved};
 }
 
 }  // namespace epikv

@@ -31,7 +31,7 @@ struct EngineFill {
 // of an engine are from one moment, so that they add up.
 class FillGauges {
  public:
-  static constexpr int64_t kNumSeries = 26;
+  static constexpr int64_t kNumSeries = 28;
 
   void Add(const EngineFill& engine);
   std::vector<prometheus::MetricFamily> Families(const std::string& model) const;
@@ -48,7 +48,6 @@ class FillGauges {
 // What a step's series need to know of the step before it, of the same engine.
 struct StepBefore {
   absl::Time end = absl::InfinitePast();
-  bool left_running = false;  // requests
   int64_t kv_rows_moved = 0;
 };
 
@@ -64,11 +63,9 @@ class StepSeries {
   void AddRound(absl::string_view policy, absl::Duration time);
 
  private:
-  void AddGaps(int64_t decode_tokens, absl::Duration gap);
-
-  HistogramFamily gap_family_, eviction_;
+  HistogramFamily eviction_;
   std::map<std::string, prometheus::Histogram*, std::less<>> rounds_;  // of eviction_, by policy
-  prometheus::Histogram &gaps_, &batch_tokens_, &batch_sequences_;
+  prometheus::Histogram &batch_tokens_, &batch_sequences_;
   prometheus::Counter &engine_cpu_, &rows_moved_;
   prometheus::Gauge& longest_move_;
   std::array<prometheus::Histogram*, 3> by_phase_;  // prefill, decode, mixed

@@ -85,6 +85,18 @@ absl::Status CheckTlsFiles(const TlsFiles& files) {
   return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
 }
 
+absl::StatusOr<absl::Time> CertificateExpiry(const std::string& path) {
+  Problems problems;
+  const Owned<X509> certificate = ReadCertificate("tls_certificate", path, problems);
+  ERR_clear_error();
+  if (certificate == nullptr) return absl::InvalidArgumentError(absl::StrJoin(problems, "\n"));
+  tm ends{};
+  if (ASN1_TIME_to_tm(X509_get0_notAfter(certificate.get()), &ends) != 1) {
+    return absl::InvalidArgumentError(absl::StrCat("'", path, "' has an end that is no time"));
+  }
+  return absl::FromTM(ends, absl::UTCTimeZone());
+}
+
 std::shared_ptr<grpc::ServerCredentials> CredentialsOf(const TlsFiles& files) {
   if (files.certificate.empty()) return grpc::InsecureServerCredentials();
   namespace tls = grpc::experimental;

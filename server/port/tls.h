@@ -6,6 +6,8 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
 
 namespace epikv {
 
@@ -18,6 +20,9 @@ struct TlsFiles {
 
 // Whether connections can be made with these files. The error names each file that is at fault.
 absl::Status CheckTlsFiles(const TlsFiles& files);
+
+// When the file's first certificate ends.
+absl::StatusOr<absl::Time> CertificateExpiry(const std::string& path);
 
 // While they live, the files are read again when they change, and new connections have what they
 // hold then. A file that cannot be read leaves what was; the key of another certificate fails every

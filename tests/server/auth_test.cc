@@ -37,9 +37,10 @@ constexpr char kTwo[] = "3fc4ccfe745870e2c0d99f71f30ff0656c8dedd41cc1d7d3d376b0d
 // The methods of every service of ours that is linked into this program.
 std::vector<std::string> OurMethods() {
   std::vector<std::string> methods;
-  for (const char* file : {"epikv/v1/generation", "epikv/v1/tokenization", "epikv/v1/model",
-                           "epikv/v1/policy", "epikv/v1/packet", "epikv/v1/experiment",
-                           "epikv/v1/admin", "vllm/grpc/engine/vllm_engine"}) {
+  for (const char* file :
+       {"epikv/v1/generation", "epikv/v1/tokenization", "epikv/v1/model", "epikv/v1/policy",
+        "epikv/v1/packet", "epikv/v1/experiment", "epikv/v1/admin", "vllm/grpc/engine/vllm_engine",
+        "xds/service/orca/v3/orca"}) {
     const auto* descriptor = google::protobuf::DescriptorPool::generated_pool()->FindFileByName(
         absl::StrCat(file, ".proto"));
     for (int i = 0; i < descriptor->service_count(); ++i) {
@@ -61,8 +62,10 @@ grpc::Status Call(grpc::Channel& channel, const std::string& method,
   grpc::GenericStub stub(std::shared_ptr<grpc::Channel>(&channel, [](grpc::Channel*) {}));
   grpc::CompletionQueue queue;
   grpc::Slice garbage("\xff");
-  const bool ours = !absl::StartsWith(method, "VllmEngine/");
-  const absl::string_view package = ours ? "epikv.v1" : "vllm.grpc.engine";
+  const absl::string_view package = absl::StartsWith(method, "VllmEngine/") ? "vllm.grpc.engine"
+                                    : absl::StartsWith(method, "OpenRcaService/")
+                                        ? "xds.service.orca.v3"
+                                        : "epikv.v1";
   auto call = stub.PrepareCall(&context, absl::StrCat("/", package, ".", method), &queue);
   call->StartCall(nullptr);
   auto await = [&queue] {
@@ -94,7 +97,8 @@ class AuthServerTest : public ::testing::Test {
         .auth = {.tokens_file = folder_.File("tokens"),
                  .poll = absl::Milliseconds(1),
                  .on_reload = [this](const absl::Status& status) { OnReload(status); }},
-        .vllm_dialect = true});
+        .vllm_dialect = true,
+        .load_reports = true});
     channel_ = server_->Connect();
     admin_channel_ = server_->ConnectAdmin();
   }

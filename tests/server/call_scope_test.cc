@@ -88,7 +88,19 @@ TEST_F(CallScopeTest, SpanOfTheServerIsInTheCallersTrace) {
   ASSERT_TRUE(Call({absl::StrCat("00-", kTraceId, "-", kSpanId, "-01")}, "fake").ok());
   EXPECT_THAT(EchoedTrace(), MatchesRegex(absl::StrCat("00-", kTraceId, "-[0-9a-f]{16}-01")));
   EXPECT_THAT(EchoedTrace(), Not(HasSubstr(kSpanId)));
-  EXPECT_EQ(Log().at(0)["trace_id"], kTraceId);
+  const auto line = Log().at(0);
+  EXPECT_EQ(line["trace_id"], kTraceId);
+  EXPECT_EQ(line["parent_span_id"], kSpanId);
+  EXPECT_THAT(EchoedTrace(), HasSubstr(line["span_id"].get<std::string>()));
+  EXPECT_EQ(line["sampled"], true);
+}
+
+TEST_F(CallScopeTest, ASpanWithoutACallerBeginsATrace) {
+  ASSERT_TRUE(Call({}, "fake").ok());
+  const auto line = Log().at(0);
+  EXPECT_EQ(line["span_id"].get<std::string>().size(), 16u);
+  EXPECT_FALSE(line.contains("parent_span_id"));
+  EXPECT_FALSE(line.contains("sampled"));
 }
 
 TEST_F(CallScopeTest, TraceThatBreaksTheStandardIsReplaced) {
@@ -123,6 +135,7 @@ TEST_F(CallScopeTest, LineSaysWhatBecameOfARequest) {
   EXPECT_EQ(line["policy"], "window");
   EXPECT_EQ(line["budget_tokens"], 24);
   EXPECT_EQ(line["output_tokens"], 6);
+  EXPECT_EQ(line["operation"], "text_completion");
   EXPECT_EQ(line["finish_reason"], "length");
   EXPECT_THAT(line["peer"].get<std::string>(), StartsWith("ipv4:127.0.0.1:"));
   EXPECT_GT(line["prompt_tokens"], 0);

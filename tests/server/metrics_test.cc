@@ -5,11 +5,13 @@
 #include <prometheus/text_serializer.h>
 
 #include <cmath>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
@@ -93,7 +95,13 @@ class MetricsTest : public ::testing::Test {
   const std::unique_ptr<Tokenizer> tokenizer_ = *Tokenizer::FromJson(FakeTokenizerJson());
   const Admission admission_{
       FakeManifest(), FakeCatalog(), {.kv_capacity_bytes = 1000 * kFakeBytesPerToken}};
-  Metrics metrics_{Options()};
+  static MetricsOptions Watched(const Lifecycle& lifecycle) {
+    MetricsOptions options = Options();
+    options.lifecycle = &lifecycle;
+    return options;
+  }
+  Lifecycle lifecycle_;
+  Metrics metrics_{Watched(lifecycle_)};
   EngineMetrics engine_{*metrics_.OfModel("fake"), Facts()};
 };
 
@@ -119,7 +127,8 @@ TEST_F(MetricsTest, RequestsAreCountedByPolicyArmAndReason) {
   EXPECT_EQ(values.at("epikv_kv_eviction_rounds_total" + decode), 34);
   EXPECT_EQ(values.at("epikv_kv_budget_overrun_tokens_total" + window + "}"), 0);
   EXPECT_EQ(values.at(R"(epikv_kv_eviction_seconds_count{policy="window"})"), 34);
-  EXPECT_EQ(values.at("epikv_request_queue_seconds_count"), 2);
+  EXPECT_EQ(values.at("epikv_request_queue_seconds_count" + window + "}"), 1);
+  EXPECT_EQ(values.at("epikv_inter_token_latency_seconds_count" + window + "}"), 49);
 }
 
 TEST_F(MetricsTest, StepsAreCountedByPhaseAndStage) {
@@ -129,7 +138,7 @@ TEST_F(MetricsTest, StepsAreCountedByPhaseAndStage) {
   EXPECT_EQ(values.at(R"(epikv_step_seconds_count{phase="decode"})"), 4);
   EXPECT_EQ(values.at(R"(epikv_step_tokens_total{phase="prefill"})"), 10);
   EXPECT_EQ(values.at(R"(epikv_step_tokens_total{phase="decode"})"), 4);
-  EXPECT_EQ(values.at("epikv_inter_token_latency_seconds_count"), 4);
+  EXPECT_EQ(values.at(R"(epikv_inter_token_latency_seconds_count{arm="none",policy="full"})"), 4);
   EXPECT_EQ(values.at("epikv_step_batch_sequences_sum"), 5);
   for (const char* stage :
        {"schedule", "forward", "attention", "taps", "sample", "deliver", "observe", "evict"}) {
@@ -164,6 +173,8 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
   EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="low",reason="kv"})"), 2);
   EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="high",reason="kv"})"), 1);
   EXPECT_EQ(values.at(R"(epikv_requests_waiting{priority="high",reason="running"})"), 0);
+  EXPECT_EQ(values.at("epikv_load_running_requests"), 2);
+  EXPECT_EQ(values.at("epikv_load_waiting_requests"), 3);
   EXPECT_EQ(values.at("epikv_predicted_wait_seconds"), 1.5);
   engine_.OnStep(
       {.running = 256, .waiting = 1, .waiting_by_priority = {0, 1, 0}, .kv_capacity_bytes = 1000});
@@ -175,7 +186,6 @@ TEST_F(MetricsTest, KvStatesSumToTheCapacityAndReturnToFree) {
   values = Read();
   EXPECT_EQ(values.at(R"(epikv_kv_bytes{state="free"})"), 1000);
   EXPECT_EQ(values.at("epikv_kv_peak_used_bytes"), 100);
-  EXPECT_EQ(values.at("epikv_inter_token_latency_seconds_count"), 0) << "no step, no observation";
 }
 
 TEST_F(MetricsTest, FailuresSayWhoFailed) {
@@ -225,8 +235,8 @@ TEST_F(MetricsTest, LoadTellsTokensPerSecondOfLate) {
   EXPECT_NEAR(load.prompt_tokens_per_second / load.output_tokens_per_second, 10 / 5., 1e-3);
 }
 
-TEST(TokenRateTest, ForgetsOverTenSeconds) {
-  TokenRate rate;
+TEST(RecentRateTest, ForgetsOverTenSeconds) {
+  RecentRate rate;
   absl::Time now = absl::UnixEpoch();
   for (int i = 0; i < 10000; ++i) rate.Add(3, now += absl::Milliseconds(10));
   EXPECT_NEAR(rate.At(now), 300, 1) << "steady";
@@ -286,17 +296,17 @@ TEST_F(MetricsTest, BoundHoldsForEverySeries) {
   EXPECT_EQ(values.at("epikv_metrics_series"), metrics_.series_bound());
   int64_t gauges = 0;
   for (const auto& [name, value] : values) {
-    gauges += absl::StartsWith(name, "epikv_kv_bytes{") ||
-              absl::StartsWith(name, "epikv_tier_bytes{") ||
-              absl::StartsWith(name, "epikv_kv_capacity_bytes") ||
-              absl::StartsWith(name, "epikv_kv_peak_used_bytes") ||
-              absl::StartsWith(name, "epikv_kv_usage_ratio") ||
-              absl::StartsWith(name, "epikv_torch_memory_bytes") ||
-              absl::StartsWith(name, "epikv_resident_memory_bytes") ||
-              absl::StartsWith(name, "epikv_kv_reserved_ratio") ||
-              absl::StartsWith(name, "epikv_requests_running") ||
-              absl::StartsWith(name, "epikv_requests_waiting") ||
-              absl::StartsWith(name, "epikv_predicted_wait_seconds");
+    gauges +=
+        absl::StartsWith(name, "epikv_kv_bytes{") || absl::StartsWith(name, "epikv_tier_bytes{") ||
+        absl::StartsWith(name, "epikv_kv_capacity_bytes") ||
+        absl::StartsWith(name, "epikv_kv_peak_used_bytes") ||
+        absl::StartsWith(name, "epikv_kv_usage_ratio") ||
+        absl::StartsWith(name, "epikv_torch_memory_bytes") ||
+        absl::StartsWith(name, "epikv_resident_memory_bytes") ||
+        absl::StartsWith(name, "epikv_kv_reserved_ratio") ||
+        absl::StartsWith(name, "epikv_requests_running") ||
+        absl::StartsWith(name, "epikv_requests_waiting") || absl::StartsWith(name, "epikv_load_") ||
+        absl::StartsWith(name, "epikv_predicted_wait_seconds");
   }
   EXPECT_EQ(gauges, FillGauges::kNumSeries) << "what the bound allows for them";
   EXPECT_LE(values.size(), static_cast<size_t>(metrics_.series_bound()));
@@ -306,6 +316,20 @@ TEST_F(MetricsTest, BoundHoldsForEverySeries) {
   int64_t process = 0;
   for (const auto& [name, value] : values) process += absl::StartsWith(name, "process_") ? 1 : 0;
   EXPECT_EQ(process, ProcessMetrics::kNumSeries);
+}
+
+TEST_F(MetricsTest, TheLifecycleIsOneOfItsStates) {
+  for (const ServerState state :
+       {ServerState::kStarting, ServerState::kServing, ServerState::kDraining}) {
+    lifecycle_.SetState(state);
+    const auto values = Read();
+    for (const char* name : {"starting", "serving", "draining"}) {
+      EXPECT_EQ(values.at(absl::StrCat("epikv_lifecycle_state{state=\"", name, "\"}")),
+                absl::AsciiStrToLower(ServerStateName(state)) == name ? 1 : 0);
+    }
+  }
+  EXPECT_EQ(Read().at("epikv_tls_certificate_expiry_timestamp_seconds"),
+            std::numeric_limits<double>::infinity());
 }
 
 TEST_F(MetricsTest, SettingsAreLabels) {

@@ -84,6 +84,14 @@ class TlsTest : public ::testing::Test {
 
 TemporaryFolder* TlsTest::folder_ = nullptr;
 
+TEST_F(TlsTest, ACertificateSaysWhenItEnds) {
+  const absl::StatusOr<absl::Time> end = CertificateExpiry(File("server.pem"));
+  ASSERT_TRUE(end.ok()) << end.status();
+  EXPECT_LT(*end - absl::Now(), absl::Hours(48));
+  EXPECT_GT(*end - absl::Now(), absl::Hours(47));
+  EXPECT_THAT(CertificateExpiry(File("text.pem")).status().message(), HasSubstr("no certificate"));
+}
+
 TEST_F(TlsTest, ClientsThatTrustTheServerAreServed) {
   ASSERT_EQ(CheckTlsFiles(Files()), absl::OkStatus());
   EXPECT_EQ(Call(Files(), Trusting("ca")), grpc::OK);

@@ -31,6 +31,7 @@ METHODS = """
     ExperimentService/RecordOutcome ExperimentService/BatchRecordOutcomes
     VllmEngine/Generate VllmEngine/HealthCheck VllmEngine/Abort VllmEngine/GetModelInfo
     VllmEngine/GetServerInfo VllmEngine/GetLoads VllmEngine/GetTokenizer
+    OpenRcaService/StreamCoreMetrics
     AdminService/GetServerStatus AdminService/GetLoad AdminService/ListActiveRequests
     AdminService/Drain AdminService/Resume AdminService/GetConfig AdminService/UpdateConfig
     AdminService/LoadModel AdminService/UnloadModel AdminService/FlushPrefixCache
@@ -65,13 +66,13 @@ FAMILIES: dict[str, Expected] = {
         "policies",
         gen_ai_server_request_duration_seconds=A
         | {
-            "gen_ai_operation_name": ("text_completion", "score"),
+            "gen_ai_operation_name": ("text_completion", "chat", "score"),
             "error_type": ("", *FAILURES),
         },
         gen_ai_server_time_to_first_token_seconds=A,
         gen_ai_server_time_per_output_token_seconds=A,
-        epikv_inter_token_latency_seconds=MODEL,
-        epikv_request_queue_seconds=MODEL,
+        epikv_inter_token_latency_seconds=A,
+        epikv_request_queue_seconds=A,
         epikv_request_prefill_seconds=MODEL,
         epikv_request_decode_seconds=MODEL,
         epikv_step_seconds=MODEL | {"phase": (*PHASES, "mixed")},
@@ -149,6 +150,8 @@ FAMILIES: dict[str, Expected] = {
         "crowd",
         epikv_requests_running=MODEL | {"priority": PRIORITIES},
         epikv_requests_waiting=MODEL | {"priority": PRIORITIES, "reason": ("kv", "running")},
+        epikv_load_running_requests=MODEL,
+        epikv_load_waiting_requests=MODEL,
         epikv_predicted_wait_seconds=MODEL,
         epikv_kv_bytes=MODEL | {"state": ("used", "reserved", "cached_prefix", "free")},
         epikv_kv_usage_ratio=MODEL,
@@ -224,7 +227,13 @@ FAMILIES: dict[str, Expected] = {
         epikv_experiment_guardrail_breaches_total=LEAN
         | {"arm": ("narrow",), "guardrail": ("right",)},
     ),
-    **of("gauge", "operate", epikv_drain_state={}),
+    **of(
+        "gauge",
+        "operate",
+        epikv_drain_state={},
+        epikv_lifecycle_state={"state": ("starting", "serving", "draining")},
+    ),
+    **of("gauge", "nothing", epikv_tls_certificate_expiry_timestamp_seconds={}),
     **of("gauge", "load", epikv_connections={"port": ("clients", "operators")}),
     **of(
         "counter",
@@ -303,6 +312,8 @@ UNMOVED = {
         "",
         "",
     ): "tests/e2e/operating: connections_test.py, unread_requests_test.py",
+    ("epikv_lifecycle_state", "state", "starting"): "it has started: tests/server/metrics_test.cc",
+    ("epikv_tls_certificate_expiry_timestamp_seconds", "", ""): "tests/server/tls_test.cc",
     ("epikv_build_info", "", ""): "constant",
     ("epikv_policy_info", "", ""): "constant",
     ("process_start_time_seconds", "", ""): "constant",

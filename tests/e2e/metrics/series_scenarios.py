@@ -103,6 +103,7 @@ def policies(world: World) -> None:
         world.look()
         assert world.value("epikv_requests_finished_total", reason=reason) > 0, reason
     client.score(TASK.prompt, TASK.trace, model="sample")
+    client.generate_once(HELLO, model="sample", stop=Stop(2))
     ask(sampling=Sampling(regex="[0-9 ]+"), stop=Stop(2))
     for _ in range(2):  # a prompt that is known when it comes again
         client.generate_once([5] * 300, model="sample", stop=Stop(1))
@@ -194,6 +195,9 @@ def refusals(world: World) -> None:
                 channel.unary_unary(f"/vllm.grpc.engine.VllmEngine/{method}")(b"")
             assert RpcError.from_grpc(caught.value).reason == "INVALID_REQUEST"
         assert channel.unary_unary("/vllm.grpc.engine.VllmEngine/Abort")(b"") == b""
+        watched = channel.unary_stream("/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics")(b"")
+        assert next(watched)
+        watched.cancel()
     with Client(world.daemon.grpc, token="unknown" * 8) as stranger:
         refused("unauthenticated", stranger.models)
     with connect(world.daemon.admin, token=world.user) as channel:

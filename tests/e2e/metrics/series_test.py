@@ -106,7 +106,8 @@ def busy_world(files: Files) -> Iterator[World]:
         f"--artefact_dir={files.artefacts}",
         "--access_log=/dev/full",
         "--vllm_dialect",
-        "--metrics_max_series=40000",  # of every policy its own
+        "--load_reports",
+        "--metrics_max_series=50000",  # of every policy its own
         "--threads=1",
         "--max_running_requests=4",
         "--max_queued_requests=3",

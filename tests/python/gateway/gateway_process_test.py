@@ -105,7 +105,9 @@ def test_an_address_is_taken_before_it_is_served() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = "127.0.0.1:{1}".format(*free.getsockname())
     waits = at(address)
-    with pytest.raises(click.ClickException, match=f"cannot listen at {address}: Address already in use"):
+    with pytest.raises(
+        click.ClickException, match=f"cannot listen at {address}: Address already in use"
+    ):
         at(address)
     del waits
 

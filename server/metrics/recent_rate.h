@@ -6,13 +6,13 @@
 
 namespace epikv {
 
-// Tokens per second of late: what is `kWindow` old weighs 1/e of what is new. One thread at a time.
-class TokenRate {
+// How much a second of late: what is `kWindow` old weighs 1/e of what is new. One thread at a time.
+class RecentRate {
  public:
   static constexpr absl::Duration kWindow = absl::Seconds(10);
 
-  void Add(double tokens, absl::Time now) {
-    per_second_ = At(now) + tokens / absl::ToDoubleSeconds(kWindow);
+  void Add(double amount, absl::Time now) {
+    per_second_ = At(now) + amount / absl::ToDoubleSeconds(kWindow);
     if (now > at_) at_ = now;
   }
   double At(absl::Time now) const {
