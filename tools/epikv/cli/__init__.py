@@ -23,6 +23,7 @@ from epikv.cli import (
     score,
     serve,
     token,
+    traces,
 )
 from epikv.errors import RpcError
 
@@ -71,5 +72,6 @@ for command in (
     score.command,
     serve.command,
     token.command,
+    traces.command,
 ):
     main.add_command(command)

@@ -1,0 +1,1 @@
+"""Spans of OpenTelemetry from the daemon's access log: see `epikv traces`."""
