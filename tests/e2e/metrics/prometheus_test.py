@@ -1,16 +1,9 @@
 """A real Prometheus scrapes the real daemon, and its tools have nothing to say against the page."""
 
-import json
-import os
 import subprocess
-import time
-import urllib.error
-import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from socket import create_server
-from typing import Any
 
 import pytest
 import yaml
@@ -18,82 +11,12 @@ from epikv import Kv, RpcError, Stop
 from epikv.sample import problem
 from epikv.testing import Daemon
 from metrics_page import parse
+from own_prometheus import ALERTS, SHIPPED, Prometheus
 from prometheus_tool import tool
 
-GENEROUS_SECONDS = 60
-ROOT = Path(__file__).parents[3]
-SHIPPED = ROOT / "deploy" / "prometheus"
-ALERTS = SHIPPED / "alerts.yml"
-ALERT_TESTS = ROOT / "tests" / "prometheus" / "alerts_test.yml"
+ALERT_TESTS = Path(__file__).parents[3] / "tests" / "prometheus" / "alerts_test.yml"
 TASK = problem(9)
 REQUESTS, OUTPUT = 5, 40
-
-
-class Prometheus:
-    """A server of its own, on a free port, with the shipped configuration for another address."""
-
-    def __init__(self, folder: Path, target: str) -> None:
-        config = folder / "prometheus.yml"
-        text = (SHIPPED / "prometheus.yml").read_text()
-        for old, new in (("15s", "1s"), ("alerts.yml", str(ALERTS)), ("127.0.0.1:9464", target)):
-            assert old in text
-            text = text.replace(old, new)
-        config.write_text(text)
-        with create_server(("127.0.0.1", 0)) as free:
-            self._address = f"127.0.0.1:{free.getsockname()[1]}"
-        self._log = (folder / "log").open("w+")
-        self._process = subprocess.Popen(
-            [
-                tool("prometheus"),
-                f"--config.file={config}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={self._address}",
-            ],
-            stderr=self._log,
-            env={**os.environ, "GOMAXPROCS": "1"},
-        )
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(GENEROUS_SECONDS)
-        self._log.close()
-
-    def get(self, path: str, **arguments: str) -> Any:
-        url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
-        with urllib.request.urlopen(url, timeout=10) as reply:
-            return json.load(reply)["data"]
-
-    def query(self, promql: str) -> dict[str, float]:
-        """An instant vector, by its labels: "code=OK,method=..."."""
-        result = self.get("query", query=promql)["result"]
-        return {
-            ",".join(f"{k}={v}" for k, v in sorted(one["metric"].items())): float(one["value"][1])
-            for one in result
-        }
-
-    def value(self, promql: str) -> float | None:
-        """Of a vector of one; None while there is none."""
-        try:
-            values = list(self.query(promql).values())
-        except urllib.error.URLError:  # it is starting
-            assert self._process.poll() is None, self.log
-            return None
-        assert len(values) <= 1, promql
-        return values[0] if values else None
-
-    @property
-    def log(self) -> str:
-        self._log.seek(0)
-        return self._log.read()
-
-    def until(self, promql: str, is_so: Callable[[float], bool]) -> float:
-        deadline = time.monotonic() + GENEROUS_SECONDS
-        while True:
-            value = self.value(promql)
-            if value is not None and is_so(value):
-                return value
-            assert time.monotonic() < deadline, f"{promql} is {value}\n{self.log}"
-            time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ class Files:
     """What daemons are started with."""
 
     model: Path
-    artefacts: Path
+    artefacts: Path | None
     tokens: Path
     # Models: damaged, odd in what it makes of some tokens, and of a kind that is not built.
     damaged: Path
