@@ -16,8 +16,9 @@ import pytest
 from epikv import Kv, Session, Stop
 from epikv.testing import Gateway
 from epikv_lab.dashboards.reading import Asked, Drawn, File, Prometheus, Reader
-from own_prometheus import Prometheus as OwnPrometheus
 from page_blocks import ROOT, blocks
+from prometheus_server import Prometheus as OwnPrometheus
+from prometheus_server import shipped
 from series_daemon import busy_world, files_of
 from series_families import ANY, EVICTING, FAMILIES, NAMING, POLICIES
 from series_scenarios import TASK, broken, crowd, experiment, packets, sessions, tier
@@ -92,7 +93,7 @@ def shown(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ):
         (own := folder / "prometheus").mkdir()
         start = time.time()
-        prometheus = OwnPrometheus(own, world.daemon.metrics, gateway=gateway.address)
+        prometheus = OwnPrometheus(own, shipped(world.daemon.metrics, gateway=gateway.address))
 
         def scraped() -> None:
             """All that there is now, of both."""

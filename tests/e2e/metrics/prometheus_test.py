@@ -11,7 +11,7 @@ from epikv import Kv, RpcError, Stop
 from epikv.sample import problem
 from epikv.testing import Daemon
 from metrics_page import parse
-from own_prometheus import ALERTS, SHIPPED, Prometheus
+from prometheus_server import ALERTS, SHIPPED, Prometheus, shipped
 from prometheus_tool import tool
 
 ALERT_TESTS = Path(__file__).parents[3] / "tests" / "prometheus" / "alerts_test.yml"
@@ -29,7 +29,7 @@ def daemon(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def prometheus(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    started = Prometheus(tmp_path_factory.mktemp("prometheus"), daemon.metrics)
+    started = Prometheus(tmp_path_factory.mktemp("prometheus"), shipped(daemon.metrics))
     try:
         yield started
     finally:
