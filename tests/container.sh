@@ -12,9 +12,11 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../deploy/setup.sh"
 
 EPIKV_PACKAGES+=(buildah debootstrap iproute2)
+command -v npm >/dev/null || EPIKV_PACKAGES+=(nodejs npm)
 install_packages
 install_torch
 install_tools
+stage "Kubernetes" bash "$EPIKV_ROOT/tests/kubernetes/install.sh"
 cd "$EPIKV_ROOT"
 
 work=${EPIKV_CONTAINER_DIR:-$EPIKV_ROOT/build/container}

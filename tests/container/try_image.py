@@ -7,11 +7,13 @@ enforced. Run by tests/container.sh, as root.
 
 import argparse
 import ctypes
+import hashlib
 import json
 import os
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,7 +27,13 @@ from epikv.sample.demo import demo
 from epikv.scrape import scrape
 from epikv.testing import PACED
 
-REQUIREMENTS = Path(__file__).resolve().parents[2] / "tools" / "requirements"
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "fixtures" / "python"))
+from credentials import new_token  # noqa: E402
+from kustomized import build  # noqa: E402
+from pods import Image, Pod  # noqa: E402
+
+REQUIREMENTS = ROOT / "tools" / "requirements"
 START_SECONDS = 120
 STOP_SECONDS = 60
 # The memory limit that is shown, and what of it is in use: by processes, and by cached files.
@@ -49,6 +57,10 @@ user=$4
 shift 4
 exec chroot --userspec="$user" --groups= "$root" "$@"
 """
+
+
+def environment_of(config: dict[str, Any]) -> dict[str, str]:
+    return dict(setting.split("=", 1) for setting in config["Env"])
 
 
 class Container:
@@ -77,7 +89,7 @@ class Container:
             )
 
     def _environment(self) -> dict[str, str]:
-        return dict(setting.split("=", 1) for setting in self._config["Env"])
+        return environment_of(self._config)
 
     @property
     def log(self) -> str:
@@ -294,6 +306,36 @@ def try_image(root: Path, config: dict[str, Any], models: Path) -> None:
         passed("the stream ended in order, and the daemon with status 0")
 
 
+def try_pod(image: Image, models: Path) -> None:
+    """The daemon's container of deploy/kubernetes, as tests/e2e/operating/kubernetes_pod_test.py runs it without an
+    image: settings, tokens and model where the manifest mounts them, its probes, its end."""
+    token, line = new_token("ann", "user")
+    objects = build(ROOT / "deploy" / "kubernetes" / "overlays" / "small")
+    secrets = {"epikvd-tokens": {"tokens": line.encode()}}
+    with tempfile.TemporaryDirectory() as folder:
+        pod = Pod(objects, "epikvd", Path(folder, "pod"), {"epikvd": image}, secrets)
+        try:
+            model = (models / "model.pt").read_bytes()
+            (pod.volume("models") / "model.pt").write_bytes(model)
+            daemon = pod.start("epikvd", MODEL_SHA256=hashlib.sha256(model).hexdigest())
+            pod.until_ready(daemon)
+            assert pod.probe(daemon, "livenessProbe")[0] == 0
+            status = daemon.status()
+            assert status["Uid"].split()[0] == "10001" and int(status["CapBnd"], 16) == 0
+            assert "Read-only file system" in daemon.run("touch", "/file")[1]
+            assert daemon.run("touch", "/var/lib/epikv/file") == (0, "")
+            asked = ["generate", "--server", "127.0.0.1:50051", "-n", "8", problem(9).prompt]
+            assert pod.ask("epikv", *asked, EPIKV_TOKEN=token)[0] == 0
+            assert pod.ask("epikv", *asked)[0] != 0
+            [sleep, _] = daemon.probes["lifecycle"]["preStop"]["exec"]["command"]
+            assert daemon.run(sleep, "0") == (0, "")
+            daemon.terminate()
+            assert daemon.wait(pod.spec["terminationGracePeriodSeconds"]) == 0, daemon.log
+        finally:
+            pod.stop()
+    passed("the daemon's container of deploy/kubernetes")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, required=True, help="the unpacked image")
@@ -304,6 +346,8 @@ def main() -> None:
     given = parser.parse_args()
     config = json.loads(given.config.read_text())["config"]
     print(f"runs {shlex.join(config['Entrypoint'])}")
+    image = Image(given.root, tuple(config["Entrypoint"]), environment=environment_of(config))
+    try_pod(image, given.models)  # before what enters another network
     try_image(given.root, config, given.models)
 
 
