@@ -357,7 +357,7 @@ def test_flags_and_settings_are_there() -> None:
 def test_the_alerts_are_those_of_prometheus() -> None:
     rules = one(build(KUBERNETES / "overlays" / "production"), "PrometheusRule", "epikvd")
     alerts = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())
-    assert rules["spec"] == alerts
+    assert rules["spec"] == alerts, "the head of prometheusrule.yaml says how it is written anew"
 
 
 def test_the_page_names_every_part() -> None:
