@@ -34,9 +34,8 @@ class OrcaService::ReportCall final : public Call {
     if (const auto* refusal = std::get_if<grpc::Status>(&asked)) return End(*refusal);
     const auto& interval =
         std::get<xds::service::orca::v3::OrcaLoadReportRequest>(asked).report_interval();
-    interval_ = std::clamp(
-        absl::Seconds(interval.seconds()) + absl::Nanoseconds(interval.nanos()), kLeastInterval,
-        kMostInterval);
+    interval_ = std::clamp(absl::Seconds(interval.seconds()) + absl::Nanoseconds(interval.nanos()),
+                           kLeastInterval, kMostInterval);
     Report();
   }
 
@@ -55,10 +54,10 @@ class OrcaService::ReportCall final : public Call {
     {
       absl::MutexLock lock(&mu_);
       if (!cancelled_) {
-        alarm_.Set(gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
-                                gpr_time_from_millis(absl::ToInt64Milliseconds(interval_),
-                                                     GPR_TIMESPAN)),
-                   [this](bool on_time) { on_time ? Report() : Leave(); });
+        alarm_.Set(
+            gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
+                         gpr_time_from_millis(absl::ToInt64Milliseconds(interval_), GPR_TIMESPAN)),
+            [this](bool on_time) { on_time ? Report() : Leave(); });
         return;
       }
     }

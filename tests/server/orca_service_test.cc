@@ -20,7 +20,8 @@ using ::testing::UnorderedElementsAre;
 using xds::data::orca::v3::OrcaLoadReport;
 using xds::service::orca::v3::OpenRcaService;
 
-// What is behind requests, gRPC's own clients keep to themselves: e2e/operating/load_reports_test.py.
+// What is behind requests, gRPC's own clients keep to themselves:
+// e2e/operating/load_reports_test.py.
 class OrcaServiceTest : public GenerationServiceTest {
  protected:
   void SetUp() override {
@@ -90,7 +91,8 @@ TEST_F(OrcaServiceTest, AWatcherSeesWhatRuns) {
   ASSERT_TRUE(reader->Read(&report)) << "at once";
   EXPECT_EQ(report.application_utilization(), 0);
   StreamClient unread(stub(), Prompt(10, 200), /*reads=*/1);
-  ASSERT_TRUE(server_->observer().AwaitStep([](const StepStats& step) { return step.running == 1; }));
+  ASSERT_TRUE(
+      server_->observer().AwaitStep([](const StepStats& step) { return step.running == 1; }));
   const absl::Time begin = absl::Now();
   ASSERT_TRUE(reader->Read(&report));
   EXPECT_GT(absl::Now() - begin, absl::Milliseconds(100)) << "an interval of none is a second";

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from epikv import Stop
+from epikv import Client, Stop
 from epikv.sample import problem
 from epikv.scrape import fetch
-from epikv.testing import Daemon, Gateway
+from epikv.testing import PACED, Daemon, Gateway
 from kustomized import KUBERNETES, Object, build, one
 from metrics_page import parse
 from prometheus_server import Prometheus
@@ -47,7 +47,8 @@ def of_prometheus(rule: Object) -> Object:
 
 @pytest.fixture(scope="module")
 def daemon(sample_model: Path) -> Iterator[Daemon]:
-    with Daemon(sample_model, "--threads=1", "--max_running_requests=1") as running:
+    narrow = ("--outbox_messages=8", "--outbox_bytes=1024", "--stream_stall_seconds=600")
+    with Daemon(sample_model, "--threads=1", "--max_running_requests=1", *narrow) as running:
         yield running
 
 
@@ -96,10 +97,10 @@ def test_a_trigger_is_one_number(prometheus: Prometheus, trigger: Object) -> Non
 
 
 def test_a_trigger_moves_when_requests_wait(prometheus: Prometheus, daemon: Daemon) -> None:
-    """One runs, for which the daemon has room, and others wait for it."""
+    """One runs, for which the daemon has room, and does not end while it is not read; others wait for it."""
     waits, wait = (trigger["metadata"]["query"] for trigger in TRIGGERS)
     stop = Stop(900, min_output_tokens=900, ignore_eos=True)
-    with daemon.client() as client, ExitStack() as streams:
+    with Client(daemon.grpc, PACED) as client, ExitStack() as streams:
         for _ in range(1 + WAITING):
             streams.enter_context(client.generate(problem(9).prompt, stop=stop))
         prometheus.until(waits, lambda found: found == WAITING)

@@ -16,6 +16,7 @@ from credentials import authority, new_token, signed
 from epikv.sample import problem
 from kustomized import KUBERNETES, Object, build
 from pods import Image, Pod, of_this_machine, why_not
+from waiting import eventually
 
 WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"no pod can be run here: {WHY_NOT}")
@@ -201,7 +202,7 @@ def test_with_tls_and_a_store_that_is_away(
         assert asked == (0, "begun\nended: length")
         assert secure.ask("get", "http://127.0.0.1:8000/health")[0] == 1, "in plain text"
         assert secure.ask("health", "50051", "")[0] == 1, "in plain text"
-        assert "experiment store cannot be reached" in daemon.log
+        eventually(lambda: "experiment store cannot be reached" in daemon.log)
         assert (secure.volume("spool") / "spool").stat().st_uid == 10001
         # A Secret that changes: the kubelet puts another version behind the link.
         tokens = secure.volume("tokens")

@@ -24,10 +24,14 @@ def report(data: bytes) -> Message:
     entry = message.nested_type.add(name="NamedMetricsEntry")
     entry.options.map_entry = True
     kinds = descriptor_pb2.FieldDescriptorProto
-    for number, (name, kind) in enumerate([("key", kinds.TYPE_STRING), ("value", kinds.TYPE_DOUBLE)], 1):
+    for number, (name, kind) in enumerate(
+        [("key", kinds.TYPE_STRING), ("value", kinds.TYPE_DOUBLE)], 1
+    ):
         entry.field.add(name=name, number=number, type=kind, label=kinds.LABEL_OPTIONAL)
     for number, name in ((6, "rps_fractional"), (7, "eps"), (9, "application_utilization")):
-        message.field.add(name=name, number=number, type=kinds.TYPE_DOUBLE, label=kinds.LABEL_OPTIONAL)
+        message.field.add(
+            name=name, number=number, type=kinds.TYPE_DOUBLE, label=kinds.LABEL_OPTIONAL
+        )
     message.field.add(
         name="named_metrics",
         number=8,
@@ -46,7 +50,9 @@ def behind(client: RawHttp2, method: str, message: bytes, status: str) -> Messag
     client.send(stream, message_header(len(message)) + message, end=True)
     assert client.await_status(stream, 30) == status
     trailer = client.trailers[stream].get(b"endpoint-load-metrics-bin")
-    return None if trailer is None else report(base64.b64decode(trailer + b"=" * (-len(trailer) % 4)))
+    return (
+        None if trailer is None else report(base64.b64decode(trailer + b"=" * (-len(trailer) % 4)))
+    )
 
 
 def ask(**kv: object) -> bytes:

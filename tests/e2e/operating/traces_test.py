@@ -90,9 +90,7 @@ def log(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         with Client(daemon.grpc) as client:
             client.generate_once(Chat([{"role": "user", "content": "hello"}]), stop=Stop(2))
             with pytest.raises(RpcError):
-                client.generate_once(
-                    PROMPT, stop=Stop(1000, min_output_tokens=1000), timeout=0.05
-                )
+                client.generate_once(PROMPT, stop=Stop(1000, min_output_tokens=1000), timeout=0.05)
     return path
 
 
@@ -186,7 +184,10 @@ def test_it_follows_a_log_that_is_rotated_and_goes_on_later(
         names = [attributes(s).get("epikv.request_id") for s in collector.spans]
         return [str(name) for name in names if name is not None]
 
-    with Daemon(sample_model, "--threads=1", f"--access_log={log}") as daemon, Client(daemon.grpc) as client:
+    with (
+        Daemon(sample_model, "--threads=1", f"--access_log={log}") as daemon,
+        Client(daemon.grpc) as client,
+    ):
 
         def ask(count: int = 3) -> None:
             for _ in range(count):

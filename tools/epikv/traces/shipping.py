@@ -40,7 +40,9 @@ class Shipper:
         self._log = log
         self._exporter = OTLPSpanExporter(endpoint=url, timeout=10)
         self._share = share
-        self._resource = Resource.create({"service.name": service, "service.version": version("epikv")})
+        self._resource = Resource.create(
+            {"service.name": service, "service.version": version("epikv")}
+        )
         self._stopping = threading.Event()
         self.shipped = Shipped()
 

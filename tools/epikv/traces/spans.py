@@ -93,7 +93,9 @@ def spans_of(entry: Mapping[str, Any], resource: Resource) -> Iterator[ReadableS
             context=_context(entry["trace_id"], _derived(entry["span_id"], name)),
             parent=context,
             resource=resource,
-            events=[_round(when, each) for when, each in rounds if at < when and (last or when <= end)],
+            events=[
+                _round(when, each) for when, each in rounds if at < when and (last or when <= end)
+            ],
             start_time=at,
             end_time=end,
         )

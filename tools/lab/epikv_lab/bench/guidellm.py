@@ -76,9 +76,13 @@ def command(
         for number in range(rounds):
             for which in ("load", "guidellm") if number % 2 else ("guidellm", "load"):
                 _run(guide if which == "guidellm" else load)
-                told = json.loads((folder / ("guidellm.json" if which == "guidellm" else "load")).read_text())
+                told = json.loads(
+                    (folder / ("guidellm.json" if which == "guidellm" else "load")).read_text()
+                )
                 found[which].append(_of_guidellm(told) if which == "guidellm" else _of_load(told))
-            harness.say(f"round {number + 1}: {found['load'][-1]}, guidellm {found['guidellm'][-1]}")
+            harness.say(
+                f"round {number + 1}: {found['load'][-1]}, guidellm {found['guidellm'][-1]}"
+            )
     targets = []
     for metric in ("output_tokens_per_second", "first_token_seconds"):
         ratio = bootstrap(
