@@ -37,6 +37,7 @@ from epikv.messages import (
 )
 from epikv.options import Chat, Experiment, Kv, Output, Prompt, Sampling, Scheduling, Session, Stop
 from epikv.outcome import MAX_BATCH, Outcome, Patience, record, record_batch
+from epikv.prefix import prefix_metadata
 from epikv.v1 import (
     experiment_pb2,
     experiment_pb2_grpc,
@@ -84,7 +85,8 @@ class Connection(ABC):
         """What `method`, of one of the services, returns. Raises ValueError for a closed client."""
         if self.is_closed:
             raise ValueError("the client is closed")
-        return method(request, timeout=timeout, metadata=self._metadata)
+        metadata = (*self._metadata, *prefix_metadata(request))
+        return method(request, timeout=timeout, metadata=metadata)
 
     @abstractmethod
     async def ask(

@@ -9,6 +9,8 @@ from google.protobuf.message import DecodeError
 from epikv.v1 import errors_pb2
 
 DETAILS = "grpc-status-details-bin"  # the trailer with a serialized google.rpc.Status
+# gRPC's words where a proxy has ended a stream that lost its daemon: of what has begun it can send no status.
+_CUT = "RST_STREAM with error code 2"
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,15 @@ class RpcError(Exception):
     def from_grpc(cls, error: grpc.RpcError) -> "RpcError":
         """Decodes a call's status and its typed details; details it cannot read are left out."""
         details = _details(error)
+        code, message = error.code(), error.details() or ""
+        if code is grpc.StatusCode.INTERNAL and not details and _CUT in message:
+            code = grpc.StatusCode.UNAVAILABLE
         info = details.get("ErrorInfo", errors_pb2.ErrorInfo())
         request = details.get("BadRequest", errors_pb2.BadRequest())
         retry = details.get("RetryInfo")
         return cls(
-            error.code(),
-            error.details() or "",
+            code,
+            message,
             reason=info.reason,
             metadata=dict(info.metadata),
             field_violations=tuple(

@@ -22,6 +22,7 @@ import grpc
 from epikv.bench.workload import Workload
 from epikv.connection import Tls, bearer, connect_async, token_from_environment
 from epikv.errors import RpcError
+from epikv.prefix import prefix_metadata
 from epikv.v1 import experiment_pb2, experiment_pb2_grpc, generation_pb2_grpc
 
 UNFINISHED = "UNFINISHED"  # the generator was told to end first
@@ -233,7 +234,8 @@ class Generator:
             timeout = scheduled + self.deadline - sample.sent  # below 0: it has passed
         try:
             generate = next(self._stubs).Generate
-            async for message in generate(request, timeout=timeout, metadata=self._metadata):
+            metadata = (*self._metadata, *prefix_metadata(request))
+            async for message in generate(request, timeout=timeout, metadata=metadata):
                 event = message.WhichOneof("event")
                 sample.accepted = True  # the first event says so
                 if event == "delta":

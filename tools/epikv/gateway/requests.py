@@ -117,6 +117,7 @@ class GenerationBody(Body):
     max_tokens: Count | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None  # keeps its arm of an experiment
+    prompt_cache_key: str | None = None  # its own word for what begins alike
 
     # As vLLM has them.
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -145,7 +146,6 @@ class GenerationBody(Body):
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
     def most_tokens(self) -> int | None:

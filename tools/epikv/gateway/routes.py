@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ class Routes:
     async def completions(self, request: Request) -> Response:
         body = await read(request, bodies.CompletionBody)
         body.check()
-        caller = caller_of(request)
+        caller = replace(caller_of(request), prefix_key=body.prompt_cache_key or "")
         prompts = body.prompts()
         if not body.add_special_tokens:
             prompts = [await self._ids(prompt, body, caller) for prompt in prompts]
@@ -56,7 +57,7 @@ class Routes:
     async def chats(self, request: Request) -> Response:
         body = await read(request, bodies.ChatBody)
         body.check()
-        caller = caller_of(request)
+        caller = replace(caller_of(request), prefix_key=body.prompt_cache_key or "")
         top = (body.top_logprobs or 0) if body.logprobs else None
         form = responses.Chats(top, await self._texts_for(body, caller))
         made = await self._requests(body, [body.chat()], request, caller)

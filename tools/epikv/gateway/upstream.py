@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from epikv.calls import Connection
 from epikv.connection import CLIENT_OPTIONS, Tls, connect_async
 from epikv.errors import RpcError
 from epikv.messages import Model, from_proto
+from epikv.prefix import prefix_metadata
 from epikv.v1 import generation_pb2, model_pb2
 
 Reply = TypeVar("Reply")
@@ -35,11 +37,16 @@ class Caller:
 
     metadata: tuple[tuple[str, str], ...] = ()  # its token and trace
     deadline: float | None = None  # of time.monotonic()
+    prefix_key: str = ""  # its own word for what begins alike
 
     @property
     def timeout(self) -> float | None:
         """Seconds that are left, of all that is asked in its name."""
         return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
+
+    def metadata_of(self, request: Message) -> tuple[tuple[str, str], ...]:
+        """Of a call with this request."""
+        return (*self.metadata, *prefix_metadata(request, self.prefix_key))
 
 
 class _Stubs(Connection):
@@ -119,7 +126,7 @@ class Upstream:
 
         async def begin(daemon: Daemon) -> Generation:
             call = daemon.stubs.generation.Generate(
-                request, timeout=caller.timeout, metadata=caller.metadata
+                request, timeout=caller.timeout, metadata=caller.metadata_of(request)
             )
             try:
                 first = await call.read()
@@ -133,7 +140,7 @@ class Upstream:
     async def ask(
         self,
         method: Callable[[Connection], Callable[..., Awaitable[Reply]]],
-        request: Any,
+        request: Message,
         caller: Caller,
     ) -> Reply:
         """The reply to a call that has one message. method: of the services. Raises RpcError."""
@@ -142,7 +149,7 @@ class Upstream:
             daemon.in_flight += 1
             try:
                 return await method(daemon.stubs)(
-                    request, timeout=caller.timeout, metadata=caller.metadata
+                    request, timeout=caller.timeout, metadata=caller.metadata_of(request)
                 )
             finally:
                 daemon.in_flight -= 1
