@@ -1,4 +1,4 @@
-"""Two replicas behind HAProxy, as deploy/haproxy has it, with one PostgreSQL for their experiments."""
+"""Two replicas behind HAProxy and behind Envoy, as deploy/ has them, with one PostgreSQL for their experiments."""
 
 import re
 import socket
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from envoy_proxy import Envoy
 from epikv import Client, Delta, Experiment, RpcError, Stop, Summary, patiently
 from epikv.testing import Daemon
 from epikv.v1 import experiment_pb2, model_pb2, model_pb2_grpc
@@ -63,6 +64,24 @@ class Site:
     def __init__(self, model: Path, folder: Path, postgres: Postgres, stack: ExitStack) -> None:
         self.replicas = [Replica(model, postgres.url, folder / f"spool-{n}") for n in "ab"]
         stack.callback(lambda: [replica.daemon.kill() for replica in self.replicas])
+        self.haproxy = self._start_haproxy(folder, stack)
+        envoy = stack.enter_context(
+            Envoy(folder / "envoy", [replica.daemon.grpc for replica in self.replicas])
+        )
+        self.balancers = {"haproxy": self.haproxy, "envoy": envoy.address}
+        self.client = Client(self.haproxy)
+        envoy.await_serving(Client(envoy.address))
+        deadline = time.monotonic() + GENEROUS_SECONDS
+        while True:
+            try:
+                self.client.models()
+                break
+            except RpcError:
+                assert time.monotonic() < deadline, (folder / "haproxy.log").read_text()
+                time.sleep(0.1)
+
+    def _start_haproxy(self, folder: Path, stack: ExitStack) -> str:
+        """Its address."""
         (port,) = free_ports(1)
         config = (ROOT / "deploy" / "haproxy" / "haproxy.cfg").read_text()
         first, second = (replica.port for replica in self.replicas)
@@ -77,16 +96,7 @@ class Site:
         )
         stack.callback(haproxy.wait)
         stack.callback(haproxy.kill)
-        self.address = f"127.0.0.1:{port}"
-        self.client = Client(self.address)
-        deadline = time.monotonic() + GENEROUS_SECONDS
-        while True:
-            try:
-                self.client.models()
-                break
-            except RpcError:
-                assert time.monotonic() < deadline, (folder / "haproxy.log").read_text()
-                time.sleep(0.1)
+        return f"127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +133,12 @@ def test_a_unit_has_one_arm_and_outcomes_find_it(site: Site) -> None:
     begin(site, "shared")
     try:
         first, second = (replica.client for replica in site.replicas)
+        balanced = [Client(address) for address in site.balancers.values()]
         arms = set()
         for number in range(12):
             request, arm = ask(first, f"user-{number}")
             assert ask(second, f"user-{number}")[1] == arm
+            assert all(ask(each, f"user-{number}")[1] == arm for each in balanced)
             second.record_outcome(request, "right", float(number % 2))
             arms.add(arm)
         assert arms == {"shared/full", "shared/lean"}
@@ -142,7 +154,7 @@ def test_headers_that_would_end_a_shared_connection_go_no_further(site: Site) ->
     with site.client.generate(PROMPT, stop=Stop(600, ignore_eos=True)) as stream:
         events = iter(stream)
         next(events)
-        with grpc.insecure_channel(site.address) as channel:
+        with grpc.insecure_channel(site.haproxy) as channel:
             models = model_pb2_grpc.ModelServiceStub(channel)
             for _ in range(10):
                 with pytest.raises(grpc.RpcError, match="431"):
@@ -155,18 +167,18 @@ def test_headers_that_would_end_a_shared_connection_go_no_further(site: Site) ->
 
 
 def test_a_rolling_restart_drops_no_stream(site: Site) -> None:
-    """Streams go on through the balancer while both replicas are replaced, one after the other."""
+    """Streams go on through the balancers while both replicas are replaced, one after the other."""
     over = threading.Event()
 
-    def stream(number: int) -> tuple[int, int]:
-        """Streams that ended well, and refusals that were waited for."""
+    def stream(balancer: str) -> int:
+        """Streams that ended well."""
         done = 0
-        with Client(site.address) as client:
+        with Client(site.balancers[balancer]) as client:
             while not over.is_set():
                 # A replica may begin to drain between two looks of the balancer.
                 patiently(lambda: consume(client), attempts=20)
                 done += 1
-        return done, number
+        return done
 
     def consume(client: Client) -> None:
         tokens = 0
@@ -177,7 +189,7 @@ def test_a_rolling_restart_drops_no_stream(site: Site) -> None:
                 tokens += len(event.token_ids) if isinstance(event, Delta) else 0
 
     with ThreadPoolExecutor(4) as pool:
-        streams = [pool.submit(stream, number) for number in range(4)]
+        streams = [pool.submit(stream, balancer) for balancer in [*site.balancers] * 2]
         try:
             for replica in site.replicas:
                 time.sleep(1)
@@ -186,15 +198,20 @@ def test_a_rolling_restart_drops_no_stream(site: Site) -> None:
                 await_seen(site)
         finally:
             over.set()
-        assert all(stream.result()[0] > 0 for stream in streams)
+        assert all(stream.result() > 0 for stream in streams)
 
 
 def await_seen(site: Site) -> None:
-    """Until the balancer uses every replica again."""
+    """Until the balancers use every replica again."""
+    for address in site.balancers.values():
+        await_used(site, address)
+
+
+def await_used(site: Site, address: str) -> None:
     deadline = time.monotonic() + GENEROUS_SECONDS
     while True:
         before = [handled(replica) for replica in site.replicas]
-        with Client(site.address) as client:
+        with Client(address) as client:
             for _ in range(8):
                 client.models()
         if all(handled(r) > b for r, b in zip(site.replicas, before, strict=True)):
@@ -229,8 +246,10 @@ def test_a_killed_replica_loses_its_own_streams_alone(site: Site) -> None:
         assert len(list(events[1])) > 0
         # What had ended is known, and new calls go to who is left.
         other.client.record_outcome(request, "right", 1.0, key="after")
-        for number in range(6):
-            patiently(lambda n=number: ask(site.client, f"user-{n}"), attempts=20)
+        for address in site.balancers.values():
+            client = Client(address)
+            for number in range(6):
+                patiently(lambda c=client, n=number: ask(c, f"user-{n}"), attempts=20)
         report = other.client.experiment_report("killed")
         assert sum(arm.observations for arm in report.metrics[0].all.arms) == 2
         dying.start()
