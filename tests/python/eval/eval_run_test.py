@@ -80,8 +80,10 @@ class Solver(generation_pb2_grpc.GenerationServiceServicer):
 
 
 @contextmanager
-def serving(solver: Solver) -> Iterator[str]:
-    with fake_epikvd.serve(generation=solver, threads=8, policies=POLICIES) as fake:
+def serving(solver: Solver, weights: str | None = None) -> Iterator[str]:
+    with fake_epikvd.serve(
+        generation=solver, threads=8, policies=POLICIES, weights=weights
+    ) as fake:
         yield fake.address
 
 
@@ -304,3 +306,13 @@ def test_an_answer_without_a_token_is_not_taken_for_right(problems: Path) -> Non
         assert right("", " c d") == [False]
         with pytest.raises(ValueError, match="no token of its own"):
             right(" c", "")
+
+
+def test_daemons_of_other_weights_are_not_taken_together(problems: Path) -> None:
+    with serving(Solver()) as first:
+        with serving(Solver(), weights="sha256:other") as second:
+            result = evaluate(first, problems, "--server", second)
+            assert result.exit_code == 2
+            assert f"{first} and {second} serve other models: weights" in result.output
+        result = evaluate(first, problems, "--server", first)
+        assert result.exit_code == 2 and "given twice" in result.output

@@ -104,7 +104,8 @@ def run(
     budgets = {show_budget(fraction): fraction for fraction in fractions}
     plan = document(by.served, tasks, [WHOLE, *over], [*budgets], settings)
     digest = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]
-    runner.run(by.client, plan, tasks, settings, folder / digest, by.at_once)
+    daemon = runner.Server(by.client, "the daemon")
+    runner.run([daemon], plan, tasks, settings, folder / digest, by.at_once)
     cells: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in sorted(results.read(folder / digest)[1], key=lambda record: record.key):
         if record.fault:

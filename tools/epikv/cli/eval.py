@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +140,7 @@ class _Fields(click.ParamType):
     type=click.IntRange(min=1),
     default=64,
     show_default=True,
-    help="Requests that run at once.",
+    help="Requests that run at once, on each daemon.",
 )
 @click.option(
     "--out",
@@ -150,8 +150,11 @@ class _Fields(click.ParamType):
 )
 @click.option(
     "--server",
+    "servers",
+    multiple=True,
     metavar="HOST:PORT",
-    help="Default: $EPIKV_SERVER or " + DEFAULT_SERVER + ", unless a daemon is started.",
+    help="May be given several times: the work is spread over daemons of the same model. Default:"
+    " $EPIKV_SERVER or " + DEFAULT_SERVER + ", unless a daemon is started.",
 )
 @click.option("--model-name", default="", help="Needed only if several models are served.")
 @click.option("--model", type=_FILE, help="Start a daemon on this model file.")
@@ -232,20 +235,23 @@ def _evaluate(
     )
     needed = [*wanted, models.STEERING] if steering else wanted
     with _served(at_once, model_dir, needed, **where) as served:
-        model = _model(served.client, model_name)
-        catalog = served.client.policies(model=model.name)
+        first = served[0].client
+        model = _model(first, model_name)
+        _agree(served, model)
+        catalog = first.policies(model=model.name)
         oracle = any(task.oracle for task in tasks)
         chosen = arms(catalog, wanted, slack, oracle, steering, variants)
         shown = [show_budget(budget) for budget in dict.fromkeys(budgets)]
         plan = document(model, tasks, chosen, shown, settings)
         try:
-            runner.run(served.client, plan, tasks, settings, out, at_once)
+            servers = [runner.Server(each.client, each.address) for each in served]
+            runner.run(servers, plan, tasks, settings, out, at_once)
         except (runner.Interrupted, KeyboardInterrupt):
             click.echo(f"interrupted; {_how_far(out)}", err=True)
             return INTERRUPTED
         except RpcError as error:
             raise click.ClickException(
-                f"{served.address} went away: {error}\n{_how_far(out)}"
+                f"{', '.join(each.address for each in served)} went away: {error}\n{_how_far(out)}"
             ) from error
     summary = _report(out)
     return int(any(runner.FAILURE in fault for fault in faults(summary)))
@@ -285,20 +291,22 @@ def _served(
     model_dir: Path | None,
     wanted: Sequence[str],
     *,
-    server: str | None,
+    servers: Sequence[str],
     model: Path | None,
     binary: Path | None,
     flags: Sequence[str],
-) -> Iterator[harness.Served]:
-    """The daemon at `server`, or one on `model` or on what `model_dir` holds."""
+) -> Iterator[list[harness.Served]]:
+    """The daemons at `servers`, or one on `model` or on what `model_dir` holds."""
     from epikv.cli import eval_models as models
 
-    if server is not None and model is not None:
+    if servers and model is not None:
         raise click.UsageError("give --server or --model: of a server's daemon the model is known")
-    if server is None and model is None and model_dir is None:
-        server = os.environ.get("EPIKV_SERVER", DEFAULT_SERVER)
+    if len(set(servers)) < len(servers):
+        raise click.UsageError("one --server is given twice")
+    if not servers and model is None and model_dir is None:
+        servers = [os.environ.get("EPIKV_SERVER", DEFAULT_SERVER)]
     own = [f"--max_running_requests={at_once}"]
-    if server is None and model is None and model_dir is not None:
+    if not servers and model is None and model_dir is not None:
         named = {text.partition(":")[0] for text in wanted}
         if "all" in named:
             named |= models.CALIBRATED.keys() - {models.STEERING}
@@ -311,15 +319,33 @@ def _served(
         assert model_dir is not None  # else there is a server
         return models.exported(model_dir)
 
-    with harness.serving(
-        to_serve,
-        [*own, *(f"--{flag.removeprefix('--')}" for flag in flags)],
-        server=server,
-        metrics=None,
-        binary=binary if server is not None else harness.built_binary(binary),
-        needs_metrics=False,
-    ) as served:
-        yield served
+    asked: list[str | None] = [*servers] or [None]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                harness.serving(
+                    to_serve,
+                    [*own, *(f"--{flag.removeprefix('--')}" for flag in flags)],
+                    server=server,
+                    metrics=None,
+                    binary=binary if server is not None else harness.built_binary(binary),
+                    needs_metrics=False,
+                )
+            )
+            for server in asked
+        ]
+
+
+def _agree(served: Sequence[harness.Served], model: Model) -> None:
+    """That all daemons serve the same, whose results may stand beside each other."""
+    for each in served[1:]:
+        other = each.client.model(model.name)
+        for fact in ("weights", "dtype", "quantization", "kv_dtype", "calibration"):
+            here, there = getattr(model, fact), getattr(other, fact)
+            if here != there:
+                raise click.UsageError(
+                    f"{served[0].address} and {each.address} serve other models: {fact} {here}, {there}"
+                )
 
 
 def _model(client: Client, name: str) -> Model:

@@ -1,11 +1,14 @@
-"""Runs what a plan has left: many completions at once, each written down when it is there."""
+"""Runs what a plan has left: many completions at once, on one daemon or on several, each written down when
+it is there."""
 
 import signal
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +31,33 @@ class Interrupted(Exception):
     """Ctrl-C, SIGTERM or SIGHUP; what had finished is written down."""
 
 
+@dataclass
+class Server:
+    """A daemon that completions are asked of."""
+
+    client: Client
+    address: str
+    running: int = 0  # of its completions
+    lost: bool = False
+
+
 def run(
-    client: Client,
+    servers: Sequence[Server],
     plan: dict[str, Any],
     tasks: Sequence[Task],
     settings: Settings,
     folder: Path,
     at_once: int,
 ) -> None:
-    """Runs the plan in `folder`, or what is missing of it there.
+    """Runs the plan in `folder`, or what is missing of it there, `at_once` on each server.
 
-    Raises Interrupted; RpcError when the daemon goes away; click.ClickException as `store` does.
+    What a server had when it went away is run by the others. Raises Interrupted; RpcError when the last
+    one goes away; click.ClickException as `store` does.
     """
     ids = {task.name: [item.id for item in task.items] for task in tasks}
     work = list(keys(plan, ids))
     with store(folder, plan) as found, progress(len(work), len(found.records)) as tell:
-        evaluation = _Evaluation(client, plan, tasks, settings, found, at_once, tell)
+        evaluation = _Evaluation(servers, plan, tasks, settings, found, at_once, tell)
         # A share of a trace is known when `full` has made it.
         for of_full in (True, False):
             evaluation.run([k for k in work if (k.arm == FULL) == of_full])
@@ -54,7 +68,7 @@ class _Evaluation:
 
     def __init__(
         self,
-        client: Client,
+        servers: Sequence[Server],
         plan: dict[str, Any],
         tasks: Sequence[Task],
         settings: Settings,
@@ -62,7 +76,7 @@ class _Evaluation:
         at_once: int,
         tell: Callable[[int], None],
     ) -> None:
-        self._client = client
+        self._servers = servers
         self._model: str = plan["model"]["name"]
         self._items = {(task.name, item.id): item for task in tasks for item in task.items}
         self._arms = {arm["label"]: arm for arm in plan["arms"]}
@@ -74,24 +88,60 @@ class _Evaluation:
 
     def run(self, work: Sequence[Key]) -> None:
         """Raises what ended it, when all that had finished by then is written down."""
-        left = iter([key for key in work if key not in self._found.records])
-        with _signals(self._stopped), ThreadPoolExecutor(self._at_once) as pool:
-            running = {pool.submit(self._ask, key) for key in islice(left, self._at_once)}
-            error: BaseException | None = None
-            while running:
-                done, running = wait(running, _POLL_SECONDS, FIRST_COMPLETED)
+        left = deque(key for key in work if key not in self._found.records)
+        running: dict[Future[Record], tuple[Server, Key]] = {}
+        error: BaseException | None = None
+        with (
+            _signals(self._stopped),
+            ThreadPoolExecutor(self._at_once * len(self._servers)) as pool,
+        ):
+            while True:
+                while error is None and left and (server := self._free()):
+                    key = left.popleft()
+                    server.running += 1
+                    running[pool.submit(self._ask, server, key)] = server, key
+                if not running:
+                    break
+                done, _ = wait(running, _POLL_SECONDS, FIRST_COMPLETED)
                 for future in done:
-                    error = self._keep(future) or error
+                    server, key = running.pop(future)
+                    server.running -= 1
+                    if (failure := self._keep(future)) is None:
+                        continue
+                    if self._is_lost(server, failure):
+                        left.appendleft(key)
+                    else:
+                        error = failure
                 if error is not None or self._stopped.is_set():
                     self._stopped.set()
-                    self._client.close()  # cancels what is running
-                else:
-                    running |= {pool.submit(self._ask, key) for key in islice(left, len(done))}
+                    for server in self._servers:
+                        server.client.close()  # cancels what is running
                 self._tell(len(self._found.records))
         if error is not None:
             raise error
         if self._stopped.is_set():
             raise Interrupted
+
+    def _free(self) -> Server | None:
+        """The one with least to do, if it may have more."""
+        if self._stopped.is_set():
+            return None
+        there = [each for each in self._servers if not each.lost]
+        least = min(there, key=lambda each: each.running)
+        return least if least.running < self._at_once else None
+
+    def _is_lost(self, server: Server, failure: BaseException) -> bool:
+        """Whether others run what it had."""
+        if server.lost:
+            return True
+        others = [each for each in self._servers if each is not server and not each.lost]
+        gone = isinstance(failure, RpcError) and failure.code is grpc.StatusCode.UNAVAILABLE
+        if not gone or not others:
+            return False
+        print(f"{server.address} went away, the others go on: {failure}", file=sys.stderr)
+        server.lost = True
+        server.client.close()  # what else it had comes back
+        return True
 
     def _keep(self, future: Future[Record]) -> BaseException | None:
         """Writes down what a completion came to. Gives what it failed with, if not by stopping."""
@@ -101,14 +151,14 @@ class _Evaluation:
             return None
         return None if self._stopped.is_set() else error
 
-    def _ask(self, key: Key) -> Record:
+    def _ask(self, server: Server, key: Key) -> Record:
         reference = self._found.records.get(Key(key.task, key.item, FULL, "", key.seed))
         if key.arm != FULL and key.budget.endswith("%") and (reference is None or reference.fault):
             return Record(**key._asdict(), fault="no reference trace: `full` was refused")
         while True:
             try:
                 return ask(
-                    self._client,
+                    server.client,
                     self._model,
                     key,
                     self._items[key.task, key.item],

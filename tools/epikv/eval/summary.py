@@ -21,9 +21,12 @@ Runs = Mapping[str, Sequence[Record]]  # of an item, by seed
 
 
 def summarise(plan: dict[str, Any], records: Iterable[Record]) -> dict[str, Any]:
-    """Rows in the plan's order, and means over the tasks of each axis."""
+    """Rows in the plan's order, and means over the tasks of each axis.
+
+    The order in which completions ended says nothing: the same records give the same figures.
+    """
     cells: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in records:
+    for record in sorted(records, key=lambda record: record.key):
         cells[record.task, record.budget, record.arm].append(record)
     rows = []
     for task in plan["tasks"]:

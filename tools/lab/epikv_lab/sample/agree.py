@@ -88,7 +88,8 @@ def _evaluated(client: Client, task: Task, fraction: float, longest: int) -> lis
     settings = Settings(SPLIT, max_output_tokens=longest)
     plan = document(client.models()[0], [task], chosen, [show_budget(fraction)], settings)
     with tempfile.TemporaryDirectory() as folder:
-        runner.run(client, plan, [task], settings, Path(folder), at_once=64)
+        servers = [runner.Server(client, "the daemon")]
+        runner.run(servers, plan, [task], settings, Path(folder), at_once=64)
         return results.read(Path(folder))[1]
 
 
