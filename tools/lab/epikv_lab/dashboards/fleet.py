@@ -107,8 +107,10 @@ FLEET = Dashboard(
         Row(
             "Load",
             (
-                lines("Running", "Requests that hold KV cache.", gauge("epikv_requests_running")),
-                lines("Waiting", "Requests in the queue.", gauge("epikv_requests_waiting")),
+                lines(
+                    "Running", "Requests that hold KV cache.", gauge("epikv_load_running_requests")
+                ),
+                lines("Waiting", "Requests in the queue.", gauge("epikv_load_waiting_requests")),
                 lines(
                     "Predicted wait",
                     "How long a request that comes now would wait.",
@@ -161,8 +163,8 @@ FLEET = Dashboard(
                     "How uneven the load is",
                     "The busiest instance's running requests over their mean: 1 is even.",
                     Query(
-                        f"max({gauge('epikv_requests_running').promql})"
-                        f" / (avg({gauge('epikv_requests_running').promql}) > 0)",
+                        f"max({gauge('epikv_load_running_requests').promql})"
+                        f" / (avg({gauge('epikv_load_running_requests').promql}) > 0)",
                         "busiest / mean",
                     ),
                 ),
@@ -224,9 +226,13 @@ FLEET = Dashboard(
                     unit=Unit.SECONDS,
                 ),
                 lines(
-                    "Drain",
-                    "1 while new requests are refused.",
-                    gauge("epikv_drain_state"),
+                    "What they do",
+                    "Each instance is 1 in one of these.",
+                    Query(
+                        f"sum by (state) ({series('epikv_lifecycle_state', of=OF_INSTANCE)})",
+                        "{{state}}",
+                    ),
+                    stacked=True,
                 ),
                 lines(
                     "Loading a model",

@@ -68,6 +68,20 @@ POLICIES = Dashboard(
                     unit=Unit.SECONDS,
                 ),
                 lines(
+                    "Queue, p95",
+                    "From arrival to admission: a larger budget waits longer for room in the KV pool.",
+                    by_policy(quantile(0.95, "epikv_request_queue_seconds", by="policy", of=OF)),
+                    unit=Unit.SECONDS,
+                ),
+                lines(
+                    "Between tokens, p99",
+                    "Of consecutive tokens of a stream: rounds of eviction are in it.",
+                    by_policy(
+                        quantile(0.99, "epikv_inter_token_latency_seconds", by="policy", of=OF)
+                    ),
+                    unit=Unit.SECONDS,
+                ),
+                lines(
                     "Time per output token, p50",
                     "Requests share their steps, so a slow policy is also in the figures of others.",
                     by_policy(quantile(0.5, PER_TOKEN, by="policy", of=OF)),
