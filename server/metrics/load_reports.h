@@ -6,7 +6,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "server/metrics/metrics.h"
-#include "server/metrics/recent_rate.h"
+#include "server/metrics/recent.h"
 #include "xds/data/orca/v3/orca_load_report.pb.h"
 
 namespace epikv {

@@ -346,14 +346,11 @@ void Metrics::OnStreamWasFull(absl::Duration full) { stream_full_.Of({}).Observe
 DaemonLoad Metrics::Load() const {
   DaemonLoad load;
   for (const std::shared_ptr<ModelMetrics>& model : LiveModels()) {
-    const StepStats last = model->Load().last;
+    const EngineLoad engine = model->Load();
+    const StepStats& last = engine.last;
     load.running_requests += last.running;
     load.waiting_requests += last.waiting;
-    if (last.kv_capacity_bytes > 0) {
-      load.kv_reserved_ratio =
-          std::max(load.kv_reserved_ratio, static_cast<double>(last.kv_reserved_bytes) /
-                                               static_cast<double>(last.kv_capacity_bytes));
-    }
+    load.kv_reserved_ratio = std::max(load.kv_reserved_ratio, engine.kv_reserved_ratio);
     if (last.predicted_wait.has_value()) {
       load.predicted_wait =
           std::max(load.predicted_wait.value_or(absl::ZeroDuration()), *last.predicted_wait);

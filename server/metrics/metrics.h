@@ -38,7 +38,9 @@ struct MetricsOptions {
 };
 
 struct DaemonLoad {
-  double kv_reserved_ratio = 0;  // of the model whose KV pool is fullest
+  // Of late, of the model whose KV pool is fullest. A balancer divides the rate of requests by it:
+  // of one moment, it would be that of the request itself where there are few.
+  double kv_reserved_ratio = 0;
   int64_t running_requests = 0, waiting_requests = 0;
   std::optional<absl::Duration>
       predicted_wait;  // the longest of a model; absent: none was measured

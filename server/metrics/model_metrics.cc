@@ -119,7 +119,8 @@ EngineLoad ModelMetrics::Load() const {
   const absl::Time now = SteadyNow();
   return {.last = engine.fill_.last,
           .prompt_tokens_per_second = engine.prompt_tokens_.At(now),
-          .output_tokens_per_second = engine.output_tokens_.At(now)};
+          .output_tokens_per_second = engine.output_tokens_.At(now),
+          .kv_reserved_ratio = engine.reserved_ratio_.At(now)};
 }
 
 std::vector<prometheus::MetricFamily> ModelMetrics::Collect() const {
@@ -171,6 +172,11 @@ void EngineMetrics::OnStep(const StepStats& step) {
   absl::MutexLock lock(&model_->mu_);
   fill_.last = step;
   fill_.peak_used_bytes = std::max(fill_.peak_used_bytes, step.kv_used_bytes);
+  if (step.kv_capacity_bytes > 0) {
+    reserved_ratio_.Set(
+        static_cast<double>(step.kv_reserved_bytes) / static_cast<double>(step.kv_capacity_bytes),
+        SteadyNow());
+  }
   if (step.sequences == 0) return;
   model_->steps_.Add(step, before_);
   model_->last_step_.Set(absl::ToDoubleSeconds(absl::Now() - absl::UnixEpoch()));

@@ -17,7 +17,7 @@
 #include "absl/synchronization/mutex.h"
 #include "runtime/engine/observer.h"
 #include "server/metrics/metric_families.h"
-#include "server/metrics/recent_rate.h"
+#include "server/metrics/recent.h"
 #include "server/metrics/rejected_series.h"
 #include "server/metrics/request_series.h"
 #include "server/metrics/step_series.h"
@@ -41,6 +41,7 @@ struct EngineFacts {
 struct EngineLoad {
   StepStats last;                                                     // its newest step
   double prompt_tokens_per_second = 0, output_tokens_per_second = 0;  // see RecentRate
+  double kv_reserved_ratio = 0;                                       // of late: see RecentMean
 };
 
 class EngineMetrics;
@@ -118,6 +119,7 @@ class EngineMetrics final : public EngineObserver {
   // Guarded by the model's mutex.
   EngineFill fill_;
   RecentRate prompt_tokens_, output_tokens_;
+  RecentMean reserved_ratio_;
   StepBefore before_;
   int64_t first_tokens_ = 0;  // in the step that runs
 };

@@ -235,6 +235,34 @@ TEST_F(MetricsTest, LoadTellsTokensPerSecondOfLate) {
   EXPECT_NEAR(load.prompt_tokens_per_second / load.output_tokens_per_second, 10 / 5., 1e-3);
 }
 
+TEST(RecentMeanTest, IsOfTheLastTenSeconds) {
+  RecentMean mean;
+  const absl::Time begin = absl::FromUnixSeconds(1000);
+  EXPECT_EQ(mean.At(begin), 0);
+  mean.Set(.8, begin);
+  EXPECT_EQ(mean.At(begin), 0) << "it has not lasted";
+  EXPECT_NEAR(mean.At(begin + absl::Seconds(10)), .8 * (1 - std::exp(-1)), 1e-9);
+  EXPECT_NEAR(mean.At(begin + absl::Minutes(10)), .8, 1e-9);
+  mean.Set(0, begin + absl::Minutes(10));
+  EXPECT_NEAR(mean.At(begin + absl::Minutes(10) + absl::Seconds(10)), .8 * std::exp(-1), 1e-9);
+  EXPECT_EQ(mean.At(begin), mean.At(begin + absl::Minutes(10))) << "the clock was set back";
+}
+
+// What balancers divide by each other: it does not depend on how much of the load one gets.
+TEST(RecentMeanTest, OverTheRateOfRequestsItIsWhatOneTakes) {
+  for (const absl::Duration apart : {absl::Seconds(1), absl::Seconds(5)}) {
+    RecentMean busy;
+    RecentRate rate;
+    absl::Time now = absl::FromUnixSeconds(1000);
+    for (int request = 0; request < 60; ++request, now += apart) {
+      busy.Set(.5, now);
+      busy.Set(0, now + absl::Milliseconds(200));
+      rate.Add(1, now + absl::Milliseconds(200));
+    }
+    EXPECT_NEAR(busy.At(now) / rate.At(now), .5 * .2, .002);
+  }
+}
+
 TEST(RecentRateTest, ForgetsOverTenSeconds) {
   RecentRate rate;
   absl::Time now = absl::UnixEpoch();

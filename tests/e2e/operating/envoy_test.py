@@ -1,13 +1,11 @@
 """Three replicas behind Envoy, as deploy/envoy has it: docs/envoy.md says what holds."""
 
 import random
-import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import fake_epikvd
 import grpc
 import pytest
 from credentials import authority, new_token, replace, signed
@@ -42,6 +40,7 @@ FLAGS = ("--threads=1", "--prefill_chunk_tokens=32", "--keepalive_floor_seconds=
 # One place, and one to wait; a request that is not read does not go on.
 SMALL = ("--max_running_requests=1", "--max_queued_requests=1", "--outbox_messages=8")
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+TOKEN_BYTES = 3080  # of the sample model
 
 
 class Replica:
@@ -216,43 +215,34 @@ def test_calls_without_a_prefix_go_round(fleet: Fleet, envoy: Envoy) -> None:
     assert fleet.asked_by(ask) == [3, 3, 3]
 
 
-class Reports(generation_pb2_grpc.GenerationServiceServicer):
-    """Tells with each answer how much of it is in use (ORCA's OrcaLoadReport)."""
-
-    def __init__(self, utilization: float) -> None:
-        fields = [(6, 10.0), (9, utilization)]  # rps_fractional, application_utilization
-        self._report = b"".join(
-            struct.pack("<Bd", number << 3 | 1, told) for number, told in fields
-        )
-        self.calls = 0
-
-    def GenerateOnce(self, request, context):
-        self.calls += 1
-        context.set_trailing_metadata([("endpoint-load-metrics-bin", self._report)])
-        return generation_pb2.GenerateResult()
-
-
-def test_calls_without_a_prefix_go_by_load_where_replicas_tell_it(tmp_path: Path) -> None:
+def test_calls_without_a_prefix_go_by_load_where_replicas_tell_it(
+    sample_model: Path, tmp_path: Path
+) -> None:
     def soon(text: str) -> str:
         assert "blackout_period: 10s" in text and "weight_update_period: 1s" in text
         return text.replace("blackout_period: 10s", "blackout_period: 0.1s").replace(
             "weight_update_period: 1s", "weight_update_period: 0.1s"
         )
 
-    reports = [Reports(0.8), Reports(0.2), Reports(0.2)]
+    pool = f"--kv_pool_bytes={1500 * TOKEN_BYTES}"  # of which a long stream has two thirds
+    outbox = ("--outbox_messages=8", "--outbox_bytes=1024", "--stream_stall_seconds=600")
     with ExitStack() as stack:
-        fakes = [stack.enter_context(fake_epikvd.serve(generation=each)) for each in reports]
-        envoy = stack.enter_context(Envoy(tmp_path, [fake.address for fake in fakes], soon))
+        fleet = Fleet(sample_model, stack, "--load_reports", pool, *outbox)
+        envoy = stack.enter_context(Envoy(tmp_path, fleet.addresses, soon))
         envoy.await_serving(stack.enter_context(Client(envoy.address)))
+        alone = stack.enter_context(Client(fleet.addresses[0], PACED))
+        held = stack.enter_context(alone.generate(conversation(1), stop=LONG))
+        next(held)  # and no more: it goes on holding what it has reserved
         channel = stack.enter_context(grpc.insecure_channel(envoy.address))
         call = generation_pb2_grpc.GenerationServiceStub(channel).GenerateOnce
 
+        def ask() -> None:
+            for _ in range(30):
+                call(generation_pb2.GenerateRequest(text="4", stop=SHORT.to_proto()))
+
         def goes_by_load() -> bool:
-            before = [each.calls for each in reports]
-            for _ in range(45):
-                call(generation_pb2.GenerateRequest(text="4"))
-            busy, *others = (now.calls - then for now, then in zip(reports, before, strict=True))
-            return 2 * busy < min(others)  # of four times the load, a quarter of the calls
+            busy, *others = fleet.asked_by(ask)
+            return 2 * busy < min(others)
 
         eventually(goes_by_load)
 
