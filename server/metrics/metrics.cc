@@ -302,6 +302,10 @@ void Metrics::SetStates() const {
     for (const auto& [state, gauge] : states_) gauge->Set(state == now ? 1 : 0);
   }
   if (tls_certificate_.empty()) return;
+  const FileVersion version = VersionOf(tls_certificate_);
+  absl::MutexLock lock(&mu_);
+  if (version == certificate_version_) return;
+  certificate_version_ = version;
   // A file that cannot be read leaves what connections are made with, and what was told of it.
   const absl::StatusOr<absl::Time> expiry = CertificateExpiry(tls_certificate_);
   if (expiry.ok()) certificate_expiry_.Set(Seconds(*expiry - absl::UnixEpoch()));

@@ -18,6 +18,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "policies/spec.h"
+#include "server/base/file_contents.h"
 #include "server/base/lifecycle.h"
 #include "server/metrics/experiment_series.h"
 #include "server/metrics/metric_families.h"
@@ -29,7 +30,7 @@ namespace epikv {
 
 struct MetricsOptions {
   PolicyCatalog policies;
-  int64_t max_series = 20000;            // that /metrics may hold
+  int64_t max_series = 30000;            // that /metrics may hold
   prometheus::Labels config;             // settings worth seeing beside the rest, by name
   prometheus::Labels build;              // versions of what the daemon runs on, by name
   const Lifecycle* lifecycle = nullptr;  // outlives the metrics
@@ -124,7 +125,8 @@ class Metrics {
   prometheus::Family<prometheus::Counter>& session_requests_;
   prometheus::Counter &log_dropped_, &reload_failures_;
   mutable absl::Mutex mu_;
-  std::function<PacketGauges()> packets_ ABSL_GUARDED_BY(mu_);  // null: there is no store
+  mutable FileVersion certificate_version_ ABSL_GUARDED_BY(mu_);  // that was read last
+  std::function<PacketGauges()> packets_ ABSL_GUARDED_BY(mu_);    // null: there is no store
   std::function<SessionGauges()> sessions_ ABSL_GUARDED_BY(mu_);
   prometheus::Gauge* config_now_ ABSL_GUARDED_BY(mu_) = nullptr;
   std::map<std::string, std::weak_ptr<ModelMetrics>> models_ ABSL_GUARDED_BY(mu_);

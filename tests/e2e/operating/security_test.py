@@ -1,7 +1,9 @@
 """TLS, tokens and the access log of the real daemon, and what is read again while it runs."""
 
 import json
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -64,6 +66,8 @@ def test_rotated_certificate_is_taken_into_use(
     old, new = of_client(pki, "ca"), of_client(pki, "new_ca")
     with Daemon(sample_model, "--threads=1", *flags, tls=old) as daemon, daemon.client() as before:
         before.models()
+        first = expiry(daemon)
+        assert 0 < first - time.time() < math.inf
         assert not serves(daemon.grpc, None)
         assert not serves(daemon.grpc, new)
         replace(certificate, (pki / "new_server.pem").read_bytes())
@@ -75,7 +79,12 @@ def test_rotated_certificate_is_taken_into_use(
         certificate.unlink()
         eventually(lambda: str(certificate) in daemon.log)  # it could not be read
         assert serves(daemon.grpc, new)
+        assert first <= expiry(daemon) < math.inf, "what is served, though it is no longer there"
         before.models()  # on its connection of old
+
+
+def expiry(daemon: Daemon) -> float:
+    return scrape(daemon.metrics).value("epikv_tls_certificate_expiry_timestamp_seconds")
 
 
 def test_clients_need_a_certificate_where_a_ca_is_named(

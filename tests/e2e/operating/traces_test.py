@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from waiting import eventually
 
+EPIKV = (sys.executable, "-c", "from epikv.cli import main; main()")
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PROMPT = [5 + place % 90 for place in range(200)]
 
@@ -95,7 +97,7 @@ def log(sample_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def traces(log: Path, collector: Collector, *more: str) -> subprocess.CompletedProcess[str]:
-    command = ["epikv", "traces", str(log), "--endpoint", collector.url, *more]
+    command = [*EPIKV, "traces", str(log), "--endpoint", collector.url, *more]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -177,7 +179,7 @@ def test_it_follows_a_log_that_is_rotated_and_goes_on_later(
 ) -> None:
     """Nothing is lost nor sent twice: over a rename, an end, and a collector that was away."""
     log, state = tmp_path / "access.log", tmp_path / "state"
-    command = ["epikv", "traces", str(log), "--endpoint", collector.url, "--follow", "--state"]
+    command = [*EPIKV, "traces", str(log), "--endpoint", collector.url, "--follow", "--state"]
     asked: list[str] = []
 
     def seen() -> list[str]:

@@ -17,6 +17,7 @@ from page_blocks import ROOT, SHELL, blocks, pages
 PATH = re.compile(r"(?<![\w./-])(?:cmake|deploy|docs|policies|proto|tests|tools)/[\w./*-]*\w")
 MADE = (
     "tests/wire/node_modules/",
+    "deploy/kubernetes/overlays/mine",
     "policies/geometry/every_nth.cc",
     "proto/released/VERSION.binpb",
 )
