@@ -37,7 +37,11 @@ print(*tomllib.load(open("tools/pyproject.toml", "rb"))["build-system"]["require
 torch='torch|cuda-.*|nvidia-.*|triton'
 
 cat $folder/tools.txt $folder/torch-cuda.txt >$work/tools.txt 2>/dev/null || true
-inputs=(tools/pyproject.toml --all-extras)
+extras=$(python3 -c 'import tomllib
+extras = tomllib.load(open("tools/pyproject.toml", "rb"))["project"]["optional-dependencies"]
+print(*(f"--extra {extra}" for extra in extras if extra != "ray"))')
+# shellcheck disable=SC2206
+inputs=(tools/pyproject.toml $extras)
 lock $work/tools.txt "$backends"
 only $work/tools.txt "$torch" >$folder/torch-cuda.txt
 except $work/tools.txt "$torch" >$folder/tools.txt
@@ -70,3 +74,6 @@ lock $work/daemon.txt torch
 except $work/daemon.txt "$torch" >$folder/daemon.txt
 inputs+=(--extra gateway)
 lock $folder/gateway.txt
+# For tests/ray_nodes, in an environment of its own, as Ray is large.
+inputs+=(--extra eval --extra ray)
+lock $folder/ray.txt

@@ -105,6 +105,7 @@ def test_a_package_has_one_version() -> None:
 def test_the_set_up_has_what_the_package_requires() -> None:
     """In versions that it takes; what these require, pip finds in the file or refuses it."""
     locked = pins(REQUIREMENTS / "tools.txt") | pins(REQUIREMENTS / "torch-cuda.txt")
+    locked |= {"ray": pins(REQUIREMENTS / "ray.txt")["ray"]}  # in an environment of its own
     extras = PROJECT["project"]["optional-dependencies"].values()
     wanted = [PROJECT["build-system"]["requires"], PROJECT["project"]["dependencies"], *extras]
     for requirement in (Requirement(line) for lines in wanted for line in lines):
