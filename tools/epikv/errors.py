@@ -1,5 +1,6 @@
 """What a failed call says."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -9,8 +10,13 @@ from google.protobuf.message import DecodeError
 from epikv.v1 import errors_pb2
 
 DETAILS = "grpc-status-details-bin"  # the trailer with a serialized google.rpc.Status
-# gRPC's words where a proxy has ended a stream that lost its daemon: of what has begun it can send no status.
-_CUT = "RST_STREAM with error code 2"
+# INTERNAL of a proxy, where a stream has lost its daemon: in gRPC's words, as of what has begun Envoy can send no status;
+# in Ray's.
+_CUT = re.compile(
+    "RST_STREAM with error code 2"
+    "|^The actor [0-9a-f]+ is unavailable"
+    "|^The actor (died unexpectedly|experienced an error) before finishing this task"
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class RpcError(Exception):
         """Decodes a call's status and its typed details; details it cannot read are left out."""
         details = _details(error)
         code, message = error.code(), error.details() or ""
-        if code is grpc.StatusCode.INTERNAL and not details and _CUT in message:
+        if code is grpc.StatusCode.INTERNAL and not details and _CUT.search(message):
             code = grpc.StatusCode.UNAVAILABLE
         info = details.get("ErrorInfo", errors_pb2.ErrorInfo())
         request = details.get("BadRequest", errors_pb2.BadRequest())

@@ -152,6 +152,7 @@ class Broken(grpc.RpcError):
         self.trailing_metadata = lambda: ()
 
 
+LOST = "is unavailable: The actor is temporarily unavailable"  # Ray's words
 CUT = "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
 
 
@@ -160,6 +161,13 @@ CUT = "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
     [
         ("INTERNAL", CUT, "UNAVAILABLE"),
         ("INTERNAL", CUT.replace("2", "8"), "INTERNAL"),
+        (
+            "INTERNAL",
+            f"The actor 0a1b {LOST}: RPC error: Socket closed rpc_code: 14.",
+            "UNAVAILABLE",
+        ),
+        ("INTERNAL", "The actor died unexpectedly before finishing this task.", "UNAVAILABLE"),
+        ("INTERNAL", f"the model says: The actor 0a1b {LOST}", "INTERNAL"),
         ("INTERNAL", "the model failed", "INTERNAL"),
         ("CANCELLED", CUT, "CANCELLED"),
     ],
