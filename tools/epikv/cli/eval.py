@@ -15,9 +15,11 @@ from epikv.client import Client
 from epikv.connection import DEFAULT_SERVER
 from epikv.errors import RpcError
 from epikv.eval import answer_options
+from epikv.installing import pip_install
 from epikv.messages import Model
 from epikv.options import POSITIONS, show_budget
 from epikv.processes import INTERRUPTED
+from epikv.testing import DaemonError
 
 if TYPE_CHECKING:
     from epikv.eval.files import Reading
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+# A node that is gone says nothing: after half a minute its daemon is lost.
+_KEEPALIVE = [("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 10_000)]
 
 
 class _Slack(click.ParamType):
@@ -155,6 +159,15 @@ class _Fields(click.ParamType):
     metavar="HOST:PORT",
     help="May be given several times: the work is spread over daemons of the same model. Default:"
     " $EPIKV_SERVER or " + DEFAULT_SERVER + ", unless a daemon is started.",
+)
+@click.option(
+    "--ray",
+    "cluster",
+    is_flag=False,
+    flag_value="auto",
+    metavar="[ADDRESS]",
+    help="Start a daemon on each node of this Ray cluster, or of the one here. --model and --binary are paths on all"
+    " nodes.",
 )
 @click.option("--model-name", default="", help="Needed only if several models are served.")
 @click.option("--model", type=_FILE, help="Start a daemon on this model file.")
@@ -292,20 +305,29 @@ def _served(
     wanted: Sequence[str],
     *,
     servers: Sequence[str],
+    cluster: str | None,
     model: Path | None,
     binary: Path | None,
     flags: Sequence[str],
 ) -> Iterator[list[harness.Served]]:
-    """The daemons at `servers`, or one on `model` or on what `model_dir` holds."""
+    """The daemons at `servers` or of a Ray cluster, or one on `model` or on what `model_dir` holds."""
     from epikv.cli import eval_models as models
 
+    if cluster is not None and (model is None or servers):
+        raise click.UsageError("--ray needs --model, and no --server")
     if servers and model is not None:
         raise click.UsageError("give --server or --model: of a server's daemon the model is known")
     if len(set(servers)) < len(servers):
         raise click.UsageError("one --server is given twice")
-    if not servers and model is None and model_dir is None:
+    if not servers and model is None and model_dir is None and cluster is None:
         servers = [os.environ.get("EPIKV_SERVER", DEFAULT_SERVER)]
     own = [f"--max_running_requests={at_once}"]
+    more = [f"--{flag.removeprefix('--')}" for flag in flags]
+    if cluster is not None:
+        assert model is not None
+        with _on_nodes(cluster, model, [*own, *more], binary) as on_nodes:
+            yield on_nodes
+        return
     if not servers and model is None and model_dir is not None:
         named = {text.partition(":")[0] for text in wanted}
         if "all" in named:
@@ -325,7 +347,7 @@ def _served(
             stack.enter_context(
                 harness.serving(
                     to_serve,
-                    [*own, *(f"--{flag.removeprefix('--')}" for flag in flags)],
+                    [*own, *more],
                     server=server,
                     metrics=None,
                     binary=binary if server is not None else harness.built_binary(binary),
@@ -334,6 +356,33 @@ def _served(
             )
             for server in asked
         ]
+
+
+@contextmanager
+def _on_nodes(
+    cluster: str, model: Path, flags: Sequence[str], binary: Path | None
+) -> Iterator[list[harness.Served]]:
+    """A daemon on each node of a Ray cluster."""
+    try:
+        from epikv.ray import nodes
+    except ImportError as error:
+        raise click.ClickException(
+            f"{error}; install it: {pip_install('ray', 'gateway')}"
+        ) from error
+    try:
+        with ExitStack() as stack:
+            started = stack.enter_context(nodes.daemons(cluster, model, flags, binary or ""))
+            harness.say(f"daemons of the Ray cluster: {', '.join(started.addresses)}")
+            clients = [
+                stack.enter_context(Client(address, _KEEPALIVE, token=started.token))
+                for address in started.addresses
+            ]
+            yield [
+                harness.Served(client, address, "")
+                for client, address in zip(clients, started.addresses, strict=True)
+            ]
+    except DaemonError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _agree(served: Sequence[harness.Served], model: Model) -> None:
