@@ -15,7 +15,6 @@ for folder in "$EPIKV_ROOT/tests/clients/node" "$EPIKV_ROOT/tests/wire"; do
 done
 stage "Python clients" bash "$EPIKV_ROOT/tests/clients/python/install.sh"
 stage "Kubernetes" bash "$EPIKV_ROOT/tests/kubernetes/install.sh"
-stage "Ray" bash "$EPIKV_ROOT/tests/ray_nodes/install.sh"
 # For tests/e2e/metrics/prometheus_test.py. Unpacked, not installed: the package would start its service.
 unpack_prometheus() {
   cd "$prometheus"

@@ -32,9 +32,13 @@ from epikv.testing import Daemon, DaemonError, Gateway
 from epikv.v1 import generation_pb2, generation_pb2_grpc
 from openai import OpenAI
 from page_blocks import ROOT, blocks
-from ray_cluster import GENEROUS_SECONDS, RayCluster, python
+from ray_cluster import GENEROUS_SECONDS, PYTHON, RayCluster, python
 from waiting import eventually
 
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(),
+    reason="Ray is not there: tests/nightly.sh and ray_nodes/install.sh put it there",
+)
 AT_ONCE = 4  # that a daemon runs
 FLAGS = ["--deterministic", f"--max_running_requests={AT_ONCE}", "--prefix_cache_share=0"]
 LONG = Stop(max_output_tokens=700, ignore_eos=True)
