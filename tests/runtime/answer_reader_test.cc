@@ -96,6 +96,11 @@ TEST(AnswerReaderTest, ReadsHermesCalls) {
             "Which?|I look.|find({\"a\": \"}\\\"]\", \"b\": [{}, 1]})|f.g-2({})");
   EXPECT_EQ(Read(format, "<tool_call>{\"name\":\"f\",\"arguments\":{}}</tool_call> Done."),
             "|Done.|f({})");
+  // Behind one that breaks off another may come, however the answer is cut.
+  EXPECT_EQ(Read(format,
+                 "<tool_call>{\"name\":<f</tool_call><tool_call>{\"name\":\"g\",\"arguments\":{}}"
+                 "</tool_call>"),
+            "|<tool_call>{\"name\":<f</tool_call>|g({})");
 }
 
 TEST(AnswerReaderTest, ReadsLlamasCall) {

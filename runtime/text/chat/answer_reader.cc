@@ -130,7 +130,7 @@ AnswerDelta AnswerReader::Flush() {
       break;
     case State::kHead:
       GiveUp(delta);
-      break;
+      [[fallthrough]];
     case State::kContent:
       if (num_calls_ > 0) held_.resize(held_.size() - SpaceAtEnd(held_));
       delta.content += held_.substr(trims_ ? SpaceAtBegin(held_) : 0);
@@ -325,9 +325,9 @@ bool AnswerReader::ReadTail() {
 
 // What is held is told at once, so that it is not tried again.
 void AnswerReader::GiveUp(AnswerDelta& delta) {
-  const std::string text = std::exchange(markup_, "") + std::exchange(held_, "");
-  delta.content += text.substr(trims_ ? SpaceAtBegin(text) : 0);
-  trims_ = false;
+  // What is held goes on as content: another call may be in it.
+  if (!markup_.empty()) trims_ = false;
+  delta.content += std::exchange(markup_, "");
   state_ = State::kContent;
 }
 
