@@ -391,10 +391,11 @@ std::vector<WorkItem> Engine::PlanStep(absl::Span<const SequencePtr> running,
   std::vector<SequenceView> views;
   views.reserve(running.size());
   for (const SequencePtr& s : running) {
-    if (!s->sink->Ready()) s->waited_for_reader = true;
+    const bool is_read = s->sink->Ready();
+    if (!is_read) s->waited_for_reader = true;
     SequenceView view{.prefill_tokens = s->request.prefill_tokens(),
                       .cached_tokens = s->cached,
-                      .ready = s->sink->Ready() && !s->unread.has_value(),
+                      .ready = is_read && !s->unread.has_value(),
                       .tenant = s->request.scheduling.tenant,
                       .last_step = s->last_step};
     if (s->pass.size() > 1) {  // it runs as a prompt does
