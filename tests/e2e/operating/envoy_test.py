@@ -159,7 +159,10 @@ def running(fleet: Fleet, count: int) -> list[int]:
 
 def test_turns_of_a_conversation_meet_one_replica(fleet: Fleet, client: Client) -> None:
     used = set()
-    for number in range(12):
+    for number in range(90):
+        # Which replica a prefix goes to hangs on their ports: 12 may all miss one of them.
+        if number >= 12 and len(used) == 3:
+            break
 
         def talk(number: int = number) -> None:
             for turns in (1, 2, 3):
