@@ -13,6 +13,7 @@ import pytest
 from epikv import Chat, Client, RpcError, Stop
 from epikv.connection import connect
 from epikv.testing import Daemon
+from epikv.traces.log_file import LONGEST
 from epikv.v1 import generation_pb2, generation_pb2_grpc, kv_pb2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -167,10 +168,16 @@ def test_who_begins_a_trace_is_sampled_by_share(log: Path, collector: Collector)
 def test_what_is_no_line_is_passed_over(log: Path, collector: Collector, tmp_path: Path) -> None:
     damaged = tmp_path / "log"
     lines = log.read_text().splitlines(keepends=True)
-    damaged.write_text("".join(['{"time": "x"}\n', "\n", "7\n", *lines, '{"time": "2026-']))
+    deep, long = (
+        "[" * 200_000 + "\n",
+        "7" * (5 * LONGEST // 2) + "\n",
+    )  # the latter comes in three pieces
+    strange = ['{"time": "x"}\n', "\n", "7\n", deep, long]
+    damaged.write_text("".join([*strange, *lines, '{"time": "2026-']))
     ended = traces(damaged, collector)
     assert ended.returncode == 0
-    assert "3 lines damaged" in ended.stderr
+    assert "7 lines damaged" in ended.stderr
+    assert ended.stderr.count("\n") == 2  # they are told of together
     assert len({span.trace_id for span in collector.spans}) == 3
 
 

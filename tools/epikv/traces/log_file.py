@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+LONGEST = 1 << 20  # bytes; the daemon's longest lines are some kilobytes
+
 
 class LogFile:
     """Reads whole lines, and knows how to go on from where it was. One thread at a time."""
@@ -22,11 +24,12 @@ class LogFile:
                 self._file.seek(place["offset"])
 
     def read(self, most: int) -> Iterator[bytes]:
-        """The next lines there are, at most so many. A line that is being written comes later, whole."""
+        """The next lines there are, at most so many. A line that is being written comes later, whole; one
+        of more than LONGEST bytes comes in pieces, so that no file fills the memory."""
         for _ in range(most):
             before = self._file.tell()
-            line = self._file.readline()
-            if not line.endswith(b"\n"):
+            line = self._file.readline(LONGEST)
+            if not line.endswith(b"\n") and len(line) < LONGEST:
                 self._file.seek(before)
                 if not self._renewed():
                     return

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -50,7 +51,7 @@ class Shipper:
         """Until the log's end; with `follow`, until it is stopped."""
         while not self._stopping.is_set():
             lines = list(self._log.read(LINES))
-            calls = [spans for line in lines if (spans := self._spans_of(line))]
+            calls = self._calls_of(lines)
             if calls and not self._send([span for spans in calls for span in spans]):
                 return  # they come again, from the place that was kept
             self.shipped.calls += len(calls)
@@ -66,16 +67,24 @@ class Shipper:
         self._stopping.set()
         self._exporter.shutdown()
 
-    def _spans_of(self, line: bytes) -> list[ReadableSpan]:
-        try:
-            entry = json.loads(line)
-            if is_wanted(entry, self._share):
-                return list(spans_of(entry, self._resource))
-            self.shipped.left_out += 1
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            self.shipped.damaged += 1
-            _log.warning("no line of an access log with spans (%r): %.200r", error, line)
-        return []
+    def _calls_of(self, lines: Sequence[bytes]) -> list[list[ReadableSpan]]:
+        """Spans of each call that is wanted."""
+        calls = []
+        damaged: list[tuple[bytes, Exception]] = []
+        for line in lines:
+            try:
+                entry = json.loads(line)
+                if is_wanted(entry, self._share):
+                    calls.append(list(spans_of(entry, self._resource)))
+                else:
+                    self.shipped.left_out += 1
+            except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                damaged.append((line, error))
+        if damaged:
+            self.shipped.damaged += len(damaged)
+            line, why = damaged[0]
+            _log.warning("%d lines without spans, the first (%r): %.200r", len(damaged), why, line)
+        return calls
 
     def _send(self, spans: list[ReadableSpan]) -> bool:
         """False: it was stopped first."""
