@@ -248,6 +248,15 @@ class Traffic:
         return len(getattr(self.ledger, what))
 
 
+def tell_again(address: str, ledger: Ledger) -> set[int]:
+    """Tells outcomes once more of which a replica did not know the request yet; those that stay refused."""
+    traffic = Traffic(address, ledger, clients=0)
+    with traffic:
+        for number in sorted(ledger.refused):
+            traffic.tell(number)
+    return ledger.refused.keys() - ledger.acknowledged
+
+
 def await_empty_spool(metrics: str) -> float:
     """Seconds until all that waited is in the store; metrics: the daemon's address."""
     begin = time.monotonic()

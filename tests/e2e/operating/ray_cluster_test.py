@@ -4,15 +4,18 @@ One cluster is for all tests, which end Ray Serve before the evaluation.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from typing import Any
 import grpc
 import pytest
 from click.testing import CliRunner
-from epikv import Client, Delta, Kv, RpcError, Stop, Summary
+from epikv import Client, Delta, Experiment, Kv, RpcError, Stop, Summary
 from epikv.cli import main
 from epikv.eval.results import read
 from epikv.prefix import HEADER
@@ -34,6 +37,11 @@ from openai import OpenAI
 from page_blocks import ROOT, blocks
 from ray_cluster import GENEROUS_SECONDS, PYTHON, RayCluster, python
 from waiting import eventually
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "soak"))
+
+import recorded
+from recorded import Ledger, Traffic
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(),
@@ -129,6 +137,18 @@ def requests(replica: dict[str, str]) -> float:
 def open_requests(replica: dict[str, str]) -> float:
     page = scrape(replica["metrics"])
     return sum(page.total(f"epikv_load_{kind}_requests") for kind in ("running", "waiting"))
+
+
+def replace(cluster: RayCluster, changed: dict[str, Any]) -> None:
+    """Both replicas, by two of these settings."""
+    before = {each["grpc"] for each in cluster.replicas()}
+    cluster.ask(f"change {json.dumps(changed, separators=(',', ':'))}")
+
+    def replaced() -> bool:
+        now = {each["grpc"] for each in cluster.replicas()}
+        return len(now) == 2 and not now & before
+
+    eventually(replaced, GENEROUS_SECONDS)
 
 
 def test_a_replica_comes_where_many_wait(scaled: RayCluster) -> None:
@@ -260,21 +280,12 @@ def test_a_request_is_cancelled_by_its_id(scaled: RayCluster, client: Client) ->
 def test_streams_end_in_order_where_a_replica_is_replaced(
     scaled: RayCluster, client: Client, sample_model: Path
 ) -> None:
-    before = scaled.replicas()
     streams = [client.generate(problem(index).prompt, stop=LONG) for index in range(6)]
     for stream in streams:
         next(stream)
-    assert all(open_requests(each) for each in before)
-    scaled.ask(
-        f"change {json.dumps(settings(sample_model, '--max_queued_requests=99')).replace(' ', '')}"
-    )
+    assert all(open_requests(each) for each in scaled.replicas())
+    replace(scaled, settings(sample_model, "--max_queued_requests=99"))
     assert [answered(stream)[1] for stream in streams] == ["length"] * 6
-
-    def replaced() -> bool:
-        now = {each["grpc"] for each in scaled.replicas()}
-        return len(now) == 2 and not now & {each["grpc"] for each in before}
-
-    eventually(replaced, GENEROUS_SECONDS)
 
 
 def test_of_a_daemon_that_dies_only_its_streams_fail(scaled: RayCluster, client: Client) -> None:
@@ -321,6 +332,52 @@ def test_of_a_node_that_is_killed_only_its_streams_fail(
     scaled.nodes[1] = scaled.ask("add")
     eventually(lambda: len(scaled.replicas()) == 2, GENEROUS_SECONDS)
     assert {each["node"] for each in scaled.replicas()} == set(scaled.nodes)
+
+
+def test_experiments_are_shared_and_lose_no_outcome(
+    scaled: RayCluster, client: Client, sample_model: Path, tmp_path: Path
+) -> None:
+    """While both replicas are replaced, and when a daemon dies."""
+    ledger, numbers = Ledger(), itertools.count()
+    with recorded.store("postgres", tmp_path) as store:
+
+        def shared(*more: str) -> dict[str, Any]:
+            told = settings(sample_model, f"--experiment_store={store.where}", *more)
+            return {**told, "experiment_spool": str(tmp_path / "spools")}
+
+        replace(scaled, shared())
+        recorded.begin(client)
+        with ExitStack() as stack:
+            replicas = [stack.enter_context(Client(each["grpc"])) for each in scaled.replicas()]
+
+            def arms(unit: str) -> set[str]:
+                """That each replica gives it."""
+                context, stop = Experiment(unit_id=unit), Stop(max_output_tokens=1)
+                asked = [
+                    each.generate_once([5], experiment=context, stop=stop) for each in replicas
+                ]
+                return {each.accepted.arm for each in asked if each.accepted}
+
+            eventually(lambda: "none" not in arms("unit-0"))  # who did not start it hears of it
+            assert all(len(arms(f"unit-{number}")) == 1 for number in range(6))
+        with Traffic(scaled.grpc, ledger, numbers=numbers) as traffic:
+            traffic.until_more("written", 20)
+            replace(scaled, shared("--max_queued_requests=98"))
+            traffic.until_more("written", 20)
+            assert not traffic.failures
+        with Traffic(scaled.grpc, ledger, numbers=numbers) as traffic:
+            traffic.until_more("written", 20)
+            os.kill(int(scaled.replicas()[0]["pid"]), signal.SIGKILL)
+            time.sleep(0.5)
+        eventually(lambda: len(scaled.replicas()) == 2, GENEROUS_SECONDS)
+        for each in scaled.replicas():
+            recorded.await_empty_spool(each["metrics"])
+        died = recorded.tell_again(scaled.grpc, ledger)
+        assert len(died) <= AT_ONCE, died
+        held = recorded.held(ledger, store)
+        held.check(lost_requests=ledger.unheard)
+        assert held.outcomes >= len(ledger.acknowledged) >= 60
+    replace(scaled, settings(sample_model))
 
 
 def test_another_digest_is_refused(sample_model: Path) -> None:

@@ -17,6 +17,7 @@ from epikv.ray import scaling
 from epikv.ray.process import Process
 from epikv.ray.services import Answer, Calls, Metadata, served
 from epikv.ray.settings import Settings
+from epikv.ray.spools import Spool
 from epikv.scrape import scrape
 
 _HEALTH_SECONDS = 5.0
@@ -56,6 +57,9 @@ class Replica:
     def __init__(self, settings: dict[str, Any]) -> None:
         told = Settings(**settings)
         flags = told.daemon_flags()
+        if told.experiment_spool is not None:
+            self._spool = Spool(told.experiment_spool)
+            flags = [f"--experiment_spool={self._spool.path}", *flags]
         self._daemon = Process(flags, told.binary, _end_at_once)
         options = [*CLIENT_OPTIONS, ("grpc.max_send_message_length", -1)]
         self._channel = connect_async(self._daemon.grpc, options)

@@ -18,6 +18,9 @@ class Settings(BaseModel):
     digest: str = Field(default="", pattern="^([0-9a-f]{64})?$")
     # More of the daemon's settings: --NAME=VALUE. They win over all that is said here.
     flags: list[str] = []
+    # On each node: records of experiments wait there while their store (--experiment_store in `flags`) is away. Each
+    # daemon has a folder of its own in it, which another one takes up when it has gone.
+    experiment_spool: Path | None = None
     binary: str = ""  # the epikvd of a node. Empty: $EPIKVD, or the one on its PATH.
 
     replicas: int = Field(default=1, ge=1)
