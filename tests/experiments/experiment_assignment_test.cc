@@ -18,7 +18,7 @@
 // Which requests take part, with which arm, and what becomes of their options.
 
 namespace epikv {
-namespace {
+namespace experiment_assignment_test {
 
 v1::Arm NewArm(const std::string& name, uint32_t weight, uint32_t budget = 0) {
   v1::Arm arm;
@@ -301,5 +301,5 @@ TEST(CheckContext, NamesEachFault) {
   EXPECT_EQ(CheckContext(request).size(), 5u);
 }
 
-}  // namespace
+}  // namespace experiment_assignment_test
 }  // namespace epikv

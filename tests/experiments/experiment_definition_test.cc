@@ -14,7 +14,7 @@
 // What an experiment may be, what its defaults are, and what would move its units.
 
 namespace epikv {
-namespace {
+namespace experiment_definition_test {
 
 using testing::Contains;
 using testing::ElementsAre;
@@ -210,5 +210,5 @@ TEST(BudgetTokens, IsNeverMoreThanTheRequestHas) {
   EXPECT_EQ(BudgetTokens(kv, 100), 7);
 }
 
-}  // namespace
+}  // namespace experiment_definition_test
 }  // namespace epikv

@@ -15,7 +15,7 @@
 // What may become of an experiment, and what keeps two apart.
 
 namespace epikv {
-namespace {
+namespace experiment_edits_test {
 
 using ::testing::HasSubstr;
 
@@ -206,5 +206,5 @@ TEST(CheckEtag, AcceptsItsOwnOrNone) {
   EXPECT_EQ(CheckEtag(experiment, "6").code(), absl::StatusCode::kAborted);
 }
 
-}  // namespace
+}  // namespace experiment_edits_test
 }  // namespace epikv

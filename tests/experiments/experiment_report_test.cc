@@ -23,7 +23,7 @@
 // What a report says of records that are in a real store.
 
 namespace epikv {
-namespace {
+namespace experiment_report_test {
 
 using ::testing::Contains;
 using ::testing::Each;
@@ -442,5 +442,5 @@ TEST(ValueBins, AreWithinTwoPercent) {
                           ::testing::AllOf(::testing::Ge(480u), ::testing::Le(520u))));
 }
 
-}  // namespace
+}  // namespace experiment_report_test
 }  // namespace epikv

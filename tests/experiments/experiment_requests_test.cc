@@ -21,7 +21,7 @@
 // What experiments do to requests, and what they are told of them.
 
 namespace epikv {
-namespace {
+namespace experiment_requests_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -280,5 +280,5 @@ TEST_F(ExperimentRequestsTest, AScoreTakesNoPart) {
   EXPECT_TRUE(experiments_.began().empty());
 }
 
-}  // namespace
+}  // namespace experiment_requests_test
 }  // namespace epikv

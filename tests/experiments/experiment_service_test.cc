@@ -26,7 +26,7 @@
 // Experiments over real gRPC, kept in a real SQLite store.
 
 namespace epikv {
-namespace {
+namespace experiment_service_test {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
@@ -497,5 +497,5 @@ TEST(ExperimentServiceOffTest, SaysHowToSwitchItOn) {
   EXPECT_THAT(status.error_message(), HasSubstr("--experiment_store"));
 }
 
-}  // namespace
+}  // namespace experiment_service_test
 }  // namespace epikv

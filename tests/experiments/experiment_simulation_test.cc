@@ -20,7 +20,7 @@
 // (--gtest_output=xml).
 
 namespace epikv {
-namespace {
+namespace experiment_simulation_test {
 
 using testing::AllOf;
 using testing::DoubleNear;
@@ -668,5 +668,5 @@ TEST(SampleRatioSimulationTest, ALossOfOnePercentAlarmsAtThePlansSize) {
   }
 }
 
-}  // namespace
+}  // namespace experiment_simulation_test
 }  // namespace epikv

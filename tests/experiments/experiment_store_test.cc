@@ -19,7 +19,7 @@
 #include "tests/fixtures/store_places.h"
 
 namespace epikv {
-namespace {
+namespace experiment_store_test {
 
 using ::testing::AllOf;
 using ::testing::Each;
@@ -883,5 +883,5 @@ TEST(SqliteStoreTest, AFullDiskIsAnOutage) {
   EXPECT_THAT(RowsOf(*store), SizeIs(3000));
 }
 
-}  // namespace
+}  // namespace experiment_store_test
 }  // namespace epikv

@@ -26,7 +26,7 @@
 // of, its arm, and what a report says of windows.
 
 namespace epikv {
-namespace {
+namespace experiment_switchback_test {
 
 using ::testing::Contains;
 using ::testing::Each;
@@ -357,5 +357,5 @@ TEST_P(SwitchbackReportTest, FindsWhatIsThere) {
             report.SerializeAsString());
 }
 
-}  // namespace
+}  // namespace experiment_switchback_test
 }  // namespace epikv

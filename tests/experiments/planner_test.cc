@@ -11,7 +11,7 @@
 #include "tests/fixtures/experiment_goldens.h"
 
 namespace epikv {
-namespace {
+namespace planner_test {
 
 using nlohmann::json;
 using testing::DoubleNear;
@@ -161,5 +161,5 @@ TEST(PlanSampleRatioTest, SaysWhatIsOutOfRange) {
   EXPECT_FALSE(PlanSampleRatioUnits({{1, 1}}, 0, .01, .0005).ok());
 }
 
-}  // namespace
+}  // namespace planner_test
 }  // namespace epikv

@@ -26,7 +26,7 @@
 #include "tests/fixtures/store_places.h"
 
 namespace epikv {
-namespace {
+namespace recorder_test {
 
 using ::testing::Contains;
 using ::testing::Each;
@@ -791,5 +791,5 @@ TEST_P(KillTest, NothingAcknowledgedIsLostOrCountedTwice) {
       found.size(), int(lost), int(twice));
 }
 
-}  // namespace
+}  // namespace recorder_test
 }  // namespace epikv

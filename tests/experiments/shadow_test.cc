@@ -23,7 +23,7 @@
 #include "tests/fixtures/stream_client.h"
 
 namespace epikv {
-namespace {
+namespace shadow_test {
 
 using Probabilities = std::vector<double>;
 
@@ -457,5 +457,5 @@ TEST_F(ShadowTest, OfManyRequestsAShareIsSampled) {
   EXPECT_LT(replayed, 150u);
 }
 
-}  // namespace
+}  // namespace shadow_test
 }  // namespace epikv

@@ -14,7 +14,7 @@
 #include "tests/fixtures/temporary_folder.h"
 
 namespace epikv {
-namespace {
+namespace spool_test {
 
 using ::testing::ElementsAre;
 using ::testing::ElementsAreArray;
@@ -267,5 +267,5 @@ TEST_F(SpoolTest, SaysWhereItCannotBe) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("no/such"));
 }
 
-}  // namespace
+}  // namespace spool_test
 }  // namespace epikv

@@ -18,7 +18,7 @@
 #include "tests/fixtures/experiment_goldens.h"
 
 namespace epikv {
-namespace {
+namespace statistics_test {
 
 using nlohmann::json;
 using testing::DoubleNear;
@@ -446,5 +446,5 @@ TEST(ComparisonTest, HasAnAnswerToAnyValues) {
   }
 }
 
-}  // namespace
+}  // namespace statistics_test
 }  // namespace epikv

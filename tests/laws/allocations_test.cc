@@ -15,7 +15,7 @@
 #include "tests/fixtures/law_model.h"
 
 namespace epikv {
-namespace {
+namespace allocations_test {
 
 using ::testing::Each;
 
@@ -73,5 +73,5 @@ TEST_P(DecodeStep, MakesAsManyTensorsForManySequencesAndTokensAsForFew) {
 INSTANTIATE_TEST_SUITE_P(Policies, DecodeStep, ::testing::Values("full", "sliding", "epikv_flat"),
                          [](const auto& info) { return std::string(info.param); });
 
-}  // namespace
+}  // namespace allocations_test
 }  // namespace epikv

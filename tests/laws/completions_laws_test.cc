@@ -13,7 +13,7 @@
 #include "tests/fixtures/law_cases.h"
 
 namespace epikv {
-namespace {
+namespace completions_laws_test {
 
 constexpr int64_t kCompletions = 3;
 
@@ -129,5 +129,5 @@ INSTANTIATE_TEST_SUITE_P(NightlyCompletions, EveryPolicyForks,
                                             ::testing::ValuesIn(EvictingPolicies())),
                          CaseName);
 
-}  // namespace
+}  // namespace completions_laws_test
 }  // namespace epikv

@@ -19,7 +19,7 @@
 #include "tests/fixtures/law_model.h"
 
 namespace epikv {
-namespace {
+namespace device_path_test {
 
 // What a run gave.
 struct Outcome {
@@ -411,5 +411,5 @@ TEST(AttentionMass, OfManyQueriesIsTheSumOfEachOnes) {
   EXPECT_LT((all - sum).abs().max().item<float>(), 1e-4);
 }
 
-}  // namespace
+}  // namespace device_path_test
 }  // namespace epikv

@@ -13,7 +13,7 @@
 #include "tests/fixtures/law_model.h"
 
 namespace epikv {
-namespace {
+namespace fake_device_test {
 
 EngineHarness DeviceHarness(const std::string& name, HarnessOptions options = {}) {
   options.policies = LawPolicies();
@@ -140,5 +140,5 @@ TEST(FakeDevice, OneCopyComesToTheHostInAStep) {
   EXPECT_GT(steps, 60);
 }
 
-}  // namespace
+}  // namespace fake_device_test
 }  // namespace epikv

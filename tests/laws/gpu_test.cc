@@ -25,7 +25,7 @@
 #include "tests/fixtures/law_model.h"
 
 namespace epikv {
-namespace {
+namespace gpu_test {
 
 // Opened before any test, for that comes before any other use of torch.
 const absl::StatusOr<at::Device> gpu = OpenDevice("cuda");
@@ -386,5 +386,5 @@ TEST(GpuTogether, AThousandCancelsLeaveNothing) {
   }
 }
 
-}  // namespace
+}  // namespace gpu_test
 }  // namespace epikv

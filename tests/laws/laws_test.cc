@@ -16,7 +16,7 @@
 #include "tests/fixtures/law_cases.h"
 
 namespace epikv {
-namespace {
+namespace laws_test {
 
 // ---------------------------------------------------------------------------------------------
 // Law 1: `full` equals the reference model.
@@ -372,5 +372,5 @@ TEST(Law8, CompactEnginesEqualTheAuthorsLoop) {
   }
 }
 
-}  // namespace
+}  // namespace laws_test
 }  // namespace epikv

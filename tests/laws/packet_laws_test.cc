@@ -15,7 +15,7 @@
 #include "tests/fixtures/law_cases.h"
 
 namespace epikv {
-namespace {
+namespace packet_laws_test {
 
 using ::testing::HasSubstr;
 
@@ -379,5 +379,5 @@ TEST(SoftTokensLaw, AreReadInPlaceOfEmbeddings) {
   EXPECT_EQ(wrapped->logprobs, plain.logprobs);
 }
 
-}  // namespace
+}  // namespace packet_laws_test
 }  // namespace epikv

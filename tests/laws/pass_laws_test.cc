@@ -17,7 +17,7 @@
 #include "tests/fixtures/law_model.h"
 
 namespace epikv {
-namespace {
+namespace pass_laws_test {
 
 // What the policy below was shown of the tokens told ahead. [layers] of [m, heads, width]
 std::vector<at::Tensor>* seen_ahead = nullptr;
@@ -611,5 +611,5 @@ TEST(PassLaws, EndWithTheContext) {
   EXPECT_TRUE(harness.Run(options).ok());
 }
 
-}  // namespace
+}  // namespace pass_laws_test
 }  // namespace epikv

@@ -16,9 +16,10 @@
 #include "tests/fixtures/law_model.h"
 #include "tests/fixtures/probe_policy.h"
 #include "tests/fixtures/ragged_policy.h"
+#include "tests/fixtures/trace_replay.h"
 
 namespace epikv {
-namespace {
+namespace policies_laws_test {
 
 class EveryPolicyOfInt8 : public EveryPolicy {};
 
@@ -42,47 +43,6 @@ TEST_P(EveryPolicy, Law2_EnoughBudgetGivesTheBitsOfFull) {
   EXPECT_EQ(transcript.finished->kv.rounds, 0);
   EXPECT_TRUE(SameBits(full, harness.model().TakeLogits()));
 }
-
-// What a trace says is kept, lane by lane.
-class TraceReplay {
- public:
-  TraceReplay(const Manifest& manifest, int64_t tokens)
-      : layers_(manifest.num_layers()),
-        heads_(manifest.num_kv_heads),
-        dropped_at_(layers_ * heads_, std::vector<int64_t>(tokens, INT64_MAX)) {}
-
-  // False if a victim was dropped before or is not yet born.
-  bool Apply(const EvictionTrace& trace) {
-    for (const auto& victims : trace.victims) {
-      for (int64_t layer = 0; layer < layers_; ++layer) {
-        if (victims.layer.value_or(layer) != layer) continue;
-        for (int64_t head = 0; head < heads_; ++head) {
-          if (victims.head.value_or(head) != head) continue;
-          for (int32_t index : victims.index) {
-            int64_t& at = dropped_at_[layer * heads_ + head][index];
-            if (at != INT64_MAX || index > trace.at_token) return false;
-            at = trace.at_token;
-            dropped.push_back({trace.at_token, layer, head, index});
-          }
-        }
-      }
-    }
-    return true;
-  }
-  int64_t Held(int64_t lane, int64_t newest) const {
-    int64_t held = 0;
-    for (int64_t i = 0; i <= newest; ++i) held += dropped_at_[lane][i] > newest ? 1 : 0;
-    return held;
-  }
-  int64_t num_lanes() const { return layers_ * heads_; }
-  const std::vector<int64_t>& dropped_at(int64_t lane) const { return dropped_at_[lane]; }
-
-  std::vector<MaskedReference::Dropped> dropped;
-
- private:
-  const int64_t layers_, heads_;
-  std::vector<std::vector<int64_t>> dropped_at_;  // [lanes][tokens]
-};
 
 // Lanes that share a budget.
 int64_t LanesPerPool(const PolicyTraits& traits, const Manifest& manifest) {
@@ -524,5 +484,5 @@ INSTANTIATE_TEST_SUITE_P(LawsOfVariants, EveryPolicyInFp32,
                                             ::testing::ValuesIn(PolicyVariants())),
                          CaseName);
 
-}  // namespace
+}  // namespace policies_laws_test
 }  // namespace epikv

@@ -15,7 +15,7 @@
 #include "tests/fixtures/law_cases.h"
 
 namespace epikv {
-namespace {
+namespace prefix_laws_test {
 
 constexpr int64_t kRoom = 32 << 20;
 
@@ -401,5 +401,5 @@ TEST(Prefixes, RoundedOutputIsNotCachedForOthers) {
   EXPECT_GT(cached_after({}), std::ssize(prompt));
 }
 
-}  // namespace
+}  // namespace prefix_laws_test
 }  // namespace epikv

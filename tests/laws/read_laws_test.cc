@@ -12,7 +12,7 @@
 #include "tests/fixtures/law_model.h"
 
 namespace epikv {
-namespace {
+namespace read_laws_test {
 
 RequestOptions Reading(RequestOptions options, int64_t tokens, int64_t page, int64_t dense) {
   options.kv.policy = "quest";
@@ -151,5 +151,5 @@ TEST_P(Reads, EveryKeptTokenCanBeRead) {
 INSTANTIATE_TEST_SUITE_P(Models, Reads, ::testing::Values("gqa", "mha", "gqa_int8"),
                          [](const auto& info) { return info.param; });
 
-}  // namespace
+}  // namespace read_laws_test
 }  // namespace epikv

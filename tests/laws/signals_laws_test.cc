@@ -11,9 +11,10 @@
 #include "tests/fixtures/law_cases.h"
 #include "tests/fixtures/law_model.h"
 #include "tests/fixtures/probe_policy.h"
+#include "tests/fixtures/trace_replay.h"
 
 namespace epikv {
-namespace {
+namespace signals_laws_test {
 
 class SignalsEqualTheDefinition : public ::testing::TestWithParam<const char*> {
  protected:
@@ -448,5 +449,5 @@ TEST(AttentionCounts, OnlyWhoAsksForRowsIsMeasured) {
 INSTANTIATE_TEST_SUITE_P(Laws, SignalsEqualTheDefinition,
                          ::testing::Values("mha", "gqa", "mqa", "sample"));
 
-}  // namespace
+}  // namespace signals_laws_test
 }  // namespace epikv

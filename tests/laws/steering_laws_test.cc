@@ -18,7 +18,7 @@
 #include "tests/fixtures/law_model.h"
 
 namespace epikv {
-namespace {
+namespace steering_laws_test {
 
 constexpr int64_t kPrompt = 40, kOutput = 150;
 
@@ -239,5 +239,5 @@ INSTANTIATE_TEST_SUITE_P(, SteeringLaws,
                                   (place.param.device_path ? "_device" : "");
                          });
 
-}  // namespace
+}  // namespace steering_laws_test
 }  // namespace epikv

@@ -16,7 +16,7 @@
 #include "tests/fixtures/law_model.h"
 
 namespace epikv {
-namespace {
+namespace thinking_laws_test {
 
 constexpr int64_t kAsked = 40, kSaid = 90, kHeld = 72, kKept = 6;
 constexpr int64_t kShortest = 24;  // tokens of thinking
@@ -210,5 +210,5 @@ TEST(ThinkingLaws, WhatIsProtectedOfItCountsAsSuch) {
   EXPECT_TRUE(harness.Run(options).ok());
 }
 
-}  // namespace
+}  // namespace thinking_laws_test
 }  // namespace epikv

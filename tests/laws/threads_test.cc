@@ -13,7 +13,7 @@
 #include "tests/fixtures/law_model.h"
 
 namespace epikv {
-namespace {
+namespace threads_test {
 
 class Threads : public ::testing::TestWithParam<const char*> {
  protected:
@@ -42,5 +42,5 @@ TEST_P(Threads, GiveTheBitsOfOne) {
 INSTANTIATE_TEST_SUITE_P(Models, Threads, ::testing::Values("wide", "wide_bf16", "wide_int8"),
                          [](const auto& info) { return std::string(info.param); });
 
-}  // namespace
+}  // namespace threads_test
 }  // namespace epikv

@@ -21,7 +21,7 @@
 #include "tests/fixtures/temporary_folder.h"
 
 namespace epikv {
-namespace {
+namespace tier_laws_test {
 
 constexpr int64_t kTierBytes = 64 << 20;
 constexpr int64_t kPrompt = 90, kForced = 60, kBudget = 32;  // several rounds in the prompt
@@ -432,5 +432,5 @@ TEST_F(Tier, CancelledAtAnyStepLeavesNothing) {
   }
 }
 
-}  // namespace
+}  // namespace tier_laws_test
 }  // namespace epikv

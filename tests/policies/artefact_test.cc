@@ -8,7 +8,7 @@
 // Whose artefact it is, and whether it may be loaded.
 
 namespace epikv {
-namespace {
+namespace artefact_test {
 
 using nlohmann::json;
 using testing::HasSubstr;
@@ -52,7 +52,7 @@ const PolicySpec kUncalibrated{.name = "uncalibrated", .params = kParams};
 const PolicySpec* const kCatalog[] = {&kPlain, &kReads, &kUncalibrated};
 
 // Of all parameters that have no default.
-json Params() { return {{"depth", 3}, {"blocks", {1, 2}}, {"by", 0.25}}; }
+json SomeParams() { return {{"depth", 3}, {"blocks", {1, 2}}, {"by", 0.25}}; }
 
 constexpr char kWeights[] = "sha256:1234";
 
@@ -81,7 +81,7 @@ absl::Status Add(const json& artefact, ModelShape& shape, absl::string_view weig
 TEST(ArtefactTest, ParametersAreTheModelsDefaults) {
   ModelShape shape{.num_layers = 4};
   json artefact = Artefact("plain");
-  artefact["params"] = Params();
+  artefact["params"] = SomeParams();
   ASSERT_EQ(Add(artefact, shape), absl::OkStatus());
   const std::map<std::string, ParamValue> expected = {
       {"depth", int64_t{3}}, {"blocks", std::vector<int64_t>{1, 2}}, {"by", 0.25}};
@@ -134,7 +134,7 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"NoDataForAReader",
             [](json& a) {
               a.erase("data");
-              a["params"] = Params();
+              a["params"] = SomeParams();
             },
             "policy 'reads' takes data"},
         Bad{"BadData", [](json& a) { a["data"] = "7"; }, "data: must be an integer"},
@@ -146,7 +146,7 @@ INSTANTIATE_TEST_SUITE_P(
             [](json& a) {
               a["policy"] = "plain";
               a.erase("data");
-              a["params"] = Params();
+              a["params"] = SomeParams();
               a["arrays"] = "arrays.safetensors";
             },
             "has arrays, and no data"},
@@ -159,13 +159,13 @@ INSTANTIATE_TEST_SUITE_P(
         Bad{"ParamsAreAList", [](json& a) { a["params"] = {1}; }, "params is no object"},
         Bad{"UnknownParam",
             [](json& a) {
-              a["params"] = Params();
+              a["params"] = SomeParams();
               a["params"]["deep"] = 3;
             },
             "params.deep"},
         Bad{"ParamIsMissing",
             [](json& a) {
-              a["params"] = Params();
+              a["params"] = SomeParams();
               a["params"].erase("by");
             },
             "params.by: is missing"},
@@ -173,7 +173,7 @@ INSTANTIATE_TEST_SUITE_P(
             [](json& a) {
               a["policy"] = "plain";
               a.erase("data");
-              a["params"] = Params();
+              a["params"] = SomeParams();
               a["params"]["slack"] = 3;
             },
             "params.slack: has a default of its own"},
@@ -181,18 +181,18 @@ INSTANTIATE_TEST_SUITE_P(
             [](json& a) {
               a["policy"] = "uncalibrated";
               a.erase("data");
-              a["params"] = Params();
+              a["params"] = SomeParams();
             },
             "policy 'uncalibrated' takes no params"},
         Bad{"ParamOutOfRange",
             [](json& a) {
-              a["params"] = Params();
+              a["params"] = SomeParams();
               a["params"]["depth"] = 9;
             },
             "params.depth"},
         Bad{"ParamOfNoType",
             [](json& a) {
-              a["params"] = Params();
+              a["params"] = SomeParams();
               a["params"]["depth"] = nullptr;
             },
             "params.depth"},
@@ -200,7 +200,7 @@ INSTANTIATE_TEST_SUITE_P(
             [](json& a) {
               a["policy"] = "plain";
               a.erase("data");
-              a["params"] = Params();
+              a["params"] = SomeParams();
               a["params"]["depth"] = 6;
             },
             "params: deeper than the model"}),
@@ -238,5 +238,5 @@ TEST(ArtefactTest, OfAModelThatDoesNotSayWhoItIs) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("export it again"));
 }
 
-}  // namespace
+}  // namespace artefact_test
 }  // namespace epikv

@@ -16,7 +16,7 @@
 // window. Against the definition, query by query, in fp64.
 
 namespace epikv {
-namespace {
+namespace bent_attention_test {
 
 constexpr int64_t kHeads = 4, kKvHeads = 2, kGroup = 2, kWidth = 8;
 constexpr int64_t kAsked = 6;   // the policies' window: queries
@@ -275,5 +275,5 @@ TEST(BentAttention, EveryPolicyGetsOnWithNarrowWindows) {
   }
 }
 
-}  // namespace
+}  // namespace bent_attention_test
 }  // namespace epikv

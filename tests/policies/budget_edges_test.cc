@@ -11,7 +11,7 @@
 #include "tests/fixtures/fake_sequence.h"
 
 namespace epikv {
-namespace {
+namespace budget_edges_test {
 
 const PolicySpec& Named(const std::string& name) { return *FindPolicy(AllPolicies(), name); }
 
@@ -164,5 +164,5 @@ TEST(BudgetEdges, RoomForTheProtectedAlone) {
               testing::ElementsAre(0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 14, 43, 44, 45, 46, 47));
 }
 
-}  // namespace
+}  // namespace budget_edges_test
 }  // namespace epikv

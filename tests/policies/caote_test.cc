@@ -15,7 +15,7 @@
 // others are brought back to a sum of 1. Here that change is measured.
 
 namespace epikv {
-namespace {
+namespace caote_test {
 
 class CaoteTest : public testing::Test {
  protected:
@@ -133,5 +133,5 @@ TEST_F(CaoteTest, TokensOfTheWindowHaveNoWeight) {
   }
 }
 
-}  // namespace
+}  // namespace caote_test
 }  // namespace epikv

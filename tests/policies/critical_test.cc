@@ -15,7 +15,7 @@
 // `critical` where its golden, kvpress's CriticalKVPress, says nothing.
 
 namespace epikv {
-namespace {
+namespace critical_test {
 
 constexpr int64_t kTokens = 24, kWidth = 8;
 constexpr float kMost = std::numeric_limits<float>::max();
@@ -68,5 +68,5 @@ TEST(Critical, TheBestHalfHidesNoNaN) {
   EXPECT_EQ(score[21].item<float>(), kMost);
 }
 
-}  // namespace
+}  // namespace critical_test
 }  // namespace epikv

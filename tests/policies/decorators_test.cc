@@ -18,7 +18,7 @@
 // Decorators that no public code is of, by hand.
 
 namespace epikv {
-namespace {
+namespace decorators_test {
 
 using testing::ElementsAre;
 
@@ -133,5 +133,5 @@ TEST(Twin, WhatIsNoNumberStaysNone) {
       std::isnan(Apply("twin", {std::numeric_limits<float>::quiet_NaN(), 1, 2, 3}, lane)[0]));
 }
 
-}  // namespace
+}  // namespace decorators_test
 }  // namespace epikv

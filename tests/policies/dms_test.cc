@@ -7,7 +7,7 @@
 // masks attention inside a model of its own, and has no cache to compare with.
 
 namespace epikv {
-namespace {
+namespace dms_test {
 
 constexpr int64_t kRecent = 16, kCadence = 8;
 
@@ -80,5 +80,5 @@ TEST(Dms, NoMoreThanTheBudgetStays) {
   }
 }
 
-}  // namespace
+}  // namespace dms_test
 }  // namespace epikv

@@ -19,7 +19,7 @@
 // (golden/make_epicache.py).
 
 namespace epikv {
-namespace {
+namespace epicache_test {
 
 using nlohmann::json;
 
@@ -156,5 +156,5 @@ TEST(EpiCache, AsksByThePromptsEndIfNothingElse) {
   EXPECT_EQ(segments[0], std::vector<int32_t>(prompt.end() - 64, prompt.end()));
 }
 
-}  // namespace
+}  // namespace epicache_test
 }  // namespace epikv

@@ -11,7 +11,7 @@
 // epikv_probe is ours: its score against the definition, and what its draws make of it.
 
 namespace epikv {
-namespace {
+namespace epikv_probe_test {
 
 using testing::HasSubstr;
 
@@ -134,5 +134,5 @@ TEST(EpikvProbe, AnArtefactOfAnotherShapeIsRefused) {
   EXPECT_THAT(said(R"({"layer": 0})"), HasSubstr("weights must be"));
 }
 
-}  // namespace
+}  // namespace epikv_probe_test
 }  // namespace epikv

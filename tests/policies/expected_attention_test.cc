@@ -9,7 +9,7 @@
 // expected_attention where its golden, kvpress's ExpectedAttentionPress, says nothing.
 
 namespace epikv {
-namespace {
+namespace expected_attention_test {
 
 // The first four tokens are outliers that share no attention: where there are no others, none is
 // worth more than another, and the older goes.
@@ -30,5 +30,5 @@ TEST(ExpectedAttention, RanksACacheOfOutliersAlone) {
   }
 }
 
-}  // namespace
+}  // namespace expected_attention_test
 }  // namespace epikv

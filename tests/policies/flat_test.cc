@@ -13,7 +13,7 @@
 #include "tests/fixtures/fake_sequence.h"
 
 namespace epikv {
-namespace {
+namespace flat_test {
 
 using testing::ElementsAre;
 
@@ -310,5 +310,5 @@ TEST(FlatParams, WhatCannotBeIsRefused) {
   EXPECT_FALSE(refused({}, 2));
 }
 
-}  // namespace
+}  // namespace flat_test
 }  // namespace epikv

@@ -16,7 +16,7 @@
 // any cut: so what is dropped must be the same token for token.
 
 namespace epikv {
-namespace {
+namespace golden_policies_test {
 
 using nlohmann::json;
 
@@ -284,5 +284,5 @@ TEST_P(GoldenPolicy, ScoresAndDropsAsItsReferenceDoes) {
 INSTANTIATE_TEST_SUITE_P(Law8, GoldenPolicy, testing::ValuesIn(GoldenPolicies()),
                          [](const auto& info) { return info.param; });
 
-}  // namespace
+}  // namespace golden_policies_test
 }  // namespace epikv

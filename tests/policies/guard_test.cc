@@ -13,7 +13,7 @@
 #include <vector>
 
 namespace epikv {
-namespace {
+namespace guard_test {
 
 // A full cache under Guard, whose slots keep their places.
 class GuardedCache {
@@ -175,5 +175,5 @@ TEST(Guard, WhereEverybodyIsGuardedChanceDecides) {
   EXPECT_GT(cache.misses(), 50);
 }
 
-}  // namespace
+}  // namespace guard_test
 }  // namespace epikv

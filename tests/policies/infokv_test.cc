@@ -12,7 +12,7 @@
 // InfoKV (arXiv 2606.26875) has no public code: its score against the definition, spelt out.
 
 namespace epikv {
-namespace {
+namespace infokv_test {
 
 constexpr int64_t kHeads = 4, kKvHeads = 2, kGroup = 2, kWidth = 8, kWindow = 6;
 constexpr double kShare = 0.7, kTau = 0.5;
@@ -102,5 +102,5 @@ void ExpectTheDefinition(double surprise) {
 TEST(InfoKv, ScoreIsTheDefinition) { ExpectTheDefinition(0); }
 TEST(InfoKv, WhatSurprisesInTheWindowIsNoScale) { ExpectTheDefinition(200); }
 
-}  // namespace
+}  // namespace infokv_test
 }  // namespace epikv

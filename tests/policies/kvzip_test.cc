@@ -19,7 +19,7 @@
 // what is dropped.
 
 namespace epikv {
-namespace {
+namespace kvzip_test {
 
 using nlohmann::json;
 
@@ -160,5 +160,5 @@ TEST(Kvzip, DecodedTokensStayWhileOneOfThePromptMayGo) {
   EXPECT_GT(rounds, 0);
 }
 
-}  // namespace
+}  // namespace kvzip_test
 }  // namespace epikv

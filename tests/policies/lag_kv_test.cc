@@ -19,7 +19,7 @@
 // all rows in double: on longer lanes than the goldens', of widths that fill no vector.
 
 namespace epikv {
-namespace {
+namespace lag_kv_test {
 
 constexpr int64_t kLayers = 3, kHeads = 2, kWidth = 19, kChunk = 24;
 
@@ -192,5 +192,5 @@ TEST(LagKv, ScoresAreThoseOfItsDefinition) {
   }
 }
 
-}  // namespace
+}  // namespace lag_kv_test
 }  // namespace epikv

@@ -9,7 +9,7 @@
 // LaProx (arXiv 2605.07234) has no public code: its score against the definition, spelt out.
 
 namespace epikv {
-namespace {
+namespace laprox_test {
 
 constexpr int64_t kLayers = 2, kHeads = 4, kKvHeads = 2, kGroup = 2, kWidth = 8, kWindow = 6;
 
@@ -101,5 +101,5 @@ TEST(LaProx, ScoreIsTheDefinitionNormalisedByLayer) {
   EXPECT_TRUE(unequal);
 }
 
-}  // namespace
+}  // namespace laprox_test
 }  // namespace epikv

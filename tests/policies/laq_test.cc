@@ -18,7 +18,7 @@
 // ours beside it: whom drafts leave out, and who sees what.
 
 namespace epikv {
-namespace {
+namespace laq_test {
 
 using nlohmann::json;
 
@@ -178,5 +178,5 @@ TEST(Lookahead, DraftsOfPoolsAndNone) {
   }
 }
 
-}  // namespace
+}  // namespace laq_test
 }  // namespace epikv

@@ -16,7 +16,7 @@
 // outputs of the window's queries change as a token's key, value, or both, shrink.
 
 namespace epikv {
-namespace {
+namespace obcache_test {
 
 constexpr int64_t kTokens = 20, kWindow = 3, kGroup = 2, kWidth = 8;
 
@@ -244,5 +244,5 @@ TEST(ObCache, AccumulatesThePromptHoweverItIsCutUp) {
   }
 }
 
-}  // namespace
+}  // namespace obcache_test
 }  // namespace epikv

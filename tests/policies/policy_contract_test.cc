@@ -19,7 +19,7 @@
 // that nothing undeclared is read.
 
 namespace epikv {
-namespace {
+namespace policy_contract_test {
 
 struct Case {
   const PolicySpec* spec;
@@ -424,5 +424,5 @@ INSTANTIATE_TEST_SUITE_P(All, PolicyContract, testing::ValuesIn(Cases()), kName)
 INSTANTIATE_TEST_SUITE_P(All, EvictingPolicyContract, testing::ValuesIn(EvictingCases()), kName);
 INSTANTIATE_TEST_SUITE_P(All, MeasuringPolicyContract, testing::ValuesIn(MeasuringCases()), kName);
 
-}  // namespace
+}  // namespace policy_contract_test
 }  // namespace epikv

@@ -22,7 +22,7 @@
 // Run with EPIKV_REWRITE=1 it writes the README's table.
 
 namespace epikv {
-namespace {
+namespace policy_registry_test {
 
 constexpr absl::string_view kBegin = "<!-- table: begin -->\n";
 constexpr absl::string_view kEnd = "<!-- table: end -->";
@@ -274,5 +274,5 @@ TEST(Recipe, RefusesWhatSaysNothing) {
               testing::HasSubstr("select = threshold"));
 }
 
-}  // namespace
+}  // namespace policy_registry_test
 }  // namespace epikv

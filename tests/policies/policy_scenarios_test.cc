@@ -15,7 +15,7 @@
 // golden/scenarios.txt, which explains itself.
 
 namespace epikv {
-namespace {
+namespace policy_scenarios_test {
 
 struct Scenario {
   int64_t line = 0;
@@ -284,5 +284,5 @@ TEST(PolicyScenarios, EveryPolicyHasOne) {
   }
 }
 
-}  // namespace
+}  // namespace policy_scenarios_test
 }  // namespace epikv

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace epikv {
-namespace {
+namespace protection_test {
 
 constexpr PolicyTraits kRefuses = {.prompt = PromptEviction::kRefuses};
 constexpr PolicyTraits kByChunk = {.prompt = PromptEviction::kByChunk};
@@ -143,5 +143,5 @@ TEST(ResolveProtection, PublishedRecentFitsTheBudget) {
   EXPECT_EQ(ResolveProtection({}, share, 30, 80).protection.recent, 40);
 }
 
-}  // namespace
+}  // namespace protection_test
 }  // namespace epikv

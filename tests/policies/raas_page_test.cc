@@ -14,7 +14,7 @@
 // What golden/policies/raas_page.json does not say, for its reference has no groups.
 
 namespace epikv {
-namespace {
+namespace raas_page_test {
 
 constexpr int64_t kPages = 5, kNewest = 8;
 
@@ -121,5 +121,5 @@ TEST(RaasPage, BoundsAreThoseOfTheTokensThatAreLeft) {
   EXPECT_GT(halves, 20);
 }
 
-}  // namespace
+}  // namespace raas_page_test
 }  // namespace epikv

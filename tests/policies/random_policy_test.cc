@@ -8,7 +8,7 @@
 #include "tests/fixtures/fake_sequence.h"
 
 namespace epikv {
-namespace {
+namespace random_policy_test {
 
 constexpr int64_t kTokens = 60, kBudget = 20, kRuns = 4000;
 
@@ -137,5 +137,5 @@ TEST(Vase, DrawsWithoutReplacementInProportionToAttention) {
   }
 }
 
-}  // namespace
+}  // namespace random_policy_test
 }  // namespace epikv

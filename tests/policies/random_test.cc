@@ -7,7 +7,7 @@
 #include <vector>
 
 namespace epikv {
-namespace {
+namespace random_test {
 
 // Known answers of Philox4x32-10, from the Random123 distribution.
 TEST(CounterRngTest, IsPhilox) {
@@ -63,5 +63,5 @@ TEST(CounterRngTest, BelowHoldsAtTheEnds) {
   }
 }
 
-}  // namespace
+}  // namespace random_test
 }  // namespace epikv

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
-namespace {
+namespace recipe_test {
 
 using testing::HasSubstr;
 using testing::IsEmpty;
@@ -103,5 +103,5 @@ TEST(RecipeLaneBudgets, PyramidFallsLinearlyAndSumsToTheBudget) {
   EXPECT_THAT(RecipeLaneBudgets(params, shape, 48), testing::Each(48));
 }
 
-}  // namespace
+}  // namespace recipe_test
 }  // namespace epikv

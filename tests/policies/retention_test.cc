@@ -15,7 +15,7 @@
 // authors' code.
 
 namespace epikv {
-namespace {
+namespace retention_test {
 
 using testing::HasSubstr;
 
@@ -146,5 +146,5 @@ TEST_P(Retention, AGateOfAnotherShapeIsRefused) {
 INSTANTIATE_TEST_SUITE_P(Policies, Retention, testing::Values("trimkv", "dbtrimkv"),
                          [](const auto& info) { return std::string(info.param); });
 
-}  // namespace
+}  // namespace retention_test
 }  // namespace epikv

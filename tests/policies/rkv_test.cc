@@ -16,7 +16,7 @@
 // (linear), and longer lanes than golden/policies/rkv.json's.
 
 namespace epikv {
-namespace {
+namespace rkv_test {
 
 // How a key's channels are many, its duplicates are few: at 4, most tokens have one among the
 // newest; at 32, some have none at all.
@@ -125,5 +125,5 @@ TEST(RKv, DuplicatesAreThoseOfTheTokensThatAreLeft) {
   EXPECT_GT(bereft, 20);
 }
 
-}  // namespace
+}  // namespace rkv_test
 }  // namespace epikv

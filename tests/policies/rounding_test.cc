@@ -6,7 +6,7 @@
 #include <cmath>
 
 namespace epikv {
-namespace {
+namespace rounding_test {
 
 TEST(Rounding, KeepsWhatItsIntegersCanSay) {
   const at::Tensor channel = at::arange(-7, 8, at::kFloat).unsqueeze(1);  // [15, 1]
@@ -82,5 +82,5 @@ TEST(Rounding, PackedRowsHaveTheirScales) {
   EXPECT_EQ(PackedBytes(2, 8, 20, 2), (2 * 28 * 2 + 8 * 16 + 2 * 2 * 16) / 8);
 }
 
-}  // namespace
+}  // namespace rounding_test
 }  // namespace epikv

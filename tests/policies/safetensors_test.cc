@@ -9,7 +9,7 @@
 // Files by hand: what they hold, and whether they may be read.
 
 namespace epikv {
-namespace {
+namespace safetensors_test {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -120,5 +120,5 @@ TEST(SafetensorsTest, DepthIsBounded) {
   EXPECT_THAT(Said(File(deep + end, "")), HasSubstr("no JSON object"));
 }
 
-}  // namespace
+}  // namespace safetensors_test
 }  // namespace epikv

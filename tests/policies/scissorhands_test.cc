@@ -16,7 +16,7 @@
 // by query.
 
 namespace epikv {
-namespace {
+namespace scissorhands_test {
 
 constexpr int64_t kWindow = 40, kGroup = 2, kWidth = 8;
 
@@ -91,5 +91,5 @@ INSTANTIATE_TEST_SUITE_P(Worlds, ScissorhandsIn,
                                            BentWorld(4, kGroup, 1, kWidth, 1.0, 30)),
                          [](const auto& info) { return info.index == 0 ? "plain" : "bent"; });
 
-}  // namespace
+}  // namespace scissorhands_test
 }  // namespace epikv

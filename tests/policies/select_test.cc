@@ -7,7 +7,7 @@
 #include <limits>
 
 namespace epikv {
-namespace {
+namespace select_test {
 
 using testing::IsEmpty;
 using testing::UnorderedElementsAre;
@@ -176,5 +176,5 @@ TEST(DrawnScores, TokensWithoutMassGoFirst) {
               UnorderedElementsAre(0, 2));
 }
 
-}  // namespace
+}  // namespace select_test
 }  // namespace epikv

@@ -6,7 +6,7 @@
 #include <cmath>
 
 namespace epikv {
-namespace {
+namespace spec_test {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -157,5 +157,5 @@ TEST(FindPolicy, ByNameOrNull) {
   EXPECT_EQ(FindPolicy(catalog, "tes"), nullptr);
 }
 
-}  // namespace
+}  // namespace spec_test
 }  // namespace epikv

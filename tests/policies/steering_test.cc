@@ -10,7 +10,7 @@
 // What a steering artefact holds, and how strongly it acts at which token.
 
 namespace epikv {
-namespace {
+namespace steering_test {
 
 using nlohmann::json;
 using testing::HasSubstr;
@@ -115,5 +115,5 @@ TEST(SteeringState, GrowsWithMarkedSentencesEvery128Tokens) {
   EXPECT_EQ(amounts[256], 2);
 }
 
-}  // namespace
+}  // namespace steering_test
 }  // namespace epikv

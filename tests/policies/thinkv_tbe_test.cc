@@ -13,7 +13,7 @@
 // thinkv_tbe by hand: no code of ThinKV is public. Each test fails for one way to misread it.
 
 namespace epikv {
-namespace {
+namespace thinkv_tbe_test {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -448,5 +448,5 @@ TEST(ThinkvTbe, BitsAreThreeOfTwoFourAndEight) {
   }
 }
 
-}  // namespace
+}  // namespace thinkv_tbe_test
 }  // namespace epikv

@@ -15,7 +15,7 @@
 #undef kEveryNth
 
 namespace epikv {
-namespace {
+namespace tutorial_policy_test {
 
 using Rounds = std::vector<std::vector<int32_t>>;  // the victims of each, ascending
 
@@ -113,5 +113,5 @@ TEST(TutorialPolicy, RefusesAnNOfOne) {
   EXPECT_TRUE(ResolveParams(kEveryNthOfThePage, params, shape).violations.empty());
 }
 
-}  // namespace
+}  // namespace tutorial_policy_test
 }  // namespace epikv

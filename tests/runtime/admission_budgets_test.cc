@@ -14,7 +14,7 @@
 #include "tests/fixtures/admission_fixture.h"
 
 namespace epikv {
-namespace {
+namespace admission_budgets_test {
 
 using testing::Each;
 using testing::ElementsAre;
@@ -449,5 +449,5 @@ TEST_F(AdmissionTest, LanesThatShareABudgetCountForTheLongest) {
   Accept(admission, options);
 }
 
-}  // namespace
+}  // namespace admission_budgets_test
 }  // namespace epikv

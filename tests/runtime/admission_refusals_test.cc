@@ -11,7 +11,7 @@
 #include "tests/fixtures/admission_fixture.h"
 
 namespace epikv {
-namespace {
+namespace admission_refusals_test {
 
 using testing::AllOf;
 using testing::ElementsAre;
@@ -383,5 +383,5 @@ TEST_F(AdmissionTest, LimitsAndValuesAreMetadata) {
               UnorderedElementsAre(Pair("budget", "60"), Pair("min", "116")));
 }
 
-}  // namespace
+}  // namespace admission_refusals_test
 }  // namespace epikv

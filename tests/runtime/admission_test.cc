@@ -11,7 +11,7 @@
 #include "tests/fixtures/admission_fixture.h"
 
 namespace epikv {
-namespace {
+namespace admission_test {
 
 using testing::Each;
 using testing::ElementsAre;
@@ -397,5 +397,5 @@ TEST_F(AdmissionTest, RefusedRequestsMakeNoPolicyObject) {
   EXPECT_EQ(fake_policies::live_objects, 0);
 }
 
-}  // namespace
+}  // namespace admission_test
 }  // namespace epikv

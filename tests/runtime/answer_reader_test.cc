@@ -11,7 +11,7 @@
 #include "runtime/text/utf8.h"
 
 namespace epikv {
-namespace {
+namespace answer_reader_test {
 
 using testing::IsEmpty;
 using testing::MatchesRegex;
@@ -205,5 +205,5 @@ TEST(AnswerReaderTest, TellsACallOnce) {
   EXPECT_EQ(next.calls[0].arguments, ": 1");
 }
 
-}  // namespace
+}  // namespace answer_reader_test
 }  // namespace epikv

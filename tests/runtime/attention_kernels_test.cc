@@ -18,7 +18,7 @@
 // Every path that this processor has, against attention in double over the very rows that it reads.
 
 namespace epikv {
-namespace {
+namespace attention_kernels_test {
 
 using Paths = std::vector<AttentionPath>;
 
@@ -501,5 +501,5 @@ TEST_P(AttentionKernelsTest, RowsAreTheSameInAnyCompany) {
   }
 }
 
-}  // namespace
+}  // namespace attention_kernels_test
 }  // namespace epikv

@@ -14,7 +14,7 @@
 #include "runtime/signals/signals.h"
 
 namespace epikv {
-namespace {
+namespace attention_test {
 
 // One layer of one sequence whose lanes are filled with random rows.
 class OneLayer {
@@ -369,5 +369,5 @@ TEST(QueryWindow, WhatIsTakenCountsWhenItIsCommitted) {
   EXPECT_EQ(Read(window, 0), "abc");
 }
 
-}  // namespace
+}  // namespace attention_test
 }  // namespace epikv

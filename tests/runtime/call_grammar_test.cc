@@ -15,7 +15,7 @@
 #include "tests/fixtures/byte_level.h"
 
 namespace epikv {
-namespace {
+namespace call_grammar_test {
 
 using testing::HasSubstr;
 
@@ -250,5 +250,5 @@ TEST(CallGrammarTest, WhatCostsTooMuchIsRefused) {
   EXPECT_THAT(world.compiler.Compile(*text).status().message(), HasSubstr("too complex"));
 }
 
-}  // namespace
+}  // namespace call_grammar_test
 }  // namespace epikv

@@ -11,7 +11,7 @@
 #include "absl/time/civil_time.h"
 
 namespace epikv {
-namespace {
+namespace chat_format_test {
 
 using ::testing::HasSubstr;
 using Json = nlohmann::json;
@@ -502,5 +502,5 @@ TEST(ChatFormatTest, TellsWhetherAPromptEndsWithinThinking) {
   EXPECT_FALSE(thinks(Brackets(), {{Role::kUser, "<think>"}}));
 }
 
-}  // namespace
+}  // namespace chat_format_test
 }  // namespace epikv

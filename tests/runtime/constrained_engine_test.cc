@@ -19,7 +19,7 @@
 #include "tests/fixtures/fake_model.h"
 
 namespace epikv {
-namespace {
+namespace constrained_engine_test {
 
 using Kind = ConstraintText::Kind;
 using testing::AllOf;
@@ -239,5 +239,5 @@ TEST_P(ConstrainedEngineTest, WhatIsForcedIsNotConstrained) {
   EXPECT_THAT(Run(std::move(options))->tokens[0], ElementsAre(8, 9, 10));
 }
 
-}  // namespace
+}  // namespace constrained_engine_test
 }  // namespace epikv

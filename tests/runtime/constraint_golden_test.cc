@@ -15,7 +15,7 @@
 #include "runtime/text/tokenizer.h"
 
 namespace epikv {
-namespace {
+namespace constraint_golden_test {
 
 using Json = nlohmann::json;
 using Kind = ConstraintText::Kind;
@@ -79,5 +79,5 @@ TEST_P(ConstraintGoldenTest, AllowsWhatTheWheelsMatcherAccepts) {
 
 INSTANTIATE_TEST_SUITE_P(Vocabularies, ConstraintGoldenTest, testing::Range(0, 6));
 
-}  // namespace
+}  // namespace constraint_golden_test
 }  // namespace epikv

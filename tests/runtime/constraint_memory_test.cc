@@ -5,7 +5,7 @@
 #include <memory>
 
 namespace epikv {
-namespace {
+namespace constraint_memory_test {
 
 TEST(ConstraintMemory, ATenantMayHoldAsMuchAsIsLeftToAll) {
   const auto memory = std::make_shared<ConstraintMemory>(100);
@@ -56,5 +56,5 @@ TEST(ConstraintMemory, ATenantHasOneShareAsLongAsSomethingOfHisIsHeld) {
   EXPECT_EQ(memory->Of("one")->bytes(), 0);
 }
 
-}  // namespace
+}  // namespace constraint_memory_test
 }  // namespace epikv

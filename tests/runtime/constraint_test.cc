@@ -26,7 +26,7 @@
 #include "tests/fixtures/byte_level.h"
 
 namespace epikv {
-namespace {
+namespace constraint_test {
 
 using Kind = ConstraintText::Kind;
 using testing::ElementsAre;
@@ -914,5 +914,5 @@ TEST(ConstraintTest, BeyondTheLimitOneCompletionEndsForTheOthers) {
   EXPECT_GT(states.size(), 0u);
 }
 
-}  // namespace
+}  // namespace constraint_test
 }  // namespace epikv

@@ -10,7 +10,7 @@
 #include "absl/synchronization/notification.h"
 
 namespace epikv {
-namespace {
+namespace core_budget_test {
 
 TEST(CoreBudgetTest, NeverGivesOutMoreThanThereIs) {
   constexpr int kThreads = 6, kSteps = 2000;
@@ -78,5 +78,5 @@ TEST(CoreBudgetTest, FirstComeFirstServed) {
   EXPECT_EQ(order, (std::vector<int>{1, 2}));
 }
 
-}  // namespace
+}  // namespace core_budget_test
 }  // namespace epikv

@@ -19,7 +19,7 @@
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
-namespace {
+namespace dense_matmul_test {
 
 using ::testing::Each;
 using ::testing::ElementsAreArray;
@@ -227,5 +227,5 @@ INSTANTIATE_TEST_SUITE_P(DenseMatmul, OfPath,
                                                           DenseShape{96, 1025})),
                          NameOf);
 
-}  // namespace
+}  // namespace dense_matmul_test
 }  // namespace epikv

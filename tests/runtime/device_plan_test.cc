@@ -6,7 +6,7 @@
 #include <vector>
 
 namespace epikv {
-namespace {
+namespace device_plan_test {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
@@ -172,5 +172,5 @@ TEST(PaddedPlan, HasOneLayoutForAllNumbers) {
   EXPECT_EQ(layout_of({one.At(0), apart.At(1)}, false), each);
 }
 
-}  // namespace
+}  // namespace device_plan_test
 }  // namespace epikv

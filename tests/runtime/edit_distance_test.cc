@@ -5,7 +5,7 @@
 #include <string>
 
 namespace epikv {
-namespace {
+namespace edit_distance_test {
 
 TEST(EditDistanceTest, CountsInsertedDeletedAndReplacedBytes) {
   EXPECT_EQ(EditDistance("", ""), 0u);
@@ -33,5 +33,5 @@ TEST(EditDistanceTest, MuchTooLongIsFarWithoutBeingCompared) {
   EXPECT_FALSE(IsClose(std::string(1 << 20, 'x'), "sliding"));
 }
 
-}  // namespace
+}  // namespace edit_distance_test
 }  // namespace epikv

@@ -9,7 +9,7 @@
 #include "tests/fixtures/engine_fixture.h"
 
 namespace epikv {
-namespace {
+namespace engine_cancels_test {
 
 using testing::ElementsAre;
 
@@ -133,5 +133,5 @@ TEST_F(EngineTest, PausedRequestsAreLeftOutAndGoOn) {
   EXPECT_THAT(a->tokens, ElementsAre(5, 6, 7, 8));
 }
 
-}  // namespace
+}  // namespace engine_cancels_test
 }  // namespace epikv

@@ -9,7 +9,7 @@
 #include "tests/fixtures/engine_fixture.h"
 
 namespace epikv {
-namespace {
+namespace engine_deadlines_test {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -196,5 +196,5 @@ TEST_F(EngineTest, KvOfAnExpiredRequestAdmitsTheNextInTheSameStep) {
   EXPECT_THAT(Step(), HasSubstr("admitted b\nfirst token b\n"));
 }
 
-}  // namespace
+}  // namespace engine_deadlines_test
 }  // namespace epikv

@@ -11,7 +11,7 @@
 #include "tests/fixtures/engine_fixture.h"
 
 namespace epikv {
-namespace {
+namespace engine_failures_test {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -154,5 +154,5 @@ TEST_F(EngineTest, FailedOpenDoesNotCountAsRunning) {
   EXPECT_EQ(outputs_["b"]->reason(), "length");
 }
 
-}  // namespace
+}  // namespace engine_failures_test
 }  // namespace epikv

@@ -6,7 +6,7 @@
 #include "tests/fixtures/engine_fixture.h"
 
 namespace epikv {
-namespace {
+namespace engine_observer_test {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -111,5 +111,5 @@ TEST_F(EngineTest, ResidualStepsBelongToTheTokensInOrder) {
               ElementsAre(ElementsAre(5, 1), ElementsAre(6, 1), ElementsAre(7, 1)));
 }
 
-}  // namespace
+}  // namespace engine_observer_test
 }  // namespace epikv

@@ -9,7 +9,7 @@
 #include "tests/fixtures/engine_fixture.h"
 
 namespace epikv {
-namespace {
+namespace engine_outputs_test {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -317,5 +317,5 @@ TEST_F(EngineTest, ScoringGivesTheSameInBothCadencesForAllSizes) {
   }
 }
 
-}  // namespace
+}  // namespace engine_outputs_test
 }  // namespace epikv

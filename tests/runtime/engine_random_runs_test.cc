@@ -18,7 +18,7 @@
 #include "tests/fixtures/engine_fixture.h"
 
 namespace epikv {
-namespace {
+namespace engine_random_runs_test {
 
 using testing::Not;
 using testing::SizeIs;
@@ -403,5 +403,5 @@ TEST_P(EngineLaws, RequestsGetTheSameAloneAndInCompany) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, EngineLaws, testing::Range(1, 13));
 
-}  // namespace
+}  // namespace engine_random_runs_test
 }  // namespace epikv

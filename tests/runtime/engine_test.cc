@@ -15,7 +15,7 @@
 #include "tests/fixtures/engine_fixture.h"
 
 namespace epikv {
-namespace {
+namespace engine_test {
 
 using testing::AllOf;
 using testing::ElementsAre;
@@ -517,5 +517,5 @@ TEST_F(EngineTest, ReservationShrinksWhenThePromptHasSettled) {
   EXPECT_THAT(Step(), HasSubstr("admitted b"));
 }
 
-}  // namespace
+}  // namespace engine_test
 }  // namespace epikv

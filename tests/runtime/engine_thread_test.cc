@@ -29,7 +29,7 @@
 #include "tests/fixtures/fake_policies.h"
 
 namespace epikv {
-namespace {
+namespace engine_thread_test {
 
 constexpr absl::Duration kGenerous = absl::Seconds(60);  // only a broken test waits so long
 
@@ -892,5 +892,5 @@ TEST_P(EngineThreadLaws, DestructorAfterCallsEndsAll) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, EngineThreadLaws, testing::Range(1, 7));
 
-}  // namespace
+}  // namespace engine_thread_test
 }  // namespace epikv

@@ -10,7 +10,7 @@
 // Against the compiler's own binary16, where it has one.
 
 namespace epikv {
-namespace {
+namespace float16_test {
 
 #if !defined(__clang__) || __clang_major__ >= 15
 
@@ -56,5 +56,5 @@ TEST(Float16, IsRoundedToTheNearestAndTiesToEven) {
 
 #endif
 
-}  // namespace
+}  // namespace float16_test
 }  // namespace epikv

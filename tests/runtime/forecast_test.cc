@@ -7,7 +7,7 @@
 #include <string>
 
 namespace epikv {
-namespace {
+namespace forecast_test {
 
 using ::testing::DoubleNear;
 
@@ -302,5 +302,5 @@ TEST_F(RetryTimesTest, AreBounded) {
   EXPECT_EQ(After(Asked(1, 1)), absl::Seconds(1));
 }
 
-}  // namespace
+}  // namespace forecast_test
 }  // namespace epikv

@@ -8,7 +8,7 @@
 #include <vector>
 
 namespace epikv {
-namespace {
+namespace huge_pages_test {
 
 bool IsZero(const char* memory, int64_t bytes) {
   for (int64_t i = 0; i < bytes; ++i) {
@@ -65,5 +65,5 @@ TEST(AdviseHugePages, TakesAnyMemory) {
   EXPECT_TRUE(IsZero(large.data(), 3 * kHugePage));
 }
 
-}  // namespace
+}  // namespace huge_pages_test
 }  // namespace epikv

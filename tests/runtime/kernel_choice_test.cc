@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace epikv {
-namespace {
+namespace kernel_choice_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -60,5 +60,5 @@ TEST(ChooseKernel, DescribesItself) {
                   "times: third 10 second 20 first 30; using third"));
 }
 
-}  // namespace
+}  // namespace kernel_choice_test
 }  // namespace epikv

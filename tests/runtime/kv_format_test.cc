@@ -11,7 +11,7 @@
 #include <vector>
 
 namespace epikv {
-namespace {
+namespace kv_format_test {
 
 using testing::Each;
 using testing::ElementsAre;
@@ -112,5 +112,5 @@ TEST(KvFormatTest, AsTheModelHasThemRowsAreCopied) {
   EXPECT_EQ(ThereAndBack(values, {DType::kFloat32, KvDType::kModel}), values);
 }
 
-}  // namespace
+}  // namespace kv_format_test
 }  // namespace epikv

@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 namespace epikv {
-namespace {
+namespace ledger_test {
 
 constexpr SequenceId kA{1}, kB{2};
 
@@ -62,5 +62,5 @@ TEST(Ledger, RefusesBreachesAndStaysAsItWas) {
   EXPECT_EQ(ledger.held(kA), 60);
 }
 
-}  // namespace
+}  // namespace ledger_test
 }  // namespace epikv

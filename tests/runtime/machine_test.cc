@@ -6,7 +6,7 @@
 #include <cstring>
 
 namespace epikv {
-namespace {
+namespace machine_test {
 
 // As a KV pool takes it: no page of it is there before it is written.
 class ReservedMemoryTest : public testing::Test {
@@ -68,5 +68,5 @@ TEST_F(ReservedMemoryTest, IsNotAvailableTwice) {
 
 TEST(MachineTest, HasCpus) { EXPECT_GE(CpuQuota(), 1); }
 
-}  // namespace
+}  // namespace machine_test
 }  // namespace epikv

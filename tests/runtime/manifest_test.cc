@@ -9,7 +9,7 @@
 #include <vector>
 
 namespace epikv {
-namespace {
+namespace manifest_test {
 
 using Json = nlohmann::json;
 using testing::AllOf;
@@ -256,5 +256,5 @@ TEST(ManifestTest, DamagedManifestNeverCrashes) {
   }
 }
 
-}  // namespace
+}  // namespace manifest_test
 }  // namespace epikv

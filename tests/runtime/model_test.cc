@@ -21,7 +21,7 @@
 #include "runtime/kernels/dense_matmul.h"
 
 namespace epikv {
-namespace {
+namespace model_test {
 
 using absl::StatusCode;
 using ::testing::AllOf;
@@ -596,5 +596,5 @@ TEST(RefusalTest, AFlippedBitIsToldOrHarmless) {
   EXPECT_GT(told, 50);
 }
 
-}  // namespace
+}  // namespace model_test
 }  // namespace epikv

@@ -20,7 +20,7 @@
 // What a crowd gets that asks for more than there is: simulated, on a clock that the steps move.
 
 namespace epikv {
-namespace {
+namespace overload_test {
 
 constexpr absl::Duration kRun = absl::Seconds(120);
 constexpr int64_t kPrompt = 32;
@@ -203,5 +203,5 @@ TEST_P(OverloadTest, RetriesSucceedMoreOftenThanNot) {
 // Places for running requests: where a queue forms, and where all run and slow each other.
 INSTANTIATE_TEST_SUITE_P(Places, OverloadTest, ::testing::Values(4, 16, 256));
 
-}  // namespace
+}  // namespace overload_test
 }  // namespace epikv

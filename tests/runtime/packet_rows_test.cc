@@ -16,7 +16,7 @@
 // (golden/make_packets.py). The laws of packets in an engine are laws/packet_laws_test.cc.
 
 namespace epikv {
-namespace {
+namespace packet_rows_test {
 
 using nlohmann::json;
 using testing::ElementsAreArray;
@@ -137,5 +137,5 @@ TEST(PacketRows, TokensGoWhereTheAuthorsMoveThem) {
   }
 }
 
-}  // namespace
+}  // namespace packet_rows_test
 }  // namespace epikv

@@ -16,7 +16,7 @@
 #include "runtime/kernels/page_bounds.h"
 
 namespace epikv {
-namespace {
+namespace page_index_test {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -229,5 +229,5 @@ INSTANTIATE_TEST_SUITE_P(Formats, PageBoundsTest,
                                          KvFormat{DType::kBFloat16, KvDType::kInt8},
                                          KvFormat{DType::kFloat16, KvDType::kInt8}));
 
-}  // namespace
+}  // namespace page_index_test
 }  // namespace epikv

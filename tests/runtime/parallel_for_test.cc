@@ -12,7 +12,7 @@
 #include <vector>
 
 namespace epikv {
-namespace {
+namespace parallel_for_test {
 
 using ::testing::Each;
 
@@ -74,5 +74,5 @@ TEST_P(ParallelForTest, AThreadThatIsSlowIsNotWaitedForWithWorkLeft) {
 
 INSTANTIATE_TEST_SUITE_P(Threads, ParallelForTest, ::testing::Values(1, 2, 4));
 
-}  // namespace
+}  // namespace parallel_for_test
 }  // namespace epikv

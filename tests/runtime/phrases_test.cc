@@ -14,7 +14,7 @@
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
-namespace {
+namespace phrases_test {
 
 // Words between spaces, ids as they are listed.
 std::unique_ptr<Tokenizer> OfWords(const std::vector<std::string>& words) {
@@ -55,5 +55,5 @@ TEST(SentenceEnds, HaveNewLines) {
   }
 }
 
-}  // namespace
+}  // namespace phrases_test
 }  // namespace epikv

@@ -9,7 +9,7 @@
 #include <vector>
 
 namespace epikv {
-namespace {
+namespace prefix_tree_test {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
@@ -107,5 +107,5 @@ TEST(PrefixTreeTest, EqualsASetOfPrefixes) {
   }
 }
 
-}  // namespace
+}  // namespace prefix_tree_test
 }  // namespace epikv

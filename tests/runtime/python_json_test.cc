@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
-namespace {
+namespace python_json_test {
 
 using testing::HasSubstr;
 
@@ -33,5 +33,5 @@ TEST(PythonJsonTest, SaysWhatIsWrong) {
               HasSubstr("deeper than 64"));
 }
 
-}  // namespace
+}  // namespace python_json_test
 }  // namespace epikv

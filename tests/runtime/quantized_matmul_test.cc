@@ -16,7 +16,7 @@
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
-namespace {
+namespace quantized_matmul_test {
 
 struct FreeDeleter {
   void operator()(void* p) const { std::free(p); }
@@ -226,5 +226,5 @@ TEST(QuantizedRowsTest, SumsAreOfTheValuesWhateverTheRow) {
   }
 }
 
-}  // namespace
+}  // namespace quantized_matmul_test
 }  // namespace epikv

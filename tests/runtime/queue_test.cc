@@ -16,7 +16,7 @@
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
-namespace {
+namespace queue_test {
 
 using ::testing::ElementsAre;
 
@@ -324,5 +324,5 @@ TEST_P(QueueLaws, HeadHoldsItsPlace) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, QueueLaws, ::testing::Range(0, 12));
 
-}  // namespace
+}  // namespace queue_test
 }  // namespace epikv

@@ -13,7 +13,7 @@
 #include "runtime/admission/ledger.h"
 
 namespace epikv {
-namespace {
+namespace row_allocator_test {
 
 // The pool's memory beside its allocator: each row says which row of which sequence lies there.
 class Pool {
@@ -238,5 +238,5 @@ TEST_P(AdmissionLaw, WhatFitsIsPlaced) {
 INSTANTIATE_TEST_SUITE_P(PoolBytes, AdmissionLaw,
                          testing::Values(24 * 40, 24 * 512 + 23, 24 * 3000));
 
-}  // namespace
+}  // namespace row_allocator_test
 }  // namespace epikv

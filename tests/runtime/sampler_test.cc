@@ -16,7 +16,7 @@
 #include <vector>
 
 namespace epikv {
-namespace {
+namespace sampler_test {
 
 using Logits = std::vector<float>;
 using testing::HasSubstr;
@@ -443,5 +443,5 @@ TEST(SamplerTest, DrawsOnlyWhatIsAllowed) {
   EXPECT_EQ(none.status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
-}  // namespace
+}  // namespace sampler_test
 }  // namespace epikv

@@ -22,7 +22,7 @@ void PrintTo(const PlannedItem& item, std::ostream* out) {
   *out << "sequence " << item.sequence << ": " << item.num_tokens;
 }
 
-namespace {
+namespace scheduler_test {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -387,5 +387,5 @@ TEST_F(PlanLaws, FixedChunksDoNotDependOnNeighbours) {
   }
 }
 
-}  // namespace
+}  // namespace scheduler_test
 }  // namespace epikv

@@ -17,7 +17,7 @@
 #include "tests/fixtures/temporary_folder.h"
 
 namespace epikv {
-namespace {
+namespace sequence_tier_test {
 
 constexpr int64_t kLayers = 2, kHeads = 2, kWidth = 16, kCapacity = 64;
 
@@ -284,5 +284,5 @@ TEST(TierStore, TakesItsRoomAndLeavesNoFile) {
   EXPECT_FALSE((*store)->Read(1 << 20, &word, sizeof(word)).ok()) << "behind its end";
 }
 
-}  // namespace
+}  // namespace sequence_tier_test
 }  // namespace epikv

@@ -15,7 +15,7 @@
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
-namespace {
+namespace text_stream_test {
 
 using Ids = std::vector<int32_t>;
 
@@ -281,5 +281,5 @@ TEST(TextStreamTest, StopStringsCountAfterTheLeastTokens) {
   EXPECT_EQ(run("xabc", "abc", 3), "x|");
 }
 
-}  // namespace
+}  // namespace text_stream_test
 }  // namespace epikv

@@ -9,7 +9,7 @@
 #include "tests/fixtures/byte_level.h"
 
 namespace epikv {
-namespace {
+namespace thinking_finder_test {
 
 const ThinkingTags kTags = {"<think>", "</think>"};
 constexpr int32_t kBegin = 256, kEnd = 257, kOther = 258;  // special tokens
@@ -59,5 +59,5 @@ TEST(ThinkingFinderTest, ThinkingMayHaveBegunInThePrompt) {
   ExpectFound(FindIn("}abc", true), 10, 10, true);
 }
 
-}  // namespace
+}  // namespace thinking_finder_test
 }  // namespace epikv

@@ -13,7 +13,7 @@
 #include "runtime/kernels/kernels.h"
 
 namespace epikv {
-namespace {
+namespace tier_format_test {
 
 // A row of the pool's format from fp32, and back.
 std::vector<char> RowOf(const std::vector<float>& values, const KvFormat& format) {
@@ -104,5 +104,5 @@ TEST(TierFormat, ZerosStayAndWhatIsNoNumberDoesNotBecomeOne) {
   }
 }
 
-}  // namespace
+}  // namespace tier_format_test
 }  // namespace epikv

@@ -15,7 +15,7 @@
 #include "runtime/text/utf8.h"
 
 namespace epikv {
-namespace {
+namespace tokenizer_test {
 
 using Json = nlohmann::json;
 using testing::ElementsAre;
@@ -538,5 +538,5 @@ TEST(Utf8Test, TheLongestBrokenRunIsOneReplacement) {
   }
 }
 
-}  // namespace
+}  // namespace tokenizer_test
 }  // namespace epikv

@@ -16,7 +16,7 @@
 #include "tests/fixtures/temporary_folder.h"
 
 namespace epikv {
-namespace {
+namespace access_log_test {
 
 using ::testing::Each;
 using ::testing::HasSubstr;
@@ -153,5 +153,5 @@ TEST_F(AccessLogTest, WithoutAPathNothingIsWritten) {
   EXPECT_EQ(dropped_, 0);
 }
 
-}  // namespace
+}  // namespace access_log_test
 }  // namespace epikv

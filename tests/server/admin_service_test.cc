@@ -14,7 +14,7 @@
 #include "tests/fixtures/stream_client.h"
 
 namespace epikv {
-namespace {
+namespace admin_service_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -309,5 +309,5 @@ TEST_F(AdminServiceTest, TellsLoadAndDumpsState) {
   EXPECT_THAT(dump.metrics(), HasSubstr("epikv_requests_finished_total{"));
 }
 
-}  // namespace
+}  // namespace admin_service_test
 }  // namespace epikv

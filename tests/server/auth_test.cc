@@ -25,7 +25,7 @@
 #include "tests/fixtures/temporary_folder.h"
 
 namespace epikv {
-namespace {
+namespace auth_test {
 
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -319,5 +319,5 @@ TEST(AuthenticatorTest, FileThatIsWrongAtTheStartIsAnError) {
               HasSubstr("--auth_tokens_file: cannot read '/nowhere'"));
 }
 
-}  // namespace
+}  // namespace auth_test
 }  // namespace epikv

@@ -25,7 +25,7 @@
 #include "tests/fixtures/stream_client.h"
 
 namespace epikv {
-namespace {
+namespace broken_policy_test {
 
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -209,5 +209,5 @@ INSTANTIATE_TEST_SUITE_P(
         {"no_answer", "the policy gave 0 answers, one was asked for", kPolicyInvalidSet}}),
     [](const auto& info) { return std::string(info.param.name); });
 
-}  // namespace
+}  // namespace broken_policy_test
 }  // namespace epikv

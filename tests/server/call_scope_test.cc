@@ -23,7 +23,7 @@
 #include "tests/fixtures/temporary_folder.h"
 
 namespace epikv {
-namespace {
+namespace call_scope_test {
 
 using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
@@ -241,5 +241,5 @@ TEST(CallScopeAuthTest, LineNamesWhoMayNot) {
   EXPECT_EQ(line["identity"], "ann");
 }
 
-}  // namespace
+}  // namespace call_scope_test
 }  // namespace epikv

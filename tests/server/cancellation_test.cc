@@ -17,7 +17,7 @@
 #include "tests/fixtures/tcp_relay.h"
 
 namespace epikv {
-namespace {
+namespace cancellation_test {
 
 enum class State { kQueued, kPrefilling, kDecoding, kEvicting, kOutboxFull, kDraining };
 enum class Way { kCancel, kDisconnect, kDeadline };
@@ -214,5 +214,5 @@ TEST(CancellationRaceTest, CancelMayMeetTheEnd) {
   EXPECT_TRUE(server.AwaitEmpty());
 }
 
-}  // namespace
+}  // namespace cancellation_test
 }  // namespace epikv

@@ -19,7 +19,7 @@
 #include "epikv/v1/config.pb.h"
 
 namespace epikv {
-namespace {
+namespace config_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -390,5 +390,5 @@ TEST(ConfigTest, ExperimentsAreKeptInAFileOrInPostgresql) {
   }
 }
 
-}  // namespace
+}  // namespace config_test
 }  // namespace epikv

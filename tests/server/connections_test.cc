@@ -17,7 +17,7 @@
 #include "server/port/listener.h"
 
 namespace epikv {
-namespace {
+namespace connections_test {
 
 using ::testing::HasSubstr;
 
@@ -155,5 +155,5 @@ TEST(DescriptorsTest, LeaveAReserveBesideConnections) {
   EXPECT_EQ(ConnectionsWithin(1), 1);
 }
 
-}  // namespace
+}  // namespace connections_test
 }  // namespace epikv

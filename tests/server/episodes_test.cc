@@ -7,7 +7,7 @@
 #include <random>
 
 namespace epikv {
-namespace {
+namespace episodes_test {
 
 using ::testing::ElementsAre;
 using ::testing::UnorderedElementsAre;
@@ -82,5 +82,5 @@ TEST(Episodes, AQuestionIsNearestByItsProduct) {
   EXPECT_EQ(NearestEpisode(centroids, Unit({.7f, .5f})), 1) << "a wide one is further away";
 }
 
-}  // namespace
+}  // namespace episodes_test
 }  // namespace epikv

@@ -9,7 +9,7 @@
 #include "tests/fixtures/error_details.h"
 
 namespace epikv {
-namespace {
+namespace errors_test {
 
 using ::testing::EndsWith;
 
@@ -189,5 +189,5 @@ TEST(ErrorsTest, TraceIsAddedToOurErrorsAlone) {
   EXPECT_EQ(ErrorReason(theirs), "");
 }
 
-}  // namespace
+}  // namespace errors_test
 }  // namespace epikv

@@ -7,7 +7,7 @@
 #include "tests/fixtures/temporary_folder.h"
 
 namespace epikv {
-namespace {
+namespace file_contents_test {
 
 using ::testing::HasSubstr;
 
@@ -33,5 +33,5 @@ TEST(FileContentsTest, OnlyRegularFilesAreRead) {
               HasSubstr("cannot read '" + folder.File("none") + "'"));
 }
 
-}  // namespace
+}  // namespace file_contents_test
 }  // namespace epikv

@@ -12,7 +12,7 @@
 #include "tests/fixtures/generation_fixture.h"
 
 namespace epikv {
-namespace {
+namespace generation_load_test {
 
 using ::testing::ElementsAre;
 using ::testing::SizeIs;
@@ -324,5 +324,5 @@ TEST_F(GenerationServiceTest, DrainCancelsWhatIsLeftAtItsDeadline) {
   EXPECT_TRUE(Detail<v1::RetryInfo>(status, "RetryInfo").has_value());
 }
 
-}  // namespace
+}  // namespace generation_load_test
 }  // namespace epikv

@@ -11,7 +11,7 @@
 #include "tests/fixtures/generation_fixture.h"
 
 namespace epikv {
-namespace {
+namespace generation_refusals_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -374,5 +374,5 @@ TEST_F(GenerationServiceTest, MessageOverTheLimitIsRefused) {
   EXPECT_TRUE(Once(Prompt(1, 1), &result).ok());
 }
 
-}  // namespace
+}  // namespace generation_refusals_test
 }  // namespace epikv

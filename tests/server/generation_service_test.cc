@@ -12,7 +12,7 @@
 #include "tests/fixtures/generation_fixture.h"
 
 namespace epikv {
-namespace {
+namespace generation_service_test {
 
 using ::testing::Each;
 using ::testing::ElementsAre;
@@ -321,5 +321,5 @@ TEST_F(GenerationServiceTest, StopSaysWhatMatched) {
   EXPECT_EQ(result.summary().finish_reason(), v1::FINISH_REASON_END);
 }
 
-}  // namespace
+}  // namespace generation_service_test
 }  // namespace epikv

@@ -16,7 +16,7 @@
 #include "tests/fixtures/temporary_folder.h"
 
 namespace epikv {
-namespace {
+namespace health_check_test {
 
 using ::testing::HasSubstr;
 
@@ -141,5 +141,5 @@ TEST_F(HealthCheckTlsTest, ShowsItsCertificateWhereOneIsAskedFor) {
   EXPECT_EQ(check(Files("absent", "client")), absl::StatusCode::kNotFound);
 }
 
-}  // namespace
+}  // namespace health_check_test
 }  // namespace epikv

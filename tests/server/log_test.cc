@@ -16,7 +16,7 @@
 #include "absl/synchronization/notification.h"
 
 namespace epikv {
-namespace {
+namespace log_test {
 
 TEST(LineLimitTest, KeepsBackWhatIsTooMuchInASecondAndSaysSo) {
   LineLimit limit(2);
@@ -81,5 +81,5 @@ TEST(LogTest, AFullPipeHoldsNobodyUp) {
                                "there is room again (", kLines - lines, " lines before this one")));
 }
 
-}  // namespace
+}  // namespace log_test
 }  // namespace epikv

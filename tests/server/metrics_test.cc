@@ -27,7 +27,7 @@
 #include "tests/fixtures/scrape.h"
 
 namespace epikv {
-namespace {
+namespace metrics_test {
 
 using ::testing::Contains;
 using ::testing::HasSubstr;
@@ -523,5 +523,5 @@ TEST(MetricsServerTest, PortInUseIsNamed) {
   EXPECT_THAT(std::string(second.status().message()), HasSubstr(address));
 }
 
-}  // namespace
+}  // namespace metrics_test
 }  // namespace epikv

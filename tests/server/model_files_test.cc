@@ -10,7 +10,7 @@
 #include "tests/fixtures/temporary_folder.h"
 
 namespace epikv {
-namespace {
+namespace model_files_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -94,5 +94,5 @@ TEST(DigestsTest, AreSeparatedByCommasOrSpaces) {
   }
 }
 
-}  // namespace
+}  // namespace model_files_test
 }  // namespace epikv

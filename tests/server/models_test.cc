@@ -16,7 +16,7 @@
 #include "tests/fixtures/stream_client.h"
 
 namespace epikv {
-namespace {
+namespace models_test {
 
 using ::testing::HasSubstr;
 
@@ -128,5 +128,5 @@ TEST_F(ModelsTest, AfterADrainResumeTakesRequestsAgain) {
   EXPECT_TRUE(Run(*stub_, "b").ok());
 }
 
-}  // namespace
+}  // namespace models_test
 }  // namespace epikv

@@ -13,7 +13,7 @@
 #include "xds/service/orca/v3/orca.grpc.pb.h"
 
 namespace epikv {
-namespace {
+namespace orca_service_test {
 
 using ::testing::Key;
 using ::testing::UnorderedElementsAre;
@@ -116,5 +116,5 @@ TEST_F(OrcaServiceTest, AWatcherOfADrainingServerIsToldToGo) {
   EXPECT_EQ(reader->Finish().error_code(), grpc::UNAVAILABLE);
 }
 
-}  // namespace
+}  // namespace orca_service_test
 }  // namespace epikv

@@ -23,7 +23,7 @@
 #include "tests/fixtures/fake_model.h"
 
 namespace epikv {
-namespace {
+namespace outbox_test {
 
 using ::testing::ElementsAre;
 using ::testing::SizeIs;
@@ -595,5 +595,5 @@ TEST(OutboxRaceTest, StreamsOfAnEngineLeaveItWhole) {
   }
 }
 
-}  // namespace
+}  // namespace outbox_test
 }  // namespace epikv

@@ -10,7 +10,7 @@
 #include "tests/fixtures/fake_server.h"
 
 namespace epikv {
-namespace {
+namespace request_preparer_test {
 
 class RequestPreparerTest : public ::testing::Test {
  protected:
@@ -68,5 +68,5 @@ TEST_F(RequestPreparerTest, ATenantWhoseNameIsTooLongHasNothingCompiled) {
   EXPECT_GT(*model_->constraints->live_bytes(), 0);
 }
 
-}  // namespace
+}  // namespace request_preparer_test
 }  // namespace epikv

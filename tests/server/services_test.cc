@@ -34,7 +34,7 @@
 #include "tests/fixtures/stream_client.h"
 
 namespace epikv {
-namespace {
+namespace services_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -513,5 +513,5 @@ TEST(MetricsPageTest, AnswersWhileAStepRuns) {
   EXPECT_TRUE(client.AwaitDone().ok());
 }
 
-}  // namespace
+}  // namespace services_test
 }  // namespace epikv

@@ -14,7 +14,7 @@
 #include "absl/synchronization/notification.h"
 
 namespace epikv {
-namespace {
+namespace task_thread_test {
 
 using testing::ElementsAre;
 
@@ -55,5 +55,5 @@ TEST(TaskThreadTest, IsNiceToOtherThreads) {
   EXPECT_EQ(Niceness(), own) << "of that thread alone";
 }
 
-}  // namespace
+}  // namespace task_thread_test
 }  // namespace epikv

@@ -16,7 +16,7 @@
 #include "tests/fixtures/temporary_folder.h"
 
 namespace epikv {
-namespace {
+namespace tls_test {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
@@ -143,5 +143,5 @@ TEST(LoopbackTest, IsWhatOnlyThisMachineReaches) {
   }
 }
 
-}  // namespace
+}  // namespace tls_test
 }  // namespace epikv

@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 
 namespace epikv {
-namespace {
+namespace tokens_test {
 
 using ::testing::AllOf;
 using ::testing::Ge;
@@ -165,5 +165,5 @@ TEST(TokenTableTest, DamagedFilesAreReadOrRefused) {
   EXPECT_GT(refused, 1000);
 }
 
-}  // namespace
+}  // namespace tokens_test
 }  // namespace epikv

@@ -6,7 +6,7 @@
 #include <string>
 
 namespace epikv {
-namespace {
+namespace trace_context_test {
 
 using ::testing::MatchesRegex;
 
@@ -66,5 +66,5 @@ TEST(TraceContextTest, WithoutACallerTheTraceIsNewToo) {
   EXPECT_NE(span.trace_id, NewSpan(std::nullopt).trace_id);
 }
 
-}  // namespace
+}  // namespace trace_context_test
 }  // namespace epikv

@@ -17,7 +17,7 @@
 #include "tests/fixtures/stream_client.h"
 
 namespace epikv {
-namespace {
+namespace transport_test {
 
 using ::testing::HasSubstr;
 
@@ -169,5 +169,5 @@ TEST_F(TransportTest, TextThatIsTooLargeIsNotMade) {
   EXPECT_EQ(Detail<v1::ErrorInfo>(status, "ErrorInfo")->metadata().at("limit"), "1024");
 }
 
-}  // namespace
+}  // namespace transport_test
 }  // namespace epikv

@@ -18,7 +18,7 @@
 #include "vllm/grpc/engine/vllm_engine.grpc.pb.h"
 
 namespace epikv {
-namespace {
+namespace vllm_service_test {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -447,5 +447,5 @@ TEST_F(VllmServiceTest, TheTokenizerComesInPartsWithItsDigest) {
   EXPECT_THAT(archive, HasSubstr(R"(generation_config.json{"eos_token_id":[63]})"));
 }
 
-}  // namespace
+}  // namespace vllm_service_test
 }  // namespace epikv

@@ -17,7 +17,7 @@
 #include "tests/fixtures/stream_client.h"
 
 namespace epikv {
-namespace {
+namespace watchdog_test {
 
 class WatchdogTest : public ::testing::Test {
  protected:
@@ -104,5 +104,5 @@ TEST(EndByForceTest, EndsAProcessThatHangs) {
   EXPECT_EXIT(hang(), ::testing::ExitedWithCode(1), "ended by force");
 }
 
-}  // namespace
+}  // namespace watchdog_test
 }  // namespace epikv

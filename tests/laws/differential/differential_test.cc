@@ -15,7 +15,7 @@
 #include "tests/laws/differential/trial.h"
 
 namespace epikv {
-namespace {
+namespace differential_test {
 
 std::vector<std::string> Corpus() {
   std::vector<std::string> names;
@@ -55,5 +55,5 @@ TEST(Trial, ComesBackFromItsText) {
   }
 }
 
-}  // namespace
+}  // namespace differential_test
 }  // namespace epikv
