@@ -34,6 +34,7 @@ trap 'kill "$tidy" 2>/dev/null || true' EXIT
 export OMP_WAIT_POLICY=PASSIVE
 ctest --test-dir build/dev -LE 'nightly|gpu' --output-on-failure -j "$EPIKV_JOBS" --timeout 600
 # A file is one process's: its tests share daemons, for which it waits more than it computes.
-"$EPIKV_PYTHON" -m pytest -q -n $((EPIKV_JOBS + 2)) --dist loadfile --durations 15 tests
+# In the order of their folders: the long ones, in e2e, come first.
+"$EPIKV_PYTHON" -m pytest -q -n $((EPIKV_JOBS + 1)) --dist loadfile --no-loadscope-reorder --durations 15 tests
 wait "$tidy" || { cat "$EPIKV_LOGS/clang-tidy.log" >&2; fail "clang-tidy has findings" "they stand above"; }
 tail -n 1 "$EPIKV_LOGS/clang-tidy.log"

@@ -63,7 +63,11 @@ def test_every_tool_has_its_block() -> None:
 def test_litellm_and_langchain(
     gateway: Gateway, sample_directory: Path, tmp_path: Path, daemon: Daemon
 ) -> None:
-    assert run("litellm", gateway, sample_directory, tmp_path).split() == ["stop", "stop"]
+    reasons = run("litellm", gateway, sample_directory, tmp_path).split()
+    assert len(reasons) == 2 and {*reasons} <= {
+        "stop",
+        "length",
+    }  # as OpenAI's, answers are sampled
     page = scrape(daemon.metrics)
     assert page.total("epikv_requests_finished_total", policy="sliding") == 2, "with their budget"
 

@@ -64,7 +64,7 @@ def test_who_reads_nothing_is_found_when_the_clock_goes_back(
     flags = (
         "--threads=1",
         "--outbox_messages=2",
-        "--stream_stall_seconds=1",
+        "--stream_stall_seconds=4",  # twice that it is told
         f"--access_log={log}",
     )
     with (

@@ -115,7 +115,7 @@ def test_answers_that_one_client_leaves_unread_are_bounded(
     """Answers of 2 MiB, of which he reads nothing: 64 MiB of them are held, then he is told. He has a connection's
     first window of each."""
     with ExitStack() as stack:
-        guild = Guild(stack, sample_model, tmp_path)
+        guild = Guild(stack, sample_model, tmp_path, "--stream_stall_seconds=600")
         request = tokenization_pb2.TokenizeRequest(text="7 " * (2 * MIB - 1000)).SerializeToString()
         data = message_header(len(request)) + request
         ended: list[str] = []

@@ -290,7 +290,7 @@ def test_streams_end_in_order_where_a_replica_is_replaced(
 
 def test_of_a_daemon_that_dies_only_its_streams_fail(scaled: RayCluster, client: Client) -> None:
     lost, kept = scaled.replicas()
-    streams = [client.generate(problem(index).prompt, stop=LONG) for index in range(AT_ONCE)]
+    streams = [client.generate(problem(index).prompt, stop=LONG) for index in range(2 * AT_ONCE)]
     eventually(lambda: open_requests(lost) + open_requests(kept) == len(streams))
     share = open_requests(kept)
     assert 0 < share < len(streams)
