@@ -77,6 +77,7 @@ class Served:
     address: str  # of its gRPC port
     metrics: str  # address; empty: not known
     pid: int | None = None  # None: somebody else's
+    admin: str = ""  # address of its admin port; empty: not known
 
     def page(self) -> Page:
         return scrape(self.metrics)
@@ -120,7 +121,7 @@ def serving(
         say(f"starting epikvd on {path.name}")
         with Daemon(path, *flags, binary=binary) as daemon, daemon.client() as client:
             say(f"serving at {daemon.grpc}, metrics at {daemon.metrics}")
-            yield Served(client, daemon.grpc, daemon.metrics, daemon.pid)
+            yield Served(client, daemon.grpc, daemon.metrics, daemon.pid, daemon.admin)
     except DaemonError as error:
         raise click.ClickException(str(error)) from error
 

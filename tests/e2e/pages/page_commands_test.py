@@ -117,7 +117,7 @@ def test_commands_and_flags_are_those_that_there_are(page: Path) -> None:
     ("text", "expected"),
     [
         ("epikv generate --budget 50% -n 3 'a\n--b' # --c", []),
-        ("epikv plan && epikv bench plan; epikv bench NAME", ["plan", "plan"]),
+        ("epikv plans && epikv bench plans; epikv bench NAME", ["plans", "plans"]),
         ("for q in a; do x=$(epikv eval --tusk a --out b); done", ["--tusk"]),
         ("epikv eval --daemon-flag --nonsense=1 --out b --slack=own --problem 3", ["--problem"]),
         ("epikv serve --dtype bf16 model.pt --threads=1 --thread=2", ["--thread"]),

@@ -1,0 +1,77 @@
+"""Costs are fitted to what a daemon's counters say of its loads."""
+
+from types import SimpleNamespace
+
+import pytest
+from epikv.plan.costs import Policy, Settings
+from epikv.plan.measuring import Load, Shape, Timed, fit, least_squares
+from epikv.plan.replica import FULL, Arm
+from epikv.scrape import parse
+
+SETTINGS = Settings(10**6, 4096, 100)
+GAP, BEFORE_FIRST, BEFORE_END = 2e-5, 0.003, 0.004
+BASE = {0: 1e-3, 1: 2e-3, 2: 2.5e-3, 4: 2.8e-3, 16: 5e-3}
+PREFILL, PAIR, ATTENDED, REQUEST = 1e-5, 2e-9, 5e-8, 4e-4
+SLIDING = 1e-4, 3e-6  # more of a decoded token, and of a prompt's
+
+DESCRIBED = [
+    SimpleNamespace(name="full", prompt_eviction="refuses", slack_tokens=0),
+    SimpleNamespace(name="sliding", prompt_eviction="by_chunk", slack_tokens=0),
+]
+
+
+def load(shape: Shape, waves: int = 3) -> Load:
+    """Of a daemon with these costs: each wave's prompts are one step, and all of it decodes together."""
+    n, prompt, decodes = shape.at_once, shape.prompt, shape.output - 1
+    assert n * prompt <= 512 and prompt <= 256
+    more = SLIDING if shape.arm != FULL else (0, 0)
+    pairs = n * prompt * (prompt + 1) // 2
+    read = BASE[0] + n * (prompt * (PREFILL + more[1]) + REQUEST) + pairs * PAIR
+    decode = sum(
+        BASE[n] + n * (ATTENDED * min(prompt + i, shape.arm.budget or 10**6) + more[0])
+        for i in range(decodes)
+    )
+    page = parse(
+        f"""\
+epikv_step_seconds_count{{phase="prefill"}} {waves}
+epikv_step_seconds_count{{phase="decode"}} {waves * decodes}
+epikv_step_seconds_sum{{phase="prefill"}} {waves * read}
+epikv_step_seconds_sum{{phase="decode"}} {waves * decode}
+epikv_step_seconds_total{{stage="evict"}} {waves * n * (prompt * more[1] + decodes * more[0])}
+epikv_step_tokens_total{{phase="prefill"}} {waves * n * prompt}
+epikv_step_tokens_total{{phase="decode"}} {waves * n * decodes}
+"""
+    )
+    prefill, decoded = read + GAP, decode + decodes * GAP
+    timed = Timed(prefill + BEFORE_FIRST, prefill + decoded + BEFORE_END, prefill, decoded)
+    return Load(shape, [timed] * (waves * n), page)
+
+
+def test_the_costs_that_a_daemon_has_are_found() -> None:
+    shapes = [Shape(n, 32, 400) for n in (1, 2, 4, 16)]
+    shapes += [Shape(1, 256, 400), Shape(2, 256, 400), Shape(16, 8, 400)]
+    shapes += [
+        Shape(n, p, 1) for n, p in ((1, 32), (1, 256), (2, 256), (16, 8), (16, 32), (4, 128))
+    ]
+    sliding = [
+        Shape(n, 128, tokens, Arm("sliding", 64)) for n, tokens in ((1, 50), (4, 50), (4, 1))
+    ]
+    found = fit([load(shape) for shape in [*shapes, *sliding]], SETTINGS, DESCRIBED)
+    assert found.error < 1e-3
+    assert [found.prefill, found.pair, found.attended, found.request] == pytest.approx(
+        [PREFILL, PAIR, ATTENDED, REQUEST], rel=0.05
+    )
+    assert {n: found.base_seconds(n) for n in BASE} == pytest.approx(
+        {n: seconds + GAP for n, seconds in BASE.items()}, rel=0.02
+    )
+    assert (found.before_first, found.before_end) == pytest.approx((BEFORE_FIRST, BEFORE_END))
+    assert found.policies["sliding"] == Policy(
+        "by_chunk", 0, pytest.approx(SLIDING[0], rel=1e-3), pytest.approx(SLIDING[1], rel=1e-3)
+    )
+
+
+def test_least_squares_finds_what_made_the_sums_and_nothing_below_zero() -> None:
+    rows = [[1, 2, 0], [3, 1, 1], [5, 0, 2], [2, 7, 3], [1, 1, 9]]
+    sums = [sum(a * b for a, b in zip(row, (0.5, 2.0, 0.25), strict=True)) for row in rows]
+    assert least_squares(rows, sums) == pytest.approx([0.5, 2.0, 0.25], rel=1e-4)
+    assert least_squares([[1, 1], [1, 2], [1, 3]], [3.0, 2.0, 1.0])[1] == 0
