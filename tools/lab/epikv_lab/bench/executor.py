@@ -3,17 +3,24 @@
 Three of them need no more than a core, and so show what a balancer leaves of three machines.
 
     python -m epikv_lab.bench.executor --slots 16 --step 0.05
+    python -m epikv_lab.bench.executor --costs costs.json
 
-prints its address and serves until its standard input ends.
+prints its address and serves until its standard input ends. With costs (epikv.plan.costs) it has one step
+after another, as the daemon has: what decodes has a token in each, prompts are read in chunks in the room
+left, requests are admitted by places and by what they may hold, and a step sleeps for what it costs.
 """
 
 import argparse
 import asyncio
 import sys
+from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
+from epikv.plan.costs import Costs
 from epikv.v1 import generation_pb2, generation_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -38,10 +45,98 @@ class _Generation(generation_pb2_grpc.GenerationServiceServicer):
         yield generation_pb2.GenerateResponse(summary=generation_pb2.Summary())
 
 
-async def _serve(slots: int, step: float) -> None:
+@dataclass
+class Running:
+    prompt: int
+    output: int
+    cached: int = 0
+    told: int = 0  # tokens
+    deltas: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
+
+    @property
+    def peak(self) -> int:
+        return self.prompt + self.output - 1
+
+
+class Engine(generation_pb2_grpc.GenerationServiceServicer):
+    """Requests without a budget; nothing is found cached."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+        self._came = asyncio.Event()
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        yield generation_pb2.GenerateResponse(accepted=generation_pb2.Accepted())
+        own = Running(len(request.token_ids.ids), request.stop.max_output_tokens)
+        self.waiting.append(own)
+        self._came.set()
+        for _ in range(own.output):
+            delta = generation_pb2.Delta(token_ids=[await own.deltas.get()])
+            yield generation_pb2.GenerateResponse(delta=delta)
+        yield generation_pb2.GenerateResponse(summary=generation_pb2.Summary())
+
+    async def run(self) -> None:
+        clock = asyncio.get_running_loop().time
+        now = clock()
+        while True:
+            if not self.running and not self.waiting:
+                self._came.clear()
+                await self._came.wait()
+                now = clock()
+            # By the time at which the last step was to end: what a sleep is late, the next one catches up.
+            now += self.step()
+            await asyncio.sleep(max(now - clock(), 0))
+            self.tell()
+
+    def step(self) -> float:
+        """Begins one; the seconds that it takes."""
+        costs, settings = self._costs, self._costs.settings
+        begun = 0
+        while self.waiting and len(self.running) < settings.max_running_requests:
+            held = sum(each.peak for each in self.running)
+            if held + self.waiting[0].peak > settings.kv_capacity_tokens:
+                break
+            self.running.append(self.waiting.popleft())
+            begun += 1
+        decoding = [each for each in self.running if each.told]
+        seconds = costs.base_seconds(len(decoding)) + begun * costs.request
+        seconds += costs.attended * sum(each.cached for each in decoding)
+        for each in decoding:
+            each.cached += 1
+        room = max(settings.max_step_tokens - len(decoding), 16)
+        for each in self.running:
+            if each.told:
+                continue
+            to_boundary = (
+                settings.prefill_chunk_tokens - each.cached % settings.prefill_chunk_tokens
+            )
+            chunk = min(each.prompt - each.cached, to_boundary, room)
+            if chunk == 0:
+                break
+            room -= chunk
+            seconds += chunk * costs.prefill
+            seconds += costs.pair * (chunk * each.cached + chunk * (chunk + 1) // 2)
+            each.cached += chunk
+        return seconds
+
+    def tell(self) -> None:
+        """What the step has given."""
+        for each in self.running:
+            if each.cached >= each.prompt:
+                each.deltas.put_nowait(each.told)
+                each.told += 1
+        self.running = [each for each in self.running if each.told < each.output]
+
+
+async def _serve(replica: _Generation | Engine) -> None:
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(_Health(), server)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(_Generation(slots, step), server)
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(replica, server)
+    if isinstance(replica, Engine):
+        engine = asyncio.create_task(replica.run())
+        engine.add_done_callback(lambda done: done.cancelled() or done.result())
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"127.0.0.1:{port}", flush=True)
@@ -49,9 +144,17 @@ async def _serve(slots: int, step: float) -> None:
     await server.stop(None)
 
 
-if __name__ == "__main__":
+async def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--slots", type=int, required=True)
-    parser.add_argument("--step", type=float, required=True, help="seconds")
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--step", type=float, help="seconds")
+    parser.add_argument("--costs", type=Path)
     given = parser.parse_args()
-    asyncio.run(_serve(given.slots, given.step))
+    if given.costs is not None:
+        await _serve(Engine(Costs.load(given.costs)))
+    else:
+        await _serve(_Generation(given.slots, given.step))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())
