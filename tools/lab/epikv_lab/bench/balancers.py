@@ -1,10 +1,16 @@
-"""Envoy and HAProxy before replicas, as deploy/ has them."""
+"""Envoy and HAProxy before replicas, as deploy/ has them; and Ray Serve, which has replicas of its own."""
 
+import json
+import os
 import re
+import shutil
 import socket
+import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from epikv import processes
 from epikv.client import Client
@@ -62,6 +68,39 @@ def haproxy(folder: Path, addresses: Sequence[str], program: str) -> Iterator[st
     (folder / "haproxy.cfg").write_text(text.replace("50050", clients))
     with _running([program, "-db", "-f", "haproxy.cfg"], folder, clients) as address:
         yield address
+
+
+@contextmanager
+def ray(python: str, settings: dict[str, Any]) -> Iterator[str]:
+    """The address of Ray's gRPC proxy, once its replicas serve. python: one that has Ray; settings: of
+    epikv.ray.Settings."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # a short path: Ray's sockets lie below it
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
+    environment |= {
+        "PYTHONPATH": f"{ROOT / 'tools'}:{ROOT / 'tools/lab'}",
+        "RAY_TMPDIR": folder,
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    script = str(Path(__file__).with_name("ray_replicas.py"))
+    try:
+        with (Path(folder) / "replicas.log").open("wb") as log:
+            process = processes.start(
+                [python, script, json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        address = process.stdout.readline().strip()  # type: ignore[union-attr]
+        if not address:
+            raise RuntimeError((Path(folder) / "replicas.log").read_text()[-2000:])
+        try:
+            yield address
+        finally:
+            process.communicate()  # closes its standard input
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

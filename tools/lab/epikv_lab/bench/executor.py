@@ -5,13 +5,15 @@ Three of them need no more than a core, and so show what a balancer leaves of th
     python -m epikv_lab.bench.executor --slots 16 --step 0.05
     python -m epikv_lab.bench.executor --costs costs.json
 
-prints its address and serves until its standard input ends. With costs (epikv.plan.costs) it has one step
+prints its address and serves until its standard input ends. With --as-daemon it is what Ray's replicas start for an
+epikvd (epikv.ray.process): it takes the daemon's flags, and serves until it is killed. With costs (epikv.plan.costs) it has one step
 after another, as the daemon has: what decodes has a token in each, prompts are read in chunks in the room
 left, requests are admitted by places and by what they may hold, and a step sleeps for what it costs.
 """
 
 import argparse
 import asyncio
+import json
 import sys
 from collections import deque
 from collections.abc import AsyncIterator
@@ -130,7 +132,7 @@ class Engine(generation_pb2_grpc.GenerationServiceServicer):
         self.running = [each for each in self.running if each.told < each.output]
 
 
-async def _serve(replica: _Generation | Engine) -> None:
+async def _serve(replica: _Generation | Engine, as_daemon: bool) -> None:
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(_Health(), server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(replica, server)
@@ -139,6 +141,9 @@ async def _serve(replica: _Generation | Engine) -> None:
         engine.add_done_callback(lambda done: done.cancelled() or done.result())
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    if as_daemon:
+        print(json.dumps({"grpc": f"127.0.0.1:{port}", "metrics": ""}), flush=True)
+        await asyncio.Event().wait()
     print(f"127.0.0.1:{port}", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await server.stop(None)
@@ -149,11 +154,14 @@ async def _main() -> None:
     parser.add_argument("--slots", type=int)
     parser.add_argument("--step", type=float, help="seconds")
     parser.add_argument("--costs", type=Path)
-    given = parser.parse_args()
+    parser.add_argument("--as-daemon", action="store_true")
+    given, others = parser.parse_known_args()
+    if others and not given.as_daemon:
+        parser.error(f"unknown: {' '.join(others)}")
     if given.costs is not None:
-        await _serve(Engine(Costs.load(given.costs)))
+        await _serve(Engine(Costs.load(given.costs)), given.as_daemon)
     else:
-        await _serve(_Generation(given.slots, given.step))
+        await _serve(_Generation(given.slots, given.step), given.as_daemon)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 Prefixes: users talk to daemons of the sample model, turn after turn, several at once. The hit rate is the
 share of prompt tokens that a replica had cached: of one replica, and of three behind Envoy (by
-x-epikv-prefix), behind HAProxy (leastconn), and asked at random. Each of them gets conversations of its own.
+x-epikv-prefix), behind HAProxy (leastconn), of Ray Serve, and asked at random. Each of them gets conversations of its
+own.
 
 Goodput: replicas whose steps sleep (epikv_lab.bench.executor), since three daemons that compute would share
 the cores of this machine. As many users as keep a replica busy, and half as many again, each ask again as soon
-as they have their answer; what has its answer within the deadline counts. One replica, three behind Envoy and
-three behind HAProxy take turns.
+as they have their answer; what has its answer within the deadline counts. One replica and the fleets of three take
+turns.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from epikv.async_client import AsyncClient
 from epikv.messages import Summary
 from epikv.options import Chat, Stop
 from epikv.stats import bootstrap
-from epikv.testing import Daemon
+from epikv.testing import Daemon, find_binary
 
 from epikv_lab.bench import balancers
 from epikv_lab.bench.targets import Target, finish
@@ -49,6 +50,7 @@ _numbers = itertools.count()
 @click.option("--model", type=click.Path(exists=True), required=True, help="The sample model.")
 @click.option("--envoy", default="envoy", show_default=True, help="Its program.")
 @click.option("--haproxy", default="haproxy", show_default=True, help="Its program.")
+@click.option("--ray", help="A Python that has Ray: build/ray/bin/python. Left out: no Ray.")
 @click.option("--conversations", default=40, show_default=True, help="Of a round of hit rates.")
 @click.option("--users", default=6, show_default=True, help="Who talk at once.")
 @click.option("--slots", default=16, show_default=True, help="Streams at once, of a replica.")
@@ -60,6 +62,7 @@ def command(
     model: str,
     envoy: str,
     haproxy: str,
+    ray: str | None,
     conversations: int,
     users: int,
     slots: int,
@@ -74,10 +77,15 @@ def command(
         daemons = [stack.enter_context(Daemon(model, *FLAGS)) for _ in range(REPLICAS)]
         ways = _ways(stack, [daemon.grpc for daemon in daemons], envoy, haproxy)
         ways["random"] = [daemon.grpc for daemon in daemons]
+        if ray is not None:
+            ways["ray"] = [stack.enter_context(_ray(ray, model, str(find_binary()), FLAGS))]
         hits = _in_turns(ways, rounds, lambda addresses: _hit_rate(addresses, conversations, users))
     with ExitStack() as stack:
         executors = [stack.enter_context(_executor(slots, step)) for _ in range(REPLICAS)]
         ways = _ways(stack, executors, envoy, haproxy)
+        if ray is not None:
+            program = stack.enter_context(_program(slots, step))
+            ways["ray"] = [stack.enter_context(_ray(ray, model, program))]
         many = {name: slots * 3 // 2 * (1 if name == "one" else REPLICAS) for name in ways}
         goodput = _in_turns(
             {name: [str(many[name]), *addresses] for name, addresses in ways.items()},
@@ -98,6 +106,11 @@ def command(
         Target("envoy_hit_rate_over_one", over(hits, "envoy"), 0.9, at_least=True),
         Target("envoy_goodput_over_three", over(goodput, "envoy", REPLICAS), 0.95, at_least=True),
     ]
+    if ray is not None:
+        targets += [
+            Target("ray_hit_rate_over_one", over(hits, "ray"), 0.9, at_least=True),
+            Target("ray_goodput_over_three", over(goodput, "ray", REPLICAS), 0.95, at_least=True),
+        ]
     details = {"load_average": load, "hit_rate": hits, "goodput": goodput}
     finish("fleet", targets, details, json_file)
 
@@ -112,6 +125,26 @@ def _ways(
         "envoy": [stack.enter_context(balancers.envoy(folder, addresses, envoy))],
         "leastconn": [stack.enter_context(balancers.haproxy(folder, addresses, haproxy))],
     }
+
+
+def _ray(
+    python: str, model: str, binary: str, flags: Sequence[str] = ()
+) -> AbstractContextManager[str]:
+    settings = {"model": str(Path(model).absolute()), "binary": binary, "flags": list(flags)}
+    return balancers.ray(python, {**settings, "replicas": REPLICAS})
+
+
+@contextmanager
+def _program(slots: int, step: float) -> Iterator[str]:
+    """An executor that Ray starts as it starts a daemon."""
+    command = (
+        f"{sys.executable} -m epikv_lab.bench.executor --slots={slots} --step={step} --as-daemon"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "executor"
+        program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        program.chmod(0o755)
+        yield str(program)
 
 
 def _in_turns(
