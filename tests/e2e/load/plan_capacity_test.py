@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from epikv import Kv, Output, Stop
+from epikv import Client, Kv, Output, Stop
 from epikv.messages import Accepted
-from epikv.plan.costs import Costs, Settings
+from epikv.plan.costs import Costs, Policy, Settings
 from epikv.plan.measuring import settled
-from epikv.plan.replica import FULL, Call, Model, Replica
+from epikv.plan.replica import FULL, Arm, Call, Model, Replica
 from epikv.scrape import scrape
 from epikv.testing import Daemon
 from page_blocks import ROOT, blocks
@@ -67,6 +67,43 @@ def test_the_model_has_as_many_steps_as_the_daemon(sample_model: Path, places: i
     assert page.total("epikv_step_seconds_count") == model.steps
     assert page.value("epikv_step_tokens_total", phase="prefill") == model.prefill_tokens
     assert page.value("epikv_step_tokens_total", phase="decode") == model.decode_tokens
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "prompt", "output"),
+    [
+        ("full", None, 100, 60),
+        ("sliding", 24, 100, 60),
+        ("sliding", 24, 600, 60),
+        ("sliding", 0.5, 10, 20),
+        ("h2o", 40, 70, 90),
+        ("snapkv", 30, 20, 80),
+        ("snapkv", 90, 200, 80),
+        ("epikv_flat", 40, 20, 80),
+        ("epikv_flat", 99, 20, 80),  # which holds all
+    ],
+)
+def test_a_plan_reserves_what_the_daemon_reserves(
+    client: Client, policy: str, budget: int | float | None, prompt: int, output: int
+) -> None:
+    [model] = client.models()
+    policies = {}
+    for name in ("full", policy):
+        told = client.policy(name)
+        policies[name] = Policy(
+            told.prompt_eviction,
+            told.slack_tokens,
+            state_bytes_per_token=told.state_bytes_per_token,
+            state_bytes_per_sequence=told.state_bytes_per_sequence,
+        )
+    settings = Settings(10**9, 1280, 100, kv_bytes_per_token=model.kv_bytes_per_token)
+    costs = Costs(settings, base=((0, 1.0),), prefill=0.0, policies=policies)
+    planned = Model(costs, [Arm(policy, budget)]).demand(Call(0, prompt, output, output))
+    stop = Stop(output, ignore_eos=True)
+    with client.generate([7] * prompt, kv=Kv(policy, budget), stop=stop) as stream:
+        accepted = next(stream)
+    assert isinstance(accepted, Accepted) and accepted.kv is not None
+    assert planned.peak == accepted.kv.reserved_bytes
 
 
 def test_the_page_is_run(sample_model: Path, tmp_path: Path) -> None:

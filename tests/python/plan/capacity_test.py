@@ -65,10 +65,13 @@ def test_affinity_saves_replicas_where_prompts_begin_alike() -> None:
     ("more", "told"),
     [
         ({"prompt": "990"}, "990 .* 20 tokens is longer than the model's context, 1000"),
-        ({"prompt": "900", "max_output": 100}, "may hold 999 tokens of KV.*no replica can ever"),
+        ({"prompt": "900", "max_output": 100}, "may hold 999 bytes.*no replica can ever"),
         ({"arms": ["h2o:0.5"]}, "policy 'h2o' were not measured.*epikv_flat, full, sliding"),
         ({"arms": ["sliding"]}, "needs a budget"),
-        ({"arms": ["epikv_flat:0.5"]}, "evicts nothing of prompts.* 200 tokens .* budget of 110"),
+        (
+            {"arms": ["epikv_flat:0.5"]},
+            "evicts nothing of prompts.*needs a budget of 216, and has 110",
+        ),
     ],
 )
 def test_what_no_replica_can_run_is_told(more: dict[str, Any], told: str) -> None:

@@ -15,8 +15,20 @@ PREFILL, PAIR, ATTENDED, REQUEST = 1e-5, 2e-9, 5e-8, 4e-4
 SLIDING = 1e-4, 3e-6  # more of a decoded token, and of a prompt's
 
 DESCRIBED = [
-    SimpleNamespace(name="full", prompt_eviction="refuses", slack_tokens=0),
-    SimpleNamespace(name="sliding", prompt_eviction="by_chunk", slack_tokens=0),
+    SimpleNamespace(
+        name="full",
+        prompt_eviction="refuses",
+        slack_tokens=0,
+        state_bytes_per_token=7,
+        state_bytes_per_sequence=90,
+    ),
+    SimpleNamespace(
+        name="sliding",
+        prompt_eviction="by_chunk",
+        slack_tokens=0,
+        state_bytes_per_token=7,
+        state_bytes_per_sequence=90,
+    ),
 ]
 
 
@@ -66,7 +78,12 @@ def test_the_costs_that_a_daemon_has_are_found() -> None:
     )
     assert (found.before_first, found.before_end) == pytest.approx((BEFORE_FIRST, BEFORE_END))
     assert found.policies["sliding"] == Policy(
-        "by_chunk", 0, pytest.approx(SLIDING[0], rel=1e-3), pytest.approx(SLIDING[1], rel=1e-3)
+        "by_chunk",
+        0,
+        pytest.approx(SLIDING[0], rel=1e-3),
+        pytest.approx(SLIDING[1], rel=1e-3),
+        7,
+        90,
     )
 
 

@@ -104,6 +104,18 @@ def test_what_a_request_reserves(
     """As kv_demand.cc has it."""
     found = demand(prompt, most, budget, Policy(eviction, 32), chunk=256)
     assert (found.peak, found.decode) == (peak, decode)
+    state = Policy(eviction, 32, state_bytes_per_token=5, state_bytes_per_sequence=1000)
+    found = demand(prompt, most, budget, state, chunk=256, token_bytes=30)
+    assert (found.peak, found.decode) == (35 * peak + 1000, 35 * decode + 1000)
+
+
+def test_a_budget_that_holds_all_is_none() -> None:
+    """As admission has it: the last token is never cached."""
+    policy = Policy("by_chunk", 0, decode_seconds=1, state_bytes_per_token=9)
+    model = Model(costs(policies={"p": policy}), [Arm(), Arm("p", 35), Arm("p", 34)])
+    whole, equal, less = (call(0, 16, 20, arm=arm) for arm in range(3))
+    assert model.demand(equal) == model.demand(whole) != model.demand(less)
+    assert model.idle_ticks(equal) == model.idle_ticks(whole) != model.idle_ticks(less)
 
 
 class OneByOne:
@@ -131,14 +143,16 @@ class OneByOne:
                     s["needs"].peak if s["done"] < s["call"].prompt else s["needs"].decode
                     for s in running
                 )
-                if held + needs.peak > settings.kv_capacity_tokens:
+                if held + needs.peak > settings.kv_capacity_bytes:
                     break
                 running.append({"call": queue.popleft(), "needs": needs, "done": 0, "told": 0})
                 begun += 1
             decoding = [s for s in running if s["told"]]
             cost = model.base[len(decoding)]
             for s in decoding:
-                cost += model.decode_of[s["call"].arm] + model.attended * self._held(s)
+                cost += model.attended * self._held(s)
+                if self._budget(s["call"]) is not None:
+                    cost += model.decode_of[s["call"].arm]
             room = max(settings.max_step_tokens - len(decoding), 16)
             parts = []
             for s in running:
@@ -150,10 +164,12 @@ class OneByOne:
                     break
                 room -= part
                 parts.append((s, part))
-                budget = model.arms[s["call"].arm].budget_of(s["call"].prompt, s["call"].most)
+                budget = self._budget(s["call"])
                 by_chunk = model.policies[s["call"].arm].prompt_eviction == "by_chunk"
                 kept = min(s["done"], budget) if by_chunk and budget else s["done"]
-                cost += part * (model.prefill + model.prefill_of[s["call"].arm])
+                cost += part * model.prefill
+                if budget is not None:
+                    cost += part * model.prefill_of[s["call"].arm]
                 cost += model.pair * sum(kept + i for i in range(1, part + 1))
             cost += begun * model.request if parts else 0
             now += cost
@@ -168,9 +184,12 @@ class OneByOne:
                 running.remove(s)
                 told.append((s["call"].at, s["first"], now))
 
+    def _budget(self, call: Call) -> int | None:
+        return self._model.arms[call.arm].budget_of(call.prompt, call.most)
+
     def _held(self, s: dict) -> int:
         call = s["call"]
-        budget = self._model.arms[call.arm].budget_of(call.prompt, call.most)
+        budget = self._budget(call)
         grown = call.prompt + s["told"] - 1
         if budget is None:
             return grown

@@ -191,7 +191,12 @@ def _measured(
         [facts, *others] = served.client.models()
         if others:
             raise click.UsageError("the daemon serves several models; measure one that serves one")
-        settings = Settings(facts.kv_capacity_tokens, facts.context_length, facts.vocab_size)
+        settings = Settings(
+            facts.kv_capacity_tokens,
+            facts.context_length,
+            facts.vocab_size,
+            kv_bytes_per_token=facts.kv_bytes_per_token,
+        )
         if address := served.admin or admin:
             with Admin(address) as operator:
                 config = operator.config()

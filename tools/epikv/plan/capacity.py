@@ -17,6 +17,8 @@ MOST_REPLICAS = 10_000
 _DEADLINES = 30
 _REQUESTS = 6000
 _WARMUP_SHARE = 1 / 3
+# Tokens of a budget that admission wants beside a prompt which its policy does not evict.
+BESIDE_PROMPT = 16
 _SAMPLE = 500  # requests that are tried on an idle replica
 _FINE = 0.01  # of the replicas: how exactly they are searched for
 # Of more replicas a fleet of a part of the rate is searched first: from where, and in which steps.
@@ -76,16 +78,17 @@ def check(costs: Costs, workload: Workload) -> None:
             )
         budget = workload.arms[call.arm].budget_of(call.prompt, call.most)
         policy = model.policies[call.arm]
-        if budget is not None and budget < call.prompt and policy.prompt_eviction == "refuses":
+        needed = call.prompt + BESIDE_PROMPT
+        if budget is not None and budget < needed and policy.prompt_eviction == "refuses":
             raise Unfit(
-                f"policy '{workload.arms[call.arm].policy}' evicts nothing of prompts, and a prompt of"
-                f" {call.prompt} tokens has a budget of {budget}: daemons refuse it"
+                f"policy '{workload.arms[call.arm].policy}' evicts nothing of prompts: one of {call.prompt}"
+                f" tokens needs a budget of {needed}, and has {budget}; daemons refuse it"
             )
         peak = model.demand(call).peak
-        if peak > settings.kv_capacity_tokens:
+        if peak > settings.kv_capacity_bytes:
             raise Unfit(
-                f"a request of {call.prompt} + {call.most} tokens may hold {peak} tokens of KV, and a"
-                f" replica's pool has {settings.kv_capacity_tokens}: no replica can ever run it"
+                f"a request of {call.prompt} + {call.most} tokens may hold {peak} bytes of the KV pool,"
+                f" and a replica's has {settings.kv_capacity_bytes}: no replica can ever run it"
             )
 
 

@@ -33,6 +33,11 @@ class Settings:
     max_running_requests: int = 256
     max_queued_requests: int = 1024
     prefix_cache_share: float = 0.5
+    kv_bytes_per_token: int = 1  # K and V of all layers
+
+    @property
+    def kv_capacity_bytes(self) -> int:
+        return self.kv_capacity_tokens * self.kv_bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,9 @@ class Policy:
     slack_tokens: int = 0
     decode_seconds: float = 0  # of a token that a sequence under it decodes
     prefill_seconds: float = 0  # of a token of its prompt
+    # What a request reserves beside K and V.
+    state_bytes_per_token: int = 0
+    state_bytes_per_sequence: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ matter how a wave fell into steps. The rounds of loads take turns, and of a load
 import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 from statistics import median
@@ -237,13 +237,18 @@ def fit(loads: Sequence[Load], settings: Settings, described: Sequence[Described
     for name in dict.fromkeys(load.shape.arm.policy for load in loads):
         own = [load for load in loads if load.shape.arm.policy == name]
         traits = next(each for each in described if each.name == name)
-        policies[name] = Policy(traits.prompt_eviction, traits.slack_tokens)
+        policies[name] = Policy(
+            traits.prompt_eviction,
+            traits.slack_tokens,
+            state_bytes_per_token=traits.state_bytes_per_token,
+            state_bytes_per_sequence=traits.state_bytes_per_sequence,
+        )
         if own[0].shape.arm.budget is None:
             continue
         rows = [[load.decode_tokens, load.prefill_tokens] for load in own]
         took_more = [load.policy_seconds for load in own]
         decode, read = least_squares(rows, took_more, [load.seconds for load in own])
-        policies[name] = Policy(traits.prompt_eviction, traits.slack_tokens, decode, read)
+        policies[name] = replace(policies[name], decode_seconds=decode, prefill_seconds=read)
     requests = [request for load in alone for request in load.requests]
     return Costs(
         settings=settings,

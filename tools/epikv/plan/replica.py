@@ -29,9 +29,11 @@ class Arm:
     budget: int | float | None = None
 
     def budget_of(self, prompt: int, most: int) -> int | None:
-        if isinstance(self.budget, float):
-            return ceil(self.budget * (prompt + most))
-        return self.budget
+        """Tokens; None: nothing is evicted, as where all fits in the budget (the last token is never cached)."""
+        budget = self.budget
+        if isinstance(budget, float):
+            budget = ceil(budget * (prompt + most))
+        return None if budget is None or budget >= prompt + most - 1 else budget
 
 
 FULL = Arm()
@@ -55,16 +57,25 @@ class Call:
 
 @dataclass(frozen=True)
 class Demand:
-    """Tokens of the KV pool that a request may hold (runtime/admission/kv_demand.cc)."""
+    """Bytes of the KV pool that a request may hold (runtime/admission/kv_demand.cc)."""
 
     peak: int
     decode: int  # once its prompt is read
 
 
-def demand(prompt: int, most: int, budget: int | None, policy: Policy, chunk: int) -> Demand:
+def demand(
+    prompt: int, most: int, budget: int | None, policy: Policy, chunk: int, token_bytes: int = 1
+) -> Demand:
+    """budget: None, if nothing is ever evicted. token_bytes: of a token's K and V."""
     longest = prompt + most - 1
+
+    def held(prefill: int, decode: int) -> Demand:
+        each = token_bytes + policy.state_bytes_per_token
+        own = policy.state_bytes_per_sequence
+        return Demand(max(prefill, decode) * each + own, decode * each + own)
+
     if budget is None:
-        return Demand(longest, longest)
+        return held(longest, longest)
     decode = min(min(prompt, budget) + longest - prompt, budget + policy.slack_tokens + 1)
     prefill = prompt
     if policy.prompt_eviction == "by_chunk":
@@ -73,7 +84,7 @@ def demand(prompt: int, most: int, budget: int | None, policy: Policy, chunk: in
         if whole:
             prefill = max(prefill, min(budget, whole - chunk) + chunk)
         prefill = min(prompt, prefill)
-    return Demand(max(prefill, decode), decode)
+    return held(prefill, decode)
 
 
 class Model:
@@ -88,6 +99,7 @@ class Model:
         self.attended = ticks(costs.attended)
         self.request = ticks(costs.request)
         self.policies = [costs.policies.get(arm.policy, Policy()) for arm in arms]
+        self._full = costs.policies.get(FULL.policy, Policy())
         self.decode_of = [ticks(policy.decode_seconds) for policy in self.policies]
         self.prefill_of = [ticks(policy.prefill_seconds) for policy in self.policies]
 
@@ -99,8 +111,10 @@ class Model:
 
     def demand(self, call: Call) -> Demand:
         budget = self.arms[call.arm].budget_of(call.prompt, call.most)
-        chunk = self.settings.prefill_chunk_tokens
-        return demand(call.prompt, call.most, budget, self.policies[call.arm], chunk)
+        policy = self._full if budget is None else self.policies[call.arm]
+        settings = self.settings
+        chunk, token = settings.prefill_chunk_tokens, settings.kv_bytes_per_token
+        return demand(call.prompt, call.most, budget, policy, chunk, token)
 
     def idle_ticks(self, call: Call) -> tuple[int, int]:
         """That a request takes which has a replica for itself, until its first token and its last."""
@@ -193,8 +207,8 @@ class Replica:
         self._most_tokens = settings.max_step_tokens
         self._chunk = settings.prefill_chunk_tokens
         self._places = settings.max_running_requests
-        self._free = settings.kv_capacity_tokens
-        self._most_prefix = int(settings.prefix_cache_share * settings.kv_capacity_tokens)
+        self._free = settings.kv_capacity_bytes
+        self._most_prefix = int(settings.prefix_cache_share * settings.kv_capacity_bytes)
         self._prefixes = PrefixCache(self._chunk)
         self.queue: deque[Call] = deque()
         self._prompts: list[_Sequence] = []  # in order of admission
@@ -277,7 +291,8 @@ class Replica:
                 self._plan.append((sequence, part))
                 tokens += part
                 pairs += part * min(done, sequence.most_shared) + part * (part + 1) // 2
-                cost += part * model.prefill_of[sequence.call.arm]
+                if sequence.budget is not None:
+                    cost += part * model.prefill_of[sequence.call.arm]
             cost += tokens * model.prefill + pairs * model.pair + begun * model.request
             self._count, self._growth = 1, 0
         elif decoding:
@@ -327,7 +342,7 @@ class Replica:
             most_shared = min(call.prompt, budget) if by_chunk and budget else call.prompt
             sequence = _Sequence(call, demand, budget, most_shared)
             if call.group >= 0 or call.talk >= 0:
-                self._prefixes.limit(min(self._most_prefix, self._free))
+                self._limit_prefixes()
                 most = min(call.prompt - 1, sequence.most_shared)
                 sequence.cached = self._prefixes.match(call, most)
                 self.hit_tokens += sequence.cached
@@ -353,7 +368,8 @@ class Replica:
         evicted = sequence.budget is not None and call.prompt >= sequence.budget
         sequence.kept = limit if evicted else call.prompt
         self._attended += sequence.kept
-        self._policy_ticks += self._model.decode_of[call.arm]
+        if sequence.budget is not None:
+            self._policy_ticks += self._model.decode_of[call.arm]
         if call.output == 1:
             self._leave(sequence, now)
             return
@@ -369,7 +385,8 @@ class Replica:
     def _leave(self, sequence: _Sequence, now: int) -> None:
         call = sequence.call
         self._decoding -= 1
-        self._policy_ticks -= self._model.decode_of[call.arm]
+        if sequence.budget is not None:
+            self._policy_ticks -= self._model.decode_of[call.arm]
         if sequence.grows:
             self._growing -= 1
             sequence.kept += call.output - 1
@@ -383,4 +400,8 @@ class Replica:
         call = sequence.call
         if call.group >= 0 or call.talk >= 0:
             self._prefixes.keep(call, tokens)
-            self._prefixes.limit(min(self._most_prefix, self._free))
+            self._limit_prefixes()
+
+    def _limit_prefixes(self) -> None:
+        room = min(self._most_prefix, self._free)
+        self._prefixes.limit(room // self._model.settings.kv_bytes_per_token)
