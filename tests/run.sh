@@ -28,7 +28,7 @@ command -v prometheus >/dev/null ||
 stage "format and lint" bash "$EPIKV_ROOT/tests/lint.sh"
 build
 # Takes what processor time the tests leave, which wait for their daemons and clocks a third of theirs.
-nice -n 19 "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/tidy.py" --jobs 1 >"$EPIKV_LOGS/clang-tidy.log" 2>&1 &
+nice -n 19 "$EPIKV_PYTHON" "$EPIKV_ROOT/tests/tidy.py" --jobs "$EPIKV_JOBS" >"$EPIKV_LOGS/clang-tidy.log" 2>&1 &
 tidy=$!
 trap 'kill "$tidy" 2>/dev/null || true' EXIT
 export OMP_WAIT_POLICY=PASSIVE
