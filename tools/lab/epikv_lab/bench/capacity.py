@@ -15,11 +15,9 @@ machine's: no prediction can be nearer.
 
 import math
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -27,7 +25,7 @@ from statistics import median
 from typing import Any
 
 import click
-from epikv import harness, processes
+from epikv import harness
 from epikv.admin import Admin
 from epikv.bench.generator import ClosedLoop, Generator, OpenLoop, Pattern
 from epikv.bench.report import Window as Counted
@@ -43,6 +41,7 @@ from epikv.testing import Daemon
 from epikv.v1 import generation_pb2
 
 from epikv_lab.bench import balancers
+from epikv_lab.bench.fleet import executor
 from epikv_lab.bench.targets import Target, finish
 
 WITHIN = 0.1  # of what was predicted
@@ -201,7 +200,8 @@ def _three(envoy: str, haproxy: str, seconds: float, rounds: int) -> dict[str, A
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         SLEEPING.save(folder / "costs.json")
-        replicas = [stack.enter_context(executor(folder / "costs.json")) for _ in range(REPLICAS)]
+        sleeping = f"--costs={folder / 'costs.json'}"
+        replicas = [stack.enter_context(executor(sleeping)) for _ in range(REPLICAS)]
         ways = {
             "haproxy": (balancers.haproxy(folder, replicas, haproxy), "least-connections"),
             "envoy": (balancers.envoy(folder, replicas, envoy), "prefix"),
@@ -227,17 +227,6 @@ def _with_overhead(costs: Costs, workload: Workload, address: str) -> Costs:
         first.append(sample.first_token - ideal_first / TICKS)
         end.append(sample.end_to_end - ideal_end / TICKS)
     return replace(costs, before_first=max(median(first), 0), before_end=max(median(end), 0))
-
-
-@contextmanager
-def executor(costs: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "epikv_lab.bench.executor", f"--costs={costs}"]
-    process = processes.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process.stdout.readline().strip()  # type: ignore[union-attr]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def _plan_arm(arm: BenchArm) -> Arm:

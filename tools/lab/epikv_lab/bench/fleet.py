@@ -81,7 +81,10 @@ def command(
             ways["ray"] = [stack.enter_context(_ray(ray, model, str(find_binary()), FLAGS))]
         hits = _in_turns(ways, rounds, lambda addresses: _hit_rate(addresses, conversations, users))
     with ExitStack() as stack:
-        executors = [stack.enter_context(_executor(slots, step)) for _ in range(REPLICAS)]
+        executors = [
+            stack.enter_context(executor(f"--slots={slots}", f"--step={step}"))
+            for _ in range(REPLICAS)
+        ]
         ways = _ways(stack, executors, envoy, haproxy)
         if ray is not None:
             program = stack.enter_context(_program(slots, step))
@@ -193,9 +196,9 @@ async def _hit_rate(addresses: Sequence[str], conversations: int, users: int) ->
 
 
 @contextmanager
-def _executor(slots: int, step: float) -> Iterator[str]:
-    command = [sys.executable, "-m", "epikv_lab.bench.executor"]
-    command += [f"--slots={slots}", f"--step={step}"]
+def executor(*options: str) -> Iterator[str]:
+    """The address of one (epikv_lab.bench.executor)."""
+    command = [sys.executable, "-m", "epikv_lab.bench.executor", *options]
     process = processes.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process.stdout.readline().strip()  # type: ignore[union-attr]
