@@ -9,7 +9,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from epikv.cli import main
-from epikv.ray.affinity import most_open, ranked
+from epikv.ray.affinity import chosen, most_open, ranked
 from epikv.ray.scaling import ByWaiting, stats
 from epikv.ray.services import SERVICER_FUNCTIONS, methods
 from epikv.ray.settings import Settings
@@ -45,6 +45,22 @@ def test_of_a_lost_replica_only_its_prefixes_move() -> None:
 )
 def test_a_replica_has_half_more_than_its_share_at_most(loads: list[int], most: int) -> None:
     assert most_open(loads, 1.5) == most
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5, 4.0])
+def test_what_a_full_replica_does_not_take_goes_to_the_prefixs_next_one(factor: float) -> None:
+    order = ranked("p", "abc")
+    assert chosen("p", dict.fromkeys("abc", 7), factor) == order[0]
+    full = {order[0]: 40, order[1]: 1, order[2]: 0}
+    assert chosen("p", full, factor) == (order[1] if factor < 3 else order[0])
+    loads = [
+        dict(zip("abc", (a, b, c), strict=True))
+        for a in range(5)
+        for b in range(5)
+        for c in range(5)
+    ]
+    for each in loads:
+        assert each[chosen("p", each, factor)] <= most_open(each.values(), factor)
 
 
 def wanted(waiting: dict[str, float], reserved: dict[str, float], queued: float = 0) -> Any:

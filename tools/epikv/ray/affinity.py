@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 
 def ranked(prefix: str, names: Iterable[str]) -> list[str]:
@@ -13,3 +13,9 @@ def ranked(prefix: str, names: Iterable[str]) -> list[str]:
 def most_open(loads: Collection[int], factor: float) -> int:
     """Open requests with which a replica gets one more, of replicas with these."""
     return max(1, math.ceil(factor * (sum(loads) + 1) / len(loads)) - 1)
+
+
+def chosen(prefix: str, loads: Mapping[str, int], factor: float) -> str:
+    """The first of the prefix's replicas that gets one more. loads: open requests by replica, of one at least."""
+    most = most_open(loads.values(), factor)  # the least loaded has no more
+    return next(name for name in ranked(prefix, loads) if loads[name] <= most)

@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from epikv.prefix import HEADER
-from epikv.ray.affinity import most_open, ranked
+from epikv.ray.affinity import chosen
 
 
 def prefix_of(request: PendingRequest) -> str:
@@ -24,8 +24,8 @@ def prefix_of(request: PendingRequest) -> str:
 
 
 class PrefixRouter(RequestRouter):
-    """The first of a prefix's replicas, unless it has more than `balance_factor` times its share of the open
-    requests, and one. Then, and without a prefix, the less loaded of two at random."""
+    """The first of a prefix's replicas that has at most `balance_factor` times its share of the open requests,
+    or one. Without a prefix, or where that one takes no more, the less loaded of two at random."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -47,8 +47,6 @@ class PrefixRouter(RequestRouter):
         if not prefix or not candidate_replicas:
             return [two]
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        first = ranked(prefix, by_name)[0]
         known = self.replica_queue_len_cache  # what replicas said last, and what went there since
         loads = {name: known.get(each.replica_id) or 0 for name, each in by_name.items()}
-        has_room = loads[first] <= most_open(loads.values(), self._balance_factor)
-        return [[by_name[first]], two] if has_room else [two]
+        return [[by_name[chosen(prefix, loads, self._balance_factor)]], two]
