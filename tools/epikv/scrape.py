@@ -25,6 +25,10 @@ class Page:
         wanted = set(labels.items())
         return sum(v for (n, has), v in self.values.items() if n == name and wanted <= has)
 
+    def __add__(self, more: "Page") -> "Page":
+        series = {**self.values, **more.values}
+        return Page({each: self.values.get(each, 0) + more.values.get(each, 0) for each in series})
+
     def __sub__(self, before: "Page") -> "Page":
         return Page({series: v - before.values.get(series, 0) for series, v in self.values.items()})
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from epikv.plan.capacity import Planner, Unfit, check, check_deadline
 from epikv.plan.costs import Costs, Policy, Settings
+from epikv.plan.replica import FULL, Arm, Call, Model
 from epikv.plan.workload import Workload, build
 
 COSTS = Costs(
@@ -87,8 +88,9 @@ def test_a_deadline_that_an_idle_replica_misses_is_told(limit: str) -> None:
 
 
 def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
-    COSTS.save(tmp_path / "costs.json")
-    assert Costs.load(tmp_path / "costs.json") == COSTS
+    costs = replace(COSTS, paces=(0.9, 1.2), pace_seconds=0.4, mixed=0.001)
+    costs.save(tmp_path / "costs.json")
+    assert Costs.load(tmp_path / "costs.json") == costs
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="remove it to measure them again"):
         Costs.load(tmp_path / "other.json")
@@ -98,6 +100,16 @@ def test_between_and_beyond_what_was_measured_a_step_costs_as_a_line() -> None:
     costs = replace(COSTS, base=((0, 1.0), (2, 3.0), (4, 4.0)))
     found = [costs.base_seconds(n) for n in (0, 1, 2, 3, 4, 6)]
     assert found == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
+
+
+def test_at_half_the_pace_all_takes_twice_as_long() -> None:
+    policies = {"p": Policy("by_chunk", 0, decode_seconds=0.01, prefill_seconds=0.001)}
+    costs = replace(COSTS, mixed=0.001, policies=policies)
+    calls = [Call(0, 100, 20, 20, arm=arm) for arm in (0, 1)]
+    arms = [FULL, Arm("p", 50)]
+    for call in calls:
+        first, end = Model(costs, arms).idle_ticks(call)
+        assert Model(costs.at_pace(2), arms).idle_ticks(call) == (2 * first, 2 * end)
 
 
 def epikv(*words: object) -> subprocess.CompletedProcess[str]:

@@ -26,6 +26,7 @@ def test_a_sleeping_replica_takes_what_a_simulated_one_takes(seed: int) -> None:
         pair=1e-7,
         attended=1e-6,
         request=1e-3,
+        mixed=2e-3,
     )
     requests = [(dice.randint(1, 300), dice.randint(1, 60)) for _ in range(40)]
 

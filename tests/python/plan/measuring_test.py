@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 from epikv.plan.costs import Policy, Settings
-from epikv.plan.measuring import Load, Shape, Timed, fit, least_squares
+from epikv.plan.measuring import Load, Shape, Timed, fit, least_squares, paces
 from epikv.plan.replica import FULL, Arm
 from epikv.scrape import parse
 
 SETTINGS = Settings(10**6, 4096, 100)
 GAP, BEFORE_FIRST, BEFORE_END = 2e-5, 0.003, 0.004
-BASE = {0: 1e-3, 1: 2e-3, 2: 2.5e-3, 4: 2.8e-3, 16: 5e-3}
-PREFILL, PAIR, ATTENDED, REQUEST = 1e-5, 2e-9, 5e-8, 4e-4
+BASE = {0: 4e-3, 1: 2e-3, 2: 2.5e-3, 4: 2.8e-3, 16: 5e-3}
+PREFILL, MIXED, PAIR, ATTENDED, REQUEST = 1e-5, 3e-3, 2e-9, 5e-8, 4e-4
 SLIDING = 1e-4, 3e-6  # more of a decoded token, and of a prompt's
 
 DESCRIBED = [
@@ -55,8 +55,30 @@ epikv_step_tokens_total{{phase="decode"}} {waves * n * decodes}
 """
     )
     prefill, decoded = read + GAP, decode + decodes * GAP
-    timed = Timed(prefill + BEFORE_FIRST, prefill + decoded + BEFORE_END, prefill, decoded)
+    first, end = prefill + BEFORE_FIRST, prefill + decoded + BEFORE_END
+    timed = Timed(prompt, shape.output, first, end, prefill, decoded)
     return Load(shape, [timed] * (waves * n), page)
+
+
+def users(prompt: int, output: int, mixed: int) -> Load:
+    """Of the same daemon, for two users: two sequences decode in every step but one."""
+    requests = [Timed(prompt, output, 0, 0, 0, 0)] * 12
+    steps = 6 * (output - 1)
+    attended = 12 * sum(prompt + i for i in range(output - 1))
+    pairs = 12 * prompt * (prompt + 1) / 2
+    seconds = BASE[0] + steps * BASE[2] + mixed * MIXED + attended * ATTENDED + pairs * PAIR
+    seconds += 12 * (prompt * PREFILL + REQUEST)
+    page = parse(
+        f"""\
+epikv_step_seconds_count{{phase="prefill"}} 1
+epikv_step_seconds_count{{phase="decode"}} {steps - mixed}
+epikv_step_seconds_count{{phase="mixed"}} {mixed}
+epikv_step_seconds_sum{{phase="decode"}} {seconds}
+epikv_step_tokens_total{{phase="prefill"}} {12 * prompt}
+epikv_step_tokens_total{{phase="decode"}} {2 * steps}
+"""
+    )
+    return Load(Shape(2, prompt, output, users=True), requests, page)
 
 
 def test_the_costs_that_a_daemon_has_are_found() -> None:
@@ -68,11 +90,12 @@ def test_the_costs_that_a_daemon_has_are_found() -> None:
     sliding = [
         Shape(n, 128, tokens, Arm("sliding", 64)) for n, tokens in ((1, 50), (4, 50), (4, 1))
     ]
-    found = fit([load(shape) for shape in [*shapes, *sliding]], SETTINGS, DESCRIBED)
+    loads = [load(shape) for shape in [*shapes, *sliding]]
+    loads += [users(100, 30, 11), users(40, 90, 40)]
+    found = fit(loads, SETTINGS, DESCRIBED)
     assert found.error < 1e-3
-    assert [found.prefill, found.pair, found.attended, found.request] == pytest.approx(
-        [PREFILL, PAIR, ATTENDED, REQUEST], rel=0.05
-    )
+    costs = found.prefill, found.mixed, found.pair, found.attended, found.request
+    assert costs == pytest.approx((PREFILL, MIXED, PAIR, ATTENDED, REQUEST), rel=0.05)
     assert {n: found.base_seconds(n) for n in BASE} == pytest.approx(
         {n: seconds + GAP for n, seconds in BASE.items()}, rel=0.02
     )
@@ -85,6 +108,28 @@ def test_the_costs_that_a_daemon_has_are_found() -> None:
         7,
         90,
     )
+
+
+def turn(shape: Shape, seconds: float, took: float) -> Load:
+    page = f"""\
+epikv_step_seconds_sum{{phase="decode"}} {seconds}
+epikv_step_tokens_total{{phase="decode"}} 10
+"""
+    return Load(shape, [], parse(page), took)
+
+
+def test_paces_are_of_turns_beside_others_of_their_shape() -> None:
+    one, other = Shape(1, 32, 48), Shape(8, 32, 48)
+    turns = [
+        turn(one, 1, 0.4),
+        turn(other, 7, 0.4),
+        turn(one, 3, 0.8),
+        turn(other, 7, 0.4),
+    ]
+    turns.insert(1, turn(Shape(1, 32, 48, Arm("sliding", 64)), 99, 0.4))
+    found = paces(turns)
+    assert [pace / found[1] for pace in found] == pytest.approx([0.5, 1, 1.5, 1.5, 1])
+    assert sum(1 / pace for pace in found) == pytest.approx(len(found))
 
 
 def test_least_squares_finds_what_made_the_sums_and_nothing_below_zero() -> None:

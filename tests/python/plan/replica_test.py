@@ -68,6 +68,19 @@ def test_prompts_advance_by_sixteen_tokens_even_if_decoding_fills_the_step() -> 
     assert told[-1] == (5500, 8000, 8000)
 
 
+def test_a_step_has_the_pace_of_the_moment_in_which_it_begins() -> None:
+    uneven = replace(costs(), paces=(1.0, 3.0), pace_seconds=10_000 * TICK)
+    told: list[int] = []
+    for offset in (0, 10_000):
+        replica = Replica(Model(uneven, [Arm()]), lambda _, __, end: told.append(end), offset)
+        replica.submit(call(0, 10, 30))
+        while replica.end is not None:
+            replica.advance()
+    # 30 steps. 10 until 10000, 4 until 22000, 8 until 30000, 4 until 42000, and 4.
+    # 4 until 12000, 8 until 20000, 4 until 32000, 8 until 40000, 4 until 52000, and 2.
+    assert told == [46_000, 54_000]
+
+
 def test_a_request_waits_for_a_place_and_others_wait_behind_it() -> None:
     settings = replace(SETTINGS, max_running_requests=1)
     told, _ = served(Model(costs(settings=settings), [Arm()]), [call(i, 10, 3) for i in range(3)])
@@ -153,6 +166,8 @@ class OneByOne:
                 cost += model.attended * self._held(s)
                 if self._budget(s["call"]) is not None:
                     cost += model.decode_of[s["call"].arm]
+            if decoding and len(decoding) < len(running):
+                cost += model.mixed
             room = max(settings.max_step_tokens - len(decoding), 16)
             parts = []
             for s in running:
@@ -211,6 +226,7 @@ def test_steps_taken_at_once_end_exactly_when_they_would_one_by_one(seed: int) -
         ((0, 1000.0), (1, 2000.0), (4, 5000.0)),
         settings,
         prefill=30.0,
+        mixed=dice.choice([0.0, 600.0]),
         pair=1.0,
         attended=dice.choice([0.0, 3.0]),
         request=700.0,

@@ -2,7 +2,7 @@
 
 A step takes
 
-    base(sequences that decode) + prompt tokens + pairs of prompt tokens that attend to each other
+    base(sequences that decode) + prompts beside them + prompt tokens + pairs of prompt tokens that attend to each other
     + cached tokens that the decoding sequences attend to + requests that begin + what policies take
 
 each times a cost of its own. `epikv.plan.measuring` finds them; a file keeps them.
@@ -11,14 +11,14 @@ each times a cost of its own. `epikv.plan.measuring` finds them; a file keeps th
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 # Times of a simulation are whole ticks, so that many steps at once end when they would one by one.
 TICKS = 10**12  # a second
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Costs:
     settings: Settings
     base: tuple[tuple[int, float], ...]  # of a step, by sequences that decode; linear in between
     prefill: float  # of a prompt token
+    mixed: float = 0  # of a step that reads prompts while others decode, beside its base
     pair: float = 0  # of a prompt token and one that it attends to
     attended: float = 0  # of a cached token that a decoding sequence attends to
     request: float = 0  # of a step, for each request that it begins
@@ -67,6 +68,9 @@ class Costs:
     before_first: float = 0
     before_end: float = 0
     policies: Mapping[str, Policy] = field(default_factory=dict)  # those measured
+    # How much longer than on average steps take, one moment after the other; () if they never do.
+    paces: tuple[float, ...] = ()
+    pace_seconds: float = 1  # of each
     error: float = 0  # median, over the measured loads, of the relative error of what is fitted
     # For readers: of each load, seconds in steps as measured and as these costs have them.
     measured: Mapping[str, Any] = field(default_factory=dict)
@@ -81,6 +85,26 @@ class Costs:
         (left, low), (right, high) = self.base[above - 1 : above + 1]
         return max(low + (high - low) * (sequences - left) / (right - left), 0.0)
 
+    def at_pace(self, pace: float) -> "Costs":
+        """Of steps that take so many times as long."""
+        return replace(
+            self,
+            base=tuple((sequences, pace * seconds) for sequences, seconds in self.base),
+            prefill=pace * self.prefill,
+            mixed=pace * self.mixed,
+            pair=pace * self.pair,
+            attended=pace * self.attended,
+            request=pace * self.request,
+            policies={
+                name: replace(
+                    policy,
+                    decode_seconds=pace * policy.decode_seconds,
+                    prefill_seconds=pace * policy.prefill_seconds,
+                )
+                for name, policy in self.policies.items()
+            },
+        )
+
     def save(self, path: Path) -> None:
         path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
@@ -93,6 +117,7 @@ class Costs:
                 raise ValueError("it is of another version of epikv")
             content["settings"] = Settings(**content["settings"])
             content["base"] = tuple((int(n), float(seconds)) for n, seconds in content["base"])
+            content["paces"] = tuple(content["paces"])
             content["policies"] = {
                 name: Policy(**policy) for name, policy in content["policies"].items()
             }

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from random import Random
 from typing import Protocol
 
 from epikv.plan.costs import TICKS, Costs, ticks
@@ -84,6 +85,8 @@ class Result:
     hit_tokens: int = 0  # from cached prefixes, of the whole run
     prompt_tokens: int = 0  # of the whole run
     busy: float = 0  # share of the replicas' time, of the whole run
+    step_seconds: float = 0  # of all replicas, of the whole run
+    decode_tokens: int = 0  # of the whole run
 
     @property
     def requests(self) -> int:
@@ -155,7 +158,10 @@ def simulate(
             # The tokens come evenly between the first and the last.
             result.output_tokens += _between(first + before_first, told, call.output, begin, end)
 
-        return Replica(model, ended)
+        offset = Random(f"pace/{seed}/{number}").randrange(
+            max(len(costs.paces) * model.pace_ticks, 1)
+        )
+        return Replica(model, ended, offset)
 
     fleet = [listener(number) for number in range(replicas)]
     expected = [-1] * replicas
@@ -185,7 +191,10 @@ def simulate(
             arrivals.ended(call, now)
             result.refused += begin <= now < end
     result.hit_tokens = sum(replica.hit_tokens for replica in fleet)
-    result.busy = sum(replica.busy for replica in fleet) / max(now * replicas, 1)
+    busy = sum(replica.busy for replica in fleet)
+    result.busy = busy / max(now * replicas, 1)
+    result.step_seconds = busy / TICKS
+    result.decode_tokens = sum(replica.decode_tokens for replica in fleet)
     return result
 
 

@@ -1,52 +1,67 @@
 """What a step of a daemon costs, from short loads that are sent to it.
 
-A load is waves: so many requests at once, all alike, and the next ones when all have ended. The daemon's
+A load is waves: so many requests at once, all alike, and the next ones when all have ended. Or it is users:
+each asks again when it is answered, with lengths of its own, so that prompts are read while others decode. The daemon's
 own counters say what it ran and for how long; what a cost was fitted to is a sum over steps, so it does not
-matter how a wave fell into steps. The rounds of loads take turns, and of a load its median round counts.
+matter how a wave fell into steps. The loads take turns in many short rounds, since a machine may be slower
+for some seconds, and of a load all rounds count: costs are means, as what a replica can do is. The client
+does no more than it must (no epikv.AsyncClient): it may be on the machine that is measured.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, count, pairwise
 from random import Random
-from statistics import median
+from statistics import fmean, median
 
-from epikv.async_client import AsyncClient
-from epikv.messages import Delta, Summary
+import grpc
+
+from epikv.connection import Tls, bearer, connect_async, token_from_environment
+from epikv.errors import RpcError
 from epikv.messages import Policy as Described
 from epikv.options import GREEDY, Kv, Output, Stop
 from epikv.plan.costs import Costs, Policy, Settings
 from epikv.plan.replica import FULL, Arm
 from epikv.scrape import Page, scrape
+from epikv.v1 import generation_pb2, generation_pb2_grpc
 
-ROUNDS = 3
+Generate = Callable[..., AsyncIterator[generation_pb2.GenerateResponse]]
+
+ROUNDS = 3  # at least
 
 _SHORT, _OUTPUT = 32, 48  # tokens
 _MOST_AT_ONCE = 256
+_LEAST_TURNS = 2  # of a user
 _POLL_SECONDS = 0.002
+_TURN_SECONDS = 0.4  # of a load in a round, if a wave is shorter
 _SPARE = 0.9  # of the KV pool
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a wave."""
+    """Of a load. Of users' requests, prompt and output are the most: they are drawn from 1 on."""
 
     at_once: int
     prompt: int
     output: int
     arm: Arm = FULL
+    users: bool = False
 
     def __str__(self) -> str:
         budget = "" if self.arm.budget is None else f":{self.arm.budget}"
-        return f"{self.arm.policy}{budget}, {self.at_once} x {self.prompt} + {self.output}"
+        of = " users" if self.users else ""
+        return f"{self.arm.policy}{budget}, {self.at_once}{of} x {self.prompt} + {self.output}"
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One request, in seconds. `prefill` and `decode` are the server's word."""
+    """One request: tokens, and seconds. `prefill` and `decode` are the server's word."""
 
+    prompt: int
+    output: int
     first: float
     end: float
     prefill: float
@@ -55,11 +70,12 @@ class Timed:
 
 @dataclass(frozen=True)
 class Load:
-    """What a daemon did while waves of one shape came."""
+    """What a daemon did while requests of one shape came."""
 
     shape: Shape
     requests: list[Timed]
     page: Page  # what its counters have added
+    took: float = 0  # seconds, of the load
 
     @property
     def steps(self) -> float:
@@ -85,14 +101,12 @@ class Load:
         return self.page.value("epikv_step_tokens_total", phase="prefill")
 
     @property
-    def prefill_steps(self) -> float:
-        """In which nothing decodes."""
-        return self.page.value("epikv_step_seconds_count", phase="prefill")
+    def tokens(self) -> float:
+        return self.decode_tokens + self.prefill_tokens
 
-    @property
-    def decoding(self) -> float:
-        """Sequences that decode in a step in which any does, on average."""
-        return self.decode_tokens / max(self.steps - self.prefill_steps, 1)
+    def steps_of(self, phase: str) -> float:
+        """prefill: nothing decodes in them; decode: no prompt is read in them; mixed: both."""
+        return self.page.value("epikv_step_seconds_count", phase=phase)
 
 
 def measure(
@@ -105,29 +119,59 @@ def measure(
     described: Sequence[Described],
     say: Callable[[str], None],
 ) -> Costs:
-    """Of a daemon that nobody else asks. longest: prompt, tokens. seconds: about so long it takes."""
+    """Of a daemon that nobody else asks. longest: prompt, tokens. seconds: about so long it takes.
+    Raises RpcError where it does not answer."""
     keepers = {policy.name for policy in described if policy.prompt_eviction == "refuses"}
     shapes = _shapes(settings, arms, longest, keepers)
-    say(f"measuring steps: {len(shapes)} loads of {ROUNDS} rounds, about {seconds:.0f} s")
-    each = seconds / ROUNDS / len(shapes)
-    rounds: dict[Shape, list[Load]] = {shape: [] for shape in shapes}
+    say(f"measuring steps: {len(shapes)} loads in turns, about {seconds:.0f} s")
+    each = min(seconds / ROUNDS / len(shapes), _TURN_SECONDS)
+    turns: list[Load] = []
     dice = Random(0)
 
     async def run() -> None:
-        async with AsyncClient(server) as client:
+        async with connect_async(server, tls=Tls.from_environment()) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            generate = partial(stub.Generate, metadata=bearer(token_from_environment()))
             for shape in shapes:
-                await _wave(client, shape, settings, dice)  # warms up
-            for number in range(ROUNDS):
+                await _load(generate, metrics, shape, settings, dice, 0)  # warms up
+            begin = time.monotonic()
+            for number in count():
+                if number >= ROUNDS and time.monotonic() - begin > seconds:
+                    break
                 for shape in shapes if number % 2 else reversed(shapes):
-                    rounds[shape].append(await _load(client, metrics, shape, settings, dice, each))
+                    turns.append(await _load(generate, metrics, shape, settings, dice, each))
 
-    asyncio.run(run())
-    loads = [sorted(found, key=_pace)[len(found) // 2] for found in rounds.values()]
-    return fit(loads, settings, described)
+    try:
+        asyncio.run(run())
+    except grpc.RpcError as error:
+        raise RpcError.from_grpc(error) from None
+    whole = [_all([turn for turn in turns if turn.shape == shape]) for shape in shapes]
+    costs = fit(whole, settings, described)
+    return replace(costs, paces=paces(turns), pace_seconds=_TURN_SECONDS)
 
 
-def _pace(load: Load) -> float:
-    return load.seconds / max(load.decode_tokens + load.prefill_tokens, 1)
+def _all(turns: Sequence[Load]) -> Load:
+    requests = [request for load in turns for request in load.requests]
+    return Load(turns[0].shape, requests, sum((load.page for load in turns), Page({})))
+
+
+def paces(turns: Sequence[Load]) -> tuple[float, ...]:
+    """How much longer than on average steps took, by time: a value for each _TURN_SECONDS of these
+    turns, each of which is held against the others of its shape. At these paces as many steps are taken
+    as at an even one: the mean of their inverses is 1."""
+    plain = [turn for turn in turns if turn.shape.arm.budget is None]
+    mean = {}
+    for shape in {turn.shape for turn in plain}:
+        of_shape = [turn for turn in plain if turn.shape == shape]
+        mean[shape] = sum(t.seconds for t in of_shape) / sum(t.tokens for t in of_shape)
+    found: list[float] = []
+    passed = 0.0
+    for turn in plain:
+        passed += turn.took
+        while (len(found) + 0.5) * _TURN_SECONDS < passed:
+            found.append(turn.seconds / turn.tokens / mean[turn.shape])
+    steps = fmean(1 / pace for pace in found)
+    return tuple(pace * steps for pace in found)
 
 
 def _shapes(
@@ -154,6 +198,9 @@ def _shapes(
     ):
         if at_once == 1 or at_once * (prompt + tokens) <= room:
             shapes.append(Shape(at_once, prompt, tokens))
+    for at_once, prompt in ((4, longest), (8, (short + longest) // 2), (16, longest // 2)):
+        if at_once <= settings.max_running_requests and at_once * (prompt + output) <= room:
+            shapes.append(Shape(at_once, prompt, output, users=True))
     for arm in arms:
         if arm.budget is None:
             continue
@@ -166,7 +213,7 @@ def _shapes(
 
 
 async def _load(
-    client: AsyncClient,
+    generate: Generate,
     metrics: str,
     shape: Shape,
     settings: Settings,
@@ -176,9 +223,26 @@ async def _load(
     before = settled(metrics)
     begin = time.monotonic()
     requests: list[Timed] = []
+
+    async def ask(prompt: int, output: int) -> None:
+        tokens = dice.choices(range(settings.vocabulary), k=prompt)
+        requests.append(await _ask(generate, tokens, output, shape.arm))
+
+    async def wave() -> None:
+        await asyncio.gather(*(ask(shape.prompt, shape.output) for _ in range(shape.at_once)))
+
+    async def user() -> None:
+        for asked in count():
+            if asked >= _LEAST_TURNS and time.monotonic() - begin >= seconds:
+                break
+            await ask(dice.randint(1, shape.prompt), dice.randint(1, shape.output))
+
+    if shape.users:
+        await asyncio.gather(*(user() for _ in range(shape.at_once)))
     while not requests or time.monotonic() - begin < seconds:
-        requests += await _wave(client, shape, settings, dice)
-    return Load(shape, requests, settled(metrics) - before)
+        await wave()
+    took = time.monotonic() - begin
+    return Load(shape, requests, settled(metrics) - before, took)
 
 
 def settled(metrics: str) -> Page:
@@ -188,49 +252,39 @@ def settled(metrics: str) -> Page:
     return scrape(metrics)
 
 
-async def _wave(client: AsyncClient, shape: Shape, settings: Settings, dice: Random) -> list[Timed]:
-    prompts = [
-        dice.choices(range(settings.vocabulary), k=shape.prompt) for _ in range(shape.at_once)
-    ]
-    return list(await asyncio.gather(*(_ask(client, shape, prompt) for prompt in prompts)))
-
-
-async def _ask(client: AsyncClient, shape: Shape, prompt: list[int]) -> Timed:
-    begin, first = time.monotonic(), 0.0
-    stream = client.generate(
-        prompt,
-        kv=Kv(shape.arm.policy, shape.arm.budget),
-        sampling=GREEDY,
-        stop=Stop(shape.output, ignore_eos=True),
-        output=Output(text=False, token_ids=True),
+async def _ask(generate: Generate, prompt: list[int], output: int, arm: Arm) -> Timed:
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=prompt),
+        kv=Kv(arm.policy, arm.budget).to_proto(),
+        sampling=GREEDY.to_proto(),
+        stop=Stop(output, ignore_eos=True).to_proto(),
+        output=Output(text=False, token_ids=True).to_proto(),
     )
-    summary: Summary | None = None
-    async with stream:
-        async for event in stream:
-            if isinstance(event, Delta) and event.token_ids and not first:
-                first = time.monotonic()
-            if isinstance(event, Summary):
-                summary = event
+    begin, first, message = time.monotonic(), 0.0, None
+    async for message in generate(request):
+        if not first and message.HasField("delta"):
+            first = time.monotonic()
     end = time.monotonic()
-    assert summary is not None and summary.timings is not None
-    told = summary.timings
-    return Timed(first - begin, end - begin, told.prefill or 0.0, told.decode or 0.0)
+    assert message is not None and message.HasField("summary")
+    told = message.summary.timings
+    prefill, decode = (of.ToNanoseconds() / 1e9 for of in (told.prefill, told.decode))
+    return Timed(len(prompt), output, first - begin, end - begin, prefill, decode)
 
 
 def fit(loads: Sequence[Load], settings: Settings, described: Sequence[Described]) -> Costs:
     """Costs by which the loads take about what they took: least squares of relative errors, none below
-    0, and a step that is never cheaper for more sequences."""
+    0, and a step that is never cheaper for more sequences that decode."""
     alone = [load for load in loads if load.shape.at_once == 1 and load.shape.output > 1]
     gap = _gap(alone)
     plain = [load for load in loads if load.shape.arm.budget is None]
-    knots = [0, *sorted({load.shape.at_once for load in plain if load.shape.output > 1})]
+    knots = sorted(
+        {s.at_once for s in (load.shape for load in plain) if s.output > 1 and not s.users}
+    )
     took = [load.seconds + gap * load.steps for load in plain]
     found = least_squares([_work(load, knots) for load in plain], took)
-    base, total = [], 0.0
-    for knot, more in zip(knots, found, strict=False):
-        total += more
-        base.append((knot, total))
-    prefill, pair, attended, request = found[len(knots) :]
+    alone_step, *found_base = found[: len(knots) + 1]
+    base = list(zip([0, *knots], [alone_step, *accumulate(found_base)], strict=True))
+    mixed, prefill, pair, attended, request = found[len(knots) + 1 :]
     fitted = [_dot(found, _work(load, knots)) for load in plain]
     errors = [abs(had / seconds - 1) for had, seconds in zip(fitted, took, strict=True)]
     policies = {}
@@ -253,6 +307,7 @@ def fit(loads: Sequence[Load], settings: Settings, described: Sequence[Described
     return Costs(
         settings=settings,
         base=tuple(base),
+        mixed=mixed,
         prefill=prefill,
         pair=pair,
         attended=attended,
@@ -277,15 +332,17 @@ def _gap(alone: Sequence[Load]) -> float:
 
 
 def _work(load: Load, knots: Sequence[int]) -> list[float]:
-    """What the costs are of: steps by what decodes in them, prompt tokens, pairs, attended, requests."""
-    busy = load.steps - load.prefill_steps
-    steps = [load.steps]
+    """What the costs are of: steps in which none decodes, in which one does, in which more do up to each
+    knot; mixed steps; prompt tokens, their pairs, attended tokens, requests."""
+    mixed = load.steps_of("mixed")
+    busy = load.steps_of("decode") + mixed
+    decoding = load.decode_tokens / max(busy, 1)
+    steps = [load.steps_of("prefill"), busy]
     for left, right in pairwise(knots):
-        steps.append(busy * min(max((load.decoding - left) / (right - left), 0.0), 1.0))
-    prompt, decodes, count = load.shape.prompt, load.shape.output - 1, len(load.requests)
-    pairs = prompt * (prompt + 1) / 2
-    attended = decodes * prompt + decodes * (decodes - 1) / 2
-    return [*steps, load.prefill_tokens, pairs * count, attended * count, float(count)]
+        steps.append(busy * min(max((decoding - left) / (right - left), 0.0), 1.0))
+    pairs = sum(r.prompt * (r.prompt + 1) / 2 for r in load.requests)
+    attended = sum((r.output - 1) * (r.prompt + (r.output - 2) / 2) for r in load.requests)
+    return [*steps, mixed, load.prefill_tokens, pairs, attended, float(len(load.requests))]
 
 
 def _dot(costs: Sequence[float], work: Sequence[float]) -> float:

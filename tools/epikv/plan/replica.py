@@ -94,10 +94,13 @@ class Model:
         self.settings = costs.settings
         self.arms = arms
         self._costs = costs
+        self.mixed = ticks(costs.mixed)
         self.prefill = ticks(costs.prefill)
         self.pair = ticks(costs.pair)
         self.attended = ticks(costs.attended)
         self.request = ticks(costs.request)
+        self.paces = costs.paces
+        self.pace_ticks = ticks(costs.pace_seconds)
         self.policies = [costs.policies.get(arm.policy, Policy()) for arm in arms]
         self._full = costs.policies.get(FULL.policy, Policy())
         self.decode_of = [ticks(policy.decode_seconds) for policy in self.policies]
@@ -199,10 +202,15 @@ Ended = Callable[[Call, int, int], None]  # when its first token came, and its l
 
 
 class Replica:
-    """Times in ticks. `end` is when the steps under way end; None: it is idle."""
+    """Times in ticks. `end` is when the steps under way end; None: it is idle.
 
-    def __init__(self, model: Model, ended: Ended) -> None:
+    A step has the pace of the moment in which it begins. offset: of the model's paces, at time 0; None: the
+    pace is even.
+    """
+
+    def __init__(self, model: Model, ended: Ended, offset: int | None = None) -> None:
         self._model, self._ended = model, ended
+        self._offset = offset if model.paces else None
         settings = model.settings
         self._most_tokens = settings.max_step_tokens
         self._chunk = settings.prefill_chunk_tokens
@@ -280,6 +288,8 @@ class Replica:
         decoding = self._decoding
         cost = model.base[decoding] + self._policy_ticks + model.attended * self._attended
         if self._prompts:
+            if decoding:
+                cost += model.mixed
             tokens = pairs = 0
             room = max(self._most_tokens - decoding, LEAST_PREFILL_TOKENS)
             for sequence in self._prompts:
@@ -301,8 +311,17 @@ class Replica:
         else:
             self.end = None
             return
-        self._ticks = max(cost, 1)
+        if self._offset is None:
+            self._ticks = max(cost, 1)
+            self.end = now + self._length(self._count)
+            return
+        moment, passed = divmod(now + self._offset, model.pace_ticks)
+        pace = model.paces[moment % len(model.paces)]
+        self._ticks = max(round(pace * cost), 1)
+        self._growth = round(pace * self._growth)
         self.end = now + self._length(self._count)
+        if self._count > 1:
+            self._cut(now + model.pace_ticks - passed)
 
     def _length(self, count: int) -> int:
         return count * self._ticks + self._growth * (count * (count - 1) // 2)

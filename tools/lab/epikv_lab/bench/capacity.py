@@ -1,27 +1,32 @@
 """What `epikv plan capacity` says of a load, beside what the load then finds.
 
 One replica: a daemon of the sample model, whose steps are measured as the command measures them. Then loads
-are sent to it: Poisson arrivals at shares of what it can do, and a closed loop.
+are sent to it: Poisson arrivals at shares of what it can do, and a closed loop. How fast a shared machine is
+changes from one quarter of a minute to the next by more than the target, whatever runs on it. So each load has
+its pace: what a token took in steps, by the daemon's counters, over what it takes in the simulation. The
+first prediction is at the pace of the measurement (1), and the second, which the target is of, at the load's
+own. The pace by itself says how far the costs are off, with the machine's changes in it.
 
 Three replicas: their steps sleep for what a plan says that steps cost (epikv_lab.bench.executor), since three
 daemons that compute would share the cores of this machine. Loads go to HAProxy (leastconn) and to Envoy (by
 prefix, with bounded load) before them. What is told apart here is what a balancer and queues make of steps.
 
 A simulation has the same arrivals and lengths as its load. Where a balancer's choice is chance (which replica a
-hash names, who is first of two), it is drawn again and again, and the median counts. An error is what is measured over what was
-predicted, less 1, in the median of the rounds. Rounds are the same load again, so what they differ by is the
-machine's: no prediction can be nearer.
+hash names, who is first of two), it is drawn again and again, and the median counts. Figures are of the requests
+of all rounds. An error is what is measured over what was predicted, less 1. Rounds are the same load again, so what
+they differ by is the machine's: no prediction can be nearer.
 """
 
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import click
@@ -33,10 +38,11 @@ from epikv.bench.report import figures
 from epikv.bench.workload import Arm as BenchArm
 from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.plan.costs import TICKS, Costs, Settings, ticks
-from epikv.plan.fleet import Closed, Open, Window, quantile, simulate
-from epikv.plan.measuring import measure
+from epikv.plan.fleet import Closed, Open, Result, Window, quantile, simulate
+from epikv.plan.measuring import measure, settled
 from epikv.plan.replica import FULL, Arm, Call, Model
-from epikv.stats import bootstrap
+from epikv.scrape import Page
+from epikv.stats import Estimate, bootstrap
 from epikv.testing import Daemon
 from epikv.v1 import generation_pb2
 
@@ -60,7 +66,7 @@ SLEEPING = Costs(
     request=1e-3,
 )
 _WARMUP_SHARE = 0.15
-_FIGURES = ("tokens_per_second", "first_p50", "first_p99", "end_p50", "end_p99")
+_PACE_TURNS = 4
 
 
 class _Whole(Workload):
@@ -111,43 +117,92 @@ def command(
 ) -> None:
     """Throughput and latencies that a plan predicts, beside those that are measured."""
     load = [os.getloadavg()[0]]
-    found: dict[str, dict[str, Any]] = {}
+    told: dict[str, Any] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     if only != "three":
         found |= _one(model, measuring, seconds, rounds)
     if only != "one":
         found |= _three(envoy, haproxy, seconds, rounds)
     load.append(os.getloadavg()[0])
     targets = []
-    click.echo(f"{'':<34}" + "".join(f"{name:>24}" for name in _FIGURES))
-    for name, case in found.items():
-        cells = []
-        for figure in _FIGURES:
-            measured = [each[figure] for each in case["measured"]]
-            predicted = case["predicted"][figure]
-            cells.append(f"{predicted:.4g} / {median(measured):.4g}")
-            targets.append(Target(f"{name}_{figure}_error", _error(measured, predicted), WITHIN))
-        click.echo(f"{name:<34}" + "".join(f"{cell:>24}" for cell in cells))
-        case["between_rounds"] = _spread(case["measured"])
-        case["between_draws"] = _spread(case["predicted_draws"])
-        for title in ("between_rounds", "between_draws"):
-            cells = [f"{100 * share:.1f} %" for share in case[title].values()]
-            title = "  most " + title.replace("_", " two ")
-            click.echo(f"{title:<34}" + "".join(f"{cell:>24}" for cell in cells))
-    finish("capacity", targets, {"load_average": load, "cases": found}, json_file)
+    click.echo(f"{'':<34}" + "".join(f"{name:>24}" for name in FIGURES))
+    for name, rounds_of in found.items():
+        of = {
+            side: _pooled([each[side] for each in rounds_of])
+            for side in rounds_of[0]
+            if side != "pace"
+        }
+        for figure in FIGURES:
+            error = _error(figure, [each["measured"] for each in rounds_of], of["predicted"])
+            targets.append(Target(f"{name}_{figure}_error", error, WITHIN))
+        _row(name, of["predicted"], of["measured"])
+        if "pace" in rounds_of[0]:
+            paces = [each["pace"] for each in rounds_of]
+            pace = f"  pace {median(paces):.2f} ({min(paces):.2f} to {max(paces):.2f}); at pace 1"
+            _row(pace, of["at_pace_1"], of["measured"])
+        for side in of:
+            of[side]["rounds"] = [_pooled([each[side]]) for each in rounds_of]
+        cells = [f"{share:.0%}" for share in _spread(of["measured"]["rounds"])]
+        click.echo(f"{'  most between two rounds':<34}" + "".join(f"{cell:>24}" for cell in cells))
+        told[name] = of
+    finish("capacity", targets, {"load_average": load, "cases": told}, json_file)
 
 
-def _spread(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each figure the most by which one run is above another."""
-    return {name: max(r[name] for r in runs) / min(r[name] for r in runs) - 1 for name in _FIGURES}
+@dataclass(frozen=True)
+class Outcome:
+    """Of a load, or of its simulation: of the requests that came in the window, seconds."""
+
+    tokens_per_second: float
+    first: Sequence[float]
+    end: Sequence[float]
 
 
-def _error(measured: Sequence[float], predicted: float) -> Any:
-    return bootstrap(
-        [value / predicted for value in measured], lambda ratios: abs(median(ratios) - 1)
-    )
+FIGURES: dict[str, Callable[[Sequence[Outcome]], float]] = {
+    "tokens_per_second": lambda runs: fmean(run.tokens_per_second for run in runs),
+    "first_p50": lambda runs: _quantile([run.first for run in runs], 0.5),
+    "first_p99": lambda runs: _quantile([run.first for run in runs], 0.99),
+    "end_p50": lambda runs: _quantile([run.end for run in runs], 0.5),
+    "end_p99": lambda runs: _quantile([run.end for run in runs], 0.99),
+}
 
 
-def _one(model: str, measuring: float, seconds: float, rounds: int) -> dict[str, Any]:
+def _quantile(runs: Sequence[Sequence[float]], share: float) -> float:
+    return quantile(array("d", chain.from_iterable(runs)), share)
+
+
+def _pooled(rounds: Sequence[Sequence[Outcome]]) -> dict[str, Any]:
+    """The figures of the requests of all rounds together. Of each round so many draws: the median of
+    theirs."""
+    draws = list(zip(*rounds, strict=True))
+    found = {name: median(figure(draw) for draw in draws) for name, figure in FIGURES.items()}
+    return {"requests": sum(len(run.end) for run in draws[0]), **found}
+
+
+def _spread(rounds: Sequence[Mapping[str, float]]) -> list[float]:
+    """Of each figure the most by which one round is above another."""
+    return [max(r[name] for r in rounds) / min(r[name] for r in rounds) - 1 for name in FIGURES]
+
+
+def _row(name: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> None:
+    cells = [
+        f"{predicted[each]:.4g}, {measured[each]:.4g} ({measured[each] / predicted[each] - 1:+.0%})"
+        for each in FIGURES
+    ]
+    click.echo(f"{name:<34}" + "".join(f"{cell:>24}" for cell in cells))
+
+
+def _error(
+    figure: str, rounds: Sequence[Sequence[Outcome]], predicted: Mapping[str, float]
+) -> Estimate:
+    def of(runs: Sequence[Sequence[Outcome]]) -> float:
+        return abs(FIGURES[figure]([run for [run] in runs]) / predicted[figure] - 1)
+
+    return bootstrap(rounds, of)
+
+
+def _one(
+    model: str, measuring: float, seconds: float, rounds: int
+) -> dict[str, list[dict[str, Any]]]:
     prompt, output = parse_lengths("lognormal:120:0.7:700"), parse_lengths("uniform:16:96")
     with Daemon(model, "--threads=1") as daemon, daemon.client() as client:
         [facts] = client.models()
@@ -180,8 +235,7 @@ def _one(model: str, measuring: float, seconds: float, rounds: int) -> dict[str,
         cases = [Case(f"one_at_{share:g}", full, rate=share * most) for share in SHARES]
         cases.append(Case("one_closed", full, users=USERS))
         cases.append(Case("one_closed_budget", budget, users=USERS))
-        found = _cases(cases, rounds, costs, daemon.grpc, 1, "round-robin", seconds)
-        return {name: {**case, "cost_error": costs.error} for name, case in found.items()}
+        return _cases(cases, rounds, costs, daemon.grpc, 1, "round-robin", seconds, daemon.metrics)
 
 
 def _most(costs: Costs, workload: Workload) -> float:
@@ -192,11 +246,13 @@ def _most(costs: Costs, workload: Workload) -> float:
     return result.answers / window.seconds
 
 
-def _three(envoy: str, haproxy: str, seconds: float, rounds: int) -> dict[str, Any]:
+def _three(
+    envoy: str, haproxy: str, seconds: float, rounds: int
+) -> dict[str, list[dict[str, Any]]]:
     prompt, output = parse_lengths("lognormal:120:0.7:700"), parse_lengths("uniform:8:40")
     workload = _Whole([parse_arm("full")], prompt, output, SLEEPING.settings.vocabulary)
     rate = REPLICAS * _most(SLEEPING, workload)
-    found: dict[str, Any] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         SLEEPING.save(folder / "costs.json")
@@ -251,43 +307,46 @@ def _cases(
     replicas: int,
     routing: str,
     seconds: float,
-) -> dict[str, Any]:
-    """What is predicted and what is measured of each, the rounds of all in turns."""
-    measured: dict[str, list[dict[str, float]]] = {case.name: [] for case in cases}
+    metrics: str = "",
+) -> dict[str, list[dict[str, Any]]]:
+    """Of each, by round: what is measured, and what is predicted. The rounds of all take turns. With
+    `metrics`, the address of the one daemon's, what is predicted is at the load's pace."""
     counted = Counted(_WARMUP_SHARE * seconds, seconds)
+
+    def draws(case: Case, costs: Costs) -> list[Outcome]:
+        each = (_simulate(case, costs, replicas, routing, counted, draw) for draw in range(DRAWS))
+        return [Outcome(r.output_tokens_per_second, r.first_token, r.end_to_end) for r in each]
+
+    found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
+            before = settled(metrics) if metrics else Page({})
             load = Generator(address, case.workload).run(case.pattern(seconds))
+            page = settled(metrics) - before if metrics else Page({})
             told = figures(load.samples, counted)
             if load.interrupted or told["errors"]:
                 raise click.ClickException(f"{case.name}: {told['errors'] or 'interrupted'}")
-            measured[case.name].append(
-                {
-                    "requests": told["n"],
-                    "generator_share_of_core": load.cpu_seconds / load.seconds,
-                    "tokens_per_second": told["output_tokens_per_second"],
-                    "first_p50": told["time_to_first_token"]["p50"],
-                    "first_p99": told["time_to_first_token"]["p99"],
-                    "end_p50": told["end_to_end"]["p50"],
-                    "end_p99": told["end_to_end"]["p99"],
-                }
-            )
-            harness.say(f"{case.name}: {_shown(measured[case.name][-1])}")
-    found = {}
-    for case in cases:
-        draws = [
-            _predict(case, costs, replicas, routing, seconds, draw)
-            for draw in range(DRAWS if replicas > 1 else 1)
-        ]
-        predicted = {name: median(draw[name] for draw in draws) for name in draws[0]}
-        harness.say(f"{case.name}, predicted: {_shown(predicted)}")
-        found[case.name] = {
-            "rate": case.rate,
-            "users": case.users,
-            "predicted": predicted,
-            "predicted_draws": draws,
-            "measured": measured[case.name],
-        }
+            own = [sample for sample in load.samples if sample.scheduled in counted]
+            done: dict[str, Any] = {
+                "measured": [
+                    Outcome(
+                        told["output_tokens_per_second"],
+                        [s.first_token for s in own if s.first_token is not None],
+                        [s.end_to_end for s in own],
+                    )
+                ]
+            }
+            at_pace = costs
+            if metrics:
+                taken = page.total("epikv_step_seconds_sum")
+                taken /= page.value("epikv_step_tokens_total", phase="decode")
+                done["pace"] = _pace(case, costs, counted, taken)
+                done["at_pace_1"] = draws(case, costs)
+                at_pace = costs.at_pace(done["pace"])
+            done["predicted"] = draws(case, at_pace)
+            found[case.name].append(done)
+            for side in ("measured", "predicted"):
+                harness.say(f"{case.name}: {side} {_shown(_pooled([done[side]]))}")
     return found
 
 
@@ -295,33 +354,36 @@ def _shown(told: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in told.items())
 
 
-def _predict(
-    case: Case, costs: Costs, replicas: int, routing: str, seconds: float, draw: int
-) -> dict[str, float]:
+def _pace(case: Case, costs: Costs, window: Counted, taken: float) -> float:
+    """At which a decoded token takes so many seconds in steps. Slower steps hold more sequences, and so
+    take fewer seconds a token: a few turns come near."""
+    pace = 1.0
+    for _ in range(_PACE_TURNS):
+        even = replace(costs.at_pace(pace), paces=())
+        result = _simulate(case, even, 1, "round-robin", window, 0)
+        pace *= taken / (result.step_seconds / result.decode_tokens)
+    return pace
+
+
+def _simulate(
+    case: Case, costs: Costs, replicas: int, routing: str, window: Counted, draw: int
+) -> Result:
     calls = _calls(case.workload, count())
     arrivals: Open | Closed
     if case.users is not None:
-        arrivals = Closed(calls, case.users, seconds)
+        arrivals = Closed(calls, case.users, window.end)
     else:
         assert case.rate is not None
-        arrivals = Open(_at(calls, poisson(case.rate, seconds, case.workload.seed)), seconds)
-    result = simulate(
+        arrivals = Open(_at(calls, poisson(case.rate, window.end, case.workload.seed)), window.end)
+    return simulate(
         costs,
         [_plan_arm(arm) for arm in case.workload.arms],
         arrivals,
-        Window(_WARMUP_SHARE * seconds, seconds),
+        Window(window.begin, window.end),
         replicas=replicas,
         routing=routing,
         seed=draw,
     )
-    return {
-        "requests": result.requests,
-        "tokens_per_second": result.output_tokens_per_second,
-        "first_p50": quantile(result.first_token, 0.5),
-        "first_p99": quantile(result.first_token, 0.99),
-        "end_p50": quantile(result.end_to_end, 0.5),
-        "end_p99": quantile(result.end_to_end, 0.99),
-    }
 
 
 def _at(calls: Iterator[Call], times: Iterator[float]) -> Iterator[Call]:

@@ -107,6 +107,8 @@ class Engine(generation_pb2_grpc.GenerationServiceServicer):
         seconds += costs.attended * sum(each.cached for each in decoding)
         for each in decoding:
             each.cached += 1
+        if decoding and len(decoding) < len(self.running):
+            seconds += costs.mixed
         room = max(settings.max_step_tokens - len(decoding), 16)
         for each in self.running:
             if each.told:
