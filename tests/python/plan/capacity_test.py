@@ -102,6 +102,16 @@ def test_between_and_beyond_what_was_measured_a_step_costs_as_a_line() -> None:
     assert found == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
 
 
+def test_the_command_says_how_uneven_the_machine_was(tmp_path: Path) -> None:
+    paces = (0.1, *[0.8] * 9, *[1.25] * 9, 9.0)
+    costs = replace(COSTS, paces=paces, pace_seconds=0.4)
+    costs.save(tmp_path / "costs.json")
+    words = f"--costs {tmp_path}/costs.json --rate 2 --prompt 50 --output 9 --deadline 9".split()
+    assert (
+        "In nine of ten moments steps took 0.80 to 1.25 times their mean." in epikv(*words).stdout
+    )
+
+
 def test_at_half_the_pace_all_takes_twice_as_long() -> None:
     policies = {"p": Policy("by_chunk", 0, decode_seconds=0.01, prefill_seconds=0.001)}
     costs = replace(COSTS, mixed=0.001, policies=policies)

@@ -286,6 +286,9 @@ def _show(
             what = f"Prefix affinity beside {other.routing}"
             click.echo(_saves(what, other.replicas, by_name["prefix"]))
     click.echo(f"The cost model is off by {100 * costs.error:.1f} % in the median of its loads.")
+    if costs.paces:
+        low, high = costs.pace_range()
+        click.echo(f"In nine of ten moments steps took {low:.2f} to {high:.2f} times their mean.")
 
 
 def _saves(what: str, before: int, after: int) -> str:

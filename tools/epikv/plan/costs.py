@@ -85,6 +85,12 @@ class Costs:
         (left, low), (right, high) = self.base[above - 1 : above + 1]
         return max(low + (high - low) * (sequences - left) / (right - left), 0.0)
 
+    def pace_range(self) -> tuple[float, float]:
+        """Of nine moments in ten. Requires that there are paces."""
+        ordered = sorted(self.paces)
+        cut = len(ordered) // 20
+        return ordered[cut], ordered[-1 - cut]
+
     def at_pace(self, pace: float) -> "Costs":
         """Of steps that take so many times as long."""
         return replace(
