@@ -1,4 +1,4 @@
-"""`epikv bench capacity` of one replica, shortly."""
+"""`epikv bench capacity` of a replica that computes, shortly."""
 
 import json
 import math
@@ -15,13 +15,15 @@ def test_what_a_plan_predicts_is_held_against_a_daemon(
 ) -> None:
     monkeypatch.setenv("EPIKVD", str(find_binary()))  # or it would be built while others run
     out = tmp_path / "capacity.json"
-    command = f"--model {sample_model} --only one --measure 1 --seconds 2 --rounds 2 --json {out}"
+    command = (
+        f"--model {sample_model} --only computing --measure 1 --seconds 2 --rounds 2 --json {out}"
+    )
     result = CliRunner().invoke(capacity.command, command.split())
     cases = json.loads(out.read_text())["cases"]  # written whether targets are met or not
     assert cases.keys() == {
-        *(f"one_at_{share:g}" for share in capacity.SHARES),
-        "one_closed",
-        "one_closed_budget",
+        *(f"computing_at_{share:g}" for share in capacity.SHARES),
+        "computing_closed",
+        "computing_closed_budget",
     }
     for case in cases.values():
         measured, predicted = case["measured"], case["predicted"]
@@ -33,6 +35,6 @@ def test_what_a_plan_predicts_is_held_against_a_daemon(
         assert predicted["tokens_per_second"] == pytest.approx(
             measured["tokens_per_second"], rel=0.5
         )
-    at = [cases[f"one_at_{share:g}"]["measured"]["requests"] for share in capacity.SHARES]
+    at = [cases[f"computing_at_{share:g}"]["measured"]["requests"] for share in capacity.SHARES]
     assert at[0] < at[1] < at[2]
-    assert "pace" in result.output and "one_closed_first_p99_error" in result.output
+    assert "pace" in result.output and "computing_closed_first_p99_error" in result.output

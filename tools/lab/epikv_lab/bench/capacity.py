@@ -7,9 +7,10 @@ its pace: what a token took in steps, by the daemon's counters, over what it tak
 first prediction is at the pace of the measurement (1), and the second, which the target is of, at the load's
 own. The pace by itself says how far the costs are off, with the machine's changes in it.
 
-Three replicas: their steps sleep for what a plan says that steps cost (epikv_lab.bench.executor), since three
-daemons that compute would share the cores of this machine. Loads go to HAProxy (leastconn) and to Envoy (by
-prefix, with bounded load) before them. What is told apart here is what a balancer and queues make of steps.
+Replicas whose steps sleep for what a plan says that steps cost (epikv_lab.bench.executor): one of them alone,
+which no neighbour slows down; and three, since three daemons that compute would share the cores of this machine.
+Loads go to HAProxy (leastconn) and to Envoy (by prefix, with bounded load) before the three. What is told apart
+here is what a balancer and queues make of steps.
 
 A simulation has the same arrivals and lengths as its load. Where a balancer's choice is chance (which replica a
 hash names, who is first of two), it is drawn again and again, and the median counts. Figures are of the requests
@@ -22,7 +23,7 @@ import os
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -102,7 +103,9 @@ class Case:
 @click.option("--seconds", default=60.0, show_default=True, help="Of a load.")
 @click.option("--rounds", default=3, show_default=True, help="Of each load.")
 @click.option(
-    "--only", type=click.Choice(["one", "three"]), help="One replica alone, or three alone."
+    "--only",
+    type=click.Choice(["computing", "sleeping"]),
+    help="One that computes, or those that sleep.",
 )
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
 def command(
@@ -119,10 +122,10 @@ def command(
     load = [os.getloadavg()[0]]
     told: dict[str, Any] = {}
     found: dict[str, list[dict[str, Any]]] = {}
-    if only != "three":
-        found |= _one(model, measuring, seconds, rounds)
-    if only != "one":
-        found |= _three(envoy, haproxy, seconds, rounds)
+    if only != "sleeping":
+        found |= _computing(model, measuring, seconds, rounds)
+    if only != "computing":
+        found |= _sleeping(envoy, haproxy, seconds, rounds)
     load.append(os.getloadavg()[0])
     targets = []
     click.echo(f"{'':<34}" + "".join(f"{name:>24}" for name in FIGURES))
@@ -142,8 +145,10 @@ def command(
             _row(pace, of["at_pace_1"], of["measured"])
         for side in of:
             of[side]["rounds"] = [_pooled([each[side]]) for each in rounds_of]
-        cells = [f"{share:.0%}" for share in _spread(of["measured"]["rounds"])]
-        click.echo(f"{'  most between two rounds':<34}" + "".join(f"{cell:>24}" for cell in cells))
+        if rounds > 1:
+            cells = [f"{share:.0%}" for share in _spread(of["measured"]["rounds"])]
+            title = "  most between two rounds"
+            click.echo(f"{title:<34}" + "".join(f"{cell:>24}" for cell in cells))
         told[name] = of
     finish("capacity", targets, {"load_average": load, "cases": told}, json_file)
 
@@ -200,7 +205,7 @@ def _error(
     return bootstrap(rounds, of)
 
 
-def _one(
+def _computing(
     model: str, measuring: float, seconds: float, rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
     prompt, output = parse_lengths("lognormal:120:0.7:700"), parse_lengths("uniform:16:96")
@@ -232,9 +237,9 @@ def _one(
         )
         most = _most(costs, full)
         harness.say(f"cost model off by {100 * costs.error:.1f} %; most: {most:.2f} requests/s")
-        cases = [Case(f"one_at_{share:g}", full, rate=share * most) for share in SHARES]
-        cases.append(Case("one_closed", full, users=USERS))
-        cases.append(Case("one_closed_budget", budget, users=USERS))
+        cases = [Case(f"computing_at_{share:g}", full, rate=share * most) for share in SHARES]
+        cases.append(Case("computing_closed", full, users=USERS))
+        cases.append(Case("computing_closed_budget", budget, users=USERS))
         return _cases(cases, rounds, costs, daemon.grpc, 1, "round-robin", seconds, daemon.metrics)
 
 
@@ -246,29 +251,32 @@ def _most(costs: Costs, workload: Workload) -> float:
     return result.answers / window.seconds
 
 
-def _three(
+def _sleeping(
     envoy: str, haproxy: str, seconds: float, rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
     prompt, output = parse_lengths("lognormal:120:0.7:700"), parse_lengths("uniform:8:40")
     workload = _Whole([parse_arm("full")], prompt, output, SLEEPING.settings.vocabulary)
-    rate = REPLICAS * _most(SLEEPING, workload)
+    most = _most(SLEEPING, workload)
     found: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         SLEEPING.save(folder / "costs.json")
         sleeping = f"--costs={folder / 'costs.json'}"
         replicas = [stack.enter_context(executor(sleeping)) for _ in range(REPLICAS)]
-        ways = {
-            "haproxy": (balancers.haproxy(folder, replicas, haproxy), "least-connections"),
-            "envoy": (balancers.envoy(folder, replicas, envoy), "prefix"),
-        }
-        for name, (way, routing) in ways.items():
+        by_connections = balancers.haproxy(folder, replicas, haproxy)
+        by_prefix = balancers.envoy(folder, replicas, envoy)
+        for name, way, number, routing in (
+            ("alone", nullcontext(replicas[0]), 1, "round-robin"),
+            ("haproxy", by_connections, REPLICAS, "least-connections"),
+            ("envoy", by_prefix, REPLICAS, "prefix"),
+        ):
             address = stack.enter_context(way)
             costs = _with_overhead(SLEEPING, workload, address)
             cases = [
-                Case(f"three_{name}_at_{share:g}", workload, rate=share * rate) for share in SHARES
+                Case(f"sleeping_{name}_at_{share:g}", workload, rate=share * number * most)
+                for share in SHARES
             ]
-            found |= _cases(cases, rounds, costs, address, REPLICAS, routing, seconds)
+            found |= _cases(cases, rounds, costs, address, number, routing, seconds)
     return found
 
 
