@@ -239,8 +239,9 @@ async def _load(
 
     if shape.users:
         await asyncio.gather(*(user() for _ in range(shape.at_once)))
-    while not requests or time.monotonic() - begin < seconds:
-        await wave()
+    else:
+        while not requests or time.monotonic() - begin < seconds:
+            await wave()
     took = time.monotonic() - begin
     return Load(shape, requests, settled(metrics) - before, took)
 
