@@ -1,9 +1,10 @@
 """Costs are fitted to what a daemon's counters say of its loads."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from epikv.plan.costs import Policy, Settings
+from epikv.plan.costs import Costs, Policy, Settings
 from epikv.plan.measuring import Load, Shape, Timed, fit, least_squares, paces
 from epikv.plan.replica import FULL, Arm
 from epikv.scrape import parse
@@ -110,10 +111,11 @@ def test_the_costs_that_a_daemon_has_are_found() -> None:
     )
 
 
-def turn(shape: Shape, seconds: float, took: float) -> Load:
+def turn(shape: Shape, steps: int, seconds: float, took: float) -> Load:
     page = f"""\
 epikv_step_seconds_sum{{phase="decode"}} {seconds}
-epikv_step_tokens_total{{phase="decode"}} 10
+epikv_step_seconds_count{{phase="decode"}} {steps}
+epikv_step_tokens_total{{phase="decode"}} {steps * shape.at_once}
 """
     return Load(shape, [], parse(page), took)
 
@@ -121,14 +123,18 @@ epikv_step_tokens_total{{phase="decode"}} 10
 def test_paces_are_of_turns_beside_others_of_their_shape() -> None:
     one, other = Shape(1, 32, 48), Shape(8, 32, 48)
     turns = [
-        turn(one, 1, 0.4),
-        turn(other, 7, 0.4),
-        turn(one, 3, 0.8),
-        turn(other, 7, 0.4),
+        turn(one, 10, 1, 0.4),
+        turn(other, 10, 7, 0.4),
+        turn(one, 20, 6, 0.8),  # twice the work, in six times as long
+        turn(other, 30, 21, 0.4),
     ]
-    turns.insert(1, turn(Shape(1, 32, 48, Arm("sliding", 64)), 99, 0.4))
-    found = paces(turns)
-    assert [pace / found[1] for pace in found] == pytest.approx([0.5, 1, 1.5, 1.5, 1])
+    turns.insert(1, turn(Shape(1, 32, 48, Arm("sliding", 64)), 10, 99, 0.4))
+    # The fit takes no part: it is off by as much in each turn of a shape.
+    costs = Costs(SETTINGS, base=((0, 0.0), (1, 0.3), (8, 0.4)), prefill=0)
+    found = paces(turns, costs)
+    unfit = replace(costs, base=((0, 0.0), (1, 0.9), (8, 0.4)))
+    assert paces(turns, unfit) == pytest.approx(found)
+    assert [pace / found[1] for pace in found] == pytest.approx([3 / 7, 1, 9 / 7, 9 / 7, 1])
     assert sum(1 / pace for pace in found) == pytest.approx(len(found))
 
 

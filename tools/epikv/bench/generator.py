@@ -23,7 +23,12 @@ from epikv.bench.workload import Workload
 from epikv.connection import Tls, bearer, connect_async, token_from_environment
 from epikv.errors import RpcError
 from epikv.prefix import prefix_metadata
-from epikv.v1 import experiment_pb2, experiment_pb2_grpc, generation_pb2_grpc
+from epikv.v1 import (
+    experiment_pb2,
+    experiment_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+)
 
 UNFINISHED = "UNFINISHED"  # the generator was told to end first
 NO_ARM = "none"
@@ -55,6 +60,9 @@ class Sample:
     ended: float = 0
     error: str = ""  # CODE or CODE/REASON; empty: it succeeded
     queue: float | None = None  # seconds, as the server tells them
+    # The same, since the request has come: until its first token, and until its last.
+    told_first_token: float | None = None
+    told_end: float | None = None
     retry_delay: float | None = None  # seconds that a refusal asked to wait
     # Refused without a delay, since no wait would help: alone it runs longer than it had left.
     hopeless: bool = False
@@ -246,8 +254,7 @@ class Generator:
                     request_id = message.accepted.request_id
                     sample.experiment_arm = message.accepted.arm or NO_ARM
                 elif event == "summary":
-                    queue = message.summary.timings.queue
-                    sample.queue = queue.seconds + queue.nanos / 1e9
+                    _take_timings(message.summary.timings, sample)
         except grpc.RpcError as error:
             sample.error, sample.retry_delay = _refusal(error)
             sample.hopeless = sample.retry_delay is None and _too_late(error)
@@ -285,6 +292,14 @@ def _too_late(error: grpc.RpcError) -> bool:
     """Whether the server tells that the request alone takes longer than it has."""
     told = RpcError.from_grpc(error).metadata
     return "run_seconds" in told and float(told["seconds_left"]) <= float(told["run_seconds"])
+
+
+def _take_timings(timings: generation_pb2.Timings, sample: Sample) -> None:
+    queue, first, decode = (
+        of.ToNanoseconds() / 1e9
+        for of in (timings.queue, timings.time_to_first_token, timings.decode)
+    )
+    sample.queue, sample.told_first_token, sample.told_end = queue, first, first + decode
 
 
 def _refusal(error: grpc.RpcError) -> tuple[str, float | None]:

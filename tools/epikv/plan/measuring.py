@@ -10,6 +10,7 @@ does no more than it must (no epikv.AsyncClient): it may be on the machine that 
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,7 @@ ROUNDS = 3  # at least
 
 _SHORT, _OUTPUT = 32, 48  # tokens
 _MOST_AT_ONCE = 256
+_MOST_USERS = 32  # of more, a turn would take too long
 _LEAST_TURNS = 2  # of a user
 _POLL_SECONDS = 0.002
 _TURN_SECONDS = 0.4  # of a load in a round, if a wave is shorter
@@ -109,6 +111,66 @@ class Load:
         return self.page.value("epikv_step_seconds_count", phase=phase)
 
 
+class Measurement:
+    """Of a daemon that nobody else asks while it runs. It may run several times: all turns count."""
+
+    def __init__(
+        self,
+        server: str,
+        metrics: str,
+        settings: Settings,
+        arms: Sequence[Arm],
+        longest: int,
+        described: Sequence[Described],
+    ) -> None:
+        """longest: prompt, tokens."""
+        self._server, self._metrics = server, metrics
+        self._settings, self._described = settings, described
+        keepers = {policy.name for policy in described if policy.prompt_eviction == "refuses"}
+        self._shapes = _shapes(settings, arms, longest, keepers)
+        self._turns: list[Load] = []
+        self._rounds = 0
+        self._dice = Random(0)
+
+    @property
+    def loads(self) -> int:
+        return len(self._shapes)
+
+    def run(self, seconds: float, rounds: int = ROUNDS) -> None:
+        """Takes about so many seconds, and for at least so many rounds. Raises RpcError where the daemon
+        does not answer."""
+        try:
+            asyncio.run(self._run(seconds, rounds))
+        except grpc.RpcError as error:
+            raise RpcError.from_grpc(error) from None
+
+    def costs(self) -> Costs:
+        """Requires that it has run."""
+        turns = self._turns
+        whole = [_all([turn for turn in turns if turn.shape == shape]) for shape in self._shapes]
+        costs = fit(whole, self._settings, self._described)
+        return replace(costs, paces=paces(turns, costs), pace_seconds=_TURN_SECONDS)
+
+    async def _run(self, seconds: float, rounds: int) -> None:
+        each = min(seconds / rounds / len(self._shapes), _TURN_SECONDS)
+        async with connect_async(self._server, tls=Tls.from_environment()) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            generate = partial(stub.Generate, metadata=bearer(token_from_environment()))
+            if not self._turns:
+                for shape in self._shapes:
+                    await self._turn(generate, shape, 0)  # warms up
+            begin = time.monotonic()
+            for number in count():
+                if number >= rounds and time.monotonic() - begin > seconds:
+                    break
+                self._rounds += 1
+                for shape in self._shapes if self._rounds % 2 else reversed(self._shapes):
+                    self._turns.append(await self._turn(generate, shape, each))
+
+    async def _turn(self, generate: Generate, shape: Shape, seconds: float) -> Load:
+        return await _load(generate, self._metrics, shape, self._settings, self._dice, seconds)
+
+
 def measure(
     server: str,
     metrics: str,
@@ -119,35 +181,11 @@ def measure(
     described: Sequence[Described],
     say: Callable[[str], None],
 ) -> Costs:
-    """Of a daemon that nobody else asks. longest: prompt, tokens. seconds: about so long it takes.
-    Raises RpcError where it does not answer."""
-    keepers = {policy.name for policy in described if policy.prompt_eviction == "refuses"}
-    shapes = _shapes(settings, arms, longest, keepers)
-    say(f"measuring steps: {len(shapes)} loads in turns, about {seconds:.0f} s")
-    each = min(seconds / ROUNDS / len(shapes), _TURN_SECONDS)
-    turns: list[Load] = []
-    dice = Random(0)
-
-    async def run() -> None:
-        async with connect_async(server, tls=Tls.from_environment()) as channel:
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            generate = partial(stub.Generate, metadata=bearer(token_from_environment()))
-            for shape in shapes:
-                await _load(generate, metrics, shape, settings, dice, 0)  # warms up
-            begin = time.monotonic()
-            for number in count():
-                if number >= ROUNDS and time.monotonic() - begin > seconds:
-                    break
-                for shape in shapes if number % 2 else reversed(shapes):
-                    turns.append(await _load(generate, metrics, shape, settings, dice, each))
-
-    try:
-        asyncio.run(run())
-    except grpc.RpcError as error:
-        raise RpcError.from_grpc(error) from None
-    whole = [_all([turn for turn in turns if turn.shape == shape]) for shape in shapes]
-    costs = fit(whole, settings, described)
-    return replace(costs, paces=paces(turns), pace_seconds=_TURN_SECONDS)
+    """By one run of a Measurement."""
+    measurement = Measurement(server, metrics, settings, arms, longest, described)
+    say(f"measuring steps: {measurement.loads} loads in turns, about {seconds:.0f} s")
+    measurement.run(seconds)
+    return measurement.costs()
 
 
 def _all(turns: Sequence[Load]) -> Load:
@@ -155,21 +193,23 @@ def _all(turns: Sequence[Load]) -> Load:
     return Load(turns[0].shape, requests, sum((load.page for load in turns), Page({})))
 
 
-def paces(turns: Sequence[Load]) -> tuple[float, ...]:
+def paces(turns: Sequence[Load], costs: Costs) -> tuple[float, ...]:
     """How much longer than on average steps took, by time: a value for each _TURN_SECONDS of these
-    turns, each of which is held against the others of its shape. At these paces as many steps are taken
-    as at an even one: the mean of their inverses is 1."""
+    turns. What a turn took over what it costs is held against the others of its shape, so that neither
+    an error of the fit nor what lengths were drawn looks like a pace. At these paces as many steps are
+    taken as at an even one: the mean of their inverses is 1."""
     plain = [turn for turn in turns if turn.shape.arm.budget is None]
-    mean = {}
-    for shape in {turn.shape for turn in plain}:
-        of_shape = [turn for turn in plain if turn.shape == shape]
-        mean[shape] = sum(t.seconds for t in of_shape) / sum(t.tokens for t in of_shape)
+    fitted = [fitted_seconds(costs, turn) for turn in plain]
+    took, had = defaultdict[Shape, float](float), defaultdict[Shape, float](float)
+    for turn, seconds in zip(plain, fitted, strict=True):
+        took[turn.shape] += turn.seconds
+        had[turn.shape] += seconds
     found: list[float] = []
     passed = 0.0
-    for turn in plain:
+    for turn, seconds in zip(plain, fitted, strict=True):
         passed += turn.took
         while (len(found) + 0.5) * _TURN_SECONDS < passed:
-            found.append(turn.seconds / turn.tokens / mean[turn.shape])
+            found.append(turn.seconds / seconds * had[turn.shape] / took[turn.shape])
     steps = fmean(1 / pace for pace in found)
     return tuple(pace * steps for pace in found)
 
@@ -185,7 +225,9 @@ def _shapes(
     shapes, at_once = [], 1
     while at_once <= min(settings.max_running_requests, _MOST_AT_ONCE):
         if at_once == 1 or at_once * (short + output) <= room:
-            shapes.append(Shape(at_once, short, output))
+            # Waves end all at once, and their clients then take the processor from the daemon: a
+            # twelfth of its steps' time was seen.
+            shapes.append(Shape(at_once, short, output, users=1 < at_once <= _MOST_USERS))
         at_once *= 2
     for at_once, prompt, tokens in (
         (1, longest, output),
@@ -278,16 +320,12 @@ def fit(loads: Sequence[Load], settings: Settings, described: Sequence[Described
     alone = [load for load in loads if load.shape.at_once == 1 and load.shape.output > 1]
     gap = _gap(alone)
     plain = [load for load in loads if load.shape.arm.budget is None]
-    knots = sorted(
-        {s.at_once for s in (load.shape for load in plain) if s.output > 1 and not s.users}
-    )
+    knots = sorted({load.shape.at_once for load in plain if load.shape.output > 1})
     took = [load.seconds + gap * load.steps for load in plain]
     found = least_squares([_work(load, knots) for load in plain], took)
     alone_step, *found_base = found[: len(knots) + 1]
     base = list(zip([0, *knots], [alone_step, *accumulate(found_base)], strict=True))
     mixed, prefill, pair, attended, request = found[len(knots) + 1 :]
-    fitted = [_dot(found, _work(load, knots)) for load in plain]
-    errors = [abs(had / seconds - 1) for had, seconds in zip(fitted, took, strict=True)]
     policies = {}
     for name in dict.fromkeys(load.shape.arm.policy for load in loads):
         own = [load for load in loads if load.shape.arm.policy == name]
@@ -305,7 +343,7 @@ def fit(loads: Sequence[Load], settings: Settings, described: Sequence[Described
         decode, read = least_squares(rows, took_more, [load.seconds for load in own])
         policies[name] = replace(policies[name], decode_seconds=decode, prefill_seconds=read)
     requests = [request for load in alone for request in load.requests]
-    return Costs(
+    costs = Costs(
         settings=settings,
         base=tuple(base),
         mixed=mixed,
@@ -316,7 +354,11 @@ def fit(loads: Sequence[Load], settings: Settings, described: Sequence[Described
         before_first=max(median(r.first - r.prefill for r in requests), 0.0),
         before_end=max(median(r.end - r.prefill - r.decode for r in requests), 0.0),
         policies=policies,
-        error=median(errors),
+    )
+    fitted = [fitted_seconds(costs, load) for load in plain]
+    return replace(
+        costs,
+        error=median(abs(had / seconds - 1) for had, seconds in zip(fitted, took, strict=True)),
         measured={
             str(load.shape): {"seconds": seconds, "fitted": had, "steps": load.steps}
             for load, seconds, had in zip(plain, took, fitted, strict=True)
@@ -342,12 +384,32 @@ def _work(load: Load, knots: Sequence[int]) -> list[float]:
     for left, right in pairwise(knots):
         steps.append(busy * min(max((decoding - left) / (right - left), 0.0), 1.0))
     pairs = sum(r.prompt * (r.prompt + 1) / 2 for r in load.requests)
-    attended = sum((r.output - 1) * (r.prompt + (r.output - 2) / 2) for r in load.requests)
+    attended = sum(_attended(r, load.shape.arm) for r in load.requests)
     return [*steps, mixed, load.prefill_tokens, pairs, attended, float(len(load.requests))]
 
 
-def _dot(costs: Sequence[float], work: Sequence[float]) -> float:
-    return sum(cost * amount for cost, amount in zip(costs, work, strict=True))
+def _attended(request: Timed, arm: Arm) -> float:
+    """Cached tokens, by all decoding steps of a request."""
+    steps = request.output - 1
+    growing = steps
+    if (budget := arm.budget_of(request.prompt, request.output)) is not None:
+        growing = min(max(budget - request.prompt, 0), steps)
+        return growing * (request.prompt + (growing - 1) / 2) + (steps - growing) * budget
+    return growing * (request.prompt + (growing - 1) / 2)
+
+
+def fitted_seconds(costs: Costs, load: Load) -> float:
+    """Of the very steps that it took, by these costs."""
+    knots = [sequences for sequences, _ in costs.base[1:]]
+    base = [seconds for _, seconds in costs.base]
+    steps = base[:2] + [right - left for left, right in pairwise(base[1:])]
+    each = [*steps, costs.mixed, costs.prefill, costs.pair, costs.attended, costs.request]
+    seconds = sum(cost * amount for cost, amount in zip(each, _work(load, knots), strict=True))
+    if load.shape.arm.budget is None:
+        return seconds
+    policy = costs.policies[load.shape.arm.policy]
+    seconds += load.decode_tokens * policy.decode_seconds
+    return seconds + load.prefill_tokens * policy.prefill_seconds
 
 
 def least_squares(

@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -40,7 +40,7 @@ from epikv.bench.workload import Arm as BenchArm
 from epikv.bench.workload import Workload, parse_arm, parse_lengths, poisson
 from epikv.plan.costs import TICKS, Costs, Settings, ticks
 from epikv.plan.fleet import Closed, Open, Result, Window, quantile, simulate
-from epikv.plan.measuring import measure, settled
+from epikv.plan.measuring import Load, Measurement, Shape, Timed, fitted_seconds, settled
 from epikv.plan.replica import FULL, Arm, Call, Model
 from epikv.scrape import Page
 from epikv.stats import Estimate, bootstrap
@@ -57,7 +57,7 @@ USERS = 16  # of the closed loops
 BUDGET = "sliding:64"  # of one of them
 REPLICAS = 3
 DRAWS = 15  # of which replica a prefix's hash names, and who is first of those with as few calls
-ALONE = 20  # requests that the overhead of one is measured with
+ALONE = 50  # requests that the overhead of one is measured with
 # Steps that sleep: as of a large model, so that this machine's delays are little beside them.
 SLEEPING = Costs(
     Settings(kv_capacity_tokens=6000, context_length=2048, vocabulary=100, max_running_requests=24),
@@ -67,15 +67,19 @@ SLEEPING = Costs(
     request=1e-3,
 )
 _WARMUP_SHARE = 0.15
-_PACE_TURNS = 4
 
 
+@dataclass(frozen=True)
 class _Whole(Workload):
-    """Whose answers are as long as they may be."""
+    """Whose answers are as long as they may be. Prompts that another load has had, too, are cached if
+    its salt is the same."""
+
+    salt: str = ""
 
     def request(self, number: int) -> tuple[int, generation_pb2.GenerateRequest]:
         arm, request = super().request(number)
         request.stop.ignore_eos = True
+        request.kv.cache_salt = self.salt
         return arm, request
 
 
@@ -84,7 +88,7 @@ class Case:
     """A load: at a rate, requests a second, or of so many users."""
 
     name: str
-    workload: Workload
+    workload: _Whole
     rate: float | None = None
     users: int | None = None
 
@@ -141,8 +145,9 @@ def command(
         _row(name, of["predicted"], of["measured"])
         if "pace" in rounds_of[0]:
             paces = [each["pace"] for each in rounds_of]
-            pace = f"  pace {median(paces):.2f} ({min(paces):.2f} to {max(paces):.2f}); at pace 1"
-            _row(pace, of["at_pace_1"], of["measured"])
+            pace = f"  at its pace {median(paces):.2f} ({min(paces):.2f} to {max(paces):.2f})"
+            _row(pace, of["at_pace"], of["measured"])
+            _row("  by its client", of["client_predicted"], of["client_measured"])
         for side in of:
             of[side]["rounds"] = [_pooled([each[side]]) for each in rounds_of]
         if rounds > 1:
@@ -222,25 +227,33 @@ def _computing(
             prefill_chunk_tokens=config["prefill_chunk_tokens"],
             max_running_requests=config["max_running_requests"],
         )
-        costs = measure(
+        measurement = Measurement(
             daemon.grpc,
             daemon.metrics,
             settings,
             [FULL, _plan_arm(parse_arm(BUDGET))],
             prompt.most,
-            measuring,
             client.policies(),
-            harness.say,
         )
+        harness.say(f"measuring steps: {measurement.loads} loads in turns")
+        measurement.run(measuring)
         full, budget = (
             _Whole([parse_arm(arm)], prompt, output, facts.vocab_size) for arm in ("full", BUDGET)
         )
-        most = _most(costs, full)
-        harness.say(f"cost model off by {100 * costs.error:.1f} %; most: {most:.2f} requests/s")
+        most = _most(measurement.costs(), full)
+        harness.say(f"most: {most:.2f} requests/s")
         cases = [Case(f"computing_at_{share:g}", full, rate=share * most) for share in SHARES]
         cases.append(Case("computing_closed", full, users=USERS))
         cases.append(Case("computing_closed_budget", budget, users=USERS))
-        return _cases(cases, rounds, costs, daemon.grpc, 1, "round-robin", seconds, daemon.metrics)
+        loads: list[_Sent] = []
+        for number in range(rounds):
+            for case in cases:
+                measurement.run(measuring / len(cases), rounds=1)
+                loads.append(_send(case, number, daemon.grpc, seconds, daemon.metrics))
+        costs = measurement.costs()
+        harness.say(f"cost model off by {100 * costs.error:.1f} %")
+        costs = _with_overhead(costs, replace(full, salt="alone"), daemon.grpc)
+    return _predicted(loads, costs, 1, "round-robin")
 
 
 def _most(costs: Costs, workload: Workload) -> float:
@@ -276,7 +289,10 @@ def _sleeping(
                 Case(f"sleeping_{name}_at_{share:g}", workload, rate=share * number * most)
                 for share in SHARES
             ]
-            found |= _cases(cases, rounds, costs, address, number, routing, seconds)
+            loads = [
+                _send(case, number, address, seconds) for number in range(rounds) for case in cases
+            ]
+            found |= _predicted(loads, costs, number, routing)
     return found
 
 
@@ -307,70 +323,89 @@ def _calls(workload: Workload, numbers: Iterator[int]) -> Iterator[Call]:
         yield Call(0, len(request.token_ids.ids), output, output, talk=number)
 
 
-def _cases(
-    cases: Sequence[Case],
-    rounds: int,
-    costs: Costs,
-    address: str,
-    replicas: int,
-    routing: str,
-    seconds: float,
-    metrics: str = "",
-) -> dict[str, list[dict[str, Any]]]:
-    """Of each, by round: what is measured, and what is predicted. The rounds of all take turns. With
-    `metrics`, the address of the one daemon's, what is predicted is at the load's pace."""
+@dataclass(frozen=True)
+class _Sent:
+    """A load that a daemon had, and what it found."""
+
+    case: Case
+    counted: Counted
+    measured: Outcome  # by its client
+    # Of the one daemon: by its own word, and what its counters say.
+    told: Outcome | None = None
+    steps: Load | None = None
+
+
+def _send(case: Case, number: int, address: str, seconds: float, metrics: str = "") -> _Sent:
+    """number: of the round. metrics: the address of the one daemon's."""
+    workload = replace(case.workload, salt=f"{case.name}/{number}")
     counted = Counted(_WARMUP_SHARE * seconds, seconds)
+    before = settled(metrics) if metrics else Page({})
+    load = Generator(address, workload).run(case.pattern(seconds))
+    page = settled(metrics) - before if metrics else Page({})
+    told = figures(load.samples, counted)
+    if load.interrupted or told["errors"]:
+        raise click.ClickException(f"{case.name}: {told['errors'] or 'interrupted'}")
+    own = [sample for sample in load.samples if sample.scheduled in counted]
+    measured = Outcome(
+        told["output_tokens_per_second"],
+        [s.first_token for s in own if s.first_token is not None],
+        [s.end_to_end for s in own],
+    )
+    harness.say(f"{case.name}: {_shown(_pooled([[measured]]))}")
+    if not metrics:
+        return _Sent(case, counted, measured)
+    calls = islice(_calls(workload, count()), len(load.samples))
+    requests = [Timed(call.prompt, call.output, 0, 0, 0, 0) for call in calls]
+    [arm] = workload.arms
+    shape = Shape(case.users or 1, workload.prompt.most, workload.output.most, _plan_arm(arm))
+    by_daemon = replace(
+        measured,
+        first=[s.told_first_token for s in own if s.told_first_token is not None],
+        end=[s.told_end for s in own if s.told_end is not None],
+    )
+    return _Sent(case, counted, measured, by_daemon, Load(shape, requests, page))
 
-    def draws(case: Case, costs: Costs) -> list[Outcome]:
-        each = (_simulate(case, costs, replicas, routing, counted, draw) for draw in range(DRAWS))
-        return [Outcome(r.output_tokens_per_second, r.first_token, r.end_to_end) for r in each]
 
-    found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
-    for _ in range(rounds):
-        for case in cases:
-            before = settled(metrics) if metrics else Page({})
-            load = Generator(address, case.workload).run(case.pattern(seconds))
-            page = settled(metrics) - before if metrics else Page({})
-            told = figures(load.samples, counted)
-            if load.interrupted or told["errors"]:
-                raise click.ClickException(f"{case.name}: {told['errors'] or 'interrupted'}")
-            own = [sample for sample in load.samples if sample.scheduled in counted]
-            done: dict[str, Any] = {
-                "measured": [
-                    Outcome(
-                        told["output_tokens_per_second"],
-                        [s.first_token for s in own if s.first_token is not None],
-                        [s.end_to_end for s in own],
-                    )
-                ]
+def _predicted(
+    loads: Sequence[_Sent], costs: Costs, replicas: int, routing: str
+) -> dict[str, list[dict[str, Any]]]:
+    """Of each case, by round: what was measured and what is predicted; and at the load's own pace, if it
+    has one."""
+
+    def draws(sent: _Sent, costs: Costs, by_client: bool = True) -> list[Outcome]:
+        """by_client: with what requests take outside of the daemon."""
+        first, end = (0.0, 0.0) if by_client else (costs.before_first, costs.before_end)
+        each = (
+            _simulate(sent.case, costs, replicas, routing, sent.counted, draw)
+            for draw in range(DRAWS)
+        )
+        return [
+            Outcome(
+                r.output_tokens_per_second,
+                [took - first for took in r.first_token],
+                [took - end for took in r.end_to_end],
+            )
+            for r in each
+        ]
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for sent in loads:
+        done: dict[str, Any] = {"measured": [sent.measured], "predicted": draws(sent, costs)}
+        if sent.told is not None and sent.steps is not None:
+            done = {f"client_{side}": of for side, of in done.items()}
+            pace = sent.steps.seconds / fitted_seconds(costs, sent.steps)
+            done |= {
+                "measured": [sent.told],
+                "predicted": draws(sent, costs, by_client=False),
+                "pace": pace,
+                "at_pace": draws(sent, costs.at_pace(pace), by_client=False),
             }
-            at_pace = costs
-            if metrics:
-                taken = page.total("epikv_step_seconds_sum")
-                taken /= page.value("epikv_step_tokens_total", phase="decode")
-                done["pace"] = _pace(case, costs, counted, taken)
-                done["at_pace_1"] = draws(case, costs)
-                at_pace = costs.at_pace(done["pace"])
-            done["predicted"] = draws(case, at_pace)
-            found[case.name].append(done)
-            for side in ("measured", "predicted"):
-                harness.say(f"{case.name}: {side} {_shown(_pooled([done[side]]))}")
+        found.setdefault(sent.case.name, []).append(done)
     return found
 
 
 def _shown(told: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in told.items())
-
-
-def _pace(case: Case, costs: Costs, window: Counted, taken: float) -> float:
-    """At which a decoded token takes so many seconds in steps. Slower steps hold more sequences, and so
-    take fewer seconds a token: a few turns come near."""
-    pace = 1.0
-    for _ in range(_PACE_TURNS):
-        even = replace(costs.at_pace(pace), paces=())
-        result = _simulate(case, even, 1, "round-robin", window, 0)
-        pace *= taken / (result.step_seconds / result.decode_tokens)
-    return pace
 
 
 def _simulate(
