@@ -138,10 +138,12 @@ absl::Duration PredictLeastRun(const Request& request, const Pace& pace) {
                        decode * pace.seconds_per_decode_token);
 }
 
-void PaceMeter::OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t decode_tokens) {
+void PaceMeter::OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t decode_tokens,
+                       PerStream per_stream) {
   const double seconds = absl::ToDoubleSeconds(duration);
   if (seconds <= 0) return;  // the clock was set
-  const double counted = std::min(seconds, MostCounted(prefill_tokens, decode_tokens));
+  const double counted =
+      std::min(seconds, MostCounted(prefill_tokens, decode_tokens, per_stream.mean));
   ++steps_;
   if (prefill_tokens > 0) {
     const double per_token = seconds / static_cast<double>(prefill_tokens);
@@ -151,15 +153,17 @@ void PaceMeter::OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t 
     present_.seconds_per_prefill_token = prefill_seconds_ / prefill_tokens_;
   }
   if (decode_tokens > 0) {
-    Lower(best_.seconds_per_decode_token, seconds);
+    Lower(best_.seconds_per_decode_token, seconds / per_stream.most);
     double& present = present_.seconds_per_decode_token;
-    present = present == 0 ? counted : present + (counted - present) / kLastSteps;
+    const double per_token = counted / per_stream.mean;
+    present = present == 0 ? per_token : present + (per_token - present) / kLastSteps;
   }
 }
 
-double PaceMeter::MostCounted(int64_t prefill_tokens, int64_t decode_tokens) const {
+double PaceMeter::MostCounted(int64_t prefill_tokens, int64_t decode_tokens,
+                              double per_stream) const {
   const double per_token = present_.seconds_per_prefill_token,
-               step = present_.seconds_per_decode_token;
+               step = per_stream * present_.seconds_per_decode_token;
   const bool unknown =
       (prefill_tokens > 0 && per_token == 0) || (decode_tokens > 0 && step == 0) || !measured();
   if (unknown) return std::numeric_limits<double>::infinity();

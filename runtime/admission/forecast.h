@@ -38,7 +38,7 @@ Work WorkOf(const Request& request);
 // How fast requests advance. All 0 until measured: nothing takes any time.
 struct Pace {
   double seconds_per_prefill_token = 0;
-  double seconds_per_decode_token = 0;  // of one stream: a step
+  double seconds_per_decode_token = 0;  // of one stream
   double prefill_share = 1;             // of prompts, what is not copied from cached prefixes
   double decode_share = 0;              // of max outputs, what requests use
 
@@ -62,7 +62,15 @@ absl::Duration PredictLeastRun(const Request& request, const Pace& pace);
 // Measures the pace of steps that do something.
 class PaceMeter {
  public:
-  void OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t decode_tokens);
+  // Of the tokens that a step has decoded, those of one stream: several, where guesses came true.
+  struct PerStream {
+    double most = 1, mean = 1;
+  };
+  void OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t decode_tokens,
+              PerStream per_stream);
+  void OnStep(absl::Duration duration, int64_t prefill_tokens, int64_t decode_tokens) {
+    OnStep(duration, prefill_tokens, decode_tokens, {});
+  }
   // A request has begun: of its prompt, so many tokens are not cached yet.
   void OnPrompt(int64_t prefill, int64_t prompt);
   // A request has ended well: it decoded so many tokens, of the most that it might have.
@@ -83,7 +91,7 @@ class PaceMeter {
 
  private:
   // Seconds that such a step counts for at most.
-  double MostCounted(int64_t prefill_tokens, int64_t decode_tokens) const;
+  double MostCounted(int64_t prefill_tokens, int64_t decode_tokens, double per_stream) const;
 
   int64_t steps_ = 0;
   Pace best_, present_;

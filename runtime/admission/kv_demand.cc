@@ -106,7 +106,8 @@ KvDemand DemandOf(const Request& request, const std::vector<int64_t>& budgets, i
   if (demand.passes && pass.chunk > 0) step_rows = std::max(step_rows, ScratchPass::kStepTokens);
   demand.prefill_bytes = BytesOf(layout, demand.prefill) + step_rows * layout.step_bytes_per_row +
                          (demand.passes ? layout.pass_bytes : 0);
-  demand.decode_bytes = BytesOf(layout, demand.decode) + layout.step_bytes_per_row;
+  demand.decode_bytes =
+      BytesOf(layout, demand.decode) + (1 + request.guess_tokens) * layout.step_bytes_per_row;
   return demand;
 }
 

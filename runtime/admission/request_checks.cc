@@ -99,6 +99,10 @@ void RequestChecks::Sampling() {
           kMostSteering);
     check("sampling.steering.growth", options_.steering->growth, -kMostSteering, kMostSteering);
   }
+  if (options_.guess_tokens < 0 || options_.guess_tokens > kMostGuesses) {
+    violations_.Add("speculation.max_tokens", absl::StrCat("must be from 0 to ", kMostGuesses,
+                                                           ", is ", options_.guess_tokens));
+  }
   LogitBias();
   const int64_t most = std::min(kMaxCompletions, max_running_requests_);
   if (options_.completions < 1 || options_.completions > most) {

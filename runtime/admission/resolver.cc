@@ -500,6 +500,23 @@ void Resolver::ResolveReads(int64_t longest) {
   }
 }
 
+// None where what follows a guess depends on more than the tokens before it: on what a constraint
+// allows, on thinking that may end with it and go, on what a step changes in its sequence. And none
+// where each row would turn all keys.
+void Resolver::ResolveGuesses() {
+  const KvOptions& kv = options_.kv;
+  const PolicyTraits& traits = request_.traits;
+  const bool by_text =
+      options_.sampling.constraint != nullptr ||
+      (options_.thinking.has_value() && (kv.evict_thinking || kv.protection.thinking > 0));
+  const bool by_step = traits.rounds_rows || request_.read.tokens > 0 ||
+                       (kv.tier.tokens > 0 && traits.evicts) || options_.steering.has_value();
+  const bool turns = kv.positions == PositionMode::kCache;
+  const bool on_gpu = !admission_.limits().turns_keys;
+  if (by_text || by_step || turns || on_gpu || !options_.forced.empty()) return;
+  request_.guess_tokens = options_.guess_tokens;
+}
+
 // A request that evicts nothing needs none. On a CPU, where rows of the pool can be written.
 void Resolver::ResolveTier(int64_t longest, const KvLayout& layout) {
   const TierOptions& asked = options_.kv.tier;
@@ -646,9 +663,10 @@ void Resolver::ResolveProtectionAndDemand() {
     request_.tap_layers.resize(admission_.shape().num_layers);
     std::iota(request_.tap_layers.begin(), request_.tap_layers.end(), int64_t{0});
   }
+  ResolveGuesses();
   const KvLayout layout = LayoutOf(admission_.shape(), admission_.kv_format(), request_.traits,
                                    static_cast<int64_t>(request_.tap_layers.size()),
-                                   options_.kv.positions, request_.read);
+                                   options_.kv.positions, request_.read, request_.guess_tokens);
   CheckPackets(layout);
   const std::vector<int64_t> budgets =
       evicts ? LaneBudgets(request_.budget) : std::vector<int64_t>(layout.num_lanes, longest);

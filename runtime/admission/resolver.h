@@ -50,6 +50,7 @@ class Resolver {
   // Of the packets' tokens, those that the lane does not get which gets most.
   int64_t LeastMissing() const;
   void AddGuardAround(const PolicySpec& spec);
+  void ResolveGuesses();
   void ResolveTier(int64_t longest, const KvLayout& layout);
   void CheckRound(int64_t longest);
 

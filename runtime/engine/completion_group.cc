@@ -9,6 +9,8 @@ void CompletionGroup::Add(const Sequence& s, const Finished& closed) {
   total.cached_prompt_tokens = closed.cached_prompt_tokens;
   total.output_tokens += closed.output_tokens;
   total.thinking_tokens += closed.thinking_tokens;
+  total.guessed_tokens += closed.guessed_tokens;
+  total.accepted_tokens += closed.accepted_tokens;
   total.kv_trace_truncated |= closed.kv_trace_truncated;
   total.kv.final_entries += s.open ? closed.kv.final_entries : 0;
   total.kv.packed_bytes += closed.kv.packed_bytes;

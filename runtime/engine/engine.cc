@@ -10,6 +10,7 @@
 #include "runtime/base/reason.h"
 #include "runtime/base/steady_time.h"
 #include "runtime/engine/completion_group.h"
+#include "runtime/engine/prompt_lookup.h"
 #include "runtime/engine/sequence.h"
 #include "runtime/engine/stage_clock.h"
 
@@ -166,7 +167,9 @@ bool Engine::Step(absl::Duration waited) {
   }
   Admit();
   std::vector<Sequence*> sequences;
-  const std::vector<WorkItem> items = PlanStep(running_, sequences);
+  std::vector<WorkItem> items = PlanStep(running_, sequences);
+  const size_t planned = items.size();
+  AddGuesses(items, sequences);
   clock.Charge(Stage::kSchedule);
   if (items.empty()) {
     const bool idled = idles() && StepIdle();
@@ -174,14 +177,48 @@ bool Engine::Step(absl::Duration waited) {
     return idled || !unread_.empty();
   }
 
-  std::vector<ForwardOutcome> outcomes = RunForward(items);
+  std::vector<ForwardOutcome> outcomes = RunForward(items, sequences);
   clock.Charge(Stage::kForward);
 
-  int64_t read = 0, told = 0;  // as prompts are, and as decoded tokens are
+  Done done;
+  outcomes.resize(planned);
+  const bool guessed = items.size() > planned && sequences[planned]->guesses_hold;
+  for (size_t i = planned; guessed && i < items.size(); ++i) {
+    ++step.guessed_tokens;
+    ++sequences[i]->guessed_tokens;
+  }
+  Conclude(absl::MakeConstSpan(items).first(planned), absl::MakeConstSpan(sequences).first(planned),
+           std::move(outcomes), step, clock, done);
+  if (guessed) {
+    ConcludeGuesses(absl::MakeConstSpan(items).subspan(planned),
+                    absl::MakeConstSpan(sequences).subspan(planned), step, clock, done);
+  }
+  executor_->AddStageTimes(step);
+
+  DropFinished();
+  const absl::Duration took = now_() - begin;
+  PaceMeter::PerStream per_stream;
+  if (done.told > 0) {
+    per_stream = {.most = static_cast<double>(done.most),
+                  .mean = static_cast<double>(done.told) / static_cast<double>(done.streams)};
+  }
+  pace_.OnStep(waited + took, done.read, done.told, per_stream);
+  if (done.read == 0) step_cost_.OnStep(std::ssize(items), took);
+  step.sequences = static_cast<int64_t>(planned);
+  clock.ChargeTotal();
+  Report(step);
+  return true;
+}
+
+void Engine::Conclude(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences,
+                      std::vector<ForwardOutcome> outcomes, StepStats& step, StageClock& clock,
+                      Done& done) {
   for (size_t i = 0; i < items.size(); ++i) {
     if (outcomes[i].status.ok()) {
       const auto tokens = std::ssize(items[i].tokens);
-      (items[i].decode ? told : read) += tokens;
+      (items[i].decode ? done.told : done.read) += tokens;
+      if (items[i].decode && items[i].ahead == 0) ++done.streams;
+      if (items[i].decode) done.most = std::max(done.most, items[i].ahead + tokens);
       (items[i].pass     ? step.pass_tokens
        : items[i].decode ? step.decode_tokens
                          : step.prefill_tokens) += tokens;
@@ -190,17 +227,42 @@ bool Engine::Step(absl::Duration waited) {
     Guard(*sequences[i], [&] { Deliver(*sequences[i], items[i], std::move(outcomes[i])); });
   }
   clock.Charge(Stage::kDeliver);
-
   Settle(items, sequences);
   clock.Charge(Stage::kEvict);
-  executor_->AddStageTimes(step);
+}
 
-  DropFinished();
-  pace_.OnStep(waited + (now_() - begin), read, told);
-  step.sequences = static_cast<int64_t>(items.size());
-  clock.ChargeTotal();
-  Report(step);
-  return true;
+// What comes of each guess is what a step of its own would have done: it is cached, told and
+// settled before the next one is.
+void Engine::ConcludeGuesses(absl::Span<const WorkItem> items,
+                             absl::Span<Sequence* const> sequences, StepStats& step,
+                             StageClock& clock, Done& done) {
+  for (size_t begin = 0, end = 0; begin < items.size(); begin = end) {
+    std::vector<WorkItem> came_true;
+    std::vector<Sequence*> owners;
+    std::vector<ForwardOutcome> outcomes;
+    for (end = begin; end < items.size() && items[end].ahead == items[begin].ahead; ++end) {
+      Sequence& s = *sequences[end];
+      if (!CameTrue(s, items[end])) continue;
+      came_true.push_back(items[end]);
+      owners.push_back(&s);
+      outcomes.push_back(executor_->Accept(items[end]));
+      if (!outcomes.back().status.ok()) continue;
+      ++s.guesses_accepted;
+      ++s.accepted_tokens;
+      ++step.accepted_tokens;
+    }
+    Conclude(came_true, owners, std::move(outcomes), step, clock, done);
+  }
+  for (size_t i = 0; i < items.size() && items[i].ahead == 1; ++i) {
+    Sequence& s = *sequences[i];
+    s.guess_record.OnVerified(s.guesses_run, s.guesses_accepted);
+    guess_record_.OnVerified(s.guesses_run, s.guesses_accepted);
+  }
+}
+
+bool Engine::CameTrue(const Sequence& s, const WorkItem& item) const {
+  return !s.finished && s.guesses_hold && s.num_outputs == item.draw &&
+         s.tokens.back() == item.tokens.front();
 }
 
 // As a step, but that forecasts learn nothing and observers hear nothing of it. False: its reader
@@ -216,7 +278,7 @@ bool Engine::StepIdle() {
   std::vector<Sequence*> sequences;
   const std::vector<WorkItem> items = PlanStep({&idle_, 1}, sequences);
   if (items.empty()) return false;
-  std::vector<ForwardOutcome> outcomes = RunForward(items);
+  std::vector<ForwardOutcome> outcomes = RunForward(items, sequences);
   for (size_t i = 0; i < items.size(); ++i) {
     Guard(*idle_, [&] { Deliver(*idle_, items[i], std::move(outcomes[i])); });
   }
@@ -376,6 +438,7 @@ void Engine::Open(Sequence& s) {
   absl::StatusOr<int64_t> cached = executor_->Open(s.id, s.request, prefix_bytes);
   if (!cached.ok()) return Finish(s, FinishReason::kError, std::move(cached).status());
   s.cached = *cached;
+  s.guess_record = guess_record_;
   s.from_prefix = *cached - s.request.packet_tokens;
   if (s.from_prefix > 0) {  // as if it had come so far itself
     const CacheFacts facts = executor_->Facts(s.id);
@@ -438,14 +501,93 @@ std::vector<PlannedItem> Engine::PlanWithRounds(absl::Span<const SequencePtr> ru
   }
 }
 
+void Engine::AddGuesses(std::vector<WorkItem>& items, std::vector<Sequence*>& sequences) {
+  const size_t planned = items.size();
+  int64_t rows = 0, decoding = 0;
+  for (const WorkItem& item : items) {
+    rows += std::ssize(item.tokens);
+    decoding += item.in_prefill() ? 0 : 1;
+  }
+  std::vector<std::vector<int32_t>> tokens(planned);
+  std::vector<Guesses> guesses(planned);
+  bool any = false;
+  for (size_t i = 0; i < planned; ++i) {
+    Sequence& s = *sequences[i];
+    if (s.request.guess_tokens == 0 || items[i].in_prefill()) continue;
+    if (!step_cost_.MayPay(s.guess_record.chance(), decoding)) {
+      s.guess_record.OnLeftOut();
+      continue;
+    }
+    tokens[i] = GuessesOf(s, items[i]);
+    guesses[i] = {.count = std::ssize(tokens[i]), .chance = s.guess_record.chance()};
+    any |= !tokens[i].empty();
+  }
+  if (!any) return;
+  const SchedulerOptions& scheduler = options_.scheduler;
+  int64_t room = scheduler.max_step_tokens - rows;
+  if (const int64_t fixed = scheduler.fixed_chunk_tokens; fixed > 0) {
+    room = std::min(room, (fixed - rows % fixed) % fixed);  // another row is another forward
+  }
+  const std::vector<int64_t> taken = PlanGuesses(guesses, rows, decoding, room, step_cost_);
+  for (size_t i = 0; i < planned; ++i) {
+    Sequence& s = *sequences[i];
+    if (taken[i] == 0) {
+      if (!tokens[i].empty()) s.guess_record.OnLeftOut();
+      continue;
+    }
+    s.guessed.assign(s.tokens.end() - s.num_outputs, s.tokens.end());
+    s.guessed.insert(s.guessed.end(), tokens[i].begin(), tokens[i].begin() + taken[i]);
+    s.guesses_run = taken[i];
+    s.guesses_accepted = 0;
+    s.guesses_hold = true;
+  }
+  for (int64_t ahead = 1; ahead <= *std::max_element(taken.begin(), taken.end()); ++ahead) {
+    for (size_t i = 0; i < planned; ++i) {
+      if (taken[i] < ahead) continue;
+      items.push_back(sequences[i]->GuessedWork(ahead));
+      sequences.push_back(sequences[i]);
+    }
+  }
+}
+
+std::vector<int32_t> Engine::GuessesOf(const Sequence& s, const WorkItem& work) const {
+  const Request& request = s.request;
+  // Of a cached prefix one block at most is kept in a step.
+  const int64_t most =
+      std::min({request.guess_tokens, request.max_output_tokens - s.num_outputs - 1,
+                options_.scheduler.prefill_chunk_tokens - 1});
+  // A round changes what the next token attends to: it may come behind the last guess alone.
+  if (most <= 0 || executor_->MayRound(work)) return {};
+  std::vector<int32_t> guesses = LookUpPrompt(s.tokens, most);
+  for (int64_t ahead = 1; ahead <= std::ssize(guesses); ++ahead) {
+    const int32_t& guess = guesses[ahead - 1];
+    if (std::find(s.ends.begin(), s.ends.end(), guess) != s.ends.end()) {
+      guesses.resize(ahead - 1);  // nothing comes behind it
+      break;
+    }
+    WorkItem item = work;
+    item.tokens = {&guess, 1};
+    item.first += ahead;
+    item.ahead = ahead;
+    if (!executor_->MayRound(item)) continue;
+    // A step's rounds have their room (WithoutRoom), in which this one was not counted.
+    guesses.resize(request.demand.decode_round_pairs > 0 ? ahead - 1 : ahead);
+    break;
+  }
+  return guesses;
+}
+
 // If the forward fails as a whole, each sequence runs once alone, so that only the guilty one
 // fails.
-std::vector<ForwardOutcome> Engine::RunForward(absl::Span<const WorkItem> items) {
+std::vector<ForwardOutcome> Engine::RunForward(absl::Span<const WorkItem> items,
+                                               absl::Span<Sequence* const> sequences) {
   absl::StatusOr<std::vector<ForwardOutcome>> together = executor_->Forward(items);
   if (together.ok()) return *std::move(together);
   std::vector<ForwardOutcome> outcomes;
   outcomes.reserve(items.size());
+  for (Sequence* const s : sequences) s->guesses_hold = false;
   for (const WorkItem& item : items) {
+    if (item.ahead > 0) break;  // no more than guesses follow
     absl::StatusOr<std::vector<ForwardOutcome>> alone =
         items.size() > 1 ? executor_->Forward({&item, 1}) : together.status();
     if (alone.ok()) {
@@ -702,6 +844,7 @@ void Engine::OnSettled(Sequence& s, const WorkItem& item, SettleOutcome outcome)
     tier_ledger_.Shrink(s.id, s.request.demand.tier_bytes);
   }
   if (outcome.evicted_entries == 0) return;
+  s.guesses_hold = false;
   ++s.rounds;
   if (s.first_rounds.size() < kFirstRounds) {
     s.first_rounds.push_back({.end = now_() - s.request.arrival,
@@ -816,6 +959,8 @@ Finished Engine::Close(Sequence& s, FinishReason reason, absl::Status status) {
                     .packet_tokens = s.request.packet_tokens,
                     .output_tokens = s.num_outputs,
                     .thinking_tokens = s.thinking.has_value() ? s.thinking->num_tokens() : 0,
+                    .guessed_tokens = s.guessed_tokens,
+                    .accepted_tokens = s.accepted_tokens,
                     .kv_trace_truncated = s.trace_truncated};
   if (reason == FinishReason::kStopString) {
     Quietly([&] {

@@ -13,6 +13,7 @@
 #include "runtime/admission/ledger.h"
 #include "runtime/admission/queue.h"
 #include "runtime/base/steady_time.h"
+#include "runtime/engine/guess_plan.h"
 #include "runtime/engine/observer.h"
 #include "runtime/engine/scheduler.h"
 #include "runtime/request/request.h"
@@ -36,7 +37,8 @@ struct EngineOptions {
   int64_t constraint_work = 1'000'000;
 };
 
-struct Sequence;  // sequence.h
+class StageClock;  // stage_clock.h
+struct Sequence;   // sequence.h
 
 // Serves requests step by step: admit -> plan -> forward -> sample -> deliver -> observe -> evict.
 // Owns queue, sequences and ledger; has no thread of its own and no locks: one thread calls it.
@@ -104,12 +106,31 @@ class Engine {
   absl::Status Infeasible(const Request& request, absl::Duration run, absl::Time now) const;
   std::vector<WorkItem> PlanStep(absl::Span<const SequencePtr> running,
                                  std::vector<Sequence*>& sequences);
+  // Adds to a step what its sequences guess, behind its items: first all that are one ahead.
+  void AddGuesses(std::vector<WorkItem>& items, std::vector<Sequence*>& sequences);
+  // Guesses at what a decoding sequence says next, as far as one step may run them.
+  std::vector<int32_t> GuessesOf(const Sequence& sequence, const WorkItem& work) const;
+  // The guess of an item ahead is what came.
+  bool CameTrue(const Sequence& sequence, const WorkItem& item) const;
+  // What a step has done, in tokens: read as prompts are, and told as decoded ones are.
+  struct Done {
+    int64_t read = 0, told = 0;
+    int64_t streams = 0, most = 0;  // that decoded; of told, those of one of them at most
+  };
+  // Delivers what a forward has given, and settles it.
+  void Conclude(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences,
+                std::vector<ForwardOutcome> outcomes, StepStats& step, StageClock& clock,
+                Done& done);
+  // The same of guesses, as far as they came true: of each sequence one after the other.
+  void ConcludeGuesses(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences,
+                       StepStats& step, StageClock& clock, Done& done);
   bool StepIdle();
   template <class Work>
   void Guard(Sequence& sequence, Work work);
   // Who is told of a sequence.
   EngineObserver& ObserverOf(const Sequence& sequence);
-  std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items);
+  std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items,
+                                         absl::Span<Sequence* const> sequences);
   void Deliver(Sequence& sequence, const WorkItem& item, ForwardOutcome outcome);
   // Hands output tokens on; what ends with them ends.
   void Emit(Sequence& sequence, Delta delta, absl::Span<OutputToken> outputs);
@@ -160,6 +181,8 @@ class Engine {
   SequencePtr idle_;         // of SubmitIdle; null: none. Then nothing is live
   EngineObserver nobody_;
   PaceMeter pace_;
+  StepCost step_cost_;
+  GuessRecord guess_record_;  // of all requests
   Outlook outlook_;
   int64_t next_id_ = 0, steps_ = 0;
 };

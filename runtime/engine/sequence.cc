@@ -93,6 +93,21 @@ WorkItem Sequence::NextWork(int64_t count, int64_t prefill_chunk_tokens) const {
   return item;
 }
 
+WorkItem Sequence::GuessedWork(int64_t ahead) const {
+  const absl::Span<const int32_t> known = absl::MakeConstSpan(guessed).first(num_outputs + ahead);
+  return {.id = id,
+          .request = &request,
+          .tokens = known.last(1),
+          .first = cached + ahead,
+          .decode = true,
+          .draw = num_outputs + ahead,
+          .outputs = known,
+          .masked = num_outputs + ahead < request.min_output_tokens ? absl::MakeConstSpan(ends)
+                                                                    : absl::Span<const int32_t>(),
+          .num_outputs = 1,
+          .ahead = ahead};
+}
+
 FinishReason Sequence::StopReason() const {
   const auto* token = std::get_if<StopToken>(&*stop);
   if (token == nullptr) return FinishReason::kStopString;

@@ -7,6 +7,7 @@
 
 #include "absl/time/time.h"
 #include "runtime/constraints/constraint.h"
+#include "runtime/engine/guess_plan.h"
 #include "runtime/engine/observer.h"
 #include "runtime/request/request.h"
 #include "runtime/request/sequence_id.h"
@@ -42,7 +43,13 @@ struct Sequence {
   std::optional<ConstraintState> constraint;
   std::optional<int32_t> unread;  // its newest token, until the constraint has read it
   std::optional<StopMatch> stop;
-  bool open = false;  // holds KV
+  // The outputs that there are and behind them guesses at those to come, while a step runs them.
+  std::vector<int32_t> guessed;
+  int64_t guesses_run = 0, guesses_accepted = 0;  // of the step that runs
+  bool guesses_hold = false;  // what was run ahead is what running it alone would be
+  GuessRecord guess_record;
+  int64_t guessed_tokens = 0, accepted_tokens = 0;  // that ran ahead, and came true
+  bool open = false;                                // holds KV
   bool finished = false;
   // A scratch pass over the prompt, or what is cached of it: tokens that run now, and how many of
   // them have. Empty: none.
@@ -68,6 +75,8 @@ struct Sequence {
   int64_t completions() const;
   // Its share of a step that caches its next `count` tokens. Points into the sequence.
   WorkItem NextWork(int64_t count, int64_t prefill_chunk_tokens) const;
+  // Of its guesses, `ahead` from 1 on. Points into the sequence.
+  WorkItem GuessedWork(int64_t ahead) const;
   // Adds text that has come to what is told.
   void Tell(const std::string& piece, Delta& delta);
   // Why its output stops here. Requires: `stop`.

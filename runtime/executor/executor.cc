@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "policies/guarded_policy.h"
 #include "policies/policy.h"
 #include "runtime/base/reason.h"
+#include "runtime/base/require.h"
 #include "runtime/executor/outputs.h"
 #include "runtime/executor/policy_calls.h"
 #include "runtime/executor/policy_view.h"
@@ -312,22 +314,23 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
     StepItem item = ItemOf(work);
     const SequenceCache& cache = item.sequence->cache;
     for (int64_t t = 0; t < cache.num_tables(); ++t) {
-      item.slots.push_back(cache.NextSlot(t));
-      item.positions.push_back(cache.NextPosition(t));
+      item.slots.push_back(cache.NextSlot(t, work.ahead));
+      item.positions.push_back(cache.NextPosition(t) + work.ahead);
       if (item.positions.back() + item.num_rows() > model_->manifest().context_length) {
         throw std::logic_error("a token lies beyond the context");
       }
     }
     for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
       for (int64_t head = 0; head < shape_.num_kv_heads; ++head) {
-        item.used.push_back(cache.UsedAfter(cache.TableOf(layer, head), item.num_rows()));
+        item.used.push_back(
+            cache.UsedAfter(cache.TableOf(layer, head), work.ahead + item.num_rows()));
         if (item.used.back() > cache.capacity(layer, head)) {
           throw std::logic_error("a lane has no room for its next token");
         }
       }
     }
     if (item.wants_attention_rows()) {
-      item.sequence->attention_rows.Resize(item.used);
+      item.sequence->RowsOf(work.ahead).Resize(item.used);
     }
     // Decoding and reading the same tokens, bits may differ; where it is steered, or rows are
     // rounded, they do.
@@ -351,6 +354,8 @@ std::vector<StepItem> Executor::Prepare(absl::Span<const WorkItem> items) {
 
 absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const WorkItem> items) {
   times_ = StepStats();
+  ahead_.clear();
+  next_ahead_ = 0;
   if (pool_.lost()) {
     return absl::InternalError(
         "the KV cache was lost: moving its rows failed, and they could not be put back");
@@ -372,13 +377,21 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
       }
       const absl::Span<StepItem> together = absl::MakeSpan(step).subspan(begin, end - begin);
       device_ != nullptr ? device_->Run(together) : cpu_->Run(together);
+      const StageTimer timer(times_, Stage::kSample);
+      TakeOutputs(together);
       begin = end;
     }
+    const auto ahead = std::find_if(step.begin(), step.end(),
+                                    [](const StepItem& item) { return item.work->ahead > 0; });
+    for (auto item = ahead; item != step.end(); ++item) {
+      item->logits = at::Tensor();  // a view of all the forward's
+    }
+    ahead_.assign(std::make_move_iterator(ahead), std::make_move_iterator(step.end()));
+    step.erase(ahead, step.end());
   } catch (const std::exception& e) {
     return absl::InternalError(WhyItFailed(e));
   }
   const StageTimer timer(times_, Stage::kSample);
-  TakeOutputs(absl::MakeSpan(step));
   for (StepItem& item : step) {
     try {
       outcomes.push_back(Finish(item));
@@ -388,7 +401,25 @@ absl::StatusOr<std::vector<ForwardOutcome>> Executor::Forward(absl::Span<const W
       outcomes.push_back({.status = OwnFailure("sampling", e)});
     }
   }
+  outcomes.resize(items.size());  // those ahead have none yet
   return outcomes;
+}
+
+ForwardOutcome Executor::Accept(const WorkItem& work) {
+  try {
+    // They are accepted in the order in which they stand.
+    const auto item = std::find_if(
+        ahead_.begin() + next_ahead_, ahead_.end(),
+        [&](const StepItem& of) { return of.work->id == work.id && of.work->ahead == work.ahead; });
+    Require(item != ahead_.end(), "no such item has run ahead");
+    next_ahead_ = item - ahead_.begin() + 1;
+    item->sequence->attention_rows.SwapRows(item->sequence->RowsOf(work.ahead));
+    ForwardOutcome outcome = Finish(*item);
+    if (outcome.status.ok()) KeepPrefix(*item);
+    return outcome;
+  } catch (const std::exception& e) {
+    return {.status = OwnFailure("sampling", e)};
+  }
 }
 
 // Remembers what was cached for prompts that begin alike. One for which there is no memory is not
@@ -412,10 +443,10 @@ ForwardOutcome Executor::Finish(StepItem& item) {
     return {};
   }
   sequence.cache.Append(work.first, item.num_rows());
-  sequence.tap.Commit(work.decode);
+  sequence.tap.Commit(work.decode, work.ahead);
   FollowSteering(work.tokens, sequence);
-  if (item.wants_queries()) sequence.queries.Commit(item.num_rows());
-  if (item.wants(Signal::kQueryMoments)) sequence.moments.Commit();
+  if (item.wants_queries()) sequence.queries.Commit(item.num_rows(), work.ahead);
+  if (item.wants(Signal::kQueryMoments)) sequence.moments.Commit(work.ahead);
   if (item.tapped.defined()) sequence.tapped = item.tapped;
   if (item.wants(Signal::kLogitEntropy)) sequence.logit_entropy = Floats(item.entropies);
   if (item.wants(Signal::kResidualDistance)) sequence.residual_distance = Floats(item.distances);
@@ -452,7 +483,7 @@ bool Executor::MayRound(const WorkItem& item) const {
   const PolicyTraits& traits = sequence.request.traits;
   if (ThinkingGoes(sequence, item)) return true;
   if (!traits.evicts || item.pass) return traits.evicts;
-  return RoundIsDue(sequence, item, std::ssize(item.tokens));
+  return RoundIsDue(sequence, item, item.ahead + std::ssize(item.tokens));
 }
 
 // Its first tokens are kept from when it begins.

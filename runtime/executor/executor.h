@@ -62,6 +62,7 @@ class Executor final : public StepExecutor {
   absl::StatusOr<int64_t> Open(SequenceId id, const Request& request,
                                int64_t prefix_bytes) override;
   absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) override;
+  ForwardOutcome Accept(const WorkItem& item) override;
   bool MayRound(const WorkItem& item) const override;
   std::vector<SettleOutcome> Settle(absl::Span<const WorkItem> items) override;
   absl::Status Fork(SequenceId parent, SequenceId child, const Request& request) override;
@@ -137,6 +138,9 @@ class Executor final : public StepExecutor {
   int64_t prefix_limit_ = 0;  // bytes of both
   std::unordered_map<SequenceId, std::unique_ptr<OpenSequence>> open_;
   std::unordered_map<SequenceId, std::unique_ptr<RunningPass>> passes_;
+
+  std::vector<StepItem> ahead_;  // of the last forward
+  int64_t next_ahead_ = 0;       // of them, the first that may still be accepted
 
   StepStats times_;  // of the last step's parts
 

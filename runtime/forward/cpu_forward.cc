@@ -93,7 +93,7 @@ void CpuForward::TakeTaps(const at::Tensor& residual, int64_t layer) {
   const int64_t row_bytes = shape_.hidden_size * static_cast<int64_t>(rows.element_size());
   for (const Tap& tap : taps_[layer - 1]) {
     const int64_t row = tap.item->row + tap.item->num_rows() - 1;
-    tap.item->sequence->tap.Take(tap.place, data + row * row_bytes, dtype);
+    tap.item->sequence->tap.Take(tap.place, data + row * row_bytes, dtype, tap.item->work->ahead);
   }
 }
 
@@ -160,7 +160,7 @@ std::vector<AttentionItem> CpuForward::ItemsOf(const at::Tensor& rotated, int64_
     FindHidden(item, layer);
     ChooseReads(item, rotated, layer);
     const bool measures = item.wants_attention_rows(layer), far = ReadsTier(item, layer);
-    std::vector<float>* const logits = measures             ? &item.sequence->decode_logits
+    std::vector<float>* const logits = measures ? &item.sequence->LogitsOf(item.work->ahead)
                                        : item.measures_mass ? &mass_logits_
                                                             : nullptr;
     items.push_back(
@@ -197,16 +197,17 @@ void CpuForward::TakeSignals(const at::Tensor& q, const at::Tensor& rotated, int
       const int64_t row_bytes = shape_.num_heads * shape_.key_width * rotated.element_size();
       item.queries->Take(
           layer, static_cast<const char*>(rotated.const_data_ptr()) + items[i].row * row_bytes,
-          items[i].num_rows);
+          items[i].num_rows, item.work->ahead);
     }
     if (moments) {
-      sequence.moments.Take(layer, q.narrow(0, items[i].row, items[i].num_rows), item.work->first);
+      sequence.moments.Take(layer, q.narrow(0, items[i].row, items[i].num_rows), item.work->first,
+                            item.work->ahead);
     }
     if (item.measures_mass) {
       attention_.NewestRows(rotated, layer, items[i], shape, mass_rows_.layer(layer));
     }
     if (!item.wants_attention_rows(layer)) continue;
-    const absl::Span<float> rows = sequence.attention_rows.layer(layer);
+    const absl::Span<float> rows = sequence.RowsOf(item.work->ahead).layer(layer);
     if (items[i].decode) {
       attention_.NewestRows(rotated, layer, items[i], shape, rows);
     } else {

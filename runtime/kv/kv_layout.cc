@@ -10,7 +10,8 @@
 namespace epikv {
 
 KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
-                  int64_t num_tap_layers, PositionMode positions, const ReadLimit& read) {
+                  int64_t num_tap_layers, PositionMode positions, const ReadLimit& read,
+                  int64_t guess_tokens) {
   const int64_t element = ElementBytes(format.model), key_bytes = format.RowBytes(shape.key_width);
   KvLayout layout;
   layout.num_lanes = shape.num_layers * shape.num_kv_heads;
@@ -20,16 +21,18 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
                                                                   : layout.num_lanes;
   layout.slot_bytes = 2 * sizeof(int32_t) + traits.columns.size() * sizeof(float);
   layout.state_bytes_per_token = traits.state_bytes_per_token;
+  const int64_t steps = 1 + guess_tokens;  // at once
   // The probabilities that a step's query gave each slot.
   if (traits.signals.Has(Signal::kAttentionRow) || traits.signals.Has(Signal::kPromptAttention)) {
     const int64_t layers = traits.attention_layers.empty()
                                ? shape.num_layers
                                : static_cast<int64_t>(traits.attention_layers.size());
-    layout.state_bytes_per_token += layers * shape.num_kv_heads * sizeof(float);
+    const int64_t rows = traits.signals.Has(Signal::kAttentionRow) ? steps : 1;
+    layout.state_bytes_per_token += rows * layers * shape.num_kv_heads * sizeof(float);
   }
   // The logits of one layer that a decode row is made of.
   if (traits.signals.Has(Signal::kAttentionRow)) {
-    layout.state_bytes_per_token += shape.num_heads * sizeof(float);
+    layout.state_bytes_per_token += steps * shape.num_heads * sizeof(float);
   }
   // The keys of one layer, turned.
   if (positions == PositionMode::kCache) {
@@ -48,13 +51,18 @@ KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyT
     layout.step_bytes_per_row +=
         shape.hidden_size * (element + 2 * static_cast<int64_t>(sizeof(float)));
   }
-  // The residual before, and the one of the step that is not yet committed.
-  layout.state_bytes = traits.state_bytes + 2 * num_tap_layers * shape.hidden_size * 4 +
+  // The residual before, and those of steps that are not yet committed.
+  layout.state_bytes = traits.state_bytes + (1 + steps) * num_tap_layers * shape.hidden_size * 4 +
                        (traits.signals.Has(Signal::kQueryMoments)
                             ? QueryMomentsBytes(shape.num_layers, shape.num_heads, shape.key_width)
                             : 0) +
                        QueryWindow::Bytes(shape.num_layers, traits.window,
                                           shape.num_heads * shape.key_width * element);
+  const int64_t query_row = shape.num_layers * shape.num_heads * shape.key_width;
+  if (traits.signals.Has(Signal::kQueryMoments)) {
+    layout.state_bytes += guess_tokens * query_row * static_cast<int64_t>(sizeof(float));
+  }
+  if (traits.window > 0) layout.state_bytes += guess_tokens * query_row * element;
   const int64_t pass_queries =
       traits.pass.chunk > 0 ? ScratchPass::kStepTokens : traits.pass.lookahead;
   if (read.tokens > 0) {

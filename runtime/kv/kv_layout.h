@@ -22,9 +22,10 @@ struct KvLayout {
   int64_t pass_bytes = 0;          // of a scratch pass: the queries that are kept of it
   int64_t step_bytes_per_row = 0;  // of each row of a forward, while it runs
 };
+// guess_tokens: Request's. What is measured of a decode step is measured of each guess, too.
 KvLayout LayoutOf(const ModelShape& shape, const KvFormat& format, const PolicyTraits& traits,
                   int64_t num_tap_layers, PositionMode positions = PositionMode::kAbsolute,
-                  const ReadLimit& read = {});
+                  const ReadLimit& read = {}, int64_t guess_tokens = 0);
 
 // Of keys that were demoted one after another, bounds are kept together (page_bounds.h).
 inline constexpr int64_t kTierPage = 16;  // tokens

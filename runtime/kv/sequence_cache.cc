@@ -100,7 +100,7 @@ SequenceCache::SequenceCache(KvPool& pool, SequenceId id, const Request& request
       shape_(shape),
       layout_(LayoutOf(shape, pool.format(), request.traits,
                        static_cast<int64_t>(request.tap_layers.size()), request.positions,
-                       request.read)),
+                       request.read, request.guess_tokens)),
       capacity_(request.demand.prefill),
       offset_(OffsetsOf(capacity_)),
       tables_(layout_.num_tables, SlotTable(static_cast<int64_t>(request.traits.columns.size()))),
@@ -115,7 +115,7 @@ SequenceCache::SequenceCache(SequenceId id, const Request& request, const Sequen
       shape_(from.shape_),
       layout_(LayoutOf(shape_, pool_.format(), request.traits,
                        static_cast<int64_t>(request.tap_layers.size()), request.positions,
-                       request.read)),
+                       request.read, request.guess_tokens)),
       capacity_(std::move(capacity)),
       offset_(OffsetsOf(capacity_)),
       tables_(from.tables_),
@@ -212,7 +212,7 @@ std::vector<int64_t> SequenceCache::PositionsAfter(int64_t table, int64_t count)
   std::vector<int64_t> positions(slots.rope_position().begin(), slots.rope_position().end());
   positions.resize(UsedAfter(table, count));
   const int64_t first = NextPosition(table) - scratch_;
-  for (int64_t i = 0; i < scratch_ + count; ++i) positions[slots.NextSlot() + i] = first + i;
+  for (int64_t i = 0; i < scratch_ + count; ++i) positions[slots.NextSlot(i)] = first + i;
   return positions;
 }
 
@@ -225,7 +225,7 @@ std::vector<int64_t> SequenceCache::RanksAfter(int64_t table, int64_t count) con
             [index = slots.index()](int64_t a, int64_t b) { return index[a] < index[b]; });
   std::vector<int64_t> ranks(slots.UsedAfter(count));
   for (int64_t rank = 0; rank < std::ssize(by_birth); ++rank) ranks[by_birth[rank]] = rank;
-  for (int64_t i = 0; i < count; ++i) ranks[slots.NextSlot() + i] = slots.live() + i;
+  for (int64_t i = 0; i < count; ++i) ranks[slots.NextSlot(i)] = slots.live() + i;
   return ranks;
 }
 

@@ -23,13 +23,16 @@ class SlotTable {
  public:
   explicit SlotTable(int64_t num_columns) : columns_(num_columns) {}
 
-  // Slots that the next `count` tokens will take. Precondition: count is 1 where there is a hole.
-  int64_t NextSlot() const { return hole_.value_or(used_); }
+  // The slot that the next token will take, or one that comes so many behind it.
+  int64_t NextSlot(int64_t ahead = 0) const {
+    if (!hole_.has_value()) return used_ + ahead;
+    return ahead == 0 ? *hole_ : used_ + ahead - 1;
+  }
   // Slots that attention reads once `count` tokens more are written.
-  int64_t UsedAfter(int64_t count) const { return hole_.has_value() ? used_ : used_ + count; }
+  int64_t UsedAfter(int64_t count) const { return used_ + count - (hole_.has_value() ? 1 : 0); }
 
   // Commits `count` tokens with indexes from `first` and positions from `position`, in the slots
-  // that NextSlot gave. Their columns are zero.
+  // that NextSlot gave. Their columns are zero. Requires: count is 1 where there is a hole.
   void Append(int64_t first, int64_t position, int64_t count);
 
   // The same of tokens that were cached elsewhere: the one at index[i] is at position[i].
@@ -119,8 +122,10 @@ class SequenceCache {
   bool Uniform(int64_t layer) const;
 
   // Slots that the next tokens take in a table, and that attention reads once `count` of them are
-  // written: behind those of a scratch pass, too.
-  int64_t NextSlot(int64_t table) const { return tables_[table].NextSlot() + scratch_; }
+  // written: behind those of a scratch pass, too. `ahead`: of one that comes so many behind it.
+  int64_t NextSlot(int64_t table, int64_t ahead = 0) const {
+    return tables_[table].NextSlot(ahead) + scratch_;
+  }
   int64_t UsedAfter(int64_t table, int64_t count) const {
     return tables_[table].UsedAfter(scratch_ + count);
   }

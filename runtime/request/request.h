@@ -90,6 +90,10 @@ struct ThinkingMarks {
   std::vector<int32_t> markup = {};  // special tokens that are a part of answers, as text
 };
 
+// Of RequestOptions::guess_tokens: with the token that they follow, what one forward of
+// deterministic mode has room for.
+inline constexpr int64_t kMostGuesses = 15;
+
 // What a client asks for.
 struct RequestOptions {
   std::string id;
@@ -111,6 +115,9 @@ struct RequestOptions {
   std::string arm = "none";  // of experiments; told in series, means nothing here
   // Scoring: these tokens are forced instead of sampled, and their log-probabilities returned.
   std::vector<int32_t> forced;
+  // Tokens that are guessed from what came before, and run in one step with the newest, at most. 0:
+  // none. It changes when tokens come, not which.
+  int64_t guess_tokens = 0;
   bool force_in_chunks =
       false;  // with the prompt, in prefill chunks; only where nothing is evicted
   absl::Time arrival = absl::InfinitePast();
@@ -186,6 +193,7 @@ struct Request {
   bool include_stop = false;
   int64_t min_output_tokens = 0;  // none of these ends the request
   bool ignore_end = false;
+  int64_t guess_tokens = 0;
   OutputOptions output;
   std::optional<AnswerFormat> answer;
   std::optional<ThinkingMarks> thinking;
@@ -283,7 +291,8 @@ struct Finished {
   int64_t cached_prompt_tokens = 0;  // of them, those that were copied from the prefix cache
   int64_t packet_tokens = 0;         // of them, those that packets had
   int64_t output_tokens = 0;
-  int64_t thinking_tokens = 0;  // of them
+  int64_t thinking_tokens = 0;                      // of them
+  int64_t guessed_tokens = 0, accepted_tokens = 0;  // that ran ahead, and came true
   KvUsage kv;
   Timings timings;
   bool kv_trace_truncated = false;

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "runtime/signals/signals.h"
 
@@ -26,22 +27,24 @@ QueryMomentsTap QueryMomentsTap::Clone() const {
   return copy;
 }
 
-void QueryMomentsTap::Take(int64_t layer, const at::Tensor& queries, int64_t first) {
+void QueryMomentsTap::Take(int64_t layer, const at::Tensor& queries, int64_t first, int64_t ahead) {
   const int64_t skipped =
       std::clamp<int64_t>(CacheView::kFirstMeasuredQuery - first, 0, queries.size(0));
   const at::Tensor rows = queries.narrow(0, skipped, queries.size(0) - skipped);
   Layer& of = layers_[layer];
-  of.taken = at::Tensor();
+  if (std::ssize(of.taken) <= ahead) of.taken.resize(ahead + 1);
+  at::Tensor& taken = of.taken[ahead];
+  taken = at::Tensor();
   of.block = {};
-  if (rows.size(0) == 1) of.taken = rows[0].to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  if (rows.size(0) == 1) taken = rows[0].to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   if (rows.size(0) > 1) of.block = MomentsOf(rows.to(at::kFloat));
 }
 
-void QueryMomentsTap::Commit() {
+void QueryMomentsTap::Commit(int64_t ahead) {
   for (Layer& layer : layers_) {
-    if (layer.taken.defined()) layer.pending.push_back(std::move(layer.taken));
+    at::Tensor taken = std::exchange(layer.taken[ahead], at::Tensor());
+    if (taken.defined()) layer.pending.push_back(std::move(taken));
     if (layer.block.count > 0) Merge(layer.block, layer);
-    layer.taken = at::Tensor();
     layer.block = {};
     if (std::ssize(layer.pending) == kPendingQueries) Fold(layer);
   }

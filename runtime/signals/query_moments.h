@@ -22,10 +22,10 @@ class QueryMomentsTap {
   QueryMomentsTap Clone() const;
 
   // Takes a layer's queries of the step that runs: [n, num_heads, key_width], of tokens from
-  // `first` on.
-  void Take(int64_t layer, const at::Tensor& queries, int64_t first);
+  // `first` on; one of an item ahead.
+  void Take(int64_t layer, const at::Tensor& queries, int64_t first, int64_t ahead = 0);
   // The step is committed.
-  void Commit();
+  void Commit(int64_t ahead = 0);
 
   CacheView::QueryMoments Read(int64_t layer);
 
@@ -35,8 +35,9 @@ class QueryMomentsTap {
     at::Tensor mean,
         squares;  // [heads, width]; sum of (q - mean)(q - mean)^T, [heads, width, width]
     std::vector<at::Tensor> pending;  // [heads, width]; kPendingQueries are added in one product
-    at::Tensor taken;                 // [n, heads, width] of the step that runs; undefined: none
-    CacheView::QueryMoments block;    // of a step with several tokens, in place of `taken`
+    // [heads, width] of the step that runs, by WorkItem::ahead; undefined: none.
+    std::vector<at::Tensor> taken = std::vector<at::Tensor>(1);
+    CacheView::QueryMoments block;  // of a step with several tokens, in place of `taken`
   };
   static CacheView::QueryMoments MomentsOf(const at::Tensor& rows);
   static void Merge(const CacheView::QueryMoments& block, Layer& layer);

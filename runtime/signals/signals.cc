@@ -13,27 +13,31 @@ ResidualTap::ResidualTap(std::vector<int64_t> layers, int64_t hidden_size)
     : layers_(std::move(layers)),
       hidden_size_(hidden_size),
       before_(layers_.size() * hidden_size),
-      taken_(before_.size()),
       steps_(layers_.size()),
-      taken_steps_(layers_.size()) {}
+      taken_(1, Taken{.residuals = before_, .steps = steps_}) {}
 
-void ResidualTap::Take(int64_t place, const void* residual, DType dtype) {
+void ResidualTap::Take(int64_t place, const void* residual, DType dtype, int64_t ahead) {
   const int64_t at = place * hidden_size_;
-  taken_steps_[place] =
-      StepNorm(residual, before_.data() + at, taken_.data() + at, hidden_size_, dtype);
+  while (std::ssize(taken_) <= ahead) {
+    taken_.push_back({.residuals = std::vector<float>(before_.size()),
+                      .steps = std::vector<float>(steps_.size())});
+  }
+  const std::vector<float>& before = ahead == 0 ? before_ : taken_[ahead - 1].residuals;
+  taken_[ahead].steps[place] = StepNorm(residual, before.data() + at,
+                                        taken_[ahead].residuals.data() + at, hidden_size_, dtype);
 }
 
 void ResidualTap::PutSteps(absl::Span<const float> steps) {
-  std::copy(steps.begin(), steps.end(), taken_steps_.begin());
+  std::copy(steps.begin(), steps.end(), taken_.front().steps.begin());
 }
 
 void ResidualTap::PutResiduals(absl::Span<const float> residuals) {
-  std::copy(residuals.begin(), residuals.end(), taken_.begin());
+  std::copy(residuals.begin(), residuals.end(), taken_.front().residuals.begin());
 }
 
-void ResidualTap::Commit(bool decode) {
-  before_.swap(taken_);
-  steps_.swap(taken_steps_);
+void ResidualTap::Commit(bool decode, int64_t ahead) {
+  before_.swap(taken_[ahead].residuals);
+  steps_.swap(taken_[ahead].steps);
   decode_ = decode && any_;
   any_ = true;
 }
@@ -82,14 +86,25 @@ QueryWindow::QueryWindow(int64_t num_layers, int64_t capacity, int64_t row_bytes
       rows_(num_layers * capacity * row_bytes),
       taken_(rows_.size()) {}
 
-void QueryWindow::Take(int64_t layer, const char* rows, int64_t count) {
+void QueryWindow::Take(int64_t layer, const char* rows, int64_t count, int64_t ahead) {
+  if (ahead > 0) {
+    if (std::ssize(taken_ahead_) < ahead) taken_ahead_.resize(ahead);
+    std::vector<char>& taken = taken_ahead_[ahead - 1];
+    taken.resize(num_layers_ * row_bytes_);
+    std::memcpy(taken.data() + layer * row_bytes_, rows, row_bytes_);
+    return;
+  }
   const int64_t kept = std::min(count, capacity_);
   std::memcpy(taken_.data() + layer * capacity_ * row_bytes_, rows + (count - kept) * row_bytes_,
               kept * row_bytes_);
 }
 
-void QueryWindow::Commit(int64_t count) {
+void QueryWindow::Commit(int64_t count, int64_t ahead) {
   const int64_t kept = std::min(count, capacity_);
+  for (int64_t layer = 0; ahead > 0 && kept > 0 && layer < num_layers_; ++layer) {
+    std::memcpy(taken_.data() + layer * capacity_ * row_bytes_,
+                taken_ahead_[ahead - 1].data() + layer * row_bytes_, row_bytes_);
+  }
   for (int64_t layer = 0; layer < num_layers_; ++layer) {
     const int64_t begin = layer * capacity_;
     for (int64_t i = 0; i < kept; ++i) {
@@ -120,6 +135,11 @@ void LaneRowsOfStep::Resize(absl::Span<const int64_t> used) {
     starts_.push_back(starts_.back() + slots);
   }
   rows_.resize(starts_.back());
+}
+
+void LaneRowsOfStep::SwapRows(LaneRowsOfStep& other) {
+  starts_.swap(other.starts_);
+  rows_.swap(other.rows_);
 }
 
 absl::Span<float> LaneRowsOfStep::layer(int64_t layer) {

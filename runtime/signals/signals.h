@@ -21,8 +21,8 @@ class ResidualTap {
   const std::vector<int64_t>& layers() const { return layers_; }
 
   // Takes h^l of the newest row of the step that runs. place: of l in layers(). residual:
-  // [hidden_size] elements.
-  void Take(int64_t place, const void* residual, DType dtype);
+  // [hidden_size] elements. ahead: WorkItem::ahead; those before it were taken before.
+  void Take(int64_t place, const void* residual, DType dtype, int64_t ahead = 0);
   // Instead, as a device found them: the steps of all layers(); and the residuals, [layers,
   // hidden_size], where somebody reads ResidualsOf.
   void PutSteps(absl::Span<const float> steps);
@@ -30,7 +30,7 @@ class ResidualTap {
   // What the next step is measured from. [layers, hidden_size]
   absl::Span<const float> before() const { return before_; }
   // The step is committed: what was taken is now "before".
-  void Commit(bool decode);
+  void Commit(bool decode, int64_t ahead = 0);
 
   // The newest token was cached without a forward: its residuals after all of the model's blocks,
   // [num_layers, hidden_size].
@@ -52,8 +52,13 @@ class ResidualTap {
   const int64_t hidden_size_;
   bool any_ = false;  // `before_` holds a token
   bool decode_ = false;
-  std::vector<float> before_, taken_;       // [layers, hidden_size]
-  std::vector<float> steps_, taken_steps_;  // [layers]
+  struct Taken {
+    std::vector<float> residuals;  // [layers, hidden_size]
+    std::vector<float> steps;      // [layers]
+  };
+  std::vector<float> before_;  // [layers, hidden_size]
+  std::vector<float> steps_;   // [layers]
+  std::vector<Taken> taken_;   // by WorkItem::ahead, as far as there ever were any
 };
 
 // The newest queries of one sequence, after RoPE, layer by layer. Engine thread.
@@ -67,10 +72,11 @@ class QueryWindow {
     return 2 * num_layers * capacity * row_bytes;
   }
 
-  // Takes a layer's queries of the step that runs: `count` rows, one after another.
-  void Take(int64_t layer, const char* rows, int64_t count);
+  // Takes a layer's queries of the step that runs: `count` rows, one after another; one of an item
+  // ahead.
+  void Take(int64_t layer, const char* rows, int64_t count, int64_t ahead = 0);
   // The step is committed: its `count` tokens are the newest.
-  void Commit(int64_t count);
+  void Commit(int64_t count, int64_t ahead = 0);
 
   int64_t size() const { return size_; }
   int64_t capacity() const { return capacity_; }
@@ -83,6 +89,7 @@ class QueryWindow {
   const int64_t num_layers_, capacity_, row_bytes_;
   int64_t size_ = 0, next_ = 0;     // next_: the row that the next token takes, of capacity_
   std::vector<char> rows_, taken_;  // [layers, capacity, row_bytes]
+  std::vector<std::vector<char>> taken_ahead_;  // of each item ahead, [layers, row_bytes]
 };
 
 // Bytes of a QueryMomentsTap (query_moments.h), with the step that is not yet committed: two means
@@ -102,6 +109,8 @@ class LaneRowsOfStep final : public Signals::AttentionRow {
   bool Has(int64_t layer) const;
   // used: slots of each lane, [layers x kv_heads].
   void Resize(absl::Span<const int64_t> used);
+  // Takes the rows of another, of the same layers, and gives it its own.
+  void SwapRows(LaneRowsOfStep& other);
   absl::Span<float> layer(int64_t layer);  // its heads, one after another
   absl::Span<float> lane(int64_t layer, int64_t head);
   absl::Span<const float> at(int64_t layer, int64_t head) const override;

@@ -39,6 +39,9 @@ struct WorkItem {
   bool in_prefill() const { return !decode || pass; }
   // Where the prompt ends: completions that draw their first token from its last row.
   int64_t completions = 1;
+  // Not 0: the token is a guess, the ahead-th in a row, at what the item of this sequence gives
+  // that has one less. See StepExecutor::Accept.
+  int64_t ahead = 0;
 };
 
 struct OutputToken {
@@ -92,10 +95,16 @@ class StepExecutor {
                                        int64_t prefix_bytes) = 0;
 
   // One forward over all items; caches their tokens and gives their outputs, in order. Nothing is
-  // committed unless it returns OK. Not OK: the forward failed as a whole.
+  // committed unless it returns OK. Not OK: the forward failed as a whole. Of items ahead, which
+  // stand behind those that they follow, nothing is cached or given yet.
   virtual absl::StatusOr<std::vector<ForwardOutcome>> Forward(absl::Span<const WorkItem> items) = 0;
 
+  // The guess of an item ahead in the last Forward is what came: caches it and gives its output, as
+  // if a Forward had run it alone. Requires: the item before it has settled, without a round.
+  virtual ForwardOutcome Accept(const WorkItem& item) = 0;
+
   // Whether Settle may run a round of eviction once this has been cached: false where it will not.
+  // Of an item ahead: once those before it have been cached, too.
   virtual bool MayRound(const WorkItem& item) const { return true; }
 
   // Lets the policies observe what was cached since the last Settle (by one Forward, or by several

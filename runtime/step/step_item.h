@@ -85,10 +85,28 @@ struct OpenSequence {
         moments(/*num_layers=*/0, shape.num_heads, shape.key_width, at::kCPU),
         attention_rows({}, shape.num_kv_heads) {}
 
+  // Of an item that is so far ahead.
+  LaneRowsOfStep& RowsOf(int64_t ahead) {
+    while (std::ssize(rows_ahead) < ahead) {
+      rows_ahead.emplace_back(request.traits.attention_layers, cache.num_kv_heads());
+    }
+    return ahead == 0 ? attention_rows : rows_ahead[ahead - 1];
+  }
+
   // Of attention's rows and logits, kept from step to step, and of keys that were turned.
   int64_t signal_bytes() const {
-    return attention_rows.bytes() + static_cast<int64_t>(decode_logits.capacity() * sizeof(float)) +
-           (turned.defined() ? turned.numel() : 0);
+    int64_t bytes = attention_rows.bytes() + (turned.defined() ? turned.numel() : 0);
+    for (const LaneRowsOfStep& rows : rows_ahead) bytes += rows.bytes();
+    for (const std::vector<float>& logits : decode_logits) {
+      bytes += static_cast<int64_t>(logits.capacity() * sizeof(float));
+    }
+    return bytes;
+  }
+  // Of an item that is so far ahead.
+  std::vector<float>& LogitsOf(int64_t ahead) {
+    decode_logits.reserve(kMostGuesses + 1);  // they are pointed to
+    if (std::ssize(decode_logits) <= ahead) decode_logits.resize(ahead + 1);
+    return decode_logits[ahead];
   }
 
   const Request& request;
@@ -102,13 +120,14 @@ struct OpenSequence {
   std::vector<float> gate;               // [layers, count, kv_heads]
   std::vector<float> final_hidden;       // [count, hidden]
   LaneRowsOfStep attention_rows;
+  std::vector<LaneRowsOfStep> rows_ahead;  // the same of items ahead, until they are accepted
   std::optional<SteeringState> steering;
   // Of Request::read. Counted with a step's forward, whatever becomes of it.
   std::optional<PageIndex> pages;
   ReadSlots reads;
   std::unique_ptr<SequenceTier> tier;  // of Request::tier, or null
   // Scratch of the layer that runs, kept from step to step.
-  std::vector<float> decode_logits;  // AttentionItem::logits
+  std::vector<std::vector<float>> decode_logits;  // AttentionItem::logits, by WorkItem::ahead
   // PositionMode::kCache: keys at their ranks. [rows, bytes of one], uint8
   at::Tensor turned;
   // On the device path: the residuals that the next step's are compared with, which `tap` has on
@@ -215,7 +234,9 @@ struct StepItem {
   const std::vector<int64_t>& PositionsOf(int64_t table) {
     slot_positions.resize(sequence->cache.num_tables());
     std::vector<int64_t>& of_slots = slot_positions[table];
-    if (of_slots.empty()) of_slots = sequence->cache.PositionsAfter(table, num_rows());
+    if (of_slots.empty()) {
+      of_slots = sequence->cache.PositionsAfter(table, work->ahead + num_rows());
+    }
     return of_slots;
   }
 };

@@ -24,8 +24,9 @@ inline constexpr int kNumStages = 8;
 
 struct StepStats {
   int64_t prefill_tokens = 0;
-  int64_t decode_tokens = 0;
-  int64_t pass_tokens = 0;  // of scratch passes
+  int64_t decode_tokens = 0;                        // accepted guesses among them
+  int64_t guessed_tokens = 0, accepted_tokens = 0;  // that ran ahead, and came true
+  int64_t pass_tokens = 0;                          // of scratch passes
   int64_t sequences = 0;
   absl::Duration wall[kNumStages];
   absl::Duration cpu[kNumStages];

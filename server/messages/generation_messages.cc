@@ -154,6 +154,7 @@ class Reader {
   KvOptions Kv(const v1::KvOptions& kv);
   DeltaOptions Deltas(const v1::OutputOptions& output);
   SchedulingOptions Scheduling(const v1::SchedulingOptions& scheduling);
+  int64_t GuessTokens(const v1::Speculation& speculation);
   void Violate(std::string field, std::string description) {
     violations_.push_back({std::move(field), std::move(description)});
   }
@@ -242,6 +243,19 @@ SchedulingOptions Reader::Scheduling(const v1::SchedulingOptions& scheduling) {
   if (scheduling.priority() == v1::PRIORITY_LOW) options.priority = Priority::kLow;
   if (scheduling.priority() == v1::PRIORITY_HIGH) options.priority = Priority::kHigh;
   return options;
+}
+
+int64_t Reader::GuessTokens(const v1::Speculation& speculation) {
+  constexpr int64_t kByDefault = 8;
+  if (!v1::SpeculationSource_IsValid(speculation.source())) {
+    Violate("speculation.source", absl::StrCat("unknown value ", speculation.source()));
+  }
+  const bool off = speculation.source() != v1::SPECULATION_SOURCE_NGRAM;
+  if (off && speculation.max_tokens() > 0) {
+    Violate("speculation.max_tokens", "means nothing without a source: NGRAM, say");
+  }
+  if (off) return 0;
+  return speculation.max_tokens() == 0 ? kByDefault : speculation.max_tokens();
 }
 
 SamplingParams FromProto(const v1::SamplingParams& proto) {
@@ -511,7 +525,8 @@ AskedRequest FromProto(const v1::GenerateRequest& request, const PromptReader& p
                              .residual_steps = output.residual_steps(),
                              .kept = output.kept()},
                   .kv = reader.Kv(request.kv()),
-                  .scheduling = reader.Scheduling(request.scheduling())},
+                  .scheduling = reader.Scheduling(request.scheduling()),
+                  .guess_tokens = reader.GuessTokens(request.speculation())},
       .deltas = reader.Deltas(output),
       .has_seed = request.sampling().has_seed(),
       .violations = {},
@@ -639,6 +654,9 @@ v1::Accepted AcceptedOf(const Prepared& prepared, const std::string& model) {
   accepted.set_arm(request.arm);
   *accepted.mutable_output() = OutputOf(prepared);
   *accepted.mutable_scheduling() = ToProto(request.scheduling);
+  accepted.mutable_speculation()->set_source(request.guess_tokens > 0 ? v1::SPECULATION_SOURCE_NGRAM
+                                                                      : v1::SPECULATION_SOURCE_OFF);
+  accepted.mutable_speculation()->set_max_tokens(request.guess_tokens);
   if (request.forced.empty()) {
     *accepted.mutable_stop() = StopOf(request);
   } else {
@@ -742,6 +760,8 @@ v1::Summary SummaryOf(const v1::Accepted& accepted, const Finished& finished, in
   summary.mutable_usage()->set_packet_prompt_tokens(finished.packet_tokens);
   summary.mutable_usage()->set_thinking_tokens(finished.thinking_tokens);
   summary.mutable_usage()->set_output_tokens(finished.output_tokens);
+  summary.mutable_usage()->set_guessed_tokens(finished.guessed_tokens);
+  summary.mutable_usage()->set_accepted_tokens(finished.accepted_tokens);
   *summary.mutable_kv() = KvUsageOf(accepted.kv(), finished.kv, lanes);
   *summary.mutable_timings() = ToProto(finished.timings);
   summary.set_kv_trace_truncated(finished.kv_trace_truncated);

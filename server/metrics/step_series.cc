@@ -173,6 +173,9 @@ StepSeries::StepSeries(Declarations& declare, Declarations& of_policy)
                &steps.Of({{"phase", "mixed"}})};
   auto& tokens = declare.Counters("epikv_step_tokens_total", "Tokens run in steps.", 2);
   tokens_ = {&tokens.Add({{"phase", "prefill"}}), &tokens.Add({{"phase", "decode"}})};
+  auto& guesses = declare.Counters("epikv_guessed_tokens_total",
+                                   "Guesses that steps ran, by whether they came true.", 2);
+  guesses_ = {&guesses.Add({{"result", "accepted"}}), &guesses.Add({{"result", "rejected"}})};
 
   HistogramFamily stages(
       declare, "epikv_step_stage_seconds",
@@ -210,6 +213,8 @@ void StepSeries::Add(const StepStats& step, StepBefore& before) {
     stage_wall_[i]->Increment(Seconds(step.wall[i]));
     if (HasCpu(i)) stage_cpu_[i]->Increment(Seconds(step.cpu[i]));
   }
+  guesses_[0]->Increment(static_cast<double>(step.accepted_tokens));
+  guesses_[1]->Increment(static_cast<double>(step.guessed_tokens - step.accepted_tokens));
   engine_cpu_.Increment(Seconds(step.total_cpu));
   rows_moved_.Increment(static_cast<double>(step.kv_rows_moved - before.kv_rows_moved));
   longest_move_.Set(std::max(longest_move_.Value(), Seconds(step.kv_longest_move)));

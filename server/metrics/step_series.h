@@ -72,6 +72,7 @@ class StepSeries {
   std::array<prometheus::Histogram*, kNumStages> stages_;
   std::array<prometheus::Counter*, kNumStages> stage_wall_{}, stage_cpu_{};  // see Stage
   std::array<prometheus::Counter*, 2> tokens_;                               // prefill, decode
+  std::array<prometheus::Counter*, 2> guesses_;                              // accepted, rejected
 };
 
 }  // namespace epikv

@@ -52,6 +52,13 @@ TEST(PaceMeterTest, BestIsTheFastestAndPresentFollows) {
   EXPECT_THAT(meter.present().seconds_per_prefill_token, DoubleNear(.005, .0001));
 }
 
+TEST(PaceMeterTest, StreamsThatHadSeveralTokensOfAStepWereFaster) {
+  PaceMeter meter = Measured();
+  for (int i = 0; i < 300; ++i) meter.OnStep(absl::Milliseconds(12), 0, 6, {.most = 4, .mean = 3});
+  EXPECT_DOUBLE_EQ(meter.best().seconds_per_decode_token, .003) << "no stream was faster";
+  EXPECT_THAT(meter.present().seconds_per_decode_token, DoubleNear(.004, .0001));
+}
+
 TEST(PaceMeterTest, OneStepThatWasStoppedSaysNothingOfTheNext) {
   PaceMeter meter = Measured();
   meter.OnStep(absl::Milliseconds(100), 100, 0);

@@ -59,6 +59,7 @@ _HOMES = {
         "Sampling",
         "Scheduling",
         "Session",
+        "Speculation",
         "Steering",
         "Stop",
         "Tool",

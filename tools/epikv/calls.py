@@ -35,7 +35,18 @@ from epikv.messages import (
     ScoreResponse,
     from_proto,
 )
-from epikv.options import Chat, Experiment, Kv, Output, Prompt, Sampling, Scheduling, Session, Stop
+from epikv.options import (
+    Chat,
+    Experiment,
+    Kv,
+    Output,
+    Prompt,
+    Sampling,
+    Scheduling,
+    Session,
+    Speculation,
+    Stop,
+)
 from epikv.outcome import MAX_BATCH, Outcome, Patience, record, record_batch
 from epikv.prefix import prefix_metadata
 from epikv.v1 import (
@@ -131,6 +142,7 @@ def generate(
     labels: Mapping[str, str] | None = None,
     packets: Sequence[str] = (),
     session: Session | None = None,
+    speculation: Speculation | None = None,
     model: str = "",
     request_id: str = "",
     timeout: float | None = None,
@@ -147,6 +159,7 @@ def generate(
     labels: experiments may choose requests by them.
     packets: ids of packets that stand before the prompt (`create_packet`).
     session: of a long conversation, whose past is kept to a budget; the prompt is all of it.
+    speculation: several tokens in one step, where they can be guessed.
     model: empty where one model is served. request_id: empty: the server makes one.
     timeout: seconds until the server ends it; None: no limit of the client's.
     """
@@ -161,6 +174,7 @@ def generate(
         labels,
         packets,
         session,
+        speculation,
         model,
         request_id,
     )
@@ -193,6 +207,7 @@ async def generate_once(
     labels: Mapping[str, str] | None = None,
     packets: Sequence[str] = (),
     session: Session | None = None,
+    speculation: Speculation | None = None,
     model: str = "",
     request_id: str = "",
     timeout: float | None = None,
@@ -212,6 +227,7 @@ async def generate_once(
         labels,
         packets,
         session,
+        speculation,
         model,
         request_id,
     )
@@ -297,6 +313,7 @@ async def create_packet(
             experiment,
             labels,
             packets,
+            None,
             None,
             model,
             request_id,
@@ -593,6 +610,7 @@ def generate_request(
     labels: Mapping[str, str] | None,
     packets: Sequence[str],
     session: Session | None,
+    speculation: Speculation | None,
     model: str,
     request_id: str,
 ) -> generation_pb2.GenerateRequest:
@@ -616,6 +634,7 @@ def generate_request(
         labels=labels,
         packets=packets,
         session=session.to_proto() if session is not None else None,
+        speculation=speculation.to_proto() if speculation is not None else None,
         **_prompt(prompt),
     )
 

@@ -14,7 +14,15 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from epikv.errors import RpcError, status_code
-from epikv.options import Experiment, Output, Sampling, Scheduling, Steering, Stop
+from epikv.options import (
+    Experiment,
+    Output,
+    Sampling,
+    Scheduling,
+    Speculation,
+    Steering,
+    Stop,
+)
 
 if TYPE_CHECKING:  # descriptors are of one of two implementations
     from google._upb import _message as upb
@@ -82,6 +90,7 @@ class Accepted:
     cadence: str  # of a score "decode", "chunk"; else "unspecified"
     predicted_wait: float | None  # seconds
     scheduling: Scheduling | None
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +183,8 @@ class Usage:
     cached_prompt_tokens: int
     packet_prompt_tokens: int = 0
     thinking_tokens: int = 0  # of the output, where it is asked for
+    guessed_tokens: int = 0  # that steps ran
+    accepted_tokens: int = 0  # and came true
 
 
 @dataclass(frozen=True)
@@ -524,6 +535,7 @@ MESSAGES: dict[str, type] = {
     "epikv.v1.SchedulingOptions": Scheduling,
     "epikv.v1.ScoreResponse": ScoreResponse,
     "epikv.v1.ServerStatus": ServerStatus,
+    "epikv.v1.Speculation": Speculation,
     "epikv.v1.StopParams": Stop,
     "epikv.v1.Summary": Summary,
     "epikv.v1.Timings": Timings,

@@ -40,6 +40,11 @@ PRIORITIES = {
 }
 
 
+SPECULATION_SOURCES = {
+    "off": generation_pb2.SPECULATION_SOURCE_OFF,
+    "ngram": generation_pb2.SPECULATION_SOURCE_NGRAM,
+}
+
 _BUDGET = "a number of tokens (256) or a share (0.5, 50%)"
 _MOST_TOKENS = 2**32 - 1  # that the field holds
 
@@ -389,6 +394,29 @@ class Scheduling(_Options):
             raise ValueError(f"priority is '{self.priority}'; known: {', '.join(PRIORITIES)}")
         return generation_pb2.SchedulingOptions(
             priority=PRIORITIES[self.priority] if self.priority else None, tenant=self.tenant
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Speculation(_Options):
+    """Several tokens of an output in one step: what may come is guessed, and verified.
+
+    It changes when tokens come, and not which. `source` is "ngram", which guesses what followed in
+    prompt and output the last time that the newest tokens were there, or "off".
+    """
+
+    source: str = "ngram"
+    max_tokens: int = 0  # guesses in a step, at most 15; 0: 8
+
+    def to_proto(self) -> generation_pb2.Speculation:
+        """Raises ValueError for an unknown source."""
+        if self.source not in SPECULATION_SOURCES:
+            known = ", ".join(SPECULATION_SOURCES)
+            raise ValueError(f"source is '{self.source}'; known: {known}")
+        return message_of(
+            generation_pb2.Speculation,
+            source=SPECULATION_SOURCES[self.source],
+            max_tokens=self.max_tokens,
         )
 
 

@@ -358,6 +358,7 @@ class Play {
     EngineHarness& plain = pairs_[trial_.asks[i].engine]->plain();
     RequestOptions options = told_[i].options;
     options.completions = 1;
+    options.guess_tokens = 0;
     options.sampling = SamplingOf(options.sampling, completion);
     options.output.kv_trace = options.output.kept = options.output.logprobs = true;
     LawModel::Meddle meddle;

@@ -280,6 +280,7 @@ Ask DrawAsk(Dice& dice, const std::vector<EngineSetup>& engines, const std::vect
     const int64_t begin = dice.Int(0, 80);
     ask.pauses.emplace_back(begin, begin + dice.Int(1, 40));
   }
+  if (dice.Chance(0.4)) options.guess_tokens = dice.Int(1, kMostGuesses);
   DrawBeside(dice, engines[ask.engine].deterministic, options.kv);
   return ask;
 }
@@ -483,6 +484,7 @@ void Visit(Fields& f, Ask& ask) {
   f.Is("priority", ask.options.scheduling.priority, Priority::kNormal, kPriorities);
   f.Is("tenant", ask.options.scheduling.tenant, std::string());
   f.Is("idle", ask.idle, d.idle);
+  f.Is("guess_tokens", ask.options.guess_tokens, int64_t{0});
   f.Is("cancel_after", ask.cancel_after, {});
   f.Is("deadline_after", ask.deadline_after, {});
   f.Is("pauses", ask.pauses, {});

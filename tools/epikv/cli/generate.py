@@ -17,7 +17,7 @@ from epikv.messages import (
     PromptLogprobs,
     Summary,
 )
-from epikv.options import Output, Session, Stop
+from epikv.options import Output, Session, Speculation, Stop
 
 _IN_JSON = ("logprobs", "top_logprobs", "prompt_logprobs", "token_ids", "signals", "trace", "kept")
 KINDS = {
@@ -62,6 +62,7 @@ KINDS = {
 @options.packets
 @click.option("--session", "session_id", help="A conversation's name; needs --session-budget.")
 @click.option("--session-budget", type=int, help="Tokens of its past that are kept.")
+@click.option("--speculate", type=int, help="Guess so many tokens ahead, at most; 0: 8.")
 @options.scheduling
 @options.experiment
 @click.option("--timeout", type=float, help="Seconds.")
@@ -79,8 +80,10 @@ def command(
     session_id, session_budget = given.pop("session_id"), given.pop("session_budget")
     if (session_id is None) != (session_budget is None):
         raise click.UsageError("--session and --session-budget go together")
+    speculate = given.pop("speculate")
     arguments: dict[str, Any] = {
         "session": Session(session_id, session_budget) if session_id is not None else None,
+        "speculation": Speculation(max_tokens=speculate) if speculate is not None else None,
         "kv": options.take_kv(given),
         "scheduling": options.take_scheduling(given),
         "experiment": options.take_experiment(given),

@@ -134,6 +134,7 @@ class GenerationBody(Body):
     kv: dict[str, Any] | None = None
     experiment: dict[str, Any] | None = None
     session: dict[str, Any] | None = None
+    speculation: dict[str, Any] | None = None
     steering: dict[str, Any] | None = None
     packets: Few[str] | None = None
     labels: dict[str, str] | None = None
@@ -172,6 +173,7 @@ class GenerationBody(Body):
                 self.labels,
                 self.packets or (),
                 _options(options.Session, "session", self.session),
+                _options(options.Speculation, "speculation", self.speculation),
                 self.model,
                 request_id,
             )

@@ -1,0 +1,110 @@
+// Guesses that run ahead change when tokens come, and nothing else: outputs, what policies keep and
+// what is reserved are those of a request that guesses nothing, to the bit.
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "tests/fixtures/engine_harness.h"
+#include "tests/fixtures/law_cases.h"
+
+namespace epikv {
+namespace guess_laws_test {
+
+// One text again and again, so that what comes is often there already.
+std::vector<int32_t> Repeated(const Manifest& manifest, int64_t length, uint64_t seed) {
+  const std::vector<int32_t> part = Text(manifest, 12, seed);
+  std::vector<int32_t> tokens;
+  for (int64_t i = 0; i < length; ++i) tokens.push_back(part[i % std::ssize(part)]);
+  return tokens;
+}
+
+RequestOptions Asking(const Manifest& manifest, float temperature) {
+  RequestOptions options;
+  options.prompt = Repeated(manifest, 40, 23);
+  options.stop.max_output_tokens = 150;
+  options.sampling = {.temperature = temperature, .top_k = 3, .seed = 5};
+  options.output = {.logprobs = true, .kv_trace = true, .residual_steps = true, .kept = true};
+  return options;
+}
+
+void ExpectSame(const Transcript& guessed, const Transcript& plain) {
+  ASSERT_TRUE(plain.ok()) << plain.finished->status;
+  ASSERT_TRUE(guessed.ok()) << guessed.finished->status;
+  EXPECT_EQ(guessed.tokens, plain.tokens);
+  EXPECT_EQ(guessed.text, plain.text);
+  EXPECT_EQ(guessed.logprobs, plain.logprobs);
+  EXPECT_EQ(guessed.residual_steps, plain.residual_steps);
+  EXPECT_EQ(guessed.finished->reason, plain.finished->reason);
+  const KvUsage &kv = guessed.finished->kv, &kv_plain = plain.finished->kv;
+  EXPECT_EQ(kv.kept, kv_plain.kept);
+  EXPECT_EQ(kv.rounds, kv_plain.rounds);
+  EXPECT_EQ(kv.evicted_entries, kv_plain.evicted_entries);
+  EXPECT_EQ(kv.peak_entries, kv_plain.peak_entries);
+  EXPECT_GE(kv.peak_bytes, kv_plain.peak_bytes) << "what is measured of guesses has room, too";
+  EXPECT_EQ(kv.final_entries, kv_plain.final_entries);
+  ASSERT_EQ(guessed.evictions.size(), plain.evictions.size());
+  for (size_t i = 0; i < plain.evictions.size(); ++i) {
+    EXPECT_EQ(guessed.evictions[i].at_token, plain.evictions[i].at_token);
+    ASSERT_EQ(guessed.evictions[i].victims.size(), plain.evictions[i].victims.size());
+    for (size_t v = 0; v < plain.evictions[i].victims.size(); ++v) {
+      EXPECT_EQ(guessed.evictions[i].victims[v].index, plain.evictions[i].victims[v].index);
+    }
+  }
+}
+
+// Of the rows that attention_mass is measured by: the executor's own.
+constexpr int64_t kMassBytes = 1 << 20;
+
+class EveryPolicyGuesses : public EveryPolicy {};
+
+TEST_P(EveryPolicyGuesses, SameOutputsAndSameKeptSets) {
+  EngineHarness harness = Harness({.deterministic = true, .mass_interval = 1, .end_tokens = false});
+  int64_t accepted = 0;
+  for (const float temperature : {0.0f, 0.7f}) {
+    for (const int64_t budget : {80, 400}) {
+      RequestOptions options =
+          WithPolicy(Asking(harness.manifest(), temperature), policy(), budget);
+      const size_t rounds = harness.masses().size();
+      const Transcript plain = harness.Run(options);
+      const std::vector<double> masses(harness.masses().begin() + rounds, harness.masses().end());
+      options.guess_tokens = kMostGuesses;
+      harness.OnStep([&] {
+        EXPECT_LE(harness.executor().used_bytes(), harness.engine().ledger().reserved());
+        StepStats step;
+        harness.executor().AddPool(step);
+        EXPECT_LE(step.signal_bytes, harness.engine().ledger().reserved() + kMassBytes);
+      });
+      const size_t after = harness.masses().size();
+      const Transcript guessed = harness.Run(options);
+      harness.OnStep(nullptr);
+      ExpectSame(guessed, plain);
+      EXPECT_EQ(std::vector<double>(harness.masses().begin() + after, harness.masses().end()),
+                masses);
+      EXPECT_LE(guessed.finished->accepted_tokens, guessed.finished->guessed_tokens);
+      accepted += guessed.finished->accepted_tokens;
+    }
+  }
+  if (!RoundsRows(policy())) {
+    EXPECT_GT(accepted, 0);
+  }
+  EXPECT_EQ(harness.engine().ledger().reserved(), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyGuesses,
+                         ::testing::Combine(::testing::Values("gqa"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(NightlyLaws, EveryPolicyGuesses,
+                         ::testing::Combine(::testing::Values("sample_int8", "gqa_bf16"),
+                                            ::testing::ValuesIn(EvictingPolicies())),
+                         CaseName);
+INSTANTIATE_TEST_SUITE_P(NightlyLawsOfVariants, EveryPolicyGuesses,
+                         ::testing::Combine(::testing::Values("gqa"),
+                                            ::testing::ValuesIn(PolicyVariants())),
+                         CaseName);
+
+}  // namespace guess_laws_test
+}  // namespace epikv
