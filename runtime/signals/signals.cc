@@ -18,13 +18,18 @@ ResidualTap::ResidualTap(std::vector<int64_t> layers, int64_t hidden_size)
 
 void ResidualTap::Take(int64_t place, const void* residual, DType dtype, int64_t ahead) {
   const int64_t at = place * hidden_size_;
+  Taken& taken = TakenOf(ahead);
+  const std::vector<float>& before = ahead == 0 ? before_ : taken_[ahead - 1].residuals;
+  taken.steps[place] =
+      StepNorm(residual, before.data() + at, taken.residuals.data() + at, hidden_size_, dtype);
+}
+
+ResidualTap::Taken& ResidualTap::TakenOf(int64_t ahead) {
   while (std::ssize(taken_) <= ahead) {
     taken_.push_back({.residuals = std::vector<float>(before_.size()),
                       .steps = std::vector<float>(steps_.size())});
   }
-  const std::vector<float>& before = ahead == 0 ? before_ : taken_[ahead - 1].residuals;
-  taken_[ahead].steps[place] = StepNorm(residual, before.data() + at,
-                                        taken_[ahead].residuals.data() + at, hidden_size_, dtype);
+  return taken_[ahead];
 }
 
 void ResidualTap::PutSteps(absl::Span<const float> steps) {
@@ -36,8 +41,9 @@ void ResidualTap::PutResiduals(absl::Span<const float> residuals) {
 }
 
 void ResidualTap::Commit(bool decode, int64_t ahead) {
-  before_.swap(taken_[ahead].residuals);
-  steps_.swap(taken_[ahead].steps);
+  Taken& taken = TakenOf(ahead);
+  before_.swap(taken.residuals);
+  steps_.swap(taken.steps);
   decode_ = decode && any_;
   any_ = true;
 }

@@ -45,17 +45,19 @@ class ResidualTap {
   std::vector<absl::Span<const float>> ResidualsOf(absl::Span<const int64_t> layers) const;
 
  private:
+  struct Taken {
+    std::vector<float> residuals;  // [layers, hidden_size]
+    std::vector<float> steps;      // [layers]
+  };
+
   // Of one of layers().
   int64_t PlaceOf(int64_t layer) const;
+  Taken& TakenOf(int64_t ahead);
 
   const std::vector<int64_t> layers_;
   const int64_t hidden_size_;
   bool any_ = false;  // `before_` holds a token
   bool decode_ = false;
-  struct Taken {
-    std::vector<float> residuals;  // [layers, hidden_size]
-    std::vector<float> steps;      // [layers]
-  };
   std::vector<float> before_;  // [layers, hidden_size]
   std::vector<float> steps_;   // [layers]
   std::vector<Taken> taken_;   // by WorkItem::ahead, as far as there ever were any
