@@ -1,11 +1,11 @@
 """What `epikv plan capacity` says of a load, beside what the load then finds.
 
-One replica: a daemon of the sample model, whose steps are measured as the command measures them. Then loads
-are sent to it: Poisson arrivals at shares of what it can do, and a closed loop. How fast a shared machine is
-changes from one quarter of a minute to the next by more than the target, whatever runs on it. So each load has
-its pace: what a token took in steps, by the daemon's counters, over what it takes in the simulation. The
-first prediction is at the pace of the measurement (1), and the second, which the target is of, at the load's
-own. The pace by itself says how far the costs are off, with the machine's changes in it.
+One replica: a daemon of the sample model, whose steps are measured as the command measures them, in turns that lie
+between the loads: so both have the same moments of a machine that others share. Loads are Poisson arrivals at
+shares of what it can do, and closed loops. Latencies are held against the daemon's own word (Summary.timings);
+those of its client, which shares its cores, stand beside them, with what requests take outside of the daemon. Each load
+also has its pace: what its own steps took over what they cost by the plan. A prediction at that pace says how
+much of an error is the steps', and how much the queue's.
 
 Replicas whose steps sleep for what a plan says that steps cost (epikv_lab.bench.executor): one of them alone,
 which no neighbour slows down; and three, since three daemons that compute would share the cores of this machine.
