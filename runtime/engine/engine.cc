@@ -502,6 +502,9 @@ std::vector<PlannedItem> Engine::PlanWithRounds(absl::Span<const SequencePtr> ru
 }
 
 void Engine::AddGuesses(std::vector<WorkItem>& items, std::vector<Sequence*>& sequences) {
+  const bool asked = std::any_of(sequences.begin(), sequences.end(),
+                                 [](const Sequence* s) { return s->request.guess_tokens > 0; });
+  if (!asked) return;
   const size_t planned = items.size();
   int64_t rows = 0, decoding = 0;
   for (const WorkItem& item : items) {

@@ -96,6 +96,7 @@ FAMILIES: dict[str, Expected] = {
         epikv_prefix_cache_queried_tokens_total=MODEL,
         epikv_prefix_cache_hit_tokens_total=MODEL,
         epikv_step_tokens_total=MODEL | {"phase": PHASES},
+        epikv_guessed_tokens_total=MODEL | {"result": ("accepted", "rejected")},
         epikv_step_seconds_total=MODEL | {"stage": STAGES},
         epikv_step_cpu_seconds_total=MODEL | {"stage": OF_CPU},
         epikv_engine_cpu_seconds_total=MODEL,

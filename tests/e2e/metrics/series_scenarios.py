@@ -8,7 +8,19 @@ from itertools import count
 import grpc
 import pytest
 from credentials import replace
-from epikv import Accepted, Chat, Client, Delta, Kv, Output, RpcError, Sampling, Session, Stop
+from epikv import (
+    Accepted,
+    Chat,
+    Client,
+    Delta,
+    Kv,
+    Output,
+    RpcError,
+    Sampling,
+    Session,
+    Speculation,
+    Stop,
+)
 from epikv.connection import connect
 from epikv.sample import problem
 from epikv.testing import PACED
@@ -82,7 +94,7 @@ def probed(world: World) -> None:
 
 
 def policies(world: World) -> None:
-    """Each policy once over its budget, every way to end well, scoring, and a constraint."""
+    """Each policy once over its budget, every way to end well, scoring, a constraint, guesses."""
     client = world.client
     ask = partial(client.generate_once, PROMPT, model="sample")
     long = Stop(120, min_output_tokens=120, ignore_eos=True)
@@ -105,6 +117,8 @@ def policies(world: World) -> None:
     client.score(TASK.prompt, TASK.trace, model="sample")
     client.generate_once(HELLO, model="sample", stop=Stop(2))
     ask(sampling=Sampling(regex="[0-9 ]+"), stop=Stop(2))
+    # Some guesses come true, and some do not.
+    client.generate_once(TASK.prompt, model="sample", stop=Stop(200), speculation=Speculation())
     for _ in range(2):  # a prompt that is known when it comes again
         client.generate_once([5] * 300, model="sample", stop=Stop(1))
     # A prompt beside a stream that decodes.
