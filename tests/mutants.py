@@ -795,7 +795,7 @@ MUTANTS = [
     ),
     Mutant(
         "a product leaves out an input of those it takes at once",
-        "runtime/kernels/dense_matmul.cc",
+        "runtime/kernels/dense_tiles.inc",
         "std::min(at_once, num_words - begin)",
         "std::min(at_once - 1, num_words - begin)",
         "runtime_test",

@@ -12,6 +12,7 @@
 
 #include "runtime/base/elements.h"
 #include "runtime/base/processor.h"
+#include "runtime/kernels/dense_avx2.h"
 
 namespace epikv {
 namespace {
@@ -45,6 +46,14 @@ void AsBits(const DenseShape& shape, const Run& run) {
                                  : run.template operator()<uint16_t, 2>();
 }
 
+bool Widens(DensePath path) {
+  return path == DensePath::kWidened || path == DensePath::kWidenedAvx2;
+}
+
+#ifdef EPIKV_AVX512
+EPIKV_CLONES void WidenRow(const BFloat16* x, float* row, int64_t count) { Widen(x, row, count); }
+#endif
+
 }  // namespace
 
 int64_t PackedDenseBytes(const DenseShape& shape) {
@@ -69,17 +78,38 @@ void UnpackDense(const void* packed, const DenseShape& shape, void* weight) {
 }
 
 absl::string_view DensePathName(DensePath path) {
-  return path == DensePath::kPaired ? "AVX-512 BF16" : "AVX-512";
+  switch (path) {
+    case DensePath::kFloat32Avx2:
+    case DensePath::kWidenedAvx2:
+      return "AVX2";
+    case DensePath::kPaired:
+      return "AVX-512 BF16";
+    case DensePath::kFloat32:
+    case DensePath::kWidened:
+      break;
+  }
+  return "AVX-512";
+}
+
+int64_t DenseRowBytes(DensePath path, const DenseShape& shape) {
+  const int64_t words = WordsOf(shape) * (Widens(path) ? 2 : 1);
+  // An odd number of cache lines: rows that are a power of two apart push each other out.
+  return ((words * static_cast<int64_t>(sizeof(uint32_t)) + 63) / 64 | 1) * 64;
 }
 
 #ifdef EPIKV_AVX512
 
 std::vector<DensePath> DensePaths(DType dtype) {
-  if (!__builtin_cpu_supports("x86-64-v4") || dtype == DType::kFloat16) return {};
-  if (dtype == DType::kFloat32) return {DensePath::kFloat32};
-  if (!__builtin_cpu_supports("avx512bf16")) return {DensePath::kWidened};
-  if (HasFastBFloat16Pairs()) return {DensePath::kWidened, DensePath::kPaired};
-  return {DensePath::kPaired, DensePath::kWidened};
+  std::vector<DensePath> paths;
+  if (dtype == DType::kFloat16) return paths;
+  const bool wide = dtype == DType::kFloat32;
+  if (HasAvx2Products()) paths = {wide ? DensePath::kFloat32Avx2 : DensePath::kWidenedAvx2};
+  if (!__builtin_cpu_supports("x86-64-v4")) return paths;
+  paths.push_back(wide ? DensePath::kFloat32 : DensePath::kWidened);
+  if (!wide && __builtin_cpu_supports("avx512bf16")) {
+    paths.insert(HasFastBFloat16Pairs() ? paths.end() : paths.end() - 1, DensePath::kPaired);
+  }
+  return paths;
 }
 
 std::optional<DensePath> FastestDensePath(DType dtype) {
@@ -99,17 +129,7 @@ namespace {
 constexpr int kFew = 6, kMany = 12;
 constexpr int kVectors = kBlock / 16;  // of a block; with kFew rows. Half of them with kMany
 
-// What is read next, of which some lines are fetched with each word.
-struct Ahead {
-  const char* lines;
-  int64_t per_word;
-
-  EPIKV_INLINE void Fetch(int64_t word) const {
-    for (int64_t i = 0; i < per_word; ++i) {
-      _mm_prefetch(lines + (word * per_word + i) * 64, _MM_HINT_T1);
-    }
-  }
-};
+#include "runtime/kernels/dense_tiles.inc"
 
 // Sums of kRows rows, kBlock apart in memory, in registers.
 template <int kRows, int kWidth>
@@ -233,42 +253,6 @@ EPIKV_INLINE void WidenPanel(const uint32_t* words, int64_t pairs, float* panel)
   }
 }
 
-int64_t TilesOf(int64_t rows, int64_t tile) { return (rows + tile - 1) / tile; }
-
-// Calls run(first row, how many as a constant) for tiles of all rows.
-template <int kTile, class Run>
-EPIKV_INLINE void ForTiles(int64_t rows, const Run& run) {
-  int64_t row = 0;
-  for (; row + kTile <= rows; row += kTile) run(row, std::integral_constant<int, kTile>());
-  const int64_t rest = rows - row;
-  [&]<int... n>(std::integer_sequence<int, n...>) __attribute__((always_inline)) {
-    ((rest == n + 1 ? run(row, std::integral_constant<int, n + 1>()) : void()), ...);
-  }
-  (std::make_integer_sequence<int, kTile - 1>());
-}
-
-// Calls run(first word, how many, what each pass over them fetches ahead) for the inputs, some at a
-// time: so many as stay in the L1 cache from one pass to the next. What is fetched is the next
-// block's, or nearer where a block is so long that the L2 cache would lose it again.
-template <class Run>
-EPIKV_INLINE void ForWords(const uint32_t* words, int64_t num_words, int64_t at_once,
-                           int64_t passes, const Run& run) {
-  constexpr int64_t kLines = kBlock * sizeof(uint32_t) / 64;  // of a word of each output
-  constexpr int64_t kFarthest = 256;                          // words of each output: 64 KiB
-  const int64_t per_word = (kLines + passes - 1) / passes;
-  const auto* const next =
-      reinterpret_cast<const char*>(words + std::min(num_words, kFarthest) * kBlock);
-  for (int64_t begin = 0; begin < num_words; begin += at_once) {
-    const int64_t count = std::min(at_once, num_words - begin);
-    const char* const lines = next + begin * kLines * 64;
-    run(
-        begin, count, [=](int64_t pass) __attribute__((always_inline)) {
-          const int64_t fetched = pass * per_word;  // of each word, by the passes before
-          return Ahead{lines + fetched * count * 64, fetched < kLines ? per_word : 0};
-        });
-  }
-}
-
 // Tiles of kFew rows, of weights that are fp32 in memory.
 void MultiplyFloat32(const void* rows, int64_t num_rows, const uint32_t* words, int64_t num_words,
                      int64_t stride, float* out) {
@@ -350,25 +334,15 @@ void MultiplyWide(const void* rows, int64_t num_rows, const uint32_t* words, int
       });
 }
 
-void WidenRow(const void* x, int64_t count, float* row) {
-  Widen(static_cast<const BFloat16*>(x), row, count);
-}
-
 }  // namespace
 
 #pragma GCC pop_options
 
-int64_t DenseRowBytes(DensePath path, const DenseShape& shape) {
-  const int64_t words = WordsOf(shape) * (path == DensePath::kWidened ? 2 : 1);
-  // An odd number of cache lines: rows that are a power of two apart push each other out.
-  return ((words * static_cast<int64_t>(sizeof(uint32_t)) + 63) / 64 | 1) * 64;
-}
-
 void PrepareDense(DensePath path, const void* x, const DenseShape& shape, void* row) {
   const int64_t inputs = shape.inputs;
-  if (path == DensePath::kWidened) {
+  if (Widens(path)) {
     auto* const to = static_cast<float*>(row);
-    WidenRow(x, inputs, to);
+    WidenRow(static_cast<const BFloat16*>(x), to, inputs);
     if (inputs % 2 == 1) to[inputs] = 0;
     return;
   }
@@ -388,6 +362,12 @@ void MultiplyDense(DensePath path, const void* rows, int64_t num_rows, const voi
       return MultiplyWide(rows, num_rows, words, num_words, stride, out);
     case DensePath::kPaired:
       return MultiplyPairs(rows, num_rows, words, num_words, stride, out);
+    case DensePath::kFloat32Avx2:
+      return MultiplyFloat32Avx2(static_cast<const float*>(rows), num_rows, words, num_words,
+                                 stride, out);
+    case DensePath::kWidenedAvx2:
+      return MultiplyWidenedAvx2(static_cast<const float*>(rows), num_rows, words, num_words,
+                                 stride, out);
   }
 }
 
@@ -395,7 +375,6 @@ void MultiplyDense(DensePath path, const void* rows, int64_t num_rows, const voi
 
 std::vector<DensePath> DensePaths(DType) { return {}; }
 std::optional<DensePath> FastestDensePath(DType) { return std::nullopt; }
-int64_t DenseRowBytes(DensePath, const DenseShape&) { return 0; }
 void PrepareDense(DensePath, const void*, const DenseShape&, void*) {}
 void MultiplyDense(DensePath, const void*, int64_t, const void*, const DenseShape&, int64_t,
                    float*) {}

@@ -11,6 +11,7 @@
 #endif
 
 #include "runtime/base/elements.h"
+#include "runtime/kernels/quantized_avx2.h"
 
 namespace epikv {
 namespace {
@@ -321,28 +322,42 @@ void UnpackWeight(const void* packed, const QuantizedShape& shape, float* out) {
 }
 
 absl::string_view QuantizedPathName(QuantizedPath path) {
-  return path == QuantizedPath::kAvx512Vnni ? "AVX-512 VNNI" : "plain";
+  switch (path) {
+    case QuantizedPath::kAvx512Vnni:
+      return "AVX-512 VNNI";
+    case QuantizedPath::kAvx2:
+      return "AVX2";
+    case QuantizedPath::kAnywhere:
+      break;
+  }
+  return "plain";
+}
+
+std::vector<QuantizedPath> QuantizedPaths() {
+  std::vector<QuantizedPath> paths = {QuantizedPath::kAnywhere};
+  if (HasAvx2QuantizedProducts()) paths.push_back(QuantizedPath::kAvx2);
+#ifdef EPIKV_VNNI
+  if (__builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni")) {
+    paths.push_back(QuantizedPath::kAvx512Vnni);
+  }
+#endif
+  return paths;
 }
 
 QuantizedPath FastestQuantizedPath() {
-#ifdef EPIKV_VNNI
-  static const bool has =
-      __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni");
-  if (has) return QuantizedPath::kAvx512Vnni;
-#endif
-  return QuantizedPath::kAnywhere;
+  static const QuantizedPath fastest = QuantizedPaths().back();
+  return fastest;
 }
 
-void QuantizeRow(const float* x, const QuantizedShape& shape, int64_t row,
+void QuantizeRow(QuantizedPath path, const float* x, const QuantizedShape& shape, int64_t row,
                  const QuantizedRows& rows) {
   int8_t* const values = rows.values + row * shape.inputs;
   float* const scales = rows.scales + row * shape.groups();
   int32_t* const sums = rows.sums + row * shape.groups();
 #ifdef EPIKV_VNNI
-  if (FastestQuantizedPath() == QuantizedPath::kAvx512Vnni) {
-    return QuantizeRowVnni(x, shape, values, scales, sums);
-  }
+  if (path == QuantizedPath::kAvx512Vnni) return QuantizeRowVnni(x, shape, values, scales, sums);
 #endif
+  if (path == QuantizedPath::kAvx2) return QuantizeRowAvx2(x, shape, values, scales, sums);
   QuantizeRowAnywhere(x, shape, values, scales, sums);
 }
 
@@ -354,6 +369,9 @@ void MultiplyBlock(QuantizedPath path, const QuantizedRows& x, const void* packe
                            : MultiplyVnni<4>(x, packed, shape, block, out);
   }
 #endif
+  if (path == QuantizedPath::kAvx2) {
+    return MultiplyBlockAvx2(x, GroupAt(packed, shape, block, /*group=*/0), shape, out);
+  }
   MultiplyAnywhere(x, packed, shape, block, out);
 }
 

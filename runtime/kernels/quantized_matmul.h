@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "absl/strings/string_view.h"
 
@@ -45,15 +46,20 @@ struct QuantizedRows {
   int32_t* sums = nullptr;   // [rows, groups], of values
 };
 
-// x [inputs] becomes row `row`.
-void QuantizeRow(const float* x, const QuantizedShape& shape, int64_t row,
-                 const QuantizedRows& rows);
-
-// What the products are written for.
-enum class QuantizedPath { kAnywhere, kAvx512Vnni };
+// What the products are written for. All give the same bits.
+enum class QuantizedPath { kAnywhere, kAvx2, kAvx512Vnni };
 absl::string_view QuantizedPathName(QuantizedPath path);
-// The fastest that this processor has.
+// Those that this processor has, the fastest last.
+std::vector<QuantizedPath> QuantizedPaths();
 QuantizedPath FastestQuantizedPath();
+
+// x [inputs] becomes row `row`.
+void QuantizeRow(QuantizedPath path, const float* x, const QuantizedShape& shape, int64_t row,
+                 const QuantizedRows& rows);
+inline void QuantizeRow(const float* x, const QuantizedShape& shape, int64_t row,
+                        const QuantizedRows& rows) {
+  QuantizeRow(FastestQuantizedPath(), x, shape, row, rows);
+}
 
 // Outputs of a block, those from block x kQuantizedBlock on, of x weight^T, in fp32: out [rows,
 // kQuantizedBlock]; at least one row. Those beyond `outputs` are 0. Fetches what is read next, of

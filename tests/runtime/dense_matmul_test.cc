@@ -115,7 +115,10 @@ TEST(DenseMatmul, TheFastestPathIsTheLastOrNone) {
 class OfPath : public testing::TestWithParam<std::tuple<DensePath, DenseShape>> {
  protected:
   DensePath path() const { return std::get<0>(GetParam()); }
-  DType dtype() const { return path() == DensePath::kFloat32 ? DType::kFloat32 : DType::kBFloat16; }
+  DType dtype() const {
+    const bool wide = path() == DensePath::kFloat32 || path() == DensePath::kFloat32Avx2;
+    return wide ? DType::kFloat32 : DType::kBFloat16;
+  }
   DenseShape shape() const {
     DenseShape shape = std::get<1>(GetParam());
     shape.dtype = dtype();
@@ -204,12 +207,32 @@ TEST_P(OfPath, WhatIsNoNumberStaysInItsRow) {
   }
 }
 
+// Whatever the width of a vector, inputs are added in their order, and nothing is rounded between a
+// product and its sum.
+TEST_P(OfPath, Float32SumsAreTheSameOnEveryProcessor) {
+  if (path() == DensePath::kPaired) GTEST_SKIP() << "its products are rounded in pairs";
+  const int64_t outputs = shape().outputs, inputs = shape().inputs;
+  const std::vector<float> weight = Noise(outputs * inputs, 9, dtype());
+  const Memory packed = Packed(weight, shape());
+  for (const int64_t rows : {1, 2, 3, 5, 6, 11, 25, 40}) {
+    const std::vector<float> x = Noise(rows * inputs, 10, dtype());
+    std::vector<float> expected(rows * width());
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t o = 0; o < outputs; ++o) {
+        float& sum = expected[r * width() + o];
+        for (int64_t i = 0; i < inputs; ++i) {
+          sum = std::fma(weight[o * inputs + i], x[r * inputs + i], sum);
+        }
+      }
+    }
+    EXPECT_THAT(Product(path(), x, packed.get(), shape()), ElementsAreArray(expected)) << rows;
+  }
+}
+
 std::string NameOf(const testing::TestParamInfo<OfPath::ParamType>& info) {
   const auto& [path, shape] = info.param;
-  const char* const name = path == DensePath::kFloat32   ? "Float32"
-                           : path == DensePath::kWidened ? "Widened"
-                                                         : "Paired";
-  return absl::StrCat(name, "_", shape.outputs, "x", shape.inputs);
+  const char* const names[] = {"Float32", "Widened", "Paired", "Float32Avx2", "WidenedAvx2"};
+  return absl::StrCat(names[static_cast<int>(path)], "_", shape.outputs, "x", shape.inputs);
 }
 
 std::vector<DensePath> AllPaths() {
@@ -218,7 +241,7 @@ std::vector<DensePath> AllPaths() {
   return paths;
 }
 
-// None on a processor without AVX-512.
+// None on a processor without AVX2.
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(OfPath);
 INSTANTIATE_TEST_SUITE_P(DenseMatmul, OfPath,
                          testing::Combine(testing::ValuesIn(AllPaths()),

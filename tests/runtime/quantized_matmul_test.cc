@@ -91,12 +91,6 @@ Rows RandomRows(int64_t count, const QuantizedShape& shape, uint32_t seed) {
   return rows;
 }
 
-std::vector<QuantizedPath> Paths() {
-  std::vector<QuantizedPath> paths = {QuantizedPath::kAnywhere};
-  if (FastestQuantizedPath() != QuantizedPath::kAnywhere) paths.push_back(FastestQuantizedPath());
-  return paths;
-}
-
 // x weight^T of all blocks, [rows, blocks x kQuantizedBlock].
 std::vector<float> Multiply(QuantizedPath path, const QuantizedRows& x, const Weights& w) {
   const int64_t blocks = QuantizedBlocks(w.shape), width = blocks * kQuantizedBlock;
@@ -158,7 +152,7 @@ TEST_P(QuantizedMatmulTest, EveryPathMultiplies) {
   const QuantizedShape& shape = GetParam();
   const Weights w = RandomWeights(shape, 3);
   const int64_t width = QuantizedBlocks(shape) * kQuantizedBlock;
-  for (const QuantizedPath path : Paths()) {
+  for (const QuantizedPath path : QuantizedPaths()) {
     for (const int64_t count : {1, 2, 3, 4, 5, 6, 7, 13, 96}) {
       Rows rows = RandomRows(count, shape, 4);
       const std::vector<float> out = Multiply(path, rows.View(), w);
@@ -185,13 +179,36 @@ TEST_P(QuantizedMatmulTest, BitsOfARowDoNotDependOnItsNeighboursOrThePath) {
   const int64_t width = QuantizedBlocks(shape) * kQuantizedBlock;
   Rows many = RandomRows(11, shape, 6);
   const std::vector<float> expected = Multiply(QuantizedPath::kAnywhere, many.View(), w);
-  for (const QuantizedPath path : Paths()) {
+  for (const QuantizedPath path : QuantizedPaths()) {
     for (int64_t r = 0; r < 11; ++r) {
       Rows one(1, shape);
       one.x.push_back(many.x[r]);
-      QuantizeRow(one.x[0].data(), shape, 0, one.View());
+      QuantizeRow(path, one.x[0].data(), shape, 0, one.View());
       const std::vector<float> out = Multiply(path, one.View(), w);
       for (int64_t o = 0; o < width; ++o) ASSERT_EQ(out[o], expected[r * width + o]) << r;
+    }
+  }
+}
+
+// The most that a pair of products may be, and what a file may hold beyond what is symmetric.
+TEST(QuantizedRowsTest, TheLargestProductsAreExact) {
+  const QuantizedShape shape = {.outputs = 64, .inputs = 64, .group = 32, .bits = 8};
+  Weights w = RandomWeights(shape, 9);
+  for (const int weight : {-128, 127}) {
+    for (const float x : {-1.0f, 1.0f}) {
+      std::fill(w.integers.begin(), w.integers.end(), static_cast<uint8_t>(weight));
+      std::fill(w.scales.begin(), w.scales.end(), uint16_t{0x3f80});  // 1
+      PackWeight(w.integers.data(), w.scales.data(), shape, w.packed.get());
+      const std::vector<float> row(shape.inputs, x);
+      for (const QuantizedPath path : QuantizedPaths()) {
+        Rows rows(1, shape);
+        rows.x.push_back(row);
+        QuantizeRow(path, row.data(), shape, 0, rows.View());
+        const float expected = x * static_cast<float>(weight * shape.inputs);
+        for (const float out : Multiply(path, rows.View(), w)) {
+          EXPECT_NEAR(out, expected, 1e-3) << QuantizedPathName(path);
+        }
+      }
     }
   }
 }
@@ -203,7 +220,7 @@ TEST(QuantizedRowsTest, ARowOfZerosIsZeroAndNaNIsNotHidden) {
   rows.x = {std::vector<float>(64), std::vector<float>(64, 1.0f)};
   rows.x[1][40] = std::numeric_limits<float>::quiet_NaN();
   for (int64_t r = 0; r < 2; ++r) QuantizeRow(rows.x[r].data(), shape, r, rows.View());
-  for (const QuantizedPath path : Paths()) {
+  for (const QuantizedPath path : QuantizedPaths()) {
     const std::vector<float> out = Multiply(path, rows.View(), w);
     for (int64_t o = 0; o < 64; ++o) {
       EXPECT_EQ(out[o], 0) << QuantizedPathName(path);

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstdint>
+
+// The products of dense_matmul.h for processors with AVX2 and FMA. They add in the same order as
+// those of AVX-512: their results are the same to the bit.
+
+namespace epikv {
+
+// Whether this build and this processor have them.
+bool HasAvx2Products();
+
+// As DensePath::kFloat32 and DensePath::kWidened: rows `stride` words apart, words [num_words,
+// kDenseBlock] of a block, out [num_rows, kDenseBlock].
+void MultiplyFloat32Avx2(const float* x, int64_t num_rows, const uint32_t* words, int64_t num_words,
+                         int64_t stride, float* out);
+void MultiplyWidenedAvx2(const float* x, int64_t num_rows, const uint32_t* words, int64_t pairs,
+                         int64_t stride, float* out);
+
+}  // namespace epikv
