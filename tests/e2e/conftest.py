@@ -3,6 +3,7 @@
 The binary is found as `epikv.testing.find_binary` says; tests/run.sh builds it first.
 """
 
+import fcntl
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +36,12 @@ def sample_model(sample_directory: Path) -> Path:
     ):
         digest.update(source.read_bytes())
     path = ROOT / "build" / "e2e" / f"sample-{digest.hexdigest()[:12]}.pt"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        export(sample_directory, path, dtype="float32", name="sample")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        # Whoever comes second would put another file in the place of one that a daemon loads.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            export(sample_directory, path, dtype="float32", name="sample")
     return path
 
 

@@ -174,9 +174,9 @@ def generate(
         labels,
         packets,
         session,
-        speculation,
         model,
         request_id,
+        speculation,
     )
     return connection.start(connection.generation.Generate, request, timeout)
 
@@ -227,9 +227,9 @@ async def generate_once(
         labels,
         packets,
         session,
-        speculation,
         model,
         request_id,
+        speculation,
     )
     return from_proto(await connection.ask(connection.generation.GenerateOnce, request, timeout))
 
@@ -313,7 +313,6 @@ async def create_packet(
             experiment,
             labels,
             packets,
-            None,
             None,
             model,
             request_id,
@@ -610,9 +609,9 @@ def generate_request(
     labels: Mapping[str, str] | None,
     packets: Sequence[str],
     session: Session | None,
-    speculation: Speculation | None,
     model: str,
     request_id: str,
+    speculation: Speculation | None = None,
 ) -> generation_pb2.GenerateRequest:
     kinds = (Kv, Sampling, Stop, Output, Scheduling, Experiment)
     for given, kind in zip(

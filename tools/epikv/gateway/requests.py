@@ -173,9 +173,9 @@ class GenerationBody(Body):
                 self.labels,
                 self.packets or (),
                 _options(options.Session, "session", self.session),
-                _options(options.Speculation, "speculation", self.speculation),
                 self.model,
                 request_id,
+                _options(options.Speculation, "speculation", self.speculation),
             )
         except UNFIT as error:
             raise ApiError(f"{error}" or "a value is out of range") from None
