@@ -146,7 +146,7 @@ class Ledger:
 
 class Traffic:
     """Clients, each of which asks, and tells what the answer was worth, one after another: until the
-    `with` block ends or the server is gone."""
+    `with` block ends, or an answer of its own fails, if it does not go on then."""
 
     def __init__(
         self,
@@ -155,8 +155,10 @@ class Traffic:
         *,
         clients: int = 4,
         numbers: Iterator[int] | None = None,
+        goes_on: bool = False,
     ) -> None:
         """numbers: of the requests; default: from 0 on."""
+        self._goes_on = goes_on
         self.ledger = ledger
         self.failures: list[RpcError] = []  # of generations
         self.outside: list[int] = []  # requests that took no part
@@ -218,8 +220,9 @@ class Traffic:
                 number = next(self._numbers)
             arm = self._ask(number)
             if arm is None:
-                return
-            if arm != "none":
+                if not self._goes_on:
+                    return
+            elif arm != "none":
                 self.tell(number)
 
     def _ask(self, number: int) -> str | None:

@@ -40,18 +40,22 @@ def test_every_acknowledged_outcome_is_there(sample_model: Path, tmp_path: Path)
         envoy.await_serving(client)
         recorded.begin(client)
         for name, address in addresses.items():
-            with Traffic(envoy.address, ledger, clients=CLIENTS, numbers=numbers) as traffic:
+            # All of them may have been at the one that is killed.
+            with Traffic(
+                envoy.address, ledger, clients=CLIENTS, numbers=numbers, goes_on=True
+            ) as traffic:
                 traffic.until_more("written", 60)
                 daemons[name].kill()
                 written = len(ledger.written)
                 eventually(lambda written=written: len(ledger.written) >= written + 20)
-                assert len(traffic.failures) < CLIENTS
+                # A client may meet it again before Envoy has seen that it is gone.
+                assert len(traffic.failures) <= 2 * CLIENTS
             daemons[name] = start(name, address)
             eventually(lambda address=address: address in envoy.healthy())
         for daemon in daemons.values():
             recorded.await_empty_spool(daemon.metrics)
         died = recorded.tell_again(envoy.address, ledger)
-        assert len(died) <= 3 * CLIENTS, died  # with their daemon, one of each client a kill
+        assert len(died) <= 3 * 2 * CLIENTS, died  # with their daemon, a kill
         held = recorded.held(ledger, store)
         held.check(lost_requests=ledger.unheard)
         assert held.outcomes >= len(ledger.acknowledged) >= 3 * 80
