@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from epikv.plan.costs import Costs, Policy, Settings
-from epikv.plan.measuring import Load, Shape, Timed, fit, least_squares, paces
+from epikv.plan.measuring import Load, Shape, Timed, fit, fitted_seconds, least_squares, paces
 from epikv.plan.replica import FULL, Arm
 from epikv.scrape import parse
 
@@ -95,6 +95,10 @@ def test_the_costs_that_a_daemon_has_are_found() -> None:
     loads += [users(100, 30, 11), users(40, 90, 40)]
     found = fit(loads, SETTINGS, DESCRIBED)
     assert found.error < 1e-3
+    # Of budgets, too: what is attended to, and what the policy takes.
+    for each in loads:
+        took = each.seconds + GAP * each.steps
+        assert fitted_seconds(found, each) == pytest.approx(took, rel=0.02), each.shape
     costs = found.prefill, found.mixed, found.pair, found.attended, found.request
     assert costs == pytest.approx((PREFILL, MIXED, PAIR, ATTENDED, REQUEST), rel=0.05)
     assert {n: found.base_seconds(n) for n in BASE} == pytest.approx(

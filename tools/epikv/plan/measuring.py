@@ -391,11 +391,11 @@ def _work(load: Load, knots: Sequence[int]) -> list[float]:
 def _attended(request: Timed, arm: Arm) -> float:
     """Cached tokens, by all decoding steps of a request."""
     steps = request.output - 1
-    growing = steps
-    if (budget := arm.budget_of(request.prompt, request.output)) is not None:
-        growing = min(max(budget - request.prompt, 0), steps)
-        return growing * (request.prompt + (growing - 1) / 2) + (steps - growing) * budget
-    return growing * (request.prompt + (growing - 1) / 2)
+    budget = arm.budget_of(request.prompt, request.output)
+    if budget is None:
+        budget = request.prompt + steps  # which it does not reach
+    growing = min(max(budget - request.prompt, 0), steps)
+    return growing * (request.prompt + (growing - 1) / 2) + (steps - growing) * budget
 
 
 def fitted_seconds(costs: Costs, load: Load) -> float:

@@ -246,10 +246,10 @@ def _computing(
         cases.append(Case("computing_closed", full, users=USERS))
         cases.append(Case("computing_closed_budget", budget, users=USERS))
         loads: list[_Sent] = []
-        for number in range(rounds):
+        for turn in range(rounds):
             for case in cases:
                 measurement.run(measuring / len(cases), rounds=1)
-                loads.append(_send(case, number, daemon.grpc, seconds, daemon.metrics))
+                loads.append(_send(case, turn, daemon.grpc, seconds, daemon.metrics))
         costs = measurement.costs()
         harness.say(f"cost model off by {100 * costs.error:.1f} %")
         costs = _with_overhead(costs, replace(full, salt="alone"), daemon.grpc)
@@ -290,7 +290,7 @@ def _sleeping(
                 for share in SHARES
             ]
             loads = [
-                _send(case, number, address, seconds) for number in range(rounds) for case in cases
+                _send(case, turn, address, seconds) for turn in range(rounds) for case in cases
             ]
             found |= _predicted(loads, costs, number, routing)
     return found
@@ -335,9 +335,10 @@ class _Sent:
     steps: Load | None = None
 
 
-def _send(case: Case, number: int, address: str, seconds: float, metrics: str = "") -> _Sent:
-    """number: of the round. metrics: the address of the one daemon's."""
-    workload = replace(case.workload, salt=f"{case.name}/{number}")
+def _send(case: Case, turn: int, address: str, seconds: float, metrics: str = "") -> _Sent:
+    """turn: of its rounds, so that no prompt is cached by the one before. metrics: the address of the one
+    daemon's."""
+    workload = replace(case.workload, salt=f"{case.name}/{turn}")
     counted = Counted(_WARMUP_SHARE * seconds, seconds)
     before = settled(metrics) if metrics else Page({})
     load = Generator(address, workload).run(case.pattern(seconds))

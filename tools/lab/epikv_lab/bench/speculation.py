@@ -24,18 +24,9 @@ from epikv.options import GREEDY, Kv, Output, Sampling, Speculation, Stop
 from epikv.sample.families import problem
 from epikv.stats import bootstrap
 
+from epikv_lab.bench.overhead import SHAPE
 from epikv_lab.bench.targets import Target, finish
 
-SHAPE: harness.Shape = {
-    "hidden": 896,
-    "layers": 24,
-    "heads": 14,
-    "kv_heads": 2,
-    "ffn": 4864,
-    "vocab": 32000,
-    "context": 4096,
-    "dtype": "bf16",
-}
 FLAGS = ("--threads=1", "--kv_pool_bytes=1073741824")
 PROMPT, OUTPUT = 128, 192
 SHARES = (0.5, 0.9, 0.98)  # that the likelier token is to have
@@ -76,7 +67,9 @@ def command(
                 pairs = _rounds(served, sampling, speculation, streams, rounds)
                 ratio = bootstrap(pairs, _ratio)
                 told[name] = _told(pairs)
-                harness.say(f"{name}: {ratio}, {told[name]['tokens_a_step']:.2f} tokens a step")
+                harness.say(
+                    f"{name}: {ratio.value:.3f}, {told[name]['tokens_a_step']:.2f} tokens a step"
+                )
                 certain = streams == 1 and share == SHARES[-1]
                 bound = FASTER if certain else SLOWER
                 targets.append(Target(f"{name}_over_plain", ratio, bound, at_least=True))
@@ -87,7 +80,9 @@ def command(
                 name = f"{streams}_streams_sample_model"
                 told[name] = _told(pairs)
                 ratio = bootstrap(pairs, _ratio)
-                harness.say(f"{name}: {ratio}, {told[name]['tokens_a_step']:.2f} tokens a step")
+                harness.say(
+                    f"{name}: {ratio.value:.3f}, {told[name]['tokens_a_step']:.2f} tokens a step"
+                )
                 targets.append(Target(f"{name}_over_plain", ratio, SLOWER, at_least=True))
     load.append(os.getloadavg()[0])
     details = {"shape": SHAPE, "max_tokens": max_tokens, "load_average": load, "cases": told}
