@@ -92,11 +92,19 @@ MUTANTS = [
     ),
     Mutant(
         "a guess that did not come is kept",
-        "runtime/engine/engine.cc",
+        "runtime/engine/engine_guesses.cc",
         "s.tokens.back() == item.tokens.front();",
         "true;",
         "runtime_test",
         "EngineGuesses*",
+    ),
+    Mutant(
+        "a guess may be followed by what may follow the token before it",
+        "runtime/engine/sequence.cc",
+        "constraint->allowed_behind(ahead);",
+        "constraint->allowed();",
+        "runtime_test",
+        "*GuessesAreThoseThatItAllows*",
     ),
     Mutant(
         "guesses see what comes behind them",

@@ -500,15 +500,14 @@ void Resolver::ResolveReads(int64_t longest) {
   }
 }
 
-// None where what follows a guess depends on more than the tokens before it: on what a constraint
-// allows, on thinking that may end with it and go, on what a step changes in its sequence. And none
-// where each row would turn all keys.
+// None where what follows a guess depends on more than the tokens before it: on thinking that may
+// end with it and go, on what a step changes in its sequence. And none where each row would turn
+// all keys.
 void Resolver::ResolveGuesses() {
   const KvOptions& kv = options_.kv;
   const PolicyTraits& traits = request_.traits;
   const bool by_text =
-      options_.sampling.constraint != nullptr ||
-      (options_.thinking.has_value() && (kv.evict_thinking || kv.protection.thinking > 0));
+      options_.thinking.has_value() && (kv.evict_thinking || kv.protection.thinking > 0);
   const bool by_step = traits.rounds_rows || request_.read.tokens > 0 ||
                        (kv.tier.tokens > 0 && traits.evicts) || options_.steering.has_value();
   const bool turns = kv.positions == PositionMode::kCache;

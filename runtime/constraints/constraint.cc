@@ -124,6 +124,10 @@ void SetBit(std::vector<uint32_t>& bits, int32_t token, bool value) {
   word = value ? word | bit : word & ~bit;
 }
 
+bool Bit(const std::vector<uint32_t>& bits, int32_t token) {
+  return (bits[token / 32] >> (token % 32) & 1) != 0;
+}
+
 bool AnyBit(const std::vector<uint32_t>& bits) {
   return std::any_of(bits.begin(), bits.end(), [](uint32_t word) { return word != 0; });
 }
@@ -284,7 +288,7 @@ ConstraintState::ConstraintState(std::shared_ptr<const Constraint> constraint,
       may_end_(constraint_->compiled_->may_end),
       spare_work_(kSpareWork) {
   Hold(constraint_->compiled_->start_bytes);
-  AllowEnds();
+  may_go_on_ = AllowEnds(allowed_, may_end_);
 }
 
 ConstraintState::~ConstraintState() { Hold(-bytes_); }
@@ -294,10 +298,17 @@ void ConstraintState::Hold(int64_t bytes) {
   share_->Hold(bytes);
 }
 
-void ConstraintState::AllowEnds() {
-  for (const int32_t end : ends_) SetBit(allowed_, end, false);
-  may_go_on_ = AnyBit(allowed_);
-  for (const int32_t end : ends_) SetBit(allowed_, end, may_end_);
+bool ConstraintState::AllowEnds(std::vector<uint32_t>& allowed, bool may_end) const {
+  for (const int32_t end : ends_) SetBit(allowed, end, false);
+  const bool may_go_on = AnyBit(allowed);
+  for (const int32_t end : ends_) SetBit(allowed, end, may_end);
+  return may_go_on;
+}
+
+const std::string& ConstraintState::BytesOf(int32_t token, bool is_first) const {
+  const ConstraintCompiler::Vocabulary& vocabulary = *constraint_->compiled_->vocabulary;
+  if (is_first && !vocabulary.first_bytes.empty()) return *vocabulary.first_bytes[token];
+  return vocabulary.bytes[token];
 }
 
 // Its memory is needed at once.
@@ -307,10 +318,62 @@ absl::Status ConstraintState::GiveUp(absl::string_view why) {
   return Failed(why);
 }
 
+int64_t ConstraintState::vocab_size() const {
+  return static_cast<int64_t>(constraint_->compiled_->vocabulary->bytes.size());
+}
+
+int64_t ConstraintState::mask_bytes() const {
+  return std::ssize(allowed_) * static_cast<int64_t>(sizeof(uint32_t));
+}
+
+void ConstraintState::ForgetAhead() {
+  Hold(-std::ssize(ahead_) * mask_bytes());
+  ahead_.clear();
+}
+
+// In a copy: a matcher that has thrown is of no use any more.
+int64_t ConstraintState::LookAhead(absl::Span<const int32_t> tokens, int64_t& work) {
+  ForgetAhead();
+  if (tokens.empty() || !Bit(allowed_, tokens[0])) return 0;
+  const int64_t copied = bytes_;
+  work -= copied / kBytesOfWork;
+  if (work <= 0) return 0;
+  Hold(copied);
+  const absl::Cleanup gone = [&] { Hold(-copied); };
+  try {
+    xgrammar::GrammarMatcher matcher = position_->matcher.Fork();
+    for (const int32_t token : tokens) {
+      const std::vector<uint32_t>& allowed = ahead_.empty() ? allowed_ : ahead_.back().allowed;
+      if (work <= 0 || !Bit(allowed, token)) break;
+      const GrammarWork limit(std::min(work, kStepWork));
+      int64_t again = 0;  // what Accept takes
+      const absl::Cleanup spent = [&] { work -= limit.spent() + again; };
+      const std::string& bytes = BytesOf(token, first_ && ahead_.empty());
+      if (!bytes.empty() && !matcher.AcceptString(bytes)) break;
+      again = limit.spent();
+      Behind behind = {.token = token, .allowed = std::vector<uint32_t>(allowed_.size())};
+      Fill(matcher, vocab_size(), behind.allowed);
+      behind.may_end = matcher.IsCompleted();
+      if (!AllowEnds(behind.allowed, behind.may_end)) break;
+      ahead_.push_back(std::move(behind));
+      Hold(mask_bytes());
+    }
+  } catch (const std::exception&) {
+    // Accept says why, if the token comes.
+  }
+  return std::ssize(ahead_);
+}
+
 absl::Status ConstraintState::Accept(int32_t token) {
-  const ConstraintCompiler::Vocabulary& vocabulary = *constraint_->compiled_->vocabulary;
-  const bool is_first = std::exchange(first_, false) && !vocabulary.first_bytes.empty();
-  const std::string& bytes = is_first ? *vocabulary.first_bytes[token] : vocabulary.bytes[token];
+  const std::string& bytes = BytesOf(token, std::exchange(first_, false));
+  std::optional<Behind> known;
+  if (!ahead_.empty() && ahead_.front().token == token) {
+    known = std::move(ahead_.front());
+    ahead_.pop_front();
+    Hold(-mask_bytes());
+  } else {
+    ForgetAhead();
+  }
   const GrammarWork work(kStepWork);
   const absl::Cleanup spent = [&] { work_ = work.spent(); };
   try {
@@ -330,15 +393,20 @@ absl::Status ConstraintState::Accept(int32_t token) {
           "your requests' constraints hold too much memory, and this one keeps more than its text "
           "allows; try again when some of them have ended, or make it less ambiguous");
     }
-    Fill(position_->matcher, static_cast<int64_t>(vocabulary.bytes.size()), allowed_);
-    may_end_ = position_->matcher.IsCompleted();
+    if (known.has_value()) {
+      allowed_ = std::move(known->allowed);
+      may_end_ = known->may_end;
+    } else {
+      Fill(position_->matcher, vocab_size(), allowed_);
+      may_end_ = position_->matcher.IsCompleted();
+    }
   } catch (const GrammarTooCostly&) {
     return Failed(
         "the constraint can match the text so far in too many ways; make it less ambiguous");
   } catch (const std::exception& e) {
     return Failed(absl::StrCat("the constraint: ", Told(e.what())));
   }
-  AllowEnds();
+  may_go_on_ = AllowEnds(allowed_, may_end_);
   if (may_go_on_ || may_end_) return absl::OkStatus();
   return Failed("the constraint: no token of this model's vocabulary continues the text so far");
 }

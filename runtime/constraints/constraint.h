@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <list>
 #include <memory>
 #include <optional>
@@ -76,6 +77,16 @@ class ConstraintState {
   // And no token may follow.
   bool must_end() const { return may_end_ && !may_go_on_; }
 
+  // What may come behind each of `tokens`, as long as each may come behind those before it, the
+  // text goes on behind it, and finding that out takes no more than `work`, which shrinks: below 1
+  // where that was the reason. Returns how many those are. Accept of them in their order then finds
+  // nothing out again.
+  int64_t LookAhead(absl::Span<const int32_t> tokens, int64_t& work);
+  // The tokens that may come behind the first `count` of them.
+  absl::Span<const uint32_t> allowed_behind(int64_t count) const {
+    return ahead_[count - 1].allowed;
+  }
+
   // Not OK, and the state is of no use any more: FAILED_PRECONDITION (kConstraintFailed) where no
   // token of the vocabulary continues the text, or finding those that do takes too much work.
   // Precondition: the token is allowed, and no end.
@@ -85,7 +96,18 @@ class ConstraintState {
 
  private:
   struct Position;  // in the grammar
-  void AllowEnds();
+  void ForgetAhead();
+  int64_t mask_bytes() const;  // of `allowed`
+  // What a token that may come leads to.
+  struct Behind {
+    int32_t token = 0;
+    std::vector<uint32_t> allowed;
+    bool may_end = false;
+  };
+  const std::string& BytesOf(int32_t token, bool is_first) const;
+  int64_t vocab_size() const;
+  // Whether tokens that are no ends may come; ends may where the text may end.
+  bool AllowEnds(std::vector<uint32_t>& allowed, bool may_end) const;
   void Hold(int64_t bytes);
   absl::Status GiveUp(absl::string_view why);
 
@@ -94,6 +116,7 @@ class ConstraintState {
   const std::vector<int32_t> ends_;
   std::unique_ptr<Position> position_;
   std::vector<uint32_t> allowed_;
+  std::deque<Behind> ahead_;  // of LookAhead
   bool may_end_ = false, may_go_on_ = true;
   bool first_ = true;  // no token yet
   int64_t work_ = 0;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "runtime/admission/forecast.h"
 #include "runtime/admission/ledger.h"
@@ -33,7 +34,8 @@ struct EngineOptions {
   int64_t max_running_requests = 256;
   int64_t max_trace_victims = 65536;  // of one request's eviction trace
   // Of a step, what constraints may take before those that are left wait for their turn, in units
-  // of ConstraintState::work: about 50 ms, and one token more, which may take 200.
+  // of ConstraintState::work: about 50 ms, and one token more, which may take 200. As much again
+  // for what may follow guesses.
   int64_t constraint_work = 1'000'000;
 };
 
@@ -110,6 +112,12 @@ class Engine {
   void AddGuesses(std::vector<WorkItem>& items, std::vector<Sequence*>& sequences);
   // Guesses at what a decoding sequence says next, as far as one step may run them.
   std::vector<int32_t> GuessesOf(const Sequence& sequence, const WorkItem& work) const;
+  // How many of its guesses the sequence's constraint allows, as far as `work` of the step lets one
+  // see.
+  int64_t AllowedGuesses(Sequence& sequence, absl::Span<const int32_t> guesses,
+                         int64_t& work) const;
+  // The constraint reads the newest token out of turn.
+  void ReadAtOnce(Sequence& sequence);
   // The guess of an item ahead is what came.
   bool CameTrue(const Sequence& sequence, const WorkItem& item) const;
   // What a step has done, in tokens: read as prompts are, and told as decoded ones are.
@@ -125,8 +133,7 @@ class Engine {
   void ConcludeGuesses(absl::Span<const WorkItem> items, absl::Span<Sequence* const> sequences,
                        StepStats& step, StageClock& clock, Done& done);
   bool StepIdle();
-  template <class Work>
-  void Guard(Sequence& sequence, Work work);
+  void Guard(Sequence& sequence, absl::FunctionRef<void()> work);
   // Who is told of a sequence.
   EngineObserver& ObserverOf(const Sequence& sequence);
   std::vector<ForwardOutcome> RunForward(absl::Span<const WorkItem> items,

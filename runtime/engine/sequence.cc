@@ -95,17 +95,18 @@ WorkItem Sequence::NextWork(int64_t count, int64_t prefill_chunk_tokens) const {
 
 WorkItem Sequence::GuessedWork(int64_t ahead) const {
   const absl::Span<const int32_t> known = absl::MakeConstSpan(guessed).first(num_outputs + ahead);
-  return {.id = id,
-          .request = &request,
-          .tokens = known.last(1),
-          .first = cached + ahead,
-          .decode = true,
-          .draw = num_outputs + ahead,
-          .outputs = known,
-          .masked = num_outputs + ahead < request.min_output_tokens ? absl::MakeConstSpan(ends)
-                                                                    : absl::Span<const int32_t>(),
-          .num_outputs = 1,
-          .ahead = ahead};
+  WorkItem item = {.id = id,
+                   .request = &request,
+                   .tokens = known.last(1),
+                   .first = cached + ahead,
+                   .decode = true,
+                   .draw = num_outputs + ahead,
+                   .outputs = known,
+                   .num_outputs = 1,
+                   .ahead = ahead};
+  if (item.draw < request.min_output_tokens) item.masked = ends;
+  if (constraint.has_value()) item.allowed = constraint->allowed_behind(ahead);
+  return item;
 }
 
 FinishReason Sequence::StopReason() const {

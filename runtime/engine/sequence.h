@@ -47,6 +47,7 @@ struct Sequence {
   std::vector<int32_t> guessed;
   int64_t guesses_run = 0, guesses_accepted = 0;  // of the step that runs
   bool guesses_hold = false;  // what was run ahead is what running it alone would be
+  int64_t looks_rest = 0;     // steps without guesses: to look at what may follow them is dear
   GuessRecord guess_record;
   int64_t guessed_tokens = 0, accepted_tokens = 0;  // that ran ahead, and came true
   bool open = false;                                // holds KV

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <map>
 #include <string>
 #include <variant>
 #include <vector>
@@ -118,6 +120,64 @@ TEST(FullGuesses, SameOutputsWithCachedPrefixes) {
     const int64_t cached = harness.Run(turn).finished->cached_prompt_tokens;
     EXPECT_EQ(cached, deterministic ? 32 : 160) << "of 189; decoding and reading differ in bits";
   }
+}
+
+// How often each last token came, of many seeds.
+using Counts = std::map<int32_t, int64_t>;
+
+// How many standard deviations two samples of one size lie further apart than chance has them, by
+// the chi-square test of homogeneity and Wilson and Hilferty's cube root. Rare ones count as one.
+double Apart(const Counts& one, const Counts& other) {
+  constexpr int64_t kRare = 10;
+  const auto of = [](const Counts& counts, int32_t token) {
+    const auto found = counts.find(token);
+    return found == counts.end() ? 0.0 : static_cast<double>(found->second);
+  };
+  Counts all = one;
+  for (const auto& [token, count] : other) all[token] += count;
+  double square = 0, bins = 0, rare_one = 0, rare_other = 0;
+  const auto add = [&](double a, double b) {
+    if (a + b == 0) return;
+    square += (a - b) * (a - b) / (a + b);
+    ++bins;
+  };
+  for (const auto& [token, count] : all) {
+    if (count >= kRare) {
+      add(of(one, token), of(other, token));
+    } else {
+      rare_one += of(one, token);
+      rare_other += of(other, token);
+    }
+  }
+  add(rare_one, rare_other);
+  const double freedom = bins - 1, spread = 2 / (9 * freedom);
+  return (std::cbrt(square / freedom) - (1 - spread)) / std::sqrt(spread);
+}
+
+// Where a batch decides bits, what is drawn has its distribution all the same. Each arm has seeds
+// of its own.
+TEST(SampledGuesses, LastTokensAreDistributedAsWithout) {
+  EngineHarness harness(ModelPath("gqa"), {.end_tokens = false});
+  int64_t accepted = 0;
+  const auto sample = [&](uint64_t first_seed, float temperature, int64_t guesses) {
+    Counts counts;
+    for (uint64_t seed = first_seed; seed < first_seed + 800; ++seed) {
+      RequestOptions options;
+      options.prompt = Repeated(harness.manifest(), 40, 23);
+      options.stop.max_output_tokens = 24;
+      options.sampling = {.temperature = temperature, .seed = seed};
+      options.guess_tokens = guesses;
+      const Transcript got = harness.Run(options);
+      accepted += got.finished->accepted_tokens;
+      ++counts[got.tokens.back()];
+    }
+    return counts;
+  };
+  const Counts plain = sample(1, 0.05f, 0);
+  EXPECT_EQ(accepted, 0);
+  EXPECT_LT(Apart(plain, sample(10001, 0.05f, kMostGuesses)), 5);
+  EXPECT_GT(accepted, 100);
+  EXPECT_GT(Apart(plain, sample(20001, 0.2f, 0)), 5) << "the test would not see a difference";
 }
 
 INSTANTIATE_TEST_SUITE_P(Laws, EveryPolicyGuesses,

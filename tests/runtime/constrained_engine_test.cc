@@ -239,5 +239,36 @@ TEST_P(ConstrainedEngineTest, WhatIsForcedIsNotConstrained) {
   EXPECT_THAT(Run(std::move(options))->tokens[0], ElementsAre(8, 9, 10));
 }
 
+// Guesses that the constraint allows come true as they do without one, and tell the same.
+TEST_P(ConstrainedEngineTest, GuessesAreThoseThatItAllows) {
+  const auto run = [&](const std::string& id, const std::string& regex, int64_t guesses) {
+    RequestOptions options = Ask(id, Kind::kRegex, {regex});
+    options.prompt = {5, 6, 7, 8, 9, 10, 11, 12, 13, 3, 4};
+    options.stop.max_output_tokens = 9;
+    options.guess_tokens = guesses;
+    return Run(std::move(options));
+  };
+  int64_t accepted = 0;
+  for (const char* regex :
+       {"w5( w[0-9]+)*", "w5 w6 w7( w9)*", "w5 w6 w7", "w5( w6)?( w7 w8 w20)*"}) {
+    SCOPED_TRACE(regex);
+    const auto plain = run("plain", regex, 0);
+    const int64_t before = script_->forwards;
+    const auto guessed = run("guessed", regex, 6);
+    EXPECT_EQ(guessed->tokens[0], plain->tokens[0]);
+    EXPECT_EQ(guessed->text[0], plain->text[0]);
+    EXPECT_EQ(guessed->reason(), plain->reason());
+    const Finished& end = guessed->finishes.at(0);
+    if (GetParam() == 1) {  // what is read in a step leaves nothing to look ahead with
+      EXPECT_EQ(end.guessed_tokens, 0);
+      continue;
+    }
+    accepted += end.accepted_tokens;
+    EXPECT_EQ(script_->forwards - before,
+              static_cast<int64_t>(guessed->tokens[0].size()) - end.accepted_tokens);
+  }
+  EXPECT_EQ(accepted > 0, GetParam() > 1);
+}
+
 }  // namespace constrained_engine_test
 }  // namespace epikv

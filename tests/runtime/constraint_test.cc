@@ -914,5 +914,70 @@ TEST(ConstraintTest, BeyondTheLimitOneCompletionEndsForTheOthers) {
   EXPECT_GT(states.size(), 0u);
 }
 
+// Looking ahead changes nothing. Of two states that read the same, one looks at what may come now
+// and then, and is right or wrong about it.
+TEST(ConstraintLookAheadTest, HasNoEffectOnWhatIsRead) {
+  constexpr int64_t kPlenty = 1'000'000;
+  World world(Words());
+  std::mt19937 random(3);
+  int64_t right = 0, wrong = 0;
+  for (const char* regex : {"(ab|ba|c)*", "(a|b){3,7}c", "[a-c]*(12|3)+", "abbacbcab"}) {
+    SCOPED_TRACE(regex);
+    for (int run = 0; run < 20; ++run) {
+      std::vector<int32_t> text;
+      ConstraintState first = world.Start(Kind::kRegex, regex);
+      while (!first.must_end() && text.size() < 15) {
+        std::vector<int32_t> next = TokensOf(first.allowed());
+        std::erase(next, world.end());
+        text.push_back(next[random() % next.size()]);
+        ASSERT_TRUE(first.Accept(text.back()).ok());
+      }
+      ConstraintState plain = world.Start(Kind::kRegex, regex);
+      ConstraintState looks = world.Start(Kind::kRegex, regex);
+      for (size_t at = 0; at < text.size(); ++at) {
+        if (random() % 3 == 0) {
+          std::vector<int32_t> guesses(text.begin() + at,
+                                       text.begin() + std::min(text.size(), at + 4));
+          if (random() % 2 == 0) guesses[random() % guesses.size()] = 0;  // a byte that is no text
+          int64_t work = kPlenty;
+          const int64_t known = looks.LookAhead(guesses, work);
+          EXPECT_EQ(work < kPlenty, guesses[0] == text[at]) << "what cannot come costs nothing";
+          (known == std::ssize(guesses) ? right : wrong) += 1;
+          ConstraintState walks = world.Start(Kind::kRegex, regex);
+          for (size_t i = 0; i < at + known; ++i) ASSERT_TRUE(walks.Accept(text[i]).ok());
+          if (known > 0) {
+            EXPECT_EQ(looks.allowed_behind(known), walks.allowed());
+          }
+        }
+        ASSERT_TRUE(plain.Accept(text[at]).ok());
+        ASSERT_TRUE(looks.Accept(text[at]).ok());
+        ASSERT_EQ(looks.allowed(), plain.allowed());
+        ASSERT_EQ(looks.may_end(), plain.may_end());
+        ASSERT_EQ(looks.must_end(), plain.must_end());
+      }
+    }
+  }
+  EXPECT_GT(right, 50);
+  EXPECT_GT(wrong, 50);
+}
+
+TEST(ConstraintLookAheadTest, EndsWhereNothingFollowsAndWhereItsWorkDoes) {
+  World world(Words());
+  const auto id = [&](absl::string_view word) {
+    return static_cast<int32_t>(std::find(world.words.begin(), world.words.end(), word) -
+                                world.words.begin());
+  };
+  const std::vector<int32_t> guesses = {id("ab"), id("ba"), id("1")};
+  ConstraintState state = world.Start(Kind::kRegex, "abba1");
+  int64_t work = 1'000'000;
+  EXPECT_EQ(state.LookAhead(guesses, work), 2) << "behind the third nothing may follow";
+  work = 1;
+  EXPECT_EQ(state.LookAhead(guesses, work), 0);
+  EXPECT_LE(work, 0);
+  EXPECT_EQ(state.LookAhead({}, work), 0);
+  for (const int32_t token : guesses) ASSERT_TRUE(state.Accept(token).ok());
+  EXPECT_TRUE(state.must_end());
+}
+
 }  // namespace constraint_test
 }  // namespace epikv
